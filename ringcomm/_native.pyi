@@ -158,6 +158,38 @@ def combine_partials(
         ValueError: no array, or the dtypes and the op do not fit.
     """
 
+def wire_bytes(wire: int, elems: int) -> int:
+    """Returns the bytes of so many numbers in a coded wire, scales included."""
+
+def encode_wire(
+    wire: int, in_ptr: int, dtype: int, out_ptr: int, elems: int, residual_ptr: int = 0
+) -> None:
+    """Encodes float32, bfloat16 or float16 numbers, in blocks of `WIRE_BLOCK`.
+
+    The numbers are in + residual, where there is a residual [elems] in float32; it is overwritten
+    by what the codes leave out, and by 0 in blocks with infinities or NaNs.
+
+    Raises:
+        ValueError: no such wire, or another dtype.
+    """
+
+def sum_wires(
+    wire: int, in_ptrs: list[int], out_ptr: int, dtype: int, elems: int, divide_by: int = 0
+) -> None:
+    """Decodes arrays of codes and adds them up in float32, in list order, rounded once to `dtype`.
+
+    `divide_by` > 0 divides the sum.
+
+    Raises:
+        ValueError: no array, no such wire, or a dtype that is not float32, bfloat16 or float16.
+    """
+
+WIRES: dict[str, int]
+"""Code of each coded wire: int8, fp8 and int4."""
+
+WIRE_BLOCK: int
+"""Numbers that share a scale."""
+
 def isa() -> str:
     """The instruction set in use: "avx512", "avx2", or "baseline" (SSE2 or NEON)."""
 

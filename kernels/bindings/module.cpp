@@ -339,5 +339,6 @@ NB_MODULE(_native, m) {
   bind_comm(m);
   bind_device(m);
   bind_scratch(m);
+  bind_wires(m);
   bind_triton(m);
 }

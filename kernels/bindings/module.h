@@ -44,5 +44,6 @@ void bind_heap(nanobind::module_& m);
 void bind_device(nanobind::module_& m);
 void bind_scratch(nanobind::module_& m);
 void bind_triton(nanobind::module_& m);
+void bind_wires(nanobind::module_& m);
 
 }  // namespace ringcomm::host

@@ -3,6 +3,7 @@
 
 #include "kernels/host/isa_adamw.h"
 #include "kernels/host/isa_kernels.h"
+#include "kernels/host/isa_wires.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace host {
@@ -29,7 +30,7 @@ constexpr void fill_row(ReduceFn (&row)[int(RedOp::kCount)]) {
 }
 
 constexpr KernelTable make_table(const char* isa) {
-  KernelTable t{isa, &copy, &copy_streaming, &adamw_kernel, &reduce_norm_kernel, {}, {}, {}};
+  KernelTable t{isa, &copy, &copy_streaming, &adamw_kernel, &reduce_norm_kernel, {}, {}, {}, {}};
   fill_row<uint8_t>(t.reduce[int(DType::kUInt8)]);
   fill_row<int8_t>(t.reduce[int(DType::kInt8)]);
   fill_row<uint16_t>(t.reduce[int(DType::kUInt16)]);
@@ -49,6 +50,9 @@ constexpr KernelTable make_table(const char* isa) {
   fill_row<BFloat16, float>(t.widening[half_index(DType::kBFloat16)]);
   fill_row<float, Float16>(t.narrowing[half_index(DType::kFloat16)]);
   fill_row<float, BFloat16>(t.narrowing[half_index(DType::kBFloat16)]);
+  t.wires[int(Wire::kInt8)] = wire_kernels<Int8Code>();
+  t.wires[int(Wire::kFp8)] = wire_kernels<Fp8Code>();
+  t.wires[int(Wire::kInt4)] = wire_kernels<Int4Code>();
   return t;
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ringcomm/core/reduce.h"
+#include "ringcomm/core/wire_codes.h"
 #include "ringcomm/optimizer/grad_norm.h"
 
 namespace ringcomm {
@@ -59,6 +60,36 @@ struct NormJob {
 };
 using NormFn = void (*)(const NormJob& job);
 
+// Codes for a wire of the numbers in[i], or with a residual of in[i] + residual[i], which then is what
+// the codes left out; of a block with infinities or NaNs it is 0.
+struct EncodeJob {
+  const void* in;
+  uint8_t* out;
+  uint64_t elems;
+  float* residual;  // null: none
+};
+using EncodeFn = void (*)(const EncodeJob& job);
+
+// out[i] = the sum over s of the numbers of sources[s], divided by `divide_by` unless that is 0.
+struct DecodeJob {
+  const uint8_t* const* sources;
+  int count;
+  void* out;
+  uint64_t elems;
+  int divide_by;
+};
+using DecodeFn = void (*)(const DecodeJob& job);
+
+// The loops of a wire, by the type of the numbers: float16, bfloat16, float32.
+constexpr int kWireTypes = 3;
+constexpr int wire_type_index(DType type) {
+  return type == DType::kFloat32 ? 2 : type == DType::kBFloat16 ? 1 : 0;
+}
+struct WireKernels {
+  EncodeFn encode[kWireTypes];
+  DecodeFn sum[kWireTypes];
+};
+
 struct KernelTable {
   const char* isa;
   void (*copy)(void* dst, const void* src, uint64_t bytes);
@@ -70,6 +101,7 @@ struct KernelTable {
                  [int(RedOp::kCount)];  // null where the operator makes no sense
   // From 16-bit floats to FP32, and from FP32 to 16-bit floats.
   ReduceFn widening[kHalves][int(RedOp::kCount)], narrowing[kHalves][int(RedOp::kCount)];
+  WireKernels wires[int(Wire::kCount)];
 };
 
 extern const KernelTable kBaselineKernels;

@@ -38,6 +38,7 @@ class Collectives(CallEngine):
         *,
         algorithm: str = "auto",
         kernels: str | None = None,
+        wire: str | None = None,
     ) -> Work | None:
         """Combines ``tensor`` of all ranks element by element, in place.
 
@@ -47,18 +48,20 @@ class Collectives(CallEngine):
             async_op: return a Work at once instead of waiting.
             algorithm: "auto", "direct" or "ring".
             kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
+            wire: what travels between nodes, the same on all ranks; None for ``CommOptions.wire``.
 
         Raises:
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        if not (async_op or kernels or self._queue.pending or self._kernels):
+        if not (async_op or kernels or wire or self._queue.pending or self._kernels):
             status = self._native.all_reduce_plain(tensor, op, algorithm)
             if status == 0:
                 return None
             if status > 0:
                 raise self._fault("all_reduce")
-        return self.start_call(self._all_reduce_call(tensor, op, algorithm, kernels), async_op)
+        call = self._all_reduce_call(tensor, op, algorithm, kernels, wire)
+        return self.start_call(call, async_op)
 
     def all_reduce_at_once(self, tensor: Tensor, op: Any) -> bool:
         """Tries an :meth:`all_reduce` at once; False if nothing was done. See NOTE [At once]."""
@@ -70,7 +73,12 @@ class Collectives(CallEngine):
         return status == 0
 
     def _all_reduce_call(
-        self, tensor: Tensor, op: Any, algorithm: str, kernels: str | None = None
+        self,
+        tensor: Tensor,
+        op: Any,
+        algorithm: str,
+        kernels: str | None = None,
+        wire: str | None = None,
     ) -> Call:
         checks = self.checks("all_reduce")
         dtype = checks.output("tensor", tensor)
@@ -87,12 +95,22 @@ class Collectives(CallEngine):
             put_back(tensor, dense)
             return status
 
-        return Call("all_reduce", run, [tensor])
+        return Call("all_reduce", self.on_wire(checks, wire, run), [tensor])
 
     def reduce(
-        self, tensor: Tensor, dst: int, op: Any = SUM, async_op: bool = False
+        self,
+        tensor: Tensor,
+        dst: int,
+        op: Any = SUM,
+        async_op: bool = False,
+        *,
+        wire: str | None = None,
     ) -> Work | None:
         """Combines ``tensor`` of all ranks into that of rank ``dst``; others keep theirs.
+
+        Args:
+            tensor, op, async_op, wire: as for :meth:`all_reduce`.
+            dst: the rank.
 
         Raises:
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
@@ -113,7 +131,8 @@ class Collectives(CallEngine):
                 put_back(tensor, dense)
             return status
 
-        return self.start_call(Call("reduce", run, [tensor]), async_op)
+        call = Call("reduce", self.on_wire(checks, wire, run), [tensor])
+        return self.start_call(call, async_op)
 
     def reduce_scatter_tensor(
         self,
@@ -124,6 +143,7 @@ class Collectives(CallEngine):
         *,
         algorithm: str = "auto",
         kernels: str | None = None,
+        wire: str | None = None,
     ) -> Work | None:
         """Combines ``input`` of all ranks; rank r gets the r-th of world_size equal chunks.
 
@@ -134,20 +154,20 @@ class Collectives(CallEngine):
             async_op: return a Work at once instead of waiting.
             algorithm: "auto", "direct" or "ring".
             kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
+            wire: what travels between nodes, the same on all ranks; None for ``CommOptions.wire``.
 
         Raises:
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        if not (async_op or kernels or self._queue.pending or self._kernels):
+        if not (async_op or kernels or wire or self._queue.pending or self._kernels):
             status = self._native.reduce_scatter_plain(output, input, op, algorithm)
             if status == 0:
                 return None
             if status > 0:
                 raise self._fault("reduce_scatter_tensor")
-        return self.start_call(
-            self._reduce_scatter_call(output, input, op, algorithm, kernels), async_op
-        )
+        call = self._reduce_scatter_call(output, input, op, algorithm, kernels, wire)
+        return self.start_call(call, async_op)
 
     def reduce_scatter_at_once(self, output: Tensor, input: Tensor, op: Any) -> bool:
         """Tries :meth:`reduce_scatter_tensor` at once; False: nothing done. See NOTE [At once]."""
@@ -165,6 +185,7 @@ class Collectives(CallEngine):
         op: Any,
         algorithm: str,
         kernels: str | None = None,
+        wire: str | None = None,
     ) -> Call:
         checks = self.checks("reduce_scatter_tensor")
         dtype = checks.output("output", output)
@@ -196,10 +217,16 @@ class Collectives(CallEngine):
             )
             return status
 
-        return Call("reduce_scatter_tensor", run, [output])
+        return Call("reduce_scatter_tensor", self.on_wire(checks, wire, run), [output])
 
     def reduce_scatter(
-        self, output: Tensor, input_list: list[Tensor], op: Any = SUM, async_op: bool = False
+        self,
+        output: Tensor,
+        input_list: list[Tensor],
+        op: Any = SUM,
+        async_op: bool = False,
+        *,
+        wire: str | None = None,
     ) -> Work | None:
         """Combines the lists of all ranks; rank r gets the reduced ``input_list[r]``.
 
@@ -209,6 +236,7 @@ class Collectives(CallEngine):
                 not between ranks.
             op: a ``ReduceOp`` or ``premul_sum(factor)``.
             async_op: return a Work at once instead of waiting.
+            wire: as for :meth:`reduce_scatter_tensor`.
 
         Raises:
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
@@ -239,7 +267,9 @@ class Collectives(CallEngine):
             put_back(output, dense)
             return status
 
-        return self.start_call(Call("reduce_scatter", run, [output]), async_op)
+        return self.start_call(
+            Call("reduce_scatter", self.on_wire(checks, wire, run), [output]), async_op
+        )
 
     # ---- gathers: all_gather, gather ------------------------------------------------------------
 

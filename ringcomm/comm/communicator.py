@@ -480,6 +480,17 @@ class NodesCommunicator(Communicator):
     def node(self) -> Communicator:
         return self._node
 
+    def on_wire(
+        self, checks: CallChecks, wire: str | None, run: Callable[[_native.Comm], int]
+    ) -> Callable[[_native.Comm], int]:
+        run = super().on_wire(checks, wire, run)
+
+        def on_wire(core: Any) -> int:
+            with core.on_wire(wire):
+                return run(core)
+
+        return run if wire is None else on_wire
+
     @property
     def places(self) -> Places:
         """Which ranks are of one node, and which rank meets which between nodes."""

@@ -18,7 +18,7 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.arguments import CallChecks, Reduction
 from ringcomm.comm.meeting import Membership
-from ringcomm.comm.options import CommOptions, milliseconds_of
+from ringcomm.comm.options import CommOptions, check_wire, milliseconds_of
 from ringcomm.comm.recorder.reader import FlightRecorder, at_this_call_site
 from ringcomm.comm.recorder.records import Recording
 from ringcomm.comm.triton import (
@@ -410,6 +410,18 @@ class CallEngine:
         if self._triton is None:
             self._triton = self._make_triton(checks)
         return self._in_triton
+
+    def on_wire(
+        self, checks: CallChecks, wire: str | None, run: Callable[[_native.Comm], int]
+    ) -> Callable[[_native.Comm], int]:
+        """Returns a function that makes a call with a wire; within one node none is used.
+
+        Raises:
+            ArgumentError: there is no such wire.
+        """
+        if wire is not None:
+            check_wire(wire, str(checks))
+        return run
 
     def check_sum_blocks(self, operation: str, algorithm: str, kernels: str) -> None:
         """Checks a call that reduces, if this communicator sums in blocks of ranks.

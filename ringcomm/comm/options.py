@@ -20,6 +20,16 @@ _WHOLE_NUMBERS = (
 )
 
 
+WIRES = ("fp32", "param", *_native.WIRES)
+
+
+def check_wire(wire: Any, operation: str = "") -> None:
+    """Raises ArgumentError if there is no such wire."""
+    if wire not in WIRES:
+        head = f"{operation}: " if operation else ""
+        raise ArgumentError(f"{head}wire: expected one of {', '.join(WIRES)}, got {wire!r}")
+
+
 def seconds_of(timeout: timedelta | float, name: str = "timeout") -> float:
     """Converts a timeout to seconds, at most ``LONGEST_TIMEOUT_S``.
 
@@ -68,7 +78,10 @@ class CommOptions:
             receives on CPUs, exchanges and broadcasts bytes in stream order on GPUs.
         wire: what travels between nodes in reductions of 16-bit types: "fp32", partial sums as they
             are, so that a result is rounded once; or "param", partial sums rounded to the type,
-            which halves the bytes and rounds twice.
+            which halves the bytes and rounds twice. "int8", "fp8" and "int4" code sums of float32,
+            bfloat16 and float16 in blocks of 128 with a scale, with a quarter and an eighth of the
+            bytes and errors that docs/nodes.md bounds; other reductions, and those of 8 KiB or
+            less, are as with "fp32". A call's own ``wire`` overrides it.
         rails: how ranks of equal place exchange between nodes, on the host: "direct", each with
             each; "levels", in two rounds with fewer messages; "ring", each with the next; "auto" is
             direct, and levels from 32 nodes on. Only direct has the sums of ``sum_blocks``.
@@ -129,10 +142,14 @@ class CommOptions:
             raise ArgumentError(
                 f"carrier: expected auto, gloo, nccl or a function, got {self.carrier!r}"
             )
-        if self.wire not in ("fp32", "param"):
-            raise ArgumentError(f"wire: expected fp32 or param, got {self.wire!r}")
+        check_wire(self.wire)
         if self.rails not in ("auto", "direct", "levels", "ring"):
             raise ArgumentError(f"rails: expected auto, direct, levels or ring, got {self.rails!r}")
+        if self.wire in _native.WIRES and self.rails in ("levels", "ring"):
+            raise ArgumentError(
+                f'rails: expected auto or direct with wire="{self.wire}", got {self.rails!r}: '
+                "each round would code what earlier ones have rounded"
+            )
         if self.sum_blocks < 0:
             raise ArgumentError(f"sum_blocks: expected 0 or more, got {self.sum_blocks}")
         if self.sum_blocks and self.kernels == "triton":

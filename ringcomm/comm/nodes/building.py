@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar, cast
 import torch
 from torch.distributed import PrefixStore
 
+from ringcomm import _native
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.meeting import Membership, OneNode, SeveralNodes, meet
 from ringcomm.comm.nodes.calls import CallsOverNodes
@@ -104,7 +105,9 @@ def _built(
     closing.append(watch)
     messages = NodesMessages(inner, places, PrefixStore("messages", store), watch, connector)
     watch.breakable.append(messages)
-    schedule = chosen(options.rails, len(places.nodes))
+    # Codes are added where they end, and so do not pass through other nodes.
+    rails_asked = "direct" if options.wire in _native.WIRES else options.rails
+    schedule = chosen(rails_asked, len(places.nodes))
     core = StepsCore(inner, places, rails, watch, messages, options.wire, schedule)
     return Built(core, node, watch)
 

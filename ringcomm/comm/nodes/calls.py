@@ -37,7 +37,7 @@ class _Failed(Exception):
 
 # The collectives of sharded training whose headers have a tag in place of a root.
 _TAGGED = ("reduce_scatter_norm", "reduce_scatter_adamw_all_gather", "all_gather_bucket")
-_HEADER = "<q32sqiii"
+_HEADER = "<q32s8sqiii"
 _COLLECTIVES = _native.RECORD_NAMES["collectives"]
 _RECORDED_AS = {"all_gather_on_rail": "all_gather", "all_gather_bucket": "all_gather"}
 _ABORTED = _native.STATUSES["aborted"]
@@ -57,15 +57,18 @@ class Header(NamedTuple):
     dtype: int
     op: int
     root: int
+    wire: str
 
     def packed(self) -> Tensor:
-        raw = struct.pack(_HEADER, self[0], self.name.encode(), *self[2:])
+        sequence, name, *rest, wire = self
+        raw = struct.pack(_HEADER, sequence, name.encode(), wire.encode(), *rest)
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
     @classmethod
     def unpacked(cls, memory: Tensor) -> Header:
-        sequence, name, *rest = struct.unpack(_HEADER, bytes(memory.tolist()))
-        return cls(sequence, name.rstrip(b"\0").decode(errors="replace"), *map(int, rest))
+        sequence, *texts, size, dtype, op, root = struct.unpack(_HEADER, bytes(memory.tolist()))
+        name, wire = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
+        return cls(sequence, name, size, dtype, op, root, wire)
 
     def words(self, optimizer: tuple[int, int] | None) -> tuple[int, int, int, int]:
         """Returns the call as the flight recorder takes it.
@@ -84,6 +87,7 @@ class Header(NamedTuple):
         parts = [f"{self.match_bytes} bytes"] if self.match_bytes else []
         parts += [_DTYPE_NAMES[self.dtype]] if self.dtype in _DTYPE_NAMES else []
         parts += [f"op {_OP_NAMES[self.op]}"] if self.op in _OP_NAMES else []
+        parts += [f"wire {self.wire}"] if self.wire in _native.WIRES else []
         if self.root >= 0:
             tagged = self.name in _TAGGED
             parts += [_native.describe_tag(self.root) if tagged else f"root {self.root}"]
@@ -122,7 +126,7 @@ class CallsOverNodes:
         rails: this rank's.
         watch: over all of them.
         messages: this rank's; None: it makes none.
-        wire: "fp32" or "param".
+        wire: as ``CommOptions.wire``, of calls for which :meth:`on_wire` says nothing else.
         schedule: of the exchanges on the rails, by name.
     """
 
@@ -141,12 +145,12 @@ class CallsOverNodes:
         self._rails = rails
         self._watch = watch
         self._messages = messages
-        self._narrow = wire == "param"
+        self.wire = wire
         self._schedule = schedule
         self._world = sum(map(len, places.nodes))
         self._scratch = Scratch()
         self._sequence = 0
-        self._called = Header(0, "", 0, -1, -1, -1)
+        self._called = Header(0, "", 0, -1, -1, -1, wire)
         self._record = 0
         self._headers: list[Message] = []
         self._sent: list[Message] = []
@@ -229,6 +233,19 @@ class CallsOverNodes:
     def drive_in_background(self) -> None:
         self._inner.drive_in_background()
 
+    @contextmanager
+    def on_wire(self, wire: str | None) -> Iterator[None]:
+        """Has the calls made inside use a wire; None for that of the communicator."""
+        before = self.wire, self._schedule
+        if wire is not None:
+            self.wire = wire
+            # Codes are added where they end.
+            self._schedule = "direct" if wire in _native.WIRES else self._schedule
+        try:
+            yield
+        finally:
+            self.wire, self._schedule = before
+
     # ---- a call ---------------------------------------------------------------------------------
 
     def _run(
@@ -260,7 +277,7 @@ class CallsOverNodes:
         if self.aborted:
             return 1
         self._sequence += 1
-        self._called = Header(self._sequence, name, *head)
+        self._called = Header(self._sequence, name, *head, self.wire)
         record = self._record = self._inner.record_around(self._called.words(optimizer))
         status = _ABORTED
         try:

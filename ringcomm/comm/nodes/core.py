@@ -25,7 +25,8 @@ from __future__ import annotations
 
 from ringcomm import _native
 from ringcomm.comm.nodes.calls import DIRECT
-from ringcomm.comm.nodes.sums import AVG, ELEM_BYTES, SUM, InFlight, Reducing, Span, SumsOverNodes
+from ringcomm.comm.nodes.sums import ELEM_BYTES, InFlight, Span, SumsOverNodes
+from ringcomm.comm.nodes.wires import AVG, SUM, CodedForm, Reducing
 
 # A choice, by arithmetic: at 1 Gbit/s 8 KiB take 65 us, which is less than another hop on TCP.
 ONE_HOP_BYTES = 8 << 10
@@ -177,8 +178,10 @@ class NodesCore(SumsOverNodes):
 
     def _reduce_to(self, root: int, in_ptr: int, out_ptr: int, elems: int, r: Reducing) -> None:
         """Each node reduces at the rail of the root, which adds what arrives."""
-        begun, places = InFlight(), self.places
-        size_bytes = elems * ELEM_BYTES[r.partial]
+        begun, places, form = InFlight(), self.places, self._form(r, elems)
+        coded = form if isinstance(form, CodedForm) else None
+        wide_bytes = elems * ELEM_BYTES[r.partial]
+        size_bytes = wide_bytes if coded is None else coded.bytes_of(elems)
         rail, node = places.place_of(root), places.node_of(root)
         at = rail % len(places.mates)
         receives = places.place == at
@@ -191,13 +194,19 @@ class NodesCore(SumsOverNodes):
             arriving = [
                 self._receive(rail, each, ptrs[each], size_bytes) for each in places.others()
             ]
-        mine = ptrs[places.node]
-        self._inside(self._inner.reduce_partial(in_ptr, mine, elems, r.dtype, r.op, r.factor, at))
+        mine = wide = ptrs[places.node]
+        if coded is not None and receives:
+            wide = self._taken(begun, wide_bytes)
+        self._inside(self._inner.reduce_partial(in_ptr, wide, elems, r.dtype, r.op, r.factor, at))
+        if coded is not None and receives:
+            coded.write(wide, mine, elems)
         if receives and places.node != node and elems:
             self._sent.append(self._send(rail, node, mine, size_bytes))
         for message in arriving:
             self._arrived(message)
-        if places.rank == root:
+        if places.rank == root and coded is not None:
+            coded.finish(ptrs, out_ptr, r.dtype, elems, self._world if r.op == AVG else 0)
+        elif places.rank == root:
             self._join(begun, ptrs, Span(out_ptr, elems), r)
         self._settle(self._sent)
         self._scratch.give(begun.scratch)

@@ -46,15 +46,8 @@ from ringcomm.comm.nodes.device_sums import (
 from ringcomm.comm.nodes.device_watch import DeviceWatch
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import Rails
-from ringcomm.comm.nodes.sums import (
-    AVG,
-    ELEM_BYTES,
-    LINE_ELEMS,
-    PREMUL,
-    SUM,
-    Reducing,
-    Span,
-)
+from ringcomm.comm.nodes.sums import ELEM_BYTES, LINE_ELEMS, Span
+from ringcomm.comm.nodes.wires import AVG, PREMUL, SUM, Reducing
 from ringcomm.errors import RingcommError
 
 Tensor = torch.Tensor
@@ -71,7 +64,7 @@ class DeviceNodesCore(CallsOverNodes):
         places: of all ranks.
         rails: on the host, for the same.
         watch: over all ranks.
-        wire: "fp32" or "param".
+        wire: as ``CommOptions.wire``.
         calls: the node's communicator on devices, used by nothing else.
         carried: the rails that carry data.
     """
@@ -402,7 +395,7 @@ class DeviceNodesCore(CallsOverNodes):
             sums.data_ptr(),
             *self._in_node(r),
         )
-        sums = sums.to(TORCH_DTYPES[r.dtype]) if self._narrow else sums
+        sums = sums.to(TORCH_DTYPES[r.dtype]) if self.wire == "param" else sums
         arrived = self._exchange_sums(sums, [part.elems for part in parts])
         self._finish(arrived, mine, r)
 

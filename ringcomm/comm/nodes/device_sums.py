@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.nodes.sums import Reducing
+from ringcomm.comm.nodes.wires import Reducing
 from ringcomm.errors import ArgumentError
 
 Tensor = torch.Tensor

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 from ringcomm import _native
 from ringcomm.comm.nodes.calls import AUTO, BYTE
 from ringcomm.comm.nodes.core import NodesCore
-from ringcomm.comm.nodes.sums import ELEM_BYTES, FLOAT32, SUM, Reducing, Span
+from ringcomm.comm.nodes.sums import ELEM_BYTES, Span
+from ringcomm.comm.nodes.wires import FLOAT32, SUM, Reducing
 
 
 class _Shard(NamedTuple):

@@ -18,19 +18,19 @@ from ringcomm import _native
 from ringcomm.comm.nodes.calls import BYTE, CallsOverNodes
 from ringcomm.comm.nodes.rails import Message, memory_at
 from ringcomm.comm.nodes.schedules import Exchange, Round, gathering, levels_of, reduction
+from ringcomm.comm.nodes.wires import AVG, CODED_ABOVE_BYTES, CodedForm, Form, Reducing
 
 Tensor = torch.Tensor
 
-SUM, AVG, PREMUL = (_native.OPS[name] for name in ("SUM", "AVG", "PREMUL_SUM"))
-BFLOAT16, FLOAT16, FLOAT32 = (_native.DTYPES[name] for name in ("bfloat16", "float16", "float32"))
 ELEM_BYTES: dict[int, int] = {
     code: getattr(torch, name).itemsize
     for name, code in _native.DTYPES.items()
     if hasattr(torch, name)
 }
 
-# Pieces begin at multiples of this, so that vectors of every type are whole; a choice.
-LINE_ELEMS = 64
+# Pieces and segments begin at multiples of this, so that vectors of every type, and the blocks of
+# coded wires, are whole.
+LINE_ELEMS = _native.WIRE_BLOCK
 # What a rank has on the wire per segment and peer, and what part of that the first and the last
 # segment are. Two nodes of 2 ranks in network namespaces, 2 virtual cores of an Intel Xeon (family
 # 6 model 207), 16 MiB, sizes from 256 KiB to 2 MiB and ends from all to 1/8 of them in turn, 13 to
@@ -51,24 +51,6 @@ class Span(NamedTuple):
         """Returns elements [begin, end) of it, as far as it has them."""
         begin, end = min(begin, self.elems), min(end, self.elems)
         return Span(self.ptr + begin * elem_bytes, end - begin)
-
-
-class Reducing(NamedTuple):
-    """The arguments of a reduction beside its buffers; codes of the native module."""
-
-    dtype: int
-    op: int
-    factor: float
-
-    @property
-    def partial(self) -> int:
-        """The accumulator's type."""
-        return FLOAT32 if self.dtype in (BFLOAT16, FLOAT16) else self.dtype
-
-    @property
-    def joining(self) -> int:
-        """The op that joins partial sums, to which a factor has been applied."""
-        return SUM if self.op in (AVG, PREMUL) else self.op
 
 
 # By node and place, what each rank there owns. Of all-reduce every node has as many places as there
@@ -123,9 +105,15 @@ class _OnRail:
 
 @dataclass
 class _Begun(InFlight):
-    """A reduction or a gathering of one segment under way, by rail."""
+    """A reduction or a gathering of one segment under way, by rail.
+
+    Attributes:
+        rails: by number.
+        form: of what is gathered, if it has to be decoded.
+    """
 
     rails: dict[int, _OnRail] = field(default_factory=dict)
+    form: CodedForm | None = None
 
 
 class SumsOverNodes(CallsOverNodes):
@@ -160,7 +148,8 @@ class SumsOverNodes(CallsOverNodes):
         )
         if elems <= min(each, 2 * small):
             return [(0, elems)] if elems else []
-        ends = [*range(small, elems - small, each), elems - small, elems]
+        last = (elems - small) // LINE_ELEMS * LINE_ELEMS
+        ends = [*range(small, last, each), last, elems]
         return list(zip([0, *ends], ends, strict=False))
 
     def _in_stages(self, count: int, *stages: Callable[[int, Any], Any]) -> None:
@@ -207,95 +196,124 @@ class SumsOverNodes(CallsOverNodes):
     def _reduce_spans(self, spans: list[Span], out_ptr: int, r: Reducing, out_dtype: int) -> None:
         """Reduces spans, one for each rank, of which this rank's sum goes to ``out_ptr``."""
         size, out_size = ELEM_BYTES[r.dtype], ELEM_BYTES[out_dtype]
+        form = self._form(r, sum(span.elems for span in spans))
         segments = self._segments(max(span.elems for span in spans), 1, ELEM_BYTES[r.partial])
         mine = Span(out_ptr, spans[self.places.rank].elems)
         own = self.places.place
 
         def begin(s: int, _: None) -> _Begun:
             return self._begin_reduction(
-                self._table([span.part(*segments[s], size) for span in spans]), r
+                self._table([span.part(*segments[s], size) for span in spans]), form
             )
 
         def end(s: int, begun: _Begun) -> None:
-            self._end_reduction(begun, {own: mine.part(*segments[s], out_size)}, r, out_dtype)
+            self._end_reduction(begun, {own: mine.part(*segments[s], out_size)}, form, out_dtype)
 
-        self._in_stages(len(segments), begin, *self._adding_stages(r), end)
+        self._in_stages(len(segments), begin, *self._adding_stages(form), end)
 
     def _reduce_and_gather(self, in_ptr: int, out_ptr: int, elems: int, r: Reducing) -> None:
         """Reduces a buffer in pieces of which each rank owns some, and gathers the sums."""
         places, size = self.places, ELEM_BYTES[r.dtype]
-        pieces = places.num_rails * len(places.nodes)
-        segments = self._segments(elems, pieces, ELEM_BYTES[self._wire(r)])
+        pieces, form = places.num_rails * len(places.nodes), self._form(r, elems)
+        segments = self._segments(elems, pieces, form.segment_elem_bytes)
         sources = [self._pieces(in_ptr, *segment, size) for segment in segments]
         results = [self._pieces(out_ptr, *segment, size) for segment in segments]
 
         def add(s: int, begun: _Begun) -> _Begun:
-            own = results[s][places.node]
-            self._end_reduction(begun, dict(enumerate(own)), r, r.dtype)
+            own = dict(enumerate(results[s][places.node]))
+            if isinstance(form, CodedForm):
+                return self._code_sums(begun, own, results[s], form)
+            self._end_reduction(begun, own, form, r.dtype)
             return self._begin_gathering(results[s], size)
 
         self._in_stages(
             len(segments),
-            lambda s, _: self._begin_reduction(sources[s], r),
-            *self._adding_stages(r),
+            lambda s, _: self._begin_reduction(sources[s], form),
+            *self._adding_stages(form),
             add,
             *self._passing_stages(),
             lambda s, begun: self._end_gathering(begun, results[s], size),
         )
 
-    def _begin_reduction(self, table: Table, r: Reducing) -> _Begun:
+    def _code_sums(
+        self, begun: _Begun, own: Mapping[int, Span], table: Table, form: CodedForm
+    ) -> _Begun:
+        """Ends a reduction in sums that are coded once more, and begins to gather the codes.
+
+        This rank's results are those that the others decode.
+        """
+        gathered = _Begun(form=form)
+        size = ELEM_BYTES[form.r.partial]
+        wide = {
+            rail: Span(self._taken(gathered, own[rail].elems * size), own[rail].elems)
+            for rail in begun.rails
+        }
+        self._end_reduction(begun, wide, form, form.r.partial)
+        for rail, sums in wide.items():
+            spans = [row[rail] if rail < len(row) else Span(0, 0) for row in table]
+            codes = [Span(0, form.bytes_of(span.elems)) for span in spans]
+            ptr = self._taken(gathered, sum(span.elems for span in codes))
+            for node, span in enumerate(codes):
+                codes[node], ptr = Span(ptr, span.elems), ptr + span.elems
+            mine = codes[self.places.node].ptr
+            form.write(sums.ptr, mine, sums.elems)
+            form.finish([mine], own[rail].ptr, form.r.dtype, sums.elems, 0)
+            self._begin_on_rail(gathered, rail, codes)
+        return gathered
+
+    def _begin_reduction(self, table: Table, form: Form) -> _Begun:
         """Reduces within the node, and sends the partial sums of the first round."""
         begun, places = _Begun(), self.places
-        wire_bytes = ELEM_BYTES[self._wire(r)]
         for rail in places.rails_of(places.rank):
             elems = [row[rail].elems if rail < len(row) else 0 for row in table]
-            begun.rails[rail] = self._with_room(begun, rail, elems, wire_bytes)
+            begun.rails[rail] = self._with_room(begun, rail, elems, form)
         rounds = reduction(self._schedule, len(places.nodes), places.node)
         # What leaves first is reduced first.
         for number, exchange in ((n, each) for n, turn in enumerate(rounds) for each in turn.sends):
             for target in exchange.targets:
-                self._reduce_rows(begun, table, target, r)
+                self._reduce_rows(begun, table, target, form)
             if number == 0:
                 for on_rail in begun.rails.values():
-                    self._send_parts(begun, on_rail, exchange, 0, wire_bytes)
-        self._reduce_rows(begun, table, places.node, r)
+                    self._send_parts(begun, on_rail, exchange, 0, form)
+        self._reduce_rows(begun, table, places.node, form)
         return begun
 
-    def _with_room(self, begun: InFlight, rail: int, elems: list[int], wire_bytes: int) -> _OnRail:
+    def _with_room(self, begun: InFlight, rail: int, elems: list[int], form: Form) -> _OnRail:
         """Takes memory for partial sums, in the order in which they leave, and for all rounds."""
         places = self.places
         rounds = reduction(self._schedule, len(places.nodes), places.node)
         leaving = [
             target for turn in rounds for exchange in turn.sends for target in exchange.targets
         ]
-        ptr = self._taken(begun, sum(elems) * wire_bytes)
+        sizes_bytes = [form.bytes_of(each) for each in elems]
+        ptr = self._taken(begun, sum(sizes_bytes))
         spans = [Span(0, 0)] * len(elems)
         for node in (*leaving, places.node):
             spans[node] = Span(ptr, elems[node])
-            ptr += elems[node] * wire_bytes
+            ptr += sizes_bytes[node]
         on_rail = _OnRail(rail, spans, rounds)
         for number, turn in enumerate(rounds):
             on_rail.arriving.append([])
             for exchange in turn.receives:
-                size_bytes = sum(elems[target] for target in exchange.targets) * wire_bytes
+                size_bytes = sum(sizes_bytes[target] for target in exchange.targets)
                 if size_bytes:
                     ptr, parts = self._taken(begun, size_bytes), {}
                     message = self._receive(rail, exchange.peer, ptr, size_bytes, number)
                     for target in exchange.targets:
                         parts[target] = Span(ptr, elems[target])
-                        ptr += elems[target] * wire_bytes
+                        ptr += sizes_bytes[target]
                     on_rail.arriving[-1].append(_Parcel(exchange.peer, message, parts))
         return on_rail
 
-    def _reduce_rows(self, begun: _Begun, table: Table, target: int, r: Reducing) -> None:
+    def _reduce_rows(self, begun: _Begun, table: Table, target: int, form: Form) -> None:
         """Reduces within the node what a node's ranks own, to partial sums on this rank's rails."""
-        wire = self._wire(r)
+        r = form.r
         for place, row in self._rows(table, target):
             mine = row[self.places.place]
             # A place past the last rail has no elements.
             ptr = begun.rails[place].spans[target].ptr if place in begun.rails else mine.ptr
             wide = ptr
-            if wire != r.partial:
+            if not form.is_partial:
                 wide = self._taken(begun, mine.elems * ELEM_BYTES[r.partial])
             self._inside(
                 self._inner.reduce_scatter_partial(
@@ -307,29 +325,28 @@ class SumsOverNodes(CallsOverNodes):
                     r.factor,
                 )
             )
-            if wide != ptr:
-                _native.combine_partials([wide], r.partial, ptr, wire, mine.elems, r.joining, 0)
+            if not form.is_partial and mine.elems:
+                form.write(wide, ptr, mine.elems)
 
     def _send_parts(
-        self, begun: _Begun, on_rail: _OnRail, exchange: Exchange, number: int, elem_bytes: int
+        self, begun: _Begun, on_rail: _OnRail, exchange: Exchange, number: int, form: Form
     ) -> None:
         """Sends the parts of a message, which lie behind one another."""
-        size_bytes = sum(on_rail.spans[node].elems for node in exchange.targets) * elem_bytes
+        size_bytes = sum(form.bytes_of(on_rail.spans[node].elems) for node in exchange.targets)
         if size_bytes:
             ptr = on_rail.spans[exchange.targets[0]].ptr
             begun.sent.append(self._send(on_rail.rail, exchange.peer, ptr, size_bytes, number))
 
-    def _adding_stages(self, r: Reducing) -> Iterator[Callable[[int, _Begun], _Begun]]:
+    def _adding_stages(self, form: Form) -> Iterator[Callable[[int, _Begun], _Begun]]:
         """Yields the stages of a reduction between its first and its last."""
 
         def add(number: int, s: int, begun: _Begun) -> _Begun:
-            wire = self._wire(r)
             for on_rail in begun.rails.values():
                 for target, ptrs in self._terms(on_rail, number).items():
                     span = on_rail.spans[target]
-                    _native.combine_partials(ptrs, wire, span.ptr, wire, span.elems, r.joining, 0)
+                    form.join(ptrs, span.ptr, span.elems)
                 for exchange in on_rail.rounds[number + 1].sends:
-                    self._send_parts(begun, on_rail, exchange, number + 1, ELEM_BYTES[wire])
+                    self._send_parts(begun, on_rail, exchange, number + 1, form)
             return begun
 
         yield from (partial(add, number) for number in self._rounds[:-1])
@@ -350,20 +367,14 @@ class SumsOverNodes(CallsOverNodes):
         }
 
     def _end_reduction(
-        self, begun: _Begun, outs: Mapping[int, Span], r: Reducing, out_dtype: int
+        self, begun: _Begun, outs: Mapping[int, Span], form: Form, out_dtype: int
     ) -> None:
         """Adds what arrives in the last round for the places that this rank owns."""
+        divide_by = self._world if form.r.op == AVG else 0
         for rail, on_rail in begun.rails.items():
             for ptrs in self._terms(on_rail, self._rounds[-1]).values():
-                _native.combine_partials(
-                    ptrs,
-                    self._wire(r),
-                    outs[rail].ptr,
-                    out_dtype,
-                    on_rail.spans[self.places.node].elems,
-                    r.joining,
-                    self._world if r.op == AVG else 0,
-                )
+                elems = on_rail.spans[self.places.node].elems
+                form.finish(ptrs, outs[rail].ptr, out_dtype, elems, divide_by)
         self._given_back(begun)
 
     def _join(self, begun: InFlight, ptrs: list[int], out: Span, r: Reducing) -> None:
@@ -379,8 +390,14 @@ class SumsOverNodes(CallsOverNodes):
         divide_by = self._world if r.op == AVG else 0
         _native.combine_partials(ptrs, r.partial, out.ptr, r.dtype, out.elems, r.joining, divide_by)
 
-    def _wire(self, r: Reducing) -> int:
-        return r.dtype if self._narrow else r.partial
+    def _form(self, r: Reducing, elems: int) -> Form:
+        """Returns the form in which partial sums of a buffer of so many elements travel."""
+        code = _native.WIRES.get(self.wire)
+        large = elems * ELEM_BYTES[r.dtype] > CODED_ABOVE_BYTES
+        if code is not None and large and r.is_sum_of_numbers:
+            return CodedForm(r, code)
+        dtype = r.dtype if self.wire == "param" else r.partial
+        return Form(r, dtype, ELEM_BYTES[dtype])
 
     # ---- all-gather -----------------------------------------------------------------------------
 
@@ -496,6 +513,8 @@ class SumsOverNodes(CallsOverNodes):
                     for parcel in (each for turn in on_rail.arriving for each in turn):
                         if node in parcel.parts:
                             self._arrive(parcel, on_rail.spans)
+                            if begun.form is not None:
+                                begun.form.decode(on_rail.spans[node].ptr, *row[places.place])
                 self._inside(
                     self._inner.all_gather_list(
                         row[places.place].ptr,

@@ -1,0 +1,60 @@
+// Coded wires of ringcomm._native: numbers as codes of few bits, and sums of such codes.
+#include <nanobind/stl/vector.h>
+
+#include "kernels/bindings/gil.h"
+#include "kernels/bindings/module.h"
+#include "kernels/host/kernel_table.h"
+
+namespace nb = nanobind;
+
+namespace ringcomm::host {
+namespace {
+
+Wire wire_of(int wire) {
+  if (wire < 0 || wire >= int(Wire::kCount)) throw nb::value_error("wire: no such wire");
+  return Wire(wire);
+}
+
+int type_of(int dtype) {
+  const DType type = DType(dtype);
+  if (type != DType::kFloat32 && accumulator_of(type) != DType::kFloat32)
+    throw nb::value_error("wire: expected float32, bfloat16 or float16");
+  return wire_type_index(type);
+}
+
+void encode(int wire, uintptr_t in, int dtype, uintptr_t out, uint64_t elems, uintptr_t residual) {
+  const EncodeFn loop = kernels().wires[int(wire_of(wire))].encode[type_of(dtype)];
+  const WithoutGil nogil;
+  loop({reinterpret_cast<const void*>(in), reinterpret_cast<uint8_t*>(out), elems,
+        reinterpret_cast<float*>(residual)});
+}
+
+void sum(int wire, const std::vector<uintptr_t>& in, uintptr_t out, int dtype, uint64_t elems,
+         int divide_by) {
+  if (in.empty()) throw nb::value_error("sum_wires: expected one source or more");
+  const DecodeFn loop = kernels().wires[int(wire_of(wire))].sum[type_of(dtype)];
+  std::vector<const uint8_t*> sources;
+  for (const uintptr_t ptr : in) sources.push_back(reinterpret_cast<const uint8_t*>(ptr));
+  const WithoutGil nogil;
+  loop({sources.data(), int(sources.size()), reinterpret_cast<void*>(out), elems, divide_by});
+}
+
+}  // namespace
+
+void bind_wires(nb::module_& m) {
+  nb::dict wires;
+  wires["int8"] = int(Wire::kInt8);
+  wires["fp8"] = int(Wire::kFp8);
+  wires["int4"] = int(Wire::kInt4);
+  m.attr("WIRES") = wires;
+  m.attr("WIRE_BLOCK") = kWireBlock;
+  m.def(
+      "wire_bytes", [](int wire, uint64_t elems) { return wire_bytes(wire_of(wire), elems); },
+      nb::arg("wire"), nb::arg("elems"));
+  m.def("encode_wire", encode, nb::arg("wire"), nb::arg("in_ptr"), nb::arg("dtype"),
+        nb::arg("out_ptr"), nb::arg("elems"), nb::arg("residual_ptr") = 0);
+  m.def("sum_wires", sum, nb::arg("wire"), nb::arg("in_ptrs"), nb::arg("out_ptr"), nb::arg("dtype"),
+        nb::arg("elems"), nb::arg("divide_by") = 0);
+}
+
+}  // namespace ringcomm::host

@@ -1,0 +1,177 @@
+// FP32 numbers in a few bits, for links between nodes: the wires "int8", "fp8" (e4m3) and "int4".
+//
+// A run of n numbers is cut into blocks of 128, the last perhaps shorter. A block has a scale s, and
+// a code of 8 or 4 bits for each number x: that of the number nearest to x / s, to even in between.
+// In memory the codes of the run lie first, then the scales' words, 3 bytes each:
+//
+//     wire    codes              bytes of n    error of a number of a block whose largest is M
+//     int8    -127 .. 127        131/128 n     M / 254
+//     fp8     e4m3 to 448        131/128 n     |x| / 16, or M / 458752 if that is more
+//     int4    -7 .. 7             67/128 n     M / 14
+//
+// and another 2^-150, half of FP32's smallest number, where M < 2^-62.
+//
+// The bounds hold as they stand in FP32's arithmetic. The scale is a little (2^-12) smaller than M
+// over the largest code, which leaves room for the roundings of 1 / s and of x times that, and the
+// largest number is still nearest to the largest code. It keeps 15 significant bits, so that a code
+// times a scale is exact: a decoded number is the same with and without fused multiply-adds, and
+// what is added up is rounded by the additions alone. So host, CUDA and Triton have equal bits.
+//
+// Blocks of tiny numbers are multiplied by 2^64 before and divided after, which a bit of the word
+// says; subnormal numbers are as exact as others.
+//
+// Where a block has infinities or NaNs, another bit of the word says so. The codes of largest
+// magnitude stand for these then, and M is the largest of the finite numbers, which have a code
+// less: M / 252, M / 425984 and M / 12.
+//
+// The sign of a zero is kept by fp8 alone. The payload of a NaN is not kept.
+#pragma once
+
+#include "ringcomm/core/dtypes.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+
+enum class Wire : int32_t { kInt8, kFp8, kInt4, kCount };
+
+constexpr uint64_t kWireBlock = 128;
+constexpr uint64_t kWordBytes = 3;
+
+constexpr uint32_t kInfinityBits = 0x7f800000u;
+constexpr uint32_t kMagnitude = 0x7fffffffu;
+
+// The bytes of the codes of `elems` numbers, and of all; every block but the last is full.
+RC_FN constexpr uint64_t wire_code_bytes(Wire wire, uint64_t elems) {
+  return wire == Wire::kInt4 ? elems / kWireBlock * (kWireBlock / 2) + (elems % kWireBlock + 1) / 2
+                             : elems;
+}
+RC_FN constexpr uint64_t wire_bytes(Wire wire, uint64_t elems) {
+  return wire_code_bytes(wire, elems) + (elems + kWireBlock - 1) / kWireBlock * kWordBytes;
+}
+
+// The bits of a number that is rounded to a whole one, to even in between, where |y| < 2^22.
+constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
+RC_FN int32_t nearest_whole(float y) {
+  return int32_t(bits_of(y + kRounder)) - int32_t(0x4b400000);
+}
+
+// `below` where x < limit, else `other`, of numbers below 2^31, by bits: the compiler would make a
+// branch of a choice between sums of floats, and then not vectorise the loop.
+RC_FN uint32_t below_or(uint32_t x, uint32_t limit, uint32_t below, uint32_t other) {
+  const uint32_t mask = uint32_t(int32_t(x - limit) >> 31);
+  return (below & mask) | (other & ~mask);
+}
+
+struct Int8Code {
+  static constexpr Wire wire = Wire::kInt8;
+  static constexpr float kMost = 127.0f, kMostBeside = 126.0f;  // beside infinities and NaNs
+  static RC_FN uint32_t encode(float y) { return uint32_t(nearest_whole(y)) & 0xffu; }
+  static RC_FN float decode(uint32_t code) { return float(int32_t(code << 24) >> 24); }
+  // Of an infinity or a NaN, by its bits; and what a code stands for that is one of them.
+  static RC_FN uint32_t encode_special(uint32_t bits) {
+    if ((bits & kMagnitude) != kInfinityBits) return 0x80u;
+    return bits >> 31 ? 0x81u : 0x7fu;
+  }
+  static RC_FN bool decode_special(uint32_t code, uint32_t* bits) {
+    if (code != 0x80u && code != 0x81u && code != 0x7fu) return false;
+    *bits = code == 0x80u ? 0x7fc00000u : code == 0x81u ? 0xff800000u : kInfinityBits;
+    return true;
+  }
+};
+
+struct Int4Code {
+  static constexpr Wire wire = Wire::kInt4;
+  static constexpr float kMost = 7.0f, kMostBeside = 6.0f;
+  static RC_FN uint32_t encode(float y) { return uint32_t(nearest_whole(y)) & 0xfu; }
+  static RC_FN float decode(uint32_t code) { return float(int32_t(code << 28) >> 28); }
+  static RC_FN uint32_t encode_special(uint32_t bits) {
+    if ((bits & kMagnitude) != kInfinityBits) return 0x8u;
+    return bits >> 31 ? 0x9u : 0x7u;
+  }
+  static RC_FN bool decode_special(uint32_t code, uint32_t* bits) {
+    if (code != 0x8u && code != 0x9u && code != 0x7u) return false;
+    *bits = code == 0x8u ? 0x7fc00000u : code == 0x9u ? 0xff800000u : kInfinityBits;
+    return true;
+  }
+};
+
+// float8_e4m3fn: 4 bits of exponent with a bias of 7, 3 of mantissa, subnormals, no infinities.
+struct Fp8Code {
+  static constexpr Wire wire = Wire::kFp8;
+  static constexpr float kMost = 448.0f, kMostBeside = 416.0f;
+  static RC_FN uint32_t encode(float y) {
+    const uint32_t bits = bits_of(y), magnitude = bits & kMagnitude;
+    const uint32_t normal = ((magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3);
+    // The spacing below 2^-6 is 2^-9, and that of FP32 numbers from 2^14 on.
+    const uint32_t subnormal = bits_of(float_of(magnitude) + 16384.0f) - 0x46800000u;
+    return below_or(magnitude, 0x3c800000u, subnormal, normal) | (bits >> 24 & 0x80u);
+  }
+  static RC_FN float decode(uint32_t code) {
+    const uint32_t magnitude = code & 0x7fu;
+    const uint32_t normal = (magnitude << 20) + (120u << 23);
+    const uint32_t subnormal = bits_of(float_of(0x46800000u + magnitude) - 16384.0f);
+    return float_of(below_or(magnitude, 8u, subnormal, normal) | (code & 0x80u) << 24);
+  }
+  static RC_FN uint32_t encode_special(uint32_t bits) {
+    if ((bits & kMagnitude) != kInfinityBits) return 0x7fu;
+    return 0x7eu | (bits >> 24 & 0x80u);
+  }
+  static RC_FN bool decode_special(uint32_t code, uint32_t* bits) {
+    if ((code & 0x7fu) < 0x7eu) return false;
+    *bits = (code & 0x7fu) == 0x7fu ? 0x7fc00000u : kInfinityBits | (code & 0x80u) << 24;
+    return true;
+  }
+};
+
+// A block's scale, as its word has it.
+struct BlockScale {
+  uint32_t word;  // 24 bits: infinities or NaNs, tiny, 8 bits of exponent, 14 of mantissa
+
+  static constexpr uint32_t kSpecial = 1u << 23, kTiny = 1u << 22, kFloat = kTiny - 1;
+  static constexpr uint32_t kTinyBelow = 64u << 23;                          // the bits of 2^-63
+  static constexpr float kUp = 18446744073709551616.0f, kDown = 1.0f / kUp;  // 2^64
+
+  // Of a block whose largest finite magnitude has the bits `most`.
+  template <class Code>
+  static RC_FN BlockScale of(uint32_t most, bool special) {
+    constexpr float kLess = 1.0f - 1.0f / 4096;
+    constexpr float plain = kLess / Code::kMost, beside = kLess / Code::kMostBeside;
+    const bool tiny = most < kTinyBelow;
+    const float largest = float_of(most) * (tiny ? kUp : 1.0f);
+    const uint32_t bits = bits_of(largest * (special ? beside : plain));
+    return {(special ? kSpecial : 0u) | (tiny ? kTiny : 0u) | bits >> 9};
+  }
+
+  RC_FN bool special() const { return (word & kSpecial) != 0; }
+  RC_FN float scale() const { return float_of((word & kFloat) << 9); }
+  // A number is times before() and inverse() when it is encoded, and times scale() and after()
+  // when it is decoded.
+  RC_FN float before() const { return word & kTiny ? kUp : 1.0f; }
+  RC_FN float inverse() const { return word & kFloat ? 1.0f / scale() : 0.0f; }
+  RC_FN float after() const { return word & kTiny ? kDown : 1.0f; }
+
+  RC_FN void write(uint8_t* to) const {
+    to[0] = uint8_t(word);
+    to[1] = uint8_t(word >> 8);
+    to[2] = uint8_t(word >> 16);
+  }
+  static RC_FN BlockScale read(const uint8_t* from) {
+    return {uint32_t(from[0]) | uint32_t(from[1]) << 8 | uint32_t(from[2]) << 16};
+  }
+
+  // The number that a code of the block stands for.
+  template <class Code>
+  RC_FN float number(uint32_t code) const {
+    uint32_t bits;
+    if (special() && Code::decode_special(code, &bits)) return float_of(bits);
+    return Code::decode(code) * scale() * after();
+  }
+  // The code of a number of the block.
+  template <class Code>
+  RC_FN uint32_t code(float x) const {
+    const uint32_t bits = bits_of(x);
+    if (special() && (bits & kMagnitude) >= kInfinityBits) return Code::encode_special(bits);
+    return Code::encode(x * before() * inverse());
+  }
+};
+
+RINGCOMM_NAMESPACE_END

@@ -1,0 +1,262 @@
+"""Coded wires: codes against a reference of plain arithmetic, bounds of the error, all loops."""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect
+from fractions import Fraction
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.arguments import DTYPE_CODES
+
+Tensor = torch.Tensor
+BLOCK = _native.WIRE_BLOCK
+INF, NAN = float("inf"), float("nan")
+TINY = Fraction(1, 2**150)  # half of the smallest number
+
+
+class Kind(NamedTuple):
+    """A wire: bits of a code, its numbers from 0 up, and what the codes above them stand for."""
+
+    bits: int
+    numbers: list[Fraction]
+    beside: int  # how many of the numbers there are beside infinities and NaNs
+
+
+def _e4m3() -> list[Fraction]:
+    def number(code: int) -> Fraction:
+        exponent, mantissa = code >> 3, code & 7
+        if exponent == 0:
+            return Fraction(mantissa, 512)
+        return Fraction(8 + mantissa, 8) * Fraction(2) ** (exponent - 7)
+
+    return [number(code) for code in range(0x7F)]
+
+
+KINDS = {
+    "int8": Kind(8, [Fraction(n) for n in range(128)], 127),
+    "fp8": Kind(8, _e4m3(), 126),
+    "int4": Kind(4, [Fraction(n) for n in range(8)], 7),
+}
+
+
+def encode(wire: str, numbers: Tensor, residual: Tensor | None = None) -> Tensor:
+    code, elems = _native.WIRES[wire], numbers.numel()
+    out = torch.full((_native.wire_bytes(code, elems) + 1,), 0xA5, dtype=torch.uint8)
+    ptr = 0 if residual is None else residual.data_ptr()
+    _native.encode_wire(
+        code, numbers.data_ptr(), DTYPE_CODES[numbers.dtype], out.data_ptr(), elems, ptr
+    )
+    assert int(out[-1]) == 0xA5
+    return out[:-1]
+
+
+def total(
+    wire: str, coded: list[Tensor], elems: int, dtype: torch.dtype = torch.float32, by: int = 0
+) -> Tensor:
+    out = torch.full((elems + 1,), 77.0, dtype=dtype)
+    ptrs = [each.data_ptr() for each in coded]
+    _native.sum_wires(_native.WIRES[wire], ptrs, out.data_ptr(), DTYPE_CODES[dtype], elems, by)
+    assert float(out[-1]) == 77.0
+    return out[:-1]
+
+
+def decoded(wire: str, numbers: Tensor) -> Tensor:
+    return total(wire, [encode(wire, numbers)], numbers.numel())
+
+
+def f32(x: float) -> float:
+    result: float = struct.unpack("f", struct.pack("f", x))[0]
+    return result
+
+
+def codes_of(wire: str, block: list[float]) -> tuple[list[int], int]:
+    """The codes and the word of a block, by exact arithmetic but for the roundings of the scale."""
+    kind = KINDS[wire]
+    finite = [abs(x) for x in block if abs(x) < INF]
+    special = len(finite) < len(block)
+    count = kind.beside if special else len(kind.numbers)
+    most = max(finite, default=0.0)
+    tiny = most < 2.0**-63
+    up = 2.0**64 if tiny else 1.0
+    largest = float(kind.numbers[count - 1])
+    factor = f32(f32(1 - 2.0**-12) / f32(largest))
+    bits = struct.unpack("I", struct.pack("f", f32(f32(most * up) * factor)))[0] >> 9
+    scale = Fraction(struct.unpack("f", struct.pack("I", bits << 9))[0])
+    word = special << 23 | tiny << 22 | bits
+
+    def code(x: float) -> int:
+        sign = 1 << (kind.bits - 1)
+        mask = 2 * sign - 1
+        if x != x or abs(x) == INF:
+            return {"int8": (0x80, 0x7F, 0x81), "int4": (8, 7, 9), "fp8": (0x7F, 0x7E, 0xFE)}[wire][
+                0 if x != x else 1 if x > 0 else 2
+            ]
+        if scale == 0:
+            at = 0
+        else:
+            y = abs(Fraction(x)) * Fraction(up) / scale
+            # The nearest, and of two the even one. The last bit of a product's rounding may turn a
+            # tie into its neighbour, which the caller allows.
+            above = bisect(kind.numbers, y, hi=count)
+            near = range(max(above - 1, 0), min(above + 1, count))
+            at = min(near, key=lambda n: (abs(kind.numbers[n] - y), n & 1))
+        if wire == "fp8":
+            return at | (sign if struct.pack("f", x)[3] & 0x80 else 0)
+        return (-at if x < 0 else at) & mask
+
+    return [code(x) for x in block], word
+
+
+def unpacked(wire: str, coded: Tensor, elems: int) -> tuple[list[int], list[int]]:
+    """The codes and the words of a run, by the layout that wire_codes.h states."""
+    codes: list[int] = []
+    at, raw = 0, coded.tolist()
+    for begin in range(0, elems, BLOCK):
+        n = min(BLOCK, elems - begin)
+        if wire == "int4":
+            half = (n + 1) // 2
+            packed = raw[at : at + half]
+            codes += [byte & 15 for byte in packed] + [byte >> 4 for byte in packed[: n - half]]
+            at += half
+        else:
+            codes += raw[at : at + n]
+            at += n
+    words = [int.from_bytes(raw[b : b + 3], "little") for b in range(at, len(raw), 3)]
+    return codes, words
+
+
+def blocks_of_all_kinds() -> Tensor:
+    """Blocks of random numbers of all sizes, and of what is special."""
+    seed = torch.Generator(device="cpu").manual_seed(5)
+    normal = torch.randn(12, BLOCK, generator=seed)
+    normal *= torch.tensor(
+        [2.0**e for e in (0, 3, -20, 90, 124, -60, -63, -66, -100, -126, -135, -141)]
+    )[:, None]
+    whole = torch.randint(-127, 128, (1, BLOCK), generator=seed).float()
+    outlier = torch.randn(1, BLOCK, generator=seed)
+    outlier[0, 17] = -1e30
+    zeros = torch.zeros(1, BLOCK)
+    zeros[0, 5] = -0.0
+    special = torch.randn(3, BLOCK, generator=seed)
+    special[0, 3], special[0, 4] = INF, -INF
+    special[1, 9] = NAN
+    special[2] = torch.tensor([INF, -INF, NAN, NAN]).repeat(BLOCK // 4)
+    smallest = torch.full((1, BLOCK), 2.0**-149)
+    largest = torch.full((1, BLOCK), torch.finfo(torch.float32).max)
+    largest[0, ::3] *= -0.4
+    return torch.cat([normal, whole, outlier, zeros, special, smallest, largest])
+
+
+@pytest.mark.parametrize("wire", KINDS)
+def test_codes_are_those_of_exact_arithmetic(wire):
+    numbers = blocks_of_all_kinds()
+    codes, words = unpacked(wire, encode(wire, numbers.flatten()), numbers.numel())
+    kind = KINDS[wire]
+    moved = 0
+    for number, row in enumerate(numbers):
+        expected, word = codes_of(wire, row.tolist())
+        assert words[number] == word, number
+        for x, code, want in zip(row.tolist(), codes[number * BLOCK :], expected, strict=False):
+            if code != want:
+                # x * (1 / scale) is rounded twice, and may so cross the middle of two codes.
+                scale = Fraction(struct.unpack("f", struct.pack("I", (word & 0x3FFFFF) << 9))[0])
+                y = abs(Fraction(x)) * (2**64 if word & 1 << 22 else 1) / scale
+                low, high = kind.numbers[max(bisect(kind.numbers, y) - 1, 0) :][:2]
+                assert abs(y - (low + high) / 2) <= y / 2**22, (number, x)
+                moved += 1
+    assert moved <= 2
+
+
+@pytest.mark.parametrize("wire", KINDS)
+def test_errors_are_bounded(wire):
+    numbers = blocks_of_all_kinds()
+    found = decoded(wire, numbers.flatten()).view_as(numbers)
+    for row, back in zip(numbers, found, strict=True):
+        finite = row.isfinite()
+        assert torch.equal(back[~finite].isnan(), row[~finite].isnan())
+        known = ~finite & ~row.isnan()
+        assert torch.equal(back[known], row[known])
+        most = Fraction(row[finite].abs().max().item()) if finite.any() else Fraction(0)
+        beside = not bool(finite.all())
+        slack = TINY if most < Fraction(1, 2**62) else 0
+        for x, y in zip(row[finite].tolist(), back[finite].tolist(), strict=True):
+            error = abs(Fraction(x) - Fraction(y))
+            if wire == "fp8":
+                bound = max(abs(Fraction(x)) / 16, most / (425984 if beside else 458752))
+            else:
+                bound = most / {"int8": 252 if beside else 254, "int4": 12 if beside else 14}[wire]
+            assert error <= bound + slack, (x, y)
+
+
+@pytest.mark.parametrize("wire", KINDS)
+def test_all_loops_have_the_same_bits(wire):
+    numbers = blocks_of_all_kinds().flatten()
+    seen = []
+    for name in ("avx512", "avx2", "baseline"):
+        if _native.force_isa(name):
+            coded = encode(wire, numbers)
+            sums = total(wire, [coded, encode(wire, numbers.flip(0))], numbers.numel(), by=3)
+            seen.append(coded.tolist() + sums.view(torch.int32).tolist())
+    _native.force_isa("")
+    assert all(each == seen[0] for each in seen)
+
+
+@pytest.mark.parametrize("wire", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_are_those_of_decoded_numbers(wire, dtype):
+    seed = torch.Generator(device="cpu").manual_seed(6)
+    for elems in (0, 1, 2, 63, 64, 127, 128, 129, 191, 256, 301):
+        sources = [torch.randn(elems, generator=seed).to(dtype) for _ in range(3)]
+        coded = [encode(wire, source) for source in sources]
+        wide = [decoded(wire, source.float()) for source in sources]
+        for source, each in zip(sources, coded, strict=True):
+            assert torch.equal(each, encode(wire, source.float()))
+            assert each.numel() == _native.wire_bytes(_native.WIRES[wire], elems)
+        found = total(wire, coded, elems, dtype)
+        assert torch.equal(found, ((wide[0] + wide[1]) + wide[2]).to(dtype))
+        mean = total(wire, coded, elems, dtype, by=3)
+        assert torch.equal(mean, (((wide[0] + wide[1]) + wide[2]) / 3).to(dtype))
+
+
+@pytest.mark.parametrize("wire", KINDS)
+def test_a_residual_is_what_the_codes_leave_out(wire):
+    seed = torch.Generator(device="cpu").manual_seed(7)
+    numbers = torch.randn(3 * BLOCK + 5, generator=seed)
+    numbers[BLOCK + 3] = INF
+    residual = torch.randn(numbers.numel(), generator=seed) / 50
+    given = numbers + residual
+    coded = encode(wire, numbers, residual)
+    assert torch.equal(coded, encode(wire, given))
+    left = given - total(wire, [coded], numbers.numel())
+    left[BLOCK : 2 * BLOCK] = 0
+    assert torch.equal(residual, left)
+    # Codes of a constant with its residual have that constant as their mean; without, they do not.
+    constant, carried = torch.full((BLOCK,), 0.003), torch.zeros(BLOCK)
+    constant[0] = 1.0
+    sums = torch.zeros(BLOCK)
+    for _ in range(256):
+        sums += total(wire, [encode(wire, constant, carried)], BLOCK)
+    assert torch.allclose(sums / 256, constant, rtol=0, atol=1 / 256)
+    if wire != "fp8":
+        assert not torch.allclose(decoded(wire, constant), constant, rtol=0, atol=1 / 512)
+
+
+def test_bytes():
+    for wire, most in (("int8", 1.03), ("fp8", 1.03), ("int4", 0.53)):
+        assert _native.wire_bytes(_native.WIRES[wire], 1 << 20) / (1 << 20) <= most
+
+
+def test_what_cannot_be_coded_is_refused():
+    x = torch.ones(4, dtype=torch.float64)
+    code = DTYPE_CODES[x.dtype]
+    with pytest.raises(ValueError, match="expected float32, bfloat16 or float16"):
+        _native.encode_wire(0, x.data_ptr(), code, x.data_ptr(), 4)
+    with pytest.raises(ValueError, match="no such wire"):
+        _native.wire_bytes(len(_native.WIRES), 4)
+    with pytest.raises(ValueError, match="one source or more"):
+        _native.sum_wires(0, [], x.data_ptr(), DTYPE_CODES[torch.float32], 4)
