@@ -7,7 +7,7 @@ chunk, which travel on the rail of the chunk's owner and are added there in the 
 Updated chunks return on the rails, and each node shares what its ranks received. With gradients of
 G bytes (of the wire's type) and parameters of P bytes (G + P) (N-1)/N leave a node.
 
-Where each node has a copy of the state (``StepsCore.per_node``) a bucket has L chunks, and the rank
+Where each node has a copy of the state (``Steps.per_node``) a bucket has L chunks, and the rank
 at place l of every node keeps state for chunk l. The chunk has a part for each rank of its rail,
 which adds the partial sums of that part. The sums return on the rails, in FP32, instead of the
 parameters: with S bytes of them (G + S) (N-1)/N leave a node.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ringcomm import _native
@@ -96,19 +97,9 @@ class _ReduceUpdate(NamedTuple):
 class StepsCore(NodesCore):
     """One rank's core over several nodes, with the calls of sharded training."""
 
-    @property
-    def per_node(self) -> PerNodeSteps:
-        """The calls of a step where each node has a copy of the state; nodes have equal sizes."""
-        return PerNodeSteps(self)
-
-    def reduce_scatter_norm(self, *arguments: Any) -> int:
-        return self.reduce_norm(_Reduce(*arguments), per_node=False)
-
-    def adamw_all_gather(self, *arguments: Any) -> int:
-        return self.update(_Update(*arguments), per_node=False)
-
-    def reduce_scatter_adamw_all_gather(self, *arguments: Any) -> int:
-        return self.reduce_update(_ReduceUpdate(*arguments), per_node=False)
+    def steps(self, per_node: bool, wire: str | None) -> Steps:
+        """Returns the calls of a step; with ``per_node`` nodes have equal sizes."""
+        return Steps(self, per_node, wire)
 
     def reduce_norm(self, call: _Reduce, per_node: bool) -> int:
         """Reduces a bucket to what this rank keeps state for; the norm is of this rank's part."""
@@ -251,17 +242,27 @@ def _in_bytes(spans: Sequence[Span], dtype: int) -> list[Span]:
     return [Span(ptr, elems * ELEM_BYTES[dtype]) for ptr, elems in spans]
 
 
-class PerNodeSteps:
-    """The calls of a step on one rank's core, where each node has a copy of the state."""
+@dataclass(frozen=True)
+class Steps:
+    """The calls of a step on one rank's core, as an optimizer makes them.
 
-    def __init__(self, core: StepsCore) -> None:
-        self._core = core
+    Attributes:
+        core: the core.
+        per_node: each node has a copy of the state.
+        wire: of sums of gradients; None for that of the communicator.
+    """
+
+    core: StepsCore
+    per_node: bool
+    wire: str | None
 
     def reduce_scatter_norm(self, *arguments: Any) -> int:
-        return self._core.reduce_norm(_Reduce(*arguments), per_node=True)
+        with self.core.on_wire(self.wire):
+            return self.core.reduce_norm(_Reduce(*arguments), self.per_node)
 
     def adamw_all_gather(self, *arguments: Any) -> int:
-        return self._core.update(_Update(*arguments), per_node=True)
+        return self.core.update(_Update(*arguments), self.per_node)
 
     def reduce_scatter_adamw_all_gather(self, *arguments: Any) -> int:
-        return self._core.reduce_update(_ReduceUpdate(*arguments), per_node=True)
+        with self.core.on_wire(self.wire):
+            return self.core.reduce_update(_ReduceUpdate(*arguments), self.per_node)
