@@ -109,7 +109,7 @@ def leaving_node_bytes(model: ModelElems, stage: int, world: World, each: BytesP
     if stage == 0:
         back = model.trainable * each.reduced
     elif world.state == "node":
-        back = model.trainable * 4
+        back = grads if world.wire in _native.WIRES else model.trainable * 4
     elif stage == 3 and world.params == "world":
         back = (2 * model.total - model.root) * each.param
     return (grads + back) * (world.nodes - 1) // world.nodes
