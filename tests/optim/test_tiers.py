@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,49 @@ def test_all_ranks_learn_of_an_error_at_any_transfer_of_a_step(worlds, folder, m
         broken.at, broken.count = at, 0
         one, other = world.run(work)
         assert one == other is not None, at
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad"])
+def test_all_ranks_learn_of_an_error_at_any_transfer_of_a_preparation(
+    worlds, folder, monkeypatch, kind
+):
+    """Masters of 16-bit parameters, and accumulators of Adagrad, are written there."""
+    broken = Broken(monkeypatch, rank=1)
+    options = AdamWOptions(bucket_elems=2048, tier=disk(folder))
+    dtype = torch.bfloat16 if kind == "AdamW" else torch.float32
+
+    def work(comm):
+        param = values((16_000,), 1).to(dtype).requires_grad_()
+        try:
+            KINDS[kind]([param], comm=comm, options=options).prepare()
+        except DiskError as error:
+            assert "an error of the test" in str(error)
+            return True
+        return False
+
+    world = worlds(2)
+    world.run(work)
+    total = broken.count
+    assert total > 4
+    for at in range(total):
+        broken.at, broken.count = at, 0
+        assert world.run(work) == [True, True], at
+
+
+def test_a_rank_waits_half_as_long_for_its_disk_as_others_for_it(worlds, folder):
+    def work(comm):
+        before = comm.timeout
+        for timeout_s in (None, 7.0):
+            options = AdamWOptions(tier=replace(disk(folder), timeout_s=timeout_s))
+            optimizer = AdamW([torch.zeros(5).requires_grad_()], comm=comm, options=options)
+            optimizer.prepare()
+            file = optimizer.sharded_step().tier.blocks._file
+            comm.timeout = 40.0
+            assert file.limit_s == (timeout_s or 20.0)
+            comm.timeout = before
+        return None
+
+    worlds(2).run(work)
 
 
 def test_state_that_a_disk_has_lost_is_found(worlds, folder):
