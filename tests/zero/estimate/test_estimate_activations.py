@@ -151,14 +151,14 @@ def test_what_a_disk_has_of_them_is_what_runs_move(tmp_path):
     with activations:
         loss = model(start * 1).sum()
     loss.backward()
-    layer = layer_bytes(shape, 4, 4)
-    told = ActivationBytes(shape.layers * layer, 0, 0).kept_on(disk, layer)
+    size = layer_bytes(shape, 4, 4)
+    told = ActivationBytes(shape.layers * size, 0, 0).kept_on(disk, size)
     assert told.moved == activations.bytes_written == activations.bytes_read
     assert told.moved <= activations.size_bytes <= 2 * told.moved
-    assert max(most) + layer <= told.layers == disk.buffer_bytes + layer
-    resident = replace(disk, resident_bytes=layer)
-    held = ActivationBytes(2 * layer, 7, layer // 2).kept_on(resident, layer)
-    assert held == ActivationBytes(2 * layer + disk.buffer_bytes - 7, 7, 0, moved=3 * layer // 2)
+    assert max(most) + size <= told.layers == disk.buffer_bytes + size
+    resident = replace(disk, resident_bytes=size)
+    held = ActivationBytes(2 * size, 7, size // 2).kept_on(resident, size)
+    assert held == ActivationBytes(2 * size + disk.buffer_bytes - 7, 7, 0, moved=3 * size // 2)
 
 
 @pytest.mark.parametrize(
