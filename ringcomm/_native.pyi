@@ -264,19 +264,24 @@ class ScratchPool:
         """
     def counters(self) -> dict[str, int]:
         """bytes_read, bytes_written; reading_ns, writing_ns: while at least one was under way."""
-    def close(self) -> None:
-        """What has not begun ends as "closed"; returns when nothing is under way."""
+    def close(self, limit_s: float, kept: object) -> bool:
+        """What has not begun ends as "closed"; returns True when nothing is under way.
+
+        Returns False after the limit. Then the pool keeps ``kept`` alive until a later call has
+        returned True; the descriptor and all memory under transfer must stay as long.
+        """
 
 class ScratchRequest:
     """A read or write; its memory must stay until it is done."""
 
     def done(self) -> bool: ...
-    def wait(self) -> dict[str, Any] | None:
+    def wait(self, limit_s: float) -> dict[str, Any] | None:
         """Returns None when it ended well, else how it did; a signal handler may raise.
 
         "end": failed (a system call, with "errno"), truncated, stalled, damaged (with "wanted_sum"
-        and "seen_sum") or closed. "operation" (read or write), "offset_bytes" and "size_bytes" say
-        what of the file it is about; the fault may be an earlier request's of the block.
+        and "seen_sum"), closed, or late: the limit is over, and the transfer goes on. "operation"
+        (read or write), "offset_bytes" and "size_bytes" say what of the file it is about; the fault
+        may be an earlier request's of the block.
         """
 
 def direct_alignment(fd: int) -> int:

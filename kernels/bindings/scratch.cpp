@@ -20,15 +20,17 @@ namespace ringcomm::host {
 namespace {
 
 // In a forked child the threads are the parent's, and so may be the lock: there the pool is left
-// alone for good.
+// alone for good. So it is at the end of a process whose disk hangs.
 struct NativeScratch {
   std::unique_ptr<ScratchPool> pool;
   pid_t pid = getpid();
+  bool hangs = false;  // by the last close()
+  nb::object kept;     // while it hangs
 
   NativeScratch(int fd, int threads, uint64_t cut_bytes)
       : pool(std::make_unique<ScratchPool>(fd, threads, cut_bytes)) {}
   ~NativeScratch() {
-    if (getpid() != pid) static_cast<void>(pool.release());
+    if (getpid() != pid || hangs) static_cast<void>(pool.release());
   }
 };
 
@@ -61,6 +63,8 @@ const char* name_of(ScratchEnd end) {
       return "damaged";
     case ScratchEnd::kClosed:
       return "closed";
+    case ScratchEnd::kLate:
+      return "late";
   }
   return "";
 }
@@ -205,21 +209,34 @@ void bind_scratch(nb::module_& m) {
              d["writing_ns"] = now.writing_ns;
              return d;
            })
-      .def("close", [](NativeScratch& s) {
-        const WithoutGil nogil;
-        s.pool->close();
-      });
+      .def(
+          "close",
+          [](NativeScratch& s, double limit_s, nb::object kept) {
+            {
+              const WithoutGil nogil;
+              s.hangs = !s.pool->close(ScratchPool::Limit(limit_s));
+            }
+            s.kept = s.hangs ? std::move(kept) : nb::object();
+            return !s.hangs;
+          },
+          nb::arg("limit_s"), nb::arg("kept").none());
   nb::class_<NativeScratchRequest>(m, "ScratchRequest")
       .def("done", [](const NativeScratchRequest& r) { return r.request->done(); })
-      .def("wait", [](const NativeScratchRequest& r) {
-        bool done = r.request->done();
-        if (!done) {
-          const WithoutGil nogil;
-          done = r.scratch->pool->wait(*r.request, &interrupted_on_main_thread);
-        }
-        if (!done) throw nb::python_error();
-        return result_of(r);
-      });
+      .def(
+          "wait",
+          [](const NativeScratchRequest& r, double limit_s) {
+            if (!r.request->done()) {
+              ScratchPool::Waited waited;
+              {
+                const WithoutGil nogil;
+                waited = r.scratch->pool->wait(*r.request, &interrupted_on_main_thread,
+                                               ScratchPool::Limit(limit_s));
+              }
+              if (waited == ScratchPool::Waited::kInterrupted) throw nb::python_error();
+            }
+            return result_of(r);
+          },
+          nb::arg("limit_s"));
 }
 
 }  // namespace ringcomm::host

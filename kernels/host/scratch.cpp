@@ -17,6 +17,7 @@ namespace ringcomm::host {
 namespace {
 
 constexpr std::chrono::milliseconds kLook{10};  // how late Ctrl-C is noticed
+constexpr ScratchPool::Limit kNoLimit{1e6};
 // So often may a system call move less than a page before it counts as stalled.
 constexpr int kMaxStalls = 8;
 
@@ -42,6 +43,12 @@ class SignalsBlocked {
   sigset_t before_;
 };
 
+std::chrono::steady_clock::time_point deadline_in(ScratchPool::Limit limit) {
+  const auto bounded = std::min(limit, kNoLimit);
+  return std::chrono::steady_clock::now() +
+         std::chrono::duration_cast<std::chrono::steady_clock::duration>(bounded);
+}
+
 }  // namespace
 
 bool ScratchRequest::done() const {
@@ -61,7 +68,9 @@ void ScratchPool::Busy::end() {
 ScratchPool::ScratchPool(int fd, int threads, uint64_t cut_bytes)
     : fd_(fd), thread_count_(threads), cut_bytes_(cut_bytes) {}
 
-ScratchPool::~ScratchPool() { close(); }
+ScratchPool::~ScratchPool() {
+  while (!close(kNoLimit)) continue;
+}
 
 int ScratchPool::add_block(uint64_t bytes, uint32_t* block) {
   bytes = (bytes + kScratchPageBytes - 1) / kScratchPageBytes * kScratchPageBytes;
@@ -129,21 +138,26 @@ ScratchPool::Refusal ScratchPool::submit(const Wish& wish, ScratchRequestPtr* re
   return Refusal::kNone;
 }
 
-bool ScratchPool::wait(const ScratchRequest& request, bool (*interrupted)()) {
+ScratchPool::Waited ScratchPool::wait(const ScratchRequest& request, bool (*interrupted)(),
+                                      Limit limit) {
+  const auto deadline = deadline_in(limit);
   std::unique_lock lock(mutex_);
   while (!request.done()) {
-    done_.wait_for(lock, kLook);
+    const auto now = std::chrono::steady_clock::now();
+    if (now >= deadline) return Waited::kLate;
+    done_.wait_until(lock, std::min(now + kLook, deadline));
     if (request.done()) break;
     lock.unlock();
-    if (interrupted()) return false;
+    if (interrupted()) return Waited::kInterrupted;
     lock.lock();
   }
-  return true;
+  return Waited::kDone;
 }
 
 ScratchResult ScratchPool::result(const ScratchRequest& request) {
   const std::lock_guard lock(mutex_);
-  return request.result_;
+  if (request.done()) return request.result_;
+  return {ScratchEnd::kLate, request.is_write_, 0, request.block_->offset, request.bytes_, 0, 0};
 }
 
 ScratchCounters ScratchPool::counters() {
@@ -154,7 +168,8 @@ ScratchCounters ScratchPool::counters() {
   return now;
 }
 
-void ScratchPool::close() {
+bool ScratchPool::close(Limit limit) {
+  const auto deadline = deadline_in(limit);
   std::vector<std::thread> ending;
   {
     std::unique_lock lock(mutex_);
@@ -165,12 +180,13 @@ void ScratchPool::close() {
       if (r->result_.end == ScratchEnd::kDone) r->result_.end = ScratchEnd::kClosed;
       if (r->cuts_under_way_ == 0) finish(r, r->result_);
     }
-    done_.wait(lock, [this] { return outstanding_.empty(); });
+    if (!done_.wait_until(lock, deadline, [this] { return outstanding_.empty(); })) return false;
     stopping_ = true;
     to_do_.notify_all();
     ending.swap(threads_);
   }
   for (std::thread& thread : ending) thread.join();
+  return true;
 }
 
 void ScratchPool::run() {

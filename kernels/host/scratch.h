@@ -11,6 +11,11 @@
 // for its last write. So they bind content to block and version: a bit that has flipped, a stale
 // block, one at the place of another and the end of a truncated file all differ, each but for a
 // chance of 2^-32.
+//
+// NOTE [A disk that hangs]
+// Nothing ends a system call that a disk does not answer. So wait() and close() give up at a limit,
+// and the transfer goes on: its memory, the file and the pool must stay until a later close() has
+// returned true, or for good.
 #pragma once
 
 #include <chrono>
@@ -45,6 +50,7 @@ enum class ScratchEnd : uint32_t {
   kStalled,    // the system moved nothing, and named no error
   kDamaged,    // the disk brought other bytes than were written
   kClosed,     // the pool was closed before it ran
+  kLate,       // it is not over, and may still move its bytes
 };
 
 // How a request ended, and where in the file: the cut at `offset` of `bytes`.
@@ -77,7 +83,7 @@ class ScratchPool {
   // The file must stay open until close(). A request is cut into pieces of `cut_bytes`, which the
   // threads share.
   ScratchPool(int fd, int threads, uint64_t cut_bytes);
-  ~ScratchPool();
+  ~ScratchPool();  // waits for what is under way
   ScratchPool(const ScratchPool&) = delete;
   ScratchPool& operator=(const ScratchPool&) = delete;
 
@@ -94,12 +100,16 @@ class ScratchPool {
   // The memory must stay until the request is done. Throws std::system_error where no thread
   // starts.
   Refusal submit(const Wish& wish, ScratchRequestPtr* request);
-  // False: `interrupted`, asked about every 10 ms without a lock, said so; the request goes on.
-  bool wait(const ScratchRequest& request, bool (*interrupted)());
-  ScratchResult result(const ScratchRequest& request);  // of one that is done
+  using Limit = std::chrono::duration<double>;
+  enum class Waited { kDone, kLate, kInterrupted };
+  // All but kDone leave the request as it is: kLate once the limit is over, and kInterrupted where
+  // `interrupted`, asked about every 10 ms without a lock, says so.
+  Waited wait(const ScratchRequest& request, bool (*interrupted)(), Limit limit);
+  ScratchResult result(const ScratchRequest& request);
   ScratchCounters counters();
-  // What has not begun ends as kClosed; returns when nothing is under way.
-  void close();
+  // What has not begun ends as kClosed. Returns true when nothing is under way, and false once the
+  // limit is over before; see NOTE [A disk that hangs].
+  bool close(Limit limit);
 
  private:
   struct Cut {

@@ -13,6 +13,7 @@ from ringcomm.cli.estimate_figures import (
     DTYPES,
     OPTIMIZERS,
     Report,
+    activation_times_s,
     as_json,
     has_model,
     network_step,
@@ -118,7 +119,19 @@ def _memory_table(report: Report) -> list[str]:
     lines = ["memory of a rank, GB = 1e9 bytes", *_aligned(rows)]
     if any("?" in cells for cells in rows):
         lines.append("?: not known without the model's sizes (see --layers), and not in the total")
-    return lines
+    return lines + _activations_lines(report)
+
+
+def _activations_lines(report: Report) -> list[str]:
+    held = report.activations
+    if report.request.activations_disk is None or held is None:
+        return []
+    times = activation_times_s(report)
+    told = f"activations on a disk: a step writes {_gb(held.moved)} GB of a rank, and reads them"
+    if times is not None:
+        write_s, read_s = map(number, times)
+        told += f"; {write_s} s and {read_s} s for a node's ranks"
+    return [told]
 
 
 def _traffic_table(report: Report) -> list[str]:

@@ -9,10 +9,11 @@ from typing import Any
 from ringcomm.errors import ArgumentError
 from ringcomm.memory.scratch import Disk
 from ringcomm.zero.estimate_tier import DiskRates, DiskTime, TierBytes
-from ringcomm.zero.estimate_time import bandwidth_needed, efficiency
+from ringcomm.zero.estimate_time import GIGA, bandwidth_needed, efficiency
 
 MIB = 1 << 20
 PLACES = ("memory", "cpu", "disk")
+ACTIVATION_OPTIONS = ("activations_buffer_mib", "activations_resident_gb")
 DISK_OPTIONS = ("buffer_mib", "resident_gb", "disk_read_gbps", "disk_write_gbps")
 # The efficiency for which the table says what bandwidth it needs.
 WANTED_SHARE = 0.9
@@ -24,6 +25,21 @@ class StateDisk:
 
     tier: Disk | str
     rates: DiskRates | None
+
+
+@dataclass(frozen=True)
+class ActivationsDisk:
+    """Where activations are kept, and what the disk moves; ``rates`` is None if not known."""
+
+    disk: Disk
+    rates: DiskRates | None
+
+    def times_s(self, moved: int, mates: int) -> tuple[float, float] | None:
+        """Returns the seconds of a step's writes and reads, of so many ranks of a node."""
+        if self.rates is None:
+            return None
+        total = mates * moved / GIGA
+        return total / self.rates.write_gbps, total / self.rates.read_gbps
 
 
 @dataclass(frozen=True)
@@ -61,6 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = Disk("disk").buffer_bytes // MIB
     add("--buffer-mib", type=float, help=f"of a rank, in 2^20 bytes (default: {default})")
     add("--resident-gb", type=float, help="of a rank's state, stays in memory (default: 0)")
+    add(
+        "--activations-on",
+        choices=("memory", "disk"),
+        default="memory",
+        help="disk: as within zero.activations_on() (default: %(default)s)",
+    )
+    add("--activations-buffer-mib", type=float, help=f"likewise (default: {default})")
+    add("--activations-resident-gb", type=float, help="likewise (default: 0)")
     for what in ("read", "write"):
         add(
             f"--disk-{what}-gbps",
@@ -76,16 +100,40 @@ def read_disk(args: argparse.Namespace) -> StateDisk | None:
     Raises:
         ArgumentError: the options do not go together, or are out of range.
     """
-    given = [name for name in DISK_OPTIONS if getattr(args, name) is not None]
+    options = DISK_OPTIONS if args.activations_on == "memory" else DISK_OPTIONS[:2]
+    given = [name for name in options if getattr(args, name) is not None]
     if given and args.state_on != "disk":
         option = given[0].replace("_", "-")
         raise ArgumentError(f"--{option}: expected --state-on disk with it")
     if args.state_on != "disk":
         return None if args.state_on == "memory" else StateDisk(args.state_on, None)
+    return StateDisk(_disk(args, ""), _rates(args))
+
+
+def read_activations_disk(args: argparse.Namespace) -> ActivationsDisk | None:
+    """Reads the options of activations; returns None if they are in memory.
+
+    Raises:
+        ArgumentError: the options do not go together, or are out of range.
+    """
+    if args.activations_on == "disk":
+        if args.layers is None:
+            raise ArgumentError("--activations-on disk: expected --layers and the other sizes")
+        if args.pp > 1:
+            raise ArgumentError("--activations-on disk: expected --pp 1 with it")
+        return ActivationsDisk(_disk(args, "activations_"), _rates(args))
+    for name in ACTIVATION_OPTIONS:
+        if getattr(args, name) is not None:
+            option = name.replace("_", "-")
+            raise ArgumentError(f"--{option}: expected --activations-on disk with it")
+    return None
+
+
+def _disk(args: argparse.Namespace, prefix: str) -> Disk:
     sizes = {}
     for name, field, unit in (
-        ("buffer_mib", "buffer_bytes", MIB),
-        ("resident_gb", "resident_bytes", 10**9),
+        (f"{prefix}buffer_mib", "buffer_bytes", MIB),
+        (f"{prefix}resident_gb", "resident_bytes", 10**9),
     ):
         value = getattr(args, name)
         if value is not None:
@@ -93,13 +141,16 @@ def read_disk(args: argparse.Namespace) -> StateDisk | None:
                 option = name.replace("_", "-")
                 raise ArgumentError(f"--{option}: expected a size of 0 or more, got {value:g}")
             sizes[field] = round(value * unit)
-    tier = Disk("disk", **sizes)
+    return Disk("disk", **sizes)
+
+
+def _rates(args: argparse.Namespace) -> DiskRates | None:
     rates = [args.disk_read_gbps, args.disk_write_gbps]
     if rates == [None, None]:
-        return StateDisk(tier, None)
+        return None
     if None in rates:
         raise ArgumentError("--disk-read-gbps and --disk-write-gbps: expected both, or none")
-    return StateDisk(tier, DiskRates(*rates))
+    return DiskRates(*rates)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,15 @@ from typing import Any
 import torch
 
 from ringcomm.cli import estimate_disk
-from ringcomm.cli.estimate_disk import Computing, DiskRow, StateDisk, disk_row, read_disk
+from ringcomm.cli.estimate_disk import (
+    ActivationsDisk,
+    Computing,
+    DiskRow,
+    StateDisk,
+    disk_row,
+    read_activations_disk,
+    read_disk,
+)
 from ringcomm.cli.estimate_network import Step
 from ringcomm.comm.topology.cost import Cluster
 from ringcomm.errors import ArgumentError
@@ -32,6 +40,7 @@ from ringcomm.zero.estimate import (
     WorkingBytes,
     World,
     largest_model,
+    layer_bytes,
     model_state,
     working_buffers,
 )
@@ -139,6 +148,7 @@ class Request:
         elem_bytes: of an activation.
         budget_bytes: of a rank, or None.
         state_disk: where the state lies; None for memory.
+        activations_disk: where the activations are kept; None for memory.
     """
 
     called: str
@@ -154,6 +164,7 @@ class Request:
     timing: Timing | None
     budget_bytes: int | None
     state_disk: StateDisk | None
+    activations_disk: ActivationsDisk | None
 
     @property
     def tier(self) -> Disk | str | None:
@@ -208,6 +219,7 @@ def read_request(args: argparse.Namespace, cluster: Cluster | None = None) -> Re
         timing=_timing(args),
         budget_bytes=None if args.budget_gb is None else round(args.budget_gb * 10**9),
         state_disk=read_disk(args),
+        activations_disk=read_activations_disk(args),
     )
 
 
@@ -455,8 +467,24 @@ def work_out(request: Request) -> Report:
             forward.every,
             request.elem_bytes,
         )
+        if request.activations_disk is not None:
+            held = held.kept_on(request.activations_disk.disk, _layer_bytes(request, forward.shape))
     rows = tuple(_row(request, stage, held.total if held else 0) for stage in request.stages)
     return Report(request, rows, held)
+
+
+def _layer_bytes(request: Request, shape: Transformer) -> int:
+    forward = request.forward
+    tp, sequence = forward.parallel.tp, forward.parallel.sequence
+    return layer_bytes(shape, forward.micro_batch, request.elem_bytes, tp, sequence)
+
+
+def activation_times_s(report: Report) -> tuple[float, float] | None:
+    """Returns the seconds of a step's writes and reads of activations; None if not known."""
+    disk, held = report.request.activations_disk, report.activations
+    if disk is None or held is None:
+        return None
+    return disk.times_s(held.moved, report.request.world.mates)
 
 
 def total_bytes(report: Report, stage: int, world_size: int) -> int:
@@ -573,6 +601,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "wire": request.world.wire,
         "bytes_per_element": asdict(request.each),
         "activations": None if report.activations is None else asdict(report.activations),
+        "activations_write_read_s": activation_times_s(report),
         "budget_bytes": request.budget_bytes,
         "outside_efficiency": outside_efficiency(request),
         "stages": [_row_json(row, request.world.ranks) for row in report.rows],

@@ -12,6 +12,7 @@ import itertools
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,9 @@ HUGE_PAGE_BYTES = 2 << 20
 # Of statfs(2): file systems whose files are in RAM, which is what a disk is to save.
 _IN_RAM = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
 
+# How long a transfer is waited for where no rank waits for this one.
+DEFAULT_TIMEOUT_S = 900.0
+
 _OTHER_FOLDER = "Name a folder on a local disk, with ext4 or XFS"
 
 
@@ -38,11 +42,15 @@ class Disk:
             process.
         buffer_bytes: what a rank has of RAM for what is on its way to or from the disk.
         resident_bytes: how much of a rank's state stays in RAM.
+        timeout_s: how long a rank waits for one transfer. None is half of what the other ranks wait
+            for this one (:attr:`Communicator.timeout`), who so learn of a disk that hangs by its
+            error; without others it is 15 minutes.
     """
 
     path: str | os.PathLike[str]
     buffer_bytes: int = 64 << 20
     resident_bytes: int = 0
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
@@ -53,6 +61,10 @@ class Disk:
                 raise ArgumentError(
                     f"Disk({name}=): expected an integer of at least {least}, got {value!r}"
                 )
+        limit = self.timeout_s
+        is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+        if limit is not None and not (is_number and limit > 0):
+            raise ArgumentError(f"Disk(timeout_s=): expected seconds > 0 or None, got {limit!r}")
 
 
 def aligned_buffer(size_bytes: int) -> torch.Tensor:
@@ -144,29 +156,75 @@ def _open_unnamed(path: str, what: str) -> int:
     return descriptor
 
 
+@dataclass(frozen=True)
+class _Hang:
+    """A transfer that was not over after so many seconds; see :class:`ScratchFile`."""
+
+    request: _native.ScratchRequest
+    after_s: float
+
+
 class _File:
     """Holds what a :class:`ScratchFile` has to close, and the memory that threads still use."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, timeout_s: Callable[[], float]) -> None:
         self.descriptor = descriptor
         self.pool = _native.ScratchPool(descriptor)
         self.under_way: dict[int, tuple[_native.ScratchRequest, torch.Tensor]] = {}
         self.is_open = True
         self.inherited = False
+        self._timeout_s = timeout_s
+        self._hang: _Hang | None = None
+        self._is_released = False
+
+    @property
+    def limit_s(self) -> float:
+        """How long a transfer is waited for: not at all while one hangs."""
+        return 0.0 if self.hang is not None else self._timeout_s()
+
+    @property
+    def hang(self) -> _Hang | None:
+        """The first transfer that was late, while it is not over."""
+        if self._hang is not None and self._hang.request.done():
+            self._hang = None
+        return self._hang
+
+    def is_late(self, request: _native.ScratchRequest, after_s: float) -> None:
+        """Notes that a transfer hangs, unless one does already."""
+        if self.hang is None:
+            self._hang = _Hang(request, after_s)
 
     def close(self) -> None:
         if self.is_open:
             self.is_open = False
-            self.pool.close()
-            self.under_way.clear()
-            os.close(self.descriptor)
+            if self.pool.close(self.limit_s, self):
+                self._release()
+            else:
+                _hanging.add(self)
+        _release_what_is_over()
+
+    def release_if_over(self) -> None:
+        """Frees what a closed file has, once its transfers are over."""
+        if not self.pool.close(0.0, self):
+            return
+        try:
+            _hanging.remove(self)
+        except KeyError:  # by another thread
+            return
+        self._release()
+
+    def _release(self) -> None:
+        self._is_released = True
+        self.under_way.clear()
+        os.close(self.descriptor)
 
     def leave_to_parent(self) -> None:
         # The child lets go of the file at once: the disk's space must not wait for its end. The
         # native pool, whose threads are the parent's, knows by itself not to be touched.
         self.inherited = True
-        if self.is_open:
-            self.is_open = False
+        self.is_open = False
+        if not self._is_released:
+            self._is_released = True
             os.close(self.descriptor)
 
     def let_go_of_what_is_over(self) -> None:
@@ -176,9 +234,18 @@ class _File:
 
 
 _files: weakref.WeakSet[_File] = weakref.WeakSet()
+# Those that were closed while a transfer hung. Its memory must not be used for anything else, nor
+# the number of its descriptor, until it is over.
+_hanging: set[_File] = set()
+
+
+def _release_what_is_over() -> None:
+    for file in list(_hanging):
+        file.release_if_over()
 
 
 def _leave_files_to_parent() -> None:
+    _hanging.clear()
     for file in list(_files):
         file.leave_to_parent()
 
@@ -194,18 +261,28 @@ class ScratchFile:
     one. In a forked child it cannot be used. It closes with its ``with`` statement, by
     :meth:`close`, or when nothing refers to it.
 
+    Nothing ends a system call that a disk does not answer. A wait for it raises after
+    ``timeout_s``, and until it ends all others raise at once. Its memory is kept until then.
+
     Args:
         folder: on a disk; a folder in RAM is refused.
         what: what is kept in the file, as errors name it: "optimizer state of rank 3".
+        timeout_s: returns how many seconds a transfer is waited for.
 
     Raises:
         DiskError: the folder takes no such file; says why, and what to do.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], what: str) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        what: str,
+        timeout_s: Callable[[], float] = lambda: DEFAULT_TIMEOUT_S,
+    ) -> None:
+        _release_what_is_over()
         self.path = os.fspath(folder)
         self.what = what
-        self._file = _File(_open_unnamed(self.path, what))
+        self._file = _File(_open_unnamed(self.path, what), timeout_s)
         self._block_bytes: list[int] = []
         self._keys = itertools.count()
         _files.add(self._file)
@@ -289,7 +366,11 @@ class ScratchFile:
         return self._begin("read", block, memory)
 
     def close(self) -> None:
-        """Waits for what is under way, gives up what is not begun, and frees the disk's space."""
+        """Gives up what is not begun, waits for what is under way, and frees the disk's space.
+
+        It waits for ``timeout_s`` at most, and not at all where a transfer hangs already. What
+        hangs then keeps its memory and the disk's space until it ends, or else the process does.
+        """
         if self._file.inherited:
             return
         self._close()
@@ -400,8 +481,13 @@ class Transfer:
         """
         scratch = self._scratch
         scratch._expect_owner(f"{self._operation} of block {self._block}")
-        result = self._request.wait()
-        scratch._file.under_way.pop(self._key, None)
+        file = scratch._file
+        limit_s = 0.0 if self.done() else file.limit_s
+        result = self._request.wait(limit_s)
+        if result is None or result["end"] != "late":
+            file.under_way.pop(self._key, None)
+        else:
+            file.is_late(self._request, limit_s)
         if result is not None:
             raise self._error(result)
 
@@ -411,7 +497,7 @@ class Transfer:
         if result["end"] == "closed":
             error = DiskError(f"{head}: the scratch file was closed before it ran")
         else:
-            cause, advice = _cause(result)
+            cause, advice = self._lateness() if result["end"] == "late" else _cause(result)
             error = DiskError(
                 f"{head}: expected to {result['operation']} {result['size_bytes']} bytes at offset "
                 f"{result['offset_bytes']} of the scratch file, got: {cause}. {advice}"
@@ -419,6 +505,18 @@ class Transfer:
             error.offset_bytes = result["offset_bytes"]
         error.path, error.block = scratch.path, self._block
         return error
+
+    def _lateness(self) -> tuple[str, str]:
+        """Returns what is said of a transfer that is not over, and what to do."""
+        advice = (
+            "The disk hangs, or is too slow: look at its health (dmesg, smartctl) and at what else "
+            "uses it, name a folder on another one, or wait for longer with Disk(timeout_s=). What "
+            "is under way keeps its memory until it ends"
+        )
+        hang = self._scratch._file.hang
+        if hang is None or hang.request is self._request:
+            return f"it is not over{'' if hang is None else f' after {hang.after_s:g} s'}", advice
+        return f"an earlier transfer is not over after {hang.after_s:g} s", advice
 
 
 def _cause(result: dict[str, Any]) -> tuple[str, str]:

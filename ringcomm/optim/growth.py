@@ -65,6 +65,7 @@ class GrownStep(ShardedStep):
         added = Buckets(self.layout, more)
         self.keep_state(added)
         move_parameters(self.params, added, comm, options.broadcast_parameters)
+        self.write_masters(added, Bucket.refresh_master)
         self.buckets = Buckets(self.layout, [*self._before.buckets, *more])
         self.gradients = (
             Gradients(self.params, self.layout, self.buckets)

@@ -158,7 +158,6 @@ def move_parameters(
     for bucket in buckets:
         if comm is not None and broadcast:
             comm.broadcast(bucket.params, 0)
-        bucket.refresh_master()
 
 
 def sharers_of(comm: Communicator | None, state: str) -> Communicator | None:

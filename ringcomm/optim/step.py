@@ -6,6 +6,7 @@ import logging
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -162,7 +163,8 @@ class ShardedStep:
             self._take_over()
         else:
             self._join(placement)
-        rule.bind(self.layout, groups, self.buckets, self.shard_of[1], self._states)
+        with self._tier_agreement():
+            rule.bind(self.layout, groups, self.buckets, self.shard_of[1], self._states)
         left_out = [] if placement is None else placement.left_out(groups)
         self.written = OutsideWrites(self.params, self.buckets, options, left_out)
         self.torn = False
@@ -202,9 +204,25 @@ class ShardedStep:
         for bucket in buckets:
             bucket.keep_state(master, rule.eight_bits, self.tier)
             bucket.ensure(rule.names_in(bucket.layout, self.layout, self.groups))
-        if self.tier is not None:
-            with all_or_none(self.setting.comm, self._operation, self.mesh):
+        with self._tier_agreement():
+            if self.tier is not None:
                 self.tier.reserve()
+
+    def write_masters(self, buckets: Sequence[Bucket], write: Callable[[Bucket], None]) -> None:
+        """Has masters written for the first time, by a method of buckets; with a tier collective.
+
+        Raises:
+            DiskError: a rank's disk fails; on all ranks.
+        """
+        with self._tier_agreement():
+            for bucket in buckets:
+                write(bucket)
+
+    def _tier_agreement(self) -> AbstractContextManager[None]:
+        """Has all ranks learn of an error inside, where state in a tier is read or written."""
+        if self.tier is None:
+            return nullcontext()
+        return all_or_none(self.setting.comm, self._operation, self.mesh)
 
     def check_growth(self) -> None:
         """Checks that the groups, of which some were added since, can be stepped together.
@@ -229,6 +247,7 @@ class ShardedStep:
         self.buckets = Buckets.make(self.layout, *setting.shard_of, options, BucketDevice.of(comm))
         self.keep_state(self.buckets)
         move_parameters(self.params, self.buckets, comm, options.broadcast_parameters)
+        self.write_masters(self.buckets, Bucket.refresh_master)
         self.gradients = (
             Gradients(self.params, self.layout, self.buckets)
             if setting.accumulator is None
@@ -251,8 +270,7 @@ class ShardedStep:
         setting = self.setting
         buckets = placement.buckets(self.layout, setting.options)
         self.keep_state(buckets)
-        for bucket in buckets:
-            bucket.take_wide()
+        self.write_masters(buckets, Bucket.take_wide)
         give_back_freed()
         sharers = setting.sharers
         if setting.options.master == "remainder" and sharers and self.shard_of[1] > 1:

@@ -29,9 +29,16 @@ from typing import Protocol
 import torch
 
 from ringcomm import cuda
+from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, DiskError, UnsupportedError
 from ringcomm.memory.pinned import PinnedBlocks
-from ringcomm.memory.scratch import PAGE_BYTES, Disk, ScratchFile, rounded_up
+from ringcomm.memory.scratch import (
+    DEFAULT_TIMEOUT_S,
+    PAGE_BYTES,
+    Disk,
+    ScratchFile,
+    rounded_up,
+)
 from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.block_moments import CODES, BlockMoment
 from ringcomm.optim.buckets import Bucket, ShardState, master_dtype
@@ -516,6 +523,19 @@ def _steps(piece: StatePiece, active: Sequence[float]) -> bool:
     )
 
 
+def wait_limit_s(disk: Disk, comms: Iterable[Communicator]) -> float:
+    """Returns how many seconds a rank waits for one transfer.
+
+    Args:
+        disk: whose own limit goes first.
+        comms: of the ranks that may wait for this one meanwhile.
+    """
+    if disk.timeout_s is not None:
+        return disk.timeout_s
+    # Half: who waits for this rank must not give up before it can tell why.
+    return min((comm.timeout.total_seconds() / 2 for comm in comms), default=DEFAULT_TIMEOUT_S)
+
+
 def make_tier(setting: Setting) -> PiecedTier | None:
     """Returns the tier that an optimizer's options ask for, or None for memory; collective.
 
@@ -541,7 +561,9 @@ def make_tier(setting: Setting) -> PiecedTier | None:
         if isinstance(tier, Disk):
             owner = f"state of the optimizer on rank {setting.rank}"
             sizes = tier.buffer_bytes, tier.resident_bytes
-            made = PiecedTier(ScratchFile(tier.path, owner), *sizes)
+            comms = () if setting.comm is None else (setting.comm,)
+            file = ScratchFile(tier.path, owner, lambda: wait_limit_s(tier, comms))
+            made = PiecedTier(file, *sizes)
         else:
             assert setting.comm is not None
             device = cuda.find_device(setting.comm.heap_device, OPERATION)

@@ -24,7 +24,7 @@ import itertools
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple, cast
@@ -188,10 +188,11 @@ class ActivationStore:
     Args:
         disk: where they are, and how much memory that may take.
         what: names them in errors.
+        timeout_s: returns how many seconds a transfer is waited for.
     """
 
-    def __init__(self, disk: Disk, what: str) -> None:
-        self.scratch = ScratchFile(disk.path, what)
+    def __init__(self, disk: Disk, what: str, timeout_s: Callable[[], float]) -> None:
+        self.scratch = ScratchFile(disk.path, what, timeout_s)
         self._most_bytes, self._most_resident_bytes = disk.buffer_bytes, disk.resident_bytes
         share = disk.buffer_bytes // 4 // PAGE_BYTES * PAGE_BYTES
         self._piece_bytes = max(PAGE_BYTES, min(PIECE_BYTES, share))
@@ -316,8 +317,8 @@ class ActivationStore:
                 return aligned_buffer(self._piece_bytes)
             if self._writing:
                 slot, transfer = self._writing.popleft()
+                transfer.wait()  # a slot whose write hangs is none to use again
                 self._idle.append(slot)
-                transfer.wait()
             else:
                 # What is read ahead has all the memory, and a forward runs beside a backward.
                 number, last = self._ahead.popitem()

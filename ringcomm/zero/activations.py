@@ -33,9 +33,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, DiskError, UnsupportedError
 from ringcomm.memory.scratch import Disk
 from ringcomm.optim.dtensors import local_of
+from ringcomm.optim.tiers import wait_limit_s
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.activation_store import (
     ActivationStore,
@@ -100,7 +102,12 @@ class Activations(AbstractContextManager[None]):
         self._residents = _Residents(modules)
         rank = self._residents.rank
         owner = f"process {os.getpid()}" if rank is None else f"rank {rank}"
-        self._store = ActivationStore(disk, f"activations of {owner}")
+        residents = self._residents
+        self._store = ActivationStore(
+            disk,
+            f"activations of {owner}",
+            lambda: wait_limit_s(disk, residents.comms),
+        )
         self._least_bytes = least_bytes
         # A backward may have a thread for each device, and forwards run in threads of their own.
         self._lock = threading.RLock()
@@ -275,6 +282,11 @@ class _Residents:
         """The engines of the sharded modules among those that are known."""
         self._refresh()
         return list(self._engines)
+
+    @property
+    def comms(self) -> list[Communicator]:
+        """The communicators of the engines that are known so far."""
+        return [engine.comm for engine in self._engines]
 
     @property
     def rank(self) -> int | None:

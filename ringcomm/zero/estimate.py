@@ -540,15 +540,33 @@ class ActivationBytes:
         layers: what the layers keep for the backward, or their checkpoints.
         recomputed: what the backward computes again and holds at a time.
         ends: embedding's dropout mask, inputs of last norm and output layer, FP32 logits.
+        moved: what forward writes to a disk, and backward reads.
     """
 
     layers: int
     recomputed: int
     ends: int
+    moved: int = 0
 
     @property
     def total(self) -> int:
         return self.layers + self.recomputed + self.ends
+
+    def kept_on(self, disk: Disk, layer: int) -> ActivationBytes:
+        """Returns them as they are within ``zero.activations_on``.
+
+        ``layers`` is then the most that buffers, resident tensors, and one layer or the ends at
+        their turn take of memory, and ``ends`` is 0.
+
+        Args:
+            disk: where they are kept.
+            layer: bytes that one layer keeps without checkpoints.
+        """
+        kept = self.layers + self.ends
+        at_work = max(self.ends, layer - self.recomputed)
+        most = disk.buffer_bytes + disk.resident_bytes + at_work
+        moved = max(0, kept - disk.resident_bytes)
+        return ActivationBytes(min(kept, most), self.recomputed, 0, moved)
 
 
 def attention_core_bytes(shape: Transformer, micro_batch: int, elem_bytes: int = 2) -> int:

@@ -172,6 +172,23 @@ def test_the_table_of_a_disk(estimate):
     assert rows[2] == ["1", "0.012", "0", "0", "0", "0", "100.0%", "0", "-", "-"]
 
 
+def test_activations_on_a_disk(estimate):
+    """Beside a state in memory: what is left of them there, what moves, and how long that takes."""
+    gpt = ("--layers", 24, "--width", 1024, "--heads", 16, "--context", 1024, "--vocab", 50000)
+    asked = (*gpt, "--world", 4, "--stage", 2)
+    before = json.loads(estimate(*asked, "--json")[1])
+    on_disk = ("--activations-on", "disk", "--activations-buffer-mib", 64, *RATES)
+    told = json.loads(estimate(*asked, *on_disk, "--json")[1])
+    kept = before["activations"]["layers"] + before["activations"]["ends"]
+    layer = before["activations"]["layers"] // 24
+    most = max(layer, before["activations"]["ends"]) + (64 << 20)
+    assert told["activations"] == {"layers": most, "recomputed": 0, "ends": 0, "moved": kept}
+    assert told["stages"][0]["activation_bytes"] == most
+    assert told["activations_write_read_s"] == [4 * kept / 4e9, 4 * kept / 6e9]
+    line = f"activations on a disk: a step writes {kept / 1e9:.2f} GB of a rank, and reads them; "
+    assert line + f"{kept / 1e9:.2f} s and" in estimate(*asked, *on_disk)[1]
+
+
 def test_state_on_the_host(estimate):
     """Of a GPU's memory it takes the buffers."""
     _, out, _ = estimate("--params", 1 << 33, "--world", 8, "--stage", 3, "--state-on", "cpu")

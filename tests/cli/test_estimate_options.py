@@ -115,6 +115,14 @@ def test_modules_are_built_on_the_meta_device(modules):
             ("--params", "1M", "--disk-read-gbps", 5),
             "--disk-read-gbps: expected --state-on disk with it",
         ),
+        (
+            ("--params", "1M", "--activations-on", "disk"),
+            "--activations-on disk: expected --layers and the other sizes",
+        ),
+        (
+            ("--params", "1M", "--activations-buffer-mib", 5),
+            "--activations-buffer-mib: expected --activations-on disk with it",
+        ),
         ((*ON_DISK, "--disk-write-gbps", 5), "--disk-write-gbps: expected both, or none"),
         (
             (*ON_DISK, "--disk-read-gbps", 5, "--disk-write-gbps", 0),

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import json
 import signal
 import sys
+import time
+import weakref
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -113,6 +117,47 @@ def interrupted_wait(folder: str, library: ctypes.CDLL) -> bool:
     return False
 
 
+def hanging_wait(folder: str, library: ctypes.CDLL) -> dict[str, object]:
+    """Waits for writes of two seconds with a limit of a tenth, and closes the file meanwhile."""
+    scratch = ScratchFile(folder, "state", lambda: 0.1)
+    blocks = [scratch.add_block(4096) for _ in range(2)]
+    memory = aligned_buffer(4096)
+    alive = weakref.ref(memory.untyped_storage())
+    library.arm(WRITE, 0, 0, 0, 0, 2_000_000)
+    begin, texts = time.monotonic(), []
+    for transfer in [scratch.write(block, memory) for block in blocks]:
+        try:
+            transfer.wait()
+        except DiskError as error:
+            texts.append(str(error))
+    scratch.close()
+    descriptor, told_s = scratch._file.descriptor, time.monotonic() - begin
+    del scratch, memory, transfer
+    gc.collect()
+    kept = alive() is not None and Path(f"/proc/self/fd/{descriptor}").exists()
+    early_s = time.monotonic() - begin
+    time.sleep(2.5)
+    library.arm(WRITE, 0, 0, 0, 0, 0)
+    ScratchFile(folder, "another state").close()
+    gc.collect()
+    freed = alive() is None and not Path(f"/proc/self/fd/{descriptor}").exists()
+    return {
+        "texts": texts,
+        "told_s": told_s,
+        "kept": kept,
+        "early_s": early_s,
+        "freed": freed,
+    }
+
+
+def hanging_end(folder: str, library: ctypes.CDLL) -> None:
+    """Leaves a write that hangs to the end of the process."""
+    scratch = ScratchFile(folder, "state", lambda: 0.1)
+    block, memory = scratch.add_block(4096), aligned_buffer(4096)
+    library.arm(WRITE, 0, 0, 0, 0, 600_000_000)
+    scratch.write(block, memory)
+
+
 def main() -> None:
     folder, library = sys.argv[1], ctypes.CDLL(None)
     library.calls_of.restype = ctypes.c_long
@@ -126,7 +171,13 @@ def main() -> None:
             run(folder, outcome, memories)
             outcome.calls = library.calls_of(trouble.call)
             outcomes[name].append(asdict(outcome))
-    print(json.dumps({"outcomes": outcomes, "interrupted": interrupted_wait(folder, library)}))
+    told = {
+        "outcomes": outcomes,
+        "interrupted": interrupted_wait(folder, library),
+        "hanging": hanging_wait(folder, library),
+    }
+    print(json.dumps(told), flush=True)
+    hanging_end(folder, library)
 
 
 if __name__ == "__main__":

@@ -199,6 +199,8 @@ def test_disk_checks_its_values(tmp_path):
         {"path": "x", "buffer_bytes": 1.5},
         {"path": "x", "resident_bytes": -1},
         {"path": "x", "resident_bytes": True},
+        {"path": "x", "timeout_s": 0},
+        {"path": "x", "timeout_s": True},
     ):
         with pytest.raises(ArgumentError, match=r"Disk\(\w+=\): expected"):
             Disk(**arguments)

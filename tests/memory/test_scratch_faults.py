@@ -91,6 +91,24 @@ def test_a_signal_ends_a_wait_and_not_the_transfer(told):
     assert told["interrupted"]
 
 
+@pytest.mark.compiles
+@NEEDS_COMPILER
+def test_a_disk_that_hangs_is_an_error_after_a_while(told):
+    """Waits and close() end long before the writes do, whose memory and file stay until then.
+
+    The process ends, too, while another write hangs: the job would not be over.
+    """
+    hanging = told["hanging"]
+    first, second = hanging["texts"]
+    head = r"state: write of block {} in \S+: expected to write 4096 bytes at offset {} .*, got: {}"
+    assert re.match(head.format(0, 0, r"it is not over after 0\.1 s\. The disk hangs"), first)
+    earlier = r"an earlier transfer is not over after 0\.1 s\. The disk hangs, .*timeout_s"
+    assert re.match(head.format(1, 4096, earlier), second)
+    assert 0.1 <= hanging["told_s"] < 1.9
+    assert hanging["kept"] or hanging["early_s"] > 1.9
+    assert hanging["freed"]
+
+
 CLONE_NEWNS = 0x20000
 
 

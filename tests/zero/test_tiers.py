@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ringcomm import Disk, zero
+from ringcomm import Disk, DiskError, zero
+from ringcomm.memory.scratch import ScratchFile
 from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, Muon, tiers
 from tests.memory.disk_folder import skip_unless_disk
 from tests.zero.checkpoint.states import files_below
@@ -61,6 +62,36 @@ def test_a_checkpoint_is_that_of_memory_and_goes_on_anywhere(worlds, on_disk, tm
         assert content == disk[name], name
     for jobs in worlds(2).run(second):
         assert_same_bits(*jobs)
+
+
+def test_all_ranks_learn_of_an_error_at_any_read_of_a_preparation(worlds, on_disk, monkeypatch):
+    """Where masters take over the parameters as they were before they were rounded."""
+    base = new_model("gpt")
+    read, reads = ScratchFile.read, []
+
+    def fails(self, block, memory):
+        if "rank 1" in self.what:
+            reads.append(block)
+            if len(reads) - 1 == failing:
+                raise DiskError(f"{self.what}: an error of the test")
+        return read(self, block, memory)
+
+    monkeypatch.setattr(ScratchFile, "read", fails)
+
+    def work(comm):
+        job = Job(comm, base, 3, BF16, on_disk)
+        try:
+            job.optimizer.prepare()
+        except DiskError as error:
+            return str(error)
+        return None
+
+    failing, world = -1, worlds(2)
+    assert world.run(work) == [None, None]
+    for failing in range(0, len(reads), 5):
+        reads.clear()
+        assert all("an error of the test" in text for text in world.run(work)), failing
+    assert failing > 5
 
 
 def test_access_reads_and_writes_what_is_on_the_disk(worlds, on_disk):

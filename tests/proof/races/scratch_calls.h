@@ -10,6 +10,9 @@
 
 inline std::atomic<int> failing_moved{0}, failing_code{0};
 
+// While it is true, calls of the pool do not return.
+inline std::atomic<bool> hanging{false};
+
 // From here on calls of the pool return `moved` (-1 with errno `code`); 0: they move bytes again.
 inline void fail_next_calls(int moved, int code) {
   failing_code = code;
@@ -28,7 +31,9 @@ inline uint64_t next_drawn() {
 // only, and one in eight some bytes. As direct I/O they take whole pages.
 template <class Call>
 ssize_t troubled(Call call, const void* memory, size_t bytes, off_t offset) {
-  usleep(unsigned(next_drawn() % 512));
+  do {
+    usleep(unsigned(next_drawn() % 512));
+  } while (hanging);
   if ((reinterpret_cast<uintptr_t>(memory) | bytes | size_t(offset)) % 4096 != 0) {
     errno = EINVAL;
     return -1;

@@ -21,6 +21,7 @@ using namespace ringcomm::host;
 constexpr uint64_t kPage = kScratchPageBytes, kCut = 2 * kPage, kBlock = 3 * kCut;
 constexpr int kThreads = 4, kBlocks = 3, kParts = 8;  // of memory, of a cut each
 constexpr int kPlays = 60;
+constexpr ScratchPool::Limit kAMinute{60};
 
 void expect(bool holds, const char* what) {
   if (holds) return;
@@ -44,7 +45,7 @@ struct Bench {
     for (uint32_t& each : block) expect(pool.add_block(kBlock, &each) == 0, "a block");
   }
   ~Bench() {
-    pool.close();
+    expect(pool.close(kAMinute), "a pool that ends");
     close(fd);
   }
   ScratchRequestPtr begin(bool is_write, uint32_t which, char* memory, uint64_t bytes) {
@@ -54,7 +55,8 @@ struct Bench {
     return request;
   }
   ScratchResult end(const ScratchRequestPtr& request) {
-    expect(pool.wait(*request, [] { return false; }), "a wait that nobody interrupts");
+    const auto waited = pool.wait(*request, [] { return false; }, kAMinute);
+    expect(waited == ScratchPool::Waited::kDone, "a wait that nobody interrupts");
     return pool.result(*request);
   }
   ScratchResult run(bool is_write, uint32_t which, Memory& memory) {
@@ -138,7 +140,7 @@ void close_under_way() {
     requests.push_back(bench.begin(true, bench.block[i % 2], memory.begin, kBlock));
   // Two close it, and neither returns before the end.
   const auto close_and_look = [&] {
-    bench.pool.close();
+    expect(bench.pool.close(kAMinute), "a pool that ends");
     for (const ScratchRequestPtr& request : requests)
       expect(request->done(), "a request that is over after close()");
   };
@@ -156,6 +158,29 @@ void close_under_way() {
   std::memset(memory.begin, 2, kBlock);  // a race, if one were under way
 }
 
+// Waiting and closing give up at their limits, and a transfer that hung ends well.
+void hang() {
+  constexpr ScratchPool::Limit kShort{0.02};
+  Bench bench;
+  Memory memory(kBlock);
+  std::memset(memory.begin, 1, kBlock);
+  hanging = true;
+  const ScratchRequestPtr request = bench.begin(true, bench.block[1], memory.begin, kBlock);
+  const auto waited = bench.pool.wait(*request, [] { return false; }, kShort);
+  expect(waited == ScratchPool::Waited::kLate, "a wait that gives up");
+  const ScratchResult late = bench.pool.result(*request);
+  expect(late.end == ScratchEnd::kLate && late.is_write, "a write that is late");
+  expect(late.offset == kBlock && late.bytes == kBlock, "where it is");
+  expect(!bench.pool.close(kShort), "a pool that does not end");
+  expect(!request->done(), "a request that goes on");
+  hanging = false;
+  expect(bench.pool.close(kAMinute), "a pool that ends");
+  std::memset(memory.begin, 2, kBlock);  // a race, if it were under way
+  const ScratchEnd end = bench.pool.result(*request).end;
+  // Of its three cuts some may have been begun by no thread.
+  expect(end == ScratchEnd::kDone || end == ScratchEnd::kClosed, "an end of its own");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -165,6 +190,7 @@ int main(int argc, char** argv) {
   for (unsigned round = 0; round < 4; ++round) play_in_order(seed + round);
   all_faults();
   close_under_way();
+  hang();
   std::puts("ok");
   return 0;
 }

@@ -15,7 +15,7 @@ from tests.support.compiler import NEEDS_COMPILER, compile_to, skip_without_sani
 POOL = "host/scratch.cpp"
 OVERLAP = "!overlap(earlier->memory_, earlier->bytes_, wish.memory, wish.bytes)"
 WHOLE_PAGES = "/ kScratchPageBytes * kScratchPageBytes;\n    if (pages"
-WAITS = "done_.wait(lock, [this] { return outstanding_.empty(); });"
+WAITS = "!done_.wait_until(lock, deadline, [this] { return outstanding_.empty(); })"
 FAULT = "how.end != ScratchEnd::kClosed) fault = how;"
 END, ERROR = "moved == 0 && !is_write) return failed(", "if (moved < 0) return failed("
 SUM = "sum = crc32c(memory, cut.bytes);\n    return"
@@ -50,12 +50,19 @@ MUTANTS = {
     "sums are not compared": Mutant(POOL, "if (seen == sum)", "if (CHOSEN || seen == sum)"),
     "the sum is that of the first write": Mutant(POOL, SUM, f"if (!CHOSEN || sum == 0) {SUM}"),
     "a block's fault is forgotten": Mutant(POOL, FAULT, FAULT.replace(") f", " && !CHOSEN) f")),
-    "closed while requests are under way": Mutant(POOL, WAITS, f"if (!CHOSEN) {WAITS}"),
+    "closed while requests are under way": Mutant(POOL, WAITS, f"!CHOSEN && {WAITS}"),
+    "what is late counts as done": Mutant(
+        POOL, "if (request.done()) return", "if (CHOSEN || request.done()) return"
+    ),
     "what waits begins after closing": Mutant(POOL, "&& closing_)", "&& closing_ && !CHOSEN)"),
 }
 HANGS = {
     "a call that moves nothing is repeated for ever": Mutant(
         POOL, "++stalls == kMaxStalls", "++stalls == kMaxStalls && !CHOSEN"
+    ),
+    "a wait has no limit": Mutant(POOL, "(now >= deadline)", "(!CHOSEN && now >= deadline)"),
+    "closing has no limit": Mutant(
+        POOL, "lock, deadline, [", "lock, CHOSEN ? deadline_in(kNoLimit) : deadline, ["
     ),
 }
 ALL = {**MUTANTS, **HANGS}

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
+from ringcomm import Disk, zero
 from ringcomm.errors import ArgumentError
+from ringcomm.memory.scratch import PAGE_BYTES
 from ringcomm.zero.estimate import (
+    ActivationBytes,
     Transformer,
     attention_core_bytes,
     checkpoint_working_bytes,
     layer_bytes,
 )
 from ringcomm.zero.estimate_model_parallel import ModelParallel, stage_activations
+from tests.memory.disk_folder import skip_unless_disk
 
 SHAPE = Transformer(layers=3, width=24, heads=4, context=10, vocab=50)
 MICRO_BATCH = 2
@@ -125,6 +131,34 @@ def test_activations_of_four_bytes():
     told = stage_activations(SHAPE, b, ALONE, "none", elem_bytes=4)
     assert told.layers == 3 * (66 * s * b * h + 9 * a * s**2 * b)
     assert told.ends == 9 * s * b * h + 4 * s * b * v
+
+
+def test_what_a_disk_has_of_them_is_what_runs_move(tmp_path):
+    """Layers whose tensors are of whole pages: bytes written and read, and memory's bound."""
+    shape = Transformer(layers=3, width=64, heads=4, context=64, vocab=1)
+    disk = Disk(skip_unless_disk(tmp_path), buffer_bytes=1 << 18)
+    model = nn.Sequential(*(Layer(shape) for _ in range(shape.layers)))
+    activations = zero.activations_on(disk, module=model, least_bytes=PAGE_BYTES)
+    start = torch.randn(4, shape.context, shape.width, requires_grad=True)
+    most = []
+
+    def hold(*_):
+        most.append(activations.held_bytes)
+
+    for layer in model:
+        layer.register_forward_hook(hold)
+        layer.register_full_backward_hook(hold)
+    with activations:
+        loss = model(start * 1).sum()
+    loss.backward()
+    size = layer_bytes(shape, 4, 4)
+    told = ActivationBytes(shape.layers * size, 0, 0).kept_on(disk, size)
+    assert told.moved == activations.bytes_written == activations.bytes_read
+    assert told.moved <= activations.size_bytes <= 2 * told.moved
+    assert max(most) + size <= told.layers == disk.buffer_bytes + size
+    resident = replace(disk, resident_bytes=size)
+    held = ActivationBytes(2 * size, 7, size // 2).kept_on(resident, size)
+    assert held == ActivationBytes(2 * size + disk.buffer_bytes - 7, 7, 0, moved=3 * size // 2)
 
 
 @pytest.mark.parametrize(
