@@ -19,6 +19,7 @@ _CHOICES = {
     "rounding": ("nearest", "stochastic"),
     "unused": ("skip", "zero"),
     "state": ("world", "node"),
+    "update": ("in_step", "in_backward"),
 }
 
 
@@ -53,6 +54,10 @@ class AdamWOptions:
             streams there in pieces at each step, with the same bits: from a :class:`ringcomm.Disk`,
             for parameters on the CPU; or with "cpu" from pinned memory of the host, for parameters
             on a device.
+        update: "in_step" updates parameters in ``step()``. "in_backward" does so while backward
+            runs, for modules that ``ringcomm.zero`` has sharded at stage 2 or 3: each bucket as its
+            gradients are reduced, which are then gone. ``step()`` ends that. The bits are the same,
+            but nothing can look at all gradients first: no clipping, scaling or ``check_finite``.
     """
 
     algorithm: str = "auto"
@@ -68,6 +73,7 @@ class AdamWOptions:
     broadcast_parameters: bool = True
     state: str = "world"
     tier: Disk | str | None = None
+    update: str = "in_step"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -88,6 +94,11 @@ class AdamWOptions:
             )
         if not (self.tier is None or self.tier == "cpu" or isinstance(self.tier, Disk)):
             raise ArgumentError(f'tier: expected a ringcomm.Disk, "cpu" or None, got {self.tier!r}')
+        if self.update == "in_backward" and self.check_finite:
+            raise ArgumentError(
+                'check_finite: expected False with update="in_backward", got True: parameters '
+                "change before all gradients are known"
+            )
         self._check_master()
 
     def _check_master(self) -> None:
