@@ -51,6 +51,12 @@ class OutsideWrites:
         """Accepts the masters as they are, whatever was written so far."""
         self._versions = self._read()
 
+    def found(self, params: Sequence[Tensor]) -> bool:
+        """Tells whether some of these were written to since masters have followed last."""
+        known = {id(each) for each in params}
+        pairs = zip(self._params, self._versions, strict=True)
+        return any(id(param) in known and param._version != version for param, version in pairs)
+
     def expect(self, written: Sequence[Tensor]) -> None:
         """Accepts one more version of tensors, whose masters are written with them."""
         known = {id(each) for each in written}

@@ -226,8 +226,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _gradient_flats(self) -> list[Tensor] | None:
         """Returns the tensors that a GradScaler unscales; None for ``p.grad``."""
+        self._refuse_scaler()
         flats = None if self.placement is None else self.sharded_step().gradients.flats()
         return self.accumulator.flats() if flats is None and self.accumulator else flats
+
+    def _refuse_scaler(self) -> None:
+        """Raises ArgumentError where a GradScaler comes too late to unscale gradients."""
+        if self.options.update == "in_backward":
+            self.sharded_step().refuse_in_backward("step by a GradScaler")
 
     def _count(self, column: int) -> Tensor:
         # Preparing is collective, and reading a number must not be.
@@ -364,12 +370,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Returns the scalars that a GradScaler set before it called :meth:`step`."""
         if not hasattr(self, "found_inf"):
             return Amp()
-        if self.options.update == "in_backward":
-            raise ArgumentError(
-                f"{self._setting.where('step')}: a GradScaler unscales gradients after backward, "
-                'which has updated the parameters with them by then, since update="in_backward". '
-                'Load what training began with, and build the optimizer with update="in_step"'
-            )
+        self._refuse_scaler()
         scale, found_inf = getattr(self, "grad_scale", None), self.found_inf
         agreed = self._found_inf_agreed
         alone = self._setting.world_size == 1 and self.mesh is None

@@ -166,7 +166,7 @@ class ShardedStep:
         left_out = [] if placement is None else placement.left_out(groups)
         self.written = OutsideWrites(self.params, self.buckets, options, left_out)
         self.torn = False
-        #: True from the backward that takes the step to :meth:`step`, with ``update="in_backward"``.
+        #: With ``update="in_backward"``, True from the backward that takes the step to its end.
         self.under_way = False
         self.first_pass: FirstPass | None = None
         self._seen_skipped = 0
@@ -433,8 +433,8 @@ class ShardedStep:
         """Raises ArgumentError where gradients are gone before an operation could see them."""
         if self.updates_in_backward:
             raise ArgumentError(
-                f"{self.setting.where(operation)}: backward uses each bucket's gradients as soon as "
-                'they are reduced, since the optimizer has update="in_backward"; build it with '
+                f"{self.setting.where(operation)}: backward uses each bucket's gradients as soon "
+                'as they are reduced, since the optimizer has update="in_backward"; build it with '
                 'update="in_step" for whatever needs all gradients before parameters change'
             )
 

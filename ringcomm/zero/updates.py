@@ -70,8 +70,9 @@ class BackwardUpdates:
         self._find_owner = find_owner
         self._check = check
         self._gatherer = gatherer
-        #: True from the first backward of a step to its end.
-        self.under_way = False
+        # From the first backward of a step to its end, what other ranks wait for can be done even
+        # if the optimizer is gone.
+        self._step: ShardedStep | None = None
         # Numbers of the buckets whose update this step has begun.
         self._closed: set[int] = set()
         # By bucket and by parameter there, its index in the optimizer; None for one in no group.
@@ -90,8 +91,13 @@ class BackwardUpdates:
     # ---- the step -------------------------------------------------------------------------------
 
     @property
+    def under_way(self) -> bool:
+        """True from the first backward of a step to its end."""
+        return self._step is not None
+
+    @property
     def _owner(self) -> ShardedStep:
-        owner = self._find_owner()
+        owner = self._find_owner() if self._step is None else self._step
         if owner is None:
             raise ArgumentError(
                 'zero: the optimizer with update="in_backward" that was built on the sharded '
@@ -102,8 +108,7 @@ class BackwardUpdates:
     @property
     def _changed(self) -> bool:
         """True if a bucket was updated in the step that is under way."""
-        owner = self._find_owner()
-        return self.under_way and owner is not None and owner.torn
+        return self._step is not None and self._step.torn
 
     def begin(self, operation: str, order: Sequence[int]) -> None:
         """Begins a step: what is decided for all buckets is decided now.
@@ -134,7 +139,7 @@ class BackwardUpdates:
         self._digest = self._own_digest(owner)
         self._find_places(owner)
         owner.write_control(Amp(), None)
-        self.under_way = owner.under_way = True
+        self._step, owner.under_way = owner, True
         if owner.tier is not None:
             owner.tier.begin_step(active=self._last_active, order=order)
 
@@ -216,9 +221,16 @@ class BackwardUpdates:
             if index is not None and index not in self._frozen
         ]
         params = [placed.param for placed in marked]
-        make_updated(params, [placed.name for placed in marked])
         with plainly():
             local = [local_of(param) for param in params if is_distributed(param)]
+        if owner.written.found([*params, *local]):
+            comm = self._stored[number].comm
+            raise ArgumentError(
+                f"{where('backward', comm.rank, comm.world_size)}: a parameter of the bucket of "
+                f"{marked[0].name} was changed in place while backward ran, which its masters "
+                'would undo (update="in_backward"); change parameters between steps'
+            )
+        make_updated(params, [placed.name for placed in marked])
         advance_versions(local, 1)
         owner.written.expect([*params, *local])
 
@@ -292,9 +304,8 @@ class BackwardUpdates:
 
     def end_backward(self) -> None:
         """Called at the end of a backward, when all updates have ended."""
-        owner = self._find_owner()
-        if self.under_way and owner is not None and owner.tier is not None:
-            owner.tier.end_step()
+        if self._step is not None and self._step.tier is not None:
+            self._step.tier.end_step()
 
     # ---- its end --------------------------------------------------------------------------------
 
@@ -351,10 +362,10 @@ class BackwardUpdates:
                 raise self._asked.refusal
             if tier is not None:
                 tier.raise_fault()
-        found = torch.tensor(brought, dtype=torch.float64, device="cpu")
         if owner.setting.options.unused == "zero":
-            found = torch.tensor([float(index not in self._frozen) for index in empty])
-        elif comm is not None and empty:
+            brought = [float(index not in self._frozen) for index in empty]
+        found = torch.tensor(brought, dtype=torch.float64, device="cpu")
+        if comm is not None and empty:
             comm.all_reduce(found, ReduceOp.MAX)
         active = [0.0] * len(self._active)
         for index, steps in zip(empty, found.tolist(), strict=True):
@@ -393,14 +404,12 @@ class BackwardUpdates:
 
     def reset(self) -> None:
         """Ends the step on this rank, whether or not it has come to its end."""
-        self.under_way, self._all_failed, self._counted = False, False, False
-        self._failure = None
+        self.end_backward()
+        if self._step is not None:
+            self._step.under_way = False
+        self._step, self._failure = None, None
+        self._all_failed = self._counted = False
         self._closed.clear()
-        owner = self._find_owner()
-        if owner is not None:
-            owner.under_way = False
-            if owner.tier is not None:
-                owner.tier.end_step()
         if self._gatherer is None:
             end_update([placed.param for stored in self._stored for placed in stored.params])
         else:
