@@ -136,17 +136,13 @@ class BackwardUpdates:
             self._asked = Asked(_OPERATION, refusal=error)
         with plainly():
             self._frozen = owner.gradients.frozen()
-        self._digest = self._own_digest(owner)
+        if self._asked.refusal is None:
+            self._digest = owner.digest(self._asked, self._frozen)
         self._find_places(owner)
         owner.write_control(Amp(), None)
         self._step, owner.under_way = owner, True
         if owner.tier is not None:
             owner.tier.begin_step(active=self._last_active, order=order)
-
-    def _own_digest(self, owner: ShardedStep) -> float:
-        if self._asked.refusal is not None:
-            return math.inf
-        return owner.digest(self._asked, self._frozen)
 
     def _find_places(self, owner: ShardedStep) -> None:
         """Finds the parameters of the buckets in the optimizer, which may have grown."""
@@ -179,7 +175,6 @@ class BackwardUpdates:
                 "end, so its gradients are incomplete and update no more parameters"
             )
             self._asked = Asked(_OPERATION, refusal=self._asked.refusal or refusal)
-            self._digest = math.inf
 
     def close(self, number: int, brought: Sequence[bool]) -> list[float]:
         """Called before a bucket's gradients go to the other ranks, and may update it there.
@@ -202,13 +197,14 @@ class BackwardUpdates:
             if index is not None and has and index in self._frozen:
                 late = owner.frozen_late(index, _OPERATION)
                 self._asked = Asked(_OPERATION, refusal=self._asked.refusal or late)
-                self._digest = math.inf
             steps = index is not None and (zero or has) and index not in self._frozen
             wanted.append(float(steps))
-        if isinstance(stored, ShardedBucket):
+        if self._asked.refusal is not None:
+            pass  # and so no rank will update it
+        elif isinstance(stored, ShardedBucket):
             assert self._gatherer is not None
             self._gatherer.close_bucket(stored)
-        elif number not in self._closed:
+        else:
             self._mark(owner, number)
         self._closed.add(number)
         return wanted
@@ -247,9 +243,10 @@ class BackwardUpdates:
         """
         if self._all_failed:
             return
+        asked = self._asked  # once, since another thread may refuse the step meanwhile
         try:
             owner = self._owner
-            found = self._agree(owner, wanted)
+            found = self._agree(owner, wanted, asked)
             if any(found):
                 self._take(owner, number, grads, found)
         except Exception as error:
@@ -258,10 +255,9 @@ class BackwardUpdates:
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error
         # From the next bucket on the others learn it, if they do not know yet.
-        self._digest = math.inf
         self._asked = Asked(_OPERATION, refusal=self._failure)
 
-    def _agree(self, owner: ShardedStep, wanted: Sequence[float]) -> list[float]:
+    def _agree(self, owner: ShardedStep, wanted: Sequence[float], asked: Asked) -> list[float]:
         """Returns by parameter of a bucket whether it takes the step; collective.
 
         Raises:
@@ -270,16 +266,16 @@ class BackwardUpdates:
         comm = owner.setting.comm
         found = list(wanted)
         if comm is not None:
-            digest = self._digest
+            digest = self._digest if asked.refusal is None else math.inf
             told = torch.tensor([*wanted, digest, -digest], dtype=torch.float64, device="cpu")
             comm.all_reduce(told, ReduceOp.MAX)
             *found, high, low = told.tolist()
             if high != -low:
                 self._all_failed = True
-                owner.refuse_differences(comm, self._asked, self._frozen)
-        if self._asked.refusal is not None:
+                owner.refuse_differences(comm, asked, self._frozen)
+        if asked.refusal is not None:
             self._all_failed = True
-            raise self._asked.refusal
+            raise asked.refusal
         return found
 
     def _take(self, owner: ShardedStep, number: int, grads: Tensor, found: Sequence[float]) -> None:

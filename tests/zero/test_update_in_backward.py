@@ -30,6 +30,7 @@ from ringcomm.optim import (
     tiers,
 )
 from ringcomm.zero import updates
+from ringcomm.zero.estimate import BytesPerElement, ModelElems, model_state, working_buffers
 from ringcomm.zero.gather import Gatherer
 from tests.memory.disk_folder import skip_unless_disk
 from tests.zero.checkpoint.states import files_below
@@ -941,3 +942,29 @@ def test_a_write_while_backward_runs_is_refused_at_stage_2(worlds):
             loss.backward()
 
     worlds(2).run(work)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_held_of_reduced_gradients_is_what_the_estimate_says(worlds, folder, world_size):
+    model = ModelElems(LAYERS * WIDTH * WIDTH, largest=WIDTH * WIDTH)
+    options = zero.ZeroOptions(bucket_elems=WIDTH * WIDTH)
+    each = replace(BytesPerElement.of(torch.float32), keeps_reduced=False)
+
+    def work(comm, stage, tier):
+        loop = Loop(comm, stage, adamw=replace(EARLY, tier=tier))
+        loop.take()
+        held, kernels = 0, loop.optimizer.sharded_step().kernels
+        while kernels is not None:
+            own = getattr(kernels, "_own", None)
+            held += 0 if own is None else own.nbytes
+            kernels = getattr(kernels, "_native", None)
+        told = model_state(model, stage, world_size, each, tier).grads
+        assert told == sum(b.shard.nbytes for b in loop.engine.reduction.buckets) == 0
+        buffers = working_buffers(model, stage, world_size, each, options, tier=tier)
+        assert held == buffers.grad_shard
+
+    for stage in (2, 3):
+        for tier in (None, on_disk(folder)):
+            worlds(world_size).run(work, stage, tier)
+    rounded = replace(each, param=2, grad=2, reduced=2)
+    assert working_buffers(model, 2, 2, rounded, options).grad_shard == 6 * WIDTH * WIDTH // 2
