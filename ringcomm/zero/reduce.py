@@ -512,10 +512,9 @@ class Reduction:
         updates = self.updates
         assert updates is not None
         updates.raise_failure()
-        left = self._left_over()
         if not updates.under_way:
-            updates.begin("optimizer.step", self._order.numbers)
-        for number in updates.left(left):
+            updates.begin("step", self._order.numbers)
+        for number in updates.left(self._left_over()):
             self._launch(number, self._filled_buffer(self.buckets[number]))
         self.has_left_over = False
         self.begin()

@@ -130,7 +130,7 @@ class BackwardUpdates:
         self._asked = Asked(_OPERATION)
         try:
             owner.take_hyper()
-            self._check(operation)
+            self._check(_OPERATION)
             owner.written.take_over()
         except RingcommError as error:
             self._asked = Asked(_OPERATION, refusal=error)
