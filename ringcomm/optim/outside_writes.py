@@ -43,6 +43,7 @@ class OutsideWrites:
         # A local tensor that is written to changes no version of its DTensor.
         self._params = [*placed, *(local_of(param) for param in placed if is_distributed(param))]
         self._versions = self._read()
+        self._place = {id(param): at for at, param in enumerate(self._params)}
 
     def _read(self) -> list[int]:
         return [param._version for param in self._params]
@@ -53,15 +54,14 @@ class OutsideWrites:
 
     def found(self, params: Sequence[Tensor]) -> bool:
         """Tells whether some of these were written to since masters have followed last."""
-        known = {id(each) for each in params}
-        pairs = zip(self._params, self._versions, strict=True)
-        return any(id(param) in known and param._version != version for param, version in pairs)
+        known = [(param, self._place.get(id(param))) for param in params]
+        return any(at is not None and each._version != self._versions[at] for each, at in known)
 
     def expect(self, written: Sequence[Tensor]) -> None:
         """Accepts one more version of tensors, whose masters are written with them."""
-        known = {id(each) for each in written}
-        for index, param in enumerate(self._params):
-            self._versions[index] += id(param) in known
+        for at in map(self._place.get, map(id, written)):
+            if at is not None:
+                self._versions[at] += 1
 
     def take_over(self) -> None:
         """Sets each master that does not round to its parameter to the parameter."""

@@ -282,7 +282,7 @@ class ShardEngine:
         """Raises ArgumentError for a gradient that cannot update its parameter in backward."""
         try:
             self._refuse_graph()
-            if updates.under_way and not self.order.reduces(self.number):
+            if updates.changed and not self.order.reduces(self.number):
                 updates.refuse_another("backward")
         except ArgumentError:
             param.grad = None

@@ -106,7 +106,7 @@ class BackwardUpdates:
         return owner
 
     @property
-    def _changed(self) -> bool:
+    def changed(self) -> bool:
         """True if a bucket was updated in the step that is under way."""
         return self._step is not None and self._step.torn
 
@@ -121,7 +121,7 @@ class BackwardUpdates:
             ArgumentError: a step is under way, which another backward would add to.
             RingcommError: an earlier step failed halfway.
         """
-        if self._changed and self._failure is None:
+        if self.changed and self._failure is None:
             self.refuse_another(operation)
         if self.under_way:
             self.reset()
@@ -307,9 +307,8 @@ class BackwardUpdates:
 
     def raise_failure(self) -> None:
         """Raises what all ranks know to have failed, and ends the step."""
-        if self._all_failed:
-            failure = self._failure
-            assert failure is not None
+        failure = self._failure
+        if failure is not None and (self._all_failed or self._stored[0].comm.aborted):
             self.reset()
             raise failure
 
@@ -379,7 +378,7 @@ class BackwardUpdates:
         """
         if not self.under_way:
             return
-        if self._changed and self._failure is None:
+        if self.changed and self._failure is None:
             comm = self._stored[0].comm
             raise ArgumentError(
                 f"{where('zero_grad', comm.rank, comm.world_size)}: the gradients of the last "
@@ -393,7 +392,7 @@ class BackwardUpdates:
 
         Its optimizer is torn, if parameters have changed.
         """
-        if self.under_way and self._failure is None and self._changed:
+        if self.under_way and self._failure is None and self.changed:
             self._owner.refuse_under_way(operation)
         elif self.under_way:
             self.reset()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -968,3 +968,21 @@ def test_what_is_held_of_reduced_gradients_is_what_the_estimate_says(worlds, fol
             worlds(world_size).run(work, stage, tier)
     rounded = replace(each, param=2, grad=2, reduced=2)
     assert working_buffers(model, 2, 2, rounded, options).grad_shard == 6 * WIDTH * WIDTH // 2
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_step_raises_the_first_fault_of_the_communicator(stage):
+    def work(comm):
+        loop = Loop(comm, stage, overlap=True)
+        loop.take()
+        if comm.rank == 1:
+            loop.module.layers[1].register_forward_hook(
+                lambda _, __, out: out.register_hook(lambda _: comm.abort("by the test")) and None
+            )
+        with suppress(RingcommError):
+            loop.loss().backward()
+        with pytest.raises(RingcommError, match="by the test"):
+            loop.optimizer.step()
+
+    with ringcomm.local_world(2, timeout=60) as world:
+        world.run(work)
