@@ -986,3 +986,51 @@ def test_the_step_raises_the_first_fault_of_the_communicator(stage):
 
     with ringcomm.local_world(2, timeout=60) as world:
         world.run(work)
+
+
+class OwnWay(Deep):
+    """Each rank leaves another layer out, and all of them the third one."""
+
+    def forward(self, x: Tensor, left_out: int = 0) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x if number in (2, left_out) else torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("unused", ["skip", "zero"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_that_use_different_parameters(worlds, stage, unused):
+    made = OwnWay()
+
+    def work(comm):
+        found = []
+        for adamw in (EARLY, AdamWOptions()):
+            loop = Loop(comm, stage, made, replace(adamw, unused=unused))
+            for turn in range(3):
+                x = torch.ones(4, WIDTH) * (turn + 1)
+                loop.module(x, left_out=3 * comm.rank).backward()
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+            found.append(loop.state())
+        assert_same_bits(*found)
+
+    worlds(2).run(work)
+
+
+def test_a_bucket_on_its_way_has_come_before_its_chunks_change(worlds):
+    def work(comm):
+        loop = Loop(comm, 3, overlap=True)
+        gatherer, bucket = loop.engine.gatherer, loop.engine.stored[0]
+        gatherer._start(bucket)
+        gatherer.close_bucket(bucket)
+        assert bucket.is_here and bucket.coming is None
+        gatherer.free_all()
+        # A wrong guess does not bring it again, and a need is refused.
+        gatherer._last = [id(unit) for unit in loop.engine.parts.units]
+        gatherer.need(loop.engine.parts.units[0])
+        assert not bucket.is_here and not gatherer._coming
+        gatherer.reopen()
+        gatherer.need(loop.engine.parts.units[1])
+        assert bucket.is_here
+
+    worlds(2).run(work)
