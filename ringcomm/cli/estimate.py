@@ -365,6 +365,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     add("--clip", action="store_true", help="steps are clipped or scaled: they take two passes")
     add(
+        "--update",
+        choices=("in_step", "in_backward"),
+        default="in_step",
+        help="when buckets are updated at stages 2 and 3, as with AdamWOptions(update=)",
+    )
+    add(
         "--bucket-elems",
         type=parse_count,
         default=DEFAULT_BUCKET_ELEMS,

@@ -190,10 +190,15 @@ def read_request(args: argparse.Namespace, cluster: Cluster | None = None) -> Re
     """
     _check_counts(args)
     world = _world(args, cluster)
+    kept = _kept(args)
+    if args.update == "in_backward" and (args.clip or kept.scaled):
+        raise ArgumentError(
+            "--update: expected in_step with --clip or a scaled preset, got in_backward: "
+            "parameters change before all gradients are known"
+        )
     shape = _shape(args)
     parallel = _parallel(args, shape, cluster)
     called, model = _model(args, shape, parallel)
-    kept = _kept(args)
     dtype = DTYPES[kept.dtype]
     reduce = torch.float32 if kept.reduce == "fp32" else dtype
     return Request(
@@ -202,13 +207,16 @@ def read_request(args: argparse.Namespace, cluster: Cluster | None = None) -> Re
         world=world,
         stages=STAGES if args.stage is None else (args.stage,),
         precision=_told(kept, args),
-        each=BytesPerElement.of(
-            dtype,
-            reduce,
-            kept.master,
-            args.amsgrad,
-            eight_bits=args.optimizer == "adamw8bit",
-            accumulate=torch.float32 if args.accumulate == "fp32" else None,
+        each=replace(
+            BytesPerElement.of(
+                dtype,
+                reduce,
+                kept.master,
+                args.amsgrad,
+                eight_bits=args.optimizer == "adamw8bit",
+                accumulate=torch.float32 if args.accumulate == "fp32" else None,
+            ),
+            keeps_reduced=args.update == "in_step",
         ),
         elem_bytes=dtype.itemsize,
         options=ZeroOptions(bucket_elems=args.bucket_elems),

@@ -101,6 +101,7 @@ class AdafactorRule(UpdateRule):
     """Adafactor with FP32 state, as ``torch.optim.Adafactor`` has it."""
 
     goes_by_parts = True
+    elementwise = False
     name = "Adafactor"
 
     def __init__(self) -> None:

@@ -96,6 +96,7 @@ def clip_norm(sharded: ShardedStep, bound_of: Callable[[], NormBound]) -> Tensor
         ArgumentError: the bound cannot be used; on a CPU on all ranks.
         MismatchError: on a CPU: the ranks have different bounds.
     """
+    sharded.refuse_in_backward("clip_grad_norm_")
     sharded.refuse_if_torn("clip_grad_norm_")
     before = sharded.still_reduced()
     try:
@@ -182,6 +183,7 @@ def clip_value_of(sharded: ShardedStep, value: Any, params: Any) -> None:
 def _check_step(sharded: ShardedStep, operation: str) -> None:
     """Raises if the step cannot be taken, or cannot sum a norm of what is written to shards."""
     setting, name = sharded.setting, operation.removeprefix("optimizer.")
+    sharded.refuse_in_backward(name)
     sharded.refuse_if_torn(name)
     sharded.check_hyper()
     if setting.options.kernels == "triton" and setting.world_size > 1:

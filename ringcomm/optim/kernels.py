@@ -185,10 +185,14 @@ class Kernels(ABC):
 
     def reduce_update(self, bucket: Bucket) -> None:
         """Reduces a bucket's gradients and updates it on all ranks, after :meth:`begin`."""
+        self.reduce_update_from(bucket, bucket.grads)
+
+    def reduce_update_from(self, bucket: Bucket, grads: Tensor) -> None:
+        """Does :meth:`reduce_update` with gradients [bucket elements] that lie in ``grads``."""
         if self.alone:
-            self.update_shard(bucket, bucket.grads)
+            self.update_shard(bucket, grads[: bucket.chunk.elems])
         else:
-            self.one_pass(bucket, bucket.grads)
+            self.one_pass(bucket, grads)
 
     @abstractmethod
     def update_shard(self, bucket: Bucket, grad: Tensor) -> None:

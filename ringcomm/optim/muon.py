@@ -110,6 +110,7 @@ class MuonRule(UpdateRule):
     """Muon for matrices of groups with the algorithm "muon", AdamW for those of "adamw"."""
 
     goes_by_parts = True
+    elementwise = False
     name = "Muon"
     hyper_columns = AdamWRule.hyper_columns
     factors_bytes = AdamWRule.factors_bytes

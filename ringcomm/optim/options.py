@@ -20,6 +20,7 @@ _CHOICES = {
     "rounding": ("nearest", "stochastic"),
     "unused": ("skip", "zero"),
     "state": ("world", "node"),
+    "update": ("in_step", "in_backward"),
 }
 
 
@@ -71,6 +72,10 @@ class AdamWOptions:
             streams there in pieces at each step, with the same bits: from a :class:`ringcomm.Disk`,
             for parameters on the CPU; or with "cpu" from pinned memory of the host, for parameters
             on a device.
+        update: "in_step" updates parameters in ``step()``. "in_backward" does so while backward
+            runs, for modules that ``ringcomm.zero`` has sharded at stage 2 or 3: each bucket as its
+            gradients are reduced, which are then gone. ``step()`` ends that. The bits are the same,
+            but nothing can look at all gradients first: no clipping, scaling or ``check_finite``.
     """
 
     algorithm: str = "auto"
@@ -87,6 +92,7 @@ class AdamWOptions:
     state: str = "world"
     wire: Wire = field(default_factory=Wire)
     tier: Disk | str | None = None
+    update: str = "in_step"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -109,6 +115,11 @@ class AdamWOptions:
             raise ArgumentError(f'tier: expected a ringcomm.Disk, "cpu" or None, got {self.tier!r}')
         if not isinstance(self.wire, Wire):
             raise ArgumentError(f"wire: expected a Wire, got {self.wire!r}")
+        if self.update == "in_backward" and self.check_finite:
+            raise ArgumentError(
+                'check_finite: expected False with update="in_backward", got True: parameters '
+                "change before all gradients are known"
+            )
         self._check_master()
 
     def _check_master(self) -> None:

@@ -43,6 +43,7 @@ class OutsideWrites:
         # A local tensor that is written to changes no version of its DTensor.
         self._params = [*placed, *(local_of(param) for param in placed if is_distributed(param))]
         self._versions = self._read()
+        self._place = {id(param): at for at, param in enumerate(self._params)}
 
     def _read(self) -> list[int]:
         return [param._version for param in self._params]
@@ -50,6 +51,17 @@ class OutsideWrites:
     def accept(self) -> None:
         """Accepts the masters as they are, whatever was written so far."""
         self._versions = self._read()
+
+    def found(self, params: Sequence[Tensor]) -> bool:
+        """Tells whether some of these were written to since masters have followed last."""
+        known = [(param, self._place.get(id(param))) for param in params]
+        return any(at is not None and each._version != self._versions[at] for each, at in known)
+
+    def expect(self, written: Sequence[Tensor]) -> None:
+        """Accepts one more version of tensors, whose masters are written with them."""
+        for at in map(self._place.get, map(id, written)):
+            if at is not None:
+                self._versions[at] += 1
 
     def take_over(self) -> None:
         """Sets each master that does not round to its parameter to the parameter."""

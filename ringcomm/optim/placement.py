@@ -351,6 +351,14 @@ class Placement(ABC):
             only: ``id`` of the parameters that were; None for all.
         """
 
+    @abstractmethod
+    def end_step(self) -> None:
+        """Ends the step that a backward has taken, with ``update="in_backward"``; collective.
+
+        Raises:
+            RingcommError: a bucket could not be updated, on this rank or another.
+        """
+
     @property
     @abstractmethod
     def watches_gradients(self) -> bool:

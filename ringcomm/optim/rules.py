@@ -59,6 +59,8 @@ class UpdateRule(ABC):
         keeps_more: True if what state a parameter has does not follow from its step number.
         goes_by_parts: True if the kernels go through the parts of a bucket's state by themselves.
         eight_bits: True if the tensors of the state are moments of 8 bits (``block_moments``).
+        elementwise: True if what becomes of an element depends on that element alone, so that a
+            bucket can be updated before the others have their gradients.
     """
 
     name: str
@@ -67,6 +69,7 @@ class UpdateRule(ABC):
     keeps_more = False
     eight_bits = False
     goes_by_parts = False
+    elementwise = True
 
     @property
     def saved_as(self) -> str:

@@ -25,7 +25,7 @@ from ringcomm.optim.layout import DTYPE_NAMES, DTYPES
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.meshes import over_mesh, read_mesh
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.placement import all_params, check_order, placement_of
+from ringcomm.optim.placement import Placement, all_params, check_order, placement_of
 from ringcomm.optim.rules import UpdateRule
 from ringcomm.optim.setting import Setting
 from ringcomm.optim.step import Amp, ShardedStep
@@ -138,6 +138,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         found = self._chosen_comm(comm, params)
         device = torch.device("cpu") if found is None else found.device
         self.communicator = found
+        if options.update == "in_backward":
+            _check_in_backward(type(self).__name__, self.placement, rule, loss_scaler)
         # On a device a communicator launches the kernels, even one of a single rank.
         alone = found is None or (found.world_size == 1 and not found.launches)
         accumulator = None if options.accumulate_dtype is None else Accumulator()
@@ -162,6 +164,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # empty afterwards, so the state gets an entry here.
         for param in self.param_groups[0]["params"][:1]:
             self.state[param] = {}
+        if options.update == "in_backward":
+            self.prepare()  # the first backward updates its buckets
 
     def _chosen_mesh(
         self, comm: CommArgument, mesh: DeviceMesh | None
@@ -222,8 +226,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _gradient_flats(self) -> list[Tensor] | None:
         """Returns the tensors that a GradScaler unscales; None for ``p.grad``."""
+        self._refuse_scaler()
         flats = None if self.placement is None else self.sharded_step().gradients.flats()
         return self.accumulator.flats() if flats is None and self.accumulator else flats
+
+    def _refuse_scaler(self) -> None:
+        """Raises ArgumentError where a GradScaler comes too late to unscale gradients."""
+        if self.options.update == "in_backward":
+            self.sharded_step().refuse_in_backward("step by a GradScaler")
 
     def _count(self, column: int) -> Tensor:
         # Preparing is collective, and reading a number must not be.
@@ -360,6 +370,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Returns the scalars that a GradScaler set before it called :meth:`step`."""
         if not hasattr(self, "found_inf"):
             return Amp()
+        self._refuse_scaler()
         scale, found_inf = getattr(self, "grad_scale", None), self.found_inf
         agreed = self._found_inf_agreed
         alone = self._setting.world_size == 1 and self.mesh is None
@@ -532,6 +543,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise UnsupportedError(
             f"{type(self).__name__}: cannot be copied or pickled, since its parameters lie in this "
             "process's heap; save state_dict()"
+        )
+
+
+def _check_in_backward(
+    name: str, placement: Placement | None, rule: UpdateRule, loss_scaler: LossScaler | None
+) -> None:
+    """Raises ArgumentError unless a backward can update the buckets one by one."""
+    if placement is None:
+        raise ArgumentError(
+            f"{name}: update: expected parameters that zero.shard() has sharded at stage 2 or 3 "
+            'with "in_backward", since others have their gradients reduced in the step; got plain '
+            "ones"
+        )
+    if not rule.elementwise:
+        raise ArgumentError(
+            f'{name}: update: expected "in_step", got "in_backward": the update of an element '
+            "depends on others, of whole parameters or of several buckets"
+        )
+    if loss_scaler is not None:
+        raise ArgumentError(
+            f'{name}: loss_scaler: expected None with update="in_backward": whether a gradient '
+            "overflows is known once all are reduced, and parameters change before that"
         )
 
 

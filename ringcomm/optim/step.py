@@ -168,6 +168,8 @@ class ShardedStep:
         left_out = [] if placement is None else placement.left_out(groups)
         self.written = OutsideWrites(self.params, self.buckets, options, left_out)
         self.torn = False
+        #: With ``update="in_backward"``, True from the backward that takes the step to its end.
+        self.under_way = False
         self.first_pass: FirstPass | None = None
         self._seen_skipped = 0
 
@@ -379,6 +381,10 @@ class ShardedStep:
             ArgumentError, UnsupportedError, MismatchError: nothing was changed.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
+        if self.updates_in_backward:
+            assert self._placement is not None
+            self._placement.end_step()
+            return
         self.refuse_if_torn("step")
         self._check_scaled(amp)
         before = self.still_reduced()
@@ -407,7 +413,7 @@ class ShardedStep:
             self._collect(asked)
         elif self._placement is not None:
             self._placement.check(asked.operation)
-        self._write_control(amp, reduced)
+        self.write_control(amp, reduced)
         self.written.take_over()
         self.torn = True
         self.kernels.begin(self.table)
@@ -436,8 +442,31 @@ class ShardedStep:
             self.setting.loss_scaler.update(self.table.control[kernels.FOUND_INF])
         self._report()
 
+    @property
+    def updates_in_backward(self) -> bool:
+        """True if backward updates the buckets, and :meth:`step` ends that."""
+        return self.setting.options.update == "in_backward"
+
+    def refuse_in_backward(self, operation: str) -> None:
+        """Raises ArgumentError where gradients are gone before an operation could see them."""
+        if self.updates_in_backward:
+            raise ArgumentError(
+                f"{self.setting.where(operation)}: backward uses each bucket's gradients as soon "
+                'as they are reduced, since the optimizer has update="in_backward"; build it with '
+                'update="in_step" for whatever needs all gradients before parameters change'
+            )
+
+    def refuse_under_way(self, operation: str) -> None:
+        """Raises ArgumentError between a backward that takes the step and :meth:`step`."""
+        if self.under_way:
+            raise ArgumentError(
+                f"{self.setting.where(operation)}: a backward has updated parameters already "
+                '(update="in_backward"); call optimizer.step() first, which ends that'
+            )
+
     def refuse_if_torn(self, operation: str) -> None:
-        """Raises RingcommError if an earlier step failed halfway."""
+        """Raises RingcommError if an earlier step failed halfway, or one is under way."""
+        self.refuse_under_way(operation)
         if self.torn:
             raise RingcommError(
                 f"{self.setting.where(operation)}: an earlier step failed halfway, so parameters "
@@ -466,12 +495,7 @@ class ShardedStep:
         frozen = [] if self._placement is None else self.gradients.frozen()
         late = [index for index in frozen if active[index]]
         if late and asked.refusal is None:
-            head = where(asked.operation, self.setting.rank, self.setting.world_size)
-            refusal = ArgumentError(
-                f"{head}: {self.gradients.label(late[0])}: was frozen "
-                "after its gradient had come; call zero_grad() in between"
-            )
-            asked = replace(asked, refusal=refusal)
+            asked = replace(asked, refusal=self.frozen_late(late[0], asked.operation))
         if options.unused == "zero":
             active = [
                 1.0 if spec.trainable and spec.tied_to is None and index not in frozen else 0.0
@@ -481,14 +505,22 @@ class ShardedStep:
             self._compare(asked, frozen)
             self.table.write_active(active, 0.0)
             return
-        self.table.write_active(active, self._digest(asked, frozen))
+        self.table.write_active(active, self.digest(asked, frozen))
         comm.all_reduce(self.table.told, ReduceOp.MAX)
         if self.table.hyper_differ:
-            self._refuse_differences(comm, asked, frozen)
+            self.refuse_differences(comm, asked, frozen)
         if asked.refusal is not None:
             raise asked.refusal
 
-    def _digest(self, asked: Asked, frozen: list[int]) -> float:
+    def frozen_late(self, index: int, operation: str) -> ArgumentError:
+        """Returns what is raised for a parameter that was frozen while it had a gradient."""
+        head = where(operation, self.setting.rank, self.setting.world_size)
+        return ArgumentError(
+            f"{head}: {self.gradients.label(index)}: was frozen "
+            "after its gradient had come; call zero_grad() in between"
+        )
+
+    def digest(self, asked: Asked, frozen: list[int]) -> float:
         """Returns the digest of what this rank compares; infinity if it refuses the step."""
         if not self.table.compares:
             if asked.refusal is not None:
@@ -510,11 +542,11 @@ class ShardedStep:
         """
         comm = self.setting.comm
         if comm is not None and asked.told and self.table.compares:
-            self._refuse_differences(comm, asked, frozen)
+            self.refuse_differences(comm, asked, frozen)
         if asked.refusal is not None:
             raise asked.refusal
 
-    def _refuse_differences(self, comm: Communicator, asked: Asked, frozen: list[int]) -> None:
+    def refuse_differences(self, comm: Communicator, asked: Asked, frozen: list[int]) -> None:
         """Raises a rank's refusal, or MismatchError that names what differs first; collective."""
         with all_or_none(comm, asked.operation):
             if asked.refusal is not None:
@@ -624,7 +656,7 @@ class ShardedStep:
             return torch.ones((), dtype=torch.float64, device=self.setting.device)
         return scaler.current.to(self.setting.device, torch.float64).reciprocal()
 
-    def _write_control(self, amp: Amp, reduced: FirstPass | None) -> None:
+    def write_control(self, amp: Amp, reduced: FirstPass | None) -> None:
         """Writes the factors of the gradient, and whether the kernels skip the step."""
         control = self.table.control
         if amp.scale is not None:

@@ -344,6 +344,8 @@ class PiecedTier:
         # The pieces that the step under way visits, each with the one that needs its buffer next,
         # in this step or first in the next one; None between steps.
         self._visited: dict[StatePiece, StatePiece] | None = None
+        # By parameter, not 0 where it takes the step; None where that was known from the begin on.
+        self._active: Sequence[float] | None = None
         self.fault: DiskError | None = None
 
     def add(self, bucket: Bucket, master: str, eight_bits: bool) -> ShardState:
@@ -367,8 +369,9 @@ class PiecedTier:
         self._is_laid_out = False
         return True
 
-    def _pieces(self) -> list[StatePiece]:
-        return [piece for kept in self._kept.values() for piece in kept.pieces]
+    def _pieces(self, order: Iterable[int] | None = None) -> list[StatePiece]:
+        numbers = self._kept if order is None else order
+        return [piece for number in numbers for piece in self._kept[number].pieces]
 
     def _lay_out(self) -> None:
         """Divides the buckets into pieces, and gives them buffers."""
@@ -445,12 +448,18 @@ class PiecedTier:
                 self._lay_out()
             for piece in self._kept[bucket.number].pieces:
                 reaches = piece.chunk.begin < end and begin < piece.chunk.end
-                if reaches and (self._visited is None or piece in self._visited):
+                if reaches and self._is_visited(piece):
                     yield from self._visit(piece, write)
         except DiskError as error:
             self.fault = self.fault or error
             if self._visited is None:
                 raise
+
+    def _is_visited(self, piece: StatePiece) -> bool:
+        """Tells whether a visit of the piece's bucket reaches it."""
+        if self._visited is None:
+            return True
+        return piece in self._visited if self._active is None else _steps(piece, self._active)
 
     def _visit(self, piece: StatePiece, write: bool) -> Iterator[Bucket]:
         buffer, part = piece.buffer, piece.part
@@ -463,24 +472,32 @@ class PiecedTier:
             yield part
         finally:
             buffer.changed |= write
-        if self._visited is not None:
-            buffer.bring(self._visited[piece], self.blocks)
+        following = None if self._visited is None else self._visited.get(piece)
+        if following is not None:
+            buffer.bring(following, self.blocks)
 
-    def begin_step(self, skips: bool = False, active: Sequence[float] | None = None) -> None:
+    def begin_step(
+        self,
+        skips: bool = False,
+        active: Sequence[float] | None = None,
+        order: Iterable[int] | None = None,
+    ) -> None:
         """Plans the visits of a step.
 
         Args:
             skips: the step changes nothing.
             active: by parameter, not 0 where it takes the step; None visits all pieces.
+            order: the buckets' numbers in the order in which they will be updated; None for their
+                own. What :meth:`update_only` says of a bucket overrules the plan.
         """
-        self._visited = {}
+        self._visited, self._active = {}, None
         if skips or self.fault is not None:
             return
         try:
             if not self._is_laid_out:
                 self._lay_out()
             by_buffer: dict[RecordBuffer, list[StatePiece]] = {}
-            for piece in self._pieces():
+            for piece in self._pieces(order):
                 if active is None or _steps(piece, active):
                     assert piece.buffer is not None
                     by_buffer.setdefault(piece.buffer, []).append(piece)
@@ -490,9 +507,17 @@ class PiecedTier:
         except DiskError as error:
             self.fault = error
 
+    def update_only(self, active: Sequence[float]) -> None:
+        """Has the visits that follow in a step reach pieces of these parameters, planned or not.
+
+        Args:
+            active: by parameter, not 0 where it takes the step.
+        """
+        self._active = active
+
     def end_step(self) -> None:
         """Ends the visits of a step, whose last transfers go on."""
-        self._visited = None
+        self._visited = self._active = None
 
     def wait(self, resident: bool = False) -> None:
         """Waits until no transfer is under way, and what is changed is on the disk.

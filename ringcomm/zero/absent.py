@@ -10,6 +10,12 @@ Autograd's nodes work below Python and never ask the class. So an absent paramet
 version than it had while it was here, and gets the old version back with its values. A backward
 that reaches a saved parameter, or a view of one, before it is gathered again finds it changed and
 raises, instead of reading memory that is gone.
+
+NOTE [Updated parameters]
+With ``update="in_backward"`` parameters of stage 2 change while backward runs elsewhere in the
+module. What still computes with one, such as a checkpointed layer that is run again, would silently
+take the new values for the old ones. So the parameter is treated alike from its update to
+``optimizer.step()``. Its version stays advanced then, as after every write in place.
 """
 
 from __future__ import annotations
@@ -94,6 +100,23 @@ class Absent:
         return f"<parameter {vars(self)[_NAME]}, not gathered, {facts}>"
 
 
+class Updated(Absent):
+    """The class mixed into that of a parameter while a backward has updated it; see the note."""
+
+    def _refuse(self, called: str) -> NoReturn:
+        raise ArgumentError(
+            f"zero: parameter {vars(self)[_NAME]}: {called} needs its values, and a backward has "
+            'updated it already (update="in_backward"). Call optimizer.step() before it is used '
+            "again; where backward itself uses it again, as in a checkpointed layer that has it "
+            'detached, build the optimizer with update="in_step"'
+        )
+
+    def __repr__(self: Any) -> str:
+        with plainly():
+            facts = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
+        return f"<parameter {vars(self)[_NAME]}, updated by a backward, {facts}>"
+
+
 class AbsentPart(Absent):
     """The same for a DTensor, some of whose methods are no tensor functions."""
 
@@ -146,10 +169,20 @@ def _absent_in(value: Any) -> Iterator[Any]:
         yield from _absent_in(list(value.values()))
 
 
+class UpdatedPart(Updated, AbsentPart):
+    """The same for a DTensor."""
+
+
 @cache
 def _absent_kind(kind: type) -> type:
     mixed_in = AbsentPart if hasattr(kind, "to_local") else Absent
     return type(f"Absent{kind.__name__}", (mixed_in, kind), {_KIND: kind})
+
+
+@cache
+def _updated_kind(kind: type) -> type:
+    mixed_in = UpdatedPart if hasattr(kind, "to_local") else Updated
+    return type(f"Updated{kind.__name__}", (mixed_in, kind), {_KIND: kind})
 
 
 def make_absent(
@@ -174,6 +207,27 @@ def make_absent(
                 param.__class__ = _absent_kind(type(param))
                 versions[index] += 1
         return _set_versions(params, versions)
+
+
+def make_updated(params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+    """Makes parameters raise when they are used, as they are about to be updated in backward.
+
+    Their versions advance; see NOTE [Updated parameters].
+    """
+    with plainly():
+        for param, name in zip(params, names, strict=True):
+            vars(param)[_NAME], vars(param)[_ASK] = name, bool
+            param.__class__ = _updated_kind(type(param))
+        _set_versions(params, [param._version + 1 for param in params])
+
+
+def end_update(params: Sequence[nn.Parameter]) -> None:
+    """Undoes :func:`make_updated`, but for the versions."""
+    with plainly():
+        for param in params:
+            if isinstance(param, Updated):
+                param.__class__ = getattr(type(param), _KIND)
+                del vars(param)[_NAME], vars(param)[_ASK]
 
 
 def make_present(params: Sequence[nn.Parameter]) -> list[int]:

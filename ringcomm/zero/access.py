@@ -236,6 +236,9 @@ def on_reduced(module: nn.Module, hook: GradientHook) -> RemovableHandle:
     with all_or_none(engine.comm, "on_reduced", engine.mesh):
         if not callable(hook):
             raise ArgumentError(f"on_reduced: hook: expected a function, got {hook!r}")
+        owner = engine.placement.owner
+        if isinstance(owner, ShardedStep):
+            owner.refuse_in_backward("on_reduced")
     check_agreement(engine.comm, "on_reduced", {"options": {"hooks": len(engine.watchers) + 1}})
     handle = RemovableHandle(engine.watchers)
     engine.watchers[handle.id] = hook
@@ -308,6 +311,9 @@ class _Place:
                 f"{head}: no optimizer has prepared the parameters yet, so that there is no state; "
                 "build one of ringcomm.optim on them, and call its prepare(), or take a step"
             )
+        if operation in ("get_gradient", "set_gradient"):
+            owner.refuse_in_backward(operation)
+        owner.refuse_under_way(operation)
         name = placement.name_of(param)
         index = next((at for at, each in enumerate(owner.params) if each is param), None)
         if index is None:

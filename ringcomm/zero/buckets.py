@@ -399,6 +399,12 @@ class ShardedBucket(ParamBucket):
         """Marks the bucket as open to writes from outside the module, until it is freed."""
         self._in_the_open = True
 
+    def shut(self) -> None:
+        """Checks the bucket, if it is here, for the last time that its peers' chunks are old."""
+        if self.is_here:
+            self.check()
+            self._in_the_open = False
+
     @torch.no_grad()
     def _check_values(self) -> None:
         """Finds writes that change no version, through ``.data`` or a NumPy array."""

@@ -36,6 +36,7 @@ from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.reduce import Reduction
 from ringcomm.zero.slots import Slots
 from ringcomm.zero.units import Unit
+from ringcomm.zero.updates import BackwardUpdates
 
 Tensor = torch.Tensor
 #: Called with the name of a parameter, a piece of its gradient, and the first element of the piece.
@@ -233,6 +234,9 @@ class ShardEngine:
         """Called when parameter ``index`` of bucket ``number`` has this backward's gradient."""
         assert self.reduction is not None
         self.begin_backward()
+        updates = self.reduction.updates
+        if updates is not None:
+            self._check_gradient(updates, self.stored[number].params[index].param)
         if self.order.arrived(self.number):
             if self.reduction.arrived(number, index):
                 self.order.advance()
@@ -268,7 +272,30 @@ class ShardEngine:
     def begin_reducing(self) -> None:
         """Called once the ranks agree that this backward reduces the module; collective."""
         assert self.reduction is not None
+        if self.reduction.updates is not None:
+            if self._takes_part:
+                self._refuse_graph()
+            self.refuse_gathered("backward")
         self.reduction.begin_backward()
+
+    def _check_gradient(self, updates: BackwardUpdates, param: Tensor) -> None:
+        """Raises ArgumentError for a gradient that cannot update its parameter in backward."""
+        try:
+            self._refuse_graph()
+            if updates.changed and not self.order.reduces(self.number):
+                updates.refuse_another("backward")
+        except ArgumentError:
+            param.grad = None
+            raise
+
+    def _refuse_graph(self) -> None:
+        if self._creates_graph:
+            raise ArgumentError(
+                f"{where('backward', self.comm.rank, self.comm.world_size)}: create_graph=True: "
+                "the graph of the gradients needs parameters that this backward would update "
+                '(update="in_backward"); build the optimizer with update="in_step". '
+                "torch.autograd.grad(create_graph=True) inside of a loss is fine"
+            )
 
     def reduce_filled(self) -> bool:
         """Reduces the full buckets whose turn it is; returns whether all buckets have gone."""
@@ -284,6 +311,12 @@ class ShardEngine:
         """Called once all modules have reduced this backward's gradients; collective."""
         assert self.reduction is not None
         self.reduction.end_backward()
+
+    def abandon_reducing(self) -> None:
+        """Called before the reductions of a backward that has raised are made up for."""
+        assert self.reduction is not None
+        if self.reduction.updates is not None:
+            self.reduction.updates.abandon()
 
     def end_backward(self) -> None:
         """Called when the backward is over, or has raised."""
@@ -346,7 +379,7 @@ class ShardEngine:
             ArgumentError: the module has another tensor in a parameter's place; or it is in
                 ``exchanged()``, or plain again.
         """
-        self.refuse_exchanged(operation)
+        self.check_values(operation)
         self.check_places(operation)
 
     def check_places(self, operation: str) -> None:
@@ -359,14 +392,25 @@ class ShardEngine:
             )
         self.slots.check()
 
-    def refuse_exchanged(self, operation: str) -> None:
-        """Raises ArgumentError inside ``exchanged()``, which all ranks are in together."""
+    def check_values(self, operation: str) -> None:
+        """Raises ArgumentError where the parameters are not those of the last step.
+
+        That is so inside ``exchanged()``, which all ranks are in together, and between a backward
+        that has updated them and ``optimizer.step()``.
+        """
+        self.refuse_under_way(operation)
         if self.exchanged:
             raise ArgumentError(
                 f"{where(operation, self.comm.rank, self.comm.world_size)}: called inside "
                 "exchanged(), where the parameters have other values than their own; leave the "
                 "context first"
             )
+
+    def refuse_under_way(self, operation: str) -> None:
+        """Raises ArgumentError if a backward has updated parameters, and no step has ended that."""
+        updates = None if self.reduction is None else self.reduction.updates
+        if updates is not None and updates.under_way and not self.in_backward:
+            updates.refuse_under_way(operation)
 
     def check_all(self, operation: str) -> None:
         """Runs :meth:`check` on all ranks, of which all raise or none; collective."""
@@ -383,15 +427,19 @@ class ShardEngine:
 
     def free_for_change(self, operation: str) -> None:
         """Does :meth:`free_for_step` for another operation."""
+        self.refuse_gathered(operation)
+        if self.gatherer is not None:
+            self.gatherer.held = False
+            self.gatherer.end_schedule()
+        self.free_all()
+
+    def refuse_gathered(self, operation: str) -> None:
+        """Raises ArgumentError inside ``gathered()``, at stage 3."""
         if self.gatherer is not None and self.gatherer.pinned:
             raise ArgumentError(
                 f"{where(operation, self.comm.rank, self.comm.world_size)}: called inside "
                 "gathered(), whose parameters it would leave old; leave the context first"
             )
-        if self.gatherer is not None:
-            self.gatherer.held = False
-            self.gatherer.end_schedule()
-        self.free_all()
 
     # ---- the end --------------------------------------------------------------------------------
 

@@ -187,6 +187,8 @@ class BytesPerElement:
         param: the parameter.
         grad: the gradient that a backward leaves; all of it at stages 0 and 1.
         reduced: the reduced gradient of the shard, which is all that stages 2 and 3 keep.
+        keeps_reduced: False if that is used as soon as it is there, bucket by bucket, with
+            ``AdamWOptions(update="in_backward")``.
         master: what is kept of a 16-bit parameter in full precision.
         exp_avg: the first moment.
         exp_avg_sq: the second moment.
@@ -202,6 +204,7 @@ class BytesPerElement:
     exp_avg_sq: int = 4
     max_exp_avg_sq: int = 0
     exponents: int = 0
+    keeps_reduced: bool = True
 
     def __post_init__(self) -> None:
         require_at_least("bytes per element", 0, **vars(self))
@@ -417,9 +420,10 @@ def model_state(
     if tier is not None:
         sizes = tier_sizes(tier)
         state = min(state, sizes.buffer_bytes + sizes.resident_bytes)
+    all_grads = each.grad * model.trainable
     return StateBytes(
         params=each.param * params,
-        grads=each.reduced * shard if stage >= 2 else each.grad * model.trainable,
+        grads=each.reduced * shard * each.keeps_reduced if stage >= 2 else all_grads,
         state=state,
     )
 
@@ -439,7 +443,8 @@ def working_buffers(
     3 have ``options.in_flight`` buffers, each as large as the largest bucket. Stage 3 has the root
     and ``options.prefetch + 1`` units: one that computes, and those being fetched; with
     ``overlap=False`` only the former. With the state in another tier, steps of one pass at stage 1,
-    and on the CPU at stage 2, store the reduced gradient of one bucket's chunk at a time.
+    and on the CPU at stage 2, store the reduced gradient of one bucket's chunk at a time. Updates
+    in backward do so at stage 3, and wherever reduction and update are not one pass.
 
     Args:
         model: sizes of the model.
@@ -462,7 +467,8 @@ def working_buffers(
         return WorkingBytes(each.reduced * bucket, 0, each.reduced * own)
     # A gradient that is rounded after the reduction is reduced by a pass of its own.
     one_pass = not two_passes and world.ranks > 1 and each.reduced == 4
-    chunk = shard_elems(bucket, world.state_shares) if one_pass and tier is not None else 0
+    of_bucket = shard_elems(bucket, world.state_shares)
+    chunk = of_bucket if one_pass and tier is not None else 0
     if stage == 1:
         stored = two_passes and world.ranks > 1
         shard = shard_elems(model.trainable, world.state_shares) if stored else 0
@@ -474,8 +480,22 @@ def working_buffers(
     return WorkingBytes(
         buckets=each.grad * bucket * buckets,
         units=each.param * gathered if stage == 3 else 0,
-        grad_shard=each.reduced * chunk if stage == 2 and isinstance(tier, Disk) else 0,
+        grad_shard=(
+            each.reduced * chunk * (stage == 2 and isinstance(tier, Disk))
+            if each.keeps_reduced
+            else _used_at_once(stage, of_bucket, world, each, tier)
+        ),
     )
+
+
+def _used_at_once(
+    stage: int, elems: int, world: World, each: BytesPerElement, tier: Disk | str | None
+) -> int:
+    """Returns the bytes of one bucket's reduced gradient on its way to an update in backward."""
+    if each.reduced < 4:
+        return (4 + each.reduced) * elems  # before and after it is rounded
+    in_one_pass = stage == 2 and (tier is None or world.ranks == 1)
+    return 0 if in_one_pass else each.reduced * elems
 
 
 def largest_bucket(model: ModelElems, options: ZeroOptions) -> int:

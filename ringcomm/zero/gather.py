@@ -199,6 +199,9 @@ class Gatherer:
         self._told: dict[ShardedBucket, list[Callable[[], None]]] = {}
         # Buckets that a schedule of a pipeline has asked for; see NOTE [Split backwards].
         self._for_schedule: set[ShardedBucket] = set()
+        # Buckets whose chunks may change before the step; see NOTE [Updates in backward] in
+        # ``zero/updates.py``.
+        self._closed: set[ShardedBucket] = set()
         ask = partial(_bring_for_schedule, weakref.ref(self))
         for each in self._buckets.values():
             for bucket in each:
@@ -219,7 +222,8 @@ class Gatherer:
         self.bring(unit)
         for key in self._expected():
             for bucket in self._buckets[key]:
-                self._start(bucket)
+                if bucket not in self._closed:
+                    self._start(bucket)
 
     def bring(self, unit: Unit) -> None:
         """Gathers a unit; its parameters are here when the call returns."""
@@ -259,6 +263,13 @@ class Gatherer:
 
     def _start(self, bucket: ShardedBucket) -> None:
         if not bucket.is_here and bucket not in self._coming:
+            if bucket in self._closed:
+                raise ArgumentError(
+                    f"zero: parameter {bucket.params[0].name} and others of its bucket are needed "
+                    'again, and a backward has updated them already (update="in_backward"). Call '
+                    "optimizer.step() before they are used again; where backward itself uses them "
+                    'again, build the optimizer with update="in_step"'
+                )
             bucket.allocate()
             self._coming[bucket] = None
             self._copier.begin(bucket)
@@ -287,6 +298,24 @@ class Gatherer:
         """Frees a bucket in backward, unless a part of the graph still refers to its memory."""
         if not bucket.is_referred_to:
             self.free(bucket)
+
+    def close_bucket(self, bucket: ShardedBucket) -> None:
+        """Gathers a bucket no more until :meth:`reopen`, as ranks are about to change its chunks.
+
+        What is here of it stays as it is, for the rest of this backward.
+
+        Raises:
+            ArgumentError: a parameter was written to.
+        """
+        if bucket in self._coming:
+            self._copier.end(bucket)
+            self._show(bucket)
+        bucket.shut()
+        self._closed.add(bucket)
+
+    def reopen(self) -> None:
+        """Called once all ranks have changed the chunks of what was closed."""
+        self._closed.clear()
 
     def release(self) -> None:
         """Called after a backward that made no graph; drops the hold if no graph needs it."""

@@ -17,7 +17,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory import zeros
-from ringcomm.optim.buckets import Bucket, BucketMemory, Buckets
+from ringcomm.optim.buckets import Bucket, BucketMemory, Buckets, empty_for_streams
 from ringcomm.optim.dtensors import is_distributed, local_gradient
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
 from ringcomm.optim.kernels import Kernels, StepTable
@@ -35,6 +35,7 @@ from ringcomm.optim.placement import (
 )
 from ringcomm.optim.reduction import NORM_WORDS, Into, Reducer, make_reducer
 from ringcomm.optim.sharded import ShardedOptimizer
+from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket
 from ringcomm.zero.engine import ShardEngine
@@ -42,6 +43,7 @@ from ringcomm.zero.pipelines import in_pipeline
 from ringcomm.zero.plans import by_optimizer
 from ringcomm.zero.precision import Precision
 from ringcomm.zero.reduce import Reduction
+from ringcomm.zero.updates import BackwardUpdates
 
 # Stage 1 uses the native kernels as they are, for parameters and gradients that all ranks have
 # whole. The classes below adapt them to the other stages.
@@ -165,6 +167,8 @@ class ReducedKernels(StageKernels):
     def __init__(self, native: Kernels, reduction: Reduction) -> None:
         super().__init__(native, reduction.reducer)
         self._reduction = reduction
+        # float32 [elements of the largest chunk so far], for gradients of one bucket at a time.
+        self._own: Tensor | None = None
 
     def end(self) -> None:
         super().end()
@@ -185,10 +189,26 @@ class ReducedKernels(StageKernels):
         kept = self._reduction.kept.get(bucket.number)
         if kept is None:
             self.update(bucket)
-        elif self.alone:
-            self._native.update_shard(bucket, kept[: bucket.chunk.elems])
         else:
-            self._native.one_pass(bucket, kept)
+            self._native.reduce_update_from(bucket, kept)
+
+    def reduce_update_from(self, bucket: Bucket, grads: Tensor) -> None:
+        if self._reduction.buckets[bucket.number].shard.dtype is torch.float32:
+            self._native.reduce_update_from(bucket, grads)
+        else:
+            self.update_gather(bucket, self.reduce_now(bucket, grads))
+
+    def reduce_now(self, bucket: Bucket, grads: Tensor) -> Tensor:
+        """Returns what :meth:`reduced` would, of gradients that no shard keeps; collective.
+
+        Its memory is that of all buckets, used in turn.
+        """
+        elems = bucket.chunk.elems
+        if self._own is None or self._own.numel() < elems:
+            self._own = empty_for_streams(elems, torch.float32, grads.device)
+        own = self._own[:elems]
+        self.reducer.reduce(grads, Into(own, "l2", None, tag=bucket.tag()))
+        return own.to(self._reduction.buckets[bucket.number].shard.dtype)
 
 
 class SplitKernels(ReducedKernels):
@@ -215,8 +235,10 @@ class SplitKernels(ReducedKernels):
         self._free_all()
 
     def begin(self, table: StepTable) -> None:
-        self._sharing.clear()
-        self._comm.barrier()
+        # In backward the reduction of each bucket takes the barrier's place.
+        if self._reduction.updates is None:
+            self._sharing.clear()
+            self._comm.barrier()
         super().begin(table)
 
     def update(self, bucket: Bucket) -> None:
@@ -227,6 +249,10 @@ class SplitKernels(ReducedKernels):
         work = reduced.stored.share(async_op=self._overlap)
         if work is not None:
             self._sharing.append(work)
+
+    def reduce_update_from(self, bucket: Bucket, grads: Tensor) -> None:
+        self.update_shard(bucket, self.reduce_now(bucket, grads))
+        bucket.share()
 
     def end(self) -> None:
         super().end()
@@ -273,12 +299,22 @@ class ReducedGradients(Gradients):
             for index, flag in zip(places, flags, strict=True):
                 if index is not None:
                     active[index] = float(flag)
-        sums = self._accumulator
         for index in self._empty:
-            param = self._params[index]
-            has = param.grad is not None or (sums is not None and sums.has(param))
-            active[index] = 1.0 if has else 0.0
+            active[index] = 1.0 if self._has(index) else 0.0
         return active
+
+    def end_step(self) -> None:
+        """Ends the step of which backward has taken a part, or all; collective."""
+        updates = self._reduction.updates
+        assert updates is not None
+        self._engine.free_for_step()
+        self._reduction.finish_updates()
+        updates.end(self._empty, [1.0 if self._has(index) else 0.0 for index in self._empty])
+
+    def _has(self, index: int) -> bool:
+        """Returns whether there is a gradient of a parameter without elements."""
+        param, sums = self._params[index], self._accumulator
+        return param.grad is not None or (sums is not None and sums.has(param))
 
     def flats(self) -> list[Tensor]:
         self._reduction.finish()
@@ -395,7 +431,33 @@ class ModulePlacement(Placement):
                 )
         if options.kernels != "native":
             raise UnsupportedError(f'{head}: a sharded module takes kernels="native" alone')
+        if options.update == "in_backward":
+            self._check_in_backward(head)
         return replace(options, **mine)
+
+    def _check_in_backward(self, head: str) -> None:
+        """Raises unless a backward can update the buckets one by one."""
+        engine = self._engine
+        if engine.stage < 2:
+            raise ArgumentError(
+                f'{head}: update: expected "in_step" at stage {engine.stage}, got "in_backward": '
+                "gradients are reduced in the step there; shard() at stage 2 or 3"
+            )
+        if engine.comm.launches:
+            raise UnsupportedError(
+                f'{head}: update: expected parameters on the CPU with "in_backward", got them on '
+                f"{engine.comm.device}, where the host would have to wait for which ones step"
+            )
+        if self.scaled:
+            raise ArgumentError(
+                f'{head}: update: expected "in_step" with Precision(scaled=True), got '
+                '"in_backward": whether a scaled gradient overflows is known once all are reduced'
+            )
+        if engine.watchers:
+            raise ArgumentError(
+                f'{head}: update: expected "in_step" where zero.on_reduced() has hooks, got '
+                '"in_backward": they see all gradients before parameters change'
+            )
 
     def layout(self, params: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]) -> ShardLayout:
         self._left_out = self.left_out(groups)
@@ -409,16 +471,30 @@ class ModulePlacement(Placement):
 
     def buckets(self, layout: ShardLayout, options: AdamWOptions) -> Buckets:
         made = []
+        reduction = self._engine.reduction
+        if reduction is not None:
+            early = options.update == "in_backward"
+            reduction.update_by(self._updates() if early else None)
         for number, stored in enumerate(self._engine.stored):
             memory = self._memory(stored, options)
             bucket = Bucket(number, layout.buckets[number], stored.state_chunk, memory)
-            if self._engine.reduction is not None:
-                bucket.grad_shard = self._engine.reduction.buckets[number].shard
-                bucket.tag = partial(self._engine.reduction.tag, number)
+            if reduction is not None:
+                bucket.grad_shard = reduction.buckets[number].shard
+                bucket.tag = partial(reduction.tag, number)
             if isinstance(stored, ShardedBucket):
                 bucket.share = stored.share
             made.append(bucket)
         return Buckets(layout, made)
+
+    def _updates(self) -> BackwardUpdates:
+        engine, gatherer = self._engine, self._engine.gatherer
+
+        def find_owner() -> ShardedStep | None:
+            return self.owner if isinstance(self.owner, ShardedStep) else None
+
+        if gatherer is None:
+            return BackwardUpdates(engine.stored, find_owner, self.check)
+        return BackwardUpdates(engine.stored, find_owner, self.check, gatherer)
 
     def _memory(self, stored: ParamBucket, options: AdamWOptions) -> BucketMemory:
         wide, stored.wide = stored.wide, None
@@ -479,8 +555,14 @@ class ModulePlacement(Placement):
             for bucket in (*engine.stored, *engine.parts.stored_frozen):
                 bucket.check()
 
+    def end_step(self) -> None:
+        self._engine.order.settle()
+        owner = self.owner
+        assert isinstance(owner, ShardedStep) and isinstance(owner.gradients, ReducedGradients)
+        owner.gradients.end_step()
+
     def check_values(self, operation: str) -> None:
-        self._engine.refuse_exchanged(operation)
+        self._engine.check_values(operation)
 
     def _check_left_out(self, operation: str) -> None:
         """Raises ArgumentError if what no group has is to be trained."""

@@ -109,6 +109,9 @@ class ReducingModule(Protocol):
     def end_reducing(self) -> None:
         """Called once all modules have reduced this backward's gradients; collective."""
 
+    def abandon_reducing(self) -> None:
+        """Called before the reductions of a backward that has raised are made up for."""
+
     def end_backward(self) -> None:
         """Called when the backward is over, or has raised."""
 
@@ -241,7 +244,11 @@ class ModuleOrder:
         self._expected = tuple(expected)
         self._sequence = self._learned.get(self._expected, expected[::-1])
         self._turns = list(self._sequence)
-        self._begin_reducing(self._sequence)
+        try:
+            self._begin_reducing(self._sequence)
+        except BaseException:
+            self._reduces = False  # nothing is to be made up for
+            raise
 
     def _begin_reducing(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -264,11 +271,15 @@ class ModuleOrder:
 
     def arrived(self, number: int) -> bool:
         """Notes that a module has a gradient; returns whether this backward reduces it."""
-        if not self._reduces or self._waits(number):
+        if not self.reduces(number):
             return False
         if number not in self._arrived:
             self._arrived.append(number)
         return True
+
+    def reduces(self, number: int) -> bool:
+        """Returns whether this backward reduces a module's gradients."""
+        return self._reduces and not self._waits(number)
 
     def advance(self) -> None:
         """Reduces the full buckets whose turn it is, module by module."""
@@ -289,6 +300,11 @@ class ModuleOrder:
         if self._backward is None or self.in_backward:
             return
         comm = self._comm_ref()
+        if self._reduces:
+            for number in self._sequence:
+                module = self._modules.get(number)
+                if module is not None:
+                    module.abandon_reducing()
         if comm is None or comm.aborted:
             self._forget_backward()
         else:

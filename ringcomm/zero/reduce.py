@@ -43,6 +43,7 @@ from ringcomm.zero.buckets import ParamBucket
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import BucketOrder, any_of
 from ringcomm.zero.profile import StepProfile
+from ringcomm.zero.updates import BackwardUpdates
 
 Tensor = torch.Tensor
 
@@ -200,6 +201,7 @@ class Reduction:
     Attributes:
         buckets: the buckets, by number.
         reducer: the kernels that reduce them.
+        updates: what updates a bucket as soon as it is reduced; None where the step does.
         has_left_over: see NOTE [What is left over].
         kept: unreduced gradients by bucket number; see NOTE [Kept for the step].
         generation: count of changes of the gradients, by which results computed from the shards
@@ -222,6 +224,7 @@ class Reduction:
         self._profile = profile
         step_bytes = sum(each.layout.elems * each.layout.dtype.itemsize for each in stored)
         self.reducer = make_reducer(comm, options, step_bytes)
+        self.updates: BackwardUpdates | None = None
         reduced = options.precision.reduced_dtype
         self.buckets = [
             GradientBucket(
@@ -238,7 +241,7 @@ class Reduction:
         # user was warned of that.
         self._used, self._added_to, self._warned = False, False, False
         self.kept: dict[int, Tensor] = {}
-        self._keeps = options.in_flight if keeps else 0
+        self._keeps = self._kept_at_most = options.in_flight if keeps else 0
         # Whether a norm was asked for since the gradients were last dropped, and in the period
         # before that. A program that clips does so at each step, and others need not pay for sums
         # of squares.
@@ -246,6 +249,28 @@ class Reduction:
         self._flying: deque[tuple[GradientBucket, Tensor, Work | None]] = deque()
         self.generation = 0
         self.begin()
+
+    def update_by(self, updates: BackwardUpdates | None) -> None:
+        """Has buckets updated as they are reduced, without a shard of the gradient, or in the step.
+
+        Raises:
+            ArgumentError: there are gradients already.
+        """
+        if updates is None and self.updates is None:
+            return
+        if self.kept or any(bucket.holds for bucket in self.buckets):
+            raise ArgumentError(
+                f"{where('optimizer', self._comm.rank, self._comm.world_size)}: update: a backward "
+                "has begun to reduce gradients for a step; build the optimizer before the first "
+                "backward, or call zero_grad() of the module"
+            )
+        self.wait()
+        self.updates = updates
+        self._keeps = 0 if updates is not None else self._kept_at_most
+        for bucket in self.buckets:
+            elems = 0 if updates is not None else bucket.stored.state_chunk.elems
+            if bucket.shard.numel() != elems:
+                bucket.shard = empty_for_streams(elems, bucket.shard.dtype, self._comm.device)
 
     def accumulate(self, accumulator: Accumulator) -> None:
         """Adds up in FP32 what stays unreduced from now on; see NOTE [Sums in FP32].
@@ -268,6 +293,8 @@ class Reduction:
 
     def begin_backward(self) -> None:
         """Begins a backward, which also reduces the gradients that earlier ones have left."""
+        if self.updates is not None:
+            self.updates.begin("backward", self._order.numbers)
         self.has_left_over = False
         self._added_to = self._used
         self.settle()
@@ -305,6 +332,8 @@ class Reduction:
             Whether the bucket is full now, and may have its turn.
         """
         bucket = self.buckets[number]
+        if bucket.gone and self.updates is not None:
+            self.updates.refuse_another("backward")
         if bucket.gone:
             self.has_left_over = True
             return False
@@ -347,6 +376,9 @@ class Reduction:
         """Ends a backward whose buckets have all gone; collective."""
         self._order.learn(self._comm)
         self.begin()
+        if self.updates is not None:
+            self.wait()
+            self.updates.end_backward()
 
     def _filled_buffer(self, bucket: GradientBucket) -> Tensor:
         """Returns a buffer with all gradients of a bucket, and removes them from the bucket."""
@@ -366,8 +398,27 @@ class Reduction:
     def _launch(self, number: int, buffer: Tensor) -> None:
         """Starts one reduction; collective."""
         bucket = self.buckets[number]
+        if self.updates is not None:
+            self._flying.append((bucket, buffer, self._update(self.updates, number, buffer)))
+            return
         self._flying.append((bucket, buffer, self._reduce(bucket, buffer, self.tag(number))))
         bucket.holds = True
+
+    def _update(self, updates: BackwardUpdates, number: int, buffer: Tensor) -> Work | None:
+        bucket = self.buckets[number]
+        wanted = updates.close(number, bucket.active)
+        bucket.active = [False] * len(bucket.stored.params)
+
+        def run() -> list[Tensor]:
+            with self._profile.span("reduce and update", buffer.nbytes):
+                updates.update(number, buffer, wanted)
+            return []
+
+        if self._options.overlap:
+            return self._comm.submit(run, "reduce_scatter_update")
+        with self._profile.waiting("reduce and update"):
+            run()
+        return None
 
     def _reduce(self, bucket: GradientBucket, buffer: Tensor, tag: int) -> Work | None:
         # The norm is that of the FP32 sum: a shard that was rounded to 16 bits has another one.
@@ -451,6 +502,24 @@ class Reduction:
                 bucket.shard.zero_()
         return [bucket.active for bucket in self.buckets]
 
+    def finish_updates(self) -> None:
+        """Updates what no backward has updated yet, in the step; collective.
+
+        Raises:
+            ArgumentError, RingcommError: see :meth:`BackwardUpdates.begin`, or all ranks know that
+                a backward has failed.
+        """
+        updates = self.updates
+        assert updates is not None
+        updates.raise_failure()
+        if not updates.under_way:
+            updates.begin("step", self._order.numbers)
+        for number in updates.left(self._left_over()):
+            self._launch(number, self._filled_buffer(self.buckets[number]))
+        self.has_left_over = False
+        self.begin()
+        self.wait()
+
     def _left_over(self) -> list[int]:
         """Returns the buckets for which some rank has unreduced gradients."""
         mine = [bucket.has_more for bucket in self.buckets]
@@ -493,7 +562,13 @@ class Reduction:
             bucket.active = [False] * len(bucket.stored.params)
 
     def zero(self) -> None:
-        """Forgets all gradients; parameters that had one then have a gradient of zero."""
+        """Forgets all gradients; parameters that had one then have a gradient of zero.
+
+        Raises:
+            ArgumentError: they have updated parameters already.
+        """
+        if self.updates is not None:
+            self.updates.forget()
         for bucket in self.buckets:
             bucket.holds = False
             bucket.drop()

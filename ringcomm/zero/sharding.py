@@ -436,7 +436,7 @@ def _on_all(parts: _Parts) -> Iterator[None]:
 
 def _check_writing(parts: _Parts, write_from: int) -> None:
     for engine, _ in parts:
-        engine.refuse_exchanged("gathered")
+        engine.check_values("gathered")
         world_size = engine.comm.world_size
         if type(write_from) is not int or not 0 <= write_from < world_size:
             raise ArgumentError(
@@ -590,7 +590,7 @@ def unshard(module: nn.Module) -> nn.Module:
         ArgumentError: the module is not sharded, or has other values, inside ``exchanged()``.
     """
     engine = engine_of(module, "unshard")
-    engine.refuse_exchanged("unshard")
+    engine.check_values("unshard")
     root = engine.parts.module
     with _here(engine, engine.parts.units):
         own = [param for _, param in engine.named_parameters() if owner_of(param) is engine]

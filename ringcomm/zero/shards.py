@@ -61,6 +61,7 @@ def local_shards(module: nn.Module) -> dict[str, LocalShard]:
         UnsupportedError: a parameter that lies in no bucket is not contiguous.
     """
     engine = engine_of(module, "local_shards")
+    engine.refuse_under_way("local_shards")
     names = engine.names()
     found = {shard.name: shard for each in _buckets(engine) for shard in _shards_of(each, names)}
     shards = {}

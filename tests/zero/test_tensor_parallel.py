@@ -78,6 +78,26 @@ def mixed_precision(rank, world_size):
         same(results[-1], results[0])
 
 
+def updates_in_backward(rank, world_size):
+    """They end with the bits of updates in the step; local tensors are refused meanwhile."""
+    mesh = mesh_of(2, 2)
+    for stage in (2, 3):
+        results = []
+        for update in ("in_step", "in_backward"):
+            model = parallelized(Model(), mesh["tp"])
+            training = Training(stage, clip=None, zero=BF16, adamw=AdamWOptions(update=update))
+            optimizer = build(model, mesh, training)
+            train(model, optimizer, mesh, training)
+            results.append(whole_params(model))
+        same(*results)
+        weight: Any = dict(model.named_parameters())["blocks.0.up.weight"]
+        model(batch(0, mesh.get_local_rank("dp"))).square().mean().backward()
+        said = "updated it already" if stage == 2 else "not gathered|needs its values"
+        with pytest.raises(ArgumentError, match=said):
+            weight.to_local()
+        optimizer.step()
+
+
 def a_step_is_exact(rank, world_size):
     """With whole numbers a step has the bits of one process with whole parameters and batches."""
     mesh = mesh_of(2, 2)
@@ -237,6 +257,7 @@ CHECKS = [
     one_parameter_at_a_time,
     stages_are_equal,
     mixed_precision,
+    updates_in_backward,
     a_step_is_exact,
     on_a_mesh_of_one,
     reads_and_writes,

@@ -521,7 +521,7 @@ class TrainState:
             ArgumentError: inside ``gathered()`` or ``exchanged()``.
         """
         engine, step = self._engine, self._step
-        engine.refuse_exchanged("TrainState.state_dict")
+        engine.check_values("TrainState.state_dict")
         engine.free_for_change("TrainState.state_dict")
         parts = [*module_state.param_parts(engine, True), *module_state.loose_parts(engine, True)]
         if step is not None:

@@ -1,0 +1,1037 @@
+"""Updates while backward runs: the bits of updates in the step, and what is refused."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext, suppress
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ringcomm
+from ringcomm import Disk, DiskError, zero
+from ringcomm.errors import ArgumentError, MismatchError, RingcommError
+from ringcomm.optim import (
+    SGD,
+    Adafactor,
+    AdamW,
+    AdamW8bit,
+    AdamWOptions,
+    GradScaler,
+    Lion,
+    LossScaler,
+    Muon,
+    muon_groups,
+    tiers,
+)
+from ringcomm.zero import updates
+from ringcomm.zero.estimate import BytesPerElement, ModelElems, model_state, working_buffers
+from ringcomm.zero.gather import Gatherer
+from tests.memory.disk_folder import skip_unless_disk
+from tests.zero.checkpoint.states import files_below
+from tests.zero.job import BF16
+from tests.zero.models import (
+    MODELS,
+    Run,
+    assert_same_bits,
+    new_model,
+    options_of,
+)
+from tests.zero.test_memory import held_bytes
+
+Tensor = torch.Tensor
+EARLY = AdamWOptions(update="in_backward")
+ROUNDED = replace(BF16, reduce=torch.bfloat16)
+PIECE = 512
+#: The turn without a backward that reduces, whose step updates everything.
+QUIET_TURN = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return skip_unless_disk(tmp_path_factory.mktemp("disk"))
+
+
+def on_disk(folder: Path, resident_bytes: int = 0) -> Disk:
+    buffer_bytes = tiers.LEAST_BUFFERS * tiers.LARGEST_ELEM_BYTES * PIECE
+    return Disk(folder, buffer_bytes, resident_bytes)
+
+
+def state_of(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Parameters, buffers, masters, moments, steps."""
+    full = optimizer.full_state_dict()
+    moments = {
+        f"{index}.{name}": torch.as_tensor(value)
+        for index, state in full["state"].items()
+        for name, value in state.items()
+    }
+    masters = {f"master.{index}": each for index, each in full.get("master", {}).items()}
+    steps = {"steps": optimizer.steps_taken.clone()}
+    return {**zero.full_state_dict(module), **moments, **masters, **steps}
+
+
+def trained(
+    comm: Any, base: nn.Module, run: Run, early: bool, root: Path | None = None
+) -> dict[str, Tensor]:
+    """Trains, with one step whose backwards are all under ``no_sync``; returns the state."""
+    run = replace(run, adamw=replace(run.adamw, update="in_backward" if early else "in_step"))
+    module: Any = zero.shard(deepcopy(base), run.stage, comm=comm, options=options_of(run))
+    optimizer = run.optimizer(module)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    generator = torch.Generator().manual_seed(50 + comm.rank)
+    for turn in range(run.steps):
+        for number in range(run.backwards):
+            quiet = number < run.backwards - 1 or turn == QUIET_TURN
+            with zero.no_sync(module) if quiet else nullcontext():
+                module(*MODELS[run.model][1](generator, turn)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    if root is not None:
+        zero.save(root / str(early), run.steps, module, optimizer)
+    found = state_of(module, optimizer)
+    zero.unshard(module)
+    return found
+
+
+# ---- bits ---------------------------------------------------------------------------------------
+
+REMAINDER = AdamWOptions(master="remainder")
+STOCHASTIC = AdamWOptions(master="none", rounding="stochastic", seed=5)
+INLINE = {"overlap": False}
+RUNS = [
+    Run("gpt", 2),
+    Run("mlp", 2, backwards=3, options=INLINE),
+    Run("partial", 2, adamw=AdamWOptions(unused="zero")),
+    Run("wandering", 2, precision=BF16, options={"in_flight": 1}),
+    Run("reaching", 2, precision=replace(BF16, master="remainder"), adamw=REMAINDER),
+    Run("conv", 2, precision=ROUNDED, backwards=2),
+    Run("partial", 2, precision=BF16, kind=torch.optim.NAdam),
+    Run("mlp", 2, kind=AdamW8bit),
+    Run("gpt", 3, precision=BF16, adamw=AdamWOptions(accumulate_dtype=torch.float32), backwards=2),
+    Run("mlp", 3, options=INLINE, kind=SGD, settings={"momentum": 0.9}),
+    Run("partial", 3, precision=ROUNDED, adamw=AdamWOptions(unused="zero")),
+    Run("wandering", 3, kind=Lion, options={"in_flight": 1, "prefetch": 2}),
+    Run("reaching", 3, precision=BF16, kind=AdamW8bit),
+    Run("conv", 3, kind=torch.optim.Adagrad, backwards=3),
+    Run("mlp", 3, precision=replace(BF16, master="none", rounding="stochastic"), adamw=STOCHASTIC),
+]
+
+
+def name_of(run: Run) -> str:
+    return f"{run.stage}-{run.model}-{run.kind.__name__}"
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize("run", RUNS, ids=name_of)
+def test_the_bits_are_those_of_updates_in_the_step(worlds, folder, tier, run):
+    """In a world of one, two or three, with either tier on one side."""
+    world_size = 1 + (RUNS.index(run) + len(tier)) % 3
+    early = replace(run, adamw=replace(run.adamw, tier=on_disk(folder, 20_000)))
+    base = new_model(run.model)
+
+    def work(comm):
+        wanted = trained(comm, base, run, False)
+        found = trained(comm, base, early if tier == "disk" else run, True)
+        assert_same_bits(found, wanted)
+
+    worlds(world_size).run(work)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpoints_are_the_same_files(worlds, folder, tmp_path, stage):
+    base, run = new_model("partial"), Run("partial", stage, precision=BF16)
+    early = replace(run, adamw=AdamWOptions(tier=on_disk(folder)))
+
+    def work(comm):
+        trained(comm, base, run, False, tmp_path)
+        trained(comm, base, early, True, tmp_path)
+
+    worlds(2).run(work)
+    wanted, found = (files_below(tmp_path / str(early)) for early in (False, True))
+    assert wanted == found and len(wanted) == 3
+
+
+BY_NODE = {"state": "node"}
+CHOICES = [(2, {}), (2, BY_NODE), (3, {}), (3, BY_NODE), (3, {"params": "world"})]
+
+
+@pytest.mark.parametrize(("stage", "choice"), CHOICES, ids=str)
+def test_the_bits_are_the_same_over_nodes(stage, choice):
+    base, run = new_model("mlp"), Run("mlp", stage, steps=3, precision=BF16, options=choice)
+
+    def work(comm):
+        assert_same_bits(trained(comm, base, run, True), trained(comm, base, run, False))
+
+    with ringcomm.local_world(4, nodes=[2, 2], timeout=60) as world:
+        world.run(work)
+
+
+# ---- a loop to take apart -----------------------------------------------------------------------
+
+LAYERS, WIDTH = 5, 64
+
+
+class Deep(nn.Module):
+    """Layers that are a bucket and a unit each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+# Here, where no other thread draws random numbers.
+torch.manual_seed(3)
+DEEP = Deep()
+
+
+class Loop:
+    """One rank's training of a model whose buckets are layers."""
+
+    def __init__(
+        self,
+        comm: Any,
+        stage: int,
+        base: nn.Module = DEEP,
+        adamw: AdamWOptions = EARLY,
+        **options: Any,
+    ) -> None:
+        chosen = zero.ZeroOptions(bucket_elems=WIDTH * WIDTH, **options)
+        self.comm = comm
+        self.module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=chosen)
+        self.params = list(self.module.parameters())
+        self.optimizer: Any = AdamW(self.params, lr=1e-2, options=adamw)
+        self.turn = 0
+
+    def loss(self) -> Tensor:
+        self.turn += 1
+        generator = torch.Generator().manual_seed(10 * self.turn + self.comm.rank)
+        return self.module(torch.randn(4, WIDTH, generator=generator))
+
+    def take(self, turns: int = 1) -> None:
+        for _ in range(turns):
+            self.loss().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def fail_at(self, layer: int, on: int | None = None) -> None:
+        """A backward that raises once the gradients of later layers are there."""
+
+        def fail(grad: Tensor) -> None:
+            self.engine.reduction.wait()
+            if on in (None, self.comm.rank):
+                raise InterruptedError
+
+        def watch(_: Any, __: Any, out: Tensor) -> None:
+            out.register_hook(fail)
+
+        handle = self.module.layers[layer].register_forward_hook(watch)
+        try:
+            with pytest.raises(InterruptedError) if on in (None, self.comm.rank) else nullcontext():
+                self.loss().backward()
+        finally:
+            handle.remove()
+
+    def state(self) -> dict[str, Tensor]:
+        return state_of(self.module, self.optimizer)
+
+    @property
+    def engine(self) -> Any:
+        return vars(self.module)["_ringcomm_engine"]
+
+    def own(self) -> list[Tensor]:
+        """Copies of this rank's chunks, as they are now."""
+        return [each.values.clone() for each in self.shards()]
+
+    def shards(self) -> list[Any]:
+        owner = self.engine.placement.owner
+        return [type("Shard", (), {"values": bucket.own_params}) for bucket in owner.buckets]
+
+
+def test_backward_updates_bucket_by_bucket_and_keeps_no_gradients(worlds):
+    """Seen from a hook of the first layer's output, and between backward and step."""
+
+    def work(comm, stage, overlap):
+        loop = Loop(comm, stage, overlap=overlap)
+        loop.take(2)
+        before = loop.own()
+        seen: list[bool] = []
+
+        def look(grad: Tensor) -> None:
+            loop.engine.reduction.wait()
+            seen.extend(map(torch.equal, before, loop.own()))
+
+        handle = loop.module.layers[0].register_forward_hook(
+            lambda _, __, out: out.register_hook(look) and None
+        )
+        loop.loss().backward()
+        handle.remove()
+        assert seen == [True, *[False] * (LAYERS - 1)]
+        assert not any(map(torch.equal, before, loop.own()))
+        assert all(bucket.shard.numel() == 0 for bucket in loop.engine.reduction.buckets)
+        loop.optimizer.step()
+        zero.unshard(loop.module)
+
+    for stage in (2, 3):
+        for overlap in (True, False):
+            worlds(2).run(work, stage, overlap)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_memory_of_reduced_gradients_is_that_of_one_chunk_or_none(worlds, stage):
+    def work(comm):
+        held = []
+        for options in (AdamWOptions(), EARLY):
+            loop = Loop(comm, stage, adamw=options, in_flight=1)
+            loop.take(2)
+            held.append(held_bytes(loop.engine, loop.optimizer))
+            zero.unshard(loop.module)
+        return held
+
+    chunk_bytes = 4 * WIDTH * WIDTH // 2
+    for in_step, in_backward in worlds(2).run(work):
+        saved = LAYERS if stage == 2 else LAYERS - 1
+        assert abs(in_step - in_backward - saved * chunk_bytes) < 2048
+
+
+def test_a_disk_moves_the_same_bytes_and_nothing_for_what_rests(worlds, folder):
+    """Layer 1 has no gradient from turn 2 on; what is planned follows the step before."""
+
+    class Resting(Deep):
+        def forward(self, x: Tensor, rests: bool = False) -> Tensor:
+            for number, layer in enumerate(self.layers):
+                x = x if rests and number == 1 else torch.tanh(layer(x))
+            return x.square().mean()
+
+    made = Resting()
+
+    def work(comm, options):
+        loop = Loop(comm, 3, made, replace(options, tier=on_disk(folder)))
+        disk, moved = loop.optimizer.sharded_step().tier.blocks, []
+        for turn in range(6):
+            before = disk.bytes_read, disk.bytes_written
+            loop.module(torch.ones(4, WIDTH), rests=turn > 1).backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            loop.optimizer.sharded_step().tier.wait()
+            moved.append((disk.bytes_read - before[0], disk.bytes_written - before[1]))
+        zero.unshard(loop.module)
+        return moved[1], moved[4], moved[5]
+
+    def all_of(comm):
+        return work(comm, AdamWOptions()), work(comm, EARLY)
+
+    for wanted, found in worlds(2).run(all_of):
+        assert found[1:] == wanted[1:]
+        assert found[1][1] < found[0][1]
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def test_what_cannot_be_updated_in_backward_is_refused(worlds):
+    with pytest.raises(ArgumentError, match="check_finite"):
+        AdamWOptions(update="in_backward", check_finite=True)
+    with pytest.raises(ArgumentError, match="update: expected one of in_step, in_backward"):
+        AdamWOptions(update="soon")
+    plain = nn.Linear(2, 2)
+    with pytest.raises(ArgumentError, match=r"zero\.shard\(\) has sharded at stage 2 or 3"):
+        AdamW(plain.parameters(), options=EARLY)
+
+    def work(comm):
+        for stage in (0, 1):
+            with pytest.raises(ArgumentError, match=f"at stage {stage}.*reduced in the step"):
+                Loop(comm, stage)
+        precision = zero.Precision(param=torch.float16, scaled=True)
+        with pytest.raises(ArgumentError, match="scaled=True"):
+            Loop(comm, 2, precision=precision)
+        module = zero.shard(deepcopy(DEEP), 2, comm=comm)
+        params = list(module.parameters())
+        with pytest.raises(ArgumentError, match="loss_scaler: expected None"):
+            AdamW(params, options=EARLY, loss_scaler=LossScaler())
+        for kind, groups in ((Muon, muon_groups(module)), (Adafactor, params)):
+            with pytest.raises(ArgumentError, match="depends on others"):
+                kind(groups, options=EARLY)
+        handle = zero.on_reduced(module, lambda *_: None)
+        with pytest.raises(ArgumentError, match="on_reduced"):
+            AdamW(params, options=EARLY)
+        handle.remove()
+        module(torch.ones(2, WIDTH)).backward()
+        with pytest.raises(ArgumentError, match="before the first backward"):
+            AdamW(params, options=EARLY)
+        module.zero_grad()
+        AdamW(params, options=EARLY)
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_needs_gradients_or_their_end_is_refused_and_training_goes_on(worlds, tmp_path, stage):
+    def work(comm):
+        loop, wanted = Loop(comm, stage), Loop(comm, stage, adamw=AdamWOptions())
+        for each in (loop, wanted):
+            each.take(2)
+            each.loss().backward()
+        module, optimizer = loop.module, loop.optimizer
+        param = loop.params[0]
+        never = [
+            lambda: optimizer.clip_grad_norm_(1.0),
+            lambda: optimizer.clip_grad_norm_(1.0, params=[param]),
+            lambda: optimizer.clip_grad_value_(1.0),
+            lambda: zero.get_gradient(param),
+            lambda: zero.set_gradient(param, torch.zeros(WIDTH, WIDTH)),
+            lambda: zero.on_reduced(module, lambda *_: None),
+        ]
+        for call in never:
+            with pytest.raises(ArgumentError, match='update="in_step"'):
+                call()
+        not_yet = [
+            optimizer.zero_grad,
+            module.zero_grad,
+            optimizer.state_dict,
+            optimizer.full_state_dict,
+            optimizer.refresh_master_weights,
+            lambda: optimizer.load_state_dict({}),
+            lambda: optimizer.add_param_group({"params": []}),
+            lambda: zero.save(tmp_path, 1, module, optimizer),
+            lambda: zero.load(tmp_path, module, optimizer),
+            lambda: zero.get_master(param),
+            lambda: zero.set_master(param, torch.zeros(WIDTH, WIDTH)),
+            lambda: zero.get_state(param, "exp_avg"),
+            lambda: zero.local_shards(module),
+            lambda: zero.writing_shards(module).__enter__(),
+            lambda: zero.exchanged(module, {}).__enter__(),
+            lambda: zero.gathered(module, write_from=0).__enter__(),
+            lambda: zero.full_state_dict(module),
+            lambda: zero.unshard(module),
+            loop.loss,
+            lambda: param.detach().sum().item(),
+        ]
+        for number, call in enumerate(not_yet):
+            with pytest.raises(ArgumentError, match=r"all optimizer.step\(\)|needs its values"):
+                call()
+                raise AssertionError(number)
+        loop.turn = wanted.turn
+        for each in (loop, wanted):
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+            each.take(2)
+        assert_same_bits(loop.state(), wanted.state())
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_after_those_of_a_backward_are_refused(worlds, stage):
+    """A second backward, with no_sync or without, and ones set by hand; the first one counts."""
+
+    def work(comm):
+        loop, wanted = Loop(comm, stage), Loop(comm, stage, adamw=AdamWOptions())
+        for each in (loop, wanted):
+            each.take()
+            # Its graph is of before the update, as that of a second loss may be.
+            first, second = each.loss(), each.loss()
+            if each is loop:
+                first.backward()
+                with pytest.raises(ArgumentError, match="gradients come after a backward"):
+                    second.backward()
+                with zero.no_sync(each.module):
+                    each.turn = 2
+                    with pytest.raises(ArgumentError):
+                        each.loss().backward()
+                each.turn = 3
+            else:
+                first.backward()
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+            each.take()
+        assert_same_bits(loop.state(), wanted.state())
+        loop.loss().backward()
+        loop.params[1].grad = torch.ones(WIDTH, WIDTH)
+        with pytest.raises(ArgumentError, match="gradients come after a backward"):
+            loop.optimizer.step()
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("kind", [GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_grad_scalers_are_refused(worlds, kind, world_size):
+    def work(comm):
+        loop = Loop(comm, 2)
+        scaler = kind("cpu")
+        scaler.scale(loop.loss()).backward()
+        with pytest.raises(
+            ArgumentError, match=r"step by a GradScaler.*as soon as they are reduced"
+        ):
+            scaler.step(loop.optimizer)
+
+    worlds(world_size).run(work)
+
+
+# ---- who else needs the old values --------------------------------------------------------------
+
+
+class Detached(Deep):
+    """The last layer's weight is also used in the second one, where it gets no gradient."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def again(self, x: Tensor) -> Tensor:
+        last: Any = self.layers[-1]
+        return torch.tanh(x @ last.weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if number == 1 and self.kind == "saved":
+                x = self.again(x)
+            elif number == 1:
+                x = checkpoint(self.again, x, use_reentrant=self.kind == "reentrant")
+        return x.square().mean()
+
+
+KINDS = {
+    "saved": (RuntimeError, "modified by an inplace operation"),
+    "recomputed": (ArgumentError, "a backward has updated it already"),
+    "reentrant": (ArgumentError, "a backward has updated it already"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_uses_a_parameter_after_its_update_raises_at_stage_2(worlds, kind, monkeypatch):
+    """Without the marks, the gradient is silently another one."""
+    made = Detached(kind)
+    error, text = KINDS[kind]
+
+    def work(comm, marks):
+        loop = Loop(comm, 2, made)
+        with pytest.raises(error, match=text) if marks else nullcontext():
+            loop.take()
+        if marks:
+            with pytest.raises(RingcommError, match="raised before its end"):
+                loop.optimizer.step()
+            return None
+        return loop.state()
+
+    def usual(comm):
+        loop = Loop(comm, 2, made, AdamWOptions())
+        loop.take()
+        return loop.state()
+
+    worlds(2).run(work, True)
+    wanted = worlds(2).run(usual)[0]
+    monkeypatch.setattr(updates, "make_updated", lambda *_: None)
+    found = worlds(2).run(work, False)[0]
+    with pytest.raises(AssertionError, match="layers"):
+        assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stage_3_has_the_old_values_while_they_are_here_and_gathers_no_new_ones(worlds, kind):
+    made = Detached(kind)
+
+    def work(comm):
+        if kind == "saved":
+            found = [Loop(comm, 3, made, adamw) for adamw in (EARLY, AdamWOptions())]
+            for loop in found:
+                loop.take(2)
+            assert_same_bits(found[0].state(), found[1].state())
+            return
+        loop = Loop(comm, 3, made)
+        with pytest.raises(ArgumentError, match=r"needed again.*updated them already"):
+            loop.take()
+
+    worlds(2).run(work)
+
+
+class Shared(Deep):
+    """A layer that runs twice under checkpoints; reentrant ones bring its gradient in parts."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x))
+        for _ in range(2):
+            x = checkpoint(self.layers[-1], x, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_in_parts_is_refused_and_one_in_one_piece_is_right(worlds, stage):
+    made, in_parts = Shared(), Shared()
+    in_parts.reentrant = True
+
+    def work(comm):
+        found = []
+        for adamw in (EARLY, AdamWOptions()):
+            loop = Loop(comm, stage, made, adamw)
+            loop.take(2)
+            found.append(loop.state())
+        assert_same_bits(*found)
+        loop = Loop(comm, stage, in_parts)
+        with pytest.raises(ArgumentError, match=r"needed again|updated it already"):
+            loop.take()
+        with pytest.raises(RingcommError, match="raised before its end"):
+            loop.optimizer.step()
+
+    worlds(2).run(work)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_graphs_of_gradients(worlds, stage):
+    """A penalty inside of the loss is fine; a backward that makes a graph is refused."""
+
+    def penalised(loop):
+        x = torch.ones(4, WIDTH, requires_grad=True)
+        loss = loop.module(x)
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + grad.square().sum()
+
+    def work(comm):
+        found = []
+        for adamw in (EARLY, AdamWOptions()):
+            loop = Loop(comm, stage, adamw=adamw)
+            for _ in range(2):
+                penalised(loop).backward()
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+            found.append(loop.state())
+        assert_same_bits(*found)
+        loop = Loop(comm, stage)
+        before = loop.own()
+        with pytest.raises(ArgumentError, match="create_graph=True"):
+            loop.loss().backward(create_graph=True)
+        assert all(map(torch.equal, before, loop.own()))
+        loop.optimizer.zero_grad()
+        loop.take()
+
+    worlds(2).run(work)
+
+
+def test_a_backward_inside_gathered_is_refused_at_stage_3(worlds):
+    def work(comm):
+        loop = Loop(comm, 3)
+        before = loop.own()
+        with zero.gathered(loop.module):
+            loss = loop.loss()
+            with pytest.raises(ArgumentError, match=r"inside gathered\(\)"):
+                loss.backward()
+        assert all(map(torch.equal, before, loop.own()))
+        loop.optimizer.zero_grad()
+        loop.take()
+
+    worlds(2).run(work)
+
+
+def test_what_was_looked_up_outside_is_compared_before_its_update(worlds, monkeypatch):
+    """A unit that is open is compared with its peers' chunks as it goes; these change before."""
+
+    def work(comm, shuts):
+        loop = Loop(comm, 3, keep_gathered=True)
+        loop.take()
+        loss = loop.loss()
+        for layer in loop.module.layers:
+            layer.weight.sum().item()
+        loop.engine.gatherer.open()
+        with nullcontext() if shuts else pytest.raises(ArgumentError, match="changed in place"):
+            loss.backward()
+
+    worlds(2).run(work, True)
+    monkeypatch.setattr(Gatherer, "close_bucket", lambda *_: None)
+    worlds(2).run(work, False)
+
+
+# ---- when something fails -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("on", [None, 1])
+def test_a_backward_that_raises_halfway_leaves_the_optimizer_torn(
+    worlds, tmp_path, stage, on, overlap
+):
+    """On all ranks or one: later buckets stay as they are, all ranks are told, and a load mends."""
+
+    def work(comm):
+        loop = Loop(comm, stage, overlap=overlap)
+        loop.take(2)
+        zero.save(tmp_path, 2, loop.module, loop.optimizer)
+        wanted, before = loop.state(), loop.own()
+        loop.fail_at(2, on)
+        with pytest.raises(RingcommError, match=r"rank [01] of 2.*raised before its end"):
+            loop.optimizer.step()
+        same = [bool(torch.equal(a, b)) for a, b in zip(before, loop.own(), strict=True)]
+        assert same == [True, True, True, False, False]
+        loop.optimizer.zero_grad()
+        for call in (
+            loop.optimizer.step,
+            loop.take,
+            loop.optimizer.state_dict,
+            lambda: zero.save(tmp_path, 3, loop.module, loop.optimizer),
+        ):
+            with pytest.raises(RingcommError, match="failed halfway"):
+                call()
+        loop.optimizer.zero_grad()
+        zero.load(tmp_path, loop.module, loop.optimizer)
+        assert_same_bits(loop.state(), wanted)
+        loop.take(2)
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_load_right_after_a_backward_that_raised(worlds, tmp_path, stage):
+    def work(comm):
+        loop = Loop(comm, stage)
+        loop.take(2)
+        zero.save(tmp_path, 2, loop.module, loop.optimizer)
+        wanted = loop.state()
+        loop.fail_at(1)
+        zero.load(tmp_path, loop.module, loop.optimizer)
+        assert_same_bits(loop.state(), wanted)
+        loop.take()
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("on", [None, 1])
+def test_a_backward_that_raises_before_any_update_is_forgotten(worlds, stage, on):
+    def work(comm):
+        loop, wanted = Loop(comm, stage), Loop(comm, stage, adamw=AdamWOptions())
+        for each in (loop, wanted):
+            each.take(2)
+            each.fail_at(LAYERS - 1, on)
+            each.optimizer.zero_grad()
+            each.take(2)
+        assert_same_bits(loop.state(), wanted.state())
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("on_rank_1", "error", "text"),
+    [(0.5, MismatchError, "lr"), (-1.0, ArgumentError, "lr: expected a number >= 0")],
+)
+def test_hyper_parameters_of_one_rank_stop_all_before_anything_changes(
+    worlds, stage, on_rank_1, error, text
+):
+    def work(comm):
+        loop = Loop(comm, stage)
+        loop.take()
+        before, group = loop.own(), loop.optimizer.param_groups[0]
+        group["lr"] = on_rank_1 if comm.rank == 1 else 1e-2
+        loop.loss().backward()
+        with pytest.raises(error, match=text):
+            loop.optimizer.step()
+        assert all(map(torch.equal, before, loop.own()))
+        group["lr"] = 1e-2
+        loop.optimizer.zero_grad()
+        loop.take()
+        assert not any(map(torch.equal, before, loop.own()))
+
+    worlds(2).run(work)
+
+
+def test_an_error_of_the_disk_is_told_at_the_step(worlds, folder, monkeypatch):
+    """None waits for the rank whose disk fails at some transfer of a backward."""
+    broken = [False]
+    wait = ringcomm.memory.scratch.Transfer.wait
+
+    def failing(self):
+        wait(self)
+        if broken[0] and "rank 1" in self._scratch.what:
+            raise DiskError("an error of the test")
+
+    monkeypatch.setattr(ringcomm.memory.scratch.Transfer, "wait", failing)
+
+    def work(comm, stage, overlap):
+        options = replace(EARLY, tier=on_disk(folder))
+        loop = Loop(comm, stage, adamw=options, overlap=overlap)
+        loop.take(2)
+        comm.barrier()
+        broken[0] = True
+        loop.loss().backward()
+        with pytest.raises(DiskError, match="an error of the test"):
+            loop.optimizer.step()
+        with pytest.raises(RingcommError, match="failed halfway"):
+            loop.optimizer.step()
+
+    for stage, overlap in ((2, True), (3, False)):
+        worlds(2).run(work, stage, overlap)
+        broken[0] = False
+
+
+# ---- optimizers that come and go ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_group_that_comes_later_is_updated_too(worlds, stage):
+    def work(comm):
+        found = []
+        for adamw in (EARLY, AdamWOptions()):
+            module: Any = zero.shard(deepcopy(DEEP), stage, comm=comm)
+            first, *others = module.parameters()
+            first.requires_grad_(False)
+            optimizer = AdamW(others, lr=1e-2, options=adamw)
+            for turn in range(4):
+                if turn == 2:
+                    first.requires_grad_(True)
+                    optimizer.add_param_group({"params": [first], "lr": 3e-2})
+                module(torch.ones(4, WIDTH) * (turn + comm.rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(state_of(module, optimizer))
+        assert_same_bits(*found)
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_another_optimizer_takes_the_place_of_one_that_is_gone(worlds, stage):
+    def work(comm):
+        loop = Loop(comm, stage)
+        loop.take()
+        loop.optimizer = None
+        with pytest.raises(ArgumentError, match="is gone"):
+            loop.loss().backward()
+        loop.module.zero_grad()
+        for options in (AdamWOptions(), EARLY):
+            loop.optimizer = AdamW(loop.params, lr=1e-2, options=options)
+            loop.optimizer.prepare()
+            before = loop.own()
+            loop.take()
+            assert not any(map(torch.equal, before, loop.own()))
+            loop.optimizer = None
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_writes_between_steps_are_followed_by_masters(worlds, stage):
+    """The advanced versions of an update are not taken for such writes."""
+
+    def work(comm):
+        found = []
+        for adamw in (EARLY, AdamWOptions()):
+            loop = Loop(comm, stage, adamw=adamw, precision=BF16)
+            loop.take(2)
+            taken = loop.engine.placement.owner.written
+            expected = list(taken._versions)
+            taken.take_over()
+            assert taken._versions == expected
+            with zero.gathered(loop.module, write_from=0), torch.no_grad():
+                loop.params[1].mul_(1.5)
+            if stage == 2:
+                with torch.no_grad():
+                    loop.params[2].add_(0.25)
+            loop.take(2)
+            found.append(loop.state())
+        assert_same_bits(*found)
+
+    worlds(2).run(work)
+
+
+def test_parameters_without_elements_count_their_steps(worlds):
+    class Empty(Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nothing = nn.Parameter(torch.zeros(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.nothing.sum()
+
+    made = Empty()
+
+    def work(comm, stage):
+        found = []
+        for adamw in (EARLY, AdamWOptions()):
+            loop = Loop(comm, stage, made, adamw)
+            loop.take(2)
+            found.append(loop.state())
+        assert_same_bits(*found)
+        assert all(value == 2 for name, value in found[0].items() if name.endswith("step"))
+        assert sum(name.endswith("step") for name in found[0]) == LAYERS + 1
+
+    for stage in (2, 3):
+        worlds(2).run(work, stage)
+
+
+class InParts(torch.autograd.Function):
+    """Adds a bias, whose gradient a backward of its own brings, without reading its values."""
+
+    @staticmethod
+    def forward(ctx, x, bias):
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.out = ctx.x + bias
+        return ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.autograd.backward(ctx.out, grad)
+        return ctx.x.grad, None
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_that_comes_after_the_update_is_refused(worlds, stage):
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = InParts.apply(x.requires_grad_(), self.bias)
+            return x.square().mean()
+
+    made = Late()
+
+    def work(comm):
+        loop = Loop(comm, stage, made)
+        with pytest.raises(ArgumentError, match="brings a parameter's gradient in parts"):
+            loop.loss().backward()
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_parameter_that_is_frozen_after_its_gradient_came_is_refused(worlds, stage):
+    def work(comm):
+        loop = Loop(comm, stage)
+        before = loop.own()
+        with zero.no_sync(loop.module):
+            loop.loss().backward()
+        loop.params[-1].requires_grad_(False)
+        loop.loss().backward()
+        with pytest.raises(ArgumentError, match="was frozen after its gradient had come"):
+            loop.optimizer.step()
+        assert all(map(torch.equal, before, loop.own()))
+
+    worlds(2).run(work)
+
+
+def test_a_write_while_backward_runs_is_refused_at_stage_2(worlds):
+    """Masters would undo it; torch tells a version from another."""
+
+    def work(comm):
+        loop = Loop(comm, 2, precision=BF16)
+        loop.take()
+
+        def write(grad: Tensor) -> None:
+            with torch.no_grad():
+                loop.params[0].mul_(2)
+
+        loss = loop.loss()
+        loop.params[1].register_hook(write)
+        with pytest.raises(ArgumentError, match="changed in place while backward"):
+            loss.backward()
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_held_of_reduced_gradients_is_what_the_estimate_says(worlds, folder, world_size):
+    model = ModelElems(LAYERS * WIDTH * WIDTH, largest=WIDTH * WIDTH)
+    options = zero.ZeroOptions(bucket_elems=WIDTH * WIDTH)
+    each = replace(BytesPerElement.of(torch.float32), keeps_reduced=False)
+
+    def work(comm, stage, tier):
+        loop = Loop(comm, stage, adamw=replace(EARLY, tier=tier))
+        loop.take()
+        held, kernels = 0, loop.optimizer.sharded_step().kernels
+        while kernels is not None:
+            own = getattr(kernels, "_own", None)
+            held += 0 if own is None else own.nbytes
+            kernels = getattr(kernels, "_native", None)
+        told = model_state(model, stage, world_size, each, tier).grads
+        assert told == sum(b.shard.nbytes for b in loop.engine.reduction.buckets) == 0
+        buffers = working_buffers(model, stage, world_size, each, options, tier=tier)
+        assert held == buffers.grad_shard
+
+    for stage in (2, 3):
+        for tier in (None, on_disk(folder)):
+            worlds(world_size).run(work, stage, tier)
+    rounded = replace(each, param=2, grad=2, reduced=2)
+    assert working_buffers(model, 2, 2, rounded, options).grad_shard == 6 * WIDTH * WIDTH // 2
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_step_raises_the_first_fault_of_the_communicator(stage):
+    def work(comm):
+        loop = Loop(comm, stage, overlap=True)
+        loop.take()
+        if comm.rank == 1:
+            loop.module.layers[1].register_forward_hook(
+                lambda _, __, out: out.register_hook(lambda _: comm.abort("by the test")) and None
+            )
+        with suppress(RingcommError):
+            loop.loss().backward()
+        with pytest.raises(RingcommError, match="by the test"):
+            loop.optimizer.step()
+
+    with ringcomm.local_world(2, timeout=60) as world:
+        world.run(work)
+
+
+class OwnWay(Deep):
+    """Each rank leaves another layer out, and all of them the third one."""
+
+    def forward(self, x: Tensor, left_out: int = 0) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x if number in (2, left_out) else torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("unused", ["skip", "zero"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_that_use_different_parameters(worlds, stage, unused):
+    made = OwnWay()
+
+    def work(comm):
+        found = []
+        for adamw in (EARLY, AdamWOptions()):
+            loop = Loop(comm, stage, made, replace(adamw, unused=unused))
+            for turn in range(3):
+                x = torch.ones(4, WIDTH) * (turn + 1)
+                loop.module(x, left_out=3 * comm.rank).backward()
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+            found.append(loop.state())
+        assert_same_bits(*found)
+
+    worlds(2).run(work)
+
+
+def test_a_bucket_on_its_way_has_come_before_its_chunks_change(worlds):
+    def work(comm):
+        loop = Loop(comm, 3, overlap=True)
+        gatherer, bucket = loop.engine.gatherer, loop.engine.stored[0]
+        gatherer._start(bucket)
+        gatherer.close_bucket(bucket)
+        assert bucket.is_here and bucket.coming is None
+        gatherer.free_all()
+        # A wrong guess does not bring it again, and a need is refused.
+        gatherer._last = [id(unit) for unit in loop.engine.parts.units]
+        gatherer.need(loop.engine.parts.units[0])
+        assert not bucket.is_here and not gatherer._coming
+        gatherer.reopen()
+        gatherer.need(loop.engine.parts.units[1])
+        assert bucket.is_here
+
+    worlds(2).run(work)
