@@ -17,7 +17,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.work import Work
 from ringcomm.cuda.runtime import Event
-from ringcomm.errors import ArgumentError, no_thread
+from ringcomm.errors import ArgumentError, DiskError, no_thread
 from ringcomm.zero.buckets import ShardedBucket
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.pipelines import in_split_backward
@@ -176,7 +176,7 @@ class Gatherer:
             if options.overlap
         }
         self._copier: Copier
-        if options.params == "world":
+        if options.params == "world" or options.tier is not None:
             self._copier = WorldCopier(comm, options, profile)
         elif isinstance(comm, DeviceCallEngine):
             self._copier = DeviceCopier(comm)
@@ -217,9 +217,22 @@ class Gatherer:
         if not self._now or self._now[-1] != id(unit):
             self._now.append(id(unit))
         self.bring(unit)
-        for key in self._expected():
+        expected = self._followers()
+        for key in expected[: self._prefetch.get(self._now[-1], 0)]:
             for bucket in self._buckets[key]:
                 self._start(bucket)
+        self._read_ahead(expected)
+
+    def read_first(self) -> None:
+        """Prepares the units that the next iteration is expected to need first."""
+        self._read_ahead(self._now or self._last)
+
+    def _read_ahead(self, units: Sequence[int]) -> None:
+        """Prepares units in the order in which they will be gathered, as long as there is room."""
+        for key in units:
+            for bucket in self._buckets[key]:
+                if not bucket.is_here and not bucket.read_ahead():
+                    return
 
     def bring(self, unit: Unit) -> None:
         """Gathers a unit; its parameters are here when the call returns."""
@@ -230,8 +243,7 @@ class Gatherer:
             self._start(bucket)
         for bucket in buckets:
             if not bucket.is_here:
-                self._copier.end(bucket)
-                self._show(bucket)
+                self._end_coming(bucket)
 
     def bring_for_schedule(self, bucket: ShardedBucket) -> None:
         """Gathers a bucket, which stays until :meth:`end_schedule`."""
@@ -263,13 +275,10 @@ class Gatherer:
             self._coming[bucket] = None
             self._copier.begin(bucket)
 
-    def _expected(self) -> list[int]:
+    def _followers(self) -> list[int]:
         """Returns the units that followed in the last iteration, if the current one matches it."""
         at = len(self._now)
-        count = self._prefetch.get(self._now[-1], 0)
-        if not count or self._last[at - 1 : at] != self._now[-1:]:
-            return []
-        return self._last[at : at + count]
+        return self._last[at:] if self._last[at - 1 : at] == self._now[-1:] else []
 
     def free(self, bucket: ShardedBucket, keeps_views: bool = False) -> None:
         """Frees a bucket, if it is here and nothing is pinned or held."""
@@ -301,21 +310,30 @@ class Gatherer:
         self._free_but(set())
 
     def _free_but(self, kept: set[ShardedBucket], keeps_views: bool = False) -> None:
-        failed: ArgumentError | None = None
+        failed: ArgumentError | DiskError | None = None
         for bucket in [*self._coming, *self._here]:
             try:
                 if bucket in self._coming:
-                    self._copier.end(bucket)
-                    self._show(bucket)
+                    self._end_coming(bucket)
                 if bucket in kept:
                     bucket.check()
                 else:
                     # For views in a forward's graph, backward gathers the memory again.
                     self.free(bucket, keeps_views and bucket not in self._ran)
-            except ArgumentError as error:
+            except (ArgumentError, DiskError) as error:
                 failed = failed or error
         if failed is not None:
             raise failed
+
+    def _end_coming(self, bucket: ShardedBucket) -> None:
+        try:
+            self._copier.end(bucket)
+        except DiskError:
+            # It will not come, on any rank.
+            self._coming.pop(bucket, None)
+            bucket.hide()
+            raise
+        self._show(bucket)
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Returns whether a tensor lies in the memory of a bucket that is here."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,12 +18,14 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory import zeros
+from ringcomm.memory.disk_chunks import DiskChunks
 from ringcomm.optim.buckets import Bucket, BucketMemory, Buckets
 from ringcomm.optim.dtensors import is_distributed, local_gradient
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
-from ringcomm.optim.kernels import Kernels, StepTable
+from ringcomm.optim.kernels import FOUND_INF, Kernels, StepTable
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
+from ringcomm.optim.owners import OwnerKernels
 from ringcomm.optim.placement import (
     BucketOwner,
     Placement,
@@ -35,8 +38,10 @@ from ringcomm.optim.placement import (
 )
 from ringcomm.optim.reduction import NORM_WORDS, Into, Reducer, make_reducer
 from ringcomm.optim.sharded import ShardedOptimizer
+from ringcomm.optim.tiers import takes_step
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket
+from ringcomm.zero.disk_buckets import DiskBucket
 from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.pipelines import in_pipeline
 from ringcomm.zero.plans import by_optimizer
@@ -221,8 +226,8 @@ class SplitKernels(ReducedKernels):
 
     def update(self, bucket: Bucket) -> None:
         reduced = self._reduction.buckets[bucket.number]
-        self.update_shard(bucket, reduced.shard)
         assert isinstance(reduced.stored, ShardedBucket)
+        self.update_shard(bucket, reduced.shard)
         # What is behind computation on a thread of its own is waited for in end().
         work = reduced.stored.share(async_op=self._overlap)
         if work is not None:
@@ -233,6 +238,62 @@ class SplitKernels(ReducedKernels):
         while self._sharing:
             self._sharing.pop(0).wait()
         self._comm.barrier()
+
+
+class DiskKernels(SplitKernels):
+    """The kernels of stage 3 with parameters on a disk, whose chunks stream through memory.
+
+    Args:
+        native, reduction: as of :class:`ReducedKernels`.
+        engine: whose parameters they are.
+        store: the disk.
+    """
+
+    def __init__(
+        self, native: Kernels, reduction: Reduction, engine: ShardEngine, store: DiskChunks
+    ) -> None:
+        overlap = engine.options.overlap is True
+        super().__init__(native, reduction, engine.comm, engine.free_for_step, overlap)
+        self._engine = weakref.ref(engine)
+        self._store = store
+        self._in_step = ExitStack()
+        # Owners' kernels bring parameters themselves, once they have computed.
+        self._brings = not isinstance(native, OwnerKernels)
+        self._skips = False
+        self._active: list[float] = []
+
+    def ready(self) -> None:
+        self._store.raise_fault()
+        super().ready()
+
+    def begin(self, table: StepTable) -> None:
+        self._in_step.close()
+        self._in_step.enter_context(self._store.keeping_faults())
+        self._skips = bool(table.control[FOUND_INF])
+        super().begin(table)
+        self._active = table.active.tolist()
+
+    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
+        if self._skips or not self._brings:
+            super().update_shard(bucket, grad)
+            return
+        self._read_ahead(bucket.number)
+        changes = takes_step(bucket.layout, bucket.chunk, self._active)
+        with bucket.params_here(write=changes):
+            super().update_shard(bucket, grad)
+
+    def _read_ahead(self, number: int) -> None:
+        for following in self._reduction.buckets[number:]:
+            assert isinstance(following.stored, ShardedBucket)
+            if not following.stored.read_ahead():
+                return
+
+    def end(self) -> None:
+        super().end()
+        self._in_step.close()
+        engine = self._engine()
+        if engine is not None and engine.gatherer is not None:
+            engine.gatherer.read_first()
 
 
 def _new_words(bucket: Bucket) -> Tensor:
@@ -351,6 +412,7 @@ class ModulePlacement(Placement):
         self._owner: weakref.ref[BucketOwner] | None = None
         self._left_out: list[Tensor] = []
         self.comm: Communicator = engine.comm
+        self.store = engine.parts.store
         self.others = engine.parts.others
         self.scaled = engine.options.precision.scaled
         sharers = sharers_of(engine.comm, engine.options.state)
@@ -422,7 +484,8 @@ class ModulePlacement(Placement):
     def _memory(self, stored: ParamBucket, options: AdamWOptions) -> BucketMemory:
         wide, stored.wide = stored.wide, None
         if isinstance(stored, ShardedBucket):
-            return BucketMemory(stored.own, wide=wide)
+            holder = stored if isinstance(stored, DiskBucket) else None
+            return BucketMemory(stored.own_memory, wide=wide, holder=holder)
         assert isinstance(stored, ReplicatedBucket)
         flat = stored.flat
         grads = None
@@ -454,6 +517,8 @@ class ModulePlacement(Placement):
         precision, comm = engine.options.precision, engine.comm
         if engine.stage == 3:
             assert engine.reduction is not None
+            if self.store is not None:
+                return DiskKernels(native, engine.reduction, engine, self.store)
             overlap = engine.options.overlap is True
             return SplitKernels(native, engine.reduction, comm, engine.free_for_step, overlap)
         if engine.stage == 2:
