@@ -64,7 +64,7 @@ class DiskBucket(WorldBucket):
         store: the rank's chunks.
     """
 
-    def __init__(  # noqa: PLR0913 -- those of every bucket, and two more
+    def __init__(
         self,
         layout: BucketLayout,
         params: Sequence[BucketParam],
