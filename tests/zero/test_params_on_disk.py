@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ringcomm
 from ringcomm import Disk, DiskError, RingcommError, zero
@@ -26,9 +27,17 @@ from ringcomm.zero.sharding import engine_of
 from tests.memory.disk_folder import skip_unless_disk
 from tests.optim.test_tiers import Broken
 from tests.zero.checkpoint.states import files_below
+from tests.zero.checkpoint.test_pretrained import (
+    PRECISIONS,
+    meta_net,
+    new_net,
+    two_steps,
+    weights_of,
+)
 from tests.zero.job import BF16, Job
 from tests.zero.models import MODELS, Run, assert_same_bits, new_model, train_world
 
+Tensor = torch.Tensor
 REMAINDER = replace(BF16, master="remainder")
 NO_MASTER = replace(BF16, master="none", rounding="stochastic")
 # Kinds of optimizers and precisions; in turn with their state in memory and on a disk.
@@ -220,6 +229,37 @@ def test_a_train_state_is_taken_back(worlds, disk):
         assert_same_bits({n: found[n] for n in kept}, {n: wanted[n] for n in kept})
 
     worlds(2).run(work)
+
+
+@pytest.mark.parametrize("kind", PRECISIONS)
+def test_weights_of_files_go_to_the_disk_and_from_there_to_files(worlds, disk, tmp_path, kind):
+    """Into a module of the meta device, and into one that trains, with no more in the buffers."""
+    precision, adamw = PRECISIONS[kind]
+    files = [tmp_path / f"{number}.safetensors" for number in (1, 2)]
+    for number, file in enumerate(files):
+        save_file(weights_of(new_net(number)), file)
+    tier = replace(disk, buffer_bytes=PAGE_BYTES, resident_bytes=0)
+    modules = [meta_net() for _ in range(4)]
+
+    def work(comm):
+        states = []
+        for place, (folder, kept) in enumerate((("memory", None), ("disk", tier))):
+            module: Any = modules[2 * comm.rank + place]
+            options = zero.ZeroOptions(precision=precision, bucket_elems=512, tier=kept)
+            zero.shard(module, 3, comm=comm, options=options, init=zero.pretrained(files[0]))
+            found = {f"read.{n}": t for n, t in zero.full_state_dict(module).items()}
+            found.update(two_steps(module, comm.rank, adamw))
+            zero.load_pretrained(module, files[1])
+            zero.save_pretrained(module, tmp_path / folder)
+            states.append({**found, **zero.full_state_dict(module)})
+            if kept is not None:
+                sizes = [chunk.size_bytes for chunk in chunks_of(module)]
+                assert store_of(module).most_held_bytes == PAGE_BYTES < sum(sizes)
+        assert_same_bits(*states)
+
+    worlds(2).run(work)
+    memory, on_disk = (files_below(tmp_path / place) for place in ("memory", "disk"))
+    assert memory == on_disk
 
 
 # ---- memory ------------------------------------------------------------------------------------
