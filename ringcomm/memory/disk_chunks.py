@@ -8,15 +8,15 @@ virtual cores, a disk of 2 GB/s).
 
 Order. :meth:`DiskChunks.here` brings a chunk and keeps it for as long as the context lasts; what
 was changed is written when it ends, in the background. Chunks that were used stay until others need
-the room, the one that was used longest ago leaves first. :meth:`DiskChunks.read_ahead` reads what
-will be needed next, as long as there is room without what is still to be used.
+the room, the one that was used longest ago leaves first. :meth:`DiskChunks.expect` is told the
+order of what will be needed next, and reads ahead what has room there.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,7 +60,7 @@ class DiskChunk:
         #: True if it has pages, with its content, which may be on its way.
         self.has_pages = False
         self.changed = False
-        #: False from when it was read ahead to when it is used.
+        #: False from when it is expected to when it is used.
         self.was_used = True
         self.coming: Transfer | None = None
         self.going: Transfer | None = None
@@ -141,35 +141,48 @@ class DiskChunks:
     # ---- use ------------------------------------------------------------------------------------
 
     @contextmanager
-    def here(self, chunk: DiskChunk, write: bool = False) -> Iterator[None]:
+    def here(self, chunk: DiskChunk, write: bool = False, anew: bool = False) -> Iterator[None]:
         """Has a chunk in memory inside the context, from any thread.
 
         Args:
             chunk: the chunk.
             write: what is changed inside is kept.
+            anew: all that counts of it is written inside, so that it need not be read.
 
         Raises:
             DiskError: it cannot be read, or a fault came before; not in :meth:`keeping_faults`.
         """
-        self._enter(chunk, write)
+        self._enter(chunk, write, anew)
         try:
             yield
         finally:
             self._leave(chunk, write)
 
-    def read_ahead(self, chunk: DiskChunk) -> bool:
-        """Begins to read a chunk that will be needed soon; False if there is no room for it."""
+    def expect(self, chunks: Iterable[DiskChunk]) -> None:
+        """Keeps the chunks that will be needed next, and begins to read them.
+
+        Args:
+            chunks: in the order in which they will be needed; as many count as the buffers take.
+        """
         with self._lock:
             if self.fault is not None:
-                return False
-            if chunk.is_resident or chunk.in_use:
-                return True
-            if not chunk.has_pages:
-                if not self._make_room(chunk, must=False):
-                    return False
-                self._begin(chunk)
-            self._touch(chunk, was_used=False)
-            return True
+                return
+            expected: dict[DiskChunk, None] = {}
+            left = self._buffer_bytes
+            for chunk in chunks:
+                if not chunk.is_resident and chunk not in expected:
+                    left -= chunk.size_bytes
+                    if left < 0:
+                        break
+                    expected[chunk] = None
+            for other in self._present:
+                other.was_used = other not in expected
+            for chunk in expected:
+                if not chunk.has_pages:
+                    if not self._make_room(chunk, must=False):
+                        return
+                    self._begin(chunk, reads=chunk.written)
+                self._touch(chunk, was_used=False)
 
     @contextmanager
     def keeping_faults(self) -> Iterator[None]:
@@ -206,7 +219,7 @@ class DiskChunks:
 
     # ---- implementation -------------------------------------------------------------------------
 
-    def _enter(self, chunk: DiskChunk, write: bool) -> None:
+    def _enter(self, chunk: DiskChunk, write: bool, anew: bool) -> None:
         with self._lock:
             if self.fault is not None and not self._keeps_faults:
                 raise self.fault
@@ -215,7 +228,7 @@ class DiskChunks:
                 if not chunk.is_resident and self.fault is None:
                     if not chunk.has_pages:
                         self._make_room(chunk, must=True)
-                        self._begin(chunk)
+                        self._begin(chunk, reads=chunk.written and not anew)
                     self._touch(chunk, was_used=True)
                     if write:
                         # What is being written must not change.
@@ -249,12 +262,12 @@ class DiskChunks:
                 except RingcommError as error:
                     self._keep(error)
 
-    def _begin(self, chunk: DiskChunk) -> None:
-        """Gives a chunk pages, and begins to read it, if it has been written."""
+    def _begin(self, chunk: DiskChunk, reads: bool) -> None:
+        """Gives a chunk pages, and begins to read it."""
         chunk.has_pages = True
         self.held_bytes += chunk.size_bytes
         self.most_held_bytes = max(self.most_held_bytes, self.held_bytes)
-        if chunk.written and self.fault is None:
+        if reads and self.fault is None:
             assert chunk.block is not None
             try:
                 chunk.coming = self.file.read(chunk.block, chunk.memory)
@@ -299,9 +312,11 @@ class DiskChunks:
         """Yields the chunks that may leave, those first that are needed least."""
         idle = [each for each in self._present if not each.in_use]
         used = [each for each in idle if each.was_used]
-        yield [each for each in used if each.going is None or each.going.done()]
+        # Asked once: a write may end at any moment.
+        writing = {each for each in used if each.going is not None and not each.going.done()}
+        yield [each for each in used if each not in writing]
         if must:
-            yield [each for each in used if each.going is not None and not each.going.done()]
+            yield [each for each in used if each in writing]
             yield [each for each in reversed(idle) if not each.was_used]
 
     def _forget(self, chunk: DiskChunk) -> None:

@@ -172,8 +172,8 @@ class ParamHolder(Protocol):
         """True inside of :meth:`here`."""
         ...
 
-    def here(self, write: bool = False) -> AbstractContextManager[None]:
-        """Has the chunk in memory inside the context, with changes kept if it ``write``s."""
+    def here(self, write: bool = False, anew: bool = False) -> AbstractContextManager[None]:
+        """Has the chunk in memory inside the context; see :meth:`Bucket.params_here`."""
         ...
 
 
@@ -278,17 +278,18 @@ class Bucket:
         """True if the parameters lie elsewhere but for :meth:`params_here`."""
         return self._memory.holder is not None
 
-    def params_here(self, write: bool = False) -> AbstractContextManager[None]:
+    def params_here(self, write: bool = False, anew: bool = False) -> AbstractContextManager[None]:
         """Has the chunk's parameters in memory inside the context, in a step or outside of it.
 
         Args:
             write: what is changed inside is kept.
+            anew: all of them are written inside, whatever they were.
 
         Raises:
             DiskError: they lie on a disk, which has failed.
         """
         holder = self._memory.holder
-        return nullcontext() if holder is None else holder.here(write)
+        return nullcontext() if holder is None else holder.here(write, anew)
 
     def keep_state(self, master: str, eight_bits: bool, tier: StateTier | None = None) -> None:
         """Begins to keep state: masters, of zeros, and the moments that :meth:`ensure` makes.

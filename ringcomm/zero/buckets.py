@@ -85,7 +85,7 @@ class ParamBucket(ABC):
         begin = self.state_chunk.begin
         return state[self.chunk.begin - begin : self.chunk.end - begin]
 
-    def here(self, write: bool = False) -> AbstractContextManager[None]:
+    def here(self, write: bool = False, anew: bool = False) -> AbstractContextManager[None]:
         """Has what this rank keeps of the parameters in memory inside the context.
 
         Whoever reads or writes it from outside of the module's calls does so there. In memory it
@@ -93,6 +93,7 @@ class ParamBucket(ABC):
 
         Args:
             write: what is changed inside is kept.
+            anew: all of the parameters are written inside, whatever they were.
 
         Raises:
             DiskError: it lies on a disk, which has failed; at the begin.
@@ -339,10 +340,6 @@ class ShardedBucket(ParamBucket):
             self._make_flat()
         else:
             storage.resize_(0)
-
-    def read_ahead(self) -> bool:
-        """Prepares for being filled soon; False if there is no room for that."""
-        return True
 
     def allocate(self) -> None:
         """Gives ``flat`` its memory."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -45,6 +45,11 @@ def reserve(
     chunks = [bucket.disk_chunk for bucket in everything if isinstance(bucket, DiskBucket)]
     # Forward uses the last ones at its end, and backward at its begin.
     store.reserve(chunks)
+
+
+def expect(store: DiskChunks, buckets: Iterable[ParamBucket]) -> None:
+    """Has the chunks of buckets read ahead that will be needed next, in this order."""
+    store.expect(bucket.disk_chunk for bucket in buckets if isinstance(bucket, DiskBucket))
 
 
 class DiskBucket(WorldBucket):
@@ -108,11 +113,8 @@ class DiskBucket(WorldBucket):
             names = ", ".join(placed.name for placed in self.params)
             raise AssertionError(f"the chunk of {names} is on the disk; use it in here()")
 
-    def here(self, write: bool = False) -> AbstractContextManager[None]:
-        return self.store.here(self.disk_chunk, write)
-
-    def read_ahead(self) -> bool:
-        return self.store.read_ahead(self.disk_chunk)
+    def here(self, write: bool = False, anew: bool = False) -> AbstractContextManager[None]:
+        return self.store.here(self.disk_chunk, write, anew)
 
     def fill(self) -> None:
         with self.store.keeping_faults(), self.here():

@@ -27,6 +27,7 @@ from ringcomm.optim.sharded import refuse_join
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import ParamBucket, ShardedBucket
 from ringcomm.zero.conversions import allow_conversions, refuse_conversions
+from ringcomm.zero.disk_buckets import expect
 from ringcomm.zero.gather import Gatherer
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
@@ -164,7 +165,9 @@ class ShardEngine:
                 assert isinstance(bucket, ShardedBucket)
                 of[unit].append(bucket)
         units = [(unit, of[number]) for number, unit in enumerate(self.parts.units)]
-        return Gatherer(units, self.comm, self.options, self.profile)
+        store = self.parts.store
+        told = None if store is None else partial(expect, store)
+        return Gatherer(units, self.comm, self.options, self.profile, told)
 
     def own(self, owns: bool) -> None:
         """Makes the engine the owner of the module's parameters, or of none any more."""

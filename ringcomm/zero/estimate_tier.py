@@ -154,6 +154,9 @@ def state_in_tier(
     return TierBytes.of(records, disk)
 
 
+FP32_MASTER = 4
+
+
 @dataclass(frozen=True)
 class ParamTierBytes:
     """The bytes of a rank whose parameters are on a disk, at stage 3.
@@ -162,8 +165,9 @@ class ParamTierBytes:
         buffers: in memory, of chunks that come and go.
         resident: in memory, of chunks that never move.
         stored: of the file.
-        read: in a step, at most: forward, backward and the optimizer read each chunk. What is still
-            in the buffers where one begins as the other has ended is not read.
+        read: in a step, at most: forward, backward and the optimizer read each chunk, the latter
+            not where FP32 masters give what is written. What is still in the buffers where one
+            begins as the other has ended is not read.
         written: in a step.
         ahead: of what is read, that of forward and backward.
         behind: of what is written, what can be written after the step.
@@ -220,7 +224,7 @@ def params_in_tier(
         buffers=buffers,
         resident=resident,
         stored=moving,
-        read=2 * moving + trained if reads else 0,
+        read=2 * moving + (trained if each.master < FP32_MASTER else 0) if reads else 0,
         written=trained,
         ahead=2 * moving if reads else 0,
         behind=min(trained, buffers),

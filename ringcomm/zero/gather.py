@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -159,6 +159,12 @@ class Gatherer:
 
     It expects the units in the order in which the last iteration needed them. A wrong guess costs
     a copy.
+
+    Args:
+        units: with their buckets.
+        comm, options, profile: of the engine.
+        tell_expected: called with the buckets that will be gathered next, where chunks have to be
+            brought before.
     """
 
     def __init__(
@@ -167,7 +173,16 @@ class Gatherer:
         comm: Communicator,
         options: ZeroOptions,
         profile: StepProfile,
+        tell_expected: Callable[[Iterable[ShardedBucket]], None] | None = None,
     ) -> None:
+        self._tell_expected = tell_expected
+        # Those that stay from forward to backward, as hooks have it.
+        self._staying = {
+            bucket
+            for unit, buckets in units
+            for bucket in buckets
+            if unit.name == "" or _stays(unit, options)
+        }
         self._buckets = {id(unit): tuple(buckets) for unit, buckets in units}
         # By unit, how many are gathered ahead of their use while it runs.
         self._prefetch = {
@@ -221,18 +236,18 @@ class Gatherer:
         for key in expected[: self._prefetch.get(self._now[-1], 0)]:
             for bucket in self._buckets[key]:
                 self._start(bucket)
-        self._read_ahead(expected)
+        self._expect(expected)
 
-    def read_first(self) -> None:
-        """Prepares the units that the next iteration is expected to need first."""
-        self._read_ahead(self._now or self._last)
+    def expect_first(self) -> None:
+        """Tells which buckets the next iteration is expected to gather first."""
+        self._expect(self._now or self._last)
 
-    def _read_ahead(self, units: Sequence[int]) -> None:
-        """Prepares units in the order in which they will be gathered, as long as there is room."""
-        for key in units:
-            for bucket in self._buckets[key]:
-                if not bucket.is_here and not bucket.read_ahead():
-                    return
+    def _expect(self, units: Sequence[int]) -> None:
+        """Tells which buckets will be gathered next, those of these units."""
+        if self._tell_expected is not None:
+            buckets = (bucket for key in units for bucket in self._buckets[key])
+            # What is here now is gathered again, unless it stays.
+            self._tell_expected(b for b in buckets if not (b.is_here and b in self._staying))
 
     def bring(self, unit: Unit) -> None:
         """Gathers a unit; its parameters are here when the call returns."""
@@ -403,6 +418,11 @@ class Gatherer:
         self.end_schedule()
         self.free_all()
         self._copier.close()
+
+
+def _stays(unit: Unit, options: ZeroOptions) -> bool:
+    chosen = unit.options.keep_gathered
+    return options.keep_gathered if chosen is None else chosen
 
 
 def _bring_for_schedule(reference: weakref.ref[Gatherer], bucket: ShardedBucket) -> bool:

@@ -41,7 +41,7 @@ from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.optim.tiers import takes_step
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket
-from ringcomm.zero.disk_buckets import DiskBucket
+from ringcomm.zero.disk_buckets import DiskBucket, expect
 from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.pipelines import in_pipeline
 from ringcomm.zero.plans import by_optimizer
@@ -277,23 +277,32 @@ class DiskKernels(SplitKernels):
         if self._skips or not self._brings:
             super().update_shard(bucket, grad)
             return
-        self._read_ahead(bucket.number)
+        anew = self._writes_anew(bucket)
+        if not anew:
+            following = self._reduction.buckets[bucket.number :]
+            expect(self._store, (each.stored for each in following))
         changes = takes_step(bucket.layout, bucket.chunk, self._active)
-        with bucket.params_here(write=changes):
+        with bucket.params_here(write=changes, anew=anew):
             super().update_shard(bucket, grad)
 
-    def _read_ahead(self, number: int) -> None:
-        for following in self._reduction.buckets[number:]:
-            assert isinstance(following.stored, ShardedBucket)
-            if not following.stored.read_ahead():
-                return
+    def _writes_anew(self, bucket: Bucket) -> bool:
+        """Tells whether a chunk's parameters all become what their FP32 masters round to."""
+        if bucket.state.master is None:
+            return False
+        steps = {each.begin for each in bucket.layout.segments if self._active[each.param]}
+        chunk = bucket.chunk
+        return all(
+            each.begin in steps
+            for each in self._reduction.buckets[bucket.number].stored.params
+            if each.begin < chunk.end and chunk.begin < each.end
+        )
 
     def end(self) -> None:
         super().end()
         self._in_step.close()
         engine = self._engine()
         if engine is not None and engine.gatherer is not None:
-            engine.gatherer.read_first()
+            engine.gatherer.expect_first()
 
 
 def _new_words(bucket: Bucket) -> Tensor:

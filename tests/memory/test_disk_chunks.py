@@ -45,7 +45,7 @@ def test_a_chunk_has_what_was_written_last_in_any_order(folder, monkeypatch, see
         number = random.randrange(len(chunks))
         chunk = chunks[number]
         if random.random() < 0.4:
-            store.read_ahead(chunk)
+            store.expect(random.sample(chunks, 3))
             continue
         write = random.random() < 0.5
         with store.here(chunk, write=write):
@@ -59,6 +59,19 @@ def test_a_chunk_has_what_was_written_last_in_any_order(folder, monkeypatch, see
     store.close()
 
 
+def test_a_write_that_ends_while_room_is_made_takes_no_more_room(folder, monkeypatch):
+    """It was under way when it was asked first, and over when it was asked again."""
+    store, chunks = store_with(folder, [1, 1], 1)
+    with store.here(chunks[0], write=True):
+        chunks[0].memory.fill_(1)
+    answers = iter([False, True, True])
+    monkeypatch.setattr(scratch.Transfer, "done", lambda self: next(answers))
+    with store.here(chunks[1]):
+        assert store.held_bytes == PAGE_BYTES
+    monkeypatch.undo()
+    store.close()
+
+
 def test_chunks_in_use_stay_whatever_they_take(folder):
     store, chunks = store_with(folder, [1] * 4, 1)
     for number, chunk in enumerate(chunks):
@@ -66,9 +79,10 @@ def test_chunks_in_use_stay_whatever_they_take(folder):
             chunk.memory.fill_(number + 1)
     with store.here(chunks[0]), store.here(chunks[1]), store.here(chunks[2]):
         assert store.held_bytes == 3 * PAGE_BYTES
-        assert not store.read_ahead(chunks[3])
+        store.expect([chunks[3]])
+        assert store.held_bytes == 3 * PAGE_BYTES
         assert [int(chunk.memory[0]) for chunk in chunks[:3]] == [1, 2, 3]
-    store.read_ahead(chunks[3])
+    store.expect([chunks[3]])
     assert store.held_bytes == PAGE_BYTES
     store.close()
 
@@ -79,14 +93,15 @@ def test_what_is_read_ahead_is_not_given_up_for_what_comes_later(folder):
         with store.here(chunk, write=True):
             chunk.memory.fill_(7)
     store.wait()
-    assert store.read_ahead(chunks[0]) and store.read_ahead(chunks[1])
-    assert not store.read_ahead(chunks[2])
-    read = store.file.bytes_read
+    store.expect(chunks)
+    assert [chunk.has_pages for chunk in chunks] == [True, True, False, False]
     for chunk in chunks[:2]:
         with store.here(chunk):
             assert bool((chunk.memory == 7).all())
-    assert store.file.bytes_read in (read, 2 * PAGE_BYTES)
-    assert store.read_ahead(chunks[2])
+    assert store.file.bytes_read == 2 * PAGE_BYTES
+    # What is there already is not given up for what comes before it.
+    store.expect([chunks[2], chunks[1]])
+    assert [chunk.has_pages for chunk in chunks] == [False, True, True, False]
     store.close()
 
 
@@ -115,7 +130,7 @@ def test_after_a_fault_nothing_is_brought_or_written(folder, monkeypatch, operat
     written = store.file.bytes_written
     with pytest.raises(DiskError, match="an error of the test"), store.here(chunks[0]):
         raise AssertionError("it is not here")
-    assert not store.read_ahead(chunks[1])
+    store.expect([chunks[1]])
     with store.keeping_faults(), store.here(chunks[2], write=True):
         chunks[2].memory.fill_(5)
     assert store.file.bytes_written == written
