@@ -232,17 +232,17 @@ class Gatherer:
         if not self._now or self._now[-1] != id(unit):
             self._now.append(id(unit))
         self.bring(unit)
-        expected = self._followers()
-        for key in expected[: self._prefetch.get(self._now[-1], 0)]:
+        for key in self._expected():
             for bucket in self._buckets[key]:
                 self._start(bucket)
-        self._expect(expected)
+        if self._tell_expected is not None:
+            self._tell(self._followers())
 
     def expect_first(self) -> None:
         """Tells which buckets the next iteration is expected to gather first."""
-        self._expect(self._now or self._last)
+        self._tell(self._now or self._last)
 
-    def _expect(self, units: Sequence[int]) -> None:
+    def _tell(self, units: Sequence[int]) -> None:
         """Tells which buckets will be gathered next, those of these units."""
         if self._tell_expected is not None:
             buckets = (bucket for key in units for bucket in self._buckets[key])
@@ -289,6 +289,11 @@ class Gatherer:
             bucket.allocate()
             self._coming[bucket] = None
             self._copier.begin(bucket)
+
+    def _expected(self) -> list[int]:
+        """Returns the units to gather ahead of their use."""
+        count = self._prefetch.get(self._now[-1], 0)
+        return self._followers()[:count] if count else []
 
     def _followers(self) -> list[int]:
         """Returns the units that followed in the last iteration, if the current one matches it."""
