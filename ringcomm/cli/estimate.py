@@ -41,7 +41,12 @@ LONGEST_NAME = 50
 def as_text(report: Report) -> str:
     """All tables; no line is longer than 100 columns."""
     parts = [_headline(report), _memory_table(report), _traffic_table(report)]
-    parts += [_disk_table(report), _time_table(report), _budget_table(report)]
+    parts += [
+        _disk_table(report),
+        _params_table(report),
+        _time_table(report),
+        _budget_table(report),
+    ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
@@ -182,6 +187,30 @@ def _disk_table(report: Report) -> list[str]:
             "GB/s",
         ]
     return lines
+
+
+def _params_table(report: Report) -> list[str]:
+    disk = report.request.params_disk
+    if disk is None:
+        return []
+    rows = [["stage", "in memory", "on disk", "read", "written"]]
+    if disk.rates is not None:
+        rows[0] += ["read s", "write s", "hidden", "added s"]
+    for row in report.rows:
+        if row.params_disk is None:
+            continue
+        moved, time = row.params_disk.moved, row.params_disk.time
+        sizes = (moved.buffers + moved.resident, moved.stored, moved.read, moved.written)
+        rows.append([str(row.stage), *map(_gb, sizes)])
+        if time is not None:
+            rows[-1] += [
+                number(time.read_s),
+                number(time.write_s),
+                _or_unknown(row.params_disk.hidden_share, "{:.1%}".format),
+                _or_unknown(row.params_disk.added_s, number),
+            ]
+    lines = ["parameters on a disk, bytes of a rank, moved in a step, GB = 1e9 bytes"]
+    return lines + _aligned(rows)
 
 
 def _or_unknown(value: float | None, worded: Callable[[float], str]) -> str:

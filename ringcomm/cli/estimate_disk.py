@@ -1,20 +1,23 @@
-"""The section of ``ringcomm estimate`` on optimizer state on a disk, or on the host."""
+"""The sections of ``ringcomm estimate`` on what is on a disk, or on the host."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ringcomm.errors import ArgumentError
 from ringcomm.memory.scratch import Disk
-from ringcomm.zero.estimate_tier import DiskRates, DiskTime, TierBytes
+from ringcomm.zero.estimate_tier import DiskRates, DiskTime, ParamTierBytes, TierBytes
 from ringcomm.zero.estimate_time import GIGA, bandwidth_needed, efficiency
 
 MIB = 1 << 20
 PLACES = ("memory", "cpu", "disk")
 ACTIVATION_OPTIONS = ("activations_buffer_mib", "activations_resident_gb")
-DISK_OPTIONS = ("buffer_mib", "resident_gb", "disk_read_gbps", "disk_write_gbps")
+DISK_OPTIONS = ("buffer_mib", "resident_gb")
+PARAMS_OPTIONS = ("params_buffer_mib", "params_resident_gb")
+RATES = ("disk_read_gbps", "disk_write_gbps")
 # The efficiency for which the table says what bandwidth it needs.
 WANTED_SHARE = 0.9
 
@@ -43,6 +46,31 @@ class ActivationsDisk:
 
 
 @dataclass(frozen=True)
+class ParamsDisk:
+    """The disk where parameters lie at stage 3; ``rates`` is None if that is not known."""
+
+    tier: Disk
+    rates: DiskRates | None
+
+
+@dataclass(frozen=True)
+class ParamsRow:
+    """Parameters on a disk at stage 3.
+
+    Attributes:
+        moved: bytes of a rank.
+        time: of a step's reads and writes, of all ranks of a node; None without rates.
+        added_s: of it, what a step takes longer; None where the time of computing is not known.
+        hidden_share: of it, what is behind forward and backward, 0 to 1; None likewise.
+    """
+
+    moved: ParamTierBytes
+    time: DiskTime | None = None
+    added_s: float | None = None
+    hidden_share: float | None = None
+
+
+@dataclass(frozen=True)
 class DiskRow:
     """The state on a disk, or on the host, at one stage.
 
@@ -65,9 +93,9 @@ class DiskRow:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of a state on a disk."""
-    group = parser.add_argument_group("state elsewhere", "as with AdamWOptions(tier=)")
-    add = group.add_argument
+    """Declare the options of what is on a disk."""
+    told = "as with AdamWOptions(tier=) and ZeroOptions(tier=)"
+    add = parser.add_argument_group("state and parameters elsewhere", told).add_argument
     add(
         "--state-on",
         choices=PLACES,
@@ -85,6 +113,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--activations-buffer-mib", type=float, help=f"likewise (default: {default})")
     add("--activations-resident-gb", type=float, help="likewise (default: 0)")
+    add("--params-on", choices=("memory", "disk"), default="memory", help="at stage 3")
+    add("--params-buffer-mib", type=float, help=f"of a rank, in 2^20 bytes (default: {default})")
+    add("--params-resident-gb", type=float, help="of a rank's, stay in memory (default: 0)")
     for what in ("read", "write"):
         add(
             f"--disk-{what}-gbps",
@@ -100,14 +131,12 @@ def read_disk(args: argparse.Namespace) -> StateDisk | None:
     Raises:
         ArgumentError: the options do not go together, or are out of range.
     """
-    options = DISK_OPTIONS if args.activations_on == "memory" else DISK_OPTIONS[:2]
-    given = [name for name in options if getattr(args, name) is not None]
-    if given and args.state_on != "disk":
-        option = given[0].replace("_", "-")
-        raise ArgumentError(f"--{option}: expected --state-on disk with it")
+    elsewhere = (args.state_on, args.params_on, args.activations_on)
+    _expect_with(args, RATES, "--state-on disk", "disk" in elsewhere)
+    _expect_with(args, DISK_OPTIONS, "--state-on disk", args.state_on == "disk")
     if args.state_on != "disk":
         return None if args.state_on == "memory" else StateDisk(args.state_on, None)
-    return StateDisk(_disk(args, ""), _rates(args))
+    return StateDisk(_read_sizes(args, DISK_OPTIONS), _read_rates(args))
 
 
 def read_activations_disk(args: argparse.Namespace) -> ActivationsDisk | None:
@@ -116,25 +145,46 @@ def read_activations_disk(args: argparse.Namespace) -> ActivationsDisk | None:
     Raises:
         ArgumentError: the options do not go together, or are out of range.
     """
-    if args.activations_on == "disk":
-        if args.layers is None:
-            raise ArgumentError("--activations-on disk: expected --layers and the other sizes")
-        if args.pp > 1:
-            raise ArgumentError("--activations-on disk: expected --pp 1 with it")
-        return ActivationsDisk(_disk(args, "activations_"), _rates(args))
-    for name in ACTIVATION_OPTIONS:
-        if getattr(args, name) is not None:
-            option = name.replace("_", "-")
-            raise ArgumentError(f"--{option}: expected --activations-on disk with it")
-    return None
+    is_there = args.activations_on == "disk"
+    _expect_with(args, ACTIVATION_OPTIONS, "--activations-on disk", is_there)
+    if not is_there:
+        return None
+    if args.layers is None:
+        raise ArgumentError("--activations-on disk: expected --layers and the other sizes")
+    if args.pp > 1:
+        raise ArgumentError("--activations-on disk: expected --pp 1 with it")
+    return ActivationsDisk(_read_sizes(args, ACTIVATION_OPTIONS), _read_rates(args))
 
 
-def _disk(args: argparse.Namespace, prefix: str) -> Disk:
+def read_params_disk(args: argparse.Namespace) -> ParamsDisk | None:
+    """Reads the options; returns None if the parameters are in memory.
+
+    Raises:
+        ArgumentError: the options do not go together, or are out of range.
+    """
+    _expect_with(args, PARAMS_OPTIONS, "--params-on disk", args.params_on == "disk")
+    if args.params_on != "disk":
+        return None
+    if args.stage not in (None, 3):
+        raise ArgumentError(
+            f"--params-on disk: expected --stage 3 or none with it, got {args.stage}, where each "
+            "rank has all parameters in memory"
+        )
+    return ParamsDisk(_read_sizes(args, PARAMS_OPTIONS), _read_rates(args))
+
+
+def _expect_with(
+    args: argparse.Namespace, names: Sequence[str], other: str, is_there: bool
+) -> None:
+    given = [name for name in names if getattr(args, name) is not None]
+    if given and not is_there:
+        raise ArgumentError(f"--{given[0].replace('_', '-')}: expected {other} with it")
+
+
+def _read_sizes(args: argparse.Namespace, names: Sequence[str]) -> Disk:
     sizes = {}
-    for name, field, unit in (
-        (f"{prefix}buffer_mib", "buffer_bytes", MIB),
-        (f"{prefix}resident_gb", "resident_bytes", 10**9),
-    ):
+    fields = (("buffer_bytes", MIB), ("resident_bytes", 10**9))
+    for name, (field, unit) in zip(names, fields, strict=True):
         value = getattr(args, name)
         if value is not None:
             if not 0 <= value * unit < 2**63:
@@ -144,7 +194,7 @@ def _disk(args: argparse.Namespace, prefix: str) -> Disk:
     return Disk("disk", **sizes)
 
 
-def _rates(args: argparse.Namespace) -> DiskRates | None:
+def _read_rates(args: argparse.Namespace) -> DiskRates | None:
     rates = [args.disk_read_gbps, args.disk_write_gbps]
     if rates == [None, None]:
         return None
@@ -192,7 +242,20 @@ def disk_row(
     )
 
 
-def as_json(row: DiskRow) -> dict[str, Any]:
+def params_row(
+    moved: ParamTierBytes, rates: DiskRates | None, mates: int, computing: Computing | None
+) -> ParamsRow:
+    """Returns the figures of parameters; arguments as of :func:`disk_row`."""
+    if rates is None:
+        return ParamsRow(moved)
+    time = rates.time_of_params(moved, mates)
+    if computing is None:
+        return ParamsRow(moved, time)
+    seconds = computing.seconds
+    return ParamsRow(moved, time, time.added_s(seconds), time.hidden_share(seconds))
+
+
+def as_json(row: DiskRow | ParamsRow) -> dict[str, Any]:
     """The row as plain JSON types: bytes and seconds."""
     told = asdict(row)
     told.update({f"{name}_bytes": size for name, size in told.pop("moved").items()})

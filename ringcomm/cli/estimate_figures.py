@@ -21,10 +21,14 @@ from ringcomm.cli.estimate_disk import (
     ActivationsDisk,
     Computing,
     DiskRow,
+    ParamsDisk,
+    ParamsRow,
     StateDisk,
     disk_row,
+    params_row,
     read_activations_disk,
     read_disk,
+    read_params_disk,
 )
 from ringcomm.cli.estimate_network import Step
 from ringcomm.comm.topology.cost import Cluster
@@ -49,7 +53,7 @@ from ringcomm.zero.estimate_model_parallel import (
     stage_activations,
     stage_model,
 )
-from ringcomm.zero.estimate_tier import state_in_tier
+from ringcomm.zero.estimate_tier import params_in_tier, state_in_tier
 from ringcomm.zero.estimate_time import (
     StepTime,
     Traffic,
@@ -149,6 +153,7 @@ class Request:
         budget_bytes: of a rank, or None.
         state_disk: where the state lies; None for memory.
         activations_disk: where the activations are kept; None for memory.
+        params_disk: where parameters lie at stage 3; None for memory.
     """
 
     called: str
@@ -165,11 +170,21 @@ class Request:
     budget_bytes: int | None
     state_disk: StateDisk | None
     activations_disk: ActivationsDisk | None
+    params_disk: ParamsDisk | None
 
     @property
     def tier(self) -> Disk | str | None:
         """As in ``AdamWOptions``."""
         return None if self.state_disk is None else self.state_disk.tier
+
+    @property
+    def params_tier(self) -> Disk | None:
+        """As in ``ZeroOptions``."""
+        return None if self.params_disk is None else self.params_disk.tier
+
+    def model_state(self, stage: int, world: World) -> StateBytes:
+        """Returns the model state of a rank."""
+        return model_state(self.model, stage, world, self.each, self.tier, self.params_tier)
 
 
 def has_model(args: argparse.Namespace) -> bool:
@@ -228,6 +243,7 @@ def read_request(args: argparse.Namespace, cluster: Cluster | None = None) -> Re
         budget_bytes=None if args.budget_gb is None else round(args.budget_gb * 10**9),
         state_disk=read_disk(args),
         activations_disk=read_activations_disk(args),
+        params_disk=read_params_disk(args),
     )
 
 
@@ -433,6 +449,7 @@ class Row:
         largest_elems: the largest model that fits beside buffers and activations; None without a
             budget.
         disk: of the state; None if it is in memory.
+        params_disk: of the parameters; None if they are in memory.
     """
 
     stage: int
@@ -444,6 +461,7 @@ class Row:
     time: StepTime | None
     largest_elems: int | None
     disk: DiskRow | None
+    params_disk: ParamsRow | None
 
     @property
     def total_bytes(self) -> int:
@@ -499,7 +517,7 @@ def total_bytes(report: Report, stage: int, world_size: int) -> int:
     """Returns the memory that a rank would need in another world."""
     request = report.request
     world = replace(request.world, ranks=world_size)
-    state = model_state(request.model, stage, world, request.each, request.tier)
+    state = request.model_state(stage, world)
     working = _working(request, stage, world)
     held = report.activations
     return state.total + working.total + (held.total if held else 0)
@@ -524,10 +542,11 @@ def _row(request: Request, stage: int, activation_bytes: int) -> Row:
     largest = None
     if request.budget_bytes is not None:
         other_bytes = working.total + activation_bytes
-        largest = largest_model(request.budget_bytes, stage, world, each, other_bytes, request.tier)
+        tiers = request.tier, request.params_tier
+        largest = largest_model(request.budget_bytes, stage, world, each, other_bytes, *tiers)
     return Row(
         stage,
-        model_state(model, stage, world, each, request.tier),
+        request.model_state(stage, world),
         working,
         activation_bytes,
         moved,
@@ -535,6 +554,7 @@ def _row(request: Request, stage: int, activation_bytes: int) -> Row:
         _step_time(request, moved.sent_bytes(world.ranks)),
         largest,
         _disk_row(request, stage),
+        _params_row(request, stage),
     )
 
 
@@ -550,16 +570,28 @@ def _flops(request: Request, timing: Timing) -> int:
 
 
 def _disk_row(request: Request, stage: int) -> DiskRow | None:
-    disk, timing, world = request.state_disk, request.timing, request.world
+    disk, world = request.state_disk, request.world
     if disk is None:
         return None
     moved = state_in_tier(request.model, stage, world, request.each, request.options, disk.tier)
-    computing = None
-    if timing is not None:
-        flops = _flops(request, timing)
-        compute_s = step_time(flops, 0, timing.gbps, timing.peak_tflops).compute_s
-        computing = Computing(flops, compute_s, timing.peak_tflops)
-    return disk_row(moved, disk.rates, world.mates, computing)
+    return disk_row(moved, disk.rates, world.mates, _computing(request))
+
+
+def _params_row(request: Request, stage: int) -> ParamsRow | None:
+    disk, world = request.params_disk, request.world
+    if disk is None or stage != 3:
+        return None
+    moved = params_in_tier(request.model, world, request.each, request.options, disk.tier)
+    return params_row(moved, disk.rates, world.mates, _computing(request))
+
+
+def _computing(request: Request) -> Computing | None:
+    timing = request.timing
+    if timing is None:
+        return None
+    flops = _flops(request, timing)
+    compute_s = step_time(flops, 0, timing.gbps, timing.peak_tflops).compute_s
+    return Computing(flops, compute_s, timing.peak_tflops)
 
 
 def network_step(report: Report) -> Step:
@@ -617,6 +649,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def _row_json(row: Row, world_size: int) -> dict[str, Any]:
+    disks = {"state_elsewhere": row.disk, "params_on_disk": row.params_disk}
     return {
         "stage": row.stage,
         "model_state_bytes": {**asdict(row.state), "total": row.state.total},
@@ -630,7 +663,7 @@ def _row_json(row: Row, world_size: int) -> dict[str, Any]:
         "leaving_node_bytes": row.leaving_node_bytes,
         "time": None if row.time is None else _time_json(row.time),
         "largest_model_elems": row.largest_elems,
-        "state_elsewhere": None if row.disk is None else estimate_disk.as_json(row.disk),
+        **{name: each and estimate_disk.as_json(each) for name, each in disks.items()},
     }
 
 

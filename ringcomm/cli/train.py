@@ -113,19 +113,23 @@ def _add_sharding(parser: argparse.ArgumentParser) -> None:
     for what, default in (("params", "node"), ("state", "world")):
         meaning = f"ranks that share them, over nodes: ZeroOptions.{what} (default: {default})"
         add(f"--shard-{what}", choices=("node", "world"), help=meaning)
-    add("--state-on", metavar="PATH", help="folder on a disk for the optimizer's state")
-    add(
-        "--state-resident-mib",
-        type=int,
-        metavar="N",
-        help="of it, what stays in a rank's memory, in 2^20 bytes (default: 0)",
-    )
-    add(
-        "--state-buffer-mib",
-        type=int,
-        metavar="N",
-        help="a rank's buffers for what is on its way, in 2^20 bytes (default: 64)",
-    )
+    for what, meaning in (
+        ("state", "the optimizer's state"),
+        ("params", "parameters that are not gathered, at stage 3"),
+    ):
+        add(f"--{what}-on", metavar="PATH", help=f"folder on a disk for {meaning}")
+        add(
+            f"--{what}-resident-mib",
+            type=int,
+            metavar="N",
+            help="of it, what stays in a rank's memory, in 2^20 bytes (default: 0)",
+        )
+        add(
+            f"--{what}-buffer-mib",
+            type=int,
+            metavar="N",
+            help="a rank's buffers for what is on its way, in 2^20 bytes (default: 64)",
+        )
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -192,9 +196,13 @@ def _settings(args: argparse.Namespace) -> tuple[TrainConfig, dict[str, Any]]:
         state_on=args.state_on,
         state_resident_mib=args.state_resident_mib,
         state_buffer_mib=args.state_buffer_mib,
+        params_on=args.params_on,
+        params_resident_mib=args.params_resident_mib,
+        params_buffer_mib=args.params_buffer_mib,
     )
-    if engine.state_on is not None and not os.path.isdir(engine.state_on):
-        raise ArgumentError(f"--state-on {engine.state_on}: expected a folder on a disk")
+    for what, folder in (("state", engine.state_on), ("params", engine.params_on)):
+        if folder is not None and not os.path.isdir(folder):
+            raise ArgumentError(f"--{what}-on {folder}: expected a folder on a disk")
     for option in ("save", "profile"):
         if getattr(args, option) is not None and engine.name != "zero":
             raise ArgumentError(

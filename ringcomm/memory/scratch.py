@@ -67,29 +67,40 @@ class Disk:
             raise ArgumentError(f"Disk(timeout_s=): expected seconds > 0 or None, got {limit!r}")
 
 
-def aligned_buffer(size_bytes: int) -> torch.Tensor:
+class PagedBuffer:
     """Memory for transfers: zeros, in whole pages, in huge ones where the system has them.
 
     Args:
-        size_bytes: what the tensor has; its pages are taken when they are first touched.
+        size_bytes: what it has; its pages are taken when they are first touched.
 
-    Returns:
-        uint8 [size_bytes], which begins a page; what is left of its last page is its own, too.
+    Attributes:
+        memory: uint8 [size_bytes], which begins a page; what is left of its last page is its own,
+            too.
     """
-    if size_bytes < 1:
-        raise ArgumentError(f"aligned_buffer: expected at least 1 byte, got {size_bytes}")
-    # Huge pages begin at multiples of their size, and older kernels map anywhere.
-    slack_bytes = HUGE_PAGE_BYTES if size_bytes >= HUGE_PAGE_BYTES else 0
-    mapped = mmap.mmap(
-        -1,
-        rounded_up(size_bytes) + slack_bytes,
-        flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
-    )
-    whole = torch.frombuffer(mapped, dtype=torch.uint8)
-    skipped_bytes = -whole.data_ptr() % HUGE_PAGE_BYTES if slack_bytes else 0
-    buffer = whole[skipped_bytes : skipped_bytes + size_bytes]
-    _native.advise_huge_pages(buffer.data_ptr(), size_bytes)
-    return buffer
+
+    def __init__(self, size_bytes: int) -> None:
+        if size_bytes < 1:
+            raise ArgumentError(f"aligned_buffer: expected at least 1 byte, got {size_bytes}")
+        # Huge pages begin at multiples of their size, and older kernels map anywhere.
+        slack_bytes = HUGE_PAGE_BYTES if size_bytes >= HUGE_PAGE_BYTES else 0
+        self._mapped = mmap.mmap(
+            -1,
+            rounded_up(size_bytes) + slack_bytes,
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+        )
+        whole = torch.frombuffer(self._mapped, dtype=torch.uint8)
+        self._begin = -whole.data_ptr() % HUGE_PAGE_BYTES if slack_bytes else 0
+        self.memory = whole[self._begin : self._begin + size_bytes]
+        _native.advise_huge_pages(self.memory.data_ptr(), size_bytes)
+
+    def drop_pages(self) -> None:
+        """Gives its pages to the system; it is of zeros again."""
+        self._mapped.madvise(mmap.MADV_DONTNEED, self._begin, rounded_up(self.memory.nbytes))
+
+
+def aligned_buffer(size_bytes: int) -> torch.Tensor:
+    """Returns the memory of a :class:`PagedBuffer`: uint8 [size_bytes]."""
+    return PagedBuffer(size_bytes).memory
 
 
 def rounded_up(size_bytes: int) -> int:

@@ -278,7 +278,8 @@ class AdafactorKernels(OwnerKernels):
         kept = [list(self._rule.kept_whole(param.index).values()) for param in params]
         exchange.from_owners(wholes, room, kept)
         for number, bucket in buckets.items():
-            bucket.own_params.copy_(values[number])
+            with bucket.params_here(write=True):
+                bucket.own_params.copy_(values[number])
             _keep_masters(bucket, values[number])
         self.publish(buckets.values())
         self._waiting.clear()
@@ -288,7 +289,8 @@ def _values_of(bucket: Bucket) -> Tensor:
     """Returns what this rank's chunk of a bucket is computed in: float32 [chunk elements]."""
     master = bucket.state.master
     if master is None:
-        return bucket.own_params.to(torch.float32)
+        with bucket.params_here():
+            return bucket.own_params.to(torch.float32, copy=bucket.may_be_away)
     return master if bucket.tier is None else bucket.state.tensors()["master"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -163,6 +164,19 @@ class BucketDevice:
         return cls(host, host) if comm is None else cls(comm.device, comm.heap_device)
 
 
+class ParamHolder(Protocol):
+    """Who has a rank's chunk of the parameters, which may lie elsewhere for a while."""
+
+    @property
+    def in_memory(self) -> bool:
+        """True inside of :meth:`here`."""
+        ...
+
+    def here(self, write: bool = False, anew: bool = False) -> AbstractContextManager[None]:
+        """Has the chunk in memory inside the context; see :meth:`Bucket.params_here`."""
+        ...
+
+
 @dataclass(frozen=True)
 class BucketMemory:
     """The memory of a bucket's parameters and gradients on this rank.
@@ -175,12 +189,14 @@ class BucketMemory:
             are reduced before the step.
         wide: float32 [chunk elements], the parameters before they were rounded to their dtype; None
             if they were not rounded.
+        holder: who has ``own_params``, where they may lie elsewhere; None if they are in memory.
     """
 
     own_params: Tensor
     params: Tensor | None = None
     grads: Tensor | None = None
     wide: Tensor | None = None
+    holder: ParamHolder | None = None
 
 
 class StateTier(Protocol):
@@ -210,8 +226,8 @@ class Bucket:
         number: number of the bucket in its layout.
         layout: layout of the bucket.
         chunk: the part that this rank keeps state for.
-        own_params: [chunk elements], the parameters of the chunk.
         segments: int64 [segments, 3], for the kernels.
+        device: of all tensors.
         state: the optimizer's state of the chunk; in another tier than memory, what stands for it,
             whose elements :meth:`parts` gives.
         tier: where the state lies; None for memory.
@@ -234,16 +250,46 @@ class Bucket:
         self.number = number
         self.layout = layout
         self.chunk = chunk
-        self.own_params = memory.own_params
         self._memory = memory
-        self._place = memory.own_params.device
-        self.segments = layout.segment_table(self._place)
+        self.device = memory.own_params.device
+        self.segments = layout.segment_table(self.device)
         self.state = ShardState()
         self.tier: StateTier | None = None
         self.is_part = False
         self.grad_shard: Tensor | None = None
         self.tag: Callable[[], int] = int
         self.share: Callable[[], object] = _has_no_copies
+
+    @property
+    def own_params(self) -> Tensor:
+        """The parameters of the chunk: [chunk elements]; see :meth:`params_here`."""
+        holder = self._memory.holder
+        if holder is not None and not holder.in_memory:
+            raise AssertionError(f"parameters of bucket {self.number} are not in memory")
+        return self._memory.own_params
+
+    @property
+    def own_memory(self) -> Tensor:
+        """The memory of :attr:`own_params`, whatever is there now."""
+        return self._memory.own_params
+
+    @property
+    def may_be_away(self) -> bool:
+        """True if the parameters lie elsewhere but for :meth:`params_here`."""
+        return self._memory.holder is not None
+
+    def params_here(self, write: bool = False, anew: bool = False) -> AbstractContextManager[None]:
+        """Has the chunk's parameters in memory inside the context, in a step or outside of it.
+
+        Args:
+            write: what is changed inside is kept.
+            anew: all of them are written inside, whatever they were.
+
+        Raises:
+            DiskError: they lie on a disk, which has failed.
+        """
+        holder = self._memory.holder
+        return nullcontext() if holder is None else holder.here(write, anew)
 
     def keep_state(self, master: str, eight_bits: bool, tier: StateTier | None = None) -> None:
         """Begins to keep state: masters, of zeros, and the moments that :meth:`ensure` makes.
@@ -255,7 +301,7 @@ class Bucket:
         """
         self.tier = tier
         if tier is None:
-            self.state = ShardState.zeros(self.layout, self.chunk, master, self._place)
+            self.state = ShardState.zeros(self.layout, self.chunk, master, self.device)
             self.state.eight_bits = eight_bits
         else:
             self.state = tier.add(self, master, eight_bits)
@@ -299,18 +345,26 @@ class Bucket:
         Returns:
             float32 [end - begin].
         """
-        found = torch.empty(end - begin, dtype=torch.float32, device=self._place)
+        found = torch.empty(end - begin, dtype=torch.float32, device=self.device)
+        if name == "master" and self.state.master is None:
+            with self.params_here():
+                self._read_params(begin, end, found)
+            return found
         for part in self.parts(begin, end, write=False):
             here, there = part.within(begin, end)
-            if name != "master":
-                found[there].copy_(part.state.wide()[name][here])
-            elif part.state.remainder is not None:
-                joined = join_master(part.own_params[here], part.state.remainder[here])
-                found[there].copy_(joined)
-            else:
-                master = part.state.master
-                found[there].copy_((part.own_params if master is None else master)[here])
+            values = part.state.master if name == "master" else part.state.wide()[name]
+            assert values is not None
+            found[there].copy_(values[here])
         return found
+
+    def _read_params(self, begin: int, end: int, found: Tensor) -> None:
+        """Fills ``found`` with parameters, joined with their remainders if there are any."""
+        for part in self.parts(begin, end, write=False):
+            here, there = part.within(begin, end)
+            values = part.own_params[here]
+            if part.state.remainder is not None:
+                values = join_master(values, part.state.remainder[here])
+            found[there].copy_(values)
 
     def write_state(self, name: str, begin: int, values: Tensor) -> None:
         """Sets elements of a moment, or of the masters, which are of this rank's chunk.
@@ -322,25 +376,28 @@ class Bucket:
             values: float32 [elements].
         """
         end = begin + values.numel()
-        for part in self.parts(begin, end):
-            here, there = part.within(begin, end)
-            if name != "master":
-                moment = part.state.wide()[name]
-                moment[here].copy_(values[there])
-                part.state.take({name: moment})
-                continue
-            if part.state.master is not None:
-                part.state.master[here].copy_(values[there])
-            if part.state.remainder is not None:
-                param, remainder = split_master(values[there])
-                part.own_params[here].copy_(param)
-                part.state.remainder[here].copy_(remainder)
+        splits = name == "master" and self.state.remainder is not None
+        with self.params_here(write=True) if splits else nullcontext():
+            for part in self.parts(begin, end):
+                here, there = part.within(begin, end)
+                if name != "master":
+                    moment = part.state.wide()[name]
+                    moment[here].copy_(values[there])
+                    part.state.take({name: moment})
+                    continue
+                if part.state.master is not None:
+                    part.state.master[here].copy_(values[there])
+                if part.state.remainder is not None:
+                    param, remainder = split_master(values[there])
+                    part.own_params[here].copy_(param)
+                    part.state.remainder[here].copy_(remainder)
 
     def part(self, chunk: Chunk, state: ShardState) -> Bucket:
         """Returns a bucket of a part of this one's chunk, with a state of its own."""
         first = self.chunk.begin
-        own = self.own_params[chunk.begin - first : chunk.end - first]
-        made = Bucket(self.number, self.layout, chunk, BucketMemory(own))
+        own = self.own_memory[chunk.begin - first : chunk.end - first]
+        memory = BucketMemory(own, holder=self._memory.holder)
+        made = Bucket(self.number, self.layout, chunk, memory)
         made.segments = self.segments
         made.state = state
         made.is_part = True
@@ -349,7 +406,7 @@ class Bucket:
     def lay_out(self, layout: BucketLayout) -> None:
         """Takes another layout of the same elements, in which parameters have other indices."""
         self.layout = layout
-        self.segments = layout.segment_table(self._place)
+        self.segments = layout.segment_table(self.device)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -379,8 +436,8 @@ class Bucket:
             return self._memory.params.data_ptr()
         if not self.chunk.elems:
             return 0  # an empty chunk has no address to count back from
-        size_bytes = self.own_params.element_size()
-        return self.own_params.data_ptr() - self.chunk.begin * size_bytes
+        size_bytes = self.own_memory.element_size()
+        return self.own_memory.data_ptr() - self.chunk.begin * size_bytes
 
     @property
     def grads(self) -> Tensor:
@@ -391,7 +448,7 @@ class Bucket:
     def ensure_grad_shard(self) -> Tensor:
         """Returns ``grad_shard``, which is allocated at the first call."""
         if self.grad_shard is None:
-            self.grad_shard = empty_for_streams(self.chunk.elems, torch.float32, self._place)
+            self.grad_shard = empty_for_streams(self.chunk.elems, torch.float32, self.device)
         return self.grad_shard
 
     def write_params(self, begin: int, values: Tensor) -> None:
@@ -401,15 +458,18 @@ class Bucket:
             return
         low, high = max(begin, self.chunk.begin), min(begin + values.numel(), self.chunk.end)
         if low < high:
-            own = self.own_params[low - self.chunk.begin : high - self.chunk.begin]
-            own.copy_(values[low - begin : high - begin])
+            with self.params_here(write=True):
+                own = self.own_params[low - self.chunk.begin : high - self.chunk.begin]
+                own.copy_(values[low - begin : high - begin])
 
     def take_wide(self) -> None:
         """Sets the master to the parameters before they were rounded, if these are known."""
-        self.refresh_master()
         wide = self._memory.wide
-        if wide is not None and self.state.masters():
-            self.write_state("master", self.chunk.begin, following(wide, self.own_params))
+        if self.state.masters():
+            with self.params_here(write=self.state.remainder is not None):
+                self.refresh_master()
+                if wide is not None:
+                    self.write_state("master", self.chunk.begin, following(wide, self.own_params))
         self._memory = replace(self._memory, wide=None)
 
     def follow_params(self) -> None:
@@ -424,12 +484,13 @@ class Bucket:
         """Sets the master of the bucket's elements [begin, end), or of all, to the parameters."""
         if not self.state.masters():
             return
-        for part in self.parts(begin, end):
-            here, _ = part.within(begin, self.chunk.end if end is None else end)
-            if part.state.master is not None:
-                part.state.master[here].copy_(part.own_params[here])
-            if part.state.remainder is not None:
-                part.state.remainder[here].zero_()
+        with nullcontext() if self.state.master is None else self.params_here():
+            for part in self.parts(begin, end):
+                here, _ = part.within(begin, self.chunk.end if end is None else end)
+                if part.state.master is not None:
+                    part.state.master[here].copy_(part.own_params[here])
+                if part.state.remainder is not None:
+                    part.state.remainder[here].zero_()
 
     def ensure(self, names: Sequence[str]) -> bool:
         """Allocates the moments of these names, of zeros; returns False if there were all."""
@@ -442,10 +503,10 @@ class Bucket:
         for name in missing:
             if state.eight_bits:
                 size_bytes = BlockMoment.size_bytes(elems)
-                memory = empty_for_streams(size_bytes, torch.uint8, self._place).zero_()
+                memory = empty_for_streams(size_bytes, torch.uint8, self.device).zero_()
                 state.narrow[name] = BlockMoment(CODES[name], memory)
             else:
-                state.moments[name] = empty_for_streams(elems, torch.float32, self._place).zero_()
+                state.moments[name] = empty_for_streams(elems, torch.float32, self.device).zero_()
         return bool(missing)
 
 

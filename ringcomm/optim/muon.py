@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -267,15 +268,20 @@ class MuonKernels(OwnerKernels):
         table.factors.view(torch.int32)[matrices, place] = 0
 
     def take_up(self, bucket: Bucket, grad: Tensor) -> None:
-        if not self.control.skips:
-            self._buckets[bucket.number] = bucket
-        for part in bucket.parts():
-            place, _ = bucket.within(*part.chunk)
-            here = grad[place]
-            self._native.update_shard(part, here)
-            for matrix in () if self.control.skips else self._active():
-                if matrix.bucket == bucket.number:
-                    self._direct(part, matrix, here)
+        if self.control.skips:
+            for part in bucket.parts():
+                place, _ = bucket.within(*part.chunk)
+                self._native.update_shard(part, grad[place])
+            return
+        self._buckets[bucket.number] = bucket
+        with bucket.params_here(write=True):
+            for part in bucket.parts():
+                place, _ = bucket.within(*part.chunk)
+                here = grad[place]
+                self._native.update_shard(part, here)
+                for matrix in self._active():
+                    if matrix.bucket == bucket.number:
+                        self._direct(part, matrix, here)
 
     def _active(self) -> list[OwnedParam]:
         return [each for each in self._rule.matrices if self.control.active[each.index]]
@@ -322,8 +328,10 @@ class MuonKernels(OwnerKernels):
             if piece is not None
         }
         exchange.from_owners(wholes, updates)
-        for number, update in updates.items():
-            self._apply(active[number], update)
+        for number, of_bucket in groupby(updates, key=lambda each: active[each].bucket):
+            with self._buckets[number].params_here(write=True):
+                for each in of_bucket:
+                    self._apply(active[each], updates[each])
         self._directions.clear()
         self.publish(self._buckets.values())
         self._native.end()

@@ -183,7 +183,8 @@ class OwnerExchange:
 class OwnerKernels(Kernels):
     """A step whose updates need whole parameters: buckets are taken up first, and updated later.
 
-    It reads on the host whether a step is skipped, and which parameters have gradients.
+    It reads on the host whether a step is skipped, and which parameters have gradients. Parameters
+    that may be away it has in memory while it uses them.
 
     Args:
         alone: there are no other ranks.

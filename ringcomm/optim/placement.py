@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ringcomm.comm.arguments import ALGORITHMS
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
+from ringcomm.memory.disk_chunks import DiskChunks
 from ringcomm.optim.agreement import check_agreement, check_on_mesh, exchange
 from ringcomm.optim.buckets import Buckets
 from ringcomm.optim.dtensors import PartMesh, local_of
@@ -262,6 +263,8 @@ class Placement(ABC):
     scaled: bool
     #: The error for which this rank's gradients are wrong, until they are forgotten.
     lost: RingcommError | None = None
+    #: The disk where this rank's chunks of the parameters lie; None for memory.
+    store: DiskChunks | None = None
 
     @abstractmethod
     def names(self) -> Mapping[int, str]:

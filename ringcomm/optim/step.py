@@ -272,7 +272,11 @@ class ShardedStep:
         setting = self.setting
         buckets = placement.buckets(self.layout, setting.options)
         self.keep_state(buckets)
-        self.write_masters(buckets, Bucket.take_wide)
+        store = placement.store
+        with nullcontext() if store is None else store.keeping_faults():
+            self.write_masters(buckets, Bucket.take_wide)
+        if store is not None:
+            self._raise_faults(self._operation)
         give_back_freed()
         sharers = setting.sharers
         if setting.options.master == "remainder" and sharers and self.shard_of[1] > 1:
@@ -430,9 +434,8 @@ class ShardedStep:
         self.kernels.end()
         if self.tier is not None:
             self.tier.end_step()
-            if not self.setting.launches:
-                with all_or_none(self.setting.comm, asked.operation, self.mesh):
-                    self.tier.raise_fault()
+        if not self.setting.launches:
+            self._raise_faults(asked.operation)
         self.torn = False
         self.first_pass = None
         if self.setting.accumulator is not None:
@@ -441,6 +444,16 @@ class ShardedStep:
         if self.setting.loss_scaler is not None:
             self.setting.loss_scaler.update(self.table.control[kernels.FOUND_INF])
         self._report()
+
+    def _raise_faults(self, operation: str) -> None:
+        """Raises the error of a rank's disk on all ranks, if there was any; collective."""
+        store = None if self._placement is None else self._placement.store
+        if self.tier is None and store is None:
+            return
+        with all_or_none(self.setting.comm, operation, self.mesh):
+            for each in (self.tier, store):
+                if each is not None:
+                    each.raise_fault()
 
     @property
     def updates_in_backward(self) -> bool:

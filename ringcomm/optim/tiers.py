@@ -42,7 +42,7 @@ from ringcomm.memory.scratch import (
 from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.block_moments import CODES, BlockMoment
 from ringcomm.optim.buckets import Bucket, ShardState, master_dtype
-from ringcomm.optim.layout import BLOCK_ELEMS, Chunk, round_up
+from ringcomm.optim.layout import BLOCK_ELEMS, BucketLayout, Chunk, round_up
 from ringcomm.optim.placement import OPERATION
 from ringcomm.optim.setting import Setting
 
@@ -128,7 +128,7 @@ class TieredState(ShardState):
 
     def _copies(self, names: Sequence[str]) -> dict[str, Tensor]:
         bucket = self._bucket
-        place = bucket.own_params.device
+        place = bucket.device
         dtypes = self.dtypes()
         copies = {
             name: torch.empty(bucket.chunk.elems, dtype=dtypes[name], device=place)
@@ -459,7 +459,11 @@ class PiecedTier:
         """Tells whether a visit of the piece's bucket reaches it."""
         if self._visited is None:
             return True
-        return piece in self._visited if self._active is None else _steps(piece, self._active)
+        return (
+            piece in self._visited
+            if self._active is None
+            else takes_step(piece.bucket.layout, piece.chunk, self._active)
+        )
 
     def _visit(self, piece: StatePiece, write: bool) -> Iterator[Bucket]:
         buffer, part = piece.buffer, piece.part
@@ -498,7 +502,7 @@ class PiecedTier:
                 self._lay_out()
             by_buffer: dict[RecordBuffer, list[StatePiece]] = {}
             for piece in self._pieces(order):
-                if active is None or _steps(piece, active):
+                if active is None or takes_step(piece.bucket.layout, piece.chunk, active):
                     assert piece.buffer is not None
                     by_buffer.setdefault(piece.buffer, []).append(piece)
             for buffer, pieces in by_buffer.items():
@@ -539,12 +543,11 @@ class PiecedTier:
             raise self.fault
 
 
-def _steps(piece: StatePiece, active: Sequence[float]) -> bool:
-    """Tells whether some parameter that has elements in a piece takes the step."""
-    chunk = piece.chunk
+def takes_step(layout: BucketLayout, chunk: Chunk, active: Sequence[float]) -> bool:
+    """Tells whether some parameter that has elements in a chunk of a bucket takes the step."""
     return any(
         active[segment.param] and segment.begin < chunk.end and chunk.begin < segment.end
-        for segment in piece.bucket.layout.segments
+        for segment in layout.segments
     )
 
 

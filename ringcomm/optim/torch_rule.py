@@ -145,7 +145,7 @@ class TorchRule(UpdateRule):
             return bucket.state.moments[name]
 
         master = bucket.state.master
-        values = bucket.own_params if master is None else master
+        values = bucket.own_memory if master is None else master
         return Instance(self._tried, groups, parts, values, moment)
 
     def _all_instances(self) -> list[Instance]:
@@ -273,7 +273,7 @@ class TorchKernels(Kernels):
         """Returns memory for a gradient: float32 [chunk elements]."""
         elems = bucket.chunk.elems
         if self._scratch is None or self._scratch.numel() < elems:
-            place = bucket.own_params.device
+            place = bucket.device
             self._scratch = empty_for_streams(elems, torch.float32, place)
         return self._scratch[:elems]
 

@@ -372,7 +372,8 @@ class _Place:
 
     def may_fail(self, local: bool) -> bool:
         """Returns whether other ranks wait for one on which the state cannot be reached."""
-        return not local and self.sharded.tier is not None
+        on_disk = self.sharded.tier is not None or self.placement.store is not None
+        return not local and on_disk
 
     def read(self, name: str, local: bool) -> Tensor:
         """Returns a copy of the parameter's part of a tensor of the ranks' state."""
@@ -503,5 +504,6 @@ def write_master(bucket: Bucket, own: Chunk, piece: Tensor) -> None:
     """Writes the master of elements of this rank's chunk, and the parameters there."""
     if bucket.state.remainder is None:
         first = bucket.chunk.begin
-        bucket.own_params[own.begin - first : own.end - first].copy_(piece)
+        with bucket.params_here(write=True):
+            bucket.own_params[own.begin - first : own.end - first].copy_(piece)
     bucket.write_state("master", own.begin, piece)

@@ -8,6 +8,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -83,6 +84,21 @@ class ParamBucket(ABC):
         """Returns the part for ``chunk`` of a tensor [state chunk elements]."""
         begin = self.state_chunk.begin
         return state[self.chunk.begin - begin : self.chunk.end - begin]
+
+    def here(self, write: bool = False, anew: bool = False) -> AbstractContextManager[None]:
+        """Has what this rank keeps of the parameters in memory inside the context.
+
+        Whoever reads or writes it from outside of the module's calls does so there. In memory it
+        always is, and this does nothing.
+
+        Args:
+            write: what is changed inside is kept.
+            anew: all of the parameters are written inside, whatever they were.
+
+        Raises:
+            DiskError: it lies on a disk, which has failed; at the begin.
+        """
+        return nullcontext()
 
     def connect(self) -> None:  # noqa: B027 -- whole buckets have nothing to do
         """Maps the peers' chunks, if this kind of bucket reads them; collective."""
@@ -168,9 +184,8 @@ class ShardedBucket(ParamBucket):
     NOTE [A copy on each node].
 
     Attributes:
-        own: [state chunk elements], the parameters that an optimizer on this rank updates.
         kept_chunk: the part of the bucket that this rank keeps.
-        kept: [kept chunk elements], its values, in the heap.
+        own_memory: the memory of :attr:`own`, whatever is there now.
 
     While it is freed, its parameters keep their shapes and raise when they are used; see
     NOTE [Absent parameters]. One NaN, expanded, stands in for their values, or a zero for integers.
@@ -212,10 +227,10 @@ class ShardedBucket(ParamBucket):
         super().__init__(layout, params, comm, trains, state)
         number, self._kept_elems = self._keeping(state)
         # One size on all ranks, so that peers can read a whole chunk even where it is short.
-        self._shard = zeros(self._kept_elems, dtype=layout.dtype, device=comm.heap_device)
+        self._shard = self._make_shard()
         self.kept_chunk = layout.chunk_of_size(number, self._kept_elems)
-        self.kept = self._shard[: self.kept_chunk.elems]
-        self.own = self._kept_part(self.state_chunk)
+        self._kept = self._shard[: self.kept_chunk.elems]
+        self.own_memory = self._kept_part(self.state_chunk)
         self._on_rail = [self._kept_part(chunk) for chunk in self._chunks_on_rail(state)]
         self._peers: tuple[Tensor, ...] = ()
         self._bytes = self.full_elems * layout.dtype.itemsize
@@ -233,6 +248,20 @@ class ShardedBucket(ParamBucket):
         self.is_here = False
         # True while code outside of the module sees it, and may write to it through ``.data``.
         self._in_the_open = False
+
+    def _make_shard(self) -> Tensor:
+        """Makes the memory of this rank's chunk: [kept chunk elements, or more], of zeros."""
+        return zeros(self._kept_elems, dtype=self.layout.dtype, device=self.comm.heap_device)
+
+    @property
+    def kept(self) -> Tensor:
+        """The values of what this rank keeps: [kept chunk elements]; see :meth:`here`."""
+        return self._kept
+
+    @property
+    def own(self) -> Tensor:
+        """The parameters that an optimizer on this rank updates: [state chunk elements]."""
+        return self.own_memory
 
     def _keeping(self, state: str) -> tuple[int, int]:
         """Returns which chunk of the bucket this rank keeps, and the elements of such chunks."""
@@ -261,7 +290,7 @@ class ShardedBucket(ParamBucket):
     def _kept_part(self, chunk: Chunk) -> Tensor:
         """Returns the values of a chunk that lies in what this rank keeps."""
         begin = self.kept_chunk.begin
-        return self.kept[chunk.begin - begin : chunk.end - begin]
+        return self._kept[chunk.begin - begin : chunk.end - begin]
 
     def share(self, async_op: bool = False) -> Work | None:
         """Writes this rank's chunk to the other nodes' copies, and theirs to this; collective.
@@ -445,7 +474,8 @@ class ShardedBucket(ParamBucket):
         self.accept_changes()
 
     def take(self, values: Sequence[Values], keeps_wide: bool) -> None:
-        self._fill(values, self.kept, self.kept_chunk, keeps_wide)
+        with self.here(write=True):
+            self._fill(values, self.kept, self.kept_chunk, keeps_wide)
         self._leave()
 
     def keep_own(self, begin: int = 0, end: int | None = None) -> None:
@@ -453,7 +483,8 @@ class ShardedBucket(ParamBucket):
         first, last = self.kept_chunk
         low, high = max(begin, first), last if end is None else min(end, last)
         if low < high:
-            self.kept[low - first : high - first].copy_(self.flat[low:high])
+            with self.here(write=True):
+                self.kept[low - first : high - first].copy_(self.flat[low:high])
 
     def accept_changes(self, only: Container[int] | None = None) -> None:
         """Accepts the gathered parameters' values, so that :meth:`check` does not refuse them.

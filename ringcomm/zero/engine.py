@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
+from ringcomm.memory.disk_chunks import DiskChunks
 from ringcomm.optim.agreement import CommRanks, MeshRanks, all_or_none, ranks_of
 from ringcomm.optim.dtensors import align_gradient, find_mesh, is_distributed
 from ringcomm.optim.placement import Placement, displace
@@ -26,6 +27,7 @@ from ringcomm.optim.sharded import refuse_join
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import ParamBucket, ShardedBucket
 from ringcomm.zero.conversions import allow_conversions, refuse_conversions
+from ringcomm.zero.disk_buckets import expect
 from ringcomm.zero.gather import Gatherer
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
@@ -70,6 +72,7 @@ class EngineParts:
         number: stages 2 and 3: see ``ModuleOrder.join``.
         others: the mesh of other stages and parts of the model, or None.
         ignored: the ``id`` of each parameter that is the user's own.
+        store: the disk where this rank's chunks of the parameters lie; None for memory.
     """
 
     module: nn.Module
@@ -85,6 +88,7 @@ class EngineParts:
     number: int = 0
     others: DeviceMesh | None = None
     ignored: frozenset[int] = frozenset()
+    store: DiskChunks | None = None
 
 
 class ShardEngine:
@@ -162,7 +166,9 @@ class ShardEngine:
                 assert isinstance(bucket, ShardedBucket)
                 of[unit].append(bucket)
         units = [(unit, of[number]) for number, unit in enumerate(self.parts.units)]
-        return Gatherer(units, self.comm, self.options, self.profile)
+        store = self.parts.store
+        told = None if store is None else partial(expect, store)
+        return Gatherer(units, self.comm, self.options, self.profile, told)
 
     def own(self, owns: bool) -> None:
         """Makes the engine the owner of the module's parameters, or of none any more."""
@@ -417,6 +423,18 @@ class ShardEngine:
         with all_or_none(self.comm, operation, self.mesh):
             self.check(operation)
 
+    @contextmanager
+    def together(self, operation: str) -> Iterator[None]:
+        """Has what fails on one rank's disk inside raise on all ranks, at the end; collective."""
+        store = self.parts.store
+        if store is None:
+            yield
+            return
+        with store.keeping_faults():
+            yield
+        with all_or_none(self.comm, operation, self.mesh):
+            store.raise_fault()
+
     def free_for_step(self) -> None:
         """Frees all gathered parameters, at stage 3, since a step is about to change their values.
 
@@ -459,6 +477,8 @@ class ShardEngine:
             self.reduction.wait()
         if self.gatherer is not None:
             self.gatherer.close()
+        if self.parts.store is not None:
+            self.parts.store.close()
         for param in (*self.plan.params, *self.frozen_params):
             displace(param)
 

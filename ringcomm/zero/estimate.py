@@ -393,6 +393,7 @@ def model_state(
     world: int | World,
     each: BytesPerElement,
     tier: Disk | str | None = None,
+    params_tier: Disk | None = None,
 ) -> StateBytes:
     """Model state in memory, of the rank that has most of it.
 
@@ -406,6 +407,7 @@ def model_state(
         each: bytes of an element.
         tier: where the optimizer's state lies, as in ``AdamWOptions``: of that elsewhere, what is
             resident and the buffers, all of them at most, are in memory.
+        params_tier: where the parameters lie at stage 3, as in ``ZeroOptions``, likewise.
 
     Raises:
         ArgumentError: there is no such stage or world.
@@ -416,13 +418,18 @@ def model_state(
     if stage == 3:
         shares = world.param_shares
         params = shard_elems(model.trainable, shares) + shard_elems(model.frozen, shares)
+    param_bytes = each.param * params
+    if stage == 3 and params_tier is not None:
+        largest = each.param * shard_elems(model.largest, world.param_shares)
+        buffers = max(params_tier.buffer_bytes, largest)
+        param_bytes = min(param_bytes, buffers + params_tier.resident_bytes)
     state = each.state_bytes(shard if stage >= 1 else model.trainable)
     if tier is not None:
         sizes = tier_sizes(tier)
         state = min(state, sizes.buffer_bytes + sizes.resident_bytes)
     all_grads = each.grad * model.trainable
     return StateBytes(
-        params=each.param * params,
+        params=param_bytes,
         grads=each.reduced * shard * each.keeps_reduced if stage >= 2 else all_grads,
         state=state,
     )
@@ -511,6 +518,7 @@ def largest_model(
     each: BytesPerElement,
     other_bytes: int = 0,
     tier: Disk | str | None = None,
+    params_tier: Disk | None = None,
 ) -> int:
     """The most trainable elements whose model state fits into a rank's memory; 0 if none does.
 
@@ -521,6 +529,7 @@ def largest_model(
         each: bytes of an element.
         other_bytes: of it, what is not for model state: working buffers, activations.
         tier: where the optimizer's state lies, as in ``AdamWOptions``.
+        params_tier: where the parameters lie at stage 3, as in ``ZeroOptions``.
 
     Raises:
         ArgumentError: there is no such stage or world, a size is negative, or parameters take no
@@ -535,7 +544,7 @@ def largest_model(
     fits, too_many = 0, max(room, 0) * world.ranks + 1
     while too_many - fits > 1:
         tried = (fits + too_many) // 2
-        if model_state(ModelElems(tried), stage, world, each, tier).total <= room:
+        if model_state(ModelElems(tried), stage, world, each, tier, params_tier).total <= room:
             fits = tried
         else:
             too_many = tried

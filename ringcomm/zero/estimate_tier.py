@@ -1,8 +1,9 @@
-"""Optimizer state on a disk, or on the host: what a rank has where, what moves, and how long.
+"""What is on a disk, or on the host: what a rank has where, what moves, and how long.
 
-Closed forms of what ``optim/tiers.py`` does. A rank's chunks are divided into pieces, whose records
-go through buffers in turn: each moves in and out once a step. Where a buffer has one piece to serve
-its record stays, so that nothing moves if all records fit into the buffers.
+Closed forms of what ``optim/tiers.py`` does with an optimizer's state. A rank's chunks are divided
+into pieces, whose records go through buffers in turn: each moves in and out once a step. Where a
+buffer has one piece to serve its record stays, so that nothing moves if all records fit into the
+buffers. Parameters go by chunks (``memory/disk_chunks.py``).
 """
 
 from __future__ import annotations
@@ -153,6 +154,83 @@ def state_in_tier(
     return TierBytes.of(records, disk)
 
 
+FP32_MASTER = 4
+
+
+@dataclass(frozen=True)
+class ParamTierBytes:
+    """The bytes of a rank whose parameters are on a disk, at stage 3.
+
+    Attributes:
+        buffers: in memory, of chunks that come and go.
+        resident: in memory, of chunks that never move.
+        stored: of the file.
+        read: in a step, at most: forward, backward and the optimizer read each chunk, the latter
+            not where FP32 masters give what is written. What is still in the buffers where one
+            begins as the other has ended is not read.
+        written: in a step.
+        ahead: of what is read, that of forward and backward.
+        behind: of what is written, what can be written after the step.
+    """
+
+    buffers: int
+    resident: int
+    stored: int
+    read: int
+    written: int
+    ahead: int
+    behind: int
+
+
+def params_in_tier(
+    model: ModelElems,
+    world: int | World,
+    each: BytesPerElement,
+    options: ZeroOptions,
+    disk: Disk,
+) -> ParamTierBytes:
+    """Returns the bytes of the rank that has most, its parameters in buckets of one size.
+
+    Args:
+        model: sizes of the model.
+        world: the ranks, or how many there are on one node.
+        each: bytes of an element.
+        options: of the training.
+        disk: as in ``ZeroOptions.tier``.
+    """
+    shares = World.of(world).param_shares
+    bucket = largest_bucket(model, options)
+    sizes: list[Records] = []
+    frozen = 0
+    for elems in (model.frozen, model.trainable):
+        whole, rest = divmod(elems, bucket) if bucket else (0, 0)
+        for part, count in ((bucket, whole), (rest, 1)):
+            chunk = round_up(shard_elems(part, shares), BLOCK_ELEMS)
+            if chunk and count:
+                sizes.append(Records(rounded_up(each.param * chunk), count))
+        if elems == model.frozen:
+            frozen = _bytes_of(sizes)
+    total, left, resident = _bytes_of(sizes), disk.resident_bytes, 0
+    for size in reversed([record.size_bytes for record in sizes for _ in range(record.count)]):
+        if size > left:
+            break
+        left, resident = left - size, resident + size
+    moving = total - resident
+    largest = max((record.size_bytes for record in sizes), default=0)
+    buffers = min(moving, max(disk.buffer_bytes, largest))
+    trained = min(moving, total - frozen)
+    reads = moving > buffers
+    return ParamTierBytes(
+        buffers=buffers,
+        resident=resident,
+        stored=moving,
+        read=2 * moving + (trained if each.master < FP32_MASTER else 0) if reads else 0,
+        written=trained,
+        ahead=2 * moving if reads else 0,
+        behind=min(trained, buffers),
+    )
+
+
 @dataclass(frozen=True)
 class DiskRates:
     """The rates of a node's disk, which its ranks share, in 1e9 bytes/s.
@@ -175,12 +253,19 @@ class DiskRates:
 
     def time(self, moved: TierBytes, mates: int) -> DiskTime:
         """Returns the time of a step's reads and writes on a node of so many ranks."""
+        return self._time((moved.moved, moved.moved), (moved.ahead, moved.behind), mates)
+
+    def time_of_params(self, moved: ParamTierBytes, mates: int) -> DiskTime:
+        """Does :meth:`time` for parameters."""
+        return self._time((moved.read, moved.written), (moved.ahead, moved.behind), mates)
+
+    def _time(self, moved: tuple[int, int], between: tuple[int, int], mates: int) -> DiskTime:
+        """Returns the time of bytes that are read and written."""
+        read_s, write_s = mates / (self.read_gbps * GIGA), mates / (self.write_gbps * GIGA)
         return DiskTime(
-            read_s=mates * moved.moved / (self.read_gbps * GIGA),
-            write_s=mates * moved.moved / (self.write_gbps * GIGA),
-            between_s=mates
-            * (moved.ahead / self.read_gbps + moved.behind / self.write_gbps)
-            / GIGA,
+            read_s=moved[0] * read_s,
+            write_s=moved[1] * write_s,
+            between_s=between[0] * read_s + between[1] * write_s,
         )
 
 

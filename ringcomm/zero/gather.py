@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -17,7 +17,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.work import Work
 from ringcomm.cuda.runtime import Event
-from ringcomm.errors import ArgumentError, no_thread
+from ringcomm.errors import ArgumentError, DiskError, no_thread
 from ringcomm.zero.buckets import ShardedBucket
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.pipelines import in_split_backward
@@ -159,6 +159,12 @@ class Gatherer:
 
     It expects the units in the order in which the last iteration needed them. A wrong guess costs
     a copy.
+
+    Args:
+        units: with their buckets.
+        comm, options, profile: of the engine.
+        tell_expected: called with the buckets that will be gathered next, where chunks have to be
+            brought before.
     """
 
     def __init__(
@@ -167,7 +173,16 @@ class Gatherer:
         comm: Communicator,
         options: ZeroOptions,
         profile: StepProfile,
+        tell_expected: Callable[[Iterable[ShardedBucket]], None] | None = None,
     ) -> None:
+        self._tell_expected = tell_expected
+        # Those that stay from forward to backward, as hooks have it.
+        self._staying = {
+            bucket
+            for unit, buckets in units
+            for bucket in buckets
+            if unit.name == "" or _stays(unit, options)
+        }
         self._buckets = {id(unit): tuple(buckets) for unit, buckets in units}
         # By unit, how many are gathered ahead of their use while it runs.
         self._prefetch = {
@@ -176,7 +191,7 @@ class Gatherer:
             if options.overlap
         }
         self._copier: Copier
-        if options.params == "world":
+        if options.params == "world" or options.tier is not None:
             self._copier = WorldCopier(comm, options, profile)
         elif isinstance(comm, DeviceCallEngine):
             self._copier = DeviceCopier(comm)
@@ -224,6 +239,19 @@ class Gatherer:
             for bucket in self._buckets[key]:
                 if bucket not in self._closed:
                     self._start(bucket)
+        if self._tell_expected is not None:
+            self._tell(self._followers())
+
+    def expect_first(self) -> None:
+        """Tells which buckets the next iteration is expected to gather first."""
+        self._tell(self._now or self._last)
+
+    def _tell(self, units: Sequence[int]) -> None:
+        """Tells which buckets will be gathered next, those of these units."""
+        if self._tell_expected is not None:
+            buckets = (bucket for key in units for bucket in self._buckets[key])
+            # What is here now is gathered again, unless it stays.
+            self._tell_expected(b for b in buckets if not (b.is_here and b in self._staying))
 
     def bring(self, unit: Unit) -> None:
         """Gathers a unit; its parameters are here when the call returns."""
@@ -234,8 +262,7 @@ class Gatherer:
             self._start(bucket)
         for bucket in buckets:
             if not bucket.is_here:
-                self._copier.end(bucket)
-                self._show(bucket)
+                self._end_coming(bucket)
 
     def bring_for_schedule(self, bucket: ShardedBucket) -> None:
         """Gathers a bucket, which stays until :meth:`end_schedule`."""
@@ -275,12 +302,14 @@ class Gatherer:
             self._copier.begin(bucket)
 
     def _expected(self) -> list[int]:
+        """Returns the units to gather ahead of their use."""
+        count = self._prefetch.get(self._now[-1], 0)
+        return self._followers()[:count] if count else []
+
+    def _followers(self) -> list[int]:
         """Returns the units that followed in the last iteration, if the current one matches it."""
         at = len(self._now)
-        count = self._prefetch.get(self._now[-1], 0)
-        if not count or self._last[at - 1 : at] != self._now[-1:]:
-            return []
-        return self._last[at : at + count]
+        return self._last[at:] if self._last[at - 1 : at] == self._now[-1:] else []
 
     def free(self, bucket: ShardedBucket, keeps_views: bool = False) -> None:
         """Frees a bucket, if it is here and nothing is pinned or held."""
@@ -330,21 +359,30 @@ class Gatherer:
         self._free_but(set())
 
     def _free_but(self, kept: set[ShardedBucket], keeps_views: bool = False) -> None:
-        failed: ArgumentError | None = None
+        failed: ArgumentError | DiskError | None = None
         for bucket in [*self._coming, *self._here]:
             try:
                 if bucket in self._coming:
-                    self._copier.end(bucket)
-                    self._show(bucket)
+                    self._end_coming(bucket)
                 if bucket in kept:
                     bucket.check()
                 else:
                     # For views in a forward's graph, backward gathers the memory again.
                     self.free(bucket, keeps_views and bucket not in self._ran)
-            except ArgumentError as error:
+            except (ArgumentError, DiskError) as error:
                 failed = failed or error
         if failed is not None:
             raise failed
+
+    def _end_coming(self, bucket: ShardedBucket) -> None:
+        try:
+            self._copier.end(bucket)
+        except DiskError:
+            # It will not come, on any rank.
+            self._coming.pop(bucket, None)
+            bucket.hide()
+            raise
+        self._show(bucket)
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Returns whether a tensor lies in the memory of a bucket that is here."""
@@ -414,6 +452,11 @@ class Gatherer:
         self.end_schedule()
         self.free_all()
         self._copier.close()
+
+
+def _stays(unit: Unit, options: ZeroOptions) -> bool:
+    chosen = unit.options.keep_gathered
+    return options.keep_gathered if chosen is None else chosen
 
 
 def _bring_for_schedule(reference: weakref.ref[Gatherer], bucket: ShardedBucket) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,13 +14,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory import zeros
-from ringcomm.optim.buckets import Bucket, BucketMemory, Buckets, empty_for_streams
+from ringcomm.optim.buckets import Bucket, BucketMemory, Buckets
 from ringcomm.optim.dtensors import is_distributed, local_gradient
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
-from ringcomm.optim.kernels import Kernels, StepTable
+from ringcomm.optim.kernels import Kernels
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import (
@@ -33,236 +32,25 @@ from ringcomm.optim.placement import (
     place_frozen,
     sharers_of,
 )
-from ringcomm.optim.reduction import NORM_WORDS, Into, Reducer, make_reducer
+from ringcomm.optim.reduction import make_reducer
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket
+from ringcomm.zero.disk_buckets import DiskBucket
 from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.pipelines import in_pipeline
 from ringcomm.zero.plans import by_optimizer
-from ringcomm.zero.precision import Precision
-from ringcomm.zero.reduce import Reduction
+from ringcomm.zero.stage_kernels import (
+    DiskKernels,
+    ReducedKernels,
+    ReplicatedKernels,
+    RoundedKernels,
+    SplitKernels,
+)
 from ringcomm.zero.updates import BackwardUpdates
 
-# Stage 1 uses the native kernels as they are, for parameters and gradients that all ranks have
-# whole. The classes below adapt them to the other stages.
-
 Tensor = torch.Tensor
-
-
-class StageKernels(Kernels):
-    """The base of the stages' kernels: native kernels, with a reducer for a world of one too."""
-
-    def __init__(self, native: Kernels, reducer: Reducer) -> None:
-        super().__init__(native.alone, reducer)
-        self._native = native
-
-    def forget(self) -> None:
-        self._native.forget()
-
-    def begin(self, table: StepTable) -> None:
-        self._native.begin(table)
-
-    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
-        self._native.update_shard(bucket, grad)
-
-    def end(self) -> None:
-        self._native.end()
-
-    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
-        if self.alone:
-            self._native.update_shard(bucket, grad)
-        else:
-            self._native.update_gather(bucket, grad)
-
-    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
-        self._native.one_pass(bucket, grads)
-
-
-class RoundedKernels(StageKernels):
-    """The kernels of stage 1 with the reduced gradient rounded to 16 bits, as at other stages."""
-
-    def __init__(self, native: Kernels, reducer: Reducer, precision: Precision) -> None:
-        super().__init__(native, reducer)
-        self._precision = precision
-        self._shards: dict[int, Tensor] = {}
-
-    def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
-        exact = torch.empty(bucket.chunk.elems, dtype=torch.float32, device=bucket.grads.device)
-        self.reducer.reduce(bucket.grads, Into(exact, kind, words))
-        dtype = self._precision.reduced_dtype(bucket.layout.dtype)
-        self._shards[bucket.number] = exact.to(dtype)
-
-    def reduced(self, bucket: Bucket) -> Tensor:
-        return self._shards[bucket.number]
-
-    def update(self, bucket: Bucket) -> None:
-        self.update_gather(bucket, self._shards.pop(bucket.number))
-
-    def reduce_update(self, bucket: Bucket) -> None:
-        self.reduce_norm(bucket, "l2", _new_words(bucket))
-        self.update(bucket)
-
-
-class ReplicatedKernels(StageKernels):
-    """The kernels of stage 0: an all-reduce, and the whole update on every rank.
-
-    The all-reduce is a reduce-scatter and an all-gather of FP32 sums, bucket by bucket, so that the
-    update reads the same bits as at the other stages.
-    """
-
-    def __init__(
-        self, native: Kernels, reducer: Reducer, comm: Communicator, precision: Precision
-    ) -> None:
-        super().__init__(native, reducer)
-        self._comm = comm
-        self._precision = precision
-        self._sums: dict[int, Tensor] = {}
-
-    def _sum(self, bucket: Bucket) -> Tensor:
-        """Returns this rank's chunk of the sum: [largest chunk elements], in the heap."""
-        if bucket.number not in self._sums:
-            elems = bucket.layout.chunk(0, self._comm.world_size).elems
-            dtype = self._precision.reduced_dtype(bucket.layout.dtype)
-            self._sums[bucket.number] = zeros(elems, dtype=dtype, device=self._comm.heap_device)
-        return self._sums[bucket.number]
-
-    def reduced(self, bucket: Bucket) -> Tensor:
-        chunk = bucket.layout.chunk(self._comm.shard_index, self._comm.world_size)
-        return self._sum(bucket)[: chunk.elems]
-
-    def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
-        own = self.reduced(bucket)
-        exact = own
-        if own.dtype is not torch.float32:
-            exact = torch.empty_like(own, dtype=torch.float32)
-        self.reducer.reduce(bucket.grads, Into(exact, kind, words))
-        if exact is not own:
-            own.copy_(exact)
-
-    def update(self, bucket: Bucket) -> None:
-        own = self._sum(bucket)
-        world = self._comm.world_size
-        whole = torch.empty(own.numel() * world, dtype=own.dtype, device=own.device)
-        if self._comm.num_nodes == 1:
-            self._comm.all_gather_into_tensor(whole, own)
-        else:
-            parts = whole.chunk(world)
-            indices = map(self._comm.shard_index_of, range(world))
-            self._comm.all_gather([parts[index] for index in indices], own)
-        self.update_shard(bucket, whole)
-
-    def reduce_update(self, bucket: Bucket) -> None:
-        self.reduce_norm(bucket, "l2", _new_words(bucket))
-        self.update(bucket)
-
-
-class ReducedKernels(StageKernels):
-    """The kernels of stage 2, where all gradients but the last ones were reduced in backward.
-
-    See NOTE [Kept for the step] in ``zero/reduce.py`` for the last ones.
-    """
-
-    def __init__(self, native: Kernels, reduction: Reduction) -> None:
-        super().__init__(native, reduction.reducer)
-        self._reduction = reduction
-        # float32 [elements of the largest chunk so far], for gradients of one bucket at a time.
-        self._own: Tensor | None = None
-
-    def end(self) -> None:
-        super().end()
-        self._reduction.used()
-
-    def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
-        self._reduction.norm(bucket.number, kind, words)
-
-    def reduced(self, bucket: Bucket) -> Tensor:
-        self._reduction.settle()
-        self._reduction.wait()
-        return self._reduction.buckets[bucket.number].shard
-
-    def update(self, bucket: Bucket) -> None:
-        self.update_gather(bucket, self._reduction.buckets[bucket.number].shard)
-
-    def reduce_update(self, bucket: Bucket) -> None:
-        kept = self._reduction.kept.get(bucket.number)
-        if kept is None:
-            self.update(bucket)
-        else:
-            self._native.reduce_update_from(bucket, kept)
-
-    def reduce_update_from(self, bucket: Bucket, grads: Tensor) -> None:
-        if self._reduction.buckets[bucket.number].shard.dtype is torch.float32:
-            self._native.reduce_update_from(bucket, grads)
-        else:
-            self.update_gather(bucket, self.reduce_now(bucket, grads))
-
-    def reduce_now(self, bucket: Bucket, grads: Tensor) -> Tensor:
-        """Returns what :meth:`reduced` would, of gradients that no shard keeps; collective.
-
-        Its memory is that of all buckets, used in turn.
-        """
-        elems = bucket.chunk.elems
-        if self._own is None or self._own.numel() < elems:
-            self._own = empty_for_streams(elems, torch.float32, grads.device)
-        own = self._own[:elems]
-        self.reducer.reduce(grads, Into(own, "l2", None, tag=bucket.tag()))
-        return own.to(self._reduction.buckets[bucket.number].shard.dtype)
-
-
-class SplitKernels(ReducedKernels):
-    """The kernels of stage 3, where no rank has more than its chunk of the parameters either.
-
-    See NOTE [Gathering is one-sided] in ``zero/buckets.py`` for the barriers.
-    """
-
-    def __init__(
-        self,
-        native: Kernels,
-        reduction: Reduction,
-        comm: Communicator,
-        free_all: Callable[[], None],
-        overlap: bool,
-    ) -> None:
-        super().__init__(native, reduction)
-        self._comm = comm
-        self._free_all = free_all
-        self._overlap = overlap
-        self._sharing: list[Work] = []
-
-    def ready(self) -> None:
-        self._free_all()
-
-    def begin(self, table: StepTable) -> None:
-        # In backward the reduction of each bucket takes the barrier's place.
-        if self._reduction.updates is None:
-            self._sharing.clear()
-            self._comm.barrier()
-        super().begin(table)
-
-    def update(self, bucket: Bucket) -> None:
-        reduced = self._reduction.buckets[bucket.number]
-        self.update_shard(bucket, reduced.shard)
-        assert isinstance(reduced.stored, ShardedBucket)
-        # What is behind computation on a thread of its own is waited for in end().
-        work = reduced.stored.share(async_op=self._overlap)
-        if work is not None:
-            self._sharing.append(work)
-
-    def reduce_update_from(self, bucket: Bucket, grads: Tensor) -> None:
-        self.update_shard(bucket, self.reduce_now(bucket, grads))
-        bucket.share()
-
-    def end(self) -> None:
-        super().end()
-        while self._sharing:
-            self._sharing.pop(0).wait()
-        self._comm.barrier()
-
-
-def _new_words(bucket: Bucket) -> Tensor:
-    return torch.zeros(NORM_WORDS, dtype=torch.int64, device=bucket.grads.device)
 
 
 # Where shard() takes an option that is no field of ZeroOptions.
@@ -387,6 +175,7 @@ class ModulePlacement(Placement):
         self._owner: weakref.ref[BucketOwner] | None = None
         self._left_out: list[Tensor] = []
         self.comm: Communicator = engine.comm
+        self.store = engine.parts.store
         self.others = engine.parts.others
         self.scaled = engine.options.precision.scaled
         sharers = sharers_of(engine.comm, engine.options.state)
@@ -448,6 +237,11 @@ class ModulePlacement(Placement):
                 f'{head}: update: expected parameters on the CPU with "in_backward", got them on '
                 f"{engine.comm.device}, where the host would have to wait for which ones step"
             )
+        if engine.options.tier is not None:
+            raise UnsupportedError(
+                f'{head}: update: expected "in_step" with ZeroOptions(tier=), got "in_backward": '
+                "chunks on a disk are written in the step alone"
+            )
         if self.scaled:
             raise ArgumentError(
                 f'{head}: update: expected "in_step" with Precision(scaled=True), got '
@@ -499,7 +293,8 @@ class ModulePlacement(Placement):
     def _memory(self, stored: ParamBucket, options: AdamWOptions) -> BucketMemory:
         wide, stored.wide = stored.wide, None
         if isinstance(stored, ShardedBucket):
-            return BucketMemory(stored.own, wide=wide)
+            holder = stored if isinstance(stored, DiskBucket) else None
+            return BucketMemory(stored.own_memory, wide=wide, holder=holder)
         assert isinstance(stored, ReplicatedBucket)
         flat = stored.flat
         grads = None
@@ -531,6 +326,8 @@ class ModulePlacement(Placement):
         precision, comm = engine.options.precision, engine.comm
         if engine.stage == 3:
             assert engine.reduction is not None
+            if self.store is not None:
+                return DiskKernels(native, engine.reduction, engine, self.store)
             overlap = engine.options.overlap is True
             return SplitKernels(native, engine.reduction, comm, engine.free_for_step, overlap)
         if engine.stage == 2:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError
+from ringcomm.memory.scratch import Disk
 from ringcomm.optim.layout import BLOCK_ELEMS
 from ringcomm.optim.options import Wire
 from ringcomm.optim.placement import check_even
@@ -98,14 +99,19 @@ class ZeroOptions:
             step. "node" shards them over the ranks of each node, so that each node has a copy and
             does the whole update: sums of gradients cross instead. Not with ``params="world"``.
         wire: over several nodes, the forms in which bytes travel between them.
+        tier: stage 3: where a rank's chunks of the parameters lie while they are not gathered: None
+            for memory, or a :class:`ringcomm.Disk`, for parameters on the CPU. Its
+            ``buffer_bytes`` are for chunks on their way, of which there is at least one, and
+            ``resident_bytes`` for chunks that stay. Gathering is a collective then, as with
+            ``params="world"``, which it takes over several nodes.
         per_unit: choices for some units, by names of these, in which a ``*`` stands for any
             characters of one part (``"blocks.*"``); of several names of a unit the last one counts.
         ignored: names of parameters, or of modules for all parameters in them, which are the
             user's own: neither moved nor cast, reduced, stepped or saved, and perhaps different on
             each rank. A ``*`` stands for any characters of one part of a name.
 
-    All choices of ``params`` and ``state``, and all stages, end with the same bits, with a given
-    ``wire``.
+    All choices of ``params``, ``state`` and ``tier``, and all stages, end with the same bits; of
+    ``wire`` each choice has its own.
     """
 
     precision: Precision = field(default_factory=Precision)
@@ -121,6 +127,7 @@ class ZeroOptions:
     params: str = "node"
     state: str = "world"
     wire: Wire = field(default_factory=Wire)
+    tier: Disk | None = None
     per_unit: Mapping[str, UnitOptions] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
@@ -150,6 +157,8 @@ class ZeroOptions:
             number = getattr(self, name)
             if not isinstance(number, int) or number < least:
                 raise ArgumentError(f"{name}: expected an integer >= {least}, got {number!r}")
+        if not (self.tier is None or isinstance(self.tier, Disk)):
+            raise ArgumentError(f"tier: expected a ringcomm.Disk or None, got {self.tier!r}")
         self._check_named()
         if self.params == "world" and self.state == "node":
             raise ArgumentError(
@@ -180,9 +189,11 @@ class ZeroOptions:
         it is the default.
 
         Raises:
+            ArgumentError: parameters cannot be on a disk at this stage, or not on each node.
             UnsupportedError: nodes with different numbers of ranks cannot have copies.
         """
         several = comm.num_nodes > 1
+        self._check_tier(stage, several)
         params = self.params if several and stage == 3 else "node"
         state = self.state if several and stage > 0 else "world"
         if several and state == "node":
@@ -190,6 +201,21 @@ class ZeroOptions:
         if several and stage == 3 and params == "node":
             check_even(comm, "shard", 'params="node" at stage 3', 'ZeroOptions(params="world")')
         return replace(self, params=params, state=state)
+
+    def _check_tier(self, stage: int, several: bool) -> None:
+        if self.tier is None:
+            return
+        if stage != 3:
+            raise ArgumentError(
+                f"shard: tier: expected stage 3, got {stage}, where each rank has all parameters "
+                "in memory at all times. For the optimizer's state pass "
+                "AdamWOptions(tier=ringcomm.Disk(...))"
+            )
+        if several and self.params == "node":
+            raise ArgumentError(
+                'shard: tier: expected params="world" with it over several nodes, got "node", '
+                "whose copy on each node ranks read out of their peers' memory"
+            )
 
     def resolved(self, ranks: int, threads: int, cores: int) -> ZeroOptions:
         """Returns these options with ``overlap`` decided for a CPU.
@@ -212,5 +238,7 @@ class ZeroOptions:
         """Returns the options as plain JSON types, without ``units``, which the layout shows."""
         described = asdict(replace(self, per_unit={}))
         del described["units"]
+        # Folders and sizes of buffers may be different on each rank.
+        described["tier"] = "memory" if self.tier is None else "disk"
         per_unit = [[name, str(each)] for name, each in self.per_unit.items()]
         return {**described, "precision": self.precision.describe(), "per_unit": per_unit}

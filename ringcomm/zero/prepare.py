@@ -26,6 +26,7 @@ from ringcomm.zero.buckets import (
     ShardedBucket,
     WorldBucket,
 )
+from ringcomm.zero.disk_buckets import DiskBucket
 from ringcomm.zero.engine import EngineParts
 from ringcomm.zero.plans import BucketPlan
 from ringcomm.zero.units import Unit
@@ -262,10 +263,12 @@ def make_bucket(parts: EngineParts, plan: BucketPlan, number: int) -> ParamBucke
         BucketParam(plan.names[s.param], plan.params[s.param], plan.layout.params[s.param], *s[:2])
         for s in layout.segments
     ]
-    if options.params == "world":
+    if options.params == "world" or parts.store is not None:
         # A backward of 0 stands for none: reductions count theirs from 1 on.
         among_all = number if trains else number + len(parts.plan.layout.buckets)
         tag = _native.grad_tag(parts.number, 0, among_all)
+        if parts.store is not None:
+            return DiskBucket(layout, params, comm, trains, tag, parts.store)
         return WorldBucket(layout, params, comm, trains, tag)
     if parts.stage == 3:
         return ShardedBucket(layout, params, comm, trains, options.state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -17,6 +17,7 @@ from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, where
+from ringcomm.memory.disk_chunks import DiskChunks
 from ringcomm.optim.agreement import all_or_none, check_agreement, check_on_mesh
 from ringcomm.optim.dtensors import PartMesh, find_mesh, local_of, set_local
 from ringcomm.optim.layout import ShardLayout
@@ -35,6 +36,7 @@ from ringcomm.zero.buckets import (
     ReplicatedBucket,
     ShardedBucket,
 )
+from ringcomm.zero.disk_buckets import make_store, reserve
 from ringcomm.zero.engine import EngineParts, ShardEngine, owner_of
 from ringcomm.zero.hooks import hook_modules, uncompiled
 from ringcomm.zero.optimizer import place_params
@@ -173,6 +175,7 @@ def shard(
     stored_frozen: list[ParamBucket] = []
     options = _resolved(options, ranks)
     with rollback.put_back_on_failure():
+        store = _make_store(options, (ranks, over), rollback)
         _open(init, module, (ranks, over), rollback)
         turn = _join(ranks, rollback) if stage > 1 else 0
         parts = EngineParts(
@@ -189,6 +192,7 @@ def shard(
             number=turn,
             others=others,
             ignored=ignored,
+            store=store,
         )
         with all_or_none(ranks, "shard", over):
             _check_devices(units, ranks)
@@ -197,10 +201,15 @@ def shard(
                 for number in range(len(kind.unit_of)):
                     buckets.append(make_bucket(parts, kind, number))
                     rollback.call(buckets[-1].give_back)
-        move_in(parts, init, rollback)
+            if store is not None:
+                reserve(store, stored, stored_frozen)
+        with nullcontext() if store is None else store.keeping_faults():
+            move_in(parts, init, rollback)
         settle_rest(parts, rollback)
         # The agreement at the end also tells every rank that all chunks are written.
         with all_or_none(ranks, "shard", over):
+            if store is not None:
+                store.raise_fault()
             if isinstance(init, WeightSource):
                 init.settle()
             _attach(parts, rollback)
@@ -245,6 +254,18 @@ def _open(
         with all_or_none(over[0], "shard", over[1]):
             init.open(module)
         check_agreement(over[0], "shard", {"options": {"weight files": init.digest}})
+
+
+def _make_store(
+    options: ZeroOptions, over: tuple[Communicator, PartMesh | None], rollback: Rollback
+) -> DiskChunks | None:
+    """Makes the disk for parameters, if they go to one, on all ranks or none; collective."""
+    if options.tier is None:
+        return None
+    with all_or_none(over[0], "shard", over[1]):
+        store = make_store(options.tier, over[0])
+        rollback.call(store.close)
+    return store
 
 
 def _attach(parts: EngineParts, rollback: Rollback) -> None:
@@ -550,6 +571,17 @@ def _take_changes(engine: ShardEngine, rank: int, part: frozenset[int] | None) -
     check_agreement(comm, "gathered", {"options": told})
     # Chunks are about to change, so all ranks must have finished reading them.
     comm.barrier()
+    with engine.together("gathered"):
+        _broadcast(engine, named, rank, part)
+        engine.placement.refresh_masters(part)
+    comm.barrier()
+
+
+def _broadcast(
+    engine: ShardEngine, named: Mapping[str, Tensor], rank: int, part: frozenset[int] | None
+) -> None:
+    """Gives all ranks one rank's gathered parameters, of which each keeps its own; collective."""
+    comm = engine.comm
     placed: set[int] = set()
     for bucket in (*engine.stored, *engine.parts.stored_frozen):
         assert isinstance(bucket, (ReplicatedBucket, ShardedBucket))
@@ -565,8 +597,6 @@ def _take_changes(engine: ShardEngine, rank: int, part: frozenset[int] | None) -
     for param in named.values():
         if id(param) not in placed and param.numel() and (part is None or id(param) in part):
             comm.broadcast(local_of(param).detach(), rank)
-    engine.placement.refresh_masters(part)
-    comm.barrier()
 
 
 def _changed_in(bucket: ParamBucket, part: frozenset[int] | None) -> list[tuple[int, int]]:

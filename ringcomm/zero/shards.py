@@ -5,7 +5,7 @@ At stage 3 that is its share of each parameter. At stages 1 and 2 every rank has
 and what counts is the share whose optimizer state it keeps, so that what a program computes of its
 shards (an average, a second set of weights) takes a share of the memory at these stages, too. At
 stage 0 it is everything, as are parameters that were frozen when stages 0 to 2 were sharded, which
-lie in no bucket.
+lie in no bucket. Of what lies on a disk there are copies, which are written at the end.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ringcomm.optim.placement import sharers_of
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket, checksum
+from ringcomm.zero.disk_buckets import DiskBucket
 from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.sharding import engine_of
 
@@ -39,7 +40,7 @@ class LocalShard:
         name: name of the parameter.
         begin, end: which elements; of a DTensor, of what this rank has of it.
         values: [end - begin], in the parameter's dtype: a view of this rank's memory, which is the
-            same for as long as the module is sharded.
+            same for as long as the module is sharded; a copy of what lies on a disk.
     """
 
     name: str
@@ -95,7 +96,8 @@ def writing_shards(module: nn.Module) -> Iterator[dict[str, LocalShard]]:
     memory = _Memory(engine, "writing_shards")
     with memory.changing():
         yield memory.shards
-    memory.follow()
+    with engine.together("writing_shards"):
+        memory.follow()
 
 
 @contextmanager
@@ -157,7 +159,11 @@ def own_of(bucket: ParamBucket) -> Tensor:
 
 
 def _shards_of(bucket: ParamBucket, names: Mapping[int, str]) -> Iterator[LocalShard]:
-    own, chunk = own_of(bucket), bucket.state_chunk
+    chunk = bucket.state_chunk
+    with bucket.here():
+        own = own_of(bucket)
+        if isinstance(bucket, DiskBucket):
+            own = own.clone()
     for placed in bucket.params:
         low, high = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
         name = names[id(placed.param)]
@@ -213,6 +219,7 @@ class _Memory:
                     told[f"parameters {number}"] = checksum(own_of(bucket))
             if told:
                 check_agreement(engine.comm, self._operation, {"options": told})
+            self._write_chunks({name: shard.values for name, shard in self.shards.items()})
         except BaseException as error:
             self.put_back()
             # A refusal is raised on all ranks. None of them reads a peer's shards before that one
@@ -245,6 +252,24 @@ class _Memory:
         """Gives the shards the values that they had."""
         for name, values in self._kept.items():
             self.shards[name].values.copy_(values)
+        self._write_chunks(self._kept)
+
+    @torch.no_grad()
+    def _write_chunks(self, values: Mapping[str, Tensor]) -> None:
+        """Writes values, by name, to the chunks on this rank's disk; its faults are told later."""
+        engine = self._engine
+        if engine.parts.store is None:
+            return
+        names = engine.names()
+        with engine.parts.store.keeping_faults():
+            for bucket in _buckets(engine):
+                with bucket.here(write=True):
+                    own, chunk = own_of(bucket), bucket.state_chunk
+                    for placed in bucket.params:
+                        low, high = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
+                        if low < high:
+                            here = own[low - chunk.begin : high - chunk.begin]
+                            here.copy_(values[names[id(placed.param)]])
 
     @torch.no_grad()
     def follow(self) -> None:

@@ -189,6 +189,38 @@ def test_activations_on_a_disk(estimate):
     assert line + f"{kept / 1e9:.2f} s and" in estimate(*asked, *on_disk)[1]
 
 
+def test_parameters_on_a_disk(estimate):
+    """At stage 3 they are neither in memory nor in the budget, but for the buffers."""
+    elems = 1 << 33
+    arguments = ("--params", elems, "--world", 8, "--context", 1000, "--budget-gb", 20, *MACHINE)
+    on_disk = ("--params-on", "disk", "--params-resident-gb", 0.5, *RATES)
+    _, out, _ = estimate(*arguments, "--json", *on_disk)
+    *others, row = json.loads(out)["stages"]
+    assert [each["params_on_disk"] for each in others] == [None] * 3
+    _, out, _ = estimate(*arguments, "--stage", 3, "--json")
+    (without,) = json.loads(out)["stages"]
+    in_memory = (64 << 20) + 500_000_000
+    assert row["model_state_bytes"]["params"] == in_memory
+    assert without["total_bytes"] - row["total_bytes"] == 2 * elems // 8 - in_memory
+    room = 20e9 - without["working_bytes"]["total"]
+    assert row["largest_model_elems"] == pytest.approx(8 * (room - in_memory) / 16, rel=1e-9)
+    # Chunks of 256 Ki elements are 512 KiB.
+    told = row["params_on_disk"]
+    moved, resident = told["stored_bytes"], told["resident_bytes"]
+    assert resident == 500_000_000 // (512 << 10) * (512 << 10)
+    assert moved + resident == 2 * elems // 8
+    assert (told["read_bytes"], told["written_bytes"]) == (2 * moved, moved)
+    assert told["time"]["read_s"] == pytest.approx(8 * 2 * moved / 6e9)
+    io_s = told["time"]["read_s"] + told["time"]["write_s"]
+    hidden_s = min(6 * elems * 1000 / 100e12, 8 * (2 * moved / 6e9 + (64 << 20) / 4e9))
+    assert told["added_s"] == pytest.approx(io_s - hidden_s)
+    _, out, _ = estimate("--params", elems, "--world", 8, *on_disk)
+    rows = table(out, "parameters on a disk")
+    assert rows[1] == ["3", "0.567", "1.65", "3.30", "1.65", "4.39", "3.30", "-", "-"]
+    _, out, _ = estimate("--params", elems, "--world", 8, *on_disk, "--master", "remainder")
+    assert table(out, "parameters on a disk")[1][3] == "4.94"
+
+
 def test_state_on_the_host(estimate):
     """Of a GPU's memory it takes the buffers."""
     _, out, _ = estimate("--params", 1 << 33, "--world", 8, "--stage", 3, "--state-on", "cpu")

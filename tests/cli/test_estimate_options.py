@@ -112,6 +112,14 @@ def test_modules_are_built_on_the_meta_device(modules):
         ),
         (("--params", "1M", "--buffer-mib", 5), "--buffer-mib: expected --state-on disk with it"),
         (
+            ("--params", "1M", "--params-buffer-mib", 5),
+            "--params-buffer-mib: expected --params-on disk with it",
+        ),
+        (
+            ("--params", "1M", "--params-on", "disk", "--stage", 2),
+            "--params-on disk: expected --stage 3 or none with it, got 2",
+        ),
+        (
             ("--params", "1M", "--disk-read-gbps", 5),
             "--disk-read-gbps: expected --state-on disk with it",
         ),

@@ -9,7 +9,7 @@ from ringcomm import Disk, zero
 from ringcomm.examples.gpt.config import STAGES, ModelConfig
 from ringcomm.examples.gpt.model import GPT
 from ringcomm.zero.estimate import BytesPerElement, ModelElems
-from ringcomm.zero.estimate_tier import state_in_tier
+from ringcomm.zero.estimate_tier import params_in_tier, state_in_tier
 from tests.cli.train_runs import train_all, without_measurements
 from tests.memory.disk_folder import skip_unless_disk
 
@@ -119,6 +119,10 @@ def test_ddp_on_gloo_is_ddp_on_ringcomm_to_the_bit(trained):
     assert outcomes["ddp"]["losses"] == pytest.approx(outcomes["plain 0"]["losses"], abs=1e-6)
 
 
+# Parameters, at the stage where they can be.
+ON_DISK = ("--stage", 3, "--params-buffer-mib", 1, "--params-on")
+
+
 def test_state_on_a_disk_trains_alike_and_is_reported(tmp_path):
     """Bytes of a step as the estimate has them; steps around saves are left out."""
     skip_unless_disk(tmp_path)
@@ -128,6 +132,7 @@ def test_state_on_a_disk_trains_alike_and_is_reported(tmp_path):
         "memory": (*common, "--stage", 1),
         "1": (*on_disk, "--stage", 1, "--memory"),
         "3": (*on_disk, "--stage", 3, "--state-resident-mib", 100),
+        "params": (*common, *ON_DISK, tmp_path, "--memory"),
         "saves": (*on_disk, "--save", tmp_path / "saved", "--save-every", 2),
     }
     records, printed = train_all(tmp_path, runs)
@@ -152,3 +157,11 @@ def test_state_on_a_disk_trains_alike_and_is_reported(tmp_path):
     assert [each["file_bytes"] for each in records["3"]["outcome"]["disk"]] == [0, 0]
     assert "state on disk 0.0 MB; a step reads 0.0 MB and writes 0.0 MB, on" in printed["3"]
     assert [each["steps"] for each in records["saves"]["outcome"]["disk"]] == [1, 1]
+    moved = params_in_tier(model, 2, each, zero.ZeroOptions(), disk)
+    for use in records["params"]["outcome"]["disk"]:
+        # All of them fit into the buffers.
+        assert use["file_bytes"] == moved.stored
+        assert use["read_bytes"] == moved.read == 0
+        assert abs(use["written_bytes"] - use["steps"] * moved.written) <= moved.behind
+    assert f"params  on a disk, in {tmp_path}" in printed["params"]
+    assert f"parameters on disk {moved.stored / 1e6:.1f} MB; a step reads " in printed["params"]

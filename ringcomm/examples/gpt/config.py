@@ -18,7 +18,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 DEVICES = ("cpu", "cuda")
 # Of --resume.
 FROM_LATEST, FROM_ANY = "latest", "auto"
-DEFAULT_STAGE = 2
+DEFAULT_STAGE, LARGEST_STAGE = 2, 3
 DEFAULT_LOSS_SCALE = 2.0**16
 LARGEST_LOSS_SCALE = 2.0**32
 
@@ -70,6 +70,10 @@ class EngineConfig:
         state_on: of "zero": a folder on a disk, where the optimizer's state lies; None is memory.
         state_resident_mib: how much of a rank's state stays in memory, in 2^20 bytes; None is 0.
         state_buffer_mib: a rank's buffers for what is on its way; None is 64.
+        params_on: of "zero" at stage 3: a folder on a disk, where parameters lie while they are not
+            gathered; None is memory.
+        params_resident_mib: as of the state, for parameters.
+        params_buffer_mib: the same.
     """
 
     name: str = "zero"
@@ -84,9 +88,13 @@ class EngineConfig:
     state_on: str | None = None
     state_resident_mib: int | None = None
     state_buffer_mib: int | None = None
+    params_on: str | None = None
+    params_resident_mib: int | None = None
+    params_buffer_mib: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_state_on()
+        for what in ("state", "params"):
+            self._check_on(what)
         if self.name != "zero":
             self._refuse_what_zero_alone_has()
         elif self.backend != "ringcomm":
@@ -110,19 +118,27 @@ class EngineConfig:
                 f"{self.loss_scale:g}"
             )
 
-    def _check_state_on(self) -> None:
-        for option, least in (("state_resident_mib", 0), ("state_buffer_mib", 1)):
+    def _check_on(self, what: str) -> None:
+        folder = getattr(self, f"{what}_on")
+        for option, least in ((f"{what}_resident_mib", 0), (f"{what}_buffer_mib", 1)):
             value, name = getattr(self, option), option.replace("_", "-")
             if value is None:
                 continue
-            if self.state_on is None:
-                raise ArgumentError(f"--{name}: expected --state-on PATH beside it")
+            if folder is None:
+                raise ArgumentError(f"--{name}: expected --{what}-on PATH beside it")
             if value < least:
                 raise ArgumentError(f"--{name} must be at least {least}, got {value}")
-        if self.state_on is not None and self.device != "cpu":
+        if folder is None:
+            return
+        if self.device != "cpu":
             raise ArgumentError(
-                f"--state-on: expected --device cpu, whose state can stream to a disk, got "
+                f"--{what}-on: expected --device cpu, whose {what} can stream to a disk, got "
                 f"{self.device}; drop one"
+            )
+        if what == "params" and self.name == "zero" and self.zero_stage != LARGEST_STAGE:
+            raise ArgumentError(
+                f"--params-on: expected --stage {LARGEST_STAGE}, got {self.zero_stage}, where each "
+                "rank has all parameters in memory"
             )
 
     def _refuse_what_zero_alone_has(self) -> None:
@@ -137,11 +153,12 @@ class EngineConfig:
                     f"--shard-{option}: --engine {self.name} does not have the choice; drop it, or "
                     "take --engine zero"
                 )
-        if self.state_on is not None:
-            raise ArgumentError(
-                f"--state-on: --engine {self.name} keeps its state in memory; drop it, or take "
-                "--engine zero"
-            )
+        for what in ("state", "params"):
+            if getattr(self, f"{what}_on") is not None:
+                raise ArgumentError(
+                    f"--{what}-on: --engine {self.name} keeps its {what} in memory; drop it, or "
+                    "take --engine zero"
+                )
         if self.dtype != "fp32":
             raise ArgumentError(
                 f"--dtype {self.dtype}: --engine {self.name} trains in fp32 here; take --engine "

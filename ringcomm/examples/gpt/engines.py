@@ -36,12 +36,21 @@ MIB = 1 << 20
 
 def tier_of(config: EngineConfig) -> Disk | None:
     """Returns where the optimizer's state lies, as ``AdamWOptions.tier`` has it."""
-    if config.state_on is None:
+    return _disk(config.state_on, config.state_resident_mib, config.state_buffer_mib)
+
+
+def params_tier_of(config: EngineConfig) -> Disk | None:
+    """Returns where parameters lie, as ``ZeroOptions.tier`` has it."""
+    return _disk(config.params_on, config.params_resident_mib, config.params_buffer_mib)
+
+
+def _disk(folder: str | None, resident_mib: int | None, buffer_mib: int | None) -> Disk | None:
+    if folder is None:
         return None
-    resident_bytes = (config.state_resident_mib or 0) * MIB
-    if config.state_buffer_mib is None:
-        return Disk(config.state_on, resident_bytes=resident_bytes)
-    return Disk(config.state_on, config.state_buffer_mib * MIB, resident_bytes)
+    resident_bytes = (resident_mib or 0) * MIB
+    if buffer_mib is None:
+        return Disk(folder, resident_bytes=resident_bytes)
+    return Disk(folder, buffer_mib * MIB, resident_bytes)
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,7 @@ class ZeroEngine(TrainingEngine):
 
     Attributes:
         adamw: the optimizer.
-        is_on_disk: whether its state is.
+        is_on_disk: whether its state is, or parameters are.
     """
 
     def __init__(self, gpt: GPT, config: EngineConfig, place: TrainingGroup) -> None:
@@ -130,7 +139,10 @@ class ZeroEngine(TrainingEngine):
         self._stage, dtype = config.zero_stage, PARAM_DTYPES[config.dtype]
         precision = zero.Precision(param=dtype, buffer=dtype)
         options = zero.ZeroOptions(
-            precision=precision, params=config.params or "node", state=config.state or "world"
+            precision=precision,
+            params=config.params or "node",
+            state=config.state or "world",
+            tier=params_tier_of(config),
         )
         super().__init__(place, gpt)
         self.module = zero.shard(gpt, self._stage, comm=comm, options=options)
@@ -146,14 +158,18 @@ class ZeroEngine(TrainingEngine):
         )
         self.optimizer = self.adamw
 
-        self.is_on_disk = config.state_on is not None
+        self.is_on_disk = config.state_on is not None or config.params_on is not None
 
     @property
-    def scratch(self) -> ScratchFile:
-        """This rank's file with the optimizer's state, if that is on a disk."""
-        tier = self.adamw.sharded_step().tier
-        assert tier is not None and isinstance(tier.blocks, ScratchFile)
-        return tier.blocks
+    def scratches(self) -> list[ScratchFile]:
+        """This rank's files with the optimizer's state and with parameters, if there are any."""
+        tier, placement = self.adamw.sharded_step().tier, self.adamw.placement
+        found = []
+        if tier is not None and isinstance(tier.blocks, ScratchFile):
+            found.append(tier.blocks)
+        if placement is not None and placement.store is not None:
+            found.append(placement.store.file)
+        return found
 
     def quiet(self) -> AbstractContextManager[None]:
         return zero.no_sync(self.module)

@@ -114,6 +114,7 @@ class ClosedForm:
         dtype: torch.dtype,
         two_passes: bool,
         tier: Disk | None = None,
+        params_tier: Disk | None = None,
     ) -> ClosedForm:
         """Makes that of a model that is not sharded yet.
 
@@ -124,15 +125,16 @@ class ClosedForm:
             dtype: of parameters and gradients.
             two_passes: whether steps are clipped or scaled.
             tier: where the optimizer's state lies, as in ``AdamWOptions``.
+            params_tier: where parameters lie, as in ``ZeroOptions``.
         """
         elems, each = ModelElems.of_module(model), BytesPerElement.of(dtype)
-        state = model_state(elems, stage, world_size, each, tier)
+        state = model_state(elems, stage, world_size, each, tier, params_tier)
         buffers = working_buffers(elems, stage, world_size, each, ZeroOptions(), two_passes, tier)
         travelling = buffers.buckets if stage >= 2 else 0
         return cls(state.total, travelling + buffers.grad_shard)
 
 
-# What the optimizer's state on a disk moves.
+# What state and parameters on a disk move.
 
 
 @dataclass(frozen=True)
@@ -140,11 +142,11 @@ class DiskUse:
     """The bytes that a rank's steps moved between memory and the disk.
 
     Attributes:
-        file_bytes: of its file.
+        file_bytes: of its files.
         steps: that were counted.
         read_bytes: of them together.
         written_bytes: the same.
-        reading_s: seconds in which at least one read was under way.
+        reading_s: seconds in which at least one read of a file was under way, of all files.
         writing_s: the same of writes.
     """
 
@@ -191,15 +193,15 @@ class DiskMeter:
         self._is_left_out = False
         self.use = DiskUse(0, 0, 0, 0, 0.0, 0.0)
 
-    def look(self, scratch: ScratchFile) -> None:
+    def look(self, scratches: Sequence[ScratchFile]) -> None:
         """Counts the step since the last look."""
         now = DiskUse(
-            scratch.size_bytes,
+            sum(each.size_bytes for each in scratches),
             1,
-            scratch.bytes_read,
-            scratch.bytes_written,
-            scratch.reading_s,
-            scratch.writing_s,
+            sum(each.bytes_read for each in scratches),
+            sum(each.bytes_written for each in scratches),
+            sum(each.reading_s for each in scratches),
+            sum(each.writing_s for each in scratches),
         )
         before, seen = self._before, self.use
         self._before = now
@@ -285,7 +287,7 @@ class Outcome:
         memory: by rank.
         skipped_steps: those that changed nothing, for an overflow.
         loss_scale: at the end; None where losses are not scaled.
-        disk: what steps moved of the optimizer's state, by rank; None where it is in memory.
+        disk: what steps moved of state and parameters, by rank; None where they are in memory.
     """
 
     first_step: int
@@ -433,6 +435,8 @@ class Report:
             extras.append(", layers computed again in backward")
         engine = self.engine
         place = "" if engine.state_on is None else f"state   on a disk, in {engine.state_on}\n"
+        if engine.params_on is not None:
+            place += f"params  on a disk, in {engine.params_on}\n"
         on = self.engine.backend + (" on GPUs" if self.engine.device == "cuda" else "")
         return (
             f"ranks   {self.world.size} on {on}, {self.world.threads} compute thread(s) each\n"
@@ -463,7 +467,9 @@ class Report:
             )
         if outcome.disk is not None:
             most_moved = max(outcome.disk, key=lambda use: (use.read_bytes, use.file_bytes))
-            lines.append(f"state on disk {most_moved}, on the rank where it is most")
+            places = {"state": self.engine.state_on, "parameters": self.engine.params_on}
+            what = " and ".join(name for name, place in places.items() if place is not None)
+            lines.append(f"{what} on disk {most_moved}, on the rank where it is most")
         most = max(outcome.memory, key=lambda held: held.most_bytes)
         lines.append(
             f"memory        at most {most.most_bytes / MB:,.1f} MB on a rank, "

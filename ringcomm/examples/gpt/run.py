@@ -30,6 +30,7 @@ from ringcomm.examples.gpt.engines import (
     build_engine,
     load_same_on_all_ranks,
     new_model,
+    params_tier_of,
     tier_of,
 )
 from ringcomm.examples.gpt.model import GPT
@@ -224,7 +225,7 @@ class _Progress:
     Attributes:
         held: bytes at each.
         speed: of the training.
-        disk: counts what the optimizer's state moves; None where it is in memory.
+        disk: counts what state and parameters move; None where they are in memory.
     """
 
     def __init__(self, run: Run) -> None:
@@ -248,7 +249,7 @@ class _Progress:
             if self.disk is not None and len(self.held) > 1:
                 engine = self._run.trainer.engine
                 assert isinstance(engine, ZeroEngine)
-                self.disk.look(engine.scratch)
+                self.disk.look(engine.scratches)
 
     def note(self) -> str:
         """Returns the text of the progress bar; waits for a GPU."""
@@ -402,8 +403,8 @@ def _closed_form(
         return None
     dtype = PARAM_DTYPES[engine.dtype] or torch.float32
     two_passes = config.clip is not None or engine.dtype == "fp16"
-    tier = tier_of(engine)
-    return ClosedForm.of(gpt, engine.zero_stage, world.size, dtype, two_passes, tier)
+    tiers = tier_of(engine), params_tier_of(engine)
+    return ClosedForm.of(gpt, engine.zero_stage, world.size, dtype, two_passes, *tiers)
 
 
 def _train(run: Run, world: World, path: str | None) -> tuple[Outcome, str]:

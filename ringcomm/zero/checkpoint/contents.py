@@ -284,7 +284,7 @@ class Contents:
                 piece_key(name, box.offsets),
                 shard.dtype,
                 box.sizes,
-                partial(_blocks_of, box.local, shard.read),
+                partial(blocks_of, box.local, shard.read),
             )
             for name, shard in self.tensors.items()
             for box in shard.boxes()
@@ -297,7 +297,7 @@ class Contents:
         return parts + own
 
 
-def _blocks_of(
+def blocks_of(
     local: Tensor, read: Callable[[int, int], Iterator[Tensor]] | None
 ) -> Iterator[Tensor]:
     """Yields the elements of a shard's box, in blocks in host memory."""

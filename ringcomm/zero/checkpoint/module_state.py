@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.buckets import BucketParam, ParamBucket, ReplicatedBucket, ShardedBucket
 from ringcomm.zero.checkpoint.contents import FlatShard, Part, PartShard
 from ringcomm.zero.checkpoint.tensor_file import dtype_name
+from ringcomm.zero.disk_buckets import DiskBucket
 from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.units import aliases
 
@@ -133,17 +135,55 @@ def named(engine: ShardEngine, prefix: str) -> dict[int, str]:
 
 
 def param_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
-    """Parameters that lie in buckets: this rank's chunks, or with ``whole`` all that it keeps."""
+    """Parameters that lie in buckets: this rank's chunks, or with ``whole`` all that it keeps.
+
+    Of what lies on a disk ``local`` has no memory, and the elements are read as they are due.
+    """
     names = named(engine, "model.")
     for stored in (*engine.stored, *engine.parts.stored_frozen):
         if isinstance(stored, ReplicatedBucket):
             held = Chunk(0, stored.layout.elems)
             wanted = held if whole else stored.chunk
             yield from bucket_parts(stored, stored.flat, held, wanted, names)
-        else:
-            assert isinstance(stored, ShardedBucket)
-            wanted = stored.kept_chunk if whole else stored.chunk
-            yield from bucket_parts(stored, stored.kept, stored.kept_chunk, wanted, names)
+            continue
+        assert isinstance(stored, ShardedBucket)
+        held, wanted = stored.kept_chunk, stored.kept_chunk if whole else stored.chunk
+        if not isinstance(stored, DiskBucket):
+            yield from bucket_parts(stored, stored.kept, held, wanted, names)
+            continue
+        stand_in = torch.empty(held.elems, dtype=stored.layout.dtype, device="meta")
+        for part in bucket_parts(stored, stand_in, held, wanted, names):
+            yield replace(part, read=partial(_elements_of, stored))
+
+
+def _elements_of(stored: DiskBucket, begin: int, end: int) -> Iterator[Tensor]:
+    """Yields elements [begin, end) of what a rank keeps of a bucket on its disk."""
+    with stored.here():
+        yield stored.kept[begin:end]
+
+
+def params_to_load(engine: ShardEngine) -> Iterator[StatePart]:
+    """Yields what this rank keeps of the parameters; each is written before the next is due."""
+    if engine.parts.store is None:
+        yield from param_parts(engine, whole=True)
+        return
+    names = named(engine, "model.")
+    for stored in (*engine.stored, *engine.parts.stored_frozen):
+        assert isinstance(stored, ShardedBucket)
+        with stored.here(write=True):
+            held = stored.kept_chunk
+            yield from bucket_parts(stored, stored.kept, held, held, names)
+
+
+def copies_of_params(engine: ShardEngine) -> Iterator[StatePart]:
+    """Does :meth:`param_parts` for all that this rank keeps, with copies of what is on a disk."""
+    for part in param_parts(engine, whole=True):
+        if part.read is None:
+            yield part
+            continue
+        begin = int(part.local.storage_offset())
+        blocks = [block.clone() for block in part.read(begin, begin + part.local.numel())]
+        yield replace(part, local=torch.cat(blocks), read=None)
 
 
 def loose_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:

@@ -19,6 +19,7 @@ from torch import nn
 from ringcomm.errors import CheckpointError, UnsupportedError
 from ringcomm.json_reader import digest_of
 from ringcomm.optim.agreement import all_or_none, check_agreement
+from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.dtensors import Sharding, local_of
 from ringcomm.optim.layout import Chunk, Segment
 from ringcomm.zero.access import write_master
@@ -291,29 +292,36 @@ class StoredValues(Values):
 def _fill(engine: ShardEngine, source: Pretrained) -> None:
     """Writes this rank's pieces of what the files have, and shares them; collective."""
     owner = engine.placement.owner
-    for number, bucket in enumerate((*engine.stored, *engine.parts.stored_frozen)):
-        masters = owner.buckets[number] if owner is not None and bucket.trains else None
-        for placed, values, piece in _pieces(bucket, source):
-            own = own_of(bucket)[piece.begin : piece.end]
-            begin = bucket.state_chunk.begin + piece.begin - placed.begin
-            if own.dtype is torch.float32 or not bucket.trains:
-                values.read(begin, own)
-                continue
-            if masters is not None:
-                wide = torch.empty(own.numel(), dtype=torch.float32, device=own.device)
-                values.read(begin, wide)
-                first = bucket.state_chunk.begin + piece.begin
-                write_master(masters, Chunk(first, first + wide.numel()), wide)
-                continue
-            if bucket.wide is None and values.dtype is own.dtype:
-                values.read(begin, own)
-                continue
-            if bucket.wide is None:
-                bucket.wide = own_of(bucket).float()
-            values.read(begin, bucket.wide[piece.begin : piece.end])
-            own.copy_(bucket.wide[piece.begin : piece.end])
+    with engine.together("load_pretrained"):
+        for number, bucket in enumerate((*engine.stored, *engine.parts.stored_frozen)):
+            masters = owner.buckets[number] if owner is not None and bucket.trains else None
+            with bucket.here(write=True):
+                _fill_bucket(bucket, masters, source)
     publish(engine)
     _fill_rest(engine, source)
+
+
+def _fill_bucket(bucket: ParamBucket, masters: Bucket | None, source: Pretrained) -> None:
+    """Writes this rank's pieces of what the files have of a bucket."""
+    for placed, values, piece in _pieces(bucket, source):
+        own = own_of(bucket)[piece.begin : piece.end]
+        begin = bucket.state_chunk.begin + piece.begin - placed.begin
+        if own.dtype is torch.float32 or not bucket.trains:
+            values.read(begin, own)
+            continue
+        if masters is not None:
+            wide = torch.empty(own.numel(), dtype=torch.float32, device=own.device)
+            values.read(begin, wide)
+            first = bucket.state_chunk.begin + piece.begin
+            write_master(masters, Chunk(first, first + wide.numel()), wide)
+            continue
+        if bucket.wide is None and values.dtype is own.dtype:
+            values.read(begin, own)
+            continue
+        if bucket.wide is None:
+            bucket.wide = own_of(bucket).float()
+        values.read(begin, bucket.wide[piece.begin : piece.end])
+        own.copy_(bucket.wide[piece.begin : piece.end])
 
 
 def _pieces(

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +237,8 @@ def load(
         # Nobody reads this rank's chunks while they change.
         engine.free_for_change("load")
         comm.barrier()
-        loading.take()
+        with engine.together("load"):
+            loading.take()
         comm.barrier()
         if loading.extra:
             # Behind the barrier, since a module may look at its parameters.
@@ -309,7 +311,7 @@ class _Loading:
         if self.step is not None and self.saved["optimizer"] is None:
             raise self.fail("was saved without an optimizer; load the module alone")
         self.sources = self._find_sources(partial)
-        for part in self._model_parts():
+        for part in self._model_parts(module_state.param_parts(self.engine, whole=True)):
             self._check_part(part)
         for name, buffer in self._buffers().items():
             self._check_part(
@@ -421,10 +423,9 @@ class _Loading:
 
     # ---- what is taken over ---------------------------------------------------------------------
 
-    def _model_parts(self) -> Iterator[StatePart]:
-        """The parameters that this rank holds, whose elements are written by :meth:`take`."""
-        params = module_state.param_parts(self.engine, whole=True)
-        for part in (*params, *module_state.loose_parts(self.engine, whole=True)):
+    def _model_parts(self, params: Iterator[StatePart]) -> Iterator[StatePart]:
+        """The parameters to load, those in buckets as they are given."""
+        for part in chain(params, module_state.loose_parts(self.engine, whole=True)):
             if part.name in self.sources:
                 yield part
 
@@ -443,7 +444,7 @@ class _Loading:
         step = self.step
         if step is not None:
             step.ensure(self.state.kinds)
-        self._read(self._model_parts())
+        self._read(self._model_parts(module_state.params_to_load(self.engine)))
         self._forget_wide()
         self._take_buffers()
         if step is not None:
@@ -462,10 +463,13 @@ class _Loading:
             loaded = [each for each in stored.params if f"model.{each.name}" in self.sources]
             if len(loaded) == len(stored.params):
                 stored.wide = None
-            for placed in loaded if stored.wide is not None else ():
-                low, high = overlap(placed, stored.state_chunk)
-                here = slice(low - stored.state_chunk.begin, high - stored.state_chunk.begin)
-                stored.wide[here] = own_of(stored)[here]  # type: ignore[index]
+            if stored.wide is None:
+                continue
+            with stored.here():
+                for placed in loaded:
+                    low, high = overlap(placed, stored.state_chunk)
+                    here = slice(low - stored.state_chunk.begin, high - stored.state_chunk.begin)
+                    stored.wide[here] = own_of(stored)[here]
 
     def _read(self, parts: Iterator[StatePart]) -> None:
         for part in parts:
@@ -523,7 +527,8 @@ class TrainState:
         engine, step = self._engine, self._step
         engine.check_values("TrainState.state_dict")
         engine.free_for_change("TrainState.state_dict")
-        parts = [*module_state.param_parts(engine, True), *module_state.loose_parts(engine, True)]
+        params = module_state.copies_of_params(engine)
+        parts = [*params, *module_state.loose_parts(engine, True)]
         if step is not None:
             step.refuse_if_torn("state_dict")
             parts += state_parts(engine, step, True)
@@ -559,21 +564,21 @@ class TrainState:
         if step is not None and given is None:
             raise _failed("was saved without an optimizer; load the module alone")
         extra = self._read_extra(state)
-        if step is not None:
-            self._take_copies(step, state)
-            take_optimizer(engine, step, facts, check_optimizer(engine, step, facts, _failed))
-        else:
-            engine.placement.refresh_masters()
+        with engine.together("TrainState.load_state_dict"):
+            if engine.parts.store is not None:
+                _take(module_state.params_to_load(engine), state)
+            if step is not None:
+                self._take_copies(step, state)
+                take_optimizer(engine, step, facts, check_optimizer(engine, step, facts, _failed))
+            else:
+                engine.placement.refresh_masters()
         engine.comm.barrier()
         set_extra_state(engine.parts.module, extra, _failed)
 
     def _take_copies(self, step: ShardedStep, state: Mapping[str, Any]) -> None:
         """Takes state of which torch has loaded copies: of 8 bits, or in another tier."""
         if step.rule.eight_bits or step.tier is not None:
-            for part in parts_to_load(self._engine, step, step.groups):
-                given = state[part.name]
-                begin = part.begin - given.begin
-                part.local.copy_(given.local[begin : begin + part.local.numel()])
+            _take(parts_to_load(self._engine, step, step.groups), state)
 
     def _read_extra(self, state: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -583,6 +588,14 @@ class TrainState:
         engine = self._engine
         saved = ExtraState(plain, dict(state))
         return read_extra_state(engine.parts.module, saved, engine.comm.device, _failed)
+
+
+def _take(parts: Iterator[StatePart], state: Mapping[str, Any]) -> None:
+    """Fills parts from the shards of a state that have their elements."""
+    for part in parts:
+        given = state[part.name]
+        begin = part.begin - given.begin
+        part.local.copy_(given.local[begin : begin + part.local.numel()])
 
 
 def _failed(text: str) -> CheckpointError:

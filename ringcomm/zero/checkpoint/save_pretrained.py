@@ -26,7 +26,7 @@ from ringcomm.errors import CheckpointError, where
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.checkpoint import commit
-from ringcomm.zero.checkpoint.contents import FlatShard
+from ringcomm.zero.checkpoint.contents import FlatShard, blocks_of
 from ringcomm.zero.checkpoint.export import (
     DEFAULT_FILE_BYTES,
     INDEX_NAME,
@@ -39,7 +39,6 @@ from ringcomm.zero.checkpoint.module_state import StatePart, buffers_of, model_p
 from ringcomm.zero.checkpoint.tensor_file import (
     bytes_of,
     header_of,
-    host_blocks,
     in_order,
     write_file,
 )
@@ -170,16 +169,18 @@ class _File:
         try:
             begin = len(self.header())
             for entry in self.entries:
-                for first, run in _runs(shards[entry.weight.saved], entry.size):
-                    _write_run(out, begin + first * entry.dtype.itemsize, run, entry.dtype)
+                shard = shards[entry.weight.saved]
+                for first, run in _runs(shard, entry.size):
+                    blocks = blocks_of(run, shard.read)
+                    _write_run(out, begin + first * entry.dtype.itemsize, blocks, entry.dtype)
                 begin += entry.size_bytes
             os.fsync(out)
         finally:
             os.close(out)
 
 
-def _write_run(out: int, at: int, run: Tensor, dtype: torch.dtype) -> None:
-    for block in host_blocks(run):
+def _write_run(out: int, at: int, blocks: Iterator[Tensor], dtype: torch.dtype) -> None:
+    for block in blocks:
         converted = block.to(dtype)
         view = bytes_of(converted)
         while view:

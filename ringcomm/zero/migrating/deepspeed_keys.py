@@ -230,8 +230,8 @@ _ZERO_KEYS = (
         Key(
             _ZERO + name,
             UNSUPPORTED,
-            "memory of the host or of a disk is not used for parameters; shard over more ranks, or "
-            "take a preset of `Precision` that keeps less",
+            "leave it away, and shard with `ZeroOptions(tier=ringcomm.Disk(path))`, which keeps a "
+            "rank's parameters on a disk at stage 3",
             whole=True,
             switch=switch,
         )

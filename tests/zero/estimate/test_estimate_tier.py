@@ -31,6 +31,7 @@ from ringcomm.zero.estimate_tier import (
     DiskTime,
     Records,
     TierBytes,
+    params_in_tier,
     records_of,
     state_in_tier,
 )
@@ -39,6 +40,7 @@ from ringcomm.zero.options import ZeroOptions
 from tests.memory.disk_folder import skip_unless_disk
 
 BF16, FP32 = torch.bfloat16, torch.float32
+FP32_BYTES = BytesPerElement.of(FP32)
 EIGHT_BITS = BytesPerElement.of(FP32, eight_bits=True)
 # By precision: options of the optimizer, the parameters' dtype, what the estimate says.
 KINDS: dict[str, tuple[type, str, torch.dtype, BytesPerElement]] = {
@@ -116,6 +118,31 @@ def test_a_run_holds_and_moves_what_the_estimate_says(folder, monkeypatch, kind,
     assert held.buffers <= disk.buffer_bytes and held.resident <= disk.resident_bytes
     # Pages are not counted there.
     assert held.buffers + held.resident <= state + 16 * 4 * scratch.PAGE_BYTES
+
+
+@pytest.mark.parametrize(("resident", "buffers"), [(0, 2), (2, 2), (0, 6), (6, 1), (5, 1)])
+def test_parameters_of_a_run_take_and_move_what_the_estimate_says(folder, resident, buffers):
+    """Six chunks of a page; what buffers keep from one pass to the next is not read."""
+    size = scratch.PAGE_BYTES
+    disk = Disk(folder, buffers * size, resident * size)
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
+    options = zero.ZeroOptions(bucket_elems=1024, tier=disk)
+    told = params_in_tier(ModelElems(6 * 1024, largest=1024), 1, FP32_BYTES, options, disk)
+    zero.shard(model, 3, comm="alone", options=options)
+    optimizer = AdamW(model.parameters())
+    store = optimizer.placement.store
+    for _ in range(4):
+        store.wait()
+        read, written = store.file.bytes_read, store.file.bytes_written
+        model(torch.ones(1, 32)).square().mean().backward()
+        optimizer.step()
+        store.wait()
+        assert store.held_bytes <= told.buffers
+    assert store.file.size_bytes == told.stored
+    assert store.file.bytes_written - written == told.written
+    assert max(0, told.read - 4 * told.buffers) <= store.file.bytes_read - read <= told.read
+    state = model_state(ModelElems(6 * 1024), 3, 1, FP32_BYTES, None, disk)
+    assert state.params == min(6 * size, told.buffers + told.resident)
 
 
 class Net(nn.Module):

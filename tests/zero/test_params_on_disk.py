@@ -1,0 +1,487 @@
+"""Parameters on a disk at stage 3: the bits of memory, constant buffers, and a disk that fails."""
+
+from __future__ import annotations
+
+import gc
+import os
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ringcomm
+from ringcomm import Disk, DiskError, RingcommError, zero
+from ringcomm.errors import ArgumentError, MismatchError
+from ringcomm.examples.gpt.config import ModelConfig
+from ringcomm.examples.gpt.model import GPT
+from ringcomm.memory import scratch
+from ringcomm.memory.disk_chunks import DiskChunk, DiskChunks
+from ringcomm.memory.scratch import PAGE_BYTES
+from ringcomm.optim import Adafactor, AdamW, AdamW8bit, AdamWOptions, Muon, tiers
+from ringcomm.zero.disk_buckets import DiskBucket
+from ringcomm.zero.sharding import engine_of
+from tests.memory.disk_folder import skip_unless_disk
+from tests.optim.test_tiers import Broken
+from tests.zero.checkpoint.states import files_below
+from tests.zero.checkpoint.test_pretrained import (
+    PRECISIONS,
+    meta_net,
+    new_net,
+    two_steps,
+    weights_of,
+)
+from tests.zero.job import BF16, Job
+from tests.zero.models import MODELS, Run, assert_same_bits, new_model, train_world
+
+Tensor = torch.Tensor
+REMAINDER = replace(BF16, master="remainder")
+NO_MASTER = replace(BF16, master="none", rounding="stochastic")
+# Kinds of optimizers and precisions; in turn with their state in memory and on a disk.
+RUNS: dict[str, tuple[Any, Any, bool]] = {
+    "AdamW": (AdamW, None, False),
+    "AdamW, all on a disk": (AdamW, None, True),
+    "AdamW, masters": (AdamW, BF16, False),
+    "AdamW, masters, all on a disk": (AdamW, BF16, True),
+    "AdamW, remainders, all on a disk": (AdamW, REMAINDER, True),
+    "AdamW, without masters": (AdamW, NO_MASTER, False),
+    "AdamW8bit": (AdamW8bit, BF16, False),
+    "Muon": (Muon, None, False),
+    "Muon, masters, all on a disk": (Muon, BF16, True),
+    "Adafactor": (Adafactor, None, False),
+    "Adafactor, masters, all on a disk": (Adafactor, BF16, True),
+    "Adagrad, all on a disk": (torch.optim.Adagrad, None, True),
+    "Adagrad, masters": (torch.optim.Adagrad, BF16, False),
+}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    """Buffers of a few chunks of the tests' buckets."""
+    return Disk(skip_unless_disk(tmp_path), buffer_bytes=24 << 10, resident_bytes=12 << 10)
+
+
+def job_of(comm: Any, base: Any, run: tuple[Any, Any, bool], tier: Disk | None) -> Job:
+    kind, precision, state_too = run
+    small = tiers.LEAST_BUFFERS * tiers.LARGEST_ELEM_BYTES * 512
+    state = None if tier is None or not state_too else Disk(tier.path, small)
+    options = {"tier": tier}
+    return Job(
+        comm,
+        base,
+        3,
+        precision,
+        AdamWOptions(tier=state),
+        scaled=True,
+        kind=kind,
+        zero_options=options,
+    )
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_bits_and_files_are_those_of_memory(worlds, disk, tmp_path, name):
+    """With clipping and a skipped step; each checkpoint goes on in the other place."""
+    base, run = new_model("gpt"), RUNS[name]
+    world = 1 + list(RUNS).index(name) % 3
+    places = {"memory": None, "disk": disk}
+
+    def first(comm):
+        states = []
+        for place, tier in places.items():
+            job = job_of(comm, base, run, tier)
+            job.train("gpt", 3)
+            job.save(tmp_path / f"to {place}")
+            states.append(job.state())
+        return states
+
+    def second(comm):
+        states = []
+        for place, tier in (("memory", disk), ("disk", None)):
+            job = job_of(comm, base, run, tier)
+            job.load(tmp_path / f"to {place}")
+            job.train("gpt", 2)
+            states.append(job.state())
+        return states
+
+    for states in worlds(world).run(first):
+        assert_same_bits(*states)
+    memory, on_disk = (files_below(tmp_path / f"to {place}") for place in places)
+    assert memory.keys() == on_disk.keys() and len(memory) > world
+    for file, content in memory.items():
+        assert content == on_disk[file], file
+    for states in worlds(world % 3 + 1).run(second):
+        assert_same_bits(*states)
+
+
+# Ways through a model, trained ones beside frozen ones, and ways of training it.
+WAYS = {
+    "tied, accumulated, clipped": Run("mlp", 3, steps=3, backwards=2, clip=0.3),
+    "added without no_sync": Run("mlp", 3, steps=2, backwards=2, quiet=False),
+    "gathered ahead": Run("gpt", 3, steps=3, options={"prefetch": 2}),
+    "when needed": Run("gpt", 3, steps=3, options={"overlap": False}),
+    "kept for backward": Run("gpt", 3, steps=2, options={"keep_gathered": True}),
+    "buffers": Run("conv", 3, steps=3),
+    "frozen, at times unused": Run("partial", 3, steps=4, precision=BF16),
+    "another way each time": Run("wandering", 3, steps=4),
+    "looked up elsewhere": Run("reaching", 3, steps=3),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_bits_are_those_of_memory_on_every_way(worlds, disk, name):
+    run = WAYS[name]
+    world = worlds(2 + list(WAYS).index(name) % 2)
+    wanted = train_world(world, run)
+    found = train_world(world, replace(run, options={**run.options, "tier": disk}))
+    assert found[1] == wanted[1]
+    assert_same_bits(found[0], wanted[0])
+
+
+@pytest.fixture(scope="module")
+def two_by_two():
+    with ringcomm.local_world(4, nodes=[2, 2], timeout=60) as world:
+        yield world
+
+
+def test_over_nodes_it_goes_with_params_of_the_world(two_by_two, disk):
+    """A copy on each node is refused, since ranks read it out of their peers' memory."""
+    run = Run("gpt", 3, steps=2, options={"params": "world"})
+    wanted = train_world(two_by_two, run)
+    found = train_world(two_by_two, replace(run, options={"params": "world", "tier": disk}))
+    assert_same_bits(found[0], wanted[0])
+    with pytest.raises(ArgumentError, match='expected params="world" with it over several nodes'):
+        train_world(two_by_two, replace(run, options={"tier": disk}))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_other_stages_refuse_it(disk, stage):
+    with pytest.raises(ArgumentError, match=rf"tier: expected stage 3, got {stage}, where each"):
+        zero.shard(torch.nn.Linear(2, 2), stage, comm="alone", options=zero.ZeroOptions(tier=disk))
+
+
+def test_what_is_no_disk_is_refused():
+    with pytest.raises(
+        ArgumentError, match=r"tier: expected a ringcomm\.Disk or None, got '/nvme'"
+    ):
+        zero.ZeroOptions(tier="/nvme")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", [None, BF16, REMAINDER])
+def test_access_reads_and_writes_what_is_on_the_disk(worlds, disk, precision):
+    """Masters, shards, gathered parameters, other values to evaluate with, whole states."""
+    base = new_model("gpt")
+    name = "blocks.0.attention.project_in.weight"
+
+    def work(comm):
+        found = []
+        for tier in (None, disk):
+            job = job_of(comm, base, (AdamW, precision, tier is not None), tier)
+            module = job.module
+            job.train("gpt", 2)
+            param = module.get_parameter(name)
+            zero.set_master(param, zero.get_master(param) + 0.3)
+            seen = {"local": zero.get_master(param, local=True)}
+            with zero.writing_shards(module) as shards:
+                for shard in shards.values():
+                    shard.values.mul_(1.5)
+            with zero.gathered(module, write_from=0), torch.no_grad():
+                param.add_(comm.rank + 1.0)
+            with zero.gathered(param, write_from=1), torch.no_grad():
+                param.mul_(0.5)
+            zeros = {
+                key: torch.zeros_like(shard.values)
+                for key, shard in zero.local_shards(module).items()
+            }
+            with zero.exchanged(module, zeros):
+                seen.update((f"zeros.{k}", v) for k, v in zero.full_state_dict(module).items())
+            with torch.no_grad():
+                tokens = torch.arange(16).view(1, 16)
+                seen["loss"] = module(tokens, tokens)
+            shards = zero.local_shards(module)
+            seen.update((f"shard.{k}", shard.values.clone()) for k, shard in shards.items())
+            job.train("gpt", 1)
+            whole = zero.full_state_dict(module)
+            with zero.gathered(module, write_from=0):
+                module.load_state_dict({key: value * 0.75 for key, value in whole.items()})
+            job.train("gpt", 1)
+            found.append({**seen, **job.state()})
+        assert_same_bits(*found)
+
+    worlds(2).run(work)
+
+
+def test_a_train_state_is_taken_back(worlds, disk):
+    base = new_model("gpt")
+
+    def work(comm):
+        job = job_of(comm, base, (AdamW, BF16, True), disk)
+        job.train("gpt", 2)
+        saved = zero.TrainState(job.module, job.optimizer).state_dict()
+        wanted = job.state()
+        other = job_of(comm, base, (AdamW, BF16, True), disk)
+        other.train("gpt", 1)
+        zero.TrainState(other.module, other.optimizer).load_state_dict(saved)
+        found = other.state()
+        kept = {name for name in wanted if not name.startswith("lr.")}
+        assert_same_bits({n: found[n] for n in kept}, {n: wanted[n] for n in kept})
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("kind", PRECISIONS)
+def test_weights_of_files_go_to_the_disk_and_from_there_to_files(worlds, disk, tmp_path, kind):
+    """Into a module of the meta device, and into one that trains, with no more in the buffers."""
+    precision, adamw = PRECISIONS[kind]
+    files = [tmp_path / f"{number}.safetensors" for number in (1, 2)]
+    for number, file in enumerate(files):
+        save_file(weights_of(new_net(number)), file)
+    tier = replace(disk, buffer_bytes=PAGE_BYTES, resident_bytes=0)
+    modules = [meta_net() for _ in range(4)]
+
+    def work(comm):
+        states = []
+        for place, (folder, kept) in enumerate((("memory", None), ("disk", tier))):
+            module: Any = modules[2 * comm.rank + place]
+            options = zero.ZeroOptions(precision=precision, bucket_elems=512, tier=kept)
+            zero.shard(module, 3, comm=comm, options=options, init=zero.pretrained(files[0]))
+            found = {f"read.{n}": t for n, t in zero.full_state_dict(module).items()}
+            found.update(two_steps(module, comm.rank, adamw))
+            zero.load_pretrained(module, files[1])
+            zero.save_pretrained(module, tmp_path / folder)
+            states.append({**found, **zero.full_state_dict(module)})
+            if kept is not None:
+                sizes = [chunk.size_bytes for chunk in chunks_of(module)]
+                assert store_of(module).most_held_bytes == PAGE_BYTES < sum(sizes)
+        assert_same_bits(*states)
+
+    worlds(2).run(work)
+    memory, on_disk = (files_below(tmp_path / place) for place in ("memory", "disk"))
+    assert memory == on_disk
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+
+def store_of(module: Any) -> DiskChunks:
+    store = engine_of(module, "test").parts.store
+    assert store is not None
+    return store
+
+
+def chunks_of(module: Any) -> list[DiskChunk]:
+    engine = engine_of(module, "test")
+    buckets = (*engine.stored, *engine.parts.stored_frozen)
+    return [bucket.disk_chunk for bucket in buckets if isinstance(bucket, DiskBucket)]
+
+
+def pages_bytes(chunks: list[DiskChunk]) -> int:
+    """Counts the pages that the system has given to chunks."""
+    count = 0
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        for chunk in chunks:
+            pages = chunk.size_bytes // PAGE_BYTES
+            pagemap.seek(chunk.memory.data_ptr() // PAGE_BYTES * 8)
+            entries = memoryview(pagemap.read(8 * pages)).cast("Q")
+            count += sum(entry >> 63 for entry in entries)
+    return count * PAGE_BYTES
+
+
+@pytest.mark.parametrize("blocks", [3, 9])
+def test_chunks_in_memory_do_not_grow_with_the_number_of_layers(worlds, disk, blocks):
+    """Nor are any in the heap: what it has less of is what the chunks take."""
+    torch.manual_seed(1)
+    base = GPT(ModelConfig(32, blocks, 2, 16))
+    most = disk.buffer_bytes + disk.resident_bytes
+
+    def work(comm):
+        heaps = []
+        for tier in (None, disk):
+            gc.collect()
+            comm.barrier()
+            before = ringcomm.heap_stats()["used_bytes"]
+            comm.barrier()
+            job = job_of(comm, base, (AdamW, None, False), tier)
+            comm.barrier()
+            heaps.append(ringcomm.heap_stats()["used_bytes"] - before)
+            comm.barrier()
+            if tier is not None:
+                chunks = chunks_of(job.module)
+                resident = sum(each.size_bytes for each in chunks if each.is_resident)
+                assert 0 < resident <= disk.resident_bytes
+                for _ in range(2):
+                    job.train("gpt", 1)
+                    assert resident <= pages_bytes(chunks) <= most
+                store = store_of(job.module)
+                assert store.most_held_bytes <= disk.buffer_bytes
+                assert sum(each.size_bytes for each in chunks) > 1.5 * most
+                sizes = [bucket._kept_elems * 4 for bucket in job.module._ringcomm_engine.stored]
+            job.optimizer.prepare()
+            zero.unshard(job.module)
+        return heaps, sum(sizes)
+
+    outcomes = worlds(2).run(work)
+    (memory, on_disk), _ = outcomes[0]
+    assert memory - on_disk == sum(size for _, size in outcomes)
+
+
+@pytest.mark.parametrize(("precision", "reads"), [(None, 3), (REMAINDER, 3), (BF16, 2)])
+def test_a_step_writes_each_chunk_once_and_reads_it_where_it_must(worlds, disk, precision, reads):
+    """As forward and backward do, beyond what the buffers hold; a skipped one moves nothing."""
+    base = new_model("gpt")
+    disk = Disk(disk.path, PAGE_BYTES * (4 if precision is None else 2))
+
+    def work(comm):
+        job = job_of(comm, base, (AdamW, precision, False), disk)
+        store, chunks = store_of(job.module), chunks_of(job.module)
+        total = sum(each.size_bytes for each in chunks)
+        job.train("gpt", 1)
+        moved = []
+        for _ in range(2):  # the first of these steps is skipped
+            store.wait()
+            read, written = store.file.bytes_read, store.file.bytes_written
+            job.train("gpt", 1)
+            store.wait()
+            moved.append((store.file.bytes_read - read, store.file.bytes_written - written))
+        (_, written_0), (read, written) = moved
+        assert (written_0, written) == (0, total)
+        assert reads * total - 4 * disk.buffer_bytes <= read <= reads * total
+
+    worlds(2).run(work)
+
+
+# ---- faults ------------------------------------------------------------------------------------
+
+
+def small_job(comm: Any, base: Any, disk: Disk) -> Job:
+    return job_of(comm, base, (AdamW, None, False), replace(disk, resident_bytes=0))
+
+
+def outcome_of(comm: Any, base: Any, disk: Disk) -> str:
+    """Returns where a rank has learned of the disk's fault."""
+    doing = "shard"
+    try:
+        job = small_job(comm, base, disk)
+        for turn in range(2):
+            doing = f"forward {turn}"
+            loss = job.module(*MODELS["mlp"][1](torch.Generator().manual_seed(turn), turn))
+            doing = f"backward {turn}"
+            loss.backward()
+            doing = f"step {turn}"
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+        doing = "end"
+        zero.full_state_dict(job.module)
+    except DiskError as error:
+        assert "an error of the test" in str(error)
+        if doing != "shard":
+            with pytest.raises(RingcommError):
+                job.optimizer.step()
+        return doing
+    return "nowhere"
+
+
+def test_all_ranks_learn_of_an_error_at_any_transfer(worlds, disk, monkeypatch):
+    """In the same call, without waiting for the rank whose disk has failed."""
+    base, broken = new_model("mlp"), Broken(monkeypatch, rank=1)
+    disk = replace(disk, buffer_bytes=PAGE_BYTES)
+    world = worlds(2)
+    assert world.run(outcome_of, base, disk) == ["nowhere", "nowhere"]
+    total = broken.count
+    seen = set()
+    for at in range(total):
+        broken.at, broken.count = at, 0
+        one, other = world.run(outcome_of, base, disk)
+        assert one == other, at
+        seen.add(one.split()[0])
+    assert seen == {"shard", "forward", "backward", "step", "end"}
+
+
+def test_without_the_agreement_the_others_would_not_learn_of_it(worlds, disk, monkeypatch):
+    """A forward would go on with what is lost, which is what the test before is to find."""
+    base, broken = new_model("mlp"), Broken(monkeypatch, rank=1)
+    disk = replace(disk, buffer_bytes=PAGE_BYTES)
+    in_forward = None
+    while in_forward is None:
+        broken.at, broken.count = broken.at + 1, 0
+        if worlds(2).run(outcome_of, base, disk)[0].startswith("forward"):
+            in_forward = broken.at
+    monkeypatch.setattr(DiskBucket, "_agree", lambda self, fault: None)
+    broken.count = 0
+    outcomes = worlds(2).run(outcome_of, base, disk)
+    assert not any(outcome.startswith("forward") for outcome in outcomes)
+
+
+def test_a_file_that_is_cut_is_found_on_all_ranks(worlds, disk):
+    base = new_model("gpt")
+
+    def work(comm):
+        job = small_job(comm, base, disk)
+        job.train("gpt", 1)
+        store = store_of(job.module)
+        store.wait()
+        comm.barrier()
+        if comm.rank == 1:
+            os.ftruncate(store.file._file.descriptor, 0)
+        with pytest.raises(DiskError, match=r"parameters of rank 1: read of block \d+ in"):
+            job.train("gpt", 1)
+
+    worlds(2).run(work)
+
+
+def test_ranks_that_gather_different_parameters_are_told_so(worlds, disk):
+    base = new_model("gpt")
+
+    def work(comm):
+        module = small_job(comm, base, disk).module
+        with zero.gathered(module):
+            param = module.get_parameter(f"blocks.{comm.rank}.attention.project_in.weight")
+        said = r"gathers blocks.*and rank \d another parameter"
+        with pytest.raises(MismatchError, match=said), zero.gathered(param):
+            pass
+
+    worlds(2).run(work)
+
+
+def test_a_chunk_that_is_used_unasked_raises(disk):
+    """Whoever forgets to bring it would otherwise read zeros."""
+    base = new_model("mlp")
+    with ringcomm.local_world(1) as world:
+
+        def work(comm):
+            job = small_job(comm, base, disk)
+            job.optimizer.prepare()
+            bucket = engine_of(job.module, "test").stored[0]
+            assert isinstance(bucket, DiskBucket)
+            for use in (lambda: bucket.kept, lambda: bucket.own):
+                with pytest.raises(AssertionError, match="is on the disk"):
+                    use()
+            owned = job.optimizer.sharded_step().buckets[0]
+            with pytest.raises(AssertionError, match="not in memory"):
+                owned.own_params  # noqa: B018
+            with bucket.here():
+                assert owned.own_params.equal(bucket.kept)
+
+        world.run(work)
+
+
+def test_a_disk_without_room_leaves_the_module_as_it_was(worlds, disk, monkeypatch):
+    add = scratch.ScratchFile.add_block
+
+    def full(self, size_bytes):
+        if "rank 1" in self.what and self.size_bytes > 10_000:
+            raise DiskError(f"{self.what}: no room")
+        return add(self, size_bytes)
+
+    monkeypatch.setattr(scratch.ScratchFile, "add_block", full)
+    base = new_model("gpt")
+
+    def work(comm):
+        module = deepcopy(base)
+        with pytest.raises(DiskError, match="no room"):
+            zero.shard(module, 3, comm=comm, options=zero.ZeroOptions(tier=disk))
+        assert_same_bits(module.state_dict(), base.state_dict())
+
+    worlds(2).run(work)
