@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -145,7 +145,7 @@ class Run:
     Attributes:
         model: a key of MODELS.
         stage: 0 to 3.
-        steps: of the optimizer.
+        steps: of the optimizer; three have one of each kind of turn that models make.
         backwards: for each step.
         quiet: all of a step's backwards but the last are under no_sync.
         clip: a norm, or None.
@@ -159,7 +159,7 @@ class Run:
 
     model: str
     stage: int
-    steps: int = 4
+    steps: int = 3
     backwards: int = 1
     quiet: bool = True
     clip: float | None = None
@@ -242,6 +242,14 @@ def train_world(world: ringcomm.LocalWorld, run: Run) -> tuple[State, list[float
         assert norms == their_norms
         assert all(torch.equal(state[name], first[name]) for name in params)
     return first, norms
+
+
+def half_of(stages: Sequence[int], kinds: Iterable[str]) -> list[tuple[int, str]]:
+    """Every kind at every other stage, and every stage with every other kind.
+
+    For what says of a stage nothing that depends on the kind, and the other way around.
+    """
+    return [(s, kind) for number, kind in enumerate(kinds) for s in stages[number % 2 :: 2]]
 
 
 def assert_same_bits(state: State, wanted: State) -> None:
