@@ -45,7 +45,7 @@ def under_mpich(*arguments: object) -> subprocess.CompletedProcess[str]:
     texts = [each.communicate(timeout=LIMIT_S) for each in ranks]
     output, errors = ("".join(each) for each in zip(*texts, strict=True))
     code = max(abs(each.returncode) for each in ranks)
-    return subprocess.CompletedProcess(arguments, code, output, errors)
+    return subprocess.CompletedProcess(ranks[0].args, code, output, errors)
 
 
 def outcome_of(folder, text, launch=run, ranks: int | None = 2):
