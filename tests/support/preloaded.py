@@ -1,9 +1,9 @@
 """The modules that a process imports before it forks ranks and programs, so that they need not.
 
-A rank whose function stands in a file of tests imports that file, which imports pytest: half of what
-a rank takes. An optimizer of torch's imports torch's compiler, which takes as long as torch itself.
-That imports Triton, which must not be there: whether its functions are defined for its interpreter
-is decided when it is imported, by an environment variable that some ranks set.
+A rank whose function stands in a file of tests imports that file, which imports pytest: half of
+what a rank takes. An optimizer of torch's imports torch's compiler, which takes as long as torch
+itself. That imports Triton, which must not be there: whether its functions are defined for its
+interpreter is decided when it is imported, by an environment variable that some ranks set.
 """
 
 from __future__ import annotations

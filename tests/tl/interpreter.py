@@ -11,7 +11,6 @@ from typing import Any
 
 from ringcomm import CommOptions, Communicator
 
-
 # In worlds of this size, and there alone, the interpreter looks whether each sum and product of 32
 # bits overflows: every collective and step has such a world, and the looks are a third of the time.
 WORLD_THAT_CHECKS_OVERFLOW = 3

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from ringcomm.examples.gpt.model import GPT
 from ringcomm.optim import AdamW, AdamWOptions, Muon, Sharded, muon_groups
 from ringcomm.optim.sharded import ShardedOptimizer
 
+T = TypeVar("T")
 Tensor = torch.Tensor
 State = dict[str, Tensor]
 # Several buckets for each model, and parameters that cross chunks.
@@ -244,7 +245,7 @@ def train_world(world: ringcomm.LocalWorld, run: Run) -> tuple[State, list[float
     return first, norms
 
 
-def half_of(stages: Sequence[int], kinds: Iterable[str]) -> list[tuple[int, str]]:
+def half_of(stages: Sequence[int], kinds: Iterable[T]) -> list[tuple[int, T]]:
     """Every kind at every other stage, and every stage with every other kind.
 
     For what says of a stage nothing that depends on the kind, and the other way around.
