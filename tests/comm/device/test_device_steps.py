@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -159,7 +160,7 @@ def step_once(optimizer, clip):
 
 
 # Rule and dtype, clipped, scaled: one with all, and each of the others with each of both.
-RECORDED = {
+RECORDED: dict[str, tuple[Any, torch.dtype, tuple[tuple[bool, bool], ...]]] = {
     "AdamW": (AdamW, torch.float32, ((False, False), (False, True), (True, False), (True, True))),
     "bfloat16": (AdamW, torch.bfloat16, ((True, False), (False, True))),
     "SGD": (partial(SGD, momentum=0.9), torch.float32, ((False, False), (True, True))),
