@@ -45,7 +45,8 @@ native: $(VENV)/.package
 	@touch $(VENV)/.native
 
 # The templates and their owners under ThreadSanitizer, litmus tests of every memory order, and
-# mutants that they must reject. make test runs it, too, without the large worlds.
+# mutants that they must reject. make test runs it, too, without the large worlds and with fewer
+# rounds.
 tsan: $(VENV)/.native $(VENV)/.tools
 	RINGCOMM_TSAN=all $(BIN)/python -m pytest -v tests/proof/races tests/proof/litmus
 

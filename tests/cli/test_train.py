@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
+import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from ringcomm.rendezvous.environment import LAUNCHERS, launched_world
-from tests.cli.processes import is_running, ranks_of, run, start, train_arguments, wait_until
+from tests.cli.processes import LIMIT_S, is_running, run, start, train_arguments, wait_until
 from tests.cli.train_runs import without_measurements
 
 STEPS = 6
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-MPIEXEC = Path(sys.executable).parent / "mpiexec"
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +31,30 @@ def text(tmp_path_factory):
     return path
 
 
-def outcome_of(folder, text, launcher=(), ranks: int | None = 2):
+def under_torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return run(*TORCHRUN, *arguments)
+
+
+def under_mpich(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Ranks of one parent with MPICH's variables: rendezvous/test_environment.py has a real one."""
+    ranks = []
+    for rank in range(2):
+        told = {"PMI_RANK": str(rank), "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+        with mock.patch.dict(os.environ, told):
+            ranks.append(start(*arguments))
+    texts = [each.communicate(timeout=LIMIT_S) for each in ranks]
+    output, errors = ("".join(each) for each in zip(*texts, strict=True))
+    code = max(abs(each.returncode) for each in ranks)
+    return subprocess.CompletedProcess(ranks[0].args, code, output, errors)
+
+
+def outcome_of(folder, text, launch=run, ranks: int | None = 2):
     """Losses and the like of a short run, from its JSON record."""
     record = folder / "record.json"
     options = ["--data", text, "--steps", STEPS, "--json", record]
-    if not launcher:
+    if launch is run:
         options += ["--ranks", ranks]
-    done = run(*launcher, *train_arguments(*options))
+    done = launch(*train_arguments(*options))
     assert done.returncode == 0, done.stderr
     assert f"ranks   {ranks} on ringcomm" in done.stdout
     assert "engine  zero, stage 2, fp32" in done.stdout
@@ -54,14 +71,11 @@ def alone(tmp_path_factory, text):
 
 
 def test_losses_under_torchrun_are_those_of_own_ranks(tmp_path, text, alone):
-    assert outcome_of(tmp_path, text, TORCHRUN) == alone
+    assert outcome_of(tmp_path, text, under_torchrun) == alone
 
 
-@pytest.mark.skipif(not MPIEXEC.exists(), reason="MPICH is not installed: pip install -e .[bench]")
 def test_losses_under_mpirun_are_those_of_own_ranks(tmp_path, text, alone):
-    mpirun = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
-    launcher = ("-c", mpirun, MPIEXEC, "-n", 2, sys.executable)
-    assert outcome_of(tmp_path, text, launcher) == alone
+    assert outcome_of(tmp_path, text, under_mpich) == alone
 
 
 def test_losses_hardly_depend_on_the_number_of_ranks(tmp_path, text, alone):
@@ -113,18 +127,24 @@ def test_ddp_is_gone_before_its_group_is(text):
     assert done.returncode == 0, done.stderr
 
 
+def children_of(pid: int) -> list[int]:
+    """In the order in which they were started."""
+    return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
 def test_killed_rank_ends_the_run(text):
-    with start(*train_arguments("--data", text, "--steps", 1_000_000), anew=True) as process:
+    with start(*train_arguments("--data", text, "--steps", 1_000_000)) as process:
         assert process.stdout is not None
         # The line is printed when training begins.
         assert any(line.startswith("steps") for line in process.stdout)
-        ranks = ranks_of(process.pid)
-        assert sorted(ranks) == [0, 1]
+        # The fork's own server is its first child.
+        _, *ranks = children_of(process.pid)
+        assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGKILL)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "rank 1 was killed by SIGKILL; all ranks were ended" in errors
-    wait_until(lambda: not any(map(is_running, ranks.values())), "the ranks' end")
+    wait_until(lambda: not any(map(is_running, ranks)), "the ranks' end")
 
 
 @pytest.mark.parametrize(

@@ -41,14 +41,14 @@ def problem(world, case: Case, dtype=torch.float64):
 
 # What four ranks give is compared, to the bit, in test_values.py.
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_first_order(worlds, world_size, case):
     # The fast mode tries random directions instead of every element.
     assert gradcheck(*problem(worlds(world_size), case), fast_mode=world_size != 2)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_second_order(worlds, world_size, case):
     assert gradgradcheck(*problem(worlds(world_size), case), fast_mode=world_size != 2)
 

@@ -110,7 +110,7 @@ def test_a_step_is_torchs(name, gradients):
 
 
 @pytest.mark.parametrize("algorithm", ["direct", "ring"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", ["plain", "groups", "L2 amsgrad maximize"])
 def test_every_world_takes_the_same_steps(worlds, name, world, algorithm):
     problem = VARIANTS[name]
@@ -128,7 +128,7 @@ def test_every_world_takes_the_same_steps(worlds, name, world, algorithm):
 
 
 @pytest.mark.parametrize("reduce", ["avg", "sum"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_one_pass_and_two_passes_give_the_same_bits(worlds, dtype, world, reduce):
     problem = Problem(dtype, gradient=noise)
@@ -142,7 +142,7 @@ def test_one_pass_and_two_passes_give_the_same_bits(worlds, dtype, world, reduce
         assert_same_state(state_a, state_b)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_parameters_are_their_masters_rounded(worlds, dtype, world):
     problem = Problem(dtype)
@@ -159,7 +159,7 @@ def test_16_bit_parameters_are_their_masters_rounded(worlds, dtype, world):
             assert torch.equal(narrow[index], master.to(dtype))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_a_remainder_keeps_the_master_exactly(worlds, world):
     problem = Problem(torch.bfloat16, gradient=noise)
     options = replace(SMALL_BUCKETS, master="remainder")

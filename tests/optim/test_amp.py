@@ -36,7 +36,7 @@ def all_equal(first: list[Tensor], second: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("options", [SMALL_BUCKETS, FP32_SUMS], ids=["grads", "fp32 sums"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_a_loss_scaler_skips_what_overflows_on_any_rank(worlds, world, options, clip):
     """A scaled step is the step without the scaler, and every rank has the same scale."""
 

@@ -69,7 +69,7 @@ def train(comm: Any, options: Any = SMALL_BUCKETS, **more: Any) -> tuple[list[Te
 
 @pytest.mark.skipif(not SAME_LOOPS, reason="torch's loops have other multiply-adds here")
 @pytest.mark.parametrize("adjust_lr_fn", [None, "match_rms_adamw"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_matrices_have_the_bits_of_torch(worlds, world, adjust_lr_fn):
     theirs = parameters()
     references = in_torch(theirs, adjust_lr_fn=adjust_lr_fn)

@@ -49,7 +49,7 @@ def sometimes(shape: tuple[int, ...], index: int, step: int, rank: int) -> Tenso
 
 
 @pytest.mark.skipif(not SAME_LOOPS, reason="torch's loops have other multiply-adds here")
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_steps_have_the_bits_of_torch(worlds, name, world):
     problem = replace(PROBLEMS[name], gradient=sometimes)

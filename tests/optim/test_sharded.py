@@ -128,7 +128,7 @@ def assert_equal(params: list[Tensor], wanted: list[Tensor]) -> None:
         assert torch.equal(mine, other), index
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_steps_have_the_bits_of_the_class_in_one_process(worlds, name, world):
     problem = PROBLEMS[name]

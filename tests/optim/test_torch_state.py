@@ -22,7 +22,7 @@ REMAINDER = replace(SMALL_BUCKETS, master="remainder")
 STEPS = 3
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("name", ["fp32", "amsgrad"])
 def test_torchs_state_goes_both_ways_with_every_bit(worlds, name, world):
     """ringcomm, torch, ringcomm; the moments stay torch's at each change."""

@@ -28,6 +28,18 @@ def fake_python(folder: Path, refuses: str) -> Path:
     return path
 
 
+def python_without_pip(folder: Path) -> Path:
+    """An interpreter whose environments have no pip, which would take seconds to be unpacked."""
+    path = folder / "python_without_pip"
+    path.write_text(
+        "#!/bin/sh\n"
+        '[ "$2" != venv ] || set -- "$@" --without-pip\n'
+        f'exec {shlex.quote(sys.executable)} "$@"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
 def make_venv(folder: Path, **variables: object) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **{key: str(value) for key, value in variables.items()}}
     command = ["sh", str(MAKE_VENV), str(folder / "venv")]
@@ -63,7 +75,8 @@ def test_an_absent_compiler_is_said(tmp_path):
 
 def test_a_later_interpreter_is_taken_when_an_earlier_one_will_not_do(tmp_path):
     refusing = fake_python(tmp_path, "ensurepip")
-    done = make_venv(tmp_path, PYTHON=f"{refusing} {sys.executable}", CXX=sys.executable)
+    other = python_without_pip(tmp_path)
+    done = make_venv(tmp_path, PYTHON=f"{refusing} {other}", CXX=sys.executable)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "venv" / "bin" / "python").exists()
 

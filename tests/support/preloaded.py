@@ -1,8 +1,9 @@
 """The modules that a process imports before it forks ranks and programs, so that they need not.
 
-An optimizer of torch's imports torch's compiler, which takes as long as torch itself. That imports
-Triton, which must not be there: whether its functions are defined for its interpreter is decided
-when it is imported, by an environment variable that some ranks set.
+A rank whose function stands in a file of tests imports that file, which imports pytest: half of
+what a rank takes. An optimizer of torch's imports torch's compiler, which takes as long as torch
+itself. That imports Triton, which must not be there: whether its functions are defined for its
+interpreter is decided when it is imported, by an environment variable that some ranks set.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 
+import pytest
 import torch._dynamo
 import torch.distributed.fsdp
 import torch.distributed.launcher.api
@@ -21,7 +23,7 @@ import ringcomm.functional
 import ringcomm.optim
 import ringcomm.zero
 
-__all__ = ["ringcomm", "torch"]
+__all__ = ["pytest", "ringcomm", "torch"]
 
 # The compiled part cannot be loaded twice, and does not ask.
 for _name in list(sys.modules):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from ringcomm.examples.gpt.model import GPT
 from ringcomm.optim import AdamW, AdamWOptions, Muon, Sharded, muon_groups
 from ringcomm.optim.sharded import ShardedOptimizer
 
+T = TypeVar("T")
 Tensor = torch.Tensor
 State = dict[str, Tensor]
 # Several buckets for each model, and parameters that cross chunks.
@@ -145,7 +146,7 @@ class Run:
     Attributes:
         model: a key of MODELS.
         stage: 0 to 3.
-        steps: of the optimizer.
+        steps: of the optimizer; three have one of each kind of turn that models make.
         backwards: for each step.
         quiet: all of a step's backwards but the last are under no_sync.
         clip: a norm, or None.
@@ -159,7 +160,7 @@ class Run:
 
     model: str
     stage: int
-    steps: int = 4
+    steps: int = 3
     backwards: int = 1
     quiet: bool = True
     clip: float | None = None
@@ -242,6 +243,14 @@ def train_world(world: ringcomm.LocalWorld, run: Run) -> tuple[State, list[float
         assert norms == their_norms
         assert all(torch.equal(state[name], first[name]) for name in params)
     return first, norms
+
+
+def half_of(stages: Sequence[int], kinds: Iterable[T]) -> list[tuple[int, T]]:
+    """Every kind at every other stage, and every stage with every other kind.
+
+    For what says of a stage nothing that depends on the kind, and the other way around.
+    """
+    return [(s, kind) for number, kind in enumerate(kinds) for s in stages[number % 2 :: 2]]
 
 
 def assert_same_bits(state: State, wanted: State) -> None:

@@ -127,8 +127,11 @@ def test_training_has_the_bits_of_training_without(worlds, folder, stage, checkp
     small = Disk(folder, buffer_bytes=16 * PAGE)
     partly = Disk(folder, buffer_bytes=8 * PAGE, resident_bytes=40 * PAGE)
     ways = [(small, "forward"), (partly, "step"), (small, "run")]
-    # With a checkpoint of each kind one way: what runs in backward finds the hooks, or does not.
-    ways = ways if checkpoints is None else ways[:: 2 if stage in (0, 3) else 3]
+    # A way for each stage but the last, which gathers again in backward, and has them all.
+    if stage < 3:
+        ways = [ways[stage]]
+    elif checkpoints is not None:
+        ways = ways[::2]
     for disk, around in ways:
         job = Job(stage, disk, checkpoints=checkpoints, around=around)
         found, theirs, sizes = run(worlds, base, job)
@@ -154,7 +157,7 @@ def test_partitioned_checkpoints(worlds, folder, stage):
 def test_models_that_are_brittle(worlds, folder, model, names):
     base = new_model(model)
     disk = Disk(folder, buffer_bytes=16 * PAGE)
-    for stage in (1, 3):
+    for stage in (1, 3) if names else (3,):
         wanted, losses, _ = run(worlds, base, Job(stage, model=model))
         found, theirs, sizes = run(worlds, base, Job(stage, disk, model, names=names))
         assert theirs == losses
@@ -366,15 +369,15 @@ def test_compiled_functions(folder, backend):
     torch._dynamo.reset()
 
     def function(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.tanh(torch.sin(x) @ weight).cos().sum()
+        return torch.sin(x) @ weight  # each loop more would be a program for the C++ compiler
 
     x, weight = torch.randn(64, 64).requires_grad_(), torch.randn(64, 64).requires_grad_()
     compiled = torch.compile(function, backend=backend, fullgraph=True)
-    wanted = torch.autograd.grad(compiled(x, weight), (x, weight))
+    wanted = torch.autograd.grad(compiled(x, weight).cos().sum(), (x, weight))
     acts = zero.activations_on(Disk(folder), least_bytes=1)
     for again in range(2):
         with acts:
-            found = torch.autograd.grad(compiled(x, weight), (x, weight))
+            found = torch.autograd.grad(compiled(x, weight).cos().sum(), (x, weight))
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
         for _, transfer in acts._store._writing:
             transfer.wait()

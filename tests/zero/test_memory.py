@@ -34,6 +34,7 @@ from ringcomm.zero.estimate import BytesPerElement, ModelElems, model_state
 from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS
 from ringcomm.zero.precision import PRESETS
 from tests.support import ROOT
+from tests.zero.models import half_of
 
 Tensor = torch.Tensor
 BUCKET_ELEMS = 1 << 16
@@ -167,8 +168,8 @@ def measure(
     return rest, max(most[0], rest)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+# With sums between the two passes of a scaled step, which stage 1 alone has.
+@pytest.mark.parametrize(("stage", "kind"), [*half_of([0, 1, 2, 3], KINDS), (1, "fp16-scaled")])
 def test_a_rank_holds_what_the_closed_form_says(worlds, stage, kind):
     precision, per_param = KINDS[kind]
     torch.manual_seed(0)

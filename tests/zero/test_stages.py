@@ -29,10 +29,16 @@ def compare_stages(worlds, world_size: int, run: Run) -> None:
         assert norms == wanted[1]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", MODELS)
+# What a model is and how many ranks there are meet in the layout of buckets alone: every model in
+# an even and an odd world, and every world with two of them.
+WORLDS = {"gpt": (1, 2, 3, 4), "mlp": (1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"), [(name, n) for name in MODELS for n in WORLDS.get(name, (2, 3))]
+)
 def test_all_stages_end_with_the_same_bits(worlds, name, world_size):
-    steps = 12 if world_size == 2 and name == "gpt" else 4
+    steps = 8 if world_size == 2 and name == "gpt" else 3
     compare_stages(worlds, world_size, Run(name, 0, steps, backwards=2, clip=0.3))
 
 
@@ -40,7 +46,8 @@ def test_all_stages_end_with_the_same_bits(worlds, name, world_size):
 @pytest.mark.parametrize("name", ["gpt", "partial", "conv"])
 def test_mixed_precision_is_the_same_at_all_stages(worlds, name, precision):
     compare_stages(worlds, 2, Run(name, 0, clip=0.5, precision=precision))
-    compare_stages(worlds, 3, Run(name, 0, precision=precision))
+    if name == "gpt":
+        compare_stages(worlds, 3, Run(name, 0, precision=precision))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +59,7 @@ def test_masters_of_all_kinds_are_the_same_at_all_stages(worlds, adamw):
     compare_stages(worlds, 3, Run("gpt", 0, precision=BF16, adamw=adamw))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     "run",
     [
@@ -145,7 +152,7 @@ def test_training_is_that_of_one_process_with_torch(worlds, world_size, stage):
     What an ulp of one step becomes in the next ones: the update does not read the parameter but for
     its decay, which is below 1. So after n steps, n ulps of the largest magnitude passed through.
     """
-    steps = 50
+    steps = 20
 
     def work(comm):
         module: Any = zero.shard(Fixed(), stage, comm=comm)
@@ -226,5 +233,6 @@ def test_other_fused_rules_are_the_same_at_all_stages(worlds, kind):
     ids=lambda run: f"{run.kind.__name__} {run.model}",
 )
 def test_owners_of_parameters_end_alike_at_all_stages(worlds, run):
-    compare_stages(worlds, 2, run)
     compare_stages(worlds, 3, run)
+    if run.model == "gpt":
+        compare_stages(worlds, 2, run)

@@ -46,7 +46,11 @@ def world(devices, request):
     return devices.world(request.param, tuple(range(request.param)), WITH_WINDOW)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    [(2, torch.float32), (2, torch.bfloat16), (2, torch.float16), (4, torch.float32)],
+    indirect=["world"],
+)
 def test_results(devices, world, dtype):
     """Tails, several pieces, in place and not, plain tensors and those of the heap, unaligned."""
     some = ("mixed", "unaligned") if len(world) == 2 else ("unaligned",)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
@@ -43,15 +44,26 @@ def ptx_of(unit: str, target: str = TARGET) -> str:
     for whoever asks next, by a digest of all that it is made from.
     """
     source, headers, macros = unit_source(unit)
-    options = [*units.OPTIONS, *macros, f"-arch={target}", "-lineinfo", str(nvrtc.getVersion())]
-    digest = hashlib.sha256(repr((source, sorted(headers.items()), options)).encode())
+    options = [*units.OPTIONS, *macros, f"-arch={target}", "-lineinfo"]
+    made_from = (source, sorted(headers.items()), options, _which_compiler())
+    digest = hashlib.sha256(repr(made_from).encode())
     path = ROOT / "build" / "ptx" / f"{unit.replace('/', '-')}-{digest.hexdigest()[:16]}.ptx"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(_compile(source, headers, options[:-1]))
+        unfinished.write_text(_compile(source, headers, options))
         unfinished.rename(path)
     return path.read_text()
+
+
+@cache
+def _which_compiler() -> tuple[str, int, int]:
+    """What tells NVRTC's versions apart; to load it and ask it takes a quarter of a second."""
+    path = nvrtc.library_path()
+    if path is None:
+        raise nvrtc.NVRTCError(nvrtc.NEEDS_NVRTC)
+    found = path.stat()
+    return str(path), found.st_size, found.st_mtime_ns
 
 
 def _compile(source: str, headers: dict[str, str], options: list[str]) -> str:
