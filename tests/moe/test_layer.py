@@ -169,6 +169,7 @@ def test_experts_as_one_module(world):
         grouped: Any = moe.MoE(router, Grouped(here), comm, num_experts=EXPERTS)
         listed = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(here))
         with torch.no_grad():
+            each: Any
             for each, weight in zip(listed, grouped.experts.weight, strict=True):
                 each.weight.copy_(weight.t())
         x = tokens(comm.rank).view(4, 5, HIDDEN)
