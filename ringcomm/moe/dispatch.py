@@ -10,6 +10,7 @@ from ringcomm.comm.groups import Group
 from ringcomm.errors import ArgumentError
 from ringcomm.functional.collectives import enter
 from ringcomm.moe import operators
+from ringcomm.moe.rows import Tables
 
 Tensor = torch.Tensor
 _DISPATCH = "moe.dispatch"
@@ -26,7 +27,7 @@ class Handle(NamedTuple):
     """
 
     weights: Tensor | None
-    tables: operators.Tables
+    tables: Tables
     group: tuple[str, int]
 
 
@@ -80,7 +81,7 @@ def dispatch(
         key,
         world_size,
     )
-    return rows, counts, Handle(topk_weights, operators.Tables(*tables), (key, world_size))
+    return rows, counts, Handle(topk_weights, Tables(*tables), (key, world_size))
 
 
 def combine(y: Tensor, handle: Handle) -> Tensor:

@@ -20,12 +20,34 @@ from typing import Any, NamedTuple
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.arguments import DTYPE_CODES, CallChecks, readable, size_bytes
+from ringcomm.comm.arguments import DTYPE_CODES, readable, size_bytes
 from ringcomm.comm.communicator import Communicator
-from ringcomm.errors import UnsupportedError, where
+from ringcomm.errors import UnsupportedError
 from ringcomm.functional.collectives import library, register
-from ringcomm.functional.traced_groups import find
-from ringcomm.memory import empty
+from ringcomm.moe import nodes
+from ringcomm.moe.rows import (
+    BACKWARD,
+    COMBINE,
+    DISPATCH,
+    ENTRY_WORDS,
+    FLOAT_BYTES,
+    UNWEIGHTED,
+    WANTS_GRADIENT,
+    WEIGHTED,
+    WEIGHTS,
+    WORD_BYTES,
+    Routes,
+    Tables,
+    check_combined,
+    check_routes,
+    check_rows,
+    check_weights,
+    new_rows,
+    rows_by_rank,
+    tables_bytes,
+    usable,
+    write_tables,
+)
 from ringcomm.moe.windows import (
     Header,
     Windows,
@@ -38,67 +60,6 @@ from ringcomm.moe.windows import (
 
 Tensor = torch.Tensor
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIRES = ("int8", "fp8")
-
-DISPATCH, COMBINE, BACKWARD, WEIGHTS = range(4)
-# What a combine has of weights, and whether their gradients are wanted.
-UNWEIGHTED, WEIGHTED, WANTS_GRADIENT = range(3)
-_WORD_BYTES = 8
-_FLOAT_BYTES = 4
-_ENTRY_WORDS = 2
-# Rows of so many bytes on lie in the heap, whose pages are in use already.
-IN_HEAP_FROM_BYTES = 1 << 20
-
-
-def new_rows(like: Tensor, count: int) -> Tensor:
-    """Returns memory for rows, not initialised."""
-    nbytes = count * like.size(1) * like.element_size()
-    if nbytes >= IN_HEAP_FROM_BYTES:
-        return empty(count, like.size(1), dtype=like.dtype)
-    return like.new_empty((count, like.size(1)))
-
-
-def usable(group: str, world_size: int, operation: str) -> Communicator:
-    """Returns the communicator, if rows can be exchanged over it."""
-    comm = find(group, world_size, operation)
-    if comm.launches:
-        raise UnsupportedError(
-            f"{where(operation, comm.rank, comm.world_size)}: the rows of experts are exchanged "
-            "on the host; there are no kernels for devices yet. Use a communicator without "
-            "device= and CPU tensors"
-        )
-    if comm.num_nodes > 1:
-        raise UnsupportedError(
-            f"{where(operation, comm.rank, comm.world_size)}: the ranks are on "
-            f"{comm.num_nodes} nodes, and rows of experts are exchanged within one"
-        )
-    return comm
-
-
-def check_rows(checks: CallChecks, name: str, tensor: Tensor) -> None:
-    checks.tensor(name, tensor)
-    if tensor.dim() != 2:
-        checks.fail(f"{name}: expected rows [n, hidden], got shape {tuple(tensor.shape)}")
-    if tensor.dtype not in DTYPES:
-        checks.fail(f"{name}: expected float32, bfloat16 or float16, got {tensor.dtype}")
-
-
-class Tables(NamedTuple):
-    """What a combine and the gradients have to know of a dispatch.
-
-    Attributes:
-        places: int64 [tokens, k, 2], the rank of each token's expert, and the row there; -1: none.
-        sources: int64 [rows, 4], where each row's token and weight lie; -1 behind the last row.
-        row_weights: float32 [rows], the weights of the rows; [0] without weights.
-        stamp: int64 [2], the number of the dispatch, and the rows of this rank.
-    """
-
-    places: Tensor
-    sources: Tensor
-    row_weights: Tensor
-    stamp: Tensor
-
 
 class _Published(NamedTuple):
     """What a rank has published: the header that says so, and tensors that must stay until then."""
@@ -110,116 +71,18 @@ class _Published(NamedTuple):
 # ---- dispatch ---------------------------------------------------------------------------------
 
 
-def _check_routes(
-    checks: CallChecks, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, experts: int
-) -> None:
-    check_rows(checks, "x", x)
-    checks.tensor("topk_idx", topk_idx)
-    if topk_idx.dtype is not torch.int64 or topk_idx.dim() != 2 or len(topk_idx) != len(x):
-        checks.fail(
-            f"topk_idx: expected int64 [{len(x)}, k], a row for each of x, got {topk_idx.dtype} "
-            f"{tuple(topk_idx.shape)}"
-        )
-    if experts < 1 or experts % checks.world_size:
-        checks.fail(
-            f"num_experts: expected a multiple of the {checks.world_size} ranks, which have "
-            f"equally many experts, got {experts}"
-        )
-    if topk_weights is not None:
-        check_weights(checks, topk_weights, tuple(topk_idx.shape), x.dtype)
-
-
-def check_weights(
-    checks: CallChecks, weights: Tensor, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    checks.tensor("topk_weights", weights)
-    if tuple(weights.shape) != shape or weights.dtype not in (torch.float32, dtype):
-        known = " or ".join(dict.fromkeys(("torch.float32", str(dtype))))
-        checks.fail(
-            f"topk_weights: expected {known} {shape}, as topk_idx, got {weights.dtype} "
-            f"{tuple(weights.shape)}"
-        )
-
-
-class _Routes(NamedTuple):
-    """The arguments of a dispatch."""
-
-    x: Tensor
-    topk_idx: Tensor
-    topk_weights: Tensor | None
-    experts: int
-    limit: int
-    wire: str | None
-    group: str
-    world_size: int
-
-    @property
-    def wire_code(self) -> int:
-        """The native module's code of the wire plus 1, or 0."""
-        return 0 if self.wire is None else _native.WIRES[self.wire] + 1
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of a row as it is published."""
-        hidden = self.x.size(1)
-        if self.wire is None:
-            return hidden * self.x.element_size()
-        return _native.wire_bytes(_native.WIRES[self.wire], hidden)
-
-
-def _tables_bytes(experts: int, assignments: int, weighted: bool) -> int:
-    words = experts + assignments
-    return words * _WORD_BYTES + (assignments * _FLOAT_BYTES if weighted else 0)
-
-
-def _write_tables(checks: CallChecks, routes: _Routes, tables: Tensor) -> None:
-    """Writes counts by expert, assignments in the order of experts, and weights."""
-    idx = readable(routes.topk_idx)
-    counts_ptr = tables.data_ptr()
-    order_ptr = counts_ptr + routes.experts * _WORD_BYTES
-    bad = _native.sort_by_expert(idx.data_ptr(), idx.numel(), routes.experts, order_ptr, counts_ptr)
-    if bad >= 0:
-        token, column = divmod(bad, idx.size(1))
-        checks.fail(
-            f"topk_idx[{token}, {column}]: expected an expert from 0 to {routes.experts - 1}, or "
-            f"-1 for none, got {int(idx.view(-1)[bad])}"
-        )
-    if routes.topk_weights is not None:
-        begin = (routes.experts + idx.numel()) * _WORD_BYTES
-        tables[begin:].view(torch.float32).copy_(routes.topk_weights.reshape(-1))
-
-
-def _publish_routes(comm: Communicator, windows: Windows, operation: str, r: _Routes) -> _Published:
+def _publish_routes(comm: Communicator, windows: Windows, operation: str, r: Routes) -> _Published:
     checks = comm.checks(operation)
-    _check_routes(checks, r.x, r.topk_idx, r.topk_weights, r.experts)
-    if r.wire is not None and r.wire not in WIRES:
-        checks.fail(f"wire: expected None, {' or '.join(map(repr, WIRES))}, got {r.wire!r}")
-    if r.limit < -1:
-        checks.fail(f"max_rows: expected a number >= 0 or None, got {r.limit}")
-    x, tokens = r.x.detach(), r.x.size(0)
+    check_routes(checks, r)
+    x = r.x.detach()
     lent = r.wire is None and lendable(x, comm.world_size)
-    weighted = r.topk_weights is not None
-    tables_bytes = _tables_bytes(r.experts, r.topk_idx.numel(), weighted)
-    tables, payload = windows.take(tables_bytes, 0 if lent else tokens * r.payload_bytes)
-    _write_tables(checks, r, tables)
-    if r.wire is not None:
-        dense = readable(x)
-        code, dtype = _native.WIRES[r.wire], DTYPE_CODES[x.dtype]
-        _native.encode_rows(code, dense.data_ptr(), dtype, tokens, x.size(1), payload.data_ptr())
-    elif lent:
+    tables, payload = windows.take(tables_bytes(r), 0 if lent else len(x) * r.payload_bytes)
+    write_tables(checks, r, tables)
+    if lent:
         payload = x
     else:
-        payload.view(x.dtype).view(x.shape).copy_(x)
-    header = Header(
-        operation=DISPATCH,
-        experts=r.experts,
-        k=r.topk_idx.size(1),
-        hidden=x.size(1),
-        dtype=DTYPE_CODES[x.dtype],
-        wire=r.wire_code,
-        weighted=int(weighted),
-        tokens=tokens,
-        limit=r.limit,
+        r.write_payload(payload)
+    header = r.header()._replace(
         lent=int(lent),
         payload=windows.offset_of(payload),
         tables=windows.offset_of(tables),
@@ -227,27 +90,12 @@ def _publish_routes(comm: Communicator, windows: Windows, operation: str, r: _Ro
     return _Published(header, (x, tables, payload))
 
 
-def _rows_by_rank(comm: Communicator, headers: Sequence[Header], counts_ptrs: list[int]) -> int:
-    """Returns how many rows this rank gets; raises on all ranks if one has no room for its own."""
-    here = headers[0].experts // comm.world_size
-    for rank, header in enumerate(headers):
-        if header.limit < 0 and rank != comm.rank:
-            continue
-        rows = _native.count_rows(counts_ptrs, rank * here, here)
-        if 0 <= header.limit < rows:
-            comm.checks("moe.dispatch").fail(
-                f"max_rows: the experts of rank {rank} get {rows} rows, and there is room for "
-                f"{header.limit}; pass a larger max_rows"
-            )
-        if rank == comm.rank:
-            mine = rows
-    return mine
-
-
 def _dispatch(*arguments: Any) -> tuple[Tensor, ...]:
     operation = "moe.dispatch"
-    routes = _Routes(*arguments)
+    routes = Routes(*arguments)
     comm = usable(routes.group, routes.world_size, operation)
+    if comm.num_nodes > 1:
+        return nodes.dispatch(nodes.over_nodes(comm, operation), operation, routes)
     windows = windows_of(comm)
     published, refusal = prepared(lambda: _publish_routes(comm, windows, operation, routes))
     mine = Header(DISPATCH, refused=1) if published is None else published.header
@@ -255,7 +103,7 @@ def _dispatch(*arguments: Any) -> tuple[Tensor, ...]:
     # Calls that end here end so on all ranks, which therefore count alike.
     windows.calls += 1
     counts_ptrs = windows.at([header.tables for header in headers])
-    count = _rows_by_rank(comm, headers, counts_ptrs)
+    count = rows_by_rank(comm, headers, counts_ptrs)
     with reading(comm, operation, headers):
         return _pull_tokens(comm, windows, routes, headers, (counts_ptrs, count))
 
@@ -263,7 +111,7 @@ def _dispatch(*arguments: Any) -> tuple[Tensor, ...]:
 def _pull_tokens(
     comm: Communicator,
     windows: Windows,
-    routes: _Routes,
+    routes: Routes,
     headers: Sequence[Header],
     found: tuple[list[int], int],
 ) -> tuple[Tensor, ...]:
@@ -271,33 +119,27 @@ def _pull_tokens(
     x, k, experts = routes.x, headers[0].k, headers[0].experts
     here = experts // comm.world_size
     room = count if routes.limit < 0 else routes.limit
-    order_ptrs = [ptr + experts * _WORD_BYTES for ptr in counts_ptrs]
+    order_ptrs = [ptr + experts * WORD_BYTES for ptr in counts_ptrs]
     tokens_ptrs = windows.at([header.payload for header in headers])
-    places = torch.empty(len(x), k, _ENTRY_WORDS, dtype=torch.int64, device="cpu")
+    places = torch.empty(len(x), k, ENTRY_WORDS, dtype=torch.int64, device="cpu")
     sources = torch.empty(room, _native.SOURCE_WORDS, dtype=torch.int64, device="cpu")
     counts = torch.empty(here, dtype=torch.int64, device="cpu")
-    rows = new_rows(x, room)
     _native.find_places(order_ptrs, counts_ptrs, comm.rank, experts, len(x) * k, places.data_ptr())
     first = comm.rank * here
     _native.list_sources(
         order_ptrs, counts_ptrs, first, here, k, sources.data_ptr(), counts.data_ptr()
     )
     sources[count:] = -1
-    entries = (sources.data_ptr(), _native.SOURCE_WORDS, room, tokens_ptrs)
-    if routes.wire is None:
-        _native.copy_rows(*entries, routes.payload_bytes, rows.data_ptr())
-    else:
-        code, dtype = _native.WIRES[routes.wire], DTYPE_CODES[x.dtype]
-        _native.decode_rows(code, *entries, dtype, x.size(1), rows.data_ptr())
+    rows = routes.read_rows(sources, tokens_ptrs)
     row_weights = torch.empty(room if headers[0].weighted else 0, dtype=torch.float32, device="cpu")
     if headers[0].weighted:
         weights_ptrs = [
-            order_ptr + header.tokens * k * _WORD_BYTES
+            order_ptr + header.tokens * k * WORD_BYTES
             for order_ptr, header in zip(order_ptrs, headers, strict=True)
         ]
-        second = sources.data_ptr() + _ENTRY_WORDS * _WORD_BYTES
+        second = sources.data_ptr() + ENTRY_WORDS * WORD_BYTES
         _native.copy_rows(
-            second, _native.SOURCE_WORDS, room, weights_ptrs, _FLOAT_BYTES, row_weights.data_ptr()
+            second, _native.SOURCE_WORDS, room, weights_ptrs, FLOAT_BYTES, row_weights.data_ptr()
         )
     stamp = torch.tensor([windows.calls, count], dtype=torch.int64, device="cpu")
     return rows, counts, places, sources, row_weights, stamp
@@ -312,7 +154,7 @@ def _shape_of_dispatched(*arguments: Any) -> tuple[Tensor, ...]:
     return (
         x.new_empty((room, x.size(1))),
         topk_idx.new_empty((num_experts // world_size,)),
-        topk_idx.new_empty((*topk_idx.shape, _ENTRY_WORDS)),
+        topk_idx.new_empty((*topk_idx.shape, ENTRY_WORDS)),
         topk_idx.new_empty((room, _native.SOURCE_WORDS)),
         x.new_empty((room if weighted else 0,), dtype=torch.float32),
         topk_idx.new_empty((2,)),
@@ -325,28 +167,19 @@ def _shape_of_dispatched(*arguments: Any) -> tuple[Tensor, ...]:
 def _publish_rows(
     comm: Communicator, windows: Windows, rows: Tensor, count: int, header: Header
 ) -> _Published:
-    """Publishes the first ``count`` of rows."""
+    """Publishes the first ``count`` of rows, unless there are several nodes."""
     rows = rows.detach()[:count]
+    header = header._replace(hidden=rows.size(1), dtype=DTYPE_CODES[rows.dtype], tokens=count)
+    if comm.num_nodes > 1:
+        return _Published(header, (rows,))
     lent = lendable(rows, comm.world_size)
     [payload] = windows.take(0 if lent else size_bytes(rows))
     if lent:
         payload = rows
     else:
         payload.view(rows.dtype).view(rows.shape).copy_(rows)
-    header = header._replace(
-        hidden=rows.size(1),
-        dtype=DTYPE_CODES[rows.dtype],
-        tokens=count,
-        lent=int(lent),
-        payload=windows.offset_of(payload),
-    )
+    header = header._replace(lent=int(lent), payload=windows.offset_of(payload))
     return _Published(header, (payload,))
-
-
-def _check_combined(checks: CallChecks, y: Tensor, sources: Tensor) -> None:
-    check_rows(checks, "y", y)
-    if y.size(0) != sources.size(0):
-        checks.fail(f"y: expected {sources.size(0)} rows, as dispatch returned, got {y.size(0)}")
 
 
 def _combine(y: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
@@ -359,7 +192,7 @@ def _combine(y: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
 
     def publish() -> _Published:
         checks = comm.checks(operation)
-        _check_combined(checks, y, sources)
+        check_combined(checks, y, sources)
         if weights is not None:
             check_weights(checks, weights, tuple(places.shape[:2]), y.dtype)
         return _publish_rows(comm, windows, y, count, base)
@@ -368,11 +201,18 @@ def _combine(y: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
     mine = base._replace(refused=1) if published is None else published.header
     headers = exchange(comm, operation, mine, refusal)
     with reading(comm, operation, headers):
+        table = readable(places)
+        if comm.num_nodes == 1:
+            ptrs = windows.at([header.payload for header in headers])
+        else:
+            several = nodes.over_nodes(comm, operation)
+            given = (y.detach()[:count], sources[:count], table)
+            table, (ptrs, _kept) = nodes.fetch_rows(several, windows, *given)
         out = new_rows(y, places.size(0))
         wide = None if weights is None else readable(weights.detach().float())
         _native.sum_rows(
-            readable(places).data_ptr(),
-            windows.at([header.payload for header in headers]),
+            table.data_ptr(),
+            ptrs,
             places.size(0),
             places.size(1),
             0 if wide is None else wide.data_ptr(),
@@ -388,6 +228,26 @@ def _shape_of_combined(y: Tensor, weights: Tensor | None, places: Tensor, *_: An
 
 
 # ---- the gradient of combine ------------------------------------------------------------------
+
+
+def _published_tokens(
+    comm: Communicator,
+    windows: Windows,
+    operation: str,
+    headers: Sequence[Header],
+    given: tuple[Tensor, Tensor],
+) -> nodes.Lent:
+    """Where the gradients of all ranks' tokens lie."""
+    grad, places = given[0].detach(), readable(given[1])
+    if comm.num_nodes == 1:
+        return windows.at([header.payload for header in headers]), []
+
+    def write(to: Tensor) -> None:
+        to.view(grad.dtype).view(grad.shape).copy_(grad)
+
+    several = nodes.over_nodes(comm, operation)
+    row_bytes = grad.size(1) * grad.element_size()
+    return nodes.share_tokens(several, windows, places, row_bytes, write)
 
 
 def _combine_backward(grad: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -408,7 +268,7 @@ def _combine_backward(grad: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, Tens
     table = readable(sources)
     with reading(comm, operation, headers):
         of_y = new_rows(y, y.size(0))
-        ptrs = windows.at([header.payload for header in headers])
+        ptrs, _kept = _published_tokens(comm, windows, operation, headers, (grad, places))
         if weighting == UNWEIGHTED:
             row_bytes = grad.size(1) * grad.element_size()
             entries = (table.data_ptr(), _native.SOURCE_WORDS, y.size(0), ptrs)
@@ -429,7 +289,7 @@ def _combine_backward(grad: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, Tens
         )
     if not any(header.wants == WANTS_GRADIENT for header in headers):
         return of_y, _no_gradient(grad)
-    of_weights = _weight_gradients(comm, windows, dots, places, stamp)
+    of_weights = _weight_gradients(comm, dots, Tables(places, table, row_weights, stamp))
     return of_y, of_weights if weighting == WANTS_GRADIENT else _no_gradient(grad)
 
 
@@ -437,22 +297,24 @@ def _no_gradient(grad: Tensor) -> Tensor:
     return grad.new_empty((0, 0), dtype=torch.float32)
 
 
-def _weight_gradients(
-    comm: Communicator, windows: Windows, dots: Tensor, places: Tensor, stamp: Tensor
-) -> Tensor:
+def _weight_gradients(comm: Communicator, dots: Tensor, tables: Tables) -> Tensor:
     """Brings the scalar products of rows to the ranks of their tokens: [tokens, k]."""
     operation = "moe.combine_backward"
-    number, count = stamp.tolist()
+    windows, places = windows_of(comm), readable(tables.places)
+    number, count = tables.stamp.tolist()
+    if comm.num_nodes > 1:
+        with reading(comm, operation, ()):
+            several = nodes.over_nodes(comm, operation)
+            return nodes.send_numbers(several, dots[:count], tables.sources[:count], places)
     base = Header(WEIGHTS, number)
     published, refusal = prepared(lambda: _publish_rows(comm, windows, dots, count, base))
     mine = base._replace(refused=1) if published is None else published.header
     headers = exchange(comm, operation, mine, refusal)
-    table = readable(places)
     with reading(comm, operation, headers):
         of_weights = torch.empty(places.shape[:2], dtype=torch.float32, device="cpu")
         ptrs = windows.at([header.payload for header in headers])
-        entries = (table.data_ptr(), _ENTRY_WORDS, of_weights.numel(), ptrs)
-        _native.copy_rows(*entries, _FLOAT_BYTES, of_weights.data_ptr())
+        entries = (places.data_ptr(), ENTRY_WORDS, of_weights.numel(), ptrs)
+        _native.copy_rows(*entries, FLOAT_BYTES, of_weights.data_ptr())
     return of_weights
 
 

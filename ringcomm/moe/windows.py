@@ -91,8 +91,8 @@ class Windows:
     """
 
     def __init__(self, comm: Communicator) -> None:
-        self._bases = heap_bases(comm)
-        self._own_base = self._bases[comm.rank]
+        self._bases = heap_bases(comm.node)
+        self._own_base = self._bases[comm.node.rank]
         self._windows = [_nothing(), _nothing()]
         self._turn = 0
         self.calls = 0
@@ -120,7 +120,7 @@ class Windows:
         return tensor.data_ptr() - self._own_base if tensor.numel() else 0
 
     def at(self, offsets: Sequence[int]) -> list[int]:
-        """Returns by rank the addresses, as mapped here, of what lies at offsets in the heaps."""
+        """Returns by rank of the node the addresses, as mapped here, of offsets in the heaps."""
         return [base + offset for base, offset in zip(self._bases, offsets, strict=True)]
 
 
@@ -198,7 +198,8 @@ def reading(comm: Communicator, operation: str, headers: Sequence[Header]) -> It
     try:
         yield
     except BaseException as error:
-        comm.abort(f"{operation}: {type(error).__name__}: {error}")
+        for each in (comm, comm.node):
+            each.abort(f"{operation}: {type(error).__name__}: {error}")
         raise
     if comm.world_size > 1 and any(header.lent for header in headers):
         comm.barrier()

@@ -10,7 +10,7 @@ import torch
 import ringcomm
 from ringcomm import CommOptions, moe
 from ringcomm.comm.local_world import LocalWorld
-from ringcomm.moe import operators
+from ringcomm.moe.rows import WIRES
 from tests.moe.cases import Case, case, combined, dense, dispatched, joined, learn, seeded
 
 Tensor = torch.Tensor
@@ -18,9 +18,12 @@ EXPERTS = 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[(1,), (2,), (4,), (1, 1), (2, 2), (1, 3)], ids=str)
 def world(request) -> Iterator[LocalWorld]:
-    with ringcomm.local_world(request.param, options=CommOptions(timeout=60)) as made:
+    """Ranks of one node and of several."""
+    with ringcomm.local_world(
+        sum(request.param), nodes=request.param, options=CommOptions(timeout=60)
+    ) as made:
         yield made
 
 
@@ -220,7 +223,7 @@ def test_another_size_comes_back(world):
     world.run(body)
 
 
-@pytest.mark.parametrize("wire", operators.WIRES)
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_codes_travel(world, wire, dtype):
     """Each row comes as it is once coded and decoded by itself, and gradients come as they are."""

@@ -11,7 +11,7 @@ import torch
 import ringcomm
 from ringcomm import ArgumentError, CommOptions, MismatchError, moe
 from ringcomm.comm.local_world import LocalWorld
-from ringcomm.moe import operators
+from ringcomm.moe import rows
 from tests.moe.cases import case
 
 Tensor = torch.Tensor
@@ -166,7 +166,7 @@ def test_what_is_no_tensor(world, call: Callable[..., object], message: str):
 
 def test_an_error_amid_a_call_ends_it_on_all_ranks(monkeypatch):
     """A rank that cannot go on says so: its peers do not wait for their timeout."""
-    found = operators.new_rows
+    found = rows.new_rows
 
     def body(comm):
         def fail(like: Tensor, count: int) -> Tensor:
@@ -179,7 +179,7 @@ def test_an_error_amid_a_call_ends_it_on_all_ranks(monkeypatch):
         x = ringcomm.empty(given.x.shape).copy_(given.x)
         if comm.rank == 1:
             bad = x
-            monkeypatch.setattr(operators, "new_rows", fail)
+            monkeypatch.setattr(rows, "new_rows", fail)
         kind = MemoryError if comm.rank == 1 else ringcomm.AbortedError
         with pytest.raises(kind, match="no room"):
             # Ranks that lend meet at the end of the call, and all at the next one.
