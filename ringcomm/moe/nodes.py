@@ -2,7 +2,7 @@
 
 NOTE [A token crosses once]
 A rank sends each token once to every other node on which it has experts: to its *proxy* there, the
-rank at its own place. The proxy keeps what arrives in its window, and its mates read it there as
+rank at its own place. The proxy keeps what arrives in its outbox, and its mates read it there as
 they read the tokens of ranks of their node. So a token of H bytes of which k experts are on n other
 nodes costs n H on the wire, and not k H.
 
@@ -23,6 +23,7 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator, NodesCommunicator
 from ringcomm.errors import UnsupportedError, where
+from ringcomm.moe.outboxes import Header, Outboxes, exchange, outboxes_of, prepared, reading
 from ringcomm.moe.rows import (
     DISPATCH,
     ENTRY_WORDS,
@@ -33,7 +34,6 @@ from ringcomm.moe.rows import (
     tables_bytes,
     write_tables,
 )
-from ringcomm.moe.windows import Header, Windows, exchange, prepared, reading, windows_of
 
 Tensor = torch.Tensor
 # What is read at addresses, and the tensors there, which must stay until it is read.
@@ -77,19 +77,19 @@ def _needed(comm: NodesCommunicator, places: Tensor) -> Tensor:
     return needed[:, : comm.num_nodes]
 
 
-def _mates_ptrs(comm: NodesCommunicator, windows: Windows, parts: Sequence[Tensor]) -> list[Lent]:
-    """Where mates have such parts of their windows, by place, once all are written; collective."""
-    offsets = [windows.offset_of(part) for part in parts]
+def _mates_ptrs(comm: NodesCommunicator, outboxes: Outboxes, parts: Sequence[Tensor]) -> list[Lent]:
+    """Where mates have such parts of their outboxes, by place, once all are written; collective."""
+    offsets = [outboxes.offset_of(part) for part in parts]
     everyone = _gathered(comm.node, torch.tensor(offsets, dtype=torch.int64, device="cpu"))
     return [
-        (windows.at(column.tolist()), [part])
+        (outboxes.at(column.tolist()), [part])
         for column, part in zip(everyone.t(), parts, strict=True)
     ]
 
 
 def share_tokens(
     comm: NodesCommunicator,
-    windows: Windows,
+    outboxes: Outboxes,
     places: Tensor,
     row_bytes: int,
     write: Callable[[Tensor], None],
@@ -98,7 +98,7 @@ def share_tokens(
 
     Args:
         comm: the ranks.
-        windows: of the communicator.
+        outboxes: of the communicator.
         places: int64 [tokens, k, 2].
         row_bytes: of a token's row.
         write: writes the rows to bytes [tokens * row_bytes].
@@ -116,7 +116,7 @@ def share_tokens(
         else 0
         for source in range(comm.world_size)
     ]
-    own, arrived = windows.take(len(places) * row_bytes, sum(arriving) * row_bytes)
+    own, arrived = outboxes.take(len(places) * row_bytes, sum(arriving) * row_bytes)
     write(own)
     leaving = [0] * comm.world_size
     sent = []
@@ -125,7 +125,7 @@ def share_tokens(
         sent.append(needed[:, other].nonzero().view(-1))
     leaves = own.view(-1, row_bytes).index_select(0, torch.cat(sent))
     comm.all_to_all_single(arrived.view(-1, row_bytes), leaves, arriving, leaving)
-    (own_ptrs, kept), (arrived_ptrs, also) = _mates_ptrs(comm, windows, [own, arrived])
+    (own_ptrs, kept), (arrived_ptrs, also) = _mates_ptrs(comm, outboxes, [own, arrived])
     before = [0] * len(arrived_ptrs)
     ptrs = []
     for source in range(comm.world_size):
@@ -143,7 +143,7 @@ def share_tokens(
 
 def dispatch(comm: NodesCommunicator, operation: str, routes: Routes) -> tuple[Tensor, ...]:
     """What ``operators._dispatch`` makes on one node."""
-    windows, experts = windows_of(comm), routes.experts
+    outboxes, experts = outboxes_of(comm), routes.experts
 
     def sort() -> Tensor:
         checks = comm.checks(operation)
@@ -156,7 +156,7 @@ def dispatch(comm: NodesCommunicator, operation: str, routes: Routes) -> tuple[T
     mine = Header(DISPATCH, refused=1) if tables is None else routes.header()
     headers = exchange(comm, operation, mine, refusal)
     assert tables is not None
-    windows.calls += 1
+    outboxes.calls += 1
     assignments = routes.topk_idx.numel()
     words = tables[: (experts + assignments) * WORD_BYTES].view(torch.int64)
     everyone = _gathered(comm, words[:experts])
@@ -172,12 +172,12 @@ def dispatch(comm: NodesCommunicator, operation: str, routes: Routes) -> tuple[T
         )
         sources, row_weights = _exchange_entries(comm, routes, order, everyone, places)
         ptrs, _kept = share_tokens(
-            comm, windows, places, routes.payload_bytes, routes.write_payload
+            comm, outboxes, places, routes.payload_bytes, routes.write_payload
         )
         rows = routes.read_rows(sources, ptrs)
     here = experts // comm.world_size
     counts = everyone[:, comm.rank * here : (comm.rank + 1) * here].sum(0)
-    stamp = torch.tensor([windows.calls, count], dtype=torch.int64, device="cpu")
+    stamp = torch.tensor([outboxes.calls, count], dtype=torch.int64, device="cpu")
     return rows, counts, places, sources, row_weights, stamp
 
 
@@ -270,13 +270,13 @@ def _send_back(
 
 
 def fetch_rows(
-    comm: NodesCommunicator, windows: Windows, y: Tensor, sources: Tensor, places: Tensor
+    comm: NodesCommunicator, outboxes: Outboxes, y: Tensor, sources: Tensor, places: Tensor
 ) -> tuple[Tensor, Lent]:
     """Brings experts' rows to where their tokens' rank can read them; collective.
 
     Args:
         comm: the ranks.
-        windows: of the communicator.
+        outboxes: of the communicator.
         y: [n, hidden], the rows that there are.
         sources: int64 [n, 4].
         places: int64 [tokens, k, 2].
@@ -285,9 +285,9 @@ def fetch_rows(
         A table like ``places``, and by rank the addresses that its entries count from.
     """
     got, arriving = _send_back(comm, y, sources, places, mates=False)
-    [own] = windows.take(y.numel() * y.element_size())
+    [own] = outboxes.take(y.numel() * y.element_size())
     own.view(y.dtype).view(y.shape).copy_(y)
-    [(own_ptrs, kept)] = _mates_ptrs(comm, windows, [own])
+    [(own_ptrs, kept)] = _mates_ptrs(comm, outboxes, [own])
     table = places.clone()
     table.view(-1, ENTRY_WORDS)[arriving, 1] = torch.arange(len(arriving), device="cpu")
     ptrs = [

@@ -1,6 +1,6 @@
 """The operators of torch behind dispatch and combine, with their gradients.
 
-A rank publishes rows in its heap, all exchange a header (:mod:`ringcomm.moe.windows`), and each
+A rank publishes rows in its heap, all exchange a header (:mod:`ringcomm.moe.outboxes`), and each
 then copies the rows it needs from where they lie. Three operators do so:
 
 * ``moe_dispatch`` copies tokens to the ranks of their experts. Its gradient is a combine without
@@ -25,6 +25,15 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import UnsupportedError
 from ringcomm.functional.collectives import library, register
 from ringcomm.moe import nodes
+from ringcomm.moe.outboxes import (
+    Header,
+    Outboxes,
+    exchange,
+    lendable,
+    outboxes_of,
+    prepared,
+    reading,
+)
 from ringcomm.moe.rows import (
     BACKWARD,
     COMBINE,
@@ -48,15 +57,6 @@ from ringcomm.moe.rows import (
     usable,
     write_tables,
 )
-from ringcomm.moe.windows import (
-    Header,
-    Windows,
-    exchange,
-    lendable,
-    prepared,
-    reading,
-    windows_of,
-)
 
 Tensor = torch.Tensor
 
@@ -71,12 +71,14 @@ class _Published(NamedTuple):
 # ---- dispatch ---------------------------------------------------------------------------------
 
 
-def _publish_routes(comm: Communicator, windows: Windows, operation: str, r: Routes) -> _Published:
+def _publish_routes(
+    comm: Communicator, outboxes: Outboxes, operation: str, r: Routes
+) -> _Published:
     checks = comm.checks(operation)
     check_routes(checks, r)
     x = r.x.detach()
     lent = r.wire is None and lendable(x, comm.world_size)
-    tables, payload = windows.take(tables_bytes(r), 0 if lent else len(x) * r.payload_bytes)
+    tables, payload = outboxes.take(tables_bytes(r), 0 if lent else len(x) * r.payload_bytes)
     write_tables(checks, r, tables)
     if lent:
         payload = x
@@ -84,8 +86,8 @@ def _publish_routes(comm: Communicator, windows: Windows, operation: str, r: Rou
         r.write_payload(payload)
     header = r.header()._replace(
         lent=int(lent),
-        payload=windows.offset_of(payload),
-        tables=windows.offset_of(tables),
+        payload=outboxes.offset_of(payload),
+        tables=outboxes.offset_of(tables),
     )
     return _Published(header, (x, tables, payload))
 
@@ -96,21 +98,21 @@ def _dispatch(*arguments: Any) -> tuple[Tensor, ...]:
     comm = usable(routes.group, routes.world_size, operation)
     if comm.num_nodes > 1:
         return nodes.dispatch(nodes.over_nodes(comm, operation), operation, routes)
-    windows = windows_of(comm)
-    published, refusal = prepared(lambda: _publish_routes(comm, windows, operation, routes))
+    outboxes = outboxes_of(comm)
+    published, refusal = prepared(lambda: _publish_routes(comm, outboxes, operation, routes))
     mine = Header(DISPATCH, refused=1) if published is None else published.header
     headers = exchange(comm, operation, mine, refusal)
     # Calls that end here end so on all ranks, which therefore count alike.
-    windows.calls += 1
-    counts_ptrs = windows.at([header.tables for header in headers])
+    outboxes.calls += 1
+    counts_ptrs = outboxes.at([header.tables for header in headers])
     count = rows_by_rank(comm, headers, counts_ptrs)
     with reading(comm, operation, headers):
-        return _pull_tokens(comm, windows, routes, headers, (counts_ptrs, count))
+        return _pull_tokens(comm, outboxes, routes, headers, (counts_ptrs, count))
 
 
 def _pull_tokens(
     comm: Communicator,
-    windows: Windows,
+    outboxes: Outboxes,
     routes: Routes,
     headers: Sequence[Header],
     found: tuple[list[int], int],
@@ -120,7 +122,7 @@ def _pull_tokens(
     here = experts // comm.world_size
     room = count if routes.limit < 0 else routes.limit
     order_ptrs = [ptr + experts * WORD_BYTES for ptr in counts_ptrs]
-    tokens_ptrs = windows.at([header.payload for header in headers])
+    tokens_ptrs = outboxes.at([header.payload for header in headers])
     places = torch.empty(len(x), k, ENTRY_WORDS, dtype=torch.int64, device="cpu")
     sources = torch.empty(room, _native.SOURCE_WORDS, dtype=torch.int64, device="cpu")
     counts = torch.empty(here, dtype=torch.int64, device="cpu")
@@ -141,7 +143,7 @@ def _pull_tokens(
         _native.copy_rows(
             second, _native.SOURCE_WORDS, room, weights_ptrs, FLOAT_BYTES, row_weights.data_ptr()
         )
-    stamp = torch.tensor([windows.calls, count], dtype=torch.int64, device="cpu")
+    stamp = torch.tensor([outboxes.calls, count], dtype=torch.int64, device="cpu")
     return rows, counts, places, sources, row_weights, stamp
 
 
@@ -165,7 +167,7 @@ def _shape_of_dispatched(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _publish_rows(
-    comm: Communicator, windows: Windows, rows: Tensor, count: int, header: Header
+    comm: Communicator, outboxes: Outboxes, rows: Tensor, count: int, header: Header
 ) -> _Published:
     """Publishes the first ``count`` of rows, unless there are several nodes."""
     rows = rows.detach()[:count]
@@ -173,12 +175,12 @@ def _publish_rows(
     if comm.num_nodes > 1:
         return _Published(header, (rows,))
     lent = lendable(rows, comm.world_size)
-    [payload] = windows.take(0 if lent else size_bytes(rows))
+    [payload] = outboxes.take(0 if lent else size_bytes(rows))
     if lent:
         payload = rows
     else:
         payload.view(rows.dtype).view(rows.shape).copy_(rows)
-    header = header._replace(lent=int(lent), payload=windows.offset_of(payload))
+    header = header._replace(lent=int(lent), payload=outboxes.offset_of(payload))
     return _Published(header, (payload,))
 
 
@@ -186,7 +188,7 @@ def _combine(y: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
     places, sources, _, stamp, group, world_size = rest
     operation = "moe.combine"
     comm = usable(group, world_size, operation)
-    windows = windows_of(comm)
+    outboxes = outboxes_of(comm)
     number, count = stamp.tolist()
     base = Header(COMBINE, number, k=places.size(1), weighted=int(weights is not None))
 
@@ -195,7 +197,7 @@ def _combine(y: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
         check_combined(checks, y, sources)
         if weights is not None:
             check_weights(checks, weights, tuple(places.shape[:2]), y.dtype)
-        return _publish_rows(comm, windows, y, count, base)
+        return _publish_rows(comm, outboxes, y, count, base)
 
     published, refusal = prepared(publish)
     mine = base._replace(refused=1) if published is None else published.header
@@ -203,11 +205,11 @@ def _combine(y: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
     with reading(comm, operation, headers):
         table = readable(places)
         if comm.num_nodes == 1:
-            ptrs = windows.at([header.payload for header in headers])
+            ptrs = outboxes.at([header.payload for header in headers])
         else:
             several = nodes.over_nodes(comm, operation)
             given = (y.detach()[:count], sources[:count], table)
-            table, (ptrs, _kept) = nodes.fetch_rows(several, windows, *given)
+            table, (ptrs, _kept) = nodes.fetch_rows(several, outboxes, *given)
         out = new_rows(y, places.size(0))
         wide = None if weights is None else readable(weights.detach().float())
         _native.sum_rows(
@@ -232,7 +234,7 @@ def _shape_of_combined(y: Tensor, weights: Tensor | None, places: Tensor, *_: An
 
 def _published_tokens(
     comm: Communicator,
-    windows: Windows,
+    outboxes: Outboxes,
     operation: str,
     headers: Sequence[Header],
     given: tuple[Tensor, Tensor],
@@ -240,27 +242,27 @@ def _published_tokens(
     """Where the gradients of all ranks' tokens lie."""
     grad, places = given[0].detach(), readable(given[1])
     if comm.num_nodes == 1:
-        return windows.at([header.payload for header in headers]), []
+        return outboxes.at([header.payload for header in headers]), []
 
     def write(to: Tensor) -> None:
         to.view(grad.dtype).view(grad.shape).copy_(grad)
 
     several = nodes.over_nodes(comm, operation)
     row_bytes = grad.size(1) * grad.element_size()
-    return nodes.share_tokens(several, windows, places, row_bytes, write)
+    return nodes.share_tokens(several, outboxes, places, row_bytes, write)
 
 
 def _combine_backward(grad: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     places, sources, row_weights, stamp, weighting, group, world_size = rest
     operation = "moe.combine_backward"
     comm = usable(group, world_size, operation)
-    windows = windows_of(comm)
+    outboxes = outboxes_of(comm)
     number, _ = stamp.tolist()
     base = Header(BACKWARD, number, weighted=int(weighting > UNWEIGHTED), wants=weighting)
 
     def publish() -> _Published:
         check_rows(comm.checks(operation), "grad", grad)
-        return _publish_rows(comm, windows, grad, grad.size(0), base)
+        return _publish_rows(comm, outboxes, grad, grad.size(0), base)
 
     published, refusal = prepared(publish)
     mine = base._replace(refused=1) if published is None else published.header
@@ -268,7 +270,7 @@ def _combine_backward(grad: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, Tens
     table = readable(sources)
     with reading(comm, operation, headers):
         of_y = new_rows(y, y.size(0))
-        ptrs, _kept = _published_tokens(comm, windows, operation, headers, (grad, places))
+        ptrs, _kept = _published_tokens(comm, outboxes, operation, headers, (grad, places))
         if weighting == UNWEIGHTED:
             row_bytes = grad.size(1) * grad.element_size()
             entries = (table.data_ptr(), _native.SOURCE_WORDS, y.size(0), ptrs)
@@ -300,19 +302,19 @@ def _no_gradient(grad: Tensor) -> Tensor:
 def _weight_gradients(comm: Communicator, dots: Tensor, tables: Tables) -> Tensor:
     """Brings the scalar products of rows to the ranks of their tokens: [tokens, k]."""
     operation = "moe.combine_backward"
-    windows, places = windows_of(comm), readable(tables.places)
+    outboxes, places = outboxes_of(comm), readable(tables.places)
     number, count = tables.stamp.tolist()
     if comm.num_nodes > 1:
         with reading(comm, operation, ()):
             several = nodes.over_nodes(comm, operation)
             return nodes.send_numbers(several, dots[:count], tables.sources[:count], places)
     base = Header(WEIGHTS, number)
-    published, refusal = prepared(lambda: _publish_rows(comm, windows, dots, count, base))
+    published, refusal = prepared(lambda: _publish_rows(comm, outboxes, dots, count, base))
     mine = base._replace(refused=1) if published is None else published.header
     headers = exchange(comm, operation, mine, refusal)
     with reading(comm, operation, headers):
         of_weights = torch.empty(places.shape[:2], dtype=torch.float32, device="cpu")
-        ptrs = windows.at([header.payload for header in headers])
+        ptrs = outboxes.at([header.payload for header in headers])
         entries = (places.data_ptr(), ENTRY_WORDS, of_weights.numel(), ptrs)
         _native.copy_rows(*entries, FLOAT_BYTES, of_weights.data_ptr())
     return of_weights

@@ -13,7 +13,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import UnsupportedError, where
 from ringcomm.functional.traced_groups import find
 from ringcomm.memory import empty
-from ringcomm.moe.windows import Header
+from ringcomm.moe.outboxes import Header
 
 Tensor = torch.Tensor
 

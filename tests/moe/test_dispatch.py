@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ringcomm
-from ringcomm import CommOptions, moe
+from ringcomm import CommOptions, _native, moe
 from ringcomm.comm.local_world import LocalWorld
 from ringcomm.moe.rows import WIRES
 from tests.moe.cases import Case, case, combined, dense, dispatched, joined, learn, seeded
@@ -136,7 +136,7 @@ def test_memory_of_the_heap_is_free_once_a_call_ends(world):
     world.run(body)
 
 
-def test_windows_are_written_by_turns(world):
+def test_outboxes_are_written_by_turns(world):
     """Calls follow each other without a collective at their ends, with rows of growing size."""
 
     def body(comm):
@@ -282,3 +282,28 @@ def test_second_gradients_are_refused(world):
             grad.sum().backward()
 
     world.run(body)
+
+
+@pytest.mark.parametrize("wire", [None, "fp8"])
+def test_a_token_crosses_to_a_node_once(wire, monkeypatch):
+    """However many of its experts are there; and not at all where none is."""
+    sent: dict[int, list[int]] = {}
+    found = ringcomm.Communicator.all_to_all_single
+
+    def recording(self, output, input, *rest):
+        if input.dtype is torch.uint8:
+            sent.setdefault(self.rank, []).append(input.numel())
+        return found(self, output, input, *rest)
+
+    monkeypatch.setattr(ringcomm.Communicator, "all_to_all_single", recording)
+
+    def body(comm):
+        # The experts of ranks 2 and 3, on the other node than ranks 0 and 1, are 4 to 7.
+        idx = torch.tensor([[0, 4, 5, 7], [4, 5, 6, 7], [0, 1, 2, 3], [-1, 4, -1, -1]])
+        moe.dispatch(torch.zeros(4, 256), idx, None, EXPERTS, comm, wire=wire)
+        coded_bytes = _native.wire_bytes(_native.WIRES["fp8"], 256)
+        row_bytes = 256 * 4 if wire is None else coded_bytes
+        assert sent[comm.rank] == [(3 if comm.rank < 2 else 2) * row_bytes]
+
+    with ringcomm.local_world(4, nodes=(2, 2), options=CommOptions(timeout=60)) as made:
+        made.run(body)

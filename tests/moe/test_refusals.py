@@ -18,9 +18,10 @@ Tensor = torch.Tensor
 EXPERTS = 8
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[LocalWorld]:
-    with ringcomm.local_world(3, options=CommOptions(timeout=60)) as made:
+@pytest.fixture(scope="module", params=[(3,), (1, 2)], ids=str)
+def world(request) -> Iterator[LocalWorld]:
+    """Ranks of one node and of several."""
+    with ringcomm.local_world(3, nodes=request.param, options=CommOptions(timeout=60)) as made:
         yield made
 
 
@@ -164,7 +165,8 @@ def test_what_is_no_tensor(world, call: Callable[..., object], message: str):
     world.run(body)
 
 
-def test_an_error_amid_a_call_ends_it_on_all_ranks(monkeypatch):
+@pytest.mark.parametrize("nodes", [(3,), (1, 2)], ids=str)
+def test_an_error_amid_a_call_ends_it_on_all_ranks(nodes, monkeypatch):
     """A rank that cannot go on says so: its peers do not wait for their timeout."""
     found = rows.new_rows
 
@@ -186,5 +188,5 @@ def test_an_error_amid_a_call_ends_it_on_all_ranks(monkeypatch):
             for _ in range(2):
                 moe.dispatch(x, given.idx, given.weights, 6, comm)
 
-    with ringcomm.local_world(3, options=CommOptions(timeout=600)) as made:
+    with ringcomm.local_world(3, nodes=nodes, options=CommOptions(timeout=600)) as made:
         made.run(body)

@@ -1,14 +1,16 @@
-"""Windows of the heap, from which a rank's mates read rows, and the one collective before they do.
+"""Outboxes in the heap, where a rank's mates read rows, and the one collective before they do.
 
-NOTE [Two windows by turns]
+NOTE [Two outboxes by turns]
 What a call publishes stays where it is until all mates have read it, and no call ends with a
-collective to say so. Each rank has two windows and writes them by turns: it writes one again in the
-call after the next one. In between lies that next call's exchange of headers, which a mate enters
-once it has read all it wants of the call before, and which ends once all have entered. So when a
-window is written again, or replaced by a larger one, nobody reads it.
+collective to say so. Each rank has two outboxes and writes them by turns: it writes one again in
+the call after the next one. In between lies that next call's exchange of headers, which a mate
+enters once it has read all it wants of the call before, and which ends once all have entered. So
+when an outbox is written again, or replaced by a larger one, nobody reads it. They end with their
+communicator; a rank whose last call on it was one of these meets its mates, in a barrier, say,
+before it drops the communicator and goes on.
 
-Memory of the caller's that lies in the heap is read where it is, and not copied to a window. It may
-be written once the call ends; so then, if any rank has lent such memory, all meet at the end.
+Memory of the caller's that lies in the heap is read where it is, and not copied to an outbox. It
+may be written once the call ends; so then, if any rank has lent such memory, all meet at the end.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from ringcomm.memory.host_heap import process_heap
 Tensor = torch.Tensor
 T = TypeVar("T")
 
-# Parts of a window begin at multiples of a cache line.
+# Parts of an outbox begin at multiples of a cache line.
 _LINE_BYTES = 64
 
 
@@ -83,8 +85,8 @@ def _nothing() -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-class Windows:
-    """The windows of this rank, and the heaps of its node as mapped here.
+class Outboxes:
+    """The outboxes of this rank, and the heaps of its node as mapped here.
 
     Attributes:
         calls: how many dispatches there were, of which all ranks agreed on the arguments.
@@ -93,27 +95,27 @@ class Windows:
     def __init__(self, comm: Communicator) -> None:
         self._bases = heap_bases(comm.node)
         self._own_base = self._bases[comm.node.rank]
-        self._windows = [_nothing(), _nothing()]
+        self._outboxes = [_nothing(), _nothing()]
         self._turn = 0
         self.calls = 0
 
     def take(self, *sizes_bytes: int) -> list[Tensor]:
-        """Returns parts of the window whose turn it is, as tensors of bytes.
+        """Returns parts of the outbox whose turn it is, as tensors of bytes.
 
         Raises:
-            HeapError: there is no room for a larger window.
+            HeapError: there is no room for a larger outbox.
         """
         ends, total = [], 0
         for size in sizes_bytes:
             ends.append(total)
             total += -(-size // _LINE_BYTES) * _LINE_BYTES
         self._turn ^= 1
-        if self._windows[self._turn].numel() < total:
+        if self._outboxes[self._turn].numel() < total:
             # The smaller one goes first: there may not be room for both.
-            self._windows[self._turn] = _nothing()
-            self._windows[self._turn] = empty(total, dtype=torch.uint8)
-        window = self._windows[self._turn]
-        return [window[end : end + size] for end, size in zip(ends, sizes_bytes, strict=True)]
+            self._outboxes[self._turn] = _nothing()
+            self._outboxes[self._turn] = empty(total, dtype=torch.uint8)
+        outbox = self._outboxes[self._turn]
+        return [outbox[end : end + size] for end, size in zip(ends, sizes_bytes, strict=True)]
 
     def offset_of(self, tensor: Tensor) -> int:
         """Returns where in this rank's heap a tensor of it begins."""
@@ -124,14 +126,14 @@ class Windows:
         return [base + offset for base, offset in zip(self._bases, offsets, strict=True)]
 
 
-_windows: WeakKeyDictionary[Communicator, Windows] = WeakKeyDictionary()
+_outboxes: WeakKeyDictionary[Communicator, Outboxes] = WeakKeyDictionary()
 
 
-def windows_of(comm: Communicator) -> Windows:
-    """Returns the windows of this rank of a communicator, which live as long as that."""
-    found = _windows.get(comm)
+def outboxes_of(comm: Communicator) -> Outboxes:
+    """Returns the outboxes of this rank of a communicator, which live as long as that."""
+    found = _outboxes.get(comm)
     if found is None:
-        found = _windows[comm] = Windows(comm)
+        found = _outboxes[comm] = Outboxes(comm)
     return found
 
 
