@@ -16,6 +16,8 @@ from tests.moe.cases import Case, case, combined, dense, dispatched, joined, lea
 Tensor = torch.Tensor
 EXPERTS = 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Results of so many bytes are stored past the caches (kStreamingMinBytes).
+STREAMED_BYTES = 16 << 20
 
 
 @pytest.fixture(scope="module", params=[(1,), (2,), (4,), (1, 1), (2, 2), (1, 3)], ids=str)
@@ -307,3 +309,47 @@ def test_a_token_crosses_to_a_node_once(wire, monkeypatch):
 
     with ringcomm.local_world(4, nodes=(2, 2), options=CommOptions(timeout=60)) as made:
         made.run(body)
+
+
+def large(dtype: torch.dtype) -> Case:
+    """Rows of more than one block of numbers, and enough of them to be stored past the caches."""
+    tokens, hidden = 4300, 2050
+    given = case(0, 2, tokens, hidden, dtype=dtype)
+    return given._replace(idx=given.idx.clamp(min=0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_rows(dtype):
+    given = large(dtype)
+    x, weights = given.x.requires_grad_(), given.weights.requires_grad_()
+    with ringcomm.local_world(1) as made:
+        rows, _, handle = moe.dispatch(x, given.idx, weights, EXPERTS, made[0])
+        assert x.nbytes >= STREAMED_BYTES
+        y = rows.detach().requires_grad_()
+        out = moe.combine(y, handle)
+        out.backward(x.detach())
+        torch.autograd.backward(rows, y.grad)
+    wide = x.detach().float()
+    first, second = weights.detach().unbind(1)
+    expected = first[:, None] * wide + second[:, None] * wide
+    assert torch.equal(out, expected.to(dtype))
+    # The gradient of each row is rounded, and the sum of a token's two is, too.
+    parts = [(each[:, None] * wide).to(dtype).float() for each in (first, second)]
+    assert torch.equal(x.grad, (parts[0] + parts[1]).to(dtype))
+    squares = wide.square().sum(1, keepdim=True).expand(-1, 2)
+    torch.testing.assert_close(weights.grad, squares, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_instruction_set_has_the_same_bits(dtype):
+    given = case(0, 3, hidden=1100, dtype=dtype)
+    experts = (torch.randn(EXPERTS, 1100, 1100, generator=seeded(7)) / 33).to(dtype)
+    found = []
+    try:
+        for name in ("baseline", "avx2", "avx512"):
+            if _native.force_isa(name):
+                found.append(dense(given, experts, torch.ones_like(given.x)))
+    finally:
+        _native.force_isa("")
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
