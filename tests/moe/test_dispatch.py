@@ -335,6 +335,7 @@ def test_large_rows(dtype):
     assert torch.equal(out, expected.to(dtype))
     # The gradient of each row is rounded, and the sum of a token's two is, too.
     parts = [(each[:, None] * wide).to(dtype).float() for each in (first, second)]
+    assert x.grad is not None
     assert torch.equal(x.grad, (parts[0] + parts[1]).to(dtype))
     squares = wide.square().sum(1, keepdim=True).expand(-1, 2)
     torch.testing.assert_close(weights.grad, squares, rtol=1e-4, atol=0)
