@@ -7,7 +7,8 @@ ringcomm.comm.topology.fit rows.csv`` compares them with the model.
 Cases take turns: ringcomm's collectives ("rail-direct"), in the heap; Gloo's own over all ranks
 ("flat-ring"), of which its reduce-scatter is an all-reduce; and "exchange", a bare all-to-all of
 the ranks of equal place in their nodes, by isend and irecv. Rank 0 prints how many times as long
-Gloo takes, as medians over the rounds.
+Gloo takes, as medians over the rounds; with ``--wires``, also how many times as long ringcomm's own
+FP32 sums take as its coded ones, which have no rows.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ COLUMNS = (
     *("ms", "rounds"),
 )
 OURS, REDUCE_SCATTER = "rail-direct", "reduce_scatter"
+CODED = "rail-direct on the wire "
 DEFAULT_BYTES = (1 << 10, 4 << 20, 16 << 20)
 WARM_UP_ROUNDS = 1
 
 
-def cases(num_bytes: int, rail: dist.ProcessGroup) -> dict[tuple[str, str], Callable[[], object]]:
+def cases(
+    num_bytes: int, rail: dist.ProcessGroup, wires: Sequence[str]
+) -> dict[tuple[str, str], Callable[[], object]]:
     """The exchanges of a buffer of ``num_bytes``, by collective and the model's algorithm."""
     world, nodes = dist.get_world_size(), dist.get_world_size(rail)
     whole = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -58,8 +62,17 @@ def cases(num_bytes: int, rail: dist.ProcessGroup) -> dict[tuple[str, str], Call
     def all_gather() -> None:
         dist.all_gather_into_tensor(whole[: chunk.numel() * world], chunk)
 
+    def coded(wire: str) -> dict[tuple[str, str], Callable[[], object]]:
+        return {
+            ("all_reduce", CODED + wire): lambda: ringcomm.all_reduce(in_heap, wire=wire),
+            (REDUCE_SCATTER, CODED + wire): lambda: ringcomm.reduce_scatter_tensor(
+                part_in_heap, in_heap, wire=wire
+            ),
+        }
+
     assert len(peers) == nodes - 1
     return {
+        **{name: call for wire in wires for name, call in coded(wire).items()},
         ("exchange", "rail-direct"): exchange,
         ("all_gather", "flat-ring"): all_gather,
         ("all_gather", OURS): lambda: ringcomm.all_gather_into_tensor(in_heap, part_in_heap),
@@ -71,18 +84,22 @@ def cases(num_bytes: int, rail: dist.ProcessGroup) -> dict[tuple[str, str], Call
 
 
 def ratios(times_ms: Mapping[tuple[int, str, str], list[float]]) -> list[str]:
-    """How many times as long as ringcomm Gloo takes, a line for each size and collective."""
+    """How many times as long as ringcomm others take, a line for each size and collective."""
     lines = []
-    for (size, collective, algorithm), ours in times_ms.items():
+
+    def add(size: int, collective: str, algorithm: str, other: str, named: str) -> None:
+        ours, theirs = (times_ms[size, collective, each] for each in (algorithm, other))
+        ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+        lines.append(
+            f"{collective:15} {size:10} bytes: {algorithm} {statistics.median(ours):8.2f} ms, "
+            f"{named} takes {ratio:.2f} times as long"
+        )
+
+    for size, collective, algorithm in times_ms:
         if algorithm == OURS and (size, collective, "flat-ring") in times_ms:
-            gloo = times_ms[size, collective, "flat-ring"]
-            ratio = statistics.median(
-                theirs / mine for theirs, mine in zip(gloo, ours, strict=True)
-            )
-            lines.append(
-                f"{collective:15} {size:10} bytes: ringcomm {statistics.median(ours):8.2f} ms, "
-                f"Gloo takes {ratio:.2f} times as long"
-            )
+            add(size, collective, algorithm, "flat-ring", "Gloo")
+        elif algorithm.startswith(CODED):
+            add(size, collective, algorithm, OURS, "FP32")
     return lines
 
 
@@ -112,7 +129,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, object]]:
         for place in range(local_world)
     ]
     rail = rails[int(os.environ["LOCAL_RANK"])]
-    every = [(size, *case) for size in args.bytes for case in cases(size, rail).items()]
+    every = [(size, *case) for size in args.bytes for case in cases(size, rail, args.wires).items()]
     times_ms: dict[tuple[int, str, str], list[float]] = {}
     for number in range(WARM_UP_ROUNDS + args.rounds):
         for size, name, call in every:
@@ -134,6 +151,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, object]]:
             "rounds": args.rounds,
         }
         for (size, collective, algorithm), times in times_ms.items()
+        if not algorithm.startswith(CODED)
     ]
 
 
@@ -155,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--gbit-s", type=float, required=True, help="rate of a node's link, headers included")
     add("--nics-per-node", type=int, default=1, help="links of a node (default: %(default)s)")
     add("--bytes", type=int, nargs="+", default=DEFAULT_BYTES, help="of the whole buffer")
+    add("--wires", nargs="*", default=(), help="coded wires to time, too: int8, fp8, int4")
     add("--rounds", type=int, default=7, help="medians are of so many (default: %(default)s)")
     add("--init-method", default="env://", help="where ranks meet (default: %(default)s)")
     add("-o", "--output", type=Path, required=True, help="CSV file that rank 0 adds rows to")

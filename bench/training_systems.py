@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ HSDP, HSDP_HERE = "hsdp on gloo", "hsdp on ringcomm"
 STAGES = tuple(f"stage {stage}" for stage in range(4))
 # Over nodes stage 3 may keep state as HSDP does, with a copy on each node, or parameters as FSDP2.
 STAGE_3_STATE_NODE, STAGE_3_PARAMS_WORLD = "stage 3 state=node", "stage 3 params=world"
+# Gradients in codes, which have no twin: with them the updated parameters return as they are, or
+# with copies of the state the sums do, in codes.
+STAGE_2_CODED, STAGE_2_CODED_TWICE = "stage 2 wire=int8", "stage 2 wire=int8 state=node"
 PLAIN = "torch alone"
 # What no system can do without: the ranks share memory bandwidth and cores, but no gradients.
 ARITHMETIC = "forward and backward"
@@ -328,7 +331,11 @@ def _over_nodes(shape: Shape, comm: ringcomm.Communicator) -> dict[str, Callable
     """Returns the systems that there are over several nodes alone."""
     state_node = ringcomm.zero.ZeroOptions(state="node")
     params_world = ringcomm.zero.ZeroOptions(params="world")
+    coded = ringcomm.zero.ZeroOptions(wire=ringcomm.zero.Wire(gradients="int8"))
+    coded_twice = replace(coded, state="node")
     return {
+        STAGE_2_CODED: lambda: _zero(shape, 2, comm, coded),
+        STAGE_2_CODED_TWICE: lambda: _zero(shape, 2, comm, coded_twice),
         STAGE_3_STATE_NODE: lambda: _zero(shape, 3, comm, state_node),
         STAGE_3_PARAMS_WORLD: lambda: _zero(shape, 3, comm, params_world),
         HSDP: lambda: _fsdp2(shape, _mesh(comm, "gloo")),

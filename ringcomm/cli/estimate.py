@@ -23,6 +23,7 @@ from ringcomm.cli.estimate_figures import (
     total_bytes,
     work_out,
 )
+from ringcomm.comm.options import WIRES
 from ringcomm.errors import ArgumentError
 from ringcomm.memory import Disk
 from ringcomm.output import new_figure, write_figure
@@ -331,6 +332,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     for what, default in (("params", "node"), ("state", "world")):
         meaning = f"ranks that share them, with --nodes: ZeroOptions.{what} (default: {default})"
         add(f"--shard-{what}", choices=("node", "world"), help=meaning)
+    add("--wire", choices=WIRES, help="of gradients between nodes, as zero.Wire (default: fp32)")
     add("--stage", type=int, choices=STAGES, help="default: all")
     add("--preset", choices=PRESETS, help="a preset of zero.Precision; docs/precision.md")
     add("--dtype", choices=DTYPES, help="of the parameters (default: bf16)")

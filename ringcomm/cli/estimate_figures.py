@@ -230,12 +230,13 @@ def _world(args: argparse.Namespace, cluster: Cluster | None) -> World:
             f"GPUs = {cluster.world_size}, or no --world beside --nodes"
         )
     if cluster is None:
-        for name in ("shard_params", "shard_state"):
+        for name in ("shard_params", "shard_state", "wire"):
             if getattr(args, name) is not None:
                 raise ArgumentError(f"--{name.replace('_', '-')}: expected --nodes with it")
         return World(args.world)
     params, state = args.shard_params or "node", args.shard_state or "world"
-    return World(cluster.world_size, cluster.ranks_per_node, params, state)
+    wire = args.wire or "fp32"
+    return World(cluster.world_size, cluster.ranks_per_node, params, state, wire)
 
 
 def _check_counts(args: argparse.Namespace) -> None:
@@ -569,6 +570,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "nodes": request.world.nodes,
         "shard_params": request.world.params,
         "shard_state": request.world.state,
+        "wire": request.world.wire,
         "bytes_per_element": asdict(request.each),
         "activations": None if report.activations is None else asdict(report.activations),
         "budget_bytes": request.budget_bytes,

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from operator import attrgetter
+from operator import methodcaller
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -199,11 +199,12 @@ class Communicator(Collectives, Messages):
         """
         return rank
 
-    def calls_of_steps(self, state: str) -> Use:
+    def calls_of_steps(self, state: str, wire: str | None = None) -> Use:
         """Returns the function that maps the core to the one whose calls an optimizer makes.
 
         Args:
             state: "world" where state is sharded over all ranks, "node" where each node has a copy.
+            wire: of sums of gradients between nodes; None for that of the communicator.
         """
         return itself
 
@@ -484,6 +485,8 @@ class NodesCommunicator(Communicator):
         self, checks: CallChecks, wire: str | None, run: Callable[[_native.Comm], int]
     ) -> Callable[[_native.Comm], int]:
         run = super().on_wire(checks, wire, run)
+        if wire in _native.WIRES:
+            self._core.check_codes(str(checks))
 
         def on_wire(core: Any) -> int:
             with core.on_wire(wire):
@@ -511,8 +514,8 @@ class NodesCommunicator(Communicator):
     def shard_index_of(self, rank: int) -> int:
         return self.places.shard_index_of(rank)
 
-    def calls_of_steps(self, state: str) -> Use:
-        return attrgetter("per_node") if state == "node" else itself
+    def calls_of_steps(self, state: str, wire: str | None = None) -> Use:
+        return methodcaller("steps", state == "node", wire)
 
     def all_gather_bucket(self, own: Tensor, bucket: Tensor, tag: int) -> None:
         arguments = (own.data_ptr(), bucket.data_ptr(), bucket.numel(), bucket.element_size(), tag)

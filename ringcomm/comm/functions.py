@@ -53,10 +53,11 @@ def all_reduce(
     *,
     algorithm: str = "auto",
     kernels: str | None = None,
+    wire: str | None = None,
 ) -> Work | None:
     """See :meth:`Communicator.all_reduce`."""
     return communicator_of(group, "all_reduce").all_reduce(
-        tensor, op, async_op, algorithm=algorithm, kernels=kernels
+        tensor, op, async_op, algorithm=algorithm, kernels=kernels, wire=wire
     )
 
 
@@ -93,7 +94,7 @@ def reduce_scatter(
     return communicator_of(group, "reduce_scatter").reduce_scatter(output, input_list, op, async_op)
 
 
-def reduce_scatter_tensor(
+def reduce_scatter_tensor(  # noqa: PLR0913 -- torch.distributed's signature, and three choices
     output: Tensor,
     input: Tensor,
     op: Any = SUM,
@@ -102,11 +103,12 @@ def reduce_scatter_tensor(
     *,
     algorithm: str = "auto",
     kernels: str | None = None,
+    wire: str | None = None,
 ) -> Work | None:
     """See :meth:`Communicator.reduce_scatter_tensor`."""
     communicator = communicator_of(group, "reduce_scatter_tensor")
     return communicator.reduce_scatter_tensor(
-        output, input, op, async_op, algorithm=algorithm, kernels=kernels
+        output, input, op, async_op, algorithm=algorithm, kernels=kernels, wire=wire
     )
 
 

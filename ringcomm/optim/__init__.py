@@ -11,7 +11,7 @@ from ringcomm.optim.grad_scaler import GradScaler
 from ringcomm.optim.layout import ParamSpec, ShardLayout
 from ringcomm.optim.loss_scaler import LossScaleOptions, LossScaler
 from ringcomm.optim.muon import Muon, muon_groups
-from ringcomm.optim.options import AdamWOptions
+from ringcomm.optim.options import AdamWOptions, Wire
 from ringcomm.optim.sgd import SGD, Lion
 from ringcomm.optim.sharded import Sharded
 from ringcomm.optim.state import reshard
@@ -31,6 +31,7 @@ __all__ = [
     "ParamSpec",
     "ShardLayout",
     "Sharded",
+    "Wire",
     "muon_groups",
     "reshard",
 ]

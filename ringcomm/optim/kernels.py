@@ -318,7 +318,9 @@ class HostKernels(Kernels):
         self._step_bytes = table.layout.size_bytes
         super().__init__(comm is None, HostReducer(comm, options, self._step_bytes))
         self._comm = comm
-        self._calls: Use = itself if comm is None else comm.calls_of_steps(options.state)
+        self._calls: Use = (
+            itself if comm is None else comm.calls_of_steps(options.state, options.wire.gradients)
+        )
         self._options = options
         self._factors_ptr = table.factors.data_ptr()
         self._op = OP_CODES[options.reduce.upper()]
@@ -408,7 +410,7 @@ class DeviceKernels(Kernels):
         self._moments = moments
         super().__init__(comm.world_size == 1, DeviceReducer(comm, options))
         self._comm = comm
-        self._calls = comm.calls_of_steps(options.state)
+        self._calls = comm.calls_of_steps(options.state, options.wire.gradients)
         self._options = options
         self._factors_ptr = table.factors.data_ptr()
         self._op = OP_CODES[options.reduce.upper()]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
+from ringcomm.comm.options import check_wire
 from ringcomm.errors import ArgumentError
 from ringcomm.memory.scratch import Disk
 from ringcomm.optim.layout import BLOCK_ELEMS, DEFAULT_BUCKET_ELEMS
@@ -20,6 +21,22 @@ _CHOICES = {
     "unused": ("skip", "zero"),
     "state": ("world", "node"),
 }
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The forms in which training's bytes travel between nodes, where links are slow.
+
+    Attributes:
+        gradients: of sums of gradients: "fp32", "param", or in codes "int8", "fp8" or "int4"; None
+            for ``CommOptions.wire`` of the communicator. ZeRO++ calls it qgZ (Wang et al., 2023).
+    """
+
+    gradients: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.gradients is not None:
+            check_wire(self.gradients, "gradients")
 
 
 @dataclass(frozen=True)
@@ -49,6 +66,7 @@ class AdamWOptions:
             cross between nodes. "node" shards it over the ranks of each node, so that each node
             has a copy, which takes more memory: the sums of the gradients cross instead. On one
             node both are the same.
+        wire: over several nodes, the forms in which bytes travel between them.
         tier: where the state lies: None for the memory of the parameters' device. From elsewhere it
             streams there in pieces at each step, with the same bits: from a :class:`ringcomm.Disk`,
             for parameters on the CPU; or with "cpu" from pinned memory of the host, for parameters
@@ -67,6 +85,7 @@ class AdamWOptions:
     check_finite: bool = False
     broadcast_parameters: bool = True
     state: str = "world"
+    wire: Wire = field(default_factory=Wire)
     tier: Disk | str | None = None
 
     def __post_init__(self) -> None:
@@ -88,6 +107,8 @@ class AdamWOptions:
             )
         if not (self.tier is None or self.tier == "cpu" or isinstance(self.tier, Disk)):
             raise ArgumentError(f'tier: expected a ringcomm.Disk, "cpu" or None, got {self.tier!r}')
+        if not isinstance(self.wire, Wire):
+            raise ArgumentError(f"wire: expected a Wire, got {self.wire!r}")
         self._check_master()
 
     def _check_master(self) -> None:

@@ -16,6 +16,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.engine import Call, Use, itself
 from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError
+from ringcomm.optim.options import Wire
 
 Tensor = torch.Tensor
 
@@ -111,6 +112,8 @@ class ReduceOptions(Protocol):
     def algorithm(self) -> str: ...
     @property
     def state(self) -> str: ...
+    @property
+    def wire(self) -> Wire: ...
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,9 @@ class HostReducer(Reducer):
         if comm is not None:
             comm.check_sum_blocks("optimizer", options.algorithm, "native")
         self._comm = comm
-        self._calls: Use = itself if comm is None else comm.calls_of_steps(options.state)
+        self._calls: Use = (
+            itself if comm is None else comm.calls_of_steps(options.state, options.wire.gradients)
+        )
         self._step_bytes = step_bytes
         self._op = OP_CODES[options.reduce.upper()]
         self._algorithm = ALGORITHMS[options.algorithm]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ringcomm.optim.options import Wire
 from ringcomm.zero.access import (
     get_gradient,
     get_master,
@@ -73,6 +74,7 @@ __all__ = [
     "SyncBatchNorm",
     "TrainState",
     "UnitOptions",
+    "Wire",
     "ZeroOptions",
     "activations_on",
     "convert",

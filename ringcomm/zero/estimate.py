@@ -12,6 +12,7 @@ from ringcomm.errors import ArgumentError
 from ringcomm.memory.scratch import Disk
 from ringcomm.optim.block_moments import BLOCK, BlockMoment
 from ringcomm.optim.layout import DTYPES, ParamSpec
+from ringcomm.optim.options import Wire
 from ringcomm.optim.tiers import PINNED_BUFFER_BYTES
 from ringcomm.zero.options import Units, ZeroOptions
 from ringcomm.zero.units import find_units
@@ -330,18 +331,21 @@ class World:
         ranks_per_node: None where all are on one node.
         params: "node" or "world", as in :class:`ringcomm.zero.options.ZeroOptions`.
         state: the same.
+        wire: of sums of gradients between nodes, as in :class:`ringcomm.comm.options.CommOptions`.
     """
 
     ranks: int
     ranks_per_node: int | None = None
     params: str = "node"
     state: str = "world"
+    wire: str = "fp32"
 
     def __post_init__(self) -> None:
         require_at_least("estimate", 1, world_size=self.ranks)
         if self.ranks_per_node is not None:
             require_at_least("estimate", 1, ranks_per_node=self.ranks_per_node)
-        ZeroOptions(params=self.params, state=self.state)  # refuses what there is not
+        # It refuses what there is not.
+        ZeroOptions(params=self.params, state=self.state, wire=Wire(gradients=self.wire))
 
     @classmethod
     def of(cls, world: int | World) -> World:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ringcomm import _native
 from ringcomm.errors import ArgumentError
 from ringcomm.zero.estimate import (
     BytesPerElement,
@@ -83,9 +84,7 @@ def traffic(model: ModelElems, stage: int, each: BytesPerElement) -> Traffic:
     return Traffic((grads, trained, frozen, trained, frozen))
 
 
-def leaving_node_bytes(
-    model: ModelElems, stage: int, world: World, each: BytesPerElement, wire: str = "fp32"
-) -> int:
+def leaving_node_bytes(model: ModelElems, stage: int, world: World, each: BytesPerElement) -> int:
     """Bytes of gradients and parameters that leave each node in a step of one backward.
 
     (N - 1) / N of what crosses, on N nodes: the gradients once, and either the parameters, which
@@ -98,20 +97,19 @@ def leaving_node_bytes(
         stage: 0 to 3.
         world: the ranks, equally many on each node.
         each: bytes of an element.
-        wire: as in ``CommOptions``: "fp32", or "param" for gradients in their own dtype.
 
     Raises:
-        ArgumentError: there is no such stage or wire.
+        ArgumentError: there is no such stage.
     """
     check_stage(stage)
-    if wire not in ("fp32", "param"):
-        raise ArgumentError(f"wire: expected fp32 or param, got {wire!r}")
-    grads = model.trainable * (each.grad if wire == "param" else 4)
+    grads = model.trainable * (each.grad if world.wire == "param" else 4)
+    if world.wire in _native.WIRES:
+        grads = _native.wire_bytes(_native.WIRES[world.wire], model.trainable)
     back = model.trainable * each.param
     if stage == 0:
         back = model.trainable * each.reduced
     elif world.state == "node":
-        back = model.trainable * 4
+        back = grads if world.wire in _native.WIRES else model.trainable * 4
     elif stage == 3 and world.params == "world":
         back = (2 * model.total - model.root) * each.param
     return (grads + back) * (world.nodes - 1) // world.nodes

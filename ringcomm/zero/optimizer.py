@@ -383,6 +383,7 @@ class ModulePlacement(Placement):
             "reduce": chosen.reduce,
             "broadcast_parameters": chosen.broadcast,
             "state": chosen.state,
+            "wire": chosen.wire,
         }
         mine.update(chosen.precision.optimizer_defaults)
         for name, value in mine.items():

@@ -12,6 +12,7 @@ from torch import nn
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError
 from ringcomm.optim.layout import BLOCK_ELEMS
+from ringcomm.optim.options import Wire
 from ringcomm.optim.placement import check_even
 from ringcomm.zero.precision import PARAM_DTYPES, Precision
 
@@ -96,14 +97,15 @@ class ZeroOptions:
             optimizer's state over all ranks, and updated parameters cross between nodes in the
             step. "node" shards them over the ranks of each node, so that each node has a copy and
             does the whole update: sums of gradients cross instead. Not with ``params="world"``.
-
+        wire: over several nodes, the forms in which bytes travel between them.
         per_unit: choices for some units, by names of these, in which a ``*`` stands for any
             characters of one part (``"blocks.*"``); of several names of a unit the last one counts.
         ignored: names of parameters, or of modules for all parameters in them, which are the
             user's own: neither moved nor cast, reduced, stepped or saved, and perhaps different on
             each rank. A ``*`` stands for any characters of one part of a name.
 
-    All choices of ``params`` and ``state`` end with the same bits.
+    All choices of ``params`` and ``state``, and all stages, end with the same bits, with a given
+    ``wire``.
     """
 
     precision: Precision = field(default_factory=Precision)
@@ -118,6 +120,7 @@ class ZeroOptions:
     broadcast: bool = True
     params: str = "node"
     state: str = "world"
+    wire: Wire = field(default_factory=Wire)
     per_unit: Mapping[str, UnitOptions] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
@@ -134,6 +137,8 @@ class ZeroOptions:
                     f"{name}: expected one of {', '.join(map(str, states))}, got "
                     f"{getattr(self, name)!r}"
                 )
+        if not isinstance(self.wire, Wire):
+            raise ArgumentError(f"wire: expected a Wire, got {self.wire!r}")
         if not isinstance(self.precision, Precision):
             raise ArgumentError(f"precision: expected a Precision, got {self.precision!r}")
         count = self.bucket_elems

@@ -10,11 +10,14 @@ from tests.support import ROOT, fork_server
 
 def test_two_ranks_as_two_nodes_write_rows_that_the_model_reads(tmp_path):
     rows = tmp_path / "rows.csv"
-    options = ["--gbit-s", "1", "--rounds", "1", "--bytes", "4096", "-o", str(rows)]
+    options = ["--gbit-s", "1", "--rounds", "1", "--bytes", "4096", "--wires", "int8"]
+    options += ["-o", str(rows)]
     # A file is a store that needs no port.
     options += ["--init-method", f"file://{tmp_path / 'store'}"]
     command = [sys.executable, "-m", "ringcomm.bench.nodes", *options]
     place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+    told: list[str] = []
 
     def run(rank):
         node = {"RINGCOMM_NODE_ID": f"node{rank}"}
@@ -24,6 +27,8 @@ def test_two_ranks_as_two_nodes_write_rows_that_the_model_reads(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         for done in pool.map(run, range(2)):
             assert done.returncode == 0, done.stderr
+            told.append(done.stdout)
+    assert any("on the wire int8" in each and "FP32 takes" in each for each in told)
     found = {(row.collective, row.algorithm, row.nodes, row.bytes) for row in read_rows(rows)}
     assert found == {
         ("exchange", "rail-direct", 2, 4096),

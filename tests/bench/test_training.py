@@ -22,6 +22,8 @@ from ringcomm.bench.training_systems import (
     HSDP,
     HSDP_HERE,
     OPTIMIZERS,
+    STAGE_2_CODED,
+    STAGE_2_CODED_TWICE,
     STAGE_3_PARAMS_WORLD,
     STAGE_3_STATE_NODE,
     STAGE_TWINS,
@@ -156,7 +158,14 @@ def test_the_command_over_nodes(tmp_path):
     report = read(file)
     systems = [row.system for row in report.rows]
     of_torch = [DDP, DDP_HERE, FSDP2, FSDP2_HERE]
-    over_nodes = [STAGE_3_STATE_NODE, STAGE_3_PARAMS_WORLD, HSDP, HSDP_HERE]
+    over_nodes = [
+        STAGE_2_CODED,
+        STAGE_2_CODED_TWICE,
+        STAGE_3_STATE_NODE,
+        STAGE_3_PARAMS_WORLD,
+        HSDP,
+        HSDP_HERE,
+    ]
     assert systems == [*STAGES, ARITHMETIC, *of_torch, *over_nodes]
     compared = {row.system for row in report.rows if row.wrong is not None}
     assert compared == twins(2, 2).keys() and report.wrong == 0

@@ -19,6 +19,7 @@ from torch.distributed import Store
 
 import ringcomm
 from ringcomm import CommOptions, Communicator, zero
+from ringcomm.comm.nodes import sums
 from ringcomm.comm.nodes.connecting import gloo
 from ringcomm.comm.nodes.rails import HEADER_TAG
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError
@@ -122,6 +123,27 @@ def test_the_bits_are_not_those_of_one_node_that_sums_in_one_go():
     wanted, _ = train_on_one_node(4, 2, ADDING)
     other, _ = train_on_one_node(4, 0, ADDING)
     assert any(not torch.equal(other[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("code", ["int8", "fp8", "int4"])
+def test_all_choices_end_with_the_same_bits_on_a_coded_wire(two_by_two, code, monkeypatch):
+    """And not with those of another wire; whether it is asked of the communicator or of zero."""
+    monkeypatch.setattr(sums, "CODED_ABOVE_BYTES", 64)
+    base, wire = new_model("mlp"), zero.Wire(gradients=code)
+    run = replace(CLIPPED, steps=2)
+    wanted = two_by_two.run(train, base, replace(run, stage=1, options={"wire": wire}))[0]
+    plain = two_by_two.run(train, base, replace(run, stage=1))[0]
+    assert wanted[1] != plain[1]
+    asked = [(stage, {**options, "wire": wire}) for stage, options in CHOICES]
+    # With copies on nodes the sums travel, too, and are coded once more.
+    copies = [each for each in asked if each[1].get("state") == "node"]
+    assert_ends_alike(two_by_two, run, [each for each in asked if each not in copies], wanted)
+    twice = two_by_two.run(train, base, replace(run, stage=1, options=copies[0][1]))[0]
+    assert twice[1] not in (wanted[1], plain[1])
+    assert_ends_alike(two_by_two, run, copies, twice)
+    options = CommOptions(wire=code)
+    with ringcomm.local_world(4, nodes=[2, 2], timeout=60, options=options) as world:
+        assert_ends_alike(world, run, DEFAULTS[2:3], wanted)
 
 
 def norms_of(comm: Communicator, base: Any, choice: Choice) -> list[float]:
@@ -281,12 +303,13 @@ def send_in_a_step(comm: Communicator, carrier: Carrier, base: Any, choice: Choi
     return phases[1:], elems, flags
 
 
-@pytest.mark.parametrize("wire", ["fp32", "param"])
-def test_what_leaves_a_node_in_a_step_is_the_closed_form(wire):
+@pytest.mark.parametrize("wire", ["fp32", "param", "int8", "int4"])
+def test_what_leaves_a_node_in_a_step_is_the_closed_form(wire, monkeypatch):
     """To the byte, with the padding: P (g + p) (N - 1)/N, and what docs/zero.md has by choice.
 
     Under no_sync nothing leaves a node, unless parameters are sharded over the world.
     """
+    monkeypatch.setattr(sums, "CODED_ABOVE_BYTES", 64)
     carrier, base = Carrier(), new_model("gpt")
     each, per_node = BytesPerElement(), World(4, 2)
     with ringcomm.local_world(
@@ -297,8 +320,8 @@ def test_what_leaves_a_node_in_a_step_is_the_closed_form(wire):
             stage, options = choice
             phases, elems, flags = world.run(send_in_a_step, carrier, base, choice)[0]
             quiet, backward, step = phases
-            gathered = replace(per_node, **options)
-            wanted = leaving_node_bytes(elems, stage, gathered, each, wire)
+            gathered = replace(per_node, wire=wire, **options)
+            wanted = leaving_node_bytes(elems, stage, gathered, each)
             for node in range(2):
                 # Which parameters take the step: both ranks send what they have to their peers.
                 assert backward[node] + step[node] - 2 * flags == wanted, choice

@@ -48,10 +48,14 @@ from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import Rails
 from ringcomm.comm.nodes.sums import ELEM_BYTES, LINE_ELEMS, Span
 from ringcomm.comm.nodes.wires import AVG, PREMUL, SUM, Reducing
-from ringcomm.errors import RingcommError
+from ringcomm.errors import RingcommError, UnsupportedError
 
 Tensor = torch.Tensor
 
+NO_CODES = (
+    "wire: expected fp32 or param on GPUs over several nodes, where codes are not written yet; "
+    "reduce a CPU copy"
+)
 # What a rank copies at a time; a choice. A call has a few buffers of that size.
 SCRATCH_BYTES = 64 << 20
 
@@ -84,6 +88,9 @@ class DeviceNodesCore(CallsOverNodes):
         self.calls = calls
         self._carried = carried
         self._runtime, self._device = calls.device_place
+
+    def check_codes(self, operation: str) -> None:
+        raise UnsupportedError(f"{operation}: {NO_CODES}")
 
     @property
     def geometry(self) -> dict[str, int]:

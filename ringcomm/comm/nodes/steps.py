@@ -7,23 +7,25 @@ chunk, which travel on the rail of the chunk's owner and are added there in the 
 Updated chunks return on the rails, and each node shares what its ranks received. With gradients of
 G bytes (of the wire's type) and parameters of P bytes (G + P) (N-1)/N leave a node.
 
-Where each node has a copy of the state (``StepsCore.per_node``) a bucket has L chunks, and the rank
+Where each node has a copy of the state (``Steps.per_node``) a bucket has L chunks, and the rank
 at place l of every node keeps state for chunk l. The chunk has a part for each rank of its rail,
-which adds the partial sums of that part. The sums return on the rails, in FP32, instead of the
-parameters: with S bytes of them (G + S) (N-1)/N leave a node.
+which adds the partial sums of that part. The sums return on the rails, in FP32 or in the codes of
+the wire, instead of the parameters: with S bytes of them (G + S) (N-1)/N leave a node.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate as accumulate_sizes
 from typing import Any, NamedTuple
 
 from ringcomm import _native
 from ringcomm.comm.nodes.calls import AUTO, BYTE
 from ringcomm.comm.nodes.core import NodesCore
 from ringcomm.comm.nodes.sums import ELEM_BYTES, Span
-from ringcomm.comm.nodes.wires import FLOAT32, SUM, Reducing
+from ringcomm.comm.nodes.wires import FLOAT32, SUM, CodedForm, Reducing
 
 
 class _Shard(NamedTuple):
@@ -96,19 +98,9 @@ class _ReduceUpdate(NamedTuple):
 class StepsCore(NodesCore):
     """One rank's core over several nodes, with the calls of sharded training."""
 
-    @property
-    def per_node(self) -> PerNodeSteps:
-        """The calls of a step where each node has a copy of the state; nodes have equal sizes."""
-        return PerNodeSteps(self)
-
-    def reduce_scatter_norm(self, *arguments: Any) -> int:
-        return self.reduce_norm(_Reduce(*arguments), per_node=False)
-
-    def adamw_all_gather(self, *arguments: Any) -> int:
-        return self.update(_Update(*arguments), per_node=False)
-
-    def reduce_scatter_adamw_all_gather(self, *arguments: Any) -> int:
-        return self.reduce_update(_ReduceUpdate(*arguments), per_node=False)
+    def steps(self, per_node: bool, wire: str | None) -> Steps:
+        """Returns the calls of a step; with ``per_node`` nodes have equal sizes."""
+        return Steps(self, per_node, wire)
 
     def reduce_norm(self, call: _Reduce, per_node: bool) -> int:
         """Reduces a bucket to what this rank keeps state for; the norm is of this rank's part."""
@@ -213,9 +205,38 @@ class StepsCore(NodesCore):
         spans = [parts[places.place_of(rank)][places.node_of(rank)] for rank in ranks]
         out = Span(out_ptr, chunks[places.place].elems)
         outs = self._parts(out, bucket.elems, ELEM_BYTES[FLOAT32])
-        self._reduce_own(spans, outs[places.node], r, accumulate)
-        self._gather_on_rail(_in_bytes(outs, FLOAT32))
+        form = self._form(r, bucket.elems)
+        if isinstance(form, CodedForm):
+            self._reduce_own_in_codes(spans, outs, form, accumulate)
+        else:
+            self._reduce_own(spans, outs[places.node], r, accumulate)
+            self._gather_on_rail(_in_bytes(outs, FLOAT32))
         return outs[places.node]
+
+    def _reduce_own_in_codes(
+        self, spans: list[Span], outs: list[Span], form: CodedForm, accumulate: bool
+    ) -> None:
+        """Reduces spans, one for each rank, to ``outs``, one for each node of the rail, in FP32.
+
+        The sums are coded once more, and each node has what it decodes. What was there before is
+        added to as it is: its codes are not coded again.
+        """
+        mine = outs[self.places.node]
+        widest = max(out.elems for out in outs)
+        fresh = self._scratch.take(widest * ELEM_BYTES[FLOAT32])
+        sizes_bytes = [form.bytes_of(out.elems) for out in outs]
+        room = self._scratch.take(sum(sizes_bytes))
+        begins = accumulate_sizes(sizes_bytes, initial=room.data_ptr())
+        codes = [Span(*each) for each in zip(begins, sizes_bytes, strict=False)]
+        self._reduce_spans(spans, fresh.data_ptr(), form.r, FLOAT32)
+        form.write(fresh.data_ptr(), codes[self.places.node].ptr, mine.elems)
+        self._gather_on_rail(codes)
+        for out, coded in zip(outs, codes, strict=True):
+            to = fresh.data_ptr() if accumulate else out.ptr
+            form.finish([coded.ptr], to, FLOAT32, out.elems, 0)
+            if accumulate:
+                _native.combine_partials([out.ptr, to], FLOAT32, out.ptr, FLOAT32, out.elems, SUM)
+        self._scratch.give([fresh, room])
 
     def _reduce_own(self, spans: list[Span], own: Span, r: Reducing, accumulate: bool) -> None:
         """Reduces spans, one for each rank, of which this rank's sum goes to ``own``, in FP32."""
@@ -251,17 +272,27 @@ def _in_bytes(spans: Sequence[Span], dtype: int) -> list[Span]:
     return [Span(ptr, elems * ELEM_BYTES[dtype]) for ptr, elems in spans]
 
 
-class PerNodeSteps:
-    """The calls of a step on one rank's core, where each node has a copy of the state."""
+@dataclass(frozen=True)
+class Steps:
+    """The calls of a step on one rank's core, as an optimizer makes them.
 
-    def __init__(self, core: StepsCore) -> None:
-        self._core = core
+    Attributes:
+        core: the core.
+        per_node: each node has a copy of the state.
+        wire: of sums of gradients; None for that of the communicator.
+    """
+
+    core: StepsCore
+    per_node: bool
+    wire: str | None
 
     def reduce_scatter_norm(self, *arguments: Any) -> int:
-        return self._core.reduce_norm(_Reduce(*arguments), per_node=True)
+        with self.core.on_wire(self.wire):
+            return self.core.reduce_norm(_Reduce(*arguments), self.per_node)
 
     def adamw_all_gather(self, *arguments: Any) -> int:
-        return self._core.update(_Update(*arguments), per_node=True)
+        return self.core.update(_Update(*arguments), self.per_node)
 
     def reduce_scatter_adamw_all_gather(self, *arguments: Any) -> int:
-        return self._core.reduce_update(_ReduceUpdate(*arguments), per_node=True)
+        with self.core.on_wire(self.wire):
+            return self.core.reduce_update(_ReduceUpdate(*arguments), self.per_node)
