@@ -28,7 +28,7 @@ from ringcomm.errors import (
 
 if TYPE_CHECKING:
     from ringcomm import fsdp2 as fsdp2
-    from ringcomm import functional, optim, parallel, zero
+    from ringcomm import functional, moe, optim, parallel, zero
     from ringcomm import tl as tl
     from ringcomm.c10d.mesh import Mesh
     from ringcomm.comm.arguments import ReduceOp, premul_sum
@@ -134,7 +134,7 @@ _HOMES = {
     "ringcomm.memory": ("Disk", "empty", "heap_stats", "zeros"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("fsdp2", "functional", "optim", "parallel", "tl", "zero")
+_MODULES = ("fsdp2", "functional", "moe", "optim", "parallel", "tl", "zero")
 
 
 def __getattr__(name: str) -> Any:
@@ -219,6 +219,7 @@ __all__ = [
     "is_initialized",
     "isend",
     "local_world",
+    "moe",
     "new_group",
     "optim",
     "parallel",

@@ -190,6 +190,110 @@ WIRES: dict[str, int]
 WIRE_BLOCK: int
 """Numbers that share a scale."""
 
+SOURCE_WORDS: int
+"""Words of a row's source: two entries of a table of rows, as `copy_rows` reads them."""
+
+def sort_by_expert(
+    topk_idx_ptr: int, assignments: int, experts: int, order_ptr: int, counts_ptr: int
+) -> int:
+    """Sorts assignments (token t's to its j-th expert is t k + j) by expert, each in their order.
+
+    Writes order int64 [assignments], of which those of expert -1 (none) are left out, and counts
+    int64 [experts]. Returns the first assignment whose expert is out of range, or -1.
+    """
+
+def count_rows(counts_ptrs: list[int], first: int, experts_here: int) -> int:
+    """Returns how many rows experts [first, first + experts_here) have, of all ranks' counts."""
+
+def find_places(
+    order_ptrs: list[int],
+    counts_ptrs: list[int],
+    rank: int,
+    experts: int,
+    assignments: int,
+    out_ptr: int,
+) -> None:
+    """Writes int64 [assignments, 2]: the rank that an assignment of `rank` goes to, and its row.
+
+    `order_ptrs` and `counts_ptrs` are those of all ranks, as `sort_by_expert` wrote them. -1 stands
+    for the rank of an assignment to no expert.
+    """
+
+def list_sources(
+    order_ptrs: list[int],
+    counts_ptrs: list[int],
+    first: int,
+    experts_here: int,
+    k: int,
+    out_ptr: int,
+    counts_out_ptr: int,
+) -> None:
+    """Writes int64 [rows, SOURCE_WORDS] for the rows of experts [first, first + experts_here).
+
+    A row has the rank of its token, the token, the rank again, and the assignment. Rows are sorted
+    by expert, rank and assignment. Also writes how many rows each of these experts has, int64.
+    """
+
+def copy_rows(
+    entries_ptr: int,
+    entry_words: int,
+    count: int,
+    base_ptrs: list[int],
+    row_bytes: int,
+    out_ptr: int,
+) -> None:
+    """Copies rows that lie apart: of each entry, row `entry[1]` of the array `base_ptrs[entry[0]]`.
+
+    Entries are int64 [count, entry_words]. A negative entry[0] gives zeros.
+    """
+
+def encode_rows(wire: int, in_ptr: int, dtype: int, count: int, elems: int, out_ptr: int) -> None:
+    """Encodes rows of `elems` numbers, each as `encode_wire` does."""
+
+def decode_rows(
+    wire: int,
+    entries_ptr: int,
+    entry_words: int,
+    count: int,
+    base_ptrs: list[int],
+    dtype: int,
+    elems: int,
+    out_ptr: int,
+) -> None:
+    """Decodes rows that lie apart, found as by `copy_rows`."""
+
+def sum_rows(
+    entries_ptr: int,
+    base_ptrs: list[int],
+    tokens: int,
+    k: int,
+    weights_ptr: int,
+    dtype: int,
+    elems: int,
+    out_ptr: int,
+) -> None:
+    """Writes for each token the sum of weight times row of its k entries, found as by `copy_rows`.
+
+    Entries are int64 [tokens, k, 2], weights float32 [tokens, k]; 0 as `weights_ptr` means none.
+    Products and sums are in float32, in the order of k, and the sum is rounded once to `dtype`.
+    """
+
+def scale_rows(
+    entries_ptr: int,
+    count: int,
+    base_ptrs: list[int],
+    weights_ptr: int,
+    with_ptr: int,
+    dtype: int,
+    elems: int,
+    out_ptr: int,
+    dots_ptr: int,
+) -> None:
+    """Writes weight times row of the sources [count, SOURCE_WORDS], found as by `copy_rows`.
+
+    Also writes, in float32, the scalar product of each row and of that of `with_ptr`.
+    """
+
 def isa() -> str:
     """The instruction set in use: "avx512", "avx2", or "baseline" (SSE2 or NEON)."""
 

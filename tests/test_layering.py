@@ -22,7 +22,7 @@ _layers = (
     ["comm"],
     ["c10d", "functional", "tl"],
     ["fsdp2", "optim", "parallel"],
-    ["zero"],
+    ["moe", "zero"],
     ["launch"],
     ["examples"],
 )
@@ -35,7 +35,7 @@ MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT[""] = _below
 
 OUTSIDE = {"bench", "tests", "setup"}
-BENCH_MAY_IMPORT = {"", "errors", "examples", "parallel"}
+BENCH_MAY_IMPORT = {"", "errors", "examples", "moe", "parallel"}
 
 COMPILER_TEST = re.compile(
     r"\b(__CUDACC__|__CUDACC_RTC__|__CUDA_ARCH__|__HIP__|_MSC_VER|__GNUC__|__clang__|"

@@ -338,6 +338,7 @@ NB_MODULE(_native, m) {
   bind_heap(m);
   bind_comm(m);
   bind_device(m);
+  bind_rows(m);
   bind_scratch(m);
   bind_wires(m);
   bind_triton(m);

@@ -42,6 +42,7 @@ void bind_device_recorder(nanobind::module_& m, nanobind::class_<device::DeviceC
 void bind_faults(nanobind::module_& m);
 void bind_heap(nanobind::module_& m);
 void bind_device(nanobind::module_& m);
+void bind_rows(nanobind::module_& m);
 void bind_scratch(nanobind::module_& m);
 void bind_triton(nanobind::module_& m);
 void bind_wires(nanobind::module_& m);

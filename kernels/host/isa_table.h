@@ -3,6 +3,7 @@
 
 #include "kernels/host/isa_adamw.h"
 #include "kernels/host/isa_kernels.h"
+#include "kernels/host/isa_rows.h"
 #include "kernels/host/isa_wires.h"
 
 RINGCOMM_NAMESPACE_BEGIN
@@ -30,7 +31,8 @@ constexpr void fill_row(ReduceFn (&row)[int(RedOp::kCount)]) {
 }
 
 constexpr KernelTable make_table(const char* isa) {
-  KernelTable t{isa, &copy, &copy_streaming, &adamw_kernel, &reduce_norm_kernel, {}, {}, {}, {}};
+  KernelTable t{isa,     &copy, &copy_streaming, &adamw_kernel, &reduce_norm_kernel, {}, {}, {}, {},
+                nullptr, {}};
   fill_row<uint8_t>(t.reduce[int(DType::kUInt8)]);
   fill_row<int8_t>(t.reduce[int(DType::kInt8)]);
   fill_row<uint16_t>(t.reduce[int(DType::kUInt16)]);
@@ -53,6 +55,10 @@ constexpr KernelTable make_table(const char* isa) {
   t.wires[int(Wire::kInt8)] = wire_kernels<Int8Code>();
   t.wires[int(Wire::kFp8)] = wire_kernels<Fp8Code>();
   t.wires[int(Wire::kInt4)] = wire_kernels<Int4Code>();
+  t.copy_rows = &copy_rows;
+  t.rows[wire_type_index(DType::kFloat16)] = row_kernels<Float16>();
+  t.rows[wire_type_index(DType::kBFloat16)] = row_kernels<BFloat16>();
+  t.rows[wire_type_index(DType::kFloat32)] = row_kernels<float>();
   return t;
 }
 

@@ -60,8 +60,8 @@ struct NormJob {
 };
 using NormFn = void (*)(const NormJob& job);
 
-// Codes for a wire of the numbers in[i], or with a residual of in[i] + residual[i], which then is what
-// the codes left out; of a block with infinities or NaNs it is 0.
+// Codes for a wire of the numbers in[i], or with a residual of in[i] + residual[i], which then is
+// what the codes left out; of a block with infinities or NaNs it is 0.
 struct EncodeJob {
   const void* in;
   uint8_t* out;
@@ -90,6 +90,60 @@ struct WireKernels {
   DecodeFn sum[kWireTypes];
 };
 
+// Where rows lie that are read one by one: row i is row `entry[1]` of the array of rows at
+// bases[entry[0]], of the entry at entries + i * entry_words. A negative entry[0] means that there
+// is none.
+struct RowTable {
+  const int64_t* entries;
+  uint64_t entry_words;
+  const char* const* bases;
+
+  const int64_t* entry(uint64_t i) const { return entries + i * entry_words; }
+  bool has(uint64_t i) const { return *entry(i) >= 0; }
+  const char* row(uint64_t i, uint64_t row_bytes) const {
+    const int64_t* const at = entry(i);
+    return bases[at[0]] + uint64_t(at[1]) * row_bytes;
+  }
+};
+
+// out[i] = row i of the table, or zeros where there is none.
+struct CopyRowsJob {
+  RowTable table;
+  uint64_t count, row_bytes;
+  void* out;
+  bool streaming;  // stored past the caches
+};
+using CopyRowsFn = void (*)(const CopyRowsJob& job);
+
+// out[t] = the sum in FP32 over j < k, in that order, of weights[t k + j] * row t k + j of the
+// table, rounded once. Without weights the rows are added as they are.
+struct SumRowsJob {
+  RowTable table;
+  uint64_t tokens, k, elems;
+  const float* weights;  // null: none
+  void* out;
+  bool streaming;
+};
+using SumRowsFn = void (*)(const SumRowsJob& job);
+
+// out[i] = weights[i] * row i of the table, and dots[i] = the scalar product of that row and of
+// with[i], in FP32. Zeros where there is no row.
+struct ScaleRowsJob {
+  RowTable table;
+  uint64_t count, elems;
+  const float* weights;
+  const void* with;
+  void* out;
+  float* dots;
+  bool streaming;
+};
+using ScaleRowsFn = void (*)(const ScaleRowsJob& job);
+
+struct RowKernels {
+  SumRowsFn sum;
+  ScaleRowsFn scale;
+};
+
 struct KernelTable {
   const char* isa;
   void (*copy)(void* dst, const void* src, uint64_t bytes);
@@ -102,6 +156,8 @@ struct KernelTable {
   // From 16-bit floats to FP32, and from FP32 to 16-bit floats.
   ReduceFn widening[kHalves][int(RedOp::kCount)], narrowing[kHalves][int(RedOp::kCount)];
   WireKernels wires[int(Wire::kCount)];
+  CopyRowsFn copy_rows;
+  RowKernels rows[kWireTypes];
 };
 
 extern const KernelTable kBaselineKernels;

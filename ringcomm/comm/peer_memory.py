@@ -69,6 +69,18 @@ def peer_tensors(comm: Communicator, tensor: Tensor, operation: str) -> tuple[Te
     return tuple(found)
 
 
+def heap_bases(comm: Communicator) -> tuple[int, ...]:
+    """Returns by rank where the ranks' heaps begin, as mapped here.
+
+    What lies at an offset in a peer's heap is read at that offset from its base, for as long as
+    the communicator lives; as for :func:`peer_tensors` the ranks must agree on when.
+
+    Args:
+        comm: ranks on the host, all of one node.
+    """
+    return tuple(heap.base_ptr for heap in comm._membership.heaps)
+
+
 def _heaps_of(comm: Communicator) -> tuple[tuple[_Mapped, ...], _View]:
     if isinstance(comm, DeviceCallEngine):
         core = comm._device_core

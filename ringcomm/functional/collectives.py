@@ -103,8 +103,11 @@ library = torch.library.Library("ringcomm", "DEF")  # type: ignore[no-untyped-ca
 
 
 def named(operation: str) -> str:
-    """Returns its name in errors, which tells it from the in-place function of the same name."""
-    return f"functional.{operation}"
+    """Returns its name in errors, which tells it from the in-place function of the same name.
+
+    Functions of other packages come with the package's name, and keep theirs.
+    """
+    return operation if "." in operation else f"functional.{operation}"
 
 
 def _expect(holds: bool | torch.SymBool, otherwise: str) -> None:

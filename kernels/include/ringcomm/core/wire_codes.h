@@ -1,7 +1,7 @@
 // FP32 numbers in a few bits, for links between nodes: the wires "int8", "fp8" (e4m3) and "int4".
 //
-// A run of n numbers is cut into blocks of 128, the last perhaps shorter. A block has a scale s, and
-// a code of 8 or 4 bits for each number x: that of the number nearest to x / s, to even in between.
+// A run of n numbers is cut into blocks of 128, the last perhaps shorter. A block has a scale s,
+// and a code of 8 or 4 bits for each number x: that of the number nearest to x / s, to even in between.
 // In memory the codes of the run lie first, then the scales' words, 3 bytes each:
 //
 //     wire    codes              bytes of n    error of a number of a block whose largest is M
@@ -15,18 +15,18 @@
 // over the largest code, which leaves room for the roundings of 1 / s and of x times that, and the
 // largest number is still nearest to the largest code. It keeps 15 significant bits, so that a code
 // times a scale is exact: a decoded number is the same with and without fused multiply-adds, and
-// what is added up is rounded by the additions alone. So host, CUDA and Triton have equal bits.
+// what is added up is rounded by the additions alone. So all machines have equal bits.
 //
 // Blocks of tiny numbers are multiplied by 2^64 before and divided after, which a bit of the word
 // says; subnormal numbers are as exact as others.
 //
 // Where a block has infinities or NaNs, another bit of the word says so. The codes of largest
-// magnitude stand for these then, and M is the largest of the finite numbers. Of int8 and int4 these
-// have a code less: M / 252 and M / 12.
+// magnitude stand for these then, and M is the largest of the finite numbers. Of int8 and int4
+// these have a code less: M / 252 and M / 12.
 //
-// e4m3 goes to 448. With the largest number at 256 the error of Gaussian numbers is 2.53e-2 of their
-// norm, the least of all numbers from 224 to 448 that were tried, which have up to 2.94e-2; at 448 it
-// is 2.57e-2.
+// e4m3 goes to 448. With the largest number at 256 the error of Gaussian numbers is 2.53e-2 of
+// their norm, the least of all numbers from 224 to 448 that were tried, which have up to 2.94e-2;
+// at 448 it is 2.57e-2.
 //
 // The sign of a zero is kept by fp8 alone. The payload of a NaN is not kept.
 #pragma once

@@ -1,0 +1,203 @@
+"""Times of tokens to their experts and back, against all_to_all_single with splits.
+
+``torchrun --nproc-per-node 4 -m ringcomm.bench.moe [EXPERTS,K ...]``: dispatch and combine of
+``--tokens`` a rank, forward alone and with backward, one thread a rank and no experts in between.
+Against them stands what is written by hand: counts are exchanged, tokens sorted by expert, sent
+with splits, and sorted by local expert; and all that back, with a weighted sum. That runs on Gloo
+and on the backend "ringcomm". All take turns. A ratio is how many times as long as ringcomm's they
+take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.nn.functional import all_to_all_single
+
+import ringcomm
+from ringcomm import moe
+
+from .products import Call, times_of
+
+Tensor = torch.Tensor
+OURS = "ringcomm.moe"
+ON_GLOO, ON_BACKEND = "all_to_all on gloo", "all_to_all on ringcomm"
+SHAPES = ((16, 2), (64, 2), (16, 8), (64, 8))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer's tokens and routes on each rank."""
+
+    tokens: int
+    hidden: int
+    experts: int
+    k: int
+
+
+class Inputs(NamedTuple):
+    """One rank's tokens and routes, and gradients of its results."""
+
+    x: Tensor
+    idx: Tensor
+    weights: Tensor
+    of_out: Tensor
+
+
+def inputs(shape: Shape, rank: int) -> Inputs:
+    seed = torch.Generator(device="cpu").manual_seed(rank)
+    x = torch.randn(shape.tokens, shape.hidden, generator=seed)
+    scores, idx = torch.rand(shape.tokens, shape.experts, generator=seed).topk(shape.k)
+    return Inputs(x, idx, scores, torch.randn(x.shape, generator=seed))
+
+
+class ByHand:
+    """What a layer does with all_to_all_single."""
+
+    def __init__(self, shape: Shape, group: Any) -> None:
+        self._shape, self._group = shape, group
+        self._world = dist.get_world_size(group)
+
+    def dispatch(self, x: Tensor, idx: Tensor) -> Tensor:
+        shape, world = self._shape, self._world
+        flat = idx.view(-1)
+        self._order = flat.argsort(stable=True)
+        counts = flat.bincount(minlength=shape.experts)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self._group)
+        self._sent = counts.view(world, -1).sum(1).tolist()
+        self._got = arriving.view(world, -1).sum(1).tolist()
+        sent = x.index_select(0, self._order // shape.k)
+        got = self._exchanged(sent, self._got, self._sent)
+        here = torch.arange(shape.experts // world, device="cpu").repeat(world)
+        self._by_expert = here.repeat_interleave(arriving).argsort(stable=True)
+        return got.index_select(0, self._by_expert)
+
+    def combine(self, y: Tensor, weights: Tensor) -> Tensor:
+        shape = self._shape
+        back = self._exchanged(y.index_select(0, inverse(self._by_expert)), self._sent, self._got)
+        rows = back.index_select(0, inverse(self._order)).view(shape.tokens, shape.k, -1)
+        return (rows * weights[..., None]).sum(1)
+
+    def _exchanged(self, rows: Tensor, arriving: list[int], leaving: list[int]) -> Tensor:
+        out = rows.new_empty(sum(arriving), rows.size(1))
+        exchange: Any = all_to_all_single
+        found: Tensor = exchange(out, rows, arriving, leaving, group=self._group)
+        return found
+
+
+def inverse(order: Tensor) -> Tensor:
+    found = torch.empty_like(order)
+    found[order] = torch.arange(len(order), device="cpu")
+    return found
+
+
+Dispatch = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]]
+
+
+def by_hand(shape: Shape, group: Any) -> Dispatch:
+    def run(x: Tensor, idx: Tensor, weights: Tensor) -> Any:
+        layer = ByHand(shape, group)
+        return layer.dispatch(x, idx), layer.combine
+
+    return run
+
+
+def ours(shape: Shape, comm: ringcomm.Communicator) -> Dispatch:
+    def run(x: Tensor, idx: Tensor, weights: Tensor) -> Any:
+        rows, _, handle = moe.dispatch(x, idx, weights, shape.experts, comm)
+        return rows, lambda y, _: moe.combine(y, handle)
+
+    return run
+
+
+def turn(dispatch: Dispatch, given: Inputs, of_experts: Tensor, backward: bool) -> Call:
+    """A call; what experts would make of the rows, and the rows' gradient, are there before."""
+    x, y, weights = (
+        each.detach().requires_grad_(backward) for each in (given.x, of_experts, given.weights)
+    )
+
+    def run() -> list[Tensor]:
+        rows, combine = dispatch(x, given.idx, weights)
+        out = combine(y, weights)
+        if not backward:
+            return [rows, out]
+        x.grad = y.grad = weights.grad = None
+        torch.autograd.backward([out, rows], [given.of_out, of_experts])
+        gradients = [each.grad for each in (x, y, weights) if each.grad is not None]
+        return [rows.detach(), out.detach(), *gradients]
+
+    return run
+
+
+def check(calls: dict[str, Call]) -> None:
+    """All make the same, as far as the first rows show."""
+    expected: Any = [each[:99].clone() for each in _results(calls[OURS])]
+    for call in calls.values():
+        for one, other in zip(_results(call), expected, strict=True):
+            torch.testing.assert_close(one[:99], other, rtol=1e-4, atol=1e-4)
+
+
+def _results(call: Call) -> list[Tensor]:
+    found: Any = call()
+    return list(found)
+
+
+def lines(shape: Shape, kind: str, times: dict[str, list[float]]) -> list[str]:
+    found = []
+    for name, taken in times.items():
+        against = [one / here for one, here in zip(taken, times[OURS], strict=True)]
+        low, middle, high = statistics.quantiles(against, n=4)
+        found.append(
+            f"{shape.experts:7} {shape.k:3} {kind:9} {name:32} "
+            f"{1e3 * statistics.median(taken):9.1f} {middle:7.2f} {low:7.2f} {high:7.2f}"
+        )
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    """Prints the table on rank 0."""
+    parser = argparse.ArgumentParser(prog="python -m ringcomm.bench.moe")
+    parser.add_argument("shapes", nargs="*", metavar="EXPERTS,K")
+    parser.add_argument("--tokens", type=int, default=4096, help="of a rank")
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("-n", "--rounds", type=int, default=9)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    dist.init_process_group("ringcomm")
+    default: Any = dist.group.WORLD
+    comm = default.communicator
+    gloo = dist.new_group(backend="gloo")
+    if comm.rank == 0:
+        load = os.getloadavg()[0]
+        print(f"{comm.world_size} ranks, {os.cpu_count()} cores, load {load:.1f}, torch", end=" ")
+        print(f"{torch.__version__}, {options.tokens} tokens x {options.hidden} a rank, float32")
+        print(f"experts   k {'':9} {'':32} {'ms':>9} {'ratio':>7} {'low':>7} {'high':>7}")
+    chosen = [tuple(map(int, each.split(","))) for each in options.shapes] or SHAPES
+    for experts, k in chosen:
+        shape = Shape(options.tokens, options.hidden, experts, k)
+        given = inputs(shape, comm.rank)
+        of_experts = ours(shape, comm)(given.x, given.idx, given.weights)[0].clone()
+        for kind, backward in (("forward", False), ("backward", True)):
+            calls = {
+                OURS: turn(ours(shape, comm), given, of_experts, backward),
+                ON_BACKEND: turn(by_hand(shape, default), given, of_experts, backward),
+                ON_GLOO: turn(by_hand(shape, gloo), given, of_experts, backward),
+            }
+            check(calls)
+            found = times_of(comm, calls, options.rounds)
+            if comm.rank == 0:
+                print(*lines(shape, kind, found), sep="\n", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

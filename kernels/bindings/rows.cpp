@@ -1,0 +1,155 @@
+// Rows of tokens of ringcomm._native: to which experts they go, and copies and sums of them.
+#include <nanobind/stl/vector.h>
+
+#include "kernels/bindings/gil.h"
+#include "kernels/bindings/module.h"
+#include "kernels/host/comm.h"
+#include "kernels/host/routing.h"
+
+namespace nb = nanobind;
+
+namespace ringcomm::host {
+namespace {
+
+using Addresses = std::vector<uintptr_t>;
+
+template <class T>
+T* typed(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+int float_type(int dtype) {
+  const DType type = DType(dtype);
+  if (type != DType::kFloat32 && accumulator_of(type) != DType::kFloat32)
+    throw nb::value_error("dtype: expected float32, bfloat16 or float16");
+  return wire_type_index(type);
+}
+
+uint64_t bytes_of(int dtype) { return uint64_t(size_of(DType(dtype))); }
+
+// A table of entries of so many words, and the addresses that they refer to.
+struct Table {
+  std::vector<const char*> bases;
+  RowTable rows;
+
+  Table(uintptr_t entries, uint64_t entry_words, const Addresses& ptrs)
+      : rows{typed<const int64_t>(entries), entry_words, nullptr} {
+    for (const uintptr_t ptr : ptrs) bases.push_back(at(ptr));
+    rows.bases = bases.data();
+  }
+};
+
+std::vector<Assignments> assignments_of(const Addresses& orders, const Addresses& counts) {
+  std::vector<Assignments> all;
+  for (size_t rank = 0; rank < orders.size(); ++rank)
+    all.push_back({typed<const int64_t>(orders[rank]), typed<const int64_t>(counts[rank])});
+  return all;
+}
+
+int64_t sort(uintptr_t topk_idx, uint64_t assignments, uint64_t experts, uintptr_t order,
+             uintptr_t counts) {
+  const WithoutGil nogil;
+  return sort_by_expert(typed<const int64_t>(topk_idx), assignments, experts, typed<int64_t>(order),
+                        typed<int64_t>(counts));
+}
+
+void places(const Addresses& orders, const Addresses& counts, uint64_t rank, uint64_t experts,
+            uint64_t assignments, uintptr_t out) {
+  const std::vector<Assignments> all = assignments_of(orders, counts);
+  const WithoutGil nogil;
+  find_places(all, rank, experts, experts / all.size(), assignments, typed<int64_t>(out));
+}
+
+void sources(const Addresses& orders, const Addresses& counts, uint64_t first,
+             uint64_t experts_here, uint64_t k, uintptr_t out, uintptr_t out_counts) {
+  const std::vector<Assignments> all = assignments_of(orders, counts);
+  const WithoutGil nogil;
+  list_sources(all, first, experts_here, k, typed<int64_t>(out), typed<int64_t>(out_counts));
+}
+
+uint64_t rows_of(const Addresses& counts, uint64_t first, uint64_t experts_here) {
+  uint64_t total = 0;
+  for (const uintptr_t each : counts)
+    for (uint64_t e = 0; e < experts_here; ++e)
+      total += uint64_t(typed<const int64_t>(each)[first + e]);
+  return total;
+}
+
+void copy_rows(uintptr_t entries, uint64_t entry_words, uint64_t count, const Addresses& bases,
+               uint64_t row_bytes, uintptr_t out) {
+  const Table table(entries, entry_words, bases);
+  const WithoutGil nogil;
+  kernels().copy_rows(
+      {table.rows, count, row_bytes, at(out), count * row_bytes >= kStreamingMinBytes});
+}
+
+void encode_rows(int wire, uintptr_t in, int dtype, uint64_t count, uint64_t elems, uintptr_t out) {
+  const EncodeFn loop = kernels().wires[wire].encode[float_type(dtype)];
+  const uint64_t row_bytes = elems * bytes_of(dtype), coded_bytes = wire_bytes(Wire(wire), elems);
+  const WithoutGil nogil;
+  for (uint64_t i = 0; i < count; ++i)
+    loop({at(in) + i * row_bytes, typed<uint8_t>(out) + i * coded_bytes, elems, nullptr});
+}
+
+void decode_rows(int wire, uintptr_t entries, uint64_t entry_words, uint64_t count,
+                 const Addresses& bases, int dtype, uint64_t elems, uintptr_t out) {
+  const DecodeFn loop = kernels().wires[wire].sum[float_type(dtype)];
+  const uint64_t row_bytes = elems * bytes_of(dtype), coded_bytes = wire_bytes(Wire(wire), elems);
+  const Table table(entries, entry_words, bases);
+  const WithoutGil nogil;
+  for (uint64_t i = 0; i < count; ++i) {
+    char* const to = at(out) + i * row_bytes;
+    if (!table.rows.has(i)) {
+      std::memset(to, 0, row_bytes);
+      continue;
+    }
+    const auto* const source = reinterpret_cast<const uint8_t*>(table.rows.row(i, coded_bytes));
+    loop({&source, 1, to, elems, 0});
+  }
+}
+
+void sum_rows(uintptr_t entries, const Addresses& bases, uint64_t tokens, uint64_t k,
+              uintptr_t weights, int dtype, uint64_t elems, uintptr_t out) {
+  const SumRowsFn loop = kernels().rows[float_type(dtype)].sum;
+  const Table table(entries, 2, bases);
+  const WithoutGil nogil;
+  loop({table.rows, tokens, k, elems, typed<const float>(weights), at(out),
+        tokens * elems * bytes_of(dtype) >= kStreamingMinBytes});
+}
+
+void scale_rows(uintptr_t entries, uint64_t count, const Addresses& bases, uintptr_t weights,
+                uintptr_t with, int dtype, uint64_t elems, uintptr_t out, uintptr_t dots) {
+  const ScaleRowsFn loop = kernels().rows[float_type(dtype)].scale;
+  const Table table(entries, kSourceWords, bases);
+  const WithoutGil nogil;
+  loop({table.rows, count, elems, typed<const float>(weights), at(with), at(out),
+        typed<float>(dots), count * elems * bytes_of(dtype) >= kStreamingMinBytes});
+}
+
+}  // namespace
+
+void bind_rows(nb::module_& m) {
+  m.attr("SOURCE_WORDS") = kSourceWords;
+  m.def("sort_by_expert", sort, nb::arg("topk_idx_ptr"), nb::arg("assignments"), nb::arg("experts"),
+        nb::arg("order_ptr"), nb::arg("counts_ptr"));
+  m.def("find_places", places, nb::arg("order_ptrs"), nb::arg("counts_ptrs"), nb::arg("rank"),
+        nb::arg("experts"), nb::arg("assignments"), nb::arg("out_ptr"));
+  m.def("list_sources", sources, nb::arg("order_ptrs"), nb::arg("counts_ptrs"), nb::arg("first"),
+        nb::arg("experts_here"), nb::arg("k"), nb::arg("out_ptr"), nb::arg("counts_out_ptr"));
+  m.def("count_rows", rows_of, nb::arg("counts_ptrs"), nb::arg("first"), nb::arg("experts_here"));
+  m.def("copy_rows", copy_rows, nb::arg("entries_ptr"), nb::arg("entry_words"), nb::arg("count"),
+        nb::arg("base_ptrs"), nb::arg("row_bytes"), nb::arg("out_ptr"));
+  m.def("encode_rows", encode_rows, nb::arg("wire"), nb::arg("in_ptr"), nb::arg("dtype"),
+        nb::arg("count"), nb::arg("elems"), nb::arg("out_ptr"));
+  m.def("decode_rows", decode_rows, nb::arg("wire"), nb::arg("entries_ptr"), nb::arg("entry_words"),
+        nb::arg("count"), nb::arg("base_ptrs"), nb::arg("dtype"), nb::arg("elems"),
+        nb::arg("out_ptr"));
+  m.def("sum_rows", sum_rows, nb::arg("entries_ptr"), nb::arg("base_ptrs"), nb::arg("tokens"),
+        nb::arg("k"), nb::arg("weights_ptr"), nb::arg("dtype"), nb::arg("elems"),
+        nb::arg("out_ptr"));
+  m.def("scale_rows", scale_rows, nb::arg("entries_ptr"), nb::arg("count"), nb::arg("base_ptrs"),
+        nb::arg("weights_ptr"), nb::arg("with_ptr"), nb::arg("dtype"), nb::arg("elems"),
+        nb::arg("out_ptr"), nb::arg("dots_ptr"));
+}
+
+}  // namespace ringcomm::host

@@ -1,0 +1,12 @@
+"""Mixtures of experts: tokens to the ranks of their experts and back, and a layer made of that.
+
+``docs/moe.md`` says what is promised.
+"""
+
+from __future__ import annotations
+
+from ringcomm.moe.dispatch import Handle, combine, dispatch
+from ringcomm.moe.layer import MoE
+from ringcomm.moe.routing import RoutingOptions
+
+__all__ = ["Handle", "MoE", "RoutingOptions", "combine", "dispatch"]

@@ -1,0 +1,309 @@
+"""The calls over several nodes, of which only a node's own memory is mapped.
+
+NOTE [A token crosses once]
+A rank sends each token once to every other node on which it has experts: to its *proxy* there, the
+rank at its own place. The proxy keeps what arrives in its outbox, and its mates read it there as
+they read the tokens of ranks of their node. So a token of H bytes of which k experts are on n other
+nodes costs n H on the wire, and not k H.
+
+On the way back the sum of a token is made in the order of k, in FP32, and so of all its rows at
+once: each row of an expert on another node crosses by itself. A node could add up its rows of a
+token and send one, but then bits would depend on which ranks are of one node. The weights'
+gradients, a number per row, cross like rows.
+
+The bits are those of one node, for any division of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.communicator import Communicator, NodesCommunicator
+from ringcomm.errors import UnsupportedError, where
+from ringcomm.moe.outboxes import Header, Outboxes, exchange, outboxes_of, prepared, reading
+from ringcomm.moe.rows import (
+    DISPATCH,
+    ENTRY_WORDS,
+    WORD_BYTES,
+    Routes,
+    check_routes,
+    rows_by_rank,
+    tables_bytes,
+    write_tables,
+)
+
+Tensor = torch.Tensor
+# What is read at addresses, and the tensors there, which must stay until it is read.
+Lent = tuple[list[int], list[Tensor]]
+
+
+def over_nodes(comm: Communicator, operation: str) -> NodesCommunicator:
+    """Returns a communicator of several nodes as that."""
+    if not isinstance(comm, NodesCommunicator):
+        raise UnsupportedError(
+            f"{where(operation, comm.rank, comm.world_size)}: expected a communicator of ringcomm"
+        )
+    return comm
+
+
+def _gathered(comm: Communicator, own: Tensor) -> Tensor:
+    """All ranks' numbers: [world size, numbers]."""
+    everyone = own.new_empty((comm.world_size, own.numel()))
+    comm.all_gather_into_tensor(everyone.view(-1), own.contiguous())
+    return everyone
+
+
+def _nodes_of_ranks(comm: NodesCommunicator) -> Tensor:
+    """The node of each rank; -1 is the last entry's index, and no node."""
+    nodes = [comm.places.node_of(rank) for rank in range(comm.world_size)]
+    return torch.tensor([*nodes, comm.num_nodes], dtype=torch.int64, device="cpu")
+
+
+def _proxy(comm: NodesCommunicator, rank: int, node: int) -> int:
+    """The rank of another node that a rank sends tokens to."""
+    ranks = comm.places.nodes[node]
+    return ranks[comm.places.place_of(rank) % len(ranks)]
+
+
+def _needed(comm: NodesCommunicator, places: Tensor) -> Tensor:
+    """Which other nodes need which tokens: bool [tokens, nodes]."""
+    node_of = _nodes_of_ranks(comm)[places[..., 0]]
+    needed = torch.zeros(len(places), comm.num_nodes + 1, dtype=torch.bool, device="cpu")
+    needed.scatter_(1, node_of, True)
+    needed[:, comm.places.node] = False
+    return needed[:, : comm.num_nodes]
+
+
+def _mates_ptrs(comm: NodesCommunicator, outboxes: Outboxes, parts: Sequence[Tensor]) -> list[Lent]:
+    """Where mates have such parts of their outboxes, by place, once all are written; collective."""
+    offsets = [outboxes.offset_of(part) for part in parts]
+    everyone = _gathered(comm.node, torch.tensor(offsets, dtype=torch.int64, device="cpu"))
+    return [
+        (outboxes.at(column.tolist()), [part])
+        for column, part in zip(everyone.t(), parts, strict=True)
+    ]
+
+
+def share_tokens(
+    comm: NodesCommunicator,
+    outboxes: Outboxes,
+    places: Tensor,
+    row_bytes: int,
+    write: Callable[[Tensor], None],
+) -> Lent:
+    """Publishes a row for each token, on its node and where it is needed; collective.
+
+    Args:
+        comm: the ranks.
+        outboxes: of the communicator.
+        places: int64 [tokens, k, 2].
+        row_bytes: of a token's row.
+        write: writes the rows to bytes [tokens * row_bytes].
+
+    Returns:
+        By rank, where its rows begin: of a rank of this node all, of another those that this node
+        needs, in the order of tokens.
+    """
+    at, rank, node = comm.places, comm.rank, comm.places.node
+    needed = _needed(comm, places)
+    counts = _gathered(comm, needed.sum(0)).tolist()
+    arriving = [
+        counts[source][node]
+        if at.node_of(source) != node and _proxy(comm, source, node) == rank
+        else 0
+        for source in range(comm.world_size)
+    ]
+    own, arrived = outboxes.take(len(places) * row_bytes, sum(arriving) * row_bytes)
+    write(own)
+    leaving = [0] * comm.world_size
+    sent = []
+    for to, other in sorted((_proxy(comm, rank, other), other) for other in at.others()):
+        leaving[to] = counts[rank][other]
+        sent.append(needed[:, other].nonzero().view(-1))
+    leaves = own.view(-1, row_bytes).index_select(0, torch.cat(sent))
+    comm.all_to_all_single(arrived.view(-1, row_bytes), leaves, arriving, leaving)
+    (own_ptrs, kept), (arrived_ptrs, also) = _mates_ptrs(comm, outboxes, [own, arrived])
+    before = [0] * len(arrived_ptrs)
+    ptrs = []
+    for source in range(comm.world_size):
+        if at.node_of(source) == node:
+            ptrs.append(own_ptrs[at.place_of(source)])
+            continue
+        proxy = at.place_of(_proxy(comm, source, node))
+        ptrs.append(arrived_ptrs[proxy] + before[proxy] * row_bytes)
+        before[proxy] += counts[source][node]
+    return ptrs, [*kept, *also]
+
+
+# ---- dispatch ---------------------------------------------------------------------------------
+
+
+def dispatch(comm: NodesCommunicator, operation: str, routes: Routes) -> tuple[Tensor, ...]:
+    """What ``operators._dispatch`` makes on one node."""
+    outboxes, experts = outboxes_of(comm), routes.experts
+
+    def sort() -> Tensor:
+        checks = comm.checks(operation)
+        check_routes(checks, routes)
+        tables = torch.empty(tables_bytes(routes), dtype=torch.uint8, device="cpu")
+        write_tables(checks, routes, tables)
+        return tables
+
+    tables, refusal = prepared(sort)
+    mine = Header(DISPATCH, refused=1) if tables is None else routes.header()
+    headers = exchange(comm, operation, mine, refusal)
+    assert tables is not None
+    outboxes.calls += 1
+    assignments = routes.topk_idx.numel()
+    words = tables[: (experts + assignments) * WORD_BYTES].view(torch.int64)
+    everyone = _gathered(comm, words[:experts])
+    counts_ptrs = [row.data_ptr() for row in everyone]
+    count = rows_by_rank(comm, headers, counts_ptrs)
+    with reading(comm, operation, headers):
+        order = words[experts : experts + int(words[:experts].sum())]
+        shape = (*routes.topk_idx.shape, ENTRY_WORDS)
+        places = torch.empty(shape, dtype=torch.int64, device="cpu")
+        order_ptrs = [words[experts:].data_ptr()] * comm.world_size
+        _native.find_places(
+            order_ptrs, counts_ptrs, comm.rank, experts, assignments, places.data_ptr()
+        )
+        sources, row_weights = _exchange_entries(comm, routes, order, everyone, places)
+        ptrs, _kept = share_tokens(
+            comm, outboxes, places, routes.payload_bytes, routes.write_payload
+        )
+        rows = routes.read_rows(sources, ptrs)
+    here = experts // comm.world_size
+    counts = everyone[:, comm.rank * here : (comm.rank + 1) * here].sum(0)
+    stamp = torch.tensor([outboxes.calls, count], dtype=torch.int64, device="cpu")
+    return rows, counts, places, sources, row_weights, stamp
+
+
+def _exchange_entries(
+    comm: NodesCommunicator, routes: Routes, order: Tensor, counts: Tensor, places: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Tells the ranks of experts where the rows come from; returns sources and weights of rows.
+
+    Args:
+        comm: the ranks.
+        routes: the arguments.
+        order: this rank's assignments, by expert.
+        counts: [world size, experts], all ranks' rows by expert.
+        places: int64 [tokens, k, 2].
+    """
+    world_size, k = comm.world_size, routes.topk_idx.size(1)
+    here = routes.experts // world_size
+    to = places.view(-1, ENTRY_WORDS)[order, 0]
+    needed = _needed(comm, places)
+    slots = needed.cumsum(0) - 1
+    slots[:, comm.places.node] = torch.arange(len(places), device="cpu")
+    token = order // k
+    slot = slots[token, _nodes_of_ranks(comm)[to]]
+    bits = torch.zeros_like(order)
+    if routes.topk_weights is not None:
+        wide = routes.topk_weights.detach().float().reshape(-1)[order]
+        bits = wide.view(torch.int32).long()
+    leaving = counts[comm.rank].view(world_size, here).sum(1)
+    of_here = counts.view(world_size, world_size, here)[:, comm.rank]
+    total = int(of_here.sum())
+    got = torch.empty(total, 3, dtype=torch.int64, device="cpu")
+    comm.all_to_all_single(
+        got, torch.stack([slot, order, bits], 1), of_here.sum(1).tolist(), leaving.tolist()
+    )
+    # They come by rank and expert, and rows lie by expert and rank.
+    parts = got.split(of_here.reshape(-1).tolist())  # type: ignore[no-untyped-call]
+    got = torch.cat([parts[rank * here + e] for e in range(here) for rank in range(world_size)])
+    ranks = torch.arange(world_size, device="cpu").repeat(here)
+    ranks = ranks.repeat_interleave(of_here.t().reshape(-1))
+    room = total if routes.limit < 0 else routes.limit
+    sources = torch.full((room, _native.SOURCE_WORDS), -1, dtype=torch.int64, device="cpu")
+    sources[:total] = torch.stack([ranks, got[:, 0], ranks, got[:, 1]], 1)
+    weighted = routes.topk_weights is not None
+    row_weights = torch.zeros(room if weighted else 0, dtype=torch.float32, device="cpu")
+    if weighted:
+        row_weights[:total] = got[:, 2].int().view(torch.float32)
+    return sources, row_weights
+
+
+# ---- combine ----------------------------------------------------------------------------------
+
+
+def _by_rank_and_row(places: Tensor) -> Tensor:
+    """The assignments that have a row, by its rank and number."""
+    ranks, rows = places.view(-1, ENTRY_WORDS).unbind(1)
+    order = rows.argsort(stable=True)
+    order = order[ranks[order].argsort(stable=True)]
+    return order[ranks[order] >= 0]
+
+
+def _send_back(
+    comm: NodesCommunicator, rows: Tensor, sources: Tensor, places: Tensor, mates: bool
+) -> tuple[Tensor, Tensor]:
+    """Sends rows to the ranks of their tokens; returns what came, and of which assignments it is.
+
+    Args:
+        comm: the ranks.
+        rows: [n, ...], the rows that there are.
+        sources: int64 [n, 4].
+        places: int64 [tokens, k, 2].
+        mates: also to ranks of this node, itself included.
+    """
+    node_of, node, world_size = _nodes_of_ranks(comm), comm.places.node, comm.world_size
+    to = sources[:, 0]
+    order = to.argsort(stable=True)
+    arriving = _by_rank_and_row(places)
+    source_of = places.view(-1, ENTRY_WORDS)[arriving, 0]
+    if not mates:
+        order = order[node_of[to[order]] != node]
+        far = node_of[source_of] != node
+        arriving, source_of = arriving[far], source_of[far]
+    got = rows.new_empty((len(arriving), rows.size(1)))
+    comm.all_to_all_single(
+        got,
+        rows.index_select(0, order),
+        source_of.bincount(minlength=world_size).tolist(),
+        to[order].bincount(minlength=world_size).tolist(),
+    )
+    return got, arriving
+
+
+def fetch_rows(
+    comm: NodesCommunicator, outboxes: Outboxes, y: Tensor, sources: Tensor, places: Tensor
+) -> tuple[Tensor, Lent]:
+    """Brings experts' rows to where their tokens' rank can read them; collective.
+
+    Args:
+        comm: the ranks.
+        outboxes: of the communicator.
+        y: [n, hidden], the rows that there are.
+        sources: int64 [n, 4].
+        places: int64 [tokens, k, 2].
+
+    Returns:
+        A table like ``places``, and by rank the addresses that its entries count from.
+    """
+    got, arriving = _send_back(comm, y, sources, places, mates=False)
+    [own] = outboxes.take(y.numel() * y.element_size())
+    own.view(y.dtype).view(y.shape).copy_(y)
+    [(own_ptrs, kept)] = _mates_ptrs(comm, outboxes, [own])
+    table = places.clone()
+    table.view(-1, ENTRY_WORDS)[arriving, 1] = torch.arange(len(arriving), device="cpu")
+    ptrs = [
+        own_ptrs[comm.places.place_of(rank)]
+        if comm.places.node_of(rank) == comm.places.node
+        else got.data_ptr()
+        for rank in range(comm.world_size)
+    ]
+    return table, (ptrs, [*kept, got])
+
+
+def send_numbers(
+    comm: NodesCommunicator, numbers: Tensor, sources: Tensor, places: Tensor
+) -> Tensor:
+    """Sends a number of each row to the rank of its token: float32 [tokens, k]; collective."""
+    got, arriving = _send_back(comm, numbers, sources, places, mates=True)
+    found = torch.zeros(places.shape[:2], dtype=torch.float32, device="cpu")
+    found.view(-1)[arriving] = got.view(-1)
+    return found
