@@ -1,7 +1,8 @@
 // FP32 numbers in a few bits, for links between nodes: the wires "int8", "fp8" (e4m3) and "int4".
 //
 // A run of n numbers is cut into blocks of 128, the last perhaps shorter. A block has a scale s,
-// and a code of 8 or 4 bits for each number x: that of the number nearest to x / s, to even in between.
+// and a code of 8 or 4 bits for each number x: that of the number nearest to x / s, to even in
+// between.
 // In memory the codes of the run lie first, then the scales' words, 3 bytes each:
 //
 //     wire    codes              bytes of n    error of a number of a block whose largest is M
