@@ -485,8 +485,6 @@ class NodesCommunicator(Communicator):
         self, checks: CallChecks, wire: str | None, run: Callable[[_native.Comm], int]
     ) -> Callable[[_native.Comm], int]:
         run = super().on_wire(checks, wire, run)
-        if wire in _native.WIRES:
-            self._core.check_codes(str(checks))
 
         def on_wire(core: Any) -> int:
             with core.on_wire(wire):

@@ -12,6 +12,7 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.arguments import DTYPE_CODES
+from ringcomm.comm.nodes import device_codes
 
 Tensor = torch.Tensor
 BLOCK = _native.WIRE_BLOCK
@@ -260,3 +261,26 @@ def test_what_cannot_be_coded_is_refused():
         _native.wire_bytes(len(_native.WIRES), 4)
     with pytest.raises(ValueError, match="one source or more"):
         _native.sum_wires(0, [], x.data_ptr(), DTYPE_CODES[torch.float32], 4)
+
+
+@pytest.mark.parametrize("wire", KINDS)
+def test_torchs_operations_have_the_same_bits(wire):
+    """What devices code with, of which this is the CPU's."""
+    numbers = blocks_of_all_kinds().flatten()
+    for elems in (numbers.numel(), 1, 2, 63, 128, 129, 255, 0):
+        x = numbers[:elems]
+        coded = device_codes.encode(wire, x)
+        assert torch.equal(coded, encode(wire, x)), elems
+        found = device_codes.decode(wire, coded, elems)
+        wanted = total(wire, [coded], elems)
+        assert torch.equal(found.view(torch.int32), wanted.view(torch.int32)), elems
+    every = torch.arange(256, dtype=torch.uint8)
+    word = encode(wire, torch.tensor([1.0, torch.inf]))[-3:]
+    for words in (word, encode(wire, torch.ones(1))[-3:]):
+        coded = (
+            torch.cat([every[:BLOCK], words]) if wire != "int4" else torch.cat([every[:64], words])
+        )
+        for part in (coded, torch.cat([every[BLOCK:], words]) if wire != "int4" else coded):
+            found = device_codes.decode(wire, part, BLOCK)
+            wanted = total(wire, [part], BLOCK)
+            assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))

@@ -19,7 +19,7 @@ from torch.distributed import Store
 
 import ringcomm
 from ringcomm import CommOptions, Communicator, zero
-from ringcomm.comm.nodes import sums
+from ringcomm.comm.nodes import wires
 from ringcomm.comm.nodes.connecting import gloo
 from ringcomm.comm.nodes.rails import HEADER_TAG
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError
@@ -132,7 +132,7 @@ def test_the_bits_are_not_those_of_one_node_that_sums_in_one_go():
 @pytest.mark.parametrize("code", ["int8", "fp8", "int4"])
 def test_all_choices_end_with_the_same_bits_on_a_coded_wire(two_by_two, code, monkeypatch):
     """And not with those of another wire; whether it is asked of the communicator or of zero."""
-    monkeypatch.setattr(sums, "CODED_ABOVE_BYTES", 64)
+    monkeypatch.setattr(wires, "CODED_ABOVE_BYTES", 64)
     base, wire = new_model("mlp"), zero.Wire(gradients=code)
     run = replace(CLIPPED, steps=2)
     wanted = two_by_two.run(train, base, replace(run, stage=1, options={"wire": wire}))[0]
@@ -313,7 +313,7 @@ def test_what_leaves_a_node_in_a_step_is_the_closed_form(wire, monkeypatch):
 
     Under no_sync nothing leaves a node, unless parameters are sharded over the world.
     """
-    monkeypatch.setattr(sums, "CODED_ABOVE_BYTES", 64)
+    monkeypatch.setattr(wires, "CODED_ABOVE_BYTES", 64)
     carrier, base = Carrier(), new_model("gpt")
     each, per_node = BytesPerElement(), World(4, 2)
     with ringcomm.local_world(

@@ -14,7 +14,7 @@ from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.meeting import Membership, OneNode, SeveralNodes, meet
 from ringcomm.comm.nodes.calls import CallsOverNodes
 from ringcomm.comm.nodes.connecting import Carrier, Connector, carrier_of
-from ringcomm.comm.nodes.device_core import NO_CODES, DeviceNodesCore
+from ringcomm.comm.nodes.device_core import DeviceNodesCore
 from ringcomm.comm.nodes.device_rails import DeviceRails, device_carrier_of
 from ringcomm.comm.nodes.device_watch import DeviceWatch
 from ringcomm.comm.nodes.messages import NodesMessages
@@ -126,8 +126,6 @@ def _built_on_device(
             f"{operation}: rails: expected auto or direct on devices, got {options.rails}. Their "
             "carrier exchanges between all nodes at once"
         )
-    if options.wire in _native.WIRES:
-        raise UnsupportedError(f"{operation}: {NO_CODES}")
     carrier = device_carrier_of(options.carrier, operation)
     of_node = _of_node(membership, places)
     node = make_node(of_node)

@@ -233,9 +233,6 @@ class CallsOverNodes:
     def drive_in_background(self) -> None:
         self._inner.drive_in_background()
 
-    def check_codes(self, operation: str) -> None:
-        """Raises UnsupportedError if this core has no coded wires."""
-
     @contextmanager
     def on_wire(self, wire: str | None) -> Iterator[None]:
         """Has the calls made inside use a wire; None for that of the communicator."""

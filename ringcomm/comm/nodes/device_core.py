@@ -33,6 +33,7 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.device.launch import POLL_S, DeviceCallEngine
 from ringcomm.comm.engine import EXIT_GRACE_S, Call
+from ringcomm.comm.nodes import device_codes
 from ringcomm.comm.nodes.calls import BYTE, DIRECT, CallsOverNodes, _Failed
 from ringcomm.comm.nodes.core import ONE_HOP_BYTES
 from ringcomm.comm.nodes.device_rails import DeviceRails
@@ -47,15 +48,11 @@ from ringcomm.comm.nodes.device_watch import DeviceWatch
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import Rails
 from ringcomm.comm.nodes.sums import ELEM_BYTES, LINE_ELEMS, Span
-from ringcomm.comm.nodes.wires import AVG, PREMUL, SUM, Reducing
-from ringcomm.errors import RingcommError, UnsupportedError
+from ringcomm.comm.nodes.wires import AVG, PREMUL, SUM, Reducing, is_coded
+from ringcomm.errors import RingcommError
 
 Tensor = torch.Tensor
 
-NO_CODES = (
-    "wire: expected fp32 or param on GPUs over several nodes, where codes are not written yet; "
-    "reduce a CPU copy"
-)
 # What a rank copies at a time; a choice. A call has a few buffers of that size.
 SCRATCH_BYTES = 64 << 20
 
@@ -88,9 +85,6 @@ class DeviceNodesCore(CallsOverNodes):
         self.calls = calls
         self._carried = carried
         self._runtime, self._device = calls.device_place
-
-    def check_codes(self, operation: str) -> None:
-        raise UnsupportedError(f"{operation}: {NO_CODES}")
 
     @property
     def geometry(self) -> dict[str, int]:
@@ -149,13 +143,14 @@ class DeviceNodesCore(CallsOverNodes):
                 return
             each = -(-elems // (self._world * LINE_ELEMS)) * LINE_ELEMS
             ins, outs = Span(in_ptr, elems), Span(out_ptr, elems)
+            wire = self._codes(r, elems)
             for segment in self._segments_of(each, ELEM_BYTES[r.partial]):
-                self._reduce_parts(
-                    self._cut(ins, each, segment, size),
-                    self._cut(outs, each, segment, size)[self.places.rank],
-                    r,
-                )
+                given = self._cut(ins, each, segment, size)
                 parts = self._cut(outs, each, segment, size)
+                if wire is not None:
+                    self._gather_sums(self._reduced(given, r, wire), parts, r, wire)
+                    continue
+                self._reduce_parts(given, parts[self.places.rank], r, None)
                 as_bytes = [Span(part.ptr, part.elems * size) for part in parts]
                 self._gather_parts(as_bytes[self.places.rank], as_bytes)
 
@@ -194,9 +189,10 @@ class DeviceNodesCore(CallsOverNodes):
         mine = Span(out_ptr, elems[self.places.rank])
 
         def body() -> None:
+            wire = self._codes(r, sum(elems))
             for segment in self._segments_of(max(elems), ELEM_BYTES[r.partial]):
                 parts = [span.part(*segment, size) for span in spans]
-                self._reduce_parts(parts, mine.part(*segment, size), r)
+                self._reduce_parts(parts, mine.part(*segment, size), r, wire)
 
         head = (sum(elems) * size, r.dtype, r.op, -1)
         return self._enqueue("reduce_scatter", head, algo, body)
@@ -207,9 +203,10 @@ class DeviceNodesCore(CallsOverNodes):
         r, size = self._reducing("reduce", dtype, op, factor), ELEM_BYTES[dtype]
 
         def body() -> None:
+            wire = self._codes(r, elems)
             for segment in self._segments_of(elems, ELEM_BYTES[r.partial] * self._world):
                 given = Span(in_ptr, elems).part(*segment, size)
-                self._reduce_to(root, given, Span(out_ptr, elems).part(*segment, size), r)
+                self._reduce_to(root, given, Span(out_ptr, elems).part(*segment, size), r, wire)
 
         return self._enqueue("reduce", (elems * size, dtype, op, root), DIRECT, body)
 
@@ -348,7 +345,8 @@ class DeviceNodesCore(CallsOverNodes):
 
     def _segments_of(self, elems: int, elem_bytes: int) -> Iterator[tuple[int, int]]:
         """Cuts what each rank has into parts of which those of all ranks fit into scratch."""
-        each = max(SCRATCH_BYTES // (elem_bytes * self._world), LINE_ELEMS)
+        each = SCRATCH_BYTES // (elem_bytes * self._world) // LINE_ELEMS * LINE_ELEMS
+        each = max(each, LINE_ELEMS)
         yield from ((begin, min(begin + each, elems)) for begin in range(0, elems, each))
 
     def _cut(self, whole: Span, each: int, segment: tuple[int, int], elem_bytes: int) -> list[Span]:
@@ -386,8 +384,17 @@ class DeviceNodesCore(CallsOverNodes):
 
     # ---- reductions -----------------------------------------------------------------------------
 
-    def _reduce_parts(self, parts: list[Span], mine: Span, r: Reducing) -> None:
+    def _codes(self, r: Reducing, elems: int) -> str | None:
+        """Returns the wire that codes the partial sums of so many elements, if one does."""
+        coded = self.wire in _native.WIRES and is_coded(r, elems * ELEM_BYTES[r.dtype])
+        return self.wire if coded else None
+
+    def _reduce_parts(self, parts: list[Span], mine: Span, r: Reducing, wire: str | None) -> None:
         """Reduces parts by rank, and this rank's into ``mine``."""
+        self._write(self._reduced(parts, r, wire), mine, r)
+
+    def _reduced(self, parts: list[Span], r: Reducing, wire: str | None) -> Tensor:
+        """Reduces parts by rank; returns this rank's, of the partial sums' type."""
         places, wide = self.places, TORCH_DTYPES[r.partial]
         order = [rank for passing in self._passing for rank in passing]
         elems = [sum(parts[rank].elems for rank in passing) for passing in self._passing]
@@ -402,9 +409,16 @@ class DeviceNodesCore(CallsOverNodes):
             sums.data_ptr(),
             *self._in_node(r),
         )
-        sums = sums.to(TORCH_DTYPES[r.dtype]) if self.wire == "param" else sums
-        arrived = self._exchange_sums(sums, [part.elems for part in parts])
-        self._finish(arrived, mine, r)
+        counts = [part.elems for part in parts]
+        if wire is None:
+            sums = sums.to(TORCH_DTYPES[r.dtype]) if self.wire == "param" else sums
+            return self._joined(self._exchange_sums(sums, counts), r)
+        passing = self._passing[places.place]
+        runs = torch.split(sums, [counts[rank] for rank in passing])
+        coded = torch.cat([device_codes.encode(wire, run) for run in runs])
+        sizes_bytes = [_native.wire_bytes(_native.WIRES[wire], count) for count in counts]
+        arrived = self._exchange_sums(coded, sizes_bytes)
+        return self._joined_codes(arrived, counts[places.rank], r, wire)
 
     def _exchange_sums(self, sums: Tensor, elems: Sequence[int]) -> Tensor:
         """Sends the partial sums that this rank has for others; returns those of its own part."""
@@ -425,14 +439,33 @@ class DeviceNodesCore(CallsOverNodes):
     def _in_node(self, r: Reducing) -> tuple[int, int, float]:
         return r.partial, SUM if r.op == AVG else r.op, r.factor if r.op == PREMUL else 1.0
 
-    def _finish(self, arrived: Tensor, out: Span, r: Reducing) -> None:
-        """Adds up what arrived, by node, with one rounding."""
+    def _joined(self, arrived: Tensor, r: Reducing) -> Tensor:
+        """Adds up what arrived, by node."""
+        nodes = len(self.places.nodes)
+        partials = arrived.view(nodes, arrived.numel() // nodes)
+        return joined(partials, r, self._world if r.op == AVG else 0)
+
+    def _joined_codes(self, arrived: Tensor, elems: int, r: Reducing, wire: str) -> Tensor:
+        """Adds up the numbers of codes that arrived, by node."""
+        runs = arrived.view(len(self.places.nodes), -1) if elems else [arrived] * 2
+        return self._joined(torch.cat([device_codes.decode(wire, run, elems) for run in runs]), r)
+
+    def _write(self, total: Tensor, out: Span, r: Reducing) -> None:
+        """Writes sums as elements, with one rounding."""
         if not out.elems:
             return
-        partials = arrived.view(len(self.places.nodes), out.elems)
-        total = joined(partials, r, self._world if r.op == AVG else 0)
         target = self._tensor(out, r.dtype)
         (target if is_plain_type(target.dtype) else target.view(total.dtype)).copy_(total)
+
+    def _gather_sums(self, mine: Tensor, outs: list[Span], r: Reducing, wire: str) -> None:
+        """Gathers sums, by rank, in codes; all ranks have what these stand for."""
+        sizes_bytes = [_native.wire_bytes(_native.WIRES[wire], out.elems) for out in outs]
+        coded = torch.split(self._room(sum(sizes_bytes)), sizes_bytes)
+        own = device_codes.encode(wire, mine)
+        spans = [Span(run.data_ptr(), run.numel()) for run in coded]
+        self._gather_parts(Span(own.data_ptr(), own.numel()), spans)
+        for run, out in zip(coded, outs, strict=True):
+            self._write(device_codes.decode(wire, run, out.elems), out, r)
 
     def _widened(self, given: Span, r: Reducing) -> Tensor:
         wide = self._room(given.elems, TORCH_DTYPES[r.partial])
@@ -452,9 +485,9 @@ class DeviceNodesCore(CallsOverNodes):
             for rail in self.places.rails_of(self.places.rank)
             for ranks in self.places.nodes
         )
-        self._finish(self._exchange_sums(wide.repeat(copies), whole), out, r)
+        self._write(self._joined(self._exchange_sums(wide.repeat(copies), whole), r), out, r)
 
-    def _reduce_to(self, root: int, given: Span, out: Span, r: Reducing) -> None:
+    def _reduce_to(self, root: int, given: Span, out: Span, r: Reducing, wire: str | None) -> None:
         """Each node reduces at the rail of the root, which adds what arrives."""
         places = self.places
         rail, node, at = self._way_to(root)
@@ -463,12 +496,17 @@ class DeviceNodesCore(CallsOverNodes):
         self._within("reduce", wide.data_ptr(), sums.data_ptr(), given.elems, *self._in_node(r), at)
         if places.place != at:
             return
-        elems = given.elems if places.rank == root else 0
-        arrived = self._room(elems * len(places.nodes), wide.dtype)
-        to_root = [given.elems if each == node else 0 for each in range(len(places.nodes))]
-        self._exchange(rail, arrived, sums, [elems] * len(places.nodes), to_root)
-        if places.rank == root:
-            self._finish(arrived, out, r)
+        sent = sums if wire is None else device_codes.encode(wire, sums)
+        count = sent.numel() if places.rank == root else 0
+        arrived = self._room(count * len(places.nodes), sent.dtype)
+        to_root = [sent.numel() if each == node else 0 for each in range(len(places.nodes))]
+        self._exchange(rail, arrived, sent, [count] * len(places.nodes), to_root)
+        if places.rank != root:
+            return
+        if wire is None:
+            self._write(self._joined(arrived, r), out, r)
+        else:
+            self._write(self._joined_codes(arrived, out.elems, r, wire), out, r)
 
     # ---- all-gather, gather, scatter ------------------------------------------------------------
 

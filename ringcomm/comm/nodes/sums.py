@@ -18,7 +18,7 @@ from ringcomm import _native
 from ringcomm.comm.nodes.calls import BYTE, CallsOverNodes
 from ringcomm.comm.nodes.rails import Message, memory_at
 from ringcomm.comm.nodes.schedules import Exchange, Round, gathering, levels_of, reduction
-from ringcomm.comm.nodes.wires import AVG, CODED_ABOVE_BYTES, CodedForm, Form, Reducing
+from ringcomm.comm.nodes.wires import AVG, CodedForm, Form, Reducing, is_coded
 
 Tensor = torch.Tensor
 
@@ -393,8 +393,7 @@ class SumsOverNodes(CallsOverNodes):
     def _form(self, r: Reducing, elems: int) -> Form:
         """Returns the form in which partial sums of a buffer of so many elements travel."""
         code = _native.WIRES.get(self.wire)
-        large = elems * ELEM_BYTES[r.dtype] > CODED_ABOVE_BYTES
-        if code is not None and large and r.is_sum_of_numbers:
+        if code is not None and is_coded(r, elems * ELEM_BYTES[r.dtype]):
             return CodedForm(r, code)
         dtype = r.dtype if self.wire == "param" else r.partial
         return Form(r, dtype, ELEM_BYTES[dtype])

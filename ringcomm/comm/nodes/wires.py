@@ -37,14 +37,14 @@ class Reducing(NamedTuple):
         return FLOAT32 if self.dtype in (BFLOAT16, FLOAT16) else self.dtype
 
     @property
-    def is_sum_of_numbers(self) -> bool:
-        """True if a number that is nearly right will do: of a sum of floating-point numbers."""
-        return self.partial == FLOAT32 and self.joining == SUM
-
-    @property
     def joining(self) -> int:
         """The op that joins partial sums, to which a factor has been applied."""
         return SUM if self.op in (AVG, PREMUL) else self.op
+
+
+def is_coded(r: Reducing, size_bytes: int) -> bool:
+    """Tells whether coded wires code a reduction of so many bytes: a large sum of numbers."""
+    return size_bytes > CODED_ABOVE_BYTES and r.partial == FLOAT32 and r.joining == SUM
 
 
 class Form:

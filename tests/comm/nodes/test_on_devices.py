@@ -32,7 +32,7 @@ from ringcomm import (
     RingcommError,
     UnsupportedError,
 )
-from ringcomm.comm.nodes import core, device_core, device_rails
+from ringcomm.comm.nodes import core, device_core, device_rails, wires
 from tests.comm.nodes.test_calls import drawn
 from tests.support.device_carrier import emulated_nccl
 from tests.support.device_checks import (
@@ -173,6 +173,21 @@ def test_sums_that_are_rounded_for_the_wire(devices: Devices) -> None:
     assert not all(same(x, y) for x, y in zip(on_devices[0], wide[0], strict=True))
 
 
+@pytest.mark.parametrize("wire", ["int8", "fp8", "int4"])
+def test_the_codes_of_a_wire_are_the_hosts(
+    devices: Devices, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wires, "CODED_ABOVE_BYTES", 64)
+    monkeypatch.setattr(device_core, "SCRATCH_BYTES", 3000)
+    dtype = torch.bfloat16
+    with world_of((0, 0, 1), with_options(carrier=emulated_nccl, wire=wire)) as made:
+        on_devices = devices.run(made, bits, dtype, functools.partial(put, place="plain"))
+    for ours, hosts in zip(on_devices, of_the_host((2, 1), wire, dtype), strict=True):
+        assert all(same(x, y) for x, y in zip(ours, hosts, strict=True))
+    plain = of_the_host((2, 1), "fp32", dtype)
+    assert not all(same(x, y) for x, y in zip(on_devices[0], plain[0], strict=True))
+
+
 def test_places_groups_and_order(devices: Devices, world: LocalWorld) -> None:
     def body(comm: Communicator) -> None:
         rank, size = comm.rank, comm.world_size
@@ -276,7 +291,6 @@ def test_what_is_refused(devices: Devices) -> None:
             lambda: comm.isend(tensor, 1 - comm.rank),
             lambda: comm.irecv(tensor, 1 - comm.rank),
             lambda: comm.all_reduce(tensor, algorithm="ring"),
-            lambda: comm.all_reduce(tensor, wire="int8"),
             lambda: comm.kernel_place("tl"),
             lambda: ringcomm.batch_isend_irecv(
                 [ringcomm.P2POp(ringcomm.isend, tensor, 1 - comm.rank)]
