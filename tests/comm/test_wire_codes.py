@@ -277,10 +277,8 @@ def test_torchs_operations_have_the_same_bits(wire):
     every = torch.arange(256, dtype=torch.uint8)
     word = encode(wire, torch.tensor([1.0, torch.inf]))[-3:]
     for words in (word, encode(wire, torch.ones(1))[-3:]):
-        coded = (
-            torch.cat([every[:BLOCK], words]) if wire != "int4" else torch.cat([every[:64], words])
-        )
-        for part in (coded, torch.cat([every[BLOCK:], words]) if wire != "int4" else coded):
+        for codes in every.split(64 if wire == "int4" else BLOCK):
+            part = torch.cat([codes, words])
             found = device_codes.decode(wire, part, BLOCK)
             wanted = total(wire, [part], BLOCK)
             assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
