@@ -125,6 +125,8 @@ class ShardEngine:
         self._watched: list[nn.Module] = []
         self.closed = False
         self.exchanged = False
+        #: Shards by name while they are written to, where parameters are on a disk.
+        self.shard_copies: dict[str, Tensor] | None = None
         self.watchers: OrderedDict[int, GradientHook] = OrderedDict()
         self._takes_part = False
         self._creates_graph = False

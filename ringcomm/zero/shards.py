@@ -5,14 +5,16 @@ At stage 3 that is its share of each parameter. At stages 1 and 2 every rank has
 and what counts is the share whose optimizer state it keeps, so that what a program computes of its
 shards (an average, a second set of weights) takes a share of the memory at these stages, too. At
 stage 0 it is everything, as are parameters that were frozen when stages 0 to 2 were sharded, which
-lie in no bucket. Of what lies on a disk there are copies, which are written at the end.
+lie in no bucket. Of what lies on a disk a shard has a copy, anew whenever its values are asked for;
+those of :func:`writing_shards` are written at its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,14 +41,21 @@ class LocalShard:
     Attributes:
         name: name of the parameter.
         begin, end: which elements; of a DTensor, of what this rank has of it.
-        values: [end - begin], in the parameter's dtype: a view of this rank's memory, which is the
-            same for as long as the module is sharded; a copy of what lies on a disk.
     """
 
     name: str
     begin: int
     end: int
-    values: Tensor
+    _values: Callable[[], Tensor] = field(repr=False, compare=False)
+
+    @property
+    def values(self) -> Tensor:
+        """[end - begin], in the parameter's dtype: a view of this rank's memory.
+
+        That is the same for as long as the module is sharded. Of parameters on a disk it is a copy
+        of what is there now, and inside of :func:`writing_shards` the one that is written.
+        """
+        return self._values()
 
 
 def local_shards(module: nn.Module) -> dict[str, LocalShard]:
@@ -64,7 +73,9 @@ def local_shards(module: nn.Module) -> dict[str, LocalShard]:
     engine = engine_of(module, "local_shards")
     engine.refuse_under_way("local_shards")
     names = engine.names()
-    found = {shard.name: shard for each in _buckets(engine) for shard in _shards_of(each, names)}
+    found = {
+        shard.name: shard for each in _buckets(engine) for shard in _shards_of(engine, each, names)
+    }
     shards = {}
     with plainly():
         for name, param in engine.named_parameters():
@@ -158,20 +169,34 @@ def own_of(bucket: ParamBucket) -> Tensor:
     return bucket.flat[bucket.state_chunk.begin : bucket.state_chunk.end]
 
 
-def _shards_of(bucket: ParamBucket, names: Mapping[int, str]) -> Iterator[LocalShard]:
+def _shards_of(
+    engine: ShardEngine, bucket: ParamBucket, names: Mapping[int, str]
+) -> Iterator[LocalShard]:
     chunk = bucket.state_chunk
-    with bucket.here():
-        own = own_of(bucket)
-        if isinstance(bucket, DiskBucket):
-            own = own.clone()
     for placed in bucket.params:
         low, high = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
         name = names[id(placed.param)]
-        if low < high:
-            values = own[low - chunk.begin : high - chunk.begin]
-            yield LocalShard(name, low - placed.begin, high - placed.begin, values)
+        begin, end = (low - placed.begin, high - placed.begin) if low < high else (0, 0)
+        piece = slice(low - chunk.begin, high - chunk.begin) if low < high else slice(0)
+        values: Callable[[], Tensor]
+        if isinstance(bucket, DiskBucket):
+            values = partial(_read, engine, bucket, name, piece)
         else:
-            yield LocalShard(name, 0, 0, own[:0])
+            values = partial(_same, own_of(bucket)[piece])
+        yield LocalShard(name, begin, end, values)
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
+def _read(engine: ShardEngine, bucket: DiskBucket, name: str, piece: slice) -> Tensor:
+    """Returns a copy of a shard on the disk, or that which is being written to."""
+    if engine.shard_copies is not None:
+        return engine.shard_copies[name]
+    with bucket.here():
+        values: Tensor = bucket.own[piece].clone()
+    return values
 
 
 def _whole(engine: ShardEngine, name: str, param: Tensor) -> LocalShard:
@@ -182,7 +207,7 @@ def _whole(engine: ShardEngine, name: str, param: Tensor) -> LocalShard:
             f"{head}: parameter {name}: it was frozen when it was sharded, and its elements do not "
             "lie in the order of its shape; make it contiguous() before shard()"
         )
-    return LocalShard(name, 0, here.numel(), here.view(-1))
+    return LocalShard(name, 0, here.numel(), partial(_same, here.view(-1)))
 
 
 class _Memory:
@@ -206,14 +231,19 @@ class _Memory:
             engine.check(self._operation)
             # From here on no rank reads what its peers are about to change.
             engine.free_for_change(self._operation)
-            self.shards = local_shards(engine.parts.module)
+            self._take_shards()
             if isinstance(engine.placement.owner, ShardedStep):
                 engine.placement.owner.written.take_over()
         self._kept = {name: shard.values.clone() for name, shard in self.shards.items()}
         told: dict[str, Any] = {}
         try:
-            with self._all_or_none():
-                yield told
+            if engine.parts.store is not None:
+                engine.shard_copies = {n: shard.values for n, shard in self.shards.items()}
+            try:
+                with self._all_or_none():
+                    yield told
+            finally:
+                engine.shard_copies = None
             if engine.stage == 0:
                 for number, bucket in enumerate(engine.stored):
                     told[f"parameters {number}"] = checksum(own_of(bucket))
@@ -228,6 +258,15 @@ class _Memory:
                 engine.comm.barrier()
             raise
         publish(engine)
+
+    def _take_shards(self) -> None:
+        self.shards = local_shards(self._engine.parts.module)
+        if self._engine.parts.store is not None:
+            # Each is written to as one tensor, however often it is asked for.
+            self.shards = {
+                name: replace(shard, _values=partial(_same, shard.values))
+                for name, shard in self.shards.items()
+            }
 
     def _all_or_none(self) -> AbstractContextManager[None]:
         return all_or_none(self._engine.comm, self._operation, self._engine.mesh)
@@ -277,20 +316,23 @@ class _Memory:
         owner = self._engine.placement.owner
         if owner is None:
             return
-        names = self._engine.names()
-        for owned, bucket in zip(owner.buckets, self._engine.stored, strict=True):
-            for placed, shard in zip(bucket.params, _shards_of(bucket, names), strict=True):
+        engine = self._engine
+        names = engine.names()
+        for owned, bucket in zip(owner.buckets, engine.stored, strict=True):
+            shards = _shards_of(engine, bucket, names)
+            for placed, shard in zip(bucket.params, shards, strict=True):
                 if shard.begin == shard.end:
                     continue
                 begin = placed.begin + shard.begin
                 end = begin + shard.end - shard.begin
-                same = shard.values == self._kept[shard.name]
+                values = shard.values
+                same = values == self._kept[shard.name]
                 for part in owned.parts(begin, end) if owned.state.masters() else ():
                     here, there = part.within(begin, end)
                     state, kept = part.state, same[there]
                     if state.master is not None:
                         master = state.master[here]
-                        given = shard.values[there].to(master.dtype)
+                        given = values[there].to(master.dtype)
                         master.copy_(torch.where(kept, master, given))
                     if state.remainder is not None:
                         state.remainder[here].mul_(kept)

@@ -213,6 +213,33 @@ def test_access_reads_and_writes_what_is_on_the_disk(worlds, disk, precision):
     worlds(2).run(work)
 
 
+def test_shards_that_were_asked_for_once_follow_what_is_on_the_disk(worlds, disk):
+    """As an average of weights reads them, and as they are written, whoever asked for them."""
+    base = new_model("gpt")
+    written = "blocks.0.attention.project_in.weight"
+
+    def work(comm):
+        found = []
+        for tier in (None, disk):
+            job = job_of(comm, base, (AdamW, BF16, True), tier)
+            shards = zero.local_shards(job.module)
+            mean = {name: shard.values.float() for name, shard in shards.items()}
+            for _ in range(2):
+                job.train("gpt", 1)
+                for name, shard in shards.items():
+                    mean[name].lerp_(shard.values.float(), 0.25)
+            with zero.writing_shards(job.module) as inside:
+                shards[written].values.mul_(2.0)
+                zero.local_shards(job.module)[written].values.add_(1.0)
+                inside[written].values.mul_(2.0)
+            with zero.exchanged(job.module, mean):
+                mean.update((f"inside.{name}", s.values.clone()) for name, s in shards.items())
+            found.append({**mean, **job.state()})
+        assert_same_bits(*found)
+
+    worlds(2).run(work)
+
+
 def test_a_train_state_is_taken_back(worlds, disk):
     base = new_model("gpt")
 
