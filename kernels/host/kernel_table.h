@@ -2,8 +2,8 @@
 // compiled in its own translation unit; the best that the CPU has is chosen at run time.
 #pragma once
 
+#include "kernels/host/wire_codes.h"
 #include "ringcomm/core/reduce.h"
-#include "ringcomm/core/wire_codes.h"
 #include "ringcomm/optimizer/grad_norm.h"
 
 namespace ringcomm {

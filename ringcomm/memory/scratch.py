@@ -493,7 +493,7 @@ class Transfer:
         scratch = self._scratch
         scratch._expect_owner(f"{self._operation} of block {self._block}")
         file = scratch._file
-        limit_s = 0.0 if self.done() else file.limit_s
+        limit_s = 0.0 if self._request.done() else file.limit_s
         result = self._request.wait(limit_s)
         if result is None or result["end"] != "late":
             file.under_way.pop(self._key, None)

@@ -1,6 +1,6 @@
 """Codes of the wires on a device, by torch's operations, with the host's bits.
 
-The arithmetic is that of ``kernels/include/ringcomm/core/wire_codes.h``, block by block. Torch
+The arithmetic is that of ``kernels/host/wire_codes.h``, block by block. Torch
 fuses no multiplication with an addition in operations of their own, and nothing waits for what is
 in a block: whether it has infinities is a choice between two results.
 """

@@ -1,10 +1,10 @@
 """The forms in which partial sums travel between nodes: as they are, rounded, or in codes.
 
-A coded wire has blocks of 128 numbers with a scale each; ``core/wire_codes.h`` defines the codes,
-and bounds the error. What a node sends is coded once, from its partial sum, and so is what it adds
-itself: the result does not depend on who adds. Numbers are decoded and added in FP32, in the order
-of the nodes, and rounded once. In an all-reduce the sums are coded once more, since they travel
-once more.
+A coded wire has blocks of 128 numbers with a scale each; ``kernels/host/wire_codes.h`` defines the
+codes, and bounds the error. What a node sends is coded once, from its partial sum, and so is what
+it adds itself: the result does not depend on who adds. Numbers are decoded and added in FP32, in
+the order of the nodes, and rounded once. In an all-reduce the sums are coded once more, since they
+travel once more.
 
 Only sums of numbers are coded, of float32, bfloat16 and float16. Other types and operators, which
 have no use for a number that is nearly right, travel as they are; so do small buffers.

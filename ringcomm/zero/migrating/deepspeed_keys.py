@@ -418,7 +418,8 @@ _FEATURES = (
     Key(
         "expert_parallel",
         UNSUPPORTED,
-        "experts are not divided among ranks; stage 3 shards their parameters",
+        "this key divides no experts; `ringcomm.moe.MoE` is a layer whose experts are divided, and "
+        "stage 3 shards their parameters",
         whole=True,
         switch="enabled",
     ),

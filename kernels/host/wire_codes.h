@@ -66,38 +66,29 @@ RC_FN uint32_t below_or(uint32_t x, uint32_t limit, uint32_t below, uint32_t oth
   return (below & mask) | (other & ~mask);
 }
 
-struct Int8Code {
-  static constexpr Wire wire = Wire::kInt8;
-  static constexpr float kMost = 127.0f, kMostBeside = 126.0f;  // beside infinities and NaNs
-  static RC_FN uint32_t encode(float y) { return uint32_t(nearest_whole(y)) & 0xffu; }
-  static RC_FN float decode(uint32_t code) { return float(int32_t(code << 24) >> 24); }
+// Whole numbers of 4 or 8 bits. The smallest one, which stands for none, is NaN beside infinities.
+template <Wire kWire, int kBits>
+struct WholeCode {
+  static constexpr Wire wire = kWire;
+  static constexpr uint32_t kMask = (1u << kBits) - 1, kNan = 1u << (kBits - 1);
+  static constexpr float kMost = float(kNan - 1), kMostBeside = float(kNan - 2);
+  static RC_FN uint32_t encode(float y) { return uint32_t(nearest_whole(y)) & kMask; }
+  static RC_FN float decode(uint32_t code) {
+    return float(int32_t(code << (32 - kBits)) >> (32 - kBits));
+  }
   // Of an infinity or a NaN, by its bits; and what a code stands for that is one of them.
   static RC_FN uint32_t encode_special(uint32_t bits) {
-    if ((bits & kMagnitude) != kInfinityBits) return 0x80u;
-    return bits >> 31 ? 0x81u : 0x7fu;
+    if ((bits & kMagnitude) != kInfinityBits) return kNan;
+    return bits >> 31 ? kNan + 1 : kNan - 1;
   }
   static RC_FN bool decode_special(uint32_t code, uint32_t* bits) {
-    if (code != 0x80u && code != 0x81u && code != 0x7fu) return false;
-    *bits = code == 0x80u ? 0x7fc00000u : code == 0x81u ? 0xff800000u : kInfinityBits;
+    if (code < kNan - 1 || code > kNan + 1) return false;
+    *bits = code == kNan ? 0x7fc00000u : code > kNan ? 0xff800000u : kInfinityBits;
     return true;
   }
 };
-
-struct Int4Code {
-  static constexpr Wire wire = Wire::kInt4;
-  static constexpr float kMost = 7.0f, kMostBeside = 6.0f;
-  static RC_FN uint32_t encode(float y) { return uint32_t(nearest_whole(y)) & 0xfu; }
-  static RC_FN float decode(uint32_t code) { return float(int32_t(code << 28) >> 28); }
-  static RC_FN uint32_t encode_special(uint32_t bits) {
-    if ((bits & kMagnitude) != kInfinityBits) return 0x8u;
-    return bits >> 31 ? 0x9u : 0x7u;
-  }
-  static RC_FN bool decode_special(uint32_t code, uint32_t* bits) {
-    if (code != 0x8u && code != 0x9u && code != 0x7u) return false;
-    *bits = code == 0x8u ? 0x7fc00000u : code == 0x9u ? 0xff800000u : kInfinityBits;
-    return true;
-  }
-};
+using Int8Code = WholeCode<Wire::kInt8, 8>;
+using Int4Code = WholeCode<Wire::kInt4, 4>;
 
 // float8_e4m3fn: 4 bits of exponent with a bias of 7, 3 of mantissa, subnormals, no infinities.
 struct Fp8Code {
