@@ -95,6 +95,8 @@ class AdamWOptions:
     update: str = "in_step"
 
     def __post_init__(self) -> None:
+        if isinstance(self.state, Disk):
+            raise ArgumentError("state: expected world or node, got a Disk; pass that as tier=")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ArgumentError(

@@ -449,6 +449,8 @@ def test_what_cannot_be_a_tier_is_refused(worlds, folder):
         ArgumentError, match=r"tier: expected a ringcomm\.Disk, \"cpu\" or None, got '/nvme'"
     ):
         AdamWOptions(tier="/nvme")
+    with pytest.raises(ArgumentError, match="state: .* got a Disk; pass that as tier="):
+        AdamWOptions(state=Disk(folder))
 
     def work(comm):
         params = params_of()
