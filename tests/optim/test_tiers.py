@@ -449,8 +449,8 @@ def test_what_cannot_be_a_tier_is_refused(worlds, folder):
         ArgumentError, match=r"tier: expected a ringcomm\.Disk, \"cpu\" or None, got '/nvme'"
     ):
         AdamWOptions(tier="/nvme")
-    with pytest.raises(ArgumentError, match="state: .* got a Disk; pass that as tier="):
-        AdamWOptions(state=Disk(folder))
+    with pytest.raises(ArgumentError, match=r"state: .* got a Disk; pass that as tier="):
+        AdamWOptions(state=Disk(folder))  # type: ignore[arg-type]
 
     def work(comm):
         params = params_of()

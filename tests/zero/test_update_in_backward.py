@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -50,6 +52,13 @@ ROUNDED = replace(BF16, reduce=torch.bfloat16)
 PIECE = 512
 #: The turn without a backward that reduces, whose step updates everything.
 QUIET_TURN = 2
+
+
+@pytest.fixture(autouse=True)
+def no_rank_keeps_a_module_that_failed() -> Iterator[None]:
+    """A backward that failed is under way for as long as its module lives, on each rank."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
