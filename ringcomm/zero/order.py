@@ -19,7 +19,6 @@ expected.
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -296,21 +295,17 @@ class ModuleOrder:
         """Ends a backward that raised before its end; collective if there was one.
 
         Peers whose backward did not raise have reduced all buckets, and so must this rank. It
-        contributes zeros for the gradients that did not arrive. If a module is gone meanwhile,
-        nothing is reduced: as a rule it raised on all ranks, which have dropped it.
+        contributes zeros for the gradients that did not arrive.
         """
         if self._backward is None or self.in_backward:
             return
         comm = self._comm_ref()
-        # Of what cycles keep alive some ranks would be rid, and others not.
-        gc.collect()
-        gone = self._reduces and not all(number in self._modules for number in self._sequence)
         if self._reduces:
             for number in self._sequence:
                 module = self._modules.get(number)
                 if module is not None:
                     module.abandon_reducing()
-        if comm is None or comm.aborted or gone:
+        if comm is None or comm.aborted:
             self._forget_backward()
         else:
             self.end_backward()

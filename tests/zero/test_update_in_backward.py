@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm import Disk, DiskError, zero
+from ringcomm.comm.local_world import LocalWorld
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError
 from ringcomm.optim import (
     SGD,
@@ -54,11 +55,11 @@ PIECE = 512
 QUIET_TURN = 2
 
 
-@pytest.fixture(autouse=True)
-def no_rank_keeps_a_module_that_failed() -> Iterator[None]:
-    """A backward that failed is under way for as long as its module lives, on each rank."""
-    yield
-    gc.collect()
+@pytest.fixture
+def worlds() -> Iterator[Callable[[int], LocalWorld]]:
+    """Worlds of one test: a backward that failed is under way while its module lives, by rank."""
+    with ExitStack() as stack:
+        yield cache(lambda size: stack.enter_context(ringcomm.local_world(size)))
 
 
 @pytest.fixture(scope="module")

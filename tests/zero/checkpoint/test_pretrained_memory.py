@@ -68,7 +68,8 @@ def test_a_rank_holds_its_shard_and_a_block(tmp_path, kind, bytes_each, way):
     shard_bytes = bytes_each * ELEMS // WORLD
     for peak in run_ranks(peak_of_loading, WORLD, path, precision, way):
         if way == "pretrained":
-            assert shard_bytes <= peak <= 1.05 * (shard_bytes + BLOCK_BYTES)
+            # What was freed before and is given back meanwhile makes it a little less.
+            assert 0.95 * shard_bytes <= peak <= 1.05 * (shard_bytes + BLOCK_BYTES)
         else:
             # The shards are there already.
             assert peak <= BLOCK_BYTES + 0.05 * shard_bytes
