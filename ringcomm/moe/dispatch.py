@@ -18,7 +18,7 @@ _COMBINE = "moe.combine"
 
 
 class Handle(NamedTuple):
-    """What :func:`combine` has to know of a :func:`dispatch`.
+    """The routing of a :func:`dispatch`, by which :func:`combine` brings its rows back.
 
     Attributes:
         weights: [tokens, k], or None.

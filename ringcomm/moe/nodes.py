@@ -23,7 +23,7 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator, NodesCommunicator
 from ringcomm.errors import UnsupportedError, where
-from ringcomm.moe.outboxes import Header, Outboxes, exchange, outboxes_of, prepared, reading
+from ringcomm.moe.outboxes import Outboxes, RowsHeader, exchange, outboxes_of, prepared, reading
 from ringcomm.moe.rows import (
     DISPATCH,
     ENTRY_WORDS,
@@ -142,7 +142,7 @@ def share_tokens(
 
 
 def dispatch(comm: NodesCommunicator, operation: str, routes: Routes) -> tuple[Tensor, ...]:
-    """What ``operators._dispatch`` makes on one node."""
+    """Dispatches tokens over several nodes, as ``operators._dispatch`` does on one."""
     outboxes, experts = outboxes_of(comm), routes.experts
 
     def sort() -> Tensor:
@@ -153,7 +153,7 @@ def dispatch(comm: NodesCommunicator, operation: str, routes: Routes) -> tuple[T
         return tables
 
     tables, refusal = prepared(sort)
-    mine = Header(DISPATCH, refused=1) if tables is None else routes.header()
+    mine = RowsHeader(DISPATCH, refused=1) if tables is None else routes.header()
     headers = exchange(comm, operation, mine, refusal)
     assert tables is not None
     outboxes.calls += 1

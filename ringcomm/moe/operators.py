@@ -26,8 +26,8 @@ from ringcomm.errors import UnsupportedError
 from ringcomm.functional.collectives import library, register
 from ringcomm.moe import nodes
 from ringcomm.moe.outboxes import (
-    Header,
     Outboxes,
+    RowsHeader,
     exchange,
     lendable,
     outboxes_of,
@@ -62,9 +62,9 @@ Tensor = torch.Tensor
 
 
 class _Published(NamedTuple):
-    """What a rank has published: the header that says so, and tensors that must stay until then."""
+    """A rank's part of a call: its header, and the tensors that mates read until the call ends."""
 
-    header: Header
+    header: RowsHeader
     kept: tuple[Tensor, ...]
 
 
@@ -100,7 +100,7 @@ def _dispatch(*arguments: Any) -> tuple[Tensor, ...]:
         return nodes.dispatch(nodes.over_nodes(comm, operation), operation, routes)
     outboxes = outboxes_of(comm)
     published, refusal = prepared(lambda: _publish_routes(comm, outboxes, operation, routes))
-    mine = Header(DISPATCH, refused=1) if published is None else published.header
+    mine = RowsHeader(DISPATCH, refused=1) if published is None else published.header
     headers = exchange(comm, operation, mine, refusal)
     # Calls that end here end so on all ranks, which therefore count alike.
     outboxes.calls += 1
@@ -114,7 +114,7 @@ def _pull_tokens(
     comm: Communicator,
     outboxes: Outboxes,
     routes: Routes,
-    headers: Sequence[Header],
+    headers: Sequence[RowsHeader],
     found: tuple[list[int], int],
 ) -> tuple[Tensor, ...]:
     counts_ptrs, count = found
@@ -167,7 +167,7 @@ def _shape_of_dispatched(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _publish_rows(
-    comm: Communicator, outboxes: Outboxes, rows: Tensor, count: int, header: Header
+    comm: Communicator, outboxes: Outboxes, rows: Tensor, count: int, header: RowsHeader
 ) -> _Published:
     """Publishes the first ``count`` of rows, unless there are several nodes."""
     rows = rows.detach()[:count]
@@ -190,7 +190,7 @@ def _combine(y: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
     comm = usable(group, world_size, operation)
     outboxes = outboxes_of(comm)
     number, count = stamp.tolist()
-    base = Header(COMBINE, number, k=places.size(1), weighted=int(weights is not None))
+    base = RowsHeader(COMBINE, number, k=places.size(1), weighted=int(weights is not None))
 
     def publish() -> _Published:
         checks = comm.checks(operation)
@@ -236,7 +236,7 @@ def _published_tokens(
     comm: Communicator,
     outboxes: Outboxes,
     operation: str,
-    headers: Sequence[Header],
+    headers: Sequence[RowsHeader],
     given: tuple[Tensor, Tensor],
 ) -> nodes.Lent:
     """Where the gradients of all ranks' tokens lie."""
@@ -258,7 +258,7 @@ def _combine_backward(grad: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, Tens
     comm = usable(group, world_size, operation)
     outboxes = outboxes_of(comm)
     number, _ = stamp.tolist()
-    base = Header(BACKWARD, number, weighted=int(weighting > UNWEIGHTED), wants=weighting)
+    base = RowsHeader(BACKWARD, number, weighted=int(weighting > UNWEIGHTED), wants=weighting)
 
     def publish() -> _Published:
         check_rows(comm.checks(operation), "grad", grad)
@@ -308,7 +308,7 @@ def _weight_gradients(comm: Communicator, dots: Tensor, tables: Tables) -> Tenso
         with reading(comm, operation, ()):
             several = nodes.over_nodes(comm, operation)
             return nodes.send_numbers(several, dots[:count], tables.sources[:count], places)
-    base = Header(WEIGHTS, number)
+    base = RowsHeader(WEIGHTS, number)
     published, refusal = prepared(lambda: _publish_rows(comm, outboxes, dots, count, base))
     mine = base._replace(refused=1) if published is None else published.header
     headers = exchange(comm, operation, mine, refusal)

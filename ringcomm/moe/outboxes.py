@@ -36,8 +36,8 @@ T = TypeVar("T")
 _LINE_BYTES = 64
 
 
-class Header(NamedTuple):
-    """What a rank tells all others of its call; all numbers, so that one collective has them.
+class RowsHeader(NamedTuple):
+    """The header of a rank's call, in numbers alone, so that one collective exchanges all.
 
     Attributes:
         operation: which of the calls that exchange rows it is.
@@ -153,8 +153,8 @@ def prepared(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def exchange(
-    comm: Communicator, operation: str, mine: Header, refusal: Exception | None
-) -> list[Header]:
+    comm: Communicator, operation: str, mine: RowsHeader, refusal: Exception | None
+) -> list[RowsHeader]:
     """Returns the headers of all ranks; what they published may be read from now on. Collective.
 
     Args:
@@ -175,7 +175,7 @@ def exchange(
     comm.all_gather_into_tensor(everyone, own)
     if refusal is not None:
         raise refusal
-    headers = [Header(*row) for row in everyone.view(comm.world_size, -1).tolist()]
+    headers = [RowsHeader(*row) for row in everyone.view(comm.world_size, -1).tolist()]
     head = where(operation, comm.rank, comm.world_size)
     for rank, theirs in enumerate(headers):
         if theirs.refused:
@@ -192,7 +192,7 @@ def exchange(
 
 
 @contextmanager
-def reading(comm: Communicator, operation: str, headers: Sequence[Header]) -> Iterator[None]:
+def reading(comm: Communicator, operation: str, headers: Sequence[RowsHeader]) -> Iterator[None]:
     """Surrounds what reads peers' memory; meets them at the end if that has to be.
 
     An error here is this rank's own: it would leave its peers waiting, so it aborts.

@@ -1,4 +1,4 @@
-"""What the calls are given and what they make of it: routes, tables of rows, and their checks."""
+"""Rows and routes of the calls: their arguments, checked, and the tables made of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import UnsupportedError, where
 from ringcomm.functional.traced_groups import find
 from ringcomm.memory import empty
-from ringcomm.moe.outboxes import Header
+from ringcomm.moe.outboxes import RowsHeader
 
 Tensor = torch.Tensor
 
@@ -59,7 +59,7 @@ def check_rows(checks: CallChecks, name: str, tensor: Tensor) -> None:
 
 
 class Tables(NamedTuple):
-    """What a combine and the gradients have to know of a dispatch.
+    """The routes of a dispatch, by which a combine and the gradients find their rows.
 
     Attributes:
         places: int64 [tokens, k, 2], the rank of each token's expert, and the row there; -1: none.
@@ -155,9 +155,9 @@ class Routes(NamedTuple):
             _native.decode_rows(code, *entries, dtype, self.x.size(1), rows.data_ptr())
         return rows
 
-    def header(self) -> Header:
+    def header(self) -> RowsHeader:
         """Returns what all ranks are told of the arguments."""
-        return Header(
+        return RowsHeader(
             operation=DISPATCH,
             experts=self.experts,
             k=self.topk_idx.size(1),
@@ -200,7 +200,7 @@ def check_combined(checks: CallChecks, y: Tensor, sources: Tensor) -> None:
         checks.fail(f"y: expected {sources.size(0)} rows, as dispatch returned, got {y.size(0)}")
 
 
-def rows_by_rank(comm: Communicator, headers: Sequence[Header], counts_ptrs: list[int]) -> int:
+def rows_by_rank(comm: Communicator, headers: Sequence[RowsHeader], counts_ptrs: list[int]) -> int:
     """Returns how many rows this rank gets; raises on all ranks if one has no room for its own."""
     here = headers[0].experts // comm.world_size
     for rank, header in enumerate(headers):

@@ -165,7 +165,7 @@ class BucketDevice:
 
 
 class ParamHolder(Protocol):
-    """Who has a rank's chunk of the parameters, which may lie elsewhere for a while."""
+    """The owner of a rank's chunk of the parameters, which may lie elsewhere for a while."""
 
     @property
     def in_memory(self) -> bool:

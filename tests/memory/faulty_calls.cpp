@@ -35,10 +35,7 @@ ssize_t moving(Kind kind, size_t bytes, Call call) {
     errno = trouble_code;
     return -1;
   }
-  if (trouble_bytes == 0) return 0;
-  // Whole pages: direct writes of parts beside other threads' are more than some kernels get right.
-  const size_t pages = (size_t(trouble_bytes) + 4095) / 4096 * 4096;
-  return call(pages) < 0 ? -1 : ssize_t(trouble_bytes);
+  return trouble_bytes == 0 ? 0 : call(size_t(trouble_bytes));
 }
 
 ssize_t read_some(int fd, void* memory, size_t bytes, off_t offset) {
