@@ -18,7 +18,7 @@ NATIVE_SOURCES := $(shell find kernels -name '*.h' -o -name '*.cpp')
 # Two at a time: torch is fetched while the native module is compiled.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test check lint native nodes-check prove tsan model-check fuzz soak cuda-compile ptx-check bench gpu-check
+.PHONY: demo test check lint native nodes-check tsan model-check fuzz soak cuda-compile ptx-check bench gpu-check
 .PHONY: c10d-conformance clean emulated-driver
 .DELETE_ON_ERROR:
 
@@ -43,11 +43,6 @@ lint: $(VENV)/.native $(VENV)/.tools
 native: $(VENV)/.package
 	$(BIN)/python setup.py -q build_ext --inplace
 	@touch $(VENV)/.native
-
-# What compiled code, memory orders, models, PTX and races prove of the kernels; make test skips it
-# where tests/proof/proved.txt says that it has passed for these sources and tools.
-prove: $(VENV)/.native $(VENV)/.tools emulated-driver
-	CI=true $(BIN)/python -m tests.proof.proved
 
 # The templates and their owners under ThreadSanitizer, litmus tests of every memory order, and
 # mutants that they must reject. make test runs it, too, without the large worlds and with fewer

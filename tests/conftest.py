@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from tests.proof.proved import skip_what_is_proved
-
 if TYPE_CHECKING:
     from tests.support.rank_pool import RankPool
 
@@ -74,7 +72,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("compiles") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(COMPILES_LIMIT_S))
-    skip_what_is_proved(config, items)
     if hasattr(config, "workerinput"):
         items.sort(key=_turn)
 
