@@ -161,13 +161,8 @@ def combine_partials(
 def wire_bytes(wire: int, elems: int) -> int:
     """Returns the bytes of so many numbers in a coded wire, scales included."""
 
-def encode_wire(
-    wire: int, in_ptr: int, dtype: int, out_ptr: int, elems: int, residual_ptr: int = 0
-) -> None:
+def encode_wire(wire: int, in_ptr: int, dtype: int, out_ptr: int, elems: int) -> None:
     """Encodes float32, bfloat16 or float16 numbers, in blocks of `WIRE_BLOCK`.
-
-    The numbers are in + residual, where there is a residual [elems] in float32; it is overwritten
-    by what the codes leave out, and by 0 in blocks with infinities or NaNs.
 
     Raises:
         ValueError: no such wire, or another dtype.

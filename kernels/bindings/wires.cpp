@@ -22,11 +22,10 @@ int type_of(int dtype) {
   return wire_type_index(type);
 }
 
-void encode(int wire, uintptr_t in, int dtype, uintptr_t out, uint64_t elems, uintptr_t residual) {
+void encode(int wire, uintptr_t in, int dtype, uintptr_t out, uint64_t elems) {
   const EncodeFn loop = kernels().wires[int(wire_of(wire))].encode[type_of(dtype)];
   const WithoutGil nogil;
-  loop({reinterpret_cast<const void*>(in), reinterpret_cast<uint8_t*>(out), elems,
-        reinterpret_cast<float*>(residual)});
+  loop({reinterpret_cast<const void*>(in), reinterpret_cast<uint8_t*>(out), elems});
 }
 
 void sum(int wire, const std::vector<uintptr_t>& in, uintptr_t out, int dtype, uint64_t elems,
@@ -52,7 +51,7 @@ void bind_wires(nb::module_& m) {
       "wire_bytes", [](int wire, uint64_t elems) { return wire_bytes(wire_of(wire), elems); },
       nb::arg("wire"), nb::arg("elems"));
   m.def("encode_wire", encode, nb::arg("wire"), nb::arg("in_ptr"), nb::arg("dtype"),
-        nb::arg("out_ptr"), nb::arg("elems"), nb::arg("residual_ptr") = 0);
+        nb::arg("out_ptr"), nb::arg("elems"));
   m.def("sum_wires", sum, nb::arg("wire"), nb::arg("in_ptrs"), nb::arg("out_ptr"), nb::arg("dtype"),
         nb::arg("elems"), nb::arg("divide_by") = 0);
 }

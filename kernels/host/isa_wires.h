@@ -105,22 +105,13 @@ inline void encode_block(uint8_t* RC_RESTRICT to, const float* RC_RESTRICT x, ui
 
 template <class Code, class In>
 void encode_wire(const EncodeJob& job) {
-  alignas(64) float room[kWireBlock], sum[kWireBlock], back[kWireBlock];
+  alignas(64) float room[kWireBlock];
   uint8_t* to = job.out;
   uint8_t* word = job.out + wire_code_bytes(Code::wire, job.elems);
   const auto block = [&](uint64_t begin, uint64_t n) {
-    const float* x = widened(static_cast<const In*>(job.in) + begin, room, n);
-    float* const residual = job.residual == nullptr ? nullptr : job.residual + begin;
-    if (residual != nullptr) {
-      for (uint64_t i = 0; i < n; ++i) sum[i] = x[i] + residual[i];
-      x = sum;
-    }
+    const float* const x = widened(static_cast<const In*>(job.in) + begin, room, n);
     const BlockScale scale = scale_of_block<Code>(x, n);
     encode_block<Code>(to, x, n, scale);
-    if (residual != nullptr) {
-      decode_block<Code, false>(back, to, n, scale);
-      for (uint64_t i = 0; i < n; ++i) residual[i] = scale.special() ? 0.0f : x[i] - back[i];
-    }
     scale.write(word);
     to += wire_code_bytes(Code::wire, n);
     word += kWordBytes;

@@ -60,13 +60,11 @@ struct NormJob {
 };
 using NormFn = void (*)(const NormJob& job);
 
-// Codes for a wire of the numbers in[i], or with a residual of in[i] + residual[i], which then is
-// what the codes left out; of a block with infinities or NaNs it is 0.
+// Codes for a wire of the numbers in[i].
 struct EncodeJob {
   const void* in;
   uint8_t* out;
   uint64_t elems;
-  float* residual;  // null: none
 };
 using EncodeFn = void (*)(const EncodeJob& job);
 

@@ -45,13 +45,10 @@ KINDS = {
 }
 
 
-def encode(wire: str, numbers: Tensor, residual: Tensor | None = None) -> Tensor:
+def encode(wire: str, numbers: Tensor) -> Tensor:
     code, elems = _native.WIRES[wire], numbers.numel()
     out = torch.full((_native.wire_bytes(code, elems) + 1,), 0xA5, dtype=torch.uint8)
-    ptr = 0 if residual is None else residual.data_ptr()
-    _native.encode_wire(
-        code, numbers.data_ptr(), DTYPE_CODES[numbers.dtype], out.data_ptr(), elems, ptr
-    )
+    _native.encode_wire(code, numbers.data_ptr(), DTYPE_CODES[numbers.dtype], out.data_ptr(), elems)
     assert int(out[-1]) == 0xA5
     return out[:-1]
 
@@ -222,29 +219,6 @@ def test_sums_are_those_of_decoded_numbers(wire, dtype):
         assert torch.equal(found, ((wide[0] + wide[1]) + wide[2]).to(dtype))
         mean = total(wire, coded, elems, dtype, by=3)
         assert torch.equal(mean, (((wide[0] + wide[1]) + wide[2]) / 3).to(dtype))
-
-
-@pytest.mark.parametrize("wire", KINDS)
-def test_a_residual_is_what_the_codes_leave_out(wire):
-    seed = torch.Generator(device="cpu").manual_seed(7)
-    numbers = torch.randn(3 * BLOCK + 5, generator=seed)
-    numbers[BLOCK + 3] = INF
-    residual = torch.randn(numbers.numel(), generator=seed) / 50
-    given = numbers + residual
-    coded = encode(wire, numbers, residual)
-    assert torch.equal(coded, encode(wire, given))
-    left = given - total(wire, [coded], numbers.numel())
-    left[BLOCK : 2 * BLOCK] = 0
-    assert torch.equal(residual, left)
-    # Codes of a constant with its residual have that constant as their mean; without, they do not.
-    constant, carried = torch.full((BLOCK,), 0.003), torch.zeros(BLOCK)
-    constant[0] = 1.0
-    sums = torch.zeros(BLOCK)
-    for _ in range(256):
-        sums += total(wire, [encode(wire, constant, carried)], BLOCK)
-    assert torch.allclose(sums / 256, constant, rtol=0, atol=1 / 256)
-    if wire != "fp8":
-        assert not torch.allclose(decoded(wire, constant), constant, rtol=0, atol=1 / 512)
 
 
 def test_bytes():
