@@ -161,8 +161,13 @@ def combine_partials(
 def wire_bytes(wire: int, elems: int) -> int:
     """Returns the bytes of so many numbers in a coded wire, scales included."""
 
-def encode_wire(wire: int, in_ptr: int, dtype: int, out_ptr: int, elems: int) -> None:
+def encode_wire(
+    wire: int, in_ptr: int, dtype: int, out_ptr: int, elems: int, residual_ptr: int = 0
+) -> None:
     """Encodes float32, bfloat16 or float16 numbers, in blocks of `WIRE_BLOCK`.
+
+    The numbers are in + residual, where there is a residual [elems] in float32; it is overwritten
+    by what the codes leave out, and by 0 in blocks with infinities or NaNs.
 
     Raises:
         ValueError: no such wire, or another dtype.
@@ -936,6 +941,20 @@ class DeviceComm:
         """As the host's; `address` is the device's of `adamw_shard_bytes`."""
     def grad_norm(self, grad: int, dtype: int, elems: int, kind: int, words: int) -> int:
         """Adds to the words, which the caller has zeroed."""
+    def encode_wire(self, wire: int, in_ptr: int, dtype: int, out_ptr: int, elems: int) -> int:
+        """As the host's. Codes that begin at a multiple of 4 bytes are stored by words."""
+    def sum_wires(
+        self,
+        wire: int,
+        in_ptr: int,
+        count: int,
+        stride_bytes: int,
+        out_ptr: int,
+        dtype: int,
+        elems: int,
+        divide_by: int = 0,
+    ) -> int:
+        """As the host's; `count` arrays of codes are `stride_bytes` apart."""
     def reduce_scatter_norm(
         self,
         grads: int,

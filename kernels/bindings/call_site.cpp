@@ -36,7 +36,7 @@ struct Known {
   std::unordered_map<PyObject*, std::unique_ptr<Code>> codes;
   std::pair<PyObject*, Code*> near[kNearCodes] = {};
   std::unordered_map<std::string, std::unique_ptr<CallSite>> texts;
-  PyObject *get_frame, *one;
+  PyObject *get_frame, *one, *last_instruction, *back;
 };
 
 Known& known() {
@@ -45,6 +45,9 @@ Known& known() {
     made->get_frame = PySys_GetObject("_getframe");
     Py_XINCREF(made->get_frame);
     made->one = PyLong_FromLong(1);
+    // As attributes, since the stable ABI has no functions for them.
+    made->last_instruction = PyUnicode_InternFromString("f_lasti");
+    made->back = PyUnicode_InternFromString("f_back");
     return made;
   }();
   return *k;
@@ -103,12 +106,8 @@ Code& code_of(PyObject* code) {
 }
 
 int instruction_of(PyObject* frame) {
-#if PY_VERSION_HEX >= 0x030b0000
-  return PyFrame_GetLasti(reinterpret_cast<PyFrameObject*>(frame));
-#else
-  const nb::object last = nb::steal(PyObject_GetAttrString(frame, "f_lasti"));
+  const nb::object last = nb::steal(PyObject_GetAttr(frame, known().last_instruction));
   return last ? int(PyLong_AsLong(last.ptr())) : -1;
-#endif
 }
 
 const CallSite* site_in(Code& code, PyObject* frame) {
@@ -144,8 +143,8 @@ const CallSite* find_call_site() {
       site = site_in(of, frame.ptr());
       break;
     }
-    frame = nb::steal(reinterpret_cast<PyObject*>(
-        PyFrame_GetBack(reinterpret_cast<PyFrameObject*>(frame.ptr()))));
+    frame = nb::steal(PyObject_GetAttr(frame.ptr(), k.back));
+    if (frame.is_none()) break;
   }
   PyErr_Clear();
   return site;

@@ -37,8 +37,14 @@ nanobind::dict geometry_of(const Layout& layout);
 // Triton's interpreter.
 nanobind::bytes rank_table_of(const Comm& comm, uintptr_t scratch);
 
+// What calls of coded wires take: a wire, the type of numbers, and sources of a sum.
+Wire wire_of(int wire);
+DType wire_dtype_of(int dtype);
+void check_sources(size_t count);
+
 void bind_device_optimizer(nanobind::module_& m, nanobind::class_<device::DeviceComm>& c);
 void bind_device_recorder(nanobind::module_& m, nanobind::class_<device::DeviceComm>& c);
+void bind_device_wires(nanobind::class_<device::DeviceComm>& c);
 void bind_faults(nanobind::module_& m);
 void bind_heap(nanobind::module_& m);
 void bind_device(nanobind::module_& m);

@@ -88,7 +88,7 @@ void encode_rows(int wire, uintptr_t in, int dtype, uint64_t count, uint64_t ele
   const uint64_t row_bytes = elems * bytes_of(dtype), coded_bytes = wire_bytes(Wire(wire), elems);
   const WithoutGil nogil;
   for (uint64_t i = 0; i < count; ++i)
-    loop({at(in) + i * row_bytes, typed<uint8_t>(out) + i * coded_bytes, elems});
+    loop({at(in) + i * row_bytes, typed<uint8_t>(out) + i * coded_bytes, elems, nullptr});
 }
 
 void decode_rows(int wire, uintptr_t entries, uint64_t entry_words, uint64_t count,

@@ -89,7 +89,8 @@ bool is_contiguous(const DLPackTensor& t) {
 
 // One element can be a negated view and still be contiguous.
 bool may_be_negated(nb::handle tensor) {
-  const nb::object answer = nb::steal(PyObject_CallMethodNoArgs(tensor.ptr(), torch().is_neg));
+  const nb::object answer =
+      nb::steal(PyObject_CallMethodObjArgs(tensor.ptr(), torch().is_neg, nullptr));
   PyErr_Clear();
   return answer.ptr() != Py_False;
 }

@@ -8,29 +8,37 @@
 namespace nb = nanobind;
 
 namespace ringcomm::host {
-namespace {
 
 Wire wire_of(int wire) {
   if (wire < 0 || wire >= int(Wire::kCount)) throw nb::value_error("wire: no such wire");
   return Wire(wire);
 }
 
-int type_of(int dtype) {
+DType wire_dtype_of(int dtype) {
   const DType type = DType(dtype);
   if (type != DType::kFloat32 && accumulator_of(type) != DType::kFloat32)
     throw nb::value_error("wire: expected float32, bfloat16 or float16");
-  return wire_type_index(type);
+  return type;
 }
 
-void encode(int wire, uintptr_t in, int dtype, uintptr_t out, uint64_t elems) {
+void check_sources(size_t count) {
+  if (count == 0) throw nb::value_error("sum_wires: expected one source or more");
+}
+
+namespace {
+
+int type_of(int dtype) { return wire_type_index(wire_dtype_of(dtype)); }
+
+void encode(int wire, uintptr_t in, int dtype, uintptr_t out, uint64_t elems, uintptr_t residual) {
   const EncodeFn loop = kernels().wires[int(wire_of(wire))].encode[type_of(dtype)];
   const WithoutGil nogil;
-  loop({reinterpret_cast<const void*>(in), reinterpret_cast<uint8_t*>(out), elems});
+  loop({reinterpret_cast<const void*>(in), reinterpret_cast<uint8_t*>(out), elems,
+        reinterpret_cast<float*>(residual)});
 }
 
 void sum(int wire, const std::vector<uintptr_t>& in, uintptr_t out, int dtype, uint64_t elems,
          int divide_by) {
-  if (in.empty()) throw nb::value_error("sum_wires: expected one source or more");
+  check_sources(in.size());
   const DecodeFn loop = kernels().wires[int(wire_of(wire))].sum[type_of(dtype)];
   std::vector<const uint8_t*> sources;
   for (const uintptr_t ptr : in) sources.push_back(reinterpret_cast<const uint8_t*>(ptr));
@@ -51,7 +59,7 @@ void bind_wires(nb::module_& m) {
       "wire_bytes", [](int wire, uint64_t elems) { return wire_bytes(wire_of(wire), elems); },
       nb::arg("wire"), nb::arg("elems"));
   m.def("encode_wire", encode, nb::arg("wire"), nb::arg("in_ptr"), nb::arg("dtype"),
-        nb::arg("out_ptr"), nb::arg("elems"));
+        nb::arg("out_ptr"), nb::arg("elems"), nb::arg("residual_ptr") = 0);
   m.def("sum_wires", sum, nb::arg("wire"), nb::arg("in_ptrs"), nb::arg("out_ptr"), nb::arg("dtype"),
         nb::arg("elems"), nb::arg("divide_by") = 0);
 }

@@ -151,24 +151,43 @@ struct Updater {
     store_one(at, p, f);
   }
 
-  // Loads the master copies of eight elements, or makes them of the parameters.
-  RC_TEAM_FN void load_masters(uint64_t at, float (&p)[kTurnElems]) const {
-    if constexpr (!kIsMaster)
-      if (s.master != nullptr) {
-        Eight<float> held;
-        held.load(s.master + at);
-        return held.get(p);
-      }
-    Eight<P> held;
+  // What eight master copies are made of, as it lies in memory: the copies, or the parameters and
+  // their low halves. Never both, so they share registers.
+  struct Masters {
+    Vec16 v[2];
+    template <class T>
+    RC_TEAM_FN void load(const T* from, int at = 0) {
+      Eight<T> held;
+      held.load(from);
+      RC_UNROLL
+      for (int k = 0; k < Eight<T>::kVectors; ++k) v[at + k] = held.v[k];
+    }
+    template <class T>
+    RC_TEAM_FN void get(T (&x)[kTurnElems], int at = 0) const {
+      Eight<T> held;
+      RC_UNROLL
+      for (int k = 0; k < Eight<T>::kVectors; ++k) held.v[k] = v[at + k];
+      held.get(x);
+    }
+  };
+  RC_TEAM_FN bool has_wide() const {
+    if constexpr (kIsMaster) return false;
+    return s.master != nullptr;
+  }
+  RC_TEAM_FN void load_masters(uint64_t at, Masters& held) const {
+    if (has_wide()) return held.load(s.master + at);
     held.load(own(at));
+    if constexpr (kSame<P, BFloat16>)
+      if (s.remainder != nullptr) held.load(s.remainder + at, 1);
+  }
+  RC_TEAM_FN void masters_of(const Masters& held, float (&p)[kTurnElems]) const {
+    if (has_wide()) return held.get(p);
     P param[kTurnElems];
     held.get(param);
     if constexpr (kSame<P, BFloat16>)
       if (s.remainder != nullptr) {
-        Eight<uint16_t> low;
-        low.load(s.remainder + at);
         uint16_t rest[kTurnElems];
-        low.get(rest);
+        held.get(rest, 1);
         RC_UNROLL
         for (int k = 0; k < kTurnElems; ++k) p[k] = join_master(param[k], rest[k]);
         return;
@@ -197,35 +216,61 @@ struct Updater {
     Narrowed<P>::eight(p, s, s.begin + at, f.step, param);
   }
 
-  RC_TEAM_FN void eight(uint64_t at, const GradSum<G>& grads, const AdamWFactors& f) const {
-    const bool amsgrad = (f.flags & kAdamAmsgrad) != 0, first = has_first(f),
+  // The state of eight elements, as it lies in memory.
+  struct State {
+    Eight<float> m, v, v_max;
+    Masters masters;
+  };
+  template <bool may_amsgrad>
+  RC_TEAM_FN void load_state(uint64_t at, const AdamWFactors& f, State& held) const {
+    if (has_first(f)) held.m.load(s.exp_avg + at);
+    if (has_second(f)) held.v.load(s.exp_avg_sq + at);
+    if (may_amsgrad && (f.flags & kAdamAmsgrad) != 0) held.v_max.load(s.max_exp_avg_sq + at);
+    load_masters(at, held.masters);
+  }
+
+  template <bool may_amsgrad>
+  RC_TEAM_FN void update_state(uint64_t at, const float* g, const AdamWFactors& f,
+                               State& held) const {
+    const bool amsgrad = may_amsgrad && (f.flags & kAdamAmsgrad) != 0, first = has_first(f),
                second = has_second(f);
-    float p[kTurnElems], g[kTurnElems], m[kTurnElems] = {}, v[kTurnElems] = {},
-                                        v_max[kTurnElems] = {};
-    Eight<float> held_m, held_v, held_max;
-    if (first) held_m.load(s.exp_avg + at);
-    if (second) held_v.load(s.exp_avg_sq + at);
-    if (amsgrad) held_max.load(s.max_exp_avg_sq + at);
-    load_masters(at, p);
-    grads.eight(at, g);
-    if (first) held_m.get(m);
-    if (second) held_v.get(v);
-    if (amsgrad) held_max.get(v_max);
+    float p[kTurnElems], m[kTurnElems] = {}, v[kTurnElems] = {}, v_max[kTurnElems] = {};
+    masters_of(held.masters, p);
+    if (first) held.m.get(m);
+    if (second) held.v.get(v);
+    if (amsgrad) held.v_max.get(v_max);
     RC_UNROLL
     for (int k = 0; k < kTurnElems; ++k) update(p[k], g[k], m[k], v[k], v_max[k], f);
     if (first) {
-      held_m.set(m);
-      held_m.store(s.exp_avg + at);
+      held.m.set(m);
+      held.m.store(s.exp_avg + at);
     }
     if (second) {
-      held_v.set(v);
-      held_v.store(s.exp_avg_sq + at);
+      held.v.set(v);
+      held.v.store(s.exp_avg_sq + at);
     }
     if (amsgrad) {
-      held_max.set(v_max);
-      held_max.store(s.max_exp_avg_sq + at);
+      held.v_max.set(v_max);
+      held.v_max.store(s.max_exp_avg_sq + at);
     }
     store_eight(at, p, f);
+  }
+
+  // `parts` times eight elements, `stride` apart: all their loads are under way together. Several
+  // have no registers left for AMSGrad's maxima.
+  template <int parts>
+  RC_TEAM_FN void eights(uint64_t at, uint64_t stride, const GradSum<G>& grads,
+                         const AdamWFactors& f) const {
+    constexpr bool may_amsgrad = parts == 1;
+    State held[parts];
+    float g[parts * kTurnElems];
+    RC_UNROLL
+    for (int part = 0; part < parts; ++part)
+      load_state<may_amsgrad>(at + uint64_t(part) * stride, f, held[part]);
+    grads.template eights<parts>(at, stride, g);
+    RC_UNROLL
+    for (int part = 0; part < parts; ++part)
+      update_state<may_amsgrad>(at + uint64_t(part) * stride, g + part * kTurnElems, f, held[part]);
   }
 
   RC_TEAM_FN void store_eight(uint64_t at, const float (&p)[kTurnElems],
@@ -248,8 +293,10 @@ RC_TEAM_FN void update_eight(const Updater<G, P>& updater, const GradSum<G>& gra
                              const AdamWFactors& f, const MomentPair::Codes& codes, float* m,
                              float* v) {
   float p[kTurnElems], g[kTurnElems];
-  updater.load_masters(at, p);
-  grads.eight(at, g);
+  typename Updater<G, P>::Masters held;
+  updater.load_masters(at, held);
+  grads.template eights<1>(at, 0, g);
+  updater.masters_of(held, p);
   RC_UNROLL
   for (int k = 0; k < kTurnElems; ++k) {
     m[k] = codes.first(k), v[k] = codes.second(k);
@@ -297,7 +344,7 @@ RC_TEAM_FN void update_block(const Updater<G, P>& updater, const GradSum<G>& gra
   // One lane reads the exponents, which it will write: a shuffle orders no memory.
   const bool leads = lane % kMomentLanes == 0 && block.begin < block.end;
   const uint64_t number = block.begin / kMomentBlock;
-  const uint32_t before = largest_of_block(leads ? moments.exponents(number) : 0);
+  const uint32_t before = largest_of_lanes<kMomentLanes>(leads ? moments.exponents(number) : 0);
   each_eight([&](uint64_t at, int count, int e) {
     const MomentPair::Codes codes = moments.load(at, count, before);
     if (vectors && count == kTurnElems)
@@ -338,8 +385,8 @@ RC_COLD void update_blocks(const AdamWShard& s, GradSum<G> grads, char* const* c
   }
 }
 
-// The same with FP32 moments, of AdamW, SGD and Lion.
-template <class G, class P>
+// The same with FP32 moments, of AdamW, SGD and Lion; `parts` times eight elements a turn.
+template <class G, class P, int parts>
 RC_COLD void update_lanes(const AdamWShard& s, GradSum<G> grads, char* const* copies,
                           int copy_count, Run run, int lane, int lanes) {
   const Updater<G, P> updater{s, copies, copy_count};
@@ -355,10 +402,14 @@ RC_COLD void update_lanes(const AdamWShard& s, GradSum<G> grads, char* const* co
     // Segments and chunks begin at whole turns; where a user's layout does not, elements go singly.
     const bool vectors = aligned && from % kTurnElems == 0;
     const uint64_t whole = vectors ? from + (to - from) / kTurnElems * kTurnElems : from;
-    for (uint64_t at = from + uint64_t(lane) * kTurnElems; at < whole;
-         at += uint64_t(lanes) * kTurnElems)
-      updater.eight(at, grads, f);
-    for (uint64_t at = whole + uint64_t(lane); at < to; at += uint64_t(lanes))
+    const uint64_t stride = uint64_t(lanes) * kTurnElems;
+    uint64_t at = from + uint64_t(lane) * kTurnElems;
+    if constexpr (parts > 1)
+      if ((f.flags & kAdamAmsgrad) == 0)
+        for (; at + (parts - 1) * stride < whole; at += parts * stride)
+          updater.template eights<parts>(at, stride, grads, f);
+    for (; at < whole; at += stride) updater.template eights<1>(at, 0, grads, f);
+    for (at = whole + uint64_t(lane); at < to; at += uint64_t(lanes))
       updater.one(at, grads.one(at), f);
   }
 }

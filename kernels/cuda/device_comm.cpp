@@ -39,10 +39,25 @@ const char* op_name(RedOp op) {
   }
 }
 
-// All packet calls of a communicator use equally many blocks (packet.h).
-constexpr unsigned kPacketChannels = 4;
+// All packet calls of a communicator use equally many blocks (packet.h). In graphs of 20 calls on
+// an H100, two ranks, all-reduces of 4, 16 and 32 KiB took 5.5, 6.6 and 8.7 us with 4 blocks
+// (beside other work) and 5.9, 5.9 and 6.0 us with 16.
+constexpr unsigned kPacketChannels = 16;
 
 }  // namespace
+
+const char* name_of_float(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return "float32";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat16:
+      return "float16";
+    default:
+      throw std::invalid_argument("expected float32, bfloat16 or float16");
+  }
+}
 
 DeviceComm::DeviceComm(std::shared_ptr<const Driver> driver, const DeviceConfig& config,
                        FindKernel find)

@@ -12,6 +12,7 @@
 #include "kernels/cuda/args.h"
 #include "kernels/cuda/driver.h"
 #include "ringcomm/core/reduce.h"
+#include "ringcomm/core/wire_codes.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
@@ -49,6 +50,9 @@ struct Reduction {
   double factor;
   Algorithm algorithm;
 };
+
+// As kernels have it in their names; std::invalid_argument for other types than three floats.
+const char* name_of_float(DType dtype);
 
 class DeviceComm {
  public:
@@ -137,6 +141,18 @@ class DeviceComm {
   void reduce_scatter_norm(const GradsOf& grads, uint64_t bucket_elems, const NormOf& norm);
   void adamw_all_gather(const ShardOf& shard, const GradsOf& grad);
   void reduce_scatter_adamw_all_gather(const ShardOf& shard, const GradsOf& grads);
+
+  // Codes of wires, by kernels that have no peers and are launched at once. Coded runs of `elems`
+  // numbers begin at multiples of 4 bytes, or the kernels go byte by byte; of a sum they are
+  // `stride_bytes` apart, and 0 divides by nothing.
+  void encode_wire(Wire wire, char* in, DType dtype, char* out, uint64_t elems);
+  struct CodedRuns {
+    char* first;
+    int count;
+    uint64_t stride_bytes;
+  };
+  void sum_wires(Wire wire, const CodedRuns& runs, char* out, DType dtype, uint64_t elems,
+                 int divide_by);
 
   // Makes the copies on the stream that come before the next launch, and makes that one prepared();
   // false: the call has no more.

@@ -13,20 +13,6 @@ namespace {
 // Choices, not swept.
 constexpr uint64_t kElemsPerBlock = 8192, kMostBlocks = 1056;
 
-const char* name_of_float(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return "float32";
-    case DType::kBFloat16:
-      return "bfloat16";
-    case DType::kFloat16:
-      return "float16";
-    default:
-      throw std::invalid_argument(
-          "gradients and parameters of the fused optimizer are float32, bfloat16 or float16");
-  }
-}
-
 std::string unit_of(DType grads) { return std::string("adamw_") + name_of_float(grads); }
 
 }  // namespace

@@ -80,7 +80,6 @@ struct GradSum {
     RC_UNROLL
     for (int k = 0; k < parts * kTurnElems; ++k) sum[k] = finished(sum[k]);
   }
-  RC_TEAM_FN void eight(uint64_t at, float (&sum)[kTurnElems]) const { eights<1>(at, 0, sum); }
 };
 
 }  // namespace device

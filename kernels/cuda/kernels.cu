@@ -1,10 +1,12 @@
 // The kernels of one unit (docs/cuda.md): RINGCOMM_UNIT_MOVE; or the reductions of
 // RINGCOMM_UNIT_TYPE, with the bitwise ones if RINGCOMM_UNIT_BITWISE; or the optimizer's for
-// gradients of RINGCOMM_UNIT_GRADS; or those by multicast of RINGCOMM_UNIT_MULTICAST.
+// gradients of RINGCOMM_UNIT_GRADS; or those by multicast of RINGCOMM_UNIT_MULTICAST; or the codes
+// of a wire, RINGCOMM_UNIT_WIRE.
 // grid.x: channels; grid.y: ranks of this launch.
 #include "kernels/cuda/multicast.h"
 #include "kernels/cuda/optimizer_body.h"
 #include "kernels/cuda/team.h"
+#include "kernels/cuda/wire_lanes.h"
 
 namespace {
 
@@ -53,6 +55,19 @@ RC_ADAMW_KERNELS(float16, ringcomm::Float16)
 #if !RC_DEVICE_PASS || RC_HAS_MULTIMEM
 RC_KERNEL(rc_multicast_sum, multicast_kernel<RINGCOMM_UNIT_MULTICAST>)
 #endif
+
+#elif defined(RINGCOMM_UNIT_WIRE)
+
+using Code = RINGCOMM_UNIT_WIRE;
+
+// These, too, wait for nobody.
+#define RC_WIRE_KERNELS(name, type)                                      \
+  RC_KERNEL_OF(4, rc_encode_wire_##name, encode_wire_kernel<Code, type>) \
+  RC_KERNEL_OF(4, rc_sum_wires_##name, sum_wires_kernel<Code, type>)
+
+RC_WIRE_KERNELS(float32, float)
+RC_WIRE_KERNELS(bfloat16, ringcomm::BFloat16)
+RC_WIRE_KERNELS(float16, ringcomm::Float16)
 
 #else
 

@@ -12,18 +12,8 @@ namespace device {
 
 #if RC_CUDA
 constexpr int kMomentLanes = int(kMomentBlock) / kTurnElems, kMomentWarp = 32;
-// By all lanes of a warp, each for the block that it has a part of.
-__device__ __forceinline__ uint32_t largest_of_block(uint32_t most) {
-  RC_UNROLL
-  for (int mask = kMomentLanes / 2; mask > 0; mask /= 2) {
-    const uint32_t other = __shfl_xor_sync(0xffffffffu, most, mask);
-    most = other > most ? other : most;
-  }
-  return most;
-}
 #else
 constexpr int kMomentLanes = 1, kMomentWarp = 1;
-inline uint32_t largest_of_block(uint32_t most) { return most; }
 #endif
 constexpr int kMomentElems = int(kMomentBlock) / kMomentLanes;
 
@@ -43,7 +33,7 @@ RC_TEAM_FN uint32_t new_exponent(const float (&wide)[kMomentElems]) {
     const uint32_t each = bits_of(wide[k]) & 0x7fffffffu;
     most = each > most ? each : most;
   }
-  return block_exponent(largest_of_block(most));
+  return block_exponent(largest_of_lanes<kMomentLanes>(most));
 }
 
 // Both moments of a chunk. The exponents of a block are one word, in which those of the second

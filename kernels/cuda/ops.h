@@ -12,9 +12,11 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// Vectors per lane and turn. 256 lanes x 8 x 16 bytes x 2 sources keep 64 KiB in flight per
-// multiprocessor; 4 TB/s at 1 us need about 30 KiB on each of 132. Choices by this estimate, not
-// swept. Narrow types widen to more accumulators a vector, and all must fit into the registers.
+// Vectors per lane and turn: 256 lanes keep 32 KiB of each of two sources in flight. On an H100
+// (two ranks of one GPU, FP32, 256 MiB) 8 vectors took 0.82 of the time of 6 in an all-reduce and
+// 0.95 in a reduce-scatter; 384 and 512 lanes with fewer registers each were no better
+// (bench/results/gpu/variants-2026-11-26.csv). Narrow types widen to more accumulators a vector,
+// and all must fit into the registers; their 4 is a choice, not swept.
 constexpr int kCopyUnroll = 8;
 template <class T>
 constexpr int kReduceUnroll = sizeof(T) == 1 || sizeof(typename Traits<T>::Acc) > sizeof(T) ? 4 : 8;
@@ -39,13 +41,24 @@ RC_COLD void copy_lanes(char* dst, const char* src, uint64_t bytes, int lane, in
   char* const to = dst + head;
   const char* const from = src + head;
   const uint64_t stride = uint64_t(lanes) * kCopyUnroll;
+  Vec16 now[kCopyUnroll], next[kCopyUnroll];
   uint64_t base = 0;
+  if (stride <= vectors) {
+    RC_UNROLL
+    for (int u = 0; u < kCopyUnroll; ++u) now[u] = load16(from + (u * lanes + lane) * 16);
+  }
   for (; base + stride <= vectors; base += stride) {
-    Vec16 v[kCopyUnroll];
+    // The next turn's loads are under way while this one stores.
+    if (base + 2 * stride <= vectors) {
+      RC_UNROLL
+      for (int u = 0; u < kCopyUnroll; ++u)
+        next[u] = load16(from + (base + stride + u * lanes + lane) * 16);
+    }
     RC_UNROLL
-    for (int u = 0; u < kCopyUnroll; ++u) v[u] = load16(from + (base + u * lanes + lane) * 16);
-    RC_UNROLL
-    for (int u = 0; u < kCopyUnroll; ++u) store16(to + (base + u * lanes + lane) * 16, v[u]);
+    for (int u = 0; u < kCopyUnroll; ++u) {
+      store16(to + (base + u * lanes + lane) * 16, now[u]);
+      now[u] = next[u];
+    }
   }
   for (uint64_t i = base + lane; i < vectors; i += lanes)
     store16(to + i * 16, load16(from + i * 16));
@@ -56,6 +69,11 @@ RC_COLD void copy_lanes(char* dst, const char* src, uint64_t bytes, int lane, in
 struct Scaling {
   bool premultiply;   // by factors[source]
   int32_t divide_by;  // 0: leave it
+};
+
+// The vectors of one lane: from `at_bytes` on, `step_bytes` apart, before `end_bytes`.
+struct Turns {
+  uint64_t at_bytes, end_bytes, step_bytes;
 };
 
 template <class T, RedOp op>
@@ -110,39 +128,49 @@ struct Reducer {
     return v;
   }
 
-  // `unroll` vectors, `step` bytes apart, at `at` bytes: the next source's loads are under way
-  // while one is added.
+  // A lane's turns at `at`, at + turn, ... as far as `end`, each of `unroll` vectors, `step` bytes
+  // apart. While one source is added, the loads of the next are under way, and behind the last
+  // source those of the first in the next turn: so it does not wait for the stores either.
+  // Returns where the next turn would be.
   template <int unroll>
-  RC_TEAM_FN static void reduce_vectors(char* dst, char* also, const void* const* sources,
-                                        const double* factors, int count, uint64_t at,
-                                        uint64_t step, Scaling scaling) {
+  RC_TEAM_FN static uint64_t reduce_turns(char* dst, char* also, const void* const* sources,
+                                          const double* factors, int count, Turns turns,
+                                          Scaling scaling) {
+    const uint64_t step = turns.step_bytes, turn = step * unroll;
+    uint64_t at = turns.at_bytes;
+    if (at >= turns.end_bytes) return at;
     Held acc[unroll];
     Vec16 now[unroll], next[unroll];
     RC_UNROLL
     for (int u = 0; u < unroll; ++u)
       now[u] = load16(static_cast<const char*>(sources[0]) + at + u * step);
-    for (int s = 0; s < count; ++s) {
-      if (s + 1 < count) {
-        const char* const following = static_cast<const char*>(sources[s + 1]);
+    for (; at < turns.end_bytes; at += turn) {
+      for (int s = 0; s < count; ++s) {
+        const bool last = s + 1 == count;
+        const uint64_t then = last ? at + turn : at;
+        if (then < turns.end_bytes) {
+          const char* const following = static_cast<const char*>(sources[last ? 0 : s + 1]);
+          RC_UNROLL
+          for (int u = 0; u < unroll; ++u) next[u] = load16(following + then + u * step);
+        }
+        const double factor = scaling.premultiply ? factors[s] : 1.0;
         RC_UNROLL
-        for (int u = 0; u < unroll; ++u) next[u] = load16(following + at + u * step);
+        for (int u = 0; u < unroll; ++u) {
+          if (s == 0)
+            accumulate<true>(acc[u], now[u], factor, scaling.premultiply);
+          else
+            accumulate<false>(acc[u], now[u], factor, scaling.premultiply);
+          now[u] = next[u];
+        }
       }
-      const double factor = scaling.premultiply ? factors[s] : 1.0;
       RC_UNROLL
       for (int u = 0; u < unroll; ++u) {
-        if (s == 0)
-          accumulate<true>(acc[u], now[u], factor, scaling.premultiply);
-        else
-          accumulate<false>(acc[u], now[u], factor, scaling.premultiply);
-        if (s + 1 < count) now[u] = next[u];
+        const Vec16 result = narrowed(acc[u], scaling.divide_by);
+        store16(dst + at + u * step, result);
+        if (also != nullptr) store16(also + at + u * step, result);
       }
     }
-    RC_UNROLL
-    for (int u = 0; u < unroll; ++u) {
-      const Vec16 result = narrowed(acc[u], scaling.divide_by);
-      store16(dst + at + u * step, result);
-      if (also != nullptr) store16(also + at + u * step, result);
-    }
+    return at;
   }
 
   RC_TEAM_FN static void reduce_element(char* dst, char* also, const void* const* sources,
@@ -166,13 +194,14 @@ struct Reducer {
     const uint64_t elems = bytes / sizeof(T);
     const uint64_t head = alike ? head_bytes(dst, bytes) : 0;
     const uint64_t vectors = alike ? (bytes - head) / 16 : 0;
-    const uint64_t stride = uint64_t(lanes) * kReduceUnroll<T>;
-    uint64_t base = 0;
-    for (; base + stride <= vectors; base += stride)
-      reduce_vectors<kReduceUnroll<T>>(dst, also, sources, factors, count,
-                                       head + (base + lane) * 16, uint64_t(lanes) * 16, scaling);
-    for (uint64_t i = base + lane; i < vectors; i += lanes)
-      reduce_vectors<1>(dst, also, sources, factors, count, head + i * 16, 16, scaling);
+    const uint64_t step = uint64_t(lanes) * 16, end = head + vectors * 16;
+    const uint64_t stride = step * kReduceUnroll<T>;
+    // A lane's last whole turn begins before the end of the team's.
+    Turns turns{head + uint64_t(lane) * 16, head + vectors * 16 / stride * stride, step};
+    turns.at_bytes =
+        reduce_turns<kReduceUnroll<T>>(dst, also, sources, factors, count, turns, scaling);
+    turns.end_bytes = end;
+    reduce_turns<1>(dst, also, sources, factors, count, turns, scaling);
     const uint64_t head_elems = head / sizeof(T), done = head_elems + vectors * kElems;
     for (uint64_t i = lane; i < head_elems; i += lanes)
       reduce_element(dst, also, sources, factors, count, i, scaling);

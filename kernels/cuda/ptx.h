@@ -11,6 +11,9 @@ namespace device {
 struct alignas(16) Vec16 {
   uint32_t word[4];
 };
+struct alignas(8) Vec8 {
+  uint32_t word[2];
+};
 
 #if RC_CUDA
 
@@ -30,6 +33,28 @@ __device__ __forceinline__ void store16(void* to, const Vec16& v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.word[0]), "r"(v.word[1]),
                "r"(v.word[2]), "r"(v.word[3])
                : "memory");
+}
+
+// The same of 8 and of 4 bytes.
+__device__ __forceinline__ Vec8 load8(const void* from) {
+  Vec8 v;
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+               : "=r"(v.word[0]), "=r"(v.word[1])
+               : "l"(from)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void store8(void* to, const Vec8& v) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(v.word[0]), "r"(v.word[1])
+               : "memory");
+}
+__device__ __forceinline__ uint32_t load4(const void* from) {
+  uint32_t word;
+  asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
+  return word;
+}
+__device__ __forceinline__ void store4(void* to, uint32_t word) {
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
 }
 
 // Of all memory that is bound at a multicast address, element by element: its sum, which the switch
@@ -69,6 +94,17 @@ __device__ __forceinline__ void fence_proxy_alias() {
 // Keeps four narrow values in one register, which the compiler would spread over four.
 __device__ __forceinline__ void keep_packed(uint32_t& word) { asm("" : "+r"(word)); }
 
+// The largest value of `lanes` lanes side by side; by all lanes of a warp.
+template <int lanes>
+__device__ __forceinline__ uint32_t largest_of_lanes(uint32_t most) {
+  RC_UNROLL
+  for (int mask = lanes / 2; mask > 0; mask /= 2) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, most, mask);
+    most = other > most ? other : most;
+  }
+  return most;
+}
+
 // One value per lane of a warp (warp_sum.h).
 struct WarpLanes {
   int lane;
@@ -95,6 +131,26 @@ inline Vec16 load16(const void* from) {
 }
 
 inline void store16(void* to, const Vec16& v) { memcpy(to, &v, sizeof(v)); }
+
+inline Vec8 load8(const void* from) {
+  Vec8 v;
+  memcpy(&v, from, sizeof(v));
+  return v;
+}
+inline void store8(void* to, const Vec8& v) { memcpy(to, &v, sizeof(v)); }
+inline uint32_t load4(const void* from) {
+  uint32_t word;
+  memcpy(&word, from, sizeof(word));
+  return word;
+}
+inline void store4(void* to, uint32_t word) { memcpy(to, &word, sizeof(word)); }
+
+// Here one lane has what several have on a GPU.
+template <int lanes>
+uint32_t largest_of_lanes(uint32_t most) {
+  static_assert(lanes == 1);
+  return most;
+}
 
 inline void keep_packed(uint32_t&) {}
 

@@ -3,6 +3,8 @@
 #include <array>
 #include <cstring>
 
+#include "kernels/host/processor.h"
+
 #if defined(__aarch64__)
 #include <sys/auxv.h>
 #endif
@@ -132,7 +134,7 @@ uint32_t by_instruction(const void* data, uint64_t bytes) {
 
 bool has_instruction() {
 #if defined(__x86_64__)
-  return __builtin_cpu_supports("sse4.2");
+  return find_processor().sse42;
 #else
   constexpr unsigned long kHwcapCrc32 = 1 << 7;
   return (getauxval(AT_HWCAP) & kHwcapCrc32) != 0;

@@ -98,6 +98,12 @@ struct Blockwise<Float16> {
 
 inline void widen_block(float* RC_RESTRICT dst, const Float16* RC_RESTRICT src, uint64_t n) {
   uint64_t i = 0;
+#if RC_VECTOR_BYTES == 64
+  for (; i + 16 <= n; i += 16) {
+    const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + i));
+    _mm512_storeu_ps(dst + i, _mm512_cvtph_ps(h));
+  }
+#endif
   for (; i + 8 <= n; i += 8) {
     const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i));
     _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(h));

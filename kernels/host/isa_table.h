@@ -9,12 +9,27 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace host {
 
+// Loops of the same bits are compiled once. A sum, a product or a bitwise operation of signed
+// numbers is that of unsigned ones, and of the operators of Bool three differ.
+constexpr bool wraps(RedOp op) {
+  return op == RedOp::kSum || op == RedOp::kProduct || op >= RedOp::kBand;
+}
+constexpr RedOp bool_op(RedOp op) {
+  if (op == RedOp::kProduct || op == RedOp::kMin) return RedOp::kBand;
+  return op == RedOp::kSum || op == RedOp::kMax ? RedOp::kBor : op;
+}
+
 template <class In, class Out, RedOp op>
 constexpr ReduceFn entry() {
-  if constexpr (supports<In>(op))
-    return &reduce_kernel<In, Out, op>;
-  else
+  using Unsigned = typename Wrapping<In>::Type;
+  if constexpr (!supports<In>(op))
     return nullptr;
+  else if constexpr (kSame<In, Bool>)
+    return &reduce_kernel<In, Out, bool_op(op)>;
+  else if constexpr (wraps(op) && !kSame<In, Unsigned>)
+    return &reduce_kernel<Unsigned, Unsigned, op>;
+  else
+    return &reduce_kernel<In, Out, op>;
 }
 
 template <class In, class Out = In>

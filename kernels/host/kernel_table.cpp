@@ -3,18 +3,16 @@
 #include <atomic>
 #include <cstring>
 
+#include "kernels/host/processor.h"
+
 namespace ringcomm {
 namespace {
 
 bool runs_here(const KernelTable& table) {
 #if defined(__x86_64__)
-  if (&table == &kAvx512Kernels)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512cd");
-  if (&table == &kAvx2Kernels)
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           __builtin_cpu_supports("bmi2");
+  static const Processor processor = find_processor();
+  if (&table == &kAvx512Kernels) return processor.avx512;
+  if (&table == &kAvx2Kernels) return processor.avx2;
 #endif
   return &table == &kBaselineKernels;
 }

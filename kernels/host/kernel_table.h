@@ -2,8 +2,8 @@
 // compiled in its own translation unit; the best that the CPU has is chosen at run time.
 #pragma once
 
-#include "kernels/host/wire_codes.h"
 #include "ringcomm/core/reduce.h"
+#include "ringcomm/core/wire_codes.h"
 #include "ringcomm/optimizer/grad_norm.h"
 
 namespace ringcomm {
@@ -60,11 +60,13 @@ struct NormJob {
 };
 using NormFn = void (*)(const NormJob& job);
 
-// Codes for a wire of the numbers in[i].
+// Codes for a wire of the numbers in[i], or with a residual of in[i] + residual[i], which then is
+// what the codes left out; of a block with infinities or NaNs it is 0.
 struct EncodeJob {
   const void* in;
   uint8_t* out;
   uint64_t elems;
+  float* residual;  // null: none
 };
 using EncodeFn = void (*)(const EncodeJob& job);
 

@@ -1,4 +1,7 @@
-"""The properties of a shard, and of its norm, that a kernel is compiled for."""
+"""The properties of a shard, and of its norm, that a kernel is compiled for.
+
+How kernels may pass them on is in NOTE [the oldest Triton] of the package.
+"""
 
 from __future__ import annotations
 

@@ -331,11 +331,9 @@ def gather_parameters_ring(ws, shard, elems, status, KIND: tl.constexpr, G: tl.c
     params = shard_word(shard, PARAMS)
     chunks = (params, elems * ITEM, chunk_elems(elems, G) * ITEM)
     own = own_params(shard, KIND)
-    if ITEM == 4:
-        status = all_gather_ring(ws, own, chunks, status, tl.int32, G.blocks_of_4)
-    else:
-        status = all_gather_ring(ws, own, chunks, status, tl.int16, G.blocks_of_2)
-    return status
+    MOVED: tl.constexpr = tl.int32 if ITEM == 4 else tl.int16
+    BLOCKS: tl.constexpr = G.blocks_of_4 if ITEM == 4 else G.blocks_of_2
+    return all_gather_ring(ws, own, chunks, status, MOVED, BLOCKS)
 
 
 @triton.jit

@@ -33,7 +33,8 @@ class Geometry:
     @property
     def blocks_of_2(self) -> Geometry:
         """Channels share whole blocks of the optimizer, of elements of 2 bytes; see
-        cut_by_blocks() of buckets.h. A property, since compiled kernels ask for it."""
+        cut_by_blocks() of buckets.h. A property, since compiled kernels ask for it, and name it
+        before they pass it on: NOTE [the oldest Triton]."""
         return replace(self, line_bytes=ADAMW_BLOCK_ELEMS * 2)
 
     @property

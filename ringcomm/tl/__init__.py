@@ -38,6 +38,7 @@ from ringcomm._tl.device import (
     wait_acquire_sys,
     word_of,
 )
+from ringcomm._tl.wire_codes import decode_blocks, encode_blocks, load_codes, store_codes
 from ringcomm.tl.context import Context, Symmetric
 from ringcomm.tl.fused import all_gather_matmul, matmul_reduce_scatter, reduce_scatter_rms_norm
 
@@ -49,9 +50,12 @@ __all__ = [
     "all_gather_matmul",
     "barrier_sys",
     "begin_kernel",
+    "decode_blocks",
+    "encode_blocks",
     "end_kernel",
     "get",
     "is_aligned",
+    "load_codes",
     "matmul_reduce_scatter",
     "peer_address",
     "peer_at",
@@ -63,6 +67,7 @@ __all__ = [
     "round_to",
     "signal_release_gpu",
     "signal_release_sys",
+    "store_codes",
     "wait_acquire_gpu",
     "wait_acquire_sys",
     "word_of",

@@ -67,6 +67,21 @@ class _Site:
             )
         return given
 
+    def rows_to_norm(self, partials: Tensor, world: int) -> tuple[int, int]:
+        """How many rows are a rank's, and how long they are."""
+        n, d = partials.shape[0] // world, partials.shape[1]
+        if n * world != partials.shape[0] or d == 0:
+            raise self.fail(
+                f"x: expected a multiple of {world} rows, the world size, of at least one element, "
+                f"got {tuple(partials.shape)}"
+            )
+        if d > LARGEST_ROW:
+            raise UnsupportedError(
+                f"{self._head}: x: expected rows of at most {LARGEST_ROW} elements, got {d}. Use "
+                "reduce_scatter_tensor() and normalise after"
+            )
+        return n, d
+
 
 @dataclass(frozen=True)
 class _Words:
@@ -277,17 +292,7 @@ def reduce_scatter_rms_norm(
     checks = _Site(context, "reduce_scatter_rms_norm")
     partials = checks.symmetric("x", x)
     world = context.comm.world_size
-    n, d = partials.shape[0] // world, partials.shape[1]
-    if n * world != partials.shape[0] or d == 0:
-        raise checks.fail(
-            f"x: expected a multiple of {world} rows, the world size, of at least one element, got "
-            f"{tuple(partials.shape)}"
-        )
-    if d > LARGEST_ROW:
-        raise UnsupportedError(
-            f"{where('reduce_scatter_rms_norm', context.comm.rank, world)}: x: expected rows of at "
-            f"most {LARGEST_ROW} elements, got {d}. Use reduce_scatter_tensor() and normalise after"
-        )
+    n, d = checks.rows_to_norm(partials, world)
     checks.plain("weight", weight, (d,), partials)
     for name, given in (("residual", residual), ("summed", summed)):
         if given is not None:

@@ -224,7 +224,7 @@ def compile_text(
     names = [name.encode() for name in headers]
     texts = [header.encode() for header in headers.values()]
     program = nvrtc.createProgram(text, units.SOURCE, texts, names)
-    all_options = (*units.OPTIONS, f"-arch={target}", "-Xptxas=-v", *options)
+    all_options = (*units.NVRTC_OPTIONS, f"-arch={target}", "-Xptxas=-v", *options)
     try:
         try:
             nvrtc.compileProgram(program, all_options)
@@ -239,12 +239,18 @@ def compile_text(
 # The lines of kernels.cu that make the kernels of one operator, or of one dtype of parameters, or
 # one of those that move.
 _PART = re.compile(
-    r"^RC_(?:(?:REDUCE|ADAMW)_KERNELS\(|KERNEL\(rc_(?=\w*move,))(\w+),.*\n", re.MULTILINE
+    r"^RC_(?:(?:REDUCE|ADAMW|WIRE)_KERNELS\(|KERNEL\(rc_(?=\w*move,))(\w+),.*\n", re.MULTILINE
 )
+
+
+# Of a line of optimizers the second kernel, which takes longer to compile than all others.
+_STEP = re.compile(r" *\\\n *RC_KERNEL\(rc_adamw_step_##name,.*")
 
 
 def kernels_of(name: str) -> set[str]:
     """Returns the kernels that :func:`compile_unit` makes of ``name``."""
+    if "/shard_" in name:
+        return {k for k in kernels_of(name.replace("/shard_", "/")) if "_step_" not in k}
     unit, _, part = name.partition("/")
     parts = set(_PART.findall(units.read_source(units.source_root(), units.UNITS[unit]).text))
     kernels = units.UNITS[unit].kernels
@@ -260,8 +266,13 @@ def unit_source(name: str) -> tuple[str, dict[str, str], list[str]]:
 
     Args:
         name: the unit's; or ``reduce_float16/min``, with one of its operators alone, or
-            ``adamw_float16/float32``, with one dtype of parameters alone, or ``move/packet_move``.
+            ``adamw_float16/float32``, with one dtype of parameters alone, or of that the update
+            without the collectives, ``adamw_float16/shard_float32``, or ``move/packet_move``, or
+            ``wires_int8/float32``, with one dtype of numbers alone.
     """
+    if "/shard_" in name:
+        text, headers, macros = unit_source(name.replace("/shard_", "/"))
+        return _STEP.sub("", text), headers, macros
     name, _, part = name.partition("/")
     unit = units.UNITS[name]
     source = units.read_source(units.source_root(), unit)

@@ -25,7 +25,10 @@ OPTIONS = ["-std=c++20", "-Wall", "-Wextra", "-ffp-contract=off"]
 UNITS: dict[str, tuple[str, tuple[str, ...]]] = {
     "integers": ("-O0", ("kernels_integer.cpp",)),
     "instructions": ("-O1", ("../ptx/instructions.cpp",)),
-    "floats": ("-O0", ("kernels.cpp", "kernels_float.cpp", "kernels_half.cpp")),
+    "floats": (
+        "-O0",
+        ("kernels.cpp", "kernels_float.cpp", "kernels_half.cpp", "kernels_wires.cpp"),
+    ),
     "interpreter": (
         "-O1",
         tuple(f"../ptx/{name}.cpp" for name in ("history", "kernel", "memory", "rows", "warp")),

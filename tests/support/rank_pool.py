@@ -6,12 +6,16 @@ Importing torch costs seconds per process, a new group costs milliseconds.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
+import importlib
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,6 +39,7 @@ GROUP_TIMEOUT = timedelta(seconds=60)
 ANSWER_TIMEOUT_S = 120.0
 # After one rank has failed, the others are most likely stuck in a collective.
 GRACE_S = 3.0
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,25 @@ def in_group(setting: Setting, check: Check, rank: int, world_size: int, rendezv
             dist.destroy_process_group()
 
 
+def launched(check: Check, rank: int, world_size: int) -> Any:
+    """Runs ``check`` with the variables that torchrun sets.
+
+    Without them all along Lightning starts ranks itself: the program that it finds running.
+    """
+    variables = {
+        "TORCHELASTIC_RUN_ID": "none",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",  # where nobody listens: the group is there already
+    }
+    with mock.patch.dict(os.environ, variables):
+        return check(rank, world_size)
+
+
 def rank_loop(pipe: Connection, rank: int, world_size: int, surround: Surround) -> None:
     """Body of one process: takes (settings, check, rendezvous), answers None or a traceback."""
     torch.set_num_threads(1)
@@ -125,17 +149,49 @@ def rank_loop(pipe: Connection, rank: int, world_size: int, surround: Surround) 
         pipe.send(answer)
 
 
+def fork_ranks(
+    modules: Sequence[str], pipes: Sequence[Connection], world_size: int, surround: Surround
+) -> None:
+    """Body of a process that imports modules once for all ranks, which are its forks.
+
+    It ends with the first of them, and they end with it.
+    """
+    for name in modules:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    for rank, pipe in enumerate(pipes):
+        if os.fork():
+            continue
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        for other in pipes:
+            if other is not pipe:
+                other.close()  # else nobody would see its rank die
+        rank_loop(pipe, rank, world_size, surround)
+        os._exit(0)
+    for pipe in pipes:
+        pipe.close()
+    os.wait()
+
+
 class RankPool:
     """``world_size`` processes; a check that leaves them stuck costs only itself.
 
     Args:
         world_size: how many.
         surround: entered in each process around a group of the backend that it is given.
+        imports: modules that take long to import, and that all checks need.
     """
 
-    def __init__(self, world_size: int, surround: Surround = contextlib.nullcontext) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        surround: Surround = contextlib.nullcontext,
+        imports: Sequence[str] = (),
+    ) -> None:
         self.world_size = world_size
         self._surround = surround
+        self._imports = imports
         self._folder = tempfile.TemporaryDirectory(prefix="ringcomm-c10d-")
         self._runs = 0
         self._ranks: list[tuple[Any, Connection]] = []
@@ -196,6 +252,16 @@ class RankPool:
 
     def _start(self) -> None:
         how = context()
+        if self._imports:
+            ends = [how.Pipe() for _ in range(self.world_size)]
+            pipes = [theirs for _, theirs in ends]
+            args = (self._imports, pipes, self.world_size, self._surround)
+            parent = how.Process(target=fork_ranks, args=args, daemon=True)
+            parent.start()
+            for ours, theirs in ends:
+                theirs.close()
+                self._ranks.append((parent, ours))
+            return
         for rank in range(self.world_size):
             ours, theirs = how.Pipe()
             process = how.Process(

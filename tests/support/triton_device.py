@@ -7,7 +7,7 @@ import itertools
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import triton
@@ -84,6 +84,7 @@ class PtxLauncher(StandIn):
         schedule: of warps and lanes. That even blocks are late is for the first thread to launch.
         text_of: returns the text that runs in place of a kernel's PTX, of which it may be a mutant.
         warps: fewer of a block than the kernel was compiled for.
+        capability: what kernels are compiled for.
     """
 
     def __init__(
@@ -91,8 +92,9 @@ class PtxLauncher(StandIn):
         schedule: PtxSchedule | None = None,
         text_of: Callable[[str], str] = lambda text: text,
         warps: int | None = None,
+        capability: int = 90,
     ) -> None:
-        super().__init__(90)
+        super().__init__(capability)
         self._schedule = schedule or PtxSchedule()
         self._schedule.replicates_reads = 1
         self._text_of = text_of
@@ -197,6 +199,36 @@ def _only_ptx(*pipeline: Any) -> tuple[str, str]:
         _backend, stages, *_ = pipeline
         stages["cubin"] = lambda *_: b""
     return "only PTX", "only PTX"
+
+
+class _ReadError(Exception):
+    """Ends a compilation behind the front end."""
+
+
+@contextmanager
+def only_front_end() -> Iterator[Callable[[], bool]]:
+    """Inside, a compilation ends when Triton has made its own language of a kernel.
+
+    It ends what stands inside, too. Gives a function that says whether this has happened.
+    """
+    read: list[None] = []
+
+    def end(*_: Any) -> None:
+        read.append(None)
+        raise _ReadError
+
+    def hook(*pipeline: Any) -> tuple[str, str]:
+        if pipeline:
+            _backend, stages, *_ = pipeline
+            stages["ttir"] = end
+        return "only the front end", "only the front end"
+
+    knobs = triton.knobs
+    with knobs.compilation.scope(), knobs.runtime.scope(), suppress(_ReadError):
+        # Triton 3.6 asks no hook before it takes a kernel from its cache.
+        knobs.compilation.always_compile = True
+        knobs.runtime.add_stages_inspection_hook = hook
+        yield lambda: bool(read)
 
 
 @contextmanager

@@ -87,7 +87,7 @@ def _in_place(comm):
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_sums_and_copies_are_exact(world):
     assert all(run_ranks(_everything, world, timeout_s=LIMIT_S))
 

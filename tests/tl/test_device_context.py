@@ -190,7 +190,7 @@ def test_without_triton_it_says_so():
 
 
 def test_the_documented_example_runs(tmp_path):
-    (example,) = re.findall(
+    example, *_ = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs/triton.md").read_text(), re.DOTALL
     )
     script = tmp_path / "shift.py"

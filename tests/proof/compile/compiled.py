@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from ringcomm._tl.geometry import Geometry
 from ringcomm._tl.launch import OPTIONS, KernelPlan, RankPointers, launch
 from tests.support.cuda_code import Binary, Kernel, Loop
-from tests.support.triton_device import WARP, StandIn, in_place
+from tests.support.triton_device import WARP, StandIn, in_place, only_front_end
 
 TARGETS = (80, 90, 100)
 # Triton spells an acquire as ld.global.sys.acquire, PTX's own manual as ld.acquire.sys.global.
@@ -50,14 +50,29 @@ def compile_kernel(
     return Binary(made.asm["cubin"], made.asm["ptx"], "")
 
 
+def _launch(plan: KernelPlan, world: int, more: int) -> None:
+    """A launch of one rank, whose buffers and sizes are ``more`` than round numbers."""
+    geometry = Geometry(world, 16, 4, 128 << 10, 1 << 20)
+    parts = [RankPointers(1 << 40, (1 << 40) + more, (1 << 41) + 2 * more)]
+    sizes = tuple(size + more for size in plan.sizes)
+    launch(replace(plan, sizes=sizes), parts, 20_000_000_000 + more, geometry)
+
+
+def read_by_triton(plan: KernelPlan, world: int) -> bool:
+    """True if Triton's front end takes what a launch of a collective would compile; else it raises.
+
+    Whatever a kernel may not say is refused there, in a tenth of the time that compiling it takes.
+    """
+    with on_gpu(90), only_front_end() as is_read:
+        _launch(plan, world, 0)
+    return is_read()
+
+
 def compile_plan(plan: KernelPlan, world: int, target: int) -> Binary:
     """Returns the kernels that a rank's launches of a collective compile, for any buffers."""
-    geometry = Geometry(world, 16, 4, 128 << 10, 1 << 20)
     with on_gpu(target) as gpu:
         for more in (0, 4):
-            parts = [RankPointers(1 << 40, (1 << 40) + more, (1 << 41) + 2 * more)]
-            sizes = tuple(size + more for size in plan.sizes)
-            launch(replace(plan, sizes=sizes), parts, 20_000_000_000 + more, geometry)
+            _launch(plan, world, more)
     assert gpu.launched == [plan.kernel.__name__] * 2
     assert not gpu.made[0].metadata.enable_fp_fusion
     return only_binary(gpu)

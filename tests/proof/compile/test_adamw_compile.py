@@ -26,6 +26,7 @@ from tests.proof.compile.compiled import (
     compile_plan,
     hot_loops,
     opcodes,
+    read_by_triton,
 )
 from tests.proof.compile.ptx_order import misplaced
 from tests.support.cuda_code import have_tools
@@ -45,9 +46,16 @@ FUSED_PER_ELEM = 4
 ELEMS_PER_LANE = TURN.value // (NUM_WARPS * WARP)
 
 
-def _kind(param, master, *, world=1, op="SUM", grad=None, amsgrad=False, stochastic=False):
+def _kind(param, master, *, world=1, op="SUM", grad=None, amsgrad=False, stochastic=False, **rule):
     return shard_kind(
-        grad or param, param, op, world, master=master, keeps_max=amsgrad, stochastic=stochastic
+        grad or param,
+        param,
+        op,
+        world,
+        master=master,
+        keeps_max=amsgrad,
+        stochastic=stochastic,
+        **rule,
     )
 
 
@@ -74,6 +82,32 @@ PLANS = {
     "update, ring": (
         2,
         plan_adamw_all_gather(BUCKET, _kind("bfloat16", "fp32", grad="float32"), RING),
+    ),
+}
+# Of what neither these nor tests/proof/ptx compile in make test: each ring, of parameters of either
+# size, and each rule. Triton reads them for tenths of a second each.
+READ = {name: PLANS[name] for name in ("norm, ring", "one pass, ring", "update, ring")}
+READ |= {
+    "one pass of SGD, ring of FP32": (
+        4,
+        plan_one_pass(BUCKET, _kind("float32", "own", world=4, op="AVG", rule="sgd"), "AVG", RING),
+    ),
+    "update of Lion, ring": (
+        2,
+        plan_adamw_all_gather(BUCKET, _kind("float16", "none", stochastic=True, rule="lion"), RING),
+    ),
+    "update of 8 bits": (
+        2,
+        plan_adamw_all_gather(BUCKET, _kind("bfloat16", "remainder", rule="adamw8bit"), DIRECT),
+    ),
+    "one pass with momentum": (
+        1,
+        plan_one_pass(BUCKET, _kind("bfloat16", "remainder", rule="momentum"), "SUM", DIRECT),
+    ),
+    "largest, ring": (2, plan_reduce_scatter_norm(BUCKET, "bfloat16", "SUM", 2, False, RING, 2)),
+    "L1, not stored": (
+        1,
+        plan_reduce_scatter_norm(BUCKET, "float16", "SUM", 1, False, DIRECT, 1, stores=False),
     ),
 }
 # Each kind of shard, and each form of a step, for one of the architectures, and each architecture.
@@ -135,3 +169,9 @@ def test_collectives_order_and_move_as_meant(name, target):
         codes = opcodes(loop)
         assert not [code for code in codes if code.startswith(("LDL", "STL"))]
         assert any(code.startswith("STG") and ".128" in code for code in codes)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_triton_reads_every_form_and_rule(name):
+    world, plan = READ[name]
+    assert read_by_triton(plan, world)

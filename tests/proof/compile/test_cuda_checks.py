@@ -93,9 +93,9 @@ class Wrong:
 
 
 WRONG = {
-    "a table in local memory": Wrong("local_memory", "accesses to", BEGIN, BEGIN + TABLE),
+    "a table in local memory": Wrong("local_memory", "a table", BEGIN, BEGIN + TABLE),
     "too few registers": Wrong(
-        "local_memory", "spilled", "bounds__(256)", "bounds__(1024, 2)", "kSums = 4", "kSums = 16"
+        "local_memory", "in a loop", "bounds__(256)", "bounds__(1024, 2)", "kSums = 4", "kSums = 16"
     ),
     "no bound": Wrong("launch_bounds", "no launch bound", "__launch_bounds__(256)", ""),
     "acquire of the GPU": Wrong("memory_orders", NARROW_SCOPE, "ld.acquire.sys", "ld.acquire.gpu"),

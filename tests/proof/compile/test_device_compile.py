@@ -30,7 +30,7 @@ from tests.proof.compile.compiled import (
     only_binary,
 )
 from tests.proof.compile.ptx_order import misplaced
-from tests.tl import device_kernels
+from tests.tl import device_kernels, kernels
 
 pytestmark = [
     pytest.mark.compiles,
@@ -191,3 +191,23 @@ def test_a_kernel_of_the_user_s_is_compiled_once_wherever_its_tensors_lie(compil
     gpu = compiled(90, calls)
     assert gpu.launched == ["shift_kernel"] * 3
     _check(only_binary(gpu), (*BETWEEN_RANKS, WIDE_LOAD, WIDE_STORE))
+
+
+@pytest.mark.parametrize("wire", ["int4", "fp8"])
+def test_codes_of_wires_are_compiled_for_kernels_that_fuse(wire):
+    """Where they fuse, what is rounded by itself is a product that says so, and so not fused."""
+    aligned, elems = 1 << 40, 16_000
+    how = {"DTYPE": tl.float32, "BLOCKS": 8, "WIRE": wire}
+    with on_gpu(90) as gpu:
+        kernels.encode_kernel[(1,)](aligned, 2 * aligned, elems, **how)
+        kernels.sum_codes_kernel[(1,)](
+            aligned, 2 * aligned, elems, aligned, COUNT=2, DIVISOR=1, **how
+        )
+    for made in gpu.made:
+        text = made.asm["ptx"]
+        assert made.metadata.enable_fp_fusion
+        assert "mul.rn.f32" in text and "fma." not in text and ".local" not in text
+    encoding, summing = (made.asm["ptx"] for made in gpu.made)
+    # Numbers lie anywhere here, element by element; codes lie at a multiple of 16.
+    assert re.search(r"\bst\.global\.(?:v[24]\.)?b32\b", encoding)
+    assert re.search(r"\bld\.global\.(?:v[24]\.)?b32\b", summing)

@@ -16,6 +16,7 @@ from tests.proof.compile.compiled import (
     compile_plan,
     hot_loops,
     opcodes,
+    read_by_triton,
 )
 from tests.proof.compile.ptx_order import misplaced
 from tests.support.cuda_code import have_tools
@@ -35,6 +36,13 @@ PLANS = {
     "all-gather direct of 4": (4, plan_all_gather(1 << 20, INT16, 2, DIRECT, 4)),
     "all-reduce ring of 4": (4, plan_all_reduce(1 << 20, "float16", "SUM", RING, 4)),
     "all-reduce direct": (2, plan_all_reduce(1 << 20, "float32", "SUM", DIRECT, 2)),
+}
+# Of what neither these nor tests/proof/ptx compile in make test.
+READ = {
+    "reduce-scatter ring": (4, plan_reduce_scatter(1 << 20, "float16", "AVG", RING, 4)),
+    "reduce-scatter of one": (1, plan_reduce_scatter(1 << 20, "float32", "SUM", DIRECT, 1)),
+    "all-gather of one": (1, plan_all_gather(1 << 20, INT16, 8, RING, 1)),
+    "all-reduce of one": (1, plan_all_reduce(1 << 20, "bfloat16", "AVG", DIRECT, 1)),
 }
 # A kernel takes up to 10 s. ``make cuda-compile`` makes all of them for all architectures. Else
 # each architecture has one, of either family, and the newest the one that loads, sums and stores.
@@ -65,3 +73,9 @@ def test_orders_widths_and_no_local_memory(name, target):
         wide = [code for code in codes if code.startswith("LDG") and ".128" in code]
         assert len(wide) >= 2, "a turn keeps several loads in flight"
         assert not [c for c in codes if c.startswith("LDG") and c.endswith((".U8", ".U16"))]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_triton_reads_every_form(name):
+    world, plan = READ[name]
+    assert read_by_triton(plan, world)

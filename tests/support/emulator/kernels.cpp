@@ -13,18 +13,20 @@ struct Family {
   int registers;
   bool waits = true;
 };
-constexpr std::array<Family, 11> kFamilies = {{
-    {"rc_move", 128},
-    {"rc_packet_move", 96},
+constexpr std::array<Family, 13> kFamilies = {{
+    {"rc_move", 184},
+    {"rc_packet_move", 128},
     {"rc_packet_", 146},
     {"rc_reduce_scatter_norm", 248},
-    {"rc_reduce_scatter_", 228},
-    {"rc_all_reduce_", 254},
+    {"rc_reduce_scatter_", 255},
+    {"rc_all_reduce_", 255},
     {"rc_adamw_prepare", 55, false},
     {"rc_grad_norm", 110, false},
     {"rc_adamw_shard_", 122, false},
-    {"rc_adamw_step_", 252},
+    {"rc_adamw_step_", 255},
     {"rc_multicast_sum", 120},
+    {"rc_encode_wire_", 64, false},
+    {"rc_sum_wires_", 64, false},
 }};
 
 const Family& family_of(std::string_view name) {
@@ -52,6 +54,7 @@ KernelMap all_kernels() {
   add_half_kernels(kernels);
   add_integer_kernels(kernels);
   add_optimizer_kernels(kernels);
+  add_wire_kernels(kernels);
   for (auto& [key, kernel] : kernels) {
     const std::string_view name = std::string_view(key).substr(key.find('/') + 1);
     const Family& family = family_of(name);

@@ -44,7 +44,7 @@ def ptx_of(unit: str, target: str = TARGET) -> str:
     for whoever asks next, by a digest of all that it is made from.
     """
     source, headers, macros = unit_source(unit)
-    options = [*units.OPTIONS, *macros, f"-arch={target}", "-lineinfo"]
+    options = [*units.NVRTC_OPTIONS, *macros, f"-arch={target}", "-lineinfo"]
     made_from = (source, sorted(headers.items()), options, _which_compiler())
     digest = hashlib.sha256(repr(made_from).encode())
     path = ROOT / "build" / "ptx" / f"{unit.replace('/', '-')}-{digest.hexdigest()[:16]}.ptx"

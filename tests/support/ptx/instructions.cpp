@@ -191,6 +191,10 @@ T root(T a) {
   return canonical(std::sqrt(a));
 }
 template <class T>
+T reciprocal(T a) {
+  return canonical(T(1) / a);
+}
+template <class T>
 T whole_part(T a) {
   return canonical(std::trunc(a));
 }
@@ -421,6 +425,12 @@ void multiply_add_wide(Warp& w, const Instruction& i, Mask mask) {
 }
 
 // cvt: integers keep their low bits or are extended, to integers from floats by truncation.
+// A register is wider than a result of 8 bits, which is extended by its sign (section 9.4.1).
+template <class D>
+uint64_t extended(D value) {
+  if constexpr (std::signed_integral<D>) return uint64_t(int64_t(value));
+  return put(value);
+}
 template <class D, class A>
 void convert(Warp& w, const Instruction& i, Mask mask) {
   uint64_t* d = w.out(i.dst[0]);
@@ -433,13 +443,13 @@ void convert(Warp& w, const Instruction& i, Mask mask) {
       if (value != value)
         d[l] = 0;
       else if (whole >= std::ldexp(A(1), Limits::digits))
-        d[l] = put(Limits::max());
+        d[l] = extended(Limits::max());
       else if (whole < A(Limits::min()))
-        d[l] = put(Limits::min());
+        d[l] = extended(Limits::min());
       else
-        d[l] = put(D(whole));
+        d[l] = extended(D(whole));
     } else {
-      d[l] = put(canonical(D(value)));
+      d[l] = extended(canonical(D(value)));
     }
   });
 }
@@ -505,6 +515,7 @@ void add_floats(Table& t, const std::string& type) {
   t["neg." + type] = unary<T, negative<T>>;
   t["abs." + type] = unary<T, absolute<T>>;
   t["sqrt.rn." + type] = unary<T, root<T>>;
+  t["rcp.rn." + type] = unary<T, reciprocal<T>>;
   t["cvt.rzi." + type + "." + type] = unary<T, whole_part<T>>;
 }
 
@@ -987,7 +998,8 @@ void unpack(Warp& w, const Instruction& i, Mask mask) {
   });
 }
 
-void shuffle_butterfly(Warp& w, const Instruction& i, Mask mask) {
+template <bool butterfly>
+void exchange_lanes(Warp& w, const Instruction& i, Mask mask) {
   uint64_t* d = w.out(i.dst[0]);
   const uint64_t *a = w.in(i.src[0]), *b = w.in(i.src[1]), *c = w.in(i.src[2]);
   std::array<uint64_t, kLanes> given;
@@ -995,13 +1007,20 @@ void shuffle_butterfly(Warp& w, const Instruction& i, Mask mask) {
   each(mask, [&](int l) {
     const int bound = int(c[l] & 31), segment = int(c[l] >> 8 & 31);
     const int most = (l & segment) | (bound & ~segment);
-    const int source = l ^ int(b[l] & 31);
+    const int named = int(b[l] & 31);
+    const int source = butterfly ? l ^ named : (l & segment) | (named & ~segment);
     const bool inside = source <= most;
     if (inside && (mask >> source & 1) == 0)
       throw BadAccess("a shuffle from a lane outside its mask");
     d[l] = inside ? given[size_t(source)] : given[size_t(l)];
     if (i.dst[1] != Instruction::kNoRow) w.out(i.dst[1])[l] = inside ? 1 : 0;
   });
+}
+
+Handler shuffle(std::string_view opcode) {
+  if (opcode == "shfl.sync.bfly.b32") return exchange_lanes<true>;
+  if (opcode == "shfl.sync.idx.b32") return exchange_lanes<false>;
+  return nullptr;
 }
 
 // All lanes that the mask names get what their values come to. Section 9.7.13.

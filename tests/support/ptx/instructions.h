@@ -25,7 +25,7 @@ void fence_alias(Warp& warp, const Instruction& i, Mask mask);
 Handler multicast(std::string_view opcode);
 void pack(Warp& warp, const Instruction& i, Mask mask);    // dst[0], src[count] of type.bits
 void unpack(Warp& warp, const Instruction& i, Mask mask);  // dst[count] of type.bits, src[0]
-void shuffle_butterfly(Warp& warp, const Instruction& i, Mask mask);
+Handler shuffle(std::string_view opcode);  // dst[0], dst[1] or none, src[4]; nullptr: not known
 void reduce_lanes(Warp& warp, const Instruction& i, Mask mask);  // dst[0], src[0], mask src[3]
 
 // mov from a special register, such as "%tid.x", or nullptr.

@@ -726,9 +726,9 @@ class Parser {
   }
 
   void shuffle(Instruction& i, std::string_view opcode) {
-    if (opcode != "shfl.sync.bfly.b32") unknown(opcode);
     i.control = Control::kShuffle;
-    i.run = shuffle_butterfly;
+    i.run = ptx::shuffle(opcode);
+    if (i.run == nullptr) unknown(opcode);
     i.dst[0] = operand(32).row;
     if (take_if("|")) i.dst[1] = operand(1).row;
     for (int n = 0; n < 4; ++n) {

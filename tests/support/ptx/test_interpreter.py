@@ -115,6 +115,26 @@ def test_every_half_widens(kind: str) -> None:
     assert same_but_nan(got, ALL_HALVES.view(HALVES[kind]).float(), 0x7FFFFFFF)
 
 
+def test_a_byte_fills_its_register_with_its_sign() -> None:
+    operation = "cvt.s8.s32 %rs1, %r2; cvt.rn.f32.s16 %r1, %rs1;"
+    got = each(operation, ALL_HALVES.int(), result=torch.float32)
+    assert torch.equal(got, ALL_HALVES.to(torch.int8).float())
+
+
+def test_lanes_read_whom_they_name() -> None:
+    lanes = torch.arange(256, dtype=torch.int32)
+    named = lanes.flip(0) * 7
+    got = each("shfl.sync.idx.b32 %r1, %r2, %r3, 31, -1;", lanes, named, result=torch.int32)
+    assert torch.equal(got, lanes // 32 * 32 + named % 32)
+    got = each("shfl.sync.idx.b32 %r1, %r2, %r3, 6175, -1;", lanes, named, result=torch.int32)
+    assert torch.equal(got, lanes // 8 * 8 + named % 8)
+
+
+def test_reciprocals_are_rounded_once() -> None:
+    got = each("rcp.rn.f32 %r1, %r2;", FLOATS, result=torch.float32)
+    assert same_but_nan(got, 1 / FLOATS.view(torch.float32), 0x7FFFFFFF)
+
+
 @pytest.mark.parametrize("kind", HALVES)
 def test_floats_narrow_to_the_nearest_even(kind: str) -> None:
     got = each(f"cvt.rn.{kind}.f32 %rs1, %r2;", FLOATS, result=torch.int16)

@@ -7,7 +7,7 @@
 #pragma once
 
 #if defined(__CUDACC_RTC__)
-// NVRTC brings no C library; memcpy is built in.
+// NVRTC brings no C library; memcpy is built in. Up to CUDA 13.0 it has no offsetof either.
 using int8_t = signed char;
 using int16_t = short;
 using int32_t = int;
@@ -17,13 +17,12 @@ using uint16_t = unsigned short;
 using uint32_t = unsigned int;
 using uint64_t = unsigned long long;
 using uintptr_t = unsigned long long;
-#ifndef offsetof
-#define offsetof(type, member) __builtin_offsetof(type, member)
-#endif
+#define RC_HAS_OFFSETOF 0
 #else
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#define RC_HAS_OFFSETOF 1
 #endif
 
 #ifndef RINGCOMM_ISA

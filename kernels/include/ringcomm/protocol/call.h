@@ -49,7 +49,7 @@ struct CallId {
   Kernels kernels = Kernels::kNative;
 };
 // No padding: packets carry and compare headers word by word.
-static_assert(sizeof(CallId) == offsetof(CallId, kernels) + sizeof(Kernels));
+static_assert(sizeof(CallId) == 2 * sizeof(uint64_t) + 6 * sizeof(int32_t));
 
 // Tells a reduction of gradients from others of the same size: the sharded module and its bucket,
 // and the backward that brought them. Counts wrap around; a tag of 0 says nothing.

@@ -22,11 +22,14 @@ RINGCOMM_NAMESPACE_BEGIN
 // The sender's header takes the first packets of each channel, 8 bytes in each, and a hash of all
 // but the factor the next: a reader waits for these two, and for the rest only where the hash
 // differs from its own. Packets carry their results, so nobody asks where to put them.
-constexpr int kHeaderPackets = int(offsetof(CallHeader, result_offset) / 8);
-constexpr int kFactorPacket = int(offsetof(CallHeader, factor) / 8);
+constexpr int kFactorPacket = int(sizeof(CallId) / 8) + 3;
+constexpr int kHeaderPackets = kFactorPacket + 1;
 constexpr int kHashPacket = kHeaderPackets;
-static_assert(offsetof(CallHeader, result_offset) % 8 == 0 &&
-              (kHashPacket + 1) * 8 <= int(kHeaderBytes));
+static_assert((kHashPacket + 1) * 8 <= int(kHeaderBytes));
+#if RC_HAS_OFFSETOF
+static_assert(offsetof(CallHeader, factor) == kFactorPacket * 8 &&
+              offsetof(CallHeader, result_offset) == kHeaderPackets * 8);
+#endif
 
 // Different calls have different hashes but for one in 2^64. Each step can be undone, so no change
 // of a single word is lost. It guards against mistakes: a peer that lies could do so in any word.

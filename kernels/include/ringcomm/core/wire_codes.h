@@ -30,6 +30,9 @@
 // at 448 it is 2.57e-2.
 //
 // The sign of a zero is kept by fp8 alone. The payload of a NaN is not kept.
+//
+// Host and CUDA compile these lines; their loops are isa_wires.h and wire_lanes.h. Triton's twin is
+// kernels/tl/wire_codes.py.
 #pragma once
 
 #include "ringcomm/core/dtypes.h"
@@ -94,12 +97,16 @@ using Int4Code = WholeCode<Wire::kInt4, 4>;
 struct Fp8Code {
   static constexpr Wire wire = Wire::kFp8;
   static constexpr float kMost = 256.0f, kMostBeside = 256.0f;
+  static constexpr uint32_t kLeastNormal = 121u << 23;  // the bits of 2^-6
   static RC_FN uint32_t encode(float y) {
     const uint32_t bits = bits_of(y), magnitude = bits & kMagnitude;
-    const uint32_t normal = ((magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3);
-    // The spacing below 2^-6 is 2^-9, and that of FP32 numbers from 2^14 on.
-    const uint32_t subnormal = bits_of(float_of(magnitude) + 16384.0f) - 0x46800000u;
-    return below_or(magnitude, 0x3c800000u, subnormal, normal) | (bits >> 24 & 0x80u);
+    // FP32 numbers have e4m3's spacing at |y| where they are 2^20 times as large, so the sum with
+    // such a power of two is |y| rounded, in steps that its mantissa counts.
+    const uint32_t exponent = magnitude & kInfinityBits;
+    const uint32_t power = exponent > kLeastNormal ? exponent : kLeastNormal;
+    const uint32_t rounder = power + (20u << 23);
+    const uint32_t steps = bits_of(float_of(magnitude) + float_of(rounder)) - rounder;
+    return (steps + (power >> 20) - (kLeastNormal >> 20)) | (bits >> 24 & 0x80u);
   }
   static RC_FN float decode(uint32_t code) {
     const uint32_t magnitude = code & 0x7fu;

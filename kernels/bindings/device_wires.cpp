@@ -1,0 +1,32 @@
+// Codes of wires by a DeviceComm; ringcomm/_native.pyi documents them.
+#include "kernels/bindings/module.h"
+#include "kernels/cuda/device_comm.h"
+
+namespace nb = nanobind;
+
+namespace ringcomm::host {
+
+using device::DeviceComm;
+
+void bind_device_wires(nb::class_<DeviceComm>& c) {
+  c.def(
+       "encode_wire",
+       [](DeviceComm& d, int wire, uintptr_t in, int dtype, uintptr_t out, uint64_t elems) {
+         d.encode_wire(wire_of(wire), at(in), wire_dtype_of(dtype), at(out), elems);
+         return 0;
+       },
+       nb::arg("wire"), nb::arg("in_ptr"), nb::arg("dtype"), nb::arg("out_ptr"), nb::arg("elems"))
+      .def(
+          "sum_wires",
+          [](DeviceComm& d, int wire, uintptr_t in, int count, uint64_t stride_bytes, uintptr_t out,
+             int dtype, uint64_t elems, int divide_by) {
+            check_sources(size_t(count > 0 ? count : 0));
+            d.sum_wires(wire_of(wire), {at(in), count, stride_bytes}, at(out), wire_dtype_of(dtype),
+                        elems, divide_by);
+            return 0;
+          },
+          nb::arg("wire"), nb::arg("in_ptr"), nb::arg("count"), nb::arg("stride_bytes"),
+          nb::arg("out_ptr"), nb::arg("dtype"), nb::arg("elems"), nb::arg("divide_by") = 0);
+}
+
+}  // namespace ringcomm::host

@@ -1,0 +1,123 @@
+"""Codes of wires on a device: the host's bits, and on a GPU their rate beside a copy's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import Communicator, _native
+from ringcomm.comm.arguments import DTYPE_CODES
+from ringcomm.comm.engine import Call
+from ringcomm.comm.nodes.device_codes import DeviceCodes, size_bytes
+from ringcomm.comm.nodes.sums import Span
+from tests.gpu.device import PLAIN, REAL, synchronize
+from tests.gpu.worlds import one_launch_world
+from tests.support.wire_checks import DTYPES, CodingEnd, differences, numbers_of
+
+WIRES = ("int8", "fp8", "int4")
+FLOAT32 = DTYPE_CODES[torch.float32]
+# Larger than the caches of a GPU; an emulated device has no figures, and one block will do.
+RATE_ELEMS, ROUNDS = (1 << 28, 20) if REAL else (300, 1)
+SOURCES = 4
+
+
+@pytest.fixture(scope="module")
+def comm(device: None) -> Any:
+    with one_launch_world(1) as world:
+        yield world[0]
+
+
+def enqueue_of(comm: Communicator) -> Callable[..., None]:
+    """Enqueues a native call, as a communicator over nodes does."""
+
+    def enqueue(name: str, *args: Any) -> None:
+        comm.start_call(Call(name, lambda end: getattr(end, name)(*args), []))
+
+    return enqueue
+
+
+def end_of(comm: Communicator) -> CodingEnd:
+    enqueue = enqueue_of(comm)
+
+    def encode(*args: Any) -> None:
+        enqueue("encode_wire", *args)
+
+    def sum_up(*args: Any) -> None:
+        enqueue("sum_wires", *args)
+
+    def to_host(tensor: torch.Tensor) -> torch.Tensor:
+        synchronize()
+        return tensor.cpu()
+
+    return CodingEnd(encode, sum_up, lambda tensor: tensor.to(PLAIN), to_host)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wire", WIRES)
+def test_the_bits_are_the_hosts(comm: Communicator, wire: str, dtype: torch.dtype) -> None:
+    assert differences(end_of(comm), wire, dtype) == []
+
+
+def test_what_cannot_be_coded_is_refused(comm: Communicator) -> None:
+    enqueue, x = enqueue_of(comm), torch.ones(4, device=PLAIN)
+    for words, name, args in (
+        ("no such wire", "encode_wire", (len(WIRES), x.data_ptr(), FLOAT32, x.data_ptr(), 4)),
+        ("expected float32", "encode_wire", (0, x.data_ptr(), 0, x.data_ptr(), 4)),
+        ("one source or more", "sum_wires", (0, x.data_ptr(), 0, 4, x.data_ptr(), FLOAT32, 4)),
+    ):
+        with pytest.raises(ringcomm.ArgumentError, match=words):
+            enqueue(name, *args)
+
+
+def test_rates(comm: Communicator, record_property: Callable[[str, object], None]) -> None:
+    """Bytes that the kernels move, per second, beside those of a copy of the numbers."""
+    enqueue = enqueue_of(comm)
+    coder = DeviceCodes(enqueue, lambda size: torch.empty(size, dtype=torch.uint8, device=PLAIN))
+    numbers = numbers_of(2432, torch.float32).repeat(-(-RATE_ELEMS // 2432))[:RATE_ELEMS].to(PLAIN)
+    out = torch.empty_like(numbers)
+    span = Span(out.data_ptr(), out.numel())
+    figures: dict[str, tuple[int, Callable[[], object]]] = {
+        "copy": (2 * numbers.nbytes, lambda: out.copy_(numbers))
+    }
+    for wire in WIRES:
+        coded = coder.encode(wire, [numbers])
+        runs = coded.repeat(SOURCES)
+        coded_bytes = size_bytes(wire, RATE_ELEMS)
+
+        def encode(wire: str = wire, coded: torch.Tensor = coded) -> None:
+            given = (numbers.data_ptr(), FLOAT32, coded.data_ptr(), RATE_ELEMS)
+            enqueue("encode_wire", _native.WIRES[wire], *given)
+
+        def add_up(wire: str = wire, runs: torch.Tensor = runs) -> None:
+            coder.add_up(wire, runs, SOURCES, span, FLOAT32)
+
+        figures[f"encode {wire}"] = (numbers.nbytes + coded_bytes, encode)
+        figures[f"sum of {SOURCES} in {wire}"] = (SOURCES * coded_bytes + out.nbytes, add_up)
+    for name, (moved_bytes, call) in figures.items():
+        call()
+        synchronize()
+        if REAL:
+            record_property(f"GB/s, {name}", f"{moved_bytes / seconds_of(call) / 1e9:.0f}")
+    # The last sum: four times what the numbers are in int4.
+    one = torch.empty_like(numbers)
+    coder.add_up("int4", runs, 1, Span(one.data_ptr(), one.numel()), FLOAT32)
+    synchronize()
+    finite = one.isfinite() & (one.abs() < 1e37)
+    assert torch.equal(out[finite], 4 * one[finite])
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """The shortest of some rounds, on the device's clock."""
+    taken = []
+    for _ in range(ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) / 1e3)
+    return min(taken)

@@ -1,0 +1,63 @@
+"""What Triton compiles of the codes of wires, executed, has the host's bits.
+
+As kernels of one's own are compiled: products and sums may become one operation there.
+"""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ringcomm._tl.hooks import IS_INTERPRETED
+from tests.support.emulator import ptx
+from tests.support.emulator.library import COMPILER, library
+from tests.support.triton_device import PtxLauncher, executed
+from tests.support.wire_checks import CodingEnd, differences
+from tests.tl.test_wire_codes import coding_end
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(IS_INTERPRETED, reason="TRITON_INTERPRET is set: nothing compiles"),
+    pytest.mark.skipif(COMPILER is None, reason="the emulator needs a C++ compiler"),
+]
+
+# For sm_90 Triton makes of int4 what the interpreter of PTX does not know (stmatrix).
+CAPABILITIES = {"fp8": 90, "int4": 80}
+if os.environ.get("RINGCOMM_PTX_CHECK") == "all":
+    CAPABILITIES["int8"] = 90
+CASES = ((2432, 0), (191, 1))
+
+
+def _allowed(tensor: torch.Tensor) -> torch.Tensor:
+    ptx.allow(tensor)
+    return tensor
+
+
+def _differences(gpu: PtxLauncher, wire: str) -> list[str]:
+    made = coding_end()
+    library().ptx_be_strict(1)
+    with executed(gpu):
+        end = CodingEnd(made.encode, made.sum, _allowed, made.to_host)
+        try:
+            return differences(end, wire, torch.float32, CASES)
+        finally:
+            ptx.forget_allowed()
+
+
+@pytest.mark.parametrize("wire", CAPABILITIES)
+def test_the_bits_are_the_hosts(wire: str) -> None:
+    gpu = PtxLauncher(capability=CAPABILITIES[wire])
+    assert _differences(gpu, wire) == []
+    assert ptx.failure() is None
+    assert all(each.metadata.enable_fp_fusion for each in gpu.made)
+
+
+def test_a_mutant_is_seen() -> None:
+    def changed(text: str) -> str:
+        assert "mul.rn.f32" in text
+        return text.replace("mul.rn.f32", "add.rn.f32")
+
+    assert _differences(PtxLauncher(text_of=changed), "fp8")
+    assert ptx.failure() is None

@@ -1,0 +1,105 @@
+"""The PTX of the wires' kernels, executed, makes the host's codes and sums, and mutants do not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ringcomm import _native
+from tests.proof.ptx.small_jobs import SLIPS, part_of
+from tests.support import nvrtc
+from tests.support.device_worlds import Devices
+from tests.support.emulator import ptx
+from tests.support.emulator.library import COMPILER, PtxSchedule
+from tests.support.emulator.ptx import PtxKernels, RefusedError, ptx_of
+from tests.support.wire_checks import CASES, DTYPES, CodingEnd, differences
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(nvrtc.library_path() is None, reason=nvrtc.NEEDS_NVRTC),
+    pytest.mark.skipif(COMPILER is None, reason="the emulator needs a C++ compiler"),
+]
+
+WIRES = ("int8", "fp8", "int4")
+# More than a block of the grid has, so that there are two.
+TWO_BLOCKS = ((8_500, 0),)
+
+
+@pytest.fixture(scope="module")
+def devices() -> Iterator[Devices]:
+    made = Devices("emulated", devices=1)
+    with made.runtime.on_device(0):
+        yield made
+    made.close()
+
+
+def end_of(devices: Devices, kernels: PtxKernels) -> CodingEnd:
+    """The native end of one rank, which has met nobody, with the PTX of its kernels."""
+    runtime = devices.runtime
+
+    def find(unit: str, name: str) -> int:
+        return kernels.kernel(unit, name, runtime.find_kernel(0, unit, name).handle)
+
+    native = _native.DeviceComm(
+        _native.Driver(runtime.driver_library), (0, 1), (1, 2, 1024), (0, 0), 1000, 0, find
+    )
+    native.stream = runtime.current_stream(0)
+
+    def to_device(tensor: torch.Tensor) -> torch.Tensor:
+        ptx.allow(tensor)
+        return tensor
+
+    def to_host(tensor: torch.Tensor) -> torch.Tensor:
+        runtime.synchronize(0)
+        return tensor
+
+    return CodingEnd(native.encode_wire, native.sum_wires, to_device, to_host)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wire", WIRES)
+def test_the_bits_are_the_hosts(devices: Devices, wire: str, dtype: torch.dtype) -> None:
+    kernels = PtxKernels(PtxSchedule(7), part=part_of)
+    cases = CASES + (TWO_BLOCKS if dtype == torch.float32 else ())
+    assert differences(end_of(devices, kernels), wire, dtype, cases) == []
+    assert ptx.failure() is None
+    ptx.forget_allowed()
+
+
+# Patterns of the text, and what they become.
+MUTANTS = {
+    **{name: SLIPS[name] for name in ("too few lanes at a shuffle", "another lane of a shuffle")},
+    "another operand of a store": SLIPS["a store's other operand"],
+    "codes one higher": (r"(add\.rn\.f32\s.*)0f4B400000;", r"\g<1>0f4B400001;"),
+    "no reciprocal": (r"rcp\.rn\.f32", "mov.f32"),
+    "infinities as numbers": (r"(and\.b32\s.*), 8388608;", r"\1, 0;"),
+    "tiny numbers as others": (
+        r"0f5F800000, 0f3F800000|0f3F800000, 0f5F800000",
+        "0f3F800000, 0f3F800000",
+    ),
+    "no division": (r"(div\.rn\.f32\s+%f\d+, %f\d+), %f\d+;", r"\1, 0f3F800000;"),
+    "sums of the last alone": (r"add\.rn\.f32(\s+%f\d+, )%f\d+, (%f\d+);", r"mov.f32\1\2;"),
+    "another byte of a scale": (r"(ld\.u8\s+%\w+, \[%rd\d+\+)2\]", r"\g<1>1]"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_seen(devices: Devices, mutant: str) -> None:
+    whole = ptx_of("wires_int8/float32")
+    changed = re.sub(*MUTANTS[mutant], whole)
+    assert changed != whole
+    kernels = PtxKernels(part=part_of, text_of=lambda part: changed)
+    try:
+        found: object = differences(end_of(devices, kernels), "int8", torch.float32)
+    except RefusedError:  # such a text shows nothing
+        raise
+    except RuntimeError as error:  # what a kernel did wrong, as the next call hears of it
+        found = error
+    finally:
+        found = found or ptx.failure()
+        ptx.forget()
+        ptx.forget_allowed()
+    assert found

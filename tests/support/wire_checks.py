@@ -1,0 +1,94 @@
+"""Codes of wires that a device makes and adds up, beside the host's, with the ends of all runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.arguments import DTYPE_CODES
+from tests.comm.test_wire_codes import blocks_of_all_kinds, encode, total
+
+Tensor = torch.Tensor
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Numbers of a run, and elements (of codes: bytes) by which it lies off any alignment. Blocks of all
+# kinds, whole and behind each other; others; and ends of all kinds.
+CASES = ((2432, 0), (301, 1), (255, 0), (191, 1), (64, 0), (2, 0), (1, 1))
+_GUARD = 0xA5
+
+
+@dataclass(frozen=True)
+class CodingEnd:
+    """What makes codes on a device.
+
+    Attributes:
+        encode, sum: ``encode_wire`` and ``sum_wires`` of the native device communicator.
+        to_device: brings a tensor of the host to the device, where kernels may use it.
+        to_host: returns what is there once all calls are done.
+    """
+
+    encode: Callable[..., object]
+    sum: Callable[..., object]
+    to_device: Callable[[Tensor], Tensor]
+    to_host: Callable[[Tensor], Tensor]
+
+
+def numbers_of(elems: int, dtype: torch.dtype) -> Tensor:
+    """Blocks of all kinds, as often as they are wanted."""
+    kinds = blocks_of_all_kinds().flatten()
+    return kinds.repeat(-(-elems // kinds.numel()))[:elems].to(dtype)
+
+
+def differences(
+    end: CodingEnd, wire: str, dtype: torch.dtype, cases: Sequence[tuple[int, int]] = CASES
+) -> list[str]:
+    """Returns what is not as the host has it."""
+    return [
+        f"{what} of {elems} numbers, {skip} off"
+        for elems, skip in cases
+        for what in (
+            *_wrong_codes(end, wire, numbers_of(elems, dtype), skip),
+            *_wrong_sums(end, wire, numbers_of(elems, dtype), skip),
+        )
+    ]
+
+
+def _wrong_codes(end: CodingEnd, wire: str, numbers: Tensor, skip: int) -> Iterator[str]:
+    wanted, elems = encode(wire, numbers), numbers.numel()
+    given = end.to_device(torch.cat([numbers[:skip], numbers]))[skip:]
+    room = end.to_device(torch.full((skip + wanted.numel() + 16,), _GUARD, dtype=torch.uint8))
+    code, dtype = _native.WIRES[wire], DTYPE_CODES[numbers.dtype]
+    end.encode(code, given.data_ptr(), dtype, room[skip:].data_ptr(), elems)
+    found = end.to_host(room)
+    inside = found[skip : skip + wanted.numel()]
+    if not torch.equal(inside, wanted):
+        yield "codes"
+    if int(found.int().sum() - inside.int().sum()) != _GUARD * (skip + 16):
+        yield "what lies beside the codes"
+
+
+def _wrong_sums(end: CodingEnd, wire: str, numbers: Tensor, skip: int) -> Iterator[str]:
+    elems, dtype = numbers.numel(), DTYPE_CODES[numbers.dtype]
+    runs = [encode(wire, each) for each in (numbers, numbers.flip(0), numbers * 0.75)]
+    stride = runs[0].numel() + (-runs[0].numel() % 16 if skip == 0 else 0)
+    padded = [torch.nn.functional.pad(run, (0, stride - run.numel())) for run in runs]
+    coded = end.to_device(torch.cat([padded[0][:skip], *padded]))[skip:]
+    for count, divide_by in ((1, 0), (3, 5)):
+        wanted = total(wire, runs[:count], elems, numbers.dtype, divide_by)
+        room = end.to_device(torch.full((skip + elems + 4,), 77.0, dtype=numbers.dtype))
+        given = (coded.data_ptr(), count, stride, room[skip:].data_ptr())
+        end.sum(_native.WIRES[wire], *given, dtype, elems, divide_by)
+        found = end.to_host(room)
+        if not _alike(found[skip : skip + elems], wanted):
+            yield f"the sum of {count} by {divide_by}"
+        if not (found[:skip].eq(77).all() and found[skip + elems :].eq(77).all()):
+            yield "what lies beside the sum"
+
+
+def _alike(found: Tensor, wanted: Tensor) -> bool:
+    """Equal bits, but any NaN for a NaN: its payload is the machine's."""
+    bits = {4: torch.int32, 2: torch.int16}[found.element_size()]
+    both_nan = found.isnan() & wanted.isnan()
+    return bool(((found.view(bits) == wanted.view(bits)) | both_nan).all())

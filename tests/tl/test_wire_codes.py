@@ -1,0 +1,70 @@
+"""The codes of wires by Triton's functions, in the interpreter, with the host's bits."""
+
+import itertools
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from tests.support.wire_checks import CodingEnd, differences
+from tests.tl.interpreter import interpreted
+
+# Not imported: the ranks, which import this file, must set TRITON_INTERPRET first.
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+WIRES = ("int8", "fp8", "int4")
+BLOCKS = 8
+# Blocks of all kinds, in the type that has them; and ends of all kinds, on and off alignments.
+CASES = {
+    torch.float32: ((2432, 0), (191, 1), (2, 0)),
+    torch.bfloat16: ((301, 0), (255, 1)),
+    torch.float16: ((640, 0), (64, 1)),
+}
+
+
+def coding_end():
+    """Triton's kernels that encode and sum, wherever its launches take place."""
+    from ringcomm import _native
+    from ringcomm._tl.launch import DTYPES
+    from tests.tl.kernels import encode_kernel, sum_codes_kernel
+
+    wires = {code: wire for wire, code in _native.WIRES.items()}
+    types = {_native.DTYPES[name]: dtype for name, dtype in DTYPES.items()}
+
+    def programs(elems):
+        return (-(-elems // (BLOCKS * 128)),)
+
+    def encode(wire, source, dtype, out, elems):
+        how = {"DTYPE": types[dtype], "BLOCKS": BLOCKS, "WIRE": wires[wire]}
+        encode_kernel[programs(elems)](out, source, elems, **how)
+
+    def sum_up(wire, source, count, stride, out, *rest):
+        dtype, elems, divide_by = rest
+        how = {"DTYPE": types[dtype], "BLOCKS": BLOCKS, "WIRE": wires[wire]}
+        sum_codes_kernel[programs(elems)](
+            out, source, elems, stride, COUNT=count, DIVISOR=max(divide_by, 1), **how
+        )
+
+    return CodingEnd(encode, sum_up, lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _all(store, rank, world):
+    with interpreted():
+        end = coding_end()
+    found = {}
+    for wire, (dtype, cases) in itertools.product(WIRES, CASES.items()):
+        found[f"{wire} {dtype}"] = differences(end, wire, dtype, cases)
+    # A mutant is seen.
+    from ringcomm._tl import wire_codes
+
+    vars(wire_codes)["_product"] = lambda a, b: a + b
+    found["mutant"] = differences(end, "int8", torch.float32, ((191, 1),))
+    return found
+
+
+def test_the_bits_are_the_hosts():
+    (found,) = run_ranks(_all, 1, timeout_s=100)
+    assert found.pop("mutant")
+    assert found == {key: [] for key in found}
+    assert len(found) == len(WIRES) * len(CASES)
