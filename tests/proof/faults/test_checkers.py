@@ -218,6 +218,8 @@ def test_a_report_is_read(name):
 
 
 def test_what_is_as_promised_is_not_reported():
+    # A plan that another file of this process has left is not what is looked for.
+    _native.disarm_fault()
     assert list(check_report(KILLED, GOOD)) == []
     assert list(check_report(DELAYED, LATE)) == []
     assert list(check_report(DELAYED, GOOD)) != []

@@ -51,11 +51,16 @@ OPTIONS = {
         "--engine", "--stage", "--backend", "--dtype", "--loss-scale", "--device", "--save-every",
         "--resume", "--memory", "--state-on", "--state-resident-mib", "--state-buffer-mib",
     ),
-    "doctor": ("--no-self-test",),
+    "doctor": ("--no-self-test", "--json"),
+    "report": ("--pid", "--output", "--title", "--plotly", "trace.json", "pipe"),
     "bench": ("-b", "-e", "-g", "--ranks", "--json", "all_reduce"),
 }  # fmt: skip
 # With these a command gets past its parser.
-SOUND = {"estimate": ["--params", "1e6", "--world", "2"], "trace": ["trace.json"]}
+SOUND = {
+    "estimate": ["--params", "1e6", "--world", "2"],
+    "report": ["--plotly", "plotly.js", "trace.json"],
+    "trace": ["trace.json"],
+}
 
 
 def arguments(command: str, chance: Random) -> list[str]:
@@ -76,6 +81,7 @@ def nothing_starts(monkeypatch, tmp_path):
         world[0].barrier()
         recording = world[0].recording()
     Path("trace.json").write_text(trace_file.text_of(trace_file.Trace(recording, 0, 1.0, "")))
+    Path("plotly.js").write_text("/* plotly.js v1.2.3 */")
 
     def start(*_: object, **__: object) -> None:
         raise Started

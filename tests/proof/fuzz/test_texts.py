@@ -19,6 +19,8 @@ import torch
 from torch.distributed import HashStore
 
 from ringcomm import Communicator, CorruptedError, RingcommError, _native
+from ringcomm.cli.report import sources
+from ringcomm.cli.report.page import Library, page
 from ringcomm.comm import object_codec
 from ringcomm.comm.topology import model
 from ringcomm.errors import ArgumentError, CheckpointError, MismatchError, RendezvousError
@@ -149,6 +151,55 @@ def test_a_rate_too_large_for_a_float():
     sound["pairs"][0]["nvlinks"]["link_gbps"] = 10**400
     with pytest.raises(ArgumentError, match=r"link_gbps: expected a number"):
         model.from_json(json.dumps(sound), "file")
+
+
+BENCHMARK = {
+    "schema": 1,
+    "provenance": {"cpu": "a", "commit": "b"},
+    "rows": [
+        {"collective": name, "size_bytes": size, "ranks": 2, "dtype": "float32", "system": "gloo"}
+        | {"placement": "out", "time_us": 1.5, "best_us": 1.0, "p95_us": 2.0, "busbw_gbps": speed}
+        | {"ratio": 1.0, "ratio_low": 0.5, "ratio_high": 2.0, "wrong": 0, "held_bytes": 5}
+        for name, speed in (("all_reduce", 1.0), ("training_step", None))
+        for size in (64, 128)
+    ],
+}
+OF_RUNS: tuple[dict[str, Any], ...] = (
+    BENCHMARK,
+    {"passed": True, "parts": {"a": BENCHMARK}},
+    {
+        "engine": {"name": "zero"},
+        "config": {"model": {"width": 1}},
+        "ranks": 2,
+        "outcome": {"first_step": 0, "losses": [2.0, 1.0], "steps_s": [0.5, 0.25]}
+        | {"held_out_before": 2.0, "held_out_after": 1.0, "tokens_per_s": 3.0}
+        | {"memory": [{"before_bytes": 1, "steps_bytes": [2, 3]}]},
+    },
+    {"schema": 1, "findings": [{"name": "a", "verdict": "ok", "value": "b", "advice": ""}]},
+    {
+        "traceEvents": [
+            {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "rank 0"}},
+            {"ph": "X", "name": "a", "cat": "wait", "pid": 0, "tid": 1, "ts": 1.0, "dur": 2.0},
+        ]
+    },
+)
+
+
+def test_files_of_reports(tmp_path):
+    """What is taken becomes a page: no number or text that was read stops it."""
+    chance, path, library = Random(19), tmp_path / "run.json", Library("", "1.2.3")
+
+    def made() -> None:
+        page("run", sources.find([path]).sections, [], library).encode()
+
+    refused = 0
+    for sound in OF_RUNS:
+        path.write_text(json.dumps(sound))
+        made()
+        for _ in range(60 * SCALE):
+            path.write_bytes(text_of(sound, chance))
+            refused += refuses_only_with((ArgumentError,), made)
+    assert 100 * SCALE < refused < len(OF_RUNS) * 60 * SCALE
 
 
 OBJECT = {

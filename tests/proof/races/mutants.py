@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,6 +88,26 @@ EVERYWHERE = {
         ENDPOINT, "st.base += st.items;", "if (!CHOSEN) st.base += st.items;"
     ),
 }
+
+
+# On a busy machine the threads of one run may never meet where a mutant lets them.
+TRIES = 6
+
+
+def survivors(mutants: Mapping[str, Mutant], passes: Callable[[str, int], bool]) -> list[str]:
+    """Returns the names of the mutants that ``TRIES`` runs of each do not show.
+
+    Args:
+        mutants: numbered from 1, as :func:`write_sources` has them.
+        passes: runs the mutant of a name and number, and says whether nothing was found.
+    """
+
+    def survives(name: str, number: int) -> bool:
+        return all(passes(name, number) for _ in range(TRIES))
+
+    with ThreadPoolExecutor(2) as pool:
+        alive = list(pool.map(survives, mutants, range(1, len(mutants) + 1)))
+    return [name for name, lives in zip(mutants, alive, strict=True) if lives]
 
 
 def write_sources(root: Path, mutants: Mapping[str, Mutant], always: Iterable[Mutant] = ()) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.proof.races.mutants import Mutant, write_sources
+from tests.proof.races.mutants import EVERYTHING, Mutant, write_sources
 from tests.proof.races.test_races import run
 from tests.support import ROOT, together
 from tests.support.compiler import (
@@ -14,9 +14,10 @@ from tests.support.compiler import (
     compile_to,
 )
 
-# World, generations, rounds; the first shows the mutants.
+# World, generations, rounds; the first shows the mutants. Where no mutant is to be shown, a few
+# generations have every order of accesses that the sanitizer can judge.
 SHOWING = (2, 20, 12)
-WORLDS = [SHOWING, (3, 6, 2), (4, 2, 2)]
+WORLDS = [SHOWING, (3, 6, 2), (4, 2, 2)] if EVERYTHING else [(2, 6, 12), (3, 2, 2)]
 RUNS = 10
 # Sources without mutants, apart from those that other programs have too, and with them.
 STEADY = (

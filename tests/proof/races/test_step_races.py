@@ -1,12 +1,11 @@
 """The optimizer's collectives under ThreadSanitizer, and mutants that must be rejected."""
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.proof.races import test_races as races
-from tests.proof.races.mutants import SIGNAL, Mutant, of_this_run, without, write_sources
+from tests.proof.races.mutants import SIGNAL, Mutant, of_this_run, survivors, without, write_sources
 from tests.support import ROOT
 from tests.support.compiler import NEEDS_COMPILER, compile_to
 
@@ -62,9 +61,7 @@ def test_no_race_and_right_results(program):
 def test_mutants_are_rejected(program):
     races.assert_right(program, SHOWING)
 
-    def survives(number: int) -> bool:
+    def passes(name: str, number: int) -> bool:
         return all(races.run(program, team, number).returncode == 0 for team in SHOWING)
 
-    with ThreadPoolExecutor(2) as pool:
-        alive = list(pool.map(survives, range(1, len(MUTANTS) + 1)))
-    assert [name for name, lives in zip(MUTANTS, alive, strict=True) if lives] == []
+    assert survivors(MUTANTS, passes) == []

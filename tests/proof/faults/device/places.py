@@ -55,9 +55,11 @@ class Place:
         return self.kind == "emulated"
 
     def world(self, n: int = 2, timeout: float = LONG_S, options: CommOptions = OPTIONS) -> Any:
-        """``n`` ranks of this process."""
+        """``n`` ranks of this process, whose calls have ``timeout``; to meet they have longer."""
         made: Callable[..., LocalWorld] = ringcomm.local_world
-        world = made(n, device=DEVICE, timeout=timeout, options=options, heap_bytes=HEAP_BYTES)
+        world = made(n, device=DEVICE, timeout=LONG_S, options=options, heap_bytes=HEAP_BYTES)
+        for each in world:
+            each.timeout = timeout
         self._worlds.append(world)
         return world
 
