@@ -34,7 +34,7 @@ SHAPES = ((16, 2), (64, 2), (16, 8), (64, 8))
 
 
 @dataclass(frozen=True)
-class Shape:
+class RoutedShape:
     """A layer's tokens and routes on each rank."""
 
     tokens: int
@@ -52,7 +52,7 @@ class Inputs(NamedTuple):
     of_out: Tensor
 
 
-def inputs(shape: Shape, rank: int) -> Inputs:
+def inputs(shape: RoutedShape, rank: int) -> Inputs:
     seed = torch.Generator(device="cpu").manual_seed(rank)
     x = torch.randn(shape.tokens, shape.hidden, generator=seed)
     scores, idx = torch.rand(shape.tokens, shape.experts, generator=seed).topk(shape.k)
@@ -62,7 +62,7 @@ def inputs(shape: Shape, rank: int) -> Inputs:
 class ByHand:
     """What a layer does with all_to_all_single."""
 
-    def __init__(self, shape: Shape, group: Any) -> None:
+    def __init__(self, shape: RoutedShape, group: Any) -> None:
         self._shape, self._group = shape, group
         self._world = dist.get_world_size(group)
 
@@ -103,7 +103,7 @@ def inverse(order: Tensor) -> Tensor:
 Dispatch = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]]
 
 
-def by_hand(shape: Shape, group: Any) -> Dispatch:
+def by_hand(shape: RoutedShape, group: Any) -> Dispatch:
     def run(x: Tensor, idx: Tensor, weights: Tensor) -> Any:
         layer = ByHand(shape, group)
         return layer.dispatch(x, idx), layer.combine
@@ -111,7 +111,7 @@ def by_hand(shape: Shape, group: Any) -> Dispatch:
     return run
 
 
-def ours(shape: Shape, comm: ringcomm.Communicator) -> Dispatch:
+def ours(shape: RoutedShape, comm: ringcomm.Communicator) -> Dispatch:
     def run(x: Tensor, idx: Tensor, weights: Tensor) -> Any:
         rows, _, handle = moe.dispatch(x, idx, weights, shape.experts, comm)
         return rows, lambda y, _: moe.combine(y, handle)
@@ -151,7 +151,7 @@ def _results(call: Call) -> list[Tensor]:
     return list(found)
 
 
-def lines(shape: Shape, kind: str, times: dict[str, list[float]]) -> list[str]:
+def lines(shape: RoutedShape, kind: str, times: dict[str, list[float]]) -> list[str]:
     found = []
     for name, taken in times.items():
         against = [one / here for one, here in zip(taken, times[OURS], strict=True)]
@@ -183,7 +183,7 @@ def main(arguments: list[str]) -> None:
         print(f"experts   k {'':9} {'':32} {'ms':>9} {'ratio':>7} {'low':>7} {'high':>7}")
     chosen = [tuple(map(int, each.split(","))) for each in options.shapes] or SHAPES
     for experts, k in chosen:
-        shape = Shape(options.tokens, options.hidden, experts, k)
+        shape = RoutedShape(options.tokens, options.hidden, experts, k)
         given = inputs(shape, comm.rank)
         of_experts = ours(shape, comm)(given.x, given.idx, given.weights)[0].clone()
         for kind, backward in (("forward", False), ("backward", True)):

@@ -76,7 +76,8 @@ def dispatch(
         topk_idx,
         None if topk_weights is None else topk_weights.detach(),
         num_experts,
-        -1 if max_rows is None else max_rows,
+        # To the operator -1 means None, and what is below it is refused on all ranks.
+        -1 if max_rows is None else -2 if max_rows == -1 else max_rows,
         wire,
         key,
         world_size,

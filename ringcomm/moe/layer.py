@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.comm.groups import Group, communicator_of
 from ringcomm.errors import ArgumentError, where
+from ringcomm.functional import all_reduce
 from ringcomm.moe.dispatch import combine, dispatch
 from ringcomm.moe.routing import RoutingOptions, route
 
@@ -33,11 +34,16 @@ class MoE(nn.Module):
             backend or one-dimensional mesh, such as ``mesh["ep"]``; None means the default group.
         num_experts: of all ranks; only needed where ``experts`` is no list.
         options: choices, equal on all ranks.
+        counted_over: the ranks over whose tokens experts are kept busy alike, usually all that
+            train the layer: ``auxiliary_loss`` takes the shares of all their tokens, after one
+            small all-reduce, and its mean over them is the loss of all tokens together;
+            :meth:`update_bias` adds up their counts. None: the loss is of this rank's tokens alone,
+            and :meth:`update_bias` is over ``group``.
 
     Attributes:
         num_experts: of all ranks.
-        auxiliary_loss: of the last forward, of this rank's tokens; to be added to the loss, times a
-            factor such as 0.01. None before the first.
+        auxiliary_loss: of the last forward; to be added to the loss, times a factor such as 0.01.
+            None before the first.
         bias: float32 [num_experts], in the state dict; zeros without ``balance_bias``.
         tokens_by_expert: int64 [num_experts], how many of this rank's tokens went to each expert in
             training since the last :meth:`update_bias`.
@@ -59,13 +65,17 @@ class MoE(nn.Module):
         *,
         num_experts: int | None = None,
         options: RoutingOptions | None = None,
+        counted_over: Group = None,
     ) -> None:
         super().__init__()
         comm = communicator_of(group, _MOE)
         self._head = where(_MOE, comm.rank, comm.world_size)
         self.router = router
+        # What zero keeps in FP32 it would cast back to the dtype of the parameters around it.
+        router.returns_fp32 = True  # type: ignore[assignment]
         self.experts = experts
         self.group = group
+        self.counted_over = counted_over
         self.options = RoutingOptions() if options is None else options
         self.num_experts = self._number(comm.world_size, num_experts)
         self._check_router()
@@ -118,9 +128,9 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, x.size(-1))
         with torch.autocast(tokens.device.type, enabled=False):
             logits = self.router(tokens.float())
-            self._check_logits(logits)
+            self._check_logits(tokens, logits)
             biased = self.options.balance_bias > 0
-            routing = route(logits, self.bias if biased else None, self.options)
+            routing = route(logits, self.bias if biased else None, self.options, self.counted_over)
         self.auxiliary_loss = routing.auxiliary_loss
         if self.training:
             with torch.no_grad():
@@ -137,12 +147,22 @@ class MoE(nn.Module):
         out = combine(self._of_experts(rows, counts), handle)
         return out.reshape(*x.shape[:-1], out.size(-1))
 
-    def _check_logits(self, logits: Tensor) -> None:
-        if logits.dim() != 2 or logits.size(1) != self.num_experts or logits.dtype != torch.float32:
-            raise ArgumentError(
-                f"{self._head}: router: expected float32 [tokens, {self.num_experts}], got "
-                f"{logits.dtype} {tuple(logits.shape)}"
-            )
+    def _check_logits(self, tokens: Tensor, logits: Tensor) -> None:
+        scored = logits.dim() == 2 and logits.size(1) == self.num_experts
+        if scored and logits.dtype == torch.float32:
+            return
+        message = (
+            f"{self._head}: router: expected float32 [tokens, {self.num_experts}], a number for "
+            f"each expert of all ranks, got {logits.dtype} {tuple(logits.shape)}"
+        )
+        # Ranks with fewer experts, or another router, would wait for this one.
+        if self.counted_over is not None:
+            all_reduce(logits.new_zeros(logits.size(-1) + 1).long(), group=self.counted_over)
+        nowhere = torch.full((len(tokens), 1), -1, device=tokens.device)
+        try:
+            dispatch(tokens, nowhere, None, 0, self.group)
+        except ArgumentError as refusal:
+            raise ArgumentError(message) from refusal
 
     def _of_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         if not isinstance(self.experts, nn.ModuleList):
@@ -160,9 +180,11 @@ class MoE(nn.Module):
         To be called after each optimizer step, where ``balance_bias`` is above 0.
 
         Args:
-            group: all ranks that train the layer; None for those that its experts are divided over.
+            group: all ranks that train the layer; None for ``counted_over``, or else those that its
+                experts are divided over.
         """
-        comm = communicator_of(self.group if group is None else group, f"{_MOE}.update_bias")
+        ranks = next((each for each in (group, self.counted_over) if each is not None), self.group)
+        comm = communicator_of(ranks, f"{_MOE}.update_bias")
         counts = self.tokens_by_expert.clone()
         comm.all_reduce(counts)
         missing = counts.float().mean() - counts

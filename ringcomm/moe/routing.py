@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 import torch
 
+from ringcomm.comm.groups import Group, communicator_of
 from ringcomm.errors import ArgumentError
+from ringcomm.functional import all_reduce
 
 Tensor = torch.Tensor
 _SCORES = ("softmax", "sigmoid")
@@ -63,7 +65,7 @@ class Routing(NamedTuple):
         topk_idx: int64 [tokens, k].
         topk_weights: float32 [tokens, k].
         counts: int64 [experts], how many tokens go to each.
-        auxiliary_loss: of this rank's tokens; float32, a scalar.
+        auxiliary_loss: float32, a scalar; its gradient is one of this rank's tokens.
     """
 
     topk_idx: Tensor
@@ -72,13 +74,16 @@ class Routing(NamedTuple):
     auxiliary_loss: Tensor
 
 
-def route(logits: Tensor, bias: Tensor | None, options: RoutingOptions) -> Routing:
-    """Chooses the experts of tokens.
+def route(
+    logits: Tensor, bias: Tensor | None, options: RoutingOptions, counted_over: Group = None
+) -> Routing:
+    """Chooses the experts of tokens; collective with ``counted_over``.
 
     Args:
         logits: float32 [tokens, experts].
         bias: float32 [experts], added to the scores by which experts are chosen, or None.
         options: choices.
+        counted_over: the ranks whose tokens the auxiliary loss counts together; None for this one.
     """
     softmax = options.scores == "softmax"
     scores = logits.softmax(-1) if softmax else logits.sigmoid()
@@ -91,7 +96,12 @@ def route(logits: Tensor, bias: Tensor | None, options: RoutingOptions) -> Routi
     counts = torch.zeros(experts, dtype=torch.int64, device=logits.device)
     counts.scatter_add_(0, topk_idx.reshape(-1), torch.ones_like(topk_idx).reshape(-1))
     probabilities = scores if softmax else scores / scores.sum(-1, keepdim=True)
+    of_all, ranks = torch.cat([counts, counts.new_tensor([logits.size(0)])]), 1
+    if counted_over is not None:
+        # Counts are whole numbers that no gradient reaches, so one sum of them is all.
+        of_all = all_reduce(of_all, group=counted_over)
+        ranks = communicator_of(counted_over, "moe.MoE").world_size
     # A rank without tokens has a loss of 0, which still reaches the router.
-    share = counts / counts.sum().clamp(min=1)
-    mean = probabilities.sum(0) / max(logits.size(0), 1)
-    return Routing(topk_idx, topk_weights, counts, experts * (share * mean).sum())
+    share = of_all[:-1] / of_all[:-1].sum().clamp(min=1)
+    mean = probabilities.sum(0) / of_all[-1].clamp(min=1)
+    return Routing(topk_idx, topk_weights, counts, ranks * experts * (share * mean).sum())

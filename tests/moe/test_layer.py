@@ -11,9 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ringcomm
-from ringcomm import ArgumentError, CommOptions, moe, zero
+from ringcomm import ArgumentError, CommOptions, MismatchError, moe
 from ringcomm.comm.local_world import LocalWorld
-from ringcomm.optim import AdamW
 from tests.moe.cases import seeded
 
 Tensor = torch.Tensor
@@ -41,12 +40,14 @@ def filled(module: nn.Module, seed: int) -> nn.Module:
 
 
 def layer(
-    comm: ringcomm.Communicator, options: moe.RoutingOptions | None = None, experts: int = EXPERTS
+    comm: ringcomm.Communicator,
+    options: moe.RoutingOptions | None = None,
+    counted_over: ringcomm.Communicator | None = None,
 ) -> Any:
-    here = experts // comm.world_size
+    here = EXPERTS // comm.world_size
     mine = nn.ModuleList(expert(comm.rank * here + number) for number in range(here))
-    router = filled(nn.Linear(HIDDEN, experts, bias=False), 99)
-    return moe.MoE(router, mine, comm, options=options)
+    router = filled(nn.Linear(HIDDEN, EXPERTS, bias=False), 99)
+    return moe.MoE(router, mine, comm, options=options, counted_over=counted_over)
 
 
 def tokens(rank: int, count: int = 20) -> Tensor:
@@ -120,6 +121,58 @@ def test_the_auxiliary_loss_is_that_of_switch_transformers(world):
         assert made.auxiliary_loss == 0 and made.auxiliary_loss.requires_grad
 
     world.run(body)
+
+
+def test_shares_of_all_tokens_make_the_loss_of_all(world):
+    """Ranks with unlike numbers of tokens: the mean of their losses is that of one with all."""
+    ranks = len(world)
+    whole = torch.cat([tokens(rank, 5 + 4 * rank) for rank in range(ranks)])
+    with ringcomm.local_world(1) as one:
+        made = layer(one[0])
+        made(whole)
+        made.auxiliary_loss.backward()
+        expected, of_router = made.auxiliary_loss.detach(), made.router.weight.grad
+        counts = made.tokens_by_expert
+
+    def body(comm):
+        made = layer(comm, counted_over=comm)
+        made(tokens(comm.rank, 5 + 4 * comm.rank))
+        (made.auxiliary_loss / ranks).backward()
+        total, grad = made.auxiliary_loss.detach() / ranks, made.router.weight.grad
+        here = made.tokens_by_expert.clone()
+        for each in (total, grad, here):
+            comm.all_reduce(each)
+        torch.testing.assert_close(total, expected)
+        torch.testing.assert_close(grad, of_router)
+        assert torch.equal(here, counts)
+        # What this rank alone does not decide has no gradient: the shares are numbers.
+        again = layer(comm, counted_over=comm)
+        x = tokens(comm.rank, 5 + 4 * comm.rank)
+        again(x)
+        of_mean = EXPERTS * ranks * (counts / counts.sum() * again.router(x).softmax(-1).sum(0))
+        torch.testing.assert_close(again.auxiliary_loss, of_mean.sum() / len(whole))
+
+    world.run(body)
+
+
+def test_a_bias_counts_over_the_ranks_that_it_is_told():
+    """Groups of two ranks each: counted over all ranks, the biases agree."""
+
+    def body(comm):
+        group = comm.split(comm.rank // 2)
+        found = []
+        for counted_over in (None, comm):
+            options = moe.RoutingOptions(top_k=1, normalized=False, balance_bias=0.5)
+            made = layer(group, options, counted_over=counted_over)
+            made(tokens(comm.rank // 2, 3))
+            made.update_bias()
+            biases = made.bias.new_empty(4, EXPERTS)
+            comm.all_gather_into_tensor(biases, made.bias)
+            found.append(bool((biases == made.bias).all()))
+        assert found == [False, True]
+
+    with ringcomm.local_world(4, options=CommOptions(timeout=60)) as four:
+        four.run(body)
 
 
 def test_a_bias_evens_out_the_experts(world):
@@ -202,6 +255,25 @@ def test_room_for_rows_behind(world):
     world.run(body)
 
 
+@pytest.mark.parametrize("counted", [False, True])
+def test_one_rank_has_more_experts(counted):
+    """Its router has no scores for them: it says so, and no rank waits for it."""
+
+    def body(comm):
+        here = EXPERTS // comm.world_size + (comm.rank == 1)
+        experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(here))
+        router = filled(nn.Linear(HIDDEN, EXPERTS), 99)
+        made = moe.MoE(router, experts, comm, counted_over=comm if counted else None)
+        refused = comm.rank == 1
+        expected = "router: expected float32" if refused else "rank 1 refused its arguments"
+        with pytest.raises(ArgumentError if refused else MismatchError, match=expected):
+            made(tokens(comm.rank))
+        assert layer(comm)(tokens(comm.rank)).shape == tokens(comm.rank).shape
+
+    with ringcomm.local_world(2, options=CommOptions(timeout=60)) as world:
+        world.run(body)
+
+
 def test_bad_layers():
     with ringcomm.local_world(1) as world:
         comm = world[0]
@@ -224,64 +296,3 @@ def test_bad_layers():
         }.items():
             with pytest.raises(ArgumentError, match=message):
                 call()
-
-
-class Model(nn.Module):
-    """A block of a network: a linear layer, experts, and a head."""
-
-    def __init__(self, ep: ringcomm.Communicator, auxiliary: bool = False) -> None:
-        super().__init__()
-        self.first = filled(nn.Linear(HIDDEN, HIDDEN), 50)
-        self.moe = layer(ep)
-        self.head = filled(nn.Linear(HIDDEN, 1), 51)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = x + self.moe(torch.tanh(self.first(x)))
-        return self.head(hidden).squeeze(-1)
-
-
-def losses(model: nn.Module, optimizers: list[AdamW], x: Tensor, share: float) -> list[float]:
-    """The losses of some steps, each of which is this rank's part."""
-    found = []
-    for _ in range(6):
-        loss = (model(x) - x.sum(-1)).square().sum() * share
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(float(loss.detach()))
-    return found
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_it_trains_as_the_dense_model_does(stage):
-    """4 ranks: experts over 2, whose state is sharded over the other 2, and all else over all 4."""
-    ranks = 4
-    options = zero.ZeroOptions(reduce="sum")
-    with ringcomm.local_world(1) as one:
-        model = zero.shard(Model(one[0]), stage, comm=one[0], options=options)
-        whole = torch.cat([tokens(rank) for rank in range(ranks)])
-        expected = losses(model, [AdamW(model.parameters(), lr=0.01)], whole, 1 / len(whole))
-
-    def body(comm):
-        ep = comm.split(comm.rank // 2)
-        expert_dp = comm.split(comm.rank % 2)
-        model = Model(ep)
-        rest = zero.ZeroOptions(reduce="sum", ignored=("moe.experts",))
-        zero.shard(model, stage, comm=comm, options=rest)
-        zero.shard(model.moe.experts, stage, comm=expert_dp, options=options)
-        of_experts = list(model.moe.experts.parameters())
-        known = {id(each) for each in of_experts}
-        others = [each for each in model.parameters() if id(each) not in known]
-        optimizers = [AdamW(others, lr=0.01), AdamW(of_experts, lr=0.01)]
-        found = losses(model, optimizers, tokens(comm.rank), 1 / len(whole))
-        total = torch.tensor(found, dtype=torch.float64)
-        comm.all_reduce(total)
-        return total
-
-    with ringcomm.local_world(ranks, options=CommOptions(timeout=60)) as made:
-        for found in made.run(body):
-            torch.testing.assert_close(
-                found, torch.tensor(expected, dtype=torch.float64), rtol=2e-5, atol=0
-            )
-    assert expected[-1] < 0.8 * expected[0]

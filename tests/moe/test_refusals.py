@@ -58,6 +58,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "weights of 64 bits": ({"weights": torch.zeros(13, 2).double()}, "topk_weights: expected"),
     "unknown wire": ({"wire": "int4"}, "wire: expected None, 'int8' or 'fp8', got 'int4'"),
     "negative room": ({"max_rows": -5}, "max_rows: expected a number >= 0"),
+    # What the operator takes for None.
+    "room of -1": ({"max_rows": -1}, "max_rows: expected a number >= 0"),
 }
 
 
