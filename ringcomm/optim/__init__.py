@@ -13,8 +13,8 @@ from ringcomm.optim.loss_scaler import LossScaleOptions, LossScaler
 from ringcomm.optim.muon import Muon, muon_groups
 from ringcomm.optim.options import AdamWOptions, Wire
 from ringcomm.optim.sgd import SGD, Lion
-from ringcomm.optim.sharded import Sharded
 from ringcomm.optim.state import reshard
+from ringcomm.optim.torch_rule import Sharded
 
 __all__ = [
     "SGD",

@@ -11,8 +11,10 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.nodes.wires import Residual
 from ringcomm.memory import zeros
 from ringcomm.optim.block_moments import CODES, BlockMoment
+from ringcomm.optim.coded_params import following
 from ringcomm.optim.dtensors import apart, local_of, set_local
 from ringcomm.optim.layout import BucketLayout, Chunk, ShardLayout
 from ringcomm.optim.options import AdamWOptions
@@ -57,11 +59,6 @@ def empty_for_streams(elems: int, dtype: torch.dtype, place: torch.device) -> Te
     return tensor
 
 
-def following(master: Tensor, params: Tensor) -> Tensor:
-    """Returns ``master``, but the parameter wherever the master does not round to it."""
-    return torch.where(master.to(params.dtype) == params, master, params.to(master.dtype))
-
-
 def master_dtype(layout: BucketLayout, master: str) -> torch.dtype | None:
     """Returns the dtype of the masters that ``master`` keeps of a bucket's parameters, or None."""
     if layout.dtype is torch.float32:
@@ -77,7 +74,9 @@ class ShardState:
         moments: float32, by the names that torch gives them; see :meth:`Bucket.ensure`.
         narrow: the moments of 8 bits, by the same names.
         eight_bits: True if moments are made of 8 bits.
-        master: float32, or None for float32 parameters or where the options keep none.
+        master: float32, or None for float32 parameters or where the options keep none. There is one
+            of all parameters that cross in codes; see NOTE [Coded parameters] in
+            ``optim/coded_params.py``.
         remainder: the low 16 bits of the master as int16, or None.
     """
 
@@ -188,7 +187,8 @@ class BucketMemory:
         grads: [elements], in the heap; of the parameters' dtype, or float32; None where gradients
             are reduced before the step.
         wide: float32 [chunk elements], the parameters before they were rounded to their dtype; None
-            if they were not rounded.
+            if they were not rounded. With ``wire`` these are the masters.
+        wire: codes in which the parameters cross between nodes; None if they cross as they are.
         holder: who has ``own_params``, where they may lie elsewhere; None if they are in memory.
     """
 
@@ -196,6 +196,7 @@ class BucketMemory:
     params: Tensor | None = None
     grads: Tensor | None = None
     wide: Tensor | None = None
+    wire: str | None = None
     holder: ParamHolder | None = None
 
 
@@ -234,10 +235,12 @@ class Bucket:
         is_part: True if another bucket's :meth:`part` made it, so that its state is laid out there.
         grad_shard: float32 [chunk elements], the gradient that the first of two passes hands to the
             second; None until the first such step.
+        residual: what the codes of gradients have lost; None where nothing keeps that.
         tag: returns a number that tells a reduction of the bucket's gradients from others of the
             same size, or 0 where there is none.
         share: where no rank keeps all parameters, but other nodes have a copy of ``own_params``,
-            writes it to their copies, and theirs to this node's; collective.
+            writes it to their copies, and theirs to this node's; with :attr:`wire` wherever they
+            are, what the masters' codes decode to; collective.
     """
 
     def __init__(
@@ -257,6 +260,7 @@ class Bucket:
         self.tier: StateTier | None = None
         self.is_part = False
         self.grad_shard: Tensor | None = None
+        self.residual: Residual | None = None
         self.tag: Callable[[], int] = int
         self.share: Callable[[], object] = _has_no_copies
 
@@ -272,6 +276,11 @@ class Bucket:
     def own_memory(self) -> Tensor:
         """The memory of :attr:`own_params`, whatever is there now."""
         return self._memory.own_params
+
+    @property
+    def wire(self) -> str | None:
+        """The codes in which parameters cross between nodes; None if they cross as they are."""
+        return self._memory.wire
 
     @property
     def may_be_away(self) -> bool:
@@ -300,7 +309,10 @@ class Bucket:
             tier: where the state lies; None for memory.
         """
         self.tier = tier
-        if tier is None:
+        if self.wire is not None:
+            assert tier is None and self._memory.wide is not None
+            self.state = ShardState(eight_bits=eight_bits, master=self._memory.wide)
+        elif tier is None:
             self.state = ShardState.zeros(self.layout, self.chunk, master, self.device)
             self.state.eight_bits = eight_bits
         else:
@@ -464,12 +476,16 @@ class Bucket:
 
     def take_wide(self) -> None:
         """Sets the master to the parameters before they were rounded, if these are known."""
+        if self.wire is not None:
+            self.follow_params()
+            return
         wide = self._memory.wide
         if self.state.masters():
             with self.params_here(write=self.state.remainder is not None):
                 self.refresh_master()
                 if wide is not None:
-                    self.write_state("master", self.chunk.begin, following(wide, self.own_params))
+                    values = following(wide, self.own_params, None)
+                    self.write_state("master", self.chunk.begin, values)
         self._memory = replace(self._memory, wide=None)
 
     def follow_params(self) -> None:
@@ -478,10 +494,16 @@ class Bucket:
             return
         for part in self.parts():
             assert part.state.master is not None
-            part.state.master.copy_(following(part.state.master, part.own_params))
+            part.state.master.copy_(following(part.state.master, part.own_params, self.wire))
 
     def refresh_master(self, begin: int = 0, end: int | None = None) -> None:
-        """Sets the master of the bucket's elements [begin, end), or of all, to the parameters."""
+        """Sets the master of the bucket's elements [begin, end), or of all, to the parameters.
+
+        Those of coded parameters follow: what decodes to its parameter stays, here and elsewhere.
+        """
+        if self.wire is not None:
+            self.follow_params()
+            return
         if not self.state.masters():
             return
         with nullcontext() if self.state.master is None else self.params_here():
@@ -566,6 +588,9 @@ class Buckets(list[Bucket]):
 
 def gather_params(bucket: Bucket, sharers: Communicator) -> None:
     """Gives all ranks the chunks of a bucket's parameters that those which share state have."""
+    if bucket.wire is not None:
+        bucket.share()
+        return
     chunks = bucket.layout.chunks(sharers)
     parts = [bucket.params[chunk.begin : chunk.end] for chunk in chunks]
     sharers.all_gather(parts, parts[sharers.rank])

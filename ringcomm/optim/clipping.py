@@ -10,19 +10,27 @@ that blocks of 512 elements are cut as in every other world.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ringcomm.comm.arguments import ReduceOp
+from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
 from ringcomm.optim.agreement import Asked, all_or_none
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.layout import within
 from ringcomm.optim.placement import placement_of
-from ringcomm.optim.reduction import found_non_finite, norm_kind, norm_of
+from ringcomm.optim.reduction import (
+    found_non_finite,
+    joint_norm,
+    norm_kind,
+    norm_of,
+    wide_norm_of,
+)
 from ringcomm.optim.step import FirstPass, ShardedStep
 
 Tensor = torch.Tensor
@@ -117,6 +125,110 @@ def clip_norm(sharded: ShardedStep, bound_of: Callable[[], NormBound]) -> Tensor
     reduced.clip, reduced.clipped = coefficient * here.to(torch.float64), True
     sharded.first_pass = reduced
     return norm
+
+
+@dataclass(frozen=True)
+class NormPart:
+    """One of several optimizers whose parameters make up a model.
+
+    Attributes:
+        step: its step.
+        others: the ranks that have other parameters in the place of this rank's, such as other
+            experts, or None.
+    """
+
+    step: ShardedStep
+    others: Communicator | None = None
+
+
+def clip_norm_of_parts(
+    parts: Sequence[NormPart], stages: Communicator | None, bound_of: Callable[[], NormBound]
+) -> Tensor:
+    """Has the next steps scale the gradients of all parts down to one norm; collective.
+
+    Args:
+        parts: the first of all ranks of a stage, which tells them what a rank refuses.
+        stages: the ranks with other stages of the model, or None.
+        bound_of: returns the bound, or raises.
+
+    Returns:
+        The norm of all parts and stages before.
+
+    Raises:
+        As of :func:`clip_norm`.
+    """
+    for part in parts:
+        part.step.refuse_in_backward("clip_grad_norm_")
+        part.step.refuse_if_torn("clip_grad_norm_")
+    steps = [part.step for part in parts]
+    before = [step.still_reduced() for step in steps]
+    try:
+        for step in steps:
+            step.check_hyper()
+        bound = bound_of()
+    except RingcommError as error:
+        steps[0].reduce("l2", Asked(_NORM, {"max_norm": None}, error))
+        raise
+    asked = Asked(_NORM, bound.told())
+    reduced = [step.reduce(bound.kind, asked) for step in steps]
+    clips = [
+        now.clip if was is None else was.clip for now, was in zip(reduced, before, strict=True)
+    ]
+    norms = []
+    for part, now, clip in zip(parts, reduced, clips, strict=True):
+        words = _of_all(part, now.words, bound.kind)
+        norms.append(wide_norm_of(words, bound.kind, part.step.inv_scale() * clip))
+    wide = joint_norm(torch.stack(norms), bound.kind)
+    if stages is not None:
+        of_stages = wide.new_empty(stages.world_size)
+        stages.all_gather_into_tensor(of_stages, wide.view(1))
+        wide = joint_norm(of_stages, bound.kind)
+    norm = wide.to(torch.float32)
+    try:
+        bound.check(norm, steps[0])
+    except RingcommError:
+        for step, was in zip(steps, before, strict=True):
+            step.first_pass = was
+        raise
+    here = bound.coefficient(norm).to(torch.float64)
+    bad = norm.isnan().to(torch.float64)
+    for step, now, clip in zip(steps, reduced, clips, strict=True):
+        overflowed = bad if now.overflowed is None else now.overflowed + bad
+        step.first_pass = replace(now, clip=clip * here, clipped=True, overflowed=overflowed)
+    return norm
+
+
+def agree_on_finite(parts: Sequence[NormPart], stages: Communicator | None) -> None:
+    """Has the steps of all parts be skipped if the gradient of any is not finite; collective.
+
+    Nothing is to be done where no step would be skipped (``two_passes``).
+    """
+    reduced = []
+    for part in parts:
+        now = part.step.still_reduced()
+        if now is None or now.written:
+            now = part.step.reduce("l2")
+        reduced.append(now)
+    found = torch.zeros((), dtype=torch.float64, device=parts[0].step.setting.device)
+    for part, now in zip(parts, reduced, strict=True):
+        found += found_non_finite(_of_all(part, now.words, now.kind))
+        if now.overflowed is not None:
+            found += now.overflowed
+    if parts[-1].others is not None:
+        parts[-1].others.all_reduce(found)
+    if stages is not None:
+        stages.all_reduce(found)
+    for part, now in zip(parts, reduced, strict=True):
+        part.step.first_pass = replace(now, overflowed=found)
+
+
+def _of_all(part: NormPart, words: Tensor, kind: str) -> Tensor:
+    """Returns norm words of those that have other parameters, too."""
+    if part.others is None:
+        return words
+    words = words.clone()
+    part.others.all_reduce(words, ReduceOp.MAX if kind == "inf" else ReduceOp.SUM)
+    return words
 
 
 def clip_norm_of(sharded: ShardedStep, params: Any, bound_of: Callable[[], NormBound]) -> Tensor:

@@ -15,7 +15,6 @@ from typing import Any
 
 from ringcomm.optim import kernels
 from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets, make_bucket
-from ringcomm.optim.gradients import AccumulatedGradients, Gradients
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.placement import Placement, move_parameters, specs_of
 from ringcomm.optim.rules import plain
@@ -67,11 +66,7 @@ class GrownStep(ShardedStep):
         move_parameters(self.params, added, comm, options.broadcast_parameters)
         self.write_masters(added, Bucket.refresh_master)
         self.buckets = Buckets(self.layout, [*self._before.buckets, *more])
-        self.gradients = (
-            Gradients(self.params, self.layout, self.buckets)
-            if setting.accumulator is None
-            else AccumulatedGradients(self.params, self.layout, self.buckets, setting.accumulator)
-        )
+        self.gradients = self._make_gradients()
 
     def _placed_buckets(self, placement: Placement) -> Buckets:
         buckets: list[Bucket] = list(self._before.buckets)

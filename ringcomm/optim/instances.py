@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Part:
+class ChunkPart:
     """Elements [begin, end) of a chunk that parameter ``index`` of param group ``group`` fills."""
 
     index: int
@@ -26,13 +26,13 @@ class Part:
     end: int = 0
 
 
-def parts_of(layout: BucketLayout, chunk: Chunk, group_of: Callable[[int], int]) -> list[Part]:
+def parts_of(layout: BucketLayout, chunk: Chunk, group_of: Callable[[int], int]) -> list[ChunkPart]:
     """Returns this rank's parts of the parameters of a bucket."""
     parts = []
     for begin, end, index in layout.segments:
         low, high = max(begin, chunk.begin), min(end, chunk.end)
         if low < high:
-            parts.append(Part(index, group_of(index), low - chunk.begin, high - chunk.begin))
+            parts.append(ChunkPart(index, group_of(index), low - chunk.begin, high - chunk.begin))
     return parts
 
 
@@ -61,7 +61,7 @@ class Instance:
         self,
         tried: TriedClass,
         groups: Sequence[Group],
-        parts: Sequence[Part],
+        parts: Sequence[ChunkPart],
         values: Tensor,
         moment: Callable[[str], Tensor],
     ) -> None:
@@ -119,7 +119,7 @@ class Instance:
                 views[name] = self._view(part, name).copy_(value)
                 state[name] = views[name]
 
-    def _view(self, part: Part, name: str) -> Tensor:
+    def _view(self, part: ChunkPart, name: str) -> Tensor:
         return self._moment(name)[part.begin : part.end]
 
     def states(self) -> dict[int, ParamState | None]:

@@ -17,7 +17,7 @@ from ringcomm.comm.engine import Call, Use, itself
 from ringcomm.optim.buckets import Bucket, empty_for_streams, gather_params
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.reduction import DeviceReducer, HostReducer, Into, Reducer
+from ringcomm.optim.reduction import DeviceReducer, HostReducer, Into, Reducer, feeding_back
 
 Tensor = torch.Tensor
 
@@ -157,7 +157,9 @@ class Kernels(ABC):
         if self.alone:
             self.reducer.norm(bucket.grads, kind, words)
         else:
-            self.reducer.reduce(bucket.grads, Into(bucket.ensure_grad_shard(), kind, words))
+            own = bucket.ensure_grad_shard()
+            into = Into(own, kind, words, residual=bucket.residual)
+            self.reducer.reduce(bucket.grads, into)
 
     def reduced(self, bucket: Bucket) -> Tensor:
         """Returns the gradient that :meth:`update` will read, after :meth:`reduce_norm`.
@@ -230,6 +232,11 @@ def shard_of(
     """
     state = bucket.state
     places = (*(state.memory(name) for name in moments), None, None, None)
+    params_ptr, master = bucket.params_ptr, state.master
+    if bucket.layout.dtype is torch.float32 and master is not None:
+        # The kernel takes FP32 parameters for their own masters; these are coded afterwards.
+        before_bytes = bucket.chunk.begin * master.element_size() if bucket.chunk.elems else 0
+        params_ptr, master = master.data_ptr() - before_bytes, None
 
     def ptr_of(tensor: Tensor | None) -> int:
         return 0 if tensor is None else tensor.data_ptr()
@@ -241,12 +248,12 @@ def shard_of(
         bucket_elems=bucket.layout.elems,
         begin=bucket.chunk.begin,
         elems=bucket.chunk.elems,
-        master=ptr_of(state.master),
+        master=ptr_of(master),
         remainder=ptr_of(state.remainder),
         exp_avg=ptr_of(places[0]),
         exp_avg_sq=ptr_of(places[1]),
         max_exp_avg_sq=ptr_of(places[2]),
-        params=bucket.params_ptr,
+        params=params_ptr,
         param_dtype=DTYPE_CODES[bucket.layout.dtype],
         stochastic=options.rounding == "stochastic",
         seed=options.seed,
@@ -258,7 +265,8 @@ def shard_of(
 class PiecedKernels(Kernels):
     """The kernels of a state that is in memory piece by piece: each part's update is a call.
 
-    Reduction and gathering are calls of their own, bucket by bucket, with the bits of the fused
+    They are also those of parameters that cross in codes, which the gathering makes. Reduction and
+    gathering are calls of their own, bucket by bucket, with the bits of the fused
     ones.
 
     Args:
@@ -300,7 +308,8 @@ class PiecedKernels(Kernels):
         if self._own is None or self._own.numel() < elems:
             self._own = empty_for_streams(elems, torch.float32, grads.device)
         own = self._own[:elems]
-        self.reducer.reduce(grads, Into(own, "l2", None, tag=bucket.tag()))
+        into = Into(own, "l2", None, tag=bucket.tag(), residual=bucket.residual)
+        self.reducer.reduce(grads, into)
         self.update_gather(bucket, own)
 
 
@@ -361,7 +370,7 @@ class HostKernels(Kernels):
         shard = self._shard(bucket)
         self._call(
             "reduce_scatter_adamw_all_gather",
-            lambda native: native.reduce_scatter_adamw_all_gather(
+            lambda calls: feeding_back(calls, bucket.residual).reduce_scatter_adamw_all_gather(
                 shard,
                 grads.data_ptr(),
                 DTYPE_CODES[grads.dtype],

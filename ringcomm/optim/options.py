@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from ringcomm import _native
 from ringcomm.comm.options import check_wire
-from ringcomm.errors import ArgumentError
+from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.memory.scratch import Disk
 from ringcomm.optim.layout import BLOCK_ELEMS, DEFAULT_BUCKET_ELEMS
 
@@ -22,6 +23,7 @@ _CHOICES = {
     "state": ("world", "node"),
     "update": ("in_step", "in_backward"),
 }
+PARAMETER_WIRES = ("param", *_native.WIRES)
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,65 @@ class Wire:
     Attributes:
         gradients: of sums of gradients: "fp32", "param", or in codes "int8", "fp8" or "int4"; None
             for ``CommOptions.wire`` of the communicator. ZeRO++ calls it qgZ (Wang et al., 2023).
+        parameters: of updated parameters: "param", their dtype, or in codes "int8", "fp8" or
+            "int4". With codes all ranks compute with what the codes of FP32 masters decode to, and
+            the masters are kept beside the state, of FP32 parameters, too. ZeRO++ calls it qwZ.
+        error_feedback: keep what the codes of gradients lose, and add it to the next ones that this
+            rank codes, as state of the optimizer: 4 bytes an element over the ranks of a node. See
+            NOTE [Error feedback] in ``comm/nodes/wires.py``.
     """
 
     gradients: str | None = None
+    parameters: str = "param"
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         if self.gradients is not None:
             check_wire(self.gradients, "gradients")
+        if not any(self.error_feedback is state for state in (True, False)):
+            raise ArgumentError(
+                f"error_feedback: expected True or False, got {self.error_feedback!r}"
+            )
+        if self.error_feedback and self.gradients not in _native.WIRES:
+            raise ArgumentError(
+                f"error_feedback: expected gradients in codes with it, one of "
+                f"{', '.join(_native.WIRES)}, got {self.gradients!r}, which leaves nothing to keep"
+            )
+        if self.parameters not in PARAMETER_WIRES:
+            known = ", ".join(PARAMETER_WIRES)
+            raise ArgumentError(
+                f"parameters: wire: expected one of {known}, got {self.parameters!r}"
+            )
+
+    @property
+    def codes_parameters(self) -> bool:
+        """True if parameters cross in codes."""
+        return self.parameters != "param"
+
+    def check_parameters(self, state: str, master: str, rounding: str) -> None:
+        """Checks that parameters can cross as they shall with other choices.
+
+        Args:
+            state: as in :class:`AdamWOptions`.
+            master: as in :class:`AdamWOptions`.
+            rounding: as in :class:`AdamWOptions`.
+
+        Raises:
+            ArgumentError: no parameters cross, or there are no FP32 masters to code.
+        """
+        if not self.codes_parameters:
+            return
+        asked = f"wire: parameters={self.parameters!r}"
+        if state == "node":
+            raise ArgumentError(
+                f'{asked}: expected state="world" with it, got "node", where each node updates all '
+                "parameters, of which none cross; sums of gradients do (Wire(gradients=))"
+            )
+        if master != "fp32" or rounding != "nearest":
+            raise ArgumentError(
+                f'{asked}: expected master="fp32" and rounding="nearest" with it, since what is '
+                f"coded is FP32 masters, to the nearest code; got {master!r} and {rounding!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -123,6 +177,12 @@ class AdamWOptions:
                 "change before all gradients are known"
             )
         self._check_master()
+        self.wire.check_parameters(self.state, self.master, self.rounding)
+        if self.wire.codes_parameters and self.tier is not None:
+            raise UnsupportedError(
+                f"tier: expected None with wire: parameters={self.wire.parameters!r}, got "
+                f"{self.tier!r}: the module keeps the masters, in memory"
+            )
 
     def _check_master(self) -> None:
         stochastic = self.rounding == "stochastic"

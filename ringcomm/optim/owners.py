@@ -210,7 +210,8 @@ class OwnerKernels(Kernels):
         if self.control.skips:
             return
         own = empty_for_streams(bucket.chunk.elems, torch.float32, grads.device)
-        self.reducer.reduce(grads, Into(own, "l2", None, tag=bucket.tag()))
+        into = Into(own, "l2", None, tag=bucket.tag(), residual=bucket.residual)
+        self.reducer.reduce(grads, into)
         self.update_gather(bucket, own)
 
     @abstractmethod

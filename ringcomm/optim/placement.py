@@ -22,7 +22,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.memory.disk_chunks import DiskChunks
 from ringcomm.optim.agreement import check_agreement, check_on_mesh, exchange
-from ringcomm.optim.buckets import Buckets
+from ringcomm.optim.buckets import Bucket, Buckets
 from ringcomm.optim.dtensors import PartMesh, local_of
 from ringcomm.optim.gradients import Accumulator, Gradients, label
 from ringcomm.optim.kernels import Kernels
@@ -175,19 +175,19 @@ def share_params(comm: Communicator, sharers: Communicator, buckets: Buckets) ->
         buckets: of the parameters.
     """
     for bucket in buckets:
-        if bucket.has_all_params:
+        if bucket.has_all_params and bucket.wire is None:
             own = bucket.own_params.clone()
             parts = [bucket.params[c.begin : c.end] for c in bucket.layout.chunks(sharers)]
             sharers.all_gather(parts, own)
     end_changes(comm, buckets)
 
 
-def end_changes(comm: Communicator, buckets: Buckets) -> None:
+def end_changes(comm: Communicator, buckets: Sequence[Bucket]) -> None:
     """Ends changes of parameters that other ranks read where they lie; collective.
 
     Every copy of them is brought up to date, and no rank goes on before all are.
     """
-    split = [bucket for bucket in buckets if not bucket.has_all_params]
+    split = [bucket for bucket in buckets if not bucket.has_all_params or bucket.wire]
     for bucket in split:
         bucket.share()
     if split:
@@ -261,6 +261,8 @@ class Placement(ABC):
     others: DeviceMesh | None
     #: True if the gradients must be those of a scaled loss.
     scaled: bool
+    #: What a step divides reduced gradients by.
+    divisor: int = 1
     #: The error for which this rank's gradients are wrong, until they are forgotten.
     lost: RingcommError | None = None
     #: The disk where this rank's chunks of the parameters lie; None for memory.

@@ -14,6 +14,7 @@ from ringcomm import _native
 from ringcomm.comm.arguments import ALGORITHMS, DTYPE_CODES, OP_CODES
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.engine import Call, Use, itself
+from ringcomm.comm.nodes.wires import Residual
 from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError
 from ringcomm.optim.options import Wire
@@ -92,6 +93,11 @@ def norm_of(words: Tensor, kind: str, inv_scale: Tensor) -> Tensor:
     Returns:
         float32, a scalar on the device of ``words``; NaN when the gradient is not finite.
     """
+    return wide_norm_of(words, kind, inv_scale).to(torch.float32)
+
+
+def wide_norm_of(words: Tensor, kind: str, inv_scale: Tensor) -> Tensor:
+    """Returns what :func:`norm_of` rounds, float64."""
     if kind == "inf":
         # The low half of the word is the largest magnitude's bits.
         norm = words[0].to(torch.int32).view(torch.float32).to(torch.float64)
@@ -99,8 +105,14 @@ def norm_of(words: Tensor, kind: str, inv_scale: Tensor) -> Tensor:
         exponents = torch.arange(DIGITS, dtype=torch.float64, device=words.device) * 32 - BIAS
         total = (words[:DIGITS].to(torch.float64) * torch.exp2(exponents)).sum()
         norm = total.sqrt() if kind == "l2" else total
-    norm = torch.where(words[NON_FINITE_WORD] != 0, math.nan, norm * inv_scale)
-    return norm.to(torch.float32)
+    return torch.where(words[NON_FINITE_WORD] != 0, math.nan, norm * inv_scale)
+
+
+def joint_norm(norms: Tensor, kind: str) -> Tensor:
+    """Returns the norm of all together, float64, of float64 [parts], the norms of each."""
+    if kind == "l2":
+        return norms.square().sum().sqrt()
+    return norms.sum() if kind == "l1" else norms.amax()
 
 
 class ReduceOptions(Protocol):
@@ -128,6 +140,7 @@ class Into:
         accumulate: add to ``out``.
         tag: number that tells this reduction from others of the same size, equal on all ranks; 0
             where there is none.
+        residual: of the bucket, which its codes take up; None: what they lose is lost.
     """
 
     out: Tensor
@@ -135,6 +148,19 @@ class Into:
     words: Tensor | None
     accumulate: bool = False
     tag: int = 0
+    residual: Residual | None = None
+
+
+def feeding_back(calls: Any, residual: Residual | None) -> Any:
+    """Returns the calls of a step (``Communicator.calls_of_steps``) for a bucket's residual."""
+    return calls if residual is None else calls.feeding_back(residual)
+
+
+def make_residual(comm: Communicator | None, options: ReduceOptions, elems: int) -> Residual | None:
+    """Makes the residual of a bucket of so many elements, if the options want one."""
+    if comm is None or not options.wire.error_feedback:
+        return None
+    return comm.residual_of_bucket(elems, options.state)
 
 
 class Reducer(ABC):
@@ -193,9 +219,8 @@ class HostReducer(Reducer):
         arguments = self._arguments(grads, into)
 
         def run(native: _native.Comm) -> int:
-            status: int = self._calls(native).reduce_scatter_norm(
-                *arguments, self._step_bytes, into.tag
-            )
+            calls = feeding_back(self._calls(native), into.residual)
+            status: int = calls.reduce_scatter_norm(*arguments, self._step_bytes, into.tag)
             return status
 
         return self._start(run, into, async_op)

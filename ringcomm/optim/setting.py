@@ -62,6 +62,10 @@ class Setting:
     def world_size(self) -> int:
         return 1 if self.comm is None else self.comm.world_size
 
+    def loss_scale(self) -> float:
+        """Returns the scale of the gradients that come next."""
+        return 1.0 if self.loss_scaler is None else float(self.loss_scaler.current)
+
     def unwatch(self, param: torch.Tensor) -> None:
         """Has no sum taken of a parameter's gradients any more."""
         if self.accumulator is not None:

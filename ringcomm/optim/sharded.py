@@ -18,7 +18,6 @@ from ringcomm.optim import kernels, state, torch_state
 from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.clipping import NormBound, clip_norm, clip_norm_of, clip_value_of
 from ringcomm.optim.dtensors import PartMesh, check_placements, find_mesh
-from ringcomm.optim.elementwise import OptimizerClass
 from ringcomm.optim.gradients import Accumulator
 from ringcomm.optim.growth import GrownStep
 from ringcomm.optim.layout import DTYPE_NAMES, DTYPES
@@ -29,7 +28,6 @@ from ringcomm.optim.placement import Placement, all_params, check_order, placeme
 from ringcomm.optim.rules import UpdateRule
 from ringcomm.optim.setting import Setting
 from ringcomm.optim.step import Amp, ShardedStep
-from ringcomm.optim.torch_rule import TorchRule, refuse_kernels_of_adamw
 
 Tensor = torch.Tensor
 
@@ -210,6 +208,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return over_mesh(self._setting.others, find_mesh(params, operation), operation)
 
     @property
+    def scales_losses(self) -> bool:
+        """True if it was built with a loss scaler."""
+        return self._setting.loss_scaler is not None
+
+    @property
     def accumulator(self) -> Accumulator | None:
         """The sums to which backwards add their gradients, with ``accumulate_dtype``, or None."""
         return self._setting.accumulator
@@ -234,6 +237,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Raises ArgumentError where a GradScaler comes too late to unscale gradients."""
         if self.options.update == "in_backward":
             self.sharded_step().refuse_in_backward("step by a GradScaler")
+        options = self.options
+        if self.placement is not None:
+            options = self.placement.options(options)
+        if options.wire.error_feedback:
+            raise ArgumentError(
+                f"{self._setting.where('step')}: expected loss_scaler=ringcomm.optim.LossScaler() "
+                "with Wire(error_feedback=True), got a GradScaler: whether gradients are scaled "
+                "when they are coded depends on when it unscales them, and what the codes have "
+                "lost is kept in their scale"
+            )
 
     def _count(self, column: int) -> Tensor:
         # Preparing is collective, and reading a number must not be.
@@ -585,45 +598,3 @@ def refuse_join(**kwargs: Any) -> NoReturn:
 def _same_ranks(one: Communicator | None, other: Communicator | None) -> bool:
     """Returns whether two communicators are one, or both are of this rank alone."""
     return one is other or all(each is None or each.world_size == 1 for each in (one, other))
-
-
-class Sharded(ShardedOptimizer):
-    """Any elementwise optimizer, sharded: its own class steps FP32 shards on each rank.
-
-    It ends with the bits of the class in one process, on the mean of the ranks' gradients; 16-bit
-    parameters are rounded FP32 masters. Everything else is as with :class:`AdamW`::
-
-        optimizer = Sharded(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
-
-    Args:
-        kind: the class, torch's or another, such as ``torch.optim.SGD``.
-        params, comm, options, loss_scaler, mesh: as of :class:`AdamW`.
-        settings: arguments of the class.
-
-    Raises:
-        ArgumentError: ``kind`` is no class of optimizers, or does not take ``settings``; and as of
-            :class:`AdamW`.
-        UnsupportedError: the class is not elementwise, or the options need AdamW's kernels.
-    """
-
-    def __init__(
-        self,
-        kind: type[torch.optim.Optimizer],
-        params: Params,
-        *,
-        comm: CommArgument = None,
-        options: AdamWOptions | None = None,
-        loss_scaler: LossScaler | None = None,
-        mesh: DeviceMesh | None = None,
-        **settings: Any,
-    ) -> None:
-        if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
-            raise ArgumentError(
-                f"Sharded: expected a class of optimizers, such as torch.optim.SGD, got {kind!r}"
-            )
-        if issubclass(kind, ShardedOptimizer):
-            raise ArgumentError(f"Sharded: {kind.__name__} is sharded by itself; use it directly")
-        refuse_kernels_of_adamw(options)
-        made = OptimizerClass(kind, settings)
-        sharing = Sharing(comm, options, loss_scaler, mesh)
-        super().__init__(params, made.defaults(), sharing, TorchRule(made))

@@ -4,7 +4,9 @@ A shard is a dict: "state" has the tensors "step" (float64 [params]), "steps_tak
 "skipped_steps" (float64 scalars), and "buckets", a list of dicts of tensors [chunk elements] (see
 ``ShardState``), and for Adafactor "whole", by parameter a dict of tensors that all ranks have;
 "param_groups" is as in torch; "shard" is plain JSON: rank, world size and layout, and, for another
-optimizer than AdamW, its name, and what other state each parameter has.
+optimizer than AdamW, its name, and what other state each parameter has. Where codes of gradients
+feed back what they lose, "residuals" has it by bucket, or None (see ``Residual``), and "shard"
+which node it is of.
 The rank there is the number of the chunk: over several nodes, ``Communicator.shard_index``. With
 ``AdamWOptions(state="node")`` rank and world are those of the node, and nodes have equal shards.
 """
@@ -25,6 +27,15 @@ from ringcomm.optim.agreement import agreed_load
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.fused_rules import MOMENTS, AdamWRule
 from ringcomm.optim.layout import BucketLayout, ShardLayout
+from ringcomm.optim.placement import end_changes
+from ringcomm.optim.residuals import (
+    Debtors,
+    SavedResiduals,
+    check_residuals,
+    take_residuals,
+    tensors_of,
+    told_of,
+)
 from ringcomm.optim.rules import ParamState, UpdateRule
 from ringcomm.optim.step import ShardedStep
 
@@ -175,6 +186,11 @@ class SavedShard:
             self.whole: KeptWhole = {
                 int(index): dict(each) for index, each in self.state.get("whole", {}).items()
             }
+            self.residuals: SavedResiduals | None = None
+            if "residuals" in shard:
+                self.residuals = SavedResiduals.read(
+                    shard["residuals"], self.state["residuals"], self.layout
+                )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{operation}: a shard cannot be read: {error!r}") from error
         self._check()
@@ -232,6 +248,10 @@ class SavedShard:
                 self.fail(f"bucket {number}: expected {sorted(missing)[0]}, it is not there")
 
 
+def _debtors(shard: SavedShard) -> Debtors | None:
+    return None if shard.residuals is None else shard.residuals.debtors
+
+
 class SavedShards:
     """The saved shards of a world: all of them, or a part."""
 
@@ -257,6 +277,7 @@ class SavedShards:
             "step counts": (shard.scalars, first.scalars),
             "optimizers": (shard.optimizer, first.optimizer),
             "states of parameters": (shard.states, first.states),
+            "residuals": (_debtors(shard), _debtors(first)),
             "kinds of state": (
                 [sorted(each) for each in shard.buckets],
                 [sorted(each) for each in first.buckets],
@@ -330,6 +351,9 @@ class SavedShards:
 def reshard(shards: Sequence[Shard], world_size: int) -> list[dict[str, Any]]:
     """Cuts the shards of one world anew for another world.
 
+    What codes of gradients have lost is not in the new shards, since the nodes of that world are
+    not known; load the shards of all ranks instead, where that shall be kept.
+
     Args:
         shards: ``state_dict()`` of all ranks, in any order; their tensors are not kept.
         world_size: number of ranks that are to load them.
@@ -372,7 +396,7 @@ def save(sharded: ShardedStep) -> dict[str, Any]:
     sharded.refuse_if_torn("state_dict")
     sharded.written.take_over()
     control = sharded.table.control
-    whole = kept_whole(sharded)
+    whole, debtors = kept_whole(sharded), Debtors.of(sharded)
     return {
         "state": {
             "step": sharded.table.step,
@@ -380,9 +404,14 @@ def save(sharded: ShardedStep) -> dict[str, Any]:
             "skipped_steps": control[kernels.SKIPPED],
             "buckets": [bucket.state.tensors() for bucket in sharded.buckets],
             **({"whole": whole} if whole else {}),
+            **({"residuals": tensors_of(sharded)} if debtors is not None else {}),
         },
         "param_groups": pack_groups(sharded.groups, sharded.layout),
-        "shard": {**describe_shard(sharded.layout, *sharded.shard_of), **_told(sharded)},
+        "shard": {
+            **describe_shard(sharded.layout, *sharded.shard_of),
+            **_told(sharded),
+            **({"residuals": told_of(sharded, debtors)} if debtors is not None else {}),
+        },
     }
 
 
@@ -438,9 +467,15 @@ def load(sharded: ShardedStep, shards: Sequence[Shard]) -> None:
         _check_kinds(sharded, tensors, merged_groups(sharded.groups, groups), operation)
         states = saved.first.states
         check_states(sharded, states, operation)
+        residuals = [each.residuals for each in saved.by_rank.values() if each.residuals]
+        check_residuals(sharded, residuals, saved.complete, operation)
         check_whole(sharded, saved.first.whole, operation)
         agreement.append([saved.first.step.tolist(), saved.first.scalars, describe_states(states)])
     take_state(sharded, tensors)
+    if setting.comm is not None:
+        # What codes decode to follows from the masters.
+        end_changes(setting.comm, [each for each in sharded.buckets if each.wire is not None])
+    take_residuals(sharded, residuals)
     take_groups(sharded.groups, groups)
     take_whole(sharded, saved.first.whole)
     sharded.rule.take_states(states)
@@ -524,7 +559,15 @@ def misfit_of(
     if not misfit and masters == sorted({*names} & {*MASTERS}):
         return ""
     kept = ", ".join([misfit or "those of the optimizer", *masters])
-    return f"expected the tensors {kept}, which master={sharded.setting.options.master!r} keeps"
+    return f"expected the tensors {kept}, which {keeper_of_masters(sharded)} keeps"
+
+
+def keeper_of_masters(sharded: ShardedStep) -> str:
+    """Names the option that decides which masters there are, for errors."""
+    options = sharded.setting.options
+    if options.wire.codes_parameters:
+        return f"wire: parameters={options.wire.parameters!r}"
+    return f"master={options.master!r}"
 
 
 def take_state(sharded: ShardedStep, tensors: ChunkTensors) -> None:

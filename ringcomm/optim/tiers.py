@@ -32,13 +32,7 @@ from ringcomm import cuda
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, DiskError, UnsupportedError
 from ringcomm.memory.pinned import PinnedBlocks
-from ringcomm.memory.scratch import (
-    DEFAULT_TIMEOUT_S,
-    PAGE_BYTES,
-    Disk,
-    ScratchFile,
-    rounded_up,
-)
+from ringcomm.memory.scratch import DEFAULT_TIMEOUT_S, PAGE_BYTES, Disk, ScratchFile, rounded_up
 from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.block_moments import CODES, BlockMoment
 from ringcomm.optim.buckets import Bucket, ShardState, master_dtype
@@ -315,7 +309,7 @@ class StatePiece:
 
 
 @dataclass
-class _Kept:
+class _TieredBucket:
     """A bucket whose state is here, its tensors, and its pieces once they are laid out."""
 
     bucket_ref: weakref.ref[Bucket]
@@ -339,7 +333,7 @@ class PiecedTier:
         self._buffer_bytes, self._resident_bytes = buffer_bytes, resident_bytes
         self._largest = piece_elems(buffer_bytes)
         self.blocks = blocks
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, _TieredBucket] = {}
         self._is_laid_out = True
         # The pieces that the step under way visits, each with the one that needs its buffer next,
         # in this step or first in the next one; None between steps.
@@ -353,7 +347,7 @@ class PiecedTier:
         dtype = master_dtype(bucket.layout, master)
         name = "remainder" if dtype is torch.int16 else "master"
         lanes = () if dtype is None else (Lane(name, dtype),)
-        self._kept[bucket.number] = _Kept(weakref.ref(bucket), lanes)
+        self._kept[bucket.number] = _TieredBucket(weakref.ref(bucket), lanes)
         self._is_laid_out = False
         return TieredState.of(bucket, lanes, eight_bits)
 

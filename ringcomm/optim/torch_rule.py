@@ -1,4 +1,4 @@
-"""The update rule of any elementwise optimizer: instances of its class step the shards."""
+"""``Sharded``, which is any elementwise optimizer: instances of its class step the shards."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from ringcomm.c10d.comm_argument import CommArgument
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.optim.buckets import Bucket, Buckets, empty_for_streams, gather_params
 from ringcomm.optim.elementwise import OptimizerClass, TriedClass, hyper_of, name_of
-from ringcomm.optim.instances import Instance, Part, parts_of, to_number
+from ringcomm.optim.instances import ChunkPart, Instance, parts_of, to_number
 from ringcomm.optim.kernels import CLIP, FOUND_INF, INV_SCALE, SKIPPED, STEPS, Kernels, StepTable
 from ringcomm.optim.layout import ShardLayout
+from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import sharers_of
 from ringcomm.optim.reduction import DeviceReducer, HostReducer, Into
 from ringcomm.optim.rules import Group, ParamState, UpdateRule, digest_of, plain
+from ringcomm.optim.sharded import Params, ShardedOptimizer, Sharing
 
 Tensor = torch.Tensor
 
@@ -128,7 +132,7 @@ class TorchRule(UpdateRule):
                 made.take_states(states)
         # Their steps are counted on every rank, whether or not it has elements of them.
         bare = [
-            Part(index, spec.group)
+            ChunkPart(index, spec.group)
             for index, spec in enumerate(layout.params)
             if spec.trainable and spec.tied_to is None and index not in here
         ]
@@ -139,7 +143,9 @@ class TorchRule(UpdateRule):
             )
             self._bare.take_states(states)
 
-    def _instance(self, groups: Sequence[Group], bucket: Bucket, parts: list[Part]) -> Instance:
+    def _instance(
+        self, groups: Sequence[Group], bucket: Bucket, parts: list[ChunkPart]
+    ) -> Instance:
         def moment(name: str) -> Tensor:
             bucket.ensure([name])
             return bucket.state.moments[name]
@@ -301,7 +307,54 @@ class TorchKernels(Kernels):
         if self._control.skips:
             return
         own = self._own(bucket)
-        self.reducer.reduce(grads, Into(own, "l2", None, tag=bucket.tag()))
+        into = Into(own, "l2", None, tag=bucket.tag(), residual=bucket.residual)
+        self.reducer.reduce(grads, into)
         self._update_from(bucket, own)
         assert self._sharers is not None
         gather_params(bucket, self._sharers)
+
+
+class Sharded(ShardedOptimizer):
+    """Any elementwise optimizer, sharded: its own class steps FP32 shards on each rank.
+
+    It ends with the bits of the class in one process, on the mean of the ranks' gradients; 16-bit
+    parameters are rounded FP32 masters. Everything else is as with :class:`AdamW`::
+
+        optimizer = Sharded(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
+
+    Args:
+        kind: the class, torch's or another, such as ``torch.optim.SGD``.
+        params: as of :class:`AdamW`.
+        comm: as of :class:`AdamW`.
+        options: as of :class:`AdamW`.
+        loss_scaler: as of :class:`AdamW`.
+        mesh: as of :class:`AdamW`.
+        settings: arguments of the class.
+
+    Raises:
+        ArgumentError: ``kind`` is no class of optimizers, or does not take ``settings``; and as of
+            :class:`AdamW`.
+        UnsupportedError: the class is not elementwise, or the options need AdamW's kernels.
+    """
+
+    def __init__(
+        self,
+        kind: type[torch.optim.Optimizer],
+        params: Params,
+        *,
+        comm: CommArgument = None,
+        options: AdamWOptions | None = None,
+        loss_scaler: LossScaler | None = None,
+        mesh: DeviceMesh | None = None,
+        **settings: Any,
+    ) -> None:
+        if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+            raise ArgumentError(
+                f"Sharded: expected a class of optimizers, such as torch.optim.SGD, got {kind!r}"
+            )
+        if issubclass(kind, ShardedOptimizer):
+            raise ArgumentError(f"Sharded: {kind.__name__} is sharded by itself; use it directly")
+        refuse_kernels_of_adamw(options)
+        made = OptimizerClass(kind, settings)
+        sharing = Sharing(comm, options, loss_scaler, mesh)
+        super().__init__(params, made.defaults(), sharing, TorchRule(made))

@@ -14,6 +14,7 @@ from ringcomm.optim.buckets import Bucket, split_master
 from ringcomm.optim.dtensors import distributed_as, is_distributed, lies_alike, local_of
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.placement import end_changes
+from ringcomm.optim.residuals import forget_all
 from ringcomm.optim.rules import ParamState
 from ringcomm.optim.state import (
     ChunkTensors,
@@ -129,9 +130,10 @@ def load_torch(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
         masters = _check_masters(sharded, given.get("master"), operation)
         agreement.append(describe_states(states))
     names = sharded.rule.names(merged)
-    _take(sharded, _Given(states, entries, names), masters)
+    _take(sharded, _LoadedState(states, entries, names), masters)
     if sharded.setting.comm is not None:
         end_changes(sharded.setting.comm, sharded.buckets)
+    forget_all(sharded)
     take_groups(sharded.groups, groups)
     take_whole(sharded, whole)
     sharded.rule.take_states(states)
@@ -232,6 +234,13 @@ def _check_tensor(tensor: Any, shape: tuple[int, ...], called: str) -> None:
         raise CheckpointError(f"{called}: expected floating-point of shape {shape}, got {got}")
 
 
+def _has_master(sharded: ShardedStep, index: int) -> bool:
+    """Tells whether a whole state has a master of a parameter: of 16 bits, or in codes."""
+    spec, (number, _) = sharded.layout.params[index], sharded.layout.places.get(index, (None, None))
+    coded = number is not None and sharded.buckets[number].wire is not None
+    return spec.placed and (coded or spec.dtype is not torch.float32)
+
+
 def _check_masters(
     sharded: ShardedStep, given: Mapping[int, Any] | None, operation: str
 ) -> dict[int, Tensor] | None:
@@ -240,14 +249,14 @@ def _check_masters(
         return None
     masters = {}
     for index, spec in enumerate(sharded.layout.params):
-        if spec.placed and spec.dtype is not torch.float32:
+        if _has_master(sharded, index):
             called = f"{operation}: parameter {index}: master"
             masters[index] = _local_part(sharded, index, given.get(index), called)
             _check_tensor(masters[index], spec.shape, called)
     return masters
 
 
-class _Given(NamedTuple):
+class _LoadedState(NamedTuple):
     """A state that is loaded: which one each parameter has, its entry, and all tensors' names."""
 
     states: Sequence[ParamState | None]
@@ -255,7 +264,7 @@ class _Given(NamedTuple):
     names: Sequence[str]
 
 
-def _take(sharded: ShardedStep, given: _Given, masters: dict[int, Tensor] | None) -> None:
+def _take(sharded: ShardedStep, given: _LoadedState, masters: dict[int, Tensor] | None) -> None:
     tensors: ChunkTensors = []
     for bucket in sharded.buckets:
         elems, place = bucket.chunk.elems, sharded.setting.device

@@ -19,16 +19,18 @@ from ringcomm.zero.activations import Activations, activations_on
 from ringcomm.zero.options import UnitOptions, ZeroOptions
 from ringcomm.zero.precision import Precision
 from ringcomm.zero.profile import StepProfile
-from ringcomm.zero.sharding import full_state_dict, gathered, no_sync, profiled, shard, unshard
+from ringcomm.zero.sharding import no_sync, profiled, shard, unshard
 from ringcomm.zero.shards import LocalShard, exchanged, local_shards, writing_shards
 from ringcomm.zero.uneven import uneven
+from ringcomm.zero.whole import full_state_dict, gathered
 
 if TYPE_CHECKING:
     from ringcomm.zero.batch_norm import SyncBatchNorm, convert_sync_batchnorm, sync_buffers
     from ringcomm.zero.checkpoint.export import export_safetensors
     from ringcomm.zero.checkpoint.pretrained import Pretrained, load_pretrained, pretrained
-    from ringcomm.zero.checkpoint.save_load import Loaded, TrainState, load, save
+    from ringcomm.zero.checkpoint.save_load import Loaded, load, save
     from ringcomm.zero.checkpoint.save_pretrained import save_pretrained
+    from ringcomm.zero.checkpoint.train_state import TrainState
     from ringcomm.zero.checkpoint.weight_names import IncompatibleKeys
     from ringcomm.zero.migrating.convert import convert
     from ringcomm.zero.migrating.deepspeed import from_deepspeed
@@ -40,7 +42,7 @@ _HOME_OF = {
     "Loaded": "checkpoint.save_load",
     "Pretrained": "checkpoint.pretrained",
     "SyncBatchNorm": "batch_norm",
-    "TrainState": "checkpoint.save_load",
+    "TrainState": "checkpoint.train_state",
     "convert": "migrating.convert",
     "convert_sync_batchnorm": "batch_norm",
     "export_safetensors": "checkpoint.export",

@@ -492,10 +492,13 @@ class _Place:
         """Gives all copies of the parameter what this rank has written to its piece; collective."""
         bucket, sharers = self.bucket, self.sharded.setting.sharers
         assert bucket is not None
-        if bucket.has_all_params and sharers is not None and self.sharded.shard_of[1] > 1:
+        if bucket.wire is not None:
+            bucket.share()
+        elif bucket.has_all_params and sharers is not None and self.sharded.shard_of[1] > 1:
             own = within(bucket.own_params, bucket.chunk, self.segment).clone()
             sharers.all_gather(self._pieces_of_all(bucket.params, 0), own)
-        bucket.share()
+        else:
+            bucket.share()
         if self.comm is not None:
             self.comm.barrier()
 

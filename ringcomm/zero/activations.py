@@ -39,13 +39,7 @@ from ringcomm.memory.scratch import Disk
 from ringcomm.optim.dtensors import local_of
 from ringcomm.optim.tiers import wait_limit_s
 from ringcomm.zero.absent import plainly
-from ringcomm.zero.activation_store import (
-    ActivationStore,
-    Receipt,
-    extent_of,
-    reach_of,
-    weak,
-)
+from ringcomm.zero.activation_store import ActivationStore, Receipt, extent_of, reach_of, weak
 from ringcomm.zero.engine import ShardEngine, owner_of
 from ringcomm.zero.hooks import only_inlined
 
@@ -158,13 +152,13 @@ class Activations(AbstractContextManager[None]):
     # ---- forward --------------------------------------------------------------------------------
 
     @only_inlined
-    def _pack(self, tensor: Tensor) -> Receipt | _Part | _Kept:
+    def _pack(self, tensor: Tensor) -> Receipt | _PartOnDisk | _InMemory:
         local = local_of(tensor)
         if not self._goes(tensor, local):
-            return _Kept(tensor)
+            return _InMemory(tensor)
         if local is tensor:
             return self._save(tensor, _Watch(tensor, _without_memory(tensor)))
-        return _Part(tensor, self._save(local, _watch_part(tensor)))
+        return _PartOnDisk(tensor, self._save(local, _watch_part(tensor)))
 
     def _goes(self, tensor: Tensor, local: Tensor) -> bool:
         """Returns whether a tensor goes to the disk; see NOTE [What stays where it is]."""
@@ -190,10 +184,10 @@ class Activations(AbstractContextManager[None]):
     # ---- backward -------------------------------------------------------------------------------
 
     @only_inlined
-    def _unpack(self, packed: Receipt | _Part | _Kept) -> Tensor:
+    def _unpack(self, packed: Receipt | _PartOnDisk | _InMemory) -> Tensor:
         if isinstance(packed, Receipt):
             return self._restore(packed)
-        if isinstance(packed, _Part):
+        if isinstance(packed, _PartOnDisk):
             return packed.around(self._restore(packed.receipt))
         return packed.tensor()
 
@@ -375,7 +369,7 @@ def _watch_part(tensor: Any) -> _Watch:
     return _Watch(tensor, alias)
 
 
-class _Part:
+class _PartOnDisk:
     """A DTensor, of which this rank's part is on the disk."""
 
     def __init__(self, tensor: Any, receipt: Receipt) -> None:
@@ -394,7 +388,7 @@ class _Part:
         return made.detach()
 
 
-class _Kept:
+class _InMemory:
     """A tensor that stays in memory: an alias, since what a node has made must not refer to it."""
 
     def __init__(self, tensor: Tensor) -> None:

@@ -20,6 +20,8 @@ from ringcomm.comm.peer_memory import peer_tensors
 from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import zeros
+from ringcomm.optim.buckets import empty_for_streams
+from ringcomm.optim.coded_params import decoded
 from ringcomm.optim.dtensors import apart, is_distributed, local_of, set_local
 from ringcomm.optim.layout import (
     BucketLayout,
@@ -58,7 +60,9 @@ class ParamBucket(ABC):
         params: the parameters, in the order of the bucket.
         trains: True if an optimizer steps the bucket.
         wide: float32 [state chunk elements], the parameters before they were rounded; None when
-            they were not, or when an optimizer has taken them over.
+            they were not, or when an optimizer has taken them over. With :attr:`wire` they are the
+            masters, also of an optimizer; see NOTE [Coded parameters] in ``optim/coded_params.py``.
+        wire: codes in which the parameters cross between nodes; None if they cross as they are.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class ParamBucket(ABC):
         else:
             self.chunk = self.state_chunk = layout.chunk(comm.shard_index, comm.world_size)
         self.wide: Tensor | None = None
+        self.wire: str | None = None
 
     def own_part(self, state: Tensor) -> Tensor:
         """Returns the part for ``chunk`` of a tensor [state chunk elements]."""
@@ -120,8 +125,9 @@ class ParamBucket(ABC):
         """Reads ``values`` into ``flat`` [held elements], which must hold zeros."""
         chunk = self.state_chunk
         rounds = flat.dtype is not torch.float32
-        if keeps_wide and rounds and any(each.dtype is torch.float32 for each in values):
-            self.wide = torch.zeros(chunk.elems, dtype=torch.float32, device=flat.device)
+        rounds = rounds and any(each.dtype is torch.float32 for each in values)
+        if self.wire is not None or (keeps_wide and rounds):
+            self.wide = empty_for_streams(chunk.elems, torch.float32, flat.device).zero_()
             self._read(values, self.wide, chunk)
         if self.wide is not None and held == chunk:
             flat.copy_(self.wide)
@@ -133,6 +139,13 @@ class ParamBucket(ABC):
             low, high = max(placed.begin, held.begin), min(placed.end, held.end)
             if low < high:
                 value.read(low - placed.begin, flat[low - held.begin : high - held.begin])
+
+    @abstractmethod
+    def settle(self, async_op: bool = False) -> Work | None:
+        """Gives all copies of the parameters what this rank has of them; collective.
+
+        With :attr:`wire` that is what the codes of the masters decode to, here as well.
+        """
 
     def _moved(self, placed: BucketParam) -> ArgumentError:
         head = where("zero", self.comm.rank, self.comm.world_size)
@@ -165,6 +178,14 @@ class ReplicatedBucket(ParamBucket):
         self._fill(values, self.flat, Chunk(0, self.layout.elems), keeps_wide)
         for placed in self.params:
             set_local(placed.param, apart(placed.param, placed.view(self.flat)))
+
+    def settle(self, async_op: bool = False) -> Work | None:
+        chunks = self.layout.chunks(self.comm)
+        parts = [self.flat[chunk.begin : chunk.end] for chunk in chunks]
+        if self.wire is None:
+            return self.comm.all_gather(parts, parts[self.comm.rank], async_op=async_op)
+        assert self.wide is not None
+        return self.comm.all_gather_in_codes(self.wide, parts, self.wire, async_op=async_op)
 
     def check(self) -> None:
         for placed, address in zip(self.params, self._addresses, strict=True):
@@ -300,6 +321,14 @@ class ShardedBucket(ParamBucket):
         if not self._on_rail:
             return None
         return self.comm.all_gather_on_rail(self._on_rail, async_op)
+
+    def settle(self, async_op: bool = False) -> Work | None:
+        if self.wire is None:
+            return self.share(async_op)
+        assert self.wide is not None
+        return self.comm.all_gather_in_codes(
+            self.wide, self._on_rail, self.wire, on_rail=True, async_op=async_op
+        )
 
     def _make_absent(self, placed: BucketParam) -> Tensor:
         one = torch.zeros((), dtype=self.layout.dtype, device=self.flat.device)
@@ -526,6 +555,8 @@ class WorldBucket(ShardedBucket):
         super().__init__(layout, params, comm, trains, "world")
         # By parameter, the checksum of its values, while the bucket is open.
         self._checksums: list[int] = []
+        #: True while chunks have other values than those of masters, and are gathered as they are.
+        self.has_other_values = False
 
     def _keeping(self, state: str) -> tuple[int, int]:
         return self.comm.shard_index, self.layout.chunk(0, self.comm.world_size).elems
@@ -540,8 +571,20 @@ class WorldBucket(ShardedBucket):
     def connect(self) -> None:
         return
 
+    def settle(self, async_op: bool = False) -> Work | None:
+        if self.wire is not None:
+            assert self.wide is not None
+            self.own.copy_(decoded(self.wide, self.wire, self.layout.dtype))
+        return None
+
     def fill(self) -> None:
-        self.comm.all_gather_bucket(self.kept, self.flat, self._tag)
+        if self.wire is None or self.has_other_values:
+            self.comm.all_gather_bucket(self.kept, self.flat, self._tag)
+            return
+        assert self.wide is not None
+        chunks = self.layout.chunks(self.comm)
+        parts = [self.flat[chunk.begin : chunk.end] for chunk in chunks]
+        self.comm.all_gather_in_codes(self.wide, parts, self.wire, tag=self._tag)
 
     def open(self) -> None:
         super().open()

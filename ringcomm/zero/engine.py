@@ -67,7 +67,7 @@ class EngineParts:
         units: the units, the root first.
         plan: plan of the trainable parameters.
         frozen: plan of the other parameters; empty before stage 3.
-        stored: the buckets of ``plan``.
+        stored: the buckets of ``plan``; none until they are made.
         stored_frozen: the buckets of ``frozen``.
         number: stages 2 and 3: see ``ModuleOrder.join``.
         others: the mesh of other stages and parts of the model, or None.
@@ -83,8 +83,8 @@ class EngineParts:
     units: Sequence[Unit]
     plan: BucketPlan
     frozen: BucketPlan
-    stored: Sequence[ParamBucket]
-    stored_frozen: Sequence[ParamBucket]
+    stored: Sequence[ParamBucket] = ()
+    stored_frozen: Sequence[ParamBucket] = ()
     number: int = 0
     others: DeviceMesh | None = None
     ignored: frozenset[int] = frozenset()
@@ -379,6 +379,17 @@ class ShardEngine:
         """Frees all gathered parameters, at stage 3."""
         if self.gatherer is not None:
             self.gatherer.free_all()
+
+    @contextmanager
+    def here(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Keeps units gathered inside, where they are sharded; perhaps collective."""
+        if self.gatherer is None:
+            yield
+            return
+        with self.gatherer.pin():
+            for unit in units:
+                self.gatherer.bring(unit)
+            yield
 
     def check(self, operation: str) -> None:
         """Checks that the parameters are in their places, with their own values.

@@ -1,177 +1,25 @@
-"""Memory of a rank in sharded data-parallel training, from the sizes of a model."""
+"""Memory of a rank in sharded data-parallel training, by stage and world.
+
+The model state follows Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models" (SC'20), section 5: stage 1 shards the optimizer's state, stage 2 the gradients
+too, stage 3 the parameters too. ``docs/estimate.md`` has the formulas.
+"""
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from ringcomm.errors import ArgumentError
 from ringcomm.memory.scratch import Disk
 from ringcomm.optim.block_moments import BLOCK, BlockMoment
-from ringcomm.optim.layout import DTYPES, ParamSpec
+from ringcomm.optim.layout import DTYPES
 from ringcomm.optim.options import Wire
 from ringcomm.optim.tiers import PINNED_BUFFER_BYTES
-from ringcomm.zero.options import Units, ZeroOptions
-from ringcomm.zero.units import find_units
-
-# What an estimate needs to know of a model: how many elements it has, and in which pieces.
-
-
-def require_at_least(what: str, least: int, **values: int) -> None:
-    """Raise ArgumentError naming the first of ``values`` that is no integer from ``least`` up."""
-    for name, value in values.items():
-        if not isinstance(value, int) or value < least:
-            raise ArgumentError(f"{what}: expected {name} of at least {least}, got {value!r}")
-
-
-@dataclass(frozen=True)
-class ModelElems:
-    """Elements of a model's parameters, each parameter counted once.
-
-    Attributes:
-        trainable: of the parameters that have a gradient.
-        frozen: of the others.
-        largest: of the largest trainable parameter, which takes a bucket of its own if it is larger
-            than a bucket; 0 where it is not known.
-        units: of each unit that stage 3 gathers as one, frozen parameters included; empty where
-            they are not known.
-        root: of the parameters in no unit, which stage 3 keeps gathered while it computes.
-    """
-
-    trainable: int
-    frozen: int = 0
-    largest: int = 0
-    units: tuple[int, ...] = ()
-    root: int = 0
-
-    def __post_init__(self) -> None:
-        require_at_least(
-            "model",
-            0,
-            trainable=self.trainable,
-            frozen=self.frozen,
-            largest=self.largest,
-            root=self.root,
-        )
-
-    @property
-    def total(self) -> int:
-        return self.trainable + self.frozen
-
-    @property
-    def has_units(self) -> bool:
-        """True if it is known what stage 3 gathers."""
-        return bool(self.units) or self.root > 0
-
-    @classmethod
-    def of_module(cls, module: nn.Module, units: Units | None = None) -> ModelElems:
-        """Counts a module, which may be on the meta device.
-
-        A parameter that has several names is counted once. Buffers are not counted.
-
-        Args:
-            module: with parameters of float32, bfloat16 or float16.
-            units: as in :class:`ringcomm.zero.options.ZeroOptions`.
-
-        Raises:
-            ArgumentError: a parameter is of another dtype, or has no shape yet (lazy modules), or
-                ``units`` is of no use.
-        """
-        counted = [[_spec(*each) for each in u.params.items()] for u in find_units(module, units)]
-        specs = [spec for part in counted for spec in part]
-        trainable = [spec.elems for spec in specs if spec.trainable]
-        root, *parts = [sum(spec.elems for spec in part) for part in counted]
-        return cls(
-            trainable=sum(trainable),
-            frozen=sum(spec.elems for spec in specs if not spec.trainable),
-            largest=max(trainable, default=0),
-            units=tuple(elems for elems in parts if elems),
-            root=root,
-        )
-
-
-def _spec(name: str, param: nn.Parameter) -> ParamSpec:
-    if nn.parameter.is_lazy(param):
-        raise ArgumentError(
-            f"model: parameter {name} has no shape before the first forward; give the sizes, or "
-            "count the module after a forward"
-        )
-    return ParamSpec.of(param, name=name)
-
-
-@dataclass(frozen=True)
-class Transformer:
-    """The shape of a GPT-2: pre-norm decoder layers with biases, learned positions.
-
-    Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
-
-    Attributes:
-        layers: decoder layers; attention with four width x width matrices, an MLP of 4 x width.
-        width: channels of a token.
-        heads: of the attention; width must be a multiple.
-        context: tokens of a sequence.
-        vocab: entries of the vocabulary.
-        tied: whether the embedding's matrix is the output layer's, too.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    context: int
-    vocab: int
-    tied: bool = True
-
-    def __post_init__(self) -> None:
-        require_at_least(
-            "transformer",
-            1,
-            layers=self.layers,
-            width=self.width,
-            heads=self.heads,
-            context=self.context,
-            vocab=self.vocab,
-        )
-        if self.width % self.heads:
-            raise ArgumentError(
-                f"transformer: expected a width that is a multiple of {self.heads} heads, got "
-                f"{self.width}"
-            )
-
-    @property
-    def layer_elems(self) -> int:
-        """Parameters of a layer: 12 width^2 of matrices, 13 width of biases and two norms."""
-        return 12 * self.width**2 + 13 * self.width
-
-    @property
-    def ends_elems(self) -> int:
-        """Parameters outside the layers: embedding, positions, last norm, output layer."""
-        matrices = 1 if self.tied else 2
-        return (matrices * self.vocab + self.context + 2) * self.width
-
-    @property
-    def approximate_elems(self) -> int:
-        """12 layers width^2, as in Rajbhandari et al., "ZeRO-Infinity" (SC'21), equation 1."""
-        return 12 * self.layers * self.width**2
-
-    @property
-    def model(self) -> ModelElems:
-        """All parameters, trained; each layer a unit."""
-        return ModelElems(
-            trainable=self.layers * self.layer_elems + self.ends_elems,
-            largest=self.width * max(4 * self.width, self.vocab, self.context),
-            units=(self.layer_elems,) * self.layers,
-            root=self.ends_elems,
-        )
-
-
-# Memory of a rank in sharded data-parallel training, by stage and world.
-#
-# The model state follows Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-# Parameter Models" (SC'20), section 5: stage 1 shards the optimizer's state, stage 2 the gradients
-# too, stage 3 the parameters too. ``docs/estimate.md`` has the formulas.
+from ringcomm.zero.estimate_model import ModelElems, require_at_least
+from ringcomm.zero.options import ZeroOptions
 
 STAGES = (0, 1, 2, 3)
 MASTERS = ("fp32", "remainder", "none")
@@ -335,6 +183,8 @@ class World:
         params: "node" or "world", as in :class:`ringcomm.zero.options.ZeroOptions`.
         state: the same.
         wire: of sums of gradients between nodes, as in :class:`ringcomm.comm.options.CommOptions`.
+        param_wire: of updated parameters, as ``parameters`` of :class:`ringcomm.zero.Wire`.
+        error_feedback: whether what codes lose is kept, as in :class:`ringcomm.zero.Wire`.
     """
 
     ranks: int
@@ -342,13 +192,16 @@ class World:
     params: str = "node"
     state: str = "world"
     wire: str = "fp32"
+    param_wire: str = "param"
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         require_at_least("estimate", 1, world_size=self.ranks)
         if self.ranks_per_node is not None:
             require_at_least("estimate", 1, ranks_per_node=self.ranks_per_node)
         # It refuses what there is not.
-        ZeroOptions(params=self.params, state=self.state, wire=Wire(gradients=self.wire))
+        wire = Wire(self.wire, self.param_wire, self.error_feedback)
+        ZeroOptions(params=self.params, state=self.state, wire=wire)
 
     @classmethod
     def of(cls, world: int | World) -> World:
@@ -365,6 +218,10 @@ class World:
         """The number of nodes."""
         return -(-self.ranks // self.mates)
 
+    def codes_parameters(self, stage: int) -> bool:
+        """Tells whether parameters cross in codes at a stage, so that all of them have masters."""
+        return self.nodes > 1 and stage > 0 and self.param_wire != "param"
+
     @property
     def param_shares(self) -> int:
         """The ranks over which stage 3 shards the parameters."""
@@ -374,6 +231,14 @@ class World:
     def state_shares(self) -> int:
         """The ranks over which stages 1 to 3 shard reduced gradients and state."""
         return self.ranks if self.state == "world" else self.mates
+
+    def residual_bytes(self, elems: int, stage: int) -> int:
+        """Returns what a rank keeps in FP32 of the codes' losses, of so many trained elements."""
+        if self.nodes == 1 or not self.error_feedback:
+            return 0
+        # Sums are coded, too, where nodes have copies of the state; stage 0 has none of them.
+        of_sums = shard_elems(elems, self.ranks) if stage and self.state == "node" else 0
+        return 4 * (shard_elems(elems, self.mates) + of_sums)
 
 
 def check_stage(stage: int) -> None:
@@ -404,7 +269,7 @@ def model_state(
         model: sizes of the model.
         stage: 0 to 3.
         world: the ranks, or how many there are on one node.
-        each: bytes of an element.
+        each: bytes of an element; where parameters cross in codes all have FP32 masters besides.
         tier: where the optimizer's state lies, as in ``AdamWOptions``: of that elsewhere, what is
             resident and the buffers, all of them at most, are in memory.
         params_tier: where the parameters lie at stage 3, as in ``ZeroOptions``, likewise.
@@ -418,6 +283,8 @@ def model_state(
     if stage == 3:
         shares = world.param_shares
         params = shard_elems(model.trainable, shares) + shard_elems(model.frozen, shares)
+    if world.codes_parameters(stage):
+        each = replace(each, master=torch.float32.itemsize)
     param_bytes = each.param * params
     if stage == 3 and params_tier is not None:
         largest = each.param * shard_elems(model.largest, world.param_shares)
@@ -427,6 +294,7 @@ def model_state(
     if tier is not None:
         sizes = tier_sizes(tier)
         state = min(state, sizes.buffer_bytes + sizes.resident_bytes)
+    state += world.residual_bytes(model.trainable, stage)
     all_grads = each.grad * model.trainable
     return StateBytes(
         params=param_bytes,
@@ -549,94 +417,3 @@ def largest_model(
         else:
             too_many = tried
     return fits
-
-
-# Memory for a transformer's activations, with and without checkpointing.
-#
-# Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022,
-# arXiv:2205.05198), sections 4 and 5, on one rank. In its symbols s, b, h, a, v are context,
-# micro-batch, width, heads and vocabulary, and a layer keeps s b h (34 + 5 a s / h) bytes in 16
-# bits.
-
-CHECKPOINTING = ("none", "selective", "full")
-
-
-@dataclass(frozen=True)
-class ActivationBytes:
-    """The bytes that a rank holds between forward and backward.
-
-    Attributes:
-        layers: what the layers keep for the backward, or their checkpoints.
-        recomputed: what the backward computes again and holds at a time.
-        ends: embedding's dropout mask, inputs of last norm and output layer, FP32 logits.
-        moved: what forward writes to a disk, and backward reads.
-    """
-
-    layers: int
-    recomputed: int
-    ends: int
-    moved: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.layers + self.recomputed + self.ends
-
-    def kept_on(self, disk: Disk, layer: int) -> ActivationBytes:
-        """Returns them as they are within ``zero.activations_on``.
-
-        ``layers`` is then the most that buffers, resident tensors, and one layer or the ends at
-        their turn take of memory, and ``ends`` is 0.
-
-        Args:
-            disk: where they are kept.
-            layer: bytes that one layer keeps without checkpoints.
-        """
-        kept = self.layers + self.ends
-        at_work = max(self.ends, layer - self.recomputed)
-        most = disk.buffer_bytes + disk.resident_bytes + at_work
-        moved = max(0, kept - disk.resident_bytes)
-        return ActivationBytes(min(kept, most), self.recomputed, 0, moved)
-
-
-def attention_core_bytes(shape: Transformer, micro_batch: int, elem_bytes: int = 2) -> int:
-    """Returns the part of a layer that grows with the square of the context: 5 a s^2 b in 16 bits.
-
-    Softmax's output, dropout's mask of one byte, dropout's output. An attention kernel that stores
-    no scores (FlashAttention) keeps none of it.
-    """
-    return (2 * elem_bytes + 1) * shape.heads * shape.context**2 * micro_batch
-
-
-def layer_bytes(
-    shape: Transformer, micro_batch: int, elem_bytes: int = 2, tp: int = 1, sequence: bool = False
-) -> int:
-    """Returns what a layer keeps for its backward: equation 1 in 16 bits, 2 and 4 if divided.
-
-    34 s b h is 16 elements and 2 masks of one byte per channel and token, of which tensor-parallel
-    ranks divide 12 elements, and all where they share the tokens, too.
-
-    Args:
-        shape: of the model.
-        micro_batch: sequences of a forward.
-        elem_bytes: of an activation.
-        tp: ranks that share each matrix product.
-        sequence: whether they share the tokens between the products.
-    """
-    plane = shape.context * micro_batch * shape.width
-    whole = (4 * elem_bytes + 2) * plane // (tp if sequence else 1)
-    core = attention_core_bytes(shape, micro_batch, elem_bytes)
-    return whole + 12 * elem_bytes * plane // tp + core // tp
-
-
-def checkpoint_working_bytes(shape: Transformer, micro_batch: int, every: int = 1) -> int:
-    """Activations between two checkpoints as ZeRO-Infinity estimates them, in bytes.
-
-    bsz seq ci (16 hd + 2 attn_heads seq), Rajbhandari et al. (SC'21), section 3: one copy of the
-    scores, no masks. It is less than the ``recomputed`` of :class:`ActivationBytes`.
-
-    Raises:
-        ArgumentError: a size is not positive.
-    """
-    require_at_least("activations", 1, micro_batch=micro_batch, every=every)
-    tokens = shape.context * micro_batch
-    return tokens * every * (16 * shape.width + 2 * shape.heads * shape.context)

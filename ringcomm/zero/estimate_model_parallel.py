@@ -16,15 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ringcomm.errors import ArgumentError
-from ringcomm.zero.estimate import (
+from ringcomm.zero.estimate_activations import (
     CHECKPOINTING,
     ActivationBytes,
-    ModelElems,
-    Transformer,
     attention_core_bytes,
     layer_bytes,
-    require_at_least,
 )
+from ringcomm.zero.estimate_model import ModelElems, Transformer, require_at_least
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from ringcomm.optim.layout import BLOCK_ELEMS, round_up
 from ringcomm.optim.tiers import elems_of_pieces, piece_elems
 from ringcomm.zero.estimate import (
     BytesPerElement,
-    ModelElems,
     World,
     check_stage,
     largest_bucket,
     shard_elems,
     tier_sizes,
 )
+from ringcomm.zero.estimate_model import ModelElems
 from ringcomm.zero.estimate_time import GIGA, require_positive
 from ringcomm.zero.options import ZeroOptions
 

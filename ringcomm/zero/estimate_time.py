@@ -11,13 +11,8 @@ from dataclasses import dataclass
 
 from ringcomm import _native
 from ringcomm.errors import ArgumentError
-from ringcomm.zero.estimate import (
-    BytesPerElement,
-    ModelElems,
-    World,
-    check_stage,
-    require_at_least,
-)
+from ringcomm.zero.estimate import BytesPerElement, World, check_stage
+from ringcomm.zero.estimate_model import ModelElems, require_at_least
 
 GIGA = 1e9
 TERA = 1e12
@@ -105,14 +100,22 @@ def leaving_node_bytes(model: ModelElems, stage: int, world: World, each: BytesP
     grads = model.trainable * (each.grad if world.wire == "param" else 4)
     if world.wire in _native.WIRES:
         grads = _native.wire_bytes(_native.WIRES[world.wire], model.trainable)
-    back = model.trainable * each.param
+    back = _params_bytes(model.trainable, stage, world, each)
     if stage == 0:
         back = model.trainable * each.reduced
     elif world.state == "node":
         back = grads if world.wire in _native.WIRES else model.trainable * 4
     elif stage == 3 and world.params == "world":
-        back = (2 * model.total - model.root) * each.param
+        back = _params_bytes(2 * model.trainable - model.root, stage, world, each)
+        back += 2 * model.frozen * each.param
     return (grads + back) * (world.nodes - 1) // world.nodes
+
+
+def _params_bytes(elems: int, stage: int, world: World, each: BytesPerElement) -> int:
+    """Returns what trained parameters take between nodes, as they are or in codes."""
+    if world.codes_parameters(stage):
+        return _native.wire_bytes(_native.WIRES[world.param_wire], max(elems, 0))
+    return elems * each.param
 
 
 def step_flops(param_elems: int, tokens: int, recompute: bool) -> int:

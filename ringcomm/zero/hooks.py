@@ -115,7 +115,8 @@ def _keep_dtypes(engine: ShardEngine) -> None:
         cast_inputs, cast_outputs = casts[kind]
         for module in _called(chosen.module):
             engine.keep(module.register_forward_pre_hook(cast_inputs, with_kwargs=True))
-            engine.keep(module.register_forward_hook(cast_outputs))
+            if not getattr(module, "returns_fp32", False):
+                engine.keep(module.register_forward_hook(cast_outputs))
 
 
 def _casts(dtype: torch.dtype, outside: torch.dtype) -> tuple[Any, Any]:

@@ -178,6 +178,7 @@ class ModulePlacement(Placement):
         self.store = engine.parts.store
         self.others = engine.parts.others
         self.scaled = engine.options.precision.scaled
+        self.divisor = engine.options.divisor
         sharers = sharers_of(engine.comm, engine.options.state)
         assert sharers is not None
         whole = engine.stage == 0
@@ -274,9 +275,10 @@ class ModulePlacement(Placement):
             bucket = Bucket(number, layout.buckets[number], stored.state_chunk, memory)
             if reduction is not None:
                 bucket.grad_shard = reduction.buckets[number].shard
+                bucket.residual = reduction.buckets[number].residual
                 bucket.tag = partial(reduction.tag, number)
-            if isinstance(stored, ShardedBucket):
-                bucket.share = stored.share
+            if isinstance(stored, ShardedBucket) or stored.wire is not None:
+                bucket.share = stored.settle
             made.append(bucket)
         return Buckets(layout, made)
 
@@ -291,10 +293,12 @@ class ModulePlacement(Placement):
         return BackwardUpdates(engine.stored, find_owner, self.check, gatherer)
 
     def _memory(self, stored: ParamBucket, options: AdamWOptions) -> BucketMemory:
-        wide, stored.wide = stored.wide, None
+        wide = stored.wide
+        if stored.wire is None:
+            stored.wide = None
         if isinstance(stored, ShardedBucket):
             holder = stored if isinstance(stored, DiskBucket) else None
-            return BucketMemory(stored.own_memory, wide=wide, holder=holder)
+            return BucketMemory(stored.own_memory, wide=wide, wire=stored.wire, holder=holder)
         assert isinstance(stored, ReplicatedBucket)
         flat = stored.flat
         grads = None
@@ -303,7 +307,7 @@ class ModulePlacement(Placement):
             grads = zeros(flat.numel(), dtype=dtype, device=stored.comm.heap_device)
         chunk = stored.state_chunk
         own = flat[chunk.begin : chunk.end]
-        return BucketMemory(own, flat, grads, wide)
+        return BucketMemory(own, flat, grads, wide, stored.wire)
 
     def gradients(
         self,
@@ -394,7 +398,8 @@ class ModulePlacement(Placement):
     def refresh_masters(self, only: Container[int] | None = None) -> None:
         if self.owner is not None:
             for bucket, stored in zip(self.owner.buckets, self._engine.stored, strict=True):
-                for placed in stored.params:
+                # Masters of coded parameters are the module's, with or without an optimizer.
+                for placed in stored.params if stored.wire is None else ():
                     if only is None or id(placed.param) in only:
                         bucket.refresh_master(placed.begin, placed.end)
 

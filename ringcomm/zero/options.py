@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.errors import ArgumentError
+from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.memory.scratch import Disk
 from ringcomm.optim.layout import BLOCK_ELEMS
-from ringcomm.optim.options import Wire
+from ringcomm.optim.options import AdamWOptions, Wire
 from ringcomm.optim.placement import check_even
 from ringcomm.zero.precision import PARAM_DTYPES, Precision
 
@@ -87,6 +87,10 @@ class ZeroOptions:
         keep_gathered: stage 3: parameters stay from forward to backward, which is faster and takes
             more memory.
         reduce: "avg" averages the ranks' gradients, as DDP does, and "sum" adds them.
+        divisor: the step and norms take the reduced gradient divided by this whole number, where
+            backward brings this rank the sum of several ranks' gradients, as it does to experts
+            (:func:`ringcomm.moe.shard`). What ``get_gradient`` and ``on_reduced`` give is not
+            divided.
         algorithm: algorithm of the collectives: "auto", "direct" or "ring".
         broadcast: give all ranks the parameters and buffers of rank 0, as DDP does.
         params: stage 3, over several nodes: "node" keeps a copy of the parameters on each node,
@@ -111,7 +115,7 @@ class ZeroOptions:
             each rank. A ``*`` stands for any characters of one part of a name.
 
     All choices of ``params``, ``state`` and ``tier``, and all stages, end with the same bits; of
-    ``wire`` each choice has its own.
+    ``wire`` each choice has its own, and with gradients in codes ``state="node"`` has, too.
     """
 
     precision: Precision = field(default_factory=Precision)
@@ -122,6 +126,7 @@ class ZeroOptions:
     prefetch: int = 1
     keep_gathered: bool = False
     reduce: str = "avg"
+    divisor: int = 1
     algorithm: str = "auto"
     broadcast: bool = True
     params: str = "node"
@@ -153,7 +158,7 @@ class ZeroOptions:
             raise ArgumentError(
                 f"bucket_elems: expected a positive multiple of {BLOCK_ELEMS}, got {count!r}"
             )
-        for name, least in (("in_flight", 1), ("prefetch", 0)):
+        for name, least in (("in_flight", 1), ("prefetch", 0), ("divisor", 1)):
             number = getattr(self, name)
             if not isinstance(number, int) or number < least:
                 raise ArgumentError(f"{name}: expected an integer >= {least}, got {number!r}")
@@ -165,6 +170,13 @@ class ZeroOptions:
                 'params: expected "node" with state="node", got "world": a rank updates what it '
                 "keeps state for, a share of its node's parameters, of which it would keep only "
                 "its share of all ranks'"
+            )
+        chosen = AdamWOptions(**self.precision.optimizer_defaults)
+        self.wire.check_parameters(self.state, chosen.master, chosen.rounding)
+        if self.wire.codes_parameters and self.tier is not None:
+            raise UnsupportedError(
+                f"tier: expected None with wire: parameters={self.wire.parameters!r}, got a Disk: "
+                "what ranks gather from disks are parameters as they are"
             )
 
     def _check_named(self) -> None:
@@ -183,13 +195,14 @@ class ZeroOptions:
             )
 
     def for_nodes(self, stage: int, comm: Communicator) -> ZeroOptions:
-        """Returns these options with ``params`` and ``state`` as they count at a stage.
+        """Returns these options with ``params``, ``state`` and ``wire`` as they count at a stage.
 
         Where a choice makes no difference, since there is one node or all ranks have everything,
         it is the default.
 
         Raises:
-            ArgumentError: parameters cannot be on a disk at this stage, or not on each node.
+            ArgumentError: parameters cannot be on a disk at this stage, or not on each node; or
+                they shall cross in codes, and do not cross at this stage.
             UnsupportedError: nodes with different numbers of ranks cannot have copies.
         """
         several = comm.num_nodes > 1
@@ -198,9 +211,19 @@ class ZeroOptions:
         state = self.state if several and stage > 0 else "world"
         if several and state == "node":
             check_even(comm, "shard", 'state="node"', 'ZeroOptions(state="world")')
+        if several and self.wire.error_feedback:
+            check_even(comm, "shard", "error_feedback=True", "error_feedback=False")
         if several and stage == 3 and params == "node":
             check_even(comm, "shard", 'params="node" at stage 3', 'ZeroOptions(params="world")')
-        return replace(self, params=params, state=state)
+        return replace(self, params=params, state=state, wire=self._wire(stage, several))
+
+    def _wire(self, stage: int, several: bool) -> Wire:
+        if stage == 0 and self.wire.codes_parameters:
+            raise ArgumentError(
+                f"shard: wire: parameters={self.wire.parameters!r}: expected stage 1, 2 or 3 with "
+                "it, got 0, where each rank updates all parameters, of which none cross"
+            )
+        return self.wire if several else replace(self.wire, parameters="param")
 
     def _check_tier(self, stage: int, several: bool) -> None:
         if self.tier is None:

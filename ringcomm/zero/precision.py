@@ -34,7 +34,8 @@ class Precision:
         keep_fp32: names of modules whose parameters and buffers stay FP32, and those of the
             modules inside them; a ``*`` stands for any characters of one part of a name
             (``"blocks.*.norm"``). Their floating-point arguments are cast to FP32, and what they
-            return to ``param``.
+            return to ``param``, unless they have an attribute ``returns_fp32`` that is true, as
+            routers of :class:`ringcomm.moe.MoE` have.
         master: the optimizer's ``AdamWOptions.master``; None leaves it to the optimizer.
         rounding: the optimizer's ``AdamWOptions.rounding``; None leaves it to the optimizer.
         scaled: the loss must be scaled: a step without ``loss_scaler=``, and without a

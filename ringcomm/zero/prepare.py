@@ -15,9 +15,9 @@ from torch.nn.parameter import is_lazy
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.memory import give_back_freed
+from ringcomm.memory.freed import give_back_freed
 from ringcomm.optim.dtensors import check_placements, is_distributed, local_of, set_local
-from ringcomm.optim.layout import DTYPE_NAMES
+from ringcomm.optim.layout import DTYPE_NAMES, BucketLayout
 from ringcomm.zero.absent import make_present
 from ringcomm.zero.buckets import (
     BucketParam,
@@ -28,6 +28,7 @@ from ringcomm.zero.buckets import (
 )
 from ringcomm.zero.disk_buckets import DiskBucket
 from ringcomm.zero.engine import EngineParts
+from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.plans import BucketPlan
 from ringcomm.zero.units import Unit
 from ringcomm.zero.values import HeldValues, Values, WeightSource
@@ -269,13 +270,25 @@ def make_bucket(parts: EngineParts, plan: BucketPlan, number: int) -> ParamBucke
         tag = _native.grad_tag(parts.number, 0, among_all)
         if parts.store is not None:
             return DiskBucket(layout, params, comm, trains, tag, parts.store)
-        return WorldBucket(layout, params, comm, trains, tag)
-    if parts.stage == 3:
-        return ShardedBucket(layout, params, comm, trains, options.state)
-    bucket = ReplicatedBucket(layout, params, comm, trains, options.state)
-    if parts.stage == 0:
-        bucket.state_chunk = layout.chunk(0, 1)
-    return bucket
+        made: ParamBucket = WorldBucket(layout, params, comm, trains, tag)
+    elif parts.stage == 3:
+        made = ShardedBucket(layout, params, comm, trains, options.state)
+    else:
+        made = ReplicatedBucket(layout, params, comm, trains, options.state)
+        if parts.stage == 0:
+            made.state_chunk = layout.chunk(0, 1)
+    made.wire = _wire_of(options, layout, trains)
+    return made
+
+
+def _wire_of(options: ZeroOptions, layout: BucketLayout, trains: bool) -> str | None:
+    """Returns the codes in which a bucket's parameters cross between nodes, or None.
+
+    What is frozen never crosses, and what stays FP32 among parameters of 16 bits is to be exact.
+    """
+    kept = layout.dtype is torch.float32 and options.precision.param not in (None, torch.float32)
+    codes = options.wire.codes_parameters and trains and not kept
+    return options.wire.parameters if codes else None
 
 
 def move_in(parts: EngineParts, init: Init, rollback: Rollback) -> None:

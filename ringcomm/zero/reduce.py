@@ -31,13 +31,14 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.nodes.wires import Residual
 from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import empty
 from ringcomm.optim.buckets import empty_for_streams
 from ringcomm.optim.dtensors import local_gradient
 from ringcomm.optim.gradients import Accumulator
-from ringcomm.optim.reduction import NORM_WORDS, Into, make_reducer
+from ringcomm.optim.reduction import NORM_WORDS, Into, make_reducer, make_residual
 from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import ParamBucket
 from ringcomm.zero.options import ZeroOptions
@@ -56,6 +57,7 @@ class GradientBucket:
         stored: the bucket of the parameters.
         shard: [state chunk elements], float32 or 16 bits; the sum since :meth:`Reduction.drop`.
         words: int64 [24], the norm words of the last reduction.
+        residual: what the codes of gradients have lost; None where nothing keeps that.
         holds: True if anything was reduced into the shard.
         active: by parameter, True if a gradient was reduced since :meth:`Reduction.drop`.
         missing: indices of parameters whose gradient this backward has not brought yet.
@@ -70,6 +72,7 @@ class GradientBucket:
     stored: ParamBucket
     shard: Tensor
     words: Tensor
+    residual: Residual | None
     holds: bool = False
     active: list[bool] = field(init=False)
     missing: set[int] = field(default_factory=set)
@@ -231,6 +234,7 @@ class Reduction:
                 each,
                 empty_for_streams(each.state_chunk.elems, reduced(each.layout.dtype), comm.device),
                 torch.zeros(NORM_WORDS, dtype=torch.int64, device=comm.device),
+                make_residual(comm, options, each.layout.elems),
             )
             for each in stored
         ]
@@ -425,7 +429,7 @@ class Reduction:
         rounded = bucket.shard.dtype is not torch.float32
         bucket.summed = self._sums or rounded or self._comm.launches
         words = bucket.words if bucket.summed else None
-        into = Into(bucket.shard, "l2", words, bucket.holds, tag)
+        into = Into(bucket.shard, "l2", words, bucket.holds, tag, bucket.residual)
 
         def run() -> list[Tensor]:
             with self._profile.span("reduce_scatter", buffer.nbytes):

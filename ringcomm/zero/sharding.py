@@ -1,11 +1,10 @@
-"""The functions that shard a module in place, and those for using and unsharding it."""
+"""``shard()`` and ``unshard()``, and what is asked of the module in between."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import deepcopy
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,24 +17,15 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory.disk_chunks import DiskChunks
+from ringcomm.memory.freed import keep_freed_memory
 from ringcomm.optim.agreement import all_or_none, check_agreement, check_on_mesh
 from ringcomm.optim.dtensors import PartMesh, find_mesh, local_of, set_local
 from ringcomm.optim.layout import ShardLayout
-from ringcomm.optim.meshes import (
-    over_mesh,
-    ranks_of_stage,
-    read_mesh,
-    stages_of,
-    with_all_stages,
-)
+from ringcomm.optim.meshes import over_mesh, ranks_of_stage, read_mesh, stages_of, with_all_stages
 from ringcomm.optim.placement import check_axis, check_memory, check_nodes
 from ringcomm.rendezvous.environment import available_cores
 from ringcomm.zero.absent import make_present
-from ringcomm.zero.buckets import (
-    ParamBucket,
-    ReplicatedBucket,
-    ShardedBucket,
-)
+from ringcomm.zero.buckets import ParamBucket
 from ringcomm.zero.disk_buckets import make_store, reserve
 from ringcomm.zero.engine import EngineParts, ShardEngine, owner_of
 from ringcomm.zero.hooks import hook_modules, uncompiled
@@ -57,28 +47,6 @@ from ringcomm.zero.prepare import (
 from ringcomm.zero.profile import StepProfile
 from ringcomm.zero.units import Unit, choose_options, find_units, leave_out
 from ringcomm.zero.values import WeightSource
-
-# NOTE [Freed memory]
-# A backward frees a gradient as soon as it is reduced, and stage 3 a unit's parameters as soon as
-# they were used. glibc's malloc returns such memory to the system once the top of the heap holds
-# more free memory than twice the largest block that was ever freed, and the system zeroes it page
-# by page when it is allocated again. A step of a GPT of 25 M FP32 parameters takes 2,500 to 10,000
-# page faults, of 3 us each on a virtual machine, and 1.06 (stage 2) to 1.18 (stage 3) times as long
-# as without them.
-#
-# The rule counts blocks of at most 32 MiB (M_MMAP_THRESHOLD in mallopt(3)). So one block of that
-# size is allocated and freed, without touching its pages, and the bound is at its highest: at most
-# 64 MiB stay with the process that malloc would have returned. A threshold set in the environment
-# or by mallopt() switches the rule off and stays in force, and other allocators are unaffected.
-
-# The largest block that glibc's rule counts, less the overhead that malloc and torch add.
-_BLOCK_BYTES = (32 << 20) - (64 << 10)
-
-
-def keep_freed_memory() -> None:
-    """Has glibc keep the memory that backward frees; see NOTE [Freed memory]."""
-    torch.empty(_BLOCK_BYTES, dtype=torch.uint8, device="cpu")
-
 
 Tensor = torch.Tensor
 _STAGES = (0, 1, 2, 3)
@@ -151,71 +119,53 @@ def shard(
     # What is refused on one rank is on all, which would wait for it where they are compared.
     with all_or_none(ranks, "shard", None if others is None else PartMesh(others)):
         _check_arguments(module, stage, ranks)
-        if stages_of(others) == 1 and not any(True for _ in module.parameters()):
-            raise ArgumentError("shard: module: expected at least one parameter, got none")
-        check_shardable(module)
-        check_batch_norm(module, ranks)
-        parted = find_mesh(module.parameters(), "shard")
-        over = over_mesh(others, parted, "shard")
-        check_nodes(ranks, "shard", options.algorithm, "native")
-        options = options.for_nodes(stage, ranks)
-        units = find_units(module, options.units)
-        ignored = leave_out(module, units, options)
-        choose_options(module, units, options)
-        chosen = {unit.name: unit.options.param for unit in units if unit.options.param}
-        dtypes = ModuleDtypes.of(module, options.precision, chosen)
-        plan = plan_buckets(units, options, dtypes, trainable=True)
-        frozen = _no_plan(options)
-        if stage == 3:
-            frozen = plan_buckets(units, options, dtypes, trainable=False)
-    alike = stage, (plan, frozen), options, isinstance(init, WeightSource)
-    _check_alike(ranks, (others, parted), alike)
+        _check_module(module, ranks, others)
+        trainers = _Trainers.of(module, ranks, others)
+        parts = _plan(module, stage, trainers, options)
+    _check_alike(trainers, parts, isinstance(init, WeightSource))
+    parts = replace(parts, options=_resolved(parts.options, ranks))
     rollback = Rollback(module)
-    stored: list[ParamBucket] = []
-    stored_frozen: list[ParamBucket] = []
-    options = _resolved(options, ranks)
     with rollback.put_back_on_failure():
-        store = _make_store(options, (ranks, over), rollback)
-        _open(init, module, (ranks, over), rollback)
-        turn = _join(ranks, rollback) if stage > 1 else 0
-        parts = EngineParts(
-            module=module,
-            stage=stage,
-            comm=ranks,
-            options=options,
-            dtypes=dtypes,
-            units=units,
-            plan=plan,
-            frozen=frozen,
-            stored=stored,
-            stored_frozen=stored_frozen,
-            number=turn,
-            others=others,
-            ignored=ignored,
-            store=store,
-        )
-        with all_or_none(ranks, "shard", over):
-            _check_devices(units, ranks)
-            check_memory(plan.params, plan.layout)
-            for kind, buckets in ((plan, stored), (frozen, stored_frozen)):
-                for number in range(len(kind.unit_of)):
-                    buckets.append(make_bucket(parts, kind, number))
-                    rollback.call(buckets[-1].give_back)
-            if store is not None:
-                reserve(store, stored, stored_frozen)
-        with nullcontext() if store is None else store.keeping_faults():
-            move_in(parts, init, rollback)
-        settle_rest(parts, rollback)
+        parts = replace(parts, store=_make_store(parts.options, trainers, rollback))
+        _open(init, module, trainers, rollback)
+        parts = _with_buckets(parts, trainers, rollback)
+        _move(parts, init, rollback)
         # The agreement at the end also tells every rank that all chunks are written.
-        with all_or_none(ranks, "shard", over):
-            if store is not None:
-                store.raise_fault()
+        with trainers.all_or_none():
+            if parts.store is not None:
+                parts.store.raise_fault()
             if isinstance(init, WeightSource):
                 init.settle()
             _attach(parts, rollback)
     if not ranks.launches:
         keep_freed_memory()
     return returned
+
+
+@dataclass(frozen=True)
+class _Trainers:
+    """The ranks that train a module together.
+
+    Attributes:
+        comm: those that share the module.
+        others: the mesh of other stages and parts of the model, or None.
+        parted: the mesh of its DTensors, or None.
+        over: the mesh of both, or None.
+    """
+
+    comm: Communicator
+    others: DeviceMesh | None
+    parted: PartMesh | None
+    over: PartMesh | None
+
+    @classmethod
+    def of(cls, module: nn.Module, comm: Communicator, others: DeviceMesh | None) -> _Trainers:
+        parted = find_mesh(module.parameters(), "shard")
+        return cls(comm, others, parted, over_mesh(others, parted, "shard"))
+
+    def all_or_none(self) -> AbstractContextManager[None]:
+        """Has all of them learn what one raises inside; collective."""
+        return all_or_none(self.comm, "shard", self.over)
 
 
 def engine_of(module: nn.Module, operation: str) -> ShardEngine:
@@ -245,27 +195,87 @@ def forget_engine(module: nn.Module) -> None:
     object.__delattr__(module, _ENGINE)
 
 
-def _open(
-    init: Init, module: nn.Module, over: tuple[Communicator, PartMesh | None], rollback: Rollback
-) -> None:
+def _plan(module: nn.Module, stage: int, trainers: _Trainers, options: ZeroOptions) -> EngineParts:
+    """Plans units and buckets; nothing is moved, and nothing made.
+
+    Raises:
+        ArgumentError, UnsupportedError: the options do not fit the module, or the ranks.
+    """
+    comm = trainers.comm
+    check_nodes(comm, "shard", options.algorithm, "native")
+    options = options.for_nodes(stage, comm)
+    units = find_units(module, options.units)
+    ignored = leave_out(module, units, options)
+    choose_options(module, units, options)
+    chosen = {unit.name: unit.options.param for unit in units if unit.options.param}
+    dtypes = ModuleDtypes.of(module, options.precision, chosen)
+    plan = plan_buckets(units, options, dtypes, trainable=True)
+    frozen = BucketPlan((), (), ShardLayout((), options.bucket_elems, ()), ())
+    if stage == 3:
+        frozen = plan_buckets(units, options, dtypes, trainable=False)
+    return EngineParts(
+        module=module,
+        stage=stage,
+        comm=comm,
+        options=options,
+        dtypes=dtypes,
+        units=units,
+        plan=plan,
+        frozen=frozen,
+        others=trainers.others,
+        ignored=ignored,
+    )
+
+
+def _open(init: Init, module: nn.Module, trainers: _Trainers, rollback: Rollback) -> None:
     """Opens the source of a module's values, if there is one, on all ranks or none; collective."""
     if isinstance(init, WeightSource):
         rollback.call(init.close)
-        with all_or_none(over[0], "shard", over[1]):
+        with trainers.all_or_none():
             init.open(module)
-        check_agreement(over[0], "shard", {"options": {"weight files": init.digest}})
+        check_agreement(trainers.comm, "shard", {"options": {"weight files": init.digest}})
 
 
-def _make_store(
-    options: ZeroOptions, over: tuple[Communicator, PartMesh | None], rollback: Rollback
-) -> DiskChunks | None:
+def _with_buckets(parts: EngineParts, trainers: _Trainers, rollback: Rollback) -> EngineParts:
+    """Returns the parts with empty buckets, and a number where backward reduces; collective."""
+    if parts.stage > 1:
+        parts = replace(parts, number=_join(parts.comm, rollback))
+    with trainers.all_or_none():
+        _check_devices(parts.units, parts.comm)
+        check_memory(parts.plan.params, parts.plan.layout)
+        stored = _make_buckets(parts, parts.plan, rollback)
+        stored_frozen = _make_buckets(parts, parts.frozen, rollback)
+        if parts.store is not None:
+            reserve(parts.store, stored, stored_frozen)
+    return replace(parts, stored=stored, stored_frozen=stored_frozen)
+
+
+def _make_store(options: ZeroOptions, trainers: _Trainers, rollback: Rollback) -> DiskChunks | None:
     """Makes the disk for parameters, if they go to one, on all ranks or none; collective."""
     if options.tier is None:
         return None
-    with all_or_none(over[0], "shard", over[1]):
-        store = make_store(options.tier, over[0])
+    with trainers.all_or_none():
+        store = make_store(options.tier, trainers.comm)
         rollback.call(store.close)
     return store
+
+
+def _make_buckets(parts: EngineParts, plan: BucketPlan, rollback: Rollback) -> list[ParamBucket]:
+    made: list[ParamBucket] = []
+    for number in range(len(plan.unit_of)):
+        made.append(make_bucket(parts, plan, number))
+        rollback.call(made[-1].give_back)
+    return made
+
+
+def _move(parts: EngineParts, init: Init, rollback: Rollback) -> None:
+    """Fills the buckets with the module's values, and settles what has no bucket; collective."""
+    with nullcontext() if parts.store is None else parts.store.keeping_faults():
+        move_in(parts, init, rollback)
+    for bucket in parts.stored:
+        if bucket.wire is not None:
+            bucket.settle()
+    settle_rest(parts, rollback)
 
 
 def _attach(parts: EngineParts, rollback: Rollback) -> None:
@@ -293,6 +303,13 @@ def _check_arguments(module: nn.Module, stage: int, comm: Communicator) -> None:
             "DistributedDataParallel, which would reduce the gradients, too; leave DDP away, since "
             'shard() takes its place, or pass comm="alone"'
         )
+
+
+def _check_module(module: nn.Module, comm: Communicator, others: DeviceMesh | None) -> None:
+    if stages_of(others) == 1 and not any(True for _ in module.parameters()):
+        raise ArgumentError("shard: module: expected at least one parameter, got none")
+    check_shardable(module)
+    check_batch_norm(module, comm)
 
 
 def _check_not_sharded(module: nn.Module) -> None:
@@ -335,44 +352,32 @@ def _resolved(options: ZeroOptions, comm: Communicator) -> ZeroOptions:
     return options.resolved(comm.world_size, torch.get_num_threads(), available_cores())
 
 
-def _no_plan(options: ZeroOptions) -> BucketPlan:
-    return BucketPlan((), (), ShardLayout((), options.bucket_elems, ()), ())
-
-
-def _check_alike(
-    ranks: Communicator,
-    meshes: tuple[DeviceMesh | None, PartMesh | None],
-    alike: tuple[int, tuple[BucketPlan, BucketPlan], ZeroOptions, bool],
-) -> None:
+def _check_alike(trainers: _Trainers, parts: EngineParts, reads: bool) -> None:
     """Raises MismatchError unless ranks shard alike; collective.
 
     Args:
-        ranks: those that share the module.
-        meshes: of all ranks that train the model, and of its DTensors.
-        alike: the arguments of :func:`_told`.
+        trainers: the ranks.
+        parts: what this rank has planned.
+        reads: True if values are read from files.
     """
-    others, parted = meshes
-    with with_all_stages(ranks, others, "shard"):
-        check_axis(ranks, parted, "shard")
-    with with_all_stages(ranks, others, "shard"):
-        check_agreement(ranks, "shard", _told(ShardLayout.describe, *alike))
-    with with_all_stages(ranks, others, "shard"):
+    comm, others, parted = trainers.comm, trainers.others, trainers.parted
+    with with_all_stages(comm, others, "shard"):
+        check_axis(comm, parted, "shard")
+    with with_all_stages(comm, others, "shard"):
+        check_agreement(comm, "shard", _told(ShardLayout.describe, parts, reads))
+    with with_all_stages(comm, others, "shard"):
         of_stage = ranks_of_stage(others, parted)
-        check_on_mesh(ranks, of_stage, "shard", _told(ShardLayout.describe_whole, *alike))
+        check_on_mesh(comm, of_stage, "shard", _told(ShardLayout.describe_whole, parts, reads))
 
 
 def _told(
-    describe: Callable[[ShardLayout], dict[str, Any]],
-    stage: int,
-    plans: tuple[BucketPlan, BucketPlan],
-    options: ZeroOptions,
-    reads: bool,
+    describe: Callable[[ShardLayout], dict[str, Any]], parts: EngineParts, reads: bool
 ) -> dict[str, Any]:
     """Returns what ranks compare: trainable and frozen parameters, stage and options."""
-    trained, frozen = (describe(plan.layout) for plan in plans)
-    chosen = {"stage": stage, "frozen parameters": frozen, "reads weights": reads}
-    chosen.update(options.describe())
-    return {"layout": trained, "options": chosen}
+    frozen = describe(parts.frozen.layout)
+    chosen = {"stage": parts.stage, "frozen parameters": frozen, "reads weights": reads}
+    chosen.update(parts.options.describe())
+    return {"layout": describe(parts.plan.layout), "options": chosen}
 
 
 def _check_devices(units: Sequence[Unit], comm: Communicator) -> None:
@@ -396,114 +401,6 @@ def no_sync(module: nn.Module) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def gathered(
-    module: nn.Module | Tensor | Iterable[Tensor], write_from: int | None = None
-) -> Iterator[None]:
-    """Makes parameters whole and readable inside the context, at any stage.
-
-    Reading needs no other rank: one rank may do it alone, while no rank steps. With
-    ``params="world"`` over several nodes it is collective.
-
-    Args:
-        module: the module that ``shard()`` returned, or a part of it: a module inside, a parameter,
-            or several. Of a part only the units that have its parameters are gathered.
-        write_from: a rank whose changes all ranks take over at the end, which makes the context
-            collective. None: changes are refused at stage 3, and at lower stages stay this rank's
-            own.
-
-    Raises:
-        ArgumentError: the module is not sharded, or has no parameter; there is no such rank; or
-            parameters were changed at stage 3 without ``write_from``, or others than those of a
-            part, or replaced; or ``write_from`` inside ``exchanged()``.
-        MismatchError: the ranks would take over different parameters, or other ranks'.
-        Exception: with ``write_from``, what is raised inside, on all ranks. None takes over
-            anything: changes are gone at stage 3, and at lower stages stay this rank's own.
-    """
-    parts = _engines_and_parts(module)
-    if write_from is not None:
-        with _on_all(parts):
-            _check_writing(parts, write_from)
-    with ExitStack() as here:
-        for engine, part in parts:
-            units = [
-                unit
-                for unit in engine.parts.units
-                if part is None or any(id(param) in part for param in unit.params.values())
-            ]
-            here.enter_context(_here(engine, units))
-            if engine.gatherer is not None:
-                for unit in units:
-                    engine.gatherer.open(unit)
-        if write_from is None:
-            yield
-            return
-        with _on_all(parts):
-            yield
-        for engine, part in parts:
-            _take_changes(engine, write_from, part)
-
-
-_Parts = Sequence[tuple[ShardEngine, frozenset[int] | None]]
-
-
-@contextmanager
-def _on_all(parts: _Parts) -> Iterator[None]:
-    """Has what raises inside raise on all ranks of the engines; collective."""
-    with ExitStack() as ranks:
-        for engine, _ in parts:
-            ranks.enter_context(all_or_none(engine.comm, "gathered", engine.mesh))
-        yield
-
-
-def _check_writing(parts: _Parts, write_from: int) -> None:
-    for engine, _ in parts:
-        engine.check_values("gathered")
-        world_size = engine.comm.world_size
-        if type(write_from) is not int or not 0 <= write_from < world_size:
-            raise ArgumentError(
-                f"gathered: write_from: expected a rank, 0 to {world_size - 1}, got {write_from!r}"
-            )
-
-
-def _engines_and_parts(
-    module: nn.Module | Tensor | Iterable[Tensor],
-) -> list[tuple[ShardEngine, frozenset[int] | None]]:
-    """Returns the engines of parameters, each with the ``id`` of its own; None for all that it has.
-
-    A module that was put into a sharded one may be sharded by itself.
-
-    Raises:
-        ArgumentError: a module is not sharded, or there is no parameter of a sharded one.
-    """
-    if isinstance(module, nn.Module):
-        module = uncompiled(module)
-        params: list[Tensor] = [p for p in module.parameters() if owner_of(p) is not None]
-        if _ENGINE in vars(module) or not params:
-            whole = engine_of(module, "gathered")
-            nested = dict.fromkeys(map(_engine_of_param, params))
-            return [(each, None) for each in {whole: None, **nested}]
-    else:
-        params = [module] if isinstance(module, Tensor) else list(module)
-    found: dict[ShardEngine, set[int]] = {}
-    for param in params:
-        found.setdefault(_engine_of_param(param), set()).add(id(param))
-    if not found:
-        raise ArgumentError("gathered: expected parameters of sharded modules, got none")
-    return [(engine, frozenset(part)) for engine, part in found.items()]
-
-
-def _engine_of_param(param: Tensor) -> ShardEngine:
-    engine = owner_of(param) if isinstance(param, Tensor) else None
-    if engine is None:
-        kind = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else param
-        raise ArgumentError(
-            "gathered: expected a module that shard() returned, a module inside of it, or "
-            f"parameters of it, got {kind}, which is none of its parameters"
-        )
-    return engine
-
-
-@contextmanager
 def profiled(module: nn.Module) -> Iterator[StepProfile]:
     """Records when the engine communicates, and when it waits for communication.
 
@@ -522,91 +419,6 @@ def profiled(module: nn.Module) -> Iterator[StepProfile]:
         profile.on = False
 
 
-def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns ``module.state_dict()`` at any stage, with copies of all tensors and extra state.
-
-    It needs no other rank: one rank may call it alone, while no rank steps. With
-    ``params="world"`` over several nodes it is collective.
-
-    Raises:
-        ArgumentError: the module is not sharded.
-    """
-    engine = engine_of(module, "full_state_dict")
-    with ExitStack() as here:
-        for each, _ in _engines_and_parts(module):
-            here.enter_context(_here(each, each.parts.units))
-        state = engine.parts.module.state_dict()
-        return {
-            name: value.detach().clone() if isinstance(value, torch.Tensor) else deepcopy(value)
-            for name, value in state.items()
-        }
-
-
-@contextmanager
-def _here(engine: ShardEngine, units: Sequence[Unit]) -> Iterator[None]:
-    gatherer = engine.gatherer
-    if gatherer is None:
-        yield
-        return
-    with gatherer.pin():
-        for unit in units:
-            gatherer.bring(unit)
-        yield
-
-
-@torch.no_grad()
-def _take_changes(engine: ShardEngine, rank: int, part: frozenset[int] | None) -> None:
-    """Gives all ranks one rank's parameters, and their masters with them; collective.
-
-    Args:
-        engine: the engine of the parameters.
-        rank: the rank that has changed them.
-        part: ``id`` of the parameters; None for all.
-    """
-    comm = engine.comm
-    engine.check_all("gathered")
-    named = dict(engine.named_parameters())
-    names = [name for name, param in named.items() if part is None or id(param) in part]
-    told = {"parameters": names, "write_from": rank}
-    check_agreement(comm, "gathered", {"options": told})
-    # Chunks are about to change, so all ranks must have finished reading them.
-    comm.barrier()
-    with engine.together("gathered"):
-        _broadcast(engine, named, rank, part)
-        engine.placement.refresh_masters(part)
-    comm.barrier()
-
-
-def _broadcast(
-    engine: ShardEngine, named: Mapping[str, Tensor], rank: int, part: frozenset[int] | None
-) -> None:
-    """Gives all ranks one rank's gathered parameters, of which each keeps its own; collective."""
-    comm = engine.comm
-    placed: set[int] = set()
-    for bucket in (*engine.stored, *engine.parts.stored_frozen):
-        assert isinstance(bucket, (ReplicatedBucket, ShardedBucket))
-        for begin, end in _changed_in(bucket, part):
-            comm.broadcast(bucket.flat[begin:end], rank)
-            if isinstance(bucket, ShardedBucket):
-                bucket.keep_own(begin, end)
-        if isinstance(bucket, ShardedBucket):
-            bucket.accept_changes(part)
-        if part is None:
-            bucket.wide = None
-        placed.update(id(each.param) for each in bucket.params)
-    for param in named.values():
-        if id(param) not in placed and param.numel() and (part is None or id(param) in part):
-            comm.broadcast(local_of(param).detach(), rank)
-
-
-def _changed_in(bucket: ParamBucket, part: frozenset[int] | None) -> list[tuple[int, int]]:
-    """Returns the runs of a bucket's elements that parameters of a part fill; None for all."""
-    chosen = [each for each in bucket.params if part is None or id(each.param) in part]
-    if len(chosen) == len(bucket.params):
-        return [(0, bucket.layout.elems)]
-    return [(each.begin, each.end) for each in chosen]
-
-
 def unshard(module: nn.Module) -> nn.Module:
     """Undoes ``shard()``: removes its hooks, and makes parameters plain and whole; collective.
 
@@ -622,7 +434,7 @@ def unshard(module: nn.Module) -> nn.Module:
     engine = engine_of(module, "unshard")
     engine.check_values("unshard")
     root = engine.parts.module
-    with _here(engine, engine.parts.units):
+    with engine.here(engine.parts.units):
         own = [param for _, param in engine.named_parameters() if owner_of(param) is engine]
         copies = [(param, local_of(param).detach().clone()) for param in own]
     # Peers may still be reading this rank's chunks.

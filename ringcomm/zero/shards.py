@@ -22,13 +22,21 @@ from torch import nn
 
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.optim.agreement import all_or_none, check_agreement
+from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.dtensors import local_of
 from ringcomm.optim.placement import sharers_of
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.absent import plainly
-from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket, checksum
+from ringcomm.zero.buckets import (
+    ParamBucket,
+    ReplicatedBucket,
+    ShardedBucket,
+    WorldBucket,
+    checksum,
+)
 from ringcomm.zero.disk_buckets import DiskBucket
 from ringcomm.zero.engine import ShardEngine
+from ringcomm.zero.recoding import own_of, recode
 from ringcomm.zero.sharding import engine_of
 
 Tensor = torch.Tensor
@@ -109,6 +117,7 @@ def writing_shards(module: nn.Module) -> Iterator[dict[str, LocalShard]]:
         yield memory.shards
     with engine.together("writing_shards"):
         memory.follow()
+    recode(engine)
 
 
 @contextmanager
@@ -140,11 +149,11 @@ def exchanged(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
         for name, value in values.items():
             with torch.no_grad():
                 memory.shards[name].values.copy_(value)
-    engine.exchanged = True
+    _mark_exchanged(engine, True)
     try:
         yield
     finally:
-        engine.exchanged = False
+        _mark_exchanged(engine, False)
         try:
             engine.free_for_change("exchanged")
         finally:
@@ -154,19 +163,18 @@ def exchanged(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
             publish(engine)
 
 
+def _mark_exchanged(engine: ShardEngine, exchanged: bool) -> None:
+    engine.exchanged = exchanged
+    for bucket in engine.stored:
+        if isinstance(bucket, WorldBucket):
+            bucket.has_other_values = exchanged
+
+
 # ---- the memory of shards -----------------------------------------------------------------------
 
 
 def _buckets(engine: ShardEngine) -> list[ParamBucket]:
     return [*engine.stored, *engine.parts.stored_frozen]
-
-
-def own_of(bucket: ParamBucket) -> Tensor:
-    """Returns what a rank keeps state for in a bucket: [state chunk elements]."""
-    if isinstance(bucket, ShardedBucket):
-        return bucket.own
-    assert isinstance(bucket, ReplicatedBucket)
-    return bucket.flat[bucket.state_chunk.begin : bucket.state_chunk.end]
 
 
 def _shards_of(
@@ -313,29 +321,39 @@ class _Memory:
     @torch.no_grad()
     def follow(self) -> None:
         """Sets the masters of elements that were written to the parameters."""
-        owner = self._engine.placement.owner
-        if owner is None:
-            return
         engine = self._engine
-        names = engine.names()
-        for owned, bucket in zip(owner.buckets, engine.stored, strict=True):
+        owner, names = engine.placement.owner, engine.names()
+        for number, bucket in enumerate(engine.stored):
             shards = _shards_of(engine, bucket, names)
             for placed, shard in zip(bucket.params, shards, strict=True):
                 if shard.begin == shard.end:
                     continue
                 begin = placed.begin + shard.begin
                 end = begin + shard.end - shard.begin
-                values = shard.values
-                same = values == self._kept[shard.name]
-                for part in owned.parts(begin, end) if owned.state.masters() else ():
-                    here, there = part.within(begin, end)
-                    state, kept = part.state, same[there]
-                    if state.master is not None:
-                        master = state.master[here]
-                        given = values[there].to(master.dtype)
-                        master.copy_(torch.where(kept, master, given))
-                    if state.remainder is not None:
-                        state.remainder[here].mul_(kept)
+                same = shard.values == self._kept[shard.name]
+                if bucket.wire is not None:
+                    # These are the masters, whether or not there is an optimizer yet.
+                    assert bucket.wide is not None
+                    first = bucket.state_chunk.begin
+                    _follow(bucket.wide[begin - first : end - first], shard.values, same)
+                elif owner is not None:
+                    _follow_in(owner.buckets[number], (begin, end), shard.values, same)
+
+
+def _follow(master: Tensor, values: Tensor, same: Tensor) -> None:
+    """Sets masters to values, but where these are the same as before."""
+    master.copy_(torch.where(same, master, values.to(master.dtype)))
+
+
+def _follow_in(owned: Bucket, span: tuple[int, int], values: Tensor, same: Tensor) -> None:
+    """Has an optimizer's masters of elements of a bucket follow."""
+    for part in owned.parts(*span) if owned.state.masters() else ():
+        here, there = part.within(*span)
+        state = part.state
+        if state.master is not None:
+            _follow(state.master[here], values[there], same[there])
+        if state.remainder is not None:
+            state.remainder[here].mul_(same[there])
 
 
 def publish(engine: ShardEngine) -> None:

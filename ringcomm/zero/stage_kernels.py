@@ -67,7 +67,7 @@ class RoundedKernels(StageKernels):
 
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
         exact = torch.empty(bucket.chunk.elems, dtype=torch.float32, device=bucket.grads.device)
-        self.reducer.reduce(bucket.grads, Into(exact, kind, words))
+        self.reducer.reduce(bucket.grads, Into(exact, kind, words, residual=bucket.residual))
         dtype = self._precision.reduced_dtype(bucket.layout.dtype)
         self._shards[bucket.number] = exact.to(dtype)
 
@@ -114,7 +114,7 @@ class ReplicatedKernels(StageKernels):
         exact = own
         if own.dtype is not torch.float32:
             exact = torch.empty_like(own, dtype=torch.float32)
-        self.reducer.reduce(bucket.grads, Into(exact, kind, words))
+        self.reducer.reduce(bucket.grads, Into(exact, kind, words, residual=bucket.residual))
         if exact is not own:
             own.copy_(exact)
 
@@ -184,7 +184,8 @@ class ReducedKernels(StageKernels):
         if self._own is None or self._own.numel() < elems:
             self._own = empty_for_streams(elems, torch.float32, grads.device)
         own = self._own[:elems]
-        self.reducer.reduce(grads, Into(own, "l2", None, tag=bucket.tag()))
+        into = Into(own, "l2", None, tag=bucket.tag(), residual=bucket.residual)
+        self.reducer.reduce(grads, into)
         return own.to(self._reduction.buckets[bucket.number].shard.dtype)
 
 
@@ -223,7 +224,7 @@ class SplitKernels(ReducedKernels):
         assert isinstance(reduced.stored, ShardedBucket)
         self.update_shard(bucket, reduced.shard)
         # What is behind computation on a thread of its own is waited for in end().
-        work = reduced.stored.share(async_op=self._overlap)
+        work = reduced.stored.settle(async_op=self._overlap)
         if work is not None:
             self._sharing.append(work)
 

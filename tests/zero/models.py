@@ -253,6 +253,11 @@ def half_of(stages: Sequence[int], kinds: Iterable[T]) -> list[tuple[int, T]]:
     return [(s, kind) for number, kind in enumerate(kinds) for s in stages[number % 2 :: 2]]
 
 
+def each_once(stages: Sequence[int], kinds: Iterable[T]) -> list[tuple[int, T]]:
+    """Every kind at one stage, by turns; for what :func:`half_of` is for, and takes long."""
+    return [(stages[number % len(stages)], kind) for number, kind in enumerate(kinds)]
+
+
 def assert_same_bits(state: State, wanted: State) -> None:
     """Names the first tensor that differs, and where."""
     assert state.keys() == wanted.keys()

@@ -119,8 +119,10 @@ def run(worlds, base, job: Job):
     return worlds(2).run(train, base, job)[0]
 
 
-@pytest.mark.parametrize("checkpoints", [None, "reentrant", "other"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "checkpoints"),
+    [*((stage, None) for stage in STAGES), (1, "reentrant"), (3, "reentrant"), (3, "other")],
+)
 def test_training_has_the_bits_of_training_without(worlds, folder, stage, checkpoints):
     base = new_model("gpt")
     wanted, losses, _ = run(worlds, base, Job(stage))
@@ -363,16 +365,15 @@ def test_a_fault_outside_of_training_is_raised_at_the_end_of_each_backward(folde
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_functions(folder, backend):
-    """A compiled graph's saved tensors are packed as it runs."""
+def test_compiled_functions(folder):
+    """A compiled graph's saved tensors are packed as it runs, whatever makes code of the graph."""
     torch._dynamo.reset()
 
     def function(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.sin(x) @ weight  # each loop more would be a program for the C++ compiler
+        return torch.sin(x) @ weight
 
     x, weight = torch.randn(64, 64).requires_grad_(), torch.randn(64, 64).requires_grad_()
-    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     wanted = torch.autograd.grad(compiled(x, weight).cos().sum(), (x, weight))
     acts = zero.activations_on(Disk(folder), least_bytes=1)
     for again in range(2):
@@ -384,7 +385,7 @@ def test_compiled_functions(folder, backend):
         assert acts.bytes_written > 0
         if not again:
             torch._dynamo.reset()
-            compiled = torch.compile(function, backend=backend, fullgraph=True)
+            compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
 
     torch._dynamo.reset()
 

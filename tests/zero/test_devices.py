@@ -16,7 +16,7 @@ from ringcomm.errors import UnsupportedError
 from ringcomm.optim import Adafactor, AdamW, AdamW8bit, AdamWOptions, Muon
 from tests.support.device_worlds import on_host
 from tests.support.emulator.recording import graph_of
-from tests.zero.models import Run, assert_same_bits, half_of, new_model, train
+from tests.zero.models import Run, assert_same_bits, each_once, new_model, train
 from tests.zero.test_two_modules import norms_of_two, one_uses_more, two_modules
 
 Tensor = torch.Tensor
@@ -61,7 +61,7 @@ def _on_device(comm, base, run):
     return {name: on_host(tensor) for name, tensor in state.items()}, norms
 
 
-@pytest.mark.parametrize(("stage", "name"), half_of([0, 1, 2, 3], RUNS))
+@pytest.mark.parametrize(("stage", "name"), each_once([0, 1, 2, 3], RUNS))
 def test_a_device_trains_as_the_host_does(devices, worlds, name, stage):
     run = replace(RUNS[name], stage=stage, options={"algorithm": "direct"})
     base = new_model(run.model)

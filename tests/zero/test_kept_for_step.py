@@ -135,11 +135,11 @@ ONE_BACKWARD = [
 ]
 
 
-# Each loop in each world and with each overlap, but not with each two of these.
+# Each loop in two worlds, one of them of two ranks, and with each overlap.
 PLACES = [
-    (what, world_size, (turn + world_size) % 2 == 0)
+    (what, world_size, overlaps)
     for turn, what in enumerate(LOOPS)
-    for world_size in (1, 2, 3)
+    for world_size, overlaps in ((2, turn % 2 == 0), ((1, 3)[turn // 2 % 2], turn % 2 == 1))
 ]
 
 

@@ -30,7 +30,8 @@ from ringcomm import zero
 from ringcomm.bench.training_systems import Shape
 from ringcomm.optim import AdamW, LossScaler
 from ringcomm.zero.buckets import ShardedBucket
-from ringcomm.zero.estimate import BytesPerElement, ModelElems, model_state
+from ringcomm.zero.estimate import BytesPerElement, model_state
+from ringcomm.zero.estimate_model import ModelElems
 from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS
 from ringcomm.zero.precision import PRESETS
 from tests.support import ROOT

@@ -15,7 +15,7 @@ from ringcomm.errors import ArgumentError, MismatchError, RingcommError
 from ringcomm.optim import SGD, AdamW, AdamW8bit, AdamWOptions, Lion, LossScaler, Sharded
 from tests.support import ROOT
 from tests.zero.job import BF16
-from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits, new_model
+from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits, half_of, new_model
 
 Tensor = torch.Tensor
 STAGES = [0, 1, 2, 3]
@@ -218,9 +218,9 @@ def test_what_is_set_is_scaled_back_with_the_loss(worlds, stage):
     worlds(2).run(work)
 
 
-@pytest.mark.parametrize(("kind", "world_size"), KINDS_AND_WORLDS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_masters_and_states_are_those_of_the_full_state(worlds, world_size, stage, kind):
+@pytest.mark.parametrize(("stage", "made"), half_of(STAGES, KINDS_AND_WORLDS), ids=str)
+def test_masters_and_states_are_those_of_the_full_state(worlds, stage, made):
+    kind, world_size = made
     base = new_model("mlp")
 
     def work(comm):
@@ -250,10 +250,10 @@ def test_masters_and_states_are_those_of_the_full_state(worlds, world_size, stag
         assert torch.equal(joined, whole.view(-1))
 
 
-@pytest.mark.parametrize(("kind", "world_size"), KINDS_AND_WORLDS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_training_goes_on_from_what_is_set(worlds, world_size, stage, kind):
+@pytest.mark.parametrize(("stage", "made"), half_of(STAGES, KINDS_AND_WORLDS), ids=str)
+def test_training_goes_on_from_what_is_set(worlds, stage, made):
     """One run takes over masters and states of another, and goes on with the other's bits."""
+    kind, world_size = made
     base = new_model("mlp")
 
     def work(comm):

@@ -17,7 +17,7 @@ from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, Muon
 from tests.support.ranks import run_ranks
 from tests.zero.checkpoint.states import forge
 from tests.zero.job import BF16, Job
-from tests.zero.models import MODELS, assert_same_bits, half_of, new_model
+from tests.zero.models import MODELS, assert_same_bits, each_once, new_model
 
 STAGES = [0, 1, 2, 3]
 MOMENTUM = frozenset({"momentum_buffer"})
@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("stage", "kind"), half_of(STAGES, KINDS))
+@pytest.mark.parametrize(("stage", "kind"), each_once(STAGES, KINDS))
 def test_n_and_m_steps_are_n_saved_loaded_and_m(worlds, tmp_path, stage, kind):
     base = new_model("gpt")
 
@@ -128,7 +128,7 @@ def test_any_stage_and_world_takes_over(worlds, tmp_path, name, settings):
 
     for saved in STAGES:
         wanted = worlds(3).run(first, saved)[0]
-        for stage in STAGES if name == "partial" else [(saved + 1) % 4, (saved + 2) % 4]:
+        for stage in STAGES if name == "partial" else [(saved + 1) % 4]:
             for found in worlds(2).run(second, stage, saved):
                 assert_same_bits(found, wanted)
 

@@ -30,13 +30,14 @@ def compare_stages(worlds, world_size: int, run: Run) -> None:
 
 
 # What a model is and how many ranks there are meet in the layout of buckets alone: every model in
-# an even and an odd world, and every world with two of them.
-WORLDS = {"gpt": (1, 2, 3, 4), "mlp": (1, 2, 3, 4)}
+# an even or an odd world, and every world with one of them at least.
+WORLDS = {"gpt": (1, 2, 3, 4), "mlp": (2, 3)}
+EACH_IN_ITS_WORLDS = [
+    (name, n) for turn, name in enumerate(MODELS) for n in WORLDS.get(name, (2 + turn % 2,))
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size"), [(name, n) for name in MODELS for n in WORLDS.get(name, (2, 3))]
-)
+@pytest.mark.parametrize(("name", "world_size"), EACH_IN_ITS_WORLDS)
 def test_all_stages_end_with_the_same_bits(worlds, name, world_size):
     steps = 8 if world_size == 2 and name == "gpt" else 3
     compare_stages(worlds, world_size, Run(name, 0, steps, backwards=2, clip=0.3))
@@ -46,7 +47,7 @@ def test_all_stages_end_with_the_same_bits(worlds, name, world_size):
 @pytest.mark.parametrize("name", ["gpt", "partial", "conv"])
 def test_mixed_precision_is_the_same_at_all_stages(worlds, name, precision):
     compare_stages(worlds, 2, Run(name, 0, clip=0.5, precision=precision))
-    if name == "gpt":
+    if name == "gpt" and precision is ROUNDED:
         compare_stages(worlds, 3, Run(name, 0, precision=precision))
 
 
@@ -59,16 +60,15 @@ def test_masters_of_all_kinds_are_the_same_at_all_stages(worlds, adamw):
     compare_stages(worlds, 3, Run("gpt", 0, precision=BF16, adamw=adamw))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
-    "run",
+    ("world_size", "run"),
     [
-        Run("gpt", 0, backwards=2, kind=torch.optim.SGD, settings={"momentum": 0.9}),
-        Run("partial", 0, clip=0.3, kind=torch.optim.Adagrad),
-        Run("wandering", 0, precision=BF16, kind=torch.optim.NAdam),
-        Run("conv", 0, precision=ROUNDED, clip=0.3, kind=torch.optim.Rprop),
+        (2, Run("gpt", 0, backwards=2, kind=torch.optim.SGD, settings={"momentum": 0.9})),
+        (3, Run("partial", 0, clip=0.3, kind=torch.optim.Adagrad)),
+        (3, Run("wandering", 0, precision=BF16, kind=torch.optim.NAdam)),
+        (2, Run("conv", 0, precision=ROUNDED, clip=0.3, kind=torch.optim.Rprop)),
     ],
-    ids=lambda run: run.kind.__name__,
+    ids=["SGD", "Adagrad", "NAdam", "Rprop"],
 )
 def test_any_optimizer_is_the_same_at_all_stages(worlds, run, world_size):
     compare_stages(worlds, world_size, run)
@@ -233,6 +233,4 @@ def test_other_fused_rules_are_the_same_at_all_stages(worlds, kind):
     ids=lambda run: f"{run.kind.__name__} {run.model}",
 )
 def test_owners_of_parameters_end_alike_at_all_stages(worlds, run):
-    compare_stages(worlds, 3, run)
-    if run.model == "gpt":
-        compare_stages(worlds, 2, run)
+    compare_stages(worlds, 2 if run.model == "partial" else 3, run)

@@ -22,13 +22,8 @@ from ringcomm.memory import host_heap, scratch
 from ringcomm.optim import AdamW, AdamWOptions, tiers
 from ringcomm.optim.buckets import Bucket, BucketMemory
 from ringcomm.optim.layout import BucketLayout, Segment
-from ringcomm.zero.estimate import (
-    STAGES,
-    BytesPerElement,
-    ModelElems,
-    model_state,
-    working_buffers,
-)
+from ringcomm.zero.estimate import STAGES, BytesPerElement, model_state, working_buffers
+from ringcomm.zero.estimate_model import ModelElems
 from ringcomm.zero.estimate_tier import TierBytes, records_of
 from tests.memory.disk_folder import skip_unless_disk
 from tests.zero.test_memory import held_bytes

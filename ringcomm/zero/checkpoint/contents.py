@@ -23,7 +23,7 @@ from ringcomm.zero.checkpoint.manifest import (
     piece_key,
     rank_key,
 )
-from ringcomm.zero.checkpoint.tensor_file import Entry, dtype_name, host_blocks
+from ringcomm.zero.checkpoint.tensor_file import TensorEntry, dtype_name, host_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -125,11 +125,7 @@ class FlatShard(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import (
-            TensorWriteData,
-            WriteItem,
-            WriteItemType,
-        )
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         properties = TensorProperties.create_from_tensor(self.local)
         return [
@@ -277,10 +273,10 @@ class Contents:
             "data": zlib.crc32(text_of(encode(self.data, "data")).encode()),
         }
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[TensorEntry]:
         """The tensors that go into this rank's file."""
         parts = [
-            Entry(
+            TensorEntry(
                 piece_key(name, box.offsets),
                 shard.dtype,
                 box.sizes,
@@ -291,7 +287,9 @@ class Contents:
             if box.local.numel()
         ]
         own = [
-            Entry(rank_key(name), tensor.dtype, tuple(tensor.shape), partial(host_blocks, tensor))
+            TensorEntry(
+                rank_key(name), tensor.dtype, tuple(tensor.shape), partial(host_blocks, tensor)
+            )
             for name, tensor in self.rank_tensors.items()
         ]
         return parts + own

@@ -55,8 +55,8 @@ from ringcomm.zero.checkpoint.manifest import (
 from ringcomm.zero.checkpoint.reader import Reader
 from ringcomm.zero.checkpoint.tensor_file import (
     DTYPE_OF_NAME,
-    Entry,
     SavedFile,
+    TensorEntry,
     dtype_name,
     host_blocks,
     write_file,
@@ -393,7 +393,7 @@ def _write_items(
             key = piece_key(item.index.fqn, offsets)
             pieces[item.index] = Piece(offsets, sizes, path.name, key)
             blocks = partial(_blocks, planner, item)
-            entries.append(Entry(key, data.properties.dtype, sizes, blocks))
+            entries.append(TensorEntry(key, data.properties.dtype, sizes, blocks))
     file = write_tensor_file(path, entries) if entries else None
     results = []
     for item in items:

@@ -18,7 +18,7 @@ from ringcomm.zero.checkpoint import commit
 from ringcomm.zero.checkpoint.reader import Reader
 from ringcomm.zero.checkpoint.tensor_file import (
     BLOCK_BYTES,
-    Entry,
+    TensorEntry,
     dtype_name,
     write_file,
     write_tensor_file,
@@ -173,8 +173,8 @@ def index_of(files: Mapping[str, list[Weight]]) -> bytes:
     return text_of({"metadata": {"total_size": total}, "weight_map": places}).encode()
 
 
-def _entry(reader: Reader, weight: Weight) -> Entry:
-    return Entry(weight.name, weight.dtype, weight.shape, partial(_blocks, reader, weight))
+def _entry(reader: Reader, weight: Weight) -> TensorEntry:
+    return TensorEntry(weight.name, weight.dtype, weight.shape, partial(_blocks, reader, weight))
 
 
 def _blocks(reader: Reader, weight: Weight) -> Iterator[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from ringcomm.optim.buckets import Bucket
+from ringcomm.optim.layout import Chunk
+from ringcomm.optim.residuals import Debtors, nodes_for, take, with_residuals
 from ringcomm.optim.state import MASTERS
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.buckets import ParamBucket
@@ -41,6 +43,7 @@ def parts_to_save(engine: ShardEngine, step: ShardedStep) -> Iterator[StatePart]
     In memory that is :func:`state_parts`. In another tier ``local`` has no memory, and the elements
     come from there piece by piece, in the order in which a file takes them.
     """
+    yield from _residual_parts(engine, step)
     if step.tier is None:
         yield from state_parts(engine, step, whole=False)
         return
@@ -53,6 +56,62 @@ def parts_to_save(engine: ShardEngine, step: ShardedStep) -> Iterator[StatePart]
             for part in parts:
                 yield replace(part, read=partial(_blocks, bucket, kind))
     yield from whole_parts(engine, step, whole=False)
+
+
+def _residual_parts(engine: ShardEngine, step: ShardedStep) -> Iterator[StatePart]:
+    """Yields what the codes of gradients have lost: a tensor of each parameter for each node."""
+    comm = engine.comm
+    for bucket, residual in with_residuals(step):
+        runs: list[tuple[int | None, int, Tensor]] = [
+            (comm.node_of(comm.rank), residual.begin, residual.partial)
+        ]
+        if step.setting.options.state == "node":
+            runs.append((None, residual.sums_begin, residual.sums))
+        for node, begin, values in runs:
+            yield from _residual_run(engine, bucket.number, node, begin, values)
+
+
+def _residual_run(
+    engine: ShardEngine, number: int, node: int | None, begin: int, values: Tensor
+) -> Iterator[StatePart]:
+    """Yields a bucket's residuals of a node, or of sums, from an element on, by parameter."""
+    chunk = Chunk(begin, begin + values.numel())
+    names = named(engine, f"optim.residual.{'sums' if node is None else node}.")
+    yield from bucket_parts(engine.stored[number], values, chunk, chunk, names)
+
+
+def residuals_to_load(
+    engine: ShardEngine, step: ShardedStep, saved: Debtors, names: Collection[str]
+) -> Iterator[StatePart]:
+    """Yields what :func:`take_residuals` reads; ``local`` has no elements yet.
+
+    Args:
+        saved: who has saved them.
+        names: of the checkpoint's tensors; what is not there had no codes.
+    """
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+    for bucket, _ in with_residuals(step):
+        for node in (*nodes_for(saved, step), None):
+            for part in _residual_run(engine, bucket.number, node, 0, nothing):
+                if part.name in names:
+                    yield part
+
+
+def take_residuals(
+    engine: ShardEngine,
+    step: ShardedStep,
+    saved: Debtors,
+    names: Collection[str],
+    read: Callable[[Iterator[StatePart]], None],
+) -> None:
+    """Takes over what codes had lost; ``read`` fills parts from the checkpoint."""
+    for bucket, residual in with_residuals(step):
+
+        def fill(node: int | None, begin: int, out: Tensor, number: int = bucket.number) -> None:
+            parts = _residual_run(engine, number, node, begin, out.zero_())
+            read(part for part in parts if part.name in names)
+
+        take(step, residual, saved, fill)
 
 
 def _blocks(bucket: Bucket, kind: str, begin: int, end: int) -> Iterator[Tensor]:

@@ -35,8 +35,9 @@ from ringcomm.zero.checkpoint.weight_names import (
     own_initializer,
 )
 from ringcomm.zero.engine import ShardEngine
+from ringcomm.zero.recoding import own_of, recode
 from ringcomm.zero.sharding import engine_of
-from ringcomm.zero.shards import own_of, publish
+from ringcomm.zero.shards import publish
 from ringcomm.zero.values import Values, WeightSource
 
 Tensor = torch.Tensor
@@ -91,7 +92,10 @@ def load_pretrained(
 
     Args:
         module: what ``shard()`` returned.
-        source, strict, only, rename: as of :func:`pretrained`; what is not loaded keeps its values.
+        source: as of :func:`pretrained`.
+        strict: as of :func:`pretrained`.
+        only: as of :func:`pretrained`; what is not loaded keeps its values.
+        rename: as of :func:`pretrained`.
 
     Returns:
         The names of what is missing in the files, and of what only they have.
@@ -298,6 +302,7 @@ def _fill(engine: ShardEngine, source: Pretrained) -> None:
             with bucket.here(write=True):
                 _fill_bucket(bucket, masters, source)
     publish(engine)
+    recode(engine)
     _fill_rest(engine, source)
 
 
@@ -306,6 +311,10 @@ def _fill_bucket(bucket: ParamBucket, masters: Bucket | None, source: Pretrained
     for placed, values, piece in _pieces(bucket, source):
         own = own_of(bucket)[piece.begin : piece.end]
         begin = bucket.state_chunk.begin + piece.begin - placed.begin
+        if bucket.wire is not None:
+            assert bucket.wide is not None
+            values.read(begin, bucket.wide[piece.begin : piece.end])
+            continue
         if own.dtype is torch.float32 or not bucket.trains:
             values.read(begin, own)
             continue

@@ -1,8 +1,7 @@
-"""``save()``, ``load()`` and ``TrainState``: a sharded module and its optimizer in a checkpoint."""
+"""``save()`` and ``load()``: a sharded module and its optimizer in a crash-safe checkpoint."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,51 +13,47 @@ import torch
 from torch import nn
 
 from ringcomm.errors import ArgumentError, CheckpointError, where
-from ringcomm.json_reader import decode, encode
 from ringcomm.module_names import some
 from ringcomm.optim.agreement import agreed_load, all_or_none
 from ringcomm.optim.loss_scaler import LossScaler
+from ringcomm.optim.residuals import Debtors
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.optim.state import merged_groups
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader, module_state
 from ringcomm.zero.checkpoint.module_state import (
     VERSION,
-    ExtraState,
     StatePart,
-    check_generators,
     check_names,
     check_optimizer,
     describe,
-    load_generators,
-    modules_with_extra_state,
     overlap,
-    read_extra_state,
-    save_extra_state,
-    save_generators,
-    set_extra_state,
     take_optimizer,
 )
 from ringcomm.zero.checkpoint.optimizer_state import (
     SavedState,
     parts_to_load,
     parts_to_save,
+    residuals_to_load,
     saved_state,
-    state_parts,
+    take_residuals,
     whole_parts,
 )
-from ringcomm.zero.checkpoint.weight_names import (
-    Chosen,
-    IncompatibleKeys,
-    ModuleNames,
-    PartialLoad,
+from ringcomm.zero.checkpoint.rank_data import (
+    ExtraState,
+    check_generators,
+    load_generators,
+    modules_with_extra_state,
+    read_extra_state,
+    save_extra_state,
+    save_generators,
+    set_extra_state,
 )
+from ringcomm.zero.checkpoint.weight_names import Chosen, IncompatibleKeys, ModuleNames, PartialLoad
 from ringcomm.zero.engine import ShardEngine
+from ringcomm.zero.recoding import own_of, recode
 from ringcomm.zero.sharding import engine_of
-from ringcomm.zero.shards import own_of
 from ringcomm.zero.units import aliases
-
-# ``save()``: a sharded module and its optimizer in a crash-safe checkpoint.
 
 Tensor = torch.Tensor
 
@@ -155,9 +150,6 @@ def _parts(engine: ShardEngine, step: ShardedStep | None) -> Iterator[module_sta
         yield from parts_to_save(engine, step)
 
 
-# ``load()``: continues from a checkpoint of any world and any stage.
-
-
 @dataclass(frozen=True)
 class Loaded:
     """The result of a load.
@@ -240,6 +232,7 @@ def load(
         with engine.together("load"):
             loading.take()
         comm.barrier()
+        recode(engine)
         if loading.extra:
             # Behind the barrier, since a module may look at its parameters.
             with all_or_none(comm, "load", engine.mesh):
@@ -278,6 +271,7 @@ class _Loading:
         self.sources: dict[str, str] = {}
         self.groups: list[dict[str, Any]] = []
         self.state = SavedState([], {})
+        self.debtors: Debtors | None = None
         self.own: dict[str, Tensor] = {}
         self.generators: Any = None
         self.extra: Mapping[str, Any] = {}
@@ -323,6 +317,10 @@ class _Loading:
             self.state = saved_state(self.engine, self.step, given, groups, self.names)
             for part in (*self.state.parts.values(), *whole_parts(self.engine, self.step, True)):
                 self._check_part(part)
+            self.debtors = module_state.debtors_of(self.step, self.saved, self.fail)
+            if self.debtors is not None:
+                for part in residuals_to_load(self.engine, self.step, self.debtors, self.names):
+                    self._check_part(part)
         self._verify()
         self._check_own(partial is None)
 
@@ -450,6 +448,8 @@ class _Loading:
         if step is not None:
             self._read(self._state_parts(step))
             take_optimizer(self.engine, step, self.saved, self.groups)
+            if self.debtors is not None:
+                take_residuals(self.engine, step, self.debtors, self.names, self._read)
         else:
             named = self.engine.parts.module.named_parameters()
             loaded = {id(param) for name, param in named if f"model.{name}" in self.sources}
@@ -461,7 +461,7 @@ class _Loading:
         """Forgets what parameters that were loaded had been before they were rounded."""
         for stored in self.engine.stored:
             loaded = [each for each in stored.params if f"model.{each.name}" in self.sources]
-            if len(loaded) == len(stored.params):
+            if len(loaded) == len(stored.params) and stored.wire is None:
                 stored.wide = None
             if stored.wide is None:
                 continue
@@ -487,116 +487,3 @@ class _Loading:
 
 
 # A sharded module and its optimizer for ``torch.distributed.checkpoint``.
-
-
-class TrainState:
-    """A Stateful of ``torch.distributed.checkpoint``, for any stage and any world.
-
-    It needs a process group of torch, of any backend, with the ranks of the module's communicator::
-
-        state = {"train": zero.TrainState(module, optimizer)}
-        dcp.save(state, storage_writer=StorageWriter(path), planner=SavePlanner())
-        dcp.load(state, storage_reader=StorageReader(path), planner=LoadPlanner())
-
-    with the classes of ``ringcomm.zero.checkpoint``, which need no pickle; torch's own work, too.
-    torch loads tensors in place, one by one: a load that fails leaves a mixture, so load again.
-    ``save()`` and ``load()`` are all or nothing, and take generators and buffers of ranks along.
-
-    Args:
-        module: what ``shard()`` returned.
-        optimizer: on its parameters, or None.
-
-    Raises:
-        ArgumentError: the module is not sharded, or the optimizer is another's.
-    """
-
-    def __init__(self, module: nn.Module, optimizer: ShardedOptimizer | None = None) -> None:
-        self._engine = engine_of(module, "TrainState")
-        with torch.no_grad():
-            self._step = module_state.step_of(self._engine, optimizer, "TrainState")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns by name this rank's part of each flat tensor, to be saved or loaded in place.
-
-        "facts" is the rest, as JSON; buffers of parameters' modules are whole tensors, and so are
-        those of modules' extra state, the rest of which is "extra".
-
-        Raises:
-            ArgumentError: inside ``gathered()`` or ``exchanged()``.
-        """
-        engine, step = self._engine, self._step
-        engine.check_values("TrainState.state_dict")
-        engine.free_for_change("TrainState.state_dict")
-        params = module_state.copies_of_params(engine)
-        parts = [*params, *module_state.loose_parts(engine, True)]
-        if step is not None:
-            step.refuse_if_torn("state_dict")
-            parts += state_parts(engine, step, True)
-        shards = {part.name: part.shard() for part in parts}
-        buffers = module_state.buffers_of(engine.parts.module)
-        extra = save_extra_state(engine.parts.module, "TrainState.state_dict")
-        # A checkpoint of modules without extra state has no such entry.
-        told = {"extra": json.dumps(encode(extra.plain, "extra"))} if extra.plain else {}
-        return {
-            **shards,
-            **{f"model.{name}": buffer.detach() for name, buffer in buffers.items()},
-            **extra.tensors,
-            **told,
-            "facts": json.dumps(describe(engine, step)),
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what is no tensor; torch has loaded those in place.
-
-        Raises:
-            CheckpointError: it is of another model, or of an optimizer with other param groups.
-        """
-        engine, step = self._engine, self._step
-        try:
-            facts = json.loads(state["facts"])
-            given = facts["optimizer"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise _failed(f"is no checkpoint of a TrainState: {error!r}") from error
-        check_names(engine, facts, _failed)
-        for bucket in engine.stored:
-            bucket.wide = None
-        if step is not None and given is None:
-            raise _failed("was saved without an optimizer; load the module alone")
-        extra = self._read_extra(state)
-        with engine.together("TrainState.load_state_dict"):
-            if engine.parts.store is not None:
-                _take(module_state.params_to_load(engine), state)
-            if step is not None:
-                self._take_copies(step, state)
-                take_optimizer(engine, step, facts, check_optimizer(engine, step, facts, _failed))
-            else:
-                engine.placement.refresh_masters()
-        engine.comm.barrier()
-        set_extra_state(engine.parts.module, extra, _failed)
-
-    def _take_copies(self, step: ShardedStep, state: Mapping[str, Any]) -> None:
-        """Takes state of which torch has loaded copies: of 8 bits, or in another tier."""
-        if step.rule.eight_bits or step.tier is not None:
-            _take(parts_to_load(self._engine, step, step.groups), state)
-
-    def _read_extra(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            plain = decode(json.loads(state["extra"])) if "extra" in state else {}
-        except (TypeError, ValueError) as error:
-            raise _failed(f"has extra state that is damaged: {error!r}") from error
-        engine = self._engine
-        saved = ExtraState(plain, dict(state))
-        return read_extra_state(engine.parts.module, saved, engine.comm.device, _failed)
-
-
-def _take(parts: Iterator[StatePart], state: Mapping[str, Any]) -> None:
-    """Fills parts from the shards of a state that have their elements."""
-    for part in parts:
-        given = state[part.name]
-        begin = part.begin - given.begin
-        part.local.copy_(given.local[begin : begin + part.local.numel()])
-
-
-def _failed(text: str) -> CheckpointError:
-    return CheckpointError(f"TrainState.load_state_dict: the checkpoint {text}")

@@ -69,7 +69,9 @@ def save_pretrained(
     Args:
         module: what ``shard()`` returned.
         path: of the folder to write, on a file system that all ranks see; there must be none yet.
-        max_file_bytes, dtype, aliases: as of :func:`export_safetensors`.
+        max_file_bytes: as of :func:`export_safetensors`.
+        dtype: as of :func:`export_safetensors`.
+        aliases: as of :func:`export_safetensors`.
 
     Returns:
         The safetensors files.

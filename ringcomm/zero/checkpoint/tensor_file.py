@@ -73,7 +73,7 @@ T = TypeVar("T", bound=Stored)
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor to write.
 
     Attributes:
@@ -115,7 +115,7 @@ def host_blocks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def write_tensor_file(
-    path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None
+    path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, str] | None = None
 ) -> SavedFile:
     """Writes a new file and waits until it is on the disk.
 
@@ -188,7 +188,7 @@ def header_of(entries: Sequence[Stored], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _check_dtype(path: Path, entry: Entry, block: Tensor) -> None:
+def _check_dtype(path: Path, entry: TensorEntry, block: Tensor) -> None:
     if block.dtype != entry.dtype:
         raise CheckpointError(
             f"{path.name}: {entry.key}: expected elements of {entry.dtype}, as was planned, got "
@@ -196,7 +196,7 @@ def _check_dtype(path: Path, entry: Entry, block: Tensor) -> None:
         )
 
 
-def _check_size(path: Path, entry: Entry, size_bytes: int) -> None:
+def _check_size(path: Path, entry: TensorEntry, size_bytes: int) -> None:
     if size_bytes != entry.size_bytes:
         raise CheckpointError(
             f"{path.name}: {entry.key}: expected {entry.size_bytes} bytes for size {entry.size}, "

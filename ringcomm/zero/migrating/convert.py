@@ -25,7 +25,7 @@ from ringcomm.zero.checkpoint.manifest import (
 )
 from ringcomm.zero.checkpoint.module_state import VERSION
 from ringcomm.zero.checkpoint.tensor_file import (
-    Entry,
+    TensorEntry,
     dtype_name,
     host_blocks,
     write_file,
@@ -113,7 +113,7 @@ def _write(folder: Path, state: ForeignState) -> None:
             if not prod(sizes):
                 continue
             pieces.append(Piece(offsets, sizes, file_name(0), key))
-            entries.append(Entry(key, kind, sizes, partial(_blocks, piece, kind)))
+            entries.append(TensorEntry(key, kind, sizes, partial(_blocks, piece, kind)))
         pieces.sort(key=lambda piece: piece.offsets)
         try:
             check_fill(tensor.size, pieces)

@@ -28,6 +28,7 @@ from ringcomm.optim import (
     Sharded,
 )
 from ringcomm.optim.layout import BLOCK_ELEMS
+from ringcomm.optim.options import Wire
 from ringcomm.optim.sharded import Params, ShardedOptimizer
 from ringcomm.zero.migrating.deepspeed_keys import ALIASES, KEYS, OTHER_OPTIMIZERS
 from ringcomm.zero.migrating.keys import (
@@ -174,7 +175,7 @@ def from_deepspeed(
             values are "auto"; batch sizes do not fit the ranks.
         UnsupportedError: names all keys that ask for what ringcomm does not have.
     """
-    given = _Given(_load(config))
+    given = _GivenEntries(_load(config))
     if world_size is None:
         found = find_communicator(comm, _OPERATION, None)
         world_size = 1 if found is None else found.world_size
@@ -226,7 +227,7 @@ class _Entry(NamedTuple):
     value: Any
 
 
-class _Given:
+class _GivenEntries:
     """The entries of a configuration, by name, of which all are known and none is unsupported.
 
     Raises:
@@ -363,6 +364,7 @@ class _Given:
         elems = self.integer(_ZERO + "reduce_bucket_size", 0)
         if elems is None or elems >= DEFAULT_BUCKET_ELEMS:
             elems = DEFAULT_BUCKET_ELEMS
+        codes = self.flag(_ZERO + "zero_quantized_weights", False) and stage == 3
         ops = {None: "avg", "mean": "avg", "sum": "sum"}
         op = self.value("gradient_allreduce_op")
         if op not in ops:
@@ -374,6 +376,7 @@ class _Given:
             prefetch=0 if ahead == 0 else 1,
             reduce=ops[op],
             params="world" if stage == 3 and not copies else "node",
+            wire=Wire(parameters="int8" if codes else "param"),
         )
 
     def loss_scale(self) -> LossScaleOptions:
@@ -477,7 +480,7 @@ def _foreign_params(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     return found
 
 
-def _batches(given: _Given, world_size: int) -> tuple[int, int, int]:
+def _batches(given: _GivenEntries, world_size: int) -> tuple[int, int, int]:
     """Returns micro batch, accumulation steps and batch, of which some may be given."""
     batch = given.integer("train_batch_size", 1)
     micro = given.integer("train_micro_batch_size_per_gpu", 1)

@@ -29,7 +29,12 @@ _BATCHES = (
         "a step is where the loop calls `optimizer.step()`",
     ),
     Key("dataloader_drop_last", NO_EFFECT, "the loop builds its own `DataLoader`; pass it there"),
-    Key("gradient_clipping", MAPPED, "`clip`, for `optimizer.clip_grad_norm_()`; 0 is None"),
+    Key(
+        "gradient_clipping",
+        MAPPED,
+        "`clip`, for `optimizer.clip_grad_norm_()`; 0 is None, and so is no key, where DeepSpeed "
+        "0.19.8 clips at 1.0",
+    ),
     Key(
         "sequence_parallel_size",
         UNSUPPORTED,
@@ -214,6 +219,12 @@ _ZERO_KEYS = (
         '`ZeroOptions(params="node")` if above 1: a node has a copy of the parameters; else '
         '`params="world"` at stage 3, as DeepSpeed shards them',
     ),
+    Key(
+        _ZERO + "zero_quantized_weights",
+        MAPPED,
+        '`ZeroOptions(wire=Wire(parameters="int8"))` at stage 3, and nothing below, as in '
+        "DeepSpeed; between nodes alone",
+    ),
     Key(_ZERO + "contiguous_gradients", NO_EFFECT, "gradients move into buckets as they come"),
     Key(_ZERO + "grad_hooks", NO_EFFECT, "hooks tell when gradients come"),
     Key(_ZERO + "reduce_scatter", NO_EFFECT, "the sums are the same"),
@@ -288,22 +299,22 @@ _ZERO_KEYS = (
     ),
     Key(_ZERO + "legacy_stage1", NO_EFFECT, "there is one stage 1"),
     Key(_ZERO + "round_robin_gradients", NO_EFFECT, "it speeds up offloading, which there is not"),
-    *(
-        Key(
-            _ZERO + name,
-            UNSUPPORTED,
-            "parameters and gradients travel in their own dtype; leave the key away",
-        )
-        for name in (
-            "zero_quantized_weights",
-            "zero_quantized_nontrainable_weights",
-            "zero_quantized_gradients",
-        )
+    Key(
+        _ZERO + "zero_quantized_nontrainable_weights",
+        UNSUPPORTED,
+        "frozen parameters travel in their own dtype; leave the key away",
+    ),
+    Key(
+        _ZERO + "zero_quantized_gradients",
+        UNSUPPORTED,
+        "within a node sums stay FP32; between nodes `ZeroOptions(wire=Wire(gradients=))` codes "
+        "them: leave the key away",
     ),
     Key(
         _ZERO + "zeropp_loco_param",
         UNSUPPORTED,
-        "gradients are not quantized; leave the section away",
+        "leave the section away, and choose "
+        '`ZeroOptions(wire=zero.Wire("int4", error_feedback=True))`',
         whole=True,
     ),
     Key(

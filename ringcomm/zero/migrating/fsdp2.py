@@ -130,17 +130,12 @@ def from_fsdp2(
         UnsupportedError: names all arguments that ask for what ringcomm does not have.
     """
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    kinds: dict[str, tuple[Any, type]] = {
-        "mesh": (mesh, DeviceMesh),
-        "reshard_after_forward": (reshard_after_forward, int),
-        "mp_policy": (policy, MixedPrecisionPolicy),
-        "offload_policy": (offload_policy, OffloadPolicy),
-    }
-    for name, (value, kind) in kinds.items():
-        if value is not None and not isinstance(value, kind):
-            raise ArgumentError(
-                f"{_OPERATION}: {name}: expected {kind.__name__} or None, got {value!r}"
-            )
+    _check_kinds(
+        mesh=(mesh, DeviceMesh),
+        reshard_after_forward=(reshard_after_forward, int),
+        mp_policy=(policy, MixedPrecisionPolicy),
+        offload_policy=(offload_policy, OffloadPolicy),
+    )
     asked = {
         "mesh": mesh is not None and mesh.ndim > 1,
         "reshard_after_forward": type(reshard_after_forward) is int,
@@ -175,6 +170,15 @@ def from_fsdp2(
         comm=mesh,
         notes={name: KEYS[name].note(v) for name, v in given.items() if v is not None},
     )
+
+
+def _check_kinds(**arguments: tuple[Any, type]) -> None:
+    """Raises ArgumentError for an argument that is neither None nor of its type."""
+    for name, (value, kind) in arguments.items():
+        if value is not None and not isinstance(value, kind):
+            raise ArgumentError(
+                f"{_OPERATION}: {name}: expected {kind.__name__} or None, got {value!r}"
+            )
 
 
 def _with_units(options: ZeroOptions, nested: Mapping[str, Mapping[str, Any]]) -> ZeroOptions:

@@ -318,7 +318,7 @@ class TorchFile:
         if not 0 <= begin <= end <= len(self._map):
             self._fail(f"expected bytes {begin} to {end}, it has {len(self._map)}")
         try:
-            self._zip = zipfile.ZipFile(_Part(self._map, begin, end))
+            self._zip = zipfile.ZipFile(_FilePart(self._map, begin, end))
         except _DAMAGED as error:
             self._fail(f"is no file of torch.save(): {error}")
         self._entries = {each.filename.partition("/")[2]: each for each in self._zip.infolist()}
@@ -372,7 +372,7 @@ class TorchFile:
         return flat.as_strided(size, stride, offset)
 
 
-class _Part(io.RawIOBase, BinaryIO):
+class _FilePart(io.RawIOBase, BinaryIO):
     """Bytes [begin, end) of a mapped file, as a file."""
 
     def __init__(self, mapped: mmap.mmap, begin: int, end: int) -> None:

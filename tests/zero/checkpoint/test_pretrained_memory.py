@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ringcomm import Communicator, zero
-from ringcomm.memory import give_back_freed
+from ringcomm.memory.freed import give_back_freed
 from ringcomm.zero.checkpoint.tensor_file import BLOCK_BYTES
 from tests.support.ranks import run_ranks
 

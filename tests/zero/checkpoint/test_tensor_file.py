@@ -18,7 +18,7 @@ from ringcomm.errors import CheckpointError, UnsupportedError
 from ringcomm.zero.checkpoint import tensor_file
 from ringcomm.zero.checkpoint.tensor_file import (
     DTYPES,
-    Entry,
+    TensorEntry,
     crc32_of,
     dtype_name,
     host_blocks,
@@ -27,7 +27,7 @@ from ringcomm.zero.checkpoint.tensor_file import (
 
 
 def entry(key, tensor):
-    return Entry(key, tensor.dtype, tuple(tensor.shape), partial(host_blocks, tensor))
+    return TensorEntry(key, tensor.dtype, tuple(tensor.shape), partial(host_blocks, tensor))
 
 
 def bits(tensor):
@@ -114,7 +114,7 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
 )
 def test_what_changes_while_it_is_saved_is_noticed(tmp_path, blocks, message):
     with pytest.raises(CheckpointError, match=message):
-        write_tensor_file(tmp_path / "f", [Entry("a", torch.float32, (3,), lambda: blocks)])
+        write_tensor_file(tmp_path / "f", [TensorEntry("a", torch.float32, (3,), lambda: blocks)])
 
 
 def test_a_file_is_never_written_over(tmp_path):

@@ -15,11 +15,11 @@ from ringcomm.optim import AdamW, AdamWOptions
 from ringcomm.zero.estimate import (
     STAGES,
     BytesPerElement,
-    ModelElems,
     largest_model,
     model_state,
     working_buffers,
 )
+from ringcomm.zero.estimate_model import ModelElems
 from ringcomm.zero.options import ZeroOptions
 
 BOOK = BytesPerElement.of(torch.float16, reduce=torch.float16)

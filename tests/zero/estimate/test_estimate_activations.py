@@ -11,13 +11,13 @@ from torch import nn
 from ringcomm import Disk, zero
 from ringcomm.errors import ArgumentError
 from ringcomm.memory.scratch import PAGE_BYTES
-from ringcomm.zero.estimate import (
+from ringcomm.zero.estimate_activations import (
     ActivationBytes,
-    Transformer,
     attention_core_bytes,
     checkpoint_working_bytes,
     layer_bytes,
 )
+from ringcomm.zero.estimate_model import Transformer
 from ringcomm.zero.estimate_model_parallel import ModelParallel, stage_activations
 from tests.memory.disk_folder import skip_unless_disk
 

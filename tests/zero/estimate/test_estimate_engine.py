@@ -8,15 +8,10 @@ from torch import nn
 
 import ringcomm
 from ringcomm.optim import AdamW, AdamWOptions
+from ringcomm.optim.options import Wire
 from ringcomm.zero.buckets import ShardedBucket
-from ringcomm.zero.estimate import (
-    STAGES,
-    BytesPerElement,
-    ModelElems,
-    World,
-    model_state,
-    working_buffers,
-)
+from ringcomm.zero.estimate import STAGES, BytesPerElement, World, model_state, working_buffers
+from ringcomm.zero.estimate_model import ModelElems
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.precision import Precision
 from ringcomm.zero.sharding import engine_of, shard
@@ -70,7 +65,8 @@ def train(comm, stage, options, master, width=32):
         net(torch.ones(2, 2 * width)).float().square().mean().backward()
         optimizer.step()
     whole = [p for p in net.parameters() if not p.requires_grad and stage < 3]
-    kept = [bucket.values() for bucket in optimizer.state_dict()["state"]["buckets"]]
+    state = optimizer.state_dict()["state"]
+    kept = [each.values() for each in (*state["buckets"], *state.get("residuals", ())) if each]
     return {
         "params": sum(storage_bytes(b)[0] for b in buckets) + sum(p.nbytes for p in whole),
         "grads": sum(
@@ -114,12 +110,17 @@ def test_model_state_is_what_training_holds(stage, precision, master, overlap):
     [
         (1, {"state": "node"}),
         *((3, shared) for shared in ({}, {"state": "node"}, {"params": "world"})),
+        *((0, {"wire": Wire("int4", error_feedback=True), "state": s}) for s in ("world", "node")),
+        *((2, {"wire": Wire("int4", error_feedback=True), "state": s}) for s in ("world", "node")),
     ],
 )
 def test_over_nodes_it_is_what_their_ranks_share(stage, shared):
     """Chunks of four ranks are whole blocks of 512 elements with a width of 64."""
     options = ZeroOptions(Precision(param=torch.bfloat16), bucket_elems=2048, **shared)
-    each, world_of = BytesPerElement.of(torch.bfloat16), World(4, 2, **shared)
+    of_world = dict(shared)
+    if "wire" in shared:
+        of_world |= {"wire": "int4", "error_feedback": True}
+    each, world_of = BytesPerElement.of(torch.bfloat16), World(4, 2, **of_world)
     model = ModelElems.of_module(Net(64))
     told = model_state(model, stage, world_of, each)
     with ringcomm.local_world(4, nodes=[2, 2]) as world:

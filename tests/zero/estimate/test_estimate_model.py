@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ringcomm.errors import ArgumentError
-from ringcomm.zero.estimate import ModelElems, Transformer
+from ringcomm.zero.estimate_model import ModelElems, Transformer
 
 GPT2 = Transformer(layers=12, width=768, heads=12, context=1024, vocab=50257)
 GPT2_XL = Transformer(layers=48, width=1600, heads=25, context=1024, vocab=50257)

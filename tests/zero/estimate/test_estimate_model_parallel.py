@@ -11,7 +11,7 @@ from torch import nn
 
 from ringcomm import ArgumentError, Communicator
 from ringcomm.functional import checkpoint, partitioned_checkpoint
-from ringcomm.zero.estimate import Transformer
+from ringcomm.zero.estimate_model import Transformer
 from ringcomm.zero.estimate_model_parallel import ModelParallel, stage_activations, stage_model
 
 SHAPE = Transformer(layers=8, width=64, heads=8, context=32, vocab=256)

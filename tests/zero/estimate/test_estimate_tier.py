@@ -20,12 +20,12 @@ from ringcomm.optim.kernels import PiecedKernels
 from ringcomm.zero.estimate import (
     STAGES,
     BytesPerElement,
-    ModelElems,
     World,
     largest_model,
     model_state,
     working_buffers,
 )
+from ringcomm.zero.estimate_model import ModelElems
 from ringcomm.zero.estimate_tier import (
     DiskRates,
     DiskTime,

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringcomm.errors import ArgumentError
-from ringcomm.zero.estimate import STAGES, BytesPerElement, ModelElems
+from ringcomm.zero.estimate import STAGES, BytesPerElement
+from ringcomm.zero.estimate_model import ModelElems
 from ringcomm.zero.estimate_time import (
     StepTime,
     checkpoint_intensity,

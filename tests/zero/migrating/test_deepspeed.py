@@ -12,6 +12,7 @@ import torch
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.optim import Adam, AdamW, AdamWOptions, LossScaleOptions, LossScaler
+from ringcomm.optim.options import Wire
 from ringcomm.zero.migrating.deepspeed_keys import ALIASES, KEYS, OTHER_OPTIMIZERS
 from ringcomm.zero.migrating.keys import MAPPED, NO_EFFECT, UNSUPPORTED
 from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS
@@ -191,6 +192,8 @@ def test_defaults_are_those_of_deepspeed():
         ({"stage": 3}, {"params": "world"}),
         ({"stage": 3, "zero_hpz_partition_size": 8}, {"params": "node"}),
         ({"stage": 2, "zero_hpz_partition_size": 1}, {"params": "node"}),
+        ({"stage": 3, "zero_quantized_weights": True}, {"wire": Wire(parameters="int8")}),
+        ({"stage": 2, "zero_quantized_weights": True}, {"wire": Wire()}),
         ({"stage": 3, "prefetch_bucket_size": 0}, {"prefetch": 0}),
         ({"stage": 3, "stage3_prefetch_bucket_size": 5e7}, {"prefetch": 1}),
         ({"overlap_comm": False}, {"overlap": False}),

@@ -1,0 +1,623 @@
+"""Parameters that cross between nodes in codes: a training with a reference, resuming, writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import CommOptions, Communicator, _native, zero
+from ringcomm.comm.nodes import sums
+from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
+from ringcomm.optim import Adafactor, AdamW, AdamW8bit, AdamWOptions, Muon
+from ringcomm.zero.estimate import BytesPerElement, World, model_state
+from ringcomm.zero.estimate_model import ModelElems
+from ringcomm.zero.estimate_time import leaving_node_bytes
+from tests.comm.test_wire_codes import encode, total
+from tests.zero.job import BF16, Job
+from tests.zero.models import MODELS, Run, assert_same_bits, groups_of, new_model, options_of, train
+from tests.zero.test_nodes import Carrier
+
+Tensor = torch.Tensor
+WORLD: dict[str, Any] = {"params": "world"}
+# With the overlap of stages 2 and 3, and without.
+CHOICES: tuple[tuple[int, dict[str, Any]], ...] = (
+    (1, {}),
+    (2, {"overlap": False}),
+    (2, {}),
+    (3, {"overlap": False}),
+    (3, {}),
+    (3, WORLD),
+)
+
+
+@pytest.fixture(scope="module")
+def two_by_two():
+    with ringcomm.local_world(4, nodes=[2, 2], timeout=60) as world:
+        yield world
+
+
+@pytest.fixture(autouse=True)
+def one_thread_for_each_rank():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def coded(run: Run, code: str, choice: tuple[int, dict[str, Any]]) -> Run:
+    stage, options = choice
+    wire = zero.Wire(parameters=code)
+    return replace(run, stage=stage, options={"wire": wire, **run.options, **options})
+
+
+def decoded(code: str, numbers: Tensor) -> Tensor:
+    return total(code, [encode(code, numbers)], numbers.numel())
+
+
+def buckets_of(module: Any) -> list[tuple[int, list[tuple[str, int, int]]]]:
+    """Returns by bucket its elements, and where in it each parameter lies."""
+    stored = zero.sharding.engine_of(module, "test").stored
+    return [(b.layout.elems, [(p.name, p.begin, p.end) for p in b.params]) for b in stored]
+
+
+# ---- bits ---------------------------------------------------------------------------------------
+
+
+class Reference:
+    """A training on one rank, which keeps masters and codes them itself, a bucket at a time."""
+
+    def __init__(self, base: Any, run: Run, buckets: Any, code: str) -> None:
+        self.module = deepcopy(base)
+        if run.precision.param is not None:
+            self.module.to(run.precision.param)
+        self.params = dict(self.module.named_parameters())
+        self.masters = {n: p.detach().clone().float() for n, p in base.named_parameters()}
+        self._buckets, self._code, self._run = buckets, code, run
+        # What steps the masters is plain: FP32, in a world of one.
+        self._stepped = deepcopy(base)
+        self._optimizer = AdamW(groups_of(self._stepped), lr=1e-2, comm="alone")
+        self._schedule = torch.optim.lr_scheduler.ExponentialLR(self._optimizer, 0.97)
+        self._generators = [torch.Generator().manual_seed(50 + rank) for rank in range(4)]
+        self.show()
+
+    def show(self) -> None:
+        """Gives the parameters what their masters' codes decode to."""
+        with torch.no_grad():
+            for elems, placed in self._buckets:
+                flat = torch.zeros(elems)
+                for name, begin, end in placed:
+                    flat[begin:end] = self.masters[name].view(-1)
+                flat = decoded(self._code, flat)
+                for name, begin, end in placed:
+                    self.params[name].view(-1).copy_(flat[begin:end])
+
+    def step(self, turn: int) -> None:
+        sums: dict[str, list[Tensor]] = {name: [] for name in self.params}
+        for generator in self._generators:
+            self.module.zero_grad()
+            batch = MODELS[self._run.model][1](generator, turn)
+            if self._run.precision.param is not None:
+                batch = [each.to(self._run.precision.param) for each in batch]
+            self.module(*batch).backward()
+            for name, param in self.params.items():
+                grad = torch.zeros_like(param) if param.grad is None else param.grad
+                sums[name].append(grad.float())
+        for name, param in self._stepped.named_parameters():
+            a, b, c, d = sums[name]
+            param.grad = ((a + b) + (c + d)) / 4
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._schedule.step()
+        for name, param in self._stepped.named_parameters():
+            self.masters[name] = param.detach().clone()
+        self.show()
+
+
+def layout_of(comm: Communicator, base: Any, run: Run) -> Any:
+    module = zero.shard(deepcopy(base), run.stage, comm=comm, options=options_of(run))
+    found = buckets_of(module)
+    zero.unshard(module)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("run", "code"),
+    [
+        (Run("mlp", 1), "int8"),
+        (Run("gpt", 1), "int4"),
+        (Run("mlp", 1, precision=zero.Precision(param=torch.bfloat16)), "fp8"),
+    ],
+    ids=["mlp int8", "gpt int4", "mlp bf16 fp8"],
+)
+def test_three_steps_end_with_the_bits_of_one_rank_that_codes_masters_itself(two_by_two, run, code):
+    """At every stage; and not with those of parameters that cross as they are."""
+    base = new_model(run.model)
+    layout = two_by_two.run(layout_of, base, coded(run, code, CHOICES[0]))[0]
+    reference = Reference(base, run, layout, code)
+    for turn in range(3):
+        reference.step(turn)
+    wanted = dict(reference.params)
+    for choice in CHOICES:
+        for state, _ in two_by_two.run(train, base, coded(run, code, choice)):
+            params = {name: state[name] for name in wanted}
+            assert_same_bits(params, {name: each.detach() for name, each in wanted.items()})
+    plain, _ = two_by_two.run(train, base, replace(run, stage=1))[0]
+    assert any(not torch.equal(plain[name], wanted[name]) for name in wanted)
+
+
+OTHERS = (
+    Run("mlp", 1, 2, kind=torch.optim.SGD, settings={"momentum": 0.9}, clip=0.3),
+    Run("mlp", 1, 2, precision=BF16, kind=Muon),
+    Run("mlp", 1, 2, kind=Adafactor),
+    Run("mlp", 1, 2, kind=AdamW8bit),
+    Run("partial", 1, 3, adamw=AdamWOptions(check_finite=True)),
+)
+
+
+@pytest.mark.parametrize("run", OTHERS, ids=["SGD", "Muon", "Adafactor", "AdamW8bit", "partial"])
+def test_all_stages_end_with_the_same_bits_with_any_optimizer(two_by_two, run):
+    base = new_model(run.model)
+    wanted = two_by_two.run(train, base, coded(run, "int8", CHOICES[0]))[0]
+    for choice in (CHOICES[2], CHOICES[3], CHOICES[5]):
+        for state, norms in two_by_two.run(train, base, coded(run, "int8", choice)):
+            assert norms == wanted[1]
+            assert_same_bits(state, wanted[0])
+
+
+def test_segments_begin_at_blocks(two_by_two, monkeypatch):
+    base, run = new_model("gpt"), Run("gpt", 1, 2)
+    wanted = two_by_two.run(train, base, coded(run, "int4", (1, {})))[0]
+    monkeypatch.setattr(sums, "SEGMENT_BYTES", 8 << 10)
+    for choice in ((1, {}), (3, {}), (3, WORLD)):
+        for state, _ in two_by_two.run(train, base, coded(run, "int4", choice)):
+            assert_same_bits(state, wanted[0])
+
+
+def test_gradients_may_be_coded_as_well_and_steps_may_be_taken_in_backward(two_by_two):
+    base, run = new_model("gpt"), Run("gpt", 1, 2, precision=BF16)
+    wire = {"wire": zero.Wire(gradients="int8", parameters="fp8")}
+    wanted = two_by_two.run(train, base, coded(run, "fp8", (1, wire)))[0]
+    early = replace(run, adamw=AdamWOptions(update="in_backward"))
+    for choice in ((2, wire), (3, wire), (3, {**wire, **WORLD})):
+        for each in (run, early):
+            for state, _ in two_by_two.run(train, base, coded(each, "fp8", choice)):
+                assert_same_bits(state, wanted[0])
+
+
+def test_nodes_of_unequal_sizes_end_with_the_same_bits():
+    """Sums are (r0 + r1 + r2) + r3; stage 3 has a copy on each node with equal ones alone."""
+    base, run = new_model("mlp"), Run("mlp", 1, clip=0.3)
+    with ringcomm.local_world(4, nodes=[3, 1], timeout=60) as world:
+        wanted = world.run(train, base, coded(run, "int8", (1, {})))[0]
+        assert wanted[0].keys() == dict(base.state_dict()).keys()
+        for choice in ((2, {}), (3, WORLD)):
+            for state, norms in world.run(train, base, coded(run, "int8", choice)):
+                assert norms == wanted[1]
+                assert_same_bits(state, wanted[0])
+
+
+@pytest.mark.parametrize("rails", ["levels", "ring"])
+def test_codes_pass_over_other_rails_unchanged(rails):
+    base, run = new_model("mlp"), coded(Run("mlp", 1, 2), "int8", (3, {}))
+    ends = []
+    for rail in ("direct", rails):
+        with ringcomm.local_world(
+            4, nodes=[1, 1, 1, 1], timeout=60, options=CommOptions(rails=rail)
+        ) as world:
+            ends.append([world.run(shown_after, base, replace(run, stage=s)) for s in (1, 3)])
+    assert ends[0] == ends[1]
+
+
+def shown_after(comm: Communicator, base: Any, run: Run) -> list[list[float]]:
+    """Returns parameters as sharding alone codes them."""
+    module = zero.shard(deepcopy(base), run.stage, comm=comm, options=options_of(run))
+    state = zero.full_state_dict(module)
+    zero.unshard(module)
+    return [each.view(-1).tolist() for each in state.values()]
+
+
+def test_on_one_node_it_changes_nothing():
+    base, run = new_model("mlp"), Run("mlp", 1)
+    with ringcomm.local_world(2, timeout=60) as world:
+        wanted = world.run(train, base, run)[0]
+        for stage in (1, 3):
+            found = world.run(train, base, coded(run, "int4", (stage, {})))[0]
+            assert_same_bits(found[0], wanted[0])
+
+
+def exact_ones(comm: Communicator, base: Any, options: zero.ZeroOptions, stage: int) -> list[str]:
+    """Returns the names of parameters that sharding leaves as they were, but for their dtype."""
+    module = zero.shard(deepcopy(base), stage, comm=comm, options=options)
+    state = zero.full_state_dict(module)
+    zero.unshard(module)
+    params = dict(base.named_parameters())
+    return sorted(n for n, each in params.items() if torch.equal(each.to(state[n].dtype), state[n]))
+
+
+@pytest.mark.parametrize(("stage", "more"), [(1, {}), (3, {}), (3, WORLD)])
+def test_frozen_parameters_and_those_that_stay_fp32_are_exact(two_by_two, stage, more):
+    base = new_model("partial")
+    options = zero.ZeroOptions(wire=zero.Wire(parameters="int4"), **more)
+    found = two_by_two.run(exact_ones, base, options, stage)
+    assert found == [["frozen.bias", "frozen.weight"]] * 4
+    kept = zero.Precision(param=torch.bfloat16, keep_fp32=("head",))
+    found = two_by_two.run(exact_ones, base, replace(options, precision=kept), stage)
+    assert found == [["frozen.bias", "frozen.weight", "head.bias", "head.weight"]] * 4
+
+
+# ---- resuming -----------------------------------------------------------------------------------
+
+
+def resume(comm: Communicator, base: Any, root: Any, settings: dict[str, Any]) -> Any:
+    """Trains five steps, with a checkpoint after three; and from there, into another module."""
+    job = partial(
+        Job, comm, base, zero_options=settings["options"], precision=settings["precision"]
+    )
+    first = job(stage=settings["stages"][0])
+    first.train("mlp", 3)
+    first.save(root)
+    first.train("mlp", 2)
+    other = deepcopy(base)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.add_(1.0)
+    second = Job(
+        comm,
+        other,
+        settings["stages"][1],
+        precision=settings["precision"],
+        zero_options=settings["options"],
+    )
+    second.load(root)
+    loaded = zero.full_state_dict(second.module)
+    second.train("mlp", 2)
+    ends = [zero.full_state_dict(each.module) for each in (first, second)]
+    for each in (first, second):
+        zero.unshard(each.module)
+    return loaded, *ends
+
+
+@pytest.mark.parametrize("precision", [zero.Precision(), BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stages", [(1, 3), (3, 2)])
+def test_a_run_that_resumes_ends_with_the_same_bits(two_by_two, tmp_path, precision, stages):
+    wire = zero.Wire(parameters="int8")
+    settings = {"options": {"wire": wire}, "precision": precision, "stages": stages}
+    for loaded, wanted, found in two_by_two.run(resume, new_model("mlp"), tmp_path, settings):
+        assert_same_bits(found, wanted)
+        assert any(not torch.equal(loaded[name], wanted[name]) for name in wanted)
+
+
+def continue_from_a_shard(comm: Communicator, base: Any, stage: int, precision: Any) -> Any:
+    """Trains on in another module, from the parameters and this rank's shard of the optimizer."""
+    options = {"wire": zero.Wire(parameters="int8")}
+    first = Job(comm, base, stage, precision=precision, zero_options=options)
+    first.train("mlp", 2)
+    shown, shard = zero.full_state_dict(first.module), deepcopy(first.optimizer.state_dict())
+    second = Job(comm, base, stage, precision=precision, zero_options=options)
+    with zero.gathered(second.module, write_from=0), torch.no_grad():
+        for name, param in second.module.named_parameters():
+            param.copy_(shown[name])
+    # Codes of what is shown are others than those of the masters.
+    coded_anew = zero.full_state_dict(second.module)
+    second.optimizer.load_state_dict(shard)
+    loaded = zero.full_state_dict(second.module)
+    for each in (first, second):
+        zero.unshard(each.module)
+    return shown, coded_anew, loaded
+
+
+@pytest.mark.parametrize("precision", [zero.Precision(), BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_follow_the_masters_of_a_shard(two_by_two, stage, precision):
+    base = new_model("mlp")
+    for shown, coded_anew, loaded in two_by_two.run(continue_from_a_shard, base, stage, precision):
+        assert any(not torch.equal(coded_anew[name], shown[name]) for name in shown)
+        assert_same_bits(loaded, shown)
+
+
+def save_one(comm: Communicator, base: Any, root: Any, options: dict[str, Any]) -> Any:
+    job = Job(comm, base, 2, zero_options=options)
+    job.train("mlp", 2)
+    job.save(root)
+    state = zero.full_state_dict(job.module)
+    zero.unshard(job.module)
+    return state
+
+
+def load_one(comm: Communicator, base: Any, root: Any, with_optimizer: bool) -> Any:
+    job = Job(comm, base, 3, zero_options={"wire": zero.Wire(parameters="int8"), **WORLD})
+    if with_optimizer:
+        job.load(root)
+    else:
+        zero.load(root, job.module)
+    state = zero.full_state_dict(job.module)
+    layout = buckets_of(job.module)
+    zero.unshard(job.module)
+    return state, layout
+
+
+def test_it_resumes_in_another_world_with_the_same_parameters(two_by_two, tmp_path):
+    """Codes depend on no chunk. Without the optimizer, what was shown is coded as masters."""
+    base = new_model("mlp")
+    wanted = two_by_two.run(save_one, base, tmp_path, {"wire": zero.Wire(parameters="int8")})[0]
+    with ringcomm.local_world(3, nodes=[2, 1], timeout=60) as world:
+        for state, _ in world.run(load_one, base, tmp_path, True):
+            assert_same_bits(state, wanted)
+        for state, layout in world.run(load_one, base, tmp_path, False):
+            for elems, placed in layout:
+                flat, found = torch.zeros(elems), torch.zeros(elems)
+                for name, begin, end in placed:
+                    flat[begin:end] = wanted[name].view(-1)
+                    found[begin:end] = state[name].view(-1)
+                assert torch.equal(found, decoded("int8", flat))
+
+
+def test_a_checkpoint_without_masters_is_loaded_without_its_optimizer(two_by_two, tmp_path):
+    base = new_model("mlp")
+    two_by_two.run(save_one, base, tmp_path, {})
+
+    def refused(comm: Communicator) -> None:
+        with pytest.raises(CheckpointError, match=r"'master'.*wire: parameters='int8' keeps"):
+            load_one(comm, base, tmp_path, True)
+
+    two_by_two.run(refused)
+    for state, _ in two_by_two.run(load_one, base, tmp_path, False):
+        assert state.keys() == base.state_dict().keys()
+
+
+# ---- writes from outside ------------------------------------------------------------------------
+
+
+def decodes(module: Any, code: str, params: dict[str, Tensor]) -> bool:
+    """Tells whether all parameters are what their masters' codes decode to."""
+    state = zero.full_state_dict(module)
+    masters = {name: zero.get_master(param) for name, param in params.items()}
+    for elems, placed in buckets_of(module):
+        flat, found = torch.zeros(elems), torch.zeros(elems)
+        for name, begin, end in placed:
+            flat[begin:end], found[begin:end] = masters[name].view(-1), state[name].view(-1)
+        if not torch.equal(decoded(code, flat).to(state[name].dtype).float(), found):
+            return False
+    return True
+
+
+def write_gathered(module: Any, param: Tensor) -> None:
+    with zero.gathered(module, write_from=2):
+        param.data.view(-1)[5] = 9.0
+
+
+def write_gathered_part(module: Any, param: Tensor) -> None:
+    with zero.gathered(param, write_from=1):
+        param.data.view(-1)[5] = 9.0
+
+
+def write_shards(module: Any, param: Tensor) -> None:
+    name = next(name for name, each in module.named_parameters() if each is param)
+    with zero.writing_shards(module) as shards:
+        shard = shards[name]
+        if shard.begin <= 5 < shard.end:
+            shard.values[5 - shard.begin] = 9.0
+
+
+def write_master(module: Any, param: Tensor) -> None:
+    value = zero.get_master(param)
+    value.view(-1)[5] = 9.0
+    zero.set_master(param, value)
+
+
+WRITES: dict[str, Callable[[Any, Tensor], None]] = {
+    "gathered": write_gathered,
+    "a part gathered": write_gathered_part,
+    "writing_shards": write_shards,
+    "set_master": write_master,
+}
+
+
+def write(comm: Communicator, base: Any, run: Run, how: str) -> Any:
+    module: Any = zero.shard(deepcopy(base), run.stage, comm=comm, options=options_of(run))
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    optimizer.prepare()
+    params = dict(module.named_parameters())
+    param = params["layers.0.weight"]
+    before = {name: zero.get_master(each) for name, each in params.items()}
+    WRITES[how](module, param)
+    assert decodes(module, run.options["wire"].parameters, params)
+    after = {name: zero.get_master(each) for name, each in params.items()}
+    # Only what was written is another, although its block has another scale now.
+    before["layers.0.weight"].view(-1)[5] = 9.0
+    assert_same_bits(after, before)
+    state = zero.full_state_dict(module)
+    assert abs(float(state["layers.0.weight"].view(-1)[5]) - 9.0) < 9 / 250
+    module(*MODELS["mlp"][1](torch.Generator().manual_seed(comm.rank), 0)).backward()
+    optimizer.step()
+    assert decodes(module, run.options["wire"].parameters, params)
+    state = zero.full_state_dict(module)
+    zero.unshard(module)
+    return state
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_masters_follow_writes_from_outside_and_are_coded_anew(two_by_two, how):
+    base, run = new_model("mlp"), Run("mlp", 1)
+    wanted = two_by_two.run(write, base, coded(run, "int8", (1, {})), how)[0]
+    for choice in ((2, {}), (3, {}), (3, WORLD)):
+        for state in two_by_two.run(write, base, coded(run, "int8", choice), how):
+            assert_same_bits(state, wanted)
+
+
+def load_state(comm: Communicator, base: Any, run: Run, early: bool) -> Any:
+    """Loads a module's state between steps, at a stage where it has whole parameters."""
+    module: Any = zero.shard(deepcopy(base), run.stage, comm=comm, options=options_of(run))
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+    if not early:
+        optimizer.prepare()
+    given = {name: each + 1 for name, each in zero.full_state_dict(module).items()}
+    module.load_state_dict(given)
+    if early:
+        optimizer.prepare()
+    masters = {name: zero.get_master(param) for name, param in module.named_parameters()}
+    for name, value in masters.items():
+        assert torch.equal(value, given[name])
+    module(*MODELS["mlp"][1](torch.Generator().manual_seed(comm.rank), 0)).backward()
+    optimizer.step()
+    assert decodes(module, "int8", dict(module.named_parameters()))
+    zero.unshard(module)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["after prepare", "before it"])
+def test_masters_follow_a_loaded_state_dict(two_by_two, early):
+    run = coded(Run("mlp", 1), "int8", (1, {}))
+    two_by_two.run(load_state, new_model("mlp"), run, early)
+
+
+def exchange(comm: Communicator, base: Any, run: Run) -> None:
+    module: Any = zero.shard(deepcopy(base), run.stage, comm=comm, options=options_of(run))
+    before = zero.full_state_dict(module)
+    values = {
+        name: torch.full_like(shard.values, 1 / 3)
+        for name, shard in zero.local_shards(module).items()
+    }
+    with zero.exchanged(module, values):
+        inside = zero.full_state_dict(module)
+        assert all(bool((each == 1 / 3).all()) for each in inside.values())
+    assert_same_bits(zero.full_state_dict(module), before)
+    zero.unshard(module)
+
+
+@pytest.mark.parametrize("choice", [(1, {}), (3, {}), (3, WORLD)])
+def test_values_that_are_exchanged_are_not_coded(two_by_two, choice):
+    run = coded(Run("mlp", 1), "int4", choice)
+    two_by_two.run(exchange, new_model("mlp"), run)
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+
+
+def check_masters(module: Any, optimizer: AdamW) -> None:
+    """What is held of masters and moments is what the estimate says, and nothing twice."""
+    held = 0
+    for bucket, stored in zip(
+        optimizer.sharded_step().buckets,
+        zero.sharding.engine_of(module, "test").stored,
+        strict=True,
+    ):
+        assert bucket.state.master is stored.wide
+        held += sum(each.nbytes for each in bucket.state.tensors().values())
+    elems = sum(bucket.chunk.elems for bucket in optimizer.sharded_step().buckets)
+    each, world = BytesPerElement.of(torch.float32), World(2, 1, param_wire="int8")
+    assert held == model_state(ModelElems(2 * elems), 1, world, each).state == 12 * elems
+
+
+def step_of(comm: Communicator, carrier: Carrier, base: Any, run: Run) -> Any:
+    """Returns by phase what leaves each node, and by bucket the elements of each chunk."""
+    module: Any = zero.shard(deepcopy(base), run.stage, comm=comm, options=options_of(run))
+    optimizer = AdamW(module.parameters())
+    batch = MODELS["gpt"][1](torch.Generator().manual_seed(comm.rank), 0)
+    phases: list[Any] = []
+
+    def ended() -> None:
+        comm.barrier()
+        if comm.rank == 0:
+            phases.append(carrier.read())
+        comm.barrier()
+
+    for _ in range(2):  # the first one also agrees on the order of the buckets
+        phases.clear()
+        ended()
+        with zero.no_sync(module):
+            module(*batch).backward()
+        ended()
+        module(*batch).backward()
+        ended()
+        optimizer.step()
+        ended()
+        optimizer.zero_grad()
+    flags = optimizer.sharded_step().table.told.nbytes
+    check_masters(module, optimizer)
+    chunks = [
+        [bucket.layout.chunk(index, comm.world_size).elems for index in range(comm.world_size)]
+        for bucket in zero.sharding.engine_of(module, "test").stored
+    ]
+    units = zero.sharding.engine_of(module, "test").plan.unit_of
+    root = sum(sum(each) for unit, each in zip(units, chunks, strict=True) if unit == 0)
+    zero.unshard(module)
+    return phases[1:], flags, chunks, root
+
+
+@pytest.mark.parametrize("code", ["int8", "int4"])
+@pytest.mark.parametrize("choice", [(1, {}), (3, {}), (3, WORLD)])
+def test_what_leaves_a_node_is_codes(code, choice):
+    """To the byte: each chunk once for each other node, and of the world's in each gather."""
+    carrier, base = Carrier(), new_model("gpt")
+    run = coded(Run("gpt", 1, options={"overlap": False}), code, choice)
+    with ringcomm.local_world(
+        4, nodes=[2, 2], options=CommOptions(carrier=carrier), timeout=60
+    ) as world:
+        (quiet, backward, step), flags, chunks, root = world.run(step_of, carrier, base, run)[0]
+    wire = _native.WIRES[code]
+    for node in range(2):
+        # Rank 2 l + n of the chunks is that of place l of node n.
+        mine = [chunk for each in chunks for chunk in each[node::2]]
+        theirs = [chunk for each in chunks for chunk in each[1 - node :: 2]]
+        params = sum(_native.wire_bytes(wire, chunk) for chunk in mine)
+        grads = 4 * sum(theirs)
+        if choice == (3, WORLD):
+            # Forward and backward gather each unit once, and what is in the root once.
+            assert params < quiet[node] < 2 * params
+            assert step[node] == 2 * flags
+            assert backward[node] == grads + quiet[node]
+        else:
+            assert quiet[node] == 0
+            assert backward[node] + step[node] - 2 * flags == grads + params
+        world_of = World(4, 2, param_wire=code, **choice[1])
+        elems = ModelElems(sum(mine) + sum(theirs), root=root)
+        told = leaving_node_bytes(elems, choice[0], world_of, BytesPerElement.of(torch.float32))
+        assert backward[node] + step[node] - 2 * flags == told
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"state": "node"}, ArgumentError, r'parameters.*state="world".*none cross'),
+        (
+            {"precision": zero.Precision.preset("bf16-remainder")},
+            ArgumentError,
+            'parameters.*master="fp32"',
+        ),
+        (
+            {"precision": zero.Precision.preset("bf16-pure-sr")},
+            ArgumentError,
+            'parameters.*rounding="nearest"',
+        ),
+        ({"tier": ringcomm.Disk("/tmp")}, UnsupportedError, "tier: expected None"),
+    ],
+    ids=["state", "remainder", "stochastic", "disk"],
+)
+def test_choices_that_leave_nothing_to_code_are_refused(options, error, text):
+    with pytest.raises(error, match=text):
+        zero.ZeroOptions(wire=zero.Wire(parameters="int8"), **options)
+
+
+def test_an_unknown_code_stage_0_and_plain_parameters_are_refused():
+    with pytest.raises(ArgumentError, match="parameters: wire: expected one of param, int8"):
+        zero.Wire(parameters="fp32")
+    wire = zero.Wire(parameters="int8")
+    with pytest.raises(ArgumentError, match="expected stage 1, 2 or 3 with it, got 0"):
+        zero.shard(torch.nn.Linear(4, 4), 0, comm="alone", options=zero.ZeroOptions(wire=wire))
+    optimizer = AdamW(
+        torch.nn.Linear(4, 4).parameters(), comm="alone", options=AdamWOptions(wire=wire)
+    )
+    with pytest.raises(UnsupportedError, match=r"parameters='int8'.*zero.shard\(\)"):
+        optimizer.prepare()
+    with pytest.raises(UnsupportedError, match="tier: expected None with wire"):
+        AdamWOptions(wire=wire, tier=ringcomm.Disk("/tmp"))

@@ -1,0 +1,507 @@
+"""What codes of gradients lose, kept and fed back: over steps, stages, scales and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ringcomm
+from ringcomm import Communicator, _native, zero
+from ringcomm.comm.nodes import sums, wires
+from ringcomm.comm.nodes.wires import Residual
+from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
+from ringcomm.optim import (
+    AdamW,
+    AdamWOptions,
+    GradScaler,
+    LossScaleOptions,
+    LossScaler,
+    Muon,
+)
+from ringcomm.optim.buckets import Bucket
+from ringcomm.optim.reduction import HostReducer, Into, make_residual
+from ringcomm.zero.checkpoint import Reader
+from tests.zero.job import BF16
+from tests.zero.models import MODELS, Run, assert_same_bits, new_model, options_of, train
+
+Tensor = torch.Tensor
+INT4, INT8 = (zero.Wire(gradients=code, error_feedback=True) for code in ("int4", "int8"))
+BY_NODE: dict[str, Any] = {"state": "node"}
+CHOICES: list[tuple[int, dict[str, Any]]] = [
+    *((stage, {}) for stage in range(4)),
+    (3, {"params": "world"}),
+    *((stage, BY_NODE) for stage in (1, 2, 3)),
+]
+
+
+@pytest.fixture(scope="module")
+def two_by_two():
+    with ringcomm.local_world(4, nodes=[2, 2], timeout=60) as world:
+        yield world
+
+
+@pytest.fixture(autouse=True)
+def small_buckets_are_coded(monkeypatch):
+    """In segments of a few blocks; ranks are threads of one core."""
+    monkeypatch.setattr(wires, "CODED_ABOVE_BYTES", 64)
+    monkeypatch.setattr(sums, "SEGMENT_BYTES", 4096)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- one bucket --------------------------------------------------------------------------------
+
+ELEMS = 5 * 512 + 64  # chunks of 1,024 and 2,048 elements, of which the last ones are short
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What one rank has of a bucket after some steps: runs of elements that begin somewhere."""
+
+    received: tuple[int, Tensor]
+    residual: Residual | None
+
+
+def whole_numbers(rank: int, step: int) -> Tensor:
+    """Gradients of which each block has about the same largest magnitude."""
+    seed = torch.Generator(device="cpu").manual_seed(100 * step + rank)
+    return torch.randint(-15, 16, (ELEMS,), generator=seed).float() / 64
+
+
+def constant(rank: int, step: int) -> Tensor:
+    return whole_numbers(rank, 0)
+
+
+def all_sent(steps: int) -> Tensor:
+    """What all ranks were to send in so many steps, of the whole numbers."""
+    sent = torch.zeros(ELEMS, dtype=torch.float64)
+    for step in range(steps):
+        for rank in range(4):
+            sent += whole_numbers(rank, step)
+    return sent
+
+
+def reduce_steps(
+    comm: Communicator, options: zero.ZeroOptions, gradients: Any, steps: int, dtype: torch.dtype
+) -> Reduced:
+    """Sums what this rank receives over steps, of which every other one is added to the last."""
+    by_node = options.state == "node"
+    begins = (comm.node.rank, comm.node.world_size) if by_node else (comm.shard_index, 4)
+    each = _native.chunk_elems(ELEMS, begins[1])
+    begin = min(begins[0] * each, ELEMS)
+    out = torch.zeros(min(begin + each, ELEMS) - begin)
+    reducer = HostReducer(comm, options)
+    residual = make_residual(comm, options, ELEMS)
+    received = torch.zeros_like(out, dtype=torch.float64)
+    for step in range(steps):
+        grads = gradients(comm.rank, step).to(dtype)
+        before = out.double()
+        adds = step % 2 == 1
+        reducer.reduce(grads, Into(out, "l2", None, accumulate=adds, residual=residual))
+        received += out.double() - (before if adds else 0.0)
+    return Reduced((begin, received), residual)
+
+
+def total(found: list[Reduced], elems: int = ELEMS) -> tuple[Tensor, Tensor]:
+    """What arrived of all elements, and what is owed in sum over nodes."""
+    arrived, owed = (torch.zeros(elems, dtype=torch.float64) for _ in range(2))
+    for each in found:
+        begin, received = each.received
+        arrived[begin : begin + received.numel()] = received  # equal bits on each node
+        if each.residual is not None:
+            kept = each.residual
+            owed[kept.begin :][: kept.partial.numel()] += kept.partial
+            owed[kept.sums_begin :][: kept.sums.numel()] += kept.sums
+    return arrived, owed
+
+
+@pytest.mark.parametrize("wire", [INT4, INT8], ids=["int4", "int8"])
+@pytest.mark.parametrize("state", ["world", "node"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_was_sent_and_what_is_owed_is_what_was_to_be_sent(two_by_two, wire, state, dtype):
+    """Exactly: a code times a scale has 15 bits more than a code, and differs little from x."""
+    options = zero.ZeroOptions(reduce="sum", state=state, wire=wire)
+    arrived, owed = total(two_by_two.run(reduce_steps, options, whole_numbers, 6, dtype))
+    assert torch.equal(arrived + owed, all_sent(6))
+    assert torch.count_nonzero(owed) > ELEMS // 2
+
+
+def forgets_the_sign(self, wide_ptr: int, ptr: int, elems: int, kept: Tensor) -> None:
+    ENCODE(self, wide_ptr, ptr, elems, kept)
+    kept.neg_()
+
+
+def takes_the_first_elements(self, source: int, wide_ptr: int, ptr: int, elems: int) -> None:
+    self._encode(wide_ptr, ptr, elems, self._residual.partial[:elems])
+
+
+def keeps_nothing(self, wide_ptr: int, ptr: int, elems: int, kept: Tensor) -> None:
+    ENCODE(self, wide_ptr, ptr, elems, torch.zeros_like(kept))
+
+
+ENCODE = wires.FeedbackForm._encode
+MUTANTS = {
+    "sign": ("_encode", forgets_the_sign),
+    "chunk": ("write_partial", takes_the_first_elements),
+    "nothing": ("_encode", keeps_nothing),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_identity_sees_residuals_that_are_wrong(two_by_two, mutant, monkeypatch):
+    monkeypatch.setattr(wires.FeedbackForm, *MUTANTS[mutant])
+    options = zero.ZeroOptions(reduce="sum", wire=INT4)
+    found = two_by_two.run(reduce_steps, options, whole_numbers, 6, torch.float32)
+    arrived, owed = total(found)
+    assert not torch.equal(arrived + owed, all_sent(6))
+
+
+@pytest.mark.parametrize("state", ["world", "node"])
+def test_the_mean_of_a_constant_gradient_comes_nearer_with_each_step(two_by_two, state):
+    steps, exact = 64, sum(constant(rank, 0).double() for rank in range(4))
+    worst = []
+    for wire in (INT4, replace(INT4, error_feedback=False)):
+        options = zero.ZeroOptions(reduce="sum", state=state, wire=wire)
+        for count in (1, steps):
+            found = two_by_two.run(reduce_steps, options, constant, count, torch.float32)
+            worst.append(float((total(found)[0] / count - exact).abs().max()))
+    fed_first, fed_last, plain_first, plain_last = worst
+    assert fed_first == plain_first == plain_last
+    # Nothing is owed that is more than the codes' bound of what is sent, M / 14 for each node.
+    assert fed_last <= 2 * fed_first / steps
+
+
+# ---- training ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run("mlp", 0, steps=3, backwards=2, clip=0.3),
+        Run("gpt", 0, steps=2, precision=BF16),
+        Run("mlp", 0, steps=2, kind=Muon),
+        Run("mlp", 0, steps=2, kind=torch.optim.SGD, settings={"momentum": 0.9}),
+    ],
+    ids=["clipped", "bf16", "Muon", "SGD"],
+)
+def test_stages_end_with_the_same_bits(two_by_two, run):
+    base = new_model(run.model)
+    plain = replace(run, stage=1, options={"wire": replace(INT4, error_feedback=False)})
+    without = two_by_two.run(train, base, plain)[0][0]
+    wanted: dict[str, Any] = {}
+    for number, (stage, options) in enumerate(CHOICES):
+        chosen = {"overlap": number % 2 == 0, **options, "wire": INT4}
+        found = two_by_two.run(train, base, replace(run, stage=stage, options=chosen))
+        for state, _ in found:
+            assert_same_bits(state, wanted.setdefault(options.get("state", "world"), state))
+    assert any(not torch.equal(without[name], wanted["world"][name]) for name in without)
+
+
+def test_updates_in_backward_and_state_on_a_disk_end_with_the_same_bits(two_by_two, tmp_path):
+    base, run = new_model("mlp"), Run("mlp", 1, steps=3, options={"wire": INT4})
+    wanted = two_by_two.run(train, base, run)[0][0]
+    early, on_disk = (
+        replace(run, adamw=options)
+        for options in (
+            AdamWOptions(update="in_backward"),
+            AdamWOptions(tier=ringcomm.Disk(str(tmp_path), buffer_bytes=1 << 20)),
+        )
+    )
+    for each, stage in ((early, 2), (early, 3), (on_disk, 1)):
+        for state, _ in two_by_two.run(train, base, replace(each, stage=stage)):
+            assert_same_bits(state, wanted)
+
+
+def test_plain_parameters_end_with_the_bits_of_a_sharded_module(two_by_two):
+    """The sizes of its buckets are those of the stages, for a module that is one unit."""
+
+    def plainly(comm: Communicator, wire: zero.Wire) -> tuple[list[Tensor], int]:
+        weight = nn.Parameter(whole_numbers(0, 0).clone())
+        optimizer = AdamW([weight], lr=0.1, comm=comm, options=AdamWOptions(wire=wire))
+        for step in range(3):
+            weight.grad = whole_numbers(comm.rank, step)
+            optimizer.step()
+        kept = [each.residual for each in optimizer.sharded_step().buckets if each.residual]
+        return [weight.detach().clone()], sum(each.size_bytes for each in kept)
+
+    def sharded(comm: Communicator, wire: zero.Wire) -> list[Tensor]:
+        module = nn.Module()
+        module.weight = nn.Parameter(whole_numbers(0, 0).clone())
+        zero.shard(module, 1, comm=comm, options=zero.ZeroOptions(wire=wire))
+        optimizer = AdamW(module.parameters(), lr=0.1)
+        for step in range(3):
+            module.weight.grad = whole_numbers(comm.rank, step)
+            optimizer.step()
+        found = [module.weight.detach().clone()]
+        zero.unshard(module)
+        return found
+
+    wanted = two_by_two.run(sharded, INT4)[0]
+    for found, kept_bytes in two_by_two.run(plainly, INT4):
+        assert torch.equal(found[0], wanted[0])
+        assert 0 < kept_bytes <= 4 * 2048
+    without = two_by_two.run(plainly, replace(INT4, error_feedback=False))[0]
+    assert not torch.equal(without[0][0], wanted[0])
+    assert without[1] == 0
+    with ringcomm.local_world(2, timeout=60) as world:
+        assert world.run(plainly, INT4)[0][1] == 0  # one node codes nothing
+
+
+def scaled(
+    comm: Communicator, base: nn.Module, stage: int, scale: LossScaleOptions | None
+) -> dict[str, Tensor]:
+    module: Any = deepcopy(base)
+    run = Run("mlp", stage, options={"wire": INT4})
+    zero.shard(module, stage, comm=comm, options=options_of(run))
+    scaler = None if scale is None else LossScaler(scale)
+    optimizer = AdamW(module.parameters(), lr=0.01, loss_scaler=scaler)
+    generator = torch.Generator().manual_seed(comm.rank)
+    for turn in range(4):
+        loss = module(*MODELS["mlp"][1](generator, turn))
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = zero.full_state_dict(module)
+    zero.unshard(module)
+    return state
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_is_owed_follows_the_loss_scale(two_by_two, stage):
+    """Powers of two scale every code's number exactly, so that the bits are those without."""
+    base, growing = new_model("mlp"), LossScaleOptions(init_scale=4.0, growth_interval=1)
+    wanted = two_by_two.run(scaled, base, stage, None)[0]
+    for state in two_by_two.run(scaled, base, stage, growing):
+        assert_same_bits(state, wanted)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_skipped_step_leaves_nothing_owed(two_by_two, stage):
+    base = new_model("mlp")
+
+    def body(comm: Communicator) -> list[int]:
+        module: Any = deepcopy(base)
+        run = Run("mlp", stage, options={"wire": INT4})
+        zero.shard(module, stage, comm=comm, options=options_of(run))
+        optimizer = AdamW(module.parameters(), options=AdamWOptions(check_finite=True))
+        owed, generator = [], torch.Generator().manual_seed(comm.rank)
+        for turn in range(3):
+            if turn == 1:  # an infinity in the block of one element; all others are finite
+                hook = module.head.bias.register_hook(lambda grad: grad * float("inf"))
+            module(*MODELS["mlp"][1](generator, 0)).backward()
+            if turn == 1:
+                hook.remove()
+            optimizer.step()
+            optimizer.zero_grad()
+            owed.append(sum(int(each.partial.count_nonzero()) for each in residuals(optimizer)))
+        assert optimizer.skipped_steps == 1
+        zero.unshard(module)
+        return owed
+
+    for first, skipped, last in two_by_two.run(body):
+        assert first > 0
+        assert skipped == 0
+        assert last > 0
+
+
+def residuals(optimizer: Any) -> list[Residual]:
+    buckets: list[Bucket] = optimizer.sharded_step().buckets
+    return [each.residual for each in buckets if each.residual is not None]
+
+
+# ---- checkpoints -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a rank has after a load, and after the steps that follow."""
+
+    owed: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+
+
+def owed_by_name(module: Any, optimizer: Any, wanted: str) -> dict[str, Tensor]:
+    """Returns this rank's residuals by parameter, zeros elsewhere, of partial sums or of sums."""
+    found = {}
+    step, names = optimizer.sharded_step(), dict(module.named_parameters())
+    called = {id(param): name for name, param in names.items()}
+    for bucket in step.buckets:
+        flat = torch.zeros(bucket.layout.elems)
+        if bucket.residual is not None:
+            kept = bucket.residual
+            runs = {"partial": (kept.begin, kept.partial), "sums": (kept.sums_begin, kept.sums)}
+            begin, values = runs[wanted]
+            flat[begin : begin + values.numel()] = values
+        for low, high, index in bucket.layout.segments:
+            found[called[id(step.params[index])]] = flat[low:high].clone()
+    return found
+
+
+def continued(
+    comm: Communicator, base: nn.Module, choice: Any, root: Path, until: int | None
+) -> Resumed:
+    """Trains up to a step and saves, or loads, and trains to the fourth step."""
+    stage, options = choice
+    module: Any = deepcopy(base)
+    run = Run("mlp", stage, options={"wire": INT4, **options})
+    zero.shard(module, stage, comm=comm, options=options_of(run))
+    optimizer = AdamW(module.parameters(), lr=0.01)
+    first = 0
+    if until is None:
+        first = zero.load(root, module, optimizer).step
+    owed = owed_by_name(module, optimizer, "partial")
+    for turn in range(first, until or 4):
+        seed = torch.Generator().manual_seed(10 * turn + comm.rank)
+        module(*MODELS["mlp"][1](seed, turn)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if until is not None and until < 4:
+        zero.save(root, until, module, optimizer)
+        owed = owed_by_name(module, optimizer, "partial")
+        more = owed_by_name(module, optimizer, "sums")
+        # In the units of partial sums, which are divided by the number of ranks.
+        owed = {name: each + comm.world_size * more[name] for name, each in owed.items()}
+    state = zero.full_state_dict(module)
+    zero.unshard(module)
+    return Resumed(owed, state)
+
+
+def all_owed(found: list[Resumed], name: str) -> Tensor:
+    return sum((each.owed[name].double() for each in found), torch.zeros(1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads"),
+    [((2, {}), (1, {})), ((0, {}), (3, {})), ((1, BY_NODE), (2, BY_NODE))],
+    ids=["world", "all-reduce", "node"],
+)
+def test_training_resumes_with_the_same_bits_on_the_same_nodes(two_by_two, tmp_path, saves, loads):
+    base = new_model("mlp")
+    wanted = two_by_two.run(continued, base, saves, tmp_path / "no", 4)[0].state
+    saved = two_by_two.run(continued, base, saves, tmp_path, 2)
+    assert any(all_owed(saved, name).count_nonzero() for name in saved[0].owed)
+    for found in two_by_two.run(continued, base, loads, tmp_path, None):
+        assert_same_bits(dict(found.state), dict(wanted))
+    names = Reader(tmp_path / "step-00000002").names()
+    for node in (0, 1):
+        assert f"optim.residual.{node}.head.weight" in names
+    assert ("optim.residual.sums.head.weight" in names) == (saves[1] == BY_NODE)
+
+
+@pytest.mark.parametrize("saves", [(2, {}), (1, BY_NODE)], ids=["world", "node"])
+@pytest.mark.parametrize("nodes", [[1, 1, 1, 1], [1, 1], [1]], ids=str)
+def test_other_nodes_take_over_what_is_owed_in_sum(two_by_two, tmp_path, saves, nodes):
+    """In means of gradients, to which as many ranks contribute as there are."""
+    base = new_model("mlp")
+    saved = two_by_two.run(continued, base, saves, tmp_path, 2)
+    with ringcomm.local_world(len(nodes), nodes=nodes, timeout=60) as world:
+        found = world.run(continued, base, (2, {}), tmp_path, None)
+    for name in saved[0].owed:
+        wanted = all_owed(saved, name) / 4
+        if len(nodes) == 1:  # which codes nothing
+            wanted = torch.zeros_like(wanted)
+        owed = all_owed(found, name) / len(nodes)
+        if saves[1] == BY_NODE:  # one more rounding, to 24 bits
+            assert torch.allclose(owed, wanted, 0.0, float(wanted.abs().max()) * 2**-22)
+        else:
+            assert torch.equal(owed, wanted)
+
+
+def shards(
+    comm: Communicator, state: str, given: list[Any] | None, steps: int
+) -> tuple[Any, Tensor, list[Residual]]:
+    """Trains plain parameters, from the state of all ranks, of this one's, or from the begin."""
+    weight = nn.Parameter(torch.ones(ELEMS))
+    options = AdamWOptions(wire=INT4, state=state)
+    optimizer = AdamW([weight], lr=0.1, comm=comm, options=options)
+    optimizer.prepare()
+    first = 0
+    if given is not None:
+        optimizer.load_state_dict(given if len(given) > 1 else given[0])
+        first = 2
+    owed = deepcopy(residuals(optimizer))
+    for step in range(first, first + steps):
+        weight.grad = whole_numbers(comm.rank, step)
+        optimizer.step()
+    return deepcopy(optimizer.state_dict()), weight.detach().clone(), owed
+
+
+@pytest.mark.parametrize("state", ["world", "node"])
+def test_shards_of_an_optimizer_keep_what_is_owed(two_by_two, state):
+    wanted, _, _ = two_by_two.run(shards, state, None, 3)[0]
+    begun = [each for each, _, _ in two_by_two.run(shards, state, None, 2)]
+
+    def resumed(comm: Communicator) -> Any:
+        mine = comm.rank if state == "node" else comm.shard_index
+        given = next(
+            each
+            for rank, each in enumerate(begun)
+            if mine == (rank if state == "node" else each["shard"]["rank"])
+        )
+        return shards(comm, state, [given], 1)
+
+    for found, _, _ in two_by_two.run(resumed)[:1]:
+        for mine, theirs in zip(
+            found["state"]["residuals"], wanted["state"]["residuals"], strict=True
+        ):
+            assert torch.equal(mine["partial"], theirs["partial"])
+            assert torch.equal(mine["sums"], theirs["sums"])
+        for mine, theirs in zip(found["state"]["buckets"], wanted["state"]["buckets"], strict=True):
+            assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
+    if state == "world":
+        with ringcomm.local_world(4, nodes=[1, 1, 1, 1], timeout=60) as world:
+            found = [owed[0] for _, _, owed in world.run(shards, state, begun, 0)]
+            with pytest.raises(CheckpointError, match="other nodes"):
+                world.run(resumed)
+        before = []
+        for shard in begun:
+            begins = shard["shard"]["residuals"]["begins"]["0"]
+            kept = shard["state"]["residuals"][0]
+            before.append(Residual(begins[0], kept["partial"], begins[1], kept["sums"]))
+        nothing, elems = (0, torch.zeros(0)), -(-ELEMS // 512) * 512
+        owed, wanted = (
+            total([Reduced(nothing, each) for each in kept], elems)[1] for kept in (found, before)
+        )
+        assert torch.equal(owed, wanted)
+        assert torch.count_nonzero(owed) > 0
+
+
+# ---- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gradients", [None, "fp32", "param"])
+def test_what_is_not_coded_has_nothing_to_feed_back(gradients):
+    with pytest.raises(ArgumentError, match="expected gradients in codes"):
+        zero.Wire(gradients=gradients, error_feedback=True)
+
+
+def test_a_grad_scaler_is_refused():
+    options = AdamWOptions(wire=INT4)
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = AdamW([weight], comm="alone", options=options)
+    scaler = GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    with pytest.raises(ArgumentError, match="LossScaler"):
+        scaler.step(optimizer)
+
+
+def test_nodes_of_different_sizes_are_refused():
+    def sharded(comm: Communicator) -> None:
+        zero.shard(nn.Linear(8, 8), 2, comm=comm, options=zero.ZeroOptions(wire=INT4))
+
+    def plain(comm: Communicator) -> None:
+        AdamW([nn.Parameter(torch.ones(8))], comm=comm, options=AdamWOptions(wire=INT4)).prepare()
+
+    with ringcomm.local_world(3, nodes=[2, 1], timeout=60) as world:
+        for body in (sharded, plain):
+            with pytest.raises(UnsupportedError, match="error_feedback=True: expected nodes with"):
+                world.run(body)
