@@ -10,6 +10,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,17 +47,28 @@ COMMANDS = {
     ),
     "doctor": Entry("say whether collectives can work on this machine, and if not, why"),
     "estimate": Entry("say what memory, traffic and time a sharded training step takes"),
+    "report": Entry("write a run as one HTML page: time line, waits, bandwidths, memory, findings"),
     "trace": Entry("show what each rank did last, from a fault's trace or from running processes"),
     "topo": Entry("show what connects the GPUs, and the algorithm and rings that follow from it"),
     "train": Entry("train a small byte-level GPT data-parallel"),
 }
+
+# What the package depends on: missing where a wheel was installed without its dependencies.
+REQUIRED = ("torch", "safetensors")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status; ``argv`` defaults to the process's."""
     hide_missing_numpy()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser, module = _build_parser(arguments)
+    try:
+        parser, module = _build_parser(arguments)
+    except ModuleNotFoundError as error:
+        if error.name not in REQUIRED:
+            raise
+        missing = f"{error.name}, which is not installed here: pip install {error.name}"
+        print(f"ringcomm {' '.join(arguments)} needs {missing}", file=sys.stderr)
+        return 1
     namespace = parser.parse_args(arguments)
     if module is None:
         parser.print_help()
@@ -62,12 +76,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     from ringcomm.errors import RingcommError
 
     try:
-        return module.run(namespace)
+        status = module.run(namespace)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        return 128 + signal.SIGPIPE
     except RingcommError as error:
         print(f"ringcomm {namespace.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _reader_has_left() -> bool:
+    """Says whether nobody reads stdout any more, as in ``ringcomm estimate | head``.
+
+    What is left in its buffer then goes nowhere, or the interpreter would report it at its end.
+    """
+    stdout = sys.stdout.fileno()
+    state = select.poll()
+    state.register(stdout, 0)
+    if not any(events & (select.POLLERR | select.POLLHUP) for _, events in state.poll(0)):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stdout)
+    os.close(nowhere)
+    return True
 
 
 def _build_parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Subcommand | None]:

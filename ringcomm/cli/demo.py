@@ -21,7 +21,7 @@ INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
-class Part:
+class DemoRun:
     """One run of a program of the harness.
 
     Attributes:
@@ -35,14 +35,14 @@ class Part:
     words: tuple[str, ...]
 
 
-def parts(quick: bool, data: str | None) -> list[Part]:
+def parts(quick: bool, data: str | None) -> list[DemoRun]:
     """Returns the runs that make up the demo, all of two ranks."""
     pace = "--peers gloo --placement usual"
     pace += " -e 256K -f 64 -n 3 -w 1 --turn-us 500" if quick else " -e 64M -f 128 -n 9"
     heap = f"reduce_scatter all_gather all_reduce --tensors heap {pace}"
-    found = [Part("Every collective against Gloo", COLLECTIVES, ("all", *pace.split()))]
+    found = [DemoRun("Every collective against Gloo", COLLECTIVES, ("all", *pace.split()))]
     if not quick:
-        found.append(Part("The same on tensors in the heap", COLLECTIVES, tuple(heap.split())))
+        found.append(DemoRun("The same on tensors in the heap", COLLECTIVES, tuple(heap.split())))
     text = () if data is None else ("--data", data)
     # The number of parameters is that of the model, whose two ends have one weight.
     small = ("A GPT of 0.02 M parameters", 32, 1, 2, 3)
@@ -50,7 +50,7 @@ def parts(quick: bool, data: str | None) -> list[Part]:
     for title, width, depth, heads, rounds in [small] if quick else models:
         sizes = f"--width {width} --depth {depth} --heads {heads} --context {CONTEXT}"
         words = (*f"{sizes} --sequences 4 --rounds {rounds}".split(), *text)
-        found.append(Part(f"{title}, trained by each system", TRAINING, words))
+        found.append(DemoRun(f"{title}, trained by each system", TRAINING, words))
     return found
 
 
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _run_parts(chosen: Sequence[Part]) -> tuple[dict[str, int], dict[str, Any]]:
+def _run_parts(chosen: Sequence[DemoRun]) -> tuple[dict[str, int], dict[str, Any]]:
     """The exit status of each part that failed, and the report of each that wrote one."""
     failed, documents = {}, {}
     with tempfile.TemporaryDirectory(prefix="ringcomm-demo-") as folder:

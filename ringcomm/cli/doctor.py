@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from ringcomm.rendezvous.environment import available_cores
 # What ``ringcomm doctor`` looks at: each check reads one thing and says what it means.
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
+SCHEMA = 1
 SELF_TEST_S = 60.0
 SELF_TEST_ELEMS = 100_003  # several segments and a tail
 RANK_TIMEOUT_S = 30.0
@@ -324,6 +326,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-self-test", action="store_true", help="look only; do not start two ranks"
     )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -333,8 +336,11 @@ def run(args: argparse.Namespace) -> int:
         findings.append(Finding("self-test", FAIL, "not tried", "first mend what failed above"))
     elif not args.no_self_test:
         findings.append(check_self_test())
-    print("\n".join(lines(findings)))
     failed = [finding.name for finding in findings if finding.verdict == FAIL]
+    if args.json:
+        print(json_text(findings))
+        return 1 if failed else 0
+    print("\n".join(lines(findings)))
     if failed:
         print(f"\ncollectives cannot work here: {', '.join(failed)}")
         return 1
@@ -358,6 +364,13 @@ def examine() -> Iterable[Finding]:
         setting = _SHMEM_SETTING.read_text() if _SHMEM_SETTING.exists() else ""
         yield check_heap(setting)
         yield from check_devices()
+
+
+def json_text(findings: Sequence[Finding]) -> str:
+    """The findings as JSON, of which ``ringcomm report`` makes a list."""
+    works = all(finding.verdict != FAIL for finding in findings)
+    plain = {"schema": SCHEMA, "works": works, "findings": [asdict(each) for each in findings]}
+    return json.dumps(plain, indent=1)
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:

@@ -8,27 +8,31 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringcomm.cli import estimate_disk, estimate_network
+from ringcomm.cli import estimate_disk, estimate_experts, estimate_network
 from ringcomm.cli.estimate_figures import (
-    DTYPES,
-    OPTIMIZERS,
-    Report,
+    Estimate,
     activation_times_s,
     as_json,
-    has_model,
     network_step,
     outside_efficiency,
+    total_bytes,
+    work_out,
+)
+from ringcomm.cli.estimate_request import (
+    DTYPES,
+    OPTIMIZERS,
+    has_model,
     parse_count,
     parse_positive,
     read_request,
-    total_bytes,
-    work_out,
 )
 from ringcomm.comm.options import WIRES
 from ringcomm.errors import ArgumentError
 from ringcomm.memory import Disk
+from ringcomm.optim.options import PARAMETER_WIRES
 from ringcomm.output import new_figure, write_figure
-from ringcomm.zero.estimate import CHECKPOINTING, MASTERS, STAGES, World
+from ringcomm.zero.estimate import MASTERS, STAGES, World
+from ringcomm.zero.estimate_activations import CHECKPOINTING
 from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS
 from ringcomm.zero.precision import PRESETS
 
@@ -38,7 +42,7 @@ GB = 1e9
 LONGEST_NAME = 50
 
 
-def as_text(report: Report) -> str:
+def as_text(report: Estimate) -> str:
     """All tables; no line is longer than 100 columns."""
     parts = [_headline(report), _memory_table(report), _traffic_table(report)]
     parts += [
@@ -81,7 +85,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _headline(report: Report) -> list[str]:
+def _headline(report: Estimate) -> list[str]:
     request, each = report.request, report.request.each
     frozen = f", {count(request.model.frozen)} of them frozen" if request.model.frozen else ""
     name = request.called
@@ -104,7 +108,7 @@ def _sharing(world: World) -> list[str]:
     return [f"{world.nodes} nodes: parameters (stage 3) sharded over {params}, state over {state}"]
 
 
-def _memory_table(report: Report) -> list[str]:
+def _memory_table(report: Estimate) -> list[str]:
     head = ["stage", "parameters", "gradients", "state", "model state"]
     rows = [[*head, "buckets", "units", "shard", "activations", "total"]]
     shapeless = not report.request.model.has_units
@@ -121,13 +125,17 @@ def _memory_table(report: Report) -> list[str]:
                 _gb(row.total_bytes),
             ]
         )
-    lines = ["memory of a rank, GB = 1e9 bytes", *_aligned(rows)]
+    forward = report.request.forward
+    title = "memory of a rank, GB = 1e9 bytes"
+    if forward.shape is not None:
+        title += f"; activations of {forward.micro_batch} x {forward.shape.context} tokens"
+    lines = [title, *_aligned(rows)]
     if any("?" in cells for cells in rows):
         lines.append("?: not known without the model's sizes (see --layers), and not in the total")
     return lines + _activations_lines(report)
 
 
-def _activations_lines(report: Report) -> list[str]:
+def _activations_lines(report: Estimate) -> list[str]:
     held = report.activations
     if report.request.activations_disk is None or held is None:
         return []
@@ -139,7 +147,7 @@ def _activations_lines(report: Report) -> list[str]:
     return [told]
 
 
-def _traffic_table(report: Report) -> list[str]:
+def _traffic_table(report: Estimate) -> list[str]:
     world, trainable = report.request.world.ranks, report.request.model.trainable
     several = report.request.world.nodes > 1
     rows = [["stage", "volume", "elements", "sent by a rank", "GB"]]
@@ -154,7 +162,7 @@ def _traffic_table(report: Report) -> list[str]:
     return [what, *_aligned(rows)]
 
 
-def _disk_table(report: Report) -> list[str]:
+def _disk_table(report: Estimate) -> list[str]:
     disk, mates = report.request.state_disk, report.request.world.mates
     if disk is None:
         return []
@@ -189,7 +197,7 @@ def _disk_table(report: Report) -> list[str]:
     return lines
 
 
-def _params_table(report: Report) -> list[str]:
+def _params_table(report: Estimate) -> list[str]:
     disk = report.request.params_disk
     if disk is None:
         return []
@@ -217,7 +225,7 @@ def _or_unknown(value: float | None, worded: Callable[[float], str]) -> str:
     return "-" if value is None else worded(value)
 
 
-def _time_table(report: Report) -> list[str]:
+def _time_table(report: Estimate) -> list[str]:
     request, timing = report.request, report.request.timing
     if timing is None:
         return []
@@ -239,7 +247,7 @@ def _time_table(report: Report) -> list[str]:
     ]
 
 
-def _budget_table(report: Report) -> list[str]:
+def _budget_table(report: Estimate) -> list[str]:
     budget = report.request.budget_bytes
     if budget is None:
         return []
@@ -247,7 +255,7 @@ def _budget_table(report: Report) -> list[str]:
     for row in report.rows:
         largest = "-" if row.largest_elems is None else count(row.largest_elems)
         rows.append([str(row.stage), "yes" if row.total_bytes <= budget else "no", largest])
-    what = f"in {_gb(budget)} GB; largest model: its state beside the buffers and activations above"
+    what = f"in {_gb(budget)} GB; the largest model: with the same buffers and activations"
     return [what, *_aligned(rows)]
 
 
@@ -268,7 +276,7 @@ _LEAST_SHOWN_WORLD = 1024
 _LOG_FROM_RATIO = 20
 
 
-def draw(report: Report, path: str) -> None:
+def draw(report: Estimate, path: str) -> None:
     """Writes the picture; its format is the ending of ``path`` (png, svg, pdf).
 
     Raises:
@@ -284,7 +292,7 @@ def draw(report: Report, path: str) -> None:
     write_figure(figure, (by_stage, over_world), title, path)
 
 
-def _draw_bars(panel: Any, report: Report) -> None:
+def _draw_bars(panel: Any, report: Estimate) -> None:
     labels = [f"stage {row.stage}" for row in report.rows]
     below = [0.0] * len(labels)
     for part, colour in _PARTS.items():
@@ -309,7 +317,7 @@ def _draw_bars(panel: Any, report: Report) -> None:
     panel.set_title(f"world {report.request.world.ranks}", fontsize=10)
 
 
-def _draw_lines(panel: Any, report: Report) -> None:
+def _draw_lines(panel: Any, report: Estimate) -> None:
     last = max(_LEAST_SHOWN_WORLD, report.request.world.ranks)
     worlds = [1 << power for power in range(last.bit_length()) if 1 << power <= last]
     shown: list[float] = []
@@ -330,7 +338,7 @@ def _draw_lines(panel: Any, report: Report) -> None:
     panel.set_title("all of it, over the world", fontsize=10)
 
 
-def _draw_budget(panel: Any, report: Report) -> None:
+def _draw_budget(panel: Any, report: Estimate) -> None:
     budget = report.request.budget_bytes
     if budget is not None:
         label = f"budget {budget / GB:g} GB"
@@ -347,6 +355,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     _add_training(parser)
     estimate_disk.add_arguments(parser)
+    estimate_experts.add_arguments(parser)
     estimate_network.add_arguments(parser)
     add = parser.add_argument
     add(
@@ -375,6 +384,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         meaning = f"ranks that share them, with --nodes: ZeroOptions.{what} (default: {default})"
         add(f"--shard-{what}", choices=("node", "world"), help=meaning)
     add("--wire", choices=WIRES, help="of gradients between nodes, as zero.Wire (default: fp32)")
+    add(
+        "--error-feedback",
+        action="store_true",
+        help="what the codes of --wire lose is kept, as with zero.Wire(error_feedback=True)",
+    )
+    meaning = "of updated parameters, as zero.Wire (default: param, their dtype)"
+    add("--wire-parameters", choices=PARAMETER_WIRES, help=meaning)
     add("--stage", type=int, choices=STAGES, help="default: all")
     add("--preset", choices=PRESETS, help="a preset of zero.Precision; docs/precision.md")
     add("--dtype", choices=DTYPES, help="of the parameters (default: bf16)")
@@ -455,6 +471,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _answer(args: argparse.Namespace) -> str:
     """Works out what was asked, draws it if that was asked too, and words it."""
+    if args.experts is not None:
+        return estimate_experts.answer(args)
     question = estimate_network.read_question(args)
     if question is not None and question.num_bytes is not None and not has_model(args):
         prediction = estimate_network.predict(question, None)

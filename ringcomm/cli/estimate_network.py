@@ -7,9 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ringcomm import _native
 from ringcomm.comm.topology.cost import (
+    CODED,
     COLLECTIVES,
+    FP32_BYTES,
     Cluster,
+    Coding,
     Cost,
     algorithms_of,
     best_cost,
@@ -18,7 +22,8 @@ from ringcomm.comm.topology.cost import (
 from ringcomm.comm.topology.network import LEAF_NODES, NETWORKS, Network, cubic_dims
 from ringcomm.errors import ArgumentError
 from ringcomm.output import new_figure, write_figure
-from ringcomm.zero.estimate import BytesPerElement, ModelElems, World
+from ringcomm.zero.estimate import BytesPerElement, World
+from ringcomm.zero.estimate_model import ModelElems
 
 DEFAULT_RANKS = 8
 PREDICTED = "predicted by docs/scaling.md's model, not measured"
@@ -32,7 +37,7 @@ MACHINE_OPTIONS = (
 )
 NETWORK_OPTIONS = (
     *("gpus_per_node", "nic_gbps", "nics_per_node", "network", "torus", "taper", "leaf_nodes"),
-    *("segment_bytes", "bytes"),
+    *("segment_bytes", "bytes", "coding_gbps"),
     *MACHINE_OPTIONS,
 )
 
@@ -89,6 +94,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--leaf-nodes", type=int, help=f"of a fat tree: at a leaf switch (default: {LEAF_NODES})")
     add("--bytes", type=int, help="of one collective: without a model, this section alone")
     add("--segment-bytes", type=int, help="pipelined in; default: the fastest, by algorithm")
+    add(
+        "--coding-gbps",
+        type=parse_not_negative,
+        metavar="GB/s",
+        help="of FP32 that a rank codes, or decodes and adds, for a --wire in codes (default: as "
+        "fast as its memory reads the numbers and writes the codes)",
+    )
     for name in MACHINE_OPTIONS:
         metavar = "GB/s" if name.endswith("gbps") else "US"
         option = f"--{name.replace('_', '-')}"
@@ -104,11 +116,17 @@ class Question:
         cluster: the machines.
         num_bytes: of one collective; None takes the model's.
         segment_bytes: None takes the fastest.
+        wire: of sums between nodes, as in :class:`ringcomm.comm.options.CommOptions`.
+        coding: of that wire; None for one that codes nothing.
+        param_coding: the same of updated parameters.
     """
 
     cluster: Cluster
     num_bytes: int | None
     segment_bytes: int | None
+    wire: str = "fp32"
+    coding: Coding | None = None
+    param_coding: Coding | None = None
 
 
 def read_question(args: argparse.Namespace) -> Question | None:
@@ -144,19 +162,36 @@ def read_question(args: argparse.Namespace) -> Question | None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ArgumentError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
-    return Question(cluster, args.bytes, args.segment_bytes)
+    wire = args.wire or "fp32"
+    coding, param_coding = (
+        _read_coding(each, args.coding_gbps, cluster) for each in (wire, args.wire_parameters)
+    )
+    if args.coding_gbps is not None and coding is param_coding is None:
+        raise ArgumentError("--coding-gbps: expected a --wire or --wire-parameters in codes")
+    return Question(cluster, args.bytes, args.segment_bytes, wire, coding, param_coding)
+
+
+def _read_coding(wire: str | None, gbps: float | None, cluster: Cluster) -> Coding | None:
+    if wire not in _native.WIRES:
+        return None
+    if gbps is None:
+        share = Coding.of_wire(wire, 1.0).share
+        gbps = cluster.memory_gbps / (1 + share)
+    return Coding.of_wire(wire, gbps)
 
 
 @dataclass(frozen=True)
-class Call:
-    """One collective of some bytes, by every algorithm."""
+class PredictedCall:
+    """One collective of some bytes, by every algorithm, and on the coded wire that was named."""
 
     collective: str
     num_bytes: int
     costs: tuple[Cost, ...]
+    coded: Cost | None = None
 
     @property
     def best(self) -> Cost:
+        """The fastest of those that send the numbers as they are."""
         return min(self.costs, key=lambda cost: cost.time_us)
 
 
@@ -208,7 +243,7 @@ class Prediction:
     """The answer: calls of one size, and the steps of a model."""
 
     question: Question
-    calls: tuple[Call, ...]
+    calls: tuple[PredictedCall, ...]
     stages: tuple[StageTime, ...]
 
 
@@ -230,19 +265,25 @@ def predict(question: Question, step: Step | None) -> Prediction:
     return Prediction(question, calls, stages)
 
 
-def _call(question: Question, collective: str, num_bytes: int) -> Call:
+def _call(question: Question, collective: str, num_bytes: int) -> PredictedCall:
     costs = tuple(
         collective_cost(question.cluster, collective, num_bytes, each, question.segment_bytes)
         for each in algorithms_of(question.cluster.network)
     )
-    return Call(collective, num_bytes, costs)
+    coded = None
+    # An all-gather of its own sends values, which are not coded.
+    if question.coding is not None and collective != "all_gather":
+        coded = _coded(question, collective, num_bytes, question.coding)
+    return PredictedCall(collective, num_bytes, costs, coded)
+
+
+def _coded(question: Question, collective: str, num_bytes: int, coding: Coding) -> Cost:
+    cluster, segment_bytes = question.cluster, question.segment_bytes
+    return collective_cost(cluster, collective, num_bytes, CODED, segment_bytes, coding)
 
 
 def _stage_times(question: Question, step: Step) -> Iterator[StageTime]:
-    # The sums of a node travel in the dtype of the reduced gradient.
-    reduced_s = _over_nodes_s(
-        question, step, "reduce_scatter", step.model.trainable, step.each.reduced
-    )
+    reduced_s = _sums_s(question, step, "reduce_scatter")
     for stage in step.stages:
         gathered_s = _gathered_s(question, step, stage)
         exposed_s = None
@@ -262,16 +303,44 @@ def _gathered_s(question: Question, step: Step, stage: int) -> float:
     if stage == 0:
         return _over_nodes_s(question, step, "all_gather", model.trainable, each.reduced)
     if stage == 3 and world.params == "world":
-        return 2 * _over_nodes_s(question, step, "all_gather", model.total, each.param)
+        frozen_s = _over_nodes_s(question, step, "all_gather", model.frozen, each.param)
+        return 2 * (_params_s(question, step, model.trainable) + frozen_s)
     if world.state == "node":
-        gathered_s = _over_nodes_s(question, step, "all_gather", model.trainable, each.reduced)
+        gathered_s = _sums_s(question, step, "all_gather")
         if stage < 3:
             gathered_s += _within_node_s(question, step, model.trainable)
     else:
-        gathered_s = _over_nodes_s(question, step, "all_gather", model.trainable, each.param)
+        gathered_s = _params_s(question, step, model.trainable)
     if stage == 3:
         gathered_s += 2 * _within_node_s(question, step, model.total)
     return gathered_s
+
+
+def _sums_s(question: Question, step: Step, collective: str) -> float:
+    """The time in which the nodes' sums of all gradients travel, in the form of the wire."""
+    elems, coding = step.model.trainable, question.coding
+    if coding is None:
+        elem_bytes = step.each.grad if question.wire == "param" else FP32_BYTES
+        return _over_nodes_s(question, step, collective, elems, elem_bytes)
+    return _coded_s(question, step, collective, elems, coding)
+
+
+def _params_s(question: Question, step: Step, elems: int) -> float:
+    """The time in which so many parameters are gathered over the nodes, in the form of the wire."""
+    if question.param_coding is None:
+        return _over_nodes_s(question, step, "all_gather", elems, step.each.param)
+    return _coded_s(question, step, "all_gather", elems, question.param_coding)
+
+
+def _coded_s(question: Question, step: Step, collective: str, elems: int, coding: Coding) -> float:
+    """The time of all buckets of so many FP32 numbers in codes, one call after the other."""
+    return (
+        sum(
+            calls * _coded(question, collective, size * FP32_BYTES, coding).time_us
+            for calls, size in _buckets(elems, step.bucket_elems)
+        )
+        / 1e6
+    )
 
 
 def _over_nodes_s(
@@ -359,13 +428,19 @@ def _call_table(prediction: Prediction) -> list[str]:
                 "x".join(map(str, last.shape)) or "-",
             ]
         )
+    if prediction.question.coding is not None:
+        cells = ["-" if call.coded is None else number(call.coded.time_us / 1e3) for call in calls]
+        coded = calls[-1].coded
+        assert coded is not None
+        rows.append([f"{CODED}, {prediction.question.wire}", *cells])
+        rows[-1] += [number(coded.node_sent_bytes / 1e6), str(coded.peers), "-"]
     sizes = ", ".join(f"{call.collective} of {number(call.num_bytes / 1e6)} MB" for call in calls)
     best = ", ".join(f"{call.collective} {call.best.algorithm}" for call in calls)
     return [
         f"one call: {sizes}",
         *_aligned(rows),
         f"bytes out of a node, peers of a rank in other nodes and shape: of {calls[-1].collective}",
-        f"fastest: {best}",
+        f"fastest{' in full' if prediction.question.coding else ''}: {best}",
     ]
 
 
@@ -392,6 +467,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
     return {
         "predicted": True,
         "cluster": {**asdict(cluster), "nics_per_node": cluster.nics},
+        "wire": prediction.question.wire,
         "sizes": network.sizes,
         "most_links": network.diameter,
         "mean_links": network.mean_hops,
@@ -402,6 +478,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
                 "bytes": call.num_bytes,
                 "fastest": call.best.algorithm,
                 "costs": [asdict(cost) for cost in call.costs],
+                "coded": None if call.coded is None else asdict(call.coded),
             }
             for call in prediction.calls
         ],
@@ -476,14 +553,14 @@ def _draw_algorithms(panel: Any, question: Question, nodes: list[int], num_bytes
 
 
 def _draw_networks(panel: Any, cluster: Cluster, nodes: list[int], num_bytes: int) -> None:
-    for label, colour, marker, clusters in _shown_networks(cluster, nodes):
+    for label, colour, marker, clusters in shown_networks(cluster, nodes):
         times = [best_cost(each, "all_reduce", num_bytes).time_us / 1e3 for each in clusters]
         panel.plot(nodes, times, color=colour, marker=marker, markersize=4, label=label)
     panel.set_title("all-reduce, fastest algorithm, ms", fontsize=10)
 
 
 def _draw_exchange(panel: Any, cluster: Cluster, nodes: list[int]) -> None:
-    for label, colour, marker, clusters in _shown_networks(cluster, nodes):
+    for label, colour, marker, clusters in shown_networks(cluster, nodes):
         rates = [
             each.nics * each.nic_gbps / each.network.exchange_contention(each.nodes)
             for each in clusters
@@ -492,9 +569,10 @@ def _draw_exchange(panel: Any, cluster: Cluster, nodes: list[int]) -> None:
     panel.set_title("all-to-all, GB/s of a node", fontsize=10)
 
 
-def _shown_networks(
+def shown_networks(
     cluster: Cluster, nodes: list[int]
 ) -> Iterator[tuple[str, str, str, list[Cluster]]]:
+    """Yields each network of the picture: its name, colour and mark, and it with those nodes."""
     for label, kind, dims, taper, colour, marker in _NETWORKS:
         networks = [
             Network(kind, count, cubic_dims(count, *dims) if dims else (), taper=taper)

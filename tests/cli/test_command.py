@@ -1,6 +1,8 @@
 """The ``ringcomm`` command: its dispatcher, and ``ringcomm doctor``."""
 
 import importlib.metadata
+import os
+import signal
 import subprocess
 import sys
 from types import ModuleType
@@ -37,6 +39,19 @@ def test_help_names_every_subcommand_and_loads_none():
     assert run_program("timeit", "-n1", "-r1", loads, anew=True).stdout.splitlines()[-1] == "False"
 
 
+def test_a_dependency_that_is_not_installed_is_named(capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "ringcomm.cli.doctor")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert cli.main(["doctor"]) == 1
+    said = capsys.readouterr().err
+    missing = "torch, which is not installed here: pip install torch"
+    assert said == f"ringcomm doctor needs {missing}\n"
+    # A mistake of ours is none of the user's.
+    monkeypatch.setattr(cli, "REQUIRED", ())
+    with pytest.raises(ModuleNotFoundError, match="torch"):
+        cli.main(["doctor"])
+
+
 def test_version(capsys, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: f"1.2.3 of {name}")
     with pytest.raises(SystemExit) as ending:
@@ -54,6 +69,25 @@ def test_an_unknown_subcommand_is_refused_with_the_known_ones():
 def test_no_subcommand_prints_help_and_fails(capsys):
     assert cli.main([]) == 2
     assert "COMMAND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lines", [1, 100_000], ids=["held back", "written at once"])
+def test_output_that_nobody_reads_ends_a_command_as_the_signal_does(command, monkeypatch, lines):
+    command.run = lambda args: print("line\n" * lines) or 0
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(["probe"]) == 128 + signal.SIGPIPE
+
+
+def test_another_broken_pipe_is_an_error(command):
+    def run(args):
+        raise BrokenPipeError
+
+    command.run = run
+    with pytest.raises(BrokenPipeError):
+        cli.main(["probe"])
 
 
 def test_options_reach_the_subcommand_and_its_status_comes_back(command):

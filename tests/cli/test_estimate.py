@@ -9,7 +9,7 @@ import pytest
 
 from ringcomm.cli import main
 from ringcomm.cli.estimate import count, number
-from ringcomm.zero.estimate import Transformer
+from ringcomm.zero.estimate_model import Transformer
 from ringcomm.zero.estimate_model_parallel import ModelParallel, stage_activations
 from tests.cli.processes import run
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ringcomm.cli import main
-from ringcomm.comm.topology.cost import Cluster, best_cost, collective_cost
+from ringcomm.comm.topology.cost import Cluster, Coding, best_cost, collective_cost
 from ringcomm.comm.topology.network import Network, torus_network
 
 NODES = ("--nodes", 4, "--nic-gbps", 50)
@@ -105,6 +105,60 @@ def test_stage_3_gathers_where_its_choices_say(estimate, shared, sums, crossings
     assert row["all_gather_s"] == pytest.approx(expected_us / 1e6)
 
 
+@pytest.mark.parametrize(
+    ("stage", "shared", "calls"), [(0, (), 1), (1, (), 1), (3, ("--shard-params", "world"), 2)]
+)
+def test_what_returns_takes_the_time_of_its_wire(estimate, stage, shared, calls):
+    """Parameters in codes from stage 1 on; sums as they are at stage 0."""
+    machine = ("--gpus-per-node", 1, "--coding-gbps", 2)
+    model = ("--params", BUCKET, "--bucket-elems", BUCKET, "--stage", stage)
+    wires = ("--wire", "int4", *(("--wire-parameters", "fp8") if stage else ()))
+    _, out, _ = estimate(*NODES, *machine, *model, *shared, *wires, "--json")
+    (row,) = json.loads(out)["network"]["stages"]
+    cluster = Cluster(Network("switch", 4), 1)
+    coding = Coding.of_wire("fp8", 2.0)
+    each = best_cost(cluster, "all_gather", BUCKET * 4)
+    if stage:
+        each = collective_cost(cluster, "all_gather", BUCKET * 4, "rail-direct", coding=coding)
+    assert row["all_gather_s"] == pytest.approx(calls * each.time_us / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("wire", "shared", "coded", "params"),
+    [("int8", (), 0, 1), ("int4", ("--shard-state", "node"), 1, 0)],
+)
+def test_sums_travel_in_the_form_of_the_wire(estimate, wire, shared, coded, params):
+    machine = ("--gpus-per-node", 1, "--coding-gbps", 2)
+    model = ("--params", BUCKET, "--bucket-elems", BUCKET, "--stage", 2)
+    _, out, _ = estimate(*NODES, *machine, *model, *shared, "--wire", wire, "--json")
+    cluster, coding = Cluster(Network("switch", 4), 1), Coding.of_wire(wire, 2.0)
+    scattered, gathered = (
+        collective_cost(cluster, collective, BUCKET * 4, "rail-direct", coding=coding).time_us
+        for collective in ("reduce_scatter", "all_gather")
+    )
+    updated = best_cost(cluster, "all_gather", BUCKET * 2).time_us
+    told = json.loads(out)["network"]
+    (row,) = told["stages"]
+    assert row["reduce_scatter_s"] == pytest.approx(scattered / 1e6)
+    assert row["all_gather_s"] == pytest.approx((coded * gathered + params * updated) / 1e6)
+    calls = {call["collective"]: call["coded"] for call in told["calls"]}
+    assert calls["all_gather"] is None
+    assert calls["reduce_scatter"]["time_us"] == scattered
+    _, out, _ = estimate(*NODES, *machine, *model, *shared, "--wire", wire)
+    (line,) = (line for line in out.splitlines() if f"rail-direct, {wire}" in line)
+    assert line.split()[2:4] == [f"{scattered / 1e3:.3g}", "-"]
+    code, _, err = estimate(*NODES, *machine, *model)
+    assert (code, err.count("expected a --wire or --wire-parameters")) == (2, 1)
+
+
+def test_rounded_sums_travel_in_16_bits(estimate):
+    model = ("--params", BUCKET, "--bucket-elems", BUCKET, "--stage", 2, "--gpus-per-node", 1)
+    _, out, _ = estimate(*NODES, *model, "--wire", "param", "--json")
+    (row,) = json.loads(out)["network"]["stages"]
+    expected = best_cost(Cluster(Network("switch", 4), 1), "reduce_scatter", BUCKET * 2)
+    assert row["reduce_scatter_s"] == pytest.approx(expected.time_us / 1e6)
+
+
 def test_what_computing_cannot_hide(estimate):
     machine = ("--context", 1024, "--bandwidth-gbps", 50, "--peak-tflops", 400)
     _, out, _ = estimate(*NODES, "--params", "1B", *machine, "--stage", 1, "--json")
@@ -124,6 +178,9 @@ def test_wide_numbers_fit_100_columns(estimate):
     assert code == 0 and max(map(len, out.splitlines())) <= 100
 
 
+CODED = ("--wire", "int4", "--error-feedback")
+
+
 @pytest.mark.parametrize(
     ("shared", "params", "state", "leaves"),
     [
@@ -131,6 +188,18 @@ def test_wide_numbers_fit_100_columns(estimate):
         ((), 2 * 2, 12, (4 + 2) * 16 * 3 // 4),
         (("--shard-params", "world"), 2, 12, (4 + 2 * 2) * 16 * 3 // 4),
         (("--shard-state", "node"), 2 * 2, 2 * 12, (4 + 4) * 16 * 3 // 4),
+        # In codes they take 8 bytes and a scale's 3; of 2 elements a rank codes partial sums, and
+        # with copies of the state of 1 the sum.
+        (CODED, 2 * 2, 12 + 2 * 4, (11 + 2 * 16) * 3 // 4),
+        ((*CODED, "--shard-state", "node"), 2 * 2, 2 * 12 + 3 * 4, 2 * 11 * 3 // 4),
+        # 16 codes of a byte, and a scale of 3; with masters of FP32 parameters, too.
+        (("--wire-parameters", "int8"), 2 * 2, 12, (4 * 16 + 16 + 3) * 3 // 4),
+        (
+            ("--wire-parameters", "fp8", "--dtype", "fp32", "--shard-params", "world"),
+            4,
+            12,
+            (4 * 16 + 2 * 16 + 3) * 3 // 4,
+        ),
     ],
 )
 def test_memory_is_that_of_what_nodes_share(estimate, shared, params, state, leaves):
@@ -148,6 +217,26 @@ def test_memory_is_that_of_what_nodes_share(estimate, shared, params, state, lea
         (
             ("--params", "1M", "--world", 4, "--shard-state", "node"),
             "--shard-state: expected --nodes with it",
+        ),
+        (
+            ("--params", "1M", "--world", 4, "--error-feedback"),
+            "--error-feedback: expected --nodes with it",
+        ),
+        (
+            (*NODES, "--params", "1M", "--error-feedback"),
+            "error_feedback: expected gradients in codes with it",
+        ),
+        (
+            ("--params", "1M", "--world", 4, "--wire-parameters", "int8"),
+            "--wire-parameters: expected --nodes with it",
+        ),
+        (
+            (*NODES, "--params", "1M", "--wire-parameters", "int8", "--master", "none"),
+            'expected master="fp32"',
+        ),
+        (
+            (*NODES, "--params", "1M", "--wire-parameters", "int8", "--state-on", "disk"),
+            "--wire-parameters: expected state and parameters in memory",
         ),
         (
             (*NODES, "--params", "1M", "--shard-state", "node", "--shard-params", "world"),

@@ -12,13 +12,9 @@ import pytest
 import torch
 
 from ringcomm.cli import main
-from ringcomm.cli.estimate_figures import build_on_meta, parse_count
-from ringcomm.zero.estimate import Transformer
-from ringcomm.zero.estimate_model_parallel import (
-    ModelParallel,
-    stage_activations,
-    stage_model,
-)
+from ringcomm.cli.estimate_request import build_on_meta, parse_count
+from ringcomm.zero.estimate_model import Transformer
+from ringcomm.zero.estimate_model_parallel import ModelParallel, stage_activations, stage_model
 
 GPT2 = ("--layers", 12, "--width", 768, "--heads", 12, "--context", 1024, "--vocab", 50257)
 ON_DISK = ("--params", "1M", "--state-on", "disk")

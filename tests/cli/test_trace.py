@@ -13,7 +13,8 @@ import torch
 
 import ringcomm
 from ringcomm.cli import main
-from ringcomm.cli.trace import chrome_text, over_nodes, report
+from ringcomm.cli.trace import chrome_text
+from ringcomm.cli.trace_text import over_nodes, report
 from ringcomm.comm.recorder import trace_file
 from ringcomm.comm.recorder.live import live_recordings
 from ringcomm.comm.recorder.records import NodeLevel, RankRecording, Record, Recording
@@ -91,6 +92,23 @@ def test_the_call_at_which_ranks_part_is_found_and_marked():
     lines = report(recording(same, same), 0)
     assert "as far as the records go, all ranks made the same collective calls" in lines
     assert not [line for line in lines if line.startswith(">")]
+
+
+def at_lines(*lines):
+    return [record(n, site=f"/train.py:{line}") for n, line in enumerate(lines, 1)]
+
+
+def test_a_call_that_was_left_out_is_found_by_its_line():
+    """All calls are alike, so only their lines tell; lines that differ otherwise tell nothing."""
+    found = "left out call 4, which rank 0 made at /train.py:8"
+    lines = report(recording(at_lines(5, 8, 5, 8, 5, 8), at_lines(5, 8, 5, 5, 8)), 0)
+    assert next(line for line in lines if "left out" in line).endswith(found)
+    assert "but from call 4 on, rank 1 makes them" in "\n".join(lines)
+    lines = report(recording(at_lines(5, 8, 5, 5, 8), at_lines(5, 8, 5, 8, 5, 8)), 0)
+    assert "left out call 4, which rank 1 made at /train.py:8" in "\n".join(lines)
+    for others in ((5, 8, 5, 8, 5, 8), (5, 9, 5, 9, 5, 9), (1, 2, 3, 4, 5, 6), (5, 8, 5)):
+        lines = report(recording(at_lines(5, 8, 5, 8, 5, 8), at_lines(*others)), 0)
+        assert "left out" not in "\n".join(lines), others
 
 
 def test_a_call_that_some_ranks_have_not_made_is_marked():

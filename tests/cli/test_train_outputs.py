@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from ringcomm.examples.gpt.config import ModelConfig
 from ringcomm.examples.gpt.model import GPT
@@ -76,7 +77,9 @@ def test_all_outputs_of_a_split_model(tmp_path, text):
     assert record["engine"]["stage"] == 3
     assert record["config"]["accum"] == 2
     assert record["ranks"] == RANKS
+    assert record["software"]["torch"] == torch.__version__
     assert record["outcome"]["tokens_per_s"] > 0
+    assert len(record["outcome"]["steps_s"]) == STEPS and min(record["outcome"]["steps_s"]) > 0
     buffers = 2 * 4 * 12 * 256 * 256  # two buckets in flight, each of a layer's gradients
     assert_memory_is(record, done, 16 * PARAMETERS / RANKS + buffers)
     assert "closed form   51.4 MB of model state, 6.3 MB of buffers for gradients" in done.stdout

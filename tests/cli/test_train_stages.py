@@ -8,7 +8,8 @@ import torch
 from ringcomm import Disk, zero
 from ringcomm.examples.gpt.config import STAGES, ModelConfig
 from ringcomm.examples.gpt.model import GPT
-from ringcomm.zero.estimate import BytesPerElement, ModelElems
+from ringcomm.zero.estimate import BytesPerElement
+from ringcomm.zero.estimate_model import ModelElems
 from ringcomm.zero.estimate_tier import params_in_tier, state_in_tier
 from tests.cli.train_runs import train_all, without_measurements
 from tests.memory.disk_folder import skip_unless_disk

@@ -21,7 +21,7 @@ from ringcomm.errors import ArgumentError, MismatchError
 from ringcomm.examples.gpt.config import DEFAULT_LOSS_SCALE, EngineConfig, TrainConfig
 from ringcomm.examples.gpt.corpus import Corpus, Source, load
 from ringcomm.examples.gpt.model import GPT
-from ringcomm.launch import World
+from ringcomm.launch import RankPlace
 from ringcomm.memory import Disk
 from ringcomm.memory.scratch import ScratchFile
 from ringcomm.optim import AdamW, AdamWOptions, LossScaleOptions, LossScaler
@@ -279,7 +279,7 @@ class Trainer:
     """
 
     def __init__(
-        self, config: TrainConfig, corpus: Corpus, world: World, engine: TrainingEngine
+        self, config: TrainConfig, corpus: Corpus, world: RankPlace, engine: TrainingEngine
     ) -> None:
         self.config = config
         self.engine = engine
@@ -363,7 +363,7 @@ class Trainer:
         return self.config.learning_rate * (FINAL_RATE_SHARE + (1 - FINAL_RATE_SHARE) * cosine)
 
 
-def load_same_on_all_ranks(source: Source, world: World) -> Corpus:
+def load_same_on_all_ranks(source: Source, world: RankPlace) -> Corpus:
     """Read the corpus; MismatchError when the ranks did not read the same bytes."""
     corpus = load(source)
     own = torch.tensor([corpus.checksum, corpus.train.numel()])

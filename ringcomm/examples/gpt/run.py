@@ -33,23 +33,19 @@ from ringcomm.examples.gpt.engines import (
     params_tier_of,
     tier_of,
 )
-from ringcomm.examples.gpt.model import GPT
-from ringcomm.examples.gpt.report import (
+from ringcomm.examples.gpt.footprint import (
     MB,
     ClosedForm,
     DiskMeter,
     MemoryMeter,
-    Outcome,
-    Report,
-    Start,
     gather_disk_use,
-    gather_memory,
     load_first_use,
-    write_files,
 )
-from ringcomm.launch import STORE_PORT_VARIABLE, TIMEOUT, World, launch_store, threads_per_rank
+from ringcomm.examples.gpt.model import GPT
+from ringcomm.examples.gpt.report import Outcome, RunReport, Start, gather_memory, write_files
+from ringcomm.launch import STORE_PORT_VARIABLE, TIMEOUT, RankPlace, launch_store, threads_per_rank
 from ringcomm.output import ProgressBar
-from ringcomm.rendezvous.environment import Placement, read_environment
+from ringcomm.rendezvous.environment import LauncherPlace, read_environment
 from ringcomm.zero.checkpoint import Checkpoints
 
 # Checkpoints of ``ringcomm train``: saved while it runs, and continued from.
@@ -208,6 +204,7 @@ class Run:
             skipped_steps=engine.skipped_steps,
             loss_scale=engine.loss_scale,
             disk=None if progress.disk is None else gather_disk_use(progress.disk.use),
+            steps_s=progress.speed.steps_s,
         )
 
     def _save(self, saving: Saving, progress: _Progress, held_out: float) -> None:
@@ -266,40 +263,47 @@ class _Progress:
 
 
 class Speed:
-    """Tokens a second, without the first step, which sets things up, unless it is the only one."""
+    """Tokens a second, without the first step, which sets things up, unless it is the only one.
+
+    Attributes:
+        steps_s: seconds that each step took this process; a GPU may still be at work then.
+    """
 
     def __init__(self, tokens_per_step: int) -> None:
         self._tokens_per_step = tokens_per_step
-        self._steps = 0
-        self._began = time.perf_counter()
+        self._began = self._step_began = time.perf_counter()
+        self.steps_s: list[float] = []
 
     def step_done(self) -> None:
         """One more step."""
-        self._steps += 1
-        if self._steps == 1:
-            self._first_s = time.perf_counter() - self._began
-            self._began = time.perf_counter()
+        now = time.perf_counter()
+        self.steps_s.append(now - self._step_began)
+        self._step_began = now
+        if len(self.steps_s) == 1:
+            self._began = now
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, no time goes by."""
         stopped = time.perf_counter()
         yield
-        self._began += time.perf_counter() - stopped
+        paused_s = time.perf_counter() - stopped
+        self._began += paused_s
+        self._step_began += paused_s
 
     def tokens_per_s(self) -> float:
         """The speed so far, after one step at least."""
-        if self._steps == 1:
-            return self._tokens_per_step / self._first_s
+        if len(self.steps_s) == 1:
+            return self._tokens_per_step / self.steps_s[0]
         seconds = time.perf_counter() - self._began
-        return self._tokens_per_step * (self._steps - 1) / seconds
+        return self._tokens_per_step * (len(self.steps_s) - 1) / seconds
 
 
 # How a rank of a training run joins the others, whoever started it.
 
 
 @contextmanager
-def joined_ranks(backend: str) -> Iterator[World]:
+def joined_ranks(backend: str) -> Iterator[RankPlace]:
     """Joins torch's default group on ``backend`` for the length of the block.
 
     The ranks may be those of ``launch.py``, torchrun, mpirun or Slurm. Also sets torch's threads,
@@ -329,14 +333,14 @@ def joined_ranks(backend: str) -> Iterator[World]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         _join(backend, placement, placement.store(TIMEOUT.total_seconds()))
     try:
-        yield World(placement.rank, placement.world_size, threads)
+        yield RankPlace(placement.rank, placement.world_size, threads)
         # Rank 0 holds the store: it must not leave while others still talk to it.
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def _join(backend: str, placement: Placement, store: dist.Store) -> None:
+def _join(backend: str, placement: LauncherPlace, store: dist.Store) -> None:
     dist.init_process_group(
         backend,
         store=store,
@@ -360,7 +364,7 @@ def run_rank(settings: Mapping[str, Any]) -> int:
     return 0
 
 
-def _train_and_report(settings: Mapping[str, Any], world: World) -> None:
+def _train_and_report(settings: Mapping[str, Any], world: RankPlace) -> None:
     config = TrainConfig.from_plain(settings["config"])
     engine = EngineConfig(**settings["engine"])
     config.micro_sequences(world.size)
@@ -371,7 +375,7 @@ def _train_and_report(settings: Mapping[str, Any], world: World) -> None:
     before_bytes = replace(meter, trims=True).held_bytes()
     gpt = new_model(config)
     closed_form = _closed_form(gpt, config, engine, world)
-    report = Report(config, engine, world, gpt.parameter_elems, closed_form)
+    report = RunReport(config, engine, world, gpt.parameter_elems, closed_form)
     speaks = world.rank == 0
     if speaks:
         print(report.headline(source), flush=True)
@@ -397,7 +401,7 @@ def _train_and_report(settings: Mapping[str, Any], world: World) -> None:
 
 
 def _closed_form(
-    gpt: GPT, config: TrainConfig, engine: EngineConfig, world: World
+    gpt: GPT, config: TrainConfig, engine: EngineConfig, world: RankPlace
 ) -> ClosedForm | None:
     if engine.name != "zero":
         return None
@@ -407,7 +411,7 @@ def _closed_form(
     return ClosedForm.of(gpt, engine.zero_stage, world.size, dtype, two_passes, *tiers)
 
 
-def _train(run: Run, world: World, path: str | None) -> tuple[Outcome, str]:
+def _train(run: Run, world: RankPlace, path: str | None) -> tuple[Outcome, str]:
     """Trains, and writes the profile of all ranks to ``path``; says what was hidden."""
     if path is None:
         return run.train(), ""
@@ -422,7 +426,7 @@ def _train(run: Run, world: World, path: str | None) -> tuple[Outcome, str]:
     return outcome, f"{share:.0%} of rank 0's communication was hidden behind computation"
 
 
-def write_profile(profile: zero.StepProfile, path: Path, world: World) -> None:
+def write_profile(profile: zero.StepProfile, path: Path, world: RankPlace) -> None:
     """Writes one file with the spans of all ranks, whose clock is one; collective."""
     part = Path(f"{path}.rank{world.rank}")
     profile.write(part, world.rank)
