@@ -1,0 +1,129 @@
+"""The pages of integrations that need no other library: loops, notebooks, and manifests."""
+
+import ast
+import contextlib
+import functools
+import io
+import runpy
+import sys
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from tests.packaging.documents import DOCS, blocks_of
+
+PAGES = DOCS / "integrations"
+
+
+def lines_of(folder, tp):
+    """What a rank's run of the loop prints, in the group that there is."""
+    printed, examples = io.StringIO(), DOCS / "examples"
+    with (
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+        # As an interpreter does that runs a file: what lies beside it can be imported.
+        mock.patch.object(sys, "path", [str(examples), *sys.path]),
+        contextlib.redirect_stdout(printed),
+    ):
+        runpy.run_path(str(examples / "titan_loop.py"))["main"](str(folder), tp)
+    return printed.getvalue().splitlines()
+
+
+def loop(folder, rank, world_size):
+    lines, resumed = lines_of(folder, 2), lines_of(folder, 2)
+    assert resumed == lines[4:]  # the second run began with the checkpoint of the first
+    if rank == 0:
+        losses = [float(line.split()[-1]) for line in lines]
+        assert len(losses) == 8 and losses[-1] < 0.9 * losses[0], losses
+
+
+def test_a_loop_in_the_manner_of_torchtitan(rank_pools, tmp_path):
+    rank_pools(4).run(functools.partial(loop, tmp_path))
+
+
+def shown(cell, names):
+    """What a notebook shows of a cell: what it prints, and the value of its last line."""
+    tree, printed = ast.parse(cell), io.StringIO()
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    with contextlib.redirect_stdout(printed):
+        exec(compile(tree, "cell", "exec"), names)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+            if value is not None:
+                print(value)
+    return printed.getvalue()
+
+
+def test_the_cells_of_the_notebook_show_what_the_page_says():
+    cells = blocks_of(PAGES / "jupyter.md", "python")
+    outputs = {block.line: block for block in blocks_of(PAGES / "jupyter.md", "text")}
+    names, compared = {"__name__": "__main__"}, 0
+    for cell in cells:
+        found = shown(cell.text, names)
+        # An output stands below its cell, with an empty line between.
+        told = outputs.get(cell.line + cell.text.count("\n") + 3)
+        assert found.split() == (told.text.split() if told else []), cell
+        compared += told is not None
+    assert compared == len(outputs) >= 4
+
+
+# What launchers set in the containers of the manifests: of these, torchrun reads PET_*.
+TORCHRUN = {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR"}
+TORCHRUN |= {"PET_MASTER_PORT", "PET_RDZV_BACKEND", "PET_RDZV_ENDPOINT", "PET_RDZV_ID"}
+
+
+def manifests():
+    yaml = pytest.importorskip("yaml")
+    found = []
+    for block in blocks_of(PAGES / "launchers.md", "yaml"):
+        found += list(yaml.safe_load_all(block.text))
+    return found
+
+
+def dicts_in(value):
+    if isinstance(value, dict):
+        yield value
+    inside = value.values() if isinstance(value, dict) else value
+    for each in inside if isinstance(value, dict | list) else ():
+        yield from dicts_in(each)
+
+
+def test_the_manifests_name_what_there_is():
+    found = {each["kind"]: each for each in manifests()}
+    assert set(found) == {"Service", "Job", "TrainJob", "PyTorchJob"}
+    options = (DOCS / "reference" / "environment.md").read_text()
+    for manifest in found.values():
+        assert {"apiVersion", "metadata", "spec"} <= set(manifest)
+        for each in dicts_in(manifest["spec"]):
+            for variable in each.get("env", ()):
+                name = variable["name"]
+                assert name in TORCHRUN or f"`{name}`" in options, name
+    # The pods find the first of them by the service's name, and the command's node rank is theirs.
+    job = found["Job"]["spec"]
+    pod = job["template"]["spec"]
+    assert job["completionMode"] == "Indexed" and job["completions"] == job["parallelism"] == 2
+    assert found["Service"]["spec"]["clusterIP"] == "None"
+    assert pod["subdomain"] == found["Service"]["metadata"]["name"]
+    selector = found["Service"]["spec"]["selector"]
+    assert selector == {"batch.kubernetes.io/job-name": found["Job"]["metadata"]["name"]}
+    (container,) = pod["containers"]
+    values = {each["name"]: each for each in container["env"]}
+    first = f"{found['Job']['metadata']['name']}-0.{pod['subdomain']}"
+    assert values["PET_MASTER_ADDR"]["value"] == first
+    place = values["PET_NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert place == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def test_torchrun_reads_the_variables_of_the_manifests(monkeypatch):
+    from torch.distributed.run import config_from_args, parse_args
+
+    (job,) = (each for each in manifests() if each["kind"] == "Job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    for variable in container["env"]:
+        monkeypatch.setenv(variable["name"], variable.get("value", "1"))
+    assert container["command"][0] == "torchrun"
+    config, _, _ = config_from_args(parse_args(container["command"][1:]))
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 2)
+    assert config.rdzv_endpoint == "train-0.train:29500"
+    assert config.rdzv_configs["rank"] == 1
