@@ -51,7 +51,7 @@ SEQUENCE_PLAN = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class GptShape:
     """A GPT and its batch: blocks and sequences are those of all ranks together."""
 
     width: int = 256
@@ -82,7 +82,7 @@ class Block(nn.Module):
         return out
 
 
-def make_stage(shape: Shape, number: int) -> nn.Sequential:
+def make_stage(shape: GptShape, number: int) -> nn.Sequential:
     """Makes a stage, with the same weights on all ranks."""
     torch.manual_seed(number)
     stage = nn.Sequential()
@@ -98,7 +98,7 @@ def loss_of(out: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(out.flatten(0, 1), target.flatten())
 
 
-class Training:
+class ParallelTraining:
     """One system's training on this rank; a call is a step.
 
     Attributes:
@@ -106,7 +106,7 @@ class Training:
     """
 
     def __init__(
-        self, shape: Shape, mesh: DeviceMesh, build: Callable[[nn.Module, DeviceMesh], Any]
+        self, shape: GptShape, mesh: DeviceMesh, build: Callable[[nn.Module, DeviceMesh], Any]
     ) -> None:
         number = mesh.get_local_rank("pp")
         module = make_stage(shape, number)
@@ -161,7 +161,7 @@ def with_fsdp2(module: nn.Module, mesh: DeviceMesh) -> Any:
     return torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, foreach=True)
 
 
-def entrants(shape: Shape) -> dict[str, Training]:
+def entrants(shape: GptShape) -> dict[str, ParallelTraining]:
     """Begins training on each system; collective."""
     here = ringcomm.Mesh(device="cpu", **AXES)
     names = tuple(AXES)
@@ -172,10 +172,10 @@ def entrants(shape: Shape) -> dict[str, Training]:
         backend_override=dict.fromkeys(names, "gloo"),
     )
     return {
-        HERE: Training(shape, here, with_zero),
-        HERE_SEQUENCES: Training(shape, here, with_sequences),
-        ON_GLOO: Training(shape, gloo, with_fsdp2),
-        ON_BACKEND: Training(shape, here, with_fsdp2),
+        HERE: ParallelTraining(shape, here, with_zero),
+        HERE_SEQUENCES: ParallelTraining(shape, here, with_sequences),
+        ON_GLOO: ParallelTraining(shape, gloo, with_fsdp2),
+        ON_BACKEND: ParallelTraining(shape, here, with_fsdp2),
     }
 
 
@@ -193,7 +193,7 @@ def times_of(trained: Mapping[str, Call], rounds: int) -> dict[str, list[float]]
     return dict(zip(names, rows, strict=True))
 
 
-def unequal(trained: dict[str, Training]) -> dict[str, int]:
+def unequal(trained: dict[str, ParallelTraining]) -> dict[str, int]:
     """Losses by system that are not those of the first one within rounding; collective."""
     first = torch.tensor(trained[HERE].losses)
     apart = [
@@ -206,7 +206,7 @@ def unequal(trained: dict[str, Training]) -> dict[str, int]:
 
 
 def rows_of(
-    shape: Shape,
+    shape: GptShape,
     times: dict[str, list[float]],
     wrong: dict[str, int],
     parameters: int,
@@ -245,11 +245,11 @@ def main(words: Sequence[str]) -> int:
     """Prints the rows on rank 0."""
     parser = argparse.ArgumentParser(prog="python -m ringcomm.bench.model_parallel")
     for name in ("width", "depth", "sequences", "context"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(Shape, name))
+        parser.add_argument(f"--{name}", type=int, default=getattr(GptShape, name))
     parser.add_argument("-r", "--rounds", type=int, default=9)
     parser.add_argument("--csv", type=Path, help="a file of rows and where they come from")
     asked = parser.parse_args(words)
-    shape = Shape(asked.width, asked.depth, asked.sequences, asked.context)
+    shape = GptShape(asked.width, asked.depth, asked.sequences, asked.context)
     torch.set_num_threads(1)
     dist.init_process_group("ringcomm")
     stages = [make_stage(shape, number) for number in range(AXES["pp"])]

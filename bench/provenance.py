@@ -13,7 +13,7 @@ import torch
 
 from .options import OUTPUT_OPTIONS
 
-# Names the commit where the source tree came without its history.
+# Names the commit of a source tree that came without its history, or with another one.
 COMMIT_VARIABLE = "RINGCOMM_COMMIT"
 
 
@@ -58,17 +58,19 @@ def _cpu_model() -> str:
 
 
 def commit() -> str:
-    """The commit of the source tree, or what RINGCOMM_COMMIT says, or "unknown"."""
+    """Returns what RINGCOMM_COMMIT says, else the commit of the source tree, or "unknown"."""
     root = Path(__file__).resolve().parent.parent
-    told = os.environ.get(COMMIT_VARIABLE, "unknown")
-    if not (root / ".git").exists():
+    told = os.environ.get(COMMIT_VARIABLE)
+    if told:
         return told
+    if not (root / ".git").exists():
+        return "unknown"
     try:
         hash_ = _git(root, "rev-parse", "--short=12", "HEAD")
         return hash_ + ("-dirty" if _git(root, "status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
         # No git here, or a tree that belongs to another user, which git refuses to read.
-        return told
+        return "unknown"
 
 
 def _git(directory: Path, *arguments: str) -> str:

@@ -26,6 +26,7 @@ class Row:
     nothing was checked. A row without a time says why in ``note``. ``mode`` is how the ranks
     share processors; ``buffer_sets`` of buffers were used in turn; ``graph_calls`` calls were
     replayed as one graph (0: made one by one). ``nodes`` is how many the ranks were on.
+    ``held_bytes`` is what a training adds to a rank's memory, where that is most.
     """
 
     collective: str
@@ -54,6 +55,7 @@ class Row:
     p95_us: float | None = None
     ratio_p95: float | None = None
     nodes: int = 1
+    held_bytes: int | None = None
 
 
 @dataclass(frozen=True)

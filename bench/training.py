@@ -1,8 +1,9 @@
-"""Training at each ZeRO stage, against DDP and FSDP2 on Gloo and on ringcomm.
+"""Training at each ZeRO stage, against DDP and FSDP2 on Gloo and on ringcomm, and DeepSpeed.
 
 ``python -m ringcomm.bench.training`` runs it on the ranks of one machine, ``torchrun --nnodes N
 --nproc-per-node L -m ringcomm.bench.training`` on those of several. There HSDP takes part, too, and
-the stages that keep parameters or state as FSDP2 and HSDP do.
+the stages that keep parameters or state as FSDP2 and HSDP do. DeepSpeed's ZeRO, on Gloo, takes part
+where it is installed; elsewhere its rows have no time.
 
 All systems train one GPT of the same size on the same text, each on its own copy, in one run and
 interleaved (see :mod:`.timing`). A step is forward, backward, update and zero_grad. After the last
@@ -21,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ import ringcomm
 from ringcomm.errors import ArgumentError
 from ringcomm.examples.gpt.corpus import find_source, load, min_corpus_bytes
 
-from . import provenance
+from . import provenance, training_deepspeed
 from .board import Board
 from .busy import REST_S, lead_session
 from .devices import Gpu
@@ -50,6 +51,7 @@ from .training_systems import (
     HSDP_HERE,
     OPTIMIZERS,
     PLAIN,
+    STAGES,
     TRAINING,
     Batches,
     Shape,
@@ -60,12 +62,18 @@ from .training_systems import (
     twins,
 )
 
-_RIVALS = (DDP, DDP_HERE, FSDP2, FSDP2_HERE, HSDP, HSDP_HERE, PLAIN)
+_RIVALS = (
+    *(DDP, DDP_HERE, FSDP2, FSDP2_HERE, *training_deepspeed.STAGES, HSDP, HSDP_HERE),
+    PLAIN,
+)
 _MB = 1e6
+# A stage's parameters and gradients, and what it gathers and reduces them in.
+_HEAP_COPIES = 4
+_HEAP_SLACK_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Finding:
+class TrainingOutcome:
     """The outcome of one system's training, over all ranks.
 
     Attributes:
@@ -89,7 +97,7 @@ class Finding:
 
 def find_out(
     board: Board, comm: ringcomm.Communicator, trained: Mapping[str, Training]
-) -> dict[str, Finding]:
+) -> dict[str, TrainingOutcome]:
     """Compares each system with its twin; collective, and the same on all ranks."""
     alone = PLAIN in trained
     compared: Mapping[str, str] = {} if alone else twins(comm.world_size, comm.num_nodes)
@@ -107,7 +115,7 @@ def find_out(
     found = {}
     for name in trained:
         wrong, first, last, held = zip(*(here[name] for here in by_rank), strict=True)
-        found[name] = Finding(
+        found[name] = TrainingOutcome(
             sum(wrong) if name in compared else None,
             statistics.mean(first),
             statistics.mean(last),
@@ -120,11 +128,24 @@ def rows_of(
     shape: Shape,
     world: int,
     timings: Mapping[str, Timing],
-    findings: Mapping[str, Finding],
+    findings: Mapping[str, TrainingOutcome],
     nodes: int = 1,
 ) -> list[Row]:
     """A row per system; ratios are over the rival: torch alone, or DDP."""
     rival = timings[PLAIN if PLAIN in timings else DDP]
+    same = Row(
+        collective=TRAINING,
+        size_bytes=shape.dtype.itemsize * shape.parameters,
+        count=shape.parameters,
+        dtype=str(shape.dtype).removeprefix("torch."),
+        op="none",
+        root=-1,
+        ranks=world,
+        system="",
+        placement=str(shape),
+        mode=PROCESSES_ON_ONE_GPU if PLAIN in timings else PROCESSES,
+        nodes=nodes,
+    )
     rows = []
     for name, timing in timings.items():
         low, middle, high = quartiles(ratios(timing, rival))
@@ -134,16 +155,9 @@ def rows_of(
             if other in timings and other != name
         ]
         rows.append(
-            Row(
-                collective=TRAINING,
-                size_bytes=4 * shape.parameters,
-                count=shape.parameters,
-                dtype="float32",
-                op="none",
-                root=-1,
-                ranks=world,
+            replace(
+                same,
                 system=name,
-                placement=str(shape),
                 time_us=round(timing.median_us, 1),
                 best_us=round(timing.best_us, 1),
                 p95_us=round(timing.p95_us, 1),
@@ -154,15 +168,19 @@ def rows_of(
                 rounds=len(timing.times_us),
                 batch=1,
                 note="; ".join([findings[name].text, *others]),
-                mode=PROCESSES_ON_ONE_GPU if PLAIN in timings else PROCESSES,
-                nodes=nodes,
+                held_bytes=findings[name].held_bytes,
             )
         )
+    if FSDP2 in timings and not training_deepspeed.installed_version():
+        note = training_deepspeed.MISSING
+        rows += [replace(same, system=name, note=note) for name in training_deepspeed.STAGES]
     return rows
 
 
 def _line(row: Row) -> str:
-    milliseconds = (row.time_us or 0.0) / 1e3
+    if row.time_us is None:
+        return f"{row.placement}  {row.system:<20} {row.note}"
+    milliseconds = row.time_us / 1e3
     told = {None: "", 0: "equal; "}.get(row.wrong, f"WRONG: {row.wrong} losses or weights; ")
     return f"{row.placement}  {row.system:<20} {milliseconds:9.2f} ms  {told}{row.note}"
 
@@ -195,7 +213,11 @@ def _run_rank(
         "gloo", store=dist.PrefixStore("torch", store), rank=rank, world_size=world
     )
     comm = ringcomm.Communicator.from_store(
-        dist.PrefixStore("ringcomm", store), rank, world, device=asked.device
+        dist.PrefixStore("ringcomm", store),
+        rank,
+        world,
+        device=asked.device,
+        heap_bytes=_device_heap_bytes(shapes) if on_gpu else None,
     )
     # The systems make groups of their own, so nothing else uses torch's first one.
     group = dist.group.WORLD if comm.num_nodes > 1 else None
@@ -224,6 +246,15 @@ def _run_rank(
     return 1 if rank == 0 and any(row.wrong for row in rows) else 0
 
 
+def _device_heap_bytes(shapes: list[Shape]) -> int:
+    """Returns room for the parameters, gradients and buffers of all stages at once.
+
+    A GPU's heap does not grow, and its default is no measure of these models.
+    """
+    most = max(shape.parameters for shape in shapes) * torch.float32.itemsize
+    return len(STAGES) * _HEAP_COPIES * most + _HEAP_SLACK_BYTES
+
+
 def _profile(batches: Batches, stage: int, comm: ringcomm.Communicator, file: Path) -> None:
     """Prints how much of the communication nobody waited for, and writes this rank's spans."""
     profile = profiled_steps(batches, stage, comm)
@@ -239,7 +270,10 @@ def _profile(batches: Batches, stage: int, comm: ringcomm.Communicator, file: Pa
 
 def _write(rows: list[Row], asked: argparse.Namespace, words: list[str]) -> None:
     facts = Gpu(0).facts() if asked.device == "cuda" else {}
-    collected = provenance.collect(words, {"ringcomm": ringcomm.__version__}, facts)
+    versions = {"ringcomm": ringcomm.__version__}
+    if any(row.system in training_deepspeed.STAGES and row.rounds for row in rows):
+        versions["deepspeed"] = training_deepspeed.installed_version() or ""
+    collected = provenance.collect(words, versions, facts)
     collected["command"] = " ".join(["python -m ringcomm.bench.training", *words])
     report = Report(collected, rows)
     print("\n".join(map(_line, rows)))
@@ -278,6 +312,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="of all systems: ringcomm's, and torch's (Lion: in torch's operations; adamw8bit: "
         "torch's AdamW)",
     )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of parameters and gradients; all systems keep FP32 masters of the latter",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("-r", "--rounds", type=int, default=9)
     parser.add_argument(
@@ -293,7 +333,11 @@ def main(arguments: list[str]) -> int:
     asked = parse(arguments)
     if started_by(os.environ) in ("harness", "torchrun"):
         shapes = [
-            Shape(asked.width, asked.depth, asked.heads, asked.sequences, context, asked.optimizer)
+            Shape(
+                *(asked.width, asked.depth, asked.heads, asked.sequences, context),
+                optimizer=asked.optimizer,
+                dtype=getattr(torch, asked.dtype),
+            )
             for context in asked.context or [64]
         ]
         rest_s = REST_S if asked.busy else 0.0

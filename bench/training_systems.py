@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,15 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ringcomm
 from ringcomm.examples.gpt.config import ModelConfig
 from ringcomm.examples.gpt.corpus import Corpus
+from ringcomm.examples.gpt.footprint import MemoryMeter, load_first_use
 from ringcomm.examples.gpt.model import GPT, VOCABULARY
-from ringcomm.examples.gpt.report import MemoryMeter, load_first_use
+
+from . import training_deepspeed
 
 Tensor = torch.Tensor
 DDP, DDP_HERE = "ddp on gloo", "ddp on ringcomm"
@@ -30,6 +33,10 @@ STAGE_3_STATE_NODE, STAGE_3_PARAMS_WORLD = "stage 3 state=node", "stage 3 params
 # Gradients in codes, which have no twin: with them the updated parameters return as they are, or
 # with copies of the state the sums do, in codes.
 STAGE_2_CODED, STAGE_2_CODED_TWICE = "stage 2 wire=int8", "stage 2 wire=int8 state=node"
+# And with the updated parameters in codes, too.
+STAGE_2_CODED_PARAMS, STAGE_3_CODED_PARAMS = (
+    f"stage {stage} wire=int8 parameters=fp8" for stage in (2, 3)
+)
 PLAIN = "torch alone"
 # What no system can do without: the ranks share memory bandwidth and cores, but no gradients.
 ARITHMETIC = "forward and backward"
@@ -40,10 +47,11 @@ LEARNING_RATE = 1e-3
 SEED = 0
 
 # Whose losses and weights a system must have, to the bit: the stages those of stage 0; torch's
-# wrappers those of the same wrapper on Gloo, but only where each sum is of two ranks, since the sum
-# of two numbers has one value whatever their order. HSDP's are over a node and then over nodes.
+# wrappers those of the same wrapper on Gloo, and DeepSpeed's stages those of DDP, but only where
+# each sum is of two ranks, since the sum of two numbers has one value whatever their order. HSDP's
+# are over a node and then over nodes.
 STAGE_TWINS = dict.fromkeys((*STAGES[1:], STAGE_3_STATE_NODE, STAGE_3_PARAMS_WORLD), STAGES[0])
-PAIR_TWINS = {DDP_HERE: DDP, FSDP2_HERE: FSDP2}
+PAIR_TWINS = {DDP_HERE: DDP, FSDP2_HERE: FSDP2, **dict.fromkeys(training_deepspeed.STAGES, DDP)}
 MESH_TWINS = {HSDP_HERE: HSDP}
 
 
@@ -67,6 +75,29 @@ class Lion(torch.optim.Optimizer):
             torch._foreach_add_(params, directions, alpha=-group["lr"])
             torch._foreach_mul_(moments, beta2)
             torch._foreach_add_(moments, grads, alpha=1 - beta2)
+
+
+class Masters:
+    """FP32 copies of a module's 16-bit parameters, which an optimizer of torch steps."""
+
+    def __init__(self, module: nn.Module, make: Callable[[nn.Module], Any]) -> None:
+        self._module = module
+        masters = copy.deepcopy(module).float()
+        self._pairs = list(zip(module.parameters(), masters.parameters(), strict=True))
+        self._optimizer = make(masters)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param, master in self._pairs:
+            assert param.grad is not None
+            master.grad = param.grad.float()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        for param, master in self._pairs:
+            param.copy_(master)
+
+    def zero_grad(self) -> None:
+        self._module.zero_grad()
 
 
 def _muon_groups(module: nn.Module) -> list[dict[str, Any]]:
@@ -104,7 +135,8 @@ class Optimizers:
     Attributes:
         ours: makes ringcomm's for a sharded module.
         torchs: makes torch's for a module.
-        takes_shards: torch's takes the shards of FSDP2, which its fused SGD and Muon do not.
+        takes_shards: torch's takes the shards of FSDP2 and of DeepSpeed: fused SGD does not take
+            FSDP2's, and Muon and Adafactor take neither.
     """
 
     ours: Callable[[nn.Module], Any]
@@ -155,7 +187,10 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT with one weight for both ends, its batch, and the kind of its optimizer."""
+    """A GPT with one weight for both ends, its batch, and the kind of its optimizer.
+
+    In bfloat16 all systems keep FP32 masters and moments.
+    """
 
     width: int
     depth: int
@@ -163,6 +198,7 @@ class Shape:
     sequences: int
     context: int
     optimizer: str = "adamw"
+    dtype: torch.dtype = torch.float32
 
     @property
     def parameters(self) -> int:
@@ -170,7 +206,7 @@ class Shape:
         return 12 * self.depth * self.width**2 + VOCABULARY * self.width
 
     def model(self) -> GPT:
-        """Returns the model, with the same weights on every rank."""
+        """Returns the model in FP32, with the same weights on every rank."""
         torch.manual_seed(SEED)
         return GPT(ModelConfig(self.width, self.depth, self.heads, self.context, tied=True))
 
@@ -230,7 +266,10 @@ class Training:
         # On a GPU matrices are multiplied in bfloat16, as training does it.
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
             loss = self.module(tokens, targets)
-        loss.backward()
+        if isinstance(self._optimizer, training_deepspeed.Engine):
+            self._optimizer.backward(loss)
+        else:
+            loss.backward()
         self.losses.append(loss.detach())
 
     def _update(self) -> None:
@@ -247,6 +286,8 @@ class Training:
         """
         if isinstance(self._optimizer, SHARDED):
             return ringcomm.zero.full_state_dict(self.module)
+        if isinstance(self._optimizer, training_deepspeed.Engine):
+            return self._optimizer.weights()
         found = {}
         for name, param in self.module.named_parameters():
             data = param.detach()
@@ -292,19 +333,28 @@ def _zero(
     comm: ringcomm.Communicator,
     options: ringcomm.zero.ZeroOptions | None = None,
 ) -> Built:
-    module = ringcomm.zero.shard(shape.model().to(comm.device), stage, comm=comm, options=options)
+    model = shape.model().to(comm.device, shape.dtype)
+    module = ringcomm.zero.shard(model, stage, comm=comm, options=options)
     return module, OPTIMIZERS[shape.optimizer].ours(module)
 
 
 def _with_torchs(shape: Shape, module: nn.Module) -> Built:
-    return module, OPTIMIZERS[shape.optimizer].torchs(module)
+    make = OPTIMIZERS[shape.optimizer].torchs
+    return module, make(module) if shape.dtype == torch.float32 else Masters(module, make)
 
 
 def _ddp(shape: Shape, group: dist.ProcessGroup) -> Built:
-    module = DistributedDataParallel(
-        shape.model(), process_group=group, gradient_as_bucket_view=True
-    )
-    return _with_torchs(shape, module)
+    model = shape.model().to(shape.dtype)
+    module = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    made = _with_torchs(shape, model)[1]
+    return module, made
+
+
+def _deepspeed(shape: Shape, stage: int) -> Built:
+    model = shape.model().to(shape.dtype)
+    optimizer = OPTIMIZERS[shape.optimizer].torchs(model)
+    engine = training_deepspeed.Engine(model, optimizer, stage)
+    return engine.module, engine
 
 
 def _mesh(comm: ringcomm.Communicator, backend: str) -> DeviceMesh:
@@ -321,10 +371,12 @@ def _mesh(comm: ringcomm.Communicator, backend: str) -> DeviceMesh:
 
 def _fsdp2(shape: Shape, mesh: DeviceMesh) -> Built:
     model = shape.model()
+    in_16_bits = shape.dtype != torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=shape.dtype if in_16_bits else None)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return _with_torchs(shape, model)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model, OPTIMIZERS[shape.optimizer].torchs(model)
 
 
 def _over_nodes(shape: Shape, comm: ringcomm.Communicator) -> dict[str, Callable[[], Built]]:
@@ -333,9 +385,12 @@ def _over_nodes(shape: Shape, comm: ringcomm.Communicator) -> dict[str, Callable
     params_world = ringcomm.zero.ZeroOptions(params="world")
     coded = ringcomm.zero.ZeroOptions(wire=ringcomm.zero.Wire(gradients="int8"))
     coded_twice = replace(coded, state="node")
+    coded_params = replace(coded, wire=ringcomm.zero.Wire(gradients="int8", parameters="fp8"))
     return {
         STAGE_2_CODED: lambda: _zero(shape, 2, comm, coded),
         STAGE_2_CODED_TWICE: lambda: _zero(shape, 2, comm, coded_twice),
+        STAGE_2_CODED_PARAMS: lambda: _zero(shape, 2, comm, coded_params),
+        STAGE_3_CODED_PARAMS: lambda: _zero(shape, 3, comm, coded_params),
         STAGE_3_STATE_NODE: lambda: _zero(shape, 3, comm, state_node),
         STAGE_3_PARAMS_WORLD: lambda: _zero(shape, 3, comm, params_world),
         HSDP: lambda: _fsdp2(shape, _mesh(comm, "gloo")),
@@ -358,9 +413,9 @@ def entrants(batches: Batches, comm: ringcomm.Communicator, *, alone: bool) -> d
         for stage, name in enumerate(STAGES)
     }
     if alone:
-        builds[PLAIN] = lambda: _with_torchs(shape, shape.model().to(device))
+        builds[PLAIN] = lambda: _with_torchs(shape, shape.model().to(device, shape.dtype))
     else:
-        builds[ARITHMETIC] = lambda: (shape.model(), None)
+        builds[ARITHMETIC] = lambda: (shape.model().to(shape.dtype), None)
         gloo, here = (dist.new_group(backend=backend) for backend in ("gloo", "ringcomm"))
         builds[DDP] = lambda: _ddp(shape, gloo)
         builds[DDP_HERE] = lambda: _ddp(shape, here)
@@ -368,6 +423,10 @@ def entrants(batches: Batches, comm: ringcomm.Communicator, *, alone: bool) -> d
         if takes_shards:
             builds[FSDP2] = lambda: _fsdp2(shape, DeviceMesh.from_group(gloo, "cpu"))
             builds[FSDP2_HERE] = lambda: _fsdp2(shape, DeviceMesh.from_group(here, "cpu"))
+            if training_deepspeed.installed_version():
+                training_deepspeed.begin(batches.rank)
+                for name, stage in training_deepspeed.STAGES.items():
+                    builds[name] = lambda stage=stage: _deepspeed(shape, stage)  # type: ignore[misc]
         if comm.num_nodes > 1 and takes_shards:
             builds |= _over_nodes(shape, comm)
     return {name: Training(build, batches) for name, build in builds.items()}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -13,12 +15,12 @@ import ringcomm
 
 from ..cases import Case
 from ..modes import ONE_LAUNCH
-from . import PeerSetup, Prepared, System, Unavailable
+from . import Buffers, PeerSetup, Prepared, System, Unavailable
 from .gloo import bind_group, destroy_groups, init_default_group
-from .one_launch import OneLaunch
-from .torch_calls import Allocator, TorchInterface, prepare
+from .torch_calls import REDUCE_OPS, Allocator, TorchInterface, allocate_buffers, prepare
 
 _TIMEOUT = timedelta(minutes=5)
+_TIMEOUT_OF_ONE_LAUNCH = timedelta(minutes=1)
 
 
 class _Calls(ABC):
@@ -67,6 +69,46 @@ class ThroughTorch(_Calls):
 
     def close(self) -> None:
         destroy_groups()
+
+
+class OneLaunch:
+    """All ranks in this process on one GPU: one launch carries a collective of all."""
+
+    def __init__(self, place: PeerSetup, version: str) -> None:
+        self._world = ringcomm.local_world(
+            place.world,
+            device=place.device.name,
+            options=ringcomm.CommOptions(timeout=_TIMEOUT_OF_ONE_LAUNCH, kernels=place.kernels),
+            heap_bytes=place.heap_bytes,
+        )
+        self.version = version
+        self._algorithm = place.algorithm
+        allocator = Allocator(place.device.tensors, place.device.name)
+        self._allocate = allocator.in_heap if place.heap_tensors else allocator.plain
+
+    def prepare(self, case: Case) -> Prepared:
+        name = case.collective.name
+        if name not in ("all_reduce", "reduce_scatter", "all_gather"):
+            raise Unavailable(f"no launch carries a {name} of all ranks")
+        if name == "all_reduce" and not case.in_place:
+            raise Unavailable("all_reduce works in place only")
+        cases = [replace(case, rank=rank) for rank in range(case.world)]
+        buffers = tuple(Buffers(own, *allocate_buffers(own, self._allocate)) for own in cases)
+        inputs = [each.input for each in buffers]
+        outputs = [each.output for each in buffers]
+        op, algorithm = REDUCE_OPS[case.op], self._algorithm
+        world = self._world
+        call: Callable[[], object]
+        if name == "all_reduce":
+            call = partial(world.all_reduce, outputs, op=op, algorithm=algorithm)
+        elif name == "reduce_scatter":
+            call = partial(world.reduce_scatter_tensor, outputs, inputs, op=op, algorithm=algorithm)
+        else:
+            call = partial(world.all_gather_into_tensor, outputs, inputs, algorithm=algorithm)
+        return Prepared(buffers, call)
+
+    def close(self) -> None:
+        self._world.close()
 
 
 class _Copying:

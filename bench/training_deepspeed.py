@@ -1,0 +1,97 @@
+"""DeepSpeed's ZeRO as one of the systems of :mod:`.training_systems`, on Gloo and CPUs.
+
+It takes part where it is installed. It neither clips nor computes the norm of gradients, as nobody
+does here, and has torch's fused AdamW; other options are those that made it fastest on two cores.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+Tensor = torch.Tensor
+STAGES = {f"deepspeed zero-{stage}": stage for stage in (1, 2, 3)}
+BUCKET_ELEMS = 4_000_000
+# Five to fourteen combinations of buckets, contiguous gradients, overlap and such were tried.
+OPTIONS: dict[int, dict[str, Any]] = {
+    1: {"overlap_comm": False, "compute_grad_norm": False, "allgather_bucket_size": BUCKET_ELEMS},
+    2: {"overlap_comm": True, "compute_grad_norm": False, "allgather_bucket_size": BUCKET_ELEMS},
+    3: {"overlap_comm": False, "stage3_allgather_sequential": True},
+}
+MISSING = "no deepspeed: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
+# An operation that is compiled at its first use, and is of use in inference alone.
+_INFERENCE_OP = "deepspeed_shm_comm"
+
+
+def installed_version() -> str | None:
+    return version("deepspeed") if importlib.util.find_spec("deepspeed") else None
+
+
+def begin(rank: int) -> None:
+    """Lets DeepSpeed join torch's first group, which is on Gloo, and load what it loads at first.
+
+    Collective.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", str(rank))
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__[_INFERENCE_OP] = False
+    deepspeed.init_distributed(dist_backend="gloo")
+    for stage in STAGES.values():
+        module = nn.Linear(8, 8)
+        engine = Engine(module, torch.optim.AdamW(module.parameters(), fused=True), stage)
+        engine.backward(engine.module(torch.ones(1, 8)).sum())
+        engine.step()
+
+
+class Engine:
+    """DeepSpeed's engine, in the place of an optimizer.
+
+    Attributes:
+        module: the model, as the engine wraps it.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> None:
+        import deepspeed
+
+        in_16_bits = next(model.parameters()).dtype == torch.bfloat16
+        self.module, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=model.parameters(),
+            optimizer=optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_clipping": 0.0,
+                "bf16": {"enabled": in_16_bits},
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+                "zero_optimization": {
+                    "stage": stage,
+                    "reduce_bucket_size": BUCKET_ELEMS,
+                    "contiguous_gradients": False,
+                    **OPTIONS[stage],
+                },
+            },
+        )
+
+    def backward(self, loss: Tensor) -> None:
+        self.module.backward(loss)
+
+    def step(self) -> None:
+        self.module.step()
+
+    def zero_grad(self) -> None:
+        """Nothing is left to do: the engine's step drops the gradients."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """Returns all weights; collective."""
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(self.module.parameters())):
+            return {name: each.detach().clone() for name, each in self.module.named_parameters()}
