@@ -8,18 +8,21 @@ TORCH_SPEC ?= torch==2.13.0
 export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Most of what is installed is never imported, so pip compiles none of it.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 # Most tests wait: for ranks, interpreters and deadlines. Three workers keep two cores busy;
 # tests/conftest.py decides which of them runs a file, and when.
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 BUILD_REQUIRES := $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
+DOCS_REQUIRES := $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
+WHEELS_REQUIRES := $(shell sed -n 's/^wheels = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 NATIVE_SOURCES := $(shell find kernels -name '*.h' -o -name '*.cpp')
 
 # Two at a time: torch is fetched while the native module is compiled.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test check lint native nodes-check tsan model-check fuzz soak cuda-compile ptx-check bench gpu-check
-.PHONY: c10d-conformance clean emulated-driver
+.PHONY: demo test test-all check lint native nodes-check tsan model-check fuzz soak cuda-compile oldest-triton ptx-check bench gpu-check
+.PHONY: c10d-conformance clean emulated-driver integrations matrix pictures site wheels
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.native $(VENV)/.package
@@ -27,6 +30,10 @@ demo: $(VENV)/.native $(VENV)/.package
 
 test: $(VENV)/.native $(VENV)/.tools emulated-driver
 	$(BIN)/python -m pytest $(WORKERS)
+
+# Every case of the tests that make test samples (tests/sampled.py).
+test-all: export RINGCOMM_TEST_CASES := all
+test-all: test
 
 # Compiled while pip installs: that keeps one core busy.
 emulated-driver: $(VENV)/.native
@@ -74,6 +81,17 @@ fuzz: $(VENV)/.native $(VENV)/.tools
 cuda-compile: $(VENV)/.native $(VENV)/.tools
 	RINGCOMM_CUDA_COMPILE=all $(BIN)/python -m pytest -v tests/proof/compile
 
+# The Triton kernels among them by the oldest Triton of pyproject.toml, which takes less than the one of
+# .venv: four minutes on one core.
+OLDEST_TRITON := 3.6.0
+oldest-triton: $(VENV)/.native $(VENV)/.tools build/triton-$(OLDEST_TRITON)
+	PYTHONPATH=$(CURDIR)/build/triton-$(OLDEST_TRITON) RINGCOMM_CUDA_COMPILE=all $(BIN)/python -m pytest -v \
+		tests/proof/compile/test_tl_compile.py tests/proof/compile/test_adamw_compile.py \
+		tests/proof/compile/test_device_compile.py
+
+build/triton-%: | $(VENV)/.made
+	$(INSTALL) --quiet --no-deps --target $@ triton==$*
+
 # Every test of devices on the PTX of the CUDA kernels, executed instruction by instruction, and every
 # mutant of what orders memory there: half an hour on two cores.
 # make test takes jobs of every unit, and a mutant of each kind.
@@ -98,8 +116,38 @@ gpu-check:
 	$(or $(PYTHON),python3) -m tools.gpu_check $(if $(BUDGET),--budget $(BUDGET)) \
 		$(if $(REHEARSE),--rehearse)
 
+# Lightning and DeepSpeed, which make test has no time to fetch, in .venv beside the rest. DeepSpeed compiles
+# what it adds to torch's groups at their first use: here before the tests, whose ranks have no minutes to
+# wait, and in a folder of its own, since a compiler that was stopped leaves a lock that all others wait for.
+integrations: export TORCH_EXTENSIONS_DIR := $(CURDIR)/build/torch-extensions
+integrations: $(VENV)/.native $(VENV)/.tools
+	$(INSTALL) --quiet lightning
+	DS_BUILD_OPS=0 $(INSTALL) --quiet --no-build-isolation deepspeed
+	rm -f $(TORCH_EXTENSIONS_DIR)/*/lock
+	$(BIN)/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+	$(BIN)/python -m pytest -v tests/integrations tests/c10d/test_deepspeed.py tests/bench/test_training.py
+
 c10d-conformance: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/python -m tests.c10d.conformance
+
+# Every interpreter and compiler that is here builds and tries the package, some minutes each; the table
+# goes into docs/versions.md. TORCH=2.11.0,2.12.0 adds other versions of torch, with their CUDA packages.
+matrix:
+	python3 -m tools.matrix --write $(if $(TORCH),--torch $(TORCH))
+
+# The pictures of the documentation, in docs/pictures, from the library and from bench/results.
+pictures: $(VENV)/.native $(VENV)/.tools
+	$(BIN)/python -m tools.pictures
+
+# The documentation as a site, in build/site: build/site/index.html opens from the disk. A warning is an
+# error: a link that leads nowhere, a page that no menu has, a parameter that a docstring makes up.
+site: $(VENV)/.native $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The sdist and the wheels of a release, in dist/, each checked and tried in a bare environment. Needs
+# CPython 3.10, 3.11 and 3.12, of PATH or pyenv. OPTIONS="--arch x86_64 --python 3.12" makes one.
+wheels: $(VENV)/.wheels
+	$(BIN)/python -m tools.wheels $(OPTIONS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info ringcomm/_native.*.so ringcomm/_kernels
@@ -110,7 +158,7 @@ clean:
 # same tools and compile only what changed.
 $(VENV)/.made: tools/make_venv.sh
 	sh tools/make_venv.sh $(VENV)
-	$(PIP) install --quiet $(BUILD_REQUIRES)
+	$(INSTALL) --quiet $(BUILD_REQUIRES)
 	@touch $@
 
 $(VENV)/.torch: $(VENV)/.made tools/install_torch.sh
@@ -124,12 +172,22 @@ $(VENV)/.native: $(VENV)/.made setup.py CMakeLists.txt $(NATIVE_SOURCES)
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.torch pyproject.toml setup.py | $(VENV)/.native
-	$(PIP) install --quiet $(BUILD_REQUIRES)
-	$(PIP) install --quiet --no-build-isolation --editable .
+	$(INSTALL) --quiet $(BUILD_REQUIRES)
+	$(INSTALL) --quiet --no-build-isolation --editable .
 	@$(BIN)/python tools/add_source_path.py
 	@touch $@
 
-# Most of the modules are never imported, so pip compiles none.
+# What all tests import is compiled once, and not by each of their first processes.
 $(VENV)/.tools: $(VENV)/.package
-	$(PIP) install --quiet --no-compile --no-build-isolation --editable ".[bench,dev,test]"
+	$(INSTALL) --quiet --no-build-isolation --editable ".[bench,dev,test]"
+	@$(BIN)/python -c "import ringcomm, torch._dynamo, hypothesis, pytest"
+	@touch $@
+
+$(VENV)/.wheels: $(VENV)/.made pyproject.toml
+	$(INSTALL) --quiet $(WHEELS_REQUIRES)
+	@touch $@
+
+# Only the site needs these.
+$(VENV)/.docs: $(VENV)/.package
+	$(INSTALL) --quiet $(DOCS_REQUIRES)
 	@touch $@

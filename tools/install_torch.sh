@@ -11,6 +11,6 @@ request = urllib.request.Request(sys.argv[1] + "/torch/", method="HEAD")
 urllib.request.urlopen(request, timeout=5).close()'
 
 if ! command -v nvidia-smi >/dev/null && "$python" -c "$reachable" "$cpu_index" 2>/dev/null; then
-  exec "$python" -m pip install --extra-index-url "$cpu_index" "$requirement"
+  exec "$python" -m pip install --no-compile --extra-index-url "$cpu_index" "$requirement"
 fi
-exec "$python" -m pip install "$requirement"
+exec "$python" -m pip install --no-compile "$requirement"

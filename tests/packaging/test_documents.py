@@ -1,5 +1,6 @@
 """The README's examples run, and what the documents link to and quote exists."""
 
+import itertools
 import os
 import pkgutil
 import re
@@ -8,10 +9,9 @@ import sys
 
 import pytest
 
+from tests.packaging.documents import DOCUMENTS, GUIDES, anchors_of, name_of, without_code
 from tests.support import ROOT, fork_server
 
-GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-DOCUMENTS = [*GUIDES, ROOT / "CHANGELOG.md"]
 # The documents name a file from the root or, where the context is clear, from one of the others.
 KERNELS = ROOT / "kernels"
 FOLDERS = [ROOT, KERNELS, KERNELS / "include" / "ringcomm", ROOT / "ringcomm"]
@@ -54,11 +54,58 @@ def test_the_tables_of_scaling_are_what_the_model_and_the_rows_say():
     assert text.count("| predicted |") > 25 and "| exchange | rail-direct |" in text
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def lost_links(text, path):
+    """Returns the links of a document that lead to no file, or to no heading of one."""
+    lost = []
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", without_code(text)):
+        if "://" in link:
+            continue
+        target = path.parent / link
+        if not target.exists():
+            lost.append(link)
+        elif anchor and anchors_of(target.read_text() if link else text).count(anchor) != 1:
+            lost.append(f"{link}#{anchor}")
+    return lost
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_links_lead_somewhere(path):
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text())
-    missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
-    assert missing == []
+    assert lost_links(path.read_text(), path) == []
+
+
+def test_a_link_that_leads_nowhere_is_found():
+    text = (
+        "# A\n\n## B c, d\n\n[a](x.md), [b](#b-c-d), [c](#b), [d](docs/zero.md#no), `[e](y.md)`\n"
+    )
+    assert lost_links(text, ROOT / "z.md") == ["x.md", "#b", "docs/zero.md#no"]
+    everything = "".join(path.read_text() for path in GUIDES)
+    assert len(re.findall(r"\.md#[\w-]+\)", everything)) > 60
+
+
+def unlike_on_the_site(text):
+    """Returns lines that GitHub reads as a list and the site's Markdown does not."""
+    lines = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
+    item = re.compile(r"( *)(?:[*-]|\d+\.) ")
+    found = []
+    for before, line in itertools.pairwise(lines):
+        match = item.match(line)
+        if match is None:
+            continue
+        # A list begins behind an empty line, and an inner one is further in by four columns.
+        begins = before and not item.match(before) and not before.startswith(" ")
+        if begins or len(match[1]) % 4:
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_lists_are_lists_on_the_site_too(path):
+    assert unlike_on_the_site(path.read_text()) == []
+
+
+def test_what_would_be_no_list_is_found():
+    text = "a\n* b\n\n* c\n  d\n* e\n    * f\n  * g\n```\na\n* b\n```\n"
+    assert unlike_on_the_site(text) == ["* b", "  * g"]
 
 
 def test_the_map_of_the_design_names_every_module():
@@ -130,7 +177,7 @@ def missing_names(text):
     return missing
 
 
-@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", GUIDES, ids=name_of)
 def test_the_paths_and_names_that_a_guide_quotes_exist(path):
     assert missing_paths(path.read_text()) == []
     assert missing_names(path.read_text()) == []

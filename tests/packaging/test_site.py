@@ -1,0 +1,207 @@
+"""The site has a page of everything that is public, and builds without a warning."""
+
+import argparse
+import dataclasses
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import ringcomm
+from ringcomm import c10d, fsdp2, functional, moe, optim, parallel, zero
+from ringcomm.zero import checkpoint
+from tests.packaging.code_names import exported_by
+from tests.packaging.documents import DOCS, GUIDES, anchors_of
+from tests.support import ROOT
+from tools import site_pages
+
+REFERENCE = DOCS / "reference"
+MODULES = (ringcomm, c10d, fsdp2, functional, moe, optim, parallel, zero, checkpoint)
+# They import Triton and other libraries, which need not be there.
+UNIMPORTED = (
+    "ringcomm.tl",
+    *(f"ringcomm.integrations.{each}" for each in ("accelerate", "lightning", "transformers")),
+)
+MENU = (ROOT / "mkdocs.yml").read_text()
+# The binding of the last part of the name to a function hides the module of the same name, which a
+# reader of sources finds first.
+HIDDEN = {"ringcomm.zero.uneven.uneven", "ringcomm.moe.dispatch.dispatch"}
+OPTIONS = (
+    *(ringcomm.CommOptions, zero.ZeroOptions, zero.UnitOptions, zero.Precision, zero.Wire),
+    *(optim.AdamWOptions, optim.LossScaleOptions, ringcomm.Disk, moe.RoutingOptions),
+)
+
+
+def told_names():
+    """The names that the reference pages have, once for each time."""
+    text = "\n".join(path.read_text() for path in sorted(REFERENCE.glob("*.md")))
+    names = re.findall(r"^::: ([\w.]+)$|^### `(ringcomm\.\w+)`$", text, re.MULTILINE)
+    found = ["".join(pair) for pair in names]
+    return [name.rpartition(".")[0] if name in HIDDEN else name for name in found]
+
+
+def test_every_public_name_is_on_a_page_of_the_reference():
+    public = {f"{module.__name__}.{name}" for module in MODULES for name in module.__all__}
+    public |= {f"{module}.{name}" for module in UNIMPORTED for name in exported_by(module)}
+    modules = {name for name in public if inspect.ismodule(_resolved(name))}
+    assert modules == {f"ringcomm.{m}" for m in ("functional", "moe", "optim", "parallel", "zero")}
+    told = told_names()
+    assert sorted(told) == sorted(public - modules)
+
+
+def _resolved(name):
+    module, _, attribute = name.rpartition(".")
+    known = {each.__name__: each for each in MODULES}
+    return getattr(known[module], attribute) if module in known else None
+
+
+def test_the_members_that_a_page_lists_exist():
+    text = (REFERENCE / "communicators.md").read_text()
+    listed = re.findall(r"^        - (\w+)$", text, re.MULTILINE)
+    public = {name for name in dir(ringcomm.Communicator) if not name.startswith("_")}
+    assert len(listed) > 40
+    assert set(listed) <= public
+
+
+def rows_of(section):
+    """The cells of the table of a section of the page of options, by their first one."""
+    text = (REFERENCE / "environment.md").read_text()
+    part = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| `")]
+    return {cells[0].strip("`"): cells[1:] for cells in rows}
+
+
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "Mi": 1 << 20, "minutes": 60}
+
+
+def default_of(cell):
+    """The value that a cell names: a number with a unit, or Python."""
+    plain = cell.strip("`| ")
+    number, _, unit = plain.partition(" ")
+    if unit in UNITS:
+        return int(number) * UNITS[unit]
+    return eval(plain, {"Wire": optim.Wire, "Precision": zero.Precision}) if plain else None
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda each: each.__name__)
+def test_the_page_of_options_has_all_with_their_defaults(options):
+    rows = rows_of(f"`{options.__name__}`")
+    fields = dataclasses.fields(options)
+    assert list(rows) == [field.name for field in fields]
+    for field in fields:
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if default is dataclasses.MISSING:
+            assert rows[field.name][0].strip("| ") in ("", "a folder on a disk")
+            continue
+        told = default_of(rows[field.name][0])
+        assert told == (default.total_seconds() if field.name == "timeout" else default)
+
+
+def variables_read():
+    """The names of ringcomm's environment variables that stand as words in sources."""
+    found = set()
+    sources = [ROOT / "setup.py"]
+    for folder in ("ringcomm", "bench", "tools"):
+        sources += (ROOT / folder).rglob("*.py")
+    for source in sources:
+        found |= set(re.findall(r"""["'](RINGCOMM_[A-Z_]+)["']""", source.read_text()))
+    for source in (ROOT / "kernels").rglob("*"):
+        if source.suffix in (".h", ".cpp", ".cu"):
+            found |= set(re.findall(r'getenv\("(\w+)"\)', source.read_text()))
+    return found
+
+
+def test_the_page_of_variables_has_all_that_are_read():
+    # Macros of kernels' units, which no process has in its environment.
+    read = {name for name in variables_read() if not name.startswith("RINGCOMM_UNIT_")}
+    assert len(read) > 10
+    text = (REFERENCE / "environment.md").read_text().split("\n## `CommOptions`")[0]
+    assert set(re.findall(r"`(RINGCOMM_\w+)`", text)) == read
+    guides = "".join(path.read_text() for path in GUIDES)
+    targets = (ROOT / "Makefile").read_text() + (ROOT / "CMakeLists.txt").read_text()
+    told = set(re.findall(r"\bRINGCOMM_[A-Z_]+[A-Z]", guides))
+    elsewhere = set(re.findall(r"\bRINGCOMM_[A-Z_]+[A-Z]", targets))
+    assert told - read - elsewhere <= {"RINGCOMM_NVIDIA_SMI_LIMIT_S"}
+
+
+def test_the_page_of_a_command_has_all_its_options():
+    commands = site_pages.commands()
+    assert len(commands) == 9
+    for command in commands:
+        page = site_pages.command_page(command)
+        for action in command.parser._actions:
+            if not isinstance(action, argparse._HelpAction):
+                for option in action.option_strings:
+                    assert re.search(rf"^\| `(?:.*, )?{option}[ ,`]", page, re.MULTILINE), option
+        assert command.page in MENU
+        assert command.page in site_pages.with_commands(site_pages.COMMANDS_PLACE).replace(
+            "(commands/", f"({site_pages.COMMAND_PAGES}/"
+        )
+
+
+def test_a_help_text_is_no_markup():
+    parser = argparse.ArgumentParser(prog="x", description="a <b>; docs/train.md")
+    parser.add_argument("--one", choices=("p", "q"), default="p", help="a*b|c_d (%(default)s)")
+    page = site_pages.command_page(site_pages.Command("x one", "", parser))
+    assert "A &lt;b&gt;; [train](../../train.md)." in page
+    assert "| `--one {p,q}` | a\\*b\\|c\\_d (p) |" in page
+
+
+def test_links_of_the_tree_become_links_of_the_site():
+    text = "[a](../CONTRIBUTING.md#x), [b](examples/elastic.py), `[c](../y.md)`, [d](zero.md#z)"
+    assert site_pages.with_site_links(text, "trace.md") == (
+        "[a](contributing.md#x), [b](files/docs/examples/elastic.py.md), `[c](../y.md)`, "
+        "[d](zero.md#z)"
+    )
+    text = "[a](docs/zero.md), [b](https://x.y/z), [c](#here)"
+    assert site_pages.with_site_links(text, "changelog.md") == (
+        "[a](zero.md), [b](https://x.y/z), [c](#here)"
+    )
+    assert site_pages.with_site_links("[a](../zero.md)", "reference/zero.md") == "[a](../zero.md)"
+    pages = site_pages.linked_files()
+    assert pages["files/docs/examples/elastic.py.md"] == "docs/examples/elastic.py"
+    assert all((ROOT / path).is_file() for path in pages.values())
+
+
+def test_docstrings_name_pages_by_links():
+    html = "<p>as :class:<code>X</code>, see <code>docs/zero.md</code>::</p>"
+    assert site_pages.with_docstring_links(html, "reference/zero.md") == (
+        '<p>as <code>X</code>, see <a href="../zero.html">zero</a>:</p>'
+    )
+
+
+def test_long_names_in_tables_may_be_broken_between_their_parts():
+    html = "<code>a_b</code><table><td>c_d <code>e_f.g(h, _i)</code></td></table>"
+    assert site_pages.with_breaks(html) == (
+        "<code>a_b</code><table><td>c_d <code>e_<wbr>f.<wbr>g(<wbr>h, _i)</code></td></table>"
+    )
+
+
+def test_every_document_is_in_the_menu():
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert pages - set(re.findall(r"([\w/-]+\.md)\b", MENU)) == set()
+    assert anchors_of("# A `b_c`: d - e\n") == ["a-b_c-d---e"]
+
+
+@pytest.mark.compiles
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="make site installs MkDocs")
+def test_the_site_builds_and_asks_for_nothing_from_the_network(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    pages = {path: path.read_text() for path in tmp_path.rglob("*.html")}
+    assert len(pages) > 50
+    fetched = re.compile(
+        r"<(?:script|img|iframe)[^>]* src=\"?(?:https?:)?//|<link[^>]* href=\"?http|@import"
+    )
+    assert [path for path, html in pages.items() if fetched.search(html)] == []
+    shard = pages[tmp_path / "reference" / "zero.html"]
+    assert 'id="ringcomm.zero.shard"' in shard and 'id="ringcomm.zero.uneven.uneven"' in shard

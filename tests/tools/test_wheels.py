@@ -1,0 +1,140 @@
+"""The tools that make wheels: what they refuse, and what they write, on wheels that are made up."""
+
+import json
+import runpy
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ringcomm import _native
+from tools.wheels import build, check, notices, trial
+from tools.wheels.commands import run
+
+PARTS = [
+    notices.BundledCode("nanobind", "3.1.0", "BSD-3-Clause", "Copyright A", "https://a.example"),
+    notices.BundledCode("robin-map", "1.3.0", "MIT", "Copyright B", "https://b.example"),
+    notices.BundledCode(
+        "libcxx", "22.1.8", notices.LLVM_LICENCE, "Copyright C", "https://c.example"
+    ),
+]
+METADATA = "Metadata-Version: 2.4\nName: ringcomm\nVersion: 1.2.3\nLicense-Expression: Apache-2.0\n"
+
+
+@pytest.fixture
+def info(tmp_path):
+    """A `.dist-info` as the build leaves it, with notices added."""
+    folder = tmp_path / "ringcomm-1.2.3.dist-info"
+    (folder / "licenses").mkdir(parents=True)
+    (folder / "METADATA").write_text(METADATA + "License-File: LICENSE\n\nThe text.\n")
+    notices.add_notices(folder, PARTS)
+    return folder
+
+
+def test_notices_name_every_part(info):
+    head, _, body = (info / "METADATA").read_text().partition("\n\n")
+    assert body == "The text.\n"
+    lines = head.splitlines()
+    licences = "Apache-2.0 AND BSD-3-Clause AND MIT AND Apache-2.0 WITH LLVM-exception"
+    assert f"License-Expression: {licences}" in lines
+    assert [line for line in lines if line.startswith("License-File")] == [
+        "License-File: LICENSE",
+        *(f"License-File: LICENSE.{part.name}" for part in PARTS),
+    ]
+    for part in PARTS:
+        assert (info / "licenses" / f"LICENSE.{part.name}").read_text() == part.text
+    bill = json.loads((info / "sboms" / "ringcomm.cdx.json").read_text())
+    assert bill["metadata"]["component"]["purl"] == "pkg:pypi/ringcomm@1.2.3"
+    named = [(part["name"], part["version"]) for part in bill["components"]]
+    assert named == [(part.name, part.version) for part in PARTS]
+    references = [part["bom-ref"] for part in bill["components"]]
+    assert bill["dependencies"] == [{"ref": "pkg:pypi/ringcomm@1.2.3", "dependsOn": references}]
+
+
+def test_notices_refuse_metadata_of_another_licence(tmp_path):
+    (tmp_path / "METADATA").write_text("Version: 1\nLicense-Expression: MIT\n\n")
+    with pytest.raises(SystemExit, match=r"License-Expression: Apache-2\.0"):
+        notices.add_notices(tmp_path, PARTS)
+
+
+def pack(tmp_path, info, **files):
+    wheel = tmp_path / "ringcomm-1.2.3-cp312-abi3-manylinux_2_28_x86_64.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path in info.rglob("*.*"):
+            archive.write(path, path.relative_to(tmp_path))
+        for name, content in {"ringcomm/_native.abi3.so": b"module", **files}.items():
+            archive.writestr(name, content)
+    return wheel
+
+
+def test_a_wheel_with_its_notices_has_nothing_wrong(tmp_path, info):
+    assert check.check_archive(pack(tmp_path, info), [tmp_path]) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "wrong"),
+    [
+        ({"ringcomm/_native.cpython-312-x86_64-linux-gnu.so": b""}, "2 native modules"),
+        ({"ringcomm/tests/a.py": b""}, "holds ringcomm/tests/a.py"),
+        ({"ringcomm/bench/results/a.json": b""}, "holds ringcomm/bench/results/a.json"),
+        ({"ringcomm/a.cpp": b""}, "holds ringcomm/a.cpp"),
+        ({"ringcomm/a.py": b"x = '/somewhere/built/here'"}, "ringcomm/a.py names /somewhere/built"),
+        ({"ringcomm/a.bin": bytes(check.MOST_BYTES)}, "bytes, more than"),
+    ],
+)
+def test_what_does_not_belong_into_a_wheel_is_named(tmp_path, info, files, wrong):
+    found = check.check_archive(pack(tmp_path, info, **files), [Path("/somewhere/built")])
+    assert len(found) == 1
+    assert wrong in found[0]
+
+
+def test_missing_notices_are_named(tmp_path, info):
+    for path in [*info.glob("licenses/*"), *info.glob("sboms/*")]:
+        path.unlink()
+    found = check.check_archive(pack(tmp_path, info), [])
+    missing = ["no licence of nanobind", "no licence of robin-map", "no licence of libcxx"]
+    assert found == [*missing, "no SBOM"]
+
+
+def test_every_python_gets_its_wheel(tmp_path):
+    tags = ["cp310-cp310", "cp311-cp311", "cp312-abi3"]
+    machines = ["x86_64", "aarch64"]
+    wheels = [
+        tmp_path / f"ringcomm-1-{tag}-manylinux_2_28_{machine}.whl"
+        for tag in tags
+        for machine in machines
+    ]
+    for machine in machines:
+        for version, tag in zip(["3.10", "3.11", "3.12", "3.14"], [*tags, tags[-1]], strict=True):
+            chosen = trial.choose_wheel(wheels, version, machine)
+            assert chosen.name == f"ringcomm-1-{tag}-manylinux_2_28_{machine}.whl"
+    with pytest.raises(SystemExit, match=r"no wheel for CPython 3\.9"):
+        trial.choose_wheel(wheels, "3.9", "x86_64")
+
+
+def test_the_compiler_names_levels_as_zig_does(tmp_path):
+    script = build.write_compiler(tmp_path, "aarch64").read_text()
+    assert "-target aarch64-linux-gnu.2.28" in script
+    # What the script hands on, with echo in the compiler's place.
+    echo = tmp_path / "echo"
+    echo.write_text(script.replace(f'exec "{sys.executable}" -m ziglang', "exec echo"))
+    handed_on = run("sh", echo, "-march=x86-64-v3", "-O3", "a b")
+    assert handed_on.split()[-4:] == ["-march=x86_64_v3", "-O3", "a", "b"]
+    # Zig keeps an object only if it need not list headers.
+    handed_on = run(
+        "sh", echo, "-O3", "-MD", "-MT", "a.o", "-MF", "a.o.d", "-o", "a.o", "-c", "a.cpp"
+    )
+    assert handed_on.split()[-5:] == ["-O3", "-o", "a.o", "-c", "a.cpp"]
+
+
+def test_what_a_bare_wheel_is_tried_with(capsys):
+    """This build, too, uses all that the processor has, with equal bits."""
+    try:
+        runpy.run_path(str(trial.BARE_USE))
+    finally:
+        _native.force_isa("")
+    version_and_sets, checksums = capsys.readouterr().out.splitlines()
+    assert version_and_sets.split()[-1] == _native.isa()
+    # Of sums that are rounded as IEEE 754 says, in rank order: all machines have the same.
+    assert checksums == "59866ea5 474fe62f"

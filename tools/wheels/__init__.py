@@ -1,0 +1,1 @@
+"""Builds, checks and tries what a release has: the sdist and the wheels."""

@@ -1,0 +1,132 @@
+"""What a wheel has of others, and the files that say so: licences (PEP 639), and an SBOM (PEP 770).
+
+The SBOM is CycloneDX 1.6. Zig and nanobind are those of the running interpreter, which the build
+takes, too; versions are read from their sources.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+OWN_LICENCE = "Apache-2.0"
+LLVM_LICENCE = "Apache-2.0 WITH LLVM-exception"
+
+
+@dataclass(frozen=True)
+class BundledCode:
+    """Something of others whose code is in the native module."""
+
+    name: str
+    version: str
+    licence: str  # an SPDX expression
+    text: str
+    home: str
+
+
+def linked_in() -> list[BundledCode]:
+    """All that is compiled or linked into the native module beside ringcomm's own sources."""
+    zig = package_folder("ziglang")
+    nanobind = importlib.metadata.distribution("nanobind")
+    (licence,) = (
+        Path(str(nanobind.locate_file(path)))
+        for path in nanobind.files or []
+        if path.name == "LICENSE"
+    )
+    tsl = package_folder("nanobind") / "ext" / "robin_map" / "include" / "tsl"
+    policy = (tsl / "robin_growth_policy.h").read_text()
+    robin = ".".join(
+        found(rf"TSL_RH_VERSION_{part} (\d+)", policy) for part in ("MAJOR", "MINOR", "PATCH")
+    )
+    llvm = found(r"_LIBCPP_VERSION (\d+)", (zig / "lib/libcxx/include/__config").read_text())
+    llvm = f"{int(llvm[:2])}.{int(llvm[2:4])}.{int(llvm[4:])}"
+    notice = policy.split("*/")[0].removeprefix("/**")
+    return [
+        BundledCode(
+            *("nanobind", nanobind.version, "BSD-3-Clause", licence.read_text()),
+            "https://github.com/wjakob/nanobind",
+        ),
+        BundledCode("robin-map", robin, "MIT", notice, "https://github.com/Tessil/robin-map"),
+        *(
+            BundledCode(
+                *(name, llvm, LLVM_LICENCE, (zig / "lib" / name / "LICENSE.TXT").read_text()),
+                "https://github.com/llvm/llvm-project",
+            )
+            for name in ("libcxx", "libcxxabi", "libunwind")
+        ),
+        BundledCode(
+            "zig-compiler-rt",
+            *(importlib.metadata.version("ziglang"), "MIT", (zig / "LICENSE").read_text()),
+            "https://ziglang.org",
+        ),
+    ]
+
+
+def package_folder(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"wheels: {name} is not installed: make wheels does that")
+    return Path(spec.origin).parent
+
+
+def found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    if match is None:
+        raise SystemExit(f"wheels: no {pattern} in the sources that are linked in")
+    return match[1]
+
+
+def software_bill(version: str, parts: list[BundledCode]) -> dict[str, object]:
+    """The SBOM of one wheel."""
+    own = f"pkg:pypi/ringcomm@{version}"
+    components = [
+        {
+            "type": "library",
+            "bom-ref": f"{part.name}@{part.version}",
+            "name": part.name,
+            "version": part.version,
+            "licenses": [{"expression": part.licence}],
+            "externalReferences": [{"type": "website", "url": part.home}],
+        }
+        for part in parts
+    ]
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {
+            "component": {
+                "type": "library",
+                "bom-ref": own,
+                "name": "ringcomm",
+                "version": version,
+                "purl": own,
+                "licenses": [{"expression": OWN_LICENCE}],
+            }
+        },
+        "components": components,
+        "dependencies": [{"ref": own, "dependsOn": [each["bom-ref"] for each in components]}],
+    }
+
+
+def add_notices(info: Path, parts: list[BundledCode]) -> None:
+    """Writes licences and SBOM into a ``.dist-info``, and names the licences in its metadata."""
+    metadata = info / "METADATA"
+    head, blank, body = metadata.read_text().partition("\n\n")
+    expressions = dict.fromkeys([OWN_LICENCE, *(part.licence for part in parts)])
+    own_line = f"License-Expression: {OWN_LICENCE}"
+    if own_line not in head.splitlines():
+        raise SystemExit(f"wheels: {metadata.name} has no line {own_line}")
+    lines = head.replace(own_line, f"License-Expression: {' AND '.join(expressions)}")
+    for part in parts:
+        name = f"LICENSE.{part.name}"
+        (info / "licenses" / name).write_text(part.text)
+        lines += f"\nLicense-File: {name}"
+    metadata.write_text(lines + blank + body)
+    (info / "sboms").mkdir()
+    bill = software_bill(found(r"(?m)^Version: (.*)$", head), parts)
+    (info / "sboms" / "ringcomm.cdx.json").write_text(json.dumps(bill, indent=1) + "\n")
