@@ -165,7 +165,7 @@ TIMEOUT = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
-class World:
+class RankPlace:
     """This process's place among the ranks."""
 
     rank: int

@@ -22,7 +22,9 @@ _layers = (
     ["comm"],
     ["c10d", "functional", "tl"],
     ["fsdp2", "optim", "parallel"],
-    ["moe", "zero"],
+    ["zero"],
+    ["moe"],
+    ["integrations"],
     ["launch"],
     ["examples"],
 )

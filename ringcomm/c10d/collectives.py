@@ -32,7 +32,7 @@ from ringcomm.c10d.calls import (
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError
 
-__all__ = ["CoalescedCollectives", "Collectives", "sparse_all_reduce"]
+__all__ = ["CoalescedCollectives", "GroupCollectives", "sparse_all_reduce"]
 
 # All-reduce of sparse COO tensors, as Gloo has it: sums whose ranks differ in non-zeros.
 
@@ -124,7 +124,7 @@ def _gathered(communicator: Communicator, rows: Tensor, counts: list[int]) -> li
 # are queued there, ordered on the caller's current stream; with ``asyncOp`` they run beside it.
 
 
-class Collectives(Calls):
+class GroupCollectives(Calls):
     """Mixin of the process group: everything that all members of the group call together."""
 
     _rank: int
@@ -360,7 +360,7 @@ class Collectives(Calls):
 # The collectives over several tensors at once.
 
 
-class CoalescedCollectives(Collectives):
+class CoalescedCollectives(GroupCollectives):
     """Mixin of the process group: one call, many tensors."""
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:

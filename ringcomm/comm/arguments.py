@@ -18,9 +18,9 @@ __all__ = [
     "DTYPE_NAMES",
     "SUM",
     "CallChecks",
+    "NativeOp",
     "PremulSum",
     "ReduceOp",
-    "Reduction",
     "is_plain",
     "overlap",
     "premul_sum",
@@ -79,7 +79,7 @@ def _factor_of(factor: object) -> float:
     )
 
 
-class Reduction:
+class NativeOp:
     """An op in native form: its code, and the factor of PREMUL_SUM (else 1)."""
 
     __slots__ = ("code", "factor", "name")
@@ -91,11 +91,11 @@ class Reduction:
 
 
 _NAMES: dict[object, str] = {torch_op: name for name, torch_op in _TORCH_OPS.items()}
-_PLAIN = {name: Reduction(name) for name in OP_CODES if name != PREMUL_SUM}
+_PLAIN = {name: NativeOp(name) for name in OP_CODES if name != PREMUL_SUM}
 _PLAIN_BY_ID = {id(_TORCH_OPS[name]): plain for name, plain in _PLAIN.items()}
 
 
-def reduction_of(op: object) -> Reduction:
+def reduction_of(op: object) -> NativeOp:
     """Returns the native form of a ``ReduceOp``, ``RedOpType`` or :func:`premul_sum`.
 
     Raises:
@@ -105,7 +105,7 @@ def reduction_of(op: object) -> Reduction:
     if quick is not None:
         return quick
     if isinstance(op, PremulSum):
-        return Reduction(PREMUL_SUM, op.factor)
+        return NativeOp(PREMUL_SUM, op.factor)
     if not isinstance(op, (ReduceOp, ReduceOp.RedOpType)):
         raise ArgumentError(f"op: expected a torch.distributed.ReduceOp, got {op!r}")
     kind, factor = _parts_of(op)
@@ -119,7 +119,7 @@ def reduction_of(op: object) -> Reduction:
             "op: PREMUL_SUM needs a factor; pass ringcomm.premul_sum(factor) instead of "
             "ReduceOp.PREMUL_SUM"
         )
-    return Reduction(PREMUL_SUM, _factor_of(factor))
+    return NativeOp(PREMUL_SUM, _factor_of(factor))
 
 
 def _parts_of(op: object) -> tuple[object, object]:
@@ -320,7 +320,7 @@ class CallChecks:
             self.fail(f"algorithm: expected one of {', '.join(known)}, got {algorithm!r}")
         return code
 
-    def reduction(self, op: Any, name: str, tensor: Tensor) -> Reduction:
+    def reduction(self, op: Any, name: str, tensor: Tensor) -> NativeOp:
         """Checks the op, and that it makes sense for the tensor's dtype."""
         try:
             reduction = reduction_of(op)

@@ -109,8 +109,11 @@ class Collectives(CallEngine):
         """Combines ``tensor`` of all ranks into that of rank ``dst``; others keep theirs.
 
         Args:
-            tensor, op, async_op, wire: as for :meth:`all_reduce`.
+            tensor: as for :meth:`all_reduce`.
             dst: the rank.
+            op: as for :meth:`all_reduce`.
+            async_op: as for :meth:`all_reduce`.
+            wire: as for :meth:`all_reduce`.
 
         Raises:
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.

@@ -14,19 +14,22 @@ import torch
 from torch.distributed import Store as TorchStore
 
 from ringcomm import _native
-from ringcomm.comm.arguments import ALGORITHMS, SUM, CallChecks
-from ringcomm.comm.collectives import Collectives
+from ringcomm.comm.arguments import ALGORITHMS, DTYPE_CODES, CallChecks
+from ringcomm.comm.coalesced import CoalescedCalls
 from ringcomm.comm.device.meeting import meet_on_device
 from ringcomm.comm.device.messages import DeviceMessages
 from ringcomm.comm.engine import Call, Use, itself, refusal
 from ringcomm.comm.meeting import Membership, OneNode, SeveralNodes, meet
 from ringcomm.comm.messages import Messages
+from ringcomm.comm.nodes import wires
 from ringcomm.comm.nodes.building import Built, build
 from ringcomm.comm.nodes.calls import CallsOverNodes
 from ringcomm.comm.nodes.device_calls import DeviceNodesCalls
 from ringcomm.comm.nodes.device_core import DeviceNodesCore
 from ringcomm.comm.nodes.places import Places
+from ringcomm.comm.nodes.steps import InCodes, StepsCore
 from ringcomm.comm.nodes.trace import NodeTrace
+from ringcomm.comm.nodes.wires import Residual
 from ringcomm.comm.options import CommOptions
 from ringcomm.comm.recorder.records import Recording, renumbered
 from ringcomm.comm.topology.plan import TopologyPlan
@@ -49,7 +52,7 @@ Tensor = torch.Tensor
 Device = torch.device | str | int | None
 
 
-class Communicator(Collectives, Messages):
+class Communicator(CoalescedCalls, Messages):
     """A connection of ``world_size`` ranks, of which this process or thread is one.
 
     Ranks in all methods are ranks of this communicator. All ranks must call the same collectives
@@ -208,6 +211,18 @@ class Communicator(Collectives, Messages):
         """
         return itself
 
+    def residual_of_bucket(self, elems: int, state: str) -> Residual | None:
+        """Makes what keeps the losses of a bucket's codes; see NOTE [Error feedback].
+
+        Args:
+            elems: of the bucket.
+            state: as of :meth:`calls_of_steps`.
+
+        Returns:
+            None where nothing is coded: on one node, or where the bucket is small.
+        """
+        return None
+
     def all_gather_bucket(self, own: Tensor, bucket: Tensor, tag: int) -> None:
         """Gathers a bucket of which each rank owns chunk :attr:`shard_index`, over several nodes.
 
@@ -226,6 +241,28 @@ class Communicator(Collectives, Messages):
             async_op: return a Work at once instead of waiting.
         """
         return None
+
+    def all_gather_in_codes(
+        self,
+        wide: Tensor,
+        parts: Sequence[Tensor],
+        wire: str,
+        *,
+        tag: int = 0,
+        on_rail: bool = False,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Gathers numbers that cross between nodes in codes; all ranks have what these decode to.
+
+        Args:
+            wide: float32, this rank's numbers.
+            parts: by rank, contiguous, of one floating-point dtype; all are written.
+            wire: "int8", "fp8" or "int4".
+            tag: as of :meth:`all_gather_bucket`.
+            on_rail: the ranks of this one's rail alone gather, and ``parts`` are by node.
+            async_op: return a Work at once instead of waiting.
+        """
+        raise AssertionError("on one node nothing is coded")
 
     def new_group(
         self,
@@ -319,114 +356,6 @@ class Communicator(Collectives, Messages):
         ]
         return self._group(checks, members, f"split.{color}", None)
 
-    # ---- several collectives of one kind as one call: one Work, and no other call in between ----
-    # All arguments are checked before the first of them moves anything.
-
-    def all_reduce_coalesced(
-        self, tensors: Sequence[Tensor], op: Any = SUM, async_op: bool = False
-    ) -> Work | None:
-        """Calls :meth:`all_reduce` for each tensor, in place; shapes and dtypes may differ.
-
-        Raises:
-            ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
-            RingcommError: a fault; see ``ringcomm.errors``.
-        """
-        checked = self.checks("all_reduce_coalesced").tensors("tensors", tensors, len(tensors))
-        return self._joined(
-            "all_reduce_coalesced",
-            [self._all_reduce_call(tensor, op, "auto") for tensor in checked],
-            async_op,
-        )
-
-    def all_gather_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool = False
-    ) -> Work | None:
-        """Calls :meth:`all_gather_into_tensor` for each pair.
-
-        Raises:
-            ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
-            RingcommError: a fault; see ``ringcomm.errors``.
-        """
-        checks = self.checks("all_gather_coalesced")
-        calls = [
-            self._all_gather_call(output, input, "auto")
-            for output, input in self._pairs(checks, outputs, inputs)
-        ]
-        return self._joined("all_gather_coalesced", calls, async_op)
-
-    def all_gather_lists_coalesced(
-        self,
-        output_lists: Sequence[list[Tensor]],
-        inputs: Sequence[Tensor],
-        async_op: bool = False,
-    ) -> Work | None:
-        """Calls :meth:`all_gather` for each input.
-
-        Args:
-            output_lists: for each rank, the tensors that receive its ``inputs``.
-            inputs: any shapes and dtypes, in the same order on all ranks.
-            async_op: return a Work at once instead of waiting.
-
-        Raises:
-            ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
-            RingcommError: a fault; see ``ringcomm.errors``.
-        """
-        checks = self.checks("all_gather_coalesced")
-        checked = checks.tensors("inputs", inputs, len(inputs))
-        if len(output_lists) != self._world_size:
-            checks.fail(f"output_lists: expected {self._world_size}, got {len(output_lists)}")
-        by_rank = [
-            checks.tensors(f"output_lists[{rank}]", outputs, len(checked), write=True)
-            for rank, outputs in enumerate(output_lists)
-        ]
-        calls = [
-            self._all_gather_list_call([outputs[index] for outputs in by_rank], tensor)
-            for index, tensor in enumerate(checked)
-        ]
-        return self._joined("all_gather_coalesced", calls, async_op)
-
-    def reduce_scatter_coalesced(
-        self,
-        outputs: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        op: Any = SUM,
-        async_op: bool = False,
-    ) -> Work | None:
-        """Calls :meth:`reduce_scatter_tensor` for each pair.
-
-        Raises:
-            ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
-            RingcommError: a fault; see ``ringcomm.errors``.
-        """
-        checks = self.checks("reduce_scatter_coalesced")
-        calls = [
-            self._reduce_scatter_call(output, input, op, "auto")
-            for output, input in self._pairs(checks, outputs, inputs)
-        ]
-        return self._joined("reduce_scatter_coalesced", calls, async_op)
-
-    def _pairs(
-        self, checks: CallChecks, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> list[tuple[Tensor, Tensor]]:
-        checked = checks.tensors("inputs", inputs, len(inputs))
-        return list(
-            zip(checks.tensors("outputs", outputs, len(checked), write=True), checked, strict=True)
-        )
-
-    def _joined(self, name: str, calls: list[Call], async_op: bool) -> Work | None:
-        runs: list[Callable[[_native.Comm], int]] = [call.run for call in calls]
-
-        def run(native: _native.Comm) -> int:
-            for each in runs:
-                status = each(native)
-                if status:
-                    return status
-            return 0
-
-        return self.start_call(
-            Call(name, run, [tensor for call in calls for tensor in call.outputs]), async_op
-        )
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         """Copies of what has a communicator, such as a module, share it."""
         return self
@@ -515,6 +444,12 @@ class NodesCommunicator(Communicator):
     def calls_of_steps(self, state: str, wire: str | None = None) -> Use:
         return methodcaller("steps", state == "node", wire)
 
+    def residual_of_bucket(self, elems: int, state: str) -> Residual | None:
+        # A bucket is coded by the size of its gradients, which have 32 bits at most.
+        if elems * 4 <= wires.CODED_ABOVE_BYTES or not isinstance(self._core, StepsCore):
+            return None
+        return self._core.residual_of(elems, state == "node")
+
     def all_gather_bucket(self, own: Tensor, bucket: Tensor, tag: int) -> None:
         arguments = (own.data_ptr(), bucket.data_ptr(), bucket.numel(), bucket.element_size(), tag)
 
@@ -533,6 +468,26 @@ class NodesCommunicator(Communicator):
             return status
 
         return self.start_call(Call("all_gather_on_rail", run, list(parts)), async_op)
+
+    def all_gather_in_codes(
+        self,
+        wide: Tensor,
+        parts: Sequence[Tensor],
+        wire: str,
+        *,
+        tag: int = 0,
+        on_rail: bool = False,
+        async_op: bool = False,
+    ) -> Work | None:
+        ptrs, elems = [part.data_ptr() for part in parts], [part.numel() for part in parts]
+        dtype = DTYPE_CODES[parts[0].dtype]
+        call = InCodes(wide.data_ptr(), ptrs, elems, dtype, on_rail, tag)
+
+        def run(core: Any) -> int:
+            status: int = core.gather_in_codes(call, wire)
+            return status
+
+        return self.start_call(Call("all_gather_in_codes", run, [wide, *parts]), async_op)
 
     def recording(self) -> Recording:
         """Returns what this node's ranks did last, under their ranks here.

@@ -29,7 +29,7 @@ import torch
 from ringcomm.errors import CorruptedError, RingcommError, UnsupportedError
 from ringcomm.json_reader import shown
 
-__all__ = ["MAGIC", "Refused", "leaf_of", "leaf_tags", "pack", "unpack", "value_of"]
+__all__ = ["MAGIC", "NotPlain", "leaf_of", "leaf_tags", "pack", "unpack", "value_of"]
 
 # The leaves that belong to torch and NumPy::
 #
@@ -58,7 +58,7 @@ _MOST_DIMS = 64
 Keep = Callable[[bytes | bytearray], list[int]]
 
 
-class Refused(Exception):
+class NotPlain(Exception):
     """The error for a value that is not plain.
 
     ``path`` grows on the way out of the containers, innermost first.
@@ -73,7 +73,7 @@ def leaf_of(value: Any, keep: Keep) -> list[Any] | None:
     """Returns the list that stands for a value of torch or NumPy; None for any other value.
 
     Raises:
-        Refused: ``value`` is one of these but cannot be sent; says what to send instead.
+        NotPlain: ``value`` is one of these but cannot be sent; says what to send instead.
     """
     kind = type(value)
     if kind is torch.Size:
@@ -92,9 +92,11 @@ def leaf_of(value: Any, keep: Keep) -> list[Any] | None:
     if kind.__module__ != "numpy" or (
         isinstance(value, numpy.ndarray) and kind.__name__ != "ndarray"
     ):
-        raise Refused(f"{kind.__qualname__} would arrive as NumPy's own: send numpy.asarray(value)")
+        raise NotPlain(
+            f"{kind.__qualname__} would arrive as NumPy's own: send numpy.asarray(value)"
+        )
     if name not in _NUMPY_KINDS or not value.dtype.isnative:
-        raise Refused(
+        raise NotPlain(
             f"NumPy's {shown(value.dtype.str)} cannot travel: convert it with astype() to a "
             "bool, integer, float or complex dtype of this machine's byte order"
         )
@@ -108,9 +110,9 @@ def _tensor_leaf(value: torch.Tensor, keep: Keep) -> list[Any]:
     try:
         why_not = _why_not(value)
         if why_not:
-            raise Refused(f"expected a dense tensor on the CPU, got one that {why_not}")
+            raise NotPlain(f"expected a dense tensor on the CPU, got one that {why_not}")
         if tag is None:
-            raise Refused(
+            raise NotPlain(
                 f"{type(value).__qualname__} would arrive as torch.Tensor: send "
                 "value.as_subclass(torch.Tensor), or of a DTensor value.to_local()"
             )
@@ -124,7 +126,9 @@ def _tensor_leaf(value: torch.Tensor, keep: Keep) -> list[Any]:
         raise
     except RuntimeError as error:  # tensors of transforms, and dtypes without bytes
         told = str(error).partition("\n")[0]
-        raise Refused(f"torch cannot read the bytes of this {value.dtype} tensor: {told}") from None
+        raise NotPlain(
+            f"torch cannot read the bytes of this {value.dtype} tensor: {told}"
+        ) from None
     return [tag, str(value.dtype), list(value.shape), *keep(raw)]
 
 
@@ -283,7 +287,7 @@ class _Packer:
             return ["b" if kind is bytes else "a", *self._keep(value)]
         if kind in _LISTS or kind in _DICTS:
             if depth > DEEPEST:
-                raise Refused(f"nested deeper than {DEEPEST} (or holds itself)")
+                raise NotPlain(f"nested deeper than {DEEPEST} (or holds itself)")
             return self._list(value, depth) if kind in _LISTS else self._dict(value, depth)
         leaf = leaf_of(value, self._keep)
         return _refuse(value) if leaf is None else leaf
@@ -302,7 +306,7 @@ class _Packer:
                     parts.append(each)
                 else:
                     parts.append(self.node(each, depth + 1))
-        except Refused as refused:
+        except NotPlain as refused:
             refused.path.append(f"[{len(parts) - 1}]")
             raise
         return parts
@@ -319,7 +323,7 @@ class _Packer:
                 first = key if type(key) is str else self.node(key, depth + 1)
                 at = ""
                 parts.append([first, self.node(each, depth + 1)])
-        except Refused as refused:
+        except NotPlain as refused:
             name = shown(key) if type(key) in (str, int) else f"a {type(key).__name__}"
             refused.path.append(at or f"[{name}]")
             raise
@@ -330,7 +334,7 @@ def _factory_name(factory: Any) -> str | None:
     if factory is None:
         return None
     if factory not in _FACTORIES.values():
-        raise Refused(
+        raise NotPlain(
             f"a defaultdict's factory is code; expected None or one of {', '.join(_FACTORIES)}, "
             "got another: send dict(value)"
         )
@@ -342,14 +346,14 @@ def _refuse(value: Any) -> NoReturn:
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"[:_LONGEST_REASON]
     if isinstance(value, enum.Enum):
-        raise Refused(f"the enum {name} would lose its type: send value.value")
+        raise NotPlain(f"the enum {name} would lose its type: send value.value")
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        raise Refused(f"{name} would lose its names: send tuple(value), or value._asdict()")
+        raise NotPlain(f"{name} would lose its names: send tuple(value), or value._asdict()")
     for builtin in reversed(_BUILTINS):
         if isinstance(value, builtin):
             base = builtin.__name__
-            raise Refused(f"{name} would arrive as {base}: send {base}(value) if that will do")
-    raise Refused(
+            raise NotPlain(f"{name} would arrive as {base}: send {base}(value) if that will do")
+    raise NotPlain(
         "objects travel as plain data: None, bool, int, float, complex, str, bytes, lists, tuples, "
         "sets and dicts, tensors, parameters, and arrays of NumPy; got "
         f"{name}. Convert it, or build the communicator with "
@@ -368,7 +372,7 @@ def pack(value: Any, operation: str) -> bytearray:
     try:
         text = json.dumps(packer.node(value, 0), allow_nan=False, check_circular=False).encode()
         return bytearray(MAGIC + len(text).to_bytes(_LENGTH_BYTES, "little") + text) + packer.blob
-    except Refused as refused:
+    except NotPlain as refused:
         path = "".join(reversed(refused.path))
         if len(path) > _LONGEST_PATH:
             path = f"{path[: _LONGEST_PATH // 2]}...{path[-_LONGEST_PATH // 2 :]}"

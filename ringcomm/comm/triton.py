@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.arguments import DTYPE_NAMES, CallChecks, Reduction
+from ringcomm.comm.arguments import DTYPE_NAMES, CallChecks, NativeOp
 from ringcomm.comm.meeting import Membership
 from ringcomm.cuda.runtime import DeviceRuntime
 from ringcomm.errors import UnsupportedError
@@ -66,7 +66,7 @@ def check_kernels(
     kernels: str,
     algorithm: str,
     dtype: torch.dtype,
-    reduction: Reduction | None,
+    reduction: NativeOp | None,
 ) -> None:
     """Checks a call that asks for certain kernels.
 

@@ -1,9 +1,9 @@
 """The compilations that make up the CUDA kernels, for every compiler that makes them.
 
 A *unit* is one compilation of ``kernels/cuda/kernels.cu``: one moves bytes of any type, one per
-element type reduces, and one per type of gradients does the optimizer's step. CMake asks this
-module for the list (``python -m ringcomm.cuda.units``), so it imports nothing that a build
-lacks.
+element type reduces, one per type of gradients does the optimizer's step, and one per wire has its
+codes. CMake asks this module for the list (``python -m ringcomm.cuda.units``), so it imports
+nothing that a build lacks.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ INCLUDE_FOLDERS = ("", "kernels/include")
 
 # No contraction into fused multiply-adds: host and device must give the same bits.
 OPTIONS = ("-std=c++20", "--fmad=false")
+# NVRTC up to CUDA 13.0 takes a generic lambda in a kernel for the host's, and refuses it.
+NVRTC_OPTIONS = (*OPTIONS, "-default-device")
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _ARITHMETIC = ("sum", "product", "min", "max")
 _BITWISE = ("band", "bor", "bxor")
-_PARAMETERS = ("float32", "bfloat16", "float16")
+_FLOATS = ("float32", "bfloat16", "float16")
 _REDUCTIONS = ("reduce_scatter", "all_reduce", "packet")
 
 
 @dataclass(frozen=True)
-class Unit:
+class KernelUnit:
     """One compilation.
 
     Attributes:
         name: ``move``; or ``reduce_``, ``adamw_`` or ``multicast_`` and torch's name of the
-            (gradient's) dtype.
+            (gradient's) dtype; or ``wires_`` and a wire.
         macros: what the source is compiled with, as ``NAME`` or ``NAME=VALUE``.
         kernels: names of the ``__global__`` functions in it.
         since: the least compute capability that has its instructions; below it the unit is empty.
@@ -51,27 +53,34 @@ class Unit:
     since: tuple[int, int] = (0, 0)
 
 
-def _reduce_unit(dtype: str, cpp_type: str, bitwise: bool = False) -> Unit:
+def _reduce_unit(dtype: str, cpp_type: str, bitwise: bool = False) -> KernelUnit:
     macros = (f"RINGCOMM_UNIT_TYPE={cpp_type}", *(("RINGCOMM_UNIT_BITWISE",) if bitwise else ()))
     operators = _ARITHMETIC + (_BITWISE if bitwise else ())
     kernels = tuple(f"rc_{form}_{op}" for op in operators for form in _REDUCTIONS)
-    return Unit(f"reduce_{dtype}", macros, kernels)
+    return KernelUnit(f"reduce_{dtype}", macros, kernels)
 
 
-def _optimizer_unit(dtype: str, cpp_type: str) -> Unit:
+def _optimizer_unit(dtype: str, cpp_type: str) -> KernelUnit:
     forms = ("shard", "step")
-    kernels = tuple(f"rc_adamw_{form}_{name}" for name in _PARAMETERS for form in forms)
+    kernels = tuple(f"rc_adamw_{form}_{name}" for name in _FLOATS for form in forms)
     common = ("rc_adamw_prepare", "rc_grad_norm", "rc_reduce_scatter_norm")
-    return Unit(f"adamw_{dtype}", (f"RINGCOMM_UNIT_GRADS={cpp_type}",), common + kernels)
+    return KernelUnit(f"adamw_{dtype}", (f"RINGCOMM_UNIT_GRADS={cpp_type}",), common + kernels)
 
 
-def _multicast_unit(dtype: str, cpp_type: str) -> Unit:
+def _multicast_unit(dtype: str, cpp_type: str) -> KernelUnit:
     macros = (f"RINGCOMM_UNIT_MULTICAST={cpp_type}",)
-    return Unit(f"multicast_{dtype}", macros, ("rc_multicast_sum",), since=(9, 0))
+    return KernelUnit(f"multicast_{dtype}", macros, ("rc_multicast_sum",), since=(9, 0))
+
+
+def _wire_unit(wire: str, code: str) -> KernelUnit:
+    kernels = tuple(
+        f"rc_{what}_{name}" for name in _FLOATS for what in ("encode_wire", "sum_wires")
+    )
+    return KernelUnit(f"wires_{wire}", (f"RINGCOMM_UNIT_WIRE=ringcomm::{code}",), kernels)
 
 
 _ALL = (
-    Unit("move", ("RINGCOMM_UNIT_MOVE",), ("rc_move", "rc_packet_move")),
+    KernelUnit("move", ("RINGCOMM_UNIT_MOVE",), ("rc_move", "rc_packet_move")),
     _reduce_unit("float32", "float"),
     _reduce_unit("bfloat16", "ringcomm::BFloat16"),
     _reduce_unit("float16", "ringcomm::Float16"),
@@ -88,11 +97,14 @@ _ALL = (
     _multicast_unit("float32", "float"),
     _multicast_unit("bfloat16", "ringcomm::BFloat16"),
     _multicast_unit("float16", "ringcomm::Float16"),
+    _wire_unit("int8", "Int8Code"),
+    _wire_unit("fp8", "Fp8Code"),
+    _wire_unit("int4", "Int4Code"),
 )
-UNITS: Mapping[str, Unit] = {unit.name: unit for unit in _ALL}
+UNITS: Mapping[str, KernelUnit] = {unit.name: unit for unit in _ALL}
 
 
-def unit(name: str) -> Unit:
+def unit(name: str) -> KernelUnit:
     """The unit of that name.
 
     Raises:
@@ -182,7 +194,7 @@ class UnitSource:
         headers: text of every header, by the name that ``#include`` gives it.
     """
 
-    unit: Unit
+    unit: KernelUnit
     text: str
     headers: Mapping[str, str]
 
@@ -222,7 +234,7 @@ def _find_header(root: Path, name: str) -> Path | None:
     return next((path for path in found if path.is_file()), None)
 
 
-def read_source(root: Path, unit: Unit) -> UnitSource:
+def read_source(root: Path, unit: KernelUnit) -> UnitSource:
     """Reads what a compilation of ``unit`` would read below ``root``.
 
     Conditions are not evaluated: a header counts if any line includes it. What a compiler brings

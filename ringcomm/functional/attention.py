@@ -303,7 +303,7 @@ def _check_same(form: _Form, function: str) -> None:
         )
 
 
-class _Part(NamedTuple):
+class _TokenPart(NamedTuple):
     """The tokens of this rank's queries that attend to which of another rank's keys."""
 
     queries: slice
@@ -311,7 +311,7 @@ class _Part(NamedTuple):
     is_causal: bool
 
 
-def _part_of(form: _Form, owner: int, tokens: int) -> _Part | None:
+def _part_of(form: _Form, owner: int, tokens: int) -> _TokenPart | None:
     """Returns what of the keys of rank ``owner`` this rank's queries see; None: nothing.
 
     In zigzag order this rank has chunks r and 2 W - 1 - r. A rank with a smaller number has an
@@ -321,12 +321,12 @@ def _part_of(form: _Form, owner: int, tokens: int) -> _Part | None:
     everything = slice(0, tokens)
     rank, half = form.comm.rank, tokens // 2
     if not form.is_causal or owner == rank:
-        return _Part(everything, everything, form.is_causal)
+        return _TokenPart(everything, everything, form.is_causal)
     if not form.zigzag:
-        return _Part(everything, everything, False) if owner < rank else None
+        return _TokenPart(everything, everything, False) if owner < rank else None
     if owner < rank:
-        return _Part(everything, slice(0, half), False)
-    return _Part(slice(half, tokens), everything, False)
+        return _TokenPart(everything, slice(0, half), False)
+    return _TokenPart(slice(half, tokens), everything, False)
 
 
 def _passed_on(comm: Communicator, tensor: Tensor, tag: int) -> Callable[[], Tensor]:

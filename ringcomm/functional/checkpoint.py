@@ -70,7 +70,7 @@ def partitioned_checkpoint(
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _KeptShare:
     """The share of a tensor that a rank keeps until backward.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Kept:
     checksum: Tensor | None
 
 
-def _keep(comm: Communicator, tensor: Tensor) -> Tensor | _Kept:
+def _keep(comm: Communicator, tensor: Tensor) -> Tensor | _KeptShare:
     world_size = comm.world_size
     if world_size == 1 or not tensor.is_floating_point() or tensor.numel() < world_size:
         return tensor
@@ -95,10 +95,10 @@ def _keep(comm: Communicator, tensor: Tensor) -> Tensor | _Kept:
     own = flat[comm.rank * each : (comm.rank + 1) * each]
     piece = flat.new_zeros(each)
     piece[: own.numel()] = own
-    return _Kept(comm, piece, tensor.shape, None if comm.launches else _checksum(flat))
+    return _KeptShare(comm, piece, tensor.shape, None if comm.launches else _checksum(flat))
 
 
-def _bring(kept: Tensor | _Kept) -> Tensor:
+def _bring(kept: Tensor | _KeptShare) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
     comm = kept.comm

@@ -272,7 +272,7 @@ def device_heap(device: int, heap_bytes: int | None = None) -> DeviceHeap:
     with process.lock:
         heap = process.heaps.get(device)
         if heap is not None and heap.runtime is not runtime:
-            # device_runtime.use() has set another one meanwhile. First out of the table: who finds
+            # cuda.use() has set another one meanwhile. First out of the table: who finds
             # a heap there may read it.
             del process.heaps[device]
             heap.close()

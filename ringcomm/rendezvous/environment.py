@@ -212,7 +212,7 @@ SETTING = {
 
 
 @dataclass(frozen=True)
-class Placement:
+class LauncherPlace:
     """This rank as its launcher placed it.
 
     Attributes:
@@ -264,7 +264,7 @@ class Placement:
         )
 
 
-def read_environment(environment: Mapping[str, str] | None = None) -> Placement:
+def read_environment(environment: Mapping[str, str] | None = None) -> LauncherPlace:
     """Finds rank and world size in the environment; without a launcher it is a world of one.
 
     Raises:
@@ -298,8 +298,8 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Placement:
                 "MASTER_ADDR and MASTER_PORT. Set both on all ranks, or none"
             )
         has_master = len(masters) == 2
-        return Placement(launcher, rank, world_size, local_size, has_master, job, address)
-    return Placement("no launcher", 0, 1, 1, has_master=False)
+        return LauncherPlace(launcher, rank, world_size, local_size, has_master, job, address)
+    return LauncherPlace("no launcher", 0, 1, 1, has_master=False)
 
 
 def _is_of_srun(variables: Mapping[str, str]) -> bool:
@@ -317,7 +317,7 @@ def launched_world() -> str | None:
     return None
 
 
-def _master_store(placement: Placement, timeout_s: float) -> Store:
+def _master_store(placement: LauncherPlace, timeout_s: float) -> Store:
     address, port = os.environ["MASTER_ADDR"], port_in(os.environ, "MASTER_PORT")
     # As torch does it for env://, but for the server's wait for all others. A server of torchrun's
     # outlives the ranks.

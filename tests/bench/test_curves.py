@@ -1,17 +1,33 @@
-"""The program that compares the losses of optimizers trains them on the same text."""
+"""The program that compares losses trains all of its runs on the same text."""
 
 from __future__ import annotations
+
+import pytest
 
 from ringcomm.bench.curves import CONTEXT, RUNS, curve
 from ringcomm.examples.gpt.config import ModelConfig
 from ringcomm.examples.gpt.corpus import find_source, load, min_corpus_bytes
 
+MODEL = ModelConfig(16, 1, 4, CONTEXT, tied=True)
 
-def test_runs_begin_alike_and_part_by_what_is_rounded():
-    corpus = load(find_source(None, min_corpus_bytes(CONTEXT)))
-    model = ModelConfig(16, 1, 4, CONTEXT, tied=True)
-    wide, narrow, other = (curve(name, model, corpus, (1, 4)) for name in RUNS)
+
+@pytest.fixture(scope="module")
+def corpus():
+    return load(find_source(None, min_corpus_bytes(CONTEXT)))
+
+
+def test_runs_begin_alike_and_part_by_what_is_rounded(corpus):
+    runs = RUNS["optimizers"].values()
+    wide, narrow, other = (curve(run, MODEL, corpus, (1, 4)) for run in runs)
     # A first step rounds only what the second one reads.
     assert wide[0] == narrow[0] != other[0]
     assert 0.0 < abs(wide[1] - narrow[1]) < abs(wide[1] - other[1])
     assert wide[1] < wide[0]
+
+
+def test_wires_of_fewer_bits_part_further(corpus):
+    runs = RUNS["wires"]
+    full, int8, int4 = (
+        curve(runs[name], MODEL, corpus, (2,))[0] for name in ("fp32", "int8", "int4")
+    )
+    assert 0.0 < abs(full - int8) < abs(full - int4) < 0.01 * full

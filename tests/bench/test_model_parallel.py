@@ -8,7 +8,7 @@ from ringcomm.bench import model_parallel as bench
 
 
 def steps(rank: int, world_size: int) -> None:
-    shape = bench.Shape(width=64, depth=2, sequences=16, context=8)
+    shape = bench.GptShape(width=64, depth=2, sequences=16, context=8)
     trained = bench.entrants(shape)
     for each in trained.values():
         each()
@@ -28,7 +28,7 @@ def test_all_systems_train_alike(rank_pools: Any) -> None:
 
 def test_ratios_are_those_of_a_round() -> None:
     times = {bench.HERE: [1.0, 10.0, 2.0], bench.ON_GLOO: [2.0, 30.0, 8.0]}
-    shape = bench.Shape()
+    shape = bench.GptShape()
     first, second = bench.rows_of(shape, times, dict.fromkeys(times, 0), parameters=5, ranks=8)
     assert (first.ratio, second.ratio, second.time_us) == (1.0, 3.0, 8.0)
     assert (second.system, second.placement) == (bench.ON_GLOO, str(shape))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ringcomm
-from ringcomm.bench import training
+from ringcomm.bench import training, training_deepspeed
 from ringcomm.bench.report import read
 from ringcomm.bench.training_systems import (
     ARITHMETIC,
@@ -23,12 +23,15 @@ from ringcomm.bench.training_systems import (
     HSDP_HERE,
     OPTIMIZERS,
     STAGE_2_CODED,
+    STAGE_2_CODED_PARAMS,
     STAGE_2_CODED_TWICE,
+    STAGE_3_CODED_PARAMS,
     STAGE_3_PARAMS_WORLD,
     STAGE_3_STATE_NODE,
     STAGE_TWINS,
     STAGES,
     TRACED_STEPS,
+    Masters,
     Shape,
     twins,
 )
@@ -78,10 +81,30 @@ def test_each_kind_of_optimizer_is_the_same_on_both_sides(kind):
             torch.testing.assert_close(mine, wanted, rtol=2**-22, atol=1e-10)
 
 
+def test_of_bfloat16_all_systems_step_fp32_masters():
+    """One rank; masters that differ by an ulp of FP32, as above, hardly ever round apart."""
+    shape = Shape(32, 2, 2, 1, 8, dtype=torch.bfloat16)
+    plain, sharded = (shape.model().to(shape.dtype) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randint(0, 256, (1, 9), generator=generator)
+    with ringcomm.local_world(1) as world:
+        ringcomm.zero.shard(sharded, 2, comm=world[0])
+        both = Masters(plain, OPTIMIZERS["adamw"].torchs), OPTIMIZERS["adamw"].ours(sharded)
+        for module, optimizer in zip((plain, sharded), both, strict=True):
+            for _ in range(3):
+                module(batch[:, :-1], batch[:, 1:]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for mine, wanted in zip(sharded.parameters(), plain.parameters(), strict=True):
+            assert mine.dtype == wanted.dtype == torch.bfloat16
+            assert (mine != wanted).float().mean() < 0.01
+
+
 def test_torchs_wrappers_are_compared_where_sums_have_one_order():
-    assert twins(2, 1).keys() == {*STAGE_TWINS, DDP_HERE, FSDP2_HERE}
+    deepspeed = training_deepspeed.STAGES
+    assert twins(2, 1).keys() == {*STAGE_TWINS, DDP_HERE, FSDP2_HERE, *deepspeed}
     assert twins(1, 1).keys() == twins(3, 1).keys() == twins(6, 2).keys() == STAGE_TWINS.keys()
-    assert twins(2, 2).keys() == {*STAGE_TWINS, DDP_HERE, FSDP2_HERE, HSDP_HERE}
+    assert twins(2, 2).keys() == {*STAGE_TWINS, DDP_HERE, FSDP2_HERE, *deepspeed, HSDP_HERE}
     assert twins(4, 2).keys() == {*STAGE_TWINS, HSDP_HERE}
 
 
@@ -92,6 +115,8 @@ def test_a_difference_fails_the_run(tmp_path, monkeypatch, capsys, what, wrong):
     monkeypatch.setenv("RINGCOMM_BENCH_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
+    # Where it is installed it stays with the first group that its process has.
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
     find_out = training.find_out
 
     def changed(board, comm, trained):
@@ -107,6 +132,7 @@ def test_a_difference_fails_the_run(tmp_path, monkeypatch, capsys, what, wrong):
     status = training.main([*TINY, "-n", "1"])
     told = capsys.readouterr().out
     assert status == (wrong > 0)
+    assert told.count(training_deepspeed.MISSING) == len(training_deepspeed.STAGES)
     assert told.count("WRONG: ") == told.count(f"WRONG: {wrong} losses or weights") == (wrong > 0)
 
 
@@ -114,6 +140,16 @@ def test_text_that_is_not_there_is_refused(tmp_path):
     done = run_program("ringcomm.bench.training", *TINY, "--data", str(tmp_path / "none"))
     assert done.returncode == 2
     assert "none: no such file or folder" in done.stderr
+
+
+def timed_rows(report):
+    """All rows, and those of DeepSpeed where it is installed: elsewhere they say how to get it."""
+    is_there = training_deepspeed.installed_version() is not None
+    assert ("version of deepspeed" in report.provenance) == is_there
+    missing = [row for row in report.rows if row.time_us is None]
+    assert [row.system for row in missing] == [*training_deepspeed.STAGES] * (not is_there)
+    assert {row.note for row in missing} <= {training_deepspeed.MISSING}
+    return [row for row in report.rows if row.time_us is not None]
 
 
 def test_the_command(tmp_path):
@@ -131,11 +167,13 @@ def test_the_command(tmp_path):
             assert sum(each["name"] == "step" for each in trace["traceEvents"]) == TRACED_STEPS
     report = read(file)
     systems = [row.system for row in report.rows]
-    assert systems == [*STAGES, ARITHMETIC, DDP, DDP_HERE, FSDP2, FSDP2_HERE]
-    compared = {row.system for row in report.rows if row.wrong is not None}
-    assert compared == twins(2, 1).keys() & set(systems) and report.wrong == 0
+    of_torch, deepspeed = [DDP, DDP_HERE, FSDP2, FSDP2_HERE], list(training_deepspeed.STAGES)
+    assert systems == [*STAGES, ARITHMETIC, *of_torch, *deepspeed]
+    timed = timed_rows(report)
+    compared = {row.system for row in timed if row.wrong is not None}
+    assert compared == twins(2, 1).keys() & {row.system for row in timed} and report.wrong == 0
     assert done.stdout.count("equal; loss ") == len(compared)
-    assert all(row.ratio and row.rounds == 2 and row.ranks == 2 for row in report.rows)
+    assert all(row.ratio and row.rounds == 2 and row.ranks == 2 for row in timed)
     assert report.provenance["command"] == f"python -m ringcomm.bench.training {' '.join(TINY)}"
     assert not dist.is_initialized()
 
@@ -156,20 +194,25 @@ def test_the_command_over_nodes(tmp_path):
     assert [each.returncode for each in started] == [0, 0], ended
     assert ended[0][0].startswith("# 2 ranks on 2 nodes; ") and not ended[1][0]
     report = read(file)
-    systems = [row.system for row in report.rows]
+    timed = timed_rows(report)
+    systems = [row.system for row in timed]
     of_torch = [DDP, DDP_HERE, FSDP2, FSDP2_HERE]
+    if training_deepspeed.installed_version():
+        of_torch += training_deepspeed.STAGES
     over_nodes = [
         STAGE_2_CODED,
         STAGE_2_CODED_TWICE,
+        STAGE_2_CODED_PARAMS,
+        STAGE_3_CODED_PARAMS,
         STAGE_3_STATE_NODE,
         STAGE_3_PARAMS_WORLD,
         HSDP,
         HSDP_HERE,
     ]
     assert systems == [*STAGES, ARITHMETIC, *of_torch, *over_nodes]
-    compared = {row.system for row in report.rows if row.wrong is not None}
-    assert compared == twins(2, 2).keys() and report.wrong == 0
-    assert all(row.ratio and row.rounds == 2 and row.nodes == row.ranks == 2 for row in report.rows)
+    compared = {row.system for row in timed if row.wrong is not None}
+    assert compared == twins(2, 2).keys() & set(systems) and report.wrong == 0
+    assert all(row.ratio and row.rounds == 2 and row.nodes == row.ranks == 2 for row in timed)
 
 
 @pytest.mark.parametrize("option", ["--busy", "--ranks"])

@@ -15,8 +15,8 @@ import torch
 
 import ringcomm
 from ringcomm import AbortedError, Communicator, RendezvousError, RingcommError, _native
+from ringcomm.comm.call_queue import CallQueue
 from ringcomm.comm.device import lifecycle
-from ringcomm.comm.engine import CallQueue
 from ringcomm.rendezvous import environment
 from ringcomm.zero.gather import HostCopier
 from ringcomm.zero.profile import StepProfile

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from ringcomm.cuda import build, cupy_runtime
-from ringcomm.cuda.cupy_runtime import CudaDriver, CudaRuntime
+from ringcomm.cuda import build
+from ringcomm.cuda.cupy_runtime import CudaRuntime
+from ringcomm.cuda.driver import CudaDriver
 from ringcomm.errors import RingcommError, UnsupportedError
 from tests.support.emulator.library import COMPILER
 
@@ -532,13 +533,12 @@ int cuFuncLoad(void* function) {
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("loads", [True, False])
-def test_libcuda_is_called_with_whole_pointers(tmp_path: Path, monkeypatch, loads):
+def test_libcuda_is_called_with_whole_pointers(tmp_path: Path, loads):
     source, library = tmp_path / "cuda.cpp", tmp_path / f"libcuda{loads}.so"
     source.write_text(LIBCUDA)
     options = ["-shared", "-fPIC", *(["-DLOADS"] if loads else [])]
     subprocess.run([str(COMPILER), *options, str(source), "-o", str(library)], check=True)
-    monkeypatch.setattr(cupy_runtime, "DRIVER_LIBRARY", str(library))
-    driver, mode = CudaDriver(), ctypes.CDLL(str(library)).test_mode
+    driver, mode = CudaDriver(str(library)), ctypes.CDLL(str(library)).test_mode
     with driver.outside_captures():
         assert mode() == 2  # relaxed
     assert mode() == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ringcomm import ArgumentError, ForkError, UnsupportedError, cuda
-from ringcomm.cuda import cupy_runtime, find_device
+from ringcomm.cuda import find_device
 from ringcomm.cuda.cupy_runtime import make_cuda_runtime
 from tests.support import ROOT
 
@@ -104,7 +104,6 @@ def stack(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(cupy_runtime, "DRIVER_LIBRARY", "libcuda.so.1")
     return SimpleNamespace(cupy=cupy, runtime=runtime)
 
 

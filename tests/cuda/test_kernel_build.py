@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from ringcomm.cuda import build, units
-from ringcomm.cuda.build import KernelBuilder, KernelCache, Nvrtc, Prebuilt
+from ringcomm.cuda.build import KernelBuilder, Nvrtc, Prebuilt
+from ringcomm.cuda.kernel_cache import KernelCache
 from ringcomm.cuda.units import UNITS, Target
 from ringcomm.errors import ArgumentError, UnsupportedError
 from tests.support import nvrtc as wheel
@@ -97,8 +98,8 @@ def change_identity(tree, compiler, patch):
 
 
 def change_options(tree, compiler, patch):
-    changed = (*units.OPTIONS, "-lineinfo")
-    patch.setattr("ringcomm.cuda.build.OPTIONS", changed)
+    changed = (*units.NVRTC_OPTIONS, "-lineinfo")
+    patch.setattr("ringcomm.cuda.build.NVRTC_OPTIONS", changed)
 
 
 @pytest.mark.parametrize(

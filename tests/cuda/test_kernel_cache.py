@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ringcomm.cuda import build
-from ringcomm.cuda.build import KernelCache, default_folder
+from ringcomm.cuda import kernel_cache
+from ringcomm.cuda.kernel_cache import KernelCache, default_folder
 from tests.support.fake_compiler import FakeCompiler, builder_for, make_tree
 
 NAME = "move.sm_90a.0123"
@@ -20,7 +20,7 @@ CODE = b"machine code" * 100
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(build, "_warned", set())
+    monkeypatch.setattr(kernel_cache, "_warned", set())
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_whose_folders_are_trusted(monkeypatch, owner, reason):
     """This user's, and root's: an image may bring compiled kernels along."""
     monkeypatch.setattr(os, "geteuid", lambda: 1001)
     status = os.stat_result((0o40700, 0, 0, 0, owner, 0, 0, 0, 0, 0))
-    assert build._why_not_trusted(status) == reason
+    assert kernel_cache._why_not_trusted(status) == reason
 
 
 def test_a_place_where_no_folder_can_be_does_no_harm(tmp_path):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+import ringcomm
 from tests.support import ROOT
 
 Tensor = torch.Tensor
@@ -101,9 +102,26 @@ def whole_context(parts: dict[str, Any]) -> list[float]:
     return trained(parts, model, loss_of, clips=False)
 
 
+def moe_of_one_process(parts: dict[str, Any]) -> list[float]:
+    """All experts on one rank, which sees all tokens; losses are those of the text alone."""
+    with ringcomm.local_world(1) as alone:
+        model = parts["make_model"](alone[0])
+        printed: list[float] = []
+
+        def loss_of(tokens: Tensor) -> Tensor:
+            loss, auxiliary = parts["losses_of"](model, tokens)
+            printed.append(loss.item())
+            total: Tensor = loss + auxiliary
+            return total
+
+        trained(parts, model, loss_of, clips=True)
+    return printed
+
+
 REFERENCES = {
     "gpt_3d.py": gpt_of_one_process,
     "llama_tp.py": llama_of_one_process,
+    "moe_gpt.py": moe_of_one_process,
     "long_context.py": whole_context,
 }
 
@@ -121,6 +139,7 @@ REFERENCES = {
             ),
         ),
         ("long_context.py", 4, 1 / 4),
+        ("moe_gpt.py", 4, 3 / 4),
     ],
 )
 def test_as_one_process(rank_pools: Any, example: str, ranks: int, share: float) -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import ringcomm
 from ringcomm import ArgumentError, Communicator, MismatchError
 from ringcomm.functional import partitioned_checkpoint
-from ringcomm.functional.checkpoint import _keep, _Kept
+from ringcomm.functional.checkpoint import _keep, _KeptShare
 from tests.functional.compiling import alone
 
 Tensor = torch.Tensor
@@ -75,7 +75,7 @@ def test_a_rank_keeps_its_share_alone(worlds):
     def pieces(comm: Communicator) -> tuple[int, int]:
         whole = torch.arange(7.0)
         found = _keep(comm, whole)
-        assert isinstance(found, _Kept)
+        assert isinstance(found, _KeptShare)
         small = torch.ones(1)
         assert _keep(comm, small) is small
         return found.piece.numel(), found.piece.untyped_storage().nbytes()

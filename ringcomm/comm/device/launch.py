@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.arguments import DEVICE_ALGORITHMS, CallChecks, Reduction
+from ringcomm.comm.arguments import DEVICE_ALGORITHMS, CallChecks, NativeOp
 from ringcomm.comm.device.core import DeviceCore
 from ringcomm.comm.device.lifecycle import abandon
 from ringcomm.comm.device.multicast import MULTICAST, check_multicast
@@ -186,7 +186,7 @@ class DeviceCallEngine(CallEngine):
         kernels: str | None,
         algorithm: str,
         dtype: torch.dtype,
-        reduction: Reduction | None = None,
+        reduction: NativeOp | None = None,
     ) -> Use:
         if algorithm == MULTICAST and reduction is not None:
             check_multicast(checks, dtype, reduction)
@@ -252,11 +252,9 @@ class DeviceCallEngine(CallEngine):
             self._side = runtime.make_stream(device, high_priority=True)
         return self._side
 
-    def _work(
-        self, name: str, outputs: Outputs, side: Stream, done: SeenEvent, source: int | None = None
-    ) -> DeviceWork:
+    def _work(self, name: str, outputs: Outputs, side: Stream, done: SeenEvent) -> DeviceWork:
         place = (*self.device_place, side)
-        return DeviceWork(name, outputs, place, done, lambda: self._check_work(name), source)
+        return DeviceWork(name, outputs, place, done, lambda: self._check_work(name))
 
     def _keep(self, call: Call, done: SeenEvent, stream: int) -> None:
         """Keeps the call's tensors until it is done, so that no allocator reuses their memory."""

@@ -210,11 +210,7 @@ def meet_on_device(
     """
     world_size = len(membership.ranks)
     meeting = rendezvous_of(membership)
-    if membership.options.sum_blocks:
-        raise UnsupportedError(
-            f"{meeting.operation}: got CommOptions(sum_blocks={membership.options.sum_blocks}), "
-            "but devices sum in rank order alone. Use sum_blocks=0, or a communicator on the host"
-        )
+    _refuse_sum_blocks(membership, meeting)
     rendezvous = Rendezvous(meeting)
     core: DeviceCore | None = None
     stay = lifecycle.begin_stay()
@@ -240,9 +236,7 @@ def meet_on_device(
         mapped = [map_device_heap(handle, heap, meeting.operation) for handle in handles]
         core.reach(handles, mapped)
         links = Links(heap, membership.rank, handles, mapped, core.native.words_bytes)
-        proof_s = min(LINK_PROOF_S, meeting.timeout_s)
-        deadline = time.monotonic() + proof_s
-        prove_links(links, meeting.operation, deadline, proof_s, rendezvous.look_for_failures)
+        _prove_now(links, rendezvous, meeting)
         core.connect(
             chosen.rings, make_window(rendezvous, meeting, heap, handles, membership.options)
         )
@@ -258,6 +252,21 @@ def meet_on_device(
         lifecycle.end_stay(stay)
         raise
     return communicator
+
+
+def _refuse_sum_blocks(membership: Membership, meeting: Meeting) -> None:
+    if membership.options.sum_blocks:
+        raise UnsupportedError(
+            f"{meeting.operation}: got CommOptions(sum_blocks={membership.options.sum_blocks}), "
+            "but devices sum in rank order alone. Use sum_blocks=0, or a communicator on the host"
+        )
+
+
+def _prove_now(links: Links, rendezvous: Rendezvous, meeting: Meeting) -> None:
+    """Proves the links within the time that a rendezvous has for it; see :func:`prove_links`."""
+    proof_s = min(LINK_PROOF_S, meeting.timeout_s)
+    deadline = time.monotonic() + proof_s
+    prove_links(links, meeting.operation, deadline, proof_s, rendezvous.look_for_failures)
 
 
 def _join(
@@ -361,7 +370,12 @@ def _message_channels(places: Sequence[_RankPlace], channels: int) -> int:
 
 
 def _message_share(places: Sequence[_RankPlace]) -> int:
-    """Returns the blocks per message with which messages take at most 1/4 of multiprocessors."""
+    """Returns the blocks per message: one where ranks share a GPU, whose collectives need the rest.
+
+    On a GPU of a rank alone, messages take at most 1/4 of the multiprocessors.
+    """
+    if not _alone(places):
+        return 1
     return max(1, min(_native.MESSAGE_CHANNELS, min(_shares(places)) // 8))
 
 
@@ -369,6 +383,11 @@ def _shares(places: Sequence[_RankPlace]) -> list[int]:
     """Returns each rank's multiprocessors: those of its GPU divided among its ranks."""
     ranks_on = Counter(place.uuid for place in places)
     return [place.multiprocessors // ranks_on[place.uuid] for place in places]
+
+
+def _alone(places: Sequence[_RankPlace]) -> bool:
+    """True when no two ranks share a GPU."""
+    return len({place.uuid for place in places}) == len(places)
 
 
 def _channels(membership: Membership, places: Sequence[_RankPlace]) -> int:
@@ -379,8 +398,7 @@ def _channels(membership: Membership, places: Sequence[_RankPlace]) -> int:
     if membership.options.channels:
         return membership.options.channels
     share = max(1, min(_shares(places)) - 2 * _message_share(places))
-    alone = len({place.uuid for place in places}) == len(places)
-    return min(CHANNELS_ALONE, share) if alone else share
+    return min(CHANNELS_ALONE, share) if _alone(places) else share
 
 
 def _handles(

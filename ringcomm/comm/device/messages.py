@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,6 +25,14 @@ Tensor = torch.Tensor
 # Messages between two ranks match in the order in which they are sent and received; a tag is
 # checked, not searched for. Sends run on one stream of the communicator and receives on another, so
 # that two ranks may both send first.
+#
+# NOTE [Messages of threads] A copy from a device to pageable memory (``tensor.cpu()``) keeps the
+# driver's lock until all work before it on its stream is done. If that work waits for a message of
+# another thread of this process, that thread can launch nothing, and both stand until the deadline.
+# So where ranks of a process share a device, ``wait()`` of a message waits on the host, without
+# that lock: what is behind it on the stream then waits for nobody. (Seen on an H100 with CUDA 13.0:
+# the other thread stood in cudaEventRecord or cudaStreamCreate.) Other calls need nothing of it,
+# since one launch carries them for all ranks.
 
 # (tensor, peer) of a message.
 TensorAndPeer = tuple[Tensor, int]
@@ -203,7 +212,9 @@ class DeviceMessages(DeviceCallEngine, Messages):
             after = self._messages_enqueued()
             done = SeenEvent(event, self._records, (MESSAGES, before + 1, after))
             self._keep(call, done, first.handle)
-        return self._work(name, call.outputs, first, done, source)
+        place, holds = (runtime, device, first), self.joint_launch is not None
+        check = partial(self._check_work, name)
+        return DeviceWork(name, call.outputs, place, done, check, source, holds)
 
     def _messages_enqueued(self) -> int:
         return self._records.enqueued(MESSAGES) if self._records is not None else 0

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from ringcomm.comm.arguments import CallChecks, Reduction
+from ringcomm.comm.arguments import CallChecks, NativeOp
 from ringcomm.comm.options import CommOptions
 from ringcomm.cuda.multicast import MulticastWindow, granularity_bytes, why_not
 from ringcomm.errors import RendezvousError, UnsupportedError
@@ -148,7 +148,7 @@ def _receive(
     )
 
 
-def check_multicast(checks: CallChecks, dtype: torch.dtype, reduction: Reduction) -> None:
+def check_multicast(checks: CallChecks, dtype: torch.dtype, reduction: NativeOp) -> None:
     """Raises UnsupportedError for a reduction that NVSwitches do not offer."""
     if dtype not in DTYPES or reduction.name not in OPS:
         dtypes = ", ".join(map(str, DTYPES))

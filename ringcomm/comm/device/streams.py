@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -47,10 +48,11 @@ class DeviceWork(Work):
     """One call on a device's side stream.
 
     ``wait()`` makes the stream that is current where it is called wait for the call; the host
-    goes on. With a timeout it blocks the host, as for torch's NCCL.
+    goes on. With a timeout it blocks the host, as for torch's NCCL, and with ``holds`` always:
+    see NOTE [Messages of threads].
     """
 
-    __slots__ = ("_check", "_device", "_done", "_runtime", "_side", "_source")
+    __slots__ = ("_check", "_device", "_done", "_holds", "_runtime", "_side", "_source")
 
     def __init__(
         self,
@@ -60,6 +62,7 @@ class DeviceWork(Work):
         done: SeenEvent,
         check: Callable[[], None],
         source: int | None = None,
+        holds: bool = False,
     ) -> None:
         super().__init__(name, _nothing, _never)
         self._outputs = outputs
@@ -67,6 +70,7 @@ class DeviceWork(Work):
         self._done = done
         self._check = check
         self._source = source
+        self._holds = holds
 
     def part(self, name: str, outputs: Outputs, source: int | None) -> DeviceWork:
         """Returns the handle of one message of several that went out together.
@@ -77,7 +81,8 @@ class DeviceWork(Work):
             source: the rank that sends; None: it is a send.
         """
         place = (self._runtime, self._device, self._side)
-        return DeviceWork(name, outputs, place, self._done, self._check, source)
+        check, holds = self._check, self._holds
+        return DeviceWork(name, outputs, place, self._done, check, source, holds)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Orders later work of the current stream behind the call, and returns True.
@@ -91,10 +96,12 @@ class DeviceWork(Work):
             RingcommError: a kernel of this communicator gave up by now.
         """
         seconds = wait_seconds(timeout)
+        stream = self._runtime.current_stream(self._device)
         if seconds > 0:
             self._block(seconds)
+        elif self._holds and not self._runtime.is_capturing(self._device, stream):
+            self._block(math.inf)  # as long as the kernel's own deadline lets it run
         self._check()
-        stream = self._runtime.current_stream(self._device)
         self._runtime.wait_event(self._device, stream, self._done.event)
         return True
 

@@ -13,7 +13,7 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.nodes.messages import NodesMessages
 from ringcomm.comm.nodes.places import Places
-from ringcomm.comm.nodes.rails import HEADER_TAG, Message, Rails, memory_at, tag_of
+from ringcomm.comm.nodes.rails import HEADER_TAG, RailMessage, Rails, memory_at, tag_of
 from ringcomm.comm.nodes.watch import GRACE_S, Watch
 from ringcomm.errors import (
     AbortedError,
@@ -48,7 +48,7 @@ _STATUSES = (
 )
 
 
-class Header(NamedTuple):
+class RailHeader(NamedTuple):
     """The description of a rank's call for its rail peers, as the native header is in a node."""
 
     sequence: int
@@ -65,7 +65,7 @@ class Header(NamedTuple):
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
     @classmethod
-    def unpacked(cls, memory: Tensor) -> Header:
+    def unpacked(cls, memory: Tensor) -> RailHeader:
         sequence, *texts, size, dtype, op, root = struct.unpack(_HEADER, bytes(memory.tolist()))
         name, wire = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
         return cls(sequence, name, size, dtype, op, root, wire)
@@ -150,10 +150,10 @@ class CallsOverNodes:
         self._world = sum(map(len, places.nodes))
         self._scratch = Scratch()
         self._sequence = 0
-        self._called = Header(0, "", 0, -1, -1, -1, wire)
+        self._called = RailHeader(0, "", 0, -1, -1, -1, wire)
         self._record = 0
-        self._headers: list[Message] = []
-        self._sent: list[Message] = []
+        self._headers: list[RailMessage] = []
+        self._sent: list[RailMessage] = []
         self._closed = False
 
     # ---- what is asked of a core ----------------------------------------------------------------
@@ -266,7 +266,7 @@ class CallsOverNodes:
             algorithm: "auto" or "direct".
             body: what the call does.
             headers: whether headers are exchanged before the body.
-            optimizer: as of :meth:`Header.words`.
+            optimizer: as of :meth:`RailHeader.words`.
         """
         if algorithm not in (AUTO, DIRECT):
             who = self.places.named(self.places.rank)
@@ -277,7 +277,7 @@ class CallsOverNodes:
         if self.aborted:
             return 1
         self._sequence += 1
-        self._called = Header(self._sequence, name, *head, self.wire)
+        self._called = RailHeader(self._sequence, name, *head, self.wire)
         record = self._record = self._inner.record_around(self._called.words(optimizer))
         status = _ABORTED
         try:
@@ -335,7 +335,7 @@ class CallsOverNodes:
         headers, self._headers = self._headers, []
         for message in headers:
             self._wait(message)
-            theirs = Header.unpacked(message.memory)
+            theirs = RailHeader.unpacked(message.memory)
             if theirs != self._called:
                 self._differs(message.rank, theirs)
 
@@ -349,7 +349,7 @@ class CallsOverNodes:
             if tag != self._called.root:
                 self._differs(mate, self._called._replace(root=tag))
 
-    def _differs(self, peer: int, theirs: Header) -> NoReturn:
+    def _differs(self, peer: int, theirs: RailHeader) -> NoReturn:
         """Ends the call, since another rank makes another one."""
         me, other = (self.places.named(rank) for rank in (self.places.rank, peer))
         self._watch.fail(
@@ -362,7 +362,7 @@ class CallsOverNodes:
         )
         raise _Failed
 
-    def _wait(self, message: Message) -> None:
+    def _wait(self, message: RailMessage) -> None:
         timeout_s = self.timeout_ms / 1000
         with self._meeting_on_rail(message.rank):
             self._rails.wait(message, timeout_s + GRACE_S)
@@ -382,12 +382,12 @@ class CallsOverNodes:
         finally:
             self._watch.awaits(-1)
 
-    def _arrived(self, message: Message) -> None:
+    def _arrived(self, message: RailMessage) -> None:
         """Waits for data, and for the header before it."""
         self._check_headers()
         self._wait(message)
 
-    def _settle(self, sent: list[Message]) -> None:
+    def _settle(self, sent: list[RailMessage]) -> None:
         """Waits until messages have left, and their memory is this rank's again."""
         for message in sent:
             self._wait(message)
@@ -395,12 +395,16 @@ class CallsOverNodes:
 
     # Messages of the same size from one rank arrive in the order in which they were sent, if they
     # are of the same round.
-    def _send(self, rail: int, node: int, ptr: int, size_bytes: int, number: int = 0) -> Message:
+    def _send(
+        self, rail: int, node: int, ptr: int, size_bytes: int, number: int = 0
+    ) -> RailMessage:
         memory, tag = memory_at(ptr, size_bytes), tag_of((self._called, number), size_bytes)
         with self._meeting_on_rail(self.places.rail(rail)[node]):
             return self._rails.send(rail, node, memory, tag)
 
-    def _receive(self, rail: int, node: int, ptr: int, size_bytes: int, number: int = 0) -> Message:
+    def _receive(
+        self, rail: int, node: int, ptr: int, size_bytes: int, number: int = 0
+    ) -> RailMessage:
         memory, tag = memory_at(ptr, size_bytes), tag_of((self._called, number), size_bytes)
         with self._meeting_on_rail(self.places.rail(rail)[node]):
             return self._rails.receive(rail, node, memory, tag)

@@ -56,10 +56,10 @@ class NodesCore(SumsOverNodes):
     ) -> int:
         size = ELEM_BYTES[dtype] * elems
         spans = [Span(in_ptr + rank * size, elems) for rank in range(self._world)]
-        r = Reducing(dtype, op, factor)
+        form = self._form(Reducing(dtype, op, factor), elems * self._world)
         head = (size * self._world, dtype, op, -1)
         return self._run(
-            "reduce_scatter", head, algo, lambda: self._reduce_spans(spans, out_ptr, r, dtype)
+            "reduce_scatter", head, algo, lambda: self._reduce_spans(spans, out_ptr, form, dtype)
         )
 
     def reduce_scatter_list(
@@ -72,10 +72,10 @@ class NodesCore(SumsOverNodes):
         factor: float,
     ) -> int:
         spans = [Span(*span) for span in zip(in_ptrs, elems, strict=True)]
-        r = Reducing(dtype, op, factor)
+        form = self._form(Reducing(dtype, op, factor), sum(elems))
         head = (sum(elems) * ELEM_BYTES[dtype], dtype, op, -1)
         return self._run(
-            "reduce_scatter", head, DIRECT, lambda: self._reduce_spans(spans, out_ptr, r, dtype)
+            "reduce_scatter", head, DIRECT, lambda: self._reduce_spans(spans, out_ptr, form, dtype)
         )
 
     def reduce(

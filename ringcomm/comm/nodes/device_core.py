@@ -33,9 +33,9 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.device.launch import POLL_S, DeviceCallEngine
 from ringcomm.comm.engine import EXIT_GRACE_S, Call
-from ringcomm.comm.nodes import device_codes
 from ringcomm.comm.nodes.calls import BYTE, DIRECT, CallsOverNodes, _Failed
 from ringcomm.comm.nodes.core import ONE_HOP_BYTES
+from ringcomm.comm.nodes.device_codes import DeviceCodes, preload, size_bytes
 from ringcomm.comm.nodes.device_rails import DeviceRails
 from ringcomm.comm.nodes.device_sums import (
     TORCH_DTYPES,
@@ -48,7 +48,7 @@ from ringcomm.comm.nodes.device_watch import DeviceWatch
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import Rails
 from ringcomm.comm.nodes.sums import ELEM_BYTES, LINE_ELEMS, Span
-from ringcomm.comm.nodes.wires import AVG, PREMUL, SUM, Reducing, is_coded
+from ringcomm.comm.nodes.wires import AVG, FLOAT32, PREMUL, SUM, Reducing, is_coded
 from ringcomm.errors import RingcommError
 
 Tensor = torch.Tensor
@@ -85,6 +85,7 @@ class DeviceNodesCore(CallsOverNodes):
         self.calls = calls
         self._carried = carried
         self._runtime, self._device = calls.device_place
+        preload(calls.device_place, wire)
 
     @property
     def geometry(self) -> dict[str, int]:
@@ -148,7 +149,7 @@ class DeviceNodesCore(CallsOverNodes):
                 given = self._cut(ins, each, segment, size)
                 parts = self._cut(outs, each, segment, size)
                 if wire is not None:
-                    self._gather_sums(self._reduced(given, r, wire), parts, r, wire)
+                    self._all_reduce_in_codes(given, parts, r, wire)
                     continue
                 self._reduce_parts(given, parts[self.places.rank], r, None)
                 as_bytes = [Span(part.ptr, part.elems * size) for part in parts]
@@ -384,6 +385,11 @@ class DeviceNodesCore(CallsOverNodes):
 
     # ---- reductions -----------------------------------------------------------------------------
 
+    @property
+    def _coder(self) -> DeviceCodes:
+        # Not kept: it refers to this core.
+        return DeviceCodes(self._within, self._room)
+
     def _codes(self, r: Reducing, elems: int) -> str | None:
         """Returns the wire that codes the partial sums of so many elements, if one does."""
         coded = self.wire in _native.WIRES and is_coded(r, elems * ELEM_BYTES[r.dtype])
@@ -391,17 +397,22 @@ class DeviceNodesCore(CallsOverNodes):
 
     def _reduce_parts(self, parts: list[Span], mine: Span, r: Reducing, wire: str | None) -> None:
         """Reduces parts by rank, and this rank's into ``mine``."""
-        self._write(self._reduced(parts, r, wire), mine, r)
+        sums = self._reduced_in_node(parts, r)
+        if wire is not None:
+            self._exchange_in_codes(sums, [part.elems for part in parts], mine, r.dtype, r, wire)
+            return
+        sums = sums.to(TORCH_DTYPES[r.dtype]) if self.wire == "param" else sums
+        arrived = self._exchange_sums(sums, [part.elems for part in parts])
+        self._write(self._joined(arrived, r), mine, r)
 
-    def _reduced(self, parts: list[Span], r: Reducing, wire: str | None) -> Tensor:
-        """Reduces parts by rank; returns this rank's, of the partial sums' type."""
-        places, wide = self.places, TORCH_DTYPES[r.partial]
+    def _reduced_in_node(self, parts: list[Span], r: Reducing) -> Tensor:
+        """Returns the node's partial sums of the parts that pass through this rank, by rail."""
         order = [rank for passing in self._passing for rank in passing]
         elems = [sum(parts[rank].elems for rank in passing) for passing in self._passing]
-        packed = self._room(sum(elems), wide)
+        packed = self._room(sum(elems), TORCH_DTYPES[r.partial])
         slices = torch.split(packed, [parts[rank].elems for rank in order])
         copy_all(slices, [self._tensor(parts[rank], r.dtype) for rank in order])
-        sums = self._room(elems[places.place], wide)
+        sums = self._room(elems[self.places.place], TORCH_DTYPES[r.partial])
         self._within(
             "reduce_scatter_list",
             [chunk.data_ptr() for chunk in torch.split(packed, elems)],
@@ -409,16 +420,37 @@ class DeviceNodesCore(CallsOverNodes):
             sums.data_ptr(),
             *self._in_node(r),
         )
-        counts = [part.elems for part in parts]
-        if wire is None:
-            sums = sums.to(TORCH_DTYPES[r.dtype]) if self.wire == "param" else sums
-            return self._joined(self._exchange_sums(sums, counts), r)
-        passing = self._passing[places.place]
-        runs = torch.split(sums, [counts[rank] for rank in passing])
-        coded = torch.cat([device_codes.encode(wire, run) for run in runs])
-        sizes_bytes = [_native.wire_bytes(_native.WIRES[wire], count) for count in counts]
-        arrived = self._exchange_sums(coded, sizes_bytes)
-        return self._joined_codes(arrived, counts[places.rank], r, wire)
+        return sums
+
+    def _exchange_in_codes(
+        self, sums: Tensor, elems: list[int], mine: Span, dtype: int, r: Reducing, wire: str
+    ) -> None:
+        """Sends partial sums in codes, and adds up to ``mine``, of ``dtype``, what arrives."""
+        runs = torch.split(sums, [elems[rank] for rank in self._passing[self.places.place]])
+        sizes_bytes = [size_bytes(wire, count) for count in elems]
+        arrived = self._exchange_sums(self._coder.encode(wire, runs), sizes_bytes)
+        self._add_up(arrived, mine, dtype, r, wire)
+
+    def _add_up(self, arrived: Tensor, out: Span, dtype: int, r: Reducing, wire: str) -> None:
+        """Adds up what codes that arrived stand for, by node."""
+        divide_by = self._world if r.op == AVG else 0
+        self._coder.add_up(wire, arrived, len(self.places.nodes), out, dtype, divide_by)
+
+    def _all_reduce_in_codes(
+        self, given: list[Span], outs: list[Span], r: Reducing, wire: str
+    ) -> None:
+        """Reduces parts by rank, and gathers the sums in codes; all ranks have what these mean."""
+        mine = self._room(outs[self.places.rank].elems, TORCH_DTYPES[FLOAT32])
+        span = Span(mine.data_ptr(), mine.numel())
+        elems = [part.elems for part in given]
+        self._exchange_in_codes(self._reduced_in_node(given, r), elems, span, FLOAT32, r, wire)
+        own = self._coder.encode(wire, [mine])
+        sizes_bytes = [size_bytes(wire, count) for count in elems]
+        coded = torch.split(self._room(sum(sizes_bytes)), sizes_bytes)
+        spans = [Span(run.data_ptr(), run.numel()) for run in coded]
+        self._gather_parts(Span(own.data_ptr(), own.numel()), spans)
+        for run, out in zip(coded, outs, strict=True):
+            self._coder.add_up(wire, run, 1, out, r.dtype)
 
     def _exchange_sums(self, sums: Tensor, elems: Sequence[int]) -> Tensor:
         """Sends the partial sums that this rank has for others; returns those of its own part."""
@@ -445,27 +477,12 @@ class DeviceNodesCore(CallsOverNodes):
         partials = arrived.view(nodes, arrived.numel() // nodes)
         return joined(partials, r, self._world if r.op == AVG else 0)
 
-    def _joined_codes(self, arrived: Tensor, elems: int, r: Reducing, wire: str) -> Tensor:
-        """Adds up the numbers of codes that arrived, by node."""
-        runs = arrived.view(len(self.places.nodes), -1) if elems else [arrived] * 2
-        return self._joined(torch.cat([device_codes.decode(wire, run, elems) for run in runs]), r)
-
     def _write(self, total: Tensor, out: Span, r: Reducing) -> None:
         """Writes sums as elements, with one rounding."""
         if not out.elems:
             return
         target = self._tensor(out, r.dtype)
         (target if is_plain_type(target.dtype) else target.view(total.dtype)).copy_(total)
-
-    def _gather_sums(self, mine: Tensor, outs: list[Span], r: Reducing, wire: str) -> None:
-        """Gathers sums, by rank, in codes; all ranks have what these stand for."""
-        sizes_bytes = [_native.wire_bytes(_native.WIRES[wire], out.elems) for out in outs]
-        coded = torch.split(self._room(sum(sizes_bytes)), sizes_bytes)
-        own = device_codes.encode(wire, mine)
-        spans = [Span(run.data_ptr(), run.numel()) for run in coded]
-        self._gather_parts(Span(own.data_ptr(), own.numel()), spans)
-        for run, out in zip(coded, outs, strict=True):
-            self._write(device_codes.decode(wire, run, out.elems), out, r)
 
     def _widened(self, given: Span, r: Reducing) -> Tensor:
         wide = self._room(given.elems, TORCH_DTYPES[r.partial])
@@ -496,7 +513,7 @@ class DeviceNodesCore(CallsOverNodes):
         self._within("reduce", wide.data_ptr(), sums.data_ptr(), given.elems, *self._in_node(r), at)
         if places.place != at:
             return
-        sent = sums if wire is None else device_codes.encode(wire, sums)
+        sent = sums if wire is None else self._coder.encode(wire, [sums])
         count = sent.numel() if places.rank == root else 0
         arrived = self._room(count * len(places.nodes), sent.dtype)
         to_root = [sent.numel() if each == node else 0 for each in range(len(places.nodes))]
@@ -506,7 +523,7 @@ class DeviceNodesCore(CallsOverNodes):
         if wire is None:
             self._write(self._joined(arrived, r), out, r)
         else:
-            self._write(self._joined_codes(arrived, out.elems, r, wire), out, r)
+            self._add_up(arrived, out, r.dtype, r, wire)
 
     # ---- all-gather, gather, scatter ------------------------------------------------------------
 

@@ -63,7 +63,7 @@ def break_up(group: Any, peer: int) -> None:
 
 
 @dataclass
-class Message:
+class RailMessage:
     """A send or a receive under way on a rail.
 
     Attributes:
@@ -78,7 +78,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedMessage:
     """Stands for a message that could not begin, as its connection has broken: its wait raises."""
 
     error: RuntimeError
@@ -92,7 +92,7 @@ def begun(begin: Callable[[], Any]) -> Any:
     try:
         return begin()
     except RuntimeError as error:
-        return Refused(error)
+        return RefusedMessage(error)
 
 
 # NOTE [Threads at exit]
@@ -173,17 +173,17 @@ class Rails:
             for number in places.rails_of(places.rank)
         }
 
-    def send(self, rail: int, node: int, memory: Tensor, tag: int) -> Message:
+    def send(self, rail: int, node: int, memory: Tensor, tag: int) -> RailMessage:
         """Starts to send memory, contiguous and of one dimension, to a node's rank on a rail."""
         work = begun(lambda: self._groups[rail].send([memory], node, tag))
-        return Message(work, self.places.rail(rail)[node], memory)
+        return RailMessage(work, self.places.rail(rail)[node], memory)
 
-    def receive(self, rail: int, node: int, memory: Tensor, tag: int) -> Message:
+    def receive(self, rail: int, node: int, memory: Tensor, tag: int) -> RailMessage:
         """Starts to receive from a node's rank on a rail; the sizes must be equal."""
         work = begun(lambda: self._groups[rail].recv([memory], node, tag))
-        return Message(work, self.places.rail(rail)[node], memory)
+        return RailMessage(work, self.places.rail(rail)[node], memory)
 
-    def wait(self, message: Message, timeout_s: float) -> None:
+    def wait(self, message: RailMessage, timeout_s: float) -> None:
         """Waits for a message; raises RuntimeError when it did not come, and the rails are broken.
 
         Raises:

@@ -5,7 +5,9 @@ l N + n: so the chunks of one rail lie side by side, and make up chunk l of L, w
 that of the rank at place l. Each node reduces its gradients into partial sums in FP32, one for each
 chunk, which travel on the rail of the chunk's owner and are added there in the order of the nodes.
 Updated chunks return on the rails, and each node shares what its ranks received. With gradients of
-G bytes (of the wire's type) and parameters of P bytes (G + P) (N-1)/N leave a node.
+G bytes (of the wire's type) and parameters of P bytes (of theirs) (G + P) (N-1)/N leave a node.
+Where parameters travel in codes a rank codes the FP32 masters of its chunk, and has itself what all
+others decode.
 
 Where each node has a copy of the state (``Steps.per_node``) a bucket has L chunks, and the rank
 at place l of every node keeps state for chunk l. The chunk has a part for each rank of its rail,
@@ -17,15 +19,25 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate as accumulate_sizes
 from typing import Any, NamedTuple
+
+import torch
 
 from ringcomm import _native
 from ringcomm.comm.nodes.calls import AUTO, BYTE
 from ringcomm.comm.nodes.core import NodesCore
 from ringcomm.comm.nodes.sums import ELEM_BYTES, Span
-from ringcomm.comm.nodes.wires import FLOAT32, SUM, CodedForm, Reducing
+from ringcomm.comm.nodes.wires import (
+    FLOAT32,
+    SUM,
+    CodedForm,
+    FeedbackForm,
+    Form,
+    Reducing,
+    Residual,
+)
 
 
 class _Shard(NamedTuple):
@@ -95,6 +107,40 @@ class _ReduceUpdate(NamedTuple):
     tag: int
 
 
+class _Target(NamedTuple):
+    """Where a bucket's sum goes, and what its codes keep.
+
+    Attributes:
+        out: float32, for what this rank keeps state for.
+        accumulate: add to that.
+        residual: None: what codes lose is lost.
+    """
+
+    out: int
+    accumulate: bool
+    residual: Residual | None
+
+
+class InCodes(NamedTuple):
+    """The arguments of a gathering in codes.
+
+    Attributes:
+        wide: this rank's FP32 numbers.
+        ptrs: by rank, or by node where the ranks of a rail gather, where the numbers belong.
+        elems: by the same, how many there are.
+        dtype: code of their type there.
+        on_rail: the ranks of this rank's rail alone gather.
+        tag: tells it from others of the same size, or 0.
+    """
+
+    wide: int
+    ptrs: list[int]
+    elems: list[int]
+    dtype: int
+    on_rail: bool
+    tag: int
+
+
 class StepsCore(NodesCore):
     """One rank's core over several nodes, with the calls of sharded training."""
 
@@ -102,12 +148,28 @@ class StepsCore(NodesCore):
         """Returns the calls of a step; with ``per_node`` nodes have equal sizes."""
         return Steps(self, per_node, wire)
 
-    def reduce_norm(self, call: _Reduce, per_node: bool) -> int:
+    def residual_of(self, bucket_elems: int, per_node: bool) -> Residual:
+        """Returns the residual of a bucket that owes nothing yet; nodes have equal sizes."""
+        bucket, places = Span(0, bucket_elems), self.places
+        if per_node:
+            chunk = self._node_chunks(*bucket, 1)[places.place]
+            sums = self._parts(chunk, bucket_elems, 1)[places.node]
+        else:
+            chunks = self._chunks(*bucket, 1)
+            own = [chunks[rank] for rank in places.rail(places.place)]
+            chunk, sums = Span(own[0].ptr, sum(each.elems for each in own)), Span(0, 0)
+        partial, of_sums = (
+            torch.zeros(each.elems, dtype=torch.float32, device="cpu") for each in (chunk, sums)
+        )
+        return Residual(chunk.ptr, partial, sums.ptr, of_sums)
+
+    def reduce_norm(self, call: _Reduce, per_node: bool, residual: Residual | None) -> int:
         """Reduces a bucket to what this rank keeps state for; the norm is of this rank's part."""
         bucket, r = Span(call.grads, call.bucket_elems), Reducing(call.dtype, call.op, 1.0)
+        target = _Target(call.out, call.accumulate, residual)
 
         def body() -> None:
-            own = self._reduce_bucket(bucket, call.out, r, per_node, call.accumulate)
+            own = self._reduce_bucket(bucket, target, r, per_node)
             if call.words:
                 _native.grad_norm(own.ptr, FLOAT32, own.elems, call.kind, call.words)
 
@@ -127,14 +189,15 @@ class StepsCore(NodesCore):
         sizes = (read.bucket_elems, read.param_dtype)
         return self._run("adamw_all_gather", head, call.algorithm, body, optimizer=sizes)
 
-    def reduce_update(self, call: _ReduceUpdate, per_node: bool) -> int:
+    def reduce_update(self, call: _ReduceUpdate, per_node: bool, residual: Residual | None) -> int:
         """Does :meth:`reduce_norm`, without the norm, and :meth:`update`."""
         read = _Shard.of(call.shard)
         bucket, r = Span(call.grads, read.bucket_elems), Reducing(call.grad_dtype, call.op, 1.0)
 
         def body() -> None:
             reduced = self._scratch.take(read.elems * ELEM_BYTES[FLOAT32])
-            self._reduce_bucket(bucket, reduced.data_ptr(), r, per_node)
+            target = _Target(reduced.data_ptr(), False, residual)
+            self._reduce_bucket(bucket, target, r, per_node)
             self._update_and_gather(call.shard, reduced.data_ptr(), FLOAT32, per_node)
             self._scratch.give([reduced])
 
@@ -166,6 +229,22 @@ class StepsCore(NodesCore):
         head = (sum(sizes_bytes), -1, -1, -1)
         return self._run("all_gather_on_rail", head, algo, lambda: self._gather_on_rail(spans))
 
+    def gather_in_codes(self, call: InCodes, wire: str) -> int:
+        """Gathers FP32 numbers in codes; all ranks have what these decode to."""
+        form = CodedForm(Reducing(call.dtype, SUM, 1.0), _native.WIRES[wire])
+        spans = [Span(*span) for span in zip(call.ptrs, call.elems, strict=True)]
+        gather = self._gather_codes_on_rail if call.on_rail else self._gather_codes
+
+        def body() -> None:
+            # A peer that makes another call must not find out after this rank has changed its own.
+            self._check_headers()
+            gather(call.wide, spans, form)
+
+        name = "all_gather_on_rail" if call.on_rail else "all_gather_bucket"
+        size_bytes = sum(call.elems) * ELEM_BYTES[call.dtype]
+        with self.on_wire(wire):
+            return self._run(name, (size_bytes, call.dtype, -1, call.tag or -1), AUTO, body)
+
     def _chunks(self, ptr: int, elems: int, elem_bytes: int) -> list[Span]:
         """Returns by rank the chunk of a bucket that it owns."""
         each, whole = _native.chunk_elems(elems, self._world), Span(ptr, elems)
@@ -185,31 +264,32 @@ class StepsCore(NodesCore):
         part = _native.chunk_elems(each, len(nodes))
         return [chunk.part(node * part, (node + 1) * part, elem_bytes) for node in nodes]
 
-    def _reduce_bucket(
-        self, bucket: Span, out_ptr: int, r: Reducing, per_node: bool, accumulate: bool = False
-    ) -> Span:
+    def _reduce_bucket(self, bucket: Span, target: _Target, r: Reducing, per_node: bool) -> Span:
         """Reduces a bucket in FP32 to what this rank keeps state for.
 
         Returns:
             The part of that whose partial sums this rank has added.
         """
         size, places = ELEM_BYTES[r.dtype], self.places
+        form = self._form(r, bucket.elems)
+        if target.residual is not None and isinstance(form, CodedForm):
+            target.residual.follow_scale()
+            form = FeedbackForm(r, form.code, bucket.ptr, size, target.residual)
         if not per_node:
             spans = self._chunks(*bucket, size)
-            own = Span(out_ptr, spans[places.rank].elems)
-            self._reduce_own(spans, own, r, accumulate)
+            own = Span(target.out, spans[places.rank].elems)
+            self._reduce_own(spans, own, form, target.accumulate)
             return own
         chunks = self._node_chunks(*bucket, size)
         parts = [self._parts(chunk, bucket.elems, size) for chunk in chunks]
         ranks = range(self._world)
         spans = [parts[places.place_of(rank)][places.node_of(rank)] for rank in ranks]
-        out = Span(out_ptr, chunks[places.place].elems)
+        out = Span(target.out, chunks[places.place].elems)
         outs = self._parts(out, bucket.elems, ELEM_BYTES[FLOAT32])
-        form = self._form(r, bucket.elems)
         if isinstance(form, CodedForm):
-            self._reduce_own_in_codes(spans, outs, form, accumulate)
+            self._reduce_own_in_codes(spans, outs, form, target.accumulate)
         else:
-            self._reduce_own(spans, outs[places.node], r, accumulate)
+            self._reduce_own(spans, outs[places.node], form, target.accumulate)
             self._gather_on_rail(_in_bytes(outs, FLOAT32))
         return outs[places.node]
 
@@ -228,8 +308,8 @@ class StepsCore(NodesCore):
         room = self._scratch.take(sum(sizes_bytes))
         begins = accumulate_sizes(sizes_bytes, initial=room.data_ptr())
         codes = [Span(*each) for each in zip(begins, sizes_bytes, strict=False)]
-        self._reduce_spans(spans, fresh.data_ptr(), form.r, FLOAT32)
-        form.write(fresh.data_ptr(), codes[self.places.node].ptr, mine.elems)
+        self._reduce_spans(spans, fresh.data_ptr(), form, FLOAT32)
+        form.write_sums(fresh.data_ptr(), codes[self.places.node].ptr, mine.elems)
         self._gather_on_rail(codes)
         for out, coded in zip(outs, codes, strict=True):
             to = fresh.data_ptr() if accumulate else out.ptr
@@ -238,13 +318,13 @@ class StepsCore(NodesCore):
                 _native.combine_partials([out.ptr, to], FLOAT32, out.ptr, FLOAT32, out.elems, SUM)
         self._scratch.give([fresh, room])
 
-    def _reduce_own(self, spans: list[Span], own: Span, r: Reducing, accumulate: bool) -> None:
+    def _reduce_own(self, spans: list[Span], own: Span, form: Form, accumulate: bool) -> None:
         """Reduces spans, one for each rank, of which this rank's sum goes to ``own``, in FP32."""
         if not accumulate:
-            self._reduce_spans(spans, own.ptr, r, FLOAT32)
+            self._reduce_spans(spans, own.ptr, form, FLOAT32)
             return
         fresh = self._scratch.take(own.elems * ELEM_BYTES[FLOAT32])
-        self._reduce_spans(spans, fresh.data_ptr(), r, FLOAT32)
+        self._reduce_spans(spans, fresh.data_ptr(), form, FLOAT32)
         both = [own.ptr, fresh.data_ptr()]
         _native.combine_partials(both, FLOAT32, own.ptr, FLOAT32, own.elems, SUM)
         self._scratch.give([fresh])
@@ -280,19 +360,26 @@ class Steps:
         core: the core.
         per_node: each node has a copy of the state.
         wire: of sums of gradients; None for that of the communicator.
+        residual: of the bucket of the next call; None: what codes lose is lost.
     """
 
     core: StepsCore
     per_node: bool
     wire: str | None
+    residual: Residual | None = None
+
+    def feeding_back(self, residual: Residual) -> Steps:
+        """Returns the calls for a bucket whose codes take up what earlier ones have lost."""
+        return replace(self, residual=residual)
 
     def reduce_scatter_norm(self, *arguments: Any) -> int:
         with self.core.on_wire(self.wire):
-            return self.core.reduce_norm(_Reduce(*arguments), self.per_node)
+            return self.core.reduce_norm(_Reduce(*arguments), self.per_node, self.residual)
 
     def adamw_all_gather(self, *arguments: Any) -> int:
         return self.core.update(_Update(*arguments), self.per_node)
 
     def reduce_scatter_adamw_all_gather(self, *arguments: Any) -> int:
+        call = _ReduceUpdate(*arguments)
         with self.core.on_wire(self.wire):
-            return self.core.reduce_update(_ReduceUpdate(*arguments), self.per_node)
+            return self.core.reduce_update(call, self.per_node, self.residual)

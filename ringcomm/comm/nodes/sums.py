@@ -16,9 +16,9 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.nodes.calls import BYTE, CallsOverNodes
-from ringcomm.comm.nodes.rails import Message, memory_at
+from ringcomm.comm.nodes.rails import RailMessage, memory_at
 from ringcomm.comm.nodes.schedules import Exchange, Round, gathering, levels_of, reduction
-from ringcomm.comm.nodes.wires import AVG, CodedForm, Form, Reducing, is_coded
+from ringcomm.comm.nodes.wires import AVG, FLOAT32, CodedForm, Form, Reducing, is_coded
 
 Tensor = torch.Tensor
 
@@ -67,7 +67,7 @@ class InFlight:
         scratch: the memory.
     """
 
-    sent: list[Message] = field(default_factory=list)
+    sent: list[RailMessage] = field(default_factory=list)
     scratch: list[Tensor] = field(default_factory=list)
 
 
@@ -82,7 +82,7 @@ class _Parcel:
     """
 
     peer: int
-    message: Message | None
+    message: RailMessage | None
     parts: dict[int, Span]
 
 
@@ -193,10 +193,10 @@ class SumsOverNodes(CallsOverNodes):
 
     # ---- reduce-scatter -------------------------------------------------------------------------
 
-    def _reduce_spans(self, spans: list[Span], out_ptr: int, r: Reducing, out_dtype: int) -> None:
+    def _reduce_spans(self, spans: list[Span], out_ptr: int, form: Form, out_dtype: int) -> None:
         """Reduces spans, one for each rank, of which this rank's sum goes to ``out_ptr``."""
+        r = form.r
         size, out_size = ELEM_BYTES[r.dtype], ELEM_BYTES[out_dtype]
-        form = self._form(r, sum(span.elems for span in spans))
         segments = self._segments(max(span.elems for span in spans), 1, ELEM_BYTES[r.partial])
         mine = Span(out_ptr, spans[self.places.rank].elems)
         own = self.places.place
@@ -251,15 +251,29 @@ class SumsOverNodes(CallsOverNodes):
         self._end_reduction(begun, wide, form, form.r.partial)
         for rail, sums in wide.items():
             spans = [row[rail] if rail < len(row) else Span(0, 0) for row in table]
-            codes = [Span(0, form.bytes_of(span.elems)) for span in spans]
-            ptr = self._taken(gathered, sum(span.elems for span in codes))
-            for node, span in enumerate(codes):
-                codes[node], ptr = Span(ptr, span.elems), ptr + span.elems
-            mine = codes[self.places.node].ptr
-            form.write(sums.ptr, mine, sums.elems)
-            form.finish([mine], own[rail].ptr, form.r.dtype, sums.elems, 0)
-            self._begin_on_rail(gathered, rail, codes)
+            self._begin_codes_on_rail(gathered, rail, sums, spans, form)
         return gathered
+
+    def _begin_codes_on_rail(
+        self, begun: _Begun, rail: int, wide: Span, spans: Sequence[Span], form: CodedForm
+    ) -> None:
+        """Codes what this rank has in FP32, and begins to gather the codes on one rail.
+
+        Args:
+            begun: holds the codes' memory.
+            rail: its number.
+            wide: the FP32 numbers.
+            spans: by node, where the decoded numbers belong; this rank's are written here.
+            form: of the wire.
+        """
+        codes = [Span(0, form.bytes_of(span.elems)) for span in spans]
+        ptr = self._taken(begun, sum(span.elems for span in codes))
+        for node, span in enumerate(codes):
+            codes[node], ptr = Span(ptr, span.elems), ptr + span.elems
+        mine = codes[self.places.node].ptr
+        form.write(wide.ptr, mine, wide.elems)
+        form.decode(mine, spans[self.places.node].ptr, wide.elems)
+        self._begin_on_rail(begun, rail, codes)
 
     def _begin_reduction(self, table: Table, form: Form) -> _Begun:
         """Reduces within the node, and sends the partial sums of the first round."""
@@ -326,7 +340,7 @@ class SumsOverNodes(CallsOverNodes):
                 )
             )
             if not form.is_partial and mine.elems:
-                form.write(wide, ptr, mine.elems)
+                form.write_partial(mine.ptr, wide, ptr, mine.elems)
 
     def _send_parts(
         self, begun: _Begun, on_rail: _OnRail, exchange: Exchange, number: int, form: Form
@@ -431,6 +445,57 @@ class SumsOverNodes(CallsOverNodes):
             self._given_back(begun)
 
         self._in_stages(len(segments), begin, *self._passing_stages(), end)
+
+    def _gather_codes(self, wide_ptr: int, spans: list[Span], form: CodedForm) -> None:
+        """Gathers spans of elements, one for each rank, which become what codes decode to.
+
+        Args:
+            wide_ptr: the FP32 numbers that this rank codes.
+            spans: by rank, where its elements belong.
+            form: of the wire.
+        """
+        places, size, nothing = self.places, ELEM_BYTES[form.r.dtype], Span(0, 0)
+        mine = Span(wide_ptr, spans[places.rank].elems)
+        elems = max(span.elems for span in spans)
+        segments = self._segments(elems, 1, form.segment_elem_bytes)
+        tables = [self._table([span.part(*s, size) for span in spans]) for s in segments]
+
+        def begin(s: int, _: None) -> _Begun:
+            begun, wide = _Begun(form=form), mine.part(*segments[s], ELEM_BYTES[FLOAT32])
+            for rail in places.rails_of(places.rank):
+                row = [each[rail] if rail < len(each) else nothing for each in tables[s]]
+                here = wide if rail == places.place else nothing
+                self._begin_codes_on_rail(begun, rail, here, row, form)
+            return begun
+
+        self._in_stages(
+            len(tables),
+            begin,
+            *self._passing_stages(),
+            lambda s, begun: self._end_gathering(begun, tables[s], size),
+        )
+
+    def _gather_codes_on_rail(self, wide_ptr: int, spans: list[Span], form: CodedForm) -> None:
+        """Does :meth:`_gather_codes` with a span for each node, on this rank's rail alone."""
+        places, size = self.places, ELEM_BYTES[form.r.dtype]
+        mine = Span(wide_ptr, spans[places.node].elems)
+        elems = max(span.elems for span in spans)
+        segments = self._segments(elems, 1, form.segment_elem_bytes)
+        rows = [[span.part(*s, size) for span in spans] for s in segments]
+
+        def begin(s: int, _: None) -> _Begun:
+            begun, wide = _Begun(form=form), mine.part(*segments[s], ELEM_BYTES[FLOAT32])
+            self._begin_codes_on_rail(begun, places.place, wide, rows[s], form)
+            return begun
+
+        def end(s: int, begun: _Begun) -> None:
+            self._pass_on(begun, self._rounds[-1])
+            codes = begun.rails[places.place].spans
+            for node in places.others():
+                form.decode(codes[node].ptr, *rows[s][node])
+            self._given_back(begun)
+
+        self._in_stages(len(rows), begin, *self._passing_stages(), end)
 
     def _begin_gathering(self, table: Table, elem_bytes: int) -> _Begun:
         """Sends what this rank owns to the rail peers of the first round."""

@@ -1,20 +1,34 @@
 """The forms in which partial sums travel between nodes: as they are, rounded, or in codes.
 
-A coded wire has blocks of 128 numbers with a scale each; ``kernels/host/wire_codes.h`` defines the
-codes, and bounds the error. What a node sends is coded once, from its partial sum, and so is what
-it adds itself: the result does not depend on who adds. Numbers are decoded and added in FP32, in
-the order of the nodes, and rounded once. In an all-reduce the sums are coded once more, since they
-travel once more.
+A coded wire has blocks of 128 numbers with a scale each;
+``kernels/include/ringcomm/core/wire_codes.h`` defines the codes, and bounds the error. What a node
+sends is coded once, from its partial sum, and so is what it adds itself: the result does not depend
+on who adds. Numbers are decoded and added in FP32, in the order of the nodes, and rounded once. In
+an all-reduce the sums are coded once more, since they travel once more.
 
 Only sums of numbers are coded, of float32, bfloat16 and float16. Other types and operators, which
 have no use for a number that is nearly right, travel as they are; so do small buffers.
+
+NOTE [Error feedback]
+A rank that codes a node's partial sums of a bucket can keep what the codes lose, and add it to the
+next ones: of x + e the codes c are sent, and e becomes x + e - c. So what was sent so far and e are
+always what was to be sent, and the error of a mean over steps falls with their number, where that
+of codes alone stays. A block with infinities or NaNs leaves nothing. Seide et al., "1-Bit
+Stochastic Gradient Descent" (Interspeech 2014); Karimireddy et al., "Error Feedback Fixes SignSGD"
+(ICML 2019); for codes between nodes Xie et al., "LoCo" (2024), who keep e in 8 bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
 from ringcomm import _native
+
+Tensor = torch.Tensor
 
 # Calls of larger buffers are coded. A choice: of smaller ones latency is most of the time, and they
 # are what is exchanged to decide: losses, norms and flags.
@@ -45,6 +59,68 @@ class Reducing(NamedTuple):
 def is_coded(r: Reducing, size_bytes: int) -> bool:
     """Tells whether coded wires code a reduction of so many bytes: a large sum of numbers."""
     return size_bytes > CODED_ABOVE_BYTES and r.partial == FLOAT32 and r.joining == SUM
+
+
+def no_scale() -> float:
+    """Returns the scale of gradients that nobody scales."""
+    return 1.0
+
+
+@dataclass(eq=False)
+class Residual:
+    """Keeps the losses of the codes of one bucket's sums on this rank; see NOTE [Error feedback].
+
+    Each element of a bucket is coded by one rank of each node. With copies of the state on nodes
+    the sums are coded, too, each by one rank of all.
+
+    Attributes:
+        begin: the first element of the bucket whose partial sums this rank codes.
+        partial: float32 [elements], of partial sums from there on; they are of this node alone, and
+            not averaged yet.
+        sums_begin: the first element of the bucket whose sum this rank codes.
+        sums: float32 [elements], of sums from there on; empty where sums are not coded.
+        scale: the loss scale of the gradients that it is of.
+        scale_now: returns that of the gradients that come next.
+    """
+
+    begin: int
+    partial: Tensor
+    sums_begin: int
+    sums: Tensor
+    scale: float = 1.0
+    scale_now: Callable[[], float] = field(default=no_scale, repr=False)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.partial, self.sums
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory that it takes."""
+        return sum(each.nbytes for each in self.tensors)
+
+    def scale_by(self, scale_now: Callable[[], float]) -> None:
+        """Has someone tell the loss scale from now on.
+
+        Gradients that came when nobody did were in that scale, too: those of a first backward,
+        before the step that prepares the optimizer.
+        """
+        if self.scale_now is no_scale:
+            self.scale = scale_now()
+        self.scale_now = scale_now
+
+    def follow_scale(self) -> None:
+        """Brings it to the scale of the next gradients; exact between powers of two."""
+        now = self.scale_now()
+        if now != self.scale:
+            for each in self.tensors:
+                each.mul_(now / self.scale)
+            self.scale = now
+
+    def forget(self) -> None:
+        """Owes nothing any more."""
+        for each in self.tensors:
+            each.zero_()
 
 
 class Form:
@@ -79,6 +155,10 @@ class Form:
         """Writes partial sums, which are in the accumulator's type, in this form."""
         self.add([wide_ptr], self.r.partial, ptr, self._dtype, elems)
 
+    def write_partial(self, source_ptr: int, wide_ptr: int, ptr: int, elems: int) -> None:
+        """Does :meth:`write` for a node's partial sums of what lies at ``source_ptr``."""
+        self.write(wide_ptr, ptr, elems)
+
     def join(self, ptrs: list[int], ptr: int, elems: int) -> None:
         """Adds up partial sums in this form, in order, to one in this form."""
         self.add(ptrs, self._dtype, ptr, self._dtype, elems)
@@ -105,22 +185,22 @@ class CodedForm(Form):
 
     def __init__(self, r: Reducing, code: int) -> None:
         super().__init__(r, FLOAT32, 4)
-        self._code = code
+        self.code = code
 
     @property
     def is_partial(self) -> bool:
         return False
 
     def bytes_of(self, elems: int) -> int:
-        return _native.wire_bytes(self._code, elems)
+        return _native.wire_bytes(self.code, elems)
 
     def write(self, wide_ptr: int, ptr: int, elems: int) -> None:
-        _native.encode_wire(self._code, wide_ptr, FLOAT32, ptr, elems)
+        _native.encode_wire(self.code, wide_ptr, FLOAT32, ptr, elems)
 
     def finish(
         self, ptrs: list[int], out_ptr: int, out_dtype: int, elems: int, divide_by: int
     ) -> None:
-        _native.sum_wires(self._code, ptrs, out_ptr, out_dtype, elems, divide_by)
+        _native.sum_wires(self.code, ptrs, out_ptr, out_dtype, elems, divide_by)
 
     def decode(self, ptr: int, out_ptr: int, elems: int) -> None:
         """Decodes what another rank has coded, to elements of the reduction."""
@@ -128,3 +208,39 @@ class CodedForm(Form):
 
     def join(self, ptrs: list[int], ptr: int, elems: int) -> None:
         raise AssertionError("coded partial sums are added where they end")
+
+    def write_sums(self, wide_ptr: int, ptr: int, elems: int) -> None:
+        """Does :meth:`write` for sums that are coded once more."""
+        self.write(wide_ptr, ptr, elems)
+
+
+class FeedbackForm(CodedForm):
+    """The form of a coded wire whose codes take up what earlier ones have lost.
+
+    Args:
+        r: the reduction, of a bucket.
+        code: of the wire.
+        bucket_ptr: where the bucket lies.
+        elem_bytes: of its elements.
+        residual: of the bucket.
+    """
+
+    def __init__(
+        self, r: Reducing, code: int, bucket_ptr: int, elem_bytes: int, residual: Residual
+    ) -> None:
+        super().__init__(r, code)
+        self._bucket_ptr = bucket_ptr
+        self._bucket_elem_bytes = elem_bytes
+        self._residual = residual
+
+    def write_partial(self, source_ptr: int, wide_ptr: int, ptr: int, elems: int) -> None:
+        kept = self._residual
+        at = (source_ptr - self._bucket_ptr) // self._bucket_elem_bytes - kept.begin
+        self._encode(wide_ptr, ptr, elems, kept.partial[at : at + elems])
+
+    def write_sums(self, wide_ptr: int, ptr: int, elems: int) -> None:
+        self._encode(wide_ptr, ptr, elems, self._residual.sums)
+
+    def _encode(self, wide_ptr: int, ptr: int, elems: int, kept: Tensor) -> None:
+        assert kept.numel() == elems  # written to by its address
+        _native.encode_wire(self.code, wide_ptr, FLOAT32, ptr, elems, kept.data_ptr())

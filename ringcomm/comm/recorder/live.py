@@ -18,9 +18,9 @@ from ringcomm import _native
 from ringcomm.comm.recorder.records import (
     HEADER_BYTES,
     Clock,
-    Header,
     NodeLevel,
     RankRecording,
+    RecorderHeader,
     Recording,
     read_block,
     read_header,
@@ -43,8 +43,8 @@ WAITS_FOR_OFFSET, WORD_BYTES = _native.STRUCTURES["page.waits_for"], 4
 
 
 @dataclass(frozen=True)
-class Found:
-    header: Header
+class FoundRecorder:
+    header: RecorderHeader
     block: bytes
     unstable: list[int]
     waits_for: int
@@ -56,7 +56,7 @@ def live_recordings(pids: Iterable[int]) -> list[Recording]:
     Raises:
         RingcommError: a process does not exist, is another user's, or has no flight recorder.
     """
-    found: dict[tuple[int, int, int], Found] = {}
+    found: dict[tuple[int, int, int], FoundRecorder] = {}
     known: set[int] = set()
     for pid in pids:
         has_heap = False
@@ -162,7 +162,7 @@ def _token(descriptor: int) -> int | None:
     return token if magic == _HEAP_MAGIC and version == 1 else None
 
 
-def _recorders(descriptor: int) -> Iterator[Found]:
+def _recorders(descriptor: int) -> Iterator[FoundRecorder]:
     """Yields the recorders that a heap lists, except entries that lead nowhere."""
     count = min(_HEAP_HEAD.unpack(os.pread(descriptor, _HEAP_HEAD.size, 0))[3], _MOST_RECORDERS)
     size_bytes = os.fstat(descriptor).st_size
@@ -176,7 +176,7 @@ def _recorders(descriptor: int) -> Iterator[Found]:
             continue  # its memory was given back meanwhile
 
 
-def _recorder(descriptor: int, offset: int) -> Found:
+def _recorder(descriptor: int, offset: int) -> FoundRecorder:
     header = read_header(os.pread(descriptor, HEADER_BYTES, offset))
     # Read twice: a record whose bytes and version are equal both times did not change in between.
     first = os.pread(descriptor, header.block_bytes, offset)
@@ -185,15 +185,15 @@ def _recorder(descriptor: int, offset: int) -> Found:
         raise RingcommError("trace: a recorder that does not end in its heap")
     unstable = unstable_records(first, second)
     if header.on_device:
-        return Found(header, first, unstable, 0)  # its control page is in device memory
+        return FoundRecorder(header, first, unstable, 0)  # its control page is in device memory
     control = max(offset - header.control_bytes, 0)
     word = os.pread(descriptor, WORD_BYTES, control + WAITS_FOR_OFFSET)
-    return Found(header, first, unstable, int.from_bytes(word, "little"))
+    return FoundRecorder(header, first, unstable, int.from_bytes(word, "little"))
 
 
-def _by_world(found: Iterable[Found]) -> list[Recording]:
+def _by_world(found: Iterable[FoundRecorder]) -> list[Recording]:
     """Makes one recording per communicator, and one per rank of those that never connected."""
-    worlds: dict[tuple[int, int], list[Found]] = {}
+    worlds: dict[tuple[int, int], list[FoundRecorder]] = {}
     for each in found:
         key = (each.header.world_id, 0 if each.header.world_id else each.header.created_ns)
         worlds.setdefault(key, []).append(each)
@@ -214,10 +214,10 @@ def _by_world(found: Iterable[Found]) -> list[Recording]:
     return recordings
 
 
-def _ranks(found: Found, clock: Clock) -> RankRecording:
+def _ranks(found: FoundRecorder, clock: Clock) -> RankRecording:
     ranks = read_block(found.block, found.unstable, clock)
     return ranks.waiting_for(found.waits_for, found.header.world_size)
 
 
-def _oldest(members: list[Found]) -> int:
+def _oldest(members: list[FoundRecorder]) -> int:
     return min(each.header.created_ns for each in members)

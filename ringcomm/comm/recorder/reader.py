@@ -254,7 +254,7 @@ def told_over_nodes(fault: Fault, recording: Recording) -> Fault:
     return {**told, "story": _NUMBER.sub("", told.get("story", ""))}
 
 
-class Source(Protocol):
+class RecorderSource(Protocol):
     """Gives copies of the recorders of all ranks."""
 
     def recorded(self, rank: int, most: int) -> bytes:
@@ -308,7 +308,7 @@ class FlightRecorder:
 
     def __init__(
         self,
-        source: Source | None,
+        source: RecorderSource | None,
         name: str,
         rank_of: tuple[int, int],
         locate: Callable[[Fault], Fault] | None = None,

@@ -16,6 +16,7 @@ __all__ = [
     "CAPTURED",
     "COMPLETED",
     "DONE",
+    "FAILED",
     "HEADER_BYTES",
     "OPEN",
     "OPTIMIZERS",
@@ -23,10 +24,10 @@ __all__ = [
     "RUNNING",
     "STATES",
     "Clock",
-    "Header",
     "NodeLevel",
     "RankRecording",
     "Record",
+    "RecorderHeader",
     "Recording",
     "at",
     "call_of",
@@ -309,6 +310,41 @@ def divergence(recording: Recording) -> int | None:
     return None
 
 
+@dataclass(frozen=True)
+class Skip:
+    """``rank`` seems to have left out the call ``number`` that ``other`` made at ``site``."""
+
+    rank: int
+    other: int
+    number: int
+    site: str
+
+
+def skipped_call(recording: Recording) -> Skip | None:
+    """Finds a call that one rank seems to have left out, by the lines that calls were made at.
+
+    Calls of one kind and size match whatever lines they come from, so the calls after one that is
+    left out are taken for those before them. From the first call whose lines differ on, the lines
+    of the rank that left it out are then those of a peer one call later. Ranks that make their
+    calls at different lines by intent do not look so.
+    """
+    for number, calls in _calls_by_number(recording.ranks):
+        sites = [call.site if call is not None else "" for call in calls]
+        if all(sites) and len(set(sites)) > 1:
+            rests = [_sites_from(each, number) for each in recording.ranks]
+            for rank, rest in enumerate(rests):
+                for other, others in enumerate(rests):
+                    if rest and sites[rank] != sites[other] and rest == others[1 : len(rest) + 1]:
+                        name, peer = recording.ranks[rank].rank, recording.ranks[other].rank
+                        return Skip(name, peer, number, sites[other])
+            return None
+    return None
+
+
+def _sites_from(rank: RankRecording, number: int) -> list[str]:
+    return [each.site for each in rank.collectives if each.number >= number]
+
+
 # The layout below is that of ``kernels/host/recorder.h``.
 
 Bytes = bytes | bytearray
@@ -329,7 +365,7 @@ _MOST = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
-class Header:
+class RecorderHeader:
     """The beginning of a recorder, which says whose it is and how it is laid out."""
 
     capacity: int
@@ -358,7 +394,7 @@ def _text(raw: bytes) -> str:
     return printable(raw.partition(b"\0")[0].decode("utf-8", "replace"), "")
 
 
-def read_header(block: Bytes) -> Header:
+def read_header(block: Bytes) -> RecorderHeader:
     """Reads the beginning of a recorder.
 
     Raises:
@@ -375,7 +411,7 @@ def read_header(block: Bytes) -> Header:
     if not 0 < capacity <= _native.MAX_RECORDS or not 0 <= rank < world:
         _fail(f"{capacity} records of rank {rank} of {world}")
     waits_for = values[10] - 1 if 0 < values[10] <= world else -1
-    return Header(
+    return RecorderHeader(
         capacity,
         rank,
         world,
@@ -401,7 +437,7 @@ class Clock:
     now: tuple[int, int]
 
     @classmethod
-    def since(cls, header: Header) -> Clock:
+    def since(cls, header: RecorderHeader) -> Clock:
         """Returns the clock given by the moment at which a recorder was made, and by now."""
         return cls((header.created_ticks, header.created_ns), _native.clock_pair())
 

@@ -14,7 +14,8 @@ sums of 16-bit gradients are kept in FP32, B counts 4 bytes an element. Reduce-s
 An all-gather is the same backwards without the sums, an all-reduce both after each other, segment
 by segment. On rails the ranks of a node first reduce among themselves, so that each holds 1/L of
 the node's sums, and gather among themselves last. ``docs/scaling.md`` has the model and what it
-says.
+says. On a coded wire (:class:`Coding`) rails are direct, and a rank codes what it sends and decodes
+what it receives; in an all-reduce twice.
 
 Sources: ring and the alpha-beta model: Thakur, Rabenseifner, Gropp, "Optimization of collective
 communication operations in MPICH" (2005), and Chan, Heimlich, Purkayastha, van de Geijn,
@@ -30,16 +31,21 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
+from ringcomm import _native
 from ringcomm.comm.topology.network import Network
-from ringcomm.comm.topology.pipeline import Flow, Part, Stage, finish_us
+from ringcomm.comm.topology.pipeline import Flow, LinkStage, StageSequence, finish_us
 from ringcomm.errors import ArgumentError
 
 __all__ = [
     "ALGORITHMS",
+    "CODED",
     "COLLECTIVES",
+    "FP32_BYTES",
     "RAILS",
     "Cluster",
+    "Coding",
     "Cost",
     "algorithms_of",
     "best_cost",
@@ -50,6 +56,8 @@ __all__ = [
 
 COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
 ALGORITHMS = ("flat-ring", "rail-ring", "rail-direct", "rail-levels", "rail-pat", "torus")
+# The one of them that never sums codes on the way, and so codes each number once.
+CODED = "rail-direct"
 # What the rails of a communicator over nodes choose from, the simplest first.
 RAILS = ("rail-direct", "rail-ring", "rail-levels")
 # The model is not finer than that; a choice.
@@ -57,6 +65,7 @@ SIMPLER_WITHIN = 0.05
 MOST_SEGMENTS = 256
 LEAST_SEGMENT_BYTES = 1 << 16
 FP32_TERMS = 2
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -161,6 +170,31 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Coding:
+    """A coded wire, as ``docs/nodes.md`` describes it.
+
+    Attributes:
+        share: its bytes for each byte of FP32.
+        gbps: FP32 bytes that a rank codes, or decodes and adds, while all of them do.
+    """
+
+    share: float
+    gbps: float
+
+    @classmethod
+    def of_wire(cls, wire: str, gbps: float) -> Coding:
+        """The coding of a wire by its name in ``CommOptions.wire``, at a rate."""
+        block = _native.WIRE_BLOCK
+        return cls(_native.wire_bytes(_native.WIRES[wire], block) / (block * FP32_BYTES), gbps)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ArgumentError(f"coding: expected a share in (0, 1], got {self.share!r}")
+        if not 0 < self.gbps < math.inf:
+            raise ArgumentError(f"coding: expected gbps above 0 and finite, got {self.gbps!r}")
+
+
+@dataclass(frozen=True)
 class _Round:
     """One round of messages of a rail, and what its receiver then sums.
 
@@ -169,9 +203,19 @@ class _Round:
         sum_bytes: that the sum reads and writes in a rank's memory; an all-gather has none.
     """
 
-    stage: Stage
+    stage: LinkStage
     sum_bytes: float
     repeats: int = 1
+
+
+class _Call(NamedTuple):
+    """The collective that is evaluated, as :func:`collective_cost` describes it."""
+
+    collective: str
+    num_bytes: int
+    algorithm: str
+    segment_bytes: int | None
+    coding: Coding | None
 
 
 @dataclass(frozen=True)
@@ -202,6 +246,7 @@ def collective_cost(
     num_bytes: int,
     algorithm: str,
     segment_bytes: int | None = None,
+    coding: Coding | None = None,
 ) -> Cost:
     """Evaluates one collective.
 
@@ -212,14 +257,18 @@ def collective_cost(
         algorithm: one of ``ALGORITHMS``.
         segment_bytes: of the pieces that a rank's data are pipelined in; None takes the power of
             two of equal segments that is fastest, for each algorithm its own.
+        coding: of what travels between nodes, and ``num_bytes`` are FP32; None sends it as it is.
 
     Raises:
-        ArgumentError: there is no such collective or algorithm here, or a size is not positive.
+        ArgumentError: there is no such collective or algorithm here, a size is not positive, or
+            the algorithm is not direct on a coded wire.
     """
     _check(cluster, collective, num_bytes, algorithm, segment_bytes)
+    if coding is not None and algorithm != CODED:
+        raise ArgumentError(f"algorithm: expected {CODED} on a coded wire, got {algorithm}")
     options = [
-        _evaluated(cluster, collective, num_bytes, algorithm, exchange, segment_bytes)
-        for exchange in _exchanges(cluster, algorithm)
+        _evaluated(cluster, _Call(collective, num_bytes, algorithm, segment_bytes, coding), each)
+        for each in _exchanges(cluster, algorithm)
     ]
     return min(options, key=lambda cost: cost.time_us)
 
@@ -285,33 +334,26 @@ def _check(
         raise ArgumentError(f"segment: expected at least 1 byte, got {segment_bytes}")
 
 
-def _evaluated(
-    cluster: Cluster,
-    collective: str,
-    num_bytes: int,
-    algorithm: str,
-    exchange: _Exchange | None,
-    segment_bytes: int | None,
-) -> Cost:
+def _evaluated(cluster: Cluster, call: _Call, exchange: _Exchange | None) -> Cost:
     """The cost with the segment asked for, or the fastest one; no exchange is the flat ring."""
     copies = cluster.nics
-    cut_bytes = num_bytes / cluster.ranks_per_node
+    cut_bytes = call.num_bytes / cluster.ranks_per_node
     if exchange is None:
-        cut_bytes = num_bytes / copies / cluster.world_size
+        cut_bytes = call.num_bytes / copies / cluster.world_size
     best: tuple[float, int, list[Flow]] | None = None
-    for segments in _segment_counts(cut_bytes, segment_bytes):
+    for segments in _segment_counts(cut_bytes, call.segment_bytes):
         if exchange is None:
-            flows = _flat_flows(cluster, collective, cut_bytes / segments, segments)
+            flows = _flat_flows(cluster, call.collective, cut_bytes / segments, segments)
         else:
-            flows = _rail_flows(cluster, collective, cut_bytes / segments, segments, exchange)
+            flows = _rail_flows(cluster, call, cut_bytes / segments, segments, exchange)
         time_us = finish_us(flows)
         if best is not None and time_us >= best[0]:
             break
         best = time_us, segments, flows
     assert best is not None
     return Cost(
-        algorithm,
-        collective,
+        call.algorithm,
+        call.collective,
         best[0],
         best[1],
         copies * sum(flow.nic_bytes for flow in best[2]),
@@ -351,7 +393,7 @@ def _flat_flows(
     ranks = cluster.ranks_per_node
     steps = cluster.world_size - 1
     edges = max(1.0, cluster.nics * (ranks - 1) / ranks)
-    within = Stage(
+    within = LinkStage(
         "edge {}",
         _transfer_us(segment_bytes, cluster.node_gbps / edges),
         cluster.node_alpha_us,
@@ -361,7 +403,7 @@ def _flat_flows(
     sum_us = _transfer_us((FP32_TERMS + 1) * segment_bytes, cluster.memory_gbps)
     flows = []
     for place in range(ranks):
-        parts: list[Part] = []
+        parts: list[StageSequence] = []
         for half, extra_us in _halves(collective, sum_us):
             first = (place + half * steps) % ranks
             lap = [
@@ -369,8 +411,8 @@ def _flat_flows(
                 for edge in ((first + hop) % ranks for hop in range(ranks))
             ]
             lap = [replace(stage, latency_us=stage.latency_us + extra_us) for stage in lap]
-            parts.append(Part(tuple(lap), steps // ranks))
-            parts.append(Part(tuple(lap[: steps % ranks])))
+            parts.append(StageSequence(tuple(lap), steps // ranks))
+            parts.append(StageSequence(tuple(lap[: steps % ranks])))
         flows.append(Flow(tuple(parts), segments))
     return flows
 
@@ -386,7 +428,7 @@ def _halves(collective: str, sum_us: float) -> list[tuple[int, float]]:
 
 def _rail_flows(
     cluster: Cluster,
-    collective: str,
+    call: _Call,
     segment_bytes: float,
     segments: int,
     exchange: _Exchange,
@@ -397,32 +439,42 @@ def _rail_flows(
     read_us = cluster.node_alpha_us + _transfer_us((ranks - 1) * part_bytes, cluster.node_gbps)
     flows = []
     for sharer in range(ranks // cluster.nics):
-        node = [Part((Stage(f"node {sharer}", read_us),))] if ranks > 1 else []
+        node = [StageSequence((LinkStage(f"node {sharer}", read_us),))] if ranks > 1 else []
         for number in range(exchange.flows):
-            rounds = exchange.rounds(part_bytes, number)
-            scatter = node + [_with_sum(cluster, each, f"memory {sharer}") for each in rounds]
-            moved = [Part((each.stage,), each.repeats) for each in rounds]
+            share = 1.0 if call.coding is None else call.coding.share
+            rounds = exchange.rounds(part_bytes * share, number)
+            if call.coding is None:
+                scatter = [_with_sum(cluster, each, f"memory {sharer}") for each in rounds]
+                moved = [StageSequence((each.stage,), each.repeats) for each in rounds]
+            else:
+                code_us = _transfer_us(part_bytes, call.coding.gbps)
+                code = LinkStage(f"memory {sharer}", code_us)
+                code_sums = LinkStage(code.link, code_us / cluster.nodes)
+                scatter = [StageSequence((code, each.stage, code)) for each in rounds]
+                moved = [StageSequence((code_sums, each.stage, code)) for each in rounds]
             parts = {
-                "reduce_scatter": scatter,
+                "reduce_scatter": node + scatter,
                 # Its schedule, seen backwards, is that of a reduce-scatter without sums.
                 "all_gather": node + moved,
-                "all_reduce": scatter + moved[::-1] + node,
-            }[collective]
+                "all_reduce": node + scatter + moved[::-1] + node,
+            }[call.collective]
             flows.append(Flow(tuple(parts), segments))
     return flows
 
 
-def _with_sum(cluster: Cluster, each: _Round, memory: str) -> Part:
+def _with_sum(cluster: Cluster, each: _Round, memory: str) -> StageSequence:
     sum_us = _transfer_us(each.sum_bytes, cluster.memory_gbps)
-    return Part((each.stage, Stage(memory, sum_us)), each.repeats)
+    return StageSequence((each.stage, LinkStage(memory, sum_us)), each.repeats)
 
 
-def _nic(cluster: Cluster, messages: int, num_bytes: float, contention: float, hops: int) -> Stage:
+def _nic(
+    cluster: Cluster, messages: int, num_bytes: float, contention: float, hops: int
+) -> LinkStage:
     """Messages of a rank to other nodes, ``num_bytes`` together."""
     busy_us = messages * cluster.nic_message_us
     busy_us += contention * _transfer_us(num_bytes, cluster.nic_gbps)
     latency_us = cluster.nic_alpha_us + (hops - 1) * cluster.hop_us
-    return Stage("nic", busy_us, latency_us, num_bytes)
+    return LinkStage("nic", busy_us, latency_us, num_bytes)
 
 
 def _exchanges(cluster: Cluster, algorithm: str) -> list[_Exchange | None]:
@@ -510,6 +562,6 @@ def _torus_rounds(cluster: Cluster, part_bytes: float, number: int) -> list[_Rou
         dim = (number + turn) % len(sizes)
         left_bytes /= sizes[dim]
         busy_us = cluster.nic_message_us + _transfer_us(left_bytes / 2, link_gbps)
-        stage = Stage(f"dimension {dim}", busy_us, cluster.nic_alpha_us, left_bytes)
+        stage = LinkStage(f"dimension {dim}", busy_us, cluster.nic_alpha_us, left_bytes)
         rounds.append(_Round(stage, (FP32_TERMS + 1) * left_bytes, sizes[dim] - 1))
     return rounds

@@ -18,10 +18,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ringcomm import _native
 from ringcomm.comm.topology.cost import (
     ALGORITHMS,
     COLLECTIVES,
     Cluster,
+    Coding,
     collective_cost,
 )
 from ringcomm.comm.topology.network import Network
@@ -54,6 +56,7 @@ class Measured:
         ms: median of the slowest rank.
         rounds: that the median is of.
         segment_bytes: in which a rank's data were pipelined; 0 is not at all.
+        wire: of the sums, as in :class:`ringcomm.comm.options.CommOptions`; "" is "fp32".
     """
 
     collective: str
@@ -66,12 +69,15 @@ class Measured:
     ms: float
     rounds: int = 1
     segment_bytes: int = 0
+    wire: str = ""
 
     def __post_init__(self) -> None:
         if self.collective not in (*COLLECTIVES, EXCHANGE):
             raise ArgumentError(f"row: unknown collective {self.collective!r}")
         if self.algorithm not in ALGORITHMS:
             raise ArgumentError(f"row: unknown algorithm {self.algorithm!r}")
+        if self.wire and self.wire not in _native.WIRES:
+            raise ArgumentError(f"row: unknown wire {self.wire!r}")
         for name in ("gbit_s", "bytes", "ms"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ArgumentError(f"row: expected {name} above 0, got {getattr(self, name)!r}")
@@ -85,11 +91,13 @@ class Fitted:
         alpha_us: of a message between nodes.
         payload: the share of a link's nominal rate that data get; the rest are headers and idling.
         node_gbps: at which neighbours in a node pass data on.
+        coding_gbps: of FP32 that a rank codes, or decodes and adds, for a coded wire.
     """
 
     alpha_us: float
     payload: float
     node_gbps: float
+    coding_gbps: float = 1.0
 
     def cluster(self, row: Measured) -> Cluster:
         """The machines that a row was measured on."""
@@ -152,7 +160,8 @@ def predicted_ms(row: Measured, fitted: Fitted) -> float:
         collective = "reduce_scatter"
         cluster = replace(cluster, node_gbps=UNLIMITED_GBPS, node_alpha_us=0.0)
     segment_bytes = row.segment_bytes or row.bytes
-    cost = collective_cost(cluster, collective, row.bytes, row.algorithm, segment_bytes)
+    coding = Coding.of_wire(row.wire, fitted.coding_gbps) if row.wire else None
+    cost = collective_cost(cluster, collective, row.bytes, row.algorithm, segment_bytes, coding)
     return cost.time_us / 1e3
 
 
@@ -165,17 +174,25 @@ def fit(rows: Sequence[Measured]) -> Fitted:
     Raises:
         ArgumentError: there are no rows.
     """
-    if not rows:
+    plain, coded = [[row for row in rows if bool(row.wire) is wired] for wired in (False, True)]
+    if not plain:
         raise ArgumentError("fit: expected rows, got none")
+    best = Fitted(alpha_us=1e3 * min(row.ms for row in plain), payload=0.9, node_gbps=1.0)
+    best = _nearest(plain, best, ("payload", "alpha_us", "node_gbps"))
+    # What the link does is known then, and coded rows tell the rate of coding.
+    return _nearest(coded, best, ("coding_gbps",)) if coded else best
+
+
+def _nearest(rows: Sequence[Measured], best: Fitted, names: Sequence[str]) -> Fitted:
+    """Returns ``best`` with the parameters of ``names`` moved to where the rows are nearest."""
 
     def loss(fitted: Fitted) -> float:
         return statistics.fmean(abs(math.log(predicted_ms(row, fitted) / row.ms)) for row in rows)
 
-    best = Fitted(alpha_us=1e3 * min(row.ms for row in rows), payload=0.9, node_gbps=1.0)
     least, factor = loss(best), 2.0
     while factor > FINEST_STEP:
         improved = False
-        for name in ("payload", "alpha_us", "node_gbps"):
+        for name in names:
             for step in (factor, 1 / factor):
                 tried = replace(best, **{name: getattr(best, name) * step})
                 if tried.payload <= 1 and (value := loss(tried)) < least:
@@ -191,13 +208,15 @@ def validate(rows: Sequence[Measured], fitted: Fitted) -> list[Validated]:
 
 
 def _table(validated: Sequence[Validated]) -> list[str]:
-    lines = ["collective  algorithm  nodes x ranks  Gbit/s  bytes  measured ms  predicted  ratio"]
+    lines = [
+        "collective  algorithm  wire  nodes x ranks  Gbit/s  bytes  measured ms  predicted  ratio"
+    ]
     for each in validated:
         row = each.row
         lines.append(
-            f"{row.collective}  {row.algorithm}  {row.nodes} x {row.ranks_per_node}  "
-            f"{row.gbit_s:g}  {row.bytes}  {row.ms:.3g}  {each.predicted_ms:.3g}  "
-            f"{each.ratio:.3f}"
+            f"{row.collective}  {row.algorithm}  {row.wire or 'fp32'}  "
+            f"{row.nodes} x {row.ranks_per_node}  {row.gbit_s:g}  {row.bytes}  {row.ms:.3g}  "
+            f"{each.predicted_ms:.3g}  {each.ratio:.3f}"
         )
     return lines
 

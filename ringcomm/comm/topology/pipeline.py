@@ -22,7 +22,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Flow", "Part", "Stage", "finish_us", "least_us", "ring_us"]
+__all__ = ["Flow", "LinkStage", "StageSequence", "finish_us", "least_us", "ring_us"]
 
 # Longer schedules have their repeats cut short (some 5 ms of Python for as many).
 MOST_TASKS = 4_000
@@ -31,7 +31,7 @@ SETTLED_REPEATS = 3
 
 
 @dataclass(frozen=True)
-class Stage:
+class LinkStage:
     """The work of one segment on one link.
 
     Attributes:
@@ -48,10 +48,10 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Part:
+class StageSequence:
     """Stages that follow each other, ``repeats`` times."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[LinkStage, ...]
     repeats: int = 1
 
 
@@ -59,7 +59,7 @@ class Part:
 class Flow:
     """``segments`` equal segments, each of which goes through all parts in their order."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[StageSequence, ...]
     segments: int = 1
 
     @property

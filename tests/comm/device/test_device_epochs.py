@@ -1,5 +1,9 @@
 """Epochs come around after 2^32 items or packet calls, and nothing happens."""
 
+import functools
+import threading
+from collections.abc import Callable
+
 import pytest
 
 from tests.support.device_checks import CHECKS, Case, check_all_gather, check_all_reduce
@@ -12,15 +16,27 @@ WRAP = 1 << 32
 CLEARING = 1 << 24
 
 
+def _between_calls(devices, comm, meeting: threading.Barrier, put: Callable[[], None]) -> None:
+    """Lets all ranks ``put`` what their calls go on from, while none is in a call.
+
+    The kernel of a barrier ends on one rank while others still read their words, and the first call
+    after it writes into the words of a rank that may not have put them yet.
+    """
+    comm.barrier()
+    devices.runtime.synchronize(0)
+    meeting.wait()
+    put()
+    meeting.wait()
+
+
 @pytest.mark.parametrize("name", CHECKS)
 def test_items_wrap_around(devices, name):
     """From a few items before 2^31 and 2^32 to many behind."""
+    meeting = threading.Barrier(WORLD)
 
     def body(comm):
         for begin in (WRAP // 2 - 5, WRAP - 5):
-            comm.barrier()
-            devices.runtime.synchronize(0)
-            set_epochs(comm, begin)
+            _between_calls(devices, comm, meeting, functools.partial(set_epochs, comm, begin))
             for place in ("plain", "heap"):
                 for algorithm in ("direct", "ring"):
                     for count in (3, MANY // 4):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ringcomm
-from ringcomm import ArgumentError
+from ringcomm import ArgumentError, CommOptions
 from tests.support.device_checks import CHECKS, Case
 from tests.support.device_worlds import MANY, device_of, on_host, put
 from tests.support.exact import op_of, operand, pattern, reduced, same
@@ -31,7 +31,9 @@ def test_two_devices_of_one_process(two_devices, ranks):
 
 def test_devices_named_one_by_one(two_devices):
     named: list[torch.device | str | int | None] = [torch.device("cuda", 1), "cuda:0", 1]
-    with ringcomm.local_world(3, device=named, timeout=60) as world:
+    # Few blocks: worlds of other tests, which live on, keep room for their messages.
+    options = CommOptions(timeout=60, channels=2)
+    with ringcomm.local_world(3, device=named, options=options) as world:
         assert [device_of(comm) for comm in world] == [1, 0, 1]
 
         def body(comm):

@@ -31,6 +31,22 @@ def test_sends_and_receives_in_turn(devices, place):
     devices.run(devices.world(2), body)
 
 
+def test_threads_wait_for_messages_on_the_host(devices):
+    """What follows on the stream must wait for no other thread: a copy may lock that out."""
+
+    def body(comm):
+        peer = 1 - comm.rank
+        for _ in range(20):
+            got = _filled(comm, MANY, -1)
+            works = [comm.irecv(got, peer), comm.isend(_filled(comm, MANY, comm.rank), peer)]
+            for work in works:
+                work.wait()
+                assert work.is_completed()
+            assert torch.equal(on_host(got), torch.full((MANY,), float(peer)))
+
+    devices.run(devices.world(2), body)
+
+
 @pytest.mark.parametrize("place", ["plain", "heap"])
 def test_both_may_send_first(devices, place):
     def body(comm):

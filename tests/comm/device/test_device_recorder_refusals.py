@@ -10,7 +10,7 @@ import torch
 
 import ringcomm
 from ringcomm import MismatchError, RingcommError
-from ringcomm.cli.trace import report
+from ringcomm.cli.trace_text import report
 from ringcomm.comm.device import recorder
 from ringcomm.errors import RendezvousError, UnsupportedError
 from ringcomm.memory import host_heap

@@ -298,6 +298,13 @@ def exchange(multiprocessors: int, ranks: int, channels: int, timeout: float = 2
     all_wait = threading.Barrier(ranks)
 
     def body(comm: Any) -> None:
+        try:
+            messages_around_a_collective(comm)
+        except BaseException:
+            all_wait.abort()  # else the others wait there for a rank that has ended
+            raise
+
+    def messages_around_a_collective(comm: Any) -> None:
         out = torch.full((COUNT,), comm.rank + 1.0)
         into, total = torch.zeros(COUNT), torch.ones(COUNT)
         sent = comm.isend(out, (comm.rank + 1) % ranks)

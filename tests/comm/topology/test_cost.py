@@ -14,6 +14,7 @@ from ringcomm.comm.topology.cost import (
     ALGORITHMS,
     COLLECTIVES,
     Cluster,
+    Coding,
     algorithms_of,
     best_cost,
     best_rail,
@@ -30,7 +31,14 @@ from ringcomm.comm.topology.fit import (
     validate,
 )
 from ringcomm.comm.topology.network import Network, torus_network
-from ringcomm.comm.topology.pipeline import Flow, Part, Stage, finish_us, least_us, ring_us
+from ringcomm.comm.topology.pipeline import (
+    Flow,
+    LinkStage,
+    StageSequence,
+    finish_us,
+    least_us,
+    ring_us,
+)
 from ringcomm.errors import ArgumentError
 
 MIB = 1 << 20
@@ -48,22 +56,22 @@ def switch(nodes, ranks=8, **others):
 @pytest.mark.parametrize("segments", [1, 2, 5])
 @pytest.mark.parametrize(("occupied_us", "latency_us"), [(1.0, 0.0), (1.0, 2.5), (1.0, 40.0)])
 def test_a_ring_takes_what_its_closed_form_says(steps, segments, occupied_us, latency_us):
-    flow = Flow((Part((Stage("link", occupied_us, latency_us),), steps),), segments)
+    flow = Flow((StageSequence((LinkStage("link", occupied_us, latency_us),), steps),), segments)
     assert finish_us([flow]) == pytest.approx(
         ring_us(steps, segments, occupied_us, latency_us), rel=1e-12
     )
 
 
 def test_a_pipeline_is_as_slow_as_its_slowest_link():
-    stages = tuple(Stage(f"link {n}", float(us)) for n, us in enumerate((3, 7, 2)))
-    assert finish_us([Flow((Part(stages),), 10)]) == 3 + 10 * 7 + 2
+    stages = tuple(LinkStage(f"link {n}", float(us)) for n, us in enumerate((3, 7, 2)))
+    assert finish_us([Flow((StageSequence(stages),), 10)]) == 3 + 10 * 7 + 2
     # On one link they all wait for each other.
     shared = tuple(replace(stage, link="link") for stage in stages)
-    assert finish_us([Flow((Part(shared),), 10)]) == 10 * (3 + 7 + 2)
+    assert finish_us([Flow((StageSequence(shared),), 10)]) == 10 * (3 + 7 + 2)
 
 
 def test_flows_share_a_link():
-    flow = Flow((Part((Stage("nic", 2.0, 5.0),)),), 3)
+    flow = Flow((StageSequence((LinkStage("nic", 2.0, 5.0),)),), 3)
     assert finish_us([flow] * 4) == 4 * 3 * 2.0 + 5.0
 
 
@@ -71,9 +79,10 @@ def test_any_schedule_is_between_its_bounds():
     random.seed(1)
     for _ in range(50):
         parts = tuple(
-            Part(
+            StageSequence(
                 tuple(
-                    Stage(random.choice("abc"), random.random(), random.random()) for _ in range(3)
+                    LinkStage(random.choice("abc"), random.random(), random.random())
+                    for _ in range(3)
                 ),
                 random.randint(1, 3),
             )
@@ -88,10 +97,10 @@ def test_any_schedule_is_between_its_bounds():
 
 @pytest.mark.parametrize("latency_us", [0.0, 3.0, 30.0])
 def test_long_schedules_are_continued_exactly_once_they_have_settled(latency_us):
-    lap = (Stage("a", 1.0, latency_us), Stage("b", 2.0, latency_us))
-    flows = [Flow((Part((Stage("c", 4.0),)), Part(lap, 500)), 3)]
+    lap = (LinkStage("a", 1.0, latency_us), LinkStage("b", 2.0, latency_us))
+    flows = [Flow((StageSequence((LinkStage("c", 4.0),)), StageSequence(lap, 500)), 3)]
     assert finish_us(flows, most_tasks=200) == pytest.approx(finish_us(flows), rel=1e-12)
-    uneven = [Flow((Part(lap, 500), Part(lap, 250)), 3)]
+    uneven = [Flow((StageSequence(lap, 500), StageSequence(lap, 250)), 3)]
     assert finish_us(uneven, most_tasks=500) == pytest.approx(finish_us(uneven), rel=1e-3)
 
 
@@ -256,6 +265,50 @@ def test_a_torus_equals_a_switch_in_bandwidth_and_loses_in_all_to_all():
         assert direct == pytest.approx(contention * flat / 2, rel=1e-6)
 
 
+def test_codes_take_their_share_of_the_bytes_and_the_time_of_coding():
+    cluster = switch(2, 1, nic_gbps=1.0, nic_alpha_us=10.0, nic_message_us=0.0, **NO_NODE)
+    coding = Coding.of_wire("int8", 4.0)
+    assert coding.share == 131 / 512
+    whole_us = 4 * MIB / 4e3  # coded, or decoded and added: 4 MiB at 4 GB/s
+    sent_us = 2 * MIB * 131 / 512 / 1e3 + 10
+    scatter, reduced = (
+        collective_cost(cluster, collective, 4 * MIB, "rail-direct", 4 * MIB, coding)
+        for collective in ("reduce_scatter", "all_reduce")
+    )
+    assert scatter.time_us == pytest.approx(2 * whole_us + sent_us)
+    # The half that it has summed is coded once more, and all is decoded.
+    assert reduced.time_us == pytest.approx(3.5 * whole_us + 2 * sent_us)
+    assert reduced.node_sent_bytes == 2 * scatter.node_sent_bytes == 4 * MIB * 131 / 512
+    plain = collective_cost(cluster, "all_reduce", 4 * MIB, "rail-direct", 4 * MIB)
+    assert plain.time_us == pytest.approx(2 * (2 * MIB / 1e3 + 10))
+    # Coding pays where the link is slower than the codes, and not where it is faster.
+    for nic_gbps, pays in ((0.1, True), (1.0, True), (10.0, False)):
+        near = replace(cluster, nic_gbps=nic_gbps)
+        times = [
+            collective_cost(near, "all_reduce", 4 * MIB, "rail-direct", None, each).time_us
+            for each in (coding, None)
+        ]
+        assert (times[0] < times[1]) is pays
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: Coding(1.5, 1.0), "expected a share in"),
+        (lambda: Coding(0.25, 0.0), "expected gbps above 0"),
+        (
+            lambda: collective_cost(
+                switch(4), "all_reduce", MIB, "rail-ring", coding=Coding(0.25, 1.0)
+            ),
+            "expected rail-direct on a coded wire, got rail-ring",
+        ),
+    ],
+)
+def test_no_such_coding(call, says):
+    with pytest.raises(ArgumentError, match=says):
+        call()
+
+
 def test_published_bisections_of_pods():
     # TPU v4: 4096 chips, 16 x 16 x 16, 6 links of 50 GB/s; its documentation says 24 TB/s.
     tpu = Cluster(torus_network(16, 16, 16), 1, nic_gbps=300.0)
@@ -320,6 +373,14 @@ def test_a_fit_finds_the_parameters_that_made_the_rows():
     assert found.alpha_us == pytest.approx(TRUE.alpha_us, rel=0.1)
     others = made_rows(rates=(0.3, 3.0))
     assert all(abs(each.ratio - 1) < 0.1 for each in validate(others, found))
+    # Coded rows tell the rate of coding, once the others have told the rest.
+    coded = [
+        Measured("all_reduce", "rail-direct", 2, 2, 1, rate, 4 * MIB, 1.0, wire="int8")
+        for rate in (1.0, 10.0)
+    ]
+    coder = replace(TRUE, coding_gbps=0.1)
+    coded = [replace(row, ms=predicted_ms(row, coder)) for row in coded]
+    assert fit([*made_rows(), *coded]).coding_gbps == pytest.approx(0.1, rel=0.1)
     # A machine that behaves otherwise is seen.
     slower = made_rows(Fitted(150.0, 0.7, 2.0), rates=(0.3,), sizes=(4 * MIB,))
     assert all(each.ratio < 0.9 for each in validate(slower, found))
