@@ -73,7 +73,9 @@ class CMakeBuild(build_ext):
         self.call([*install, "kernels", "--prefix", str(kernels_prefix)])
 
     def call(self, command: list[str]) -> None:
-        subprocess.run(command, check=True)
+        # Below make, Ninja takes make's word for job slots that pip did not pass on, and complains.
+        environment = {name: word for name, word in os.environ.items() if name != "MAKEFLAGS"}
+        subprocess.run(command, check=True, env=environment)
 
 
 setup(
