@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ringcomm import _native
+from ringcomm.cli.estimate_request import parse_not_negative
 from ringcomm.comm.topology.cost import (
     CODED,
     COLLECTIVES,
@@ -52,21 +53,6 @@ def parse_dims(text: str) -> tuple[int, ...]:
     if not all(size.isascii() and size.isdigit() and int(size) for size in sizes):
         raise argparse.ArgumentTypeError(f"expected dimensions such as 8x8x4, got {text!r}")
     return tuple(map(int, sizes))
-
-
-def parse_not_negative(text: str) -> float:
-    """A number from 0 on.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none, or is not finite.
-    """
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
-    return number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

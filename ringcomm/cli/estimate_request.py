@@ -59,18 +59,34 @@ def parse_count(text: str) -> int:
 
 
 def parse_positive(text: str) -> float:
-    """A number above 0.
+    """A finite number above 0.
 
     Raises:
-        argparse.ArgumentTypeError: it is none, or is not finite.
+        argparse.ArgumentTypeError: it is none.
     """
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
+    number = _number_in(text)
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
     return number
+
+
+def parse_not_negative(text: str) -> float:
+    """A finite number from 0 on.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    number = _number_in(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+    return number
+
+
+def _number_in(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 @dataclass(frozen=True)

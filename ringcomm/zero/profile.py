@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Span:
+class TimedSpan:
     """An interval from ``begin_us`` to ``end_us`` of the process's clock.
 
     Attributes:
@@ -35,7 +35,7 @@ class StepProfile:
 
     def __init__(self) -> None:
         self.on = False
-        self.spans: list[Span] = []
+        self.spans: list[TimedSpan] = []
 
     @contextmanager
     def span(self, name: str, size_bytes: int = 0, kind: str = "communication") -> Iterator[None]:
@@ -49,7 +49,7 @@ class StepProfile:
         finally:
             end_us = time.perf_counter_ns() / 1000
             thread = threading.get_ident()
-            self.spans.append(Span(name, kind, begin_us, end_us, thread, size_bytes))
+            self.spans.append(TimedSpan(name, kind, begin_us, end_us, thread, size_bytes))
 
     def waiting(self, name: str) -> AbstractContextManager[None]:
         """Records the body of the ``with`` as waiting for communication."""

@@ -22,7 +22,7 @@ from ringcomm.cli.report.waits import waits_of
 from ringcomm.comm.recorder import trace_file
 from ringcomm.comm.recorder.records import RankRecording, Record, Recording
 from ringcomm.examples.gpt import report as gpt_report
-from ringcomm.zero.profile import Span, StepProfile
+from ringcomm.zero.profile import StepProfile, TimedSpan
 
 MAX = ringcomm.ReduceOp.MAX
 MS = 1_000_000
@@ -443,9 +443,9 @@ def test_findings_of_doctor(tmp_path, paged, monkeypatch, capsys):
 def test_a_profile_of_steps(tmp_path, paged):
     profile = StepProfile()
     profile.spans = [
-        Span("forward", "compute", 1e6, 3e6, thread=7),
-        Span("wait for reduce_scatter", "wait", 3e6, 4e6, thread=7),
-        Span("reduce_scatter", "communication", 2e6, 4e6, thread=8, size_bytes=64),
+        TimedSpan("forward", "compute", 1e6, 3e6, thread=7),
+        TimedSpan("wait for reduce_scatter", "wait", 3e6, 4e6, thread=7),
+        TimedSpan("reduce_scatter", "communication", 2e6, 4e6, thread=8, size_bytes=64),
     ]
     profile.write(tmp_path / "profile.json", rank=1)
     page = paged(tmp_path / "profile.json")
@@ -470,7 +470,7 @@ def test_profiles_of_ranks_are_one_time_line_of_a_run(tmp_path, paged):
     paths = [tmp_path / f"stage{stage}-rank{rank}.json" for stage in (2, 3) for rank in (0, 1)]
     for index, path in enumerate(paths):
         profile = StepProfile()
-        profile.spans = [Span("forward", "compute", index * 1e6, index * 1e6 + 5e5, thread=1)]
+        profile.spans = [TimedSpan("forward", "compute", index * 1e6, index * 1e6 + 5e5, thread=1)]
         profile.write(path, rank=index % 2)
     page = paged(*paths)
     lines = page.figures[::2]
