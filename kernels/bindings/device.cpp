@@ -219,6 +219,7 @@ void bind_device(nb::module_& m) {
   bind_calls(c);
   bind_device_optimizer(m, c);
   bind_device_recorder(m, c);
+  bind_device_rows(c);
   bind_device_wires(c);
   m.def(
       "launch",

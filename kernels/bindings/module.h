@@ -13,7 +13,13 @@
 
 namespace ringcomm::host {
 
+using Addresses = std::vector<uintptr_t>;
+
 inline char* at(uintptr_t address) { return reinterpret_cast<char*>(address); }
+template <class T>
+T* typed(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
 
 [[noreturn]] inline void raise_os_error(const HeapError& e) {
   const nanobind::object args = nanobind::make_tuple(e.code, e.what());
@@ -44,6 +50,7 @@ void check_sources(size_t count);
 
 void bind_device_optimizer(nanobind::module_& m, nanobind::class_<device::DeviceComm>& c);
 void bind_device_recorder(nanobind::module_& m, nanobind::class_<device::DeviceComm>& c);
+void bind_device_rows(nanobind::class_<device::DeviceComm>& c);
 void bind_device_wires(nanobind::class_<device::DeviceComm>& c);
 void bind_faults(nanobind::module_& m);
 void bind_heap(nanobind::module_& m);

@@ -11,13 +11,6 @@ namespace nb = nanobind;
 namespace ringcomm::host {
 namespace {
 
-using Addresses = std::vector<uintptr_t>;
-
-template <class T>
-T* typed(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 int float_type(int dtype) {
   const DType type = DType(dtype);
   if (type != DType::kFloat32 && accumulator_of(type) != DType::kFloat32)

@@ -91,9 +91,27 @@ struct CallArgs {
   int32_t sources, divide_by;
 };
 
+// A launch that reads rows which lie apart (row_lanes.h). Row i is row entry[1] of those at
+// bases[entry[0]], of the entry at entries + i * entry_words; a negative entry[0] means that there
+// is none. Results are [count] rows of `row_bytes`, too.
+struct RowsArgs {
+  const int64_t* entries;
+  uint64_t entry_words;
+  uint64_t count, k;  // of a sum count k entries
+  uint64_t row_bytes;
+  const float* weights;  // by entry; null: none
+  const char* with;      // [count] rows, of a scalar product
+  char* out;
+  float* dots;       // [count]
+  bool has_words;    // rows are one word of 4 bytes or two, at multiples of 4
+  bool has_vectors;  // rows are vectors of 16 bytes, at multiples of 16
+  const char* bases[kMaxWorld];
+};
+
 struct LaunchParams {
   union {
     CallArgs calls[kMaxRanksPerLaunch];
+    RowsArgs rows;
     struct {
       CallArgs call;
       InlineTable table;  // if call.inlined

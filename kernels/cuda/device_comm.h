@@ -154,6 +154,12 @@ class DeviceComm {
   void sum_wires(Wire wire, const CodedRuns& runs, char* out, DType dtype, uint64_t elems,
                  int divide_by);
 
+  // Rows that lie apart, in memory that is mapped here, by kernels that wait for no peer and are
+  // launched at once; see RowsArgs, of which these find out how rows lie.
+  void copy_rows(RowsArgs rows);
+  void sum_rows(RowsArgs rows, DType dtype);
+  void scale_rows(RowsArgs rows, DType dtype);
+
   // Makes the copies on the stream that come before the next launch, and makes that one prepared();
   // false: the call has no more.
   bool next();
@@ -182,6 +188,7 @@ class DeviceComm {
   void submit(Prepared prepared);
   void submit_copy(uint64_t to, uint64_t from, uint64_t bytes);
   void launch_alone(void* function, uint64_t elems, const CallArgs& args) const;
+  void launch_rows(const std::string& name, const RowsArgs& rows);
   Prepared optimizer_call(Collective collective, const std::string& name, const GradsOf& grads,
                           uint64_t bucket_elems, DType results);
   void adamw_step(Collective collective, const ShardOf& shard, const GradsOf& grads);

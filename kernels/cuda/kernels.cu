@@ -1,10 +1,11 @@
 // The kernels of one unit (docs/cuda.md): RINGCOMM_UNIT_MOVE; or the reductions of
 // RINGCOMM_UNIT_TYPE, with the bitwise ones if RINGCOMM_UNIT_BITWISE; or the optimizer's for
 // gradients of RINGCOMM_UNIT_GRADS; or those by multicast of RINGCOMM_UNIT_MULTICAST; or the codes
-// of a wire, RINGCOMM_UNIT_WIRE.
+// of a wire, RINGCOMM_UNIT_WIRE; or those of rows that lie apart, RINGCOMM_UNIT_ROWS.
 // grid.x: channels; grid.y: ranks of this launch.
 #include "kernels/cuda/multicast.h"
 #include "kernels/cuda/optimizer_body.h"
+#include "kernels/cuda/row_lanes.h"
 #include "kernels/cuda/team.h"
 #include "kernels/cuda/wire_lanes.h"
 
@@ -68,6 +69,18 @@ using Code = RINGCOMM_UNIT_WIRE;
 RC_WIRE_KERNELS(float32, float)
 RC_WIRE_KERNELS(bfloat16, ringcomm::BFloat16)
 RC_WIRE_KERNELS(float16, ringcomm::Float16)
+
+#elif defined(RINGCOMM_UNIT_ROWS)
+
+RC_KERNEL_OF(2, rc_copy_rows, copy_rows_kernel)
+
+#define RC_ROW_KERNELS(name, type)                           \
+  RC_KERNEL_OF(2, rc_sum_rows_##name, sum_rows_kernel<type>) \
+  RC_KERNEL_OF(2, rc_scale_rows_##name, scale_rows_kernel<type>)
+
+RC_ROW_KERNELS(float32, float)
+RC_ROW_KERNELS(bfloat16, ringcomm::BFloat16)
+RC_ROW_KERNELS(float16, ringcomm::Float16)
 
 #else
 

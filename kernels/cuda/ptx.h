@@ -105,6 +105,11 @@ __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t most) {
   return most;
 }
 
+// What the lane has whose number differs in the bits of `mask`; by all lanes of a warp.
+__device__ __forceinline__ float exchanged(float x, int mask) {
+  return __shfl_xor_sync(0xffffffffu, x, mask);
+}
+
 // One value per lane of a warp (warp_sum.h).
 struct WarpLanes {
   int lane;
@@ -151,6 +156,8 @@ uint32_t largest_of_lanes(uint32_t most) {
   static_assert(lanes == 1);
   return most;
 }
+
+inline float exchanged(float x, int) { return x; }
 
 inline void keep_packed(uint32_t&) {}
 

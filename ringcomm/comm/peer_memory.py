@@ -76,9 +76,9 @@ def heap_bases(comm: Communicator) -> tuple[int, ...]:
     the communicator lives; as for :func:`peer_tensors` the ranks must agree on when.
 
     Args:
-        comm: ranks on the host, all of one node.
+        comm: ranks of one node, on the host or on devices.
     """
-    return tuple(heap.base_ptr for heap in comm._membership.heaps)
+    return tuple(heap.base_ptr for heap in _heaps_of(comm)[0])
 
 
 def _heaps_of(comm: Communicator) -> tuple[tuple[_Mapped, ...], _View]:

@@ -41,7 +41,7 @@ class KernelUnit:
 
     Attributes:
         name: ``move``; or ``reduce_``, ``adamw_`` or ``multicast_`` and torch's name of the
-            (gradient's) dtype; or ``wires_`` and a wire.
+            (gradient's) dtype; or ``wires_`` and a wire; or ``rows``.
         macros: what the source is compiled with, as ``NAME`` or ``NAME=VALUE``.
         kernels: names of the ``__global__`` functions in it.
         since: the least compute capability that has its instructions; below it the unit is empty.
@@ -79,6 +79,8 @@ def _wire_unit(wire: str, code: str) -> KernelUnit:
     return KernelUnit(f"wires_{wire}", (f"RINGCOMM_UNIT_WIRE=ringcomm::{code}",), kernels)
 
 
+_ROW_KERNELS = tuple(f"rc_{what}_rows_{name}" for name in _FLOATS for what in ("sum", "scale"))
+
 _ALL = (
     KernelUnit("move", ("RINGCOMM_UNIT_MOVE",), ("rc_move", "rc_packet_move")),
     _reduce_unit("float32", "float"),
@@ -100,6 +102,7 @@ _ALL = (
     _wire_unit("int8", "Int8Code"),
     _wire_unit("fp8", "Fp8Code"),
     _wire_unit("int4", "Int4Code"),
+    KernelUnit("rows", ("RINGCOMM_UNIT_ROWS",), ("rc_copy_rows", *_ROW_KERNELS)),
 )
 UNITS: Mapping[str, KernelUnit] = {unit.name: unit for unit in _ALL}
 

@@ -174,7 +174,7 @@ def dispatch(comm: NodesCommunicator, operation: str, routes: Routes) -> tuple[T
         ptrs, _kept = share_tokens(
             comm, outboxes, places, routes.payload_bytes, routes.write_payload
         )
-        rows = routes.read_rows(sources, ptrs)
+        rows = routes.read_rows(comm, sources, ptrs)
     here = experts // comm.world_size
     counts = everyone[:, comm.rank * here : (comm.rank + 1) * here].sum(0)
     stamp = torch.tensor([outboxes.calls, count], dtype=torch.int64, device="cpu")

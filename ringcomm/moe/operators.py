@@ -24,12 +24,13 @@ from ringcomm.comm.arguments import DTYPE_CODES, readable, size_bytes
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import UnsupportedError
 from ringcomm.functional.collectives import library, register
-from ringcomm.moe import nodes
+from ringcomm.moe import devices, nodes
 from ringcomm.moe.outboxes import (
     Outboxes,
     RowsHeader,
     exchange,
     lendable,
+    numbers_on_host,
     outboxes_of,
     prepared,
     reading,
@@ -51,6 +52,7 @@ from ringcomm.moe.rows import (
     check_routes,
     check_rows,
     check_weights,
+    kernels_of,
     new_rows,
     rows_by_rank,
     tables_bytes,
@@ -77,7 +79,7 @@ def _publish_routes(
     checks = comm.checks(operation)
     check_routes(checks, r)
     x = r.x.detach()
-    lent = r.wire is None and lendable(x, comm.world_size)
+    lent = r.wire is None and lendable(comm, x)
     tables, payload = outboxes.take(tables_bytes(r), 0 if lent else len(x) * r.payload_bytes)
     write_tables(checks, r, tables)
     if lent:
@@ -96,6 +98,8 @@ def _dispatch(*arguments: Any) -> tuple[Tensor, ...]:
     operation = "moe.dispatch"
     routes = Routes(*arguments)
     comm = usable(routes.group, routes.world_size, operation)
+    if comm.launches:
+        return devices.dispatch(comm, operation, routes)
     if comm.num_nodes > 1:
         return nodes.dispatch(nodes.over_nodes(comm, operation), operation, routes)
     outboxes = outboxes_of(comm)
@@ -132,7 +136,7 @@ def _pull_tokens(
         order_ptrs, counts_ptrs, first, here, k, sources.data_ptr(), counts.data_ptr()
     )
     sources[count:] = -1
-    rows = routes.read_rows(sources, tokens_ptrs)
+    rows = routes.read_rows(comm, sources, tokens_ptrs)
     row_weights = torch.empty(room if headers[0].weighted else 0, dtype=torch.float32, device="cpu")
     if headers[0].weighted:
         weights_ptrs = [
@@ -174,7 +178,7 @@ def _publish_rows(
     header = header._replace(hidden=rows.size(1), dtype=DTYPE_CODES[rows.dtype], tokens=count)
     if comm.num_nodes > 1:
         return _Published(header, (rows,))
-    lent = lendable(rows, comm.world_size)
+    lent = lendable(comm, rows)
     [payload] = outboxes.take(0 if lent else size_bytes(rows))
     if lent:
         payload = rows
@@ -189,7 +193,7 @@ def _combine(y: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
     operation = "moe.combine"
     comm = usable(group, world_size, operation)
     outboxes = outboxes_of(comm)
-    number, count = stamp.tolist()
+    number, count = numbers_on_host(comm, operation, stamp)
     base = RowsHeader(COMBINE, number, k=places.size(1), weighted=int(weights is not None))
 
     def publish() -> _Published:
@@ -210,9 +214,9 @@ def _combine(y: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
             several = nodes.over_nodes(comm, operation)
             given = (y.detach()[:count], sources[:count], table)
             table, (ptrs, _kept) = nodes.fetch_rows(several, outboxes, *given)
-        out = new_rows(y, places.size(0))
+        out = new_rows(comm, y, places.size(0))
         wide = None if weights is None else readable(weights.detach().float())
-        _native.sum_rows(
+        kernels_of(comm, operation).sum_rows(
             table.data_ptr(),
             ptrs,
             places.size(0),
@@ -257,7 +261,7 @@ def _combine_backward(grad: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, Tens
     operation = "moe.combine_backward"
     comm = usable(group, world_size, operation)
     outboxes = outboxes_of(comm)
-    number, _ = stamp.tolist()
+    number, _ = numbers_on_host(comm, operation, stamp)
     base = RowsHeader(BACKWARD, number, weighted=int(weighting > UNWEIGHTED), wants=weighting)
 
     def publish() -> _Published:
@@ -269,16 +273,16 @@ def _combine_backward(grad: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, Tens
     headers = exchange(comm, operation, mine, refusal)
     table = readable(sources)
     with reading(comm, operation, headers):
-        of_y = new_rows(y, y.size(0))
+        of_y, kernels = new_rows(comm, y, y.size(0)), kernels_of(comm, operation)
         ptrs, _kept = _published_tokens(comm, outboxes, operation, headers, (grad, places))
         if weighting == UNWEIGHTED:
             row_bytes = grad.size(1) * grad.element_size()
             entries = (table.data_ptr(), _native.SOURCE_WORDS, y.size(0), ptrs)
-            _native.copy_rows(*entries, row_bytes, of_y.data_ptr())
+            kernels.copy_rows(*entries, row_bytes, of_y.data_ptr())
             return of_y, _no_gradient(grad)
-        dots = torch.empty(y.size(0), 1, dtype=torch.float32, device="cpu")
+        dots = y.new_empty((y.size(0), 1), dtype=torch.float32)
         dense = readable(y.detach())
-        _native.scale_rows(
+        kernels.scale_rows(
             table.data_ptr(),
             y.size(0),
             ptrs,
@@ -303,7 +307,7 @@ def _weight_gradients(comm: Communicator, dots: Tensor, tables: Tables) -> Tenso
     """Brings the scalar products of rows to the ranks of their tokens: [tokens, k]."""
     operation = "moe.combine_backward"
     outboxes, places = outboxes_of(comm), readable(tables.places)
-    number, count = tables.stamp.tolist()
+    number, count = numbers_on_host(comm, operation, tables.stamp)
     if comm.num_nodes > 1:
         with reading(comm, operation, ()):
             several = nodes.over_nodes(comm, operation)
@@ -313,10 +317,10 @@ def _weight_gradients(comm: Communicator, dots: Tensor, tables: Tables) -> Tenso
     mine = base._replace(refused=1) if published is None else published.header
     headers = exchange(comm, operation, mine, refusal)
     with reading(comm, operation, headers):
-        of_weights = torch.empty(places.shape[:2], dtype=torch.float32, device="cpu")
+        of_weights = dots.new_empty(places.shape[:2])
         ptrs = outboxes.at([header.payload for header in headers])
         entries = (places.data_ptr(), ENTRY_WORDS, of_weights.numel(), ptrs)
-        _native.copy_rows(*entries, FLOAT_BYTES, of_weights.data_ptr())
+        kernels_of(comm, operation).copy_rows(*entries, FLOAT_BYTES, of_weights.data_ptr())
     return of_weights
 
 

@@ -11,22 +11,28 @@ before it drops the communicator and goes on.
 
 Memory of the caller's that lies in the heap is read where it is, and not copied to an outbox. It
 may be written once the call ends; so then, if any rank has lent such memory, all meet at the end.
+
+On devices the outboxes lie in the devices' heaps, and all of this is in the order of the streams: a
+rank enters the exchange once its kernels have read what they want of the call before. Its host
+waits for the headers, by which it knows what to launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
 from ringcomm.comm.arguments import is_plain, size_bytes
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.peer_memory import heap_bases
 from ringcomm.errors import MismatchError, where
 from ringcomm.memory import empty
+from ringcomm.memory.device_heap import device_empty
 from ringcomm.memory.host_heap import process_heap
 
 Tensor = torch.Tensor
@@ -42,7 +48,7 @@ class RowsHeader(NamedTuple):
     Attributes:
         operation: which of the calls that exchange rows it is.
         number: that of the dispatch whose rows these are; 0 in a dispatch.
-        refused: 1 if this rank's arguments are no good; the rest then says nothing.
+        refused: 0, or above it if this rank's arguments are no good; the rest then says nothing.
         experts, k, hidden, dtype, wire, weighted: what ranks must have in common.
         tokens: rows that this rank publishes.
         limit: rows that it has room for; -1: any number.
@@ -81,10 +87,6 @@ _IN_COMMON = {
 }
 
 
-def _nothing() -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
 class Outboxes:
     """The outboxes of this rank, and the heaps of its node as mapped here.
 
@@ -95,7 +97,9 @@ class Outboxes:
     def __init__(self, comm: Communicator) -> None:
         self._bases = heap_bases(comm.node)
         self._own_base = self._bases[comm.node.rank]
-        self._outboxes = [_nothing(), _nothing()]
+        self._device = comm._device_core.device if isinstance(comm, DeviceCallEngine) else None
+        nothing = torch.empty(0, dtype=torch.uint8, device=comm.device)
+        self._outboxes = [nothing, nothing]
         self._turn = 0
         self.calls = 0
 
@@ -112,10 +116,15 @@ class Outboxes:
         self._turn ^= 1
         if self._outboxes[self._turn].numel() < total:
             # The smaller one goes first: there may not be room for both.
-            self._outboxes[self._turn] = _nothing()
-            self._outboxes[self._turn] = empty(total, dtype=torch.uint8)
+            self._outboxes[self._turn] = self._outboxes[self._turn].new_empty(0)
+            self._outboxes[self._turn] = self._new(total)
         outbox = self._outboxes[self._turn]
         return [outbox[end : end + size] for end, size in zip(ends, sizes_bytes, strict=True)]
+
+    def _new(self, size_bytes: int) -> Tensor:
+        if self._device is None:
+            return empty(size_bytes, dtype=torch.uint8)
+        return device_empty((size_bytes,), torch.uint8, self._device, "moe: an outbox")
 
     def offset_of(self, tensor: Tensor) -> int:
         """Returns where in this rank's heap a tensor of it begins."""
@@ -137,11 +146,12 @@ def outboxes_of(comm: Communicator) -> Outboxes:
     return found
 
 
-def lendable(tensor: Tensor, world_size: int) -> bool:
+def lendable(comm: Communicator, tensor: Tensor) -> bool:
     """True if peers can read the tensor where it lies."""
-    if world_size == 1:
+    if comm.world_size == 1 or not is_plain(tensor):
         return is_plain(tensor)
-    return is_plain(tensor) and process_heap().contains(tensor.data_ptr(), size_bytes(tensor))
+    heap = comm._device_core.heap if isinstance(comm, DeviceCallEngine) else process_heap()
+    return heap.contains(tensor.data_ptr(), size_bytes(tensor))
 
 
 def prepared(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -152,8 +162,26 @@ def prepared(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
+def numbers_on_host(comm: Communicator, operation: str, tensor: Tensor) -> list[Any]:
+    """Returns the numbers of a tensor, once the current stream has come to what made them.
+
+    Raises:
+        RingcommError: the communicator has become unusable, and the numbers say nothing.
+    """
+    if isinstance(comm, DeviceCallEngine):
+        runtime, device = comm.device_place
+        with runtime.on_device(device):
+            runtime.record_event(device, runtime.current_stream(device)).synchronize()
+        comm.raise_if_unusable(operation)
+    return tensor.tolist()
+
+
 def exchange(
-    comm: Communicator, operation: str, mine: RowsHeader, refusal: Exception | None
+    comm: Communicator,
+    operation: str,
+    mine: RowsHeader,
+    refusal: Exception | None,
+    refused: Tensor | None = None,
 ) -> list[RowsHeader]:
     """Returns the headers of all ranks; what they published may be read from now on. Collective.
 
@@ -162,20 +190,26 @@ def exchange(
         operation: named in errors.
         mine: this rank's.
         refusal: why this rank refuses its arguments; raised here once all ranks know.
+        refused: int64, a number that is added to the header's; of what a device has found out, the
+            caller raises.
 
     Raises:
         MismatchError: another rank refused its arguments, or has others than this one.
     """
-    if comm.world_size == 1:
+    if comm.world_size == 1 and refused is None:
         if refusal is not None:
             raise refusal
         return [mine]
-    own = torch.tensor(mine, dtype=torch.int64, device="cpu")
-    everyone = torch.empty(comm.world_size * len(mine), dtype=torch.int64, device="cpu")
-    comm.all_gather_into_tensor(everyone, own)
+    own = torch.tensor(mine, dtype=torch.int64, device=comm.device)
+    if refused is not None:
+        own[RowsHeader._fields.index("refused")] += refused
+    everyone = own.new_empty((comm.world_size, len(mine)))
+    comm.all_gather_into_tensor(everyone.view(-1), own)
     if refusal is not None:
         raise refusal
-    headers = [RowsHeader(*row) for row in everyone.view(comm.world_size, -1).tolist()]
+    headers = [RowsHeader(*row) for row in numbers_on_host(comm, operation, everyone)]
+    if headers[comm.rank].refused:
+        return headers
     head = where(operation, comm.rank, comm.world_size)
     for rank, theirs in enumerate(headers):
         if theirs.refused:

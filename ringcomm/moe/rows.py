@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ringcomm import _native
 from ringcomm.comm.arguments import DTYPE_CODES, CallChecks, readable
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.device.launch import DeviceCallEngine
+from ringcomm.comm.engine import Call
 from ringcomm.errors import UnsupportedError, where
 from ringcomm.functional.traced_groups import find
 from ringcomm.memory import empty
@@ -30,10 +33,10 @@ ENTRY_WORDS = 2
 IN_HEAP_FROM_BYTES = 1 << 20
 
 
-def new_rows(like: Tensor, count: int) -> Tensor:
+def new_rows(comm: Communicator, like: Tensor, count: int) -> Tensor:
     """Returns memory for rows, not initialised."""
     nbytes = count * like.size(1) * like.element_size()
-    if nbytes >= IN_HEAP_FROM_BYTES:
+    if nbytes >= IN_HEAP_FROM_BYTES and not comm.launches:
         return empty(count, like.size(1), dtype=like.dtype)
     return like.new_empty((count, like.size(1)))
 
@@ -41,13 +44,53 @@ def new_rows(like: Tensor, count: int) -> Tensor:
 def usable(group: str, world_size: int, operation: str) -> Communicator:
     """Returns the communicator, if rows can be exchanged over it."""
     comm = find(group, world_size, operation)
-    if comm.launches:
+    if not comm.launches:
+        return comm
+    head = where(operation, comm.rank, comm.world_size)
+    if not isinstance(comm, DeviceCallEngine):
         raise UnsupportedError(
-            f"{where(operation, comm.rank, comm.world_size)}: the rows of experts are exchanged "
-            "on the host; there are no kernels for devices yet. Use a communicator without "
-            "device= and CPU tensors"
+            f"{head}: on devices the rows of experts are exchanged within one node. Take a group "
+            "of its ranks (comm.node), or a communicator on the host and CPU tensors"
+        )
+    runtime, device = comm.device_place
+    if runtime.is_capturing(device):
+        raise UnsupportedError(
+            f"{head}: the current stream records a graph, but the host has to wait for what the "
+            "ranks tell each other of their rows. Leave this call out of the graph"
         )
     return comm
+
+
+class RowKernels(Protocol):
+    """What copies, sums and scales rows that lie apart; see the native module's functions."""
+
+    def copy_rows(self, *arguments: Any) -> object: ...
+    def sum_rows(self, *arguments: Any) -> object: ...
+    def scale_rows(self, *arguments: Any) -> object: ...
+
+
+def enqueue(comm: Communicator, operation: str, name: str, *arguments: Any) -> None:
+    """Enqueues a call of the native device communicator on the current stream."""
+    comm.start_call(Call(operation, lambda end: getattr(end, name)(*arguments), []))
+
+
+class _DeviceRows:
+    def __init__(self, comm: Communicator, operation: str) -> None:
+        self._call = partial(enqueue, comm, operation)
+
+    def copy_rows(self, *arguments: Any) -> None:
+        self._call("copy_rows", *arguments)
+
+    def sum_rows(self, *arguments: Any) -> None:
+        self._call("sum_rows", *arguments)
+
+    def scale_rows(self, *arguments: Any) -> None:
+        self._call("scale_rows", *arguments)
+
+
+def kernels_of(comm: Communicator, operation: str) -> RowKernels:
+    """Returns what works on rows where the communicator's ranks have them."""
+    return _DeviceRows(comm, operation) if comm.launches else _native
 
 
 def check_rows(checks: CallChecks, name: str, tensor: Tensor) -> None:
@@ -144,9 +187,9 @@ class Routes(NamedTuple):
             code, dense.data_ptr(), DTYPE_CODES[x.dtype], len(x), x.size(1), payload.data_ptr()
         )
 
-    def read_rows(self, sources: Tensor, tokens_ptrs: list[int]) -> Tensor:
+    def read_rows(self, comm: Communicator, sources: Tensor, tokens_ptrs: list[int]) -> Tensor:
         """Returns the rows that sources name of what was published."""
-        rows = new_rows(self.x, len(sources))
+        rows = new_rows(comm, self.x, len(sources))
         entries = (sources.data_ptr(), _native.SOURCE_WORDS, len(sources), tokens_ptrs)
         if self.wire is None:
             _native.copy_rows(*entries, self.payload_bytes, rows.data_ptr())
@@ -184,14 +227,19 @@ def write_tables(checks: CallChecks, routes: Routes, tables: Tensor) -> None:
     order_ptr = counts_ptr + routes.experts * WORD_BYTES
     bad = _native.sort_by_expert(idx.data_ptr(), idx.numel(), routes.experts, order_ptr, counts_ptr)
     if bad >= 0:
-        token, column = divmod(bad, idx.size(1))
-        checks.fail(
-            f"topk_idx[{token}, {column}]: expected an expert from 0 to {routes.experts - 1}, or "
-            f"-1 for none, got {int(idx.view(-1)[bad])}"
-        )
+        checks.fail(no_such_expert(routes, bad))
     if routes.topk_weights is not None:
         begin = (routes.experts + idx.numel()) * WORD_BYTES
         tables[begin:].view(torch.float32).copy_(routes.topk_weights.reshape(-1))
+
+
+def no_such_expert(routes: Routes, assignment: int) -> str:
+    """Returns the words for an assignment to an expert that there is not."""
+    token, column = divmod(assignment, routes.topk_idx.size(1))
+    return (
+        f"topk_idx[{token}, {column}]: expected an expert from 0 to {routes.experts - 1}, or -1 "
+        f"for none, got {int(routes.topk_idx[token, column])}"
+    )
 
 
 def check_combined(checks: CallChecks, y: Tensor, sources: Tensor) -> None:

@@ -27,7 +27,13 @@ UNITS: dict[str, tuple[str, tuple[str, ...]]] = {
     "instructions": ("-O1", ("../ptx/instructions.cpp",)),
     "floats": (
         "-O0",
-        ("kernels.cpp", "kernels_float.cpp", "kernels_half.cpp", "kernels_wires.cpp"),
+        (
+            "kernels.cpp",
+            "kernels_float.cpp",
+            "kernels_half.cpp",
+            "kernels_rows.cpp",
+            "kernels_wires.cpp",
+        ),
     ),
     "interpreter": (
         "-O1",

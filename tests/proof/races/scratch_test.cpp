@@ -138,15 +138,21 @@ void close_under_way() {
   std::vector<ScratchRequestPtr> requests;
   for (int i = 0; i < kPlays; ++i)
     requests.push_back(bench.begin(true, bench.block[i % 2], memory.begin, kBlock));
-  // Two close it, and neither returns before the end.
+  // Two close it, and neither returns before the end, for which both wait.
   const auto close_and_look = [&] {
     expect(bench.pool.close(kAMinute), "a pool that ends");
     for (const ScratchRequestPtr& request : requests)
       expect(request->done(), "a request that is over after close()");
   };
+  hanging = true;
   std::thread other(close_and_look);
+  std::thread ends([] {
+    usleep(200'000);
+    hanging = false;
+  });
   close_and_look();
   other.join();
+  ends.join();
   bool closed = false;
   for (const ScratchRequestPtr& request : requests) {
     const ScratchEnd end = bench.pool.result(*request).end;

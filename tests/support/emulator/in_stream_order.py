@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _ALLOCATES = ("aten::empty", "aten::new_empty")
 
 
@@ -35,6 +37,7 @@ class InStreamOrder(TorchDispatchMode):
         self._wait = wait
         self._waits = waits
         self._kept: list[torch.Tensor] = []
+        self._depth = 0  # of operations of ours that are under way
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -42,6 +45,10 @@ class InStreamOrder(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "ringcomm":
+            # Ours waits for nothing, but the operations of torch's in it do.
+            with self._nested():
+                return func.redispatch(_ON_CPU, *args, **(kwargs or {}))
         if touches_data(func):
             self._wait()
         result = func(*args, **(kwargs or {}))
@@ -52,7 +59,17 @@ class InStreamOrder(TorchDispatchMode):
         ]
         return result
 
+    @contextmanager
+    def _nested(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            with self:
+                yield
+        finally:
+            self._depth -= 1
+
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._wait()
-        self._kept.clear()
+        if self._depth == 0:
+            self._wait()
+            self._kept.clear()

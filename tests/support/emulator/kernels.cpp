@@ -13,7 +13,7 @@ struct Family {
   int registers;
   bool waits = true;
 };
-constexpr std::array<Family, 13> kFamilies = {{
+constexpr std::array<Family, 16> kFamilies = {{
     {"rc_move", 184},
     {"rc_packet_move", 128},
     {"rc_packet_", 146},
@@ -27,6 +27,9 @@ constexpr std::array<Family, 13> kFamilies = {{
     {"rc_multicast_sum", 120},
     {"rc_encode_wire_", 64, false},
     {"rc_sum_wires_", 64, false},
+    {"rc_copy_rows", 123, false},
+    {"rc_sum_rows_", 85, false},
+    {"rc_scale_rows_", 71, false},
 }};
 
 const Family& family_of(std::string_view name) {
@@ -54,6 +57,7 @@ KernelMap all_kernels() {
   add_half_kernels(kernels);
   add_integer_kernels(kernels);
   add_optimizer_kernels(kernels);
+  add_row_kernels(kernels);
   add_wire_kernels(kernels);
   for (auto& [key, kernel] : kernels) {
     const std::string_view name = std::string_view(key).substr(key.find('/') + 1);

@@ -12,6 +12,7 @@ void add_float_kernels(KernelMap& kernels);
 void add_half_kernels(KernelMap& kernels);
 void add_integer_kernels(KernelMap& kernels);
 void add_optimizer_kernels(KernelMap& kernels);
+void add_row_kernels(KernelMap& kernels);
 void add_wire_kernels(KernelMap& kernels);
 
 template <class T, ringcomm::RedOp op>

@@ -1,0 +1,48 @@
+// Rows that lie apart as launches.
+#include <algorithm>
+
+#include "kernels/cuda/device_comm.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+namespace device {
+namespace {
+
+// What a block moves, and the most blocks of a launch: choices, not swept.
+constexpr uint64_t kBytesPerBlock = 32 << 10, kMostBlocks = 1056;
+
+bool is_multiple(const void* ptr, uint64_t of) { return reinterpret_cast<uint64_t>(ptr) % of == 0; }
+
+// Whether all rows begin at multiples of so many bytes, of which they are multiples.
+bool all_begin_at(const RowsArgs& rows, uint64_t multiple) {
+  return rows.row_bytes % multiple == 0 && is_multiple(rows.out, multiple) &&
+         is_multiple(rows.with, multiple) &&
+         std::all_of(rows.bases, rows.bases + kMaxWorld,
+                     [&](const char* base) { return is_multiple(base, multiple); });
+}
+
+}  // namespace
+
+void DeviceComm::launch_rows(const std::string& name, const RowsArgs& rows) {
+  if (rows.count == 0 || rows.row_bytes == 0) return;
+  LaunchParams params{};
+  params.rows = rows;
+  params.rows.has_vectors = all_begin_at(rows, 16);
+  params.rows.has_words = rows.row_bytes <= 8 && all_begin_at(rows, 4);
+  const uint64_t bytes = rows.count * rows.row_bytes;
+  const uint64_t blocks =
+      std::clamp<uint64_t>((bytes + kBytesPerBlock - 1) / kBytesPerBlock, 1, kMostBlocks);
+  driver_->launch(kernel("rows", name), unsigned(blocks), 1, kThreads, stream_, &params);
+}
+
+void DeviceComm::copy_rows(RowsArgs rows) { launch_rows("rc_copy_rows", rows); }
+
+void DeviceComm::sum_rows(RowsArgs rows, DType dtype) {
+  launch_rows(std::string("rc_sum_rows_") + name_of_float(dtype), rows);
+}
+
+void DeviceComm::scale_rows(RowsArgs rows, DType dtype) {
+  launch_rows(std::string("rc_scale_rows_") + name_of_float(dtype), rows);
+}
+
+}  // namespace device
+RINGCOMM_NAMESPACE_END

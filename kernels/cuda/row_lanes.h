@@ -1,0 +1,309 @@
+// Rows that lie apart, in the memory of any rank, by the lanes of a block and with the host's bits
+// (isa_rows.h): copies of them, weighted sums, and the gradients of these.
+//
+// A warp has a row at a time, or the sum of a token's rows, and of rows of a word or two each lane
+// has one. A scalar product has 64 partial sums, number i being added to sum i % 64: as many lanes
+// share a row as have vectors for these. On the host one lane has all of it.
+#pragma once
+
+#include "kernels/cuda/ops.h"
+#include "kernels/cuda/workspace.h"
+
+RINGCOMM_NAMESPACE_BEGIN
+namespace device {
+
+#if RC_CUDA
+constexpr int kRowLanes = 32;
+#else
+constexpr int kRowLanes = 1;
+#endif
+// Vectors per lane and turn; a choice, not swept.
+constexpr int kRowUnroll = 4;
+constexpr int kDotSums = 64;
+
+// Null: there is no row.
+RC_TEAM_FN const char* row_of(const RowsArgs& args, uint64_t i) {
+  const int64_t* const entry = args.entries + i * args.entry_words;
+  const int64_t rank = entry[0];
+  return rank < 0 ? nullptr : args.bases[rank] + uint64_t(entry[1]) * args.row_bytes;
+}
+
+// The lane's place among all warps of the launch.
+struct WarpPlace {
+  uint64_t warp, warps;
+  int lane;
+
+  template <class Team>
+  RC_TEAM_FN explicit WarpPlace(const Team& team) {
+    const uint64_t lanes = uint64_t(team.num_lanes());
+    warp = (uint64_t(team.channel()) * lanes + uint64_t(team.lane())) / kRowLanes;
+    warps = uint64_t(team.num_channels()) * lanes / kRowLanes;
+    lane = team.lane() % kRowLanes;
+  }
+};
+
+RC_TEAM_FN void clear_row(char* to, uint64_t bytes, bool has_vectors, int lane) {
+  const Vec16 zeros{};
+  if (has_vectors) {
+    RC_ROLLED
+    for (uint64_t at = uint64_t(lane) * 16; at < bytes; at += kRowLanes * 16)
+      store16(to + at, zeros);
+    return;
+  }
+  RC_ROLLED
+  for (uint64_t i = lane; i < bytes; i += kRowLanes) to[i] = 0;
+}
+
+// Row i of the table, or zeros, to row i of `out`.
+template <class Team>
+RC_TEAM_FN void copy_rows_kernel(Team team, const LaunchParams& p, int, Workspace&) {
+  const RowsArgs& args = p.rows;
+  const WarpPlace place(team);
+  if (args.has_words) {
+    const uint64_t lanes = place.warps * kRowLanes;
+    const int words = int(args.row_bytes / 4);
+    RC_ROLLED
+    for (uint64_t i = place.warp * kRowLanes + uint64_t(place.lane); i < args.count; i += lanes) {
+      const char* const from = row_of(args, i);
+      char* const to = args.out + i * args.row_bytes;
+      RC_ROLLED
+      for (int w = 0; w < words; ++w)
+        store4(to + 4 * w, from == nullptr ? 0u : load4(from + 4 * w));
+    }
+    return;
+  }
+  RC_ROLLED
+  for (uint64_t i = place.warp; i < args.count; i += place.warps) {
+    const char* const from = row_of(args, i);
+    char* const to = args.out + i * args.row_bytes;
+    if (from == nullptr)
+      clear_row(to, args.row_bytes, args.has_vectors, place.lane);
+    else
+      copy_lanes(to, from, args.row_bytes, place.lane, kRowLanes);
+  }
+}
+
+template <class T>
+struct RowVector {
+  static constexpr int kElems = 16 / sizeof(T);
+
+  RC_TEAM_FN static void widen(float (&x)[kElems], const Vec16& v) {
+    T narrow[kElems];
+    memcpy(narrow, &v, sizeof(v));
+    RC_UNROLL
+    for (int e = 0; e < kElems; ++e) x[e] = Traits<T>::load(narrow[e]);
+  }
+  RC_TEAM_FN static Vec16 narrow(const float (&x)[kElems]) {
+    T elems[kElems];
+    RC_UNROLL
+    for (int e = 0; e < kElems; ++e) elems[e] = Traits<T>::store(x[e]);
+    Vec16 v;
+    memcpy(&v, elems, sizeof(v));
+    return v;
+  }
+};
+
+// The sum of one token's rows.
+template <class T>
+struct RowSum {
+  static constexpr int kElems = RowVector<T>::kElems;
+
+  const RowsArgs& args;
+  uint64_t first;  // entry
+  T* out;
+  int lane;
+
+  RC_TEAM_FN float weight(uint64_t i) const {
+    return args.weights == nullptr ? 1.0f : args.weights[i];
+  }
+
+  // This lane's vectors at `at`, 16 kRowLanes bytes apart.
+  template <int unroll>
+  RC_TEAM_FN void turn(uint64_t at) const {
+    float sum[unroll][kElems] = {};
+    bool has_none = true;
+    RC_ROLLED
+    for (uint64_t i = first; i < first + args.k; ++i) {
+      const char* const row = row_of(args, i);
+      if (row == nullptr) continue;
+      const float by = weight(i);
+      Vec16 now[unroll];
+      RC_UNROLL
+      for (int u = 0; u < unroll; ++u) now[u] = load16(row + at + u * kRowLanes * 16);
+      RC_UNROLL
+      for (int u = 0; u < unroll; ++u) {
+        float x[kElems];
+        RowVector<T>::widen(x, now[u]);
+        RC_UNROLL
+        for (int e = 0; e < kElems; ++e) {
+          const float term = by * x[e];
+          sum[u][e] = has_none ? term : sum[u][e] + term;
+        }
+      }
+      has_none = false;
+    }
+    RC_UNROLL
+    for (int u = 0; u < unroll; ++u)
+      store16(reinterpret_cast<char*>(out) + at + u * kRowLanes * 16, RowVector<T>::narrow(sum[u]));
+  }
+
+  RC_TEAM_FN void vectors() const {
+    constexpr uint64_t step = kRowLanes * 16;
+    uint64_t at = uint64_t(lane) * 16;
+    RC_ROLLED
+    for (; at + (kRowUnroll - 1) * step < args.row_bytes; at += kRowUnroll * step)
+      turn<kRowUnroll>(at);
+    RC_ROLLED
+    for (; at < args.row_bytes; at += step) turn<1>(at);
+  }
+
+  // From and to any address.
+  RC_COLD static void elements(RowSum s) {
+    const uint64_t elems = s.args.row_bytes / sizeof(T);
+    RC_ROLLED
+    for (uint64_t e = s.lane; e < elems; e += kRowLanes) {
+      float sum = 0;
+      bool has_none = true;
+      RC_ROLLED
+      for (uint64_t i = s.first; i < s.first + s.args.k; ++i) {
+        const char* const row = row_of(s.args, i);
+        if (row == nullptr) continue;
+        const float term = s.weight(i) * Traits<T>::load(reinterpret_cast<const T*>(row)[e]);
+        sum = has_none ? term : sum + term;
+        has_none = false;
+      }
+      s.out[e] = Traits<T>::store(sum);
+    }
+  }
+};
+
+// Row t of `out`: the sum in FP32 over j < k, in that order, of weight times row t k + j.
+template <class T, class Team>
+RC_TEAM_FN void sum_rows_kernel(Team team, const LaunchParams& p, int, Workspace&) {
+  const RowsArgs& args = p.rows;
+  const WarpPlace place(team);
+  RC_ROLLED
+  for (uint64_t t = place.warp; t < args.count; t += place.warps) {
+    T* const out = reinterpret_cast<T*>(args.out + t * args.row_bytes);
+    const RowSum<T> sum{args, t * args.k, out, place.lane};
+    if (args.has_vectors)
+      sum.vectors();
+    else
+      RowSum<T>::elements(sum);
+  }
+}
+
+// One row times its weight, and the scalar product of the row and of one of `with`.
+template <class T>
+struct ScaledRow {
+  static constexpr int kElems = RowVector<T>::kElems;
+  static constexpr int kLanes = kRowLanes == 1 ? 1 : kDotSums / kElems;  // that share a row
+  static constexpr int kVectors = kDotSums / kElems / kLanes;            // of each in a round
+
+  const char* row;  // null: there is none
+  const char* with;
+  char* out;
+  float weight;
+  uint64_t bytes;
+  int lane;
+
+  using Sums = float[kVectors][kElems];
+
+  RC_TEAM_FN void vectors(Sums& sums) const {
+    RC_ROLLED
+    for (uint64_t round = 0; round < bytes; round += kVectors * kLanes * 16) {
+      RC_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        const uint64_t at = round + uint64_t(v * kLanes + lane) * 16;
+        if (at >= bytes) continue;
+        float x[kElems], y[kElems];
+        const Vec16 of_row = load16(row + at), of_with = load16(with + at);
+        RowVector<T>::widen(x, of_row);
+        RowVector<T>::widen(y, of_with);
+        RC_UNROLL
+        for (int e = 0; e < kElems; ++e) {
+          sums[v][e] += x[e] * y[e];
+          x[e] = weight * x[e];
+        }
+        store16(out + at, RowVector<T>::narrow(x));
+      }
+    }
+  }
+
+  // From and to any address.
+  RC_TEAM_FN void elements(Sums& sums) const {
+    const uint64_t elems = bytes / sizeof(T);
+    RC_ROLLED
+    for (uint64_t round = 0; round < elems; round += kDotSums) {
+      RC_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        RC_UNROLL
+        for (int e = 0; e < kElems; ++e) {
+          const uint64_t i = round + uint64_t(v * kLanes + lane) * kElems + uint64_t(e);
+          if (i >= elems) continue;
+          const float x = Traits<T>::load(reinterpret_cast<const T*>(row)[i]);
+          sums[v][e] += x * Traits<T>::load(reinterpret_cast<const T*>(with)[i]);
+          reinterpret_cast<T*>(out)[i] = Traits<T>::store(weight * x);
+        }
+      }
+    }
+  }
+
+  // Sum i and sum i + 32 make one, then sum i and sum i + 16, and so on. By all lanes of a warp.
+  RC_TEAM_FN static float total(Sums& sums) {
+    RC_UNROLL
+    for (int half = kVectors / 2; half > 0; half /= 2) {
+      RC_UNROLL
+      for (int v = 0; v < half; ++v) {
+        RC_UNROLL
+        for (int e = 0; e < kElems; ++e) sums[v][e] += sums[v + half][e];
+      }
+    }
+    RC_UNROLL
+    for (int half = kLanes / 2; half > 0; half /= 2) {
+      RC_UNROLL
+      for (int e = 0; e < kElems; ++e) sums[0][e] += exchanged(sums[0][e], half);
+    }
+    RC_UNROLL
+    for (int half = kElems / 2; half > 0; half /= 2) {
+      RC_UNROLL
+      for (int e = 0; e < half; ++e) sums[0][e] += sums[0][e + half];
+    }
+    return sums[0][0];
+  }
+};
+
+// Row i of `out`: weight times row i of the table; dots[i]: the scalar product of that row and of
+// row i of `with`, in FP32. Zeros where there is no row.
+template <class T, class Team>
+RC_TEAM_FN void scale_rows_kernel(Team team, const LaunchParams& p, int, Workspace&) {
+  using Row = ScaledRow<T>;
+  constexpr uint64_t together = kRowLanes / Row::kLanes;  // rows of a warp
+  const RowsArgs& args = p.rows;
+  const WarpPlace place(team);
+  const int lane = place.lane % Row::kLanes;
+  RC_ROLLED
+  for (uint64_t base = place.warp * together; base < args.count; base += place.warps * together) {
+    const uint64_t i = base + uint64_t(place.lane / Row::kLanes);
+    const bool has_work = i < args.count;
+    const char* const row = has_work ? row_of(args, i) : nullptr;
+    char* const out = args.out + i * args.row_bytes;
+    typename Row::Sums sums = {};
+    if (row != nullptr) {
+      const Row each{row, args.with + i * args.row_bytes, out, args.weights[i], args.row_bytes,
+                     lane};
+      if (args.has_vectors)
+        each.vectors(sums);
+      else
+        each.elements(sums);
+    } else if (has_work) {
+      RC_ROLLED
+      for (uint64_t at = lane; at < args.row_bytes; at += Row::kLanes) out[at] = 0;
+    }
+    const float dot = Row::total(sums);
+    if (has_work && lane == 0) args.dots[i] = dot;
+  }
+}
+
+}  // namespace device
+RINGCOMM_NAMESPACE_END

@@ -1,0 +1,293 @@
+"""Dispatch on devices of one node, whose kernels read peers' rows where they lie.
+
+It gives the rows, counts and tables of :mod:`ringcomm.moe.operators`, to the bit. Where the host
+walks through lists of assignments, here torch's operations make them: a sort of a rank's own
+assignments, and sums of the counts of all ranks. The host waits twice, for the headers and for the
+counts, by which it knows how many rows there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.arguments import DTYPE_CODES, readable
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.device.launch import DeviceCallEngine
+from ringcomm.comm.nodes.device_codes import preload
+from ringcomm.cuda.units import UNITS
+from ringcomm.moe.outboxes import (
+    Outboxes,
+    RowsHeader,
+    exchange,
+    lendable,
+    numbers_on_host,
+    outboxes_of,
+    prepared,
+    reading,
+)
+from ringcomm.moe.rows import (
+    DISPATCH,
+    ENTRY_WORDS,
+    WIRES,
+    WORD_BYTES,
+    Routes,
+    RowKernels,
+    check_routes,
+    enqueue,
+    kernels_of,
+    no_such_expert,
+    rows_by_rank,
+    tables_bytes,
+)
+
+Tensor = torch.Tensor
+_SOURCE_WORDS = _native.SOURCE_WORDS
+_BLOCK = _native.WIRE_BLOCK
+# Bytes of a block's scale, and its codes of a byte each.
+_SCALE_BYTES = _native.wire_bytes(_native.WIRES["fp8"], _BLOCK) - _BLOCK
+
+
+class _Assignments(NamedTuple):
+    """A rank's assignments, of its tokens to experts.
+
+    Attributes:
+        order: int64 [assignments], those of no expert first, then by expert.
+        counts: int64 [experts].
+        refused: int64, 1 + the first assignment to an expert that there is not, or 0.
+    """
+
+    order: Tensor
+    counts: Tensor
+    refused: Tensor
+
+    @classmethod
+    def of(cls, topk_idx: Tensor, experts: int) -> _Assignments:
+        flat = topk_idx.reshape(-1)
+        by_expert, order = flat.sort(stable=True)
+        begins = torch.arange(experts + 1, device=flat.device)
+        counts = torch.searchsorted(by_expert, begins).diff()
+        if not len(flat):
+            return cls(order, counts, counts.new_zeros(()))
+        none = len(flat) + 1
+        is_bad = (flat < -1) | (flat >= experts)
+        numbers = torch.arange(1, none, device=flat.device)
+        return cls(order, counts, torch.where(is_bad, numbers, none).amin() % none)
+
+
+class _Call(NamedTuple):
+    """A dispatch under way on one rank.
+
+    Attributes:
+        comm: the ranks.
+        kernels: what copies rows.
+        routes: the arguments.
+        headers: of all ranks.
+        counts: int64 [ranks, experts] on the host, rows by rank of the token and expert.
+        order_ptrs, weights_ptrs, tokens_ptrs: by rank, where its assignments by expert, its weights
+            and its tokens lie.
+    """
+
+    comm: Communicator
+    kernels: RowKernels
+    routes: Routes
+    headers: Sequence[RowsHeader]
+    counts: Tensor
+    order_ptrs: list[int]
+    weights_ptrs: list[int]
+    tokens_ptrs: list[int]
+
+    def pull(self, entries_ptr: int, entry_words: int, ptrs: list[int], out: Tensor) -> None:
+        """Copies a row of ``out`` for each entry."""
+        row_bytes = out.nbytes // len(out) if len(out) else 0
+        given = (entries_ptr, entry_words, len(out), ptrs, row_bytes, out.data_ptr())
+        self.kernels.copy_rows(*given)
+
+
+def dispatch(comm: Communicator, operation: str, routes: Routes) -> tuple[Tensor, ...]:
+    """Dispatches tokens on devices, as ``operators._dispatch`` does on the host."""
+    outboxes = outboxes_of(comm)
+    _load_kernels(comm, routes.wire)
+    published, refusal = prepared(lambda: _publish(comm, outboxes, operation, routes))
+    mine, assignments = (RowsHeader(DISPATCH, refused=1), None) if published is None else published
+    found = None if assignments is None else assignments.refused
+    headers = exchange(comm, operation, mine, refusal, found)
+    assert assignments is not None
+    if refused := headers[comm.rank].refused:
+        comm.checks(operation).fail(no_such_expert(routes, refused - 1))
+    # Calls that end here end so on all ranks, which therefore count alike.
+    outboxes.calls += 1
+    k, experts = headers[0].k, headers[0].experts
+    order_ptrs = outboxes.at([header.tables for header in headers])
+    counts_ptrs = [
+        ptr + header.tokens * k * WORD_BYTES
+        for ptr, header in zip(order_ptrs, headers, strict=True)
+    ]
+    with reading(comm, operation, ()):
+        call = _Call(
+            comm=comm,
+            kernels=kernels_of(comm, operation),
+            routes=routes,
+            headers=headers,
+            counts=_counts_of_all(comm, operation, counts_ptrs, routes),
+            order_ptrs=order_ptrs,
+            weights_ptrs=[ptr + experts * WORD_BYTES for ptr in counts_ptrs],
+            tokens_ptrs=outboxes.at([header.payload for header in headers]),
+        )
+    count = rows_by_rank(comm, headers, [row.data_ptr() for row in call.counts])
+    with reading(comm, operation, headers):
+        return _found_of(call, count, outboxes.calls, assignments.order)
+
+
+def _load_kernels(comm: Communicator, wire: str | None) -> None:
+    """Loads what the calls launch, before a peer waits for it."""
+    assert isinstance(comm, DeviceCallEngine)
+    runtime, device = comm.device_place
+    for name in UNITS["rows"].kernels:
+        runtime.find_kernel(device, "rows", name)
+    if wire in WIRES:
+        preload(comm.device_place, wire)
+
+
+def _publish(
+    comm: Communicator, outboxes: Outboxes, operation: str, r: Routes
+) -> tuple[RowsHeader, _Assignments]:
+    checks = comm.checks(operation)
+    check_routes(checks, r)
+    x = r.x.detach()
+    if r.wire is not None and x.size(1) % _BLOCK:
+        checks.fail(
+            f"x: on a device wire={r.wire!r} codes rows of a multiple of {_BLOCK} numbers, got "
+            f"{x.size(1)}"
+        )
+    lent = r.wire is None and lendable(comm, x)
+    tables, payload = outboxes.take(tables_bytes(r), 0 if lent else len(x) * r.payload_bytes)
+    found = _Assignments.of(r.topk_idx.detach(), r.experts)
+    parts = [found.order.view(torch.uint8), found.counts.view(torch.uint8)]
+    if r.topk_weights is not None:
+        wide = r.topk_weights.detach().float().reshape(-1)
+        parts.append(wide.view(torch.uint8))
+    tables.copy_(torch.cat(parts))
+    if lent:
+        payload = x
+    elif r.wire is None:
+        payload.view(x.dtype).view(x.shape).copy_(x)
+    elif x.numel():
+        given = (readable(x).data_ptr(), DTYPE_CODES[x.dtype], payload.data_ptr(), x.numel())
+        enqueue(comm, operation, "encode_wire", _native.WIRES[r.wire], *given)
+    header = r.header()._replace(
+        lent=int(lent),
+        payload=outboxes.offset_of(payload),
+        tables=outboxes.offset_of(tables),
+    )
+    return header, found
+
+
+def _counts_of_all(comm: Communicator, operation: str, counts_ptrs: list[int], r: Routes) -> Tensor:
+    """Returns the counts of all ranks, on the host."""
+    everyone = r.topk_idx.new_empty((comm.world_size, r.experts))
+    ranks = torch.arange(comm.world_size, device=everyone.device)
+    entries = torch.stack([ranks, torch.zeros_like(ranks)], 1)
+    row_bytes = r.experts * WORD_BYTES
+    kernels_of(comm, operation).copy_rows(
+        *(entries.data_ptr(), ENTRY_WORDS, comm.world_size, counts_ptrs),
+        *(row_bytes, everyone.data_ptr()),
+    )
+    numbers = numbers_on_host(comm, operation, everyone)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def _before(counts: Tensor) -> Tensor:
+    """Returns the sums of what stands before each number of a row, or of a vector."""
+    return counts.cumsum(-1) - counts
+
+
+def _found_of(call: _Call, count: int, number: int, order: Tensor) -> tuple[Tensor, ...]:
+    """Returns what a dispatch returns: rows, counts, and the tables.
+
+    Args:
+        call: what all ranks have told.
+        count: rows of this rank.
+        number: of the dispatch.
+        order: this rank's assignments.
+    """
+    r, rank, idx = call.routes, call.comm.rank, call.routes.topk_idx
+    here = r.experts // call.comm.world_size
+    room = count if r.limit < 0 else r.limit
+    sources = idx.new_full((room, _SOURCE_WORDS), -1)
+    sources[:count] = _list_sources(call, count)
+    rows = _read_rows(call, sources)
+    weighted = r.topk_weights is not None
+    row_weights = r.x.new_empty(room if weighted else 0, dtype=torch.float32)
+    if weighted:
+        second = sources.data_ptr() + ENTRY_WORDS * WORD_BYTES
+        call.pull(second, _SOURCE_WORDS, call.weights_ptrs, row_weights)
+    counts = call.counts[:, rank * here : (rank + 1) * here].sum(0).to(idx.device)
+    stamp = torch.tensor([number, count], dtype=torch.int64, device=idx.device)
+    return rows, counts, _places(call, order), sources, row_weights, stamp
+
+
+def _list_sources(call: _Call, count: int) -> Tensor:
+    """Returns where each row comes from: int64 [count, 4], as ``list_sources`` on the host."""
+    world_size, k = call.comm.world_size, call.headers[0].k
+    here = call.routes.experts // world_size
+    mine = slice(call.comm.rank * here, (call.comm.rank + 1) * here)
+    without = torch.tensor([header.tokens * k for header in call.headers]) - call.counts.sum(1)
+    begins = (_before(call.counts) + without[:, None])[:, mine]
+    # By expert and rank, as the rows lie.
+    lengths = call.counts[:, mine].t().reshape(-1)
+    ranks = torch.arange(world_size).repeat(here)
+    table = torch.stack([lengths, ranks, begins.t().reshape(-1) - _before(lengths)])
+    lengths, *columns = table.to(call.routes.topk_idx.device)
+    repeated = [each.repeat_interleave(lengths, output_size=count) for each in columns]
+    rank, at = repeated[0], repeated[1] + torch.arange(count, device=lengths.device)
+    entries, assignment = torch.stack([rank, at], 1), torch.empty_like(rank)
+    call.pull(entries.data_ptr(), ENTRY_WORDS, call.order_ptrs, assignment)
+    token = assignment.div(k, rounding_mode="floor")
+    return torch.stack([rank, token, rank, assignment], 1)
+
+
+def _places(call: _Call, order: Tensor) -> Tensor:
+    """Returns where the rows of this rank's tokens are: int64 [tokens, k, 2]."""
+    r, rank = call.routes, call.comm.rank
+    here = r.experts // call.comm.world_size
+    own, of_all = call.counts[rank], call.counts.sum(0)
+    first = _before(of_all.view(-1, here)).reshape(-1) + call.counts[:rank].sum(0) - _before(own)
+    table = torch.stack([own, torch.arange(r.experts) // here, first]).to(order.device)
+    total = int(own.sum())
+    lengths, *columns = table
+    to, at = (each.repeat_interleave(lengths, output_size=total) for each in columns)
+    places = order.new_zeros((r.topk_idx.numel(), ENTRY_WORDS))
+    places[:, 0] = -1
+    places[order[len(order) - total :]] = torch.stack(
+        [to, at + torch.arange(total, device=order.device)], 1
+    )
+    return places.view(*r.topk_idx.shape, ENTRY_WORDS)
+
+
+def _read_rows(call: _Call, sources: Tensor) -> Tensor:
+    """Returns the rows that sources name.
+
+    Of codes it copies those of all rows, and behind them the scales: that is a run of codes.
+    """
+    r, count, hidden = call.routes, len(sources), call.routes.x.size(1)
+    rows = r.x.new_empty((count, hidden))
+    if r.wire is None:
+        call.pull(sources.data_ptr(), _SOURCE_WORDS, call.tokens_ptrs, rows)
+        return rows
+    of_scales = hidden // _BLOCK * _SCALE_BYTES
+    run = r.x.new_empty(count * (hidden + of_scales), dtype=torch.uint8)
+    codes, scales = run[: count * hidden], run[count * hidden :]
+    scales_ptrs = [
+        ptr + header.tokens * hidden
+        for ptr, header in zip(call.tokens_ptrs, call.headers, strict=True)
+    ]
+    call.pull(sources.data_ptr(), _SOURCE_WORDS, call.tokens_ptrs, codes.view(count, hidden))
+    call.pull(sources.data_ptr(), _SOURCE_WORDS, scales_ptrs, scales.view(count, of_scales))
+    if count:
+        given = (run.data_ptr(), 1, 0, rows.data_ptr(), DTYPE_CODES[rows.dtype], rows.numel())
+        enqueue(call.comm, "moe.dispatch", "sum_wires", _native.WIRES[r.wire], *given)
+    return rows

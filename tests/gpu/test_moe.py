@@ -1,0 +1,239 @@
+"""Experts on a device: rows, sums and gradients have the host's bits, whatever the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import Communicator, moe
+from tests.gpu.device import DEVICE, PLAIN, capture, on_host, synchronize
+from tests.moe.cases import Case, Learned, case, combined, dense, dispatched, joined, learn, seeded
+
+Tensor = torch.Tensor
+T = TypeVar("T")
+Worlds = Callable[[int], Any]
+
+EXPERTS, HIDDEN = 8, 40
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+RANKS = [1, 2, 4]
+
+
+def cases_of(ranks: int, k: int, hidden: int = HIDDEN, dtype: torch.dtype = torch.float32) -> Any:
+    """Ranks with different numbers of tokens; of several the last has none."""
+    sizes = [0 if 0 < rank == ranks - 1 else 9 + 5 * rank for rank in range(ranks)]
+    return [case(rank, k, tokens, hidden, dtype=dtype) for rank, tokens in enumerate(sizes)]
+
+
+def on_device(given: Case) -> Case:
+    return Case(*(None if each is None else each.to(PLAIN) for each in given))
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    synchronize()
+    return tensor.cpu()
+
+
+def own(ys: list[Tensor], comm: Communicator) -> list[Tensor]:
+    here = len(ys) // comm.world_size
+    return ys[comm.rank * here : (comm.rank + 1) * here]
+
+
+def in_heap(tensor: Tensor) -> Tensor:
+    return ringcomm.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE).copy_(tensor)
+
+
+# A hidden size whose rows are vectors of 16 bytes, and one whose rows lie off any alignment.
+@pytest.mark.parametrize("hidden", [HIDDEN, 37])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_rows_and_sums_have_the_bits_of_loops(
+    gpu_worlds: Worlds, ranks: int, dtype: torch.dtype, hidden: int
+) -> None:
+    for k in (1, 2, 8):
+        cases = cases_of(ranks, k, hidden, dtype)
+        rows_of = dispatched(cases, EXPERTS)
+        ys = [rows * (expert + 1) / 3 for expert, rows in enumerate(rows_of)]
+
+        def body(comm: Communicator, cases: Any = cases, ys: Any = ys) -> tuple[Tensor, ...]:
+            mine = on_device(cases[comm.rank])
+            y = torch.cat(own(ys, comm)).to(PLAIN)
+            rows, counts, handle = moe.dispatch(mine.x, mine.idx, mine.weights, EXPERTS, comm)
+            # A handle serves again, and memory of the heap is read where it lies.
+            sums = moe.combine(y, handle), moe.combine(in_heap(y), handle)
+            return tuple(map(to_host, (rows, counts, *sums)))
+
+        world = gpu_worlds(ranks)
+        for comm, (rows, counts, *sums) in zip(world, world.run(body), strict=True):
+            expected = own(rows_of, comm)
+            assert counts.tolist() == [len(each) for each in expected]
+            assert torch.equal(rows, torch.cat(expected))
+            for found in sums:
+                assert torch.equal(found, combined(cases, ys, comm.rank))
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ranks_learn_what_one_rank_learns_on_the_host(
+    gpu_worlds: Worlds, ranks: int, weighted: bool
+) -> None:
+    cases = cases_of(ranks, 2)
+    if not weighted:
+        cases = [each._replace(weights=None) for each in cases]
+    experts = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=seeded(7)).sign()
+    whole = joined(cases)
+    target = torch.randint(-3, 4, whole.x.shape, generator=seeded(8)).float()
+    # Small whole numbers: a device's products of matrices are then exact, and so equal.
+    whole = whole._replace(x=whole.x.mul(2).round())
+    cases = [each._replace(x=each.x.mul(2).round()) for each in cases]
+    with on_host():
+        expected = dense(whole, experts, target)
+    targets = target.split([len(each.x) for each in cases])
+
+    def body(comm: Communicator) -> Learned:
+        mine, rank = on_device(cases[comm.rank]), comm.rank
+        found = learn(comm, mine, experts.to(PLAIN), targets[rank].to(PLAIN))
+        return Learned(*map(to_host, found))
+
+    found = gpu_worlds(ranks).run(body)
+    for name, whole_one in zip(Learned._fields, expected, strict=True):
+        joined_ones = torch.cat([getattr(each, name) for each in found])
+        torch.testing.assert_close(joined_ones, whole_one)
+
+
+@pytest.mark.parametrize("wire", ["int8", "fp8"])
+def test_coded_rows_are_those_of_the_host(gpu_worlds: Worlds, wire: str) -> None:
+    cases = cases_of(2, 2, hidden=256, dtype=torch.bfloat16)
+
+    def body(comm: Communicator, here: Callable[[Case], Case]) -> Tensor:
+        x, idx, _ = here(cases[comm.rank])
+        return moe.dispatch(x, idx, None, EXPERTS, comm, wire=wire, max_rows=80)[0]
+
+    with on_host(), ringcomm.local_world(2) as world:
+        expected = world.run(body, lambda given: given)
+    found = gpu_worlds(2).run(lambda comm: to_host(body(comm, on_device)))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_rows_of_no_multiple_of_a_block_are_not_coded(gpu_worlds: Worlds) -> None:
+    mine = case(0, 2)
+    with pytest.raises(ringcomm.ArgumentError, match="multiple of 128 numbers, got 40"):
+        gpu_worlds(1).run(lambda comm: moe.dispatch(*on_device(mine), EXPERTS, comm, wire="int8"))
+
+
+def refusals(gpu_worlds: Worlds, *calls: Callable[[Communicator, Case], object]) -> list[Any]:
+    """What each of two ranks raises; then the world is used again."""
+    world = gpu_worlds(2)
+
+    def body(comm: Communicator) -> BaseException | None:
+        mine = on_device(case(comm.rank, 2))
+        try:
+            calls[comm.rank](comm, mine)
+        except ringcomm.RingcommError as error:
+            return error
+        finally:
+            moe.dispatch(mine.x, mine.idx, None, EXPERTS, comm)
+        return None
+
+    return world.run(body)  # type: ignore[no-any-return]
+
+
+def plainly(comm: Communicator, mine: Case, experts: int = EXPERTS, **options: Any) -> object:
+    return moe.dispatch(mine.x, mine.idx, mine.weights, experts, comm, **options)
+
+
+def test_an_expert_that_there_is_not_is_refused_on_all_ranks(gpu_worlds: Worlds) -> None:
+    def badly(comm: Communicator, mine: Case) -> object:
+        idx = mine.idx.clone()
+        idx[3, 1] = EXPERTS
+        idx[5, 0] = -2
+        return moe.dispatch(mine.x, idx, None, EXPERTS, comm)
+
+    here, there = refusals(gpu_worlds, badly, lambda comm, mine: plainly(comm, mine))
+    assert isinstance(here, ringcomm.ArgumentError) and "topk_idx[3, 1]" in str(here)
+    assert f"from 0 to {EXPERTS - 1}, or -1 for none, got {EXPERTS}" in str(here)
+    assert isinstance(there, ringcomm.MismatchError) and "rank 0 refused" in str(there)
+
+
+def test_ranks_that_differ_and_rows_without_room_are_refused(gpu_worlds: Worlds) -> None:
+    def other(comm: Communicator, mine: Case) -> object:
+        return plainly(comm, mine, experts=2 * EXPERTS)
+
+    for error in refusals(gpu_worlds, plainly, other):
+        assert isinstance(error, ringcomm.MismatchError) and "num_experts" in str(error)
+
+    def little(comm: Communicator, mine: Case) -> object:
+        return plainly(comm, mine, max_rows=1)
+
+    for error in refusals(gpu_worlds, plainly, little):
+        assert isinstance(error, ringcomm.ArgumentError) and "room for 1" in str(error)
+
+
+def test_memory_of_the_heap_is_free_behind_a_call(gpu_worlds: Worlds) -> None:
+    """A rank writes over what it lent, on the stream behind the call, and peers have read it."""
+
+    def body(comm: Communicator) -> list[Tensor]:
+        mine, found = on_device(case(comm.rank, 2, hidden=1024)), []
+        for _ in range(5):
+            x = in_heap(mine.x)
+            rows, _, handle = moe.dispatch(x, mine.idx, None, EXPERTS, comm)
+            x.fill_(float("nan"))
+            y = in_heap(rows)
+            out = moe.combine(y, handle)
+            y.fill_(float("nan"))
+            found += [to_host(rows), to_host(out)]
+        return found
+
+    assert all(each.isfinite().all() for found in gpu_worlds(2).run(body) for each in found)
+
+
+def test_outboxes_are_written_by_turns(gpu_worlds: Worlds) -> None:
+    """Calls follow each other without a collective at their ends, with rows of growing size."""
+
+    def body(comm: Communicator) -> bool:
+        good = []
+        for turn in range(12):
+            mine = on_device(case(comm.rank, 2, tokens=1 + turn, hidden=8 + 8 * turn))
+            rows, _, handle = moe.dispatch(mine.x + turn, mine.idx, None, EXPERTS, comm)
+            out = moe.combine(rows, handle)
+            times = (mine.idx >= 0).sum(1, keepdim=True)
+            wanted = torch.where(times == 2, 2 * (mine.x + turn), out)
+            good.append(torch.equal(to_host(out), to_host(wanted)))
+        return all(good)
+
+    assert all(gpu_worlds(2).run(body))
+
+
+def test_a_layer_trains_on_a_device(gpu_worlds: Worlds) -> None:
+    def body(comm: Communicator) -> list[float]:
+        torch.manual_seed(0)
+        router = torch.nn.Linear(16, EXPERTS, bias=False)
+        experts = torch.nn.ModuleList(
+            torch.nn.Linear(16, 16) for _ in range(EXPERTS // comm.world_size)
+        )
+        layer = moe.MoE(router, experts, comm, counted_over=comm).to(PLAIN)
+        x = torch.randn(32, 16, generator=seeded(comm.rank)).to(PLAIN)
+        losses = []
+        for _ in range(4):
+            loss = (layer(x) - x).square().mean() + 0.01 * layer.auxiliary_loss
+            loss.backward()
+            with torch.no_grad():
+                for each in layer.experts.parameters():
+                    each -= 0.5 * each.grad  # type: ignore[operator]
+                    each.grad = None
+            losses.append(to_host(loss.detach()).item())
+        return losses
+
+    for losses in gpu_worlds(2).run(body):
+        assert losses == sorted(losses, reverse=True) and losses[-1] < 0.9 * losses[0]
+
+
+def test_a_graph_is_refused(gpu_worlds: Worlds) -> None:
+    mine = on_device(case(0, 2))
+    [comm] = gpu_worlds(1)
+    with pytest.raises(ringcomm.UnsupportedError, match="records a graph"), capture():
+        moe.dispatch(mine.x, mine.idx, None, EXPERTS, comm)
