@@ -955,6 +955,39 @@ class DeviceComm:
         divide_by: int = 0,
     ) -> int:
         """As the host's; `count` arrays of codes are `stride_bytes` apart."""
+    def copy_rows(
+        self,
+        entries_ptr: int,
+        entry_words: int,
+        count: int,
+        base_ptrs: list[int],
+        row_bytes: int,
+        out_ptr: int,
+    ) -> int:
+        """As the host's; the table of entries and all rows are in memory that the device maps."""
+    def sum_rows(
+        self,
+        entries_ptr: int,
+        base_ptrs: list[int],
+        tokens: int,
+        k: int,
+        weights_ptr: int,
+        dtype: int,
+        elems: int,
+        out_ptr: int,
+    ) -> int: ...
+    def scale_rows(
+        self,
+        entries_ptr: int,
+        count: int,
+        base_ptrs: list[int],
+        weights_ptr: int,
+        with_ptr: int,
+        dtype: int,
+        elems: int,
+        out_ptr: int,
+        dots_ptr: int,
+    ) -> int: ...
     def reduce_scatter_norm(
         self,
         grads: int,

@@ -17,8 +17,9 @@ constexpr int kRowLanes = 32;
 #else
 constexpr int kRowLanes = 1;
 #endif
-// Vectors per lane and turn; a choice, not swept.
-constexpr int kRowUnroll = 4;
+// Vectors per lane and turn of a sum, and rounds of 64 products of two vectors that are loaded
+// together: choices, not swept.
+constexpr int kRowUnroll = 4, kDotRounds = 2;
 constexpr int kDotSums = 64;
 
 // Null: there is no row.
@@ -209,23 +210,42 @@ struct ScaledRow {
 
   using Sums = float[kVectors][kElems];
 
+  RC_TEAM_FN void vector(float (&sums_of)[kElems], uint64_t at, const Vec16& of_row,
+                         const Vec16& of_with) const {
+    float x[kElems], y[kElems];
+    RowVector<T>::widen(x, of_row);
+    RowVector<T>::widen(y, of_with);
+    RC_UNROLL
+    for (int e = 0; e < kElems; ++e) {
+      sums_of[e] += x[e] * y[e];
+      x[e] = weight * x[e];
+    }
+    store16(out + at, RowVector<T>::narrow(x));
+  }
+
+  // The loads of some rounds are under way together; then come those that are left, one by one.
   RC_TEAM_FN void vectors(Sums& sums) const {
+    constexpr uint64_t round_bytes = kVectors * kLanes * 16;
+    constexpr int all = kDotRounds * kVectors;
+    uint64_t at = uint64_t(lane) * 16;
     RC_ROLLED
-    for (uint64_t round = 0; round < bytes; round += kVectors * kLanes * 16) {
+    for (; at + (kDotRounds * round_bytes - kLanes * 16) < bytes; at += kDotRounds * round_bytes) {
+      Vec16 of_row[all], of_with[all];
+      RC_UNROLL
+      for (int v = 0; v < all; ++v) {
+        of_row[v] = load16(row + at + v * kLanes * 16);
+        of_with[v] = load16(with + at + v * kLanes * 16);
+      }
+      RC_UNROLL
+      for (int v = 0; v < all; ++v)
+        vector(sums[v % kVectors], at + v * kLanes * 16, of_row[v], of_with[v]);
+    }
+    RC_ROLLED
+    for (; at < bytes; at += round_bytes) {
       RC_UNROLL
       for (int v = 0; v < kVectors; ++v) {
-        const uint64_t at = round + uint64_t(v * kLanes + lane) * 16;
-        if (at >= bytes) continue;
-        float x[kElems], y[kElems];
-        const Vec16 of_row = load16(row + at), of_with = load16(with + at);
-        RowVector<T>::widen(x, of_row);
-        RowVector<T>::widen(y, of_with);
-        RC_UNROLL
-        for (int e = 0; e < kElems; ++e) {
-          sums[v][e] += x[e] * y[e];
-          x[e] = weight * x[e];
-        }
-        store16(out + at, RowVector<T>::narrow(x));
+        const uint64_t here = at + v * kLanes * 16;
+        if (here < bytes) vector(sums[v], here, load16(row + here), load16(with + here));
       }
     }
   }

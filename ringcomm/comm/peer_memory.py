@@ -81,6 +81,12 @@ def heap_bases(comm: Communicator) -> tuple[int, ...]:
     return tuple(heap.base_ptr for heap in _heaps_of(comm)[0])
 
 
+def is_in_heap(comm: Communicator, tensor: Tensor) -> bool:
+    """True if peers can read the tensor where it lies."""
+    heap = comm._device_core.heap if isinstance(comm, DeviceCallEngine) else process_heap()
+    return is_plain(tensor) and heap.contains(tensor.data_ptr(), tensor.nbytes)
+
+
 def _heaps_of(comm: Communicator) -> tuple[tuple[_Mapped, ...], _View]:
     if isinstance(comm, DeviceCallEngine):
         core = comm._device_core
@@ -118,7 +124,7 @@ def lent_to_peers(
         MismatchError: the ranks' tensors differ in their number of rows or their size.
     """
     own = tensor
-    if not (is_plain(own) and process_heap().contains(own.data_ptr(), own.nbytes)):
+    if not is_in_heap(comm, own):
         own = empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     yield peer_tensors(comm, own, operation)
     comm.barrier()

@@ -26,14 +26,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ringcomm.comm.arguments import is_plain, size_bytes
+from ringcomm.comm.arguments import is_plain
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.launch import DeviceCallEngine
-from ringcomm.comm.peer_memory import heap_bases
+from ringcomm.comm.peer_memory import heap_bases, is_in_heap
 from ringcomm.errors import MismatchError, where
 from ringcomm.memory import empty
-from ringcomm.memory.device_heap import device_empty
-from ringcomm.memory.host_heap import process_heap
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -97,7 +95,7 @@ class Outboxes:
     def __init__(self, comm: Communicator) -> None:
         self._bases = heap_bases(comm.node)
         self._own_base = self._bases[comm.node.rank]
-        self._device = comm._device_core.device if isinstance(comm, DeviceCallEngine) else None
+        self._heap_device = comm.heap_device
         nothing = torch.empty(0, dtype=torch.uint8, device=comm.device)
         self._outboxes = [nothing, nothing]
         self._turn = 0
@@ -117,14 +115,9 @@ class Outboxes:
         if self._outboxes[self._turn].numel() < total:
             # The smaller one goes first: there may not be room for both.
             self._outboxes[self._turn] = self._outboxes[self._turn].new_empty(0)
-            self._outboxes[self._turn] = self._new(total)
+            self._outboxes[self._turn] = empty(total, dtype=torch.uint8, device=self._heap_device)
         outbox = self._outboxes[self._turn]
         return [outbox[end : end + size] for end, size in zip(ends, sizes_bytes, strict=True)]
-
-    def _new(self, size_bytes: int) -> Tensor:
-        if self._device is None:
-            return empty(size_bytes, dtype=torch.uint8)
-        return device_empty((size_bytes,), torch.uint8, self._device, "moe: an outbox")
 
     def offset_of(self, tensor: Tensor) -> int:
         """Returns where in this rank's heap a tensor of it begins."""
@@ -147,11 +140,8 @@ def outboxes_of(comm: Communicator) -> Outboxes:
 
 
 def lendable(comm: Communicator, tensor: Tensor) -> bool:
-    """True if peers can read the tensor where it lies."""
-    if comm.world_size == 1 or not is_plain(tensor):
-        return is_plain(tensor)
-    heap = comm._device_core.heap if isinstance(comm, DeviceCallEngine) else process_heap()
-    return heap.contains(tensor.data_ptr(), size_bytes(tensor))
+    """True if the communicator's ranks can read the tensor where it lies."""
+    return is_plain(tensor) if comm.world_size == 1 else is_in_heap(comm, tensor)
 
 
 def prepared(make: Callable[[], T]) -> tuple[T | None, Exception | None]:

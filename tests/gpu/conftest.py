@@ -89,5 +89,6 @@ def gpu_worlds(device: None) -> Iterator[Worlds]:
         return built[0]
 
     yield get
-    for world in built:
-        world.close()
+    # Not only closed: what ranks keep as long as they live must be gone with the device.
+    while built:
+        built.pop().close()

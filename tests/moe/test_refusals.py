@@ -173,10 +173,10 @@ def test_an_error_amid_a_call_ends_it_on_all_ranks(nodes, monkeypatch):
     found = rows.new_rows
 
     def body(comm):
-        def fail(like: Tensor, count: int) -> Tensor:
+        def fail(comm: ringcomm.Communicator, like: Tensor, count: int) -> Tensor:
             if like is bad:
                 raise MemoryError("no room")
-            return found(like, count)
+            return found(comm, like, count)
 
         given = case(comm.rank, 2, experts=6)
         bad = given.x if comm.rank == 1 else None

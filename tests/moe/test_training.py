@@ -51,7 +51,8 @@ def adamw(params: list[Tensor], **options: Any) -> AdamW:
 
 def backward(model: nn.Module, step: int, ranks: Any, share: float = 1.0) -> float:
     """The loss of some ranks' tokens of a step; gradients are those of its mean."""
-    x = torch.cat([tokens(10 * step + rank) for rank in ranks])
+    on = next(model.parameters()).device
+    x = torch.cat([tokens(10 * step + rank) for rank in ranks]).to(on)
     loss = (model(x) - x.sum(-1)).square().mean()
     (loss * share).backward()
     return float(loss.detach())

@@ -35,7 +35,7 @@ MULTICAST = [unit for unit in UNITS if unit.startswith("multicast_")]
 # executes each type's spelling; the wire with the most registers.
 REPRESENTATIVES = (
     *("move", "reduce_float16/min", "adamw_bfloat16/shard_bfloat16", "multicast_float16"),
-    "wires_int4/float32",
+    *("wires_int4/float32", "rows"),
 )
 # Whether another architecture takes the sources, and what it makes of waits and orders, shows in
 # the cheapest; the one by multicast is empty below sm_90.
@@ -98,13 +98,18 @@ def codes(kernel: str) -> bool:
     return kernel.startswith(("rc_encode_wire_", "rc_sum_wires_"))
 
 
+def reads_rows(kernel: str) -> bool:
+    return "_rows" in kernel
+
+
 def is_alone(kernel: str) -> bool:
-    """Those that have no peers."""
-    return kernel in ("rc_adamw_prepare", "rc_grad_norm") or "_shard_" in kernel or codes(kernel)
+    """Those that wait for no peer."""
+    alone = kernel in ("rc_adamw_prepare", "rc_grad_norm") or "_shard_" in kernel
+    return alone or codes(kernel) or reads_rows(kernel)
 
 
 def uses_shared_memory(kernel: str) -> bool:
-    return kernel != "rc_adamw_prepare" and not codes(kernel)
+    return kernel != "rc_adamw_prepare" and not codes(kernel) and not reads_rows(kernel)
 
 
 def updates(kernel: str) -> bool:
@@ -172,6 +177,11 @@ class TestUnits:
                 continue
             if updates(name):
                 assert checks.update_loop(kernel) == []
+            if name == "rc_copy_rows":
+                assert checks.copy_loop(kernel) == []
+            elif reads_rows(name):
+                assert checks.coding_loop(kernel, stores=False) == []
+                assert "scale" in name or checks.coding_loop(kernel, stores=True) == []
             if name.endswith("_float32") and codes(name):
                 assert checks.coding_loop(kernel, stores=name.startswith("rc_sum_")) == []
             if sends_packets(name) or is_alone(name):

@@ -1,6 +1,6 @@
 """Rates at which one core codes numbers for a coded wire and adds decoded ones, beside memcpy's.
 
-    python -m ringcomm.bench.coding --elems 4M
+    python -m tools.coding_rates --elems 4M
 
 Every round has one copy of the numbers by memcpy, and for each wire one coding, and one sum of what
 was coded; then the next round. A ratio is taken within its round: the time of the copy over that of
@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from ringcomm import _native
-
-from .options import parse_size
+from ringcomm.bench.options import parse_size
 
 _FLOAT32 = _native.DTYPES["float32"]
 CODING, ADDING, IN_TURN = "code", "decode and add", "one, then the other"
@@ -79,7 +78,7 @@ def time_coding(elems: int, rounds: int) -> list[CodingRate]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the rates of each wire with each instruction set that was asked for."""
-    parser = argparse.ArgumentParser(prog="python -m ringcomm.bench.coding", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.coding_rates", description=__doc__)
     parser.add_argument("--elems", type=parse_size, default=4 << 20, help="FP32 numbers (4M)")
     parser.add_argument("-n", "--rounds", type=int, default=15)
     parser.add_argument("--isa", nargs="+", default=[_native.isa()], help="instruction sets")

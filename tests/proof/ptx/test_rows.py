@@ -1,0 +1,177 @@
+"""The PTX of the rows' kernels, executed, gives the host's copies, sums and products."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.arguments import DTYPE_CODES
+from tests.proof.ptx.small_jobs import SLIPS, part_of
+from tests.support import nvrtc
+from tests.support.device_worlds import Devices
+from tests.support.emulator import ptx
+from tests.support.emulator.library import COMPILER, PtxSchedule
+from tests.support.emulator.ptx import PtxKernels, RefusedError, ptx_of
+
+Tensor = torch.Tensor
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(nvrtc.library_path() is None, reason=nvrtc.NEEDS_NVRTC),
+    pytest.mark.skipif(COMPILER is None, reason="the emulator needs a C++ compiler"),
+]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GUARD = 0xA5
+RANKS, TOKENS, K = 3, 11, 3
+# Numbers of a row: whole vectors, with several turns of a warp and the rest of one; and rows that
+# begin anywhere. Of sums as many as 64 partial ones are for, and fewer.
+SIZES = (8, 2104, 37)
+
+
+class Rows(NamedTuple):
+    """Rows of several ranks, and a table of entries, of which some have none."""
+
+    of_ranks: list[Tensor]
+    entries: Tensor  # int64 [TOKENS, K, 2]
+    weights: Tensor
+    with_: Tensor  # [TOKENS, numbers]
+
+
+@pytest.fixture(scope="module")
+def devices() -> Iterator[Devices]:
+    made = Devices("emulated", devices=1)
+    with made.runtime.on_device(0):
+        yield made
+    made.close()
+
+
+def rows_of(elems: int, dtype: torch.dtype) -> Rows:
+    seed = torch.Generator().manual_seed(elems)
+    of_ranks = [torch.randn(7 + rank, elems, generator=seed).to(dtype) for rank in range(RANKS)]
+    ranks = torch.randint(-1, RANKS, (TOKENS, K), generator=seed)
+    # A token without rows, and one whose only row has a weight of less than nothing.
+    ranks[4], ranks[5] = -1, torch.tensor([-1, 2, -1])
+    at = torch.randint(0, 7, (TOKENS, K), generator=seed)
+    weights = torch.randn(TOKENS, K, generator=seed)
+    with_ = torch.randn(TOKENS, elems, generator=seed).to(dtype)
+    return Rows(of_ranks, torch.stack([ranks, at], -1), weights, with_)
+
+
+class Made(NamedTuple):
+    """What the calls have written, with guards behind it."""
+
+    copies: Tensor
+    words: Tensor
+    sums: Tensor
+    plain_sums: Tensor
+    products: Tensor
+    dots: Tensor
+
+
+def results(end: Any, rows: Rows, dtype: torch.dtype, use: Callable[[Tensor], Tensor]) -> Made:
+    """Has ``end``, the native module or a device's end, copy, sum and scale the rows."""
+    elems, row_bytes = rows.with_.size(1), rows.with_[0].nbytes
+    of_ranks, with_ = [use(each) for each in rows.of_ranks], use(rows.with_)
+    entries, weights = use(rows.entries), use(rows.weights)
+    # A table of sources, whose first two words are an entry.
+    sources = use(torch.cat([rows.entries, rows.entries], -1)[:, 0].contiguous())
+    ptrs = [each.data_ptr() for each in of_ranks]
+
+    def room(count: int, of_bytes: int) -> Tensor:
+        return use(torch.full((count * of_bytes + 16,), GUARD, dtype=torch.uint8))
+
+    count, code = TOKENS * K, DTYPE_CODES[dtype]
+    made = Made(
+        copies=room(count, row_bytes),
+        words=room(count, 8),
+        sums=room(TOKENS, row_bytes),
+        plain_sums=room(TOKENS, row_bytes),
+        products=room(TOKENS, row_bytes),
+        dots=room(TOKENS, 4),
+    )
+    end.copy_rows(entries.data_ptr(), 2, count, ptrs, row_bytes, made.copies.data_ptr())
+    end.copy_rows(entries.data_ptr(), 2, count, ptrs, 8, made.words.data_ptr())
+    for by, out in ((weights.data_ptr(), made.sums), (0, made.plain_sums)):
+        end.sum_rows(entries.data_ptr(), ptrs, TOKENS, K, by, code, elems, out.data_ptr())
+    end.scale_rows(
+        *(sources.data_ptr(), TOKENS, ptrs, weights.data_ptr(), with_.data_ptr(), code, elems),
+        *(made.products.data_ptr(), made.dots.data_ptr()),
+    )
+    return made
+
+
+def end_of(devices: Devices, kernels: PtxKernels) -> _native.DeviceComm:
+    """The native end of one rank, which has met nobody, with the PTX of its kernels."""
+    runtime = devices.runtime
+
+    def find(unit: str, name: str) -> int:
+        return kernels.kernel(unit, name, runtime.find_kernel(0, unit, name).handle)
+
+    native = _native.DeviceComm(
+        _native.Driver(runtime.driver_library), (0, 1), (1, 2, 1024), (0, 0), 1000, 0, find
+    )
+    native.stream = runtime.current_stream(0)
+    return native
+
+
+def differences(devices: Devices, kernels: PtxKernels, dtype: torch.dtype) -> list[str]:
+    end, found, kept = end_of(devices, kernels), [], []
+
+    def allowed(tensor: Tensor) -> Tensor:
+        kept.append(tensor.clone())  # until the kernels have ended
+        ptx.allow(kept[-1])
+        return kept[-1]
+
+    for elems in SIZES:
+        rows = rows_of(elems, dtype)
+        wanted = results(_native, rows, dtype, lambda tensor: tensor)
+        made = results(end, rows, dtype, allowed)
+        devices.runtime.synchronize(0)
+        for name, mine, theirs in zip(Made._fields, made, wanted, strict=True):
+            if not torch.equal(mine, theirs):
+                found.append(f"{name} of rows of {elems}")
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_bits_are_the_hosts(devices: Devices, dtype: torch.dtype) -> None:
+    kernels = PtxKernels(PtxSchedule(7), part=part_of)
+    assert differences(devices, kernels, dtype) == []
+    assert ptx.failure() is None
+    ptx.forget_allowed()
+
+
+# Patterns of the text, and what they become.
+MUTANTS = {
+    **{name: SLIPS[name] for name in ("too few lanes at a shuffle", "another lane of a shuffle")},
+    "another operand of a store": SLIPS["a store's other operand"],
+    "a vector a word too far": SLIPS["a vector a word too far"],
+    "no row where there is none": (r"setp\.(lt|gt)\.s64", r"setp.eq.s64"),
+    "sums of the last alone": (r"add\.rn\.f32(\s+%f\d+, )%f\d+, (%f\d+);", r"mov.f32\1\2;"),
+    "no weights": (r"mul\.rn\.f32(\s+%f\d+, )(%f\d+), %f\d+;", r"mov.f32\1\2;"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_seen(devices: Devices, mutant: str) -> None:
+    whole = ptx_of("rows")
+    changed = re.sub(*MUTANTS[mutant], whole)
+    assert changed != whole
+    kernels = PtxKernels(part=part_of, text_of=lambda part: changed)
+    try:
+        found: object = differences(devices, kernels, torch.float32)
+    except RefusedError:  # such a text shows nothing
+        raise
+    except RuntimeError as error:  # what a kernel did wrong, as the next call hears of it
+        found = error
+    finally:
+        found = found or ptx.failure()
+        ptx.forget()
+        ptx.forget_allowed()
+    assert found
