@@ -10,8 +10,9 @@
 
 inline std::atomic<int> failing_moved{0}, failing_code{0};
 
-// While it is true, calls of the pool do not return.
+// While it is true, calls of the pool do not return; and how many calls there were.
 inline std::atomic<bool> hanging{false};
+inline std::atomic<int> calls{0};
 
 // From here on calls of the pool return `moved` (-1 with errno `code`); 0: they move bytes again.
 inline void fail_next_calls(int moved, int code) {
@@ -31,6 +32,7 @@ inline uint64_t next_drawn() {
 // only, and one in eight some bytes. As direct I/O they take whole pages.
 template <class Call>
 ssize_t troubled(Call call, const void* memory, size_t bytes, off_t offset) {
+  ++calls;
   do {
     usleep(unsigned(next_drawn() % 512));
   } while (hanging);

@@ -136,15 +136,17 @@ void close_under_way() {
   Memory memory(kBlock);
   std::memset(memory.begin, 1, kBlock);
   std::vector<ScratchRequestPtr> requests;
+  hanging = true;
+  const int calls_before = calls;
   for (int i = 0; i < kPlays; ++i)
     requests.push_back(bench.begin(true, bench.block[i % 2], memory.begin, kBlock));
+  while (calls == calls_before) usleep(100);
   // Two close it, and neither returns before the end, for which both wait.
   const auto close_and_look = [&] {
     expect(bench.pool.close(kAMinute), "a pool that ends");
     for (const ScratchRequestPtr& request : requests)
       expect(request->done(), "a request that is over after close()");
   };
-  hanging = true;
   std::thread other(close_and_look);
   std::thread ends([] {
     usleep(200'000);
