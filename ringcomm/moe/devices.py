@@ -235,11 +235,12 @@ def _list_sources(call: _Call, count: int) -> Tensor:
     world_size, k = call.comm.world_size, call.headers[0].k
     here = call.routes.experts // world_size
     mine = slice(call.comm.rank * here, (call.comm.rank + 1) * here)
-    without = torch.tensor([header.tokens * k for header in call.headers]) - call.counts.sum(1)
+    tokens = [header.tokens for header in call.headers]
+    without = k * torch.tensor(tokens, device="cpu") - call.counts.sum(1)
     begins = (_before(call.counts) + without[:, None])[:, mine]
     # By expert and rank, as the rows lie.
     lengths = call.counts[:, mine].t().reshape(-1)
-    ranks = torch.arange(world_size).repeat(here)
+    ranks = torch.arange(world_size, device="cpu").repeat(here)
     table = torch.stack([lengths, ranks, begins.t().reshape(-1) - _before(lengths)])
     lengths, *columns = table.to(call.routes.topk_idx.device)
     repeated = [each.repeat_interleave(lengths, output_size=count) for each in columns]
@@ -256,7 +257,9 @@ def _places(call: _Call, order: Tensor) -> Tensor:
     here = r.experts // call.comm.world_size
     own, of_all = call.counts[rank], call.counts.sum(0)
     first = _before(of_all.view(-1, here)).reshape(-1) + call.counts[:rank].sum(0) - _before(own)
-    table = torch.stack([own, torch.arange(r.experts) // here, first]).to(order.device)
+    table = torch.stack([own, torch.arange(r.experts, device="cpu") // here, first]).to(
+        order.device
+    )
     total = int(own.sum())
     lengths, *columns = table
     to, at = (each.repeat_interleave(lengths, output_size=total) for each in columns)

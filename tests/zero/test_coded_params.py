@@ -359,17 +359,61 @@ def test_it_resumes_in_another_world_with_the_same_parameters(two_by_two, tmp_pa
                 assert torch.equal(found, decoded("int8", flat))
 
 
-def test_a_checkpoint_without_masters_is_loaded_without_its_optimizer(two_by_two, tmp_path):
+def go_on(comm: Communicator, base: Any, root: Any, options: dict[str, Any]) -> Any:
+    """Loads with the optimizer, and trains on; the parameters before and behind."""
+    job = Job(comm, base, 2, zero_options=options)
+    job.load(root)
+    loaded = zero.full_state_dict(job.module)
+    params = job.module.named_parameters() if options else ()
+    masters = {name: zero.get_master(param).clone() for name, param in params}
+    job.train("mlp", 2)
+    found = zero.full_state_dict(job.module)
+    zero.unshard(job.module)
+    return loaded, masters, found
+
+
+def test_masters_become_parameters_without_codes_and_parameters_masters_with_them(
+    two_by_two, tmp_path
+):
+    """Of FP32 parameters; each way it goes on as the other run would have from there."""
+    base, codes = new_model("mlp"), {"wire": zero.Wire(parameters="int8")}
+    shown = two_by_two.run(save_one, base, tmp_path / "coded", codes)[0]
+    [(plain, _, ended), *_] = two_by_two.run(go_on, base, tmp_path / "coded", {})
+    [(coded_again, masters, _), *_] = two_by_two.run(go_on, base, tmp_path / "coded", codes)
+    assert_same_bits({name: plain[name] for name in masters}, masters)
+    assert_same_bits(coded_again, shown)
+    assert any(not torch.equal(plain[name], shown[name]) for name in shown)
+    assert any(not torch.equal(plain[name], ended[name]) for name in ended)
+    # On one node nothing is coded, and there are no masters.
+    with ringcomm.local_world(2, timeout=60) as world:
+        for loaded, _, _ in world.run(go_on, base, tmp_path / "coded", {}):
+            assert_same_bits({name: loaded[name] for name in masters}, masters)
+
+    two_by_two.run(save_one, base, tmp_path / "plain", {})
+    [(wanted, _, _), *_] = two_by_two.run(go_on, base, tmp_path / "plain", {})
+    [(decoded_ones, masters, _), *_] = two_by_two.run(go_on, base, tmp_path / "plain", codes)
+    assert_same_bits(masters, {name: wanted[name] for name in masters})
+    assert any(not torch.equal(decoded_ones[name], wanted[name]) for name in wanted)
+
+
+def test_16_bit_parameters_do_not_become_masters(two_by_two, tmp_path):
+    """They are rounded, so a run with masters goes on from the module alone."""
     base = new_model("mlp")
-    two_by_two.run(save_one, base, tmp_path, {})
 
-    def refused(comm: Communicator) -> None:
+    def body(comm: Communicator) -> None:
+        settings: dict[str, Any] = {"precision": BF16}
+        job = Job(
+            comm, base, 2, adamw=AdamWOptions(master="none", rounding="stochastic"), **settings
+        )
+        job.train("mlp", 1)
+        job.save(tmp_path)
+        zero.unshard(job.module)
+        job = Job(comm, base, 2, zero_options={"wire": zero.Wire(parameters="int8")}, **settings)
         with pytest.raises(CheckpointError, match=r"'master'.*wire: parameters='int8' keeps"):
-            load_one(comm, base, tmp_path, True)
+            job.load(tmp_path)
+        zero.unshard(job.module)
 
-    two_by_two.run(refused)
-    for state, _ in two_by_two.run(load_one, base, tmp_path, False):
-        assert state.keys() == base.state_dict().keys()
+    two_by_two.run(body)
 
 
 # ---- writes from outside ------------------------------------------------------------------------

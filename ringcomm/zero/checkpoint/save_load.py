@@ -313,6 +313,7 @@ class _Loading:
             )
         if self.step is not None:
             self.groups = check_optimizer(self.engine, self.step, self.saved, self.fail)
+            self.sources |= self._params_from_masters(self.step)
             given, groups = self.saved["optimizer"], merged_groups(self.step.groups, self.groups)
             self.state = saved_state(self.engine, self.step, given, groups, self.names)
             for part in (*self.state.parts.values(), *whole_parts(self.engine, self.step, True)):
@@ -345,6 +346,18 @@ class _Loading:
                 "strict=False to load what both have"
             )
         return {f"model.{name}": f"model.{source}" for name, source in found.items()}
+
+    def _params_from_masters(self, step: ShardedStep) -> dict[str, str]:
+        """Returns the names of parameters that are masters in the checkpoint, and none here."""
+        found = {}
+        for stored, bucket in zip(self.engine.stored, step.buckets, strict=True):
+            if bucket.state.master is not None:
+                continue
+            for placed in stored.params:
+                master = f"{_MASTER}{placed.name}"
+                if master in self.names:
+                    found[f"model.{placed.name}"] = master
+        return found
 
     def _buffers(self) -> dict[str, Tensor]:
         """The buffers to load."""
@@ -414,8 +427,12 @@ class _Loading:
         self.reader.verify(sorted(self.reader.manifest.files)[ranks.rank :: ranks.world_size])
 
     def _source(self, part: StatePart) -> str:
-        """Returns the name that a part has in the checkpoint."""
-        if self.converted and part.name.startswith(_MASTER):
+        """Returns the name that a part has in the checkpoint.
+
+        Where that has no masters its parameters are those.
+        """
+        is_master = part.name.startswith(_MASTER)
+        if is_master and (self.converted or part.name not in self.names):
             return f"model.{part.name.removeprefix(_MASTER)}"
         return self.sources.get(part.name, part.name)
 
