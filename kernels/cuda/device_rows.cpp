@@ -1,4 +1,4 @@
-// Rows that lie apart as launches.
+// Launches of the kernels for rows that lie apart.
 #include <algorithm>
 
 #include "kernels/cuda/device_comm.h"
@@ -23,7 +23,8 @@ bool all_begin_at(const RowsArgs& rows, uint64_t multiple) {
 }  // namespace
 
 void DeviceComm::launch_rows(const std::string& name, const RowsArgs& rows) {
-  if (rows.count == 0 || rows.row_bytes == 0) return;
+  // Rows of no bytes have scalar products, which are 0.
+  if (rows.count == 0 || (rows.row_bytes == 0 && rows.dots == nullptr)) return;
   LaunchParams params{};
   params.rows = rows;
   params.rows.has_vectors = all_begin_at(rows, 16);

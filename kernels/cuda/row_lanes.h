@@ -1,9 +1,10 @@
 // Rows that lie apart, in the memory of any rank, by the lanes of a block and with the host's bits
 // (isa_rows.h): copies of them, weighted sums, and the gradients of these.
 //
-// A warp has a row at a time, or the sum of a token's rows, and of rows of a word or two each lane
-// has one. A scalar product has 64 partial sums, number i being added to sum i % 64: as many lanes
-// share a row as have vectors for these. On the host one lane has all of it.
+// A warp copies a row at a time, or makes the sum of a token's rows. Rows of one word or two are
+// copied by a lane each. A scalar product has 64 partial sums, and number i is added to sum i % 64:
+// the lanes that share such a row have one vector of sums each. On the host one lane does the work
+// of a warp.
 #pragma once
 
 #include "kernels/cuda/ops.h"
@@ -43,16 +44,17 @@ struct WarpPlace {
   }
 };
 
+// Zeros to a row, by `lanes` lanes side by side.
+template <int lanes>
 RC_TEAM_FN void clear_row(char* to, uint64_t bytes, bool has_vectors, int lane) {
   const Vec16 zeros{};
   if (has_vectors) {
     RC_ROLLED
-    for (uint64_t at = uint64_t(lane) * 16; at < bytes; at += kRowLanes * 16)
-      store16(to + at, zeros);
+    for (uint64_t at = uint64_t(lane) * 16; at < bytes; at += lanes * 16) store16(to + at, zeros);
     return;
   }
   RC_ROLLED
-  for (uint64_t i = lane; i < bytes; i += kRowLanes) to[i] = 0;
+  for (uint64_t i = lane; i < bytes; i += lanes) to[i] = 0;
 }
 
 // Row i of the table, or zeros, to row i of `out`.
@@ -78,7 +80,7 @@ RC_TEAM_FN void copy_rows_kernel(Team team, const LaunchParams& p, int, Workspac
     const char* const from = row_of(args, i);
     char* const to = args.out + i * args.row_bytes;
     if (from == nullptr)
-      clear_row(to, args.row_bytes, args.has_vectors, place.lane);
+      clear_row<kRowLanes>(to, args.row_bytes, args.has_vectors, place.lane);
     else
       copy_lanes(to, from, args.row_bytes, place.lane, kRowLanes);
   }
@@ -317,8 +319,7 @@ RC_TEAM_FN void scale_rows_kernel(Team team, const LaunchParams& p, int, Workspa
       else
         each.elements(sums);
     } else if (has_work) {
-      RC_ROLLED
-      for (uint64_t at = lane; at < args.row_bytes; at += Row::kLanes) out[at] = 0;
+      clear_row<Row::kLanes>(out, args.row_bytes, args.has_vectors, lane);
     }
     const float dot = Row::total(sums);
     if (has_work && lane == 0) args.dots[i] = dot;

@@ -2,8 +2,8 @@
 
 It gives the rows, counts and tables of :mod:`ringcomm.moe.operators`, to the bit. Where the host
 walks through lists of assignments, here torch's operations make them: a sort of a rank's own
-assignments, and sums of the counts of all ranks. The host waits twice, for the headers and for the
-counts, by which it knows how many rows there are.
+assignments, and sums of the counts of all ranks. The host waits for the device twice, for the
+headers and for the counts, by which it knows how many rows there are.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ringcomm.moe.outboxes import (
     exchange,
     lendable,
     numbers_on_host,
+    on_device_of,
     outboxes_of,
     prepared,
     reading,
@@ -75,6 +76,7 @@ class _Assignments(NamedTuple):
         none = len(flat) + 1
         is_bad = (flat < -1) | (flat >= experts)
         numbers = torch.arange(1, none, device=flat.device)
+        # Where there is no bad one the least number is `none`, which becomes 0.
         return cls(order, counts, torch.where(is_bad, numbers, none).amin() % none)
 
 
@@ -110,7 +112,6 @@ class _Call(NamedTuple):
 def dispatch(comm: Communicator, operation: str, routes: Routes) -> tuple[Tensor, ...]:
     """Dispatches tokens on devices, as ``operators._dispatch`` does on the host."""
     outboxes = outboxes_of(comm)
-    _load_kernels(comm, routes.wire)
     published, refusal = prepared(lambda: _publish(comm, outboxes, operation, routes))
     mine, assignments = (RowsHeader(DISPATCH, refused=1), None) if published is None else published
     found = None if assignments is None else assignments.refused
@@ -157,6 +158,7 @@ def _publish(
 ) -> tuple[RowsHeader, _Assignments]:
     checks = comm.checks(operation)
     check_routes(checks, r)
+    _load_kernels(comm, r.wire)
     x = r.x.detach()
     if r.wire is not None and x.size(1) % _BLOCK:
         checks.fail(
@@ -176,7 +178,8 @@ def _publish(
     elif r.wire is None:
         payload.view(x.dtype).view(x.shape).copy_(x)
     elif x.numel():
-        given = (readable(x).data_ptr(), DTYPE_CODES[x.dtype], payload.data_ptr(), x.numel())
+        dense = readable(x)
+        given = (dense.data_ptr(), DTYPE_CODES[x.dtype], payload.data_ptr(), x.numel())
         enqueue(comm, operation, "encode_wire", _native.WIRES[r.wire], *given)
     header = r.header()._replace(
         lent=int(lent),
@@ -214,61 +217,90 @@ def _found_of(call: _Call, count: int, number: int, order: Tensor) -> tuple[Tens
         number: of the dispatch.
         order: this rank's assignments.
     """
-    r, rank, idx = call.routes, call.comm.rank, call.routes.topk_idx
-    here = r.experts // call.comm.world_size
+    r, idx = call.routes, call.routes.topk_idx
     room = count if r.limit < 0 else r.limit
+    tables = _Lists.of_call(call)
     sources = idx.new_full((room, _SOURCE_WORDS), -1)
-    sources[:count] = _list_sources(call, count)
+    sources[:count] = _list_sources(call, tables, count)
     rows = _read_rows(call, sources)
     weighted = r.topk_weights is not None
     row_weights = r.x.new_empty(room if weighted else 0, dtype=torch.float32)
     if weighted:
         second = sources.data_ptr() + ENTRY_WORDS * WORD_BYTES
         call.pull(second, _SOURCE_WORDS, call.weights_ptrs, row_weights)
-    counts = call.counts[:, rank * here : (rank + 1) * here].sum(0).to(idx.device)
-    stamp = torch.tensor([number, count], dtype=torch.int64, device=idx.device)
-    return rows, counts, _places(call, order), sources, row_weights, stamp
+    stamp = torch.tensor([number, count], dtype=torch.int64, device="cpu")
+    counts = tables.lengths.view(-1, call.comm.world_size).sum(1)
+    return rows, counts, _places(call, tables, order), sources, row_weights, stamp
 
 
-def _list_sources(call: _Call, count: int) -> Tensor:
+class _Lists(NamedTuple):
+    """Lists by expert, from which tables of rows follow; int64 [experts] each, on the device.
+
+    The first three are of the rows here, by expert of this rank and then by rank; the others of
+    this rank's assignments, by expert.
+
+    Attributes:
+        lengths: rows of an expert from a rank.
+        ranks: the rank.
+        begins: the first of those rows in the rank's order, less its place among the rows here.
+        own: assignments to an expert.
+        to: the expert's rank.
+        first: the row there of the first of them, less its place in this rank's order.
+    """
+
+    lengths: Tensor
+    ranks: Tensor
+    begins: Tensor
+    own: Tensor
+    to: Tensor
+    first: Tensor
+
+    @classmethod
+    def of_call(cls, call: _Call) -> _Lists:
+        comm, counts, k = call.comm, call.counts, call.headers[0].k
+        here = call.routes.experts // comm.world_size
+        mine = slice(comm.rank * here, (comm.rank + 1) * here)
+        tokens = [header.tokens for header in call.headers]
+        without = k * torch.tensor(tokens, device="cpu") - counts.sum(1)
+        begins = (_before(counts) + without[:, None])[:, mine]
+        lengths, own = counts[:, mine].t().reshape(-1), counts[comm.rank]
+        by_expert = _before(counts.sum(0).view(-1, here)).reshape(-1)
+        ranks = torch.arange(comm.world_size, device="cpu")
+        lists = [
+            lengths,
+            ranks.repeat(here),
+            begins.t().reshape(-1) - _before(lengths),
+            own,
+            ranks.repeat_interleave(here),
+            by_expert + counts[: comm.rank].sum(0) - _before(own),
+        ]
+        return cls(*on_device_of(comm, torch.stack(lists)))
+
+
+def _list_sources(call: _Call, lists: _Lists, count: int) -> Tensor:
     """Returns where each row comes from: int64 [count, 4], as ``list_sources`` on the host."""
-    world_size, k = call.comm.world_size, call.headers[0].k
-    here = call.routes.experts // world_size
-    mine = slice(call.comm.rank * here, (call.comm.rank + 1) * here)
-    tokens = [header.tokens for header in call.headers]
-    without = k * torch.tensor(tokens, device="cpu") - call.counts.sum(1)
-    begins = (_before(call.counts) + without[:, None])[:, mine]
-    # By expert and rank, as the rows lie.
-    lengths = call.counts[:, mine].t().reshape(-1)
-    ranks = torch.arange(world_size, device="cpu").repeat(here)
-    table = torch.stack([lengths, ranks, begins.t().reshape(-1) - _before(lengths)])
-    lengths, *columns = table.to(call.routes.topk_idx.device)
-    repeated = [each.repeat_interleave(lengths, output_size=count) for each in columns]
-    rank, at = repeated[0], repeated[1] + torch.arange(count, device=lengths.device)
+    rank, begin = (
+        each.repeat_interleave(lists.lengths, output_size=count)
+        for each in (lists.ranks, lists.begins)
+    )
+    at = begin + torch.arange(count, device=begin.device)
     entries, assignment = torch.stack([rank, at], 1), torch.empty_like(rank)
     call.pull(entries.data_ptr(), ENTRY_WORDS, call.order_ptrs, assignment)
-    token = assignment.div(k, rounding_mode="floor")
+    token = assignment.div(call.headers[0].k, rounding_mode="floor")
     return torch.stack([rank, token, rank, assignment], 1)
 
 
-def _places(call: _Call, order: Tensor) -> Tensor:
+def _places(call: _Call, lists: _Lists, order: Tensor) -> Tensor:
     """Returns where the rows of this rank's tokens are: int64 [tokens, k, 2]."""
-    r, rank = call.routes, call.comm.rank
-    here = r.experts // call.comm.world_size
-    own, of_all = call.counts[rank], call.counts.sum(0)
-    first = _before(of_all.view(-1, here)).reshape(-1) + call.counts[:rank].sum(0) - _before(own)
-    table = torch.stack([own, torch.arange(r.experts, device="cpu") // here, first]).to(
-        order.device
+    idx, total = call.routes.topk_idx, int(call.counts[call.comm.rank].sum())
+    to, first = (
+        each.repeat_interleave(lists.own, output_size=total) for each in (lists.to, lists.first)
     )
-    total = int(own.sum())
-    lengths, *columns = table
-    to, at = (each.repeat_interleave(lengths, output_size=total) for each in columns)
-    places = order.new_zeros((r.topk_idx.numel(), ENTRY_WORDS))
+    at = first + torch.arange(total, device=first.device)
+    places = order.new_zeros((idx.numel(), ENTRY_WORDS))
     places[:, 0] = -1
-    places[order[len(order) - total :]] = torch.stack(
-        [to, at + torch.arange(total, device=order.device)], 1
-    )
-    return places.view(*r.topk_idx.shape, ENTRY_WORDS)
+    places[order[len(order) - total :]] = torch.stack([to, at], 1)
+    return places.view(*idx.shape, ENTRY_WORDS)
 
 
 def _read_rows(call: _Call, sources: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ from ringcomm.moe.outboxes import (
     RowsHeader,
     exchange,
     lendable,
-    numbers_on_host,
     outboxes_of,
     prepared,
     reading,
@@ -163,7 +162,8 @@ def _shape_of_dispatched(*arguments: Any) -> tuple[Tensor, ...]:
         topk_idx.new_empty((*topk_idx.shape, ENTRY_WORDS)),
         topk_idx.new_empty((room, _native.SOURCE_WORDS)),
         x.new_empty((room if weighted else 0,), dtype=torch.float32),
-        topk_idx.new_empty((2,)),
+        # The host looks at it without waiting for a device.
+        torch.empty(2, dtype=torch.int64, device="cpu"),
     )
 
 
@@ -193,7 +193,7 @@ def _combine(y: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
     operation = "moe.combine"
     comm = usable(group, world_size, operation)
     outboxes = outboxes_of(comm)
-    number, count = numbers_on_host(comm, operation, stamp)
+    number, count = stamp.tolist()
     base = RowsHeader(COMBINE, number, k=places.size(1), weighted=int(weights is not None))
 
     def publish() -> _Published:
@@ -261,7 +261,7 @@ def _combine_backward(grad: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, Tens
     operation = "moe.combine_backward"
     comm = usable(group, world_size, operation)
     outboxes = outboxes_of(comm)
-    number, _ = numbers_on_host(comm, operation, stamp)
+    number, _ = stamp.tolist()
     base = RowsHeader(BACKWARD, number, weighted=int(weighting > UNWEIGHTED), wants=weighting)
 
     def publish() -> _Published:
@@ -307,7 +307,7 @@ def _weight_gradients(comm: Communicator, dots: Tensor, tables: Tables) -> Tenso
     """Brings the scalar products of rows to the ranks of their tokens: [tokens, k]."""
     operation = "moe.combine_backward"
     outboxes, places = outboxes_of(comm), readable(tables.places)
-    number, count = numbers_on_host(comm, operation, tables.stamp)
+    number, count = tables.stamp.tolist()
     if comm.num_nodes > 1:
         with reading(comm, operation, ()):
             several = nodes.over_nodes(comm, operation)

@@ -46,7 +46,7 @@ class RowsHeader(NamedTuple):
     Attributes:
         operation: which of the calls that exchange rows it is.
         number: that of the dispatch whose rows these are; 0 in a dispatch.
-        refused: 0, or above it if this rank's arguments are no good; the rest then says nothing.
+        refused: not 0 if this rank's arguments are no good; the rest then says nothing.
         experts, k, hidden, dtype, wire, weighted: what ranks must have in common.
         tokens: rows that this rank publishes.
         limit: rows that it has room for; -1: any number.
@@ -166,6 +166,13 @@ def numbers_on_host(comm: Communicator, operation: str, tensor: Tensor) -> list[
     return tensor.tolist()
 
 
+def on_device_of(comm: Communicator, numbers: Tensor) -> Tensor:
+    """Returns a tensor of the host where the communicator's tensors lie, and waits for nothing."""
+    if comm.device.type == "cuda":
+        numbers = numbers.pin_memory()
+    return numbers.to(comm.device, non_blocking=True)
+
+
 def exchange(
     comm: Communicator,
     operation: str,
@@ -180,8 +187,8 @@ def exchange(
         operation: named in errors.
         mine: this rank's.
         refusal: why this rank refuses its arguments; raised here once all ranks know.
-        refused: int64, a number that is added to the header's; of what a device has found out, the
-            caller raises.
+        refused: int64, on the device: what that has found out of the arguments takes the header's
+            place. If it is not 0 here the headers are returned, and the caller raises.
 
     Raises:
         MismatchError: another rank refused its arguments, or has others than this one.
@@ -190,7 +197,7 @@ def exchange(
         if refusal is not None:
             raise refusal
         return [mine]
-    own = torch.tensor(mine, dtype=torch.int64, device=comm.device)
+    own = on_device_of(comm, torch.tensor(mine, dtype=torch.int64, device="cpu"))
     if refused is not None:
         own[RowsHeader._fields.index("refused")] += refused
     everyone = own.new_empty((comm.world_size, len(mine)))

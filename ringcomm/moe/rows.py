@@ -46,6 +46,7 @@ def usable(group: str, world_size: int, operation: str) -> Communicator:
     comm = find(group, world_size, operation)
     if not comm.launches:
         return comm
+    comm.raise_if_unusable(operation)
     head = where(operation, comm.rank, comm.world_size)
     if not isinstance(comm, DeviceCallEngine):
         raise UnsupportedError(

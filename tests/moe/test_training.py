@@ -21,6 +21,7 @@ from tests.support import ROOT
 
 Tensor = torch.Tensor
 RANKS, GROUP = 4, 2
+STEPS, LR = 3, 0.01
 DOCUMENT = ROOT / "docs" / "moe.md"
 OPTIONS = zero.ZeroOptions(bucket_elems=512)
 
@@ -46,7 +47,7 @@ def of_four(body: Any) -> list[Any]:
 
 
 def adamw(params: list[Tensor], **options: Any) -> AdamW:
-    return AdamW(params, lr=0.01, options=AdamWOptions(**options))
+    return AdamW(params, lr=LR, options=AdamWOptions(**options))
 
 
 def backward(model: nn.Module, step: int, ranks: Any, share: float = 1.0) -> float:
@@ -61,7 +62,7 @@ def backward(model: nn.Module, step: int, ranks: Any, share: float = 1.0) -> flo
 def told(model: nn.Module, optimizer: Any, ranks: Any, share: float = 1.0) -> list[float]:
     """The losses and norms of three steps, each clipped to half of what it is."""
     found = []
-    for step in range(3):
+    for step in range(STEPS):
         loss = backward(model, step, ranks, share)
         norm = float(optimizer.clip_grad_norm_(2.0))
         optimizer.step()

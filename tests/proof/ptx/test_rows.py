@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,12 +10,12 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.arguments import DTYPE_CODES
-from tests.proof.ptx.small_jobs import SLIPS, part_of
+from tests.proof.ptx.lone_kernels import check, check_seen
+from tests.proof.ptx.small_jobs import SLIPS
 from tests.support import nvrtc
 from tests.support.device_worlds import Devices
 from tests.support.emulator import ptx
-from tests.support.emulator.library import COMPILER, PtxSchedule
-from tests.support.emulator.ptx import PtxKernels, RefusedError, ptx_of
+from tests.support.emulator.library import COMPILER
 
 Tensor = torch.Tensor
 
@@ -29,8 +28,8 @@ pytestmark = [
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GUARD = 0xA5
 RANKS, TOKENS, K = 3, 11, 3
-# Numbers of a row: whole vectors, with several turns of a warp and the rest of one; and rows that
-# begin anywhere. Of sums as many as 64 partial ones are for, and fewer.
+# Numbers of a row: fewer than the 64 partial sums of a scalar product, several turns of a warp and
+# the rest of one, and rows that begin at no multiple of 16 bytes.
 SIZES = (8, 2104, 37)
 
 
@@ -55,7 +54,7 @@ def rows_of(elems: int, dtype: torch.dtype) -> Rows:
     seed = torch.Generator().manual_seed(elems)
     of_ranks = [torch.randn(7 + rank, elems, generator=seed).to(dtype) for rank in range(RANKS)]
     ranks = torch.randint(-1, RANKS, (TOKENS, K), generator=seed)
-    # A token without rows, and one whose only row has a weight of less than nothing.
+    # A token without rows, and one with one row alone.
     ranks[4], ranks[5] = -1, torch.tensor([-1, 2, -1])
     at = torch.randint(0, 7, (TOKENS, K), generator=seed)
     weights = torch.randn(TOKENS, K, generator=seed)
@@ -106,22 +105,9 @@ def results(end: Any, rows: Rows, dtype: torch.dtype, use: Callable[[Tensor], Te
     return made
 
 
-def end_of(devices: Devices, kernels: PtxKernels) -> _native.DeviceComm:
-    """The native end of one rank, which has met nobody, with the PTX of its kernels."""
-    runtime = devices.runtime
-
-    def find(unit: str, name: str) -> int:
-        return kernels.kernel(unit, name, runtime.find_kernel(0, unit, name).handle)
-
-    native = _native.DeviceComm(
-        _native.Driver(runtime.driver_library), (0, 1), (1, 2, 1024), (0, 0), 1000, 0, find
-    )
-    native.stream = runtime.current_stream(0)
-    return native
-
-
-def differences(devices: Devices, kernels: PtxKernels, dtype: torch.dtype) -> list[str]:
-    end, found, kept = end_of(devices, kernels), [], []
+def differences(devices: Devices, end: _native.DeviceComm, dtype: torch.dtype) -> list[str]:
+    """Returns what the end makes otherwise than the host."""
+    found, kept = [], []
 
     def allowed(tensor: Tensor) -> Tensor:
         kept.append(tensor.clone())  # until the kernels have ended
@@ -141,10 +127,7 @@ def differences(devices: Devices, kernels: PtxKernels, dtype: torch.dtype) -> li
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_bits_are_the_hosts(devices: Devices, dtype: torch.dtype) -> None:
-    kernels = PtxKernels(PtxSchedule(7), part=part_of)
-    assert differences(devices, kernels, dtype) == []
-    assert ptx.failure() is None
-    ptx.forget_allowed()
+    check(devices, lambda end: differences(devices, end, dtype))
 
 
 # Patterns of the text, and what they become.
@@ -160,18 +143,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_seen(devices: Devices, mutant: str) -> None:
-    whole = ptx_of("rows")
-    changed = re.sub(*MUTANTS[mutant], whole)
-    assert changed != whole
-    kernels = PtxKernels(part=part_of, text_of=lambda part: changed)
-    try:
-        found: object = differences(devices, kernels, torch.float32)
-    except RefusedError:  # such a text shows nothing
-        raise
-    except RuntimeError as error:  # what a kernel did wrong, as the next call hears of it
-        found = error
-    finally:
-        found = found or ptx.failure()
-        ptx.forget()
-        ptx.forget_allowed()
-    assert found
+    def found(end: _native.DeviceComm) -> list[str]:
+        return differences(devices, end, torch.float32)
+
+    check_seen(devices, "rows", MUTANTS[mutant], found)

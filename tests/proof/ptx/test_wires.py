@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from ringcomm import _native
-from tests.proof.ptx.small_jobs import SLIPS, part_of
+from tests.proof.ptx.lone_kernels import check, check_seen
+from tests.proof.ptx.small_jobs import SLIPS
 from tests.support import nvrtc
 from tests.support.device_worlds import Devices
 from tests.support.emulator import ptx
-from tests.support.emulator.library import COMPILER, PtxSchedule
-from tests.support.emulator.ptx import PtxKernels, RefusedError, ptx_of
+from tests.support.emulator.library import COMPILER
 from tests.support.wire_checks import CASES, DTYPES, CodingEnd, differences
 
 pytestmark = [
@@ -36,24 +35,13 @@ def devices() -> Iterator[Devices]:
     made.close()
 
 
-def end_of(devices: Devices, kernels: PtxKernels) -> CodingEnd:
-    """The native end of one rank, which has met nobody, with the PTX of its kernels."""
-    runtime = devices.runtime
-
-    def find(unit: str, name: str) -> int:
-        return kernels.kernel(unit, name, runtime.find_kernel(0, unit, name).handle)
-
-    native = _native.DeviceComm(
-        _native.Driver(runtime.driver_library), (0, 1), (1, 2, 1024), (0, 0), 1000, 0, find
-    )
-    native.stream = runtime.current_stream(0)
-
+def coding_end(devices: Devices, native: _native.DeviceComm) -> CodingEnd:
     def to_device(tensor: torch.Tensor) -> torch.Tensor:
         ptx.allow(tensor)
         return tensor
 
     def to_host(tensor: torch.Tensor) -> torch.Tensor:
-        runtime.synchronize(0)
+        devices.runtime.synchronize(0)
         return tensor
 
     return CodingEnd(native.encode_wire, native.sum_wires, to_device, to_host)
@@ -62,11 +50,8 @@ def end_of(devices: Devices, kernels: PtxKernels) -> CodingEnd:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wire", WIRES)
 def test_the_bits_are_the_hosts(devices: Devices, wire: str, dtype: torch.dtype) -> None:
-    kernels = PtxKernels(PtxSchedule(7), part=part_of)
     cases = CASES + (TWO_BLOCKS if dtype == torch.float32 else ())
-    assert differences(end_of(devices, kernels), wire, dtype, cases) == []
-    assert ptx.failure() is None
-    ptx.forget_allowed()
+    check(devices, lambda end: differences(coding_end(devices, end), wire, dtype, cases))
 
 
 # Patterns of the text, and what they become.
@@ -88,18 +73,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_seen(devices: Devices, mutant: str) -> None:
-    whole = ptx_of("wires_int8/float32")
-    changed = re.sub(*MUTANTS[mutant], whole)
-    assert changed != whole
-    kernels = PtxKernels(part=part_of, text_of=lambda part: changed)
-    try:
-        found: object = differences(end_of(devices, kernels), "int8", torch.float32)
-    except RefusedError:  # such a text shows nothing
-        raise
-    except RuntimeError as error:  # what a kernel did wrong, as the next call hears of it
-        found = error
-    finally:
-        found = found or ptx.failure()
-        ptx.forget()
-        ptx.forget_allowed()
-    assert found
+    def found(end: _native.DeviceComm) -> list[str]:
+        return differences(coding_end(devices, end), "int8", torch.float32)
+
+    check_seen(devices, "wires_int8/float32", MUTANTS[mutant], found)

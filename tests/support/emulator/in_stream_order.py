@@ -46,7 +46,7 @@ class InStreamOrder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "ringcomm":
-            # Ours waits for nothing, but the operations of torch's in it do.
+            # An operation of ringcomm waits for nothing, but those of torch inside it do.
             with self._nested():
                 return func.redispatch(_ON_CPU, *args, **(kwargs or {}))
         if touches_data(func):

@@ -1,0 +1,65 @@
+"""PTX of kernels that wait for no peer, executed by the native end of a single rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from ringcomm import _native
+from tests.proof.ptx.small_jobs import part_of
+from tests.support.device_worlds import Devices
+from tests.support.emulator import ptx
+from tests.support.emulator.library import PtxSchedule
+from tests.support.emulator.ptx import PtxKernels, RefusedError, ptx_of
+
+# Returns what such an end has made otherwise than the host.
+Differences = Callable[[_native.DeviceComm], list[str]]
+
+
+def end_of(devices: Devices, kernels: PtxKernels) -> _native.DeviceComm:
+    """The native end of one rank, which has met nobody, with the PTX of its kernels."""
+    runtime = devices.runtime
+
+    def find(unit: str, name: str) -> int:
+        return kernels.kernel(unit, name, runtime.find_kernel(0, unit, name).handle)
+
+    native = _native.DeviceComm(
+        _native.Driver(runtime.driver_library), (0, 1), (1, 2, 1024), (0, 0), 1000, 0, find
+    )
+    native.stream = runtime.current_stream(0)
+    return native
+
+
+def check(devices: Devices, differences: Differences) -> None:
+    """Asserts that there are no differences, and that no kernel did anything wrong."""
+    assert differences(end_of(devices, PtxKernels(PtxSchedule(7), part=part_of))) == []
+    assert ptx.failure() is None
+    ptx.forget_allowed()
+
+
+def check_seen(
+    devices: Devices, part: str, mutant: tuple[str, str], differences: Differences
+) -> None:
+    """Asserts that a mutant of a part of a unit makes differences, or does something wrong.
+
+    Args:
+        devices: where it runs.
+        part: as of ``ptx_of``.
+        mutant: a pattern of the text, and what it becomes.
+        differences: finds them.
+    """
+    whole = ptx_of(part)
+    changed = re.sub(*mutant, whole)
+    assert changed != whole
+    kernels = PtxKernels(part=part_of, text_of=lambda part: changed)
+    try:
+        found: object = differences(end_of(devices, kernels))
+    except RefusedError:  # such a text shows nothing
+        raise
+    except RuntimeError as error:  # what a kernel did wrong, as the next call hears of it
+        found = error
+    finally:
+        found = found or ptx.failure()
+        ptx.forget()
+        ptx.forget_allowed()
+    assert found
