@@ -225,22 +225,35 @@ struct ScaledRow {
     store16(out + at, RowVector<T>::narrow(x));
   }
 
-  // The loads of some rounds are under way together; then come those that are left, one by one.
+  // This lane's vectors of some rounds, from `at` on.
+  template <int all>
+  RC_TEAM_FN void load(Vec16 (&of_row)[all], Vec16 (&of_with)[all], uint64_t at) const {
+    RC_UNROLL
+    for (int v = 0; v < all; ++v) {
+      of_row[v] = load16(row + at + v * kLanes * 16);
+      of_with[v] = load16(with + at + v * kLanes * 16);
+    }
+  }
+
+  // While some rounds are worked on, the loads of the next ones are under way; rounds that are left
+  // come one by one.
   RC_TEAM_FN void vectors(Sums& sums) const {
-    constexpr uint64_t round_bytes = kVectors * kLanes * 16;
+    constexpr uint64_t round_bytes = kVectors * kLanes * 16, turn = kDotRounds * round_bytes;
     constexpr int all = kDotRounds * kVectors;
-    uint64_t at = uint64_t(lane) * 16;
+    // Of a lane's turns all vectors are there.
+    const uint64_t first = uint64_t(lane) * 16, end = first + bytes / turn * turn;
+    uint64_t at = first;
+    Vec16 of_row[all], of_with[all], next_row[all], next_with[all];
+    if (at < end) load(of_row, of_with, at);
     RC_ROLLED
-    for (; at + (kDotRounds * round_bytes - kLanes * 16) < bytes; at += kDotRounds * round_bytes) {
-      Vec16 of_row[all], of_with[all];
+    for (; at < end; at += turn) {
+      if (at + turn < end) load(next_row, next_with, at + turn);
       RC_UNROLL
       for (int v = 0; v < all; ++v) {
-        of_row[v] = load16(row + at + v * kLanes * 16);
-        of_with[v] = load16(with + at + v * kLanes * 16);
-      }
-      RC_UNROLL
-      for (int v = 0; v < all; ++v)
         vector(sums[v % kVectors], at + v * kLanes * 16, of_row[v], of_with[v]);
+        of_row[v] = next_row[v];
+        of_with[v] = next_with[v];
+      }
     }
     RC_ROLLED
     for (; at < bytes; at += round_bytes) {

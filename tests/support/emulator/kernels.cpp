@@ -29,7 +29,7 @@ constexpr std::array<Family, 16> kFamilies = {{
     {"rc_sum_wires_", 64, false},
     {"rc_copy_rows", 123, false},
     {"rc_sum_rows_", 85, false},
-    {"rc_scale_rows_", 72, false},
+    {"rc_scale_rows_", 114, false},
 }};
 
 const Family& family_of(std::string_view name) {
