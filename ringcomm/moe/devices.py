@@ -219,9 +219,9 @@ def _found_of(call: _Call, count: int, number: int, order: Tensor) -> tuple[Tens
     """
     r, idx = call.routes, call.routes.topk_idx
     room = count if r.limit < 0 else r.limit
-    tables = _Lists.of_call(call)
+    lists = _Lists.of_call(call)
     sources = idx.new_full((room, _SOURCE_WORDS), -1)
-    sources[:count] = _list_sources(call, tables, count)
+    sources[:count] = _list_sources(call, lists, count)
     rows = _read_rows(call, sources)
     weighted = r.topk_weights is not None
     row_weights = r.x.new_empty(room if weighted else 0, dtype=torch.float32)
@@ -229,8 +229,8 @@ def _found_of(call: _Call, count: int, number: int, order: Tensor) -> tuple[Tens
         second = sources.data_ptr() + ENTRY_WORDS * WORD_BYTES
         call.pull(second, _SOURCE_WORDS, call.weights_ptrs, row_weights)
     stamp = torch.tensor([number, count], dtype=torch.int64, device="cpu")
-    counts = tables.lengths.view(-1, call.comm.world_size).sum(1)
-    return rows, counts, _places(call, tables, order), sources, row_weights, stamp
+    counts = lists.lengths.view(-1, call.comm.world_size).sum(1)
+    return rows, counts, _places(call, lists, order), sources, row_weights, stamp
 
 
 class _Lists(NamedTuple):
