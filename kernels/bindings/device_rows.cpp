@@ -20,7 +20,6 @@ RowsArgs rows_of(uintptr_t entries, uint64_t entry_words, uint64_t count, const 
   rows.entries = typed<const int64_t>(entries);
   rows.entry_words = entry_words;
   rows.count = count;
-  rows.k = 1;
   rows.row_bytes = row_bytes;
   rows.out = at(out);
   for (size_t rank = 0; rank < bases.size(); ++rank) rows.bases[rank] = at(bases[rank]);

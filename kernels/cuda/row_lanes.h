@@ -124,7 +124,7 @@ struct RowSum {
   template <int unroll>
   RC_TEAM_FN void turn(uint64_t at) const {
     float sum[unroll][kElems] = {};
-    bool has_none = true;
+    bool is_first = true;
     RC_ROLLED
     for (uint64_t i = first; i < first + args.k; ++i) {
       const char* const row = row_of(args, i);
@@ -140,10 +140,10 @@ struct RowSum {
         RC_UNROLL
         for (int e = 0; e < kElems; ++e) {
           const float term = by * x[e];
-          sum[u][e] = has_none ? term : sum[u][e] + term;
+          sum[u][e] = is_first ? term : sum[u][e] + term;
         }
       }
-      has_none = false;
+      is_first = false;
     }
     RC_UNROLL
     for (int u = 0; u < unroll; ++u)
@@ -166,14 +166,14 @@ struct RowSum {
     RC_ROLLED
     for (uint64_t e = s.lane; e < elems; e += kRowLanes) {
       float sum = 0;
-      bool has_none = true;
+      bool is_first = true;
       RC_ROLLED
       for (uint64_t i = s.first; i < s.first + s.args.k; ++i) {
         const char* const row = row_of(s.args, i);
         if (row == nullptr) continue;
         const float term = s.weight(i) * Traits<T>::load(reinterpret_cast<const T*>(row)[e]);
-        sum = has_none ? term : sum + term;
-        has_none = false;
+        sum = is_first ? term : sum + term;
+        is_first = false;
       }
       s.out[e] = Traits<T>::store(sum);
     }

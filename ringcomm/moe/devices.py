@@ -36,12 +36,10 @@ from ringcomm.moe.rows import (
     WIRES,
     WORD_BYTES,
     Routes,
-    RowKernels,
     check_routes,
-    enqueue,
-    kernels_of,
     no_such_expert,
     rows_by_rank,
+    run_native,
     tables_bytes,
 )
 
@@ -85,7 +83,7 @@ class _Call(NamedTuple):
 
     Attributes:
         comm: the ranks.
-        kernels: what copies rows.
+        operation: named in errors.
         routes: the arguments.
         headers: of all ranks.
         counts: int64 [ranks, experts] on the host, rows by rank of the token and expert.
@@ -94,7 +92,7 @@ class _Call(NamedTuple):
     """
 
     comm: Communicator
-    kernels: RowKernels
+    operation: str
     routes: Routes
     headers: Sequence[RowsHeader]
     counts: Tensor
@@ -106,7 +104,7 @@ class _Call(NamedTuple):
         """Copies a row of ``out`` for each entry."""
         row_bytes = out.nbytes // len(out) if len(out) else 0
         given = (entries_ptr, entry_words, len(out), ptrs, row_bytes, out.data_ptr())
-        self.kernels.copy_rows(*given)
+        run_native(self.comm, self.operation, "copy_rows", *given)
 
 
 def dispatch(comm: Communicator, operation: str, routes: Routes) -> tuple[Tensor, ...]:
@@ -130,7 +128,7 @@ def dispatch(comm: Communicator, operation: str, routes: Routes) -> tuple[Tensor
     with reading(comm, operation, ()):
         call = _Call(
             comm=comm,
-            kernels=kernels_of(comm, operation),
+            operation=operation,
             routes=routes,
             headers=headers,
             counts=_counts_of_all(comm, operation, counts_ptrs, routes),
@@ -180,7 +178,7 @@ def _publish(
     elif x.numel():
         dense = readable(x)
         given = (dense.data_ptr(), DTYPE_CODES[x.dtype], payload.data_ptr(), x.numel())
-        enqueue(comm, operation, "encode_wire", _native.WIRES[r.wire], *given)
+        run_native(comm, operation, "encode_wire", _native.WIRES[r.wire], *given)
     header = r.header()._replace(
         lent=int(lent),
         payload=outboxes.offset_of(payload),
@@ -195,10 +193,8 @@ def _counts_of_all(comm: Communicator, operation: str, counts_ptrs: list[int], r
     ranks = torch.arange(comm.world_size, device=everyone.device)
     entries = torch.stack([ranks, torch.zeros_like(ranks)], 1)
     row_bytes = r.experts * WORD_BYTES
-    kernels_of(comm, operation).copy_rows(
-        *(entries.data_ptr(), ENTRY_WORDS, comm.world_size, counts_ptrs),
-        *(row_bytes, everyone.data_ptr()),
-    )
+    given = (entries.data_ptr(), ENTRY_WORDS, comm.world_size, counts_ptrs, row_bytes)
+    run_native(comm, operation, "copy_rows", *given, everyone.data_ptr())
     numbers = numbers_on_host(comm, operation, everyone)
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
@@ -324,5 +320,5 @@ def _read_rows(call: _Call, sources: Tensor) -> Tensor:
     call.pull(sources.data_ptr(), _SOURCE_WORDS, scales_ptrs, scales.view(count, of_scales))
     if count:
         given = (run.data_ptr(), 1, 0, rows.data_ptr(), DTYPE_CODES[rows.dtype], rows.numel())
-        enqueue(call.comm, "moe.dispatch", "sum_wires", _native.WIRES[r.wire], *given)
+        run_native(call.comm, call.operation, "sum_wires", _native.WIRES[r.wire], *given)
     return rows

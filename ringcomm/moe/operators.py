@@ -51,9 +51,9 @@ from ringcomm.moe.rows import (
     check_routes,
     check_rows,
     check_weights,
-    kernels_of,
     new_rows,
     rows_by_rank,
+    run_native,
     tables_bytes,
     usable,
     write_tables,
@@ -216,7 +216,10 @@ def _combine(y: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
             table, (ptrs, _kept) = nodes.fetch_rows(several, outboxes, *given)
         out = new_rows(comm, y, places.size(0))
         wide = None if weights is None else readable(weights.detach().float())
-        kernels_of(comm, operation).sum_rows(
+        run_native(
+            comm,
+            operation,
+            "sum_rows",
             table.data_ptr(),
             ptrs,
             places.size(0),
@@ -273,16 +276,19 @@ def _combine_backward(grad: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, Tens
     headers = exchange(comm, operation, mine, refusal)
     table = readable(sources)
     with reading(comm, operation, headers):
-        of_y, kernels = new_rows(comm, y, y.size(0)), kernels_of(comm, operation)
+        of_y = new_rows(comm, y, y.size(0))
         ptrs, _kept = _published_tokens(comm, outboxes, operation, headers, (grad, places))
         if weighting == UNWEIGHTED:
             row_bytes = grad.size(1) * grad.element_size()
             entries = (table.data_ptr(), _native.SOURCE_WORDS, y.size(0), ptrs)
-            kernels.copy_rows(*entries, row_bytes, of_y.data_ptr())
+            run_native(comm, operation, "copy_rows", *entries, row_bytes, of_y.data_ptr())
             return of_y, _no_gradient(grad)
         dots = y.new_empty((y.size(0), 1), dtype=torch.float32)
         dense = readable(y.detach())
-        kernels.scale_rows(
+        run_native(
+            comm,
+            operation,
+            "scale_rows",
             table.data_ptr(),
             y.size(0),
             ptrs,
@@ -320,7 +326,7 @@ def _weight_gradients(comm: Communicator, dots: Tensor, tables: Tables) -> Tenso
         of_weights = dots.new_empty(places.shape[:2])
         ptrs = outboxes.at([header.payload for header in headers])
         entries = (places.data_ptr(), ENTRY_WORDS, of_weights.numel(), ptrs)
-        kernels_of(comm, operation).copy_rows(*entries, FLOAT_BYTES, of_weights.data_ptr())
+        run_native(comm, operation, "copy_rows", *entries, FLOAT_BYTES, of_weights.data_ptr())
     return of_weights
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,36 +61,16 @@ def usable(group: str, world_size: int, operation: str) -> Communicator:
     return comm
 
 
-class RowKernels(Protocol):
-    """What copies, sums and scales rows that lie apart; see the native module's functions."""
+def run_native(comm: Communicator, operation: str, name: str, *arguments: Any) -> None:
+    """Calls a native function where the communicator's ranks have their rows.
 
-    def copy_rows(self, *arguments: Any) -> object: ...
-    def sum_rows(self, *arguments: Any) -> object: ...
-    def scale_rows(self, *arguments: Any) -> object: ...
-
-
-def enqueue(comm: Communicator, operation: str, name: str, *arguments: Any) -> None:
-    """Enqueues a call of the native device communicator on the current stream."""
-    comm.start_call(Call(operation, lambda end: getattr(end, name)(*arguments), []))
-
-
-class _DeviceRows:
-    def __init__(self, comm: Communicator, operation: str) -> None:
-        self._call = partial(enqueue, comm, operation)
-
-    def copy_rows(self, *arguments: Any) -> None:
-        self._call("copy_rows", *arguments)
-
-    def sum_rows(self, *arguments: Any) -> None:
-        self._call("sum_rows", *arguments)
-
-    def scale_rows(self, *arguments: Any) -> None:
-        self._call("scale_rows", *arguments)
-
-
-def kernels_of(comm: Communicator, operation: str) -> RowKernels:
-    """Returns what works on rows where the communicator's ranks have them."""
-    return _DeviceRows(comm, operation) if comm.launches else _native
+    On the host it is the module's. On a device it is that of the same name of the device's end,
+    which enqueues a kernel on the current stream.
+    """
+    if comm.launches:
+        comm.start_call(Call(operation, lambda end: getattr(end, name)(*arguments), []))
+    else:
+        getattr(_native, name)(*arguments)
 
 
 def check_rows(checks: CallChecks, name: str, tensor: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import ringcomm
 from ringcomm import Communicator, moe
 from ringcomm.comm.arguments import DTYPE_CODES
-from ringcomm.moe.rows import kernels_of
+from ringcomm.moe.rows import run_native
 from tests.gpu.device import DEVICE, PLAIN, REAL, capture, on_host, synchronize
 from tests.gpu.test_wires import seconds_of
 from tests.gpu.worlds import connect, one_launch_world, run_ranks
@@ -328,26 +329,28 @@ def test_rates(gpu_worlds: Worlds, record_property: Callable[[str, object], None
     rows, sums = x.new_empty((tokens * k, hidden)), torch.empty_like(x)
     weights = torch.rand(tokens * k, generator=seed).to(PLAIN)
     dots, scaled, plain = torch.empty_like(weights), torch.empty_like(rows), rows.clone()
-    kernels, code = kernels_of(comm, "rates"), DTYPE_CODES[x.dtype]
+    run, code = partial(run_native, comm, "rates"), DTYPE_CODES[x.dtype]
     ptrs, rows_ptrs = [x.data_ptr()], [rows.data_ptr()]
     figures: dict[str, tuple[int, Callable[[], object]]] = {
         "copy": (2 * rows.nbytes, lambda: plain.copy_(rows)),
         "rows copied": (
             2 * rows.nbytes,
-            lambda: kernels.copy_rows(
-                *(entries.data_ptr(), 2, len(rows), ptrs, 2 * hidden, rows.data_ptr())
+            lambda: run(
+                "copy_rows", *(entries.data_ptr(), 2, len(rows), ptrs, 2 * hidden, rows.data_ptr())
             ),
         ),
         f"sums of {k} rows": (
             rows.nbytes + x.nbytes,
-            lambda: kernels.sum_rows(
+            lambda: run(
+                "sum_rows",
                 *(entries.data_ptr(), rows_ptrs, tokens, k, weights.data_ptr(), code, hidden),
                 sums.data_ptr(),
             ),
         ),
         "rows scaled": (
             3 * rows.nbytes,
-            lambda: kernels.scale_rows(
+            lambda: run(
+                "scale_rows",
                 *(sources.data_ptr(), len(rows), ptrs, weights.data_ptr(), rows.data_ptr(), code),
                 *(hidden, scaled.data_ptr(), dots.data_ptr()),
             ),
