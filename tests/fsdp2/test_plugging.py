@@ -1,6 +1,5 @@
 """plug() and unplug(): what they accept, return and refuse."""
 
-import gc
 from unittest import mock
 
 import pytest
@@ -15,28 +14,16 @@ from ringcomm.fsdp2 import plug, unplug
 from ringcomm.rendezvous import handles
 from tests.fsdp2 import spy
 from tests.fsdp2.whole_numbers import assert_trained, loss_of, sharded, train
+from tests.support.heap_use import settled_heap_bytes
 from tests.support.rank_pool import default_group
-
-
-def used_bytes() -> int:
-    """Returns this rank's used heap bytes, once all ranks have dropped what they do not use."""
-    # FSDP2's modules refer to themselves. What earlier checks of this process left goes as well: a
-    # cycle through an object of C++ is one only after that has gone. All of it must go before the
-    # barrier, since a rank keeps a closed communicator's memory until its peers have closed theirs.
-    while gc.collect():
-        pass
-    dist.barrier()
-    # A communicator that is made or closed frees what earlier ones kept until their peers left.
-    ringcomm.Communicator.from_store(dist.HashStore(), 0, 1).close()
-    return ringcomm.heap_stats()["used_bytes"]
 
 
 def unplugged(rank, world_size):
     """The model is as before, and what was built is gone."""
-    before_bytes = used_bytes()
+    before_bytes = settled_heap_bytes(dist.barrier)
     net = sharded(init_device_mesh("cpu", (world_size,)))
     plug(net)
-    assert used_bytes() > before_bytes
+    assert settled_heap_bytes(dist.barrier) > before_bytes
     with spy.collectives() as seen:
         train(net, rank, steps=1)
     assert seen
@@ -45,7 +32,7 @@ def unplugged(rank, world_size):
     for parameter, gradient in zip(net.parameters(), gradients, strict=True):
         assert torch.equal(parameter.grad.to_local(), gradient)
     net.zero_grad()
-    assert used_bytes() == before_bytes
+    assert settled_heap_bytes(dist.barrier) == before_bytes
     with spy.collectives(of_torch=True) as seen:
         loss_of(net, rank, 0).backward()
     assert seen == []
@@ -57,12 +44,12 @@ def unplugged(rank, world_size):
 
 def dropped(rank, world_size):
     """A model that is gone has taken along what was built for it."""
-    before_bytes = used_bytes()
+    before_bytes = settled_heap_bytes(dist.barrier)
     net = sharded(init_device_mesh("cpu", (world_size,)))
     plug(net)
     train(net, rank, steps=1)
     del net
-    assert used_bytes() == before_bytes
+    assert settled_heap_bytes(dist.barrier) == before_bytes
 
 
 def two_models(rank, world_size):
@@ -81,7 +68,7 @@ def two_models(rank, world_size):
 
 def a_part_of_a_model(rank, world_size):
     """A communicator lives until its last module is unplugged."""
-    before_bytes = used_bytes()
+    before_bytes = settled_heap_bytes(dist.barrier)
     net = sharded(init_device_mesh("cpu", (world_size,)))
     plug(net)
     unplug(net[0])
@@ -91,7 +78,7 @@ def a_part_of_a_model(rank, world_size):
     assert_trained(net, world_size)
     net.zero_grad()
     unplug(net)
-    assert used_bytes() == before_bytes
+    assert settled_heap_bytes(dist.barrier) == before_bytes
 
 
 def no_growth(rank, world_size):
@@ -111,11 +98,11 @@ def on_a_group_of_ringcomm(rank, world_size):
     """The group's communicator serves, stays, and has its own options."""
     mesh = init_device_mesh("cpu", (world_size,))
     net = sharded(mesh)
-    before_bytes = used_bytes()
+    before_bytes = settled_heap_bytes(dist.barrier)
     with pytest.raises(ArgumentError, match=r"options: expected None .*pg_options"):
         plug(net, options=ringcomm.CommOptions(timeout=5))
     plug(net)
-    assert used_bytes() == before_bytes
+    assert settled_heap_bytes(dist.barrier) == before_bytes
     issued = []
     method = ringcomm.Communicator.all_gather_into_tensor
 

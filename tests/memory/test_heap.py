@@ -18,6 +18,7 @@ from ringcomm.memory import host_heap as heap_module
 from ringcomm.memory.host_heap import parse_bytes, process_heap
 from tests.support.exact import MOVABLE
 from tests.support.faults import shared_memory_files
+from tests.support.heap_use import settled_heap_bytes
 from tests.support.ranks import run_ranks
 
 MIB = 1 << 20
@@ -79,8 +80,7 @@ def test_zeros_are_zero_in_used_memory():
 
 
 def test_a_view_keeps_its_memory_and_the_last_one_gives_it_back():
-    gc.collect()
-    before = ringcomm.heap_stats()["used_bytes"]
+    before = settled_heap_bytes()
     tensor = ringcomm.zeros(4, 1024, 1024)
     view = tensor[1].t()
     del tensor
@@ -113,6 +113,7 @@ def test_training_like_allocation_does_not_grow_the_heap():
             tensors.pop()
         return ringcomm.heap_stats()
 
+    settled_heap_bytes()  # later turns free nothing of earlier tests
     first = turn()
     for _ in range(20):
         last = turn()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
 import ringcomm
 from ringcomm.errors import ArgumentError
+from ringcomm.memory.host_heap import process_heap
 from ringcomm.optim import AdamW, AdamWOptions
 from tests.optim.problems import Problem, loss_of, model
+from tests.support.heap_use import settled_heap_bytes
 
 Tensor = torch.Tensor
 FP32_SUMS = AdamWOptions(bucket_elems=1024, accumulate_dtype=torch.float32)
@@ -51,10 +51,9 @@ def test_parameters_move_to_the_heap_with_their_values_and_strides():
     net = torch.nn.Conv2d(3, 4, 3)
     net.weight.data = net.weight.detach().contiguous(memory_format=torch.channels_last)
     values_before = net.weight.detach().clone()
-    used = ringcomm.heap_stats()["used_bytes"]
     optimizer = AdamW(net.parameters())
     optimizer.prepare()
-    assert ringcomm.heap_stats()["used_bytes"] > used
+    assert process_heap().contains(net.weight.data_ptr(), net.weight.nbytes)
     assert torch.equal(net.weight, values_before)
     assert net.weight.is_contiguous(memory_format=torch.channels_last)
     net(torch.ones(1, 3, 5, 5)).sum().backward()
@@ -173,8 +172,7 @@ def test_it_takes_the_memory_that_it_says(worlds, world, dtype, options, heap_by
         return AdamW([torch.zeros(elems, dtype=dtype).requires_grad_()], comm=comm, options=options)
 
     made = worlds(world).run(work)
-    gc.collect()  # what earlier tests have left
-    before = ringcomm.heap_stats()["used_bytes"]
+    before = settled_heap_bytes()
     worlds(world).run(lambda comm: made[comm.rank].prepare())
     assert ringcomm.heap_stats()["used_bytes"] - before == world * heap_bytes * elems
     for optimizer in made:
@@ -184,8 +182,7 @@ def test_it_takes_the_memory_that_it_says(worlds, world, dtype, options, heap_by
 
 
 def test_the_memory_comes_back(worlds):
-    gc.collect()  # what earlier tests have left
-    before = ringcomm.heap_stats()["used_bytes"]
+    before = settled_heap_bytes()
 
     def work(comm):
         weight = torch.zeros(100_000).requires_grad_()

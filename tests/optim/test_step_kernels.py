@@ -13,6 +13,7 @@ from ringcomm import _native
 from ringcomm.comm.engine import Call
 from ringcomm.errors import MismatchError
 from tests.optim.problems import TorchLion
+from tests.support.heap_use import settled_heap_bytes
 
 ALGORITHMS = ("direct", "ring")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -352,8 +353,7 @@ def test_sums_are_the_same_with_and_without_a_norm(algorithm, step_bytes):
 def test_a_rank_alone_in_a_step_names_the_other(algorithm):
     """And its bucket's memory stays until the other cannot store into it any more."""
     world = ringcomm.local_world(2, timeout=0.5)
-    gc.collect()  # what earlier tests have left
-    used_bytes = ringcomm.heap_stats()["used_bytes"]
+    used_bytes = settled_heap_bytes()
     shard = Shard(4 * BLOCK, torch.float32, 0, 2, in_heap=True)
     grads = ringcomm.zeros(4 * BLOCK)
     step = Step(world[0], shard, grads, algorithm)

@@ -16,6 +16,7 @@ from ringcomm import zero
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError
 from ringcomm.optim import AdamW
 from ringcomm.zero.absent import Absent, plainly
+from tests.support.heap_use import settled_heap_bytes
 from tests.zero.job import BF16
 from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits, new_model, text
 
@@ -119,9 +120,7 @@ def test_a_model_on_the_meta_device_is_built_in_shards(worlds, stage):
     def work(comm):
         with torch.device("meta"):
             module = GPT(ModelConfig(32, 3, 2, 16, True))
-        held = ringcomm.heap_stats()["used_bytes"]
         zero.shard(module, stage, comm=comm, options=SMALL, init=fill)
-        del held
         assert module.head.weight is module.embed.weight
         optimizer = AdamW(module.parameters(), lr=1e-3)
         module(*text(comm, 0)).backward()
@@ -196,8 +195,7 @@ def test_a_dropped_module_gives_everything_back(worlds, stage, freezes):
     for param in list(base.parameters())[1::2] if freezes else ():
         param.requires_grad_(False)
     worlds(2).run(work)
-    gc.collect()
-    used = ringcomm.heap_stats()["used_bytes"]
+    used = settled_heap_bytes()
     seen = worlds(2).run(work)
     gc.collect()
     assert [each() for each in seen] == [None, None]

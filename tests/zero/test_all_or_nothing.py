@@ -17,6 +17,7 @@ from ringcomm.optim import AdamW
 from ringcomm.zero import prepare, sharding
 from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket
 from ringcomm.zero.prepare import Rollback
+from tests.support.heap_use import settled_heap_bytes
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
@@ -146,8 +147,7 @@ def test_a_module_is_as_it_was(worlds, monkeypatch, stage, failure):
         return module, raised, used
 
     worlds(3).run(lambda comm: zero.unshard(zero.shard(Mixed(0), stage, comm=comm)))
-    gc.collect()
-    used = ringcomm.heap_stats()["used_bytes"]
+    used = settled_heap_bytes()
     with monkeypatch.context() as patch:
         others = break_it(patch, failure)
         ends = worlds(3).run(work)
@@ -220,8 +220,7 @@ def test_heap_memory_that_is_not_given_back_is_seen(worlds, monkeypatch):
             zero.shard(Mixed(comm.rank), 1, comm=comm, options=OPTIONS)
         return raised
 
-    gc.collect()
-    used = ringcomm.heap_stats()["used_bytes"]
+    used = settled_heap_bytes()
     break_it(monkeypatch, "a later unit")
     monkeypatch.setattr(ReplicatedBucket, "give_back", lambda bucket: None)
     errors = worlds(2).run(work)
