@@ -26,16 +26,17 @@ def test_a_call_that_the_other_never_makes():
         if comm.rank == 1:
             assert done.wait(60)
             return
+        comm.timeout = 0.5
         with pytest.raises(ringcomm.CollectiveTimeout) as raised:
             comm.barrier()
         told.append(str(raised.value))
         done.set()
 
-    world = ringcomm.local_world(2, timeout=0.5)
+    world = ringcomm.local_world(2, timeout=60)
     world.run(body)
     world.close()
     line = body.__code__.co_firstlineno
-    assert f"barrier(call 2 of this communicator) at {__file__}:{line + 6} waited" in told[0]
+    assert f"barrier(call 2 of this communicator) at {__file__}:{line + 7} waited" in told[0]
     expected = (
         "Rank 1 has not made this call. Rank 1's last call: all_reduce(float32, SUM, 64 bytes"
     )
@@ -74,11 +75,12 @@ def test_calls_on_different_communicators():
     def second(c):
         groups[1][1].barrier()
 
-    world = ringcomm.local_world(2, timeout=0.5)
+    world = ringcomm.local_world(2, timeout=60)
     told = ["", ""]
 
     def body(comm):
         groups[comm.rank] = [comm.new_group([0, 1], name=name) for name in ("a", "b")]
+        groups[comm.rank][comm.rank].timeout = 0.5
         with pytest.raises(ringcomm.CollectiveTimeout) as raised:
             (first, second)[comm.rank](comm)
         told[comm.rank] = str(raised.value)
@@ -90,16 +92,32 @@ def test_calls_on_different_communicators():
         assert f"Rank {1 - rank} has made no call yet" in told[rank], told[rank]
 
 
+def until(comm, rank, done):
+    """Until ``done`` is true of what this rank has recorded."""
+    deadline = time.monotonic() + 30
+    while not done(comm.recording().rank(rank)):
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.001)
+
+
+def until_it_waits(comm, rank):
+    """Until this rank has told whom it waits for in a message."""
+    until(comm, rank, lambda recorded: recorded.waits_for >= 0)
+
+
 def test_a_receive_that_nobody_sends():
     calls = (lambda c: c.recv(T(4), 1)), (lambda c: c.recv(T(4), 0, tag=3))
     told = ["", ""]
 
     def body(comm):
+        if comm.rank == 0:
+            until_it_waits(comm, 1)
+            comm.timeout = 0.5
         with pytest.raises(ringcomm.RingcommError) as raised:
             calls[comm.rank](comm)
         told[comm.rank] = str(raised.value)
 
-    world = ringcomm.local_world(2, timeout=0.5)
+    world = ringcomm.local_world(2, timeout=60)
     world.run(body)
     world.close()
     for text in told:
@@ -116,6 +134,8 @@ def test_a_receive_against_a_collective(hasty):
 
     def body(comm):
         comm.all_reduce(T(4))
+        if comm.rank == hasty:
+            until(comm, 1 - hasty, lambda recorded: recorded.collective(2) or recorded.messages)
         comm.timeout = 0.5 if comm.rank == hasty else 30
         with pytest.raises(ringcomm.CollectiveTimeout) as raised:
             calls[comm.rank](comm)
@@ -125,10 +145,12 @@ def test_a_receive_against_a_collective(hasty):
     world.run(body)
     world.close()
     sites = [f"{__file__}:{call.__code__.co_firstlineno}" for call in calls]
-    receive = rf"recv\(float32, 16 bytes, tag 3, from rank 0\) at {sites[1]}, under way for 0\.\d s"
+    receive = (
+        rf"recv\(float32, 16 bytes, tag 3, from rank 0\) at {sites[1]}, under way for [\d.]+ s"
+    )
     expected = [
         rf"Rank 1 has not made this call\. .*all_reduce.* Its last message: {receive}",
-        rf"Rank 0's last call: barrier\(\) \(call 2\) at {sites[0]}, under way for 0\.\d s",
+        rf"Rank 0's last call: barrier\(\) \(call 2\) at {sites[0]}, under way for [\d.]+ s",
     ]
     for text in told:
         assert re.search(expected[hasty], text), text
@@ -144,27 +166,20 @@ def test_a_send_that_nobody_receives():
         if comm.rank == 1:
             assert done.wait(60)
             return
+        comm.timeout = 0.5
         with pytest.raises(ringcomm.CollectiveTimeout) as raised:
             comm.send(T(1_000_000), 1)
         told.append(str(raised.value))
         done.set()
 
-    world = ringcomm.local_world(2, timeout=0.5)
+    world = ringcomm.local_world(2, timeout=60)
     world.run(body)
     world.close()
     line = body.__code__.co_firstlineno
     # All slots are full.
     assert f" for rank 1 (step {ringcomm.CommOptions().slots}, epoch" in told[0], told
-    assert f"send(float32, 4000000 bytes, tag 0) at {__file__}:{line + 6} waited" in told[0], told
+    assert f"send(float32, 4000000 bytes, tag 0) at {__file__}:{line + 7} waited" in told[0], told
     assert f"Rank 1's last call: barrier() (call 1) at {__file__}:{line + 1}, done" in told[0], told
-
-
-def until_it_waits(comm, rank):
-    """Until this rank has told whom it waits for in a message."""
-    deadline = time.monotonic() + 30
-    while comm.recording().rank(rank).waits_for < 0:
-        assert time.monotonic() < deadline, "it does not wait"
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize(

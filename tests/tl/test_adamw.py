@@ -195,11 +195,12 @@ def test_ranks_that_run_other_kernels_are_told_so():
 
 
 def _late(store, rank, world):
-    with connect(store, rank, world, kernels="native", timeout=1.0) as comm:
+    with connect(store, rank, world, kernels="native") as comm:
         memory = Memory(Case(600, *KINDS[0]), rank, world)
         before = {name: tensor.clone() for name, tensor in memory.tensors.items()}
         steps = Steps(comm, "direct")
         comm.barrier()
+        comm.timeout = 1.0
         if rank == 1:
             time.sleep(4)
             return ""

@@ -227,8 +227,9 @@ def test_a_second_interrupt_leaves_the_communicator_unusable(monkeypatch):
 
 def _interrupted(store, rank, world, folder):
     os.environ[trace_file.VARIABLE] = folder
-    comm = ringcomm.Communicator.from_store(store, rank, world, timeout=1.0)
+    comm = ringcomm.Communicator.from_store(store, rank, world, timeout=60.0)
     comm.barrier()
+    comm.timeout = 1.0
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     with pytest.raises(ringcomm.CollectiveTimeout):
