@@ -101,7 +101,8 @@ inline void widen_block(float* RC_RESTRICT dst, const Float16* RC_RESTRICT src, 
 #if RC_VECTOR_BYTES == 64
   for (; i + 16 <= n; i += 16) {
     const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + i));
-    _mm512_storeu_ps(dst + i, _mm512_cvtph_ps(h));
+    // Not _mm512_cvtph_ps, of whose undefined first argument GCC 12 warns (GCC bug 105593).
+    _mm512_storeu_ps(dst + i, _mm512_maskz_cvtph_ps(__mmask16(-1), h));
   }
 #endif
   for (; i + 8 <= n; i += 8) {

@@ -45,6 +45,8 @@ def _lonely(store, rank, world, end):
         comm.abort("rank 1 has had enough")
     elif end == "closes":
         comm.close()
+    elif end == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
     store.wait(["over"], timedelta(seconds=LIMIT_S))
 
 
@@ -59,9 +61,6 @@ def _lonely(store, rank, world, end):
 )
 def test_a_wait_in_vain_says_for_whom(end, kind, text):
     with Ranks(_lonely, 2, end) as ranks:
-        if end == "dies":
-            time.sleep(2.0)
-            ranks.signal(1, signal.SIGKILL)
         (outcome,) = ranks.wait(LIMIT_S, [0])
     assert isinstance(outcome.error, kind), outcome.describe()
     with pytest.raises(kind, match=text):

@@ -38,13 +38,14 @@ def test_a_rehearsal_sees_no_gpu():
     assert environment == {"CUDA_VISIBLE_DEVICES": "", "A": "b"}
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(COMPILER is None, reason="the emulator needs a C++ compiler")
 def test_a_sample_is_rehearsed_from_the_probe_to_the_record(tmp_path):
     results = ROOT / "bench" / "results"
     before = sorted(results.iterdir())
     words = ("--rehearse", "sample", "--stages", "test,sanitize,bench,steps,record")
     environment = {"OUT": str(tmp_path / "out")}
-    done = run_program("tools.gpu_check", *words, environment=environment, timeout_s=400)
+    done = run_program("tools.gpu_check", *words, environment=environment, timeout_s=500)
     assert done.returncode == 0, done.stdout
     assert sorted(results.iterdir()) == before
     files = sorted((tmp_path / "out").iterdir())
