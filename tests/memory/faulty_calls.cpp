@@ -11,6 +11,7 @@
 namespace {
 
 enum Kind { kRead, kWrite, kReserve, kKinds };
+constexpr size_t kPageBytes = 4096;
 std::atomic<long> until[kKinds], calls[kKinds];
 std::atomic<int> trouble_code, trouble_bytes, delay_us;
 std::atomic<bool> for_ever;
@@ -35,7 +36,11 @@ ssize_t moving(Kind kind, size_t bytes, Call call) {
     errno = trouble_code;
     return -1;
   }
-  return trouble_bytes == 0 ? 0 : call(size_t(trouble_bytes));
+  // Whole pages move, and part of one more is said to have: the system itself is asked for no part
+  // of a page, which would let it fill up the rest with zeros.
+  const size_t whole = size_t(trouble_bytes) / kPageBytes * kPageBytes;
+  if (whole > 0 && call(whole) != ssize_t(whole)) return -1;
+  return trouble_bytes;
 }
 
 ssize_t read_some(int fd, void* memory, size_t bytes, off_t offset) {
