@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -157,6 +158,7 @@ def _interrupted(store, rank, world, wait):
         try:
             WAITS[wait](comm)
         except KeyboardInterrupt:
+            store.set("interrupted", "1")
             assert comm.aborted
             try:
                 comm.barrier()
@@ -165,7 +167,7 @@ def _interrupted(store, rank, world, wait):
         return "not interrupted"
     if rank == 2:
         # Is busy elsewhere, and learns it from its next call.
-        time.sleep(1.0)
+        store.wait(["interrupted"], timedelta(seconds=LONG_S))
     try:
         WAITS["barrier" if wait == "recv" else wait](comm)
         # What rank 0 had sent before may have been enough for that one.
