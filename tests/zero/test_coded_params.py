@@ -22,7 +22,7 @@ from ringcomm.zero.estimate_time import leaving_node_bytes
 from tests.comm.test_wire_codes import encode, total
 from tests.zero.job import BF16, Job
 from tests.zero.models import MODELS, Run, assert_same_bits, groups_of, new_model, options_of, train
-from tests.zero.test_nodes import Carrier
+from tests.zero.test_nodes import Carrier, sent_by_phase
 
 Tensor = torch.Tensor
 WORLD: dict[str, Any] = {"params": "world"}
@@ -563,26 +563,7 @@ def step_of(comm: Communicator, carrier: Carrier, base: Any, run: Run) -> Any:
     """Returns by phase what leaves each node, and by bucket the elements of each chunk."""
     module: Any = zero.shard(deepcopy(base), run.stage, comm=comm, options=options_of(run))
     optimizer = AdamW(module.parameters())
-    batch = MODELS["gpt"][1](torch.Generator().manual_seed(comm.rank), 0)
-    phases: list[Any] = []
-
-    def ended() -> None:
-        comm.barrier()
-        if comm.rank == 0:
-            phases.append(carrier.read())
-        comm.barrier()
-
-    for _ in range(2):  # the first one also agrees on the order of the buckets
-        phases.clear()
-        ended()
-        with zero.no_sync(module):
-            module(*batch).backward()
-        ended()
-        module(*batch).backward()
-        ended()
-        optimizer.step()
-        ended()
-        optimizer.zero_grad()
+    phases = sent_by_phase(comm, carrier, module, optimizer)
     flags = optimizer.sharded_step().table.told.nbytes
     check_masters(module, optimizer)
     chunks = [
@@ -592,7 +573,7 @@ def step_of(comm: Communicator, carrier: Carrier, base: Any, run: Run) -> Any:
     units = zero.sharding.engine_of(module, "test").plan.unit_of
     root = sum(sum(each) for unit, each in zip(units, chunks, strict=True) if unit == 0)
     zero.unshard(module)
-    return phases[1:], flags, chunks, root
+    return phases, flags, chunks, root
 
 
 @pytest.mark.parametrize("code", ["int8", "int4"])

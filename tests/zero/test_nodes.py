@@ -273,12 +273,10 @@ class Carrier:
         return found
 
 
-def send_in_a_step(comm: Communicator, carrier: Carrier, base: Any, choice: Choice) -> Any:
-    """Returns by phase of a step what leaves each node, and the elements that are reduced."""
-    stage, options = choice
-    run = Run("gpt", stage, precision=BF16, options={"overlap": False, **options})
-    module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=options_of(run))
-    optimizer = AdamW(module.parameters())
+def sent_by_phase(
+    comm: Communicator, carrier: Carrier, module: Any, optimizer: AdamW
+) -> list[Counter[int]]:
+    """Returns on rank 0 what leaves each node under no_sync, in a backward and in a step."""
     batch = MODELS["gpt"][1](torch.Generator().manual_seed(comm.rank), 0)
     phases: list[Counter[int]] = []
 
@@ -299,6 +297,16 @@ def send_in_a_step(comm: Communicator, carrier: Carrier, base: Any, choice: Choi
         optimizer.step()
         ended()
         optimizer.zero_grad()
+    return phases[1:]
+
+
+def send_in_a_step(comm: Communicator, carrier: Carrier, base: Any, choice: Choice) -> Any:
+    """Returns by phase of a step what leaves each node, and the elements that are reduced."""
+    stage, options = choice
+    run = Run("gpt", stage, precision=BF16, options={"overlap": False, **options})
+    module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=options_of(run))
+    optimizer = AdamW(module.parameters())
+    phases = sent_by_phase(comm, carrier, module, optimizer)
     engine = zero.sharding.engine_of(module, "test")
     roots = zip(engine.plan.unit_of, engine.stored, strict=True)
     elems = ModelElems(
@@ -307,7 +315,7 @@ def send_in_a_step(comm: Communicator, carrier: Carrier, base: Any, choice: Choi
     )
     flags = optimizer.sharded_step().table.told.nbytes
     zero.unshard(module)
-    return phases[1:], elems, flags
+    return phases, elems, flags
 
 
 @pytest.mark.parametrize("wire", ["fp32", "param", "int8", "int4"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ringcomm import _native
 from tests.proof.ptx.small_jobs import part_of
@@ -14,6 +15,15 @@ from tests.support.emulator.ptx import PtxKernels, RefusedError, ptx_of
 
 # Returns what such an end has made otherwise than the host.
 Differences = Callable[[_native.DeviceComm], list[str]]
+
+
+@contextmanager
+def lone_device() -> Iterator[Devices]:
+    """One emulated device, the current one."""
+    made = Devices("emulated", devices=1)
+    with made.runtime.on_device(0):
+        yield made
+    made.close()
 
 
 def end_of(devices: Devices, kernels: PtxKernels) -> _native.DeviceComm:

@@ -10,7 +10,7 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.arguments import DTYPE_CODES
-from tests.proof.ptx.lone_kernels import check, check_seen
+from tests.proof.ptx.lone_kernels import check, check_seen, lone_device
 from tests.proof.ptx.small_jobs import SLIPS
 from tests.support import nvrtc
 from tests.support.device_worlds import Devices
@@ -44,10 +44,8 @@ class Rows(NamedTuple):
 
 @pytest.fixture(scope="module")
 def devices() -> Iterator[Devices]:
-    made = Devices("emulated", devices=1)
-    with made.runtime.on_device(0):
+    with lone_device() as made:
         yield made
-    made.close()
 
 
 def rows_of(elems: int, dtype: torch.dtype) -> Rows:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ringcomm import _native
-from tests.proof.ptx.lone_kernels import check, check_seen
+from tests.proof.ptx.lone_kernels import check, check_seen, lone_device
 from tests.proof.ptx.small_jobs import SLIPS
 from tests.support import nvrtc
 from tests.support.device_worlds import Devices
@@ -29,10 +29,8 @@ TWO_BLOCKS = ((8_500, 0),)
 
 @pytest.fixture(scope="module")
 def devices() -> Iterator[Devices]:
-    made = Devices("emulated", devices=1)
-    with made.runtime.on_device(0):
+    with lone_device() as made:
         yield made
-    made.close()
 
 
 def coding_end(devices: Devices, native: _native.DeviceComm) -> CodingEnd:
