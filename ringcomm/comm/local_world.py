@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from types import TracebackType
 from typing import Any, TypeVar, cast, overload
 
@@ -105,6 +105,16 @@ def _launch_group(device: int, group: list[tuple[DeviceCallEngine, Call]]) -> No
             raise
 
 
+@cache
+def _settle_vector_math() -> None:
+    """Makes oneMKL choose its vector functions, before ranks call them at the same time.
+
+    It chooses at the first call of a process. Of first calls at the same time some run functions of
+    low accuracy, whose results are off by 1e-5 of their size (pytorch/pytorch issue 188792).
+    """
+    torch.exp(torch.zeros(1, dtype=torch.float32, device="cpu"))
+
+
 T = TypeVar("T")
 _ONE_DEVICE = (str, int, torch.device, type(None))
 
@@ -114,6 +124,7 @@ class LocalWorld(Sequence[Communicator]):
 
     def __init__(self, communicators: Sequence[Communicator]) -> None:
         self._communicators = tuple(communicators)
+        _settle_vector_math()
 
     @overload
     def __getitem__(self, index: int) -> Communicator: ...

@@ -6,6 +6,7 @@ import torch
 
 import ringcomm
 from ringcomm import AbortedError, ArgumentError, CommOptions, RendezvousError
+from ringcomm.comm import local_world
 
 
 def test_sub_groups_of_all_kinds(worlds):
@@ -209,3 +210,13 @@ def test_a_missing_rank_is_named():
 
     with pytest.raises(RendezvousError, match=r"rank 0 of 3.*waited 0.3 s for ranks 1, 2"):
         ringcomm.Communicator.from_store(HashStore(), 0, 3, timeout=0.3)
+
+
+def test_a_world_calls_a_vector_function_before_its_ranks_may(monkeypatch):
+    """First calls at the same time give other bits: pytorch/pytorch issue 188792."""
+    callers = []
+    monkeypatch.setattr(torch, "exp", lambda tensor: callers.append(threading.current_thread()))
+    local_world._settle_vector_math.cache_clear()
+    for _ in range(2):
+        ringcomm.local_world(2).close()
+    assert callers == [threading.main_thread()]
