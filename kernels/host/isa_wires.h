@@ -91,7 +91,7 @@ inline void widen_e4m3(float* RC_RESTRICT to, const uint8_t* RC_RESTRICT codes, 
   for (uint64_t i = 0; i < n; ++i)
     halves[i].bits = uint16_t((codes[i] & 0x7fu) << 7 | (codes[i] & 0x80u) << 8);
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 reckons with an n of 0
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns in case n is 0
   widen_block(to, halves, n);
 #pragma GCC diagnostic pop
 }

@@ -110,7 +110,7 @@ def _settle_vector_math() -> None:
     """Makes oneMKL choose its vector functions, before ranks call them at the same time.
 
     It chooses at the first call of a process. Of first calls at the same time some run functions of
-    low accuracy, whose results are off by 1e-5 of their size (pytorch/pytorch issue 188792).
+    low accuracy, whose results are off by some 1e-4 of their size (pytorch/pytorch issue 188792).
     """
     torch.exp(torch.zeros(1, dtype=torch.float32, device="cpu"))
 

@@ -214,8 +214,13 @@ def test_a_missing_rank_is_named():
 
 def test_a_world_calls_a_vector_function_before_its_ranks_may(monkeypatch):
     """First calls at the same time give other bits: pytorch/pytorch issue 188792."""
-    callers = []
-    monkeypatch.setattr(torch, "exp", lambda tensor: callers.append(threading.current_thread()))
+    callers, exp = [], torch.exp
+
+    def recorded(tensor):
+        callers.append(threading.current_thread())
+        return exp(tensor)  # later worlds of this process count on the call
+
+    monkeypatch.setattr(torch, "exp", recorded)
     local_world._settle_vector_math.cache_clear()
     for _ in range(2):
         ringcomm.local_world(2).close()

@@ -93,7 +93,7 @@ def test_calls_on_different_communicators():
 
 
 def until(comm, rank, done):
-    """Until ``done`` is true of what this rank has recorded."""
+    """Waits until ``done`` is true of what this rank has recorded."""
     deadline = time.monotonic() + 30
     while not done(comm.recording().rank(rank)):
         assert time.monotonic() < deadline, "it does not happen"
@@ -101,7 +101,7 @@ def until(comm, rank, done):
 
 
 def until_it_waits(comm, rank):
-    """Until this rank has told whom it waits for in a message."""
+    """Waits until this rank has told whom it waits for in a message."""
     until(comm, rank, lambda recorded: recorded.waits_for >= 0)
 
 
@@ -146,11 +146,11 @@ def test_a_receive_against_a_collective(hasty):
     world.close()
     sites = [f"{__file__}:{call.__code__.co_firstlineno}" for call in calls]
     receive = (
-        rf"recv\(float32, 16 bytes, tag 3, from rank 0\) at {sites[1]}, under way for [\d.]+ s"
+        rf"recv\(float32, 16 bytes, tag 3, from rank 0\) at {sites[1]}, under way for \d+\.\d s"
     )
     expected = [
         rf"Rank 1 has not made this call\. .*all_reduce.* Its last message: {receive}",
-        rf"Rank 0's last call: barrier\(\) \(call 2\) at {sites[0]}, under way for [\d.]+ s",
+        rf"Rank 0's last call: barrier\(\) \(call 2\) at {sites[0]}, under way for \d+\.\d s",
     ]
     for text in told:
         assert re.search(expected[hasty], text), text

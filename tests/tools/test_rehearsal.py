@@ -45,7 +45,7 @@ def test_a_sample_is_rehearsed_from_the_probe_to_the_record(tmp_path):
     before = sorted(results.iterdir())
     words = ("--rehearse", "sample", "--stages", "test,sanitize,bench,steps,record")
     environment = {"OUT": str(tmp_path / "out")}
-    done = run_program("tools.gpu_check", *words, environment=environment, timeout_s=500)
+    done = run_program("tools.gpu_check", *words, environment=environment, timeout_s=400)
     assert done.returncode == 0, done.stdout
     assert sorted(results.iterdir()) == before
     files = sorted((tmp_path / "out").iterdir())
