@@ -6,11 +6,15 @@ backward would then fail on gradients of another dtype, and at stages 2 and 3 th
 conversions of torch call ``_apply()`` of each module with one function of a tensor. So each module
 has an ``_apply()`` of its own, which tries the function on small tensors of the kinds that the
 module's own are of, before anything is changed.
+
+A function that returns equal tensors is not applied at all. ``.to("cpu:0")`` is an example: torch
+copies tensors of the device "cpu", and the copy changes nothing that a program can observe.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import torch
@@ -25,6 +29,9 @@ Tensor = torch.Tensor
 Convert = Callable[[Tensor], Tensor]
 # The method of torch's modules that all conversions call.
 _METHOD = "_apply"
+# Each probe has values of its own, so that memory which an earlier probe has left, and a function
+# does not initialise, differs from them.
+_seeds = count(1)
 
 
 class Unconverted:
@@ -47,7 +54,7 @@ class Unconverted:
             getattr(type(self.module), _METHOD)(self.module, fn, recurse)
             return self.module
         guarded = list(self._inside()) if recurse else [self.module]
-        tried: dict[object, Tensor | None] = {}
+        tried: dict[object, str | None] = {}
         for module in guarded:
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
@@ -76,7 +83,7 @@ class Unconverted:
         key: str,
         tensor: Tensor,
         fn: Convert,
-        tried: dict[object, Tensor | None],
+        tried: dict[object, str | None],
     ) -> None:
         """Raises ArgumentError if the function changes tensors of this one's kind."""
         with plainly():
@@ -84,41 +91,58 @@ class Unconverted:
             shape = tuple(min(size, 2) for size in local.shape)
             kind = local.dtype, local.device, shape
         if kind not in tried:
-            tried[kind] = _change_of(torch.zeros(shape, dtype=kind[0], device=kind[1]), fn)
-        other = tried[kind]
-        if other is not None:
+            tried[kind] = _change_of(_probe(*kind), fn)
+        change = tried[kind]
+        if change is not None:
             which = "param" if key in module._parameters else "buffer"
-            raise ArgumentError(self._refusal(self._name_of(module, key), which, kind, other))
+            raise ArgumentError(self._refusal(self._name_of(module, key), which, kind, change))
 
     def _name_of(self, module: nn.Module, key: str) -> str:
         names = (name for name, each in self.module.named_modules() if each is module)
         prefix = next(names, "")
         return f"{prefix}.{key}" if prefix else key
 
-    def _refusal(self, name: str, which: str, kind: tuple[Any, ...], other: Tensor) -> str:
+    def _refusal(self, name: str, which: str, kind: tuple[Any, ...], change: str) -> str:
         way = "zero.unshard() the module, convert it, and shard() it anew"
-        if other.dtype is not kind[0] and other.dtype in DTYPE_NAMES:
+        if change in map(str, DTYPE_NAMES):
             way = (
-                f"pass shard() options=ZeroOptions(precision=Precision({which}={other.dtype})) "
+                f"pass shard() options=ZeroOptions(precision=Precision({which}={change})) "
                 f"instead; or {way}"
             )
         return (
             f"{self.head}: {type(self.module).__name__}.to(), or another call that converts a "
             f"module: {name} is {kind[0]} on {kind[1]}, where shard() has put it, and would get "
-            f"other memory, of {other.dtype} on {other.device}. Nothing was changed. To convert "
-            f"it, {way}"
+            f"{change}. Nothing was changed. To convert it, {way}"
         )
 
 
-def _change_of(probe: Tensor, fn: Convert) -> Tensor | None:
-    """Returns what a function makes of a tensor, or None if it leaves the tensor as it was."""
-    before = probe.dtype, probe.device, probe.stride(), probe.data_ptr()
+def _probe(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> Tensor:
+    """Returns a small tensor whose values no other probe has had lately."""
+    elems = torch.Size(shape).numel()
+    first = next(_seeds) * max(elems, 1)
+    return ((torch.arange(elems) + first) % 97 + 1).to(device, dtype).view(shape)
+
+
+def _change_of(probe: Tensor, fn: Convert) -> str | None:
+    """Returns what a function changes in a tensor, in words, or None if it changes nothing."""
+    before = _bits(probe)
+    stride = probe.stride()
     with torch.no_grad():
         made = fn(probe)
-    if made.device != probe.device or made.device.type == "meta":
-        return made
-    after = made.dtype, made.device, made.stride(), made.data_ptr()
-    return made if after != before else None
+    if made.dtype is not probe.dtype:
+        return str(made.dtype)
+    if made.device != probe.device:
+        return f"memory on {made.device}"
+    if made.layout is not torch.strided or (made.shape, made.stride()) != (probe.shape, stride):
+        return f"strides {made.stride()}" if made.layout is torch.strided else str(made.layout)
+    if made.is_shared() and made.device.type == "cpu":
+        return "memory that torch shares between processes"
+    return None if torch.equal(_bits(made), before) else "other values"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Returns a copy of a tensor's memory as bytes."""
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8).clone()
 
 
 def refuse_conversions(

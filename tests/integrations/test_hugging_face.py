@@ -262,6 +262,12 @@ def llama(folder, rank, world_size):
     same(dict(best.state_dict()), zero.full_state_dict(made.model))
     # Shards are sharded once: the next training goes on with the model and a new optimizer.
     made.train()
+    # A model that is sharded already stays where it is when Trainer moves it to its device.
+    placed = zero.shard(Net(), 1)
+    for _ in range(2):
+        optimizer = SGD(placed.parameters(), lr=0.01)
+        settings = {"max_steps": 1, "save_strategy": "no"}
+        make_trainer(placed, folder, 1, settings=settings, optimizers=(optimizer, None)).train()
     with pytest.raises(ArgumentError, match="optimizers: expected None, or one on parameters"):
         net = Net()
         make_trainer(net, folder, 1, optimizers=(SGD(net.parameters()), None)).train()

@@ -25,7 +25,29 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "meta": lambda m: m.to("meta"),
     "to_empty": lambda m: m.to_empty(device="cpu"),
     "share_memory": lambda m: m.share_memory(),
+    "type": lambda m: m.type(torch.float16),
+    "other tensor": lambda m: m.to(torch.zeros(1, dtype=torch.float64)),
+    "in place": lambda m: m._apply(lambda t: t.mul_(2)),
 }
+# What torch copies, or returns as it is: equal tensors on the same device.
+NO_OPS: dict[str, Callable[[Any], Any]] = {
+    "device with an index": lambda m: m.to("cpu:0"),
+    "device=": lambda m: m.to(device=torch.device("cpu", 0)),
+    "cpu": lambda m: m.cpu(),
+    "float": lambda m: m.float(),
+    "to dtype": lambda m: m.to(torch.float32),
+    "device and dtype": lambda m: m.to("cpu:0", torch.float32, True),
+    "other tensor": lambda m: m.to(torch.zeros(1)),
+    # Module.type() converts integers, too, which batch norms count in.
+    "type": lambda m: [part.type(torch.float32) for part in parts_in_floats(m)] and m,
+    "type by name": lambda m: [part.type("torch.FloatTensor") for part in parts_in_floats(m)] and m,
+    "memory format": lambda m: m.to(memory_format=torch.contiguous_format),
+    "copy": lambda m: m._apply(torch.clone),
+}
+
+
+def parts_in_floats(module: nn.Module) -> list[nn.Module]:
+    return [part for part in module.modules() if isinstance(part, (nn.Linear, nn.Conv1d))]
 
 
 BASE = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Conv1d(1, 2, 3), nn.Flatten())
@@ -83,8 +105,14 @@ def test_a_conversion_to_what_it_is(worlds, stage):
         module[0].adapter = nn.Linear(4, 2, dtype=torch.float64)
         assert module.float() is module
         assert module[0].adapter.weight.dtype is torch.float32
-        assert module.to("cpu").cpu().to(torch.float32) is module
-        optimizer = AdamW([p for n, p in module.named_parameters() if "adapter" not in n])
+        around = nn.Sequential(nn.Linear(2, 2), module)
+        own = [param for name, param in module.named_parameters() if "adapter" not in name]
+        places = [param.data_ptr() for param in own]
+        for convert in NO_OPS.values():
+            for each in (module, module[2], around):
+                assert convert(each) is each
+        assert [param.data_ptr() for param in own] == places
+        optimizer = AdamW(own)
         step(module, optimizer)
 
     worlds(1).run(work)
