@@ -135,7 +135,7 @@ def _change_of(probe: Tensor, fn: Convert) -> str | None:
         return f"memory on {made.device}"
     if made.layout is not torch.strided or (made.shape, made.stride()) != (probe.shape, stride):
         return f"strides {made.stride()}" if made.layout is torch.strided else str(made.layout)
-    if made.is_shared() and made.device.type == "cpu":
+    if made.device.type == "cpu" and made.is_shared():  # type: ignore[no-untyped-call]
         return "memory that torch shares between processes"
     return None if torch.equal(_bits(made), before) else "other values"
 
