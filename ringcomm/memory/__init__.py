@@ -7,7 +7,8 @@ rank's file on a disk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -81,6 +82,17 @@ def zeros(*size: Any, dtype: torch.dtype | None = None, device: object = None) -
         # As bytes: not every dtype has a fill kernel, and zero is all zero bits in each of them.
         tensor.view(-1).view(torch.uint8).zero_()
     return tensor
+
+
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """Turns gradients and inference mode off, so that tensors made inside can be written to later.
+
+    A tensor that is made under ``torch.inference_mode()`` refuses in-place writes outside of it.
+    """
+    # Leaving inference mode turns gradients on.
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def heap_stats(device: object = None) -> dict[str, int]:

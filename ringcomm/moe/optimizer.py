@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
+from ringcomm.memory import normal_tensors
 from ringcomm.moe.sharding import parts_of
 from ringcomm.optim.agreement import Asked
 from ringcomm.optim.clipping import NormBound, NormPart, agree_on_finite, clip_norm_of_parts
@@ -67,7 +68,7 @@ class Optimizer:
         for each in self.parts:
             each.prepare()
 
-    @torch.no_grad()
+    @normal_tensors()
     def step(self) -> None:
         """Takes one step of all parts; collective.
 
@@ -89,7 +90,7 @@ class Optimizer:
         for part in self.parts:
             part.step()
 
-    @torch.no_grad()
+    @normal_tensors()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:

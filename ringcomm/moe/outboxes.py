@@ -31,7 +31,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.peer_memory import heap_bases, is_in_heap
 from ringcomm.errors import MismatchError, where
-from ringcomm.memory import empty
+from ringcomm.memory import empty, normal_tensors
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -115,7 +115,9 @@ class Outboxes:
         if self._outboxes[self._turn].numel() < total:
             # The smaller one goes first: there may not be room for both.
             self._outboxes[self._turn] = self._outboxes[self._turn].new_empty(0)
-            self._outboxes[self._turn] = empty(total, dtype=torch.uint8, device=self._heap_device)
+            with normal_tensors():
+                made = empty(total, dtype=torch.uint8, device=self._heap_device)
+            self._outboxes[self._turn] = made
         outbox = self._outboxes[self._turn]
         return [outbox[end : end + size] for end, size in zip(ends, sizes_bytes, strict=True)]
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ringcomm.errors import ArgumentError, CheckpointError
+from ringcomm.memory import normal_tensors
 
 Tensor = torch.Tensor
 
@@ -74,10 +75,12 @@ class LossScaler:
         self, options: LossScaleOptions | None = None, device: torch.device | str = "cpu"
     ) -> None:
         self.options = options or LossScaleOptions()
-        self._scale = torch.full((), self.options.init_scale, dtype=torch.float32, device=device)
-        # Clean steps in a row, and overflows left until one lowers the scale.
-        self._clean = torch.zeros((), dtype=torch.int64, device=device)
-        self._credit = torch.full((), self.options.hysteresis, dtype=torch.int64, device=device)
+        scale, hysteresis = self.options.init_scale, self.options.hysteresis
+        with normal_tensors():
+            self._scale = torch.full((), scale, dtype=torch.float32, device=device)
+            # Clean steps in a row, and overflows left until one lowers the scale.
+            self._clean = torch.zeros((), dtype=torch.int64, device=device)
+            self._credit = torch.full((), hysteresis, dtype=torch.int64, device=device)
         self._owner: weakref.ref[object] | None = None
 
     @property

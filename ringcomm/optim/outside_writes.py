@@ -5,12 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
+from torch.autograd.graph import increment_version
 
 from ringcomm.optim.buckets import Buckets
 from ringcomm.optim.dtensors import is_distributed, local_of
 from ringcomm.optim.options import AdamWOptions
 
 Tensor = torch.Tensor
+
+
+def count_change(params: Sequence[Tensor]) -> None:
+    """Counts a change of values in the versions of parameters, as torch's in-place operations do.
+
+    A kernel changes memory behind autograd's back. With the version advanced, the backward of a
+    graph that has saved such a parameter raises instead of using the new values.
+    """
+    increment_version(with_local(params))
+
+
+def with_local(params: Sequence[Tensor]) -> list[Tensor]:
+    """Returns parameters, and behind them the local tensors of DTensors, which have versions."""
+    # An absent attribute takes long to look up, and most parameters are of this class.
+    others = [param for param in params if type(param) is not nn.Parameter]
+    return [*params, *(local_of(param) for param in others if is_distributed(param))]
 
 
 class OutsideWrites:
@@ -41,7 +59,7 @@ class OutsideWrites:
         # What no group has lies in the same buckets, and its masters with the others'.
         placed += left_out if followed else []
         # A local tensor that is written to changes no version of its DTensor.
-        self._params = [*placed, *(local_of(param) for param in placed if is_distributed(param))]
+        self._params = with_local(placed)
         self._versions = self._read()
         self._place = {id(param): at for at, param in enumerate(self._params)}
 
@@ -54,14 +72,15 @@ class OutsideWrites:
 
     def found(self, params: Sequence[Tensor]) -> bool:
         """Tells whether some of these were written to since masters have followed last."""
-        known = [(param, self._place.get(id(param))) for param in params]
+        known = [(param, self._place.get(id(param))) for param in with_local(params)]
         return any(at is not None and each._version != self._versions[at] for each, at in known)
 
     def expect(self, written: Sequence[Tensor]) -> None:
-        """Accepts one more version of tensors, whose masters are written with them."""
-        for at in map(self._place.get, map(id, written)):
-            if at is not None:
-                self._versions[at] += 1
+        """Accepts one more version of parameters, whose masters are written with them."""
+        if self._params:
+            for at in map(self._place.get, map(id, with_local(written))):
+                if at is not None:
+                    self._versions[at] += 1
 
     def take_over(self) -> None:
         """Sets each master that does not round to its parameter to the parameter."""

@@ -29,6 +29,7 @@ from ringcomm.optim.kernels import Kernels
 from ringcomm.optim.layout import BLOCK_ELEMS, ParamSpec, ShardLayout
 from ringcomm.optim.meshes import ranks_of_stage, with_all_stages
 from ringcomm.optim.options import AdamWOptions
+from ringcomm.optim.outside_writes import count_change
 
 Tensor = torch.Tensor
 Group = Mapping[str, Any]
@@ -156,9 +157,10 @@ def move_parameters(
 ) -> None:
     """Makes the parameters views of their buckets; with ``broadcast``, with rank 0's values."""
     buckets.adopt(params)
-    for bucket in buckets:
-        if comm is not None and broadcast:
+    if comm is not None and broadcast:
+        for bucket in buckets:
             comm.broadcast(bucket.params, 0)
+        count_change([params[index] for index in buckets.params])
 
 
 def sharers_of(comm: Communicator | None, state: str) -> Communicator | None:
@@ -339,6 +341,10 @@ class Placement(ABC):
         Raises:
             ArgumentError: they have others for a while.
         """
+
+    @abstractmethod
+    def count_change(self, params: Sequence[Tensor] | None = None) -> None:
+        """Counts a change of values in the versions of parameters; of all for None."""
 
     @abstractmethod
     def forget_gradients(self, set_to_none: bool) -> None:

@@ -238,11 +238,18 @@ class PreparedStep:
             self._raise_faults(self._operation)
         give_back_freed()
         sharers = setting.sharers
-        changed = setting.options.master == "remainder" or setting.options.wire.codes_parameters
-        if changed and sharers and self.shard_of[1] > 1:
-            assert setting.comm is not None
-            share_params(setting.comm, sharers, buckets)
+        if self.masters_decide:
+            if sharers and self.shard_of[1] > 1:
+                assert setting.comm is not None
+                share_params(setting.comm, sharers, buckets)
+            placement.count_change()
         return buckets
+
+    @property
+    def masters_decide(self) -> bool:
+        """True if writing masters changes the parameters, which are a part or a code of them."""
+        options = self.setting.options
+        return options.master == "remainder" or options.wire.codes_parameters
 
     @property
     def ranks(self) -> CommRanks | MeshRanks | None:

@@ -14,6 +14,7 @@ from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.memory import normal_tensors
 from ringcomm.optim import kernels, state, torch_state
 from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.clipping import NormBound, clip_norm, clip_norm_of, clip_value_of
@@ -72,6 +73,11 @@ def check_param(entry: Any, called: str, place: torch.device) -> None:
             )
         raise ArgumentError(
             f"{called}: expected dtype {', '.join(DTYPES)}, got {param.dtype}; {way_out}"
+        )
+    if param.is_inference():
+        raise ArgumentError(
+            f"{called}: was made under torch.inference_mode(), and such a tensor cannot be "
+            "trained; build or copy the module outside of it"
         )
     if param.layout is not torch.strided:
         raise ArgumentError(f"{called}: expected a dense tensor, got layout {param.layout}")
@@ -273,7 +279,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             check_order(self.placement, self.param_groups)
             self._check_own_params()
             self._check_values("prepare")
-            with torch.no_grad():
+            with normal_tensors():
                 self._sharded = ShardedStep(self.param_groups, self._setting)
         return self._sharded
 
@@ -327,7 +333,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 before.refuse_if_torn("add_param_group")
                 self._add_group(param_group)
                 before.check_growth()
-            with torch.no_grad():
+            with normal_tensors():
                 self._sharded = GrownStep(before, self.param_groups)
         except Exception:
             for param in all_params(self.param_groups[count:]):
@@ -356,7 +362,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     called = f"param group {len(self.param_groups) - 1}, parameter {number}"
                     accumulator.watch(param, called)
 
-    @torch.no_grad()
+    @normal_tensors()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step on all ranks; collective.
 
@@ -399,7 +405,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         return Amp(scale, found_inf if isinstance(found_inf, Tensor) else None)
 
-    @torch.no_grad()
+    @normal_tensors()
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -440,7 +446,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return clip_norm(sharded, bound_of)
         return clip_norm_of(sharded, params, bound_of)
 
-    @torch.no_grad()
+    @normal_tensors()
     def clip_grad_value_(
         self, clip_value: float, *, params: Tensor | Iterable[Tensor] | None = None
     ) -> None:
@@ -519,12 +525,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state_dict = hook(self, state_dict) or state_dict  # type: ignore[arg-type]
         several = isinstance(state_dict, Sequence)
         shards: list[Any] = list(state_dict) if several else [state_dict]
-        with torch.no_grad():
+        with normal_tensors():
             state.load(self.sharded_step(), shards)
         for post in self._optimizer_load_state_dict_post_hooks.values():
             post(self)
 
-    @torch.no_grad()
+    @normal_tensors()
     def full_state_dict(self, dst: int | None = None) -> dict[str, Any]:
         """Returns the state in the format of ``state_dict()`` of torch's class; collective.
 
@@ -536,7 +542,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_values("full_state_dict")
         return torch_state.gather_torch(self.sharded_step(), dst)
 
-    @torch.no_grad()
+    @normal_tensors()
     def load_torch_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continues from :meth:`full_state_dict`, or ``state_dict()`` of torch's class.
 

@@ -18,6 +18,7 @@ from ringcomm.optim import kernels
 from ringcomm.optim.agreement import STEP, Asked, all_or_none, check_agreement
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.layout import Chunk, within
+from ringcomm.optim.outside_writes import count_change
 from ringcomm.optim.prepared import PreparedStep
 from ringcomm.optim.reduction import NORM_WORDS, combine, found_non_finite, leave_to_replica
 from ringcomm.optim.rules import plain
@@ -95,6 +96,8 @@ class ShardedStep(PreparedStep):
         """Clears the marks of earlier steps, after the whole state was replaced."""
         self.torn = False
         self.first_pass = None
+        if self.masters_decide:
+            self.count_change(self.params)
         self.written.accept()
         if not self.setting.launches:
             self._seen_skipped = int(self.table.control[kernels.SKIPPED])
@@ -184,7 +187,11 @@ class ShardedStep(PreparedStep):
         self.write_control(amp, reduced)
         self.written.take_over()
         self.torn = True
-        self._update_buckets(self.kernels.reduce_update if reduced is None else self.kernels.update)
+        try:
+            update = self.kernels.reduce_update if reduced is None else self.kernels.update
+            self._update_buckets(update)
+        finally:
+            self.count_step()
         if not self.setting.launches:
             self._raise_faults(asked.operation)
         self._forget_losses_of_skipped()
@@ -209,6 +216,29 @@ class ShardedStep(PreparedStep):
         self.kernels.end()
         if self.tier is not None:
             self.tier.end_step()
+
+    def count_step(self) -> None:
+        """Counts the step in the versions of the parameters that it has changed.
+
+        A device decides which parameters step without the host, so all trainable ones count there.
+        """
+        table = self.table
+        if self.setting.launches:
+            stepped = [param for param in self.params if param.requires_grad]
+        elif table.control[kernels.FOUND_INF]:
+            return
+        else:
+            active = table.active.tolist()
+            stepped = [param for param, steps in zip(self.params, active, strict=True) if steps]
+        self.count_change(stepped)
+        self.written.expect(stepped)
+
+    def count_change(self, params: Sequence[Tensor]) -> None:
+        """Counts a change of values in the versions of some of the optimizer's parameters."""
+        if self._placement is None:
+            count_change(params)
+        else:
+            self._placement.count_change(params)
 
     def _forget_losses_of_skipped(self) -> None:
         """Drops what codes have lost of gradients that no parameter has seen.

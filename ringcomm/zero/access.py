@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, where
+from ringcomm.memory import normal_tensors
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.dtensors import distributed_as, is_distributed, lies_alike, local_of
@@ -34,7 +35,7 @@ from ringcomm.zero.sharding import engine_of
 Tensor = torch.Tensor
 
 
-@torch.no_grad()
+@normal_tensors()
 def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
     """Returns a parameter's gradient, reduced over the ranks; collective, also with ``local``.
 
@@ -73,7 +74,7 @@ def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
     return place.shown(place.gather(own), local)
 
 
-@torch.no_grad()
+@normal_tensors()
 def set_gradient(param: Tensor, value: Tensor, *, local: bool = False) -> None:
     """Sets a parameter's reduced gradient for the next step; collective, also with ``local``.
 
@@ -109,7 +110,7 @@ def set_gradient(param: Tensor, value: Tensor, *, local: bool = False) -> None:
     sharded.wrote_gradient(place.index)
 
 
-@torch.no_grad()
+@normal_tensors()
 def get_master(param: Tensor, *, local: bool = False) -> Tensor:
     """Returns a parameter's FP32 master; collective, unless ``local``.
 
@@ -129,7 +130,7 @@ def get_master(param: Tensor, *, local: bool = False) -> Tensor:
     return place.read("master", local)
 
 
-@torch.no_grad()
+@normal_tensors()
 def set_master(param: Tensor, value: Tensor, *, local: bool = False) -> None:
     """Sets a parameter's FP32 master, and the parameter; collective, also with ``local``.
 
@@ -148,6 +149,7 @@ def set_master(param: Tensor, value: Tensor, *, local: bool = False) -> None:
         engine = owner_of(param)
         assert engine is not None
         engine.free_for_change("set_master")
+        engine.count_change([param])
     place.agree({"value": place.digest(value, local)})
     if place.bucket is not None:
         sharded.written.take_over()
@@ -156,7 +158,7 @@ def set_master(param: Tensor, value: Tensor, *, local: bool = False) -> None:
         place.publish()
 
 
-@torch.no_grad()
+@normal_tensors()
 def get_state(param: Tensor, name: str, *, local: bool = False) -> Tensor | None:
     """Returns a tensor of a parameter's optimizer state; collective, unless ``local``.
 
@@ -187,7 +189,7 @@ def get_state(param: Tensor, name: str, *, local: bool = False) -> Tensor | None
     return place.read(name, local)
 
 
-@torch.no_grad()
+@normal_tensors()
 def set_state(param: Tensor, name: str, value: Tensor, *, local: bool = False) -> None:
     """Sets a tensor of a parameter's optimizer state; collective, unless ``local``.
 

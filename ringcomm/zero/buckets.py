@@ -19,7 +19,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.peer_memory import peer_tensors
 from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError, where
-from ringcomm.memory import zeros
+from ringcomm.memory import normal_tensors, zeros
 from ringcomm.optim.buckets import empty_for_streams
 from ringcomm.optim.coded_params import decoded
 from ringcomm.optim.dtensors import apart, is_distributed, local_of, set_local
@@ -139,6 +139,13 @@ class ParamBucket(ABC):
             low, high = max(placed.begin, held.begin), min(placed.end, held.end)
             if low < high:
                 value.read(low - placed.begin, flat[low - held.begin : high - held.begin])
+
+    def count_change(self, only: Container[int]) -> None:  # noqa: B027 -- whole buckets have nothing to do
+        """Accepts one more version of parameters, whose values all ranks have changed.
+
+        Args:
+            only: ``id`` of the parameters, among others.
+        """
 
     @abstractmethod
     def settle(self, async_op: bool = False) -> Work | None:
@@ -344,13 +351,16 @@ class ShardedBucket(ParamBucket):
 
     def _make_flat(self) -> None:
         """Makes ``flat``, whose storage has no memory yet."""
-        self.flat = torch.empty(self.full_elems, dtype=self.layout.dtype, device=self.comm.device)
-        # A parameter keeps its own version whatever its memory; a DTensor's local tensor gets one
-        # here, which does not count the gathers that write to ``flat``.
-        self._views = [
-            placed.view(self.flat).data if is_distributed(placed.param) else placed.view(self.flat)
-            for placed in self.params
-        ]
+        with normal_tensors():
+            elems, place = self.full_elems, self.comm.device
+            self.flat = torch.empty(elems, dtype=self.layout.dtype, device=place)
+            # A parameter keeps its own version whatever its memory; a DTensor's local tensor gets
+            # one here, which does not count the gathers that write to ``flat``.
+            views = [placed.view(self.flat) for placed in self.params]
+            self._views = [
+                view.data if is_distributed(placed.param) else view
+                for placed, view in zip(self.params, views, strict=True)
+            ]
         self._local_views = [
             view
             for placed, view in zip(self.params, self._views, strict=True)
@@ -514,6 +524,16 @@ class ShardedBucket(ParamBucket):
         if low < high:
             with self.here(write=True):
                 self.kept[low - first : high - first].copy_(self.flat[low:high])
+
+    def count_change(self, only: Container[int]) -> None:
+        for index, param in enumerate(self._parameters):
+            if id(param) in only:
+                self._versions[index] += 1
+        if self._local_views and not self.is_here:
+            # Parameters have other local tensors now, and get these back.
+            views = zip(self._parameters, self._views, strict=True)
+            changed = [v for p, v in views if id(p) in only and is_distributed(p)]
+            advance_versions(changed, 1)
 
     def accept_changes(self, only: Container[int] | None = None) -> None:
         """Accepts the gathered parameters' values, so that :meth:`check` does not refuse them.

@@ -22,6 +22,7 @@ from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory.disk_chunks import DiskChunks
 from ringcomm.optim.agreement import CommRanks, MeshRanks, all_or_none, ranks_of
 from ringcomm.optim.dtensors import align_gradient, find_mesh, is_distributed
+from ringcomm.optim.outside_writes import count_change
 from ringcomm.optim.placement import Placement, displace
 from ringcomm.optim.sharded import refuse_join
 from ringcomm.zero.absent import plainly
@@ -463,6 +464,27 @@ class ShardEngine:
             self.gatherer.held = False
             self.gatherer.end_schedule()
         self.free_all()
+
+    def change(self, operation: str) -> None:
+        """Does :meth:`free_for_change`, and counts the change of all parameters."""
+        self.free_for_change(operation)
+        self.count_change()
+
+    def count_change(self, params: Sequence[Tensor] | None = None) -> None:
+        """Counts a change of values in the versions of parameters.
+
+        The backward of a graph that was built before raises then, instead of using other values.
+
+        Args:
+            params: those that all ranks have changed, or are about to; None for all.
+        """
+        if params is None:
+            params = [param for _, param in self.named_parameters()]
+        with plainly():
+            count_change(params)
+        only = set(map(id, params))
+        for bucket in (*self.parts.stored, *self.parts.stored_frozen):
+            bucket.count_change(only)
 
     def refuse_gathered(self, operation: str) -> None:
         """Raises ArgumentError inside ``gathered()``, at stage 3."""

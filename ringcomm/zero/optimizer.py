@@ -356,6 +356,9 @@ class ModulePlacement(Placement):
             for bucket in (*engine.stored, *engine.parts.stored_frozen):
                 bucket.check()
 
+    def count_change(self, params: Sequence[Tensor] | None = None) -> None:
+        self._engine.count_change(params)
+
     def end_step(self) -> None:
         self._engine.order.settle()
         owner = self.owner

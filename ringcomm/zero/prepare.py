@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.memory import normal_tensors
 from ringcomm.memory.freed import give_back_freed
 from ringcomm.optim.dtensors import check_placements, is_distributed, local_of, set_local
 from ringcomm.optim.layout import DTYPE_NAMES, BucketLayout
@@ -64,6 +65,11 @@ def check_shardable(root: nn.Module) -> None:
             raise UnsupportedError(
                 f"shard: parameter {name}: expected a DTensor that is contiguous, got strides "
                 f"{param.stride()}; make it contiguous before it is distributed"
+            )
+        if param.is_inference():
+            raise ArgumentError(
+                f"shard: parameter {name} was made under torch.inference_mode(), and such a tensor "
+                "cannot be trained; build or copy the module outside of it"
             )
         if is_lazy(param):
             raise ArgumentError(
@@ -138,7 +144,7 @@ class Rollback:
     @contextmanager
     def put_back_on_failure(self) -> Iterator[None]:
         """Undoes everything if the body of the ``with`` raises."""
-        with torch.no_grad(), self._undo:
+        with normal_tensors(), self._undo:
             yield
             self._undo.pop_all()
 

@@ -16,6 +16,7 @@ from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, where
+from ringcomm.memory import normal_tensors
 from ringcomm.memory.disk_chunks import DiskChunks
 from ringcomm.memory.freed import keep_freed_memory
 from ringcomm.optim.agreement import all_or_none, check_agreement, check_on_mesh
@@ -286,6 +287,7 @@ def _attach(parts: EngineParts, rollback: Rollback) -> None:
     object.__setattr__(parts.module, _ENGINE, engine)
     engine.own(True)
     rollback.call(forget_engine, parts.module)
+    engine.count_change()
     hook_modules(engine, parts.module)
 
 
@@ -419,6 +421,7 @@ def profiled(module: nn.Module) -> Iterator[StepProfile]:
         profile.on = False
 
 
+@normal_tensors()
 def unshard(module: nn.Module) -> nn.Module:
     """Undoes ``shard()``: removes its hooks, and makes parameters plain and whole; collective.
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import ArgumentError, UnsupportedError, where
+from ringcomm.memory import normal_tensors
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.dtensors import local_of
@@ -147,7 +148,7 @@ def exchanged(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
         # A parameter that one rank leaves out would be of two sets of weights.
         told["parameters"] = sorted(values)
         for name, value in values.items():
-            with torch.no_grad():
+            with normal_tensors():
                 memory.shards[name].values.copy_(value)
     _mark_exchanged(engine, True)
     try:
@@ -155,7 +156,7 @@ def exchanged(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
     finally:
         _mark_exchanged(engine, False)
         try:
-            engine.free_for_change("exchanged")
+            engine.change("exchanged")
         finally:
             # No rank reads any more what its peers are about to change.
             engine.comm.barrier()
@@ -238,7 +239,7 @@ class _Memory:
         with self._all_or_none():
             engine.check(self._operation)
             # From here on no rank reads what its peers are about to change.
-            engine.free_for_change(self._operation)
+            engine.change(self._operation)
             self._take_shards()
             if isinstance(engine.placement.owner, ShardedStep):
                 engine.placement.owner.written.take_over()
@@ -294,14 +295,14 @@ class _Memory:
                     f"{expected}, got {got}"
                 )
 
-    @torch.no_grad()
+    @normal_tensors()
     def put_back(self) -> None:
         """Gives the shards the values that they had."""
         for name, values in self._kept.items():
             self.shards[name].values.copy_(values)
         self._write_chunks(self._kept)
 
-    @torch.no_grad()
+    @normal_tensors()
     def _write_chunks(self, values: Mapping[str, Tensor]) -> None:
         """Writes values, by name, to the chunks on this rank's disk; its faults are told later."""
         engine = self._engine
@@ -318,7 +319,7 @@ class _Memory:
                             here = own[low - chunk.begin : high - chunk.begin]
                             here.copy_(values[names[id(placed.param)]])
 
-    @torch.no_grad()
+    @normal_tensors()
     def follow(self) -> None:
         """Sets the masters of elements that were written to the parameters."""
         engine = self._engine

@@ -32,9 +32,10 @@ import torch
 
 from ringcomm.comm.arguments import ReduceOp
 from ringcomm.errors import ArgumentError, RingcommError, where
+from ringcomm.memory import normal_tensors
 from ringcomm.optim.agreement import Asked, all_or_none
-from ringcomm.optim.dtensors import is_distributed, local_of
 from ringcomm.optim.kernels import STEPS
+from ringcomm.optim.outside_writes import with_local
 from ringcomm.optim.step import Amp, ShardedStep
 from ringcomm.zero.absent import advance_versions, end_update, make_updated, plainly
 from ringcomm.zero.buckets import ParamBucket, ShardedBucket
@@ -217,9 +218,7 @@ class BackwardUpdates:
             if index is not None and index not in self._frozen
         ]
         params = [placed.param for placed in marked]
-        with plainly():
-            local = [local_of(param) for param in params if is_distributed(param)]
-        if owner.written.found([*params, *local]):
+        if owner.written.found(params):
             comm = self._stored[number].comm
             raise ArgumentError(
                 f"{where('backward', comm.rank, comm.world_size)}: a parameter of the bucket of "
@@ -227,10 +226,11 @@ class BackwardUpdates:
                 'would undo (update="in_backward"); change parameters between steps'
             )
         make_updated(params, [placed.name for placed in marked])
-        advance_versions(local, 1)
-        owner.written.expect([*params, *local])
+        with plainly():
+            advance_versions(with_local(params)[len(params) :], 1)
+            owner.written.expect(params)
 
-    @torch.no_grad()
+    @normal_tensors()
     def update(self, number: int, grads: Tensor, wanted: Sequence[float]) -> None:
         """Reduces a bucket's gradients, and updates it; collective.
 
@@ -401,6 +401,10 @@ class BackwardUpdates:
         """Ends the step on this rank, whether or not it has come to its end."""
         self.end_backward()
         if self._step is not None:
+            if self._gatherer is not None:
+                # At stage 2 each update has been counted.
+                active = zip(self._step.params, self._active, strict=True)
+                self._step.count_change([param for param, steps in active if steps])
             self._step.under_way = False
         self._step, self._failure = None, None
         self._all_failed = self._counted = False

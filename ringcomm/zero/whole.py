@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import ArgumentError
+from ringcomm.memory import normal_tensors
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.dtensors import local_of
 from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket
@@ -149,7 +150,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
         }
 
 
-@torch.no_grad()
+@normal_tensors()
 def _take_changes(engine: ShardEngine, rank: int, part: frozenset[int] | None) -> None:
     """Gives all ranks one rank's parameters, and their masters with them; collective.
 
@@ -166,6 +167,7 @@ def _take_changes(engine: ShardEngine, rank: int, part: frozenset[int] | None) -
     check_agreement(comm, "gathered", {"options": told})
     # Chunks are about to change, so all ranks must have finished reading them.
     comm.barrier()
+    engine.count_change([named[name] for name in names])
     with engine.together("gathered"):
         _broadcast(engine, named, rank, part)
         engine.placement.refresh_masters(part)

@@ -18,6 +18,7 @@ from torch import nn
 
 from ringcomm.errors import CheckpointError, UnsupportedError
 from ringcomm.json_reader import digest_of
+from ringcomm.memory import normal_tensors
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.dtensors import Sharding, local_of
@@ -76,7 +77,7 @@ def pretrained(
     return Pretrained(source, _Choice(strict, only, rename), init)
 
 
-@torch.no_grad()
+@normal_tensors()
 def load_pretrained(
     module: nn.Module,
     source: str | os.PathLike[str],
@@ -115,7 +116,7 @@ def load_pretrained(
             engine.check("load_pretrained")
             found.open(engine.parts.module)
             # From here on no rank reads what its peers are about to change.
-            engine.free_for_change("load_pretrained")
+            engine.change("load_pretrained")
         check_agreement(comm, "load_pretrained", {"options": {"weight files": found.digest}})
         comm.barrier()
         _fill(engine, found)

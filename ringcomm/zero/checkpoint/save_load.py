@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import ArgumentError, CheckpointError, where
+from ringcomm.memory import normal_tensors
 from ringcomm.module_names import some
 from ringcomm.optim.agreement import agreed_load, all_or_none
 from ringcomm.optim.loss_scaler import LossScaler
@@ -94,7 +95,7 @@ def save(
         UnsupportedError: a module's extra state is neither plain data nor tensors, on any rank.
     """
     engine = engine_of(module, "save")
-    with torch.no_grad():
+    with normal_tensors():
         engine.check_all("save")
         sharded = module_state.step_of(engine, optimizer, "save")
         if sharded is not None:
@@ -217,7 +218,7 @@ def load(
             )
         names = ModuleNames.of(engine.parts.module)
         choice = PartialLoad(names, Chosen(names.first, only, "load"), strict)
-    with torch.no_grad():
+    with normal_tensors():
         engine.check_all("load")
         sharded = module_state.step_of(engine, optimizer, "load")
         with agreed_load(engine.ranks, operation) as agreement:
@@ -227,7 +228,7 @@ def load(
             loading.check(choice)
             agreement.append([found, loading.reader.manifest.to_text()])
         # Nobody reads this rank's chunks while they change.
-        engine.free_for_change("load")
+        engine.change("load")
         comm.barrier()
         with engine.together("load"):
             loading.take()

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import CheckpointError, where
+from ringcomm.memory import normal_tensors
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.checkpoint import commit
@@ -50,7 +51,7 @@ from ringcomm.zero.units import aliases as aliases_of
 Tensor = torch.Tensor
 
 
-@torch.no_grad()
+@normal_tensors()
 def save_pretrained(
     module: nn.Module,
     path: str | os.PathLike[str],

@@ -11,6 +11,7 @@ from torch import nn
 
 from ringcomm.errors import CheckpointError
 from ringcomm.json_reader import decode, encode
+from ringcomm.memory import normal_tensors
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.checkpoint import module_state
@@ -57,7 +58,7 @@ class TrainState:
 
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer | None = None) -> None:
         self._engine = engine_of(module, "TrainState")
-        with torch.no_grad():
+        with normal_tensors():
             self._step = module_state.step_of(self._engine, optimizer, "TrainState")
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,7 +91,7 @@ class TrainState:
             "facts": json.dumps(describe(engine, step)),
         }
 
-    @torch.no_grad()
+    @normal_tensors()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what is no tensor; torch has loaded those in place.
 
@@ -110,6 +111,7 @@ class TrainState:
         if step is not None and given is None:
             raise _failed("was saved without an optimizer; load the module alone")
         extra = self._read_extra(state)
+        engine.count_change()
         with engine.together("TrainState.load_state_dict"):
             if engine.parts.store is not None:
                 _take(module_state.params_to_load(engine), state)

@@ -1,0 +1,285 @@
+"""Graphs that were built before parameters changed: their backward raises, as with torch.optim.
+
+A graph whose parameters still have the values that it has saved runs backward, whatever was
+gathered and freed meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ringcomm
+from ringcomm import CommOptions, Disk, zero
+from ringcomm.optim import (
+    SGD,
+    Adafactor,
+    AdamW,
+    AdamW8bit,
+    AdamWOptions,
+    Lion,
+    LossScaleOptions,
+    LossScaler,
+    Muon,
+    Sharded,
+    muon_groups,
+)
+from tests.memory.disk_folder import skip_unless_disk
+from tests.zero.models import assert_same_bits
+
+Tensor = torch.Tensor
+STAGES = [0, 1, 2, 3]
+OPTIONS = CommOptions(timeout=60.0, segment_bytes=4096, channels=2, copy_bytes=1 << 16)
+torch.manual_seed(0)
+BASE = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def loss_of(module: Any, turn: int = 0) -> Tensor:
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(turn))
+    param = next(module.parameters())
+    return module(x.to(param.device, param.dtype)).square().mean()
+
+
+def assert_stale(graph: Tensor) -> None:
+    with (
+        torch.autograd.set_multithreading_enabled(False),
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+    ):
+        graph.backward()
+
+
+def step(module: Any, optimizer: Any, turn: int = 1) -> None:
+    with torch.autograd.set_multithreading_enabled(False):
+        loss_of(module, turn).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# ---- steps --------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "AdamW": lambda module, **more: AdamW(module.parameters(), lr=0.1, **more),
+    "SGD": lambda module, **more: SGD(module.parameters(), lr=0.1, **more),
+    "Lion": lambda module, **more: Lion(module.parameters(), lr=0.1, **more),
+    "AdamW8bit": lambda module, **more: AdamW8bit(module.parameters(), lr=0.1, **more),
+    "Adafactor": lambda module, **more: Adafactor(module.parameters(), lr=0.1, **more),
+    "Muon": lambda module, **more: Muon(muon_groups(module), lr=0.1, **more),
+    "Adagrad": lambda module, **more: Sharded(
+        torch.optim.Adagrad, module.parameters(), lr=0.1, **more
+    ),
+}
+
+
+def one_step(comm: Any, stage: int | None, made: str, clips: bool = False, **options: Any) -> None:
+    module = deepcopy(BASE).to(comm.device)
+    more = {}
+    if stage is None:
+        more = {"comm": comm, "options": AdamWOptions(**options)}
+    else:
+        zero.shard(module, stage, comm=comm, options=zero.ZeroOptions(**options))
+    optimizer = OPTIMIZERS[made](module, **more)
+    for turn in range(2):
+        kept, graph = loss_of(module), loss_of(module)
+        with torch.autograd.set_multithreading_enabled(False):
+            loss_of(module, 1).backward()
+            kept.backward(retain_graph=True)
+        if clips:
+            optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_stale(graph)
+        assert_stale(kept)
+        optimizer.zero_grad()
+        step(module, optimizer, turn)
+
+
+@pytest.mark.parametrize("stage", [None, *STAGES])
+def test_a_step_makes_graphs_stale(worlds, stage):
+    for made in OPTIMIZERS:
+        for clips in (False, True):
+            worlds(2).run(one_step, stage, made, clips)
+
+
+@pytest.mark.parametrize("stage", [None, *STAGES])
+def test_a_step_of_a_device_makes_graphs_stale(devices, stage):
+    with devices.new_world(2, options=OPTIONS) as world:
+        devices.run(world, partial(one_step, algorithm="direct"), stage, "AdamW", True)
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        *((stage, {"state": "node"}) for stage in (1, 2, 3)),
+        *((stage, {}) for stage in (0, 3)),
+        (3, {"params": "world"}),
+        (1, {"wire": zero.Wire(parameters="int8")}),
+        (3, {"wire": zero.Wire(parameters="int8")}),
+    ],
+    ids=str,
+)
+def test_a_step_over_nodes_makes_graphs_stale(stage, options):
+    with ringcomm.local_world(4, nodes=[2, 2], timeout=60) as world:
+        world.run(partial(one_step, **options), stage, "AdamW")
+
+
+def test_a_step_with_parameters_on_a_disk_makes_graphs_stale(worlds, tmp_path):
+    disk = Disk(skip_unless_disk(tmp_path), buffer_bytes=24 << 10, resident_bytes=12 << 10)
+    worlds(2).run(partial(one_step, tier=disk), 3, "AdamW")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_update_in_backward_makes_graphs_stale(worlds, stage):
+    def work(comm):
+        module = zero.shard(deepcopy(BASE), stage, comm=comm)
+        optimizer = AdamW(module.parameters(), options=AdamWOptions(update="in_backward"))
+        for turn in range(2):
+            graph = loss_of(module)
+            step(module, optimizer, turn)
+            assert_stale(graph)
+            step(module, optimizer, turn)
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_that_take_no_step_keep_their_graphs(worlds, stage):
+    """A skipped step, and one without gradients of some parameters, as torch's steps are."""
+
+    def work(comm):
+        module = zero.shard(deepcopy(BASE), stage, comm=comm)
+        scaler = LossScaler(LossScaleOptions(init_scale=2.0))
+        optimizer = AdamW(module.parameters(), lr=0.1, loss_scaler=scaler)
+        graph = loss_of(module)
+        (loss_of(module, 1) * float("inf")).backward()
+        optimizer.step()
+        assert optimizer.skipped_steps == 1
+        optimizer.zero_grad()
+        graph.backward()
+        optimizer.zero_grad()
+        with zero.gathered(module):
+            before = module[4].weight._version
+        scaler.scale(module[:3](torch.ones(2, 8)).sum()).backward()
+        optimizer.step()
+        with zero.gathered(module):
+            assert module[4].weight._version == before
+
+    worlds(2).run(work)
+
+
+# ---- other changes ------------------------------------------------------------------------------
+
+
+def load(comm: Any, module: Any, optimizer: Any, folder: Path) -> None:
+    zero.load(folder / "checkpoint", module, optimizer)
+
+
+def load_module(comm: Any, module: Any, optimizer: Any, folder: Path) -> None:
+    zero.load(folder / "checkpoint", module, strict=False)
+
+
+def load_pretrained(comm: Any, module: Any, optimizer: Any, folder: Path) -> None:
+    zero.load_pretrained(module, folder / "weights")
+
+
+def write_gathered(comm: Any, module: Any, optimizer: Any, folder: Path) -> None:
+    with zero.gathered(module, write_from=1):
+        if comm.rank == 1:
+            for param in module.parameters():
+                param.data.mul_(2.0)
+
+
+def write_shards(comm: Any, module: Any, optimizer: Any, folder: Path) -> None:
+    with zero.writing_shards(module) as shards:
+        for shard in shards.values():
+            shard.values.mul_(2.0)
+
+
+def set_masters(comm: Any, module: Any, optimizer: Any, folder: Path) -> None:
+    for param in module.parameters():
+        zero.set_master(param, zero.get_master(param) * 2)
+
+
+def exchange(comm: Any, module: Any, optimizer: Any, folder: Path) -> None:
+    others = {name: s.values * 2 for name, s in zero.local_shards(module).items()}
+    before = loss_of(module)
+    with zero.exchanged(module, others):
+        assert_stale(before)
+        inside = loss_of(module)
+    assert_stale(inside)
+
+
+def train_state(comm: Any, module: Any, optimizer: Any, folder: Path) -> None:
+    state = zero.TrainState(module, optimizer)
+    state.load_state_dict(state.state_dict())
+
+
+CHANGES: dict[str, Callable[..., None]] = {
+    "load": load,
+    "load a module": load_module,
+    "load_pretrained": load_pretrained,
+    "gathered": write_gathered,
+    "writing_shards": write_shards,
+    "set_master": set_masters,
+    "exchanged": exchange,
+    "TrainState": train_state,
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", CHANGES)
+def test_other_changes_make_graphs_stale(worlds, tmp_path, stage, name):
+    def work(comm, with_graph):
+        module = zero.shard(deepcopy(BASE), stage, comm=comm)
+        optimizer = AdamW(module.parameters(), lr=0.1)
+        step(module, optimizer)
+        folder = tmp_path / str(with_graph)
+        zero.save(folder / "checkpoint", 1, module, optimizer)
+        zero.save_pretrained(module, folder / "weights")
+        graph = loss_of(module) if with_graph else None
+        CHANGES[name](comm, module, optimizer, folder)
+        if graph is not None:
+            assert_stale(graph)
+            optimizer.zero_grad()
+        step(module, optimizer)
+        return zero.full_state_dict(module)
+
+    assert_same_bits(worlds(2).run(work, True)[0], worlds(2).run(work, False)[0])
+
+
+@pytest.mark.parametrize("master", ["fp32", "remainder"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizers_load_makes_graphs_stale_where_masters_decide(worlds, stage, master):
+    precision = zero.Precision(param=torch.bfloat16, master=master)
+
+    def work(comm):
+        options = zero.ZeroOptions(precision=precision)
+        module = zero.shard(deepcopy(BASE), stage, comm=comm, options=options)
+        optimizer = AdamW(module.parameters(), lr=0.1)
+        step(module, optimizer)
+        state = optimizer.full_state_dict()
+        graph = loss_of(module)
+        optimizer.load_torch_state_dict(state)
+        if master == "remainder":
+            assert_stale(graph)
+        else:
+            graph.backward()
+
+    worlds(2).run(work)
+
+
+def test_what_prepare_broadcasts_makes_graphs_stale(worlds):
+    def work(comm):
+        module = deepcopy(BASE)
+        optimizer = AdamW(module.parameters(), comm=comm)
+        graph = loss_of(module)
+        optimizer.prepare()
+        assert_stale(graph)
+
+    worlds(2).run(work)
