@@ -65,11 +65,15 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
     """
     # Without O_NONBLOCK a pipe that nobody writes to would not even open.
     with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError("no regular file (a pipe must be written to a file first)")
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
+        # read() makes room for all that it is asked for, so it is not asked for more than there is.
+        content = b"" if status.st_size > most_bytes else file.read(status.st_size + 1)
+    if status.st_size > most_bytes:
         raise ValueError(f"more than {most_bytes} bytes")
+    if len(content) > status.st_size:
+        raise ValueError("more bytes than its size says; it is being written, or no file on a disk")
     return content
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ringcomm.errors import ArgumentError, CheckpointError
+from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
+from ringcomm.json_reader import shown
 from ringcomm.zero.checkpoint import Checkpoints, commit
 from ringcomm.zero.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -34,10 +35,13 @@ from ringcomm.zero.checkpoint.tensor_file import (
 from ringcomm.zero.migrating.dcp_checkpoint import METADATA, read_dcp
 from ringcomm.zero.migrating.deepspeed_checkpoint import find_folder, read_deepspeed
 from ringcomm.zero.migrating.foreign import ForeignState, ForeignTensor
+from ringcomm.zero.migrating.torch_file import DAMAGE, told
 
 Tensor = torch.Tensor
 
 OPERATION = "convert"
+# Weights of a byte become at most themselves and three FP32 moments.
+_MOST_GROWTH = 16
 
 
 def convert(
@@ -91,15 +95,27 @@ def read(source: Path, weights_only: bool) -> ForeignState:
 
     Raises: as of :func:`convert`.
     """
-    if (source / METADATA).is_file():
-        return read_dcp(source, weights_only)
-    folder = find_folder(source) if source.is_dir() else None
-    if folder is None:
+    folder, state = None, None
+    try:
+        if (source / METADATA).is_file():
+            state = read_dcp(source, weights_only)
+        else:
+            folder = find_folder(source) if source.is_dir() else None
+            if folder is not None:
+                state = read_deepspeed(folder, weights_only)
+        if state is not None:
+            state.check()
+    except (CheckpointError, UnsupportedError):
+        raise
+    except DAMAGE as error:
+        kind = "torch.distributed.checkpoint" if folder is None else "DeepSpeed"
+        raise CheckpointError(f"{source}: is no checkpoint of {kind}: {told(error)}") from error
+    if state is None:
         raise CheckpointError(
             f"{OPERATION}: {source}: expected a folder of DeepSpeed, with files "
             "*_optim_states.pt or a file latest, or of torch.distributed.checkpoint, with .metadata"
         )
-    return read_deepspeed(folder, weights_only)
+    return state
 
 
 def _write(folder: Path, state: ForeignState) -> None:
@@ -107,7 +123,7 @@ def _write(folder: Path, state: ForeignState) -> None:
     saved, entries = {}, []
     for name, (tensor, kind) in tensors.items():
         pieces = []
-        for offsets, piece in tensor.pieces.items():
+        for offsets, piece in tensor.pieces:
             key = piece_key(name, offsets)
             sizes = tuple(piece.shape)
             if not prod(sizes):
@@ -118,9 +134,15 @@ def _write(folder: Path, state: ForeignState) -> None:
         try:
             check_fill(tensor.size, pieces)
         except ValueError as error:
-            raise CheckpointError(f"{OPERATION}: tensor {name!r}: {error}") from error
+            raise CheckpointError(f"{OPERATION}: tensor {shown(name)}: {error}") from error
         named = dtype_name(kind, name)
         saved[name] = SavedTensor(named, tensor.size, tensor.shape, tuple(pieces))
+    size_bytes = sum(entry.size_bytes for entry in entries)
+    if size_bytes > _MOST_GROWTH * state.size_bytes:
+        raise CheckpointError(
+            f"{OPERATION}: expected tensors of at most {_MOST_GROWTH} times the "
+            f"{state.size_bytes} bytes of their files, got {size_bytes} bytes: many share memory"
+        )
     files = {file_name(0): write_tensor_file(folder / file_name(0), entries)}
     records = (RankRecord({"generators": None, "extra": {}}, {}),)
     data = {"ringcomm": _facts(state), "tied": state.tied, "user": state.data}

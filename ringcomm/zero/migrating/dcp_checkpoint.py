@@ -8,14 +8,15 @@ the paths that the planner has kept: the optimizer's lead through "state" and "p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ringcomm.errors import CheckpointError
+from ringcomm.json_reader import number_below, read_bounded, shown, text_of
 from ringcomm.zero.migrating.foreign import (
     MOMENTS,
     ForeignState,
@@ -24,7 +25,13 @@ from ringcomm.zero.migrating.foreign import (
     plain,
     refuse_moments,
 )
-from ringcomm.zero.migrating.torch_file import TorchFile, plain_pickle
+from ringcomm.zero.migrating.torch_file import (
+    LARGEST_PICKLE_BYTES,
+    MappedFile,
+    TorchFile,
+    plain_pickle,
+    sizes_of,
+)
 
 Tensor = torch.Tensor
 # The keys that lead to a value in nested dicts and lists.
@@ -44,25 +51,17 @@ def read_dcp(folder: Path, weights_only: bool) -> ForeignState:
     Raises:
         CheckpointError: files are missing or damaged.
         UnsupportedError: the optimizer is another one than Adam or AdamW.
+        Exception: one of ``DAMAGE``: they are not what torch writes.
     """
-    try:
-        return _Checkpoint(folder).state(weights_only)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise CheckpointError(
-            f"{folder}: is no checkpoint of torch.distributed.checkpoint: {error!r}"
-        ) from error
+    return _Checkpoint(folder).state(weights_only)
 
 
-@dataclass(frozen=True)
-class _Chunk:
+class _Chunk(NamedTuple):
     """Where a chunk is: bytes of a file, as a file of ``torch.save()``."""
 
-    path: Path
+    file: str
     begin: int
     size_bytes: int
-
-    def read(self) -> Any:
-        return TorchFile(self.path, self.begin, self.size_bytes).read()
 
 
 class _Checkpoint:
@@ -71,74 +70,78 @@ class _Checkpoint:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
-            pickled = (folder / METADATA).read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{folder}: cannot be read: {error}") from error
+            pickled = read_bounded(folder / METADATA, LARGEST_PICKLE_BYTES)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder / METADATA}: cannot be read: {error}") from error
         metadata = plain_pickle(pickled, str(folder / METADATA))
         self._described: dict[str, Any] = metadata.get("state_dict_metadata")
         paths: Mapping[str, Any] = metadata.get("planner_data") or {}
         self._paths = {name: _split(paths.get(name, (name,))) for name in self._described}
-        self._chunks: dict[str, dict[tuple[int, ...], _Chunk]] = {}
+        # Lists, not dicts by offsets: the hashes of integers can be made to collide.
+        self._chunks: dict[str, list[tuple[tuple[int, ...], _Chunk]]] = {}
         for index, info in metadata.get("storage_data").items():
-            offset = index.get("offset") or ()
-            self._chunks.setdefault(index.get("fqn"), {})[tuple(offset)] = self._chunk(info)
+            offset = sizes_of(index.get("offset") or ())
+            self._chunks.setdefault(index.get("fqn"), []).append((offset, _chunk(info)))
+        chunks = sorted(chunk for some in self._chunks.values() for _, chunk in some)
+        for one, other in pairwise(chunks):
+            if one.file == other.file and one.begin + one.size_bytes > other.begin:
+                raise ValueError(f"two chunks share bytes of {one.file}")
+        self._files = {each.file: MappedFile(folder / each.file) for each in chunks}
 
-    def _chunk(self, info: Any) -> _Chunk:
-        name = info.get("relative_path")
-        if Path(name).name != name:
-            raise ValueError(f"a file is called {name!r}")
-        if info.get("transform_descriptors"):
-            raise ValueError("its files are compressed or otherwise transformed")
-        return _Chunk(self._folder / name, int(info.get("offset")), int(info.get("length")))
+    def _read(self, chunk: _Chunk) -> Any:
+        return TorchFile(self._files[chunk.file], chunk.begin, chunk.size_bytes).read()
 
     def state(self, weights_only: bool) -> ForeignState:
         """Returns what was saved."""
         optimizer = self._prefix_of_optimizer()
         weights, more = self._weights(optimizer)
-        made = ForeignState("DCP", weights, data=more, step=_step_in(more))
+        size_bytes = sum(len(each.bytes) for each in self._files.values())
+        made = ForeignState("DCP", size_bytes, weights, data=more, step=_step_in(more))
         if optimizer is not None and not weights_only:
             self._read_optimizer(made, optimizer)
         return made
 
     def _prefix_of_optimizer(self) -> Keys | None:
         """Returns the path to the optimizer's state, or None if there is none."""
-        heads = {
-            path[: path.index(key)]
-            for path in self._paths.values()
-            for key in (_STATE, _GROUPS)
-            if key in path
-        }
-        groups = {path[: path.index(_GROUPS)] for path in self._paths.values() if _GROUPS in path}
-        if len(groups) > 1:
-            raise ValueError(f"it has {len(groups)} optimizers, of which one can be converted")
-        return next(iter(groups & heads), None)
+        heads: dict[str, dict[str, Keys]] = {_STATE: {}, _GROUPS: {}}
+        for path in self._paths.values():
+            for key in heads:
+                if key in path:
+                    head = path[: path.index(key)]
+                    heads[key][str(head)] = head
+        if len(heads[_GROUPS]) > 1:
+            raise ValueError(f"it has {len(heads[_GROUPS])} optimizers; one can be converted")
+        return next((heads[_STATE][each] for each in heads[_GROUPS] if each in heads[_STATE]), None)
 
     def _weights(self, optimizer: Keys | None) -> tuple[dict[str, ForeignTensor], dict[str, Any]]:
         """Returns the model's tensors, and further plain data by name."""
-        found: dict[Keys, ForeignTensor] = {}
+        found: list[tuple[Keys, ForeignTensor]] = []
         more: dict[str, Any] = {}
         for name, path in self._paths.items():
             if optimizer is not None and path[: len(optimizer)] == optimizer and _is_state(path):
                 continue
             value = self._value(name)
             if isinstance(value, ForeignTensor):
-                found[path] = value
+                found.append((path, value))
             else:
                 more[name] = plain(value)
         if not found:
             raise ValueError("it has no tensors of a model")
-        depth = _common(list(found))
-        return {".".join(map(str, path[depth:])): each for path, each in found.items()}, more
+        depth = _common([path for path, _ in found])
+        named = {".".join(map(str, path[depth:])): each for path, each in found}
+        if len(named) < len(found):
+            raise ValueError("two tensors have one name")
+        return named, more
 
     def _value(self, name: str) -> Any:
         """Returns a tensor in its chunks, or what else was saved."""
         described, chunks = self._described[name], self._chunks[name]
         if described.name.rpartition(".")[2] == "BytesStorageMetadata":
-            (chunk,) = chunks.values()
-            return chunk.read()
-        size = tuple(described.get("size"))
-        pieces = {offset or (0,) * len(size): chunk.read() for offset, chunk in chunks.items()}
-        dtypes = {piece.dtype for piece in pieces.values()}
+            ((_, chunk),) = chunks
+            return self._read(chunk)
+        size = sizes_of(described.get("size"))
+        pieces = [(at or (0,) * len(size), self._read(chunk)) for at, chunk in chunks]
+        dtypes = {piece.dtype for _, piece in pieces}
         if len(dtypes) != 1:
             raise ValueError(f"{name} has chunks of {len(dtypes)} dtypes")
         return ForeignTensor(dtypes.pop(), size, size, pieces)
@@ -146,7 +149,7 @@ class _Checkpoint:
     # ---- the optimizer --------------------------------------------------------------------------
 
     def _read_optimizer(self, made: ForeignState, prefix: Keys) -> None:
-        names = sorted(made.weights, key=len, reverse=True)
+        names = made.weights
         groups: dict[Any, dict[str, Any]] = {}
         for name, path in self._paths.items():
             inner = path[len(prefix) :]
@@ -169,7 +172,7 @@ class _Checkpoint:
 
     def _take_state(self, made: ForeignState, param: str, kind: str, value: Any) -> None:
         if kind == "step":
-            step = next(iter(value.pieces.values())) if isinstance(value, ForeignTensor) else value
+            step = value.pieces[0][1] if isinstance(value, ForeignTensor) else value
             made.steps[param] = float(step)
         elif isinstance(value, ForeignTensor):
             made.moments.setdefault(kind, {})[param] = value
@@ -178,13 +181,28 @@ class _Checkpoint:
 def _put_groups(made: ForeignState, groups: Mapping[Any, Mapping[str, Any]]) -> None:
     """Puts param groups together: those of one parameter each where hyper-parameters are equal."""
     numbered = all(isinstance(key, int) for key in groups)
+    alike: dict[str, list[str]] = {}
     for key in sorted(groups) if numbered else groups:
         hyper, params = hyper_of(groups[key]), [str(each) for each in groups[key]["params"]]
-        if not numbered and hyper in made.groups:
-            made.group_params[made.groups.index(hyper)] += params
+        told = text_of(hyper)
+        if not numbered and told in alike:
+            alike[told] += params
         else:
+            alike[told] = params
             made.groups.append(hyper)
             made.group_params.append(params)
+
+
+def _chunk(info: Any) -> _Chunk:
+    name, (begin, size_bytes) = (
+        info.get("relative_path"),
+        sizes_of((info.get("offset"), info.get("length"))),
+    )
+    if type(name) is not str or len(name) > 255 or Path(name).name != name:
+        raise ValueError(f"a file is called {shown(name)}")
+    if info.get("transform_descriptors"):
+        raise ValueError("its files are compressed or otherwise transformed")
+    return _Chunk(name, begin, size_bytes)
 
 
 def _split(path: Any) -> Keys:
@@ -193,6 +211,8 @@ def _split(path: Any) -> Keys:
     for key in path if isinstance(path, (tuple, list)) else (path,):
         head, dot, rest = key.partition(".") if isinstance(key, str) else (key, "", "")
         found += [head, rest] if dot and head in (_STATE, _GROUPS) else [key]
+    if not all(type(key) is str or number_below(key, 1 << 16) for key in found):
+        raise ValueError(f"expected a path of keys, got {shown(found)}")
     return tuple(found)
 
 
@@ -200,21 +220,18 @@ def _is_state(path: Keys) -> bool:
     return _STATE in path or _GROUPS in path
 
 
-def _param_and_rest(inner: Keys, names: list[str]) -> tuple[str, str]:
-    """Returns which parameter a path below "state" or "param_groups" leads to, and the rest."""
-    text = ".".join(map(str, inner))
-    for name in names:
-        if text.startswith(f"{name}."):
-            return name, text[len(name) + 1 :]
-    raise ValueError(f"{text!r} begins with no parameter's name")
+def _param_and_rest(inner: Keys, names: Collection[str]) -> tuple[str, str]:
+    """Returns which parameter a path below "state" or "param_groups" leads to, and the last key."""
+    name, _, key = ".".join(map(str, inner)).rpartition(".")
+    if name not in names:
+        raise ValueError(f"{shown(name)} is no parameter's name")
+    return name, key
 
 
 def _common(paths: list[Keys]) -> int:
     """Returns how many keys all paths begin with, less the last key of each."""
     depth = 0
-    while (
-        all(len(path) > depth + 1 for path in paths) and len({path[depth] for path in paths}) == 1
-    ):
+    while all(len(path) > depth + 1 and path[depth] == paths[0][depth] for path in paths):
         depth += 1
     return depth
 

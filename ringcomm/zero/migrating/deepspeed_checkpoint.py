@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from ringcomm.errors import CheckpointError, UnsupportedError
+from ringcomm.json_reader import read_bounded
 from ringcomm.zero.migrating.foreign import (
     MOMENTS,
     ForeignState,
@@ -29,7 +31,7 @@ from ringcomm.zero.migrating.foreign import (
     plain,
     refuse_moments,
 )
-from ringcomm.zero.migrating.torch_file import Inert, TorchFile
+from ringcomm.zero.migrating.torch_file import Inert, MappedFile, TorchFile, sizes_of
 
 Tensor = torch.Tensor
 Runs = dict[str, list[Tensor]]  # of each parameter, one after the other
@@ -47,9 +49,12 @@ def find_folder(folder: Path) -> Path | None:
     """Returns the folder of a DeepSpeed checkpoint at ``folder`` or named by its "latest"."""
     latest = folder / "latest"
     if latest.is_file():
-        name = latest.read_text(errors="replace").strip()
-        if name and Path(name).name == name and (folder / name).is_dir():
-            return find_folder(folder / name)
+        try:
+            name = read_bounded(latest, 4096).decode("utf-8", "replace").strip()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{latest}: cannot be read: {error}") from error
+        if name != ".." and Path(name).name == name and (folder / name).is_dir():
+            folder = folder / name
     return folder if any(folder.glob("*_optim_states.pt")) else None
 
 
@@ -63,11 +68,9 @@ def read_deepspeed(folder: Path, weights_only: bool) -> ForeignState:
     Raises:
         CheckpointError: files are missing or damaged.
         UnsupportedError: it is of model-parallel ranks, or of another optimizer than Adam or AdamW.
+        Exception: one of ``DAMAGE``: they are not what DeepSpeed writes.
     """
-    try:
-        return _Checkpoint(folder).state(weights_only)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise CheckpointError(f"{folder}: is no checkpoint of DeepSpeed: {error!r}") from error
+    return _Checkpoint(folder).state(weights_only)
 
 
 class _Checkpoint:
@@ -80,7 +83,8 @@ class _Checkpoint:
                 f"{folder}: has experts of DeepSpeed-MoE, which are not converted"
             )
         states = self._by_rank("optim")
-        self._optimizers = [TorchFile(path).read()["optimizer_state_dict"] for path in states]
+        self._size_bytes = 0
+        self._optimizers = [self._read(path)["optimizer_state_dict"] for path in states]
         first = self._optimizers[0]
         stage = first["zero_stage"]
         # An enum, which is called with its value.
@@ -92,9 +96,17 @@ class _Checkpoint:
         models = (
             self._by_rank("model") if self._stage == 3 else [folder / "mp_rank_00_model_states.pt"]
         )
-        self._models = [TorchFile(path).read() for path in models]
+        self._models = [self._read(path) for path in models]
         self._model = self._models[0]
-        self._shapes: list[dict[str, tuple[int, ...]]] = self._model["param_shapes"]
+        self._shapes = [
+            {name: sizes_of(shape) for name, shape in each.items()}
+            for each in self._model["param_shapes"]
+        ]
+
+    def _read(self, path: Path) -> Any:
+        file = MappedFile(path)
+        self._size_bytes += len(file.bytes)
+        return TorchFile(file).read()
 
     def _fail(self, text: str) -> NoReturn:
         raise CheckpointError(f"{self._folder}: {text}")
@@ -122,6 +134,7 @@ class _Checkpoint:
         tied = {str(alias): str(name) for alias, name in self._model["shared_params"].items()}
         made = ForeignState(
             "DeepSpeed",
+            self._size_bytes,
             self._weights(masters, tied),
             masters,
             tied=tied,
@@ -134,9 +147,11 @@ class _Checkpoint:
                 made.moments[kind] = self._tensors(self._flat_moments(base, kind))
             made.steps = dict.fromkeys(trained, _steps_of(base[0]))
             made.groups = [hyper_of(group) for group in base[0]["param_groups"]]
+            numbers = [group["params"] for group in base[0]["param_groups"]]
+            if sorted(chain.from_iterable(numbers)) != list(range(len(self._shapes))):
+                raise ValueError("its param groups have other parameters than its shapes")
             made.group_params = [
-                [name for number in group["params"] for name in self._shapes[number]]
-                for group in base[0]["param_groups"]
+                [name for number in each for name in self._shapes[number]] for each in numbers
             ]
         return made
 
@@ -152,7 +167,8 @@ class _Checkpoint:
         if self._stage < 3:
             return {n: ForeignTensor.whole(each) for n, each in module.items() if n not in tied}
         found = {name: ForeignTensor.whole(module[name]) for name in buffers}
-        for name, shape in (self._model["frozen_param_shapes"] or {}).items():
+        for name, told in (self._model["frozen_param_shapes"] or {}).items():
+            shape = sizes_of(told)
             parts = [each["frozen_param_fragments"][name].view(-1) for each in self._models]
             found[name] = ForeignTensor.of_runs(_cut(parts, prod(shape)), shape, name)
         return {**found, **masters}
@@ -200,6 +216,8 @@ class _Checkpoint:
             ):
                 for name, place in places.items():
                     numel, start = _fragment(place)
+                    if not 0 <= start <= start + numel <= partition.numel():
+                        raise ValueError(f"a part of {name} lies outside of its partition")
                     found.setdefault(name, []).append(partition[start : start + numel])
         return found
 
@@ -228,7 +246,7 @@ def _cut(parts: Sequence[Tensor], elems: int) -> list[Tensor]:
 def _fragment(place: Any) -> tuple[int, int]:
     """Returns number and first of the elements that a ``fragment_address`` tells."""
     numel, start = place.args if place.args else (place.get("numel"), place.get("start"))
-    return int(numel), int(start)
+    return sizes_of((numel, start))  # type: ignore[return-value]
 
 
 def _steps_of(base: Mapping[str, Any]) -> float:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from ringcomm.errors import UnsupportedError
+from ringcomm.json_reader import number_below, shown
+from ringcomm.zero.checkpoint.contents import check_name
 
 Tensor = torch.Tensor
 
@@ -27,19 +29,19 @@ class ForeignTensor:
         shape: of the tensor.
         size: of which the pieces are boxes: the shape, or [elements] where they are runs of the
             flattened tensor.
-        pieces: by offsets, each of the size of its box.
+        pieces: the offsets of each, and its elements, of the size of its box.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     size: tuple[int, ...]
-    pieces: Mapping[tuple[int, ...], Tensor]
+    pieces: Sequence[tuple[tuple[int, ...], Tensor]]
 
     @classmethod
     def whole(cls, tensor: Tensor) -> ForeignTensor:
         """Returns a tensor in one piece."""
         shape = tuple(tensor.shape)
-        return cls(tensor.dtype, shape, shape, {(0,) * len(shape): tensor})
+        return cls(tensor.dtype, shape, shape, [((0,) * len(shape), tensor)])
 
     @classmethod
     def zeros(cls, shape: Sequence[int]) -> ForeignTensor:
@@ -56,11 +58,11 @@ class ForeignTensor:
         elems = sum(run.numel() for run in runs)
         if elems != prod(shape):
             raise ValueError(f"{called} has {elems} elements of {prod(shape)}")
-        pieces: dict[tuple[int, ...], Tensor] = {}
+        pieces: list[tuple[tuple[int, ...], Tensor]] = []
         begin = 0
         for run in runs:
             if run.numel():
-                pieces[(begin,)] = run
+                pieces.append(((begin,), run))
             begin += run.numel()
         dtype = runs[0].dtype if runs else torch.float32
         return cls(dtype, tuple(shape), (elems,), pieces)
@@ -72,6 +74,7 @@ class ForeignState:
 
     Attributes:
         kind: of checkpoint, "DeepSpeed" or "DCP".
+        size_bytes: of the files with its tensors.
         weights: parameters and persistent buffers, by name.
         masters: FP32 masters of parameters, by name, where there are any.
         moments: by kind, then by parameter.
@@ -84,6 +87,7 @@ class ForeignState:
     """
 
     kind: str
+    size_bytes: int
     weights: dict[str, ForeignTensor]
     masters: dict[str, ForeignTensor] = field(default_factory=dict)
     moments: dict[str, dict[str, ForeignTensor]] = field(default_factory=dict)
@@ -93,6 +97,29 @@ class ForeignState:
     tied: dict[str, str] = field(default_factory=dict)
     step: int | None = None
     data: Any = None
+
+    def check(self) -> None:
+        """Checks what the readers have not: that the parts name and fit each other.
+
+        Raises:
+            ValueError, LookupError, TypeError, AttributeError: they do not.
+        """
+        moments = (each for kind in self.moments.values() for each in kind.items())
+        for name, tensor in (*self.weights.items(), *self.masters.items(), *moments):
+            check_name(name)
+            for _, piece in tensor.pieces:
+                if not isinstance(piece, Tensor) or piece.dtype != tensor.dtype:
+                    raise ValueError(f"{name} has pieces of several dtypes, or that are no tensors")
+            if name in self.weights and tensor.shape != self.weights[name].shape:
+                raise ValueError(f"{name} has another shape than its state")
+        names = [name for group in self.group_params for name in group]
+        if len(set(names)) != len(names):
+            raise ValueError("a parameter is in two groups")
+        for name in names:
+            if not (name in self.weights and 0 <= self.steps.get(name, 0.0) < 2**53):
+                raise ValueError(f"{name} is no parameter, or has an odd number of steps")
+        if self.step is not None and not number_below(self.step, 2**53):
+            raise ValueError(f"it has step {shown(self.step)}")
 
 
 def hyper_of(group: Mapping[str, Any]) -> dict[str, Any]:

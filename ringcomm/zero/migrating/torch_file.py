@@ -7,38 +7,59 @@ called: tensors become views of the file, ``OrderedDict`` a dict, ``torch.Size``
 anything else an :class:`Inert` with the name and the arguments, whose class need not be installed.
 The format is that of Python's ``pickletools``; torch's files are zip archives of one pickle and the
 bytes of its storages, not compressed.
+
+NOTE [The cost of a pickle]
+Reading n bytes costs O(n) time and memory. One instruction makes one object of bounded size. What
+an instruction can copy or make again from the memo (tensors, items of an ``OrderedDict``, encoded
+text) is charged to a budget of 4 n. The memo is a list, and dict keys are text, small integers or
+objects, since the hashes of other keys can be made to collide or take long. The result is checked
+as a tree: no deeper than ``DEEPEST``, without cycles, and of O(n) values where the memo repeats
+some. Members of an archive may not share bytes, and a tensor has no more elements than its storage.
 """
 
 from __future__ import annotations
 
 import io
 import mmap
+import os
 import pickletools
+import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import torch
 
 from ringcomm.errors import CheckpointError
+from ringcomm.json_reader import number_below, shown
+from ringcomm.zero.checkpoint.tensor_file import DTYPES
 
 Tensor = torch.Tensor
 
 # Far more than the structure of any model, and little enough to be read on any machine.
 LARGEST_PICKLE_BYTES = 1 << 28
-# What zipfile raises of a damaged archive.
-_DAMAGED = (
-    *(zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, ValueError, EOFError),
-    *(struct.error, zlib.error),
+DEEPEST = 64
+# The exceptions of code that looks into a damaged checkpoint.
+DAMAGE = (
+    *(LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError),
+    MemoryError,
 )
+# And what zipfile raises beside them.
+_DAMAGED = (*DAMAGE, zipfile.BadZipFile, OSError, EOFError, struct.error)
 _LOCAL_HEADER = struct.Struct("<26x2H")
+_LONGEST_NAME = 256
+_MOST_DIMS = 64
+_MOST_KEY = 1 << 16
+# Units of the budget that a tensor costs, whose objects take about 1 KB.
+_TENSOR_COST = 64
 
 
-@dataclass(eq=False)
 class Inert:
     """A stand-in for an object that a pickle would have made by calling something.
 
@@ -46,17 +67,31 @@ class Inert:
         name: of what it would have called, "module.name"; of a class itself, too.
         args: arguments.
         state: what the object would have been given by ``__setstate__()``.
-        items: its entries, if it is a dict of a kind of its own.
+        items: its entries, if it is a dict of a kind of its own, else None.
     """
 
-    name: str
-    args: tuple[Any, ...] = ()
-    state: Any = None
-    items: dict[Any, Any] = field(default_factory=dict)
+    __slots__ = ("args", "items", "name", "state")
+
+    def __init__(self, name: str, args: tuple[Any, ...] = ()) -> None:
+        if len(name) > _LONGEST_NAME:
+            raise ValueError(f"it names something of {len(name)} characters")
+        self.name = name
+        self.args: tuple[Any, ...] = _exactly(args, tuple)
+        self.state: Any = None
+        self.items: dict[Any, Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"Inert({self.name!r})"
 
     def get(self, name: str, default: Any = None) -> Any:
         """Returns an attribute that its state has."""
         return self.state.get(name, default) if isinstance(self.state, dict) else default
+
+
+def _exactly(value: Any, *kinds: type) -> Any:
+    if type(value) not in kinds:
+        raise TypeError(f"it has a {type(value).__name__} where only a {kinds[0].__name__} can be")
+    return value
 
 
 @dataclass(frozen=True)
@@ -66,6 +101,7 @@ class _Storage:
     elems: int
 
 
+_DTYPES = {str(dtype): dtype for dtype in DTYPES}
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -81,10 +117,6 @@ _STORAGES = {
 }
 
 
-class _Mark:
-    """Where a list of operands begins on the stack."""
-
-
 class _Machine:
     """Follows the instructions of a pickle.
 
@@ -95,60 +127,78 @@ class _Machine:
     def __init__(self, tensor: Callable[[_Storage, int, Any, Any], Tensor] | None) -> None:
         self._tensor = tensor
         self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
+        self._marks: list[int] = []
+        self._memo: list[Any] = []
+        self._most = self._left = 0
 
     def run(self, pickled: bytes) -> Any:
         """Returns what the pickle describes.
 
         Raises:
-            ValueError, TypeError, LookupError, AttributeError: it is damaged, or has an unknown
-                instruction.
+            DAMAGE: it is damaged, has an unknown instruction, or costs more than its size allows.
         """
+        self._most, self._left = len(pickled), 4 * len(pickled)
         for opcode, argument, _ in pickletools.genops(pickled):
             if opcode.name == "STOP":
                 (result,) = self._stack
+                _check_tree(result, 1000 + 4 * len(pickled))
                 return result
-            self._take(opcode.name, argument)
+            action = _ACTIONS.get(opcode.name)
+            if action is None:
+                raise ValueError(f"it has {opcode.name}, an instruction that plain data have not")
+            action(self, argument)
         raise ValueError("it has no end")
 
-    def _take(self, name: str, argument: Any) -> None:
-        if name in _CONSTANTS:
-            self.push(argument)
-        elif name in _MADE:
-            self.push(_MADE[name]())
-        elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
-            self._memo[int(argument)] = self._stack[-1]
-        elif name == "MEMOIZE":
-            self._memo[len(self._memo)] = self._stack[-1]
-        elif name in ("GET", "BINGET", "LONG_BINGET"):
-            self.push(self._memo[int(argument)])
-        elif name == "GLOBAL":
-            self.push(Inert(argument.replace(" ", ".")))
-        elif name in _ACTIONS:
-            _ACTIONS[name](self)
-        elif name not in ("PROTO", "FRAME"):
-            raise ValueError(f"it has the instruction {name}, which plain data have not")
+    def charge(self, units: int) -> None:
+        """Takes from the budget; see NOTE [The cost of a pickle]."""
+        self._left -= units
+        if self._left < 0:
+            raise ValueError("it copies more than its size allows")
 
-    # ---- the stack ------------------------------------------------------------------------------
+    # ---- stack and memo -------------------------------------------------------------------------
 
     def push(self, value: Any) -> None:
         """Puts a value on the stack."""
         self._stack.append(value)
 
+    def mark(self, _: Any = None) -> None:
+        """Remembers where a list of operands begins on the stack."""
+        self._marks.append(len(self._stack))
+
+    def pop(self, _: Any = None) -> None:
+        """Drops the last value, or the last mark if nothing is above it."""
+        if self._marks and self._marks[-1] == len(self._stack):
+            self._marks.pop()
+        else:
+            self.last(1)
+
     def last(self, count: int) -> tuple[Any, ...]:
-        """Takes the last ``count`` values from the stack."""
-        found = tuple(self._stack[-count:])
-        if len(found) < count:
+        """Takes the last ``count`` values from the stack, which are above the last mark."""
+        begin = len(self._stack) - count
+        if begin < (self._marks[-1] if self._marks else 0):
             raise ValueError("its stack is empty")
-        del self._stack[-count:]
+        found = tuple(self._stack[begin:])
+        del self._stack[begin:]
         return found
 
-    def operands(self) -> list[Any]:
+    def recall(self, index: int) -> None:
+        """Puts a value of the memo on the stack."""
+        self._stack.append(self._memo[int(index)])
+
+    def operands(self, _: Any = None) -> list[Any]:
         """Takes everything down to the last mark from the stack."""
-        at = max(place for place, each in enumerate(self._stack) if isinstance(each, _Mark))
-        found = self._stack[at + 1 :]
+        at = self._marks.pop()
+        found = self._stack[at:]
         del self._stack[at:]
         return found
+
+    def remember(self, index: int | None = None) -> None:
+        """Keeps the last value in the memo; None: behind all that are there."""
+        at = len(self._memo) if index is None else int(index)
+        if not 0 <= at < self._most:
+            raise ValueError(f"it has place {shown(at)} of its memo")
+        self._memo += [None] * (at + 1 - len(self._memo))
+        self._memo[at] = self._stack[-1]
 
     # ---- containers, which are the last on the stack --------------------------------------------
 
@@ -162,13 +212,29 @@ class _Machine:
 
     def update(self, pairs: Sequence[Any]) -> None:
         """Sets items of a dict: key, value, key, value."""
-        target = self._stack[-1]
-        items = target.items if isinstance(target, Inert) else target
-        if not isinstance(items, dict) or len(pairs) % 2:
+        holder = target = self._stack[-1]
+        if isinstance(holder, Inert):
+            holder.items = target = {} if holder.items is None else holder.items
+        if not isinstance(target, dict) or len(pairs) % 2:
             raise TypeError("it sets items of what is no dict")
-        items.update(zip(pairs[::2], pairs[1::2], strict=True))
+        target.update(zip(map(self.key, pairs[::2]), pairs[1::2], strict=True))
 
-    def make_dict(self) -> None:
+    def key(self, key: Any) -> Any:
+        """Returns a key, as text if its hash could be made to collide, as no text's can."""
+        kind = type(key)
+        if key is None or kind in (str, bool, Inert) or (kind is int and 0 <= key < _MOST_KEY):
+            return key
+        flat = key if kind is tuple else (key,)
+        if len(flat) > 8 or any(
+            type(each) not in (int, float, bool) and len(_exactly(each, str, bytes)) > _LONGEST_NAME
+            for each in flat
+        ):
+            raise TypeError(f"it has a {kind.__name__} as a key, which plain data have not")
+        text = str(key)
+        self.charge(len(text))
+        return text
+
+    def make_dict(self, _: Any = None) -> None:
         """Puts a dict of the operands on the stack."""
         pairs = self.operands()
         self.push({})
@@ -176,98 +242,141 @@ class _Machine:
 
     # ---- what the unpickler would call ----------------------------------------------------------
 
-    def stack_global(self) -> None:
+    def stack_global(self, _: Any = None) -> None:
         """Names what is to be called."""
-        self.push(Inert(".".join(self.last(2))))
+        module, name = self.last(2)
+        if len(module) + len(name) > _LONGEST_NAME:
+            raise ValueError("it names something of too many characters")
+        self.push(Inert(f"{module}.{name}"))
 
-    def call(self) -> None:
+    def call(self, _: Any = None) -> None:
         """Puts what a call stands for on the stack."""
         called, args = self.last(2)
-        self.push(self._made(called.name, tuple(args)))
+        name, args = called.name, _exactly(args, tuple)
+        if name == "torch._tensor._rebuild_from_type_v2":
+            # A tensor with attributes, or of a class of its own.
+            name, args = args[0].name, _exactly(args[2], tuple)
+        self.push(self._made(name, args))
 
     def new(self, count: int) -> None:
         """Puts an object on the stack, of a class and its arguments among ``count`` values."""
         kind, args = self.last(count)[:2]
-        self.push(Inert(kind.name, tuple(args)))
+        self.push(Inert(kind.name, args))
 
-    def build(self) -> None:
+    def build(self, _: Any = None) -> None:
         """Gives an object its state; a dict of a kind of its own needs none."""
         (state,) = self.last(1)
         if isinstance(self._stack[-1], Inert):
             self._stack[-1].state = state
 
-    def persistent(self) -> None:
+    def persistent(self, _: Any = None) -> None:
         """Puts a storage on the stack, which torch's pickles name."""
         ((kind, storage, key, _, elems),) = self.last(1)
         dtype = _STORAGES.get(storage.name.rpartition(".")[2])
-        if kind != "storage" or dtype is None or type(key) is not str or type(elems) is not int:
+        known = type(key) is str and len(key) <= _LONGEST_NAME and type(elems) is int
+        if kind != "storage" or dtype is None or not known:
             raise ValueError(f"it has a storage of an unknown kind, {storage.name}")
         self.push(_Storage(dtype, key, elems))
 
     def _made(self, name: str, args: tuple[Any, ...]) -> Any:
         """Returns what a call of ``name`` stands for."""
         if name == "collections.OrderedDict":
-            return dict(args[0]) if args else {}
+            return self._ordered(*args)
         if name == "_codecs.encode" and args[1] == "latin1":
+            self.charge(len(_exactly(args[0], str)))
             return args[0].encode("latin1")  # bytes, in old protocols
         if name == "torch.Size":
+            self.charge(len(_exactly(args[0], tuple, list)))
             return tuple(args[0])
         if name in (
             "torch._utils._rebuild_parameter",
             "torch._utils._rebuild_parameter_with_state",
         ):
             return args[0]
-        if name == "torch._tensor._rebuild_from_type_v2":
-            # A tensor with attributes, or of a class of its own.
-            return self._made(args[0].name, args[2])
         if name in ("builtins.set", "__builtin__.set", "builtins.frozenset"):
-            return list(args[0]) if args else []
+            return _exactly(args[0], list, tuple) if args else []
         if name in ("copyreg._reconstructor", "copy_reg._reconstructor"):
             return Inert(args[0].name)
         if name == "torch._utils._rebuild_tensor_v2" and self._tensor is not None:
+            self.charge(_TENSOR_COST)
             return self._tensor(*args[:4])
         if name == "torch._utils._rebuild_tensor_v3" and self._tensor is not None:
-            dtype = getattr(torch, args[6].name.removeprefix("torch."))
-            stored = args[0]
+            self.charge(_TENSOR_COST)
+            dtype, stored = _DTYPES[args[6].name], args[0]
             elems = stored.elems * stored.dtype.itemsize // dtype.itemsize
             return self._tensor(_Storage(dtype, stored.key, elems), *args[1:4])
         return Inert(name, args)
 
+    def _ordered(self, pairs: Any = ()) -> dict[Any, Any]:
+        self.charge(4 * len(_exactly(pairs, list, tuple)))
+        return {self.key(key): value for key, value in pairs}
 
-_CONSTANTS = {
-    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+
+def _check_tree(value: Any, most: int) -> None:
+    """Raises ValueError unless a value is a tree of at most ``most`` values, not too deep."""
+    stack = [iter((value,))]
+    while stack:
+        for each in stack[-1]:
+            most -= 1 + (len(each) // 16 if type(each) in (str, bytes) else 0)
+            inner = _inside(each)
+            if most < 0 or len(stack) > DEEPEST:
+                raise ValueError(f"it is nested deeper than {DEEPEST}, or repeats too much")
+            if inner is not None:
+                stack.append(iter(inner))
+                break
+        else:
+            stack.pop()
+
+
+def _inside(value: Any) -> Iterable[Any] | None:
+    if type(value) in (list, tuple):
+        return value  # type: ignore[no-any-return]
+    if type(value) is dict:
+        return chain.from_iterable(value.items())
+    if type(value) is Inert:
+        return (value.args, value.state, value.items)
+    return None
+
+
+_Action = Callable[[_Machine, Any], Any]
+_CONSTANTS = (
+    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "FLOAT", "BINFLOAT"),
     *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
     *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
-}
-_MADE: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_LIST": list,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_DICT": dict,
-    "EMPTY_SET": list,
-    "MARK": _Mark,
-}
-_ACTIONS: dict[str, Callable[[_Machine], Any]] = {
-    "TUPLE": lambda machine: machine.push(tuple(machine.operands())),
-    "TUPLE1": lambda machine: machine.push(machine.last(1)),
-    "TUPLE2": lambda machine: machine.push(machine.last(2)),
-    "TUPLE3": lambda machine: machine.push(machine.last(3)),
-    "LIST": lambda machine: machine.push(machine.operands()),
-    "FROZENSET": lambda machine: machine.push(machine.operands()),
+)
+# By instruction, what it does with its argument.
+_ACTIONS: dict[str, _Action] = {
+    **dict.fromkeys(_CONSTANTS, _Machine.push),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _Machine.remember),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _Machine.recall),
+    **dict.fromkeys(("PROTO", "FRAME"), lambda *_: None),
+    "NONE": lambda machine, _: machine.push(None),
+    "NEWTRUE": lambda machine, _: machine.push(True),
+    "NEWFALSE": lambda machine, _: machine.push(False),
+    "EMPTY_LIST": lambda machine, _: machine.push([]),
+    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
+    "EMPTY_DICT": lambda machine, _: machine.push({}),
+    "EMPTY_SET": lambda machine, _: machine.push([]),
+    "GLOBAL": lambda machine, name: machine.push(Inert(name.replace(" ", "."))),
+    "MARK": _Machine.mark,
+    "TUPLE": lambda machine, _: machine.push(tuple(machine.operands())),
+    "TUPLE1": lambda machine, _: machine.push(machine.last(1)),
+    "TUPLE2": lambda machine, _: machine.push(machine.last(2)),
+    "TUPLE3": lambda machine, _: machine.push(machine.last(3)),
+    "LIST": lambda machine, _: machine.push(machine.operands()),
+    "FROZENSET": lambda machine, _: machine.push(machine.operands()),
     "DICT": _Machine.make_dict,
-    "APPEND": lambda machine: machine.extend(machine.last(1)),
-    "APPENDS": lambda machine: machine.extend(machine.operands()),
-    "ADDITEMS": lambda machine: machine.extend(machine.operands()),
-    "SETITEM": lambda machine: machine.update(machine.last(2)),
-    "SETITEMS": lambda machine: machine.update(machine.operands()),
-    "POP": lambda machine: machine.last(1),
+    "APPEND": lambda machine, _: machine.extend(machine.last(1)),
+    "APPENDS": lambda machine, _: machine.extend(machine.operands()),
+    "ADDITEMS": lambda machine, _: machine.extend(machine.operands()),
+    "SETITEM": lambda machine, _: machine.update(machine.last(2)),
+    "SETITEMS": lambda machine, _: machine.update(machine.operands()),
+    "POP": _Machine.pop,
     "POP_MARK": _Machine.operands,
     "STACK_GLOBAL": _Machine.stack_global,
     "REDUCE": _Machine.call,
-    "NEWOBJ": lambda machine: machine.new(2),
-    "NEWOBJ_EX": lambda machine: machine.new(3),
+    "NEWOBJ": lambda machine, _: machine.new(2),
+    "NEWOBJ_EX": lambda machine, _: machine.new(3),
     "BUILD": _Machine.build,
     "BINPERSID": _Machine.persistent,
 }
@@ -289,15 +398,55 @@ def plain_pickle(pickled: bytes, called: str) -> Any:
 def _run(machine: _Machine, pickled: bytes, called: str) -> Any:
     try:
         return machine.run(pickled)
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{called}: its pickle cannot be read: {error}") from error
+    except DAMAGE as error:
+        raise CheckpointError(f"{called}: its pickle cannot be read: {told(error)}") from error
+
+
+def sizes_of(values: Any) -> tuple[int, ...]:
+    """Returns sizes, offsets or strides that a checkpoint says.
+
+    Raises:
+        ValueError: they are too many, or no numbers from 0 to below 2^62.
+    """
+    found = tuple(values)
+    if len(found) > _MOST_DIMS or not all(number_below(each, 1 << 62) for each in found):
+        raise ValueError(f"expected sizes, got {shown(found)}")
+    return found
+
+
+def told(error: BaseException) -> str:
+    """Returns an exception in words, as many as a message has room for."""
+    return repr(error)[:300]
+
+
+class MappedFile:
+    """A regular file, mapped.
+
+    Raises:
+        CheckpointError: it cannot be opened, is no regular file, or is empty.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.called = str(path)
+        try:
+            # Without O_NONBLOCK a pipe that nobody writes to would not even open.
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise ValueError("no regular file")
+                # Private pages: whoever writes to a tensor changes no file.
+                self.bytes = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+            finally:
+                os.close(descriptor)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 
 class TorchFile:
     """A file of ``torch.save()``, or one inside of a file.
 
     Args:
-        path: of the file.
+        file: where it is.
         begin: first byte of the archive.
         size_bytes: of the archive; None: to the end of the file.
 
@@ -305,23 +454,26 @@ class TorchFile:
         CheckpointError: it is none, or damaged.
     """
 
-    def __init__(self, path: Path, begin: int = 0, size_bytes: int | None = None) -> None:
-        self._called = str(path)
-        try:
-            with path.open("rb") as file:
-                # Private pages: whoever writes to a tensor changes no file.
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    def __init__(self, file: MappedFile, begin: int = 0, size_bytes: int | None = None) -> None:
+        self._called, self._map = file.called, file.bytes
         self._begin = begin
         end = len(self._map) if size_bytes is None else begin + size_bytes
         if not 0 <= begin <= end <= len(self._map):
             self._fail(f"expected bytes {begin} to {end}, it has {len(self._map)}")
+        self._left_bytes = 4 * (end - begin)
         try:
             self._zip = zipfile.ZipFile(_FilePart(self._map, begin, end))
         except _DAMAGED as error:
             self._fail(f"is no file of torch.save(): {error}")
-        self._entries = {each.filename.partition("/")[2]: each for each in self._zip.infolist()}
+        members = sorted(self._zip.infolist(), key=lambda each: each.header_offset)
+        ends = [*(each.header_offset for each in members[1:]), end - begin]
+        # By name, each member and the byte of the file that it ends before.
+        self._members = {
+            each.filename.partition("/")[2]: (each, begin + stop)
+            for each, stop in zip(members, ends, strict=True)
+        }
+        if len(self._members) < len(members):
+            self._fail("has two members of one name")
 
     def _fail(self, text: str) -> NoReturn:
         raise CheckpointError(f"{self._called}: {text}")
@@ -332,40 +484,54 @@ class TorchFile:
         Raises:
             CheckpointError: it is damaged.
         """
-        entry = self._entries.get("data.pkl")
-        if entry is None or entry.file_size > LARGEST_PICKLE_BYTES:
-            self._fail("expected a data.pkl of at most 256 MiB")
-        order = self._entries.get("byteorder")
-        if order is not None and self._bytes(order) != b"little":
+        if "byteorder" in self._members and bytes(self._content("byteorder", 6)) != b"little":
             self._fail("its tensors are not little-endian")
-        return _run(_Machine(self._view), self._bytes(entry), self._called)
+        pickled = bytes(self._content("data.pkl", LARGEST_PICKLE_BYTES))
+        if zlib.crc32(pickled) != self._members["data.pkl"][0].CRC:
+            self._fail("data.pkl has another checksum than was saved")
+        return _run(_Machine(self._view), pickled, self._called)
 
-    def _bytes(self, entry: zipfile.ZipInfo) -> bytes:
+    def _content(self, name: str, most_bytes: int) -> memoryview:
         try:
-            return self._zip.read(entry)
-        except _DAMAGED as error:
-            self._fail(f"{entry.filename}: cannot be read: {error}")
+            at, size_bytes = self._place(name)
+        except ValueError as error:
+            self._fail(str(error))
+        if size_bytes > most_bytes:
+            self._fail(f"expected a {name} of at most {most_bytes} bytes, got {size_bytes}")
+        return memoryview(self._map)[at : at + size_bytes]
 
-    def _view(self, storage: _Storage, offset: int, size: Any, stride: Any) -> Tensor:
-        entry = self._entries.get(f"data/{storage.key}")
-        itemsize = storage.dtype.itemsize
-        if entry is None or entry.compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"storage {storage.key!r} is not there, or compressed")
-        if entry.file_size != storage.elems * itemsize:
-            raise ValueError(f"storage {storage.key!r} has {entry.file_size} bytes")
-        numbers = (offset, *size, *stride)
-        if len(size) != len(stride) or any(type(n) is not int or n < 0 for n in numbers):
-            raise ValueError(f"a tensor has size {size} and stride {stride}")
-        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        if 0 in size:
-            return torch.empty(size, dtype=storage.dtype, device="cpu")
-        if last >= storage.elems:
-            raise ValueError(f"a tensor of size {size} ends outside of its storage")
-        at = self._begin + entry.header_offset
+    def _place(self, name: str) -> tuple[int, int]:
+        """Returns first byte and size of a member that lies in the file as it is."""
+        member, end = self._members.get(name, (None, 0))
+        if (
+            member is None
+            or member.compress_type != zipfile.ZIP_STORED
+            or member.flag_bits & 1
+            or member.header_offset < 0
+        ):
+            raise ValueError(f"{name} is not there, or compressed")
+        at = self._begin + member.header_offset
         head = self._map[at : at + _LOCAL_HEADER.size].ljust(_LOCAL_HEADER.size)
         at += _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(head))
-        if at + entry.file_size > len(self._map):
-            raise ValueError(f"storage {storage.key!r} ends outside of the file")
+        if at + member.file_size > end:
+            raise ValueError(f"{name} ends outside of its place in the file")
+        return at, member.file_size
+
+    def _view(self, storage: _Storage, offset: int, size: Any, stride: Any) -> Tensor:
+        at, size_bytes = self._place(f"data/{storage.key}")
+        if size_bytes != storage.elems * storage.dtype.itemsize:
+            raise ValueError(f"storage {storage.key!r} has {size_bytes} bytes")
+        size, stride = sizes_of(size), sizes_of(stride)
+        elems, (last,) = prod(size), sizes_of((offset,))
+        if not elems and prod(n or 1 for n in size) < 1 << 62:
+            return torch.empty(size, dtype=storage.dtype, device="cpu")
+        for n, step in zip(size, stride, strict=True):
+            last += (n - 1) * step
+        if not 0 < elems <= storage.elems or last >= storage.elems:
+            raise ValueError("a tensor has more elements than its storage, or others")
+        self._left_bytes -= elems * storage.dtype.itemsize
+        if self._left_bytes < 0:
+            raise ValueError("its tensors have the same bytes more than a few times")
         flat = torch.frombuffer(self._map, dtype=storage.dtype, count=storage.elems, offset=at)
         # A dimension of 1 may have any stride, and one that no number holds.
         stride = [step if n > 1 else 1 for n, step in zip(size, stride, strict=True)]
@@ -393,9 +559,9 @@ class _FilePart(io.RawIOBase, BinaryIO):
         self._at = max(0, base[whence] + offset)
         return self._at
 
-    def readinto(self, buffer: Any, /) -> int:
+    def read(self, size: int = -1, /) -> bytes:
         first = self._begin + self._at
-        found = self._mapped[first : min(self._end, first + len(buffer))]
-        buffer[: len(found)] = found
+        # No more room than there are bytes, whatever the archive says of its sizes.
+        found: bytes = self._mapped[first : self._end if size < 0 else min(self._end, first + size)]
         self._at += len(found)
-        return len(found)
+        return found

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from ringcomm import cli, zero
 from ringcomm.errors import CheckpointError, UnsupportedError
 from ringcomm.optim import AdamW
-from ringcomm.zero.migrating.torch_file import Inert, TorchFile, plain_pickle
+from ringcomm.zero.migrating.torch_file import Inert, MappedFile, TorchFile, plain_pickle
 
 Tensor = torch.Tensor
 SAVED = Path(__file__).with_name("deepspeed_checkpoints.zip")
@@ -263,7 +263,7 @@ def test_nothing_that_a_pickle_names_is_called(tmp_path):
     torch.save({"weights": torch.ones(2), "more": Evil()}, path)
     with pytest.raises(SystemExit, match="it ran"):
         torch.load(path, weights_only=False)
-    found = TorchFile(path).read()
+    found = TorchFile(MappedFile(path)).read()
     assert torch.equal(found["weights"], torch.ones(2))
     assert isinstance(found["more"], Inert) and found["more"].name == "__builtin__.exec"
 
@@ -284,7 +284,7 @@ def test_tensors_are_read_as_torch_reads_them(tmp_path):
     ]
     path = tmp_path / "tensors.pt"
     torch.save(data, path)
-    for mine, theirs in zip(TorchFile(path).read(), data, strict=True):
+    for mine, theirs in zip(TorchFile(MappedFile(path)).read(), data, strict=True):
         assert (mine.dtype, mine.shape, mine.stride()) == (
             theirs.dtype,
             theirs.shape,
@@ -306,7 +306,7 @@ def test_damage_is_found_wherever_it_is(tmp_path):
         for damaged in (whole[:at], bytes(flipped)):
             path.write_bytes(damaged)
             try:
-                TorchFile(path).read()
+                TorchFile(MappedFile(path)).read()
             except CheckpointError:
                 refused += 1
     assert refused > len(whole) // 5
