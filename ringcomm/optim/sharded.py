@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 
 from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.comm.communicator import Communicator
@@ -74,7 +75,7 @@ def check_param(entry: Any, called: str, place: torch.device) -> None:
         raise ArgumentError(
             f"{called}: expected dtype {', '.join(DTYPES)}, got {param.dtype}; {way_out}"
         )
-    if param.is_inference():
+    if not is_lazy(param) and param.is_inference():
         raise ArgumentError(
             f"{called}: was made under torch.inference_mode(), and such a tensor cannot be "
             "trained; build or copy the module outside of it"

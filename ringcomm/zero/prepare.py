@@ -66,15 +66,15 @@ def check_shardable(root: nn.Module) -> None:
                 f"shard: parameter {name}: expected a DTensor that is contiguous, got strides "
                 f"{param.stride()}; make it contiguous before it is distributed"
             )
-        if param.is_inference():
-            raise ArgumentError(
-                f"shard: parameter {name} was made under torch.inference_mode(), and such a tensor "
-                "cannot be trained; build or copy the module outside of it"
-            )
         if is_lazy(param):
             raise ArgumentError(
                 f"shard: parameter {name} has no shape yet, as it belongs to a lazy module; run "
                 "the module once, on a batch, before shard()"
+            )
+        if param.is_inference():
+            raise ArgumentError(
+                f"shard: parameter {name} was made under torch.inference_mode(), and such a tensor "
+                "cannot be trained; build or copy the module outside of it"
             )
 
 
