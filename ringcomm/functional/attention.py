@@ -25,7 +25,7 @@ problem and another order; Jacobs et al., "DeepSpeed Ulysses" (2023, arXiv:2309.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,8 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.functions import P2POp, batch_isend_irecv, irecv, isend
 from ringcomm.comm.groups import Group
 from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError, where
-from ringcomm.functional.collectives import all_to_all, enter, library, named, register
+from ringcomm.functional.collectives import all_to_all, enter, named
+from ringcomm.functional.operators import Derivatives, no_forward_mode, register
 from ringcomm.functional.traced_groups import Place, find, place_of
 
 Tensor = torch.Tensor
@@ -423,7 +424,7 @@ def _shapes_of_gradients(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _remember(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:3], *output)
     ctx.form = inputs[3:]
     ctx.mark_non_differentiable(output[1])
@@ -434,12 +435,30 @@ def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     return (*found, *[None] * len(ctx.form))
 
 
+def _refuse_second_gradients(ctx: Any, *_: Any) -> tuple[Any, ...]:
+    raise UnsupportedError(
+        "functional.ring_attention: expected to be differentiated once, got a gradient of its "
+        "gradient; ulysses_attention has those where torch's attention has"
+    )
+
+
+def _refuse_tangents(inputs: Sequence[Any], has_tangent: bool) -> None:
+    """Refuses tangents: the ring calls torch's flash attention, which has no forward mode."""
+    if has_tangent:
+        raise no_forward_mode(
+            named("ring_attention"),
+            "use ulysses_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or "
+            "reverse mode (backward, torch.func.grad, vjp, jacrev)",
+        )
+
+
 _FORM = "bool is_causal, bool zigzag, float? scale, str group, int world_size"
 register(
     "ring_attention",
     f"(Tensor query, Tensor key, Tensor value, {_FORM}) -> (Tensor, Tensor)",
     _ring_attention,
     _shapes,
+    derivatives=Derivatives(_gradients, None, _remember, _refuse_tangents),
 )
 register(
     "ring_attention_backward",
@@ -447,21 +466,9 @@ register(
     f"{_FORM}) -> (Tensor, Tensor, Tensor)",
     _ring_attention_backward,
     _shapes_of_gradients,
-)
-torch.library.register_autograd(
-    "ringcomm::ring_attention", _gradients, setup_context=_remember, lib=library
-)
-
-
-def _no_second_gradients(ctx: Any, *_: Any) -> None:
-    raise UnsupportedError(
-        "functional.ring_attention: expected to be differentiated once, got a gradient of its "
-        "gradient; ulysses_attention has those where torch's attention has"
-    )
-
-
-torch.library.register_autograd(
-    "ringcomm::ring_attention_backward", _no_second_gradients, lib=library
+    derivatives=Derivatives(
+        _refuse_second_gradients, None, lambda ctx, inputs, output: None, _refuse_tangents
+    ),
 )
 
 
@@ -478,6 +485,7 @@ register(
     f"(Tensor query, {_FORM}) -> Tensor",
     _same_options,
     lambda query, *_: query.new_empty(0),
+    derivatives=None,
 )
 
 

@@ -21,11 +21,15 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.groups import Group, communicator_of
 from ringcomm.errors import ArgumentError, MismatchError, where
 from ringcomm.functional.collectives import named
+from ringcomm.functional.operators import refuse_transforms
 from ringcomm.functional.traced_groups import not_traced
 
 Tensor = torch.Tensor
 
 _OPERATION = named("partitioned_checkpoint")
+_WITHOUT_TRANSFORMS = (
+    "call the function itself there, or torch.utils.checkpoint.checkpoint(use_reentrant=False)"
+)
 # Integers as wide as an element, whose sum stands for the bits.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -54,6 +58,7 @@ def partitioned_checkpoint(
     Raises:
         ArgumentError: there is no group.
         MismatchError: in backward, on the host: a tensor did not have the same bits on all ranks.
+        UnsupportedError: a transform of ``torch.func`` is active, or a tensor has a tangent.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     if group is None:
@@ -63,6 +68,7 @@ def partitioned_checkpoint(
             "which nothing can be divided: use torch.utils.checkpoint there"
         )
     comm = communicator_of(group, _OPERATION)
+    refuse_transforms(_OPERATION, _WITHOUT_TRANSFORMS, *args)
     with saved_tensors_hooks(partial(_keep, comm), _bring):
         return checkpoint(
             function, *args, use_reentrant=True, preserve_rng_state=preserve_rng_state

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, cast
 
 import torch
-from torch._library.effects import EffectType
 from torch.distributed import DebugLevel, get_debug_level
 
 from ringcomm.comm.arguments import (
@@ -24,64 +22,21 @@ from ringcomm.comm.arguments import (
 from ringcomm.comm.functions import root_of
 from ringcomm.comm.groups import Group, communicator_of
 from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError, where
+from ringcomm.functional.operators import (
+    Batching,
+    Derivatives,
+    Tangent,
+    has_tangent,
+    keep_order,
+    register,
+)
 from ringcomm.functional.traced_groups import evaluated_while_tracing, find, place_of
-
-# Keeps inductor's scheduler in step with the program.
-#
-# NOTE [Order in inductor] inductor turns the tokens of NOTE [Ranks stay in step] into dependencies
-# between kernels. It files them under the name of a buffer, where its scheduler looks for the name
-# of an operation, so they are lost (torch 2.11 to 2.14, pytorch/pytorch#189209), and the scheduler,
-# which reorders to save memory, may exchange two collectives on one rank only. So the operators get
-# lowerings that file them under the right name; as dependencies that order, and do not keep the
-# earlier result in memory.
-
-
-@cache
-def keep_order() -> bool:
-    """Gives the operators their lowerings; loads inductor, so only once something is compiled."""
-    from torch._inductor.lowering import lowerings
-
-    for name in _registered:
-        operator = getattr(torch.ops.ringcomm, name).default
-        lowerings[operator] = _in_order(operator)
-    return True
-
-
-def _in_order(operator: Any) -> Callable[..., Any]:
-    from torch._inductor.lowering import fallback_handler
-    from torch._inductor.virtualized import V
-
-    lower: Callable[..., Any] = fallback_handler(operator, add_to_fallback_set=False)
-
-    def lower_in_order(*arguments: Any) -> Any:
-        graph = V.graph
-        before = len(graph.operations)
-        result = lower(*arguments)
-        previous = graph.effectful_ops.get(EffectType.ORDERED)
-        if previous is not None:
-            for operation in graph.operations[before:]:
-                name = operation.get_operation_name()
-                graph.additional_buffer_deps[name].add(previous.get_name())
-        if graph.current_node.target is operator:
-            # A pass over the graph has put it there, without a token.
-            graph.effectful_ops[EffectType.ORDERED] = graph.operations[-1]
-        return result
-
-    return lower_in_order
-
 
 # The operators ``torch.ops.ringcomm.*``: schemas, kernels for every device, and shapes.
 #
 # All of them take ``group``, a key from :mod:`ringcomm.functional.traced_groups`, and its world
 # size; ``op`` is the name of a ``ReduceOp`` and ``factor`` that of PREMUL_SUM (else 1); ``src`` and
 # ``dst`` are global ranks. Outputs are contiguous and share no memory with the input.
-#
-# NOTE [Ranks stay in step] To a compiler these operators look like functions: an unused result may
-# be dropped, two equal calls merged, a cheap one computed again in the backward graph. Where the
-# ranks' graphs differ (one of them logs a result, another does not), that happens on some ranks
-# only, and they hang or exchange wrong data. So the operators are registered as ordered effects:
-# AOTAutograd threads a token through all of them, which keeps each call, once, in the order of the
-# program, on every rank. Inductor needs NOTE [Order in inductor] besides.
 
 Tensor = torch.Tensor
 Splits = Sequence[int] | None
@@ -97,9 +52,6 @@ _SCHEMAS = {
     "reduce_scatter": _REDUCING,
 }
 OPERATORS = tuple(_SCHEMAS)
-# Those, and the operators that other modules register.
-_registered: list[str] = []
-library = torch.library.Library("ringcomm", "DEF")  # type: ignore[no-untyped-call]
 
 
 def named(operation: str) -> str:
@@ -248,28 +200,6 @@ _KERNELS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 }
 
 
-def register(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Makes ``kernel`` an operator whose calls keep their order; see NOTE [Ranks stay in step].
-
-    Args:
-        name: of the operator in ``torch.ops.ringcomm``.
-        schema: its arguments and results.
-        kernel: for tensors of any device.
-        fake: gives results of the right shapes from tensors without data.
-    """
-    # Kernels bring their input into order themselves, so a compiler need not keep its strides.
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-    library.define(name + schema, tags=tags)  # type: ignore[no-untyped-call]
-    library.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"ringcomm::{name}", fake, lib=library)
-    torch.library._register_effectful_op(f"ringcomm::{name}", EffectType.ORDERED, lib=library)
-    _registered.append(name)
-
-
-for _name in OPERATORS:
-    register(_name, _SCHEMAS[_name], *_KERNELS[_name])
-
-
 # The gradients of the operators: each is the collective that moves data the other way.
 #
 # NOTE [What the gradient is of] Every rank calls ``backward`` on a scalar of its own, and what it
@@ -283,21 +213,45 @@ for _name in OPERATORS:
 #
 # Factors are real, so the transposed map is the conjugate transposed one, and complex gradients
 # need nothing more. PREMUL_SUM's factor is each rank's own and multiplies what arrives there.
+#
+# In forward mode the tangents of the ranks' inputs go through the same collective, with the same
+# op and factor: the operators are linear. See NOTE [Tangents on all ranks].
 
 LINEAR = ("SUM", "AVG", PREMUL_SUM)
 # The operators as backward calls them.
 _duals = torch.ops.ringcomm
 
 
-def no_gradient(where: str, op: str) -> UnsupportedError:
+def no_gradient(where: str, op: str, has_tangent: bool = False) -> UnsupportedError:
     """The error for an op that has no dual."""
+    what = "has a tangent (forward mode)" if has_tangent else "requires grad"
     return UnsupportedError(
-        f"{where}: expected one of the ops {', '.join(LINEAR)} for a tensor that requires grad, "
-        f"got {op}, which has no gradient here; call .detach() first, or use torch.no_grad()"
+        f"{where}: expected one of the ops {', '.join(LINEAR)} for a tensor that {what}, got {op}, "
+        "which has no gradient here; call .detach() first"
+        f"{'' if has_tangent else ', or use torch.no_grad()'}"
     )
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _check_op(operation: str) -> Callable[[Sequence[Any], bool], None]:
+    def check(inputs: Sequence[Any], has_tangent: bool) -> None:
+        _, op, _, group, world_size = inputs
+        if op not in LINEAR:
+            rank = find(group, world_size, named(operation)).rank
+            raise no_gradient(where(named(operation), rank, world_size), op, has_tangent)
+
+    return check
+
+
+def linear_tangent(name: str) -> Tangent:
+    """Returns the tangent of an operator that is linear in its first argument."""
+
+    def tangent(inputs: Sequence[Any], results: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        return getattr(_duals, name)(tangents[0], *inputs[1:])
+
+    return tangent
+
+
+def _remember(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
     ctx.arguments = inputs[1:]
 
 
@@ -308,16 +262,12 @@ def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 
 def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
     op, factor, group, world_size = ctx.arguments
-    if op not in LINEAR:
-        raise no_gradient(named("reduce_scatter"), op)
     gathered = _duals.all_gather(grad / world_size if op == "AVG" else grad, group, world_size)
     return gathered * factor if op == PREMUL_SUM else gathered, None, None, None, None
 
 
 def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
     op, factor, group, world_size = ctx.arguments
-    if op not in LINEAR:
-        raise no_gradient(named("all_reduce"), op)
     reduced = _duals.all_reduce(grad, "AVG" if op == "AVG" else "SUM", 1.0, group, world_size)
     return reduced * factor if op == PREMUL_SUM else reduced, None, None, None, None
 
@@ -344,9 +294,20 @@ _BACKWARDS: dict[str, Callable[..., Any]] = {
     "reduce": _reduce_backward,
     "reduce_scatter": _reduce_scatter_backward,
 }
-for _name, _backward in _BACKWARDS.items():
-    torch.library.register_autograd(
-        f"ringcomm::{_name}", _backward, setup_context=_remember, lib=library
+# The collectives by rows leave all other dimensions as they are, the others leave every dimension.
+_BY_ROWS = ("all_gather", "all_to_all", "reduce_scatter")
+for _name in OPERATORS:
+    register(
+        _name,
+        _SCHEMAS[_name],
+        *_KERNELS[_name],
+        derivatives=Derivatives(
+            _BACKWARDS[_name],
+            linear_tangent(_name),
+            _remember,
+            check=_check_op(_name) if _SCHEMAS[_name] == _REDUCING else None,
+        ),
+        batching=Batching(-1, least_dims=1) if _name in _BY_ROWS else Batching(0),
     )
 
 
@@ -494,7 +455,7 @@ def enter(function: str, tensor: Any, group: Group, op: str = "SUM") -> tuple[st
     if differentiable and op not in LINEAR:
         raise no_gradient(where(operation, rank, world_size), op)
     if not torch.compiler.is_compiling() and get_debug_level() == DebugLevel.DETAIL:
-        _check_agreement(operation, differentiable, group)
+        _check_agreement(operation, differentiable, has_tangent(tensor), group)
     return key, world_size
 
 
@@ -533,21 +494,26 @@ def _bad_op(function: str, group: Group, text: str) -> ArgumentError:
     return ArgumentError(f"{where(operation, rank, world_size)}: {text}")
 
 
-def _check_agreement(operation: str, differentiable: bool, group: Group) -> None:
-    """Raises on every rank if only some ranks will take part in the backward.
+def _check_agreement(operation: str, differentiable: bool, has_tangent: bool, group: Group) -> None:
+    """Raises on every rank if only some ranks will make the collectives of the derivatives.
 
     It costs a collective, so it runs only with TORCH_DISTRIBUTED_DEBUG=DETAIL.
     """
     communicator = communicator_of(group, operation)
-    mine = torch.tensor([differentiable], dtype=torch.uint8, device=communicator.device)
-    everyone = mine.new_empty(communicator.world_size)
-    communicator.all_gather_into_tensor(everyone, mine)
-    communicator.finish_host_side()
-    flags: list[int] = everyone.tolist()
-    if len(set(flags)) > 1:
-        raise MismatchError(
-            f"{where(operation, communicator.rank, communicator.world_size)}: expected the tensor "
-            "to require grad on all ranks or on none, since its gradient is a collective; it does "
-            f"on ranks {[rank for rank, flag in enumerate(flags) if flag]} of the group, and not "
-            f"on ranks {[rank for rank, flag in enumerate(flags) if not flag]}"
-        )
+    with torch._C._DisableFuncTorch():
+        flags = [differentiable, has_tangent]
+        mine = torch.tensor(flags, dtype=torch.uint8, device=communicator.device)
+        everyone = mine.new_empty(communicator.world_size, len(flags))
+        communicator.all_gather_into_tensor(everyone, mine)
+        communicator.finish_host_side()
+        by_rank: list[list[int]] = everyone.tolist()
+    for number, what in enumerate(("require grad", "have a tangent")):
+        here = [rank for rank, flags in enumerate(by_rank) if flags[number]]
+        if 0 < len(here) < len(by_rank):
+            derivative = ("gradient", "tangent")[number]
+            raise MismatchError(
+                f"{where(operation, communicator.rank, communicator.world_size)}: expected the "
+                f"tensor to {what} on all ranks or on none, since its {derivative} is a "
+                f"collective; it does on ranks {here} of the group, and not on ranks "
+                f"{[rank for rank in range(len(by_rank)) if rank not in here]}"
+            )

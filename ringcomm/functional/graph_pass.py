@@ -29,7 +29,7 @@ from torch.fx import Graph, Node
 
 from ringcomm.errors import UnsupportedError
 from ringcomm.functional import matmul
-from ringcomm.functional.collectives import keep_order
+from ringcomm.functional.operators import keep_order
 from ringcomm.functional.traced_groups import (
     communicator_named,
     groups_of_the_backend,

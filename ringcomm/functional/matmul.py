@@ -19,7 +19,7 @@ Activation Recomputation in Large Transformer Models" (2022, arXiv:2205.05198), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,7 +27,8 @@ import torch
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.groups import Group
 from ringcomm.comm.peer_memory import lent_to_peers
-from ringcomm.functional.collectives import enter, library, named, register
+from ringcomm.functional.collectives import enter, named
+from ringcomm.functional.operators import Derivatives, Tangent, register
 from ringcomm.functional.sequence import gathered_rows
 from ringcomm.functional.traced_groups import find
 from ringcomm.memory import empty
@@ -288,29 +289,10 @@ def _shape_of_weights(tensor: Tensor, grad: Tensor, group: str, world_size: int)
 
 # ---- the operators --------------------------------------------------------------------------
 
-_GROUP = "str group, int world_size"
-register(
-    "all_gather_matmul",
-    f"(Tensor tensor, Tensor weight, {_GROUP}, Tensor? bias) -> Tensor",
-    _all_gather_matmul,
-    _shape_of_gathered,
-)
-register(
-    "matmul_reduce_scatter",
-    f"(Tensor tensor, Tensor weight, {_GROUP}, Tensor? bias) -> Tensor",
-    _matmul_reduce_scatter,
-    _shape_of_scattered,
-)
-register(
-    "weight_gradient",
-    f"(Tensor tensor, Tensor grad, {_GROUP}) -> Tensor",
-    _weight_gradient,
-    _shape_of_weights,
-)
 _ops = torch.ops.ringcomm
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _remember(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:2])
     ctx.place = inputs[2:4]
 
@@ -358,11 +340,53 @@ def _gradients_of_weights(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     )
 
 
-for _name, _gradients in (
-    ("all_gather_matmul", _gradients_of_gathered),
-    ("matmul_reduce_scatter", _gradients_of_scattered),
-    ("weight_gradient", _gradients_of_weights),
-):
-    torch.library.register_autograd(
-        f"ringcomm::{_name}", _gradients, setup_context=_remember, lib=library
-    )
+# The operators are linear in each matrix, and bias= is added to the product of the first tensor.
+
+
+def _tangent_of_product(name: str) -> Tangent:
+    def tangent(inputs: Sequence[Any], results: Sequence[Any], tangents: Sequence[Any]) -> Tensor:
+        tensor, weight, group, world_size, _ = inputs
+        of_tensor, of_weight, _, _, of_bias = tangents
+        operator = getattr(_ops, name)
+        total: Tensor = operator(of_tensor, weight, group, world_size, of_bias)
+        total = total + operator(tensor, of_weight, group, world_size, None)
+        return total
+
+    return tangent
+
+
+def _tangent_of_weights(
+    inputs: Sequence[Any], results: Sequence[Any], tangents: Sequence[Any]
+) -> Tensor:
+    tensor, of_gathered, *place = inputs
+    total: Tensor = _ops.weight_gradient(tangents[0], of_gathered, *place)
+    total = total + _ops.weight_gradient(tensor, tangents[1], *place)
+    return total
+
+
+_GROUP = "str group, int world_size"
+register(
+    "all_gather_matmul",
+    f"(Tensor tensor, Tensor weight, {_GROUP}, Tensor? bias) -> Tensor",
+    _all_gather_matmul,
+    _shape_of_gathered,
+    derivatives=Derivatives(
+        _gradients_of_gathered, _tangent_of_product("all_gather_matmul"), _remember
+    ),
+)
+register(
+    "matmul_reduce_scatter",
+    f"(Tensor tensor, Tensor weight, {_GROUP}, Tensor? bias) -> Tensor",
+    _matmul_reduce_scatter,
+    _shape_of_scattered,
+    derivatives=Derivatives(
+        _gradients_of_scattered, _tangent_of_product("matmul_reduce_scatter"), _remember
+    ),
+)
+register(
+    "weight_gradient",
+    f"(Tensor tensor, Tensor grad, {_GROUP}) -> Tensor",
+    _weight_gradient,
+    _shape_of_weights,
+    derivatives=Derivatives(_gradients_of_weights, _tangent_of_weights, _remember),
+)

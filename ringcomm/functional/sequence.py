@@ -7,6 +7,7 @@ all ranks have alike this rank's part, so that a loss which all compute alike co
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,8 @@ import torch
 from ringcomm.comm.arguments import readable
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.groups import Group
-from ringcomm.functional.collectives import enter, library, named, register
+from ringcomm.functional.collectives import enter, linear_tangent, named
+from ringcomm.functional.operators import Batching, Derivatives, register
 from ringcomm.functional.traced_groups import find
 
 Tensor = torch.Tensor
@@ -104,12 +106,10 @@ def _shape_of_whole(tensor: Tensor, group: str, world_size: int) -> Tensor:
 
 
 _SCHEMA = "(Tensor tensor, str group, int world_size) -> Tensor"
-register("split_sequence", _SCHEMA, _split, _shape_of_part)
-register("join_sequence", _SCHEMA, _join, _shape_of_whole)
 _ops = torch.ops.ringcomm
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _remember(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
     ctx.place = inputs[1:]
 
 
@@ -121,10 +121,16 @@ def _gradient_of_whole(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return _ops.split_sequence(grad, *ctx.place), None, None
 
 
-for _name, _gradient in (
-    ("split_sequence", _gradient_of_part),
-    ("join_sequence", _gradient_of_whole),
-):
-    torch.library.register_autograd(
-        f"ringcomm::{_name}", _gradient, setup_context=_remember, lib=library
-    )
+def _register(
+    name: str,
+    kernel: Callable[..., Tensor],
+    shape: Callable[..., Tensor],
+    gradient: Callable[..., tuple[Any, ...]],
+) -> None:
+    derivatives = Derivatives(gradient, linear_tangent(name), _remember)
+    batching = Batching(0, least_dims=2)
+    register(name, _SCHEMA, kernel, shape, derivatives=derivatives, batching=batching)
+
+
+_register("split_sequence", _split, _shape_of_part, _gradient_of_part)
+_register("join_sequence", _join, _shape_of_whole, _gradient_of_whole)

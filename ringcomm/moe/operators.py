@@ -23,7 +23,7 @@ from ringcomm import _native
 from ringcomm.comm.arguments import DTYPE_CODES, readable, size_bytes
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import UnsupportedError
-from ringcomm.functional.collectives import library, register
+from ringcomm.functional.operators import Derivatives, no_forward_mode, register
 from ringcomm.moe import devices, nodes
 from ringcomm.moe.outboxes import (
     Outboxes,
@@ -338,32 +338,10 @@ def _shape_of_gradients(grad: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, Te
 
 # ---- the operators ----------------------------------------------------------------------------
 
-_GROUP = "str group, int world_size"
-register(
-    "moe_dispatch",
-    "(Tensor x, Tensor topk_idx, Tensor? topk_weights, int num_experts, SymInt max_rows, "
-    f"str? wire, {_GROUP}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _dispatch,
-    _shape_of_dispatched,
-)
-register(
-    "moe_combine",
-    "(Tensor y, Tensor? weights, Tensor places, Tensor sources, Tensor row_weights, "
-    f"Tensor stamp, {_GROUP}) -> Tensor",
-    _combine,
-    _shape_of_combined,
-)
-register(
-    "moe_combine_backward",
-    "(Tensor grad, Tensor y, Tensor places, Tensor sources, Tensor row_weights, Tensor stamp, "
-    f"int weighting, {_GROUP}) -> (Tensor, Tensor)",
-    _combine_backward,
-    _shape_of_gradients,
-)
 _ops = torch.ops.ringcomm
 
 
-def _remember_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _remember_dispatch(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
     _, _, places, sources, row_weights, stamp = output
     ctx.mark_non_differentiable(row_weights)
     ctx.save_for_backward(places, sources, stamp)
@@ -377,7 +355,7 @@ def _gradients_of_dispatch(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     return (of_x, *[None] * 7)
 
 
-def _remember_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _remember_combine(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
     y, weights, places, sources, row_weights, stamp = inputs[:6]
     # The weights only for autograd's sake, which complains if they have changed since.
     ctx.save_for_backward(y, weights, places, sources, row_weights, stamp)
@@ -401,14 +379,62 @@ def _refuse_again(ctx: Any, *_: Any) -> Any:
     )
 
 
-for _name, _gradients, _remember in (
-    ("moe_dispatch", _gradients_of_dispatch, _remember_dispatch),
-    ("moe_combine", _gradients_of_combine, _remember_combine),
-    ("moe_combine_backward", _refuse_again, lambda ctx, inputs, output: None),
-):
-    torch.library.register_autograd(
-        f"ringcomm::{_name}", _gradients, setup_context=_remember, lib=library
+def _refuse_tangents(inputs: Sequence[Any], has_tangent: bool) -> None:
+    if has_tangent:
+        raise no_forward_mode(
+            "moe.combine_backward",
+            "forward mode over reverse mode would differentiate the gradient of combine again; "
+            "use torch.func.jvp or jacfwd without a gradient inside",
+        )
+
+
+def _tangent_of_dispatch(
+    inputs: Sequence[Any], results: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Copies the tangents of the tokens where dispatch has copied the tokens."""
+    rows, _, places, sources, _, stamp = results
+    none = rows.new_empty(0, dtype=torch.float32)
+    of_rows, _ = _ops.moe_combine_backward(
+        tangents[0], rows, places, sources, none, stamp, UNWEIGHTED, *inputs[6:]
     )
+    return (of_rows, *[None] * 5)
+
+
+def _tangent_of_combine(
+    inputs: Sequence[Any], results: Sequence[Any], tangents: Sequence[Any]
+) -> Tensor:
+    y, weights, *rest = inputs
+    of_y: Tensor = _ops.moe_combine(tangents[0], weights, *rest)
+    return of_y if weights is None else of_y + _ops.moe_combine(y, tangents[1], *rest)
+
+
+_GROUP = "str group, int world_size"
+register(
+    "moe_dispatch",
+    "(Tensor x, Tensor topk_idx, Tensor? topk_weights, int num_experts, SymInt max_rows, "
+    f"str? wire, {_GROUP}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _dispatch,
+    _shape_of_dispatched,
+    derivatives=Derivatives(_gradients_of_dispatch, _tangent_of_dispatch, _remember_dispatch),
+)
+register(
+    "moe_combine",
+    "(Tensor y, Tensor? weights, Tensor places, Tensor sources, Tensor row_weights, "
+    f"Tensor stamp, {_GROUP}) -> Tensor",
+    _combine,
+    _shape_of_combined,
+    derivatives=Derivatives(_gradients_of_combine, _tangent_of_combine, _remember_combine),
+)
+register(
+    "moe_combine_backward",
+    "(Tensor grad, Tensor y, Tensor places, Tensor sources, Tensor row_weights, Tensor stamp, "
+    f"int weighting, {_GROUP}) -> (Tensor, Tensor)",
+    _combine_backward,
+    _shape_of_gradients,
+    derivatives=Derivatives(
+        _refuse_again, None, lambda ctx, inputs, output: None, _refuse_tangents
+    ),
+)
 
 
 dispatch = _ops.moe_dispatch

@@ -136,13 +136,8 @@ def test_an_operator_called_directly_has_no_gradient_either(op):
         key = F.traced_groups.key_of(world[0])
         mine = G(2)
         for operator in (torch.ops.ringcomm.all_reduce, torch.ops.ringcomm.reduce_scatter):
-            if op == "BOR":
-                with pytest.raises(ArgumentError, match="BOR is not defined"):
-                    operator(mine, op, 1.0, key, 1)
-                continue
-            output = operator(mine, op, 1.0, key, 1)
             with pytest.raises(UnsupportedError, match=f"got {op}, which has no gradient"):
-                output.sum().backward()
+                operator(mine, op, 1.0, key, 1)
 
 
 def test_an_unknown_op_name():
