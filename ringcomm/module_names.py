@@ -1,18 +1,165 @@
-"""Names of modules, and the patterns by which users choose some of them."""
+"""Names of modules and their tensors without those of wrappers, and patterns that choose some.
+
+NOTE [Plain names]
+``torch.compile()``, activation checkpoints and data parallelism put a module that has no tensors of
+its own between a module and its name. The wrapper may come and go between two runs, so no file and
+no option has its name: the *plain* name of a tensor is the name that it has without any wrapper.
+Readers of files accept names with the parts of wrappers, too; see :class:`KnownNames`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain, combinations, islice
 
 from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-__all__ = ["find_modules", "matches", "some"]
+__all__ = [
+    "KnownNames",
+    "find_modules",
+    "matches",
+    "named_modules",
+    "named_parameters",
+    "plain_name",
+    "some",
+    "unwrapped",
+    "without_wrappers",
+    "wrapped_key",
+]
 
 # How many names a message has at most.
 _NAMED = 5
-# What torch.compile() and torch's activation checkpoints put between a module and its name.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+# The names under which wrappers keep the module inside: of torch.compile(), of activation
+# checkpoints and of FSDP. No model has modules of these names.
+_RESERVED = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
+# The same for data parallelism. A model may have modules of this name.
+_PARALLEL = "module"
+# How many parts of this name are tried as wrappers', since the number of choices doubles with each.
+_MAX_PARALLEL = 4
+
+
+def wrapped_key(module: nn.Module | None) -> str | None:
+    """Returns the name under which a wrapper has the module inside; None if it is no wrapper.
+
+    A module that has tensors, or other modules, beside the module inside is no wrapper.
+    """
+    children = [] if module is None else list(islice(module.named_children(), 2))
+    if module is None or len(children) != 1:
+        return None
+    key = children[0][0]
+    parallel = key == _PARALLEL and isinstance(module, (DataParallel, DistributedDataParallel))
+    if key not in _RESERVED and not parallel:
+        return None
+    own = chain(module.parameters(recurse=False), module.buffers(recurse=False))
+    return None if any(True for _ in own) else key
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Returns the module inside all wrappers, or the module itself."""
+    while wrapped_key(module) is not None:
+        module = next(module.children())
+    return module
+
+
+def plain_name(root: nn.Module, name: str) -> str:
+    """Returns the plain name of a module, a parameter or a buffer of ``root``."""
+    parts = name.split(".")
+    if _PARALLEL not in parts and not _RESERVED.intersection(parts):
+        return name
+    module: nn.Module | None = root
+    kept = []
+    for index, part in enumerate(parts):
+        key = wrapped_key(module)
+        if key != part and key is not None and module is not None:
+            # Some wrappers leave themselves out of the names that they give.
+            module = unwrapped(module)
+            key = None
+        if key is None:
+            kept.append(part)
+        # The last part may name a parameter, and looking at one may gather it.
+        last = index + 1 == len(parts)
+        child = None if module is None or last else getattr(module, part, None)
+        module = child if isinstance(child, nn.Module) else None
+    return ".".join(kept)
+
+
+def named_modules(
+    root: nn.Module, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
+    """Does ``root.named_modules()`` with plain names; a wrapper has that of the module inside."""
+    for name, module in root.named_modules(remove_duplicate=remove_duplicate):
+        yield plain_name(root, name), module
+
+
+def named_parameters(
+    root: nn.Module, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Does ``root.named_parameters()`` with plain names."""
+    for name, param in root.named_parameters(remove_duplicate=remove_duplicate):
+        yield plain_name(root, name), param
+
+
+def without_wrappers(names: Iterable[str]) -> dict[str, str]:
+    """Returns the plain names of a file's tensors, by the names that they have there.
+
+    No module is known, so that only the parts that no model has are left out. A name that another
+    one would become stays as it is.
+    """
+    there = list(names)
+    found: dict[str, str] = {}
+    taken = set(there)
+    for name in there:
+        plain = ".".join(part for part in name.split(".") if part not in _RESERVED)
+        found[name] = name if plain in taken or not plain else plain
+        taken.add(found[name])
+    return found
+
+
+class KnownNames:
+    """Plain names that are known, found by the names that a file has for them.
+
+    A file may be of a run with other wrappers, and have their parts in its names.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+
+    @classmethod
+    def of(cls, root: nn.Module) -> KnownNames:
+        """Returns the names of a module's parameters, buffers and extra states in a state dict."""
+        names: list[str] = []
+        for name, module in named_modules(root, remove_duplicate=False):
+            own = [key for key, _ in module.named_parameters("", False, False)]
+            own += [key for key, _ in module.named_buffers("", False, False)]
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                own.append(_EXTRA_STATE_KEY_SUFFIX)
+            names += [f"{name}.{key}" if name else key for key in own]
+        return cls(names)
+
+    def find_module(self, name: str) -> str:
+        """Does :meth:`find` for the name of a module that has extra state."""
+        end = _EXTRA_STATE_KEY_SUFFIX
+        found = self.find(f"{name}.{end}" if name else end)
+        return found.removesuffix(end).removesuffix(".")
+
+    def find(self, name: str) -> str:
+        """Returns the known name for one of a file, or the file's name if none is known."""
+        if name in self._names:
+            return name
+        parts = [part for part in name.split(".") if part not in _RESERVED]
+        at = [index for index, part in enumerate(parts) if part == _PARALLEL]
+        if len(at) > _MAX_PARALLEL:
+            at = at[:1]
+        for count in range(len(at) + 1):
+            for dropped in combinations(at, count):
+                kept = [part for index, part in enumerate(parts) if index not in dropped]
+                found = ".".join(kept)
+                if found in self._names:
+                    return found
+        return name
 
 
 def find_modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
@@ -20,20 +167,21 @@ def find_modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
 
     Args:
         model: the whole.
-        pattern: a name, in which a ``*`` stands for any characters of one part. A wrapper has
-            the name of the module in it, and stands for both.
+        pattern: a plain name, in which a ``*`` stands for any characters of one part. Of a wrapper
+            and the module inside, which have one plain name, the wrapper is found.
     """
     found: dict[str, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():
-        plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        plain = plain_name(model, name)
         if matches(pattern, plain):
             found.setdefault(plain, (name, module))
     return list(found.values())
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Tells whether a pattern names something of this name."""
-    parts, wanted = name.split("."), pattern.split(".")
+    """Tells whether a pattern names something of this plain name."""
+    parts = name.split(".")
+    wanted = [part for part in pattern.split(".") if part not in _RESERVED]
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 

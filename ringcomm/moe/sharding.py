@@ -19,6 +19,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.groups import communicator_of
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError
+from ringcomm.module_names import named_modules
 from ringcomm.moe.layer import MoE
 from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.meshes import SHARING, STAGES
@@ -99,7 +100,7 @@ def shard(
     ranks = _ranks_of(comm, mesh, module)
     everyone, options = ranks.everyone, zero.ZeroOptions() if options is None else options
     with all_or_none(everyone, _SHARD):
-        layers = {name: each for name, each in module.named_modules() if isinstance(each, MoE)}
+        layers = {name: each for name, each in named_modules(module) if isinstance(each, MoE)}
         group = _group_of(layers, everyone)
         _check_experts(layers)
     if group is None:

@@ -33,7 +33,7 @@ from ringcomm import _native
 from ringcomm.c10d.comm_argument import CommArgument
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.module_names import matches
+from ringcomm.module_names import matches, named_parameters
 from ringcomm.optim.buckets import Bucket, Buckets
 from ringcomm.optim.fused_rules import (
     MOMENTS,
@@ -380,7 +380,7 @@ def muon_groups(
     Raises:
         ArgumentError: a name of ``adamw`` names no matrix.
     """
-    everything = list(module.named_parameters())
+    everything = list(named_parameters(module))
     matrices = [name for name, param in everything if param.dim() == 2]
     named = [(name, param) for name, param in everything if param.requires_grad]
     for pattern in adamw:

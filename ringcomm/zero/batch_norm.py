@@ -21,6 +21,7 @@ from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.comm.arguments import ReduceOp
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, where
+from ringcomm.module_names import plain_name
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.dtensors import local_of
 from ringcomm.zero.sharding import engine_of, is_sharded
@@ -166,7 +167,8 @@ def sync_buffers(module: nn.Module, how: str = "mean") -> None:
         if how not in ("mean", "rank0"):
             head = where("sync_buffers", comm.rank, comm.world_size)
             raise ArgumentError(f'{head}: how: expected "mean" or "rank0", got {how!r}')
-    named = {name: local_of(each) for name, each in root.named_buffers() if each.numel()}
+    buffers = ((plain_name(root, name), each) for name, each in root.named_buffers())
+    named = {name: local_of(each) for name, each in buffers if each.numel()}
     told = {name: [str(each.dtype), list(each.shape)] for name, each in named.items()}
     check_agreement(comm, "sync_buffers", {"options": {"how": how, **told}})
     for dtype in dict.fromkeys(each.dtype for each in named.values()):

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import ArgumentError
+from ringcomm.module_names import named_modules
 from ringcomm.optim.dtensors import local_of
 from ringcomm.optim.layout import DTYPE_NAMES
 from ringcomm.zero.absent import plainly
@@ -98,7 +99,7 @@ class Unconverted:
             raise ArgumentError(self._refusal(self._name_of(module, key), which, kind, change))
 
     def _name_of(self, module: nn.Module, key: str) -> str:
-        names = (name for name, each in self.module.named_modules() if each is module)
+        names = (name for name, each in named_modules(self.module) if each is module)
         prefix = next(names, "")
         return f"{prefix}.{key}" if prefix else key
 

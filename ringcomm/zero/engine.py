@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory.disk_chunks import DiskChunks
+from ringcomm.module_names import named_parameters
 from ringcomm.optim.agreement import CommRanks, MeshRanks, all_or_none, ranks_of
 from ringcomm.optim.dtensors import align_gradient, find_mesh, is_distributed
 from ringcomm.optim.outside_writes import count_change
@@ -140,7 +141,7 @@ class ShardEngine:
         known = {*map(id, self.plan.params), *parts.ignored}
         #: The names of parameters that were frozen at ``shard()``, by parameter.
         self.frozen_params = {
-            param: name for name, param in parts.module.named_parameters() if id(param) not in known
+            param: name for name, param in named_parameters(parts.module) if id(param) not in known
         }
         self._unconverted = refuse_conversions(parts.module, head, weakref.ref(self))
         self._align_gradients()
@@ -182,12 +183,12 @@ class ShardEngine:
                 _engines.pop(param, None)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters with the names that they have now, without other engines' and
+        """Yields the parameters with the plain names that they have now, without other engines' and
         those that are ignored.
 
         Modules that were put into the module since, such as adapters, may be sharded by themselves.
         """
-        for name, param in self.parts.module.named_parameters():
+        for name, param in named_parameters(self.parts.module):
             if owner_of(param) in (None, self) and id(param) not in self.parts.ignored:
                 yield name, param
 

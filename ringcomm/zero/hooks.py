@@ -6,6 +6,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -13,6 +14,10 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ringcomm.errors import ArgumentError, UnsupportedError, where
+from ringcomm.module_names import (
+    KnownNames,
+    wrapped_key,
+)
 from ringcomm.zero.buckets import ShardedBucket
 from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.units import Unit
@@ -141,6 +146,62 @@ def _refuse_states(engine: ShardEngine) -> Callable[..., None]:
             )
 
     return refuse
+
+
+def name_states_plainly(engine: ShardEngine, outer: nn.Module) -> None:
+    """Has ``state_dict()`` give plain names, and ``load_state_dict()`` take plain and other ones.
+
+    Args:
+        engine: of the module.
+        outer: the module as the caller of ``shard()`` has it, perhaps in wrappers.
+    """
+    root = engine.parts.module
+    around = [] if outer is root else [outer]
+    for module in (*around, *root.modules()):
+        key = wrapped_key(module)
+        # Wrappers of activation checkpoints leave themselves out of names by such hooks, too.
+        if key is not None and not hasattr(type(module), "_post_state_dict_hook"):
+            engine.keep(module.register_state_dict_post_hook(partial(_leave_out, key)))  # type: ignore[no-untyped-call]
+            engine.keep(module.register_load_state_dict_pre_hook(partial(_put_in, key)))  # type: ignore[no-untyped-call]
+    first = root.register_load_state_dict_pre_hook(_find_names)  # type: ignore[no-untyped-call]
+    # Hooks of wrappers, the root's own among them, expect plain names.
+    hooks: Any = root._load_state_dict_pre_hooks
+    hooks.move_to_end(first.id, last=False)
+    engine.keep(first)
+
+
+def _leave_out(key: str, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    """Leaves a wrapper's part out of the names in a state dict that was made."""
+    _replace_prefix(state, f"{prefix}{key}.", prefix)
+
+
+def _put_in(key: str, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    """Puts a wrapper's part into the names of a state dict that is about to be loaded."""
+    inner, wrapped = module._modules[key], f"{prefix}{key}."
+    names = [name for name in state if name.startswith(prefix)]
+    # The module inside may have a child of the same name.
+    first = f"{wrapped}{key}." if inner is not None and key in inner._modules else wrapped
+    has_part = all(name.startswith(wrapped) for name in names)
+    if not (has_part and any(name.startswith(first) for name in names)):
+        _replace_prefix(state, prefix, wrapped)
+
+
+def _replace_prefix(state: Any, prefix: str, other: str) -> None:
+    """Replaces the beginning of names, in their order."""
+    for table in (state, getattr(state, "_metadata", {})):
+        for name in list(table):
+            value = table.pop(name)
+            begins = name.startswith(prefix)
+            table[other + name[len(prefix) :] if begins else name] = value
+
+
+def _find_names(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    """Gives what is about to be loaded the plain names of a module's tensors."""
+    known = KnownNames.of(module)
+    for name in [name for name in state if name.startswith(prefix)]:
+        found = prefix + known.find(name[len(prefix) :])
+        if found != name and found not in state:
+            state[found] = state.pop(name)
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import ArgumentError
-from ringcomm.module_names import find_modules, some
+from ringcomm.module_names import find_modules, named_modules, plain_name, some
 from ringcomm.optim.options import AdamWOptions
 
 #: Dtypes that trained parameters can have.
@@ -193,7 +193,7 @@ class ModuleDtypes:
         inside: dict[int, torch.dtype] = {}
         chosen: list[ChosenModule] = []
         # Outer modules have their turn first, so that inner ones are not cast a second time.
-        for name, module in root.named_modules():
+        for name, module in named_modules(root):
             outside = inside.get(id(module), precision.param)
             if name in named and named[name] is not outside:
                 chosen.append(ChosenModule(module, named[name], outside))
@@ -216,12 +216,12 @@ def _named(root: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     for pattern in patterns:
         found = find_modules(root, pattern)
         if not found:
-            names = [name for name, _ in root.named_modules() if name]
+            names = list(dict.fromkeys(name for name, _ in named_modules(root) if name))
             raise ArgumentError(
                 f"shard: precision: keep_fp32: expected names of modules, but none matches "
                 f"{pattern!r} (a * stands for one part of a name); there are {some(names)}"
             )
-        named.update(found)
+        named.update((plain_name(root, name), module) for name, module in found)
     return named
 
 
@@ -230,7 +230,7 @@ def _dtypes_inside(
 ) -> dict[int, torch.dtype | None]:
     """Returns by ``id`` the dtypes of parameters; all modules that have one must agree on it."""
     owners: dict[int, tuple[str, torch.dtype | None]] = {}
-    for prefix, module in root.named_modules(remove_duplicate=False):
+    for prefix, module in named_modules(root, remove_duplicate=False):
         for key, param in module.named_parameters(recurse=False, remove_duplicate=False):
             name, dtype = f"{prefix}.{key}" if prefix else key, inside.get(id(module))
             first, other = owners.setdefault(id(param), (name, dtype))

@@ -17,6 +17,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.memory import normal_tensors
 from ringcomm.memory.freed import give_back_freed
+from ringcomm.module_names import named_modules, named_parameters, wrapped_key
 from ringcomm.optim.dtensors import check_placements, is_distributed, local_of, set_local
 from ringcomm.optim.layout import DTYPE_NAMES, BucketLayout
 from ringcomm.zero.absent import make_present
@@ -45,7 +46,7 @@ def check_shardable(root: nn.Module) -> None:
     """
     # Looked up in sys.modules, to import nothing: no module can be an FSDP module otherwise.
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    for name, module in root.named_modules():
+    for name, module in named_modules(root):
         called = f"shard: module {name or type(module).__name__!r}"
         if isinstance(module, fsdp):
             raise ArgumentError(
@@ -59,7 +60,7 @@ def check_shardable(root: nn.Module) -> None:
                 "without max_norm, and clip the rows yourself after each step (inside "
                 "gathered(module, write_from=0))"
             )
-    for name, param in root.named_parameters():
+    for name, param in named_parameters(root):
         check_placements(param, f"shard: parameter {name}")
         if is_distributed(param) and not param.is_contiguous():
             raise UnsupportedError(
@@ -87,7 +88,7 @@ def check_batch_norm(root: nn.Module, comm: Communicator) -> None:
     works = comm.device.type != "cpu" and dist.is_available() and dist.is_initialized()
     if comm.world_size == 1 or works:
         return
-    for name, module in root.named_modules():
+    for name, module in named_modules(root):
         if isinstance(module, nn.SyncBatchNorm):
             raise UnsupportedError(
                 f"shard: module {name or type(module).__name__!r}: torch.nn.SyncBatchNorm works on "
@@ -245,11 +246,12 @@ def _give_memory(param: nn.Parameter, device: torch.device, rollback: Rollback, 
 
 
 def _modules(module: nn.Module, name: str, others: set[int]) -> list[tuple[str, nn.Module]]:
-    """Returns the module and the modules inside it, without those of other units."""
+    """Returns the module and the modules inside it by plain name, without those of other units."""
     found = [(name, module)]
     for key, child in module.named_children():
         if id(child) not in others:
-            found += _modules(child, f"{name}.{key}" if name else key, others)
+            called = name if wrapped_key(module) == key else f"{name}.{key}" if name else key
+            found += _modules(child, called, others)
     return found
 
 

@@ -19,6 +19,7 @@ from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import normal_tensors
 from ringcomm.memory.disk_chunks import DiskChunks
 from ringcomm.memory.freed import keep_freed_memory
+from ringcomm.module_names import named_parameters
 from ringcomm.optim.agreement import all_or_none, check_agreement, check_on_mesh
 from ringcomm.optim.dtensors import PartMesh, find_mesh, local_of, set_local
 from ringcomm.optim.layout import ShardLayout
@@ -29,7 +30,7 @@ from ringcomm.zero.absent import make_present
 from ringcomm.zero.buckets import ParamBucket
 from ringcomm.zero.disk_buckets import make_store, reserve
 from ringcomm.zero.engine import EngineParts, ShardEngine, owner_of
-from ringcomm.zero.hooks import hook_modules, uncompiled
+from ringcomm.zero.hooks import hook_modules, name_states_plainly, uncompiled
 from ringcomm.zero.optimizer import place_params
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
@@ -137,7 +138,7 @@ def shard(
                 parts.store.raise_fault()
             if isinstance(init, WeightSource):
                 init.settle()
-            _attach(parts, rollback)
+            _attach(parts, returned, rollback)
     if not ranks.launches:
         keep_freed_memory()
     return returned
@@ -279,8 +280,14 @@ def _move(parts: EngineParts, init: Init, rollback: Rollback) -> None:
     settle_rest(parts, rollback)
 
 
-def _attach(parts: EngineParts, rollback: Rollback) -> None:
-    """Makes the engine, and attaches it and all hooks to the module."""
+def _attach(parts: EngineParts, outer: nn.Module, rollback: Rollback) -> None:
+    """Makes the engine, and attaches it and all hooks to the module.
+
+    Args:
+        parts: all of the engine's parts.
+        outer: the module as the caller has it, perhaps what ``torch.compile()`` returned.
+        rollback: registers how to undo it.
+    """
     engine = ShardEngine(parts)
     rollback.call(engine.close)
     place_params(engine)
@@ -289,6 +296,7 @@ def _attach(parts: EngineParts, rollback: Rollback) -> None:
     rollback.call(forget_engine, parts.module)
     engine.count_change()
     hook_modules(engine, parts.module)
+    name_states_plainly(engine, outer)
 
 
 def _check_arguments(module: nn.Module, stage: int, comm: Communicator) -> None:
@@ -317,7 +325,7 @@ def _check_module(module: nn.Module, comm: Communicator, others: DeviceMesh | No
 def _check_not_sharded(module: nn.Module) -> None:
     if any(_ENGINE in vars(each) for each in module.modules()):
         raise ArgumentError("shard: the module, or one inside it, is sharded already; unshard() it")
-    for name, param in module.named_parameters():
+    for name, param in named_parameters(module):
         if owner_of(param) is not None:
             raise ArgumentError(
                 f"shard: parameter {name} is of a module that is sharded already. Of what is put "

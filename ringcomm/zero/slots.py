@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ringcomm.errors import ArgumentError
+from ringcomm.module_names import plain_name
 from ringcomm.zero.buckets import BucketParam
 
 Tensor = torch.Tensor
@@ -71,8 +72,9 @@ class Slots:
         there = {id(param) for param in self._root.parameters()}
         for slot in self._slots:
             if self._is_replaced(slot, there):
+                name = plain_name(self._root, slot.name)
                 raise ArgumentError(
-                    f"{self._head}: parameter {slot.name}: another tensor has its place in the "
+                    f"{self._head}: parameter {name}: another tensor has its place in the "
                     "module since shard(), and would never be trained. Keep the parameter and "
                     "change its values in place, with copy_(), at stage 3 inside "
                     "ringcomm.zero.gathered(module, write_from=0). Replace, tie or parametrize "

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from ringcomm.errors import ArgumentError
-from ringcomm.module_names import find_modules, matches, some
+from ringcomm.module_names import (
+    find_modules,
+    matches,
+    named_modules,
+    named_parameters,
+    plain_name,
+    some,
+    unwrapped,
+    wrapped_key,
+)
 from ringcomm.zero.options import UnitOptions, Units, ZeroOptions
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -19,10 +28,10 @@ class Unit:
     """A module whose parameters are gathered when it runs.
 
     Attributes:
-        name: qualified name of the module; "" is the root.
+        name: plain name of the module; "" is the root.
         module: the module whose calls gather the unit.
-        params: the parameters that belong to this unit and to no unit inside it, by qualified
-            name; each once, under its first name.
+        params: the parameters that belong to this unit and to no unit inside it, by plain name;
+            each once, under its first name.
         options: choices for it.
     """
 
@@ -46,7 +55,7 @@ def find_units(root: nn.Module, rule: Units | None) -> list[Unit]:
         if module is not root and any(True for _ in module.parameters()):
             chosen.setdefault(id(module), Unit(name, module))
     for name, path in _owners(root, chosen).items():
-        path[-1].params[name] = root.get_parameter(name)
+        path[-1].params[plain_name(root, name)] = root.get_parameter(name)
     return list(chosen.values())
 
 
@@ -77,7 +86,7 @@ def leave_out(root: nn.Module, units: Sequence[Unit], options: ZeroOptions) -> f
     Raises:
         ArgumentError: a name is of no parameter and of no module that has one.
     """
-    named = list(root.named_parameters(remove_duplicate=False))
+    named = list(named_parameters(root, remove_duplicate=False))
     ignored: set[int] = set()
     for pattern in options.ignored:
         found = {id(param) for name, param in named if matches(pattern, name)}
@@ -99,9 +108,9 @@ def leave_out(root: nn.Module, units: Sequence[Unit], options: ZeroOptions) -> f
 def _chosen(root: nn.Module, rule: Units | None) -> Iterator[tuple[str, nn.Module]]:
     if rule is None:
         found = list(_list_elements(root, ""))
-        yield from found or root.named_children()
+        yield from found or unwrapped(root).named_children()
     elif callable(rule) and not isinstance(rule, type):
-        yield from ((name, module) for name, module in root.named_modules() if rule(name, module))
+        yield from _by_function(root, rule)
     else:
         types = () if isinstance(rule, type) else tuple(rule)
         if not types or not all(isinstance(each, type) for each in types):
@@ -109,7 +118,7 @@ def _chosen(root: nn.Module, rule: Units | None) -> Iterator[tuple[str, nn.Modul
                 f"units: expected types of modules, or a function of a name and a module, got "
                 f"{rule!r}"
             )
-        of_types = [(n, m) for n, m in root.named_modules() if isinstance(m, types)]
+        of_types = [(n, m) for n, m in named_modules(root) if isinstance(m, types)]
         if not of_types:
             raise ArgumentError(
                 f"units: expected types of modules, but {type(root).__name__} has none of "
@@ -119,8 +128,28 @@ def _chosen(root: nn.Module, rule: Units | None) -> Iterator[tuple[str, nn.Modul
         yield from of_types
 
 
+def _by_function(
+    root: nn.Module, rule: Callable[[str, nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules that a function chooses; a wrapper stands for the module inside, too."""
+    done: set[int] = set()
+    for name, module in named_modules(root):
+        if id(module) not in done and rule(name, module):
+            yield name, module
+            if wrapped_key(module) is not None:
+                done.update(id(each) for each in _inside_wrappers(module))
+
+
+def _inside_wrappers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the modules inside a wrapper that have its plain name."""
+    while wrapped_key(module) is not None:
+        module = next(module.children())
+        yield module
+
+
 def _list_elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the elements of the outermost lists of modules, with their names."""
+    """Yields the elements of the outermost lists of modules, with their plain names."""
+    module = unwrapped(module)
     for name, child in module.named_children():
         if isinstance(module, _LISTS):
             yield prefix + name, child
@@ -155,10 +184,10 @@ def _path(root: nn.Module, name: str, chosen: dict[int, Unit]) -> list[Unit]:
 
 
 def aliases(root: nn.Module) -> dict[str, str]:
-    """Returns the first name of each tied parameter, by its every further name."""
+    """Returns the first plain name of each tied parameter, by its every further name."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}
-    for name, param in root.named_parameters(remove_duplicate=False):
+    for name, param in named_parameters(root, remove_duplicate=False):
         known = first.setdefault(id(param), name)
         if known != name:
             found[name] = known

@@ -40,6 +40,7 @@ from torch.futures import Future
 
 from ringcomm.errors import CheckpointError, UnsupportedError
 from ringcomm.json_reader import decode, encode, text_of
+from ringcomm.module_names import KnownNames
 from ringcomm.zero.checkpoint import commit
 from ringcomm.zero.checkpoint.contents import FlatShard, Part, PartShard, check_name
 from ringcomm.zero.checkpoint.manifest import (
@@ -102,8 +103,32 @@ class LoadPlanner(DefaultLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
+        # By the name here, the name in the checkpoint, of what was saved in other wrappers.
+        self._saved_as: dict[str, str] = {}
         if self.metadata is not None:
+            self.metadata = self._in_plain_names(self.metadata)
             self.state_dict, self.metadata = _alike(self.state_dict, self.metadata)
+
+    def _in_plain_names(self, saved: Metadata) -> Metadata:
+        """Returns the metadata with the names of the state in place of those with wrappers."""
+        known, described = KnownNames(self.state_dict), {}
+        for name, each in saved.state_dict_metadata.items():
+            found = known.find(name)
+            if found != name and found not in saved.state_dict_metadata:
+                self._saved_as[found] = name
+                name = found
+            described[name] = each
+        return replace(saved, state_dict_metadata=described)
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        items = [
+            replace(item, storage_index=replace(item.storage_index, fqn=saved))
+            if (saved := self._saved_as.get(item.storage_index.fqn))
+            else item
+            for item in plan.items
+        ]
+        return replace(plan, items=items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn

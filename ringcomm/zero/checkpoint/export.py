@@ -14,6 +14,7 @@ import torch
 
 from ringcomm.errors import ArgumentError, CheckpointError
 from ringcomm.json_reader import text_of
+from ringcomm.module_names import KnownNames, without_wrappers
 from ringcomm.zero.checkpoint import commit
 from ringcomm.zero.checkpoint.reader import Reader
 from ringcomm.zero.checkpoint.tensor_file import (
@@ -56,9 +57,10 @@ def export_safetensors(
 ) -> list[Path]:
     """Writes the weights of a checkpoint as a folder of safetensors files; in one process.
 
-    The tensors whose names begin with "model." are the weights, and are written without it, as
-    ``module.load_state_dict`` takes them. ``docs/checkpoint.md`` says which files there are. The
-    folder appears whole or not at all, and no more than a block of a tensor is in memory.
+    The tensors whose names begin with "model." are the weights, and are written without it and
+    without names of wrappers, as ``module.load_state_dict`` takes them. ``docs/checkpoint.md`` says
+    which files there are. The folder appears whole or not at all, and no more than a block of a
+    tensor is in memory.
 
     Args:
         folder: of a checkpoint. Where its data are a dict with an entry "tied", that is a dict of
@@ -82,6 +84,8 @@ def export_safetensors(
     reader, target = Reader(folder), Path(path)
     tied = _tied(reader)
     weights = _weights(reader, tied if aliases == "copy" else {}, dtype)
+    plain = without_wrappers([*_saved(reader), *tied])
+    plain_tied = {plain[alias]: plain[name] for alias, name in tied.items()}
     if names is not None:
         weights = _chosen(reader, weights, names)
     files = cut_into_files(weights, max_file_bytes)
@@ -89,7 +93,7 @@ def export_safetensors(
         with commit.whole(target) as partial_folder:
             for name, run in files.items():
                 kept = {weight.name for weight in run} if aliases == "skip" else set()
-                told = {alias: name for alias, name in tied.items() if name in kept}
+                told = {alias: name for alias, name in plain_tied.items() if name in kept}
                 entries = [_entry(reader, weight) for weight in run]
                 write_tensor_file(partial_folder / name, entries, {"format": "pt", **told})
             if len(files) > 1:
@@ -114,7 +118,7 @@ def check_choices(max_file_bytes: object, dtype: torch.dtype | None, aliases: ob
 
 
 def _tied(reader: Reader) -> dict[str, str]:
-    """Aliases in the model, with the names whose tensors they share."""
+    """Returns the aliases in the model, with the names whose tensors they share, as saved."""
     tied = reader.data.get("tied", {}) if isinstance(reader.data, dict) else {}
     saved = set(reader.names())
     for alias, name in tied.items() if isinstance(tied, dict) else [(tied, None)]:
@@ -126,12 +130,18 @@ def _tied(reader: Reader) -> dict[str, str]:
     return dict(tied)
 
 
+def _saved(reader: Reader) -> list[str]:
+    """Returns the names of the weights, as saved."""
+    prefix = MODEL_PREFIX
+    return [name.removeprefix(prefix) for name in reader.names() if name.startswith(prefix)]
+
+
 def _weights(reader: Reader, copied: Mapping[str, str], dtype: torch.dtype | None) -> list[Weight]:
-    saved = [name for name in reader.names() if name.startswith(MODEL_PREFIX)]
-    homes = {name.removeprefix(MODEL_PREFIX): name for name in saved}
+    homes = {name: f"{MODEL_PREFIX}{name}" for name in _saved(reader)}
     homes |= {alias: f"{MODEL_PREFIX}{name}" for alias, name in copied.items()}
+    plain = without_wrappers(homes)
     weights = []
-    for name, home in homes.items():
+    for name, home in ((plain[name], home) for name, home in homes.items()):
         kind = reader.dtype(home)
         if dtype is not None and kind.is_floating_point:
             kind = dtype
@@ -140,12 +150,14 @@ def _weights(reader: Reader, copied: Mapping[str, str], dtype: torch.dtype | Non
 
 
 def _chosen(reader: Reader, weights: list[Weight], names: Collection[str]) -> list[Weight]:
-    unknown = sorted(set(names) - {weight.name for weight in weights})
+    named = {weight.name for weight in weights}
+    wanted = set(map(KnownNames(named).find, names))
+    unknown = sorted(wanted - named)
     if unknown:
         raise ArgumentError(
             f"export: expected names of weights in {reader.folder}, got {unknown[:5]}"
         )
-    return [weight for weight in weights if weight.name in names]
+    return [weight for weight in weights if weight.name in wanted]
 
 
 def cut_into_files(weights: list[Weight], max_file_bytes: int) -> dict[str, list[Weight]]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import ArgumentError, CheckpointError
+from ringcomm.module_names import KnownNames, named_modules
 from ringcomm.optim.dtensors import PartMesh, Sharding, local_of
 from ringcomm.optim.fused_rules import AdamWRule
 from ringcomm.optim.kernels import SKIPPED, STEPS
@@ -33,6 +34,7 @@ from ringcomm.optim.state import (
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.buckets import BucketParam, ParamBucket, ReplicatedBucket, ShardedBucket
 from ringcomm.zero.checkpoint.contents import FlatShard, Part, PartShard
+from ringcomm.zero.checkpoint.manifest import Manifest
 from ringcomm.zero.disk_buckets import DiskBucket
 from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.units import aliases
@@ -200,9 +202,9 @@ def loose_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
-    """Persistent buffers by name, each once."""
+    """Returns the persistent buffers by plain name, each once."""
     found: dict[str, Tensor] = {}
-    for prefix, owner in module.named_modules():
+    for prefix, owner in named_modules(module):
         for name, buffer in owner._buffers.items():
             if buffer is not None and name not in owner._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = local_of(buffer)
@@ -217,6 +219,86 @@ def model_parts(engine: ShardEngine) -> Iterator[StatePart]:
         flat = buffer.detach().contiguous().reshape(-1)
         local = flat if engine.ranks.rank == 0 else flat[:0]
         yield StatePart(f"model.{name}", flat.numel(), 0, local, tuple(buffer.shape))
+
+
+# A checkpoint may have been saved of a module in other wrappers, with their parts in its names.
+
+
+# Where names stand in a checkpoint's plain data; see :func:`renamed`.
+NAMES_IN_FACTS = {
+    "params": True,
+    "left_out": True,
+    "optimizer": {"steps": True, "states": True, "group_params": True},
+}
+_NAMES_IN_DATA = {"tied": True, "ringcomm": NAMES_IN_FACTS}
+
+
+def in_plain_names(manifest: Manifest, known: KnownNames) -> Manifest:
+    """Returns a manifest with the module's plain names in place of those with wrappers."""
+    tensors = {name: known_tensor(name, known) for name in manifest.tensors}
+    if all(name == plain for name, plain in tensors.items()):
+        return manifest
+    ranks = tuple(
+        replace(
+            rank,
+            data=_renamed_extra(rank.data, known),
+            tensors={known_tensor(name, known): each for name, each in rank.tensors.items()},
+        )
+        for rank in manifest.ranks
+    )
+    return replace(
+        manifest,
+        tensors={tensors[name]: each for name, each in manifest.tensors.items()},
+        ranks=ranks,
+        data=renamed(manifest.data, known, _NAMES_IN_DATA),
+    )
+
+
+def known_tensor(name: str, known: KnownNames) -> str:
+    """Returns the plain name for that of a checkpoint's tensor, such as "optim.exp_avg.0.bias"."""
+    kind, _, rest = name.partition(".")
+    if kind == "extra":
+        module, _, number = rest.rpartition(".")
+        return f"extra.{known.find_module(module)}.{number}"
+    parts = {"model": 0, "buffer": 0, "optim": 2 if rest.startswith("residual.") else 1}.get(kind)
+    if parts is None:
+        return name
+    *prefix, last = rest.split(".", parts)
+    return ".".join([kind, *prefix, known.find(last)])
+
+
+def _renamed_extra(told: Any, known: KnownNames) -> Any:
+    """Does :func:`renamed` for what a rank tells of its own, where modules have extra state."""
+    if not isinstance(told, dict) or not isinstance(told.get("extra"), dict):
+        return told
+    extra = {known.find_module(name): each for name, each in told["extra"].items()}
+    return {**told, "extra": extra}
+
+
+def renamed(value: Any, known: KnownNames, where: Any) -> Any:
+    """Returns plain data with plain names in place of those with wrappers.
+
+    Args:
+        value: the data, of which nothing is believed.
+        known: the module's names.
+        where: True if strings, and a dict's keys, are names; or by key, what holds for its value.
+    """
+    if where is True:
+        if isinstance(value, str):
+            return known.find(value)
+        if isinstance(value, list):
+            return [renamed(each, known, True) for each in value]
+        if isinstance(value, dict):
+            return {
+                known.find(key): known.find(each) if isinstance(each, str) else each
+                for key, each in value.items()
+            }
+    elif isinstance(value, dict):
+        return {
+            key: renamed(each, known, where[key]) if key in where else each
+            for key, each in value.items()
+        }
+    return value
 
 
 def step_of(

@@ -20,6 +20,7 @@ from torch import nn
 
 from ringcomm.errors import CheckpointError, UnsupportedError
 from ringcomm.json_reader import encode
+from ringcomm.module_names import named_modules
 from ringcomm.zero.checkpoint.tensor_file import dtype_name
 
 Tensor = torch.Tensor
@@ -78,7 +79,7 @@ def modules_with_extra_state(root: nn.Module) -> dict[str, nn.Module]:
     """Returns by name the modules whose class says how to get extra state, as torch finds them."""
     return {
         name: module
-        for name, module in root.named_modules()
+        for name, module in named_modules(root)
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
 

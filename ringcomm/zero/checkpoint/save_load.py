@@ -14,7 +14,7 @@ from torch import nn
 
 from ringcomm.errors import ArgumentError, CheckpointError, where
 from ringcomm.memory import normal_tensors
-from ringcomm.module_names import some
+from ringcomm.module_names import KnownNames, named_parameters, some
 from ringcomm.optim.agreement import agreed_load, all_or_none
 from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.residuals import Debtors
@@ -28,6 +28,7 @@ from ringcomm.zero.checkpoint.module_state import (
     check_names,
     check_optimizer,
     describe,
+    in_plain_names,
     overlap,
     take_optimizer,
 )
@@ -132,7 +133,7 @@ def _extra_state(engine: ShardEngine) -> ExtraState:
 def frozen_names(engine: ShardEngine) -> list[str]:
     """Returns the names of the parameters that were frozen when the module was sharded."""
     trained = set(engine.plan.names)
-    return [name for name, _ in engine.parts.module.named_parameters() if name not in trained]
+    return [name for name, _ in named_parameters(engine.parts.module) if name not in trained]
 
 
 def shards_of(
@@ -258,15 +259,18 @@ class _Loading:
         self.step = step
         self.reader = reader
         self.operation = operation
-        self.data = self._read_data(reader.data)
+        known = KnownNames.of(engine.parts.module)
+        plain = in_plain_names(reader.manifest, known)
+        self.data = self._read_data(plain.data)
         self.saved: Mapping[str, Any] = self.data["ringcomm"]
         # Another library's, whose FP32 weights fit each precision that the module has.
         self.converted = bool(self.saved.get("converted"))
         self.reader = Reader(reader.folder, verify=False, rounds=self.converted)
+        self.reader.manifest = in_plain_names(self.reader.manifest, known)
         mesh = None if engine.mesh is None else engine.mesh.sizes
         world = self.saved["world_size"], self.saved.get("mesh")
         self.exact = world == (engine.comm.world_size, mesh)
-        self.names = set(reader.names())
+        self.names = set(self.reader.names())
         self.keys = IncompatibleKeys((), ())
         # By name of what is written here, the name in the checkpoint.
         self.sources: dict[str, str] = {}
@@ -337,7 +341,7 @@ class _Loading:
                     f"was saved without the frozen parameters, and {some(lacking)} of them are "
                     "trained here; freeze them, or pass strict=False to keep their values"
                 )
-            names = [*dict(root.named_parameters()), *module_state.buffers_of(root)]
+            names = [*dict(named_parameters(root)), *module_state.buffers_of(root)]
             return {f"model.{name}": f"model.{name}" for name in names if name not in left_out}
         saved = {name.removeprefix("model.") for name in self.names if name.startswith("model.")}
         found, self.keys = partial.match(saved, self.data["tied"])
@@ -469,7 +473,7 @@ class _Loading:
             if self.debtors is not None:
                 take_residuals(self.engine, step, self.debtors, self.names, self._read)
         else:
-            named = self.engine.parts.module.named_parameters()
+            named = named_parameters(self.engine.parts.module)
             loaded = {id(param) for name, param in named if f"model.{name}" in self.sources}
             self.engine.placement.refresh_masters(loaded)
         if self.exact:

@@ -24,6 +24,7 @@ from torch import nn
 
 from ringcomm.errors import CheckpointError, where
 from ringcomm.memory import normal_tensors
+from ringcomm.module_names import named_parameters, unwrapped
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.checkpoint import commit
@@ -93,7 +94,7 @@ def save_pretrained(
     check_agreement(engine.comm, "save_pretrained", {"options": {**told, "aliases": aliases}})
     parts = {part.name: part for part in model_parts(engine)}
     # Ranks of a mesh have other buckets, but all have the module's own order.
-    named = [*dict(engine.parts.module.named_parameters()), *buffers_of(engine.parts.module)]
+    named = [*dict(named_parameters(engine.parts.module)), *buffers_of(engine.parts.module)]
     weights = [_weight(parts[f"model.{name}"], dtype) for name in named]
     tied = aliases_of(engine.parts.module)
     if aliases == "copy":
@@ -247,6 +248,7 @@ def _finish(root: nn.Module, partial: Path, target: Path, files: Sequence[_File]
     if len(files) > 1:
         runs = {file.name: [entry.weight for entry in file.entries] for file in files}
         write_file(partial / INDEX_NAME, index_of(runs))
+    root = unwrapped(root)
     if is_transformers(root):
         _save_config(root, partial, [weight.dtype for weight in weights])
     commit.commit(partial, target)

@@ -12,14 +12,17 @@ from torch import nn
 from ringcomm.errors import CheckpointError
 from ringcomm.json_reader import decode, encode
 from ringcomm.memory import normal_tensors
+from ringcomm.module_names import KnownNames
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.checkpoint import module_state
 from ringcomm.zero.checkpoint.module_state import (
+    NAMES_IN_FACTS,
     StatePart,
     check_names,
     check_optimizer,
     describe,
+    renamed,
     take_optimizer,
 )
 from ringcomm.zero.checkpoint.optimizer_state import parts_to_load, state_parts
@@ -100,7 +103,8 @@ class TrainState:
         """
         engine, step = self._engine, self._step
         try:
-            facts = json.loads(state["facts"])
+            known = KnownNames.of(engine.parts.module)
+            facts = renamed(json.loads(state["facts"]), known, NAMES_IN_FACTS)
             given = facts["optimizer"]
         except (KeyError, TypeError, ValueError) as error:
             raise _failed(f"is no checkpoint of a TrainState: {error!r}") from error
@@ -136,6 +140,9 @@ class TrainState:
         except (TypeError, ValueError) as error:
             raise _failed(f"has extra state that is damaged: {error!r}") from error
         engine = self._engine
+        if isinstance(plain, dict):
+            known = KnownNames.of(engine.parts.module)
+            plain = {known.find_module(name): each for name, each in plain.items()}
         saved = ExtraState(plain, dict(state))
         return read_extra_state(engine.parts.module, saved, engine.comm.device, _failed)
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
-from ringcomm.module_names import matches, some
+from ringcomm.module_names import KnownNames, matches, named_modules, some, unwrapped
 from ringcomm.zero.checkpoint.weight_files import StoredTensor, WeightFiles
 
 Tensor = torch.Tensor
@@ -45,7 +45,7 @@ class IncompatibleKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """The names of a module's parameters and persistent buffers.
+    """The plain names of a module's parameters and persistent buffers.
 
     Attributes:
         tensors: by first name.
@@ -61,7 +61,7 @@ class ModuleNames:
     def of(cls, root: nn.Module) -> ModuleNames:
         made = cls()
         known: dict[int, str] = {}
-        for prefix, module in root.named_modules(remove_duplicate=False):
+        for prefix, module in named_modules(root, remove_duplicate=False):
             dot = f"{prefix}." if prefix else ""
             for key, param in module._parameters.items():
                 if param is not None:
@@ -289,7 +289,9 @@ class _Rules:
     """The transformers library's rules for the names of a model, if the model is one of its own."""
 
     def __init__(self, root: nn.Module, names: Mapping[str, str]) -> None:
+        root = unwrapped(root)
         self._names = names
+        self._known = KnownNames(names)
         self._prefix = getattr(root, "base_model_prefix", "") if is_transformers(root) else ""
         self._ignored = {
             kind: _any_of(getattr(root, f"_keys_to_ignore_on_load_{kind}", None))
@@ -306,6 +308,7 @@ class _Rules:
 
     def placed(self, name: str) -> tuple[str, Any, str | None]:
         """Returns the module's name for one in the files, and what makes it of several."""
+        name = self._known.find(name)
         if name in self._names:
             return name, None, None
         for each in self._renamings:

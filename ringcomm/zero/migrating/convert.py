@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.json_reader import shown
+from ringcomm.module_names import without_wrappers
 from ringcomm.zero.checkpoint import Checkpoints, commit
 from ringcomm.zero.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -38,6 +40,7 @@ from ringcomm.zero.migrating.foreign import ForeignState, ForeignTensor
 from ringcomm.zero.migrating.torch_file import DAMAGE, told
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 OPERATION = "convert"
 # Weights of a byte become at most themselves and three FP32 moments.
@@ -115,7 +118,27 @@ def read(source: Path, weights_only: bool) -> ForeignState:
             f"{OPERATION}: {source}: expected a folder of DeepSpeed, with files "
             "*_optim_states.pt or a file latest, or of torch.distributed.checkpoint, with .metadata"
         )
-    return state
+    return _in_plain_names(state)
+
+
+def _in_plain_names(state: ForeignState) -> ForeignState:
+    """Returns a state whose parameters and buffers are named without wrappers."""
+    plain = without_wrappers([*state.weights, *state.tied])
+    if all(name == each for name, each in plain.items()):
+        return state
+
+    def by_name(values: Mapping[str, T]) -> dict[str, T]:
+        return {plain.get(name, name): value for name, value in values.items()}
+
+    return replace(
+        state,
+        weights=by_name(state.weights),
+        masters=by_name(state.masters),
+        moments={kind: by_name(each) for kind, each in state.moments.items()},
+        steps=by_name(state.steps),
+        group_params=[[plain.get(name, name) for name in each] for each in state.group_params],
+        tied={plain[alias]: plain.get(name, name) for alias, name in state.tied.items()},
+    )
 
 
 def _write(folder: Path, state: ForeignState) -> None:
