@@ -14,7 +14,7 @@ from tests.support import ROOT
 MAY_IMPORT: dict[str, set[str]] = {}
 _below = {"_native"}
 _layers = (
-    ["errors"],
+    ["errors", "lifetime"],
     ["json_reader", "module_names", "output"],
     ["cuda", "rendezvous"],
     ["memory"],

@@ -39,6 +39,7 @@ from ringcomm.errors import (
     unusable_error,
     where,
 )
+from ringcomm.lifetime import until_exit
 
 
 class RankContext:
@@ -490,6 +491,7 @@ class CallEngine:
                 self._core.close()
             self._queue.turn.release()
 
+    @until_exit
     def __del__(self) -> None:
         queue: CallQueue | None = getattr(self, "_queue", None)
         if queue is not None:

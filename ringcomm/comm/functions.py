@@ -343,6 +343,12 @@ class P2POp:
         self.tag = tag
         self.group_peer = group_peer
 
+    def __repr__(self) -> str:
+        way = f"{'to' if self.op is isend else 'from'} rank "
+        way += f"{self.peer}" if self.group_peer is None else f"{self.group_peer} of the group"
+        shape, dtype = tuple(self.tensor.shape), self.tensor.dtype
+        return f"<ringcomm.P2POp {self.op.__name__} {way}, {dtype} {shape}, tag {self.tag}>"
+
     def start(self) -> Work:
         """Posts the send or receive."""
         key: dict[str, Any] = {"group_dst" if self.op is isend else "group_src": self.group_peer}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from types import TracebackType
-from typing import Any, TypeVar, cast, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -116,6 +116,7 @@ def _settle_vector_math() -> None:
 
 
 T = TypeVar("T")
+P = ParamSpec("P")
 _ONE_DEVICE = (str, int, torch.device, type(None))
 
 
@@ -125,6 +126,16 @@ class LocalWorld(Sequence[Communicator]):
     def __init__(self, communicators: Sequence[Communicator]) -> None:
         self._communicators = tuple(communicators)
         _settle_vector_math()
+
+    def __repr__(self) -> str:
+        first = self[0]
+        nodes = f" on {first.num_nodes} nodes" if first.num_nodes > 1 else ""
+        devices = sorted({str(each.device) for each in self if each.launches})
+        device = f" on {', '.join(devices)}" if devices else ""
+        state = ""
+        if any(each._refuse is not None for each in self):
+            state = " (closed)" if all(each._closed for each in self) else " (unusable)"
+        return f"<ringcomm.LocalWorld of {_count(len(self))}{nodes}{device}{state}>"
 
     @overload
     def __getitem__(self, index: int) -> Communicator: ...
@@ -139,8 +150,14 @@ class LocalWorld(Sequence[Communicator]):
     def __iter__(self) -> Iterator[Communicator]:
         return iter(self._communicators)
 
-    def run(self, fn: Callable[..., T], *args: Any) -> list[T]:
-        """Calls ``fn(communicator, *args)`` on every rank at once, each in a thread.
+    @overload
+    def run(self, fn: Callable[[Communicator], T]) -> list[T]: ...
+    @overload
+    def run(
+        self, fn: Callable[Concatenate[Communicator, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]: ...
+    def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
+        """Calls ``fn(communicator, *args, **kwargs)`` on every rank at once, each in a thread.
 
         In ``fn`` the module-level functions (``ringcomm.all_reduce`` and so on) use that thread's
         communicator. On a device each rank has a stream of its own, ordered after the caller's
@@ -155,7 +172,7 @@ class LocalWorld(Sequence[Communicator]):
         """
         turns = [communicator.rank_context() for communicator in self]
         calls = [
-            _bind(fn, communicator, args, turn)
+            _bind(partial(fn, communicator, *args, **kwargs), communicator, turn)
             for communicator, turn in zip(self, turns, strict=True)
         ]
         results = _run_threads(calls, self._abort)
@@ -272,12 +289,14 @@ def _kind(tensor: Tensor) -> str:
     return f"{tensor.numel()} elements of {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _bind(
-    fn: Callable[..., T], communicator: Communicator, args: tuple[Any, ...], turn: RankContext
-) -> Callable[[], T]:
+def _count(ranks: int) -> str:
+    return f"{ranks} rank{'s' if ranks > 1 else ''}"
+
+
+def _bind(fn: Callable[[], T], communicator: Communicator, turn: RankContext) -> Callable[[], T]:
     def call() -> T:
         with turn.taken(), thread_default(communicator):
-            return fn(communicator, *args)
+            return fn()
 
     return call
 

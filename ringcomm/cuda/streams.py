@@ -49,11 +49,12 @@ class CudaStream:
     """
 
     def __init__(self, device: int, handle: int, pool: deque[int]) -> None:
+        # First what __del__ reads, which also runs when the rest of this raises.
         self.handle = handle
+        self._pool = pool
         self.device = device
         self.torch_stream = _torch_stream(device, handle)
         self.key = _key_of(self.torch_stream)
-        self._pool = pool
 
     def __del__(self) -> None:
         self._pool.append(self.handle)

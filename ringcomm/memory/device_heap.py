@@ -16,6 +16,7 @@ import torch
 from ringcomm import _native, cuda
 from ringcomm.cuda.runtime import DeviceRuntime, Event, Stream
 from ringcomm.errors import ArgumentError, HeapError, UnsupportedError
+from ringcomm.lifetime import until_exit
 from ringcomm.memory.host_heap import parse_bytes
 
 # One device heap: a plain device allocation, cut into blocks.
@@ -55,6 +56,7 @@ class DeviceBlock:
         """Its bytes as a tensor (uint8), which keeps this object alive."""
         return self.heap.runtime.tensor(self.heap.device, self.ptr, self.size_bytes, self)
 
+    @until_exit
     def __del__(self) -> None:
         self.heap.give_back(self.offset_bytes, self._streams)
 

@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 from ringcomm.cuda.runtime import DeviceRuntime
 from ringcomm.errors import MismatchError, RendezvousError, UnsupportedError
 from ringcomm.json_reader import read_fields
+from ringcomm.lifetime import until_exit
 from ringcomm.memory.device_heap import TOKEN_BYTES, DeviceHeap, heap_of_token
 from ringcomm.rendezvous.handles import machine_identity
 
@@ -184,6 +185,7 @@ class _OpenedHeap(MappedDeviceHeap):
             self._closed = True
             self._runtime.close_handle(self._device, self.base_ptr)
 
+    @until_exit
     def __del__(self) -> None:
         if hasattr(self, "_closed"):  # it has been opened
             self.close()

@@ -20,6 +20,7 @@ from ringcomm.moe.sharding import Parts, parts_of
 from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.zero.checkpoint.checkpoints import Checkpoints
+from ringcomm.zero.sharding import check_step_number, path_of
 
 _SAVE, _LOAD = "moe.save", "moe.load"
 
@@ -49,6 +50,8 @@ def save(
     Raises:
         Exception: as of ``zero.save``.
     """
+    root = path_of(root, _SAVE, "root")
+    check_step_number(step, _SAVE)
     parts = parts_of(module, _SAVE)
     dense, experts = _optimizers(optimizer, _SAVE)
     if parts.experts is not None:
@@ -82,6 +85,7 @@ def load(
             ranks; nothing was changed. Or it is damaged: of both parts one may have been loaded.
         ArgumentError: as of ``zero.load``.
     """
+    root = path_of(root, _LOAD, "root")
     parts = parts_of(module, _LOAD)
     dense, experts = _optimizers(optimizer, _LOAD)
     found = Checkpoints(_of_dense(root)).latest() if step is None else step

@@ -53,6 +53,9 @@ class Optimizer:
         self.dense = _made(make, dense)
         self.experts = _made(make, of_experts) if of_experts else None
 
+    def __repr__(self) -> str:
+        return f"<ringcomm.moe.Optimizer dense: {self.dense!r}, experts: {self.experts!r}>"
+
     @property
     def parts(self) -> list[ShardedOptimizer]:
         """The optimizers, that of the dense part first."""

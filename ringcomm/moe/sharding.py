@@ -23,7 +23,7 @@ from ringcomm.module_names import named_modules
 from ringcomm.moe.layer import MoE
 from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.meshes import SHARING, STAGES
-from ringcomm.zero.sharding import is_sharded
+from ringcomm.zero.sharding import check_module, is_sharded
 
 _SHARD = "moe.shard"
 _EXPERTS, _TENSOR = "ep", "tp"
@@ -137,6 +137,7 @@ def parts_of(module: nn.Module, operation: str) -> Parts:
     Raises:
         ArgumentError: :func:`shard` has not made any.
     """
+    check_module(module, operation)
     found = vars(module).get(_PARTS)
     if not isinstance(found, Parts):
         raise ArgumentError(

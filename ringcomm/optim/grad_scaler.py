@@ -38,6 +38,11 @@ class GradScaler(torch.amp.GradScaler):
         self._comm = comm
         super().__init__(device or found, **settings)
 
+    def __repr__(self) -> str:
+        # Not the scale: to read it is to wait for the device.
+        state = "enabled" if self.is_enabled() else "not enabled"
+        return f"<ringcomm.optim.GradScaler on {self._device}, {state}>"
+
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the gradients by the scale; collective."""
         self._begin(optimizer)

@@ -13,6 +13,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.errors import ArgumentError
+from ringcomm.lifetime import until_exit
 from ringcomm.optim.buckets import Buckets
 from ringcomm.optim.dtensors import (
     align_gradient,
@@ -208,6 +209,7 @@ class Accumulator:
         if handle is not None:
             handle.remove()
 
+    @until_exit
     def __del__(self) -> None:
         for handle in self._handles.values():
             handle.remove()

@@ -83,6 +83,10 @@ class LossScaler:
             self._credit = torch.full((), hysteresis, dtype=torch.int64, device=device)
         self._owner: weakref.ref[object] | None = None
 
+    def __repr__(self) -> str:
+        # Not the scale: to read it is to wait for the device.
+        return f"<ringcomm.optim.LossScaler on {self._scale.device}, {self.options}>"
+
     @property
     def current(self) -> Tensor:
         """The scale: float32, a scalar on the device, which steps update in place."""

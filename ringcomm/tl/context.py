@@ -17,6 +17,7 @@ from ringcomm import _native, memory
 from ringcomm._tl.geometry import Geometry
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, where
+from ringcomm.lifetime import until_exit
 
 __all__ = ["Context", "Symmetric"]
 
@@ -298,6 +299,7 @@ class Context:
         elif not self._closed:
             self._abandon()
 
+    @until_exit
     def __del__(self) -> None:
         if not self._closed:
             self._abandon()

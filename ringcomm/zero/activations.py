@@ -109,6 +109,9 @@ class Activations(AbstractContextManager[None]):
         # The backward that raises the fault at its end.
         self._raises_in = -1
 
+    def __repr__(self) -> str:
+        return f"<ringcomm.zero.Activations on {self._store.scratch.path}, {self.size_bytes} bytes>"
+
     @property
     def size_bytes(self) -> int:
         """Bytes of the file."""

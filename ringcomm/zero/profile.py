@@ -37,6 +37,10 @@ class StepProfile:
         self.on = False
         self.spans: list[TimedSpan] = []
 
+    def __repr__(self) -> str:
+        state = "on" if self.on else "off"
+        return f"<ringcomm.zero.StepProfile {state}, {len(self.spans)} spans>"
+
     @contextmanager
     def span(self, name: str, size_bytes: int = 0, kind: str = "communication") -> Iterator[None]:
         """Records the body of the ``with`` as a span."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -170,12 +172,65 @@ class _Trainers:
         return all_or_none(self.comm, "shard", self.over)
 
 
+# How functions that take a module or a path are called, for arguments in another order.
+_CALLS = {
+    "save": "save(root, step, module, optimizer)",
+    "load": "load(root, module, optimizer)",
+    "full_state_dict": "full_state_dict(module)",
+    "export_safetensors": "export_safetensors(folder, path), where folder is a checkpoint's; "
+    "save_pretrained(module, path) writes the weights of a module",
+    "save_pretrained": "save_pretrained(module, path)",
+    "load_pretrained": "load_pretrained(module, source)",
+    "pretrained": "pretrained(source)",
+    "moe.save": "moe.save(root, step, module, optimizer)",
+    "moe.load": "moe.load(root, module, optimizer)",
+    "TrainState": "TrainState(module, optimizer)",
+}
+
+
+def _kind_of(value: object) -> str:
+    kind = type(value).__name__
+    return f"{'an' if kind[:1] in 'AEIOUaeiou' else 'a'} {kind}"
+
+
+def check_module(module: object, operation: str) -> None:
+    """Raises ArgumentError unless ``module`` is a module; says how the function is called."""
+    if not isinstance(module, nn.Module):
+        call = f". Call {_CALLS[operation]}" if operation in _CALLS else ""
+        raise ArgumentError(
+            f"{operation}: module: expected the module that shard() returned, got "
+            f"{_kind_of(module)}{call}"
+        )
+
+
+def path_of(path: str | os.PathLike[str], operation: str, name: str) -> Path:
+    """Returns a path that a user gave as the argument ``name``.
+
+    Raises:
+        ArgumentError: it is something else; says how the function is called.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(
+            f"{operation}: {name}: expected a path, got {_kind_of(path)}. Call {_CALLS[operation]}"
+        )
+    return Path(path)
+
+
+def check_step_number(step: object, operation: str) -> None:
+    """Raises ArgumentError unless ``step`` may number a save; says how the function is called."""
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise ArgumentError(
+            f"{operation}: step: expected a number, got {_kind_of(step)}. Call {_CALLS[operation]}"
+        )
+
+
 def engine_of(module: nn.Module, operation: str) -> ShardEngine:
     """Returns the engine of a sharded module.
 
     Raises:
         ArgumentError: the module was not sharded.
     """
+    check_module(module, operation)
     module = uncompiled(module)
     engine = vars(module).get(_ENGINE)
     if not isinstance(engine, ShardEngine):

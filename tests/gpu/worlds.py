@@ -23,8 +23,8 @@ COPY_BYTES = 1 << 20
 class OrderedWorld(LocalWorld):
     """Its ranks' threads use torch's tensors as on a GPU."""
 
-    def run(self, fn: Callable[..., T], *args: Any) -> list[T]:
-        return super().run(device.in_order(fn), *args)
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        return super().run(device.in_order(fn), *args, **kwargs)
 
 
 def one_launch_world(

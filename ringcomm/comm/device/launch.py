@@ -51,6 +51,7 @@ from ringcomm.errors import (
     UnsupportedError,
     where,
 )
+from ringcomm.lifetime import until_exit
 
 if TYPE_CHECKING:
     from ringcomm._tl.launch import KernelPlan
@@ -606,6 +607,7 @@ class DeviceCallEngine(CallEngine):
         if error is not None:
             raise error
 
+    @until_exit
     def __del__(self) -> None:
         super().__del__()
         # There is nothing to close if the constructor failed, or in a forked child.

@@ -50,6 +50,9 @@ class OneRank:
     world_size = 1
     name = "rank 0 of 1"
 
+    def __repr__(self) -> str:
+        return "OneRank()"
+
     def exchange(self, mine: Any) -> list[Any]:
         return [mine]
 
@@ -128,6 +131,9 @@ class Checkpoints:
         self.root = Path(root)
         self.keep = keep
         self._ranks: Ranks = OneRank() if ranks is None else ranks
+
+    def __repr__(self) -> str:
+        return f"<ringcomm.zero.Checkpoints in {self.root} of {self._ranks.name}, keep {self.keep}>"
 
     def folder(self, step: int) -> Path:
         """Returns the folder of a step's checkpoint, which need not exist."""

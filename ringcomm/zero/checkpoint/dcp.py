@@ -196,6 +196,9 @@ class StorageReader(storage.StorageReader):
         self._verify = verify
         self._opened: Reader | None = None
 
+    def __repr__(self) -> str:
+        return f"<ringcomm.zero.checkpoint.StorageReader of {self.path}>"
+
     @property
     def checkpoint_id(self) -> Path:
         """The folder that it loads from."""
@@ -332,6 +335,9 @@ class StorageWriter(storage.StorageWriter):
         self._data = data
         self._partial = self.path  # the hidden folder, on the coordinator
         self._clean_up: Callable[[], object] = _nothing
+
+    def __repr__(self) -> str:
+        return f"<ringcomm.zero.checkpoint.StorageWriter to {self.path}>"
 
     @property
     def checkpoint_id(self) -> Path:

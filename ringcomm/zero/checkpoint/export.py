@@ -24,6 +24,7 @@ from ringcomm.zero.checkpoint.tensor_file import (
     write_file,
     write_tensor_file,
 )
+from ringcomm.zero.sharding import path_of
 
 Tensor = torch.Tensor
 
@@ -80,8 +81,10 @@ def export_safetensors(
         ArgumentError: there is no such weight.
         CheckpointError: the checkpoint is damaged, or the files cannot be written.
     """
+    source = path_of(folder, "export_safetensors", "folder")
+    target = path_of(path, "export_safetensors", "path")
     check_choices(max_file_bytes, dtype, aliases)
-    reader, target = Reader(folder), Path(path)
+    reader = Reader(source)
     tied = _tied(reader)
     weights = _weights(reader, tied if aliases == "copy" else {}, dtype)
     plain = without_wrappers([*_saved(reader), *tied])

@@ -37,7 +37,7 @@ from ringcomm.zero.checkpoint.weight_names import (
 )
 from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.recoding import own_of, recode
-from ringcomm.zero.sharding import engine_of
+from ringcomm.zero.sharding import engine_of, path_of
 from ringcomm.zero.shards import publish
 from ringcomm.zero.values import Values, WeightSource
 
@@ -74,6 +74,7 @@ def pretrained(
             in the files, such as buffers that are not persistent. None has a model of the
             transformers library do it, and calls ``reset_parameters()`` of other modules.
     """
+    path_of(source, "pretrained", "source")
     return Pretrained(source, _Choice(strict, only, rename), init)
 
 
@@ -109,6 +110,7 @@ def load_pretrained(
         MismatchError: the ranks have found different files.
     """
     engine = engine_of(module, "load_pretrained")
+    path_of(source, "load_pretrained", "source")
     comm = engine.comm
     found = Pretrained(source, _Choice(strict, only, rename), None)
     try:
@@ -161,6 +163,9 @@ class Pretrained(WeightSource):
         self._error: CheckpointError | None = None
         self.missing_keys: tuple[str, ...] = ()
         self.unexpected_keys: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<ringcomm.zero.Pretrained of {os.fspath(self._source)}>"
 
     def open(self, root: nn.Module) -> None:
         self.close()

@@ -57,6 +57,10 @@ class Reader:
         self._verified: set[str] = set()
         self._open: dict[str, Any] = {}
 
+    def __repr__(self) -> str:
+        ranks = f"saved by {self.world_size} ranks"
+        return f"<ringcomm.zero.checkpoint.Reader of {self.folder}, {ranks}>"
+
     @property
     def world_size(self) -> int:
         """The number of ranks that saved it."""

@@ -54,7 +54,7 @@ from ringcomm.zero.checkpoint.rank_data import (
 from ringcomm.zero.checkpoint.weight_names import Chosen, IncompatibleKeys, ModuleNames, PartialLoad
 from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.recoding import own_of, recode
-from ringcomm.zero.sharding import engine_of
+from ringcomm.zero.sharding import check_step_number, engine_of, path_of
 from ringcomm.zero.units import aliases
 
 Tensor = torch.Tensor
@@ -95,6 +95,8 @@ def save(
         CheckpointError: a rank could not write; on all ranks.
         UnsupportedError: a module's extra state is neither plain data nor tensors, on any rank.
     """
+    root = path_of(root, "save", "root")
+    check_step_number(step, "save")
     engine = engine_of(module, "save")
     with normal_tensors():
         engine.check_all("save")
@@ -207,6 +209,7 @@ def load(
         ArgumentError: the module is not sharded, the optimizer is another's or given with a part,
             ``only`` names nothing, or a parameter was replaced since ``shard()``.
     """
+    root = path_of(root, "load", "root")
     engine = engine_of(module, "load")
     comm = engine.comm
     operation = where("load", comm.rank, comm.world_size)

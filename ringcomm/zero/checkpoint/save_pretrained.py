@@ -46,7 +46,7 @@ from ringcomm.zero.checkpoint.tensor_file import (
 )
 from ringcomm.zero.checkpoint.weight_names import is_transformers
 from ringcomm.zero.engine import ShardEngine
-from ringcomm.zero.sharding import engine_of
+from ringcomm.zero.sharding import engine_of, path_of
 from ringcomm.zero.units import aliases as aliases_of
 
 Tensor = torch.Tensor
@@ -84,6 +84,7 @@ def save_pretrained(
         MismatchError: the ranks want different files.
     """
     engine = engine_of(module, "save_pretrained")
+    target = path_of(path, "save_pretrained", "path")
     with all_or_none(engine.comm, "save_pretrained", engine.mesh):
         check_choices(max_file_bytes, dtype, aliases)
         engine.check_places("save_pretrained")
@@ -108,7 +109,6 @@ def save_pretrained(
         for name, run in cut_into_files(weights, max_file_bytes).items()
     ]
     shards = {name: part.saved_by(engine.mesh).shard() for name, part in parts.items()}
-    target = Path(path)
     _write(engine, target, files, shards)
     return [target / file.name for file in files]
 

@@ -64,6 +64,10 @@ class TrainState:
         with normal_tensors():
             self._step = module_state.step_of(self._engine, optimizer, "TrainState")
 
+    def __repr__(self) -> str:
+        comm = self._engine.comm
+        return f"<ringcomm.zero.TrainState of stage {self._engine.stage} on {comm!r}>"
+
     def state_dict(self) -> dict[str, Any]:
         """Returns by name this rank's part of each flat tensor, to be saved or loaded in place.
 

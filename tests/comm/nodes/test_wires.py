@@ -222,7 +222,7 @@ def test_bytes_on_the_rails(monkeypatch):
     with ringcomm.local_world(2, nodes=[1, 1], options=CommOptions(timeout=60)) as world:
         for wire, most in (("int8", 1.03), ("fp8", 1.03), ("int4", 0.53)):
             sent.clear()
-            world.run(lambda comm, wire=wire: comm.all_reduce(torch.ones(elems), wire=wire))
+            world.run(lambda comm, wire: comm.all_reduce(torch.ones(elems), wire=wire), wire)
             # Each rank sends half of the terms, and half of the sums.
             assert sum(sent) == 2 * _native.wire_bytes(_native.WIRES[wire], elems)
             assert sum(sent) / (2 * elems) <= most

@@ -1,0 +1,195 @@
+"""Interpreters that end at odd times, with objects alive: not a word on stderr."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.emulated_driver import COMPILER
+
+WORLD = "world = ringcomm.local_world(2)\n"
+ENDS = {
+    "asynchronous calls": WORLD
+    + """
+works = world.run(lambda comm: comm.all_reduce(torch.ones(3), async_op=True))
+tensors = [ringcomm.zeros(3), ringcomm.empty(5)[1:]]
+""",
+    "cycles, and no collection": WORLD
+    + """
+gc.disable()
+class Node: pass
+node = Node()
+node.me, node.world = node, world
+node.works = world.run(lambda comm: comm.all_reduce(torch.ones(3), async_op=True))
+del world, node
+""",
+    "nodes": """
+world = ringcomm.local_world(4, nodes=[2, 2])
+works = world.run(lambda comm: comm.all_reduce(torch.ones(3), async_op=True))
+""",
+    "threads that call": WORLD
+    + """
+def loop(comm):
+    with contextlib.suppress(ringcomm.RingcommError):
+        while True:
+            comm.all_reduce(torch.ones(3), async_op=True)
+for comm in world:
+    threading.Thread(target=loop, args=(comm,), daemon=True).start()
+time.sleep(0.1)
+""",
+    "a call that waits for its peer": WORLD
+    + "work = world[0].all_reduce(torch.ones(3), async_op=True)\n",
+    "a rank that raises": WORLD
+    + """
+def body(comm):
+    comm.all_reduce(torch.ones(3), async_op=True).wait()
+    if comm.rank:
+        raise ValueError("mine")
+    comm.barrier()
+with contextlib.suppress(ValueError):
+    world.run(body)
+""",
+    "calls that differ": WORLD
+    + """
+def body(comm):
+    comm.all_reduce(torch.ones(3 + comm.rank), async_op=True).wait()
+kept = None
+try:
+    world.run(body)
+except ringcomm.MismatchError as error:
+    kept = error
+""",
+    "sharded modules": WORLD
+    + """
+def body(comm):
+    kept = []
+    for stage in range(4):
+        net = zero.shard(torch.nn.Linear(8, 8), stage, comm=comm)
+        step = optim.AdamW(net.parameters(), lr=0.1, comm=comm)
+        net(torch.ones(2, 8)).sum().backward()
+        step.step()
+        net(torch.ones(2, 8)).sum().backward()
+        kept.append((net, step))
+    net = torch.nn.Linear(8, 8)
+    options = optim.AdamWOptions(accumulate_dtype=torch.float32, tier=ringcomm.Disk(FOLDER))
+    step = optim.AdamW(net.parameters(), lr=0.1, comm=comm, options=options)
+    net(torch.ones(2, 8)).sum().backward()
+    return kept, net, step
+kept = world.run(body)
+""",
+    "a process group": """
+dist.init_process_group("ringcomm", store=dist.HashStore(), rank=0, world_size=1)
+work = dist.all_reduce(torch.ones(3), async_op=True)
+group = dist.new_group([0])
+""",
+    "a forked child": WORLD
+    + """
+world.run(lambda comm: comm.all_reduce(torch.ones(3), async_op=True).wait())
+if os.fork():
+    os.wait()
+""",
+    "devices": """
+from tests.support.device_worlds import emulated_runtime
+ringcomm.cuda.use(emulated_runtime())
+world = ringcomm.local_world(2, device="cuda:0")
+tensor = ringcomm.zeros(3, device="cuda:0")
+stream = ringcomm.cuda.current().make_stream(0)
+""",
+}
+# Modules are emptied from the newest to the oldest, so what an old one holds dies after those of
+# ringcomm are empty; and only modules that something holds are emptied at all.
+HOLD = """
+sys.all_modules = list(sys.modules.values())
+os.all_globals = dict(globals())
+"""
+# One interpreter that forks for each end: its children end as interpreters do.
+DRIVER = """
+import contextlib, gc, json, os, sys, threading, time
+import torch, torch.distributed as dist
+import ringcomm
+from ringcomm import optim, zero
+from ringcomm.comm import engine
+
+torch.set_num_threads(1)
+engine.EXIT_GRACE_S = 0.1  # of calls that do not end
+FOLDER = os.getcwd()
+told = {}
+for name, text in json.loads(sys.argv[1]).items():
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.dup2(writer, 2)
+        os.close(reader)
+        os.close(writer)
+        break
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        told[name] = file.read()
+    told[name] += f"[{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}]"
+else:
+    print(json.dumps(told))
+    sys.exit()
+exec(text)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_the_interpreter_ends_in_silence(tmp_path):
+    texts = {
+        name: text + HOLD
+        for name, text in ENDS.items()
+        if name != "devices" or COMPILER is not None
+    }
+    # The negative control: a destructor that reads a global of a module which is empty by then.
+    texts["control"] = (
+        """
+import types
+module = types.ModuleType("module")
+exec("other = 1\\nclass Late:\\n    def __del__(self): other.real", module.__dict__)
+sys.modules["module"], late = module, module.Late()
+del module
+"""
+        + HOLD
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", DRIVER, json.dumps(texts)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert "Exception ignored in" in told.pop("control")
+    assert told == dict.fromkeys(told, "[0]")
+
+
+# Their destructors read nothing but the object.
+UNGUARDED = {("ringcomm/cuda/streams.py", "CudaStream"), ("ringcomm/cuda/streams.py", "CudaEvent")}
+
+
+def test_every_destructor_is_silent_at_the_end():
+    unguarded, guarded = set(), 0
+    paths = [*(ROOT / "ringcomm").rglob("*.py"), *(ROOT / "kernels" / "tl").rglob("*.py")]
+    for path in [*paths, *(ROOT / "bench").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for each in node.body:
+                if not isinstance(each, ast.FunctionDef) or each.name != "__del__":
+                    continue
+                if [ast.unparse(mark) for mark in each.decorator_list] == ["until_exit"]:
+                    guarded += 1
+                else:
+                    unguarded.add((path.relative_to(ROOT).as_posix(), node.name))
+    assert unguarded == UNGUARDED
+    assert guarded >= 6
