@@ -18,11 +18,14 @@ from typing import Any, TypeVar
 from ringcomm.errors import RendezvousError, UnsupportedError, printable
 
 __all__ = [
+    "DAMAGE",
     "FORMAT_VERSION",
     "LONGEST_FILE_TEXT",
     "decode",
     "digest_of",
     "encode",
+    "exactly",
+    "in_words",
     "number_below",
     "read_bounded",
     "read_fields",
@@ -38,6 +41,13 @@ __all__ = [
 # A store proves nothing: torch's TCPStore asks nobody who he is. So a record is checked field by
 # field, and what it says of memory is checked again in that memory (``_native.Comm.connect``).
 
+T = TypeVar("T")
+
+# The exceptions of code that looks into what may be damaged. RingcommError is a RuntimeError.
+DAMAGE = (
+    *(LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError),
+    MemoryError,
+)
 FORMAT_VERSION = 1
 # A record is some hundred bytes; a topology of many GPUs some hundred thousand.
 LARGEST_RECORD_BYTES = 4 << 20
@@ -54,6 +64,11 @@ def shown(value: Any) -> str:
         return reprlib.repr(value)
     except (RecursionError, ValueError):  # an integer of too many digits, too
         return f"a {type(value).__name__} that is too large to show"
+
+
+def in_words(error: BaseException) -> str:
+    """An exception that damage has led to, for a message."""
+    return printable(repr(error)[:300])
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
@@ -139,6 +154,17 @@ def number_below(value: Any, limit: int) -> bool:
     return type(value) is int and 0 <= value < limit
 
 
+def exactly(value: Any, *kinds: type[T]) -> T:
+    """Returns a value whose type is one of ``kinds``, and no subclass.
+
+    Raises:
+        ValueError: it is of another type.
+    """
+    if type(value) not in kinds:
+        raise ValueError(f"expected {kinds[0].__name__}, got {shown(value)}")
+    return value  # type: ignore[no-any-return]
+
+
 def read_fields(
     cls: Any, text: bytes, rank: int, operation: str, hexadecimal: tuple[str, ...] = ()
 ) -> dict[str, Any]:
@@ -188,7 +214,6 @@ def _is_hex(text: str) -> bool:
 
 # JSON of files and peers, read into frozen dataclasses by their annotations.
 
-T = TypeVar("T")
 LONGEST_FILE_TEXT = 1 << 16
 _EXPECTED = {bool: "true or false", int: "a number", float: "a number", str: "a string"}
 

@@ -395,12 +395,15 @@ def _no_room(operation: str, what: str, error: BaseException) -> RingcommError:
 class _Unpacker:
     def __init__(self, blob: memoryview) -> None:
         self._blob = blob
+        self._read = 0  # bytes of it
 
     def _raw(self, at: Any, size: Any) -> memoryview:
         if type(at) is not int or type(size) is not int or not 0 <= at <= at + size:
             raise ValueError("a place is two sizes")
-        if at + size > len(self._blob):
-            raise ValueError("a place lies behind the end")
+        # Places follow each other, as pack() writes them, so that none is copied twice.
+        if at != self._read or at + size > len(self._blob):
+            raise ValueError("a place lies behind the end, or not behind the one before")
+        self._read = at + size
         return self._blob[at : at + size]
 
     def value(self, plain: Any, depth: int = 0) -> Any:

@@ -20,6 +20,7 @@ from ringcomm.moe.sharding import Parts, parts_of
 from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.zero.checkpoint.checkpoints import Checkpoints
+from ringcomm.zero.checkpoint.save_load import check_load, take_load
 from ringcomm.zero.sharding import check_step_number, path_of
 
 _SAVE, _LOAD = "moe.save", "moe.load"
@@ -81,8 +82,8 @@ def load(
         optimizer: on it, or None to load the module alone.
 
     Raises:
-        CheckpointError: there is none of both parts, or experts were divided over another number of
-            ranks; nothing was changed. Or it is damaged: of both parts one may have been loaded.
+        CheckpointError: there is none of both parts, experts were divided over another number of
+            ranks, or one part is damaged; nothing was changed.
         ArgumentError: as of ``zero.load``.
     """
     root = path_of(root, _LOAD, "root")
@@ -92,10 +93,15 @@ def load(
     with all_or_none(parts.everyone, _LOAD):
         if parts.experts is not None:
             _check_there(Path(root), parts, found)
+    loading = None
     with all_or_none(parts.everyone, _LOAD):
         if parts.experts is not None:
-            zero.load(_of_experts(root, parts), parts.experts, experts, step=found)
-    return zero.load(_of_dense(root), module, dense, step=found)
+            loading = check_load(_of_experts(root, parts), parts.experts, experts, step=found)
+    of_dense = check_load(_of_dense(root), module, dense, step=found)
+    if loading is not None:
+        with all_or_none(parts.everyone, _LOAD):
+            take_load(loading)
+    return take_load(of_dense)
 
 
 def _of_dense(root: str | os.PathLike[str]) -> Path:

@@ -205,13 +205,15 @@ def agreed_load(ranks: CommRanks | MeshRanks | None, operation: str) -> Iterator
         A list for values that must be equal on all ranks.
 
     Raises:
-        CheckpointError: the load failed on this rank or another, or the ranks' values differ.
+        Exception: the exception raised on this rank.
+        CheckpointError: the load failed on another rank, or the ranks' values differ.
     """
     same: list[object] = []
     error: Exception | None = None
     try:
         yield same
-    except CheckpointError as raised:
+    # Any exception is caught, so that the other ranks need not wait for this one to time out.
+    except Exception as raised:
         error = raised
     if ranks is not None:
         told = {"error": None if error is None else str(error), "same": same, "name": ranks.name}

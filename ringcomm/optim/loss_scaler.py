@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from ringcomm.errors import ArgumentError, CheckpointError
+from ringcomm.json_reader import DAMAGE, shown
 from ringcomm.memory import normal_tensors
 
 Tensor = torch.Tensor
@@ -148,13 +150,15 @@ class LossScaler:
         try:
             scale, clean = float(state["scale"]), int(state["clean_steps"])
             credit, given = int(state["overflows_left"]), dict(state["options"])
-            if set(given) != names or not scale > 0.0 or clean < 0 or credit < 0:
+            if set(given) != names or not 0.0 < scale < math.inf:
                 raise ValueError("unexpected entries")
+            if not (0 <= clean < 2**53 and 0 <= credit < 2**53):
+                raise ValueError("numbers of steps that are none")
             options = LossScaleOptions(**given)
-        except (KeyError, TypeError, ValueError) as error:
+        except DAMAGE as error:
             raise CheckpointError(
-                f"LossScaler.load_state_dict: expected the state of a LossScaler, got {state!r} "
-                f"({error})"
+                f"LossScaler.load_state_dict: expected the state of a LossScaler, got "
+                f"{shown(state)} ({error})"
             ) from error
         self.options = options
         self._scale.fill_(scale)

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
+from ringcomm.errors import ArgumentError, CheckpointError
+from ringcomm.json_reader import DAMAGE, exactly, shown
 from ringcomm.optim import kernels
 from ringcomm.optim.agreement import agreed_load
 from ringcomm.optim.buckets import Bucket
@@ -77,13 +78,33 @@ def check_groups(sharded: ShardedStep, saved: Any, operation: str) -> list[Group
                 f"{operation}: param group {index}: expected {len(group['params'])} parameters, "
                 f"got {len(given['params'])}"
             )
+        for key, value in given.items():
+            if key in group and key != "params" and not _is_alike(value, group[key]):
+                raise CheckpointError(
+                    f"{operation}: param group {index}: {key}: expected a value such as "
+                    f"{shown(group[key])}, got {shown(value)}"
+                )
         taken = _read_group(group, given, sharded.setting.device)
         try:
             sharded.rule.check_hyper({**group, **taken}, index, sharded.setting.device)
-        except (ArgumentError, UnsupportedError) as error:
+        except DAMAGE as error:
             raise CheckpointError(f"{operation}: {error}") from error
         ready.append(taken)
     return ready
+
+
+def _is_alike(given: Any, mine: Any) -> bool:
+    """Tells whether a saved hyper-parameter is of a kind that can replace the optimizer's own."""
+    if isinstance(mine, (tuple, list)):
+        alike = isinstance(given, (tuple, list)) and len(given) == len(mine)
+        return alike and all(_is_alike(a, b) for a, b in zip(given, mine, strict=True))
+    if given is None or not (mine is None or isinstance(mine, (int, float, str, Tensor))):
+        return True
+    if isinstance(given, str) or isinstance(mine, str):
+        return isinstance(given, str) and (mine is None or isinstance(mine, str))
+    if isinstance(given, Tensor):
+        return given.numel() == 1
+    return isinstance(given, float) or (isinstance(given, int) and abs(given) < 1 << 64)
 
 
 def _read_group(group: Group, given: Mapping[str, Any], place: torch.device) -> Group:
@@ -94,6 +115,8 @@ def _read_group(group: Group, given: Mapping[str, Any], place: torch.device) -> 
             taken[key] = tuple(value)
         elif isinstance(value, Tensor):
             taken[key] = value.to(place)
+        elif isinstance(group.get(key), Tensor) and value is not None:
+            taken[key] = torch.full_like(group[key], value)
     if "decoupled_weight_decay" in group:
         # The class of the optimizer decides this, as in torch.
         taken["decoupled_weight_decay"] = group["decoupled_weight_decay"]
@@ -145,7 +168,9 @@ def read_states(described: Sequence[Any]) -> list[ParamState | None]:
             states.append(None)
             continue
         numbers = {str(name): float(number) for name, number in each["numbers"].items()}
-        states.append(ParamState(numbers, tuple(map(str, each["tensors"]))))
+        if not all(map(math.isfinite, numbers.values())):
+            raise ValueError(f"expected finite numbers, got {shown(numbers)}")
+        states.append(ParamState(numbers, tuple(map(str, exactly(each["tensors"], list)))))
     return states
 
 

@@ -208,6 +208,21 @@ def test_it_goes_on_from_a_checkpoint(tmp_path):
         assert (loaded.step, loaded.data) == (3, {"seen": 3})
         told(again, its_optimizer, [comm.rank])
         assert same(values(again), values(model))
+        # Experts are not loaded without the dense part, whose checkpoint is damaged.
+        manifest = tmp_path / "dense" / "step-00000003" / "checkpoint.json"
+        comm.barrier()
+        sound = manifest.read_text()
+        comm.barrier()
+        if comm.rank == 0:
+            manifest.write_text(sound.replace('"steps_taken"', '"steps"', 1))
+        comm.barrier()
+        before = values(model)
+        with pytest.raises(CheckpointError, match="damaged"):
+            moe.load(tmp_path, model, optimizer, step=3)
+        assert same(values(model), before)
+        comm.barrier()
+        if comm.rank == 0:
+            manifest.write_text(sound)
         moe.save(tmp_path, 6, again, its_optimizer)
         assert moe.load(tmp_path, model).step == 6
         with pytest.raises(CheckpointError, match="no experts"):

@@ -201,6 +201,8 @@ class NodeLevel:
             ranks += range(
                 int(first), min(int(last or first), int(first) + recording.world_size) + 1
             )
+            if len(ranks) > recording.world_size:
+                return None
         if len(ranks) != recording.world_size:
             return None
         return cls(found[1], int(found[2]), tuple(ranks))

@@ -15,7 +15,6 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -44,6 +43,8 @@ KEPT_TRACES = 32
 # The writer of a file that has not changed for so long has died.
 STALE_S = 3600
 LARGEST_BYTES = 256 << 20
+# More than any communicator has; a small file could claim any number.
+_MOST_RANKS = 1 << 16
 _NAME = re.compile(r"ringcomm-[\w.-]{1,80}-[0-9a-f]{16}\.json")
 _UNFINISHED = re.compile(r"ringcomm-[\w.-]{1,120}\.part")
 # Ranks that are threads of one process write one trace: more would only slow each other down.
@@ -282,19 +283,22 @@ def read(path: Path) -> Trace:
 
 def _check(trace: Trace) -> None:
     recording, of_node = trace.recording, trace.of_node
-    world = range(recording.world_size)
-    members: Sequence[int] = world
+    world = recording.world_size
+    if not 0 < world <= _MOST_RANKS:
+        raise ValueError(f"it has {world} ranks, of at most {_MOST_RANKS}")
+    # By rank, whether it can have a record here.
+    awaited = bytearray([of_node is None]) * world
     if of_node is not None:
-        if sorted(rank for ranks in of_node.nodes for rank in ranks) != list(world):
+        if sorted(rank for ranks in of_node.nodes for rank in ranks) != list(range(world)):
             raise ValueError("the ranks of the nodes are not those of the communicator")
         if of_node.node not in range(len(of_node.nodes)):
             raise ValueError(f"node {of_node.node} is out of range")
-        members = of_node.nodes[of_node.node]
-    seen: set[int] = set()
+        for rank in of_node.nodes[of_node.node]:
+            awaited[rank] = True
     for each in recording.ranks:
-        if each.rank not in members or each.rank in seen or each.waits_for not in (-1, *world):
+        if not (0 <= each.rank < world and awaited[each.rank] and -1 <= each.waits_for < world):
             raise ValueError(f"rank {each.rank} is out of range or there twice")
-        seen.add(each.rank)
+        awaited[each.rank] = False
         for records, track in ((each.collectives, "collectives"), (each.messages, "messages")):
             _check_records(records, track)
 

@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import secrets
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 from ringcomm.errors import CheckpointError
-from ringcomm.json_reader import decode, encode, text_of
+from ringcomm.json_reader import decode, encode, exactly, shown, text_of
 from ringcomm.zero.checkpoint.tensor_file import DTYPE_OF_NAME, SavedFile
 
 # Pieces of a tensor: where one lies, what two share, and whether all of them fill it.
@@ -89,10 +92,46 @@ def check_fill(size: Sequence[int], pieces: Sequence[Piece]) -> None:
     """Raises ValueError unless each element of a tensor of ``size`` is in one piece."""
     for piece in pieces:
         _check_inside(size, piece)
-    _check_apart(pieces)
+    if len(pieces) > 1 and not size:
+        raise ValueError("two pieces are the whole of a tensor of no dimensions")
+    if len(size) == 1:
+        _check_apart(sorted(pieces, key=lambda piece: piece.offsets))
     held = sum(piece.elems for piece in pieces)
-    if held != prod(size):
+    if held < prod(size):
         raise ValueError(f"the pieces hold {held} of its {prod(size)} elements")
+    if held > prod(size) or not _cover(size, pieces):
+        raise ValueError(f"two pieces overlap, of {len(pieces)}")
+
+
+def _cover(size: Sequence[int], pieces: Sequence[Piece]) -> bool:
+    """Tells whether boxes that have as many elements as a tensor cover it; in O(n) time.
+
+    A box's indicator function is determined by its corners, with signs. So boxes cover the tensor
+    without overlap exactly if the sum of products over the dimensions of ``g(end) - g(begin)`` is
+    the tensor's own for all functions g of the coordinates. A random g into the integers modulo a
+    prime near 2^127 tells a difference, but with a probability below 2^-120.
+    """
+    if len(size) == 1 or len(pieces) < 2:
+        return True  # disjoint, or one
+
+    def measure(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        found = 1
+        for dim, (begin, extent) in enumerate(zip(offsets, sizes, strict=True)):
+            found = found * (_random(dim, begin + extent) - _random(dim, begin)) % _PRIME
+        return found
+
+    total = sum(measure(piece.offsets, piece.sizes) for piece in pieces)
+    return total % _PRIME == measure((0,) * len(size), size)
+
+
+_PRIME = 2**127 - 1
+_SECRET = secrets.token_bytes(16)
+
+
+def _random(dim: int, coordinate: int) -> int:
+    """Returns a number of 128 bits that nobody outside of this process can foresee."""
+    text = f"{dim},{coordinate}".encode()
+    return int.from_bytes(hashlib.blake2b(text, key=_SECRET, digest_size=16).digest(), "little")
 
 
 def _check_inside(size: Sequence[int], piece: Piece) -> None:
@@ -107,26 +146,13 @@ def _check_inside(size: Sequence[int], piece: Piece) -> None:
 
 
 def _check_apart(pieces: Sequence[Piece]) -> None:
-    """Sweeps over the dimension that most pieces differ in, against those that are still open."""
-    if len(pieces) < 2:
-        return
-    dims = range(len(pieces[0].offsets))
-    along = max(dims, key=lambda dim: len({piece.offsets[dim] for piece in pieces}), default=None)
-    if along is None:
-        raise ValueError("two pieces are the whole of a tensor of no dimensions")
-    open_pieces: list[Piece] = []
-    for piece in sorted(pieces, key=lambda piece: piece.offsets[along]):
-        begin = piece.offsets[along]
-        open_pieces = [
-            each for each in open_pieces if each.offsets[along] + each.sizes[along] > begin
-        ]
-        for other in open_pieces:
-            if piece.shared(other.offsets, other.sizes) is not None:
-                raise ValueError(
-                    f"two pieces overlap, at {other.offsets} (in {other.file}) and at "
-                    f"{piece.offsets} (in {piece.file})"
-                )
-        open_pieces.append(piece)
+    """Raises ValueError if pieces of a flat tensor, in order, overlap."""
+    for one, other in pairwise(pieces):
+        if one.offsets[0] + one.sizes[0] > other.offsets[0]:
+            raise ValueError(
+                f"two pieces overlap, at {one.offsets} (in {one.file}) and at {other.offsets} (in "
+                f"{other.file})"
+            )
 
 
 MANIFEST_NAME = "checkpoint.json"
@@ -135,10 +161,9 @@ VERSION = 1
 # No model needs more; a sparse file could claim any size.
 MAX_MANIFEST_BYTES = 1 << 30
 _MAX_EXTENT = 1 << 62
+_MOST_DIMS = 64
 # Nothing else is opened, so that no manifest leads out of its folder.
 _FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -163,8 +188,10 @@ class SavedTensor:
 
     def check(self, files: Mapping[str, SavedFile]) -> None:
         """Raises ValueError unless it is whole, and lies in known files."""
-        if any(not 0 <= extent <= _MAX_EXTENT for extent in (*self.size, *self.shape)):
-            raise ValueError(f"size {self.size} of shape {self.shape}")
+        for sizes in (self.size, self.shape):
+            # The product of the others is what strides are made of.
+            if min(sizes, default=0) < 0 or prod(max(1, each) for each in sizes) > _MAX_EXTENT:
+                raise ValueError(f"size {self.size} of shape {self.shape}")
         if prod(self.shape) != self.elems:
             raise ValueError(f"shape {self.shape} has not the {self.elems} elements of its size")
         if self.dtype not in DTYPE_OF_NAME:
@@ -222,7 +249,7 @@ class Manifest:
                 try:
                     tensor.check(self.files)
                 except ValueError as error:
-                    raise ValueError(f"{whose}{name}: {error}") from None
+                    raise ValueError(f"{whose}{shown(name)}: {error}") from None
                 for piece in tensor.pieces:
                     room[piece.file] -= piece.elems * DTYPE_OF_NAME[tensor.dtype].itemsize
         for name, left in room.items():
@@ -322,28 +349,27 @@ def _check_head(body: Any) -> None:
         raise ValueError(f"it is no manifest of a {FORMAT}")
     version, crc32 = body.pop("version", None), body.pop("crc32", None)
     if version != VERSION:
-        raise ValueError(f"expected version {VERSION}, got {version!r}: read it with its ringcomm")
+        raise ValueError(
+            f"expected version {VERSION}, got {shown(version)}: read it with its ringcomm"
+        )
     actual = _crc32(body)
     if crc32 != actual:
-        raise ValueError(f"expected checksum {crc32}, got {actual}: it is damaged")
-
-
-def _exactly(value: Any, kind: type[T]) -> T:
-    if type(value) is not kind:
-        raise ValueError(f"expected {kind.__name__}, got {value!r:.60}")
-    return value
+        raise ValueError(f"expected checksum {shown(crc32)}, got {actual}: it is damaged")
 
 
 def _dict(value: Any) -> dict[str, Any]:
-    return _exactly(value, dict)
+    return exactly(value, dict)
 
 
 def _list(value: Any) -> list[Any]:
-    return _exactly(value, list)
+    return exactly(value, list)
 
 
 def _ints(value: Any) -> tuple[int, ...]:
-    return tuple(_exactly(each, int) for each in _list(value))
+    found = tuple(exactly(each, int) for each in _list(value))
+    if len(found) > _MOST_DIMS:
+        raise ValueError(f"expected at most {_MOST_DIMS} dimensions, got {len(found)}")
+    return found
 
 
 def _tensor(described: Any) -> SavedTensor:
@@ -351,18 +377,18 @@ def _tensor(described: Any) -> SavedTensor:
         Piece(
             _ints(each["offsets"]),
             _ints(each["sizes"]),
-            _exactly(each["file"], str),
-            _exactly(each["key"], str),
+            exactly(each["file"], str),
+            exactly(each["key"], str),
         )
         for each in map(_dict, _list(_dict(described)["pieces"]))
     ]
-    dtype = _exactly(described["dtype"], str)
+    dtype = exactly(described["dtype"], str)
     return SavedTensor(dtype, _ints(described["size"]), _ints(described["shape"]), tuple(pieces))
 
 
 def _file(described: Any) -> SavedFile:
     fields = _dict(described)
-    return SavedFile(_exactly(fields["bytes"], int), _exactly(fields["crc32"], str))
+    return SavedFile(exactly(fields["bytes"], int), exactly(fields["crc32"], str))
 
 
 def _rank(described: Any) -> RankRecord:

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from ringcomm.errors import ArgumentError, CheckpointError
+from ringcomm.json_reader import DAMAGE, exactly, in_words, shown
 from ringcomm.module_names import KnownNames, named_modules
 from ringcomm.optim.dtensors import PartMesh, Sharding, local_of
 from ringcomm.optim.fused_rules import AdamWRule
 from ringcomm.optim.kernels import SKIPPED, STEPS
 from ringcomm.optim.layout import Chunk
+from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.residuals import Debtors, forget_all
 from ringcomm.optim.rules import ParamState
 from ringcomm.optim.sharded import ShardedOptimizer
@@ -383,19 +385,124 @@ def describe(engine: ShardEngine, step: ShardedStep | None) -> dict[str, Any]:
     return told
 
 
-def debtors_of(step: ShardedStep | None, saved: Mapping[str, Any], fail: Fail) -> Debtors | None:
-    """Returns who saved the residuals that a load takes over; None if it takes none.
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """The facts about an optimizer, as :func:`describe` tells them; all are of the right types.
 
-    Raises:
-        CheckpointError: they are damaged.
+    Attributes:
+        name: of its rule.
+        steps: taken, by parameter.
+        steps_taken, skipped_steps: of the optimizer.
+        groups: hyper-parameters of the param groups, which :func:`check_optimizer` checks.
+        group_params: names of the parameters of each.
+        kinds: of tensors of the state.
+        loss_scaler: state of a loss scaler, or None.
+        residuals: who saved what codes have lost, or None.
+        states: further state by parameter, where the rule keeps more.
     """
-    told = None if step is None else saved["optimizer"].get("residuals")
-    if step is None or told is None or Debtors.of(step) is None:
+
+    name: str
+    steps: Mapping[str, float]
+    steps_taken: float
+    skipped_steps: float
+    groups: Sequence[dict[str, Any]]
+    group_params: Sequence[list[str]]
+    kinds: Sequence[str]
+    loss_scaler: Mapping[str, Any] | None
+    residuals: Debtors | None
+    states: Mapping[str, ParamState | None]
+
+    @classmethod
+    def read(cls, told: Any) -> SavedOptimizer:
+        told = exactly(told, dict)
+        steps = {
+            exactly(name, str): _count(each) for name, each in exactly(told["steps"], dict).items()
+        }
+        groups = [exactly(each, dict) for each in exactly(told["groups"], list)]
+        group_params = [_names(each) for each in exactly(told["group_params"], list)]
+        if len(groups) != len(group_params) or any(
+            type(key) is not str for g in groups for key in g
+        ):
+            raise ValueError("groups are no param groups")
+        scaler, residuals = told["loss_scaler"], told.get("residuals")
+        if scaler is not None:
+            LossScaler().load_state_dict(exactly(scaler, dict))
+        states = exactly(told.get("states", {}), dict)
+        return cls(
+            exactly(told.get("name", AdamWRule.name), str),
+            steps,
+            _count(told["steps_taken"]),
+            _count(told["skipped_steps"]),
+            groups,
+            group_params,
+            _names(told["kinds"]),
+            scaler,
+            None if residuals is None else Debtors.read(residuals),
+            dict(zip(states, read_states(list(states.values())), strict=True)),
+        )
+
+
+@dataclass(frozen=True)
+class SavedFacts:
+    """The facts beside a checkpoint's tensors, as :func:`describe` tells them.
+
+    Attributes:
+        world_size: of the ranks that saved; 0 of another library's.
+        mesh: sizes of their mesh, or None.
+        params: names of the module's parameters.
+        optimizer: None if none was saved.
+        converted: True if another library has saved it.
+        left_out: names of parameters that were not saved.
+    """
+
+    world_size: int
+    mesh: Any
+    params: Sequence[str]
+    optimizer: SavedOptimizer | None
+    converted: bool
+    left_out: Sequence[str]
+
+    @classmethod
+    def read(cls, told: Any, fail: Fail) -> SavedFacts:
+        """Reads what a file says.
+
+        Raises:
+            CheckpointError: no save writes this.
+        """
+        try:
+            told = exactly(told, dict)
+            if told["version"] != VERSION:
+                raise ValueError(f"version {shown(told['version'])}")
+            told["stage"]
+            optimizer = told["optimizer"]
+            return cls(
+                exactly(told["world_size"], int),
+                told.get("mesh"),
+                _names(told["params"]),
+                None if optimizer is None else SavedOptimizer.read(optimizer),
+                bool(told.get("converted")),
+                _names(told.get("left_out", [])),
+            )
+        except DAMAGE as error:
+            raise fail(f"is no checkpoint of ringcomm.zero.save(): {in_words(error)}") from error
+
+
+def _names(value: Any) -> list[str]:
+    return [exactly(each, str) for each in exactly(value, list)]
+
+
+def _count(value: Any) -> float:
+    """Returns a number of steps."""
+    if not 0 <= exactly(value, float, int) < 2**53:
+        raise ValueError(f"expected a number of steps, got {shown(value)}")
+    return float(value)
+
+
+def debtors_of(step: ShardedStep | None, saved: SavedFacts) -> Debtors | None:
+    """Returns who saved the residuals that a load takes over; None if it takes none."""
+    if step is None or saved.optimizer is None or Debtors.of(step) is None:
         return None
-    try:
-        return Debtors.read(told)
-    except (KeyError, TypeError, ValueError) as error:
-        raise fail("what it says of residuals is damaged") from error
+    return saved.optimizer.residuals
 
 
 def _plain(value: Any) -> Any:
@@ -404,11 +511,11 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def check_names(engine: ShardEngine, saved: Mapping[str, Any], fail: Fail) -> None:
+def check_names(engine: ShardEngine, saved: SavedFacts, fail: Fail) -> None:
     """Raises what ``fail`` makes of it unless the saved parameters are the module's."""
     mine = [name for name, _ in engine.named_parameters()]
-    theirs = saved["params"]
-    if saved.get("converted"):
+    theirs = list(saved.params)
+    if saved.converted:
         _check_converted(engine, mine, theirs, fail)
         return
     for index in range(max(len(mine), len(theirs))):
@@ -443,47 +550,37 @@ def _one(names: list[str]) -> str:
 
 
 def check_optimizer(
-    engine: ShardEngine, step: ShardedStep, saved: Mapping[str, Any], fail: Fail
+    engine: ShardEngine, step: ShardedStep, saved: SavedFacts, fail: Fail
 ) -> list[dict[str, Any]]:
     """The saved param groups, once everything about the optimizer fits; see :func:`describe`."""
-    given = saved["optimizer"]
-    check_same_optimizer(step.rule, given.get("name", AdamWRule.name), str(fail("optimizer")))
+    given, converted = saved.optimizer, saved.converted
+    if given is None:
+        raise fail("was saved without an optimizer; load the module alone")
+    check_same_optimizer(step.rule, given.name, str(fail("optimizer")))
     names = names_of(engine, step)
     mine = group_names(names, list(step.groups))
-    theirs = given["group_params"]
-    converted = bool(saved.get("converted"))
-    same = mine == theirs
+    same = mine == given.group_params
     if converted:
         # By name, each parameter has its own state, so the order in a group does not matter.
-        same = [sorted(group) for group in mine] == [sorted(group) for group in theirs]
+        same = [sorted(group) for group in mine] == [sorted(each) for each in given.group_params]
     if not same:
         raise fail(
-            f"expected the param groups {mine}, as the optimizer has them, got "
-            f"{given['group_params']}"
+            f"expected the param groups {mine}, as the optimizer has them, got {given.group_params}"
         )
+    if not converted and (step.setting.loss_scaler is None) != (given.loss_scaler is None):
+        raise fail("expected a loss scaler on both sides, or on none")
+    if not {*names} <= given.steps.keys():
+        raise fail("it lacks step numbers of parameters")
     packed = [
         {**group, "params": params}
-        for group, params in zip(given["groups"], given["group_params"], strict=True)
+        for group, params in zip(given.groups, given.group_params, strict=True)
     ]
-    for group, taken in zip(step.groups, packed, strict=True):
-        if isinstance(group["lr"], Tensor):
-            taken["lr"] = torch.full_like(group["lr"], taken["lr"])
-    has_scaler = given["loss_scaler"] is not None
-    if not converted and (step.setting.loss_scaler is not None) != has_scaler:
-        raise fail("expected a loss scaler on both sides, or on none")
-    if not all(0 <= given["steps"].get(name, -1) < 2**53 for name in names):
-        raise fail("its step numbers are damaged")
     groups = check_groups(step, packed, str(fail("groups")))
     # Another library's weights become the FP32 masters.
     masters = ["master"] if converted and _has_masters(step) else []
-    kinds = [*given["kinds"], *masters]
-    _check_kinds(step, kinds, merged_groups(step.groups, groups), fail)
+    _check_kinds(step, [*given.kinds, *masters], merged_groups(step.groups, groups), fail)
     if step.rule.keeps_more:
-        try:
-            states = _saved_states(names, given)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise fail("its states of parameters are damaged") from error
-        check_states(step, states, str(fail("states of parameters")))
+        check_states(step, _saved_states(names, given), str(fail("states of parameters")))
     return groups
 
 
@@ -508,27 +605,26 @@ def _check_kinds(
         )
 
 
-def _saved_states(names: Sequence[str], given: Mapping[str, Any]) -> list[ParamState | None]:
-    return read_states([given["states"][name] for name in names])
+def _saved_states(names: Sequence[str], given: SavedOptimizer) -> list[ParamState | None]:
+    return [given.states.get(name) for name in names]
 
 
 def take_optimizer(
-    engine: ShardEngine, step: ShardedStep, saved: Mapping[str, Any], groups: list[dict[str, Any]]
+    engine: ShardEngine, step: ShardedStep, given: SavedOptimizer, groups: list[dict[str, Any]]
 ) -> None:
     """Takes over what :func:`check_optimizer` has checked; the state's tensors are there."""
-    given = saved["optimizer"]
     for bucket in step.buckets:
-        bucket.state.zero({*bucket.state.names()} - {*given["kinds"], *MASTERS})
+        bucket.state.zero({*bucket.state.names()} - {*given.kinds, *MASTERS})
     names = names_of(engine, step)
     take_groups(list(step.groups), groups)
     if step.rule.keeps_more:
         step.rule.take_states(_saved_states(names, given))
-    steps = [given["steps"][name] for name in names]
+    steps = [given.steps[name] for name in names]
     step.table.step.copy_(torch.tensor(steps, dtype=torch.float64, device="cpu"))
-    step.table.control[STEPS].fill_(given["steps_taken"])
-    step.table.control[SKIPPED].fill_(given["skipped_steps"])
-    if step.setting.loss_scaler is not None and given["loss_scaler"] is not None:
-        step.setting.loss_scaler.load_state_dict(given["loss_scaler"])
+    step.table.control[STEPS].fill_(given.steps_taken)
+    step.table.control[SKIPPED].fill_(given.skipped_steps)
+    if step.setting.loss_scaler is not None and given.loss_scaler is not None:
+        step.setting.loss_scaler.load_state_dict(given.loss_scaler)
     step.kernels.forget()
     step.gradients.drop()
     forget_all(step)

@@ -15,7 +15,13 @@ from ringcomm.optim.residuals import Debtors, nodes_for, take, with_residuals
 from ringcomm.optim.state import MASTERS
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.buckets import ParamBucket
-from ringcomm.zero.checkpoint.module_state import StatePart, bucket_parts, named, names_of
+from ringcomm.zero.checkpoint.module_state import (
+    SavedOptimizer,
+    StatePart,
+    bucket_parts,
+    named,
+    names_of,
+)
 from ringcomm.zero.engine import ShardEngine
 
 Tensor = torch.Tensor
@@ -182,7 +188,7 @@ class SavedState:
 def saved_state(
     engine: ShardEngine,
     step: ShardedStep,
-    given: Mapping[str, Any],
+    given: SavedOptimizer,
     groups: Sequence[dict[str, Any]],
     saved: Collection[str],
 ) -> SavedState:
@@ -191,16 +197,16 @@ def saved_state(
     A moment that was not saved of a parameter had not begun, unless the parameter took a step.
 
     Args:
-        given: what :func:`describe` told of the optimizer.
+        given: what the checkpoint says of the optimizer.
         groups: the groups as they will be after the load.
         saved: names of the checkpoint's tensors.
     """
     found = SavedState([], {})
     known = step.rule.names(groups)
-    kinds = [kind for kind in given["kinds"] if kind not in MASTERS]
+    kinds = [kind for kind in given.kinds if kind not in MASTERS]
     names = {kind: _state_names(engine, step, kind, groups) for kind in (*kinds, *MASTERS)}
     pairs = zip(step.params, names_of(engine, step), strict=True)
-    begun = {id(param) for param, name in pairs if given["steps"][name]}
+    begun = {id(param) for param, name in pairs if given.steps[name]}
     for stored, bucket in zip(engine.stored, step.buckets, strict=True):
         needed = step.rule.names_in(bucket.layout, step.layout, groups)
         here = []

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import CheckpointError, UnsupportedError
-from ringcomm.json_reader import encode
+from ringcomm.json_reader import DAMAGE, encode, in_words
 from ringcomm.module_names import named_modules
 from ringcomm.zero.checkpoint.tensor_file import dtype_name
 
@@ -37,16 +37,17 @@ def save_generators(device: torch.device) -> tuple[dict[str, Tensor], list[Any]]
     return tensors, [version, list(numbers), gauss]
 
 
-def check_generators(tensors: Mapping[str, Tensor], python: Any) -> None:
-    """Raises CheckpointError unless these are states that :func:`load_generators` takes.
-
-    Those of a GPU are known only there, and not checked.
-    """
+def check_generators(tensors: Mapping[str, Tensor], python: Any, device: torch.device) -> None:
+    """Raises CheckpointError unless these are states that :func:`load_generators` takes."""
     try:
         torch.Generator().set_state(tensors["rng.cpu"])
+        if device.type == "cuda" and "rng.cuda" in tensors:
+            torch.Generator(device).set_state(tensors["rng.cuda"])
         random.Random().setstate(_python_state(python))
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"random generators: cannot be restored: {error!r}") from error
+    except DAMAGE as error:
+        raise CheckpointError(
+            f"random generators: cannot be restored: {in_words(error)}"
+        ) from error
 
 
 def load_generators(tensors: Mapping[str, Tensor], python: Any, device: torch.device) -> None:
@@ -145,8 +146,8 @@ def read_extra_state(
             values[name] = _put_in(each["value"], (), found)
             if found:
                 raise ValueError(f"no place for the tensors at {sorted(found)}")
-        except (KeyError, TypeError, ValueError) as error:
-            raise fail(f"extra state of module {name!r}: is damaged: {error!r}") from error
+        except DAMAGE as error:
+            raise fail(f"extra state of module {name!r}: is damaged: {in_words(error)}") from error
     return values
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ringcomm.errors import ArgumentError, CheckpointError
+from ringcomm.json_reader import read_bounded, shown
 from ringcomm.zero.checkpoint.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
@@ -56,6 +58,8 @@ class Reader:
         self._rounds = rounds
         self._verified: set[str] = set()
         self._open: dict[str, Any] = {}
+        # By file, its tensors' pieces; filled when a file is verified.
+        self._pieces: dict[str, list[tuple[SavedTensor, Piece]]] = {}
 
     def __repr__(self) -> str:
         ranks = f"saved by {self.world_size} ranks"
@@ -166,7 +170,9 @@ class Reader:
             target.copy_(slab[within])
 
     def verify(self, files: Iterable[str] | None = None) -> None:
-        """Reads files and compares their checksums; those that were compared before are skipped.
+        """Reads files, and compares their checksums and headers with the manifest.
+
+        Files that were compared before are skipped.
 
         Args:
             files: their names; default all.
@@ -186,8 +192,22 @@ class Reader:
             except OSError as error:
                 raise self._damaged(file, f"cannot be read: {error}") from error
             if actual != expected:
-                raise self._damaged(file, f"expected checksum {expected}, got {actual}")
+                raise self._damaged(file, f"expected checksum {shown(expected)}, got {actual}")
+            self._check_header(file)
             self._verified.add(file)
+
+    def _check_header(self, file: str) -> None:
+        """Checks that a file has the tensors that the manifest says."""
+        if not self._pieces:
+            ranks = (each.tensors for each in self.manifest.ranks)
+            for saved in chain(self.manifest.tensors.values(), *(each.values() for each in ranks)):
+                for piece in saved.pieces:
+                    self._pieces.setdefault(piece.file, []).append((saved, piece))
+        for saved, piece in self._pieces.get(file, ()):
+            try:
+                self._slice(saved, piece)
+            except (SafetensorError, OSError, ValueError) as error:
+                raise self._unreadable(piece, error) from error
 
     def _read_manifest(self) -> Manifest:
         path = self.folder / MANIFEST_NAME
@@ -197,7 +217,7 @@ class Reader:
                 raise CheckpointError(
                     f"{path}: expected a file of at most {MAX_MANIFEST_BYTES} bytes; it is foreign"
                 )
-            text = path.read_text(encoding="utf-8")
+            text = read_bounded(path, MAX_MANIFEST_BYTES).decode("utf-8")
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{self.folder}: expected a checkpoint, but it has no {MANIFEST_NAME}: it was "
@@ -250,28 +270,37 @@ class Reader:
         """The elements of a piece's box, as they lie in the file."""
         if self._verify:
             self.verify([piece.file])
-        code = DTYPES[DTYPE_OF_NAME[saved.dtype]][1]
         try:
-            file = self._open.get(piece.file)
-            if file is None:
-                # Read in pages, as they are touched.
-                file = safe_open(self.folder / piece.file, framework="pt")
-                self._open[piece.file] = file
-            stored = file.get_slice(piece.key)
-            if stored.get_dtype() != code or tuple(stored.get_shape()) != piece.sizes:
-                raise self._damaged(
-                    piece.file,
-                    f"{piece.key}: expected {code} {piece.sizes}, got {stored.get_dtype()} "
-                    f"{tuple(stored.get_shape())}",
-                )
+            stored = self._slice(saved, piece)
             # safetensors makes it wherever the default device says.
             with torch.device("cpu"):
                 taken: Tensor = (
-                    stored[_within(box, piece.offsets)] if box else file.get_tensor(piece.key)
+                    stored[_within(box, piece.offsets)]
+                    if box
+                    else self._open[piece.file].get_tensor(piece.key)
                 )
         except (SafetensorError, OSError, ValueError) as error:
-            raise self._damaged(piece.file, f"{piece.key}: cannot be read: {error}") from error
+            raise self._unreadable(piece, error) from error
         return taken
+
+    def _slice(self, saved: SavedTensor, piece: Piece) -> Any:
+        """Returns a piece as safetensors reads it, once its dtype and shape are those saved."""
+        file = self._open.get(piece.file)
+        if file is None:
+            # Read in pages, as they are touched.
+            file = safe_open(self.folder / piece.file, framework="pt")
+            self._open[piece.file] = file
+        stored, code = file.get_slice(piece.key), DTYPES[DTYPE_OF_NAME[saved.dtype]][1]
+        if stored.get_dtype() != code or tuple(stored.get_shape()) != piece.sizes:
+            raise self._damaged(
+                piece.file,
+                f"{piece.key}: expected {code} {piece.sizes}, got {stored.get_dtype()} "
+                f"{tuple(stored.get_shape())}",
+            )
+        return stored
+
+    def _unreadable(self, piece: Piece, error: Exception) -> CheckpointError:
+        return self._damaged(piece.file, f"{piece.key}: cannot be read: {error}")
 
 
 def _check_box(name: str, size: Sequence[int], offsets: Sequence[int], out: Tensor) -> None:

@@ -13,17 +13,18 @@ import torch
 from torch import nn
 
 from ringcomm.errors import ArgumentError, CheckpointError, where
+from ringcomm.json_reader import exactly, in_words, shown
 from ringcomm.memory import normal_tensors
 from ringcomm.module_names import KnownNames, named_parameters, some
 from ringcomm.optim.agreement import agreed_load, all_or_none
-from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.residuals import Debtors
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.optim.state import merged_groups
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader, module_state
 from ringcomm.zero.checkpoint.module_state import (
-    VERSION,
+    SavedFacts,
+    SavedOptimizer,
     StatePart,
     check_names,
     check_optimizer,
@@ -209,6 +210,28 @@ def load(
         ArgumentError: the module is not sharded, the optimizer is another's or given with a part,
             ``only`` names nothing, or a parameter was replaced since ``shard()``.
     """
+    return take_load(check_load(root, module, optimizer, step=step, strict=strict, only=only))
+
+
+def check_load(
+    root: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: ShardedOptimizer | None = None,
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    only: Sequence[str] | None = None,
+) -> Loading:
+    """Does all of :func:`load` that may fail by what is in the checkpoint; collective.
+
+    Nothing changes before :func:`take_load`.
+
+    Args:
+        root, module, optimizer, step, strict, only: as of :func:`load`.
+
+    Raises:
+        Exception: as of :func:`load`.
+    """
     root = path_of(root, "load", "root")
     engine = engine_of(module, "load")
     comm = engine.comm
@@ -228,9 +251,18 @@ def load(
         with agreed_load(engine.ranks, operation) as agreement:
             checkpoints = Checkpoints(root)
             found = checkpoints.latest() if step is None else step
-            loading = _Loading(engine, sharded, checkpoints.reader(found), operation)
+            loading = Loading(engine, sharded, checkpoints.reader(found), operation)
             loading.check(choice)
             agreement.append([found, loading.reader.manifest.to_text()])
+        loading.number = int(found or 0)
+    return loading
+
+
+def take_load(loading: Loading) -> Loaded:
+    """Takes over what :func:`check_load` has checked; collective."""
+    engine = loading.engine
+    comm = engine.comm
+    with normal_tensors():
         # Nobody reads this rank's chunks while they change.
         engine.change("load")
         comm.barrier()
@@ -242,7 +274,7 @@ def load(
             # Behind the barrier, since a module may look at its parameters.
             with all_or_none(comm, "load", engine.mesh):
                 set_extra_state(engine.parts.module, loading.extra, loading.fail)
-    return Loaded(int(found or 0), loading.data["user"], loading.exact, *loading.keys)
+    return Loaded(loading.number, loading.data["user"], loading.exact, *loading.keys)
 
 
 _MASTER = "optim.master."
@@ -252,7 +284,7 @@ def _are_names(names: Any) -> bool:
     return isinstance(names, list) and all(isinstance(each, str) for each in names)
 
 
-class _Loading:
+class Loading:
     """One load on one rank: everything is checked first, and taken over then."""
 
     def __init__(
@@ -262,17 +294,20 @@ class _Loading:
         self.step = step
         self.reader = reader
         self.operation = operation
+        self.number = 0  # the checkpoint's step
         known = KnownNames.of(engine.parts.module)
-        plain = in_plain_names(reader.manifest, known)
-        self.data = self._read_data(plain.data)
-        self.saved: Mapping[str, Any] = self.data["ringcomm"]
+        # The types are checked before any name is looked for.
+        SavedFacts.read(self._read_data(reader.data)["ringcomm"], self.fail)
+        self.data = self._read_data(in_plain_names(reader.manifest, known).data)
+        self.saved = SavedFacts.read(self.data["ringcomm"], self.fail)
         # Another library's, whose FP32 weights fit each precision that the module has.
-        self.converted = bool(self.saved.get("converted"))
+        self.converted = self.saved.converted
         self.reader = Reader(reader.folder, verify=False, rounds=self.converted)
         self.reader.manifest = in_plain_names(self.reader.manifest, known)
         mesh = None if engine.mesh is None else engine.mesh.sizes
-        world = self.saved["world_size"], self.saved.get("mesh")
-        self.exact = world == (engine.comm.world_size, mesh)
+        world = self.saved.world_size, self.saved.mesh
+        same = world == (engine.comm.world_size, mesh)
+        self.exact = same and reader.world_size == engine.ranks.world_size
         self.names = set(self.reader.names())
         self.keys = IncompatibleKeys((), ())
         # By name of what is written here, the name in the checkpoint.
@@ -290,18 +325,14 @@ class _Loading:
 
     def _read_data(self, data: Any) -> Mapping[str, Any]:
         try:
-            version = data["ringcomm"]["version"]
-            if version != VERSION or not {"user", "tied"} <= set(data):
-                raise ValueError(f"version {version}")
-            for key in ("stage", "world_size", "params", "optimizer"):
-                data["ringcomm"][key]
-            left_out = data["ringcomm"].get("left_out", [])
-            tied = data["tied"]
-            if not _are_names(left_out) or not _are_names([*tied, *tied.values()]):
+            found: Mapping[str, Any] = exactly(data, dict)
+            tied = exactly(found["tied"], dict)
+            if not {"user", "ringcomm"} <= found.keys() or not _are_names([*tied, *tied.values()]):
                 raise ValueError("names of parameters")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise self.fail(f"is no checkpoint of ringcomm.zero.save(): {error!r}") from error
-        found: Mapping[str, Any] = data
+        except (KeyError, ValueError) as error:
+            raise self.fail(
+                f"is no checkpoint of ringcomm.zero.save(): {in_words(error)}"
+            ) from error
         return found
 
     # ---- checks ---------------------------------------------------------------------------------
@@ -310,8 +341,6 @@ class _Loading:
         """Raises CheckpointError unless everything can be taken over, or what is wanted of it."""
         if partial is None:
             check_names(self.engine, self.saved, self.fail)
-        if self.step is not None and self.saved["optimizer"] is None:
-            raise self.fail("was saved without an optimizer; load the module alone")
         self.sources = self._find_sources(partial)
         for part in self._model_parts(module_state.param_parts(self.engine, whole=True)):
             self._check_part(part)
@@ -322,22 +351,32 @@ class _Loading:
         if self.step is not None:
             self.groups = check_optimizer(self.engine, self.step, self.saved, self.fail)
             self.sources |= self._params_from_masters(self.step)
-            given, groups = self.saved["optimizer"], merged_groups(self.step.groups, self.groups)
+            given, groups = self.saved.optimizer, merged_groups(self.step.groups, self.groups)
+            assert given is not None
             self.state = saved_state(self.engine, self.step, given, groups, self.names)
             for part in (*self.state.parts.values(), *whole_parts(self.engine, self.step, True)):
                 self._check_part(part)
-            self.debtors = module_state.debtors_of(self.step, self.saved, self.fail)
+            self._check_states(given)
+            self.debtors = module_state.debtors_of(self.step, self.saved)
             if self.debtors is not None:
                 for part in residuals_to_load(self.engine, self.step, self.debtors, self.names):
                     self._check_part(part)
         self._verify()
         self._check_own(partial is None)
 
+    def _check_states(self, given: SavedOptimizer) -> None:
+        """Checks that the tensors that states of parameters name are there."""
+        for name in (each.name for stored in self.engine.stored for each in stored.params):
+            state = given.states.get(name)
+            for kind in () if state is None else state.tensors:
+                if f"optim.{kind}.{name}" not in self.names:
+                    raise self.fail(f"expected optim.{kind}.{name}, it is not there")
+
     def _find_sources(self, partial: PartialLoad | None) -> dict[str, str]:
         """Returns the names to load, with those that the checkpoint has for them."""
         root = self.engine.parts.module
         if partial is None:
-            left_out = set(self.saved.get("left_out", ()))
+            left_out = set(self.saved.left_out)
             lacking = sorted(left_out.intersection(self.engine.plan.names))
             if lacking:
                 raise self.fail(
@@ -389,16 +428,14 @@ class _Loading:
         self.exact = self.exact and whole
         if not whole:
             return
+        told, device = self.reader.rank_data(rank), self.engine.comm.device
+        if type(told) is not dict or "generators" not in told:
+            raise self.fail(f"expected the data of rank {rank}, got {shown(told)}")
         if self.exact:
-            self.generators = self.reader.rank_data(rank)["generators"]
-            check_generators(self.own, self.generators)
-        extra = ExtraState(self.reader.rank_data(rank).get("extra", {}), self.own)
-        engine = self.engine
-        self.extra = read_extra_state(engine.parts.module, extra, engine.comm.device, self.fail)
-        if self.step is not None and self.step.setting.loss_scaler is not None:
-            scale = self.saved["optimizer"]["loss_scaler"]
-            if scale is not None:
-                LossScaler().load_state_dict(scale)
+            self.generators = told["generators"]
+            check_generators(self.own, self.generators, device)
+        extra = ExtraState(told.get("extra", {}), self.own)
+        self.extra = read_extra_state(self.engine.parts.module, extra, device, self.fail)
 
     def _converted_buffers(self) -> dict[str, Tensor]:
         """Reads the buffers of another library's checkpoint, which are the same on all ranks."""
@@ -472,7 +509,8 @@ class _Loading:
         self._take_buffers()
         if step is not None:
             self._read(self._state_parts(step))
-            take_optimizer(self.engine, step, self.saved, self.groups)
+            assert self.saved.optimizer is not None
+            take_optimizer(self.engine, step, self.saved.optimizer, self.groups)
             if self.debtors is not None:
                 take_residuals(self.engine, step, self.debtors, self.names, self._read)
         else:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import CheckpointError
-from ringcomm.json_reader import decode, encode
+from ringcomm.json_reader import DAMAGE, decode, encode, in_words
 from ringcomm.memory import normal_tensors
 from ringcomm.module_names import KnownNames
 from ringcomm.optim.sharded import ShardedOptimizer
@@ -18,6 +18,7 @@ from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.checkpoint import module_state
 from ringcomm.zero.checkpoint.module_state import (
     NAMES_IN_FACTS,
+    SavedFacts,
     StatePart,
     check_names,
     check_optimizer,
@@ -107,25 +108,26 @@ class TrainState:
         """
         engine, step = self._engine, self._step
         try:
-            known = KnownNames.of(engine.parts.module)
-            facts = renamed(json.loads(state["facts"]), known, NAMES_IN_FACTS)
-            given = facts["optimizer"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise _failed(f"is no checkpoint of a TrainState: {error!r}") from error
+            told = json.loads(state["facts"])
+        except DAMAGE as error:
+            raise _failed(f"is no checkpoint of a TrainState: {in_words(error)}") from error
+        known = KnownNames.of(engine.parts.module)
+        SavedFacts.read(told, _failed)
+        facts = SavedFacts.read(renamed(told, known, NAMES_IN_FACTS), _failed)
         check_names(engine, facts, _failed)
+        groups = [] if step is None else check_optimizer(engine, step, facts, _failed)
+        extra = self._read_extra(state)
         for bucket in engine.stored:
             if bucket.wire is None:
                 bucket.wide = None
-        if step is not None and given is None:
-            raise _failed("was saved without an optimizer; load the module alone")
-        extra = self._read_extra(state)
         engine.count_change()
         with engine.together("TrainState.load_state_dict"):
             if engine.parts.store is not None:
                 _take(module_state.params_to_load(engine), state)
             if step is not None:
                 self._take_copies(step, state)
-                take_optimizer(engine, step, facts, check_optimizer(engine, step, facts, _failed))
+                assert facts.optimizer is not None
+                take_optimizer(engine, step, facts.optimizer, groups)
             else:
                 follow_coded(engine)
                 engine.placement.refresh_masters()
@@ -141,8 +143,8 @@ class TrainState:
     def _read_extra(self, state: Mapping[str, Any]) -> dict[str, Any]:
         try:
             plain = decode(json.loads(state["extra"])) if "extra" in state else {}
-        except (TypeError, ValueError) as error:
-            raise _failed(f"has extra state that is damaged: {error!r}") from error
+        except DAMAGE as error:
+            raise _failed(f"has extra state that is damaged: {in_words(error)}") from error
         engine = self._engine
         if isinstance(plain, dict):
             known = KnownNames.of(engine.parts.module)

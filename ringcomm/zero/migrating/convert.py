@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
-from ringcomm.json_reader import shown
+from ringcomm.json_reader import DAMAGE, in_words, shown
 from ringcomm.module_names import without_wrappers
 from ringcomm.zero.checkpoint import Checkpoints, commit
 from ringcomm.zero.checkpoint.manifest import (
@@ -37,7 +37,6 @@ from ringcomm.zero.checkpoint.tensor_file import (
 from ringcomm.zero.migrating.dcp_checkpoint import METADATA, read_dcp
 from ringcomm.zero.migrating.deepspeed_checkpoint import find_folder, read_deepspeed
 from ringcomm.zero.migrating.foreign import ForeignState, ForeignTensor
-from ringcomm.zero.migrating.torch_file import DAMAGE, told
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -112,7 +111,7 @@ def read(source: Path, weights_only: bool) -> ForeignState:
         raise
     except DAMAGE as error:
         kind = "torch.distributed.checkpoint" if folder is None else "DeepSpeed"
-        raise CheckpointError(f"{source}: is no checkpoint of {kind}: {told(error)}") from error
+        raise CheckpointError(f"{source}: is no checkpoint of {kind}: {in_words(error)}") from error
     if state is None:
         raise CheckpointError(
             f"{OPERATION}: {source}: expected a folder of DeepSpeed, with files "

@@ -37,7 +37,7 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 
 from ringcomm.errors import CheckpointError
-from ringcomm.json_reader import number_below, shown
+from ringcomm.json_reader import DAMAGE, exactly, in_words, number_below, shown
 from ringcomm.zero.checkpoint.tensor_file import DTYPES
 
 Tensor = torch.Tensor
@@ -45,12 +45,7 @@ Tensor = torch.Tensor
 # Far more than the structure of any model, and little enough to be read on any machine.
 LARGEST_PICKLE_BYTES = 1 << 28
 DEEPEST = 64
-# The exceptions of code that looks into a damaged checkpoint.
-DAMAGE = (
-    *(LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError),
-    MemoryError,
-)
-# And what zipfile raises beside them.
+# What zipfile raises of a damaged archive.
 _DAMAGED = (*DAMAGE, zipfile.BadZipFile, OSError, EOFError, struct.error)
 _LOCAL_HEADER = struct.Struct("<26x2H")
 _LONGEST_NAME = 256
@@ -76,7 +71,7 @@ class Inert:
         if len(name) > _LONGEST_NAME:
             raise ValueError(f"it names something of {len(name)} characters")
         self.name = name
-        self.args: tuple[Any, ...] = _exactly(args, tuple)
+        self.args: tuple[Any, ...] = exactly(args, tuple)
         self.state: Any = None
         self.items: dict[Any, Any] | None = None
 
@@ -86,12 +81,6 @@ class Inert:
     def get(self, name: str, default: Any = None) -> Any:
         """Returns an attribute that its state has."""
         return self.state.get(name, default) if isinstance(self.state, dict) else default
-
-
-def _exactly(value: Any, *kinds: type) -> Any:
-    if type(value) not in kinds:
-        raise TypeError(f"it has a {type(value).__name__} where only a {kinds[0].__name__} can be")
-    return value
 
 
 @dataclass(frozen=True)
@@ -226,7 +215,7 @@ class _Machine:
             return key
         flat = key if kind is tuple else (key,)
         if len(flat) > 8 or any(
-            type(each) not in (int, float, bool) and len(_exactly(each, str, bytes)) > _LONGEST_NAME
+            type(each) not in (int, float, bool) and len(exactly(each, str, bytes)) > _LONGEST_NAME
             for each in flat
         ):
             raise TypeError(f"it has a {kind.__name__} as a key, which plain data have not")
@@ -252,10 +241,10 @@ class _Machine:
     def call(self, _: Any = None) -> None:
         """Puts what a call stands for on the stack."""
         called, args = self.last(2)
-        name, args = called.name, _exactly(args, tuple)
+        name, args = called.name, exactly(args, tuple)
         if name == "torch._tensor._rebuild_from_type_v2":
             # A tensor with attributes, or of a class of its own.
-            name, args = args[0].name, _exactly(args[2], tuple)
+            name, args = args[0].name, exactly(args[2], tuple)
         self.push(self._made(name, args))
 
     def new(self, count: int) -> None:
@@ -283,10 +272,10 @@ class _Machine:
         if name == "collections.OrderedDict":
             return self._ordered(*args)
         if name == "_codecs.encode" and args[1] == "latin1":
-            self.charge(len(_exactly(args[0], str)))
+            self.charge(len(exactly(args[0], str)))
             return args[0].encode("latin1")  # bytes, in old protocols
         if name == "torch.Size":
-            self.charge(len(_exactly(args[0], tuple, list)))
+            self.charge(len(exactly(args[0], tuple, list)))
             return tuple(args[0])
         if name in (
             "torch._utils._rebuild_parameter",
@@ -294,7 +283,7 @@ class _Machine:
         ):
             return args[0]
         if name in ("builtins.set", "__builtin__.set", "builtins.frozenset"):
-            return _exactly(args[0], list, tuple) if args else []
+            return exactly(args[0], list, tuple) if args else []
         if name in ("copyreg._reconstructor", "copy_reg._reconstructor"):
             return Inert(args[0].name)
         if name == "torch._utils._rebuild_tensor_v2" and self._tensor is not None:
@@ -308,7 +297,7 @@ class _Machine:
         return Inert(name, args)
 
     def _ordered(self, pairs: Any = ()) -> dict[Any, Any]:
-        self.charge(4 * len(_exactly(pairs, list, tuple)))
+        self.charge(4 * len(exactly(pairs, list, tuple)))
         return {self.key(key): value for key, value in pairs}
 
 
@@ -399,7 +388,7 @@ def _run(machine: _Machine, pickled: bytes, called: str) -> Any:
     try:
         return machine.run(pickled)
     except DAMAGE as error:
-        raise CheckpointError(f"{called}: its pickle cannot be read: {told(error)}") from error
+        raise CheckpointError(f"{called}: its pickle cannot be read: {in_words(error)}") from error
 
 
 def sizes_of(values: Any) -> tuple[int, ...]:
@@ -412,11 +401,6 @@ def sizes_of(values: Any) -> tuple[int, ...]:
     if len(found) > _MOST_DIMS or not all(number_below(each, 1 << 62) for each in found):
         raise ValueError(f"expected sizes, got {shown(found)}")
     return found
-
-
-def told(error: BaseException) -> str:
-    """Returns an exception in words, as many as a message has room for."""
-    return repr(error)[:300]
 
 
 class MappedFile:

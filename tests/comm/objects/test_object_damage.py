@@ -139,3 +139,28 @@ def test_the_place_is_not_built_for_what_is_plain(monkeypatch):
     monkeypatch.setattr(object_codec, "shown", shown)
     value = {f"k{i}": [i, {"x": i}] for i in range(1000)}
     assert _unpack_of(value) == value
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [[0, 8], [0, 8]],
+        [[0, 4], [3, 5]],
+        [[4, 4], [0, 4]],
+        [[0, 8], [0, 0]],
+        [[0, 9]],
+        [[1, 7]],
+    ],
+)
+@pytest.mark.parametrize("kind", ["b", "a", "T", "A"])
+def test_places_follow_each_other(kind, places):
+    """Else a message of a megabyte becomes gigabytes."""
+
+    def of(at: int, size: int) -> list[Any]:
+        shaped = {"T": ["torch.uint8", [size]], "A": ["uint8", [size]]}.get(kind, [])
+        return [kind, *shaped, at, size]
+
+    sound = ["l", of(0, 4), of(4, 0), of(4, 4)]
+    assert len(_unpack(json.dumps(sound), bytes(8))) == 3
+    with pytest.raises(CorruptedError, match="a place lies"):
+        _unpack(json.dumps(["l", *(of(*each) for each in places)]), bytes(8))

@@ -2,6 +2,7 @@
 
 import struct
 import tempfile
+import tracemalloc
 from pathlib import Path
 from random import Random
 
@@ -11,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringcomm
-from ringcomm import AbortedError, CommOptions, MismatchError
+from ringcomm import AbortedError, CommOptions, MismatchError, RingcommError
 from ringcomm.comm.recorder import trace_file
 from ringcomm.comm.recorder.reader import KEPT_RECORDS
 from ringcomm.comm.recorder.records import (
     HEADER_BYTES,
     RECORD_BYTES,
+    NodeLevel,
+    RankRecording,
     Recording,
     read_block,
     read_header,
@@ -183,3 +186,43 @@ def test_a_reason_writes_nothing_to_a_peers_terminal():
     with ringcomm.local_world(2, timeout=30) as world:
         text = world.run(body)[0]
     assert "ended?[2J?? by hand" in text and text.isprintable()
+
+
+@pytest.mark.parametrize("world_size", [0, -1, (1 << 16) + 1, 1 << 29, 1 << 63])
+@pytest.mark.parametrize("name", ["world", "world/node0:" + ".".join(["0-999999999"] * 33)])
+def test_a_world_is_no_larger_than_any_is(tmp_path, world_size, name):
+    """Two kilobytes that claim it take no memory for its ranks."""
+    path = tmp_path / "trace.json"
+    trace = trace_file.Trace(Recording(name, world_size, 1, 1, ()), 0, 1.0, "")
+    path.write_text(trace_file.text_of(trace))
+    tracemalloc.start()
+    try:
+        with pytest.raises(RingcommError, match=r"world_size|ranks, of at most"):
+            trace_file.read(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        sound = Recording(name, 1 << 16, 1, 1, ())
+        assert NodeLevel.of(sound) is None
+        path.write_text(trace_file.text_of(trace_file.Trace(sound, 0, 1.0, "")))
+        assert trace_file.read(path).recording == sound
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_ranks_are_there_once_and_of_the_node(tmp_path):
+    path = tmp_path / "trace.json"
+    nodes = trace_file.OfNode(1, 1, ((0, 2), (1, 3)))
+
+    def read(*ranks: tuple[int, int], of_node: trace_file.OfNode | None = None) -> None:
+        records = tuple(RankRecording(rank, 1, waits, (), ()) for rank, waits in ranks)
+        recording = Recording("world", 4, 1, 1, records)
+        path.write_text(trace_file.text_of(trace_file.Trace(recording, 0, 1.0, "", of_node)))
+        trace_file.read(path)
+
+    read((0, -1), (3, 0))
+    read((3, 0), (1, 2), of_node=nodes)
+    for ranks in ([(0, 1), (0, 1)], [(4, 1)], [(0, 4)], [(0, 1), (1, 0), (0, -1)]):
+        with pytest.raises(RingcommError, match="out of range or there twice"):
+            read(*ranks)
+    with pytest.raises(RingcommError, match="out of range"):
+        read((0, 1), of_node=nodes)
