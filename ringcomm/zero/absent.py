@@ -65,10 +65,14 @@ def _allowed() -> Iterator[Callable[..., Any]]:
 
 
 _ALLOWED = frozenset(_allowed())
+_OF_MEMORY = frozenset((Tensor.data_ptr, Tensor.untyped_storage))
 
 
 class Absent:
     """The class mixed into that of a parameter while it is absent."""
+
+    # Whether detach() returns what stands for the value; see AbsentValue.
+    _detaches = True
 
     @classmethod
     def __torch_function__(
@@ -83,6 +87,9 @@ class Absent:
             with plainly():
                 return func(*args, **kwargs)
         absent = list(_absent_in((args, kwargs)))
+        # A state_dict() detaches, and perhaps only its names are wanted.
+        if func is Tensor.detach and args[0]._detaches and vars(args[0])[_ASK]() is False:
+            return value_of(vars(args[0])[_NAME], args[0])
         if absent and all(not isinstance(each, Absent) or vars(each)[_ASK]() for each in absent):
             return func(*args, **kwargs)
         if not absent:
@@ -100,8 +107,46 @@ class Absent:
         return f"<parameter {vars(self)[_NAME]}, not gathered, {facts}>"
 
 
+class AbsentValue(Absent, Tensor):  # type: ignore[misc]
+    """What ``state_dict()`` of a part of a module has for an absent parameter: no values.
+
+    It has the parameter's shape, dtype and device, and raises where values are needed. Its memory
+    is not shown either, since writers of files read it by its address.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _OF_MEMORY:
+            next(_absent_in((args, kwargs)))._refuse(_called(func))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def value_of(name: str, param: Tensor) -> Tensor:
+    """Returns what stands for a parameter's value in a state that no one may read.
+
+    Args:
+        name: of the parameter.
+        param: has its shape, dtype and device.
+    """
+    with plainly():
+        one = torch.zeros((), dtype=param.dtype, device=param.device)
+        if one.is_floating_point():
+            one.fill_(torch.nan)
+        made: Tensor = torch.Tensor._make_subclass(AbsentValue, one.expand(param.shape))
+        vars(made)[_NAME], vars(made)[_ASK] = name, bool
+        return made
+
+
 class Updated(Absent):
     """The class mixed into that of a parameter while a backward has updated it; see the note."""
+
+    _detaches = False
 
     def _refuse(self, called: str) -> NoReturn:
         raise ArgumentError(
@@ -119,6 +164,8 @@ class Updated(Absent):
 
 class AbsentPart(Absent):
     """The same for a DTensor, some of whose methods are no tensor functions."""
+
+    _detaches = False
 
     def to_local(self, **_: Any) -> NoReturn:
         """Raises ArgumentError."""

@@ -156,9 +156,14 @@ class ParamBucket(ABC):
 
     def _moved(self, placed: BucketParam) -> ArgumentError:
         head = where("zero", self.comm.rank, self.comm.world_size)
+        found = local_of(placed.param)
         return ArgumentError(
             f"{head}: parameter {placed.name}: its memory was replaced after shard() had moved it "
-            "(by .to(), .data = or the like). Do that before shard(), and change values in place"
+            "(by .to(), .data = or the like, perhaps in forward): expected "
+            f"{self.layout.dtype} of shape {tuple(placed.spec.shape)} in the memory of shard(), "
+            f"got {found.dtype} of shape {tuple(found.shape)} elsewhere. Do that before shard(), "
+            "or unshard() the module first, and change values in place. Frozen parameters may get "
+            "other memory of the same values"
         )
 
     @abstractmethod
@@ -499,11 +504,23 @@ class ShardedBucket(ParamBucket):
             self.params, self._addresses, self._versions, strict=True
         ):
             param = placed.param
-            if local_of(param).data_ptr() != address:
+            if local_of(param).data_ptr() != address and not self._is_equal_copy(placed):
                 raise self._moved(placed)
             if param._version != version:
                 self._forget_changes()
                 raise self._changed(placed)
+
+    def _is_equal_copy(self, placed: BucketParam) -> bool:
+        """Returns whether a frozen parameter is elsewhere with the values that are gathered.
+
+        Layers that keep quantized weights assign ``weight.data`` in their forward.
+        """
+        local, there = local_of(placed.param).detach(), placed.view(self.flat)
+        if self.trains or not self.is_here:
+            return False
+        if (local.shape, local.dtype, local.device) != (there.shape, there.dtype, there.device):
+            return False
+        return torch.equal(as_bytes(local), as_bytes(there))
 
     def _forget_changes(self) -> None:
         self._in_the_open = False
@@ -626,6 +643,11 @@ class WorldBucket(ShardedBucket):
             for index, found in enumerate(self._sum_up()):
                 if only is None or id(self._parameters[index]) in only:
                     self._checksums[index] = found
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the elements of a tensor as bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def checksum(flat: Tensor) -> int:

@@ -18,8 +18,10 @@ from ringcomm.module_names import (
     KnownNames,
     wrapped_key,
 )
+from ringcomm.zero.absent import Absent, value_of
 from ringcomm.zero.buckets import ShardedBucket
 from ringcomm.zero.engine import ShardEngine
+from ringcomm.zero.gather import Gatherer
 from ringcomm.zero.units import Unit
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -95,9 +97,10 @@ def hook_modules(engine: ShardEngine, root: nn.Module) -> None:
     if engine.gatherer is not None:
         hooks = [_UnitHooks(engine, unit, unit.module is root) for unit in engine.parts.units]
         _watch_accesses(engine, hooks)
-        refuse = _refuse_states(engine)
+        refuse, hide = _refuse_states(engine), partial(_hide_values, engine.gatherer)
+        engine.keep(root.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
         for module in root.modules():
-            engine.keep(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+            engine.keep(module.register_state_dict_post_hook(hide))  # type: ignore[no-untyped-call]
             engine.keep(module.register_load_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
     if precision.output is not None:
         output_dtype = precision.output
@@ -146,6 +149,25 @@ def _refuse_states(engine: ShardEngine) -> Callable[..., None]:
             )
 
     return refuse
+
+
+def _hide_values(gatherer: Gatherer, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    """Takes what is gathered out of the state of a part of a module, since its memory will go.
+
+    Frameworks ask a part for the names of its tensors, anywhere. Its values are shown only inside
+    ``gathered()``.
+    """
+    if gatherer.pinned:
+        return
+    for name, value in state.items():
+        here = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        if (
+            here
+            and name.startswith(prefix)
+            and not isinstance(value, Absent)
+            and gatherer.has(value)
+        ):
+            state[name] = value_of(name, value)
 
 
 def name_states_plainly(engine: ShardEngine, outer: nn.Module) -> None:

@@ -79,6 +79,36 @@ def check_shardable(root: nn.Module) -> None:
             )
 
 
+def check_memory_of_params(units: Sequence[Unit]) -> None:
+    """Checks that the parameters of units have memory of their own, or none yet on "meta".
+
+    Raises:
+        UnsupportedError: one is sparse, nested or of torch's quantized dtypes, or of a class whose
+            tensors hold others, as quantized weights of torchao are.
+    """
+    for name, param in (named for unit in units for named in unit.params.items()):
+        local = local_of(param)
+        if not _has_memory(local):
+            kind = type(local if is_distributed(param) else param)
+            raise UnsupportedError(
+                f"shard: parameter {name}: expected a dense tensor in memory of its own, got a "
+                f"{kind.__module__}.{kind.__qualname__} of {local.dtype} and {local.layout}, whose "
+                "values shard() cannot place. Hold the codes of quantized weights in a frozen "
+                "parameter or a buffer of 8 bits that forward dequantizes; or pass "
+                f"options=ZeroOptions(ignored=({name!r},)), which leaves it to you"
+            )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return False
+    # A class that takes over the operators stands for other tensors, or for none.
+    plain = type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    if type(tensor) not in (Tensor, nn.Parameter) and not plain:
+        return False
+    return torch._C._has_storage(tensor) and not torch._is_functional_tensor(tensor)
+
+
 def check_batch_norm(root: nn.Module, comm: Communicator) -> None:
     """Checks that torch's synchronised batch normalisations, if there are any, can work.
 
@@ -354,14 +384,25 @@ def _values(parts: EngineParts, unit: Unit, init: Init, rollback: Rollback) -> d
                 _read_in_place(param, read, rollback)
             continue
         if id(param) in moves:
-            # The rollback keeps the memory of ``value``, so the broadcast must not write to it.
-            value = value.clone() if takes else value
+            if takes and not param.requires_grad and _is_held(value):
+                # A quantized layer holds its codes apart from the parameter, too.
+                rollback.keep_values(param)
+            elif takes:
+                # The rollback keeps the memory of ``value``: the broadcast must not write to it.
+                value = value.clone()
             values[id(param)] = HeldValues(value)
         elif takes:
             rollback.keep_values(param)
         if broadcast:
             comm.broadcast(value, 0)
     return values
+
+
+def _is_held(value: Tensor) -> bool:
+    """Returns whether others than a parameter, and this view of it, refer to its memory."""
+    storage = value.untyped_storage()
+    # The storage object here is the third to refer to it.
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 3
 
 
 def _read_in_place(param: nn.Parameter, values: Values, rollback: Rollback) -> None:

@@ -42,6 +42,7 @@ from ringcomm.zero.prepare import (
     Init,
     Rollback,
     check_batch_norm,
+    check_memory_of_params,
     check_shardable,
     is_meta,
     make_bucket,
@@ -101,9 +102,10 @@ def shard(
             that this rank is not in, or of ranks that have different parts of DTensor parameters;
             ranks of a launcher that have no group; a ``mesh`` without an axis "dp"; a name in
             ``Precision.keep_fp32`` that no module has.
-        UnsupportedError: an embedding with ``max_norm``; DTensors on several meshes, or with other
-            placements than Shard and Replicate; ``torch.nn.SyncBatchNorm`` on CPUs or without
-            ``torch.distributed``; nodes with different numbers of ranks,
+        UnsupportedError: an embedding with ``max_norm``; a parameter without memory of its own,
+            which is sparse or of a class whose tensors hold others; DTensors on several meshes, or
+            with other placements than Shard and Replicate; ``torch.nn.SyncBatchNorm`` on CPUs or
+            without ``torch.distributed``; nodes with different numbers of ranks,
             where each shall have a copy.
         CheckpointError: the files of ``init`` are missing or damaged, or do not fit the module.
         MismatchError: the ranks' modules, options or files differ; names the first parameter that
@@ -263,6 +265,7 @@ def _plan(module: nn.Module, stage: int, trainers: _Trainers, options: ZeroOptio
     options = options.for_nodes(stage, comm)
     units = find_units(module, options.units)
     ignored = leave_out(module, units, options)
+    check_memory_of_params(units)
     choose_options(module, units, options)
     chosen = {unit.name: unit.options.param for unit in units if unit.options.param}
     dtypes = ModuleDtypes.of(module, options.precision, chosen)

@@ -20,7 +20,7 @@ ALONE = zero.ZeroOptions(bucket_elems=512, prefetch=0)
 USES: dict[str, Any] = {
     "average": lambda p: torch.ones(8, 8).lerp_(p, 0.1),
     "averages": lambda p: torch._foreach_lerp_([torch.ones(8, 8)], [p], 0.1),
-    "detach": lambda p: p.detach(),
+    "detach": lambda p: p.detach().clone(),
     "write to data": lambda p: p.data.zero_(),
     "set data": lambda p: setattr(p, "data", torch.ones(8, 8)),
     "write": lambda p: p.add_(1.0),

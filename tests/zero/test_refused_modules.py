@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -53,6 +55,59 @@ def test_an_embedding_that_writes_to_its_weight_in_forward(worlds, stage, kind):
     module = nn.Sequential(kind(5, 4, max_norm=1.0))
     refuse(worlds, module, UnsupportedError, r"module '0'.*max_norm=1\.0.*after each step", stage)
     assert type(module[0].weight) is nn.Parameter
+
+
+class Wrapping(torch.Tensor):
+    """A tensor of 8-bit codes and a scale, as quantized weights of torchao are."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        made.codes, made.scale = codes, scale
+        return made
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        args = [each.codes * each.scale if type(each) is cls else each for each in args]
+        return func(*args, **(kwargs or {}))
+
+
+def fake(values):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return torch.empty_like(values)
+
+
+WITHOUT_MEMORY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "Wrapping": lambda values: Wrapping(values.to(torch.int8), torch.tensor(0.5)),
+    "FakeTensor": fake,
+    r"torch\.qint8": lambda values: torch.quantize_per_tensor(values, 0.1, 0, torch.qint8),
+    r"torch\.sparse_coo": lambda values: values.to_sparse(),
+    r"torch\.sparse_csr": lambda values: values.to_sparse_csr(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:Sparse CSR")
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", WITHOUT_MEMORY)
+def test_parameters_without_memory_of_their_own(worlds, stage, kind):
+    """They are refused by name and class, and may be left to the user."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[0].weight = nn.Parameter(WITHOUT_MEMORY[kind](torch.ones(4, 4)), requires_grad=False)
+    match = rf"parameter 0\.weight: expected a dense tensor.*{kind}.*ignored=\('0\.weight',\)"
+    refuse(worlds, module, UnsupportedError, match, stage)
+
+    def work(comm):
+        zero.shard(module, stage, comm=comm, options=zero.ZeroOptions(ignored=("0.weight",)))
+
+    worlds(1).run(work)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -299,12 +302,40 @@ def test_buffers_that_are_expanded(worlds, stage):
 def test_state_dicts_of_modules_inside_a_unit_at_stage_3(worlds):
     def work(comm):
         module: Any = zero.shard(nn.Sequential(small()), 3, comm=comm)
-        with pytest.raises(ArgumentError, match="only inside gathered"):
-            module[0][2].state_dict()
         with zero.gathered(module):
             assert not module[0][2].state_dict()["weight"].isnan().any()
+        with torch.no_grad():
+            module(torch.ones(2, 8))
+        for part in (module[0], module[0][2]):
+            state = part.state_dict()
+            params = dict(part.named_parameters())
+            assert {n: (v.shape, v.dtype) for n, v in state.items() if n in params} == {
+                n: (p.shape, p.dtype) for n, p in params.items()
+            }
+            for name in params:
+                for use in USES:
+                    with pytest.raises(ArgumentError, match=rf"{name}: .* needs its values, and"):
+                        use(state[name])
+            with pytest.raises(ArgumentError, match="only inside gathered"):
+                part.load_state_dict(state)
+        with pytest.raises(ArgumentError, match="only inside gathered"):
+            module.state_dict()
 
     worlds(1).run(work)
+
+
+# What reads a tensor's values, or its memory.
+USES: list[Callable[[Any], Any]] = [
+    lambda t: t.clone(),
+    lambda t: t + 1,
+    lambda t: t.numpy(),
+    lambda t: t.data,
+    lambda t: t.untyped_storage(),
+    lambda t: torch.zeros(t.shape).copy_(t),
+    lambda t: torch.save({"t": t}, io.BytesIO()),
+    lambda t: safetensors.torch.save({"t": t}),
+    deepcopy,
+]
 
 
 @pytest.mark.parametrize("stage", STAGES)
