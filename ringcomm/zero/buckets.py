@@ -374,6 +374,7 @@ class ShardedBucket(ParamBucket):
         advance_versions(self._local_views, 1)
         self._references: int | None = None
         self._references_at_first = 0
+        self._uses_at_first = 0
         self._drop()
 
     def _drop(self, is_held: bool = False) -> None:
@@ -410,6 +411,7 @@ class ShardedBucket(ParamBucket):
             advance_versions(self._local_views, -1)
         self.is_here = True
         self._references_at_first = self._count_references()
+        self._uses_at_first = self._count_uses()
         if self._references is None:
             self._references = self._references_at_first
 
@@ -434,6 +436,15 @@ class ShardedBucket(ParamBucket):
             for placed in self.params
         )
         return saved or self.is_referred_to
+
+    @property
+    def is_used(self) -> bool:
+        """True if graphs may have saved parameters, or views of them, since they were gathered."""
+        return self._count_uses() > self._uses_at_first
+
+    def _count_uses(self) -> int:
+        with plainly():
+            return sum(param._use_count() for param in self._parameters)  # type: ignore[attr-defined]
 
     def hide(self, keeps_views: bool = False) -> None:
         """Frees the gathered parameters.

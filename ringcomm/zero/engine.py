@@ -462,9 +462,7 @@ class ShardEngine:
         """Does :meth:`free_for_step` for another operation."""
         self.refuse_gathered(operation)
         if self.gatherer is not None:
-            self.gatherer.held = False
-            self.gatherer.end_schedule()
-        self.free_all()
+            self.gatherer.free_for_change()
 
     def change(self, operation: str) -> None:
         """Does :meth:`free_for_change`, and counts the change of all parameters."""

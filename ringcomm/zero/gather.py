@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -160,6 +160,12 @@ class Gatherer:
     It expects the units in the order in which the last iteration needed them. A wrong guess costs
     a copy.
 
+    NOTE [Graphs without a hook]
+    A backward gathers a unit again by hooks on the outputs of its module's calls. No hook sees a
+    parameter that is used outside of such a call, as in ``module.encode(x)`` or in ``gathered()``,
+    nor an output without a tensor that has a graph. The buckets of such parameters stay for as long
+    as a graph refers to them, or until their values change.
+
     Args:
         units: with their buckets.
         comm, options, profile: of the engine.
@@ -204,6 +210,10 @@ class Gatherer:
         self._pins = 0
         # Buckets that a forward with gradients has used in gathered().
         self._ran: set[ShardedBucket] = set()
+        # See NOTE [Graphs without a hook]; True for those whose views keep their memory.
+        self._unhooked: dict[ShardedBucket, bool] = {}
+        # Ranks that gather together must free alike, whatever graphs each of them has.
+        self._together = options.params == "world" or options.tier is not None
         #: True if buckets that a graph refers to must stay: create_graph=True may have made it.
         self.held = False
         #: Number of units that run now, one inside another.
@@ -231,10 +241,14 @@ class Gatherer:
         return self._buckets[id(unit)]
 
     def need(self, unit: Unit) -> None:
-        """Gathers a unit, and starts to gather the units that are expected next."""
+        """Gathers a unit, and starts to gather the units that are expected next.
+
+        What a backward has updated already is left out. All gradients of it have come, so that the
+        backward needs it no more, unless it looks a parameter up.
+        """
         if not self._now or self._now[-1] != id(unit):
             self._now.append(id(unit))
-        self.bring(unit)
+        self._bring([bucket for bucket in self._buckets[id(unit)] if bucket not in self._closed])
         for key in self._expected():
             for bucket in self._buckets[key]:
                 if bucket not in self._closed:
@@ -257,6 +271,14 @@ class Gatherer:
         """Gathers a unit; its parameters are here when the call returns."""
         self._bring(self._buckets[id(unit)])
 
+    def bring_bucket(self, bucket: ShardedBucket) -> None:
+        """Gathers a bucket; its parameters are here when the call returns.
+
+        Raises:
+            ArgumentError: a backward has updated it already.
+        """
+        self._bring([bucket])
+
     def _bring(self, buckets: Sequence[ShardedBucket]) -> None:
         for bucket in buckets:
             self._start(bucket)
@@ -265,13 +287,9 @@ class Gatherer:
                 self._end_coming(bucket)
 
     def bring_for_schedule(self, bucket: ShardedBucket) -> None:
-        """Gathers a bucket, which stays until :meth:`end_schedule`."""
+        """Gathers a bucket, which stays until :meth:`free_for_change`."""
         self._bring([bucket])
         self._for_schedule.add(bucket)
-
-    def end_schedule(self) -> None:
-        """Called before a step: no backward of a schedule is to come that uses what is here."""
-        self._for_schedule.clear()
 
     def open(self, unit: Unit | None = None) -> None:
         """Marks gathered buckets, of one unit or all, as open to writes from outside the module."""
@@ -316,16 +334,18 @@ class Gatherer:
         if self._pins and torch.is_grad_enabled():
             self._ran.add(bucket)
         stays = self._pins or bucket in self._for_schedule or (self.held and bucket.is_in_graph)
+        if not stays and bucket in self._unhooked:
+            stays = self._is_awaited(bucket)
         if bucket.is_here and not stays:
             self._here.pop(bucket, None)
             try:
-                bucket.hide(keeps_views)
+                bucket.hide(self._unhooked.pop(bucket, False) or keeps_views)
             finally:
                 self._settle(bucket)
 
     def free_used(self, bucket: ShardedBucket) -> None:
-        """Frees a bucket in backward, unless a part of the graph still refers to its memory."""
-        if not bucket.is_referred_to:
+        """Frees a bucket in backward, unless a part of a graph still needs its memory."""
+        if not bucket.is_referred_to and not self._is_awaited(bucket):
             self.free(bucket)
 
     def close_bucket(self, bucket: ShardedBucket) -> None:
@@ -350,15 +370,44 @@ class Gatherer:
         """Called after a backward that made no graph; drops the hold if no graph needs it."""
         self.held = self.held and any(bucket.is_in_graph for bucket in self._here)
 
+    def keep_for_graph(self, unit: Unit) -> None:
+        """Has a unit stay for graphs that use it without a hook; see the note."""
+        for bucket in self._buckets[id(unit)]:
+            self._unhooked.setdefault(bucket, False)
+
     def free_all(self) -> None:
-        """Frees all buckets that are here or on their way.
+        """Frees all buckets that are here or on their way, but what graphs without a hook need.
+
+        Raises:
+            ArgumentError: a parameter was written to. The buckets are freed even so.
+        """
+        self._free_but({bucket for bucket in self._here if self._is_awaited(bucket)})
+
+    def free_for_change(self) -> None:
+        """Frees all buckets, whatever graph refers to them, since their values will change.
 
         Raises:
             ArgumentError: a parameter was written to. All buckets are freed even so.
         """
-        self._free_but(set())
+        self.held = False
+        self._for_schedule.clear()
+        viewed = {bucket for bucket, keeps in self._unhooked.items() if keeps}
+        self._unhooked.clear()
+        self._free_but(set(), viewed)
 
-    def _free_but(self, kept: set[ShardedBucket], keeps_views: bool = False) -> None:
+    def _is_awaited(self, bucket: ShardedBucket) -> bool:
+        """Returns whether a graph may need a bucket that no hook gathers."""
+        if bucket in self._closed:
+            return False  # the values are old
+        unhooked = bucket in self._unhooked
+        if not unhooked and (self._together or bucket not in self._staying):
+            return False
+        return bucket.is_in_graph
+
+    def _free_but(
+        self, kept: Container[ShardedBucket], viewed: Container[ShardedBucket] = ()
+    ) -> None:
+        """Frees all buckets but ``kept``, and leaves the memory of ``viewed`` to their views."""
         failed: ArgumentError | DiskError | None = None
         for bucket in [*self._coming, *self._here]:
             try:
@@ -367,8 +416,7 @@ class Gatherer:
                 if bucket in kept:
                     bucket.check()
                 else:
-                    # For views in a forward's graph, backward gathers the memory again.
-                    self.free(bucket, keeps_views and bucket not in self._ran)
+                    self.free(bucket, bucket in viewed)
             except (ArgumentError, DiskError) as error:
                 failed = failed or error
         if failed is not None:
@@ -419,8 +467,14 @@ class Gatherer:
         self._end_pin(kept)
 
     def _end_pin(self, kept: set[ShardedBucket]) -> None:
+        if not self._pins and torch.is_grad_enabled():
+            used = {b for b in self._here if b not in kept and b not in self._ran and b.is_used}
+            self._unhooked.update(dict.fromkeys(used, True))
+            kept = kept | used
+        # For views in a forward's graph, backward gathers the memory again.
+        viewed = {*self._coming, *self._here} - self._ran
         try:
-            self._free_but(kept, keeps_views=True)
+            self._free_but(kept, viewed)
         finally:
             if not self._pins:
                 self._ran.clear()
@@ -448,9 +502,7 @@ class Gatherer:
 
     def close(self) -> None:
         """Ends all copies and frees all buckets."""
-        self.held = False
-        self.end_schedule()
-        self.free_all()
+        self.free_for_change()
         self._copier.close()
 
 

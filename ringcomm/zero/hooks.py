@@ -83,13 +83,10 @@ Tensor = torch.Tensor
 def hook_modules(engine: ShardEngine, root: nn.Module) -> None:
     """Registers all hooks that the engine's stage and precision need."""
     precision = engine.options.precision
-    if precision.cast_inputs and precision.param is not None:
-        dtype = precision.param
-
-        @only_inlined
-        def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            return _cast(args, dtype), _cast(kwargs, dtype)
-
+    inputs = precision.param if precision.cast_inputs else None
+    casts = inputs is not None or precision.output is not None
+    cast_inputs, cast_outputs = _casts(inputs, precision.output)
+    if casts:
         engine.keep(root.register_forward_pre_hook(cast_inputs, with_kwargs=True))
     _keep_dtypes(engine)
     if engine.stage > 1:
@@ -102,38 +99,55 @@ def hook_modules(engine: ShardEngine, root: nn.Module) -> None:
         for module in root.modules():
             engine.keep(module.register_state_dict_post_hook(hide))  # type: ignore[no-untyped-call]
             engine.keep(module.register_load_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
-    if precision.output is not None:
-        output_dtype = precision.output
-
-        @only_inlined
-        def cast_outputs(_: nn.Module, args: Any, output: Any) -> Any:
-            return _cast(output, output_dtype)
-
+    if casts:
         engine.keep(root.register_forward_hook(cast_outputs))
 
 
 def _keep_dtypes(engine: ShardEngine) -> None:
     """Has modules compute in their dtype, among modules that compute in another one."""
     # All of one kind have the same two hooks, so that compiled units of one kind share their code.
-    casts: dict[tuple[torch.dtype, torch.dtype], tuple[Any, Any]] = {}
+    casts: dict[tuple[torch.dtype, torch.dtype | None], tuple[Any, Any]] = {}
     for chosen in engine.parts.dtypes.chosen:
-        kind = chosen.dtype, chosen.outside
-        if kind not in casts:
-            casts[kind] = _casts(*kind)
-        cast_inputs, cast_outputs = casts[kind]
         for module in _called(chosen.module):
+            stays = getattr(module, "returns_fp32", False)
+            kind = chosen.dtype, None if stays else chosen.outside
+            if kind not in casts:
+                casts[kind] = _casts(*kind)
+            cast_inputs, cast_outputs = casts[kind]
             engine.keep(module.register_forward_pre_hook(cast_inputs, with_kwargs=True))
-            if not getattr(module, "returns_fp32", False):
-                engine.keep(module.register_forward_hook(cast_outputs))
+            engine.keep(module.register_forward_hook(cast_outputs))
 
 
-def _casts(dtype: torch.dtype, outside: torch.dtype) -> tuple[Any, Any]:
+def _casts(inside: torch.dtype | None, outside: torch.dtype | None) -> tuple[Any, Any]:
+    """Returns hooks that cast the inputs and outputs of a module's outermost call.
+
+    A module that calls itself computes in one dtype all the way.
+
+    Args:
+        inside: the dtype of inputs; None leaves them.
+        outside: the dtype of outputs; None leaves them.
+    """
+    running: list[nn.Module] = []
+
     @only_inlined
-    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _cast(args, dtype), _cast(kwargs, dtype)
+    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        is_inner = any(each is module for each in running)
+        if is_inner and not torch.compiler.is_dynamo_compiling() and not _calls_itself(module):
+            # An exception has left the module, as one does that ends a checkpoint's recomputation.
+            running[:] = [each for each in running if each is not module]
+            is_inner = False
+        running.append(module)
+        if is_inner or inside is None:
+            return None
+        return _cast(args, inside), _cast(kwargs, inside)
 
     @only_inlined
-    def cast_outputs(_: nn.Module, args: Any, output: Any) -> Any:
+    def cast_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+        while running and running.pop() is not module:
+            pass
+        is_inner = any(each is module for each in running)
+        if is_inner or outside is None:
+            return None
         return _cast(output, outside)
 
     return cast_inputs, cast_outputs
@@ -376,6 +390,7 @@ class _UnitHooks:
         gatherer.running += 1
         if not all(bucket.is_here for bucket in self._buckets):
             self._touched = False
+        # A part that a backward runs again may use none of what the backward has updated.
         self._need()
         if torch.is_grad_enabled() and any(not bucket.trains for bucket in self._buckets):
             self._watch_inputs((args, kwargs))
@@ -428,7 +443,10 @@ class _UnitHooks:
     def _free_after_forward(self, watched: bool) -> None:
         gatherer = self._engine.gatherer
         assert gatherer is not None
-        if self._depth or self._engine.in_backward or not watched:
+        if self._depth or self._engine.in_backward:
+            return
+        if not watched:
+            gatherer.keep_for_graph(self._unit)
             return
         if not torch.is_grad_enabled():
             if self._is_root:
@@ -447,19 +465,24 @@ class _UnitHooks:
         """Called when the gradient of one of the unit's outputs is there; gathers the unit."""
         self._engine.begin_backward()
         self._engine.expect_gradients(self._buckets)
+        # An output of an inner call, or a second one, has a gradient after parameters of the unit
+        # that were used behind it have theirs.
         self._need()
         for other in self.outside:
             other._need()
 
-    def touched(self) -> None:
-        """Called when an absent parameter of the unit is looked up; gathers the unit."""
-        if not self._depth and not self.stays and torch.is_grad_enabled():
-            self.stays = True
-            self.outside.append(self)
-        self._touched = True
-        self._need()
+    def touched(self, bucket: ShardedBucket) -> None:
+        """Called when an absent parameter of the unit, in ``bucket``, is looked up; gathers it."""
         gatherer = self._engine.gatherer
         assert gatherer is not None
+        if not self._depth:
+            gatherer.keep_for_graph(self._unit)
+            if not self.stays and torch.is_grad_enabled():
+                self.stays = True
+                self.outside.append(self)
+        self._touched = True
+        self._need()
+        gatherer.bring_bucket(bucket)
         if not gatherer.running and not self._engine.in_backward:
             gatherer.open(self._unit)
 
@@ -574,7 +597,7 @@ def _watch_accesses(engine: ShardEngine, hooks: Sequence[_UnitHooks]) -> None:
     def touch(param: Tensor) -> None:
         bucket, unit = owner.get(id(param), (None, None))
         if bucket is not None and unit is not None and not bucket.is_here:
-            unit.touched()
+            unit.touched(bucket)
 
     for module in engine.parts.module.modules():
         own = [owner[id(p)][0] for p in module._parameters.values() if id(p) in owner]

@@ -188,8 +188,11 @@ class BackwardUpdates:
             By parameter, 1.0 if this rank wants it to take the step.
 
         Raises:
-            ArgumentError: a parameter was written to meanwhile, where that is lost.
+            ArgumentError: a parameter was written to meanwhile, where that is lost; or the bucket
+                was updated in this step already.
         """
+        if number in self._closed:
+            self.refuse_another("backward")
         owner, stored = self._owner, self._stored[number]
         places = self._places[number]
         zero = owner.setting.options.unused == "zero"

@@ -451,3 +451,54 @@ def test_presets_serve_the_optimizers_that_the_page_tells(worlds):
 def test_what_the_page_shows_runs():
     (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     exec(compile(block, PAGE.name, "exec"), {})
+
+
+# ---- modules that call themselves ---------------------------------------------------------------
+
+
+class Recursive(nn.Module):
+    """A module that calls itself, and notes the dtypes that its calls see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        self.seen.append(x.dtype)
+        x = self.levels[depth](x)
+        if depth:
+            x = self(x, depth - 1)
+            self.seen.append(x.dtype)
+        return x
+
+
+@pytest.mark.parametrize(("stage", "compiled"), [(0, False), (3, False), (0, True)])
+def test_inner_calls_are_not_cast(worlds, stage, compiled):
+    """Neither of a whole module, nor of one that computes in another dtype than those around it."""
+
+    def check(module: nn.Module, recursive: Any, expected: torch.dtype) -> None:
+        called = torch.compile(module, backend="aot_eager") if compiled else module
+        for _ in range(2):
+            recursive.seen.clear()
+            out = called(torch.ones(2, WIDTH))
+            assert out.dtype is torch.float32
+            assert recursive.seen == [expected] * 5
+            out.sum().backward()
+        if not compiled:
+            handle = recursive.levels[0].register_forward_hook(lambda *_: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                called(torch.ones(2, WIDTH))
+            handle.remove()
+            assert called(torch.ones(2, WIDTH)).dtype is torch.float32
+
+    with ringcomm.local_world(1) as world:
+        whole = Precision(param=torch.bfloat16, output=torch.float32)
+        kept = replace(whole, keep_fp32=("1",))
+        root = Recursive()
+        zero.shard(root, stage, comm=world[0], options=zero.ZeroOptions(precision=whole))
+        check(root, root, torch.bfloat16)
+        inner = Recursive()
+        around = nn.Sequential(nn.Linear(WIDTH, WIDTH), inner, nn.Linear(WIDTH, WIDTH))
+        zero.shard(around, stage, comm=world[0], options=zero.ZeroOptions(precision=kept))
+        check(around, inner, torch.float32)

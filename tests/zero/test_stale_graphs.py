@@ -283,3 +283,139 @@ def test_what_prepare_broadcasts_makes_graphs_stale(worlds):
         assert_stale(graph)
 
     worlds(2).run(work)
+
+
+# ---- what leaves graphs as they are -------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    """A module whose parts are used without calls of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.LayerNorm(8)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def encode(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.norm(x) * self.scale.square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
+
+ENCODER = Encoder()
+X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+
+
+def leaf() -> Tensor:
+    return X.clone().requires_grad_()
+
+
+def in_gathered(module: Any) -> Tensor:
+    with zero.gathered(module):
+        return nn.functional.linear(leaf(), module.blocks[1].weight) * module.scale.square()
+
+
+def encoded_in_gathered(module: Any) -> Tensor:
+    with zero.gathered(module):
+        return module.encode(X)
+
+
+USES: dict[str, Callable[[Any], Tensor]] = {
+    "call": lambda module: module(X),
+    "encode": lambda module: module.encode(X),
+    "forward": lambda module: module.forward(X),
+    "part": lambda module: module.norm(leaf()),
+    "unit": lambda module: module.blocks[1](leaf()),
+    "forward of a unit": lambda module: module.blocks[1].forward(leaf()),
+    "weight of a unit": lambda module: nn.functional.linear(leaf(), module.blocks[1].weight),
+    "parameter": lambda module: module.scale * module.scale,
+    "parameter after a call": lambda module: module(X) + module.scale.square(),
+    "twice": lambda module: module.encode(X) + module.encode(X * 2),
+    "in gathered()": in_gathered,
+    "encode in gathered()": encoded_in_gathered,
+}
+
+
+def evaluate(module: Any) -> None:
+    with torch.no_grad():
+        module(X)
+
+
+def encode(module: Any) -> None:
+    with torch.inference_mode():
+        module.encode(X)
+
+
+def evaluate_unit(module: Any) -> None:
+    with torch.no_grad():
+        module.blocks[1](X)
+
+
+def read(module: Any) -> None:
+    with zero.gathered(module):
+        assert not any(param.isnan().any() for param in module.parameters())
+
+
+def train(module: Any) -> None:
+    with zero.no_sync(module):
+        (module(X).sum() * 0.0).backward()
+
+
+BETWEEN: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda module: None,
+    "evaluation": evaluate,
+    "encode": encode,
+    "evaluation of a unit": evaluate_unit,
+    "gathered": read,
+    "full_state_dict": zero.full_state_dict,
+    "a forward": lambda module: module(X),
+    "a backward": train,
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_graph_runs_backward_whatever_was_gathered_and_freed_meanwhile(worlds, name):
+    def work(comm, stage, between):
+        options = zero.ZeroOptions(bucket_elems=512)
+        module: Any = zero.shard(deepcopy(ENCODER), stage, comm=comm, options=options)
+        optimizer = AdamW(module.parameters(), lr=1e-2)
+        for _ in range(2):
+            loss = USES[name](module).pow(3).mean()
+            between(module)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+        if stage == 3:
+            # Nothing has stayed once the graph was gone.
+            evaluate(module)
+            assert all("not gathered" in repr(param) for param in module.parameters())
+        return zero.full_state_dict(module)
+
+    for between in BETWEEN.values():
+        wanted = worlds(2).run(work, 1, between)[0]
+        assert_same_bits(worlds(2).run(work, 3, between)[0], wanted)
+
+
+def test_views_taken_in_gathered_keep_their_values(worlds):
+    """Also where a graph has had the parameters stay until the step."""
+
+    def work(comm):
+        module: Any = zero.shard(deepcopy(ENCODER), 3, comm=comm)
+        optimizer = AdamW(module.parameters(), lr=0.1)
+        with zero.gathered(module):
+            view = module.scale.detach()
+            loss = module.scale.square().sum()
+        evaluate(module)
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(view, ENCODER.scale)
+        with zero.gathered(module):
+            assert not torch.equal(view, module.scale)
+
+    worlds(2).run(work)
