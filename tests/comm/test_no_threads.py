@@ -17,7 +17,7 @@ import ringcomm
 from ringcomm import AbortedError, Communicator, RendezvousError, RingcommError, _native
 from ringcomm.comm.call_queue import CallQueue
 from ringcomm.comm.device import lifecycle
-from ringcomm.rendezvous import environment
+from ringcomm.rendezvous import same_node
 from ringcomm.zero.gather import HostCopier
 from ringcomm.zero.profile import StepProfile
 from tests.support.ranks import Ranks
@@ -242,11 +242,11 @@ def test_the_watch_for_processes_on_devices(how: str, monkeypatch: pytest.Monkey
 
 
 def test_a_meeting_on_a_node_without_a_thread() -> None:
-    address = f"\0ringcomm-test-without-threads-{os.getpid()}"
-    arguments = (address, 2, time.monotonic() + SOON_S, "meeting", SOON_S)
+    place = same_node.MeetingPlace.of(f"without threads {os.getpid()}", 0, "meeting")
+    arguments = (place, 2, time.monotonic() + SOON_S, SOON_S)
     for _ in range(2):  # the first one left the address free
         with no_threads(), pytest.raises(RendezvousError, match="meeting: expected to start"):
-            environment._serve(*arguments)
+            same_node.serve(*arguments)
 
 
 def test_a_local_world_without_threads() -> None:

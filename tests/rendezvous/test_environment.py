@@ -5,8 +5,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 from torch.distributed import TCPStore
 
 from ringcomm import ArgumentError, Communicator, RendezvousError
-from ringcomm.rendezvous import environment
+from ringcomm.rendezvous import same_node
 from ringcomm.rendezvous.environment import read_environment
 from tests.support import ROOT, fork_server
 
@@ -140,7 +138,7 @@ def _is_open_mpi(mpirun: str) -> bool:
 
 def test_meeting_on_a_node_without_rank_0():
     with pytest.raises(RendezvousError, match=r"rank 1 of 2: waited 0\.3 s for rank 0"):
-        environment.meet_on_node(1, 2, 0.3)
+        same_node.meet_on_node(1, 2, 0.3)
 
 
 def _listens_at(port: int) -> set[str]:
@@ -153,7 +151,7 @@ def _listens_at(port: int) -> set[str]:
 
 
 def test_the_store_of_a_node_listens_on_loopback_only():
-    store = environment.meet_on_node(0, 1, 10.0)
+    store = same_node.meet_on_node(0, 1, 10.0)
     assert isinstance(store, TCPStore)
     loopback = int.from_bytes(socket.inet_aton("127.0.0.1"), sys.byteorder)
     assert _listens_at(store.port) == {f"{loopback:08X}"}
@@ -164,25 +162,6 @@ def test_a_store_that_listens_everywhere_is_noticed():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     found = _listens_at(store.port)
     assert found and all(set(address) == {"0"} for address in found)
-
-
-def test_another_users_process_learns_no_port(monkeypatch):
-    """Both sides ask the kernel who is at the other end."""
-    address = "\0ringcomm-test-of-credentials"
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen()
-    monkeypatch.setattr(environment, "_peer_uid", lambda connection: os.getuid() + 1)
-    server = threading.Thread(
-        target=environment._hand_out, args=(listener, 1234, 1, time.monotonic() + 1.0)
-    )
-    server.start()
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(address)
-        assert stranger.recv(2) == b""
-    server.join()
-    with pytest.raises(RendezvousError, match="did not come"):
-        environment._ask_port(address, time.monotonic() + 0.2, "test", 0.2)
 
 
 def test_slurm_ranks_meet_by_their_job():

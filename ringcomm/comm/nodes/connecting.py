@@ -31,13 +31,13 @@ from ringcomm.errors import (
     start_thread,
 )
 from ringcomm.json_reader import read_record
-from ringcomm.rendezvous.environment import LOOPBACK
 from ringcomm.rendezvous.handles import (
     FIRST_POLL_S,
     LAST_POLL_S,
     Rendezvous,
     host_and_port,
 )
+from ringcomm.rendezvous.same_node import LOOPBACK
 
 #: Makes the group of a rail: (store of the rail, number of this rank's node, nodes, timeout).
 Carrier = Callable[[Store, int, int, timedelta], Any]

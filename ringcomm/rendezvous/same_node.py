@@ -1,0 +1,392 @@
+"""Where the ranks of one launch on one machine meet if the launcher names no store (mpirun, srun).
+
+Rank 0 makes a TCPStore on the loopback interface and hands its port out over a Unix socket, whose
+name follows from what all ranks of a launch share: the user, and the launcher that started them.
+The socket lies in a folder that only this user can enter, so that no other user can take its place.
+
+Rank 0 also listens at an abstract socket of the same name, which needs no folder: ranks in
+containers that share the network and not the folder find it there, and warn. Another user may hold
+that name, so each side asks the kernel who is at the other end.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import selectors
+import socket
+import stat
+import struct
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from tempfile import gettempdir
+from typing import TYPE_CHECKING
+
+from ringcomm.errors import RendezvousError, RingcommError, start_thread, where
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["LOOPBACK", "meet_on_node"]
+
+LOOPBACK = "127.0.0.1"
+RETRY_S = 0.005
+# The owner of a socket that is so old and refuses connections was killed.
+STALE_S = 3600
+# Ranks ask as soon as they are connected.
+ASKS_WITHIN_S = 1.0
+_REQUEST = b"?"
+_PORT = struct.Struct("!H")
+_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_MASTER = "set MASTER_ADDR and MASTER_PORT on all ranks"
+# Every rank counts its meetings, so that the second one of a process has a name of its own.
+_meetings = count()
+
+
+def meet_on_node(rank: int, world_size: int, timeout_s: float, job: str = "") -> Store:
+    """A store shared by the ranks of one launch on this machine.
+
+    Args:
+        rank: this rank.
+        world_size: how many ranks meet.
+        timeout_s: seconds.
+        job: the launcher's name for this launch; "" when it has none, and the ranks must then be
+            children of one process.
+
+    Raises:
+        RendezvousError: the ranks did not find each other within ``timeout_s`` seconds, or another
+            process holds the place where they meet.
+    """
+    operation = where("communicator from the launcher", rank, world_size)
+    place = MeetingPlace.of(job or _parent(), next(_meetings), operation)
+    deadline = time.monotonic() + timeout_s
+    if rank == 0:
+        return serve(place, world_size, deadline, timeout_s)
+    port = ask_port(place, deadline, timeout_s)
+    from torch.distributed import TCPStore
+
+    return TCPStore(
+        LOOPBACK,
+        port,
+        world_size,
+        is_master=False,
+        timeout=timedelta(seconds=max(deadline - time.monotonic(), 1.0)),
+        wait_for_workers=False,
+    )
+
+
+def _parent() -> str:
+    parent = os.getppid()
+    # Field 22 is the start time; the second field may contain blanks and parentheses.
+    fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
+    return f"{parent}-{fields[19]}"
+
+
+# ---- the folder, and the two sockets ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MeetingPlace:
+    """The place at which the ranks of one launch meet.
+
+    Attributes:
+        folder: only this user's; None where there is none.
+        refused: why there is no folder; "" if there is one.
+        name: of the socket in the folder.
+        operation: named in errors.
+    """
+
+    folder: Path | None
+    refused: str
+    name: str
+    operation: str
+
+    @classmethod
+    def of(cls, job: str, meeting: int, operation: str) -> MeetingPlace:
+        """Returns the place of a launch; makes the folder where there is none."""
+        # Names of sockets are short, and a launcher's name for a job need not be.
+        digest = hashlib.sha256(job.encode()).hexdigest()[:24]
+        name = f"meet-{digest}-{meeting}.sock"
+        folder = folder_of_user()
+        try:
+            with opened(folder):
+                return cls(folder, "", name, operation)
+        except OSError as error:
+            return cls(None, f"{folder}: {error.strerror or error}", name, operation)
+
+    @property
+    def abstract(self) -> str:
+        return f"\0ringcomm-{os.geteuid()}-{self.name}"
+
+    @property
+    def shown(self) -> str:
+        """The place in words."""
+        path = f"{self.folder / self.name}" if self.folder is not None else "no folder"
+        return f"{path} and at the abstract socket @{self.abstract[1:]}"
+
+
+def folder_of_user() -> Path:
+    """Returns the folder of sockets: in XDG_RUNTIME_DIR, or else in the temporary folder."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime:
+        with suppress(OSError):
+            status = os.stat(runtime)
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                return Path(runtime, "ringcomm")
+    return Path(gettempdir(), f"ringcomm-{os.geteuid()}")
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[str]:
+    """Opens a folder of this user alone, and yields a short path to it.
+
+    The path leads to the folder that was looked at, whatever takes its name afterwards.
+
+    Raises:
+        OSError: there is no such folder, and it cannot be made; or it is another user's, or open
+            to others. The text says whose.
+    """
+    with suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(folder, flags)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise PermissionError(
+                errno.EPERM,
+                "expected a folder of this user's alone (mode 0700), got "
+                f"{stat.filemode(status.st_mode)} of user {status.st_uid}",
+            )
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def credentials(connection: socket.socket) -> tuple[int, int]:
+    """Returns pid and uid of the process at the other end, as the kernel knows them."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    pid, uid, _ = _PEER_CREDENTIALS.unpack(raw)
+    return pid, uid
+
+
+def _holder(address: str) -> str:
+    """Says who listens at an address; "" if nobody does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            connection.connect(address)
+            pid, uid = credentials(connection)
+        except OSError:
+            return ""
+    return f"process {pid} of user {uid}"
+
+
+# ---- rank 0 -------------------------------------------------------------------------------------
+
+
+def serve(place: MeetingPlace, world_size: int, deadline: float, timeout_s: float) -> Store:
+    """Serves a store, and tells the other ranks its port in the background."""
+    with ExitStack() as undo:
+        listeners = _listen(place, world_size)
+        for listener in listeners:
+            undo.callback(listener.close)
+        from torch.distributed import TCPStore
+
+        # Listening before torch does confines the store to the loopback interface; by itself it
+        # would listen on all of them.
+        server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        server.bind((LOOPBACK, 0))
+        server.listen(world_size)
+        port: int = server.getsockname()[1]
+        store = TCPStore(
+            LOOPBACK,
+            port,
+            world_size,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=server.detach(),
+        )
+        thread = threading.Thread(
+            target=hand_out, args=(place, listeners, port, world_size - 1, deadline), daemon=True
+        )
+        try:
+            start_thread(thread, place.operation, "The other ranks cannot find this one")
+        except RingcommError as error:
+            _remove(place)
+            raise RendezvousError(str(error)) from error
+        undo.pop_all()
+        return store
+
+
+def _listen(place: MeetingPlace, world_size: int) -> list[socket.socket]:
+    """Listens in the folder first: who finds the abstract socket has no such folder."""
+    listeners = []
+    if place.folder is not None:
+        with opened(place.folder) as short:
+            _remove_stale(short)
+            listeners.append(_listener(f"{short}/{place.name}", place, world_size))
+    else:
+        warnings.warn(
+            f"{place.operation}: the ranks meet at an abstract socket, which any user may hold: "
+            f"{place.refused}. Remove that folder, set XDG_RUNTIME_DIR or TMPDIR to another one, "
+            f"or {_MASTER}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    try:
+        listeners.append(_listener(place.abstract, place, world_size))
+    except RendezvousError:
+        # Whoever holds it, ranks that share the folder do not need it.
+        if not listeners:
+            raise
+    return listeners
+
+
+def _listener(address: str, place: MeetingPlace, world_size: int) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or _holder(address) or address[0] == "\0":
+                raise
+            os.unlink(address)  # of a rank 0 that was killed
+            listener.bind(address)
+        listener.listen(world_size)
+    except OSError as error:
+        listener.close()
+        holder = _holder(address)
+        held = f" {holder} holds it." if holder else ""
+        raise RendezvousError(
+            f"{place.operation}: cannot listen at {place.shown}: {error}.{held} If that is another "
+            f"rank 0 of this launcher, start each job with its own launcher; else {_MASTER}"
+        ) from error
+    return listener
+
+
+def _remove_stale(short: str) -> None:
+    """Removes the sockets of processes that were killed long ago."""
+    for entry in os.scandir(short):
+        with suppress(OSError):
+            status = entry.stat(follow_symlinks=False)
+            is_ours = entry.name.startswith("meet-") and stat.S_ISSOCK(status.st_mode)
+            is_old = time.time() - status.st_mtime > STALE_S
+            if is_ours and is_old and not _holder(entry.path):
+                os.unlink(entry.path)
+
+
+def _remove(place: MeetingPlace) -> None:
+    if place.folder is not None:
+        with suppress(OSError), opened(place.folder) as short:
+            os.unlink(f"{short}/{place.name}")
+
+
+def hand_out(
+    place: MeetingPlace,
+    listeners: Sequence[socket.socket],
+    port: int,
+    peers: int,
+    deadline: float,
+) -> None:
+    """Tells ``peers`` ranks of this user the port, until the deadline."""
+    with ExitStack() as end, selectors.DefaultSelector() as selector:
+        end.callback(_remove, place)
+        for listener in listeners:
+            end.enter_context(listener)
+            selector.register(listener, selectors.EVENT_READ)
+        while peers and (left_s := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                with suppress(OSError), key.fileobj.accept()[0] as connection:  # type: ignore[union-attr]
+                    connection.settimeout(ASKS_WITHIN_S)
+                    is_peer = credentials(connection)[1] == os.geteuid()
+                    # Not asked by a process that only looks who listens here.
+                    if is_peer and connection.recv(len(_REQUEST)) == _REQUEST:
+                        connection.sendall(_PORT.pack(port))
+                        peers -= 1
+
+
+# ---- the other ranks ----------------------------------------------------------------------------
+
+
+def ask_port(place: MeetingPlace, deadline: float, timeout_s: float) -> int:
+    """Asks rank 0 for the port of its store, again and again until the deadline."""
+    strangers: set[str] = set()
+    while time.monotonic() < deadline:
+        with _connected(place.abstract, deadline, strangers) as outside:
+            # Rank 0 listens in the folder first. So it is not in this one if it is not there now.
+            port = _asked_in_folder(place, deadline, strangers)
+            if port is None and outside is not None:
+                port = _answer(outside)
+                if port is not None:
+                    _warn_of_no_folder(place)
+        if port is not None:
+            return port
+        time.sleep(RETRY_S)
+    held = f" {' and '.join(sorted(strangers))} answered in its place." if strangers else ""
+    raise RendezvousError(
+        f"{place.operation}: waited {timeout_s:g} s for rank 0 of the same launcher, which did not "
+        f"come to {place.shown}.{held} Ranks must be started by one launcher process directly, and "
+        f"as one user; otherwise {_MASTER}"
+    )
+
+
+def _asked_in_folder(place: MeetingPlace, deadline: float, strangers: set[str]) -> int | None:
+    if place.folder is None:
+        return None
+    with (
+        opened(place.folder) as short,
+        _connected(f"{short}/{place.name}", deadline, strangers) as connection,
+    ):
+        return None if connection is None else _answer(connection)
+
+
+def _warn_of_no_folder(place: MeetingPlace) -> None:
+    why = place.refused or f"rank 0 is not in {place.folder}, as if it had another file system"
+    warnings.warn(
+        f"{place.operation}: found rank 0 at an abstract socket, which any user may hold: {why}. "
+        f"Have the ranks share XDG_RUNTIME_DIR or TMPDIR, or {_MASTER}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+@contextmanager
+def _connected(
+    address: str, deadline: float, strangers: set[str]
+) -> Iterator[socket.socket | None]:
+    """Yields a connection to this user's process at an address; None if there is none.
+
+    Another user's process that listens there is added to ``strangers``.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(max(deadline - time.monotonic(), RETRY_S))
+        try:
+            connection.connect(address)
+            pid, uid = credentials(connection)
+        except OSError:
+            yield None  # rank 0 is not there yet
+            return
+        if uid != os.geteuid():
+            strangers.add(f"process {pid} of user {uid}")
+            yield None
+            return
+        yield connection
+
+
+def _answer(connection: socket.socket) -> int | None:
+    """Asks for the port; None if rank 0 does not answer, as it has ended."""
+    try:
+        connection.sendall(_REQUEST)
+        answer = connection.recv(_PORT.size)
+    except OSError:
+        return None
+    return int(_PORT.unpack(answer)[0]) if len(answer) == _PORT.size else None
