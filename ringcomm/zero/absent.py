@@ -4,7 +4,8 @@ NOTE [Absent parameters]
 A parameter of stage 3 has no values while its unit is not gathered. Computing with its placeholder,
 in an average of weights for instance, would silently give NaN, and writing to it would be lost. So
 the parameter meanwhile has a class of its own, whose tensor functions raise, apart from those that
-ask for its shape, its gradient or the like.
+ask for its shape, its gradient or the like, those that give another tensor its shape, dtype or
+device (``_MAKERS``, ``_LIKE_ANOTHER``), and conversions to what it is (``_CONVERSIONS``).
 
 Autograd's nodes work below Python and never ask the class. So an absent parameter also has another
 version than it had while it was here, and gets the old version back with its values. A backward
@@ -44,10 +45,28 @@ _KIND = "_ringcomm_kind"
 _VALUES = {"data", "real", "imag", "T", "mT", "H", "mH"}
 _FACTS = """
     data_ptr dim element_size get_device is_complex is_conj is_contiguous is_floating_point
-    is_inference is_neg is_pinned is_same_size is_shared is_signed ndimension nelement numel
+    is_distributed is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed
+    ndimension nelement numel dense_dim dim_order sparse_dim storage_type __dlpack_device__
     register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset
     stride untyped_storage _is_view _use_count __hash__ __len__
 """
+# Functions, and methods of the same names, that return a fact.
+_FUNCTIONS = """
+    get_device is_complex is_conj is_distributed is_floating_point is_inference is_neg is_same_size
+    is_signed numel result_type
+"""
+# What makes a tensor of the first argument's shape, dtype and device.
+_LIKES = "empty_like full_like ones_like rand_like randint_like randn_like zeros_like"
+_NEWS = "new new_empty new_empty_strided new_full new_ones new_tensor new_zeros"
+# What gives the first argument the shape or the dtype of the second.
+_LIKE_ANOTHER_NAMES = "expand_as reshape_as type_as view_as"
+# What returns the tensor itself if it has the dtype and the device already.
+_DTYPE_OF = {
+    "bfloat16": torch.bfloat16,
+    "double": torch.float64,
+    "float": torch.float32,
+    "half": torch.float16,
+}
 
 
 def _allowed() -> Iterator[Callable[..., Any]]:
@@ -59,13 +78,71 @@ def _allowed() -> Iterator[Callable[..., Any]]:
                     yield getattr(attribute, way)
     for name in _FACTS.split():
         yield getattr(torch.Tensor, name)
-    yield from (torch.numel, torch.is_complex, torch.is_floating_point, torch.is_same_size)
+    for name in _FUNCTIONS.split():
+        yield getattr(torch, name)
     # These gather the parameters that they need.
     yield from (torch.autograd.grad, torch.autograd.backward)
 
 
 _ALLOWED = frozenset(_allowed())
 _OF_MEMORY = frozenset((Tensor.data_ptr, Tensor.untyped_storage))
+# What a placeholder, whose elements share memory, would answer otherwise than the parameter.
+_LAYOUT = frozenset((Tensor.dim_order, Tensor.is_contiguous, Tensor.stride))
+# Only their first argument may be absent: the others give values.
+_MAKERS = frozenset(
+    [
+        *(getattr(torch, name) for name in _LIKES.split()),
+        *(getattr(Tensor, name) for name in _NEWS.split()),
+    ]
+)
+# Only their second argument may be absent.
+_LIKE_ANOTHER = frozenset(getattr(Tensor, name) for name in _LIKE_ANOTHER_NAMES.split())
+_CONVERSIONS: dict[Callable[..., Any], str] = {
+    getattr(Tensor, name): name for name in ("cpu", "cuda", "to", "type", *_DTYPE_OF)
+}
+
+
+def _asks_for_facts(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a call needs no values of the absent parameters among its arguments."""
+    if func in _MAKERS:
+        others = {name: value for name, value in kwargs.items() if args or name != "input"}
+        return next(_absent_in((args[1:], others)), None) is None  # a parameter has no truth
+    if func in _LIKE_ANOTHER:
+        return not isinstance(args[0], Absent)
+    name = _CONVERSIONS.get(func)
+    if name is None:
+        return False
+    return not isinstance(args[0], Absent) or _changes_nothing(name, args, kwargs)
+
+
+def _changes_nothing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a conversion returns the parameter itself, or a tensor of the device "meta"."""
+    with plainly():
+        tensor, *rest = args
+        if kwargs.get("copy") or kwargs.get("memory_format") is not None:
+            return False
+        if name == "type":
+            wanted = rest[0] if rest else kwargs.get("dtype")
+            return wanted is None or wanted in (tensor.dtype, tensor.type())
+        if name in _DTYPE_OF:
+            return bool(tensor.dtype is _DTYPE_OF[name])
+        if name in ("cpu", "cuda"):
+            device = _device_of(torch.device(name)) if name == tensor.device.type else None
+            return bool(not rest and not kwargs and tensor.device == device)
+        device, dtype, *_ = torch._C._nn._parse_to(*rest, **kwargs)
+        if device is not None and device.type == "meta":
+            return True
+        same_dtype = dtype is None or dtype is tensor.dtype
+        return same_dtype and (device is None or bool(tensor.device == _device_of(device)))
+
+
+def _device_of(device: torch.device) -> torch.device:
+    """Returns the device that ``to()`` compares with a tensor's: "cuda" is the current one."""
+    index: int | None = device.index
+    current = device.type != "cpu" and index is None
+    return torch.empty(0, device=device).device if current else device
 
 
 class Absent:
@@ -83,11 +160,14 @@ class Absent:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _ALLOWED:
+        if func in _LAYOUT:
+            with plainly():
+                return func(args[0]._in_layout(), *args[1:], **kwargs)
+        if func in _ALLOWED or _asks_for_facts(func, args, kwargs):
             with plainly():
                 return func(*args, **kwargs)
         absent = list(_absent_in((args, kwargs)))
-        # A state_dict() detaches, and perhaps only its names are wanted.
+        # A state_dict() detaches, and perhaps only its names or shapes are wanted.
         if func is Tensor.detach and args[0]._detaches and vars(args[0])[_ASK]() is False:
             return value_of(vars(args[0])[_NAME], args[0])
         if absent and all(not isinstance(each, Absent) or vars(each)[_ASK]() for each in absent):
@@ -95,6 +175,13 @@ class Absent:
         if not absent:
             raise _needs_values("?", _called(func))
         absent[0]._refuse(_called(func))
+
+    def _in_layout(self: Any) -> Tensor:
+        """Returns a tensor with the strides of the parameter; present ones are contiguous."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
 
     def _refuse(self, called: str) -> NoReturn:
         if vars(self)[_ASK]() is None:
@@ -148,6 +235,10 @@ class Updated(Absent):
 
     _detaches = False
 
+    def _in_layout(self: Any) -> Tensor:
+        updated: Tensor = self
+        return updated
+
     def _refuse(self, called: str) -> NoReturn:
         raise ArgumentError(
             f"zero: parameter {vars(self)[_NAME]}: {called} needs its values, and a backward has "
@@ -166,6 +257,10 @@ class AbsentPart(Absent):
     """The same for a DTensor, some of whose methods are no tensor functions."""
 
     _detaches = False
+
+    def _in_layout(self: Any) -> Tensor:
+        whole: Tensor = self  # which has the strides of the whole, whatever its local tensor is
+        return whole
 
     def to_local(self, **_: Any) -> NoReturn:
         """Raises ArgumentError."""

@@ -30,6 +30,73 @@ USES: dict[str, Any] = {
 }
 
 
+# What another tensor takes from a parameter, by torch's own names: a new one must be tried, too.
+LIKES = [name for name in dir(torch) if name.endswith("_like") and not name.startswith("_")]
+NEWS = [name for name in dir(Tensor) if name.startswith("new")]
+LIKE_ANOTHER = ("expand_as", "reshape_as", "type_as", "view_as", "to", "is_same_size")
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "full_like": (2.0,),
+    "randint_like": (5,),
+    "new_empty": ((2, 3),),
+    "new_empty_strided": ((2, 3), (3, 1)),
+    "new_full": ((2, 3), 4.0),
+    "new_ones": ((2, 3),),
+    "new_tensor": ([1.0, 2.0],),
+    "new_zeros": ((2, 3),),
+}
+FACTS: dict[str, Any] = {
+    **{name: lambda p, n=name: getattr(torch, n)(p, *ARGUMENTS.get(n, ())) for name in LIKES},
+    **{name: lambda p, n=name: getattr(p, n)(*ARGUMENTS.get(n, ())) for name in NEWS},
+    **{name: lambda p, n=name: getattr(torch.ones(p.shape), n)(p) for name in LIKE_ANOTHER},
+    "by keyword": lambda p: torch.full_like(input=p, fill_value=3.0),
+    "on meta": lambda p: torch.empty_like(p, device="meta"),
+    "of another dtype": lambda p: torch.zeros_like(p, dtype=torch.float64),
+    "in another format": lambda p: torch.zeros_like(p, memory_format=torch.contiguous_format),
+    "to meta": lambda p: p.to("meta"),
+    "to meta by keyword": lambda p: p.to(device="meta", dtype=torch.float16),
+    "type": lambda p: p.type(),
+    "typename": torch.typename,
+    "result_type": lambda p: (torch.result_type(p, 1), torch.result_type(torch.ones(2).int(), p)),
+    "like a detached one": lambda p: torch.zeros_like(p.detach()),
+    "finfo": lambda p: torch.finfo(p.dtype).max,
+    "facts": lambda p: (
+        *(p.numel(), p.nelement(), p.size(), p.size(0), p.shape, p.stride(), p.dim(), p.ndim),
+        *(p.is_contiguous(), p.element_size(), p.nbytes, p.itemsize, p.layout, p.device, len(p)),
+        *(p.is_floating_point(), p.is_complex(), p.is_signed(), p.is_leaf, p.requires_grad),
+        *(p.is_sparse, p.is_quantized, p.dense_dim(), p.storage_type(), p.get_device()),
+        *(torch.numel(p), torch.is_floating_point(p), torch.is_complex(p), torch.is_tensor(p)),
+        *(p.dim_order(), torch.is_same_size(p, p), torch.get_device(p)),
+    ),
+    "hooks": lambda p: p.register_hook(lambda grad: None).remove(),
+    "initial bounds": lambda p: p.dim() > 1 and nn.init._calculate_fan_in_and_fan_out(p),
+}
+# Conversions to what the parameter is return the parameter.
+SAME: dict[str, Any] = {
+    "to()": lambda p: p.to(),
+    "to device": lambda p: p.to("cpu"),
+    "to device by keyword": lambda p: p.to(device=torch.device("cpu")),
+    "to dtype": lambda p: p.to(torch.float32),
+    "to both": lambda p: p.to("cpu", torch.float32, non_blocking=True),
+    "to another": lambda p: p.to(torch.ones(1)),
+    "cpu": lambda p: p.cpu(),
+    "float": lambda p: p.float(),
+    "type": lambda p: p.type(torch.float32),
+    "type by name": lambda p: p.type("torch.FloatTensor"),
+}
+# What looks like the calls above, and needs values.
+VALUES: dict[str, Any] = {
+    "new of its own values": lambda p: p.new_tensor(p),
+    "another of its size": lambda p: p.expand_as(torch.ones(8, 8)),
+    "copy": lambda p: p.to("cpu", copy=True),
+    "copy by torch's rule": lambda p: p.to("cpu:0"),
+    "another dtype": lambda p: p.to(torch.float64),
+    "another dtype on meta's side": lambda p: p.type("torch.DoubleTensor"),
+    "double": lambda p: p.double(),
+    "half": lambda p: p.half(),
+    "format": lambda p: p.to("cpu", memory_format=torch.contiguous_format),
+}
+
+
 def new(kind: str = "linear") -> Any:
     torch.manual_seed(6)
     if kind == "conv":
@@ -52,6 +119,65 @@ def test_what_needs_values_that_are_not_here_says_gathered(worlds, use):
         assert type(next(iter(zero.unshard(module).parameters()))) is nn.Parameter
 
     base = new()
+    worlds(1).run(work)
+
+
+def facts_of(value: Any) -> Any:
+    """What a call has taken from the parameter: of a tensor all but its values."""
+    if not isinstance(value, Tensor):
+        return value
+    return type(value), value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_what_needs_shape_and_dtype_alone_works(worlds, kind):
+    def work(comm):
+        module: Any = zero.shard(deepcopy(base), 3, comm=comm, options=ALONE)
+        for (name, param), like in zip(module.named_parameters(), base.parameters(), strict=True):
+            for use, call in FACTS.items():
+                assert facts_of(call(param)) == facts_of(call(like)), (name, use)
+            for use, call in SAME.items():
+                assert call(param) is param and call(like) is like, (name, use)
+            assert f"{param}" == repr(param) and f"{name}, not gathered" in repr(param)
+        for use, call in VALUES.items():
+            with pytest.raises(ArgumentError, match=r"0\.weight.*gathered"), torch.no_grad():
+                call(next(module.parameters()))
+                pytest.fail(use)
+        filled = torch.full_like(next(module.parameters()), 2.0)
+        assert torch.equal(filled, torch.full(base[0].weight.shape, 2.0))
+        module.register_buffer("average", torch.zeros_like(next(module.parameters())))
+        module(torch.ones(2, 8) if kind == "linear" else torch.ones(2, 8, 4)).sum().backward()
+        with zero.gathered(module):
+            assert torch.equal(module[0].weight, base[0].weight)
+
+    base = new(kind)
+    worlds(2).run(work)
+
+
+OPTIMIZERS = [
+    each
+    for each in vars(torch.optim).values()
+    if isinstance(each, type)
+    and issubclass(each, torch.optim.Optimizer)
+    and each is not torch.optim.Optimizer
+]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+def test_optimizers_of_torch_are_built_of_absent_parameters(worlds, kind):
+    def made(params: Any, **options: Any) -> str:
+        try:
+            kind(params, lr=0.1, **options)
+        except (TypeError, RuntimeError) as error:
+            return str(error)
+        return ""
+
+    def work(comm):
+        module = zero.shard(deepcopy(base), 3, comm=comm, options=ALONE)
+        for options in ({}, {"foreach": True}, {"fused": True}):
+            assert made(module.parameters(), **options) == made(base.parameters(), **options)
+
+    base = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     worlds(1).run(work)
 
 
