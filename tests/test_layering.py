@@ -15,7 +15,7 @@ MAY_IMPORT: dict[str, set[str]] = {}
 _below = {"_native"}
 _layers = (
     ["errors", "lifetime"],
-    ["json_reader", "module_names", "output"],
+    ["integers", "json_reader", "module_names", "output"],
     ["cuda", "rendezvous"],
     ["memory"],
     ["_tl"],

@@ -19,6 +19,7 @@ from ringcomm.comm.device.messages import PeerMessage, launch_batch, launches_of
 from ringcomm.comm.engine import Unusable
 from ringcomm.comm.work import Work as CommunicatorWork
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
+from ringcomm.integers import integer
 
 __all__ = [
     "BACKEND_NAME",
@@ -145,8 +146,16 @@ class Batch:
     ) -> PendingWork:
         """Takes a message; its work can be waited for once the batch has ended."""
         work = PendingWork(cast(CommunicatorWork, Unusable(_not_yet)), [tensor])
-        self.posted.append(Posted(PeerMessage(communicator, tensor, peer, tag, is_send), work))
+        self.posted.append(
+            Posted(PeerMessage(communicator, tensor, _as_int(peer), _as_int(tag), is_send), work)
+        )
         return work
+
+
+def _as_int(value: Any) -> Any:
+    """Returns an integer as an int, so that equal ranks are one; the launch refuses others."""
+    number = integer(value)
+    return value if number is None else number
 
 
 def _not_yet(name: str) -> RingcommError:

@@ -347,8 +347,8 @@ class GroupCollectives(Calls):
             communicator.all_to_all_single,
             received,
             given,
-            output_split_sizes or None,
-            input_split_sizes or None,
+            output_split_sizes,
+            input_split_sizes,
         )
 
     # The names of these methods up to torch 2.12.

@@ -18,6 +18,7 @@ from ringcomm.errors import (
     UnsupportedError,
     where,
 )
+from ringcomm.integers import integer
 
 #: The axes that a mesh may have, from the outermost to the innermost: the further in, the more
 #: often its ranks exchange something. Stages of a pipeline send activations, replicas sum gradients
@@ -52,6 +53,9 @@ def Mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
         )
     group = dist.group.WORLD
     assert group is not None
+    # What is not an integer stays as it is, and is refused on all ranks alike.
+    read = {name: integer(size) for name, size in axes.items()}
+    axes = {name: axes[name] if size is None else size for name, size in read.items()}
     _check_same(axes, group)
     sizes = _sizes(axes, group.rank(), group.size())
     _check_device(device, group)
@@ -67,7 +71,7 @@ def _check_same(axes: dict[str, int], group: dist.ProcessGroup) -> None:
     """Compares what all ranks ask for; collective, so that all of them raise or none."""
     sizes = [axes.get(name, 0) for name in AXES]
     # The sum stands for what is no size of an axis, which _sizes() then refuses on all ranks alike.
-    asked = [size if type(size) is int else 0 for size in sizes]
+    asked = [integer(size) or 0 for size in sizes]
     asked.append(zlib.crc32(repr(sorted(axes.items())).encode()))
     mine = torch.tensor(asked, dtype=torch.int64, device=_device_type(group))
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
@@ -105,7 +109,7 @@ def _sizes(axes: dict[str, int], rank: int, world_size: int) -> dict[str, int]:
             f"{', '.join(unknown) or 'none'}"
         )
     for name, size in axes.items():
-        if type(size) is not int or (size < 1 and size != -1):
+        if integer(size) is None or (size < 1 and size != -1):
             raise ArgumentError(f"{head}: {name}: expected a size >= 1, or -1, got {size!r}")
     given = math.prod(size for size in axes.values() if size > 0)
     left = [name for name, size in axes.items() if size == -1]

@@ -18,9 +18,11 @@ from ringcomm.c10d.calls import BACKEND_NAME
 from ringcomm.c10d.collectives import CoalescedCollectives
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.messages import PeerToPeer
+from ringcomm.comm.arguments import CallChecks
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.options import seconds_of
 from ringcomm.cuda import find_device
-from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.errors import UnsupportedError
 
 
 class ProcessGroup(  # type: ignore[misc]
@@ -188,7 +190,7 @@ class ProcessGroup(  # type: ignore[misc]
             timeout = default_pg_timeout
         elif not isinstance(timeout, timedelta):
             warnings.warn(f"Please specify timeout arg as a timedelta, not {timeout}", stacklevel=2)
-            timeout = timedelta(seconds=timeout)
+            timeout = timedelta(seconds=seconds_of(timeout))
         self._monitored_barrier(timeout, wait_all_ranks)
 
     def split_group(
@@ -213,11 +215,7 @@ class ProcessGroup(  # type: ignore[misc]
         Returns:
             The new group, or None when this rank is not in ``new_ranks``.
         """
-        if not new_ranks or len(set(new_ranks)) != len(new_ranks):
-            raise ArgumentError(
-                f"split_group on rank {self._rank} of {self._size}: expected distinct ranks, got "
-                f"{new_ranks}"
-            )
+        new_ranks = CallChecks("split_group", self._rank, self._size).ranks("new_ranks", new_ranks)
         for device in device_types or ():
             self._get_backend(device)
         self._split_count += 1

@@ -10,6 +10,7 @@ from torch.distributed import ReduceOp
 
 from ringcomm import _native
 from ringcomm.errors import ArgumentError, UnsupportedError, where
+from ringcomm.integers import integer, integers, real
 
 __all__ = [
     "ALGORITHMS",
@@ -71,8 +72,9 @@ def premul_sum(factor: float | torch.Tensor) -> PremulSum:
 def _factor_of(factor: object) -> float:
     if isinstance(factor, torch.Tensor) and factor.numel() == 1 and not factor.is_complex():
         return float(factor.item())
-    if isinstance(factor, (int, float)) and not isinstance(factor, bool):
-        return float(factor)
+    number = real(factor)
+    if number is not None:
+        return number
     raise ArgumentError(
         f"PREMUL_SUM: expected a real number or a tensor of one element as the factor, "
         f"got {factor!r}"
@@ -303,10 +305,39 @@ class CallChecks:
                 ends[kind] = max(ends[kind], (ptr + length, label))
 
     def peer(self, name: str, rank: Any) -> int:
-        """Checks a rank of this communicator."""
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.world_size:
+        """Checks a rank of this communicator; returns it as an int."""
+        number = integer(rank)
+        if number is None or not 0 <= number < self.world_size:
             self.fail(f"{name}: expected a rank from 0 to {self.world_size - 1}, got {rank!r}")
-        return rank
+        return number
+
+    def integer(self, name: str, value: Any, *, bools: bool = False) -> int:
+        """Checks an integer; returns it as an int."""
+        number = integer(value, bools=bools)
+        if number is None:
+            self.fail(f"{name}: expected an integer, got {value!r}")
+        return number
+
+    def ranks(self, name: str, ranks: Any) -> list[int]:
+        """Checks distinct ranks of this communicator, at least one; returns them as ints."""
+        found = integers(ranks)
+        if found is None:
+            self.fail(f"{name}: expected a list of ranks, which are integers, got {ranks!r:.200}")
+        members = [self.peer(name, rank) for rank in found]
+        if len(set(members)) != len(members) or not members:
+            self.fail(f"{name}: expected distinct ranks and at least one, got {members}")
+        return members
+
+    def splits(self, name: str, splits: Any) -> list[int] | None:
+        """Checks a list of integers; returns them as ints, or None for None."""
+        if splits is None:
+            return None
+        found = integers(splits, bools=True)
+        if found is None:
+            self.fail(
+                f"{name}: expected a list of integers, one per rank, or None, got {splits!r:.200}"
+            )
+        return found
 
     def algorithm(self, algorithm: Any) -> int:
         known = self.algorithms

@@ -620,16 +620,16 @@ class Collectives(CallEngine):
         self, checks: CallChecks, name: str, tensor: Tensor, splits: Sequence[int] | None
     ) -> list[int]:
         """Returns the sizes of the pieces that dimension 0 is cut into."""
+        sizes = checks.splits(f"{name}_split_sizes", splits)
         rows = tensor.size(0) if tensor.dim() else 1
         world_size = self._world_size
-        if not splits:
+        if not sizes:
             if rows % world_size:
                 checks.fail(
                     f"{name}: expected dimension 0 divisible by world_size {world_size}, got "
                     f"shape {tuple(tensor.shape)}; pass {name}_split_sizes"
                 )
             return [size_bytes(tensor) // world_size] * world_size
-        sizes = list(splits)
         if len(sizes) != world_size or sum(sizes) != rows or min(sizes) < 0:
             checks.fail(
                 f"{name}_split_sizes: expected {world_size} numbers >= 0 with the sum {rows} "

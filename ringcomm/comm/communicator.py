@@ -43,6 +43,7 @@ from ringcomm.errors import (
     UnsupportedError,
     where,
 )
+from ringcomm.integers import integer
 from ringcomm.rendezvous.environment import read_environment
 from ringcomm.rendezvous.handles import check_name, named_node
 
@@ -138,12 +139,16 @@ class Communicator(CoalescedCalls, Messages):
             HeapError: no room for the heap or the communicator's region in it.
         """
         check_name(name)
-        if not isinstance(world_size, int) or world_size < 1:
+        ranks = integer(world_size, bools=True)
+        if ranks is None or ranks < 1:
             raise ArgumentError(f"world_size: expected an integer >= 1, got {world_size!r}")
-        CallChecks(f"communicator {name!r}", rank, world_size).peer("rank", rank)
+        checks = CallChecks(f"communicator {name!r}", rank, ranks)
+        rank = checks.peer("rank", rank)
+        if heap_bytes is not None:
+            heap_bytes = checks.integer("heap_bytes", heap_bytes)
         options = _options(options, timeout)
         chosen = named_node() if node_id is None else node_id
-        membership = Membership(name, rank, tuple(range(world_size)), store, options, (), chosen)
+        membership = Membership(name, rank, tuple(range(ranks)), store, options, (), chosen)
         index = find_device(device, f"communicator {name!r}")
         if index is None:
             return cls._meet(membership, heap_bytes)
@@ -288,10 +293,7 @@ class Communicator(CoalescedCalls, Messages):
             RingcommError: as :meth:`from_store`.
         """
         checks = self.checks("new_group")
-        members = sorted(checks.peer("ranks", rank) for rank in ranks)
-        if len(set(members)) != len(members) or not members:
-            checks.fail(f"ranks: expected distinct ranks and at least one, got {members}")
-        return self._group(checks, members, name, timeout)
+        return self._group(checks, sorted(checks.ranks("ranks", ranks)), name, timeout)
 
     def _group(
         self,
@@ -337,10 +339,9 @@ class Communicator(CoalescedCalls, Messages):
             The communicator of this rank's colour; None when ``color`` is None.
         """
         checks = self.checks("split")
-        for label, number in (("color", color), ("key", key)):
-            if not (isinstance(number, int) or (label == "color" and number is None)):
-                checks.fail(f"{label}: expected an integer, got {number!r}")
-        entry = [color is not None, color or 0, key]
+        # A condition is a fine color.
+        color = None if color is None else checks.integer("color", color, bools=True)
+        entry = [color is not None, color or 0, checks.integer("key", key, bools=True)]
         mine = torch.tensor(entry, dtype=torch.int64, device=self.device)
         everyone = torch.empty(self._world_size, 3, dtype=torch.int64, device=self.device)
         self.all_gather_into_tensor(everyone.view(-1), mine)

@@ -14,6 +14,7 @@ from ringcomm.comm.device.messages import PeerMessage, launch_batch, launches_of
 from ringcomm.comm.groups import Group, communicator_of, group_rank
 from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError
+from ringcomm.integers import integers
 
 # ``group`` is a Communicator, or None for the default one. ``src`` and ``dst`` are global ranks
 # (ranks of the default communicator); ``group_src`` and ``group_dst`` are ranks of ``group``.
@@ -41,7 +42,7 @@ def root_of(
             f"either {name} or group_{name}, got {name}={global_rank}, group_{name}={rank_in_group}"
         )
     if rank_in_group is not None:
-        return rank_in_group
+        return communicator.checks(operation).peer(f"group_{name}", rank_in_group)
     return group_rank(communicator, global_rank, operation, name)
 
 
@@ -240,7 +241,7 @@ def barrier(
     """
     communicator = communicator_of(group, "barrier")
     index = communicator.device.index
-    if device_ids is not None and (index is None or list(device_ids) != [index]):
+    if device_ids is not None and (index is None or integers(device_ids) != [index]):
         expected = "None on CPU" if index is None else f"None or [{index}]"
         raise ArgumentError(
             f"barrier on rank {communicator.rank} of {communicator.world_size}: device_ids: "
@@ -364,8 +365,8 @@ class P2POp:
             peer = _source(communicator, name, self.peer, self.group_peer)
         # A communicator on a device has this method, one on the host does not.
         check = cast(Any, communicator).check_message
-        checked: int = check(name, self.tensor, peer, self.tag, write=not is_send)
-        return PeerMessage(communicator, self.tensor, checked, self.tag, is_send)
+        checked: tuple[int, int] = check(name, self.tensor, peer, self.tag, write=not is_send)
+        return PeerMessage(communicator, self.tensor, *checked, is_send)
 
 
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:

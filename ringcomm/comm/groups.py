@@ -22,6 +22,7 @@ from ringcomm.comm.communicator import Communicator, Device
 from ringcomm.comm.options import CommOptions
 from ringcomm.cuda import find_device
 from ringcomm.errors import ArgumentError, RingcommError
+from ringcomm.integers import integer
 from ringcomm.rendezvous.environment import read_environment
 
 if TYPE_CHECKING:
@@ -187,6 +188,7 @@ def init_process_group(  # noqa: PLR0913 -- torch.distributed's signature
         )
     if backend not in BACKENDS:
         raise ArgumentError(f'init_process_group: backend: expected "ringcomm", got {backend!r}')
+    rank, world_size = _number("rank", rank), _number("world_size", world_size)
     device = _device_of_group(backend, device_id)
     options = pg_options or CommOptions()
     seconds = CommOptions(timeout=timeout).timeout_s if timeout is not None else options.timeout_s
@@ -206,6 +208,13 @@ def init_process_group(  # noqa: PLR0913 -- torch.distributed's signature
         options=options,
         device=device,
     )
+
+
+def _number(name: str, value: Any) -> int:
+    number = integer(value, bools=True)
+    if number is None:
+        raise ArgumentError(f"init_process_group: {name}: expected an integer, got {value!r}")
+    return number
 
 
 def _device_of_group(backend: str | None, device_id: Any) -> Device:
@@ -353,20 +362,21 @@ def get_global_rank(group: Group, group_rank: int) -> int:
         ArgumentError: there is no such rank.
     """
     ranks = communicator_of(group, "get_global_rank").ranks
-    if not 0 <= group_rank < len(ranks):
+    number = integer(group_rank, bools=True)
+    if number is None or not 0 <= number < len(ranks):
         raise ArgumentError(
-            f"get_global_rank: group_rank: expected 0 to {len(ranks) - 1}, got {group_rank}"
+            f"get_global_rank: group_rank: expected 0 to {len(ranks) - 1}, got {group_rank!r}"
         )
-    return ranks[group_rank]
+    return ranks[number]
 
 
 def group_rank(communicator: Communicator, global_rank: Any, operation: str, name: str) -> int:
     """Turns a global rank into one of ``communicator``; the message names both worlds."""
     ranks = communicator.ranks
-    try:
-        return ranks.index(global_rank)
-    except ValueError:
+    number = integer(global_rank, bools=True)
+    if number not in ranks:
         raise ArgumentError(
             f"{operation} on rank {communicator.rank} of {communicator.world_size}: {name}: "
             f"expected one of the group's global ranks {list(ranks)}, got {global_rank!r}"
-        ) from None
+        )
+    return ranks.index(number)

@@ -21,6 +21,7 @@ from ringcomm.comm.engine import Call, RankContext
 from ringcomm.comm.groups import thread_default
 from ringcomm.comm.options import CommOptions
 from ringcomm.errors import AbortedError, ArgumentError, RingcommError, start_thread, where
+from ringcomm.integers import integer, integers
 from ringcomm.rendezvous.handles import Meeting, Rendezvous
 
 __all__ = ["LocalWorld", "T", "local_world", "make_call", "run_together"]
@@ -346,17 +347,13 @@ def _run_threads(
 
 def _node_ids(n: int, nodes: Sequence[int]) -> list[str]:
     """Returns the id of each rank's node; ArgumentError unless ``nodes`` divides ``n`` ranks."""
-    is_list = isinstance(nodes, Sequence) and not isinstance(nodes, str)
-    if (
-        not is_list
-        or any(type(ranks) is not int or ranks < 1 for ranks in nodes)
-        or sum(nodes) != n
-    ):
+    sizes = integers(nodes)
+    if sizes is None or any(ranks < 1 for ranks in sizes) or sum(sizes) != n:
         raise ArgumentError(
             "local_world: nodes: expected a list of the number of ranks of each node, together "
             f"{n}, got {nodes!r}"
         )
-    return [f"node{node}" for node, ranks in enumerate(nodes) for _ in range(ranks)]
+    return [f"node{node}" for node, ranks in enumerate(sizes) for _ in range(ranks)]
 
 
 def local_world(
@@ -388,8 +385,10 @@ def local_world(
         HeapError: no room for the heap or the communicators' regions in it.
         RingcommError: a rank's thread cannot be started.
     """
-    if not isinstance(n, int) or n < 1:
+    ranks = integer(n, bools=True)
+    if ranks is None or ranks < 1:
         raise ArgumentError(f"local_world: expected the number of ranks, >= 1, got {n!r}")
+    n = ranks
     store = HashStore()
     devices = [device] * n if isinstance(device, _ONE_DEVICE) else list(device)
     if len(devices) != n:

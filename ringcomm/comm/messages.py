@@ -20,6 +20,7 @@ from ringcomm.errors import (
     start_thread,
     where,
 )
+from ringcomm.integers import integer
 
 Tensor = torch.Tensor
 ANY_SOURCE = -1
@@ -175,7 +176,7 @@ class Messages(CallEngine):
         checks = self.checks(op)
         dtype = checks.tensor("tensor", tensor)
         peer = self._other(checks, "dst", dst)
-        self._check_message(checks, tag)
+        tag = self._check_message(checks, tag)
         dense = readable(tensor)
         ptr = dense.data_ptr()
         return self._native.post_send(ptr, size_bytes(dense), peer, tag, dtype), dense
@@ -186,7 +187,7 @@ class Messages(CallEngine):
         checks = self.checks(op)
         dtype = checks.output("tensor", tensor)
         peer = ANY_SOURCE if src is None else self._other(checks, "src", src)
-        self._check_message(checks, tag)
+        tag = self._check_message(checks, tag)
         dense = writable(tensor)
         ptr = dense.data_ptr()
         return self._native.post_recv(ptr, size_bytes(dense), peer, tag, dtype), dense
@@ -197,11 +198,13 @@ class Messages(CallEngine):
             checks.fail(f"{name}: expected another rank than this one, got {rank}")
         return peer
 
-    def _check_message(self, checks: CallChecks, tag: Any) -> None:
-        if not isinstance(tag, int) or isinstance(tag, bool) or not 0 <= tag <= LARGEST_TAG:
+    def _check_message(self, checks: CallChecks, tag: Any) -> int:
+        number = integer(tag)
+        if number is None or not 0 <= number <= LARGEST_TAG:
             checks.fail(f"tag: expected 0 <= tag <= {LARGEST_TAG}, got {tag!r}")
         if self._refuse is not None:
             raise self._refuse(checks.op)
+        return number
 
     def _finish_now(self, op: str, request: _native.Request, dense: Tensor) -> None:
         error = self._message_error(op, request, dense, request.wait(-1))

@@ -9,6 +9,7 @@ from typing import Any
 
 from ringcomm import _native
 from ringcomm.errors import ArgumentError
+from ringcomm.integers import integer, real
 
 # torch.distributed's own default, so that a program behaves alike on both.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -36,10 +37,10 @@ def seconds_of(timeout: timedelta | float, name: str = "timeout") -> float:
     Raises:
         ArgumentError: ``timeout`` is not a positive timedelta or number of seconds.
     """
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else real(timeout)
+    if seconds is None or not seconds > 0:
         raise ArgumentError(f"{name}: expected a timedelta or seconds > 0, got {timeout!r}")
-    return min(float(seconds), float(LONGEST_TIMEOUT_S))
+    return min(seconds, float(LONGEST_TIMEOUT_S))
 
 
 def milliseconds_of(timeout: timedelta | float) -> int:
@@ -119,9 +120,11 @@ class CommOptions:
     def __post_init__(self) -> None:
         seconds_of(self.timeout)
         for name in _WHOLE_NUMBERS:
-            # True is an int, too; as a size it is a mistake.
-            if type(getattr(self, name)) is not int:
+            # As a size True is a mistake.
+            number = integer(getattr(self, name))
+            if number is None:
                 raise ArgumentError(f"{name}: expected an integer, got {getattr(self, name)!r}")
+            object.__setattr__(self, name, number)
         if self.segment_bytes != 0 and (
             self.segment_bytes < 64 or self.segment_bytes & (self.segment_bytes - 1)
         ):

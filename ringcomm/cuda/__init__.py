@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from ringcomm.errors import ArgumentError, ForkError
+from ringcomm.integers import integer
 
 if TYPE_CHECKING:
     import torch
@@ -83,8 +84,9 @@ def use(runtime: DeviceRuntime | None) -> DeviceRuntime | None:
 def _parsed(device: Any) -> torch.device | None:
     import torch
 
+    index = integer(device)
     try:
-        return torch.device("cuda", device) if type(device) is int else torch.device(device)
+        return torch.device(device) if index is None else torch.device("cuda", index)
     except (RuntimeError, TypeError):
         return None
 

@@ -38,6 +38,7 @@ from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError, wher
 from ringcomm.functional.collectives import all_to_all, enter, named
 from ringcomm.functional.operators import Derivatives, no_forward_mode, register
 from ringcomm.functional.traced_groups import Place, find, place_of
+from ringcomm.integers import integer
 
 Tensor = torch.Tensor
 
@@ -62,12 +63,13 @@ def context_positions(length: int, group: Group = None, *, zigzag: bool = False)
     place = place_of(group, named("context_positions"))
     _, rank, world_size = place
     chunks = world_size * (2 if zigzag else 1)
-    if not isinstance(length, int) or length < 1 or length % chunks:
+    number = integer(length, bools=True)
+    if number is None or number < 1 or number % chunks:
         raise ArgumentError(
             f"{_head('context_positions', place)}: length: expected a positive multiple of {chunks}"
             f"{' (twice the world size, for zigzag)' if zigzag else ''}, got {length!r}; pad it"
         )
-    return _positions(length, world_size, rank, zigzag)
+    return _positions(number, world_size, rank, zigzag)
 
 
 def _positions(length: int, world_size: int, rank: int, zigzag: bool) -> Tensor:

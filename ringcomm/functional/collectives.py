@@ -408,6 +408,10 @@ def all_to_all(
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     key, world_size = enter("all_to_all", tensor, group)
+    if not (torch.compiler.is_compiling() or (output_splits is None and input_splits is None)):
+        checks = communicator_of(group, named("all_to_all")).checks(named("all_to_all"))
+        output_splits = checks.splits("output_splits", output_splits)
+        input_splits = checks.splits("input_splits", input_splits)
     return cast(Tensor, _ops.all_to_all(tensor, output_splits, input_splits, key, world_size))
 
 
@@ -430,6 +434,9 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     key, world_size = enter("broadcast", tensor, group)
+    if not torch.compiler.is_compiling() and type(src) is not int:
+        communicator = communicator_of(group, named("broadcast"))
+        src = communicator.ranks[root_of(communicator, named("broadcast"), "src", src, None)]
     return cast(Tensor, _ops.broadcast(tensor, src, key, world_size))
 
 

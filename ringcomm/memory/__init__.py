@@ -7,7 +7,7 @@ rank's file on a disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from ringcomm.cuda import find_device
 from ringcomm.errors import ArgumentError
+from ringcomm.integers import integer, integers
 from ringcomm.memory.device_heap import device_empty
 from ringcomm.memory.device_heap import device_heap as heap_of_device
 from ringcomm.memory.host_heap import allocate, process_heap
@@ -25,14 +26,13 @@ __all__ = ["Disk", "empty", "heap_stats", "zeros"]
 
 
 def _shape_of(size: tuple[Any, ...], operation: str) -> tuple[int, ...]:
-    dims = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-    try:
-        shape = tuple(dim.__index__() for dim in dims)
-    except (AttributeError, TypeError):
-        raise ArgumentError(f"{operation}: expected integers as the shape, got {size!r}") from None
+    listed = len(size) == 1 and integer(size[0], bools=True) is None
+    shape = integers(size[0] if listed else size, bools=True)
+    if shape is None:
+        raise ArgumentError(f"{operation}: expected integers as the shape, got {size!r}")
     if any(dim < 0 for dim in shape):
         raise ArgumentError(f"{operation}: expected dimensions >= 0, got {shape}")
-    return shape
+    return tuple(shape)
 
 
 def _tensor(

@@ -20,6 +20,7 @@ import torch
 
 from ringcomm import _native
 from ringcomm.errors import ArgumentError, DiskError, ForkError, no_thread
+from ringcomm.integers import integer, real
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
@@ -56,15 +57,21 @@ class Disk:
         if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
             raise ArgumentError(f"Disk(path=): expected a folder on a disk, got {self.path!r}")
         for name, least in (("buffer_bytes", PAGE_BYTES), ("resident_bytes", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            value = integer(getattr(self, name))
+            if value is None or value < least:
                 raise ArgumentError(
-                    f"Disk({name}=): expected an integer of at least {least}, got {value!r}"
+                    f"Disk({name}=): expected an integer of at least {least}, got "
+                    f"{getattr(self, name)!r}"
                 )
-        limit = self.timeout_s
-        is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
-        if limit is not None and not (is_number and limit > 0):
-            raise ArgumentError(f"Disk(timeout_s=): expected seconds > 0 or None, got {limit!r}")
+            object.__setattr__(self, name, value)
+        if self.timeout_s is None:
+            return
+        seconds = real(self.timeout_s)
+        if seconds is None or not seconds > 0:
+            raise ArgumentError(
+                f"Disk(timeout_s=): expected seconds > 0 or None, got {self.timeout_s!r}"
+            )
+        object.__setattr__(self, "timeout_s", seconds)
 
 
 class PagedBuffer:

@@ -6,7 +6,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from ringcomm.comm.groups import Group
+from ringcomm.comm.groups import Group, communicator_of
 from ringcomm.errors import ArgumentError
 from ringcomm.functional.collectives import enter
 from ringcomm.moe import operators
@@ -71,6 +71,11 @@ def dispatch(
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     key, world_size = enter(_DISPATCH, x, group)
+    if not torch.compiler.is_compiling():
+        checks = communicator_of(group, _DISPATCH).checks(_DISPATCH)
+        num_experts = checks.integer("num_experts", num_experts)
+        if max_rows is not None:
+            max_rows = checks.integer("max_rows", max_rows)
     rows, counts, *tables = operators.dispatch(
         x,
         topk_idx,

@@ -20,6 +20,7 @@ import torch
 from ringcomm.comm.groups import Group, communicator_of
 from ringcomm.errors import ArgumentError
 from ringcomm.functional import all_reduce
+from ringcomm.integers import integer
 
 Tensor = torch.Tensor
 _SCORES = ("softmax", "sigmoid")
@@ -48,8 +49,10 @@ class RoutingOptions:
     max_rows: int | None = None
 
     def __post_init__(self) -> None:
-        if type(self.top_k) is not int or self.top_k < 1:
+        top_k = integer(self.top_k)
+        if top_k is None or top_k < 1:
             raise ArgumentError(f"top_k: expected an integer >= 1, got {self.top_k!r}")
+        object.__setattr__(self, "top_k", top_k)
         if self.scores not in _SCORES:
             raise ArgumentError(
                 f"scores: expected one of {', '.join(_SCORES)}, got {self.scores!r}"

@@ -22,6 +22,7 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, CheckpointError
+from ringcomm.integers import integer
 from ringcomm.optim.dtensors import Sharding, local_of
 
 Tensor = torch.Tensor
@@ -189,6 +190,22 @@ def _fills_its_memory(shape: Sequence[int], stride: Sequence[int]) -> bool:
 ALIGN_ELEMS = 64
 # kBlockElems of kernels/include/ringcomm/optimizer/adamw.h; chunks begin at multiples of it.
 BLOCK_ELEMS = _native.ADAMW_BLOCK_ELEMS
+
+
+def checked_bucket_elems(value: Any) -> int:
+    """Returns the elements of a bucket as an int.
+
+    Raises:
+        ArgumentError: not a positive multiple of 512.
+    """
+    count = integer(value, bools=True)
+    if count is None or count < 1 or count % BLOCK_ELEMS:
+        raise ArgumentError(
+            f"bucket_elems: expected a positive multiple of {BLOCK_ELEMS}, got {value!r}"
+        )
+    return count
+
+
 DEFAULT_BUCKET_ELEMS = 32 << 20
 LAYOUT_VERSION = 1
 
@@ -310,10 +327,7 @@ class ShardLayout:
         Raises:
             ArgumentError: ``bucket_elems`` is not a positive multiple of 512.
         """
-        if not isinstance(bucket_elems, int) or bucket_elems < 1 or bucket_elems % BLOCK_ELEMS:
-            raise ArgumentError(
-                f"bucket_elems: expected a positive multiple of {BLOCK_ELEMS}, got {bucket_elems!r}"
-            )
+        bucket_elems = checked_bucket_elems(bucket_elems)
         runs: list[list[Segment]] = []
         open_runs: dict[tuple[torch.dtype, tuple[int, ...]], list[Segment]] = {}
         for index, spec in enumerate(params):

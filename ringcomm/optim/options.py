@@ -10,8 +10,9 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.options import check_wire
 from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.integers import integer
 from ringcomm.memory.scratch import Disk
-from ringcomm.optim.layout import BLOCK_ELEMS, DEFAULT_BUCKET_ELEMS
+from ringcomm.optim.layout import DEFAULT_BUCKET_ELEMS, checked_bucket_elems
 
 _CHOICES = {
     "algorithm": ("auto", "direct", "ring"),
@@ -156,13 +157,11 @@ class AdamWOptions:
                 raise ArgumentError(
                     f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}"
                 )
-        count = self.bucket_elems
-        if not isinstance(count, int) or count < 1 or count % BLOCK_ELEMS:
-            raise ArgumentError(
-                f"bucket_elems: expected a positive multiple of {BLOCK_ELEMS}, got {count!r}"
-            )
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+        object.__setattr__(self, "bucket_elems", checked_bucket_elems(self.bucket_elems))
+        seed = integer(self.seed, bools=True)
+        if seed is None or not 0 <= seed < 2**64:
             raise ArgumentError(f"seed: expected an integer of 64 bits, >= 0, got {self.seed!r}")
+        object.__setattr__(self, "seed", seed)
         if self.accumulate_dtype not in (None, torch.float32):
             raise ArgumentError(
                 f"accumulate_dtype: expected None or torch.float32, got {self.accumulate_dtype!r}"

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ringcomm.errors import ArgumentError, CheckpointError
+from ringcomm.integers import integer
 from ringcomm.json_reader import DAMAGE, exactly, shown
 from ringcomm.optim import kernels
 from ringcomm.optim.agreement import agreed_load
@@ -390,8 +391,10 @@ def reshard(shards: Sequence[Shard], world_size: int) -> list[dict[str, Any]]:
         CheckpointError: a shard is damaged or missing, or they were not saved together.
         ArgumentError: ``world_size`` is not a positive integer.
     """
-    if not isinstance(world_size, int) or world_size < 1:
+    ranks = integer(world_size, bools=True)
+    if ranks is None or ranks < 1:
         raise ArgumentError(f"reshard: world_size: expected an integer >= 1, got {world_size!r}")
+    world_size = ranks
     saved = SavedShards(list(shards), "reshard")
     saved.require_all()
     first = saved.first

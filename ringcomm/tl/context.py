@@ -17,6 +17,7 @@ from ringcomm import _native, memory
 from ringcomm._tl.geometry import Geometry
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, where
+from ringcomm.integers import integer, integers
 from ringcomm.lifetime import until_exit
 
 __all__ = ["Context", "Symmetric"]
@@ -103,14 +104,15 @@ class Context:
         self.comm = comm
         self._closed = True  # until there is something to close
         place = self._place = comm.kernel_place("ringcomm.tl.Context")
-        self.blocks = place.default_blocks if blocks is None else blocks
-        if not 1 <= self.blocks <= place.most_blocks:
+        wanted = place.default_blocks if blocks is None else integer(blocks)
+        if wanted is None or not 1 <= wanted <= place.most_blocks:
             raise ArgumentError(
                 f"{self._where('ringcomm.tl.Context')}: blocks: expected 1 to {place.most_blocks}, "
                 "the multiprocessors of the device divided by the ranks that share it, got "
                 f"{blocks}. The blocks of all ranks wait for each other, so all of them must run "
                 "at once"
             )
+        self.blocks = wanted
         self.geometry: Geometry = place.geometry
         state_bytes = _native.STRUCTURES["scratch"]
         state_bytes += _native.STRUCTURES["scratch_per_rank"] * comm.world_size
@@ -171,7 +173,11 @@ class Context:
     ) -> Symmetric:
         operation = f"ringcomm.tl.Context.{make.__name__}"
         self.check(operation)
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        count = integer(shape)
+        dims = integers(shape) if count is None else [count]
+        if dims is None:
+            raise ArgumentError(f"{self._where(operation)}: expected integers, got {shape!r}")
+        shape = tuple(dims)
         # At least one element: an empty tensor has no address.
         whole = make(max(1, prod(shape)), dtype=dtype, device=self._place.heap_device)
         self._owned.append(whole)

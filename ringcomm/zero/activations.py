@@ -35,6 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, DiskError, UnsupportedError
+from ringcomm.integers import integer
 from ringcomm.memory.scratch import Disk
 from ringcomm.optim.dtensors import local_of
 from ringcomm.optim.tiers import wait_limit_s
@@ -75,7 +76,8 @@ def activations_on(
     """
     if not isinstance(disk, Disk):
         raise ArgumentError(f"activations_on: disk: expected a ringcomm.Disk, got {disk!r}")
-    if not isinstance(least_bytes, int) or isinstance(least_bytes, bool) or least_bytes < 1:
+    least = integer(least_bytes)
+    if least is None or least < 1:
         raise ArgumentError(
             f"activations_on: least_bytes: expected an integer of at least 1, got {least_bytes!r}"
         )
@@ -83,7 +85,7 @@ def activations_on(
     for each in modules:
         if not isinstance(each, nn.Module):
             raise ArgumentError(f"activations_on: module: expected torch modules, got {each!r}")
-    return Activations(disk, modules, least_bytes)
+    return Activations(disk, modules, least)
 
 
 class Activations(AbstractContextManager[None]):

@@ -11,8 +11,9 @@ from torch import nn
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.integers import integer
 from ringcomm.memory.scratch import Disk
-from ringcomm.optim.layout import BLOCK_ELEMS
+from ringcomm.optim.layout import checked_bucket_elems
 from ringcomm.optim.options import AdamWOptions, Wire
 from ringcomm.optim.placement import check_even
 from ringcomm.zero.precision import PARAM_DTYPES, Precision
@@ -34,6 +35,15 @@ _SWITCHES = {
 
 # The modules that are gathered as one: their types, or a predicate on a name and a module.
 Units: TypeAlias = "Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]"
+
+
+def _count(options: object, name: str, least: int, head: str = "") -> int:
+    """Returns an option as an int; raises ArgumentError unless it is an integer >= ``least``."""
+    value = getattr(options, name)
+    number = integer(value, bools=True)
+    if number is None or number < least:
+        raise ArgumentError(f"{head}{name}: expected an integer >= {least}, got {value!r}")
+    return number
 
 
 @dataclass(frozen=True)
@@ -63,9 +73,8 @@ class UnitOptions:
                 f"UnitOptions: keep_gathered: expected True, False or None, got "
                 f"{self.keep_gathered!r}"
             )
-        count = self.prefetch
-        if count is not None and (not isinstance(count, int) or count < 0):
-            raise ArgumentError(f"UnitOptions: prefetch: expected an integer >= 0, got {count!r}")
+        if self.prefetch is not None:
+            object.__setattr__(self, "prefetch", _count(self, "prefetch", 0, "UnitOptions: "))
 
 
 @dataclass(frozen=True)
@@ -153,15 +162,9 @@ class ZeroOptions:
             raise ArgumentError(f"wire: expected a Wire, got {self.wire!r}")
         if not isinstance(self.precision, Precision):
             raise ArgumentError(f"precision: expected a Precision, got {self.precision!r}")
-        count = self.bucket_elems
-        if not isinstance(count, int) or count < 1 or count % BLOCK_ELEMS:
-            raise ArgumentError(
-                f"bucket_elems: expected a positive multiple of {BLOCK_ELEMS}, got {count!r}"
-            )
+        object.__setattr__(self, "bucket_elems", checked_bucket_elems(self.bucket_elems))
         for name, least in (("in_flight", 1), ("prefetch", 0), ("divisor", 1)):
-            number = getattr(self, name)
-            if not isinstance(number, int) or number < least:
-                raise ArgumentError(f"{name}: expected an integer >= {least}, got {number!r}")
+            object.__setattr__(self, name, _count(self, name, least))
         if not (self.tier is None or isinstance(self.tier, Disk)):
             raise ArgumentError(f"tier: expected a ringcomm.Disk or None, got {self.tier!r}")
         self._check_named()

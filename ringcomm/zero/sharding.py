@@ -18,6 +18,7 @@ from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, where
+from ringcomm.integers import integer
 from ringcomm.memory import normal_tensors
 from ringcomm.memory.disk_chunks import DiskChunks
 from ringcomm.memory.freed import keep_freed_memory
@@ -125,6 +126,7 @@ def shard(
     # What is refused on one rank is on all, which would wait for it where they are compared.
     with all_or_none(ranks, "shard", None if others is None else PartMesh(others)):
         _check_arguments(module, stage, ranks)
+        stage = int(stage)
         _check_module(module, ranks, others)
         trainers = _Trainers.of(module, ranks, others)
         parts = _plan(module, stage, trainers, options)
@@ -358,7 +360,7 @@ def _attach(parts: EngineParts, outer: nn.Module, rollback: Rollback) -> None:
 
 
 def _check_arguments(module: nn.Module, stage: int, comm: Communicator) -> None:
-    if type(stage) is not int or stage not in _STAGES:
+    if integer(stage) not in _STAGES:
         raise ArgumentError(f"shard: stage: expected 0, 1, 2 or 3, got {stage!r}")
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"shard: module: expected a torch.nn.Module, got {module!r}")

@@ -120,18 +120,18 @@ class DeviceMessages(DeviceCallEngine, Messages):
             ArgumentError: bad argument.
             RingcommError: a fault of an earlier call; see ``ringcomm.errors``.
         """
-        self.irecv(tensor, src, tag).wait()
-        assert src is not None
-        return src
+        work = self.irecv(tensor, src, tag)
+        work.wait()
+        return work.source_rank()
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         """Sends like :meth:`send`, but the current stream goes on until ``Work.wait()``."""
-        self.check_message("isend", tensor, dst, tag, write=False)
-        return self._post("isend", [(tensor, dst)], [], tag)
+        peer, tag = self.check_message("isend", tensor, dst, tag, write=False)
+        return self._post("isend", [(tensor, peer)], [], tag)
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Work:
         """Receives like :meth:`recv`, but only streams that wait for the Work see the data."""
-        peer = self.check_message("irecv", tensor, src, tag, write=True)
+        peer, tag = self.check_message("irecv", tensor, src, tag, write=True)
         return self._post("irecv", [], [(tensor, peer)], tag, source=peer)
 
     def exchange_messages(
@@ -149,20 +149,24 @@ class DeviceMessages(DeviceCallEngine, Messages):
             RingcommError: a fault of an earlier call; see ``ringcomm.errors``.
         """
         name = "exchange_messages"
+        checked: tuple[list[TensorAndPeer], list[TensorAndPeer]] = ([], [])
         for messages, write in ((sends, False), (receives, True)):
-            peers = [peer for _, peer in messages]
+            for tensor, named in messages:
+                peer, tag = self.check_message(name, tensor, named, tag, write=write)
+                checked[write].append((tensor, peer))
+            peers = [peer for _, peer in checked[write]]
             if len(set(peers)) != len(peers):
                 self.checks(name).fail(
                     f"expected at most one message each way with a rank, got ranks {peers}"
                 )
-            for tensor, peer in messages:
-                self.check_message(name, tensor, peer, tag, write=write)
-        return self._post(name, list(sends), list(receives), tag)
+        return self._post(name, *checked, tag)
 
-    def check_message(self, op: str, tensor: Tensor, peer: Any, tag: Any, *, write: bool) -> int:
+    def check_message(
+        self, op: str, tensor: Tensor, peer: Any, tag: Any, *, write: bool
+    ) -> tuple[int, int]:
         """Checks the arguments of an :meth:`isend`, or with ``write`` of an :meth:`irecv`.
 
-        Returns the peer.
+        Returns the peer and the tag.
         """
         checks = self.checks(op)
         if write and peer is None:
@@ -172,8 +176,7 @@ class DeviceMessages(DeviceCallEngine, Messages):
             )
         (checks.output if write else checks.tensor)("tensor", tensor)
         rank = self._other(checks, "src" if write else "dst", peer)
-        self._check_message(checks, tag)
-        return rank
+        return rank, self._check_message(checks, tag)
 
     def _post(
         self,

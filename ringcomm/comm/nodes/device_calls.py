@@ -207,7 +207,9 @@ class DeviceNodesCalls(Messages):
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Work:
         self._no_messages("irecv")
 
-    def check_message(self, op: str, tensor: Tensor, peer: Any, tag: Any, *, write: bool) -> int:
+    def check_message(
+        self, op: str, tensor: Tensor, peer: Any, tag: Any, *, write: bool
+    ) -> tuple[int, int]:
         """Refuses a message of a batch."""
         self._no_messages(op)
 

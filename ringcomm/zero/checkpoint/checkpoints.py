@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ringcomm.errors import ArgumentError, CheckpointError, MismatchError
+from ringcomm.integers import integer
 from ringcomm.zero.checkpoint import commit
 from ringcomm.zero.checkpoint.contents import Contents, FlatShard, put_together
 from ringcomm.zero.checkpoint.manifest import MANIFEST_NAME, Manifest, file_name
@@ -126,10 +127,11 @@ class Checkpoints:
         keep: int | None = 2,
         ranks: Ranks | None = None,
     ) -> None:
-        if keep is not None and (type(keep) is not int or keep < 1):
+        kept = None if keep is None else integer(keep)
+        if keep is not None and (kept is None or kept < 1):
             raise ArgumentError(f"keep: expected a number from 1 on, or None, got {keep!r}")
         self.root = Path(root)
-        self.keep = keep
+        self.keep = kept
         self._ranks: Ranks = OneRank() if ranks is None else ranks
 
     def __repr__(self) -> str:
@@ -137,9 +139,10 @@ class Checkpoints:
 
     def folder(self, step: int) -> Path:
         """Returns the folder of a step's checkpoint, which need not exist."""
-        if type(step) is not int or not 0 <= step < 10**18:
+        number = integer(step)
+        if number is None or not 0 <= number < 10**18:
             raise ArgumentError(f"step: expected a number from 0 on, got {step!r}")
-        return self.root / f"step-{step:08d}"
+        return self.root / f"step-{number:08d}"
 
     def steps(self) -> list[int]:
         """The steps that have a complete checkpoint, sorted."""
@@ -227,7 +230,9 @@ class _Save:
     def __init__(
         self, checkpoints: Checkpoints, step: int, contents: Contents, ranks: Ranks
     ) -> None:
-        self._checkpoints, self._step, self._contents = checkpoints, step, contents
+        number = integer(step)
+        self._step = step if number is None else number  # describe() refuses what is no step
+        self._checkpoints, self._contents = checkpoints, contents
         self._ranks = ranks
         # The folder tells which stage of a pipeline it is.
         self._operation = f"save step {step} in {checkpoints.root}"

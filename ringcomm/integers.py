@@ -1,0 +1,72 @@
+"""Numbers as arguments: what counts as an integer, a list of integers or a real number."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from numbers import Real
+from typing import Any
+
+
+def integer(value: Any, *, bools: bool = False) -> int | None:
+    """Returns the value as an int, or None if it is not an integer.
+
+    Whatever has ``__index__`` is an integer: NumPy's integers, integer tensors of one element, and
+    classes of users.
+
+    Args:
+        value: any object.
+        bools: whether True and False, those of NumPy and torch among them, count as 1 and 0.
+    """
+    if type(value) is int:
+        return value
+    if _is_bool(value):
+        return int(value) if bools else None
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        return None
+    except RuntimeError:
+        # A tensor without data, such as one on the device "meta".
+        if hasattr(value, "is_meta"):
+            return None
+        raise
+
+
+def _is_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return True
+    # One element of NumPy or torch.
+    return str(getattr(value, "dtype", "")) in ("bool", "torch.bool") and value.ndim == 0
+
+
+def integers(values: Any, *, bools: bool = False) -> list[int] | None:
+    """Returns the integers of an iterable, or None if one of its elements is not an integer.
+
+    Args:
+        values: any object; a NumPy array, a range or a tensor of one dimension is as good as a
+            list.
+        bools: as of :func:`integer`.
+    """
+    if not isinstance(values, Iterable):
+        return None
+    try:
+        found = [integer(value, bools=bools) for value in values]
+    except TypeError:  # of a scalar array or tensor, which is iterable by its type alone
+        return None
+    return None if None in found else [value for value in found if value is not None]
+
+
+def real(value: Any) -> float | None:
+    """Returns the value as a float, or None if it is neither a real number nor an integer.
+
+    NumPy's numbers count; bool does not.
+    """
+    if type(value) is float:
+        return value
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, Real):
+        return float(value)
+    number = integer(value)
+    return None if number is None else float(number)
