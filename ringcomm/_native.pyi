@@ -31,18 +31,33 @@ OPTIMIZER_STRUCTURES: dict[str, int]
 NOT_PLAIN: int
 """What a `*_plain` method returns of tensors, an op or an algorithm that it does not take."""
 
-def read_tensors_with(
-    exchange: object, tensor: type, parameter: type, op: type, ops: list[tuple[object, int]]
-) -> bool:
-    """Has tensors read through DLPack's C exchange interface of exactly these classes.
+def watch_keys(watched: int) -> bool:
+    """Sets the keys of torch's dispatcher that `intercepting_keys` tells of.
 
-    `ops` are the constants that stand for the codes of `OPS`, and `op` the class of whatever else
-    has the hash of one of them and means the same. False: the interface is one that
-    cannot read, and no tensor is plain.
+    False: this torch does not keep them where they are looked for, and none is ever told of.
+    """
+
+def intercepting_keys() -> int:
+    """Returns the watched keys that the calling thread adds to each dispatch, as a word."""
+
+def read_tensors_with(
+    exchange: object, names: dict[str, object], ops: list[tuple[object, int]]
+) -> bool:
+    """Has tensors read through DLPack's C exchange interface.
+
+    `names` has torch's `Tensor` and `Parameter`, of exactly which classes tensors are read, its
+    methods `is_neg` and `is_grad_enabled`, its dtypes `int8` and `uint8`, the names of its module
+    `forward_ad`, and `ReduceOp`, the class of whatever has the hash of one of `ops` and means the
+    same. `ops` are the constants that stand for the codes of `OPS`. False: the interface is one
+    that cannot read, and no tensor is plain.
     """
 
 def is_plain(tensor: object) -> bool:
-    """Tells whether a tensor's memory can be used as it is: it is contiguous and on the CPU."""
+    """Tells whether a tensor's memory can be used as it is.
+
+    The tensor is contiguous and on the CPU, has neither a pending negation nor a gradient, and no
+    mode, transform or trace of torch is active on the thread.
+    """
 
 def call_words(
     match_bytes: int, collective: int, dtype: int, redop: int, algorithm: int, root: int = -1

@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from ringcomm import memory
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.process_group import ProcessGroup as RingcommGroup
-from ringcomm.c10d.work import PendingWork
+from ringcomm.c10d.work import OP_TYPES, PendingWork
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.options import CommOptions
 from ringcomm.comm.work import Work as StartedWork
@@ -226,6 +226,7 @@ class _RingcommAllGather(_OnHeap, AllGather):
         return _as_torch_work(
             communicator.all_gather_into_tensor(output_tensor, input_tensor, async_op),
             output_tensor,
+            OP_TYPES["all_gather_into_tensor"],
         )
 
 
@@ -242,9 +243,10 @@ class _RingcommReduceScatter(_OnHeap, ReduceScatter):
         return _as_torch_work(
             communicator.reduce_scatter_tensor(output_tensor, input_tensor, op, async_op),
             output_tensor,
+            OP_TYPES["reduce_scatter_tensor"],
         )
 
 
-def _as_torch_work(started: StartedWork | None, output: Tensor) -> Work | None:
+def _as_torch_work(started: StartedWork | None, output: Tensor, op_type: int) -> Work | None:
     # FSDP2 waits for torch's own kind of work only, and takes any other for done.
-    return None if started is None else PendingWork(started, [output])
+    return None if started is None else PendingWork(started, [output], op_type)

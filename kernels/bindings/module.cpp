@@ -125,8 +125,10 @@ void bind_plain(nb::class_<NativeComm>& c) {
   c.def("all_reduce_plain", all_reduce_plain, any(), any(), any())
       .def("reduce_scatter_plain", reduce_scatter_plain, any(), any(), any(), any())
       .def("all_gather_plain", all_gather_plain, any(), any(), any())
-      .def("barrier_plain",
-           [](NativeComm& n) { return recorded_in_turn(n, [&] { return n.comm.barrier(); }); });
+      .def("barrier_plain", [](NativeComm& n) {
+        if (intercepting_keys() != 0) return kNotPlain;
+        return recorded_in_turn(n, [&] { return n.comm.barrier(); });
+      });
 }
 
 void combine(const Addresses& in, std::pair<int, int> dtypes, uintptr_t out, uint64_t elems, int op,

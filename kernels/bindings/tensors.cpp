@@ -1,5 +1,8 @@
 #include "kernels/bindings/tensors.h"
 
+#include <dlfcn.h>
+#include <sys/auxv.h>
+
 #include <utility>
 #include <vector>
 
@@ -47,11 +50,26 @@ struct Op {
   int code;
 };
 
+// What torch's dispatcher adds to and leaves out of the keys of every call of a thread
+// (c10::impl::raw_local_dispatch_key_set). Each word is XORed with its default.
+struct LocalKeys {
+  uint64_t included, excluded;
+};
+
+// Where the program lies, which Linux loads below everything else that has memory. An address below
+// is mostly an offset into a storage that was freed.
+const uintptr_t program_begin = getauxval(AT_PHDR);
+
 // With the GIL held. Never destroyed: threads may still run at exit.
 struct Torch {
   decltype(Exchange::tensor_from_py_object) read = nullptr;
   PyTypeObject *tensor = nullptr, *parameter = nullptr, *op = nullptr;
-  PyObject* is_neg = PyUnicode_InternFromString("is_neg");
+  PyObject *is_neg = nullptr, *is_grad_enabled = nullptr, *forward_ad = nullptr;
+  PyObject *int8 = nullptr, *uint8 = nullptr;
+  PyObject* dtype = PyUnicode_InternFromString("dtype");
+  PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
+  PyObject* current_level = PyUnicode_InternFromString("_current_level");
+  PyObject* no_level = PyLong_FromLong(-1);
   std::vector<Op> ops;
 };
 
@@ -87,21 +105,66 @@ bool is_contiguous(const DLPackTensor& t) {
   return true;
 }
 
-// One element can be a negated view and still be contiguous.
-bool may_be_negated(nb::handle tensor) {
-  const nb::object answer =
-      nb::steal(PyObject_CallMethodObjArgs(tensor.ptr(), torch().is_neg, nullptr));
+// The keys are found anew by each thread, since every thread has its own.
+void* library_of_keys = nullptr;
+uint64_t watched_keys = 0;
+thread_local const LocalKeys* local_keys = nullptr;
+
+const LocalKeys* find_local_keys() {
+  constexpr const char* kSymbol = "_ZN3c104impl26raw_local_dispatch_key_setE";
+  return library_of_keys == nullptr
+             ? nullptr
+             : static_cast<const LocalKeys*>(dlsym(library_of_keys, kSymbol));
+}
+
+bool is_true(PyObject* callable, PyObject* const* arguments, size_t count) {
+  const nb::object answer = nb::steal(PyObject_Vectorcall(callable, arguments, count, nullptr));
   PyErr_Clear();
   return answer.ptr() != Py_False;
 }
 
+nb::object attribute(nb::handle object, PyObject* name) {
+  nb::object found = nb::steal(PyObject_GetAttr(object.ptr(), name));
+  PyErr_Clear();
+  return found;
+}
+
+// A view may have a negation pending, and then is contiguous all the same.
+bool may_be_negated(nb::handle tensor) {
+  PyObject* const arguments[] = {tensor.ptr()};
+  return is_true(torch().is_neg, arguments, 1);
+}
+
+// Backward, or a tangent of forward mode, may pass through the tensor.
+bool may_have_gradient(nb::handle tensor) {
+  const Torch& t = torch();
+  if (attribute(tensor, t.requires_grad).ptr() != Py_False &&
+      is_true(t.is_grad_enabled, nullptr, 0))
+    return true;
+  // The interpreter has one object of each small integer.
+  return PyDict_GetItemWithError(t.forward_ad, t.current_level) != t.no_level;
+}
+
+// DLPack says 8 bits of the packed types, from int1 to uint7, too.
+bool may_be_packed(nb::handle tensor, DType dtype) {
+  if (dtype != DType::kInt8 && dtype != DType::kUInt8) return false;
+  const PyObject* const found = attribute(tensor, torch().dtype).ptr();
+  return found != torch().int8 && found != torch().uint8;
+}
+
 }  // namespace
+
+uint64_t intercepting_keys() {
+  if (local_keys == nullptr && (local_keys = find_local_keys()) == nullptr) return 0;
+  return local_keys->included & ~local_keys->excluded & watched_keys;
+}
 
 bool read_plain(nb::handle tensor, PlainTensor* result) {
   const Torch& t = torch();
   // A subclass may stand for data elsewhere.
   const PyTypeObject* const type = Py_TYPE(tensor.ptr());
-  if (t.read == nullptr || (type != t.tensor && type != t.parameter)) return false;
+  if (t.read == nullptr || (type != t.tensor && type != t.parameter) || intercepting_keys() != 0)
+    return false;
   DLPackTensor found;
   if (t.read(tensor.ptr(), &found) != 0) {
     PyErr_Clear();
@@ -112,8 +175,10 @@ bool read_plain(nb::handle tensor, PlainTensor* result) {
   uint64_t elems = 1;
   for (int i = 0; i < found.ndim; ++i) elems *= uint64_t(found.shape[i]);
   char* const ptr = static_cast<char*>(found.data) + found.byte_offset;
-  if (elems == 0 || found.data == nullptr || !is_contiguous(found)) return false;
-  if (elems == 1 && may_be_negated(tensor)) return false;
+  if (elems == 0 || reinterpret_cast<uintptr_t>(ptr) < program_begin || !is_contiguous(found))
+    return false;
+  if (may_be_packed(tensor, dtype) || may_have_gradient(tensor) || may_be_negated(tensor))
+    return false;
   *result = {ptr, elems, dtype};
   return true;
 }
@@ -139,15 +204,27 @@ int op_code(nb::handle op) {
 }
 
 void bind_tensors(nb::module_& m) {
-  m.def("read_tensors_with", [](nb::capsule exchange, nb::handle tensor, nb::handle parameter,
-                                nb::handle op, const std::vector<std::pair<nb::object, int>>& ops) {
+  m.def("watch_keys", [](uint64_t watched) {
+    library_of_keys = dlopen("libc10.so", RTLD_LAZY | RTLD_NOLOAD);
+    watched_keys = watched;
+    return find_local_keys() != nullptr;
+  });
+  m.def("intercepting_keys", &intercepting_keys);
+  m.def("read_tensors_with", [](nb::capsule exchange, const nb::dict& names,
+                                const std::vector<std::pair<nb::object, int>>& ops) {
     Torch& t = torch();
     const auto* found = static_cast<const Exchange*>(exchange.data());
     while (found != nullptr && found->version.major > kMajorVersion) found = found->previous;
     t.read = found == nullptr ? nullptr : found->tensor_from_py_object;
-    t.tensor = reinterpret_cast<PyTypeObject*>(tensor.inc_ref().ptr());
-    t.parameter = reinterpret_cast<PyTypeObject*>(parameter.inc_ref().ptr());
-    t.op = reinterpret_cast<PyTypeObject*>(op.inc_ref().ptr());
+    const auto kept = [&](const char* name) { return nb::object(names[name]).release().ptr(); };
+    t.tensor = reinterpret_cast<PyTypeObject*>(kept("Tensor"));
+    t.parameter = reinterpret_cast<PyTypeObject*>(kept("Parameter"));
+    t.op = reinterpret_cast<PyTypeObject*>(kept("ReduceOp"));
+    t.is_neg = kept("is_neg");
+    t.is_grad_enabled = kept("is_grad_enabled");
+    t.forward_ad = kept("forward_ad");
+    t.int8 = kept("int8");
+    t.uint8 = kept("uint8");
     t.ops.clear();
     for (const auto& [object, code] : ops)
       t.ops.push_back({object.inc_ref().ptr(), nb::hash(object), code});

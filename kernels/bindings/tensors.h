@@ -22,8 +22,14 @@ struct PlainTensor {
 };
 
 // True of a tensor whose memory can be used as it is: of torch's own classes, on the CPU,
-// contiguous, not empty, not complex, and with no negation pending. Sets no Python error.
+// contiguous, not empty, not complex, with no negation pending, and with nothing of torch that has
+// to know of a call: no gradient, and no key of the thread's own in torch's dispatcher (a mode, a
+// transform or a trace). Sets no Python error.
 bool read_plain(nanobind::handle tensor, PlainTensor* result);
+
+// The keys that the calling thread has in torch's dispatcher and that stand for a mode, a transform
+// or a trace; 0: none.
+uint64_t intercepting_keys();
 
 // True of a part that is chunk `index` of `whole`, or lies apart from it.
 bool is_chunk_or_apart(const PlainTensor& whole, const PlainTensor& part, int index);

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import BarrierOptions
 
 from ringcomm import cuda
 from ringcomm.c10d.calls import UNSET_TIMEOUT, Calls, options
-from ringcomm.c10d.work import BarrierWork, PendingWork, completed
+from ringcomm.c10d.work import OP_TYPES, BarrierWork, PendingWork, completed
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.work import Work as CommunicatorWork
 from ringcomm.cuda import find_device
@@ -52,13 +52,13 @@ class Barriers(Calls):
             inner = communicator.submit(_barrier_of(communicator), "barrier", timeout=limit)
         if cuda.current().is_capturing(device):
             # The event of a capture never passes: a graph is ordered, nobody waits for it here.
-            work: PendingWork = PendingWork(inner, [])
+            work: PendingWork = PendingWork(inner, [], OP_TYPES["barrier"])
         else:
             work = BarrierWork(inner, communicator.timeout if limit is None else limit)
         if opts.asyncOp:
             return self._collected(work)
         work.wait()
-        return completed([])
+        return completed([], OP_TYPES["barrier"])
 
     def _barrier_device(self, opts: Any) -> int | None:
         device: torch.device | None = opts.device

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
 
-import torch
 from torch import Tensor
 from torch.distributed import ReduceOp, Work
 from torch.nn import Parameter
 
 from ringcomm.c10d.communicators import Communicators
-from ringcomm.c10d.work import PendingWork, completed
+from ringcomm.c10d.work import OP_TYPES, PendingWork, completed
+from ringcomm.comm.admission import without_memory
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.messages import PeerMessage, launch_batch, launches_of
 from ringcomm.comm.engine import Unusable
@@ -47,7 +47,6 @@ BACKEND_NAME = "ringcomm"
 UNSET_TIMEOUT = timedelta(milliseconds=-1)
 
 _PLAIN = frozenset({Tensor, Parameter})
-_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
 def options(kind: type[_Options], given: Any, timeout: timedelta | None, **fields: Any) -> _Options:
@@ -93,7 +92,7 @@ def single(tensors: Any, operation: str) -> Tensor:
 
 
 def in_memory(tensor: Tensor, operation: str) -> Tensor:
-    """A tensor whose data can be read through its address.
+    """A tensor of a class that has its data itself; waits for a functional collective's.
 
     Raises:
         UnsupportedError: the tensor is of a class that stands for data elsewhere (DTensor), or
@@ -114,12 +113,9 @@ def _unwrapped(tensor: Tensor, operation: str) -> Tensor:
 
     if isinstance(tensor, AsyncCollectiveTensor):
         return in_memory(tensor.wait(), operation)
-    if type(tensor).__torch_dispatch__ is _NO_DISPATCH:
-        return tensor
-    raise UnsupportedError(
-        f"{operation}: expected a tensor with data in memory, got a {type(tensor).__name__}; pass "
-        "its local part, as in tensor.to_local()"
-    )
+    if found := without_memory(tensor):
+        raise UnsupportedError(f"{operation}: expected a dense tensor with memory, got a {found}")
+    return tensor
 
 
 # Messages between devices that go out together: torch's coalescing brackets and its batches.
@@ -145,7 +141,8 @@ class Batch:
         self, communicator: Communicator, tensor: Tensor, peer: int, tag: int, *, is_send: bool
     ) -> PendingWork:
         """Takes a message; its work can be waited for once the batch has ended."""
-        work = PendingWork(cast(CommunicatorWork, Unusable(_not_yet)), [tensor])
+        op_type = OP_TYPES["send" if is_send else "recv"]
+        work = PendingWork(cast(CommunicatorWork, Unusable(_not_yet)), [tensor], op_type)
         self.posted.append(
             Posted(PeerMessage(communicator, tensor, _as_int(peer), _as_int(tag), is_send), work)
         )
@@ -176,7 +173,8 @@ def _launch(posted: list[Posted]) -> Work:
     inner = launch_batch(messages)
     for each in posted:
         each.work._inner = inner
-    return PendingWork(inner, [message.tensor for message in messages if not message.is_send])
+    received = [message.tensor for message in messages if not message.is_send]
+    return PendingWork(inner, received, OP_TYPES["batch"])
 
 
 # How the process group issues one call: inline or queued, with the timeout that it asks for.
@@ -243,21 +241,23 @@ class Calls:
             args: its arguments but the last.
         """
         self._sequence += 1
+        name = method.__name__
         timeout = opts.timeout
         if timeout != UNSET_TIMEOUT:
+            _admit(communicator, name, tensors, args)
             inner = communicator.submit(
-                _returning(tensors, lambda: method(*args)), method.__name__, timeout=timeout
+                _returning(tensors, lambda: method(*args)), name, timeout=timeout
             )
-            return self._submitted(opts, tensors, inner)
+            return self._submitted(opts, tensors, inner, OP_TYPES[name])
         started = method(*args, opts.asyncOp)
         if started is None:
-            return completed(tensors)
-        return self._pending(started, tensors)
+            return completed(tensors, OP_TYPES[name])
+        return self._pending(started, tensors, OP_TYPES[name])
 
-    def _done(self, tensors: list[Tensor]) -> Work:
+    def _done(self, tensors: list[Tensor], op_type: int) -> Work:
         """The work of a collective that was made at once."""
         self._sequence += 1
-        return completed(tensors)
+        return completed(tensors, op_type)
 
     def _submit(
         self,
@@ -280,22 +280,40 @@ class Calls:
         timeout = opts.timeout
         if timeout == UNSET_TIMEOUT:
             timeout = None
+        _admit(communicator, name, tensors)
         inner = communicator.submit(_returning(tensors, calls), name, timeout=timeout)
-        return self._submitted(opts, tensors, inner)
+        return self._submitted(opts, tensors, inner, OP_TYPES[name])
 
-    def _submitted(self, opts: Any, tensors: list[Tensor], inner: CommunicatorWork) -> Work:
+    def _submitted(
+        self, opts: Any, tensors: list[Tensor], inner: CommunicatorWork, op_type: int
+    ) -> Work:
         if opts.asyncOp:
-            return self._pending(inner, tensors)
+            return self._pending(inner, tensors, op_type)
         inner.wait()
-        return completed(tensors)
+        return completed(tensors, op_type)
 
-    def _pending(self, inner: CommunicatorWork, tensors: list[Tensor]) -> Work:
-        return self._collected(PendingWork(inner, tensors))
+    def _pending(self, inner: CommunicatorWork, tensors: list[Tensor], op_type: int) -> Work:
+        return self._collected(PendingWork(inner, tensors, op_type))
 
     def _collected(self, work: Work) -> Work:
         if self._coalescing is not None:
             self._coalescing.works.append(work)
         return work
+
+
+def _admit(
+    communicator: Communicator, name: str, written: list[Tensor], args: Sequence[Any] = ()
+) -> None:
+    """Admits a call that the communicator's own thread makes, where that is another one."""
+    if communicator.launches:
+        return  # it runs here, and is admitted there
+    tensors = (tensor for each in args for tensor in (each if type(each) is list else [each]))
+    taken = {id(tensor) for tensor in written}
+    communicator.admit(
+        name,
+        written,
+        [each for each in tensors if isinstance(each, Tensor) and id(each) not in taken],
+    )
 
 
 def _returning(tensors: list[Tensor], calls: Callable[[], Any]) -> Callable[[], list[Tensor]]:

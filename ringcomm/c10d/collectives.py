@@ -29,6 +29,7 @@ from ringcomm.c10d.calls import (
     options,
     single,
 )
+from ringcomm.c10d.work import OP_TYPES
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError
 
@@ -124,6 +125,11 @@ def _gathered(communicator: Communicator, rows: Tensor, counts: list[int]) -> li
 # are queued there, ordered on the caller's current stream; with ``asyncOp`` they run beside it.
 
 
+_ALL_REDUCE = OP_TYPES["all_reduce"]
+_ALL_GATHER = OP_TYPES["all_gather_into_tensor"]
+_REDUCE_SCATTER = OP_TYPES["reduce_scatter_tensor"]
+
+
 class GroupCollectives(Calls):
     """Mixin of the process group: everything that all members of the group call together."""
 
@@ -137,7 +143,7 @@ class GroupCollectives(Calls):
             and len(tensors) == 1
             and self._of(tensors, "allreduce").all_reduce_at_once(tensors[0], opts.reduceOp)
         ):
-            return self._done(tensors)
+            return self._done(tensors, _ALL_REDUCE)
         if not isinstance(opts, AllreduceOptions):
             opts = options(AllreduceOptions, opts, timeout, reduceOp=op)
         tensor = single(tensors, "allreduce")
@@ -149,7 +155,7 @@ class GroupCollectives(Calls):
                 opts,
                 communicator,
                 outputs,
-                "allreduce of a sparse tensor",
+                "all_reduce of sparse tensors",
                 lambda: sparse_all_reduce(host, communicator, tensor, op_of(opts)),
             )
         return self._run(opts, communicator, outputs, communicator.all_reduce, tensor, op_of(opts))
@@ -207,7 +213,7 @@ class GroupCollectives(Calls):
         if is_plain_call(opts, AllgatherOptions):
             communicator = self._of((output, input), "all_gather_single")
             if communicator.all_gather_at_once(output, input):
-                return self._done([output])
+                return self._done([output], _ALL_GATHER)
         if not isinstance(opts, AllgatherOptions):
             opts = options(AllgatherOptions, opts, timeout)
         gathered = in_memory(output, "all_gather_single")
@@ -296,7 +302,7 @@ class GroupCollectives(Calls):
         if is_plain_call(opts, ReduceScatterOptions):
             communicator = self._of((output, input), "reduce_scatter_single")
             if communicator.reduce_scatter_at_once(output, input, opts.reduceOp):
-                return self._done([output])
+                return self._done([output], _REDUCE_SCATTER)
         if not isinstance(opts, ReduceScatterOptions):
             opts = options(ReduceScatterOptions, opts, timeout, reduceOp=op)
         shard = in_memory(output, "reduce_scatter_single")
@@ -388,12 +394,8 @@ class CoalescedCollectives(GroupCollectives):
 
         flat = [tensor for tensors in lists for tensor in tensors]
         communicator = self._of([*flat, *given], "allgather_coalesced")
-
-        def each() -> None:
-            for index, tensor in enumerate(given):
-                communicator.all_gather([outputs[index] for outputs in lists], tensor)
-
-        return self._submit(opts, communicator, flat, "allgather_coalesced", each)
+        method = communicator.all_gather_lists_coalesced
+        return self._run(opts, communicator, flat, method, lists, given)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None

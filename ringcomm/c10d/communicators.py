@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 
+from ringcomm.comm.admission import without_memory
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.options import CommOptions
 from ringcomm.errors import AbortedError, ArgumentError, where
@@ -122,7 +123,7 @@ class Communicators:
         if not tensor.is_cuda:
             raise ArgumentError(
                 f"{self._checks(operation)}: expected a tensor of the CPU or of a GPU, got one on "
-                f"{tensor.device}"
+                f"{tensor.device}: a {without_memory(tensor) or type(tensor).__name__}"
             )
         return tensor.get_device()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import P2POp, Work, isend
 
 from ringcomm.c10d.calls import Batch, Calls, dispatch, single
-from ringcomm.c10d.work import PendingWork, WorkGroup, completed
+from ringcomm.c10d.work import OP_TYPES, PendingWork, WorkGroup, completed
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 
 # torch asks a group for an asynchronous message even where its function waits for it at once: that
@@ -44,8 +44,9 @@ class PeerToPeer(Calls):
             return batch.post(communicator, tensor, dstRank, tag, is_send=True)
         if batch is None and communicator is self._communicators.host and _is_waited_for():
             communicator.send(tensor, dstRank, tag)
-            return completed([tensor])
-        return self._collected(PendingWork(communicator.isend(tensor, dstRank, tag), [tensor]))
+            return completed([tensor], OP_TYPES["send"])
+        sent = communicator.isend(tensor, dstRank, tag)
+        return self._collected(PendingWork(sent, [tensor], OP_TYPES["send"]))
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Work:
         tensor = single(tensors, "recv")
@@ -55,8 +56,9 @@ class PeerToPeer(Calls):
             return batch.post(communicator, tensor, srcRank, tag, is_send=False)
         if batch is None and communicator is self._communicators.host and _is_waited_for():
             communicator.recv(tensor, srcRank, tag)
-            return completed([tensor])
-        return self._collected(PendingWork(communicator.irecv(tensor, srcRank, tag), [tensor]))
+            return completed([tensor], OP_TYPES["recv"])
+        received = communicator.irecv(tensor, srcRank, tag)
+        return self._collected(PendingWork(received, [tensor], OP_TYPES["recv"]))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         tensor = single(tensors, "recv_anysource")
@@ -68,7 +70,8 @@ class PeerToPeer(Calls):
                 "it, or receive into a CPU tensor"
             )
         communicator = self._communicators.host
-        return self._collected(PendingWork(communicator.irecv(tensor, None, tag), [tensor]))
+        received = communicator.irecv(tensor, None, tag)
+        return self._collected(PendingWork(received, [tensor], OP_TYPES["recv from any source"]))
 
     def is_on_host(self, tensor: Tensor, operation: str) -> bool:
         """True if the host's communicator serves the tensor."""
@@ -114,4 +117,4 @@ class PeerToPeer(Calls):
             raise ArgumentError("_end_coalescing: there was no _start_coalescing")
         batch, self._coalescing = self._coalescing, None
         works = batch.works + dispatch(batch.posted)
-        return WorkGroup(works) if works else completed([])
+        return WorkGroup(works) if works else completed([], OP_TYPES["batch"])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
 from torch.distributed import Work
 from torch.futures import Future
 
@@ -19,7 +20,32 @@ from ringcomm.comm.device.streams import DeviceWork
 if TYPE_CHECKING:
     from ringcomm.comm.work import Work as CommunicatorWork
 
-__all__ = ["BarrierWork", "CompletedWork", "PendingWork", "WorkGroup", "completed"]
+__all__ = ["OP_TYPES", "BarrierWork", "CompletedWork", "PendingWork", "WorkGroup", "completed"]
+
+# What torch's ``Work._get_op_type()`` returns, by the communicator's methods.
+OP_TYPES = {
+    "all_reduce": int(OpType.ALLREDUCE),
+    "all_reduce_coalesced": int(OpType.ALLREDUCE_COALESCED),
+    "all_reduce of sparse tensors": int(OpType._ALLREDUCE_SPARSE),
+    "all_gather": int(OpType.ALLGATHER),
+    "all_gather_into_tensor": int(OpType._ALLGATHER_BASE),
+    "all_gather_coalesced": int(OpType.ALLGATHER_COALESCED),
+    "all_gather_lists_coalesced": int(OpType.ALLGATHER_COALESCED),
+    "all_to_all": int(OpType.ALLTOALL),
+    "all_to_all_single": int(OpType.ALLTOALL_BASE),
+    "barrier": int(OpType.BARRIER),
+    "broadcast": int(OpType.BROADCAST),
+    "gather": int(OpType.GATHER),
+    "reduce": int(OpType.REDUCE),
+    "reduce_scatter": int(OpType.REDUCE_SCATTER),
+    "reduce_scatter_tensor": int(OpType._REDUCE_SCATTER_BASE),
+    "reduce_scatter_coalesced": int(OpType.REDUCE_SCATTER_TENSOR_COALESCED),
+    "scatter": int(OpType.SCATTER),
+    "send": int(OpType.SEND),
+    "recv": int(OpType.RECV),
+    "recv from any source": int(OpType.RECVANYSOURCE),
+    "batch": int(OpType.COALESCED),
+}
 
 # A kernel that gives up words its own fault, which is better than that its waiter ran out of time.
 KERNEL_GRACE = timedelta(seconds=5)
@@ -34,9 +60,13 @@ class CompletedWork(Work):
     ``__dict__`` would add a quarter.
     """
 
-    __slots__ = ("_tensors",)
+    __slots__ = ("_op_type", "_tensors")
 
     _tensors: list[Tensor]
+    _op_type: int
+
+    def _get_op_type(self) -> int:
+        return self._op_type
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -64,14 +94,16 @@ class CompletedWork(Work):
         return future
 
 
-def completed(tensors: list[Tensor]) -> CompletedWork:
+def completed(tensors: list[Tensor], op_type: int) -> CompletedWork:
     """A work that is done.
 
     Args:
         tensors: what ``result()`` and the future give back.
+        op_type: of :data:`OP_TYPES`.
     """
     work = CompletedWork()
     work._tensors = tensors
+    work._op_type = op_type
     return work
 
 
@@ -81,12 +113,17 @@ class PendingWork(Work):
     Args:
         inner: the communicator's work.
         tensors: what ``result()`` and the future give back once it is done.
+        op_type: of :data:`OP_TYPES`.
     """
 
-    def __init__(self, inner: CommunicatorWork, tensors: list[Tensor]) -> None:
+    def __init__(self, inner: CommunicatorWork, tensors: list[Tensor], op_type: int) -> None:
         super().__init__()
         self._inner = inner
         self._tensors = tensors
+        self._op_type = op_type
+
+    def _get_op_type(self) -> int:
+        return self._op_type
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until done and raises what the operation raised.
@@ -152,7 +189,7 @@ class BarrierWork(PendingWork):
     """
 
     def __init__(self, inner: CommunicatorWork, timeout: timedelta) -> None:
-        super().__init__(inner, [])
+        super().__init__(inner, [], OP_TYPES["barrier"])
         self._longest = timeout + KERNEL_GRACE
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -166,6 +203,9 @@ class WorkGroup(Work):
     def __init__(self, works: list[Work]) -> None:
         super().__init__()
         self._works = works
+
+    def _get_op_type(self) -> int:
+        return OP_TYPES["batch"]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         for work in self._works:

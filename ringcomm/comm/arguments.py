@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
 import torch
+from torch.autograd import forward_ad
 from torch.distributed import ReduceOp
 
 from ringcomm import _native
+from ringcomm.comm.admission import WATCHES_KEYS, without_memory
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.integers import integer, integers, real
 
@@ -137,13 +139,21 @@ def _parts_of(op: object) -> tuple[object, object]:
 
 # The native module finds the ops by identity, because hashing or comparing torch's op objects costs
 # more than the rest of a small call. The objects live as long as torch. If torch's tensors lack the
-# interface, all calls take the path with Python's checks.
-if (_exchange := getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)) is not None:
+# interface, or its dispatcher keeps its keys elsewhere, all calls take the path with Python's
+# checks.
+if WATCHES_KEYS and hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
     _native.read_tensors_with(
-        _exchange,
-        torch.Tensor,
-        torch.nn.Parameter,
-        ReduceOp,
+        torch.Tensor.__dlpack_c_exchange_api__,
+        {
+            "Tensor": torch.Tensor,
+            "Parameter": torch.nn.Parameter,
+            "ReduceOp": ReduceOp,
+            "is_neg": torch.Tensor.is_neg,
+            "is_grad_enabled": torch.is_grad_enabled,
+            "forward_ad": vars(forward_ad),
+            "int8": torch.int8,
+            "uint8": torch.uint8,
+        },
         [(op, OP_CODES[name]) for name, op in _TORCH_OPS.items() if name != PREMUL_SUM],
     )
 
@@ -214,18 +224,16 @@ class CallChecks:
         """Checks for a dense tensor on this device, of a known dtype; returns the dtype's code."""
         if not isinstance(tensor, Tensor):
             self.fail(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        if found := without_memory(tensor):
+            raise UnsupportedError(
+                f"{self}: {name}: expected a dense tensor with memory, got a {found}"
+            )
         self.place(name, tensor)
-        if tensor.layout is not torch.strided:
-            self.fail(f"{name}: expected a dense tensor, got layout {tensor.layout}")
         code = DTYPE_CODES.get(tensor.dtype)
         if code is None:
             known = ", ".join(str(dtype) for dtype in DTYPE_CODES)
             raise UnsupportedError(
                 f"{self}: {name}: dtype {tensor.dtype} is not supported; known are {known}"
-            )
-        if tensor.numel() and not tensor.data_ptr():
-            self.fail(
-                f"{name}: expected a tensor with memory, got a {type(tensor).__name__} without"
             )
         return code
 
@@ -248,7 +256,8 @@ class CallChecks:
         return code
 
     def contiguous(self, name: str, tensor: Tensor) -> None:
-        if not is_plain(tensor):
+        """Checks the strides; a pending negation or conjugation is what :func:`readable` ends."""
+        if not tensor.is_contiguous():
             self.fail(
                 f"{name}: expected a contiguous tensor, got shape {tuple(tensor.shape)} with "
                 f"stride {tensor.stride()}; call .contiguous()"

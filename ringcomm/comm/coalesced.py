@@ -123,6 +123,6 @@ class CoalescedCalls(Collectives):
                     return status
             return 0
 
-        return self.start_call(
-            Call(name, run, [tensor for call in calls for tensor in call.outputs]), async_op
-        )
+        outputs = [tensor for call in calls for tensor in call.outputs]
+        inputs = [tensor for call in calls for tensor in call.inputs]
+        return self.start_call(Call(name, run, outputs, inputs), async_op)

@@ -209,18 +209,21 @@ class Collectives(CallEngine):
         use = self.use_kernels(checks, kernels, algorithm, input.dtype, reduction)
 
         def run(native: _native.Comm) -> int:
+            dense, into = readable(input), writable(output)
             status: int = use(native).reduce_scatter(
-                input.data_ptr(),
-                output.data_ptr(),
+                dense.data_ptr(),
+                into.data_ptr(),
                 count_elems,
                 dtype,
                 reduction.code,
                 reduction.factor,
                 algorithm_code,
             )
+            put_back(output, into)
             return status
 
-        return Call("reduce_scatter_tensor", self.on_wire(checks, wire, run), [output])
+        run_on_wire = self.on_wire(checks, wire, run)
+        return Call("reduce_scatter_tensor", run_on_wire, [output], [input])
 
     def reduce_scatter(
         self,
@@ -270,9 +273,8 @@ class Collectives(CallEngine):
             put_back(output, dense)
             return status
 
-        return self.start_call(
-            Call("reduce_scatter", self.on_wire(checks, wire, run), [output]), async_op
-        )
+        call = Call("reduce_scatter", self.on_wire(checks, wire, run), [output], inputs)
+        return self.start_call(call, async_op)
 
     # ---- gathers: all_gather, gather ------------------------------------------------------------
 
@@ -336,12 +338,14 @@ class Collectives(CallEngine):
         use = self.use_kernels(checks, kernels, algorithm, input.dtype)
 
         def run(native: _native.Comm) -> int:
+            dense, into = readable(input), writable(output)
             status: int = use(native).all_gather(
-                input.data_ptr(), output.data_ptr(), in_bytes, dtype, algorithm_code
+                dense.data_ptr(), into.data_ptr(), in_bytes, dtype, algorithm_code
             )
+            put_back(output, into)
             return status
 
-        return Call("all_gather_into_tensor", run, [output])
+        return Call("all_gather_into_tensor", run, [output], [input])
 
     def all_gather(
         self, tensor_list: list[Tensor], tensor: Tensor, async_op: bool = False
@@ -381,7 +385,7 @@ class Collectives(CallEngine):
                 put_back(output, dense_output)
             return status
 
-        return Call("all_gather", run, outputs)
+        return Call("all_gather", run, outputs, [tensor])
 
     def _check_gathered(
         self, checks: CallChecks, name: str, outputs: list[Tensor], tensor: Tensor
@@ -437,7 +441,7 @@ class Collectives(CallEngine):
                 put_back(output, dense_output)
             return status
 
-        return self.start_call(Call("gather", run, outputs), async_op)
+        return self.start_call(Call("gather", run, outputs, [tensor]), async_op)
 
     # ---- broadcast, scatter, all_to_all, barrier ------------------------------------------------
 
@@ -510,7 +514,7 @@ class Collectives(CallEngine):
             put_back(tensor, dense)
             return status
 
-        return self.start_call(Call("scatter", run, [tensor]), async_op)
+        return self.start_call(Call("scatter", run, [tensor], inputs), async_op)
 
     def all_to_all(
         self,
@@ -566,7 +570,7 @@ class Collectives(CallEngine):
                 put_back(output, dense)
             return status
 
-        return Call(name, run, outputs)
+        return Call(name, run, outputs, inputs)
 
     def all_to_all_single(
         self,
@@ -606,15 +610,18 @@ class Collectives(CallEngine):
             )
 
         def run(native: _native.Comm) -> int:
-            return native.all_to_all(
-                _addresses(input, in_bytes),
+            dense, into = readable(input), writable(output)
+            status = native.all_to_all(
+                _addresses(dense, in_bytes),
                 in_bytes,
-                _addresses(output, out_bytes),
+                _addresses(into, out_bytes),
                 out_bytes,
                 dtype,
             )
+            put_back(output, into)
+            return status
 
-        return self.start_call(Call("all_to_all_single", run, [output]), async_op)
+        return self.start_call(Call("all_to_all_single", run, [output], [input]), async_op)
 
     def _piece_bytes(
         self, checks: CallChecks, name: str, tensor: Tensor, splits: Sequence[int] | None
@@ -652,12 +659,15 @@ class Collectives(CallEngine):
         """
         # See NOTE [At once].
         if timeout is None and not (async_op or self._queue.pending):
-            if self._native.barrier_plain():
+            status = self._native.barrier_plain()
+            if status == 0:
+                return None
+            if status > 0:
                 raise self._fault("barrier")
-            return None
         call = Call("barrier", lambda native: native.barrier(), [])
         if timeout is None:
             return self.start_call(call, async_op)
+        self.admit("barrier", ())
         work = self.submit(lambda: self._execute(call), "barrier", timeout)
         if async_op:
             return work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -15,6 +15,7 @@ from weakref import WeakSet
 import torch
 
 from ringcomm import _native
+from ringcomm.comm.admission import admit_gradients, admit_keys, intercepting_keys
 from ringcomm.comm.arguments import CallChecks, NativeOp
 from ringcomm.comm.call_queue import CallQueue
 from ringcomm.comm.meeting import Membership
@@ -60,16 +61,23 @@ class Call:
     """A checked call, ready to run.
 
     ``run`` takes the native communicator and returns its status; ``outputs`` are the tensors that
-    hold the result afterwards. This is no frozen dataclass, which takes three times as long to
-    make: every call makes one.
+    hold the result afterwards, ``inputs`` the others. This is no frozen dataclass, which takes
+    three times as long to make: every call makes one.
     """
 
-    __slots__ = ("name", "outputs", "run")
+    __slots__ = ("inputs", "name", "outputs", "run")
 
-    def __init__(self, name: str, run: Callable[[_native.Comm], int], outputs: Outputs) -> None:
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[_native.Comm], int],
+        outputs: Outputs,
+        inputs: Sequence[torch.Tensor] = (),
+    ) -> None:
         self.name = name
         self.run = run
         self.outputs = outputs
+        self.inputs = inputs
 
 
 # These are functions and not methods, so that the closures they return refer to no communicator. A
@@ -249,8 +257,32 @@ class CallEngine:
     # ---- for ringcomm's own packages: NOTE [Internal API] ---------------------------------------
 
     def checks(self, op: str) -> CallChecks:
-        """Returns the argument checks of one call, which also word their errors."""
+        """Returns the argument checks of one call, which also word their errors.
+
+        Raises:
+            UnsupportedError: see :func:`admit_keys`.
+        """
+        checks = self._new_checks(op)
+        if intercepting_keys():
+            admit_keys(checks)
+        return checks
+
+    def _new_checks(self, op: str) -> CallChecks:
         return CallChecks(op, self._rank, self._world_size)
+
+    def admit(
+        self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Checks a call against what of torch is active on this thread: see :mod:`admission`.
+
+        Every call passes here, on the thread that makes it, before it is queued.
+
+        Raises:
+            UnsupportedError: see :func:`admit_keys` and :func:`admit_gradients`.
+        """
+        if intercepting_keys():
+            admit_keys(where(name, self._rank, self._world_size))
+        admit_gradients(name, outputs, inputs)
 
     def use_kernels(
         self,
@@ -350,11 +382,16 @@ class CallEngine:
         """Runs a checked call in order; returns the Work of an asynchronous one."""
         if self._refuse is not None:
             raise self._refuse(call.name)
+        if self._queue.inside_call():
+            # Admitted already, on the thread whose gradients and modes count.
+            if async_op:
+                return self._enqueue(lambda: self._execute(call), call.name)
+            self._execute(call)
+            return None
+        self.admit(call.name, call.outputs, call.inputs)
         if async_op:
             return self._enqueue(lambda: self._execute(call), call.name)
-        if self._queue.inside_call():
-            self._execute(call)
-        elif not self._queue.pending or self._queue.on_worker_thread():
+        if not self._queue.pending or self._queue.on_worker_thread():
             # A with statement, as a signal handler could raise between acquire() and a try.
             with self._queue.turn:
                 self._execute(call)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from ringcomm.comm.arguments import SUM
+from ringcomm.comm.arguments import SUM, is_plain
 from ringcomm.comm.communicator import Communicator, Device
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.device.sharing import Prepared, launch
@@ -48,15 +48,21 @@ def make_call(
             'algorithm: expected any but "copy" for all ranks from one thread; run the ranks as '
             "threads (LocalWorld.run) for that one"
         )
-    for tensor in arguments:
-        if isinstance(tensor, Tensor):
-            communicator.checks(name).contiguous("tensors", tensor)
     makers: dict[str, Callable[..., Call]] = {
         "all_reduce": communicator._all_reduce_call,
         "reduce_scatter_tensor": communicator._reduce_scatter_call,
         "all_gather_into_tensor": communicator._all_gather_call,
     }
-    return makers[name](*arguments, algorithm)
+    call = makers[name](*arguments, algorithm)
+    for tensor in (*call.outputs, *call.inputs):
+        if not is_plain(tensor):
+            communicator.checks(name).fail(
+                "tensors: expected contiguous tensors without a pending negation or conjugation, "
+                f"got shape {tuple(tensor.shape)} with stride {tensor.stride()}; pass "
+                "tensor.resolve_neg().resolve_conj().contiguous()"
+            )
+    communicator.admit(call.name, call.outputs, call.inputs)
+    return call
 
 
 def run_together(communicators: Sequence[Communicator], calls: Sequence[Call]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ringcomm import _native
+from ringcomm.comm.admission import admit_gradients
 from ringcomm.comm.arguments import CallChecks, put_back, readable, size_bytes, writable
 from ringcomm.comm.engine import CallEngine
 from ringcomm.comm.work import Outputs, Work, wait_seconds
@@ -177,6 +178,7 @@ class Messages(CallEngine):
         dtype = checks.tensor("tensor", tensor)
         peer = self._other(checks, "dst", dst)
         tag = self._check_message(checks, tag)
+        admit_gradients(op, (), [tensor])
         dense = readable(tensor)
         ptr = dense.data_ptr()
         return self._native.post_send(ptr, size_bytes(dense), peer, tag, dtype), dense
@@ -188,6 +190,7 @@ class Messages(CallEngine):
         dtype = checks.output("tensor", tensor)
         peer = ANY_SOURCE if src is None else self._other(checks, "src", src)
         tag = self._check_message(checks, tag)
+        admit_gradients(op, [tensor])
         dense = writable(tensor)
         ptr = dense.data_ptr()
         return self._native.post_recv(ptr, size_bytes(dense), peer, tag, dtype), dense

@@ -86,6 +86,7 @@ class Codec:
 
     def __init__(self, communicator: Communicator, operation: str) -> None:
         self.where = where(operation, communicator.rank, communicator.world_size)
+        communicator.admit(operation, ())  # the tensors that hold the bytes are made before a call
         self._communicator = communicator
         self._pickles = communicator.options.objects == "pickle"
         self._largest = communicator.options.largest_object_bytes

@@ -15,8 +15,7 @@ PLAIN = {
     "dense": DENSE,
     "one element": torch.ones(1),
     "no dimension": torch.tensor(1.0),
-    "a parameter": torch.nn.Parameter(torch.ones(3)),
-    "with a graph": torch.ones(3, requires_grad=True) * 2,
+    "a parameter without a gradient": torch.nn.Parameter(torch.ones(3), requires_grad=False),
     "a contiguous view": DENSE[2:5],
     "long strides of single rows": DENSE.as_strided((1, 3), (100, 1)),
     "inference": torch.inference_mode()(lambda: torch.ones(3))(),
@@ -33,6 +32,10 @@ OTHERS = {
     "one element, negated": torch.ones(1, dtype=torch.complex64).conj().imag,
     "meta": torch.ones(3, device="meta"),
     "sparse": torch.ones(3).to_sparse(),
+    "negated, of a contiguous view": torch._neg_view(torch.ones(3)),
+    "packed": torch.zeros(3, dtype=getattr(torch, "uint4")),  # noqa: B009
+    "a parameter": torch.nn.Parameter(torch.ones(3)),
+    "with a graph": torch.ones(3, requires_grad=True) * 2,
     "a subclass": TwoTensor(torch.ones(3), torch.ones(3)),
 }
 
@@ -47,6 +50,13 @@ def test_each_type_is_moved(worlds, dtype):
     tensor, out = torch.ones(3).to(dtype), torch.zeros(3).to(dtype)
     assert worlds(1)[0]._core.all_gather_plain(out, tensor, "auto") == 0
     assert torch.equal(out.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_a_gradient_counts_where_autograd_records():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    with torch.no_grad():
+        assert _native.is_plain(parameter)
+    assert not _native.is_plain(parameter)
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -174,7 +174,7 @@ class DeviceCallEngine(CallEngine):
     def launches(self) -> bool:
         return True
 
-    def checks(self, op: str) -> CallChecks:
+    def _new_checks(self, op: str) -> CallChecks:
         checks = self._checks.get(op)
         if checks is None:
             rank_of = self._rank, self._world_size
@@ -209,6 +209,7 @@ class DeviceCallEngine(CallEngine):
         self._name = name
 
     def start_call(self, call: Call, async_op: bool = False) -> Work | None:
+        self.admit(call.name, call.outputs, call.inputs)
         if self.joint_launch is not None:
             self._check_capture(call.name)
         if async_op:

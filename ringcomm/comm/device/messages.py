@@ -194,7 +194,9 @@ class DeviceMessages(DeviceCallEngine, Messages):
                 put_back(tensor, dense)
             return 0
 
-        call = Call(name, run, [tensor for tensor, _ in receives])
+        into, out = [tensor for tensor, _ in receives], [tensor for tensor, _ in sends]
+        call = Call(name, run, into, out)
+        self.admit(call.name, call.outputs, call.inputs)
         runtime, device = self.device_place
         with self._queue.turn, runtime.on_device(device):
             self._begin_turn(name)

@@ -56,7 +56,7 @@ class DeviceNodesCalls(Messages):
     def launches(self) -> bool:
         return True
 
-    def checks(self, op: str) -> CallChecks:
+    def _new_checks(self, op: str) -> CallChecks:
         return DeviceCallChecks(op, (self._rank, self._world_size), self.device_place)
 
     def rank_context(self) -> RankContext:
@@ -68,6 +68,7 @@ class DeviceNodesCalls(Messages):
     # ---- calls ----------------------------------------------------------------------------------
 
     def start_call(self, call: Call, async_op: bool = False) -> Work | None:
+        self.admit(call.name, call.outputs, call.inputs)
         runtime, device = self.device_place
         if runtime.is_capturing(device):
             raise UnsupportedError(

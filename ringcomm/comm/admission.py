@@ -1,0 +1,311 @@
+"""Admission to a call: what of torch has to see the call, and tensors that have no plain memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ringcomm import _native
+from ringcomm.errors import UnsupportedError
+
+__all__ = [
+    "WATCHES_KEYS",
+    "admit_gradients",
+    "admit_keys",
+    "intercepting_keys",
+    "is_below_autograd",
+    "without_memory",
+]
+
+Tensor = torch.Tensor
+
+# NOTE [Keys of a thread]
+#
+# A call of ringcomm is no operator of torch: it reads and writes memory, and torch's dispatcher
+# does not see it. A trace would therefore lose the call, a transform would miss its effect, and a
+# fake tensor has no memory. All of them work by keys that a thread adds to every dispatch. Each
+# call first tests one word for such keys. The native module reads this word where torch keeps it.
+# An operator that runs below a mode or a transform has none of the keys, so the operators of
+# ringcomm.functional and of torch's functional collectives make their calls as usual.
+#
+# A mode that only watches, such as FlopCounterMode, does not change what a call does. Calls under
+# it are made with all checks.
+
+_KEY = torch._C.DispatchKey
+
+
+def _word_of(key: Any) -> int:
+    return int(torch._C.DispatchKeySet(key).raw_repr())
+
+
+_EVERY_KEY = 2**64 - 1
+_WATCHED = _EVERY_KEY & ~(_word_of(_KEY.BackendSelect) | _word_of(_KEY.ADInplaceOrView))
+_OF_MODES = _word_of(_KEY.Python)
+_OF_TRANSFORMS = _word_of(_KEY.FuncTorchDynamicLayerFrontMode)
+_OF_FUNCTIONALIZATION = _word_of(_KEY.Functionalize)
+_OF_EXPORT = _word_of(_KEY.PreDispatch)
+_OF_TRACES = _word_of(torch._C._dispatch_key_parse("Tracer"))
+
+
+def _keys_of_torch() -> int:
+    """Returns what the native function of this name returns, asked of torch."""
+    included = torch._C._dispatch_tls_local_include_set() - (
+        torch._C._dispatch_tls_local_exclude_set()
+    )
+    return int(included.raw_repr()) & _WATCHED
+
+
+def _agrees_with_torch() -> bool:
+    """Tests the word that the native module reads against torch's own answer."""
+    if not _native.watch_keys(_WATCHED):
+        return False
+    for key in (_KEY.Python, _KEY.FuncTorchDynamicLayerFrontMode, _KEY.Functionalize):
+        with torch._C._IncludeDispatchKeyGuard(key):
+            if _native.intercepting_keys() != _keys_of_torch() or not _keys_of_torch():
+                return False
+            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+                if _native.intercepting_keys() != _keys_of_torch():
+                    return False
+    return True
+
+
+# False where torch keeps the word elsewhere: all calls then take the path with Python's checks.
+WATCHES_KEYS = _agrees_with_torch()
+intercepting_keys: Callable[[], int] = _native.intercepting_keys if WATCHES_KEYS else _keys_of_torch
+
+_TRANSFORMS = {
+    "Grad": "torch.func.grad or vjp",
+    "Jvp": "torch.func.jvp",
+    "Vmap": "torch.func.vmap",
+    "Functionalize": "torch.func.functionalize",
+}
+_MODES: dict[Any, str] = {
+    torch._C._TorchDispatchModeKey.FAKE: "has tensors without memory",
+    torch._C._TorchDispatchModeKey.PROXY: "records a graph (make_fx), from which the call would be "
+    "missing",
+    torch._C._TorchDispatchModeKey.FUNCTIONAL: "replaces changes in place, of which the call makes "
+    "some",
+}
+
+
+def _interceptor(keys: int) -> str:
+    """Returns what has to see a call and would not; empty when modes only watch."""
+    if keys & _OF_TRANSFORMS:
+        level = torch._C._functorch.peek_interpreter_stack()
+        kind = "" if level is None else level.key().name
+        return f"{_TRANSFORMS.get(kind, 'a transform of torch.func')}, which would miss the call"
+    if keys & _OF_TRACES:
+        return "torch.jit.trace, whose graph would not have the call"
+    if keys & _OF_EXPORT:
+        return "a trace for export (make_fx), whose graph would not have the call"
+    if keys & _OF_MODES:
+        for mode in reversed(_get_current_dispatch_mode_stack()):
+            effect = _MODES.get(getattr(mode, "_mode_key", None))
+            if effect:
+                return f"{type(mode).__name__}, which {effect}"
+    if keys & _OF_FUNCTIONALIZATION:
+        return "functionalization, which replaces changes in place"
+    return ""
+
+
+def admit_keys(operation: object) -> None:
+    """Checks that nothing of torch has to see a call that it cannot see: NOTE [Keys of a thread].
+
+    Args:
+        operation: starts the error's message.
+
+    Raises:
+        UnsupportedError: a trace, a transform, or a mode of fake or functional tensors is active.
+    """
+    keys = intercepting_keys()
+    if keys and (by := _interceptor(keys)):
+        raise UnsupportedError(
+            f"{operation}: expected a call that torch executes, got one under {by}. Use "
+            "ringcomm.functional or torch.distributed._functional_collectives there, which are "
+            "operators of torch, or make the call outside"
+        )
+
+
+# Gradients.
+
+
+def is_below_autograd() -> bool:
+    """True in a kernel of an operator, whose gradient is the operator's matter."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY.AutogradFunctionality)
+
+
+# Torch's dispatcher gives these operators of c10d, which return their outputs, a backward that
+# warns. Other outputs stay without a gradient, so that a list of gathered tensors may be combined
+# with the rank's own one, which has a gradient.
+_GIVES_OUTPUTS = frozenset({"all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all"})
+# A hook of a leaf lasts as long as the leaf.
+_warned_leaves: Any = WeakIdKeyDictionary()
+
+
+# The tensor of which another one is a view, or None.
+_base_of = attrgetter("_base")
+
+
+class _Unregistered(torch.autograd.Function):
+    """A call in the graph of autograd, whose backward warns and has no gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, warn: Callable[..., None], count: int, *tensors: Tensor) -> Any:
+        ctx.warn = warn
+        ctx.count = len(tensors)
+        ctx.mark_dirty(*tensors[:count])
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.warn()
+        return (None,) * (ctx.count + 2)
+
+
+def admit_gradients(operation: str, written: Sequence[Tensor], read: Sequence[Tensor] = ()) -> None:
+    """Has backward warn where it passes through tensors of a call, as torch's dispatcher does.
+
+    Args:
+        operation: its name, for which :data:`torch` would have an operator.
+        written: the call's outputs.
+        read: its other inputs.
+
+    Raises:
+        UnsupportedError: a tensor has a tangent of forward-mode differentiation.
+    """
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(operation, [*written, *read])
+    if not torch.is_grad_enabled():
+        return
+    changed = [tensor for tensor in written if tensor.requires_grad]
+    given = operation in _GIVES_OUTPUTS and any(tensor.requires_grad for tensor in read)
+    if not (changed or given) or is_below_autograd():
+        return
+    if torch._C._get_autograd_fallback_mode() == "nothing":
+        return
+
+    def warn(*_: Any) -> None:
+        warnings.warn(
+            f"{operation}: an autograd kernel was not registered for this call of ringcomm, but "
+            "backward passes through a tensor of it. The gradient is that of the tensor before "
+            "the call, which may be silently incorrect. Use ringcomm.functional, which has "
+            "gradients, or call it under torch.no_grad() or on tensor.detach()",
+            stacklevel=2,
+        )
+
+    for tensor in changed:
+        _hook(tensor, warn)
+        base = _base_of(tensor)
+        if base is not None and base.requires_grad:
+            _hook(base, warn)
+    others = [tensor for tensor in written if not tensor.requires_grad]
+    if given and others:
+        _Unregistered.apply(warn, len(others), *others, *read)  # type: ignore[no-untyped-call]
+
+
+def _hook(tensor: Tensor, warn: Callable[..., None]) -> None:
+    if tensor.is_leaf:
+        if tensor in _warned_leaves:
+            return
+        _warned_leaves[tensor] = True
+    tensor.register_hook(warn)  # type: ignore[no-untyped-call]
+
+
+def _refuse_tangents(operation: str, tensors: Sequence[Tensor]) -> None:
+    if not torch._C._is_fwd_grad_enabled() or is_below_autograd():
+        return
+    unpack: Callable[[Tensor], Any] = forward_ad.unpack_dual
+    if any(unpack(tensor).tangent is not None for tensor in tensors):
+        raise UnsupportedError(
+            f"{operation}: expected tensors without tangents, got a dual tensor of "
+            "torch.autograd.forward_ad, whose tangent the call would not see. Use "
+            "ringcomm.functional, or pass tensor.detach()"
+        )
+
+
+# Tensors without plain memory.
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+# What to pass instead of a tensor of a class that stands for data elsewhere.
+_INSTEAD = {
+    "AsyncCollectiveTensor": "its result, tensor.wait()",
+    "DTensor": "its local part, tensor.to_local()",
+    "NestedTensor": "tensor.values() and tensor.offsets(), each in a call of its own",
+    "MaskedTensor": "tensor.get_data() and tensor.get_mask(), each in a call of its own",
+    "FakeTensor": "a tensor with data; a fake one has its shape and dtype alone",
+    "FunctionalTensor": "the tensor outside of functionalization",
+}
+_PACKED = frozenset(
+    getattr(torch, name)
+    for name in (
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+        *("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16", "float4_e2m1fn_x2"),
+    )
+    if hasattr(torch, name)
+)
+
+
+def without_memory(tensor: Tensor) -> str:
+    """Returns what the tensor is and what to pass instead; empty if it has memory of its own.
+
+    A view with a pending negation or conjugation has memory: it is copied. So has a subclass that
+    leaves operators as they are.
+    """
+    if _native.is_plain(tensor):
+        return ""
+    kind = type(tensor)
+    if kind not in _PLAIN:
+        if is_lazy(tensor):
+            return f"{kind.__name__}, which has no shape yet; run its module once before"
+        if kind.__torch_dispatch__ is not _NO_DISPATCH:
+            known = (_INSTEAD[base.__name__] for base in kind.__mro__ if base.__name__ in _INSTEAD)
+            return f"{kind.__name__}; pass {next(known, 'the plain tensor that it wraps')}"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "tensor of a transform of torch.func; pass the one outside of the transform"
+    if torch._is_functional_tensor(tensor):
+        return f"functional tensor; pass {_INSTEAD['FunctionalTensor']}"
+    return _kind_without_memory(tensor) or _lost_memory(tensor)
+
+
+def _kind_without_memory(tensor: Tensor) -> str:
+    if tensor.is_nested:
+        return "nested tensor; pass its values() and sizes apart, or a padded tensor"
+    if tensor.is_quantized:
+        return (
+            f"quantized tensor of {tensor.dtype}; pass tensor.dequantize(), or tensor.int_repr() "
+            "where all ranks have one scale and zero point"
+        )
+    if tensor.is_meta:
+        return "meta tensor, which has a shape and no data; pass torch.empty_like(tensor, device=)"
+    if tensor.layout is not torch.strided:
+        return f"tensor of layout {tensor.layout}; pass tensor.to_dense()"
+    if tensor.dtype in _PACKED:
+        return f"packed tensor of {tensor.dtype}; to move it, pass tensor.view(torch.uint8)"
+    if tensor._is_zerotensor():
+        return "tensor of zeros without memory; pass tensor.clone()"
+    return ""
+
+
+def _lost_memory(tensor: Tensor) -> str:
+    if not tensor.numel():
+        return ""
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    found = tensor.untyped_storage().nbytes()
+    if found >= needed and tensor.data_ptr():
+        return ""
+    return (
+        f"{type(tensor).__name__} without memory: {needed} bytes reach beyond its storage of "
+        f"{found}, which was freed or resized; pass a copy made before"
+    )
