@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor
-from torch.distributed import ReduceOp, Work
+from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.nn import Parameter
 
 from ringcomm.c10d.communicators import Communicators
+from ringcomm.c10d.modes import Seen, seen_by_modes
 from ringcomm.c10d.work import OP_TYPES, PendingWork, completed
-from ringcomm.comm.admission import without_memory
+from ringcomm.comm.admission import admit_keys, is_watched, without_memory
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.messages import PeerMessage, launch_batch, launches_of
 from ringcomm.comm.engine import Unusable
 from ringcomm.comm.work import Work as CommunicatorWork
-from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
+from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.integers import integer
 
 __all__ = [
@@ -240,8 +242,11 @@ class Calls:
             method: of the communicator; its last argument asks for an asynchronous call.
             args: its arguments but the last.
         """
-        self._sequence += 1
         name = method.__name__
+        if is_watched():
+            make = partial(self._run, opts, communicator, tensors, method, *args)
+            return self._seen(opts, communicator, name, args, make)
+        self._sequence += 1
         timeout = opts.timeout
         if timeout != UNSET_TIMEOUT:
             _admit(communicator, name, tensors, args)
@@ -253,6 +258,21 @@ class Calls:
         if started is None:
             return completed(tensors, OP_TYPES[name])
         return self._pending(started, tensors, OP_TYPES[name])
+
+    def _seen(
+        self,
+        opts: Any,
+        communicator: Communicator,
+        name: str,
+        args: tuple[Any, ...],
+        make: Callable[[], Work],
+    ) -> Work:
+        """Makes a call below the modes of torch; ``opts`` is None for a message."""
+        admit_keys(where(name, communicator.rank, communicator.world_size))
+        how = (True, UNSET_TIMEOUT) if opts is None else (opts.asyncOp, opts.timeout)
+        work = seen_by_modes(Seen(cast(ProcessGroup, self), name, args, *how), make)
+        # A mode that keeps the operator to itself has made the call, or wants none.
+        return completed([], OP_TYPES[name]) if work is None else work
 
     def _done(self, tensors: list[Tensor], op_type: int) -> Work:
         """The work of a collective that was made at once."""
@@ -276,6 +296,9 @@ class Calls:
             name: of the operation, for messages.
             calls: makes the calls, synchronously; the communicator chooses the thread.
         """
+        if is_watched():
+            make = partial(self._submit, opts, communicator, tensors, name, calls)
+            return self._seen(opts, communicator, name, (tensors[0], ReduceOp.SUM), make)
         self._sequence += 1
         timeout = opts.timeout
         if timeout == UNSET_TIMEOUT:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from inspect import unwrap
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed import P2POp, Work, isend
 
 from ringcomm.c10d.calls import Batch, Calls, dispatch, single
 from ringcomm.c10d.work import OP_TYPES, PendingWork, WorkGroup, completed
+from ringcomm.comm.admission import is_watched
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 
 # torch asks a group for an asynchronous message even where its function waits for it at once: that
@@ -39,6 +41,9 @@ class PeerToPeer(Calls):
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Work:
         tensor = single(tensors, "send")
         communicator = self._of([tensor], "send")
+        if is_watched():
+            make = partial(self.send, [tensor], dstRank, tag)
+            return self._seen(None, communicator, "send", (tensor, dstRank, tag), make)
         batch = self._coalescing
         if batch is not None and communicator is not self._communicators.host:
             return batch.post(communicator, tensor, dstRank, tag, is_send=True)
@@ -51,6 +56,9 @@ class PeerToPeer(Calls):
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Work:
         tensor = single(tensors, "recv")
         communicator = self._of([tensor], "recv")
+        if is_watched():
+            make = partial(self.recv, [tensor], srcRank, tag)
+            return self._seen(None, communicator, "recv", (tensor, srcRank, tag), make)
         batch = self._coalescing
         if batch is not None and communicator is not self._communicators.host:
             return batch.post(communicator, tensor, srcRank, tag, is_send=False)
@@ -70,6 +78,9 @@ class PeerToPeer(Calls):
                 "it, or receive into a CPU tensor"
             )
         communicator = self._communicators.host
+        if is_watched():
+            make = partial(self.recv_anysource, [tensor], tag)
+            return self._seen(None, communicator, "recv from any source", (tensor, tag), make)
         received = communicator.irecv(tensor, None, tag)
         return self._collected(PendingWork(received, [tensor], OP_TYPES["recv from any source"]))
 

@@ -22,6 +22,7 @@ __all__ = [
     "admit_keys",
     "intercepting_keys",
     "is_below_autograd",
+    "is_watched",
     "without_memory",
 ]
 
@@ -132,6 +133,11 @@ def admit_keys(operation: object) -> None:
             "ringcomm.functional or torch.distributed._functional_collectives there, which are "
             "operators of torch, or make the call outside"
         )
+
+
+def is_watched() -> bool:
+    """True under a mode on torch's stack; see :func:`admit_keys` for those that are refused."""
+    return bool(intercepting_keys() & _OF_MODES)
 
 
 # Gradients.

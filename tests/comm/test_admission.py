@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -56,7 +57,7 @@ def packed(name):
 
 
 # What each kind is called, and what to pass instead.
-WITHOUT_MEMORY = {
+WITHOUT_MEMORY: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "nested": (lambda: nested(torch.strided), "nested tensor; pass its values"),
     "jagged": (lambda: nested(torch.jagged), r"NestedTensor; pass tensor.values\(\)"),
     "coo": (lambda: torch.eye(2).to_sparse(), r"layout torch.sparse_coo; pass tensor.to_dense"),
