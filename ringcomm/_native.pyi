@@ -40,15 +40,23 @@ def watch_keys(watched: int) -> bool:
 def intercepting_keys() -> int:
     """Returns the watched keys that the calling thread adds to each dispatch, as a word."""
 
+def read_keys_at(impl_offset: int, keys_offset: int, plain_keys: int) -> None:
+    """Has the dispatch keys of tensors read from memory, instead of asking each for a negation.
+
+    The offsets in bytes are those of the implementation in a tensor's object, and of the keys in
+    it. A tensor with a key beyond `plain_keys` is not plain.
+    """
+
 def read_tensors_with(
     exchange: object, names: dict[str, object], ops: list[tuple[object, int]]
 ) -> bool:
     """Has tensors read through DLPack's C exchange interface.
 
     `names` has torch's `Tensor` and `Parameter`, of exactly which classes tensors are read, its
-    methods `is_neg` and `is_grad_enabled`, its dtypes `int8` and `uint8`, the names of its module
-    `forward_ad`, and `ReduceOp`, the class of whatever has the hash of one of `ops` and means the
-    same. `ops` are the constants that stand for the codes of `OPS`. False: the interface is one
+    methods `is_neg` and `is_grad_enabled`, their property `requires_grad`, its dtypes `int8` and
+    `uint8`, the names of its module `forward_ad`, and `ReduceOp`, the class of whatever has the
+    hash of one of `ops` and means the same. `ops` are the constants that stand for the codes of
+    `OPS`. False: the interface is one
     that cannot read, and no tensor is plain.
     """
 

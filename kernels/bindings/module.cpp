@@ -48,6 +48,9 @@ nb::object fault_of(const Comm& comm) {
 
 // The name of an algorithm that the host has; negative: it is none.
 int host_algorithm(nb::handle name) {
+  // Mostly the default, which Python interns.
+  static PyObject* const usual = PyUnicode_InternFromString(name_of(Algorithm::kAuto));
+  if (name.ptr() == usual) return int(Algorithm::kAuto);
   if (!PyUnicode_CheckExact(name.ptr())) return -1;
   for (const Algorithm each : {Algorithm::kAuto, Algorithm::kDirect, Algorithm::kRing})
     if (PyUnicode_CompareWithASCIIString(name.ptr(), name_of(each)) == 0) return int(each);

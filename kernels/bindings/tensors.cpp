@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <sys/auxv.h>
 
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -65,9 +66,13 @@ struct Torch {
   decltype(Exchange::tensor_from_py_object) read = nullptr;
   PyTypeObject *tensor = nullptr, *parameter = nullptr, *op = nullptr;
   PyObject *is_neg = nullptr, *is_grad_enabled = nullptr, *forward_ad = nullptr;
+  PyObject* requires_grad = nullptr;  // the property, whose getter is called
+  descrgetfunc get = nullptr;
+  // Where a tensor's object has its implementation, and that its keys; 0: not known.
+  size_t impl_offset = 0, keys_offset = 0;
+  uint64_t plain_keys = 0;
   PyObject *int8 = nullptr, *uint8 = nullptr;
   PyObject* dtype = PyUnicode_InternFromString("dtype");
-  PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
   PyObject* current_level = PyUnicode_InternFromString("_current_level");
   PyObject* no_level = PyLong_FromLong(-1);
   std::vector<Op> ops;
@@ -130,17 +135,28 @@ nb::object attribute(nb::handle object, PyObject* name) {
 }
 
 // A view may have a negation pending, and then is contiguous all the same.
-bool may_be_negated(nb::handle tensor) {
+bool may_be_lazy(nb::handle tensor) {
+  const Torch& t = torch();
+  if (t.keys_offset != 0) {
+    const char* impl;
+    uint64_t keys;
+    std::memcpy(&impl, reinterpret_cast<const char*>(tensor.ptr()) + t.impl_offset, sizeof impl);
+    std::memcpy(&keys, impl + t.keys_offset, sizeof keys);
+    return (keys & ~t.plain_keys) != 0;
+  }
   PyObject* const arguments[] = {tensor.ptr()};
-  return is_true(torch().is_neg, arguments, 1);
+  return is_true(t.is_neg, arguments, 1);
 }
 
 // Backward, or a tangent of forward mode, may pass through the tensor.
 bool may_have_gradient(nb::handle tensor) {
   const Torch& t = torch();
-  if (attribute(tensor, t.requires_grad).ptr() != Py_False &&
-      is_true(t.is_grad_enabled, nullptr, 0))
-    return true;
+  PyObject* const type = reinterpret_cast<PyObject*>(t.tensor);
+  const nb::object requires_grad = nb::steal(t.get(t.requires_grad, tensor.ptr(), type));
+  if (requires_grad.ptr() != Py_False) {
+    PyErr_Clear();
+    if (is_true(t.is_grad_enabled, nullptr, 0)) return true;
+  }
   // The interpreter has one object of each small integer.
   return PyDict_GetItemWithError(t.forward_ad, t.current_level) != t.no_level;
 }
@@ -177,7 +193,7 @@ bool read_plain(nb::handle tensor, PlainTensor* result) {
   char* const ptr = static_cast<char*>(found.data) + found.byte_offset;
   if (elems == 0 || reinterpret_cast<uintptr_t>(ptr) < program_begin || !is_contiguous(found))
     return false;
-  if (may_be_packed(tensor, dtype) || may_have_gradient(tensor) || may_be_negated(tensor))
+  if (may_be_packed(tensor, dtype) || may_be_lazy(tensor) || may_have_gradient(tensor))
     return false;
   *result = {ptr, elems, dtype};
   return true;
@@ -223,12 +239,21 @@ void bind_tensors(nb::module_& m) {
     t.is_neg = kept("is_neg");
     t.is_grad_enabled = kept("is_grad_enabled");
     t.forward_ad = kept("forward_ad");
+    t.requires_grad = kept("requires_grad");
+    t.get =
+        reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(t.requires_grad), Py_tp_descr_get));
     t.int8 = kept("int8");
     t.uint8 = kept("uint8");
     t.ops.clear();
     for (const auto& [object, code] : ops)
       t.ops.push_back({object.inc_ref().ptr(), nb::hash(object), code});
     return t.read != nullptr;
+  });
+  m.def("read_keys_at", [](size_t impl_offset, size_t keys_offset, uint64_t plain_keys) {
+    Torch& t = torch();
+    t.impl_offset = impl_offset;
+    t.keys_offset = keys_offset;
+    t.plain_keys = plain_keys;
   });
   m.attr("NOT_PLAIN") = kNotPlain;
   m.def(

@@ -78,11 +78,11 @@ _OPERATORS: dict[str, tuple[str, Callable[..., list[Any]]]] = {
 }
 
 
-class _Made(TorchDispatchMode):
+class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Below all other modes: makes the call whose operator they have seen."""
 
     def __init__(self, operator: Any, make: Callable[[], Work]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._operator = operator
         self._make = make
         self.work: Work | None = None

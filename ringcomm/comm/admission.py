@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -81,6 +82,47 @@ def _agrees_with_torch() -> bool:
 # False where torch keeps the word elsewhere: all calls then take the path with Python's checks.
 WATCHES_KEYS = _agrees_with_torch()
 intercepting_keys: Callable[[], int] = _native.intercepting_keys if WATCHES_KEYS else _keys_of_torch
+
+
+def _words_at(address: int, count: int) -> list[int]:
+    return list((ctypes.c_uint64 * count).from_address(address))
+
+
+def _find_keys() -> None:
+    """Finds where tensors have their dispatch keys, and has the native module read them there.
+
+    To ask each tensor for its negation would take longer than the rest of the check, and hand the
+    interpreter's lock to another thread. The place counts as found if it is the only one that
+    agrees with torch for tensors of different keys. Otherwise each tensor is asked.
+    """
+    plain = torch.ones(2, device="cpu")
+    probes = [
+        plain,
+        torch._neg_view(plain),
+        torch.complex(plain, plain).conj(),
+        torch.nn.Parameter(plain),
+        plain.to_sparse(),
+    ]
+    impl_at = set(range(_WORDS_OF_OBJECT))
+    keys_at = set(range(_WORDS_OF_IMPL))
+    for tensor in probes:
+        mine = _words_at(id(tensor), _WORDS_OF_OBJECT)
+        impl_at &= {at for at, word in enumerate(mine) if word == tensor._cdata}
+        keys = torch._C._dispatch_keys(tensor).raw_repr()
+        its = _words_at(tensor._cdata, _WORDS_OF_IMPL)
+        keys_at &= {at for at, word in enumerate(its) if word == keys}
+    if len(impl_at) == len(keys_at) == 1:
+        (impl,), (keys,) = impl_at, keys_at
+        allowed = torch._C._dispatch_keys(plain).raw_repr()
+        _native.read_keys_at(impl * _WORD_BYTES, keys * _WORD_BYTES, allowed)
+
+
+_WORD_BYTES = 8
+_WORDS_OF_OBJECT = Tensor.__basicsize__ // _WORD_BYTES
+# Of 208 bytes at most, by an assertion in torch's c10/core/TensorImpl.h; the keys are near the end.
+_WORDS_OF_IMPL = 184 // _WORD_BYTES
+if WATCHES_KEYS:
+    _find_keys()
 
 _TRANSFORMS = {
     "Grad": "torch.func.grad or vjp",

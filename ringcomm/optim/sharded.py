@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from ringcomm.c10d.comm_argument import CommArgument, find_communicator
+from ringcomm.comm.admission import admit_keys, intercepting_keys
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, UnsupportedError
@@ -375,10 +376,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentError: a gradient or hyper-parameter cannot be used; nothing was changed.
-            UnsupportedError: a sparse gradient; or torch's GradScaler with several ranks.
+            UnsupportedError: a sparse gradient; or torch's GradScaler with several ranks; or a
+                trace or transform of torch, which would miss the step.
             MismatchError: the ranks' hyper-parameters differ; on all ranks, nothing was changed.
             RingcommError: a fault; see ``ringcomm.errors``. Further steps are refused then.
         """
+        if intercepting_keys():
+            admit_keys(self._setting.where("step"))
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -32,7 +32,8 @@ class Watching(TorchDispatchMode):
 
 def every_call(rank, world_size, async_op):
     mine, how = torch.full((world_size,), rank + 1.0), {"async_op": async_op}
-    many, kept = [mine + each for each in range(world_size)], []
+    many = [mine + each for each in range(world_size)]
+    kept: list[torch.Tensor] = []
 
     def wait(work, *tensors):
         if work is not None:
@@ -242,10 +243,11 @@ def op_types(rank, world_size):
     with dist._coalescing_manager(async_ops=True) as manager:
         dist.all_reduce(one)
         dist.all_reduce(wide)
-    works += [(None, work) for work in manager.works]
+    for work in manager.works:
+        work.wait()
     for name, work in works:
         work.wait()
-        assert name is None or work._get_op_type() == int(getattr(OpType, name)), name
+        assert work._get_op_type() == int(getattr(OpType, name)), name
     group._start_coalescing(torch.device("cpu"))
     dist.all_reduce(one, async_op=True)
     work = group._end_coalescing(torch.device("cpu"))

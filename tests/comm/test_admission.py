@@ -304,6 +304,24 @@ def test_the_keys_are_read_where_torch_keeps_them():
         world.run(body)
 
 
+def test_no_step_of_an_optimizer_is_lost(worlds):
+    parameter = torch.nn.Parameter(torch.ones(N))
+    optimizer = ringcomm.optim.AdamW([parameter], lr=1.0, comm=worlds(1)[0])
+    parameter.grad = torch.ones(N)
+    optimizer.step()
+    before = parameter.detach().clone()
+
+    def step(x):
+        optimizer.step()
+        return x * 1
+
+    with pytest.raises(UnsupportedError, match=r"step on rank 0 of 1.*ProxyTorchDispatchMode"):
+        make_fx(step)(torch.ones(N))
+    with pytest.raises(UnsupportedError, match=r"torch\.jit\.trace"):
+        torch.jit.trace(step, torch.ones(N), check_trace=False)
+    assert torch.equal(parameter, before)
+
+
 class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
