@@ -64,7 +64,8 @@ def every_call(rank, world_size, async_op):
         wait(dist.irecv(outs[1], peer), outs[1])
         work.wait()
     sparse = torch.eye(2).to_sparse()
-    wait(dist.all_reduce(sparse, **how), sparse.to_dense())
+    wait(dist.all_reduce(sparse, **how))
+    kept.append(sparse.to_dense())
     objects = [None] * world_size
     dist.all_gather_object(objects, rank)
     return kept
