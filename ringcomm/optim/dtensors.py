@@ -8,7 +8,7 @@ the same part. The DTensor stays the module's parameter, and ``p.grad`` is one, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -210,6 +210,12 @@ def check_placements(param: Tensor, called: str) -> None:
 
 # ---- gradients ------------------------------------------------------------------------------
 
+_GRAD: Any = torch._C.TensorBase.grad
+#: Returns what autograd has accumulated in a parameter, this rank's own, whatever ``p.grad`` shows.
+grad_of: Callable[[Tensor], Tensor | None] = _GRAD.__get__
+#: Sets what :func:`grad_of` returns.
+set_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
+
 
 def check_gradient(grad: Tensor, param: Tensor, called: str) -> None:
     """Checks that a gradient fits its parameter.
@@ -237,12 +243,12 @@ def align_gradient(param: Tensor) -> None:
 
     Where a replicated weight meets a sharded input, for instance, the gradient is a sum to come.
     """
-    grad = param.grad
+    grad = grad_of(param)
     if grad is not None and is_distributed(param) and is_distributed(grad):
         wanted = _placements(param)
         if _placements(grad) != wanted:
             with torch.no_grad():
-                param.grad = grad.redistribute(placements=wanted)  # type: ignore[attr-defined]
+                set_grad(param, grad.redistribute(placements=wanted))  # type: ignore[attr-defined]
 
 
 def local_gradient(param: Tensor, called: str) -> Tensor:
@@ -251,12 +257,15 @@ def local_gradient(param: Tensor, called: str) -> Tensor:
     Raises:
         ArgumentError, UnsupportedError: see :func:`check_gradient`.
     """
-    assert param.grad is not None
-    check_gradient(param.grad, param, called)
+    grad = grad_of(param)
+    assert grad is not None
+    check_gradient(grad, param, called)
     if not is_distributed(param):
-        return param.grad.detach()
+        return grad.detach()
     align_gradient(param)
-    local = local_of(param.grad.detach())
+    aligned = grad_of(param)
+    assert aligned is not None
+    local = local_of(aligned.detach())
     wait = getattr(local, "wait", None)  # a functional collective's result may be on its way
     return local if wait is None else wait()
 

@@ -9,7 +9,7 @@ import torch
 from ringcomm.c10d.comm_argument import CommArgument, find_communicator, find_device_type
 from ringcomm.comm.arguments import ReduceOp
 from ringcomm.errors import ArgumentError
-from ringcomm.optim.dtensors import local_of
+from ringcomm.optim.dtensors import grad_of, local_of
 from ringcomm.optim.meshes import ModelMesh
 from ringcomm.optim.sharded import ShardedOptimizer
 
@@ -71,7 +71,7 @@ class GradScaler(torch.amp.GradScaler):
         mesh = None
         if isinstance(optimizer, ShardedOptimizer):
             comm, sums, mesh = optimizer.communicator, optimizer._gradient_flats(), optimizer.mesh
-            if sums is None and mesh is not None:
+            if sums is None:
                 if not allow_fp16:
                     _check_not_fp16(optimizer)
                 sums = _local_gradients(optimizer)
@@ -79,14 +79,13 @@ class GradScaler(torch.amp.GradScaler):
             comm = find_communicator(self._comm, "GradScaler", found_inf.device)
         if sums is not None:
             local = found_inf.clone()
-            if sums:
-                torch._amp_foreach_non_finite_check_and_unscale_(sums, local, inv_scale)
+            for dtype in {each.dtype for each in sums}:
+                alike = [each for each in sums if each.dtype is dtype]
+                torch._amp_foreach_non_finite_check_and_unscale_(alike, local, inv_scale)
                 # The operator does not change versions, by which a step detects stale results.
-                torch.autograd.graph.increment_version(sums)
+                torch.autograd.graph.increment_version(alike)
             found = {local.device: local}
         else:
-            if isinstance(optimizer, ShardedOptimizer) and not allow_fp16:
-                _check_not_fp16(optimizer)
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         # A rank without gradients still takes part in the collective.
         found = found or {found_inf.device: found_inf.clone()}
@@ -111,15 +110,15 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _local_gradients(optimizer: ShardedOptimizer) -> list[Tensor]:
-    """Returns what this rank has of the gradients; torch takes no mixture with DTensors."""
+    """Returns this rank's own gradients; torch takes no mixture with DTensors."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [local_of(param.grad) for param in params if param.grad is not None]
+    return [local_of(grad) for grad in map(grad_of, params) if grad is not None]
 
 
 def _check_not_fp16(optimizer: ShardedOptimizer) -> None:
     for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None and param.grad.dtype is torch.float16:
+        for grad in map(grad_of, group["params"]):
+            if grad is not None and grad.dtype is torch.float16:
                 raise ArgumentError(
                     "GradScaler.unscale_: expected FP32 gradients, got float16, which unscaled "
                     "would lose their small values. To clip them, build the optimizer with "

@@ -20,9 +20,11 @@ from ringcomm.optim.dtensors import (
     apart,
     check_gradient,
     distributed_as,
+    grad_of,
     is_distributed,
     local_gradient,
     local_of,
+    set_grad,
 )
 from ringcomm.optim.layout import ParamSpec, ShardLayout
 
@@ -93,14 +95,14 @@ class Gradients:
                     f"{self.label(index)}: its memory was replaced after it had been moved to its "
                     "bucket (by .to(), .data = or the like); change values in place, with copy_()"
                 )
-            grad = param.grad
+            grad = grad_of(param)
             if grad is None:
                 continue
             if grad is shown and (grad if plain else local_of(grad)).data_ptr() == view_ptr:
                 continue
             check_gradient(grad, param, self.label(index))
         for index in self._frozen:
-            if self._params[index].grad is not None:
+            if grad_of(self._params[index]) is not None:
                 raise ArgumentError(
                     f"{self.label(index)}: has a gradient, but it required none when the buckets "
                     "were laid out at the first step; build a new optimizer to train it, or, if "
@@ -113,7 +115,7 @@ class Gradients:
         for param in self._distributed:
             align_gradient(param)
         for index, param, _, view, view_ptr, shown in self._slots:
-            grad = param.grad
+            grad = grad_of(param)
             if grad is None:
                 view.zero_()
                 continue
@@ -122,9 +124,9 @@ class Gradients:
             if grad is not shown or here.data_ptr() != view_ptr:
                 if here.data_ptr() != view_ptr or here.stride() != view.stride():
                     view.copy_(here.detach())
-                param.grad = shown
+                set_grad(param, shown)
         for index in self._empty:
-            active[index] = 0.0 if self._params[index].grad is None else 1.0
+            active[index] = 0.0 if grad_of(self._params[index]) is None else 1.0
         return active
 
     def flats(self) -> list[Tensor] | None:
@@ -147,15 +149,29 @@ class Gradients:
 
     def mark(self) -> object:
         """Returns a value that equals an earlier one only if no gradient changed since."""
-        grads = (param.grad for param in self._params)
+        grads = map(grad_of, self._params)
         if self._distributed:
             return [None if grad is None else _mark_of(grad) for grad in grads]
         return [None if grad is None else (grad.data_ptr(), grad._version) for grad in grads]
 
+    def same(self, mark: Any, index: int) -> bool:
+        """Returns whether one parameter's gradient is what it was at a mark; a quick check."""
+        return bool(mark[index] == self._mark_at(index))
+
+    def keep_same(self, mark: Any, index: int) -> None:
+        """Has a mark be of the gradient that one parameter has now."""
+        mark[index] = self._mark_at(index)
+
+    def _mark_at(self, index: int) -> object:
+        grad = grad_of(self._params[index])
+        if grad is None:
+            return None
+        return _mark_of(grad) if self._distributed else (grad.data_ptr(), grad._version)
+
     def zero(self) -> None:
         """Zeroes all gradients; those in the buckets by one memset per bucket."""
         for param in self._params:
-            grad = param.grad
+            grad = grad_of(param)
             if grad is not None and grad.grad_fn is not None:
                 grad.detach_()
             elif grad is not None:
@@ -163,16 +179,14 @@ class Gradients:
         for bucket in self._buckets:
             bucket.grads.zero_()
         for index, param in enumerate(self._params):
-            view = self._buckets.grads.get(index)
-            if param.grad is not None and (
-                view is None or local_of(param.grad).data_ptr() != view.data_ptr()
-            ):
-                param.grad.zero_()
+            grad, view = grad_of(param), self._buckets.grads.get(index)
+            if grad is not None and (view is None or local_of(grad).data_ptr() != view.data_ptr()):
+                grad.zero_()
 
     def drop(self) -> None:
         """Sets all gradients to None."""
         for param in self._params:
-            param.grad = None
+            set_grad(param, None)
 
 
 def _mark_of(grad: Tensor) -> tuple[int, ...]:
@@ -216,7 +230,7 @@ class Accumulator:
 
     def add(self, param: Tensor, called: str) -> None:
         """Adds a parameter's gradient to its sum, and drops ``p.grad``."""
-        if param.grad is None:
+        if grad_of(param) is None:
             return
         _follow_schedules()
         grad = local_gradient(param, called)
@@ -228,7 +242,7 @@ class Accumulator:
         else:
             self._sums[key] = grad.to(torch.float32, copy=True)
         self._written.add(key)
-        param.grad = None
+        set_grad(param, None)
 
     def divide(self, param: Tensor, divisor: int) -> None:
         """Divides the sum of a parameter, if it has one."""
@@ -246,6 +260,14 @@ class Accumulator:
     def has(self, param: Tensor) -> bool:
         """Returns whether a gradient of ``param`` has come since :meth:`clear`."""
         return id(param) in self._written
+
+    def sum_of(self, param: Tensor) -> Tensor:
+        """Returns the sum of a parameter, which has one."""
+        return self._sums[id(param)]
+
+    def forget(self, param: Tensor) -> None:
+        """Begins a new sum for one parameter."""
+        self._written.discard(id(param))
 
     def take(self, param: Tensor) -> Tensor:
         """Returns the sum of a parameter, which has one, and forgets it."""
@@ -348,4 +370,12 @@ class AccumulatedGradients(Gradients):
         return active
 
     def mark(self) -> object:
-        return super().mark(), self._accumulator.mark()
+        return [super().mark(), self._accumulator.mark()]
+
+    def same(self, mark: Any, index: int) -> bool:
+        of_params, of_sums = mark
+        return super().same(of_params, index) and bool(of_sums == self._accumulator.mark())
+
+    def keep_same(self, mark: Any, index: int) -> None:
+        super().keep_same(mark[0], index)
+        mark[1] = self._accumulator.mark()

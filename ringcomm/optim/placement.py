@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.comm.arguments import ALGORITHMS
@@ -265,6 +266,8 @@ class Placement(ABC):
     scaled: bool
     #: What a step divides reduced gradients by.
     divisor: int = 1
+    #: The optimizer that was built on the parameters last, perhaps not prepared yet, or None.
+    optimizer: weakref.ref[Optimizer] | None = None
     #: The error for which this rank's gradients are wrong, until they are forgotten.
     lost: RingcommError | None = None
     #: The disk where this rank's chunks of the parameters lie; None for memory.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -159,6 +160,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._built_on: list[Tensor] | None = [] if chosen_for_user else None
         defaults.update(rule.replaced(defaults))
         super().__init__(params, defaults)
+        if self.placement is not None:
+            self.placement.optimizer = weakref.ref(self)
         if loss_scaler is not None:
             if loss_scaler.current.device != device:
                 raise ArgumentError(
@@ -237,11 +240,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _gradient_flats(self) -> list[Tensor] | None:
         """Returns the tensors that a GradScaler unscales; None for ``p.grad``."""
-        self._refuse_scaler()
+        self.refuse_scaler()
         flats = None if self.placement is None else self.sharded_step().gradients.flats()
         return self.accumulator.flats() if flats is None and self.accumulator else flats
 
-    def _refuse_scaler(self) -> None:
+    def refuse_scaler(self) -> None:
         """Raises ArgumentError where a GradScaler comes too late to unscale gradients."""
         if self.options.update == "in_backward":
             self.sharded_step().refuse_in_backward("step by a GradScaler")
@@ -394,7 +397,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Returns the scalars that a GradScaler set before it called :meth:`step`."""
         if not hasattr(self, "found_inf"):
             return Amp()
-        self._refuse_scaler()
+        self.refuse_scaler()
         scale, found_inf = getattr(self, "grad_scale", None), self.found_inf
         agreed = self._found_inf_agreed
         alone = self._setting.world_size == 1 and self.mesh is None

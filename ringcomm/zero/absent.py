@@ -84,7 +84,8 @@ def _allowed() -> Iterator[Callable[..., Any]]:
     yield from (torch.autograd.grad, torch.autograd.backward)
 
 
-_ALLOWED = frozenset(_allowed())
+#: Functions of tensors that neither read nor write values.
+FACTS = frozenset(_allowed())
 _OF_MEMORY = frozenset((Tensor.data_ptr, Tensor.untyped_storage))
 # What a placeholder, whose elements share memory, would answer otherwise than the parameter.
 _LAYOUT = frozenset((Tensor.dim_order, Tensor.is_contiguous, Tensor.stride))
@@ -163,7 +164,7 @@ class Absent:
         if func in _LAYOUT:
             with plainly():
                 return func(args[0]._in_layout(), *args[1:], **kwargs)
-        if func in _ALLOWED or _asks_for_facts(func, args, kwargs):
+        if func in FACTS or _asks_for_facts(func, args, kwargs):
             with plainly():
                 return func(*args, **kwargs)
         absent = list(_absent_in((args, kwargs)))

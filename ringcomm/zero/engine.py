@@ -22,7 +22,7 @@ from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory.disk_chunks import DiskChunks
 from ringcomm.module_names import named_parameters
 from ringcomm.optim.agreement import CommRanks, MeshRanks, all_or_none, ranks_of
-from ringcomm.optim.dtensors import align_gradient, find_mesh, is_distributed
+from ringcomm.optim.dtensors import align_gradient, find_mesh, is_distributed, set_grad
 from ringcomm.optim.outside_writes import count_change
 from ringcomm.optim.placement import Placement, displace
 from ringcomm.optim.sharded import refuse_join
@@ -295,7 +295,7 @@ class ShardEngine:
             if updates.changed and not self.order.reduces(self.number):
                 updates.refuse_another("backward")
         except ArgumentError:
-            param.grad = None
+            set_grad(param, None)
             raise
 
     def _refuse_graph(self) -> None:
@@ -344,10 +344,9 @@ class ShardEngine:
         return self._takes_part
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Calls the module's own ``zero_grad()``, and forgets the reduced gradients too."""
-        with plainly():
-            self._zero_grad_of_module(set_to_none)
+        """Forgets the reduced gradients, and calls the module's own ``zero_grad()``."""
         self.forget_gradients(set_to_none)
+        self._zero_grad_of_module(set_to_none)
 
     def forget_gradients(self, set_to_none: bool) -> None:
         """Forgets all gradients, reduced or not, at stages 2 and 3."""
@@ -501,9 +500,6 @@ class ShardEngine:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for module in self._watched:
-            module._parameters = dict(module._parameters.items())
-        self._watched.clear()
         vars(self.parts.module).pop("join_hook", None)
         allow_conversions(self._unconverted)
         if self.reduction is not None:
@@ -511,6 +507,10 @@ class ShardEngine:
             self.reduction.wait()
         if self.gatherer is not None:
             self.gatherer.close()
+        # After the gatherer, which puts back tables that were plain while parameters were here.
+        for module in self._watched:
+            module._parameters = dict(module._parameters.items())
+        self._watched.clear()
         if self.parts.store is not None:
             self.parts.store.close()
         for param in (*self.plan.params, *self.frozen_params):

@@ -17,7 +17,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory import zeros
 from ringcomm.optim.buckets import Bucket, BucketMemory, Buckets
-from ringcomm.optim.dtensors import is_distributed, local_gradient
+from ringcomm.optim.dtensors import grad_of, is_distributed, local_gradient, set_grad
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
 from ringcomm.optim.kernels import Kernels
 from ringcomm.optim.layout import ShardLayout
@@ -102,7 +102,7 @@ class ReducedGradients(Gradients):
     def _has(self, index: int) -> bool:
         """Returns whether there is a gradient of a parameter without elements."""
         param, sums = self._params[index], self._accumulator
-        return param.grad is not None or (sums is not None and sums.has(param))
+        return grad_of(param) is not None or (sums is not None and sums.has(param))
 
     def flats(self) -> list[Tensor]:
         self._reduction.finish()
@@ -121,7 +121,25 @@ class ReducedGradients(Gradients):
         shards = [bucket.shard._version for bucket in self._reduction.buckets]
         sums = None if self._accumulator is None else self._accumulator.mark()
         with plainly():
-            return self._reduction.generation, shards, sums, super().mark()
+            return [self._reduction.generation, shards, sums, super().mark()]
+
+    def same(self, mark: Any, index: int) -> bool:
+        generation, shards, sums, rest = mark
+        number = self._layout.places[index][0]
+        version = self._reduction.buckets[number].shard._version
+        with plainly():
+            return (
+                (generation, shards[number]) == (self._reduction.generation, version)
+                and (self._accumulator is None or sums == self._accumulator.mark())
+                and super().same(rest, index)
+            )
+
+    def keep_same(self, mark: Any, index: int) -> None:
+        number = self._layout.places[index][0]
+        mark[1][number] = self._reduction.buckets[number].shard._version
+        mark[2] = None if self._accumulator is None else self._accumulator.mark()
+        with plainly():
+            super().keep_same(mark[3], index)
 
     def zero(self) -> None:
         self._engine.order.settle()
@@ -154,10 +172,10 @@ class BucketedGradients(Gradients):
     def move(self, number: int) -> None:
         """Moves the gradient of a slot's parameter."""
         slot = self._slots[number]
-        grad = slot.param.grad
+        grad = grad_of(slot.param)
         if grad is not None and grad is not slot.shown:
             slot.view.copy_(local_gradient(slot.param, self.label(slot.number)))
-            slot.param.grad = slot.shown
+            set_grad(slot.param, slot.shown)
 
 
 def _move_gradient(gradients: weakref.ref[BucketedGradients], number: int, param: Tensor) -> None:

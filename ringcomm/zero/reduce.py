@@ -17,6 +17,13 @@ So stage 2 leaves as many of them unreduced as there are buffers, and the step r
 gathers them in one pass, which moves less memory than reducing them first. Whatever needs them
 reduced (another backward that adds to them, a norm, a look at the gradients) reduces them first.
 The bits are the same.
+
+NOTE [Gradients cleared one by one]
+``p.grad = None``, and so ``zero_grad()`` of a container or of a part, clears the gradient of one
+parameter on this rank. It must not change which collectives follow, since another rank may have no
+gradient of that parameter and clear nothing. So a cleared parameter's part of the shard, and of a
+bucket kept for the step, is filled with zeros before its next use, and the bucket still holds a
+gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -36,7 +43,7 @@ from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import empty
 from ringcomm.optim.buckets import empty_for_streams
-from ringcomm.optim.dtensors import local_gradient
+from ringcomm.optim.dtensors import grad_of, local_gradient, set_grad
 from ringcomm.optim.gradients import Accumulator
 from ringcomm.optim.reduction import NORM_WORDS, Into, make_reducer, make_residual
 from ringcomm.zero.absent import plainly
@@ -62,6 +69,10 @@ class GradientBucket:
         active: by parameter, True if a gradient was reduced since :meth:`Reduction.drop`.
         missing: indices of parameters whose gradient this backward has not brought yet.
         taken: indices of parameters whose gradient is in ``buffer``.
+        cleared: indices of parameters whose gradient is to be filled with zeros; see NOTE
+            [Gradients cleared one by one].
+        zeroed: indices of parameters whose gradient was set to zero since a step used it.
+        brought: with ``update="in_backward"``, ``active`` as it was when the bucket was updated.
         buffer: [elements], in the heap, while the bucket is filled.
         accumulator: see NOTE [Sums in FP32]; None without ``accumulate_dtype``.
         gone: True if this backward has had the bucket's turn.
@@ -77,6 +88,9 @@ class GradientBucket:
     active: list[bool] = field(init=False)
     missing: set[int] = field(default_factory=set)
     taken: set[int] = field(default_factory=set)
+    cleared: set[int] = field(default_factory=set)
+    zeroed: set[int] = field(default_factory=set)
+    brought: list[bool] = field(default_factory=list)
     buffer: Tensor | None = None
     accumulator: weakref.ref[Accumulator] | None = None
     gone: bool = False
@@ -94,9 +108,9 @@ class GradientBucket:
         sums = self._sums
         if sums is not None and sums.has(placed.param):
             self._move(index, sums.take(placed.param))
-        if placed.param.grad is not None:
+        if grad_of(placed.param) is not None:
             self._move(index, local_gradient(placed.param, f"parameter {placed.name}"))
-            placed.param.grad = None
+            set_grad(placed.param, None)
 
     def _move(self, index: int, grad: Tensor) -> None:
         assert self.buffer is not None
@@ -127,15 +141,44 @@ class GradientBucket:
         if sums is not None and any(sums.has(placed.param) for placed in self.stored.params):
             return True
         with plainly():
-            return bool(self.taken) or any(p.param.grad is not None for p in self.stored.params)
+            return bool(self.taken) or any(grad_of(p.param) is not None for p in self.stored.params)
+
+    @property
+    def is_active(self) -> bool:
+        """True if a gradient was reduced that is neither cleared nor zero."""
+        return any(on and index not in self.zeroed for index, on in enumerate(self.active))
+
+    def piece(self, index: int) -> Tensor:
+        """Returns the part of the shard that is of one parameter."""
+        placed, chunk = self.stored.params[index], self.stored.state_chunk
+        begin, end = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
+        return self.shard[begin - chunk.begin : max(begin, end) - chunk.begin]
+
+    def clear(self, index: int) -> None:
+        """Forgets the gradient of one parameter; see NOTE [Gradients cleared one by one]."""
+        sums, param = self._sums, self.stored.params[index].param
+        self.active[index] = False
+        self.taken.discard(index)
+        self.cleared.add(index)
+        if sums is not None and sums.has(param):
+            sums.take(param)
+
+    def unreduced(self, index: int) -> Iterator[Tensor]:
+        """Yields what this rank has of a parameter's gradient besides ``p.grad`` and the shard."""
+        sums, placed = self._sums, self.stored.params[index]
+        if sums is not None and sums.has(placed.param):
+            yield sums.sum_of(placed.param)
+        if index in self.taken and self.buffer is not None:
+            yield placed.view(self.buffer)
 
     def drop(self) -> None:
         """Forgets gradients that were not reduced."""
         self.taken.clear()
+        self.cleared.clear()
         sums = self._sums
         with plainly():
             for placed in self.stored.params:
-                placed.param.grad = None
+                set_grad(placed.param, None)
                 if sums is not None and sums.has(placed.param):
                     sums.take(placed.param)
 
@@ -300,7 +343,8 @@ class Reduction:
         if self.updates is not None:
             self.updates.begin("backward", self._order.numbers)
         self.has_left_over = False
-        self._added_to = self._used
+        if self._used:
+            self._used = self._added_to = any(bucket.is_active for bucket in self.buckets)
         self.settle()
         self._backwards += 1
         self.begin()
@@ -310,12 +354,13 @@ class Reduction:
         if self._added_to and not self._warned:
             self._warned = True
             warnings.warn(
-                "zero: this step's gradients are added to those that an earlier step has used: at "
-                "stages 2 and 3 they are not in p.grad, and p.grad = None does not forget them. "
-                "Call optimizer.zero_grad(), or the sharded module's, after each step",
+                "zero: this step's gradients are added to those that an earlier step has used. "
+                "Call zero_grad() of the optimizer, or of the sharded module, after each step",
                 stacklevel=2,
             )
         self._used, self._added_to = True, False
+        for bucket in self.buckets:
+            bucket.zeroed.clear()
 
     def begin(self) -> None:
         """Marks all buckets as not reduced in this backward."""
@@ -411,6 +456,7 @@ class Reduction:
     def _update(self, updates: BackwardUpdates, number: int, buffer: Tensor) -> Work | None:
         bucket = self.buckets[number]
         wanted = updates.close(number, bucket.active)
+        bucket.brought = bucket.active
         bucket.active = [False] * len(bucket.stored.params)
 
         def run() -> list[Tensor]:
@@ -496,6 +542,7 @@ class Reduction:
         left = self._left_over()
         if left or not keep:
             self.settle()
+        self._fill_cleared()
         for number in left:
             self._launch(number, self._filled_buffer(self.buckets[number]))
         self.has_left_over = False
@@ -534,6 +581,7 @@ class Reduction:
 
     def settle(self) -> None:
         """Reduces the buckets in ``kept``; collective."""
+        self._fill_cleared()
         for number in sorted(self.kept, reverse=True):
             self._launch(number, self.kept.pop(number))
 
@@ -558,6 +606,69 @@ class Reduction:
         bucket.holds = True
         bucket.active[index] = True
         self.generation += 1
+
+    def shows(self, number: int, index: int) -> bool:
+        """Returns whether a parameter has a gradient on this rank that is not in ``p.grad``."""
+        bucket = self.buckets[number]
+        if self.updates is not None and self.updates.has_begun(number):
+            return bucket.brought[index]
+        if bucket.active[index] or any(True for _ in bucket.unreduced(index)):
+            return True
+        if not bucket.holds or index in bucket.cleared:
+            return False
+        # Another rank may have brought one.
+        self.wait()
+        return bool(bucket.piece(index).count_nonzero())
+
+    def clear(self, number: int, index: int) -> None:
+        """Forgets the gradient of one parameter, on this rank.
+
+        Raises:
+            ArgumentError: it has updated its parameter already.
+        """
+        if self.updates is not None:
+            self.updates.forget()
+        self.buckets[number].clear(index)
+        self.generation += 1
+
+    def zero_one(self, number: int, index: int) -> None:
+        """Called before the gradient of one parameter becomes zero.
+
+        Raises:
+            ArgumentError: it has updated its parameter already.
+        """
+        if self.updates is not None:
+            self.updates.forget()
+        self.buckets[number].zeroed.add(index)
+
+    def parts(self, number: int, index: int) -> list[Tensor]:
+        """Returns all that this rank has of a parameter's gradient besides ``p.grad``.
+
+        Their sum over the ranks, each element being in one shard, is the gradient.
+        """
+        self._fill_cleared()
+        self.wait()
+        bucket = self.buckets[number]
+        parts = list(bucket.unreduced(index))
+        if number in self.kept:
+            parts.append(bucket.stored.params[index].view(self.kept[number]))
+        if bucket.holds:
+            parts.append(bucket.piece(index))
+        return parts
+
+    def _fill_cleared(self) -> None:
+        """Fills what was cleared with zeros; see NOTE [Gradients cleared one by one]."""
+        if not any(bucket.cleared for bucket in self.buckets):
+            return
+        self.wait()
+        for number, bucket in enumerate(self.buckets):
+            kept = self.kept.get(number)
+            for index in bucket.cleared:
+                if bucket.holds:
+                    bucket.piece(index).zero_()
+                if kept is not None:
+                    bucket.stored.params[index].view(kept).zero_()
+            bucket.cleared.clear()
 
     def drop(self) -> None:
         """Forgets all gradients."""

@@ -37,6 +37,7 @@ from ringcomm.zero.hooks import hook_modules, name_states_plainly, uncompiled
 from ringcomm.zero.optimizer import place_params
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
+from ringcomm.zero.param_grads import prepare_params, restore_params, show
 from ringcomm.zero.plans import BucketPlan, plan_buckets
 from ringcomm.zero.precision import ModuleDtypes
 from ringcomm.zero.prepare import (
@@ -137,6 +138,8 @@ def shard(
         parts = replace(parts, store=_make_store(parts.options, trainers, rollback))
         _open(init, module, trainers, rollback)
         parts = _with_buckets(parts, trainers, rollback)
+        prepare_params(parts.plan.params)
+        rollback.call(restore_params, parts.plan.params)
         _move(parts, init, rollback)
         # The agreement at the end also tells every rank that all chunks are written.
         with trainers.all_or_none():
@@ -351,6 +354,7 @@ def _attach(parts: EngineParts, outer: nn.Module, rollback: Rollback) -> None:
     engine = ShardEngine(parts)
     rollback.call(engine.close)
     place_params(engine)
+    show(engine)
     object.__setattr__(parts.module, _ENGINE, engine)
     engine.own(True)
     rollback.call(forget_engine, parts.module)
@@ -514,6 +518,7 @@ def unshard(module: nn.Module) -> nn.Module:
     if engine.stage > 1:
         engine.order.leave(engine.number)
     make_present([param for param, _ in copies])
+    restore_params(engine.plan.params)
     for param, copy in copies:
         set_local(param, copy)
     forget_engine(root)

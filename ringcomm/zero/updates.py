@@ -111,6 +111,10 @@ class BackwardUpdates:
         """True if a bucket was updated in the step that is under way."""
         return self._step is not None and self._step.torn
 
+    def has_begun(self, number: int) -> bool:
+        """Returns whether the step that is under way has begun to update a bucket."""
+        return self.under_way and number in self._closed
+
     def begin(self, operation: str, order: Sequence[int]) -> None:
         """Begins a step: what is decided for all buckets is decided now.
 
