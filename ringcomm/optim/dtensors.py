@@ -24,9 +24,13 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
+#: Classes of tensors that are no DTensors, since an absent attribute takes long to look up.
+PLAIN_KINDS: set[type] = {Tensor, torch.nn.Parameter}
+
+
 def is_distributed(tensor: Tensor) -> bool:
     """Returns whether a tensor is a DTensor, whose data differs between ranks."""
-    return getattr(tensor, "device_mesh", None) is not None
+    return type(tensor) not in PLAIN_KINDS and getattr(tensor, "device_mesh", None) is not None
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -68,9 +68,11 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         sums: list[Tensor] | None = None
-        mesh = None
+        mesh, asks = None, False
         if isinstance(optimizer, ShardedOptimizer):
             comm, sums, mesh = optimizer.communicator, optimizer._gradient_flats(), optimizer.mesh
+            # A step that unscales by itself only asks for infinities, by the scale 1.
+            asks = sums is None and mesh is None and allow_fp16
             if sums is None:
                 if not allow_fp16:
                     _check_not_fp16(optimizer)
@@ -83,7 +85,8 @@ class GradScaler(torch.amp.GradScaler):
                 alike = [each for each in sums if each.dtype is dtype]
                 torch._amp_foreach_non_finite_check_and_unscale_(alike, local, inv_scale)
                 # The operator does not change versions, by which a step detects stale results.
-                torch.autograd.graph.increment_version(alike)
+                if not asks:
+                    torch.autograd.graph.increment_version(alike)
             found = {local.device: local}
         else:
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)

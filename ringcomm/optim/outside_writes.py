@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 from torch.autograd.graph import increment_version
 
 from ringcomm.optim.buckets import Buckets
-from ringcomm.optim.dtensors import is_distributed, local_of
+from ringcomm.optim.dtensors import PLAIN_KINDS, is_distributed, local_of
 from ringcomm.optim.options import AdamWOptions
 
 Tensor = torch.Tensor
@@ -26,8 +25,7 @@ def count_change(params: Sequence[Tensor]) -> None:
 
 def with_local(params: Sequence[Tensor]) -> list[Tensor]:
     """Returns parameters, and behind them the local tensors of DTensors, which have versions."""
-    # An absent attribute takes long to look up, and most parameters are of this class.
-    others = [param for param in params if type(param) is not nn.Parameter]
+    others = [param for param in params if type(param) not in PLAIN_KINDS]
     return [*params, *(local_of(param) for param in others if is_distributed(param))]
 
 

@@ -35,7 +35,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.comm.arguments import ReduceOp
 from ringcomm.errors import ArgumentError, UnsupportedError, where
-from ringcomm.optim.dtensors import grad_of, is_distributed, local_of, set_grad
+from ringcomm.optim.dtensors import PLAIN_KINDS, grad_of, is_distributed, local_of, set_grad
 from ringcomm.optim.layout import within
 from ringcomm.optim.reduction import found_non_finite
 from ringcomm.optim.sharded import ShardedOptimizer
@@ -728,7 +728,10 @@ def _kind_showing(kind: type) -> type:
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
     }
-    return type(kind.__name__, (kind,), attributes)
+    made = type(kind.__name__, (kind,), attributes)
+    if kind in PLAIN_KINDS:
+        PLAIN_KINDS.add(made)
+    return made
 
 
 def prepare_params(params: Iterable[nn.Parameter]) -> None:
