@@ -341,7 +341,7 @@ class ModuleGradients:
         elif name in _ADDING:
             self._add(own, _ADDING[name], rest, kwargs)
         elif name in _REPLACING:
-            self._replace(own, name, rest)
+            self._overwrite(own, name, rest)
         elif name in _BOUNDING:
             self._bound(own, name, rest, kwargs)
         else:
@@ -484,7 +484,7 @@ class ModuleGradients:
         flat = value.expand(sharded.layout.params[index].shape).reshape(-1)
         return flat[low - segment.begin : low - segment.begin + reduced.piece().numel()]
 
-    def _replace(self, own: ParamGradient, name: str, rest: Sequence[Any]) -> None:
+    def _overwrite(self, own: ParamGradient, name: str, rest: Sequence[Any]) -> None:
         self._refuse_in_backward(name)
         self._refuse_sum(own, name)
         param = own._param()

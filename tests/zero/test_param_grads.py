@@ -451,11 +451,12 @@ def test_a_hook_that_comes_too_late_is_told(worlds, stage):
     base: Any = Blocks()
 
     def work(comm):
-        module, _ = sharded(comm, stage, base)
+        module, optimizer = sharded(comm, stage, base)
         for param in module.parameters():
             param.register_post_accumulate_grad_hook(lambda p: p.grad.clone() and None)
         with pytest.raises(ArgumentError, match=r"before shard\(\).*on_reduced"):
             module(draw(comm, 0)).backward()
+        optimizer.zero_grad()  # ends the backward
 
     worlds(1).run(work)
 
