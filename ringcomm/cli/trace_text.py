@@ -69,7 +69,8 @@ def verdict(
             "calls within the node are indented below the call over nodes that is made of them; "
             f"for other nodes give {'their files' if is_file else '--pid of a process there'}",
         ]
-    missing = [rank for rank in expected if recording.rank(rank) is None]
+    there = {each.rank for each in recording.ranks}
+    missing = [rank for rank in expected if rank not in there]
     if missing:
         lines.append(f"no recorder of rank {', '.join(map(str, missing))} could be read")
     if not recording.ranks:
@@ -300,17 +301,28 @@ def _when_it_failed(rank: RankRecording, node_of: Mapping[int, int]) -> str:
 def _awaited(known: Mapping[int, RankRecording], node_of: Mapping[int, int]) -> list[str]:
     """Says which ranks all others waited for in the end, going from rank to awaited rank."""
     waits = {rank: each.waits_for for rank, each in known.items() if each.waits_for >= 0}
-    waiting: dict[tuple[int, ...], list[int]] = {}
+    waiting: dict[int, list[int]] = {}
+    ends: dict[int, tuple[int, ...]] = {}
     for rank in waits:
-        way = [rank]
-        while way[-1] in waits and waits[way[-1]] not in way:
-            way.append(waits[way[-1]])
-        circle = way[way.index(waits[way[-1]]) :] if way[-1] in waits else way[-1:]
-        waiting.setdefault(tuple(sorted(circle)), []).append(rank)
+        way: dict[int, None] = {}
+        last = rank
+        while last in waits and last not in way and last not in ends:
+            way[last] = None
+            last = waits[last]
+        if last in ends:
+            end = ends[last]
+        else:
+            # The circle at the end of the way, or whoever waited for nobody.
+            gone = list(way)
+            end = tuple(sorted(gone[gone.index(last) :])) if last in way else (last,)
+        ends.update(dict.fromkeys(way, end))
+        waiting.setdefault(end[0], []).append(rank)
     lines = []
-    for end, ranks in waiting.items():
+    for ranks in waiting.values():
+        end = ends[ranks[0]]
         names = " and ".join(_named(rank, node_of) for rank in end)
-        others = [rank for rank in ranks if rank not in end]
+        inside = {*end}
+        others = [rank for rank in ranks if rank not in inside]
         if end[0] in waits:
             also = f", and {_ranks(others)} for them" if others else ""
             lines.append(

@@ -66,14 +66,10 @@ def time_line(
     lanes, ticks = _lanes(shown)
     colours = colours_of([*names, *(bar.name for bar in shown)])
     # Where many bars share a pixel, what took most of the time lies on top.
-    data = [
-        _trace(
-            name,
-            [(bar, y) for bar, y in zip(shown, lanes, strict=True) if bar.name == name],
-            colours[name],
-        )
-        for name in _by_time(shown)
-    ]
+    placed: dict[str, list[tuple[Bar, int]]] = {}
+    for bar, lane in zip(shown, lanes, strict=True):
+        placed.setdefault(bar.name, []).append((bar, lane))
+    data = [_trace(name, placed[name], colours[name]) for name in _by_time(shown)]
     count = max(lanes, default=0) + 1
     layout = {
         "barmode": "overlay",

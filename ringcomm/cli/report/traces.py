@@ -195,16 +195,16 @@ def of_chrome(files: Sequence[tuple[Path, Sequence[dict[str, Any]]]]) -> Section
     if not spans:
         return Section("profile", title, paths, facts, [Text("It holds no span.")])
     first_us = min(span["ts"] for span in spans)
-    threads: dict[int, list[int]] = {}
+    # By process, the number of each thread.
+    threads: dict[int, dict[int, int]] = {}
     for span in spans:
-        known = threads.setdefault(span["pid"], [])
-        if span["tid"] not in known:
-            known.append(span["tid"])
+        known = threads.setdefault(span["pid"], {})
+        known.setdefault(span["tid"], len(known))
     bars = []
     for span in spans:
         row = names.get(span["pid"]) or f"rank {span['pid']}"
         if len(threads[span["pid"]]) > 1:
-            row += f", thread {threads[span['pid']].index(span['tid'])}"
+            row += f", thread {threads[span['pid']][span['tid']]}"
         told = {name: str(value) for name, value in span["args"].items()}
         if of_steps:
             told = {"span": span["name"], **told}
@@ -220,14 +220,11 @@ def of_chrome(files: Sequence[tuple[Path, Sequence[dict[str, Any]]]]) -> Section
 def _shares(spans: Sequence[dict[str, Any]]) -> Figure:
     """The seconds of each kind, by rank."""
     ranks = sorted({span["pid"] for span in spans})
-    totals = {
-        kind: [
-            sum(s["dur"] for s in spans if s["pid"] == rank and s["cat"] == kind) / 1e6
-            for rank in ranks
-        ]
-        for kind in _KINDS
-        if any(span["cat"] == kind for span in spans)
-    }
+    sums: dict[str, dict[int, float]] = {}
+    for span in spans:
+        of_kind = sums.setdefault(span["cat"], dict.fromkeys(ranks, 0.0))
+        of_kind[span["pid"]] += span["dur"]
+    totals = {kind: [sums[kind][rank] / 1e6 for rank in ranks] for kind in _KINDS if kind in sums}
     labels = [f"rank {rank}" for rank in ranks]
     colours = colours_of(_KINDS)
     data = [

@@ -173,7 +173,10 @@ def _matrix(totals: dict[tuple[int, int], float], names: Sequence[int]) -> Matri
     shown = names
     left_out = 0
     if len(names) > _MOST_RANKS:
-        weight = {name: sum(s for key, s in totals.items() if name in key) for name in names}
+        weight = dict.fromkeys(names, 0.0)
+        for key, seconds in totals.items():
+            for name in {*key}:
+                weight[name] += seconds
         shown = sorted(sorted(names, key=lambda name: -weight[name])[:_MOST_RANKS])
         left_out = len(names) - len(shown)
     most = max(totals.values()) or 1.0

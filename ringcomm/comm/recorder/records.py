@@ -6,6 +6,8 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NoReturn
 
 from ringcomm import _native
@@ -45,6 +47,7 @@ RUNNING, DONE, FAILED = "running", "done", "failed"
 # States on a device.
 ENQUEUED, BEGUN, COMPLETED, CAPTURED = "enqueued", "begun", "completed", "captured"
 STATES = (RUNNING, DONE, FAILED, ENQUEUED, BEGUN, COMPLETED, CAPTURED)
+_MOST_WAYS = 64
 # States of calls whose end has not been seen.
 OPEN = (RUNNING, ENQUEUED, BEGUN)
 _MESSAGES = ("send", "recv")
@@ -295,10 +298,14 @@ def at(record: Record | None) -> str:
     return f" at {record.site}" if record is not None and record.site else ""
 
 
-def _calls_by_number(ranks: Iterable[RankRecording]) -> Iterator[tuple[int, list[Record | None]]]:
-    known = [{each.number: each for each in rank.collectives} for rank in ranks]
-    for number in sorted({number for calls in known for number in calls}):
-        yield number, [calls.get(number) for calls in known]
+def _calls_by_number(ranks: Iterable[RankRecording]) -> Iterator[tuple[int, list[Record]]]:
+    """Yields the numbers of collectives in order, and the records of the ranks that have one."""
+    calls = sorted((each for rank in ranks for each in rank.collectives), key=_number)
+    for number, group in groupby(calls, key=_number):
+        yield number, list(group)
+
+
+_number = attrgetter("number")
 
 
 def divergence(recording: Recording) -> int | None:
@@ -307,7 +314,7 @@ def divergence(recording: Recording) -> int | None:
     A rank that has not made the call yet, or no longer has its record, is not compared.
     """
     for number, calls in _calls_by_number(recording.ranks):
-        if len({call.call for call in calls if call is not None}) > 1:
+        if len({call.call for call in calls}) > 1:
             return number
     return None
 
@@ -331,20 +338,23 @@ def skipped_call(recording: Recording) -> Skip | None:
     calls at different lines by intent do not look so.
     """
     for number, calls in _calls_by_number(recording.ranks):
-        sites = [call.site if call is not None else "" for call in calls]
-        if all(sites) and len(set(sites)) > 1:
-            rests = [_sites_from(each, number) for each in recording.ranks]
-            for rank, rest in enumerate(rests):
-                for other, others in enumerate(rests):
-                    if rest and sites[rank] != sites[other] and rest == others[1 : len(rest) + 1]:
-                        name, peer = recording.ranks[rank].rank, recording.ranks[other].rank
-                        return Skip(name, peer, number, sites[other])
+        sites = [call.site for call in calls]
+        if len(sites) == len(recording.ranks) and all(sites) and len(set(sites)) > 1:
+            # Most ranks have equal lines; so many different ones tell nothing.
+            rests: dict[tuple[str, ...], int] = {}
+            for each in recording.ranks:
+                if len(rests) < _MOST_WAYS:
+                    rests.setdefault(_sites_from(each, number), each.rank)
+            for rest, rank in rests.items():
+                for others, other in rests.items():
+                    if rest[0] != others[0] and rest == others[1 : len(rest) + 1]:
+                        return Skip(rank, other, number, others[0])
             return None
     return None
 
 
-def _sites_from(rank: RankRecording, number: int) -> list[str]:
-    return [each.site for each in rank.collectives if each.number >= number]
+def _sites_from(rank: RankRecording, number: int) -> tuple[str, ...]:
+    return tuple(each.site for each in rank.collectives if each.number >= number)
 
 
 # The layout below is that of ``kernels/host/recorder.h``.

@@ -206,6 +206,10 @@ class Topology:
     _by_ends: dict[frozenset[str], Pair] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if len(self.gpus) > MOST_GPUS:
+            raise ArgumentError(
+                f"topology: expected at most {MOST_GPUS} GPUs of one machine, got {len(self.gpus)}"
+            )
         gpus = sorted(self.gpus, key=lambda gpu: gpu.pci_bus_id)
         names = [
             (name, gpu)
@@ -278,6 +282,8 @@ def weaker(one: NvLinks, other: NvLinks) -> NvLinks:
 FORMAT = "ringcomm topology 1"
 # A file of 16 GPUs has some 40000 bytes.
 LARGEST_BYTES = 16 << 20
+# More than any machine has. Every two of them have a connection.
+MOST_GPUS = 256
 
 Object = Mapping[str, object]
 

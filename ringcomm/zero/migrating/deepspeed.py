@@ -45,6 +45,7 @@ from ringcomm.zero.precision import Precision
 
 _OPERATION = "from_deepspeed"
 _LARGEST_FILE_BYTES = 1 << 20
+_MOST_NAMED = 5  # keys in an error
 _DTYPES = {
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
@@ -246,7 +247,10 @@ class _GivenEntries:
                 raise ArgumentError(f"{_OPERATION}: {name}: given twice, under two names")
             self.entries[name] = _Entry(key, value)
         if self._unknown:
-            said = [f"{name!r} ({nearest(name, [*KEYS, *ALIASES])})" for name in self._unknown]
+            known, few = [*KEYS, *ALIASES], self._unknown[:_MOST_NAMED]
+            said = [f"{name[:200]!r} ({nearest(name, known)})" for name in few]
+            more = len(self._unknown) - len(few)
+            said += [f"and {more} more"] if more else []
             raise ArgumentError(f"{_OPERATION}: unknown keys: {'; '.join(said)}")
         self._refuse_auto()
         asked = [

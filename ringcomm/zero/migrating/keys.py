@@ -10,6 +10,8 @@ from typing import Any
 from ringcomm.errors import UnsupportedError
 from ringcomm.json_reader import shown
 
+_LONGEST_NAME = 64
+
 MAPPED = "mapped"
 NO_EFFECT = "no effect here"
 UNSUPPORTED = "unsupported"
@@ -83,7 +85,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     by_end: dict[str, list[str]] = {}
     for each in known:
         by_end.setdefault(each.rpartition(".")[2], []).append(each)
-    ends = get_close_matches(name.rpartition(".")[2], by_end, n=3, cutoff=0.6)
+    # The comparison takes time that grows with the square of the length.
+    ends = get_close_matches(name.rpartition(".")[2][:_LONGEST_NAME], by_end, n=3, cutoff=0.6)
     found = [each for end in ends for each in by_end[end]][:3]
     if not found:
         return "none is near it"
