@@ -18,7 +18,7 @@ from typing import Any
 
 from ringcomm.errors import CheckpointError
 from ringcomm.json_reader import decode, encode, exactly, shown, text_of
-from ringcomm.zero.checkpoint.tensor_file import DTYPE_OF_NAME, SavedFile
+from ringcomm.zero.checkpoint.tensor_file import DTYPE_OF_NAME, MOST_DIMS, SavedFile
 
 # Pieces of a tensor: where one lies, what two share, and whether all of them fill it.
 
@@ -161,7 +161,6 @@ VERSION = 1
 # No model needs more; a sparse file could claim any size.
 MAX_MANIFEST_BYTES = 1 << 30
 _MAX_EXTENT = 1 << 62
-_MOST_DIMS = 64
 # Nothing else is opened, so that no manifest leads out of its folder.
 _FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors")
 
@@ -367,8 +366,8 @@ def _list(value: Any) -> list[Any]:
 
 def _ints(value: Any) -> tuple[int, ...]:
     found = tuple(exactly(each, int) for each in _list(value))
-    if len(found) > _MOST_DIMS:
-        raise ValueError(f"expected at most {_MOST_DIMS} dimensions, got {len(found)}")
+    if len(found) > MOST_DIMS:
+        raise ValueError(f"expected at most {MOST_DIMS} dimensions, got {len(found)}")
     return found
 
 

@@ -43,6 +43,8 @@ DTYPES: dict[torch.dtype, tuple[str, str]] = {
 }
 DTYPE_OF_NAME = {name: dtype for dtype, (name, _) in DTYPES.items()}
 
+# NumPy's limit, and that of torch's operators.
+MOST_DIMS = 64
 # Small enough that a block is still in the cache when it is written after its checksum.
 BLOCK_BYTES = 1 << 20
 _HEADER_ALIGN = 8

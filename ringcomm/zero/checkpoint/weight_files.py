@@ -24,7 +24,7 @@ import torch
 from ringcomm.errors import CheckpointError
 from ringcomm.json_reader import read_bounded, read_json, shown
 from ringcomm.zero.checkpoint.export import INDEX_NAME
-from ringcomm.zero.checkpoint.tensor_file import BLOCK_BYTES, DTYPES
+from ringcomm.zero.checkpoint.tensor_file import BLOCK_BYTES, DTYPES, MOST_DIMS
 
 Tensor = torch.Tensor
 
@@ -277,6 +277,8 @@ def _stored(name: str, told: Any, file: int, data_bytes: int) -> StoredTensor:
         )
     code, shape, offsets = told["dtype"], told["shape"], told["data_offsets"]
     fits = isinstance(code, str) and _are_numbers(shape) and _are_numbers(offsets)
+    # The product of many numbers takes time that grows with the square of how many they are.
+    fits = fits and len(shape) <= MOST_DIMS
     if not fits or len(offsets) != 2 or offsets[0] > offsets[1] or prod(shape) > _MAX_EXTENT:
         raise ValueError(f"{shown(name)}: expected sizes, got {shown(told)}")
     stored = StoredTensor(name, code, tuple(shape), file, data_bytes + offsets[0])

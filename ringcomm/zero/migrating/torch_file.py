@@ -38,7 +38,7 @@ import torch
 
 from ringcomm.errors import CheckpointError
 from ringcomm.json_reader import DAMAGE, exactly, in_words, number_below, shown
-from ringcomm.zero.checkpoint.tensor_file import DTYPES
+from ringcomm.zero.checkpoint.tensor_file import DTYPES, MOST_DIMS
 
 Tensor = torch.Tensor
 
@@ -49,7 +49,6 @@ DEEPEST = 64
 _DAMAGED = (*DAMAGE, zipfile.BadZipFile, OSError, EOFError, struct.error)
 _LOCAL_HEADER = struct.Struct("<26x2H")
 _LONGEST_NAME = 256
-_MOST_DIMS = 64
 _MOST_KEY = 1 << 16
 # Units of the budget that a tensor costs, whose objects take about 1 KB.
 _TENSOR_COST = 64
@@ -398,7 +397,7 @@ def sizes_of(values: Any) -> tuple[int, ...]:
         ValueError: they are too many, or no numbers from 0 to below 2^62.
     """
     found = tuple(values)
-    if len(found) > _MOST_DIMS or not all(number_below(each, 1 << 62) for each in found):
+    if len(found) > MOST_DIMS or not all(number_below(each, 1 << 62) for each in found):
         raise ValueError(f"expected sizes, got {shown(found)}")
     return found
 

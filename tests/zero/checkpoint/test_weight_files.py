@@ -165,6 +165,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "shape": (told(shape=[8]), "is not 56 bytes"),
     "negative": (told(shape=[-7]), "expected sizes"),
     "huge": (told(shape=[1 << 40, 1 << 40]), "expected sizes"),
+    "many dimensions": (told(shape=[1] * 64 + [7]), "expected sizes"),
     "a bool": (told(shape=[True]), "expected sizes"),
     "no shape": (told(shape=None), "expected sizes"),
     "more": (told(hidden=1), "expected dtype, shape and data_offsets"),
