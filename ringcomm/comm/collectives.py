@@ -21,8 +21,13 @@ from ringcomm.comm.work import Work
 # nothing and answers NOT_PLAIN (``*_at_once``: False). That call then takes the path with all
 # checks, which words the errors. Calling a method costs a tenth of a small collective, so the
 # collectives repeat these lines. The ``*_at_once`` methods are for ``torch.distributed``.
+#
+# Calls advance the autograd versions of their outputs, so that a graph which has saved one raises
+# in its backward. Advancing takes 0.1 us, 4 % of an all_reduce of 4 KiB, so the methods here do not
+# at once. Through ``torch.distributed`` it is 1 %.
 
 Tensor = torch.Tensor
+_increment_version = torch._C._increment_version
 
 
 class Collectives(CallEngine):
@@ -70,6 +75,8 @@ class Collectives(CallEngine):
         status = self._native.all_reduce_plain(tensor, op, "auto")
         if status > 0:
             raise self._fault("all_reduce")
+        if status == 0:
+            _increment_version((tensor,))
         return status == 0
 
     def _all_reduce_call(
@@ -179,6 +186,8 @@ class Collectives(CallEngine):
         status = self._native.reduce_scatter_plain(output, input, op, "auto")
         if status > 0:
             raise self._fault("reduce_scatter_tensor")
+        if status == 0:
+            _increment_version((output,))
         return status == 0
 
     def _reduce_scatter_call(
@@ -316,6 +325,8 @@ class Collectives(CallEngine):
         status = self._native.all_gather_plain(output, input, "auto")
         if status > 0:
             raise self._fault("all_gather_into_tensor")
+        if status == 0:
+            _increment_version((output,))
         return status == 0
 
     def _all_gather_call(

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, cast
 from weakref import WeakSet
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ringcomm import _native
 from ringcomm.comm.admission import admit_gradients, admit_keys, intercepting_keys
@@ -416,6 +417,7 @@ class CallEngine:
         status = call.run(self._native)
         if status:
             raise self._fault(call.name)
+        increment_version(call.outputs)
         return call.outputs
 
     def _enqueue(self, run: Callable[[], Outputs], name: str) -> Work:

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ringcomm import _native
 from ringcomm.comm.admission import admit_gradients
@@ -81,6 +82,7 @@ class Message(Work):
         error = self._engine._message_error(self._name, self._request, self._dense, status)
         if self._name == "irecv" and error is None:
             put_back(self._tensor, self._dense)
+            increment_version(self._tensor)
         self.finish([self._tensor], error)
 
     def poll(self) -> bool:
@@ -159,6 +161,7 @@ class Messages(CallEngine):
         request, dense = self._post_recv("recv", tensor, src, tag)
         self._finish_now("recv", request, dense)
         put_back(tensor, dense)
+        increment_version(tensor)
         return request.source
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:

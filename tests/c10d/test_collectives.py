@@ -315,6 +315,28 @@ def wrong_arguments(rank, world_size):
     assert tensor.tolist() == [world_size] * 2
 
 
+def versions(rank, world_size):
+    """Of outputs advance, also in calls that are made at once; those of inputs stay."""
+    tensor, whole, chunk = torch.ones(4), torch.empty(4 * world_size), torch.empty(4)
+    lists, received = [torch.empty(4) for _ in range(world_size)], torch.empty(4)
+    dist.all_gather_into_tensor(whole, tensor)
+    dist.all_gather(lists, tensor)
+    dist.reduce_scatter_tensor(chunk, whole)
+    dist.all_to_all_single(received, chunk)
+    assert [tensor._version, whole._version > 0, chunk._version] == [0, True, 1]
+    assert all(each._version > 0 for each in (*lists, received))
+    for call in (
+        lambda: dist.all_reduce(tensor),
+        lambda: dist.all_reduce(tensor, async_op=True).wait(),
+        lambda: dist.all_reduce(tensor[::2]),
+        lambda: dist.broadcast(tensor, 0),
+        lambda: dist.reduce(tensor, 0),
+    ):
+        before = tensor._version
+        call()
+        assert tensor._version > before
+
+
 def test_all_reduce(two_ranks):
     two_ranks.compare(all_reduce)
 
@@ -335,6 +357,7 @@ def test_against_gloo(four_ranks, check):
     "check",
     [
         lists_of_uneven_tensors,
+        versions,
         ops_that_gloo_lacks,
         movement_of_8_bit_floats,
         coalesced,

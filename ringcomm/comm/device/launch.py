@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ringcomm import _native
 from ringcomm.comm.arguments import DEVICE_ALGORITHMS, CallChecks, NativeOp
@@ -283,6 +284,7 @@ class DeviceCallEngine(CallEngine):
             call.run(cast(Any, Launches(native, self._submit)))
         except BaseException as error:
             self._raise_worded(call.name, error)
+        increment_version(call.outputs)
 
     def _follow_last(self, stream: int) -> None:
         """Puts ``stream`` behind the communicator's last call, if that was on another one."""

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ringcomm.comm.arguments import CallChecks
 from ringcomm.comm.device.launch import DeviceCallChecks
@@ -105,6 +106,7 @@ class DeviceNodesCalls(Messages):
             self._core.device_watch.under_way.add(call, begun, done)
         if status:
             raise self._fault(call.name)
+        increment_version(call.outputs)
 
     def _execute(self, call: Call) -> Outputs:
         self.start_call(call)

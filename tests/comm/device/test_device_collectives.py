@@ -237,3 +237,17 @@ def test_a_slice_that_lies_in_the_heap_is_read_in_one_pass(devices, name):
     assert barriers(40, "heap") == barriers(90, "heap") > 0
     assert barriers(40, "plain") < barriers(90, "plain")
     world.close()
+
+
+def test_calls_advance_the_versions_of_their_outputs(devices):
+    def work(comm):
+        tensor = torch.ones(4, device=comm.device)
+        whole = torch.empty(8, device=comm.device)
+        comm.all_gather_into_tensor(whole, tensor)
+        before = tensor._version
+        comm.all_reduce(tensor)
+        comm.all_reduce(tensor, async_op=True).wait()
+        return before, tensor._version, whole._version
+
+    with devices.new_world(2) as world:
+        assert devices.run(world, work) == [(0, 2, 1)] * 2
