@@ -236,6 +236,24 @@ def test_trainer_as_the_plain_loop(ranks, tmp_path, stage, options):
     ranks.run(functools.partial(launched, check))
 
 
+def compiled_trainer(folder, rank, world_size):
+    """Trainer clears the gradients of what torch.compile() returned, and takes the norm of all."""
+    settings = {"torch_compile": True, "torch_compile_backend": "eager", "logging_steps": 1}
+    settings |= {"logging_strategy": "steps", "save_strategy": "no"}
+    norms = []
+    for stage in (0, 1, 2, 3):
+        made = make_trainer(Net(), folder, stage, settings=settings)
+        made.train()
+        torch.testing.assert_close(zero.full_state_dict(made.model), plain(stage, None, rank))
+        history = made.state.log_history
+        norms.append([each["grad_norm"] for each in history if "grad_norm" in each])
+    assert len(norms[0]) == STEPS and all(each == norms[0] for each in norms)
+
+
+def test_a_compiled_model_has_its_gradients_cleared(ranks, tmp_path):
+    ranks.run(functools.partial(launched, functools.partial(compiled_trainer, tmp_path)))
+
+
 def llama(folder, rank, world_size):
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -7,6 +7,7 @@ import warnings
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -223,6 +224,39 @@ def steps_by_hand(folder, rank, world_size):
 
 def test_steps_by_hand(ranks, tmp_path):
     ranks.run(functools.partial(launched, functools.partial(steps_by_hand, tmp_path)))
+
+
+def norms_of(strategy, folder):
+    """The norms that Lightning's own function takes before each step."""
+    from lightning.pytorch.utilities import grad_norm
+
+    found = []
+
+    def look(self, optimizer):
+        found.append({name: float(norm) for name, norm in grad_norm(self, 2).items()})
+
+    def torch_optimizer(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    changes: Any = {"on_before_optimizer_step": look}
+    if strategy == "ddp":
+        changes["configure_optimizers"] = torch_optimizer
+    trainer = make_trainer(strategy, folder, epochs=1, enable_checkpointing=False)
+    fit(trainer, make_module(**changes))
+    return found
+
+
+def logged_norms(folder, rank, world_size):
+    from ringcomm.integrations.lightning import RingcommStrategy
+
+    wanted = norms_of("ddp", folder)
+    assert len(wanted[0]) == 7  # of each parameter, and of all
+    for stage in (0, 1, 2, 3):
+        torch.testing.assert_close(norms_of(RingcommStrategy(stage), folder), wanted)
+
+
+def test_logged_norms_are_those_of_ddp(ranks, tmp_path):
+    ranks.run(functools.partial(launched, functools.partial(logged_norms, tmp_path)))
 
 
 def refusals(folder, rank, world_size):
