@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch.distributed import DebugLevel, get_debug_level
 
+from ringcomm.comm.admission import without_memory
 from ringcomm.comm.arguments import (
     OP_CODES,
     PREMUL_SUM,
@@ -457,6 +458,11 @@ def enter(function: str, tensor: Any, group: Group, op: str = "SUM") -> tuple[st
         raise ArgumentError(
             f"{where(operation, rank, world_size)}: tensor: expected a tensor, got "
             f"{type(tensor).__name__}"
+        )
+    if tensor.is_nested:  # which has no shape that an operator could be asked for
+        raise UnsupportedError(
+            f"{where(operation, rank, world_size)}: tensor: expected a dense tensor with memory, "
+            f"got a {without_memory(tensor)}"
         )
     differentiable = tensor.requires_grad and torch.is_grad_enabled()
     if differentiable and op not in LINEAR:

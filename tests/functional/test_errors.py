@@ -28,6 +28,16 @@ CASES = {
         "tensor: expected a tensor, got list",
     ),
     "sparse": (lambda c: F.all_gather(T(3).to_sparse(), c), "expected a dense tensor"),
+    "nested": (
+        lambda c: F.all_to_all(torch.nested.nested_tensor([T(2), T(1)]), group=c),
+        "expected a dense tensor with memory, got a nested tensor; pass its values()",
+    ),
+    "jagged": (
+        lambda c: F.all_reduce(
+            torch.nested.nested_tensor([T(2), T(1)], layout=torch.jagged), group=c
+        ),
+        "got a NestedTensor; pass tensor.values()",
+    ),
     "unknown dtype": (
         lambda c: F.broadcast(T(3, dtype=torch.complex32), 0, c),
         "dtype torch.complex32 is not supported",
@@ -91,10 +101,12 @@ CASES = {
     "smallest": (lambda c: F.reduce_scatter(G(4), ReduceOp.MIN, c), "got MIN"),
     "product": (lambda c: F.all_reduce(G(3), ReduceOp.PRODUCT, c), "got PRODUCT"),
 }
-UNSUPPORTED = ("sparse", "unknown dtype", "largest", "smallest", "product")
+UNSUPPORTED = ("sparse", "nested", "jagged", "unknown dtype", "largest", "smallest", "product")
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.filterwarnings(
+    "ignore:ComplexHalf support is experimental", "ignore:The PyTorch API of nested tensors"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_bad_argument(worlds, name):
     call, message = CASES[name]
