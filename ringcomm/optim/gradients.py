@@ -122,7 +122,8 @@ class Gradients:
             active[index] = 1.0
             here = grad if shown is view else local_of(grad)
             if grad is not shown or here.data_ptr() != view_ptr:
-                if here.data_ptr() != view_ptr or here.stride() != view.stride():
+                moved = here.data_ptr() != view_ptr or here.stride() != view.stride()
+                if moved or here.is_neg():
                     view.copy_(here.detach())
                 set_grad(param, shown)
         for index in self._empty:

@@ -322,6 +322,18 @@ def test_no_step_of_an_optimizer_is_lost(worlds):
     assert torch.equal(parameter, before)
 
 
+def test_a_negated_view_of_a_gradient_in_its_bucket_counts(worlds):
+    parameter = torch.nn.Parameter(torch.zeros(N))
+    optimizer = ringcomm.optim.SGD([parameter], lr=1.0, comm=worlds(1)[0])
+    parameter.grad = torch.ones(N)
+    optimizer.step()
+    assert parameter.tolist() == [-1] * N
+    parameter.grad.fill_(-2)
+    parameter.grad = torch._neg_view(parameter.grad)
+    optimizer.step()
+    assert parameter.tolist() == [-3] * N
+
+
 class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
