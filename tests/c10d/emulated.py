@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import ringcomm.c10d
 from ringcomm import cuda
+from ringcomm.c10d import calls, messages
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.creation import create_process_group
 from ringcomm.comm.communicator import Communicator
@@ -73,6 +74,10 @@ def _resize_in_stream_order(storage: torch.UntypedStorage, size_bytes: int) -> A
 _resize = torch.UntypedStorage.resize_
 
 
+def _never() -> bool:
+    return False
+
+
 @contextmanager
 def emulated(backend: str) -> Iterator[None]:
     """Inside, ringcomm takes this thread's tensors for ones of an emulated device."""
@@ -85,6 +90,10 @@ def emulated(backend: str) -> Iterator[None]:
         with (
             InStreamOrderBelowWrappers(_await_streams),
             mock.patch.object(torch.UntypedStorage, "resize_", _resize_in_stream_order),
+            # The mode stands for the device, not for one of a user's: what a call does with tensors
+            # has to pass it, too, which happens below the modes otherwise.
+            mock.patch.object(calls, "is_watched", _never),
+            mock.patch.object(messages, "is_watched", _never),
         ):
             yield
     finally:
