@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ringcomm import zero
-from ringcomm.errors import ArgumentError
+from ringcomm.errors import ArgumentError, RingcommError
 from ringcomm.optim import AdamW, AdamWOptions
 from tests.zero.models import assert_same_bits
 
@@ -180,8 +180,17 @@ def test_gradients_in_parts_are_refused(worlds, stage):
             return self.outer(checkpoint(self, y, depth - 1, use_reentrant=True)) + y
 
     def work(comm):
+        options = zero.ZeroOptions(bucket_elems=512)
+        module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=options)
+        early = AdamWOptions(update="in_backward")
+        optimizer = AdamW(module.parameters(), lr=1e-2, options=early)
+        # Before the order of the buckets is known the first ones wait for the end.
+        only(module).backward()
+        optimizer.step()
         with pytest.raises(ArgumentError, match="gradients come after a backward has updated"):
-            trained(comm, base, stage, "in_backward", once, only)
+            only(module).backward()
+        with pytest.raises(RingcommError):
+            optimizer.step()  # ends that backward on all ranks
 
     base = Parts()
     worlds(2).run(work)

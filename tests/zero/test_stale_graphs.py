@@ -270,6 +270,7 @@ def test_an_optimizers_load_makes_graphs_stale_where_masters_decide(worlds, stag
             assert_stale(graph)
         else:
             graph.backward()
+        optimizer.zero_grad()  # ends that backward on all ranks
 
     worlds(2).run(work)
 
@@ -391,6 +392,7 @@ def test_a_graph_runs_backward_whatever_was_gathered_and_freed_meanwhile(worlds,
             optimizer.zero_grad()
         with pytest.raises(RuntimeError, match="second time"):
             loss.backward()
+        optimizer.zero_grad()  # ends that backward on all ranks
         if stage == 3:
             # Nothing has stayed once the graph was gone.
             evaluate(module)
