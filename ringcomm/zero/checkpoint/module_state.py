@@ -423,7 +423,7 @@ class SavedOptimizer:
         if len(groups) != len(group_params) or any(
             type(key) is not str for g in groups for key in g
         ):
-            raise ValueError("groups are no param groups")
+            raise ValueError("its param groups are damaged")
         scaler, residuals = told["loss_scaler"], told.get("residuals")
         if scaler is not None:
             LossScaler().load_state_dict(exactly(scaler, dict))

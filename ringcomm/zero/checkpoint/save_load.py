@@ -259,7 +259,7 @@ def check_load(
 
 
 def take_load(loading: Loading) -> Loaded:
-    """Takes over what :func:`check_load` has checked; collective."""
+    """Changes the module and the optimizer to a checkpoint that is checked; collective."""
     engine = loading.engine
     comm = engine.comm
     with normal_tensors():

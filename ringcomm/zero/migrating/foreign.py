@@ -109,7 +109,7 @@ class ForeignState:
             check_name(name)
             for _, piece in tensor.pieces:
                 if not isinstance(piece, Tensor) or piece.dtype != tensor.dtype:
-                    raise ValueError(f"{name} has pieces of several dtypes, or that are no tensors")
+                    raise ValueError(f"{name} has pieces that are not tensors of one dtype")
             if name in self.weights and tensor.shape != self.weights[name].shape:
                 raise ValueError(f"{name} has another shape than its state")
         names = [name for group in self.group_params for name in group]
@@ -117,7 +117,9 @@ class ForeignState:
             raise ValueError("a parameter is in two groups")
         for name in names:
             if not (name in self.weights and 0 <= self.steps.get(name, 0.0) < 2**53):
-                raise ValueError(f"{name} is no parameter, or has an odd number of steps")
+                raise ValueError(
+                    f"{name} is not a parameter, or its number of steps is out of range"
+                )
         if self.step is not None and not number_below(self.step, 2**53):
             raise ValueError(f"it has step {shown(self.step)}")
 

@@ -406,7 +406,7 @@ class MappedFile:
     """A regular file, mapped.
 
     Raises:
-        CheckpointError: it cannot be opened, is no regular file, or is empty.
+        CheckpointError: it cannot be opened, is not a regular file, or is empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -416,7 +416,7 @@ class MappedFile:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise ValueError("no regular file")
+                    raise ValueError("not a regular file")
                 # Private pages: whoever writes to a tensor changes no file.
                 self.bytes = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
             finally:
@@ -484,7 +484,7 @@ class TorchFile:
         return memoryview(self._map)[at : at + size_bytes]
 
     def _place(self, name: str) -> tuple[int, int]:
-        """Returns first byte and size of a member that lies in the file as it is."""
+        """Returns the first byte and the size of a member that is not compressed."""
         member, end = self._members.get(name, (None, 0))
         if (
             member is None

@@ -1,4 +1,4 @@
-"""What an input costs: memory and work in proportion to its bytes, whatever shape it has.
+"""Inputs of every reader cost memory and work in proportion to their bytes, whatever their shape.
 
 Each reader gets the shapes that cost it most, at two sizes. The peak of memory is tracemalloc's,
 and work is the number of lines of Python that run, so that no clock is read. docs/security.md has
@@ -111,7 +111,7 @@ def packed(plain: Any, blob: bytes = b"") -> bytes:
 
 
 OBJECTS: dict[str, Callable[[int], bytes]] = {
-    "one place": lambda n: packed(["l", *[["a", 0, 4 * n]] * n], bytes(4 * n)),
+    "one place": lambda n: packed(["l", *[["a", 0, 128 * n]] * n], bytes(128 * n)),
     "places": lambda n: packed(["l", *(["a", 4 * at, 4] for at in range(n))], bytes(4 * n)),
     "empty tensors": lambda n: packed(["l", *[["T", "torch.uint8", [0], 0, 0]] * n]),
     "empty arrays": lambda n: packed(["l", *[["A", "uint8", [0], 0, 0]] * n]),
@@ -373,7 +373,7 @@ CASES: list[Case] = [
         )
         for body in PICKLES
     ),
-    # Whose items are of many bytes, and read by many lines.
+    # A third of the items: each has many bytes, and many lines read it.
     *(
         Case(reader, name, lambda n, made=made: made(n // 3), read)  # type: ignore[misc]
         for reader, read, some in (

@@ -1,4 +1,4 @@
-"""What a manifest says beside its tensors is checked as a whole before a load changes anything."""
+"""A load checks every fact of a manifest before it changes anything."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_no_rank_waits_for_one_that_fails_in_any_way(worlds):
 
 
 def test_the_pieces_of_a_tensor_are_checked_in_time_that_grows_with_their_number(monkeypatch):
-    """Of boxes that are all open at once along each dimension no pairs are compared."""
+    """Pairs of boxes are not compared, even if all boxes overlap along each dimension."""
     calls = 0
     drawn = manifest._random
 
