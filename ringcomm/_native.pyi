@@ -6,7 +6,7 @@ KeyboardInterrupt. Buffers are contiguous; a buffer that lies in the heap moves 
 copy.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 DTYPES: dict[str, int]
@@ -344,12 +344,15 @@ class Heap:
     """This process's symmetric heap: shared memory without a name, reclaimed by the kernel.
 
     `directory` "" takes anonymous memory (memfd); else an unnamed file in that tmpfs or hugetlbfs.
-    Memory is committed as blocks are handed out. Raises OSError (errno, text naming need and free).
+    Memory is committed as blocks are handed out, as far as the machine and the `memory_groups`
+    (folders of control groups) have it. Raises OSError (errno, text naming need and free).
     """
 
-    def __init__(self, capacity_bytes: int, directory: str = "") -> None: ...
+    def __init__(
+        self, capacity_bytes: int, directory: str = "", memory_groups: Sequence[str] = ()
+    ) -> None: ...
     def allocate(self, size_bytes: int) -> Block:
-        """Raises OSError: ENOSPC when the heap is full, ENOMEM when memory is."""
+        """Raises OSError: ENOBUFS when the heap is full, ENOMEM memory, ENOSPC the folder."""
     def contains(self, ptr: int, size_bytes: int) -> bool: ...
     @property
     def fd(self) -> int: ...

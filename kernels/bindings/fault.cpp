@@ -7,27 +7,6 @@ namespace nb = nanobind;
 namespace ringcomm::host {
 namespace {
 
-const char* kind_of(Status status) {
-  switch (status) {
-    case Status::kTimeout:
-      return "timeout";
-    case Status::kPeerLost:
-      return "peer_lost";
-    case Status::kPeerClosed:
-      return "peer_closed";
-    case Status::kMismatch:
-      return "mismatch";
-    case Status::kInterrupted:
-      return "interrupted";
-    case Status::kCorrupt:
-      return "corrupt";
-    case Status::kRefused:
-      return "refused";
-    default:
-      return "aborted";
-  }
-}
-
 // The parts of a call that must be equal on all ranks, in codes; without its number.
 nb::tuple call_of(const CallId& id) {
   return nb::make_tuple(uint32_t(id.collective), id.dtype, id.redop, id.root,
@@ -45,7 +24,7 @@ std::string utf8_of(const nb::str& text) {
 
 nb::dict fault_dict(const Fault& f, const std::string& reason) {
   nb::dict d;
-  d["kind"] = kind_of(f.status);
+  d["kind"] = name_of(f.status == Status::kOk ? Status::kAborted : f.status);
   d["op"] = name_of(f.mine.id.collective);
   d["sequence"] = f.mine.id.sequence;
   d["their_sequence"] = f.status == Status::kMismatch ? f.theirs.id.sequence : 0;

@@ -33,14 +33,16 @@ void bind_heap(nb::module_& m) {
   nb::class_<Heap>(m, "Heap")
       .def(
           "__init__",
-          [](Heap* self, uint64_t capacity_bytes, const std::string& directory) {
+          [](Heap* self, uint64_t capacity_bytes, const std::string& directory,
+             std::vector<std::string> memory_groups) {
             try {
-              new (self) Heap(capacity_bytes, directory);
+              new (self) Heap(capacity_bytes, directory, std::move(memory_groups));
             } catch (const HeapError& e) {
               raise_os_error(e);
             }
           },
-          nb::arg("capacity_bytes"), nb::arg("directory") = "")
+          nb::arg("capacity_bytes"), nb::arg("directory") = "",
+          nb::arg("memory_groups") = std::vector<std::string>())
       .def(
           "allocate",
           [](const std::shared_ptr<Heap>& self, uint64_t size_bytes) {

@@ -157,12 +157,7 @@ void bind_triton(nb::module_& m) {
   collectives["reduce_scatter_norm"] = int(Collective::kReduceScatterNorm);
   collectives["adamw_all_gather"] = int(Collective::kAdamWAllGather);
   collectives["reduce_scatter_adamw_all_gather"] = int(Collective::kReduceScatterAdamWAllGather);
-  statuses["timeout"] = int(Status::kTimeout);
-  statuses["peer_lost"] = int(Status::kPeerLost);
-  statuses["mismatch"] = int(Status::kMismatch);
-  statuses["aborted"] = int(Status::kAborted);
-  statuses["peer_closed"] = int(Status::kPeerClosed);
-  statuses["corrupt"] = int(Status::kCorrupt);
+  for (int i = int(Status::kOk) + 1; i < kStatuses; ++i) statuses[name_of(Status(i))] = i;
   streams["pair"] = int(Stream::kPair);
   streams["shared"] = int(Stream::kShared);
   m.attr("COLLECTIVES") = collectives;

@@ -2,6 +2,7 @@
 #include "kernels/host/describe.h"
 
 #include <cstring>
+#include <iterator>
 
 namespace ringcomm::host {
 namespace {
@@ -92,6 +93,14 @@ const char* name_of(Algorithm algorithm) {
   return uint32_t(algorithm) < 6 ? names[uint32_t(algorithm)] : "unknown";
 }
 
+const char* name_of(Status status) {
+  static const char* const names[] = {"ok",          "timeout", "peer_lost",
+                                      "mismatch",    "aborted", "interrupted",
+                                      "peer_closed", "corrupt", "refused"};
+  static_assert(std::size(names) == kStatuses);
+  return uint32_t(status) < uint32_t(kStatuses) ? names[uint32_t(status)] : "unknown";
+}
+
 std::string reason_of(const ControlPage& page) {
   char text[sizeof(page.reason)];
   std::memcpy(text, page.reason, sizeof(text));
@@ -102,7 +111,7 @@ Fault trusted(const Fault& record, int owner, int world) {
   Fault fault = record;
   fault.rank = owner;
   if (fault.peer < -1 || fault.peer >= world) fault.peer = -1;
-  if (fault.status <= Status::kOk || fault.status > Status::kRefused)
+  if (fault.status <= Status::kOk || int(fault.status) >= kStatuses)
     fault.status = Status::kAborted;
   return fault;
 }

@@ -11,6 +11,7 @@ const char* name_of(Collective collective);
 const char* name_of(DType dtype);
 const char* name_of(RedOp op);
 const char* name_of(Algorithm algorithm);
+const char* name_of(Status status);
 
 // The reason in a page that a peer may be writing now: at most as much text as fits.
 std::string reason_of(const ControlPage& page);

@@ -44,19 +44,39 @@ uint64_t meminfo_bytes(const char* name) {
   return ~uint64_t(0);
 }
 
-uint64_t number_in(const char* path) {
+uint64_t number_in(const std::string& path) {
   std::ifstream file(path);
   uint64_t value;
   return file >> value ? value : ~uint64_t(0);  // absent, or "max"
 }
 
-// Memory that this process may still take: the smaller of the machine's and the container's.
-uint64_t available_bytes() {
-  const uint64_t machine = meminfo_bytes("MemAvailable:");
-  const uint64_t limit = number_in("/sys/fs/cgroup/memory.max");
-  if (limit == ~uint64_t(0)) return machine;
-  const uint64_t used = number_in("/sys/fs/cgroup/memory.current");
-  return std::min(machine, limit > used ? limit - used : 0);
+// Cached pages of files in a control group, which the kernel gives back before the limit counts.
+// Shared memory is not among them.
+uint64_t reclaimable_bytes(const std::string& group, bool is_v1) {
+  std::ifstream file(group + "/memory.stat");
+  const std::string prefix = is_v1 ? "total_" : "";
+  uint64_t sum = 0, value;
+  for (std::string key; file >> key >> value;)
+    if (key == prefix + "inactive_file" || key == prefix + "active_file") sum += value;
+  return sum;
+}
+
+// Memory that a control group of version 1 or 2 still grants.
+uint64_t available_in(const std::string& group) {
+  uint64_t limit = number_in(group + "/memory.max");
+  const bool is_v1 = limit == ~uint64_t(0);
+  if (is_v1) limit = number_in(group + "/memory.limit_in_bytes");
+  if (limit == ~uint64_t(0)) return limit;
+  const uint64_t used = number_in(group + (is_v1 ? "/memory.usage_in_bytes" : "/memory.current"));
+  const uint64_t kept = used - std::min(used, reclaimable_bytes(group, is_v1));
+  return limit > kept ? limit - kept : 0;
+}
+
+// Memory that this process may still take: the least of the machine's and the control groups'.
+uint64_t available_bytes(const std::vector<std::string>& groups) {
+  uint64_t available = meminfo_bytes("MemAvailable:");
+  for (const std::string& group : groups) available = std::min(available, available_in(group));
+  return available;
 }
 
 int open_backing(const std::string& directory) {
@@ -68,6 +88,11 @@ int open_backing(const std::string& directory) {
     throw HeapError(code, "cannot create shared memory in " +
                               (directory.empty() ? "memory" : directory) + ": " +
                               std::strerror(code));
+  }
+  // What peers require of the file, too: they see a signal (SIGBUS) where it can shrink.
+  if (fcntl(fd, F_GET_SEALS) < 0) {
+    close(fd);
+    throw HeapError(ENOTSUP, directory + " is not on a tmpfs or hugetlbfs");
   }
   fchmod(fd, 0600);  // memfd files are born 0777
   return fd;
@@ -166,8 +191,11 @@ void Allocator::free(uint64_t offset) {
   insert_free(begin, bytes);
 }
 
-Heap::Heap(uint64_t capacity_bytes, const std::string& directory)
-    : directory_(directory), allocator_(round_up(std::max(capacity_bytes, kPage), kPage)) {
+Heap::Heap(uint64_t capacity_bytes, const std::string& directory,
+           std::vector<std::string> memory_groups)
+    : directory_(directory),
+      memory_groups_(std::move(memory_groups)),
+      allocator_(round_up(std::max(capacity_bytes, kPage), kPage)) {
   const uint64_t bytes = round_up(std::max(capacity_bytes, kPage), kPage);
   const int fd = open_backing(directory);
   if (ftruncate(fd, off_t(bytes)) != 0) {
@@ -193,7 +221,7 @@ void Heap::commit(uint64_t end) {
   const uint64_t target = std::min(round_up(end, kHugePage), capacity_bytes()),
                  growth = target - committed_;
   if (directory_.empty()) {
-    const uint64_t available = available_bytes();
+    const uint64_t available = available_bytes(memory_groups_);
     if (growth > available)
       throw HeapError(ENOMEM, "the heap needs " + mib(growth) + " more memory, and " +
                                   mib(available) + " is available");
@@ -227,11 +255,11 @@ uint64_t Heap::allocate(uint64_t bytes, Purpose purpose) {
   const uint64_t align = huge ? kHugePage : bytes >= kPageAlignFrom ? kPage : kSmallAlign;
   const uint64_t offset = allocator_.allocate(bytes, align);
   if (offset == Allocator::kNone)
-    throw HeapError(ENOSPC, "a block of " + std::to_string(bytes) +
-                                " bytes does not fit into the heap of " + mib(capacity_bytes()) +
-                                ": " + mib(allocator_.used_bytes()) +
-                                " in use, largest free block " +
-                                std::to_string(allocator_.largest_free_bytes()) + " bytes");
+    throw HeapError(ENOBUFS, "a block of " + std::to_string(bytes) +
+                                 " bytes does not fit into the heap of " + mib(capacity_bytes()) +
+                                 ": " + mib(allocator_.used_bytes()) +
+                                 " in use, largest free block " +
+                                 std::to_string(allocator_.largest_free_bytes()) + " bytes");
   try {
     commit(offset + Allocator::rounded(bytes));
     if (huge) take_huge_pages(offset, offset + Allocator::rounded(bytes));

@@ -84,8 +84,10 @@ uint64_t random_word();
 class Heap {
  public:
   // directory "": anonymous memory (memfd). Else a tmpfs or hugetlbfs directory, in which the heap
-  // is an unnamed file (O_TMPFILE).
-  Heap(uint64_t capacity_bytes, const std::string& directory);
+  // is an unnamed file (O_TMPFILE). memory_groups: folders of the memory control groups that limit
+  // this process.
+  Heap(uint64_t capacity_bytes, const std::string& directory,
+       std::vector<std::string> memory_groups = {});
 
   // Offset of a block of at least `bytes`; throws HeapError. Large tensors get huge pages.
   enum class Purpose { kTensor, kRegion };
@@ -115,6 +117,7 @@ class Heap {
   void commit(uint64_t end);
   void take_huge_pages(uint64_t begin, uint64_t end);
   std::string directory_;
+  std::vector<std::string> memory_groups_;
   std::unique_ptr<Mapping> mapping_;
   mutable std::mutex mutex_;
   Allocator allocator_;

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from ringcomm.launch import hide_missing_numpy
+from ringcomm.variables import warn_of_unknown
 
 __all__ = ["main"]
 
@@ -60,6 +61,7 @@ REQUIRED = ("torch", "safetensors")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status; ``argv`` defaults to the process's."""
     hide_missing_numpy()
+    warn_of_unknown()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         parser, module = _build_parser(arguments)

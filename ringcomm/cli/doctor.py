@@ -21,7 +21,7 @@ from ringcomm import cuda
 from ringcomm.cuda.build import describe_source
 from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE, DEFAULT_CONNECTIONS, DeviceRuntime
 from ringcomm.errors import RingcommError
-from ringcomm.rendezvous.environment import available_cores
+from ringcomm.limits import available_cores, memory_limit_bytes
 
 # What ``ringcomm doctor`` looks at: each check reads one thing and says what it means.
 
@@ -92,28 +92,6 @@ def check_memory(meminfo: str, limit_bytes: int | None) -> Finding:
     if min(available, limit_bytes or available) < LITTLE_MEMORY_BYTES:
         return Finding("memory", NOTE, text, "little: set RINGCOMM_HEAP_BYTES low, or free memory")
     return Finding("memory", OK, text)
-
-
-def cgroup_limit_bytes(membership: str, root: Path) -> int | None:
-    """The least limit from this process's control group upwards; None without one.
-
-    ``membership`` is the text of /proc/self/cgroup, ``root`` the folder /sys/fs/cgroup.
-    """
-    limits: list[int] = []
-    for line in membership.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top, name = root, "memory.max"
-        elif "memory" in controllers.split(","):
-            top, name = root / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        folder = top / path.lstrip("/")
-        files = [level / name for level in (folder, *folder.parents) if level.is_relative_to(top)]
-        texts = [file.read_text().strip() for file in files if file.exists()]
-        limits += [int(text) for text in texts if text != "max"]
-    # Version 1 writes "no limit" as a number of pages near 2^63.
-    return min((limit for limit in limits if limit < 1 << 62), default=None)
 
 
 def check_shm(directory: str) -> Finding:
@@ -354,8 +332,7 @@ def examine() -> Iterable[Finding]:
     native = check_native()
     yield native
     yield check_cores()
-    limit = cgroup_limit_bytes(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup"))
-    yield check_memory(Path("/proc/meminfo").read_text(), limit)
+    yield check_memory(Path("/proc/meminfo").read_text(), memory_limit_bytes())
     if Path("/dev/shm").exists():
         yield check_shm("/dev/shm")
     yield check_descriptor_paths()

@@ -22,7 +22,7 @@ from ringcomm.comm.topology.model import (
 from ringcomm.comm.topology.nvml import read_machine
 from ringcomm.comm.topology.plan import TopologyPlan, host_plan, plan, rings_gbps
 from ringcomm.errors import ArgumentError
-from ringcomm.rendezvous.environment import available_cores
+from ringcomm.limits import available_cores
 
 # More make a plan that nobody reads.
 MOST_RANKS = 65536

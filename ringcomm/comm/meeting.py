@@ -103,7 +103,7 @@ def meet(membership: Membership, heap_bytes: int | None) -> OneNode | SeveralNod
     rendezvous = Rendezvous(meeting)
     core: _native.Comm | None = None
     try:
-        heap = process_heap(heap_bytes)
+        heap = process_heap(heap_bytes, len(membership.ranks))
         core = _make_core(heap, membership)
         handles = rendezvous.handles(_handle(heap, core, membership))
         heaps, unreached = _map_heaps(handles, heap, meeting)

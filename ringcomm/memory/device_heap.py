@@ -18,6 +18,7 @@ from ringcomm.cuda.runtime import DeviceRuntime, Event, Stream
 from ringcomm.errors import ArgumentError, HeapError, UnsupportedError
 from ringcomm.lifetime import until_exit
 from ringcomm.memory.host_heap import parse_bytes
+from ringcomm.variables import warn_of_unknown
 
 # One device heap: a plain device allocation, cut into blocks.
 #
@@ -228,6 +229,7 @@ os.register_at_fork(after_in_child=_forget_heaps_in_child)
 
 
 def _wanted_bytes(runtime: DeviceRuntime, device: int, heap_bytes: int | None) -> int:
+    warn_of_unknown()
     text = os.environ.get(HEAP_BYTES_VARIABLE, "")
     if heap_bytes is None and text:
         heap_bytes = parse_bytes(text, HEAP_BYTES_VARIABLE)

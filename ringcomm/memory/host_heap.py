@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
-from pathlib import Path
 from typing import Protocol
 from weakref import WeakValueDictionary
 
 from ringcomm import _native
 from ringcomm.errors import ArgumentError, HeapError, RendezvousError, UnsupportedError
+from ringcomm.limits import (
+    control_groups,
+    free_address_space_bytes,
+    largest_file_bytes,
+    memory_limit_bytes,
+)
+from ringcomm.rendezvous.environment import read_environment
+from ringcomm.variables import warn_of_unknown
 
 # The heap of this process, and tensors in it.
 #
@@ -24,10 +32,6 @@ SMALLEST_HEAP_BYTES = 2 << 20
 LARGEST_HEAP_BYTES = 1 << 47
 MOST_DIGITS = 20
 _SIZE_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_CGROUP_LIMIT_FILES = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 
 
 class _Process:
@@ -70,23 +74,53 @@ def parse_bytes(text: str, name: str) -> int:
     return int(digits) * unit
 
 
-def default_heap_bytes() -> int:
-    """Half of the memory that this process may use: physical, or of its control group."""
-    physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit_file in _CGROUP_LIMIT_FILES:
-        try:
-            limit = limit_file.read_text().strip()
-        except OSError:
-            continue
-        if limit.isdecimal():
-            physical_bytes = min(physical_bytes, int(limit))
-    return max(physical_bytes // 2, SMALLEST_HEAP_BYTES)
+def default_heap_bytes(world_size: int = 1) -> int:
+    """Returns the heap's size where nobody gives one: half of what this process may use.
+
+    That is memory, of the machine or of the control groups around the process. Under a limit of the
+    address space (``ulimit -v``) the half is shared by the ranks of the node, since each of them
+    maps the heaps of all. A limit on the size of files (``ulimit -f``) and the size of the file
+    system of ``RINGCOMM_HEAP_DIR`` are limits of the whole heap.
+
+    Args:
+        world_size: ranks of the communicator that the heap is made for, for when no launcher says
+            how many ranks run on this node.
+    """
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    sizes = [min(memory_bytes, memory_limit_bytes() or memory_bytes) // 2]
+    address_space_bytes = free_address_space_bytes()
+    if address_space_bytes is not None:
+        place = read_environment()
+        ranks = place.local_world_size if place.world_size > 1 else world_size
+        sizes.append(address_space_bytes // 2 // ranks)
+    file_bytes = largest_file_bytes()
+    if file_bytes is not None:
+        sizes.append(file_bytes)
+    directory = os.environ.get(HEAP_DIR_VARIABLE, "")
+    if directory:
+        sizes += _size_of(directory)
+    # Whole pages: a size from a limit need not be.
+    whole = min(sizes) // SMALLEST_HEAP_BYTES * SMALLEST_HEAP_BYTES
+    return max(whole, SMALLEST_HEAP_BYTES)
 
 
-def _wanted_heap_bytes(heap_bytes: int | None) -> int:
+def _size_of(directory: str) -> list[int]:
+    """Returns the size of a folder's file system; nothing where it has no limit, or no folder."""
+    try:
+        status = os.statvfs(directory)
+    except OSError:
+        return []  # making the heap there raises the error
+    return [status.f_blocks * status.f_frsize] if status.f_blocks else []
+
+
+def _wanted_heap_bytes(heap_bytes: int | None, world_size: int) -> int:
+    warn_of_unknown()
     if heap_bytes is None:
         text = os.environ.get(HEAP_BYTES_VARIABLE, "")
-        heap_bytes = parse_bytes(text, HEAP_BYTES_VARIABLE) if text else default_heap_bytes()
+        if text:
+            heap_bytes = parse_bytes(text, HEAP_BYTES_VARIABLE)
+        else:
+            heap_bytes = default_heap_bytes(world_size)
     if not SMALLEST_HEAP_BYTES <= heap_bytes <= LARGEST_HEAP_BYTES:
         raise ArgumentError(
             f"heap_bytes: expected at least {SMALLEST_HEAP_BYTES} bytes and at most "
@@ -96,22 +130,13 @@ def _wanted_heap_bytes(heap_bytes: int | None) -> int:
     return heap_bytes
 
 
-def _room_in(directory: str) -> str:
-    if not directory:
-        return ""
-    try:
-        status = os.statvfs(directory)
-    except OSError:
-        return ""
-    return f"; {directory} has {status.f_bavail * status.f_frsize} bytes free"
-
-
-def process_heap(heap_bytes: int | None = None) -> _native.Heap:
+def process_heap(heap_bytes: int | None = None, world_size: int = 1) -> _native.Heap:
     """The heap of this process, made now if this is the first use.
 
     Args:
-        heap_bytes: capacity in bytes; None takes ``RINGCOMM_HEAP_BYTES``, or else half of
-            the memory that this process may use.
+        heap_bytes: capacity in bytes; None takes ``RINGCOMM_HEAP_BYTES``, or else
+            :func:`default_heap_bytes`.
+        world_size: ranks of the communicator that the heap is made for.
 
     Raises:
         HeapError: it cannot be made, or it exists already and is smaller than asked.
@@ -121,7 +146,7 @@ def process_heap(heap_bytes: int | None = None) -> _native.Heap:
     with process.lock:
         heap = process.heap
         if heap is None:
-            heap = process.heap = _make_heap(_wanted_heap_bytes(heap_bytes))
+            heap = process.heap = _make_heap(_wanted_heap_bytes(heap_bytes, world_size))
         elif heap_bytes is not None and heap.capacity_bytes < heap_bytes:
             raise HeapError(
                 f"heap_bytes={heap_bytes}: the heap of this process exists already with "
@@ -131,17 +156,53 @@ def process_heap(heap_bytes: int | None = None) -> _native.Heap:
         return heap
 
 
+_NO_DESCRIPTOR = (
+    "No file descriptor is left: raise the limit of open files (ulimit -n), or close files"
+)
+
+
 def _make_heap(capacity_bytes: int) -> _native.Heap:
     directory = os.environ.get(HEAP_DIR_VARIABLE, "")
+    groups = [str(folder) for folder in control_groups("memory")]
     try:
-        return _native.Heap(capacity_bytes, directory)
+        return _native.Heap(capacity_bytes, directory, groups)
     except OSError as error:
         place = directory or "anonymous shared memory"
         raise HeapError(
             f"heap: cannot make a heap of {capacity_bytes} bytes in {place}: "
-            f"{error.strerror or error}{_room_in(directory)}; set {HEAP_BYTES_VARIABLE} to a "
-            f"smaller size, or {HEAP_DIR_VARIABLE} to another tmpfs"
+            f"{error.strerror or error}. {_advice(error.errno, directory)}"
         ) from error
+
+
+def _advice(code: int | None, directory: str) -> str:
+    """Returns what to do about a heap that could not be made, by the error's cause."""
+    if code in (errno.EMFILE, errno.ENFILE):
+        return _NO_DESCRIPTOR
+    if code == errno.EFBIG:
+        return (
+            f"Set {HEAP_BYTES_VARIABLE} (or heap_bytes=) to a smaller size, or raise the limit on "
+            f"the size of files (ulimit -f), which is {largest_file_bytes()} bytes"
+        )
+    if code == errno.ENOMEM:
+        free_bytes = free_address_space_bytes()
+        limit = ""
+        if free_bytes is not None:
+            limit = f", or raise the limit of the address space (ulimit -v), of which {free_bytes}"
+            limit += " bytes are left"
+        return (
+            f"Set {HEAP_BYTES_VARIABLE} (or heap_bytes=) to a smaller size, which each rank of the "
+            f"node maps{limit}"
+        )
+    if directory:
+        return (
+            f"{HEAP_DIR_VARIABLE}={directory} must be an existing folder of a tmpfs or hugetlbfs "
+            "that this user may write to, such as /dev/shm. Without the variable the heap needs "
+            "no folder"
+        )
+    return (
+        "The kernel or a filter of system calls refuses memfd_create, at any size. Set "
+        f"{HEAP_DIR_VARIABLE} to a folder of a tmpfs, such as /dev/shm"
+    )
 
 
 def allocate(size_bytes: int, operation: str) -> _native.Block:
@@ -166,12 +227,23 @@ def no_room_error(operation: str, heap: _native.Heap, error: OSError) -> HeapErr
         error: of the native allocation; its text names the need.
     """
     free_bytes = heap.capacity_bytes - heap.used_bytes
+    head = f"{operation}: {error.strerror}; {free_bytes} of the heap's {heap.capacity_bytes} bytes "
     directory = os.environ.get(HEAP_DIR_VARIABLE, "")
-    return HeapError(
-        f"{operation}: {error.strerror}; {free_bytes} of the heap's {heap.capacity_bytes} bytes "
-        f"are free{_room_in(directory)}. Free tensors of the heap, or raise {HEAP_BYTES_VARIABLE} "
-        "(or heap_bytes=) before the heap's first use"
-    )
+    if error.errno == errno.ENOBUFS:
+        advice = f"Free tensors of the heap, or raise {HEAP_BYTES_VARIABLE} (or heap_bytes=) before"
+        advice += " the heap's first use"
+    elif directory:
+        advice = (
+            f"Free tensors of the heap, or enlarge the file system of {directory} (mount -o "
+            f"remount,size=; docker run --shm-size), or unset {HEAP_DIR_VARIABLE}. A larger "
+            f"{HEAP_BYTES_VARIABLE} cannot help"
+        )
+    else:
+        advice = (
+            "Free tensors, end what else uses the memory, or raise the memory limit of the control "
+            f"group (container). A larger {HEAP_BYTES_VARIABLE} cannot help"
+        )
+    return HeapError(f"{head}are free. {advice}")
 
 
 # The heaps of other processes, mapped here once each however many communicators use them.
@@ -255,8 +327,23 @@ def map_heap(handle: HeapAddress, own: _native.Heap, operation: str) -> MappedHe
         except OSError as error:
             raise RendezvousError(
                 f"{operation}: cannot map the heap of rank {handle.rank} (pid {handle.pid}): "
-                f"{error}. Is that process alive? Ranks on machines that are clones of each other "
-                "need a RINGCOMM_NODE_ID for each machine"
+                f"{error}. {_mapping_advice(error.errno)}"
             ) from error
         found = _mapped[key] = MappedHeap(mapping, handle.pid)
         return found
+
+
+def _mapping_advice(code: int | None) -> str:
+    """Returns what to do about a peer's heap that could not be mapped, by the error's cause."""
+    if code in (errno.EMFILE, errno.ENFILE):
+        return _NO_DESCRIPTOR
+    if code == errno.ENOMEM:
+        return (
+            "Each rank maps the heaps of all ranks of its node: set "
+            f"{HEAP_BYTES_VARIABLE} to a smaller size on all ranks, or raise the limit of the "
+            "address space (ulimit -v) or of mappings (sysctl vm.max_map_count)"
+        )
+    return (
+        "Is that process alive? Ranks on machines that are clones of each other need a "
+        "RINGCOMM_NODE_ID for each machine"
+    )

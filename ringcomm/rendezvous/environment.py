@@ -1,4 +1,4 @@
-"""The environment of a rank: its number, its world, a store to meet at, its cores.
+"""The environment of a rank: its number, its world, a store to meet at.
 
 Importing this module does not load torch: the process that starts the ranks of a command has no
 other use for it.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringcomm.errors import (
@@ -31,18 +30,6 @@ from ringcomm.rendezvous.same_node import meet_on_node
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-
-def available_cores() -> int:
-    """Cores that this process may use: its affinity mask, cut to the control group's quota."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except OSError:  # no version-2 control group here: the affinity mask is all there is to know
-        return cores
-    if quota == "max":
-        return cores
-    return max(1, min(cores, int(quota) // int(period)))
 
 
 # What the launcher's environment variables say about this rank.

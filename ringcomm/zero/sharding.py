@@ -19,6 +19,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, where
 from ringcomm.integers import integer
+from ringcomm.limits import available_cores
 from ringcomm.memory import normal_tensors
 from ringcomm.memory.disk_chunks import DiskChunks
 from ringcomm.memory.freed import keep_freed_memory
@@ -28,7 +29,6 @@ from ringcomm.optim.dtensors import PartMesh, find_mesh, local_of, set_local
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.meshes import over_mesh, ranks_of_stage, read_mesh, stages_of, with_all_stages
 from ringcomm.optim.placement import check_axis, check_memory, check_nodes
-from ringcomm.rendezvous.environment import available_cores
 from ringcomm.zero.absent import make_present
 from ringcomm.zero.buckets import ParamBucket
 from ringcomm.zero.disk_buckets import make_store, reserve

@@ -157,25 +157,6 @@ def test_little_memory_is_noted():
     assert limited.verdict == NOTE and "1.0 GiB" in limited.value
 
 
-def test_the_tightest_control_group_counts(tmp_path):
-    inner = tmp_path / "slice" / "job"
-    inner.mkdir(parents=True)
-    assert doctor.cgroup_limit_bytes("0::/slice/job\n", tmp_path) is None
-    (inner / "memory.max").write_text("max\n")
-    (tmp_path / "slice" / "memory.max").write_text("4096\n")
-    assert doctor.cgroup_limit_bytes("0::/slice/job\n", tmp_path) == 4096
-
-
-def test_a_control_group_of_version_1_counts(tmp_path):
-    job = tmp_path / "memory" / "job"
-    job.mkdir(parents=True)
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    membership = "5:devices:/\n4:memory:/job\n"
-    assert doctor.cgroup_limit_bytes(membership, tmp_path) is None
-    (job / "memory.limit_in_bytes").write_text("8192\n")
-    assert doctor.cgroup_limit_bytes(membership, tmp_path) == 8192
-
-
 def test_a_kernel_without_huge_pages_is_noted(monkeypatch):
     stats = {"capacity_bytes": 1 << 30, "huge_bytes": 0}
     monkeypatch.setattr("ringcomm.heap_stats", lambda: stats)

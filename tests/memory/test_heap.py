@@ -14,7 +14,6 @@ import torch
 
 import ringcomm
 from ringcomm import ArgumentError, HeapError
-from ringcomm.memory import host_heap as heap_module
 from ringcomm.memory.host_heap import parse_bytes, process_heap
 from tests.support.exact import MOVABLE
 from tests.support.faults import shared_memory_files
@@ -204,7 +203,7 @@ def test_tmpfs_that_is_too_small():
             (text,) = run_ranks(_in_tiny_tmpfs, 1, directory)
         finally:
             subprocess.run(["umount", directory], check=True)
-    for word in ("ringcomm.empty", "MiB more in", directory, "free", "RINGCOMM_HEAP_BYTES"):
+    for word in ("ringcomm.empty", "MiB more in", directory, "free", "remount,size="):
         assert word in text, text
 
 
@@ -220,21 +219,6 @@ def test_sizes_in_words(text, size):
 def test_sizes_that_are_none(text):
     with pytest.raises(ArgumentError, match="X: expected a number of bytes"):
         parse_bytes(text, "X")
-
-
-def test_default_size_respects_the_control_group(monkeypatch, tmp_path):
-    whole = heap_module.default_heap_bytes()
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(heap_module, "_CGROUP_LIMIT_FILES", (tmp_path / "none", limit))
-    limit.write_text("max\n")
-    assert heap_module.default_heap_bytes() >= whole
-    limit.write_text(f"{64 * MIB}\n")
-    assert heap_module.default_heap_bytes() == 32 * MIB
-    limit.write_text("100\n")
-    assert heap_module.default_heap_bytes() == heap_module.SMALLEST_HEAP_BYTES
-    monkeypatch.setenv("RINGCOMM_HEAP_BYTES", "1k")
-    with pytest.raises(ArgumentError, match="heap_bytes: expected at least"):
-        heap_module._wanted_heap_bytes(None)
 
 
 def _forked_child_has_its_own_heap(store, rank, world):

@@ -13,6 +13,7 @@ import pytest
 
 import ringcomm
 from ringcomm import c10d, fsdp2, functional, moe, optim, parallel, zero
+from ringcomm.variables import KNOWN
 from ringcomm.zero import checkpoint
 from tests.packaging.code_names import exported_by
 from tests.packaging.documents import DOCS, GUIDES, anchors_of
@@ -104,23 +105,30 @@ def test_the_page_of_options_has_all_with_their_defaults(options):
 
 
 def variables_read():
-    """The names of ringcomm's environment variables that stand as words in sources."""
+    """The names of ringcomm's environment variables that sources and tests read."""
     found = set()
     sources = [ROOT / "setup.py"]
     for folder in ("ringcomm", "bench", "tools"):
         sources += (ROOT / folder).rglob("*.py")
     for source in sources:
-        found |= set(re.findall(r"""["'](RINGCOMM_[A-Z_]+)["']""", source.read_text()))
+        if source.name != "variables.py":
+            found |= set(re.findall(r"""["'](RINGCOMM_[A-Z_]+)["']""", source.read_text()))
+    # Tests also write names that they expect to be refused.
+    read = re.compile(
+        r"""(?:environ(?:\.get\(|\[)|getenv\(|^[A-Z]+ = )["'](RINGCOMM_[A-Z_]+)["']""", re.MULTILINE
+    )
+    for source in (ROOT / "tests").rglob("*.py"):
+        found |= set(read.findall(source.read_text()))
     for source in (ROOT / "kernels").rglob("*"):
         if source.suffix in (".h", ".cpp", ".cu"):
             found |= set(re.findall(r'getenv\("(\w+)"\)', source.read_text()))
-    return found
+    # Macros of kernels' units, which no process has in its environment.
+    return {name for name in found if not name.startswith("RINGCOMM_UNIT_")}
 
 
 def test_the_page_of_variables_has_all_that_are_read():
-    # Macros of kernels' units, which no process has in its environment.
-    read = {name for name in variables_read() if not name.startswith("RINGCOMM_UNIT_")}
-    assert len(read) > 10
+    read = variables_read()
+    assert read == KNOWN
     text = (REFERENCE / "environment.md").read_text().split("\n## `CommOptions`")[0]
     assert set(re.findall(r"`(RINGCOMM_\w+)`", text)) == read
     guides = "".join(path.read_text() for path in GUIDES)

@@ -47,7 +47,7 @@ class DeviceRecorder:
         self._comm = comm
         self._rank, self._world_size = membership.rank, len(membership.ranks)
         self._records = membership.options.records
-        self._heap = process_heap()
+        self._heap = process_heap(world_size=self._world_size)
         try:
             self.native = _native.DeviceRecorder(
                 self._heap,

@@ -53,6 +53,7 @@ enum class Status : int32_t {
   kCorrupt = 7,      // what a peer published points outside of its heap, or at no item of ours
   kRefused = 8,      // the operating system lets this rank no longer read the peer's process
 };
+constexpr int kStatuses = 9;
 
 // The steps of every protocol between ranks.
 enum class Point : int32_t { kPublish = 0, kAcknowledge = 1, kAwait = 2 };
