@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ringcomm.cli.trace_text import aligned, over_nodes, report
-from ringcomm.comm.recorder.live import ended_ranks, live_recordings
+from ringcomm.comm.recorder.live import ended_ranks, live_recordings, running_communicators
 from ringcomm.comm.recorder.records import CAPTURED, COMPLETED, DONE, Record, Recording, describe
-from ringcomm.comm.recorder.trace_file import Trace, newest, read
+from ringcomm.comm.recorder.trace_file import Trace, find_newest, newest, read
 from ringcomm.errors import ArgumentError
 
 __all__ = ["add_arguments", "by_communicator", "chrome_text", "run"]
@@ -89,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         nargs="*",
         type=Path,
-        help="traces that a fault left, over nodes one of each node; none: the newest one",
+        help="traces of a fault, over nodes one of each node; none: what runs, and the newest one",
     )
     parser.add_argument(
         "--pid",
@@ -133,8 +134,10 @@ def run(args: argparse.Namespace) -> int:
             "\n".join(report(each, args.last, ended_ranks(each, args.pid[0])))
             for each in recordings
         ]
+    elif args.file:
+        recordings, parts = _of_files(args.file, args.last)
     else:
-        recordings, parts = _of_files(args.file or [newest()], args.last)
+        recordings, parts = _without_arguments(args.last)
     print("\n\n".join(parts))
     if args.chrome is not None:
         try:
@@ -143,6 +146,39 @@ def run(args: argparse.Namespace) -> int:
             raise ArgumentError(f"--chrome: cannot write {args.chrome}: {error}") from error
         print(f"\nwrote {args.chrome}", file=sys.stderr)
     return 0
+
+
+def _without_arguments(last: int) -> tuple[list[Recording], list[str]]:
+    """Lists what runs, and reads the newest trace; returns recordings and what to print.
+
+    Raises:
+        RingcommError: there is neither.
+    """
+    running = [_running(each) for each in running_communicators()]
+    parts = []
+    if running:
+        told = "what this user's processes run; ringcomm trace --pid PID shows the calls:"
+        parts.append("\n".join([told, *sorted(running)]))
+    path = find_newest() if running else newest()
+    if path is None:
+        return [], parts
+    recordings, told_of_file = _of_files([path], last)
+    return recordings, [*parts, f"the newest trace {_whose(path)}:", *told_of_file]
+
+
+def _running(recording: Recording) -> str:
+    pids = ", ".join(f"{each.rank}: pid {each.pid}" for each in recording.ranks)
+    return f"  {recording.communicator}, {recording.world_size} ranks ({pids})"
+
+
+def _whose(path: Path) -> str:
+    """Says where a trace lies, how old it is, and which process wrote it."""
+    trace = read(path)
+    writer = trace.recording.rank(trace.written_by)
+    where = "of this folder" if path.parent == Path() else f"of {path.parent}"
+    age_s = max(time.time() - trace.written_s, 0.0)
+    process = "" if writer is None else f" (pid {writer.pid})"
+    return f"{where}, written {age_s:.0f} s ago by rank {trace.written_by}{process}"
 
 
 def by_communicator(files: Sequence[tuple[Path, Trace]]) -> list[list[tuple[Path, Trace]]]:

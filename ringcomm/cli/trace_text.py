@@ -15,6 +15,7 @@ from ringcomm.comm.recorder.records import (
     Record,
     Recording,
     at,
+    backward_of,
     describe,
     divergence,
     inner_calls,
@@ -144,6 +145,9 @@ def _parting(recording: Recording) -> list[str]:
         for each in recording.ranks:
             record = each.collective(parted)
             what = "not called, or forgotten" if record is None else describe(record) + _at(record)
+            backward = backward_of(each, parted)
+            if backward and (record is None or backward not in what):
+                what += f"; its last reduction: {backward}"
             lines.append(f"  rank {each.rank}: {what}")
     else:
         lines.append("as far as the records go, all ranks made the same collective calls")

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -12,15 +13,17 @@ import pytest
 import torch
 
 import ringcomm
+from ringcomm import _native
 from ringcomm.cli import main
 from ringcomm.cli.trace import chrome_text
 from ringcomm.cli.trace_text import over_nodes, report
 from ringcomm.comm.recorder import trace_file
-from ringcomm.comm.recorder.live import live_recordings
+from ringcomm.comm.recorder.live import live_recordings, running_communicators
 from ringcomm.comm.recorder.records import NodeLevel, RankRecording, Record, Recording
-from ringcomm.errors import RingcommError
+from ringcomm.errors import _BY_KIND, RingcommError
+from tests.support import ROOT
 from tests.support.faults import until_stopped
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, run_ranks
 
 MS = 1_000_000
 CALLS = ("all_reduce", "barrier", "broadcast", "all_gather")
@@ -140,7 +143,78 @@ def test_last_shortens_the_tables(saved, capsys):
     assert capsys.readouterr().out.count("/train.py:1") == 2
 
 
+def test_every_way_in_which_a_call_can_end_has_a_name():
+    text = (ROOT / "kernels/include/ringcomm/core/team.h").read_text()
+    body = text.partition("enum class Status : int32_t {")[2].partition("};")[0]
+    codes = [int(code) for code in re.findall(r"^  k\w+ = (\d+),", body, re.MULTILINE)]
+    assert codes == list(range(len(codes))) and len(codes) >= 9
+    assert sorted(_native.STATUSES.values()) == codes[1:]  # 0 is a good end
+    assert set(_native.STATUSES) == set(_BY_KIND)
+
+
+def test_a_mismatch_names_the_backward_of_each_rank():
+    """Also of a rank that has left the backward, and of whose calls one has no backward."""
+
+    def reduction(number, backward):
+        return record(number, "reduce_scatter_norm", root=_native.grad_tag(0, backward, 1))
+
+    mine = [reduction(1, 7), reduction(2, 8)]
+    lines = report(recording(mine, [reduction(1, 7), record(2, "barrier", match_bytes=0)]), 0)
+    assert any("rank 0: reduce_scatter_norm(" in line and "backward 8" in line for line in lines)
+    last = "its last reduction: bucket 1 of module 0 in backward 7"
+    assert f"  rank 1: barrier(), at /train.py:2; {last}" in lines
+    lines = report(recording([record(1)], [record(1, "barrier", match_bytes=0)]), 0)
+    assert "backward" not in "\n".join(lines)
+
+
+def test_what_runs_is_listed_and_the_newest_trace_shown(saved, tmp_path, monkeypatch, capsys):
+    """Traces of the current folder come first; what is shown is said."""
+    folder = tmp_path / "current"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv(trace_file.VARIABLE, str(saved.parent))
+    monkeypatch.setattr("ringcomm.cli.trace.running_communicators", list)
+    assert main(["trace"]) == 0
+    assert f"the newest trace of {saved.parent}, written " in capsys.readouterr().out
+    here = folder / saved.name
+    here.write_text(saved.read_text())
+    os.utime(here, (1, 1))
+    monkeypatch.setattr("ringcomm.cli.trace.running_communicators", lambda: [recording([], [])])
+    assert main(["trace"]) == 0
+    shown = capsys.readouterr().out
+    assert "--pid PID shows the calls:\n  world, 2 ranks (0: pid 100, 1: pid 101)\n" in shown
+    assert re.search(
+        r"the newest trace of this folder, written \d+ s ago by rank 1 \(pid 101\):", shown
+    )
+    here.unlink()
+    saved.unlink()
+    assert main(["trace"]) == 0
+    assert "newest" not in capsys.readouterr().out
+    monkeypatch.setattr("ringcomm.cli.trace.running_communicators", list)
+    assert main(["trace"]) == 1
+    assert "expected a trace in this folder or in" in capsys.readouterr().err
+
+
+def _runs(store, rank, world):
+    with ringcomm.Communicator.from_store(store, rank, world, name="listed") as comm:
+        comm.barrier()
+        return [
+            each for each in running_communicators() if each.communicator == "listed"
+        ], os.getpid()
+
+
+def test_running_communicators_are_found():
+    found = run_ranks(_runs, 2)
+    pids = [pid for _, pid in found]
+    # The other rank may have left already, but its peer's heap shows it.
+    recordings = [each for listed, _ in found for each in listed]
+    assert recordings
+    for each in recordings:
+        assert each.world_size == 2 and {rank.pid for rank in each.ranks} <= set(pids)
+
+
 def test_the_newest_trace_is_taken_when_none_is_named(saved, monkeypatch, capsys):
+    monkeypatch.setattr("ringcomm.cli.trace.running_communicators", list)
     monkeypatch.setenv(trace_file.VARIABLE, str(saved.parent))
     newer = saved.with_name("ringcomm-other-0000000000000001.json")
     newer.write_text(trace_file.text_of(trace(recording([record(1)], communicator="other"))))

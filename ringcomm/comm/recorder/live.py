@@ -11,6 +11,7 @@ import stat
 import struct
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from ringcomm.comm.recorder.records import (
 )
 from ringcomm.errors import RingcommError
 
-__all__ = ["ended_ranks", "live_recordings"]
+__all__ = ["ended_ranks", "live_recordings", "running_communicators"]
 
 # kernels/host/heap.h
 _HEAP_MAGIC = int.from_bytes(b"RNGHEAP1", "little")
@@ -75,6 +76,21 @@ def live_recordings(pids: Iterable[int]) -> list[Recording]:
     if not found:
         raise RingcommError("trace: these processes have no communicator that records its calls")
     return _by_world(found.values())
+
+
+def running_communicators() -> list[Recording]:
+    """Returns the recordings of all communicators of this user's other processes."""
+    found: dict[tuple[str, int, int], Recording] = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        with suppress(OSError, RingcommError):  # it ends meanwhile, or takes part in none
+            if folder.stat().st_uid == os.geteuid():
+                for each in live_recordings([int(folder.name)]):
+                    # Each process has the heaps of its peers, so each shows the communicator.
+                    key = (each.communicator, each.world_id, each.ranks[0].pid)
+                    found[key] = each
+    return list(found.values())
 
 
 def ended_ranks(recording: Recording, pid: int) -> frozenset[int]:

@@ -25,6 +25,7 @@ from ringcomm.comm.recorder.records import (
     Record,
     Recording,
     at,
+    backward_of,
     describe,
     inner_calls,
     read_block,
@@ -188,6 +189,12 @@ def _tell_mismatch(fault: Fault, reporter: RankRecording, peer: RankRecording | 
         mine = reporter.collective(fault["sequence"])
     fault["mine"] += at(mine)
     fault["theirs"] += at(theirs)
+    last = [
+        f"Rank {each.rank}'s last reduction of gradients is of {backward}. "
+        for each in (reporter, peer)
+        if each is not None and (backward := backward_of(each, number))
+    ]
+    fault["story"] = "".join(last)
 
 
 def _tell(fault: Fault, recording: Recording) -> Fault:

@@ -32,6 +32,7 @@ __all__ = [
     "RecorderHeader",
     "Recording",
     "at",
+    "backward_of",
     "call_of",
     "describe",
     "divergence",
@@ -291,6 +292,17 @@ def describe(record: Record) -> str:
         parts.append(_native.describe_tag(record.root) if tagged else "")
         parts.append("Triton kernels" if record.kernels == "triton" else "")
     return f"{record.collective}({', '.join([part for part in parts if part])})"
+
+
+def backward_of(rank: RankRecording, number: int) -> str:
+    """Says in which backward a rank was last, up to its collective ``number``; "" if unknown.
+
+    Reductions of gradients by ringcomm's optimizers and sharded modules name it.
+    """
+    for record in reversed(rank.collectives):
+        if record.number <= number and record.collective in OPTIMIZERS and record.root > 0:
+            return str(_native.describe_tag(record.root))
+    return ""
 
 
 def at(record: Record | None) -> str:

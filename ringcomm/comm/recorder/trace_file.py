@@ -28,6 +28,7 @@ __all__ = [
     "OfNode",
     "Trace",
     "directory",
+    "find_newest",
     "is_off",
     "leave",
     "newest",
@@ -132,24 +133,37 @@ def _files(folder: Path, name: re.Pattern[str]) -> list[tuple[Path, os.stat_resu
     return sorted(regular, key=lambda each: (each[1].st_mtime_ns, each[0]))
 
 
+def find_newest() -> Path | None:
+    """Returns the newest trace of the current folder, or else of :func:`directory`, or None.
+
+    Raises:
+        RingcommError: a folder cannot be read.
+    """
+    for folder in (Path(), directory()):
+        try:
+            files = _files(folder, _NAME) if folder is not None else []
+        except OSError as error:
+            raise RingcommError(f"trace: cannot look into {folder}: {error.strerror}") from error
+        found = [path for path, status in files if status.st_size]
+        if found:
+            return found[-1]
+    return None
+
+
 def newest() -> Path:
-    """Returns the newest trace in :func:`directory`.
+    """Returns the trace of :func:`find_newest`.
 
     Raises:
         RingcommError: there is none.
     """
-    folder = directory()
-    try:
-        files = _files(folder, _NAME) if folder is not None else []
-    except OSError as error:
-        raise RingcommError(f"trace: cannot look into {folder}: {error.strerror}") from error
-    found = [path for path, status in files if status.st_size]
-    if not found:
+    found = find_newest()
+    if found is None:
         raise RingcommError(
-            f"trace: expected a trace in {folder or f'{VARIABLE}={OFF}'}, got none. A communicator "
-            "leaves one at a fault; name a FILE, or --pid for processes that run"
+            f"trace: expected a trace in this folder or in {directory() or f'{VARIABLE}={OFF}'}, "
+            "got none. A communicator leaves one at a fault; name a FILE, or --pid for processes "
+            "that run"
         )
-    return found[-1]
+    return found
 
 
 def text_of(trace: Trace) -> str:
