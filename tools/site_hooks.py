@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -15,6 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools import site_pages
 
 ALONE = ("index.md", "tutorial.md")  # pages whose menu would have them alone
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Refuses to build without the formatter: mkdocstrings only notes that it is missing."""
+    if importlib.util.find_spec("ruff") is None:
+        raise PluginError("ruff is not installed, and signatures would be cut off: make site")
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

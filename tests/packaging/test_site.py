@@ -19,6 +19,7 @@ from tests.packaging.code_names import exported_by
 from tests.packaging.documents import DOCS, GUIDES, anchors_of
 from tests.support import ROOT
 from tools import site_pages
+from tools.matrix import PYTHONS
 
 REFERENCE = DOCS / "reference"
 MODULES = (ringcomm, c10d, fsdp2, functional, moe, optim, parallel, zero, checkpoint)
@@ -195,6 +196,36 @@ def test_every_document_is_in_the_menu():
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     assert pages - set(re.findall(r"([\w/-]+\.md)\b", MENU)) == set()
     assert anchors_of("# A `b_c`: d - e\n") == ["a-b_c-d---e"]
+
+
+def test_supported_pythons_are_stated_alike():
+    project = (ROOT / "pyproject.toml").read_text()
+    (least,) = re.findall(r'^requires-python = ">=(3\.\d+)"$', project, re.MULTILINE)
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
+    assert tuple(named) == PYTHONS and named[0] == least
+    told: dict[str, list[str]] = {}
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))):
+        text = path.read_text()
+        for found in re.findall(r"Python(?: \|)? (3\.\d+)(?: or newer| and later|\+)", text):
+            told.setdefault(found, []).append(path.name)
+    assert set(told) == {least} and len(told[least]) >= 4
+
+
+def test_extras_for_users_pin_no_version():
+    project = (ROOT / "pyproject.toml").read_text()
+    for extra in ("cuda13", "cuda12", "bench", "report"):
+        (line,) = re.findall(rf"^{extra} = \[(.*)\]$", project, re.MULTILINE)
+        assert "==" not in line
+
+
+def test_consoles_are_told_from_text():
+    """So that the button beside a block copies commands, without prompt and output."""
+    for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+        for language, text in blocks:
+            assert (language == "console") == text.startswith("$ "), (path.name, text)
+    style = (DOCS / "assets" / "site.css").read_text()
+    assert "[data-md-copying] .gp" in style and "[data-md-copying] .go" in style
 
 
 @pytest.mark.compiles
