@@ -8,7 +8,7 @@ not run. As with its strategy for DDP the step is reached through a call of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -146,6 +146,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
             self.model_to_device()
             self._shard()
         if fits:
+            _refuse_finetuning(trainer.callbacks)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
@@ -296,3 +297,15 @@ def _unwrapped(optimizer: Any) -> Any:
 def _rest(folder: Path, number: int) -> Path:
     """The file of what is neither in the shards of weights nor of the optimizer's state."""
     return folder / f"lightning-{number:08d}.ckpt"
+
+
+def _refuse_finetuning(callbacks: Iterable[Any]) -> None:
+    """Raises UnsupportedError for callbacks that unfreeze parameters while a module is fitted."""
+    for callback in callbacks:
+        if any(base.__name__ == "BaseFinetuning" for base in type(callback).__mro__):
+            raise UnsupportedError(
+                f"RingcommStrategy: callback {type(callback).__name__}: a BaseFinetuning unfreezes "
+                "parameters that were frozen when the module was sharded, and these have no place "
+                "for a gradient. Freeze them after shard(), between steps "
+                "(requires_grad_(False)), or fit twice, with another Trainer for each part"
+            )

@@ -62,7 +62,12 @@ def apart(param: Tensor, view: Tensor) -> Tensor:
 
     It has the same memory. Dynamo cannot trace two DTensors that share a storage.
     """
-    return torch.from_dlpack(view) if is_distributed(param) and view.numel() else view
+    return with_own_storage(view) if is_distributed(param) else view
+
+
+def with_own_storage(view: Tensor) -> Tensor:
+    """Returns a tensor of the memory of a view, and with a storage that has nothing else."""
+    return torch.from_dlpack(view) if view.numel() else view
 
 
 def distributed_as(param: Tensor, local: Tensor) -> Tensor:
@@ -240,6 +245,22 @@ def check_gradient(grad: Tensor, param: Tensor, called: str) -> None:
     wanted, got = (getattr(each, "device_mesh", None) for each in (param, grad))
     if wanted != got:
         raise ArgumentError(f"{called}: expected a gradient on mesh {wanted}, got one on {got}")
+
+
+def other_shape(called: str, wanted: Tensor, got: Tensor) -> ArgumentError:
+    """Makes the error of a gradient that does not fit into the bucket, unlike its parameter.
+
+    Args:
+        called: names the parameter.
+        wanted: its place in the bucket.
+        got: the gradient.
+    """
+    return ArgumentError(
+        f"{called}: expected a gradient of shape {tuple(wanted.shape)}, as the parameter had it at "
+        f"shard(), got {tuple(got.shape)}: the parameter's memory was replaced since (by .data =, "
+        "resize_token_embeddings() or the like). Do that before shard(), or unshard() the module "
+        "first, and build a new optimizer"
+    )
 
 
 def align_gradient(param: Tensor) -> None:

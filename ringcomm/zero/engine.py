@@ -27,7 +27,7 @@ from ringcomm.optim.outside_writes import count_change
 from ringcomm.optim.placement import Placement, displace
 from ringcomm.optim.sharded import refuse_join
 from ringcomm.zero.absent import plainly
-from ringcomm.zero.buckets import ParamBucket, ShardedBucket
+from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket
 from ringcomm.zero.conversions import allow_conversions, refuse_conversions
 from ringcomm.zero.disk_buckets import expect
 from ringcomm.zero.gather import Gatherer
@@ -433,9 +433,17 @@ class ShardEngine:
             updates.refuse_under_way(operation)
 
     def check_all(self, operation: str) -> None:
-        """Runs :meth:`check` on all ranks, of which all raise or none; collective."""
+        """Runs :meth:`check` on all ranks, of which all raise or none; collective.
+
+        Raises:
+            ArgumentError: as of :meth:`check`; or a parameter's memory was replaced.
+        """
         with all_or_none(self.comm, operation, self.mesh):
             self.check(operation)
+            for bucket in self.stored:
+                # A sharded one notices when it is freed, and may be written to meanwhile.
+                if isinstance(bucket, ReplicatedBucket):
+                    bucket.check()
 
     @contextmanager
     def together(self, operation: str) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -18,10 +19,10 @@ from ringcomm.module_names import (
     KnownNames,
     wrapped_key,
 )
+from ringcomm.optim.dtensors import is_distributed, with_own_storage
 from ringcomm.zero.absent import Absent, value_of
 from ringcomm.zero.buckets import ShardedBucket
-from ringcomm.zero.engine import ShardEngine
-from ringcomm.zero.gather import Gatherer
+from ringcomm.zero.engine import ShardEngine, owner_of
 from ringcomm.zero.units import Unit
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -94,10 +95,11 @@ def hook_modules(engine: ShardEngine, root: nn.Module) -> None:
     if engine.gatherer is not None:
         hooks = [_UnitHooks(engine, unit, unit.module is root) for unit in engine.parts.units]
         _watch_accesses(engine, hooks)
-        refuse, hide = _refuse_states(engine), partial(_hide_values, engine.gatherer)
+        refuse = _refuse_states(engine)
         engine.keep(root.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
         for module in root.modules():
-            engine.keep(module.register_state_dict_post_hook(hide))  # type: ignore[no-untyped-call]
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # it has no tensors, or shard() had refused it, and takes no such hooks
             engine.keep(module.register_load_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
     if casts:
         engine.keep(root.register_forward_hook(cast_outputs))
@@ -158,40 +160,63 @@ def _refuse_states(engine: ShardEngine) -> Callable[..., None]:
         if engine.gatherer is not None and not engine.gatherer.pinned:
             raise ArgumentError(
                 "state_dict: at stage 3 a module has its parameters only inside gathered(). Save "
-                "with ringcomm.zero.save() or full_state_dict(), and load inside "
-                "gathered(module, write_from=0)"
+                "with ringcomm.zero.save(), save_pretrained() or full_state_dict(), and load "
+                "inside gathered(module, write_from=0)"
             )
 
     return refuse
 
 
-def _hide_values(gatherer: Gatherer, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
-    """Takes what is gathered out of the state of a part of a module, since its memory will go.
+class _ShowValues:
+    """A hook that settles what the state of a module shows of its own parameters in buckets.
 
-    Frameworks ask a part for the names of its tensors, anywhere. Its values are shown only inside
-    ``gathered()``.
+    Each value gets a storage of its own: ``safetensors.torch.save_model()`` refuses a part of a
+    storage, and ``torch.save()`` would write the whole bucket. Outside of ``gathered()``, where
+    frameworks ask a part of a module of stage 3 for the names of its tensors, their memory will go.
     """
-    if gatherer.pinned:
-        return
-    for name, value in state.items():
-        here = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-        if (
-            here
-            and name.startswith(prefix)
-            and not isinstance(value, Absent)
-            and gatherer.has(value)
-        ):
-            state[name] = value_of(name, value)
+
+    def __init__(self, engine: ShardEngine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of a part of the module is plain.
+        return partial, (_leave_as_it_is,)
+
+    def __call__(self, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        engine = self._engine()
+        for key, param in module._parameters.items():
+            name = prefix + key
+            value = state.get(name)
+            if value is None or isinstance(value, (nn.Parameter, Absent)) or is_distributed(value):
+                continue
+            if engine is None or param is None or owner_of(param) is not engine:
+                continue
+            gatherer = engine.gatherer
+            if gatherer is not None and not gatherer.pinned:
+                if gatherer.has(value):
+                    state[name] = value_of(name, param)
+            elif gatherer is None or gatherer.has(value):
+                # The value itself goes on counting writes together with the parameter.
+                value.data = with_own_storage(value.detach())
 
 
-def name_states_plainly(engine: ShardEngine, outer: nn.Module) -> None:
-    """Has ``state_dict()`` give plain names, and ``load_state_dict()`` take plain and other ones.
+def _leave_as_it_is(*_: Any) -> None:
+    return
+
+
+def settle_states(engine: ShardEngine, outer: nn.Module) -> None:
+    """Has ``state_dict()`` give plain names and values that may be saved, and
+    ``load_state_dict()`` take plain and other names.
 
     Args:
         engine: of the module.
         outer: the module as the caller of ``shard()`` has it, perhaps in wrappers.
     """
     root = engine.parts.module
+    show = _ShowValues(engine)
+    for module in root.modules():
+        if module._parameters:
+            engine.keep(module.register_state_dict_post_hook(show))  # type: ignore[no-untyped-call]
     around = [] if outer is root else [outer]
     for module in (*around, *root.modules()):
         key = wrapped_key(module)

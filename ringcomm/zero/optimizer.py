@@ -17,7 +17,13 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory import zeros
 from ringcomm.optim.buckets import Bucket, BucketMemory, Buckets
-from ringcomm.optim.dtensors import grad_of, is_distributed, local_gradient, set_grad
+from ringcomm.optim.dtensors import (
+    grad_of,
+    is_distributed,
+    local_gradient,
+    other_shape,
+    set_grad,
+)
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
 from ringcomm.optim.kernels import Kernels
 from ringcomm.optim.layout import ShardLayout
@@ -174,8 +180,14 @@ class BucketedGradients(Gradients):
         slot = self._slots[number]
         grad = grad_of(slot.param)
         if grad is not None and grad is not slot.shown:
-            slot.view.copy_(local_gradient(slot.param, self.label(slot.number)))
-            set_grad(slot.param, slot.shown)
+            local = local_gradient(slot.param, self.label(slot.number))
+            try:
+                slot.view.copy_(local)
+                set_grad(slot.param, slot.shown)
+            except RuntimeError as error:
+                if local.shape == slot.view.shape:
+                    raise
+                raise other_shape(self.label(slot.number), slot.view, local) from error
 
 
 def _move_gradient(gradients: weakref.ref[BucketedGradients], number: int, param: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -41,8 +42,9 @@ def check_shardable(root: nn.Module) -> None:
 
     Raises:
         ArgumentError: some are sharded by torch, or have no shape yet.
-        UnsupportedError: a module writes to its parameter in forward; or a DTensor is not
-            contiguous, or placed in other ways than tensor parallelism does.
+        UnsupportedError: a module writes to its parameter in forward, or is one of TorchScript
+            with tensors; or a DTensor is not contiguous, or placed in other ways than tensor
+            parallelism does.
     """
     # Looked up in sys.modules, to import nothing: no module can be an FSDP module otherwise.
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
@@ -52,6 +54,14 @@ def check_shardable(root: nn.Module) -> None:
             raise ArgumentError(
                 f"{called} is sharded by fully_shard() (FSDP2) already; use one of both: call "
                 "shard() on the module as it was before"
+            )
+        if isinstance(module, torch.jit.ScriptModule) and _has_tensors(module):
+            first = next((f" with parameter {p!r}" for p, _ in module.named_parameters()), "")
+            raise UnsupportedError(
+                f"{called} is a {type(module).__name__} of TorchScript{first}, in which Python can "
+                "replace neither tensors nor hooks; shard() the module that torch.jit.script() or "
+                "trace() was given, and compile it with torch.compile(). For deployment, "
+                "unshard() it and script it then"
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise UnsupportedError(
@@ -77,6 +87,10 @@ def check_shardable(root: nn.Module) -> None:
                 f"shard: parameter {name} was made under torch.inference_mode(), and such a tensor "
                 "cannot be trained; build or copy the module outside of it"
             )
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return any(True for _ in chain(module.parameters(), module.buffers()))
 
 
 def check_memory_of_params(units: Sequence[Unit]) -> None:

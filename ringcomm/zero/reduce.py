@@ -43,7 +43,7 @@ from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import empty
 from ringcomm.optim.buckets import empty_for_streams
-from ringcomm.optim.dtensors import grad_of, local_gradient, set_grad
+from ringcomm.optim.dtensors import grad_of, local_gradient, other_shape, set_grad
 from ringcomm.optim.gradients import Accumulator
 from ringcomm.optim.reduction import NORM_WORDS, Into, make_reducer, make_residual
 from ringcomm.zero.absent import plainly
@@ -115,11 +115,17 @@ class GradientBucket:
     def _move(self, index: int, grad: Tensor) -> None:
         assert self.buffer is not None
         view = self.stored.params[index].view(self.buffer)
-        if index in self.taken:
-            view.add_(grad)
-        else:
-            view.copy_(grad)
-            self.taken.add(index)
+        try:
+            if index in self.taken:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+                self.taken.add(index)
+        except RuntimeError as error:
+            if grad.shape == view.shape:
+                raise
+            called = f"parameter {self.stored.params[index].name}"
+            raise other_shape(called, view, grad) from error
 
     @property
     def _sums(self) -> Accumulator | None:

@@ -33,7 +33,7 @@ from ringcomm.zero.absent import make_present
 from ringcomm.zero.buckets import ParamBucket
 from ringcomm.zero.disk_buckets import make_store, reserve
 from ringcomm.zero.engine import EngineParts, ShardEngine, owner_of
-from ringcomm.zero.hooks import hook_modules, name_states_plainly, uncompiled
+from ringcomm.zero.hooks import hook_modules, settle_states, uncompiled
 from ringcomm.zero.optimizer import place_params
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
@@ -360,7 +360,7 @@ def _attach(parts: EngineParts, outer: nn.Module, rollback: Rollback) -> None:
     rollback.call(forget_engine, parts.module)
     engine.count_change()
     hook_modules(engine, parts.module)
-    name_states_plainly(engine, outer)
+    settle_states(engine, outer)
 
 
 def _check_arguments(module: nn.Module, stage: int, comm: Communicator) -> None:

@@ -93,7 +93,8 @@ class Slots:
             return now is not None and now is not slot.param
         # The value itself is not read, since a property may compute it from parameters.
         computed = isinstance(getattr(type(owner), slot.key, None), property)
-        return computed or isinstance(vars(owner).get(slot.key), Tensor)
+        held = vars(owner).get(slot.key), owner._buffers.get(slot.key)
+        return computed or any(isinstance(each, Tensor) for each in held)
 
     def watch_loads(self, keep: Callable[[RemovableHandle], None]) -> None:
         """Has ``load_state_dict(assign=True)`` copy into the parameters, not replace them."""

@@ -257,3 +257,33 @@ def test_a_gradient_hook_from_before_shard_sees_every_gradient(worlds, stage):
         assert seen == [True] * 4
 
     worlds(1).run(work)
+
+
+class Tanh(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parts_of_torchscript(worlds, stage):
+    """Parts with tensors are refused by name; parts without any are right."""
+    for part in (
+        torch.jit.script(nn.Linear(4, 4)),
+        torch.jit.trace(nn.Linear(4, 4), torch.ones(4)),
+    ):
+        module = nn.Sequential(nn.Linear(4, 4), part)
+        match = r"module '1' is a \w+ of TorchScript with parameter 'weight'.*torch\.compile\(\)"
+        refuse(worlds, module, UnsupportedError, match, stage)
+    refuse(worlds, torch.jit.script(nn.Linear(4, 4)), UnsupportedError, "of TorchScript", stage)
+
+    def work(comm):
+        module: Any = nn.Sequential(nn.Linear(4, 4), torch.jit.script(Tanh()))
+        zero.shard(module, stage, comm=comm)
+        optimizer = AdamW(module.parameters())
+        module(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        with zero.gathered(module, write_from=0):
+            module.load_state_dict(module.state_dict())
+        zero.unshard(module.to("cpu"))
+
+    worlds(1).run(work)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
+import ringcomm
 from ringcomm import zero
 from ringcomm.errors import ArgumentError
 from ringcomm.optim import AdamW, AdamWOptions
@@ -187,3 +190,87 @@ def test_what_moves_to_another_name_or_goes_is_no_replacement(worlds, stage):
     for weight, mask in worlds(1).run(work):
         assert torch.equal(mask, plain[0].weight_mask)
         assert torch.equal(weight, plain[0].weight_orig)
+
+
+RESHAPES: dict[str, Callable[[Any], Any]] = {
+    "more rows": lambda m: setattr(m[0].weight, "data", torch.ones(12, 4)),
+    "fewer rows": lambda m: setattr(m[0].weight, "data", torch.ones(6, 4)),
+    "one row": lambda m: setattr(m[0].weight, "data", torch.ones(1, 4)),
+    "as before": lambda m: setattr(m[0].weight, "data", torch.ones(8, 4)),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", RESHAPES)
+def test_memory_of_another_shape(stage, kind, tmp_path):
+    """As resize_token_embeddings() gives it: refused by name in training, and in a save."""
+
+    def work(comm):
+        module: Any = zero.shard(nn.Sequential(nn.Embedding(8, 4)), stage, comm=comm)
+        optimizer = AdamW(module.parameters(), lr=1e-2)
+        step_rows(module, optimizer)
+        if stage == 3:
+            module(torch.zeros(1, dtype=torch.int64))
+        RESHAPES[kind](module)
+        if stage < 3:
+            with pytest.raises(ArgumentError, match=r"parameter 0\.weight: its memory was replac"):
+                zero.save(tmp_path, 1, module)
+        with pytest.raises(ArgumentError, match=r"0\.weight.*(expected|memory was replaced)"):
+            step_rows(module, optimizer)
+
+    # A backward that fails leaves the communicator with reductions to make up for.
+    with ringcomm.local_world(2, timeout=30) as world:
+        world.run(work)
+
+
+def step_rows(module: nn.Module, optimizer: AdamW) -> None:
+    module(torch.zeros(2, dtype=torch.int64)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_buffer_in_the_place_of_a_parameter(worlds, stage):
+    def work(comm):
+        module: Any = zero.shard(new(), stage, comm=comm)
+        optimizer = AdamW(module.parameters(), lr=1e-2)
+        step(module, optimizer)
+        del module[0].weight
+        module[0].register_buffer("weight", torch.ones(4, 4))
+        with pytest.raises(ArgumentError, match=r"parameter 0\.weight: another tensor has its pl"):
+            step(module, optimizer)
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_safetensors_and_torch_save_what_a_state_has(worlds, stage, tmp_path):
+    """Each value is a tensor by itself, and a write to it still counts as the parameter's."""
+
+    def work(comm):
+        file = tmp_path / f"{comm.rank}.safetensors"
+        base = new()
+        base[2].weight = base[0].weight
+        module: Any = zero.shard(base, stage, comm=comm)
+        optimizer = AdamW(module.parameters(), lr=1e-2)
+        step(module, optimizer)
+        saved = zero.full_state_dict(module)
+        with zero.gathered(module):
+            safetensors.torch.save_model(module, str(file))
+            state = module.state_dict()
+            one = io.BytesIO()
+            torch.save(module[2].bias.detach(), whole := io.BytesIO())
+            torch.save(state["2.bias"], one)
+            assert len(one.getvalue()) <= len(whole.getvalue())
+            version = module[0].weight._version
+            assert state["0.weight"]._version == version
+        assert_same_bits({name: value.clone() for name, value in state.items()}, saved)
+        other = new()
+        other[2].weight = other[0].weight
+        zero.shard(other, stage, comm=comm)
+        with zero.gathered(other, write_from=0):
+            assert not any(safetensors.torch.load_model(other, str(file)))
+        assert_same_bits(zero.full_state_dict(other), saved)
+        step(module, optimizer)
+
+    worlds(2).run(work)
