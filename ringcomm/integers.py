@@ -48,13 +48,18 @@ def integers(values: Any, *, bools: bool = False) -> list[int] | None:
             list.
         bools: as of :func:`integer`.
     """
-    if not isinstance(values, Iterable):
+    if type(values) is not list and not isinstance(values, Iterable):
         return None
+    found = []
     try:
-        found = [integer(value, bools=bools) for value in values]
+        for value in values:
+            number = value if type(value) is int else integer(value, bools=bools)
+            if number is None:
+                return None
+            found.append(number)
     except TypeError:  # of a scalar array or tensor, which is iterable by its type alone
         return None
-    return None if None in found else [value for value in found if value is not None]
+    return found
 
 
 def real(value: Any) -> float | None:
