@@ -410,7 +410,9 @@ def all_to_all(
     """
     key, world_size = enter("all_to_all", tensor, group)
     if not (torch.compiler.is_compiling() or (output_splits is None and input_splits is None)):
-        checks = communicator_of(group, named("all_to_all")).checks(named("all_to_all"))
+        # Not the communicator's checks, which refuse transforms: the operator goes through them.
+        communicator = communicator_of(group, named("all_to_all"))
+        checks = CallChecks(named("all_to_all"), communicator.rank, communicator.world_size)
         output_splits = checks.splits("output_splits", output_splits)
         input_splits = checks.splits("input_splits", input_splits)
     return cast(Tensor, _ops.all_to_all(tensor, output_splits, input_splits, key, world_size))

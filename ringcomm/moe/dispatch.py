@@ -6,6 +6,7 @@ from typing import NamedTuple, cast
 
 import torch
 
+from ringcomm.comm.arguments import CallChecks
 from ringcomm.comm.groups import Group, communicator_of
 from ringcomm.errors import ArgumentError
 from ringcomm.functional.collectives import enter
@@ -72,7 +73,8 @@ def dispatch(
     """
     key, world_size = enter(_DISPATCH, x, group)
     if not torch.compiler.is_compiling():
-        checks = communicator_of(group, _DISPATCH).checks(_DISPATCH)
+        communicator = communicator_of(group, _DISPATCH)
+        checks = CallChecks(_DISPATCH, communicator.rank, communicator.world_size)
         num_experts = checks.integer("num_experts", num_experts)
         if max_rows is not None:
             max_rows = checks.integer("max_rows", max_rows)
