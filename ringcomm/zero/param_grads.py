@@ -1,4 +1,4 @@
-"""What ``p.grad`` of a sharded parameter is: its reduced gradient, which no rank has whole.
+"""The reduced gradients that ``p.grad`` of sharded parameters shows, which no rank has whole.
 
 NOTE [What p.grad is]
 With several ranks autograd accumulates this rank's own gradient, and at stages 2 and 3 a reduction
@@ -79,7 +79,7 @@ class ParamGradient(Tensor):
     def __new__(
         cls, param: nn.Parameter, of: ModuleGradients, place: tuple[int, int]
     ) -> ParamGradient:
-        """Returns what stands for a parameter's gradient.
+        """Returns the tensor that represents a parameter's gradient.
 
         Args:
             param: the parameter.
@@ -179,7 +179,7 @@ class _Reduced:
         return within(self.sharded.kernels.reduced(bucket), chunk, segment)
 
     def power_sum(self, kind: float) -> Tensor | float:
-        """Returns what this rank adds to a norm: float64, each element of one rank alone."""
+        """Returns this rank's term of a norm, float64; each element counts on one rank."""
         bucket_number, segment = self.sharded.layout.places[self.index]
         bucket = self.sharded.buckets[bucket_number]
         own = within(self.sharded.own_gradient(bucket), self.sharded.own_chunk(bucket), segment)
@@ -189,7 +189,7 @@ class _Reduced:
         return norm if math.isinf(kind) else norm**kind
 
     def wrote(self) -> None:
-        """Notes that the gradient was changed in place, on all ranks alike."""
+        """Marks the gradient as changed in place, which all ranks have done."""
         first = self.sharded.first_pass
         assert first is not None
         first.written = first.clipped = True
@@ -273,7 +273,7 @@ class ModuleGradients:
         self.clear(own, for_another=value is not None)
         set_grad(param, value)
         if reduced is not None:
-            # Reducing anew would lose what was written to other parameters' gradients.
+            # Another reduction would lose the changes of other parameters' gradients.
             if value is not None:
                 reduced.piece().copy_(self._piece_of(reduced, local_of(value)))
             reduced.sharded.table.active[reduced.index] = float(value is not None)
@@ -468,7 +468,7 @@ class ModuleGradients:
             self._wrote(reduced)
 
     def _refuse_sum(self, own: ParamGradient, called: str) -> None:
-        """Raises ArgumentError where what all ranks add alike would be multiplied."""
+        """Raises ArgumentError where a value that all ranks add would count several times."""
         engine = self._engine
         if engine.options.reduce == "sum" and engine.comm.world_size > 1:
             self.refuse(own, f'{called}, with ZeroOptions(reduce="sum"),')
@@ -623,7 +623,7 @@ class ModuleGradients:
         first = sharded.first_pass
         assert first is not None
         if sharded.two_passes and first.overflowed is None:
-            # An overflow may be finite once it is bounded, and the step is skipped all the same.
+            # Bounding may hide an overflow, for which the step must still be skipped.
             if first.written:
                 first = sharded.first_pass = sharded.reduce("l2")
             first.overflowed = found_non_finite(first.words)
@@ -705,7 +705,7 @@ def _detach(param: nn.Parameter) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         return values
     if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
-        # It takes what is no plain parameter for a subclass, which it expects of detach().
+        # Of a subclass it expects that detach() returns the same class.
         return values.as_subclass(type(param))
     return values
 
