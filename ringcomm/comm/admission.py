@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 
 # NOTE [Keys of a thread]
 #
-# A call of ringcomm is no operator of torch: it reads and writes memory, and torch's dispatcher
+# A call of ringcomm is not an operator of torch: it reads and writes memory, and torch's dispatcher
 # does not see it. A trace would therefore lose the call, a transform would miss its effect, and a
 # fake tensor has no memory. All of them work by keys that a thread adds to every dispatch. Each
 # call first tests one word for such keys. The native module reads this word where torch keeps it.
@@ -58,7 +58,7 @@ _OF_TRACES = _word_of(torch._C._dispatch_key_parse("Tracer"))
 
 
 def _keys_of_torch() -> int:
-    """Returns what the native function of this name returns, asked of torch."""
+    """Returns the watched keys that this thread adds to each dispatch, by torch's own functions."""
     included = torch._C._dispatch_tls_local_include_set() - (
         torch._C._dispatch_tls_local_exclude_set()
     )
@@ -91,9 +91,9 @@ def _words_at(address: int, count: int) -> list[int]:
 def _find_keys() -> None:
     """Finds where tensors have their dispatch keys, and has the native module read them there.
 
-    To ask each tensor for its negation would take longer than the rest of the check, and hand the
-    interpreter's lock to another thread. The place counts as found if it is the only one that
-    agrees with torch for tensors of different keys. Otherwise each tensor is asked.
+    ``Tensor.is_neg()`` takes longer than the rest of the check and releases the interpreter's lock.
+    The place is used only if it alone agrees with torch for tensors of different keys. Otherwise
+    the native module calls ``is_neg()``.
     """
     plain = torch.ones(2, device="cpu")
     probes = [
@@ -119,7 +119,7 @@ def _find_keys() -> None:
 
 _WORD_BYTES = 8
 _WORDS_OF_OBJECT = Tensor.__basicsize__ // _WORD_BYTES
-# Of 208 bytes at most, by an assertion in torch's c10/core/TensorImpl.h; the keys are near the end.
+# torch's c10/core/TensorImpl.h asserts a size of at most 208 bytes; the keys are near the end.
 _WORDS_OF_IMPL = 184 // _WORD_BYTES
 if WATCHES_KEYS:
     _find_keys()
@@ -140,7 +140,7 @@ _MODES: dict[Any, str] = {
 
 
 def _interceptor(keys: int) -> str:
-    """Returns what has to see a call and would not; empty when modes only watch."""
+    """Returns the trace, transform or mode that would miss a call; empty if there is none."""
     if keys & _OF_TRANSFORMS:
         level = torch._C._functorch.peek_interpreter_stack()
         kind = "" if level is None else level.key().name
@@ -198,7 +198,7 @@ _GIVES_OUTPUTS = frozenset({"all_gather_into_tensor", "reduce_scatter_tensor", "
 _warned_leaves: Any = WeakIdKeyDictionary()
 
 
-# The tensor of which another one is a view, or None.
+# Returns the base of a view, or None.
 _base_of = attrgetter("_base")
 
 
@@ -222,7 +222,7 @@ def admit_gradients(operation: str, written: Sequence[Tensor], read: Sequence[Te
     """Has backward warn where it passes through tensors of a call, as torch's dispatcher does.
 
     Args:
-        operation: its name, for which :data:`torch` would have an operator.
+        operation: the name of the communicator's method.
         written: the call's outputs.
         read: its other inputs.
 
@@ -283,7 +283,7 @@ def _refuse_tangents(operation: str, tensors: Sequence[Tensor]) -> None:
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
-# What to pass instead of a tensor of a class that stands for data elsewhere.
+# Advice by class, for classes whose data are in other tensors.
 _INSTEAD = {
     "AsyncCollectiveTensor": "its result, tensor.wait()",
     "DTensor": "its local part, tensor.to_local()",
@@ -303,10 +303,10 @@ _PACKED = frozenset(
 
 
 def without_memory(tensor: Tensor) -> str:
-    """Returns what the tensor is and what to pass instead; empty if it has memory of its own.
+    """Returns the kind of a tensor without plain memory, with advice; empty for other tensors.
 
-    A view with a pending negation or conjugation has memory: it is copied. So has a subclass that
-    leaves operators as they are.
+    Views with a pending negation or conjugation have memory, and calls copy them. Subclasses
+    without ``__torch_dispatch__`` have memory, too.
     """
     if _native.is_plain(tensor):
         return ""
