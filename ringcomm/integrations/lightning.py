@@ -47,6 +47,10 @@ class _ShardedPrecision(_precisions.Precision):
         _unwrapped(optimizer).clip_grad_value_(clip_val)
 
 
+# Callbacks that average weights, and those that are derived from them.
+_AVERAGES = ("StochasticWeightAveraging", "WeightAveraging")
+
+
 class RingcommStrategy(_strategies.DDPStrategy):
     """Trains a ``LightningModule`` with sharded state, by :func:`ringcomm.zero.shard`.
 
@@ -138,6 +142,14 @@ class RingcommStrategy(_strategies.DDPStrategy):
                 "RingcommStrategy: sync_batchnorm=True: torch's needs CUDA and a group of its own; "
                 "call ringcomm.zero.convert_sync_batchnorm() in configure_model()"
             )
+        for callback in trainer.callbacks:
+            if any(kind.__name__ in _AVERAGES for kind in type(callback).__mro__):
+                raise UnsupportedError(
+                    f"RingcommStrategy: {type(callback).__name__}: expected no callback that "
+                    "averages weights, since it copies the module before it is sharded and writes "
+                    "the parameters afterwards. Average the shards by hand: docs/zero.md, averages "
+                    "of weights by shards"
+                )
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == _FITTING
         if is_sharded(self.part) and fits:

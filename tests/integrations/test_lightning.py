@@ -270,6 +270,13 @@ def refusals(folder, rank, world_size):
 
     with pytest.raises(UnsupportedError, match=r"precision: .* got MixedPrecision: autocast"):
         attempt(precision="bf16-mixed")
+    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+
+    for stage in (0, 1, 2, 3):
+        for average in (StochasticWeightAveraging(swa_lrs=0.1), WeightAveraging()):
+            name = type(average).__name__
+            with pytest.raises(UnsupportedError, match=f"{name}: expected no callback"):
+                attempt(RingcommStrategy(stage), callbacks=[average])
     with pytest.raises(UnsupportedError, match="convert_sync_batchnorm"):
         attempt(sync_batchnorm=True)
     with pytest.raises(ArgumentError, match="find_unused_parameters: expected settings for"):

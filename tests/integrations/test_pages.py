@@ -4,6 +4,7 @@ import ast
 import contextlib
 import functools
 import io
+import pprint
 import runpy
 import sys
 from unittest import mock
@@ -51,7 +52,7 @@ def shown(cell, names):
         if last is not None:
             value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
             if value is not None:
-                print(value)
+                pprint.pp(value, width=79)  # as IPython breaks the lines of lists
     return printed.getvalue()
 
 
@@ -63,7 +64,7 @@ def test_the_cells_of_the_notebook_show_what_the_page_says():
         found = shown(cell.text, names)
         # An output stands below its cell, with an empty line between.
         told = outputs.get(cell.line + cell.text.count("\n") + 3)
-        assert found.split() == (told.text.split() if told else []), cell
+        assert found.splitlines() == (told.text.splitlines() if told else []), cell
         compared += told is not None
     assert compared == len(outputs) >= 4
 
