@@ -605,6 +605,21 @@ class Comm:
         """
     def health(self, peer: int) -> int:
         """Status of the peer's process: 0 while it lives."""
+    def has_closed(self, peer: int) -> bool:
+        """True once the peer has closed the communicator."""
+    def is_thread(self, peer: int) -> bool:
+        """True when the peer is a thread of this process, until this rank closes."""
+    def set_left(self, left: bool) -> None:
+        """Ends the waits of ranks that are threads of this process for this one, while true."""
+    @property
+    def awaited(self) -> int:
+        """The rank that a call of this one has waited for, for a while, or -1; a hint."""
+    @property
+    def arrivals(self) -> int:
+        """A number that changes when a peer publishes something to this rank, or acknowledges."""
+    @property
+    def has_messages(self) -> bool:
+        """True while a send or a receive of this rank is under way."""
     def all_reduce_plain(self, tensor: object, op: object, algorithm: object, /) -> int:
         """Reduces a plain tensor; returns `NOT_PLAIN`, and communicates nothing, for another."""
     def reduce_scatter_plain(
@@ -928,7 +943,7 @@ class DeviceComm:
         """Tells whether a kernel of this rank gave up."""
     def fault(self) -> dict[str, Any] | None: ...
     def request_abort(self) -> None: ...
-    def mark_lost(self, peer: int) -> None: ...
+    def mark_lost(self, peer: int, lost: bool = True) -> None: ...
     def all_reduce(
         self,
         in_ptr: int,

@@ -155,6 +155,14 @@ def _peer_lost(fault: Mapping[str, Any]) -> PeerLost:
     )
 
 
+def _peer_left(fault: Mapping[str, Any]) -> PeerLost:
+    return PeerLost(
+        f"rank {fault['rank']} in {fault['mine']} expected {_peer(fault)} to take part, but it has "
+        f"left the function of LocalWorld.run() (noticed after {fault['waited_ms']} ms at step "
+        f"{fault['step']}). All ranks must make the same calls before one of them returns"
+    )
+
+
 def _timeout(fault: Mapping[str, Any]) -> CollectiveTimeout:
     return CollectiveTimeout(
         f"rank {fault['rank']} in {fault['mine']} waited {fault['waited_ms']} ms, until its "
@@ -183,6 +191,7 @@ _BY_KIND: dict[str, Callable[[Mapping[str, Any]], RingcommError]] = {
     "interrupted": _interrupted,
     "mismatch": _mismatch,
     "peer_closed": _peer_closed,
+    "peer_left": _peer_left,
     "peer_lost": _peer_lost,
     "timeout": _timeout,
 }

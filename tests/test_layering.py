@@ -15,7 +15,7 @@ MAY_IMPORT: dict[str, set[str]] = {}
 _below = {"_native"}
 _layers = (
     ["errors", "lifetime"],
-    ["integers", "json_reader", "limits", "module_names", "output", "variables"],
+    ["deadlines", "integers", "json_reader", "limits", "module_names", "output", "variables"],
     ["cuda", "rendezvous"],
     ["memory"],
     ["_tl"],

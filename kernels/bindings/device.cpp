@@ -172,10 +172,10 @@ void bind_state(nb::class_<DeviceComm>& c) {
            })
       .def(
           "mark_lost",
-          [](DeviceComm& d, int peer) {
-            if (d.page() != nullptr) store_relaxed_sys(&d.page()->lost[peer], 1);
+          [](DeviceComm& d, int peer, bool lost) {
+            if (d.page() != nullptr) store_relaxed_sys(&d.page()->lost[peer], lost ? 1 : 0);
           },
-          nb::arg("peer"));
+          nb::arg("peer"), nb::arg("lost") = true);
 }
 
 }  // namespace

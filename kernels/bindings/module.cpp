@@ -43,7 +43,12 @@ struct HostCalls {
 nb::object fault_of(const Comm& comm) {
   FaultReport report;
   if (!comm.faulted(&report)) return nb::none();
-  return fault_dict(report.fault, report.reason);
+  nb::dict found = fault_dict(report.fault, report.reason);
+  // Threads do not end alone: the one that is meant has left the function of LocalWorld.run().
+  const int peer = report.fault.peer;
+  if (report.fault.status == Status::kPeerLost && peer >= 0 && comm.waiter().is_thread(peer))
+    found["kind"] = "peer_left";
+  return found;
 }
 
 // The name of an algorithm that the host has; negative: it is none.
@@ -306,6 +311,14 @@ void bind_comm(nb::module_& m) {
           "abort", [](NativeComm& n, const nb::str& reason) { n.comm.abort(utf8_of(reason)); },
           nb::arg("reason"))
       .def_prop_ro("aborted", [](const NativeComm& n) { return n.comm.aborted(); })
+      .def("has_closed", [](const NativeComm& n, int peer) { return n.comm.has_closed(peer); },
+           nb::arg("peer"))
+      .def("is_thread", [](const NativeComm& n, int peer) { return n.comm.waiter().is_thread(peer); },
+           nb::arg("peer"))
+      .def("set_left", [](NativeComm& n, bool left) { n.comm.set_left(left); }, nb::arg("left"))
+      .def_prop_ro("awaited", [](const NativeComm& n) { return n.comm.awaited(); })
+      .def_prop_ro("has_messages", [](NativeComm& n) { return !n.messenger.idle(); })
+      .def_prop_ro("arrivals", [](const NativeComm& n) { return n.comm.arrivals(); })
       .def("close", &NativeComm::close, nb::call_guard<WithoutGil>());
   bind_tensors(m);
   bind_plain(c);

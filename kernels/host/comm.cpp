@@ -101,7 +101,7 @@ void Comm::connect(const std::vector<PeerAddress>& peers) {
     heap_bytes_[p] = peers[p].heap_bytes;
     regions_[p] = peers[p].heap_base + peers[p].region_offset;
     owners_.push_back(peers[p].owner);
-    waiter_.watch(p, peers[p].pid);
+    waiter_.watch(p, peers[p].pid, &view_.control(p)->left);
   }
   view_.control(view_.rank)->reads_peers =
       single_copy_ && view_.world == kSingleCopyRanks && reads_peers() ? 1 : 0;

@@ -133,6 +133,14 @@ class Comm {
 
   void abort(const std::string& reason);
   bool aborted() const;
+  // Ends, or does not end, the waits of ranks that are threads of this process for this one.
+  void set_left(bool left);
+  // The peer has closed its end: it makes no call any more.
+  bool has_closed(int peer) const;
+  // Only hints, at any time. The rank that this one has waited for, for a while; -1: none.
+  int awaited() const;
+  // A number that changes when a peer publishes something to this rank, or acknowledges.
+  uint64_t arrivals() const;
   bool faulted(FaultReport* report) const;  // false: no fault
   void set_timeout_ns(uint64_t timeout_ns) { view_.timeout_ns = timeout_ns; }
   uint64_t timeout_ns() const { return view_.timeout_ns; }
@@ -174,13 +182,13 @@ class Comm {
   // Throws std::invalid_argument for a ring of partial sums where sums are taken in blocks.
   void check_order(Algorithm algorithm) const;
   bool reads_peers() const;
+  // A view of which only this rank's own region may be read; `regions` holds what it needs.
+  View own_region(std::vector<char*>* regions) const;
   // Before a call ends with `status`.
   void settle(Status status) const;
   void say_farewell();
   const char* recorder_of(int rank) const { return regions_[rank] + layout_.region_bytes(); }
   const CallHeader* other_call(const CallId& mine, int peer);
-  // Only a hint for people: the rank that this one has waited for; -1: none.
-  int awaited() const { return int(load_relaxed_sys(&view_.control(view_.rank)->waits_for)) - 1; }
 
   std::shared_ptr<Heap> heap_;
   Layout layout_;

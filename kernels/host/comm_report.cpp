@@ -73,6 +73,47 @@ void Comm::abort(const std::string& reason) {
   raise_fault(team, view_);
 }
 
+void Comm::set_left(bool left) {
+  char* mine = regions_[view_.rank];
+  if (mine == nullptr) return;
+  // Pairs with the acquire in Process::has_ended() of the peers.
+  store_release_sys(&reinterpret_cast<ControlPage*>(mine)->left, left ? 1 : 0);
+}
+
+// Another thread may close the communicator meanwhile; the heap keeps the memory.
+View Comm::own_region(std::vector<char*>* regions) const {
+  regions->assign(size_t(view_.world), regions_[view_.rank]);
+  View v = view_;
+  v.regions = regions->data();
+  return v;
+}
+
+int Comm::awaited() const {
+  const char* mine = regions_[view_.rank];
+  if (mine == nullptr) return -1;
+  return int(load_relaxed_sys(&reinterpret_cast<const ControlPage*>(mine)->waits_for)) - 1;
+}
+
+bool Comm::has_closed(int peer) const {
+  std::vector<char*> regions;
+  const View v = own_region(&regions);
+  return regions[0] != nullptr && farewell_seen(v, peer);
+}
+
+uint64_t Comm::arrivals() const {
+  std::vector<char*> regions;
+  const View v = own_region(&regions);
+  if (regions[0] == nullptr) return 0;
+  uint64_t sum = 0;
+  for (int s = 0; s < int(Stream::kCount); ++s) {
+    for (int p = 0; p < v.world; ++p) {
+      const SignalLine* line = v.signals(v.rank, Stream(s), 0, p);
+      sum += load_relaxed_sys(&line->ready) + uint64_t(load_relaxed_sys(&line->consumed));
+    }
+  }
+  return sum;
+}
+
 bool Comm::aborted() const {
   if (regions_[view_.rank] == nullptr) return true;
   // Pairs with the release in fail() and abort(): another thread of this rank may have failed.

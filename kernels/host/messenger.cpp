@@ -71,6 +71,8 @@ bool Messenger::withdraw(const RequestPtr& r) {
 
 void Messenger::record(Request& r) {
   r.number = ++messages_;
+  note_look();
+  r.posted_ns = looked_ns_ - unwatched_ns_;
   comm_.recorder().begin(Track::kMessages, header_of(r, false).id, r.bytes, r.peer);
 }
 

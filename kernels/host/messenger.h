@@ -27,7 +27,7 @@ struct Request {
   bool elsewhere;  // the message may also come to another engine, which then calls withdraw()
   int tag;
   DType dtype;
-  uint64_t posted_ns = Waiter::now_ns();
+  uint64_t posted_ns = 0;  // of Messenger::watched_ns()
   uint32_t next_item = 0;
   Status status = Status::kOk;
   int source = -1;             // a finished receive: who sent it
@@ -62,6 +62,7 @@ class Messenger {
   // Progress without a waiter from here on.
   void drive_in_background();
   Status wait(const RequestPtr& request, uint64_t give_up_ns);
+  bool idle();  // no request is under way
   void stop();  // ends the background thread; outstanding requests end as aborted
 
  private:
@@ -108,6 +109,8 @@ class Messenger {
   void run_background();
   void rouse();
   RequestPtr next_outstanding();
+  uint64_t watched_ns() const { return Waiter::now_ns() - unwatched_ns_; }
+  void note_look();
   CallHeader header_of(const Request& request, bool in_heap) const;
 
   Comm& comm_;
@@ -122,6 +125,8 @@ class Messenger {
   int looking_ = 0;                   // threads in look_at_clock() without the lock
   bool waits_told_ = false;           // whom a wait is for stands in the control page
   int waiters_ = 0;    // threads in wait(): the background thread leaves the driving to them
+  // When a driver or a waiter last looked at the clock, and how long none of them could.
+  uint64_t looked_ns_ = 0, unwatched_ns_ = 0;
   uint32_t kick_ = 0;  // changes when the driver shall wake up and look around
   bool background_ = false, stopping_ = false;
   bool resting_ = false;  // the background thread waits to be told that there is something to do

@@ -35,6 +35,13 @@ void Messenger::kick() {
   Waiter::wake(&kick_);
 }
 
+// The lock is held. See unwatched_ns() (signal.h).
+void Messenger::note_look() {
+  const uint64_t now_ns = Waiter::now_ns();
+  if (driving_ || waiters_ > 0 || looking_ > 0) unwatched_ns_ += unwatched_ns(looked_ns_, now_ns);
+  looked_ns_ = now_ns;
+}
+
 bool Messenger::idle_peer(int peer) const {
   const PeerQueue& q = peers_[size_t(peer)];
   return q.sends.empty() && q.unacknowledged.empty();
@@ -87,8 +94,9 @@ std::pair<Status, int> Messenger::reason_to_end(const Request& r, uint64_t waite
 // At clock time: ends all requests, and leaves a fault record, when the wait for this one must end.
 void Messenger::look_at_clock(std::unique_lock<std::mutex>& lock, const RequestPtr& r,
                               uint64_t started_ns) {
+  note_look();
   if (stopping_ || r->done()) return;
-  const uint64_t waited_ns = Waiter::now_ns() - started_ns;
+  const uint64_t waited_ns = watched_ns() - started_ns;
   ++looking_;
   ++looking_here;
   lock.unlock();
@@ -125,6 +133,7 @@ void Messenger::look_at_clock(std::unique_lock<std::mutex>& lock, const RequestP
 // when it cannot be.
 void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, uint64_t started_ns,
                       uint64_t give_up_ns, bool in_background) {
+  note_look();
   driving_ = true;
   const bool core_shared = r->peer >= 0 && HostTeam::shares_core(comm_.view(), r->peer);
   const uint64_t poll_ns = in_background || core_shared ? 0 : kPollNs;
@@ -133,7 +142,7 @@ void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, u
   while (!r->done() && !stopping_) {
     if (in_background && waiters_ > 0) break;
     if (progress()) {
-      idle_since_ns = Waiter::now_ns();
+      looked_ns_ = idle_since_ns = Waiter::now_ns();
       yields = 0;
       continue;
     }
@@ -144,10 +153,11 @@ void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, u
     if (awake) continue;
     sleep(std::min(Waiter::kSleepNs, give_up_ns));
     // Not the driver while a signal handler may run: it may wait for a message itself.
+    note_look();
     driving_ = false;
     look_at_clock(lock, r, started_ns);
     if (driving_) return;
-    if (Waiter::now_ns() - started_ns >= give_up_ns) break;
+    if (watched_ns() - started_ns >= give_up_ns) break;
     driving_ = true;
   }
   driving_ = false;
@@ -158,7 +168,8 @@ void Messenger::drive(std::unique_lock<std::mutex>& lock, const RequestPtr& r, u
 Status Messenger::wait(const RequestPtr& r, uint64_t give_up_ns) {
   SoloTeam::passing(Point::kAwait, comm_.view(), Stream::kMessage);
   std::unique_lock lock(mutex_);
-  const uint64_t started_ns = Waiter::now_ns();
+  note_look();
+  const uint64_t started_ns = watched_ns();
   Status status = Status::kOk;
   ++waiters_;
   if (!r->done()) kick();
@@ -169,7 +180,7 @@ Status Messenger::wait(const RequestPtr& r, uint64_t give_up_ns) {
       changed_.wait_for(lock, std::chrono::nanoseconds(std::min(Waiter::kSleepNs, give_up_ns)));
       look_at_clock(lock, r, started_ns);
     }
-    if (!r->done() && Waiter::now_ns() - started_ns >= give_up_ns) {
+    if (!r->done() && watched_ns() - started_ns >= give_up_ns) {
       status = Status::kTimeout;
       break;
     }
@@ -192,13 +203,18 @@ RequestPtr Messenger::next_outstanding() {
   return posted_.empty() ? nullptr : posted_.front();
 }
 
+bool Messenger::idle() {
+  const std::lock_guard lock(mutex_);
+  return next_outstanding() == nullptr;
+}
+
 // See NOTE [Requests in the background].
 void Messenger::run_background() {
   std::unique_lock lock(mutex_);
   int idle = 0;
   while (!stopping_) {
     const RequestPtr r = driving_ || waiters_ > 0 ? nullptr : next_outstanding();
-    if (r != nullptr && (urgent_ || Waiter::now_ns() - r->posted_ns >= kGraceNs)) {
+    if (r != nullptr && (urgent_ || watched_ns() - r->posted_ns >= kGraceNs)) {
       idle = 0;
       drive(lock, r, r->posted_ns, UINT64_MAX, true);
       continue;

@@ -49,7 +49,8 @@ struct SoloTeam : HostTeam {
   bool peers_can_read(const void* ptr, uint64_t bytes) const {
     return waiter->reads_processes() && waiter->peers_can_read(ptr, bytes);
   }
-  bool has_ended(int peer) const { return waiter->has_ended(peer); }
+  // A thread that has left is still there to be read.
+  bool has_ended(int peer) const { return !waiter->is_thread(peer) && waiter->has_ended(peer); }
   Status read_process(int peer, void* to, const void* from, uint64_t bytes) const {
     return waiter->read_process(peer, to, from, bytes);
   }

@@ -148,12 +148,19 @@ Process::Process(int pid, bool with_descriptor) : pid_(pid) {
   started_ = stat_of(pid).started;
 }
 
+Process Process::of_thread(const uint32_t* left) {
+  Process made;
+  made.left_ = left;
+  return made;
+}
+
 Process::Process(Process&& other) noexcept { *this = std::move(other); }
 
 Process& Process::operator=(Process&& other) noexcept {
   std::swap(pid_, other.pid_);
   std::swap(pidfd_, other.pidfd_);
   std::swap(started_, other.started_);
+  std::swap(left_, other.left_);
   return *this;
 }
 
@@ -162,9 +169,12 @@ Process::~Process() { drop_descriptor(); }
 void Process::drop_descriptor() {
   if (pidfd_ >= 0) close(pidfd_);
   pidfd_ = -1;
+  left_ = nullptr;
 }
 
 bool Process::has_ended() const {
+  // Pairs with the release in Comm::set_left(): what the thread published before counts.
+  if (left_ != nullptr) return load_acquire_sys(left_) != 0;
   if (pid_ == 0) return false;
   if (pidfd_ >= 0) {
     // A pidfd becomes readable when its process ends, also while it is a zombie.
@@ -223,9 +233,9 @@ std::vector<Process> Waiter::forget_all() {
   return std::exchange(watched_, {});
 }
 
-void Waiter::watch(int peer, int pid) {
+void Waiter::watch(int peer, int pid, const uint32_t* left) {
   if (watched_.size() <= size_t(peer)) watched_.resize(size_t(peer) + 1);
-  watched_[size_t(peer)] = Process(pid);
+  watched_[size_t(peer)] = pid == 0 ? Process::of_thread(left) : Process(pid);
 }
 
 bool Waiter::yield(uint64_t call_bytes) const {

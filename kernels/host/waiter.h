@@ -30,10 +30,14 @@ class Process {
   // With a descriptor, which costs less to ask than the system's table of processes. Throws
   // HeapError when this process has none left.
   explicit Process(int pid, bool with_descriptor = true);
+  // A thread of this process: it counts as ended while the word, of its control page, is 1.
+  static Process of_thread(const uint32_t* left);
   Process(Process&& other) noexcept;
   Process& operator=(Process&& other) noexcept;
   ~Process();
 
+  bool is_thread() const { return left_ != nullptr; }
+  // Gives up the descriptor, or the word of a thread.
   void drop_descriptor();
   bool has_ended() const;  // also while it is a zombie
   // True while a signal or a debugger has stopped it.
@@ -47,6 +51,7 @@ class Process {
   int pid_ = 0;
   int pidfd_ = -1;        // -1: none, so that pid and start must do
   uint64_t started_ = 0;  // in clock ticks since the machine started; 0: not known
+  const uint32_t* left_ = nullptr;
 };
 
 class Waiter {
@@ -59,9 +64,12 @@ class Waiter {
   Waiter(const Waiter&) = delete;
   Waiter& operator=(const Waiter&) = delete;
 
-  // pid 0: a thread of this process, which cannot die alone.
+  // pid 0: a thread of this process, whose ControlPage.left is at `left`.
   // Throws HeapError when this process has no descriptor left.
-  void watch(int peer, int pid);
+  void watch(int peer, int pid, const uint32_t* left);
+  bool is_thread(int peer) const {
+    return size_t(peer) < watched_.size() && watched_[size_t(peer)].is_thread();
+  }
   // Returns the watched processes by peer, without their descriptors.
   std::vector<Process> forget_all();
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from ringcomm import _native
+from ringcomm.deadlines import LONGEST_LOOK_S
 
 # Whether TRITON_INTERPRET is set: then every kernel here is Python. Triton looks when it defines a
 # kernel, which is when this is imported.
@@ -50,9 +51,17 @@ def host_passing(point: Any, rank: Any, sequence: Any) -> None:
         _native.pass_fault_point(*(operator.index(each) for each in (point, rank, sequence)))
 
 
+_looked_ns, _unwatched_ns = time.monotonic_ns(), 0
+
+
 def host_clock_ns() -> int:
-    """A monotonic clock."""
-    return time.monotonic_ns()
+    """A monotonic clock, which stands still while no kernel looks at it, as a Deadline does."""
+    global _looked_ns, _unwatched_ns
+    now_ns = time.monotonic_ns()
+    if now_ns - _looked_ns > LONGEST_LOOK_S * 1e9:
+        _unwatched_ns += now_ns - _looked_ns
+    _looked_ns = now_ns
+    return now_ns - _unwatched_ns
 
 
 def host_pause() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -33,18 +34,11 @@ class Communicators:
     Args:
         store: seen by the members of the group only.
         host: the communicator for CPU tensors; closed with this object.
-        connect: builds the communicator of a device, as ``Communicator.from_store`` does.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        host: Communicator,
-        connect: Callable[..., Communicator] = Communicator.from_store,
-    ) -> None:
+    def __init__(self, store: Store, host: Communicator) -> None:
         self.host = host
         self._store = store
-        self._connect = connect
         self._by_device: dict[int, Communicator] = {}
         self._guard = threading.Lock()
 
@@ -58,16 +52,29 @@ class Communicators:
         name: str,
         timeout: timedelta,
         options: CommOptions | None,
+        part_of: tuple[Communicator, Sequence[int]] | None = None,
     ) -> _Made:
-        """Builds those of a group called ``name``, in which torch allows blanks."""
-        host = Communicator.from_store(
-            store,
-            rank,
-            world_size,
-            name="_".join(name.split()) or "unnamed",
-            timeout=timeout,
-            options=options,
-        )
+        """Builds those of a group called ``name``, in which torch allows blanks.
+
+        Args:
+            store: seen by the members only.
+            rank: of this process in the group.
+            world_size: of the group.
+            name: of the group.
+            timeout: of the group.
+            options: of the group but for the timeout.
+            part_of: a communicator of which the members are a part, if any, and their ranks in it,
+                by rank in the group.
+        """
+        name = "_".join(name.split()) or "unnamed"
+        if part_of is None:
+            host = Communicator.from_store(
+                store, rank, world_size, name=name, timeout=timeout, options=options
+            )
+        else:
+            options = replace(options or CommOptions(), timeout=timeout)
+            parent, members = part_of
+            host = parent.group_at(store, members, name=name, options=options)
         return cls(store, host)
 
     @classmethod
@@ -150,13 +157,11 @@ class Communicators:
                 "make a new one"
             )
         # Counted, since one device has different ordinals in different processes.
-        return self._connect(
+        return host.group_at(
             self._store,
-            host.rank,
-            host.world_size,
+            range(host.world_size),
             name=f"{host.name}/device{len(self._by_device)}",
-            timeout=host.timeout,
-            options=host.options,
+            options=replace(host.options, timeout=host.timeout),
             device=torch.device("cuda", device),
         )
 

@@ -14,6 +14,7 @@ from torch.distributed import BackendConfig, P2POp, Work, distributed_c10d
 from ringcomm.c10d.calls import BACKEND_NAME
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.process_group import ProcessGroup
+from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.options import CommOptions
 from ringcomm.errors import ArgumentError, UnsupportedError
 
@@ -50,10 +51,20 @@ def create_process_group(
         name=group.group_id,
         timeout=group.timeout,
         options=pg_options,
+        part_of=_within_world(group.global_ranks_in_group),
     )
     admit_ringcomm_to_monitored_barrier()
     admit_ringcomm_to_batches()
     return ProcessGroup(group.store, communicators)
+
+
+def _within_world(members: list[int]) -> tuple[Communicator, list[int]] | None:
+    """Returns the default group's communicator, of which torch makes a group of these members.
+
+    None where the default group itself is made, or is of another backend.
+    """
+    world = dist.group.WORLD if members and dist.is_initialized() else None
+    return (world.communicator, members) if isinstance(world, ProcessGroup) else None
 
 
 def _refuse_other_backends() -> None:

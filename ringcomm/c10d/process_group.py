@@ -232,6 +232,7 @@ class ProcessGroup(  # type: ignore[misc]
             name=name,
             timeout=self._communicators.host.timeout if timeout is None else timeout,
             options=opts,
+            part_of=(self._communicators.host, new_ranks),
         )
         child = ProcessGroup(store, communicators)
         child._set_group_name(name)

@@ -39,7 +39,7 @@ class CallQueue:
 
     __slots__ = ("_guard", "_in_call", "_items", "_name", "_stopped", "_thread", "pending", "turn")
 
-    def __init__(self, name: str, turn: _native.CallLock | None = None) -> None:
+    def __init__(self, name: str, turn: _native.CallLock | threading.Lock | None = None) -> None:
         self._name = name
         self._items: SimpleQueue[_Item | None] = SimpleQueue()
         self._guard = threading.Lock()

@@ -149,7 +149,14 @@ class Communicator(CoalescedCalls, Messages):
         options = _options(options, timeout)
         chosen = named_node() if node_id is None else node_id
         membership = Membership(name, rank, tuple(range(ranks)), store, options, (), chosen)
-        index = find_device(device, f"communicator {name!r}")
+        return cls._meet_at(membership, device, heap_bytes)
+
+    @classmethod
+    def _meet_at(
+        cls, membership: Membership, device: Device, heap_bytes: int | None = None
+    ) -> Communicator:
+        """Builds the communicator on a device as :meth:`from_store` takes it."""
+        index = find_device(device, f"communicator {membership.name!r}")
         if index is None:
             return cls._meet(membership, heap_bytes)
         return DeviceCommunicator._meet_on(membership, index, heap_bytes)
@@ -169,7 +176,7 @@ class Communicator(CoalescedCalls, Messages):
         """Builds the communicator once the members have met; fills in ``membership.heaps``."""
         met = meet(membership, heap_bytes)
         if isinstance(met, OneNode):
-            return cls(met.core, replace(membership, heaps=met.heaps))
+            return cls(met.core, membership.having_met(met.heaps, met.processes))
         return NodesCommunicator._over(membership, met, heap_bytes)
 
     @property
@@ -319,12 +326,55 @@ class Communicator(CoalescedCalls, Messages):
             _options(self.options, timeout if timeout is not None else self.timeout),
             (),
             self._membership.node_id,
+            self._membership.processes,
+            self,
         )
         return self._rebuild(membership)
 
     def _rebuild(self, membership: Membership) -> Communicator:
         """Builds a communicator of other ranks on this one's device."""
         return Communicator._meet(membership)
+
+    # For ringcomm's own packages: see NOTE [Internal API].
+
+    def group_at(
+        self,
+        store: TorchStore,
+        members: Sequence[int],
+        *,
+        name: str,
+        options: CommOptions,
+        device: Device = None,
+    ) -> Communicator:
+        """Builds a communicator of some of this one's ranks, which meet at another store.
+
+        While they meet, each watches the others as this communicator knows them. It may be unusable
+        already.
+
+        Args:
+            store: that the members reach.
+            members: ranks of this communicator, this one among them, by rank in the new one.
+            name: as of :meth:`from_store`.
+            options: of the new communicator.
+            device: as of :meth:`from_store`.
+
+        Raises:
+            RingcommError: as :meth:`from_store`.
+        """
+        check_name(name)
+        known = self._membership
+        membership = Membership(
+            name,
+            members.index(self._rank),
+            tuple(self.ranks[member] for member in members),
+            store,
+            options,
+            (),
+            known.node_id,
+            known.processes,
+            None if self.aborted else self,
+        )
+        return Communicator._meet_at(membership, device)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Divides the ranks: those of one ``color`` get a communicator of their own.
@@ -402,7 +452,10 @@ class NodesCommunicator(Communicator):
     ) -> NodesCommunicator:
         if membership.options.kernels == "triton":  # on all ranks, which have compared it
             raise UnsupportedError(f"{found.meeting.operation}: {_TRITON_IS_OF_NODES}")
-        made = cls(build(membership, found, heap_bytes, Communicator._meet), membership)
+        processes = found.meeting.lookout.processes
+        membership = replace(membership, processes=processes)
+        built = build(membership, found, heap_bytes, Communicator._meet)
+        made = cls(built, membership.having_met((), processes))
         awaited = made._watch.awaiting.of
         made._watch.trace = NodeTrace(made._recorder, found.places, awaited, found.world_id)
         return made
@@ -507,6 +560,13 @@ class NodesCommunicator(Communicator):
     def _named(self, rank: int) -> str:
         return self.places.named(rank)
 
+    def set_peer_left(self, place: int, left: bool) -> None:
+        if place not in self.places.mates:
+            self._watch.set_left(place, left)
+
+    def _why_lost(self, place: int) -> str:
+        return self._watch.why_lost(place)
+
     def _fault(self, name: str) -> RingcommError:
         if self._watch.error is None and self._refuse is not None:
             return self._refuse(name)
@@ -528,11 +588,11 @@ class NodesCommunicator(Communicator):
     def _kernel_place(self, head: str) -> NoReturn:
         raise UnsupportedError(f"{head}: {_TRITON_IS_OF_NODES}")
 
-    def _close(self, grace_s: float) -> None:
-        super()._close(grace_s)
+    def _close(self, grace_s: float, in_vain_s: float) -> None:
+        super()._close(grace_s, in_vain_s)
         if self._closed:
             self._unclosed.detach()
-        self._node._close(grace_s)
+        self._node._close(grace_s, in_vain_s)
 
 
 class DeviceCommunicator(DeviceMessages, Communicator):
@@ -586,7 +646,10 @@ class DeviceNodesCommunicator(DeviceNodesCalls, NodesCommunicator):
         def make_node(of_node: Membership) -> Communicator:
             return DeviceCommunicator._meet_on(of_node, device, heap_bytes)
 
-        return cls(build(membership, met, None, make_node, on_device=True), membership)
+        processes = met.meeting.lookout.processes
+        membership = replace(membership, processes=processes)
+        built = build(membership, met, None, make_node, on_device=True)
+        return cls(built, membership.having_met((), processes))
 
     def _within_node(self) -> Recording:
         return self._core.calls.recording()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -14,12 +15,13 @@ from weakref import WeakSet
 
 import torch
 from torch.autograd.graph import increment_version
+from torch.distributed import Store
 
 from ringcomm import _native
 from ringcomm.comm.admission import admit_gradients, admit_keys, intercepting_keys
 from ringcomm.comm.arguments import CallChecks, NativeOp
 from ringcomm.comm.call_queue import CallQueue
-from ringcomm.comm.meeting import Membership
+from ringcomm.comm.meeting import Membership, why_lost
 from ringcomm.comm.options import CommOptions, check_wire, milliseconds_of
 from ringcomm.comm.recorder.reader import FlightRecorder, at_this_call_site
 from ringcomm.comm.recorder.records import Recording
@@ -125,6 +127,10 @@ class Unusable:
 
 # Calls under way at exit get this long to end by themselves before their peers are told.
 EXIT_GRACE_S = 5.0
+# A call may wait so long for a peer that sends nothing when its communicator is closed.
+IN_VAIN_S = 0.2
+LOOK_S = 0.05
+UNDER_WAY = "closed with a call under way"
 # Runs before multiprocessing joins its children, which may wait for this rank.
 EXIT_PRIORITY = 100
 
@@ -132,6 +138,7 @@ AUTO = _native.ALGORITHMS["auto"]
 
 # All communicators of this process: closed at exit, and left alone in a forked child.
 live: WeakSet[CallEngine] = WeakSet()
+_live_guard = threading.Lock()
 _inherited: list[Any] = []
 _closes_at_exit_of = 0
 
@@ -144,16 +151,25 @@ def add(engine: CallEngine) -> None:
         # multiprocessing's children skip atexit, and forget the finalizers of their parent. So
         # each process registers one of its own.
         Finalize(None, close_all, exitpriority=EXIT_PRIORITY)
-    live.add(engine)
+    with _live_guard:
+        live.add(engine)
+
+
+def engines_at(store: Store) -> list[CallEngine]:
+    """Returns the live communicators of this process that met at a store."""
+    with _live_guard:
+        return [engine for engine in live if engine._membership.store is store]
 
 
 def close_all() -> None:
     """Closes every communicator of this process; runs at exit."""
     for engine in list(live):
-        engine._close(EXIT_GRACE_S)
+        engine._close(EXIT_GRACE_S, EXIT_GRACE_S)
 
 
 def _leave_all_to_parent() -> None:
+    global _live_guard
+    _live_guard = threading.Lock()
     for engine in list(live):
         _inherited.append((engine, *engine._leave_to_parent()))
     live.clear()
@@ -379,6 +395,18 @@ class CallEngine:
         if self._core.aborted:
             raise self._fault(name)
 
+    def lost(self, ranks: Collection[int]) -> dict[int, str]:
+        """Returns who of ``ranks``, of the outermost communicator, makes no call here any more.
+
+        The values say why, as the end of a sentence. Ranks of other processes are known by
+        ``Membership.processes``, too.
+        """
+        found = {}
+        for place, rank in enumerate(self.ranks):
+            if rank in ranks and place != self._rank and (why := self._why_lost(place)):
+                found[rank] = why
+        return found
+
     def start_call(self, call: Call, async_op: bool = False) -> Work | None:
         """Runs a checked call in order; returns the Work of an asynchronous one."""
         if self._refuse is not None:
@@ -400,7 +428,23 @@ class CallEngine:
             self._enqueue(lambda: self._execute(call), call.name).wait()
         return None
 
+    # ---- ranks as threads: see LocalWorld.run() -------------------------------------------------
+
+    def is_busy(self) -> bool:
+        """Tells whether asynchronous calls or messages of this rank are under way."""
+        return self._queue.pending > 0 or self._core.has_messages
+
+    def set_left(self, left: bool) -> None:
+        """Says whether this rank, a thread, makes no more calls; peers then do not wait for it."""
+        self._core.set_left(left)
+
+    def set_peer_left(self, place: int, left: bool) -> None:
+        """Says the same of a peer, where the peer cannot be asked itself."""
+
     # ---- implementation -------------------------------------------------------------------------
+
+    def _why_lost(self, place: int) -> str:
+        return why_lost(self._core, place)
 
     def _make_triton(self, checks: CallChecks) -> TritonEnd:
         run = HostTriton(self._core, self._membership, checks)
@@ -503,24 +547,33 @@ class CallEngine:
         self._core.abort(reason)
 
     def close(self) -> None:
-        """Finishes queued calls, then frees the communicator's memory; may be called repeatedly.
+        """Ends the calls under way, then frees the communicator's memory; may be called repeatedly.
 
-        Peers need not close at the same time.
+        Calls that move data, asynchronous ones among them, are finished. A call that waits for a
+        peer that does not come, of this or of another thread, ends with AbortedError at once, and
+        so do its peers' calls. Peers need not close at the same time.
         """
         try:
             # A call under way ends at its own timeout.
-            self._close(self.timeout.total_seconds() + EXIT_GRACE_S)
+            self._close(self.timeout.total_seconds() + EXIT_GRACE_S, IN_VAIN_S)
         except KeyboardInterrupt:
             self._interrupt()
             raise
 
-    def _close(self, grace_s: float) -> None:
+    def _close(self, grace_s: float, in_vain_s: float) -> None:
+        """Closes the communicator.
+
+        Args:
+            grace_s: how long calls under way may take before they are aborted.
+            in_vain_s: how long they may wait for peers from which nothing comes.
+        """
         if self._closed:
             return
-        idle = self._queue.stop(grace_s) and self._queue.turn.acquire(timeout=grace_s)
-        if not idle:
-            self.abort("closed with a call under way")
-            idle = self._queue.stop(EXIT_GRACE_S) and self._queue.turn.acquire(timeout=EXIT_GRACE_S)
+        if not self._becomes_idle(grace_s, in_vain_s):
+            self.abort(UNDER_WAY)
+            idle = self._becomes_idle(EXIT_GRACE_S, EXIT_GRACE_S)
+        else:
+            idle = True
         self._disable(closed(self._rank, self._world_size, self.name))
         # A thread that does not leave even an aborted call still uses the native object.
         if idle:
@@ -529,6 +582,25 @@ class CallEngine:
             if not already:
                 self._core.close()
             self._queue.turn.release()
+
+    def _becomes_idle(self, grace_s: float, in_vain_s: float) -> bool:
+        """Takes the turn when no call is under way; False when one took too long, as _close()."""
+        begin_s = came_s = time.monotonic()
+        came = self._progress()
+        while True:
+            look_s = min(LOOK_S, grace_s)
+            if self._queue.stop(look_s) and self._queue.turn.acquire(timeout=look_s):
+                return True
+            now_s, last, came = time.monotonic(), came, self._progress()
+            if came is None or came != last:
+                came_s = now_s
+            if now_s - begin_s >= grace_s or now_s - came_s >= in_vain_s:
+                return False
+
+    def _progress(self) -> Hashable:
+        """Returns what changes as long as peers do their part; None when no peer is awaited."""
+        core = self._core
+        return None if core.awaited < 0 else (core.awaited, core.arrivals)
 
     @until_exit
     def __del__(self) -> None:

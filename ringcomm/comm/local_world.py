@@ -6,23 +6,26 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, partial
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
 from ringcomm.comm.arguments import SUM, is_plain
 from ringcomm.comm.communicator import Communicator, Device
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.device.sharing import Prepared, launch
-from ringcomm.comm.engine import Call, RankContext
+from ringcomm.comm.engine import Call, RankContext, engines_at
 from ringcomm.comm.groups import thread_default
 from ringcomm.comm.options import CommOptions
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import AbortedError, ArgumentError, RingcommError, start_thread, where
 from ringcomm.integers import integer, integers
 from ringcomm.rendezvous.handles import Meeting, Rendezvous
+from ringcomm.rendezvous.lookout import Lookout
 
 __all__ = ["LocalWorld", "T", "local_world", "make_call", "run_together"]
 
@@ -124,6 +127,8 @@ def _settle_vector_math() -> None:
 
 T = TypeVar("T")
 P = ParamSpec("P")
+# How often a rank that has returned is asked whether its asynchronous calls have ended.
+BUSY_POLL_S = 0.02
 _ONE_DEVICE = (str, int, torch.device, type(None))
 
 
@@ -168,8 +173,9 @@ class LocalWorld(Sequence[Communicator]):
 
         In ``fn`` the module-level functions (``ringcomm.all_reduce`` and so on) use that thread's
         communicator. On a device each rank has a stream of its own, ordered after the caller's
-        earlier work and before its later work. When a rank raises, the communicators are aborted
-        so that no other rank waits for it.
+        earlier work and before its later work. When a rank has returned or raised, the calls of
+        other ranks that wait for it, in this world or in a group of its ranks, end with PeerLost.
+        When a rank has raised, the communicators are aborted at the end.
 
         Returns:
             The results by rank.
@@ -182,7 +188,21 @@ class LocalWorld(Sequence[Communicator]):
             _bind(partial(fn, communicator, *args, **kwargs), communicator, turn)
             for communicator, turn in zip(self, turns, strict=True)
         ]
-        results = _run_threads(calls, self._abort)
+        leaving = _Leaving(self[0]._membership.store)
+        raised: dict[int, BaseException] = {}
+
+        def leave(rank: int, error: BaseException) -> None:
+            raised[rank] = error
+            # Kernels that wait are told by an abort alone; so is a thread that Ctrl-C is to end.
+            if self[rank].launches or isinstance(error, KeyboardInterrupt):
+                self._abort(rank, error)
+
+        try:
+            results = _run_threads(calls, leave, leaving.note)
+        finally:
+            leaving.end()
+            for rank, error in raised.items():
+                self._abort(rank, error)
         for turn in turns:
             turn.rejoin()
         return results
@@ -315,11 +335,64 @@ def _distance(error: BaseException) -> int:
     return 1 if isinstance(error, RingcommError) and error.repeats else 0
 
 
+class _Leaving:
+    """The ranks of a run that make no more calls, of which the others are told.
+
+    Args:
+        store: at which the world has met, and the groups of its ranks.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._left: set[int] = set()
+
+    def note(self, rank: int, raised: bool) -> bool:
+        """Tells the others that a rank has left; False while calls of it are under way.
+
+        Args:
+            rank: which has returned or raised.
+            raised: its calls under way do not matter.
+        """
+        engines = engines_at(self._store)
+        if not raised and any(each.is_busy() for each in engines if each.ranks[each.rank] == rank):
+            return False
+        self._left.add(rank)
+        self._tell(rank, True)
+        return True
+
+    def _tell(self, rank: int, left: bool) -> None:
+        for engine in engines_at(self._store):
+            if engine.ranks[engine.rank] == rank:
+                engine.set_left(left)
+            elif rank in engine.ranks:
+                engine.set_peer_left(engine.ranks.index(rank), left)
+
+    def end(self) -> None:
+        """Takes everything back: the next run has all ranks."""
+        for rank in self._left:
+            self._tell(rank, False)
+
+
+def _stays(rank: int, raised: bool) -> bool:
+    """Notes nothing of a rank that has ended."""
+    return True
+
+
 def _run_threads(
-    calls: list[Callable[[], T]], on_error: Callable[[int, BaseException], None]
+    calls: list[Callable[[], T]],
+    on_error: Callable[[int, BaseException], None],
+    note_end: Callable[[int, bool], bool] = _stays,
 ) -> list[T]:
+    """Runs the ranks' calls on threads of their own.
+
+    Args:
+        calls: by rank.
+        on_error: called with a rank and what its call raised.
+        note_end: called with a rank that has ended, and whether it raised; False: call it again.
+    """
     results: dict[int, T] = {}
     errors: list[BaseException] = []
+    ended: SimpleQueue[int] = SimpleQueue()
 
     def body(rank: int) -> None:
         try:
@@ -327,6 +400,8 @@ def _run_threads(
         except BaseException as error:
             errors.append(error)
             on_error(rank, error)
+        finally:
+            ended.put(rank)
 
     threads = [
         threading.Thread(target=body, args=(rank,), name=f"ringcomm-rank-{rank}", daemon=True)
@@ -339,6 +414,8 @@ def _run_threads(
             except RingcommError as error:
                 errors.append(error)
                 on_error(rank, error)
+                ended.put(rank)
+        _await_all(ended, len(calls), lambda rank: note_end(rank, rank not in results))
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
@@ -349,6 +426,19 @@ def _run_threads(
     if errors:
         raise min(errors, key=_distance)
     return [results[rank] for rank in range(len(calls))]
+
+
+def _await_all(ended: SimpleQueue[int], ranks: int, note_end: Callable[[int], bool]) -> None:
+    """Waits for the end of all ranks, each of which is noted as soon as may be."""
+    unnoted: list[int] = []
+    for _ in range(ranks):
+        while True:
+            try:
+                unnoted.append(ended.get(timeout=BUSY_POLL_S if unnoted else None))
+                break
+            except Empty:
+                unnoted = [rank for rank in unnoted if not note_end(rank)]
+        unnoted = [rank for rank in unnoted if not note_end(rank)]
 
 
 def _node_ids(n: int, nodes: Sequence[int]) -> list[str]:
@@ -417,6 +507,7 @@ def local_world(
 
     def leave(rank: int, error: BaseException) -> None:
         # A rank whose build failed has already told the others, and nobody reads this then.
-        Rendezvous(Meeting(store, "local", rank, n, 0.0, 0.0)).fail(error)
+        lookout = Lookout(tuple(range(n)), {})
+        Rendezvous(Meeting(store, "local", rank, n, Deadline(0.0), lookout)).fail(error)
 
     return LocalWorld(_run_threads([partial(build, rank) for rank in range(n)], leave))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from torch.distributed import Store
@@ -14,8 +14,10 @@ from ringcomm import _native
 from ringcomm.comm.nodes.places import Places, divide
 from ringcomm.comm.options import CommOptions
 from ringcomm.comm.recorder.reader import program_line
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import RendezvousError, UnsupportedError, where
 from ringcomm.memory.host_heap import MappedHeap, map_heap, no_room_error, process_heap
+from ringcomm.rendezvous.descriptors import forming
 from ringcomm.rendezvous.handles import (
     NODE_ID_VARIABLE,
     HeapHandle,
@@ -24,6 +26,7 @@ from ringcomm.rendezvous.handles import (
     machine_identity,
     members_of,
 )
+from ringcomm.rendezvous.lookout import Lookout, Parent
 
 _STRANGERS = "Does another process post in this store? Give every job a store of its own"
 
@@ -34,7 +37,8 @@ class Membership:
 
     ``ranks`` are the members' ranks in the outermost communicator. ``heaps`` are their heaps as
     mapped here, held as long as the communicator lives. ``node_id`` is what this rank's node was
-    named, or "".
+    named, or "". ``processes`` are those of ranks of the outermost communicator that are known.
+    ``parent`` is what the members are a part of, until they have met.
     """
 
     name: str
@@ -44,27 +48,35 @@ class Membership:
     options: CommOptions
     heaps: tuple[MappedHeap, ...]
     node_id: str = ""
+    processes: Mapping[int, _native.Process] = field(default_factory=dict)
+    parent: Parent | None = None
+
+    def having_met(
+        self, heaps: tuple[MappedHeap, ...], processes: Mapping[int, _native.Process]
+    ) -> Membership:
+        """Returns the membership once the members have met; it keeps no parent alive."""
+        return replace(self, heaps=heaps, processes=processes, parent=None)
 
 
 def rendezvous_of(membership: Membership) -> Meeting:
     """Returns the meeting of the members, whose timeout begins now."""
-    timeout_s = membership.options.timeout_s
     return Meeting(
         membership.store,
         membership.name,
         membership.rank,
         len(membership.ranks),
-        time.monotonic() + timeout_s,
-        timeout_s,
+        Deadline(membership.options.timeout_s),
+        Lookout(membership.ranks, membership.processes, membership.parent),
     )
 
 
 @dataclass(frozen=True)
 class OneNode:
-    """A connected core, and the members' heaps as mapped here."""
+    """A connected core, and the members' heaps as mapped here, and their processes."""
 
     core: _native.Comm
     heaps: tuple[MappedHeap, ...]
+    processes: Mapping[int, _native.Process]
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,18 @@ class SeveralNodes:
     places: Places
     meeting: Meeting
     rendezvous: Rendezvous
+
+
+CLOSED = "it has closed the communicator of which a group is built"
+LEFT = "it has left the function of LocalWorld.run()"
+ENDED = "its process has ended"
+
+
+def why_lost(core: _native.Comm, place: int) -> str:
+    """Returns why a peer makes no call on a core any more, as the end of a sentence; "": it may."""
+    if core.health(place):
+        return LEFT if core.is_thread(place) else ENDED
+    return CLOSED if core.has_closed(place) else ""
 
 
 # NOTE [Nodes are found]
@@ -100,31 +124,33 @@ def meet(membership: Membership, heap_bytes: int | None) -> OneNode | SeveralNod
         RingcommError: as :meth:`Communicator.from_store`; waiting peers have been told.
     """
     meeting = rendezvous_of(membership)
-    rendezvous = Rendezvous(meeting)
+    with forming(meeting.operation):
+        rendezvous = Rendezvous(meeting)
     core: _native.Comm | None = None
     try:
-        heap = process_heap(heap_bytes, len(membership.ranks))
-        core = _make_core(heap, membership)
-        handles = rendezvous.handles(_handle(heap, core, membership))
-        heaps, unreached = _map_heaps(handles, heap, meeting)
-        if len(heaps) == len(handles):
-            in_order = tuple(heaps[rank] for rank in range(len(handles)))
-            _connect(core, handles, in_order, meeting.operation)
-        everyone = rendezvous.confirm(handles, unreached)
-        machines = [handle.machine for handle in handles]
-        places = divide(meeting.rank, machines, everyone, meeting.operation)
-        if len(places.nodes) == 1:
-            _activate(core, meeting.operation)
-            return OneNode(core, in_order)
-        _check_ids(places, handles, everyone, meeting)
-        core.close()
-        return SeveralNodes(members_of(handles), places, meeting, rendezvous)
+        with forming(meeting.operation):
+            heap = process_heap(heap_bytes, len(membership.ranks))
+            core = _make_core(heap, membership)
+            handles = rendezvous.handles(_handle(heap, core, membership))
+            heaps, unreached = _map_heaps(handles, heap, meeting)
+            if len(heaps) == len(handles):
+                in_order = tuple(heaps[rank] for rank in range(len(handles)))
+                _connect(core, handles, in_order, meeting.operation)
+            everyone = rendezvous.confirm(handles, unreached)
+            machines = [handle.machine for handle in handles]
+            places = divide(meeting.rank, machines, everyone, meeting.operation)
+            if len(places.nodes) == 1:
+                _activate(core, meeting.operation)
+                return OneNode(core, in_order, meeting.lookout.processes)
+            _check_ids(places, handles, everyone, meeting)
+            core.close()
+            return SeveralNodes(members_of(handles), places, meeting, rendezvous)
     except BaseException as error:
-        rendezvous.fail(error)
         if core is not None:
             # A peer may have seen all ranks ready, and must not wait for this one.
             core.abort(f"rendezvous failed: {error}")
-            core.close()
+            core.close()  # so that the store may have the descriptors
+        rendezvous.fail(error)
         raise
 
 

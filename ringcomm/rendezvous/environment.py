@@ -26,6 +26,7 @@ from ringcomm.rendezvous.addresses import (
     slurm_address,
     tasks_here,
 )
+from ringcomm.rendezvous.descriptors import forming, need_descriptors
 from ringcomm.rendezvous.same_node import meet_on_node
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ LAUNCHERS = (
     ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", ""),
 )
 
+
+# What a store takes beside its connections to ranks.
+SPARE_DESCRIPTORS = 4
 
 # How to set variables on all ranks, by launcher; HOST is rank 0's.
 SETTING = {
@@ -86,6 +90,15 @@ class LauncherPlace:
             UnsupportedError: the ranks are spread over several machines, and nothing says where
                 they meet.
         """
+        operation = where(f"communicator from {self.launcher}", self.rank, self.world_size)
+        # torch's server has a connection to each rank, and cannot say when it has none left.
+        needed = SPARE_DESCRIPTORS + (self.world_size if self.rank == 0 else 0)
+        with forming(operation):
+            if self.world_size > 1:
+                need_descriptors(needed, operation, "the store at which the ranks meet")
+            return self._store(timeout_s)
+
+    def _store(self, timeout_s: float) -> Store:
         if self.has_master:
             return _master_store(self, timeout_s)
         if self.world_size == 1:

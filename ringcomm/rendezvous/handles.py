@@ -11,25 +11,31 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import (
+    AbortedError,
     ArgumentError,
     MismatchError,
+    PeerLost,
     RendezvousError,
+    RingcommError,
     UnsupportedError,
     printable,
     where,
 )
 from ringcomm.json_reader import FORMAT_VERSION, digest_of, read_fields, read_record, shown
+from ringcomm.rendezvous.lookout import Lookout
 
 # A store has no wait that Ctrl-C can interrupt, so it is polled: often at first, since ranks
 # mostly arrive together, then less and less.
@@ -55,17 +61,14 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Meeting:
-    """One rendezvous: who meets, where, until when.
-
-    ``deadline`` is in seconds of ``time.monotonic()``.
-    """
+    """One rendezvous: who meets, where, until when, and who watches the members."""
 
     store: Store
     name: str
     rank: int
     world_size: int
-    deadline: float
-    timeout_s: float
+    deadline: Deadline
+    lookout: Lookout
 
     @property
     def operation(self) -> str:
@@ -169,9 +172,16 @@ def _asking(meeting: Meeting) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        silent = (
+            f"{meeting.operation}: the store{store_place(meeting.store)} does not answer any more"
+        )
+        if ended := meeting.lookout.ended():
+            raise PeerLost(
+                f"{silent}, and the process of rank {', '.join(map(str, ended))} has ended. See "
+                "why, and build a communicator of the ranks that are left, at a store that lives"
+            ) from error
         raise RendezvousError(
-            f"{meeting.operation}: the store{store_place(meeting.store)} does not answer any more: "
-            f"{str(error).partition(chr(10))[0]}. See whether the process that holds it "
+            f"{silent}: {str(error).partition(chr(10))[0]}. See whether the process that holds it "
             "(usually rank 0) has ended"
         ) from error
 
@@ -185,11 +195,6 @@ def _look_up(meeting: Meeting, key: str) -> bytes | None:
 def _write(meeting: Meeting, key: str, value: str) -> None:
     with _asking(meeting):
         meeting.store.set(key, value)
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 # NOTE [Agreeing on a meeting]
@@ -235,12 +240,19 @@ def _agree(meeting: Meeting) -> str:
 def _wait_for(
     meeting: Meeting, missing: list[int], pause_s: float, hint: Callable[[], str] = str
 ) -> None:
-    """Sleeps; raises RendezvousError after the deadline, with what ``hint`` adds."""
-    if time.monotonic() >= meeting.deadline:
+    """Sleeps before the next look for what ``missing`` ranks post.
+
+    Raises:
+        PeerLost, AbortedError: as :meth:`Lookout.look`.
+        RendezvousError: after the deadline, with what ``hint`` adds.
+    """
+    meeting.lookout.look(missing, meeting.operation)
+    if meeting.deadline.is_over():
         raise RendezvousError(
-            f"{meeting.operation}: waited {meeting.timeout_s:g} s for "
-            f"{_ranks(missing)}, which did not come.{hint()} Were all {meeting.world_size} ranks "
-            "started, and do all build this communicator? If they are only late, raise timeout="
+            f"{meeting.operation}: waited {meeting.deadline.timeout_s:g} s for "
+            f"{meeting.lookout.named_all(missing)}, which did not come.{hint()} Were all "
+            f"{meeting.world_size} ranks started, and do all build this communicator? If they are "
+            "only late, raise timeout="
         )
     time.sleep(pause_s)
 
@@ -351,20 +363,32 @@ class Rendezvous:
                 )
             # Before the others have come, since whoever finds a difference ends.
             check_agreement(self._meeting, mine, theirs, rank)
+            if (theirs.boot, theirs.pid_namespace) == (mine.boot, mine.pid_namespace):
+                self._meeting.lookout.learn(rank, theirs.pid)
             handles[rank] = theirs
 
         self._post("heap", asdict(mine))
         self._collect("heap", read)
         return [handles[rank] for rank in range(self._meeting.world_size)]
 
-    def everyone(self, stage: str, record: dict[str, Any]) -> list[bytes]:
+    def everyone(
+        self,
+        stage: str,
+        record: dict[str, Any],
+        read: Callable[[int, bytes], None] | None = None,
+    ) -> list[bytes]:
         """Posts ``record`` and returns what all ranks posted in this stage, by rank, as text.
+
+        Args:
+            stage: its name.
+            record: of this rank.
+            read: called with each rank and text as soon as it is there.
 
         Raises:
             RendezvousError: a rank is missing at the deadline (named), or failed, or posted junk.
         """
         self._post(stage, record)
-        return self._collect(stage)
+        return self._collect(stage, read)
 
     def _post(self, stage: str, record: dict[str, Any]) -> None:
         text = json.dumps({"version": FORMAT_VERSION, **record})
@@ -392,9 +416,19 @@ class Rendezvous:
                     missing.remove(rank)
             if not missing:
                 return [texts[rank] for rank in range(meeting.world_size)]
-            self.look_for_failures()
-            _wait_for(meeting, missing, pause_s, partial(self._came_twice, missing))
+            self._look_for_told()
+            try:
+                _wait_for(meeting, missing, pause_s, partial(self._came_twice, missing))
+            except (PeerLost, AbortedError):
+                self._look_for_told()  # whose end may have a cause that it told
+                # What a rank posted before its end counts.
+                if all(self._has_posted(stage, rank) for rank in missing):
+                    continue
+                raise
             pause_s = min(pause_s * 2, LAST_POLL_S)
+
+    def _has_posted(self, stage: str, rank: int) -> bool:
+        return _look_up(self._meeting, f"{self._prefix}/{stage}/{rank}") is not None
 
     def _came_twice(self, missing: list[int]) -> str:
         """Returns a hint where two processes seem to have one rank, as a sentence, or ""."""
@@ -415,15 +449,35 @@ class Rendezvous:
             "two processes, or has it tried again by itself?"
         )
 
-    def look_for_failures(self) -> None:
-        """Raises RendezvousError if a rank has failed; for waits in which peers post nothing."""
+    def look_for_failures(self, awaited: Iterable[int]) -> None:
+        """Raises if a rank has failed; for waits in which peers post nothing.
+
+        Args:
+            awaited: the ranks without which this one cannot go on.
+
+        Raises:
+            RendezvousError: a rank has said that it failed; named.
+            PeerLost, AbortedError: as :meth:`Lookout.look`.
+        """
+        self._look_for_told()
+        try:
+            self._meeting.lookout.look(awaited, self._meeting.operation)
+        except PeerLost:
+            self._look_for_told()
+            raise
+
+    def _look_for_told(self) -> None:
+        """Raises the error of a rank that has said that it failed."""
         meeting = self._meeting
         text = _look_up(meeting, f"{self._prefix}/failed")
         rank = (text or b"").decode(errors="replace")
         if rank.isdecimal() and len(rank) < 10 and int(rank) < meeting.world_size:
             told = _look_up(meeting, f"{self._prefix}/failed/{rank}")
             if told is not None:
-                read_record(told, int(rank), meeting.operation)
+                try:
+                    read_record(told, int(rank), meeting.operation)
+                except RendezvousError as error:
+                    raise _told_by(error, int(rank), meeting) from None
 
     def confirm(
         self,
@@ -497,6 +551,21 @@ class Rendezvous:
             if not peers:
                 return
             time.sleep(LAST_POLL_S)
+
+
+_FAILED = re.compile(r": rank (\d+) failed: (\w+): ")
+
+
+def _told_by(error: RendezvousError, rank: int, meeting: Meeting) -> RingcommError:
+    """Returns what a rank has told of its failure, as every member is to raise it."""
+    text = str(error)
+    kind = _FAILED.search(text)
+    named = f": {meeting.lookout.named(rank)} failed: "
+    found: RingcommError = (PeerLost if kind and kind[2] == "PeerLost" else RendezvousError)(
+        text.replace(f": rank {rank} failed: ", named, 1)
+    )
+    found.repeats = error.repeats
+    return found
 
 
 def _unreached_of(record: Any, rank: int, meeting: Meeting) -> dict[int, str]:

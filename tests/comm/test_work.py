@@ -123,10 +123,18 @@ def test_wait_with_a_timeout_leaves_the_call_going(worlds):
 
 def test_error_reaches_wait_exception_and_future():
     with ringcomm.local_world(2, timeout=60) as world:
+        done = threading.Event()
 
         def body(comm):
             if comm.rank == 1:
+                done.wait()
                 return
+            try:
+                errors_reach(comm)
+            finally:
+                done.set()
+
+        def errors_reach(comm):
             work = comm.all_reduce(torch.ones(3), async_op=True)
             future = work.get_future()
             late = comm.barrier(async_op=True)

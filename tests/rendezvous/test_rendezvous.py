@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-import time
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -22,8 +21,10 @@ from ringcomm import (
     RingcommError,
     json_reader,
 )
+from ringcomm.deadlines import Deadline
 from ringcomm.memory.host_heap import process_heap
 from ringcomm.rendezvous.handles import HeapHandle, Meeting, Rendezvous, machine_identity
+from ringcomm.rendezvous.lookout import Lookout
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.deadlines
@@ -223,6 +224,6 @@ def test_store_that_went_away():
         def check(self, keys):
             raise RuntimeError("Failed to recv, got 0 bytes\nframes")
 
-    meeting = Meeting(Gone(), "lost", 1, 2, time.monotonic() + 5, 5.0)
+    meeting = Meeting(Gone(), "lost", 1, 2, Deadline(5.0), Lookout((0, 1), {}))
     with pytest.raises(RendezvousError, match=r"rank 1 of 2: the store does not answer.*0 bytes"):
         Rendezvous(meeting).confirm()

@@ -230,6 +230,8 @@ class DeviceCore:
         found = self._found_fault()
         if found is not None and found["kind"] == "timeout":
             return {**found, "hint": self._crowded()}
+        if found is not None and found["kind"] == "peer_lost" and self.is_thread(found["peer"]):
+            return {**found, "kind": "peer_left"}
         return found
 
     def _crowded(self) -> str:
@@ -313,6 +315,10 @@ class DeviceCore:
     def any_aborted(self) -> bool:
         """True when some rank's abort word is raised, for a rank whose kernel does not run."""
         return any(self._is_up(region + _native.ABORTED_OFFSET_BYTES) for region in self._regions)
+
+    def is_thread(self, peer: int) -> bool:
+        """True when ``peer`` is a thread of this process."""
+        return self._peers is not None and self._peers[peer].process is None
 
     def has_closed(self, peer: int) -> bool:
         """True when ``peer`` has said farewell."""

@@ -23,6 +23,9 @@ from ringcomm.comm.device.streams import DeviceWork, StreamContext
 from ringcomm.comm.engine import (
     AUTO,
     EXIT_GRACE_S,
+    IN_VAIN_S,
+    LOOK_S,
+    UNDER_WAY,
     Call,
     CallEngine,
     RankContext,
@@ -30,7 +33,7 @@ from ringcomm.comm.engine import (
     closed,
     refusal,
 )
-from ringcomm.comm.meeting import Membership
+from ringcomm.comm.meeting import CLOSED, LEFT, Membership
 from ringcomm.comm.options import milliseconds_of
 from ringcomm.comm.recorder.reader import Fault, FlightRecorder
 from ringcomm.comm.recorder.records import Recording
@@ -387,6 +390,13 @@ class DeviceCallEngine(CallEngine):
                     "communicator. All ranks must make the same calls before one of them closes",
                     self._waits_in_vain("peer_closed", rank),
                 )
+            if self.joint_launch is not None and self.joint_launch.has_left(rank):
+                raise self._give_up(
+                    PeerLost,
+                    f"{head}: expected rank {rank} to take part, but {LEFT}. All ranks must make "
+                    "the same calls before one of them returns",
+                    self._waits_in_vain("peer_lost", rank),
+                )
         if waited_s * 1000 > core.timeout_ms:
             named = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
             raise self._give_up(
@@ -549,6 +559,10 @@ class DeviceCallEngine(CallEngine):
         number = recorder.gave_up(kind, peer) if recorder is not None else 0
         return {"kind": kind, "peer": peer, "sequence": number}
 
+    def _why_lost(self, place: int) -> str:
+        # A process that has ended is known by Membership.processes.
+        return CLOSED if self._device_core.has_closed(place) else ""
+
     def _events_of_the_end(self) -> list[Event]:
         """Returns events that have passed once no launched kernel runs any more."""
         runtime, device = self.device_place
@@ -562,7 +576,7 @@ class DeviceCallEngine(CallEngine):
     def _end_calls(self, grace_s: float) -> bool:
         """Refuses new calls and waits for those under way; False if ``grace_s`` was too short."""
         deadline = time.monotonic() + grace_s
-        if not self._queue.turn.acquire(timeout=grace_s):
+        if not self._takes_turn(deadline):
             return False
         try:
             if self._told is None:
@@ -581,11 +595,34 @@ class DeviceCallEngine(CallEngine):
         finally:
             self._queue.turn.release()
 
-    def _close(self, grace_s: float) -> None:
+    def _takes_turn(self, deadline: float) -> bool:
+        """Takes the turn; False when the call that has it is late, or waits for others in vain."""
+        joint = self.joint_launch
+        while not self._queue.turn.acquire(timeout=LOOK_S):
+            late = time.monotonic() >= deadline
+            if late or (joint is not None and joint.waited_s(self._rank) >= IN_VAIN_S):
+                return False
+        return True
+
+    def is_busy(self) -> bool:
+        return False  # what is launched ends by itself
+
+    def set_left(self, left: bool) -> None:
+        """Does nothing: a rank on a device is told of its peers."""
+
+    def set_peer_left(self, place: int, left: bool) -> None:
+        self._device_core.native.mark_lost(place, left)
+        if self.joint_launch is not None:
+            self.joint_launch.set_left(place, left)
+
+    def _progress(self) -> None:
+        """Returns nothing: what is launched ends by itself."""
+
+    def _close(self, grace_s: float, in_vain_s: float) -> None:
         if self._closed:
             return
         if not self._end_calls(grace_s):
-            self.abort("closed with a call under way")
+            self.abort(UNDER_WAY)
             if not self._end_calls(EXIT_GRACE_S):
                 # The region is never freed, since a kernel that does not end still uses it.
                 return
@@ -594,7 +631,7 @@ class DeviceCallEngine(CallEngine):
             self._refuse = refusal(self._rank, self._world_size, self._unreported)
             self._told = True
         self._order.leave(self.joint_launch or self._device_core)
-        super()._close(grace_s)
+        super()._close(grace_s, in_vain_s)
         self._launched.clear()
         self._recorded.clear()
 

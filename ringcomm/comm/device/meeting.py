@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any, TypeVar
 
 from ringcomm import _native
@@ -21,6 +22,7 @@ from ringcomm.comm.meeting import Membership, rendezvous_of
 from ringcomm.comm.topology.model import Topology, from_json, to_json
 from ringcomm.comm.topology.nvml import read_machine
 from ringcomm.comm.topology.plan import plan
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import MismatchError, RendezvousError, RingcommError, UnsupportedError
 from ringcomm.json_reader import shown
 from ringcomm.memory.device_heap import DeviceHeap, device_heap
@@ -31,6 +33,7 @@ from ringcomm.memory.device_peers import (
     make_handle,
     map_device_heap,
 )
+from ringcomm.rendezvous.descriptors import forming
 from ringcomm.rendezvous.handles import (
     Meeting,
     Rendezvous,
@@ -92,8 +95,7 @@ class Links:
 def prove_links(
     links: Links,
     operation: str,
-    deadline: float,
-    timeout_s: float,
+    deadline: Deadline,
     look: Callable[[], None] | None = None,
 ) -> None:
     """Writes to all peers and returns when this rank has seen what all peers wrote.
@@ -104,8 +106,7 @@ def prove_links(
     Args:
         links: to all ranks, whose heaps are mapped.
         operation: named in errors.
-        deadline: in seconds of ``time.monotonic()``.
-        timeout_s: the wait that ends at ``deadline``, for errors.
+        deadline: of the proof.
         look: called while peers are awaited for long; raises if one of them will not come.
 
     Raises:
@@ -122,8 +123,8 @@ def prove_links(
         unseen = [line for line in unseen if not links.holds(*line)]
         if not unseen:
             return
-        if time.monotonic() >= deadline:
-            raise _broken_link(links, unseen, operation, timeout_s)
+        if deadline.is_over():
+            raise _broken_link(links, unseen, operation, deadline.timeout_s)
         if look is not None and pause_s == LAST_POLL_S:
             look()
         time.sleep(pause_s)
@@ -211,44 +212,48 @@ def meet_on_device(
     world_size = len(membership.ranks)
     meeting = rendezvous_of(membership)
     _refuse_sum_blocks(membership, meeting)
-    rendezvous = Rendezvous(meeting)
+    with forming(meeting.operation):
+        rendezvous = Rendezvous(meeting)
     core: DeviceCore | None = None
     stay = lifecycle.begin_stay()
     try:
-        lifecycle.reclaim()
-        heap = device_heap(device, heap_bytes)
-        places = _places(rendezvous, meeting, heap, stay, membership.node_id)
-        if len({place.machine for place in places}) > 1:
-            lifecycle.end_stay(stay)
-            return None
-        if world_size > _native.MAX_DEVICE_WORLD:
-            raise UnsupportedError(
-                f"{meeting.operation}: got {world_size} ranks, but a communicator on devices of "
-                f"one node has at most {_native.MAX_DEVICE_WORLD}. Build several of fewer ranks"
+        with forming(meeting.operation):
+            lifecycle.reclaim()
+            heap = device_heap(device, heap_bytes)
+            places = _places(rendezvous, meeting, heap, stay, membership.node_id)
+            if len({place.machine for place in places}) > 1:
+                lifecycle.end_stay(stay)
+                return None
+            if world_size > _native.MAX_DEVICE_WORLD:
+                raise UnsupportedError(
+                    f"{meeting.operation}: got {world_size} ranks, but a communicator on devices "
+                    f"of one node has at most {_native.MAX_DEVICE_WORLD}. Build several of fewer "
+                    "ranks"
+                )
+            chosen = plan(_topology(places), [place.uuid for place in places])
+            channels = _channels(membership, places)
+            _preload(heap)
+            multiprocessors = max(1, min(_shares(places)))
+            core = DeviceCore(heap, membership, chosen, channels, multiprocessors, stay)
+            core.native.limit_message_channels(_message_channels(places, channels))
+            handles = _handles(rendezvous, meeting, core, places)
+            mapped = [map_device_heap(handle, heap, meeting.operation) for handle in handles]
+            core.reach(handles, mapped)
+            links = Links(heap, membership.rank, handles, mapped, core.native.words_bytes)
+            _prove_now(links, rendezvous, meeting)
+            core.connect(
+                chosen.rings, make_window(rendezvous, meeting, heap, handles, membership.options)
             )
-        chosen = plan(_topology(places), [place.uuid for place in places])
-        channels = _channels(membership, places)
-        _preload(heap)
-        multiprocessors = max(1, min(_shares(places)))
-        core = DeviceCore(heap, membership, chosen, channels, multiprocessors, stay)
-        core.native.limit_message_channels(_message_channels(places, channels))
-        handles = _handles(rendezvous, meeting, core, places)
-        mapped = [map_device_heap(handle, heap, meeting.operation) for handle in handles]
-        core.reach(handles, mapped)
-        links = Links(heap, membership.rank, handles, mapped, core.native.words_bytes)
-        _prove_now(links, rendezvous, meeting)
-        core.connect(
-            chosen.rings, make_window(rendezvous, meeting, heap, handles, membership.options)
-        )
-        communicator = build(core, membership, *_join(membership, core, handles, mapped))
-        rendezvous.confirm()
-        core.activate()
+            met = membership.having_met((), meeting.lookout.processes)
+            communicator = build(core, met, *_join(membership, core, handles, mapped))
+            rendezvous.confirm()
+            core.activate()
     except BaseException as error:
-        rendezvous.fail(error)
         if core is not None:
             # A peer may have seen all ranks ready, and must not wait for this one.
             core.abort(f"rendezvous failed: {error}")
-            core.close()
+            core.close()  # so that the store may have the descriptors
+        rendezvous.fail(error)
         lifecycle.end_stay(stay)
         raise
     return communicator
@@ -264,9 +269,10 @@ def _refuse_sum_blocks(membership: Membership, meeting: Meeting) -> None:
 
 def _prove_now(links: Links, rendezvous: Rendezvous, meeting: Meeting) -> None:
     """Proves the links within the time that a rendezvous has for it; see :func:`prove_links`."""
-    proof_s = min(LINK_PROOF_S, meeting.timeout_s)
-    deadline = time.monotonic() + proof_s
-    prove_links(links, meeting.operation, deadline, proof_s, rendezvous.look_for_failures)
+    proof_s = min(LINK_PROOF_S, meeting.deadline.timeout_s)
+    peers = [rank for rank in range(meeting.world_size) if rank != meeting.rank]
+    look = partial(rendezvous.look_for_failures, peers)
+    prove_links(links, meeting.operation, Deadline(proof_s), look)
 
 
 def _join(
@@ -336,9 +342,16 @@ def _places(
         topology,
         machine_of(node_id),
     )
-    texts = rendezvous.everyone("place", asdict(mine))
     operation = meeting.operation
-    places = [_RankPlace.from_json(text, rank, operation) for rank, text in enumerate(texts)]
+    found: dict[int, _RankPlace] = {}
+
+    def read(rank: int, text: bytes) -> None:
+        found[rank] = place = _RankPlace.from_json(text, rank, operation)
+        if place.machine == mine.machine:
+            meeting.lookout.learn(rank, place.pid)
+
+    rendezvous.everyone("place", asdict(mine), read)
+    places = [found[rank] for rank in range(meeting.world_size)]
     for rank, place in enumerate(places):
         if place.kind != heap.runtime.kind:
             raise MismatchError(

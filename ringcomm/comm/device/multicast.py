@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -137,14 +136,15 @@ def _send(meeting: Meeting, window: MulticastWindow, abilities: Sequence[_Abilit
 def _receive(
     rendezvous: Rendezvous, meeting: Meeting, inbox: DescriptorInbox, sender_pid: int
 ) -> int:
-    while time.monotonic() < meeting.deadline:
+    while not meeting.deadline.is_over():
         descriptor = inbox.receive(sender_pid, _POLL_S)
         if descriptor is not None:
             return descriptor
-        rendezvous.look_for_failures()
+        rendezvous.look_for_failures([0])
     raise RendezvousError(
-        f"{meeting.operation}: multicast_bytes: waited {meeting.timeout_s:g} s for the multicast "
-        "object of rank 0, which did not come. See what that rank reports, or raise timeout="
+        f"{meeting.operation}: multicast_bytes: waited {meeting.deadline.timeout_s:g} s for the "
+        "multicast object of rank 0, which did not come. See what that rank reports, or raise "
+        "timeout="
     )
 
 

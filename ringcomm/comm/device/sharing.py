@@ -247,6 +247,8 @@ class JointLaunch:
         self._stream = runtime.make_stream(device)
         self._changed = threading.Condition()
         self._round = _Round()
+        self._waits_since_s: dict[int, float] = {}
+        self._left: set[int] = set()
 
     def launch(self, rank: int, prepared: Prepared, stream: int, look: Look) -> None:
         """Launches the prepared call of ``rank`` together with those of all others.
@@ -272,8 +274,24 @@ class JointLaunch:
             if mine.error is not None:
                 raise mine.error
 
+    def set_left(self, rank: int, left: bool) -> None:
+        """Notes whether the thread of a rank makes no more calls."""
+        if left:
+            self._left.add(rank)
+        else:
+            self._left.discard(rank)
+
+    def has_left(self, rank: int) -> bool:
+        """True when the thread of a rank makes no more calls."""
+        return rank in self._left
+
+    def waited_s(self, rank: int) -> float:
+        """Returns for how many seconds the call of ``rank`` has waited for those of others."""
+        since_s = self._waits_since_s.get(rank)
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
     def _await_others(self, rank: int, mine: _Round, look: Look) -> None:
-        started = time.monotonic()
+        started = self._waits_since_s[rank] = time.monotonic()
         try:
             while not mine.ended:
                 self._changed.wait(LOOK_S)
@@ -285,6 +303,8 @@ class JointLaunch:
             # again.
             mine.arrived.pop(rank, None)
             raise
+        finally:
+            self._waits_since_s.pop(rank, None)
 
     def _launch_all(self, mine: _Round) -> None:
         self._round = _Round()

@@ -27,6 +27,7 @@ from ringcomm.comm.recorder.records import NodeLevel
 from ringcomm.errors import RendezvousError, UnsupportedError
 from ringcomm.json_reader import read_record, shown
 from ringcomm.memory import empty
+from ringcomm.rendezvous.descriptors import forming
 
 
 class _Closable(Protocol):
@@ -74,7 +75,8 @@ def build(
     closing: list[_Closable] = []
     try:
         built = _built_on_device if on_device else _built
-        return built(membership, found, heap_bytes, make_node, closing)
+        with forming(found.meeting.operation):
+            return built(membership, found, heap_bytes, make_node, closing)
     except BaseException as error:
         found.rendezvous.fail(error)
         for each in reversed(closing):

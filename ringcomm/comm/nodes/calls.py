@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -118,7 +119,8 @@ class Scratch:
 class CallsOverNodes:
     """The calls of one rank, without the collectives themselves.
 
-    Methods return 0, or a nonzero status after which :attr:`Watch.error` says what happened.
+    Methods return 0, or a nonzero status after which :attr:`Watch.error` says what happened. Calls
+    are made by whoever holds :attr:`turn`.
 
     Args:
         inner: the core of this rank's node, used by nothing else.
@@ -128,6 +130,9 @@ class CallsOverNodes:
         messages: this rank's; None: it makes none.
         wire: as ``CommOptions.wire``, of calls for which :meth:`on_wire` says nothing else.
         schedule: of the exchanges on the rails, by name.
+
+    Attributes:
+        turn: as of the native core.
     """
 
     def __init__(
@@ -155,13 +160,10 @@ class CallsOverNodes:
         self._headers: list[RailMessage] = []
         self._sent: list[RailMessage] = []
         self._closed = False
+        self._arrived_on_rails = 0
+        self.turn = threading.Lock()
 
     # ---- what is asked of a core ----------------------------------------------------------------
-
-    @property
-    def turn(self) -> None:
-        """Calls are made by whoever holds the queue's own lock."""
-        return None
 
     @property
     def geometry(self) -> dict[str, int]:
@@ -186,6 +188,26 @@ class CallsOverNodes:
     def chosen(self, algorithm: int) -> int:
         """Returns the code of "direct", which is what "auto" means."""
         return DIRECT if algorithm == AUTO else algorithm
+
+    @property
+    def awaited(self) -> int:
+        """As of the native core: the rank that a call waits for, for a while, or -1."""
+        place = self._inner.awaited
+        return self.places.mates[place] if place >= 0 else self._watch.awaited
+
+    @property
+    def arrivals(self) -> int:
+        """As of the native core: what changes when a peer does its part."""
+        return self._inner.arrivals + self._arrived_on_rails
+
+    @property
+    def has_messages(self) -> bool:
+        """As of the native core; what other nodes await does not count."""
+        return self._inner.has_messages
+
+    def set_left(self, left: bool) -> None:
+        """As of the native core; other nodes are told by :meth:`Watch.set_left`."""
+        self._inner.set_left(left)
 
     def fault(self) -> None:
         """Returns nothing: :attr:`Watch.error` has the words."""
@@ -366,6 +388,7 @@ class CallsOverNodes:
         timeout_s = self.timeout_ms / 1000
         with self._meeting_on_rail(message.rank):
             self._rails.wait(message, timeout_s + GRACE_S)
+        self._arrived_on_rails += 1
 
     @contextmanager
     def _meeting_on_rail(self, peer: int) -> Iterator[None]:

@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 from torch.distributed import HashStore, Store
 
 from ringcomm.comm.nodes.places import Places
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import (
     ArgumentError,
     RendezvousError,
@@ -31,6 +33,7 @@ from ringcomm.errors import (
     start_thread,
 )
 from ringcomm.json_reader import read_record
+from ringcomm.rendezvous.descriptors import need_descriptors
 from ringcomm.rendezvous.handles import (
     FIRST_POLL_S,
     LAST_POLL_S,
@@ -42,6 +45,8 @@ from ringcomm.rendezvous.same_node import LOOPBACK
 #: Makes the group of a rail: (store of the rail, number of this rank's node, nodes, timeout).
 Carrier = Callable[[Store, int, int, timedelta], Any]
 
+# What Gloo takes beside its connections.
+SPARE_DESCRIPTORS = 4
 # How long ranks, all of which are there, try to connect; a choice.
 CONNECT_S = 60.0
 LOOK_S = 0.05
@@ -182,10 +187,10 @@ class AskingStore(Store):
             RendezvousError: a rank has failed.
             TimeoutError: they did not come in time.
         """
-        deadline, pause_s = time.monotonic() + timeout.total_seconds(), FIRST_POLL_S
+        deadline, pause_s = Deadline(timeout.total_seconds()), FIRST_POLL_S
         while not self.underlying_store.check(keys):
             self._look()
-            if time.monotonic() >= deadline:
+            if deadline.is_over():
                 raise TimeoutError(f"waited {timeout.total_seconds():g} s for {', '.join(keys)}")
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, LAST_POLL_S)
@@ -280,8 +285,14 @@ class Connector:
         Raises:
             RendezvousError: a member cannot be reached, or the carrier or another rank failed.
         """
+        # Gloo's threads cannot say when there is none left, and wait on.
+        need_descriptors(
+            SPARE_DESCRIPTORS + 2 * len(ranks), self._operation, "the connections to other nodes"
+        )
         outcome, ended = _Outcome(), threading.Event()
-        asking = AskingStore(store, self._rendezvous.look_for_failures)
+        peers = [rank for rank in ranks if rank != self._places.rank]
+        look = partial(self._rendezvous.look_for_failures, peers)
+        asking = AskingStore(store, look)
         self._asking.append(asking)  # as long as what the carrier has made of it
 
         def make() -> None:
@@ -293,7 +304,7 @@ class Connector:
 
         thread = threading.Thread(target=make, name="ringcomm-connect", daemon=True)
         start_thread(thread, self._operation, "The communicator was not built")
-        self._watch(thread, ended)
+        self._watch(thread, ended, look)
         if outcome.error is not None and not isinstance(outcome.error, Exception):
             raise outcome.error  # a Ctrl-C
         if outcome.error is not None:
@@ -306,13 +317,15 @@ class Connector:
             )
         return group
 
-    def _watch(self, thread: threading.Thread, ended: threading.Event) -> None:
+    def _watch(
+        self, thread: threading.Thread, ended: threading.Event, look: Callable[[], None]
+    ) -> None:
         """Waits for a thread that connects; raises what another rank has failed by."""
         if ended.wait(LOOK_S):
             return
         try:
             while not ended.wait(LOOK_S):
-                self._rendezvous.look_for_failures()
+                look()
         except BaseException:
             _left.append(thread)
             raise

@@ -136,7 +136,8 @@ class NodesCore(SumsOverNodes):
         )
 
     def barrier_plain(self) -> int:
-        return self.barrier()
+        with self.turn:
+            return self.barrier()
 
     def barrier(self) -> int:
         def body() -> None:

@@ -13,7 +13,7 @@ from ringcomm.comm.arguments import CallChecks
 from ringcomm.comm.device.launch import DeviceCallChecks
 from ringcomm.comm.device.recorder import SeenEvent
 from ringcomm.comm.device.streams import DeviceWork, StreamContext
-from ringcomm.comm.engine import EXIT_GRACE_S, Call, RankContext
+from ringcomm.comm.engine import EXIT_GRACE_S, UNDER_WAY, Call, RankContext
 from ringcomm.comm.messages import Messages
 from ringcomm.comm.nodes.device_core import DeviceNodesCore
 from ringcomm.comm.options import milliseconds_of
@@ -165,11 +165,11 @@ class DeviceNodesCalls(Messages):
         self._core.device_watch.see_device()
         return super()._fault(name)
 
-    def _close(self, grace_s: float) -> None:
+    def _close(self, grace_s: float, in_vain_s: float) -> None:
         if not self._closed and not self._core.ends(grace_s):
-            self.abort("closed with a call under way")
+            self.abort(UNDER_WAY)
             self._core.ends(EXIT_GRACE_S)
-        super()._close(grace_s)
+        super()._close(grace_s, in_vain_s)
 
     def close(self) -> None:
         """Waits for the enqueued calls, then frees the communicator's memory.

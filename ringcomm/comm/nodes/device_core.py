@@ -128,7 +128,7 @@ class DeviceNodesCore(CallsOverNodes):
         self._watch.close()
         self._rails.close()
         self._carried.close()
-        self.calls._close(self.timeout_ms / 1000)
+        self.calls._close(self.timeout_ms / 1000, EXIT_GRACE_S)
         self._inner.close()
 
     # ---- collectives ----------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from ringcomm.comm.nodes.requests import (
     MessageHeader,
     RailRequest,
 )
-from ringcomm.comm.nodes.watch import Watch
+from ringcomm.comm.nodes.watch import GRACE_S, Watch
 from ringcomm.errors import AbortedError, CollectiveTimeout, PeerLost, start_thread
 
 # A message waits for its peer as long as its Work does, which counts the time; this is for ever.
@@ -359,6 +359,8 @@ class NodesMessages:
     def _give_up(self, request: RailRequest, waited_s: float) -> None:
         """Ends the communicator when a message was awaited for too long."""
         timeout_s = self._inner.timeout_ms / 1000
+        if waited_s >= GRACE_S:  # what has been sent by then may be on its way
+            self._watch.awaits_in_vain(request.called, request.source)
         if waited_s >= timeout_s:
             self._watch.on_rail(request.source, request.called, waited_s, timeout_s, "")
 

@@ -17,11 +17,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch.distributed import Store
 
 from ringcomm import _native, errors
+from ringcomm.comm.meeting import ENDED, LEFT, why_lost
 from ringcomm.comm.nodes.connecting import told_by
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import join
@@ -49,6 +50,8 @@ GRACE_S = 0.5
 STORE_S = 0.5
 LONGEST_CLAIM = 240
 _SILENT = "The store"
+
+T = TypeVar("T")
 
 
 RANK = re.compile(r"\b([Rr])ank (\d{1,9})\b(?! \(node)")
@@ -99,6 +102,7 @@ class Watch:
         awaiting: the words of this node.
         breakable: what is broken up at a fault.
         trace: what this node's ranks leave at a fault; None: nothing.
+        left: the ranks of other nodes that make no more calls, where all are threads.
     """
 
     def __init__(
@@ -117,10 +121,13 @@ class Watch:
         self._store = store
         self.breakable = [rails]
         self.trace: NodeTrace | None = None
+        self.left: set[int] = set()
         self._recorder = FlightRecorder(inner, name, (places.place, len(places.mates)))
         self._guard = threading.Lock()
         self._ended = threading.Event()
-        self._asked_s = 0.0
+        self._asked_s = self._asked_of_ends_s = 0.0
+        self._told_ended: set[int] = set()
+        self._known_ended: set[int] = set()
         self._asking: threading.Thread | None = None
         self._thread = threading.Thread(target=self._loop, name=f"{name}-watch", daemon=True)
         start_thread(self._thread, f"communicator {name!r}", "It was not built")
@@ -179,6 +186,66 @@ class Watch:
                 "Its process or its node has ended: see why"
             )
         )
+
+    def set_left(self, rank: int, left: bool) -> None:
+        """Notes whether a rank of another node, which is a thread of this process, has left."""
+        if left:
+            self.left.add(rank)
+        else:
+            self.left.discard(rank)
+
+    def awaits_in_vain(self, called: str, rank: int) -> None:
+        """Ends the communicator if a rank that this one awaits on a rail has left."""
+        if rank in self.left:
+            who, other = self._me(), self._places.named(rank)
+            self.fail(PeerLost(f"{who} in {called} expected {other} to take part, but {LEFT}"))
+
+    def why_lost(self, rank: int) -> str:
+        """Returns why a rank makes no call any more, as the end of a sentence; "": it may."""
+        if rank in self.left:
+            return LEFT
+        if rank in self._places.mates:
+            return why_lost(self._inner, self._places.place_of(rank))
+        if rank not in self._known_ended:
+            self._ask_of_ends()
+        return ENDED if rank in self._known_ended else ""
+
+    def _ask_of_ends(self) -> None:
+        """Asks the store whose ends the ranks of other nodes have told; see :meth:`_tell_ends`."""
+        if time.monotonic() < self._asked_of_ends_s + LOOK_S:
+            return
+        self._asked_of_ends_s = time.monotonic()
+        others = [rank for node in self._places.nodes for rank in node if self._is_elsewhere(rank)]
+
+        def ask() -> None:
+            for rank in others:
+                if self._store.check([f"ended/{rank}"]):
+                    self._known_ended.add(rank)
+
+        self._ask(ask, STORE_S)
+
+    def _is_elsewhere(self, rank: int) -> bool:
+        return rank not in self._places.mates and rank not in self._known_ended
+
+    def _tell_ends(self) -> None:
+        """Tells other nodes of mates whose processes have ended.
+
+        That ends no call by itself: who has made all its calls may end. But ranks of other nodes
+        that build a group need not wait for one that has.
+        """
+        inner, mates = self._inner, self._places.mates
+        ended = {place for place in range(len(mates)) if inner.health(place)}
+        living = min(place for place in range(len(mates)) if place not in ended)
+        news = {mates[place] for place in ended if not inner.is_thread(place)} - self._told_ended
+        if living != self._places.place or not news:
+            return
+        self._told_ended |= news
+
+        def tell() -> None:
+            for rank in news:
+                self._store.set(f"ended/{rank}", "")
+
+        self._ask(tell, STORE_S)
 
     # ---- what is done about it -------------------------------------------------------------------
 
@@ -278,10 +345,12 @@ class Watch:
             self.fail(self._of_node(fault))
             return
         if self._waits():
+            self.awaits_in_vain("a call", self.awaited)
             for place, rank in enumerate(self._places.mates):
                 if rank != self._places.rank and self._inner.health(place):
                     self.fail(self._ended_process(rank))
                     return
+        self._tell_ends()
         if self._places.place == 0 and time.monotonic() >= self._asked_s + ASK_STORE_S:
             self._asked_s = time.monotonic()
             claim = self._read_claim()
@@ -293,11 +362,19 @@ class Watch:
         its = None if recording is None else recording.rank(rank)
         last = "" if its is None or recording is None else last_over_nodes(its, recording.taken_ns)
         did = f"; its last call: {last}" if last else ""
-        return PeerLost(f"the process of {self._places.named(rank)} has ended{did}. See why")
+        named = self._places.named(rank)
+        if self._inner.is_thread(self._places.place_of(rank)):
+            return PeerLost(f"{named} was awaited, but {LEFT}{did}")
+        return PeerLost(f"the process of {named} has ended{did}. See why")
 
     def _waits(self) -> bool:
         """Tells whether a call of this rank waits for others now."""
-        return self.awaiting.of(self._places.place) >= 0
+        return self.awaited >= 0
+
+    @property
+    def awaited(self) -> int:
+        """The rank that a call of this one waits for on a rail, or -1."""
+        return self.awaiting.of(self._places.place)
 
     def _claim_of_others(self, patience_s: float) -> RingcommError | None:
         """Returns the claim in the store, waiting for one that is about to be made."""
@@ -336,9 +413,7 @@ class Watch:
             return self._without_store(error)
         return answers[0] or error
 
-    def _ask(
-        self, question: Callable[[], RingcommError | None], patience_s: float
-    ) -> list[RingcommError | None]:
+    def _ask(self, question: Callable[[], T], patience_s: float) -> list[T]:
         """Asks the store; returns its answer, or nothing where none came in time.
 
         On a thread, since a store whose node is gone does not answer for minutes. Where one waits
@@ -348,7 +423,7 @@ class Watch:
             self._asking.join(patience_s)
             if self._asking.is_alive():
                 return []
-        answers: list[RingcommError | None] = []
+        answers: list[T] = []
 
         def ask() -> None:
             with contextlib.suppress(RuntimeError):

@@ -208,7 +208,7 @@ def _tell(fault: Fault, recording: Recording) -> Fault:
     elif fault["sequence"]:
         find = reporter.message if fault["message"] else reporter.collective
         told["mine"] += at(find(fault["sequence"]))
-    if peer is not None and fault["kind"] in ("timeout", "peer_lost", "peer_closed"):
+    if peer is not None and fault["kind"] in ("timeout", "peer_lost", "peer_left", "peer_closed"):
         told["story"] = _story(reporter, peer, fault, recording.taken_ns)
     return told
 

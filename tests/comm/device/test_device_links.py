@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from ringcomm import cuda
 from ringcomm.comm.device.meeting import LINE_BYTES, Links, prove_links
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import RendezvousError
 from ringcomm.memory import device_heap
 from ringcomm.memory.device_heap import DeviceHeap
@@ -48,7 +48,7 @@ def links_of(heap: DeviceHeap, rank: int, handles: list[DeviceHandle]) -> Links:
 
 
 def prove(links: Links, timeout_s: float = DEADLINE_S) -> None:
-    prove_links(links, "proving", time.monotonic() + timeout_s, timeout_s)
+    prove_links(links, "proving", Deadline(timeout_s))
 
 
 def _proves(store, rank, world):

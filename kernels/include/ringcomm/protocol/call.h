@@ -132,6 +132,7 @@ struct ControlPage {
   uint32_t waits_for;       // 1 + the rank that the owner has awaited for a while; 0: none
   alignas(64) uint32_t aborted;  // 0 or 1; written by the owner, read by every peer
   uint32_t core;                 // 1 + the core that the owner's thread was last seen on; 0: none
+  uint32_t left;                 // 1: the owner, a thread, makes no call until this is 0 again
   alignas(64) Fault fault;
   char reason[256];  // an explicit abort's text
 };

@@ -205,6 +205,16 @@ RC_COLD Status give_up(Team team, const View& v, Site site, Status status, uint3
   return status;
 }
 
+// A host that has not looked at the clock for so long did not run: its process was stopped, or the
+// machine was suspended. A sleeper looks 100 times a second.
+constexpr uint64_t kLongestLookNs = 250'000'000;
+
+// The part of the time since a waiter last looked at the clock that does not count as waiting. The
+// peers were mostly stopped with the waiter, so they have had no chance to come meanwhile.
+RC_FN constexpr uint64_t unwatched_ns(uint64_t looked_ns, uint64_t now_ns) {
+  return now_ns - looked_ns > kLongestLookNs ? now_ns - looked_ns : 0;
+}
+
 // model: await_slowly (tests/proof/model/sleep.pml)
 template <class Team>
 RC_COLD Status await_slowly(Team team, const View& v, Site site, uint32_t want) {
@@ -214,14 +224,16 @@ RC_COLD Status await_slowly(Team team, const View& v, Site site, uint32_t want) 
     pause.core_shared = team.shares_core(v, site.peer);
     pause.call_bytes = v.mine->id.match_bytes;
   }
-  uint64_t started = 0, now = 0;
+  uint64_t started = 0, now = 0, looked = 0;
   for (;; ++pause.polls) {
     // Pairs with the release in publish() (ready) or acknowledge() (consumed) of the peer.
     pause.seen = load_acquire_sys(word);
     if (reached(pause.seen, want)) break;
     if (!team.pause(pause)) continue;
     now = team.now_ns();
-    if (started == 0) started = now;
+    if (started == 0) started = looked = now;
+    if constexpr (Team::kSleeps) started += unwatched_ns(looked, now);
+    looked = now;
     store_relaxed_sys(&v.control(v.rank)->waits_for, uint32_t(site.peer) + 1);
     Status status = reason_to_give_up(team, v, site.peer, now - started);
     const CallHeader* theirs = nullptr;
