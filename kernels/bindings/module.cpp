@@ -311,11 +311,15 @@ void bind_comm(nb::module_& m) {
           "abort", [](NativeComm& n, const nb::str& reason) { n.comm.abort(utf8_of(reason)); },
           nb::arg("reason"))
       .def_prop_ro("aborted", [](const NativeComm& n) { return n.comm.aborted(); })
-      .def("has_closed", [](const NativeComm& n, int peer) { return n.comm.has_closed(peer); },
-           nb::arg("peer"))
-      .def("is_thread", [](const NativeComm& n, int peer) { return n.comm.waiter().is_thread(peer); },
-           nb::arg("peer"))
-      .def("set_left", [](NativeComm& n, bool left) { n.comm.set_left(left); }, nb::arg("left"))
+      .def(
+          "has_closed", [](const NativeComm& n, int peer) { return n.comm.has_closed(peer); },
+          nb::arg("peer"))
+      .def(
+          "is_thread",
+          [](const NativeComm& n, int peer) { return n.comm.waiter().is_thread(peer); },
+          nb::arg("peer"))
+      .def(
+          "set_left", [](NativeComm& n, bool left) { n.comm.set_left(left); }, nb::arg("left"))
       .def_prop_ro("awaited", [](const NativeComm& n) { return n.comm.awaited(); })
       .def_prop_ro("has_messages", [](NativeComm& n) { return !n.messenger.idle(); })
       .def_prop_ro("arrivals", [](const NativeComm& n) { return n.comm.arrivals(); })

@@ -124,7 +124,7 @@ class Messenger {
   uint64_t messages_ = 0;             // posted so far
   int looking_ = 0;                   // threads in look_at_clock() without the lock
   bool waits_told_ = false;           // whom a wait is for stands in the control page
-  int waiters_ = 0;    // threads in wait(): the background thread leaves the driving to them
+  int waiters_ = 0;  // threads in wait(): the background thread leaves the driving to them
   // When a driver or a waiter last looked at the clock, and how long none of them could.
   uint64_t looked_ns_ = 0, unwatched_ns_ = 0;
   uint32_t kick_ = 0;  // changes when the driver shall wake up and look around

@@ -37,7 +37,7 @@ WAITS: dict[str, Callable[[Communicator], Any]] = {
     "all_reduce": lambda c: c.all_reduce(torch.ones(4)),
     "large all_reduce": lambda c: c.all_reduce(torch.ones(500_000)),
     "async": lambda c: c.all_reduce(torch.ones(4), async_op=True).wait(),
-    "queued": lambda c: [c.barrier(async_op=True), c.barrier(async_op=True)][0].wait(),  # noqa: RUF015
+    "queued": lambda c: [c.barrier(async_op=True), c.barrier(async_op=True)][0].wait(),
     "coalesced": lambda c: c.all_reduce_coalesced([torch.ones(4), torch.ones(9)]),
     "barrier": lambda c: c.barrier(),
     "broadcast": lambda c: c.broadcast(torch.ones(4), 3),

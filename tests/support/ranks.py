@@ -109,7 +109,7 @@ class Ranks:
     def __init__(self, fn: Callable[..., Any], world_size: int, *args: Any) -> None:
         how = context()
         self._directory = tempfile.TemporaryDirectory()
-        store_path = str(Path(self._directory.name) / "store")
+        store_path = self.store_path
         self._answers: list[Connection] = []
         self.processes: list[BaseProcess] = []
         # The server that forks them asks at once how they ended: only a file that stands for the
@@ -144,6 +144,11 @@ class Ranks:
         for answer in self._answers:
             answer.close()
         self._directory.cleanup()
+
+    @property
+    def store_path(self) -> str:
+        """The file of the store that the ranks are given."""
+        return str(Path(self._directory.name) / "store")
 
     @property
     def pids(self) -> list[int]:

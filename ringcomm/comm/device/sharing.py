@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 from ringcomm import _native
 from ringcomm.comm.triton import TritonLaunch
 from ringcomm.cuda.runtime import DeviceRuntime, Event
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import UnsupportedError
 
 __all__ = [
@@ -291,13 +292,14 @@ class JointLaunch:
         return 0.0 if since_s is None else time.monotonic() - since_s
 
     def _await_others(self, rank: int, mine: _Round, look: Look) -> None:
-        started = self._waits_since_s[rank] = time.monotonic()
+        self._waits_since_s[rank] = time.monotonic()
+        limit = Deadline(0.0)
         try:
             while not mine.ended:
                 self._changed.wait(LOOK_S)
                 if not mine.ended:
                     missing = [each for each in self._ranks if each not in mine.arrived]
-                    look(missing, time.monotonic() - started)
+                    look(missing, limit.waited_s())
         except BaseException:
             # Otherwise a later rank would launch this call, though the caller may use its tensors
             # again.

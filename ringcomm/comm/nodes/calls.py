@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
@@ -15,7 +14,8 @@ from ringcomm import _native
 from ringcomm.comm.nodes.messages import NodesMessages
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import HEADER_TAG, RailMessage, Rails, memory_at, tag_of
-from ringcomm.comm.nodes.watch import GRACE_S, Watch
+from ringcomm.comm.nodes.watch import RailWait, Watch
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import (
     AbortedError,
     CollectiveTimeout,
@@ -385,25 +385,26 @@ class CallsOverNodes:
         raise _Failed
 
     def _wait(self, message: RailMessage) -> None:
-        timeout_s = self.timeout_ms / 1000
         with self._meeting_on_rail(message.rank):
-            self._rails.wait(message, timeout_s + GRACE_S)
+            self._rails.wait(message)
         self._arrived_on_rails += 1
 
     @contextmanager
     def _meeting_on_rail(self, peer: int) -> Iterator[None]:
         """Ends the call if what is done inside, which needs a rank of another node, fails."""
-        begin = time.monotonic()
-        self._watch.awaits(peer)
+        wait = RailWait(peer, Deadline(self.timeout_ms / 1000), self._called_at)
+        self._watch.awaits(wait)
         try:
             yield
         except RuntimeError as error:
-            waited_s, timeout_s = time.monotonic() - begin, self.timeout_ms / 1000
-            called = f"{self._called}{self._watch.site_of(self._record)}"
-            self._watch.on_rail(peer, called, waited_s, timeout_s, str(error))
+            wait.ended(self._watch, str(error))
             raise _Failed from error
         finally:
-            self._watch.awaits(-1)
+            self._watch.awaits(None)
+
+    def _called_at(self) -> str:
+        """Returns the call in words, with its place in the program."""
+        return f"{self._called}{self._watch.site_of(self._record)}"
 
     def _arrived(self, message: RailMessage) -> None:
         """Waits for data, and for the header before it."""

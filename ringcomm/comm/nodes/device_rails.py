@@ -22,6 +22,7 @@ from ringcomm.comm.nodes.connecting import CONNECT_S, Carrier, carrier_failed, t
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import break_up
 from ringcomm.cuda.runtime import DeviceRuntime, Stream
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import ArgumentError, RendezvousError, RingcommError, UnsupportedError
 
 Tensor = torch.Tensor
@@ -143,7 +144,7 @@ class DeviceRails:
         runtime, device = self.runtime, self.device
         # Of its own: on one stream with other ranks of this process it would wait for theirs.
         stream = runtime.make_stream(device)
-        deadline = time.monotonic() + min(timeout_s, CONNECT_S)
+        deadline = Deadline(min(timeout_s, CONNECT_S))
         with runtime.on_device(device), runtime.on_stream(stream):
             for rail in self._groups:
                 expected = list(self.places.rail(rail))
@@ -154,7 +155,7 @@ class DeviceRails:
                 if found != expected:
                     raise self._unreachable(rail, f"{found} in place of {expected}")
 
-    def _numbers(self, rail: int, stream: Stream, deadline: float) -> list[int]:
+    def _numbers(self, rail: int, stream: Stream, deadline: Deadline) -> list[int]:
         """Returns what the ranks of a rail say that their numbers are."""
         ones = [1] * len(self.places.nodes)
         on = self.runtime.torch_device(self.device)
@@ -163,7 +164,7 @@ class DeviceRails:
         self.exchange(rail, theirs, mine, ones, ones)
         arrived = self.runtime.record_event(self.device, stream.handle)
         while not arrived.query():
-            if time.monotonic() >= deadline:
+            if deadline.is_over():
                 self.break_up()
                 raise RuntimeError("nothing arrived in time")
             time.sleep(PROOF_POLL_S)

@@ -8,7 +8,6 @@ is under way, and ends a call that does not end.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from ringcomm.comm.nodes.watch import (
     is_claim,
 )
 from ringcomm.cuda.runtime import Event
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import CollectiveTimeout, RingcommError
 
 # The watch's thread ends within this, unless a store that is gone holds it.
@@ -46,7 +46,7 @@ class UnderWay:
         self._guard = threading.Lock()
         self._calls: deque[_Enqueued] = deque()
         self._oldest: _Enqueued | None = None
-        self._runs_since_s = 0.0
+        self._runs = Deadline(0.0)  # of the oldest
 
     def add(self, call: Call, begun: Event, done: Event) -> None:
         """Notes a call between two events of its stream."""
@@ -66,8 +66,8 @@ class UnderWay:
             if not self._calls or not self._calls[0].begun.query():
                 return ""
             if self._calls[0] is not self._oldest:
-                self._oldest, self._runs_since_s = self._calls[0], time.monotonic()
-            late = time.monotonic() - self._runs_since_s > timeout_s
+                self._oldest, self._runs = self._calls[0], Deadline(timeout_s)
+            late = self._runs.waited_s() > timeout_s
             return self._oldest.call.name if late else ""
 
     def events(self) -> list[Event]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -26,6 +25,7 @@ from ringcomm import _native
 from ringcomm.comm.nodes.connecting import Connector
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import (
+    FOR_EVER,
     begun,
     break_up,
     join,
@@ -42,8 +42,6 @@ from ringcomm.comm.nodes.requests import (
 from ringcomm.comm.nodes.watch import GRACE_S, Watch
 from ringcomm.errors import AbortedError, CollectiveTimeout, PeerLost, start_thread
 
-# A message waits for its peer as long as its Work does, which counts the time; this is for ever.
-FOR_EVER = timedelta(days=365)
 PEER_LOST = _native.STATUSES["peer_lost"]
 
 

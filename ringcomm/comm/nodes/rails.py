@@ -43,6 +43,8 @@ def memory_at(ptr: int, size_bytes: int) -> Tensor:
 # abort (torch 2.13). But a wait whose time is over breaks all of its group's connections, and with
 # them every other wait, here and on the peers. So break_up() waits a moment for what nobody sends.
 NOBODYS_TAG = 2
+# The carrier's own timeout goes on while this process does not run: the watch has the time.
+FOR_EVER = timedelta(days=365)
 
 
 def break_up(group: Any, peer: int) -> None:
@@ -183,13 +185,13 @@ class Rails:
         work = begun(lambda: self._groups[rail].recv([memory], node, tag))
         return RailMessage(work, self.places.rail(rail)[node], memory)
 
-    def wait(self, message: RailMessage, timeout_s: float) -> None:
-        """Waits for a message; raises RuntimeError when it did not come, and the rails are broken.
+    def wait(self, message: RailMessage) -> None:
+        """Waits for a message; the watch breaks the rails up when that takes too long.
 
         Raises:
-            RuntimeError: the connection broke, or the time is over.
+            RuntimeError: the connection broke.
         """
-        self._waiter.wait(message.work, timedelta(seconds=max(timeout_s, 0.001)))
+        self._waiter.wait(message.work, FOR_EVER)
 
     def break_up(self) -> None:
         """Ends all messages under way. See NOTE [Ending a wait of Gloo's]."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.nodes.rails import memory_at
 from ringcomm.comm.recorder.reader import program_line
+from ringcomm.deadlines import Deadline
 
 LOOK_S = 0.05
 # Of post_recv of the node's core.
@@ -141,14 +141,13 @@ class RailRequest:
             raise
 
     def _wait(self, timeout_ms: int) -> int:
-        begin = time.monotonic()
+        limit = Deadline(timeout_ms / 1000)
         while True:
-            waited_s = time.monotonic() - begin
-            left_s = LOOK_S if timeout_ms < 0 else timeout_ms / 1000 - waited_s
-            if self._wait_for(min(max(left_s, 0.0), LOOK_S)):
+            left_s = LOOK_S if timeout_ms < 0 else limit.left_s()
+            if self._wait_for(min(left_s, LOOK_S)):
                 return self._status
             if timeout_ms < 0:
-                self._give_up(self, time.monotonic() - begin)
+                self._give_up(self, limit.waited_s())
             elif left_s <= 0:
                 return _native.STATUSES["timeout"]
 

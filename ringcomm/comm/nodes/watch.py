@@ -17,6 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from torch.distributed import Store
@@ -29,6 +30,7 @@ from ringcomm.comm.nodes.rails import join
 from ringcomm.comm.nodes.trace import NodeTrace
 from ringcomm.comm.recorder.reader import FlightRecorder, last_over_nodes, told_over_nodes
 from ringcomm.comm.recorder.records import Recording, at, renumbered
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import (
     AbortedError,
     CollectiveTimeout,
@@ -80,6 +82,25 @@ class Awaiting:
         self._words[place].value = rank
 
 
+@dataclass(frozen=True)
+class RailWait:
+    """A wait for a rank of another node.
+
+    Attributes:
+        peer: the rank.
+        limit: of the communicator's timeout.
+        called: returns the call in words.
+    """
+
+    peer: int
+    limit: Deadline
+    called: Callable[[], str]
+
+    def ended(self, watch: Watch, text: str) -> None:
+        """Tells the watch that the wait ended badly, with what the carrier said."""
+        watch.on_rail(self.peer, self.called(), self.limit.waited_s(), self.limit.timeout_s, text)
+
+
 class Breakable(Protocol):
     """The messages of a rank, which end when the communicator does."""
 
@@ -122,6 +143,7 @@ class Watch:
         self.breakable = [rails]
         self.trace: NodeTrace | None = None
         self.left: set[int] = set()
+        self._wait: RailWait | None = None
         self._recorder = FlightRecorder(inner, name, (places.place, len(places.mates)))
         self._guard = threading.Lock()
         self._ended = threading.Event()
@@ -132,13 +154,14 @@ class Watch:
         self._thread = threading.Thread(target=self._loop, name=f"{name}-watch", daemon=True)
         start_thread(self._thread, f"communicator {name!r}", "It was not built")
 
-    def awaits(self, rank: int) -> None:
-        """Notes whom this rank waits for on a rail, -1: nobody; after a fault it changes no more.
+    def awaits(self, wait: RailWait | None) -> None:
+        """Notes whom this rank waits for on a rail, None: nobody; after a fault it notes no more.
 
         So mates and the trace find whom this rank awaited when it gave up.
         """
+        self._wait = wait
         if self.error is None:
-            self.awaiting.note(self._places.place, rank)
+            self.awaiting.note(self._places.place, -1 if wait is None else wait.peer)
 
     # ---- what can have happened ------------------------------------------------------------------
 
@@ -344,8 +367,13 @@ class Watch:
         if fault is not None:
             self.fail(self._of_node(fault))
             return
+        wait = self._wait
+        if wait is not None:
+            self.awaits_in_vain("a call", wait.peer)
+            if wait.limit.waited_s() >= wait.limit.timeout_s + GRACE_S and wait is self._wait:
+                wait.ended(self, "")
+                return
         if self._waits():
-            self.awaits_in_vain("a call", self.awaited)
             for place, rank in enumerate(self._places.mates):
                 if rank != self._places.rank and self._inner.health(place):
                     self.fail(self._ended_process(rank))

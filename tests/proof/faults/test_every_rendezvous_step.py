@@ -18,7 +18,6 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import Store
 
-import ringcomm
 from ringcomm import Communicator
 from ringcomm.errors import PeerLost, RendezvousError, RingcommError
 from tests.support.ranks import Ranks
