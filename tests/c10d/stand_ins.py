@@ -106,11 +106,12 @@ class NotedGroup:
         self.devices: list[NotedCommunicator] = []
         self.connected: list[dict[str, Any]] = []
         store = HashStore()
-        communicators = kind(store, cast(Communicator, self.host), self._connect)
+        self.host.group_at = self._connect
+        communicators = kind(store, cast(Communicator, self.host))
         self.group = ProcessGroup(store, communicators)
 
-    def _connect(self, store: Any, rank: int, world_size: int, **options: Any) -> Any:
-        assert (rank, world_size) == (RANK, WORLD_SIZE)
+    def _connect(self, store: Any, members: Any, **options: Any) -> Any:
+        assert tuple(members) == tuple(range(WORLD_SIZE))
         self.connected.append(options)
         self.devices.append(NotedCommunicator())
         return self.devices[-1]

@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_a_device_is_connected_once_with_what_the_group_has():
     noted = NotedGroup()
     for device in (5, 2, 5):
         noted.group.allreduce([on_device(4, device=device)])
-    common = {"timeout": TIMEOUT, "options": OPTIONS}
+    common = {"options": replace(OPTIONS, timeout=TIMEOUT)}
     assert noted.connected == [
         {"name": "group/device0", "device": torch.device("cuda:5"), **common},
         {"name": "group/device1", "device": torch.device("cuda:2"), **common},

@@ -4,6 +4,7 @@ import time
 import pytest
 
 import ringcomm
+from tests.support.faults import leaving_together
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5, 16])
@@ -34,7 +35,7 @@ def test_a_timeout_of_its_own():
                 comm.barrier(timeout=0.2)
 
         with pytest.raises(ringcomm.CollectiveTimeout, match=r"barrier on rank 0 of 2.*rank 1"):
-            world.run(body)
+            world.run(leaving_together(body, 2))
 
 
 def test_who_waits_leaves_the_core(worlds):

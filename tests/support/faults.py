@@ -6,9 +6,11 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -54,3 +56,19 @@ def until_rank_threads_have_ended(*ranks: int) -> None:
     while any(thread.name in names for thread in threading.enumerate()):
         assert time.monotonic() < deadline, "they go on"
         time.sleep(0.001)
+
+
+def leaving_together(body: Callable[[Any], T], ranks: int) -> Callable[[Any], T]:
+    """Returns a function for ``LocalWorld.run`` in which no rank returns before all have done.
+
+    A rank that returned would be told apart from one that is late.
+    """
+    meeting = threading.Barrier(ranks)
+
+    def stay(comm: Any) -> T:
+        try:
+            return body(comm)
+        finally:
+            meeting.wait(60.0)
+
+    return stay

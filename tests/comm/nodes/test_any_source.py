@@ -10,6 +10,7 @@ import torch
 import ringcomm
 from ringcomm import AbortedError, CommOptions, MismatchError, PeerLost
 from ringcomm.errors import CollectiveTimeout
+from tests.support.faults import leaving_together
 
 SHAPES = [(2, 2), (1, 2), (1, 1, 1)]
 EACH = 12
@@ -164,7 +165,7 @@ def test_a_timeout_names_those_that_are_gone():
                 comm.recv(torch.empty(1), tag=5)
 
     with world_of((2, 2), 0.5) as world:
-        world.run(body)
+        world.run(leaving_together(body, 4))
 
 
 def test_a_message_that_does_not_come_is_told_with_the_programs_line():
@@ -177,7 +178,7 @@ def test_a_message_that_does_not_come_is_told_with_the_programs_line():
                 comm.recv(torch.empty(1), 1)
 
     with world_of((1, 1), 0.5) as world:
-        world.run(body)
+        world.run(leaving_together(body, 2))
 
 
 def test_nobody_sends():
@@ -190,4 +191,4 @@ def test_nobody_sends():
             comm.recv(torch.empty(1))
 
     with world_of((1, 1), 0.5) as world:
-        world.run(body)
+        world.run(leaving_together(body, 2))

@@ -9,6 +9,7 @@ import ringcomm
 from ringcomm import CollectiveTimeout, CommOptions, Communicator, MismatchError
 from ringcomm.comm.recorder import trace_file
 from ringcomm.errors import RingcommError
+from tests.support.faults import leaving_together
 
 TIMEOUT_S = 0.3
 LINE = f" at {__file__}:"
@@ -32,7 +33,7 @@ def errors_of(body: Callable[[Communicator], object], shape: tuple[int, ...]) ->
         return ""
 
     with ringcomm.local_world(sum(shape), nodes=shape, options=CommOptions(timeout=60)) as world:
-        return world.run(caught)
+        return world.run(leaving_together(caught, sum(shape)))
 
 
 @pytest.mark.parametrize("missing", [1, 2])

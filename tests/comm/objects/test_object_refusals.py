@@ -9,6 +9,7 @@ import ringcomm
 from ringcomm import AbortedError, CommOptions, CorruptedError, UnsupportedError
 from ringcomm.comm import object_codec, objects
 from ringcomm.errors import ArgumentError, RingcommError
+from tests.support.faults import leaving_together
 
 
 class Other:
@@ -160,7 +161,7 @@ def test_a_fault_names_the_call_that_was_made():
         return str(raised.value)
 
     world = ringcomm.local_world(2, timeout=0.3)
-    text = world.run(body)[0]
+    text = world.run(leaving_together(body, 2))[0]
     world.close()
     assert text.startswith("all_gather_object on rank 0 of 2: ")
 

@@ -110,10 +110,17 @@ def test_a_peer_hears_the_reason_though_kernels_are_quicker(
 
 def test_a_rank_that_does_not_come_is_a_timeout(place: Place) -> None:
     world = place.world(3, timeout=SHORT_S)
+    over = threading.Semaphore(0)
 
     def body(comm: Any) -> None:
-        if comm.rank != 1:
+        if comm.rank == 1:
+            for _ in range(2):
+                over.acquire()
+            return
+        try:
             comm.all_reduce(place.full(10, 1.0))
+        finally:
+            over.release()
 
     late, absent, other = outcomes(place, world, body)
     assert absent is None
