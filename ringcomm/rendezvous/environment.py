@@ -11,11 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ringcomm.errors import (
-    ArgumentError,
-    RendezvousError,
-    UnsupportedError,
-)
+from ringcomm.errors import ArgumentError, RendezvousError, UnsupportedError, where
 from ringcomm.rendezvous.addresses import (
     MasterAddress,
     integer,

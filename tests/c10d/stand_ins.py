@@ -46,6 +46,7 @@ class NotedCommunicator:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.works: list[NotedWork] = []
         self.aborted = False
+        self.group_at: Callable[..., Any] | None = None
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
