@@ -67,8 +67,8 @@ def _keys_of_torch() -> int:
 
 def _agrees_with_torch() -> bool:
     """Tests the word that the native module reads against torch's own answer."""
-    if not hasattr(_native, "watch_keys") or not _native.watch_keys(_WATCHED):
-        return False  # an older build of the module: all calls take the path with Python's checks
+    if not _native.watch_keys(_WATCHED):
+        return False
     for key in (_KEY.Python, _KEY.FuncTorchDynamicLayerFrontMode, _KEY.Functionalize):
         with torch._C._IncludeDispatchKeyGuard(key):
             if _native.intercepting_keys() != _keys_of_torch() or not _keys_of_torch():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -56,20 +56,21 @@ from ringcomm.zero.units import Unit, choose_options, find_units, leave_out
 from ringcomm.zero.values import WeightSource
 
 Tensor = torch.Tensor
+Module = TypeVar("Module", bound=nn.Module)
 _STAGES = (0, 1, 2, 3)
 # An attribute of the module, so that engine and module end together.
 _ENGINE = "_ringcomm_engine"
 
 
 def shard(
-    module: nn.Module,
+    module: Module,
     stage: int = 2,
     *,
     comm: CommArgument = None,
     options: ZeroOptions | None = None,
     init: Init = None,
     mesh: DeviceMesh | None = None,
-) -> nn.Module:
+) -> Module:
     """Prepares a module for data-parallel training with sharded state; collective.
 
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
@@ -118,25 +119,23 @@ def shard(
     rank it raises on all, unless a rank is lost at the very end, or this one has no communicator
     for a bad ``comm`` or ``mesh``.
     """
-    returned = module
-    if isinstance(module, nn.Module):
-        module = uncompiled(module)
+    eager: nn.Module = uncompiled(module) if isinstance(module, nn.Module) else module
     comm, others = read_mesh(mesh, comm, "shard")
-    ranks = _communicator(comm, module)
+    ranks = _communicator(comm, eager)
     options = ZeroOptions() if options is None else options
     # What is refused on one rank is on all, which would wait for it where they are compared.
     with all_or_none(ranks, "shard", None if others is None else PartMesh(others)):
-        _check_arguments(module, stage, ranks)
+        _check_arguments(eager, stage, ranks)
         stage = int(stage)
-        _check_module(module, ranks, others)
-        trainers = _Trainers.of(module, ranks, others)
-        parts = _plan(module, stage, trainers, options)
+        _check_module(eager, ranks, others)
+        trainers = _Trainers.of(eager, ranks, others)
+        parts = _plan(eager, stage, trainers, options)
     _check_alike(trainers, parts, isinstance(init, WeightSource))
     parts = replace(parts, options=_resolved(parts.options, ranks))
-    rollback = Rollback(module)
+    rollback = Rollback(eager)
     with rollback.put_back_on_failure():
         parts = replace(parts, store=_make_store(parts.options, trainers, rollback))
-        _open(init, module, trainers, rollback)
+        _open(init, eager, trainers, rollback)
         parts = _with_buckets(parts, trainers, rollback)
         prepare_params(parts.plan.params)
         rollback.call(restore_params, parts.plan.params)
@@ -147,10 +146,10 @@ def shard(
                 parts.store.raise_fault()
             if isinstance(init, WeightSource):
                 init.settle()
-            _attach(parts, returned, rollback)
+            _attach(parts, module, rollback)
     if not ranks.launches:
         keep_freed_memory()
-    return returned
+    return module
 
 
 @dataclass(frozen=True)

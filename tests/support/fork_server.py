@@ -48,7 +48,7 @@ from tests.support import ROOT
 
 # Variables that are read when Python or a library is loaded begin with one of these.
 READ_AT_START = (
-    *("GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "PYTHON", "PYTORCH_", "RINGCOMM_ISA"),
+    *("GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "PYTHON", "PYTORCH_"),
     *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "TORCH_CPP", "TORCH_DEVICE", "TORCH_LOGS"),
 )
 # But not these: a fork can follow the first two, and torch's compiler, when it is imported, sets

@@ -31,7 +31,7 @@ def test_a_stage_that_is_none(stage):
 
 def test_what_is_no_module():
     with pytest.raises(ArgumentError, match="expected a torch"):
-        zero.shard(torch.ones(3), 2)  # type: ignore[arg-type]
+        zero.shard(torch.ones(3), 2)  # type: ignore[type-var]
 
 
 def test_a_module_with_no_parameter(worlds):
