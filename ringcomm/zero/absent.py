@@ -12,6 +12,11 @@ version than it had while it was here, and gets the old version back with its va
 that reaches a saved parameter, or a view of one, before it is gathered again finds it changed and
 raises, instead of reading memory that is gone.
 
+Constructors such as ``torch.tensor(param)``, assignments such as ``other.data = param`` and code
+that has a tensor under another class never ask the class either. So torch refuses to read the
+placeholder's memory; see :func:`_refuse_access`. If torch's storages are laid out otherwise than
+expected, the memory can be read and holds NaN, or zeros for integers.
+
 NOTE [Updated parameters]
 With ``update="in_backward"`` parameters of stage 2 change while backward runs elsewhere in the
 module. What still computes with one, such as a checkpointed layer that is run again, would silently
@@ -21,6 +26,7 @@ take the new values for the old ones. So the parameter is treated alike from its
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import GetSetDescriptorType
@@ -46,7 +52,7 @@ _VALUES = {"data", "real", "imag", "T", "mT", "H", "mH"}
 _FACTS = """
     data_ptr dim element_size get_device is_complex is_conj is_contiguous is_floating_point
     is_distributed is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed
-    ndimension nelement numel dense_dim dim_order sparse_dim storage_type __dlpack_device__
+    ndimension nelement numel dense_dim dim_order sparse_dim storage_type
     register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset
     stride untyped_storage _is_view _use_count __hash__ __len__
 """
@@ -86,9 +92,8 @@ def _allowed() -> Iterator[Callable[..., Any]]:
 
 #: Functions of tensors that neither read nor write values.
 FACTS = frozenset(_allowed())
-_OF_MEMORY = frozenset((Tensor.data_ptr, Tensor.untyped_storage))
-# What a placeholder, whose elements share memory, would answer otherwise than the parameter.
-_LAYOUT = frozenset((Tensor.dim_order, Tensor.is_contiguous, Tensor.stride))
+# What a placeholder, whose elements share memory that nothing may read, cannot answer.
+_LAYOUT = frozenset((Tensor.dim_order, Tensor.is_contiguous, Tensor.is_pinned, Tensor.stride))
 # Only their first argument may be absent: the others give values.
 _MAKERS = frozenset(
     [
@@ -146,11 +151,80 @@ def _device_of(device: torch.device) -> torch.device:
     return torch.empty(0, device=device).device if current else device
 
 
+# A storage has three flags in successive bytes: whether an access needs a check, whether writers
+# are refused, and whether readers are refused, too. Python can set the first two alone.
+_FLAGS = b"\x01\x01\x01"
+# The bytes of a storage in which the flags are sought; no storage is smaller.
+_SOUGHT_BYTES = 80
+
+
+@cache
+def _flags_at() -> int | None:
+    """Returns the offset of the flags in a storage; None if they are not as expected."""
+    tensor = torch.zeros(1)
+    storage = tensor.untyped_storage()
+    before = ctypes.string_at(storage._cdata, _SOUGHT_BYTES)
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    after = ctypes.string_at(storage._cdata, _SOUGHT_BYTES)
+    at = after.find(_FLAGS[:2] + b"\x00")
+    if at < 0 or after != before[:at] + _FLAGS[:2] + before[at + 2 :]:
+        return None
+    if before[at : at + 3] != bytes(3):
+        return None
+    ctypes.memmove(storage._cdata + at, _FLAGS, 3)
+    try:
+        tensor.clone()
+    except RuntimeError:
+        return at
+    return None
+
+
+def _refuse_access(tensor: Tensor) -> None:
+    """Has torch raise RuntimeError when anything reads or writes the tensor's memory.
+
+    The storage goes on telling its address, by which the bucket and frameworks recognize it, and
+    that it is not shared: torch would end the process when it looks.
+    """
+    at = _flags_at()
+    if at is None:
+        return
+    storage = tensor.untyped_storage()
+    address = storage.data_ptr()
+    vars(storage).update(data_ptr=lambda: address, is_shared=lambda: False)
+    ctypes.memmove(storage._cdata + at, _FLAGS, 3)
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns a tensor without values: one element, expanded to ``shape``.
+
+    Reading or writing it raises RuntimeError; see NOTE [Absent parameters].
+    """
+    one = torch.empty((), dtype=dtype, device=device)
+    _fill(one)
+    _refuse_access(one)
+    return one.expand(shape)
+
+
+def void(stand_in: Tensor) -> None:
+    """Discards what was written to a :func:`stand_in`, if torch lets its memory be written."""
+    if _flags_at() is None:
+        _fill(stand_in)
+
+
+def _fill(tensor: Tensor) -> None:
+    if tensor.is_floating_point():
+        tensor.fill_(torch.nan)
+    else:
+        tensor.zero_()
+
+
 class Absent:
     """The class mixed into that of a parameter while it is absent."""
 
     # Whether detach() returns what stands for the value; see AbsentValue.
     _detaches = True
+    # The facts that it does not tell: readers of memory start at its address.
+    _hidden = frozenset([Tensor.data_ptr])
 
     @classmethod
     def __torch_function__(
@@ -164,7 +238,7 @@ class Absent:
         if func in _LAYOUT:
             with plainly():
                 return func(args[0]._in_layout(), *args[1:], **kwargs)
-        if func in FACTS or _asks_for_facts(func, args, kwargs):
+        if (func in FACTS and func not in cls._hidden) or _asks_for_facts(func, args, kwargs):
             with plainly():
                 return func(*args, **kwargs)
         absent = list(_absent_in((args, kwargs)))
@@ -182,7 +256,9 @@ class Absent:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def __format__(self, spec: str) -> str:
-        return format(repr(self), spec)
+        if spec:
+            self._refuse("__format__")
+        return repr(self)
 
     def _refuse(self, called: str) -> NoReturn:
         if vars(self)[_ASK]() is None:
@@ -199,20 +275,10 @@ class AbsentValue(Absent, Tensor):  # type: ignore[misc]
     """What ``state_dict()`` of a part of a module has for an absent parameter: no values.
 
     It has the parameter's shape, dtype and device, and raises where values are needed. Its memory
-    is not shown either, since writers of files read it by its address.
+    is not shown either, since writers of files look for it.
     """
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func in _OF_MEMORY:
-            next(_absent_in((args, kwargs)))._refuse(_called(func))
-        return super().__torch_function__(func, types, args, kwargs)
+    _hidden = frozenset([Tensor.data_ptr, Tensor.untyped_storage])
 
 
 def value_of(name: str, param: Tensor) -> Tensor:
@@ -223,10 +289,8 @@ def value_of(name: str, param: Tensor) -> Tensor:
         param: has its shape, dtype and device.
     """
     with plainly():
-        one = torch.zeros((), dtype=param.dtype, device=param.device)
-        if one.is_floating_point():
-            one.fill_(torch.nan)
-        made: Tensor = torch.Tensor._make_subclass(AbsentValue, one.expand(param.shape))
+        memory = stand_in(param.shape, param.dtype, param.device)
+        made: Tensor = torch.Tensor._make_subclass(AbsentValue, memory)
         vars(made)[_NAME], vars(made)[_ASK] = name, bool
         return made
 
@@ -235,6 +299,7 @@ class Updated(Absent):
     """The class mixed into that of a parameter while a backward has updated it; see the note."""
 
     _detaches = False
+    _hidden = frozenset()
 
     def _in_layout(self: Any) -> Tensor:
         updated: Tensor = self

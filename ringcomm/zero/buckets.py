@@ -28,7 +28,14 @@ from ringcomm.optim.layout import (
     Chunk,
     ParamSpec,
 )
-from ringcomm.zero.absent import advance_versions, make_absent, make_present, plainly
+from ringcomm.zero.absent import (
+    advance_versions,
+    make_absent,
+    make_present,
+    plainly,
+    stand_in,
+    void,
+)
 from ringcomm.zero.values import Values
 
 Tensor = torch.Tensor
@@ -221,7 +228,7 @@ class ShardedBucket(ParamBucket):
         own_memory: the memory of :attr:`own`, whatever is there now.
 
     While it is freed, its parameters keep their shapes and raise when they are used; see
-    NOTE [Absent parameters]. One NaN, expanded, stands in for their values, or a zero for integers.
+    NOTE [Absent parameters]. A placeholder that torch refuses to read stands in for their values.
 
     NOTE [Gathering is one-sided]
     A rank copies the chunks straight out of its peers' heaps, and the peers take no part. So each
@@ -270,8 +277,9 @@ class ShardedBucket(ParamBucket):
         self._parameters = [placed.param for placed in self.params]
         self._names = [placed.name for placed in self.params]
         self._make_flat()
-        self._absent = [self._make_absent(placed) for placed in self.params]
-        self._absent_addresses = [absent.data_ptr() for absent in self._absent]
+        dtype, place = self.layout.dtype, self.flat.device
+        self._absent = [stand_in(placed.spec.shape, dtype, place) for placed in self.params]
+        self._absent_addresses = [_storage_address(absent) for absent in self._absent]
         # Weak, since parameters keep it, and may outlive the bucket.
         self._ask = partial(_ask, weakref.ref(self))
         # Addresses and versions of the parameters, as this bucket left them.
@@ -341,18 +349,6 @@ class ShardedBucket(ParamBucket):
         return self.comm.all_gather_in_codes(
             self.wide, self._on_rail, self.wire, on_rail=True, async_op=async_op
         )
-
-    def _make_absent(self, placed: BucketParam) -> Tensor:
-        one = torch.zeros((), dtype=self.layout.dtype, device=self.flat.device)
-        self._void(one)
-        return one.expand(placed.spec.shape)
-
-    def _void(self, absent: Tensor) -> None:
-        """Fills what stands for absent values with NaN, if its dtype has one."""
-        if absent.is_floating_point():
-            absent.fill_(torch.nan)
-        else:
-            absent.zero_()
 
     def _make_flat(self) -> None:
         """Makes ``flat``, whose storage has no memory yet."""
@@ -511,11 +507,14 @@ class ShardedBucket(ParamBucket):
         )
 
     def _check(self) -> None:
+        absent = self._addresses is self._absent_addresses
         for placed, address, version in zip(
             self.params, self._addresses, self._versions, strict=True
         ):
             param = placed.param
-            if local_of(param).data_ptr() != address and not self._is_equal_copy(placed):
+            local = local_of(param)
+            found = _storage_address(local) if absent else local.data_ptr()
+            if found != address and not self._is_equal_copy(placed):
                 raise self._moved(placed)
             if param._version != version:
                 self._forget_changes()
@@ -537,7 +536,7 @@ class ShardedBucket(ParamBucket):
         self._in_the_open = False
         if not self.is_here:
             for absent in self._absent:
-                self._void(absent)
+                void(absent)
         self.accept_changes()
 
     def take(self, values: Sequence[Values], keeps_wide: bool) -> None:
@@ -654,6 +653,11 @@ class WorldBucket(ShardedBucket):
             for index, found in enumerate(self._sum_up()):
                 if only is None or id(self._parameters[index]) in only:
                     self._checksums[index] = found
+
+
+def _storage_address(tensor: Tensor) -> int:
+    """Returns where a tensor's storage begins, also of one whose own address torch refuses."""
+    return int(tensor.untyped_storage().data_ptr())
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from ringcomm.optim.layout import within
 from ringcomm.optim.reduction import found_non_finite
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.optim.step import ShardedStep
-from ringcomm.zero.absent import FACTS, make_present, plainly
+from ringcomm.zero.absent import FACTS, Absent, make_present, plainly
 from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.pipelines import in_pipeline
 
@@ -705,6 +705,8 @@ def _detach(param: nn.Parameter) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         return values
     if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+        if isinstance(values, Absent):
+            values._refuse("Parameter")
         # Of a subclass it expects that detach() returns the same class.
         return values.as_subclass(type(param))
     return values

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
+import ctypes
+import io
+import pickle
+import struct
+from copy import copy, deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -66,6 +72,7 @@ FACTS: dict[str, Any] = {
         *(p.is_sparse, p.is_quantized, p.dense_dim(), p.storage_type(), p.get_device()),
         *(torch.numel(p), torch.is_floating_point(p), torch.is_complex(p), torch.is_tensor(p)),
         *(p.dim_order(), torch.is_same_size(p, p), torch.get_device(p)),
+        *(p.is_pinned(), p.is_shared(), p.is_set_to(p), p.is_inference(), p.storage_offset()),
     ),
     "hooks": lambda p: p.register_hook(lambda grad: None).remove(),
     "initial bounds": lambda p: p.dim() > 1 and nn.init._calculate_fan_in_and_fan_out(p),
@@ -97,6 +104,74 @@ VALUES: dict[str, Any] = {
 }
 
 
+def assigned(p: Tensor) -> Tensor:
+    other = torch.ones(8, 8)
+    other.data = p
+    return other
+
+
+def saved(p: Tensor) -> bytes:
+    file = io.BytesIO()
+    torch.save(p, file)
+    return file.getvalue()
+
+
+# Ways to read the values that ask the class.
+READS: dict[str, Any] = {
+    **{name: lambda p, n=name: getattr(p, n)() for name in ("tolist", "item", "numpy", "clone")},
+    **{each.__name__: each for each in (list, float, int, bool, complex, bytes, max, sum, abs)},
+    **{each.__name__: each for each in (pickle.dumps, deepcopy, copy, np.asarray, np.sqrt, saved)},
+    "format": lambda p: f"{p:.2f}",
+    "struct": lambda p: struct.pack("f", p.sum()),
+    "address": lambda p: ctypes.string_at(p.data_ptr(), p.nbytes),
+    "file": lambda p: safetensors.torch.save({"p": p}),
+    "elements": lambda p: torch.tensor([p[0, 0], 1.0]),
+    "copy_": lambda p: torch.ones(8, 8).copy_(p),
+    "foreach": lambda p: torch._foreach_copy_([torch.ones(8, 8)], [p]),
+    "item assignment": lambda p: torch.ones(8, 8).__setitem__(0, p[0]),
+    "out": lambda p: torch.add(torch.ones(8, 8), 1.0, out=p),
+    "dlpack": torch.from_dlpack,
+    "operator": lambda p: torch.ops.aten.clone.default(p),
+    "trace": lambda p: torch.jit.trace(lambda q: q * 2, (p,)),
+    "shared memory": lambda p: p.share_memory_(),
+}
+# Constructors and assignments, which do not ask the class.
+TAKES: dict[str, Any] = {
+    "tensor": torch.tensor,
+    "tensor of another dtype": lambda p: torch.tensor(p, dtype=torch.float64),
+    "new_tensor": lambda p: torch.ones(1).new_tensor(p),
+    "Tensor": Tensor,
+    "FloatTensor": torch.FloatTensor,
+    "set_": lambda p: torch.empty(0).set_(p),
+    "assigned": assigned,
+    "as_subclass": lambda p: p.as_subclass(Tensor),
+    "_make_subclass": lambda p: Tensor._make_subclass(Tensor, p),
+    "vmap": lambda p: torch.vmap(lambda row: row * 2)(p),
+    "nested": lambda p: torch.nested.nested_tensor([p]),
+    "data of a parameter": lambda p: nn.Parameter(assigned(p)),
+}
+# What is done with their results.
+TAKEN: dict[str, Any] = {
+    "sum": torch.sum,
+    "item": lambda t: t[0, 0].item(),
+    "list": Tensor.tolist,
+    "array": lambda t: t.detach().numpy(),
+    "text": str,
+    "memory": lambda t: t.untyped_storage().tolist(),
+    "typed memory": lambda t: t._typed_storage().tolist(),
+    "address": Tensor.data_ptr,
+    "product": lambda t: torch.ones(8, 8) @ t,
+    "layer": lambda t: nn.functional.linear(torch.ones(2, 8), t),
+    "convolution": lambda t: nn.functional.conv1d(torch.ones(1, 8, 4), t[:, :, None]),
+    "row": lambda t: nn.functional.embedding(torch.tensor([1]), t),
+    "copy": lambda t: torch.ones(8, 8).copy_(t),
+    "join": lambda t: torch.cat([t, t]),
+    "comparison": lambda t: torch.equal(t, t),
+    "fill": lambda t: t.detach()[0, 0].fill_(1.0),
+    "pickle": pickle.dumps,
+}
+
+
 def new(kind: str = "linear") -> Any:
     torch.manual_seed(6)
     if kind == "conv":
@@ -117,6 +192,37 @@ def test_what_needs_values_that_are_not_here_says_gathered(worlds, use):
         with zero.gathered(module):
             assert torch.equal(param, base[0].weight)
         assert type(next(iter(zero.unshard(module).parameters()))) is nn.Parameter
+
+    base = new()
+    worlds(1).run(work)
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct", "ignore:TypedStorage")
+def test_no_way_to_read_absent_values_gives_any(worlds):
+    def work(comm):
+        module: Any = zero.shard(deepcopy(base), 3, comm=comm, options=ALONE)
+        param = next(module.parameters())
+        for kept in (
+            param,
+            param.detach(),
+            param.detach().detach(),
+            module[0].state_dict()["weight"],
+        ):
+            for name, read in READS.items():
+                with pytest.raises(ArgumentError, match=r"0\.weight.*gathered"), torch.no_grad():
+                    read(kept)
+                    pytest.fail(name)
+            for name, take in TAKES.items():
+                for use, read in TAKEN.items():
+                    with pytest.raises(RuntimeError, match="Cannot access data"), torch.no_grad():
+                        read(take(kept))
+                        pytest.fail(f"{name}, {use}")
+        with pytest.raises(ArgumentError, match=r"0\.weight.*gathered"):
+            nn.Parameter(param)
+        assert len({p.untyped_storage().data_ptr() for p in module.parameters()}) == 4
+        module(torch.ones(2, 8)).sum().backward()
+        with zero.gathered(module):
+            assert torch.equal(module[0].weight, base[0].weight)
 
     base = new()
     worlds(1).run(work)
