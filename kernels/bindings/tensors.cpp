@@ -65,7 +65,7 @@ const uintptr_t program_begin = getauxval(AT_PHDR);
 struct Torch {
   decltype(Exchange::tensor_from_py_object) read = nullptr;
   PyTypeObject *tensor = nullptr, *parameter = nullptr, *op = nullptr;
-  PyObject *is_neg = nullptr, *is_grad_enabled = nullptr, *forward_ad = nullptr;
+  PyObject *is_neg = nullptr, *forward_ad = nullptr;
   PyObject* requires_grad = nullptr;  // the property, whose getter is called
   descrgetfunc get = nullptr;
   // Where a tensor's object has its implementation, and that its keys; 0: not known.
@@ -148,15 +148,15 @@ bool may_be_lazy(nb::handle tensor) {
   return is_true(t.is_neg, arguments, 1);
 }
 
-// Backward, or a tangent of forward mode, may pass through the tensor.
+// Backward, or a tangent of forward mode, may pass through the tensor. Without grad mode none
+// passes, but a graph may have saved a tensor that requires grad, such as a parameter, and finds
+// in its backward that the tensor was overwritten: the checked path advances the version.
 bool may_have_gradient(nb::handle tensor) {
   const Torch& t = torch();
   PyObject* const type = reinterpret_cast<PyObject*>(t.tensor);
   const nb::object requires_grad = nb::steal(t.get(t.requires_grad, tensor.ptr(), type));
-  if (requires_grad.ptr() != Py_False) {
-    PyErr_Clear();
-    if (is_true(t.is_grad_enabled, nullptr, 0)) return true;
-  }
+  PyErr_Clear();
+  if (requires_grad.ptr() != Py_False) return true;
   // The interpreter has one object of each small integer.
   return PyDict_GetItemWithError(t.forward_ad, t.current_level) != t.no_level;
 }
@@ -237,7 +237,6 @@ void bind_tensors(nb::module_& m) {
     t.parameter = reinterpret_cast<PyTypeObject*>(kept("Parameter"));
     t.op = reinterpret_cast<PyTypeObject*>(kept("ReduceOp"));
     t.is_neg = kept("is_neg");
-    t.is_grad_enabled = kept("is_grad_enabled");
     t.forward_ad = kept("forward_ad");
     t.requires_grad = kept("requires_grad");
     t.get =

@@ -224,7 +224,7 @@ class Absent:
     # Whether detach() returns what stands for the value; see AbsentValue.
     _detaches = True
     # The facts that it does not tell: readers of memory start at its address.
-    _hidden = frozenset([Tensor.data_ptr])
+    _hidden: frozenset[Callable[..., Any]] = frozenset([Tensor.data_ptr])
 
     @classmethod
     def __torch_function__(
@@ -278,7 +278,7 @@ class AbsentValue(Absent, Tensor):  # type: ignore[misc]
     is not shown either, since writers of files look for it.
     """
 
-    _hidden = frozenset([Tensor.data_ptr, Tensor.untyped_storage])
+    _hidden: frozenset[Callable[..., Any]] = frozenset([Tensor.data_ptr, Tensor.untyped_storage])
 
 
 def value_of(name: str, param: Tensor) -> Tensor:

@@ -52,10 +52,10 @@ def test_each_type_is_moved(worlds, dtype):
     assert torch.equal(out.view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_a_gradient_counts_where_autograd_records():
+def test_a_gradient_counts_whether_autograd_records_or_not():
     parameter = torch.nn.Parameter(torch.ones(3))
     with torch.no_grad():
-        assert _native.is_plain(parameter)
+        assert not _native.is_plain(parameter)
     assert not _native.is_plain(parameter)
 
 

@@ -67,7 +67,8 @@ def cases() -> dict[str, Case]:
     }
 
 
-# Plain calls of these are made at once, and advance nothing; see NOTE [At once].
+# Plain calls of these are made at once, and advance nothing unless the output requires grad; see
+# NOTE [At once].
 AT_ONCE = {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"}
 
 
@@ -96,5 +97,24 @@ def test_a_backward_that_needs_what_a_call_has_overwritten_raises(worlds):
         comm.all_reduce(saved, async_op=True).wait()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("now", [True, False])
+@pytest.mark.parametrize("name", sorted(cases().keys() - {"strided"}))
+def test_a_backward_that_needs_a_parameter_which_a_call_has_overwritten_raises(worlds, name, now):
+    """With ``no_grad()``, in which calls write to parameters."""
+
+    def work(comm):
+        outputs, _, call = cases()[name]
+        losses = [output.requires_grad_().square().sum() for output in outputs]
+        with torch.no_grad():
+            started = call(comm, now)
+        if started is not None:
+            started.wait()
+        for loss in losses:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
 
     worlds(2).run(work)
