@@ -251,7 +251,7 @@ def test_a_step_between_forward_and_backward_is_seen(worlds, folder):
         with torch.no_grad():
             module.layers[0].weight.add_(0)
             module.layers[2].weight.add_(1)
-        with pytest.raises(RuntimeError, match=r"FloatTensor \[37, 37\]\].*at version 1; expected"):
+        with pytest.raises(RuntimeError, match=r"\[37, 37\]\].*at version \d+; expected"):
             loss.backward()
         zero.unshard(module)
 
