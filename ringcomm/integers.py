@@ -7,21 +7,26 @@ from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
+LEAST, MOST = -(2**63), 2**63 - 1
 
-def integer(value: Any, *, bools: bool = False) -> int | None:
-    """Returns the value as an int, or None if it is not an integer.
+
+def integer(value: Any, *, most: int = MOST) -> int | None:
+    """Returns the value as an int, or None if it is not an integer of 64 bits.
 
     Whatever has ``__index__`` is an integer: NumPy's integers, integer tensors of one element, and
-    classes of users.
+    classes of users. True and False, those of NumPy and torch too, are 1 and 0.
 
     Args:
         value: any object.
-        bools: whether True and False, those of NumPy and torch among them, count as 1 and 0.
+        most: the largest integer that is returned; the least is ``LEAST``.
     """
-    if type(value) is int:
-        return value
+    number = value if type(value) is int else _index_of(value)
+    return number if number is not None and LEAST <= number <= most else None
+
+
+def _index_of(value: Any) -> int | None:
     if _is_bool(value):
-        return int(value) if bools else None
+        return int(value)
     try:
         return int(operator.index(value))
     except TypeError:
@@ -40,20 +45,19 @@ def _is_bool(value: Any) -> bool:
     return str(getattr(value, "dtype", "")) in ("bool", "torch.bool") and value.ndim == 0
 
 
-def integers(values: Any, *, bools: bool = False) -> list[int] | None:
-    """Returns the integers of an iterable, or None if one of its elements is not an integer.
+def integers(values: Any) -> list[int] | None:
+    """Returns the integers of an iterable, or None if one of its elements is none of 64 bits.
 
     Args:
         values: any object; a NumPy array, a range or a tensor of one dimension is as good as a
             list.
-        bools: as of :func:`integer`.
     """
     if type(values) is not list and not isinstance(values, Iterable):
         return None
     found = []
     try:
         for value in values:
-            number = value if type(value) is int else integer(value, bools=bools)
+            number = integer(value)
             if number is None:
                 return None
             found.append(number)

@@ -36,7 +36,7 @@ def warn_of_unknown() -> None:
     for name in sorted(unknown):
         # Without the prefix, which makes all names alike.
         endings = {known.removeprefix(PREFIX): known for known in sorted(KNOWN)}
-        near = get_close_matches(name.removeprefix(PREFIX), endings, n=1)
+        near = get_close_matches(name.removeprefix(PREFIX).upper(), endings, n=1)
         meant = f" Did you mean {endings[near[0]]}?" if near else ""
         warnings.warn(
             f"the environment variable {name} has no effect: ringcomm knows no variable of this "

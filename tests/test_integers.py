@@ -20,6 +20,7 @@ from ringcomm import functional as F
 from ringcomm.c10d.mesh import Mesh
 from ringcomm.c10d.process_group import ProcessGroup
 from ringcomm.integers import integer, integers, real
+from ringcomm.json_reader import shown
 from ringcomm.zero.checkpoint.checkpoints import Checkpoints
 from tests.comm.conftest import worlds
 from tests.support.rank_pool import default_group, same
@@ -34,6 +35,9 @@ class Index:
 
     def __init__(self, value: int) -> None:
         self.value = value
+
+    def __repr__(self) -> str:
+        return f"Index({self.value})"
 
     def __index__(self) -> int:
         return self.value
@@ -324,10 +328,11 @@ def test_torch_distributed(rank_pools, kind):
 
 # ---- what is no integer -------------------------------------------------------------------------
 
-NOT_INTEGERS = (1.0, "1", None, True, torch.tensor(1.0), torch.tensor([0, 1]), np.float32(1), [1])
+NOT_INTEGERS = (1.0, "1", None, torch.tensor(1.0), torch.tensor([0, 1]), np.float32(1), [1])
+TOO_LARGE = (2**63, 2**70, -(2**63) - 1, np.uint64(2**63), Index(2**70), 10**5000)
 
 
-@pytest.mark.parametrize("value", NOT_INTEGERS, ids=repr)
+@pytest.mark.parametrize("value", [*NOT_INTEGERS, *TOO_LARGE], ids=shown)
 def test_what_is_no_integer_is_refused(worlds, value):
     def body(comm):
         if value is not None:  # which is a sender of its own
@@ -335,12 +340,23 @@ def test_what_is_no_integer_is_refused(worlds, value):
                 comm.recv(T(1), value)
         with pytest.raises(ArgumentError, match="tag: expected 0 <= tag"):
             comm.send(T(1), 1 - comm.rank, value)
-        if value is not True:  # as a color a condition is fine
-            with pytest.raises(ArgumentError, match="key: expected an integer, got"):
-                comm.split(0, value)
+            with pytest.raises(ArgumentError, match="color: expected an integer from"):
+                comm.split(value)
+            with pytest.raises(ArgumentError, match="src: expected one of the group's"):
+                F.broadcast(T(1), value, comm)
+            with pytest.raises(ArgumentError, match="global_rank: expected one of the group's"):
+                ringcomm.get_group_rank(comm, value)
+        with pytest.raises(ArgumentError, match="key: expected an integer from"):
+            comm.split(0, value)
+        with pytest.raises(ArgumentError, match="input_splits: expected a list of integers"):
+            F.all_to_all(T(2), [1, 1], [value, 1], comm)
+        with pytest.raises(ArgumentError, match="group_rank: expected 0 to 1"):
+            ringcomm.get_global_rank(comm, value)
+        with pytest.raises(ArgumentError, match="length: expected a positive"):
+            F.context_positions(value, comm)
         with pytest.raises(ArgumentError, match="ranks"):
             comm.new_group([value])
-        with pytest.raises(ArgumentError, match="records: expected an integer, got"):
+        with pytest.raises(ArgumentError, match="records: expected an integer from"):
             CommOptions(records=value)
 
     worlds(2).run(body)
@@ -371,14 +387,40 @@ def test_a_number_out_of_range_is_not_called_no_integer(worlds):
     worlds(2).run(body)
 
 
-def test_conditions_are_colors(worlds):
-    def body(comm):
-        for kind in (bool, np.bool_, torch.tensor):
-            group = comm.split(kind(comm.rank == 1))
-            assert group is not None and group.ranks == (comm.rank,)
-            group.close()
+@pytest.mark.parametrize("kind", [bool, np.bool_, torch.tensor])
+def test_conditions_are_integers(worlds, kind):
+    """As ranks, roots, tags, colors, keys and splits."""
 
-    worlds(2).run(body)
+    def condition(value: int) -> Any:
+        return kind(bool(value))
+
+    def body(comm):
+        group = comm.split(condition(comm.rank == 1), condition(0))
+        assert group is not None and group.ranks == (comm.rank,)
+        group.close()
+        tag = {"tag": condition(1)}
+        message = passed_on(
+            lambda x: comm.send(x, condition(1), **tag),
+            lambda x: comm.recv(x, condition(0), **tag),
+            comm,
+        )
+        splits = [condition(1), condition(1)]
+        sent = F.all_to_all(T(2) * comm.rank, splits, splits, comm)
+        group = comm.new_group([condition(0), condition(1)])
+        assert group is not None and group.ranks == (0, 1)
+        group.close()
+        return message, sent, rooted(comm, condition), objects(comm, condition)
+
+    def plain(comm):
+        return (
+            torch.ones(2) * (1 if comm.rank else comm.rank + 1.0),
+            torch.tensor([0.0, 1.0]),
+            rooted(comm, int),
+            objects(comm, int),
+        )
+
+    for got, want in zip(worlds(2).run(body), worlds(2).run(plain), strict=True):
+        same(got, want)
 
 
 def test_an_error_of_index_itself_comes_through():
@@ -390,6 +432,9 @@ def test_an_error_of_index_itself_comes_through():
         integer(Broken())
     assert integer(torch.tensor(1, device="meta")) is None
     assert integers(range(3)) == [0, 1, 2] and integers({2}) == [2]
+    assert [integer(each) for each in TOO_LARGE] == [None] * len(TOO_LARGE)
+    assert integers([1, 2**63]) is None and integer(2**63, most=2**64 - 1) == 2**63
+    assert integer(-(2**63)) == -(2**63) and integer(2**63 - 1) == 2**63 - 1
     assert real(True) is None and real("1") is None and real(2) == 2.0
 
 
@@ -400,10 +445,12 @@ def test_an_error_of_index_itself_comes_through():
 ELSEWHERE = {
     "Communicator.from_env",
     "barrier",
+    "convert",
     "load",
     "save",
     "Communicator.all_gather_bucket",
     "Communicator.all_gather_in_codes",
+    "Communicator.lost",
     "Communicator.shard_index_of",
     "ring_attention",
     "ulysses_attention",

@@ -106,6 +106,8 @@ def test_this_process_has_readable_control_groups():
     [
         ("RINGCOMM_HEAP_BYTE", "Did you mean RINGCOMM_HEAP_BYTES?"),
         ("RINGCOMM_TRACEDIR", "Did you mean RINGCOMM_TRACE_DIR?"),
+        ("RINGCOMM_heap_bytes", "Did you mean RINGCOMM_HEAP_BYTES?"),
+        ("RINGCOMM_Trace_Dir", "Did you mean RINGCOMM_TRACE_DIR?"),
         ("RINGCOMM_IFNAME", "Did you mean RINGCOMM_SOCKET_IFNAME?"),
         ("RINGCOMM_9", ""),
     ],

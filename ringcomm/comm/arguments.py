@@ -13,6 +13,7 @@ from ringcomm import _native
 from ringcomm.comm.admission import WATCHES_KEYS, without_memory
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.integers import integer, integers, real
+from ringcomm.json_reader import shown
 
 __all__ = [
     "ALGORITHMS",
@@ -318,21 +319,21 @@ class CallChecks:
         """Checks a rank of this communicator; returns it as an int."""
         number = integer(rank)
         if number is None or not 0 <= number < self.world_size:
-            self.fail(f"{name}: expected a rank from 0 to {self.world_size - 1}, got {rank!r}")
+            self.fail(f"{name}: expected a rank from 0 to {self.world_size - 1}, got {shown(rank)}")
         return number
 
-    def integer(self, name: str, value: Any, *, bools: bool = False) -> int:
-        """Checks an integer; returns it as an int."""
-        number = integer(value, bools=bools)
+    def integer(self, name: str, value: Any) -> int:
+        """Checks an integer of 64 bits; returns it as an int."""
+        number = integer(value)
         if number is None:
-            self.fail(f"{name}: expected an integer, got {value!r}")
+            self.fail(f"{name}: expected an integer from -2^63 to 2^63 - 1, got {shown(value)}")
         return number
 
     def ranks(self, name: str, ranks: Any) -> list[int]:
         """Checks distinct ranks of this communicator, at least one; returns them as ints."""
         found = integers(ranks)
         if found is None:
-            self.fail(f"{name}: expected a list of ranks, which are integers, got {ranks!r:.200}")
+            self.fail(f"{name}: expected a list of ranks, which are integers, got {shown(ranks)}")
         members = [self.peer(name, rank) for rank in found]
         if len(set(members)) != len(members) or not members:
             self.fail(f"{name}: expected distinct ranks and at least one, got {members}")
@@ -342,10 +343,11 @@ class CallChecks:
         """Checks a list of integers; returns them as ints, or None for None."""
         if splits is None:
             return None
-        found = integers(splits, bools=True)
+        found = integers(splits)
         if found is None:
             self.fail(
-                f"{name}: expected a list of integers, one per rank, or None, got {splits!r:.200}"
+                f"{name}: expected a list of integers below 2^63, one per rank, or None, got "
+                f"{shown(splits)}"
             )
         return found
 

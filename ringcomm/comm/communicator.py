@@ -44,6 +44,7 @@ from ringcomm.errors import (
     where,
 )
 from ringcomm.integers import integer
+from ringcomm.json_reader import shown
 from ringcomm.rendezvous.environment import read_environment
 from ringcomm.rendezvous.handles import check_name, named_node
 
@@ -139,9 +140,11 @@ class Communicator(CoalescedCalls, Messages):
             HeapError: no room for the heap or the communicator's region in it.
         """
         check_name(name)
-        ranks = integer(world_size, bools=True)
+        ranks = integer(world_size, most=2**31 - 1)
         if ranks is None or ranks < 1:
-            raise ArgumentError(f"world_size: expected an integer >= 1, got {world_size!r}")
+            raise ArgumentError(
+                f"world_size: expected an integer from 1 to 2^31 - 1, got {shown(world_size)}"
+            )
         checks = CallChecks(f"communicator {name!r}", rank, ranks)
         rank = checks.peer("rank", rank)
         if heap_bytes is not None:
@@ -382,16 +385,16 @@ class Communicator(CoalescedCalls, Messages):
         All ranks must call it.
 
         Args:
-            color: any integer; None: this rank joins no communicator.
-            key: orders the ranks within their colour; ranks with equal keys keep their order.
+            color: any integer of 64 bits; None: this rank joins no communicator.
+            key: an integer of 64 bits, which orders the ranks within their colour; ranks with
+                equal keys keep their order.
 
         Returns:
             The communicator of this rank's colour; None when ``color`` is None.
         """
         checks = self.checks("split")
-        # A condition is a fine color.
-        color = None if color is None else checks.integer("color", color, bools=True)
-        entry = [color is not None, color or 0, checks.integer("key", key, bools=True)]
+        color = None if color is None else checks.integer("color", color)
+        entry = [color is not None, color or 0, checks.integer("key", key)]
         mine = torch.tensor(entry, dtype=torch.int64, device=self.device)
         everyone = torch.empty(self._world_size, 3, dtype=torch.int64, device=self.device)
         self.all_gather_into_tensor(everyone.view(-1), mine)

@@ -23,6 +23,7 @@ from ringcomm.comm.options import CommOptions
 from ringcomm.cuda import find_device
 from ringcomm.errors import ArgumentError, RingcommError
 from ringcomm.integers import integer
+from ringcomm.json_reader import shown
 from ringcomm.rendezvous.environment import read_environment
 
 if TYPE_CHECKING:
@@ -211,9 +212,11 @@ def init_process_group(  # noqa: PLR0913 -- torch.distributed's signature
 
 
 def _number(name: str, value: Any) -> int:
-    number = integer(value, bools=True)
+    number = integer(value)
     if number is None:
-        raise ArgumentError(f"init_process_group: {name}: expected an integer, got {value!r}")
+        raise ArgumentError(
+            f"init_process_group: {name}: expected an integer below 2^63, got {shown(value)}"
+        )
     return number
 
 
@@ -362,10 +365,10 @@ def get_global_rank(group: Group, group_rank: int) -> int:
         ArgumentError: there is no such rank.
     """
     ranks = communicator_of(group, "get_global_rank").ranks
-    number = integer(group_rank, bools=True)
+    number = integer(group_rank)
     if number is None or not 0 <= number < len(ranks):
         raise ArgumentError(
-            f"get_global_rank: group_rank: expected 0 to {len(ranks) - 1}, got {group_rank!r}"
+            f"get_global_rank: group_rank: expected 0 to {len(ranks) - 1}, got {shown(group_rank)}"
         )
     return ranks[number]
 
@@ -373,10 +376,10 @@ def get_global_rank(group: Group, group_rank: int) -> int:
 def group_rank(communicator: Communicator, global_rank: Any, operation: str, name: str) -> int:
     """Turns a global rank into one of ``communicator``; the message names both worlds."""
     ranks = communicator.ranks
-    number = integer(global_rank, bools=True)
+    number = integer(global_rank)
     if number not in ranks:
         raise ArgumentError(
             f"{operation} on rank {communicator.rank} of {communicator.world_size}: {name}: "
-            f"expected one of the group's global ranks {list(ranks)}, got {global_rank!r}"
+            f"expected one of the group's global ranks {list(ranks)}, got {shown(global_rank)}"
         )
     return ranks.index(number)

@@ -24,6 +24,7 @@ from ringcomm.comm.options import CommOptions
 from ringcomm.deadlines import Deadline
 from ringcomm.errors import AbortedError, ArgumentError, RingcommError, start_thread, where
 from ringcomm.integers import integer, integers
+from ringcomm.json_reader import shown
 from ringcomm.rendezvous.handles import Meeting, Rendezvous
 from ringcomm.rendezvous.lookout import Lookout
 
@@ -481,9 +482,11 @@ def local_world(
         HeapError: no room for the heap or the communicators' regions in it.
         RingcommError: a rank's thread cannot be started.
     """
-    ranks = integer(n, bools=True)
+    ranks = integer(n, most=2**31 - 1)
     if ranks is None or ranks < 1:
-        raise ArgumentError(f"local_world: expected the number of ranks, >= 1, got {n!r}")
+        raise ArgumentError(
+            f"local_world: expected the number of ranks, from 1 to 2^31 - 1, got {shown(n)}"
+        )
     n = ranks
     store = HashStore()
     devices = [device] * n if isinstance(device, _ONE_DEVICE) else list(device)

@@ -23,6 +23,7 @@ from ringcomm.errors import (
     where,
 )
 from ringcomm.integers import integer
+from ringcomm.json_reader import shown
 
 Tensor = torch.Tensor
 ANY_SOURCE = -1
@@ -207,7 +208,7 @@ class Messages(CallEngine):
     def _check_message(self, checks: CallChecks, tag: Any) -> int:
         number = integer(tag)
         if number is None or not 0 <= number <= LARGEST_TAG:
-            checks.fail(f"tag: expected 0 <= tag <= {LARGEST_TAG}, got {tag!r}")
+            checks.fail(f"tag: expected 0 <= tag <= {LARGEST_TAG}, got {shown(tag)}")
         if self._refuse is not None:
             raise self._refuse(checks.op)
         return number

@@ -10,6 +10,7 @@ from typing import Any
 from ringcomm import _native
 from ringcomm.errors import ArgumentError
 from ringcomm.integers import integer, real
+from ringcomm.json_reader import shown
 
 # torch.distributed's own default, so that a program behaves alike on both.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -120,10 +121,12 @@ class CommOptions:
     def __post_init__(self) -> None:
         seconds_of(self.timeout)
         for name in _WHOLE_NUMBERS:
-            # As a size True is a mistake.
             number = integer(getattr(self, name))
             if number is None:
-                raise ArgumentError(f"{name}: expected an integer, got {getattr(self, name)!r}")
+                raise ArgumentError(
+                    f"{name}: expected an integer from -2^63 to 2^63 - 1, got "
+                    f"{shown(getattr(self, name))}"
+                )
             object.__setattr__(self, name, number)
         if self.segment_bytes != 0 and (
             self.segment_bytes < 64 or self.segment_bytes & (self.segment_bytes - 1)

@@ -39,6 +39,7 @@ from ringcomm.functional.collectives import all_to_all, enter, named
 from ringcomm.functional.operators import Derivatives, no_forward_mode, register
 from ringcomm.functional.traced_groups import Place, find, place_of
 from ringcomm.integers import integer
+from ringcomm.json_reader import shown
 
 Tensor = torch.Tensor
 
@@ -63,11 +64,12 @@ def context_positions(length: int, group: Group = None, *, zigzag: bool = False)
     place = place_of(group, named("context_positions"))
     _, rank, world_size = place
     chunks = world_size * (2 if zigzag else 1)
-    number = integer(length, bools=True)
+    number = integer(length)
     if number is None or number < 1 or number % chunks:
         raise ArgumentError(
             f"{_head('context_positions', place)}: length: expected a positive multiple of {chunks}"
-            f"{' (twice the world size, for zigzag)' if zigzag else ''}, got {length!r}; pad it"
+            f"{' (twice the world size, for zigzag)' if zigzag else ''} below 2^63, got "
+            f"{shown(length)}; pad it"
         )
     return _positions(number, world_size, rank, zigzag)
 

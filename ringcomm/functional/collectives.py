@@ -32,6 +32,7 @@ from ringcomm.functional.operators import (
     register,
 )
 from ringcomm.functional.traced_groups import evaluated_while_tracing, find, place_of
+from ringcomm.integers import MOST
 
 # The operators ``torch.ops.ringcomm.*``: schemas, kernels for every device, and shapes.
 #
@@ -437,7 +438,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     key, world_size = enter("broadcast", tensor, group)
-    if not torch.compiler.is_compiling() and type(src) is not int:
+    if not torch.compiler.is_compiling() and (type(src) is not int or not 0 <= src <= MOST):
         communicator = communicator_of(group, named("broadcast"))
         src = communicator.ranks[root_of(communicator, named("broadcast"), "src", src, None)]
     return cast(Tensor, _ops.broadcast(tensor, src, key, world_size))

@@ -26,10 +26,10 @@ __all__ = ["Disk", "empty", "heap_stats", "zeros"]
 
 
 def _shape_of(size: tuple[Any, ...], operation: str) -> tuple[int, ...]:
-    listed = len(size) == 1 and integer(size[0], bools=True) is None
-    shape = integers(size[0] if listed else size, bools=True)
+    listed = len(size) == 1 and integer(size[0]) is None
+    shape = integers(size[0] if listed else size)
     if shape is None:
-        raise ArgumentError(f"{operation}: expected integers as the shape, got {size!r}")
+        raise ArgumentError(f"{operation}: expected integers below 2^63 as the shape, got {size!r}")
     if any(dim < 0 for dim in shape):
         raise ArgumentError(f"{operation}: expected dimensions >= 0, got {shape}")
     return tuple(shape)

@@ -60,7 +60,7 @@ class Disk:
             value = integer(getattr(self, name))
             if value is None or value < least:
                 raise ArgumentError(
-                    f"Disk({name}=): expected an integer of at least {least}, got "
+                    f"Disk({name}=): expected an integer from {least} to 2^63 - 1, got "
                     f"{getattr(self, name)!r}"
                 )
             object.__setattr__(self, name, value)

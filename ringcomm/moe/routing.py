@@ -51,7 +51,9 @@ class RoutingOptions:
     def __post_init__(self) -> None:
         top_k = integer(self.top_k)
         if top_k is None or top_k < 1:
-            raise ArgumentError(f"top_k: expected an integer >= 1, got {self.top_k!r}")
+            raise ArgumentError(
+                f"top_k: expected an integer from 1 to 2^63 - 1, got {self.top_k!r}"
+            )
         object.__setattr__(self, "top_k", top_k)
         if self.scores not in _SCORES:
             raise ArgumentError(

@@ -198,10 +198,10 @@ def checked_bucket_elems(value: Any) -> int:
     Raises:
         ArgumentError: not a positive multiple of 512.
     """
-    count = integer(value, bools=True)
+    count = integer(value)
     if count is None or count < 1 or count % BLOCK_ELEMS:
         raise ArgumentError(
-            f"bucket_elems: expected a positive multiple of {BLOCK_ELEMS}, got {value!r}"
+            f"bucket_elems: expected a positive multiple of {BLOCK_ELEMS} below 2^63, got {value!r}"
         )
     return count
 

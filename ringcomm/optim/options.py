@@ -158,7 +158,7 @@ class AdamWOptions:
                     f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}"
                 )
         object.__setattr__(self, "bucket_elems", checked_bucket_elems(self.bucket_elems))
-        seed = integer(self.seed, bools=True)
+        seed = integer(self.seed, most=2**64 - 1)
         if seed is None or not 0 <= seed < 2**64:
             raise ArgumentError(f"seed: expected an integer of 64 bits, >= 0, got {self.seed!r}")
         object.__setattr__(self, "seed", seed)

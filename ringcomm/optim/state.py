@@ -391,9 +391,11 @@ def reshard(shards: Sequence[Shard], world_size: int) -> list[dict[str, Any]]:
         CheckpointError: a shard is damaged or missing, or they were not saved together.
         ArgumentError: ``world_size`` is not a positive integer.
     """
-    ranks = integer(world_size, bools=True)
+    ranks = integer(world_size, most=2**31 - 1)
     if ranks is None or ranks < 1:
-        raise ArgumentError(f"reshard: world_size: expected an integer >= 1, got {world_size!r}")
+        raise ArgumentError(
+            f"reshard: world_size: expected an integer from 1 to 2^31 - 1, got {shown(world_size)}"
+        )
     world_size = ranks
     saved = SavedShards(list(shards), "reshard")
     saved.require_all()

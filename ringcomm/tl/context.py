@@ -176,7 +176,9 @@ class Context:
         count = integer(shape)
         dims = integers(shape) if count is None else [count]
         if dims is None:
-            raise ArgumentError(f"{self._where(operation)}: expected integers, got {shape!r}")
+            raise ArgumentError(
+                f"{self._where(operation)}: expected integers below 2^63, got {shape!r}"
+            )
         shape = tuple(dims)
         # At least one element: an empty tensor has no address.
         whole = make(max(1, prod(shape)), dtype=dtype, device=self._place.heap_device)

@@ -36,6 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, DiskError, UnsupportedError
 from ringcomm.integers import integer
+from ringcomm.json_reader import shown
 from ringcomm.memory.scratch import Disk
 from ringcomm.optim.dtensors import local_of
 from ringcomm.optim.tiers import wait_limit_s
@@ -79,7 +80,8 @@ def activations_on(
     least = integer(least_bytes)
     if least is None or least < 1:
         raise ArgumentError(
-            f"activations_on: least_bytes: expected an integer of at least 1, got {least_bytes!r}"
+            f"activations_on: least_bytes: expected an integer from 1 to 2^63 - 1, got "
+            f"{shown(least_bytes)}"
         )
     modules = [module] if isinstance(module, nn.Module) else list(module or ())
     for each in modules:

@@ -12,6 +12,7 @@ from torch import nn
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.integers import integer
+from ringcomm.json_reader import shown
 from ringcomm.memory.scratch import Disk
 from ringcomm.optim.layout import checked_bucket_elems
 from ringcomm.optim.options import AdamWOptions, Wire
@@ -38,11 +39,13 @@ Units: TypeAlias = "Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
 
 
 def _count(options: object, name: str, least: int, head: str = "") -> int:
-    """Returns an option as an int; raises ArgumentError unless it is an integer >= ``least``."""
+    """Returns an option as an int; raises ArgumentError unless it is from ``least`` to 2^63 - 1."""
     value = getattr(options, name)
-    number = integer(value, bools=True)
+    number = integer(value)
     if number is None or number < least:
-        raise ArgumentError(f"{head}{name}: expected an integer >= {least}, got {value!r}")
+        raise ArgumentError(
+            f"{head}{name}: expected an integer from {least} to 2^63 - 1, got {shown(value)}"
+        )
     return number
 
 

@@ -224,7 +224,7 @@ def path_of(path: str | os.PathLike[str], operation: str, name: str) -> Path:
 
 def check_step_number(step: object, operation: str) -> None:
     """Raises ArgumentError unless ``step`` may number a save; says how the function is called."""
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
+    if integer(step, most=10**18 - 1) is None:
         raise ArgumentError(
             f"{operation}: step: expected a number, got {_kind_of(step)}. Call {_CALLS[operation]}"
         )

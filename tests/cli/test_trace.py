@@ -267,7 +267,7 @@ def refused(path, capsys):
     assert main(["trace", str(path)]) == 1
     told = capsys.readouterr()
     assert told.out == "" and told.err.startswith(f"ringcomm trace: trace {path}: "), told
-    assert "Traceback" not in told.err
+    assert "Traceback" not in told.err and len(told.err) < 1000
     return told.err
 
 
@@ -279,6 +279,8 @@ def test_a_file_that_was_changed_is_refused(saved, capsys):
     assert "no JSON" in refused(saved, capsys)
     saved.write_text(whole.replace('"version": 1', '"version": 2'))
     assert "version 2" in refused(saved, capsys)
+    saved.write_text(whole.replace('"version": 1', f'"version": "{"x" * 200_000}"'))
+    assert "version 'xxx" in refused(saved, capsys)
     for text in ("", "[]", "{}", "[" * 100_000, '{"format": "ringcomm-trace", "version": 1}', "\0"):
         saved.write_text(text)
         refused(saved, capsys)
@@ -300,6 +302,12 @@ CHANGES = {
     "a text for a number": (lambda b: b["recording"].update(world_size="2"), "world_size"),
     "a bool for a number": (lambda b: b["recording"].update(world_size=True), "world_size"),
     "a huge number": (lambda b: b["recording"].update(taken_ns=1 << 70), "out of range"),
+    "a time that is infinite": (lambda b: b.update(written_s=float("inf")), "finite"),
+    "a time that is no number": (lambda b: b.update(written_s=float("nan")), "finite"),
+    "a time beyond all dates": (lambda b: b.update(written_s=1e300), "out of range"),
+    "a time before all dates": (lambda b: b.update(written_s=-1), "out of range"),
+    "a long name": (lambda b: b.update({"x" * 200_000: 1}), "no such entry"),
+    "a long text for a number": (lambda b: b.update(written_by="x" * 200_000), "written_by"),
     "ranks that are no list": (lambda b: b["recording"].update(ranks={}), "ranks: expected a list"),
     "a rank twice": (lambda b: b["recording"]["ranks"][1].update(rank=0), "twice"),
     "a rank out of range": (lambda b: b["recording"]["ranks"][1].update(rank=2), "out of range"),
@@ -314,6 +322,10 @@ CHANGES = {
     "a state that is none": (
         lambda b: b["recording"]["ranks"][0]["collectives"][0].update(state="odd"),
         "state 'odd'",
+    ),
+    "a long state": (
+        lambda b: b["recording"]["ranks"][0]["collectives"][0].update(state="x" * 60_000),
+        "state 'xxx",
     ),
 }
 

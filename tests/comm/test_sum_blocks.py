@@ -271,8 +271,8 @@ def test_what_sums_otherwise_is_refused(worlds):
 def test_bad_options():
     with pytest.raises(ArgumentError, match="sum_blocks: expected 0 or more, got -1"):
         CommOptions(sum_blocks=-1)
-    for number in (1.5, "2", True):
-        with pytest.raises(ArgumentError, match="sum_blocks: expected an integer, got"):
+    for number in (1.5, "2", 2**63):
+        with pytest.raises(ArgumentError, match="sum_blocks: expected an integer from"):
             CommOptions(sum_blocks=number)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="sum_blocks: expected 0 with kernels"):
         CommOptions(sum_blocks=2, kernels="triton")

@@ -23,7 +23,7 @@ def alone(worlds, work) -> Any:
     return worlds(1).run(work)[0]
 
 
-@pytest.mark.parametrize("stage", [-1, 4, "2", 1.0, True, None])
+@pytest.mark.parametrize("stage", [-1, 4, "2", 1.0, 2**70, None])
 def test_a_stage_that_is_none(stage):
     with pytest.raises(ArgumentError, match="stage: expected 0, 1, 2 or 3"):
         zero.shard(nn.Linear(2, 2), stage)

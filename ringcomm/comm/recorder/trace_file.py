@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from ringcomm.comm.recorder.records import STATES, NodeLevel, Record, Recording
 from ringcomm.errors import RingcommError, printable
-from ringcomm.json_reader import LONGEST_FILE_TEXT, read_bounded, read_object
+from ringcomm.json_reader import LONGEST_FILE_TEXT, read_bounded, read_object, shown
 
 __all__ = [
     "VARIABLE",
@@ -44,6 +44,8 @@ KEPT_TRACES = 32
 # The writer of a file that has not changed for so long has died.
 STALE_S = 3600
 LARGEST_BYTES = 256 << 20
+# The year 9999, the last of Python's dates.
+_LATEST_S = 253_402_300_799
 # More than any communicator has; a small file could claim any number.
 _MOST_RANKS = 1 << 16
 _NAME = re.compile(r"ringcomm-[\w.-]{1,80}-[0-9a-f]{16}\.json")
@@ -282,7 +284,7 @@ def read(path: Path) -> Trace:
     if not isinstance(whole, dict) or whole.get("format") != FORMAT:
         fail("something else")
     if whole.get("version") != VERSION:
-        fail(f"version {whole.get('version')!r}")
+        fail(f"version {shown(whole.get('version'))}")
     body = whole.get("body")
     text = json.dumps(body, separators=(",", ":"))
     if hashlib.sha256(text.encode()).hexdigest() != whole.get("sha256"):
@@ -300,6 +302,8 @@ def _check(trace: Trace) -> None:
     world = recording.world_size
     if not 0 < world <= _MOST_RANKS:
         raise ValueError(f"it has {world} ranks, of at most {_MOST_RANKS}")
+    if not 0 <= trace.written_s <= _LATEST_S:
+        raise ValueError(f"written_s {trace.written_s} is out of range")
     # By rank, whether it can have a record here.
     awaited = bytearray([of_node is None]) * world
     if of_node is not None:
@@ -323,5 +327,5 @@ def _check_records(records: tuple[Record, ...], track: str) -> None:
         if record.track != track or record.number <= before:
             raise ValueError(f"{track} are not in order")
         if record.state not in STATES:
-            raise ValueError(f"state {record.state!r} is none")
+            raise ValueError(f"state {shown(record.state)} is none")
         before = record.number

@@ -28,7 +28,7 @@ from ringcomm.comm.topology.cost import (
 )
 from ringcomm.comm.topology.network import Network
 from ringcomm.errors import ArgumentError, RingcommError
-from ringcomm.json_reader import read_bounded, read_object
+from ringcomm.json_reader import read_bounded, read_object, shown
 
 __all__ = ["Fitted", "Measured", "Validated", "fit", "predicted_ms", "read_rows", "validate"]
 
@@ -73,14 +73,16 @@ class Measured:
 
     def __post_init__(self) -> None:
         if self.collective not in (*COLLECTIVES, EXCHANGE):
-            raise ArgumentError(f"row: unknown collective {self.collective!r}")
+            raise ArgumentError(f"row: unknown collective {shown(self.collective)}")
         if self.algorithm not in ALGORITHMS:
-            raise ArgumentError(f"row: unknown algorithm {self.algorithm!r}")
+            raise ArgumentError(f"row: unknown algorithm {shown(self.algorithm)}")
         if self.wire and self.wire not in _native.WIRES:
-            raise ArgumentError(f"row: unknown wire {self.wire!r}")
+            raise ArgumentError(f"row: unknown wire {shown(self.wire)}")
         for name in ("gbit_s", "bytes", "ms"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ArgumentError(f"row: expected {name} above 0, got {getattr(self, name)!r}")
+                raise ArgumentError(
+                    f"row: expected {name} above 0, got {shown(getattr(self, name))}"
+                )
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def plain_bus_id(text: str) -> str:
     """
     match = _BUS_ID.fullmatch(text.strip())
     if not match:
-        raise ArgumentError(f"PCI bus id: expected one like 0000:1b:00.0, got {text!r}")
+        raise ArgumentError(f"PCI bus id: expected one like 0000:1b:00.0, got {shown(text)}")
     domain, bus, device, function = match.groups()
     return f"{int(domain or '0', 16):04x}:{bus}:{device}.{function or 0}".lower()
 

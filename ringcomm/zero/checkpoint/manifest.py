@@ -194,11 +194,11 @@ class SavedTensor:
         if prod(self.shape) != self.elems:
             raise ValueError(f"shape {self.shape} has not the {self.elems} elements of its size")
         if self.dtype not in DTYPE_OF_NAME:
-            raise ValueError(f"dtype {self.dtype!r} is not known")
+            raise ValueError(f"dtype {shown(self.dtype)} is not known")
         check_fill(self.size, self.pieces)
         for piece in self.pieces:
             if piece.file not in files:
-                raise ValueError(f"file {piece.file!r} is not of this checkpoint")
+                raise ValueError(f"file {shown(piece.file)} is not of this checkpoint")
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class Manifest:
             raise ValueError("no rank saved it")
         for name in self.files:
             if not _FILE_NAME.fullmatch(name):
-                raise ValueError(f"{name!r} is no file of a checkpoint")
+                raise ValueError(f"{shown(name)} is no file of a checkpoint")
         saved = [
             ("", self.tensors),
             *((f"rank {r}: ", e.tensors) for r, e in enumerate(self.ranks)),

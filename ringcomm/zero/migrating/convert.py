@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
+from ringcomm.integers import integer
 from ringcomm.json_reader import DAMAGE, in_words, shown
 from ringcomm.module_names import without_wrappers
 from ringcomm.zero.checkpoint import Checkpoints, commit
@@ -73,10 +74,12 @@ def convert(
     Raises:
         CheckpointError: the source is damaged, or none of these; or it cannot be written.
         UnsupportedError: it has what cannot be converted; the message says what.
-        ArgumentError: the step is not after those in ``root``.
+        ArgumentError: the step is no integer, or not after those in ``root``.
     """
     state = read(Path(source), weights_only)
-    number = (state.step or 0) if step is None else step
+    number = integer((state.step or 0) if step is None else step)
+    if number is None:
+        raise ArgumentError(f"{OPERATION}: step: expected a number from 0 on, got {shown(step)}")
     checkpoints = Checkpoints(root, keep=None)
     latest = checkpoints.latest()
     if latest is not None and number <= latest:

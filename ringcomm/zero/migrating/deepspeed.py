@@ -479,7 +479,10 @@ def _foreign_params(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         if name not in known:
             there = f"there are {', '.join(known)}"
             found.append(
-                (f"{section}.type {kind!r}", f"{reasons.get(name, 'it is not known')}; {there}")
+                (
+                    f"{section}.type {shown(kind)}",
+                    f"{reasons.get(name, 'it is not known')}; {there}",
+                )
             )
     return found
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ringcomm.errors import ArgumentError
+from ringcomm.json_reader import shown
 
 # One number for all param groups, or one for each.
 Rates = float | Sequence[float]
@@ -38,7 +39,7 @@ def _check_at_least(least: float, **numbers: float) -> None:
     for name, number in numbers.items():
         if number < least:
             raise ArgumentError(
-                f"scheduler.params.{name}: expected a number >= {least:g}, got {number!r}"
+                f"scheduler.params.{name}: expected a number >= {least:g}, got {shown(number)}"
             )
 
 
@@ -90,11 +91,12 @@ class _Warmup(Schedule):
     def _check_warmup(self, steps: int, kind: str) -> None:
         if steps < 1:
             raise ArgumentError(
-                f"scheduler.params.warmup_num_steps: expected an integer >= 1, got {steps!r}"
+                f"scheduler.params.warmup_num_steps: expected an integer >= 1, got {shown(steps)}"
             )
         if kind not in _WARMUPS:
             raise ArgumentError(
-                f"scheduler.params.warmup_type: expected one of {', '.join(_WARMUPS)}, got {kind!r}"
+                f"scheduler.params.warmup_type: expected one of {', '.join(_WARMUPS)}, got "
+                f"{shown(kind)}"
             )
 
 
@@ -221,7 +223,7 @@ class OneCycle(Schedule):
         if not self.cycle_first_step_size > 0:
             raise ArgumentError(
                 "scheduler.params.cycle_first_step_size: expected a number > 0, got "
-                f"{self.cycle_first_step_size!r}"
+                f"{shown(self.cycle_first_step_size)}"
             )
         _check_at_least(0, cycle_second_step_size=self._second)
 

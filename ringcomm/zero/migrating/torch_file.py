@@ -13,8 +13,9 @@ Reading n bytes costs O(n) time and memory. One instruction makes one object of 
 an instruction can copy or make again from the memo (tensors, items of an ``OrderedDict``, encoded
 text) is charged to a budget of 4 n. The memo is a list, and dict keys are text, small integers or
 objects, since the hashes of other keys can be made to collide or take long. The result is checked
-as a tree: no deeper than ``DEEPEST``, without cycles, and of O(n) values where the memo repeats
-some. Members of an archive may not share bytes, and a tensor has no more elements than its storage.
+as a tree: no deeper than ``DEEPEST``, without cycles, and of O(n) bytes in JSON where the memo
+repeats values. Members of an archive may not share bytes, and a tensor has no more elements than
+its storage.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ _DAMAGED = (*DAMAGE, zipfile.BadZipFile, OSError, EOFError, struct.error)
 _LOCAL_HEADER = struct.Struct("<26x2H")
 _LONGEST_NAME = 256
 _MOST_KEY = 1 << 16
+# Bytes of JSON for each unit of a tree.
+_UNIT_BYTES = 16
 # Units of the budget that a tensor costs, whose objects take about 1 KB.
 _TENSOR_COST = 64
 
@@ -305,7 +308,7 @@ def _check_tree(value: Any, most: int) -> None:
     stack = [iter((value,))]
     while stack:
         for each in stack[-1]:
-            most -= 1 + (len(each) // 16 if type(each) in (str, bytes) else 0)
+            most -= 1 + _json_bytes(each) // _UNIT_BYTES
             inner = _inside(each)
             if most < 0 or len(stack) > DEEPEST:
                 raise ValueError(f"it is nested deeper than {DEEPEST}, or repeats too much")
@@ -314,6 +317,17 @@ def _check_tree(value: Any, most: int) -> None:
                 break
         else:
             stack.pop()
+
+
+def _json_bytes(value: Any) -> int:
+    """Returns about how many bytes a value makes in JSON, where that depends on the value."""
+    if type(value) is int:
+        return value.bit_length() // 3
+    if type(value) is bytes:
+        return len(value)
+    text = value.name if type(value) is Inert else value if type(value) is str else ""
+    # Other characters are written as escapes, of six bytes and at most two for each.
+    return len(text) * (1 if text.isascii() and text.isprintable() else 12)
 
 
 def _inside(value: Any) -> Iterable[Any] | None:
@@ -503,7 +517,7 @@ class TorchFile:
     def _view(self, storage: _Storage, offset: int, size: Any, stride: Any) -> Tensor:
         at, size_bytes = self._place(f"data/{storage.key}")
         if size_bytes != storage.elems * storage.dtype.itemsize:
-            raise ValueError(f"storage {storage.key!r} has {size_bytes} bytes")
+            raise ValueError(f"storage {shown(storage.key)} has {size_bytes} bytes")
         size, stride = sizes_of(size), sizes_of(stride)
         elems, (last,) = prod(size), sizes_of((offset,))
         if not elems and prod(n or 1 for n in size) < 1 << 62:

@@ -168,6 +168,21 @@ PICKLES: dict[str, bytes] = {
     "text of 16 EB": b"\x8d" + b"\xff" * 8,
     "a list of references": DOUBLED,
     "long text in many places": text("x" * MANY) + b"q\x00(" + b"h\x00" * MANY + b"l",
+    "a long integer in many places": b"L" + b"9" * 4200 + b"L\nq\x00(" + b"h\x00" * MANY + b"l",
+    "an integer of 255 bytes in many places": b"\x8a\xff"
+    + b"\x7f" * 255
+    + b"q\x00("
+    + b"h\x00" * MANY
+    + b"l",
+    "text that JSON escapes in many places": text("\x01" * 100)
+    + b"q\x00("
+    + b"h\x00" * MANY
+    + b"l",
+    "a long name as a key in many places": b"}"
+    + called("m" * 120, "n" * 120)
+    + b"Nsq\x00("
+    + b"h\x00" * MANY
+    + b"l",
     "a value below a mark": b"N(a",
     "nothing on the stack": b"R",
     "no end": b"N" * 10,
