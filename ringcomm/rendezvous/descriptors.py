@@ -50,8 +50,9 @@ def _spare(count: int) -> OSError | None:
 def shortage_of(error: BaseException | None) -> str:
     """Returns what this process has run out of, if an error or a cause of it says so; else ""."""
     texts = {os.strerror(number): number for number in (errno.EMFILE, errno.ENFILE)}
-    seen = error
-    while seen is not None:
+    seen, known = error, set[int]()
+    while seen is not None and id(seen) not in known:  # a chain of causes may be circular
+        known.add(id(seen))
         if isinstance(seen, OSError) and seen.errno in _NONE_LEFT:
             return _words_of(seen.errno)
         for text, number in texts.items():

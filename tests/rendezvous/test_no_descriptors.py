@@ -47,7 +47,7 @@ def _limit(descriptors: int) -> None:
 
 def _rank(file_store: Any, rank: int, world: int, port: int, spare: int, kind: str) -> str:
     store = _tcp_store(rank, port)
-    places = [[0, 1]]
+    places = [[0], [1]] if kind == "nodes" else [[0, 1]]
     settings = {"timeout": TIMEOUT_S, "heap_bytes": 64 << 20}
     comm: Communicator | None = None
     if kind == "group":
@@ -70,7 +70,7 @@ def _rank(file_store: Any, rank: int, world: int, port: int, spare: int, kind: s
     return ""
 
 
-@pytest.mark.parametrize("kind", ["world", "group"])
+@pytest.mark.parametrize("kind", ["world", "group", "nodes"])
 def test_each_descriptor_may_be_the_last(kind: str) -> None:
     failed = 0
     for spare in range(MOST):
@@ -103,6 +103,8 @@ def test_errors_by_their_causes() -> None:
     assert "ulimit -n" in shortage_of(RuntimeError("socket: Too many open files"))
     assert shortage_of(RuntimeError("connection refused")) == ""
     assert shortage_of(ImportError("no such module")) == ""
+    circular = RuntimeError("its own cause")
+    assert shortage_of(caused(circular, circular)) == ""
     words = r"^forming: this process has no file descriptor"
     with pytest.raises(RendezvousError, match=words), forming("forming"):
         raise caused(HeapError("no heap"), none_here)

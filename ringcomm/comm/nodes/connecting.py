@@ -305,9 +305,11 @@ class Connector:
         thread = threading.Thread(target=make, name="ringcomm-connect", daemon=True)
         start_thread(thread, self._operation, "The communicator was not built")
         self._watch(thread, ended, look)
-        if outcome.error is not None and not isinstance(outcome.error, Exception):
-            raise outcome.error  # a Ctrl-C
-        if outcome.error is not None:
+        error = outcome.error
+        # Ctrl-C, or another rank has failed: an error cannot be its own cause.
+        if isinstance(error, RingcommError) or not isinstance(error, Exception | None):
+            raise error
+        if error is not None:
             raise self._failed(outcome.error, ranks) from outcome.error
         group = outcome.group
         if not callable(getattr(group, "send", None)) or not callable(getattr(group, "recv", None)):

@@ -121,6 +121,12 @@ def nodes_of_members(store: StepStore, rank: int) -> Any:
     return _of_communicator(lambda comm: comm.new_group([0, 1, 2], name="again"), store, rank)
 
 
+def alone_on_its_node(store: StepStore, rank: int) -> Any:
+    """The killed rank has no mate that tells of its end: the others know its process."""
+    os.environ["RINGCOMM_NODE_ID"] = f"node{max(rank, 1)}"
+    return _of_communicator(lambda comm: comm.new_group(GROUP), store, rank)
+
+
 def of_torch(store: StepStore, rank: int) -> Any:
     dist.init_process_group("ringcomm", store=store, rank=rank, world_size=WORLD)
     dist.barrier()
@@ -138,14 +144,20 @@ def first(store: StepStore, rank: int) -> Any:
     return None, partial(Communicator.from_store, store, rank, WORLD, timeout=SHORT_S)
 
 
+def first_over_nodes(store: StepStore, rank: int) -> Any:
+    os.environ["RINGCOMM_NODE_ID"] = f"node{max(rank, 1)}"
+    return first(store, rank)
+
+
 KINDS = {
     each.__name__: each
     for each in (
-        *(new_group, split, group_of_group, over_nodes, nodes_of_members),
-        *(of_torch, split_of_torch, first),
+        *(new_group, split, group_of_group, over_nodes, nodes_of_members, alone_on_its_node),
+        *(of_torch, split_of_torch, first, first_over_nodes),
     )
 }
-MEMBERS = {"over_nodes": (0, 2), "nodes_of_members": (0, 1, 2), "first": (0, 1, 2)}
+MEMBERS = {"over_nodes": (0, 2), "nodes_of_members": (0, 1, 2)}
+MEMBERS |= dict.fromkeys(("first", "first_over_nodes"), (0, 1, 2))
 
 
 def _rank(inner: Store, rank: int, world: int, kind: str, killed_at: int | None) -> Any:
@@ -185,7 +197,7 @@ def _broken(kind: str, step: int) -> list[str]:
     if sorted(found) != [rank for rank in range(WORLD) if rank != KILLED]:
         return [f"only ranks {sorted(found)} answered"]
     # Before its handle is there, nobody knows a process that comes for the first time.
-    known = kind != "first" or step > 1
+    known = not kind.startswith("first") or step > 1
     texts = []
     for rank in survivors:
         _, error, text, built = found[rank]
