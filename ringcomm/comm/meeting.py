@@ -157,7 +157,12 @@ def meet(membership: Membership, heap_bytes: int | None) -> OneNode | SeveralNod
 def _map_heaps(
     handles: list[HeapHandle], own: _native.Heap, meeting: Meeting
 ) -> tuple[dict[int, MappedHeap], dict[int, str]]:
-    """Maps the heaps of this rank's machine; returns them, and why others cannot be mapped."""
+    """Maps the heaps of this rank's machine; returns them, and why others cannot be mapped.
+
+    Raises:
+        PeerLost: the process of a rank has ended since it posted its handle; named.
+        RendezvousError: a heap cannot be mapped for another reason than the kernel's refusal.
+    """
     heaps: dict[int, MappedHeap] = {}
     unreached: dict[int, str] = {}
     for rank, handle in enumerate(handles):
@@ -167,6 +172,9 @@ def _map_heaps(
             heaps[rank] = map_heap(handle, own, meeting.operation)
         except UnsupportedError as error:  # the kernel refuses; any other error is one
             unreached[rank] = str(error).removeprefix(f"{meeting.operation}: ")
+        except RendezvousError:
+            meeting.lookout.raise_if_ended(rank, meeting.operation)
+            raise
     return heaps, unreached
 
 

@@ -101,10 +101,21 @@ class Lookout:
 
     def ended(self) -> list[int]:
         """Returns the outermost ranks whose processes have ended, or are about to."""
+        return self._ended_of(self.processes)
+
+    def raise_if_ended(self, rank: int, operation: str) -> None:
+        """Raises PeerLost if the process of a member has ended, or is about to.
+
+        Waits up to ``ENDS_S`` for the end: a process loses its files before it counts as ended.
+        """
+        if self._ended_of(self.processes.keys() & {self._ranks[rank]}):
+            raise self._lost(rank, "its process has ended", operation)
+
+    def _ended_of(self, world_ranks: Collection[int]) -> list[int]:
         deadline_s = time.monotonic() + ENDS_S
         while True:
-            found = [rank for rank in sorted(self.processes) if self._has_ended(rank)]
-            if found or not self.processes or time.monotonic() >= deadline_s:
+            found = [rank for rank in sorted(world_ranks) if self._has_ended(rank)]
+            if found or not world_ranks or time.monotonic() >= deadline_s:
                 return found
             time.sleep(LOOK_S)
 

@@ -17,6 +17,7 @@ from ringcomm import (
     Communicator,
     HeapError,
     MismatchError,
+    PeerLost,
     RendezvousError,
     RingcommError,
     json_reader,
@@ -136,8 +137,9 @@ def test_what_a_terminal_obeys_is_noticed(monkeypatch):
 def test_a_peer_that_is_gone_or_another():
     heap = process_heap()
     gone = _rank_0_meets(_json(_handle(token=1, pid=2**22 - 1)))
-    assert type(gone) is RendezvousError
-    assert "cannot map the heap of rank 1" in str(gone)
+    assert type(gone) is PeerLost
+    assert "expected rank 1 to take part, but its process has ended" in str(gone)
+    assert "cannot map the heap of rank 1" in str(gone.__cause__ or gone.__context__)
     other = _rank_0_meets(_json(_handle(token=heap.token ^ 1, pid=os.getpid())))
     assert type(other) is RendezvousError
     assert "rank 1" in str(other)

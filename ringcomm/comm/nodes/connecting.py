@@ -310,7 +310,7 @@ class Connector:
         if isinstance(error, RingcommError) or not isinstance(error, Exception | None):
             raise error
         if error is not None:
-            raise self._failed(outcome.error, ranks) from outcome.error
+            raise self._failed(error, ranks) from error
         group = outcome.group
         if not callable(getattr(group, "send", None)) or not callable(getattr(group, "recv", None)):
             raise ArgumentError(
