@@ -242,5 +242,9 @@ def test_the_site_builds_and_asks_for_nothing_from_the_network(tmp_path):
         r"<(?:script|img|iframe)[^>]* src=\"?(?:https?:)?//|<link[^>]* href=\"?http|@import"
     )
     assert [path for path, html in pages.items() if fetched.search(html)] == []
+    # The style sheet finds prompts and output by the class of the block.
+    for path, html in pages.items():
+        blocks = re.findall(r'<div class="([^"]*)"><pre>(?:(?!</pre>).)*?class="gp"', html, re.S)
+        assert all("language-console" in block.split() for block in blocks), path
     shard = pages[tmp_path / "reference" / "zero.html"]
     assert 'id="ringcomm.zero.shard"' in shard and 'id="ringcomm.zero.uneven.uneven"' in shard
