@@ -39,7 +39,7 @@ from ringcomm.comm.nodes.requests import (
     MessageHeader,
     RailRequest,
 )
-from ringcomm.comm.nodes.watch import GRACE_S, Watch
+from ringcomm.comm.nodes.watch import Watch
 from ringcomm.errors import AbortedError, CollectiveTimeout, PeerLost, start_thread
 
 PEER_LOST = _native.STATUSES["peer_lost"]
@@ -357,8 +357,7 @@ class NodesMessages:
     def _give_up(self, request: RailRequest, waited_s: float) -> None:
         """Ends the communicator when a message was awaited for too long."""
         timeout_s = self._inner.timeout_ms / 1000
-        if waited_s >= GRACE_S:  # what has been sent by then may be on its way
-            self._watch.awaits_in_vain(request.called, request.source)
+        self._watch.awaits_in_vain(request.called, request.source, waited_s)
         if waited_s >= timeout_s:
             self._watch.on_rail(request.source, request.called, waited_s, timeout_s, "")
 

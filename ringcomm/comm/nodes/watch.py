@@ -49,6 +49,8 @@ ASK_STORE_S = 0.15
 CLAIM_S = 0.25
 # A rank that waits on a rail gives those of a node that wait for the culprit itself this lead.
 GRACE_S = 0.5
+# What a rank has sent before it left arrives within this time: a choice.
+ARRIVAL_S = 1.0
 STORE_S = 0.5
 LONGEST_CLAIM = 240
 _SILENT = "The store"
@@ -123,7 +125,7 @@ class Watch:
         awaiting: the words of this node.
         breakable: what is broken up at a fault.
         trace: what this node's ranks leave at a fault; None: nothing.
-        left: the ranks of other nodes that make no more calls, where all are threads.
+        left: when ranks of other nodes made their last call, where all are threads of a process.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class Watch:
         self._store = store
         self.breakable = [rails]
         self.trace: NodeTrace | None = None
-        self.left: set[int] = set()
+        self.left: dict[int, float] = {}
         self._wait: RailWait | None = None
         self._recorder = FlightRecorder(inner, name, (places.place, len(places.mates)))
         self._guard = threading.Lock()
@@ -213,13 +215,17 @@ class Watch:
     def set_left(self, rank: int, left: bool) -> None:
         """Notes whether a rank of another node, which is a thread of this process, has left."""
         if left:
-            self.left.add(rank)
+            self.left[rank] = time.monotonic()
         else:
-            self.left.discard(rank)
+            self.left.pop(rank, None)
 
-    def awaits_in_vain(self, called: str, rank: int) -> None:
-        """Ends the communicator if a rank that this one awaits on a rail has left."""
-        if rank in self.left:
+    def awaits_in_vain(self, called: str, rank: int, waited_s: float) -> None:
+        """Ends the communicator if a rank that this one awaits on a rail has left.
+
+        A rank may leave after its part of a call. Its messages arrive within ``ARRIVAL_S``.
+        """
+        left_s = self.left.get(rank)
+        if left_s is not None and min(time.monotonic() - left_s, waited_s) >= ARRIVAL_S:
             who, other = self._me(), self._places.named(rank)
             self.fail(PeerLost(f"{who} in {called} expected {other} to take part, but {LEFT}"))
 
@@ -369,12 +375,15 @@ class Watch:
             return
         wait = self._wait
         if wait is not None:
-            self.awaits_in_vain("a call", wait.peer)
+            self.awaits_in_vain("a call", wait.peer, wait.limit.waited_s())
             if wait.limit.waited_s() >= wait.limit.timeout_s + GRACE_S and wait is self._wait:
                 wait.ended(self, "")
                 return
         if self._waits():
             for place, rank in enumerate(self._places.mates):
+                # A thread that has left may have done its part: awaits_in_vain() decides.
+                if self._inner.is_thread(place):
+                    continue
                 if rank != self._places.rank and self._inner.health(place):
                     self.fail(self._ended_process(rank))
                     return
@@ -391,8 +400,6 @@ class Watch:
         last = "" if its is None or recording is None else last_over_nodes(its, recording.taken_ns)
         did = f"; its last call: {last}" if last else ""
         named = self._places.named(rank)
-        if self._inner.is_thread(self._places.place_of(rank)):
-            return PeerLost(f"{named} was awaited, but {LEFT}{did}")
         return PeerLost(f"the process of {named} has ended{did}. See why")
 
     def _waits(self) -> bool:
