@@ -11,7 +11,7 @@ import ringcomm
 from ringcomm import AbortedError, CollectiveTimeout, PeerLost, RingcommError
 from tests.gpu.device import DEVICE, PLAIN, synchronize
 from tests.gpu.worlds import connect, in_process, one_launch_world
-from tests.support.faults import die
+from tests.support.faults import die, leaving_together
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.deadlines
@@ -98,6 +98,6 @@ def test_a_rank_that_never_calls_is_a_timeout_within_one_process():
                 synchronize()
                 comm.barrier()
 
-    world.run(body)
-    world.close()
+    with world:
+        world.run(leaving_together(body, 2))
     assert torch.ones(10, device=PLAIN).sum().item() == 10

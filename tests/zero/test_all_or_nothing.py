@@ -17,6 +17,7 @@ from ringcomm.optim import AdamW
 from ringcomm.zero import prepare, sharding
 from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket
 from ringcomm.zero.prepare import Rollback
+from tests.support.faults import leaving_together
 from tests.support.heap_use import settled_heap_bytes
 from tests.zero.models import assert_same_bits
 
@@ -251,7 +252,7 @@ def test_a_rank_that_is_lost_meanwhile(stage):
             return real(parts, unit, *rest)
 
         patch.setattr(prepare, "_values", leave)
-        assert world.run(work) == [True, True]
+        assert world.run(leaving_together(work, 2)) == [True, True]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -75,8 +75,8 @@ MUTANTS = {
     "any message": Mutant(MESSENGER, "if (!sound(h, peer))", "if (!CHOSEN && !sound(h, peer))"),
     "a status as the peer wrote it": Mutant(
         DESCRIBE,
-        "fault.status > Status::kRefused)",
-        "(!CHOSEN && fault.status > Status::kRefused))",
+        "int(fault.status) >= kStatuses)",
+        "(!CHOSEN && int(fault.status) >= kStatuses))",
     ),
     "a reason without its end": Mutant(
         DESCRIBE, "strnlen(text, sizeof(text))", "(CHOSEN ? strlen(text) : strnlen(text, 256))"

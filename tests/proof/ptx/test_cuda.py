@@ -35,6 +35,7 @@ from tests.support.device_worlds import OPTIONS, PLACES, Devices, on_host, put
 from tests.support.emulator.library import COMPILER, PtxSchedule
 from tests.support.emulator.ptx import PtxKernels, ptx_of
 from tests.support.exact import same
+from tests.support.faults import leaving_together
 
 pytestmark = [
     pytest.mark.compiles,
@@ -200,7 +201,7 @@ def _errors(devices: Devices, world, body) -> list[RingcommError | None]:
             return error
         return None
 
-    return devices.run(world, caught)
+    return devices.run(world, leaving_together(caught, len(world)))
 
 
 @pytest.mark.parametrize("algorithm", ["direct", "ring", "packet"])

@@ -53,11 +53,12 @@ MUTANTS = {
     ),
     "completed without the lock": Mutant(
         "host/messenger_wait.cpp",
-        "  std::unique_lock lock(mutex_);\n  const uint64_t started_ns = Waiter::now_ns();\n",
+        "  std::unique_lock lock(mutex_);\n"
+        "  note_look();\n  const uint64_t started_ns = watched_ns();\n",
         "  std::unique_lock lock(mutex_);\n"
         # For long enough that the thread in the background takes its turn meanwhile.
         "  if (CHOSEN) lock.unlock(), progress(), usleep(2000), progress(), lock.lock();\n"
-        "  const uint64_t started_ns = Waiter::now_ns();\n",
+        "  note_look();\n  const uint64_t started_ns = watched_ns();\n",
     ),
     "region returned without a farewell": Mutant(
         "host/retired.cpp",

@@ -14,7 +14,7 @@ from ringcomm.cli import main
 from ringcomm.comm.recorder import trace_file
 from ringcomm.comm.recorder.live import live_recordings
 from tests.proof.faults.device.places import LONG_S, Place, first_error, until
-from tests.support.faults import die
+from tests.support.faults import die, leaving_together
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.deadlines
@@ -150,7 +150,7 @@ def test_a_rank_without_a_thread_leaves_a_trace(
             return error
         return None
 
-    error, _ = world.run(body)
+    error, _ = world.run(leaving_together(body, 2))
     assert isinstance(error, CollectiveTimeout)
     assert "Rank 1 has made no call yet" in str(error), error
     (path,) = tmp_path.glob("*.json")
