@@ -257,7 +257,8 @@ class EmulatedRuntime(EmulatedMemory):
         """Whether the tensor lies in the heap; else it is torch's, which kernels may use, too."""
         if tensor.layout is not torch.strided:
             return False
-        if self.owner_of(tensor.data_ptr()) is not None:
+        # Storages of absent parameters tell their address; their tensors refuse to.
+        if self.owner_of(tensor.untyped_storage().data_ptr()) is not None:
             return True
         if self.ptx is not None:
             allow(tensor)
