@@ -21,11 +21,11 @@ from torch import nn
 from ringcomm.errors import CheckpointError, UnsupportedError
 from ringcomm.json_reader import DAMAGE, encode, in_words
 from ringcomm.module_names import named_modules
+from ringcomm.optim.dtensors import PLAIN_KINDS
 from ringcomm.zero.checkpoint.tensor_file import dtype_name
 
 Tensor = torch.Tensor
 Path = tuple[int, ...]
-_TENSORS = (Tensor, nn.Parameter)
 
 
 def save_generators(device: torch.device) -> tuple[dict[str, Tensor], list[Any]]:
@@ -179,7 +179,7 @@ def _tensor_name(module: str, number: int) -> str:
 
 def _take_out(value: Any, path: Path, found: dict[Path, Tensor]) -> Any:
     """``value`` with None in place of tensors, which go to ``found``."""
-    if type(value) in _TENSORS:
+    if type(value) in PLAIN_KINDS:
         found[path] = value
         return None
     return _rebuilt(value, lambda each, at: _take_out(each, (*path, at), found))

@@ -16,14 +16,24 @@ Before = Callable[[int, str, tuple[Any, ...]], None]
 
 @contextmanager
 def interposed(before: Before) -> Iterator[None]:
-    """Calls ``before(number, name, arguments)`` ahead of every changing call through ``os``."""
+    """Calls ``before(number, name, arguments)`` ahead of every changing call through ``os``.
+
+    Calls that ``before`` makes itself go straight to ``os``.
+    """
     count = 0
+    inside = False
 
     def wrapped(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
+            nonlocal count, inside
+            if inside:
+                return real(*args, **kwargs)
             number, count = count, count + 1
-            before(number, name, args)
+            inside = True
+            try:
+                before(number, name, args)
+            finally:
+                inside = False
             return real(*args, **kwargs)
 
         return call

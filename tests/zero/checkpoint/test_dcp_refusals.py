@@ -67,7 +67,7 @@ SAVES: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
         {"a": FlatShard(4, 0, torch.ones(3))},
         SavePlanner,
         CheckpointError,
-        "a: the pieces hold 3 of its 4",
+        "'a': the pieces hold 3 of its 4",
     ),
 }
 
