@@ -142,7 +142,8 @@ class Collectives(CallEngine):
                 put_back(tensor, dense)
             return status
 
-        call = Call("reduce", self.on_wire(checks, wire, run), [tensor])
+        written = [tensor] if self._rank == root else []
+        call = Call("reduce", self.on_wire(checks, wire, run), [tensor], written=written)
         return self.start_call(call, async_op)
 
     def reduce_scatter_tensor(
@@ -481,7 +482,8 @@ class Collectives(CallEngine):
                 put_back(tensor, dense)
             return status
 
-        return self.start_call(Call("broadcast", run, [tensor]), async_op)
+        call = Call("broadcast", run, [tensor], written=[] if is_root else [tensor])
+        return self.start_call(call, async_op)
 
     def scatter(
         self,

@@ -64,11 +64,12 @@ class Call:
     """A checked call, ready to run.
 
     ``run`` takes the native communicator and returns its status; ``outputs`` are the tensors that
-    hold the result afterwards, ``inputs`` the others. This is no frozen dataclass, which takes
-    three times as long to make: every call makes one.
+    hold the result afterwards, ``inputs`` the others. ``written`` are the outputs that change
+    and whose versions advance, all by default. This is no frozen dataclass, which takes three times
+    as long to make: every call makes one.
     """
 
-    __slots__ = ("inputs", "name", "outputs", "run")
+    __slots__ = ("inputs", "name", "outputs", "run", "written")
 
     def __init__(
         self,
@@ -76,11 +77,13 @@ class Call:
         run: Callable[[_native.Comm], int],
         outputs: Outputs,
         inputs: Sequence[torch.Tensor] = (),
+        written: Outputs | None = None,
     ) -> None:
         self.name = name
         self.run = run
         self.outputs = outputs
         self.inputs = inputs
+        self.written = outputs if written is None else written
 
 
 # These are functions and not methods, so that the closures they return refer to no communicator. A
@@ -461,7 +464,7 @@ class CallEngine:
         status = call.run(self._native)
         if status:
             raise self._fault(call.name)
-        increment_version(call.outputs)
+        increment_version(call.written)
         return call.outputs
 
     def _enqueue(self, run: Callable[[], Outputs], name: str) -> Work:

@@ -329,12 +329,17 @@ def versions(rank, world_size):
         lambda: dist.all_reduce(tensor),
         lambda: dist.all_reduce(tensor, async_op=True).wait(),
         lambda: dist.all_reduce(tensor[::2]),
-        lambda: dist.broadcast(tensor, 0),
-        lambda: dist.reduce(tensor, 0),
     ):
         before = tensor._version
         call()
         assert tensor._version > before
+    for changes, call in (
+        (rank != 0, lambda: dist.broadcast(tensor, 0)),
+        (rank == 0, lambda: dist.reduce(tensor, 0)),
+    ):
+        before = tensor._version
+        call()
+        assert (tensor._version > before) == changes
 
 
 def test_all_reduce(two_ranks):

@@ -287,7 +287,7 @@ class DeviceCallEngine(CallEngine):
             call.run(cast(Any, Launches(native, self._submit)))
         except BaseException as error:
             self._raise_worded(call.name, error)
-        increment_version(call.outputs)
+        increment_version(call.written)
 
     def _follow_last(self, stream: int) -> None:
         """Puts ``stream`` behind the communicator's last call, if that was on another one."""

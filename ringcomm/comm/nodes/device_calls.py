@@ -106,7 +106,7 @@ class DeviceNodesCalls(Messages):
             self._core.device_watch.under_way.add(call, begun, done)
         if status:
             raise self._fault(call.name)
-        increment_version(call.outputs)
+        increment_version(call.written)
 
     def _execute(self, call: Call) -> Outputs:
         self.start_call(call)
