@@ -455,6 +455,7 @@ ELSEWHERE = {
     "ring_attention",
     "ulysses_attention",
     "Activations",
+    "export_safetensors",
 }
 
 

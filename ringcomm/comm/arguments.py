@@ -150,7 +150,6 @@ if WATCHES_KEYS and hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
             "Parameter": torch.nn.Parameter,
             "ReduceOp": ReduceOp,
             "is_neg": torch.Tensor.is_neg,
-            "is_grad_enabled": torch.is_grad_enabled,
             "requires_grad": torch._C.TensorBase.requires_grad,
             "forward_ad": vars(forward_ad),
             "int8": torch.int8,

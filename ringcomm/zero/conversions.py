@@ -121,7 +121,7 @@ def _probe(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> 
     """Returns a small tensor whose values no other probe has had lately."""
     elems = torch.Size(shape).numel()
     first = next(_seeds) * max(elems, 1)
-    return ((torch.arange(elems) + first) % 97 + 1).to(device, dtype).view(shape)
+    return ((torch.arange(elems, device="cpu") + first) % 97 + 1).to(device, dtype).view(shape)
 
 
 def _change_of(probe: Tensor, fn: Convert) -> str | None:

@@ -43,7 +43,7 @@ def test_all_gather_and_reduce_scatter(worlds):
 def test_one_bad_pair_leaves_all_tensors_alone(worlds):
     def body(comm):
         tensors = [torch.ones(3), torch.ones(3).to_sparse()]
-        with pytest.raises(ringcomm.ArgumentError, match="dense"):
+        with pytest.raises(ringcomm.UnsupportedError, match="dense"):
             comm.all_reduce_coalesced(tensors)
         with pytest.raises(ringcomm.ArgumentError, match="expected 2 tensors"):
             comm.all_gather_coalesced([torch.zeros(6)], [torch.ones(3)] * 2)

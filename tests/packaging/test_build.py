@@ -218,6 +218,7 @@ def test_the_build_cannot_reach_torch(workshop):
 LIMITED_API = {
     "PyBuffer_FillInfo",
     "PyBytes_AsString",
+    "PyDict_GetItemWithError",
     "PyErr_CheckSignals",
     "PyErr_Clear",
     "PyErr_Occurred",
@@ -239,6 +240,7 @@ LIMITED_API = {
     "PyObject_Hash",
     "PyObject_Vectorcall",
     "PySys_GetObject",
+    "PyType_GetSlot",
     "PyType_Slot",
     "PyUnicode_AsEncodedString",
     "PyUnicode_CheckExact",

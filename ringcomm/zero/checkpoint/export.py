@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from ringcomm.errors import ArgumentError, CheckpointError
+from ringcomm.integers import integer
 from ringcomm.json_reader import text_of
 from ringcomm.module_names import KnownNames, without_wrappers
 from ringcomm.zero.checkpoint import commit
@@ -108,7 +109,7 @@ def export_safetensors(
 
 def check_choices(max_file_bytes: object, dtype: torch.dtype | None, aliases: object) -> None:
     """Raises ArgumentError or UnsupportedError for what no export takes."""
-    if type(max_file_bytes) is not int or max_file_bytes < 1:
+    if (integer(max_file_bytes) or 0) < 1:
         raise ArgumentError(
             f"export: max_file_bytes: expected a positive number, got {max_file_bytes!r}"
         )
