@@ -24,6 +24,7 @@ from ringcomm.optim.dtensors import (
     is_distributed,
     local_gradient,
     local_of,
+    plainly,
     set_grad,
 )
 from ringcomm.optim.layout import ParamSpec, ShardLayout
@@ -88,6 +89,10 @@ class Gradients:
             ArgumentError, UnsupportedError: see :func:`check_gradient`; or a parameter has left its
                 bucket, or was frozen when the buckets were laid out.
         """
+        with plainly():
+            self._check()
+
+    def _check(self) -> None:
         for index, param, param_ptr, view, view_ptr, shown in self._slots:
             plain = shown is view
             if (param if plain else local_of(param)).data_ptr() != param_ptr:
@@ -114,6 +119,13 @@ class Gradients:
         active = [0.0] * len(self._params)
         for param in self._distributed:
             align_gradient(param)
+        with plainly():
+            self._collect_slots(active)
+            for index in self._empty:
+                active[index] = 0.0 if grad_of(self._params[index]) is None else 1.0
+        return active
+
+    def _collect_slots(self, active: list[float]) -> None:
         for index, param, _, view, view_ptr, shown in self._slots:
             grad = grad_of(param)
             if grad is None:
@@ -126,9 +138,6 @@ class Gradients:
                 if moved or here.is_neg():
                     view.copy_(here.detach())
                 set_grad(param, shown)
-        for index in self._empty:
-            active[index] = 0.0 if grad_of(self._params[index]) is None else 1.0
-        return active
 
     def flats(self) -> list[Tensor] | None:
         """Returns the tensors that a GradScaler unscales; None for ``p.grad`` of all parameters."""
@@ -136,13 +145,14 @@ class Gradients:
 
     def frozen(self) -> list[int]:
         """Returns the parameters that have a place, and were frozen since."""
-        return [
-            index
-            for index, (param, spec) in enumerate(
-                zip(self._params, self._layout.params, strict=True)
-            )
-            if spec.trainable and not param.requires_grad
-        ]
+        with plainly():
+            return [
+                index
+                for index, (param, spec) in enumerate(
+                    zip(self._params, self._layout.params, strict=True)
+                )
+                if spec.trainable and not param.requires_grad
+            ]
 
     def wrote(self, index: int) -> None:
         """Called after the reduced gradient of a parameter was written to, on all ranks."""
@@ -150,7 +160,8 @@ class Gradients:
 
     def mark(self) -> object:
         """Returns a value that equals an earlier one only if no gradient changed since."""
-        grads = map(grad_of, self._params)
+        with plainly():
+            grads = list(map(grad_of, self._params))
         if self._distributed:
             return [None if grad is None else _mark_of(grad) for grad in grads]
         return [None if grad is None else (grad.data_ptr(), grad._version) for grad in grads]
@@ -171,6 +182,10 @@ class Gradients:
 
     def zero(self) -> None:
         """Zeroes all gradients; those in the buckets by one memset per bucket."""
+        with plainly():
+            self._zero()
+
+    def _zero(self) -> None:
         for param in self._params:
             grad = grad_of(param)
             if grad is not None and grad.grad_fn is not None:
@@ -186,8 +201,9 @@ class Gradients:
 
     def drop(self) -> None:
         """Sets all gradients to None."""
-        for param in self._params:
-            set_grad(param, None)
+        with plainly():
+            for param in self._params:
+                set_grad(param, None)
 
 
 def _mark_of(grad: Tensor) -> tuple[int, ...]:
@@ -359,13 +375,14 @@ class AccumulatedGradients(Gradients):
         active = [0.0] * len(self._params)
         for param in self._distributed:
             align_gradient(param)
-        for index, param, _, view, *_ in self._slots:
-            # The user may have set p.grad by hand, without a backward.
-            self._accumulator.add(param, self.label(index))
-            if self._accumulator.has(param):
-                active[index] = 1.0
-            else:
-                view.zero_()
+        with plainly():
+            for index, param, _, view, *_ in self._slots:
+                # The user may have set p.grad by hand, without a backward.
+                self._accumulator.add(param, self.label(index))
+                if self._accumulator.has(param):
+                    active[index] = 1.0
+                else:
+                    view.zero_()
         for index in self._empty:
             active[index] = 1.0 if self._accumulator.has(self._params[index]) else 0.0
         return active

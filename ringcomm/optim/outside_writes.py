@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ringcomm.optim.buckets import Buckets
-from ringcomm.optim.dtensors import PLAIN_KINDS, is_distributed, local_of
+from ringcomm.optim.dtensors import PLAIN_KINDS, is_distributed, local_of, plainly
 from ringcomm.optim.options import AdamWOptions
 
 Tensor = torch.Tensor
@@ -20,11 +20,14 @@ def count_change(params: Sequence[Tensor]) -> None:
     A kernel changes memory behind autograd's back. With the version advanced, the backward of a
     graph that has saved such a parameter raises instead of using the new values.
     """
-    increment_version(with_local(params))
+    with plainly():
+        increment_version(with_local(params))
 
 
-def with_local(params: Sequence[Tensor]) -> list[Tensor]:
+def with_local(params: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns parameters, and behind them the local tensors of DTensors, which have versions."""
+    if PLAIN_KINDS.issuperset(map(type, params)):
+        return params
     others = [param for param in params if type(param) not in PLAIN_KINDS]
     return [*params, *(local_of(param) for param in others if is_distributed(param))]
 
@@ -62,7 +65,8 @@ class OutsideWrites:
         self._place = {id(param): at for at, param in enumerate(self._params)}
 
     def _read(self) -> list[int]:
-        return [param._version for param in self._params]
+        with plainly():
+            return [param._version for param in self._params]
 
     def accept(self) -> None:
         """Accepts the masters as they are, whatever was written so far."""
@@ -71,7 +75,8 @@ class OutsideWrites:
     def found(self, params: Sequence[Tensor]) -> bool:
         """Tells whether some of these were written to since masters have followed last."""
         known = [(param, self._place.get(id(param))) for param in with_local(params)]
-        return any(at is not None and each._version != self._versions[at] for each, at in known)
+        with plainly():
+            return any(at is not None and each._version != self._versions[at] for each, at in known)
 
     def expect(self, written: Sequence[Tensor]) -> None:
         """Accepts one more version of parameters, whose masters are written with them."""

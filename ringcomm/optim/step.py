@@ -75,6 +75,8 @@ class ShardedStep(PreparedStep):
         self.under_way = False
         self.first_pass: FirstPass | None = None
         self._seen_skipped = 0
+        # Which parameters the last step has changed, by the flags that said so.
+        self._stepped: tuple[list[float], list[Tensor]] = ([], [])
 
     @property
     def two_passes(self) -> bool:
@@ -229,7 +231,10 @@ class ShardedStep(PreparedStep):
             return
         else:
             active = table.active.tolist()
-            stepped = [param for param, steps in zip(self.params, active, strict=True) if steps]
+            if active != self._stepped[0]:
+                each = zip(self.params, active, strict=True)
+                self._stepped = active, [param for param, steps in each if steps]
+            stepped = self._stepped[1]
         self.count_change(stepped)
         self.written.expect(stepped)
 

@@ -36,11 +36,10 @@ import torch
 from torch import nn
 
 from ringcomm.errors import ArgumentError
+from ringcomm.optim.dtensors import plainly
 
 Tensor = torch.Tensor
 
-#: A context in which absent parameters behave like others, and as fast.
-plainly = torch._C.DisableTorchFunctionSubclass
 # The attribute of an absent parameter that holds its name.
 _NAME = "_ringcomm_absent"
 # The one that holds who may bring it.

@@ -22,11 +22,10 @@ from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import normal_tensors
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.buckets import Bucket
-from ringcomm.optim.dtensors import distributed_as, is_distributed, lies_alike, local_of
+from ringcomm.optim.dtensors import distributed_as, is_distributed, lies_alike, local_of, plainly
 from ringcomm.optim.layout import Chunk, ParamSpec, Segment, within
 from ringcomm.optim.placement import placement_of
 from ringcomm.optim.step import ShardedStep
-from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import checksum
 from ringcomm.zero.engine import GradientHook, owner_of
 from ringcomm.zero.optimizer import ModulePlacement

@@ -38,9 +38,8 @@ from ringcomm.errors import ArgumentError, DiskError, UnsupportedError
 from ringcomm.integers import integer
 from ringcomm.json_reader import shown
 from ringcomm.memory.scratch import Disk
-from ringcomm.optim.dtensors import local_of
+from ringcomm.optim.dtensors import local_of, plainly
 from ringcomm.optim.tiers import wait_limit_s
-from ringcomm.zero.absent import plainly
 from ringcomm.zero.activation_store import ActivationStore, Receipt, extent_of, reach_of, weak
 from ringcomm.zero.engine import ShardEngine, owner_of
 from ringcomm.zero.hooks import only_inlined

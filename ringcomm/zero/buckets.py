@@ -22,7 +22,7 @@ from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import normal_tensors, zeros
 from ringcomm.optim.buckets import empty_for_streams
 from ringcomm.optim.coded_params import decoded
-from ringcomm.optim.dtensors import apart, is_distributed, local_of, set_local
+from ringcomm.optim.dtensors import apart, is_distributed, local_of, plainly, set_local
 from ringcomm.optim.layout import (
     BucketLayout,
     Chunk,
@@ -32,7 +32,6 @@ from ringcomm.zero.absent import (
     advance_versions,
     make_absent,
     make_present,
-    plainly,
     stand_in,
     void,
 )
@@ -146,13 +145,6 @@ class ParamBucket(ABC):
             low, high = max(placed.begin, held.begin), min(placed.end, held.end)
             if low < high:
                 value.read(low - placed.begin, flat[low - held.begin : high - held.begin])
-
-    def count_change(self, only: Container[int]) -> None:  # noqa: B027 -- whole buckets have nothing to do
-        """Accepts one more version of parameters, whose values all ranks have changed.
-
-        Args:
-            only: ``id`` of the parameters, among others.
-        """
 
     @abstractmethod
     def settle(self, async_op: bool = False) -> Work | None:
@@ -553,6 +545,11 @@ class ShardedBucket(ParamBucket):
                 self.kept[low - first : high - first].copy_(self.flat[low:high])
 
     def count_change(self, only: Container[int]) -> None:
+        """Accepts one more version of parameters, whose values all ranks have changed.
+
+        Args:
+            only: ``id`` of the parameters, among others.
+        """
         for index, param in enumerate(self._parameters):
             if id(param) in only:
                 self._versions[index] += 1

@@ -22,9 +22,8 @@ from torch import nn
 
 from ringcomm.errors import ArgumentError
 from ringcomm.module_names import named_modules
-from ringcomm.optim.dtensors import local_of
+from ringcomm.optim.dtensors import local_of, plainly
 from ringcomm.optim.layout import DTYPE_NAMES
-from ringcomm.zero.absent import plainly
 
 Tensor = torch.Tensor
 Convert = Callable[[Tensor], Tensor]

@@ -22,11 +22,10 @@ from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory.disk_chunks import DiskChunks
 from ringcomm.module_names import named_parameters
 from ringcomm.optim.agreement import CommRanks, MeshRanks, all_or_none, ranks_of
-from ringcomm.optim.dtensors import align_gradient, find_mesh, is_distributed, set_grad
+from ringcomm.optim.dtensors import align_gradient, find_mesh, is_distributed, plainly, set_grad
 from ringcomm.optim.outside_writes import count_change
 from ringcomm.optim.placement import Placement, displace
 from ringcomm.optim.sharded import refuse_join
-from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket
 from ringcomm.zero.conversions import allow_conversions, refuse_conversions
 from ringcomm.zero.disk_buckets import expect
@@ -148,6 +147,7 @@ class ShardEngine:
         parts.module.join_hook = refuse_join  # type: ignore[assignment]
         if self.reduction is not None:
             self._watch_gradients()
+            self._trained = {id(placed.param) for bucket in self.stored for placed in bucket.params}
             self._zero_grad_of_module = parts.module.zero_grad
             parts.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
@@ -346,7 +346,15 @@ class ShardEngine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the reduced gradients, and calls the module's own ``zero_grad()``."""
         self.forget_gradients(set_to_none)
-        self._zero_grad_of_module(set_to_none)
+        of_module = getattr(self._zero_grad_of_module, "__func__", None)
+        if not set_to_none or of_module is not nn.Module.zero_grad:
+            self._zero_grad_of_module(set_to_none)
+            return
+        # The same, but for the property p.grad of parameters whose gradient is forgotten already.
+        own = self._trained
+        for param in self.parts.module.parameters():
+            if id(param) not in own and param.grad is not None:
+                param.grad = None
 
     def forget_gradients(self, set_to_none: bool) -> None:
         """Forgets all gradients, reduced or not, at stages 2 and 3."""
@@ -486,11 +494,12 @@ class ShardEngine:
         """
         if params is None:
             params = [param for _, param in self.named_parameters()]
-        with plainly():
-            count_change(params)
-        only = set(map(id, params))
-        for bucket in (*self.parts.stored, *self.parts.stored_frozen):
-            bucket.count_change(only)
+        count_change(params)
+        if self.gatherer is not None:
+            only = set(map(id, params))
+            for bucket in (*self.parts.stored, *self.parts.stored_frozen):
+                assert isinstance(bucket, ShardedBucket)
+                bucket.count_change(only)
 
     def refuse_gathered(self, operation: str) -> None:
         """Raises ArgumentError inside ``gathered()``, at stage 3."""

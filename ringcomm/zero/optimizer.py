@@ -22,6 +22,7 @@ from ringcomm.optim.dtensors import (
     is_distributed,
     local_gradient,
     other_shape,
+    plainly,
     set_grad,
 )
 from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
@@ -41,7 +42,6 @@ from ringcomm.optim.placement import (
 from ringcomm.optim.reduction import make_reducer
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.optim.step import ShardedStep
-from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket
 from ringcomm.zero.disk_buckets import DiskBucket
 from ringcomm.zero.engine import ShardEngine
@@ -114,10 +114,6 @@ class ReducedGradients(Gradients):
         self._reduction.finish()
         return [bucket.shard for bucket in self._reduction.buckets if bucket.holds]
 
-    def frozen(self) -> list[int]:
-        with plainly():
-            return super().frozen()
-
     def wrote(self, index: int) -> None:
         if index in self._layout.places:
             number, _ = self._layout.places[index]
@@ -178,8 +174,10 @@ class BucketedGradients(Gradients):
     def move(self, number: int) -> None:
         """Moves the gradient of a slot's parameter."""
         slot = self._slots[number]
-        grad = grad_of(slot.param)
-        if grad is not None and grad is not slot.shown:
+        with plainly():
+            grad = grad_of(slot.param)
+            if grad is None or grad is slot.shown:
+                return
             local = local_gradient(slot.param, self.label(slot.number))
             try:
                 slot.view.copy_(local)

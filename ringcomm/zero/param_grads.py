@@ -35,12 +35,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.comm.arguments import ReduceOp
 from ringcomm.errors import ArgumentError, UnsupportedError, where
-from ringcomm.optim.dtensors import PLAIN_KINDS, grad_of, is_distributed, local_of, set_grad
+from ringcomm.optim.dtensors import (
+    PLAIN_KINDS,
+    grad_of,
+    is_distributed,
+    local_of,
+    plainly,
+    set_grad,
+)
 from ringcomm.optim.layout import within
 from ringcomm.optim.reduction import found_non_finite
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.optim.step import ShardedStep
-from ringcomm.zero.absent import FACTS, Absent, make_present, plainly
+from ringcomm.zero.absent import FACTS, Absent, make_present
 from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.pipelines import in_pipeline
 
@@ -269,6 +276,11 @@ class ModuleGradients:
         """Puts another gradient, or None, in the place of a parameter's gradient."""
         param = own._param()
         assert param is not None
+        engine = self._engine_ref()
+        if value is None and engine is not None and self._are_in_params(engine):
+            engine.order.settle()
+            set_grad(param, None)
+            return
         reduced = self._written(own)
         self.clear(own, for_another=value is not None)
         set_grad(param, value)
@@ -278,6 +290,19 @@ class ModuleGradients:
                 reduced.piece().copy_(self._piece_of(reduced, local_of(value)))
             reduced.sharded.table.active[reduced.index] = float(value is not None)
             self._wrote(reduced)
+
+    def _are_in_params(self, engine: ShardEngine) -> bool:
+        """Returns whether all gradients are in their parameters and nowhere else; a quick check."""
+        if engine.closed or engine.reduction is not None or in_pipeline():
+            return False
+        placement = engine.placement
+        if placement.lost is not None:
+            return False
+        reference, owner = placement.optimizer, placement.owner
+        optimizer = None if reference is None else reference()
+        if isinstance(optimizer, ShardedOptimizer) and optimizer.accumulator is not None:
+            return False
+        return not isinstance(owner, ShardedStep) or owner.first_pass is None
 
     def _written(self, own: ParamGradient) -> _Reduced | None:
         """Returns where a gradient is reduced and written to, apart from ``p.grad``, or None."""

@@ -43,10 +43,9 @@ from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import empty
 from ringcomm.optim.buckets import empty_for_streams
-from ringcomm.optim.dtensors import grad_of, local_gradient, other_shape, set_grad
+from ringcomm.optim.dtensors import grad_of, local_gradient, other_shape, plainly, set_grad
 from ringcomm.optim.gradients import Accumulator
 from ringcomm.optim.reduction import NORM_WORDS, Into, make_reducer, make_residual
-from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import ParamBucket
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import BucketOrder, any_of
@@ -108,9 +107,10 @@ class GradientBucket:
         sums = self._sums
         if sums is not None and sums.has(placed.param):
             self._move(index, sums.take(placed.param))
-        if grad_of(placed.param) is not None:
-            self._move(index, local_gradient(placed.param, f"parameter {placed.name}"))
-            set_grad(placed.param, None)
+        with plainly():
+            if grad_of(placed.param) is not None:
+                self._move(index, local_gradient(placed.param, f"parameter {placed.name}"))
+                set_grad(placed.param, None)
 
     def _move(self, index: int, grad: Tensor) -> None:
         assert self.buffer is not None
@@ -618,7 +618,10 @@ class Reduction:
         bucket = self.buckets[number]
         if self.updates is not None and self.updates.has_begun(number):
             return bucket.brought[index]
-        if bucket.active[index] or any(True for _ in bucket.unreduced(index)):
+        if bucket.active[index]:
+            return True
+        may = index in bucket.taken or bucket.accumulator is not None
+        if may and any(True for _ in bucket.unreduced(index)):
             return True
         if not bucket.holds or index in bucket.cleared:
             return False

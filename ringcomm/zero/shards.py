@@ -24,10 +24,9 @@ from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory import normal_tensors
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.buckets import Bucket
-from ringcomm.optim.dtensors import local_of
+from ringcomm.optim.dtensors import local_of, plainly
 from ringcomm.optim.placement import sharers_of
 from ringcomm.optim.step import ShardedStep
-from ringcomm.zero.absent import plainly
 from ringcomm.zero.buckets import (
     ParamBucket,
     ReplicatedBucket,

@@ -34,10 +34,11 @@ from ringcomm.comm.arguments import ReduceOp
 from ringcomm.errors import ArgumentError, RingcommError, where
 from ringcomm.memory import normal_tensors
 from ringcomm.optim.agreement import Asked, all_or_none
+from ringcomm.optim.dtensors import plainly
 from ringcomm.optim.kernels import STEPS
 from ringcomm.optim.outside_writes import with_local
 from ringcomm.optim.step import Amp, ShardedStep
-from ringcomm.zero.absent import advance_versions, end_update, make_updated, plainly
+from ringcomm.zero.absent import advance_versions, end_update, make_updated
 from ringcomm.zero.buckets import ParamBucket, ShardedBucket
 from ringcomm.zero.gather import Gatherer
 

@@ -15,7 +15,8 @@ import ringcomm
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError
 from ringcomm.optim import AdamW
-from ringcomm.zero.absent import Absent, plainly
+from ringcomm.optim.dtensors import plainly
+from ringcomm.zero.absent import Absent
 from tests.support.heap_use import settled_heap_bytes
 from tests.zero.job import BF16
 from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits, new_model, text
