@@ -18,6 +18,7 @@ from ringcomm.c10d.calls import BACKEND_NAME
 from ringcomm.c10d.collectives import CoalescedCollectives
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.messages import PeerToPeer
+from ringcomm.comm.admission import only_inlined_methods
 from ringcomm.comm.arguments import CallChecks
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.options import seconds_of
@@ -25,6 +26,7 @@ from ringcomm.cuda import find_device
 from ringcomm.errors import UnsupportedError
 
 
+@only_inlined_methods
 class ProcessGroup(  # type: ignore[misc]
     CoalescedCollectives, PeerToPeer, Barriers, torch.distributed.ProcessGroup
 ):

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
 from torch.distributed import Work
 from torch.futures import Future
 
+from ringcomm.comm.admission import only_inlined_methods
 from ringcomm.comm.device.streams import DeviceWork
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ OP_TYPES = {
 KERNEL_GRACE = timedelta(seconds=5)
 
 
+@only_inlined_methods
 class CompletedWork(Work):
     """The work of a call that ran on the caller's thread: nothing is left to wait for.
 
@@ -107,6 +109,7 @@ def completed(tensors: list[Tensor], op_type: int) -> CompletedWork:
     return work
 
 
+@only_inlined_methods
 class PendingWork(Work):
     """The work of a call that the communicator runs off the caller's thread.
 
@@ -180,6 +183,7 @@ class PendingWork(Work):
         return self._inner.get_future().then(tensors_or_raise)
 
 
+@only_inlined_methods
 class BarrierWork(PendingWork):
     """The work of a barrier on a device: ``wait`` blocks the caller until all ranks have come.
 
@@ -197,6 +201,7 @@ class BarrierWork(PendingWork):
         return super().wait(timeout if given else self._longest)
 
 
+@only_inlined_methods
 class WorkGroup(Work):
     """Several works as one: what ``_end_coalescing`` gives back."""
 

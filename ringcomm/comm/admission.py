@@ -6,7 +6,8 @@ import ctypes
 import warnings
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -24,10 +25,14 @@ __all__ = [
     "intercepting_keys",
     "is_below_autograd",
     "is_watched",
+    "only_inlined",
+    "only_inlined_methods",
     "without_memory",
 ]
 
 Tensor = torch.Tensor
+F = TypeVar("F", bound=Callable[..., Any])
+Class = TypeVar("Class", bound="type[Any]")
 
 # NOTE [Keys of a thread]
 #
@@ -180,6 +185,36 @@ def admit_keys(operation: object) -> None:
 def is_watched() -> bool:
     """True under a mode on torch's stack; see :func:`admit_keys` for those that are refused."""
     return bool(intercepting_keys() & _OF_MODES)
+
+
+# Dynamo.
+
+
+def only_inlined(function: F) -> F:
+    """Has Dynamo trace a function inside a larger graph, and never as a frame of its own.
+
+    After a graph break Dynamo would compile each function that is called as a frame of its own.
+    It skips this frame and all that it calls.
+    """
+    eval_frame: Any = torch._C._dynamo.eval_frame
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def only_inlined_methods(cls: Class) -> Class:
+    """Does :func:`only_inlined` for all methods of a class that ringcomm defines.
+
+    Dynamo cannot read the attributes of a process group, since torch declares groups opaque to it.
+    """
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] == "ringcomm":
+            for member in vars(base).values():
+                method = member.fget if isinstance(member, property) else member
+                if isinstance(method, FunctionType):
+                    only_inlined(method)
+    return cls
 
 
 # Gradients.

@@ -33,6 +33,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ringcomm.comm.admission import only_inlined
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, DiskError, UnsupportedError
 from ringcomm.integers import integer
@@ -42,7 +43,6 @@ from ringcomm.optim.dtensors import local_of, plainly
 from ringcomm.optim.tiers import wait_limit_s
 from ringcomm.zero.activation_store import ActivationStore, Receipt, extent_of, reach_of, weak
 from ringcomm.zero.engine import ShardEngine, owner_of
-from ringcomm.zero.hooks import only_inlined
 
 Tensor = torch.Tensor
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from ringcomm.comm.admission import only_inlined
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.module_names import (
     KnownNames,
@@ -47,19 +48,6 @@ def outside_of_compile(function: F) -> F:
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
     return only_inlined(function)
-
-
-def only_inlined(function: F) -> F:
-    """Has Dynamo trace a function inside a larger graph, and never as a frame of its own.
-
-    After a graph break a hook is called as a frame of its own. Dynamo skips that frame and whatever
-    it calls, instead of compiling both anew for each unit until it gives up.
-    """
-    eval_frame: Any = torch._C._dynamo.eval_frame
-    skip = eval_frame._FrameAction.SKIP
-    strategy = eval_frame._FrameExecStrategy(skip, skip)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    return function
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

@@ -191,6 +191,46 @@ def compiled(rank, world_size):
     return step(torch.arange(4, dtype=torch.float32) + rank)
 
 
+def graph_breaks(rank, world_size):
+    """Calls that Dynamo does not trace: it runs them between two graphs, and compiles no part."""
+
+    def broadcast(y):
+        dist.broadcast(y, 1)
+
+    def reduce(y):
+        dist.reduce(y, 0)
+        y *= rank == 0
+
+    def all_reduce(y):
+        dist.all_reduce(y, async_op=True).wait()
+
+    def gather(y):
+        outs = [torch.empty(4) for _ in range(world_size)] if rank == 0 else None
+        dist.gather(y, outs, 0)
+        y += sum(outs or [])
+
+    def scatter(y):
+        dist.scatter(y, [y * 2, y * 3] if rank == 0 else None, 0)
+
+    def exchange(y):
+        sent, peer = y * 5, 1 - rank
+        ops = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, y, peer)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    found = []
+    for call in (broadcast, reduce, all_reduce, gather, scatter, exchange):
+
+        @torch.compile(backend="eager")
+        def step(x, call=call):
+            y = x * 2
+            call(y)
+            return y + 1
+
+        found.append(step(torch.arange(4, dtype=torch.float32) + rank))
+    return found
+
+
 def inductor(rank, world_size):
     """Inductor writes its own calls of the collectives, also into buffers that it reuses.
 
@@ -259,6 +299,10 @@ def test_compiled(two_ranks):
 
 def test_inductor(two_ranks):
     two_ranks.compare(inductor)
+
+
+def test_graph_breaks(two_ranks):
+    two_ranks.compare(graph_breaks)
 
 
 def test_compiled_ddp(two_ranks):
