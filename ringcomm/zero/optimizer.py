@@ -295,7 +295,10 @@ class ModulePlacement(Placement):
     def buckets(self, layout: ShardLayout, options: AdamWOptions) -> Buckets:
         made = []
         reduction = self._engine.reduction
-        if reduction is not None:
+        if reduction is None:
+            # From here on the gradients compare addresses, with those that they find.
+            self._engine.check_all("optimizer.prepare")
+        else:
             early = options.update == "in_backward"
             reduction.update_by(self._updates() if early else None)
         for number, stored in enumerate(self._engine.stored):

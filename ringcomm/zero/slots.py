@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ringcomm.errors import ArgumentError
+from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.module_names import plain_name
 from ringcomm.zero.buckets import BucketParam
 
@@ -53,6 +53,8 @@ class Slots:
         """Yields the table entries of all modules; while they are unchanged, no look is needed."""
         known = {id(slot.param) for slot in self._slots}
         for module in self._root.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # its tables are not Python's, and do not change
             for key, child in module._modules.items():
                 yield module, "_modules", key, child
             for key, param in module._parameters.items():
@@ -60,7 +62,12 @@ class Slots:
                     yield module, "_parameters", key, param
 
     def check(self) -> None:
-        """Raises ArgumentError when the module has another tensor in a parameter's place."""
+        """Checks that each parameter still has its place.
+
+        Raises:
+            ArgumentError: the module has another tensor in a parameter's place.
+            UnsupportedError: a module of TorchScript replaced a parameter's module.
+        """
         if self._entries is None:
             return self._look()
         for module, table, key, thing in self._entries:
@@ -88,6 +95,13 @@ class Slots:
             owner = vars(owner)["_modules"].get(part)
             if owner is None:
                 return False  # deleted, so nothing uses it
+            if isinstance(owner, torch.jit.ScriptModule):
+                raise UnsupportedError(
+                    f"{self._head}: parameter {plain_name(self._root, slot.name)}: a "
+                    f"{type(owner).__name__} of TorchScript has taken the place of its module "
+                    "since shard(), without the module's hooks. Compile modules with "
+                    "torch.compile(), or unshard() the root before you script or trace its parts"
+                )
         now = owner._parameters.get(slot.key)
         if now is not None or id(slot.param) in there:
             return now is not None and now is not slot.param
