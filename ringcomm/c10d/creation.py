@@ -14,6 +14,7 @@ from torch.distributed import BackendConfig, P2POp, Work, distributed_c10d
 from ringcomm.c10d.calls import BACKEND_NAME
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.process_group import ProcessGroup
+from ringcomm.comm.admission import outside_of_compile
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.options import CommOptions
 from ringcomm.errors import ArgumentError, UnsupportedError
@@ -103,6 +104,10 @@ def _backend_config(frame: FrameType | None) -> BackendConfig | None:
 _of_torch = distributed_c10d.batch_isend_irecv
 
 
+_NO_GRAPH = "messages and monitored barriers of ringcomm run between the graphs of torch.compile()"
+
+
+@outside_of_compile(_NO_GRAPH)
 def _batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     distributed_c10d._check_p2p_op_list(p2p_op_list)
     group, tensor = p2p_op_list[0].group, p2p_op_list[0].tensor
@@ -135,6 +140,7 @@ def admit_ringcomm_to_monitored_barrier() -> None:
     if "GLOO" not in original.__code__.co_names:
         return
 
+    @outside_of_compile(_NO_GRAPH)
     @functools.wraps(original)
     def monitored_barrier(
         group: Any = None,

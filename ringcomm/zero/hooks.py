@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ringcomm.comm.admission import only_inlined
+from ringcomm.comm.admission import only_inlined, outside_of_compile
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.module_names import (
     KnownNames,
@@ -37,17 +37,6 @@ _REASON = (
     "frees it afterwards. For fullgraph=True pass each unit, such as every block, through "
     "torch.compile() before shard(), and leave the module around them uncompiled"
 )
-
-
-def outside_of_compile(function: F) -> F:
-    """Keeps Dynamo from tracing a function, as ``torch.compiler.disable`` does.
-
-    It does not import Dynamo, which would add 1.2 s (Zen 4) to the import of ringcomm.zero.
-    """
-    # Dynamo looks for these attributes before it traces a call.
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
-    return only_inlined(function)
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -383,7 +372,7 @@ class _UnitHooks:
                 "ringcomm.zero.gathered(module), where all parameters are"
             )
 
-    @outside_of_compile
+    @outside_of_compile(_REASON)
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         gatherer = self._engine.gatherer
         assert gatherer is not None
@@ -423,7 +412,7 @@ class _UnitHooks:
                 if not bucket.trains:
                     gatherer.free_used(bucket)
 
-    @outside_of_compile
+    @outside_of_compile(_REASON)
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         gatherer = self._engine.gatherer
         assert gatherer is not None
