@@ -22,12 +22,18 @@ def touches_data(function: Any) -> bool:
     return not (views and all(views)) and not schema.name.startswith(_ALLOCATES)
 
 
+def _makes_memory(function: Any) -> bool:
+    """False for views and for operations in place."""
+    return any(each.alias_info is None for each in function._schema.returns)
+
+
 class InStreamOrder(TorchDispatchMode):
     """Inside, an operation waits for the thread's current streams, and then runs at once.
 
     The tensors that operations return are kept until the end of the block: a GPU's caching
-    allocator would not reuse their memory before the kernels that use them, malloc would. Those in
-    memory that ``waits`` for its streams by itself are not kept.
+    allocator would not reuse their memory before the kernels that use them, malloc would. What has
+    the memory of an argument is not kept, since stage 3 looks for views of what it has gathered,
+    nor are tensors in memory that ``waits`` for its streams by itself.
     """
 
     def __init__(
@@ -52,6 +58,8 @@ class InStreamOrder(TorchDispatchMode):
         if touches_data(func):
             self._wait()
         result = func(*args, **(kwargs or {}))
+        if not _makes_memory(func):
+            return result
         self._kept += [
             each
             for each in torch.utils._pytree.tree_leaves(result)
