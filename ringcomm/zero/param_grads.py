@@ -775,11 +775,18 @@ def restore_params(params: Iterable[nn.Parameter]) -> None:
     """Undoes :func:`prepare_params`, and :func:`show`, of parameters that are present."""
     for param in params:
         make_present([param])
+        unshow([param])
+        if not is_distributed(param):
+            param.__class__ = type(param).__mro__[1]
+
+
+def unshow(params: Iterable[nn.Parameter]) -> None:
+    """Undoes :func:`show`, whose weak references keep torch from swapping parameters."""
+    for param in params:
         if is_distributed(param):
             _distributed.pop(param, None)
-            continue
-        vars(param).pop(_SHOWN, None)
-        param.__class__ = type(param).__mro__[1]
+        else:
+            vars(param).pop(_SHOWN, None)
 
 
 def show(engine: ShardEngine) -> None:

@@ -285,6 +285,8 @@ def _give_memory(param: nn.Parameter, device: torch.device, rollback: Rollback, 
         memory = torch.empty((), dtype=param.dtype, device=device).expand(param.shape)
     # Swapped in place, since optimizers and other modules know the parameter by its identity.
     other = nn.Parameter(memory, param.requires_grad)
+    if type(other) is not type(param):
+        other.__class__ = type(param)  # classes are swapped, too
     torch.utils.swap_tensors(param, other)  # type: ignore[no-untyped-call]
     rollback.call(torch.utils.swap_tensors, param, other)
 

@@ -37,7 +37,7 @@ from ringcomm.zero.hooks import hook_modules, settle_states, uncompiled
 from ringcomm.zero.optimizer import place_params
 from ringcomm.zero.options import ZeroOptions
 from ringcomm.zero.order import module_order
-from ringcomm.zero.param_grads import prepare_params, restore_params, show
+from ringcomm.zero.param_grads import prepare_params, restore_params, show, unshow
 from ringcomm.zero.plans import BucketPlan, plan_buckets
 from ringcomm.zero.precision import ModuleDtypes
 from ringcomm.zero.prepare import (
@@ -354,6 +354,7 @@ def _attach(parts: EngineParts, outer: nn.Module, rollback: Rollback) -> None:
     rollback.call(engine.close)
     place_params(engine)
     show(engine)
+    rollback.call(unshow, parts.plan.params)
     object.__setattr__(parts.module, _ENGINE, engine)
     engine.own(True)
     rollback.call(forget_engine, parts.module)

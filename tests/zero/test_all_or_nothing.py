@@ -206,7 +206,8 @@ def test_what_is_not_put_back_is_seen(worlds, monkeypatch, stage):
     monkeypatch.setattr(Rollback, "call", forget)
     forgotten = "nothing"
     assert worlds(3).run(work) == [False] * 3
-    unseen = {"give_back"} if stage < 2 else {"give_back", "leave"}
+    # tests/zero/checkpoint/test_pretrained.py sees parameters that are shown and cannot be swapped.
+    unseen = {"give_back", "unshow"} if stage < 2 else {"give_back", "unshow", "leave"}
     seen = {"_put_back", "copy_", "__setitem__", "close", "forget_engine", "restore_params"}
     assert missed == {*seen, *unseen}
     for forgotten in sorted(missed - unseen):

@@ -318,6 +318,32 @@ def test_what_torch_changes_is_what_the_step_takes(worlds, change, options):
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_parameters_that_got_their_memory_in_shard_show_it_too(worlds, stage):
+    """Meta tensors are swapped for others, whose class they take over."""
+
+    def work(comm):
+        with torch.device("meta"):
+            module: Any = Blocks()
+
+        def init(part: nn.Module) -> None:
+            for param in part.parameters(recurse=False):
+                nn.init.ones_(param)
+
+        zero.shard(module, stage, comm=comm, init=init, options=SMALL)
+        momentum(module.parameters())
+        module(draw(comm, 0)).backward()
+        norm = utils.clip_grad_norm_(module.parameters(), 1e9)
+        whole = [get_gradient(param) for param in module.parameters()]
+        return norm, torch.linalg.vector_norm(
+            torch.cat([each.flatten() for each in whole if each is not None])
+        )
+
+    (first, wanted), (second, _) = worlds(2).run(work)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, wanted)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_the_norm_is_that_of_the_optimizer(worlds, stage):
     """Also with a coefficient that is left to the step."""
     base = new_model("gpt")
