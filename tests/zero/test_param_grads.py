@@ -330,7 +330,7 @@ def test_parameters_that_got_their_memory_in_shard_show_it_too(worlds, stage):
                 nn.init.ones_(param)
 
         zero.shard(module, stage, comm=comm, init=init, options=SMALL)
-        momentum(module.parameters())
+        _optimizer = momentum(module.parameters())
         module(draw(comm, 0)).backward()
         norm = utils.clip_grad_norm_(module.parameters(), 1e9)
         whole = [get_gradient(param) for param in module.parameters()]
