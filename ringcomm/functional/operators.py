@@ -39,6 +39,7 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch._library.effects import EffectType
 from torch.autograd.function import _SingleLevelFunction
 
+from ringcomm.comm.admission import only_inlined
 from ringcomm.errors import UnsupportedError
 
 Tensor = torch.Tensor
@@ -109,14 +110,18 @@ def register(
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
     qualified = f"ringcomm::{name}"
     _library.define(name + schema, tags=tags)  # type: ignore[no-untyped-call]
+    # Under a transform, a compiled function calls the operator with Dynamo on, which would compile
+    # the kernel's frames.
+    only_inlined(kernel)
     _library.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(qualified, fake, lib=_library)
     torch.library._register_effectful_op(qualified, EffectType.ORDERED, lib=_library)
     operator = getattr(torch.ops.ringcomm, name).default
     if derivatives is not None:
-        autograd = _autograd_kernel(operator, derivatives)
+        autograd = only_inlined(_autograd_kernel(operator, derivatives))
         _library.impl(name, autograd, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
-    torch.library.register_vmap(qualified, _batched(operator, batching), lib=_library)
+    rule = only_inlined(_batched(operator, batching))
+    torch.library.register_vmap(qualified, rule, lib=_library)
     registered.append(name)
 
 

@@ -485,6 +485,14 @@ def compiled(rank: int, world_size: int) -> None:
         of_duals,
     ):
         same(torch.compile(function, backend="aot_eager")(x), function(x))
+    for transformed in (
+        lambda f: jvp(f, (x,), (towards,)),
+        lambda f: jacfwd(f)(x),
+        lambda f: grad(lambda x: f(x).sum())(x),
+        lambda f: vmap(f)(torch.stack([x, towards])),
+    ):
+        torch._dynamo.reset()
+        same(transformed(torch.compile(squared, backend="aot_eager")), transformed(squared))
     torch._dynamo.reset()
 
 
