@@ -10,23 +10,24 @@ from typing import Any
 LEAST, MOST = -(2**63), 2**63 - 1
 
 
-def integer(value: Any, *, most: int = MOST) -> int | None:
+def integer(value: Any, *, most: int = MOST, bools: bool = False) -> int | None:
     """Returns the value as an int, or None if it is not an integer of 64 bits.
 
     Whatever has ``__index__`` is an integer: NumPy's integers, integer tensors of one element, and
-    classes of users. True and False, those of NumPy and torch too, are 1 and 0.
+    classes of users. True and False are not, unless ``bools``: ``keep=True`` does not mean 1.
 
     Args:
         value: any object.
         most: the largest integer that is returned; the least is ``LEAST``.
+        bools: whether True and False, those of NumPy and torch too, are 1 and 0, as a rank may be.
     """
-    number = value if type(value) is int else _index_of(value)
+    number = value if type(value) is int else _index_of(value, bools)
     return number if number is not None and LEAST <= number <= most else None
 
 
-def _index_of(value: Any) -> int | None:
+def _index_of(value: Any, bools: bool) -> int | None:
     if _is_bool(value):
-        return int(value)
+        return int(value) if bools else None
     try:
         return int(operator.index(value))
     except TypeError:
@@ -45,19 +46,20 @@ def _is_bool(value: Any) -> bool:
     return str(getattr(value, "dtype", "")) in ("bool", "torch.bool") and value.ndim == 0
 
 
-def integers(values: Any) -> list[int] | None:
+def integers(values: Any, *, bools: bool = False) -> list[int] | None:
     """Returns the integers of an iterable, or None if one of its elements is none of 64 bits.
 
     Args:
         values: any object; a NumPy array, a range or a tensor of one dimension is as good as a
             list.
+        bools: as of :func:`integer`.
     """
     if type(values) is not list and not isinstance(values, Iterable):
         return None
     found = []
     try:
         for value in values:
-            number = integer(value)
+            number = integer(value, bools=bools)
             if number is None:
                 return None
             found.append(number)

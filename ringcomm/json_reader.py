@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import reprlib
 import stat
@@ -222,8 +221,8 @@ _EXPECTED = {bool: "true or false", int: "a number", float: "a number", str: "a 
 def read_object(kind: type[T], plain: Any, where: str = "") -> T:
     """Makes a dataclass of an object as ``json`` has parsed it.
 
-    Its fields are bools, ints from -1 to 2^64 - 1, finite floats, strings of printable characters,
-    any of these or None, tuples of them, and dataclasses of all that. A field with a default may be
+    Its fields are bools, ints from -1 to 2^64 - 1, floats, strings of printable characters, any of
+    these or None, tuples of them, and dataclasses of all that. A field with a default may be
     missing, and null where the default is a number.
 
     Args:
@@ -273,8 +272,6 @@ def _read(kind: Any, plain: Any, where: str) -> Any:
         plain = float(plain)
     if type(plain) is not kind:
         raise _wrong(where, _EXPECTED[kind], plain)
-    if kind is float and not math.isfinite(plain):
-        raise _wrong(where, "a finite number", plain)
     if kind is int and not -1 <= plain < 1 << 64:
         raise _wrong(where, "a number that is not out of range", plain)
     if kind is str and not _is_printable(plain):

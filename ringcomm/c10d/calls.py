@@ -153,7 +153,7 @@ class Batch:
 
 def _as_int(value: Any) -> Any:
     """Returns an integer as an int, so that equal ranks are one; the launch refuses others."""
-    number = integer(value)
+    number = integer(value, bools=True)
     return value if number is None else number
 
 

@@ -316,21 +316,21 @@ class CallChecks:
 
     def peer(self, name: str, rank: Any) -> int:
         """Checks a rank of this communicator; returns it as an int."""
-        number = integer(rank)
+        number = integer(rank, bools=True)
         if number is None or not 0 <= number < self.world_size:
             self.fail(f"{name}: expected a rank from 0 to {self.world_size - 1}, got {shown(rank)}")
         return number
 
     def integer(self, name: str, value: Any) -> int:
         """Checks an integer of 64 bits; returns it as an int."""
-        number = integer(value)
+        number = integer(value, bools=True)
         if number is None:
             self.fail(f"{name}: expected an integer from -2^63 to 2^63 - 1, got {shown(value)}")
         return number
 
     def ranks(self, name: str, ranks: Any) -> list[int]:
         """Checks distinct ranks of this communicator, at least one; returns them as ints."""
-        found = integers(ranks)
+        found = integers(ranks, bools=True)
         if found is None:
             self.fail(f"{name}: expected a list of ranks, which are integers, got {shown(ranks)}")
         members = [self.peer(name, rank) for rank in found]
@@ -342,7 +342,7 @@ class CallChecks:
         """Checks a list of integers; returns them as ints, or None for None."""
         if splits is None:
             return None
-        found = integers(splits)
+        found = integers(splits, bools=True)
         if found is None:
             self.fail(
                 f"{name}: expected a list of integers below 2^63, one per rank, or None, got "

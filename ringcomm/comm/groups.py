@@ -365,7 +365,7 @@ def get_global_rank(group: Group, group_rank: int) -> int:
         ArgumentError: there is no such rank.
     """
     ranks = communicator_of(group, "get_global_rank").ranks
-    number = integer(group_rank)
+    number = integer(group_rank, bools=True)
     if number is None or not 0 <= number < len(ranks):
         raise ArgumentError(
             f"get_global_rank: group_rank: expected 0 to {len(ranks) - 1}, got {shown(group_rank)}"
@@ -376,7 +376,7 @@ def get_global_rank(group: Group, group_rank: int) -> int:
 def group_rank(communicator: Communicator, global_rank: Any, operation: str, name: str) -> int:
     """Turns a global rank into one of ``communicator``; the message names both worlds."""
     ranks = communicator.ranks
-    number = integer(global_rank)
+    number = integer(global_rank, bools=True)
     if number not in ranks:
         raise ArgumentError(
             f"{operation} on rank {communicator.rank} of {communicator.world_size}: {name}: "

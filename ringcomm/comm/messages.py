@@ -206,7 +206,7 @@ class Messages(CallEngine):
         return peer
 
     def _check_message(self, checks: CallChecks, tag: Any) -> int:
-        number = integer(tag)
+        number = integer(tag, bools=True)
         if number is None or not 0 <= number <= LARGEST_TAG:
             checks.fail(f"tag: expected 0 <= tag <= {LARGEST_TAG}, got {shown(tag)}")
         if self._refuse is not None:

@@ -160,7 +160,7 @@ _SOUGHT_BYTES = 80
 @cache
 def _flags_at() -> int | None:
     """Returns the offset of the flags in a storage; None if they are not as expected."""
-    tensor = torch.zeros(1)
+    tensor = torch.zeros(1, device="cpu")
     storage = tensor.untyped_storage()
     before = ctypes.string_at(storage._cdata, _SOUGHT_BYTES)
     torch._C._set_throw_on_mutable_data_ptr(tensor)
