@@ -50,6 +50,8 @@ SPARE_DESCRIPTORS = 4
 # How long ranks, all of which are there, try to connect; a choice.
 CONNECT_S = 60.0
 LOOK_S = 0.05
+# How long a rank whose connection has broken listens for the failure of another rank: a choice.
+ECHO_S = 0.5
 INTERFACE_VARIABLES = ("RINGCOMM_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 LONGEST_ADDRESS = 200
 _SIOCGIFADDR = 0x8915
@@ -310,6 +312,11 @@ class Connector:
         if isinstance(error, RingcommError) or not isinstance(error, Exception | None):
             raise error
         if error is not None:
+            # A connection breaks before the rank that failed has told why or counts as ended.
+            limit = Deadline(ECHO_S)
+            while not limit.is_over():
+                look()
+                time.sleep(LOOK_S)
             raise self._failed(error, ranks) from error
         group = outcome.group
         if not callable(getattr(group, "send", None)) or not callable(getattr(group, "recv", None)):
