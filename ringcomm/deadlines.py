@@ -19,21 +19,24 @@ class Deadline:
 
     Args:
         timeout_s: seconds from now on.
+        longest_look_s: the longest time between two looks of a waiter that runs, in seconds.
+            Longer than the default where a look itself blocks, as a connection does.
 
     Attributes:
         timeout_s: as given.
     """
 
-    __slots__ = ("_begin_s", "_looked_s", "timeout_s")
+    __slots__ = ("_begin_s", "_longest_look_s", "_looked_s", "timeout_s")
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, longest_look_s: float = LONGEST_LOOK_S) -> None:
         self.timeout_s = timeout_s
+        self._longest_look_s = longest_look_s
         self._begin_s = self._looked_s = time.monotonic()
 
     def waited_s(self) -> float:
         """Returns the seconds that have passed, without those in which this process did not run."""
         now_s = time.monotonic()
-        if now_s - self._looked_s > LONGEST_LOOK_S:
+        if now_s - self._looked_s > self._longest_look_s:
             self._begin_s += now_s - self._looked_s
         self._looked_s = now_s
         return now_s - self._begin_s

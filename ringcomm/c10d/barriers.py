@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, NoReturn, cast
 
@@ -18,8 +18,10 @@ from ringcomm.c10d.work import OP_TYPES, BarrierWork, PendingWork, completed
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.work import Work as CommunicatorWork
 from ringcomm.cuda import find_device
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import CollectiveTimeout, PeerLost
-from ringcomm.rendezvous.handles import launch_attempt
+from ringcomm.rendezvous.handles import FIRST_POLL_S, LAST_POLL_S, launch_attempt
+from ringcomm.rendezvous.lookout import Lookout
 
 _CPU = torch.device("cpu")
 
@@ -89,7 +91,6 @@ def _barrier_of(communicator: Communicator) -> Callable[[], list[Tensor]]:
 # ``verdict``      "pass", or who is missing (writer: rank 0, readers: the other ranks)
 
 _PASS = "pass"
-_SHORTEST = timedelta(milliseconds=1)  # stores take a timeout of zero for "none"
 
 
 class MonitoredBarrier:
@@ -99,12 +100,14 @@ class MonitoredBarrier:
         store: seen by the members of the group only.
         rank: group rank of the caller.
         world_size: members of the group.
+        lookout: over the members.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, lookout: Lookout) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
+        self._lookout = lookout
         self._round = 0
 
     def __call__(self, timeout: timedelta, wait_all_ranks: bool) -> None:
@@ -116,7 +119,8 @@ class MonitoredBarrier:
 
         Raises:
             CollectiveTimeout: on rank 0, naming the ranks that did not come in time.
-            PeerLost: on another rank, when rank 0 did not come or reported a failure.
+            PeerLost: on rank 0, naming ranks whose processes have ended; on another rank, when
+                rank 0 did not come, has ended or reported a failure.
         """
         # What an earlier attempt left in the store must not count as having come.
         prefix = f"monitored_barrier/attempt{launch_attempt()}/{self._round}"
@@ -127,57 +131,73 @@ class MonitoredBarrier:
             self._report(prefix, timeout)
 
     def _judge(self, prefix: str, timeout: timedelta, wait_all_ranks: bool) -> None:
-        deadline = time.monotonic() + timeout.total_seconds()
-        missing: list[int] = []
-        for rank in range(1, self._world_size):
-            left = timedelta(seconds=deadline - time.monotonic())
-            if left <= timedelta(0) and not wait_all_ranks:
-                self._fail(prefix, f"Rank 0 timed out in monitoredBarrier after {_ms(timeout)} ms")
-            if not self._has_come(f"{prefix}/here/{rank}", left):
-                missing.append(rank)
-                if not wait_all_ranks:
-                    break
-        if missing:
-            ranks = ("Rank " if len(missing) == 1 else "Ranks ") + ", ".join(map(str, missing))
-            self._fail(prefix, f"{ranks} failed to pass monitoredBarrier in {_ms(timeout)} ms")
+        deadline, pause_s = Deadline(timeout.total_seconds()), FIRST_POLL_S
+        awaited = list(range(1, self._world_size))
+        while awaited := self._missing(prefix, awaited):
+            # What a rank posted before its end counts.
+            ended = self._missing(prefix, self._lookout.ended_among(awaited))
+            vain = ended == awaited if wait_all_ranks else bool(ended)
+            if vain or deadline.is_over():
+                missing = awaited if wait_all_ranks else (ended or awaited)[:1]
+                self._fail(prefix, missing, ended, timeout)
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, LAST_POLL_S)
         self._store.set(f"{prefix}/verdict", _PASS)
 
-    def _has_come(self, key: str, left: timedelta) -> bool:
-        try:
-            self._store.wait([key], max(left, _SHORTEST))
-        except RuntimeError as error:  # DistStoreError is one
-            if not self._is_timeout(error):
-                raise
-            return self._store.check([key])
-        return True
+    def _missing(self, prefix: str, ranks: Iterable[int]) -> list[int]:
+        return [rank for rank in ranks if not self._store.check([f"{prefix}/here/{rank}"])]
 
-    @staticmethod
-    def _is_timeout(error: RuntimeError) -> bool:
-        text = str(error).lower()
-        return "timeout" in text or "timed out" in text
-
-    def _fail(self, prefix: str, what: str) -> NoReturn:
+    def _fail(
+        self, prefix: str, missing: list[int], ended: list[int], timeout: timedelta
+    ) -> NoReturn:
+        what = f"{_ranks(missing)} failed to pass monitoredBarrier"
+        if missing != ended:
+            what += f" in {_ms(timeout)} ms"
+        if ended:
+            what += f"; of {_ranks(ended).lower()} the process has ended"
         self._store.set(f"{prefix}/verdict", what)
-        raise CollectiveTimeout(
+        advice = "Look at what those ranks do instead, or raise timeout="
+        if missing == ended:
+            advice = "See why, and build a group of the ranks that are left"
+        raise (PeerLost if ended else CollectiveTimeout)(
             f"monitored_barrier on rank 0 of {self._world_size}: expected every rank to come: "
-            f"{what}. Look at what those ranks do instead, or raise timeout=."
+            f"{what}. {advice}."
         )
 
     def _report(self, prefix: str, timeout: timedelta) -> None:
-        self._store.set(f"{prefix}/here/{self._rank}", "")
+        here, key = f"{prefix}/here/{self._rank}", f"{prefix}/verdict"
+        cause: RuntimeError | None = None
         try:
-            self._store.wait([f"{prefix}/verdict"], max(timeout, _SHORTEST))
-            verdict = self._store.get(f"{prefix}/verdict").decode()
+            self._store.set(here, "")
+            verdict = self._verdict(key, timeout)
         except RuntimeError as error:
-            if not self._is_timeout(error):
-                raise
-            verdict = f"rank 0 did not come within {_ms(timeout)} ms"
+            cause = error
+            verdict = f"the store does not answer any more: {str(error).partition(chr(10))[0]}"
         if verdict != _PASS:
             raise PeerLost(
                 f"monitored_barrier on rank {self._rank} of {self._world_size}: "
                 f"Rank {self._rank} successfully reached monitoredBarrier, but received errors "
                 f"while waiting for send/recv from rank 0: {verdict}. Look at rank 0's message."
-            )
+            ) from cause
+
+    def _verdict(self, key: str, timeout: timedelta) -> str:
+        """Waits for what rank 0 says, or returns why it does not."""
+        deadline, pause_s = Deadline(timeout.total_seconds()), FIRST_POLL_S
+        while not self._store.check([key]):
+            why = ""
+            if deadline.is_over():
+                why = f"rank 0 did not come within {_ms(timeout)} ms"
+            for _ in self._lookout.ended_among([0]):
+                why = "its process has ended"
+            if why and not self._store.check([key]):
+                return why
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, LAST_POLL_S)
+        return self._store.get(key).decode()
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("Rank " if len(ranks) == 1 else "Ranks ") + ", ".join(map(str, ranks))
 
 
 def _ms(timeout: timedelta) -> int:

@@ -63,7 +63,7 @@ class ProcessGroup(  # type: ignore[misc]
         self._desc = "undefined"
         self._sequence = 0
         self._coalescing = None
-        self._monitored_barrier = MonitoredBarrier(store, self._rank, self._size)
+        self._monitored_barrier = MonitoredBarrier(store, self._rank, self._size, host.lookout())
         self._split_count = 0
 
     @property

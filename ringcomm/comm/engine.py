@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -34,6 +33,7 @@ from ringcomm.comm.triton import (
     host_place,
 )
 from ringcomm.comm.work import Outputs, Work
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import (
     AbortedError,
     ForkError,
@@ -44,6 +44,7 @@ from ringcomm.errors import (
     where,
 )
 from ringcomm.lifetime import until_exit
+from ringcomm.rendezvous.lookout import Lookout
 
 
 class RankContext:
@@ -410,6 +411,10 @@ class CallEngine:
                 found[rank] = why
         return found
 
+    def lookout(self) -> Lookout:
+        """Returns a watch over the members' processes, for waits that make no call here."""
+        return Lookout(self.ranks, self._membership.processes)
+
     def start_call(self, call: Call, async_op: bool = False) -> Work | None:
         """Runs a checked call in order; returns the Work of an asynchronous one."""
         if self._refuse is not None:
@@ -588,16 +593,16 @@ class CallEngine:
 
     def _becomes_idle(self, grace_s: float, in_vain_s: float) -> bool:
         """Takes the turn when no call is under way; False when one took too long, as _close()."""
-        begin_s = came_s = time.monotonic()
+        grace, in_vain = Deadline(grace_s), Deadline(in_vain_s)
         came = self._progress()
         while True:
             look_s = min(LOOK_S, grace_s)
             if self._queue.stop(look_s) and self._queue.turn.acquire(timeout=look_s):
                 return True
-            now_s, last, came = time.monotonic(), came, self._progress()
+            last, came = came, self._progress()
             if came is None or came != last:
-                came_s = now_s
-            if now_s - begin_s >= grace_s or now_s - came_s >= in_vain_s:
+                in_vain = Deadline(in_vain_s)
+            if grace.is_over() or in_vain.is_over():
                 return False
 
     def _progress(self) -> Hashable:

@@ -9,8 +9,10 @@ from typing import Any, cast
 
 import torch
 
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import ArgumentError, CollectiveTimeout, RingcommError
 
+LOOK_S = 0.1
 Outputs = list[torch.Tensor]
 
 
@@ -96,12 +98,20 @@ class Work:
                 f"{self._name}: waited for on the thread that is to run it, so it would never "
                 "end. Do not wait for a later call inside a callback of an earlier one"
             )
-        if not self._gate.acquire(timeout=seconds):
+        if seconds < 0:
+            self._gate.acquire()
+        elif not self._ends_within(Deadline(seconds)):
             raise CollectiveTimeout(
                 f"{self._name}: not done after {seconds:g} s of wait(timeout=...); the call goes "
                 "on. Wait again, or abort the communicator"
             )
         self._gate.release()
+
+    def _ends_within(self, deadline: Deadline) -> bool:
+        while not self._gate.acquire(timeout=min(deadline.left_s(), LOOK_S)):
+            if deadline.is_over():
+                return False
+        return True
 
     def is_completed(self) -> bool:
         """True once the call is done or has failed; does not block."""

@@ -17,6 +17,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import ArgumentError, RendezvousError, where
 
 if TYPE_CHECKING:
@@ -203,6 +204,8 @@ def open_mpi_address(variables: Mapping[str, str]) -> MasterAddress | None:
 # ---- meeting there ------------------------------------------------------------------------------
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.005, 0.1
+# A host that is down answers no connection, and resolvers give up after 5 to 30 seconds.
+ATTEMPT_S, LONGEST_ATTEMPT_S = 10.0, 60.0
 
 
 def open_store(
@@ -228,7 +231,7 @@ def open_store(
         RuntimeError, ValueError: torch cannot make the store.
     """
     if not serves:
-        _await_server(place, time.monotonic() + timeout_s)
+        _await_server(place, Deadline(timeout_s, LONGEST_ATTEMPT_S))
     from torch.distributed import TCPStore
 
     return TCPStore(
@@ -241,16 +244,16 @@ def open_store(
     )
 
 
-def _await_server(place: tuple[str, int], deadline: float) -> None:
+def _await_server(place: tuple[str, int], deadline: Deadline) -> None:
     """Waits until somebody listens there; torch itself may try for twice its timeout."""
     pause_s = FIRST_RETRY_S
     while True:
         try:
-            left_s = max(deadline - time.monotonic(), FIRST_RETRY_S)
-            socket.create_connection(place, timeout=left_s).close()
+            attempt_s = min(max(deadline.left_s(), FIRST_RETRY_S), ATTEMPT_S)
+            socket.create_connection(place, timeout=attempt_s).close()
             return
         except OSError:  # also of a name that is not known yet
-            if time.monotonic() + pause_s >= deadline:
+            if deadline.left_s() <= pause_s:
                 raise
         time.sleep(pause_s)
         pause_s = min(pause_s * 2, LAST_RETRY_S)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from ringcomm import _native
@@ -88,9 +88,8 @@ class Lookout:
             return
         self._looked_s = now_s
         awaited = list(awaited)
-        for rank in awaited:
-            if self._has_ended(self._ranks[rank]):
-                raise self._lost(rank, "its process has ended", operation)
+        for rank in self.ended_among(awaited):
+            raise self._lost(rank, "its process has ended", operation)
         if self._parent is None:
             return
         self._parent.raise_if_unusable("the rendezvous of a group")
@@ -98,6 +97,10 @@ class Lookout:
         for rank in awaited:
             if self._ranks[rank] in lost:
                 raise self._lost(rank, lost[self._ranks[rank]], operation)
+
+    def ended_among(self, members: Iterable[int]) -> Iterator[int]:
+        """Yields the members whose processes are known here and have ended."""
+        return (rank for rank in members if self._has_ended(self._ranks[rank]))
 
     def ended(self) -> list[int]:
         """Returns the outermost ranks whose processes have ended, or are about to."""

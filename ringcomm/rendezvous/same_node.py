@@ -30,6 +30,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import TYPE_CHECKING
 
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import RendezvousError, RingcommError, start_thread, where
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["LOOPBACK", "meet_on_node"]
 
 LOOPBACK = "127.0.0.1"
-RETRY_S = 0.005
+RETRY_S, LOOK_S = 0.005, 0.1
 # The owner of a socket that is so old and refuses connections was killed.
 STALE_S = 3600
 # Ranks ask as soon as they are connected.
@@ -67,10 +68,10 @@ def meet_on_node(rank: int, world_size: int, timeout_s: float, job: str = "") ->
     """
     operation = where("communicator from the launcher", rank, world_size)
     place = MeetingPlace.of(job or _parent(), next(_meetings), operation)
-    deadline = time.monotonic() + timeout_s
     if rank == 0:
-        return serve(place, world_size, deadline, timeout_s)
-    port = ask_port(place, deadline, timeout_s)
+        return serve(place, world_size, timeout_s)
+    deadline = Deadline(timeout_s)
+    port = ask_port(place, deadline)
     from torch.distributed import TCPStore
 
     return TCPStore(
@@ -78,7 +79,7 @@ def meet_on_node(rank: int, world_size: int, timeout_s: float, job: str = "") ->
         port,
         world_size,
         is_master=False,
-        timeout=timedelta(seconds=max(deadline - time.monotonic(), 1.0)),
+        timeout=timedelta(seconds=max(deadline.left_s(), 1.0)),
         wait_for_workers=False,
     )
 
@@ -192,7 +193,7 @@ def _holder(address: str) -> str:
 # ---- rank 0 -------------------------------------------------------------------------------------
 
 
-def serve(place: MeetingPlace, world_size: int, deadline: float, timeout_s: float) -> Store:
+def serve(place: MeetingPlace, world_size: int, timeout_s: float) -> Store:
     """Serves a store, and tells the other ranks its port in the background."""
     with ExitStack() as undo:
         listeners = _listen(place, world_size)
@@ -216,7 +217,7 @@ def serve(place: MeetingPlace, world_size: int, deadline: float, timeout_s: floa
             master_listen_fd=server.detach(),
         )
         thread = threading.Thread(
-            target=hand_out, args=(place, listeners, port, world_size - 1, deadline), daemon=True
+            target=hand_out, args=(place, listeners, port, world_size - 1, timeout_s), daemon=True
         )
         try:
             start_thread(thread, place.operation, "The other ranks cannot find this one")
@@ -285,7 +286,7 @@ def _remove_stale(short: str) -> None:
 
 
 def _remove(place: MeetingPlace) -> None:
-    if place.folder is not None:
+    if place.folder is not None and place.folder.exists():
         with suppress(OSError), opened(place.folder) as short:
             os.unlink(f"{short}/{place.name}")
 
@@ -295,16 +296,17 @@ def hand_out(
     listeners: Sequence[socket.socket],
     port: int,
     peers: int,
-    deadline: float,
+    timeout_s: float,
 ) -> None:
-    """Tells ``peers`` ranks of this user the port, until the deadline."""
+    """Tells ``peers`` ranks of this user the port, for ``timeout_s`` seconds at most."""
+    deadline = Deadline(timeout_s, 3 * ASKS_WITHIN_S)
     with ExitStack() as end, selectors.DefaultSelector() as selector:
         end.callback(_remove, place)
         for listener in listeners:
             end.enter_context(listener)
             selector.register(listener, selectors.EVENT_READ)
-        while peers and (left_s := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left_s):
+        while peers and not deadline.is_over():
+            for key, _ in selector.select(min(deadline.left_s(), ASKS_WITHIN_S)):
                 with suppress(OSError), key.fileobj.accept()[0] as connection:  # type: ignore[union-attr]
                     connection.settimeout(ASKS_WITHIN_S)
                     is_peer = credentials(connection)[1] == os.geteuid()
@@ -317,15 +319,15 @@ def hand_out(
 # ---- the other ranks ----------------------------------------------------------------------------
 
 
-def ask_port(place: MeetingPlace, deadline: float, timeout_s: float) -> int:
+def ask_port(place: MeetingPlace, deadline: Deadline) -> int:
     """Asks rank 0 for the port of its store, again and again until the deadline."""
     strangers: set[str] = set()
-    while time.monotonic() < deadline:
-        with _connected(place.abstract, deadline, strangers) as outside:
+    while not deadline.is_over():
+        with _connected(place.abstract, strangers) as outside:
             # Rank 0 listens in the folder first. So it is not in this one if it is not there now.
             port = _asked_in_folder(place, deadline, strangers)
             if port is None and outside is not None:
-                port = _answer(outside)
+                port = _answer(outside, deadline)
                 if port is not None:
                     _warn_of_no_folder(place)
         if port is not None:
@@ -333,20 +335,20 @@ def ask_port(place: MeetingPlace, deadline: float, timeout_s: float) -> int:
         time.sleep(RETRY_S)
     held = f" {' and '.join(sorted(strangers))} answered in its place." if strangers else ""
     raise RendezvousError(
-        f"{place.operation}: waited {timeout_s:g} s for rank 0 of the same launcher, which did not "
-        f"come to {place.shown}.{held} Ranks must be started by one launcher process directly, and "
-        f"as one user; otherwise {_MASTER}"
+        f"{place.operation}: waited {deadline.timeout_s:g} s for rank 0 of the same launcher, "
+        f"which did not come to {place.shown}.{held} Ranks must be started by one launcher process "
+        f"directly, and as one user; otherwise {_MASTER}"
     )
 
 
-def _asked_in_folder(place: MeetingPlace, deadline: float, strangers: set[str]) -> int | None:
+def _asked_in_folder(place: MeetingPlace, deadline: Deadline, strangers: set[str]) -> int | None:
     if place.folder is None:
         return None
     with (
         opened(place.folder) as short,
-        _connected(f"{short}/{place.name}", deadline, strangers) as connection,
+        _connected(f"{short}/{place.name}", strangers) as connection,
     ):
-        return None if connection is None else _answer(connection)
+        return None if connection is None else _answer(connection, deadline)
 
 
 def _warn_of_no_folder(place: MeetingPlace) -> None:
@@ -360,15 +362,13 @@ def _warn_of_no_folder(place: MeetingPlace) -> None:
 
 
 @contextmanager
-def _connected(
-    address: str, deadline: float, strangers: set[str]
-) -> Iterator[socket.socket | None]:
+def _connected(address: str, strangers: set[str]) -> Iterator[socket.socket | None]:
     """Yields a connection to this user's process at an address; None if there is none.
 
     Another user's process that listens there is added to ``strangers``.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(max(deadline - time.monotonic(), RETRY_S))
+        connection.settimeout(LOOK_S)
         try:
             connection.connect(address)
             pid, uid = credentials(connection)
@@ -382,11 +382,14 @@ def _connected(
         yield connection
 
 
-def _answer(connection: socket.socket) -> int | None:
+def _answer(connection: socket.socket, deadline: Deadline) -> int | None:
     """Asks for the port; None if rank 0 does not answer, as it has ended."""
     try:
         connection.sendall(_REQUEST)
-        answer = connection.recv(_PORT.size)
+        while not deadline.is_over():
+            with suppress(TimeoutError):
+                answer = connection.recv(_PORT.size)
+                return int(_PORT.unpack(answer)[0]) if len(answer) == _PORT.size else None
     except OSError:
-        return None
-    return int(_PORT.unpack(answer)[0]) if len(answer) == _PORT.size else None
+        pass
+    return None

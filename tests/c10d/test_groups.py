@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 import ringcomm.c10d
-from ringcomm import CommOptions, functional
+from ringcomm import CommOptions, _native, functional
+from ringcomm.c10d.barriers import MonitoredBarrier
 from ringcomm.c10d.process_group import ProcessGroup
-from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
+from ringcomm.errors import ArgumentError, PeerLost, RingcommError, UnsupportedError
+from ringcomm.rendezvous.lookout import Lookout
 from tests.support.rank_pool import default_group
 
 SHORT = datetime.timedelta(milliseconds=300)
@@ -256,6 +258,34 @@ def rank_0_misses_a_monitored_barrier(rank, world_size):
         with pytest.raises(RuntimeError, match="rank 0 did not come within 300 ms"):
             group.monitored_barrier(0.3)
     dist.barrier()
+
+
+def test_a_monitored_barrier_names_ranks_whose_processes_have_ended() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    dead = _native.Process(process.pid, with_descriptor=False)
+    process.kill()
+    process.wait()
+    store, minute = dist.HashStore(), datetime.timedelta(minutes=1)
+
+    def barrier(store, rank, ended):
+        return MonitoredBarrier(store, rank, 3, Lookout((0, 1, 2), {ended: dead}))
+
+    judge = barrier(store, 0, 2)
+    words = r"Rank 2 failed to pass monitoredBarrier; of rank 2 the process has ended\."
+    with pytest.raises(PeerLost, match=words):
+        judge(minute, False)
+    with pytest.raises(PeerLost, match=r"from rank 0: Rank 2 failed"):
+        barrier(store, 1, 2)(minute, False)  # which comes late, and finds the verdict
+    words = "Ranks 1, 2 failed to pass monitoredBarrier in 300 ms; of rank 2 the process"
+    with pytest.raises(PeerLost, match=words):
+        judge(SHORT, True)
+    with pytest.raises(PeerLost, match="from rank 0: its process has ended"):
+        barrier(dist.HashStore(), 1, 0)(minute, False)
+    # A rank that came before its end has come.
+    again = dist.HashStore()
+    for rank in (1, 2):
+        again.set(f"monitored_barrier/attempt0/0/here/{rank}", "")
+    barrier(again, 0, 2)(minute, False)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import RendezvousError
 from ringcomm.rendezvous import same_node
 from ringcomm.rendezvous.same_node import MeetingPlace
@@ -40,15 +41,18 @@ def place(job, meeting=0):
     return MeetingPlace.of(f"{job}-{os.getpid()}", meeting, "test on rank 0 of 2")
 
 
-def serve(at, ranks, deadline) -> Any:
-    return same_node.serve(at, ranks, deadline, LONG_S)
+def serve(at, ranks) -> Any:
+    return same_node.serve(at, ranks, LONG_S)
+
+
+def ask(at):
+    return same_node.ask_port(at, Deadline(LONG_S))
 
 
 def meet(at, ranks=2):
     """What the other ranks are told, and the port that rank 0 serves."""
-    deadline = time.monotonic() + LONG_S
-    store = serve(at, ranks, deadline)
-    ports = [same_node.ask_port(at, deadline, LONG_S) for _ in range(1, ranks)]
+    store = serve(at, ranks)
+    ports = [ask(at) for _ in range(1, ranks)]
     return ports, store.port
 
 
@@ -82,10 +86,9 @@ def test_the_runtime_folder_comes_first(folder, tmp_path, monkeypatch):
 def test_several_jobs_of_a_user_meet_at_the_same_time():
     places = [place("a"), place("b"), place("a", 1)]
     assert len({each.name for each in places}) == 3
-    deadline = time.monotonic() + LONG_S
-    stores = [serve(each, 2, deadline) for each in places]
+    stores = [serve(each, 2) for each in places]
     for each, store in zip(reversed(places), reversed(stores), strict=True):
-        assert same_node.ask_port(each, deadline, LONG_S) == store.port
+        assert ask(each) == store.port
 
 
 def _listens(at):
@@ -109,7 +112,7 @@ def test_the_socket_of_a_rank_that_was_killed_is_taken(folder):
     at = place("a")
     process, path = killed_rank_0(at)
     with pytest.raises(RendezvousError, match=f"process {process.pid} of user {os.geteuid()}"):
-        same_node.serve(at, 2, time.monotonic() + 1, 1.0)
+        same_node.serve(at, 2, 1.0)
     process.kill()
     process.join()
     assert path.exists()
@@ -132,33 +135,31 @@ def test_old_sockets_of_killed_ranks_are_removed(folder):
 
 def test_without_a_common_folder_ranks_meet_and_warn(folder, monkeypatch, tmp_path):
     """As in containers with the same network and other file systems."""
-    deadline = time.monotonic() + LONG_S
     mine = place("a")
     other = tmp_path / "other"
     other.mkdir()
     monkeypatch.setattr(same_node, "gettempdir", lambda: str(other))
     theirs = place("a")
     assert mine.folder != theirs.folder and mine.name == theirs.name
-    store = serve(mine, 2, deadline)
+    store = serve(mine, 2)
     with pytest.warns(RuntimeWarning, match=f"rank 0 is not in {theirs.folder}"):
-        assert same_node.ask_port(theirs, deadline, LONG_S) == store.port
+        assert ask(theirs) == store.port
 
 
 def test_ranks_that_come_early_do_not_warn():
     at = place("a")
-    deadline = time.monotonic() + LONG_S
     ports = []
 
-    def ask():
+    def come():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            ports.append(same_node.ask_port(at, deadline, LONG_S))
+            ports.append(ask(at))
 
-    threads = [threading.Thread(target=ask) for _ in range(3)]
+    threads = [threading.Thread(target=come) for _ in range(3)]
     for each in threads:
         each.start()
     time.sleep(0.05)
-    store = serve(at, 4, deadline)
+    store = serve(at, 4)
     for each in threads:
         each.join()
     assert ports == [store.port] * 3
@@ -170,11 +171,10 @@ def test_a_folder_that_is_open_to_others_is_not_used(folder, mode):
     folder.chmod(mode)
     at = place("a")
     assert at.folder is None
-    deadline = time.monotonic() + LONG_S
     with pytest.warns(RuntimeWarning, match=r"\(mode 0700\), got drwx"):
-        store = serve(at, 2, deadline)
+        store = serve(at, 2)
     with pytest.warns(RuntimeWarning, match=r"\(mode 0700\), got drwx"):
-        assert same_node.ask_port(at, deadline, LONG_S) == store.port
+        assert ask(at) == store.port
 
 
 def test_a_link_in_place_of_the_folder_is_not_followed(folder, tmp_path):
@@ -240,16 +240,15 @@ def test_another_user_who_holds_both_places_is_named(folder):
             pytest.warns(RuntimeWarning, match=f"of user {NOBODY}"),
             pytest.raises(RendezvousError, match=f"{whom} holds it.*MASTER_ADDR"),
         ):
-            same_node.serve(at, 2, time.monotonic() + 1, 1.0)
+            same_node.serve(at, 2, 1.0)
         with pytest.raises(RendezvousError, match=f"{whom} answered in its place"):
-            same_node.ask_port(at, time.monotonic() + 0.2, 0.2)
+            same_node.ask_port(at, Deadline(0.2))
 
 
 @as_root
 def test_another_users_process_learns_no_port(folder):
     at = place("a")
-    deadline = time.monotonic() + LONG_S
-    store = serve(at, 2, deadline)
+    store = serve(at, 2)
     answers, abstract = FORK.SimpleQueue(), at.abstract
 
     def act():
@@ -265,4 +264,4 @@ def test_another_users_process_learns_no_port(folder):
 
     with Stranger(act):
         assert answers.get() == b""
-    assert same_node.ask_port(at, deadline, LONG_S) == store.port
+    assert ask(at) == store.port

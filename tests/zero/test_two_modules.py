@@ -1,6 +1,7 @@
 """Several sharded modules in one backward, and ranks that use different parameters of them."""
 
 import gc
+import re
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -270,6 +271,25 @@ def test_reductions_that_are_out_of_order_are_named():
         world.run(work)
     assert "512 elements, direct, bucket 5 of module 1 in backward 1, call" in str(caught.value)
     assert "512 elements, direct, bucket 0 of module 1 in backward 1, call" in str(caught.value)
+
+
+def test_a_mismatch_names_the_last_backward_of_each_rank():
+    base = _whole(_generator())
+
+    def work(comm):
+        module = zero.shard(deepcopy(base), 2, comm=comm, options=OPTIONS[0])
+        module(_rows(comm, 0)).sum().backward()
+        AdamW(module.parameters()).step()
+        comm.all_reduce(torch.ones(3 + comm.rank))
+
+    with ringcomm.local_world(2) as world, pytest.raises(MismatchError) as caught:
+        world.run(work)
+    for rank in range(2):
+        assert re.search(
+            rf"Rank {rank}'s last reduction of gradients is of bucket \d of module 1 in "
+            r"backward 1\. ",
+            str(caught.value),
+        )
 
 
 def _all_reduces(comm, monkeypatch, work):

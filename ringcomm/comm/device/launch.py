@@ -47,6 +47,7 @@ from ringcomm.comm.triton import (
 )
 from ringcomm.comm.work import Outputs, Work
 from ringcomm.cuda.runtime import DeviceRuntime, Event, Stream
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import (
     ArgumentError,
     CollectiveTimeout,
@@ -575,7 +576,7 @@ class DeviceCallEngine(CallEngine):
 
     def _end_calls(self, grace_s: float) -> bool:
         """Refuses new calls and waits for those under way; False if ``grace_s`` was too short."""
-        deadline = time.monotonic() + grace_s
+        deadline = Deadline(grace_s)
         if not self._takes_turn(deadline):
             return False
         try:
@@ -587,7 +588,7 @@ class DeviceCallEngine(CallEngine):
                 self._device_core.synchronize()
             events = self._events_of_the_end()
             while not all(event.query() for event in events):
-                if time.monotonic() >= deadline:
+                if deadline.is_over():
                     return False
                 time.sleep(POLL_S)
             self._see_completed(self._everything())
@@ -595,12 +596,12 @@ class DeviceCallEngine(CallEngine):
         finally:
             self._queue.turn.release()
 
-    def _takes_turn(self, deadline: float) -> bool:
+    def _takes_turn(self, deadline: Deadline) -> bool:
         """Takes the turn; False when the call that has it is late, or waits for others in vain."""
         joint = self.joint_launch
         while not self._queue.turn.acquire(timeout=LOOK_S):
-            late = time.monotonic() >= deadline
-            if late or (joint is not None and joint.waited_s(self._rank) >= IN_VAIN_S):
+            in_vain = joint is not None and joint.waited_s(self._rank) >= IN_VAIN_S
+            if deadline.is_over() or in_vain:
                 return False
         return True
 

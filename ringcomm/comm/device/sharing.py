@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -248,7 +247,7 @@ class JointLaunch:
         self._stream = runtime.make_stream(device)
         self._changed = threading.Condition()
         self._round = _Round()
-        self._waits_since_s: dict[int, float] = {}
+        self._waited_s: dict[int, float] = {}
         self._left: set[int] = set()
 
     def launch(self, rank: int, prepared: Prepared, stream: int, look: Look) -> None:
@@ -288,25 +287,24 @@ class JointLaunch:
 
     def waited_s(self, rank: int) -> float:
         """Returns for how many seconds the call of ``rank`` has waited for those of others."""
-        since_s = self._waits_since_s.get(rank)
-        return 0.0 if since_s is None else time.monotonic() - since_s
+        return self._waited_s.get(rank, 0.0)
 
     def _await_others(self, rank: int, mine: _Round, look: Look) -> None:
-        self._waits_since_s[rank] = time.monotonic()
         limit = Deadline(0.0)
         try:
             while not mine.ended:
                 self._changed.wait(LOOK_S)
+                self._waited_s[rank] = limit.waited_s()
                 if not mine.ended:
                     missing = [each for each in self._ranks if each not in mine.arrived]
-                    look(missing, limit.waited_s())
+                    look(missing, self._waited_s[rank])
         except BaseException:
             # Otherwise a later rank would launch this call, though the caller may use its tensors
             # again.
             mine.arrived.pop(rank, None)
             raise
         finally:
-            self._waits_since_s.pop(rank, None)
+            self._waited_s.pop(rank, None)
 
     def _launch_all(self, mine: _Round) -> None:
         self._round = _Round()

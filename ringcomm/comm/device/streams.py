@@ -15,6 +15,7 @@ from ringcomm.comm.device.recorder import SeenEvent
 from ringcomm.comm.engine import RankContext
 from ringcomm.comm.work import Outputs, Work, wait_seconds
 from ringcomm.cuda.runtime import DeviceRuntime, Stream
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import CollectiveTimeout
 
 __all__ = ["FIRST_POLL_S", "LAST_POLL_S", "DeviceWork", "StreamContext"]
@@ -106,10 +107,10 @@ class DeviceWork(Work):
         return True
 
     def _block(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
+        deadline = Deadline(seconds)
         pause_s = FIRST_POLL_S
         while not self._done.query():
-            if time.monotonic() >= deadline:
+            if deadline.is_over():
                 raise CollectiveTimeout(
                     f"{self._name}: not done after {seconds:g} s of wait(timeout=...); the call "
                     "goes on. Wait again, or abort the communicator"

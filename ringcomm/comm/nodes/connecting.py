@@ -339,9 +339,7 @@ class Connector:
             _left.append(thread)
             raise
 
-    def _failed(self, error: BaseException, ranks: Sequence[int]) -> RingcommError:
-        if isinstance(error, RingcommError):
-            return error
+    def _failed(self, error: Exception, ranks: Sequence[int]) -> RendezvousError:
         places = self._places
         if self._carrier is not gloo:
             return carrier_failed(self._operation, places, self._carrier, error)

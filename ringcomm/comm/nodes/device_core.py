@@ -49,6 +49,7 @@ from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import Rails
 from ringcomm.comm.nodes.sums import ELEM_BYTES, LINE_ELEMS, Span
 from ringcomm.comm.nodes.wires import AVG, FLOAT32, PREMUL, SUM, Reducing, is_coded
+from ringcomm.deadlines import Deadline
 from ringcomm.errors import RingcommError
 
 Tensor = torch.Tensor
@@ -110,9 +111,9 @@ class DeviceNodesCore(CallsOverNodes):
 
     def ends(self, grace_s: float) -> bool:
         """Waits for the calls under way; False if ``grace_s`` was too short."""
-        deadline = time.monotonic() + grace_s
+        deadline = Deadline(grace_s)
         while self.device_watch.under_way:
-            if time.monotonic() >= deadline:
+            if deadline.is_over():
                 return False
             time.sleep(POLL_S)
         return True

@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 
 from ringcomm import CollectiveTimeout, Communicator, RendezvousError
 from ringcomm.c10d.barriers import MonitoredBarrier
+from ringcomm.rendezvous.lookout import Lookout
 from tests.cli.processes import clean_environment
 from tests.support import ROOT, fork_server
 
@@ -121,19 +122,19 @@ def test_attempts_are_what_tells_them_apart(monkeypatch):
 
 @pytest.mark.parametrize("attempt", ["0", "1"])
 def test_a_rank_of_an_attempt_before_has_not_come_to_a_monitored_barrier(monkeypatch, attempt):
-    store = HashStore()
+    store, nobody = HashStore(), Lookout(tuple(range(RANKS)), {})
     short = timedelta(milliseconds=50)
 
     def report():
-        MonitoredBarrier(store, 1, RANKS)(timedelta(seconds=60), False)
+        MonitoredBarrier(store, 1, RANKS, nobody)(timedelta(seconds=60), False)
 
     monkeypatch.setenv(ATTEMPT, "0")
     other = threading.Thread(target=report)
     other.start()
-    MonitoredBarrier(store, 0, RANKS)(timedelta(seconds=60), False)
+    MonitoredBarrier(store, 0, RANKS, nobody)(timedelta(seconds=60), False)
     other.join()
     monkeypatch.setenv(ATTEMPT, attempt)
-    again = MonitoredBarrier(store, 0, RANKS)
+    again = MonitoredBarrier(store, 0, RANKS, nobody)
     if attempt == "0":
         again(short, False)  # what that rank left counts as its coming
     else:

@@ -6,19 +6,24 @@ Nobody is blamed: each goes on where it was. A rank that is stopped alone is bla
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed import FileStore
 
+import ringcomm
 from ringcomm import Communicator
 from ringcomm.deadlines import LONGEST_LOOK_S, Deadline
+from ringcomm.errors import CollectiveTimeout, RendezvousError
 from tests.support.faults import until_stopped
-from tests.support.ranks import Ranks, join_nodes
+from tests.support.ranks import Outcome, Ranks, join_nodes
 
 pytestmark = pytest.mark.deadlines
 
@@ -41,7 +46,9 @@ WAITS: dict[str, Any] = {
 }
 
 
-def _rank(store: Any, rank: int, world: int, wait: str, nodes: bool) -> None:
+def _rank(store: Any, rank: int, world: int, wait: str, nodes: bool, corrects: bool = True) -> None:
+    if not corrects:
+        Deadline.__init__.__defaults__ = (math.inf,)
     places = [[0], [1]] if nodes else [[0, 1]]
     comm: Communicator = join_nodes(store, rank, world, places, timeout=TIMEOUT_S)
     comm.barrier()
@@ -53,10 +60,9 @@ def _rank(store: Any, rank: int, world: int, wait: str, nodes: bool) -> None:
     store.wait(["over0", "over1"])
 
 
-@pytest.mark.parametrize("nodes", [False, True], ids=["one node", "two nodes"])
-@pytest.mark.parametrize("wait", WAITS)
-def test_nobody_is_blamed(wait: str, nodes: bool) -> None:
-    with Ranks(_rank, WORLD, wait, nodes) as ranks:
+def _suspended(*arguments: Any) -> list[Outcome]:
+    """Suspends both ranks while rank 0 waits for rank 1; returns how they ended."""
+    with Ranks(_rank, WORLD, *arguments) as ranks:
         store = FileStore(ranks.store_path, WORLD)
         store.wait(["there0", "there1"])
         time.sleep(0.2)  # rank 0 waits
@@ -68,8 +74,46 @@ def test_nobody_is_blamed(wait: str, nodes: bool) -> None:
         for rank in range(WORLD):
             ranks.signal(rank, signal.SIGCONT)
         store.set("go", "")
-        outcomes = ranks.wait()
-    assert all(each.ok for each in outcomes), "\n".join(each.describe() for each in outcomes)
+        return ranks.wait(ranks=[0])
+
+
+@pytest.mark.parametrize("nodes", [False, True], ids=["one node", "two nodes"])
+@pytest.mark.parametrize("wait", WAITS)
+def test_nobody_is_blamed(wait: str, nodes: bool) -> None:
+    (outcome,) = _suspended(wait, nodes)
+    assert outcome.ok, outcome.describe()
+
+
+@pytest.mark.parametrize(("wait", "nodes"), [("new_group", False), ("all_reduce", True)])
+def test_a_clock_that_counts_the_suspension_blames_a_peer(wait: str, nodes: bool) -> None:
+    """The negative control: these waits have Python's deadlines, and not those of signal.h."""
+    (outcome,) = _suspended(wait, nodes, False)
+    assert isinstance(outcome.error, CollectiveTimeout | RendezvousError), outcome.describe()
+
+
+# What else reads the clock, by file below ringcomm/.
+CLOCKS = {
+    "comm/device/core.py": "grace for a reason that is about to be written",
+    "comm/device/lifecycle.py": "grace for kernels while the process ends",
+    "comm/nodes/watch.py": "how often the store is asked; grace for a claim about to be made",
+    "comm/recorder/reader.py": "how long an error waits for its trace",
+    "cuda/kernel_cache.py": "how long a compiled kernel is awaited before it is compiled here",
+    "deadlines.py": "the deadlines themselves",
+    "launch.py": "grace for ranks that are told to end",
+    "output.py": "how often a progress bar is drawn",
+    "rendezvous/handles.py": "grace of rank 0 for peers that read why it ends",
+    "rendezvous/lookout.py": "how often processes are looked at; grace for one about to end",
+}
+
+
+def test_all_waits_for_peers_have_such_deadlines() -> None:
+    package = Path(ringcomm.__file__).parent
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if re.search(r"\btime\.monotonic\(|\bmonotonic_ns\(", path.read_text())
+    }
+    assert found == CLOCKS.keys()
 
 
 def test_a_deadline_moves_on_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
