@@ -519,11 +519,14 @@ class Rendezvous:
             )
         return everyone
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> bool:
         """Tells the peers, whatever they wait for, that this rank cannot take part.
 
         Only the first failure is told: others mostly follow from it. Rank 0 waits a moment for the
         peers that have come to hear of it.
+
+        Returns:
+            False if the store does not answer.
         """
         meeting = self._meeting
         told = str(error).removeprefix(f"{meeting.operation}: ")
@@ -536,6 +539,8 @@ class Rendezvous:
             meeting.store.set(f"{self._prefix}/ended/{meeting.rank}", "")
             if meeting.rank == 0 and host_and_port(meeting.store):
                 self._wait_for_ends()
+            return True
+        return False
 
     def _wait_for_ends(self) -> None:
         """Waits until the peers that have come have ended, too, but not for long."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar, cast
 
@@ -22,9 +23,9 @@ from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import Rails
 from ringcomm.comm.nodes.schedules import chosen
 from ringcomm.comm.nodes.steps import StepsCore
-from ringcomm.comm.nodes.watch import Awaiting, Watch
+from ringcomm.comm.nodes.watch import Awaiting, Watch, claim
 from ringcomm.comm.recorder.records import NodeLevel
-from ringcomm.errors import RendezvousError, UnsupportedError
+from ringcomm.errors import RendezvousError, RingcommError, UnsupportedError
 from ringcomm.json_reader import read_record, shown
 from ringcomm.memory import empty
 from ringcomm.rendezvous.descriptors import forming
@@ -78,10 +79,26 @@ def build(
         with forming(found.meeting.operation):
             return built(membership, found, heap_bytes, make_node, closing)
     except BaseException as error:
-        found.rendezvous.fail(error)
+        if found.rendezvous.fail(error):
+            _claim(membership, found, error)
         for each in reversed(closing):
             each.close()
         raise
+
+
+def _claim(membership: Membership, found: SeveralNodes, error: BaseException) -> None:
+    """Tells the ranks that have built the communicator already, whose watches read the claim."""
+    operation = found.meeting.operation
+    if not isinstance(error, RingcommError):
+        told = f"{type(error).__name__}: {error}"
+        error = RendezvousError(f"{operation}: expected to build the communicator, got {told}")
+    with suppress(RuntimeError):  # of a store that has gone meanwhile: ``error`` matters more
+        claim(_faults(membership, found), error)
+
+
+def _faults(membership: Membership, found: SeveralNodes) -> PrefixStore:
+    """Returns the store of the claims of this communicator."""
+    return PrefixStore("faults", PrefixStore(found.rendezvous.prefix, membership.store))
 
 
 def _built(
@@ -102,10 +119,14 @@ def _built(
     store = PrefixStore(found.rendezvous.prefix, membership.store)
     connector = _connector(membership, found, options.carrier)
     rails = Rails(places, PrefixStore("rails", store), connector)
+    world = range(len(membership.ranks))
+    group = connector.group(PrefixStore("messages", store), places.rank, world)
+    # The last wait for others: who has built may leave, as nobody connects to it any more.
     awaiting = _awaiting(found, met)
-    watch = Watch(inner, places, awaiting, PrefixStore("faults", store), rails, membership.name)
+    faults = _faults(membership, found)
+    watch = Watch(inner, places, awaiting, faults, rails, membership.name)
     closing.append(watch)
-    messages = NodesMessages(inner, places, PrefixStore("messages", store), watch, connector)
+    messages = NodesMessages(inner, places, group, watch)
     watch.breakable.append(messages)
     # Codes are added where they end, and so do not pass through other nodes.
     rails_asked = "direct" if options.wire in _native.WIRES else options.rails
@@ -144,7 +165,7 @@ def _built_on_device(
     closing.append(carried)
     awaiting = _awaiting(found, met)
     carried.prove(options.timeout_s)
-    faults = PrefixStore("faults", store)
+    faults = _faults(membership, found)
     watch = DeviceWatch(met.core, places, awaiting, faults, rails, membership.name, calls)
     closing.append(watch)
     watch.breakable.append(carried)

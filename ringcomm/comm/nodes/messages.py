@@ -19,10 +19,8 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch.distributed import Store
 
 from ringcomm import _native
-from ringcomm.comm.nodes.connecting import Connector
 from ringcomm.comm.nodes.places import Places
 from ringcomm.comm.nodes.rails import (
     FOR_EVER,
@@ -151,25 +149,22 @@ class NodesMessages:
     Args:
         inner: the core of this rank's node.
         places: of all ranks.
-        store: of these messages alone.
+        group: the carrier's group of all ranks. Not a lazy group of Gloo's: there the first receive
+            waits until its sender calls, too.
         watch: over all ranks.
-        connector: makes the group of all ranks.
     """
 
     def __init__(
         self,
         inner: _native.Comm,
         places: Places,
-        store: Store,
+        group: Any,
         watch: Watch,
-        connector: Connector,
     ) -> None:
         self._inner = inner
         self._places = places
         self._watch = watch
-        world = sum(map(len, places.nodes))
-        # Not a lazy group of Gloo's: there the first receive waits until its sender calls, too.
-        self._group: Any = connector.group(store, places.rank, range(world))
+        self._group = group
         self._sends: dict[tuple[int, int], _Line] = {}
         self._receives: dict[tuple[int, int], _Line] = {}
         self._open: dict[int, _OpenTag] = {}

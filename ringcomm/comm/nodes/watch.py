@@ -439,11 +439,7 @@ class Watch:
     def _claim(self, error: RingcommError) -> RingcommError:
         """Claims the cause in the store; returns the claim that stands there."""
 
-        def claim() -> RingcommError | None:
-            text = self._store.compare_set("claim", "", text_of(error))
-            return _error_of(text.decode(errors="replace"))
-
-        answers = self._ask(claim, STORE_S)
+        answers = self._ask(lambda: claim(self._store, error), STORE_S)
         if not answers:
             return self._without_store(error)
         return answers[0] or error
@@ -493,6 +489,16 @@ def _waited_beyond(fault: dict[str, Any], beyond: int) -> CollectiveTimeout:
         f"node, waits for that rank. It is stopped, late, or never made this call, or the link "
         f"between the nodes is down: look at what rank {beyond} does, or raise timeout="
     )
+
+
+def claim(store: Store, error: RingcommError) -> RingcommError | None:
+    """Claims the cause in the store of a communicator's faults; returns the claim that stands.
+
+    Raises:
+        RuntimeError: the store does not answer.
+    """
+    text = store.compare_set("claim", "", text_of(error))
+    return _error_of(text.decode(errors="replace"))
 
 
 def text_of(error: RingcommError) -> str:

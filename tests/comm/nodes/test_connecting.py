@@ -1,18 +1,21 @@
-"""What a carrier cannot do is told on all ranks, at once and in the words of ringcomm."""
+"""All ranks are told at once of a rank that cannot connect, in the words of ringcomm."""
 
 import threading
 import time
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from ringcomm import CommOptions, Communicator, RingcommError
-from ringcomm.comm.nodes import connecting
+from ringcomm.comm.nodes import building, connecting
 from ringcomm.comm.nodes.connecting import gloo, told_by
+from ringcomm.comm.nodes.places import Places
+from ringcomm.comm.nodes.steps import StepsCore
+from ringcomm.errors import PeerLost, RendezvousError
 
 NODES = (0, 0, 1)
-LONG_S = 600.0
+LONG_S, PATIENCE_S = 600.0, 60.0
 
 
 def without_a_card(store: Any, number: int, size: int, timeout: Any) -> Any:
@@ -52,6 +55,35 @@ def test_a_carrier_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         assert text.startswith(f"rendezvous of communicator 'world' on rank {rank} of 3: ")
         assert "rank 2 (node 1) called the function without_a_card of CommOptions(carrier=)" in text
         assert "it raised ValueError: there is no card" in text
+
+
+@pytest.mark.parametrize("error", [PeerLost("rank 2 is lost"), ValueError("no memory")], ids=repr)
+def test_a_rank_that_fails_after_another_has_built(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, built, told = HashStore(), threading.Event(), threading.Event()
+
+    def make_core(inner: Any, places: Places, *arguments: Any) -> StepsCore:
+        if places.rank == 1:
+            assert built.wait(PATIENCE_S)
+            raise error
+        return StepsCore(inner, places, *arguments)
+
+    def fail() -> None:
+        with pytest.raises(type(error)):
+            Communicator.from_store(store, 1, 2, timeout=LONG_S, node_id="node1")
+        told.wait(PATIENCE_S)  # its connections stay
+
+    monkeypatch.setattr(building, "StepsCore", make_core)
+    other = threading.Thread(target=fail)
+    other.start()
+    with Communicator.from_store(store, 0, 2, timeout=LONG_S, node_id="node0") as comm:
+        built.set()
+        kind = type(error) if isinstance(error, RingcommError) else RendezvousError
+        with pytest.raises(kind, match=f"barrier on rank 0 of 2, node 0: .*{error}"):
+            comm.barrier()
+    told.set()
+    other.join()
 
 
 @pytest.mark.parametrize(
