@@ -17,6 +17,7 @@ from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.process_group import ProcessGroup
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.options import CommOptions
+from ringcomm.rendezvous.lookout import Lookout
 
 RANK, WORLD_SIZE = 1, 2
 OPTIONS = CommOptions(slots=8)
@@ -63,6 +64,9 @@ class NotedCommunicator:
 
         method.__name__ = name
         return method
+
+    def lookout(self) -> Lookout:
+        return Lookout(tuple(range(WORLD_SIZE)), {})
 
     def submit(self, fn: Callable[[], Any], opname: str, timeout: Any = None) -> NotedWork:
         self.calls.append(("submit", (opname, timeout)))

@@ -38,7 +38,9 @@ def folder(monkeypatch):
 
 
 def place(job, meeting=0):
-    return MeetingPlace.of(f"{job}-{os.getpid()}", meeting, "test on rank 0 of 2")
+    # The thread of an earlier test may not have left its place yet.
+    test = os.environ["PYTEST_CURRENT_TEST"]
+    return MeetingPlace.of(f"{job}-{os.getpid()}-{test}", meeting, "test on rank 0 of 2")
 
 
 def serve(at, ranks) -> Any:

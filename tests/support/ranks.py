@@ -8,11 +8,12 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,6 +26,9 @@ import ringcomm
 from tests.support import fork_server
 
 POLL_S = 0.01
+# How a process ended can be read once, and start() reads it of all processes. A thread that reads
+# it while another one does finds exit code 255.
+_READING = threading.Lock()
 
 
 @dataclass
@@ -103,6 +107,13 @@ def _handle_of(pid: int) -> int | None:
         return None
 
 
+def _join(process: BaseProcess, timeout_s: float | None = None) -> int | None:
+    """Waits for the end of a process; returns its exit code, or None after the timeout."""
+    wait([process.sentinel], timeout_s)
+    with _READING:
+        return process.exitcode
+
+
 class Ranks:
     """Started ranks; a context manager that kills those that are left."""
 
@@ -123,7 +134,8 @@ class Ranks:
                 args=(fn, rank, store_path, theirs, (world_size, *args)),
                 daemon=True,
             )
-            process.start()
+            with _READING:
+                process.start()
             theirs.close()
             self._answers.append(mine)
             self.processes.append(process)
@@ -137,7 +149,7 @@ class Ranks:
             for number in (signal.SIGCONT, signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError):  # it has ended
                     self.signal(rank, number)
-            process.join()
+            _join(process)
             handle = self._handles[rank]
             if handle is not None:
                 os.close(handle)
@@ -174,13 +186,12 @@ class Ranks:
                     outcome.value, outcome.error, outcome.trace = pickle.loads(answer.recv_bytes())
                 break
             # It may have answered and ended since the look above.
-            if not process.is_alive() and not answer.poll():
+            if wait([process.sentinel], 0) and not answer.poll():
                 break
             if time.monotonic() > deadline:
                 raise RanksFailed(f"rank {rank} did not end in time")
-        process.join(max(deadline - time.monotonic(), 1.0))
-        outcome.exitcode = process.exitcode
-        if process.exitcode is None:
+        outcome.exitcode = _join(process, max(deadline - time.monotonic(), 1.0))
+        if outcome.exitcode is None:
             raise RanksFailed(f"rank {rank} answered but its process did not end")
         return outcome
 

@@ -20,7 +20,7 @@ from torch.distributed import Store
 
 from ringcomm import Communicator
 from ringcomm.errors import PeerLost, RendezvousError, RingcommError
-from tests.support.ranks import Ranks
+from tests.support.ranks import Outcome, Ranks
 
 pytestmark = pytest.mark.deadlines
 
@@ -190,18 +190,19 @@ def _rank(inner: Store, rank: int, world: int, kind: str, killed_at: int | None)
     return steps, type(error), str(error), built is not None
 
 
-def _outcomes(kind: str, killed_at: int | None) -> dict[int, Any]:
+def _outcomes(kind: str, killed_at: int | None) -> list[Outcome]:
     with Ranks(_rank, WORLD, kind, killed_at) as ranks:
-        outcomes = ranks.wait(ENDS_S)
-    return {each.rank: each.value for each in outcomes if each.ok}
+        return ranks.wait(ENDS_S)
 
 
 def _broken(kind: str, step: int) -> list[str]:
     """Returns what the survivors of a kill at a step should not have done."""
-    found = _outcomes(kind, step)
+    outcomes = _outcomes(kind, step)
+    found = [each.value for each in outcomes]
     survivors = [rank for rank in MEMBERS.get(kind, GROUP) if rank != KILLED]
-    if sorted(found) != [rank for rank in range(WORLD) if rank != KILLED]:
-        return [f"only ranks {sorted(found)} answered"]
+    failed = [each.describe() for each in outcomes if each.rank != KILLED and not each.ok]
+    if failed:
+        return [f"step {step}, {each}" for each in failed]
     # Before its handle is there, nobody knows a process that comes for the first time.
     known = not kind.startswith("first") or step > 1
     texts = []
@@ -217,8 +218,9 @@ def _broken(kind: str, step: int) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_every_step(kind: str) -> None:
     whole = _outcomes(kind, None)
-    assert [error for _, error, *_ in whole.values()] == [type(None)] * WORLD, whole
-    steps = whole[KILLED][0]
+    assert all(each.ok for each in whole), "\n".join(each.describe() for each in whole)
+    assert [each.value[1] for each in whole] == [type(None)] * WORLD, whole
+    steps = whole[KILLED].value[0]
     assert steps >= 7  # arrives; two stages, each posted and read of all members
     with ThreadPoolExecutor(AT_ONCE) as pool:
         broken = pool.map(partial(_broken, kind), range(0, steps, STRIDE if kind in SAMPLED else 1))

@@ -10,25 +10,36 @@ import math
 import os
 import re
 import signal
+import threading
 import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import FileStore
+from torch.distributed import FileStore, HashStore
 
 import ringcomm
 from ringcomm import Communicator
+from ringcomm.c10d.barriers import MonitoredBarrier
+from ringcomm.comm import work
+from ringcomm.comm.work import Work
 from ringcomm.deadlines import LONGEST_LOOK_S, Deadline
-from ringcomm.errors import CollectiveTimeout, RendezvousError
+from ringcomm.errors import CollectiveTimeout, PeerLost, RendezvousError
+from ringcomm.rendezvous import same_node
+from ringcomm.rendezvous.lookout import Lookout
 from tests.support.faults import until_stopped
-from tests.support.ranks import Outcome, Ranks, join_nodes
+from tests.support.ranks import Ranks, join_nodes
 
 pytestmark = pytest.mark.deadlines
 
 WORLD = 2
 TIMEOUT_S, STOPPED_S = 2.0, 3.0
+# Of a clock that the test steps.
+STEP_S, SUSPENDED_AT, HOUR_S = 0.02, 20, 3600.0
 
 # What rank 0 waits in for rank 1, and what rank 1 then does.
 WAITS: dict[str, Any] = {
@@ -46,9 +57,7 @@ WAITS: dict[str, Any] = {
 }
 
 
-def _rank(store: Any, rank: int, world: int, wait: str, nodes: bool, corrects: bool = True) -> None:
-    if not corrects:
-        Deadline.__init__.__defaults__ = (math.inf,)
+def _rank(store: Any, rank: int, world: int, wait: str, nodes: bool) -> None:
     places = [[0], [1]] if nodes else [[0, 1]]
     comm: Communicator = join_nodes(store, rank, world, places, timeout=TIMEOUT_S)
     comm.barrier()
@@ -60,9 +69,10 @@ def _rank(store: Any, rank: int, world: int, wait: str, nodes: bool, corrects: b
     store.wait(["over0", "over1"])
 
 
-def _suspended(*arguments: Any) -> list[Outcome]:
-    """Suspends both ranks while rank 0 waits for rank 1; returns how they ended."""
-    with Ranks(_rank, WORLD, *arguments) as ranks:
+@pytest.mark.parametrize("nodes", [False, True], ids=["one node", "two nodes"])
+@pytest.mark.parametrize("wait", WAITS)
+def test_nobody_is_blamed(wait: str, nodes: bool) -> None:
+    with Ranks(_rank, WORLD, wait, nodes) as ranks:
         store = FileStore(ranks.store_path, WORLD)
         store.wait(["there0", "there1"])
         time.sleep(0.2)  # rank 0 waits
@@ -74,21 +84,74 @@ def _suspended(*arguments: Any) -> list[Outcome]:
         for rank in range(WORLD):
             ranks.signal(rank, signal.SIGCONT)
         store.set("go", "")
-        return ranks.wait(ranks=[0])
+        outcomes = ranks.wait()
+    assert all(each.ok for each in outcomes), "\n".join(each.describe() for each in outcomes)
 
 
-@pytest.mark.parametrize("nodes", [False, True], ids=["one node", "two nodes"])
-@pytest.mark.parametrize("wait", WAITS)
-def test_nobody_is_blamed(wait: str, nodes: bool) -> None:
-    (outcome,) = _suspended(wait, nodes)
-    assert outcome.ok, outcome.describe()
+class SteppedClock:
+    """A clock that goes on at each look of this thread, once for an hour.
+
+    Attributes:
+        looks: of this thread.
+    """
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self._now_s = 100.0
+        self._thread = threading.get_ident()
+
+    def __call__(self) -> float:
+        if threading.get_ident() == self._thread:
+            self.looks += 1
+            self._now_s += HOUR_S if self.looks == SUSPENDED_AT else STEP_S
+        return self._now_s
 
 
-@pytest.mark.parametrize(("wait", "nodes"), [("new_group", False), ("all_reduce", True)])
-def test_a_clock_that_counts_the_suspension_blames_a_peer(wait: str, nodes: bool) -> None:
-    """The negative control: these waits have Python's deadlines, and not those of signal.h."""
-    (outcome,) = _suspended(wait, nodes, False)
-    assert isinstance(outcome.error, CollectiveTimeout | RendezvousError), outcome.describe()
+def _rendezvous() -> None:
+    Communicator.from_store(HashStore(), 0, WORLD, timeout=TIMEOUT_S)
+
+
+def _monitored_barrier(rank: int) -> None:
+    barrier = MonitoredBarrier(HashStore(), rank, WORLD, Lookout((0, 1), {}))
+    barrier(timedelta(seconds=TIMEOUT_S), False)
+
+
+def _work() -> None:
+    Work("call", lambda: None, lambda: False).wait(TIMEOUT_S)
+
+
+def _port_of_rank_0() -> None:
+    place = same_node.MeetingPlace.of(f"suspended {os.getpid()}", 0, "meeting")
+    same_node.ask_port(place, Deadline(TIMEOUT_S))
+
+
+WAITS_ALONE: dict[str, Callable[[], None]] = {
+    "rendezvous": _rendezvous,
+    "monitored_barrier on rank 0": partial(_monitored_barrier, 0),
+    "monitored_barrier on rank 1": partial(_monitored_barrier, 1),
+    "work": _work,
+    "port of rank 0": _port_of_rank_0,
+}
+
+
+@pytest.mark.parametrize("corrects", [True, False], ids=["corrected", "counted"])
+@pytest.mark.parametrize("wait", WAITS_ALONE)
+def test_a_suspension_does_not_count(
+    wait: str, corrects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waits in vain; "counted" is the negative control, whose timeout ends with the suspension."""
+    if not corrects:
+        monkeypatch.setattr(Deadline.__init__, "__defaults__", (math.inf,))
+    clock = SteppedClock()
+    monkeypatch.setattr(work, "LOOK_S", 0.001)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(time, "monotonic", clock)
+    with pytest.raises((CollectiveTimeout, RendezvousError, PeerLost)):
+        WAITS_ALONE[wait]()
+    monkeypatch.undo()
+    # A few looks serve other purposes.
+    whole = TIMEOUT_S / STEP_S
+    assert clock.looks > whole if corrects else clock.looks < whole / 2
 
 
 # What else reads the clock, by file below ringcomm/.
