@@ -47,7 +47,7 @@ def _is_bool(value: Any) -> bool:
 
 
 def integers(values: Any, *, bools: bool = False) -> list[int] | None:
-    """Returns the integers of an iterable, or None if one of its elements is none of 64 bits.
+    """Returns the integers of an iterable, or None if an element is not an integer of 64 bits.
 
     Args:
         values: any object; a NumPy array, a range or a tensor of one dimension is as good as a

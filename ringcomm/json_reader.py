@@ -83,7 +83,7 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("no regular file (a pipe must be written to a file first)")
-        # read() makes room for all that it is asked for, so it is not asked for more than there is.
+        # read() allocates the whole size that it gets, so the size is at most that of the file.
         content = b"" if status.st_size > most_bytes else file.read(status.st_size + 1)
     if status.st_size > most_bytes:
         raise ValueError(f"more than {most_bytes} bytes")

@@ -1,4 +1,4 @@
-"""What the system lets this process use: cores, memory, address space, sizes of files.
+"""Limits of this process: cores, memory, address space, sizes of files.
 
 Control groups limit a process at every level of their hierarchy, so the least limit counts.
 """
@@ -106,7 +106,7 @@ def available_cores(process: Path = _SELF) -> int:
 
 
 def free_address_space_bytes() -> int | None:
-    """Returns what RLIMIT_AS (``ulimit -v``) leaves to this process, or None without a limit."""
+    """Returns the bytes that RLIMIT_AS (``ulimit -v``) leaves, or None without a limit."""
     limit_bytes = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit_bytes == resource.RLIM_INFINITY:
         return None

@@ -42,7 +42,7 @@ _MAX_PARALLEL = 4
 
 
 def wrapped_key(module: nn.Module | None) -> str | None:
-    """Returns the name under which a wrapper has the module inside; None if it is no wrapper.
+    """Returns the name under which a wrapper has the module inside; None if it is not a wrapper.
 
     A module that has tensors, or other modules, beside the module inside is no wrapper.
     """

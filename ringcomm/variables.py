@@ -34,7 +34,7 @@ def warn_of_unknown() -> None:
     unknown = {name for name in os.environ if name.startswith(PREFIX)} - KNOWN - _warned
     _warned.update(unknown)
     for name in sorted(unknown):
-        # Without the prefix, which makes all names alike.
+        # The common prefix would make all names similar.
         endings = {known.removeprefix(PREFIX): known for known in sorted(KNOWN)}
         near = get_close_matches(name.removeprefix(PREFIX).upper(), endings, n=1)
         meant = f" Did you mean {endings[near[0]]}?" if near else ""

@@ -89,7 +89,7 @@ int open_backing(const std::string& directory) {
                               (directory.empty() ? "memory" : directory) + ": " +
                               std::strerror(code));
   }
-  // What peers require of the file, too: they see a signal (SIGBUS) where it can shrink.
+  // Peers require the same of the file: they see a signal (SIGBUS) where it can shrink.
   if (fcntl(fd, F_GET_SEALS) < 0) {
     close(fd);
     throw HeapError(ENOTSUP, directory + " is not on a tmpfs or hugetlbfs");

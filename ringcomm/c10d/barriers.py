@@ -134,7 +134,7 @@ class MonitoredBarrier:
         deadline, pause_s = Deadline(timeout.total_seconds()), FIRST_POLL_S
         awaited = list(range(1, self._world_size))
         while awaited := self._missing(prefix, awaited):
-            # What a rank posted before its end counts.
+            # A post that a rank made before its end counts.
             ended = self._missing(prefix, self._lookout.ended_among(awaited))
             vain = ended == awaited if wait_all_ranks else bool(ended)
             if vain or deadline.is_over():

@@ -53,7 +53,7 @@ def Mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
         )
     group = dist.group.WORLD
     assert group is not None
-    # What is not an integer stays as it is, and is refused on all ranks alike.
+    # A value that is not an integer stays as it is, and all ranks refuse it.
     read = {name: integer(size) for name, size in axes.items()}
     axes = {name: axes[name] if size is None else size for name, size in read.items()}
     _check_same(axes, group)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OP_TYPES", "BarrierWork", "CompletedWork", "PendingWork", "WorkGroup", "completed"]
 
-# What torch's ``Work._get_op_type()`` returns, by the communicator's methods.
+# Results of torch's ``Work._get_op_type()``, by the communicator's methods.
 OP_TYPES = {
     "all_reduce": int(OpType.ALLREDUCE),
     "all_reduce_coalesced": int(OpType.ALLREDUCE_COALESCED),

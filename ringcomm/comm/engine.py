@@ -447,7 +447,7 @@ class CallEngine:
         self._core.set_left(left)
 
     def set_peer_left(self, place: int, left: bool) -> None:
-        """Says the same of a peer, where the peer cannot be asked itself."""
+        """Notes the same for a peer whose own core this rank cannot reach."""
 
     # ---- implementation -------------------------------------------------------------------------
 
@@ -606,7 +606,7 @@ class CallEngine:
                 return False
 
     def _progress(self) -> Hashable:
-        """Returns what changes as long as peers do their part; None when no peer is awaited."""
+        """Returns a count that grows while peers do their part; None when no peer is awaited."""
         core = self._core
         return None if core.awaited < 0 else (core.awaited, core.arrivals)
 

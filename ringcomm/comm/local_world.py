@@ -128,7 +128,7 @@ def _settle_vector_math() -> None:
 
 T = TypeVar("T")
 P = ParamSpec("P")
-# How often a rank that has returned is asked whether its asynchronous calls have ended.
+# Seconds between two looks at the asynchronous calls of a rank that has returned.
 BUSY_POLL_S = 0.02
 _ONE_DEVICE = (str, int, torch.device, type(None))
 
@@ -337,7 +337,7 @@ def _distance(error: BaseException) -> int:
 
 
 class _Leaving:
-    """The ranks of a run that make no more calls, of which the others are told.
+    """Tells the ranks of a run which ranks make no more calls.
 
     Args:
         store: at which the world has met, and the groups of its ranks.
@@ -430,7 +430,7 @@ def _run_threads(
 
 
 def _await_all(ended: SimpleQueue[int], ranks: int, note_end: Callable[[int], bool]) -> None:
-    """Waits for the end of all ranks, each of which is noted as soon as may be."""
+    """Waits for the end of all ranks, and notes each end at once."""
     unnoted: list[int] = []
     for _ in range(ranks):
         while True:

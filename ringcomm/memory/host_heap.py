@@ -175,7 +175,7 @@ def _make_heap(capacity_bytes: int) -> _native.Heap:
 
 
 def _advice(code: int | None, directory: str) -> str:
-    """Returns what to do about a heap that could not be made, by the error's cause."""
+    """Returns advice for a heap that could not be made, by the error's cause."""
     if code in (errno.EMFILE, errno.ENFILE):
         return _NO_DESCRIPTOR
     if code == errno.EFBIG:
@@ -334,7 +334,7 @@ def map_heap(handle: HeapAddress, own: _native.Heap, operation: str) -> MappedHe
 
 
 def _mapping_advice(code: int | None) -> str:
-    """Returns what to do about a peer's heap that could not be mapped, by the error's cause."""
+    """Returns advice for a peer's heap that could not be mapped, by the error's cause."""
     if code in (errno.EMFILE, errno.ENFILE):
         return _NO_DESCRIPTOR
     if code == errno.ENOMEM:

@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 #: asks the class of each parameter for ``__torch_function__``, which takes 0.1 us an attribute.
 plainly = torch._C.DisableTorchFunctionSubclass
 
-#: Classes of tensors that are no DTensors, since an absent attribute takes long to look up.
+#: Classes that are not DTensors: the look-up of an absent attribute is slow.
 PLAIN_KINDS: set[type] = {Tensor, torch.nn.Parameter}
 
 

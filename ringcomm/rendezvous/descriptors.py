@@ -1,4 +1,4 @@
-"""File descriptors: errors when none is left, and handing one to another process.
+"""File descriptors: errors when the process has none left, and handing one to another process.
 
 A driver's descriptors cannot be opened through ``/proc/<pid>/fd``, which would open their device
 anew, and ``pidfd_getfd`` needs the right to trace the other process, which Yama mostly denies. So
@@ -48,7 +48,7 @@ def _spare(count: int) -> OSError | None:
 
 
 def shortage_of(error: BaseException | None) -> str:
-    """Returns what this process has run out of, if an error or a cause of it says so; else ""."""
+    """Returns the name of an exhausted resource in an error or its causes, or ""."""
     texts = {os.strerror(number): number for number in (errno.EMFILE, errno.ENFILE)}
     seen, known = error, set[int]()
     while seen is not None and id(seen) not in known:  # a chain of causes may be circular

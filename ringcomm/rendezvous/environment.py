@@ -41,7 +41,7 @@ LAUNCHERS = (
 )
 
 
-# What a store takes beside its connections to ranks.
+# Descriptors that a store needs beside its connections to ranks.
 SPARE_DESCRIPTORS = 4
 
 # How to set variables on all ranks, by launcher; HOST is rank 0's.

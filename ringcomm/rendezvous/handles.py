@@ -562,7 +562,7 @@ _FAILED = re.compile(r": rank (\d+) failed: (\w+): ")
 
 
 def _told_by(error: RendezvousError, rank: int, meeting: Meeting) -> RingcommError:
-    """Returns what a rank has told of its failure, as every member is to raise it."""
+    """Returns the error that a rank has posted, as every member raises it."""
     text = str(error)
     kind = _FAILED.search(text)
     named = f": {meeting.lookout.named(rank)} failed: "

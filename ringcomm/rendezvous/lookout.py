@@ -1,4 +1,4 @@
-"""The watch of a rendezvous over its members: which of them cannot come any more.
+"""Watches the members of a rendezvous for ranks that cannot come any more.
 
 A rank that ends without a word posts nothing, so that the others would wait for it until the
 timeout. But they know processes: those of the communicator that they build a group of, and those of
@@ -23,7 +23,7 @@ ENDS_S = 0.5
 
 
 class Parent(Protocol):
-    """The communicator of which the members are a part."""
+    """The parent communicator, which contains the members."""
 
     def raise_if_unusable(self, name: str) -> None: ...
 

@@ -60,12 +60,12 @@ _FUNCTIONS = """
     get_device is_complex is_conj is_distributed is_floating_point is_inference is_neg is_same_size
     is_signed numel result_type
 """
-# What makes a tensor of the first argument's shape, dtype and device.
+# Functions that make a tensor of the first argument's shape, dtype and device.
 _LIKES = "empty_like full_like ones_like rand_like randint_like randn_like zeros_like"
 _NEWS = "new new_empty new_empty_strided new_full new_ones new_tensor new_zeros"
-# What gives the first argument the shape or the dtype of the second.
+# Functions that give the first argument the shape or the dtype of the second.
 _LIKE_ANOTHER_NAMES = "expand_as reshape_as type_as view_as"
-# What returns the tensor itself if it has the dtype and the device already.
+# Functions that return the tensor itself if it has the dtype and the device already.
 _DTYPE_OF = {
     "bfloat16": torch.bfloat16,
     "double": torch.float64,
@@ -91,7 +91,7 @@ def _allowed() -> Iterator[Callable[..., Any]]:
 
 #: Functions of tensors that neither read nor write values.
 FACTS = frozenset(_allowed())
-# What a placeholder, whose elements share memory that nothing may read, cannot answer.
+# Facts that differ for a placeholder, whose elements share one unreadable element.
 _LAYOUT = frozenset((Tensor.dim_order, Tensor.is_contiguous, Tensor.is_pinned, Tensor.stride))
 # Only their first argument may be absent: the others give values.
 _MAKERS = frozenset(
@@ -220,7 +220,7 @@ def _fill(tensor: Tensor) -> None:
 class Absent:
     """The class mixed into that of a parameter while it is absent."""
 
-    # Whether detach() returns what stands for the value; see AbsentValue.
+    # True if detach() returns an AbsentValue.
     _detaches = True
     # The facts that it does not tell: readers of memory start at its address.
     _hidden: frozenset[Callable[..., Any]] = frozenset([Tensor.data_ptr])
@@ -271,7 +271,7 @@ class Absent:
 
 
 class AbsentValue(Absent, Tensor):  # type: ignore[misc]
-    """What ``state_dict()`` of a part of a module has for an absent parameter: no values.
+    """The value of an absent parameter in ``state_dict()`` of a part of a module.
 
     It has the parameter's shape, dtype and device, and raises where values are needed. Its memory
     is not shown either, since writers of files look for it.
@@ -281,7 +281,7 @@ class AbsentValue(Absent, Tensor):  # type: ignore[misc]
 
 
 def value_of(name: str, param: Tensor) -> Tensor:
-    """Returns what stands for a parameter's value in a state that no one may read.
+    """Returns the AbsentValue of a parameter.
 
     Args:
         name: of the parameter.

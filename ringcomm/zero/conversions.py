@@ -124,7 +124,7 @@ def _probe(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> 
 
 
 def _change_of(probe: Tensor, fn: Convert) -> str | None:
-    """Returns what a function changes in a tensor, in words, or None if it changes nothing."""
+    """Returns the change that a function makes to a tensor, in words, or None."""
     before = _bits(probe)
     stride = probe.stride()
     with torch.no_grad():

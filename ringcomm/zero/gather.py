@@ -212,7 +212,7 @@ class Gatherer:
         self._ran: set[ShardedBucket] = set()
         # See NOTE [Graphs without a hook]; True for those whose views keep their memory.
         self._unhooked: dict[ShardedBucket, bool] = {}
-        # Ranks that gather together must free alike, whatever graphs each of them has.
+        # Ranks that gather together must free the same buckets, whatever graphs each rank has.
         self._together = options.params == "world" or options.tier is not None
         #: True if buckets that a graph refers to must stay: create_graph=True may have made it.
         self.held = False

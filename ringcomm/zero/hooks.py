@@ -173,7 +173,7 @@ class _ShowValues:
                 if gatherer.has(value):
                     state[name] = value_of(name, param)
             elif gatherer is None or gatherer.has(value):
-                # The value itself goes on counting writes together with the parameter.
+                # The value itself still shares its version with the parameter.
                 value.data = with_own_storage(value.detach())
 
 

@@ -1,4 +1,4 @@
-"""The reduced gradients that ``p.grad`` of sharded parameters shows, which no rank has whole.
+"""``p.grad`` of sharded parameters: the reduced gradient, of which each rank has a part.
 
 NOTE [What p.grad is]
 With several ranks autograd accumulates this rank's own gradient, and at stages 2 and 3 a reduction
@@ -732,7 +732,7 @@ def _detach(param: nn.Parameter) -> Tensor:
     if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
         if isinstance(values, Absent):
             values._refuse("Parameter")
-        # Of a subclass it expects that detach() returns the same class.
+        # nn.Parameter() expects detach() of a subclass to return the same class.
         return values.as_subclass(type(param))
     return values
 

@@ -116,7 +116,7 @@ def check_memory_of_params(units: Sequence[Unit]) -> None:
 def _has_memory(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return False
-    # A class that takes over the operators stands for other tensors, or for none.
+    # A class that overrides operators wraps other tensors, or has no memory.
     plain = type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
     if type(tensor) not in (Tensor, nn.Parameter) and not plain:
         return False

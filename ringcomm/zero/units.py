@@ -131,7 +131,7 @@ def _chosen(root: nn.Module, rule: Units | None) -> Iterator[tuple[str, nn.Modul
 def _by_function(
     root: nn.Module, rule: Callable[[str, nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules that a function chooses; a wrapper stands for the module inside, too."""
+    """Yields the modules that a function chooses; choosing a wrapper chooses the module inside."""
     done: set[int] = set()
     for name, module in named_modules(root):
         if id(module) not in done and rule(name, module):

@@ -597,7 +597,7 @@ class DeviceCallEngine(CallEngine):
             self._queue.turn.release()
 
     def _takes_turn(self, deadline: Deadline) -> bool:
-        """Takes the turn; False when the call that has it is late, or waits for others in vain."""
+        """Takes the turn; False when the call that has it is late or waits for a lost peer."""
         joint = self.joint_launch
         while not self._queue.turn.acquire(timeout=LOOK_S):
             in_vain = joint is not None and joint.waited_s(self._rank) >= IN_VAIN_S

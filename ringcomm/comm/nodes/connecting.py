@@ -45,7 +45,7 @@ from ringcomm.rendezvous.same_node import LOOPBACK
 #: Makes the group of a rail: (store of the rail, number of this rank's node, nodes, timeout).
 Carrier = Callable[[Store, int, int, timedelta], Any]
 
-# What Gloo takes beside its connections.
+# Descriptors that Gloo needs beside its connections.
 SPARE_DESCRIPTORS = 4
 # How long ranks, all of which are there, try to connect; a choice.
 CONNECT_S = 60.0
@@ -287,7 +287,7 @@ class Connector:
         Raises:
             RendezvousError: a member cannot be reached, or the carrier or another rank failed.
         """
-        # Gloo's threads cannot say when there is none left, and wait on.
+        # Gloo's threads report no shortage of descriptors: they wait.
         need_descriptors(
             SPARE_DESCRIPTORS + 2 * len(ranks), self._operation, "the connections to other nodes"
         )

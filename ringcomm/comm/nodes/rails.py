@@ -43,7 +43,7 @@ def memory_at(ptr: int, size_bytes: int) -> Tensor:
 # abort (torch 2.13). But a wait whose time is over breaks all of its group's connections, and with
 # them every other wait, here and on the peers. So break_up() waits a moment for what nobody sends.
 NOBODYS_TAG = 2
-# The carrier's own timeout goes on while this process does not run: the watch has the time.
+# The carrier's own timeout would count a suspension of this process, so the watch keeps the time.
 FOR_EVER = timedelta(days=365)
 
 

@@ -49,7 +49,7 @@ ASK_STORE_S = 0.15
 CLAIM_S = 0.25
 # A rank that waits on a rail gives those of a node that wait for the culprit itself this lead.
 GRACE_S = 0.5
-# What a rank has sent before it left arrives within this time: a choice.
+# Messages that a rank sent before it left arrive within this time: a choice.
 ARRIVAL_S = 1.0
 STORE_S = 0.5
 LONGEST_CLAIM = 240

@@ -352,7 +352,7 @@ def skipped_call(recording: Recording) -> Skip | None:
     for number, calls in _calls_by_number(recording.ranks):
         sites = [call.site for call in calls]
         if len(sites) == len(recording.ranks) and all(sites) and len(set(sites)) > 1:
-            # Most ranks have equal lines; so many different ones tell nothing.
+            # Most ranks have equal lines; more different lines than this would not help a reader.
             rests: dict[tuple[str, ...], int] = {}
             for each in recording.ranks:
                 if len(rests) < _MOST_WAYS:
