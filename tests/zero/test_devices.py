@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ringcomm import CommOptions, Disk, zero
 from ringcomm.comm.device.streams import DeviceWork
 from ringcomm.errors import UnsupportedError
 from ringcomm.optim import Adafactor, AdamW, AdamW8bit, AdamWOptions, Muon
+from ringcomm.zero.sharding import engine_of
 from tests.support.device_worlds import on_host
+from tests.support.emulator.in_stream_order import InStreamOrder
 from tests.support.emulator.recording import graph_of
 from tests.zero.models import Run, assert_same_bits, each_once, new_model, train
 from tests.zero.test_two_modules import norms_of_two, one_uses_more, two_modules
@@ -120,6 +123,13 @@ def test_a_graph_replays_the_step_of_a_module(devices, stage):
         generator = torch.Generator().manual_seed(turn)
         with torch.autograd.set_multithreading_enabled(False):
             module(torch.randn(4, 13, generator=generator)).backward()
+        # Without the views that the emulator keeps, the backward has freed what was gathered.
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, InStreamOrder):
+                mode.finish()
+        gatherer = engine_of(module, "backward").gatherer
+        if gatherer is not None:
+            gatherer.free_all()
 
     def step(optimizer):
         optimizer.clip_grad_norm_(0.01)

@@ -22,18 +22,12 @@ def touches_data(function: Any) -> bool:
     return not (views and all(views)) and not schema.name.startswith(_ALLOCATES)
 
 
-def _makes_memory(function: Any) -> bool:
-    """False for views and for operations in place."""
-    return any(each.alias_info is None for each in function._schema.returns)
-
-
 class InStreamOrder(TorchDispatchMode):
     """Inside, an operation waits for the thread's current streams, and then runs at once.
 
     The tensors that operations return are kept until the end of the block: a GPU's caching
-    allocator would not reuse their memory before the kernels that use them, malloc would. What has
-    the memory of an argument is not kept, since stage 3 looks for views of what it has gathered,
-    nor are tensors in memory that ``waits`` for its streams by itself.
+    allocator would not reuse their memory before the kernels that use them, malloc would. Those in
+    memory that ``waits`` for its streams by itself are not kept.
     """
 
     def __init__(
@@ -58,8 +52,6 @@ class InStreamOrder(TorchDispatchMode):
         if touches_data(func):
             self._wait()
         result = func(*args, **(kwargs or {}))
-        if not _makes_memory(func):
-            return result
         self._kept += [
             each
             for each in torch.utils._pytree.tree_leaves(result)
@@ -79,5 +71,12 @@ class InStreamOrder(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         if self._depth == 0:
-            self._wait()
-            self._kept.clear()
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the thread's current streams, and forgets what operations have returned.
+
+        Stage 3 looks for views of what it has gathered: those that are kept here count.
+        """
+        self._wait()
+        self._kept.clear()
