@@ -252,6 +252,8 @@ def test_options_and_worlds(tmp_path, kind):
     with Communicator.from_store(dist.HashStore(), number(0), number(1)) as comm:
         assert type(comm.rank) is int and comm.ranks == (0,)
         module = zero.shard(torch.nn.Linear(2, 2), number(1), comm=comm)
+        files = zero.save_pretrained(module, tmp_path / "weights", max_file_bytes=number(16))
+        assert len(files) == 2
         zero.unshard(module)
     store = dist.HashStore()
     ringcomm.init_process_group(store=store, rank=number(0), world_size=number(1))
@@ -263,6 +265,9 @@ def test_options_and_worlds(tmp_path, kind):
         bucket_elems=512, seed=3
     )
     chosen: dict[str, Any] = {"bucket_elems": 512, "in_flight": 2, "prefetch": 1, "divisor": 3}
+    batches = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}}
+    setup = zero.from_deepspeed(batches, world_size=number(2))
+    assert (type(setup.micro_batch_size), setup.micro_batch_size) == (int, 2)
     zeros = zero.ZeroOptions(**{name: number(value) for name, value in chosen.items()})
     assert zeros == zero.ZeroOptions(**chosen)
     assert zero.UnitOptions(prefetch=number(2)) == zero.UnitOptions(prefetch=2)
@@ -358,6 +363,9 @@ def test_what_is_no_integer_is_refused(worlds, value):
             comm.new_group([value])
         with pytest.raises(ArgumentError, match="records: expected an integer from"):
             CommOptions(records=value)
+        if value is not None:  # which takes the communicator's
+            with pytest.raises(ArgumentError, match="world_size: expected a positive integer"):
+                zero.from_deepspeed({}, world_size=value)
 
     worlds(2).run(body)
 
@@ -455,6 +463,7 @@ ELSEWHERE = {
     "ring_attention",
     "ulysses_attention",
     "Activations",
+    "Loaded",
     "export_safetensors",
 }
 
@@ -466,7 +475,7 @@ def test_every_public_parameter_is_tried():
     places = ((ringcomm, ""), (Communicator, "Communicator."), (F, ""), (moe, ""), (zero, ""))
     missing = set()
     for place, head in places:
-        for name in dir(place):
+        for name in sorted({*dir(place), *getattr(place, "__all__", ())}):
             thing = getattr(place, name, None)
             if name.startswith("_") or not callable(thing) or head + name in ELSEWHERE:
                 continue

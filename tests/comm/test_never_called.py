@@ -77,6 +77,7 @@ def test_calls_on_different_communicators():
 
     world = ringcomm.local_world(2, timeout=60)
     told = ["", ""]
+    both_waited = threading.Barrier(2)  # A rank that leaves the function is lost to its peer
 
     def body(comm):
         groups[comm.rank] = [comm.new_group([0, 1], name=name) for name in ("a", "b")]
@@ -84,6 +85,7 @@ def test_calls_on_different_communicators():
         with pytest.raises(ringcomm.CollectiveTimeout) as raised:
             (first, second)[comm.rank](comm)
         told[comm.rank] = str(raised.value)
+        both_waited.wait(60)
 
     world.run(body)
     world.close()

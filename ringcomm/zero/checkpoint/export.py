@@ -84,7 +84,7 @@ def export_safetensors(
     """
     source = path_of(folder, "export_safetensors", "folder")
     target = path_of(path, "export_safetensors", "path")
-    check_choices(max_file_bytes, dtype, aliases)
+    most_bytes = check_choices(max_file_bytes, dtype, aliases)
     reader = Reader(source)
     tied = _tied(reader)
     weights = _weights(reader, tied if aliases == "copy" else {}, dtype)
@@ -92,7 +92,7 @@ def export_safetensors(
     plain_tied = {plain[alias]: plain[name] for alias, name in tied.items()}
     if names is not None:
         weights = _chosen(reader, weights, names)
-    files = cut_into_files(weights, max_file_bytes)
+    files = cut_into_files(weights, most_bytes)
     try:
         with commit.whole(target) as partial_folder:
             for name, run in files.items():
@@ -107,9 +107,15 @@ def export_safetensors(
     return [target / name for name in files]
 
 
-def check_choices(max_file_bytes: object, dtype: torch.dtype | None, aliases: object) -> None:
-    """Raises ArgumentError or UnsupportedError for what no export takes."""
-    if (integer(max_file_bytes) or 0) < 1:
+def check_choices(max_file_bytes: object, dtype: torch.dtype | None, aliases: object) -> int:
+    """Checks the options of an export and returns ``max_file_bytes`` as an int.
+
+    Raises:
+        ArgumentError: an option has a bad value.
+        UnsupportedError: safetensors files do not have the dtype.
+    """
+    most_bytes = integer(max_file_bytes)
+    if most_bytes is None or most_bytes < 1:
         raise ArgumentError(
             f"export: max_file_bytes: expected a positive number, got {max_file_bytes!r}"
         )
@@ -119,6 +125,7 @@ def check_choices(max_file_bytes: object, dtype: torch.dtype | None, aliases: ob
         dtype_name(dtype, "export")
         if not dtype.is_floating_point:
             raise ArgumentError(f"export: expected a floating-point dtype, got {dtype}")
+    return most_bytes
 
 
 def _tied(reader: Reader) -> dict[str, str]:

@@ -86,12 +86,12 @@ def save_pretrained(
     engine = engine_of(module, "save_pretrained")
     target = path_of(path, "save_pretrained", "path")
     with all_or_none(engine.comm, "save_pretrained", engine.mesh):
-        check_choices(max_file_bytes, dtype, aliases)
+        most_bytes = check_choices(max_file_bytes, dtype, aliases)
         engine.check_places("save_pretrained")
         owner = engine.placement.owner
         if isinstance(owner, ShardedStep):
             owner.refuse_if_torn("save_pretrained")
-    told = {"path": str(path), "max_file_bytes": max_file_bytes, "dtype": str(dtype)}
+    told = {"path": str(path), "max_file_bytes": most_bytes, "dtype": str(dtype)}
     check_agreement(engine.comm, "save_pretrained", {"options": {**told, "aliases": aliases}})
     parts = {part.name: part for part in model_parts(engine)}
     # Ranks of a mesh have other buckets, but all have the module's own order.
@@ -106,7 +106,7 @@ def save_pretrained(
         ]
     files = [
         _File(name, in_order([_Entry(weight) for weight in run]), {} if aliases == "copy" else tied)
-        for name, run in cut_into_files(weights, max_file_bytes).items()
+        for name, run in cut_into_files(weights, most_bytes).items()
     ]
     shards = {name: part.saved_by(engine.mesh).shard() for name, part in parts.items()}
     _write(engine, target, files, shards)

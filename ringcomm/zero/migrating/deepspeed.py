@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.errors import ArgumentError
+from ringcomm.integers import integer
 from ringcomm.json_reader import read_bounded, read_json, shown
 from ringcomm.optim import (
     SGD,
@@ -173,17 +174,23 @@ def from_deepspeed(
 
     Raises:
         ArgumentError: the file cannot be read, or is no JSON; a key is unknown or has a bad value;
-            values are "auto"; batch sizes do not fit the ranks.
+            values are "auto"; batch sizes do not fit the ranks; ``world_size`` is not a positive
+            integer.
         UnsupportedError: names all keys that ask for what ringcomm does not have.
     """
     given = _GivenEntries(_load(config))
     if world_size is None:
         found = find_communicator(comm, _OPERATION, None)
         world_size = 1 if found is None else found.world_size
+    ranks = integer(world_size)
+    if ranks is None or ranks < 1:
+        raise ArgumentError(
+            f"{_OPERATION}: world_size: expected a positive integer, got {shown(world_size)}"
+        )
     stage = given.stage()
     dtype = given.param_dtype()
     precision = given.precision(dtype)
-    micro, accumulation, batch = _batches(given, world_size)
+    micro, accumulation, batch = _batches(given, ranks)
     adds_wide = given.dtype("data_types.grad_accum_dtype") is torch.float32
     optimizer, hyper = given.optimizer()
     bf16 = dtype is torch.bfloat16
