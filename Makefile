@@ -125,7 +125,7 @@ integrations: $(VENV)/.native $(VENV)/.tools
 	DS_BUILD_OPS=0 $(INSTALL) --quiet --no-build-isolation deepspeed
 	rm -f $(TORCH_EXTENSIONS_DIR)/*/lock
 	$(BIN)/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-	$(BIN)/python -m pytest -v tests/integrations tests/c10d/test_deepspeed.py tests/bench/test_training.py
+	$(BIN)/python -m pytest -v tests/extras/integrations tests/c10d/test_deepspeed.py tests/bench/test_training.py
 
 c10d-conformance: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/python -m tests.c10d.conformance

@@ -58,10 +58,10 @@ KEPT = {
     # As all_reduce, whose first half it is.
     "comm/test_reduce_scatter.py": {"test_every_world_and_size": 20},
     "examples/test_parallelism.py": {"test_as_one_process": 2},
-    "fsdp2/test_plugging.py": {"test_fifty_steps_take_no_more_memory_than_two": 4},
+    "extras/fsdp2/test_plugging.py": {"test_fifty_steps_take_no_more_memory_than_two": 4},
     "gpu/test_wires.py": {"test_the_bits_are_the_hosts": 3},
     # Routes are made by Python that knows neither dtype nor wire, and one native loop moves rows.
-    "moe/test_dispatch.py": {
+    "extras/moe/test_dispatch.py": {
         "test_rows_and_sums_have_the_bits_of_loops": 12,
         "test_ranks_learn_what_one_rank_learns": 9,
         "test_codes_travel": 9,

@@ -21,20 +21,22 @@ _layers = (
     ["_tl"],
     ["comm"],
     ["c10d", "functional", "tl"],
-    ["fsdp2", "optim", "parallel"],
+    ["optim"],
     ["zero"],
-    ["moe"],
-    ["integrations"],
     ["launch"],
+    ["extras"],
     ["examples"],
 )
+# Public names whose code is an extra. Only these modules may import extras from below.
+DOORS = {"fsdp2", "integrations", "moe", "parallel"}
 for _layer in _layers:
     MAY_IMPORT |= {part: set(_below) for part in _layer}
     _below |= set(_layer)
 MAY_IMPORT["errors"] = set()
-MAY_IMPORT["cli"] = _below | {""}
+MAY_IMPORT |= {part: {"extras"} for part in DOORS}
+MAY_IMPORT["cli"] = _below | DOORS | {""}
 MAY_IMPORT["__main__"] = {"cli"}
-MAY_IMPORT[""] = _below
+MAY_IMPORT[""] = (_below - {"extras"}) | DOORS
 
 OUTSIDE = {"bench", "tests", "setup"}
 BENCH_MAY_IMPORT = {"", "errors", "examples", "moe", "parallel"}

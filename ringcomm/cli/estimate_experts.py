@@ -11,7 +11,7 @@ import torch
 
 from ringcomm.cli.estimate_request import DTYPES, has_model, parse_count
 from ringcomm.errors import ArgumentError
-from ringcomm.moe.estimate import (
+from ringcomm.extras.moe.estimate import (
     ExpertLayer,
     ExpertPlacement,
     between_nodes,
@@ -21,7 +21,7 @@ from ringcomm.moe.estimate import (
     read_from_mates,
     rows_memory,
 )
-from ringcomm.moe.rows import WIRES
+from ringcomm.extras.moe.rows import WIRES
 from ringcomm.zero.estimate import BytesPerElement, World
 
 _GB, _MB = 1e9, 1e6

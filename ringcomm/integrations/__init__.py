@@ -1,7 +1,4 @@
-"""Training loops of other libraries on ``ringcomm.zero``; each module imports its library.
-
-``docs/integrations/index.md`` says what works with which, and what does not, and why.
-"""
+"""Training loops of other libraries: the public names of ``ringcomm.extras.integrations``."""
 
 from __future__ import annotations
 

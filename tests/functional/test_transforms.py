@@ -23,9 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ringcomm import Communicator, MismatchError, ReduceOp, UnsupportedError, moe
 from ringcomm import functional as F
 from ringcomm.functional import operators
+from tests.extras.moe import cases as moe_cases
 from tests.functional import cases
 from tests.functional.cases import whole
-from tests.moe import cases as moe_cases
 from tests.support.rank_pool import default_group, same
 
 Tensor = torch.Tensor

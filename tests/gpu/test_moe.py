@@ -12,12 +12,22 @@ import torch
 import ringcomm
 from ringcomm import Communicator, moe
 from ringcomm.comm.arguments import DTYPE_CODES
-from ringcomm.moe.rows import run_native
+from ringcomm.extras.moe.rows import run_native
+from tests.extras.moe.cases import (
+    Case,
+    Learned,
+    case,
+    combined,
+    dense,
+    dispatched,
+    joined,
+    learn,
+    seeded,
+)
+from tests.extras.moe.test_training import LR, OPTIONS, STEPS, Model, adamw, told, values
 from tests.gpu.device import DEVICE, PLAIN, REAL, capture, on_host, synchronize
 from tests.gpu.test_wires import seconds_of
 from tests.gpu.worlds import connect, one_launch_world, run_ranks
-from tests.moe.cases import Case, Learned, case, combined, dense, dispatched, joined, learn, seeded
-from tests.moe.test_training import LR, OPTIONS, STEPS, Model, adamw, told, values
 
 Tensor = torch.Tensor
 T = TypeVar("T")

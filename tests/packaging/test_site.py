@@ -31,7 +31,7 @@ UNIMPORTED = (
 MENU = (ROOT / "mkdocs.yml").read_text()
 # The binding of the last part of the name to a function hides the module of the same name, which a
 # reader of sources finds first.
-HIDDEN = {"ringcomm.zero.uneven.uneven", "ringcomm.moe.dispatch.dispatch"}
+HIDDEN = {"ringcomm.zero.uneven.uneven"}
 OPTIONS = (
     *(ringcomm.CommOptions, zero.ZeroOptions, zero.UnitOptions, zero.Precision, zero.Wire),
     *(optim.AdamWOptions, optim.LossScaleOptions, ringcomm.Disk, moe.RoutingOptions),

@@ -11,8 +11,8 @@ import torch
 import ringcomm
 from ringcomm import ArgumentError, CommOptions, MismatchError, moe
 from ringcomm.comm.local_world import LocalWorld
-from ringcomm.moe import rows
-from tests.moe.cases import case
+from ringcomm.extras.moe import rows
+from tests.extras.moe.cases import case
 
 Tensor = torch.Tensor
 EXPERTS = 8

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from ringcomm.fsdp2 import plug
 from tests.c10d import test_fsdp
-from tests.fsdp2 import spy, whole_numbers
-from tests.fsdp2.whole_numbers import (
+from tests.extras.fsdp2 import spy, whole_numbers
+from tests.extras.fsdp2.whole_numbers import (
     assert_gradients,
     assert_trained,
     loss_of,

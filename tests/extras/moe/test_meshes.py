@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import ringcomm
 from ringcomm import ArgumentError, moe
 from ringcomm.optim import AdamW
-from tests.moe.test_layer import EXPERTS, HIDDEN, expert, filled, tokens
+from tests.extras.moe.test_layer import EXPERTS, HIDDEN, expert, filled, tokens
 
 Tensor = torch.Tensor
 PLAN: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}

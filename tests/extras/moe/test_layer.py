@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import ringcomm
 from ringcomm import ArgumentError, CommOptions, MismatchError, moe
 from ringcomm.comm.local_world import LocalWorld
-from tests.moe.cases import seeded
+from tests.extras.moe.cases import seeded
 
 Tensor = torch.Tensor
 EXPERTS, HIDDEN = 8, 24

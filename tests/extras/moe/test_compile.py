@@ -10,8 +10,8 @@ from torch.library import opcheck
 
 import ringcomm
 from ringcomm import Communicator, moe
+from tests.extras.moe.cases import Case, case
 from tests.functional.compiling import alone
-from tests.moe.cases import Case, case
 
 Tensor = torch.Tensor
 EXPERTS = 8

@@ -9,9 +9,9 @@ import torch
 from ringcomm.comm.arguments import CallChecks
 from ringcomm.comm.groups import Group, communicator_of
 from ringcomm.errors import ArgumentError
+from ringcomm.extras.moe import operators
+from ringcomm.extras.moe.rows import Tables
 from ringcomm.functional.collectives import enter
-from ringcomm.moe import operators
-from ringcomm.moe.rows import Tables
 
 Tensor = torch.Tensor
 _DISPATCH = "moe.dispatch"

@@ -23,8 +23,15 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator, NodesCommunicator
 from ringcomm.errors import UnsupportedError, where
-from ringcomm.moe.outboxes import Outboxes, RowsHeader, exchange, outboxes_of, prepared, reading
-from ringcomm.moe.rows import (
+from ringcomm.extras.moe.outboxes import (
+    Outboxes,
+    RowsHeader,
+    exchange,
+    outboxes_of,
+    prepared,
+    reading,
+)
+from ringcomm.extras.moe.rows import (
     DISPATCH,
     ENTRY_WORDS,
     WORD_BYTES,

@@ -1,7 +1,7 @@
 """The operators of torch behind dispatch and combine, with their gradients.
 
-A rank publishes rows in its heap, all exchange a header (:mod:`ringcomm.moe.outboxes`), and each
-then copies the rows it needs from where they lie. Three operators do so:
+A rank publishes rows in its heap, all exchange a header (:mod:`ringcomm.extras.moe.outboxes`), and
+each then copies the rows it needs from where they lie. Three operators do so:
 
 * ``moe_dispatch`` copies tokens to the ranks of their experts. Its gradient is a combine without
   weights.
@@ -23,9 +23,8 @@ from ringcomm import _native
 from ringcomm.comm.arguments import DTYPE_CODES, readable, size_bytes
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import UnsupportedError
-from ringcomm.functional.operators import Derivatives, no_forward_mode, register
-from ringcomm.moe import devices, nodes
-from ringcomm.moe.outboxes import (
+from ringcomm.extras.moe import devices, nodes
+from ringcomm.extras.moe.outboxes import (
     Outboxes,
     RowsHeader,
     exchange,
@@ -34,7 +33,7 @@ from ringcomm.moe.outboxes import (
     prepared,
     reading,
 )
-from ringcomm.moe.rows import (
+from ringcomm.extras.moe.rows import (
     BACKWARD,
     COMBINE,
     DISPATCH,
@@ -58,6 +57,7 @@ from ringcomm.moe.rows import (
     usable,
     write_tables,
 )
+from ringcomm.functional.operators import Derivatives, no_forward_mode, register
 
 Tensor = torch.Tensor
 

@@ -19,8 +19,8 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.groups import communicator_of
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError
+from ringcomm.extras.moe.layer import MoE
 from ringcomm.module_names import named_modules
-from ringcomm.moe.layer import MoE
 from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.meshes import SHARING, STAGES
 from ringcomm.zero.sharding import check_module, is_sharded

@@ -37,8 +37,8 @@ class RoutingOptions:
         normalized: the weights of a token's experts are divided by their sum.
         balance_bias: experts are chosen by score plus a bias, which ``update_bias()`` moves by so
             much; 0: no bias.
-        wire: as for :func:`ringcomm.moe.dispatch`.
-        max_rows: as for :func:`ringcomm.moe.dispatch`.
+        wire: as for :func:`ringcomm.extras.moe.dispatch`.
+        max_rows: as for :func:`ringcomm.extras.moe.dispatch`.
     """
 
     top_k: int = 2

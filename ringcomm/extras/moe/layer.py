@@ -8,9 +8,9 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.comm.groups import Group, communicator_of
 from ringcomm.errors import ArgumentError, where
+from ringcomm.extras.moe.dispatch import combine, dispatch
+from ringcomm.extras.moe.routing import RoutingOptions, route
 from ringcomm.functional import all_reduce
-from ringcomm.moe.dispatch import combine, dispatch
-from ringcomm.moe.routing import RoutingOptions, route
 
 Tensor = torch.Tensor
 _MOE = "moe.MoE"

@@ -13,7 +13,7 @@ import torch
 import ringcomm
 from ringcomm import ArgumentError, CommOptions, moe
 from ringcomm.cli import main
-from ringcomm.moe.estimate import (
+from ringcomm.extras.moe.estimate import (
     ExpertLayer,
     ExpertPlacement,
     between_nodes,

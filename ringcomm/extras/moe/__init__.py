@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from ringcomm.moe.checkpoint import load, save
-from ringcomm.moe.dispatch import Handle, combine, dispatch
-from ringcomm.moe.layer import MoE
-from ringcomm.moe.optimizer import Optimizer
-from ringcomm.moe.routing import RoutingOptions
-from ringcomm.moe.sharding import shard, unshard
+from ringcomm.extras.moe.checkpoint import load, save
+from ringcomm.extras.moe.dispatch import Handle, combine, dispatch
+from ringcomm.extras.moe.layer import MoE
+from ringcomm.extras.moe.optimizer import Optimizer
+from ringcomm.extras.moe.routing import RoutingOptions
+from ringcomm.extras.moe.sharding import shard, unshard
 
 __all__ = [
     "Handle",

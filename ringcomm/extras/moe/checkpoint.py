@@ -15,8 +15,8 @@ from torch import nn
 
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, CheckpointError
-from ringcomm.moe.optimizer import Optimizer
-from ringcomm.moe.sharding import Parts, parts_of
+from ringcomm.extras.moe.optimizer import Optimizer
+from ringcomm.extras.moe.sharding import Parts, parts_of
 from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.zero.checkpoint.checkpoints import Checkpoints

@@ -13,9 +13,9 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.engine import Call
 from ringcomm.errors import UnsupportedError, where
+from ringcomm.extras.moe.outboxes import RowsHeader
 from ringcomm.functional.traced_groups import find
 from ringcomm.memory import empty
-from ringcomm.moe.outboxes import RowsHeader
 
 Tensor = torch.Tensor
 

@@ -1,7 +1,7 @@
 """Dispatch on devices of one node, whose kernels read peers' rows where they lie.
 
-It gives the rows, counts and tables of :mod:`ringcomm.moe.operators`, to the bit. Where the host
-walks through lists of assignments, here torch's operations make them: a sort of a rank's own
+It gives the rows, counts and tables of :mod:`ringcomm.extras.moe.operators`, to the bit. Where the
+host walks through lists of assignments, here torch's operations make them: a sort of a rank's own
 assignments, and sums of the counts of all ranks. The host waits for the device twice, for the
 headers and for the counts, by which it knows how many rows there are.
 """
@@ -19,7 +19,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.nodes.device_codes import preload
 from ringcomm.cuda.units import UNITS
-from ringcomm.moe.outboxes import (
+from ringcomm.extras.moe.outboxes import (
     Outboxes,
     RowsHeader,
     exchange,
@@ -30,7 +30,7 @@ from ringcomm.moe.outboxes import (
     prepared,
     reading,
 )
-from ringcomm.moe.rows import (
+from ringcomm.extras.moe.rows import (
     DISPATCH,
     ENTRY_WORDS,
     WIRES,

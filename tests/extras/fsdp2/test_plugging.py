@@ -12,8 +12,8 @@ import ringcomm
 from ringcomm.errors import AbortedError, ArgumentError
 from ringcomm.fsdp2 import plug, unplug
 from ringcomm.rendezvous import handles
-from tests.fsdp2 import spy
-from tests.fsdp2.whole_numbers import assert_trained, loss_of, sharded, train
+from tests.extras.fsdp2 import spy
+from tests.extras.fsdp2.whole_numbers import assert_trained, loss_of, sharded, train
 from tests.support.heap_use import settled_heap_bytes
 from tests.support.rank_pool import default_group
 

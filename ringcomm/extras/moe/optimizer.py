@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
+from ringcomm.extras.moe.sharding import parts_of
 from ringcomm.memory import normal_tensors
-from ringcomm.moe.sharding import parts_of
 from ringcomm.optim.agreement import Asked
 from ringcomm.optim.clipping import NormBound, NormPart, agree_on_finite, clip_norm_of_parts
 from ringcomm.optim.sharded import ShardedOptimizer

@@ -5,7 +5,8 @@ node has none of a token's with the chance C(E - E / m, k) / C(E, k), so that a 
 
     c = (m - 1) (1 - C(E - E / m, k) / C(E, k))
 
-other nodes, and k (m - 1) / m of its rows are there. ``ringcomm/moe/nodes.py`` says what crosses.
+other nodes, and k (m - 1) / m of its rows are there. ``ringcomm/extras/moe/nodes.py`` says what
+crosses.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from math import comb
 
 from ringcomm import _native
 from ringcomm.errors import ArgumentError
-from ringcomm.moe.rows import FLOAT_BYTES, WIRES, WORD_BYTES
+from ringcomm.extras.moe.rows import FLOAT_BYTES, WIRES, WORD_BYTES
 from ringcomm.zero.estimate import BytesPerElement, StateBytes, World, model_state
 from ringcomm.zero.estimate_model import ModelElems, require_at_least
 

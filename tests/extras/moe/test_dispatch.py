@@ -10,8 +10,8 @@ import torch
 import ringcomm
 from ringcomm import CommOptions, _native, moe
 from ringcomm.comm.local_world import LocalWorld
-from ringcomm.moe.rows import WIRES
-from tests.moe.cases import Case, case, combined, dense, dispatched, joined, learn, seeded
+from ringcomm.extras.moe.rows import WIRES
+from tests.extras.moe.cases import Case, case, combined, dense, dispatched, joined, learn, seeded
 
 Tensor = torch.Tensor
 EXPERTS = 8

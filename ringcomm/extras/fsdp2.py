@@ -1,0 +1,252 @@
+"""FSDP2 with its buffers in the heap and its collectives on ringcomm, on a mesh of any backend.
+
+``torch.distributed.fsdp.fully_shard`` lets its modules have an all-gather and a reduce-scatter of
+one's own (``FSDPModule.set_custom_all_gather``, ``set_custom_reduce_scatter``). :func:`plug` puts
+ringcomm there. All else is FSDP2's: order, dtypes, ops, divide factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from ringcomm import memory
+from ringcomm.c10d.communicators import Communicators
+from ringcomm.c10d.process_group import ProcessGroup as RingcommGroup
+from ringcomm.c10d.work import OP_TYPES, PendingWork
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.options import CommOptions
+from ringcomm.comm.work import Work as StartedWork
+from ringcomm.errors import ArgumentError
+
+__all__ = ["plug", "unplug"]
+
+
+def plug(model: nn.Module, *, options: CommOptions | None = None) -> None:
+    """Moves the all-gathers and reduce-scatters of all FSDP2 modules in ``model`` to ringcomm.
+
+    All ranks of the modules' meshes must call it, between steps. FSDP2 then gathers and reduces in
+    buffers of ringcomm's heap, which move with no staging copy. Groups of the backend "ringcomm"
+    have communicators already. For a group of another backend one of the same ranks is built over
+    the group's store, which lives until :func:`unplug`, or as long as the model.
+
+    The all-reduce of a mesh that also replicates has no plug point and stays on its group.
+
+    Args:
+        model: has modules to which ``fully_shard`` was applied, or is one.
+        options: of the communicators that are built, their timeout included (None: 30 minutes).
+
+    Raises:
+        ArgumentError: no module of the model shards, or one is plugged already, or ``options`` are
+            given for a group that has its communicator.
+        UnsupportedError: ranks of a group run on several machines; both are named. A rank that
+            hears it from another raises RendezvousError with these words.
+        RingcommError: as :meth:`ringcomm.Communicator.from_store`.
+    """
+    found = list(_param_groups(model))
+    if not found:
+        raise ArgumentError(
+            "fsdp2.plug: expected a model with modules that fully_shard() has sharded, got a "
+            f"{type(model).__name__} without; call fully_shard(model) first"
+        )
+    for name, param_group in found:
+        if any(isinstance(comm, _OnHeap) for comm in _comms(param_group).values()):
+            raise ArgumentError(
+                f"fsdp2.plug: expected modules that are not plugged, but {name or 'the root'!r} "
+                "is; call unplug(model) first"
+            )
+    connections = _Connections(options)
+    try:
+        for _, param_group in found:
+            for group in _process_groups(param_group):
+                connections.connect(group, param_group.device)
+    except BaseException:
+        connections.close()
+        raise
+    for _, param_group in found:
+        gather, scatter = _comms(param_group).values()
+        param_group._all_gather_comm = _RingcommAllGather(connections, gather)
+        param_group._reduce_scatter_comm = _RingcommReduceScatter(connections, scatter)
+
+
+def unplug(model: nn.Module) -> None:
+    """Gives the FSDP2 modules in ``model`` back what they had, and closes what :func:`plug` built.
+
+    All ranks must call it, between steps. Tensors in the heap, such as gradients, stay valid.
+
+    Raises:
+        ArgumentError: no module of the model is plugged.
+    """
+    plugged = [
+        (param_group, name, comm)
+        for _, param_group in _param_groups(model)
+        for name, comm in _comms(param_group).items()
+        if isinstance(comm, _OnHeap)
+    ]
+    if not plugged:
+        raise ArgumentError(
+            "fsdp2.unplug: expected a model that plug() was called with, got a "
+            f"{type(model).__name__} without plugged modules"
+        )
+    for param_group, name, comm in plugged:
+        setattr(param_group, name, comm.before)
+        comm.connections.release(comm)
+
+
+# FSDP2 has no public way to ask a module for its groups and for what it gathers and reduces with.
+# These names are those of torch 2.11 to 2.15.
+_COMMS = ("_all_gather_comm", "_reduce_scatter_comm")
+
+
+def _param_groups(model: nn.Module) -> Iterator[tuple[str, FSDPParamGroup]]:
+    """Returns FSDP2's groups of parameters, each with the name of its module."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        # In torch 2.11 a module has one or none.
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            # Several modules share one after fully_shard([a, b]). replicate() makes some that
+            # neither gather nor scatter.
+            if group is None or id(group) in seen or not isinstance(group.mesh_info, FSDPMeshInfo):
+                continue
+            seen.add(id(group))
+            yield name, group
+
+
+def _comms(param_group: FSDPParamGroup) -> dict[str, Comm]:
+    return {name: getattr(param_group, name) for name in _COMMS}
+
+
+def _process_groups(param_group: Any) -> list[ProcessGroup]:
+    """Returns the process groups that it uses, in the same order on all ranks."""
+    groups = [param_group.mesh_info.shard_process_group, param_group._reduce_scatter_process_group]
+    # With a number as reshard_after_forward, the backward gathers among fewer ranks.
+    if param_group.post_forward_mesh_info is not None:
+        groups.append(param_group.post_forward_mesh_info.shard_process_group)
+    return groups
+
+
+class _Connections:
+    """The communicators of one plugged model, by process group.
+
+    Args:
+        options: of those that are built.
+    """
+
+    def __init__(self, options: CommOptions | None) -> None:
+        self._options = options
+        self._built: dict[ProcessGroup, Communicators] = {}
+        self._users: WeakSet[_OnHeap] = WeakSet()
+
+    def connect(self, group: ProcessGroup, device: torch.device) -> None:
+        """Makes a group ready for tensors on ``device``; all its members call it."""
+        if group.size() == 1:  # FSDP2 copies, and calls nothing
+            return
+        if isinstance(group, RingcommGroup):
+            if self._options is not None:
+                raise ArgumentError(
+                    f"fsdp2.plug on rank {group.rank()} of {group.size()}: options: expected None "
+                    'for a group of the backend "ringcomm", which has its communicator; pass them '
+                    "to init_process_group(pg_options=...)"
+                )
+            group.communicator_on(device)
+        else:
+            self._of_foreign(group).of((torch.empty(0, device=device),), "fsdp2.plug")
+
+    def of(self, group: ProcessGroup, tensor: Tensor, operation: str) -> Communicator:
+        """The communicator of a group, for tensors where ``tensor`` is."""
+        if isinstance(group, RingcommGroup):
+            return group.communicator_on(tensor.device)
+        return self._of_foreign(group).of((tensor,), operation)
+
+    def _of_foreign(self, group: ProcessGroup) -> Communicators:
+        built = self._built.get(group)
+        if built is None:
+            # Also at a first call: set_separate_reduce_scatter_group() may have made a group since.
+            options = self._options or CommOptions()
+            built = self._built[group] = Communicators.over(group, "fsdp2", options)
+        return built
+
+    def add(self, user: _OnHeap) -> None:
+        self._users.add(user)
+
+    def release(self, user: _OnHeap) -> None:
+        """Takes note that one plug point does without; the last one closes what was built."""
+        self._users.discard(user)
+        if not self._users:
+            self.close()
+
+    def close(self) -> None:
+        with ExitStack() as stack:  # one that fails stops no other
+            while self._built:
+                stack.callback(self._built.popitem()[1].close)
+
+
+class _OnHeap(Comm):
+    """The part that both plug points share.
+
+    Args:
+        connections: of the plugged model.
+        before: what the plug point had.
+    """
+
+    def __init__(self, connections: _Connections, before: Comm) -> None:
+        self.before = before
+        self.connections = connections
+        connections.add(self)
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return memory.empty(size, dtype=dtype, device=device)
+
+
+class _RingcommAllGather(_OnHeap, AllGather):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        async_op: bool = False,
+    ) -> Work | None:
+        communicator = self.connections.of(group, output_tensor, "fsdp2 all-gather")
+        return _as_torch_work(
+            communicator.all_gather_into_tensor(output_tensor, input_tensor, async_op),
+            output_tensor,
+            OP_TYPES["all_gather_into_tensor"],
+        )
+
+
+class _RingcommReduceScatter(_OnHeap, ReduceScatter):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Work | None:
+        communicator = self.connections.of(group, output_tensor, "fsdp2 reduce-scatter")
+        return _as_torch_work(
+            communicator.reduce_scatter_tensor(output_tensor, input_tensor, op, async_op),
+            output_tensor,
+            OP_TYPES["reduce_scatter_tensor"],
+        )
+
+
+def _as_torch_work(started: StartedWork | None, output: Tensor, op_type: int) -> Work | None:
+    # FSDP2 waits for torch's own kind of work only, and takes any other for done.
+    return None if started is None else PendingWork(started, [output], op_type)

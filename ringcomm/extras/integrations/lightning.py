@@ -1,0 +1,327 @@
+"""PyTorch Lightning on ``ringcomm.zero``: a strategy for its ``Trainer``.
+
+NOTE [A step is a call of the module]
+Lightning calls ``training_step()``, which is no ``forward()``: hooks of the sharded module would
+not run. As with its strategy for DDP the step is reached through a call of the module, whose
+``forward`` it replaces for that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ringcomm import zero
+from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.extras.integrations.sharded_modules import (
+    is_sharded,
+    must_be_sharded,
+    next_number,
+    state_on_first,
+    writing,
+)
+from ringcomm.extras.integrations.upstream import imported
+from ringcomm.optim.sharded import ShardedOptimizer
+
+__all__ = ["RingcommStrategy"]
+
+_NAMES = ("lightning.pytorch", "pytorch_lightning")
+_lightning: Any = imported(_NAMES, "lightning", "ringcomm.integrations.lightning")
+_strategies: Any = imported(
+    (f"{_lightning.__name__}.strategies",), "lightning", "ringcomm.integrations.lightning"
+)
+_precisions: Any = imported(
+    (f"{_lightning.__name__}.plugins.precision",), "lightning", "ringcomm.integrations.lightning"
+)
+_FITTING = "fit"  # of Lightning's TrainerFn
+
+
+class _ShardedPrecision(_precisions.Precision):
+    """Clips by the optimizer, since no rank has the whole gradient."""
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        _unwrapped(optimizer).clip_grad_norm_(clip_val)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        _unwrapped(optimizer).clip_grad_value_(clip_val)
+
+
+# Callbacks that average weights, and those that are derived from them.
+_AVERAGES = ("StochasticWeightAveraging", "WeightAveraging")
+
+
+class RingcommStrategy(_strategies.DDPStrategy):
+    """Trains a ``LightningModule`` with sharded state, by :func:`ringcomm.zero.shard`.
+
+    ``configure_optimizers()`` returns one optimizer of :mod:`ringcomm.optim`, with or without
+    schedulers::
+
+        trainer = Trainer(
+            accelerator="cpu", devices=2, strategy=RingcommStrategy(stage=3), max_epochs=1
+        )
+
+    The module stays sharded after ``fit()``, so that ``test()``, ``predict()`` and
+    ``save_checkpoint()`` follow; :func:`ringcomm.zero.unshard` makes it a plain one.
+
+    Args:
+        stage: of ZeRO, 0 to 3.
+        options: of the sharding, precision among them; the ``Trainer`` keeps ``precision=32``.
+        part: name of the submodule that has all the parameters, such as "model", which alone is
+            sharded: arguments and results are then cast around its calls. None: the whole
+            ``LightningModule``, whose every step is one call.
+        checkpoint: "full": a file as Lightning writes it, made by rank 0, of whole weights and
+            whole state of the optimizer. "sharded": a folder to which each rank writes its shards.
+        accumulate_locally: gradients of ``accumulate_grad_batches`` add up on each rank, and are
+            reduced once a step, with the same bits at all stages. False: stages 2 and 3 reduce
+            after each backward, and hold shards only.
+        settings: of Lightning's ``DDPStrategy`` for processes and groups, such as ``timeout``,
+            ``cluster_environment``, or ``process_group_backend``, which is "ringcomm" by default.
+
+    Raises:
+        ArgumentError: a bad argument, or a setting of DDP's own.
+    """
+
+    strategy_name = "ringcomm"
+
+    def __init__(
+        self,
+        stage: int = 3,
+        *,
+        options: zero.ZeroOptions | None = None,
+        part: str | None = None,
+        checkpoint: Literal["full", "sharded"] = "full",
+        accumulate_locally: bool = True,
+        **settings: Any,
+    ) -> None:
+        if checkpoint not in ("full", "sharded"):
+            raise ArgumentError(
+                f'RingcommStrategy: checkpoint: expected "full" or "sharded", got {checkpoint!r}'
+            )
+        self._stage = stage
+        self._options = options
+        self._part_name = part
+        self._is_sharded_checkpoint = checkpoint == "sharded"
+        self._accumulate_locally = accumulate_locally
+        self._precision = _ShardedPrecision()
+        super().__init__(**{"process_group_backend": "ringcomm", **settings})
+        if self._ddp_kwargs:
+            raise ArgumentError(
+                f"RingcommStrategy: {', '.join(self._ddp_kwargs)}: expected settings for processes "
+                "and groups; DistributedDataParallel, whose options these are, is not used"
+            )
+
+    # ---- set-up ---------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Lightning's own for FP32, with clipping by the optimizer."""
+        return self._precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is None or type(plugin) in (_precisions.Precision, _ShardedPrecision):
+            return
+        raise UnsupportedError(
+            f"RingcommStrategy: precision: expected the Trainer's 32, got {type(plugin).__name__}: "
+            "autocast would keep 16-bit copies of all weights from forward to backward, and its "
+            "scaler sees no sharded gradients. Choose by RingcommStrategy(options="
+            'ZeroOptions(precision=Precision.preset("bf16-mixed")))'
+        )
+
+    @property
+    def part(self) -> nn.Module:
+        """The module that is sharded."""
+        module: nn.Module = self.lightning_module
+        return module if self._part_name is None else module.get_submodule(self._part_name)
+
+    def setup(self, trainer: Any) -> None:
+        """Shards the module, and has it make its optimizer when it is to be fitted."""
+        if self._layer_sync:
+            raise UnsupportedError(
+                "RingcommStrategy: sync_batchnorm=True: torch's needs CUDA and a group of its own; "
+                "call ringcomm.zero.convert_sync_batchnorm() in configure_model()"
+            )
+        for callback in trainer.callbacks:
+            if any(kind.__name__ in _AVERAGES for kind in type(callback).__mro__):
+                raise UnsupportedError(
+                    f"RingcommStrategy: {type(callback).__name__}: expected no callback that "
+                    "averages weights, since it copies the module before it is sharded and writes "
+                    "the parameters afterwards. Average the shards by hand: docs/zero.md, averages "
+                    "of weights by shards"
+                )
+        self.accelerator.setup(trainer)
+        fits = trainer.state.fn == _FITTING
+        if is_sharded(self.part) and fits:
+            zero.unshard(self.part)  # an optimizer goes with one sharding
+        if not is_sharded(self.part):
+            self.model_to_device()
+            self._shard()
+        if fits:
+            _refuse_finetuning(trainer.callbacks)
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _shard(self) -> None:
+        part = self.part
+        if part is not self.lightning_module:
+            inside = set(map(id, part.parameters()))
+            for name, param in self.lightning_module.named_parameters():
+                if id(param) not in inside and param.requires_grad:
+                    raise ArgumentError(
+                        f"RingcommStrategy: part: expected all trainable parameters in "
+                        f"{self._part_name!r}, but {name} is outside of it"
+                    )
+        zero.shard(part, self._stage, options=self._options)
+
+    def model_to_device(self) -> None:
+        """Moves the module, unless it comes from the meta device, which ``shard()`` fills."""
+        module = self.lightning_module
+        if not any(param.is_meta for param in module.parameters()):
+            module.to(self.root_device)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Makes tensors on the meta device with ``empty_init``, else on this rank's."""
+        with torch.device("meta") if empty_init else self.root_device:
+            yield
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Has the module make its optimizer, which is laid out at once."""
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            raise UnsupportedError(
+                f"RingcommStrategy: configure_optimizers: expected one optimizer, got "
+                f"{len(self.optimizers)}: one steps all trainable parameters of a sharded module"
+            )
+        # Now, since Lightning's wrapper of it must not be what keeps the shards.
+        self._optimizer().prepare()
+
+    def _optimizer(self) -> ShardedOptimizer:
+        where = "RingcommStrategy: configure_optimizers"
+        return must_be_sharded(_unwrapped(self.optimizers[0]), where)
+
+    def teardown(self) -> None:
+        """Ends what the ``Trainer`` began; the module stays sharded."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # ---- steps ----------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module's step; see NOTE [A step is a call of the module]."""
+        return self._step("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module's step, as :meth:`training_step`."""
+        return self._step("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module's step, as :meth:`training_step`."""
+        return self._step("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module's step, as :meth:`training_step`."""
+        return self._step("predict_step", args, kwargs)
+
+    def _step(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        module = self.lightning_module
+        if self._part_name is not None:
+            return getattr(module, name)(*args, **kwargs)
+        return self._forward_redirection(module, module, name, *args, **kwargs)
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """Keeps backwards from reducing while gradients accumulate."""
+        return zero.no_sync(self.part) if self._accumulate_locally else nullcontext()
+
+    # ---- checkpoints ----------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: values go into shards, which there are after the set-up."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns whole weights on rank 0; nothing elsewhere, nor for a sharded checkpoint."""
+        if self._is_sharded_checkpoint:
+            return {}
+        return state_on_first(self.lightning_module, self.is_global_zero)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Returns whole state on rank 0, as the weights."""
+        if self._is_sharded_checkpoint:
+            return {}
+        return self._optimizer().full_state_dict(dst=0)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Writes a file by rank 0, or a folder by all ranks."""
+        if not self._is_sharded_checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        folder = Path(self.broadcast(filepath))
+        number = next_number(folder)
+        rest = _rest(folder, number)
+        if self.is_global_zero:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.checkpoint_io.save_checkpoint(checkpoint, rest, storage_options=storage_options)
+        has_optimizer = "optimizer_states" in checkpoint
+        optimizer = self._optimizer() if has_optimizer and self.optimizers else None
+        zero.save(folder, number, self.part, optimizer, keep=1)
+        if self.is_global_zero:
+            for each in folder.glob("lightning-*.ckpt"):
+                if each != rest:
+                    each.unlink()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """Reads a file, or what each rank needs of a folder."""
+        folder = Path(self.broadcast(checkpoint_path))
+        if not folder.is_dir():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        optimizer = self._optimizer() if self.optimizers else None
+        loaded = zero.load(folder, self.part, optimizer)
+        return self.checkpoint_io.load_checkpoint(
+            _rest(folder, loaded.step), weights_only=weights_only
+        )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads whole weights into the shards; those of a folder are there already."""
+        if checkpoint["state_dict"]:
+            with writing(self.lightning_module):
+                self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads whole state, of this strategy's checkpoints or of one without sharding."""
+        for state in checkpoint["optimizer_states"]:
+            if state:
+                self._optimizer().load_torch_state_dict(state)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Returns the optimizer that Lightning wrapped, or the optimizer itself if it did not."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _rest(folder: Path, number: int) -> Path:
+    """The file of what is neither in the shards of weights nor of the optimizer's state."""
+    return folder / f"lightning-{number:08d}.ckpt"
+
+
+def _refuse_finetuning(callbacks: Iterable[Any]) -> None:
+    """Raises UnsupportedError for callbacks that unfreeze parameters while a module is fitted."""
+    for callback in callbacks:
+        if any(base.__name__ == "BaseFinetuning" for base in type(callback).__mro__):
+            raise UnsupportedError(
+                f"RingcommStrategy: callback {type(callback).__name__}: a BaseFinetuning unfreezes "
+                "parameters that were frozen when the module was sharded, and these have no place "
+                "for a gradient. Freeze them after shard(), between steps "
+                "(requires_grad_(False)), or fit twice, with another Trainer for each part"
+            )

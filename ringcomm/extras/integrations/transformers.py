@@ -1,0 +1,156 @@
+"""Hugging Face's ``Trainer`` on ``ringcomm.zero``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm import zero
+from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.extras.integrations.accelerate import ZeroAccelerator, check_settings
+from ringcomm.extras.integrations.sharded_modules import (
+    is_sharded,
+    must_be_sharded,
+    next_number,
+    writing,
+)
+from ringcomm.extras.integrations.upstream import imported
+from ringcomm.optim.adamw import AdamW
+from ringcomm.optim.options import AdamWOptions
+from ringcomm.optim.sharded import ShardedOptimizer
+from ringcomm.optim.torch_rule import Sharded
+
+__all__ = ["ZeroTrainer"]
+
+_trainer: Any = imported(
+    ("transformers.trainer",), "transformers", "ringcomm.integrations.transformers"
+)
+_FOLDER = "ringcomm"  # of shards, in that of a checkpoint
+
+
+class ZeroTrainer(_trainer.Trainer):
+    """A ``Trainer`` that shards its model by :func:`ringcomm.zero.shard`.
+
+    The optimizer is that of ``args.optim``, sharded: ``adamw_torch`` and ``adamw_torch_fused`` are
+    :class:`ringcomm.optim.AdamW`, and any elementwise class of torch runs in
+    :class:`ringcomm.optim.Sharded`. A checkpoint has whole weights as ever, which
+    ``from_pretrained()`` reads, and beside them the shards of weights and optimizer, from which
+    training resumes with the same bits.
+
+    Args:
+        args: as of ``Trainer``, all of them.
+        stage: of ZeRO, 0 to 3.
+        zero_options: of the sharding, precision among them, instead of ``bf16`` and ``fp16``.
+        optimizer_options: of the optimizer.
+        settings: as of ``Trainer``, all of them.
+
+    Raises:
+        UnsupportedError: DeepSpeed, FSDP, or mixed precision by autocast in the arguments.
+    """
+
+    optimizer: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        stage: int = 3,
+        zero_options: zero.ZeroOptions | None = None,
+        optimizer_options: AdamWOptions | None = None,
+        **settings: Any,
+    ) -> None:
+        self.zero_stage = stage
+        self.zero_options = zero_options
+        self.optimizer_options = optimizer_options
+        super().__init__(*args, **settings)
+        if self.optimizer is not None:
+            must_be_sharded(self.optimizer, "ZeroTrainer: optimizers")
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes the accelerator one for sharded modules."""
+        super().create_accelerator_and_postprocess()
+        check_settings(self.accelerator, "ZeroTrainer")
+        # Trainer names the class of its accelerator in its own code, and has no hook for another.
+        self.accelerator.__class__ = ZeroAccelerator
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Shards the model, and builds the optimizer of ``args.optim`` on it."""
+        module: nn.Module = self.model if model is None else model
+        if self.optimizer is not None:
+            if not is_sharded(module):
+                raise ArgumentError(
+                    "ZeroTrainer: optimizers: expected None, or one on parameters of a model that "
+                    "ringcomm.zero.shard() has sharded before"
+                )
+            return self.optimizer
+        if not is_sharded(module):
+            zero.shard(module, self.zero_stage, options=self.zero_options)
+        decayed = set(self.get_decay_parameter_names(module))
+        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        groups = [
+            {
+                "params": [param for name, param in trained if (name in decayed) is decays],
+                "weight_decay": self.args.weight_decay if decays else 0.0,
+            }
+            for decays in (True, False)
+        ]
+        if self.optimizer_cls_and_kwargs is not None:
+            kind, settings = self.optimizer_cls_and_kwargs
+        else:
+            kind, settings = self.get_optimizer_cls_and_kwargs(self.args, module)
+        self.optimizer = self._built(kind, groups, settings)
+        return self.optimizer
+
+    def _built(
+        self, kind: Any, groups: list[dict[str, Any]], settings: dict[str, Any]
+    ) -> ShardedOptimizer:
+        settings = {key: value for key, value in settings.items() if key != "fused"}
+        by_layers = {"params", "model", "optimizer_dict"} & set(settings)
+        if by_layers or not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+            raise UnsupportedError(
+                f"ZeroTrainer: optim: expected an elementwise optimizer, got {self.args.optim}, "
+                "which is built on whole layers"
+            )
+        if kind is torch.optim.AdamW:
+            return AdamW(groups, options=self.optimizer_options, **settings)
+        return Sharded(kind, groups, options=self.optimizer_options, **settings)
+
+    # ---- checkpoints ----------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes whole weights, by the main process; all ranks call it."""
+        if not is_sharded(self.model):
+            super().save_model(output_dir, _internal_call)
+            return
+        state = self.accelerator.get_state_dict(self.model)
+        self._save(self.args.output_dir if output_dir is None else output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        root = Path(output_dir) / _FOLDER
+        schedule = self.lr_scheduler.state_dict()  # plain data, which needs no pickle
+        zero.save(root, next_number(root), self.model, self._inner(), data=schedule, keep=1)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (Path(checkpoint) / _FOLDER).is_dir():
+            return
+        loaded = zero.load(Path(checkpoint) / _FOLDER, self.model, self._inner())
+        self.lr_scheduler.load_state_dict(loaded.data)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if (Path(resume_from_checkpoint) / _FOLDER).is_dir():
+            return  # the shards are loaded with the optimizer's
+        with writing(self.model if model is None else model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        with writing(self.model):
+            super()._load_best_model()
+
+    def _inner(self) -> ShardedOptimizer:
+        """The optimizer, which Accelerate has wrapped."""
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        return must_be_sharded(inner, "ZeroTrainer")

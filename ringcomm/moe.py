@@ -1,0 +1,29 @@
+"""Mixtures of experts: the public names of ``ringcomm.extras.moe``."""
+
+from __future__ import annotations
+
+from ringcomm.extras.moe import (
+    Handle,
+    MoE,
+    Optimizer,
+    RoutingOptions,
+    combine,
+    dispatch,
+    load,
+    save,
+    shard,
+    unshard,
+)
+
+__all__ = [
+    "Handle",
+    "MoE",
+    "Optimizer",
+    "RoutingOptions",
+    "combine",
+    "dispatch",
+    "load",
+    "save",
+    "shard",
+    "unshard",
+]
