@@ -29,6 +29,8 @@ _layers = (
 )
 # Public names whose code is an extra. Only these modules may import extras from below.
 DOORS = {"fsdp2", "integrations", "moe", "parallel"}
+# It has extras among its public names: type checkers see them, and __getattr__ imports them later.
+REEXPORTS = "ringcomm/zero/__init__.py"
 for _layer in _layers:
     MAY_IMPORT |= {part: set(_below) for part in _layer}
     _below |= set(_layer)
@@ -84,6 +86,20 @@ def imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
                     yield node.lineno, argument.value
 
 
+def names_of_extras(relative: Path, source: str) -> set[tuple[int, str]]:
+    """The imports of extras that only type checkers see, in the module that may have them."""
+    if str(relative) != REEXPORTS:
+        return set()
+    unseen = [
+        line
+        for node in ast.parse(source).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for line in range(node.lineno, node.body[-1].lineno + 1)
+    ]
+    found = imported_names(source, ".".join(relative.parent.parts))
+    return {(line, name) for line, name in found if part_of(name) == "extras" and line in unseen}
+
+
 def part_of(name: str) -> str:
     """The part of ringcomm that a dotted name belongs to; "" for the package's own names."""
     parts = name.split(".")
@@ -104,7 +120,9 @@ def python_violations(root: Path) -> list[str]:
         if own not in MAY_IMPORT:
             found.append(f"{relative}: {own} has no place in the layers")
             continue
-        for line, name in imported_names(path.read_text(), package):
+        source = path.read_text()
+        reexported = names_of_extras(relative, source)
+        for line, name in sorted({*imported_names(source, package)} - reexported):
             top = name.split(".")[0]
             part = part_of(name)
             if top in OUTSIDE or part == "bench":
@@ -211,6 +229,9 @@ def write(root: Path, name: str, text: str) -> None:
         ("ringcomm/c10d/group.py", "from ringcomm.functional import all_reduce"),
         ("ringcomm/functional.py", "from .c10d import register"),
         ("ringcomm/zero/stage.py", "from ringcomm.cli import main"),
+        ("ringcomm/zero/__init__.py", "from ringcomm.extras.migrate.convert import convert"),
+        ("ringcomm/zero/__init__.py", "def f():\n    import ringcomm.extras.migrate"),
+        ("ringcomm/zero/stage.py", "if TYPE_CHECKING:\n    import ringcomm.extras.migrate"),
         ("ringcomm/cli/bench.py", "from ringcomm.bench import collectives"),
         ("ringcomm/cli/bench.py", "import ringcomm.bench.collectives"),
         ("ringcomm/comm/work.py", "from tests.support import spawn"),
@@ -236,6 +257,7 @@ def test_a_wrong_import_is_reported(tmp_path, name, line):
         ),
         ("ringcomm/memory/host_heap.py", "from .block import Block\nimport os, torch"),
         ("ringcomm/c10d/group.py", "from ringcomm.comm.work import Work"),
+        ("ringcomm/zero/__init__.py", "if TYPE_CHECKING:\n    import ringcomm.extras.migrate"),
         ("ringcomm/cli/demo.py", "import ringcomm\nfrom ringcomm import Communicator"),
         ("ringcomm/__init__.py", "from ringcomm.comm import Communicator"),
         ("bench/cases.py", "from ringcomm import Communicator, errors\nfrom . import timing"),
@@ -352,7 +374,9 @@ def import_circles(root: Path) -> list[list[str]]:
     imports: dict[str, set[str]] = {}
     for module, path in modules.items():
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        names = {name for _, name in imported_names(path.read_text(), package)}
+        source = path.read_text()
+        found = {*imported_names(source, package)}
+        names = {name for _, name in found - names_of_extras(path.relative_to(root), source)}
         names -= {f"ringcomm.{module}" for module in PRIVATE_MODULES}
         targets = {name if name in modules else name.rpartition(".")[0] for name in names}
         imports[module] = {each for each in targets & set(modules) if each != module}

@@ -25,6 +25,9 @@ from ringcomm.zero.uneven import uneven
 from ringcomm.zero.whole import full_state_dict, gathered
 
 if TYPE_CHECKING:
+    from ringcomm.extras.migrate.convert import convert
+    from ringcomm.extras.migrate.deepspeed import from_deepspeed
+    from ringcomm.extras.migrate.fsdp2 import from_fsdp2
     from ringcomm.zero.batch_norm import SyncBatchNorm, convert_sync_batchnorm, sync_buffers
     from ringcomm.zero.checkpoint.export import export_safetensors
     from ringcomm.zero.checkpoint.pretrained import Pretrained, load_pretrained, pretrained
@@ -32,35 +35,32 @@ if TYPE_CHECKING:
     from ringcomm.zero.checkpoint.save_pretrained import save_pretrained
     from ringcomm.zero.checkpoint.train_state import TrainState
     from ringcomm.zero.checkpoint.weight_names import IncompatibleKeys
-    from ringcomm.zero.migrating.convert import convert
-    from ringcomm.zero.migrating.deepspeed import from_deepspeed
-    from ringcomm.zero.migrating.fsdp2 import from_fsdp2
 
 # Imported at first use: safetensors takes time to import, and few programs need these.
 _HOME_OF = {
-    "IncompatibleKeys": "checkpoint.weight_names",
-    "Loaded": "checkpoint.save_load",
-    "Pretrained": "checkpoint.pretrained",
-    "SyncBatchNorm": "batch_norm",
-    "TrainState": "checkpoint.train_state",
-    "convert": "migrating.convert",
-    "convert_sync_batchnorm": "batch_norm",
-    "export_safetensors": "checkpoint.export",
-    "from_deepspeed": "migrating.deepspeed",
-    "from_fsdp2": "migrating.fsdp2",
-    "load": "checkpoint.save_load",
-    "load_pretrained": "checkpoint.pretrained",
-    "pretrained": "checkpoint.pretrained",
-    "save": "checkpoint.save_load",
-    "save_pretrained": "checkpoint.save_pretrained",
-    "sync_buffers": "batch_norm",
+    "IncompatibleKeys": "ringcomm.zero.checkpoint.weight_names",
+    "Loaded": "ringcomm.zero.checkpoint.save_load",
+    "Pretrained": "ringcomm.zero.checkpoint.pretrained",
+    "SyncBatchNorm": "ringcomm.zero.batch_norm",
+    "TrainState": "ringcomm.zero.checkpoint.train_state",
+    "convert": "ringcomm.extras.migrate.convert",
+    "convert_sync_batchnorm": "ringcomm.zero.batch_norm",
+    "export_safetensors": "ringcomm.zero.checkpoint.export",
+    "from_deepspeed": "ringcomm.extras.migrate.deepspeed",
+    "from_fsdp2": "ringcomm.extras.migrate.fsdp2",
+    "load": "ringcomm.zero.checkpoint.save_load",
+    "load_pretrained": "ringcomm.zero.checkpoint.pretrained",
+    "pretrained": "ringcomm.zero.checkpoint.pretrained",
+    "save": "ringcomm.zero.checkpoint.save_load",
+    "save_pretrained": "ringcomm.zero.checkpoint.save_pretrained",
+    "sync_buffers": "ringcomm.zero.batch_norm",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    value = getattr(import_module(_HOME_OF[name]), name)
     globals()[name] = value
     return value
 

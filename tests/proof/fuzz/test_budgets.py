@@ -30,14 +30,14 @@ from ringcomm.comm.recorder import trace_file
 from ringcomm.comm.recorder.records import RankRecording, Record, Recording
 from ringcomm.comm.topology import fit, model
 from ringcomm.errors import ArgumentError, RingcommError
+from ringcomm.extras.migrate.deepspeed import from_deepspeed
+from ringcomm.extras.migrate.torch_file import plain_pickle
 from ringcomm.json_reader import decode, read_json
 from ringcomm.optim.agreement import read_description
 from ringcomm.rendezvous.handles import HeapHandle
 from ringcomm.zero.checkpoint.manifest import Manifest, Piece, SavedTensor, check_fill
 from ringcomm.zero.checkpoint.tensor_file import SavedFile
 from ringcomm.zero.checkpoint.weight_files import WeightFiles
-from ringcomm.zero.migrating.deepspeed import from_deepspeed
-from ringcomm.zero.migrating.torch_file import plain_pickle
 from tests.proof.fuzz.mutations import SCALE
 
 # Bytes of memory for each byte of the input, by reader, and for all of them beside that.

@@ -31,7 +31,7 @@ from ringcomm.optim import SGD, AdamW, AdamW8bit, LossScaler, Muon, Sharded
 from ringcomm.zero.checkpoint import manifest
 from tests.proof.fuzz.mutations import SCALE, mutated
 
-DEEPSPEED = Path(__file__).resolve().parents[2] / "zero" / "migrating" / "deepspeed_checkpoints.zip"
+DEEPSPEED = Path(__file__).resolve().parents[2] / "extras" / "migrate" / "deepspeed_checkpoints.zip"
 
 
 class Extra(nn.Linear):

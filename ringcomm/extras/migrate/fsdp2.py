@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from ringcomm.errors import ArgumentError
+from ringcomm.extras.migrate.keys import MAPPED, NO_EFFECT, UNSUPPORTED, Key, refuse_unsupported
 from ringcomm.module_names import matches
-from ringcomm.zero.migrating.keys import MAPPED, NO_EFFECT, UNSUPPORTED, Key, refuse_unsupported
 from ringcomm.zero.options import UnitOptions, ZeroOptions
 from ringcomm.zero.precision import Precision
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ringcomm.errors import ArgumentError
+from ringcomm.extras.migrate.schedules import make_schedule
 from ringcomm.optim import AdamW
-from ringcomm.zero.migrating.schedules import make_schedule
 
 # Numbers of steps taken, at which the rates below are those of the next step.
 AT = (0, 1, 2, 5, 8, 12, 24)

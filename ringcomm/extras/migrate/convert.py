@@ -13,6 +13,9 @@ from typing import Any, TypeVar
 import torch
 
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
+from ringcomm.extras.migrate.dcp_checkpoint import METADATA, read_dcp
+from ringcomm.extras.migrate.deepspeed_checkpoint import find_folder, read_deepspeed
+from ringcomm.extras.migrate.foreign import ForeignState, ForeignTensor
 from ringcomm.integers import integer
 from ringcomm.json_reader import DAMAGE, in_words, shown
 from ringcomm.module_names import without_wrappers
@@ -35,9 +38,6 @@ from ringcomm.zero.checkpoint.tensor_file import (
     write_file,
     write_tensor_file,
 )
-from ringcomm.zero.migrating.dcp_checkpoint import METADATA, read_dcp
-from ringcomm.zero.migrating.deepspeed_checkpoint import find_folder, read_deepspeed
-from ringcomm.zero.migrating.foreign import ForeignState, ForeignTensor
 
 Tensor = torch.Tensor
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import (
 
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.extras.migrate import deepspeed_keys, fsdp2
 from ringcomm.optim import AdamW
-from ringcomm.zero.migrating import deepspeed_keys, fsdp2
 from tests.comm.conftest import worlds
 from tests.support import ROOT
 from tests.zero.models import assert_same_bits, new_model, text

@@ -28,9 +28,11 @@ from torch.distributed.fsdp import fully_shard
 
 from ringcomm import cli, zero
 from ringcomm.errors import CheckpointError, UnsupportedError
+from ringcomm.extras.migrate.torch_file import Inert, MappedFile, TorchFile, plain_pickle
 from ringcomm.optim import AdamW
-from ringcomm.zero.migrating.torch_file import Inert, MappedFile, TorchFile, plain_pickle
+from tests.comm.conftest import worlds
 
+__all__ = ["worlds"]
 Tensor = torch.Tensor
 SAVED = Path(__file__).with_name("deepspeed_checkpoints.zip")
 STEPS = 3

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ringcomm.errors import CheckpointError
-from ringcomm.json_reader import number_below, read_bounded, shown, text_of
-from ringcomm.zero.migrating.foreign import (
+from ringcomm.extras.migrate.foreign import (
     MOMENTS,
     ForeignState,
     ForeignTensor,
@@ -25,13 +24,14 @@ from ringcomm.zero.migrating.foreign import (
     plain,
     refuse_moments,
 )
-from ringcomm.zero.migrating.torch_file import (
+from ringcomm.extras.migrate.torch_file import (
     LARGEST_PICKLE_BYTES,
     MappedFile,
     TorchFile,
     plain_pickle,
     sizes_of,
 )
+from ringcomm.json_reader import number_below, read_bounded, shown, text_of
 
 Tensor = torch.Tensor
 # The keys that lead to a value in nested dicts and lists.

@@ -16,6 +16,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.errors import ArgumentError
+from ringcomm.extras.migrate.deepspeed_keys import ALIASES, KEYS, OTHER_OPTIMIZERS
+from ringcomm.extras.migrate.keys import (
+    MAPPED,
+    NO_EFFECT,
+    UNSUPPORTED,
+    Key,
+    nearest,
+    refuse_unsupported,
+)
+from ringcomm.extras.migrate.schedules import SCHEDULES, Schedule, make_schedule
 from ringcomm.integers import integer
 from ringcomm.json_reader import read_bounded, read_json, shown
 from ringcomm.optim import (
@@ -31,16 +41,6 @@ from ringcomm.optim import (
 from ringcomm.optim.layout import BLOCK_ELEMS
 from ringcomm.optim.options import Wire
 from ringcomm.optim.sharded import Params, ShardedOptimizer
-from ringcomm.zero.migrating.deepspeed_keys import ALIASES, KEYS, OTHER_OPTIMIZERS
-from ringcomm.zero.migrating.keys import (
-    MAPPED,
-    NO_EFFECT,
-    UNSUPPORTED,
-    Key,
-    nearest,
-    refuse_unsupported,
-)
-from ringcomm.zero.migrating.schedules import SCHEDULES, Schedule, make_schedule
 from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS, ZeroOptions
 from ringcomm.zero.precision import Precision
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ringcomm import zero
 from ringcomm.errors import CheckpointError
-from ringcomm.zero.migrating.torch_file import Inert, MappedFile, TorchFile, plain_pickle
+from ringcomm.extras.migrate.torch_file import Inert, MappedFile, TorchFile, plain_pickle
 
 OPTIMIZER = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 # Bytes of memory for each byte of a file, and for the reader itself.

@@ -11,10 +11,10 @@ import torch
 
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.extras.migrate.deepspeed_keys import ALIASES, KEYS, OTHER_OPTIMIZERS
+from ringcomm.extras.migrate.keys import MAPPED, NO_EFFECT, UNSUPPORTED
 from ringcomm.optim import Adam, AdamW, AdamWOptions, LossScaleOptions, LossScaler
 from ringcomm.optim.options import Wire
-from ringcomm.zero.migrating.deepspeed_keys import ALIASES, KEYS, OTHER_OPTIMIZERS
-from ringcomm.zero.migrating.keys import MAPPED, NO_EFFECT, UNSUPPORTED
 from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS
 from tests.comm.conftest import worlds
 from tests.zero.models import assert_same_bits, new_model, text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringcomm.zero.migrating.keys import MAPPED, NO_EFFECT, OFF, UNSUPPORTED, Key
+from ringcomm.extras.migrate.keys import MAPPED, NO_EFFECT, OFF, UNSUPPORTED, Key
 
 _ZERO = "zero_optimization."
 _TRAINER = "it says what DeepSpeed's engine prints or measures; "

@@ -22,8 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from ringcomm.errors import CheckpointError, UnsupportedError
-from ringcomm.json_reader import read_bounded
-from ringcomm.zero.migrating.foreign import (
+from ringcomm.extras.migrate.foreign import (
     MOMENTS,
     ForeignState,
     ForeignTensor,
@@ -31,7 +30,8 @@ from ringcomm.zero.migrating.foreign import (
     plain,
     refuse_moments,
 )
-from ringcomm.zero.migrating.torch_file import Inert, MappedFile, TorchFile, sizes_of
+from ringcomm.extras.migrate.torch_file import Inert, MappedFile, TorchFile, sizes_of
+from ringcomm.json_reader import read_bounded
 
 Tensor = torch.Tensor
 Runs = dict[str, list[Tensor]]  # of each parameter, one after the other
@@ -142,7 +142,7 @@ class _Checkpoint:
             data=self._data(),
         )
         if not weights_only:
-            base = [self._base(state) for state in self._optimizers]
+            base = [self._base_state(state) for state in self._optimizers]
             for kind in self._kinds(base):
                 made.moments[kind] = self._tensors(self._flat_moments(base, kind))
             made.steps = dict.fromkeys(trained, _steps_of(base[0]))
@@ -183,7 +183,7 @@ class _Checkpoint:
     def _flat_moments(self, base: Sequence[Mapping[str, Any]], kind: str) -> list[list[Tensor]]:
         return [[each["state"][number][kind] for number in sorted(each["state"])] for each in base]
 
-    def _base(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _base_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         key = "optimizer_state_dict" if self._stage == 3 else "base_optimizer_state"
         base: Mapping[str, Any] = state[key]
         if not isinstance(base, dict) or "state" not in base:
