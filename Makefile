@@ -135,7 +135,7 @@ c10d-conformance: $(VENV)/.native $(VENV)/.tools
 matrix:
 	python3 -m tools.matrix --write $(if $(TORCH),--torch $(TORCH))
 
-# The pictures of the documentation, in docs/pictures, from the library and from bench/results.
+# The charts of docs/pictures, from bench/results.
 pictures: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/python -m tools.pictures
 

@@ -1,4 +1,4 @@
-"""The pictures of the documents are what `make pictures` draws, have texts, and are shown."""
+"""Charts are what `make pictures` draws; every picture has texts, legible ones, and is shown."""
 
 import itertools
 import re
@@ -8,19 +8,21 @@ import pytest
 
 import ringcomm
 from ringcomm.comm.topology.fit import Measured
-from tests.packaging.documents import DOCS, DOCUMENTS
-from tools.pictures import memory, wires
-from tools.pictures.__main__ import FOLDER, PICTURES
-from tools.pictures.svg import COLOURS, LEAST_SIZE, Box, Sheet, Type, text_width
+from tests.packaging.documents import DOCUMENTS
+from tools.pictures import COLOURS, FOLDER, PICTURES, link_ms
 
 SVG = "{http://www.w3.org/2000/svg}"
-# What WCAG asks of text (AA).
+# WCAG requires this contrast of text (AA).
 LEAST_CONTRAST = 4.5
+LEAST_SIZE = 12
+# Widths of characters in sizes of the font: those of Verdana and DejaVu Sans, the widest
+# of the usual fonts.
+WIDTHS = {**dict.fromkeys("iljtfI.,:;'|!()[] ", 0.37), **dict.fromkeys("mwMW%@", 0.95)}
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_is_what_the_data_and_the_library_say(name):
-    """Else run make pictures."""
+def test_a_chart_is_what_the_results_say(name):
+    """If it is not: make pictures."""
     assert (FOLDER / f"{name}.svg").read_text() == PICTURES[name]().svg()
 
 
@@ -31,51 +33,55 @@ def test_every_picture_is_shown_with_a_text_alternative():
             if link.endswith(".svg"):
                 shown[(path.parent / link).resolve()] = alternative
     assert {path.resolve() for path in FOLDER.iterdir()} == set(shown)
-    assert {path.stem for path in shown} == set(PICTURES)
-    assert all(len(alternative) > 20 for alternative in shown.values())
-    assert FOLDER.is_relative_to(DOCS)
+    assert len(shown) == 12 and all(len(alternative) > 20 for alternative in shown.values())
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_has_title_and_description_and_texts_that_lie_apart(name):
-    root = ET.parse(FOLDER / f"{name}.svg").getroot()
-    assert len(root.findtext(f"{SVG}title", "")) > 5 and len(root.findtext(f"{SVG}desc", "")) > 80
-    assert root.get("aria-labelledby") == "title desc"
-    places = [place_of(each) for each in root.iter(f"{SVG}text")]
-    width, height = int(root.get("width", "")), int(root.get("height", ""))
-    for text, place in places:
-        assert place.x >= 0 and place.right <= width and 0 <= place.y < place.bottom < height, text
-    overlaps = [
-        (one[0], other[0])
-        for one, other in itertools.combinations(places, 2)
-        if one[1].x < other[1].right
-        and other[1].x < one[1].right
-        and one[1].y < other[1].bottom
-        and other[1].y < one[1].bottom
-    ]
-    assert overlaps == []
+def text_width(text, size, classes):
+    if "m" in classes:
+        return len(text) * 0.61 * size
+    ems = sum(WIDTHS.get(each, 0.72 if each.isupper() else 0.62) for each in text)
+    return ems * size * (1.1 if "b" in classes else 1)
 
 
 def place_of(element):
-    """A text and roughly where it lies."""
+    """The left, right, top and bottom of a text, roughly."""
     size, classes = float(element.get("font-size")), element.get("class").split()
     assert size >= LEAST_SIZE
-    width = text_width(element.text, size, "b" in classes, "m" in classes)
-    share = {None: 0, "middle": 0.5, "end": 1}[element.get("text-anchor")]
-    x, baseline = float(element.get("x")), float(element.get("y"))
-    return element.text, Box(x - width * share, baseline - size * 0.75, width, size)
+    width = text_width(element.text, size, classes)
+    left = (
+        float(element.get("x"))
+        - width * {None: 0, "middle": 0.5, "end": 1}[element.get("text-anchor")]
+    )
+    top = float(element.get("y")) - size * 0.75
+    return left, left + width, top, top + size
 
 
-def test_a_text_that_does_not_fit_is_refused():
-    sheet = Sheet(100, 50, "a sheet", "nothing is drawn on it")
-    with pytest.raises(ValueError, match="leaves the sheet"):
-        sheet.text(40, 20, "wider than sixty")
-    with pytest.raises(ValueError, match="wider than its box"):
-        sheet.label(Box(0, 0, 60, 30), "wider than sixty")
-    with pytest.raises(ValueError, match="higher than their box"):
-        sheet.label(Box(0, 0, 60, 30), "a", "b", "c")
-    with pytest.raises(ValueError, match="too small"):
-        sheet.text(0, 20, "a", Type(8))
+def overlap(one, other):
+    (left, right, top, bottom), (left2, right2, top2, bottom2) = one, other
+    return left < right2 and left2 < right and top < bottom2 and top2 < bottom
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.stem)
+def test_a_picture_has_title_and_description_and_texts_that_lie_apart(path):
+    root = ET.parse(path).getroot()
+    assert len(root.findtext(f"{SVG}title", "")) > 5 and len(root.findtext(f"{SVG}desc", "")) > 80
+    assert root.get("aria-labelledby") == "title desc"
+    places = {each: place_of(each) for each in root.iter(f"{SVG}text")}
+    width, height = int(root.get("width", "")), int(root.get("height", ""))
+    for element, (left, right, top, bottom) in places.items():
+        assert left >= 0 and right <= width and 0 <= top < bottom < height, element.text
+    pairs = itertools.combinations(places.items(), 2)
+    assert [(a.text, b.text) for (a, x), (b, y) in pairs if overlap(x, y)] == []
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.stem)
+def test_a_picture_has_the_colours_of_both_themes(path):
+    style = ET.parse(path).getroot().findtext(f"{SVG}style", "")
+    themes = style.split("@media (prefers-color-scheme:dark)")
+    assert len(themes) == 2
+    for index, theme in enumerate(themes):
+        found = re.findall(r"\.[fs]-([a-z-]+){\w+:(#\w+)}", theme)
+        assert found and all(COLOURS[name][index] == colour for name, colour in found)
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
@@ -107,28 +113,20 @@ def contrast_of(one, other):
 
 
 def test_the_region_that_is_drawn_is_that_of_two_ranks():
-    with ringcomm.local_world(memory.WORLD) as world:
+    texts = [each.text for each in ET.parse(FOLDER / "heap.svg").getroot().iter(f"{SVG}text")]
+    with ringcomm.local_world(2) as world:
         geometry = world[0]._core.geometry
-        assert (geometry["channels"], geometry["slots"]) == (1, memory.SLOTS)
-        assert geometry["segment_bytes"] == memory.SEGMENT
-        assert geometry["staging_bytes"] == memory._offset("staging")
+    assert geometry["channels"] == 1
+    assert f"slots, {geometry['slots']} a stream" in texts
+    assert f"segments of {geometry['segment_bytes'] >> 10} KiB" in texts
+    assert f"{geometry['staging_bytes']:,}" in texts
 
 
-def test_the_wires_that_are_drawn_are_sums_of_the_largest_buffer():
+def test_the_bytes_alone_on_a_link():
     mib = 1 << 20
-    rows = [
-        Measured(collective, algorithm, 2, 2, 1, rate, num_bytes, 1.0, wire=wire)
-        for collective in ("all_reduce", "reduce_scatter", "all_gather")
-        for algorithm, wire in (("rail-direct", ""), ("rail-direct", "int8"), ("flat-ring", ""))
-        for rate in (0.1, 1.0, 10.0)
-        for num_bytes in (mib, 4 * mib)
-        if not (collective == "all_gather" and wire)
-    ]
-    shown = wires.wire_rows(rows)
-    assert {row.bytes for row in shown} == {4 * mib}
-    assert len(shown) == 2 * 2 * 3
-    # Half of 4 MiB leaves a node in a reduce-scatter, and as much again in an all-reduce.
-    for row in shown:
-        halves = 2 if row.collective == "all_reduce" else 1
-        sent_bytes = halves * 2 * mib * (131 / 512 if row.wire else 1)
-        assert wires.link_ms(row) == pytest.approx(sent_bytes * 8 / (row.gbit_s * 1e6))
+    for collective, halves in (("all_reduce", 2), ("reduce_scatter", 1)):
+        for wire, share in (("", 1.0), ("int8", 131 / 512)):
+            row = Measured(collective, "rail-direct", 2, 2, 1, 0.5, 4 * mib, 1.0, wire=wire)
+            # Half of 4 MiB leaves a node in a reduce-scatter, and as much again in an all-reduce.
+            sent_bytes = halves * 2 * mib * share
+            assert link_ms(row) == pytest.approx(sent_bytes * 8 / 0.5e6)
