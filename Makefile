@@ -96,7 +96,7 @@ build/triton-%: | $(VENV)/.made
 # mutant of what orders memory there: half an hour on two cores.
 # make test takes jobs of every unit, and a mutant of each kind.
 ptx-check: $(VENV)/.native $(VENV)/.tools
-	RINGCOMM_PTX_CHECK=all $(BIN)/python -m pytest $(WORKERS) tests/proof/ptx tests/support/ptx
+	RINGCOMM_PTX_CHECK=all $(BIN)/python -m pytest $(WORKERS) tests/proof/ptx tests/ptx_interpreter
 	RINGCOMM_EMULATED_KERNELS=ptx:7 $(BIN)/python -m pytest $(WORKERS) \
 		tests/comm/device tests/proof/faults/device tests/gpu
 

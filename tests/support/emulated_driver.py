@@ -18,13 +18,13 @@ from tests.support import ROOT, together
 
 FOLDER = ROOT / "tests" / "support" / "emulator"
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-INTERPRETER = FOLDER.parent / "ptx"
+INTERPRETER = ROOT / "tests" / "ptx_interpreter" / "source"
 OPTIONS = ["-std=c++20", "-Wall", "-Wextra", "-ffp-contract=off"]
 # What is compiled at once, so that common headers are read once, and how it is optimised. To
 # optimise the kernels takes longer than all their calls in the tests; the interpreter is worth it.
 UNITS: dict[str, tuple[str, tuple[str, ...]]] = {
     "integers": ("-O0", ("kernels_integer.cpp",)),
-    "instructions": ("-O1", ("../ptx/instructions.cpp",)),
+    "instructions": ("-O1", ("../../ptx_interpreter/source/instructions.cpp",)),
     "floats": (
         "-O0",
         (
@@ -37,9 +37,9 @@ UNITS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "interpreter": (
         "-O1",
-        tuple(f"../ptx/{name}.cpp" for name in ("history", "kernel", "memory", "rows", "warp")),
+        tuple(f"../../ptx_interpreter/source/{name}.cpp" for name in ("history", "kernel", "memory", "rows", "warp")),
     ),
-    "parser": ("-O1", ("../ptx/parse.cpp",)),
+    "parser": ("-O1", ("../../ptx_interpreter/source/parse.cpp",)),
     "optimizer": ("-O0", ("kernels_optimizer.cpp",)),
     "driver": (
         "-O1",

@@ -26,7 +26,7 @@ HOST_FUNCTION = CFUNCTYPE(None)
 
 
 class PtxSchedule(ctypes.Structure):
-    """In which order the warps and lanes of a kernel run; see tests/support/ptx/warp.h.
+    """In which order the warps and lanes of a kernel run; see tests/ptx_interpreter/source/warp.h.
 
     Attributes:
         seed: the order of the warps of a block: 0 upwards, 1 downwards, else random.
@@ -46,7 +46,7 @@ class PtxSchedule(ctypes.Structure):
 
 
 class PtxLaunch(ctypes.Structure):
-    """How ``ptx_run`` launches a kernel; see tests/support/ptx/kernel.cpp."""
+    """How ``ptx_run`` launches a kernel; see tests/ptx_interpreter/source/kernel.cpp."""
 
     _fields_ = (
         ("parameters", c_char_p),

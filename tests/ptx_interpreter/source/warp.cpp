@@ -1,4 +1,4 @@
-#include "tests/support/ptx/warp.h"
+#include "tests/ptx_interpreter/source/warp.h"
 
 #include <sched.h>
 #include <time.h>

@@ -3,7 +3,7 @@
 
 #include <optional>
 
-#include "tests/support/ptx/module.h"
+#include "tests/ptx_interpreter/source/module.h"
 
 namespace ptx {
 

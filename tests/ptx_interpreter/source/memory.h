@@ -31,8 +31,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "tests/support/ptx/history.h"
-#include "tests/support/ptx/module.h"
+#include "tests/ptx_interpreter/source/history.h"
+#include "tests/ptx_interpreter/source/module.h"
 
 namespace ptx {
 

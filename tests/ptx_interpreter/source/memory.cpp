@@ -1,4 +1,4 @@
-#include "tests/support/ptx/memory.h"
+#include "tests/ptx_interpreter/source/memory.h"
 
 #include <sys/uio.h>
 #include <unistd.h>

@@ -7,8 +7,8 @@
 #include <unordered_map>
 #include <utility>
 
-#include "tests/support/ptx/instructions.h"
-#include "tests/support/ptx/memory.h"
+#include "tests/ptx_interpreter/source/instructions.h"
+#include "tests/ptx_interpreter/source/memory.h"
 
 namespace ptx {
 namespace {

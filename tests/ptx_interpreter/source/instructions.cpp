@@ -1,4 +1,4 @@
-#include "tests/support/ptx/instructions.h"
+#include "tests/ptx_interpreter/source/instructions.h"
 
 #include <time.h>
 
@@ -9,7 +9,7 @@
 #include <limits>
 #include <unordered_map>
 
-#include "tests/support/ptx/warp.h"
+#include "tests/ptx_interpreter/source/warp.h"
 
 extern "C" int emu_multicast_find(uint64_t address, uint64_t bytes, uint64_t* memory, int room);
 

@@ -8,7 +8,7 @@
 #include <queue>
 #include <set>
 
-#include "tests/support/ptx/module.h"
+#include "tests/ptx_interpreter/source/module.h"
 
 namespace ptx {
 namespace {

@@ -12,7 +12,7 @@
 #include <set>
 #include <utility>
 
-#include "tests/support/ptx/memory.h"
+#include "tests/ptx_interpreter/source/memory.h"
 
 namespace ptx {
 

@@ -1,4 +1,4 @@
-#include "tests/support/ptx/history.h"
+#include "tests/ptx_interpreter/source/history.h"
 
 #include <algorithm>
 #include <atomic>

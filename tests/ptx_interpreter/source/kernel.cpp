@@ -3,7 +3,7 @@
 #include <string>
 
 #include "tests/support/emulator/kernel.h"
-#include "tests/support/ptx/warp.h"
+#include "tests/ptx_interpreter/source/warp.h"
 
 namespace {
 
