@@ -14,9 +14,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from tests import ptx_interpreter as ptx
+from tests.ptx_interpreter import PtxSchedule
 from tests.support import ROOT
-from tests.support.emulator import ptx
-from tests.support.emulator.library import PtxSchedule
 
 WARP = 32
 _devices = itertools.count()

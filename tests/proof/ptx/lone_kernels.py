@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ringcomm import _native
+from tests import ptx_interpreter as ptx
 from tests.proof.ptx.small_jobs import part_of
+from tests.ptx_interpreter import PtxSchedule, RefusedError
 from tests.support.device_worlds import Devices
-from tests.support.emulator import ptx
-from tests.support.emulator.library import PtxSchedule
-from tests.support.emulator.ptx import PtxKernels, RefusedError, ptx_of
+from tests.support.emulator.ptx import PtxKernels, ptx_of
 
 # Returns what such an end has made otherwise than the host.
 Differences = Callable[[_native.DeviceComm], list[str]]

@@ -18,8 +18,8 @@ import torch
 
 from ringcomm import Communicator, ReduceOp
 from tests.proof.ptx.small_jobs import part_of
+from tests.ptx_interpreter import PtxSchedule
 from tests.support.device_worlds import OPTIONS, PLACES, Devices, on_host, put, room
-from tests.support.emulator.library import PtxSchedule
 from tests.support.emulator.ptx import PtxKernels, ptx_of
 
 UNIT = "multicast_float32"

@@ -36,7 +36,9 @@ from ringcomm import (
 from ringcomm.comm.communicator import DeviceCommunicator
 from ringcomm.comm.engine import Call
 from ringcomm.optim import AdamW, AdamWOptions
+from tests import ptx_interpreter as ptx
 from tests.proof.ptx.orderings import without
+from tests.ptx_interpreter import PtxSchedule
 from tests.support.device_worlds import (
     OPTIONS,
     Devices,
@@ -49,8 +51,7 @@ from tests.support.device_worlds import (
     room,
     set_packet_epoch,
 )
-from tests.support.emulator import ptx
-from tests.support.emulator.library import DriverError, PtxSchedule
+from tests.support.emulator.library import DriverError
 from tests.support.emulator.ptx import PtxKernels, ptx_of
 
 # Slots have 2 KiB, since a ring of a step moves whole blocks of 512 elements, and each channel has

@@ -23,6 +23,7 @@ from ringcomm.optim import AdamW, AdamWOptions
 from tests.comm.device.test_device_bits import drawn, reduced_on_host
 from tests.comm.device.test_device_steps import RULES, same_as_on_host
 from tests.proof.ptx.small_jobs import part_of
+from tests.ptx_interpreter import PtxSchedule
 from tests.support import nvrtc
 from tests.support.device_checks import (
     CHECKS,
@@ -32,7 +33,7 @@ from tests.support.device_checks import (
     check_reduce_scatter,
 )
 from tests.support.device_worlds import OPTIONS, PLACES, Devices, on_host, put
-from tests.support.emulator.library import COMPILER, PtxSchedule
+from tests.support.emulator.library import COMPILER
 from tests.support.emulator.ptx import PtxKernels, ptx_of
 from tests.support.exact import same
 from tests.support.faults import leaving_together

@@ -20,12 +20,13 @@ from tests.proof.ptx.multicast_job import (
     multicast_kernels,
 )
 from tests.proof.ptx.orderings import orderings, without
+from tests.ptx_interpreter import PtxSchedule
 from tests.support import ROOT, fork_server, nvrtc
 from tests.support.cuda_code import unit_source
 from tests.support.device_worlds import OPTIONS, PLACES, Devices, on_host, put, room
 from tests.support.emulator import ptx
-from tests.support.emulator.library import PtxSchedule, library
-from tests.support.emulator.ptx import RefusedError, ptx_of
+from tests.support.emulator.library import library
+from tests.support.emulator.ptx import ptx_of
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(nvrtc.library_path() is None, reason="no NVRTC")
@@ -213,49 +214,3 @@ def test_an_ordering_that_is_dropped_is_an_error(tmp_path, name):
 def test_a_wrong_place_is_an_error(tmp_path, monkeypatch, name):
     before, after = SOURCES[name]
     assert _caught(tmp_path, _compiled(monkeypatch, {before: after}))
-
-
-# ---- the interpreter's part ----------------------------------------------------------------------
-
-_KERNEL = """
-.version 9.0
-.target sm_90a
-.address_size 64
-.visible .entry k(.param .u64 k_param_0)
-{{
-  .reg .b32 %r<5>;
-  .reg .b64 %rd<2>;
-  ld.param.u64 %rd1, [k_param_0];
-  {instruction}
-  ret;
-}}
-"""
-
-
-@pytest.mark.parametrize(
-    "opcode",
-    [
-        "multimem.ld_reduce.weak.global.add.v4.f32",
-        "multimem.ld_reduce.relaxed.gpu.global.add.v4.f32",
-        "multimem.ld_reduce.relaxed.sys.global.max.v4.f16x2",
-        "multimem.ld_reduce.relaxed.sys.global.add.v2.f32",
-    ],
-)
-def test_other_spellings_are_refused_by_name(opcode):
-    text = _KERNEL.format(instruction=f"{opcode} {{%r1, %r2, %r3, %r4}}, [%rd1];")
-    with pytest.raises(RefusedError, match=f"the instruction {opcode} is not known"):
-        ptx.load(text)
-
-
-@pytest.mark.parametrize(
-    ("offset", "said"), [(0, "multimem: no multicast address"), (8, "misaligned: 16 bytes")]
-)
-def test_other_addresses_are_errors(offset, said):
-    opcode = "multimem.st.relaxed.sys.global.v4.f32"
-    text = _KERNEL.format(instruction=f"{opcode} [%rd1], {{%r1, %r2, %r3, %r4}};")
-    memory = torch.zeros(64)
-    ptx.allow(memory)
-    address = (memory.data_ptr() + 15) // 16 * 16 + offset
-    failed = ptx.run(ptx.load(text), "k", address.to_bytes(8, "little"))
-    ptx.forget()
-    assert failed is not None and said in failed

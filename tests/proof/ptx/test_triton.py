@@ -29,9 +29,11 @@ from ringcomm._tl.geometry import Geometry
 from ringcomm._tl.hooks import IS_INTERPRETED
 from ringcomm.comm.arguments import DTYPE_CODES, DTYPE_NAMES
 from ringcomm.comm.communicator import DeviceCommunicator
+from tests import ptx_interpreter as ptx
 from tests.proof.compile.compiled import compile_kernel
 from tests.proof.ptx.small_jobs import part_of
 from tests.proof.ptx.triton_jobs import allow_all, open_context
+from tests.ptx_interpreter import PtxSchedule
 from tests.support.device_checks import (
     Case,
     check_all_gather,
@@ -39,8 +41,6 @@ from tests.support.device_checks import (
     check_reduce_scatter,
 )
 from tests.support.device_worlds import Devices, on_host, put, with_options
-from tests.support.emulator import ptx
-from tests.support.emulator.library import PtxSchedule
 from tests.support.emulator.ptx import PtxKernels
 from tests.support.triton_device import PtxLauncher, executed
 from tests.tl import device_kernels as kernels

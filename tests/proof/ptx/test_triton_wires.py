@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("triton")
 
 from ringcomm._tl.hooks import IS_INTERPRETED
-from tests.support.emulator import ptx
-from tests.support.emulator.library import COMPILER, library
+from tests import ptx_interpreter as ptx
+from tests.support.emulator.library import COMPILER
 from tests.support.triton_device import PtxLauncher, executed
 from tests.support.wire_checks import CodingEnd, differences
 from tests.tl.test_wire_codes import coding_end
@@ -37,7 +37,7 @@ def _allowed(tensor: torch.Tensor) -> torch.Tensor:
 
 def _differences(gpu: PtxLauncher, wire: str) -> list[str]:
     made = coding_end()
-    library().ptx_be_strict(1)
+    ptx.be_strict(True)
     with executed(gpu):
         end = CodingEnd(made.encode, made.sum, _allowed, made.to_host)
         try:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from ringcomm import _native
+from tests import ptx_interpreter as ptx
 from tests.proof.ptx.lone_kernels import check, check_seen, lone_device
 from tests.proof.ptx.small_jobs import SLIPS
 from tests.support import nvrtc
 from tests.support.device_worlds import Devices
-from tests.support.emulator import ptx
 from tests.support.emulator.library import COMPILER
 from tests.support.wire_checks import CASES, DTYPES, CodingEnd, differences
 

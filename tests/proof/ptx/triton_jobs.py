@@ -27,11 +27,12 @@ import torch
 import ringcomm
 from ringcomm import Communicator
 from ringcomm._tl import adamw_launch, launch  # noqa: F401
+from tests import ptx_interpreter as ptx
 from tests.proof.ptx.small_jobs import QUICK, new_values, part_of
 from tests.proof.ptx.triton_places import places, without
+from tests.ptx_interpreter import PtxSchedule
 from tests.support.device_worlds import Devices, on_host, put
-from tests.support.emulator import ptx
-from tests.support.emulator.library import PtxSchedule, library
+from tests.support.emulator.library import library
 from tests.support.emulator.ptx import PtxKernels
 from tests.support.triton_device import PtxLauncher, executed
 from tests.tl import device_kernels

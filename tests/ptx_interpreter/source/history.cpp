@@ -5,6 +5,8 @@
 #include <cstring>
 #include <unordered_map>
 
+#include "tests/ptx_interpreter/source/interpreter.h"
+
 namespace ptx {
 namespace {
 
@@ -117,13 +119,11 @@ KernelHistory::~KernelHistory() {
 
 extern "C" {
 
-// The work of this thread's stream comes after what has ended on others.
 void ptx_stream_waited() {
   const std::lock_guard lock(ptx::known().mutex);
   ptx::of_stream.join(ptx::known().ended);
 }
 
-// All later work comes after what has ended.
 void ptx_host_waited() {
   const std::lock_guard lock(ptx::known().mutex);
   if (ptx::known().running == 0) {

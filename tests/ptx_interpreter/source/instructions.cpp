@@ -11,8 +11,6 @@
 
 #include "tests/ptx_interpreter/source/warp.h"
 
-extern "C" int emu_multicast_find(uint64_t address, uint64_t bytes, uint64_t* memory, int room);
-
 namespace ptx {
 namespace {
 
@@ -792,7 +790,8 @@ template <class Visit>
 void each_bound(uint64_t address, Visit visit) {
   check_alignment(address, kMulticastBytes);
   std::array<uint64_t, 64> bound;
-  const int count = emu_multicast_find(address, kMulticastBytes, bound.data(), int(bound.size()));
+  const int count =
+      driver_memory.find_multicast(address, kMulticastBytes, bound.data(), int(bound.size()));
   if (count <= 0)
     throw BadAccess(count == 0 ? "multimem: no multicast address"
                                : "multimem: a device has bound no memory there");

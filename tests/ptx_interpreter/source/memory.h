@@ -32,6 +32,7 @@
 #include <vector>
 
 #include "tests/ptx_interpreter/source/history.h"
+#include "tests/ptx_interpreter/source/interpreter.h"
 #include "tests/ptx_interpreter/source/module.h"
 
 namespace ptx {
@@ -49,7 +50,8 @@ struct Range {
     return begin <= address && address <= end && bytes <= end - address;
   }
 };
-void allow(Range range);  // besides the emulated devices' own memory
+extern PtxMemory driver_memory;
+void allow(Range range);  // besides the driver's own memory
 void forget_allowed();
 // Unless strict, kernels may use the rest of the process's memory, too.
 void be_strict(bool strict);

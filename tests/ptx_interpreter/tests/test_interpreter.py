@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support.emulator import ptx
-from tests.support.emulator.library import COMPILER, PtxSchedule
-from tests.support.emulator.ptx import RefusedError
+from tests import ptx_interpreter as ptx
+from tests.ptx_interpreter import PtxSchedule, RefusedError
+from tests.ptx_interpreter.build import COMPILER
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulator needs a C++ compiler")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 # %rd1: the address of the memory that the test gives; %r1: the thread.
 KERNEL = """
@@ -365,3 +365,26 @@ def test_a_lane_may_wait_for_good_for_one_of_its_warp(progress: bool) -> None:
 def test_what_is_not_known_is_refused_by_name(instruction: str, named: str) -> None:
     with pytest.raises(RefusedError, match=named.replace(".", r"\.")):
         run(instruction, words())
+
+
+@pytest.mark.parametrize(
+    "opcode",
+    [
+        "multimem.ld_reduce.weak.global.add.v4.f32",
+        "multimem.ld_reduce.relaxed.gpu.global.add.v4.f32",
+        "multimem.ld_reduce.relaxed.sys.global.max.v4.f16x2",
+        "multimem.ld_reduce.relaxed.sys.global.add.v2.f32",
+    ],
+)
+def test_other_spellings_of_multimem_are_refused_by_name(opcode):
+    with pytest.raises(RefusedError, match=f"the instruction {opcode} is not known"):
+        run(f"{opcode} {{%r1, %r2, %r3, %r4}}, [%rd1];", words())
+
+
+@pytest.mark.parametrize(
+    ("offset", "said"), [(0, "multimem: no multicast address"), (8, "misaligned: 16 bytes")]
+)
+def test_addresses_of_no_multicast_object_are_errors(offset, said):
+    store = "multimem.st.relaxed.sys.global.v4.f32 [%rd2], {%r1, %r2, %r3, %r4};"
+    failed = run(f"and.b64 %rd2, %rd1, -16; add.s64 %rd2, %rd2, {16 + offset}; {store}", words())
+    assert failed is not None and said in failed

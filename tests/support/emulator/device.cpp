@@ -4,10 +4,7 @@
 #include <thread>
 #include <tuple>
 
-extern "C" const char* ptx_failure();
-// What has ended comes before what this stream, or whatever the host begins, does from now on.
-extern "C" void ptx_stream_waited();
-extern "C" void ptx_host_waited();
+#include "tests/ptx_interpreter/source/interpreter.h"
 
 namespace emulator {
 namespace {

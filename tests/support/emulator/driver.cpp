@@ -2,10 +2,9 @@
 #include <cstring>
 #include <memory>
 
+#include "tests/ptx_interpreter/source/interpreter.h"
 #include "tests/support/emulator/device.h"
 #include "tests/support/emulator/kernel.h"
-
-extern "C" const char* ptx_failure();
 
 using CUresult = int;
 using CUdeviceptr = unsigned long long;

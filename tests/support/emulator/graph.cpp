@@ -2,9 +2,8 @@
 #include <algorithm>
 #include <thread>
 
+#include "tests/ptx_interpreter/source/interpreter.h"
 #include "tests/support/emulator/device.h"
-
-extern "C" void ptx_stream_waited();  // see device.cpp
 
 namespace emulator {
 

@@ -9,13 +9,12 @@ from ctypes import (
     c_char_p,
     c_int,
     c_uint,
-    c_uint8,
-    c_uint32,
     c_uint64,
     c_void_p,
 )
 from functools import cache
 
+from tests.ptx_interpreter import PtxSchedule
 from tests.support import emulated_driver
 
 COMPILER = emulated_driver.COMPILER
@@ -25,40 +24,6 @@ OUT_OF_MEMORY = 2
 HOST_FUNCTION = CFUNCTYPE(None)
 
 
-class PtxSchedule(ctypes.Structure):
-    """In which order the warps and lanes of a kernel run; see tests/ptx_interpreter/source/warp.h.
-
-    Attributes:
-        seed: the order of the warps of a block: 0 upwards, 1 downwards, else random.
-        no_progress_in_a_warp: a lane may wait for another one of its own warp for good.
-        even_are_late: the blocks of even ranks nap before they look what they wait for, and before
-            they end.
-        replicates_reads: several threads of a block may read what one of them stores, as in
-            Triton's kernels.
-    """
-
-    _fields_ = (
-        ("seed", c_uint32),
-        ("no_progress_in_a_warp", c_uint8),
-        ("even_are_late", c_uint8),
-        ("replicates_reads", c_uint8),
-    )
-
-
-class PtxLaunch(ctypes.Structure):
-    """How ``ptx_run`` launches a kernel; see tests/ptx_interpreter/source/kernel.cpp."""
-
-    _fields_ = (
-        ("parameters", c_char_p),
-        ("parameter_bytes", c_uint64),
-        ("grid_x", c_int),
-        ("grid_y", c_int),
-        ("threads", c_int),
-        ("shared_bytes", c_uint32),
-        ("schedule", PtxSchedule),
-    )
-
-
 # Result and arguments. c_int as a result is one of the driver's codes.
 _PROTOTYPES = {
     "cuLaunchKernel": (c_int, [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p]),
@@ -66,17 +31,7 @@ _PROTOTYPES = {
     "cuGetErrorString": (c_int, [c_int, POINTER(c_char_p)]),
     "emulated_kernel": (c_void_p, [c_char_p, c_char_p]),
     "emu_test_kernel": (c_void_p, [c_char_p]),
-    "ptx_load": (c_void_p, [c_char_p]),
-    "ptx_refusal": (c_char_p, []),
-    "ptx_kernel": (c_void_p, [c_void_p, c_char_p, c_void_p, POINTER(PtxSchedule)]),
-    "ptx_reached": (c_int, [c_void_p, POINTER(c_uint32), c_int]),
-    "ptx_run": (c_char_p, [c_void_p, c_char_p, POINTER(PtxLaunch)]),
-    "ptx_allow": (None, [c_uint64, c_uint64]),
-    "ptx_forget_allowed": (None, []),
-    "ptx_watch": (None, [c_uint64, HOST_FUNCTION]),
-    "ptx_be_strict": (None, [c_int]),
-    "ptx_failure": (c_char_p, []),
-    "ptx_forget_failure": (None, []),
+    "emulated_ptx_kernel": (c_void_p, [c_void_p, c_char_p, c_void_p, POINTER(PtxSchedule)]),
     "emulated_barriers_met": (c_uint64, []),
     "emulated_figures": (None, [c_void_p, POINTER(c_int), POINTER(c_int)]),
     "emu_params_bytes": (c_uint64, []),

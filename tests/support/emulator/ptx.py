@@ -1,7 +1,8 @@
 """The CUDA kernels' PTX, executed: NVRTC emits it, and an interpreter runs every instruction.
 
-The interpreter stands behind the emulated driver's kernel launch, so that streams, graphs, IPC and
-all of Python are the same as with kernels that the host's compiler made of the same templates.
+The interpreter (``tests/ptx_interpreter``) stands behind the emulated driver's kernel launch, so
+that streams, graphs, IPC and all of Python are the same as with kernels that the host's compiler
+made of the same templates.
 """
 
 from __future__ import annotations
@@ -10,17 +11,16 @@ import ctypes
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 
-import torch
-
 from ringcomm.cuda import units
+from tests import ptx_interpreter
+from tests.ptx_interpreter import PtxSchedule, RefusedError
 from tests.support import ROOT, nvrtc
 from tests.support.cuda_code import unit_source
-from tests.support.emulator.library import HOST_FUNCTION, PtxLaunch, PtxSchedule, library
+from tests.support.emulator.library import library
 
 # Of a block of the CUDA kernels (kernels/cuda/args.h).
 THREADS = 256
@@ -77,97 +77,14 @@ def _compile(source: str, headers: dict[str, str], options: list[str]) -> str:
         nvrtc.destroyProgram(program)
 
 
-class RefusedError(RuntimeError):
-    """A text has something that the interpreter does not know."""
-
-
-def load(text: str) -> int:
-    """Returns the handle of the module that the text is."""
-    handle = library().ptx_load(text.encode())
-    if not handle:
-        raise RefusedError(library().ptx_refusal().decode())
-    return int(handle)
-
-
-def failure() -> str | None:
-    """What the first kernel that failed did, and where; it is told until :func:`forget`."""
-    text = library().ptx_failure()
-    return text.decode() if text else None
-
-
-def forget() -> None:
-    """Lets kernels run again after a failure."""
-    library().ptx_forget_failure()
-
-
-def run(
-    module: int,
-    name: str,
-    parameters: bytes,
-    *,
-    grid: tuple[int, int] = (1, 1),
-    threads: int = 32,
-    shared_bytes: int = 0,
-    schedule: PtxSchedule | None = None,
-) -> str | None:
-    """Runs a kernel to its end, in this thread; returns what it did wrong, or None.
-
-    Args:
-        module: what :func:`load` returned.
-        name: the kernel's.
-        parameters: as the kernel declares them, laid out as in C.
-        grid: blocks along x and y.
-        threads: of a block.
-        shared_bytes: dynamic shared memory.
-        schedule: of its warps and lanes.
-    """
-    schedule = schedule or PtxSchedule()
-    launch = PtxLaunch(parameters, len(parameters), *grid, threads, shared_bytes, schedule)
-    failed = library().ptx_run(module, name.encode(), ctypes.byref(launch))
-    return failed.decode() if failed else None
-
-
-def reached(module: int) -> list[int]:
-    """The lines of a module's text that order memory and that kernels have come to."""
-    room = library().ptx_reached(module, None, 0)
-    lines = (ctypes.c_uint32 * room)()
-    library().ptx_reached(module, lines, room)
-    return sorted(set(lines))
-
-
-@contextmanager
-def watching(word_ptr: int, look: Callable[[], None]) -> Iterator[None]:
-    """Inside, ``look`` is called when a kernel has stored the word, before it does anything else.
-
-    What is in memory then is what others may see. ``look`` must not raise.
-    """
-    function = HOST_FUNCTION(look)
-    library().ptx_watch(word_ptr, function)
-    try:
-        yield
-    finally:
-        library().ptx_watch(word_ptr, HOST_FUNCTION())
-
-
-def forget_allowed() -> None:
-    """Takes back what :func:`allow` gave, of tensors that are no more."""
-    library().ptx_forget_allowed()
-
-
-def allow(tensor: torch.Tensor) -> None:
-    """Lets kernels use the tensor's memory, and nothing around it."""
-    storage = tensor.untyped_storage()
-    library().ptx_allow(storage.data_ptr(), storage.nbytes())
-
-
 @dataclass(eq=False)
 class PtxKernels:
     """Kernels of an emulated device that are executed as PTX.
 
     Args:
         schedule: of warps and lanes.
-        strict: kernels may use memory of devices and tensors that :func:`allow` was called with,
-            as it is with all that are passed to a call; else any memory of the process.
+        strict: kernels may use memory of devices, and tensors that ``ptx_interpreter.allow`` was
+            given, as it is with all that are passed to a call; else any memory of the process.
         part: which part of a unit a kernel is taken from; default: the whole unit.
         text_of: returns the PTX of a part, of which it may make a mutant.
     """
@@ -181,7 +98,7 @@ class PtxKernels:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
-        library().ptx_be_strict(int(self.strict))
+        ptx_interpreter.be_strict(self.strict)
 
     def kernel(self, unit: str, name: str, like: int) -> int:
         """Returns the handle of a kernel; ``like``: the same one as the host's compiler made it."""
@@ -192,13 +109,13 @@ class PtxKernels:
 
     def reached(self) -> dict[str, list[int]]:
         """By part, the lines of its text that order memory and that kernels have come to."""
-        return {part: reached(module) for part, module in self._modules.items()}
+        return {part: ptx_interpreter.reached(module) for part, module in self._modules.items()}
 
     def _find(self, unit: str, name: str, like: int) -> int:
         part = self.part(unit, name)
         if part not in self._modules:
-            self._modules[part] = load(self.text_of(part))
-        handle = library().ptx_kernel(
+            self._modules[part] = ptx_interpreter.load(self.text_of(part))
+        handle = library().emulated_ptx_kernel(
             self._modules[part], name.encode(), like, ctypes.byref(self.schedule)
         )
         if not handle:

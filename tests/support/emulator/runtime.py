@@ -13,6 +13,7 @@ import torch
 
 from ringcomm.cuda.runtime import DeviceIdentity, Stream
 from ringcomm.errors import UnsupportedError
+from tests import ptx_interpreter
 from tests.support.emulated_driver import library_path
 from tests.support.emulator.handles import (
     EmulatedEvent,
@@ -29,7 +30,7 @@ from tests.support.emulator.library import (
     library,
 )
 from tests.support.emulator.memory import EmulatedMemory
-from tests.support.emulator.ptx import THREADS, PtxKernels, allow, from_environment
+from tests.support.emulator.ptx import THREADS, PtxKernels, from_environment
 
 _FUNCTIONS: list[object] = []
 # The priority of the stream of small copies, which CudaRuntime gives no other stream.
@@ -159,7 +160,7 @@ class EmulatedRuntime(EmulatedMemory):
         if device is not None:
             return device
         if self.ptx is not None:
-            allow(tensor)
+            ptx_interpreter.allow(tensor)
         assumed = self._thread.assumed
         return self.assume_device if assumed is None else None if assumed < 0 else assumed
 
@@ -261,7 +262,7 @@ class EmulatedRuntime(EmulatedMemory):
         if self.owner_of(tensor.untyped_storage().data_ptr()) is not None:
             return True
         if self.ptx is not None:
-            allow(tensor)
+            ptx_interpreter.allow(tensor)
         return False
 
     def _await_current_streams(self, of_all_devices: bool) -> None:

@@ -1,0 +1,166 @@
+"""The interface of the interpreter in Python: see ``source/interpreter.h``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_uint8, c_uint32, c_uint64, c_void_p
+from functools import cache
+from typing import TYPE_CHECKING
+
+from tests.ptx_interpreter.build import LIBRARY
+
+if TYPE_CHECKING:
+    import torch
+
+_WATCHER = CFUNCTYPE(None)
+
+
+class PtxSchedule(ctypes.Structure):
+    """In which order the warps and lanes of a kernel run: see ``source/warp.h``.
+
+    Attributes:
+        seed: the order of the warps of a block: 0 upwards, 1 downwards, else random.
+        no_progress_in_a_warp: a lane may wait for another one of its own warp for good.
+        even_are_late: the blocks of even ranks nap before they look what they wait for, and before
+            they end.
+        replicates_reads: several threads of a block may read what one of them stores, as in
+            Triton's kernels.
+    """
+
+    _fields_ = (
+        ("seed", c_uint32),
+        ("no_progress_in_a_warp", c_uint8),
+        ("even_are_late", c_uint8),
+        ("replicates_reads", c_uint8),
+    )
+
+
+class _PtxLaunch(ctypes.Structure):
+    _fields_ = (
+        ("parameters", c_char_p),
+        ("parameter_bytes", c_uint64),
+        ("grid_x", c_int),
+        ("grid_y", c_int),
+        ("threads", c_int),
+        ("shared_bytes", c_uint32),
+        ("schedule", PtxSchedule),
+    )
+
+
+# Result and arguments.
+_PROTOTYPES = {
+    "ptx_load": (c_void_p, [c_char_p]),
+    "ptx_refusal": (c_char_p, []),
+    "ptx_reached": (c_int, [c_void_p, POINTER(c_uint32), c_int]),
+    "ptx_run": (c_char_p, [c_void_p, c_char_p, POINTER(_PtxLaunch)]),
+    "ptx_failure": (c_char_p, []),
+    "ptx_forget_failure": (None, []),
+    "ptx_allow": (None, [c_uint64, c_uint64]),
+    "ptx_forget_allowed": (None, []),
+    "ptx_be_strict": (None, [c_int]),
+    "ptx_watch": (None, [c_uint64, _WATCHER]),
+}
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(LIBRARY.path))
+    for name, (result, arguments) in _PROTOTYPES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+class RefusedError(RuntimeError):
+    """A text has something that the interpreter does not know."""
+
+
+def load(text: str) -> int:
+    """Returns the handle of the module that the text is.
+
+    Raises:
+        RefusedError: the text has something that the interpreter does not know.
+    """
+    handle = _library().ptx_load(text.encode())
+    if not handle:
+        raise RefusedError(_library().ptx_refusal().decode())
+    return int(handle)
+
+
+def run(
+    module: int,
+    name: str,
+    parameters: bytes,
+    *,
+    grid: tuple[int, int] = (1, 1),
+    threads: int = 32,
+    shared_bytes: int = 0,
+    schedule: PtxSchedule | None = None,
+) -> str | None:
+    """Runs a kernel to its end, in this thread; returns what it did wrong, or None.
+
+    Args:
+        module: what :func:`load` returned.
+        name: the kernel's.
+        parameters: as the kernel declares them, laid out as in C.
+        grid: blocks along x and y.
+        threads: of a block.
+        shared_bytes: dynamic shared memory.
+        schedule: of its warps and lanes.
+    """
+    launch = _PtxLaunch(
+        parameters, len(parameters), *grid, threads, shared_bytes, schedule or PtxSchedule()
+    )
+    failed = _library().ptx_run(module, name.encode(), ctypes.byref(launch))
+    return failed.decode() if failed else None
+
+
+def failure() -> str | None:
+    """Returns what the first kernel that failed did, and where, until :func:`forget`."""
+    text = _library().ptx_failure()
+    return text.decode() if text else None
+
+
+def forget() -> None:
+    """Lets kernels run again after a failure."""
+    _library().ptx_forget_failure()
+
+
+def reached(module: int) -> list[int]:
+    """Returns the lines of a module's text that order memory and that kernels have come to."""
+    room = _library().ptx_reached(module, None, 0)
+    lines = (c_uint32 * room)()
+    _library().ptx_reached(module, lines, room)
+    return sorted(set(lines))
+
+
+def be_strict(strict: bool) -> None:
+    """Sets whether kernels may use only memory that is allowed, or any of the process."""
+    _library().ptx_be_strict(int(strict))
+
+
+def allow(tensor: torch.Tensor) -> None:
+    """Lets kernels use the tensor's memory, and nothing around it."""
+    storage = tensor.untyped_storage()
+    _library().ptx_allow(storage.data_ptr(), storage.nbytes())
+
+
+def forget_allowed() -> None:
+    """Takes back what :func:`allow` gave, of tensors that are no more."""
+    _library().ptx_forget_allowed()
+
+
+@contextmanager
+def watching(word_ptr: int, look: Callable[[], None]) -> Iterator[None]:
+    """Inside, ``look`` is called when a kernel has stored the word, before it does anything else.
+
+    What is in memory then is what others may see. ``look`` must not raise.
+    """
+    function = _WATCHER(look)
+    _library().ptx_watch(word_ptr, function)
+    try:
+        yield
+    finally:
+        _library().ptx_watch(word_ptr, _WATCHER())

@@ -1,0 +1,45 @@
+// PTX kernels as kernels of the emulated driver, and the driver's memory as theirs.
+#include <string>
+
+#include "tests/ptx_interpreter/source/interpreter.h"
+#include "tests/support/emulator/kernel.h"
+
+extern "C" {
+
+int emu_memory_find(uint64_t address, uint64_t* begin, uint64_t* bytes);
+int emu_vmm_find(uint64_t address, uint64_t* begin, uint64_t* bytes);
+int emu_multicast_find(uint64_t address, uint64_t bytes, uint64_t* memory, int room);
+
+// A kernel of a module of the interpreter's, run by the schedule that is given, or nullptr. What
+// its module does not say is as of `like`: registers, and how much of the module's shared memory it
+// uses.
+const EmulatedKernel* emulated_ptx_kernel(const void* module, const char* name,
+                                          const EmulatedKernel* like, const PtxSchedule* given) {
+  const int most_threads = ptx_threads(module, name);
+  if (most_threads < 0) return nullptr;
+  auto* made = new EmulatedKernel(*like);
+  if (most_threads != 0) made->threads = most_threads;
+  made->run = [module, kernel = std::string(name), schedule = *given](
+                  const ringcomm::device::LaunchParams& params, int x, int y, int threads) {
+    const PtxLaunch launch{&params, sizeof params, x, y, threads, 0, schedule};
+    ptx_run(module, kernel.c_str(), &launch);
+  };
+  return made;
+}
+
+}  // extern "C"
+
+namespace {
+
+int find(uint64_t address, uint64_t* begin, uint64_t* bytes) {
+  return int(emu_memory_find(address, begin, bytes) != 0 ||
+             emu_vmm_find(address, begin, bytes) != 0);
+}
+
+[[maybe_unused]] const bool kIsServed = [] {
+  const PtxMemory memory{find, emu_multicast_find};
+  ptx_serve(&memory);
+  return true;
+}();
+
+}  // namespace
