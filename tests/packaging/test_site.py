@@ -13,10 +13,11 @@ import pytest
 
 import ringcomm
 from ringcomm import c10d, fsdp2, functional, moe, optim, parallel, zero
+from ringcomm.cli import COMMANDS
 from ringcomm.variables import KNOWN
 from ringcomm.zero import checkpoint
 from tests.packaging.code_names import exported_by
-from tests.packaging.documents import DOCS, GUIDES, anchors_of
+from tests.packaging.documents import DOCS, DOCUMENTS, GUIDES, anchors_of, without_code
 from tests.support import ROOT
 from tools import site_pages
 from tools.matrix import PYTHONS
@@ -139,27 +140,25 @@ def test_the_page_of_variables_has_all_that_are_read():
     assert told - read - elsewhere <= {"RINGCOMM_NVIDIA_SMI_LIMIT_S"}
 
 
-def test_the_page_of_a_command_has_all_its_options():
-    commands = site_pages.commands()
-    assert len(commands) == 9
-    for command in commands:
-        page = site_pages.command_page(command)
-        for action in command.parser._actions:
-            if not isinstance(action, argparse._HelpAction):
-                for option in action.option_strings:
-                    assert re.search(rf"^\| `(?:.*, )?{option}[ ,`]", page, re.MULTILINE), option
-        assert command.page in MENU
-        assert command.page in site_pages.with_commands(site_pages.COMMANDS_PLACE).replace(
-            "(commands/", f"({site_pages.COMMAND_PAGES}/"
-        )
+def test_the_page_of_commands_has_all_their_options():
+    page = site_pages.commands_help()
+    sections = re.split(r"^## ringcomm (\w+)$", page, flags=re.MULTILINE)
+    helps = dict(zip(sections[1::2], sections[2::2], strict=True))
+    assert len(helps) == 9 and set(helps) == set(COMMANDS)
+    for name, shown in helps.items():
+        for parser in site_pages._with_subcommands(site_pages.parser_of(name)):
+            for action in parser._actions:
+                assert action.help == argparse.SUPPRESS or all(
+                    re.search(rf"^ +(?:.*, )?{option}\b", shown, re.MULTILINE)
+                    for option in action.option_strings
+                )
+    assert site_pages.COMMANDS_PLACE in (REFERENCE / "commands.md").read_text()
 
 
-def test_a_help_text_is_no_markup():
-    parser = argparse.ArgumentParser(prog="x", description="a <b>; docs/train.md")
-    parser.add_argument("--one", choices=("p", "q"), default="p", help="a*b|c_d (%(default)s)")
-    page = site_pages.command_page(site_pages.Command("x one", "", parser))
-    assert "A &lt;b&gt;; [train](../../train.md)." in page
-    assert "| `--one {p,q}` | a\\*b\\|c\\_d (p) |" in page
+def test_the_help_of_a_subcommand_stands_below_its_command():
+    parser = argparse.ArgumentParser(prog="x")
+    inner = parser.add_subparsers().add_parser("y", aliases=["z"])
+    assert list(site_pages._with_subcommands(parser)) == [parser, inner]
 
 
 def test_links_of_the_tree_become_links_of_the_site():
@@ -168,27 +167,29 @@ def test_links_of_the_tree_become_links_of_the_site():
         "[a](contributing.md#x), [b](files/docs/examples/elastic.py.md), `[c](../y.md)`, "
         "[d](zero.md#z)"
     )
-    text = "[a](docs/zero.md), [b](https://x.y/z), [c](#here)"
+    text = "[a](docs/zero.md), [b](https://x.y/z), [c](#here), [d](mailto:e)"
     assert site_pages.with_site_links(text, "changelog.md") == (
-        "[a](zero.md), [b](https://x.y/z), [c](#here)"
+        "[a](zero.md), [b](https://x.y/z), [c](#here), [d](mailto:e)"
     )
     assert site_pages.with_site_links("[a](../zero.md)", "reference/zero.md") == "[a](../zero.md)"
-    pages = site_pages.linked_files()
-    assert pages["files/docs/examples/elastic.py.md"] == "docs/examples/elastic.py"
-    assert all((ROOT / path).is_file() for path in pages.values())
+
+
+def test_documents_link_to_files_that_have_pages():
+    linked = set()
+    for path in DOCUMENTS:
+        for link in re.findall(r"\]\((?!\w+:)([^)#\s]+)", without_code(path.read_text())):
+            linked.add(site_pages._page_of(os.path.relpath(path.parent / link, ROOT)))
+    made = {page for page in linked if page.startswith("files/docs/examples/")}
+    made |= set(site_pages.BESIDE.values())
+    assert (
+        len(made) > 10 and {page for page in linked - made if not (DOCS / page).exists()} == set()
+    )
 
 
 def test_docstrings_name_pages_by_links():
     html = "<p>as :class:<code>X</code>, see <code>docs/zero.md</code>::</p>"
     assert site_pages.with_docstring_links(html, "reference/zero.md") == (
         '<p>as <code>X</code>, see <a href="../zero.html">zero</a>:</p>'
-    )
-
-
-def test_long_names_in_tables_may_be_broken_between_their_parts():
-    html = "<code>a_b</code><table><td>c_d <code>e_f.g(h, _i)</code></td></table>"
-    assert site_pages.with_breaks(html) == (
-        "<code>a_b</code><table><td>c_d <code>e_<wbr>f.<wbr>g(<wbr>h, _i)</code></td></table>"
     )
 
 
