@@ -291,7 +291,16 @@ def _values_of(bucket: Bucket) -> Tensor:
     if master is None:
         with bucket.params_here():
             return bucket.own_params.to(torch.float32, copy=bucket.may_be_away)
-    return master if bucket.tier is None else bucket.state.tensors()["master"]
+    if bucket.tier is None:
+        return master
+    # A step visits the pieces that it changes alone; elsewhere parameters stay as they are.
+    with bucket.params_here():
+        values = bucket.own_params.to(torch.float32, copy=True)
+    for part in bucket.parts(write=False):
+        assert part.state.master is not None
+        here, _ = bucket.within(*part.chunk)
+        values[here].copy_(part.state.master)
+    return values
 
 
 def _keep_masters(bucket: Bucket, values: Tensor) -> None:
