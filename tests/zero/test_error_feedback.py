@@ -23,22 +23,15 @@ from ringcomm.optim import (
     GradScaler,
     LossScaleOptions,
     LossScaler,
-    Muon,
 )
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.reduction import HostReducer, Into, make_residual
 from ringcomm.zero.checkpoint import Reader
-from tests.zero.job import BF16
-from tests.zero.models import MODELS, Run, assert_same_bits, new_model, options_of, train
+from tests.zero.models import MODELS, Run, assert_same_bits, new_model, options_of
 
 Tensor = torch.Tensor
 INT4, INT8 = (zero.Wire(gradients=code, error_feedback=True) for code in ("int4", "int8"))
 BY_NODE: dict[str, Any] = {"state": "node"}
-CHOICES: list[tuple[int, dict[str, Any]]] = [
-    *((stage, {}) for stage in range(4)),
-    (3, {"params": "world"}),
-    *((stage, BY_NODE) for stage in (1, 2, 3)),
-]
 
 
 @pytest.fixture(scope="module")
@@ -181,44 +174,6 @@ def test_the_mean_of_a_constant_gradient_comes_nearer_with_each_step(two_by_two,
 
 
 # ---- training ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        Run("mlp", 0, steps=3, backwards=2, clip=0.3),
-        Run("gpt", 0, steps=2, precision=BF16),
-        Run("mlp", 0, steps=2, kind=Muon),
-        Run("mlp", 0, steps=2, kind=torch.optim.SGD, settings={"momentum": 0.9}),
-    ],
-    ids=["clipped", "bf16", "Muon", "SGD"],
-)
-def test_stages_end_with_the_same_bits(two_by_two, run):
-    base = new_model(run.model)
-    plain = replace(run, stage=1, options={"wire": replace(INT4, error_feedback=False)})
-    without = two_by_two.run(train, base, plain)[0][0]
-    wanted: dict[str, Any] = {}
-    for number, (stage, options) in enumerate(CHOICES):
-        chosen = {"overlap": number % 2 == 0, **options, "wire": INT4}
-        found = two_by_two.run(train, base, replace(run, stage=stage, options=chosen))
-        for state, _ in found:
-            assert_same_bits(state, wanted.setdefault(options.get("state", "world"), state))
-    assert any(not torch.equal(without[name], wanted["world"][name]) for name in without)
-
-
-def test_updates_in_backward_and_state_on_a_disk_end_with_the_same_bits(two_by_two, tmp_path):
-    base, run = new_model("mlp"), Run("mlp", 1, steps=3, options={"wire": INT4})
-    wanted = two_by_two.run(train, base, run)[0][0]
-    early, on_disk = (
-        replace(run, adamw=options)
-        for options in (
-            AdamWOptions(update="in_backward"),
-            AdamWOptions(tier=ringcomm.Disk(str(tmp_path), buffer_bytes=1 << 20)),
-        )
-    )
-    for each, stage in ((early, 2), (early, 3), (on_disk, 1)):
-        for state, _ in two_by_two.run(train, base, replace(each, stage=stage)):
-            assert_same_bits(state, wanted)
 
 
 def test_plain_parameters_end_with_the_bits_of_a_sharded_module(two_by_two):

@@ -12,6 +12,7 @@ import ringcomm
 from ringcomm import zero
 from ringcomm.optim import AdamW, GradScaler
 from ringcomm.zero import reduce
+from tests.support.covering import covering
 
 Tensor = torch.Tensor
 LAYERS, WIDTH = 5, 64
@@ -122,77 +123,29 @@ LOOPS = [
     "failing backward step zero",
     "backward failing zero backward step zero",
 ]
-# Where each step has one backward, stage 1 adds the same numbers in the same order.
-ONE_BACKWARD = [
-    "backward step zero",
-    "backward step step zero",
-    "backward to_zeros step zero",
-    "backward step to_zeros",
-    "backward zero backward step zero",
-    "backward clip step zero",
-    "backward clip clip step zero",
-    "scaled_clip zero",
-]
+# Ranks and what else decides how a bucket that is kept is reduced.
+WAYS: dict[str, dict[str, Any]] = {
+    "overlap": {"overlap": True},
+    "inline": {"overlap": False},
+    "rings": {"algorithm": "ring"},
+    "one buffer": {"reduce": "sum", "in_flight": 1},
+    "16 bits": {"precision": zero.Precision(param=torch.bfloat16), "in_flight": LAYERS + 1},
+}
 
 
-# Each loop in two worlds, one of them of two ranks, and with each overlap.
-PLACES = [
-    (what, world_size, overlaps)
-    for turn, what in enumerate(LOOPS)
-    for world_size, overlaps in ((2, turn % 2 == 0), ((1, 3)[turn // 2 % 2], turn % 2 == 1))
-]
-
-
-@pytest.mark.parametrize(("what", "world_size", "overlap"), PLACES)
+@covering(strength=1, what=LOOPS, world_size=(2, 3, 1), way=WAYS)
 def test_every_loop_ends_with_the_bits_of_stage_3_which_keeps_nothing(
-    worlds, what, world_size, overlap
+    worlds, what, world_size, way
 ):
     def body(comm):
         found = []
         for stage in (2, 3):
-            loop = Loop(comm, stage, overlap=overlap)
+            loop = Loop(comm, stage, **way)
             loop.run(TURNS, what)
             found.append(loop.found())
         return found
 
     for kept, wanted in worlds(world_size).run(body):
-        _assert_same(kept, wanted)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"algorithm": "ring"},
-        {"reduce": "sum", "in_flight": 1},
-        {"precision": zero.Precision(param=torch.bfloat16), "in_flight": LAYERS + 1},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("what", ONE_BACKWARD)
-def test_where_each_step_has_one_backward_the_bits_are_those_of_stage_1(worlds, what, options):
-    def body(comm):
-        found = []
-        for stage in (2, 1):
-            loop = Loop(comm, stage, **options)
-            loop.run(TURNS, what)
-            found.append(loop.found())
-        return found
-
-    for kept, wanted in worlds(2).run(body):
-        _assert_same(kept, wanted)
-
-
-def test_the_norm_of_a_rounded_gradient_is_that_before_it_was_rounded(worlds):
-    def body(comm):
-        half = torch.bfloat16
-        found = []
-        for stage in (2, 1):
-            loop = Loop(comm, stage, precision=zero.Precision(param=half, reduce=half))
-            loop.run(TURNS, "backward clip step zero")
-            found.append(loop.found())
-        return found
-
-    for kept, wanted in worlds(2).run(body):
         _assert_same(kept, wanted)
 
 

@@ -21,7 +21,7 @@ from ringcomm.examples.gpt.model import GPT
 from ringcomm.memory import scratch
 from ringcomm.memory.disk_chunks import DiskChunk, DiskChunks
 from ringcomm.memory.scratch import PAGE_BYTES
-from ringcomm.optim import Adafactor, AdamW, AdamW8bit, AdamWOptions, Muon, tiers
+from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, Muon, tiers
 from ringcomm.zero.disk_buckets import DiskBucket
 from ringcomm.zero.sharding import engine_of
 from tests.memory.disk_folder import skip_unless_disk
@@ -36,26 +36,17 @@ from tests.zero.checkpoint.test_pretrained import (
     weights_of,
 )
 from tests.zero.job import BF16, Job
-from tests.zero.models import MODELS, Run, assert_same_bits, new_model, train_world
+from tests.zero.models import MODELS, assert_same_bits, new_model
 
 Tensor = torch.Tensor
 REMAINDER = replace(BF16, master="remainder")
-NO_MASTER = replace(BF16, master="none", rounding="stochastic")
 # Kinds of optimizers and precisions; in turn with their state in memory and on a disk.
 RUNS: dict[str, tuple[Any, Any, bool]] = {
-    "AdamW": (AdamW, None, False),
-    "AdamW, all on a disk": (AdamW, None, True),
     "AdamW, masters": (AdamW, BF16, False),
-    "AdamW, masters, all on a disk": (AdamW, BF16, True),
     "AdamW, remainders, all on a disk": (AdamW, REMAINDER, True),
-    "AdamW, without masters": (AdamW, NO_MASTER, False),
     "AdamW8bit": (AdamW8bit, BF16, False),
-    "Muon": (Muon, None, False),
     "Muon, masters, all on a disk": (Muon, BF16, True),
-    "Adafactor": (Adafactor, None, False),
-    "Adafactor, masters, all on a disk": (Adafactor, BF16, True),
     "Adagrad, all on a disk": (torch.optim.Adagrad, None, True),
-    "Adagrad, masters": (torch.optim.Adagrad, BF16, False),
 }
 
 
@@ -115,52 +106,6 @@ def test_bits_and_files_are_those_of_memory(worlds, disk, tmp_path, name):
         assert content == on_disk[file], file
     for states in worlds(world % 3 + 1).run(second):
         assert_same_bits(*states)
-
-
-# Ways through a model, trained ones beside frozen ones, and ways of training it.
-WAYS = {
-    "tied, accumulated, clipped": Run("mlp", 3, steps=3, backwards=2, clip=0.3),
-    "added without no_sync": Run("mlp", 3, steps=2, backwards=2, quiet=False),
-    "gathered ahead": Run("gpt", 3, steps=3, options={"prefetch": 2}),
-    "when needed": Run("gpt", 3, steps=3, options={"overlap": False}),
-    "kept for backward": Run("gpt", 3, steps=2, options={"keep_gathered": True}),
-    "buffers": Run("conv", 3, steps=3),
-    "frozen, at times unused": Run("partial", 3, steps=4, precision=BF16),
-    "another way each time": Run("wandering", 3, steps=4),
-    "looked up elsewhere": Run("reaching", 3, steps=3),
-}
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_bits_are_those_of_memory_on_every_way(worlds, disk, name):
-    run = WAYS[name]
-    world = worlds(2 + list(WAYS).index(name) % 2)
-    wanted = train_world(world, run)
-    found = train_world(world, replace(run, options={**run.options, "tier": disk}))
-    assert found[1] == wanted[1]
-    assert_same_bits(found[0], wanted[0])
-
-
-@pytest.fixture(scope="module")
-def two_by_two():
-    with ringcomm.local_world(4, nodes=[2, 2], timeout=60) as world:
-        yield world
-
-
-def test_over_nodes_it_goes_with_params_of_the_world(two_by_two, disk):
-    """A copy on each node is refused, since ranks read it out of their peers' memory."""
-    run = Run("gpt", 3, steps=2, options={"params": "world"})
-    wanted = train_world(two_by_two, run)
-    found = train_world(two_by_two, replace(run, options={"params": "world", "tier": disk}))
-    assert_same_bits(found[0], wanted[0])
-    with pytest.raises(ArgumentError, match='expected params="world" with it over several nodes'):
-        train_world(two_by_two, replace(run, options={"tier": disk}))
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_other_stages_refuse_it(disk, stage):
-    with pytest.raises(ArgumentError, match=rf"tier: expected stage 3, got {stage}, where each"):
-        zero.shard(torch.nn.Linear(2, 2), stage, comm="alone", options=zero.ZeroOptions(tier=disk))
 
 
 def test_what_is_no_disk_is_refused():

@@ -243,33 +243,6 @@ def test_kept_modules_have_fp32_and_compute_in_it(worlds, base, stage, init_dtyp
             assert dtype is (wide if kept else narrow), name
 
 
-@pytest.mark.parametrize(
-    ("name", "kept"),
-    [
-        ("bf16-mixed", KEPT),
-        ("bf16-remainder", KEPT),
-        ("bf16-pure-sr", KEPT),
-        # Whole units, and the children of a list, which has no forward.
-        ("bf16-mixed", ("blocks.0", "blocks.2")),
-        ("bf16-mixed", ("blocks",)),
-    ],
-)
-def test_all_stages_end_with_the_same_bits_where_modules_stay_fp32(worlds, base, name, kept):
-    precision = Precision.preset(name, keep_fp32=kept)
-
-    def work(comm, stage):
-        module, optimizer = build(comm, base, stage, precision)
-        norms = take_steps(comm, module, optimizer, range(3))
-        return zero.full_state_dict(module), norms
-
-    for world_size in (1, 3):
-        wanted, wanted_norms = worlds(world_size).run(work, 0)[0]
-        for stage in (1, 2, 3):
-            for state, norms in worlds(world_size).run(work, stage):
-                assert_same_bits(state, wanted)
-                assert norms == wanted_norms
-
-
 def test_a_kept_module_is_what_torch_computes_in_fp32(worlds):
     """The norm's weight is trained as in one process, with FP32 gradients and no master."""
 

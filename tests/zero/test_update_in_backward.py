@@ -20,13 +20,10 @@ from ringcomm import Disk, DiskError, zero
 from ringcomm.comm.local_world import LocalWorld
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError
 from ringcomm.optim import (
-    SGD,
     Adafactor,
     AdamW,
-    AdamW8bit,
     AdamWOptions,
     GradScaler,
-    Lion,
     LossScaler,
     Muon,
     muon_groups,
@@ -44,7 +41,6 @@ from tests.zero.test_memory import held_bytes
 
 Tensor = torch.Tensor
 EARLY = AdamWOptions(update="in_backward")
-ROUNDED = replace(BF16, reduce=torch.bfloat16)
 PIECE = 512
 #: The turn without a backward that reduces, whose step updates everything.
 QUIET_TURN = 2
@@ -106,52 +102,13 @@ def trained(
 
 # ---- bits ---------------------------------------------------------------------------------------
 
-REMAINDER = AdamWOptions(master="remainder")
-STOCHASTIC = AdamWOptions(master="none", rounding="stochastic", seed=5)
-INLINE = {"overlap": False}
-RUNS = [
-    Run("gpt", 2),
-    Run("mlp", 2, backwards=3, options=INLINE),
-    Run("partial", 2, adamw=AdamWOptions(unused="zero")),
-    Run("wandering", 2, precision=BF16, options={"in_flight": 1}),
-    Run("reaching", 2, precision=replace(BF16, master="remainder"), adamw=REMAINDER),
-    Run("conv", 2, precision=ROUNDED, backwards=2),
-    Run("partial", 2, precision=BF16, kind=torch.optim.NAdam),
-    Run("mlp", 2, kind=AdamW8bit),
-    Run("gpt", 3, precision=BF16, adamw=AdamWOptions(accumulate_dtype=torch.float32), backwards=2),
-    Run("mlp", 3, options=INLINE, kind=SGD, settings={"momentum": 0.9}),
-    Run("partial", 3, precision=ROUNDED, adamw=AdamWOptions(unused="zero")),
-    Run("wandering", 3, kind=Lion, options={"in_flight": 1, "prefetch": 2}),
-    Run("reaching", 3, precision=BF16, kind=AdamW8bit),
-    Run("conv", 3, kind=torch.optim.Adagrad, backwards=3),
-    Run("mlp", 3, precision=replace(BF16, master="none", rounding="stochastic"), adamw=STOCHASTIC),
-]
 
-
-def name_of(run: Run) -> str:
-    return f"{run.stage}-{run.model}-{run.kind.__name__}"
-
-
-@pytest.mark.parametrize("run", RUNS, ids=name_of)
-def test_the_bits_are_those_of_updates_in_the_step(worlds, folder, run):
-    """In a world of one, two or three, with either tier on one side."""
-    tier = ("memory", "disk")[RUNS.index(run) % 2]
-    world_size = 1 + RUNS.index(run) % 3
-    early = replace(run, adamw=replace(run.adamw, tier=on_disk(folder, 20_000)))
-    base = new_model(run.model)
-
-    def work(comm):
-        wanted = trained(comm, base, run, False)
-        found = trained(comm, base, early if tier == "disk" else run, True)
-        assert_same_bits(found, wanted)
-
-    worlds(world_size).run(work)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_checkpoints_are_the_same_files(worlds, folder, tmp_path, stage):
-    base, run = new_model("partial"), Run("partial", stage, precision=BF16)
-    early = replace(run, adamw=AdamWOptions(tier=on_disk(folder)))
+@pytest.mark.parametrize(("stage", "unused"), [(2, "zero"), (3, "skip")])
+def test_checkpoints_are_the_same_files(worlds, folder, tmp_path, stage, unused):
+    """Also after a turn without a backward that reduces, whose step updates everything."""
+    adamw = AdamWOptions(unused=unused)
+    base, run = new_model("partial"), Run("partial", stage, precision=BF16, adamw=adamw)
+    early = replace(run, adamw=replace(adamw, tier=on_disk(folder)))
 
     def work(comm):
         trained(comm, base, run, False, tmp_path)
@@ -160,21 +117,6 @@ def test_checkpoints_are_the_same_files(worlds, folder, tmp_path, stage):
     worlds(2).run(work)
     wanted, found = (files_below(tmp_path / str(early)) for early in (False, True))
     assert wanted == found and len(wanted) == 3
-
-
-BY_NODE = {"state": "node"}
-CHOICES = [(2, {}), (2, BY_NODE), (3, {}), (3, BY_NODE), (3, {"params": "world"})]
-
-
-@pytest.mark.parametrize(("stage", "choice"), CHOICES, ids=str)
-def test_the_bits_are_the_same_over_nodes(stage, choice):
-    base, run = new_model("mlp"), Run("mlp", stage, steps=3, precision=BF16, options=choice)
-
-    def work(comm):
-        assert_same_bits(trained(comm, base, run, True), trained(comm, base, run, False))
-
-    with ringcomm.local_world(4, nodes=[2, 2], timeout=60) as world:
-        world.run(work)
 
 
 # ---- a loop to take apart -----------------------------------------------------------------------

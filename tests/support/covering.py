@@ -1,0 +1,163 @@
+"""Covering arrays: a few cases that have each pair of values, in place of the product of all.
+
+``@covering(stage=STAGES, dtype=DTYPES)`` parametrizes a test so that each pair of values of two
+parameters occurs in a case; with ``strength=1`` each value does. ``make test-all`` sets
+RINGCOMM_TEST_CASES=all and runs the whole product.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any, TypeAlias
+
+import pytest
+
+Case: TypeAlias = dict[str, Any]
+#: Of some or all parameters of a case by name; False once no further values can make it valid.
+Valid: TypeAlias = Callable[[Mapping[str, Any]], bool]
+
+EVERY_CASE = os.environ.get("RINGCOMM_TEST_CASES") == "all"
+
+_Places: TypeAlias = dict[str, int]  # the number of a value, by axis
+
+
+def is_valid(case: Mapping[str, Any]) -> bool:
+    """Accepts every case."""
+    return True
+
+
+class _Array:
+    """The construction of one covering array, a case at a time."""
+
+    def __init__(self, axes: Mapping[str, Sequence[Any]], valid: Valid, strength: int) -> None:
+        self._axes = axes
+        self._valid = valid
+        self._strength = strength
+        self._uses: Counter[tuple[str, int]] = Counter()
+        # An ordered set, so that the array is the same in every process.
+        self._open = dict.fromkeys(self._tuples({name: len(axes[name]) for name in axes}))
+
+    def _tuples(self, sizes: Mapping[str, int]) -> Iterator[tuple[tuple[str, int], ...]]:
+        for names in combinations(self._axes, self._strength):
+            for numbers in product(*(range(sizes[name]) for name in names)):
+                yield tuple(zip(names, numbers, strict=True))
+
+    def case_of(self, places: _Places) -> Case:
+        """Returns the values at these places, in the order of the axes."""
+        return {name: self._axes[name][places[name]] for name in self._axes if name in places}
+
+    def _completed(self, places: _Places, left: Sequence[str]) -> _Places | None:
+        """Returns a valid case that has these values, or None if there is none."""
+        if not self._valid(self.case_of(places)):
+            return None
+        if not left:
+            return places
+        for number in range(len(self._axes[left[0]])):
+            found = self._completed({**places, left[0]: number}, left[1:])
+            if found is not None:
+                return found
+        return None
+
+    def _gain(self, places: _Places, name: str, number: int) -> int:
+        """Returns how many open tuples a value closes with those that are there."""
+        order = list(self._axes)
+        closed = 0
+        for others in combinations(places, self._strength - 1):
+            names = sorted((*others, name), key=order.index)
+            closed += tuple((n, number if n == name else places[n]) for n in names) in self._open
+        return closed
+
+    def _extended(self, places: _Places) -> _Places:
+        """Gives each axis the value that closes most tuples, of equals the one least used."""
+        for name in sorted(self._axes, key=lambda name: -len(self._axes[name])):
+            if name in places:
+                continue
+            numbers = sorted(
+                range(len(self._axes[name])),
+                key=lambda number: (-self._gain(places, name, number), self._uses[name, number]),
+            )
+            for number in numbers:
+                found = {**places, name: number}
+                if self._completed(found, [each for each in self._axes if each not in found]):
+                    places = found
+                    break
+        return places
+
+    def cases(self) -> Iterator[Case]:
+        """Yields cases until each tuple that a valid case has occurs in one."""
+        while self._open:
+            first = next(iter(self._open))
+            left = [name for name in self._axes if name not in dict(first)]
+            if self._completed(dict(first), left) is None:
+                del self._open[first]
+                continue
+            places = self._extended(dict(first))
+            for names in combinations(self._axes, self._strength):
+                self._open.pop(tuple((name, places[name]) for name in names), None)
+            self._uses.update(places.items())
+            yield self.case_of(places)
+
+
+def covering_array(
+    axes: Mapping[str, Sequence[Any]], valid: Valid = is_valid, strength: int = 2
+) -> list[Case]:
+    """Returns cases in which each tuple of values that a valid case can have occurs.
+
+    Args:
+        axes: the values of each parameter.
+        valid: refuses cases; it is asked of partial ones, too.
+        strength: 2 covers pairs of values of two parameters, and 1 values.
+    """
+    return list(_Array(axes, valid, min(strength, len(axes))).cases())
+
+
+def product_of(axes: Mapping[str, Sequence[Any]], valid: Valid = is_valid) -> list[Case]:
+    """Returns all valid cases."""
+    cases = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+    return [case for case in cases if valid(case)]
+
+
+def name_of(value: Any) -> str:
+    """Returns the part of a test's name that stands for a value."""
+    return str(getattr(value, "__name__", value)).removeprefix("torch.").replace(" ", "_")
+
+
+def covering(
+    strength: int = 2, valid: Valid = is_valid, **axes: Sequence[Any] | Mapping[str, Any]
+) -> pytest.MarkDecorator:
+    """Parametrizes a test with a covering array of its parameters, or in test-all with all cases.
+
+    Args:
+        strength: see :func:`covering_array`.
+        valid: refuses cases, of which it is given the values' names where an axis has names.
+        axes: the values of each parameter, or a mapping that names them.
+    """
+    named = {
+        name: values if isinstance(values, Mapping) else {name_of(each): each for each in values}
+        for name, values in axes.items()
+    }
+    for name, values in axes.items():
+        assert len(named[name]) == len(values), f"{name}: two values have one name"
+    keys = {name: list(values) for name, values in named.items()}
+
+    def accepts(case: Mapping[str, Any]) -> bool:
+        return valid(
+            {
+                name: each if isinstance(axes[name], Mapping) else named[name][each]
+                for name, each in case.items()
+            }
+        )
+
+    cases = product_of(keys, accepts) if EVERY_CASE else covering_array(keys, accepts, strength)
+    return pytest.mark.parametrize(
+        tuple(axes),
+        [
+            pytest.param(
+                *(named[name][each] for name, each in case.items()), id="-".join(case.values())
+            )
+            for case in cases
+        ],
+    )

@@ -1,0 +1,687 @@
+"""The parameters of a training have the same bits, however it is spread over ranks and memory.
+
+The cases are a covering array: each pair of values of two axes occurs in one, apart from the pairs
+that the library refuses (``REFUSALS``). Each case trains a model with the loop of ``models.train``
+and compares parameters, buffers and norms of gradients with a reference, which differs in all that
+must not change bits: it has stage 0, one node, memory, updates in the step and no overlap. Codes
+of gradients and parameters have bits of their own over several nodes; their reference has stage 1
+and the same nodes. The codes themselves are checked against independent arithmetic in
+``test_coded_params.py`` and ``test_error_feedback.py``, and training against torch's in
+``test_stages.py``.
+
+============ ===================================================================================
+axis         property of a case that passes
+============ ===================================================================================
+stage        all stages reduce, update and gather the same numbers in the same order
+model        tied weights, convolutions with buffers, frozen and unused parameters, layers in
+             another order at each step and look-ups of weights elsewhere lose no gradient
+optimizer    a rule that is spread over ranks, by element, by block or by owner, is the whole rule
+precision    masters, remainders, stochastic rounding and gradients rounded to 16 bits round at the
+             same places at all stages; modules that stay FP32 have neither masters nor rounding
+nodes        sums over nodes are those of one node that adds in blocks of a node's ranks, whether
+             a node has one rank, several, or another number than the next
+place        copies of state or of parameters on each node end alike, and no norm counts one twice
+tier         a disk returns the state or the parameters that it was given
+update       updates in backward see the gradients, steps and rates of updates in the step; the
+             bound of a norm takes the norm of all ranks
+wire         coded gradients are the same codes at all stages, residuals belong to elements, not to
+             ranks of a stage, and all nodes decode the same parameters
+accumulation several backwards add up in the gradient's dtype or in FP32, at each place once
+schedule     buffers that are reduced, gathered ahead or kept are neither read early nor late
+============ ===================================================================================
+
+``MUTANTS`` has a mistake for each axis, which its case must catch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ringcomm
+from ringcomm import CommOptions, Disk, LocalWorld, zero
+from ringcomm.comm.arguments import OP_CODES
+from ringcomm.comm.nodes import sums, wires
+from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.memory.disk_chunks import DiskChunks
+from ringcomm.optim import SGD, Adafactor, AdamW, AdamW8bit, AdamWOptions, Lion, Muon, tiers
+from ringcomm.optim.clipping import NormBound
+from ringcomm.optim.gradients import Accumulator
+from ringcomm.optim.kernels import StepTable
+from ringcomm.optim.reduction import HostReducer, Into
+from ringcomm.zero.buckets import ShardedBucket, WorldBucket
+from ringcomm.zero.gather import HostCopier
+from ringcomm.zero.stage_kernels import RoundedKernels, StageKernels
+from ringcomm.zero.updates import BackwardUpdates
+from tests.memory.disk_folder import skip_unless_disk
+from tests.support.covering import Case, covering_array
+from tests.zero.job import BF16
+from tests.zero.models import MODELS, Run, State, assert_same_bits, train_world
+from tests.zero.test_error_feedback import MUTANTS as FEEDBACK_MUTANTS
+
+Tensor = torch.Tensor
+Ended = tuple[State, list[float]]
+#: By axis, values: any of them with any of the other axes.
+Where = dict[str, tuple[Any, ...]]
+
+# ---- the axes -----------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (AdamW, {}),
+    "AdamW8bit": (AdamW8bit, {}),
+    "SGD": (SGD, {"momentum": 0.9, "nesterov": True}),
+    "Lion": (Lion, {}),
+    "Muon": (Muon, {}),
+    "Adafactor": (Adafactor, {}),
+    "torch.NAdam": (torch.optim.NAdam, {}),
+    "torch.Rprop": (torch.optim.Rprop, {}),
+}
+PRECISIONS = {
+    "fp32": zero.Precision(),
+    "masters": BF16,
+    "rounded": replace(BF16, reduce=torch.bfloat16, output=torch.float32),
+    "remainders": replace(BF16, master="remainder"),
+    "stochastic": replace(BF16, master="none", rounding="stochastic"),
+    "kept": BF16,
+    "kept stochastic": replace(BF16, master="none", rounding="stochastic"),
+}
+# Modules that stay FP32 with "kept", by model: in the root, whole units, parts of them.
+KEPT_FP32 = {
+    "mlp": ("head",),
+    "gpt": ("blocks.*.attention",),
+    "conv": ("normal",),
+    "partial": ("lora_a", "frozen", "head"),
+    "wandering": ("layers.1",),
+    "reaching": ("blocks",),
+}
+NODES = {"1": [1], "2": [2], "3": [3], "2+2": [2, 2], "1+1+1": [1, 1, 1], "2+1": [2, 1]}
+PLACES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "state by node": {"state": "node"},
+    "params by world": {"params": "world"},
+}
+WIRES = {
+    "plain": zero.Wire(),
+    "gradients": zero.Wire(gradients="int8"),
+    "fed back": zero.Wire(gradients="int4", error_feedback=True),
+    "parameters": zero.Wire(parameters="int8"),
+    "both": zero.Wire(gradients="int8", parameters="fp8"),
+}
+BACKWARDS = {"once": 1, "under no_sync": 2, "in fp32": 3, "added": 2}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "inline": {"overlap": False},
+    "overlap": {"overlap": True},
+    "one buffer": {"overlap": True, "in_flight": 1, "prefetch": 0},
+    "ahead": {"overlap": True, "in_flight": 4, "prefetch": 3},
+    "kept gathered": {"overlap": True, "keep_gathered": True},
+}
+AXES: dict[str, tuple[Any, ...]] = {
+    "stage": (0, 1, 2, 3),
+    "model": tuple(MODELS),
+    "optimizer": tuple(OPTIMIZERS),
+    "precision": tuple(PRECISIONS),
+    "nodes": tuple(NODES),
+    "place": tuple(PLACES),
+    "tier": ("memory", "state", "parameters"),
+    "update": ("in step", "clipped", "in backward"),
+    "wire": tuple(WIRES),
+    "accumulation": tuple(BACKWARDS),
+    "schedule": tuple(SCHEDULES),
+}
+USUAL: Case = {name: values[0] for name, values in AXES.items()}
+SEVERAL = ("2+2", "1+1+1", "2+1")
+
+
+NO_MASTERS = ("remainders", "stochastic", "kept stochastic")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Values that do not go together, and the error that says so.
+
+    Attributes:
+        where: by axis, the values of which any one is refused with any of the other axes.
+        error: its class.
+        text: a pattern of its message.
+    """
+
+    where: Where
+    error: type[Exception]
+    text: str
+
+
+REFUSALS = [
+    Refusal(
+        {"stage": (0, 1, 2), "tier": ("parameters",)},
+        ArgumentError,
+        "tier: expected stage 3, got",
+    ),
+    Refusal(
+        {"tier": ("parameters",), "nodes": ("2+2", "1+1+1"), "place": ("default",)},
+        ArgumentError,
+        'tier: expected params="world" with it over several nodes',
+    ),
+    Refusal(
+        {"tier": ("parameters",), "place": ("state by node",)},
+        ArgumentError,
+        'tier: expected params="world" with it over several nodes',
+    ),
+    Refusal(
+        {"stage": (0, 1), "update": ("in backward",)},
+        ArgumentError,
+        'update: expected "in_step" at stage',
+    ),
+    Refusal(
+        {"tier": ("parameters",), "update": ("in backward",)},
+        UnsupportedError,
+        r'update: expected "in_step" with ZeroOptions\(tier=\)',
+    ),
+    Refusal(
+        {"update": ("in backward",), "accumulation": ("added",)},
+        ArgumentError,
+        r"a backward has updated.* Call optimizer\.step\(\)",
+    ),
+    Refusal(
+        {"stage": (0,), "wire": ("parameters", "both")},
+        ArgumentError,
+        "expected stage 1, 2 or 3 with it, got 0",
+    ),
+    Refusal(
+        {"place": ("state by node",), "wire": ("parameters", "both")},
+        ArgumentError,
+        'expected state="world" with it',
+    ),
+    Refusal(
+        {"precision": NO_MASTERS, "wire": ("parameters", "both")},
+        ArgumentError,
+        'expected master="fp32" and rounding="nearest" with it',
+    ),
+    Refusal(
+        {"tier": ("parameters",), "wire": ("parameters", "both")},
+        UnsupportedError,
+        "tier: expected None with wire: parameters",
+    ),
+    Refusal(
+        {"tier": ("state",), "wire": ("parameters", "both")},
+        UnsupportedError,
+        "tier: expected None with",
+    ),
+    Refusal(
+        {"nodes": ("2+1",), "place": ("state by node",)},
+        UnsupportedError,
+        'state="node": expected nodes with equally many ranks',
+    ),
+    Refusal(
+        {"stage": (3,), "nodes": ("2+1",), "place": ("default",)},
+        UnsupportedError,
+        'params="node" at stage 3: expected nodes with equally many ranks',
+    ),
+    Refusal(
+        {"nodes": ("2+1",), "wire": ("fed back",)},
+        UnsupportedError,
+        "error_feedback=True: expected nodes with",
+    ),
+    Refusal(
+        {"optimizer": ("Muon", "Adafactor"), "precision": NO_MASTERS},
+        UnsupportedError,
+        'expected (kernels="native" and master="fp32"|rounding="nearest")',
+    ),
+    Refusal(
+        {"optimizer": ("Muon", "Adafactor"), "update": ("in backward",)},
+        ArgumentError,
+        'update: expected "in_step", got "in_backward"',
+    ),
+    Refusal(
+        {"optimizer": ("torch.NAdam", "torch.Rprop"), "precision": NO_MASTERS},
+        UnsupportedError,
+        "is what the kernels of ringcomm.optim.AdamW can",
+    ),
+]
+
+
+ONE_NODE = ("1", "2", "3")
+# Values that the library takes and that change nothing, so that their pairs would prove nothing.
+IDLE: list[Where] = [
+    {"nodes": ONE_NODE, "wire": tuple(WIRES)[1:]},
+    {"nodes": ONE_NODE, "place": tuple(PLACES)[1:]},
+    {"stage": (0,), "place": ("state by node",)},
+    {"stage": (0, 1, 2), "place": ("params by world",)},
+    {"stage": (0, 1), "schedule": tuple(SCHEDULES)[1:]},
+    {"stage": (2,), "schedule": ("kept gathered",)},
+]
+
+
+def has(case: Mapping[str, Any], where: Where) -> bool:
+    """Returns whether a case has one of the values of each axis."""
+    return all(name in case and case[name] in values for name, values in where.items())
+
+
+def accepted(case: Mapping[str, Any]) -> bool:
+    return not any(has(case, where) for where in (*(each.where for each in REFUSALS), *IDLE))
+
+
+CASES = covering_array(AXES, accepted)
+
+
+def name_of(case: Case) -> str:
+    return ",".join(str(value) for value in case.values()).replace(" ", "_")
+
+
+def run_of(case: Case, folder: Path) -> Run:
+    """Returns the settings of a case."""
+    precision = PRECISIONS[case["precision"]]
+    if case["precision"].startswith("kept"):
+        precision = replace(precision, keep_fp32=KEPT_FP32[case["model"]])
+    piece_bytes = tiers.LEAST_BUFFERS * tiers.LARGEST_ELEM_BYTES * 512
+    adamw = AdamWOptions(
+        update="in_backward" if case["update"] == "in backward" else "in_step",
+        accumulate_dtype=torch.float32 if case["accumulation"] == "in fp32" else None,
+        tier=Disk(folder, piece_bytes, 16 << 10) if case["tier"] == "state" else None,
+    )
+    options = {**PLACES[case["place"]], **SCHEDULES[case["schedule"]], "wire": WIRES[case["wire"]]}
+    if case["tier"] == "parameters":
+        options["tier"] = Disk(folder, buffer_bytes=24 << 10, resident_bytes=12 << 10)
+    kind, settings = OPTIMIZERS[case["optimizer"]]
+    return Run(
+        case["model"],
+        case["stage"],
+        steps=2,
+        backwards=BACKWARDS[case["accumulation"]],
+        quiet=case["accumulation"] != "added",
+        clip=0.3 if case["update"] == "clipped" else None,
+        precision=precision,
+        options=options,
+        adamw=adamw,
+        kind=kind,
+        settings=settings,
+    )
+
+
+def reference_of(case: Case) -> Case:
+    """Returns the case whose bits a case must have; ``nodes`` names the world that sums alike."""
+    changed: Case = {"tier": "memory", "schedule": "inline", "stage": 0, "place": "default"}
+    if case["update"] == "in backward":
+        changed["update"] = "in step"
+    # Stages 2 and 3 reduce each backward: they add sums of ranks, where others sum additions.
+    if case["accumulation"] == "added" and case["stage"] >= 2:
+        changed["stage"] = 2
+    if case["nodes"] not in SEVERAL:
+        changed["wire"] = "plain"  # codes cross between nodes alone
+    elif case["wire"] != "plain":
+        changed["stage"] = max(1, changed["stage"])
+        # Where each node has all state, sums of gradients cross and are coded once more.
+        if case["place"] == "state by node" and case["stage"] > 0:
+            changed["place"] = "state by node"
+    return {**case, **changed}
+
+
+# ---- worlds -------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """The worlds of this file, and the ends of the references that were trained."""
+
+    def __init__(self, worlds: Callable[[int], LocalWorld], folder: Path) -> None:
+        self._worlds = worlds
+        self._folder = folder
+        self._over_nodes: dict[tuple[str, bool], LocalWorld] = {}
+        self._ends: dict[str, Ended] = {}
+
+    def _world(self, nodes: str, alone: bool) -> LocalWorld:
+        """Returns a world of several nodes, or ``alone`` the one of one node that adds alike."""
+        sizes = NODES[nodes]
+        # A sum over nodes of one rank, and over two nodes where the last has one, has no blocks.
+        if len(sizes) == 1 or (alone and nodes != "2+2"):
+            return self._worlds(sum(sizes))
+        built = self._over_nodes.get((nodes, alone))
+        if built is None or any(comm.aborted for comm in built):
+            self._over_nodes[nodes, alone] = ringcomm.local_world(
+                sum(sizes),
+                nodes=None if alone else sizes,
+                options=CommOptions(sum_blocks=2 if alone else 0),
+                timeout=60,
+            )
+        return self._over_nodes[nodes, alone]
+
+    def train(self, case: Case) -> Ended:
+        return train_world(self._world(case["nodes"], False), run_of(case, self._folder))
+
+    def reference(self, case: Case) -> Ended:
+        wanted = reference_of(case)
+        name = name_of(wanted)
+        if name not in self._ends:
+            world = self._world(case["nodes"], wanted["wire"] == "plain")
+            self._ends[name] = train_world(world, run_of(wanted, self._folder))
+        return self._ends[name]
+
+    def check(self, case: Case) -> None:
+        """Raises AssertionError unless a case ends as its reference does."""
+        wanted, norms = self.reference(case)
+        found, told = self.train(case)
+        assert told == norms
+        assert_same_bits(found, wanted)
+
+    def close(self) -> None:
+        for world in self._over_nodes.values():
+            world.close()
+
+
+@pytest.fixture(scope="module")
+def trainer(worlds, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    made = Trainer(worlds, skip_unless_disk(tmp_path_factory.mktemp("disk")))
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def small_buckets_are_coded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In segments of a few blocks; ranks are threads of one core."""
+    monkeypatch.setattr(wires, "CODED_ABOVE_BYTES", 64)
+    monkeypatch.setattr(sums, "SEGMENT_BYTES", 4096)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- the cases ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_a_case_ends_with_the_bits_of_its_reference(trainer: Trainer, case: Case) -> None:
+    trainer.check(case)
+
+
+def test_every_pair_of_values_is_in_a_case_or_refused():
+    for (one, values), (other, others) in combinations(AXES.items(), 2):
+        for pair in product(values, others):
+            covered = any((case[one], case[other]) == pair for case in CASES)
+            assert covered is accepted({one: pair[0], other: pair[1]}), (one, other, pair)
+
+
+def refused_only_by(refusal: Refusal, values: Case) -> Case:
+    """Returns a case with these values that no other refusal matches."""
+    for stage, place in product((3, 2, 1), PLACES):
+        case = {**USUAL, "nodes": "2+2", "stage": stage, "place": place, **values}
+        if [each for each in REFUSALS if has(case, each.where)] == [refusal]:
+            return case
+    raise AssertionError(f"other values are refused with {values}")
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: "-".join(refusal.where))
+def test_values_that_do_not_go_together_are_refused(refusal: Refusal, tmp_path: Path) -> None:
+    folder = skip_unless_disk(tmp_path)
+    for values in product(*refusal.where.values()):
+        case = refused_only_by(refusal, dict(zip(refusal.where, values, strict=True)))
+        sizes = NODES[case["nodes"]]
+        with (
+            ringcomm.local_world(sum(sizes), nodes=sizes, timeout=60) as world,
+            pytest.raises(refusal.error, match=refusal.text),
+        ):
+            train_world(world, run_of(case, folder))
+
+
+@pytest.mark.parametrize("where", IDLE, ids="-".join)
+def test_idle_values_change_nothing(trainer: Trainer, where: Where) -> None:
+    for values in covering_array(where, strength=1):
+        trainer.check({**USUAL, "stage": 2, "nodes": "2+2", **values})
+
+
+# Values of an axis that have bits of their own, with a case in which they have.
+OWN_BITS: list[tuple[str, tuple[Any, ...], Case]] = [
+    ("optimizer", AXES["optimizer"], {}),
+    # Remainders are masters, apart from ties.
+    ("precision", tuple(name for name in PRECISIONS if name != "remainders"), {"nodes": "3"}),
+    ("nodes", (*ONE_NODE, "2+2"), {"accumulation": "added", "stage": 2}),
+    ("place", ("default", "state by node"), {"stage": 1, "nodes": "2+2", "wire": "gradients"}),
+    ("update", ("in step", "clipped"), {}),
+    ("wire", AXES["wire"], {"stage": 1, "nodes": "2+2"}),
+    ("accumulation", AXES["accumulation"], {"stage": 2, "precision": "masters"}),
+]
+
+
+@pytest.mark.parametrize(("axis", "values", "rest"), OWN_BITS, ids=[own[0] for own in OWN_BITS])
+def test_settings_with_bits_of_their_own_differ(
+    trainer: Trainer, axis: str, values: tuple[Any, ...], rest: Case
+) -> None:
+    """So the references are of what the cases say, and the comparison sees such differences."""
+    ends = [trainer.reference({**USUAL, **rest, axis: value}) for value in values]
+    for (one, _), (other, _) in combinations(ends, 2):
+        assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_nodes_do_not_have_the_bits_of_one_node_that_adds_in_one_go(
+    trainer: Trainer, worlds: Callable[[int], LocalWorld], tmp_path: Path
+) -> None:
+    case = {**USUAL, "stage": 2, "nodes": "2+2", "accumulation": "added"}
+    wanted, _ = trainer.reference(case)
+    other, _ = train_world(worlds(4), run_of(case, tmp_path))
+    assert any(not torch.equal(other[name], wanted[name]) for name in wanted)
+
+
+# ---- mutants ------------------------------------------------------------------------------------
+
+Patch = pytest.MonkeyPatch
+
+
+def fills_once(patch: Patch, kind: type[ShardedBucket]) -> None:
+    """Stage 3 goes on computing with the parameters that it has gathered first."""
+    fill, first = kind.fill, dict[ShardedBucket, Tensor]()
+
+    def stale(bucket: ShardedBucket) -> None:
+        fill(bucket)
+        bucket.flat.copy_(first.setdefault(bucket, bucket.flat.clone()))
+
+    patch.setattr(kind, "fill", stale)
+
+
+def fills_half(patch: Patch) -> None:
+    def half(copier: HostCopier, bucket: ShardedBucket) -> None:
+        bucket.fill()
+        bucket.flat[bucket.flat.numel() // 2 :].zero_()
+
+    patch.setattr(HostCopier, "_fill", half)
+
+
+def with_argument(patch: Patch, place: int, value: Any) -> None:
+    """Calls the native reduction of a bucket with another argument."""
+    arguments = HostReducer._arguments
+
+    def changed(reducer: HostReducer, *given: Any) -> tuple[Any, ...]:
+        found: list[Any] = list(arguments(reducer, *given))
+        found[place] = value
+        return tuple(found)
+
+    patch.setattr(HostReducer, "_arguments", changed)
+
+
+def writes_hyper_once(patch: Patch) -> None:
+    write = StepTable.write_hyper
+
+    def first(table: StepTable, *given: Any) -> None:
+        if not table._rows:
+            write(table, *given)
+
+    patch.setattr(StepTable, "write_hyper", first)
+
+
+def steps_everything(patch: Patch) -> None:
+    write = StepTable.write_active
+
+    def every(table: StepTable, active: list[float], digest: float) -> None:
+        write(table, [1.0] * len(active), digest)
+
+    patch.setattr(StepTable, "write_active", every)
+
+
+def adds_in_another_order(patch: Patch) -> None:
+    terms = sums.SumsOverNodes._terms
+
+    def reverse(calls: sums.SumsOverNodes, *given: Any) -> dict[int, list[int]]:
+        return {target: ptrs[::-1] for target, ptrs in terms(calls, *given).items()}
+
+    patch.setattr(sums.SumsOverNodes, "_terms", reverse)
+
+
+def writes_no_chunk(patch: Patch) -> None:
+    leave = DiskChunks._leave
+    patch.setattr(
+        DiskChunks, "_leave", lambda store, chunk, write: leave(store, chunk, write=False)
+    )
+
+
+def rounds_no_gradient(patch: Patch) -> None:
+    def exact(kernels: RoundedKernels, bucket: Any, kind: str, words: Tensor) -> None:
+        into = torch.empty(bucket.chunk.elems)
+        kernels.reducer.reduce(bucket.grads, Into(into, kind, words))
+        kernels._shards[bucket.number] = into
+
+    patch.setattr(RoundedKernels, "reduce_norm", exact)
+
+
+def rounds_masters(patch: Patch) -> None:
+    update = StageKernels.update_shard
+
+    def rounded(kernels: StageKernels, bucket: Any, grad: Tensor) -> None:
+        update(kernels, bucket, grad)
+        bucket.state.master.copy_(bucket.own_params)
+
+    patch.setattr(StageKernels, "update_shard", rounded)
+
+
+def steps_at_each_bucket(patch: Patch) -> None:
+    advance = BackwardUpdates._advance
+
+    def again(updates: BackwardUpdates, *given: Any) -> None:
+        advance(updates, *given)
+        updates._owner.table.step.add_(1)
+
+    patch.setattr(BackwardUpdates, "_advance", again)
+
+
+def codes_otherwise(patch: Patch) -> None:
+    fill = WorldBucket.fill
+
+    def otherwise(bucket: WorldBucket) -> None:
+        wire, bucket.wire = bucket.wire, "fp8"
+        fill(bucket)
+        bucket.wire = wire
+
+    patch.setattr(WorldBucket, "fill", otherwise)
+
+
+def adds_in_16_bits(patch: Patch) -> None:
+    add = Accumulator.add
+
+    def narrow(accumulator: Accumulator, param: Tensor, called: str) -> None:
+        add(accumulator, param, called)
+        for each in accumulator.flats():
+            each.copy_(each.to(torch.bfloat16))
+
+    patch.setattr(Accumulator, "add", narrow)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake in the library.
+
+    Attributes:
+        axis: the axis of which it is.
+        make: makes the mistake.
+        case: what the case that must see it has; the rest is usual.
+    """
+
+    axis: str
+    make: Callable[[Patch], None]
+    case: Case
+
+
+MUTANTS = {
+    "parameters are stale": Mutant(
+        "stage", lambda patch: fills_once(patch, ShardedBucket), {"stage": 3}
+    ),
+    "nobody averages": Mutant(
+        "stage", lambda patch: with_argument(patch, 3, OP_CODES["SUM"]), {"stage": 2}
+    ),
+    "an unused parameter steps": Mutant(
+        "model",
+        steps_everything,
+        {"stage": 1, "model": "partial"},
+    ),
+    "rates are stale": Mutant("optimizer", writes_hyper_once, {"stage": 1}),
+    "gradients are not rounded": Mutant(
+        "precision", rounds_no_gradient, {"stage": 1, "precision": "rounded"}
+    ),
+    "masters are rounded": Mutant(
+        "precision", rounds_masters, {"stage": 3, "precision": "masters"}
+    ),
+    "sums over nodes follow the ranks": Mutant(
+        "nodes", adds_in_another_order, {"stage": 1, "nodes": "1+1+1"}
+    ),
+    "parameters of other nodes are stale": Mutant(
+        "place",
+        lambda patch: fills_once(patch, WorldBucket),
+        {"stage": 3, "nodes": "2+2", "place": "params by world"},
+    ),
+    "state on a disk is stale": Mutant(
+        "tier",
+        lambda patch: patch.setattr(tiers.RecordBuffer, "put_away", lambda *_: None),
+        {"stage": 1, "tier": "state", "model": "gpt"},
+    ),
+    "parameters on a disk are stale": Mutant(
+        "tier",
+        writes_no_chunk,
+        {"stage": 3, "tier": "parameters", "model": "gpt"},
+    ),
+    "updates in backward step twice": Mutant(
+        "update", steps_at_each_bucket, {"stage": 2, "update": "in backward"}
+    ),
+    "a norm is not bounded": Mutant(
+        "update",
+        lambda patch: patch.setattr(
+            NormBound, "coefficient", lambda bound, norm: torch.ones_like(norm)
+        ),
+        {"stage": 3, "update": "clipped"},
+    ),
+    "nothing is fed back": Mutant(
+        "wire",
+        lambda patch: patch.setattr(wires.FeedbackForm, *FEEDBACK_MUTANTS["nothing"]),
+        {"stage": 2, "nodes": "2+2", "wire": "fed back"},
+    ),
+    "parameters cross in other codes": Mutant(
+        "wire",
+        codes_otherwise,
+        {"stage": 3, "nodes": "2+2", "place": "params by world", "wire": "parameters"},
+    ),
+    "sums are rounded": Mutant(
+        "accumulation",
+        adds_in_16_bits,
+        {"stage": 1, "precision": "masters", "accumulation": "in fp32"},
+    ),
+    "the last backward counts alone": Mutant(
+        "accumulation",
+        lambda patch: with_argument(patch, 5, False),
+        {"stage": 2, "accumulation": "added"},
+    ),
+    "half is gathered ahead": Mutant("schedule", fills_half, {"stage": 3, "schedule": "overlap"}),
+}
+
+
+def test_each_axis_has_a_mutant():
+    assert {mutant.axis for mutant in MUTANTS.values()} == set(AXES)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_caught(trainer: Trainer, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant = MUTANTS[name]
+    case = {**USUAL, "nodes": "2", **mutant.case}
+    trainer.check(case)
+    mutant.make(monkeypatch)
+    with pytest.raises(AssertionError):
+        trainer.check(case)
