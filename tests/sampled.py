@@ -98,7 +98,6 @@ KEPT = {
     # What is held is of the way; the kind scales it.
     "zero/checkpoint/test_pretrained_memory.py": {"test_a_rank_holds_its_shard_and_a_block": 3},
     "zero/checkpoint/test_transformers.py": {"test_a_model_is_what_the_library_loads": 6},
-    "extras/migrate/test_deepspeed.py": {"test_training_is_that_of_options_written_by_hand": 6},
     # Stages differ in where a part lies, and the rank that writes only in a number.
     "zero/test_access.py": {
         "test_a_part_is_gathered_and_written_alone": 10,

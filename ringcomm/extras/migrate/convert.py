@@ -1,50 +1,63 @@
-"""``convert()``: checkpoints of DeepSpeed and of torch's own become ringcomm's."""
+"""``convert()``: checkpoints of DeepSpeed and of torch's own become ringcomm's.
+
+NOTE [DeepSpeed's checkpoints]
+A folder ``global_step<N>`` has files of model states, one at stages 1 and 2 and one a rank at 3,
+and one of optimizer states of each rank. A param group's trainable parameters are flattened one
+after the other. At stages 1 and 2 the flat tensor is cut into a partition for each rank;
+``param_slice_mappings`` says which elements of the partition are which parameter's. At stage 3 each
+parameter is padded to a multiple of W elements and cut, and a rank's parts of them are flattened
+one after the other. FP32 masters and moments lie alike. At stage 3 a param group may be several
+flat ones; the numbers in its "params" are those of the flat ones. DeepSpeed 0.19 writes this.
+
+NOTE [Checkpoints of torch]
+The folder's ``.metadata`` is a pickle that names each tensor's chunks, and their places in the
+files; each chunk there is a file of ``torch.save()`` of its own. The planner has kept the path to
+each value: those of the optimizer lead through "state" and "param_groups", as
+``get_optimizer_state_dict()`` makes them, flattened or not. The rest is the model's.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
-from ringcomm.extras.migrate.dcp_checkpoint import METADATA, read_dcp
-from ringcomm.extras.migrate.deepspeed_checkpoint import find_folder, read_deepspeed
-from ringcomm.extras.migrate.foreign import ForeignState, ForeignTensor
+from ringcomm.extras.migrate.torch_file import (
+    LARGEST_PICKLE_BYTES,
+    Inert,
+    MappedFile,
+    TorchFile,
+    plain_pickle,
+    sizes_of,
+)
 from ringcomm.integers import integer
-from ringcomm.json_reader import DAMAGE, in_words, shown
+from ringcomm.json_reader import DAMAGE, in_words, number_below, read_bounded, shown, text_of
 from ringcomm.module_names import without_wrappers
-from ringcomm.zero.checkpoint import Checkpoints, commit
-from ringcomm.zero.checkpoint.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    Piece,
-    RankRecord,
-    SavedTensor,
-    check_fill,
-    file_name,
-    piece_key,
-)
+from ringcomm.zero.checkpoint import Checkpoints, FlatShard
+from ringcomm.zero.checkpoint.contents import Box
 from ringcomm.zero.checkpoint.module_state import VERSION
-from ringcomm.zero.checkpoint.tensor_file import (
-    TensorEntry,
-    dtype_name,
-    host_blocks,
-    write_file,
-    write_tensor_file,
-)
+from ringcomm.zero.checkpoint.tensor_file import host_blocks
 
 Tensor = torch.Tensor
-T = TypeVar("T")
+# The keys that lead to a value in nested dicts and lists.
+Keys = tuple[Any, ...]
 
 OPERATION = "convert"
+# The file of torch's metadata.
+METADATA = ".metadata"
 # Weights of a byte become at most themselves and three FP32 moments.
 _MOST_GROWTH = 16
+# The hyper-parameters of a param group that AdamW has here, too. The rest says how torch computes.
+HYPER = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "initial_lr")
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 def convert(
@@ -81,18 +94,27 @@ def convert(
     if number is None:
         raise ArgumentError(f"{OPERATION}: step: expected a number from 0 on, got {shown(step)}")
     checkpoints = Checkpoints(root, keep=None)
+    checkpoints.folder(number)
     latest = checkpoints.latest()
     if latest is not None and number <= latest:
         raise ArgumentError(
             f"{OPERATION}: {root}: expected a step after {latest}, which is there, got {number}"
         )
-    target = checkpoints.folder(number)
+    tensors = {f"model.{name}": each for name, each in state.weights.items()}
+    for kind, moments in state.moments.items():
+        tensors |= {f"optim.{kind}.{name}": each for name, each in moments.items()}
+    size_bytes = sum(prod(each.param_shape) * each.dtype.itemsize for each in tensors.values())
+    if size_bytes > _MOST_GROWTH * state.size_bytes:
+        raise CheckpointError(
+            f"{OPERATION}: expected tensors of at most {_MOST_GROWTH} times the "
+            f"{state.size_bytes} bytes of their files, got {size_bytes} bytes: many share memory"
+        )
+    data = {"ringcomm": state.facts(), "tied": state.tied, "user": state.data}
+    own: dict[str, Any] = {"generators": None, "extra": {}}
     try:
-        with commit.whole(target) as partial_folder:
-            _write(partial_folder, state)
-    except OSError as error:
-        raise CheckpointError(f"{OPERATION}: cannot write {target}: {error}") from error
-    return target
+        return checkpoints.save(number, tensors, data=data, rank_data=own)
+    except (ArgumentError, CheckpointError) as error:
+        raise CheckpointError(f"{OPERATION}: {str(error)[:1000]}") from error
 
 
 def read(source: Path, weights_only: bool) -> ForeignState:
@@ -103,120 +125,581 @@ def read(source: Path, weights_only: bool) -> ForeignState:
     folder, state = None, None
     try:
         if (source / METADATA).is_file():
-            state = read_dcp(source, weights_only)
+            state = _TorchCheckpoint(source).state(weights_only)
         else:
-            folder = find_folder(source) if source.is_dir() else None
+            folder = _find_folder(source) if source.is_dir() else None
             if folder is not None:
-                state = read_deepspeed(folder, weights_only)
+                state = _DeepSpeedCheckpoint(folder).state(weights_only)
         if state is not None:
             state.check()
+            return state.settled()
     except (CheckpointError, UnsupportedError):
         raise
     except DAMAGE as error:
         kind = "torch.distributed.checkpoint" if folder is None else "DeepSpeed"
         raise CheckpointError(f"{source}: is no checkpoint of {kind}: {in_words(error)}") from error
-    if state is None:
-        raise CheckpointError(
-            f"{OPERATION}: {source}: expected a folder of DeepSpeed, with files "
-            "*_optim_states.pt or a file latest, or of torch.distributed.checkpoint, with .metadata"
-        )
-    return _in_plain_names(state)
-
-
-def _in_plain_names(state: ForeignState) -> ForeignState:
-    """Returns a state whose parameters and buffers are named without wrappers."""
-    plain = without_wrappers([*state.weights, *state.tied])
-    if all(name == each for name, each in plain.items()):
-        return state
-
-    def by_name(values: Mapping[str, T]) -> dict[str, T]:
-        return {plain.get(name, name): value for name, value in values.items()}
-
-    return replace(
-        state,
-        weights=by_name(state.weights),
-        masters=by_name(state.masters),
-        moments={kind: by_name(each) for kind, each in state.moments.items()},
-        steps=by_name(state.steps),
-        group_params=[[plain.get(name, name) for name in each] for each in state.group_params],
-        tied={plain[alias]: plain.get(name, name) for alias, name in state.tied.items()},
+    raise CheckpointError(
+        f"{OPERATION}: {source}: expected a folder of DeepSpeed, with files "
+        "*_optim_states.pt or a file latest, or of torch.distributed.checkpoint, with .metadata"
     )
 
 
-def _write(folder: Path, state: ForeignState) -> None:
-    tensors = dict(_tensors(state))
-    saved, entries = {}, []
-    for name, (tensor, kind) in tensors.items():
-        pieces = []
-        for offsets, piece in tensor.pieces:
-            key = piece_key(name, offsets)
-            sizes = tuple(piece.shape)
-            if not prod(sizes):
-                continue
-            pieces.append(Piece(offsets, sizes, file_name(0), key))
-            entries.append(TensorEntry(key, kind, sizes, partial(_blocks, piece, kind)))
-        pieces.sort(key=lambda piece: piece.offsets)
-        try:
-            check_fill(tensor.size, pieces)
-        except ValueError as error:
-            raise CheckpointError(f"{OPERATION}: tensor {shown(name)}: {error}") from error
-        named = dtype_name(kind, name)
-        saved[name] = SavedTensor(named, tensor.size, tensor.shape, tuple(pieces))
-    size_bytes = sum(entry.size_bytes for entry in entries)
-    if size_bytes > _MOST_GROWTH * state.size_bytes:
-        raise CheckpointError(
-            f"{OPERATION}: expected tensors of at most {_MOST_GROWTH} times the "
-            f"{state.size_bytes} bytes of their files, got {size_bytes} bytes: many share memory"
-        )
-    files = {file_name(0): write_tensor_file(folder / file_name(0), entries)}
-    records = (RankRecord({"generators": None, "extra": {}}, {}),)
-    data = {"ringcomm": _facts(state), "tied": state.tied, "user": state.data}
-    manifest = Manifest(saved, files, records, data)
-    write_file(folder / MANIFEST_NAME, manifest.to_text().encode())
+class ForeignTensor(FlatShard):
+    """A tensor of another library's checkpoint, in pieces that are views of files.
+
+    Args:
+        shape: of the tensor.
+        size: of the tensor that the pieces are boxes of: the shape, or [elements] where they are
+            runs of the flattened tensor.
+        pieces: the offsets of each, and its elements, of the size of its box and of one dtype.
+        dtype: to save it in; default that of the pieces.
+
+    Raises:
+        ValueError: the pieces have several dtypes.
+    """
+
+    # By the number of elements in the pieces before it.
+    pieces: dict[int, tuple[tuple[int, ...], Tensor]]
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        size: Sequence[int],
+        pieces: Iterable[tuple[tuple[int, ...], Tensor]],
+        dtype: torch.dtype | None = None,
+    ) -> ForeignTensor:
+        placed, elems, kinds = {}, 0, set()
+        for offsets, piece in pieces:
+            kinds.add(piece.dtype)
+            if piece.numel():
+                placed[elems] = (offsets, piece)
+                elems += piece.numel()
+        if len(kinds) > 1:
+            raise ValueError(f"a tensor has pieces of {len(kinds)} dtypes")
+        local = torch.empty(elems, dtype=dtype or next(iter(kinds), torch.float32), device="meta")
+        made: ForeignTensor = cls._make(size, local)
+        made.elems, made.begin, made.local = prod(size), 0, local
+        made.param_shape, made.pieces, made.read = tuple(shape), placed, made.blocks
+        return made
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> ForeignTensor:
+        """Returns a tensor in one piece."""
+        return cls(tensor.shape, tensor.shape, [((0,) * tensor.dim(), tensor)])
+
+    @classmethod
+    def of_runs(cls, runs: Sequence[Tensor], shape: Sequence[int], called: str) -> ForeignTensor:
+        """Returns the tensor whose flattened elements are in runs one after the other.
+
+        Raises:
+            ValueError: they are not as many as the tensor has.
+        """
+        begins = [0, *accumulate(run.numel() for run in runs)]
+        if begins[-1] != prod(shape):
+            raise ValueError(f"{called} has {begins[-1]} elements of {prod(shape)}")
+        pieces = [((begin,), run) for begin, run in zip(begins, runs, strict=False)]
+        return cls(shape, begins[-1:], pieces)
+
+    def in_fp32(self) -> ForeignTensor:
+        """Returns the tensor, to be saved in float32."""
+        return ForeignTensor(self.param_shape, self.size(), self.pieces.values(), torch.float32)
+
+    def only(self) -> Tensor:
+        """Returns the tensor, which must be in one piece."""
+        ((_, piece),) = self.pieces.values()
+        return piece
+
+    def boxes(self) -> list[Box]:
+        return [
+            Box(offsets, tuple(piece.shape), self.local[at : at + piece.numel()].view(piece.shape))
+            for at, (offsets, piece) in self.pieces.items()
+        ]
+
+    def blocks(self, begin: int, end: int) -> Iterator[Tensor]:
+        """Yields the elements of the piece that begins after ``begin`` elements of others."""
+        for block in host_blocks(self.pieces[begin][1]):
+            yield block.to(self.dtype)
 
 
-def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    for block in host_blocks(tensor):
-        yield block.to(dtype)
+@dataclass
+class ForeignState:
+    """The state of a training run that another library has saved.
 
+    Attributes:
+        kind: of checkpoint, "DeepSpeed" or "DCP".
+        size_bytes: of the files with its tensors.
+        weights: parameters, as FP32 masters where there are any, and persistent buffers, by name.
+        moments: by kind, then by parameter.
+        steps: that each parameter has taken.
+        groups: hyper-parameters of the param groups.
+        group_params: names of the parameters of each.
+        tied: aliases of parameters, with the names whose tensors they share.
+        step: number under which it was saved; None where the checkpoint does not say.
+        data: further plain data.
+    """
 
-def _tensors(state: ForeignState) -> Iterator[tuple[str, tuple[ForeignTensor, torch.dtype]]]:
-    """Yields by its name in the checkpoint each tensor, and the dtype to write it in."""
-    for name, weight in state.weights.items():
-        exact = state.masters.get(name, weight)
-        yield f"model.{name}", (exact, exact.dtype)
-    for moment, tensors in state.moments.items():
-        for name in _steps(state):
+    kind: str
+    size_bytes: int
+    weights: dict[str, ForeignTensor]
+    moments: dict[str, dict[str, ForeignTensor]] = field(default_factory=dict)
+    steps: dict[str, float] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    group_params: list[list[str]] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
+    step: int | None = None
+    data: Any = None
+
+    def check(self) -> None:
+        """Checks that the parts name and fit each other.
+
+        Raises:
+            ValueError, LookupError, TypeError, AttributeError: they do not.
+        """
+        if not all(type(name) is str and name for name in (*self.weights, *self.tied)):
+            raise ValueError("it has a tensor whose name is no text")
+        for moments in self.moments.values():
+            for name, tensor in moments.items():
+                if name in self.weights and tensor.param_shape != self.weights[name].param_shape:
+                    raise ValueError(f"{name} has another shape than its state")
+        names = [name for group in self.group_params for name in group]
+        if len(set(names)) != len(names):
+            raise ValueError("a parameter is in two groups")
+        for name in names:
+            if not (name in self.weights and 0 <= self.steps.get(name, 0.0) < 2**53):
+                raise ValueError(
+                    f"{name} is not a parameter, or its number of steps is out of range"
+                )
+        if self.step is not None and not number_below(self.step, 2**53):
+            raise ValueError(f"it has step {shown(self.step)}")
+
+    def settled(self) -> ForeignState:
+        """Returns the state in names without wrappers, and with moments of all parameters."""
+        plain = without_wrappers([*self.weights, *self.tied])
+
+        def moment(tensors: Mapping[str, ForeignTensor], name: str) -> ForeignTensor:
+            if name in tensors:
+                return tensors[name].in_fp32()
             # A parameter without a gradient so far has no state.
-            zeros = ForeignTensor.zeros(state.weights[name].shape)
-            yield f"optim.{moment}.{name}", (tensors.get(name, zeros), torch.float32)
+            shape = self.weights[name].param_shape
+            return ForeignTensor.whole(torch.zeros((), device="cpu").expand(shape))
 
+        trained = list(chain.from_iterable(self.group_params))
+        return replace(
+            self,
+            weights={plain[name]: each for name, each in self.weights.items()},
+            moments={
+                kind: {plain[name]: moment(tensors, name) for name in trained}
+                for kind, tensors in self.moments.items()
+            },
+            steps={plain[name]: self.steps.get(name, 0.0) for name in trained},
+            group_params=[[plain[name] for name in each] for each in self.group_params],
+            tied={plain[alias]: plain.get(name, name) for alias, name in self.tied.items()},
+        )
 
-def _facts(state: ForeignState) -> dict[str, Any]:
-    """Returns what ringcomm's own checkpoints say beside their tensors."""
-    facts: dict[str, Any] = {
-        "version": VERSION,
-        "stage": 0,
-        # No world has this size, so that no rank's own state is looked for.
-        "world_size": 0,
-        "converted": state.kind,
-        "params": list(state.weights),
-        "optimizer": None,
-    }
-    if state.groups:
-        steps = _steps(state)
-        facts["optimizer"] = {
-            "steps": steps,
-            "steps_taken": max(steps.values(), default=0.0),
-            "skipped_steps": 0.0,
-            "groups": state.groups,
-            "group_params": state.group_params,
-            "kinds": sorted(state.moments),
-            "loss_scaler": None,
+    def facts(self) -> dict[str, Any]:
+        """Returns the facts that ringcomm's own checkpoints have beside their tensors."""
+        facts: dict[str, Any] = {
+            "version": VERSION,
+            "stage": 0,
+            # No world has this size, so that no rank's own state is looked for.
+            "world_size": 0,
+            "converted": self.kind,
+            "params": list(self.weights),
+            "optimizer": None,
         }
-    return facts
+        if self.groups:
+            facts["optimizer"] = {
+                "steps": self.steps,
+                "steps_taken": max(self.steps.values(), default=0.0),
+                "skipped_steps": 0.0,
+                "groups": self.groups,
+                "group_params": self.group_params,
+                "kinds": sorted(self.moments),
+                "loss_scaler": None,
+            }
+        return facts
 
 
-def _steps(state: ForeignState) -> Mapping[str, float]:
-    """Returns the steps of all parameters in groups; those without state have taken none."""
-    return {name: state.steps.get(name, 0.0) for names in state.group_params for name in names}
+def hyper_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the hyper-parameters of a saved param group, as plain data."""
+    return {name: plain(group[name]) for name in HYPER if name in group}
+
+
+def plain(value: Any) -> Any:
+    """Returns a saved value as plain data, or None for what is none."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else None
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def refuse_moments(names: Collection[str], called: str) -> None:
+    """Raises UnsupportedError unless a parameter's tensors of state are Adam's."""
+    if not {"exp_avg", "exp_avg_sq"} <= set(names) <= set(MOMENTS):
+        raise UnsupportedError(
+            f"{called}: expected the state of Adam or AdamW, exp_avg and exp_avg_sq, got "
+            f"{', '.join(sorted(names)) or 'none'}; convert the weights alone"
+        )
+
+
+# ---- DeepSpeed: see NOTE [DeepSpeed's checkpoints] ----------------------------------------------
+
+_RANK = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt")
+_OWN = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
+    *("shared_params", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd"),
+    *("sparse_tensor_module_names", "skipped_steps", "global_steps", "global_samples"),
+    *("dp_world_size", "mp_world_size", "ds_config", "ds_version"),
+}
+
+
+def _find_folder(folder: Path) -> Path | None:
+    """Returns the folder of a DeepSpeed checkpoint at ``folder`` or named by its "latest"."""
+    latest = folder / "latest"
+    if latest.is_file():
+        try:
+            name = read_bounded(latest, 4096).decode("utf-8", "replace").strip()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{latest}: cannot be read: {error}") from error
+        if name != ".." and Path(name).name == name and (folder / name).is_dir():
+            folder = folder / name
+    return folder if any(folder.glob("*_optim_states.pt")) else None
+
+
+class _DeepSpeedCheckpoint:
+    """The files of a checkpoint of DeepSpeed, read.
+
+    Raises:
+        CheckpointError: files are missing or damaged.
+        UnsupportedError: it is of model-parallel ranks, or of another optimizer than Adam or AdamW.
+        Exception: one of ``DAMAGE``: they are not what DeepSpeed writes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._size_bytes = folder, 0
+        if any(folder.glob("*expert_*_states.pt")):
+            raise UnsupportedError(
+                f"{folder}: has experts of DeepSpeed-MoE, which are not converted"
+            )
+        states = self._by_rank("optim")
+        self._optimizers = [self._read(path)["optimizer_state_dict"] for path in states]
+        stage, counts = (self._optimizers[0][name] for name in ("zero_stage", "partition_count"))
+        # An enum is called with its value.
+        self._stage = int(stage.args[0]) if isinstance(stage, Inert) else int(stage)
+        expected = max(counts) if isinstance(counts, list) else int(counts)
+        if expected != len(states):
+            self._fail(f"expected optimizer states of {expected} ranks, got {len(states)}")
+        model = [folder / "mp_rank_00_model_states.pt"]
+        self._models = [
+            self._read(path) for path in (self._by_rank("model") if self._stage == 3 else model)
+        ]
+        self._shapes = [
+            {name: sizes_of(shape) for name, shape in each.items()}
+            for each in self._models[0]["param_shapes"]
+        ]
+
+    def _read(self, path: Path) -> Any:
+        file = MappedFile(path)
+        self._size_bytes += len(file.bytes)
+        return TorchFile(file).read()
+
+    def _fail(self, text: str) -> NoReturn:
+        raise CheckpointError(f"{self._folder}: {text}")
+
+    def _by_rank(self, kind: str) -> list[Path]:
+        found: dict[int, Path] = {}
+        for path in sorted(self._folder.glob(f"*_{kind}_states.pt")):
+            match = _RANK.fullmatch(path.name)
+            if match is None:
+                continue
+            if int(match[2]):
+                raise UnsupportedError(
+                    f"{self._folder}: has files of model-parallel ranks, whose parameters are "
+                    "parts; convert it to DeepSpeed's universal format and load that there"
+                )
+            found[int(match[1])] = path
+        if sorted(found) != list(range(len(found))) or not found:
+            self._fail(f"expected files of {kind} states of ranks 0 and on, got {sorted(found)}")
+        return [found[rank] for rank in range(len(found))]
+
+    def state(self, weights_only: bool) -> ForeignState:
+        """Returns the state that was saved."""
+        model = self._models[0]
+        client = {key: each for key, each in model.items() if key not in _OWN}
+        tied = {str(alias): str(name) for alias, name in model["shared_params"].items()}
+        made = ForeignState(
+            "DeepSpeed",
+            self._size_bytes,
+            self._weights(tied),
+            tied=tied,
+            step=int(model["global_steps"]),
+            data={"client_state": plain(client), "lr_scheduler": plain(model["lr_scheduler"])},
+        )
+        if not weights_only:
+            self._read_optimizer(made)
+        return made
+
+    def _weights(self, tied: Mapping[str, str]) -> dict[str, ForeignTensor]:
+        """Returns parameters and buffers, in the model's order at stages 1 and 2."""
+        model = self._models[0]
+        key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
+        masters = self._tensors([list(state[key]) for state in self._optimizers])
+        if self._stage < 3:
+            whole = {n: each for n, each in model["module"].items() if n not in tied}
+            return {
+                name: masters[name] if name in masters else ForeignTensor.whole(each)
+                for name, each in whole.items()
+            }
+        found = {name: ForeignTensor.whole(model["module"][name]) for name in model["buffer_names"]}
+        for name, told in (model["frozen_param_shapes"] or {}).items():
+            shape = sizes_of(told)
+            parts = [each["frozen_param_fragments"][name].view(-1) for each in self._models]
+            found[name] = ForeignTensor.of_runs(_cut(parts, prod(shape)), shape, name)
+        return {**found, **masters}
+
+    def _read_optimizer(self, made: ForeignState) -> None:
+        key = "optimizer_state_dict" if self._stage == 3 else "base_optimizer_state"
+        base = [state[key] for state in self._optimizers]
+        if not all(isinstance(each, dict) and "state" in each for each in base):
+            self._fail(
+                "was saved with elastic_checkpoint, whose state has no names; set it to false"
+            )
+        states, groups = [each["state"] for each in base], base[0]["param_groups"]
+        kinds = {
+            name
+            for number in states[0].values()
+            for name, each in number.items()
+            if isinstance(each, Tensor) and each.dim()
+        }
+        refuse_moments(kinds, str(self._folder))
+        for kind in MOMENTS:
+            if kind in kinds:
+                flat = [[each[number][kind] for number in sorted(each)] for each in states]
+                made.moments[kind] = self._tensors(flat)
+        # Some optimizers keep the steps taken by parameter, and some by group.
+        steps = [each["step"] for each in (*states[0].values(), *groups) if "step" in each]
+        step = float(steps[0]) if steps else 0.0
+        made.steps = {name: step for shapes in self._shapes for name in shapes}
+        made.groups = [hyper_of(group) for group in groups]
+        numbers = [group["params"] for group in groups]
+        if sorted(chain.from_iterable(numbers)) != list(range(len(self._shapes))):
+            raise ValueError("its param groups have other parameters than its shapes")
+        made.group_params = [
+            [name for number in each for name in self._shapes[number]] for each in numbers
+        ]
+
+    def _tensors(self, flat: list[list[Tensor]]) -> dict[str, ForeignTensor]:
+        """Returns the parameters' tensors of flat partitions, by rank and then by group."""
+        runs: dict[str, list[Tensor]] = {}
+        if self._stage == 3:
+            for group, shapes in enumerate(self._shapes):
+                begin = 0
+                for name, shape in shapes.items():
+                    elems = -(-prod(shape) // len(flat))
+                    parts = [partitions[group][begin : begin + elems] for partitions in flat]
+                    runs[name] = _cut(parts, prod(shape))
+                    begin += elems
+        else:
+            for partitions, optimizer in zip(flat, self._optimizers, strict=True):
+                places = optimizer["param_slice_mappings"]
+                for partition, each in zip(partitions, places, strict=True):
+                    for name, place in each.items():
+                        runs.setdefault(name, []).append(_fragment(partition, place, name))
+        shapes = {name: shape for each in self._shapes for name, shape in each.items()}
+        return {n: ForeignTensor.of_runs(runs.get(n, []), shapes[n], n) for n in shapes}
+
+
+def _cut(parts: Sequence[Tensor], elems: int) -> list[Tensor]:
+    """Returns the first ``elems`` elements of parts that lie one after the other."""
+    found: list[Tensor] = []
+    for part in parts:
+        found.append(part[:elems])
+        elems -= found[-1].numel()
+    return found
+
+
+def _fragment(partition: Tensor, place: Any, name: str) -> Tensor:
+    """Returns the elements of a partition that a ``fragment_address`` tells."""
+    numel, start = sizes_of(place.args or (place.get("numel"), place.get("start")))
+    if start + numel > partition.numel():
+        raise ValueError(f"a part of {name} lies outside of its partition")
+    return partition[start : start + numel]
+
+
+# ---- torch: see NOTE [Checkpoints of torch] -----------------------------------------------------
+
+_STATE, _GROUPS = "state", "param_groups"
+
+
+class _Chunk(NamedTuple):
+    """The place of a chunk: bytes of a file, which are a file of ``torch.save()``."""
+
+    file: str
+    begin: int
+    size_bytes: int
+
+
+class _TorchCheckpoint:
+    """The metadata of a checkpoint of torch, read, and its files, mapped.
+
+    Raises:
+        CheckpointError: files are missing or damaged.
+        UnsupportedError: the optimizer is another one than Adam or AdamW.
+        Exception: one of ``DAMAGE``: they are not what torch writes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, path = folder, folder / METADATA
+        try:
+            pickled = read_bounded(path, LARGEST_PICKLE_BYTES)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        metadata = plain_pickle(pickled, str(path))
+        self._described: dict[str, Any] = metadata.get("state_dict_metadata")
+        paths: Mapping[str, Any] = metadata.get("planner_data") or {}
+        self._paths = {name: _split(paths.get(name, (name,))) for name in self._described}
+        # Lists, not dicts by offsets: the hashes of integers can be made to collide.
+        self._chunks: dict[str, list[tuple[tuple[int, ...], _Chunk]]] = {}
+        for index, info in metadata.get("storage_data").items():
+            offset = sizes_of(index.get("offset") or ())
+            self._chunks.setdefault(index.get("fqn"), []).append((offset, _chunk(info)))
+        chunks = sorted(chunk for some in self._chunks.values() for _, chunk in some)
+        for one, other in pairwise(chunks):
+            if one.file == other.file and one.begin + one.size_bytes > other.begin:
+                raise ValueError(f"two chunks share bytes of {one.file}")
+        self._files = {each.file: MappedFile(folder / each.file) for each in chunks}
+
+    def state(self, weights_only: bool) -> ForeignState:
+        """Returns the state that was saved."""
+        optimizer = self._prefix_of_optimizer()
+        weights: list[tuple[Keys, ForeignTensor]] = []
+        more: dict[str, Any] = {}
+        for name, path in self._paths.items():
+            if not _leads(optimizer, path):
+                value = self._value(name)
+                if isinstance(value, ForeignTensor):
+                    weights.append((path, value))
+                else:
+                    more[name] = plain(value)
+        if not weights:
+            raise ValueError("it has no tensors of a model")
+        depth = _common([path for path, _ in weights])
+        named = {".".join(map(str, path[depth:])): each for path, each in weights}
+        if len(named) < len(weights):
+            raise ValueError("two tensors have one name")
+        size_bytes = sum(len(each.bytes) for each in self._files.values())
+        made = ForeignState("DCP", size_bytes, named, data=more, step=_step_in(more))
+        if optimizer is not None and not weights_only:
+            self._read_optimizer(made, optimizer)
+        return made
+
+    def _prefix_of_optimizer(self) -> Keys | None:
+        """Returns the path to the optimizer's state, or None if there is none."""
+        heads: dict[str, dict[str, Keys]] = {_STATE: {}, _GROUPS: {}}
+        for path in self._paths.values():
+            for key in heads:
+                if key in path:
+                    head = path[: path.index(key)]
+                    heads[key][str(head)] = head
+        if len(heads[_GROUPS]) > 1:
+            raise ValueError(f"it has {len(heads[_GROUPS])} optimizers; one can be converted")
+        return next((heads[_STATE][each] for each in heads[_GROUPS] if each in heads[_STATE]), None)
+
+    def _value(self, name: str) -> Any:
+        """Returns a tensor in its chunks, or another value."""
+        described, chunks = self._described[name], self._chunks[name]
+        read = [
+            (at, TorchFile(self._files[chunk.file], chunk.begin, chunk.size_bytes).read())
+            for at, chunk in chunks
+        ]
+        if described.name.rpartition(".")[2] == "BytesStorageMetadata":
+            ((_, value),) = read
+            return value
+        size = sizes_of(described.get("size"))
+        return ForeignTensor(size, size, [(at or (0,) * len(size), each) for at, each in read])
+
+    def _read_optimizer(self, made: ForeignState, prefix: Keys) -> None:
+        groups: dict[Any, dict[str, Any]] = {}
+        for full, path in self._paths.items():
+            if not _leads(prefix, path):
+                continue
+            value, (head, *inner) = self._value(full), path[len(prefix) :]
+            if head == _GROUPS and isinstance(inner[0], int):
+                groups.setdefault(inner[0], {})[str(inner[1])] = value
+                continue
+            name, _, key = ".".join(map(str, inner)).rpartition(".")
+            if name not in made.weights:
+                raise ValueError(f"{shown(name)} is no parameter's name")
+            if head != _STATE:
+                groups.setdefault(name, {"params": [name]})[key] = value
+            elif key == "step":
+                step = value.only() if isinstance(value, ForeignTensor) else value
+                made.steps[name] = float(step)
+            elif isinstance(value, ForeignTensor):
+                made.moments.setdefault(key, {})[name] = value
+        refuse_moments(made.moments, str(self._folder))
+        made.moments = {kind: made.moments[kind] for kind in MOMENTS if kind in made.moments}
+        _put_groups(made, groups)
+
+
+def _put_groups(made: ForeignState, groups: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Puts param groups together: those of one parameter each where hyper-parameters are equal."""
+    numbered = all(isinstance(key, int) for key in groups)
+    alike: dict[str, list[str]] = {}
+    for key in sorted(groups) if numbered else groups:
+        hyper, params = hyper_of(groups[key]), [str(each) for each in groups[key]["params"]]
+        told = text_of(hyper)
+        if not numbered and told in alike:
+            alike[told] += params
+        else:
+            alike[told] = params
+            made.groups.append(hyper)
+            made.group_params.append(params)
+
+
+def _chunk(info: Any) -> _Chunk:
+    name = info.get("relative_path")
+    begin, size_bytes = sizes_of((info.get("offset"), info.get("length")))
+    if type(name) is not str or len(name) > 255 or Path(name).name != name:
+        raise ValueError(f"a file is called {shown(name)}")
+    if info.get("transform_descriptors"):
+        raise ValueError("its files are compressed or otherwise transformed")
+    return _Chunk(name, begin, size_bytes)
+
+
+def _split(path: Any) -> Keys:
+    """Returns a path whose keys of a flattened optimizer's state are split off."""
+    found: list[Any] = []
+    for key in path if isinstance(path, (tuple, list)) else (path,):
+        head, dot, rest = key.partition(".") if isinstance(key, str) else (key, "", "")
+        found += [head, rest] if dot and head in (_STATE, _GROUPS) else [key]
+    if not all(type(key) is str or number_below(key, 1 << 16) for key in found):
+        raise ValueError(f"expected a path of keys, got {shown(found)}")
+    return tuple(found)
+
+
+def _leads(prefix: Keys | None, path: Keys) -> bool:
+    """Returns whether a path leads into the optimizer's state at a prefix."""
+    is_state = _STATE in path or _GROUPS in path
+    return prefix is not None and path[: len(prefix)] == prefix and is_state
+
+
+def _common(paths: list[Keys]) -> int:
+    """Returns how many keys all paths begin with, less the last key of each."""
+    depth = 0
+    while all(len(path) > depth + 1 and path[depth] == paths[0][depth] for path in paths):
+        depth += 1
+    return depth
+
+
+def _step_in(more: Mapping[str, Any]) -> int | None:
+    """Returns the step number that was saved beside, if there is one."""
+    for name, value in more.items():
+        known = name.rpartition(".")[2] in ("step", "global_step", "global_steps")
+        if known and type(value) is int:
+            return value
+    return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,16 +17,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.errors import ArgumentError
-from ringcomm.extras.migrate.deepspeed_keys import ALIASES, KEYS, OTHER_OPTIMIZERS
 from ringcomm.extras.migrate.keys import (
     MAPPED,
     NO_EFFECT,
     UNSUPPORTED,
-    Key,
+    keys_of,
     nearest,
     refuse_unsupported,
+    section_of,
 )
-from ringcomm.extras.migrate.schedules import SCHEDULES, Schedule, make_schedule
+from ringcomm.extras.migrate.schedules import SCHEDULERS, Schedule, make_schedule
 from ringcomm.integers import integer
 from ringcomm.json_reader import read_bounded, read_json, shown
 from ringcomm.optim import (
@@ -52,36 +53,39 @@ _DTYPES = {
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
 }
-_STAGES = (0, 1, 2, 3)
-_ZERO = "zero_optimization."
-_ADAM = "optimizer.params."
-_SCHEDULE = "scheduler.params."
-# The parameters that an optimizer's type has.
-_ADAMS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode", "torch_adam")
-_PARAMS_OF = {
+_ZERO, _ADAM, _SCHEDULE = "zero_optimization.", "optimizer.params.", "scheduler.params."
+# By type, the parameters of an optimizer and their defaults.
+_ADAMS: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "amsgrad": False,
+    "adam_w_mode": True,
+    "torch_adam": False,
+}
+_OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": _ADAMS,
     "adamw": _ADAMS,
-    "sgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
-    "lion": ("lr", "betas", "weight_decay"),
-    "adagrad": ("lr", "eps", "weight_decay"),
+    "sgd": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+    "lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0},
+    "adagrad": {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
 }
-# What Hugging Face's Trainer would put in place of "auto".
-_AUTO = {
-    "train_batch_size": "micro batch x accumulation steps x ranks",
-    "train_micro_batch_size_per_gpu": "TrainingArguments.per_device_train_batch_size",
-    "gradient_accumulation_steps": "TrainingArguments.gradient_accumulation_steps",
-    "gradient_clipping": "TrainingArguments.max_grad_norm",
-    "fp16.enabled": "TrainingArguments.fp16, true or false",
-    "bf16.enabled": "TrainingArguments.bf16, true or false",
-    _ADAM + "lr": "TrainingArguments.learning_rate",
-    _ADAM + "betas": "[TrainingArguments.adam_beta1, TrainingArguments.adam_beta2]",
-    _ADAM + "eps": "TrainingArguments.adam_epsilon",
-    _ADAM + "weight_decay": "TrainingArguments.weight_decay",
-    _SCHEDULE + "warmup_min_lr": "0",
-    _SCHEDULE + "warmup_max_lr": "TrainingArguments.learning_rate",
-    _SCHEDULE + "warmup_num_steps": "TrainingArguments.warmup_steps",
-    _SCHEDULE + "total_num_steps": "the number of steps of the whole training",
+_OTHERS: dict[str, Callable[..., ShardedOptimizer]] = {
+    "lion": Lion,
+    "sgd": SGD,
+    "adagrad": partial(Sharded, torch.optim.Adagrad),
 }
+KEYS = keys_of("DeepSpeed")
+#: Other names that DeepSpeed takes for keys.
+ALIASES = section_of("aliases")
+_AUTO = section_of("auto")
+#: Why an optimizer of DeepSpeed's cannot be built.
+OTHER_OPTIMIZERS = section_of("optimizers")
+# Values with which an unsupported key asks for nothing, with the keys that have others.
+_OFF = (None, False, "none")
+_OFF_OF = {name: json.loads(values) for name, values in section_of("off").items()}
+_SWITCHES = section_of("switches")
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ def from_deepspeed(
             integer.
         UnsupportedError: names all keys that ask for what ringcomm does not have.
     """
-    given = _GivenEntries(_load(config))
+    given = _Given(_load(config))
     if world_size is None:
         found = find_communicator(comm, _OPERATION, None)
         world_size = 1 if found is None else found.world_size
@@ -207,7 +211,7 @@ def from_deepspeed(
         micro_batch_size=micro,
         train_batch_size=batch,
         schedule=given.schedule(),
-        notes={name: key.note(value) for name, (key, value) in given.entries.items()},
+        notes={name: KEYS[name].note(value) for name, value in given.values.items()},
         _optimizer=optimizer,
         _hyper=hyper,
     )
@@ -230,115 +234,107 @@ def _load(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, An
     return plain
 
 
-class _Entry(NamedTuple):
-    key: Key
-    value: Any
-
-
-class _GivenEntries:
-    """The entries of a configuration, by name, of which all are known and none is unsupported.
+class _Given:
+    """The values of a configuration by full name, all of known keys.
 
     Raises:
-        ArgumentError: a key is unknown, or "auto".
-        UnsupportedError: some keys ask for what there is not.
+        ArgumentError: a key is unknown, or has the value "auto".
+        UnsupportedError: keys ask for features that ringcomm does not have.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self.entries: dict[str, _Entry] = {}
+        self.values: dict[str, Any] = {}
         self._unknown: list[str] = []
-        self._foreign = _foreign_params(config)
+        self._foreign = _foreign_types(config)
         if isinstance(config.get("zero_optimization"), bool):
             config = {**config, "zero_optimization": {"stage": int(config["zero_optimization"])}}
-        for name, key, value in self._walk(config, ""):
-            if name in self.entries:
+        for name, value in self._walk(config, ""):
+            if name in self.values:
                 raise ArgumentError(f"{_OPERATION}: {name}: given twice, under two names")
-            self.entries[name] = _Entry(key, value)
+            self.values[name] = value
+        self._refuse_unknown()
+        auto = [
+            f"{name}: put {_AUTO.get(name, 'a value, or leave the key away')}"
+            for name, value in self.values.items()
+            if value == "auto" and KEYS[name].fate != NO_EFFECT
+        ]
+        if auto:
+            raise ArgumentError(
+                f'{_OPERATION}: "auto" is what Hugging Face\'s Trainer replaces; {"; ".join(auto)}'
+            )
+        asked = [
+            (name, KEYS[name].text) for name, value in self.values.items() if _asks(name, value)
+        ]
+        refuse_unsupported(_OPERATION, [*asked, *self._foreign])
+
+    def _walk(self, section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for own, value in section.items():
+            name = f"{prefix}{own}"
+            name = ALIASES.get(name, name)
+            if name in KEYS:
+                yield name, value
+            elif not any(known.startswith(f"{name}.") for known in KEYS):
+                self._unknown.append(name)
+            elif value is not None and not isinstance(value, Mapping):
+                raise _wrong(name, "an object", value)
+            # Nothing is known of the parameters of an unknown optimizer or scheduler.
+            elif not (f"{name}." in (_ADAM, _SCHEDULE) and self._foreign):
+                yield from self._walk(value or {}, f"{name}.")
+
+    def _refuse_unknown(self) -> None:
         if self._unknown:
             known, few = [*KEYS, *ALIASES], self._unknown[:_MOST_NAMED]
             said = [f"{name[:200]!r} ({nearest(name, known)})" for name in few]
             more = len(self._unknown) - len(few)
             said += [f"and {more} more"] if more else []
             raise ArgumentError(f"{_OPERATION}: unknown keys: {'; '.join(said)}")
-        self._refuse_auto()
-        asked = [
-            (name, key.text)
-            for name, (key, value) in self.entries.items()
-            if key.fate == UNSUPPORTED and key.asks(value)
-        ]
-        refuse_unsupported(_OPERATION, [*asked, *self._foreign])
 
-    def _walk(self, section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Key, Any]]:
-        for own, value in section.items():
-            name = f"{prefix}{own}"
-            name = ALIASES.get(name, name)
-            key = KEYS.get(name)
-            if key is not None:
-                yield name, key, value
-            elif not any(known.startswith(f"{name}.") for known in KEYS):
-                self._unknown.append(name)
-            elif value is not None and not isinstance(value, Mapping):
-                raise _wrong(name, "an object", value)
-            elif f"{name}." in (_ADAM, _SCHEDULE) and self._foreign:
-                continue  # parameters of something that is not known here
-            else:
-                yield from self._walk(value or {}, f"{name}.")
-
-    def _refuse_auto(self) -> None:
-        auto = [
-            f"{name}: put {_AUTO.get(name, 'a value, or leave the key away')}"
-            for name, (key, value) in self.entries.items()
-            if value == "auto" and key.fate != NO_EFFECT
-        ]
-        if auto:
-            raise ArgumentError(
-                f'{_OPERATION}: "auto" is what Hugging Face\'s Trainer replaces; {"; ".join(auto)}'
-            )
-
-    # ---- values of one kind ---------------------------------------------------------------------
-
-    def value(self, name: str) -> Any:
-        """Returns a value, or None if there is none."""
-        entry = self.entries.get(name)
-        return None if entry is None else entry.value
+    # ---- values of a type -----------------------------------------------------------------------
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self.value(name)
+        value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
             raise _wrong(name, "true or false", value)
         return default if value is None else value
 
     def number(self, name: str, default: float, least: float = 0.0) -> float:
-        value = self.value(name)
+        value = self.values.get(name)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
             raise _wrong(name, f"a number >= {least:g}", value)
         return value
 
-    def integer(self, name: str, least: int) -> int | None:
-        value = self.value(name)
+    def integer(self, name: str, least: int, default: int) -> int:
+        value = self.values.get(name)
         if value is None:
-            return None
+            return default
         # 5e8 is a float to JSON.
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if type(value) is not int or value < least:
-            raise _wrong(name, f"an integer >= {least}", self.value(name))
+            raise _wrong(name, f"an integer >= {least}", self.values.get(name))
         return value
 
+    def pair(self, name: str, default: tuple[float, float]) -> tuple[Any, ...]:
+        value = self.values.get(name)
+        if value is not None and not (isinstance(value, (list, tuple)) and len(value) == 2):
+            raise _wrong(name, "two numbers", value)
+        return default if value is None else tuple(value)
+
     def dtype(self, name: str) -> torch.dtype | None:
-        value = self.value(name)
+        value = self.values.get(name)
         if value is None:
             return None
         if value not in _DTYPES:
             raise _wrong(name, "fp32, fp16 or bf16", value)
         return _DTYPES[value]
 
-    # ---- what they say together -----------------------------------------------------------------
+    # ---- settings -------------------------------------------------------------------------------
 
     def stage(self) -> int:
-        stage = self.integer(_ZERO + "stage", 0) or 0
-        if stage not in _STAGES:
+        stage = self.integer(_ZERO + "stage", 0, 0)
+        if stage > 3:
             raise _wrong(_ZERO + "stage", "0, 1, 2 or 3", stage)
         return stage
 
@@ -354,7 +350,7 @@ class _GivenEntries:
                 allowed = (*allowed, torch.float32)
             if self.dtype(name) not in allowed:
                 expected = "fp32" if dtype is None else "the dtype that is enabled"
-                raise _wrong(name, expected, self.value(name))
+                raise _wrong(name, expected, self.values.get(name))
         return dtype
 
     def precision(self, dtype: torch.dtype | None) -> Precision:
@@ -369,22 +365,20 @@ class _GivenEntries:
         )
 
     def options(self, stage: int, precision: Precision) -> ZeroOptions:
-        overlap = self.value(_ZERO + "overlap_comm")
-        ahead = self.integer(_ZERO + "stage3_prefetch_bucket_size", 0)
-        copies = (self.integer(_ZERO + "zero_hpz_partition_size", 0) or 1) > 1
-        elems = self.integer(_ZERO + "reduce_bucket_size", 0)
-        if elems is None or elems >= DEFAULT_BUCKET_ELEMS:
-            elems = DEFAULT_BUCKET_ELEMS
+        overlap = self.values.get(_ZERO + "overlap_comm")
+        copies = self.integer(_ZERO + "zero_hpz_partition_size", 0, 1) > 1
+        elems = self.integer(_ZERO + "reduce_bucket_size", 0, DEFAULT_BUCKET_ELEMS)
+        elems = min(elems, DEFAULT_BUCKET_ELEMS)
         codes = self.flag(_ZERO + "zero_quantized_weights", False) and stage == 3
         ops = {None: "avg", "mean": "avg", "sum": "sum"}
-        op = self.value("gradient_allreduce_op")
+        op = self.values.get("gradient_allreduce_op")
         if op not in ops:
             raise _wrong("gradient_allreduce_op", '"mean" or "sum"', op)
         return ZeroOptions(
             precision=precision,
             bucket_elems=max(1, elems // BLOCK_ELEMS) * BLOCK_ELEMS,
             overlap=None if overlap is None else self.flag(_ZERO + "overlap_comm", False),
-            prefetch=0 if ahead == 0 else 1,
+            prefetch=min(1, self.integer(_ZERO + "stage3_prefetch_bucket_size", 0, 1)),
             reduce=ops[op],
             params="world" if stage == 3 and not copies else "node",
             wire=Wire(parameters="int8" if codes else "param"),
@@ -396,72 +390,53 @@ class _GivenEntries:
             return LossScaleOptions(
                 fixed, growth_factor=1.0, backoff_factor=1.0, min_scale=fixed, max_scale=fixed
             )
-        power = self.integer("fp16.initial_scale_power", 0)
-        window = self.integer("fp16.loss_scale_window", 1)
-        hysteresis = self.integer("fp16.hysteresis", 1)
-        first = 2.0 ** (16 if power is None else power)
+        first = 2.0 ** self.integer("fp16.initial_scale_power", 0, 16)
         return LossScaleOptions(
             init_scale=first,
-            growth_interval=1000 if window is None else window,
-            hysteresis=2 if hysteresis is None else hysteresis,
-            min_scale=float(self.integer("fp16.min_loss_scale", 1) or 1),
+            growth_interval=self.integer("fp16.loss_scale_window", 1, 1000),
+            hysteresis=self.integer("fp16.hysteresis", 1, 2),
+            min_scale=float(self.integer("fp16.min_loss_scale", 1, 1)),
             max_scale=max(LossScaleOptions.max_scale, first),
         )
 
     def optimizer(self) -> tuple[Callable[..., ShardedOptimizer] | None, dict[str, Any]]:
-        """Returns what builds the optimizer, and its hyper-parameters; None if there is none."""
-        kind = self.value("optimizer.type")
+        """Returns the class of the optimizer and its hyper-parameters; None if there is none."""
+        kind = self.values.get("optimizer.type")
         if kind is None:
             return None, {}
-        self._check_params_of(kind)
-        if kind.lower() == "lion":
-            return Lion, self._numbers({"lr": 1e-3, "weight_decay": 0.0}) | self._betas(0.9, 0.99)
-        if kind.lower() == "adagrad":
-            hyper = self._numbers({"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0})
-            return partial(Sharded, torch.optim.Adagrad), hyper
-        if kind.lower() == "sgd":
-            names = ("momentum", "dampening", "weight_decay")
-            hyper = self._numbers({"lr": 1e-3, **dict.fromkeys(names, 0.0)})
-            return SGD, {**hyper, "nesterov": self.flag(_ADAM + "nesterov", False)}
-        return self._adam(kind)
-
-    def _check_params_of(self, kind: str) -> None:
-        """Raises ArgumentError for a parameter that the optimizer has not."""
-        of_type = _PARAMS_OF[kind.lower()]
-        for name, (key, _) in self.entries.items():
-            param = name.removeprefix(_ADAM)
-            if name.startswith(_ADAM) and key.fate == MAPPED and param not in of_type:
-                known = ", ".join(of_type)
-                raise ArgumentError(f"{_OPERATION}: {name}: {kind} has none; it has {known}")
-
-    def _numbers(self, defaults: Mapping[str, float]) -> dict[str, Any]:
-        return {name: self.number(_ADAM + name, value) for name, value in defaults.items()}
-
-    def _betas(self, *default: float) -> dict[str, Any]:
-        betas = self.value(_ADAM + "betas")
-        if betas is not None and not (isinstance(betas, (list, tuple)) and len(betas) == 2):
-            raise _wrong(_ADAM + "betas", "two numbers", betas)
-        return {"betas": default if betas is None else tuple(betas)}
-
-    def _adam(self, kind: str) -> tuple[type[ShardedOptimizer], dict[str, Any]]:
-        decoupled = kind.lower() == "adamw" or self.flag(_ADAM + "adam_w_mode", True)
-        torchs = self.flag(_ADAM + "torch_adam", False)
-        decay = 0.01 if torchs and decoupled else 0.0
-        hyper = {
-            **self._numbers({"lr": 1e-3, "eps": 1e-8, "weight_decay": decay}),
-            **self._betas(0.9, 0.999),
-            "amsgrad": self.flag(_ADAM + "amsgrad", False),
-        }
+        kind = kind.lower()
+        hyper = self._hyper(kind)
+        if kind in _OTHERS:
+            return _OTHERS[kind], hyper
+        decoupled = hyper.pop("adam_w_mode") or kind == "adamw"
+        decays = self.values.get(_ADAM + "weight_decay") is not None
+        if hyper.pop("torch_adam") and decoupled and not decays:
+            hyper["weight_decay"] = 0.01
         return AdamW if decoupled else Adam, hyper
 
+    def _hyper(self, kind: str) -> dict[str, Any]:
+        """Returns the hyper-parameters of an optimizer; refuses those of other ones."""
+        defaults = _OPTIMIZERS[kind]
+        for name in self.values:
+            mapped = name.startswith(_ADAM) and KEYS[name].fate == MAPPED
+            if mapped and name.removeprefix(_ADAM) not in defaults:
+                told, known = self.values["optimizer.type"], ", ".join(defaults)
+                raise ArgumentError(f"{_OPERATION}: {name}: {told} has none; it has {known}")
+        read: dict[type, Callable[[str, Any], Any]] = {
+            float: self.number,
+            bool: self.flag,
+            tuple: self.pair,
+        }
+        return {name: read[type(value)](_ADAM + name, value) for name, value in defaults.items()}
+
     def schedule(self) -> Schedule | None:
-        kind = self.value("scheduler.type")
+        kind = self.values.get("scheduler.type")
         if kind is None:
             return None
         params = {
             name.removeprefix(_SCHEDULE): value
-            for name, (key, value) in self.entries.items()
-            if name.startswith(_SCHEDULE) and key.fate != UNSUPPORTED
+            for name, value in self.values.items()
+            if name.startswith(_SCHEDULE) and KEYS[name].fate != UNSUPPORTED
         }
         try:
             return make_schedule(kind, params)
@@ -469,50 +444,68 @@ class _GivenEntries:
             raise ArgumentError(f"{_OPERATION}: {error}") from error
 
 
-def _foreign_params(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns reasons why the optimizer or scheduler of the configuration is not supported."""
+def _foreign_types(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns the unknown types of optimizer and scheduler, each with the reason."""
     found = []
-    for section, known, reasons in (
-        ("optimizer", tuple(_PARAMS_OF), OTHER_OPTIMIZERS),
-        ("scheduler", tuple(SCHEDULES), {}),
-    ):
+    for section, known in (("optimizer", _OPTIMIZERS), ("scheduler", SCHEDULERS)):
         part = config.get(section)
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind is None:
             continue
         if not isinstance(kind, str):
             raise _wrong(f"{section}.type", "a name", kind)
-        name = kind.lower() if section == "optimizer" else kind
+        name, why = kind, "it is not known"
+        if section == "optimizer":
+            name = kind.lower()
+            why = OTHER_OPTIMIZERS.get(name, why)
         if name not in known:
-            there = f"there are {', '.join(known)}"
-            found.append(
-                (
-                    f"{section}.type {shown(kind)}",
-                    f"{reasons.get(name, 'it is not known')}; {there}",
-                )
-            )
+            found.append((f"{section}.type {shown(kind)}", f"{why}; there are {', '.join(known)}"))
     return found
 
 
-def _batches(given: _GivenEntries, world_size: int) -> tuple[int, int, int]:
+def _asks(name: str, value: Any) -> bool:
+    """Returns whether a value asks for the feature of an unsupported key."""
+    if KEYS[name].fate != UNSUPPORTED:
+        return False
+    off, switch = _OFF_OF.get(name, _OFF), _SWITCHES.get(name)
+    if not isinstance(value, Mapping):
+        return _is_on(value, off)
+    if switch is None:
+        return bool(value)
+    return _is_on(value.get(switch, True), off) and _turned_on(value, switch, off)
+
+
+def _is_on(value: Any, off: Sequence[Any]) -> bool:
+    # true equals 1, and is another value.
+    return not any(value == each and type(value) is type(each) for each in off)
+
+
+def _turned_on(section: Mapping[str, Any], switch: str, off: Sequence[Any]) -> bool:
+    return any(
+        (name == switch and _is_on(value, off))
+        or (isinstance(value, Mapping) and _turned_on(value, switch, off))
+        for name, value in section.items()
+    )
+
+
+def _batches(given: _Given, world_size: int) -> tuple[int, int, int]:
     """Returns micro batch, accumulation steps and batch, of which some may be given."""
-    batch = given.integer("train_batch_size", 1)
-    micro = given.integer("train_micro_batch_size_per_gpu", 1)
-    steps = given.integer("gradient_accumulation_steps", 1)
-    if batch is None and micro is None:
+    # 0 is one that is not given.
+    batch = given.integer("train_batch_size", 1, 0)
+    micro = given.integer("train_micro_batch_size_per_gpu", 1, 0)
+    steps = given.integer("gradient_accumulation_steps", 1, 0)
+    if not batch and not micro:
         raise ArgumentError(
             f"{_OPERATION}: expected train_batch_size or train_micro_batch_size_per_gpu, got "
             "neither"
         )
-    if batch is not None and micro is None:
+    if not micro:
         steps = steps or 1
         micro = batch // world_size // steps
-    assert micro is not None
-    if batch is not None and steps is None:
-        steps = batch // micro // world_size
-    steps = 1 if steps is None else steps
+    elif not steps:
+        steps = batch // micro // world_size if batch else 1
     whole = micro * steps * world_size
-    if batch not in (None, whole) or not whole:
+    if batch not in (0, whole) or not whole:
         raise ArgumentError(
             f"{_OPERATION}: train_batch_size: expected micro batch x accumulation steps x ranks, "
             f"got {batch}, and {micro} x {steps} x {world_size} = {whole}"

@@ -12,71 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from ringcomm.errors import ArgumentError
-from ringcomm.extras.migrate.keys import MAPPED, NO_EFFECT, UNSUPPORTED, Key, refuse_unsupported
+from ringcomm.extras.migrate.keys import keys_of, refuse_unsupported
 from ringcomm.module_names import matches
 from ringcomm.zero.options import UnitOptions, ZeroOptions
 from ringcomm.zero.precision import Precision
 
 _OPERATION = "from_fsdp2"
 
-#: By name, in the order of the page.
-KEYS: dict[str, Key] = {
-    key.name: key
-    for key in (
-        Key(
-            "module",
-            MAPPED,
-            "`zero.shard(module, setup.stage, comm=setup.comm, options=setup.options)`, once, on "
-            "the whole; `setup.with_nested()` takes names of the modules of nested calls, for "
-            "`ZeroOptions(units=, per_unit=)`",
-        ),
-        Key(
-            "mesh",
-            MAPPED,
-            "`comm`; a mesh of two dimensions (HSDP) raises `UnsupportedError`: pass the group of "
-            'all ranks as `comm`, and `ZeroOptions(state="node")` for a copy on each node',
-        ),
-        Key(
-            "reshard_after_forward",
-            MAPPED,
-            "`ZeroOptions(keep_gathered=True)` for False; a number raises `UnsupportedError`: "
-            '`ZeroOptions(params="node")` gathers within a node',
-        ),
-        Key("mp_policy.param_dtype", MAPPED, "`Precision.param`, with FP32 masters"),
-        Key(
-            "mp_policy.reduce_dtype",
-            NO_EFFECT,
-            "sums are FP32, and so are reduced gradients, as those of FSDP2's FP32 shards",
-        ),
-        Key("mp_policy.output_dtype", MAPPED, "`Precision.output`, of the whole module"),
-        Key(
-            "mp_policy.cast_forward_inputs", MAPPED, "`Precision.cast_inputs`, of the whole module"
-        ),
-        Key(
-            "offload_policy",
-            UNSUPPORTED,
-            "memory of the host is not used; shard over more ranks, or take a preset of "
-            "`Precision` that keeps less",
-        ),
-        Key(
-            "shard_placement_fn",
-            UNSUPPORTED,
-            "a shard is a run of a bucket's elements, whatever the parameters' shapes; leave it "
-            "away",
-        ),
-        Key(
-            "ignored_params",
-            UNSUPPORTED,
-            "options are compared among ranks, and so are names: pass those of the parameters as "
-            "`ZeroOptions(ignored=)`",
-        ),
-        Key(
-            "dp_mesh_dims",
-            UNSUPPORTED,
-            'parameters on a mesh are DTensors of `mesh["tp"]`, and `comm` is `mesh["dp"]`',
-        ),
-    )
-}
+KEYS = keys_of("FSDP2")
 
 
 @dataclass(frozen=True)

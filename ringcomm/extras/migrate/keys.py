@@ -1,10 +1,13 @@
-"""Keys of other configurations, what becomes of each here, and which of them a user has asked."""
+"""Settings of other libraries by name, and what becomes of each; ``keys.ini`` is the table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from configparser import RawConfigParser
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ringcomm.errors import UnsupportedError
@@ -15,39 +18,21 @@ _LONGEST_NAME = 64
 MAPPED = "mapped"
 NO_EFFECT = "no effect here"
 UNSUPPORTED = "unsupported"
-# What a key has that asks for nothing.
-OFF = (None, False, "none")
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of another configuration; ``docs/migrating.md`` has a row for it.
+    """A setting of another library; ``docs/migrating.md`` has a row for it.
 
     Attributes:
-        name: with the names of the sections around it, "zero_optimization.stage".
+        name: the name, with those of the sections around it: "zero_optimization.stage".
         fate: ``MAPPED``, ``NO_EFFECT`` or ``UNSUPPORTED``.
-        text: what it becomes; or the reason, and what to do instead.
-        whole: it stands for a section and everything in it.
-        off: values with which an unsupported key asks for nothing.
-        switch: of an unsupported section, the entry that turns it on; "" where being there does.
+        text: the setting of ringcomm that it becomes; or the reason, and the remedy.
     """
 
     name: str
     fate: str
     text: str
-    whole: bool = False
-    off: tuple[Any, ...] = OFF
-    switch: str = ""
-
-    def asks(self, value: Any) -> bool:
-        """Returns whether a value asks for what an unsupported key stands for."""
-        if not isinstance(value, Mapping):
-            return _is_on(value, self.off)
-        if not self.switch:
-            return bool(value)
-        if not _is_on(value.get(self.switch, True), self.off):
-            return False
-        return _turned_on(value, self.switch, self.off)
 
     def note(self, value: Any) -> str:
         """Returns what became of the key with a value."""
@@ -56,22 +41,27 @@ class Key:
         return f"{self.fate}: {self.text}"
 
 
-def _is_on(value: Any, off: tuple[Any, ...]) -> bool:
-    # true equals 1, and is another value.
-    return not any(value == each and type(value) is type(each) for each in off)
+@cache
+def _table() -> RawConfigParser:
+    table = RawConfigParser(delimiters=("=",))
+    table.optionxform = str  # type: ignore[assignment,method-assign]
+    table.read_string(Path(__file__).with_name("keys.ini").read_text("utf-8"))
+    return table
 
 
-def _turned_on(section: Mapping[str, Any], switch: str, off: tuple[Any, ...]) -> bool:
-    for name, value in section.items():
-        if name == switch and _is_on(value, off):
-            return True
-        if isinstance(value, Mapping) and _turned_on(value, switch, off):
-            return True
-    return False
+def section_of(name: str) -> Mapping[str, str]:
+    """Returns a section of the table."""
+    return dict(_table()[name])
+
+
+def keys_of(library: str) -> dict[str, Key]:
+    """Returns the settings of a library by name, in the order of the page."""
+    parts = {name: each.partition(": ") for name, each in section_of(library).items()}
+    return {name: Key(name, fate, text) for name, (fate, _, text) in parts.items()}
 
 
 def refuse_unsupported(operation: str, asked: Iterable[tuple[str, str]]) -> None:
-    """Raises UnsupportedError, if anything was asked, that names each key with its reason."""
+    """Raises UnsupportedError that names each key asked for with its reason, if there is any."""
     reasons = [f"{name}: {text}" for name, text in asked]
     if reasons:
         raise UnsupportedError(
@@ -81,7 +71,7 @@ def refuse_unsupported(operation: str, asked: Iterable[tuple[str, str]]) -> None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns the known names that are nearest to one, for a message."""
+    """Returns the known names nearest to another name, for a message."""
     by_end: dict[str, list[str]] = {}
     for each in known:
         by_end.setdefault(each.rpartition(".")[2], []).append(each)

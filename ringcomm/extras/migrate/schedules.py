@@ -1,312 +1,188 @@
-"""Learning rates over steps, as DeepSpeed's schedulers have them, as schedulers of torch.
+"""DeepSpeed's learning rates over steps, set by torch's ``LambdaLR``.
 
-A scheduler sets the rates of step 0 when it is built, and of step t at its t-th ``step()``, which
-DeepSpeed's engine calls after each step that was not skipped. DeepSpeed counts iterations from -1,
-so that its formulas are taken at t - 1, and step 0 has rates of its own.
+DeepSpeed counts iterations from -1: after t steps its formulas hold at t - 1. Step 0 has rates of
+its own, which a scheduler sets when it is built.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from copy import deepcopy
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from ringcomm.errors import ArgumentError
+from ringcomm.extras.migrate.keys import section_of
 from ringcomm.json_reader import shown
 
-# One number for all param groups, or one for each.
-Rates = float | Sequence[float]
-_WARMUPS = ("log", "linear")
+# By DeepSpeed's name, the parameters of a scheduler and their defaults; "needed" is none.
+SCHEDULERS = {kind: json.loads(text) for kind, text in section_of("schedulers").items()}
+_EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "warmup_num_steps": ("an integer >= 1", lambda value: value >= 1),
+    "warmup_type": ("one of log, linear", lambda value: value in ("log", "linear")),
+    "total_num_steps": ("a number >= 1", lambda value: value >= 1),
+    "lr_range_test_step_size": ("a number >= 1", lambda value: value >= 1),
+    "cycle_first_step_size": ("a number > 0", lambda value: value > 0),
+    "cycle_second_step_size": ("a number >= 0", lambda value: value is None or value >= 0),
+}
 
 
-def _by_group(value: Rates, groups: int, name: str) -> list[float]:
-    if not isinstance(value, Sequence):
-        return [value] * groups
-    if len(value) != groups:
-        raise ArgumentError(
-            f"scheduler.params.{name}: expected a number, or one for each of {groups} param "
-            f"groups, got {len(value)}"
-        )
-    return list(value)
+@dataclass(frozen=True)
+class Schedule:
+    """A learning rate over steps, as a scheduler of DeepSpeed sets it.
 
+    Attributes:
+        kind: DeepSpeed's name of the scheduler.
+        params: its parameters; a rate is one number, or a list with one for each param group.
+    """
 
-def _check_at_least(least: float, **numbers: float) -> None:
-    for name, number in numbers.items():
-        if number < least:
-            raise ArgumentError(
-                f"scheduler.params.{name}: expected a number >= {least:g}, got {shown(number)}"
-            )
+    kind: str
+    params: Mapping[str, Any]
 
-
-class Schedule(ABC):
-    """The base of schedules, each a frozen dataclass of DeepSpeed's parameters."""
-
-    @abstractmethod
-    def rates(self, base: Sequence[float], t: int) -> list[float]:
-        """Returns the learning rate of each param group.
-
-        Args:
-            base: the rates that the groups were built with.
-            t: number of steps taken.
-        """
-
-    def momenta(self, groups: int, t: int) -> list[float] | None:
-        """Returns the first beta of each group, with which the second is 0.99; None leaves both."""
-        return None
-
-    def build(self, optimizer: Optimizer) -> LRScheduler:
+    def build(self, optimizer: Optimizer) -> LambdaLR:
         """Returns a scheduler that sets the rates of an optimizer, from its first step on."""
-        return ScheduledRates(optimizer, self)
+        groups = optimizer.param_groups
+        lrs = [deepcopy(group.get("initial_lr", group["lr"])) for group in groups]
+        rates = [self._rate(optimizer, number, float(lr)) for number, lr in enumerate(lrs)]
+        # LambdaLR multiplies the initial rate. Times 1 a rate keeps its bits.
+        for group in groups:
+            group["initial_lr"] = 1.0
+        made = LambdaLR(optimizer, rates)
+        for group, lr in zip(groups, lrs, strict=True):
+            group["initial_lr"] = lr
+        return made
+
+    def _rate(self, optimizer: Optimizer, number: int, lr: float) -> Callable[[int], float]:
+        """Returns the rate of a param group as a function of the steps taken."""
+        p = SimpleNamespace(**self.params)
+        for name, value in self.params.items():
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                if len(value) != len(optimizer.param_groups):
+                    raise ArgumentError(
+                        f"scheduler.params.{name}: expected a number, or one for each of "
+                        f"{len(optimizer.param_groups)} param groups, got {len(value)}"
+                    )
+                setattr(p, name, value[number])
+        formula = _FORMULAS[self.kind]
+
+        def rate(t: int) -> float:
+            if self.params.get("cycle_momentum"):
+                optimizer.param_groups[number]["betas"] = (_cycle_beta(p, t), 0.99)
+            return float(formula(p, lr, t))
+
+        return rate
 
 
-class ScheduledRates(LRScheduler):
-    """A scheduler of torch that sets the rates, and betas, of a schedule."""
-
-    def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
-        self.schedule = schedule
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[Any]:
-        """Returns the rates of the current step; called by torch."""
-        groups = self.optimizer.param_groups
-        momenta = self.schedule.momenta(len(groups), self.last_epoch)
-        for group, momentum in zip(groups, momenta or (), strict=False):
-            group["betas"] = (momentum, 0.99)
-        return list(self.schedule.rates([float(each) for each in self.base_lrs], self.last_epoch))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns torch's state, without the schedule, which is not part of it."""
-        return {name: value for name, value in super().state_dict().items() if name != "schedule"}
-
-
-@dataclass(frozen=True)
-class _Warmup(Schedule):
-    """The rise of the warm-ups: over ``warmup_num_steps``, as the logarithm or in a line."""
-
-    def _check_warmup(self, steps: int, kind: str) -> None:
-        if steps < 1:
-            raise ArgumentError(
-                f"scheduler.params.warmup_num_steps: expected an integer >= 1, got {shown(steps)}"
-            )
-        if kind not in _WARMUPS:
-            raise ArgumentError(
-                f"scheduler.params.warmup_type: expected one of {', '.join(_WARMUPS)}, got "
-                f"{shown(kind)}"
-            )
-
-
-def _rise(kind: str, iteration: int, steps: int) -> float:
-    if kind == "log":
-        return 1.0 / math.log(steps) * math.log(iteration + 1)
-    return iteration / steps
-
-
-@dataclass(frozen=True)
-class WarmupLR(_Warmup):
-    """From a least rate to a largest one, which stays."""
-
-    warmup_min_lr: Rates = 0.0
-    warmup_max_lr: Rates | None = None
-    warmup_num_steps: int = 1000
-    warmup_type: str = "log"
-
-    def __post_init__(self) -> None:
-        self._check_warmup(self.warmup_num_steps, self.warmup_type)
-
-    def _gamma(self, iteration: int) -> float:
-        steps = max(2, self.warmup_num_steps)
-        return _rise(self.warmup_type, iteration, steps) if iteration < steps else 1.0
-
-    def rates(self, base: Sequence[float], t: int) -> list[float]:
-        least = _by_group(self.warmup_min_lr, len(base), "warmup_min_lr")
-        most = list(base)
-        if self.warmup_max_lr is not None:
-            most = _by_group(self.warmup_max_lr, len(base), "warmup_max_lr")
-        if t == 0:
-            return least
-        gamma = self._gamma(t - 1)
-        return [low + (high - low) * gamma for low, high in zip(least, most, strict=True)]
-
-
-@dataclass(frozen=True)
-class WarmupDecayLR(WarmupLR):
-    """From a least rate to a largest one, and down to 0 in a line."""
-
-    total_num_steps: int = 0
-    warmup_max_lr: Rates | None = 0.001
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_at_least(1, total_num_steps=self.total_num_steps)
-
-    def _gamma(self, iteration: int) -> float:
-        steps = max(2, self.warmup_num_steps)
-        if iteration < steps:
-            return _rise(self.warmup_type, iteration, steps)
-        left = float(self.total_num_steps - iteration)
-        return max(0.0, left / float(max(1.0, self.total_num_steps - steps)))
-
-
-@dataclass(frozen=True)
-class WarmupCosineLR(_Warmup):
-    """From a share of the optimizer's rate to all of it, and down along a cosine."""
-
-    total_num_steps: int = 0
-    warmup_min_ratio: float = 0.0
-    warmup_num_steps: int = 1000
-    cos_min_ratio: float = 0.0001
-    warmup_type: str = "log"
-
-    def __post_init__(self) -> None:
-        self._check_warmup(self.warmup_num_steps, self.warmup_type)
-        _check_at_least(1, total_num_steps=self.total_num_steps)
-
-    def rates(self, base: Sequence[float], t: int) -> list[float]:
-        ratio = self._ratio(t - 1) if t else 0.0
-        return [rate * ratio for rate in base]
-
-    def _ratio(self, iteration: int) -> float:
-        steps = max(2, self.warmup_num_steps)
-        if iteration < steps:
-            rise = _rise(self.warmup_type, iteration, steps)
-            return self.warmup_min_ratio + rise * (1.0 - self.warmup_min_ratio)
-        progress = min(1.0, (iteration - steps + 1) / max(1, self.total_num_steps - steps))
-        falling = (1 + math.cos(math.pi * progress)) / 2
-        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * falling)
-
-
-@dataclass(frozen=True)
-class LRRangeTest(Schedule):
-    """A rate that grows without end, to find the largest one with which a model trains."""
-
-    lr_range_test_min_lr: Rates = 1e-3
-    lr_range_test_step_size: int = 2000
-    lr_range_test_step_rate: float = 1.0
-    lr_range_test_staircase: bool = False
-
-    def __post_init__(self) -> None:
-        _check_at_least(1, lr_range_test_step_size=self.lr_range_test_step_size)
-
-    def rates(self, base: Sequence[float], t: int) -> list[float]:
-        least = _by_group(self.lr_range_test_min_lr, len(base), "lr_range_test_min_lr")
-        interval: float = float(t) / self.lr_range_test_step_size
-        if self.lr_range_test_staircase:
-            interval = math.floor(interval)
-        return (
-            [low * (1 + self.lr_range_test_step_rate * interval) for low in least] if t else least
-        )
-
-
-@dataclass(frozen=True)
-class OneCycle(Schedule):
-    """Up and down once, with the first beta the other way, and a decay from then on."""
-
-    cycle_min_lr: Rates
-    cycle_max_lr: Rates
-    decay_lr_rate: float = 0.0
-    cycle_first_step_size: float = 2000
-    cycle_second_step_size: float | None = None
-    cycle_first_stair_count: int = 0
-    cycle_second_stair_count: int | None = None
-    decay_step_size: float = 0
-    cycle_momentum: bool = True
-    cycle_min_mom: Rates = 0.8
-    cycle_max_mom: Rates = 0.9
-    decay_mom_rate: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.cycle_first_step_size > 0:
-            raise ArgumentError(
-                "scheduler.params.cycle_first_step_size: expected a number > 0, got "
-                f"{shown(self.cycle_first_step_size)}"
-            )
-        _check_at_least(0, cycle_second_step_size=self._second)
-
-    @property
-    def _second(self) -> float:
-        second = self.cycle_second_step_size
-        return float(self.cycle_first_step_size if second is None else second)
-
-    @property
-    def _total(self) -> float:
-        return float(self.cycle_first_step_size) + self._second
-
-    def _height(self, t: int) -> float:
-        """Returns how far up in the cycle a step is, from 0 to 1."""
-        first, total = float(self.cycle_first_step_size), self._total
-        x = 1.0 + t / total - math.floor(1 + t / total)
-        turn = first / total
-        rises = x <= turn
-        stairs = self.cycle_first_stair_count
-        if not rises and self.cycle_second_stair_count is not None:
-            stairs = self.cycle_second_stair_count
-        if stairs > 0:
-            at = t % total
-            up = at * stairs / first if at <= first else (total - at) * stairs / self._second
-            return math.floor(up) / stairs
-        return x / turn if rises else (x - 1) / (turn - 1)
-
-    def _decay(self, t: int, rate: float) -> float:
-        """Returns the factor of a decay after the cycle."""
-        if math.isclose(self.decay_step_size, 0) or math.isclose(rate, 0):
-            return 1.0
-        return 1 + rate * ((t - self._total) / self.decay_step_size)
-
-    def rates(self, base: Sequence[float], t: int) -> list[float]:
-        least = _by_group(self.cycle_min_lr, len(base), "cycle_min_lr")
-        most = _by_group(self.cycle_max_lr, len(base), "cycle_max_lr")
-        if t == 0:
-            return least
-        if t - 1 < self._total:
-            height = self._height(t)
-            return [low + (high - low) * height for low, high in zip(least, most, strict=True)]
-        factor = self._decay(t, self.decay_lr_rate)
-        return [low / factor for low in least]
-
-    def momenta(self, groups: int, t: int) -> list[float] | None:
-        if not self.cycle_momentum:
-            return None
-        least = _by_group(self.cycle_min_mom, groups, "cycle_min_mom")
-        most = _by_group(self.cycle_max_mom, groups, "cycle_max_mom")
-        if t == 0:
-            return least
-        if t - 1 < self._total:
-            height = self._height(t)
-            return [high - (high - low) * height for low, high in zip(least, most, strict=True)]
-        factor = self._decay(t, self.decay_mom_rate)
-        return [high * factor for high in most]
-
-
-#: Schedules by DeepSpeed's names.
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
-}
-_NEEDED = {
-    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
-    "WarmupDecayLR": ("total_num_steps",),
-    "WarmupCosineLR": ("total_num_steps",),
-}
-
-
-def make_schedule(kind: str, params: Mapping[str, Any]) -> Schedule:
-    """Makes a schedule of DeepSpeed's name and parameters.
+def make_schedule(kind: str, given: Mapping[str, Any]) -> Schedule:
+    """Returns the schedule of DeepSpeed's name and parameters.
 
     Raises:
-        ArgumentError: a parameter is missing, of another schedule, or of no use.
+        ArgumentError: a parameter is missing, of another scheduler, or out of range.
     """
-    made = SCHEDULES[kind]
-    known = [field.name for field in fields(made)]  # type: ignore[arg-type]
-    for name in params:
+    known = SCHEDULERS[kind]
+    params = {**known, **given}
+    missing = [name for name in known if params[name] == "needed"]
+    for name, value in params.items():
+        expected, fits = _EXPECTED.get(name, ("", lambda _: True))
+        wrong = ""
         if name not in known:
-            raise ArgumentError(
-                f"scheduler.params.{name}: is no parameter of {kind}, which has {', '.join(known)}"
-            )
-    missing = [name for name in _NEEDED.get(kind, ()) if name not in params]
-    if missing:
-        raise ArgumentError(f"scheduler.params: {kind} needs {', '.join(missing)} too")
-    return made(**params)
+            wrong = f".{name}: is no parameter of {kind}, which has {', '.join(known)}"
+        elif missing:
+            wrong = f": {kind} needs {', '.join(missing)} too"
+        elif not fits(value):
+            wrong = f".{name}: expected {expected}, got {shown(value)}"
+        if wrong:
+            raise ArgumentError(f"scheduler.params{wrong}")
+    return Schedule(kind, params)
+
+
+# ---- DeepSpeed's formulas: parameters, the group's own rate and steps taken ---------------------
+
+
+def _rise(p: Any, t: int) -> float | None:
+    """Returns the height of a warm-up, from 0 to 1; None when it is over."""
+    steps = max(2, p.warmup_num_steps)
+    if t > steps:
+        return None
+    return 1.0 / math.log(steps) * math.log(t) if p.warmup_type == "log" else (t - 1) / steps
+
+
+def _warmup(p: Any, lr: float, t: int) -> Any:
+    low, high = p.warmup_min_lr, lr if p.warmup_max_lr is None else p.warmup_max_lr
+    height = _rise(p, t) if t else 0.0
+    return low + (high - low) * (1.0 if height is None else height)
+
+
+def _warmup_decay(p: Any, lr: float, t: int) -> Any:
+    if t <= max(2, p.warmup_num_steps):
+        return _warmup(p, lr, t)
+    low, high = p.warmup_min_lr, lr if p.warmup_max_lr is None else p.warmup_max_lr
+    falling = max(1.0, p.total_num_steps - max(2, p.warmup_num_steps))
+    return low + (high - low) * max(0.0, (p.total_num_steps - (t - 1)) / falling)
+
+
+def _warmup_cosine(p: Any, lr: float, t: int) -> Any:
+    height = _rise(p, t) if t else None
+    if height is not None:
+        return lr * (p.warmup_min_ratio + height * (1.0 - p.warmup_min_ratio))
+    steps = max(2, p.warmup_num_steps)
+    progress = min(1.0, (t - steps) / max(1, p.total_num_steps - steps))
+    height = (1 + math.cos(math.pi * progress)) / 2
+    return lr * (max(0.0, p.cos_min_ratio + (1.0 - p.cos_min_ratio) * height) if t else 0.0)
+
+
+def _range_test(p: Any, lr: float, t: int) -> Any:
+    interval = t / p.lr_range_test_step_size
+    interval = math.floor(interval) if p.lr_range_test_staircase else interval
+    return p.lr_range_test_min_lr * (1 + p.lr_range_test_step_rate * interval)
+
+
+def _cycle(p: Any, t: int) -> tuple[float | None, float]:
+    """Returns the height in the cycle, 0 to 1 or None after it, and the steps since its end."""
+    first = float(p.cycle_first_step_size)
+    second = first if p.cycle_second_step_size is None else float(p.cycle_second_step_size)
+    total = first + second
+    if t - 1 >= total:
+        return None, t - total
+    x, turn = 1.0 + t / total - math.floor(1 + t / total), first / total
+    stairs, at = p.cycle_first_stair_count, t % total
+    if x > turn and p.cycle_second_stair_count is not None:
+        stairs = p.cycle_second_stair_count
+    if stairs > 0:
+        up = at * stairs / first if at <= first else (total - at) * stairs / second
+        return math.floor(up) / stairs, 0.0
+    return x / turn if x <= turn else (x - 1) / (turn - 1), 0.0
+
+
+def _decay(p: Any, rate: float, since: float) -> float:
+    still = math.isclose(p.decay_step_size, 0) or math.isclose(rate, 0)
+    return 1.0 if still else 1 + rate * (since / p.decay_step_size)
+
+
+def _one_cycle(p: Any, lr: float, t: int) -> Any:
+    height, since = _cycle(p, t)
+    if height is None:
+        return p.cycle_min_lr / _decay(p, p.decay_lr_rate, since)
+    return p.cycle_min_lr + (p.cycle_max_lr - p.cycle_min_lr) * height
+
+
+def _cycle_beta(p: Any, t: int) -> Any:
+    height, since = _cycle(p, t)
+    if height is None:
+        return p.cycle_max_mom * _decay(p, p.decay_mom_rate, since)
+    return p.cycle_max_mom - (p.cycle_max_mom - p.cycle_min_mom) * height if t else p.cycle_min_mom
+
+
+_FORMULAS: dict[str, Callable[[Any, float, int], Any]] = {
+    "LRRangeTest": _range_test,
+    "OneCycle": _one_cycle,
+    "WarmupLR": _warmup,
+    "WarmupDecayLR": _warmup_decay,
+    "WarmupCosineLR": _warmup_cosine,
+}

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, cast
 
 import torch
 
@@ -64,10 +64,9 @@ class Inert:
         name: of what it would have called, "module.name"; of a class itself, too.
         args: arguments.
         state: what the object would have been given by ``__setstate__()``.
-        items: its entries, if it is a dict of a kind of its own, else None.
     """
 
-    __slots__ = ("args", "items", "name", "state")
+    __slots__ = ("args", "name", "state")
 
     def __init__(self, name: str, args: tuple[Any, ...] = ()) -> None:
         if len(name) > _LONGEST_NAME:
@@ -75,7 +74,6 @@ class Inert:
         self.name = name
         self.args: tuple[Any, ...] = exactly(args, tuple)
         self.state: Any = None
-        self.items: dict[Any, Any] | None = None
 
     def __repr__(self) -> str:
         return f"Inert({self.name!r})"
@@ -106,6 +104,7 @@ _STORAGES = {
     "BoolStorage": torch.bool,
     "UntypedStorage": torch.uint8,
 }
+_PARAMETERS = tuple(f"torch._utils._rebuild_parameter{end}" for end in ("", "_with_state"))
 
 
 class _Machine:
@@ -149,11 +148,9 @@ class _Machine:
     # ---- stack and memo -------------------------------------------------------------------------
 
     def push(self, value: Any) -> None:
-        """Puts a value on the stack."""
         self._stack.append(value)
 
     def mark(self, _: Any = None) -> None:
-        """Remembers where a list of operands begins on the stack."""
         self._marks.append(len(self._stack))
 
     def pop(self, _: Any = None) -> None:
@@ -173,7 +170,6 @@ class _Machine:
         return found
 
     def recall(self, index: int) -> None:
-        """Puts a value of the memo on the stack."""
         self._stack.append(self._memo[int(index)])
 
     def operands(self, _: Any = None) -> list[Any]:
@@ -194,7 +190,6 @@ class _Machine:
     # ---- containers, which are the last on the stack --------------------------------------------
 
     def extend(self, values: Sequence[Any]) -> None:
-        """Appends to a list or set."""
         target = self._stack[-1]
         if isinstance(target, list):
             target.extend(values)
@@ -203,12 +198,12 @@ class _Machine:
 
     def update(self, pairs: Sequence[Any]) -> None:
         """Sets items of a dict: key, value, key, value."""
-        holder = target = self._stack[-1]
-        if isinstance(holder, Inert):
-            holder.items = target = {} if holder.items is None else holder.items
-        if not isinstance(target, dict) or len(pairs) % 2:
+        target = self._stack[-1]
+        if not isinstance(target, (dict, Inert)) or len(pairs) % 2:
             raise TypeError("it sets items of what is no dict")
-        target.update(zip(map(self.key, pairs[::2]), pairs[1::2], strict=True))
+        entries = zip(map(self.key, pairs[::2]), pairs[1::2], strict=True)
+        if isinstance(target, dict):
+            target.update(entries)
 
     def key(self, key: Any) -> Any:
         """Returns a key, as text if its hash could be made to collide, as no text's can."""
@@ -226,7 +221,6 @@ class _Machine:
         return text
 
     def make_dict(self, _: Any = None) -> None:
-        """Puts a dict of the operands on the stack."""
         pairs = self.operands()
         self.push({})
         self.update(pairs)
@@ -234,14 +228,12 @@ class _Machine:
     # ---- what the unpickler would call ----------------------------------------------------------
 
     def stack_global(self, _: Any = None) -> None:
-        """Names what is to be called."""
         module, name = self.last(2)
         if len(module) + len(name) > _LONGEST_NAME:
             raise ValueError("it names something of too many characters")
         self.push(Inert(f"{module}.{name}"))
 
     def call(self, _: Any = None) -> None:
-        """Puts what a call stands for on the stack."""
         called, args = self.last(2)
         name, args = called.name, exactly(args, tuple)
         if name == "torch._tensor._rebuild_from_type_v2":
@@ -279,10 +271,7 @@ class _Machine:
         if name == "torch.Size":
             self.charge(len(exactly(args[0], tuple, list)))
             return tuple(args[0])
-        if name in (
-            "torch._utils._rebuild_parameter",
-            "torch._utils._rebuild_parameter_with_state",
-        ):
+        if name in _PARAMETERS:
             return args[0]
         if name in ("builtins.set", "__builtin__.set", "builtins.frozenset"):
             return exactly(args[0], list, tuple) if args else []
@@ -336,7 +325,7 @@ def _inside(value: Any) -> Iterable[Any] | None:
     if type(value) is dict:
         return chain.from_iterable(value.items())
     if type(value) is Inert:
-        return (value.args, value.state, value.items)
+        return (value.args, value.state)
     return None
 
 
@@ -355,22 +344,19 @@ _ACTIONS: dict[str, _Action] = {
     "NONE": lambda machine, _: machine.push(None),
     "NEWTRUE": lambda machine, _: machine.push(True),
     "NEWFALSE": lambda machine, _: machine.push(False),
-    "EMPTY_LIST": lambda machine, _: machine.push([]),
+    **dict.fromkeys(("EMPTY_LIST", "EMPTY_SET"), lambda machine, _: machine.push([])),
     "EMPTY_TUPLE": lambda machine, _: machine.push(()),
     "EMPTY_DICT": lambda machine, _: machine.push({}),
-    "EMPTY_SET": lambda machine, _: machine.push([]),
     "GLOBAL": lambda machine, name: machine.push(Inert(name.replace(" ", "."))),
     "MARK": _Machine.mark,
     "TUPLE": lambda machine, _: machine.push(tuple(machine.operands())),
     "TUPLE1": lambda machine, _: machine.push(machine.last(1)),
     "TUPLE2": lambda machine, _: machine.push(machine.last(2)),
     "TUPLE3": lambda machine, _: machine.push(machine.last(3)),
-    "LIST": lambda machine, _: machine.push(machine.operands()),
-    "FROZENSET": lambda machine, _: machine.push(machine.operands()),
+    **dict.fromkeys(("LIST", "FROZENSET"), lambda machine, _: machine.push(machine.operands())),
     "DICT": _Machine.make_dict,
     "APPEND": lambda machine, _: machine.extend(machine.last(1)),
-    "APPENDS": lambda machine, _: machine.extend(machine.operands()),
-    "ADDITEMS": lambda machine, _: machine.extend(machine.operands()),
+    **dict.fromkeys(("APPENDS", "ADDITEMS"), lambda machine, _: machine.extend(machine.operands())),
     "SETITEM": lambda machine, _: machine.update(machine.last(2)),
     "SETITEMS": lambda machine, _: machine.update(machine.operands()),
     "POP": _Machine.pop,
@@ -459,7 +445,7 @@ class TorchFile:
             self._fail(f"expected bytes {begin} to {end}, it has {len(self._map)}")
         self._left_bytes = 4 * (end - begin)
         try:
-            self._zip = zipfile.ZipFile(_FilePart(self._map, begin, end))
+            self._zip = zipfile.ZipFile(cast(BinaryIO, _FilePart(self._map, begin, end)))
         except _DAMAGED as error:
             self._fail(f"is no file of torch.save(): {error}")
         members = sorted(self._zip.infolist(), key=lambda each: each.header_offset)
@@ -535,28 +521,21 @@ class TorchFile:
         return flat.as_strided(size, stride, offset)
 
 
-class _FilePart(io.RawIOBase, BinaryIO):
-    """Bytes [begin, end) of a mapped file, as a file."""
+class _FilePart:
+    """Bytes [begin, end) of a mapped file, as a file that zipfile reads."""
 
     def __init__(self, mapped: mmap.mmap, begin: int, end: int) -> None:
-        super().__init__()
         self._mapped, self._begin, self._end, self._at = mapped, begin, end, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
 
     def tell(self) -> int:
         return self._at
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._end - self._begin}
         self._at = max(0, base[whence] + offset)
         return self._at
 
-    def read(self, size: int = -1, /) -> bytes:
+    def read(self, size: int = -1) -> bytes:
         first = self._begin + self._at
         # No more room than there are bytes, whatever the archive says of its sizes.
         found: bytes = self._mapped[first : self._end if size < 0 else min(self._end, first + size)]

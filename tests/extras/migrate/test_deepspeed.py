@@ -11,8 +11,9 @@ import torch
 
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.extras.migrate.deepspeed_keys import ALIASES, KEYS, OTHER_OPTIMIZERS
-from ringcomm.extras.migrate.keys import MAPPED, NO_EFFECT, UNSUPPORTED
+from ringcomm.extras.migrate.deepspeed import ALIASES, KEYS, OTHER_OPTIMIZERS
+from ringcomm.extras.migrate.keys import MAPPED, NO_EFFECT, UNSUPPORTED, section_of
+from ringcomm.extras.migrate.schedules import SCHEDULERS
 from ringcomm.optim import Adam, AdamW, AdamWOptions, LossScaleOptions, LossScaler
 from ringcomm.optim.options import Wire
 from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS
@@ -107,8 +108,7 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("kind", BY_HAND)
+@pytest.mark.parametrize(("kind", "stage"), [("bf16", 1), ("bf16", 3), ("fp16", 0), ("fp16", 2)])
 def test_training_is_that_of_options_written_by_hand(worlds, kind, stage):
     config, precision, build = BY_HAND[kind]
     setup = read(
@@ -331,12 +331,12 @@ def config_with(name: str, value: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.fate == UNSUPPORTED])
 def test_each_unsupported_key_is_refused_if_it_asks_for_something(name):
-    whole = KEYS[name].whole
-    asks = ASKS.get(name, {"enabled": True} if whole else True)
+    switched = name in section_of("switches")
+    asks = ASKS.get(name, {"enabled": True} if switched else True)
     with pytest.raises(UnsupportedError) as raised:
         zero.from_deepspeed(config_with(name, asks), world_size=1)
     assert f"\n  {name}: {KEYS[name].text}" in str(raised.value)
-    nothing = ASKS_NOTHING.get(name, {"enabled": False} if KEYS[name].switch else None)
+    nothing = ASKS_NOTHING.get(name, {"enabled": False} if switched else None)
     setup = zero.from_deepspeed(config_with(name, nothing), world_size=1)
     assert setup.notes[name].startswith("unsupported, and ")
 
@@ -485,6 +485,11 @@ def test_what_is_no_config_is_refused(config):
 def test_the_table_is_whole():
     assert {key.fate for key in KEYS.values()} == {MAPPED, NO_EFFECT, UNSUPPORTED}
     assert not KEYS.keys() & ALIASES.keys()
+    refused = {name for name, key in KEYS.items() if key.fate == UNSUPPORTED}
+    assert {*section_of("off"), *section_of("switches")} <= refused
+    assert section_of("auto").keys() <= KEYS.keys()
+    for params in SCHEDULERS.values():
+        assert all(KEYS[f"scheduler.params.{name}"].fate == MAPPED for name in params)
     # An alias stands for a key, or for a section of keys.
     for name in ALIASES.values():
         assert any(known == name or known.startswith(f"{name}.") for known in KEYS)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.extras.migrate import deepspeed_keys, fsdp2
+from ringcomm.extras.migrate import deepspeed, fsdp2
 from ringcomm.optim import AdamW
 from tests.comm.conftest import worlds
 from tests.support import ROOT
@@ -156,7 +156,7 @@ def test_every_argument_of_torch_has_a_row():
 
 @pytest.mark.parametrize(
     ("section", "keys"),
-    [("DeepSpeed", deepspeed_keys.KEYS), ("FSDP2", fsdp2.KEYS)],
+    [("DeepSpeed", deepspeed.KEYS), ("FSDP2", fsdp2.KEYS)],
 )
 def test_the_page_has_a_row_for_each_key(section, keys):
     text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
