@@ -21,9 +21,7 @@ import torch
 from torch import nn
 
 import ringcomm
-from ringcomm.examples.gpt.config import ModelConfig
-from ringcomm.examples.gpt.corpus import Corpus, find_source, load, min_corpus_bytes
-from ringcomm.examples.gpt.model import GPT
+from ringcomm.examples.train_gpt import GPT, Corpus, ModelConfig, draw, read_corpus
 
 SEQUENCES, CONTEXT = 16, 64
 HELD_OUT_BATCHES = 16
@@ -78,7 +76,8 @@ def held_out_loss(module: nn.Module, corpus: Corpus) -> float:
     """The mean loss over the same held-out batches."""
     with torch.no_grad():
         batches = (
-            corpus.held_out_batch(0, index, SEQUENCES, CONTEXT) for index in range(HELD_OUT_BATCHES)
+            draw(corpus.held_out, 0, index, (SEQUENCES, CONTEXT))
+            for index in range(HELD_OUT_BATCHES)
         )
         losses = [float(module(*batch)) for batch in batches]
     return sum(losses) / len(losses)
@@ -92,7 +91,7 @@ def _train(
     for step in range(marks[-1]):
         fall = 1.0 - max(0, step - WARM_UP_STEPS) / max(1, marks[-1] - WARM_UP_STEPS)
         optimizer.param_groups[0]["lr"] = PEAK * min(1.0, (step + 1) / WARM_UP_STEPS) * fall
-        tokens, targets = corpus.batch(0, step, SEQUENCES, CONTEXT)
+        tokens, targets = draw(corpus.train, 0, step, (SEQUENCES, CONTEXT))
         module(tokens[rows], targets[rows]).backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
@@ -134,7 +133,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--data", metavar="PATH", help="default: Python's standard library")
     parser.add_argument("-o", "--output", metavar="CSV", help="write the losses there, too")
     asked = parser.parse_args(arguments)
-    corpus = load(find_source(asked.data, min_corpus_bytes(CONTEXT)))
+    corpus = read_corpus(asked.data, CONTEXT)
     model = ModelConfig(asked.width, asked.depth, 4, CONTEXT, tied=True)
     marks = sorted({max(1, asked.steps * part // 10) for part in (1, 2, 4, 6, 8, 10)})
     print("| held-out loss after steps |", *(f" {mark} |" for mark in marks), sep="")

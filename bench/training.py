@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 import ringcomm
 from ringcomm.errors import ArgumentError
-from ringcomm.examples.gpt.corpus import find_source, load, min_corpus_bytes
+from ringcomm.examples.train_gpt import read_corpus
 
 from . import provenance, training_deepspeed
 from .board import Board
@@ -222,8 +222,7 @@ def _run_rank(
     # The systems make groups of their own, so nothing else uses torch's first one.
     group = dist.group.WORLD if comm.num_nodes > 1 else None
     board = Board(store, rank, world, group)
-    source = find_source(asked.data, min_corpus_bytes(max(shape.context for shape in shapes)))
-    corpus = load(source)
+    corpus = read_corpus(asked.data, max(shape.context for shape in shapes))
     rows: list[Row] = []
     for shape in shapes:
         batches = Batches(shape, corpus, rank, world, comm.device)
@@ -238,7 +237,7 @@ def _run_rank(
     board.barrier()
     if rank == 0:
         nodes = f" on {comm.num_nodes} nodes" if comm.num_nodes > 1 else ""
-        print(f"# {world} ranks{nodes}; {source}")
+        print(f"# {world} ranks{nodes}; {corpus.source}")
         _write(rows, asked, _without_files(words))
     comm.close()
     dist.destroy_process_group()
@@ -349,7 +348,7 @@ def main(arguments: list[str]) -> int:
             return 2
         return _run_rank(place, shapes, pace, asked, arguments)
     try:
-        find_source(asked.data, min_corpus_bytes(max(asked.context or [64])))
+        read_corpus(asked.data, max(asked.context or [64]))
     except ArgumentError as error:
         print(error, file=sys.stderr)
         return 2

@@ -16,10 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ringcomm
-from ringcomm.examples.gpt.config import ModelConfig
-from ringcomm.examples.gpt.corpus import Corpus
-from ringcomm.examples.gpt.footprint import MemoryMeter, load_first_use
-from ringcomm.examples.gpt.model import GPT, VOCABULARY
+from ringcomm.examples.train_gpt import GPT, VOCABULARY, Corpus, ModelConfig, draw, held_bytes
 
 from . import training_deepspeed
 
@@ -228,7 +225,7 @@ class Batches:
     def of(self, step: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets, each int64 [sequences, context]."""
         rows, context = self.shape.sequences, self.shape.context
-        tokens, targets = self.corpus.batch(SEED, step, rows * self.world, context)
+        tokens, targets = draw(self.corpus.train, SEED, step, (rows * self.world, context))
         own = slice(self.rank * rows, (self.rank + 1) * rows)
         return tokens[own].to(self.device), targets[own].to(self.device)
 
@@ -247,14 +244,13 @@ class Training:
     """
 
     def __init__(self, build: Callable[[], tuple[nn.Module, Any]], batches: Batches) -> None:
-        meter = MemoryMeter(batches.device, has_heap=True, trims=True)
-        before_bytes = meter.held_bytes()
+        before_bytes = held_bytes(batches.device, trim=True)
         self.module, self._optimizer = build()
         self._batches = batches
         self.losses: list[Tensor] = []
         self()
         self._backward()
-        self.held_bytes = meter.held_bytes() - before_bytes
+        self.held_bytes = held_bytes(batches.device, trim=True) - before_bytes
         self._update()
 
     def __call__(self) -> None:
@@ -407,7 +403,7 @@ def entrants(batches: Batches, comm: ringcomm.Communicator, *, alone: bool) -> d
         alone: they compete with torch without communication, as on a GPU, and not with Gloo.
     """
     shape, device = batches.shape, batches.device
-    load_first_use()
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # loads 80 MB that are no model's
     builds: dict[str, Callable[[], Built]] = {
         name: lambda stage=stage: _zero(shape, stage, comm)  # type: ignore[misc]
         for stage, name in enumerate(STAGES)

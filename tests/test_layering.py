@@ -37,6 +37,7 @@ for _layer in _layers:
 MAY_IMPORT["errors"] = set()
 MAY_IMPORT |= {part: {"extras"} for part in DOORS}
 MAY_IMPORT["cli"] = _below | DOORS | {""}
+MAY_IMPORT["examples"] = {"", "optim", "zero"}
 MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT[""] = (_below - {"extras"}) | DOORS
 

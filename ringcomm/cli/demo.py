@@ -13,7 +13,7 @@ from typing import Any
 
 from ringcomm.cli.bench import COLLECTIVES, TRAINING, run_harness
 from ringcomm.errors import ArgumentError
-from ringcomm.examples.gpt.corpus import find_source, min_corpus_bytes
+from ringcomm.examples.train_gpt import read_corpus
 from ringcomm.rendezvous.environment import launched_world
 
 CONTEXT = 64
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError(
             "demo starts its own ranks; run it without torchrun (`ringcomm train` runs under it)"
         )
-    find_source(args.data, min_corpus_bytes(CONTEXT))
+    read_corpus(args.data, CONTEXT)
     if args.json is not None and not Path(args.json).absolute().parent.is_dir():
         raise ArgumentError(f"--json {args.json}: its folder does not exist")
     started = time.perf_counter()

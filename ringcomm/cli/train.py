@@ -1,237 +1,141 @@
-"""``ringcomm train``: data-parallel training of a small byte-level GPT on real text."""
+"""``ringcomm train``: starts the ranks of ``ringcomm/examples/train_gpt.py``, or is one of them."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
-from ringcomm.errors import ArgumentError
-from ringcomm.examples.gpt.config import (
-    BACKENDS,
-    DEFAULT_LOSS_SCALE,
-    DEFAULT_STAGE,
-    DEVICES,
-    DTYPES,
-    ENGINES,
-    FROM_ANY,
-    FROM_LATEST,
-    STAGES,
-    EngineConfig,
-    ModelConfig,
-    TrainConfig,
+import torch
+
+from ringcomm import Communicator
+from ringcomm.examples.train_gpt import Options, expect, read_corpus, train
+from ringcomm.launch import (
+    STORE_PORT_VARIABLE,
+    TIMEOUT,
+    LaunchPlan,
+    launch,
+    launch_store,
+    threads_per_rank,
 )
-from ringcomm.examples.gpt.corpus import find_source, min_corpus_bytes
-from ringcomm.launch import LaunchPlan, launch, threads_per_rank
-from ringcomm.output import PLOT_SUFFIXES
-from ringcomm.rendezvous.environment import launched_world
+from ringcomm.optim import LossScaleOptions
+from ringcomm.rendezvous.environment import launched_world, read_environment
 
 DEFAULT_RANKS = 2
-DEFAULT_SAVE_EVERY = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``ringcomm train``."""
+    """Declares the options of ``ringcomm train``."""
     parser.description = (
         "Train a small byte-level GPT on several ranks. Starts them itself; under torchrun "
         "(torchrun --nproc-per-node 2 -m ringcomm train), mpirun and Slurm it is one of theirs. "
         "docs/train.md explains the options."
     )
-    _add_run(parser)
-    _add_model(parser)
-    _add_sharding(parser)
-    _add_outputs(parser)
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--data", metavar="PATH", help="text file or folder (default: Python's standard library)")
-    add(
-        "--ranks",
-        type=int,
-        help=f"ranks to start (default: {DEFAULT_RANKS}; launchers set their own)",
-    )
-    add("--steps", type=int, default=200, help="default: %(default)s")
-    add(
-        "--batch", type=int, default=16, help="sequences a step on all ranks (default: %(default)s)"
-    )
-    add("--accum", type=int, default=1, help="micro-batches a step (default: %(default)s)")
-    add("--clip", type=float, metavar="NORM", help="largest norm of the gradient (default: none)")
-    add("--learning-rate", type=float, default=3e-3, help="peak (default: %(default)s)")
-    add("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("model").add_argument
-    add("--width", type=int, default=128, help="channels (default: %(default)s)")
-    add("--depth", type=int, default=4, help="layers (default: %(default)s)")
-    add("--heads", type=int, default=4, help="attention heads (default: %(default)s)")
-    add("--context", type=int, default=128, help="bytes a sequence (default: %(default)s)")
-    add("--tied", action="store_true", help="share the weights of embedding and output layer")
-    add(
-        "--checkpoint-activations",
-        action="store_true",
-        help="compute layers again in backward: less memory, more time",
-    )
-
-
-def _add_sharding(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("sharding").add_argument
-    add(
-        "--engine",
-        choices=ENGINES,
-        default="zero",
-        help="ringcomm.zero, or torch's DDP or FSDP2 with its fused AdamW (default: %(default)s)",
-    )
-    add(
-        "--stage",
-        type=int,
-        choices=STAGES,
-        help="ZeRO stage: 0 shards nothing, 1 the optimizer's state, 2 gradients, too, "
-        f"3 parameters, too (default: {DEFAULT_STAGE})",
-    )
-    add(
-        "--backend",
-        choices=BACKENDS,
-        default="ringcomm",
-        help="what moves the data; gloo for ddp and fsdp2 (default: %(default)s)",
-    )
-    add(
-        "--dtype",
-        choices=DTYPES,
-        default="fp32",
-        help="of parameters and gradients; 16 bits need zero (default: %(default)s)",
-    )
-    add(
-        "--loss-scale",
-        type=float,
-        help=f"initial loss scale of fp16 (default: {DEFAULT_LOSS_SCALE:.0f})",
-    )
-    add("--device", choices=DEVICES, default="cpu", help="cuda: rank r takes GPU r")
-    for what, default in (("params", "node"), ("state", "world")):
-        meaning = f"ranks that share them, over nodes: ZeroOptions.{what} (default: {default})"
-        add(f"--shard-{what}", choices=("node", "world"), help=meaning)
-    for what, meaning in (
-        ("state", "the optimizer's state"),
-        ("params", "parameters that are not gathered, at stage 3"),
-    ):
-        add(f"--{what}-on", metavar="PATH", help=f"folder on a disk for {meaning}")
-        add(
-            f"--{what}-resident-mib",
-            type=int,
-            metavar="N",
-            help="of it, what stays in a rank's memory, in 2^20 bytes (default: 0)",
-        )
-        add(
-            f"--{what}-buffer-mib",
-            type=int,
-            metavar="N",
-            help="a rank's buffers for what is on its way, in 2^20 bytes (default: 64)",
-        )
-
-
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("outputs").add_argument
-    add("--save", metavar="FOLDER", help="keep the latest two checkpoints in FOLDER")
-    add(
-        "--save-every",
-        type=int,
-        metavar="STEPS",
-        help=f"steps between checkpoints (default: {DEFAULT_SAVE_EVERY}); "
-        "the last step is saved, too",
-    )
-    add(
-        "--resume",
-        nargs="?",
-        const=FROM_LATEST,
-        choices=(FROM_LATEST, FROM_ANY),
-        help="go on from the latest checkpoint in --save FOLDER; auto begins if there is none, and "
-        "ends if all steps are done: for jobs that are restarted after a failure "
-        f"(--resume alone: {FROM_LATEST})",
-    )
-    add("--plot", metavar="FILE", help="draw loss and memory: png, svg or pdf (needs matplotlib)")
-    add("--memory", action="store_true", help="say what each rank held; makes steps slower")
-    add("--profile", metavar="FILE", help="record what steps do, for Perfetto or chrome://tracing")
-    add("--json", metavar="FILE", help="also write options, losses, memory and speed to FILE")
+    told = f"ranks to start (default: {DEFAULT_RANKS}; launchers set their own)"
+    parser.add_argument("--ranks", type=int, help=told)
+    for each in fields(Options):
+        words: dict[str, Any] = {"default": each.default, "help": each.metadata["help"]}
+        if each.default not in (None, False) or each.type == "int":
+            words["help"] += " (default: %(default)s)"
+        if each.type == "bool":
+            words["action"] = "store_true"
+        else:
+            words["choices"] = each.metadata["choices"]
+            words["type"] = {"int": int, "float": float, "str": str}[str(each.type).split()[0]]
+        if each.name == "resume":
+            words |= {"nargs": "?", "const": "latest"}
+        parser.add_argument(_flag(each.name), **words)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the ranks and wait for them, or be one of a launcher's."""
-    config, settings = _settings(args)
+    """Starts the ranks and waits for them, or is one of a launcher's.
+
+    Raises:
+        ArgumentError: an option is wrong; before any rank is started.
+    """
+    options = Options(**{each.name: getattr(args, each.name) for each in fields(Options)})
     outside = launched_world()
+    ranks = args.ranks
     if outside is not None:
-        if args.ranks not in (None, int(outside.partition("=")[2])):
-            raise ArgumentError(
-                f"--ranks {args.ranks}: {outside} is set, so the ranks were already started; drop "
-                "--ranks"
-            )
-        from ringcomm.examples.gpt.run import run_rank
-
-        return run_rank(settings)
-    ranks = DEFAULT_RANKS if args.ranks is None else args.ranks
-    if ranks < 1:
-        raise ArgumentError(f"--ranks must be at least 1, got {ranks}")
-    config.micro_sequences(ranks)
-    return launch(LaunchPlan("ringcomm.examples.gpt.run", settings, ranks, threads_per_rank(ranks)))
+        there = int(outside.partition("=")[2])
+        told = f"--ranks {ranks}: {outside} is set, so the ranks were already started; drop --ranks"
+        expect(ranks in (None, there), told)
+        check(options, there)
+        return run_rank(asdict(options))
+    ranks = DEFAULT_RANKS if ranks is None else ranks
+    expect(ranks >= 1, f"--ranks must be at least 1, got {ranks}")
+    check(options, ranks)
+    plan = LaunchPlan("ringcomm.cli.train", asdict(options), ranks, threads_per_rank(ranks))
+    return launch(plan)
 
 
-def _settings(args: argparse.Namespace) -> tuple[TrainConfig, dict[str, Any]]:
-    """Check the options, before any rank is started, and gather them as plain values."""
-    model = ModelConfig(args.width, args.depth, args.heads, args.context, args.tied)
-    config = TrainConfig(
-        model, args.batch, args.steps, args.learning_rate, args.seed, args.accum, args.clip
+def run_rank(options: Mapping[str, Any]) -> int:
+    """Trains as one rank, which ``launch()`` or a launcher has started."""
+    place = read_environment()
+    device = "cpu"
+    if options["device"] == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', place.rank)}"
+    if STORE_PORT_VARIABLE in os.environ:
+        comm = Communicator.from_store(
+            launch_store(), place.rank, place.world_size, timeout=TIMEOUT, device=device
+        )
+    else:
+        comm = Communicator.from_env(timeout=TIMEOUT, device=device)
+    with comm:
+        torch.set_num_threads(threads_per_rank(comm.node.world_size))
+        if comm.device.type == "cuda":
+            torch.cuda.set_device(comm.device)
+        train(Options(**options), comm)
+        # Rank 0 holds the store: it must not leave while others still talk to it.
+        comm.barrier()
+    return 0
+
+
+def check(options: Options, ranks: int) -> None:
+    """Raises ArgumentError where ``ranks`` ranks cannot run with the options."""
+    for name in ("steps", "batch", "accum", "save_every"):
+        value = getattr(options, name)
+        expect(value >= 1, f"{_flag(name)} must be at least 1, got {value}")
+    pieces = ranks * options.accum
+    expect(
+        options.batch % pieces == 0,
+        f"--batch: {options.batch} sequences do not divide among {ranks} ranks x {options.accum} "
+        f"micro-batches; choose a multiple of {pieces}",
     )
-    engine = EngineConfig(
-        name=args.engine,
-        stage=args.stage,
-        backend=args.backend,
-        dtype=args.dtype,
-        loss_scale=args.loss_scale,
-        device=args.device,
-        checkpoint_activations=args.checkpoint_activations,
-        params=args.shard_params,
-        state=args.shard_state,
-        state_on=args.state_on,
-        state_resident_mib=args.state_resident_mib,
-        state_buffer_mib=args.state_buffer_mib,
-        params_on=args.params_on,
-        params_resident_mib=args.params_resident_mib,
-        params_buffer_mib=args.params_buffer_mib,
-    )
-    for what, folder in (("state", engine.state_on), ("params", engine.params_on)):
-        if folder is not None and not os.path.isdir(folder):
-            raise ArgumentError(f"--{what}-on {folder}: expected a folder on a disk")
-    for option in ("save", "profile"):
-        if getattr(args, option) is not None and engine.name != "zero":
-            raise ArgumentError(
-                f"--{option}: --engine {engine.name} has none; drop it, or take --engine zero"
-            )
-    find_source(args.data, min_corpus_bytes(model.context))
-    for option in ("json", "plot", "profile"):
-        path = getattr(args, option)
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise ArgumentError(f"--{option} {path}: its folder does not exist")
-    if args.plot is not None and Path(args.plot).suffix.lower() not in PLOT_SUFFIXES:
-        raise ArgumentError(f"--plot {args.plot}: expected a name in {', '.join(PLOT_SUFFIXES)}")
-    settings = {name: getattr(args, name) for name in ("data", "json", "plot", "profile", "memory")}
-    settings["saving"] = _saving(args)
-    return config, {**settings, "engine": asdict(engine), "config": asdict(config)}
+    rate, seed, clip = options.learning_rate, options.seed, options.clip
+    expect(0 < rate < math.inf, f"--learning-rate must be above 0, got {rate}")
+    expect(0 <= seed < 1 << 31, f"--seed must be in 0 .. 2^31 - 1, got {seed}")
+    expect(clip is None or 0 < clip < math.inf, f"--clip must be a norm above 0, got {clip}")
+    expect(options.stage in range(4), f"--stage must be in 0 .. 3, got {options.stage}")
+    if options.loss_scale is not None:
+        told = f"--loss-scale: {options.dtype} gradients need no scale; take --dtype fp16"
+        expect(options.dtype == "fp16", told)
+        LossScaleOptions(init_scale=options.loss_scale)
+    _check_paths(options)
+    read_corpus(options.data, options.context)
 
 
-def _saving(args: argparse.Namespace) -> dict[str, Any] | None:
-    if args.save is None:
-        for option in ("resume", "save_every"):
-            if getattr(args, option):
-                raise ArgumentError(
-                    f"--{option.replace('_', '-')}: expected --save FOLDER beside it, where the "
-                    "checkpoints are"
-                )
-        return None
-    every = DEFAULT_SAVE_EVERY if args.save_every is None else args.save_every
-    if Path(args.save).exists() and not Path(args.save).is_dir():
-        raise ArgumentError(f"--save {args.save}: expected a folder, or nothing yet, got a file")
-    if every < 1:
-        raise ArgumentError(f"--save-every must be at least 1, got {every}")
-    return {"folder": args.save, "every": every, "resume": args.resume}
+def _check_paths(options: Options) -> None:
+    for name in ("state_on", "params_on"):
+        folder = getattr(options, name)
+        there = folder is None or os.path.isdir(folder)
+        expect(there, f"{_flag(name)} {folder}: expected a folder on a disk")
+    told = f"--params-on: expected --stage 3, got {options.stage}, which keeps all in memory"
+    expect(options.params_on is None or options.stage == 3, told)
+    for name in ("json", "profile"):
+        path = getattr(options, name)
+        there = path is None or os.path.isdir(os.path.dirname(os.path.abspath(path)))
+        expect(there, f"{_flag(name)} {path}: its folder does not exist")
+    told = "--resume: expected --save FOLDER beside it, where the checkpoints are"
+    expect(options.resume is None or options.save is not None, told)
+    for name in ("save", "profile"):
+        folder = getattr(options, name)
+        is_free = folder is None or os.path.isdir(folder) or not os.path.exists(folder)
+        expect(is_free, f"{_flag(name)} {folder}: expected a folder, or nothing yet, got a file")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from ringcomm.bench.curves import CONTEXT, RUNS, curve
-from ringcomm.examples.gpt.config import ModelConfig
-from ringcomm.examples.gpt.corpus import find_source, load, min_corpus_bytes
+from ringcomm.examples.train_gpt import ModelConfig, read_corpus
 
 MODEL = ModelConfig(16, 1, 4, CONTEXT, tied=True)
 
 
 @pytest.fixture(scope="module")
 def corpus():
-    return load(find_source(None, min_corpus_bytes(CONTEXT)))
+    return read_corpus(None, CONTEXT)
 
 
 def test_runs_begin_alike_and_part_by_what_is_rounded(corpus):

@@ -67,5 +67,5 @@ def train_all(
 def without_measurements(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the part of a record that is the same in every run of the same training."""
     outcome = dict(record["outcome"])
-    del outcome["tokens_per_s"], outcome["memory"], outcome["disk"], outcome["steps_s"]
+    del outcome["tokens_per_s"], outcome["memory"], outcome["steps_s"]
     return outcome

@@ -14,8 +14,7 @@ from torch import nn
 
 import ringcomm
 from ringcomm import Communicator, zero
-from ringcomm.examples.gpt.config import ModelConfig
-from ringcomm.examples.gpt.model import GPT
+from ringcomm.examples.train_gpt import GPT, ModelConfig
 from ringcomm.optim import AdamW, AdamWOptions, Muon, Sharded, muon_groups
 from ringcomm.optim.sharded import ShardedOptimizer
 

@@ -108,8 +108,7 @@ def test_a_change_without_write_from_is_refused_at_stage_3(worlds):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_model_on_the_meta_device_is_built_in_shards(worlds, stage):
-    from ringcomm.examples.gpt.config import ModelConfig
-    from ringcomm.examples.gpt.model import GPT, rotary_angles
+    from ringcomm.examples.train_gpt import GPT, ModelConfig, rotary_angles
 
     def fill(module):
         if isinstance(module, GPT):

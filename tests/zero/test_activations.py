@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm import ArgumentError, Disk, UnsupportedError, zero
-from ringcomm.examples.gpt.config import ModelConfig
-from ringcomm.examples.gpt.model import GPT
+from ringcomm.examples.train_gpt import GPT, ModelConfig
 from ringcomm.memory.scratch import Transfer
 from ringcomm.zero.activation_store import PATIENCE, ActivationStore, Content, Receipt, extent_of
 from ringcomm.zero.activations import expect_host

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 import ringcomm
 from ringcomm import Disk, DiskError, RingcommError, zero
 from ringcomm.errors import ArgumentError, MismatchError
-from ringcomm.examples.gpt.config import ModelConfig
-from ringcomm.examples.gpt.model import GPT
+from ringcomm.examples.train_gpt import GPT, ModelConfig
 from ringcomm.memory import scratch
 from ringcomm.memory.disk_chunks import DiskChunk, DiskChunks
 from ringcomm.memory.scratch import PAGE_BYTES

@@ -350,8 +350,7 @@ class ShownRun:
     """A record: options as names and text, and what came of them."""
 
     ranks: int
-    engine: Mapping[str, str]
-    config: Mapping[str, str]
+    options: Mapping[str, str]
     software: Mapping[str, str]
     outcome: ShownOutcome
     memory: Sequence[ShownMemory]
@@ -363,9 +362,7 @@ def of_training(path: Path, run: ShownRun) -> Section:
     skips = f"{outcome.skipped_steps} for an overflow" if outcome.skipped_steps else "none"
     facts = [
         ("ranks", str(run.ranks)),
-        ("engine", run.engine.get("name", "")),
-        *((n, v) for n, v in run.engine.items() if n != "name" and v not in ("none", "False")),
-        *((n, v) for n, v in run.config.items() if v not in ("none", "False")),
+        *((n, v) for n, v in run.options.items() if v not in ("none", "False")),
         *run.software.items(),
         ("speed", f"{outcome.tokens_per_s:,.0f} tokens/s"),
         ("held-out loss", f"{outcome.held_out_before:.4f} to {outcome.held_out_after:.4f}"),

@@ -189,8 +189,7 @@ def _read_training(path: Path, plain: Mapping[str, Any]) -> list[Section]:
     outcome = _known(ShownOutcome, {**whole, "memory": []}, "outcome")
     run = ShownRun(
         ranks=read_object(_RankCount, {"ranks": plain.get("ranks")}).ranks,
-        engine=_facts(plain["engine"], "engine"),
-        config=_facts(plain["config"], "config"),
+        options=_facts(plain["options"], "options"),
         software=_facts(plain.get("software", {}), "software"),
         outcome=outcome,
         memory=memory,
@@ -244,6 +243,6 @@ CHROME = {"traceEvents"}
 KINDS: Sequence[tuple[set[str], Callable[[Path, Mapping[str, Any]], list[Section]]]] = (
     ({"provenance", "rows"}, _read_benchmark),
     ({"passed", "parts"}, _read_demo),
-    ({"engine", "config", "outcome"}, _read_training),
+    ({"options", "outcome"}, _read_training),
     ({"findings"}, _read_doctor),
 )

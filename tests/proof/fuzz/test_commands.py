@@ -48,8 +48,8 @@ OPTIONS = {
     "train": (
         "--data", "--ranks", "--steps", "--batch", "--accum", "--clip", "--learning-rate", "--seed",
         "--width", "--depth", "--heads", "--context", "--tied", "--checkpoint-activations",
-        "--engine", "--stage", "--backend", "--dtype", "--loss-scale", "--device", "--save-every",
-        "--resume", "--memory", "--state-on", "--state-resident-mib", "--state-buffer-mib",
+        "--stage", "--dtype", "--loss-scale", "--device", "--save-every", "--resume", "--memory",
+        "--state-on", "--params-on",
     ),
     "doctor": ("--no-self-test", "--json"),
     "report": ("--pid", "--output", "--title", "--plotly", "trace.json", "pipe"),

@@ -168,8 +168,7 @@ OF_RUNS: tuple[dict[str, Any], ...] = (
     BENCHMARK,
     {"passed": True, "parts": {"a": BENCHMARK}},
     {
-        "engine": {"name": "zero"},
-        "config": {"model": {"width": 1}},
+        "options": {"stage": 2},
         "ranks": 2,
         "outcome": {"first_step": 0, "losses": [2.0, 1.0], "steps_s": [0.5, 0.25]}
         | {"held_out_before": 2.0, "held_out_after": 1.0, "tokens_per_s": 3.0}

@@ -1,0 +1,500 @@
+"""Trains a byte-level GPT on text, data-parallel, with ringcomm.zero: what ``ringcomm train`` runs.
+
+It reads from top to bottom: options, model, text, sharding and a step, checkpoints, memory, and the
+run with its report. Shapes in comments: B sequences, T positions, D width, H heads, K = D / H.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import sysconfig
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ringcomm
+from ringcomm import ArgumentError, Communicator, Disk, MismatchError, zero
+from ringcomm.optim import AdamW, AdamWOptions, LossScaleOptions, LossScaler
+from ringcomm.zero.checkpoint import Checkpoints
+
+# Options. cli/train.py makes the command line of them, and checks them before it starts ranks.
+
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def flag(default: Any, text: str, choices: Collection[str] | None = None) -> Any:
+    """Declares an option with its default, its help and its choices."""
+    return field(default=default, metadata={"help": text, "choices": choices})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The size of a GPT; ``context`` is in bytes, each of them a token."""
+
+    width: int = flag(128, "channels of the model")
+    depth: int = flag(4, "layers of the model")
+    heads: int = flag(4, "attention heads of a layer")
+    context: int = flag(128, "bytes of a sequence")
+    tied: bool = flag(False, "share the weights of the embedding and the output layer")
+
+    def __post_init__(self) -> None:
+        sizes = self.width, self.depth, self.heads, self.context
+        divides = min(sizes) >= 1 and self.width % (2 * self.heads) == 0
+        expect(divides, f"model: expected sizes above 0, width a multiple of 2 x heads, got {self}")
+
+
+@dataclass(frozen=True)
+class Options(ModelConfig):
+    """The options of a run, each with its help."""
+
+    data: str | None = flag(None, "text file or folder (default: Python's standard library)")
+    steps: int = flag(200, "steps of the optimizer")
+    batch: int = flag(16, "sequences of a step, on all ranks")
+    accum: int = flag(1, "micro-batches of a step")
+    clip: float | None = flag(None, "largest norm of the gradient (default: none)")
+    learning_rate: float = flag(3e-3, "peak of the learning rate")
+    seed: int = flag(0, "seed of weights and batches")
+    checkpoint_activations: bool = flag(False, "compute layers again in backward, to save memory")
+    stage: int = flag(2, "ZeRO stage: 1 shards the state, 2 gradients, too, 3 parameters, too")
+    dtype: str = flag("fp32", "of parameters and gradients; masters are FP32", DTYPES)
+    loss_scale: float | None = flag(None, "initial loss scale of fp16 (default: 65536)")
+    device: str = flag("cpu", "cuda: a rank takes the GPU LOCAL_RANK", ("cpu", "cuda"))
+    shard_params: str = flag("node", "ranks that share parameters, over nodes", ("node", "world"))
+    shard_state: str = flag("world", "ranks that share the state, over nodes", ("node", "world"))
+    state_on: str | None = flag(None, "folder on a disk for the optimizer's state")
+    params_on: str | None = flag(None, "folder on a disk for parameters, at stage 3")
+    save: str | None = flag(None, "folder for checkpoints; the latest two are kept")
+    save_every: int = flag(100, "steps between checkpoints; the last step is saved, too")
+    resume: str | None = flag(None, "latest checkpoint; auto: if there is one", ("latest", "auto"))
+    memory: bool = flag(False, "have memory count that is in use; makes steps slower")
+    profile: str | None = flag(None, "folder for a time line of each rank, for Perfetto")
+    json: str | None = flag(None, "file for options, losses, memory and speed, for a report")
+
+
+def expect(holds: bool, message: str) -> None:
+    """Raises ArgumentError with the message unless the condition holds."""
+    if not holds:
+        raise ArgumentError(message)
+
+
+# The model: a pre-norm decoder over the 256 byte values. RMSNorm without weights, rotary positions,
+# causal attention with normalized queries and keys, an MLP with a squared ReLU.
+
+VOCABULARY = 256
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMS-normalizes the last dimension; any shape."""
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def rotary_angles(context: int, head_width: int) -> tuple[Tensor, Tensor]:
+    """Returns cosines and sines of the rotary positions, each (T, K/2) in FP32."""
+    channel = torch.arange(0, head_width, 2, dtype=torch.float32)
+    frequency = 10_000.0 ** (-channel / head_width)  # (K/2,)
+    angle = torch.outer(torch.arange(context, dtype=torch.float32), frequency)  # (T, K/2)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns each channel pair of x (B, H, T, K) by its position's angle (T, K/2)."""
+    first, second = x.chunk(2, dim=-1)  # (B, H, T, K/2) each
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention; maps x (B, T, D) to (B, T, D)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.project_in = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.project_out = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.project_in(x).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, T, K) each
+        query, key = norm(rotate(query, cos, sin)), norm(rotate(key, cos, sin))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # (B, H, T, K)
+        out: Tensor = self.project_out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return out
+
+
+class MLP(nn.Module):
+    """Two linear layers around a squared ReLU; maps x (B, T, D) to (B, T, D)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.expand = nn.Linear(config.width, 4 * config.width, bias=False)
+        self.contract = nn.Linear(4 * config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.contract(F.relu(self.expand(x)).square())
+        return out
+
+
+class Block(nn.Module):
+    """One decoder layer; maps x (B, T, D) to (B, T, D)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention = Attention(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(norm(x), cos, sin)
+        out: Tensor = x + self.mlp(norm(x))
+        return out
+
+
+class GPT(nn.Module):
+    """The model. A fixed ``torch.manual_seed`` before it gives all ranks the same weights.
+
+    With ``checkpoints_activations`` forward keeps only the inputs of layers, and backward computes
+    the rest again. Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
+    """
+
+    cos: Tensor  # (T, K/2)
+    sin: Tensor  # (T, K/2)
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpoints_activations = False
+        self.embed = nn.Embedding(VOCABULARY, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.head = nn.Linear(config.width, VOCABULARY, bias=False)
+        if config.tied:
+            self.head.weight = self.embed.weight
+        cos, sin = rotary_angles(config.context, config.width // config.heads)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        for name, param in self.named_parameters():
+            into_residual = name.endswith(("project_out.weight", "contract.weight"))
+            nn.init.normal_(
+                param, std=0.02 / math.sqrt(2 * config.depth) if into_residual else 0.02
+            )
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Returns the mean cross-entropy in nats, a scalar; both arguments are (B, T) int64.
+
+        Raises ArgumentError when T exceeds the model's context.
+        """
+        length, context = tokens.size(1), self.config.context
+        expect(length <= context, f"GPT: sequences hold {length} tokens, the context is {context}")
+        cos, sin = self.cos[:length], self.sin[:length]
+        x = norm(self.embed(tokens))  # (B, T, D)
+        for block in self.blocks:
+            if self.checkpoints_activations and torch.is_grad_enabled():
+                x = checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, cos, sin)
+        logits = self.head(norm(x))  # (B, T, 256)
+        # With 16-bit weights, too, the loss is FP32: its last digits tell runs apart.
+        return F.cross_entropy(logits.float().view(-1, VOCABULARY), targets.reshape(-1))
+
+
+# The text: bytes of a file or of a folder's text files, and batches cut from them.
+
+LIMIT_BYTES = 32 << 20  # more than these small models see in a day of CPU time
+HELD_OUT_SHARE = 0.05
+SKIPPED_FOLDERS = frozenset({"site-packages", "__pycache__", "test", "tests", "idlelib"})
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Bytes to train on and bytes held out, both uint8 tensors of one dimension."""
+
+    train: Tensor
+    held_out: Tensor
+    source: str
+    checksum: int
+
+
+def draw(text: Tensor, seed: int, index: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Returns tokens and targets (B, T) int64, which depend on nothing but the arguments."""
+    # Two draws of one seed must not overlap, hence a generator seeded by both numbers.
+    generator = torch.Generator().manual_seed((seed << 32) + index)
+    starts = torch.randint(text.numel() - shape[1], (shape[0], 1), generator=generator)
+    window = text[starts + torch.arange(shape[1] + 1)].long()  # (B, T + 1)
+    return window[:, :-1], window[:, 1:]
+
+
+def read_corpus(data: str | None, context: int) -> Corpus:
+    """Reads up to 32 MiB of text, of a folder its text files in sorted order; holds out 5 %.
+
+    Raises ArgumentError where a file cannot be read, or there is too little text for the context.
+    """
+    root = Path(sysconfig.get_path("stdlib") if data is None else data).expanduser()
+    expect(os.path.exists(root), f"--data {root}: no such file or folder")
+    content, count = bytearray(), 0
+    for path in [root] if root.is_file() else _files_of(root, python_only=data is None):
+        try:
+            with path.open("rb") as file:
+                piece = file.read(LIMIT_BYTES - len(content))
+        except OSError as error:
+            raise ArgumentError(f"--data {path}: cannot be read: {error.strerror}") from error
+        if piece and b"\0" not in piece[:8192]:
+            content += piece
+            count += 1
+        if len(content) == LIMIT_BYTES:
+            break
+    least = int(2 * (context + 1) / HELD_OUT_SHARE) + 1
+    told = f"holds {len(content)} bytes of text; this context needs {least}"
+    expect(len(content) >= least, f"--data {root}: {told}")
+    text = torch.frombuffer(content, dtype=torch.uint8)
+    split = text.numel() - int(text.numel() * HELD_OUT_SHARE)
+    source = f"{len(content) / 1e6:.3g} MB of text in {count} file(s) of {root}"
+    return Corpus(text[:split], text[split:], source, zlib.crc32(content))
+
+
+def _files_of(root: Path, python_only: bool) -> Iterator[Path]:
+    for folder, inner, names in os.walk(root):
+        skipped = SKIPPED_FOLDERS if python_only else frozenset()
+        inner[:] = sorted(name for name in inner if name[0] != "." and name not in skipped)
+        for name in sorted(names):
+            wanted = name.endswith(".py") if python_only else name[0] != "."
+            if wanted and (path := Path(folder, name)).is_file():
+                yield path
+
+
+# Sharding, and a step.
+
+
+class Trainer:
+    """A sharded GPT, its optimizer and its text, on one rank."""
+
+    def __init__(self, gpt: GPT, options: Options, comm: Communicator, corpus: Corpus) -> None:
+        self.options, self.comm, self.corpus = options, comm, corpus
+        self.held_bytes: list[int] = []  # at each step, between backward and the optimizer's step
+        self.profile = zero.StepProfile()  # records the parts of steps while it is on
+        gpt.checkpoints_activations = options.checkpoint_activations
+        dtype = DTYPES[options.dtype]
+        zero_options = zero.ZeroOptions(
+            precision=zero.Precision(param=dtype, buffer=dtype),
+            params=options.shard_params,
+            state=options.shard_state,
+            tier=Disk(options.params_on) if options.params_on else None,
+        )
+        gpt.to(comm.device)
+        self.module = zero.shard(gpt, options.stage, comm=comm, options=zero_options)
+        self.scaler: LossScaler | None = None
+        if options.dtype == "fp16":
+            scale = LossScaleOptions(init_scale=options.loss_scale or 2.0**16)
+            self.scaler = LossScaler(scale, device=comm.device)
+        state = AdamWOptions(tier=Disk(options.state_on) if options.state_on else None)
+        params, betas = self.module.parameters(), (0.9, 0.95)
+        self.optimizer = AdamW(
+            params, betas=betas, weight_decay=0.1, options=state, loss_scaler=self.scaler
+        )
+
+    def step(self, index: int) -> Tensor:
+        """Trains on batch ``index``; returns the mean loss of this rank's rows, a scalar."""
+        options = self.options
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate(index)
+        total = torch.zeros((), device=self.comm.device)
+        for number, (tokens, targets) in enumerate(self._rows(self.corpus.train, index)):
+            is_last = number == options.accum - 1  # it reduces gradients
+            with nullcontext() if is_last else zero.no_sync(self.module):
+                with self.profile.span("forward", kind="compute"):
+                    loss = self.module(tokens, targets) / options.accum
+                with self.profile.span("backward", kind="compute"):
+                    (self.scaler.scale(loss) if self.scaler else loss).backward()
+            total += loss.detach()
+        self.held_bytes.append(held_bytes(self.comm.device, trim=options.memory))
+        with self.profile.span("step", kind="compute"):
+            if options.clip is not None:
+                self.optimizer.clip_grad_norm_(options.clip)
+            self.optimizer.step()
+            # At stages 0 and 1 gradients are views of their bucket, which stays.
+            self.optimizer.zero_grad(set_to_none=options.stage >= 2)
+        return total
+
+    def _learning_rate(self, index: int) -> float:
+        """Returns the rate of a step: warm-up over 5 % of them, then a cosine down to a tenth."""
+        peak, steps = self.options.learning_rate, self.options.steps
+        warm_up = max(1, int(steps * 0.05))
+        if index < warm_up:
+            return peak * (index + 1) / warm_up
+        progress = (index - warm_up) / max(1, steps - warm_up)
+        cosine = 0.5 * (1 + math.cos(math.pi * progress))
+        return peak * (0.1 + (1 - 0.1) * cosine)
+
+    def _rows(self, text: Tensor, index: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields this rank's micro-batches of a batch, each (B / ranks / accum, T)."""
+        options, comm = self.options, self.comm
+        batch = draw(text, options.seed, index, (options.batch, options.context))
+        count = options.batch // (comm.world_size * options.accum)
+        for number in range(options.accum):
+            start = (comm.rank * options.accum + number) * count
+            tokens, targets = (part[start : start + count].to(comm.device) for part in batch)
+            yield tokens, targets
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Returns the mean loss over eight batches of held-out text, in nats; collective."""
+        batches = (self._rows(self.corpus.held_out, index) for index in range(8))
+        losses = torch.stack([self.module(*rows) for batch in batches for rows in batch])
+        return self.mean_over_ranks(losses).mean().item()
+
+    def mean_over_ranks(self, losses: Tensor) -> Tensor:
+        """Averages ``losses`` (any shape) over the ranks, in FP64; collective."""
+        total = losses.double()
+        self.comm.all_reduce(total)
+        return total / self.comm.world_size
+
+
+# Checkpoints. A run may go on with other options than these; its losses would be those of another.
+
+SHARED = ("width", "depth", "heads", "context", "tied", "batch", "steps", "learning_rate", "seed")
+
+
+def resume(trainer: Trainer) -> tuple[list[float], float | None]:
+    """Loads the latest checkpoint if the options say so; collective.
+
+    Returns the losses of the steps before, and the loss on held-out text before step 0, if known.
+    Raises ArgumentError where a checkpoint is there without ``resume``, or is of another run.
+    """
+    options = trainer.options
+    found = Checkpoints(options.save) if options.save else None
+    latest = found.latest() if found else None
+    if found is None or (latest is None and options.resume != "latest"):
+        return [], None
+    told = f"--save {found.root}: holds a checkpoint of step {latest} already; add --resume"
+    expect(options.resume is not None, f"{told}, or give another folder")
+    user = found.reader().data.get("user")
+    saved = user.get("options") if isinstance(user, dict) else None
+    for name in SHARED:
+        wanted, value = getattr(options, name), saved.get(name) if isinstance(saved, dict) else None
+        expect(value == wanted, f"--resume: {found.root}: saved with {name} {value}, got {wanted}")
+    is_left = latest != options.steps or options.resume == "auto"
+    expect(is_left, f"--resume: all {options.steps} steps are done in {found.root}")
+    data = zero.load(found.root, trainer.module, trainer.optimizer).data
+    return data["losses"], data["held_out"]
+
+
+def held_bytes(device: torch.device, *, trim: bool = False) -> int:
+    """Returns what this rank holds, in the heap and elsewhere; ``trim`` takes unused memory out.
+
+    On the CPU RssAnon counts (proc_pid_status(5)): the resident set has the heaps of peers, too.
+    """
+    if device.type != "cpu":
+        return ringcomm.heap_stats(device)["used_bytes"] + torch.cuda.memory_allocated(device)
+    if trim:
+        ctypes.CDLL(None).malloc_trim(0)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return ringcomm.heap_stats()["used_bytes"] + 1024 * int(status["RssAnon"].split()[0])
+
+
+def gathered(comm: Communicator, values: list[int]) -> list[list[int]]:
+    """Returns the values of all ranks, as many on each, by rank; collective."""
+    own = torch.tensor([values], device=comm.device)
+    found = own.repeat(comm.world_size, 1)
+    comm.all_gather_into_tensor(found, own)
+    return cast(list[list[int]], found.tolist())
+
+
+# The run, and its report.
+
+
+def train(options: Options, comm: Communicator) -> None:
+    """Trains on every rank of ``comm``; rank 0 prints and writes the record; collective.
+
+    Raises:
+        ArgumentError: the options do not go with the checkpoints that are there.
+        MismatchError: the ranks have read different text.
+        RingcommError: see ``zero.shard``, ``zero.save`` and ``zero.load``.
+    """
+    corpus = read_corpus(options.data, options.context)
+    texts = gathered(comm, [corpus.checksum, corpus.train.numel()])
+    if any(each != texts[0] for each in texts):
+        raise MismatchError(f"--data: expected one text on all ranks, got (crc, bytes) {texts}")
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # loads 80 MB that are no model's
+    before_bytes = held_bytes(comm.device, trim=True)
+    torch.manual_seed(options.seed)
+    gpt = GPT(options)
+    elems = sum(param.numel() for param in gpt.parameters())
+    given = (f"{name} {value}" for name, value in asdict(options).items() if value is not None)
+    say: Callable[[str], None] = partial(print, flush=True) if comm.rank == 0 else lambda text: None
+    say(f"ranks   {comm.world_size}, {torch.get_num_threads()} compute thread(s) each")
+    say(f"text    {corpus.source}")
+    say(f"model   {elems / 1e6:.3g} M parameters\noptions {', '.join(given)}")
+    trainer = Trainer(gpt, options, comm, corpus)
+    losses, held_out = resume(trainer)
+    first, steps_s = len(losses), []
+    if first == options.steps:
+        return say(f"done          all {options.steps} steps were done before")
+    before = trainer.held_out_loss() if held_out is None else held_out
+    shown = {first + round(i * (options.steps - 1 - first) / 9) for i in range(10)}
+    recording = zero.profiled(trainer.module) if options.profile else nullcontext(trainer.profile)
+    with recording as trainer.profile:
+        for index in range(first, options.steps):
+            began = time.perf_counter()
+            losses.append(trainer.mean_over_ranks(trainer.step(index)).item())
+            steps_s.append(time.perf_counter() - began)
+            if index in shown:
+                speed, held_mb = tokens_per_s(options, steps_s), trainer.held_bytes[-1] / 1e6
+                told = f"{speed:>11,.0f} tokens/s {held_mb:>9,.1f} MB"
+                say(f"step {index:>6}   loss {losses[-1]:.4f} {told}")
+            is_last = index + 1 == options.steps
+            if options.save and (is_last or (index + 1) % options.save_every == 0):
+                data = {"options": asdict(options), "losses": losses, "held_out": before}
+                zero.save(options.save, index + 1, trainer.module, trainer.optimizer, data=data)
+    memory = gathered(comm, [before_bytes, *trainer.held_bytes])
+    outcome = {
+        "first_step": first,
+        "losses": losses,
+        "held_out_before": before,
+        "held_out_after": trainer.held_out_loss(),
+        "tokens_per_s": tokens_per_s(options, steps_s),
+        "steps_s": steps_s,
+        "memory": [{"before_bytes": each[0], "steps_bytes": each[1:]} for each in memory],
+        "skipped_steps": int(trainer.optimizer.skipped_steps),
+        "loss_scale": trainer.scaler.current.item() if trainer.scaler else None,
+    }
+    if options.profile:
+        os.makedirs(options.profile, exist_ok=True)
+        trainer.profile.write(Path(options.profile, f"rank{comm.rank}.json"), comm.rank)
+    if comm.rank == 0:
+        report(options, comm.world_size, outcome)
+
+
+def tokens_per_s(options: Options, steps_s: list[float]) -> float:
+    """Returns the speed of all ranks without the first step, which sets things up."""
+    timed = steps_s[1:] or steps_s
+    return options.batch * options.context * len(timed) / sum(timed)
+
+
+def report(options: Options, ranks: int, outcome: dict[str, Any]) -> None:
+    """Prints the outcome of a run, and writes the record of it."""
+    before, after = outcome["held_out_before"], outcome["held_out_after"]
+    bits = after / math.log(2)
+    print(f"held-out loss {before:.4f} -> {after:.4f} nats per byte ({bits:.3f} bits)")
+    print(f"speed         {outcome['tokens_per_s']:,.0f} tokens/s")
+    if outcome["loss_scale"] is not None:
+        skipped = f"{outcome['skipped_steps']} of {options.steps} steps were skipped"
+        print(f"loss scale    {outcome['loss_scale']:g} at the end; {skipped} for an overflow")
+    for rank, held in enumerate(outcome["memory"]):
+        most, before = max(held["steps_bytes"]) / 1e6, held["before_bytes"] / 1e6
+        print(
+            f"memory        rank {rank}: {most:,.1f} MB at most, {most - before:,.1f} by training"
+        )
+    if options.json:
+        versions = {"ringcomm": ringcomm.__version__, "torch": torch.__version__}
+        record = {"options": asdict(options), "ranks": ranks, "software": versions}
+        Path(options.json).write_text(json.dumps({**record, "outcome": outcome}, indent=2) + "\n")
