@@ -31,7 +31,7 @@ demo: $(VENV)/.native $(VENV)/.package
 test: $(VENV)/.native $(VENV)/.tools emulated-driver
 	$(BIN)/python -m pytest $(WORKERS)
 
-# Every case of the tests that make test samples (tests/sampled.py).
+# Every case of the tests that have covering arrays or values for it (tests/support/covering.py).
 test-all: export RINGCOMM_TEST_CASES := all
 test-all: test
 

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from tests import sampled
-
 if TYPE_CHECKING:
     from tests.support.rank_pool import RankPool
 
@@ -91,11 +89,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("compiles") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(COMPILES_LIMIT_S))
-    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not sampled.EVERY_CASE:
-        dropped = sampled.left_out(items, "tests/")
-        config.hook.pytest_deselected(items=dropped)
-        missing = set(dropped)
-        items[:] = [item for item in items if item not in missing]
     if hasattr(config, "workerinput"):
         items.sort(key=_turn)
 

@@ -20,6 +20,7 @@ from ringcomm.bench.cases import (
 from ringcomm.bench.devices import Host
 from ringcomm.bench.peers import Buffers, Prepared
 from ringcomm.bench.verify import wrong_elements
+from tests.support.covering import covering
 
 
 def make_case(name, world=2, rank=0, **changes):
@@ -124,9 +125,11 @@ def reference(name, case, inputs):
     return inputs[(case.rank - 1) % case.world]
 
 
-@pytest.mark.parametrize("world", [2, 3, MOST_RANKS_CHECKED])
-@pytest.mark.parametrize("name", COLLECTIVES)
-@pytest.mark.parametrize("dtype_name", ["float", "bfloat16", "int8", "uint8"])
+@covering(
+    dtype_name=["float", "bfloat16", "int8", "uint8"],
+    name=[*COLLECTIVES],
+    world=[2, 3, MOST_RANKS_CHECKED],
+)
 def test_expected_values_are_those_of_a_spelled_out_collective(name, dtype_name, world):
     for rank in range(world):
         case = make_case(name, world=world, rank=rank, dtype_name=dtype_name)

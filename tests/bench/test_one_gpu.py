@@ -20,6 +20,7 @@ from ringcomm.bench.traffic import COUNTED, distinct_bytes, needed_bytes, ring_b
 from ringcomm.bench.verify import wrong_elements
 from tests.bench.stand_ins import StandInGpu, StandInWorld
 from tests.bench.test_cases import OneRankBoard, make_case
+from tests.support.covering import covering
 
 SMALL = ("--device", "cuda", "-b", "4K", "-e", "16K", "-f", "4", "-n", "2", "-w", "1")
 
@@ -174,9 +175,7 @@ def place(mode="one-launch", rank=0, world=2):
     )
 
 
-@pytest.mark.parametrize("dtype_name", DTYPES)
-@pytest.mark.parametrize("world", [2, 3, 8])
-@pytest.mark.parametrize("name", COUNTED)
+@covering(name=COUNTED, world=[2, 3, 8], dtype_name=[*DTYPES])
 def test_torch_does_the_same_sums_and_copies(name, world, dtype_name):
     placement = "in" if name == "all_reduce" else "out"
     for op in OPS:

@@ -16,6 +16,7 @@ from tests.c10d import (
     test_groups,
     test_parallelism,
 )
+from tests.support.covering import in_test_all
 from tests.support.rank_pool import default_group
 
 
@@ -49,26 +50,28 @@ def sharded_between(rank, world_size):
     "check",
     [
         test_ddp.buckets,
-        test_ddp.unused_parameters,
-        test_ddp.half_precision_hooks,
-        test_fsdp.one_axis,
-        test_fsdp.mixed_precision,
-        sharded_within,
-        sharded_between,
-        test_parallelism.tensor_parallel_and_sharded,
-        test_parallelism.redistribution,
-        test_parallelism.one_forward_one_backward,
-        test_checkpoint.save_and_load,
-        test_checkpoint.save_in_the_background,
-        test_checkpoint.from_a_full_state,
-        test_collectives.rooted,
-        test_collectives.gathers_and_scatters,
         test_collectives.exchanges,
-        test_collectives.asynchronous,
-        test_collectives.messages,
-        test_collectives.sparse,
         test_groups.subgroups,
-        test_groups.groups_of_their_members_only,
+        *in_test_all(
+            test_ddp.unused_parameters,
+            test_ddp.half_precision_hooks,
+            test_fsdp.one_axis,
+            test_fsdp.mixed_precision,
+            sharded_within,
+            sharded_between,
+            test_parallelism.tensor_parallel_and_sharded,
+            test_parallelism.redistribution,
+            test_parallelism.one_forward_one_backward,
+            test_checkpoint.save_and_load,
+            test_checkpoint.save_in_the_background,
+            test_checkpoint.from_a_full_state,
+            test_collectives.rooted,
+            test_collectives.gathers_and_scatters,
+            test_collectives.asynchronous,
+            test_collectives.messages,
+            test_collectives.sparse,
+            test_groups.groups_of_their_members_only,
+        ),
     ],
 )
 def test_as_on_one_node(four_ranks, check):

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from ringcomm import Communicator
+from tests.support.covering import covering
 from tests.support.exact import MOVABLE, WORLD_SIZES, pattern, same
 from tests.support.placing import PLACES, put, room
 
@@ -40,9 +41,7 @@ def test_every_dtype(worlds, world_size, algorithm):
     worlds(world_size).run(body)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@covering(strength=1, world_size=WORLD_SIZES, algorithm=ALGORITHMS, place=PLACES)
 def test_every_world_and_size(worlds, world_size, algorithm, place):
     def body(comm):
         for count in (0, 1, 63, 64, 65, 2222):

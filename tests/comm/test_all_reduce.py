@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from ringcomm import Communicator, ReduceOp
+from tests.support.covering import covering
 from tests.support.exact import (
     REDUCIBLE,
     WORLD_SIZES,
@@ -37,9 +38,7 @@ def test_every_dtype_and_op(worlds, world_size, algorithm):
     worlds(world_size).run(body)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@covering(world_size=WORLD_SIZES, algorithm=ALGORITHMS, place=PLACES)
 def test_every_world_and_size(worlds, world_size, algorithm, place):
     def body(comm):
         # None; one; fewer than ranks; not divisible; one segment to the byte; many segments.

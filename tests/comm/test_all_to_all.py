@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.support.covering import covering
 from tests.support.exact import MOVABLE, WORLD_SIZES, pattern, same
 from tests.support.placing import PLACES, put, room
 
@@ -28,8 +29,7 @@ def test_every_dtype(worlds):
     worlds(3).run(body)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@covering(strength=1, world_size=WORLD_SIZES, place=PLACES)
 def test_every_world_and_size(worlds, world_size, place):
     def body(comm):
         for count in (0, 1, 64, 65, 1003):

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from ringcomm import Communicator
+from tests.support.covering import covering
 from tests.support.exact import (
     REDUCIBLE,
     WORLD_SIZES,
@@ -43,9 +44,7 @@ def test_every_dtype_and_op(worlds, world_size, algorithm):
     worlds(world_size).run(body)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@covering(strength=1, world_size=WORLD_SIZES, algorithm=ALGORITHMS, place=PLACES)
 def test_every_world_and_size(worlds, world_size, algorithm, place):
     def body(comm):
         for count in (0, 1, 2, 63, 64, 1111):

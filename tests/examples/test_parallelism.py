@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 import ringcomm
 from tests.support import ROOT
+from tests.support.covering import in_test_all
 
 Tensor = torch.Tensor
 EXAMPLES = ROOT / "docs" / "examples"
@@ -130,16 +131,18 @@ REFERENCES = {
     ("example", "ranks", "share"),
     [
         ("gpt_3d.py", 8, 1 / 4),
-        pytest.param(
-            "llama_tp.py",
-            4,
-            1 / 2,
-            marks=pytest.mark.skipif(
-                find_spec("transformers") is None, reason="transformers is not installed"
+        ("moe_gpt.py", 4, 3 / 4),
+        *in_test_all(
+            ("long_context.py", 4, 1 / 4),
+            pytest.param(
+                "llama_tp.py",
+                4,
+                1 / 2,
+                marks=pytest.mark.skipif(
+                    find_spec("transformers") is None, reason="transformers is not installed"
+                ),
             ),
         ),
-        ("long_context.py", 4, 1 / 4),
-        ("moe_gpt.py", 4, 3 / 4),
     ],
 )
 def test_as_one_process(rank_pools: Any, example: str, ranks: int, share: float) -> None:

@@ -16,6 +16,7 @@ from ringcomm.comm.nodes.device_codes import DeviceCodes, size_bytes
 from ringcomm.comm.nodes.sums import Span
 from tests.gpu.device import PLAIN, REAL, synchronize
 from tests.gpu.worlds import one_launch_world
+from tests.support.covering import covering
 from tests.support.wire_checks import DTYPES, CodingEnd, differences, numbers_of
 
 WIRES = ("int8", "fp8", "int4")
@@ -56,8 +57,7 @@ def end_of(comm: Communicator) -> CodingEnd:
     return CodingEnd(encode, sum_up, lambda tensor: tensor.to(PLAIN), to_host)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("wire", WIRES)
+@covering(strength=1, wire=WIRES, dtype=DTYPES)
 def test_the_bits_are_the_hosts(comm: Communicator, wire: str, dtype: torch.dtype) -> None:
     assert differences(end_of(comm), wire, dtype) == []
 

@@ -12,6 +12,7 @@ from ringcomm.optim import AdamWOptions
 from ringcomm.optim.buckets import join_master, split_master
 from ringcomm.optim.sharded import ShardedOptimizer
 from tests.optim.problems import SHAPES, SMALL_BUCKETS, Problem, assert_same_state, train, values
+from tests.support.covering import covering
 
 Tensor = torch.Tensor
 ADAM = torch.optim.Adam
@@ -78,8 +79,7 @@ def in_groups(problem: Problem, tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.detach() for group in dealt for tensor in group["params"]]
 
 
-@pytest.mark.parametrize("gradients", ["noise", "integers"])
-@pytest.mark.parametrize("name", VARIANTS)
+@covering(strength=1, name=[*VARIANTS], gradients=["noise", "integers"])
 def test_a_step_is_torchs(name, gradients):
     problem = VARIANTS[name]
     if gradients == "noise":

@@ -21,6 +21,7 @@ from ringcomm.optim import (
 )
 from ringcomm.optim.state import reshard
 from tests.optim.problems import SMALL_BUCKETS, Problem, assert_same_state, values
+from tests.support.covering import covering
 
 Tensor = torch.Tensor
 STEPS = 5
@@ -128,8 +129,7 @@ def assert_equal(params: list[Tensor], wanted: list[Tensor]) -> None:
         assert torch.equal(mine, other), index
 
 
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("name", PROBLEMS)
+@covering(strength=1, name=[*PROBLEMS], world=[1, 3])
 def test_steps_have_the_bits_of_the_class_in_one_process(worlds, name, world):
     problem = PROBLEMS[name]
     wanted, theirs = reference(problem, world)
@@ -244,8 +244,11 @@ def test_a_grad_scaler_of_all_ranks_drives_it(worlds):
     worlds(2).run(work)
 
 
-@pytest.mark.parametrize("name", ["SGD with momentum", "Adagrad", "NAdam", "Lion"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@covering(
+    strength=1,
+    dtype=[torch.float32, torch.bfloat16],
+    name=["SGD with momentum", "Adagrad", "NAdam", "Lion"],
+)
 def test_state_goes_on_in_other_worlds(worlds, name, dtype):
     problem = replace(PROBLEMS[name], dtype=dtype)
 

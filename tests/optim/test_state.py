@@ -14,6 +14,7 @@ import torch
 from ringcomm.errors import ArgumentError, CheckpointError
 from ringcomm.optim import AdamW, AdamWOptions, reshard
 from tests.optim.problems import SMALL_BUCKETS, Problem, assert_same_state, go_on, started
+from tests.support.covering import covering
 
 Tensor = torch.Tensor
 PROBLEMS = {
@@ -52,13 +53,15 @@ def read(data: bytes) -> dict:
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
-@pytest.mark.parametrize("options", [SMALL_BUCKETS, REMAINDER], ids=["master", "remainder"])
-@pytest.mark.parametrize("name", ["fp32", "amsgrad", "bf16"])
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 3), (3, 2), (2, 1), (4, 3)])
-def test_a_shard_continues_in_its_own_world_and_all_in_any_other(
-    worlds, name, options, before, after
-):
+@covering(
+    strength=1,
+    ranks=[(1, 1), (2, 2), (1, 3), (3, 2), (2, 1), (4, 3)],
+    name=["fp32", "amsgrad", "bf16"],
+    options={"master": SMALL_BUCKETS, "remainder": REMAINDER},
+)
+def test_a_shard_continues_in_its_own_world_and_all_in_any_other(worlds, ranks, name, options):
     problem = PROBLEMS[name]
+    before, after = ranks
     runs = worlds(before).run(saved, problem, options)
     shards = [read(each[0]) for each in runs]
     _, kept, expected, state = runs[0]

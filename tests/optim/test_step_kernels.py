@@ -13,6 +13,7 @@ from ringcomm import _native
 from ringcomm.comm.engine import Call
 from ringcomm.errors import MismatchError
 from tests.optim.problems import TorchLion
+from tests.support.covering import covering
 from tests.support.heap_use import settled_heap_bytes
 
 ALGORITHMS = ("direct", "ring")
@@ -285,9 +286,7 @@ MIXES = [
 ]
 
 
-@pytest.mark.parametrize("dtypes", MIXES, ids=str)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@covering(strength=1, world_size=[1, 2, 3, 8], algorithm=ALGORITHMS, dtypes=MIXES)
 def test_one_pass_two_passes_and_separate_kernels_give_the_same_bits(world_size, algorithm, dtypes):
     with ringcomm.local_world(world_size, timeout=60) as world:
         for elems in (1, BLOCK + 88, 9 * BLOCK + 3):

@@ -30,6 +30,7 @@ from ringcomm.optim import (
 from ringcomm.optim.layout import Chunk
 from tests.memory.disk_folder import skip_unless_disk
 from tests.optim.problems import values
+from tests.support.covering import covering
 
 Tensor = torch.Tensor
 # Several buckets, parameters that lie in several pieces and chunks, one without elements, a scalar.
@@ -111,9 +112,7 @@ def trained(comm: Any, kind: str, options: AdamWOptions, dtype: torch.dtype, **h
     return [*flattened(params, optimizer)]
 
 
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("resident_bytes", [0, 20_000, 1 << 20])
-@pytest.mark.parametrize("kind", KINDS)
+@covering(strength=1, kind=[*KINDS], resident_bytes=[0, 20_000, 1 << 20], world=[1, 3])
 def test_bits_are_those_of_memory(worlds, folder, kind, resident_bytes, world):
     """All precisions; clipping and skipped steps are dealt to the numbers of resident bytes."""
     how = {0: {}, 20_000: {"clips": True}, 1 << 20: {"skips": True}}[resident_bytes]

@@ -2,14 +2,14 @@
 
 ``@covering(stage=STAGES, dtype=DTYPES)`` parametrizes a test so that each pair of values of two
 parameters occurs in a case; with ``strength=1`` each value does. ``make test-all`` sets
-RINGCOMM_TEST_CASES=all and runs the whole product.
+RINGCOMM_TEST_CASES=all: it runs the whole product, and what :func:`in_test_all` has.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any, TypeAlias
 
@@ -22,6 +22,16 @@ Valid: TypeAlias = Callable[[Mapping[str, Any]], bool]
 EVERY_CASE = os.environ.get("RINGCOMM_TEST_CASES") == "all"
 
 _Places: TypeAlias = dict[str, int]  # the number of a value, by axis
+
+
+def in_test_all(*values: Any) -> tuple[Any, ...]:
+    """Returns the values in ``make test-all``, and none elsewhere."""
+    return values if EVERY_CASE else ()
+
+
+def thinned(values: Iterable[Any], step: int) -> list[Any]:
+    """Returns every ``step``-th value, the first one included, and in ``make test-all`` all."""
+    return list(values)[:: 1 if EVERY_CASE else step]
 
 
 def is_valid(case: Mapping[str, Any]) -> bool:
@@ -122,42 +132,43 @@ def product_of(axes: Mapping[str, Sequence[Any]], valid: Valid = is_valid) -> li
 
 def name_of(value: Any) -> str:
     """Returns the part of a test's name that stands for a value."""
+    if isinstance(value, (tuple, list)):
+        return "+".join(map(name_of, value))
     return str(getattr(value, "__name__", value)).removeprefix("torch.").replace(" ", "_")
 
 
 def covering(
-    strength: int = 2, valid: Valid = is_valid, **axes: Sequence[Any] | Mapping[str, Any]
+    strength: int = 2,
+    valid: Valid = is_valid,
+    indirect: bool | Sequence[str] = False,
+    **axes: Sequence[Any] | Mapping[str, Any],
 ) -> pytest.MarkDecorator:
     """Parametrizes a test with a covering array of its parameters, or in test-all with all cases.
 
     Args:
         strength: see :func:`covering_array`.
-        valid: refuses cases, of which it is given the values' names where an axis has names.
+        valid: refuses cases; of an axis with names it is given the name.
+        indirect: the parameters that fixtures take, as of ``parametrize``.
         axes: the values of each parameter, or a mapping that names them.
     """
-    named = {
-        name: values if isinstance(values, Mapping) else {name_of(each): each for each in values}
-        for name, values in axes.items()
-    }
-    for name, values in axes.items():
-        assert len(named[name]) == len(values), f"{name}: two values have one name"
-    keys = {name: list(values) for name, values in named.items()}
+    named: dict[str, dict[str, Any]] = {}
+    for axis, values in axes.items():
+        given = values if isinstance(values, Mapping) else {name_of(each): each for each in values}
+        assert len(given) == len(values), f"{axis}: two values have one name"
+        named[axis] = dict(given)
 
     def accepts(case: Mapping[str, Any]) -> bool:
         return valid(
-            {
-                name: each if isinstance(axes[name], Mapping) else named[name][each]
-                for name, each in case.items()
-            }
+            {a: n if isinstance(axes[a], Mapping) else named[a][n] for a, n in case.items()}
         )
 
+    keys = {axis: tuple(values) for axis, values in named.items()}
     cases = product_of(keys, accepts) if EVERY_CASE else covering_array(keys, accepts, strength)
     return pytest.mark.parametrize(
         tuple(axes),
         [
-            pytest.param(
-                *(named[name][each] for name, each in case.items()), id="-".join(case.values())
-            )
+            pytest.param(*(named[a][n] for a, n in case.items()), id="-".join(case.values()))
             for case in cases
         ],
+        indirect=indirect,
     )

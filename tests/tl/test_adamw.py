@@ -16,6 +16,7 @@ from ringcomm import (
     _native,
 )
 from ringcomm.comm.arguments import DTYPE_CODES, DTYPE_NAMES
+from tests.support.covering import in_test_all
 from tests.support.ranks import run_ranks
 from tests.tl.interpreter import connect, interpreted
 from tests.tl.shards import Case, Memory, Steps, differences, wide_range
@@ -139,7 +140,7 @@ def _collectives(store, rank, world):
 
 
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3, *in_test_all(2)])
 def test_collectives_have_the_bits_of_the_native_ones(world):
     assert run_ranks(_collectives, world, timeout_s=LIMIT_S) == [[]] * world
 

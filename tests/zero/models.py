@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -242,19 +242,6 @@ def train_world(world: ringcomm.LocalWorld, run: Run) -> tuple[State, list[float
         assert norms == their_norms
         assert all(torch.equal(state[name], first[name]) for name in params)
     return first, norms
-
-
-def half_of(stages: Sequence[int], kinds: Iterable[T]) -> list[tuple[int, T]]:
-    """Every kind at every other stage, and every stage with every other kind.
-
-    For what says of a stage nothing that depends on the kind, and the other way around.
-    """
-    return [(s, kind) for number, kind in enumerate(kinds) for s in stages[number % 2 :: 2]]
-
-
-def each_once(stages: Sequence[int], kinds: Iterable[T]) -> list[tuple[int, T]]:
-    """Every kind at one stage, by turns; for what :func:`half_of` is for, and takes long."""
-    return [(stages[number % len(stages)], kind) for number, kind in enumerate(kinds)]
 
 
 def assert_same_bits(state: State, wanted: State) -> None:

@@ -17,6 +17,7 @@ from ringcomm.errors import ArgumentError, MismatchError, RingcommError
 from ringcomm.optim import AdamW
 from ringcomm.optim.dtensors import plainly
 from ringcomm.zero.absent import Absent
+from tests.support.covering import covering
 from tests.support.heap_use import settled_heap_bytes
 from tests.zero.job import BF16
 from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits, new_model, text
@@ -176,8 +177,7 @@ def test_unsharded_modules_are_plain_again(worlds, stage):
     worlds(2).run(work)
 
 
-@pytest.mark.parametrize("freezes", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@covering(strength=1, stage=STAGES, freezes=[False, True])
 def test_a_dropped_module_gives_everything_back(worlds, stage, freezes):
     """Also one of whose units, whose inputs have gradients, a part is frozen."""
 
@@ -271,9 +271,7 @@ def test_what_one_rank_raises_inside_is_raised_on_all(worlds, stage):
     worlds(2).run(work)
 
 
-@pytest.mark.parametrize("write_from", [None, 1])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("part", ["module", "parameters", "parameter", "frozen"])
+@covering(part=["module", "parameters", "parameter", "frozen"], stage=STAGES, write_from=[None, 1])
 def test_a_part_is_gathered_and_written_alone(worlds, stage, part, write_from):
     """Masters of the others keep what rounding drops, those of the same bucket, too."""
     names = {

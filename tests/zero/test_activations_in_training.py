@@ -21,6 +21,7 @@ from ringcomm.functional import partitioned_checkpoint
 from ringcomm.optim import AdamW
 from ringcomm.zero.engine import owner_of
 from tests.memory.disk_folder import skip_unless_disk
+from tests.support.covering import covering, in_test_all
 from tests.zero.models import MODELS, SMALL_BUCKET_ELEMS, assert_same_bits, new_model, text
 
 Tensor = torch.Tensor
@@ -121,7 +122,7 @@ def run(worlds, base, job: Job):
 
 @pytest.mark.parametrize(
     ("stage", "checkpoints"),
-    [*((stage, None) for stage in STAGES), (1, "reentrant"), (3, "reentrant"), (3, "other")],
+    [(0, None), (1, "reentrant"), (2, None), (3, "other"), *in_test_all((1, None), (3, None))],
 )
 def test_training_has_the_bits_of_training_without(worlds, folder, stage, checkpoints):
     base = new_model("gpt")
@@ -154,8 +155,7 @@ def test_partitioned_checkpoints(worlds, folder, stage):
     assert_same_bits(found, wanted)
 
 
-@pytest.mark.parametrize("names", [True, False])
-@pytest.mark.parametrize("model", [name for name in MODELS if name != "gpt"])
+@covering(strength=1, model=[name for name in MODELS if name != "gpt"], names=[True, False])
 def test_models_that_are_brittle(worlds, folder, model, names):
     base = new_model(model)
     disk = Disk(folder, buffer_bytes=16 * PAGE)
@@ -288,8 +288,7 @@ def damage(acts: Any) -> None:
         os.close(descriptor)
 
 
-@pytest.mark.parametrize("when", ["forward", "backward"])
-@pytest.mark.parametrize("stage", STAGES)
+@covering(strength=1, stage=STAGES, when=["forward", "backward"])
 def test_a_fault_on_one_rank_reaches_all_at_the_step(worlds, folder, stage, when):
     """No rank waits: all end their backward, that of rank 0 with the error, and none steps."""
     base = new_model("gpt")

@@ -14,7 +14,8 @@ from ringcomm import zero
 from ringcomm.errors import ArgumentError, MismatchError
 from ringcomm.optim import AdamW, AdamWOptions, Muon, Sharded
 from ringcomm.optim.state import reshard
-from tests.zero.models import assert_same_bits, half_of
+from tests.support.covering import covering
+from tests.zero.models import assert_same_bits
 
 STAGES = [0, 1, 2, 3]
 BASE = nn.Sequential(*(nn.Linear(20, 20) for _ in range(4)))
@@ -101,9 +102,7 @@ COMBINED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("stage", "choice"), half_of(STAGES, [*COMBINED, ("adamw", "remainder")]), ids=str
-)
+@covering(strength=1, stage=STAGES, choice=[*COMBINED, ("adamw", "remainder")])
 def test_a_part_joins_later_with_the_bits_of_one_that_was_there(worlds, stage, choice):
     """Parameters, state and step numbers, over two ranks as in torch's way of counting steps."""
     kind, precision = choice

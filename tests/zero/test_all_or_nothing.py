@@ -17,6 +17,7 @@ from ringcomm.optim import AdamW
 from ringcomm.zero import prepare, sharding
 from ringcomm.zero.buckets import ParamBucket, ReplicatedBucket, ShardedBucket
 from ringcomm.zero.prepare import Rollback
+from tests.support.covering import covering
 from tests.support.faults import leaving_together
 from tests.support.heap_use import settled_heap_bytes
 from tests.zero.models import assert_same_bits
@@ -133,8 +134,7 @@ def failing(
     return call
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("stage", STAGES)
+@covering(strength=1, stage=STAGES, failure=[*FAILURES])
 def test_a_module_is_as_it_was(worlds, monkeypatch, stage, failure):
     def work(comm):
         module = Mixed(comm.rank)

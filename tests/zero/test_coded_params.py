@@ -20,6 +20,7 @@ from ringcomm.zero.estimate import BytesPerElement, World, model_state
 from ringcomm.zero.estimate_model import ModelElems
 from ringcomm.zero.estimate_time import leaving_node_bytes
 from tests.comm.test_wire_codes import encode, total
+from tests.support.covering import covering
 from tests.zero.job import BF16, Job
 from tests.zero.models import MODELS, Run, assert_same_bits, groups_of, new_model, options_of, train
 from tests.zero.test_nodes import Carrier, sent_by_phase
@@ -130,11 +131,10 @@ def layout_of(comm: Communicator, base: Any, run: Run) -> Any:
 @pytest.mark.parametrize(
     ("run", "code"),
     [
-        (Run("mlp", 1), "int8"),
-        (Run("gpt", 1), "int4"),
+        (Run("mlp", 1), "int4"),
         (Run("mlp", 1, precision=zero.Precision(param=torch.bfloat16)), "fp8"),
     ],
-    ids=["mlp int8", "gpt int4", "mlp bf16 fp8"],
+    ids=["int4", "bf16 fp8"],
 )
 def test_three_steps_end_with_the_bits_of_one_rank_that_codes_masters_itself(two_by_two, run, code):
     """At every stage; and not with those of parameters that cross as they are."""
@@ -242,8 +242,7 @@ def resume(comm: Communicator, base: Any, root: Any, settings: dict[str, Any]) -
     return loaded, *ends
 
 
-@pytest.mark.parametrize("precision", [zero.Precision(), BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stages", [(1, 3), (3, 2)])
+@covering(strength=1, stages=[(1, 3), (3, 2)], precision={"fp32": zero.Precision(), "bf16": BF16})
 def test_a_run_that_resumes_ends_with_the_same_bits(two_by_two, tmp_path, precision, stages):
     wire = zero.Wire(parameters="int8")
     settings = {"options": {"wire": wire}, "precision": precision, "stages": stages}
@@ -445,13 +444,12 @@ def write(comm: Communicator, base: Any, run: Run, how: str) -> Any:
     return state
 
 
-@pytest.mark.parametrize("how", WRITES)
-def test_masters_follow_writes_from_outside_and_are_coded_anew(two_by_two, how):
+@covering(strength=1, how=[*WRITES], choice=[(2, {}), (3, {}), (3, WORLD)])
+def test_masters_follow_writes_from_outside_and_are_coded_anew(two_by_two, how, choice):
     base, run = new_model("mlp"), Run("mlp", 1)
     wanted = two_by_two.run(write, base, coded(run, "int8", (1, {})), how)[0]
-    for choice in ((2, {}), (3, {}), (3, WORLD)):
-        for state in two_by_two.run(write, base, coded(run, "int8", choice), how):
-            assert_same_bits(state, wanted)
+    for state in two_by_two.run(write, base, coded(run, "int8", choice), how):
+        assert_same_bits(state, wanted)
 
 
 def load_state(comm: Communicator, base: Any, run: Run, early: bool) -> Any:
@@ -534,8 +532,7 @@ def step_of(comm: Communicator, carrier: Carrier, base: Any, run: Run) -> Any:
     return phases, flags, chunks, root
 
 
-@pytest.mark.parametrize("code", ["int8", "int4"])
-@pytest.mark.parametrize("choice", [(1, {}), (3, {}), (3, WORLD)])
+@covering(strength=1, choice=[(1, {}), (3, {}), (3, WORLD)], code=["int8", "int4"])
 def test_what_leaves_a_node_is_codes(code, choice):
     """To the byte: each chunk once for each other node, and of the world's in each gather."""
     carrier, base = Carrier(), new_model("gpt")

@@ -16,10 +16,11 @@ from ringcomm.comm.device.streams import DeviceWork
 from ringcomm.errors import UnsupportedError
 from ringcomm.optim import Adafactor, AdamW, AdamW8bit, AdamWOptions, Muon
 from ringcomm.zero.sharding import engine_of
+from tests.support.covering import covering, in_test_all
 from tests.support.device_worlds import on_host
 from tests.support.emulator.in_stream_order import InStreamOrder
 from tests.support.emulator.recording import graph_of
-from tests.zero.models import Run, assert_same_bits, each_once, new_model, train
+from tests.zero.models import Run, assert_same_bits, new_model, train
 from tests.zero.test_two_modules import norms_of_two, one_uses_more, two_modules
 
 Tensor = torch.Tensor
@@ -29,15 +30,12 @@ BF16 = zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16)
 OPTIONS = CommOptions(timeout=60.0, segment_bytes=4096, channels=2, copy_bytes=1 << 16)
 KEPT = zero.Precision.preset("bf16-pure-sr", keep_fp32=("lora_a", "frozen", "head"))
 RUNS = {
-    "clipped": Run("gpt", 0, 2, clip=0.3),
-    "bfloat16": Run("gpt", 0, 2, precision=BF16),
     "accumulated": Run("mlp", 0, 2, backwards=2),
     "Muon": Run("gpt", 0, 2, precision=BF16, clip=0.3, kind=Muon),
     "Adafactor": Run("mlp", 0, 2, precision=BF16, kind=Adafactor),
     "NAdam": Run("gpt", 0, 2, precision=BF16, clip=0.3, kind=torch.optim.NAdam),
     "partial": Run("partial", 0, 2, backwards=2, quiet=False),
     "kept": Run("partial", 0, 2, clip=0.3, precision=KEPT),
-    "pinned": Run("gpt", 0, 2, precision=BF16, adamw=AdamWOptions(tier="cpu")),
     "pinned, 8 bits": Run("gpt", 0, 2, kind=AdamW8bit, adamw=AdamWOptions(tier="cpu")),
 }
 
@@ -64,7 +62,7 @@ def _on_device(comm, base, run):
     return {name: on_host(tensor) for name, tensor in state.items()}, norms
 
 
-@pytest.mark.parametrize(("stage", "name"), each_once([0, 1, 2, 3], RUNS))
+@covering(strength=1, stage=[0, 1, 2, 3], name=[*RUNS])
 def test_a_device_trains_as_the_host_does(devices, worlds, name, stage):
     run = replace(RUNS[name], stage=stage, options={"algorithm": "direct"})
     base = new_model(run.model)
@@ -105,7 +103,7 @@ def test_a_backward_asks_no_event_whether_it_has_passed(devices, monkeypatch):
         assert len(devices.run(world, _on_device, base, run)) == 2
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3, *in_test_all(1, 2)])
 def test_a_graph_replays_the_step_of_a_module(devices, stage):
     """Its backwards are eager, and so is zero_grad(); the rate changes between replays."""
     if devices.emulated is None:

@@ -14,6 +14,7 @@ from ringcomm import zero
 from ringcomm.errors import ArgumentError
 from ringcomm.optim import AdamW
 from ringcomm.zero.sharding import engine_of
+from tests.support.covering import covering
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
@@ -53,8 +54,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
 
 
-@pytest.mark.parametrize("cast", [None, torch.bfloat16])
-@pytest.mark.parametrize("dtype", DTYPES)
+@covering(strength=1, dtype=DTYPES, cast=[None, torch.bfloat16])
 def test_all_stages_end_with_the_same_bits(worlds, dtype, cast, tmp_path):
     """At stage 3 a rank keeps its share, a byte a parameter; checkpoints load at other stages."""
     base: Any = nn.Sequential(Quantised(dtype), Quantised(dtype))

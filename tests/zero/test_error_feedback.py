@@ -27,6 +27,7 @@ from ringcomm.optim import (
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.reduction import HostReducer, Into, make_residual
 from ringcomm.zero.checkpoint import Reader
+from tests.support.covering import covering
 from tests.zero.models import MODELS, Run, assert_same_bits, new_model, options_of
 
 Tensor = torch.Tensor
@@ -352,8 +353,11 @@ def test_training_resumes_with_the_same_bits_on_the_same_nodes(two_by_two, tmp_p
     assert ("optim.residual.sums.head.weight" in names) == (saves[1] == BY_NODE)
 
 
-@pytest.mark.parametrize("saves", [(2, {}), (1, BY_NODE)], ids=["world", "node"])
-@pytest.mark.parametrize("nodes", [[1, 1, 1, 1], [1, 1], [1]], ids=str)
+@covering(
+    strength=1,
+    nodes=[[1, 1, 1, 1], [1, 1], [1]],
+    saves={"world": (2, {}), "node": (1, BY_NODE)},
+)
 def test_other_nodes_take_over_what_is_owed_in_sum(two_by_two, tmp_path, saves, nodes):
     """In means of gradients, to which as many ranks contribute as there are."""
     base = new_model("mlp")

@@ -14,6 +14,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from ringcomm import zero
 from ringcomm.errors import UnsupportedError
 from ringcomm.optim import AdamW
+from tests.support.covering import covering
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
@@ -59,8 +60,7 @@ TRANSFORMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("stage", STAGES)
+@covering(strength=1, stage=STAGES, name=[*TRANSFORMS])
 def test_transforms_give_what_they_give_of_the_plain_module(worlds, stage, name):
     """In a world of one, as levels of forward differentiation are shared by torch's threads."""
     base, transform = model(), TRANSFORMS[name]

@@ -15,6 +15,7 @@ from ringcomm import zero
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError
 from ringcomm.optim import AdamW, AdamWOptions
 from ringcomm.zero import shards as module_shards
+from tests.support.covering import covering
 from tests.zero.job import BF16
 from tests.zero.models import MODELS, Run, assert_same_bits, new_model, options_of
 
@@ -37,9 +38,7 @@ def step(module: Any, optimizer: AdamW, comm, model: str, turn: int) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [1, 3])
+@covering(strength=1, world_size=[1, 3], stage=STAGES, precision=[*PRECISIONS])
 def test_an_average_by_shards_is_that_of_whole_weights(worlds, world_size, stage, precision):
     """With tied weights and frozen ones; evaluation with it leaves no trace in training."""
     base = new_model("partial")

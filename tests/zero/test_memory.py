@@ -35,7 +35,7 @@ from ringcomm.zero.estimate_model import ModelElems
 from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS
 from ringcomm.zero.precision import PRESETS
 from tests.support import ROOT
-from tests.zero.models import half_of
+from tests.support.covering import covering
 
 Tensor = torch.Tensor
 BUCKET_ELEMS = 1 << 16
@@ -170,7 +170,7 @@ def measure(
 
 
 # With sums between the two passes of a scaled step, which stage 1 alone has.
-@pytest.mark.parametrize(("stage", "kind"), [*half_of([0, 1, 2, 3], KINDS), (1, "fp16-scaled")])
+@covering(strength=1, stage=[0, 1, 2, 3], kind=[*KINDS])
 def test_a_rank_holds_what_the_closed_form_says(worlds, stage, kind):
     precision, per_param = KINDS[kind]
     torch.manual_seed(0)

@@ -14,8 +14,9 @@ from ringcomm import zero
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError
 from ringcomm.optim import SGD, AdamW, AdamW8bit, AdamWOptions, Lion, LossScaler, Sharded
 from tests.support import ROOT
+from tests.support.covering import covering
 from tests.zero.job import BF16
-from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits, half_of, new_model
+from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits, new_model
 
 Tensor = torch.Tensor
 STAGES = [0, 1, 2, 3]
@@ -82,9 +83,7 @@ def mean_gradients(base: nn.Module, world_size: int, dtype: torch.dtype) -> dict
     return {name: each / world_size for name, each in total.items()}
 
 
-@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", WORLDS)
+@covering(strength=1, world_size=WORLDS, stage=STAGES, precision={"fp32": None, "bf16": BF16})
 def test_the_gradient_is_the_mean_over_the_ranks(worlds, world_size, stage, precision):
     base = new_model("mlp")
     wanted = mean_gradients(base, world_size, torch.bfloat16 if precision else torch.float32)
@@ -121,9 +120,7 @@ def test_the_gradient_is_the_mean_over_the_ranks(worlds, world_size, stage, prec
             assert torch.equal(torch.cat(pieces), whole.view(-1))
 
 
-@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", WORLDS)
+@covering(strength=1, world_size=WORLDS, stage=STAGES, precision={"fp32": None, "bf16": BF16})
 def test_a_gradient_that_is_set_is_what_the_step_takes(worlds, world_size, stage, precision):
     """It is FP32 where gradients that come by backwards have 16 bits, too."""
     base = new_model("mlp")
@@ -218,7 +215,7 @@ def test_what_is_set_is_scaled_back_with_the_loss(worlds, stage):
     worlds(2).run(work)
 
 
-@pytest.mark.parametrize(("stage", "made"), half_of(STAGES, KINDS_AND_WORLDS), ids=str)
+@covering(strength=1, stage=STAGES, made=KINDS_AND_WORLDS)
 def test_masters_and_states_are_those_of_the_full_state(worlds, stage, made):
     kind, world_size = made
     base = new_model("mlp")
@@ -250,7 +247,7 @@ def test_masters_and_states_are_those_of_the_full_state(worlds, stage, made):
         assert torch.equal(joined, whole.view(-1))
 
 
-@pytest.mark.parametrize(("stage", "made"), half_of(STAGES, KINDS_AND_WORLDS), ids=str)
+@covering(strength=1, stage=STAGES, made=KINDS_AND_WORLDS)
 def test_training_goes_on_from_what_is_set(worlds, stage, made):
     """One run takes over masters and states of another, and goes on with the other's bits."""
     kind, world_size = made
@@ -384,9 +381,7 @@ def test_names_of_deepspeed_stand_beside_ours(worlds, stage):
     worlds(2).run(work)
 
 
-@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", WORLDS)
+@covering(strength=1, world_size=WORLDS, stage=STAGES, precision={"fp32": None, "bf16": BF16})
 def test_hooks_see_each_reduced_gradient_once_and_change_it(worlds, world_size, stage, precision):
     base = new_model("mlp")
     dtype = torch.bfloat16 if precision else torch.float32

@@ -30,6 +30,7 @@ from ringcomm.optim import (
 )
 from ringcomm.zero.precision import PRESETS
 from tests.support import ROOT
+from tests.support.covering import in_test_all
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
@@ -331,7 +332,7 @@ def train_alone(called: Any, module: nn.Module, optimizer: AdamW) -> dict[str, T
     return zero.full_state_dict(module)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3, *in_test_all(1, 2)])
 def test_compiled_units_share_their_code(worlds, stage):
     graphs = []
 

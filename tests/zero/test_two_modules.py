@@ -16,6 +16,7 @@ from ringcomm import functional, zero
 from ringcomm.errors import ArgumentError, MismatchError
 from ringcomm.optim import AdamW
 from ringcomm.zero.sharding import engine_of
+from tests.support.covering import covering
 
 OPTIONS = (
     zero.ZeroOptions(bucket_elems=512, overlap=False),
@@ -121,8 +122,11 @@ def _checkpointed(comm, g, d, turn):
 BACKWARDS = (one_uses_more, _by_turns, _one_leaves_one_out, _in_other_order, _checkpointed)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["waits", "overlaps"])
-@pytest.mark.parametrize("backward", BACKWARDS)
+@covering(
+    strength=1,
+    backward=BACKWARDS,
+    options=dict(zip(("waits", "overlaps"), OPTIONS, strict=True)),
+)
 def test_gradients_are_right_whatever_ranks_use(worlds, backward, options):
     """Stages 0 and 1 reduce at the step, in the order of the buckets."""
     modules = two_modules()

@@ -34,6 +34,7 @@ from ringcomm.zero.estimate import BytesPerElement, model_state, working_buffers
 from ringcomm.zero.estimate_model import ModelElems
 from ringcomm.zero.gather import Gatherer
 from tests.memory.disk_folder import skip_unless_disk
+from tests.support.covering import covering
 from tests.zero.checkpoint.states import files_below
 from tests.zero.job import BF16
 from tests.zero.models import MODELS, Run, assert_same_bits, new_model, options_of
@@ -604,9 +605,7 @@ def test_what_was_looked_up_outside_is_compared_before_its_update(worlds, monkey
 # ---- when something fails -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("on", [None, 1])
+@covering(on=[None, 1], stage=[2, 3], overlap=[False, True])
 def test_a_backward_that_raises_halfway_leaves_the_optimizer_torn(
     worlds, tmp_path, stage, on, overlap
 ):

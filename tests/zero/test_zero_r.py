@@ -26,6 +26,7 @@ from ringcomm.zero.estimate import STAGES, BytesPerElement, model_state, working
 from ringcomm.zero.estimate_model import ModelElems
 from ringcomm.zero.estimate_tier import TierBytes, records_of
 from tests.memory.disk_folder import skip_unless_disk
+from tests.support.covering import covering
 from tests.zero.test_memory import held_bytes
 
 Tensor = torch.Tensor
@@ -63,17 +64,13 @@ def held_of(comm: Any, stage: int, disk: Disk, options: zero.ZeroOptions, sizes:
     return held_bytes(module, optimizer)
 
 
-@pytest.mark.parametrize(
-    ("smaller", "larger"),
-    [((3, 64, 64), (9, 64, 64)), ((3, 64, 64), (3, 64, 512))],
-    ids=["layers", "one parameter"],
-)
-@pytest.mark.parametrize("stage", STAGES)
-def test_nothing_but_the_tensors_themselves_grows(worlds, folder, stage, smaller, larger):
+@covering(strength=1, stage=STAGES, larger={"layers": (9, 64, 64), "one parameter": (3, 64, 512)})
+def test_nothing_but_the_tensors_themselves_grows(worlds, folder, stage, larger):
     """With the state on a disk: what a larger model holds more is what the closed form says.
 
     More layers have more parameters and gradients; a larger parameter has a larger bucket, too.
     """
+    smaller = (3, 64, 64)
     disk = Disk(folder, buffer_bytes=tiers.LEAST_BUFFERS * tiers.LARGEST_ELEM_BYTES * 1024)
     options = zero.ZeroOptions(bucket_elems=4096)
 

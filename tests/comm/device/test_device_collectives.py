@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ringcomm
+from tests.support.covering import covering
 from tests.support.device_checks import (
     CHECKS,
     EMULATED,
@@ -23,16 +24,8 @@ from tests.support.exact import MOVABLE, operand, pattern, reduced, same
 ALGORITHMS = ("auto", "direct", "ring", "packet", "copy")
 
 
-# Each collective with an even and an odd number of peers, and with one of the other worlds:
-# schedules of every world are proved at compile time (tests/proof/races/schedule_test.cpp).
-WORLDS = [
-    (name, world_size)
-    for turn, name in enumerate(CHECKS)
-    for world_size in (2, 3, (1, 4, 7, 8)[turn % 4])
-]
-
-
-@pytest.mark.parametrize(("name", "world_size"), WORLDS)
+# Schedules of every world are proved at compile time (tests/proof/races/schedule_test.cpp).
+@covering(strength=1, name=[*CHECKS], world_size=(2, 3, 1, 4, 7, 8))
 def test_every_world_size_and_place(devices, name, world_size):
     """Nothing, one element, fewer than ranks, a tail, several segments of a channel."""
     counts = (0, 1, max(world_size - 1, 1), 257, 4099)
@@ -62,8 +55,7 @@ def test_every_world_size_and_place(devices, name, world_size):
     devices.run(devices.world(world_size), body)
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "ring", "packet"])
-@pytest.mark.parametrize("dtype", EMULATED, ids=str)
+@covering(strength=1, dtype=[*EMULATED], algorithm=["direct", "ring", "packet"])
 def test_every_dtype_and_op(devices, dtype, algorithm):
     ops = EMULATED[dtype] if devices.emulated else ops_on_device(dtype)
     cases = [
@@ -97,8 +89,7 @@ def test_every_dtype_is_moved(devices, name):
     devices.run(devices.world(3), body)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", CHECKS)
+@covering(strength=1, name=[*CHECKS], place=PLACES)
 def test_more_than_staging_holds(devices, name, place):
     def body(comm):
         for turn, algorithm in enumerate(("direct", "ring", "copy")):

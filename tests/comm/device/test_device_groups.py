@@ -5,6 +5,7 @@ import torch
 
 import ringcomm
 from ringcomm import ArgumentError, CommOptions
+from tests.support.covering import covering, in_test_all
 from tests.support.device_checks import CHECKS, Case
 from tests.support.device_worlds import MANY, device_of, on_host, put
 from tests.support.exact import op_of, operand, pattern, reduced, same
@@ -12,7 +13,7 @@ from tests.support.exact import op_of, operand, pattern, reduced, same
 BOTH = (0, 1)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, *in_test_all(2, 4)])
 def test_two_devices_of_one_process(two_devices, ranks):
     """One launch on each; a rank's plain tensors are its own device's."""
     devices = two_devices
@@ -106,9 +107,11 @@ def test_the_calls_of_a_world_and_of_groups_alternate(devices):
     devices.run(devices.world(3), body)
 
 
-@pytest.mark.parametrize("on", [(0,), BOTH], ids=["one device", "two devices"])
-@pytest.mark.parametrize("algorithm", ["auto", "direct", "ring", "packet"])
-@pytest.mark.parametrize("count", [1, 64, MANY])
+@covering(
+    count=[1, 64, MANY],
+    algorithm=["auto", "direct", "ring", "packet"],
+    on={"one device": (0,), "two devices": BOTH},
+)
 def test_all_ranks_from_one_thread(request, devices, count, algorithm, on):
     if len(on) > 1:
         request.getfixturevalue("two_devices")

@@ -13,6 +13,7 @@ from ringcomm import CommOptions, LocalWorld, MismatchError, ReduceOp, Unsupport
 from ringcomm.comm.nodes import core, sums
 from ringcomm.comm.nodes.places import Places, divide
 from ringcomm.errors import ArgumentError, RendezvousError, RingcommError
+from tests.support.covering import covering
 from tests.support.exact import equal, op_of, operand, ops_for, reduced, same
 
 SHAPES = [(2, 2), (1, 2), (2, 1, 2), (1, 1, 1)]
@@ -47,7 +48,7 @@ def test_places(world):
     assert sorted(rank for mates in in_order for rank in mates) == list(range(len(seen)))
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@covering(strength=1, indirect=["world"], world=SHAPES, count=COUNTS)
 def test_movements(world, count):
     def pattern(rank):
         return torch.arange(count) * 7 + rank
@@ -94,7 +95,12 @@ def test_uneven_parts(world):
     world.run(body)
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64, torch.int32, torch.uint8, torch.bool])
+@covering(
+    strength=1,
+    indirect=["world"],
+    world=SHAPES,
+    dtype=[*FLOATS, torch.float64, torch.int32, torch.uint8, torch.bool],
+)
 def test_reductions(world, dtype):
     """Every op, with another count in each world."""
     size, cases = len(world), []

@@ -34,7 +34,7 @@ from ringcomm import (
 )
 from ringcomm.comm.nodes import core, device_core, device_rails, wires
 from tests.comm.nodes.test_calls import drawn
-from tests.sampled import EVERY_CASE
+from tests.support.covering import EVERY_CASE, covering, in_test_all
 from tests.support.device_carrier import emulated_nccl
 from tests.support.device_checks import (
     CHECKS,
@@ -101,7 +101,7 @@ def world(devices: Devices, request: Any) -> Iterator[LocalWorld]:
         yield made
 
 
-@pytest.mark.parametrize("name", NAMES)
+@covering(strength=1, indirect=["world"], world=NODES, name=NAMES)
 def test_every_collective(devices: Devices, world: LocalWorld, name: str) -> None:
     """Nothing, one element, less than a vector, several segments."""
     places = ("plain", "heap", "unaligned", "mixed", "plain")
@@ -181,7 +181,7 @@ def test_sums_that_are_rounded_for_the_wire(devices: Devices) -> None:
     assert not all(same(x, y) for x, y in zip(on_devices[0], wide[0], strict=True))
 
 
-@pytest.mark.parametrize("wire", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("wire", ["fp8", *in_test_all("int8", "int4")])
 def test_the_codes_of_a_wire_are_the_hosts(
     devices: Devices, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

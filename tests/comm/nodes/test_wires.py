@@ -12,6 +12,7 @@ from ringcomm import ArgumentError, CommOptions, MismatchError, ReduceOp, _nativ
 from ringcomm.comm.local_world import LocalWorld
 from ringcomm.comm.nodes import sums
 from tests.comm.test_wire_codes import KINDS, decoded
+from tests.support.covering import covering
 
 Tensor = torch.Tensor
 SHAPES = [(1, 1), (2, 2), (2, 1, 1)]
@@ -56,8 +57,7 @@ def in_blocks(wire: str, whole: Tensor, cuts: list[int]) -> Tensor:
     return torch.cat([decoded(wire, whole[a:b]) for a, b in zip(cuts, ends, strict=True)])
 
 
-@pytest.mark.parametrize("wire", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@covering(dtype=DTYPES, wire=[*KINDS])
 def test_a_reduce_scatter_adds_what_was_coded_once(world, wire, dtype):
     """Bits: of each node's partial sum, coded and decoded, in the order of the nodes."""
 
@@ -81,8 +81,7 @@ def test_a_reduce_scatter_adds_what_was_coded_once(world, wire, dtype):
     world.run(body)
 
 
-@pytest.mark.parametrize("wire", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@covering(dtype=DTYPES, wire=[*KINDS])
 def test_an_all_reduce_codes_its_sums_again(world, wire, dtype):
     """All ranks have the same bits, and the error is that of the codes of terms and of the sum."""
 

@@ -14,6 +14,7 @@ from ringcomm.fsdp2 import plug, unplug
 from ringcomm.rendezvous import handles
 from tests.extras.fsdp2 import spy
 from tests.extras.fsdp2.whole_numbers import assert_trained, loss_of, sharded, train
+from tests.support.covering import covering
 from tests.support.heap_use import settled_heap_bytes
 from tests.support.rank_pool import default_group
 
@@ -181,8 +182,7 @@ def test_a_group_of_ringcomm(rank_pools):
     rank_pools(2).run(on_a_group_of_ringcomm)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "ringcomm"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@covering(strength=1, world_size=[1, 2, 4], backend=["gloo", "ringcomm"])
 def test_fifty_steps_take_no_more_memory_than_two(rank_pools, world_size, backend):
     rank_pools(world_size).run(no_growth, backend)
 

@@ -12,6 +12,7 @@ from ringcomm import CommOptions, _native, moe
 from ringcomm.comm.local_world import LocalWorld
 from ringcomm.extras.moe.rows import WIRES
 from tests.extras.moe.cases import Case, case, combined, dense, dispatched, joined, learn, seeded
+from tests.support.covering import covering
 
 Tensor = torch.Tensor
 EXPERTS = 8
@@ -20,7 +21,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STREAMED_BYTES = 16 << 20
 
 
-@pytest.fixture(scope="module", params=[(1,), (2,), (4,), (1, 1), (2, 2), (1, 3)], ids=str)
+NODES = ((1,), (2,), (4,), (1, 1), (2, 2), (1, 3))
+
+
+@pytest.fixture(scope="module", params=NODES, ids=str)
 def world(request) -> Iterator[LocalWorld]:
     """Ranks of one node and of several."""
     with ringcomm.local_world(
@@ -41,8 +45,7 @@ def own(ys: list[Tensor], comm: ringcomm.Communicator) -> list[Tensor]:
     return ys[comm.rank * here : (comm.rank + 1) * here]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("k", [1, 2, 8])
+@covering(strength=1, indirect=["world"], world=NODES, k=[1, 2, 8], dtype=DTYPES)
 def test_rows_and_sums_have_the_bits_of_loops(world, k, dtype):
     cases = cases_of(world, k, dtype)
     rows_of = dispatched(cases, EXPERTS)
@@ -63,8 +66,7 @@ def test_rows_and_sums_have_the_bits_of_loops(world, k, dtype):
     world.run(body)
 
 
-@pytest.mark.parametrize("k", [1, 2, 8])
-@pytest.mark.parametrize("weighted", [True, False])
+@covering(strength=1, indirect=["world"], world=NODES, weighted=[True, False], k=[1, 2, 8])
 def test_ranks_learn_what_one_rank_learns(world, k, weighted):
     """Bits of the result, and of all gradients, for any number of ranks."""
     cases = cases_of(world, k)
@@ -225,8 +227,7 @@ def test_another_size_comes_back(world):
     world.run(body)
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@covering(strength=1, indirect=["world"], world=NODES, dtype=DTYPES, wire=[*WIRES])
 def test_codes_travel(world, wire, dtype):
     """Each row comes as it is once coded and decoded by itself, and gradients come as they are."""
     from tests.comm.test_wire_codes import decoded

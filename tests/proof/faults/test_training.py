@@ -3,6 +3,7 @@
 import pytest
 
 from ringcomm import zero
+from tests.support.covering import in_test_all, thinned
 from tests.support.fault_training import (
     SAVE_EVERY,
     TURNS,
@@ -15,7 +16,7 @@ from tests.support.fault_training import (
 SEEDS = (3, 5, 13, 16)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", thinned(SEEDS, 2))
 def test_nothing_is_lost(seed):
     assert run_training(draw_training(seed)) == []
 
@@ -62,8 +63,9 @@ class GoesOn(TrainingRank):
     ("trainer", "expected"),
     [
         (ForgetsTheOptimizer, "is not that of the undisturbed run"),
-        (BeginsAnew, "is not that of the undisturbed run"),
-        (GoesOn, "expected PeerLost"),
+        *in_test_all(
+            (BeginsAnew, "is not that of the undisturbed run"), (GoesOn, "expected PeerLost")
+        ),
     ],
 )
 def test_a_lost_state_is_seen(trainer, expected):

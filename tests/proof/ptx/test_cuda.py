@@ -25,6 +25,7 @@ from tests.comm.device.test_device_steps import RULES, same_as_on_host
 from tests.proof.ptx.small_jobs import part_of
 from tests.ptx_interpreter import PtxSchedule
 from tests.support import nvrtc
+from tests.support.covering import thinned
 from tests.support.device_checks import (
     CHECKS,
     EMULATED,
@@ -110,7 +111,9 @@ SOME_UNITS = {torch.float32: "SUM", torch.bfloat16: "SUM", torch.int8: "MIN"}
 EVERY_UNIT = [(dtype, operators[-1]) for dtype, operators in EMULATED.items()]
 
 
-@pytest.mark.parametrize(("dtype", "op"), EVERY_UNIT if EVERYTHING else SOME_UNITS.items(), ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "op"), EVERY_UNIT if EVERYTHING else thinned(SOME_UNITS.items(), 2), ids=str
+)
 def test_every_unit(devices: Devices, dtype: torch.dtype, op: str) -> None:
     def body(comm: Communicator) -> None:
         for turn, algorithm in enumerate(("direct", "ring", "packet")):
@@ -162,7 +165,9 @@ EVERY_STEP = [
 
 
 @pytest.mark.parametrize(
-    ("dtype", "algorithm", "form", "rule"), EVERY_STEP if EVERYTHING else SOME_STEPS, ids=str
+    ("dtype", "algorithm", "form", "rule"),
+    EVERY_STEP if EVERYTHING else thinned(SOME_STEPS, 2),
+    ids=str,
 )
 def test_steps(devices: Devices, dtype: torch.dtype, algorithm: str, form: str, rule: str) -> None:
     world_size, options = STEPS[dtype]

@@ -22,6 +22,7 @@ from tests.proof.ptx.multicast_job import (
 from tests.proof.ptx.orderings import orderings, without
 from tests.ptx_interpreter import PtxSchedule
 from tests.support import ROOT, fork_server, nvrtc
+from tests.support.covering import thinned
 from tests.support.cuda_code import unit_source
 from tests.support.device_worlds import OPTIONS, PLACES, Devices, on_host, put, room
 from tests.support.emulator import ptx
@@ -49,7 +50,7 @@ def world(devices, request):
 
 @pytest.mark.parametrize(
     ("world", "dtype"),
-    [(2, torch.float32), (2, torch.bfloat16), (2, torch.float16), (4, torch.float32)],
+    thinned([(2, torch.float32), (2, torch.bfloat16), (2, torch.float16), (4, torch.float32)], 3),
     indirect=["world"],
 )
 def test_results(devices, world, dtype):

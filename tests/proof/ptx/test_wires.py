@@ -12,6 +12,7 @@ from tests import ptx_interpreter as ptx
 from tests.proof.ptx.lone_kernels import check, check_seen, lone_device
 from tests.proof.ptx.small_jobs import SLIPS
 from tests.support import nvrtc
+from tests.support.covering import covering
 from tests.support.device_worlds import Devices
 from tests.support.emulator.library import COMPILER
 from tests.support.wire_checks import CASES, DTYPES, CodingEnd, differences
@@ -45,8 +46,7 @@ def coding_end(devices: Devices, native: _native.DeviceComm) -> CodingEnd:
     return CodingEnd(native.encode_wire, native.sum_wires, to_device, to_host)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("wire", WIRES)
+@covering(strength=1, wire=WIRES, dtype=DTYPES)
 def test_the_bits_are_the_hosts(devices: Devices, wire: str, dtype: torch.dtype) -> None:
     cases = CASES + (TWO_BLOCKS if dtype == torch.float32 else ())
     check(devices, lambda end: differences(coding_end(devices, end), wire, dtype, cases))

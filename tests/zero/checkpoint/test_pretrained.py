@@ -16,6 +16,7 @@ from ringcomm import zero
 from ringcomm.errors import ArgumentError, CheckpointError, MismatchError, RingcommError
 from ringcomm.optim import AdamW, AdamWOptions
 from ringcomm.zero.checkpoint.weight_files import WeightFiles
+from tests.support.covering import covering
 from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits
 
 STAGES = [0, 1, 2, 3]
@@ -116,9 +117,7 @@ def moments_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: moment for name, moment in found.items() if moment is not None}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", PRECISIONS)
-@pytest.mark.parametrize("stage", STAGES)
+@covering(strength=1, stage=STAGES, kind=[*PRECISIONS], dtype=[torch.float32, torch.bfloat16])
 def test_a_meta_module_is_as_if_loaded_before(worlds, tmp_path, stage, kind, dtype):
     path = tmp_path / "model.safetensors"
     save_file(weights_of(new_net(1), dtype), path)

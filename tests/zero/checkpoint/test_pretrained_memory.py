@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -13,6 +12,7 @@ from torch import nn
 from ringcomm import Communicator, zero
 from ringcomm.memory.freed import give_back_freed
 from ringcomm.zero.checkpoint.tensor_file import BLOCK_BYTES
+from tests.support.covering import covering
 from tests.support.ranks import run_ranks
 
 WIDTH, LAYERS, WORLD = 1024, 16, 2
@@ -63,14 +63,16 @@ def peak_of_loading(store, rank, world_size, path, precision, way):
         return resident_bytes("VmHWM") - before - (resident_bytes("RssFile") - of_files)
 
 
-@pytest.mark.parametrize("way", ["pretrained", "load_pretrained", "save_pretrained"])
-@pytest.mark.parametrize(("kind", "bytes_each"), [("fp32", 4), ("bf16-mixed", 2 + 4)])
-def test_a_rank_holds_its_shard_and_a_block(tmp_path, kind, bytes_each, way):
+BYTES_EACH = {"fp32": 4, "bf16-mixed": 2 + 4}  # of a parameter and its master
+
+
+@covering(strength=1, way=["pretrained", "load_pretrained", "save_pretrained"], kind=[*BYTES_EACH])
+def test_a_rank_holds_its_shard_and_a_block(tmp_path, way, kind):
     path = tmp_path / "model.safetensors"
     layer = torch.randn(WIDTH, WIDTH)
     save_file({f"layers.{n}.weight": layer + n for n in range(LAYERS)}, path)
     precision = zero.Precision.preset(kind)
-    shard_bytes = bytes_each * ELEMS // WORLD
+    shard_bytes = BYTES_EACH[kind] * ELEMS // WORLD
     for peak in run_ranks(peak_of_loading, WORLD, path, precision, way):
         if way == "pretrained":
             assert shard_bytes <= peak <= 1.05 * (shard_bytes + BLOCK_BYTES)

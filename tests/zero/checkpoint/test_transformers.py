@@ -13,6 +13,7 @@ import torch
 from ringcomm import zero
 from ringcomm.errors import CheckpointError
 from ringcomm.optim import AdamW
+from tests.support.covering import covering
 from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
@@ -84,8 +85,7 @@ def meta_models(config: Any, kind: str = "AutoModelForCausalLM") -> list[Any]:
         return [getattr(library(), kind).from_config(config) for _ in range(2)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@covering(strength=1, stage=[0, 1, 2, 3], name=MODELS)
 def test_a_model_is_what_the_library_loads(worlds, saved, stage, name):
     """Its values, what it computes, and buffers that are in no file."""
     folder, wanted = saved(name)
