@@ -9,16 +9,25 @@ Readers of files accept names with the parts of wrappers, too; see :class:`Known
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import chain, combinations, islice
+from typing import NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ringcomm.errors import ArgumentError
+
 __all__ = [
+    "Chosen",
+    "IncompatibleKeys",
     "KnownNames",
+    "ModuleNames",
+    "PartialLoad",
     "find_modules",
     "matches",
     "named_modules",
@@ -29,6 +38,8 @@ __all__ = [
     "without_wrappers",
     "wrapped_key",
 ]
+
+Tensor = torch.Tensor
 
 # How many names a message has at most.
 _NAMED = 5
@@ -189,3 +200,127 @@ def some(names: Sequence[str]) -> str:
     """Returns names for a message: a few, and how many more there are."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(map(repr, names[:_NAMED])) + more
+
+
+# ---- the tensors of a module, against those of a file -------------------------------------------
+
+
+class IncompatibleKeys(NamedTuple):
+    """Names in which a module and what was loaded into it differ.
+
+    Attributes:
+        missing_keys: of parameters and persistent buffers that keep the values they had.
+        unexpected_keys: of tensors that the module does not have.
+    """
+
+    missing_keys: tuple[str, ...]
+    unexpected_keys: tuple[str, ...]
+
+    def in_words(self, has: str) -> str:
+        """Returns what differs, for an error; ``has`` is "they have", said of what is loaded."""
+        said = [f"{has} no {some(self.missing_keys)}"] if self.missing_keys else []
+        said += [f"the module has no {some(self.unexpected_keys)}"] if self.unexpected_keys else []
+        return ", and ".join(said)
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """The plain names of a module's parameters and persistent buffers.
+
+    Attributes:
+        tensors: by first name.
+        first: the first name, by every name.
+        buffers: the first name, by the ``id`` of the module that has the buffer, and its key.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    first: dict[str, str] = field(default_factory=dict)
+    buffers: dict[tuple[int, str], str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, root: nn.Module) -> ModuleNames:
+        made = cls()
+        known: dict[int, str] = {}
+        for prefix, module in named_modules(root, remove_duplicate=False):
+            dot = f"{prefix}." if prefix else ""
+            for key, param in module.named_parameters("", False, False):
+                made._add(dot + key, param, known)
+            for key, buffer in module.named_buffers("", False, False):
+                if key not in module._non_persistent_buffers_set:
+                    made.buffers.setdefault((id(module), key), made._add(dot + key, buffer, known))
+        return made
+
+    def _add(self, name: str, tensor: Tensor, known: dict[int, str]) -> str:
+        first = known.setdefault(id(tensor), name)
+        self.first[name] = first
+        self.tensors.setdefault(first, tensor)
+        return first
+
+
+class Chosen:
+    """The part of a module that is loaded.
+
+    Args:
+        names: of the module.
+        only: patterns of modules, parameters and buffers, with everything inside; None for all.
+        operation: named in errors.
+
+    Raises:
+        ArgumentError: a pattern names nothing.
+    """
+
+    def __init__(self, names: Iterable[str], only: Sequence[str] | None, operation: str) -> None:
+        if isinstance(only, str):
+            raise ArgumentError(f"{operation}: only: expected a list of names, got {only!r}")
+        self._only = None if only is None else tuple(only)
+        known = list(names)
+        for pattern in self._only or ():
+            if not any(_inside(pattern, name) for name in known):
+                raise ArgumentError(
+                    f"{operation}: only: expected names of modules, parameters or buffers, but "
+                    f"none matches {pattern!r} (a * stands for one part of a name); there are "
+                    f"{some(known)}"
+                )
+
+    def __contains__(self, name: str) -> bool:
+        return self._only is None or any(_inside(pattern, name) for pattern in self._only)
+
+
+def _inside(pattern: str, name: str) -> bool:
+    """Tells whether a pattern names something, or a module around it."""
+    parts = name.split(".")
+    return any(matches(pattern, ".".join(parts[:count])) for count in range(1, len(parts) + 1))
+
+
+@dataclass(frozen=True)
+class PartialLoad:
+    """The choice of a checkpoint's tensors for a module that may be another one.
+
+    Attributes:
+        names: of the module.
+        chosen: the part that is loaded.
+        strict: refuse a checkpoint that has not all of the part, or more.
+    """
+
+    names: ModuleNames
+    chosen: Chosen
+    strict: bool
+
+    def match(
+        self, saved: Collection[str], tied: Mapping[str, str]
+    ) -> tuple[dict[str, str], IncompatibleKeys]:
+        """Returns the checkpoint's names by the module's first names, and what differs.
+
+        Args:
+            saved: the names in the checkpoint.
+            tied: further names there, with the first ones.
+        """
+        found: dict[str, str] = {}
+        for name, first in self.names.first.items():
+            source = tied.get(name, name)
+            if name in self.chosen and source in saved and (name == first or first not in found):
+                found[first] = source
+        known = {*self.names.first, *found.values()}
+        missing = [n for n in self.names.tensors if n in self.chosen and n not in found]
+        unexpected = [n for n in saved if n in self.chosen and n not in known]
+        return found, IncompatibleKeys(tuple(missing), tuple(sorted(unexpected)))

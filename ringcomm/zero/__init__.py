@@ -28,17 +28,16 @@ if TYPE_CHECKING:
     from ringcomm.extras.migrate.convert import convert
     from ringcomm.extras.migrate.deepspeed import from_deepspeed
     from ringcomm.extras.migrate.fsdp2 import from_fsdp2
+    from ringcomm.module_names import IncompatibleKeys
     from ringcomm.zero.batch_norm import SyncBatchNorm, convert_sync_batchnorm, sync_buffers
-    from ringcomm.zero.checkpoint.export import export_safetensors
+    from ringcomm.zero.checkpoint.export import export_safetensors, save_pretrained
     from ringcomm.zero.checkpoint.pretrained import Pretrained, load_pretrained, pretrained
     from ringcomm.zero.checkpoint.save_load import Loaded, load, save
-    from ringcomm.zero.checkpoint.save_pretrained import save_pretrained
     from ringcomm.zero.checkpoint.train_state import TrainState
-    from ringcomm.zero.checkpoint.weight_names import IncompatibleKeys
 
 # Imported at first use: safetensors takes time to import, and few programs need these.
 _HOME_OF = {
-    "IncompatibleKeys": "ringcomm.zero.checkpoint.weight_names",
+    "IncompatibleKeys": "ringcomm.module_names",
     "Loaded": "ringcomm.zero.checkpoint.save_load",
     "Pretrained": "ringcomm.zero.checkpoint.pretrained",
     "SyncBatchNorm": "ringcomm.zero.batch_norm",
@@ -52,7 +51,7 @@ _HOME_OF = {
     "load_pretrained": "ringcomm.zero.checkpoint.pretrained",
     "pretrained": "ringcomm.zero.checkpoint.pretrained",
     "save": "ringcomm.zero.checkpoint.save_load",
-    "save_pretrained": "ringcomm.zero.checkpoint.save_pretrained",
+    "save_pretrained": "ringcomm.zero.checkpoint.export",
     "sync_buffers": "ringcomm.zero.batch_norm",
 }
 

@@ -1,51 +1,78 @@
-"""A model's weights out of a checkpoint, in plain safetensors files with real shapes."""
+"""Weights of a checkpoint or a sharded module, as files that Hugging Face's libraries read.
+
+NOTE [Every rank writes its own]
+Names, shapes and dtypes tell where each element lies in which file. So each rank of a sharded
+module writes the runs of elements that it owns to their places, at the same time as the others, and
+nothing is gathered. The first rank makes the files and their headers before, and names the folder
+when all have synced what they wrote.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
-from ringcomm.errors import ArgumentError, CheckpointError
+from ringcomm.errors import ArgumentError, CheckpointError, where
 from ringcomm.integers import integer
 from ringcomm.json_reader import text_of
-from ringcomm.module_names import KnownNames, without_wrappers
+from ringcomm.memory import normal_tensors
+from ringcomm.module_names import KnownNames, named_parameters, unwrapped, without_wrappers
+from ringcomm.optim.agreement import all_or_none, check_agreement
+from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.checkpoint import commit
+from ringcomm.zero.checkpoint.contents import FlatShard, blocks_of
+from ringcomm.zero.checkpoint.module_state import buffers_of, model_parts
 from ringcomm.zero.checkpoint.reader import Reader
 from ringcomm.zero.checkpoint.tensor_file import (
     BLOCK_BYTES,
     TensorEntry,
+    bytes_of,
     dtype_name,
+    header_of,
+    in_order,
     write_file,
     write_tensor_file,
 )
-from ringcomm.zero.sharding import path_of
+from ringcomm.zero.checkpoint.weight_files import INDEX_NAME, is_transformers
+from ringcomm.zero.engine import ShardEngine
+from ringcomm.zero.sharding import engine_of, path_of
+from ringcomm.zero.units import aliases as aliases_of
 
 Tensor = torch.Tensor
 
 MODEL_PREFIX = "model."
-INDEX_NAME = "model.safetensors.index.json"
 DEFAULT_FILE_BYTES = 5 << 30
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor to write: its name in the model and where it comes from, and what it will be."""
+    """A tensor to write.
 
-    name: str
+    Attributes:
+        key: its name in the model, and in the file.
+        saved: the name of its source, which an alias shares.
+        dtype, size: of the tensor in the file.
+    """
+
+    key: str
     saved: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    size: tuple[int, ...]
 
     @property
     def size_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        return prod(self.size) * self.dtype.itemsize
 
 
 def export_safetensors(
@@ -84,30 +111,28 @@ def export_safetensors(
     """
     source = path_of(folder, "export_safetensors", "folder")
     target = path_of(path, "export_safetensors", "path")
-    most_bytes = check_choices(max_file_bytes, dtype, aliases)
+    most_bytes = _check_choices(max_file_bytes, dtype, aliases)
     reader = Reader(source)
     tied = _tied(reader)
     weights = _weights(reader, tied if aliases == "copy" else {}, dtype)
     plain = without_wrappers([*_saved(reader), *tied])
-    plain_tied = {plain[alias]: plain[name] for alias, name in tied.items()}
+    told = {plain[alias]: plain[name] for alias, name in tied.items() if aliases == "skip"}
     if names is not None:
         weights = _chosen(reader, weights, names)
-    files = cut_into_files(weights, most_bytes)
+    files = _cut_into_files(weights, most_bytes)
     try:
         with commit.whole(target) as partial_folder:
             for name, run in files.items():
-                kept = {weight.name for weight in run} if aliases == "skip" else set()
-                told = {alias: name for alias, name in plain_tied.items() if name in kept}
                 entries = [_entry(reader, weight) for weight in run]
-                write_tensor_file(partial_folder / name, entries, {"format": "pt", **told})
+                write_tensor_file(partial_folder / name, entries, _metadata(run, told))
             if len(files) > 1:
-                write_file(partial_folder / INDEX_NAME, index_of(files))
+                write_file(partial_folder / INDEX_NAME, _index_of(files))
     except OSError as error:
         raise CheckpointError(f"export: cannot write {target}: {error}") from error
     return [target / name for name in files]
 
 
-def check_choices(max_file_bytes: object, dtype: torch.dtype | None, aliases: object) -> int:
+def _check_choices(max_file_bytes: object, dtype: torch.dtype | None, aliases: object) -> int:
     """Checks the options of an export and returns ``max_file_bytes`` as an int.
 
     Raises:
@@ -153,25 +178,27 @@ def _weights(reader: Reader, copied: Mapping[str, str], dtype: torch.dtype | Non
     plain = without_wrappers(homes)
     weights = []
     for name, home in ((plain[name], home) for name, home in homes.items()):
-        kind = reader.dtype(home)
-        if dtype is not None and kind.is_floating_point:
-            kind = dtype
-        weights.append(Weight(name, home, kind, reader.shape(home)))
+        weights.append(Weight(name, home, _kind(reader.dtype(home), dtype), reader.shape(home)))
     return weights
 
 
+def _kind(saved: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype of a weight in the file."""
+    return wanted if wanted is not None and saved.is_floating_point else saved
+
+
 def _chosen(reader: Reader, weights: list[Weight], names: Collection[str]) -> list[Weight]:
-    named = {weight.name for weight in weights}
+    named = {weight.key for weight in weights}
     wanted = set(map(KnownNames(named).find, names))
     unknown = sorted(wanted - named)
     if unknown:
         raise ArgumentError(
             f"export: expected names of weights in {reader.folder}, got {unknown[:5]}"
         )
-    return [weight for weight in weights if weight.name in wanted]
+    return [weight for weight in weights if weight.key in wanted]
 
 
-def cut_into_files(weights: list[Weight], max_file_bytes: int) -> dict[str, list[Weight]]:
+def _cut_into_files(weights: list[Weight], max_file_bytes: int) -> dict[str, list[Weight]]:
     """The weights of each file, by its name."""
     runs: list[list[Weight]] = [[]]
     held = 0
@@ -189,15 +216,21 @@ def cut_into_files(weights: list[Weight], max_file_bytes: int) -> dict[str, list
     }
 
 
-def index_of(files: Mapping[str, list[Weight]]) -> bytes:
+def _metadata(weights: Sequence[Weight], tied: Mapping[str, str]) -> dict[str, str]:
+    """Returns the metadata of a file, with the aliases of the weights in it."""
+    here = {weight.key for weight in weights}
+    return {"format": "pt", **{alias: name for alias, name in tied.items() if name in here}}
+
+
+def _index_of(files: Mapping[str, Sequence[Weight]]) -> bytes:
     """Makes the index of which weight is where, as Hugging Face's libraries read it."""
     total = sum(weight.size_bytes for run in files.values() for weight in run)
-    places = {weight.name: name for name, run in files.items() for weight in run}
+    places = {weight.key: name for name, run in files.items() for weight in run}
     return text_of({"metadata": {"total_size": total}, "weight_map": places}).encode()
 
 
 def _entry(reader: Reader, weight: Weight) -> TensorEntry:
-    return TensorEntry(weight.name, weight.dtype, weight.shape, partial(_blocks, reader, weight))
+    return TensorEntry(weight.key, weight.dtype, weight.size, partial(_blocks, reader, weight))
 
 
 def _blocks(reader: Reader, weight: Weight) -> Iterator[Tensor]:
@@ -207,3 +240,204 @@ def _blocks(reader: Reader, weight: Weight) -> Iterator[Tensor]:
         block = torch.empty(min(step, elems - begin), dtype=kind, device="cpu")
         reader.read(weight.saved, begin, block)
         yield block.to(weight.dtype)
+
+
+# ---- a sharded module: see NOTE [Every rank writes its own] -------------------------------------
+
+
+@normal_tensors()
+def save_pretrained(
+    module: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
+    dtype: torch.dtype | None = None,
+    aliases: Literal["copy", "skip"] = "copy",
+) -> list[Path]:
+    """Writes a sharded module's weights as safetensors files; collective.
+
+    Files are like those of :func:`export_safetensors`, and beside them is the configuration of a
+    model of the transformers library, so that ``from_pretrained()`` reads the folder. Each rank
+    writes what it owns, and holds no more than a block besides. The folder appears whole or not at
+    all. Inside :func:`ringcomm.zero.exchanged` the weights are the values that were put in.
+
+    Args:
+        module: what ``shard()`` returned.
+        path: of the folder to write, on a file system that all ranks see; there must be none yet.
+        max_file_bytes: as of :func:`export_safetensors`.
+        dtype: as of :func:`export_safetensors`.
+        aliases: as of :func:`export_safetensors`.
+
+    Returns:
+        The safetensors files.
+
+    Raises:
+        ArgumentError: the module is not sharded, or a parameter was replaced since ``shard()``.
+        CheckpointError: files cannot be written; on all ranks, and nothing is left.
+        MismatchError: the ranks want different files.
+    """
+    engine = engine_of(module, "save_pretrained")
+    target = path_of(path, "save_pretrained", "path")
+    with all_or_none(engine.comm, "save_pretrained", engine.mesh):
+        most_bytes = _check_choices(max_file_bytes, dtype, aliases)
+        engine.check_places("save_pretrained")
+        owner = engine.placement.owner
+        if isinstance(owner, ShardedStep):
+            owner.refuse_if_torn("save_pretrained")
+    told = {"path": str(path), "max_file_bytes": most_bytes, "dtype": str(dtype)}
+    check_agreement(engine.comm, "save_pretrained", {"options": {**told, "aliases": aliases}})
+    parts = {part.name: part for part in model_parts(engine)}
+    # Ranks of a mesh have other buckets, but all have the module's own order.
+    named = [*dict(named_parameters(engine.parts.module)), *buffers_of(engine.parts.module)]
+    homes = {name: parts[f"{MODEL_PREFIX}{name}"] for name in named}
+    tied = aliases_of(engine.parts.module)
+    if aliases == "copy":
+        homes |= {alias: homes[name] for alias, name in tied.items()}
+        tied = {}
+    weights = [
+        Weight(name, part.name, _kind(part.local.dtype, dtype), part.shape)
+        for name, part in homes.items()
+    ]
+    files = [
+        _File(name, in_order(run), tied)
+        for name, run in _cut_into_files(weights, most_bytes).items()
+    ]
+    shards = {name: part.saved_by(engine.mesh).shard() for name, part in parts.items()}
+    _write(engine, target, files, shards)
+    return [target / file.name for file in files]
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file to write.
+
+    Attributes:
+        name: of the file.
+        weights: in the order in which they lie in it.
+        tied: further names of weights, told in its metadata.
+    """
+
+    name: str
+    weights: Sequence[Weight]
+    tied: Mapping[str, str]
+
+    def header(self) -> bytes:
+        return header_of(self.weights, _metadata(self.weights, self.tied))
+
+    def make(self, folder: Path) -> None:
+        """Makes the file, with a header and room for the elements."""
+        header = self.header()
+        write_file(folder / self.name, header)
+        elements = sum(weight.size_bytes for weight in self.weights)
+        os.truncate(folder / self.name, len(header) + elements)
+
+    def write(self, folder: Path, shards: Mapping[str, FlatShard]) -> None:
+        """Writes this rank's elements, and waits until they are on the disk."""
+        out = os.open(folder / self.name, os.O_WRONLY)
+        try:
+            begin = len(self.header())
+            for weight in self.weights:
+                shard = shards[weight.saved]
+                for first, run in _runs(shard, weight.size):
+                    blocks = blocks_of(run, shard.read)
+                    _write_run(out, begin + first * weight.dtype.itemsize, blocks, weight.dtype)
+                begin += weight.size_bytes
+            os.fsync(out)
+        finally:
+            os.close(out)
+
+
+def _write_run(out: int, at: int, blocks: Iterator[Tensor], dtype: torch.dtype) -> None:
+    for block in blocks:
+        converted = block.to(dtype)
+        view = bytes_of(converted)
+        while view:
+            count = os.pwrite(out, view, at)
+            view, at = view[count:], at + count
+
+
+def _runs(shard: FlatShard, shape: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
+    """Yields the runs of a flattened tensor that are here, and where each begins."""
+    for box in shard.boxes():
+        if not box.local.numel():
+            continue
+        if len(box.offsets) == 1 and box.local.dim() == 1:
+            yield box.offsets[0], box.local
+            continue
+        whole = len(shape)
+        while whole and box.sizes[whole - 1] == shape[whole - 1]:
+            whole -= 1
+        # Dimensions before this one are stepped through; from it on, elements follow each other.
+        outer = max(0, whole - 1)
+        for at in product(*(range(size) for size in box.sizes[:outer])):
+            index = [o + a for o, a in zip(box.offsets, at, strict=False)]
+            index += box.offsets[outer:]
+            first = sum(i * prod(shape[dim + 1 :]) for dim, i in enumerate(index))
+            yield first, box.local[at].reshape(-1)
+
+
+def _write(
+    engine: ShardEngine, target: Path, files: Sequence[_File], shards: Mapping[str, FlatShard]
+) -> None:
+    """Writes the folder, on all ranks or none; collective."""
+    comm, mesh, ranks = engine.comm, engine.mesh, engine.ranks
+    operation = where("save_pretrained", comm.rank, comm.world_size)
+    made: Path | None = None
+    try:
+        with all_or_none(comm, "save_pretrained", mesh), _writing(operation, target):
+            if ranks.rank == 0:
+                for each in commit.leftovers(target.parent, target.name):
+                    commit.discard(each)
+                made = commit.begin(target)
+                for file in files:
+                    file.make(made)
+        partial = target.with_name(ranks.exchange("" if made is None else made.name)[0])
+        with all_or_none(comm, "save_pretrained", mesh), _writing(operation, target):
+            for file in files:
+                file.write(partial, shards)
+        with all_or_none(comm, "save_pretrained", mesh), _writing(operation, target):
+            if made is not None:
+                _finish(engine.parts.module, made, target, files)
+                made = None
+    finally:
+        if made is not None:
+            # What cannot be removed stays hidden, until the next one with this name.
+            with suppress(OSError):
+                commit.discard(made)
+
+
+def _finish(root: nn.Module, partial: Path, target: Path, files: Sequence[_File]) -> None:
+    """Adds what is not weights, and gives the folder its name."""
+    if len(files) > 1:
+        runs = {file.name: file.weights for file in files}
+        write_file(partial / INDEX_NAME, _index_of(runs))
+    root = unwrapped(root)
+    if is_transformers(root):
+        dtypes = [weight.dtype for file in files for weight in file.weights]
+        _save_config(root, partial, dtypes)
+    commit.commit(partial, target)
+
+
+def _save_config(root: Any, folder: Path, dtypes: Sequence[torch.dtype]) -> None:
+    """Writes a model's configuration as its own ``save_pretrained()`` does."""
+    config = deepcopy(root.config)
+    config.architectures = [type(root).__name__]
+    config.dtype = next((each for each in dtypes if each.is_floating_point), root.dtype)
+    before = set(folder.iterdir())
+    config.save_pretrained(folder)
+    if root.can_generate():
+        root.generation_config.save_pretrained(folder)
+    for path in set(folder.iterdir()) - before:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def _writing(operation: str, target: Path) -> Iterator[None]:
+    """Raises CheckpointError for an OSError inside."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{operation}: cannot write {target}: {error}; nothing is left of it"
+        ) from error

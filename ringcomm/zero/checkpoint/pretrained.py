@@ -19,6 +19,7 @@ from torch import nn
 from ringcomm.errors import CheckpointError, UnsupportedError
 from ringcomm.json_reader import digest_of
 from ringcomm.memory import normal_tensors
+from ringcomm.module_names import IncompatibleKeys, ModuleNames
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.dtensors import Sharding, local_of
@@ -26,12 +27,10 @@ from ringcomm.optim.layout import Chunk, Segment
 from ringcomm.zero.access import write_master
 from ringcomm.zero.buckets import BucketParam, ParamBucket
 from ringcomm.zero.checkpoint.contents import Part, PartShard
-from ringcomm.zero.checkpoint.weight_files import StoredTensor, WeightFiles
-from ringcomm.zero.checkpoint.weight_names import (
-    IncompatibleKeys,
-    Matched,
-    ModuleNames,
+from ringcomm.zero.checkpoint.weight_files import (
     Rename,
+    StoredTensor,
+    WeightFiles,
     match,
     own_initializer,
 )
@@ -174,8 +173,12 @@ class Pretrained(WeightSource):
         self._names = ModuleNames.of(root)
         choice = self._choice
         matched = match(root, self._names, self._files, choice.rename, choice.only)
-        if choice.strict:
-            _refuse(self._files, matched)
+        if choice.strict and any(matched.keys):
+            raise CheckpointError(
+                f"{self._files.source}: expected the weights of the module, but "
+                f"{matched.keys.in_words('they have')}. Pass strict=False to load what both have, "
+                "or rename= if names differ"
+            )
         self._found = matched.found
         self._of_param = {id(self._names.tensors[name]): name for name in matched.found}
         self._fill = own_initializer(root) if self._init is None else self._init
@@ -187,23 +190,22 @@ class Pretrained(WeightSource):
         return digest_of({"files": self._files.digest, "names": sorted(self._found)})
 
     def values_of(self, param: Tensor) -> StoredValues | None:
-        name = self._of_param.get(id(param))
-        return None if name is None else self._values(name, param, param.dtype)
+        return self._values(self._of_param.get(id(param)), param, param.dtype)
 
     def values_of_buffer(self, owner: nn.Module, key: str) -> StoredValues | None:
-        name = self._names.buffers.get((id(owner), key))
-        buffer = owner._buffers[key]
-        if name is None or name not in self._found or buffer is None:
-            return None
-        return self._values(name, buffer, buffer.dtype)
+        name, buffer = self._names.buffers.get((id(owner), key)), owner._buffers[key]
+        return None if buffer is None else self._values(name, buffer, buffer.dtype)
 
     def stored_values_of(self, param: Tensor) -> StoredValues | None:
         """Returns the values of a parameter in the dtype that they have in the files."""
-        name = self._of_param.get(id(param))
-        return None if name is None else self._values(name, param, None)
+        return self._values(self._of_param.get(id(param)), param, None)
 
-    def _values(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> StoredValues:
-        runs = self._found[name]
+    def _values(
+        self, name: str | None, tensor: Tensor, dtype: torch.dtype | None
+    ) -> StoredValues | None:
+        runs = () if name is None else self._found.get(name, ())
+        if not runs:
+            return None
         sharding = Sharding.of(tensor)
         if sharding is not None and len(runs) > 1:
             raise UnsupportedError(
@@ -213,7 +215,7 @@ class Pretrained(WeightSource):
         part = None
         if sharding is not None:
             part = Part(sharding.shape, sharding.offsets, tuple(local_of(tensor).shape))
-        return StoredValues(self, runs, dtype, part)
+        return StoredValues(self, runs, dtype or runs[0].dtype, part)
 
     def initialize(self, module: nn.Module) -> None:
         assert self._fill is not None
@@ -242,23 +244,13 @@ class Pretrained(WeightSource):
             self._files.close()
 
 
-def _refuse(files: WeightFiles, matched: Matched) -> None:
-    """Raises CheckpointError if files and module differ."""
-    if any(matched.keys):
-        raise CheckpointError(
-            f"{files.source}: expected the weights of the module, but "
-            f"{matched.keys.in_words('they have')}. Pass strict=False to load what both have, or "
-            "rename= if names differ"
-        )
-
-
 class StoredValues(Values):
     """The values of a parameter or buffer, in files.
 
     Args:
         source: reads them.
         runs: the stored tensors whose elements follow each other.
-        dtype: of the parameter as the module has it; None for that of the files.
+        dtype: that the elements get first: the parameter's in the module, or that of the files.
         part: which part of it this rank has; None for all.
     """
 
@@ -271,14 +263,12 @@ class StoredValues(Values):
     ) -> None:
         self._source = source
         self._runs = runs
-        found = dtype or runs[0].dtype
-        assert found is not None
-        self._via = found
-        self._part = part
+        assert dtype is not None
+        self._dtype, self._part = dtype, part
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._via
+        return self._dtype
 
     def read(self, begin: int, out: Tensor) -> None:
         self._source.read(lambda files: self._read(files, begin, out))
@@ -286,13 +276,13 @@ class StoredValues(Values):
     def _read(self, files: WeightFiles, begin: int, out: Tensor) -> None:
         if self._part is not None:
             for box in PartShard(self._part, begin, out).boxes():
-                files.read_box(self._runs[0], box.offsets, box.local, self._via)
+                files.read_box(self._runs[0], box.offsets, box.local, self._dtype)
             return
         first = 0
         for stored in self._runs:
             low, high = max(begin, first), min(begin + out.numel(), first + stored.elems)
             if low < high:
-                files.read(stored, low - first, out[low - begin : high - begin], self._via)
+                files.read(stored, low - first, out[low - begin : high - begin], self._dtype)
             first += stored.elems
 
 
@@ -317,26 +307,22 @@ def _fill_bucket(bucket: ParamBucket, masters: Bucket | None, source: Pretrained
     for placed, values, piece in _pieces(bucket, source):
         own = own_of(bucket)[piece.begin : piece.end]
         begin = bucket.state_chunk.begin + piece.begin - placed.begin
+        rounds = bucket.trains and own.dtype is not torch.float32
         if bucket.wire is not None:
             assert bucket.wide is not None
             values.read(begin, bucket.wide[piece.begin : piece.end])
-            continue
-        if own.dtype is torch.float32 or not bucket.trains:
-            values.read(begin, own)
-            continue
-        if masters is not None:
+        elif rounds and masters is not None:
             wide = torch.empty(own.numel(), dtype=torch.float32, device=own.device)
             values.read(begin, wide)
             first = bucket.state_chunk.begin + piece.begin
             write_master(masters, Chunk(first, first + wide.numel()), wide)
-            continue
-        if bucket.wide is None and values.dtype is own.dtype:
+        elif rounds and (bucket.wide is not None or values.dtype is not own.dtype):
+            if bucket.wide is None:
+                bucket.wide = own_of(bucket).float()
+            values.read(begin, bucket.wide[piece.begin : piece.end])
+            own.copy_(bucket.wide[piece.begin : piece.end])
+        else:
             values.read(begin, own)
-            continue
-        if bucket.wide is None:
-            bucket.wide = own_of(bucket).float()
-        values.read(begin, bucket.wide[piece.begin : piece.end])
-        own.copy_(bucket.wide[piece.begin : piece.end])
 
 
 def _pieces(

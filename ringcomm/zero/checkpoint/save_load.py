@@ -15,7 +15,15 @@ from torch import nn
 from ringcomm.errors import ArgumentError, CheckpointError, where
 from ringcomm.json_reader import exactly, in_words, shown
 from ringcomm.memory import normal_tensors
-from ringcomm.module_names import KnownNames, named_parameters, some
+from ringcomm.module_names import (
+    Chosen,
+    IncompatibleKeys,
+    KnownNames,
+    ModuleNames,
+    PartialLoad,
+    named_parameters,
+    some,
+)
 from ringcomm.optim.agreement import agreed_load, all_or_none
 from ringcomm.optim.residuals import Debtors
 from ringcomm.optim.sharded import ShardedOptimizer
@@ -52,7 +60,6 @@ from ringcomm.zero.checkpoint.rank_data import (
     save_generators,
     set_extra_state,
 )
-from ringcomm.zero.checkpoint.weight_names import Chosen, IncompatibleKeys, ModuleNames, PartialLoad
 from ringcomm.zero.engine import ShardEngine
 from ringcomm.zero.recoding import own_of, recode
 from ringcomm.zero.sharding import check_step_number, engine_of, path_of

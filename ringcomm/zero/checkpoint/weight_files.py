@@ -1,18 +1,22 @@
-"""Weights in safetensors files as Hugging Face's libraries write them, read by parts.
+"""Weights in safetensors files as Hugging Face's libraries write them, matched with a module.
 
 A source is one file, or a folder with ``model.safetensors``, or with several files and an index of
 which name is in which file. Headers and index are checked before anything is believed, elements
 are read where they belong with no more than a block of them elsewhere, and nothing is unpickled.
+
+A model of the transformers library may have other names than its files, and may keep experts that
+are files' tensors of their own as one parameter. The library's own tables say so, and are used
+where a stack of files' tensors has its elements in the order of the parameter's.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import re
 import stat
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -20,15 +24,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from ringcomm.errors import CheckpointError
+from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.json_reader import read_bounded, read_json, shown
-from ringcomm.zero.checkpoint.export import INDEX_NAME
-from ringcomm.zero.checkpoint.tensor_file import BLOCK_BYTES, DTYPES, MOST_DIMS
+from ringcomm.module_names import Chosen, IncompatibleKeys, KnownNames, ModuleNames, unwrapped
+from ringcomm.zero.checkpoint.tensor_file import BLOCK_BYTES, DTYPES, MOST_DIMS, bytes_of
 
 Tensor = torch.Tensor
 
+#: Gives the name in the module for one in the files; None leaves the tensor out.
+Rename = Mapping[str, str] | Callable[[str], str | None]
+
 SINGLE_NAME = "model.safetensors"
+INDEX_NAME = f"{SINGLE_NAME}.index.json"
 _DTYPE_OF_CODE = {code: dtype for dtype, (_, code) in DTYPES.items()}
 # What the safetensors library takes, too.
 _MAX_HEADER_BYTES = 100_000_000
@@ -162,7 +171,7 @@ class WeightFiles:
 
     def _read_bytes(self, stored: StoredTensor, at: int, block: Tensor) -> None:
         """Fills a contiguous tensor in host memory."""
-        view = memoryview((ctypes.c_char * block.nbytes).from_address(block.data_ptr())).cast("B")
+        view = bytes_of(block)
         path = self._paths[stored.file]
         while view:
             try:
@@ -306,3 +315,213 @@ def _check_places(found: Sequence[StoredTensor], told: dict[str, Any], data_byte
         end = stop
     if end != data_bytes:
         raise ValueError(f"expected {end} bytes of data, as it says, got {data_bytes}")
+
+
+# ---- whose tensors they are ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Matched:
+    """The parameters and buffers of a module, matched with the tensors of files.
+
+    Attributes:
+        found: by first name in the module, the stored tensors whose elements follow each other in
+            the flattened tensor.
+        keys: the names that only one side has.
+    """
+
+    found: dict[str, tuple[StoredTensor, ...]]
+    keys: IncompatibleKeys
+
+
+def match(
+    root: nn.Module,
+    names: ModuleNames,
+    files: WeightFiles,
+    rename: Rename | None,
+    only: Sequence[str] | None,
+) -> Matched:
+    """Finds the tensors of a module.
+
+    Raises:
+        ArgumentError: ``only`` names nothing.
+        CheckpointError: shapes or dtypes do not fit, or two tensors have one name.
+        UnsupportedError: a parameter is made of stored tensors in a way that reads no elements in
+            order.
+    """
+    chosen = Chosen(names.first, only, "pretrained")
+    rules = _Rules(root, names.first)
+    renamed = (lambda name: rename.get(name, name)) if isinstance(rename, Mapping) else rename
+    stacks: dict[str, _Stack] = {}
+    unexpected = []
+    for stored in files.tensors.values():
+        name = stored.name if renamed is None else renamed(stored.name)
+        if name is None:
+            continue
+        name, converter, pattern = rules.placed(name)
+        if name not in names.first:
+            if name in chosen and not rules.ignores("unexpected", name):
+                unexpected.append(stored.name)
+        elif name in chosen:
+            stacks.setdefault(name, _Stack(converter)).add(pattern, stored)
+    found: dict[str, tuple[StoredTensor, ...]] = {}
+    for name, stack in stacks.items():
+        first = names.first[name]
+        # A tied weight may be in the files under each of its names: the first one counts.
+        if first not in found or name == first:
+            found[first] = stack.in_order(name, names.tensors[first], files)
+    missing = [
+        name
+        for name in names.tensors
+        if name in chosen and name not in found and not rules.ignores("missing", name)
+    ]
+    return Matched(found, IncompatibleKeys(tuple(missing), tuple(unexpected)))
+
+
+class _Stack:
+    """The stored tensors of one parameter, by the pattern that names them."""
+
+    def __init__(self, converter: Any) -> None:
+        self._converter = converter
+        self._parts: dict[str | None, list[StoredTensor]] = {}
+
+    def add(self, pattern: str | None, stored: StoredTensor) -> None:
+        self._parts.setdefault(pattern, []).append(stored)
+
+    def in_order(self, name: str, tensor: Tensor, files: WeightFiles) -> tuple[StoredTensor, ...]:
+        """Returns the stored tensors in the order of the flattened parameter's elements."""
+        shape = tuple(tensor.shape)
+        runs = self._runs(name, len(shape))
+        for each in runs:
+            if not each.becomes(tensor.dtype):
+                raise CheckpointError(
+                    f"{files.source}: {each.name}: expected values for {tensor.dtype}, as the "
+                    f"module has {name}, got {each.code}; quantized weights are not read"
+                )
+        made = self._converter is not None
+        if not (_fill(runs, shape) if made else runs[0].shape == shape):
+            several = f"{len(runs)} tensors of " if made else ""
+            raise CheckpointError(
+                f"{files.source}: {runs[0].name}: expected shape {shape}, as the module has {name},"
+                f" got {several}shape {runs[0].shape}"
+            )
+        return tuple(runs)
+
+    def _runs(self, name: str, dims: int) -> list[StoredTensor]:
+        if self._converter is None:
+            runs = [each for part in self._parts.values() for each in part]
+            if len(runs) > 1:
+                raise CheckpointError(
+                    f"{runs[0].name} and {runs[1].name} in the files are both {name} of the module"
+                )
+            return runs
+        how = self._converter
+        kinds = [(type(each).__name__, getattr(each, "dim", 0)) for each in how.operations]
+        parts = [
+            sorted(self._parts[each], key=lambda stored: _natural(stored.name))
+            for each in how.source_patterns
+            if each in self._parts
+        ]
+        one_each = len({len(part) for part in parts}) == 1
+        stacked = kinds == [("MergeModulelist", 0)] and len(parts) == 1
+        joined = kinds == [("MergeModulelist", 0), ("Concatenate", 1)] and one_each and dims > 1
+        whole = kinds == [("Concatenate", 0)] and all(len(part) == 1 for part in parts)
+        if not (stacked or joined or whole) or len(how.target_patterns) != 1:
+            raise UnsupportedError(
+                f"pretrained: {name} is made of {parts[0][0].name} and others by "
+                f"{[kind for kind, _ in kinds]}, which does not keep their elements in order; load "
+                "the model with from_pretrained() and pass it to shard()"
+            )
+        return [each for row in zip(*parts, strict=True) for each in row]
+
+
+def _fill(runs: Sequence[StoredTensor], shape: tuple[int, ...]) -> bool:
+    """Tells whether tensors that follow each other fill a parameter with the same last dims."""
+    last = shape[-(len(runs[0].shape) - 1) :] if len(runs[0].shape) > 1 else ()
+    elems = sum(each.elems for each in runs)
+    return elems == torch.Size(shape).numel() and all(each.shape[1:] == last for each in runs)
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sorts numbers in names as numbers."""
+    parts = name.split(".")
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
+
+
+class _Rules:
+    """The transformers library's rules for the names of a model, if the model is one of its own."""
+
+    def __init__(self, root: nn.Module, names: Mapping[str, str]) -> None:
+        root = unwrapped(root)
+        self._names = names
+        self._known = KnownNames(names)
+        self._prefix = getattr(root, "base_model_prefix", "") if is_transformers(root) else ""
+        self._ignored = {
+            kind: [*map(re.compile, getattr(root, f"_keys_to_ignore_on_load_{kind}", None) or ())]
+            for kind in ("missing", "unexpected")
+        }
+        self._renamings: list[Any] = []
+        self._converters: list[Any] = []
+        # Older releases of the library have no tables, and models with the names of their files.
+        tables = "transformers.conversion_mapping"
+        if is_transformers(root) and tables in sys.modules:
+            for each in sys.modules[tables].get_model_conversion_mapping(root):
+                kind = self._converters if hasattr(each, "operations") else self._renamings
+                kind.append(each)
+
+    def placed(self, name: str) -> tuple[str, Any, str | None]:
+        """Returns the module's name for one in the files, and what makes it of several."""
+        name = self._known.find(name)
+        if name in self._names:
+            return name, None, None
+        for each in self._renamings:
+            name, _ = each.rename_source_key(name)
+        for each in self._converters:
+            name, pattern = each.rename_source_key(name)
+            if pattern is not None:
+                return self._with_prefix(name), each, pattern
+        return self._with_prefix(name), None, None
+
+    def _with_prefix(self, name: str) -> str:
+        """Adds the prefix of the base model, or takes it away, where the module has that name."""
+        others = (f"{self._prefix}.{name}", name.removeprefix(f"{self._prefix}."))
+        if self._prefix and name not in self._names:
+            return next((each for each in others if each in self._names), name)
+        return name
+
+    def ignores(self, kind: str, name: str) -> bool:
+        """Tells whether the library ignores a name that is "missing" or "unexpected"."""
+        return any(pattern.search(name) for pattern in self._ignored[kind])
+
+
+def is_transformers(root: nn.Module) -> bool:
+    # Looked up in sys.modules, to import nothing: no module can be one of its models otherwise.
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(root, library.PreTrainedModel)
+
+
+def own_initializer(root: nn.Module) -> Callable[[nn.Module], None]:
+    """Returns what fills a module's own parameters and buffers: its model's, or its own method.
+
+    A model of the transformers library says itself how its modules are initialised, buffers that
+    are in no file (rotary frequencies) included.
+    """
+    # The innermost model of the library around each module.
+    owners: dict[int, nn.Module] = {}
+    for model in filter(is_transformers, root.modules()):
+        owners |= {id(module): model for module in model.modules()}
+
+    def fill(module: nn.Module) -> None:
+        owner = owners.get(id(module))
+        if owner is not None:
+            owner._init_weights(module)  # type: ignore[operator]
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()  # type: ignore[operator]
+        else:
+            raise ArgumentError(
+                f"pretrained: a {type(module).__name__} has parameters or buffers on the meta "
+                "device that are not in the files, and no reset_parameters(); pass init=, which "
+                "fills those of a module"
+            )
+
+    return fill
