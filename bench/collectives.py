@@ -1,162 +1,464 @@
-"""The entry of the harness: ``ringcomm bench``, or ``python -m ringcomm.bench.collectives``.
-
-In the process that a user starts it starts the ranks; in a rank it measures.
-"""
+"""Collectives of ringcomm and of other libraries, in one run and in turn."""
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
-import traceback
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .board import Board
-from .busy import lead_session
-from .cases import MOST_RANKS_CHECKED
+from . import run
+from .cases import (
+    COLLECTIVES,
+    DTYPES,
+    IN_PLACE,
+    MOST_RANKS_CHECKED,
+    OPS,
+    OUT_OF_PLACE,
+    Case,
+    Collective,
+)
 from .devices import Device, Gpu, Host
-from .launch import LaunchError, Placing, join, run_ranks, started_by
-from .modes import ONE_LAUNCH, ModeError, choose, device_index
-from .options import Options, parse
-from .peers import PeerSetup, open_system
-from .provenance import collect
-from .report import Report, write_csv, write_json
-from .session import Session
+from .launch import LaunchError, Placing, Wanted, join, started_by
+from .modes import (
+    AUTO,
+    DEVICE_MODES,
+    MEANINGS,
+    ONE_GPU_MODES,
+    ONE_LAUNCH,
+    choose,
+    device_index,
+)
+from .options import count, option, parse_size, positive
+from .peers import (
+    ALGORITHMS,
+    SYSTEMS,
+    PeerSetup,
+    Prepared,
+    System,
+    Unavailable,
+    is_system,
+    open_system,
+    runs_on,
+)
+from .report import COLLECTIVE_CELL, COLLECTIVE_KEY, Row, Table
+from .run import Bench, Run
+from .timing import Entrant, Pace, measure, timed
+from .verify import wrong_elements
 
-# Room in ringcomm's heap besides the buffers of one case: signals and fragmentation, and what a
-# rank's staging takes.
+DEFAULT_COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
+_DEFAULT_PEERS = {"cpu": "gloo,mpi", "cuda": "nccl,torch,copy"}
+DEFAULTS = " or ".join(_DEFAULT_PEERS.values()) + ", by device"
+_DEFAULT_RANKS = 2
+_HOST_ALGORITHMS = ("auto", "direct", "ring")
+# Room in ringcomm's heap besides the buffers of one case: signals and fragmentation, and the
+# staging of a rank.
 _HEAP_SLACK_BYTES = 256 << 20
 _STAGING_BYTES = 64 << 20
+# Sets of buffers at most: more cost set-up, and calls that small wait for signals, not for bytes.
+_MOST_SETS = 64
+_SIZE: dict[str, Any] = {"type": parse_size, "metavar": "SIZE"}
+_COUNT: dict[str, Any] = {"type": positive, "metavar": "N"}
+
+OPTIONS = (
+    option(
+        "collectives",
+        nargs="*",
+        metavar="COLLECTIVE",
+        help=f"{', '.join(COLLECTIVES)}, or all (default: {' '.join(DEFAULT_COLLECTIVES)})",
+    ),
+    option(
+        *("-b", "--minbytes"),
+        dest="min_bytes",
+        default="4K",
+        help="smallest size, of the larger buffer of a rank (default 4K; 16, 64K, 1M, 2G)",
+        **_SIZE,
+    ),
+    option(
+        *("-e", "--maxbytes"),
+        dest="max_bytes",
+        default="256M",
+        help="largest, in the same form (default 256M)",
+        **_SIZE,
+    ),
+    option(
+        *("-f", "--stepfactor"),
+        dest="step_factor",
+        default=4,
+        help="factor from one size to the next; 1: the smallest size alone (default 4)",
+        **_COUNT,
+    ),
+    option(
+        *("-d", "--datatype"),
+        choices=tuple(DTYPES),
+        default="float",
+        help="type of the elements (default float)",
+    ),
+    option("-o", "--op", choices=OPS, default="sum", help="reduction operator (default sum)"),
+    option("-r", "--root", type=int, default=0, help="root rank of rooted collectives (default 0)"),
+    option(
+        "--placement",
+        choices=("both", OUT_OF_PLACE, IN_PLACE, "usual"),
+        default="both",
+        help="out of place, in place, both (default), or usual: the one torch.distributed has",
+    ),
+    option(
+        "--subject",
+        default="ringcomm",
+        metavar="SYSTEM",
+        help="the system that the ratios compare with (default ringcomm)",
+    ),
+    option(
+        "--peers",
+        metavar="LIST",
+        help=f"other systems, separated by commas: {', '.join(SYSTEMS)}; ringcomm:direct and so on "
+        f"name an algorithm of ringcomm (default {DEFAULTS})",
+    ),
+    option(
+        "--tensors",
+        choices=("plain", "heap"),
+        default="plain",
+        help="ringcomm's buffers: ordinary memory or its heap (default plain)",
+    ),
+    option(
+        "--api",
+        choices=("communicator", "dist"),
+        default="communicator",
+        help="call ringcomm itself or through torch.distributed (default communicator)",
+    ),
+    option(
+        "--algorithm",
+        choices=ALGORITHMS,
+        default="auto",
+        help="ringcomm's algorithm where a call takes one (default auto)",
+    ),
+    option(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where tensors lie and collectives run (default cpu)",
+    ),
+    option(
+        "--mode",
+        choices=(AUTO, *DEVICE_MODES),
+        default=AUTO,
+        help="how ranks share GPUs: one GPU each, processes on one GPU, or one process and one "
+        "launch for all on one GPU (default auto: a GPU each where there are enough)",
+    ),
+    option(
+        "--graph",
+        action="store_true",
+        help="time replays of CUDA graphs that hold several calls each",
+    ),
+    option("--graph-calls", default=20, help="calls in a graph (default 20)", **_COUNT),
+    option(
+        *("-n", "--iters"),
+        dest="rounds",
+        default=20,
+        help="rounds; in each, every system has one turn (default 20)",
+        **_COUNT,
+    ),
+    option(
+        *("-w", "--warmup_iters"),
+        dest="warmup_rounds",
+        type=count,
+        default=3,
+        metavar="N",
+        help="rounds before those that count (default 3)",
+    ),
+    option(
+        *("-c", "--check"),
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="1: count wrong elements, in a pass of its own before timing (default); 0: do not",
+    ),
+    option(
+        "--batch",
+        type=count,
+        default=0,
+        metavar="N",
+        help="calls in a turn; 0 takes as many as fit --turn-us (default 0)",
+    ),
+    option(
+        "--turn-us",
+        type=float,
+        default=2000.0,
+        metavar="US",
+        help="length of a turn of short calls, of at most 200 calls (default 2000)",
+    ),
+)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the harness. Returns 1 when an element was wrong, 2 when it cannot run as asked."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    options = parse(arguments)
-    try:
-        placing = _place(options)
-        if placing is None:
-            return run_ranks(options, arguments)
-        _require_fit(options, placing.world)
-        device: Device = Host()
-        if options.device == "cuda":
-            device = Gpu(device_index(placing.mode, placing.rank))
-    except (LaunchError, ModeError) as error:
-        print(f"ringcomm bench: {error}", file=sys.stderr)
-        return 2
-    return run_rank(options, placing, device, arguments)
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuses what cannot be measured; adds the tuple ``systems``, whose first is the subject."""
+    names = list(COLLECTIVES) if "all" in options.collectives else options.collectives
+    unknown = sorted(set(names) - set(COLLECTIVES))
+    if unknown:
+        parser.error(f"unknown collective {', '.join(unknown)}; known: {', '.join(COLLECTIVES)}")
+    options.collectives = tuple(names or DEFAULT_COLLECTIVES)
+    if options.max_bytes < options.min_bytes:
+        parser.error(f"--maxbytes {options.max_bytes} is below --minbytes {options.min_bytes}")
+    if options.op == "avg" and not DTYPES[options.datatype].is_floating_point:
+        parser.error(f"--op avg needs a floating-point --datatype, not {options.datatype}")
+    listed = _DEFAULT_PEERS[options.device] if options.peers is None else options.peers
+    options.peers = tuple(name for name in listed.split(",") if name and name != options.subject)
+    options.systems = (options.subject, *options.peers)
+    for what, specs in (("peer", options.peers), ("subject", (options.subject,))):
+        unknown = sorted(spec for spec in set(specs) if not is_system(spec))
+        if unknown:
+            known = f"{', '.join(SYSTEMS)}, ringcomm:ALGORITHM"
+            parser.error(f"unknown {what} {', '.join(unknown)}; known: {known}")
+        elsewhere = [spec for spec in specs if not runs_on(spec, options.device)]
+        if elsewhere:
+            parser.error(f"--device {options.device} cannot run {', '.join(elsewhere)}")
+    if options.device == "cpu":
+        named = (spec.partition(":")[2] or "auto" for spec in options.systems)
+        if {options.algorithm, *named} - set(_HOST_ALGORITHMS):
+            parser.error("the algorithms packet and copy need --device cuda")
+        if options.graph or options.mode != AUTO:
+            parser.error("--graph and --mode need --device cuda")
+    elif options.pin or options.busy:
+        parser.error(f"{'--pin' if options.pin else '--busy'} needs --device cpu")
+    options.graph_calls = options.graph_calls if options.graph else 0
 
 
-def _place(options: Options) -> Placing | None:
+def place(options: argparse.Namespace, wanted: Wanted) -> Placing | None:
     """This process's place; None in the process that has ranks to start first."""
-    launcher = started_by(os.environ)
-    ranks = options.ranks if launcher is None else int(os.environ.get("WORLD_SIZE", options.ranks))
+    launcher, ranks = started_by(os.environ), options.ranks or _DEFAULT_RANKS
     mode = None
     if options.device == "cuda":
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        mode = choose(options.mode, ranks, gpus, launcher)
-    if launcher is None:
-        _require_fit(options, ranks)
-        return Placing(0, ranks, dist.HashStore(), mode) if mode == ONE_LAUNCH else None
-    placing = join(options)
-    return placing if mode is None else replace(placing, mode=mode)
-
-
-def _require_fit(options: Options, world: int) -> None:
+        started = ranks if launcher is None else int(os.environ.get("WORLD_SIZE", ranks))
+        mode = choose(options.mode, started, gpus, launcher)
+    found = join(wanted) if launcher is not None else None
+    if mode == ONE_LAUNCH:
+        found = Placing(0, ranks, dist.HashStore())
+    if found is not None and mode is not None:
+        found = replace(found, mode=mode)
+    world = ranks if found is None else found.world
     if not 0 <= options.root < world:
         raise LaunchError(f"--root {options.root}: no such rank among {world}")
     if options.check and world > MOST_RANKS_CHECKED:
         raise LaunchError(
             f"inputs are exact for up to {MOST_RANKS_CHECKED} ranks, not {world}: use -c 0"
         )
+    return found
 
 
-def heap_bytes(options: Options, ranks_here: int, cache_bytes: int) -> int | None:
+def placements_of(options: argparse.Namespace, collective: Collective) -> list[str]:
+    """The placements that were asked for and that the collective has."""
+    several = {"both": (OUT_OF_PLACE, IN_PLACE), "usual": (collective.usual,)}
+    asked = several.get(options.placement, (options.placement,))
+    return [each for each in asked if each in collective.placements]
+
+
+def sizes_bytes(options: argparse.Namespace) -> list[int]:
+    sizes = [options.min_bytes]
+    while options.step_factor > 1 and sizes[-1] * options.step_factor <= options.max_bytes:
+        sizes.append(sizes[-1] * options.step_factor)
+    return sizes
+
+
+def heap_bytes(options: argparse.Namespace, ranks_here: int, cache_bytes: int) -> int | None:
     """Capacity that ringcomm's heap needs in a process of ``ranks_here`` ranks; None: the default.
 
     Room for one case of each of its systems: two buffers per rank, or as many sets of them as go
     beyond the cache.
     """
-    if not options.heap_tensors:
+    if options.tensors != "heap":
         return None
-    own_systems = sum(spec.startswith("ringcomm") for spec in options.systems)
-    buffers_bytes = 2 * options.max_bytes * ranks_here + 2 * cache_bytes
-    return own_systems * (buffers_bytes + ranks_here * _STAGING_BYTES) + _HEAP_SLACK_BYTES
+    systems: tuple[str, ...] = options.systems
+    own_systems = sum(spec.startswith("ringcomm") for spec in systems)
+    max_bytes: int = options.max_bytes
+    own_bytes = 2 * max_bytes * ranks_here + 2 * cache_bytes + ranks_here * _STAGING_BYTES
+    return own_systems * own_bytes + _HEAP_SLACK_BYTES
 
 
-def run_rank(options: Options, placing: Placing, device: Device, arguments: Sequence[str]) -> int:
-    """Measures as this rank, or as all of them in "one-launch"; returns the exit status."""
-    if options.pin:
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[placing.rank % len(cores)]})
-    if options.busy:
-        lead_session()
-    torch.set_num_threads(1)
-    one_launch = placing.mode == ONE_LAUNCH
-    board = Board(placing.store, placing.rank, 1 if one_launch else placing.world)
-    place = PeerSetup(
-        store=placing.store,
-        rank=placing.rank,
-        world=placing.world,
-        heap_tensors=options.heap_tensors,
+def buffer_sets(case: Case, mode: str, cache_bytes: int) -> int:
+    """Counts the sets of buffers to take in turn: twice the cache goes by between two uses."""
+    ranks_on_device = case.world if mode in ONE_GPU_MODES else 1
+    set_bytes = ranks_on_device * (case.input_elems + case.output_elems) * case.dtype.itemsize
+    return min(_MOST_SETS, max(1, -(-2 * cache_bytes // max(set_bytes, 1))))
+
+
+def measure_all(run: Run, device: Device | None = None) -> None:
+    """Walks through the cases on ``device``: this rank's, if it is left out."""
+    options, place = run.options, run.place
+    if device is None:
+        on_gpu = options.device == "cuda"
+        device = Gpu(device_index(place.mode, place.rank)) if on_gpu else Host()
+    setup = PeerSetup(
+        store=place.store,
+        rank=place.rank,
+        world=place.world,
+        heap_tensors=options.tensors == "heap",
         api=options.api,
         algorithm=options.algorithm,
-        heap_bytes=heap_bytes(options, placing.world if one_launch else 1, device.cache_bytes),
+        heap_bytes=heap_bytes(
+            options, place.world if place.mode == ONE_LAUNCH else 1, device.cache_bytes
+        ),
         device=device,
-        mode=placing.mode,
+        mode=place.mode,
     )
-    systems = {name: open_system(name, place) for name in dict.fromkeys(options.systems)}
-    versions = {name: system.version for name, system in systems.items()}
-    facts = {**device.facts(), "mode": placing.mode} if options.device != "cpu" else {}
-    report = Report(collect(arguments, versions, facts), [])
-    session = Session(options, placing, board, device, systems)
+    systems = {name: open_system(name, setup) for name in dict.fromkeys(options.systems)}
+    run.versions = {name: system.version for name, system in systems.items()}
+    run.facts = {**device.facts(), "mode": place.mode} if options.device != "cpu" else {}
+    walk = Walk(run, device, systems)
     for name in options.collectives:
-        report.rows.extend(session.run_collective(name))
-    board.barrier()
-    for system in reversed(systems.values()):
-        system.close()
-    if placing.rank == 0:
-        _write(report, options)
-    return 1 if report.wrong else 0
-
-
-def _write(report: Report, options: Options) -> None:
-    wrong = [row for row in report.rows if row.wrong]
+        walk.measure(COLLECTIVES[name])
     notes = [
         f"# {row.system}, {row.collective} ({row.placement}): {row.note}"
-        for row in report.rows
+        for row in run.rows
         if row.note
     ]
-    print("\n".join(dict.fromkeys(notes)))
-    print(f"\n# {'FAILED' if wrong else 'OK'}: {report.wrong} wrong elements")
-    for key, value in report.provenance.items():
-        print(f"# {key}: {value}")
-    if options.json_path:
-        write_json(report, options.json_path)
-    if options.csv_path:
-        write_csv(report, options.csv_path)
-    if options.plot_path:
-        from .plot import draw
-
-        draw(report, options.plot_path)
+    run.say("\n".join(dict.fromkeys(notes)))
+    run.board.barrier()
+    for system in reversed(systems.values()):
+        system.close()
 
 
-def _run_process() -> int:
-    try:
-        return main()
-    except KeyboardInterrupt:
-        return 130
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        if started_by(os.environ) is not None:
-            # A rank that fails must not wait at exit for the others, as MPI's finalizer would.
-            os._exit(1)
-        return 1
+@dataclass(frozen=True)
+class Walk:
+    """One process's walk through the cases: prepare, check, time, and turn into rows."""
 
+    run: Run
+    device: Device
+    systems: Mapping[str, System]
+
+    def measure(self, collective: Collective) -> None:
+        options, place = self.run.options, self.run.place
+        placements = placements_of(options, collective)
+        graph = f", graphs of {options.graph_calls} calls" if options.graph_calls else ""
+        title = (
+            f"# {collective.name}: {place.world} ranks ({place.mode}: {MEANINGS[place.mode]}), "
+            f"ringcomm's tensors: {options.tensors}{graph}\n"
+            f"# ratio: time over that of {options.subject}, median over rounds\n"
+            f"# p95, ratio95: the 95th percentile of the rounds, and that over {options.subject}'s"
+        )
+        table = Table(title, COLLECTIVE_KEY, COLLECTIVE_CELL, tuple(placements))
+        for size_bytes in sizes_bytes(options):
+            rows: list[Row] = []
+            for placement in placements:
+                case = Case(
+                    collective=collective,
+                    requested_bytes=size_bytes,
+                    dtype_name=options.datatype,
+                    op=options.op,
+                    root=options.root,
+                    rank=place.rank,
+                    world=place.world,
+                    placement=placement,
+                    tensors=self.device.tensors,
+                )
+                rows.extend(self._rows(case))
+            self.run.add(rows, table)
+
+    def _rows(self, case: Case) -> list[Row]:
+        options, mode = self.run.options, self.run.place.mode
+        prepared, notes = self._prepare(case)
+        empty = {name: cell_row(case, name, mode, notes.get(name, "")) for name in self.systems}
+        subject = options.subject
+        if subject not in prepared or case.count_elems == 0:
+            return list(empty.values())
+        board = self.run.board
+        wrong = wrong_elements(board, self.device, prepared) if options.check else {}
+        for sets in prepared.values():
+            _clear(sets)
+        pace = Pace(
+            options.rounds,
+            options.warmup_rounds,
+            options.batch,
+            options.turn_us,
+            rest_s=self.run.rest_s,
+        )
+        entrants = {name: self._entrant(sets) for name, sets in prepared.items()}
+        timings = measure(board, entrants, pace, self.device)
+        for name, timing in timings.items():
+            row = timed(empty[name], timing, None if name == subject else timings[subject])
+            empty[name] = replace(
+                row,
+                algbw_gbps=_shortened(case.algbw_gbps(timing.median_us)),
+                busbw_gbps=_shortened(case.busbw_gbps(timing.median_us)),
+                wrong=wrong.get(name),
+                buffer_sets=len(prepared[name]),
+                graph_calls=options.graph_calls,
+            )
+        return list(empty.values())
+
+    def _prepare(self, case: Case) -> tuple[dict[str, list[Prepared]], dict[str, str]]:
+        prepared: dict[str, list[Prepared]] = {}
+        notes: dict[str, str] = {}
+        sets = buffer_sets(case, self.run.place.mode, self.device.cache_bytes)
+        if self.run.options.graph_calls:
+            sets = min(sets, self.run.options.graph_calls)  # a graph uses no more
+        for name, system in self.systems.items():
+            try:
+                prepared[name] = [system.prepare(case) for _ in range(sets)]
+            except Unavailable as reason:
+                notes[name] = str(reason)
+        return prepared, notes
+
+    def _entrant(self, sets: Sequence[Prepared]) -> Entrant:
+        calls: list[Callable[[], object]] = [prepared.call for prepared in sets]
+        inputs = [each.input for prepared in sets for each in prepared.buffers]
+        device, graph_calls = self.device, self.run.options.graph_calls
+
+        def refresh() -> None:
+            for tensor in inputs:
+                device.refresh(tensor)
+
+        if graph_calls:
+            return Entrant([device.capture(calls, graph_calls)], graph_calls, refresh)
+        return Entrant(calls, refresh=refresh)
+
+
+def _clear(sets: Sequence[Prepared]) -> None:
+    for prepared in sets:
+        for buffers in prepared.buffers:
+            buffers.output.zero_()
+            buffers.input.zero_()
+
+
+def cell_row(case: Case, system: str, mode: str, note: str) -> Row:
+    """The row of one cell, with nothing measured in it."""
+    kind = case.collective
+    return Row(
+        collective=kind.name,
+        size_bytes=case.size_bytes,
+        count=case.count_elems,
+        dtype=case.dtype_name,
+        op=case.op if kind.reduces else "none",
+        root=case.root if kind.rooted else -1,
+        ranks=case.world,
+        system=system,
+        placement=case.placement,
+        mode=mode,
+        note=note,
+    )
+
+
+def _shortened(value: float) -> float:
+    """Five significant digits: a slow call of a few bytes has a bandwidth, too."""
+    return float(f"{value:.5g}")
+
+
+BENCH = Bench(
+    run.COLLECTIVES,
+    "Times collectives of ringcomm and of other libraries in one run, in turn. Runs alone (it "
+    "starts its ranks itself), under torchrun and under mpiexec.",
+    measure_all,
+    OPTIONS,
+    ranks=_DEFAULT_RANKS,
+    rounds=0,
+    check=check,
+    place=place,
+)
+parse = BENCH.parse
 
 if __name__ == "__main__":
-    sys.exit(_run_process())
+    run.run_process(BENCH)

@@ -1,19 +1,16 @@
 """Losses of one GPT on one text, by optimizer or by the wire of its gradients, beside each other.
 
-``python -m ringcomm.bench.curves optimizers`` trains it with AdamW and AdamW8bit on one rank, and
-``wires`` with AdamW at stage 2 on two nodes of two ranks (threads stand for them), from the same
-weights with the same batches. The first run is repeated from a second set of weights, since what
-two runs of one kind differ by is what the others are to be compared with.
+"optimizers" trains it with AdamW and AdamW8bit on one rank, and "wires" with AdamW at stage 2 on
+two nodes of two ranks (threads stand for them), from the same weights with the same batches. The
+first run is repeated from a second set of weights, since the difference of two runs of one kind is
+the measure of the others. Losses are of held-out text.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import csv
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +18,13 @@ import torch
 from torch import nn
 
 import ringcomm
-from ringcomm.examples.train_gpt import GPT, Corpus, ModelConfig, draw, read_corpus
+from ringcomm.examples.train_gpt import GPT, Corpus, ModelConfig, draw
+
+from . import run
+from .options import option, positive
+from .report import LOSSES, row_of
+from .run import Bench, Run
+from .training import DATA, read_text
 
 SEQUENCES, CONTEXT = 16, 64
 HELD_OUT_BATCHES = 16
@@ -31,7 +34,7 @@ STAGE = 2
 
 
 @dataclass(frozen=True)
-class Run:
+class Curve:
     """One training.
 
     Attributes:
@@ -45,18 +48,18 @@ class Run:
     options: ringcomm.zero.ZeroOptions | None = None
 
 
-def on_wire(seed: int = 0, state: str = "world", **wire: Any) -> Run:
+def on_wire(seed: int = 0, state: str = "world", **wire: Any) -> Curve:
     """A run over nodes whose gradients travel in a form."""
-    return Run(
+    return Curve(
         seed=seed, options=ringcomm.zero.ZeroOptions(state=state, wire=ringcomm.zero.Wire(**wire))
     )
 
 
-RUNS: Mapping[str, Mapping[str, Run]] = {
+RUNS: Mapping[str, Mapping[str, Curve]] = {
     "optimizers": {
-        "AdamW": Run(),
-        "AdamW8bit": Run(ringcomm.optim.AdamW8bit),
-        "AdamW, other weights": Run(seed=1),
+        "AdamW": Curve(),
+        "AdamW8bit": Curve(ringcomm.optim.AdamW8bit),
+        "AdamW, other weights": Curve(seed=1),
     },
     "wires": {
         "fp32": on_wire(),
@@ -101,7 +104,7 @@ def _train(
     return losses
 
 
-def curve(run: Run, model: ModelConfig, corpus: Corpus, marks: Sequence[int]) -> list[float]:
+def curve(run: Curve, model: ModelConfig, corpus: Corpus, marks: Sequence[int]) -> list[float]:
     """The held-out losses after the steps of ``marks``, which are sorted."""
     torch.manual_seed(run.seed)
     module = GPT(model)
@@ -124,29 +127,32 @@ def curve(run: Run, model: ModelConfig, corpus: Corpus, marks: Sequence[int]) ->
     return curves[0]
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m ringcomm.bench.curves", description=__doc__)
-    parser.add_argument("what", choices=RUNS)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--data", metavar="PATH", help="default: Python's standard library")
-    parser.add_argument("-o", "--output", metavar="CSV", help="write the losses there, too")
-    asked = parser.parse_args(arguments)
-    corpus = read_corpus(asked.data, CONTEXT)
+def measure(run: Run) -> None:
+    asked = run.options
     model = ModelConfig(asked.width, asked.depth, 4, CONTEXT, tied=True)
     marks = sorted({max(1, asked.steps * part // 10) for part in (1, 2, 4, 6, 8, 10)})
-    print("| held-out loss after steps |", *(f" {mark} |" for mark in marks), sep="")
-    print("|---|", *("---|" for _ in marks), sep="")
-    rows = []
-    for name, run in RUNS[asked.what].items():
-        losses = curve(run, model, corpus, marks)
-        rows += [(name, mark, f"{loss:.5f}") for mark, loss in zip(marks, losses, strict=True)]
-        print(f"| {name} |", *(f" {loss:.4f} |" for loss in losses), sep="", flush=True)
-    if asked.output:
-        with open(asked.output, "w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([("run", "step", "loss"), *rows])
+    for name, each in RUNS[asked.what].items():
+        ranks = 1 if each.options is None else sum(NODES)
+        row = row_of("held_out_loss", f"{asked.width}x{asked.depth}", ranks, 0)
+        losses = zip(marks, curve(each, model, asked.corpus, marks), strict=True)
+        run.add([replace(row, system=name, count=m, loss=round(x, 5)) for m, x in losses], LOSSES)
 
+
+BENCH = Bench(
+    "curves",
+    __doc__,
+    measure,
+    (
+        option("what", choices=RUNS),
+        option("--width", type=positive, default=128),
+        option("--depth", type=positive, default=4),
+        option("--steps", type=positive, default=1000),
+        DATA,
+    ),
+    ranks=0,
+    rounds=0,
+    check=lambda parser, asked: read_text(parser, asked, CONTEXT),
+)
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run.run_process(BENCH)

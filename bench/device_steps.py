@@ -1,9 +1,5 @@
 """The optimizer's step on one GPU, against torch's and a copy.
 
-``python -m ringcomm.bench.device_steps`` runs it.
-
-What is timed, each in one run and interleaved (see :mod:`.timing`):
-
 shard       the update of one rank alone: ringcomm; torch's fused AdamW; and a plain copy of as many
             bytes as the update must move. With bfloat16 parameters and FP32 masters, which torch
             serves by casting the gradient, fused AdamW on the masters, and casting the result, that
@@ -18,28 +14,25 @@ that was not long enough are counted in the rows' notes.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import ringcomm
-
-from . import provenance
+from . import run
 from .board import Board
 from .device_systems import SHARD, STEP, SUBJECT, KernelCase, Systems
 from .devices import Device, Gpu
+from .launch import LaunchError
 from .modes import ONE_LAUNCH
-from .report import Report, Row, write_csv, write_json
-from .session import quartiles
-from .timing import Call, Clock, Entrant, Pace, Timing, measure, ratios
+from .options import option
+from .report import Row, row_of
+from .run import Bench, Run
+from .timing import Call, Clock, Entrant, Pace, Timing, rows_of
+from .timing import measure as time_in_turns
 
-NO_GPU_STATUS = 2
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _WHAT = {"shard": SHARD, "step": STEP}
 # About 30 ms: eight threads queue the launches of a few steps in less.
@@ -97,101 +90,58 @@ def run_case(case: KernelCase, device: Device, clock: Clock, rounds: int) -> lis
     systems = Systems(case, device)
     entrants = {name: Entrant([call]) for name, call in systems.calls.items()}
     try:
-        timings = measure(Board(dist.HashStore(), 0, 1), entrants, pace, clock)
+        timings = time_in_turns(Board(dist.HashStore(), 0, 1), entrants, pace, clock)
     finally:
         entrants.clear()
         systems.close()
     late = getattr(clock, "late", 0)
-    return rows_of(case, timings, f"{late} turns were queued too late" if late else "")
+    return case_rows(case, timings, f"{late} turns were queued too late" if late else "")
 
 
-def rows_of(case: KernelCase, timings: Mapping[str, Timing], note: str = "") -> list[Row]:
+def case_rows(case: KernelCase, timings: Mapping[str, Timing], note: str = "") -> list[Row]:
     """A row per system; ``algbw_gbps`` of a shard counts the bytes that its update must move."""
-    moved_bytes = case.bytes_per_parameter * case.elems
-    rows = []
-    for name, timing in timings.items():
-        low, middle, high = quartiles(ratios(timing, timings[SUBJECT]))
-        rows.append(
-            Row(
-                collective=case.what,
-                size_bytes=case.elems * case.dtype.itemsize,
-                count=case.elems,
-                dtype=str(case.dtype).removeprefix("torch."),
-                op="none" if case.what == SHARD else "avg",
-                root=-1,
-                ranks=case.world,
-                system=name,
-                placement="in",
-                time_us=round(timing.median_us, 3),
-                best_us=round(timing.best_us, 3),
-                algbw_gbps=(
-                    round(moved_bytes / timing.median_us / 1e3, 4) if case.what == SHARD else None
-                ),
-                ratio=middle,
-                ratio_low=low,
-                ratio_high=high,
-                rounds=len(timing.times_us),
-                batch=timing.batch,
-                note=note,
-                mode=ONE_LAUNCH,
-            )
-        )
-    return rows
+    op = "none" if case.what == SHARD else "avg"
+    base = row_of(case.what, "in", case.world, case.elems, case.dtype, op=op, mode=ONE_LAUNCH)
+    moved_bytes = case.bytes_per_parameter * case.elems if case.what == SHARD else 0
+    return [
+        replace(row, note=note, algbw_gbps=round(moved_bytes / row.time_us / 1e3, 4) or None)
+        for row in rows_of(base, timings, SUBJECT)
+        if row.time_us
+    ]
 
 
-def _line(row: Row) -> str:
-    speed = "" if row.algbw_gbps is None else f"{row.algbw_gbps:9.1f} GB/s"
-    return (
-        f"{row.collective:<12} {row.ranks} ranks {row.count / 2**20:7g} Mi {row.dtype:<9} "
-        f"{row.system:<17} {row.time_us:10.1f} us  ratio {row.ratio:6.3f} {speed} {row.note}"
+def measure(run: Run) -> None:
+    asked = run.options
+    case = KernelCase(
+        _WHAT[asked.what],
+        _DTYPES[asked.dtype],
+        asked.millions << 20,
+        asked.ranks if asked.what == "step" else 1,
     )
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line: ``what``, ``ranks``, ``millions``, ``dtype``, ``rounds`` and files."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ringcomm.bench.device_steps", description=__doc__
-    )
-    parser.add_argument("what", choices=tuple(_WHAT))
-    parser.add_argument("-n", "--ranks", type=int, default=2, choices=(2, 4, 8), help="of a step")
-    parser.add_argument(
-        "-m", "--millions", type=int, default=256, help="Mi parameters, if memory holds them"
-    )
-    parser.add_argument("-d", "--dtype", default="bfloat16", choices=tuple(_DTYPES))
-    parser.add_argument("-r", "--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="a file of rows and where they come from")
-    parser.add_argument("--csv", type=Path, help="the same as CSV")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Returns 0, or 2 without a usable GPU."""
-    asked = parse(arguments)
-    world = asked.ranks if asked.what == "step" else 1
-    case = KernelCase(_WHAT[asked.what], _DTYPES[asked.dtype], asked.millions << 20, world)
     try:
         gpu = Gpu(0)
     except RuntimeError as error:
-        print(f"device_steps: {error}")
-        return NO_GPU_STATUS
+        raise LaunchError(str(error)) from error
     # It copies between two large tensors, which are to be gone before memory is dealt out.
-    facts = gpu.facts()
+    run.facts = {**gpu.facts(), "mode": ONE_LAUNCH}
     _cuda.empty_cache()
     case = fitting(case, int(_cuda.mem_get_info(0)[0]))
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    versions = {SUBJECT: ringcomm.__version__}
-    collected = provenance.collect(words, versions, {**facts, "mode": ONE_LAUNCH})
-    collected["command"] = collected["command"].replace(
-        "ringcomm bench", "python -m ringcomm.bench.device_steps"
-    )
-    report = Report(collected, run_case(case, gpu, SleepingClock(), asked.rounds))
-    print("\n".join(map(_line, report.rows)))
-    if asked.json:
-        write_json(report, asked.json)
-    if asked.csv:
-        write_csv(report, asked.csv)
-    return 0
+    run.add(run_case(case, gpu, SleepingClock(), asked.rounds))
 
+
+BENCH = Bench(
+    "device_steps",
+    __doc__,
+    measure,
+    (
+        option("what", choices=tuple(_WHAT)),
+        option("-n", "--ranks", type=int, default=2, choices=(2, 4, 8), help="of a step"),
+        option("-m", "--millions", type=int, default=256, help="Mi parameters, if memory holds it"),
+        option("-d", "--dtype", default="bfloat16", choices=tuple(_DTYPES)),
+    ),
+    ranks=0,
+)
+parse = BENCH.parse
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run.run_process(BENCH)

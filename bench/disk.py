@@ -1,14 +1,11 @@
 """What a disk gives to plain loops: threads that pread and pwrite blocks of a file, past the cache.
 
 This is the limit to which state on a disk is compared: the same bytes, pattern and depth, without
-checksums, order or error handling.
-
-    python -m ringcomm.bench.disk --path /nvme --size 1G --block-bytes 8M
+checksums, order or error handling. Notes give the CPU time of the process for 10^9 bytes.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import mmap
 import os
@@ -16,9 +13,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .options import parse_size
+import torch
+
+from . import run
+from .options import option, parse_size
+from .report import row_of
+from .run import Bench, Run
 
 PATTERNS = ("read", "write", "mixed")
 DEPTHS = (1, 2, 4, 8)
@@ -117,19 +119,38 @@ def raw_file(path: str, size_bytes: int, block_bytes: int) -> Iterator[RawFile]:
         file.close()
 
 
-def main() -> None:
-    """Prints the rates of each pattern at each depth."""
-    parser = argparse.ArgumentParser(prog="python -m ringcomm.bench.disk", description=__doc__)
-    parser.add_argument("--path", required=True, help="a folder on the disk")
-    parser.add_argument("--size", type=parse_size, default=1 << 30, help="of the file (1G)")
-    parser.add_argument("--block-bytes", type=parse_size, default=8 << 20, help="of a request (8M)")
-    options = parser.parse_args()
-    with raw_file(options.path, options.size, options.block_bytes) as file:
-        print(f"{'pattern':8} {'depth':>5} {'GB/s':>7} {'CPU ms/GB':>10}")
+def measure(run: Run) -> None:
+    asked = run.options
+    with raw_file(asked.path, asked.size, asked.block_bytes) as file:
         for pattern, depth in itertools.product(PATTERNS, DEPTHS):
             timed = file.time(pattern, depth)
-            print(f"{pattern:8} {depth:5} {timed.gbps:7.2f} {timed.cpu_ms_per_gb:10.1f}")
+            row = row_of(f"disk_{pattern}", f"{depth} deep", 1, timed.moved_bytes, torch.uint8)
+            time_us = round(timed.wall_s * 1e6)
+            found = replace(
+                row,
+                system="pread and pwrite",
+                time_us=time_us,
+                best_us=time_us,
+                algbw_gbps=round(timed.gbps, 3),
+                rounds=1,
+                batch=1,
+                note=f"CPU {timed.cpu_ms_per_gb:.1f} ms/GB",
+            )
+            run.add([found])
 
+
+BENCH = Bench(
+    "disk",
+    __doc__,
+    measure,
+    (
+        option("--path", required=True, help="a folder on the disk"),
+        option("--size", type=parse_size, default=1 << 30, help="of the file (1G)"),
+        option("--block-bytes", type=parse_size, default=8 << 20, help="of a request (8M)"),
+    ),
+    ranks=0,
+    rounds=0,
+)
 
 if __name__ == "__main__":
-    main()
+    run.run_process(BENCH)

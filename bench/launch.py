@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from .busy import busy_loops
 from .modes import PROCESSES
-from .options import Options
 
 _STORE_FILE = "RINGCOMM_BENCH_STORE"
 _MPI_PLACE = ("PMI_RANK", "PMI_SIZE")
@@ -35,13 +34,29 @@ _NO_IMPI = (
     "Intel MPI wants an environment of its own beside mpich: python -m venv impi, "
     "impi/bin/pip install impi-rt, and I_MPI_ROOT=impi; {}"
 )
-_BUSY_ELSEWHERE = (
-    "--busy: run the harness alone, which then starts its ranks as equals of the loops"
-)
 
 
 class LaunchError(Exception):
     """The ranks cannot be started or joined as asked; the text says what to do."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The ranks of a run.
+
+    Attributes:
+        ranks: their number; None: however many a launcher has started.
+        systems: the systems under test: MPI needs a launcher of its own.
+        busy: processes that compute beside the ranks.
+        nodes: the nodes that ranks of this machine stand for.
+        on_nodes: the ranks may be on several machines.
+    """
+
+    ranks: int | None = None
+    systems: Sequence[str] = ()
+    busy: int = 0
+    nodes: int = 1
+    on_nodes: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,105 +83,83 @@ def started_by(environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def join(options: Options) -> Placing:
-    """Finds this rank's place. Raises :class:`LaunchError` where the systems cannot run."""
+def join(wanted: Wanted) -> Placing:
+    """Finds this rank's place. Raises :class:`LaunchError` where the bench cannot run there."""
     how = started_by(os.environ)
-    systems = options.systems
-    if options.busy and how != "harness":
-        raise LaunchError(_BUSY_ELSEWHERE)
-    if how == "torchrun":
-        return _join_torchrun(systems)
+    if how == "harness":
+        return placed()
+    if wanted.busy:
+        raise LaunchError(
+            "--busy: run the harness alone, which then starts its ranks as equals of the loops"
+        )
     if how == "mpiexec":
         from mpi4py import MPI
 
         comm = MPI.COMM_WORLD
-        hosted = _host_store(None, comm.size) if comm.rank == 0 else None
+        # The store is rank 0's, and the others call it.
+        hosted = _store(None, comm.size) if comm.rank == 0 else None
         port = comm.bcast(hosted.port if hosted else 0)
-        return Placing(comm.rank, comm.size, hosted or _host_store(port, comm.size))
-    return placed()
+        place = Placing(comm.rank, comm.size, hosted or _store(port, comm.size))
+    else:
+        place = _join_torchrun(wanted)
+    if wanted.ranks not in (None, place.world):
+        told = f"{how} started {place.world} ranks; leave the option out"
+        raise LaunchError(f"--ranks {wanted.ranks}: {told}")
+    return place
 
 
 def placed() -> Placing:
-    """Finds the place of a rank that the harness started, which ends with the harness."""
-    _die_with_parent()
+    """Finds the place of a rank that the harness started, and ties its life to the harness's."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     rank = int(os.environ.get("PMI_RANK", os.environ.get("RANK", "0")))
     world = int(os.environ.get("PMI_SIZE", os.environ.get("WORLD_SIZE", "1")))
     return Placing(rank, world, dist.FileStore(os.environ[_STORE_FILE], world))
 
 
-def join_processes(ranks: int | None, busy: int) -> Placing:
-    """Finds the place of a rank that the harness started, or torchrun on any number of nodes.
-
-    Args:
-        ranks: as many as are expected; None: however many there are.
-        busy: processes that were to compute beside the ranks.
-
-    Raises:
-        LaunchError: torchrun started other ranks than were asked for, or without the loops.
-    """
-    if started_by(os.environ) == "harness":
-        return placed()
-    if busy:
-        raise LaunchError(_BUSY_ELSEWHERE)
-    store, rank, world = next(dist.rendezvous("env://"))
-    if ranks not in (None, world):
-        raise LaunchError(f"--ranks {ranks}: torchrun started {world} ranks; leave the option out")
-    return Placing(rank, world, store)
-
-
-def _host_store(port: int | None, world: int) -> dist.TCPStore:
-    """The store of ranks that a user's mpiexec started: rank 0 listens, the others call."""
+def _store(port: int | None, world: int) -> dist.TCPStore:
     listens = port is None
     return dist.TCPStore("127.0.0.1", port or 0, world, is_master=listens, wait_for_workers=False)
 
 
-def _die_with_parent() -> None:
-    """Has the kernel end this rank when whatever started it is gone, however it went."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-
-
-def _join_torchrun(systems: Sequence[str]) -> Placing:
-    if "mpi" in systems or "impi" in systems:
+def _join_torchrun(wanted: Wanted) -> Placing:
+    if "mpi" in wanted.systems or "impi" in wanted.systems:
         raise LaunchError(
             "MPI ranks must be started by mpiexec, and torchrun started these: leave mpi out "
             "of --peers, or run the harness alone (it calls mpiexec itself)"
         )
-    if os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]:
+    world = os.environ["WORLD_SIZE"]
+    if not wanted.on_nodes and os.environ.get("LOCAL_WORLD_SIZE", world) != world:
         raise LaunchError(
-            f"{os.environ['WORLD_SIZE']} ranks over several machines: the harness compares "
-            "systems on one machine, so start it with --nnodes 1"
+            f"{world} ranks over several machines: this bench compares systems on one machine, "
+            "so start it with --nnodes 1"
         )
-    store, rank, world = next(dist.rendezvous("env://"))
-    return Placing(rank, world, store)
+    store, rank, size = next(dist.rendezvous("env://"))
+    return Placing(rank, size, store)
 
 
-def run_ranks(options: Options, arguments: Sequence[str]) -> int:
-    """Starts the ranks of :mod:`.collectives`, waits, and returns the exit status.
+def run_ranks(module: str, words: Sequence[str], wanted: Wanted) -> int:
+    """Runs ``module`` in ranks, each of which finds its place with :func:`placed`.
 
-    Raises :class:`LaunchError` without mpiexec.
+    Waits for them, and returns the exit status. Raises :class:`LaunchError` without mpiexec.
     """
-    module, world, systems = f"{__package__}.collectives", options.ranks, options.systems
-    rank_command = _rank_command(module, arguments)
-    if "impi" in systems:
-        command, environment = _intel_mpiexec(options)
-        return _run([([*command, "-n", str(world), *rank_command], environment)], options.busy)
-    if "mpi" in systems:
-        return _run([([_mpiexec(), "-n", str(world), *rank_command], {})], options.busy)
-    return run_processes(module, arguments, world, options.busy)
+    command, world = _rank_command(module, words), wanted.ranks or 1
+    if "impi" in wanted.systems or "mpi" in wanted.systems:
+        mpiexec, environment = _mpiexec(wanted.systems)
+        return _run([([mpiexec, "-n", str(world), *command], environment)], wanted.busy)
+    places = [_place_of(rank, world, wanted.nodes) for rank in range(world)]
+    return _run([(command, place) for place in places], wanted.busy)
 
 
-def run_processes(module: str, arguments: Sequence[str], world: int, busy: int = 0) -> int:
-    """Runs ``module`` in ``world`` processes, each of which finds its place with :func:`placed`.
-
-    Waits for them, beside ``busy`` loops that compute, and returns the exit status.
-    """
-    command = _rank_command(module, arguments)
-    places = [{"RANK": str(rank), "WORLD_SIZE": str(world)} for rank in range(world)]
-    return _run([(command, place) for place in places], busy)
+def _place_of(rank: int, world: int, nodes: int) -> dict[str, str]:
+    """The variables of a rank; ranks that follow each other stand for a node."""
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world)}
+    if nodes > 1:
+        place["RINGCOMM_NODE_ID"] = f"node {rank * nodes // world}"
+    return place
 
 
-def _rank_command(module: str, arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", module, *arguments]
+def _rank_command(module: str, words: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", module, *words]
 
 
 def _run(commands: Sequence[tuple[list[str], dict[str, str]]], busy: int) -> int:
@@ -186,31 +179,25 @@ def _run(commands: Sequence[tuple[list[str], dict[str, str]]], busy: int) -> int
             _stop(started)
 
 
-def _mpiexec() -> str:
-    if importlib.util.find_spec("mpi4py") is None:
-        raise LaunchError(_NO_MPI.format("mpi4py"))
-    beside_python = Path(sys.executable).parent / "mpiexec"
-    found = str(beside_python) if beside_python.exists() else shutil.which("mpiexec")
-    if found is None:
-        raise LaunchError(_NO_MPI.format("mpiexec"))
-    return found
-
-
-def _intel_mpiexec(options: Options) -> tuple[list[str], dict[str, str]]:
-    """The launcher of Intel MPI under $I_MPI_ROOT, and what its ranks need to find it."""
-    if "mpi" in options.systems:
+def _mpiexec(systems: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """The launcher of the MPI that is asked for, and the variables by which ranks find it."""
+    if "impi" in systems and "mpi" in systems:
         raise LaunchError("a process can hold one MPI: mpi and impi need runs of their own")
     if importlib.util.find_spec("mpi4py") is None:
         raise LaunchError(_NO_MPI.format("mpi4py"))
+    if "mpi" in systems:
+        beside_python = Path(sys.executable).parent / "mpiexec"
+        found = str(beside_python) if beside_python.exists() else shutil.which("mpiexec")
+        if found is None:
+            raise LaunchError(_NO_MPI.format("mpiexec"))
+        return found, {}
     root = os.environ.get("I_MPI_ROOT", "")
     mpiexec, library = Path(root, "bin", "mpiexec.hydra"), Path(root, "lib", "libmpi.so.12")
     if not root or not mpiexec.exists() or not library.exists():
-        found = f"I_MPI_ROOT={root} has no {mpiexec} or no {library}" if root else "it is not set"
-        raise LaunchError(_NO_IMPI.format(found))
-    environment = {"MPI4PY_LIBMPI": str(library.resolve())}
+        told = f"I_MPI_ROOT={root} has no {mpiexec} or no {library}" if root else "it is not set"
+        raise LaunchError(_NO_IMPI.format(told))
     # It pins each rank to a core unless told otherwise; --pin pins them for all systems.
-    environment["I_MPI_PIN"] = "0"
-    return [str(mpiexec)], environment
+    return str(mpiexec), {"MPI4PY_LIBMPI": str(library.resolve()), "I_MPI_PIN": "0"}
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:

@@ -1,20 +1,13 @@
-"""Times of a tensor-parallel layer, forward and backward, against torch's own plan for it.
+"""A tensor-parallel layer, forward and backward, against torch's own plan for it.
 
-``torchrun --nproc-per-node 2 -m ringcomm.bench.layers [TOKENS,WIDTH ...]``: a norm, a
-column-parallel and a row-parallel layer of four times the width, with sequence parallelism, one
-thread a rank. ``parallelize`` divides it, and ``parallelize_module`` on the backend "ringcomm" and
-on Gloo. "alone" is what a rank computes of it, without any communication. The four take turns.
+The layer is a norm, a column-parallel and a row-parallel layer of four times the width, with
+sequence parallelism, one thread a rank. ``parallelize`` divides it, and ``parallelize_module`` on
+the backend "ringcomm" and on Gloo. "alone" is a rank's part of it without any communication.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
-import statistics
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +24,11 @@ from torch.distributed.tensor.parallel import (
 
 from ringcomm.parallel import parallelize
 
-from .busy import busy_loops, lead_session
-from .products import Call, times_of
-from .provenance import collect
+from . import run
+from .options import option
+from .report import row_of
+from .run import Bench, Run
+from .timing import Call
 
 Tensor = torch.Tensor
 Size = tuple[int, int]
@@ -41,10 +36,6 @@ Size = tuple[int, int]
 SIZES: tuple[Size, ...] = ((512, 256), (1024, 512), (2048, 1024))
 OURS, ALONE = "ringcomm", "alone"
 PLAN = {"norm": "sequence", "up": "column", "down": "row"}
-COLUMNS = (
-    *("tokens", "width", "system", "ms", "ratio", "ratio_low", "ratio_high"),
-    *("rounds", "ranks", "busy"),
-)
 
 
 class Layer(nn.Module):
@@ -65,15 +56,12 @@ class Layer(nn.Module):
 
 
 def by_torch(width: int, mesh: DeviceMesh) -> nn.Module:
-    return parallelize_module(
-        Layer(width, 4 * width),
-        mesh,
-        {
-            "norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1)),
-        },
-    )
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    return parallelize_module(Layer(width, 4 * width), mesh, plan)
 
 
 def turn(forward: Callable[[Tensor], Tensor], model: nn.Module, shape: Sequence[int]) -> Call:
@@ -84,7 +72,7 @@ def turn(forward: Callable[[Tensor], Tensor], model: nn.Module, shape: Sequence[
     x = torch.randn(*shape, requires_grad=True, device="cpu")
     feed = torch.randn(*shape, device="cpu")
 
-    def run() -> tuple[Tensor, Tensor | None]:
+    def call() -> tuple[Tensor, Tensor | None]:
         x.grad = None
         for param in model.parameters():
             param.grad = None
@@ -92,7 +80,7 @@ def turn(forward: Callable[[Tensor], Tensor], model: nn.Module, shape: Sequence[
         torch.autograd.backward((out * feed).sum())
         return out.detach(), x.grad
 
-    return run
+    return call
 
 
 def systems(size: Size, meshes: Mapping[str, DeviceMesh]) -> dict[str, Call]:
@@ -113,23 +101,19 @@ def systems(size: Size, meshes: Mapping[str, DeviceMesh]) -> dict[str, Call]:
     return {**found, ALONE: lambda: (own(), products())}
 
 
-def rows(size: Size, times: Mapping[str, Sequence[float]], busy: int) -> Iterator[list[object]]:
-    """A row for each system; ratios of its time to ringcomm's are of one round each."""
-    for name, taken in times.items():
-        ratios = [one / ours for one, ours in zip(taken, times[OURS], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        figures = (1e3 * statistics.median(taken), middle, low, high)
-        facts = (len(taken), dist.get_world_size(), busy)
-        yield [*size, name, *(f"{each:.4g}" for each in figures), *facts]
+def meshes_of(group: Any) -> dict[str, DeviceMesh]:
+    """A mesh on Gloo, and one on ``group``, the default group; collective."""
+    groups = {"Gloo": dist.new_group(backend="gloo"), OURS: group}
+    return {name: DeviceMesh.from_group(each, "cpu") for name, each in groups.items()}
 
 
-def write(path: Path, found: Sequence[Sequence[object]], arguments: Sequence[str]) -> None:
-    facts = collect(arguments, {}, {})
-    command = facts["command"].replace("ringcomm bench", "python -m ringcomm.bench.layers")
-    with path.open("w", newline="", encoding="utf-8") as file:
-        for key, value in {**facts, "command": command}.items():
-            file.write(f"# {key}: {value}\n")
-        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *found])
+def measure(run: Run) -> None:
+    run.connect()
+    meshes = meshes_of(dist.group.WORLD)
+    for size in run.options.sizes:
+        tokens, width = size
+        row = row_of("tp_layer", f"{tokens} tokens x {width}", run.world, tokens * width)
+        run.add(run.compare(row, systems(size, meshes), OURS))
 
 
 def size_of(text: str) -> Size:
@@ -137,34 +121,13 @@ def size_of(text: str) -> Size:
     return tokens, width
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Prints the rows on rank 0, and writes them."""
-    parser = argparse.ArgumentParser(prog="python -m ringcomm.bench.layers")
-    parser.add_argument("sizes", nargs="*", type=size_of, metavar="TOKENS,WIDTH", default=SIZES)
-    parser.add_argument("-n", "--rounds", type=int, default=15)
-    parser.add_argument("--busy", type=int, default=0, help="loops that compute beside the ranks")
-    parser.add_argument("--csv", type=Path, help="CSV")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    dist.init_process_group("ringcomm")
-    first = dist.get_rank() == 0
-    default: Any = dist.group.WORLD
-    groups = {"Gloo": dist.new_group(backend="gloo"), OURS: default}
-    meshes = {name: DeviceMesh.from_group(group, "cpu") for name, group in groups.items()}
-    if options.busy:
-        lead_session()
-    found = []
-    with busy_loops(options.busy) if first else nullcontext():
-        for size in options.sizes:
-            times = times_of(default.communicator, systems(size, meshes), options.rounds)
-            found += list(rows(size, times, options.busy))
-            if first:
-                for row in found[-len(times) :]:
-                    print(*row, sep="\t", flush=True)
-    if first and options.csv:
-        write(options.csv, found, arguments)
-    dist.destroy_process_group()
-
+BENCH = Bench(
+    "layers",
+    __doc__,
+    measure,
+    (option("sizes", nargs="*", type=size_of, metavar="TOKENS,WIDTH", default=SIZES),),
+    rounds=15,
+)
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run.run_process(BENCH)

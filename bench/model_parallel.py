@@ -1,19 +1,14 @@
 """Training steps of a GPT in two pipeline stages, each under tensor parallelism, with replicas.
 
-``torchrun --nproc-per-node 8 -m ringcomm.bench.model_parallel``: one thread a rank, pp 2 x dp 2 x
-tp 2. ringcomm shares the replicas' state at stage 2 of ZeRO, torch by FSDP2, on Gloo and on the
-backend "ringcomm". All take turns in one run. A ratio is how many times as long as the first
-system the others take. Losses are compared, within rounding.
+pp 2 x dp 2 x tp 2, one thread a rank. ringcomm shares the replicas' state at stage 2 of ZeRO, torch
+by FSDP2, on Gloo and on the backend "ringcomm". Losses are compared, within rounding.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,18 +22,17 @@ from torch.nn import functional as F
 
 import ringcomm
 
-from . import provenance
-from .report import Report, Row, write_csv
-from .session import quartiles
-from .steps import HostClock
-from .timing import Call
+from . import run
+from .options import option, positive
+from .report import row_of
+from .run import Bench, Run
 
 Tensor = torch.Tensor
 HERE, HERE_SEQUENCES = "ringcomm", "ringcomm, sequences divided"
 ON_GLOO, ON_BACKEND = "torch on gloo", "torch on ringcomm"
 AXES = {"pp": 2, "dp": 2, "tp": 2}
 VOCABULARY, HEAD_DIM, MICRO_BATCHES, LEARNING_RATE = 256, 32, 4, 1e-3
-WARM_UP_ROUNDS = 1
+RANKS = 8
 COLUMNS, ROWS = ColwiseParallel(), RowwiseParallel()
 PLAN = {"q": COLUMNS, "k": COLUMNS, "v": COLUMNS, "o": ROWS, "up": COLUMNS, "down": ROWS}
 SEQUENCE_PLAN = {
@@ -179,21 +173,7 @@ def entrants(shape: GptShape) -> dict[str, ParallelTraining]:
     }
 
 
-def times_of(trained: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Microseconds of the slowest rank by system and round; the systems take turns."""
-    clock, names = HostClock(), list(trained)
-    mine = torch.zeros(len(names), WARM_UP_ROUNDS + rounds, dtype=torch.float64)
-    for number in range(mine.size(1)):
-        for step in range(len(names)):
-            index = (number + step) % len(names)
-            dist.barrier()
-            mine[index, number] = clock.elapsed_us([trained[names[index]]])
-    dist.all_reduce(mine, dist.ReduceOp.MAX)
-    rows: list[list[float]] = mine[:, WARM_UP_ROUNDS:].tolist()
-    return dict(zip(names, rows, strict=True))
-
-
-def unequal(trained: dict[str, ParallelTraining]) -> dict[str, int]:
+def unequal(trained: Mapping[str, ParallelTraining]) -> dict[str, int]:
     """Losses by system that are not those of the first one within rounding; collective."""
     first = torch.tensor(trained[HERE].losses)
     apart = [
@@ -205,70 +185,35 @@ def unequal(trained: dict[str, ParallelTraining]) -> dict[str, int]:
     return dict(zip(trained, counted.tolist(), strict=True))
 
 
-def rows_of(
-    shape: GptShape,
-    times: dict[str, list[float]],
-    wrong: dict[str, int],
-    parameters: int,
-    ranks: int,
-) -> list[Row]:
-    """A row per system; ratios are over the first."""
-    rows = []
-    for name, each in times.items():
-        pairs = zip(each, times[HERE], strict=True)
-        low, middle, high = quartiles([one / other for one, other in pairs])
-        rows.append(
-            Row(
-                collective="pp2_dp2_tp2_step",
-                size_bytes=4 * parameters,
-                count=parameters,
-                dtype="float32",
-                op="none",
-                root=-1,
-                ranks=ranks,
-                system=name,
-                placement=str(shape),
-                time_us=round(statistics.median(each), 1),
-                best_us=round(min(each), 1),
-                wrong=wrong[name],
-                ratio=middle,
-                ratio_low=low,
-                ratio_high=high,
-                rounds=len(each),
-                batch=1,
-            )
-        )
-    return rows
-
-
-def main(words: Sequence[str]) -> int:
-    """Prints the rows on rank 0."""
-    parser = argparse.ArgumentParser(prog="python -m ringcomm.bench.model_parallel")
-    for name in ("width", "depth", "sequences", "context"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(GptShape, name))
-    parser.add_argument("-r", "--rounds", type=int, default=9)
-    parser.add_argument("--csv", type=Path, help="a file of rows and where they come from")
-    asked = parser.parse_args(words)
+def measure(run: Run) -> None:
+    run.connect()
+    asked = run.options
     shape = GptShape(asked.width, asked.depth, asked.sequences, asked.context)
-    torch.set_num_threads(1)
-    dist.init_process_group("ringcomm")
     stages = [make_stage(shape, number) for number in range(AXES["pp"])]
     parameters = sum(param.numel() for stage in stages for param in stage.parameters())
     trained = entrants(shape)
-    times = times_of(trained, asked.rounds)
+    case = row_of("pp2_dp2_tp2_step", str(shape), run.world, parameters)
+    rows = run.compare(case, trained, HERE, warmup_rounds=1)
     wrong = unequal(trained)
-    if dist.get_rank() == 0:
-        rows = rows_of(shape, times, wrong, parameters, dist.get_world_size())
-        for row in rows:
-            spread = f"{row.ratio:.2f} ({row.ratio_low:.2f} to {row.ratio_high:.2f})"
-            print(f"{row.system:28} {row.time_us or 0:12.0f} us  {spread}  wrong {row.wrong}")
-        if asked.csv:
-            collected = provenance.collect([], {"ringcomm": ringcomm.__version__}, {})
-            command = "torchrun --nproc-per-node 8 -m ringcomm.bench.model_parallel"
-            write_csv(Report({**collected, "command": command}, rows), asked.csv)
-    dist.destroy_process_group()
-    return 1 if any(wrong.values()) else 0
+    run.add([replace(row, wrong=wrong[row.system]) for row in rows])
 
+
+def check(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
+    if asked.ranks not in (None, RANKS):
+        parser.error(f"--ranks {asked.ranks}: the layout has {RANKS}")
+
+
+BENCH = Bench(
+    "model_parallel",
+    __doc__,
+    measure,
+    [
+        option(f"--{name}", type=positive, default=getattr(GptShape, name))
+        for name in ("width", "depth", "sequences", "context")
+    ],
+    ranks=RANKS,
+    check=check,
+)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run.run_process(BENCH)

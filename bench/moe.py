@@ -1,19 +1,13 @@
-"""Times of tokens to their experts and back, against all_to_all_single with splits.
+"""Tokens to their experts and back, against all_to_all_single with splits.
 
-``torchrun --nproc-per-node 4 -m ringcomm.bench.moe [EXPERTS,K ...]``: dispatch and combine of
-``--tokens`` a rank, forward alone and with backward, one thread a rank and no experts in between.
-Against them stands what is written by hand: counts are exchanged, tokens sorted by expert, sent
-with splits, and sorted by local expert; and all that back, with a weighted sum. That runs on Gloo
-and on the backend "ringcomm". All take turns. A ratio is how many times as long as ringcomm's they
-take.
+Dispatch and combine of ``--tokens`` a rank, forward alone and with backward, one thread a rank and
+no experts in between. Against them stands what is written by hand: counts are exchanged, tokens
+sorted by expert, sent with splits, and sorted by local expert; and all that back, with a weighted
+sum. That runs on Gloo and on the backend "ringcomm".
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +19,11 @@ from torch.distributed.nn.functional import all_to_all_single
 import ringcomm
 from ringcomm import moe
 
-from .products import Call, times_of
+from . import run
+from .options import option, positive
+from .report import row_of
+from .run import Bench, Run
+from .timing import Call
 
 Tensor = torch.Tensor
 OURS = "ringcomm.moe"
@@ -41,6 +39,9 @@ class RoutedShape:
     hidden: int
     experts: int
     k: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens}x{self.hidden}, {self.k} of {self.experts}"
 
 
 class Inputs(NamedTuple):
@@ -151,53 +152,44 @@ def _results(call: Call) -> list[Tensor]:
     return list(found)
 
 
-def lines(shape: RoutedShape, kind: str, times: dict[str, list[float]]) -> list[str]:
-    found = []
-    for name, taken in times.items():
-        against = [one / here for one, here in zip(taken, times[OURS], strict=True)]
-        low, middle, high = statistics.quantiles(against, n=4)
-        found.append(
-            f"{shape.experts:7} {shape.k:3} {kind:9} {name:32} "
-            f"{1e3 * statistics.median(taken):9.1f} {middle:7.2f} {low:7.2f} {high:7.2f}"
-        )
-    return found
-
-
-def main(arguments: list[str]) -> None:
-    """Prints the table on rank 0."""
-    parser = argparse.ArgumentParser(prog="python -m ringcomm.bench.moe")
-    parser.add_argument("shapes", nargs="*", metavar="EXPERTS,K")
-    parser.add_argument("--tokens", type=int, default=4096, help="of a rank")
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("-n", "--rounds", type=int, default=9)
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    dist.init_process_group("ringcomm")
-    default: Any = dist.group.WORLD
-    comm = default.communicator
-    gloo = dist.new_group(backend="gloo")
-    if comm.rank == 0:
-        load = os.getloadavg()[0]
-        print(f"{comm.world_size} ranks, {os.cpu_count()} cores, load {load:.1f}, torch", end=" ")
-        print(f"{torch.__version__}, {options.tokens} tokens x {options.hidden} a rank, float32")
-        print(f"experts   k {'':9} {'':32} {'ms':>9} {'ratio':>7} {'low':>7} {'high':>7}")
-    chosen = [tuple(map(int, each.split(","))) for each in options.shapes] or SHAPES
-    for experts, k in chosen:
-        shape = RoutedShape(options.tokens, options.hidden, experts, k)
+def measure(run: Run) -> None:
+    asked, comm = run.options, run.connect()
+    default, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
+    for experts, k in asked.shapes:
+        shape = RoutedShape(asked.tokens, asked.hidden, experts, k)
         given = inputs(shape, comm.rank)
         of_experts = ours(shape, comm)(given.x, given.idx, given.weights)[0].clone()
-        for kind, backward in (("forward", False), ("backward", True)):
+        for kind in ("forward", "backward"):
+            how = {
+                OURS: ours(shape, comm),
+                ON_BACKEND: by_hand(shape, default),
+                ON_GLOO: by_hand(shape, gloo),
+            }
             calls = {
-                OURS: turn(ours(shape, comm), given, of_experts, backward),
-                ON_BACKEND: turn(by_hand(shape, default), given, of_experts, backward),
-                ON_GLOO: turn(by_hand(shape, gloo), given, of_experts, backward),
+                name: turn(each, given, of_experts, kind == "backward")
+                for name, each in how.items()
             }
             check(calls)
-            found = times_of(comm, calls, options.rounds)
-            if comm.rank == 0:
-                print(*lines(shape, kind, found), sep="\n", flush=True)
-    dist.destroy_process_group()
+            row = row_of(f"moe_{kind}", str(shape), run.world, given.x.numel())
+            run.add(run.compare(row, calls, OURS))
 
+
+def shape_of(text: str) -> tuple[int, int]:
+    experts, k = map(int, text.split(","))
+    return experts, k
+
+
+BENCH = Bench(
+    "moe",
+    __doc__,
+    measure,
+    (
+        option("shapes", nargs="*", type=shape_of, metavar="EXPERTS,K", default=SHAPES),
+        option("--tokens", type=positive, default=4096, help="of a rank"),
+        option("--hidden", type=positive, default=1024),
+    ),
+    ranks=4,
+)
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run.run_process(BENCH)

@@ -11,14 +11,12 @@ from pathlib import Path
 
 import torch
 
-from .options import OUTPUT_OPTIONS
-
 # Names the commit of a source tree that came without its history, or with another one.
 COMMIT_VARIABLE = "RINGCOMM_COMMIT"
 
 
 def collect(
-    arguments: Sequence[str], versions: Mapping[str, str], device_facts: Mapping[str, str]
+    command: Sequence[str], versions: Mapping[str, str], device_facts: Mapping[str, str]
 ) -> dict[str, str]:
     """Plain text by key; ``versions`` are those of the systems that were timed."""
     return {
@@ -33,19 +31,8 @@ def collect(
         **device_facts,
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "command": " ".join(["ringcomm bench", *_without_outputs(arguments)]),
+        "command": " ".join(command),
     }
-
-
-def _without_outputs(arguments: Sequence[str]) -> list[str]:
-    """Leaves out the files that results went to, which change no figure."""
-    kept, words = [], iter(arguments)
-    for word in words:
-        if word in OUTPUT_OPTIONS:
-            next(words, None)
-        elif word.partition("=")[0] not in OUTPUT_OPTIONS:
-            kept.append(word)
-    return kept
 
 
 def _cpu_model() -> str:
@@ -78,3 +65,8 @@ def _git(directory: Path, *arguments: str) -> str:
         ["git", *arguments], cwd=directory, capture_output=True, text=True, check=True
     )
     return done.stdout.strip()
+
+
+def lines(facts: Mapping[str, str]) -> list[str]:
+    """The facts as lines of text, and as the head of a CSV file."""
+    return [f"# {key}: {value}" for key, value in facts.items()]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from .cases import IN_PLACE, OUT_OF_PLACE
 from .modes import PROCESSES
@@ -26,7 +28,8 @@ class Row:
     nothing was checked. A row without a time says why in ``note``. ``mode`` is how the ranks
     share processors; ``buffer_sets`` of buffers were used in turn; ``graph_calls`` calls were
     replayed as one graph (0: made one by one). ``nodes`` is how many the ranks were on.
-    ``held_bytes`` is what a training adds to a rank's memory, where that is most.
+    ``held_bytes`` is what a training adds to a rank's memory, where that is most; ``loss`` is one
+    in nats per byte, after ``count`` steps.
     """
 
     collective: str
@@ -56,6 +59,16 @@ class Row:
     ratio_p95: float | None = None
     nodes: int = 1
     held_bytes: int | None = None
+    loss: float | None = None
+
+
+def row_of(
+    what: str, shape: str, ranks: int, elems: int, dtype: torch.dtype = torch.float32, **more: Any
+) -> Row:
+    """The row of a case of ``elems`` elements, with no system and nothing measured in it."""
+    how = {"op": "none", "root": -1, "system": "", "placement": shape, **more}
+    name = str(dtype).removeprefix("torch.")
+    return Row(what, dtype.itemsize * elems, elems, name, ranks=ranks, **how)
 
 
 @dataclass(frozen=True)
@@ -132,57 +145,134 @@ def _row_of_text(record: Mapping[str, str]) -> Row:
     return Row(**values)
 
 
-_KEY_FORMAT = "{:>12} {:>10} {:>9} {:>6} {:>5}  {:<15} {:<19}"
-_CELL_FORMAT = "{:>10} {:>8} {:>8} {:>7} {:>8} {:>10} {:>8}"
+def size_label(size_bytes: int) -> str:
+    """ "4 KiB" for 4096: the largest unit that leaves a whole number, else one decimal."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size_bytes >= 1 << shift:
+            return f"{size_bytes / (1 << shift):.3g} {unit}"
+    return f"{size_bytes} B"
 
 
-def table_head(subject: str, placements: Sequence[str]) -> str:
-    titles = {OUT_OF_PLACE: "out of place", IN_PLACE: "in place"}
-    cell_width = len(_CELL_FORMAT.format(*[""] * 7))
-    key_width = len(_KEY_FORMAT.format(*[""] * 7))
-    groups = "".join(f"  {titles[placement]:^{cell_width}}" for placement in placements)
-    names = _KEY_FORMAT.format("size", "count", "type", "redop", "root", "system", "mode")
-    units = _KEY_FORMAT.format("(B)", "(elems)", "", "", "", "", "")
-    cells = "  " + _CELL_FORMAT.format(
-        "time", "algbw", "busbw", "#wrong", "ratio", "p95", "ratio95"
-    )
-    cell_units = "  " + _CELL_FORMAT.format("(us)", "(GB/s)", "(GB/s)", "", "", "(us)", "")
-    return "\n".join(
-        [
-            f"# ratio: time over that of {subject}, median over rounds",
-            f"# p95, ratio95: the 95th percentile of the rounds, and that over {subject}'s",
-            "#" + " " * (key_width - 1) + groups,
-            "#" + names[1:] + cells * len(placements),
-            "#" + units[1:] + cell_units * len(placements),
-        ]
-    )
+class Column(NamedTuple):
+    """A column of a table. ``width`` is as in a format: ">9" to the right, "<22" to the left."""
+
+    title: str
+    unit: str
+    width: str
+    text: Callable[[Row], object]
 
 
-def table_lines(rows: Iterable[Row], placements: Sequence[str]) -> list[str]:
-    """One line per system of the rows of one size, placements side by side."""
-    by_system: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        by_system.setdefault(row.system, {})[row.placement] = row
-    lines = []
-    for system, cells in by_system.items():
-        row = next(iter(cells.values()))
-        root = str(row.root) if row.root >= 0 else "-"
-        key = _KEY_FORMAT.format(
-            row.size_bytes, row.count, row.dtype, row.op, root, system, row.mode
+@dataclass(frozen=True)
+class Table:
+    """Rows as text.
+
+    Attributes:
+        title: lines above it.
+        key: the first columns; rows that agree in all of these stand in one line.
+        cell: the columns of one row; empty where it has no time.
+        placements: side by side, a group of ``cell`` columns each; (): a line for each row.
+    """
+
+    title: str
+    key: tuple[Column, ...]
+    cell: tuple[Column, ...]
+    placements: tuple[str, ...] = ()
+
+    def head(self) -> str:
+        groups = self.placements or ("",)
+        key, cell = (
+            " ".join(f"{c.title:{c.width}}" for c in each) for each in (self.key, self.cell)
         )
-        lines.append(key + "".join("  " + _cell(cells.get(place)) for place in placements))
-    return lines
+        units = [" ".join(f"{c.unit:{c.width}}" for c in each) for each in (self.key, self.cell)]
+        lines = [self.title] if self.title else []
+        if self.placements:
+            named = "".join(f"  {_PLACEMENTS[each]:^{len(cell)}}" for each in self.placements)
+            lines.append("#" + " " * (len(key) - 1) + named)
+        lines.append("#" + key[1:] + f"  {cell}" * len(groups))
+        lines.append("#" + units[0][1:] + f"  {units[1]}" * len(groups))
+        return "\n".join(line.rstrip() for line in lines)
+
+    def lines(self, rows: Iterable[Row]) -> list[str]:
+        found: dict[tuple[str, int], dict[str, Row]] = {}
+        for number, row in enumerate(rows):
+            key = " ".join(f"{column.text(row)!s:{column.width}}" for column in self.key)
+            apart = (key, 0) if self.placements else (key, number)
+            found.setdefault(apart, {})[row.placement if self.placements else ""] = row
+        groups = self.placements or ("",)
+        return [
+            "  ".join([key, *(self._cell(cells.get(each)) for each in groups)])
+            for (key, _), cells in found.items()
+        ]
+
+    def _cell(self, row: Row | None) -> str:
+        texts = ["" if row is None else column.text(row) for column in self.cell]
+        if row is None or not (row.rounds or row.loss):
+            texts[0] = "n/a"
+        return " ".join(f"{text!s:{c.width}}" for text, c in zip(texts, self.cell, strict=True))
 
 
-def _cell(row: Row | None) -> str:
-    if row is None or row.time_us is None:
-        return _CELL_FORMAT.format("n/a", *[""] * 6)
-    return _CELL_FORMAT.format(
-        f"{row.time_us:.2f}",
-        f"{row.algbw_gbps:.2f}",
-        f"{row.busbw_gbps:.2f}",
-        "-" if row.wrong is None else row.wrong,
-        "" if row.ratio is None else f"{row.ratio:.2f}",
-        "" if row.p95_us is None else f"{row.p95_us:.2f}",
-        "" if row.ratio_p95 is None else f"{row.ratio_p95:.2f}",
-    )
+_PLACEMENTS = {OUT_OF_PLACE: "out of place", IN_PLACE: "in place"}
+
+
+def _number(name: str, digits: int = 2, per: float = 1.0) -> Callable[[Row], str]:
+    """The text of a field, in units of ``per``; "" where it is None."""
+
+    def text(row: Row) -> str:
+        value = getattr(row, name)
+        return "" if value is None else f"{value / per:.{digits}f}"
+
+    return text
+
+
+def _agreement(row: Row) -> str:
+    return {None: "-", 0: "equal"}.get(row.wrong, f"WRONG: {row.wrong}")
+
+
+# The columns of nccl-tests.
+COLLECTIVE_KEY = (
+    Column("size", "(B)", ">12", lambda row: row.size_bytes),
+    Column("count", "(elems)", ">10", lambda row: row.count),
+    Column("type", "", ">9", lambda row: row.dtype),
+    Column("redop", "", ">6", lambda row: row.op),
+    Column("root", "", ">5", lambda row: row.root if row.root >= 0 else "-"),
+    Column("system", "", "<15", lambda row: row.system),
+    Column("mode", "", "<19", lambda row: row.mode),
+)
+COLLECTIVE_CELL = (
+    Column("time", "(us)", ">10", _number("time_us")),
+    Column("algbw", "(GB/s)", ">8", _number("algbw_gbps")),
+    Column("busbw", "(GB/s)", ">8", _number("busbw_gbps")),
+    Column("#wrong", "", ">7", lambda row: "-" if row.wrong is None else row.wrong),
+    Column("ratio", "", ">8", _number("ratio")),
+    Column("p95", "(us)", ">10", _number("p95_us")),
+    Column("ratio95", "", ">8", _number("ratio_p95")),
+)
+_CASE = (
+    Column(" case", "", "<22", lambda row: row.collective),
+    Column("of", "", "<28", lambda row: row.placement),
+    Column("type", "", "<8", lambda row: row.dtype),
+)
+_SYSTEM = Column("system", "", "<34", lambda row: row.system)
+_NOTE = Column("", "", "<1", lambda row: row.note)
+TIMES = Table(
+    "# ratio: of times, median over rounds, with its quartiles",
+    (*_CASE, _SYSTEM),
+    (
+        Column("time", "(ms)", ">11", _number("time_us", 3, 1e3)),
+        Column("best", "(ms)", ">11", _number("best_us", 3, 1e3)),
+        Column("ratio", "", ">7", _number("ratio", 3)),
+        Column("low", "", ">7", _number("ratio_low", 3)),
+        Column("high", "", ">7", _number("ratio_high", 3)),
+        Column("speed", "(GB/s)", ">8", _number("algbw_gbps")),
+        Column("check", "", "<8", _agreement),
+        _NOTE,
+    ),
+)
+LOSSES = Table(
+    "",
+    (*_CASE[:2], _SYSTEM),
+    (
+        Column("steps", "", ">6", lambda row: row.count),
+        Column("loss", "(nats/B)", ">9", _number("loss", 5)),
+    ),
+)

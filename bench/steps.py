@@ -1,8 +1,4 @@
-"""The optimizer's step against torch's, DeepSpeed's and its own parts.
-
-``python -m ringcomm.bench.steps`` runs it.
-
-What is timed, each in one run and interleaved (see :mod:`.timing`):
+"""The optimizer's step on the CPU, against torch's, DeepSpeed's and its own parts.
 
 shard       one core's update of a shard: ringcomm, torch's fused AdamW, DeepSpeed's CPUAdam where
             it is installed. FP32; and bfloat16 parameters with FP32 master copies, which torch does
@@ -16,13 +12,10 @@ Gradients lie where a training loop would have them: in ringcomm's bucket, in to
 from __future__ import annotations
 
 import argparse
-import csv
-import os
-import statistics
-import sys
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Literal
 
 import torch
@@ -30,59 +23,43 @@ import torch.distributed as dist
 
 import ringcomm
 
-from . import provenance
-from .board import Board
-from .launch import placed, run_processes, started_by
-from .timing import Clock, Entrant, Pace, Timing, host_elapsed_us, measure, ratios
+from . import run
+from .launch import Placing, Wanted
+from .options import option
+from .report import row_of
+from .run import Bench, Run
 
 Step = Callable[[], object]
 SUBJECT = "ringcomm"
+AdamWOptions = ringcomm.optim.AdamWOptions
 
 
 @dataclass(frozen=True)
 class StepCase:
-    """The subject of one table of results."""
+    """One gradient and its parameters."""
 
-    what: str  # "shard" or "step"
     dtype: torch.dtype
     elems: int
 
-    def __str__(self) -> str:
-        return f"{self.what} {str(self.dtype).removeprefix('torch.')} {self.elems / 2**20:g}Mi"
-
-
-class HostClock:
-    """Steps on the CPU are done when they return."""
-
-    def elapsed_us(self, calls: object) -> float:
-        return host_elapsed_us(calls)  # type: ignore[arg-type]
-
-    def synchronize(self) -> None:
-        pass
-
-
-def _leaf(case: StepCase, seed: int) -> torch.nn.Parameter:
-    values = torch.randn(case.elems, generator=torch.Generator().manual_seed(seed))
-    param = torch.nn.Parameter(values.to(case.dtype))
-    param.grad = values.mul(0.01).to(case.dtype)
-    return param
+    def leaf(self) -> torch.nn.Parameter:
+        values = torch.randn(self.elems, generator=torch.Generator().manual_seed(1))
+        param = torch.nn.Parameter(values.to(self.dtype))
+        param.grad = values.mul(0.01).to(self.dtype)
+        return param
 
 
 def _ringcomm(
-    case: StepCase,
-    comm: ringcomm.Communicator | Literal["alone"],
-    options: ringcomm.optim.AdamWOptions,
+    case: StepCase, comm: ringcomm.Communicator | Literal["alone"], options: AdamWOptions
 ) -> Step:
-    param = _leaf(case, 1)
-    optimizer = ringcomm.optim.AdamW([param], comm=comm, options=options)
+    optimizer = ringcomm.optim.AdamW([case.leaf()], comm=comm, options=options)
     optimizer.step()  # lays the bucket out; from here on p.grad is its view
     return optimizer.step
 
 
-def _torch_fused(case: StepCase) -> Step:
-    if case.dtype == torch.float32:
-        return torch.optim.AdamW([_leaf(case, 1)], fused=True).step
-    param = _leaf(case, 1)
+def torch_fused(param: torch.nn.Parameter) -> Step:
+    """torch's fused AdamW, on FP32 masters of a 16-bit parameter."""
+    if param.dtype == torch.float32:
+        return torch.optim.AdamW([param], fused=True).step
     master = torch.nn.Parameter(param.detach().float())
     master.grad = torch.empty_like(master)
     optimizer = torch.optim.AdamW([master], fused=True)
@@ -96,45 +73,37 @@ def _torch_fused(case: StepCase) -> Step:
     return step
 
 
-def _deepspeed(case: StepCase) -> Step | None:
-    try:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-    except Exception:
-        # Not installed, or its extension does not build here: it is left out, and the table shows.
-        return None
-    step: Step = DeepSpeedCPUAdam([_leaf(case, 1)]).step
-    return step
-
-
-def _shard_entrants(case: StepCase, _: ringcomm.Communicator | None) -> dict[str, Step]:
+def shard_systems(case: StepCase) -> dict[str, Step]:
     steps = {
-        SUBJECT: _ringcomm(case, "alone", ringcomm.optim.AdamWOptions(bucket_elems=case.elems)),
-        "torch fused": _torch_fused(case),
+        SUBJECT: _ringcomm(case, "alone", AdamWOptions(bucket_elems=case.elems)),
+        "torch fused": torch_fused(case.leaf()),
     }
-    other = _deepspeed(case) if case.dtype == torch.float32 else None
-    return steps if other is None else {**steps, "deepspeed cpu_adam": other}
+    if case.dtype == torch.float32:
+        try:
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            steps["deepspeed cpu_adam"] = DeepSpeedCPUAdam([case.leaf()]).step
+        except Exception as error:
+            # Not installed, or its extension does not build here.
+            print(f"# without DeepSpeed's CPUAdam: {type(error).__name__}", flush=True)
+    return steps
 
 
 def _separate(case: StepCase, comm: ringcomm.Communicator) -> Step:
     """Reduce-scatter, update and all-gather as three calls of this library."""
-    world, rank = comm.world_size, comm.rank
-    chunk = case.elems // world
-    grads = ringcomm.empty(case.elems, dtype=case.dtype)
-    params = ringcomm.empty(case.elems, dtype=case.dtype)
-    source = _leaf(case, 1)
+    chunk, begin = case.elems // comm.world_size, comm.rank * (case.elems // comm.world_size)
+    source = case.leaf()
     assert source.grad is not None
-    grads.copy_(source.grad)
-    params.copy_(source.detach())
-    own = torch.nn.Parameter(params[rank * chunk : (rank + 1) * chunk])
-    reduced = torch.empty(chunk, dtype=case.dtype)
-    own.grad = reduced
-    options = ringcomm.optim.AdamWOptions(bucket_elems=-(-chunk // 512) * 512)
+    grads = ringcomm.empty(case.elems, dtype=case.dtype).copy_(source.grad)
+    params = ringcomm.empty(case.elems, dtype=case.dtype).copy_(source.detach())
+    own = torch.nn.Parameter(params[begin : begin + chunk])
+    own.grad = torch.empty(chunk, dtype=case.dtype)
+    options = AdamWOptions(bucket_elems=-(-chunk // 512) * 512)
     update = ringcomm.optim.AdamW([own], comm="alone", options=options)
     update.step()  # its bucket takes the shard over: parameters are gathered from there
     shard, grad = own.data, own.grad
 
     def step() -> None:
-        assert grad is not None
         comm.reduce_scatter_tensor(grad, grads, op=dist.ReduceOp.AVG)
         update.step()
         comm.all_gather_into_tensor(params, shard)
@@ -143,117 +112,66 @@ def _separate(case: StepCase, comm: ringcomm.Communicator) -> Step:
 
 
 def _gloo(case: StepCase) -> Step:
-    param, update = _leaf(case, 1), _torch_fused(case)
-    grad, world = param.grad, dist.get_world_size()
+    param = case.leaf()
+    grad, update = param.grad, torch_fused(param)
 
     def step() -> None:
         assert grad is not None
         dist.all_reduce(grad)
-        grad.div_(world)
+        grad.div_(dist.get_world_size())
         update()
 
     return step
 
 
-def _step_entrants(case: StepCase, comm: ringcomm.Communicator | None) -> dict[str, Step]:
-    assert comm is not None
-    options = ringcomm.optim.AdamWOptions(bucket_elems=case.elems)
-    two = ringcomm.optim.AdamWOptions(bucket_elems=case.elems, check_finite=True)
-    ring = ringcomm.optim.AdamWOptions(bucket_elems=case.elems, algorithm="ring")
+def step_systems(case: StepCase, comm: ringcomm.Communicator) -> dict[str, Step]:
+    of = partial(AdamWOptions, bucket_elems=case.elems)
     return {
-        SUBJECT: _ringcomm(case, comm, options),
-        "two passes": _ringcomm(case, comm, two),
-        "ring": _ringcomm(case, comm, ring),
+        SUBJECT: _ringcomm(case, comm, of()),
+        "two passes": _ringcomm(case, comm, of(check_finite=True)),
+        "ring": _ringcomm(case, comm, of(algorithm="ring")),
         "separate kernels": _separate(case, comm),
         "gloo + torch fused": _gloo(case),
     }
 
 
-_ENTRANTS = {"shard": _shard_entrants, "step": _step_entrants}
+def measure(run: Run) -> None:
+    asked = run.options
+    if asked.what == "step":
+        run.connect("gloo")
+    # Buckets have a multiple of 512 elements.
+    elems = 512 * math.ceil((asked.millions or (64 if asked.what == "step" else 16)) * 2**11)
+    for name in asked.dtype or ("float32", "bfloat16"):
+        case = StepCase(getattr(torch, name), elems)
+        systems = shard_systems(case) if asked.what == "shard" else step_systems(case, run.comm)
+        row = row_of(f"adamw_{asked.what}", f"{elems / 2**20:g} Mi", run.world, elems, case.dtype)
+        run.add(run.compare(row, systems, SUBJECT))
 
 
-def _rows(case: StepCase, world: int, timings: Mapping[str, Timing]) -> list[dict[str, str]]:
-    subject = timings[SUBJECT]
-    rows = []
-    for name, timing in timings.items():
-        shares = sorted(ratios(timing, subject))
-        rows.append(
-            {
-                "case": str(case),
-                "ranks": str(world),
-                "system": name,
-                "median_ms": f"{timing.median_us / 1e3:.3f}",
-                "best_ms": f"{timing.best_us / 1e3:.3f}",
-                "ratio": f"{statistics.median(shares):.3f}",
-                "ratio_low": f"{shares[0]:.3f}",
-                "ratio_high": f"{shares[-1]:.3f}",
-                "rounds": str(len(timing.times_us)),
-            }
-        )
-    return rows
+def check(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
+    if asked.what == "shard" and asked.ranks is not None:
+        parser.error("a shard has one rank: leave --ranks out")
 
 
-def _run_rank(cases: list[StepCase], pace: Pace, output: Path | None, arguments: list[str]) -> None:
-    place = placed()
-    rank, world, store = place.rank, place.world, place.store
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=world
-    )
-    comm = ringcomm.Communicator.from_store(dist.PrefixStore("ringcomm", store), rank, world)
-    board = Board(store, rank, world)
-    clock: Clock = HostClock()
-    rows: list[dict[str, str]] = []
-    for case in cases:
-        steps = _ENTRANTS[case.what](case, comm)
-        entrants = {name: Entrant([step]) for name, step in steps.items()}
-        rows += _rows(case, world, measure(board, entrants, pace, clock))
-        del steps, entrants
-    board.barrier()
-    if rank == 0:
-        _write(rows, output, arguments)
-    comm.close()
-    dist.destroy_process_group()
+def place(asked: argparse.Namespace, wanted: Wanted) -> Placing | None:
+    """A shard is stepped in this process."""
+    if asked.what == "shard":
+        return Placing(0, 1, dist.HashStore())
+    return run.usual_place(asked, wanted)
 
 
-def _write(rows: list[dict[str, str]], output: Path | None, arguments: list[str]) -> None:
-    facts = provenance.collect(arguments, {SUBJECT: ringcomm.__version__}, {})
-    facts["command"] = " ".join(["python -m ringcomm.bench.steps", *arguments])
-    for row in rows:
-        print("  ".join(f"{value:>12}" for value in row.values()))
-    if output is None:
-        return
-    with output.open("w", newline="", encoding="utf-8") as file:
-        file.writelines(f"# {key}: {value}\n" for key, value in facts.items())
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m ringcomm.bench.steps", description=__doc__)
-    parser.add_argument("what", choices=("shard", "step"))
-    parser.add_argument("-n", "--ranks", type=int, default=2, help="of a step (default 2)")
-    parser.add_argument("-m", "--millions", type=float, help="Mi parameters (default 16, step 64)")
-    parser.add_argument("-d", "--dtype", action="append", choices=("float32", "bfloat16"))
-    parser.add_argument("-r", "--rounds", type=int, default=9)
-    parser.add_argument("-o", "--output", type=Path, help="a CSV file")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str]) -> int:
-    asked = _parse(arguments)
-    world = asked.ranks if asked.what == "step" else 1
-    elems = int((asked.millions or (64 if asked.what == "step" else 16)) * 2**20)
-    dtypes = [getattr(torch, name) for name in asked.dtype or ("float32", "bfloat16")]
-    if started_by(os.environ) == "harness":
-        cases = [StepCase(asked.what, dtype, elems) for dtype in dtypes]
-        pace = Pace(rounds=asked.rounds, warmup_rounds=2, batch=1, turn_us=0)
-        kept = [word for word in arguments if word not in ("-o", "--output", str(asked.output))]
-        _run_rank(cases, pace, asked.output, kept)
-        return 0
-    return run_processes("ringcomm.bench.steps", arguments, world)
-
+BENCH = Bench(
+    "steps",
+    __doc__,
+    measure,
+    (
+        option("what", choices=("shard", "step")),
+        option("-m", "--millions", type=float, help="Mi parameters (default 16, step 64)"),
+        option("-d", "--dtype", action="append", choices=("float32", "bfloat16")),
+    ),
+    check=check,
+    place=place,
+)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run.run_process(BENCH)

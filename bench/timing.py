@@ -13,11 +13,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Protocol
 
 from .board import Board
+from .report import Row
 
 # Calls of one turn at most: a Python loop over more gains no precision and costs Gloo's rounds.
 _MAX_BATCH = 200
@@ -153,6 +154,52 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def ratios(timing: Timing, subject: Timing) -> list[float]:
     """Returns times relative to the subject's, round by round: above 1 the subject is faster."""
     return [other / own for other, own in zip(timing.times_us, subject.times_us, strict=True)]
+
+
+def quartiles(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
+    """Lower quartile, median and upper quartile; None of nothing."""
+    if not values:
+        return None, None, None
+    spread = list(values) if len(values) > 1 else [values[0]] * 2
+    low, middle, high = statistics.quantiles(spread, n=4, method="inclusive")
+    return round(low, 4), round(middle, 4), round(high, 4)
+
+
+def timed(row: Row, timing: Timing, subject: Timing | None) -> Row:
+    """``row`` with the times of its system, and how they compare with those of ``subject``."""
+    low, middle, high = quartiles(ratios(timing, subject) if subject else [])
+    return replace(
+        row,
+        time_us=round(timing.median_us, 3),
+        best_us=round(timing.best_us, 3),
+        p95_us=round(timing.p95_us, 3),
+        rounds=len(timing.times_us),
+        batch=timing.batch,
+        ratio=middle,
+        ratio_p95=timing.p95_us / subject.p95_us if subject else None,
+        ratio_low=low,
+        ratio_high=high,
+    )
+
+
+def rows_of(
+    case: Row, timings: Mapping[str, Timing], subject: str | Mapping[str, str]
+) -> list[Row]:
+    """A row for each system.
+
+    Args:
+        case: its fields that all rows share.
+        timings: by system.
+        subject: the system that ratios are over; or one for each system.
+    """
+    return [
+        timed(
+            replace(case, system=name),
+            timing,
+            timings[subject if isinstance(subject, str) else subject[name]],
+        )
+        for name, timing in timings.items()
+    ]
 
 
 def _choose_batches(

@@ -1,13 +1,12 @@
-"""``ringcomm bench``: starts the benchmark harness, whose programs run by themselves."""
+"""``ringcomm bench``: starts the benchmark harness, which runs by itself."""
 
 from __future__ import annotations
 
 import argparse
 import subprocess
 import sys
-from collections.abc import Sequence
 
-COLLECTIVES, TRAINING = "ringcomm.bench.collectives", "ringcomm.bench.training"
+COLLECTIVES, TRAINING = "collectives", "training"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,12 +15,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the harness with the options as given, and returns its exit status."""
-    return run_harness(COLLECTIVES, args.arguments)
+    return run_harness(*args.arguments)
 
 
-def run_harness(module: str, arguments: Sequence[str]) -> int:
-    """Runs one of the harness's programs, and returns its exit status."""
-    with subprocess.Popen([sys.executable, "-m", module, *arguments]) as harness:
+def run_harness(*words: str) -> int:
+    """Runs the harness, the first word naming a bench; returns its exit status."""
+    with subprocess.Popen([sys.executable, "-m", "ringcomm.bench", *words]) as harness:
         while True:
             try:
                 return harness.wait()

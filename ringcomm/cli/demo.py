@@ -22,16 +22,16 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class DemoRun:
-    """One run of a program of the harness.
+    """One run of the harness.
 
     Attributes:
         title: what it shows, in a line.
-        module: the program.
+        bench: its name.
         words: its command line.
     """
 
     title: str
-    module: str
+    bench: str
     words: tuple[str, ...]
 
 
@@ -102,7 +102,7 @@ def _run_parts(chosen: Sequence[DemoRun]) -> tuple[dict[str, int], dict[str, Any
         for number, part in enumerate(chosen):
             file = Path(folder, f"{number}.json")
             print(f"\n=== {part.title}", flush=True)
-            status = run_harness(part.module, [*part.words, "--json", str(file)])
+            status = run_harness(part.bench, *part.words, "--json", str(file))
             if status != 0:
                 failed[part.title] = status
             if status == INTERRUPTED:

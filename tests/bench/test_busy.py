@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from ringcomm.bench.board import Board
 from ringcomm.bench.busy import busy_loops
-from ringcomm.bench.launch import LaunchError, join, run_ranks
-from ringcomm.bench.options import parse
+from ringcomm.bench.launch import LaunchError, Wanted, join, run_ranks
 from tests.bench.programs import run_program
 from tests.support import ROOT, fork_server
 
@@ -80,21 +79,21 @@ def test_loops_are_refused_where_others_started_the_ranks(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(LaunchError, match="run the harness alone"):
-        join(parse(["--busy", "1", "--peers", "gloo"]))
+        join(Wanted(busy=1))
 
 
 @pytest.mark.parametrize(
-    ("peers", "root", "words"),
+    ("systems", "root", "words"),
     [
-        ("mpi,impi", None, "a process can hold one MPI"),
-        ("impi", None, "I_MPI_ROOT=impi; it is not set"),
-        ("impi", "/nowhere", "I_MPI_ROOT=/nowhere has no /nowhere/bin/mpiexec.hydra"),
+        (("mpi", "impi"), None, "a process can hold one MPI"),
+        (("impi",), None, "I_MPI_ROOT=impi; it is not set"),
+        (("impi",), "/nowhere", "I_MPI_ROOT=/nowhere has no /nowhere/bin/mpiexec.hydra"),
     ],
 )
-def test_what_intel_mpi_needs(monkeypatch, peers, root, words):
+def test_what_intel_mpi_needs(monkeypatch, systems, root, words):
     pytest.importorskip("mpi4py")
     monkeypatch.delenv("I_MPI_ROOT", raising=False)
     if root is not None:
         monkeypatch.setenv("I_MPI_ROOT", root)
     with pytest.raises(LaunchError, match=words):
-        run_ranks(parse(["--peers", peers]), [])
+        run_ranks("ringcomm.bench.collectives", [], Wanted(2, systems))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ringcomm.bench.device_steps import fitting, main, rows_of, run_case
+from ringcomm.bench.device_steps import BENCH, case_rows, fitting, run_case
 from ringcomm.bench.device_systems import (
     COPY,
     SEPARATE,
@@ -16,6 +16,7 @@ from ringcomm.bench.device_systems import (
     Systems,
 )
 from ringcomm.bench.devices import Host
+from ringcomm.bench.run import main
 from ringcomm.bench.timing import Timing
 
 ELEMS = 8192
@@ -67,7 +68,7 @@ def test_rows_of_a_run():
 def test_bandwidth_counts_28_bytes_per_parameter(dtype):
     case = KernelCase(SHARD, dtype, 1000)
     timings = {SUBJECT: Timing((28.0, 28.0), 1), COPY: Timing((14.0, 21.0), 1)}
-    ours, copy = rows_of(case, timings, "why")
+    ours, copy = case_rows(case, timings, "why")
     assert case.bytes_per_parameter == 28
     assert (ours.algbw_gbps, ours.ratio, ours.note) == (1.0, 1.0, "why")
     assert copy.ratio == pytest.approx(0.625)
@@ -84,5 +85,5 @@ def test_the_size_follows_the_memory():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(capsys):
-    assert main(["shard"]) == 2
-    assert "sees no usable CUDA device" in capsys.readouterr().out
+    assert main(BENCH, ["shard"]) == 2
+    assert "sees no usable CUDA device" in capsys.readouterr().err

@@ -1,46 +1,28 @@
-"""Times of exchanges between nodes: the rows are those that the cost model reads."""
+"""Collectives over nodes: what is compared, and the rows of a run on nodes of this machine."""
 
-import os
-import sys
-from concurrent.futures import ThreadPoolExecutor
-
-from ringcomm.comm.topology.fit import read_rows
-from tests.support import ROOT, fork_server
+from ringcomm.bench.nodes import EXCHANGE, GLOO, OURS
+from ringcomm.bench.report import read
+from tests.bench.programs import run_program
 
 
-def test_two_ranks_as_two_nodes_write_rows_that_the_model_reads(tmp_path):
-    rows = tmp_path / "rows.csv"
-    options = ["--gbit-s", "1", "--rounds", "1", "--bytes", "16384", "--wires", "int8"]
-    options += ["-o", str(rows)]
-    # A file is a store that needs no port.
-    options += ["--init-method", f"file://{tmp_path / 'store'}"]
-    command = [sys.executable, "-m", "ringcomm.bench.nodes", *options]
-    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+def test_two_ranks_stand_for_two_nodes(tmp_path):
+    options = ("-r", "2", "--bytes", "16K", "--wires", "int8", "--json", str(tmp_path / "r.json"))
+    done = run_program("ringcomm.bench.nodes", "--gbit-s", "1", *options)
+    assert done.returncode == 0, done.stderr
+    rows = read(tmp_path / "r.json").rows
+    assert {(row.nodes, row.ranks, row.size_bytes, row.rounds) for row in rows} == {
+        (2, 2, 16384, 2)
+    }
+    assert {row.placement for row in rows} == {"1 x 1 Gbit/s"}
+    coded = f"{OURS}, wire int8"
+    assert [(row.collective, row.system) for row in rows] == [
+        ("exchange", EXCHANGE),
+        *(("all_gather", each) for each in (OURS, GLOO)),
+        *(("all_reduce", each) for each in (OURS, GLOO, coded)),
+        *(("reduce_scatter", each) for each in (OURS, GLOO, coded)),
+    ]
 
-    told: list[str] = []
 
-    def run(rank):
-        node = {"RINGCOMM_NODE_ID": f"node{rank}"}
-        env = {**os.environ, **place, **node, "RANK": str(rank), "PYTHONPATH": str(ROOT)}
-        return fork_server.run(command, cwd=tmp_path, env=env)
-
-    with ThreadPoolExecutor(2) as pool:
-        for done in pool.map(run, range(2)):
-            assert done.returncode == 0, done.stderr
-            told.append(done.stdout)
-    assert any("on the wire int8" in each and "FP32 takes" in each for each in told)
-    found = [(row.collective, row.algorithm, row.nodes, row.wire) for row in read_rows(rows)]
-    assert {row.bytes for row in read_rows(rows)} == {16384}
-    assert sorted(found) == sorted(
-        [
-            ("exchange", "rail-direct", 2, ""),
-            ("all_gather", "flat-ring", 2, ""),
-            ("all_reduce", "flat-ring", 2, ""),
-            ("reduce_scatter", "flat-ring", 2, ""),
-            ("all_gather", "rail-direct", 2, ""),
-            ("all_reduce", "rail-direct", 2, ""),
-            ("reduce_scatter", "rail-direct", 2, ""),
-            ("all_reduce", "rail-direct", 2, "int8"),
-            ("reduce_scatter", "rail-direct", 2, "int8"),
-        ]
-    )
+def test_nodes_have_as_many_ranks_as_each_other():
+    done = run_program("ringcomm.bench", "nodes", "--nodes", "2", "--ranks", "3")
+    assert done.returncode == 2 and "as many ranks as each other" in done.stderr

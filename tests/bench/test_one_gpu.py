@@ -6,16 +6,15 @@ from torch.distributed import HashStore
 
 import ringcomm
 from ringcomm.bench.cases import DTYPES, OPS
-from ringcomm.bench.collectives import heap_bytes, main, run_rank
+from ringcomm.bench.collectives import BENCH, buffer_sets, heap_bytes, measure_all, parse
 from ringcomm.bench.launch import Placing
 from ringcomm.bench.modes import DEVICE_MODES, MEANINGS, ModeError, choose, device_index
-from ringcomm.bench.options import parse
 from ringcomm.bench.peers import PeerSetup, Unavailable, open_system
 from ringcomm.bench.peers.nccl import why_not
 from ringcomm.bench.peers.torch_ops import fastest, ways_to_copy, ways_to_reduce
 from ringcomm.bench.provenance import commit
 from ringcomm.bench.report import read
-from ringcomm.bench.session import buffer_sets
+from ringcomm.bench.run import Run, main
 from ringcomm.bench.traffic import COUNTED, distinct_bytes, needed_bytes, ring_bytes
 from ringcomm.bench.verify import wrong_elements
 from tests.bench.stand_ins import StandInGpu, StandInWorld
@@ -48,8 +47,9 @@ def worlds(monkeypatch):
 def run_one_launch(path, *arguments, world=4, device=None):
     arguments = (*SMALL, "--json", str(path), "--batch", "2", *arguments)
     placing = Placing(0, world, HashStore(), "one-launch")
-    status = run_rank(parse(arguments), placing, device or StandInGpu(), arguments)
-    return status, read(path)
+    run = Run(BENCH, parse(arguments), placing)
+    measure_all(run, device or StandInGpu())
+    return run.finish(arguments), read(path)
 
 
 @pytest.mark.parametrize("tensors", ["plain", "heap"])
@@ -111,7 +111,7 @@ def test_what_one_launch_does_not_carry_is_said(worlds, tmp_path):
 
 def test_without_a_gpu_the_harness_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["--device", "cuda", "--mode", "one-launch"]) == 2
+    assert main(BENCH, ["--device", "cuda", "--mode", "one-launch"]) == 2
     assert "torch sees no usable CUDA device" in capsys.readouterr().err
 
 

@@ -5,7 +5,8 @@ import argparse
 import pytest
 
 from ringcomm.bench.cases import COLLECTIVES
-from ringcomm.bench.options import DEFAULT_COLLECTIVES, parse, parse_size
+from ringcomm.bench.collectives import DEFAULT_COLLECTIVES, parse, placements_of, sizes_bytes
+from ringcomm.bench.options import build_parser, option, parse_size, without_files
 
 
 @pytest.mark.parametrize(
@@ -36,17 +37,17 @@ def test_defaults():
     options = parse([])
     assert options.collectives == DEFAULT_COLLECTIVES
     assert options.systems == ("ringcomm", "gloo", "mpi")
-    assert options.sizes_bytes()[0] == 4 << 10
-    assert options.sizes_bytes()[-1] == 256 << 20
+    assert sizes_bytes(options)[0] == 4 << 10
+    assert sizes_bytes(options)[-1] == 256 << 20
     assert options.placement == "both"
     assert (options.device, options.graph_calls) == ("cpu", 0)
-    assert options.check and not options.heap_tensors
+    assert options.check and options.tensors == "plain"
 
 
 def test_sizes_stop_at_the_largest():
     options = parse(["-b", "4K", "-e", "100K", "-f", "4"])
-    assert options.sizes_bytes() == [4096, 16384, 65536]
-    assert parse(["-b", "8K", "-e", "1M", "-f", "1"]).sizes_bytes() == [8192]
+    assert sizes_bytes(options) == [4096, 16384, 65536]
+    assert sizes_bytes(parse(["-b", "8K", "-e", "1M", "-f", "1"])) == [8192]
 
 
 def test_all_collectives_and_no_peers():
@@ -85,7 +86,7 @@ def test_algorithms_of_ringcomm_are_systems_of_their_own():
 )
 def test_placements(asked, name, placements):
     options = parse(["--placement", asked])
-    assert options.placements_of(COLLECTIVES[name]) == placements
+    assert placements_of(options, COLLECTIVES[name]) == placements
 
 
 @pytest.mark.parametrize(
@@ -111,8 +112,7 @@ def test_placements(asked, name, placements):
         (["--busy", "some"], "'some' is not a whole number"),
         (["--busy", "1", "--device", "cuda"], "--busy needs --device cpu"),
         (["-b", "lots"], "'lots' is not a size"),
-        (["--csv", "/nowhere/x.csv"], "--csv /nowhere/x.csv: its folder does not exist"),
-        (["--plot", "x.xyz"], "--plot x.xyz: expected a name in .png, .svg, .pdf"),
+        (["--csv", "/nowhere/x.csv"], "--csv: /nowhere/x.csv: its folder does not exist"),
     ],
 )
 def test_wrong_command_lines(arguments, words, capsys):
@@ -120,3 +120,14 @@ def test_wrong_command_lines(arguments, words, capsys):
         parse(arguments)
     assert ending.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_bench_that_has_a_short_name_keeps_it():
+    parser = build_parser("x", "", [option("-n", "--iters"), option("-n", "--ranks")])
+    asked = parser.parse_args(["-n", "3", "--ranks", "2"])
+    assert (asked.iters, asked.ranks) == ("3", "2")
+
+
+def test_a_recorded_command_names_no_files():
+    words = ["-b", "4K", "--json", "a/b", "--csv=c", "-e", "8K", "--profile", "d"]
+    assert without_files(words) == ["-b", "4K", "-e", "8K"]

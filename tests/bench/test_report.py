@@ -1,13 +1,22 @@
-"""Rows on paper and in files, and the picture."""
+"""Rows on paper and in files."""
 
 import json
 from typing import Any
 
 import pytest
 
-from ringcomm.bench.plot import draw, size_label
-from ringcomm.bench.plot import main as plot_main
-from ringcomm.bench.report import Report, Row, read, table_head, table_lines, write_csv, write_json
+from ringcomm.bench.report import (
+    COLLECTIVE_CELL,
+    COLLECTIVE_KEY,
+    TIMES,
+    Report,
+    Row,
+    Table,
+    read,
+    size_label,
+    write_csv,
+    write_json,
+)
 from tests.support import ROOT
 
 KEY: dict[str, Any] = {"count": 512, "dtype": "float", "op": "sum", "root": -1, "ranks": 2}
@@ -83,30 +92,26 @@ def test_wrong_elements_add_up(report):
 
 def test_the_table_puts_placements_side_by_side():
     rows = [measured("ringcomm"), measured("ringcomm", "in", time_us=9.25), measured("gloo")]
-    lines = table_lines(rows, ("out", "in"))
+    table = Table("# a title", COLLECTIVE_KEY, COLLECTIVE_CELL, ("out", "in"))
+    lines = table.lines(rows)
     assert len(lines) == 2
     assert lines[0].split() == [
         *("4096", "512", "float", "sum", "-", "ringcomm", "processes"),
         *("12.50", "0.33", "0.16", "0", "14.00", "9.25", "0.33", "0.16", "0", "14.00"),
     ]
     assert lines[1].split()[-1] == "n/a"
-    head = table_head("ringcomm", ("out", "in")).splitlines()
-    assert all(word in head[3] for word in ("size", "redop", "algbw", "busbw", "#wrong"))
-    assert "out of place" in head[2] and "in place" in head[2]
+    head = table.head().splitlines()
+    assert head[0] == "# a title"
+    assert "out of place" in head[1] and "in place" in head[1]
+    assert all(word in head[2] for word in ("size", "redop", "algbw", "busbw", "#wrong"))
 
 
-def test_the_picture_is_drawn_from_files(report, tmp_path):
-    pytest.importorskip("matplotlib")
-    write_csv(report, tmp_path / "r.csv")
-    picture = tmp_path / "r.png"
-    assert plot_main([str(tmp_path / "r.csv"), "-o", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_of_nothing_is_refused(report, tmp_path):
-    pytest.importorskip("matplotlib")
-    with pytest.raises(ValueError, match="nothing to draw"):
-        draw(Report(report.provenance, [report.rows[2]]), tmp_path / "r.png")
+def test_a_table_of_times_says_what_is_wrong_and_why_there_is_no_time(report):
+    lines = TIMES.lines(report.rows)
+    assert len(lines) == len(report.rows)
+    assert "equal" in lines[0] and "WRONG: 3" in lines[1]
+    assert "n/a" in lines[2] and lines[2].endswith("no, not here: x, y")
+    assert lines[1].split()[-8:-3] == ["0.013", "0.011", "36.250", "30.000", "40.500"]
 
 
 def test_size_labels():

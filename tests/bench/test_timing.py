@@ -5,8 +5,18 @@ import pytest
 from ringcomm.bench import timing
 from ringcomm.bench.board import Board
 from ringcomm.bench.devices import Host
-from ringcomm.bench.session import quartiles
-from ringcomm.bench.timing import Entrant, Pace, Timing, batch_for, measure, ratios, slowest
+from ringcomm.bench.report import row_of
+from ringcomm.bench.timing import (
+    Entrant,
+    Pace,
+    Timing,
+    batch_for,
+    measure,
+    quartiles,
+    ratios,
+    rows_of,
+    slowest,
+)
 
 
 class Clock:
@@ -113,3 +123,17 @@ def test_quartiles():
     assert quartiles([]) == (None, None, None)
     assert quartiles([2.0]) == (2.0, 2.0, 2.0)
     assert quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == (2.0, 3.0, 4.0)
+
+
+def test_rows_have_ratios_over_the_subject_of_each_system():
+    times = {"a": (1.0, 10.0, 2.0), "b": (2.0, 30.0, 8.0), "c": (2.0, 2.0, 2.0)}
+    timings = {name: Timing(each, batch=1) for name, each in times.items()}
+    case = row_of("step", "32x2", 2, 5)
+    found = rows_of(case, timings, "a")
+    assert [row.system for row in found] == list(times)
+    assert [row.ratio for row in found] == [1.0, 3.0, 1.0]
+    assert found[1].time_us == 8.0 and found[1].rounds == 3
+    assert (found[1].collective, found[1].placement, found[1].size_bytes) == ("step", "32x2", 20)
+    assert [row.ratio for row in rows_of(case, timings, {"a": "a", "b": "a", "c": "b"})] == [
+        *(1.0, 3.0, 0.25),
+    ]

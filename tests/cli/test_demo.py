@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from ringcomm.bench import options, training
+from ringcomm.bench import collectives, training
 from ringcomm.bench.cases import COLLECTIVES
 from ringcomm.bench.launch import _STORE_FILE as STORE_FILE
 from ringcomm.bench.training_systems import DDP_HERE, FSDP2_HERE, STAGES
@@ -45,11 +45,13 @@ RANKS_OF_EACH_PART = f"""
 import os, sys
 from importlib import import_module
 import tests.support.preloaded
+from ringcomm.bench import run
 from ringcomm.cli import demo
 
 assert "numpy" not in sys.modules
 folder, text = sys.argv[1:]
-parts = [(import_module(part.module), part.words) for part in demo.parts(True, text)]
+names = [(part.bench, part.words) for part in demo.parts(True, text)]
+parts = [(import_module("ringcomm.bench." + name), words) for name, words in names]
 for number, (module, words) in enumerate(parts):
     os.environ.update(WORLD_SIZE="2", {STORE_FILE}=os.path.join(folder, str(number)))
     ranks = []
@@ -57,7 +59,7 @@ for number, (module, words) in enumerate(parts):
         ranks.append(os.fork())
         if ranks[rank] == 0:
             os.environ["RANK"] = str(rank)
-            status = module.main(list(words))
+            status = run.main(module.BENCH, list(words))
             sys.stdout.flush()
             os._exit(status)
     assert [os.waitpid(rank, 0)[1] for rank in ranks] == [0, 0], module
@@ -80,14 +82,15 @@ def test_the_harness_takes_what_each_part_says(quick):
     parts = demo.parts(quick, "some.txt")
     for part in parts:
         words = [*part.words, "--json", "x.json"]
-        if part.module == bench.COLLECTIVES:
-            chosen = options.parse(words)
-            assert (chosen.ranks, chosen.check, chosen.peers) == (2, True, ("gloo",))
+        if part.bench == bench.COLLECTIVES:
+            chosen = collectives.parse(words)
+            # Its default is 2 ranks.
+            assert (chosen.ranks, chosen.check, chosen.peers) == (None, 1, ("gloo",))
         else:
-            asked = training.parse(words)
+            asked = training.BENCH.build_parser().parse_args(words)
             assert (asked.ranks, asked.data) == (None, "some.txt")  # its default is 2
-    modules = [part.module for part in parts]
-    assert modules.count(bench.COLLECTIVES) == modules.count(bench.TRAINING) == 2 - quick
+    names = [part.bench for part in parts]
+    assert names.count(bench.COLLECTIVES) == names.count(bench.TRAINING) == 2 - quick
     assert not any("--data" in part.words for part in demo.parts(quick, None))
 
 
@@ -96,8 +99,8 @@ def test_a_part_that_fails_fails_the_demo(monkeypatch, capsys, tmp_path, failing
     parts = demo.parts(True, None)
     wrong = None if failing is None else parts[failing]
 
-    def harness(module, words):
-        return int(wrong is not None and tuple(words[:-2]) == wrong.words)
+    def harness(name, *words):
+        return int(wrong is not None and words[:-2] == wrong.words)
 
     monkeypatch.setattr(demo, "run_harness", harness)
     file = tmp_path / "x.json"
@@ -112,8 +115,8 @@ def test_a_part_that_fails_fails_the_demo(monkeypatch, capsys, tmp_path, failing
 def test_ctrl_c_in_a_part_ends_the_demo(monkeypatch, capsys):
     begun = []
 
-    def harness(module, words):
-        begun.append(module)
+    def harness(name, *words):
+        begun.append(name)
         return demo.INTERRUPTED
 
     monkeypatch.setattr(demo, "run_harness", harness)

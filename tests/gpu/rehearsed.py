@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import cycle, islice
@@ -19,7 +19,7 @@ from unittest import mock
 
 import ringcomm
 from ringcomm import cuda
-from ringcomm.bench import collectives, device_steps, device_systems, launch, modes, training
+from ringcomm.bench import collectives, device_steps, device_systems, launch, modes, run, training
 from ringcomm.bench.devices import COPY_FACT, Gpu
 from ringcomm.bench.timing import Call
 from tests.gpu import device
@@ -114,7 +114,7 @@ def stand_ins() -> Iterator[None]:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a program of the harness; returns its exit status."""
-    program: Callable[[list[str]], int] = importlib.import_module(arguments[0]).main
+    program = importlib.import_module(arguments[0]).BENCH
     with ExitStack() as stack:
         if launch.started_by(os.environ) is None:
             stack.enter_context(device.in_use())
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
             device.take()
         stack.enter_context(device.ordered())
         stack.enter_context(stand_ins())
-        return program(list(arguments[1:]))
+        return run.main(program, arguments[1:])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The documents' code: Python that names what exists and runs, commands that their parsers take."""
 
 import ast
+import importlib
 import importlib.util
 import re
 import socket
@@ -11,6 +12,7 @@ import torch.distributed
 from torch.distributed.run import get_args_parser
 
 import ringcomm
+from ringcomm.bench.__main__ import BENCHES
 from ringcomm.cli import COMMANDS
 from tests.packaging.code_names import problems_of, undefined_in
 from tests.packaging.documents import (
@@ -218,16 +220,23 @@ def check_module(words):
         check_ringcomm(rest)
         return
     assert module == "venv" or importlib.util.find_spec(module), module
-    if module.startswith("ringcomm.bench."):
-        sources = "".join(path.read_text() for path in (ROOT / "bench").glob("*.py"))
-        for option in (word for word in rest if word.startswith("-")):
-            assert f'"{option}"' in sources, option
+    if module == "ringcomm.bench":
+        check_bench(rest)
+
+
+def check_bench(words):
+    """Checks the words behind ``ringcomm bench``."""
+    name, *rest = words if words[:1] and words[0] in BENCHES else ["collectives", *words]
+    parsed(importlib.import_module(f"ringcomm.bench.{name}").BENCH.build_parser(), rest)
 
 
 def check_ringcomm(words):
     if words[:1] in ([], ["COMMAND"]) or re.search(r"(^| )\[|\w\.\.\.( |$)", " ".join(words)):
         return  # a summary of options
     assert words[0] in COMMANDS, words
+    if words[0] == "bench":
+        check_bench(words[1:])
+        return
     parsed(site_pages.parser_of(words[0]), [*words[1:]])
 
 
@@ -295,8 +304,8 @@ def test_the_commands_are_many_and_wrong_ones_are_found(tmp_path):
         "make everything",
         "pip install '.[everything]'",
         "torchrun --nproc 2 --everything train.py",
-        "torchrun --nproc-per-node 2 -m ringcomm.bench.nothing",
-        "python -m ringcomm.bench.disk --paths /nvme",
+        "torchrun --nproc-per-node 2 -m ringcomm.bench nothing --tokens 1",
+        "ringcomm bench disk --paths /nvme",
         "torchrun --nproc-per-node 2 docs/examples/nothing.py",
         "mpirun -n 2 ringcomm train --nothing",
         "RINGCOMM_HEAP_BYTE=1 ringcomm doctor",

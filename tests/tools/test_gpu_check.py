@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ringcomm.bench import device_steps, training
-from ringcomm.bench.options import parse
+from ringcomm.bench.collectives import parse
 from ringcomm.bench.report import Row
 from tests.bench.programs import run_program
 from tests.support import ROOT
@@ -539,7 +539,7 @@ def test_a_file_that_takes_too_long_leaves_time_to_the_others(place, hanging, mo
 def test_every_measurement_is_a_command_that_the_harness_takes():
     for one in benches.plan((2, 30, 0)):
         options = parse(one.arguments)
-        assert options.device == "cuda" and options.heap_tensors
+        assert options.device == "cuda" and options.tensors == "heap"
         assert one.limit_s <= 60
     assert len(benches.plan((2, 30, 0))) == len(benches.plan((2, 29, 9))) + 2
     assert len({one.name for one in benches.plan((2, 30, 0))}) == 7

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ringcomm.bench import device_steps, training
-from ringcomm.bench.options import parse
+from ringcomm.bench.collectives import parse
 from tests.bench.programs import run_program
 from tests.gpu import rehearsed
 from tests.support import ROOT

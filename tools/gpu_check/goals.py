@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from ringcomm.bench.device_systems import COPY, SEPARATE, SHARD, STEP, TORCH
 from ringcomm.bench.devices import COPY_FACT
 from ringcomm.bench.modes import ONE_LAUNCH, PROCESSES_ON_ONE_GPU
-from ringcomm.bench.plot import size_label
-from ringcomm.bench.report import Report, Row
+from ringcomm.bench.report import Report, Row, size_label
 from ringcomm.bench.traffic import distinct_bytes, needed_bytes, ring_bytes
 from ringcomm.bench.training_systems import TRAINING
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ringcomm.bench.plot import size_label
-from ringcomm.bench.report import SCHEMA, Report, Row, write_csv
+from ringcomm.bench.report import SCHEMA, Report, Row, size_label, write_csv
 
 from .goals import Goal
 from .plan import Result

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 import ringcomm
-from ringcomm.bench import options as bench_options
+from ringcomm.bench import collectives
 from ringcomm.cli import doctor, main
 from ringcomm.comm.recorder import trace_file
 from ringcomm.errors import ArgumentError, RingcommError
@@ -144,7 +144,7 @@ def test_options_of_the_harness(nothing_starts):
     chance = Random(4)
     words = [
         option
-        for action in bench_options.build_parser()._actions
+        for action in collectives.BENCH.build_parser()._actions
         for option in action.option_strings
         if option not in ("-h", "--help")
     ]
@@ -153,7 +153,7 @@ def test_options_of_the_harness(nothing_starts):
         line: list[str] = []
         for _ in range(chance.randint(0, 3)):
             line += [chance.choice(words), chance.choice(VALUES)]
-        ended.add(told(lambda line: bool(bench_options.parse(line).systems) and 0, line))
+        ended.add(told(lambda line: bool(collectives.parse(line).systems) and 0, line))
     assert ended == {"ended 0", "ended 2"}
 
 

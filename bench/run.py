@@ -1,0 +1,266 @@
+"""The runner: it parses the command line of a bench, starts its ranks, and writes its rows.
+
+A bench is a module with a :class:`Bench`, whose ``measure`` runs in each rank. The process that a
+user starts starts the ranks; torchrun and mpiexec may do so instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ringcomm
+
+from . import provenance
+from .board import Board
+from .busy import REST_S, lead_session
+from .devices import Host
+from .launch import LaunchError, Placing, Wanted, join, run_ranks, started_by
+from .modes import ONE_LAUNCH, ModeError
+from .options import BUSY, CSV, JSON, PIN, RANKS, ROUNDS, Option, build_parser, without_files
+from .report import TIMES, Report, Row, Table, write_csv, write_json
+from .timing import Call, Clock, Entrant, Pace, measure, rows_of
+
+COLLECTIVES = "collectives"
+CANNOT_RUN = 2
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One benchmark.
+
+    Attributes:
+        name: of its module, and the word behind ``ringcomm bench``.
+        about: help.
+        measure: adds rows to the run; called in every rank.
+        options: its own.
+        ranks: started by default; 0: it measures in the process of the user.
+        rounds: by default; 0: it has no such option.
+        on_nodes: its ranks may be on several machines.
+        check: looks at the options before ranks start, and may add to them.
+        place: this process's place among the ranks; None in a process that has ranks to start.
+    """
+
+    name: str
+    about: str
+    measure: Callable[[Run], object]
+    options: Sequence[Option] = ()
+    ranks: int = 2
+    rounds: int = 9
+    on_nodes: bool = False
+    check: Callable[[argparse.ArgumentParser, argparse.Namespace], object] | None = None
+    place: Callable[[argparse.Namespace, Wanted], Placing | None] | None = None
+
+    def build_parser(self) -> argparse.ArgumentParser:
+        options = list(self.options)
+        if self.ranks:
+            text = f"default {self.ranks}, or those that a launcher has started"
+            options += [Option(RANKS.names, {**RANKS.how, "help": text}), BUSY, PIN]
+        if self.rounds:
+            text = f"in each round every system has a turn (default {self.rounds})"
+            how = {**ROUNDS.how, "default": self.rounds, "help": text}
+            options.append(Option(ROUNDS.names, how))
+        return build_parser(" ".join(self.command([])), self.about, [*options, JSON, CSV])
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parses a command line; a wrong one prints why and exits with status 2."""
+        parser = self.build_parser()
+        options = parser.parse_args(words)
+        if self.check:
+            self.check(parser, options)
+        return options
+
+    def command(self, words: Iterable[str]) -> list[str]:
+        """The command of ``ringcomm`` that measures this."""
+        return ["ringcomm bench", *[self.name] * (self.name != COLLECTIVES), *without_files(words)]
+
+    def wanted(self, options: argparse.Namespace) -> Wanted:
+        return Wanted(
+            ranks=options.ranks,
+            systems=getattr(options, "systems", ()),
+            busy=options.busy,
+            nodes=getattr(options, "nodes", 1),
+            on_nodes=self.on_nodes,
+        )
+
+
+@dataclass
+class Run:
+    """A bench under way in one rank.
+
+    Attributes:
+        options: the parsed command line.
+        place: this rank among all.
+        report: the rows until now, and where they come from.
+        versions, facts: of the systems and the device, for the report.
+        board: of all ranks.
+        comm: the communicator, of a run that has called :meth:`connect`.
+    """
+
+    bench: Bench
+    options: argparse.Namespace
+    place: Placing
+    versions: dict[str, str] = field(default_factory=lambda: {"ringcomm": ringcomm.__version__})
+    facts: dict[str, str] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    _board: Board | None = None
+    _comm: ringcomm.Communicator | None = None
+    _table: Table | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def world(self) -> int:
+        return self.place.world
+
+    @property
+    def rest_s(self) -> float:
+        return REST_S if self.options.busy else 0.0
+
+    @property
+    def board(self) -> Board:
+        if self._board is None:
+            processes = 1 if self.place.mode == ONE_LAUNCH else self.world
+            self._board = Board(self.place.store, self.rank, processes)
+        return self._board
+
+    @property
+    def comm(self) -> ringcomm.Communicator:
+        assert self._comm is not None
+        return self._comm
+
+    def connect(self, backend: str = "ringcomm", **how: Any) -> ringcomm.Communicator:
+        """Makes torch's default group, and a communicator of all ranks; collective.
+
+        Args:
+            backend: of torch's group.
+            how: arguments of :meth:`ringcomm.Communicator.from_store`.
+        """
+        store, rank, world = self.place.store, self.rank, self.world
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("torch", store), rank=rank, world_size=world
+        )
+        self._comm = comm = ringcomm.Communicator.from_store(
+            dist.PrefixStore("ringcomm", store), rank, world, **how
+        )
+        self._board = Board(store, rank, world, dist.group.WORLD if comm.num_nodes > 1 else None)
+        return comm
+
+    def say(self, text: str) -> None:
+        if self.rank == 0 and text:
+            print(text, flush=True)
+
+    def compare(
+        self,
+        case: Row,
+        calls: Mapping[str, Call],
+        subject: str | Mapping[str, str],
+        *,
+        warmup_rounds: int = 2,
+        clock: Clock | None = None,
+    ) -> list[Row]:
+        """Times the calls in turn, one of each a round; rows as of :func:`.timing.rows_of`."""
+        pace = Pace(self.options.rounds, warmup_rounds, batch=1, turn_us=0, rest_s=self.rest_s)
+        entrants = {name: Entrant([call]) for name, call in calls.items()}
+        return rows_of(case, measure(self.board, entrants, pace, clock or Host()), subject)
+
+    def add(self, rows: Sequence[Row], table: Table = TIMES) -> None:
+        """Keeps rows, and prints them; above them the head of a table that has just begun."""
+        self.rows.extend(rows)
+        if table != self._table:
+            self.say("\n" + table.head())
+            self._table = table
+        self.say("\n".join(table.lines(rows)))
+
+    def finish(self, words: Sequence[str]) -> int:
+        """Leaves the groups, and has rank 0 write the report; the exit status of this rank."""
+        self.board.barrier()
+        status = 0
+        if self.rank == 0 and self.rows:
+            command = self.bench.command(words)
+            report = Report(provenance.collect(command, self.versions, self.facts), self.rows)
+            print("\n".join(["", _verdict(report), *provenance.lines(report.provenance)]))
+            if self.options.json:
+                write_json(report, self.options.json)
+            if self.options.csv:
+                write_csv(report, self.options.csv)
+            # One rank tells it: a rank that fails takes the others with it, which may still write.
+            status = 1 if report.wrong else 0
+        if self._comm is not None:
+            self._comm.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return status
+
+
+def _verdict(report: Report) -> str:
+    if all(row.wrong is None for row in report.rows):
+        return "# results were not checked"
+    return f"# {'FAILED' if report.wrong else 'OK'}: {report.wrong} wrong elements"
+
+
+def run_rank(bench: Bench, options: argparse.Namespace, place: Placing, words: list[str]) -> int:
+    """Measures as this rank; returns the exit status."""
+    run = Run(bench, options, place)
+    if bench.ranks:
+        if options.pin:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[place.rank % len(cores)]})
+        if options.busy:
+            lead_session()
+        torch.set_num_threads(1)
+    else:
+        options.busy = 0
+    bench.measure(run)
+    return run.finish(words)
+
+
+def main(bench: Bench, words: Sequence[str] | None = None) -> int:
+    """Runs a bench. Returns 1 when an element was wrong, 2 when it cannot run as asked."""
+    words = list(sys.argv[1:] if words is None else words)
+    options = bench.parse(words)
+    try:
+        if not bench.ranks:
+            place: Placing | None = Placing(0, 1, dist.HashStore())
+        elif bench.place:
+            place = bench.place(options, bench.wanted(options))
+        else:
+            place = usual_place(options, bench.wanted(options))
+        if place is None:
+            options.ranks = options.ranks or bench.ranks
+            return run_ranks(f"{__package__}.{bench.name}", words, bench.wanted(options))
+        return run_rank(bench, options, place, words)
+    except (LaunchError, ModeError) as error:
+        print(f"ringcomm bench: {error}", file=sys.stderr)
+        return CANNOT_RUN
+
+
+def usual_place(options: argparse.Namespace, wanted: Wanted) -> Placing | None:
+    """This process's place; None in the process of the user."""
+    return None if started_by(os.environ) is None else join(wanted)
+
+
+def run_process(bench: Bench, words: Sequence[str] | None = None) -> None:
+    """Runs a bench as this process, and ends it."""
+    try:
+        status = main(bench, words)
+    except KeyboardInterrupt:
+        status = 130
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        if started_by(os.environ) is not None:
+            # A rank that fails must not wait at exit for the others, as MPI's finalizer would.
+            os._exit(1)
+        status = 1
+    sys.exit(status)
