@@ -39,7 +39,7 @@ from ringcomm.extras.migrate.torch_file import (
     sizes_of,
 )
 from ringcomm.integers import integer
-from ringcomm.json_reader import DAMAGE, in_words, number_below, read_bounded, shown, text_of
+from ringcomm.json_reader import DAMAGE, in_words, number_below, read_bounded, shown
 from ringcomm.module_names import without_wrappers
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard
 from ringcomm.zero.checkpoint.contents import Box
@@ -89,7 +89,7 @@ def convert(
         UnsupportedError: it has what cannot be converted; the message says what.
         ArgumentError: the step is no integer, or not after those in ``root``.
     """
-    state = read(Path(source), weights_only)
+    state = _read(Path(source), weights_only)
     number = integer((state.step or 0) if step is None else step)
     if number is None:
         raise ArgumentError(f"{OPERATION}: step: expected a number from 0 on, got {shown(step)}")
@@ -117,7 +117,7 @@ def convert(
         raise CheckpointError(f"{OPERATION}: {str(error)[:1000]}") from error
 
 
-def read(source: Path, weights_only: bool) -> ForeignState:
+def _read(source: Path, weights_only: bool) -> ForeignState:
     """Reads a checkpoint of another library.
 
     Raises: as of :func:`convert`.
@@ -131,7 +131,6 @@ def read(source: Path, weights_only: bool) -> ForeignState:
             if folder is not None:
                 state = _DeepSpeedCheckpoint(folder).state(weights_only)
         if state is not None:
-            state.check()
             return state.settled()
     except (CheckpointError, UnsupportedError):
         raise
@@ -205,11 +204,6 @@ class ForeignTensor(FlatShard):
         """Returns the tensor, to be saved in float32."""
         return ForeignTensor(self.param_shape, self.size(), self.pieces.values(), torch.float32)
 
-    def only(self) -> Tensor:
-        """Returns the tensor, which must be in one piece."""
-        ((_, piece),) = self.pieces.values()
-        return piece
-
     def boxes(self) -> list[Box]:
         return [
             Box(offsets, tuple(piece.shape), self.local[at : at + piece.numel()].view(piece.shape))
@@ -250,31 +244,13 @@ class ForeignState:
     step: int | None = None
     data: Any = None
 
-    def check(self) -> None:
-        """Checks that the parts name and fit each other.
+    def settled(self) -> ForeignState:
+        """Returns the state in names without wrappers, and with moments of all parameters.
 
         Raises:
-            ValueError, LookupError, TypeError, AttributeError: they do not.
+            ValueError, LookupError, TypeError, AttributeError: the parts do not fit each other.
         """
-        if not all(type(name) is str and name for name in (*self.weights, *self.tied)):
-            raise ValueError("it has a tensor whose name is no text")
-        for moments in self.moments.values():
-            for name, tensor in moments.items():
-                if name in self.weights and tensor.param_shape != self.weights[name].param_shape:
-                    raise ValueError(f"{name} has another shape than its state")
-        names = [name for group in self.group_params for name in group]
-        if len(set(names)) != len(names):
-            raise ValueError("a parameter is in two groups")
-        for name in names:
-            if not (name in self.weights and 0 <= self.steps.get(name, 0.0) < 2**53):
-                raise ValueError(
-                    f"{name} is not a parameter, or its number of steps is out of range"
-                )
-        if self.step is not None and not number_below(self.step, 2**53):
-            raise ValueError(f"it has step {shown(self.step)}")
-
-    def settled(self) -> ForeignState:
-        """Returns the state in names without wrappers, and with moments of all parameters."""
+        self._check()
         plain = without_wrappers([*self.weights, *self.tied])
 
         def moment(tensors: Mapping[str, ForeignTensor], name: str) -> ForeignTensor:
@@ -296,6 +272,24 @@ class ForeignState:
             group_params=[[plain[name] for name in each] for each in self.group_params],
             tied={plain[alias]: plain.get(name, name) for alias, name in self.tied.items()},
         )
+
+    def _check(self) -> None:
+        if not all(type(name) is str and name for name in (*self.weights, *self.tied)):
+            raise ValueError("it has a tensor whose name is no text")
+        for moments in self.moments.values():
+            for name, tensor in moments.items():
+                if name in self.weights and tensor.param_shape != self.weights[name].param_shape:
+                    raise ValueError(f"{name} has another shape than its state")
+        names = [name for group in self.group_params for name in group]
+        if len(set(names)) != len(names):
+            raise ValueError("a parameter is in two groups")
+        for name in names:
+            if not (name in self.weights and 0 <= self.steps.get(name, 0.0) < 2**53):
+                raise ValueError(
+                    f"{name} is not a parameter, or its number of steps is out of range"
+                )
+        if self.step is not None and not number_below(self.step, 2**53):
+            raise ValueError(f"it has step {shown(self.step)}")
 
     def facts(self) -> dict[str, Any]:
         """Returns the facts that ringcomm's own checkpoints have beside their tensors."""
@@ -637,7 +631,7 @@ class _TorchCheckpoint:
             if head != _STATE:
                 groups.setdefault(name, {"params": [name]})[key] = value
             elif key == "step":
-                step = value.only() if isinstance(value, ForeignTensor) else value
+                step = value.pieces[0][1] if isinstance(value, ForeignTensor) else value
                 made.steps[name] = float(step)
             elif isinstance(value, ForeignTensor):
                 made.moments.setdefault(key, {})[name] = value
@@ -652,7 +646,7 @@ def _put_groups(made: ForeignState, groups: Mapping[Any, Mapping[str, Any]]) -> 
     alike: dict[str, list[str]] = {}
     for key in sorted(groups) if numbered else groups:
         hyper, params = hyper_of(groups[key]), [str(each) for each in groups[key]["params"]]
-        told = text_of(hyper)
+        told = repr(hyper)
         if not numbered and told in alike:
             alike[told] += params
         else:

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration, read as what a trainer on ringcomm needs."""
+"""A DeepSpeed configuration, read as the settings of a trainer on ringcomm."""
 
 from __future__ import annotations
 
@@ -15,35 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ringcomm import optim
 from ringcomm.c10d.comm_argument import CommArgument, find_communicator
 from ringcomm.errors import ArgumentError
-from ringcomm.extras.migrate.keys import (
-    MAPPED,
-    NO_EFFECT,
-    UNSUPPORTED,
-    keys_of,
-    nearest,
-    refuse_unsupported,
-    section_of,
-)
+from ringcomm.extras.migrate import keys
 from ringcomm.extras.migrate.schedules import SCHEDULERS, Schedule, make_schedule
 from ringcomm.integers import integer
 from ringcomm.json_reader import read_bounded, read_json, shown
-from ringcomm.optim import (
-    SGD,
-    Adam,
-    AdamW,
-    AdamWOptions,
-    Lion,
-    LossScaleOptions,
-    LossScaler,
-    Sharded,
-)
 from ringcomm.optim.layout import BLOCK_ELEMS
-from ringcomm.optim.options import Wire
 from ringcomm.optim.sharded import Params, ShardedOptimizer
-from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS, ZeroOptions
-from ringcomm.zero.precision import Precision
+from ringcomm.zero import Precision, Wire, ZeroOptions
 
 _OPERATION = "from_deepspeed"
 _LARGEST_FILE_BYTES = 1 << 20
@@ -55,37 +36,25 @@ _DTYPES = {
 }
 _ZERO, _ADAM, _SCHEDULE = "zero_optimization.", "optimizer.params.", "scheduler.params."
 # By type, the parameters of an optimizer and their defaults.
-_ADAMS: dict[str, Any] = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.0,
-    "amsgrad": False,
-    "adam_w_mode": True,
-    "torch_adam": False,
+_PARAMS_OF: dict[str, dict[str, Any]] = {
+    kind: json.loads(text) for kind, text in keys.section_of("optimizer parameters").items()
 }
-_OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adam": _ADAMS,
-    "adamw": _ADAMS,
-    "sgd": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
-    "lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0},
-    "adagrad": {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
+# By type; Adam is one of two.
+_OPTIMIZERS: dict[str, Callable[..., ShardedOptimizer]] = {
+    "lion": optim.Lion,
+    "sgd": optim.SGD,
+    "adagrad": partial(optim.Sharded, torch.optim.Adagrad),
 }
-_OTHERS: dict[str, Callable[..., ShardedOptimizer]] = {
-    "lion": Lion,
-    "sgd": SGD,
-    "adagrad": partial(Sharded, torch.optim.Adagrad),
-}
-KEYS = keys_of("DeepSpeed")
+KEYS = keys.keys_of("DeepSpeed")
 #: Other names that DeepSpeed takes for keys.
-ALIASES = section_of("aliases")
-_AUTO = section_of("auto")
+ALIASES = keys.section_of("aliases")
+_AUTO = keys.section_of("auto")
 #: Why an optimizer of DeepSpeed's cannot be built.
-OTHER_OPTIMIZERS = section_of("optimizers")
+OTHER_OPTIMIZERS = keys.section_of("optimizers")
 # Values with which an unsupported key asks for nothing, with the keys that have others.
 _OFF = (None, False, "none")
-_OFF_OF = {name: json.loads(values) for name, values in section_of("off").items()}
-_SWITCHES = section_of("switches")
+_OFF_OF = {name: json.loads(values) for name, values in keys.section_of("off").items()}
+_SWITCHES = keys.section_of("switches")
 
 
 @dataclass(frozen=True)
@@ -107,8 +76,8 @@ class DeepSpeedSetup:
 
     stage: int
     options: ZeroOptions
-    optimizer_options: AdamWOptions
-    loss_scale: LossScaleOptions | None
+    optimizer_options: optim.AdamWOptions
+    loss_scale: optim.LossScaleOptions | None
     clip: float | None
     accumulation_steps: int
     micro_batch_size: int
@@ -118,9 +87,9 @@ class DeepSpeedSetup:
     _optimizer: Callable[..., ShardedOptimizer] | None = field(default=None, repr=False)
     _hyper: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
-    def build_loss_scaler(self, device: torch.device | str = "cpu") -> LossScaler | None:
+    def build_loss_scaler(self, device: torch.device | str = "cpu") -> optim.LossScaler | None:
         """Returns the scaler that FP16 needs, for :meth:`build_optimizer`; None otherwise."""
-        return None if self.loss_scale is None else LossScaler(self.loss_scale, device)
+        return None if self.loss_scale is None else optim.LossScaler(self.loss_scale, device)
 
     def build_optimizer(
         self,
@@ -128,7 +97,7 @@ class DeepSpeedSetup:
         *,
         comm: CommArgument = None,
         mesh: DeviceMesh | None = None,
-        loss_scaler: LossScaler | None = None,
+        loss_scaler: optim.LossScaler | None = None,
     ) -> ShardedOptimizer:
         """Returns the configuration's optimizer, on the parameters of the sharded module.
 
@@ -174,7 +143,7 @@ def from_deepspeed(
         comm: the ranks, as ``zero.shard`` takes them.
 
     Returns:
-        What ``zero.shard`` and the loop need, and a note for each key.
+        The settings of ``zero.shard`` and the loop, and a note for each key.
 
     Raises:
         ArgumentError: the file cannot be read, or is no JSON; a key is unknown or has a bad value;
@@ -201,7 +170,7 @@ def from_deepspeed(
     return DeepSpeedSetup(
         stage=stage,
         options=given.options(stage, precision),
-        optimizer_options=AdamWOptions(
+        optimizer_options=optim.AdamWOptions(
             check_finite=bf16 and given.flag("bf16.check_grad_overflow", True),
             accumulate_dtype=torch.float32 if adds_wide and dtype else None,
         ),
@@ -256,7 +225,7 @@ class _Given:
         auto = [
             f"{name}: put {_AUTO.get(name, 'a value, or leave the key away')}"
             for name, value in self.values.items()
-            if value == "auto" and KEYS[name].fate != NO_EFFECT
+            if value == "auto" and KEYS[name].fate != keys.NO_EFFECT
         ]
         if auto:
             raise ArgumentError(
@@ -265,7 +234,7 @@ class _Given:
         asked = [
             (name, KEYS[name].text) for name, value in self.values.items() if _asks(name, value)
         ]
-        refuse_unsupported(_OPERATION, [*asked, *self._foreign])
+        keys.refuse_unsupported(_OPERATION, [*asked, *self._foreign])
 
     def _walk(self, section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for own, value in section.items():
@@ -284,7 +253,7 @@ class _Given:
     def _refuse_unknown(self) -> None:
         if self._unknown:
             known, few = [*KEYS, *ALIASES], self._unknown[:_MOST_NAMED]
-            said = [f"{name[:200]!r} ({nearest(name, known)})" for name in few]
+            said = [f"{name[:200]!r} ({keys.nearest(name, known)})" for name in few]
             more = len(self._unknown) - len(few)
             said += [f"and {more} more"] if more else []
             raise ArgumentError(f"{_OPERATION}: unknown keys: {'; '.join(said)}")
@@ -316,11 +285,11 @@ class _Given:
             raise _wrong(name, f"an integer >= {least}", self.values.get(name))
         return value
 
-    def pair(self, name: str, default: tuple[float, float]) -> tuple[Any, ...]:
+    def pair(self, name: str, default: list[float]) -> tuple[Any, ...]:
         value = self.values.get(name)
         if value is not None and not (isinstance(value, (list, tuple)) and len(value) == 2):
             raise _wrong(name, "two numbers", value)
-        return default if value is None else tuple(value)
+        return tuple(default if value is None else value)
 
     def dtype(self, name: str) -> torch.dtype | None:
         value = self.values.get(name)
@@ -367,36 +336,35 @@ class _Given:
     def options(self, stage: int, precision: Precision) -> ZeroOptions:
         overlap = self.values.get(_ZERO + "overlap_comm")
         copies = self.integer(_ZERO + "zero_hpz_partition_size", 0, 1) > 1
-        elems = self.integer(_ZERO + "reduce_bucket_size", 0, DEFAULT_BUCKET_ELEMS)
-        elems = min(elems, DEFAULT_BUCKET_ELEMS)
+        most = ZeroOptions.bucket_elems
+        elems = min(most, self.integer(_ZERO + "reduce_bucket_size", 0, most))
         codes = self.flag(_ZERO + "zero_quantized_weights", False) and stage == 3
-        ops = {None: "avg", "mean": "avg", "sum": "sum"}
         op = self.values.get("gradient_allreduce_op")
-        if op not in ops:
+        if op not in (None, "mean", "sum"):
             raise _wrong("gradient_allreduce_op", '"mean" or "sum"', op)
         return ZeroOptions(
             precision=precision,
             bucket_elems=max(1, elems // BLOCK_ELEMS) * BLOCK_ELEMS,
             overlap=None if overlap is None else self.flag(_ZERO + "overlap_comm", False),
             prefetch=min(1, self.integer(_ZERO + "stage3_prefetch_bucket_size", 0, 1)),
-            reduce=ops[op],
+            reduce="sum" if op == "sum" else "avg",
             params="world" if stage == 3 and not copies else "node",
             wire=Wire(parameters="int8" if codes else "param"),
         )
 
-    def loss_scale(self) -> LossScaleOptions:
+    def loss_scale(self) -> optim.LossScaleOptions:
         fixed = float(self.number("fp16.loss_scale", 0.0))
         if fixed:
-            return LossScaleOptions(
+            return optim.LossScaleOptions(
                 fixed, growth_factor=1.0, backoff_factor=1.0, min_scale=fixed, max_scale=fixed
             )
         first = 2.0 ** self.integer("fp16.initial_scale_power", 0, 16)
-        return LossScaleOptions(
+        return optim.LossScaleOptions(
             init_scale=first,
             growth_interval=self.integer("fp16.loss_scale_window", 1, 1000),
             hysteresis=self.integer("fp16.hysteresis", 1, 2),
             min_scale=float(self.integer("fp16.min_loss_scale", 1, 1)),
-            max_scale=max(LossScaleOptions.max_scale, first),
+            max_scale=max(optim.LossScaleOptions.max_scale, first),
         )
 
     def optimizer(self) -> tuple[Callable[..., ShardedOptimizer] | None, dict[str, Any]]:
@@ -406,26 +374,26 @@ class _Given:
             return None, {}
         kind = kind.lower()
         hyper = self._hyper(kind)
-        if kind in _OTHERS:
-            return _OTHERS[kind], hyper
+        if kind in _OPTIMIZERS:
+            return _OPTIMIZERS[kind], hyper
         decoupled = hyper.pop("adam_w_mode") or kind == "adamw"
         decays = self.values.get(_ADAM + "weight_decay") is not None
         if hyper.pop("torch_adam") and decoupled and not decays:
             hyper["weight_decay"] = 0.01
-        return AdamW if decoupled else Adam, hyper
+        return optim.AdamW if decoupled else optim.Adam, hyper
 
     def _hyper(self, kind: str) -> dict[str, Any]:
         """Returns the hyper-parameters of an optimizer; refuses those of other ones."""
-        defaults = _OPTIMIZERS[kind]
+        defaults = _PARAMS_OF[kind]
         for name in self.values:
-            mapped = name.startswith(_ADAM) and KEYS[name].fate == MAPPED
+            mapped = name.startswith(_ADAM) and KEYS[name].fate == keys.MAPPED
             if mapped and name.removeprefix(_ADAM) not in defaults:
                 told, known = self.values["optimizer.type"], ", ".join(defaults)
                 raise ArgumentError(f"{_OPERATION}: {name}: {told} has none; it has {known}")
         read: dict[type, Callable[[str, Any], Any]] = {
             float: self.number,
             bool: self.flag,
-            tuple: self.pair,
+            list: self.pair,
         }
         return {name: read[type(value)](_ADAM + name, value) for name, value in defaults.items()}
 
@@ -436,7 +404,7 @@ class _Given:
         params = {
             name.removeprefix(_SCHEDULE): value
             for name, value in self.values.items()
-            if name.startswith(_SCHEDULE) and KEYS[name].fate != UNSUPPORTED
+            if name.startswith(_SCHEDULE) and KEYS[name].fate != keys.UNSUPPORTED
         }
         try:
             return make_schedule(kind, params)
@@ -447,7 +415,7 @@ class _Given:
 def _foreign_types(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns the unknown types of optimizer and scheduler, each with the reason."""
     found = []
-    for section, known in (("optimizer", _OPTIMIZERS), ("scheduler", SCHEDULERS)):
+    for section, known in (("optimizer", _PARAMS_OF), ("scheduler", SCHEDULERS)):
         part = config.get(section)
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind is None:
@@ -465,7 +433,7 @@ def _foreign_types(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _asks(name: str, value: Any) -> bool:
     """Returns whether a value asks for the feature of an unsupported key."""
-    if KEYS[name].fate != UNSUPPORTED:
+    if KEYS[name].fate != keys.UNSUPPORTED:
         return False
     off, switch = _OFF_OF.get(name, _OFF), _SWITCHES.get(name)
     if not isinstance(value, Mapping):

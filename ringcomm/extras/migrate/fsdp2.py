@@ -14,8 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from ringcomm.errors import ArgumentError
 from ringcomm.extras.migrate.keys import keys_of, refuse_unsupported
 from ringcomm.module_names import matches
-from ringcomm.zero.options import UnitOptions, ZeroOptions
-from ringcomm.zero.precision import Precision
+from ringcomm.zero import Precision, UnitOptions, ZeroOptions
 
 _OPERATION = "from_fsdp2"
 
@@ -66,7 +65,7 @@ def from_fsdp2(
     """Reads the arguments of ``torch.distributed.fsdp.fully_shard``, by their names there.
 
     Returns:
-        What ``zero.shard`` needs, and a note for each argument that was given.
+        The settings of ``zero.shard``, and a note for each argument that was given.
 
     Raises:
         ArgumentError: an argument is of another type.

@@ -488,8 +488,10 @@ def test_the_table_is_whole():
     refused = {name for name, key in KEYS.items() if key.fate == UNSUPPORTED}
     assert {*section_of("off"), *section_of("switches")} <= refused
     assert section_of("auto").keys() <= KEYS.keys()
-    for params in SCHEDULERS.values():
-        assert all(KEYS[f"scheduler.params.{name}"].fate == MAPPED for name in params)
+    optimizers = map(json.loads, section_of("optimizer parameters").values())
+    for section, kinds in (("scheduler", SCHEDULERS.values()), ("optimizer", optimizers)):
+        names = [name for params in kinds for name in params]
+        assert all(KEYS[f"{section}.params.{name}"].fate == MAPPED for name in names)
     # An alias stands for a key, or for a section of keys.
     for name in ALIASES.values():
         assert any(known == name or known.startswith(f"{name}.") for known in KEYS)
