@@ -20,7 +20,7 @@ from tests.packaging.code_names import exported_by
 from tests.packaging.documents import DOCS, DOCUMENTS, GUIDES, anchors_of, without_code
 from tests.support import ROOT
 from tools import site_pages
-from tools.matrix import PYTHONS
+from tools.commands import PYTHONS
 
 REFERENCE = DOCS / "reference"
 MODULES = (ringcomm, c10d, fsdp2, functional, moe, optim, parallel, zero, checkpoint)

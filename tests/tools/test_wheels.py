@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ringcomm import _native
+from tools.commands import run
 from tools.wheels import build, check, notices, trial
-from tools.wheels.commands import run
 
 PARTS = [
     notices.BundledCode("nanobind", "3.1.0", "BSD-3-Clause", "Copyright A", "https://a.example"),

@@ -15,10 +15,9 @@ import sys
 import tarfile
 from pathlib import Path
 
-from tools.wheels.commands import run
+from tools.commands import ROOT, make_environment, run
 from tools.wheels.notices import BundledCode, add_notices
 
-ROOT = Path(__file__).resolve().parents[2]
 GLIBC = "2.28"
 ARCHITECTURES = ("x86_64", "aarch64")
 
@@ -74,14 +73,11 @@ def make_builder(python: Path, folder: Path) -> Path:
     Its nanobind is that of the running interpreter, whose licence and version the notices have.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    run(python, "-m", "venv", folder)
     line = re.search(r"(?m)^requires = \[(.*)\]$", (ROOT / "pyproject.toml").read_text())
     assert line is not None
     requirements = re.findall(r'"([^"]+)"', line[1])
     pins = [f"nanobind=={importlib.metadata.version('nanobind')}", "pip>=25"]
-    builder = folder / "bin" / "python"
-    run(builder, "-m", "pip", "install", "--quiet", *requirements, *pins, "wheel")
-    return builder
+    return make_environment(python, folder, *requirements, *pins, "wheel")
 
 
 def build_wheel(source: Path, builder: Path, architecture: str, work: Path) -> Path:

@@ -13,7 +13,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from tools.wheels.commands import run
+from tools.commands import run
 
 # A wheel without kernels for GPUs that is larger has something in it that does not belong there.
 MOST_BYTES = 3_000_000
