@@ -130,10 +130,10 @@ integrations: $(VENV)/.native $(VENV)/.tools
 c10d-conformance: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/python -m tests.c10d.conformance
 
-# Every interpreter and compiler that is here builds and tries the package, some minutes each; the table
-# goes into docs/versions.md. TORCH=2.11.0,2.12.0 adds other versions of torch, with their CUDA packages.
+# Every interpreter and compiler that is here builds and tries the package, some minutes each, and has a
+# row for the table of docs/versions.md. TORCH=2.11.0,2.12.0 adds other versions of torch, with their CUDA packages.
 matrix:
-	python3 -m tools.matrix --write $(if $(TORCH),--torch $(TORCH))
+	python3 -m tools.matrix $(if $(TORCH),--torch $(TORCH))
 
 # The charts of docs/pictures, from bench/results.
 pictures: $(VENV)/.native $(VENV)/.tools
@@ -171,10 +171,13 @@ $(VENV)/.native: $(VENV)/.made setup.py CMakeLists.txt $(NATIVE_SOURCES)
 	$(BIN)/python setup.py -q build_ext --inplace
 	@touch $@
 
+# The tree itself is on the path of .venv: the editable install's finder comes after the folders of
+# sys.path, and a folder with the clone in it, as "ringcomm", would be taken for a namespace package.
 $(VENV)/.package: $(VENV)/.torch pyproject.toml setup.py | $(VENV)/.native
 	$(INSTALL) --quiet $(BUILD_REQUIRES)
 	$(INSTALL) --quiet --no-build-isolation --editable .
-	@$(BIN)/python tools/add_source_path.py
+	@$(BIN)/python -c "import os, sysconfig; folder = sysconfig.get_paths()['purelib']; \
+		open(folder + '/ringcomm-source-tree.pth', 'w').write(os.getcwd() + '\n')"
 	@touch $@
 
 # What all tests import is compiled once, and not by each of their first processes.

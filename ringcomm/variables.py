@@ -17,7 +17,7 @@ KNOWN = frozenset(
         *("HEAP_BYTES", "HEAP_DIR", "CUDA_HEAP_BYTES", "NODE_ID", "MASTER_PORT"),
         *("SOCKET_IFNAME", "TRACE_DIR", "CACHE_DIR", "COMMIT"),
         # From the commands to the processes that they start.
-        *("STORE_PORT", "STORE_FD", "BENCH_STORE", "GPU_CHECK_NOTES"),
+        *("STORE_PORT", "STORE_FD", "BENCH_STORE"),
         # For the tests.
         *("TEST_CASES", "TEST_NODES", "FUZZ", "TSAN", "MODEL_CHECK", "CUDA_COMPILE"),
         *("PTX_CHECK", "EMULATED_KERNELS", "REAL_LAUNCHES"),

@@ -3,9 +3,8 @@
 A clone of what is committed is built once for each interpreter and compiler, since the module that
 is built serves every torch. Each case installs it into a virtual environment of its own, and runs
 exact tests, ``ringcomm doctor`` and the demo there. A case without its interpreter or compiler is
-named as not tried. ``--write`` puts each row, with its date, into the table of docs/versions.md;
-rows that this run did not try stay. ``--wheels`` tries the wheels of ``make wheels``, and builds
-nothing.
+named as not tried. The rows that are printed are for the table of docs/versions.md. ``--wheels``
+tries the wheels of ``make wheels``, and builds nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from pathlib import Path
 
 from tools.commands import PYTHONS, ROOT, CommandFailed, interpreter, make_environment, run
 
-PAGE = ROOT / "docs" / "versions.md"
-BEGIN, END = "<!-- matrix -->\n", "<!-- end of matrix -->\n"
 TORCH = "2.13.0"
 COMPILERS = ("g++-11", "g++-12", "g++-13", "clang++-14", "clang++-16", "clang++-18")
 # Exact tests of what is compiled: collectives, messages, codes, the optimizer and the stages.
@@ -114,33 +111,6 @@ def attempt(case: Case, wheels: Path, tests: Path, folder: Path) -> str:
     return version.splitlines()[-1].strip()
 
 
-# ---- the table ----------------------------
-
-
-def _key(row: Sequence[str]) -> tuple[str, ...]:
-    """Returns what a row tried: a later row with the same takes its place."""
-    return (row[0], row[1].partition("+")[0], *row[2:5])
-
-
-def _order(key: Sequence[str]) -> list[str | int]:
-    parts = re.split(r"(\d+)", " ".join(key))
-    return [int(part) if part.isdigit() else part for part in parts]
-
-
-def write(row: Sequence[str]) -> None:
-    """Puts a row into the page's table, in the place of one that tried the same."""
-    before, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    inside, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"{PAGE}: expected one {BEGIN.strip()} ... {END.strip()}")
-    lines = inside.splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-    by_key = {_key(each): each for each in [*rows, row]}
-    shown = [f"| {' | '.join(by_key[key])} |" for key in sorted(by_key, key=_order)]
-    text = "\n".join([*lines[:2], *shown]) + "\n"
-    PAGE.write_text(before + begin + text + end + after, encoding="utf-8")
-
-
 def try_all(
     chosen: Sequence[Case], folder: Path, given_wheels: Path | None
 ) -> Iterator[tuple[str, ...]]:
@@ -169,7 +139,7 @@ def try_all(
                 torch = attempt(case, built[key], here / "tree", Path(trial))
         except CommandFailed as error:
             result = str(error).replace("|", "/")
-        print(f"{case}: {result}, {time.monotonic() - begin:.0f} s", flush=True)
+        print(f"{case}: {time.monotonic() - begin:.0f} s", flush=True)
         system = f"{platform.machine()}, {' '.join(platform.libc_ver())}"
         numpy = "with" if case.numpy else "without"
         yield (case.python, torch, compiler, numpy, system, time.strftime("%Y-%m-%d"), result)
@@ -182,7 +152,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--torch", default="", help="other versions of torch, by commas")
     add("--only", nargs="+", default=[""], help="cases whose text has one of these")
     add("--wheels", type=Path, metavar="FOLDER", help="tries the wheels there, and builds nothing")
-    add("--write", action="store_true", help="the rows into docs/versions.md")
     asked = parser.parse_args(arguments)
     every = cases([each for each in asked.torch.split(",") if each])
     chosen = [case for case in every if any(text in str(case) for text in asked.only)]
@@ -190,8 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="ringcomm-matrix-") as folder:
         for row in try_all(chosen, Path(folder), wheels):
             results.append(row[-1])
-            if asked.write:
-                write(row)
+            print(f"| {' | '.join(row)} |", flush=True)
     return 1 if any(each != "ok" for each in results) else 0
 
 

@@ -11,18 +11,15 @@ import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from ringcomm import _native
-from ringcomm.bench.modes import PROCESSES
 from ringcomm.bench.report import Report, Row, read
 from ringcomm.bench.training_deepspeed import STAGES as DEEPSPEED
-from ringcomm.comm.topology.fit import Measured, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "pictures"
 RESULTS = ROOT / "bench" / "results"
 TRAINING = RESULTS / "training" / "2ranks-deepspeed.csv"
-WIRES = RESULTS / "nodes" / "wires.csv"
 KIB, MIB = 1 << 10, 1 << 20
 Points = Sequence[tuple[float, float]]
 
@@ -102,80 +99,78 @@ class Sheet:
         return ET.tostring(self._root, encoding="unicode") + "\n"
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One system's name in the legend, and how it is drawn."""
+class Curve(NamedTuple):
+    """A curve, and its name in the legend."""
 
     name: str
     colour: str
+    points: Points
     dashed: bool = False
 
 
-def legend(sheet: Sheet, y: float, curves: Sequence[Curve], step: float) -> None:
-    """Draws the names of curves, ``step`` from each other."""
-    for index, curve in enumerate(curves):
-        x = 60 + index * step
-        sheet.line([(x, y - 4), (x + 26, y - 4)], curve.colour, 2.6, curve.dashed)
-        sheet.text(x + 32, y, curve.name, "f-ink")
-
-
 @dataclass(frozen=True)
-class Panel:
-    """A place for curves, 84 to 316 from the top, with logarithmic axes."""
+class Chart:
+    """Panels side by side with the same logarithmic axes."""
 
-    left: float
-    width: float
-    x_range: tuple[float, float]
+    title: str
+    desc: str
+    heading: str
     x_ticks: Mapping[float, str]
     y_ticks: Sequence[float]
+    panels: Mapping[str, Sequence[Curve]]
+    note: str
 
-    def at(self, x: float, y: float) -> tuple[float, float]:
+    def sheet(self) -> Sheet:
+        sheet = Sheet(404, self.title, self.desc)
+        sheet.text(27, 34, self.heading, "f-ink b", font_size=15)
+        count = len(self.panels)
+        width = (720 - 20 * count) / count
+        for index, (title, curves) in enumerate(self.panels.items()):
+            self._panel(sheet, title, curves, 70 + index * (width + 20), width)
+        for index, curve in enumerate(next(iter(self.panels.values()))):
+            x = 60 + index * 140
+            sheet.line([(x, 362), (x + 26, 362)], curve.colour, 2.6, curve.dashed)
+            sheet.text(x + 32, 366, curve.name, "f-ink")
+        sheet.text(60, 390, self.note)
+        return sheet
+
+    def _panel(
+        self, sheet: Sheet, title: str, curves: Sequence[Curve], left: float, width: float
+    ) -> None:
+        """Draws a panel from 84 to 316 below the top; the first one has the numbers of y."""
+        x_range = (min(self.x_ticks) / 1.3, max(self.x_ticks) * 1.3)
         y_range = (self.y_ticks[0] / 1.4, self.y_ticks[-1] * 2)
-        share_x, share_y = (
-            math.log(value / least) / math.log(most / least)
-            for value, (least, most) in ((x, self.x_range), (y, y_range))
-        )
-        return self.left + share_x * self.width, 316 - share_y * 232
 
-    def draw(self, sheet: Sheet, title: str, numbered: bool) -> None:
-        """Draws title, grid and ticks; ``numbered``: those of y with their numbers."""
-        right = self.left + self.width
-        sheet.text(self.left, 72, title, "f-ink b", font_size=14)
+        def at(x: float, y: float) -> tuple[float, float]:
+            shares = (
+                math.log(value / least) / math.log(most / least)
+                for value, (least, most) in ((x, x_range), (y, y_range))
+            )
+            return left + next(shares) * width, 316 - next(shares) * 232
+
+        sheet.text(left, 72, title, "f-ink b", font_size=14)
         for value in self.y_ticks:
-            y = self.at(1, value)[1]
-            sheet.line([(self.left, y), (right, y)], "faint", 1)
-            if numbered:
-                sheet.text(self.left - 8, y + 4, f"{value:g}", font_size=12, text_anchor="end")
+            y = at(1, value)[1]
+            sheet.line([(left, y), (left + width, y)], "faint", 1)
+            if left < 100:
+                sheet.text(left - 8, y + 4, f"{value:g}", font_size=12, text_anchor="end")
         for value, text in self.x_ticks.items():
-            x = self.at(value, 1)[0]
+            x = at(value, 1)[0]
             sheet.line([(x, 316), (x, 321)], "line", 1)
             sheet.text(x, 336, text, font_size=12, text_anchor="middle")
-        sheet.line([(self.left, 316), (right, 316)], "line", 1.2)
-
-    def curve(self, sheet: Sheet, points: Points, curve: Curve) -> None:
-        places = [self.at(*point) for point in points]
-        sheet.line(places, curve.colour, 2.2, curve.dashed)
-        for x, y in places if not curve.dashed else []:
-            sheet.dot(x, y, curve.colour)
+        sheet.line([(left, 316), (left + width, 316)], "line", 1.2)
+        for curve in reversed(curves):
+            places = [at(*point) for point in curve.points]
+            sheet.line(places, curve.colour, 2.2, curve.dashed)
+            for x, y in places if not curve.dashed else []:
+                sheet.dot(x, y, curve.colour)
 
 
 # ---- bandwidth over size ----------------------------
 
 # torch.distributed has all_reduce in place only.
 CASES = (("reduce_scatter", "out"), ("all_gather", "out"), ("all_reduce", "in"))
-HOST_CURVES = {
-    "bare": Curve("bare loop", "muted", True),
-    "mpi": Curve("MPICH", "green"),
-    "gloo": Curve("Gloo", "orange"),
-    "ringcomm": Curve("ringcomm", "blue"),
-}
-GPU_CURVES = {
-    "copy": Curve("plain copy", "muted", True),
-    "torch": Curve("torch", "green"),
-    "triton:direct": Curve("its Triton kernels", "orange"),
-    "ringcomm:ring": Curve("its ring", "violet"),
-    "ringcomm": Curve("ringcomm", "blue"),
-}
+Systems = Sequence[tuple[str, str, str]]
 
 
 def _machine(report: Report) -> str:
@@ -183,73 +178,68 @@ def _machine(report: Report) -> str:
     return f"{facts.get('gpu', facts['cpu'])}, {facts['date']}"
 
 
-@dataclass(frozen=True)
-class Bandwidth:
-    """A picture of bandwidth over size, of all systems of one run."""
-
-    file: Path
-    title: str
-    desc: str
-    heading: str
-    curves: Mapping[str, Curve]
-    y_ticks: Sequence[float]
-    note: str
-
-    def draw(self) -> Sheet:
-        report = read(self.file)
-        rows = [row for row in report.rows if row.busbw_gbps and _is_large_or_of_host(row)]
-        machine = _machine(report)
-        sheet = Sheet(404, self.title, f"{self.desc} Measured on {machine}.")
-        sheet.text(27, 34, f"{self.heading}: bus bandwidth, GB/s", "f-ink b", font_size=15)
-        sizes = sorted({row.size_bytes for row in rows})
-        x_range = (sizes[0] / 1.3, sizes[-1] * 1.3)
-        x_ticks = {
-            float(size): f"{size // MIB}M" if size >= MIB else f"{size // KIB}K"
-            for size in sizes[:: 1 if len(sizes) < 8 else 3]
-        }
-        for index, case in enumerate(CASES):
-            panel = Panel(70 + index * 240, 220, x_range, x_ticks, self.y_ticks)
-            panel.draw(sheet, case[0], numbered=index == 0)
-            for system, curve in self.curves.items():
-                points = [
-                    (float(row.size_bytes), row.busbw_gbps or 0.0)
-                    for row in rows
-                    if (row.collective, row.placement) == case and row.system == system
-                ]
-                panel.curve(sheet, sorted(points), curve)
-        legend(sheet, 366, [*self.curves.values()][::-1], 145)
-        sheet.text(60, 390, f"{machine}; {self.note}")
-        return sheet
+def _bandwidths(rows: Sequence[Row], systems: Systems) -> dict[str, list[Curve]]:
+    """Returns curves of systems, each with its name and colour, by collective."""
+    points: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in rows:
+        if (row.collective, row.placement) in CASES and row.busbw_gbps:
+            size = (float(row.size_bytes), row.busbw_gbps)
+            points.setdefault((row.collective, row.system), []).append(size)
+    return {
+        collective: [
+            Curve(name, colour, sorted(points[collective, system]), colour == "muted")
+            for system, name, colour in systems
+        ]
+        for collective, _ in CASES
+    }
 
 
-def _is_large_or_of_host(row: Row) -> bool:
-    """On a GPU, calls of two ranks one by one: small ones cost what a launch costs."""
-    large = row.ranks == 2 and not row.graph_calls and row.size_bytes >= MIB
-    return large or row.mode == PROCESSES
+def bandwidth() -> Sheet:
+    """Bandwidth over size on the host, of all systems of one run."""
+    report = read(RESULTS / "2ranks-float-plain.csv")
+    systems = (
+        *(("ringcomm", "ringcomm", "blue"), ("gloo", "Gloo", "orange")),
+        *(("mpi", "MPICH", "green"), ("bare", "bare loop", "muted")),
+    )
+    return Chart(
+        "Bandwidth over size: 2 ranks on CPUs",
+        "Bus bandwidth of reduce-scatter, all-gather and all-reduce from 4 KiB to 64 MiB, two "
+        "ranks, FP32, plain tensors: ringcomm lies above Gloo and MPICH at every size, and from 1 "
+        "MiB on at 0.6 to 1.2 times the bandwidth of a bare loop. "
+        f"Measured on {_machine(report)}, all systems in one run.",
+        "2 ranks, FP32, plain tensors: bus bandwidth, GB/s",
+        {4 * KIB: "4K", 64 * KIB: "64K", MIB: "1M", 8 * MIB: "8M", 64 * MIB: "64M"},
+        (0.001, 0.01, 0.1, 1.0, 10.0),
+        _bandwidths(report.rows, systems),
+        f"{_machine(report)}; one run, medians of rounds by turns",
+    ).sheet()
 
 
-HOST_BANDWIDTH = Bandwidth(
-    RESULTS / "2ranks-float-plain.csv",
-    "Bandwidth over size: 2 ranks on CPUs",
-    "Bus bandwidth of reduce-scatter, all-gather and all-reduce from 4 KiB to 64 MiB, two ranks, "
-    "FP32, plain tensors, all systems in one run: ringcomm lies above Gloo and MPICH at every "
-    "size, and from 1 MiB on at 0.6 to 1.2 times the bandwidth of a bare loop.",
-    "2 ranks, FP32, plain tensors",
-    HOST_CURVES,
-    (0.001, 0.01, 0.1, 1.0, 10.0),
-    "one run, medians of rounds by turns",
-)
-GPU_BANDWIDTH = Bandwidth(
-    RESULTS / "gpu-nvidia-h100-80gb-hbm3-2026-11-26.csv",
-    "Bandwidth over size: 2 ranks that share an H100",
-    "Bus bandwidth of reduce-scatter, all-gather and all-reduce from 1 to 256 MiB, two ranks that "
-    "share one GPU. torch's sums and copies, and a plain copy, have 4 to 10 times the bandwidth "
-    "of ringcomm at 1 MiB, and 1.1 to 1.5 times at 256 MiB.",
-    "2 ranks on one GPU, FP32",
-    GPU_CURVES,
-    (1.0, 10.0, 100.0, 1000.0),
-    "one launch a call, heap tensors",
-)
+def bandwidth_gpu() -> Sheet:
+    """The same of two ranks that share a GPU."""
+    report = read(RESULTS / "gpu-nvidia-h100-80gb-hbm3-2026-11-26.csv")
+    rows = [
+        row
+        for row in report.rows
+        if row.ranks == 2 and not row.graph_calls and row.size_bytes >= MIB
+    ]
+    systems = (
+        *(("ringcomm", "ringcomm", "blue"), ("ringcomm:ring", "its ring", "violet")),
+        *(("triton:direct", "Triton kernels", "orange"), ("torch", "torch", "green")),
+        ("copy", "plain copy", "muted"),
+    )
+    return Chart(
+        "Bandwidth over size: 2 ranks that share an H100",
+        "Bus bandwidth of reduce-scatter, all-gather and all-reduce from 1 to 256 MiB, two ranks "
+        "that share one GPU. torch's sums and copies, and a plain copy, have 4 to 10 times the "
+        "bandwidth of ringcomm at 1 MiB, and 1.1 to 1.5 times at 256 MiB. "
+        f"Measured on {_machine(report)}.",
+        "2 ranks on one GPU, FP32: bus bandwidth, GB/s",
+        {MIB: "1M", 4 * MIB: "4M", 16 * MIB: "16M", 64 * MIB: "64M", 256 * MIB: "256M"},
+        (1.0, 10.0, 100.0, 1000.0),
+        _bandwidths(rows, systems),
+        f"{_machine(report)}; one launch a call, heap tensors",
+    ).sheet()
 
 
 # ---- a training step ----------------------------
@@ -306,65 +296,10 @@ def training() -> Sheet:
     return sheet
 
 
-# ---- sums over nodes by wire ----------------------------
-
-WIRE_CURVES = {
-    "": Curve("FP32", "ink"),
-    "int8": Curve("int8", "blue"),
-    "fp8": Curve("fp8", "orange"),
-    "int4": Curve("int4", "green"),
-}
-SUMS = {"all_reduce": 2, "reduce_scatter": 1}  # with the halves of a sum that each crosses the link
-
-
-def link_ms(row: Measured) -> float:
-    """The time that the bytes of a row take on a node's link, and nothing else."""
-    sent_bytes = SUMS[row.collective] * row.bytes * (row.nodes - 1) / row.nodes
-    if row.wire:
-        elems = row.bytes // 4
-        sent_bytes *= _native.wire_bytes(_native.WIRES[row.wire], elems) / (4 * elems)
-    return sent_bytes * 8 / (row.nics_per_node * row.gbit_s * 1e6)
-
-
-def wires() -> Sheet:
-    """Time of an all-reduce and of a reduce-scatter over the rate of a node's link."""
-    rows = [r for r in read_rows(WIRES) if r.algorithm == "rail-direct" and r.collective in SUMS]
-    rows = [row for row in rows if row.bytes == max(each.bytes for each in rows)]
-    first, rates = rows[0], sorted({row.gbit_s for row in rows})
-    shape = f"{first.bytes >> 20} MiB of FP32, {first.nodes} nodes of {first.ranks_per_node} ranks"
-    sheet = Sheet(
-        430,
-        "Sums over nodes by wire",
-        f"Measured time of an all-reduce and of a reduce-scatter, {shape}, for links of "
-        f"{rates[0]:g} to {rates[-1]:g} Gbit/s a node, in FP32 and in codes of int8, fp8 and int4. "
-        "On slow links codes are faster than FP32, as their bytes are fewer; on fast ones all "
-        "take the time of the processors.",
-    )
-    sheet.text(27, 34, f"{shape}: measured, ms", "f-ink b", font_size=15)
-    x_range, x_ticks = (rates[0] / 1.2, rates[-1] * 1.2), {rate: f"{rate:g}" for rate in rates}
-    for index, collective in enumerate(SUMS):
-        panel = Panel(60 + index * 368, 352, x_range, x_ticks, (10, 20, 50, 100, 200, 500))
-        panel.draw(sheet, collective, numbered=index == 0)
-        for wire, curve in WIRE_CURVES.items():
-            mine = [row for row in rows if (row.collective, row.wire) == (collective, wire)]
-            slowest = link_ms(next(row for row in mine if row.gbit_s == rates[0]))
-            # Time over rate is a straight line here, drawn to the last rate or down to 8 ms.
-            end = min(rates[-1], rates[0] * slowest / 8)
-            link = [(rates[0], slowest), (end, slowest * rates[0] / end)]
-            panel.curve(sheet, link, Curve(curve.name, curve.colour, dashed=True))
-            panel.curve(sheet, sorted((row.gbit_s, row.ms) for row in mine), curve)
-        middle = panel.left + panel.width / 2
-        sheet.text(middle, 366, "Gbit/s of a node's link", text_anchor="middle")
-    bytes_alone = Curve("the bytes alone on the link", "muted", dashed=True)
-    legend(sheet, 406, [*WIRE_CURVES.values(), bytes_alone], 110)
-    return sheet
-
-
 PICTURES: dict[str, Callable[[], Sheet]] = {
-    "bandwidth": HOST_BANDWIDTH.draw,
-    "bandwidth-h100": GPU_BANDWIDTH.draw,
+    "bandwidth": bandwidth,
+    "bandwidth-h100": bandwidth_gpu,
     "training": training,
-    "wires": wires,
 }
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 import ringcomm
-from ringcomm.comm.topology.fit import Measured
 from tests.packaging.documents import DOCUMENTS
-from tools.pictures import COLOURS, FOLDER, PICTURES, link_ms
+from tools.pictures import COLOURS, FOLDER, PICTURES
 
 SVG = "{http://www.w3.org/2000/svg}"
 # WCAG requires this contrast of text (AA).
@@ -120,13 +119,3 @@ def test_the_region_that_is_drawn_is_that_of_two_ranks():
     assert f"slots, {geometry['slots']} a stream" in texts
     assert f"segments of {geometry['segment_bytes'] >> 10} KiB" in texts
     assert f"{geometry['staging_bytes']:,}" in texts
-
-
-def test_the_bytes_alone_on_a_link():
-    mib = 1 << 20
-    for collective, halves in (("all_reduce", 2), ("reduce_scatter", 1)):
-        for wire, share in (("", 1.0), ("int8", 131 / 512)):
-            row = Measured(collective, "rail-direct", 2, 2, 1, 0.5, 4 * mib, 1.0, wire=wire)
-            # Half of 4 MiB leaves a node in a reduce-scatter, and as much again in an all-reduce.
-            sent_bytes = halves * 2 * mib * share
-            assert link_ms(row) == pytest.approx(sent_bytes * 8 / 0.5e6)

@@ -1,61 +1,10 @@
-"""The table of what was tried: rows of several runs and systems, each with its date."""
+"""The cases of `make matrix`: what they share, and how a failure is told."""
 
 import shutil
 
 import pytest
 
 from tools import commands, matrix
-
-PAGE = f"""# A page
-
-{matrix.BEGIN}| Python | torch | compiler | NumPy | system | tried on | |
-|---|---|---|---|---|---|---|
-| 3.9 | 2.13.0+cpu | GCC 12 | with | x86_64, glibc 2.36 | 2026-01-01 | ok |
-| 3.10 | 2.13.0 | GCC 12 | with | x86_64, glibc 2.36 | 2026-01-02 | build: no |
-{matrix.END}Below.
-"""
-
-
-def make_row(python, torch="2.13.0", system="x86_64, glibc 2.36", tried="2026-02-02"):
-    return python, torch, "GCC 12", "with", system, tried, "ok"
-
-
-@pytest.fixture
-def page(tmp_path, monkeypatch):
-    path = tmp_path / "versions.md"
-    path.write_text(PAGE)
-    monkeypatch.setattr(matrix, "PAGE", path)
-    return path
-
-
-def test_a_row_takes_the_place_of_the_same_and_leaves_the_others(page):
-    matrix.write(make_row("3.10"))
-    assert page.read_text() == PAGE.replace("2026-01-02 | build: no", "2026-02-02 | ok")
-
-
-def test_builds_of_torch_are_one_version_and_systems_are_several(page):
-    for row in (
-        make_row("3.9"),
-        make_row("3.10", system="x86_64, glibc 2.43"),
-        make_row("3.10", "2.9"),
-    ):
-        matrix.write(row)
-    lines = page.read_text().splitlines()[5:9]
-    # In the order of versions, not of their digits.
-    assert [line.split(" | ")[:2] for line in lines] == [
-        ["| 3.9", "2.13.0"],
-        ["| 3.10", "2.9"],
-        ["| 3.10", "2.13.0"],
-        ["| 3.10", "2.13.0"],
-    ]
-    assert ["2026-01-02" in line for line in lines] == [False, False, True, False]
-
-
-def test_the_page_has_its_table(page):
-    assert matrix.BEGIN in (commands.ROOT / "docs" / "versions.md").read_text()
-    page.write_text("# A page\n")
-    with pytest.raises(SystemExit, match="expected one"):
-        matrix.write(make_row("3.10"))
 
 
 def test_cases_share_a_build_and_a_failure_is_a_row(tmp_path, monkeypatch, capsys):

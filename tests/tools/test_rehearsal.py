@@ -1,41 +1,44 @@
 """``make gpu-check REHEARSE=1``: what it makes of each run, and a sample of it from end to end."""
 
-import json
+from dataclasses import replace
 
 import pytest
 
 from ringcomm.bench import device_steps, training
 from ringcomm.bench.collectives import parse
+from ringcomm.bench.report import Report, read
 from tests.bench.programs import run_program
 from tests.gpu import rehearsed
 from tests.support import ROOT
 from tests.support.emulator.library import COMPILER
 from tools.gpu_check import benches
-from tools.gpu_check.plan import OK
-from tools.gpu_check.rehearsal import Rehearsal
+from tools.gpu_check.goals import evaluate
 
 
 def test_a_rehearsal_runs_every_run_of_the_harness_at_small_sizes():
     runs = [*benches.plan((2, 30, 0)), *benches.optimizer_plan()]
-    for usual, small in zip(runs, Rehearsal().plan(runs), strict=True):
-        module, *words = small.arguments
-        assert (small.name, module, small.module) == (usual.name, usual.module, rehearsed.__name__)
-        if module.endswith("collectives"):
+    for usual in runs:
+        small = benches.rehearsed(usual)
+        module, *words = small.words.split()
+        assert small.command[:3] == ["-m", rehearsed.__name__, f"ringcomm.bench.{module}"]
+        if module == "collectives":
             options = parse(words)
             assert options.max_bytes == 16 << 10 and options.rounds == 2
-            assert options.ranks == parse(usual.arguments).ranks
+            assert options.ranks == parse(usual.words.split()[1:]).ranks
             assert not (options.graph_calls and "torch" in options.systems)
-        elif module.endswith("device_steps"):
+        elif module == "device_steps":
             asked = device_steps.parse(words)
             assert (asked.millions, asked.rounds) == (1, 1)
         else:
             assert training.parse(words).width == 32
-    assert len(Rehearsal(sample=True).plan(runs)) == 1
 
 
-def test_a_rehearsal_sees_no_gpu():
-    environment = Rehearsal().environment({"CUDA_VISIBLE_DEVICES": "0", "A": "b"})
-    assert environment == {"CUDA_VISIBLE_DEVICES": "", "A": "b"}
+def enlarged(row):
+    """The row as if it were a GPU's: without its mark, at the sizes that the goals speak of."""
+    larger = replace(row, system=row.system.removesuffix(" (rehearsed)"))
+    if row.graph_calls:
+        return larger
+    return replace(larger, size_bytes=row.size_bytes << 14, count=row.count << 8)
 
 
 @pytest.mark.timeout(600)
@@ -43,28 +46,26 @@ def test_a_rehearsal_sees_no_gpu():
 def test_a_sample_is_rehearsed_from_the_probe_to_the_record(tmp_path):
     results = ROOT / "bench" / "results"
     before = sorted(results.iterdir())
-    words = ("--rehearse", "sample", "--stages", "test,sanitize,bench,steps,record")
-    environment = {"OUT": str(tmp_path / "out")}
+    words = ("--rehearse", "sample", "--stages", "test,sanitize,bench,steps")
+    environment = {"OUT": str(tmp_path / "out"), "CUDA_VISIBLE_DEVICES": "0"}
     done = run_program("tools.gpu_check", *words, environment=environment, timeout_s=400)
     assert done.returncode == 0, done.stdout
     assert sorted(results.iterdir()) == before
     files = sorted((tmp_path / "out").iterdir())
     assert [file.suffix for file in files] == [".log", ".csv", ".json", ".md"]
     assert all(file.name.startswith("rehearsal-") for file in files[1:])
-    document = json.loads(files[2].read_text())
-    verdicts = {each["stage"]: each["verdict"] for each in document["stages"]}
-    assert document["ended"] is True
-    assert verdicts == dict.fromkeys(("test", "sanitize", "bench", "steps"), OK)
+    report = read(files[2])
+    facts = report.provenance
+    for stage in ("test", "sanitize", "bench", "steps"):
+        assert facts[f"stage {stage}"].startswith("ok, ")
+    assert facts["ended"] == "yes"
     # Every figure says what it is, by itself and beside the others.
-    assert "no figure here is a GPU's" in document["provenance"]["rehearsal"]
-    assert document["rows"] and document["provenance"]["copy GB/s"] == "none, rehearsed"
-    assert all(row["system"].endswith(" (rehearsed)") for row in document["rows"])
-    assert all(
-        row["note"].startswith("rehearsed on an emulated device") for row in document["rows"]
-    )
-    assert {goal["reached"] for goal in document["goals"]} == {None}
-    assert not any(goal["cells"] for goal in document["goals"])
-    answers = {goal["answer"] for goal in document["goals"]}
-    # The goals have found their rows.
-    assert "rehearsed: 0 figures, none judged" in answers and len(answers) > 1
+    assert "no figure here is a GPU's" in facts["rehearsal"]
+    assert report.rows and facts["copy GB/s"] == "none, rehearsed"
+    assert all(row.system.endswith(" (rehearsed)") for row in report.rows)
+    assert all(row.note.startswith("rehearsed on an emulated device") for row in report.rows)
+    assert not any(judged.figures for judged in evaluate([report]))
     assert "# none: rehearsed on an emulated device" in files[3].read_text()
+    # The goals would find their rows.
+    whole = Report({**facts, "copy GB/s": "1.0"}, [enlarged(row) for row in report.rows])
+    assert sum(bool(judged.figures) for judged in evaluate([whole])) > 2

@@ -3,234 +3,254 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from ringcomm.bench.report import Report
-from ringcomm.bench.report import read as read_report
+from ringcomm.bench.report import Report, read
 
-from . import benches, noting, sanitizer
-from .plan import FAILED, OK, PARTIAL, UNAVAILABLE, Result, Runner
-from .rehearsal import MARK, Rehearsal
+from . import benches
+from .record import Record
+from .runner import FAILED, OK, PARTIAL, UNAVAILABLE, Finished, Result, Runner
 
 TEST_FOLDERS = ("tests/gpu", "tests/comm/device", "tests/proof/faults/device", "tests/tl")
-# What tests have come to, as they end.
-NOTES_NAME = "tests.jsonl"
 SANITIZER_CASES = "tests/gpu/sanitizer_cases.py"
 # Of a test without a limit of its own, and of a file.
 _TEST_LIMIT_S = 60
 _FILE_LIMIT_S = 150.0
-# With less a file is not begun: torch alone takes as long.
+# With less a file does not begin: torch alone takes as long.
 _LEAST_FILE_S = 10.0
 _TARGETS = {8: "sm_80", 9: "sm_90a", 10: "sm_100a"}
+MARK = "rehearsed"
+NOT_A_GPU = "on an emulated device: no figure here is a GPU's, and no goal is judged"
 
 
 @dataclass
 class Workplace:
-    """The place of a run: its commands, a folder for what they write, and the GPU's facts.
+    """The place of a run: its commands, a folder for what they write, and the record.
 
-    Attributes:
-        rehearsal: None: the stages run on a GPU.
-        saver: writes the record of some results; None: there will be no record.
-        results: of the stages before the one that runs.
+    ``rehearsal`` is "rehearsal", or "sample": a file of tests, and one bench of each stage; "" on a
+    GPU.
     """
 
     runner: Runner
     folder: Path
-    facts: Mapping[str, str]
-    saver: Callable[[Sequence[Result]], object] | None = None
-    results: list[Result] = field(default_factory=list)
-    rehearsal: Rehearsal | None = None
+    record: Record
+    rehearsal: str = ""
 
-    def save(self, result: Result) -> None:
-        """Records what the stage that runs has found until now, or in the end.
+    def python(self, arguments: Sequence[str], limit_s: float, **environment: str) -> Finished:
+        return self.runner.run([sys.executable, *arguments], limit_s, environment)
 
-        A record that cannot be written (a full disk, an OUT that is no folder) ends nothing: the
-        verdict is printed all the same, and the last try to write it says what was wrong.
+    def save(self, *running: Result, ended: bool = False) -> bool:
+        """Records what the stage that runs has found until now, or that all have ended.
+
+        Returns whether the record could be written. If not (a full disk, an OUT that is no folder)
+        the run goes on, and fails in the end.
         """
-        if self.saver is not None:
-            try:
-                self.saver([*self.results, result])
-            except OSError as error:
-                print(f"gpu-check: the record cannot be written: {error}", flush=True)
+        try:
+            self.record.write(*running, ended=ended)
+            return True
+        except OSError as error:
+            print(f"gpu-check: the record cannot be written: {error}", flush=True)
+            return False
 
 
 def build(place: Workplace, limit_s: float) -> Result:
     """The native module in place, and with nvcc the kernels for this GPU."""
     end = time.monotonic() + limit_s
-    result = _compiled(place, limit_s, "OFF")
-    if not result.ok or place.rehearsal is not None:  # an emulated device has kernels of its own
-        return result
-    if not (shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()):
-        return replace(result, detail="no nvcc: kernels at first use")
-    # By itself: without the module nothing runs, and without nvcc's kernels NVRTC makes them.
-    major = int(place.facts["compute capability"].partition(".")[0])
-    left_s = max(end - time.monotonic(), 1.0)
-    result = _compiled(place, left_s, _TARGETS.get(major, "all"))
-    if not result.ok:
-        return replace(result, detail=f"nvcc's kernels, so they come at first use: {result.detail}")
-    binaries = len(list((place.runner.root / "ringcomm" / "_kernels").glob("*.fatbin")))
-    return replace(result, detail=f"{binaries} kernel units by nvcc")
-
-
-def _compiled(place: Workplace, limit_s: float, kernels: str) -> Result:
-    """Builds the native module, and ``kernels``, as CMake's option RINGCOMM_CUDA takes them."""
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    # By itself first: without the module nothing runs, and without nvcc's kernels NVRTC makes them.
+    kernels = ["OFF"]
+    has_nvcc = shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()
+    if has_nvcc and not place.rehearsal:  # an emulated device has kernels of its own
+        major = int(place.record.facts["compute capability"].partition(".")[0])
+        kernels.append(_TARGETS.get(major, "all"))
+    command = ["setup.py", "-q", "build_ext", "--inplace"]
     command += ["--parallel", str(len(os.sched_getaffinity(0)))]
-    extra = f"-DRINGCOMM_CUDA={kernels} {os.environ.get('CMAKE_ARGS', '')}".strip()
-    done = place.runner.run(command, limit_s, {"CMAKE_ARGS": extra})
-    if done.status == 0:
-        return Result("build", OK, "without nvcc's kernels")
-    why = "stopped at its limit" if done.status is None else done.last_line
-    return Result("build", FAILED, why, done.tail)
+    for option in kernels:
+        extra = f"-DRINGCOMM_CUDA={option} {os.environ.get('CMAKE_ARGS', '')}".strip()
+        done = place.python(command, max(end - time.monotonic(), 1.0), CMAKE_ARGS=extra)
+        if done.status != 0:
+            what = "nvcc's kernels, so they come at first use: " if option != "OFF" else ""
+            return Result("build", FAILED, what + done.why, done.tail)
+    binaries = len(list((place.runner.root / "ringcomm" / "_kernels").glob("*.fatbin")))
+    made = f"{binaries} kernel units by nvcc" if len(kernels) > 1 else "kernels at first use"
+    return Result("build", OK, made)
 
 
-def _marked(place: Workplace) -> tuple[str, str]:
-    """The option that chooses the tests: without a GPU those of tests/gpu have not its mark."""
-    return "-m", "gpu" if place.rehearsal is None else "not gpu"
+# ---- tests ----------------------------
+# pytest -v writes a line when a test begins, and its outcome when it has ended: a process that is
+# killed leaves what it did, and which test it was in.
+_OUTCOME = re.compile(
+    r"(?m)^(\S+\.py::[\w:]+(?:\[.*?\](?= |$))?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS))?"
+)
+
+
+_WRONG = {"FAILED", "ERROR", ""}  # "": the process ended in the test
+
+
+def outcomes_of(output: str) -> dict[str, str]:
+    """Returns the outcome of each test by its name."""
+    outcomes: dict[str, str] = {}
+    for name, outcome in _OUTCOME.findall(output):
+        # An error in the teardown comes after the outcome, and warnings name the test again.
+        if name not in outcomes or (outcome and outcomes[name] not in ("FAILED", "ERROR")):
+            outcomes[name] = outcome
+    return outcomes
 
 
 def _turn(file: str) -> int:
     """Files of processes come late, and Triton's last, so that a short time has most of the rest.
 
-    On an H100 a test whose ranks are processes took 20 to 30 s, mostly for imports, and Triton
-    compiles for minutes what it has not compiled before.
+    On an H100 processes took 20 to 30 s, mostly to import, and Triton compiles for minutes.
     """
     if "/tl/" in file or "triton" in file:
         return 2
     return 1 if "processes" in file or file.endswith("/test_faults.py") else 0
 
 
-def _test_files(place: Workplace, limit_s: float) -> tuple[list[str], str]:
-    """The files with tests that need a GPU, slow ones last, and what stood in the way of a list."""
-    folders = TEST_FOLDERS if place.rehearsal is None else place.rehearsal.tests
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *_marked(place), *folders]
-    done = place.runner.run([*command, "-p", "no:cacheprovider"], limit_s)
-    named = [line.partition("::")[0] for line in done.output.splitlines() if "::" in line]
-    files = [name for name in dict.fromkeys(named) if (place.runner.root / name).is_file()]
-    files.sort(key=_turn)
-    if done.status == 0:
-        return files, ""
-    return files, "stopped at its limit" if done.status is None else done.last_line
-
-
-@dataclass
-class _Tested:
-    """The tests of the files until now. ``stopped``: tests in which the stage's time ended."""
-
-    notes: Path
-    rehearsed: bool = False
-    broken: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    stopped: tuple[str, ...] = ()
-    tail: str = ""
-
-    def failed(self, run: noting.TestRun) -> list[str]:
-        return [*run.failed, *(name for name in run.unended if name not in self.stopped)]
-
-    def result(self) -> Result:
-        run = noting.read(self.notes)
-        failed = self.failed(run)
-        said = [run.summary, *self.broken]
-        figures = run.figures
-        if self.rehearsed:
-            figures = {f"{MARK}: {name}": value for name, value in figures.items()}
-        data: dict[str, Any] = {"failed": failed, "figures": figures, "summary": run.summary}
-        if failed:
-            said.append(f"first: {', '.join(failed[:3])}")
-        if self.left_out:
-            data["left out"] = [*self.left_out]
-            said.append(f"no time left for {', '.join(self.left_out)}")
-        verdict = PARTIAL if self.left_out else OK
-        if failed or self.broken or not run.passed:
-            verdict = FAILED
-        if not run.passed:
-            said.append("nothing passed")
-        return Result("test", verdict, "; ".join(said), self.tail, data=data)
-
-
 def test(place: Workplace, limit_s: float) -> Result:
     """The tests that need a GPU, a process for each file and a limit for each test.
 
-    A test that hangs takes its process along, and what that has noted by then stays.
+    A test that hangs takes its process along. Without a GPU the tests of tests/gpu do not have its
+    mark.
     """
     end = time.monotonic() + limit_s
-    files, why = _test_files(place, limit_s)
-    tested = _Tested(place.folder / NOTES_NAME, place.rehearsal is not None)
-    tested.notes.unlink(missing_ok=True)
-    if why:
-        tested.broken.append(f"the list of tests: {why}")
-    for file in files:
+    tests = _Tests()
+    sample = "tests/gpu/test_launch_cost.py" if place.rehearsal == "sample" else "tests/gpu"
+    folders = (sample,) if place.rehearsal else TEST_FOLDERS
+    pytest = ["-m", "pytest", "-p", "no:cacheprovider", "-m"]
+    pytest.append("not gpu" if place.rehearsal else "gpu")
+    listed = place.python([*pytest, "-q", "--collect-only", *folders], limit_s)
+    if listed.status != 0:
+        tests.broken.append(f"the list of tests: {listed.why}")
+    named = (line.partition("::")[0] for line in listed.output.splitlines() if "::" in line)
+    files = [name for name in dict.fromkeys(named) if (place.runner.root / name).is_file()]
+    # By a thread: a signal's handler waits for a call that hangs in the driver.
+    pytest += [
+        "-v",
+        "-o",
+        "junit_family=xunit1",
+        "--durations=5",
+        f"--timeout={_TEST_LIMIT_S}",
+        "--timeout-method=thread",
+    ]
+    for file in sorted(files, key=_turn):
         left_s = end - time.monotonic()
         if left_s < _LEAST_FILE_S:
-            tested.left_out.append(file)
+            tests.left_out.append(file)
             continue
-        _test_file(place, file, left_s, tested)
-        place.save(tested.result())
-    return tested.result()
+        figures = place.folder / "figures.xml"
+        figures.unlink(missing_ok=True)
+        done = place.python([*pytest, f"--junitxml={figures}", file], min(left_s, _FILE_LIMIT_S))
+        tests.add(file, done, left_s < _FILE_LIMIT_S)
+        if figures.exists():
+            mark = f"{MARK} figure" if place.rehearsal else "figure"
+            for each in ET.parse(figures).iter("property"):
+                tests.figures[f"{mark} {each.get('name')}"] = each.get("value", "")
+        place.save(tests.result())
+    return tests.result()
 
 
-def _test_file(place: Workplace, file: str, left_s: float, tested: _Tested) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", *_marked(place), file, "--durations=5"]
-    command += ["-p", "no:cacheprovider", "-p", noting.__name__]
-    # By a thread: a signal's handler waits for a call that hangs in the driver.
-    command += [f"--timeout={_TEST_LIMIT_S}", "--timeout-method=thread"]
-    failed = tested.failed(noting.read(tested.notes))
-    limit = min(left_s, _FILE_LIMIT_S)
-    done = place.runner.run(command, limit, {noting.NOTES_VARIABLE: str(tested.notes)})
-    if done.status is None and limit == left_s:
-        tested.left_out.append(f"the rest of {file}")
-        tested.stopped = noting.read(tested.notes).unended
-    elif done.status is None:
-        tested.broken.append(f"{file}: stopped after {limit:.0f} s")
-    elif done.status and tested.failed(noting.read(tested.notes)) == failed:
-        tested.broken.append(f"{file}: exit status {done.status}")
-    if done.status != 0:
-        tested.tail = tested.tail or done.tail
+@dataclass
+class _Tests:
+    """The tests of the files until now; ``broken`` is what went wrong beside them."""
+
+    outcomes: dict[str, str] = field(default_factory=dict)
+    figures: dict[str, str] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    tail: str = ""
+
+    def add(self, file: str, done: Finished, stage_ends: bool) -> None:
+        outcomes = outcomes_of(done.output)
+        if done.status is None and stage_ends:  # its last test has not failed
+            self.left_out.append(f"the rest of {file}")
+            outcomes = {name: outcome for name, outcome in outcomes.items() if outcome}
+        elif done.status and not _WRONG & set(outcomes.values()):
+            self.broken.append(f"{file}: exit status {done.status}")
+        elif done.status is None:
+            self.broken.append(f"{file}: {done.why}")
+        self.outcomes |= outcomes
+        self.tail = self.tail or ("" if done.status == 0 else done.tail)
+
+    def result(self) -> Result:
+        failed = [name for name, outcome in self.outcomes.items() if outcome in _WRONG]
+        counts = Counter(self.outcomes.values())
+        said = [f"{counts['PASSED']} passed, {len(failed)} failed, {counts['SKIPPED']} skipped"]
+        said += self.broken
+        said += [f"failed: {', '.join(failed)}"] if failed else []
+        said += [f"no time left for {', '.join(self.left_out)}"] if self.left_out else []
+        verdict = PARTIAL if self.left_out else OK
+        if failed or self.broken or not counts["PASSED"]:
+            verdict = FAILED
+        return Result("test", verdict, "; ".join(said), self.tail, noted=self.figures)
+
+
+# ---- compute-sanitizer ----------------------------
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+# Racecheck ends with a summary of its own; there is one per process.
+_ERRORS = re.compile(r"ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: .*\((\d+) errors?")
+_WARNINGS = re.compile(r"RACECHECK SUMMARY: .* (\d+) warn")
+_REFUSALS = ("Device not supported", "No attachable process found", "Unable to find injection")
+
+
+def verdict_of(done: Finished) -> tuple[str, str]:
+    """Returns the verdict on a run of a tool, and a line about it."""
+    for refusal in _REFUSALS:
+        if refusal in done.output:
+            return UNAVAILABLE, refusal
+    counts = [int(one or other) for one, other in _ERRORS.findall(done.output)]
+    if done.status is None:
+        return FAILED, done.why
+    if not counts:
+        return FAILED, "ended without a summary"
+    if sum(counts):
+        found = re.search(r"(?m)^=+ (?!COMPUTE|ERROR SUMMARY)(.+)$", done.output)
+        return FAILED, found[1] if found else "see the log"
+    if done.status:
+        return FAILED, f"the cases ended with exit status {done.status}"
+    warnings = sum(map(int, _WARNINGS.findall(done.output)))
+    return OK, f"clean ({warnings} warnings)" if warnings else "clean"
 
 
 def sanitize(place: Workplace, limit_s: float) -> Result:
     """compute-sanitizer's tools over small cases, one after the other."""
-    if place.rehearsal is not None:
-        done = place.runner.run([sys.executable, SANITIZER_CASES], limit_s)
-        why = "no sanitizer: the cases ran by themselves" if done.status == 0 else done.last_line
-        why = "stopped at its limit" if done.status is None else why
-        return Result("sanitize", OK if done.status == 0 else FAILED, why, done.tail)
+    if place.rehearsal:
+        done = place.python([SANITIZER_CASES], limit_s)
+        if done.status == 0:
+            return Result("sanitize", OK, "no sanitizer: the cases ran by themselves")
+        return Result("sanitize", FAILED, done.why, done.tail)
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(program).exists():
         return Result("sanitize", UNAVAILABLE, "no compute-sanitizer on this machine")
     end = time.monotonic() + limit_s
-    verdicts, tail = [], ""
-    for index, tool in enumerate(sanitizer.TOOLS):
-        command = [program, "--tool", tool, f"--error-exitcode={sanitizer.ERROR_STATUS}"]
+    verdicts, said, tail = [], [], ""
+    for index, tool in enumerate(TOOLS):
         # torch and CuPy probe the driver with calls that fail; ours raise when they do.
-        command += ["--report-api-errors", "no", sys.executable, SANITIZER_CASES]
-        share_s = (end - time.monotonic()) / (len(sanitizer.TOOLS) - index)
-        done = place.runner.run(command, max(share_s, 1.0))
-        verdicts.append(sanitizer.read(tool, done.output, done.status))
-        if not verdicts[-1].clean:
-            tail = tail or done.tail
-    said = [
-        f"{verdict.tool} {'clean' if verdict.clean else verdict.detail}"
-        + (f" ({verdict.warnings} warnings)" if verdict.warnings else "")
-        for verdict in verdicts
-    ]
-    outcome = FAILED
-    if all(verdict.clean for verdict in verdicts):
-        outcome = OK
-    elif all(verdict.unavailable for verdict in verdicts):
-        outcome = UNAVAILABLE
+        command = [program, "--tool", tool, "--error-exitcode=99", "--report-api-errors", "no"]
+        share_s = (end - time.monotonic()) / (len(TOOLS) - index)
+        done = place.runner.run([*command, sys.executable, SANITIZER_CASES], max(share_s, 1.0))
+        verdict, detail = verdict_of(done)
+        verdicts.append(verdict)
+        said.append(f"{tool} {detail}")
+        tail = tail or ("" if verdict == OK else done.tail)
+    outcome = verdicts[0] if len(set(verdicts)) == 1 else FAILED
     return Result("sanitize", outcome, "; ".join(said), tail)
 
 
+# ---- benchmarks ----------------------------
+
+
 def bench(place: Workplace, limit_s: float) -> Result:
-    """The runs of the harness, heaviest first, as far as the time goes."""
-    version = tuple(int(part) for part in place.facts["NCCL"].split(".") if part.isdigit())
+    """The benchmarks of the collectives, heaviest first, as far as the time goes."""
+    version = tuple(int(part) for part in place.record.facts["NCCL"].split(".") if part.isdigit())
     return _run_benches("bench", benches.plan(version), place, limit_s)
 
 
@@ -239,63 +259,53 @@ def steps(place: Workplace, limit_s: float) -> Result:
     return _run_benches("steps", benches.optimizer_plan(), place, limit_s)
 
 
+def marked(report: Report) -> Report:
+    """Returns the report of a rehearsal with a mark in every row, wherever it is copied to."""
+    told = f"{MARK} {NOT_A_GPU}"
+    rows = [
+        replace(row, system=f"{row.system} ({MARK})", note=f"{told}. {row.note}".strip())
+        for row in report.rows
+    ]
+    return Report(report.provenance, rows)
+
+
 def _run_benches(
     stage: str, plan: Sequence[benches.Bench], place: Workplace, limit_s: float
 ) -> Result:
     end = time.monotonic() + limit_s
-    found = _Measured(stage)
-    if place.rehearsal is not None:
-        plan = place.rehearsal.plan(plan)
+    result = Result(stage, OK, "")
+    notes: list[str] = []
+    if place.rehearsal:
+        plan = [benches.rehearsed(each) for each in plan]
+        plan = plan[:1] if place.rehearsal == "sample" else plan
     for number, one in enumerate(plan):
         left_s = end - time.monotonic()
         if left_s < 1.0:
-            found.left_out.append(one.name)
+            notes.append(f"{one.name}: no time left")
+            result.verdict = PARTIAL if result.verdict == OK else result.verdict
             continue
         file = place.folder / f"{stage}-{number}.json"
-        command = [sys.executable, "-m", one.module, *one.arguments, "--json", str(file)]
-        done = place.runner.run(command, min(one.limit_s, left_s))
-        if file.exists():
-            found.reports.append(read_report(file))
+        done = place.python([*one.command, "--json", str(file)], min(one.limit_s, left_s))
+        reports = [read(file)] if file.exists() else []
+        result.reports += [marked(each) for each in reports] if place.rehearsal else reports
         if done.status != 0:
-            why = "stopped at its limit" if done.status is None else done.last_line
-            found.notes.append(f"{one.name}: {why}")
-            found.tail = found.tail or done.tail
-            wrong = any(report.wrong for report in found.reports[-1:])
-            found.failed = found.failed or not one.optional or wrong
-        place.save(found.result())
-    return found.result()
+            notes.append(f"{one.name}: {done.why}")
+            result.tail = result.tail or done.tail
+        if any(each.wrong for each in reports) or (done.status != 0 and not one.optional):
+            result.verdict = FAILED
+        result.detail = _told(result.reports, notes)
+        place.save(result)
+    result.detail = _told(result.reports, notes)
+    result.verdict = result.verdict if result.reports else FAILED
+    return result
 
 
-@dataclass
-class _Measured:
-    """The runs of the harness until now."""
-
-    stage: str
-    reports: list[Report] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    failed: bool = False
-    tail: str = ""
-
-    def result(self) -> Result:
-        rows = sum(len(report.rows) for report in self.reports)
-        wrong = sum(report.wrong for report in self.reports)
-        summary = f"{len(self.reports)} runs, {rows} rows, {wrong} wrong elements"
-        left_out = [f"{name}: no time left" for name in self.left_out]
-        detail = "; ".join([summary, *self.notes, *left_out])
-        data: dict[str, Any] = {"reports": [*self.reports]}
-        if left_out:
-            data["left out"] = [*self.left_out]
-        verdict = PARTIAL if left_out else OK
-        if self.failed or wrong or not self.reports:
-            verdict = FAILED
-        return Result(self.stage, verdict, detail, self.tail, data=data)
+def _told(reports: Sequence[Report], notes: Sequence[str]) -> str:
+    rows = sum(len(report.rows) for report in reports)
+    wrong = sum(report.wrong for report in reports)
+    return "; ".join([f"{len(reports)} runs, {rows} rows, {wrong} wrong elements", *notes])
 
 
 RUN: dict[str, Callable[[Workplace, float], Result]] = {
-    "build": build,
-    "test": test,
-    "sanitize": sanitize,
-    "bench": bench,
-    "steps": steps,
+    each.__name__: each for each in (build, test, sanitize, bench, steps)
 }
