@@ -150,9 +150,8 @@ def test(place: Workplace, limit_s: float) -> Result:
         done = place.python([*pytest, f"--junitxml={figures}", file], min(left_s, _FILE_LIMIT_S))
         tests.add(file, done, left_s < _FILE_LIMIT_S)
         if figures.exists():
-            mark = f"{MARK} figure" if place.rehearsal else "figure"
             for each in ET.parse(figures).iter("property"):
-                tests.figures[f"{mark} {each.get('name')}"] = each.get("value", "")
+                tests.figures[f"figure {each.get('name')}"] = each.get("value", "")
         place.save(tests.result())
     return tests.result()
 
