@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
+from ringcomm.bench import collectives
 from ringcomm.cli import COMMANDS
 
 if TYPE_CHECKING:
@@ -76,10 +77,7 @@ def with_docstring_links(html: str, page: str) -> str:
 def parser_of(name: str) -> argparse.ArgumentParser:
     """Returns the parser of a subcommand, as ``ringcomm NAME --help`` has it."""
     if COMMANDS[name].forwards:
-        found: argparse.ArgumentParser = importlib.import_module(
-            f"ringcomm.{name}.options"
-        ).build_parser()
-        return found
+        return collectives.BENCH.build_parser()
     parser = argparse.ArgumentParser(prog=f"ringcomm {name}", description=COMMANDS[name].summary)
     importlib.import_module(f"ringcomm.cli.{name}").add_arguments(parser)
     return parser
