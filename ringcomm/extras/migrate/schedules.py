@@ -60,7 +60,7 @@ class Schedule:
 
     def _rate(self, optimizer: Optimizer, number: int, lr: float) -> Callable[[int], float]:
         """Returns the rate of a param group as a function of the steps taken."""
-        p = SimpleNamespace(**self.params)
+        p, formula = SimpleNamespace(**self.params), _FORMULAS[self.kind]
         for name, value in self.params.items():
             if isinstance(value, Sequence) and not isinstance(value, str):
                 if len(value) != len(optimizer.param_groups):
@@ -69,7 +69,6 @@ class Schedule:
                         f"{len(optimizer.param_groups)} param groups, got {len(value)}"
                     )
                 setattr(p, name, value[number])
-        formula = _FORMULAS[self.kind]
 
         def rate(t: int) -> float:
             if self.params.get("cycle_momentum"):
@@ -116,15 +115,10 @@ def _rise(p: Any, t: int) -> float | None:
 def _warmup(p: Any, lr: float, t: int) -> Any:
     low, high = p.warmup_min_lr, lr if p.warmup_max_lr is None else p.warmup_max_lr
     height = _rise(p, t) if t else 0.0
+    if height is None and hasattr(p, "total_num_steps"):
+        falling = max(1.0, p.total_num_steps - max(2, p.warmup_num_steps))
+        height = max(0.0, (p.total_num_steps - (t - 1)) / falling)
     return low + (high - low) * (1.0 if height is None else height)
-
-
-def _warmup_decay(p: Any, lr: float, t: int) -> Any:
-    if t <= max(2, p.warmup_num_steps):
-        return _warmup(p, lr, t)
-    low, high = p.warmup_min_lr, lr if p.warmup_max_lr is None else p.warmup_max_lr
-    falling = max(1.0, p.total_num_steps - max(2, p.warmup_num_steps))
-    return low + (high - low) * max(0.0, (p.total_num_steps - (t - 1)) / falling)
 
 
 def _warmup_cosine(p: Any, lr: float, t: int) -> Any:
@@ -183,6 +177,6 @@ _FORMULAS: dict[str, Callable[[Any, float, int], Any]] = {
     "LRRangeTest": _range_test,
     "OneCycle": _one_cycle,
     "WarmupLR": _warmup,
-    "WarmupDecayLR": _warmup_decay,
+    "WarmupDecayLR": _warmup,
     "WarmupCosineLR": _warmup_cosine,
 }

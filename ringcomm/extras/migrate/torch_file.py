@@ -58,12 +58,12 @@ _TENSOR_COST = 64
 
 
 class Inert:
-    """A stand-in for an object that a pickle would have made by calling something.
+    """A stand-in for an object that a pickle would have made by a call.
 
     Attributes:
-        name: of what it would have called, "module.name"; of a class itself, too.
-        args: arguments.
-        state: what the object would have been given by ``__setstate__()``.
+        name: name of the function or class, "module.name".
+        args: arguments of the call.
+        state: argument of ``__setstate__()``.
     """
 
     __slots__ = ("args", "name", "state")
@@ -104,17 +104,17 @@ _STORAGES = {
     "BoolStorage": torch.bool,
     "UntypedStorage": torch.uint8,
 }
+_TENSORS = tuple(f"torch._utils._rebuild_tensor_{end}" for end in ("v2", "v3"))
 _PARAMETERS = tuple(f"torch._utils._rebuild_parameter{end}" for end in ("", "_with_state"))
 
 
+_MakeTensor = Callable[[_Storage, int, Any, Any], Tensor]
+
+
 class _Machine:
-    """Follows the instructions of a pickle.
+    """Follows the instructions of a pickle."""
 
-    Args:
-        tensor: makes a tensor of a storage, its offset, size and stride.
-    """
-
-    def __init__(self, tensor: Callable[[_Storage, int, Any, Any], Tensor] | None) -> None:
+    def __init__(self, tensor: _MakeTensor | None) -> None:
         self._tensor = tensor
         self._stack: list[Any] = []
         self._marks: list[int] = []
@@ -122,7 +122,7 @@ class _Machine:
         self._most = self._left = 0
 
     def run(self, pickled: bytes) -> Any:
-        """Returns what the pickle describes.
+        """Returns the value that the pickle describes.
 
         Raises:
             DAMAGE: it is damaged, has an unknown instruction, or costs more than its size allows.
@@ -225,7 +225,7 @@ class _Machine:
         self.push({})
         self.update(pairs)
 
-    # ---- what the unpickler would call ----------------------------------------------------------
+    # ---- calls, which the unpickler would make ------------------------------------------------
 
     def stack_global(self, _: Any = None) -> None:
         module, name = self.last(2)
@@ -262,7 +262,7 @@ class _Machine:
         self.push(_Storage(dtype, key, elems))
 
     def _made(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Returns what a call of ``name`` stands for."""
+        """Returns the value that a call of ``name`` stands for."""
         if name == "collections.OrderedDict":
             return self._ordered(*args)
         if name == "_codecs.encode" and args[1] == "latin1":
@@ -277,14 +277,14 @@ class _Machine:
             return exactly(args[0], list, tuple) if args else []
         if name in ("copyreg._reconstructor", "copy_reg._reconstructor"):
             return Inert(args[0].name)
-        if name == "torch._utils._rebuild_tensor_v2" and self._tensor is not None:
+        if name in _TENSORS and self._tensor is not None:
             self.charge(_TENSOR_COST)
-            return self._tensor(*args[:4])
-        if name == "torch._utils._rebuild_tensor_v3" and self._tensor is not None:
-            self.charge(_TENSOR_COST)
-            dtype, stored = _DTYPES[args[6].name], args[0]
-            elems = stored.elems * stored.dtype.itemsize // dtype.itemsize
-            return self._tensor(_Storage(dtype, stored.key, elems), *args[1:4])
+            stored = args[0]
+            if name == _TENSORS[1]:  # of a dtype that has no storages of its own
+                dtype = _DTYPES[args[6].name]
+                elems = stored.elems * stored.dtype.itemsize // dtype.itemsize
+                stored = _Storage(dtype, stored.key, elems)
+            return self._tensor(stored, *args[1:4])
         return Inert(name, args)
 
     def _ordered(self, pairs: Any = ()) -> dict[Any, Any]:
@@ -335,7 +335,7 @@ _CONSTANTS = (
     *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
     *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
 )
-# By instruction, what it does with its argument.
+# By instruction, its effect; it takes the argument of the instruction.
 _ACTIONS: dict[str, _Action] = {
     **dict.fromkeys(_CONSTANTS, _Machine.push),
     **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _Machine.remember),
@@ -370,22 +370,19 @@ _ACTIONS: dict[str, _Action] = {
 }
 
 
-def plain_pickle(pickled: bytes, called: str) -> Any:
-    """Returns what a pickle without tensors describes.
+def plain_pickle(pickled: bytes, called: str, tensor: _MakeTensor | None = None) -> Any:
+    """Returns the plain data that a pickle describes.
 
     Args:
         pickled: bytes of the pickle.
         called: name of it, for errors.
+        tensor: makes a tensor of a storage, its offset, size and stride; None: there are none.
 
     Raises:
         CheckpointError: it is damaged.
     """
-    return _run(_Machine(None), pickled, called)
-
-
-def _run(machine: _Machine, pickled: bytes, called: str) -> Any:
     try:
-        return machine.run(pickled)
+        return _Machine(tensor).run(pickled)
     except DAMAGE as error:
         raise CheckpointError(f"{called}: its pickle cannot be read: {in_words(error)}") from error
 
@@ -462,7 +459,7 @@ class TorchFile:
         raise CheckpointError(f"{self._called}: {text}")
 
     def read(self) -> Any:
-        """Returns what was saved; tensors are views of the file, which is not in memory.
+        """Returns the value that was saved; tensors are views of the file, which is not in memory.
 
         Raises:
             CheckpointError: it is damaged.
@@ -472,7 +469,7 @@ class TorchFile:
         pickled = bytes(self._content("data.pkl", LARGEST_PICKLE_BYTES))
         if zlib.crc32(pickled) != self._members["data.pkl"][0].CRC:
             self._fail("data.pkl has another checksum than was saved")
-        return _run(_Machine(self._view), pickled, self._called)
+        return plain_pickle(pickled, self._called, self._view)
 
     def _content(self, name: str, most_bytes: int) -> memoryview:
         try:
