@@ -48,7 +48,7 @@ COMMANDS = {
     ),
     "doctor": Entry("say whether collectives can work on this machine, and if not, why"),
     "estimate": Entry("say what memory, traffic and time a sharded training step takes"),
-    "report": Entry("write a run as one HTML page: time line, waits, bandwidths, memory, findings"),
+    "report": Entry("write a run as one HTML page: waits, bandwidths, step times, memory"),
     "trace": Entry("show what each rank did last, from a fault's trace or from running processes"),
     "topo": Entry("show what connects the GPUs, and the algorithm and rings that follow from it"),
     "train": Entry("train a small byte-level GPT data-parallel"),

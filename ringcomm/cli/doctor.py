@@ -344,7 +344,7 @@ def examine() -> Iterable[Finding]:
 
 
 def json_text(findings: Sequence[Finding]) -> str:
-    """The findings as JSON, of which ``ringcomm report`` makes a list."""
+    """The findings as JSON."""
     works = all(finding.verdict != FAIL for finding in findings)
     plain = {"schema": SCHEMA, "works": works, "findings": [asdict(each) for each in findings]}
     return json.dumps(plain, indent=1)

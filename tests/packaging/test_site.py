@@ -214,7 +214,7 @@ def test_supported_pythons_are_stated_alike():
 
 def test_extras_for_users_pin_no_version():
     project = (ROOT / "pyproject.toml").read_text()
-    for extra in ("cuda13", "cuda12", "bench", "report"):
+    for extra in ("cuda13", "cuda12", "bench"):
         (line,) = re.findall(rf"^{extra} = \[(.*)\]$", project, re.MULTILINE)
         assert "==" not in line
 

@@ -4,83 +4,66 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from ringcomm.cli.report import traces
-from ringcomm.cli.report.page import find_library, page
+import jinja2
+
+from ringcomm.cli.report.sections import Section, of_processes
 from ringcomm.cli.report.sources import find
 from ringcomm.comm.recorder.live import ended_ranks, live_recordings
 from ringcomm.comm.recorder.trace_file import newest
 from ringcomm.errors import ArgumentError
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of ``ringcomm report``."""
     parser.description = (
-        "Writes one HTML page of a run: the time line of all ranks, what waited for whom, "
-        "bandwidths, step times, memory and findings. It opens from a disk and fetches nothing. "
-        "docs/report.md shows how to read it."
+        "Writes one HTML page of a run: who waited for whom, bandwidths, step times and "
+        "memory. It opens from a disk and fetches nothing. docs/report.md shows how to read it."
     )
-    parser.add_argument(
-        "run",
-        nargs="*",
-        type=Path,
-        metavar="RUN",
-        help="traces of faults, Chrome traces, what bench, demo, train and doctor write with "
-        "--json, and folders of such files; none: the newest trace",
-    )
-    parser.add_argument(
-        "--pid",
-        nargs="+",
-        type=int,
-        default=[],
-        metavar="PID",
-        help="also look into running, hung or stopped processes; one rank is enough",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("report.html"),
-        metavar="FILE",
-        help="the page (default: %(default)s)",
-    )
-    parser.add_argument("--title", help="of the page (default: of what it shows)")
-    parser.add_argument(
-        "--plotly",
-        type=Path,
-        metavar="FILE",
-        help="plotly.js to put into the page, such as the small plotly-basic.min.js (default: that "
-        "of the package plotly)",
-    )
+    kinds = "traces of faults, profiles of steps, what bench, demo and train write with --json"
+    told = f"{kinds}, and folders of such files; none: the newest trace"
+    pids = "also look into running, hung or stopped processes; one rank is enough"
+    output = Path("report.html")
+    add = parser.add_argument
+    add("run", nargs="*", type=Path, metavar="RUN", help=told)
+    add("--pid", nargs="+", type=int, default=[], help=pids)
+    add("-o", "--output", type=Path, default=output, help="the page (default: %(default)s)")
+    add("--title", help="of the page (default: of what it shows)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the page; 0 also when it shows a fault.
 
     Raises:
-        UnsupportedError: plotly is not installed.
         ArgumentError: a file is of no kind that is known, or the page cannot be written.
         RingcommError: a trace is damaged, or a process has no recorder to read.
     """
-    library = find_library(args.plotly)
-    sections = []
-    for recording in live_recordings(args.pid) if args.pid else []:
-        ended = ended_ranks(recording, args.pid[0])
-        sections.append(traces.of_processes(recording, ended, args.pid))
-    found = find(args.run or ([] if args.pid else [newest()]))
-    sections += found.sections
-    title = args.title or f"ringcomm report: {sections[0].title}"
-    if args.title is None and len(sections) > 1:
-        title += f" and {len(sections) - 1} more"
-    text = page(title, sections, found.left_out, library)
+    sections = [
+        of_processes(recording, ended_ranks(recording, args.pid[0]), args.pid)
+        for recording in (live_recordings(args.pid) if args.pid else [])
+    ]
+    found, left_out = find(args.run or ([] if args.pid else [newest()]))
+    sections += found
+    title = args.title or f"ringcomm report: {', '.join(each.title for each in sections[:3])}"
+    text = page(title, sections, left_out)
     try:
         written = args.output.write_bytes(text.encode("utf-8", "replace"))
     except (OSError, ValueError) as error:
         raise ArgumentError(f"--output {args.output}: cannot be written: {error}") from error
-    for each in found.left_out:
+    for each in left_out:
         print(f"left out: {each}", file=sys.stderr)
     print(f"wrote {args.output} ({written / 1e6:.1f} MB): open it in a browser", file=sys.stderr)
     return 0
+
+
+def page(title: str, sections: Sequence[Section], left_out: Sequence[str]) -> str:
+    """The HTML text of sections and of what was left out; escapes all text, and runs no script."""
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(template).render(
+        title=title, sections=sections, left_out=left_out
+    )

@@ -8,43 +8,31 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ringcomm.cli.doctor import Finding
-from ringcomm.cli.report import measurements, traces
-from ringcomm.cli.report.measurements import ShownMemory, ShownOutcome, ShownRow, ShownRun
-from ringcomm.cli.report.parts import Section
+from ringcomm.cli.report import sections
+from ringcomm.cli.report.sections import Section, ShownOutcome, ShownRow
 from ringcomm.cli.trace import by_communicator
 from ringcomm.comm.recorder import trace_file
 from ringcomm.comm.recorder.trace_file import LARGEST_BYTES, Trace
 from ringcomm.errors import ArgumentError, printable
 from ringcomm.json_reader import read_bounded, read_object, shown
 
-__all__ = ["CHROME", "KINDS", "FoundSections", "find"]
-
 T = TypeVar("T")
-EXPECTED = (
-    "a trace of a fault, a Chrome trace, or what bench, demo, train or doctor write with --json"
-)
-_MOST_FACTS = 200
+EXPECTED = "a trace of a fault, a profile of steps, or what bench, demo or train write with --json"
+MOST_FACTS = 200
 LARGEST_NUMBER = 1e18
+Profile = tuple[Path, Sequence[Mapping[str, Any]]]
 
 
-@dataclass(frozen=True)
-class FoundSections:
-    """The sections of all files, and the files of folders that are none of a run, with why."""
-
-    sections: list[Section]
-    left_out: list[str]
-
-
-def find(paths: Sequence[Path]) -> FoundSections:
+def find(paths: Sequence[Path]) -> tuple[list[Section], list[str]]:
     """Reads files, and the ``*.json`` of folders.
 
+    Returns the sections, and the files of folders that are none of a run, with why.
+
     Raises:
-        ArgumentError: a file that was named is of none of the kinds, or is damaged, or a folder has
-            none of a run.
+        ArgumentError: a file is of none of the kinds, or is damaged, or a folder has none of a run.
         RingcommError: a trace is damaged.
     """
-    taken = _Taken([], [], [])
+    taken = Taken([], [], [])
     left_out: list[str] = []
     for path in paths:
         if not path.is_dir():
@@ -59,49 +47,46 @@ def find(paths: Sequence[Path]) -> FoundSections:
                 others.append(str(error))
         left_out += others
         if len(others) == len(inside):
-            why = f"{len(inside)} *.json, none of them {EXPECTED}" if inside else "no *.json"
-            raise ArgumentError(
-                f"{path}: expected a folder with files of a run, got one with {why}"
-            )
-    sections = [traces.of_traces(group) for group in by_communicator(taken.traces)]
-    sections += [traces.of_chrome(files) for files in traces.profiles_of_runs(taken.chrome)]
-    return FoundSections([*sections, *taken.sections], left_out)
+            told = f"expected a folder with files of a run, got {len(inside)} *.json, none of them"
+            raise ArgumentError(f"{path}: {told} {EXPECTED}")
+    found = [sections.of_traces(group) for group in by_communicator(taken.traces)]
+    runs: dict[tuple[Path, str], list[Profile]] = {}
+    for path, spans in taken.profiles:
+        # Of the ranks of a run, as rank0.json and rank1.json.
+        runs.setdefault((path.parent, path.stem.rstrip("0123456789")), []).append((path, spans))
+    found += map(sections.of_profile, runs.values())
+    return found + taken.sections, left_out
 
 
 @dataclass(frozen=True)
-class _Taken:
+class Taken:
     """The contents of the files read so far. Several traces or profiles may be of one run."""
 
     traces: list[tuple[Path, Trace]]
-    chrome: list[tuple[Path, Sequence[dict[str, Any]]]]
+    profiles: list[Profile]
     sections: list[Section]
 
 
-def _take(path: Path, taken: _Taken) -> None:
+def _take(path: Path, taken: Taken) -> None:
     plain = _parsed(path)
     if plain.get("format") == trace_file.FORMAT:
         taken.traces.append((path, trace_file.read(path)))
         return
     try:
-        if set(plain) >= CHROME:
-            taken.chrome.append((path, _read_chrome(plain)))
-            return
         for names, read in KINDS:
             if names <= set(plain):
-                taken.sections.extend(read(path, plain))
+                read(path, plain, taken)
                 return
     except ValueError as error:
         raise ArgumentError(f"{path}: damaged, or of another version: {error}") from error
-    raise ArgumentError(
-        f"{path}: expected {EXPECTED}, got an object of {shown(sorted(map(str, plain)))}"
-    )
+    told = shown(sorted(map(str, plain)))
+    raise ArgumentError(f"{path}: expected {EXPECTED}, got an object of {told}")
 
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
-        raw = read_bounded(path, LARGEST_BYTES)
         # Losses that are no numbers are written as NaN, which read_json() refuses.
-        plain = json.loads(raw)
+        plain = json.loads(read_bounded(path, LARGEST_BYTES))
     except OSError as error:
         raise ArgumentError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -113,37 +98,29 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def _known(kind: type[T], plain: Any, where: str) -> T:
-    """Reads an object's fields; later versions may write more than these."""
+    """Reads an object's fields, of which later versions may write more; numbers are measurable."""
     if type(plain) is not dict:
         raise ValueError(f"{where}: expected an object, got {shown(plain)}")
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    return read_object(kind, {name: plain[name] for name in plain if name in names}, where)
-
-
-def _finite(found: T, where: str) -> T:
-    """The object, whose numbers are such that differences of them are numbers, too.
-
-    Raises:
-        ValueError: one is none, or is too large to be measured.
-    """
+    found = read_object(kind, {name: plain[name] for name in plain if name in names}, where)
     for name, value in vars(found).items():
+        # Differences of numbers are numbers, too.
         if type(value) is float and not abs(value) <= LARGEST_NUMBER:
             raise ValueError(f"{where}.{name}: expected a number that can be measured, got {value}")
     return found
 
 
-def _items(plain: Any, where: str) -> list[Any]:
+def _items(plain: Any, where: str) -> list[tuple[str, Any]]:
+    """The items of a list, each with its place."""
     if type(plain) is not list:
         raise ValueError(f"{where}: expected a list, got {shown(plain)}")
-    return plain
+    return [(f"{where}[{index}]", each) for index, each in enumerate(plain)]
 
 
 def _facts(plain: Any, where: str) -> dict[str, str]:
     """Names and scalars as text, those of inner objects with the outer name before them."""
-    if type(plain) is not dict or len(plain) > _MOST_FACTS:
-        raise ValueError(
-            f"{where}: expected an object of at most {_MOST_FACTS}, got {shown(plain)}"
-        )
+    if type(plain) is not dict or len(plain) > MOST_FACTS:
+        raise ValueError(f"{where}: expected an object of at most {MOST_FACTS}, got {shown(plain)}")
     found: dict[str, str] = {}
     for name, value in plain.items():
         if type(value) is dict:
@@ -156,93 +133,60 @@ def _facts(plain: Any, where: str) -> dict[str, str]:
     return found
 
 
-def _read_benchmark(path: Path, plain: Mapping[str, Any], title: str = "") -> list[Section]:
+def _benchmark(path: Path, plain: Mapping[str, Any], taken: Taken, title: str = "") -> None:
     if plain.get("schema") != 1:
         raise ValueError(f"schema: expected 1, got {shown(plain.get('schema'))}")
-    rows = [
-        _finite(_known(ShownRow, each, f"rows[{index}]"), f"rows[{index}]")
-        for index, each in enumerate(_items(plain["rows"], "rows"))
-    ]
-    provenance = _facts(plain["provenance"], "provenance")
-    return [measurements.of_benchmark(path, title or path.name, provenance, rows)]
+    rows = [_known(ShownRow, each, where) for where, each in _items(plain["rows"], "rows")]
+    facts = _facts(plain["provenance"], "provenance")
+    taken.sections.append(sections.of_benchmark(path, title or path.name, facts, rows))
 
 
-def _read_demo(path: Path, plain: Mapping[str, Any]) -> list[Section]:
+def _demo(path: Path, plain: Mapping[str, Any], taken: Taken) -> None:
     if type(plain["parts"]) is not dict:
         raise ValueError(f"parts: expected an object, got {shown(plain['parts'])}")
-    found: list[Section] = []
     for title, part in plain["parts"].items():
         if type(part) is not dict or not {"provenance", "rows"} <= set(part):
             raise ValueError(f"parts: expected what bench writes, got {shown(part)}")
-        found += _read_benchmark(path, part, printable(title))
-    return found
+        _benchmark(path, part, taken, printable(title))
 
 
-def _read_training(path: Path, plain: Mapping[str, Any]) -> list[Section]:
-    whole = plain["outcome"]
-    if type(whole) is not dict:
-        raise ValueError(f"outcome: expected an object, got {shown(whole)}")
-    memory = tuple(
-        _known(ShownMemory, each, f"outcome.memory[{index}]")
-        for index, each in enumerate(_items(whole.get("memory"), "outcome.memory"))
-    )
-    outcome = _known(ShownOutcome, {**whole, "memory": []}, "outcome")
-    run = ShownRun(
-        ranks=read_object(_RankCount, {"ranks": plain.get("ranks")}).ranks,
-        options=_facts(plain["options"], "options"),
-        software=_facts(plain.get("software", {}), "software"),
-        outcome=outcome,
-        memory=memory,
-    )
-    return [measurements.of_training(path, run)]
+def _training(path: Path, plain: Mapping[str, Any], taken: Taken) -> None:
+    outcome = _known(ShownOutcome, plain["outcome"], "outcome")
+    told = {"ranks": plain.get("ranks"), "software": plain.get("software", {})}
+    facts = _facts({**_facts(plain["options"], "options"), **told}, "record")
+    taken.sections.append(sections.of_training(path, facts, outcome))
 
 
 @dataclass(frozen=True)
-class _RankCount:
-    ranks: int
+class Span:
+    """A span of a profile, in microseconds."""
 
-
-def _read_doctor(path: Path, plain: Mapping[str, Any]) -> list[Section]:
-    if plain.get("schema") != 1:
-        raise ValueError(f"schema: expected 1, got {shown(plain.get('schema'))}")
-    findings = [
-        _known(Finding, each, f"findings[{index}]")
-        for index, each in enumerate(_items(plain["findings"], "findings"))
-    ]
-    return [measurements.of_doctor(path, findings)]
-
-
-@dataclass(frozen=True)
-class _Span:
-    ph: str
     name: str
+    cat: str
     pid: int
-    tid: int
     ts: float
     dur: float
-    cat: str = ""
 
 
-def _read_chrome(plain: Mapping[str, Any]) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = []
-    for index, each in enumerate(_items(plain["traceEvents"], "traceEvents")):
-        where = f"traceEvents[{index}]"
-        if type(each) is not dict:
-            raise ValueError(f"{where}: expected an object, got {shown(each)}")
-        if each.get("ph") not in ("X", "M"):
-            continue
-        of_name = {"ts": 0, "dur": 0} if each["ph"] == "M" else {}
-        span = _finite(_known(_Span, {**each, **of_name}, where), where)
-        args = _facts(each.get("args", {}), f"{where}.args")
-        events.append({**vars(span), "name": printable(span.name), "args": args})
-    return events
+def _profile(path: Path, plain: Mapping[str, Any], taken: Taken) -> None:
+    spans = []
+    for where, each in _items(plain["traceEvents"], "traceEvents"):
+        if type(each) is dict and each.get("ph") == "M":
+            continue  # names a process
+        span = _known(Span, each, where)
+        if span.cat not in sections.KINDS_OF_SPANS:
+            raise ValueError(
+                f"{where}.cat: expected {', '.join(sections.KINDS_OF_SPANS)}, got "
+                f"{shown(span.cat)}; ui.perfetto.dev opens other Chrome traces"
+            )
+        spans.append({**vars(span), "name": printable(span.name)})
+    taken.profiles.append((path, spans))
 
 
 # By the entries that only this kind has.
-CHROME = {"traceEvents"}
-KINDS: Sequence[tuple[set[str], Callable[[Path, Mapping[str, Any]], list[Section]]]] = (
-    ({"provenance", "rows"}, _read_benchmark),
-    ({"passed", "parts"}, _read_demo),
-    ({"options", "outcome"}, _read_training),
-    ({"findings"}, _read_doctor),
+KINDS: Sequence[tuple[set[str], Callable[[Path, Mapping[str, Any], Taken], None]]] = (
+    ({"provenance", "rows"}, _benchmark),
+    ({"passed", "parts"}, _demo),
+    ({"options", "outcome"}, _training),
+    ({"traceEvents"}, _profile),
 )

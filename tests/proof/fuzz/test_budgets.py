@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from ringcomm.cli import main
-from ringcomm.cli.report import sources
-from ringcomm.cli.report.page import Library, page
+from ringcomm.cli.report import page, sources
 from ringcomm.cli.trace_text import over_nodes, report
 from ringcomm.comm import object_codec
 from ringcomm.comm.recorder import trace_file
@@ -275,17 +274,23 @@ def whole(at: int) -> int:
     return at
 
 
+ROW = {"collective": "a", "ranks": 1, "dtype": "x", "system": "y", "placement": "z", "time_us": 1.0}
 REPORTS: dict[str, Callable[[int], bytes]] = {
     "threads of one process": lambda n: events(n, tid=whole),
     "processes": lambda n: events(n, pid=whole),
-    "names": lambda n: events(n, name=str, cat=lambda at: "x"),
+    "names": lambda n: events(n, name=str),
     "spans at one time": lambda n: events(n),
     "ranks without calls": TRACES["ranks without calls"],
     "a circle of ranks that wait": TRACES["a circle of ranks that wait"],
-    "findings": lambda n: text(
+    "rows of benchmarks": lambda n: text(
+        {"schema": 1, "provenance": {}, "rows": [ROW | {"size_bytes": at + 1} for at in range(n)]}
+    ),
+    "losses": lambda n: text(
         {
-            "schema": 1,
-            "findings": [{"name": "a", "verdict": "ok", "value": "b", "advice": ""}] * n,
+            "options": {},
+            "ranks": 1,
+            "outcome": {"first_step": 0, "losses": [1.0] * n, "tokens_per_s": 1.0, "memory": []}
+            | {"held_out_before": 1.0, "held_out_after": 1.0},
         }
     ),
 }
@@ -294,7 +299,7 @@ REPORTS: dict[str, Callable[[int], bytes]] = {
 def read_report(raw: bytes, folder: Path) -> None:
     path = folder / "run.json"
     path.write_bytes(raw)
-    page("run", sources.find([path]).sections, [], Library("", "1.2.3")).encode()
+    page("run", sources.find([path])[0], []).encode()
 
 
 # ---- others -------------------------------------------------------------------------------------

@@ -1,0 +1,453 @@
+"""Sections of a page: who waited for whom, bandwidths, step times and memory, as plain data."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ringcomm.cli.trace import SHOWN_CALLS
+from ringcomm.cli.trace_text import aligned, over_nodes, report, verdict
+from ringcomm.comm.recorder.records import (
+    FAILED,
+    RUNNING,
+    NodeLevel,
+    RankRecording,
+    Record,
+    Recording,
+)
+from ringcomm.comm.recorder.records import inner_calls as numbers_of_inner_calls
+from ringcomm.comm.recorder.trace_file import Trace
+
+# The parts of a page, which page.html draws.
+
+WIDTH, HEIGHT = 600, 200
+MOST_POINTS = 1000
+
+
+@dataclass(frozen=True)
+class Text:
+    """Lines that stand as they are, folded away under a title if there is one."""
+
+    text: str
+    folded: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text. ``shares`` says by row and column, from 0 to 1, how far a cell is filled."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    shares: Mapping[tuple[int, int], float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over steps, or over sizes in bytes, on a logarithmic axis.
+
+    Points are in the order of the horizontal axis; a value that is not finite leaves a gap.
+    """
+
+    title: str
+    unit: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    note: str = ""
+    over_sizes: bool = False
+
+    @property
+    def ends(self) -> tuple[float, float, float, float]:
+        """The first and last value of the horizontal axis, and of the vertical one."""
+        points = [point for line in self.lines.values() for point in line]
+        values = [y for _, y in points if math.isfinite(y)] or [0.0]
+        low, high = min(0.0, *values), max(0.0, *values)
+        return min(points)[0], max(points)[0], low, high if high > low else 1.0
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """The names of the first and the last place on the horizontal axis."""
+        first, last, _, _ = self.ends
+        return (size(first), size(last)) if self.over_sizes else (f"{first:g}", f"{last:g}")
+
+    @property
+    def paths(self) -> list[tuple[str, str]]:
+        """The name of each line, and its path in SVG; of long lines points are left out."""
+        scale = math.log2 if self.over_sizes else float
+        first, last, low, high = self.ends
+        begin, span = scale(first), scale(last) - scale(first) or 1.0
+        found = []
+        for name, line in self.lines.items():
+            path, pen = "", "M"
+            for x, y in line[:: -(-len(line) // MOST_POINTS)]:
+                across, is_there = WIDTH * (scale(x) - begin) / span, math.isfinite(y)
+                if is_there:
+                    # Without the second command a point alone would have no length, and no dot.
+                    path += f"{pen}{across:.1f} {HEIGHT * (high - y) / (high - low):.1f}h0"
+                pen = "L" if is_there else "M"
+            found.append((name, path))
+        return found
+
+
+Block = Text | Table | Chart
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page, which shows one file or several that belong together."""
+
+    title: str
+    files: Sequence[str]
+    facts: Sequence[tuple[str, str]]
+    blocks: Sequence[Block]
+
+
+def duration(seconds: float) -> str:
+    """A duration of a readable size."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if abs(seconds) * factor >= 1.0:
+            return f"{seconds * factor:.4g} {unit}"
+    return f"{seconds * 1e6:.4g} us"
+
+
+def size(size_bytes: float) -> str:
+    """Says "4 KiB" for 4096: takes the largest unit of which there is one at least."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size_bytes >= 1 << shift:
+            return f"{size_bytes / (1 << shift):.3g} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+# Who waited for whom, as far as the records of calls tell it.
+
+FROM_ROOT, TO_ROOT = ("broadcast", "scatter"), ("reduce", "gather")
+MOST_PAIRS = 200
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait of ``rank``. The recorder told of it, or it follows from when ranks began the call."""
+
+    rank: int
+    awaited: int
+    seconds: float
+    is_told: bool
+
+
+def waits_of(recording: Recording, expected: int) -> list[Wait]:
+    """All waits of a recording that has ``expected`` ranks, if none is missing.
+
+    A call that has not ended, or failed, waits for the rank that the recorder names. A collective
+    that ended on all ranks waited, on each rank, until the last one began it: for the root alone
+    where only the root gives, and on the root alone where only that takes. Finished messages are
+    left out, and calls on devices, of which hosts do not know when they ran. Where a rank is
+    missing nobody knows which one was last.
+    """
+    ranks = [rank for rank in recording.ranks if not rank.on_device]
+    found = [wait for rank in ranks for wait in _told(rank, recording.taken_ns)]
+    if len(ranks) < expected:
+        return found
+    inner: set[int] = set()
+    for rank in ranks:
+        inner |= numbers_of_inner_calls(rank.collectives)
+    of_ranks = [{each.number: each for each in rank.collectives} for rank in ranks]
+    for number in sorted(set.intersection(*map(set, of_ranks)) - inner if of_ranks else ()):
+        calls = {rank.rank: calls[number] for rank, calls in zip(ranks, of_ranks, strict=True)}
+        if all(call.end_ns and not call.status for call in calls.values()):
+            found += _of_arrivals(calls)
+    return found
+
+
+def _told(rank: RankRecording, taken_ns: int) -> Iterator[Wait]:
+    """Yields the waits of a rank that its own records name a peer for."""
+    running = [each for each in rank.collectives if each.state == RUNNING]
+    innermost = max(running, key=lambda each: each.begin_ns, default=None)
+    for record in (*rank.collectives, *rank.messages):
+        awaited = -1
+        if record.state == FAILED or (record.track == "messages" and record.state == RUNNING):
+            awaited = record.peer
+        elif record is innermost:
+            awaited = rank.waits_for
+        if awaited >= 0 and awaited != rank.rank:
+            seconds = ((record.end_ns or taken_ns) - record.begin_ns) / 1e9
+            yield Wait(rank.rank, awaited, max(seconds, 0.0), is_told=True)
+
+
+def _of_arrivals(calls: dict[int, Record]) -> Iterator[Wait]:
+    some = next(iter(calls.values()))
+    last = max(calls, key=lambda rank: calls[rank].begin_ns)
+    waiting, awaited = list(calls), last
+    if some.collective in FROM_ROOT:
+        awaited = some.root
+    elif some.collective in TO_ROOT:
+        waiting = [some.root]
+    if awaited not in calls:
+        return
+    for rank in waiting:
+        if rank == awaited or rank not in calls:
+            continue
+        until_ns = min(calls[rank].end_ns, calls[awaited].begin_ns)
+        if until_ns > calls[rank].begin_ns:
+            seconds = (until_ns - calls[rank].begin_ns) / 1e9
+            yield Wait(rank, awaited, seconds, is_told=False)
+
+
+def tables_of(waits: Sequence[Wait], ranks: Sequence[int]) -> list[Block]:
+    """Ranks by the time that others waited for them, and pairs of ranks."""
+    if not waits:
+        return [Text("No rank is known to have waited for another one.")]
+    by_rank: dict[int, list[Wait]] = {rank: [] for rank in ranks}
+    by_pair: dict[tuple[int, int], list[Wait]] = {}
+    for wait in waits:
+        by_rank.setdefault(wait.awaited, []).append(wait)
+        by_pair.setdefault((wait.rank, wait.awaited), []).append(wait)
+    of_ranks = [([f"rank {rank}"], each) for rank, each in by_rank.items()]
+    of_pairs = [([f"rank {a}", f"rank {b}"], each) for (a, b), each in by_pair.items()]
+    note = "Summed over the ranks that waited. Of calls that failed or are open the recorder says "
+    note += "who is awaited; of others it is the rank that began the call last, until it did."
+    pairs = f"The longest {MOST_PAIRS}." if len(of_pairs) > MOST_PAIRS else ""
+    return [
+        _waits("Whom the others waited for", ["rank"], of_ranks, note),
+        _waits("Who waited for whom", ["rank", "for"], of_pairs, pairs),
+    ]
+
+
+def _waits(
+    title: str, names: list[str], waits: list[tuple[list[str], list[Wait]]], note: str
+) -> Table:
+    """A row for each entry, longest first."""
+    sums = [
+        (sum(w.seconds for w in each), sum(w.seconds for w in each if w.is_told), each, name)
+        for name, each in waits
+    ]
+    sums = sorted(sums, key=lambda row: -row[0])[:MOST_PAIRS]
+    rows = [(*name, duration(s), duration(told), str(len(each))) for s, told, each, name in sums]
+    columns = [*names, "waited", "of it in calls that did not end", "calls"]
+    shares = {(row, len(names)): each[0] / (sums[0][0] or 1.0) for row, each in enumerate(sums)}
+    return Table(title, columns, rows, note, shares)
+
+
+# Traces of the flight recorder.
+
+
+def of_traces(group: Sequence[tuple[Path, Trace]]) -> Section:
+    """The section of the trace files of one communicator, over nodes one of each node."""
+    traces = [trace for _, trace in group]
+    blocks: list[Block] = []
+    if traces[0].of_node is not None:
+        blocks.append(Text("\n".join(over_nodes(traces))))
+    for path, trace in group:
+        said = f"{path.name}, written by rank {trace.written_by}:\n{trace.error}\n"
+        blocks.append(Text("\n".join([said, *verdict(trace.recording, level=trace.level)])))
+    expected = [
+        trace.recording.world_size if trace.level is None else len(trace.level.ranks)
+        for trace in traces
+    ]
+    blocks += _of_recordings(aligned(traces), expected)
+    for path, trace in group:
+        last = "\n".join(report(trace.recording, SHOWN_CALLS, level=trace.level))
+        blocks.append(Text(last, folded=f"the last calls: ringcomm trace {path.name}"))
+    name = traces[0].recording.communicator
+    written_s = min(max(0.0, traces[0].written_s), 4e10)  # beyond the year 9999 there is no date
+    facts = [
+        ("ranks", str(traces[0].recording.world_size)),
+        ("written", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(written_s))),
+    ]
+    if traces[0].of_node is not None:
+        facts.append(("nodes", f"{len(traces[0].of_node.nodes)}, {len(group)} of them here"))
+    return Section(f"Trace of {name}", [str(path) for path, _ in group], facts, blocks)
+
+
+def of_processes(recording: Recording, ended: Collection[int], pids: Sequence[int]) -> Section:
+    """The section of a communicator of running processes."""
+    last = "\n".join(report(recording, SHOWN_CALLS, ended))
+    blocks: list[Block] = [
+        Text("\n".join(verdict(recording, ended))),
+        *_of_recordings([recording], [recording.world_size]),
+        Text(last, folded="the last calls"),
+    ]
+    level = NodeLevel.of(recording)
+    name = recording.communicator if level is None else f"{level.communicator}, node {level.node}"
+    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    facts = [("ranks", str(recording.world_size)), ("read", now)]
+    files = [f"process {pid}" for pid in pids]
+    return Section(f"Running processes of {name}", files, facts, blocks)
+
+
+def _of_recordings(recordings: Sequence[Recording], expected: Sequence[int]) -> list[Block]:
+    pairs = zip(recordings, expected, strict=True)
+    waits = [wait for recording, count in pairs for wait in waits_of(recording, count)]
+    ranks = [rank for recording in recordings for rank in recording.ranks]
+    hosts = [rank.rank for rank in ranks if not rank.on_device]
+    if not hosts:
+        return [Text("Hosts do not know who waited for whom on devices; see the lines above.")]
+    return tables_of(waits, hosts)
+
+
+# Profiles of steps.
+
+KINDS_OF_SPANS = ("compute", "wait", "communication")
+
+
+def of_profile(files: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> Section:
+    """The section of profiles of one run, of which each file has ranks of its own."""
+    spans = [span for _, of_file in files for span in of_file]
+    kinds: dict[int, dict[str, float]] = {}
+    waits: dict[tuple[int, str], list[float]] = {}
+    for span in spans:
+        rank, seconds = span["pid"], span["dur"] / 1e6
+        kinds.setdefault(rank, dict.fromkeys(KINDS_OF_SPANS, 0.0))[span["cat"]] += seconds
+        if span["cat"] == "wait":
+            waits.setdefault((rank, span["name"]), []).append(seconds)
+    by_rank = sorted(kinds.items())
+    most = max((max(each.values()) for each in kinds.values()), default=0.0) or 1.0
+    shares = {
+        (row, column): seconds / most
+        for row, (_, each) in enumerate(by_rank)
+        for column, seconds in enumerate(each.values(), 1)
+    }
+    rows = [[f"rank {rank}", *map(duration, each.values())] for rank, each in by_rank]
+    note = "Kinds may overlap: communication of another thread runs beside computation."
+    times = Table("Time by kind", ["rank", *KINDS_OF_SPANS], rows, note, shares)
+    order = sorted(waits.items(), key=lambda item: -sum(item[1]))
+    awaited = [
+        (f"rank {rank}", name, duration(sum(each)), str(len(each)), duration(max(each)))
+        for (rank, name), each in order
+    ]
+    columns = ("rank", "what", "waited", "times", "longest")
+    title = f"Profile of steps, {', '.join(path.name for path, _ in files)}"
+    blocks = [times, Table("What ranks waited for", columns, awaited)]
+    return Section(title, [str(path) for path, _ in files], [("spans", f"{len(spans):,}")], blocks)
+
+
+# Benchmarks.
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """A row of a benchmark, with those fields of ``bench/report.py`` that the page shows."""
+
+    system: str
+    collective: str
+    size_bytes: int
+    dtype: str
+    ranks: int
+    placement: str
+    op: str = ""
+    mode: str = ""
+    nodes: int = 1
+    time_us: float | None = None
+    best_us: float | None = None
+    p95_us: float | None = None
+    algbw_gbps: float | None = None
+    busbw_gbps: float | None = None
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    wrong: int | None = None
+    rounds: int = 0
+    held_bytes: float | None = None  # of a small model less than nothing
+    note: str = ""
+
+
+def of_benchmark(
+    path: Path, title: str, facts: Mapping[str, str], rows: Sequence[ShownRow]
+) -> Section:
+    """A chart of bandwidths or times over size for each collective, and a table of its rows."""
+    blocks: list[Block] = []
+    wrong = [row for row in rows if row.wrong]
+    if wrong:
+        names = ", ".join(sorted({f"{row.collective} of {row.system}" for row in wrong}))
+        blocks.append(Text(f"FAIL: results are wrong in {len(wrong)} rows: {names}"))
+    by_name: dict[str, list[ShownRow]] = {}
+    for row in rows:
+        by_name.setdefault(row.collective, []).append(row)
+    for name, of_name in by_name.items():
+        blocks += [*_over_size(name, of_name), _rows(name, of_name)]
+    return Section(title, [str(path)], list(facts.items()), blocks)
+
+
+def _over_size(collective: str, rows: Sequence[ShownRow]) -> Iterator[Chart]:
+    """Yields a chart, if a line of it has several sizes."""
+    names = ("placement", "dtype", "mode", "ranks")
+    varied = [name for name in names if len({_cell(row, name) for row in rows}) > 1]
+    has_bandwidth = any(row.busbw_gbps for row in rows)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in sorted(rows, key=lambda row: row.size_bytes):
+        value = row.busbw_gbps if has_bandwidth else row.time_us
+        if value is not None and row.size_bytes > 0:
+            label = ", ".join([row.system, *(_cell(row, name) for name in varied)])
+            lines.setdefault(label, []).append((row.size_bytes, value))
+    if any(len({x for x, _ in line}) > 1 for line in lines.values()):
+        what, unit = ("bus bandwidth", "GB/s") if has_bandwidth else ("time", "us")
+        yield Chart(f"{collective}: {what} over size", unit, lines, over_sizes=True)
+
+
+def _rows(name: str, rows: Sequence[ShownRow]) -> Table:
+    """All rows, without columns of which every cell is empty."""
+    kept = [each.name for each in fields(ShownRow) if any(_cell(row, each.name) for row in rows)]
+    cells = [[_cell(row, name) for name in kept] for row in rows]
+    most = max(row.time_us or 0.0 for row in rows) or 1.0
+    at = kept.index("time_us") if "time_us" in kept else 0
+    shares = {(i, at): row.time_us / most for i, row in enumerate(rows) if row.time_us}
+    return Table(f"{name}: all rows", kept, cells, "Times are medians.", shares)
+
+
+def _cell(row: ShownRow, name: str) -> str:
+    value = getattr(row, name)
+    if isinstance(value, float):
+        return f"{value:,.5g}" if abs(value) < 1e5 else f"{value:,.0f}"
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+# Records of `ringcomm train --json`.
+
+
+@dataclass(frozen=True)
+class ShownMemory:
+    """The memory that a rank held, in bytes: before the model, and at each step of the run."""
+
+    before_bytes: int
+    steps_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ShownOutcome:
+    """The outcome of a training run, as far as the page shows it."""
+
+    first_step: int
+    losses: tuple[float, ...]
+    held_out_before: float
+    held_out_after: float
+    tokens_per_s: float
+    memory: tuple[ShownMemory, ...]
+    skipped_steps: int = 0
+    steps_s: tuple[float, ...] = ()
+
+
+def of_training(path: Path, options: Mapping[str, str], outcome: ShownOutcome) -> Section:
+    """Losses, step times and memory over the steps."""
+    facts = [
+        *((name, value) for name, value in options.items() if value not in ("none", "False")),
+        ("speed", f"{outcome.tokens_per_s:,.0f} tokens/s"),
+        ("held-out loss", f"{outcome.held_out_before:.4f} to {outcome.held_out_after:.4f}"),
+        ("steps skipped for an overflow", str(outcome.skipped_steps)),
+    ]
+    first, memory = outcome.first_step, {}
+    for rank, each in enumerate(outcome.memory):
+        added = [(held - each.before_bytes) / 1e6 for held in each.steps_bytes]
+        if added:
+            memory[f"rank {rank}, at most {max(added):,.1f}"] = list(enumerate(added, first))
+    times = {"step": list(enumerate((1e3 * each for each in outcome.steps_s), first))}
+    between = "Between backward and the optimizer's step."
+    charts = [
+        Chart("Loss", "nats per byte", {"loss": list(enumerate(outcome.losses))}),
+        Chart("Step time", "ms", times, "Rank 0's. The first step sets things up."),
+        Chart("Memory that training adds", "MB = 1e6 bytes", memory, between),
+    ]
+    drawn = [chart for chart in charts if any(chart.lines.values())]
+    return Section(f"Training run {path.name}", [str(path)], facts, drawn)
