@@ -18,7 +18,7 @@ from ringcomm.memory.device_heap import device_heap
 from tests.c10d import test_collectives
 from tests.c10d.emulated import runtime
 from tests.c10d.test_collectives import numbers, total
-from tests.support.device_checks import EMULATED
+from tests.support.call_checks import EMULATED
 from tests.support.rank_pool import default_group
 
 DEVICE = torch.device("cuda:0")

@@ -5,7 +5,7 @@ import torch
 
 import ringcomm
 from tests.gpu.device import PLAIN, REAL
-from tests.support.device_checks import EMULATED, ops_on_device
+from tests.support.call_checks import EMULATED, ops_on_device
 from tests.support.exact import INTEGERS, REDUCIBLE, op_of, operand, raw_bytes
 
 RANKS = 4

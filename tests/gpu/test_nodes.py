@@ -8,7 +8,7 @@ import torch
 
 from ringcomm import CommOptions
 from tests.gpu.worlds import TIMEOUT_S, run_ranks
-from tests.support.device_checks import CHECKS, Case
+from tests.support.call_checks import CHECKS, Case
 from tests.support.ranks import join_nodes
 
 # One element, a tail, several segments of every channel.

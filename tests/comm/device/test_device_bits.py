@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ringcomm
-from tests.support.device_checks import EMULATED, ops_on_device
+from tests.support.call_checks import EMULATED, ops_on_device
 from tests.support.device_worlds import on_host, put, room
 from tests.support.exact import op_of, same
 

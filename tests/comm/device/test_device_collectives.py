@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import ringcomm
-from tests.support.covering import covering
-from tests.support.device_checks import (
+from tests.support.call_checks import (
     CHECKS,
     EMULATED,
     MOVEMENTS,
@@ -17,6 +16,7 @@ from tests.support.device_checks import (
     check_reduce_scatter,
     ops_on_device,
 )
+from tests.support.covering import covering
 from tests.support.device_worlds import MANY, PLACES, on_host, put, room, with_options
 from tests.support.emulator.library import library
 from tests.support.exact import MOVABLE, operand, pattern, reduced, same

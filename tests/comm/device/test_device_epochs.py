@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.device_checks import CHECKS, Case, check_all_gather, check_all_reduce
-from tests.support.device_checks import check_reduce_scatter as check_reduce_scatter_tensor
+from tests.support.call_checks import CHECKS, Case, check_all_gather, check_all_reduce
+from tests.support.call_checks import check_reduce_scatter as check_reduce_scatter_tensor
 from tests.support.device_worlds import MANY, packet_flags, set_epochs, set_packet_epoch
 
 WORLD = 3

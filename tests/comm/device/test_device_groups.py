@@ -5,8 +5,8 @@ import torch
 
 import ringcomm
 from ringcomm import ArgumentError, CommOptions
+from tests.support.call_checks import CHECKS, Case
 from tests.support.covering import covering, in_test_all
-from tests.support.device_checks import CHECKS, Case
 from tests.support.device_worlds import MANY, device_of, on_host, put
 from tests.support.exact import op_of, operand, pattern, reduced, same
 

@@ -12,7 +12,7 @@ import torch
 
 import ringcomm
 from ringcomm import Communicator
-from tests.support.device_checks import CHECKS, Case
+from tests.support.call_checks import CHECKS, Case
 from tests.support.device_worlds import OPTIONS, Devices, on_host, put
 from tests.support.ranks import run_ranks
 

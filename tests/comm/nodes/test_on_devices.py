@@ -34,15 +34,15 @@ from ringcomm import (
 )
 from ringcomm.comm.nodes import core, device_core, device_rails, wires
 from tests.comm.nodes.test_calls import drawn
-from tests.support.covering import EVERY_CASE, covering, in_test_all
-from tests.support.device_carrier import emulated_nccl
-from tests.support.device_checks import (
+from tests.support.call_checks import (
     CHECKS,
     EMULATED,
     Case,
     check_all_reduce,
     check_all_to_all,
 )
+from tests.support.covering import EVERY_CASE, covering, in_test_all
+from tests.support.device_carrier import emulated_nccl
 from tests.support.device_worlds import OPTIONS, Devices, on_host, put, room, with_options
 from tests.support.emulator.in_stream_order import InStreamOrder
 from tests.support.emulator.library import COMPILER

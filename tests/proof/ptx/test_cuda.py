@@ -25,14 +25,14 @@ from tests.comm.device.test_device_steps import RULES, same_as_on_host
 from tests.proof.ptx.small_jobs import part_of
 from tests.ptx_interpreter import PtxSchedule
 from tests.support import nvrtc
-from tests.support.covering import thinned
-from tests.support.device_checks import (
+from tests.support.call_checks import (
     CHECKS,
     EMULATED,
     Case,
     check_all_reduce,
     check_reduce_scatter,
 )
+from tests.support.covering import thinned
 from tests.support.device_worlds import OPTIONS, PLACES, Devices, on_host, put
 from tests.support.emulator.library import COMPILER
 from tests.support.emulator.ptx import PtxKernels, ptx_of

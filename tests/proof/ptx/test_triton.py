@@ -34,7 +34,7 @@ from tests.proof.compile.compiled import compile_kernel
 from tests.proof.ptx.small_jobs import part_of
 from tests.proof.ptx.triton_jobs import allow_all, open_context
 from tests.ptx_interpreter import PtxSchedule
-from tests.support.device_checks import (
+from tests.support.call_checks import (
     Case,
     check_all_gather,
     check_all_reduce,
