@@ -26,7 +26,7 @@ TORCH = "2.13.0"
 COMPILERS = ("g++-11", "g++-12", "g++-13", "clang++-14", "clang++-16", "clang++-18")
 # Exact tests of what is compiled: collectives, messages, codes, the optimizer and the stages.
 TESTS = (
-    *("comm/test_all_reduce.py", "comm/test_reduce_scatter.py", "comm/test_messages.py"),
+    *("comm/test_collectives.py", "comm/test_messages.py"),
     *("comm/test_wire_codes.py", "optim/test_adamw.py", "zero/test_uneven.py"),
 )
 NEEDED = (

@@ -1,4 +1,4 @@
-"""Calls of a communicator on a device with inputs whose results are known to the bit."""
+"""Calls of a communicator, on the host or a device, whose results are known to the bit."""
 
 from __future__ import annotations
 

@@ -150,6 +150,11 @@ def device_of(comm: Communicator) -> int:
     return index
 
 
+def heap_of(comm: Communicator) -> str:
+    """Returns the device of the communicator's heap."""
+    return f"cuda:{device_of(comm)}" if comm.launches else "cpu"
+
+
 def room(comm: Communicator, count: int, dtype: torch.dtype, place: str, turn: int = 0) -> Tensor:
     """An uninitialised tensor of ``count`` elements on the device of ``comm``, at ``place``.
 
@@ -159,7 +164,7 @@ def room(comm: Communicator, count: int, dtype: torch.dtype, place: str, turn: i
     odd = (comm.rank + turn) % 2 == 1
     skip = 1 if place == "unaligned" else 0
     if place == "heap" or (place == "mixed" and odd) or (place == "unaligned" and not odd):
-        whole = ringcomm.empty(count + skip, dtype=dtype, device=f"cuda:{device_of(comm)}")
+        whole = ringcomm.empty(count + skip, dtype=dtype, device=heap_of(comm))
     else:
         whole = torch.empty(count + skip, dtype=dtype, device=comm.device)
     return whole[skip:]

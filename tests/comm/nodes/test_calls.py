@@ -13,8 +13,9 @@ from ringcomm import CommOptions, LocalWorld, MismatchError, ReduceOp, Unsupport
 from ringcomm.comm.nodes import core, sums
 from ringcomm.comm.nodes.places import Places, divide
 from ringcomm.errors import ArgumentError, RendezvousError, RingcommError
+from tests.support.call_checks import CHECKS, REDUCTIONS, Case
 from tests.support.covering import covering
-from tests.support.exact import equal, op_of, operand, ops_for, reduced, same
+from tests.support.exact import ops_for, same
 
 SHAPES = [(2, 2), (1, 2), (2, 1, 2), (1, 1, 1)]
 # Nothing, one element, less than a vector, several segments.
@@ -48,49 +49,20 @@ def test_places(world):
     assert sorted(rank for mates in in_order for rank in mates) == list(range(len(seen)))
 
 
-@covering(strength=1, indirect=["world"], world=SHAPES, count=COUNTS)
-def test_movements(world, count):
-    def pattern(rank):
-        return torch.arange(count) * 7 + rank
+@covering(strength=1, indirect=["world"], world=SHAPES, name=[*CHECKS])
+def test_every_call(world, name):
+    """With parts of equal and of different sizes; from and to each rank."""
 
     def body(comm):
-        rank, size = comm.rank, comm.world_size
-        everyone = torch.empty(count * size, dtype=torch.int64)
-        comm.all_gather_into_tensor(everyone, pattern(rank))
-        assert torch.equal(everyone, torch.cat([pattern(r) for r in range(size)]))
-        exchanged = torch.empty_like(everyone)
-        comm.all_to_all_single(exchanged, torch.cat([pattern(rank * 10 + r) for r in range(size)]))
-        assert torch.equal(exchanged, torch.cat([pattern(r * 10 + rank) for r in range(size)]))
-        for root in range(size):
-            tensor = pattern(rank)
-            comm.broadcast(tensor, root)
-            assert torch.equal(tensor, pattern(root))
-            gathered = [torch.empty(count, dtype=torch.int64) for _ in range(size)]
-            comm.gather(pattern(rank), gathered if rank == root else None, root)
-            if rank == root:
-                assert torch.equal(torch.cat(gathered), torch.cat([*map(pattern, range(size))]))
-            comm.scatter(tensor, [*map(pattern, range(size))] if rank == root else None, root)
-            assert torch.equal(tensor, pattern(rank))
-
-    world.run(body)
-
-
-def test_uneven_parts(world):
-    def body(comm):
-        rank, size = comm.rank, comm.world_size
-        outputs = [torch.empty(r * 5, dtype=torch.int16) for r in range(size)]
-        comm.all_gather(outputs, torch.full((rank * 5,), rank, dtype=torch.int16))
-        assert all(torch.equal(out, torch.full_like(out, r)) for r, out in enumerate(outputs))
-        received = [torch.empty((r * 3 + rank) % 5) for r in range(size)]
-        comm.all_to_all(
-            received, [torch.full(((rank * 3 + r) % 5,), rank * 10.0 + r) for r in range(size)]
-        )
-        assert all(
-            torch.equal(x, torch.full_like(x, r * 10.0 + rank)) for r, x in enumerate(received)
-        )
-        mine = torch.empty(rank * 7)
-        comm.reduce_scatter(mine, [torch.full((r * 7,), float(rank + r)) for r in range(size)])
-        assert torch.equal(mine, torch.full_like(mine, float(sum(range(size)) + size * rank)))
+        for number, count in enumerate(COUNTS):
+            case = Case(
+                count,
+                torch.int64,
+                in_place=number % 2 == 1,
+                root=number % comm.world_size,
+                async_op=number % 3 == 1,
+            )
+            CHECKS[name](comm, case)
 
     world.run(body)
 
@@ -99,28 +71,16 @@ def test_uneven_parts(world):
     strength=1,
     indirect=["world"],
     world=SHAPES,
+    name=[*REDUCTIONS],
     dtype=[*FLOATS, torch.float64, torch.int32, torch.uint8, torch.bool],
 )
-def test_reductions(world, dtype):
-    """Every op, with another count in each world."""
-    size, cases = len(world), []
-    for number, op in enumerate(ops_for(dtype)):
-        count = COUNTS[(number + size) % 4]
-        operands = [operand(count * size, r, size, dtype, op) for r in range(size)]
-        cases.append((op, count, operands, reduced(operands, op)))
+def test_every_op(world, name, dtype):
+    """Each with another count in each world."""
 
     def body(comm):
-        rank = comm.rank
-        for op, count, operands, want in cases:
-            tensor = operands[rank].clone()
-            comm.all_reduce(tensor, op_of(op))
-            assert equal(tensor, want), (op, count)
-            part = torch.empty(count, dtype=dtype)
-            comm.reduce_scatter_tensor(part, operands[rank], op_of(op))
-            assert equal(part, want[count * rank : count * (rank + 1)]), (op, count)
-            root = count % size
-            comm.reduce(tensor.copy_(operands[rank]), root, op_of(op))
-            assert equal(tensor, want if rank == root else operands[rank]), (op, count)
+        for number, op in enumerate(ops_for(dtype)):
+            count = COUNTS[(number + comm.world_size) % 4]
+            CHECKS[name](comm, Case(count, dtype, op, root=count % comm.world_size))
 
     world.run(body)
 
