@@ -19,7 +19,6 @@ from ringcomm.bench.training_deepspeed import STAGES as DEEPSPEED
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "pictures"
 RESULTS = ROOT / "bench" / "results"
-TRAINING = RESULTS / "training" / "2ranks-deepspeed.csv"
 KIB, MIB = 1 << 10, 1 << 20
 Points = Sequence[tuple[float, float]]
 
@@ -80,13 +79,8 @@ class Sheet:
 
     def line(self, points: Points, colour: str, width: float, dashed: bool = False) -> None:
         places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        dashes = "5 4" if dashed else ""
-        self._add(
-            *("polyline", f"n s-{colour}"),
-            stroke_width=width,
-            stroke_dasharray=dashes,
-            points=places,
-        )
+        how = {"stroke_width": width, "stroke_dasharray": "5 4" if dashed else ""}
+        self._add("polyline", f"n s-{colour}", points=places, **how)
 
     def dot(self, x: float, y: float, colour: str) -> None:
         self._add("circle", f"f-{colour}", cx=x, cy=y, r=3)
@@ -170,7 +164,6 @@ class Chart:
 
 # torch.distributed has all_reduce in place only.
 CASES = (("reduce_scatter", "out"), ("all_gather", "out"), ("all_reduce", "in"))
-Systems = Sequence[tuple[str, str, str]]
 
 
 def _machine(report: Report) -> str:
@@ -178,7 +171,9 @@ def _machine(report: Report) -> str:
     return f"{facts.get('gpu', facts['cpu'])}, {facts['date']}"
 
 
-def _bandwidths(rows: Sequence[Row], systems: Systems) -> dict[str, list[Curve]]:
+def _bandwidths(
+    rows: Sequence[Row], systems: Sequence[tuple[str, str, str]]
+) -> dict[str, list[Curve]]:
     """Returns curves of systems, each with its name and colour, by collective."""
     points: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in rows:
@@ -218,11 +213,8 @@ def bandwidth() -> Sheet:
 def bandwidth_gpu() -> Sheet:
     """The same of two ranks that share a GPU."""
     report = read(RESULTS / "gpu-nvidia-h100-80gb-hbm3-2026-11-26.csv")
-    rows = [
-        row
-        for row in report.rows
-        if row.ranks == 2 and not row.graph_calls and row.size_bytes >= MIB
-    ]
+    one_by_one = [row for row in report.rows if row.ranks == 2 and not row.graph_calls]
+    rows = [row for row in one_by_one if row.size_bytes >= MIB]
     systems = (
         *(("ringcomm", "ringcomm", "blue"), ("ringcomm:ring", "its ring", "violet")),
         *(("triton:direct", "Triton kernels", "orange"), ("torch", "torch", "green")),
@@ -254,18 +246,14 @@ BARS = (
 )
 
 
-def _time_and_memory(row: Row) -> tuple[float, float]:
-    """Milliseconds of a step, and megabytes that training adds to a rank."""
-    if row.time_us is None or row.held_bytes is None:
-        raise ValueError(f"{row.system}: not measured: {row.note}")
-    return row.time_us / 1e3, row.held_bytes / 1e6
-
-
 def training() -> Sheet:
     """Time and memory of a training step, side by side, of one run."""
-    report = read(TRAINING)
-    rows = {row.system: row for row in report.rows}
-    pairs = {system: _time_and_memory(rows[system]) for system, _, _ in BARS}
+    report = read(RESULTS / "training" / "2ranks-deepspeed.csv")
+    pairs = {
+        row.system: (row.time_us / 1e3, row.held_bytes / 1e6)
+        for row in report.rows
+        if row.time_us is not None and row.held_bytes is not None
+    }
     first = report.rows[0]
     model = f"{first.count / 1e6:.0f} million FP32 parameters, {first.ranks} ranks, AdamW"
     told = "; ".join(
@@ -282,17 +270,16 @@ def training() -> Sheet:
     sheet.text(27, 34, heading, "f-ink b", font_size=15)
     sheet.text(190, 66, "time of a step, ms")
     sheet.text(500, 66, "memory of a rank, MB")
-    scales = [230 / max(pair[column] for pair in pairs.values()) for column in (0, 1)]
+    scales = [230 / max(pairs[name][column] for name, _, _ in BARS) for column in (0, 1)]
     for index, (system, name, colour) in enumerate(BARS):
         y = 80 + index * 35 + 8 * (index >= 4)
         sheet.text(178, y + 17, name, "f-ink", text_anchor="end")
         for x, value, scale in zip((190, 500), pairs[system], scales, strict=True):
             sheet.bar(x, y, value * scale, colour)
             sheet.text(x + value * scale + 7, y + 17, f"{value:.0f}", "f-ink b")
-    load = report.provenance["load"].partition(" ")[0]
-    told = f"One run, medians; load average {load}, of which 2 are the ranks"
     sheet.text(27, 526, f"{_machine(report)}; memory: what training adds.")
-    sheet.text(27, 546, f"{told}; DeepSpeed on Gloo.")
+    load = report.provenance["load"].partition(" ")[0]
+    sheet.text(27, 546, f"One run, medians, at a load average of {load}; DeepSpeed on Gloo.")
     return sheet
 
 

@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "gpu-check"
 LOG_NAME = "gpu-check.log"
 NO_GPU_STATUS = 2
-_PROBE_LIMIT_S = 60.0
 # In a process of its own: a context here would hold memory during the whole run.
 _PROBE = "import json; from {} import {} as Gpu; print(json.dumps(Gpu(0).facts()))"
 _GPU, _EMULATED = ("ringcomm.bench.devices", "Gpu"), ("tests.gpu.rehearsed", "EmulatedGpu")
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if rehearsal else {}
     runner = Runner(ROOT, folder / LOG_NAME, {**os.environ, **hidden})
     probe = _PROBE.format(*(_EMULATED if rehearsal else _GPU))
-    probed = runner.run([sys.executable, "-c", probe], _PROBE_LIMIT_S)
+    probed = runner.run([sys.executable, "-c", probe], 60.0)
     if probed.status != 0:
         print(f"gpu-check: no usable GPU here: {probed.why}")
         print("REHEARSE=1 runs all of it on an emulated device, at small sizes")
@@ -66,22 +65,13 @@ def _parse(argv: Sequence[str] | None) -> tuple[tuple[Stage, ...], str]:
     """Returns the stages with their parts of the time, and the kind of rehearsal, or ""."""
     parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
     names = ",".join(stage.name for stage in STAGES)
-    parser.add_argument("--stages", default=names, metavar="LIST", help=f"some of {names}")
-    parser.add_argument(
-        "--budget",
-        type=float,
-        default=BUDGET_S,
-        metavar="SECONDS",
-        help="for all stages together; a stage without time is left out, and named in the record",
-    )
-    parser.add_argument(
-        "--rehearse",
-        nargs="?",
-        const="rehearsal",
-        default="",
-        choices=("rehearsal", "sample"),
-        help="on an emulated device, whose figures are no GPU's and are marked; or a sample of it",
-    )
+    add = parser.add_argument
+    add("--stages", default=names, metavar="LIST", help=f"some of {names}")
+    told = "for all stages together; a stage without time is left out, and named in the record"
+    add("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help=told)
+    told = "on an emulated device, whose figures are no GPU's and are marked; or a sample of it"
+    kinds = ("rehearsal", "sample")
+    add("--rehearse", nargs="?", const=kinds[0], default="", choices=kinds, help=told)
     given = parser.parse_args(argv)
     try:
         return select(given.stages, given.budget), given.rehearse

@@ -42,14 +42,6 @@ class Where:
         )
 
 
-def _ratio(report: Report, row: Row) -> float | None:
-    return row.ratio
-
-
-def _time(report: Report, row: Row) -> float | None:
-    return row.time_us if row.ranks == 2 else None
-
-
 def _share(count: Callable[[str, int, int], int]) -> Callable[[Report, Row], float | None]:
     """The bandwidth of a row over the device's own copy, by a count of the bytes that move."""
 
@@ -71,7 +63,7 @@ class Goal:
     limit: float
     unit: str
     where: Where
-    measured: Callable[[Report, Row], float | None] = _ratio
+    measured: Callable[[Report, Row], float | None] = lambda report, row: row.ratio
 
     def reached(self, value: float) -> bool:
         return bool(SIGNS[self.sign](value, self.limit))
@@ -118,6 +110,10 @@ def _label(row: Row) -> str:
     optimizer = row.collective in (SHARD, STEP)
     size = f"{row.count / MIB:g} Mi parameters" if optimizer else size_label(row.size_bytes)
     return f"{row.collective}, {row.ranks} ranks, {size}"
+
+
+def _time(report: Report, row: Row) -> float | None:
+    return row.time_us if row.ranks == 2 else None
 
 
 def _large(algorithm: str) -> Where:

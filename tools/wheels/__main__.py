@@ -53,12 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("-o", "--output", type=Path, default=ROOT / "dist", help="default: %(default)s")
     add("--torch", metavar="X.Y", help="tries one wheel with this Python and torch, as make matrix")
     add("--try-only", action="store_true", help="builds nothing")
-    add(
-        "--foreign-root",
-        type=Path,
-        metavar="FOLDER",
-        help="the root of a Linux for AArch64 with Python, to run those wheels under qemu",
-    )
+    told = "the root of a Linux for AArch64 with Python, to run those wheels under qemu"
+    add("--foreign-root", type=Path, metavar="FOLDER", help=told)
     args = parser.parse_args(argv)
     begin = time.monotonic()
     args.output.mkdir(parents=True, exist_ok=True)

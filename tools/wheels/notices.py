@@ -32,11 +32,7 @@ def linked_in() -> list[BundledCode]:
     """All that is compiled or linked into the native module beside ringcomm's own sources."""
     zig = package_folder("ziglang")
     nanobind = importlib.metadata.distribution("nanobind")
-    (licence,) = (
-        Path(str(nanobind.locate_file(path)))
-        for path in nanobind.files or []
-        if path.name == "LICENSE"
-    )
+    (licence,) = (path for path in nanobind.files or [] if path.name == "LICENSE")
     tsl = package_folder("nanobind") / "ext" / "robin_map" / "include" / "tsl"
     policy = (tsl / "robin_growth_policy.h").read_text()
     robin = ".".join(
@@ -45,24 +41,18 @@ def linked_in() -> list[BundledCode]:
     llvm = found(r"_LIBCPP_VERSION (\d+)", (zig / "lib/libcxx/include/__config").read_text())
     llvm = f"{int(llvm[:2])}.{int(llvm[2:4])}.{int(llvm[4:])}"
     notice = policy.split("*/")[0].removeprefix("/**")
+    of_nanobind = ("nanobind", nanobind.version, "BSD-3-Clause", licence.read_text("utf-8"))
+    of_llvm = [
+        (name, llvm, LLVM_LICENCE, (zig / "lib" / name / "LICENSE.TXT").read_text())
+        for name in ("libcxx", "libcxxabi", "libunwind")
+    ]
+    zig_version = importlib.metadata.version("ziglang")
+    of_zig = ("zig-compiler-rt", zig_version, "MIT", (zig / "LICENSE").read_text())
     return [
-        BundledCode(
-            *("nanobind", nanobind.version, "BSD-3-Clause", licence.read_text()),
-            "https://github.com/wjakob/nanobind",
-        ),
+        BundledCode(*of_nanobind, "https://github.com/wjakob/nanobind"),
         BundledCode("robin-map", robin, "MIT", notice, "https://github.com/Tessil/robin-map"),
-        *(
-            BundledCode(
-                *(name, llvm, LLVM_LICENCE, (zig / "lib" / name / "LICENSE.TXT").read_text()),
-                "https://github.com/llvm/llvm-project",
-            )
-            for name in ("libcxx", "libcxxabi", "libunwind")
-        ),
-        BundledCode(
-            "zig-compiler-rt",
-            *(importlib.metadata.version("ziglang"), "MIT", (zig / "LICENSE").read_text()),
-            "https://ziglang.org",
-        ),
+        *(BundledCode(*part, "https://github.com/llvm/llvm-project") for part in of_llvm),
+        BundledCode(*of_zig, "https://ziglang.org"),
     ]
 
 
@@ -81,35 +71,24 @@ def found(pattern: str, text: str) -> str:
 
 
 def software_bill(version: str, parts: list[BundledCode]) -> dict[str, object]:
-    """The SBOM of one wheel."""
-    own = f"pkg:pypi/ringcomm@{version}"
-    components = [
-        {
-            "type": "library",
-            "bom-ref": f"{part.name}@{part.version}",
-            "name": part.name,
-            "version": part.version,
-            "licenses": [{"expression": part.licence}],
-            "externalReferences": [{"type": "website", "url": part.home}],
-        }
-        for part in parts
-    ]
+    """Returns the SBOM of one wheel."""
+
+    def component(ref: str, name: str, version: str, licence: str, **more: object) -> object:
+        known = {"type": "library", "bom-ref": ref, "name": name, "version": version}
+        return {**known, "licenses": [{"expression": licence}], **more}
+
+    own, refs = f"pkg:pypi/ringcomm@{version}", [f"{part.name}@{part.version}" for part in parts]
+    homes = [[{"type": "website", "url": part.home}] for part in parts]
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "version": 1,
-        "metadata": {
-            "component": {
-                "type": "library",
-                "bom-ref": own,
-                "name": "ringcomm",
-                "version": version,
-                "purl": own,
-                "licenses": [{"expression": OWN_LICENCE}],
-            }
-        },
-        "components": components,
-        "dependencies": [{"ref": own, "dependsOn": [each["bom-ref"] for each in components]}],
+        "metadata": {"component": component(own, "ringcomm", version, OWN_LICENCE, purl=own)},
+        "components": [
+            component(ref, part.name, part.version, part.licence, externalReferences=home)
+            for ref, part, home in zip(refs, parts, homes, strict=True)
+        ],
+        "dependencies": [{"ref": own, "dependsOn": refs}],
     }
 
 

@@ -89,10 +89,11 @@ def try_all(wheels: Sequence[Path], foreign_root: Path | None) -> None:
         wheel, told = try_foreign(foreign, foreign_root)
         said[f"under qemu, {wheel.name}"] = told
         foreign.remove(wheel)
+    sums = {}
     for name, text in said.items():
-        print(f"{name}: {text.splitlines()[0]}", flush=True)
+        told, sums[name] = text.splitlines()
+        print(f"{name}: {told}", flush=True)
     for wheel in foreign:
         print(f"{wheel.name}: another machine's, or interpreter's: checked, not run")
-    sums = {name: text.splitlines()[-1] for name, text in said.items()}
     if len(set(sums.values())) > 1:
         raise SystemExit(f"wheels: they do not add to the same bits: {sums}")
