@@ -1,491 +1,372 @@
-"""``ringcomm estimate``: memory, traffic and time of a step, before there is a machine for it."""
+"""``ringcomm estimate``: memory, traffic and time of a step, from the forms of docs/estimate.md."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import operator
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
+from decimal import Decimal, InvalidOperation
+from importlib import import_module
 from typing import Any
 
-from ringcomm.cli import estimate_disk, estimate_experts, estimate_network
-from ringcomm.cli.estimate_figures import (
-    Estimate,
-    activation_times_s,
-    as_json,
-    network_step,
-    outside_efficiency,
-    total_bytes,
-    work_out,
-)
-from ringcomm.cli.estimate_request import (
-    DTYPES,
-    OPTIMIZERS,
-    has_model,
-    parse_count,
-    parse_positive,
-    read_request,
-)
-from ringcomm.comm.options import WIRES
-from ringcomm.errors import ArgumentError
+import torch
+from torch import nn
+
+from ringcomm.errors import ArgumentError, RingcommError
+from ringcomm.extras import estimate as forms
 from ringcomm.memory import Disk
-from ringcomm.optim.options import PARAMETER_WIRES
-from ringcomm.output import new_figure, write_figure
-from ringcomm.zero.estimate import MASTERS, STAGES, World
-from ringcomm.zero.estimate_activations import CHECKPOINTING
-from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS
-from ringcomm.zero.precision import PRESETS
+from ringcomm.optim import AdamWOptions
+from ringcomm.zero import Precision, Wire, ZeroOptions
 
-# The tables that ``ringcomm estimate`` prints.
-
-GB = 1e9
-LONGEST_NAME = 50
+GB, MIB = 10**9, 1 << 20
+SUFFIXES = {"K": 3, "M": 6, "B": 9, "T": 12}
+PRESETS = ("fp32", "bf16-mixed", "bf16-remainder", "bf16-pure-sr", "fp16-scaled")
+SIZES = ("layers", "width", "heads", "context", "vocab")
+Row = dict[str, Any]
 
 
-def as_text(report: Estimate) -> str:
-    """All tables; no line is longer than 100 columns."""
-    parts = [_headline(report), _memory_table(report), _traffic_table(report)]
-    parts += [
-        _disk_table(report),
-        _params_table(report),
-        _time_table(report),
-        _budget_table(report),
-    ]
-    return "\n\n".join("\n".join(lines) for lines in parts if lines)
-
-
-def number(value: float) -> str:
-    """Three significant digits, or all digits before the point."""
-    if value >= 99.95:
-        return f"{value:.0f}"
-    if value >= 9.995:
-        return f"{value:.1f}"
-    if value >= 0.9995:
-        return f"{value:.2f}"
-    return f"{value:.3g}"
-
-
-def count(elems: int) -> str:
-    """ "7.5 B": four digits, in the largest unit that leaves at least one."""
-    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if elems >= size:
-            return f"{elems / size:.4g} {unit}"
-    return str(elems)
-
-
-def _gb(size_bytes: int) -> str:
-    return number(size_bytes / GB)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
-
-
-def _headline(report: Estimate) -> list[str]:
-    request, each = report.request, report.request.each
-    frozen = f", {count(request.model.frozen)} of them frozen" if request.model.frozen else ""
-    name = request.called
-    if len(name) > LONGEST_NAME:
-        name = f"...{name[3 - LONGEST_NAME :]}"
-    return [
-        f"{name}: {count(request.model.total)} parameters{frozen}; world {request.world.ranks}",
-        *_sharing(request.world),
-        request.precision,
-        f"bytes per element: parameter {each.param}, gradient {each.grad}, reduced gradient "
-        f"{each.reduced}, state {each.state_mean:.4g}",
-    ]
-
-
-def _sharing(world: World) -> list[str]:
-    if world.nodes == 1:
-        return []
-    over = {"node": f"a node's {world.mates} ranks", "world": "all ranks"}
-    params, state = over[world.params], over[world.state]
-    return [f"{world.nodes} nodes: parameters (stage 3) sharded over {params}, state over {state}"]
-
-
-def _memory_table(report: Estimate) -> list[str]:
-    head = ["stage", "parameters", "gradients", "state", "model state"]
-    rows = [[*head, "buckets", "units", "shard", "activations", "total"]]
-    shapeless = not report.request.model.has_units
-    for row in report.rows:
-        state, working = row.state, row.working
-        rows.append(
-            [
-                str(row.stage),
-                *map(_gb, (state.params, state.grads, state.state, state.total)),
-                _gb(working.buckets),
-                "?" if shapeless and row.stage == 3 else _gb(working.units),
-                _gb(working.grad_shard),
-                "?" if report.activations is None else _gb(row.activation_bytes),
-                _gb(row.total_bytes),
-            ]
+def parse_count(text: str) -> int:
+    """Reads "7.5B", "125M", "1.3e9" or "124439808" exactly; raises ArgumentTypeError."""
+    exponent = SUFFIXES.get(text[-1:].upper(), 0)
+    try:
+        count = Decimal(text[:-1] if exponent else text).scaleb(exponent)
+        whole = count == count.to_integral_value() and 0 < count < 10**18
+    except InvalidOperation:
+        whole = False
+    if not whole:
+        raise argparse.ArgumentTypeError(
+            f"expected a positive whole number such as 7.5B, 125M or 1.3e9, got {text!r}"
         )
-    forward = report.request.forward
-    title = "memory of a rank, GB = 1e9 bytes"
-    if forward.shape is not None:
-        title += f"; activations of {forward.micro_batch} x {forward.shape.context} tokens"
-    lines = [title, *_aligned(rows)]
-    if any("?" in cells for cells in rows):
-        lines.append("?: not known without the model's sizes (see --layers), and not in the total")
-    return lines + _activations_lines(report)
+    return int(count)
 
 
-def _activations_lines(report: Estimate) -> list[str]:
-    held = report.activations
-    if report.request.activations_disk is None or held is None:
-        return []
-    times = activation_times_s(report)
-    told = f"activations on a disk: a step writes {_gb(held.moved)} GB of a rank, and reads them"
-    if times is not None:
-        write_s, read_s = map(number, times)
-        told += f"; {write_s} s and {read_s} s for a node's ranks"
-    return [told]
+def parse_positive(text: str) -> float:
+    """Reads a finite number above 0; raises ArgumentTypeError."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return number
 
 
-def _traffic_table(report: Estimate) -> list[str]:
-    world, trainable = report.request.world.ranks, report.request.model.trainable
-    several = report.request.world.nodes > 1
-    rows = [["stage", "volume", "elements", "sent by a rank", "GB"]]
-    rows[0] += ["leaves a node, GB"] if several else []
-    for row in report.rows:
-        volume = row.moved.volume_elems
-        times = f"{volume / trainable:.3g} P" if trainable else "-"
-        sent, sent_bytes = row.moved.sent_elems(world), row.moved.sent_bytes(world)
-        rows.append([str(row.stage), times, count(volume), count(sent), _gb(sent_bytes)])
-        rows[-1] += [_gb(row.leaving_node_bytes)] if several else []
-    what = "communication of a step; P: trained parameters; sent: (world - 1) / world of the volume"
-    return [what, *_aligned(rows)]
-
-
-def _disk_table(report: Estimate) -> list[str]:
-    disk, mates = report.request.state_disk, report.request.world.mates
-    if disk is None:
-        return []
-    where = "disk" if isinstance(disk.tier, Disk) else "host"
-    rows = [["stage", "in memory", f"on {where}", "read and written"]]
-    if disk.rates is not None:
-        rows[0] += ["read s", "write s", "hidden", "added s", "efficiency", "90% needs"]
-    for row in report.rows:
-        assert row.disk is not None
-        moved, time = row.disk.moved, row.disk.time
-        sizes = (moved.buffers + moved.resident, moved.stored, moved.moved)
-        rows.append([str(row.stage), *map(_gb, sizes)])
-        if time is not None:
-            rows[-1] += [
-                number(time.read_s),
-                number(time.write_s),
-                _or_unknown(row.disk.hidden_share, "{:.1%}".format),
-                _or_unknown(row.disk.added_s, number),
-                _or_unknown(row.disk.efficiency, "{:.1%}".format),
-                _or_unknown(row.disk.needed_gbps, number),
-            ]
-    lines = [f"state on a {where}, bytes of a rank, read and written in a step, GB = 1e9 bytes"]
-    lines += _aligned(rows)
-    if disk.rates is not None:
-        read_gbps, write_gbps = disk.rates.read_gbps, disk.rates.write_gbps
-        lines += [
-            f"times: {mates} ranks share a disk of {read_gbps:g} GB/s read, {write_gbps:g} GB/s "
-            "written, by turns",
-            "hidden: behind forward and backward; efficiency: computing and disk in turns; needs: "
-            "GB/s",
-        ]
-    return lines
-
-
-def _params_table(report: Estimate) -> list[str]:
-    disk = report.request.params_disk
-    if disk is None:
-        return []
-    rows = [["stage", "in memory", "on disk", "read", "written"]]
-    if disk.rates is not None:
-        rows[0] += ["read s", "write s", "hidden", "added s"]
-    for row in report.rows:
-        if row.params_disk is None:
-            continue
-        moved, time = row.params_disk.moved, row.params_disk.time
-        sizes = (moved.buffers + moved.resident, moved.stored, moved.read, moved.written)
-        rows.append([str(row.stage), *map(_gb, sizes)])
-        if time is not None:
-            rows[-1] += [
-                number(time.read_s),
-                number(time.write_s),
-                _or_unknown(row.params_disk.hidden_share, "{:.1%}".format),
-                _or_unknown(row.params_disk.added_s, number),
-            ]
-    lines = ["parameters on a disk, bytes of a rank, moved in a step, GB = 1e9 bytes"]
-    return lines + _aligned(rows)
-
-
-def _or_unknown(value: float | None, worded: Callable[[float], str]) -> str:
-    return "-" if value is None else worded(value)
-
-
-def _time_table(report: Estimate) -> list[str]:
-    request, timing = report.request, report.request.timing
-    if timing is None:
-        return []
-    rows = [["stage", "compute ms", "communication ms", "in turns ms", "efficiency"]]
-    rows[0] += ["overlapped ms", "efficiency"]
-    for row in report.rows:
-        if row.time is not None:
-            seconds = (row.time.compute_s, row.time.communication_s, row.time.serial_s)
-            cells = [number(1e3 * each) for each in seconds]
-            cells += [f"{row.time.serial_efficiency:.1%}", number(1e3 * row.time.overlapped_s)]
-            rows.append([str(row.stage), *cells, f"{row.time.overlapped_efficiency:.1%}"])
-    kinds = ", ".join(f"{kind} {share:.1%}" for kind, share in outside_efficiency(request).items())
-    return [
-        f"time of a step of {timing.tokens} tokens per rank: 2 x "
-        f"{4 if request.forward.recomputes else 3} x tokens x parameters at "
-        f"{timing.peak_tflops:g} TFLOPS; {timing.gbps:g} GB/s",
-        *_aligned(rows),
-        f"efficiency with data kept outside the device: {kinds}",
-    ]
-
-
-def _budget_table(report: Estimate) -> list[str]:
-    budget = report.request.budget_bytes
-    if budget is None:
-        return []
-    rows = [["stage", "fits", "largest model"]]
-    for row in report.rows:
-        largest = "-" if row.largest_elems is None else count(row.largest_elems)
-        rows.append([str(row.stage), "yes" if row.total_bytes <= budget else "no", largest])
-    what = f"in {_gb(budget)} GB; the largest model: with the same buffers and activations"
-    return [what, *_aligned(rows)]
-
-
-# The picture of ``ringcomm estimate``: memory by stage, and over the world.
-
-# Colours of the Okabe-Ito palette, told apart by all readers.
-_PARTS = {
-    "parameters": "#0072B2",
-    "gradients": "#D55E00",
-    "optimizer state": "#009E73",
-    "working buffers": "#E69F00",
-    "activations": "#CC79A7",
+# Options by name: reader or choices (None for a flag), default (... where required), help.
+Options = dict[str, tuple[Any, Any, str]]
+MODEL: Options = {
+    "params": (parse_count, None, "trained parameters, such as 7.5B, 125M or 1.3e9"),
+    "module": (str, None, "PACKAGE.MODULE:CALLABLE that returns the model, built without memory"),
+    "layers": (parse_count, None, "decoder layers of a GPT-2"),
+    "width": (parse_count, None, "channels of a token"),
+    "heads": (parse_count, None, "attention heads"),
+    "context": (parse_count, None, "tokens of a sequence"),
+    "vocab": (parse_count, None, "entries of the vocabulary"),
+    "untied": (None, False, "the output layer of the GPT-2 has a matrix of its own"),
+    "world": (parse_count, ..., "ranks of all nodes"),
+    "nodes": (parse_count, 1, "nodes, each of equally many ranks"),
+    "stage": (forms.STAGES, None, "of ZeRO; all without it"),
+    "preset": (PRESETS, "bf16-mixed", "dtypes, as zero.Precision.preset()"),
+    "reduce": (("fp32", "param"), None, "dtype of reduced gradients, in place of the preset's"),
+    "optimizer": (("adamw", "amsgrad", "adamw8bit"), "adamw", "whose state the ranks keep"),
+    "accumulate": (("fp32", "param"), "param", "dtype in which several gradients add up"),
+    "clip": (None, False, "steps are clipped or scaled, so that they take two passes"),
+    "update": (("in_step", "in_backward"), "in_step", "as AdamWOptions(update=)"),
+    "bucket-elems": (parse_count, ZeroOptions().bucket_elems, "elements of a gradient bucket"),
+    "shard-params": (("node", "world"), "node", "over nodes, as ZeroOptions(params=)"),
+    "shard-state": (("node", "world"), "world", "over nodes, as ZeroOptions(state=)"),
+    "wire": (str, "fp32", "of gradients between nodes, as zero.Wire(gradients=)"),
+    "wire-parameters": (str, "param", "of parameters between nodes, as zero.Wire(parameters=)"),
+    "error-feedback": (None, False, "keep what codes of gradients lose, as zero.Wire"),
+    "state-on": (("memory", "cpu", "disk"), "memory", "as AdamWOptions(tier=)"),
+    "params-on": (("memory", "disk"), "memory", "as ZeroOptions(tier=), at stage 3"),
+    "buffer-mib": (parse_positive, 64, "buffers of each disk, in 2^20 bytes"),
+    "resident-gb": (parse_positive, 0, "what stays in memory of each disk, in 1e9 bytes"),
+    "json": (None, False, "print bytes and seconds as JSON"),
 }
-_STAGES = (("#000000", "o"), ("#0072B2", "s"), ("#D55E00", "^"), ("#009E73", "D"))
-_SIZE_INCHES = (10.0, 4.2)
-_LEAST_SHOWN_WORLD = 1024
-# Sizes closer than this leave a logarithmic axis without two labels to read.
-_LOG_FROM_RATIO = 20
-
-
-def draw(report: Estimate, path: str) -> None:
-    """Writes the picture; its format is the ending of ``path`` (png, svg, pdf).
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
-        ArgumentError: the file cannot be written, or its ending names no format.
-    """
-    figure = new_figure(_SIZE_INCHES, path)
-    by_stage, over_world = figure.subplots(1, 2)
-    _draw_bars(by_stage, report)
-    _draw_lines(over_world, report)
-    request = report.request
-    title = f"{count(request.model.total)} parameters, {request.precision}"
-    write_figure(figure, (by_stage, over_world), title, path)
-
-
-def _draw_bars(panel: Any, report: Estimate) -> None:
-    labels = [f"stage {row.stage}" for row in report.rows]
-    below = [0.0] * len(labels)
-    for part, colour in _PARTS.items():
-        heights = [
-            {
-                "parameters": row.state.params,
-                "gradients": row.state.grads,
-                "optimizer state": row.state.state,
-                "working buffers": row.working.total,
-                "activations": row.activation_bytes,
-            }[part]
-            / GB
-            for row in report.rows
-        ]
-        if any(heights):
-            panel.bar(labels, heights, bottom=below, color=colour, label=part, width=0.6)
-        below = [low + height for low, height in zip(below, heights, strict=True)]
-    _draw_budget(panel, report)
-    panel.use_sticky_edges = False
-    panel.set_ylim(bottom=0.0)
-    panel.set_ylabel("memory of a rank (GB = 1e9 bytes)")
-    panel.set_title(f"world {report.request.world.ranks}", fontsize=10)
-
-
-def _draw_lines(panel: Any, report: Estimate) -> None:
-    last = max(_LEAST_SHOWN_WORLD, report.request.world.ranks)
-    worlds = [1 << power for power in range(last.bit_length()) if 1 << power <= last]
-    shown: list[float] = []
-    for stage in report.request.stages:
-        colour, marker = _STAGES[stage]
-        sizes = [total_bytes(report, stage, world) / GB for world in worlds]
-        panel.plot(worlds, sizes, color=colour, marker=marker, markersize=4, label=f"stage {stage}")
-        shown += sizes
-    _draw_budget(panel, report)
-    panel.set_xscale("log", base=2)
-    if max(shown) > _LOG_FROM_RATIO * min(shown):
-        panel.set_yscale("log")
-    else:
-        panel.set_ylim(bottom=0.0)
-    panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    panel.set_xlabel("world (ranks)")
-    panel.set_title("all of it, over the world", fontsize=10)
-
-
-def _draw_budget(panel: Any, report: Estimate) -> None:
-    budget = report.request.budget_bytes
-    if budget is not None:
-        label = f"budget {budget / GB:g} GB"
-        panel.axhline(budget / GB, color="#777777", linestyle="--", linewidth=1.2, label=label)
+MEMORY: Options = {
+    "micro-batch": (parse_count, 1, "sequences of a forward"),
+    "checkpointing": (forms.CHECKPOINTING, "none", "which activations are computed again"),
+    "checkpoint-every": (parse_count, 1, "layers between two checkpoints of full checkpointing"),
+    "activations-on": (("memory", "disk"), "memory", "as zero.activations_on()"),
+    "budget-gb": (parse_positive, None, "memory of a rank, in 1e9 bytes"),
+}
+STEP: Options = {
+    "tokens": (parse_count, None, "of a rank in a step, for times"),
+    "peak-tflops": (parse_positive, None, "1e12 operations/s that a rank reaches, for times"),
+    "bandwidth": (parse_positive, None, "of a rank to the ranks of its node, in GB/s, for times"),
+    "network": (parse_positive, None, "of a rank to other nodes, in GB/s, for times"),
+    "recompute": (None, False, "full checkpointing runs the forward twice"),
+    "disk-read": (parse_positive, None, "of a node's disk, in GB/s, for its times"),
+    "disk-write": (parse_positive, None, "likewise; the rate of --disk-read without it"),
+}
+EXPERTS: Options = {
+    "experts": (parse_count, ..., "experts of all ranks"),
+    "top-k": (parse_count, 2, "experts of a token"),
+    "hidden": (parse_count, ..., "elements of a token"),
+    "tokens": (parse_count, ..., "of a rank in a forward"),
+    "expert-params": (parse_count, None, "elements of an expert; 8 x hidden x hidden without it"),
+    "group": (parse_count, None, "ranks that divide the experts; a node's, and all, without it"),
+    **{name: MODEL[name] for name in ("world", "nodes", "stage", "preset", "json")},
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``ringcomm estimate``."""
-    parser.description = (
-        "Memory of a rank, bytes that it sends in a step, and time of the step, by ZeRO stage; "
-        "with --nodes, of collectives over a network. docs/estimate.md and docs/scaling.md have "
-        "the formulas and where they come from."
-    )
-    _add_model(parser)
-    _add_training(parser)
-    estimate_disk.add_arguments(parser)
-    estimate_experts.add_arguments(parser)
-    estimate_network.add_arguments(parser)
-    add = parser.add_argument
-    add(
-        "--bandwidth-gbps",
-        type=parse_positive,
-        metavar="GB/s",
-        help="of a rank, each direction; with --peak-tflops, times are estimated, too",
-    )
-    add("--peak-tflops", type=parse_positive, help="1e12 operations/s that a rank reaches")
-    add("--budget-gb", type=parse_positive, help="memory of a rank in 1e9 bytes: what fits into it")
-    add("--json", action="store_true", help="print the estimate as JSON, in bytes and seconds")
-    add("--plot", metavar="FILE", help="draw it, too: png, svg or pdf (needs matplotlib)")
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--params", type=parse_count, metavar="COUNT", help="trained parameters: 7.5B, 125M, 1.3e9"
-    )
-    which.add_argument(
-        "--module", metavar="PACKAGE.MODULE:CALLABLE", help="gives the model; built with no memory"
-    )
-    add = parser.add_argument
-    add("--world", type=int, help="ranks that share the state; with --nodes: all GPUs")
-    for what, default in (("params", "node"), ("state", "world")):
-        meaning = f"ranks that share them, with --nodes: ZeroOptions.{what} (default: {default})"
-        add(f"--shard-{what}", choices=("node", "world"), help=meaning)
-    add("--wire", choices=WIRES, help="of gradients between nodes, as zero.Wire (default: fp32)")
-    add(
-        "--error-feedback",
-        action="store_true",
-        help="what the codes of --wire lose is kept, as with zero.Wire(error_feedback=True)",
-    )
-    meaning = "of updated parameters, as zero.Wire (default: param, their dtype)"
-    add("--wire-parameters", choices=PARAMETER_WIRES, help=meaning)
-    add("--stage", type=int, choices=STAGES, help="default: all")
-    add("--preset", choices=PRESETS, help="a preset of zero.Precision; docs/precision.md")
-    add("--dtype", choices=DTYPES, help="of the parameters (default: bf16)")
-    add("--reduce", choices=("fp32", "param"), help="of the reduced gradient (default: fp32)")
-    add(
-        "--master",
-        choices=MASTERS,
-        help="what is kept of 16-bit parameters in full precision (default: fp32)",
-    )
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: %(default)s")
-    add("--amsgrad", action="store_true", help="keep the maximum of the second moment")
-    add(
-        "--accumulate",
-        choices=("fp32", "param"),
-        default="param",
-        help="dtype in which gradients of several backwards add up (default: %(default)s)",
-    )
-    add("--clip", action="store_true", help="steps are clipped or scaled: they take two passes")
-    add(
-        "--update",
-        choices=("in_step", "in_backward"),
-        default="in_step",
-        help="when buckets are updated at stages 2 and 3, as with AdamWOptions(update=)",
-    )
-    add(
-        "--bucket-elems",
-        type=parse_count,
-        default=DEFAULT_BUCKET_ELEMS,
-        metavar="COUNT",
-        help="elements of a gradient bucket (default: %(default)s)",
-    )
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("transformer", "sizes of a GPT, for its activations")
-    add = group.add_argument
-    for name, meaning in (
-        ("layers", "decoder layers"),
-        ("width", "channels of a token"),
-        ("heads", "attention heads"),
-        ("context", "tokens of a sequence; alone, for times"),
-        ("vocab", "entries of the vocabulary"),
+    """Declares the parts of the estimate and their options."""
+    parser.description = "Closed forms, which docs/estimate.md lists; GB are 1e9 bytes."
+    parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
+    for name, told, options in (
+        ("memory", "memory of a rank, by stage", MODEL | MEMORY),
+        ("step", "traffic and time of a step, by stage", MODEL | STEP),
+        ("experts", "memory and traffic of a layer of experts", EXPERTS),
     ):
-        add(f"--{name}", type=int, help=meaning)
-    add("--untied", action="store_true", help="the output layer has weights of its own")
-    add("--micro-batch", type=int, default=1, help="sequences of a forward (default: %(default)s)")
-    add("--checkpointing", choices=CHECKPOINTING, default="none", help="default: %(default)s")
-    add(
-        "--checkpoint-every",
-        type=int,
-        default=1,
-        metavar="LAYERS",
-        help="of full checkpointing (default: %(default)s)",
-    )
-    group = parser.add_argument_group("model parallelism", "of a transformer; --world is then dp")
-    add = group.add_argument
-    add("--tp", type=int, default=1, help="ranks that share a matrix product (default: 1)")
-    add("--pp", type=int, default=1, help="pipeline stages, as 1F1B runs them (default: 1)")
-    add("--micro-batches", type=int, default=1, help="of a step, in a pipeline (default: 1)")
-    add("--sequence-parallel", action="store_true", help="tp ranks share the tokens in between")
-    add(
-        "--partition-checkpoints",
-        action="store_true",
-        help="tp ranks divide the inputs of checkpointed layers (P_a)",
-    )
+        part = parts.add_parser(name, help=told, description=told)
+        for option, (kind, default, meaning) in options.items():
+            how: dict[str, Any] = {"action": "store_true"}
+            if kind is not None:
+                how = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
+                how |= {"required": True} if default is ... else {"default": default}
+                meaning += "" if default in (None, ...) else " (default: %(default)s)"
+            if option == "stage":
+                how["type"] = int
+            part.add_argument(f"--{option}", help=meaning, **how)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the estimate; returns 2 for options that make no sense."""
+    """Prints the estimate; returns 2 for options that do not go together."""
     try:
-        told = _answer(args)
-    except ArgumentError as error:
+        tables = {"memory": _memory, "step": _step, "experts": _experts}[args.part](args)
+    except RingcommError as error:
         print(f"ringcomm estimate: {error}", file=sys.stderr)
         return 2
-    print(told)
+    shown = {title: rows for title, rows in tables.items() if rows}
+    if args.json:
+        print(json.dumps(shown, indent=1))
+    else:
+        print("\n\n".join(_table(title, rows) for title, rows in shown.items()))
     return 0
 
 
-def _answer(args: argparse.Namespace) -> str:
-    """Works out what was asked, draws it if that was asked too, and words it."""
-    if args.experts is not None:
-        return estimate_experts.answer(args)
-    question = estimate_network.read_question(args)
-    if question is not None and question.num_bytes is not None and not has_model(args):
-        prediction = estimate_network.predict(question, None)
-        if args.plot is not None:
-            estimate_network.draw(prediction, args.plot)
-        told = {"network": estimate_network.as_json(prediction)}
-        return json.dumps(told, indent=1) if args.json else estimate_network.as_text(prediction)
-    report = work_out(read_request(args, None if question is None else question.cluster))
-    if args.plot is not None:
-        draw(report, args.plot)
-    text, plain = as_text(report), as_json(report)
-    if question is not None:
-        prediction = estimate_network.predict(question, network_step(report))
-        text += "\n\n" + estimate_network.as_text(prediction)
-        plain["network"] = estimate_network.as_json(prediction)
-    return json.dumps(plain, indent=1) if args.json else text
+def _table(title: str, rows: list[Row]) -> str:
+    """Aligns rows in columns under a title."""
+    names = [name.replace("_bytes", "").replace("_", " ") for name in rows[0]]
+    cells = [names, *([_cell(*each) for each in row.items()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    has_bytes = any(name.endswith("_bytes") for name in rows[0])
+    lines = [title + (", GB = 1e9 bytes" if has_bytes else "")]
+    lines += ["  ".join(map(str.rjust, line, widths)) for line in cells]
+    if any("?" in line for line in cells):
+        lines.append("?: unknown without the sizes of the model (--layers ...), and in no total")
+    return "\n".join(lines)
+
+
+def _cell(name: str, value: Any) -> str:
+    """Words a value: three significant digits, or all digits before the point."""
+    if value is None or isinstance(value, bool):
+        return {None: "?", True: "yes", False: "no"}[value]
+    if name.endswith("_bytes"):
+        value /= GB
+    if isinstance(value, float):
+        return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"
+    return str(value)
+
+
+def _bytes(sizes: Mapping[str, float | None]) -> Row:
+    return {f"{name}_bytes": size for name, size in sizes.items()}
+
+
+def _disk(args: argparse.Namespace) -> Disk:
+    return Disk("disk", round(args.buffer_mib * MIB), round(args.resident_gb * GB))
+
+
+def _training(args: argparse.Namespace) -> forms.Training:
+    precision = Precision.preset(args.preset)
+    if args.reduce is not None:
+        precision = replace(precision, reduce=precision.param if args.reduce == "param" else None)
+    wire = Wire(args.wire, args.wire_parameters, args.error_feedback)
+    options = ZeroOptions(
+        precision,
+        args.bucket_elems,
+        params=args.shard_params,
+        state=args.shard_state,
+        wire=wire,
+        tier=_disk(args) if args.params_on == "disk" else None,
+    )
+    optimizer = AdamWOptions(
+        **precision.optimizer_defaults,
+        accumulate_dtype=torch.float32 if args.accumulate == "fp32" else None,
+        state=args.shard_state,
+        wire=wire,
+        tier={"memory": None, "cpu": "cpu", "disk": _disk(args)}[args.state_on],
+        update=args.update,
+    )
+    return forms.Training(
+        _model(args),
+        args.world,
+        args.nodes,
+        options,
+        optimizer,
+        amsgrad=args.optimizer == "amsgrad",
+        eight_bits=args.optimizer == "adamw8bit",
+        two_passes=args.clip or precision.scaled,
+    )
+
+
+def _shape(args: argparse.Namespace) -> forms.Transformer | None:
+    sizes = {name: getattr(args, name) for name in SIZES}
+    missing = [f"--{name}" for name, size in sizes.items() if size is None]
+    if len(missing) == len(sizes) and not args.untied:
+        return None
+    if missing:
+        raise ArgumentError(f"a transformer needs {', '.join(missing)} too")
+    return forms.Transformer(**sizes, tied=not args.untied)
+
+
+def _model(args: argparse.Namespace) -> forms.ModelElems:
+    shape = _shape(args)
+    if args.module is not None and args.params is None:
+        return forms.ModelElems.of_module(build_on_meta(args.module))
+    if args.module is not None or (shape is None and args.params is None):
+        raise ArgumentError("model: expected --params, --module, or --layers and the other sizes")
+    if shape is None:
+        return forms.ModelElems(args.params)
+    return replace(shape.model, trainable=args.params or shape.model.trainable)
+
+
+def build_on_meta(named: str) -> nn.Module:
+    """Calls ``package.module:callable`` on the meta device; searches the current folder first."""
+    place, _, name = named.partition(":")
+    if not (place and name):
+        raise ArgumentError(f"--module: expected PACKAGE.MODULE:CALLABLE, got {named!r}")
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        with torch.device("meta"):
+            built = operator.attrgetter(name)(import_module(place))()
+    except Exception as error:  # the callable is the user's: it can raise anything
+        first_line = str(error).strip().partition("\n")[0]
+        raise ArgumentError(f"--module {named}: {type(error).__name__}: {first_line}") from error
+    finally:
+        sys.path.remove(folder)
+    if not isinstance(built, nn.Module):
+        found = type(built).__name__
+        raise ArgumentError(f"--module {named}: expected a torch.nn.Module, got {found}")
+    return built
+
+
+def _activations(args: argparse.Namespace, elem_bytes: int) -> forms.ActivationBytes | None:
+    shape = _shape(args)
+    if shape is None:
+        if args.activations_on == "disk":
+            raise ArgumentError("--activations-on disk: expected --layers and the other sizes")
+        return None
+    how = (args.checkpointing, args.checkpoint_every, elem_bytes)
+    held = shape.activations(args.micro_batch, *how)
+    if args.activations_on == "memory":
+        return held
+    return held.kept_on(_disk(args), shape.layer_bytes(args.micro_batch, elem_bytes))
+
+
+def _memory(args: argparse.Namespace) -> dict[str, list[Row]]:
+    training = _training(args)
+    held = _activations(args, training.each.param)
+    rows: list[Row] = []
+    for stage in _stages(args):
+        sizes = {**training.state(stage)._asdict(), **training.buffers(stage)._asdict()}
+        sizes["activations"] = sum(held[:3]) if held else 0
+        unknown = {"units"} if stage == 3 and not training.model.has_units else set()
+        unknown |= {"activations"} if held is None else set()
+        total = sum(sizes.values())
+        row = {"stage": stage, **_bytes(sizes | dict.fromkeys(unknown)), "total_bytes": total}
+        if args.budget_gb is not None:
+            row["fits"] = False if total > args.budget_gb * GB else None if unknown else True
+        rows.append(row)
+    moved = held.moved if held else 0
+    kept = [_bytes({"written": moved, "read": moved})] if moved else []
+    return {
+        **_model_row(training),
+        "memory of a rank": rows,
+        "outside memory": _outside(args, training),
+        "activations on disk in a step": kept,
+    }
+
+
+def _model_row(training: forms.Training) -> dict[str, list[Row]]:
+    model = {"trained": training.model.trainable, "frozen": training.model.frozen}
+    return {"elements, and bytes of one": [{**model, **training.each._asdict()}]}
+
+
+def _stages(args: argparse.Namespace) -> tuple[int, ...]:
+    if args.params_on == "disk" and args.stage not in (None, 3):
+        raise ArgumentError(f"--params-on disk: expected --stage 3, got {args.stage}")
+    return forms.STAGES if args.stage is None else (args.stage,)
+
+
+def _outside(
+    args: argparse.Namespace, training: forms.Training, compute_s: float | None = None
+) -> list[Row]:
+    """Returns the bytes that a rank has outside memory, or moves in a step, and the times."""
+    found: list[tuple[int, str, forms.TierBytes]] = []
+    for stage in _stages(args):
+        if args.state_on != "memory":
+            found.append((stage, "state", training.state_in_tier(stage)))
+        if args.params_on == "disk" and stage == 3:
+            found.append((stage, "parameters", training.params_in_tier()))
+    rows: list[Row] = []
+    for stage, kind, tier in found:
+        sizes = list(tier._asdict().items())
+        shown = sizes[:3] if args.part == "memory" else sizes[3:]
+        rows.append({"stage": stage, "of": kind, **_bytes(dict(shown))})
+        if args.part == "step" and args.disk_read is not None:
+            time = tier.time(training.mates, args.disk_read, args.disk_write or args.disk_read)
+            rows[-1] |= {"read_s": time.read_s, "write_s": time.write_s}
+            rows[-1] |= {} if compute_s is None else {"added_s": time.added_s(compute_s)}
+    return rows
+
+
+def _step(args: argparse.Namespace) -> dict[str, list[Row]]:
+    training, compute_s = _training(args), None
+    given = (args.tokens, args.peak_tflops, args.bandwidth)
+    if None not in given:
+        compute_s = training.flops(args.tokens, args.recompute) / (args.peak_tflops * 1e12)
+    elif given != (None, None, None):
+        raise ArgumentError("times need --tokens, --peak-tflops and --bandwidth")
+    sent: list[Row] = []
+    times: list[Row] = []
+    for stage in _stages(args):
+        row = {"stage": stage, "a_rank_sends_bytes": training.sent_bytes(stage)}
+        sent.append(row | {"leaves_a_node_bytes": training.leaving_node_bytes(stage)})
+        if compute_s is not None:
+            communication_s = training.communication_s(stage, args.bandwidth, args.network)
+            both = {"compute_s": compute_s, "communication_s": communication_s}
+            bounds = {"in_turns_s": sum(both.values()), "overlapped_s": max(both.values())}
+            times.append({"stage": stage} | both | bounds)
+    return {
+        **_model_row(training),
+        "traffic of a step": sent,
+        "time of a step": times,
+        "outside memory, in a step": _outside(args, training, compute_s),
+    }
+
+
+def _experts(args: argparse.Namespace) -> dict[str, list[Row]]:
+    precision, rows = Precision.preset(args.preset), []
+    stage = 2 if args.stage is None else args.stage
+    params = args.expert_params or 8 * args.hidden**2
+    sizes = (args.experts, args.top_k, args.hidden, args.tokens, params)
+    groups = [args.group] if args.group else sorted({args.world // args.nodes, args.world})
+    elem_bytes = (precision.param or torch.float32).itemsize
+    for group in groups:
+        for wire in (None, "int8", "fp8"):
+            shared = (group, args.world, args.nodes, elem_bytes, wire)
+            layer = forms.ExpertLayer(*sizes, *shared)
+            training = layer.training(ZeroOptions(precision))
+            held = {"state": sum(training.state(stage)), "rows": layer.memory_bytes}
+            gradients = {"gradients": training.leaving_node_bytes(stage) / training.mates}
+            told = {**held, **layer.between_nodes()._asdict(), **gradients}
+            rows.append({"group": group, "wire": wire or "none", **_bytes(told)})
+    return {"a rank's share of a layer of experts": rows}

@@ -19,7 +19,7 @@ def no_numpy(tmp_path):
 
 @pytest.mark.parametrize(
     "words",
-    [["estimate", "--params", "1M", "--world", "2"], ["bench", "--help"]],
+    [["estimate", "memory", "--params", "1M", "--world", "2"], ["bench", "--help"]],
     ids=lambda words: words[0],
 )
 def test_a_command_says_nothing_of_a_missing_numpy(no_numpy, words):

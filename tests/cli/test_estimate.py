@@ -1,29 +1,59 @@
-"""``ringcomm estimate``: what it prints and draws."""
+"""``ringcomm estimate``: what its parts print, and the options that they refuse."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import sys
+from typing import Any
 
 import pytest
+import torch
 
+from ringcomm import Disk
 from ringcomm.cli import main
-from ringcomm.cli.estimate import count, number
-from ringcomm.zero.estimate_model import Transformer
-from ringcomm.zero.estimate_model_parallel import ModelParallel, stage_activations
+from ringcomm.cli.estimate import build_on_meta, parse_count
+from ringcomm.extras.estimate import ExpertLayer, ModelElems, Training, Transformer
+from ringcomm.optim import AdamWOptions
+from ringcomm.zero import Precision, ZeroOptions
 from tests.cli.processes import run
 
 GPT2 = ("--layers", 12, "--width", 768, "--heads", 12, "--context", 1024, "--vocab", 50257)
-RATES = ("--disk-read-gbps", 6, "--disk-write-gbps", 4)
-DISK = ("--state-on", "disk", "--buffer-mib", 128, "--resident-gb", 0.5, *RATES)
-MACHINE = ("--bandwidth-gbps", 25, "--peak-tflops", 100)
+COUNT = ("--params", "1M", "--world", 2)
+TIMES = ("--tokens", 1000, "--peak-tflops", 100, "--bandwidth", 25)
+EXPERTS = ("experts", "--experts", 64, "--top-k", 8, "--hidden", 1024, "--tokens", 4096)
+MEMORY, STEP = "memory of a rank", "time of a step"
+MODULES = """
+import torch.nn as nn
+
+def tied():
+    net = nn.ModuleDict({"embed": nn.Embedding(1000, 64), "head": nn.Linear(64, 1000, bias=False)})
+    net["head"].weight = net["embed"].weight
+    return net
+
+def half_frozen():
+    net = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 10))
+    net[0].requires_grad_(False)
+    return net
+
+def fails():
+    raise ValueError("no such size\\nand more")
+
+class Holder:
+    huge = staticmethod(lambda: nn.Linear(1_000_000, 1_000_000))
+
+number = 5
+def gives_a_number():
+    return number
+"""
 
 
 @pytest.fixture
 def estimate(capsys):
     """Runs the command to its end; exit code, output and errors."""
 
-    def call(*arguments):
+    def call(*arguments: object) -> tuple[int, str, str]:
         code = main(["estimate", *map(str, arguments)])
         output = capsys.readouterr()
         return code, output.out, output.err
@@ -31,236 +61,222 @@ def estimate(capsys):
     return call
 
 
-def table(text, title):
+@pytest.fixture
+def told(estimate):
+    """Runs the command with ``--json``; its tables by title."""
+
+    def call(*arguments: object) -> Any:
+        code, out, err = estimate(*arguments, "--json")
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    return call
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """A folder to run in, with ``estimated_models.py``, which no other test sees."""
+    (tmp_path / "estimated_models.py").write_text(MODULES)
+    monkeypatch.chdir(tmp_path)
+    yield "estimated_models"
+    sys.modules.pop("estimated_models", None)
+
+
+def table(text: str, title: str) -> list[list[str]]:
     """The rows under a title, as lists of words; the first is the head."""
-    lines = text.splitlines()
-    begin = next(i for i, line in enumerate(lines) if line.startswith(title)) + 1
-    rows = []
-    for line in lines[begin:]:
-        if not line.startswith((" ", "stage")):
-            break
-        rows.append(line.split())
-    return rows
+    part = next(part for part in text.split("\n\n") if part.startswith(title))
+    return [line.split() for line in part.splitlines()[1:]]
 
 
 def test_the_papers_example(estimate):
-    code, out, err = estimate("--params", "7.5B", "--world", 64, "--reduce", "param")
+    code, out, err = estimate("memory", "--params", "7.5B", "--world", 64, "--reduce", "param")
     assert (code, err) == (0, "")
-    assert out.splitlines()[:3] == [
-        "model: 7.5 B parameters; world 64",
-        "bf16, reduced to bf16, master fp32",
-        "bytes per element: parameter 2, gradient 2, reduced gradient 2, state 12",
+    assert table(out, MEMORY)[1:5] == [
+        ["0", "15", "15", "90", "0.00419", "0", "0.234", "?", "120"],
+        ["1", "15", "15", "1.41", "0", "0", "0", "?", "31.4"],
+        ["2", "15", "0.234", "1.41", "0.00839", "0", "0", "?", "16.6"],
+        ["3", "0.234", "0.234", "1.41", "0.00839", "?", "0", "?", "1.88"],
     ]
-    rows = table(out, "memory of a rank, GB = 1e9 bytes")
-    assert rows[1:] == [
-        ["0", "15.0", "15.0", "90.0", "120", "0.00419", "0", "0.234", "?", "120"],
-        ["1", "15.0", "15.0", "1.41", "31.4", "0", "0", "0", "?", "31.4"],
-        ["2", "15.0", "0.234", "1.41", "16.6", "0.00839", "0", "0", "?", "16.6"],
-        ["3", "0.234", "0.234", "1.41", "1.88", "0.00839", "?", "0", "?", "1.88"],
-    ]
-    assert "?: not known without the model's sizes" in out
-    rows = table(out, "communication of a step")
-    assert rows[1] == ["0", "2", "P", "15", "B", "14.77", "B", "29.5"]
-    assert rows[4] == ["3", "3", "P", "22.5", "B", "22.15", "B", "44.3"]
-    assert "time of a step" not in out and "fits" not in out
+    assert "?: unknown without the sizes of the model" in out
+    assert table(out, "elements")[1] == ["7500000000", "0", "2", "2", "2", "4", "4", "4", "0"]
 
 
-def test_a_transformer_on_a_machine(estimate):
-    shape = (*GPT2, "--micro-batch", 4, "--world", 8, "--checkpointing", "full")
-    code, out, _ = estimate(*shape, *MACHINE, "--budget-gb", 1, "--clip", "--json")
-    told = json.loads(out)
-    assert code == 0
-    elems, tokens = 124_439_808, 4096
-    assert (
-        told["model"]["trainable"] == sum(told["model"]["units"]) + told["model"]["root"] == elems
-    )
-    gpt2 = Transformer(12, 768, 12, 1024, 50257)
-    held = stage_activations(gpt2, 4, ModelParallel(), "full").total
-    for stage, row in enumerate(told["stages"]):
-        assert row["stage"] == stage
-        assert row["activation_bytes"] == held
-        parts = (row["model_state_bytes"]["total"], row["working_bytes"]["total"], held)
-        assert row["total_bytes"] == sum(parts)
-        assert row["sent_elems"] == (3 if stage == 3 else 2) * elems * 7 // 8
-        assert row["time"]["compute_s"] == 2 * 4 * tokens * elems / 100e12
-        assert row["time"]["communication_s"] == row["sent_bytes"] / 25e9
-        assert row["largest_model_elems"] == 0, "activations alone take more"
-    assert told["stages"][1]["working_bytes"]["grad_shard"] == 4 * elems // 8
-    outside = told["outside_efficiency"]
-    assert outside["parameters"] == pytest.approx(4096 * 25e9 / (4096 * 25e9 + 100e12))
-    assert outside["state"] == pytest.approx(1024 * 200e9 / (1024 * 200e9 + 100e12))
-    assert outside["checkpoints"] == pytest.approx(24 * 768 * 25e9 / (24 * 768 * 25e9 + 100e12))
+def test_memory_of_a_transformer(told):
+    shape = Transformer(12, 768, 12, 1024, 50257)
+    options = ("--micro-batch", 4, "--checkpointing", "full", "--checkpoint-every", 2, "--clip")
+    rows = told("memory", *GPT2, "--world", 8, *options)[MEMORY]
+    bf16 = ZeroOptions(Precision(param=torch.bfloat16))
+    training = Training(shape.model, 8, options=bf16, two_passes=True)
+    held = sum(shape.activations(4, "full", 2))
+    for stage, row in enumerate(rows):
+        sizes = [*training.state(stage), *training.buffers(stage), held]
+        assert list(row.values()) == [stage, *sizes, sum(sizes)]
+    untied = told("memory", *GPT2, "--world", 2, "--untied")["elements, and bytes of one"]
+    assert untied[0]["trained"] == 124_439_808 + 50257 * 768
+    kept = told("memory", *GPT2, "--world", 2, "--params", "2B")["elements, and bytes of one"]
+    assert kept[0]["trained"] == 2 * 10**9
 
 
-def test_times_and_budget_in_the_tables(estimate):
-    arguments = ("--params", "1B", "--context", 1000, "--world", 4, "--budget-gb", 10)
-    _, out, _ = estimate(*arguments, *MACHINE, "--stage", 3)
-    assert "time of a step of 1000 tokens per rank: 2 x 3 x tokens x parameters at 100" in out
-    rows = table(out, "time of a step")
-    # 6e12 operations; 3e9 x 3/4 elements of 2 bytes.
-    assert rows[1:] == [["3", "60.0", "180", "240", "25.0%", "180", "33.3%"]]
-    # (10 GB - 2 buckets of 2 Mi bf16) / (18 bytes / 4 ranks)
-    assert table(out, "in 10.0 GB")[1:] == [["3", "yes", "2.22", "B"]]
-    _, out, _ = estimate(*arguments, "--stage", 0)
-    # (10 GB - a bucket of 2 Mi FP32 - 1e9 / 4 sums in FP32) / 16 bytes
-    assert table(out, "in 10.0 GB")[1:] == [["0", "no", "562", "M"]]
+def test_nothing_fits_while_sizes_are_unknown(estimate, told):
+    """A model without known activations may exceed the budget, and never fits it."""
+
+    def fits(*arguments: object) -> list[object]:
+        rows = told("memory", "--world", 64, "--budget-gb", 24, *arguments)[MEMORY]
+        return [row["fits"] for row in rows]
+
+    assert fits("--params", "7.5B") == [False, False, None, None]
+    assert fits("--params", "1K") == [None] * 4
+    assert fits(*GPT2) == [True] * 4
+    assert fits("--params", "7.5B", *GPT2) == [False, False, True, True]
+    _, out, _ = estimate("memory", "--params", "1K", "--world", 2, "--budget-gb", 24)
+    assert [row[-1] for row in table(out, MEMORY)[1:5]] == ["?"] * 4
+
+
+def test_a_module_is_counted_without_its_memory(told, modules, estimate):
+    model = "elements, and bytes of one"
+    found = told("memory", "--module", f"{modules}:tied", "--world", 2)
+    assert (found[model][0]["trained"], found[model][0]["frozen"]) == (64_000, 0)
+    assert found[MEMORY][3]["units_bytes"] == 2 * 64_000 and "fits" not in found[MEMORY][3]
+    found = told("memory", "--module", f"{modules}:half_frozen", "--world", 2)
+    assert (found[model][0]["trained"], found[model][0]["frozen"]) == (310, 930)
+    found = told("memory", "--module", f"{modules}:Holder.huge", "--world", 8)
+    assert found[model][0]["trained"] == 10**12 + 10**6
+    # A module's activations are unknown.
+    for asked in ("--budget-gb", "1e9"), ("--budget-gb", "1e9", "--stage", 2):
+        rows = told("memory", "--module", f"{modules}:tied", "--world", 2, *asked)[MEMORY]
+        assert all(row["fits"] is None for row in rows)
+    assert os.getcwd() not in sys.path
+    built = build_on_meta(f"{modules}:tied")
+    assert {param.device.type for param in built.parameters()} == {"meta"}
+    assert torch.zeros(1).device.type == "cpu", "the device is the module's alone"
 
 
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
-        (("--dtype", "fp32"), [4, 4, 4, 0, 4, 4, 0, 0]),
-        (("--preset", "fp32"), [4, 4, 4, 0, 4, 4, 0, 0]),
-        (("--preset", "bf16-remainder"), [2, 2, 4, 2, 4, 4, 0, 0]),
-        (("--preset", "bf16-pure-sr", "--amsgrad"), [2, 2, 2, 0, 4, 4, 4, 0]),
-        (("--dtype", "fp16", "--amsgrad"), [2, 2, 4, 4, 4, 4, 4, 0]),
-        (("--master", "remainder"), [2, 2, 4, 2, 4, 4, 0, 0]),
-        (("--dtype", "fp16", "--master", "none", "--reduce", "param"), [2, 2, 2, 0, 4, 4, 0, 0]),
-        (("--optimizer", "adamw8bit"), [2, 2, 4, 4, 1, 1, 0, 2]),
-        (("--accumulate", "fp32"), [2, 4, 4, 4, 4, 4, 0, 0]),
+        (("--preset", "fp32"), [4, 4, 4, 0, 4, 4, 0]),
+        (("--preset", "bf16-remainder"), [2, 2, 4, 2, 4, 4, 0]),
+        (("--preset", "bf16-pure-sr", "--optimizer", "amsgrad"), [2, 2, 2, 0, 4, 4, 4]),
+        (("--preset", "bf16-pure-sr", "--reduce", "fp32"), [2, 2, 4, 0, 4, 4, 0]),
+        (("--preset", "fp16-scaled", "--reduce", "param"), [2, 2, 2, 4, 4, 4, 0]),
+        (("--optimizer", "adamw8bit"), [2, 2, 4, 4, 1, 1, 0]),
+        (("--accumulate", "fp32"), [2, 4, 4, 4, 4, 4, 0]),
     ],
 )
-def test_dtypes(estimate, options, sizes):
-    _, out, _ = estimate("--params", "1M", "--world", 2, "--json", *options)
-    *found, keeps_reduced = json.loads(out)["bytes_per_element"].values()
-    assert found == sizes and keeps_reduced is True
+def test_dtypes(told, options, sizes):
+    (row,) = told("memory", *COUNT, *options)["elements, and bytes of one"]
+    assert list(row.values())[2:] == sizes
 
 
-def test_state_on_a_disk(estimate):
-    """Eight ranks of a node share the disk; the state is neither in memory nor in the budget."""
-    elems = 1 << 33
-    arguments = ("--params", elems, "--world", 8, "--context", 1000, "--budget-gb", 20, *MACHINE)
-    _, out, _ = estimate(*arguments, "--stage", 3, "--json", *DISK)
-    (row,) = json.loads(out)["stages"]
-    _, out, _ = estimate(*arguments, "--stage", 3, "--json")
-    (without,) = json.loads(out)["stages"]
+def test_options_of_nodes(told):
+    """As the estimate has them for the same options of zero."""
+    shared = ("--shard-state", "node", "--wire", "int4", "--error-feedback")
+    asked = ("--params", "1M", "--world", 8, "--nodes", 4, *shared)
+    rows = told("memory", *asked)[MEMORY]
+    assert rows[0]["state_bytes"] == 12 * 10**6 + 4 * 10**6 // 2
+    assert rows[1]["state_bytes"] == 12 * 10**6 // 2 + 4 * (10**6 // 2 + 10**6 // 8)
+    sent = told("step", *asked)["traffic of a step"]
+    assert sent[1]["leaves_a_node_bytes"] < sent[0]["leaves_a_node_bytes"] < 4 * 10**6
+    by_world = told("memory", "--params", "1M", "--world", 8, "--nodes", 4)[MEMORY]
+    assert by_world[3]["params_bytes"] == 2 * 10**6 // 2
+    coded = ("--preset", "fp32", "--wire-parameters", "int8", "--shard-params", "world")
+    rows = told("memory", *asked[:6], *coded)[MEMORY]
+    assert [row["state_bytes"] * 8 // 10**6 for row in rows] == [64, 12, 12, 12]
+    assert rows[3]["params_bytes"] == 4 * 10**6 // 8
+
+
+def test_steps_that_take_two_passes_and_updates_in_backward(told):
+    def sizes(*options: object) -> tuple[int, int]:
+        row = told("memory", *COUNT, "--stage", 1, *options)[MEMORY][0]
+        two = told("memory", *COUNT, "--stage", 2, *options)[MEMORY][0]
+        return row["grad_shard_bytes"], two["grads_bytes"]
+
+    shard = 4 * 10**6 // 2
+    assert sizes() == (0, shard)
+    assert sizes("--clip") == sizes("--preset", "fp16-scaled") == (shard, shard)
+    assert sizes("--update", "in_backward") == (0, 0)
+
+
+def test_what_is_outside_memory(told, estimate):
+    asked = ("--params", 1 << 33, "--world", 8)
+    disk = ("--state-on", "disk", "--params-on", "disk", "--buffer-mib", 128, "--resident-gb", 0.5)
+    found = told("memory", *asked, *disk, "--stage", 3)
     in_memory = (128 << 20) + 500_000_000
-    assert row["model_state_bytes"]["state"] == in_memory
-    assert without["total_bytes"] - row["total_bytes"] == 12 * elems // 8 - in_memory
-    # 18 bytes an element in all, 6 without the state; of the budget the buffers are gone.
-    room = 20e9 - without["working_bytes"]["total"]
-    assert without["largest_model_elems"] == pytest.approx(8 * room / 18, rel=1e-9)
-    assert row["largest_model_elems"] == pytest.approx(8 * (room - in_memory) / 6, rel=1e-9)
-    told = row["state_elsewhere"]
-    # Pieces of 256 Ki elements are 3 MiB.
-    moved, resident = told["moved_bytes"], told["resident_bytes"]
-    assert resident == 500_000_000 // (3 << 20) * (3 << 20)
-    assert moved + resident == 12 * elems // 8
-    assert told["stored_bytes"] == moved
-    assert told["time"]["read_s"] == pytest.approx(8 * moved / 6e9)
-    assert told["time"]["write_s"] == pytest.approx(8 * moved / 4e9)
-    compute_s = 6 * elems * 1000 / 100e12
-    io_s = told["time"]["read_s"] + told["time"]["write_s"]
-    hidden_s = 8 * 126 * 2**20 * (1 / 6e9 + 1 / 4e9)
-    assert told["hidden_share"] == pytest.approx(hidden_s / io_s)
-    assert told["added_s"] == pytest.approx(io_s - hidden_s)
-    assert told["efficiency"] == pytest.approx(compute_s / (compute_s + io_s))
-    assert told["needed_gbps"] == pytest.approx(9 * 2 * 8 * moved / compute_s / 1e9)
-    assert without["state_elsewhere"] is None
-
-
-def test_the_table_of_a_disk(estimate):
-    arguments = ("--params", 1 << 33, "--world", 8, "--stage", 1, *DISK)
-    _, out, _ = estimate(*arguments)
-    assert table(out, "state on a disk")[1:] == [
-        ["1", "0.629", "12.4", "12.4", "16.5", "24.8", "-", "-", "-", "-"]
+    assert found[MEMORY][0]["state_bytes"] == found[MEMORY][0]["params_bytes"] == in_memory
+    told_disk = Disk("disk", 128 << 20, 500_000_000)
+    training = Training(
+        ModelElems(1 << 33),
+        8,
+        options=ZeroOptions(Precision(param=torch.bfloat16), tier=told_disk),
+        optimizer=AdamWOptions(tier=told_disk),
+    )
+    state, params = training.state_in_tier(3), training.params_in_tier()
+    assert [list(row.values()) for row in found["outside memory"]] == [
+        [3, "state", *state[:3]],
+        [3, "parameters", *params[:3]],
     ]
-    assert "times: 8 ranks share a disk of 6 GB/s read, 4 GB/s written, by turns" in out
-    _, out, _ = estimate(*arguments[:-4])
-    assert table(out, "state on a disk")[1:] == [["1", "0.629", "12.4", "12.4"]]
-    _, out, _ = estimate("--params", "8M", "--world", 8, *MACHINE, "--context", 8, *DISK)
-    rows = table(out, "state on a disk")
-    assert rows[2] == ["1", "0.012", "0", "0", "0", "0", "100.0%", "0", "-", "-"]
+    rates = ("--disk-read", 6, "--disk-write", 4)
+    rows = told("step", *asked, *disk, "--stage", 3, *TIMES, *rates)["outside memory, in a step"]
+    compute_s = 6 * (1 << 33) * 1000 / 100e12
+    for row, tier in zip(rows, (state, params), strict=True):
+        time = tier.time(8, 6.0, 4.0)
+        told_s = [time.read_s, time.write_s, time.added_s(compute_s)]
+        assert list(row.values())[2:] == [*tier[3:], *told_s]
+    rows = told("step", *asked, *disk, "--disk-read", 6)["outside memory, in a step"]
+    assert rows[0]["write_s"] == rows[0]["read_s"] and "added_s" not in rows[0]
+    _, out, _ = estimate("memory", *asked, "--stage", 3, "--state-on", "cpu")
+    assert table(out, "outside memory")[1:] == [["3", "state", "0.0661", "0", "12.9"]]
 
 
-def test_activations_on_a_disk(estimate):
-    """Beside a state in memory: what is left of them there, what moves, and how long that takes."""
-    gpt = ("--layers", 24, "--width", 1024, "--heads", 16, "--context", 1024, "--vocab", 50000)
-    asked = (*gpt, "--world", 4, "--stage", 2)
-    before = json.loads(estimate(*asked, "--json")[1])
-    on_disk = ("--activations-on", "disk", "--activations-buffer-mib", 64, *RATES)
-    told = json.loads(estimate(*asked, *on_disk, "--json")[1])
-    kept = before["activations"]["layers"] + before["activations"]["ends"]
-    layer = before["activations"]["layers"] // 24
-    most = max(layer, before["activations"]["ends"]) + (64 << 20)
-    assert told["activations"] == {"layers": most, "recomputed": 0, "ends": 0, "moved": kept}
-    assert told["stages"][0]["activation_bytes"] == most
-    assert told["activations_write_read_s"] == [4 * kept / 4e9, 4 * kept / 6e9]
-    line = f"activations on a disk: a step writes {kept / 1e9:.2f} GB of a rank, and reads them; "
-    assert line + f"{kept / 1e9:.2f} s and" in estimate(*asked, *on_disk)[1]
+def test_activations_on_a_disk(told):
+    shape = Transformer(12, 768, 12, 1024, 50257)
+    asked = ("memory", *GPT2, "--world", 4, "--activations-on", "disk", "--buffer-mib", 64)
+    found = told(*asked)
+    held = shape.activations(1).kept_on(Disk("disk", 64 << 20), shape.layer_bytes(1))
+    assert found[MEMORY][0]["activations_bytes"] == sum(held[:3])
+    moved = [{"written_bytes": held.moved, "read_bytes": held.moved}]
+    assert found["activations on disk in a step"] == moved
 
 
-def test_parameters_on_a_disk(estimate):
-    """At stage 3 they are neither in memory nor in the budget, but for the buffers."""
-    elems = 1 << 33
-    arguments = ("--params", elems, "--world", 8, "--context", 1000, "--budget-gb", 20, *MACHINE)
-    on_disk = ("--params-on", "disk", "--params-resident-gb", 0.5, *RATES)
-    _, out, _ = estimate(*arguments, "--json", *on_disk)
-    *others, row = json.loads(out)["stages"]
-    assert [each["params_on_disk"] for each in others] == [None] * 3
-    _, out, _ = estimate(*arguments, "--stage", 3, "--json")
-    (without,) = json.loads(out)["stages"]
-    in_memory = (64 << 20) + 500_000_000
-    assert row["model_state_bytes"]["params"] == in_memory
-    assert without["total_bytes"] - row["total_bytes"] == 2 * elems // 8 - in_memory
-    room = 20e9 - without["working_bytes"]["total"]
-    assert row["largest_model_elems"] == pytest.approx(8 * (room - in_memory) / 16, rel=1e-9)
-    # Chunks of 256 Ki elements are 512 KiB.
-    told = row["params_on_disk"]
-    moved, resident = told["stored_bytes"], told["resident_bytes"]
-    assert resident == 500_000_000 // (512 << 10) * (512 << 10)
-    assert moved + resident == 2 * elems // 8
-    assert (told["read_bytes"], told["written_bytes"]) == (2 * moved, moved)
-    assert told["time"]["read_s"] == pytest.approx(8 * 2 * moved / 6e9)
-    io_s = told["time"]["read_s"] + told["time"]["write_s"]
-    hidden_s = min(6 * elems * 1000 / 100e12, 8 * (2 * moved / 6e9 + (64 << 20) / 4e9))
-    assert told["added_s"] == pytest.approx(io_s - hidden_s)
-    _, out, _ = estimate("--params", elems, "--world", 8, *on_disk)
-    rows = table(out, "parameters on a disk")
-    assert rows[1] == ["3", "0.567", "1.65", "3.30", "1.65", "4.39", "3.30", "-", "-"]
-    _, out, _ = estimate("--params", elems, "--world", 8, *on_disk, "--master", "remainder")
-    assert table(out, "parameters on a disk")[1][3] == "4.94"
+def test_traffic_and_time_of_a_step(told, estimate):
+    """6e12 operations; 3e9 x 3/4 elements of 2 bytes."""
+    asked = ("step", "--params", "1B", "--world", 4)
+    (row,) = told(*asked, "--stage", 3, *TIMES)[STEP]
+    assert list(row.values()) == [3, 0.06, 0.18, pytest.approx(0.24), 0.18]
+    (row,) = told(*asked, "--stage", 3, *TIMES, "--recompute")[STEP]
+    assert row["compute_s"] == 0.08
+    (sent,) = told(*asked, "--stage", 3)["traffic of a step"]
+    assert sent == {"stage": 3, "a_rank_sends_bytes": 45 * 10**8, "leaves_a_node_bytes": 0}
+    assert STEP not in estimate(*asked)[1]
+    nodes = told(*asked, "--nodes", 2, "--stage", 3, *TIMES, "--network", 50)[STEP][0]
+    bf16 = ZeroOptions(Precision(param=torch.bfloat16))
+    wanted = Training(ModelElems(10**9), 4, 2, bf16).communication_s(3, 25.0, 50.0)
+    assert nodes["communication_s"] == wanted
 
 
-def test_state_on_the_host(estimate):
-    """Of a GPU's memory it takes the buffers."""
-    _, out, _ = estimate("--params", 1 << 33, "--world", 8, "--stage", 3, "--state-on", "cpu")
-    assert table(out, "state on a host")[1:] == [["3", "0.0661", "12.9", "12.9"]]
-    assert table(out, "memory of a rank")[1][3] == "0.0671"
-
-
-def test_a_preset_that_scales_the_loss_takes_two_passes(estimate):
-    arguments = ("--params", "1M", "--world", 2, "--stage", 1, "--json", "--preset")
-    stored = []
-    for name in ("bf16-mixed", "fp16-scaled"):
-        _, out, _ = estimate(*arguments, name)
-        stored.append(json.loads(out)["stages"][0]["working_bytes"]["grad_shard"])
-    assert stored == [0, 4 * 10**6 // 2]
-
-
-def test_a_count_keeps_its_shape_for_activations(estimate):
-    _, out, _ = estimate("--params", "2B", "--world", 2, "--json", *GPT2)
-    told = json.loads(out)
-    assert told["model"]["trainable"] == 2 * 10**9
-    assert told["model"]["units"] == [12 * 768**2 + 13 * 768] * 12
-    assert told["activations"]["layers"] > 0
-
-
-def test_an_output_layer_of_its_own(estimate):
-    _, out, _ = estimate("--world", 2, "--untied", "--json", *GPT2)
-    assert json.loads(out)["model"]["trainable"] == 124_439_808 + 50257 * 768
+def test_experts(told, estimate):
+    asked = (*EXPERTS, "--world", 32, "--nodes", 4)
+    title = "a rank's share of a layer of experts"
+    rows = told(*asked)[title]
+    assert [(row["group"], row["wire"]) for row in rows] == [
+        (group, wire) for group in (8, 32) for wire in ("none", "int8", "fp8")
+    ]
+    layer = ExpertLayer(64, 8, 1024, 4096, 8 << 20, 32, 32, 4, 2, "fp8")
+    assert rows[-1]["dispatch_bytes"] == layer.between_nodes().dispatch
+    training = layer.training(ZeroOptions(Precision(param=torch.bfloat16)))
+    assert rows[-1]["state_bytes"] == sum(training.state(2))
+    assert {row["group"] for row in told(*asked, "--group", 16)[title]} == {16}
+    assert max(map(len, estimate(*asked)[1].splitlines())) <= 110
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--params", "999.9T", "--world", 1, "--dtype", "fp32", "--amsgrad"),
-        ("--params", "999.9T", "--world", 99_999, "--context", 1_000_000, *MACHINE),
-        ("--params", "123", "--world", 7, "--budget-gb", 0.123456789),
-        (*GPT2, "--world", 7, "--micro-batch", 1000, "--checkpointing", "full", *MACHINE),
-        (*GPT2, "--world", 123, "--clip", "--budget-gb", 123_456, *MACHINE),
-        ("--params", "9.99T", "--world", 8, "--context", 1_000_000, *MACHINE, *DISK),
-        ("--params", "1M", "--world", 2, *DISK[:4], "--resident-gb", 1e9),
+        ("memory", "--params", "999.9T", "--world", 1, "--preset", "fp32", "--budget-gb", 5),
+        ("memory", *GPT2, "--world", 7, "--micro-batch", 1000, "--budget-gb", 0.123456789),
+        ("step", "--params", "999.9T", "--world", 99_999, *TIMES),
+        ("step", *COUNT, "--state-on", "disk", "--disk-read", 6, "--disk-write", 4, *TIMES),
+        ("step", "--params", "9.99T", "--world", 8, "--state-on", "disk", "--disk-read", 6, *TIMES),
     ],
 )
 def test_tables_fit_100_columns(estimate, arguments):
@@ -270,61 +286,95 @@ def test_tables_fit_100_columns(estimate, arguments):
     assert not any(line.endswith(" ") for line in out.splitlines())
 
 
-@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
-def test_the_picture_is_written(estimate, tmp_path, ending):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"estimate.{ending}"
-    code, _, err = estimate(*GPT2, "--world", 8, "--budget-gb", 4, "--plot", path)
-    assert (code, err) == (0, "")
-    begins = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending]
-    assert path.read_bytes().startswith(begins)
-
-
-def test_the_picture_names_what_it_shows(estimate, tmp_path, monkeypatch):
-    matplotlib = pytest.importorskip("matplotlib")
-    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
-    path = tmp_path / "estimate.svg"
-    estimate("--params", "7.5B", "--world", 64, "--stage", 2, "--budget-gb", 32, "--plot", path)
-    drawn = path.read_text()
-    for words in ("parameters", "gradients", "optimizer state", "working buffers", "stage 2"):
-        assert words in drawn
-    assert "budget 32 GB" in drawn and "world 64" in drawn
-    assert "stage 1" not in drawn and "activations" not in drawn
-
-
-def test_without_matplotlib_the_picture_is_refused(estimate, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    path = tmp_path / "estimate.png"
-    code, out, err = estimate("--params", "1M", "--world", 2, "--plot", path)
-    assert (code, out) == (1, "")
-    assert err.startswith(f"ringcomm estimate: --plot {path}: expected matplotlib, got ")
-    assert "or leave --plot out" in err and len(err.splitlines()) == 1
-    assert not path.exists()
-
-
-@pytest.mark.parametrize("name", ["nowhere/estimate.png", "estimate.nonsense"])
-def test_a_picture_that_cannot_be_written_is_told(estimate, tmp_path, name):
-    pytest.importorskip("matplotlib")
-    code, out, err = estimate("--params", "1M", "--world", 2, "--plot", tmp_path / name)
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "expected --params, --module, or --layers and the other sizes"),
+        (("--params", "1M", "--module", "a:b"), "expected --params, --module, or --layers"),
+        (("--layers", 2, "--heads", 2), "a transformer needs --width, --context, --vocab too"),
+        (("--params", "1M", "--untied"), "a transformer needs --layers, --width"),
+        ((*GPT2, "--heads", 7), "expected a width that is a multiple of 7 heads, got 768"),
+        (("--params", "1M", "--nodes", 3), "nodes: expected a divisor of 2 ranks, got 3"),
+        (("--params", "1M", "--bucket-elems", "1000"), "expected a positive multiple of 512"),
+        (("--params", "1M", "--activations-on", "disk"), "expected --layers and the other sizes"),
+        (("--params", "1M", "--params-on", "disk", "--stage", 2), "expected --stage 3, got 2"),
+        (("--params", "1M", "--state-on", "disk", "--buffer-mib", 1e-3), "from 4096 to"),
+        (("--params", "1M", "--state-on", "disk", "--buffer-mib", 0.01), "at least 32768, got 104"),
+        (("--params", "1M", "--update", "in_backward", "--clip"), "steps of two passes"),
+        (("--params", "1M", "--wire", "int2"), "wire: expected one of fp32, param, int8"),
+        (("--params", "1M", "--wire-parameters", "fp32"), "wire: expected one of param, int8"),
+        (("--params", "1M", "--wire-parameters", "fp8", "--state-on", "disk"), "tier: expected"),
+        (("--params", "1M", "--error-feedback"), "error_feedback: expected gradients in codes"),
+        (("--module", "nothing"), "--module: expected PACKAGE.MODULE:CALLABLE, got 'nothing'"),
+        (("--module", ":tied"), "--module: expected PACKAGE.MODULE:CALLABLE, got ':tied'"),
+        (("--module", "no_such_package:f"), "ModuleNotFoundError: No module named 'no_such_pack"),
+        (("--module", "estimated_models:missing"), "AttributeError: module 'estimated_models'"),
+        (("--module", "estimated_models:fails"), "models:fails: ValueError: no such size"),
+        (("--module", "estimated_models:number"), "TypeError: 'int' object is not callable"),
+        (("--module", "estimated_models:gives_a_number"), "a torch.nn.Module, got int"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(estimate, modules, arguments, says):
+    code, out, err = estimate("memory", *arguments, "--world", 2)
     assert (code, out) == (2, "")
-    assert f"{name}: cannot be written: " in err
+    assert err.startswith("ringcomm estimate: ") and len(err.splitlines()) == 1
+    assert says in err
 
 
-def test_numbers_have_three_digits():
-    values = (0.0, 0.00012345, 0.12345, 0.99961, 1.2345, 9.9961, 12.345, 99.961, 12345.6)
-    shown = ["0", "0.000123", "0.123", "1.00", "1.23", "10.0", "12.3", "100", "12346"]
-    assert [number(value) for value in values] == shown
-    assert [count(elems) for elems in (999, 1240, 7_500_000_000, 3 * 10**12)] == [
-        "999",
-        "1.24 K",
-        "7.5 B",
-        "3 T",
-    ]
+def test_times_need_all_rates(estimate):
+    code, _, err = estimate("step", *COUNT, *TIMES[:4])
+    assert code == 2 and "times need --tokens, --peak-tflops and --bandwidth" in err
+    code, _, err = estimate("step", *COUNT, "--nodes", 2, *TIMES)
+    assert code == 2 and "expected the rate of the network between nodes" in err
+    code, _, err = estimate(*EXPERTS, "--world", 3)
+    assert code == 2 and "divides 3 ranks and 64 experts, got 3" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "the following arguments are required: PART"),
+        (("memory", "--params", "1M"), "the following arguments are required: --world"),
+        (("memory", "--params", "many", "--world", 2), "such as 7.5B, 125M or 1.3e9, got 'many'"),
+        (("memory", *COUNT, "--stage", 4), "--stage: invalid choice"),
+        (("memory", *COUNT, "--budget-gb", "nan"), "a number above 0, got 'nan'"),
+        (("step", *COUNT, "--peak-tflops", "x"), "a number above 0, got 'x'"),
+        (("memory", *COUNT, "--world", 0), "such as 7.5B, 125M or 1.3e9, got '0'"),
+    ],
+)
+def test_options_that_cannot_be_read(capsys, arguments, says):
+    with pytest.raises(SystemExit) as ended:
+        main(["estimate", *map(str, arguments)])
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "elems"),
+    [
+        ("7.5B", 7_500_000_000),
+        ("125M", 125_000_000),
+        ("1.3e9", 1_300_000_000),
+        ("1.1t", 1_100_000_000_000),
+        ("0.5k", 500),
+        ("124439808", 124_439_808),
+        ("1", 1),
+    ],
+)
+def test_counts_are_read_exactly(text, elems):
+    assert parse_count(text) == elems
+
+
+@pytest.mark.parametrize(
+    "text", ["", "B", "-1B", "0", "1.5", "0.0001K", "nan", "inf", "1e30", "7G"]
+)
+def test_other_counts_are_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a positive whole number"):
+        parse_count(text)
 
 
 def test_the_command_as_a_process():
-    done = run("-m", "ringcomm", "estimate", "--params", "7.5B", "--world", 64)
+    done = run("-m", "ringcomm", "estimate", "memory", "--params", "7.5B", "--world", 64)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "model: 7.5 B parameters; world 64" in done.stdout
+    assert "7500000000" in done.stdout
     assert "estimate" in run("-m", "ringcomm", "--help").stdout

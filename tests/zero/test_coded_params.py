@@ -15,10 +15,8 @@ import ringcomm
 from ringcomm import CommOptions, Communicator, _native, zero
 from ringcomm.comm.nodes import sums
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
+from ringcomm.extras.estimate import ModelElems, Training
 from ringcomm.optim import AdamW, AdamWOptions
-from ringcomm.zero.estimate import BytesPerElement, World, model_state
-from ringcomm.zero.estimate_model import ModelElems
-from ringcomm.zero.estimate_time import leaving_node_bytes
 from tests.comm.test_wire_codes import encode, total
 from tests.support.covering import covering
 from tests.zero.job import BF16, Job
@@ -511,8 +509,9 @@ def check_masters(module: Any, optimizer: AdamW) -> None:
         assert bucket.state.master is stored.wide
         held += sum(each.nbytes for each in bucket.state.tensors().values())
     elems = sum(bucket.chunk.elems for bucket in optimizer.sharded_step().buckets)
-    each, world = BytesPerElement.of(torch.float32), World(2, 1, param_wire="int8")
-    assert held == model_state(ModelElems(2 * elems), 1, world, each).state == 12 * elems
+    wire = zero.Wire(parameters="int8")
+    training = Training(ModelElems(2 * elems), 2, 2, zero.ZeroOptions(wire=wire))
+    assert held == training.state(1).state == 12 * elems
 
 
 def step_of(comm: Communicator, carrier: Carrier, base: Any, run: Run) -> Any:
@@ -556,9 +555,9 @@ def test_what_leaves_a_node_is_codes(code, choice):
         else:
             assert quiet[node] == 0
             assert backward[node] + step[node] - 2 * flags == grads + params
-        world_of = World(4, 2, param_wire=code, **choice[1])
+        options = zero.ZeroOptions(wire=zero.Wire(parameters=code), **choice[1])
         elems = ModelElems(sum(mine) + sum(theirs), root=root)
-        told = leaving_node_bytes(elems, choice[0], world_of, BytesPerElement.of(torch.float32))
+        told = Training(elems, 4, 2, options).leaving_node_bytes(choice[0])
         assert backward[node] + step[node] - 2 * flags == told
 
 

@@ -28,10 +28,9 @@ from torch import nn
 import ringcomm
 from ringcomm import zero
 from ringcomm.bench.training_systems import Shape
+from ringcomm.extras.estimate import ModelElems, Training
 from ringcomm.optim import AdamW, LossScaler
 from ringcomm.zero.buckets import ShardedBucket
-from ringcomm.zero.estimate import BytesPerElement, model_state
-from ringcomm.zero.estimate_model import ModelElems
 from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS
 from ringcomm.zero.precision import PRESETS
 from tests.support import ROOT
@@ -130,16 +129,17 @@ def test_the_page_of_presets_has_what_the_closed_form_and_the_estimate_say():
     assert list(TOLD) == list(PRESETS)
     for name, cells in TOLD.items():
         precision, per_param = KINDS[name]
-        reduce = precision.reduce or torch.float32
-        assert precision.param is not None
-        each = BytesPerElement.of(precision.param, reduce, precision.master or "fp32")
-        assert (each.param, each.grad, each.reduced, each.state) == tuple(vars(per_param).values())
+        options = zero.ZeroOptions(precision)
+        each = Training(ModelElems(PARAMS), 1, options=options).each
+        state = sum(each.state_tensors(1))
+        assert (each.param, each.grad, each.reduced, state) == tuple(vars(per_param).values())
         for stage, cell in enumerate(cells[4:]):
             for world_size in (1, 2, 8):
                 parts = [part.split("/N") for part in cell.split(" + ")]
                 told = sum(int(a) / (world_size if rest else 1) for a, *rest in parts) * PARAMS
                 assert told == per_param.closed_form(stage, world_size)
-                assert told == model_state(ModelElems(PARAMS), stage, world_size, each).total
+                training = Training(ModelElems(PARAMS), world_size, options=options)
+                assert told == sum(training.state(stage))
 
 
 def measure(

@@ -23,10 +23,8 @@ from ringcomm.comm.nodes import wires
 from ringcomm.comm.nodes.connecting import gloo
 from ringcomm.comm.nodes.rails import HEADER_TAG
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError
+from ringcomm.extras.estimate import ModelElems, Training
 from ringcomm.optim import AdamW, AdamWOptions
-from ringcomm.zero.estimate import BytesPerElement, World
-from ringcomm.zero.estimate_model import ModelElems
-from ringcomm.zero.estimate_time import leaving_node_bytes
 from tests.support.ranks import Ranks, join_nodes, run_ranks
 from tests.zero.job import BF16, Job
 from tests.zero.models import MODELS, Run, assert_same_bits, new_model, options_of, train
@@ -230,7 +228,6 @@ def test_what_leaves_a_node_in_a_step_is_the_closed_form(wire, monkeypatch):
     """
     monkeypatch.setattr(wires, "CODED_ABOVE_BYTES", 64)
     carrier, base = Carrier(), new_model("gpt")
-    each, per_node = BytesPerElement(), World(4, 2)
     with ringcomm.local_world(
         4, nodes=[2, 2], options=CommOptions(carrier=carrier, wire=wire), timeout=60
     ) as world:
@@ -239,8 +236,8 @@ def test_what_leaves_a_node_in_a_step_is_the_closed_form(wire, monkeypatch):
             stage, options = choice
             phases, elems, flags = world.run(send_in_a_step, carrier, base, choice)[0]
             quiet, backward, step = phases
-            gathered = replace(per_node, wire=wire, **options)
-            wanted = leaving_node_bytes(elems, stage, gathered, each)
+            zero_options = zero.ZeroOptions(BF16, wire=zero.Wire(wire), **options)
+            wanted = Training(elems, 4, 2, zero_options).leaving_node_bytes(stage)
             for node in range(2):
                 # Which parameters take the step: both ranks send what they have to their peers.
                 assert backward[node] + step[node] - 2 * flags == wanted, choice

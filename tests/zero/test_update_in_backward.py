@@ -19,6 +19,7 @@ import ringcomm
 from ringcomm import Disk, DiskError, zero
 from ringcomm.comm.local_world import LocalWorld
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError
+from ringcomm.extras.estimate import ModelElems, Training
 from ringcomm.optim import (
     Adafactor,
     AdamW,
@@ -30,8 +31,6 @@ from ringcomm.optim import (
     tiers,
 )
 from ringcomm.zero import updates
-from ringcomm.zero.estimate import BytesPerElement, model_state, working_buffers
-from ringcomm.zero.estimate_model import ModelElems
 from ringcomm.zero.gather import Gatherer
 from tests.memory.disk_folder import skip_unless_disk
 from tests.support.covering import covering
@@ -894,7 +893,7 @@ def test_a_write_while_backward_runs_is_refused_at_stage_2(worlds):
 def test_what_is_held_of_reduced_gradients_is_what_the_estimate_says(folder, world_size):
     model = ModelElems(LAYERS * WIDTH * WIDTH, largest=WIDTH * WIDTH)
     options = zero.ZeroOptions(bucket_elems=WIDTH * WIDTH)
-    each = replace(BytesPerElement.of(torch.float32), keeps_reduced=False)
+    training = Training(model, world_size, options=options, optimizer=EARLY)
 
     def work(comm, stage, tier):
         loop = Loop(comm, stage, adamw=replace(EARLY, tier=tier))
@@ -904,18 +903,22 @@ def test_what_is_held_of_reduced_gradients_is_what_the_estimate_says(folder, wor
             own = getattr(kernels, "_own", None)
             held += 0 if own is None else own.nbytes
             kernels = getattr(kernels, "_native", None)
-        told = model_state(model, stage, world_size, each, tier).grads
-        assert told == sum(b.shard.nbytes for b in loop.engine.reduction.buckets) == 0
-        buffers = working_buffers(model, stage, world_size, each, options, tier=tier)
-        assert held == buffers.grad_shard
+        told = replace(training, optimizer=replace(EARLY, tier=tier))
+        assert (
+            told.state(stage).grads
+            == sum(b.shard.nbytes for b in loop.engine.reduction.buckets)
+            == 0
+        )
+        assert held == told.buffers(stage).grad_shard
 
     # A world of its own: ranks do not drop the modules of tests that fail at the same moment.
     with ringcomm.local_world(world_size) as world:
         for stage in (2, 3):
             for tier in (None, on_disk(folder)):
                 world.run(work, stage, tier)
-    rounded = replace(each, param=2, grad=2, reduced=2)
-    assert working_buffers(model, 2, 2, rounded, options).grad_shard == 6 * WIDTH * WIDTH // 2
+    rounded = zero.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
+    training = Training(model, 2, options=replace(options, precision=rounded), optimizer=EARLY)
+    assert training.buffers(2).grad_shard == 6 * WIDTH * WIDTH // 2
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -18,20 +18,17 @@ from torch import nn
 
 import ringcomm
 from ringcomm import Disk, zero
+from ringcomm.extras.estimate import STAGES, ModelElems, Training
 from ringcomm.memory import host_heap, scratch
 from ringcomm.optim import AdamW, AdamWOptions, tiers
 from ringcomm.optim.buckets import Bucket, BucketMemory
 from ringcomm.optim.layout import BucketLayout, Segment
-from ringcomm.zero.estimate import STAGES, BytesPerElement, model_state, working_buffers
-from ringcomm.zero.estimate_model import ModelElems
-from ringcomm.zero.estimate_tier import TierBytes, records_of
 from tests.memory.disk_folder import skip_unless_disk
 from tests.support.covering import covering
 from tests.zero.test_memory import held_bytes
 
 Tensor = torch.Tensor
 WORLD = 2
-FP32 = BytesPerElement.of(torch.float32)
 # What grows with the number of parameters and is no tensor of theirs: tables of the kernels.
 TABLES_BYTES = 1 << 12
 
@@ -79,8 +76,8 @@ def test_nothing_but_the_tensors_themselves_grows(worlds, folder, stage, larger)
 
     def closed_form(sizes: tuple[int, int, int]) -> int:
         model = ModelElems.of_module(Layers(*sizes))
-        state = model_state(model, stage, WORLD, FP32, disk).total
-        buffers = working_buffers(model, stage, WORLD, FP32, options, tier=disk)
+        training = Training(model, WORLD, 1, options, AdamWOptions(tier=disk))
+        state, buffers = sum(training.state(stage)), training.buffers(stage)
         # Between steps no unit is gathered, and no sum is.
         return state + buffers.grad_shard + (buffers.buckets if stage >= 2 else 0)
 
@@ -124,7 +121,8 @@ def test_a_parameter_of_200_million_elements_has_the_buffers_of_a_smaller_one(fo
             part.state.moments["exp_avg"].fill_(1.0)
         tier.wait()
         assert blocks.size_bytes == 8 * elems and blocks.bytes_written == 8 << 20
-        assert sum(made) == TierBytes.of(records_of(elems, 1, FP32, disk), disk).buffers
+        told = Training(ModelElems(elems, largest=elems), 1, optimizer=AdamWOptions(tier=disk))
+        assert sum(made) == told.state_in_tier(0).buffers
         found.append([*made])
         made.clear()
     assert found[0] == found[1] == [8 << 20] * 8

@@ -23,7 +23,7 @@ from math import isqrt
 from typing import NamedTuple
 
 # From so many nodes on "auto" means levels. Predicted (docs/scaling.md, "Direct, ring or levels"):
-# with 1 us a message levels win from 16 or 32 nodes on, with 0.1 us from 64 to 256 on.
+# with 1 us a message levels win from 32 nodes on, with 0.1 us from 256 on.
 LEVELS_FROM_NODES = 32
 
 

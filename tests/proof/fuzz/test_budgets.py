@@ -8,7 +8,6 @@ the figures.
 from __future__ import annotations
 
 import contextlib
-import csv
 import io
 import json
 import sys
@@ -27,7 +26,7 @@ from ringcomm.cli.trace_text import over_nodes, report
 from ringcomm.comm import object_codec
 from ringcomm.comm.recorder import trace_file
 from ringcomm.comm.recorder.records import RankRecording, Record, Recording
-from ringcomm.comm.topology import fit, model
+from ringcomm.comm.topology import model
 from ringcomm.errors import ArgumentError, RingcommError
 from ringcomm.extras.migrate.deepspeed import from_deepspeed
 from ringcomm.extras.migrate.torch_file import plain_pickle
@@ -50,7 +49,6 @@ MOST_PER_BYTE = {
     "pickles": 300,
     "traces": 150,
     "topologies": 150,
-    "measurements": 300,
     "files of reports": 300,
     "DeepSpeed's configurations": 150,
 }
@@ -326,19 +324,6 @@ def read_topology(raw: bytes, folder: Path) -> None:
         main(["topo", "--file", str(folder / "topology.json")])
 
 
-def rows(n: int) -> bytes:
-    out = io.StringIO()
-    writer = csv.writer(out)
-    writer.writerow(["collective", "bytes"])
-    writer.writerows([["all_reduce", "4"]] * n)
-    return out.getvalue().encode()
-
-
-def read_rows(raw: bytes, folder: Path) -> None:
-    (folder / "rows.csv").write_bytes(raw)
-    fit.read_rows(folder / "rows.csv")
-
-
 def read_config(raw: bytes, folder: Path) -> None:
     (folder / "config.json").write_bytes(raw)
     from_deepspeed(folder / "config.json")
@@ -388,7 +373,6 @@ CASES: list[Case] = [
         for name, made in some.items()
     ),
     *(Case("topologies", name, made, read_topology) for name, made in TOPOLOGIES.items()),
-    Case("measurements", "rows", rows, read_rows),
     *(
         Case("DeepSpeed's configurations", name, made, read_config)
         for name, made in {

@@ -36,12 +36,12 @@ VALUES = (
 )  # fmt: skip
 OPTIONS = {
     "estimate": (
-        "--params", "--module", "--world", "--stage", "--dtype", "--reduce", "--master",
-        "--amsgrad", "--clip", "--bucket-elems", "--bandwidth-gbps", "--peak-tflops",
-        "--budget-gb", "--json",
+        "memory", "step", "experts",
+        "--params", "--module", "--world", "--nodes", "--stage", "--preset", "--reduce",
+        "--optimizer", "--accumulate", "--clip", "--update", "--bucket-elems", "--json",
         "--layers", "--width", "--heads", "--context", "--vocab", "--untied", "--micro-batch",
-        "--checkpointing", "--checkpoint-every", "--optimizer", "--accumulate",
-        "--state-on", "--buffer-mib", "--resident-gb", "--disk-read-gbps", "--disk-write-gbps",
+        "--checkpointing", "--checkpoint-every", "--activations-on", "--budget-gb",
+        "--state-on", "--params-on", "--buffer-mib", "--resident-gb", "--wire",
     ),
     "topo": ("--file", "--ranks", "--placement", "--json", "--save"),
     "trace": ("--pid", "--last", "--chrome"),
@@ -57,7 +57,7 @@ OPTIONS = {
 }  # fmt: skip
 # With these a command gets past its parser.
 SOUND = {
-    "estimate": ["--params", "1e6", "--world", "2"],
+    "estimate": ["memory", "--params", "1e6", "--world", "2"],
     "report": ["trace.json"],
     "trace": ["trace.json"],
 }
