@@ -212,30 +212,33 @@ class Server:
         self._connection.close()
 
 
-_server: Server | None = None
+# What a server imports before it forks: of all tests, and of jobs that need devices alone.
+PRELOADED = "tests.support.preloaded"
+PRELOADED_FOR_DEVICES = "tests.support.preloaded_for_devices"
+_servers: dict[str, Server] = {}  # by what they have imported
 _starting = threading.Lock()
 
 
-def server() -> Server:
-    """Returns the server of this process, and starts it where there is none."""
-    global _server
+def server(preloaded: str = PRELOADED) -> Server:
+    """Returns a server of this process that has imported a module, and starts it if need be."""
     with _starting:
-        if _server is None or not _server.is_ours:
+        known = _servers.get(preloaded)
+        if known is None or not known.is_ours:
             ours, theirs = socket.socketpair()
             environment = {**os.environ, "PYTHONPATH": str(ROOT), THREADS: "1"}
             environment.pop("PYTHONUNBUFFERED", None)  # each fork does what its own says
             with theirs:
                 _RealPopen(
-                    [sys.executable, "-m", __name__, str(theirs.fileno())],
+                    [sys.executable, "-m", __name__, str(theirs.fileno()), preloaded],
                     cwd=ROOT,
                     env=environment,
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                 ).returncode = 0  # nobody waits for it: it ends when this process does
-            _server = Server(ours, environment)
-            atexit.register(_server.close)
-        return _server
+            known = _servers[preloaded] = Server(ours, environment)
+            atexit.register(known.close)
+        return known
 
 
 class Popen(_RealPopen):
@@ -246,6 +249,7 @@ class Popen(_RealPopen):
     """
 
     namespaces: Namespaces | None = None
+    preloaded = PRELOADED
 
     def _execute_child(self, *arguments: Any, **named: Any) -> None:
         how = _EXECUTE.bind(self, *arguments, **named).arguments
@@ -266,17 +270,23 @@ class Popen(_RealPopen):
             self.namespaces,
             before=_by_name(how["preexec_fn"]),
         )
-        if not _is_python(order) or not server().serves(order):
+        if not _is_python(order) or not server(self.preloaded).serves(order):
             if self.namespaces is None:
                 return False
             order = replace(order, executes=True)
         theirs = [how[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         streams = [number if fd == -1 else fd for number, fd in enumerate(theirs)]
-        self.pid = server().start(order, [*streams, *passed])
+        self.pid = server(self.preloaded).start(order, [*streams, *passed])
         self._child_created = True
         ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(how[name] for name in ends))  # type: ignore[attr-defined]
         return True
+
+
+class PopenForDevices(Popen):
+    """Of a server that has imported neither ZeRO nor the differentiable collectives."""
+
+    preloaded = PRELOADED_FOR_DEVICES
 
 
 def _is_plain(how: Mapping[str, Any]) -> bool:
@@ -312,10 +322,11 @@ def run(
     command: Sequence[object],
     timeout_s: float | None = None,
     anew: bool = False,
+    kind: type[Popen] = Popen,
     **how: Any,
 ) -> subprocess.CompletedProcess[str]:
     """``subprocess.run`` of a fork, or of an interpreter ``anew``; the output comes as text."""
-    popen = _RealPopen if anew else Popen
+    popen = _RealPopen if anew else kind
     words = [str(word) for word in command]
     pipe = subprocess.PIPE
     with popen(words, stdout=pipe, stderr=pipe, text=True, **how) as process:
@@ -423,7 +434,6 @@ def _place(files: Sequence[int], numbers: Sequence[int]) -> None:
 
 def _own_server(environment: Mapping[str, str], files: Sequence[int]) -> Order | None:
     """Gives this process, which has no threads yet, a server; returns an order in its forks."""
-    global _server
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         ours.close()
@@ -434,7 +444,8 @@ def _own_server(environment: Mapping[str, str], files: Sequence[int]) -> Order |
     theirs.close()
     os.environ.clear()
     os.environ.update(environment)
-    _server = Server(ours, environment)
+    _servers.clear()
+    _servers[PRELOADED] = Server(ours, environment)
     return None
 
 
@@ -524,7 +535,7 @@ def main() -> None:
     _interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for programs, of its group
     subprocess.Popen = Popen  # type: ignore[misc]  # before others take it by its name
     gc.disable()  # what is imported stays: to look at it time and again takes a fifth of the time
-    importlib.import_module("tests.support.preloaded")
+    importlib.import_module(sys.argv[2])
     gc.enable()
     order: Order | None = _serve(socket.socket(fileno=int(sys.argv[1])))
     while order is not None:

@@ -28,7 +28,6 @@ from tests.support.device_worlds import OPTIONS, PLACES, Devices, on_host, put, 
 from tests.support.emulator import ptx
 from tests.support.emulator.library import library
 from tests.support.emulator.ptx import ptx_of
-from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(nvrtc.library_path() is None, reason="no NVRTC")
 
@@ -129,25 +128,6 @@ def test_it_is_never_chosen(devices, world):
         assert chosen == ["packet", "direct"]
 
 
-def _process(store, rank, world):
-    kernels = multicast_kernels(strict=False)
-    devices = Devices("emulated", devices=1, physical=(rank,), ptx=kernels)
-    with (
-        Communicator.from_store(store, rank, world, device="cuda:0", options=WITH_WINDOW) as comm,
-        devices.as_on_gpu(comm),
-    ):
-        every_call(comm, torch.float32, ("mixed",))
-    # What a rank has lent comes back when its peer has closed, too.
-    store.set(f"closed/{rank}", "")
-    store.wait([f"closed/{each}" for each in range(world)])
-    devices.close()
-    return library().emu_vmm_in_use()
-
-
-def test_ranks_in_processes_hand_each_other_the_object():
-    assert run_ranks(_process, 2, timeout_s=100.0) == [0, 0]
-
-
 # ---- mutants -------------------------------------------------------------------------------------
 
 ORDERINGS = (
@@ -181,7 +161,7 @@ def _caught(tmp_path, text: str) -> str:
     file = tmp_path / "mutant.ptx"
     file.write_text(text)
     command = [sys.executable, "-m", "tests.proof.ptx.multicast_job", str(file)]
-    done = fork_server.run(command, cwd=ROOT)
+    done = fork_server.run(command, kind=fork_server.PopenForDevices, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -122,7 +122,7 @@ def do(job: str, changes: Mapping[str, list[int]], *slips: str) -> Outcome:
     """
     program = [sys.executable, "-m", "tests.proof.ptx.small_jobs", job, json.dumps(changes), *slips]
     for _ in range(TRIES):
-        done = fork_server.run(program, env=dict(os.environ))
+        done = fork_server.run(program, kind=fork_server.PopenForDevices, env=dict(os.environ))
         told = json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
         if told is not None and not told.get("failed", "").startswith("RendezvousError"):
             return Outcome(told.get("reached", {}), told.get("failed"))

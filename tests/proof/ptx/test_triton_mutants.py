@@ -17,7 +17,8 @@ pytest.importorskip("triton")
 from ringcomm._tl.hooks import IS_INTERPRETED
 from tests.proof.ptx.survivors import Mutant, stale, unexplained
 from tests.proof.ptx.triton_jobs import EDITS, JOBS, ONE_WARP_LESS
-from tests.support import ROOT, fork_server
+from tests.support import ROOT
+from tests.support.fork_server import PopenForDevices
 
 ALL = os.environ.get("RINGCOMM_PTX_CHECK") == "all"
 LIMIT_S = 3600 if ALL else 600
@@ -89,7 +90,7 @@ LONG_WAITS = {
 def _outcomes(tasks: Iterable[Mutant]) -> dict[Mutant, Any]:
     command = [sys.executable, "-m", "tests.proof.ptx.triton_jobs"]
     pipe = subprocess.PIPE
-    with fork_server.Popen(command, cwd=ROOT, text=True, stdin=pipe, stdout=pipe) as process:
+    with PopenForDevices(command, cwd=ROOT, text=True, stdin=pipe, stdout=pipe) as process:
         try:
             asked = "".join(json.dumps(task) + "\n" for task in tasks)
             output, _ = process.communicate(asked, timeout=LIMIT_S)
