@@ -28,10 +28,12 @@ MAKEFLAGS += --jobs=2
 demo: $(VENV)/.native $(VENV)/.package
 	$(BIN)/ringcomm demo
 
+# Proofs that read nothing which has changed since they last passed here are left out (tests/proofs.py).
 test: $(VENV)/.native $(VENV)/.tools emulated-driver
 	$(BIN)/python -m pytest $(WORKERS)
 
-# Every case of the tests that have covering arrays or values for it (tests/support/covering.py).
+# Every case of the tests that have covering arrays or values for it (tests/support/covering.py),
+# every proof, and the files that each opens.
 test-all: export RINGCOMM_TEST_CASES := all
 test-all: test
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from tests import proofs
+
 if TYPE_CHECKING:
     from tests.support.rank_pool import RankPool
 
@@ -45,6 +47,10 @@ settings.load_profile("ringcomm")
 COMPILES_LIMIT_S = 900
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(proofs.Gate(config), "proofs")
+
+
 def _turn(item: pytest.Item) -> int:
     """Files are begun in this order: the longest first, so that none is left alone at the end."""
     if item.get_closest_marker("deadlines"):
@@ -75,9 +81,11 @@ def _import_from_another_one_on(session: pytest.Session) -> None:
     if worker is None or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return
     root = config.rootpath
+    gate = config.pluginmanager.get_plugin("proofs")
     names = [
         ".".join(path.relative_to(root).with_suffix("").parts)
         for path in sorted(root.glob("tests/**/test_*.py"))
+        if not gate.leaves_out(path)
     ]
     first = len(names) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
     for name in names[first:] + names[:first]:

@@ -1,0 +1,405 @@
+"""Proofs are left out only while nothing that they read has changed, and they read what they list.
+
+The files that a proof opens are observed in a copy of the tree: in ``make test`` as its tests are
+imported, in ``make test-all`` as they run, with all their processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import proofs
+from tests.proofs import PROOFS, Proof
+from tests.support import ROOT
+from tests.support.compiler import NEEDS_COMPILER, PLAIN, compile_to
+from tests.support.opened import Opened
+
+EVERY_PROOF_RUNS = os.environ.get("RINGCOMM_TEST_CASES") == "all"
+QUICK = "litmus tests"
+
+by_proof = pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: proof.name)
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+@by_proof
+def test_the_table_names_files_that_exist(proof: Proof) -> None:
+    names = proofs.files_of(ROOT)
+    for test in proof.tests:
+        assert (ROOT / test).exists(), test
+    for pattern in proof.patterns:
+        alone = Proof("", (), (pattern,))
+        assert any(alone.lists(name) for name in names), f"{pattern} matches no file"
+
+
+def test_a_file_belongs_to_one_proof() -> None:
+    for name in proofs.files_of(ROOT):
+        assert len([proof.name for proof in PROOFS if proof.owns(name)]) <= 1, name
+
+
+@pytest.mark.parametrize(
+    ("pattern", "listed", "other"),
+    [
+        ("a/*.h", ["a/x.h"], ["a/b/x.h", "a/x.hpp", "b/a/x.h", "a/xzh"]),
+        ("a/**", ["a/x", "a/b/x"], ["ab/x", "b/a/x"]),
+        ("**", ["x", "a/b/x"], []),
+        ("a/**/x.py", ["a/x.py", "a/b/c/x.py"], ["a/b/yx.py"]),
+        ("a/x_*.py", ["a/x_y.py"], ["a/x_y/z.py"]),
+    ],
+)
+def test_a_pattern_lists_files(pattern: str, listed: list[str], other: list[str]) -> None:
+    proof = Proof("", ("tests/one",), (pattern,))
+    assert [name for name in listed if not proof.lists(name)] == []
+    assert [name for name in other if proof.lists(name)] == []
+    assert proof.owns("tests/one") and proof.owns("tests/one/a.py")
+    assert not proof.owns("tests/one_more.py") and not proof.owns("tests")
+
+
+# ---- which files are opened ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, and of the native module."""
+    made = tmp_path_factory.mktemp("proofs") / "tree"
+    for name in proofs.files_of(ROOT):
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, made / name, follow_symlinks=False)
+    for folder in (ROOT, *(path for path in ROOT.iterdir() if path.is_dir())):
+        for link in folder.iterdir():
+            if link.is_symlink() and link.is_dir() and not link.name.startswith("."):
+                (made / link.relative_to(ROOT)).symlink_to(link.readlink())
+    return made
+
+
+def environment(tree: Path) -> dict[str, str]:
+    """Makes processes import the tree, and read its sources rather than byte code."""
+    return {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+# What takes long to import is there before the tests of each proof are collected in a fork. torch
+# has registered its backend then, so a fork that imports torch reads what that has read once more.
+COLLECT = """
+import builtins, contextlib, importlib, os, sys
+import hypothesis, numpy, pytest, torch
+with contextlib.suppress(ImportError):
+    import triton
+
+BACKEND = [module.__file__ for name, module in sys.modules.items() if name.startswith("ringcomm")]
+import_module = builtins.__import__
+
+def noting(name, *rest, **named):
+    if name.split(".")[0] == "torch":
+        while BACKEND:
+            open(BACKEND.pop()).close()
+    return import_module(name, *rest, **named)
+
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        builtins.__import__ = noting
+        with open(sys.argv[1], "w") as log, contextlib.redirect_stdout(log):
+            tests = [word for word in line.split() if "/" in word]
+            code = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *tests])
+        for program in line.split()[len(tests):]:
+            importlib.import_module(program)
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def opened_by(tree: Path) -> Iterator[Callable[[Proof], set[str]]]:
+    """Returns the files that are opened when a proof's tests and programs are imported."""
+    log = tree.parent / "log"
+    collecting = subprocess.Popen(
+        [sys.executable, "-c", COLLECT, str(log)],
+        cwd=tree,
+        env=environment(tree),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert collecting.stdin is not None and collecting.stdout is not None
+    ask, answers = collecting.stdin, collecting.stdout
+    # Once for nothing, so that the imports above have ended.
+    print("tests/support/opened.py", file=ask, flush=True)
+    assert answers.readline() == f"{pytest.ExitCode.NO_TESTS_COLLECTED:d}\n", log.read_text()
+
+    def opened(proof: Proof) -> set[str]:
+        with Opened(tree) as found:
+            print(*proof.tests, *proof.programs, file=ask, flush=True)
+            code = int(answers.readline())
+        assert code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED), log.read_text()
+        return found.files
+
+    yield opened
+    ask.close()
+    assert collecting.wait() == 0
+
+
+def unlisted(proof: Proof, opened: set[str], tree: Path) -> str:
+    """Says which files the table must list, if any."""
+    known = set(proofs.files_of(tree))
+    missing = sorted(name for name in opened & known if not proof.lists(name))
+    return f"tests/proofs.py: {proof.name!r} also reads {missing}" if missing else ""
+
+
+@by_proof
+def test_a_mutant_of_any_file_that_a_proof_imports_makes_it_run(
+    proof: Proof, tree: Path, opened_by: Callable[[Proof], set[str]]
+) -> None:
+    opened = opened_by(proof)
+    assert unlisted(proof, opened, tree) == ""
+    assert any(proof.owns(name) for name in opened)
+    names = proofs.files_of(tree)
+    contents = {name: proofs.content_of(tree / name) for name in names if proof.lists(name)}
+    right = proofs.digest_of(contents, "")
+    # What runs read without importing it is among the patterns.
+    of_patterns = {
+        next(filter(Proof("", (), (pattern,)).lists, names)) for pattern in proof.patterns
+    }
+    for name in of_patterns | (opened & set(names)):
+        assert proofs.digest_of({**contents, name: "mutant"}, "") != right, name
+
+
+def test_a_changed_byte_a_new_file_and_another_tool_change_the_digest(tree, monkeypatch) -> None:
+    def digests() -> dict[str, str]:
+        return proofs.digests(tree, PROOFS, proofs.tools())
+
+    before = digests()
+    path = tree / "kernels/host/comm.h"
+    text = path.read_text()
+    path.write_text(text.replace("\n", " \n", 1))
+    after = digests()
+    path.write_text(text)
+    changed = {name for name, digest in after.items() if digest != before[name]}
+    assert {"races", "litmus tests", "models", "machine code of CUDA"} <= changed
+    assert "PTX interpreter" not in changed
+    new = tree / "kernels/tl/new.py"
+    new.touch()
+    after = digests()
+    new.unlink()
+    assert after["models"] != before["models"] and after["races"] == before["races"]
+    assert digests() == before
+    monkeypatch.setattr(proofs, "_said", lambda *command: f"another {command[0]}")
+    assert not set(digests().values()) & set(before.values())
+
+
+@pytest.mark.parametrize(
+    "proof",
+    [
+        pytest.param(
+            proof,
+            id=proof.name,
+            marks=[
+                pytest.mark.timeout(3600),
+                pytest.mark.skipif(
+                    proof.name != QUICK and not EVERY_PROOF_RUNS,
+                    reason="runs a proof once more: make test-all",
+                ),
+            ],
+        )
+        for proof in PROOFS
+    ],
+)
+def test_all_files_that_a_proof_opens_as_it_runs_are_listed(proof: Proof, tree: Path) -> None:
+    shutil.rmtree(tree / "build", ignore_errors=True)  # another proof has built what this one needs
+    inherited = environment(tree)
+    inherited.pop("RINGCOMM_TEST_CASES", None)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *proof.tests]
+    with Opened(tree) as opened:
+        done = subprocess.run(command, cwd=tree, env=inherited, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout
+    assert unlisted(proof, opened.files, tree) == ""
+
+
+@NEEDS_COMPILER
+def test_files_that_a_compiler_and_a_child_of_a_child_read_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "tree/inner").mkdir(parents=True)
+    for name, text in {
+        "header.h": "",
+        "main.cpp": '#include "inner/header.h"\nint main() {}\n',
+        "read.py": "print(open('inner/data').read())",
+        "data": "1",
+        "other": "",
+    }.items():
+        folder = tmp_path / "tree" / ("" if name in ("main.cpp", "read.py") else "inner")
+        (folder / name).write_text(text)
+    with Opened(tmp_path / "tree") as opened:
+        root = tmp_path / "tree"
+        compile_to(tmp_path / "program", root, root / "main.cpp", flags=PLAIN)
+        command = f"import subprocess; subprocess.run([{sys.executable!r}, 'read.py'], check=True)"
+        subprocess.run([sys.executable, "-c", command], cwd=root, check=True)
+    assert opened.files == {"main.cpp", "inner/header.h", "read.py", "inner/data"}
+
+
+def test_an_unlisted_file_is_told(tree: Path) -> None:
+    proof = Proof("sums", ("tests/test_sums.py",), ("kernels/host/**",))
+    opened = {"kernels/host/comm.h", "ringcomm/errors.py", "tests/conftest.py", "not/in/the/tree"}
+    assert "'sums' also reads ['ringcomm/errors.py']" in unlisted(proof, opened, tree)
+
+
+# ---- runs that leave proofs out ------------------------------------------------------------------
+
+CONFTEST = """
+from pathlib import Path
+from tests.proofs import Gate, Proof
+
+ROOT = Path(__file__).parent
+PROOFS = (
+    Proof("sums", ("checks/test_sums.py",), ("source/*.txt", "conftest.py")),
+    Proof("products", ("checks/products",), ()),
+)
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Gate(config, PROOFS, ROOT, ROOT / "build" / "proofs.json"))
+"""
+PASSES = "def test_it(): pass\n"
+FILES = {
+    "conftest.py": CONFTEST,
+    "pytest.ini": "[pytest]\ntestpaths = checks\naddopts = -p no:cacheprovider\n",
+    "source/numbers.txt": "1 2 3\n",
+    "checks/test_behaviour.py": PASSES,
+    "checks/test_sums.py": "def test_one(): pass\ndef test_two(): pass\n",
+    "checks/products/test_a.py": PASSES,
+    "checks/products/test_b.py": PASSES.replace("it", "that"),
+}
+
+
+class Project:
+    """A small tree with two proofs."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for name, text in FILES.items():
+            self.write(name, text)
+
+    def write(self, name: str, text: str) -> None:
+        (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / name).write_text(text)
+
+    def run(self, *options: str, **settings: str) -> tuple[dict[str, int], str]:
+        """Runs pytest; returns its last line's numbers, and the output."""
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+        inherited.pop("RINGCOMM_TEST_CASES", None)
+        own = {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options],
+            cwd=self.root,
+            env={**inherited, **own, "PYTHONDONTWRITEBYTECODE": "1", **settings},
+            text=True,
+            capture_output=True,
+        )
+        summary = done.stdout.strip().rpartition("\n")[2]
+        numbers = re.findall(r"(\d+) (passed|failed|error|deselected)", summary)
+        return {word: int(number) for number, word in numbers}, done.stdout + done.stderr
+
+    def recorded(self) -> set[str]:
+        path = self.root / "build" / "proofs.json"
+        return set(json.loads(path.read_text())) if path.exists() else set()
+
+
+with_workers = pytest.mark.parametrize(
+    "workers", [(), ("-p", "xdist", "-n", "2")], ids=["one process", "workers"]
+)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+@with_workers
+def test_a_proof_runs_again_when_a_file_that_it_reads_has_changed(project, workers) -> None:
+    assert project.run(*workers)[0] == {"passed": 5}
+    outcome, output = project.run(*workers)
+    assert outcome == {"passed": 1}
+    assert "last passed: sums (2 tests), products (2 tests); make test-all" in output
+    project.write("source/numbers.txt", "1 2 4\n")
+    outcome, output = project.run(*workers)
+    assert outcome == {"passed": 3} and "last passed: products (2 tests);" in output
+    assert project.run(*workers)[0] == {"passed": 1}
+    project.write("checks/products/test_b.py", PASSES)
+    assert project.run(*workers)[0] == {"passed": 3}
+
+
+def test_a_proof_that_is_asked_for_runs(project) -> None:
+    project.run()
+    for options, passed in {
+        ("checks/test_sums.py",): 2,
+        ("checks/products",): 2,
+        ("checks",): 5,
+        ("checks/test_sums.py::test_one",): 1,
+        ("-k", "one or that"): 2,
+    }.items():
+        assert project.run(*options)[0]["passed"] == passed, options
+    assert project.run(RINGCOMM_TEST_CASES="all")[0] == {"passed": 5}
+    assert project.run(RINGCOMM_ANOTHER="setting")[0] == {"passed": 5}
+
+
+def test_a_part_of_a_run_records_nothing(project) -> None:
+    for options in (
+        ("checks",),
+        ("-k", "one"),
+        ("--deselect", "checks/test_sums.py::test_one"),
+        ("--collect-only",),
+    ):
+        project.run(*options)
+        assert project.recorded() == set(), options
+    project.run("--ignore=checks/products/test_a.py")
+    assert project.recorded() == {"sums"}
+
+
+@with_workers
+def test_a_proof_that_fails_is_not_recorded(project, workers) -> None:
+    project.write("checks/test_sums.py", FILES["checks/test_sums.py"] + "def test_no(): assert 0\n")
+    assert project.run(*workers)[0] == {"passed": 5, "failed": 1}
+    assert project.recorded() == {"products"}
+    project.write("checks/test_sums.py", "import pytest\npytest.fail('it does not import')\n")
+    project.run(*workers)
+    assert project.recorded() == {"products"}
+
+
+def test_a_failure_that_depends_on_no_file_takes_the_record_back(project) -> None:
+    project.write(
+        "checks/test_sums.py", "import os\ndef test(): assert 'FAILS' not in os.environ\n"
+    )
+    project.run()
+    assert project.recorded() == {"sums", "products"}
+    assert project.run("checks/test_sums.py", FAILS="1")[0] == {"failed": 1}
+    assert project.recorded() == {"products"}
+
+
+@with_workers
+@pytest.mark.parametrize(
+    ("body", "option"),
+    [("raise KeyboardInterrupt", "-v"), ("os._exit(1)", "-v"), ("assert False", "-x")],
+    ids=["interrupted", "killed", "stopped at a failure"],
+)
+def test_a_run_that_ends_early_records_nothing(project, body, option, workers) -> None:
+    project.write("checks/test_behaviour.py", f"import os\ndef test_it(): {body}\n")
+    # Its file comes before the others, so that what follows has not run.
+    project.write("checks/products/test_a.py", f"import os\ndef test_it(): {body}\n")
+    project.run(option, *workers)
+    assert "products" not in project.recorded()
+    if not (body == "os._exit(1)" and workers):  # a worker that is killed is replaced
+        assert project.recorded() == set()
+
+
+def test_a_file_that_changes_meanwhile_is_not_recorded(project) -> None:
+    changes = "open('source/numbers.txt', 'a').write('5')"
+    project.write("checks/test_behaviour.py", f"def test_it(): {changes}\n")
+    project.run()
+    assert project.recorded() == {"products"}
