@@ -78,8 +78,8 @@ class Options(ModelConfig):
     params_on: str | None = flag(None, "folder on a disk for parameters, at stage 3")
     save: str | None = flag(None, "folder for checkpoints; the latest two are kept")
     save_every: int = flag(100, "steps between checkpoints; the last step is saved, too")
-    resume: str | None = flag(None, "latest checkpoint; auto: if there is one", ("latest", "auto"))
-    memory: bool = flag(False, "have memory count that is in use; makes steps slower")
+    resume: str | None = flag(None, "go on from the latest save; auto: if any", ("latest", "auto"))
+    memory: bool = flag(False, "count only memory that is in use; makes steps slower")
     profile: str | None = flag(None, "folder for a time line of each rank, for Perfetto")
     json: str | None = flag(None, "file for options, losses, memory and speed, for a report")
 
@@ -359,7 +359,7 @@ class Trainer:
         return total / self.comm.world_size
 
 
-# Checkpoints. A run may go on with other options than these; its losses would be those of another.
+# Checkpoints. Only these options must stay: with others, losses would be those of another run.
 
 SHARED = ("width", "depth", "heads", "context", "tied", "batch", "steps", "learning_rate", "seed")
 
