@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from ringcomm import fsdp2 as fsdp2
     from ringcomm import functional, moe, optim, parallel, zero
     from ringcomm import tl as tl
-    from ringcomm.c10d.mesh import Mesh
-    from ringcomm.comm.arguments import ReduceOp, premul_sum
+    from ringcomm.c10d.comm_argument import Mesh
     from ringcomm.comm.communicator import Communicator
     from ringcomm.comm.functions import (
+        GroupMember,
         P2POp,
         all_gather,
         all_gather_coalesced,
@@ -45,9 +45,19 @@ if TYPE_CHECKING:
         barrier,
         batch_isend_irecv,
         broadcast,
+        destroy_process_group,
         gather,
+        get_global_rank,
+        get_group_rank,
+        get_process_group_ranks,
+        get_rank,
+        get_world_size,
+        init_process_group,
         irecv,
+        is_available,
+        is_initialized,
         isend,
+        new_group,
         recv,
         reduce,
         reduce_scatter,
@@ -56,19 +66,9 @@ if TYPE_CHECKING:
         scatter,
         send,
     )
-    from ringcomm.comm.groups import (
-        GroupMember,
-        destroy_process_group,
-        get_global_rank,
-        get_group_rank,
-        get_process_group_ranks,
-        get_rank,
-        get_world_size,
-        init_process_group,
-        is_available,
-        is_initialized,
-        new_group,
-    )
+    from ringcomm.comm.host.arguments import ReduceOp, premul_sum
+    from ringcomm.comm.host.options import CommOptions
+    from ringcomm.comm.host.work import Work
     from ringcomm.comm.local_world import LocalWorld, local_world
     from ringcomm.comm.objects import (
         all_gather_object,
@@ -76,14 +76,12 @@ if TYPE_CHECKING:
         gather_object,
         scatter_object_list,
     )
-    from ringcomm.comm.options import CommOptions
-    from ringcomm.comm.work import Work
     from ringcomm.memory import Disk, empty, heap_stats, zeros
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ringcomm.c10d.mesh": ("Mesh",),
+    "ringcomm.c10d.comm_argument": ("Mesh",),
     "ringcomm.comm.communicator": ("Communicator",),
     "ringcomm.comm.functions": (
         "P2POp",
@@ -107,8 +105,6 @@ _HOMES = {
         "reduce_scatter_tensor",
         "scatter",
         "send",
-    ),
-    "ringcomm.comm.groups": (
         "GroupMember",
         "destroy_process_group",
         "get_global_rank",
@@ -128,9 +124,9 @@ _HOMES = {
         "gather_object",
         "scatter_object_list",
     ),
-    "ringcomm.comm.options": ("CommOptions",),
-    "ringcomm.comm.arguments": ("ReduceOp", "premul_sum"),
-    "ringcomm.comm.work": ("Work",),
+    "ringcomm.comm.host.options": ("CommOptions",),
+    "ringcomm.comm.host.arguments": ("ReduceOp", "premul_sum"),
+    "ringcomm.comm.host.work": ("Work",),
     "ringcomm.memory": ("Disk", "empty", "heap_stats", "zeros"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -17,11 +17,11 @@ import torch.distributed as dist
 import ringcomm
 from ringcomm import ArgumentError, CommOptions, Communicator, Disk, moe, optim, zero
 from ringcomm import functional as F
-from ringcomm.c10d.mesh import Mesh
+from ringcomm.c10d.comm_argument import Mesh
 from ringcomm.c10d.process_group import ProcessGroup
 from ringcomm.integers import integer, integers, real
 from ringcomm.json_reader import shown
-from ringcomm.zero.checkpoint.checkpoints import Checkpoints
+from ringcomm.zero.checkpoint.folder import Checkpoints
 from tests.comm.conftest import worlds
 from tests.support.rank_pool import default_group, same
 

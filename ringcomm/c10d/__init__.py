@@ -52,6 +52,6 @@ def _keep_flight_recorder_off(c10d: Any) -> None:
 
 def _create_process_group(group: Any, pg_options: Any) -> Any:
     """The creator that ``torch.distributed`` calls on every member of a new group."""
-    from ringcomm.c10d.creation import create_process_group
+    from ringcomm.c10d.process_group import create_process_group
 
     return create_process_group(group, pg_options)

@@ -2,40 +2,409 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
+import torch
 from torch import Tensor
+from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]
 from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.futures import Future
 from torch.nn import Parameter
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from ringcomm.c10d.communicators import Communicators
-from ringcomm.c10d.modes import Seen, seen_by_modes
-from ringcomm.c10d.work import OP_TYPES, PendingWork, completed
-from ringcomm.comm.admission import admit_keys, is_watched, without_memory
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.device.launch import DeviceWork
 from ringcomm.comm.device.messages import PeerMessage, launch_batch, launches_of
-from ringcomm.comm.engine import Unusable
-from ringcomm.comm.work import Work as CommunicatorWork
+from ringcomm.comm.host.arguments import (
+    admit_keys,
+    is_watched,
+    only_inlined_methods,
+    without_memory,
+)
+from ringcomm.comm.host.engine import Unusable
+from ringcomm.comm.host.work import Work as CommunicatorWork
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.integers import integer
 
+if TYPE_CHECKING:
+    from ringcomm.comm.host.work import Work as CommunicatorWork
+
 __all__ = [
     "BACKEND_NAME",
+    "OP_TYPES",
     "UNSET_TIMEOUT",
+    "BarrierWork",
     "Batch",
     "Calls",
+    "CompletedWork",
+    "PendingWork",
+    "Seen",
+    "WorkGroup",
+    "completed",
     "dispatch",
     "in_memory",
     "in_memory_all",
     "is_plain_call",
     "op_of",
     "options",
+    "seen_by_modes",
     "single",
 ]
+
+
+# ---- Work objects that ``torch.distributed`` accepts, over those of the communicator ------------
+# torch's C++ callers (DDP's reducer, ``wait_tensor``) see ``wait`` and ``get_future`` of a Python
+# subclass of ``torch.distributed.Work``; Python callers see every method.
+
+
+# Results of torch's ``Work._get_op_type()``, by the communicator's methods.
+OP_TYPES = {
+    "all_reduce": int(OpType.ALLREDUCE),
+    "all_reduce_coalesced": int(OpType.ALLREDUCE_COALESCED),
+    "all_reduce of sparse tensors": int(OpType._ALLREDUCE_SPARSE),
+    "all_gather": int(OpType.ALLGATHER),
+    "all_gather_into_tensor": int(OpType._ALLGATHER_BASE),
+    "all_gather_coalesced": int(OpType.ALLGATHER_COALESCED),
+    "all_gather_lists_coalesced": int(OpType.ALLGATHER_COALESCED),
+    "all_to_all": int(OpType.ALLTOALL),
+    "all_to_all_single": int(OpType.ALLTOALL_BASE),
+    "barrier": int(OpType.BARRIER),
+    "broadcast": int(OpType.BROADCAST),
+    "gather": int(OpType.GATHER),
+    "reduce": int(OpType.REDUCE),
+    "reduce_scatter": int(OpType.REDUCE_SCATTER),
+    "reduce_scatter_tensor": int(OpType._REDUCE_SCATTER_BASE),
+    "reduce_scatter_coalesced": int(OpType.REDUCE_SCATTER_TENSOR_COALESCED),
+    "scatter": int(OpType.SCATTER),
+    "send": int(OpType.SEND),
+    "recv": int(OpType.RECV),
+    "recv from any source": int(OpType.RECVANYSOURCE),
+    "batch": int(OpType.COALESCED),
+}
+
+# A kernel that gives up words its own fault, which is better than that its waiter ran out of time.
+KERNEL_GRACE = timedelta(seconds=5)
+
+
+@only_inlined_methods
+class CompletedWork(Work):
+    """The work of a call that ran on the caller's thread: nothing is left to wait for.
+
+    A call on a device ran on the caller's current stream, and later work there is behind it.
+
+    Made by :func:`completed`, since an ``__init__`` in Python would double what it costs; a
+    ``__dict__`` would add a quarter.
+    """
+
+    __slots__ = ("_op_type", "_tensors")
+
+    _tensors: list[Tensor]
+    _op_type: int
+
+    def _get_op_type(self) -> int:
+        return self._op_type
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> BaseException | None:
+        return None
+
+    def result(self) -> list[Tensor]:
+        return self._tensors
+
+    def get_future(self) -> Future[list[Tensor]]:
+        # The future records events on the current streams of the devices that it is told of.
+        devices = {tensor.device for tensor in self._tensors if tensor.is_cuda}
+        future: Future[list[Tensor]] = Future(devices=list(devices))
+        future.set_result(self._tensors)
+        return future
+
+
+def completed(tensors: list[Tensor], op_type: int) -> CompletedWork:
+    """A work that is done.
+
+    Args:
+        tensors: what ``result()`` and the future give back.
+        op_type: of :data:`OP_TYPES`.
+    """
+    work = CompletedWork()
+    work._tensors = tensors
+    work._op_type = op_type
+    return work
+
+
+@only_inlined_methods
+class PendingWork(Work):
+    """The work of a call that the communicator runs off the caller's thread.
+
+    Args:
+        inner: the communicator's work.
+        tensors: what ``result()`` and the future give back once it is done.
+        op_type: of :data:`OP_TYPES`.
+    """
+
+    def __init__(self, inner: CommunicatorWork, tensors: list[Tensor], op_type: int) -> None:
+        super().__init__()
+        self._inner = inner
+        self._tensors = tensors
+        self._op_type = op_type
+
+    def _get_op_type(self) -> int:
+        return self._op_type
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Blocks until done and raises what the operation raised.
+
+        Of a call on a device: makes the current stream wait; only a timeout blocks the caller.
+
+        Args:
+            timeout: gives up after this long; None, zero and less wait for the operation's own
+                timeout (torch's C++ callers pass zero for "none").
+        """
+        if timeout is not None and timeout <= timedelta(0):
+            timeout = None
+        self._inner.wait(timeout)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._inner.is_completed()
+
+    def is_success(self) -> bool:
+        return self._inner.is_success()
+
+    def exception(self) -> BaseException | None:
+        return self._inner.exception()
+
+    def result(self) -> list[Tensor]:
+        return self._tensors
+
+    def source_rank(self) -> int:
+        return self._inner.source_rank()
+
+    def _source_rank(self) -> int:
+        return self._inner.source_rank()
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """A future of the tensors; on failure a C++ waiter sees an error, not a value.
+
+        That of a call on a device has its value at once, ordered on its consumer's streams.
+
+        ``Future.set_exception`` stores the exception as a value that only Python unwraps, and
+        DDP's reducer would take it for the reduced bucket. A callback that raises makes a
+        future that has failed for C++ as well.
+        """
+
+        if isinstance(self._inner, DeviceWork):
+            return self._inner.get_future()
+
+        def tensors_or_raise(done: Future[list[Tensor]]) -> list[Tensor]:
+            done.wait()
+            return self._tensors
+
+        return self._inner.get_future().then(tensors_or_raise)
+
+
+@only_inlined_methods
+class BarrierWork(PendingWork):
+    """The work of a barrier on a device: ``wait`` blocks the caller until all ranks have come.
+
+    Args:
+        inner: the communicator's work.
+        timeout: of the barrier, after which its kernel gives up.
+    """
+
+    def __init__(self, inner: CommunicatorWork, timeout: timedelta) -> None:
+        super().__init__(inner, [], OP_TYPES["barrier"])
+        self._longest = timeout + KERNEL_GRACE
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        given = timeout is not None and timeout > timedelta(0)
+        return super().wait(timeout if given else self._longest)
+
+
+@only_inlined_methods
+class WorkGroup(Work):
+    """Several works as one: what ``_end_coalescing`` gives back."""
+
+    def __init__(self, works: list[Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def _get_op_type(self) -> int:
+        return OP_TYPES["batch"]
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((e for e in (work.exception() for work in self._works) if e is not None), None)
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> Future[list[Tensor]]:
+        def tensors_or_raise(done: Future[list[Future[list[Tensor]]]]) -> list[Tensor]:
+            return [tensor for future in done.wait() for tensor in future.wait()]
+
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(
+            tensors_or_raise
+        )
+
+
+# ---- Calls of a process group as the modes of torch see them: as operators of ``torch.ops.c10d``
+# torch's own groups make their calls through its dispatcher, so a mode on the stack, such as
+# CommDebugMode, sees each of them. This package's group is in Python, where torch calls it
+# directly.
+
+
+class Seen(NamedTuple):
+    """One call in the communicator's terms: its method's name and arguments, and its options."""
+
+    group: ProcessGroup
+    name: str
+    args: tuple[Any, ...]
+    async_op: bool
+    timeout: timedelta
+
+
+def _lists(tensors: Sequence[Tensor] | None) -> list[list[Tensor]]:
+    return [] if not tensors else [list(tensors)]
+
+
+def _any_op() -> Any:
+    # Opaque in Python, which can make only this one; the call has its own.
+    return torch.classes.c10d.ReduceOp()
+
+
+# The operator of each method, and how its arguments begin; the group follows at _GROUP.
+_GROUP = object()
+_OPERATORS: dict[str, tuple[str, Callable[..., list[Any]]]] = {
+    "all_reduce": ("allreduce_", lambda t, op: [[t], _GROUP, _any_op(), None]),
+    "all_reduce_coalesced": ("allreduce_coalesced_", lambda ts, op: [ts, _GROUP, _any_op()]),
+    "all_reduce of sparse tensors": ("allreduce_", lambda t, op: [[t], _GROUP, _any_op(), None]),
+    "broadcast": ("broadcast_", lambda t, root: [[t], _GROUP, root, 0]),
+    "reduce": ("reduce_", lambda t, root, op: [[t], _GROUP, _any_op(), root, 0]),
+    "all_gather": ("allgather_", lambda outs, t: [_lists(outs), [t], _GROUP]),
+    "all_gather_into_tensor": ("_allgather_base_", lambda out, t: [out, t, _GROUP]),
+    "all_gather_coalesced": ("allgather_into_tensor_coalesced_", lambda o, i: [o, i, _GROUP]),
+    "all_gather_lists_coalesced": ("allgather_coalesced_", lambda o, i: [o, i, _GROUP]),
+    "gather": ("gather_", lambda t, outs, root: [_lists(outs), [t], _GROUP, root]),
+    "scatter": ("scatter_", lambda out, given, root: [[out], _lists(given), _GROUP, root]),
+    "reduce_scatter": ("reduce_scatter_", lambda o, i, op: [[o], _lists(i), _GROUP, _any_op()]),
+    "reduce_scatter_tensor": (
+        "_reduce_scatter_base_",
+        lambda out, t, op: [out, t, _GROUP, _any_op()],
+    ),
+    "reduce_scatter_coalesced": (
+        "reduce_scatter_tensor_coalesced_",
+        lambda o, i, op: [o, i, _GROUP, _any_op()],
+    ),
+    "all_to_all": ("alltoall_", lambda outs, ins: [outs, ins, _GROUP]),
+    "all_to_all_single": (
+        "alltoall_base_",
+        lambda o, i, to, of: [o, i, _GROUP, to or [], of or []],
+    ),
+    "barrier": ("barrier", lambda: [torch.empty(1, device="cpu"), _GROUP, []]),
+    "send": ("send", lambda t, peer, tag: [[t], _GROUP, peer, tag]),
+    "recv": ("recv_", lambda t, peer, tag: [[t], _GROUP, peer, tag]),
+    "recv from any source": ("recv_any_source_", lambda t, tag: [[t], _GROUP, tag]),
+}
+
+
+class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Below all other modes: makes the call whose operator they have seen."""
+
+    def __init__(self, operator: Any, make: Callable[[], Work]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operator = operator
+        self._make = make
+        self.work: Work | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not self._operator or self.work is not None:
+            return func(*args, **(kwargs or {}))
+        # torch's dispatcher has told autograd of the operator already.
+        with torch._C._AutoDispatchBelowAutograd():
+            self.work = self._make()
+        boxed = self.work.boxed()
+        return boxed if len(func._schema.returns) == 1 else (args[0], boxed)
+
+
+@contextmanager
+def _below_all(mode: TorchDispatchMode) -> Iterator[None]:
+    above = _get_current_dispatch_mode_stack()
+    for _ in above:
+        _pop_mode()
+    for each in (mode, *above):
+        _push_mode(each)
+    try:
+        yield
+    finally:
+        for _ in range(len(above) + 1):
+            _pop_mode()
+        for each in above:
+            _push_mode(each)
+
+
+def seen_by_modes(call: Seen, make: Callable[[], Work]) -> Work | None:
+    """Makes a call through torch's dispatcher, so that the modes on the stack see its operator.
+
+    Args:
+        call: what the operator's arguments say.
+        make: makes the call; runs below the modes.
+
+    Returns:
+        What ``make`` returned; None if a mode did not let the operator through.
+    """
+    name, arguments = _OPERATORS[call.name]
+    operator = getattr(torch.ops.c10d, name).default
+    below = _Made(operator, make)
+    given = [call.group.boxed() if each is _GROUP else each for each in arguments(*call.args)]
+    takes = {argument.name for argument in operator._schema.arguments}
+    how: dict[str, Any] = {"async_op": call.async_op} if "async_op" in takes else {}
+    if "timeout" in takes:
+        how["timeout"] = call.timeout // timedelta(milliseconds=1)
+    with _below_all(below):
+        operator(*given, **how)
+    return below.work
+
 
 # Turns the argument forms of ``torch.distributed.ProcessGroup`` into one, and checks tensors.
 #

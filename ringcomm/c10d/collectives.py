@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from ringcomm.c10d.calls import (
+    OP_TYPES,
     Calls,
     in_memory,
     in_memory_all,
@@ -29,7 +30,6 @@ from ringcomm.c10d.calls import (
     options,
     single,
 )
-from ringcomm.c10d.work import OP_TYPES
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 
-from ringcomm.comm.admission import without_memory
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.options import CommOptions
+from ringcomm.comm.host.arguments import without_memory
+from ringcomm.comm.host.options import CommOptions
 from ringcomm.errors import AbortedError, ArgumentError, where
 
 __all__ = ["Communicators"]

@@ -2,28 +2,501 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+import time
 import warnings
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from inspect import unwrap
+from types import FrameType
+from typing import Any, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store
+from torch.distributed import (
+    BackendConfig,
+    P2POp,
+    PrefixStore,
+    Store,
+    Work,
+    distributed_c10d,
+    isend,
+)
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.distributed_c10d import GroupName
+from torch.distributed.distributed_c10d import BarrierOptions, GroupName
 
 from ringcomm import cuda, memory
-from ringcomm.c10d.barriers import Barriers, MonitoredBarrier
-from ringcomm.c10d.calls import BACKEND_NAME
+from ringcomm.c10d.calls import (
+    BACKEND_NAME,
+    OP_TYPES,
+    UNSET_TIMEOUT,
+    BarrierWork,
+    Batch,
+    Calls,
+    PendingWork,
+    WorkGroup,
+    completed,
+    dispatch,
+    options,
+    single,
+)
 from ringcomm.c10d.collectives import CoalescedCollectives
 from ringcomm.c10d.communicators import Communicators
-from ringcomm.c10d.messages import PeerToPeer
-from ringcomm.comm.admission import only_inlined_methods
-from ringcomm.comm.arguments import CallChecks
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.options import seconds_of
+from ringcomm.comm.host.arguments import (
+    CallChecks,
+    is_watched,
+    only_inlined_methods,
+    outside_of_compile,
+)
+from ringcomm.comm.host.options import CommOptions, seconds_of
+from ringcomm.comm.host.work import Work as CommunicatorWork
 from ringcomm.cuda import find_device
-from ringcomm.errors import UnsupportedError
+from ringcomm.deadlines import Deadline
+from ringcomm.errors import ArgumentError, CollectiveTimeout, PeerLost, UnsupportedError, where
+from ringcomm.rendezvous.handles import FIRST_POLL_S, LAST_POLL_S, launch_attempt
+from ringcomm.rendezvous.same_node import Lookout
+
+__all__ = ["create_process_group"]
+
+
+# ---- The barriers of the process group: on the host, on devices, and one that says who is missing
+
+_CPU = torch.device("cpu")
+
+
+class Barriers(Calls):
+    """Mixin of the process group."""
+
+    bound_device_id: torch.device | None
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        """Waits for all members.
+
+        On a device if one is named (``device_ids``) or bound (``device_id`` of
+        ``init_process_group``): every member has then come there behind its current stream's
+        earlier work, and the caller blocks until that is so. Else on the host.
+        """
+        if not isinstance(opts, BarrierOptions):
+            opts = options(BarrierOptions, opts, timeout)
+        # First the usual case: reading a device's type takes longer than comparing devices.
+        device = None if opts.device == _CPU else self._barrier_device(opts)
+        if device is None:
+            host = self._communicators.host
+            return self._run(opts, host, [], host.barrier)
+        self._sequence += 1
+        communicator = self._communicators.on_device(device, "barrier")
+        limit = None if opts.timeout == UNSET_TIMEOUT else opts.timeout
+        if limit is None:
+            inner = cast(CommunicatorWork, communicator.barrier(True))
+        else:
+            inner = communicator.submit(_barrier_of(communicator), "barrier", timeout=limit)
+        if cuda.current().is_capturing(device):
+            # The event of a capture never passes: a graph is ordered, nobody waits for it here.
+            work: PendingWork = PendingWork(inner, [], OP_TYPES["barrier"])
+        else:
+            work = BarrierWork(inner, communicator.timeout if limit is None else limit)
+        if opts.asyncOp:
+            return self._collected(work)
+        work.wait()
+        return completed([], OP_TYPES["barrier"])
+
+    def _barrier_device(self, opts: Any) -> int | None:
+        device: torch.device | None = opts.device
+        if device is None:
+            # Only callers of the group itself leave it open; torch.distributed.barrier decides.
+            ids = opts.device_ids
+            device = torch.device("cuda", ids[0]) if ids else self.bound_device_id
+        if device is None or device.type == "cpu":
+            return None
+        return find_device(device, "barrier") if device.index is None else device.index
+
+
+def _barrier_of(communicator: Communicator) -> Callable[[], list[Tensor]]:
+    def run() -> list[Tensor]:
+        communicator.barrier()
+        return []
+
+    return run
+
+
+# ``monitored_barrier``: a barrier that names the ranks that did not come.
+#
+# It runs over the group's store, not over the communicator: it has to tell who is missing while
+# ranks hang inside a collective, and a rank that does not come must leave the communicator usable.
+#
+# Keys, below the round's prefix; a round is one call, counted alike on every rank:
+# ``here/<rank>``  that rank has come        (writer: the rank, reader: rank 0)
+# ``verdict``      "pass", or who is missing (writer: rank 0, readers: the other ranks)
+
+_PASS = "pass"
+
+
+class MonitoredBarrier:
+    """The monitored barriers of one process group.
+
+    Args:
+        store: seen by the members of the group only.
+        rank: group rank of the caller.
+        world_size: members of the group.
+        lookout: over the members.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, lookout: Lookout) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._lookout = lookout
+        self._round = 0
+
+    def __call__(self, timeout: timedelta, wait_all_ranks: bool) -> None:
+        """Blocks until every rank of the group has called.
+
+        Args:
+            timeout: the longest that rank 0 waits for the others, and they for rank 0.
+            wait_all_ranks: rank 0 reports all ranks that did not come, not only the first.
+
+        Raises:
+            CollectiveTimeout: on rank 0, naming the ranks that did not come in time.
+            PeerLost: on rank 0, naming ranks whose processes have ended; on another rank, when
+                rank 0 did not come, has ended or reported a failure.
+        """
+        # What an earlier attempt left in the store must not count as having come.
+        prefix = f"monitored_barrier/attempt{launch_attempt()}/{self._round}"
+        self._round += 1
+        if self._rank == 0:
+            self._judge(prefix, timeout, wait_all_ranks)
+        else:
+            self._report(prefix, timeout)
+
+    def _judge(self, prefix: str, timeout: timedelta, wait_all_ranks: bool) -> None:
+        deadline, pause_s = Deadline(timeout.total_seconds()), FIRST_POLL_S
+        awaited = list(range(1, self._world_size))
+        while awaited := self._missing(prefix, awaited):
+            # A post that a rank made before its end counts.
+            ended = self._missing(prefix, self._lookout.ended_among(awaited))
+            vain = ended == awaited if wait_all_ranks else bool(ended)
+            if vain or deadline.is_over():
+                missing = awaited if wait_all_ranks else (ended or awaited)[:1]
+                self._fail(prefix, missing, ended, timeout)
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, LAST_POLL_S)
+        self._store.set(f"{prefix}/verdict", _PASS)
+
+    def _missing(self, prefix: str, ranks: Iterable[int]) -> list[int]:
+        return [rank for rank in ranks if not self._store.check([f"{prefix}/here/{rank}"])]
+
+    def _fail(
+        self, prefix: str, missing: list[int], ended: list[int], timeout: timedelta
+    ) -> NoReturn:
+        what = f"{_ranks(missing)} failed to pass monitoredBarrier"
+        if missing != ended:
+            what += f" in {_ms(timeout)} ms"
+        if ended:
+            what += f"; of {_ranks(ended).lower()} the process has ended"
+        self._store.set(f"{prefix}/verdict", what)
+        advice = "Look at what those ranks do instead, or raise timeout="
+        if missing == ended:
+            advice = "See why, and build a group of the ranks that are left"
+        raise (PeerLost if ended else CollectiveTimeout)(
+            f"monitored_barrier on rank 0 of {self._world_size}: expected every rank to come: "
+            f"{what}. {advice}."
+        )
+
+    def _report(self, prefix: str, timeout: timedelta) -> None:
+        here, key = f"{prefix}/here/{self._rank}", f"{prefix}/verdict"
+        cause: RuntimeError | None = None
+        try:
+            self._store.set(here, "")
+            verdict = self._verdict(key, timeout)
+        except RuntimeError as error:
+            cause = error
+            verdict = f"the store does not answer any more: {str(error).partition(chr(10))[0]}"
+        if verdict != _PASS:
+            raise PeerLost(
+                f"monitored_barrier on rank {self._rank} of {self._world_size}: "
+                f"Rank {self._rank} successfully reached monitoredBarrier, but received errors "
+                f"while waiting for send/recv from rank 0: {verdict}. Look at rank 0's message."
+            ) from cause
+
+    def _verdict(self, key: str, timeout: timedelta) -> str:
+        """Waits for what rank 0 says, or returns why it does not."""
+        deadline, pause_s = Deadline(timeout.total_seconds()), FIRST_POLL_S
+        while not self._store.check([key]):
+            why = ""
+            if deadline.is_over():
+                why = f"rank 0 did not come within {_ms(timeout)} ms"
+            for _ in self._lookout.ended_among([0]):
+                why = "its process has ended"
+            if why and not self._store.check([key]):
+                return why
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, LAST_POLL_S)
+        return self._store.get(key).decode()
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("Rank " if len(ranks) == 1 else "Ranks ") + ", ".join(map(str, ranks))
+
+
+def _ms(timeout: timedelta) -> int:
+    return timeout // timedelta(milliseconds=1)
+
+
+# ---- Send and receive of the process group, in the argument forms of ``torch.distributed`` ------
+# Between CPU tensors a message is found by its tag. Between devices messages match in order, and
+# their tags must agree; a receive there names its sender.
+
+# torch asks a group for an asynchronous message even where its function waits for it at once: that
+# message needs no work, and no thread of ours that gets it on its way meanwhile.
+_WAITING = {
+    unwrap(function).__code__ for function in (torch.distributed.send, torch.distributed.recv)
+}
+
+
+def _is_waited_for() -> bool:
+    """Returns whether ``torch.distributed.send()`` or ``recv()`` has made the group's call."""
+    # Behind this function, the group's, and isend() or irecv().
+    frame = sys._getframe(2).f_back
+    return frame is not None and frame.f_code in _WAITING
+
+
+class PeerToPeer(Calls):
+    """Mixin of the process group: messages between two members. Ranks are ranks of the group."""
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Work:
+        tensor = single(tensors, "send")
+        communicator = self._of([tensor], "send")
+        if is_watched():
+            make = partial(self.send, [tensor], dstRank, tag)
+            return self._seen(None, communicator, "send", (tensor, dstRank, tag), make)
+        batch = self._coalescing
+        if batch is not None and communicator is not self._communicators.host:
+            return batch.post(communicator, tensor, dstRank, tag, is_send=True)
+        if batch is None and communicator is self._communicators.host and _is_waited_for():
+            communicator.send(tensor, dstRank, tag)
+            return completed([tensor], OP_TYPES["send"])
+        sent = communicator.isend(tensor, dstRank, tag)
+        return self._collected(PendingWork(sent, [tensor], OP_TYPES["send"]))
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Work:
+        tensor = single(tensors, "recv")
+        communicator = self._of([tensor], "recv")
+        if is_watched():
+            make = partial(self.recv, [tensor], srcRank, tag)
+            return self._seen(None, communicator, "recv", (tensor, srcRank, tag), make)
+        batch = self._coalescing
+        if batch is not None and communicator is not self._communicators.host:
+            return batch.post(communicator, tensor, srcRank, tag, is_send=False)
+        if batch is None and communicator is self._communicators.host and _is_waited_for():
+            communicator.recv(tensor, srcRank, tag)
+            return completed([tensor], OP_TYPES["recv"])
+        received = communicator.irecv(tensor, srcRank, tag)
+        return self._collected(PendingWork(received, [tensor], OP_TYPES["recv"]))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        tensor = single(tensors, "recv_anysource")
+        if not self.is_on_host(tensor, "recv"):
+            host = self._communicators.host
+            raise UnsupportedError(
+                f"{where('recv', host.rank, host.world_size)}: src: expected a rank for a tensor "
+                f"on {tensor.device}, got None; a receive on a device waits for one sender. Name "
+                "it, or receive into a CPU tensor"
+            )
+        communicator = self._communicators.host
+        if is_watched():
+            make = partial(self.recv_anysource, [tensor], tag)
+            return self._seen(None, communicator, "recv from any source", (tensor, tag), make)
+        received = communicator.irecv(tensor, None, tag)
+        return self._collected(PendingWork(received, [tensor], OP_TYPES["recv from any source"]))
+
+    def is_on_host(self, tensor: Tensor, operation: str) -> bool:
+        """True if the host's communicator serves the tensor."""
+        return self._communicators.is_on_host(tensor, operation)
+
+    def batch(self, ops: Sequence[P2POp]) -> Work:
+        """Sends and receives of devices, none of which waits for another; one work for all.
+
+        Args:
+            ops: of this group. Messages between two ranks keep their order, which must be the
+                same on both.
+
+        Raises:
+            ArgumentError: bad argument; no message was sent.
+            RingcommError: a fault; see ``ringcomm.errors``.
+        """
+        device = ops[0].tensor.device
+        self._start_coalescing(device)
+        try:
+            for op in ops:
+                # By torch's own functions, which see a complex tensor as one of real numbers.
+                peer: dict[str, Any] = {
+                    "group_dst" if op.op is isend else "group_src": op.group_peer
+                }
+                op.op(op.tensor, group=op.group, tag=op.tag, **peer)
+        except BaseException:
+            self._coalescing = None
+            raise
+        return self._end_coalescing(device)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Begins to collect the calls that follow.
+
+        Collectives, and messages of CPU tensors, run at once; messages of devices wait for the end.
+        """
+        if self._coalescing is not None:
+            raise ArgumentError("_start_coalescing: the group is coalescing already")
+        self._coalescing = Batch()
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        """One work for all calls since ``_start_coalescing``."""
+        if self._coalescing is None:
+            raise ArgumentError("_end_coalescing: there was no _start_coalescing")
+        batch, self._coalescing = self._coalescing, None
+        works = batch.works + dispatch(batch.posted)
+        return WorkGroup(works) if works else completed([], OP_TYPES["batch"])
+
+
+# ---- Makes a process group from what ``torch.distributed`` hands to a backend's creator ---------
+
+
+def create_process_group(
+    group: Any, pg_options: Any, kind: type[Communicators] = Communicators
+) -> ProcessGroup:
+    """The process group of this rank; every member of the new group calls it.
+
+    Args:
+        group: torch's ``_DistributedBackendOptions``: store, group_rank, group_size, timeout,
+            group_id.
+        pg_options: a ``ringcomm.CommOptions`` or None. Its timeout yields to the group's.
+        kind: how the group finds its communicators.
+
+    Raises:
+        ArgumentError: ``pg_options`` is something else.
+        UnsupportedError: the group mixes ringcomm with another backend.
+        RendezvousError: the members did not find each other within the timeout.
+    """
+    _refuse_other_backends()
+    if pg_options is not None and not isinstance(pg_options, CommOptions):
+        raise ArgumentError(
+            f"init_process_group on rank {group.group_rank} of {group.group_size}: pg_options of "
+            f"the backend {BACKEND_NAME!r} is a ringcomm.CommOptions, got "
+            f"{type(pg_options).__name__}. Pass ringcomm.CommOptions(...) or nothing."
+        )
+    communicators = kind.meet(
+        group.store,
+        group.group_rank,
+        group.group_size,
+        name=group.group_id,
+        timeout=group.timeout,
+        options=pg_options,
+        part_of=_within_world(group.global_ranks_in_group),
+    )
+    admit_ringcomm_to_monitored_barrier()
+    admit_ringcomm_to_batches()
+    return ProcessGroup(group.store, communicators)
+
+
+def _within_world(members: list[int]) -> tuple[Communicator, list[int]] | None:
+    """Returns the default group's communicator, of which torch makes a group of these members.
+
+    None where the default group itself is made, or is of another backend.
+    """
+    world = dist.group.WORLD if members and dist.is_initialized() else None
+    return (world.communicator, members) if isinstance(world, ProcessGroup) else None
+
+
+def _refuse_other_backends() -> None:
+    """Raises when the group is also to have a backend that is not ringcomm.
+
+    torch takes a process group that a creator returns as the whole group, for all devices, and
+    drops the other backends without a word. The creator is not told of them, so this reads them
+    where torch keeps them: the local ``backend_config`` of ``_new_process_group_helper``.
+    """
+    config = _backend_config(sys._getframe(1))
+    if config is None:
+        return
+    others = {
+        device: name
+        for device, name in config.get_device_backend_map().items()
+        if name != BACKEND_NAME
+    }
+    if others:
+        raise UnsupportedError(
+            f"init_process_group({config!r}): {BACKEND_NAME} cannot share a group with another "
+            f"backend ({others}), since a group of {BACKEND_NAME} serves every device by itself. "
+            f'Write init_process_group("{BACKEND_NAME}") and make a second group for the other '
+            f"devices, as in new_group(backend={next(iter(others.values()))!r})."
+        )
+
+
+def _backend_config(frame: FrameType | None) -> BackendConfig | None:
+    while frame is not None:
+        config = frame.f_locals.get("backend_config")
+        if isinstance(config, BackendConfig):
+            return config
+        frame = frame.f_back
+    return None
+
+
+_of_torch = distributed_c10d.batch_isend_irecv
+
+
+_NO_GRAPH = "messages and monitored barriers of ringcomm run between the graphs of torch.compile()"
+
+
+@outside_of_compile(_NO_GRAPH)
+def _batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
+    distributed_c10d._check_p2p_op_list(p2p_op_list)
+    group, tensor = p2p_op_list[0].group, p2p_op_list[0].tensor
+    if not isinstance(group, ProcessGroup) or group.is_on_host(tensor, "batch_isend_irecv"):
+        return _of_torch(p2p_op_list)
+    return [group.batch(p2p_op_list)]
+
+
+def admit_ringcomm_to_batches() -> None:
+    """Lets ``torch.distributed.batch_isend_irecv`` batch the messages of groups of ringcomm.
+
+    That function opens a coalescing bracket only for groups of exactly torch's own class, and
+    makes all other groups send and receive one by one. From now on it hands messages between
+    devices to groups of ringcomm as a whole; all else goes to the original.
+    """
+    _batch_isend_irecv.__doc__ = _of_torch.__doc__
+    distributed_c10d.batch_isend_irecv = _batch_isend_irecv
+    dist.batch_isend_irecv = _batch_isend_irecv
+
+
+def admit_ringcomm_to_monitored_barrier() -> None:
+    """Lets ``torch.distributed.monitored_barrier`` accept groups of ringcomm.
+
+    Up to torch 2.14 that function raises for every backend that is not named gloo, before it
+    asks the group; later versions ask for a group with a CPU backend (pytorch/pytorch#189070).
+    Where the test for the name is still there, calls for groups of ringcomm go straight to the
+    group and all other calls to the original function.
+    """
+    original = distributed_c10d.monitored_barrier
+    if "GLOO" not in original.__code__.co_names:
+        return
+
+    @outside_of_compile(_NO_GRAPH)
+    @functools.wraps(original)
+    def monitored_barrier(
+        group: Any = None,
+        timeout: timedelta | float | None = None,
+        wait_all_ranks: bool = False,
+    ) -> None:
+
+        chosen = dist.group.WORLD if group is None else group
+        if not isinstance(chosen, ProcessGroup):
+            original(group, timeout, wait_all_ranks)
+            return
+        chosen.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+
+    distributed_c10d.monitored_barrier = monitored_barrier
+    dist.monitored_barrier = monitored_barrier
 
 
 @only_inlined_methods

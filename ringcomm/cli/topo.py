@@ -16,10 +16,10 @@ from ringcomm.comm.topology.model import (
     Topology,
     load,
     plain_name,
+    read_machine,
     save,
     to_json,
 )
-from ringcomm.comm.topology.nvml import read_machine
 from ringcomm.comm.topology.plan import TopologyPlan, host_plan, plan, rings_gbps
 from ringcomm.errors import ArgumentError
 from ringcomm.limits import available_cores

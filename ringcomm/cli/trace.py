@@ -6,17 +6,389 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ringcomm.cli.trace_text import aligned, over_nodes, report
-from ringcomm.comm.recorder.live import ended_ranks, live_recordings, running_communicators
-from ringcomm.comm.recorder.records import CAPTURED, COMPLETED, DONE, Record, Recording, describe
+from ringcomm.comm.recorder.reader import ended_ranks, live_recordings, running_communicators
+from ringcomm.comm.recorder.records import (
+    BEGUN,
+    CAPTURED,
+    COMPLETED,
+    DONE,
+    OPEN,
+    RUNNING,
+    NodeLevel,
+    RankRecording,
+    Record,
+    Recording,
+    at,
+    backward_of,
+    describe,
+    divergence,
+    inner_calls,
+    skipped_call,
+)
 from ringcomm.comm.recorder.trace_file import Trace, find_newest, newest, read
 from ringcomm.errors import ArgumentError
 
-__all__ = ["add_arguments", "by_communicator", "chrome_text", "run"]
+__all__ = [
+    "add_arguments",
+    "aligned",
+    "by_communicator",
+    "chrome_text",
+    "over_nodes",
+    "report",
+    "run",
+    "verdict",
+]
+
+
+# ---- Recordings as text: the ranks one after the other, what each does now, and where they part -
+
+
+HERE = ">"
+
+
+def report(
+    recording: Recording,
+    last: int,
+    ended: Collection[int] = frozenset(),
+    level: NodeLevel | None = None,
+) -> list[str]:
+    """The lines of a report.
+
+    Args:
+        recording: of one communicator.
+        last: how many collectives, and how many messages, to show of each rank; 0: all.
+        ended: ranks whose processes are known to have ended.
+        level: the node and its ranks, where the communicator is over nodes; None: as its name says.
+    """
+    lines = verdict(recording, ended, level)
+    is_nested = (level or NodeLevel.of(recording)) is not None
+    marked = divergence(recording) or _not_made_by_all(recording)
+    for each in recording.ranks:
+        lines += ["", *_table(each, recording.taken_ns, last, marked, nested=is_nested)]
+    return lines
+
+
+def verdict(
+    recording: Recording,
+    ended: Collection[int] = frozenset(),
+    level: NodeLevel | None = None,
+) -> list[str]:
+    """The lines of a report above the tables of calls: what each rank does, where they part.
+
+    The arguments are those of :func:`report`.
+    """
+    is_file = level is not None
+    level = level or NodeLevel.of(recording)
+    expected: Sequence[int] = range(recording.world_size) if level is None else level.ranks
+    if level is None:
+        lines = [f"communicator {recording.communicator}, {_count(recording.world_size)}"]
+    else:
+        lines = [
+            f"communicator {level.communicator} over nodes, node {level.node}: {_ranks(expected)}",
+            "calls within the node are indented below the call over nodes that is made of them; "
+            f"for other nodes give {'their files' if is_file else '--pid of a process there'}",
+        ]
+    there = {each.rank for each in recording.ranks}
+    missing = [rank for rank in expected if rank not in there]
+    if missing:
+        lines.append(f"no recorder of rank {', '.join(map(str, missing))} could be read")
+    if not recording.ranks:
+        return lines
+    lines += ["", *(f"  {_now(each, recording.taken_ns, ended)}" for each in recording.ranks)]
+    return [*lines, "", *_parting(recording)]
+
+
+def _count(ranks: int) -> str:
+    return f"{ranks} rank{'s' if ranks > 1 else ''}"
+
+
+def _now(rank: RankRecording, taken_ns: int, ended: Collection[int]) -> str:
+    """Says in a line what a rank does at the moment, or did when its process ended."""
+    who, verb = f"rank {rank.rank} (pid {rank.pid})", "is"
+    if rank.rank in ended:
+        who, verb = f"{who}, whose process has ended,", "was"
+    if rank.on_device:
+        return f"{who} {_enqueued(rank, taken_ns)}"
+    running = [each for each in (*rank.collectives, *rank.messages) if each.state == RUNNING]
+    if running:
+        record = max(running, key=lambda each: each.begin_ns)
+        seconds = _seconds(taken_ns - record.begin_ns)
+        since = f", begun {seconds} ago" if rank.rank in ended else f" for {seconds}"
+        text = f"{verb} in {_call(record)}{since}"
+        if record.track == "collectives" and rank.waits_for >= 0:
+            text += f", {'waited' if rank.rank in ended else 'waits'} for rank {rank.waits_for}"
+        return f"{who} {text}{_at(record)}"
+    done = [track[-1] for track in (rank.collectives, rank.messages) if track]
+    if not done:
+        return f"{who} has made no call"
+    record = max(done, key=lambda each: each.end_ns)
+    how = "done" if not record.status else f"failed ({record.status})"
+    if record.status and record.peer >= 0:
+        how += f", waiting for rank {record.peer},"
+    return (
+        f"{who} {verb} in no call; last: {_call(record)}, {how} "
+        f"{_seconds(taken_ns - record.end_ns)} ago{_at(record)}"
+    )
+
+
+def _enqueued(rank: RankRecording, taken_ns: int) -> str:
+    """Says what the host of a rank on a device enqueued last, and what of that is still open."""
+    records = [*rank.collectives, *rank.messages]
+    if not records:
+        return "has made no call"
+    last = max(records, key=lambda each: each.begin_ns)
+    verb = "captured" if last.state == CAPTURED else "enqueued"
+    text = f"{verb} last: {_call(last)}, {_seconds(taken_ns - last.begin_ns)} ago{_at(last)}"
+    waiting = [each for each in records if each.state in OPEN]
+    failed = [each for each in records if each.status]
+    if failed:
+        first = min(failed, key=lambda each: (each.status == "aborted", each.begin_ns))
+        peer = f", waiting for rank {first.peer}" if first.peer >= 0 else ""
+        text += f"; seen failed ({first.status}{peer}): {_call(first)}{_at(first)}"
+    elif waiting:
+        first = min(waiting, key=lambda each: each.begin_ns)
+        begun = " (begun on the device)" if first.state == BEGUN else ""
+        text += f"; not seen completed since {_call(first)}{begun}{_at(first)}"
+    else:
+        text += "; nothing open"
+    return text
+
+
+def _parting(recording: Recording) -> list[str]:
+    """Says where the ranks part, and who has come how far."""
+    lines = []
+    parted = divergence(recording)
+    if parted is not None:
+        lines.append(f"the ranks part at call {parted}:")
+        for each in recording.ranks:
+            record = each.collective(parted)
+            what = "not called, or forgotten" if record is None else describe(record) + _at(record)
+            backward = backward_of(each, parted)
+            if backward and (record is None or backward not in what):
+                what += f"; its last reduction: {backward}"
+            lines.append(f"  rank {each.rank}: {what}")
+    else:
+        lines.append("as far as the records go, all ranks made the same collective calls")
+    skip = skipped_call(recording)
+    if skip is not None:
+        lines.append(
+            f"but from call {skip.number} on, rank {skip.rank} makes them at the lines of rank "
+            f"{skip.other}'s next calls: it seems to have left out call {skip.number}, which rank "
+            f"{skip.other} made at {skip.site}"
+        )
+    number = _not_made_by_all(recording)
+    if number is not None:
+        made = [rank for rank, count in _counts(recording).items() if count >= number]
+        late = [rank for rank, count in _counts(recording).items() if count < number]
+        verb = "enqueued" if any(each.on_device for each in recording.ranks) else "begun"
+        lines.append(f"call {number} was {verb} by {_ranks(made)}, but not yet by {_ranks(late)}")
+    return lines
+
+
+def _counts(recording: Recording) -> dict[int, int]:
+    """Collectives begun, by rank."""
+    return {each.rank: each.last.number if each.last else 0 for each in recording.ranks}
+
+
+def _not_made_by_all(recording: Recording) -> int | None:
+    counts = set(_counts(recording).values())
+    return min(counts) + 1 if len(counts) > 1 else None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _table(
+    rank: RankRecording, taken_ns: int, last: int, marked: int | None, *, nested: bool
+) -> list[str]:
+    lines = [f"rank {rank.rank}, pid {rank.pid}:"]
+    shown = sorted(
+        (*rank.collectives[-last:], *rank.messages[-last:]), key=lambda each: each.begin_ns
+    )
+    if rank.torn:
+        lines.append(f"  {rank.torn} torn record{'s' if rank.torn > 1 else ''} left out")
+    columns = _DEVICE_COLUMNS if rank.on_device else _COLUMNS
+    inner = inner_calls(rank.collectives) if nested else set()
+    rows = [
+        _row(each, taken_ns, marked, rank.on_device, is_inner=each.number in inner)
+        if each.track == "collectives"
+        else _row(each, taken_ns, marked, rank.on_device)
+        for each in shown
+    ]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(columns))]
+    widths = [max(w, len(title)) for w, title in zip(widths, columns, strict=True)]
+    for row in [columns, *rows]:
+        lines.append("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
+    return lines
+
+
+_COLUMNS = (" ", "call", "began", "took", "state", "what", "where")
+# The host knows no more than when it enqueued a call, and when it saw that the call had ended.
+_DEVICE_COLUMNS = (" ", "call", "enqueued", "end seen", "state", "what", "where")
+
+
+def _row(
+    record: Record,
+    taken_ns: int,
+    marked: int | None,
+    on_device: bool,
+    *,
+    is_inner: bool = False,
+) -> tuple[str, ...]:
+    is_message = record.track == "messages"
+    state = record.state if not record.status else record.status
+    if record.status and record.peer >= 0 and not is_message:
+        state += f" (rank {record.peer})"
+    if on_device:
+        second = f"-{_seconds(taken_ns - record.end_ns)}" if record.end_ns else ""
+    else:
+        second = _seconds((record.end_ns or taken_ns) - record.begin_ns)
+    return (
+        HERE if not is_message and record.number == marked else " ",
+        f"{'m' if is_message else ''}{record.number}",
+        f"-{_seconds(taken_ns - record.begin_ns)}",
+        second,
+        state,
+        ("  " if is_inner else "") + describe(record),
+        record.site,
+    )
+
+
+def _call(record: Record) -> str:
+    number = f"message {record.number}" if record.track == "messages" else f"call {record.number}"
+    return f"{describe(record)}, {number}"
+
+
+def _at(record: Record) -> str:
+    place = at(record)
+    return f",{place}" if place else ""
+
+
+def _seconds(ns: int) -> str:
+    """A duration of a readable size; clocks of other machines may make it negative."""
+    if abs(ns) < 1_000_000:
+        return f"{ns / 1e3:.1f} us"
+    return f"{ns / 1e6:.1f} ms" if abs(ns) < 1_000_000_000 else f"{ns / 1e9:.1f} s"
+
+
+# Traces of one communicator over nodes, of which each node has left a file.
+
+
+def over_nodes(traces: Sequence[Trace]) -> list[str]:
+    """The lines that say whom the ranks of all nodes waited for.
+
+    Args:
+        traces: of one communicator over nodes, from one node or several.
+    """
+    seen = {trace.of_node.node: trace for trace in traces if trace.of_node is not None}
+    nodes = next(trace.of_node.nodes for trace in seen.values() if trace.of_node is not None)
+    world = sum(map(len, nodes))
+    lines = [
+        f"communicator {traces[0].recording.communicator} over {len(nodes)} nodes, {_count(world)}"
+    ]
+    node_of = {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
+    known: dict[int, RankRecording] = {}
+    for node, ranks in enumerate(nodes):
+        if node not in seen:
+            lines.append(f"  of node {node} ({_ranks(ranks)}) no trace was given")
+            continue
+        for each in seen[node].recording.ranks:
+            known[each.rank] = each
+            lines.append(f"  {_when_it_failed(each, node_of)}")
+    return [*lines, "", *_awaited(known, node_of)]
+
+
+def _named(rank: int, node_of: Mapping[int, int]) -> str:
+    return f"rank {rank} (node {node_of[rank]})"
+
+
+def _when_it_failed(rank: RankRecording, node_of: Mapping[int, int]) -> str:
+    """Says in a line what a rank did, and whom it awaited, when its communicator failed."""
+    who = _named(rank.rank, node_of)
+    # The first call without a good end is the one over nodes; those that it is made of follow it.
+    open_ = next((each for each in rank.collectives if each.status or each.state in OPEN), None)
+    if open_ is not None:
+        text = f"{who} was in {_call(open_)}"
+        if rank.waits_for >= 0:
+            text += f", and waited for {_named(rank.waits_for, node_of)}"
+        return text + _at(open_)
+    if not rank.collectives:
+        return f"{who} had made no collective call"
+    # A call over nodes ends after those that it is made of.
+    last = max(rank.collectives, key=lambda each: each.end_ns)
+    return f"{who} was in no collective call; last: {_call(last)}{_at(last)}"
+
+
+def _awaited(known: Mapping[int, RankRecording], node_of: Mapping[int, int]) -> list[str]:
+    """Says which ranks all others waited for in the end, going from rank to awaited rank."""
+    waits = {rank: each.waits_for for rank, each in known.items() if each.waits_for >= 0}
+    waiting: dict[int, list[int]] = {}
+    ends: dict[int, tuple[int, ...]] = {}
+    for rank in waits:
+        way: dict[int, None] = {}
+        last = rank
+        while last in waits and last not in way and last not in ends:
+            way[last] = None
+            last = waits[last]
+        if last in ends:
+            end = ends[last]
+        else:
+            # The circle at the end of the way, or whoever waited for nobody.
+            gone = list(way)
+            end = tuple(sorted(gone[gone.index(last) :])) if last in way else (last,)
+        ends.update(dict.fromkeys(way, end))
+        waiting.setdefault(end[0], []).append(rank)
+    lines = []
+    for ranks in waiting.values():
+        end = ends[ranks[0]]
+        names = " and ".join(_named(rank, node_of) for rank in end)
+        inside = {*end}
+        others = [rank for rank in ranks if rank not in inside]
+        if end[0] in waits:
+            also = f", and {_ranks(others)} for them" if others else ""
+            lines.append(
+                f"{names} waited for each other{also}: the errors say which of them ended or "
+                "made another call, or the link between them was down"
+            )
+        elif end[0] in known:
+            lines.append(f"{_ranks(others)} waited in the end for {names}, which waited for nobody")
+        else:
+            lines.append(f"{_ranks(others)} waited in the end for {names}, whose trace is not here")
+    return lines or ["no rank waited for another one"]
+
+
+def aligned(traces: Sequence[Trace]) -> list[Recording]:
+    """Returns recordings of several machines on the clock of the first, by their wall clocks."""
+    first, shifted = traces[0], []
+    for trace in traces:
+        recording = trace.recording
+        shift_ns = round((trace.written_s - first.written_s) * 1e9)
+        shift_ns -= recording.taken_ns - first.recording.taken_ns
+        shifted.append(_shifted(recording, shift_ns))
+    return shifted
+
+
+def _shifted(recording: Recording, shift_ns: int) -> Recording:
+    def moved(record: Record) -> Record:
+        end_ns = record.end_ns + shift_ns if record.end_ns else 0
+        return replace(record, begin_ns=record.begin_ns + shift_ns, end_ns=end_ns)
+
+    ranks = tuple(
+        replace(
+            each,
+            collectives=tuple(map(moved, each.collectives)),
+            messages=tuple(map(moved, each.messages)),
+        )
+        for each in recording.ranks
+    )
+    return replace(recording, taken_ns=recording.taken_ns + shift_ns, ranks=ranks)
+
 
 # Recordings as a Chrome trace: all ranks on one time line.
 #

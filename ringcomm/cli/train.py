@@ -22,7 +22,7 @@ from ringcomm.launch import (
     threads_per_rank,
 )
 from ringcomm.optim import LossScaleOptions
-from ringcomm.rendezvous.environment import launched_world, read_environment
+from ringcomm.rendezvous.launchers import launched_world, read_environment
 
 DEFAULT_RANKS = 2
 

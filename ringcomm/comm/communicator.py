@@ -14,26 +14,24 @@ import torch
 from torch.distributed import Store as TorchStore
 
 from ringcomm import _native
-from ringcomm.comm.arguments import ALGORITHMS, DTYPE_CODES, CallChecks
-from ringcomm.comm.coalesced import CoalescedCalls
 from ringcomm.comm.device.meeting import meet_on_device
 from ringcomm.comm.device.messages import DeviceMessages
-from ringcomm.comm.engine import Call, Use, itself, refusal
-from ringcomm.comm.meeting import Membership, OneNode, SeveralNodes, meet
-from ringcomm.comm.messages import Messages
+from ringcomm.comm.host.arguments import ALGORITHMS, DTYPE_CODES, CallChecks
+from ringcomm.comm.host.collectives import CoalescedCalls
+from ringcomm.comm.host.engine import Call, Use, itself, refusal
+from ringcomm.comm.host.meeting import Membership, OneNode, Places, SeveralNodes, meet
+from ringcomm.comm.host.messages import Messages
+from ringcomm.comm.host.options import CommOptions
+from ringcomm.comm.host.work import Work
 from ringcomm.comm.nodes import wires
 from ringcomm.comm.nodes.building import Built, build
 from ringcomm.comm.nodes.calls import CallsOverNodes
-from ringcomm.comm.nodes.device_calls import DeviceNodesCalls
-from ringcomm.comm.nodes.device_core import DeviceNodesCore
-from ringcomm.comm.nodes.places import Places
+from ringcomm.comm.nodes.device_core import DeviceNodesCalls, DeviceNodesCore
 from ringcomm.comm.nodes.steps import InCodes, StepsCore
-from ringcomm.comm.nodes.trace import NodeTrace
+from ringcomm.comm.nodes.watch import NodeTrace
 from ringcomm.comm.nodes.wires import Residual
-from ringcomm.comm.options import CommOptions
 from ringcomm.comm.recorder.records import Recording, renumbered
 from ringcomm.comm.topology.plan import TopologyPlan
-from ringcomm.comm.work import Work
 from ringcomm.cuda import find_device
 from ringcomm.errors import (
     AbortedError,
@@ -45,8 +43,8 @@ from ringcomm.errors import (
 )
 from ringcomm.integers import integer
 from ringcomm.json_reader import shown
-from ringcomm.rendezvous.environment import read_environment
 from ringcomm.rendezvous.handles import check_name, named_node
+from ringcomm.rendezvous.launchers import read_environment
 
 Tensor = torch.Tensor
 

@@ -2,19 +2,392 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
+import torch.distributed as dist
+from torch.distributed import Store
 
-from ringcomm.comm.arguments import SUM
-from ringcomm.comm.communicator import Communicator
+from ringcomm import cuda
+from ringcomm.comm.communicator import Communicator, Device
 from ringcomm.comm.device.messages import PeerMessage, launch_batch, launches_of
-from ringcomm.comm.groups import Group, communicator_of, group_rank
-from ringcomm.comm.work import Work
-from ringcomm.errors import ArgumentError
-from ringcomm.integers import integers
+from ringcomm.comm.host.arguments import SUM
+from ringcomm.comm.host.options import CommOptions
+from ringcomm.comm.host.work import Work
+from ringcomm.cuda import find_device
+from ringcomm.errors import ArgumentError, RingcommError
+from ringcomm.integers import integer, integers
+from ringcomm.json_reader import shown
+from ringcomm.rendezvous.launchers import read_environment
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+# ---- The default communicator and sub-groups, under the names of ``torch.distributed`` ----------
+# A process has one default communicator, which :func:`init_process_group` makes. A rank thread of a
+# ``LocalWorld`` has its own. Groups are communicators. Ranks in these functions are global, which
+# means ranks of the default communicator.
+
+
+class _NonMember:
+    """The type of ``GroupMember.NON_GROUP_MEMBER``."""
+
+    def __repr__(self) -> str:
+        return "GroupMember.NON_GROUP_MEMBER"
+
+
+class GroupMember:
+    """The holder of the value that :func:`new_group` returns on ranks that are not members."""
+
+    NON_GROUP_MEMBER = _NonMember()
+
+
+Group: TypeAlias = "Communicator | ProcessGroup | DeviceMesh | _NonMember | None"
+
+
+class _Thread(threading.local):
+    communicator: Communicator | None = None
+
+
+_thread = _Thread()
+_process: Communicator | None = None
+BACKENDS = (None, "ringcomm", "cpu:ringcomm", "cuda:ringcomm")
+
+
+@contextmanager
+def thread_default(communicator: Communicator) -> Iterator[None]:
+    """Makes ``communicator`` this thread's default."""
+    before = _thread.communicator
+    _thread.communicator = communicator
+    try:
+        yield
+    finally:
+        _thread.communicator = before
+
+
+def default_communicator(operation: str) -> Communicator:
+    """Returns the communicator that ``group=None`` means; raises when there is none."""
+    communicator = _thread.communicator or _process or _of_torchs_default()
+    if communicator is None:
+        raise RingcommError(
+            f"{operation}: expected a default group, but there is none"
+            f"{_torchs_default_in_words()}; call ringcomm.init_process_group() first, or "
+            'torch.distributed.init_process_group("ringcomm"), or run inside LocalWorld.run()'
+        )
+    return communicator
+
+
+def _of_torchs_default() -> Communicator | None:
+    """Returns the communicator of the default group of ``torch.distributed``, if it has one."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    behind = getattr(group, "communicator", None)
+    return behind if isinstance(behind, Communicator) else None
+
+
+def _torchs_default_in_words() -> str:
+    if not dist.is_initialized():
+        return ""
+    return f" of ringcomm, and that of torch.distributed is of the backend {dist.get_backend()!r}"
+
+
+def communicator_of(group: Any, operation: str) -> Communicator:
+    """Returns the communicator behind the ``group`` argument of a module-level function.
+
+    Of a process group of the backend, or a mesh of one dimension, it is that of the host.
+
+    Raises:
+        ArgumentError: this rank is not in the group, or ``group`` is not a group of ringcomm.
+        RingcommError: there is no default group.
+    """
+    if group is None:
+        return _thread.communicator or default_communicator(operation)
+    if isinstance(group, Communicator):
+        return group
+    # What new_group() of torch, or of ringcomm, returns on ranks outside of the group.
+    of_torch = type(group) is int and group == dist.GroupMember.NON_GROUP_MEMBER
+    if of_torch or isinstance(group, _NonMember):
+        rank = dist.get_rank() if of_torch else default_communicator(operation).rank
+        raise ArgumentError(
+            f"{operation} on rank {rank}: expected a group that this rank is in, got "
+            "GroupMember.NON_GROUP_MEMBER; only members may call"
+        )
+    if callable(getattr(group, "get_group", None)):
+        return communicator_of(group_of_mesh(group, operation), operation)
+    behind = getattr(group, "communicator", None)
+    if isinstance(behind, Communicator):
+        return behind
+    raise ArgumentError(
+        f"{operation}: expected a ringcomm.Communicator as the group, a process group of the "
+        f'backend "ringcomm" or a DeviceMesh of one dimension, got {type(group).__name__}'
+    )
+
+
+def group_of_mesh(mesh: DeviceMesh, operation: str) -> ProcessGroup:
+    """Returns the process group of a mesh; traceable.
+
+    Raises:
+        ArgumentError: the mesh has several dimensions.
+    """
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ("tp",)
+        raise ArgumentError(
+            f"{operation}: expected a DeviceMesh of one dimension as the group, such as "
+            f"mesh[{names[-1]!r}], got one of {mesh.ndim}"
+        )
+    return mesh.get_group()
+
+
+def is_available() -> bool:
+    """Returns True, since the host backend is always available."""
+    return True
+
+
+def is_initialized() -> bool:
+    """True when there is a default group in this thread or process."""
+    return _thread.communicator is not None or _process is not None
+
+
+def init_process_group(  # noqa: PLR0913 -- torch.distributed's signature
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | float | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    pg_options: CommOptions | None = None,
+    device_id: Any = None,
+) -> None:
+    """Makes the default communicator of this process.
+
+    Args:
+        backend: None or "ringcomm"; "cuda:ringcomm" without ``device_id`` means this process's
+            current GPU.
+        init_method: "env://", "tcp://HOST:PORT" or "file:///PATH"; None reads what the launcher
+            set (torchrun, MPICH, Open MPI, Slurm), unless ``store`` is given.
+        timeout: how long to wait for peers, here and in every call; default 30 minutes.
+        world_size: with ``store`` or ``init_method``: how many ranks.
+        rank: with ``store`` or ``init_method``: this rank.
+        store: a torch store that all ranks reach, instead of ``init_method``.
+        group_name: name of the default group; default "world".
+        pg_options: tunables.
+        device_id: the device of the group's tensors: None for the CPU; a GPU as index, "cuda:1" or
+            torch.device.
+
+    Raises:
+        ArgumentError: contradictory or unusable arguments, or there is a default group already.
+        UnsupportedError: this process has no GPU; says why.
+        RingcommError: as :meth:`Communicator.from_store`.
+    """
+    global _process
+    if is_initialized():
+        raise ArgumentError(
+            "init_process_group: there is a default group already; call "
+            "destroy_process_group() first"
+        )
+    if backend not in BACKENDS:
+        raise ArgumentError(f'init_process_group: backend: expected "ringcomm", got {backend!r}')
+    rank, world_size = _number("rank", rank), _number("world_size", world_size)
+    device = _device_of_group(backend, device_id)
+    options = pg_options or CommOptions()
+    seconds = CommOptions(timeout=timeout).timeout_s if timeout is not None else options.timeout_s
+    if store is None:
+        store, rank, world_size = _find_store(init_method, rank, world_size, seconds)
+    elif init_method is not None or rank < 0 or world_size < 1:
+        raise ArgumentError(
+            "init_process_group: expected store= with rank= and world_size= and without "
+            f"init_method=, got rank={rank}, world_size={world_size}, init_method={init_method!r}"
+        )
+    _process = Communicator.from_store(
+        store,
+        rank,
+        world_size,
+        name=group_name or "world",
+        timeout=timeout,
+        options=options,
+        device=device,
+    )
+
+
+def _number(name: str, value: Any) -> int:
+    number = integer(value)
+    if number is None:
+        raise ArgumentError(
+            f"init_process_group: {name}: expected an integer below 2^63, got {shown(value)}"
+        )
+    return number
+
+
+def _device_of_group(backend: str | None, device_id: Any) -> Device:
+    """Returns the ``device`` for the default communicator, before any device is touched."""
+    if device_id is None:
+        return "cuda" if backend == "cuda:ringcomm" else None
+    on_cpu = find_device(device_id, "init_process_group") is None
+    if backend in ("cpu:ringcomm", "cuda:ringcomm") and on_cpu != (backend == "cpu:ringcomm"):
+        raise ArgumentError(
+            f"init_process_group: device_id: expected a device for backend {backend!r}, got "
+            f"{device_id!r}"
+        )
+    return cast(Device, device_id)
+
+
+def _find_store(
+    init_method: str | None, rank: int, world_size: int, timeout_s: float
+) -> tuple[Store, int, int]:
+    if init_method is None and rank < 0 and world_size < 0:
+        placement = read_environment()
+        return placement.store(timeout_s), placement.rank, placement.world_size
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        found: tuple[Store, int, int] = next(
+            rendezvous(
+                init_method or "env://", rank, world_size, timeout=timedelta(seconds=timeout_s)
+            )
+        )
+    except ValueError as error:
+        raise ArgumentError(f"init_process_group: init_method {init_method!r}: {error}") from error
+    return found
+
+
+def destroy_process_group(group: Group = None) -> None:
+    """Closes a group, or with None the default group.
+
+    Raises:
+        ArgumentError: inside ``LocalWorld.run``, for the default group.
+        RingcommError: there is no default group.
+    """
+    global _process
+    communicator = communicator_of(group, "destroy_process_group")
+    if group is None and not is_initialized():
+        raise ArgumentError(
+            "destroy_process_group: the default group is that of torch.distributed; call "
+            "torch.distributed.destroy_process_group()"
+        )
+    if group is None and communicator is _thread.communicator:
+        raise ArgumentError(
+            "destroy_process_group: the default group of a LocalWorld's thread belongs to the "
+            "LocalWorld; close that"
+        )
+    communicator.close()
+    if communicator is _process:
+        _process = None
+
+
+def new_group(
+    ranks: Iterable[int] | None = None,
+    timeout: timedelta | float | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+) -> Communicator | _NonMember:
+    """Builds a group of some ranks of the default group.
+
+    Args:
+        ranks: global ranks; None means all.
+        timeout: default that of the default group.
+        backend: None or "ringcomm".
+        pg_options: None.
+        use_local_synchronization: has no effect, as only members ever take part.
+        group_desc: part of the group's name.
+        device_id: None or the device of the default group.
+
+    Returns:
+        A communicator, or ``GroupMember.NON_GROUP_MEMBER`` on ranks that are not members.
+
+    Raises:
+        ArgumentError: a bad rank, or an argument that is not supported.
+        RingcommError: as :meth:`Communicator.from_store`.
+    """
+    parent = default_communicator("new_group")
+    if backend not in (None, "ringcomm", f"{parent.device.type}:ringcomm"):
+        raise ArgumentError(
+            f'new_group: backend: expected "ringcomm", on the default group\'s device '
+            f"{parent.device}, got {backend!r}"
+        )
+    if pg_options is not None:
+        raise ArgumentError("new_group: pg_options: expected None; groups inherit the tunables")
+    _check_device_of_parent(parent, device_id)
+    members = range(parent.world_size) if ranks is None else ranks
+    made = parent.new_group(members, name=group_desc, timeout=timeout)
+    return GroupMember.NON_GROUP_MEMBER if made is None else made
+
+
+def _check_device_of_parent(parent: Communicator, device_id: Any) -> None:
+    if device_id is None:
+        return
+    wanted = torch.device("cpu")
+    index = find_device(device_id, "new_group")
+    if index is not None:
+        wanted = cuda.current().torch_device(index)
+    if wanted != parent.device:
+        raise ArgumentError(
+            f"new_group on rank {parent.rank} of {parent.world_size}: device_id: expected None or "
+            f"the default group's device {parent.device}, got {device_id!r}"
+        )
+
+
+def get_rank(group: Group = None) -> int:
+    """Returns this rank in ``group``; -1 when it is not a member."""
+    return -1 if isinstance(group, _NonMember) else communicator_of(group, "get_rank").rank
+
+
+def get_world_size(group: Group = None) -> int:
+    """Returns the number of ranks of ``group``; -1 when this rank is not a member."""
+    if isinstance(group, _NonMember):
+        return -1
+    return communicator_of(group, "get_world_size").world_size
+
+
+def get_process_group_ranks(group: Group = None) -> list[int]:
+    """Returns the global ranks of ``group``, by group rank."""
+    return list(communicator_of(group, "get_process_group_ranks").ranks)
+
+
+def get_group_rank(group: Group, global_rank: int) -> int:
+    """Returns the rank in ``group`` of a global rank.
+
+    Raises:
+        ArgumentError: the rank is not a member.
+    """
+    communicator = communicator_of(group, "get_group_rank")
+    return group_rank(communicator, global_rank, "get_group_rank", "global_rank")
+
+
+def get_global_rank(group: Group, group_rank: int) -> int:
+    """Returns the global rank of a rank in ``group``.
+
+    Raises:
+        ArgumentError: there is no such rank.
+    """
+    ranks = communicator_of(group, "get_global_rank").ranks
+    number = integer(group_rank, bools=True)
+    if number is None or not 0 <= number < len(ranks):
+        raise ArgumentError(
+            f"get_global_rank: group_rank: expected 0 to {len(ranks) - 1}, got {shown(group_rank)}"
+        )
+    return ranks[number]
+
+
+def group_rank(communicator: Communicator, global_rank: Any, operation: str, name: str) -> int:
+    """Turns a global rank into one of ``communicator``; the message names both worlds."""
+    ranks = communicator.ranks
+    number = integer(global_rank, bools=True)
+    if number not in ranks:
+        raise ArgumentError(
+            f"{operation} on rank {communicator.rank} of {communicator.world_size}: {name}: "
+            f"expected one of the group's global ranks {list(ranks)}, got {shown(global_rank)}"
+        )
+    return ranks.index(number)
+
 
 # ``group`` is a Communicator, or None for the default one. ``src`` and ``dst`` are global ranks
 # (ranks of the default communicator); ``group_src`` and ``group_dst`` are ranks of ``group``.

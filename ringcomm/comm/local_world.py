@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, Store
 
-from ringcomm.comm.arguments import SUM, is_plain
 from ringcomm.comm.communicator import Communicator, Device
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.device.sharing import Prepared, launch
-from ringcomm.comm.engine import Call, RankContext, engines_at
-from ringcomm.comm.groups import thread_default
-from ringcomm.comm.options import CommOptions
+from ringcomm.comm.functions import thread_default
+from ringcomm.comm.host.arguments import SUM, is_plain
+from ringcomm.comm.host.engine import Call, RankContext, engines_at
+from ringcomm.comm.host.options import CommOptions
 from ringcomm.deadlines import Deadline
 from ringcomm.errors import AbortedError, ArgumentError, RingcommError, start_thread, where
 from ringcomm.integers import integer, integers
 from ringcomm.json_reader import shown
 from ringcomm.rendezvous.handles import Meeting, Rendezvous
-from ringcomm.rendezvous.lookout import Lookout
+from ringcomm.rendezvous.same_node import Lookout
 
 __all__ = ["LocalWorld", "T", "local_world", "make_call", "run_together"]
 

@@ -7,17 +7,21 @@ same, and every rank must ask for it.
 
 from __future__ import annotations
 
+import enum
+import json
+import math
 import pickle
-from collections.abc import Iterator
+import re
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.functions import root_of
-from ringcomm.comm.groups import Group, communicator_of
-from ringcomm.comm.object_codec import pack, unpack
+from ringcomm.comm.functions import Group, communicator_of, root_of
 from ringcomm.errors import (
     ArgumentError,
     CorruptedError,
@@ -25,16 +29,516 @@ from ringcomm.errors import (
     UnsupportedError,
     where,
 )
+from ringcomm.json_reader import shown
 
 __all__ = [
+    "MAGIC",
     "Codec",
+    "NotPlain",
     "Parcel",
     "all_gather_object",
     "broadcast_object_list",
     "check_list",
     "gather_object",
+    "leaf_of",
+    "leaf_tags",
+    "pack",
     "scatter_object_list",
+    "unpack",
+    "value_of",
 ]
+
+
+# ---- Python values as bytes and back, in a format that can name no code: JSON and raw bytes -----
+# A message is ``RCP1``, the length of the JSON text (8 bytes, little endian), the text, and the
+# bytes that it refers to. None, bools, strings, integers of 64 bits and finite floats stand for
+# themselves; everything else is a list that begins with a tag::
+#
+#     ["l", ...] ["t", ...] ["s", ...] ["z", ...]   list, tuple, set, frozenset
+#     ["d", [key, value], ...]                      dict; "o": OrderedDict, "n": Counter
+#     ["D", factory, [key, value], ...]             defaultdict of a builtin type, or of None
+#     ["i", "hexadecimal"] ["f", "nan"] ["c", re, im]   int, float, complex
+#     ["b", offset, size] ["a", offset, size]       bytes, bytearray
+#
+# and those of torch and NumPy below.
+
+
+# The leaves that belong to torch and NumPy::
+#
+#     ["T", dtype, shape, offset, size]             torch.Tensor; "G": one that requires grad
+#     ["P", dtype, shape, offset, size]             torch.nn.Parameter; "Q": one that is frozen
+#     ["A", dtype, shape, offset, size]             numpy.ndarray; "N": a NumPy scalar
+#     ["S", ...] ["y", dtype] ["v", type, index]    torch.Size, torch.dtype, torch.device
+
+_DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+_TENSORS: dict[str, tuple[type, bool]] = {
+    "T": (torch.Tensor, False),
+    "G": (torch.Tensor, True),
+    "P": (torch.nn.Parameter, True),
+    "Q": (torch.nn.Parameter, False),
+}
+_TENSOR_TAGS = {kind: tag for tag, kind in _TENSORS.items()}
+leaf_tags = frozenset([*_TENSORS, *"ANSyv"])
+_NUMPY_KINDS = frozenset(
+    ["bool", "float16", "float32", "float64", "complex64", "complex128"]
+    + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+)
+_END = 2**63
+# NumPy's limit, and that of torch's operators.
+_MOST_DIMS = 64
+
+Keep = Callable[[bytes | bytearray], list[int]]
+
+
+class NotPlain(Exception):
+    """The error for a value that is not plain.
+
+    ``path`` grows on the way out of the containers, innermost first.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.path: list[str] = []
+
+
+def leaf_of(value: Any, keep: Keep) -> list[Any] | None:
+    """Returns the list that stands for a value of torch or NumPy; None for any other value.
+
+    Raises:
+        NotPlain: ``value`` is one of these but cannot be sent; says what to send instead.
+    """
+    kind = type(value)
+    if kind is torch.Size:
+        return ["S", *value]
+    if kind is torch.dtype:
+        return ["y", str(value)]
+    if kind is torch.device:
+        return ["v", value.type, value.index]
+    if isinstance(value, torch.Tensor):
+        return _tensor_leaf(value, keep)
+    # Without NumPy in sys.modules, no value can be one of NumPy's.
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
+        return None
+    name = value.dtype.name
+    if kind.__module__ != "numpy" or (
+        isinstance(value, numpy.ndarray) and kind.__name__ != "ndarray"
+    ):
+        raise NotPlain(
+            f"{kind.__qualname__} would arrive as NumPy's own: send numpy.asarray(value)"
+        )
+    if name not in _NUMPY_KINDS or not value.dtype.isnative:
+        raise NotPlain(
+            f"NumPy's {shown(value.dtype.str)} cannot travel: convert it with astype() to a "
+            "bool, integer, float or complex dtype of this machine's byte order"
+        )
+    tag = "A" if isinstance(value, numpy.ndarray) else "N"
+    raw = (value.view("uint8") != 0 if name == "bool" else value).tobytes()
+    return [tag, name, list(value.shape), *keep(raw)]
+
+
+def _tensor_leaf(value: torch.Tensor, keep: Keep) -> list[Any]:
+    tag = _TENSOR_TAGS.get((type(value), value.requires_grad))
+    try:
+        why_not = _why_not(value)
+        if why_not:
+            raise NotPlain(f"expected a dense tensor on the CPU, got one that {why_not}")
+        if tag is None:
+            raise NotPlain(
+                f"{type(value).__qualname__} would arrive as torch.Tensor: send "
+                "value.as_subclass(torch.Tensor), or of a DTensor value.to_local()"
+            )
+        raw = bytearray(value.numel() * value.element_size())
+        if raw:
+            dense = value.detach().resolve_conj().resolve_neg().contiguous()
+            if dense.dtype is torch.bool:  # memory that nobody wrote has other bytes than 0 and 1
+                dense = dense.view(torch.uint8).ne(0)
+            torch.frombuffer(raw, dtype=torch.uint8).copy_(dense.view(-1).view(torch.uint8))
+    except RecursionError:
+        raise
+    except RuntimeError as error:  # tensors of transforms, and dtypes without bytes
+        told = str(error).partition("\n")[0]
+        raise NotPlain(
+            f"torch cannot read the bytes of this {value.dtype} tensor: {told}"
+        ) from None
+    return [tag, str(value.dtype), list(value.shape), *keep(raw)]
+
+
+def _why_not(value: torch.Tensor) -> str:
+    """Returns why the tensor's bytes cannot be sent, and what to do; empty when they can."""
+    if value.is_nested:
+        return "is nested: send value.unbind()"
+    if value.is_quantized:
+        return "is quantised: send value.dequantize(), or value.int_repr() and its scale"
+    if value.layout is not torch.strided:
+        return f"has the layout {value.layout}: send value.to_dense()"
+    if value.device.type == "meta":
+        return "has no data (meta device): send its shape and dtype"
+    if value.device.type != "cpu":
+        return f"is on {value.device}: send value.cpu(), or use a tensor's collective"
+    if value.dim() > _MOST_DIMS:
+        return f"has more than {_MOST_DIMS} dimensions: send value.flatten() and its shape"
+    if value.numel() and type(value) in (torch.Tensor, torch.nn.Parameter) and not value.data_ptr():
+        return "has no memory: its storage was freed"
+    return ""
+
+
+def value_of(tag: str, rest: list[Any], raw: Callable[[Any, Any], memoryview]) -> Any:
+    """Returns the value that :func:`leaf_of` turned into ``[tag, *rest]``.
+
+    Raises:
+        ValueError: :func:`leaf_of` makes no such list.
+        UnsupportedError: the value needs NumPy, which is not installed.
+    """
+    if tag == "S":
+        if any(type(size) is not int or not -_END <= size < _END for size in rest):
+            raise ValueError("expected sizes of 64 bits")
+        return torch.Size(rest)
+    if tag == "v":
+        return _device(*_exactly(rest, 2))
+    if tag == "y":
+        return _dtype(*_exactly(rest, 1))
+    name, dims, at, size = _exactly(rest, 4)
+    data = bytearray(raw(at, size))
+    if tag in ("A", "N"):
+        return _from_numpy(tag, name, dims, data)
+    dtype, (kind, requires_grad) = _dtype(name), _TENSORS[tag]
+    if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"no tensor of {dtype} requires grad")
+    shape = _shape(dims, dtype.itemsize)
+    _check_bytes(data, math.prod(shape) * dtype.itemsize, dtype is torch.bool)
+    tensor = (
+        torch.frombuffer(data, dtype=dtype).view(shape)
+        if data
+        else torch.empty(shape, dtype=dtype, device="cpu")
+    )
+    if kind is torch.nn.Parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+def _exactly(rest: list[Any], count: int) -> list[Any]:
+    if len(rest) != count:
+        raise ValueError(f"expected {count} entries, got {len(rest)}")
+    return rest
+
+
+def _shape(dims: Any, itemsize: int) -> list[int]:
+    """Checks a shape, so that all sizes that torch or NumPy compute from it fit into 64 bits."""
+    if type(dims) is not list or len(dims) > _MOST_DIMS:
+        raise ValueError(f"expected a shape of at most {_MOST_DIMS} sizes")
+    if any(type(dim) is not int or not 0 <= dim < _END for dim in dims):
+        raise ValueError(f"expected a shape of integers >= 0, got {shown(dims)}")
+    if math.prod(max(dim, 1) for dim in dims) * itemsize >= _END:
+        raise ValueError("expected a shape of less than 2**63 bytes")
+    return dims
+
+
+def _dtype(name: Any) -> torch.dtype:
+    dtype = _DTYPES.get(name) if type(name) is str else None
+    if dtype is None:
+        raise ValueError(f"unknown dtype {shown(name)}")
+    return dtype
+
+
+def _device(kind: Any, index: Any) -> torch.device:
+    if type(kind) is not str or not (index is None or (type(index) is int and 0 <= index < 128)):
+        raise ValueError(f"unknown device {shown([kind, index])}")
+    try:
+        return torch.device(kind) if index is None else torch.device(kind, index)
+    except RuntimeError:
+        raise ValueError(f"unknown device {shown([kind, index])}") from None
+
+
+def _check_bytes(data: bytearray, size_bytes: int, is_bool: bool) -> None:
+    if len(data) != size_bytes:
+        raise ValueError(f"expected {size_bytes} bytes for that shape, got {len(data)}")
+    # A bool of any other byte would be neither true nor false.
+    if is_bool and data.count(0) + data.count(1) != len(data):
+        raise ValueError("expected bools of 0 and 1")
+
+
+def _from_numpy(tag: str, name: Any, dims: Any, data: bytearray) -> Any:
+    if type(name) is not str or name not in _NUMPY_KINDS:
+        raise ValueError(f"unknown NumPy dtype {shown(name)}")
+    try:
+        import numpy
+    except ImportError:
+        raise UnsupportedError(
+            "it holds an array of NumPy, which is not installed here: install it, or send tensors"
+        ) from None
+    dtype = numpy.dtype(name)
+    shape = _shape(dims, dtype.itemsize)
+    _check_bytes(data, math.prod(shape) * dtype.itemsize, name == "bool")
+    if tag == "N" and shape:
+        raise ValueError("expected a scalar without a shape")
+    flat = numpy.frombuffer(data, dtype) if data else numpy.empty(0, dtype)
+    return flat[0] if tag == "N" else flat.reshape(shape)
+
+
+MAGIC = b"RCP1"
+_LENGTH_BYTES = 8
+DEEPEST = 100
+# A dict is two lists deep, and a leaf at most three.
+_DEEPEST_TEXT = 2 * (DEEPEST + 1) + 3
+_LONGEST_PATH = 200
+_LONGEST_REASON = 300
+_SMALL_INT = 2**63
+_LISTS: dict[type, str] = {list: "l", tuple: "t", set: "s", frozenset: "z"}
+_DICTS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "n", defaultdict: "D"}
+_MAKERS: dict[str, Callable[..., Any]] = {
+    tag: kind for kind, tag in (_LISTS | _DICTS).items() if tag != "D"
+}
+_FACTORIES = {each.__name__: each for each in (bool, dict, float, int, list, set, str, tuple)}
+_BUILTINS = (int, float, complex, str, bytes, bytearray, *_LISTS, dict, OrderedDict, Counter)
+
+
+class _Packer:
+    def __init__(self) -> None:
+        self.blob = bytearray()
+
+    def _keep(self, raw: bytes | bytearray) -> list[int]:
+        at = len(self.blob)
+        self.blob += raw
+        return [at, len(raw)]
+
+    def _number(self, value: Any) -> Any:
+        if type(value) is int:
+            return value if -_SMALL_INT <= value < _SMALL_INT else ["i", hex(value)]
+        if type(value) is float:
+            return value if math.isfinite(value) else ["f", repr(value)]
+        return ["c", self._number(value.real), self._number(value.imag)]
+
+    def node(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, str):
+            return value
+        if kind in (int, float, complex):
+            return self._number(value)
+        if kind in (bytes, bytearray):
+            return ["b" if kind is bytes else "a", *self._keep(value)]
+        if kind in _LISTS or kind in _DICTS:
+            if depth > DEEPEST:
+                raise NotPlain(f"nested deeper than {DEEPEST} (or holds itself)")
+            return self._list(value, depth) if kind in _LISTS else self._dict(value, depth)
+        leaf = leaf_of(value, self._keep)
+        return _refuse(value) if leaf is None else leaf
+
+    def _list(self, value: Iterable[Any], depth: int) -> list[Any]:
+        parts: list[Any] = [_LISTS[type(value)]]
+        try:
+            for each in value:
+                kind = type(each)
+                # Lists may hold millions of these, so they cost no call.
+                if (
+                    kind is str
+                    or (kind is int and -_SMALL_INT <= each < _SMALL_INT)
+                    or (kind is float and math.isfinite(each))
+                ):
+                    parts.append(each)
+                else:
+                    parts.append(self.node(each, depth + 1))
+        except NotPlain as refused:
+            refused.path.append(f"[{len(parts) - 1}]")
+            raise
+        return parts
+
+    def _dict(self, value: dict[Any, Any], depth: int) -> list[Any]:
+        parts: list[Any] = [_DICTS[type(value)]]
+        if isinstance(value, defaultdict):
+            parts.append(_factory_name(value.default_factory))
+        key: Any = None
+        at = ""
+        try:
+            for key, each in value.items():
+                at = ", in a key"
+                first = key if type(key) is str else self.node(key, depth + 1)
+                at = ""
+                parts.append([first, self.node(each, depth + 1)])
+        except NotPlain as refused:
+            name = shown(key) if type(key) in (str, int) else f"a {type(key).__name__}"
+            refused.path.append(at or f"[{name}]")
+            raise
+        return parts
+
+
+def _factory_name(factory: Any) -> str | None:
+    if factory is None:
+        return None
+    if factory not in _FACTORIES.values():
+        raise NotPlain(
+            f"a defaultdict's factory is code; expected None or one of {', '.join(_FACTORIES)}, "
+            "got another: send dict(value)"
+        )
+    name: str = factory.__name__
+    return name
+
+
+def _refuse(value: Any) -> NoReturn:
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"[:_LONGEST_REASON]
+    if isinstance(value, enum.Enum):
+        raise NotPlain(f"the enum {name} would lose its type: send value.value")
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        raise NotPlain(f"{name} would lose its names: send tuple(value), or value._asdict()")
+    for builtin in reversed(_BUILTINS):
+        if isinstance(value, builtin):
+            base = builtin.__name__
+            raise NotPlain(f"{name} would arrive as {base}: send {base}(value) if that will do")
+    raise NotPlain(
+        "objects travel as plain data: None, bool, int, float, complex, str, bytes, lists, tuples, "
+        "sets and dicts, tensors, parameters, and arrays of NumPy; got "
+        f"{name}. Convert it, or build the communicator with "
+        'CommOptions(objects="pickle"), which lets every rank run code on the others'
+    )
+
+
+def pack(value: Any, operation: str) -> bytearray:
+    """Returns the bytes of ``value``.
+
+    Raises:
+        UnsupportedError: ``value`` holds something that is not plain data; says where and what.
+        RingcommError: this rank has no memory or stack left for it.
+    """
+    packer = _Packer()
+    try:
+        text = json.dumps(packer.node(value, 0), allow_nan=False, check_circular=False).encode()
+        return bytearray(MAGIC + len(text).to_bytes(_LENGTH_BYTES, "little") + text) + packer.blob
+    except NotPlain as refused:
+        path = "".join(reversed(refused.path))
+        if len(path) > _LONGEST_PATH:
+            path = f"{path[: _LONGEST_PATH // 2]}...{path[-_LONGEST_PATH // 2 :]}"
+        raise UnsupportedError(f"{operation}: the object{path}: {refused}") from None
+    except (MemoryError, RecursionError) as error:
+        raise _no_room(operation, "pack the object", error) from error
+
+
+def _no_room(operation: str, what: str, error: BaseException) -> RingcommError:
+    if isinstance(error, MemoryError):
+        return RingcommError(
+            f"{operation}: this rank has no memory to {what}. Send it in parts, or as tensors"
+        )
+    return RingcommError(
+        f"{operation}: expected room on the stack to {what}, but Python's recursion limit was "
+        "reached. Call this from a function that is nested less, or raise sys.setrecursionlimit()"
+    )
+
+
+class _Unpacker:
+    def __init__(self, blob: memoryview) -> None:
+        self._blob = blob
+        self._read = 0  # bytes of it
+
+    def _raw(self, at: Any, size: Any) -> memoryview:
+        if type(at) is not int or type(size) is not int or not 0 <= at <= at + size:
+            raise ValueError("a place is two sizes")
+        # Places follow each other, as pack() writes them, so that none is copied twice.
+        if at != self._read or at + size > len(self._blob):
+            raise ValueError("a place lies behind the end, or not behind the one before")
+        self._read = at + size
+        return self._blob[at : at + size]
+
+    def value(self, plain: Any, depth: int = 0) -> Any:
+        """Returns the value of a part of the text; :meth:`_node` handles the parts with a tag."""
+        return self._node(plain, depth) if type(plain) is list else plain
+
+    def _node(self, plain: list[Any], depth: int) -> Any:
+        tag, rest = plain[0] if plain else None, plain[1:]
+        if type(tag) is not str:
+            raise ValueError("a list begins with a tag")
+        if tag in _MAKERS or tag == "D":
+            if depth > DEEPEST:
+                raise ValueError(f"nested deeper than {DEEPEST}")
+            if tag in _LISTS.values():
+                below = depth + 1
+                return _MAKERS[tag](
+                    [self._node(each, below) if type(each) is list else each for each in rest]
+                )
+            return self._dict(tag, rest, depth + 1)
+        if tag in leaf_tags:
+            return value_of(tag, rest, self._raw)
+        if tag in ("b", "a") and len(rest) == 2:
+            return (bytes if tag == "b" else bytearray)(self._raw(*rest))
+        if tag == "c" and len(rest) == 2:
+            return complex(_float(rest[0]), _float(rest[1]))
+        if tag == "i" and len(rest) == 1 and type(rest[0]) is str:
+            return int(rest[0], 16)
+        if tag == "f":
+            return _float(plain)
+        raise ValueError(f"unknown tag, or the wrong number of entries: {shown(plain)}")
+
+    def _dict(self, tag: str, rest: list[Any], depth: int) -> Any:
+        factory = None
+        if tag == "D":
+            name, *rest = rest
+            factory = None if name is None else _FACTORIES.get(name)
+            if name is not None and factory is None:
+                raise ValueError(f"unknown factory {shown(name)}")
+        if any(type(pair) is not list or len(pair) != 2 for pair in rest):
+            raise ValueError("a dict has pairs")
+        items = [(self.value(key, depth), self.value(each, depth)) for key, each in rest]
+        return defaultdict(factory, items) if tag == "D" else _MAKERS[tag](dict(items))
+
+
+def _float(plain: Any) -> float:
+    if type(plain) is float:
+        return plain
+    if plain not in (["f", "nan"], ["f", "inf"], ["f", "-inf"]):
+        raise ValueError(f"expected a float, got {shown(plain)}")
+    return float(plain[1])
+
+
+def _junk(found: Any) -> float:
+    raise ValueError(f"{shown(found)} has no place in the text")
+
+
+def _too_deep(text: str) -> bool:
+    """True when the text is nested deeper than any that :func:`pack` writes."""
+    depth = 0
+    for mark in re.finditer(r'"(?:[^"\\]|\\.)*"|\[|\]', text):
+        depth += {"[": 1, "]": -1}.get(mark.group(), 0)
+        if depth > _DEEPEST_TEXT:
+            return True
+    return False
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_junk, object_pairs_hook=_junk)
+    except RecursionError:
+        # The sender is not to blame if this rank's stack was nearly full.
+        if _too_deep(text):
+            raise ValueError(f"nested deeper than {DEEPEST}") from None
+        raise
+
+
+def unpack(raw: memoryview, operation: str, sender: int) -> Any:
+    """Returns the value that :func:`pack` turned into ``raw``.
+
+    Raises:
+        CorruptedError: :func:`pack` does not write such bytes; names the sender.
+        UnsupportedError: the value needs NumPy, which is not installed here.
+        RingcommError: this rank has no memory or stack left for it.
+    """
+    head = len(MAGIC) + _LENGTH_BYTES
+    try:
+        if bytes(raw[: len(MAGIC)]) != MAGIC or len(raw) < head:
+            raise ValueError("it does not begin with the mark")
+        end = head + int.from_bytes(raw[len(MAGIC) : head], "little")
+        if end > len(raw):
+            raise ValueError("it is cut off")
+        return _Unpacker(raw[end:]).value(_parsed(str(raw[head:end], "ascii")))
+    except (MemoryError, RecursionError) as error:
+        raise _no_room(operation, f"unpack the object of rank {sender}", error) from error
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{operation}: what rank {sender} sent: {error}") from None
+    except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:
+        raise CorruptedError(
+            f"{operation}: what rank {sender} sent is no object in plain form: "
+            f"{str(error)[:_LONGEST_REASON]}. Do all "
+            "ranks run the same ringcomm, with the same CommOptions.objects?"
+        ) from error
+
 
 # A rank whose object cannot be sent tells its peers a negative size instead. Every rank then
 # receives the reason and raises, too.

@@ -9,9 +9,9 @@ from typing import Protocol, cast
 
 import torch
 
-from ringcomm.comm.arguments import is_plain
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.launch import DeviceCallEngine
+from ringcomm.comm.host.arguments import is_plain
 from ringcomm.errors import MismatchError, where
 from ringcomm.memory import empty
 from ringcomm.memory.host_heap import process_heap

@@ -21,12 +21,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ringcomm import memory
+from ringcomm.c10d.calls import OP_TYPES, PendingWork
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.process_group import ProcessGroup as RingcommGroup
-from ringcomm.c10d.work import OP_TYPES, PendingWork
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.options import CommOptions
-from ringcomm.comm.work import Work as StartedWork
+from ringcomm.comm.host.options import CommOptions
+from ringcomm.comm.host.work import Work as StartedWork
 from ringcomm.errors import ArgumentError
 
 __all__ = ["plug", "unplug"]

@@ -19,8 +19,12 @@ from ringcomm.functional.collectives import (
     broadcast,
     reduce_scatter,
 )
-from ringcomm.functional.matmul import all_gather_matmul, matmul_reduce_scatter
-from ringcomm.functional.sequence import join_sequence, split_sequence
+from ringcomm.functional.matmul import (
+    all_gather_matmul,
+    join_sequence,
+    matmul_reduce_scatter,
+    split_sequence,
+)
 
 __all__ = [
     "all_gather",

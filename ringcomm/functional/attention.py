@@ -32,12 +32,10 @@ import torch
 import torch.nn.functional as F
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.functions import P2POp, batch_isend_irecv, irecv, isend
-from ringcomm.comm.groups import Group
+from ringcomm.comm.functions import Group, P2POp, batch_isend_irecv, irecv, isend
 from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError, where
-from ringcomm.functional.collectives import all_to_all, enter, named
+from ringcomm.functional.collectives import Place, all_to_all, enter, find, named, place_of
 from ringcomm.functional.operators import Derivatives, no_forward_mode, register
-from ringcomm.functional.traced_groups import Place, find, place_of
 from ringcomm.integers import integer
 from ringcomm.json_reader import shown
 

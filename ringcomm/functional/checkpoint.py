@@ -18,11 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.groups import Group, communicator_of
+from ringcomm.comm.functions import Group, communicator_of
 from ringcomm.errors import ArgumentError, MismatchError, where
-from ringcomm.functional.collectives import named
+from ringcomm.functional.collectives import named, not_traced
 from ringcomm.functional.operators import refuse_transforms
-from ringcomm.functional.traced_groups import not_traced
 
 Tensor = torch.Tensor
 

@@ -39,7 +39,7 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch._library.effects import EffectType
 from torch.autograd.function import _SingleLevelFunction
 
-from ringcomm.comm.admission import only_inlined
+from ringcomm.comm.host.arguments import only_inlined
 from ringcomm.errors import UnsupportedError
 
 Tensor = torch.Tensor

@@ -20,7 +20,7 @@ from ringcomm.integers import integer, integers
 from ringcomm.memory.device_heap import device_empty
 from ringcomm.memory.device_heap import device_heap as heap_of_device
 from ringcomm.memory.host_heap import allocate, process_heap
-from ringcomm.memory.scratch import Disk
+from ringcomm.offload.scratch import Disk
 
 __all__ = ["Disk", "empty", "heap_stats", "zeros"]
 

@@ -6,15 +6,14 @@ See ``docs/optimizer.md`` for its guarantees.
 from __future__ import annotations
 
 from ringcomm.optim.adafactor import Adafactor
-from ringcomm.optim.adamw import Adam, AdamW, AdamW8bit
-from ringcomm.optim.grad_scaler import GradScaler
+from ringcomm.optim.adamw import SGD, Adam, AdamW, AdamW8bit, Lion
+from ringcomm.optim.any_torch import Sharded
 from ringcomm.optim.layout import ParamSpec, ShardLayout
-from ringcomm.optim.loss_scaler import LossScaleOptions, LossScaler
 from ringcomm.optim.muon import Muon, muon_groups
 from ringcomm.optim.options import AdamWOptions, Wire
-from ringcomm.optim.sgd import SGD, Lion
+from ringcomm.optim.setting import LossScaleOptions, LossScaler
+from ringcomm.optim.sharded import GradScaler
 from ringcomm.optim.state import reshard
-from ringcomm.optim.torch_rule import Sharded
 
 __all__ = [
     "SGD",

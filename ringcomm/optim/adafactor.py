@@ -21,11 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringcomm.c10d.comm_argument import CommArgument
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import UnsupportedError
+from ringcomm.optim.any_torch import StepControl
 from ringcomm.optim.buckets import Bucket, Buckets
-from ringcomm.optim.fused_rules import AdamWRule, check_positive, check_rate, fail, numbers
 from ringcomm.optim.kernels import SKIPPED, STEPS, Kernels, StepTable
 from ringcomm.optim.layout import ParamSpec, ShardLayout
-from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.owners import (
     OwnedParam,
@@ -37,9 +36,20 @@ from ringcomm.optim.owners import (
 )
 from ringcomm.optim.placement import sharers_of
 from ringcomm.optim.reduction import DeviceReducer, HostReducer, Reducer
-from ringcomm.optim.rules import Group, ParamState, UpdateRule, digest_of, plain
+from ringcomm.optim.rules import (
+    AdamWRule,
+    Group,
+    ParamState,
+    UpdateRule,
+    check_positive,
+    check_rate,
+    digest_of,
+    fail,
+    numbers,
+    plain,
+)
+from ringcomm.optim.setting import LossScaler
 from ringcomm.optim.sharded import Params, ShardedOptimizer, Sharing
-from ringcomm.optim.torch_rule import StepControl
 
 Tensor = torch.Tensor
 

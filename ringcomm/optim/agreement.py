@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ringcomm.comm.arguments import ReduceOp
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.host.arguments import ReduceOp
 from ringcomm.errors import CheckpointError, CorruptedError, MismatchError, RingcommError, where
 from ringcomm.optim.dtensors import PartMesh
 from ringcomm.optim.layout import digest_of

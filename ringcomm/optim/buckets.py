@@ -8,18 +8,143 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.host.arguments import DTYPE_CODES
 from ringcomm.comm.nodes.wires import Residual
 from ringcomm.memory import zeros
 from ringcomm.optim.block_moments import CODES, BlockMoment
-from ringcomm.optim.coded_params import following
-from ringcomm.optim.dtensors import apart, local_of, set_local
+from ringcomm.optim.dtensors import PLAIN_KINDS, apart, is_distributed, local_of, plainly, set_local
 from ringcomm.optim.layout import BucketLayout, Chunk, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 
+# ---- Writes to parameters between steps, which the FP32 masters follow --------------------------
+
 Tensor = torch.Tensor
+
+
+def count_change(params: Sequence[Tensor]) -> None:
+    """Counts a change of values in the versions of parameters, as torch's in-place operations do.
+
+    A kernel changes memory behind autograd's back. With the version advanced, the backward of a
+    graph that has saved such a parameter raises instead of using the new values.
+    """
+    with plainly():
+        increment_version(with_local(params))
+
+
+def with_local(params: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns parameters, and behind them the local tensors of DTensors, which have versions."""
+    if PLAIN_KINDS.issuperset(map(type, params)):
+        return params
+    others = [param for param in params if type(param) not in PLAIN_KINDS]
+    return [*params, *(local_of(param) for param in others if is_distributed(param))]
+
+
+class OutsideWrites:
+    """The in-place writes to parameters between steps, which their masters follow.
+
+    A step stores the rounded masters in the parameters, so it would otherwise silently undo a
+    ``load_state_dict()`` of the module. Writes are detected by the parameters' versions, which
+    writes through ``.data`` do not change. Masters do not follow under stochastic rounding, where
+    the values do not tell which elements were written.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        buckets: Buckets,
+        options: AdamWOptions,
+        left_out: Sequence[Tensor] = (),
+    ) -> None:
+        followed = [
+            bucket
+            for bucket in buckets
+            if bucket.has_all_params
+            and bucket.state.master is not None
+            and options.rounding == "nearest"
+        ]
+        self._buckets = followed
+        placed = [params[each.param] for bucket in followed for each in bucket.layout.segments]
+        # What no group has lies in the same buckets, and its masters with the others'.
+        placed += left_out if followed else []
+        # A local tensor that is written to changes no version of its DTensor.
+        self._params = with_local(placed)
+        self._versions = self._read()
+        self._place = {id(param): at for at, param in enumerate(self._params)}
+
+    def _read(self) -> list[int]:
+        with plainly():
+            return [param._version for param in self._params]
+
+    def accept(self) -> None:
+        """Accepts the masters as they are, whatever was written so far."""
+        self._versions = self._read()
+
+    def found(self, params: Sequence[Tensor]) -> bool:
+        """Tells whether some of these were written to since masters have followed last."""
+        known = [(param, self._place.get(id(param))) for param in with_local(params)]
+        with plainly():
+            return any(at is not None and each._version != self._versions[at] for each, at in known)
+
+    def expect(self, written: Sequence[Tensor]) -> None:
+        """Accepts one more version of parameters, whose masters are written with them."""
+        if self._params:
+            for at in map(self._place.get, map(id, with_local(written))):
+                if at is not None:
+                    self._versions[at] += 1
+
+    def take_over(self) -> None:
+        """Sets each master that does not round to its parameter to the parameter."""
+        versions = self._read()
+        if versions != self._versions:
+            for bucket in self._buckets:
+                bucket.follow_params()
+            self._versions = versions
+
+
+# ---- Parameters that cross between nodes in codes, beside the FP32 masters that are coded -------
+# NOTE [Coded parameters] With ``Wire(parameters=)`` every rank, the one that updates a parameter
+# included, computes with what the code of its FP32 master decodes to, rounded to the parameter's
+# dtype: so all nodes have equal bits, whoever updates. It is as in mixed precision, whose
+# parameters are rounded masters, with another rounding, of blocks of 128 elements from the bucket's
+# begin. Since chunks begin at blocks, it depends on no world size. Codes of decoded values are
+# others, so the masters are kept for as long as the module is sharded: ``ParamBucket.wide`` is
+# their memory, which an optimizer's state shares.
+#
+# Masters follow what is written to parameters from outside: one that does not decode to its
+# parameter becomes that. Codes are then made anew, which moves the other elements of a block if its
+# largest one has changed.
+
+
+def decoded(wide: Tensor, wire: str, dtype: torch.dtype) -> Tensor:
+    """Returns what codes of FP32 numbers, in blocks from the first one on, decode to.
+
+    Args:
+        wide: float32, contiguous, on the CPU.
+        wire: "int8", "fp8" or "int4".
+        dtype: of the result.
+    """
+    elems, code = wide.numel(), _native.WIRES[wire]
+    codes = torch.empty(_native.wire_bytes(code, elems), dtype=torch.uint8, device=wide.device)
+    found = torch.empty(elems, dtype=dtype, device=wide.device)
+    _native.encode_wire(code, wide.data_ptr(), DTYPE_CODES[wide.dtype], codes.data_ptr(), elems)
+    _native.sum_wires(code, [codes.data_ptr()], found.data_ptr(), DTYPE_CODES[dtype], elems, 0)
+    return found
+
+
+def following(master: Tensor, params: Tensor, wire: str | None) -> Tensor:
+    """Returns ``master``, but the parameter wherever the master does not round to it.
+
+    Args:
+        master: float32 [elements], from the begin of a block on.
+        params: [elements].
+        wire: as of :func:`decoded`; None where parameters are masters rounded to their dtype.
+    """
+    rounded = master.to(params.dtype) if wire is None else decoded(master, wire, params.dtype)
+    return torch.where(rounded == params, master, params.to(master.dtype))
 
 
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
@@ -76,7 +201,7 @@ class ShardState:
         eight_bits: True if moments are made of 8 bits.
         master: float32, or None for float32 parameters or where the options keep none. There is one
             of all parameters that cross in codes; see NOTE [Coded parameters] in
-            ``optim/coded_params.py``.
+            ``optim/buckets.py``.
         remainder: the low 16 bits of the master as int16, or None.
     """
 

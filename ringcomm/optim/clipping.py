@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ringcomm.comm.arguments import ReduceOp
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.host.arguments import ReduceOp
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
 from ringcomm.optim.agreement import Asked, all_or_none
 from ringcomm.optim.buckets import Bucket

@@ -34,19 +34,10 @@ from ringcomm.c10d.comm_argument import CommArgument
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.module_names import matches, named_parameters
+from ringcomm.optim.any_torch import StepControl
 from ringcomm.optim.buckets import Bucket, Buckets
-from ringcomm.optim.fused_rules import (
-    MOMENTS,
-    AdamWRule,
-    check_betas,
-    check_positive,
-    check_rate,
-    fail,
-    numbers,
-)
 from ringcomm.optim.kernels import DeviceKernels, HostKernels, Kernels, StepTable
 from ringcomm.optim.layout import BucketLayout, ParamSpec, ShardLayout
-from ringcomm.optim.loss_scaler import LossScaler
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.owners import (
     OwnedParam,
@@ -57,9 +48,22 @@ from ringcomm.optim.owners import (
     refuse_other_options,
 )
 from ringcomm.optim.placement import sharers_of
-from ringcomm.optim.rules import Group, ParamState, UpdateRule, digest_of, plain
+from ringcomm.optim.rules import (
+    MOMENTS,
+    AdamWRule,
+    Group,
+    ParamState,
+    UpdateRule,
+    check_betas,
+    check_positive,
+    check_rate,
+    digest_of,
+    fail,
+    numbers,
+    plain,
+)
+from ringcomm.optim.setting import LossScaler
 from ringcomm.optim.sharded import Params, ShardedOptimizer, Sharing
-from ringcomm.optim.torch_rule import StepControl
 
 Tensor = torch.Tensor
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.options import check_wire
+from ringcomm.comm.host.options import check_wire
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.integers import integer
-from ringcomm.memory.scratch import Disk
+from ringcomm.offload.scratch import Disk
 from ringcomm.optim.layout import DEFAULT_BUCKET_ELEMS, checked_bucket_elems
 
 _CHOICES = {

@@ -16,13 +16,13 @@ import torch
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import UnsupportedError
+from ringcomm.optim.any_torch import StepControl
 from ringcomm.optim.buckets import Bucket, empty_for_streams, gather_params
 from ringcomm.optim.dtensors import is_distributed
 from ringcomm.optim.kernels import Kernels
 from ringcomm.optim.layout import Chunk, ParamSpec
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.reduction import Into, Reducer
-from ringcomm.optim.torch_rule import StepControl
 
 Tensor = torch.Tensor
 

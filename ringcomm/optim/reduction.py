@@ -11,11 +11,11 @@ from typing import Any, Protocol, cast
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.arguments import ALGORITHMS, DTYPE_CODES, OP_CODES
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.engine import Call, Use, itself
+from ringcomm.comm.host.arguments import ALGORITHMS, DTYPE_CODES, OP_CODES
+from ringcomm.comm.host.engine import Call, Use, itself
+from ringcomm.comm.host.work import Work
 from ringcomm.comm.nodes.wires import Residual
-from ringcomm.comm.work import Work
 from ringcomm.errors import ArgumentError
 from ringcomm.optim.options import Wire
 

@@ -12,28 +12,214 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from ringcomm.c10d.comm_argument import CommArgument, find_communicator
-from ringcomm.comm.admission import admit_keys, intercepting_keys
+from ringcomm.c10d.comm_argument import CommArgument, find_communicator, find_device_type
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.host.arguments import ReduceOp, admit_keys, intercepting_keys
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.memory import normal_tensors
 from ringcomm.optim import kernels, state, torch_state
 from ringcomm.optim.agreement import all_or_none
+from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets, make_bucket
 from ringcomm.optim.clipping import NormBound, clip_norm, clip_norm_of, clip_value_of
-from ringcomm.optim.dtensors import PartMesh, check_placements, find_mesh
+from ringcomm.optim.dtensors import PartMesh, check_placements, find_mesh, grad_of, local_of
 from ringcomm.optim.gradients import Accumulator
-from ringcomm.optim.growth import GrownStep
-from ringcomm.optim.layout import DTYPE_NAMES, DTYPES
-from ringcomm.optim.loss_scaler import LossScaler
-from ringcomm.optim.meshes import over_mesh, read_mesh
+from ringcomm.optim.layout import DTYPE_NAMES, DTYPES, ShardLayout
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.placement import Placement, all_params, check_order, placement_of
-from ringcomm.optim.rules import UpdateRule
-from ringcomm.optim.setting import Setting
+from ringcomm.optim.placement import (
+    ModelMesh,
+    Placement,
+    all_params,
+    check_order,
+    move_parameters,
+    over_mesh,
+    placement_of,
+    read_mesh,
+    specs_of,
+)
+from ringcomm.optim.rules import UpdateRule, plain
+from ringcomm.optim.setting import LossScaler, Setting
 from ringcomm.optim.step import Amp, ShardedStep
 
+# ---- The growth of an optimizer whose step is laid out already, by a param group ----------------
+# NOTE [Growth] What the optimizer has stays where it is: parameters, gradients and state lie in the
+# buckets that they have, which are laid out as before. Parameters of a sharded module have a place
+# in its buckets since ``shard()``, where no segment was theirs so far; other parameters get buckets
+# of their own. Like torch's, they begin at step 0. Tables of all parameters are made anew, and take
+# over the numbers of the old ones.
+
+
+class GrownStep(ShardedStep):
+    """The step that takes the place of another one, with more groups; building it is collective.
+
+    Args:
+        before: the step before, which is as it was if this raises.
+        groups: its groups, and more behind them.
+    """
+
+    _operation = "optimizer.add_param_group"
+
+    def __init__(self, before: ShardedStep, groups: Sequence[dict[str, Any]]) -> None:
+        before.written.take_over()
+        self._before: ShardedStep = before
+        self._count = len(before.layout.params)
+        self._states = before.states()
+        super().__init__(groups, before.setting)
+        del self._before, self._states
+        self.table.control.copy_(before.table.control)
+        self.table.step[: self._count].copy_(before.table.step)
+        if self.setting.device.type == "cpu":
+            self._seen_skipped = int(self.table.control[kernels.SKIPPED])
+
+    def _compared_groups(self) -> list[dict[str, Any]]:
+        """Adds the new group's lr, so that one which is wrong on a rank is not found by a step."""
+        *known, added = super()._compared_groups()
+        # On a device the lr may be a tensor there, and reading it would wait.
+        rate = {"lr": plain(self.groups[-1].get("lr"))} if self.table.compares else {}
+        return [*known, {**rate, **added}]
+
+    def _lay_out(self) -> ShardLayout:
+        return self._before.layout.extended(specs_of(self.groups)[self._count :])
+
+    def _take_over(self) -> None:
+        setting, options, comm = self.setting, self.setting.options, self.setting.comm
+        place, known = BucketDevice.of(comm), len(self._before.buckets)
+        more = [
+            make_bucket(number, bucket, bucket.chunk(*setting.shard_of), options, place)
+            for number, bucket in enumerate(self.layout.buckets)
+            if number >= known
+        ]
+        added = Buckets(self.layout, more)
+        self.keep_state(added)
+        move_parameters(self.params, added, comm, options.broadcast_parameters)
+        self.write_masters(added, Bucket.refresh_master)
+        self.buckets = Buckets(self.layout, [*self._before.buckets, *more])
+        self.gradients = self._make_gradients()
+
+    def _placed_buckets(self, placement: Placement) -> Buckets:
+        buckets: list[Bucket] = list(self._before.buckets)
+        for bucket, layout in zip(buckets, self.layout.buckets, strict=True):
+            bucket.lay_out(layout)
+        return Buckets(self.layout, buckets)
+
+
+# ---- A GradScaler by which all ranks take a step, or all skip it --------------------------------
+
 Tensor = torch.Tensor
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A ``torch.amp.GradScaler`` that skips a step on all ranks if the gradient of one overflowed.
+
+    So the ranks' scales stay equal. It works with any optimizer, and uses the communicator of
+    ringcomm's. It also checks gradients that ``accumulate_dtype`` has taken out of ``p.grad``. In a
+    pipeline only the last stage calls :meth:`scale`; every stage makes the other calls.
+
+    Args:
+        device: "cpu" or "cuda"; None takes the communicator's.
+        comm: the ranks that agree on the steps of other optimizers, in the forms that
+            :class:`AdamW` takes; looked up when the gradients of such an optimizer are unscaled.
+        settings: torch's further arguments: init_scale, growth_factor, backoff_factor,
+            growth_interval, enabled.
+    """
+
+    def __init__(
+        self, device: str | None = None, *, comm: CommArgument = None, **settings: Any
+    ) -> None:
+        found = find_device_type(comm, "GradScaler")
+        self._comm = comm
+        super().__init__(device or found, **settings)
+
+    def __repr__(self) -> str:
+        # Not the scale: to read it is to wait for the device.
+        state = "enabled" if self.is_enabled() else "not enabled"
+        return f"<ringcomm.optim.GradScaler on {self._device}, {state}>"
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divides the gradients by the scale; collective."""
+        self._begin(optimizer)
+        super().unscale_(optimizer)
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Sets the first scale on stages without a loss; elsewhere :meth:`scale` does."""
+        if (
+            not self._enabled
+            or self._scale is not None
+            or not isinstance(optimizer, ShardedOptimizer)
+        ):
+            return
+        mesh = optimizer.mesh
+        if isinstance(mesh, ModelMesh) and mesh.has_stages:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        sums: list[Tensor] | None = None
+        mesh, asks = None, False
+        if isinstance(optimizer, ShardedOptimizer):
+            comm, sums, mesh = optimizer.communicator, optimizer._gradient_flats(), optimizer.mesh
+            # A step that unscales by itself only asks for infinities, by the scale 1.
+            asks = sums is None and mesh is None and allow_fp16
+            if sums is None:
+                if not allow_fp16:
+                    _check_not_fp16(optimizer)
+                sums = _local_gradients(optimizer)
+        else:
+            comm = find_communicator(self._comm, "GradScaler", found_inf.device)
+        if sums is not None:
+            local = found_inf.clone()
+            for dtype in {each.dtype for each in sums}:
+                alike = [each for each in sums if each.dtype is dtype]
+                torch._amp_foreach_non_finite_check_and_unscale_(alike, local, inv_scale)
+                # The operator does not change versions, by which a step detects stale results.
+                if not asks:
+                    torch.autograd.graph.increment_version(alike)
+            found = {local.device: local}
+        else:
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        # A rank without gradients still takes part in the collective.
+        found = found or {found_inf.device: found_inf.clone()}
+        if comm is not None and comm.world_size > 1:
+            for each in found.values():
+                comm.all_reduce(each, ReduceOp.MAX)
+        if mesh is not None:
+            for each in found.values():
+                mesh.all_reduce(each, ReduceOp.MAX)
+        return found
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Steps the optimizer unless a gradient overflowed on some rank; collective."""
+        if not self._enabled or not isinstance(optimizer, ShardedOptimizer):
+            return super().step(optimizer, *args, **kwargs)
+        self._begin(optimizer)
+        optimizer._found_inf_agreed = True
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            optimizer._found_inf_agreed = False
+
+
+def _local_gradients(optimizer: ShardedOptimizer) -> list[Tensor]:
+    """Returns this rank's own gradients; torch takes no mixture with DTensors."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [local_of(grad) for grad in map(grad_of, params) if grad is not None]
+
+
+def _check_not_fp16(optimizer: ShardedOptimizer) -> None:
+    for group in optimizer.param_groups:
+        for grad in map(grad_of, group["params"]):
+            if grad is not None and grad.dtype is torch.float16:
+                raise ArgumentError(
+                    "GradScaler.unscale_: expected FP32 gradients, got float16, which unscaled "
+                    "would lose their small values. To clip them, build the optimizer with "
+                    "loss_scaler=ringcomm.optim.LossScaler() in place of a GradScaler: its "
+                    "clip_grad_norm_() takes the scale into account"
+                )
 
 
 def listed(params: Any) -> Any:
@@ -318,7 +504,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Its parameters begin at step 0, and the state of the others stays. What was unfrozen at
         once may be added by several calls, all of them before the next step. See NOTE [Growth] in
-        ``optim/growth.py``.
+        ``optim/sharded.py``.
 
         Raises:
             ArgumentError: hyper-parameters or parameters that cannot be used.

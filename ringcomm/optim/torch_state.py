@@ -14,12 +14,12 @@ from ringcomm.optim.buckets import Bucket, split_master
 from ringcomm.optim.dtensors import distributed_as, is_distributed, lies_alike, local_of
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.placement import end_changes
-from ringcomm.optim.residuals import forget_all
 from ringcomm.optim.rules import ParamState
 from ringcomm.optim.state import (
     ChunkTensors,
     check_groups,
     describe_states,
+    forget_all,
     merged_groups,
     pack_groups,
     take_groups,

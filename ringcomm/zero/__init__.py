@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ringcomm.optim.options import Wire
-from ringcomm.zero.access import (
+from ringcomm.zero.stages.access import (
     get_gradient,
     get_master,
     get_state,
@@ -15,35 +15,39 @@ from ringcomm.zero.access import (
     set_master,
     set_state,
 )
-from ringcomm.zero.activations import Activations, activations_on
-from ringcomm.zero.options import UnitOptions, ZeroOptions
-from ringcomm.zero.precision import Precision
-from ringcomm.zero.profile import StepProfile
-from ringcomm.zero.sharding import no_sync, profiled, shard, unshard
-from ringcomm.zero.shards import LocalShard, exchanged, local_shards, writing_shards
+from ringcomm.zero.stages.activations import Activations, activations_on
+from ringcomm.zero.stages.options import Precision, UnitOptions, ZeroOptions
+from ringcomm.zero.stages.order import StepProfile
+from ringcomm.zero.stages.sharding import no_sync, profiled, shard, unshard
+from ringcomm.zero.stages.shards import (
+    LocalShard,
+    exchanged,
+    full_state_dict,
+    gathered,
+    local_shards,
+    writing_shards,
+)
 from ringcomm.zero.uneven import uneven
-from ringcomm.zero.whole import full_state_dict, gathered
 
 if TYPE_CHECKING:
     from ringcomm.extras.migrate.convert import convert
     from ringcomm.extras.migrate.deepspeed import from_deepspeed
     from ringcomm.extras.migrate.fsdp2 import from_fsdp2
     from ringcomm.module_names import IncompatibleKeys
-    from ringcomm.zero.batch_norm import SyncBatchNorm, convert_sync_batchnorm, sync_buffers
     from ringcomm.zero.checkpoint.export import export_safetensors, save_pretrained
     from ringcomm.zero.checkpoint.pretrained import Pretrained, load_pretrained, pretrained
-    from ringcomm.zero.checkpoint.save_load import Loaded, load, save
-    from ringcomm.zero.checkpoint.train_state import TrainState
+    from ringcomm.zero.checkpoint.save_load import Loaded, TrainState, load, save
+    from ringcomm.zero.stages.batches import SyncBatchNorm, convert_sync_batchnorm, sync_buffers
 
 # Imported at first use: safetensors takes time to import, and few programs need these.
 _HOME_OF = {
     "IncompatibleKeys": "ringcomm.module_names",
     "Loaded": "ringcomm.zero.checkpoint.save_load",
     "Pretrained": "ringcomm.zero.checkpoint.pretrained",
-    "SyncBatchNorm": "ringcomm.zero.batch_norm",
-    "TrainState": "ringcomm.zero.checkpoint.train_state",
+    "SyncBatchNorm": "ringcomm.zero.stages.batches",
+    "TrainState": "ringcomm.zero.checkpoint.save_load",
     "convert": "ringcomm.extras.migrate.convert",
-    "convert_sync_batchnorm": "ringcomm.zero.batch_norm",
+    "convert_sync_batchnorm": "ringcomm.zero.stages.batches",
     "export_safetensors": "ringcomm.zero.checkpoint.export",
     "from_deepspeed": "ringcomm.extras.migrate.deepspeed",
     "from_fsdp2": "ringcomm.extras.migrate.fsdp2",
@@ -52,7 +56,7 @@ _HOME_OF = {
     "pretrained": "ringcomm.zero.checkpoint.pretrained",
     "save": "ringcomm.zero.checkpoint.save_load",
     "save_pretrained": "ringcomm.zero.checkpoint.export",
-    "sync_buffers": "ringcomm.zero.batch_norm",
+    "sync_buffers": "ringcomm.zero.stages.batches",
 }
 
 

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 
 import ringcomm.c10d
 from ringcomm import cuda
-from ringcomm.c10d import calls, messages
+from ringcomm.c10d import calls
+from ringcomm.c10d import process_group as messages
 from ringcomm.c10d.communicators import Communicators
-from ringcomm.c10d.creation import create_process_group
+from ringcomm.c10d.process_group import create_process_group
 from ringcomm.comm.communicator import Communicator
 from tests.support.emulator import EmulatedRuntime
 from tests.support.emulator.in_stream_order import InStreamOrder

@@ -16,8 +16,8 @@ from torch.distributed import HashStore
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.process_group import ProcessGroup
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.options import CommOptions
-from ringcomm.rendezvous.lookout import Lookout
+from ringcomm.comm.host.options import CommOptions
+from ringcomm.rendezvous.same_node import Lookout
 
 RANK, WORLD_SIZE = 1, 2
 OPTIONS = CommOptions(slots=8)

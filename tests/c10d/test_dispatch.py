@@ -12,7 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringcomm.c10d.work import completed
+from ringcomm.c10d.calls import completed
 from ringcomm.errors import UnsupportedError
 from tests.support.rank_pool import default_group
 

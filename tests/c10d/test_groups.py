@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 import ringcomm.c10d
 from ringcomm import CommOptions, _native, functional
-from ringcomm.c10d.barriers import MonitoredBarrier
-from ringcomm.c10d.process_group import ProcessGroup
+from ringcomm.c10d.process_group import MonitoredBarrier, ProcessGroup
 from ringcomm.errors import ArgumentError, PeerLost, RingcommError, UnsupportedError
-from ringcomm.rendezvous.lookout import Lookout
+from ringcomm.rendezvous.same_node import Lookout
 from tests.support.rank_pool import default_group
 
 SHORT = datetime.timedelta(milliseconds=300)

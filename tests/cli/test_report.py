@@ -18,7 +18,7 @@ from ringcomm.cli.report.sections import ShownRow, waits_of
 from ringcomm.comm.recorder import trace_file
 from ringcomm.comm.recorder.records import RankRecording, Record, Recording
 from ringcomm.examples.train_gpt import Options, train
-from ringcomm.zero.profile import StepProfile, TimedSpan
+from ringcomm.zero.stages.order import StepProfile, TimedSpan
 
 MAX = ringcomm.ReduceOp.MAX
 MS = 1_000_000

@@ -15,10 +15,9 @@ import torch
 import ringcomm
 from ringcomm import _native
 from ringcomm.cli import main
-from ringcomm.cli.trace import chrome_text
-from ringcomm.cli.trace_text import over_nodes, report
+from ringcomm.cli.trace import chrome_text, over_nodes, report
 from ringcomm.comm.recorder import trace_file
-from ringcomm.comm.recorder.live import live_recordings, running_communicators
+from ringcomm.comm.recorder.reader import live_recordings, running_communicators
 from ringcomm.comm.recorder.records import NodeLevel, RankRecording, Record, Recording
 from ringcomm.errors import _BY_KIND, RingcommError
 from tests.support import ROOT

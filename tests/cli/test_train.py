@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ringcomm.examples.train_gpt import GPT, ModelConfig
-from ringcomm.rendezvous.environment import LAUNCHERS, launched_world
+from ringcomm.rendezvous.launchers import LAUNCHERS, launched_world
 from tests.cli.processes import LIMIT_S, is_running, run, start, train_arguments, wait_until
 from tests.cli.train_runs import without_measurements
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ringcomm
 from ringcomm import CommOptions, UnsupportedError, _native
-from ringcomm.comm import admission
+from ringcomm.comm.host import arguments as admission
 
 N = 4
 

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 import ringcomm
 from ringcomm import CollectiveTimeout, Communicator, HeapError, RendezvousError, RingcommError
-from ringcomm.comm import meeting
+from ringcomm.comm.host import meeting
 from ringcomm.rendezvous.handles import Rendezvous
 from tests.support.faults import until_rank_threads_have_ended
 

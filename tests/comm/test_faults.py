@@ -216,7 +216,7 @@ def _forks(store, rank, world):
             comm.abort("must not reach the parent")
             comm.close()
             group.close()
-            ringcomm.comm.engine.close_all()
+            ringcomm.comm.host.engine.close_all()
         finally:
             os.write(writer, text.encode())
             os._exit(0)

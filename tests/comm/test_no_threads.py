@@ -15,11 +15,11 @@ import torch
 
 import ringcomm
 from ringcomm import AbortedError, Communicator, RendezvousError, RingcommError, _native
-from ringcomm.comm.call_queue import CallQueue
 from ringcomm.comm.device import lifecycle
+from ringcomm.comm.host.engine import CallQueue
 from ringcomm.rendezvous import same_node
-from ringcomm.zero.gather import HostCopier
-from ringcomm.zero.profile import StepProfile
+from ringcomm.zero.stages.gather import HostCopier
+from ringcomm.zero.stages.order import StepProfile
 from tests.support.ranks import Ranks
 
 T = torch.ones

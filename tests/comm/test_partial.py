@@ -7,8 +7,8 @@ import torch
 
 import ringcomm
 from ringcomm import Communicator, MismatchError, _native
-from ringcomm.comm.arguments import DTYPE_CODES, reduction_of
-from ringcomm.comm.engine import Call
+from ringcomm.comm.host.arguments import DTYPE_CODES, reduction_of
+from ringcomm.comm.host.engine import Call
 from tests.support.exact import REDUCIBLE, equal, op_of, operand, ops_for, reduced, same
 from tests.support.placing import PLACES, put, room
 

@@ -7,7 +7,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ringcomm
 from ringcomm import _native
-from ringcomm.comm.arguments import DTYPE_CODES, SUM
+from ringcomm.comm.host.arguments import DTYPE_CODES, SUM
 
 DENSE = torch.arange(12.0)
 TYPES = [dtype for dtype in DTYPE_CODES if not dtype.is_complex]

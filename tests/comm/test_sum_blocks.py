@@ -20,8 +20,8 @@ from ringcomm import (
     UnsupportedError,
     _native,
 )
-from ringcomm.comm.arguments import DTYPE_CODES
-from ringcomm.comm.engine import Call
+from ringcomm.comm.host.arguments import DTYPE_CODES
+from ringcomm.comm.host.engine import Call
 from ringcomm.optim import AdamW, AdamWOptions
 from tests.comm.test_partial import combine, scatter_partial
 from tests.support.exact import REDUCIBLE, equal, op_of, operand, ops_for, reduced, same

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.arguments import DTYPE_CODES
+from ringcomm.comm.host.arguments import DTYPE_CODES
 
 Tensor = torch.Tensor
 BLOCK = _native.WIRE_BLOCK

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from ringcomm.cuda import build
-from ringcomm.cuda.cupy_runtime import CudaRuntime
-from ringcomm.cuda.driver import CudaDriver
+from ringcomm.cuda.cupy_runtime import CudaDriver, CudaRuntime
 from ringcomm.errors import RingcommError, UnsupportedError
 from tests.support.emulator.library import COMPILER
 

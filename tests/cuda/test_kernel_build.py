@@ -8,8 +8,7 @@ import threading
 import pytest
 
 from ringcomm.cuda import build, units
-from ringcomm.cuda.build import KernelBuilder, Nvrtc, Prebuilt
-from ringcomm.cuda.kernel_cache import KernelCache
+from ringcomm.cuda.build import KernelBuilder, KernelCache, Nvrtc, Prebuilt
 from ringcomm.cuda.units import UNITS, Target
 from ringcomm.errors import ArgumentError, UnsupportedError
 from tests.support import nvrtc as wheel

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ringcomm.cuda import kernel_cache
-from ringcomm.cuda.kernel_cache import KernelCache, default_folder
+from ringcomm.cuda import build as kernel_cache
+from ringcomm.cuda.build import KernelCache, default_folder
 from tests.support.fake_compiler import FakeCompiler, builder_for, make_tree
 
 NAME = "move.sm_90a.0123"

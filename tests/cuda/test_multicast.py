@@ -7,7 +7,7 @@ import pytest
 
 from ringcomm.cuda.multicast import MulticastWindow, granularity_bytes, why_not
 from ringcomm.errors import UnsupportedError
-from ringcomm.rendezvous.descriptors import DescriptorInbox, send_descriptor
+from ringcomm.rendezvous.handles import DescriptorInbox, send_descriptor
 from tests.support.emulator import EmulatedRuntime
 from tests.support.emulator.library import COMPILER, library
 

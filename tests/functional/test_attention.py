@@ -14,13 +14,8 @@ from torch.library import opcheck
 
 import ringcomm
 from ringcomm import ArgumentError, Communicator, MismatchError, UnsupportedError
-from ringcomm.functional import (
-    attention,
-    context_positions,
-    ring_attention,
-    traced_groups,
-    ulysses_attention,
-)
+from ringcomm.functional import attention, context_positions, ring_attention, ulysses_attention
+from ringcomm.functional import collectives as traced_groups
 from tests.functional.compiling import alone
 
 Tensor = torch.Tensor

@@ -145,7 +145,7 @@ def test_not_a_member(worlds):
 @pytest.mark.parametrize("op", ["MAX", "PRODUCT", "BOR"])
 def test_an_operator_called_directly_has_no_gradient_either(op):
     with ringcomm.local_world(1) as world:
-        key = F.traced_groups.key_of(world[0])
+        key = F.collectives.key_of(world[0])
         mine = G(2)
         for operator in (torch.ops.ringcomm.all_reduce, torch.ops.ringcomm.reduce_scatter):
             with pytest.raises(UnsupportedError, match=f"got {op}, which has no gradient"):
@@ -154,7 +154,7 @@ def test_an_operator_called_directly_has_no_gradient_either(op):
 
 def test_an_unknown_op_name():
     with ringcomm.local_world(1) as world:
-        key = F.traced_groups.key_of(world[0])
+        key = F.collectives.key_of(world[0])
         with pytest.raises(ArgumentError, match=r"expected a torch\.distributed\.ReduceOp"):
             torch.ops.ringcomm.all_reduce(T(2), "sum", 1.0, key, 1)
 

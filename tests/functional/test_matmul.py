@@ -13,7 +13,8 @@ from torch.library import opcheck
 import ringcomm
 from ringcomm import ArgumentError, Communicator, MismatchError
 from ringcomm import functional as F
-from ringcomm.functional import matmul, traced_groups
+from ringcomm.functional import collectives as traced_groups
+from ringcomm.functional import matmul
 from tests.functional.cases import gradient
 from tests.functional.compiling import alone
 from tests.functional.lock_step import on_all_ranks

@@ -14,7 +14,7 @@ from torch.library import opcheck
 import ringcomm
 from ringcomm import ArgumentError, Communicator, RingcommError
 from ringcomm import functional as F
-from ringcomm.functional import traced_groups
+from ringcomm.functional import collectives as traced_groups
 
 ops = torch.ops.ringcomm
 # The arguments between the tensor and the group.

@@ -8,7 +8,7 @@ import torch
 import ringcomm
 from ringcomm import ReduceOp
 from ringcomm import functional as F
-from ringcomm.comm.arguments import is_plain
+from ringcomm.comm.host.arguments import is_plain
 from tests.functional.cases import CASES, Case, expected, gradient, inputs_of
 from tests.support.exact import equal, op_of, operand, ops_for, reduced
 

@@ -11,7 +11,7 @@ import torch
 
 import ringcomm
 from ringcomm import Communicator, moe
-from ringcomm.comm.arguments import DTYPE_CODES
+from ringcomm.comm.host.arguments import DTYPE_CODES
 from ringcomm.extras.moe.rows import run_native
 from tests.extras.moe.cases import (
     Case,

@@ -10,10 +10,10 @@ import torch
 
 import ringcomm
 from ringcomm import Communicator, _native
-from ringcomm.comm.arguments import DTYPE_CODES
-from ringcomm.comm.engine import Call
-from ringcomm.comm.nodes.device_codes import DeviceCodes, size_bytes
-from ringcomm.comm.nodes.sums import Span
+from ringcomm.comm.host.arguments import DTYPE_CODES
+from ringcomm.comm.host.engine import Call
+from ringcomm.comm.nodes.core import Span
+from ringcomm.comm.nodes.device_core import DeviceCodes, size_bytes
 from tests.gpu.device import PLAIN, REAL, synchronize
 from tests.gpu.worlds import one_launch_world
 from tests.support.covering import covering

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringcomm import DiskError
-from ringcomm.memory.scratch import ScratchFile, aligned_buffer
+from ringcomm.offload.scratch import ScratchFile, aligned_buffer
 
 
 def skip_unless_disk(folder: Path) -> Path:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from ringcomm.errors import DiskError
-from ringcomm.memory.scratch import ScratchFile, Transfer, aligned_buffer
+from ringcomm.offload.scratch import ScratchFile, Transfer, aligned_buffer
 
 CUT_BYTES = 8 << 20  # kScratchCutBytes
 BLOCK_BYTES = 2 * CUT_BYTES + 4096

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ringcomm import Disk, DiskError
-from ringcomm.memory import disk_chunks, scratch
-from ringcomm.memory.disk_chunks import DiskChunk, DiskChunks
-from ringcomm.memory.scratch import PAGE_BYTES
+from ringcomm.offload import scratch
+from ringcomm.offload import scratch as disk_chunks
+from ringcomm.offload.scratch import PAGE_BYTES, DiskChunk, DiskChunks
 from tests.memory.disk_folder import skip_unless_disk
 
 

@@ -17,7 +17,7 @@ import torch
 
 import ringcomm
 from ringcomm import ArgumentError, Disk, DiskError, ForkError, _native
-from ringcomm.memory.scratch import PAGE_BYTES, ScratchFile, aligned_buffer
+from ringcomm.offload.scratch import PAGE_BYTES, ScratchFile, aligned_buffer
 from tests.memory.disk_folder import filled, skip_unless_disk
 from tests.support import ROOT
 
@@ -454,7 +454,7 @@ def test_a_forked_child_leaves_it_alone_and_ends(scratch):
 
 ENDS = """
 import os, sys
-from ringcomm.memory.scratch import ScratchFile, aligned_buffer
+from ringcomm.offload.scratch import ScratchFile, aligned_buffer
 scratch = ScratchFile(sys.argv[1], "state")
 memory = aligned_buffer(8 << 20)
 block = scratch.add_block(8 << 20)

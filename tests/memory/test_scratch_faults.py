@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ringcomm import DiskError
-from ringcomm.memory.scratch import ScratchFile, aligned_buffer
+from ringcomm.offload.scratch import ScratchFile, aligned_buffer
 from tests.memory.disk_folder import filled, skip_unless_disk
 from tests.memory.faulty_job import CALLS, TROUBLES
 from tests.support import ROOT

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.arguments import DTYPE_CODES
+from ringcomm.comm.host.arguments import DTYPE_CODES
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError
 from ringcomm.optim import SGD, AdamW, AdamWOptions, GradScaler, LossScaleOptions, LossScaler
 from ringcomm.optim.reduction import NORM_WORDS, combine, norm_of

@@ -13,7 +13,7 @@ from torch import nn
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, MismatchError
 from ringcomm.optim import AdamW, AdamWOptions
-from ringcomm.optim.fused_rules import AdamWRule
+from ringcomm.optim.rules import AdamWRule
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor

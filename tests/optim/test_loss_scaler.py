@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ringcomm.errors import ArgumentError, CheckpointError
-from ringcomm.optim.loss_scaler import LossScaleOptions, LossScaler
+from ringcomm.optim.setting import LossScaleOptions, LossScaler
 
 CLEAN, OVERFLOW = torch.tensor(0.0, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)
 

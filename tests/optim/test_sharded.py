@@ -10,15 +10,8 @@ import pytest
 import torch
 
 from ringcomm.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
-from ringcomm.optim import (
-    AdamW,
-    AdamWOptions,
-    GradScaler,
-    LossScaleOptions,
-    LossScaler,
-    Sharded,
-    elementwise,
-)
+from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaleOptions, LossScaler, Sharded
+from ringcomm.optim import any_torch as elementwise
 from ringcomm.optim.state import reshard
 from tests.optim.problems import SMALL_BUCKETS, Problem, assert_same_state, values
 from tests.support.covering import covering

@@ -10,7 +10,7 @@ import torch
 
 import ringcomm
 from ringcomm import _native
-from ringcomm.comm.engine import Call
+from ringcomm.comm.host.engine import Call
 from ringcomm.errors import MismatchError
 from tests.optim.problems import TorchLion
 from tests.support.covering import covering

@@ -14,7 +14,7 @@ import torch
 
 from ringcomm import Disk, DiskError, RingcommError
 from ringcomm.errors import ArgumentError, MismatchError
-from ringcomm.memory import scratch
+from ringcomm.offload import scratch
 from ringcomm.optim import (
     SGD,
     Adafactor,

@@ -7,9 +7,15 @@ import pytest
 from torch.distributed import TCPStore
 
 from ringcomm import ArgumentError, RendezvousError, UnsupportedError
-from ringcomm.rendezvous import addresses
-from ringcomm.rendezvous.addresses import MasterAddress, hosts_of, meet_at, port_of, tasks_on
-from ringcomm.rendezvous.environment import read_environment
+from ringcomm.rendezvous import launchers as addresses
+from ringcomm.rendezvous.launchers import (
+    MasterAddress,
+    hosts_of,
+    meet_at,
+    port_of,
+    read_environment,
+    tasks_on,
+)
 
 # What srun of Slurm 22.05, mpirun of Open MPI 4.1 and mpiexec of MPICH 5.0 set on 2 nodes of 2
 # ranks, as far as it is read.

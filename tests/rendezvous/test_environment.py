@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from ringcomm import ArgumentError, Communicator, RendezvousError
 from ringcomm.rendezvous import same_node
-from ringcomm.rendezvous.environment import read_environment
+from ringcomm.rendezvous.launchers import read_environment
 from tests.support import ROOT, fork_server
 
 TIMEOUT_S = 60

@@ -12,7 +12,7 @@ from torch.distributed import HashStore, TCPStore
 
 from ringcomm import CommOptions, Communicator, RendezvousError, RingcommError
 from ringcomm.rendezvous import handles
-from ringcomm.rendezvous.environment import LauncherPlace
+from ringcomm.rendezvous.launchers import LauncherPlace
 
 pytestmark = pytest.mark.deadlines
 

@@ -24,7 +24,7 @@ REAL = "RINGCOMM_REAL_LAUNCHES"
 
 PROGRAM = """
 import os, sys, torch, ringcomm
-from ringcomm.rendezvous.environment import read_environment
+from ringcomm.rendezvous.launchers import read_environment
 comm = ringcomm.Communicator.from_env(timeout=60)
 tensor = torch.full((1000,), comm.rank + 1.0)
 comm.all_reduce(tensor)

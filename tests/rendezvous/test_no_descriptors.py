@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 
 from ringcomm import Communicator
 from ringcomm.errors import HeapError, RendezvousError, RingcommError
-from ringcomm.rendezvous.descriptors import forming, need_descriptors, shortage_of
+from ringcomm.rendezvous.handles import forming, need_descriptors, shortage_of
 from tests.support.faults import meet
 from tests.support.ranks import Ranks, join_nodes
 

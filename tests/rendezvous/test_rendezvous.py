@@ -25,7 +25,7 @@ from ringcomm import (
 from ringcomm.deadlines import Deadline
 from ringcomm.memory.host_heap import process_heap
 from ringcomm.rendezvous.handles import HeapHandle, Meeting, Rendezvous, machine_identity
-from ringcomm.rendezvous.lookout import Lookout
+from ringcomm.rendezvous.same_node import Lookout
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.deadlines

@@ -10,8 +10,7 @@ from typing import Any
 from torch.distributed import Store
 
 from ringcomm import cuda
-from ringcomm.comm.nodes.connecting import gloo
-from ringcomm.comm.nodes.rails import break_up
+from ringcomm.comm.nodes.carrier import break_up, gloo
 from ringcomm.cuda.runtime import Event
 from tests.support.emulator import EmulatedRuntime
 

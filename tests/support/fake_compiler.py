@@ -7,8 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ringcomm.cuda.build import KernelBuilder
-from ringcomm.cuda.kernel_cache import KernelCache
+from ringcomm.cuda.build import KernelBuilder, KernelCache
 
 SOURCES = {
     "kernels/cuda/kernels.cu": '#include <stdint.h>\n#include "kernels/cuda/body.h"\n',

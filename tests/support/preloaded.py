@@ -13,7 +13,7 @@ import torch.distributed.fsdp
 import torch.distributed.launcher.api
 import torch.distributed.pipelining
 
-import ringcomm.c10d.creation
+import ringcomm.c10d.process_group
 import ringcomm.comm.communicator
 import ringcomm.functional
 import ringcomm.optim

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.arguments import DTYPE_CODES
+from ringcomm.comm.host.arguments import DTYPE_CODES
 from tests.comm.test_wire_codes import blocks_of_all_kinds, encode, total
 
 Tensor = torch.Tensor

@@ -11,8 +11,8 @@ import torch
 
 import ringcomm
 from ringcomm import _native
-from ringcomm.comm.arguments import DTYPE_CODES, DTYPE_NAMES
-from ringcomm.comm.engine import Call
+from ringcomm.comm.host.arguments import DTYPE_CODES, DTYPE_NAMES
+from ringcomm.comm.host.engine import Call
 from ringcomm.optim.block_moments import BLOCK, CODES
 
 Tensor = torch.Tensor

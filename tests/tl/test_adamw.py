@@ -15,7 +15,7 @@ from ringcomm import (
     UnsupportedError,
     _native,
 )
-from ringcomm.comm.arguments import DTYPE_CODES, DTYPE_NAMES
+from ringcomm.comm.host.arguments import DTYPE_CODES, DTYPE_NAMES
 from tests.support.covering import in_test_all
 from tests.support.ranks import run_ranks
 from tests.tl.interpreter import connect, interpreted

@@ -16,7 +16,7 @@ from ringcomm import zero
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError
 from ringcomm.optim import AdamW
 from ringcomm.optim.dtensors import plainly
-from ringcomm.zero.absent import Absent
+from ringcomm.zero.stages.absent import Absent
 from tests.support.covering import covering
 from tests.support.heap_use import settled_heap_bytes
 from tests.zero.job import BF16

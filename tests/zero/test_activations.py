@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import ringcomm
 from ringcomm import ArgumentError, Disk, UnsupportedError, zero
 from ringcomm.examples.train_gpt import GPT, ModelConfig
-from ringcomm.memory.scratch import Transfer
-from ringcomm.zero.activation_store import PATIENCE, ActivationStore, Content, Receipt, extent_of
-from ringcomm.zero.activations import expect_host
+from ringcomm.offload.activations import PATIENCE, ActivationStore, Content, Receipt, extent_of
+from ringcomm.offload.scratch import Transfer
+from ringcomm.zero.stages.activations import expect_host
 from tests.memory.disk_folder import skip_unless_disk
 
 Tensor = torch.Tensor
@@ -574,7 +574,7 @@ def test_devices_are_refused(monkeypatch, folder):
     with pytest.raises(UnsupportedError, match="expected tensors on the CPU, got one on cuda:1"):
         expect_host(torch.device("cuda", 1))
     asked: list[torch.device] = []
-    monkeypatch.setattr("ringcomm.zero.activations.expect_host", asked.append)
+    monkeypatch.setattr("ringcomm.zero.stages.activations.expect_host", asked.append)
     with zero.activations_on(Disk(folder), module=nn.Linear(2, 2)):
         assert len(asked) == 2
         (leaf(2) * leaf(2).sin()).sum()

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ringcomm import Disk, DiskError, zero
 from ringcomm.functional import partitioned_checkpoint
 from ringcomm.optim import AdamW
-from ringcomm.zero.engine import owner_of
+from ringcomm.zero.stages.engine import owner_of
 from tests.memory.disk_folder import skip_unless_disk
 from tests.support.covering import covering, in_test_all
 from tests.zero.models import MODELS, SMALL_BUCKET_ELEMS, assert_same_bits, new_model, text
@@ -171,7 +171,7 @@ def test_models_that_are_brittle(worlds, folder, model, names):
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_is_gathered_is_not_written(worlds, folder, monkeypatch, stage):
     """Nothing that lies in a bucket goes to the disk, with the module's name or without."""
-    from ringcomm.zero.activation_store import ActivationStore
+    from ringcomm.offload.activations import ActivationStore
 
     saved: list[int] = []
     save = ActivationStore.save

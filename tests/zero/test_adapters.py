@@ -14,7 +14,7 @@ from torch import nn
 from ringcomm import zero
 from ringcomm.errors import ArgumentError
 from ringcomm.optim import AdamW
-from ringcomm.zero.sharding import engine_of
+from ringcomm.zero.stages.sharding import engine_of
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor

@@ -13,7 +13,7 @@ import torch
 
 import ringcomm
 from ringcomm import CommOptions, Communicator, _native, zero
-from ringcomm.comm.nodes import sums
+from ringcomm.comm.nodes import core as sums
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.extras.estimate import ModelElems, Training
 from ringcomm.optim import AdamW, AdamWOptions

@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ringcomm import CommOptions, Disk, zero
-from ringcomm.comm.device.streams import DeviceWork
+from ringcomm.comm.device.launch import DeviceWork
 from ringcomm.errors import UnsupportedError
 from ringcomm.optim import Adafactor, AdamW, AdamW8bit, AdamWOptions, Muon
-from ringcomm.zero.sharding import engine_of
+from ringcomm.zero.stages.sharding import engine_of
 from tests.support.covering import covering, in_test_all
 from tests.support.device_worlds import on_host
 from tests.support.emulator.in_stream_order import InStreamOrder

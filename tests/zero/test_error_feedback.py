@@ -14,7 +14,8 @@ from torch import nn
 
 import ringcomm
 from ringcomm import Communicator, _native, zero
-from ringcomm.comm.nodes import sums, wires
+from ringcomm.comm.nodes import core as sums
+from ringcomm.comm.nodes import wires
 from ringcomm.comm.nodes.wires import Residual
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.optim import (

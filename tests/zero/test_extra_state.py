@@ -12,7 +12,7 @@ from torch import nn
 from ringcomm import zero
 from ringcomm.errors import CheckpointError, UnsupportedError
 from ringcomm.zero.checkpoint import Checkpoints
-from ringcomm.zero.checkpoint.rank_data import ExtraState, read_extra_state, save_extra_state
+from ringcomm.zero.checkpoint.save_load import ExtraState, read_extra_state, save_extra_state
 
 Tensor = torch.Tensor
 

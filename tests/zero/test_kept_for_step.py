@@ -11,7 +11,7 @@ from torch import nn
 import ringcomm
 from ringcomm import zero
 from ringcomm.optim import AdamW, GradScaler
-from ringcomm.zero import reduce
+from ringcomm.zero.stages import reduce
 from tests.support.covering import covering
 
 Tensor = torch.Tensor

@@ -14,7 +14,7 @@ from torch import nn
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError
 from ringcomm.optim import AdamW, AdamWOptions
-from ringcomm.zero import shards as module_shards
+from ringcomm.zero.stages import shards as module_shards
 from tests.support.covering import covering
 from tests.zero.job import BF16
 from tests.zero.models import MODELS, Run, assert_same_bits, new_model, options_of

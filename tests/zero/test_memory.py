@@ -30,9 +30,8 @@ from ringcomm import zero
 from ringcomm.bench.training_systems import Shape
 from ringcomm.extras.estimate import ModelElems, Training
 from ringcomm.optim import AdamW, LossScaler
-from ringcomm.zero.buckets import ShardedBucket
-from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS
-from ringcomm.zero.precision import PRESETS
+from ringcomm.zero.stages.buckets import ShardedBucket
+from ringcomm.zero.stages.options import DEFAULT_BUCKET_ELEMS, PRESETS
 from tests.support import ROOT
 from tests.support.covering import covering
 

@@ -20,8 +20,7 @@ from torch.distributed import Store
 import ringcomm
 from ringcomm import CommOptions, Communicator, zero
 from ringcomm.comm.nodes import wires
-from ringcomm.comm.nodes.connecting import gloo
-from ringcomm.comm.nodes.rails import HEADER_TAG
+from ringcomm.comm.nodes.carrier import HEADER_TAG, gloo
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError
 from ringcomm.extras.estimate import ModelElems, Training
 from ringcomm.optim import AdamW, AdamWOptions

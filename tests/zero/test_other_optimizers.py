@@ -12,7 +12,7 @@ from ringcomm import zero
 from ringcomm.errors import ArgumentError
 from ringcomm.optim import AdamW
 from ringcomm.optim import placement as placements
-from ringcomm.zero import optimizer
+from ringcomm.zero.stages import optimizer
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor

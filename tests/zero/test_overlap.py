@@ -8,7 +8,7 @@ from torch import nn
 
 from ringcomm import zero
 from ringcomm.optim import AdamW
-from ringcomm.zero import sharding
+from ringcomm.zero.stages import sharding
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,11 @@ import ringcomm
 from ringcomm import Disk, DiskError, RingcommError, zero
 from ringcomm.errors import ArgumentError, MismatchError
 from ringcomm.examples.train_gpt import GPT, ModelConfig
-from ringcomm.memory import scratch
-from ringcomm.memory.disk_chunks import DiskChunk, DiskChunks
-from ringcomm.memory.scratch import PAGE_BYTES
+from ringcomm.offload import scratch
+from ringcomm.offload.scratch import PAGE_BYTES, DiskChunk, DiskChunks
 from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, Muon, tiers
-from ringcomm.zero.disk_buckets import DiskBucket
-from ringcomm.zero.sharding import engine_of
+from ringcomm.zero.stages.buckets import DiskBucket
+from ringcomm.zero.stages.sharding import engine_of
 from tests.memory.disk_folder import skip_unless_disk
 from tests.optim.test_tiers import Broken
 from tests.support.heap_use import settled_heap_bytes

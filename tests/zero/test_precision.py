@@ -28,7 +28,7 @@ from ringcomm.optim import (
     Muon,
     Sharded,
 )
-from ringcomm.zero.precision import PRESETS
+from ringcomm.zero.stages.options import PRESETS
 from tests.support import ROOT
 from tests.support.covering import in_test_all
 from tests.zero.models import assert_same_bits

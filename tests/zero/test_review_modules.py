@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ringcomm import zero
 from ringcomm.errors import UnsupportedError
 from ringcomm.optim import AdamW
-from ringcomm.zero.absent import Absent
+from ringcomm.zero.stages.absent import Absent
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor

@@ -15,8 +15,8 @@ from torch import nn
 from ringcomm import zero
 from ringcomm.errors import ArgumentError
 from ringcomm.optim import AdamW
-from ringcomm.zero.absent import Absent
-from ringcomm.zero.sharding import engine_of
+from ringcomm.zero.stages.absent import Absent
+from ringcomm.zero.stages.sharding import engine_of
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor

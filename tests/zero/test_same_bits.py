@@ -46,19 +46,20 @@ import torch
 
 import ringcomm
 from ringcomm import CommOptions, Disk, LocalWorld, zero
-from ringcomm.comm.arguments import OP_CODES
-from ringcomm.comm.nodes import sums, wires
+from ringcomm.comm.host.arguments import OP_CODES
+from ringcomm.comm.nodes import core as sums
+from ringcomm.comm.nodes import wires
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.memory.disk_chunks import DiskChunks
+from ringcomm.offload.scratch import DiskChunks
 from ringcomm.optim import SGD, Adafactor, AdamW, AdamW8bit, AdamWOptions, Lion, Muon, tiers
 from ringcomm.optim.clipping import NormBound
 from ringcomm.optim.gradients import Accumulator
 from ringcomm.optim.kernels import StepTable
 from ringcomm.optim.reduction import HostReducer, Into
-from ringcomm.zero.buckets import ShardedBucket, WorldBucket
-from ringcomm.zero.gather import HostCopier
-from ringcomm.zero.stage_kernels import RoundedKernels, StageKernels
-from ringcomm.zero.updates import BackwardUpdates
+from ringcomm.zero.stages.buckets import ShardedBucket, WorldBucket
+from ringcomm.zero.stages.gather import HostCopier
+from ringcomm.zero.stages.optimizer import RoundedKernels, StageKernels
+from ringcomm.zero.stages.updates import BackwardUpdates
 from tests.memory.disk_folder import skip_unless_disk
 from tests.support.covering import Case, covering_array
 from tests.zero.job import BF16

@@ -14,7 +14,7 @@ from torch import nn
 from ringcomm import Communicator, zero
 from ringcomm.errors import ArgumentError, CheckpointError, MismatchError
 from ringcomm.optim import AdamW
-from ringcomm.zero.checkpoint.rank_data import save_generators
+from ringcomm.zero.checkpoint.save_load import save_generators
 from tests.support.ranks import Ranks, run_ranks
 from tests.zero.job import Job
 from tests.zero.models import assert_same_bits, new_model

@@ -172,7 +172,7 @@ def rolled_back(rank, world_size):
     with pytest.MonkeyPatch.context() as patch:
         # The ranks that have the other parts learn of it, too.
         if rank == 3:
-            patch.setattr("ringcomm.zero.sharding.hook_modules", fail)
+            patch.setattr("ringcomm.zero.stages.sharding.hook_modules", fail)
         with pytest.raises(ArgumentError, match="at the end"):
             zero.shard(model, 3, comm=mesh["dp"], options=BF16)
     same({name: full(param) for name, param in model.named_parameters()}, before)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ringcomm import Disk, DiskError, zero
-from ringcomm.memory.scratch import ScratchFile
+from ringcomm.offload.scratch import ScratchFile
 from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, Muon, tiers
 from tests.memory.disk_folder import skip_unless_disk
 from tests.zero.checkpoint.states import files_below

@@ -15,7 +15,7 @@ import ringcomm
 from ringcomm import functional, zero
 from ringcomm.errors import ArgumentError, MismatchError
 from ringcomm.optim import AdamW
-from ringcomm.zero.sharding import engine_of
+from ringcomm.zero.stages.sharding import engine_of
 from tests.support.covering import covering
 
 OPTIONS = (

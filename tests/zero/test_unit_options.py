@@ -14,7 +14,7 @@ from ringcomm import zero
 from ringcomm.errors import ArgumentError, MismatchError
 from ringcomm.optim import AdamW
 from ringcomm.zero import Precision, UnitOptions, ZeroOptions
-from ringcomm.zero.sharding import engine_of
+from ringcomm.zero.stages.sharding import engine_of
 from tests.support import ROOT
 from tests.zero.models import assert_same_bits
 

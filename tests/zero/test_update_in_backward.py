@@ -30,8 +30,8 @@ from ringcomm.optim import (
     muon_groups,
     tiers,
 )
-from ringcomm.zero import updates
-from ringcomm.zero.gather import Gatherer
+from ringcomm.zero.stages import updates
+from ringcomm.zero.stages.gather import Gatherer
 from tests.memory.disk_folder import skip_unless_disk
 from tests.support.covering import covering
 from tests.zero.checkpoint.states import files_below
@@ -695,14 +695,14 @@ def test_hyper_parameters_of_one_rank_stop_all_before_anything_changes(
 def test_an_error_of_the_disk_is_told_at_the_step(worlds, folder, monkeypatch):
     """None waits for the rank whose disk fails at some transfer of a backward."""
     broken = [False]
-    wait = ringcomm.memory.scratch.Transfer.wait
+    wait = ringcomm.offload.scratch.Transfer.wait
 
     def failing(self):
         wait(self)
         if broken[0] and "rank 1" in self._scratch.what:
             raise DiskError("an error of the test")
 
-    monkeypatch.setattr(ringcomm.memory.scratch.Transfer, "wait", failing)
+    monkeypatch.setattr(ringcomm.offload.scratch.Transfer, "wait", failing)
 
     def work(comm, stage, overlap):
         options = replace(EARLY, tier=on_disk(folder))

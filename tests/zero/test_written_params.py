@@ -10,7 +10,7 @@ from torch import nn
 
 from ringcomm import zero
 from ringcomm.optim import AdamW, AdamWOptions, buckets
-from ringcomm.optim.outside_writes import OutsideWrites
+from ringcomm.optim.buckets import OutsideWrites
 
 Tensor = torch.Tensor
 # At stage 3 a module is loaded inside of gathered() only.

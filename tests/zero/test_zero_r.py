@@ -19,7 +19,8 @@ from torch import nn
 import ringcomm
 from ringcomm import Disk, zero
 from ringcomm.extras.estimate import STAGES, ModelElems, Training
-from ringcomm.memory import host_heap, scratch
+from ringcomm.memory import host_heap
+from ringcomm.offload import scratch
 from ringcomm.optim import AdamW, AdamWOptions, tiers
 from ringcomm.optim.buckets import Bucket, BucketMemory
 from ringcomm.optim.layout import BucketLayout, Segment

@@ -11,7 +11,7 @@ import jinja2
 
 from ringcomm.cli.report.sections import Section, of_processes
 from ringcomm.cli.report.sources import find
-from ringcomm.comm.recorder.live import ended_ranks, live_recordings
+from ringcomm.comm.recorder.reader import ended_ranks, live_recordings
 from ringcomm.comm.recorder.trace_file import newest
 from ringcomm.errors import ArgumentError
 

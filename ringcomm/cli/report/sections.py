@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ringcomm.cli.trace import SHOWN_CALLS
-from ringcomm.cli.trace_text import aligned, over_nodes, report, verdict
+from ringcomm.cli.trace import SHOWN_CALLS, aligned, over_nodes, report, verdict
 from ringcomm.comm.recorder.records import (
     FAILED,
     RUNNING,

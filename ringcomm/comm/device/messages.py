@@ -9,13 +9,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ringcomm.comm.arguments import put_back, readable, size_bytes, writable
-from ringcomm.comm.device.launch import DeviceCallEngine, Launches
-from ringcomm.comm.device.recorder import MESSAGES, SeenEvent
-from ringcomm.comm.device.streams import DeviceWork
-from ringcomm.comm.engine import Call, CallEngine
-from ringcomm.comm.messages import Messages
-from ringcomm.comm.work import Work
+from ringcomm.comm.device.core import MESSAGES, SeenEvent
+from ringcomm.comm.device.launch import DeviceCallEngine, DeviceWork, Launches
+from ringcomm.comm.host.arguments import put_back, readable, size_bytes, writable
+from ringcomm.comm.host.engine import Call, CallEngine
+from ringcomm.comm.host.messages import Messages
+from ringcomm.comm.host.work import Work
 from ringcomm.cuda.runtime import Stream
 from ringcomm.errors import UnsupportedError, where
 

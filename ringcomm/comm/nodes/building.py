@@ -12,23 +12,25 @@ from torch.distributed import PrefixStore
 
 from ringcomm import _native
 from ringcomm.comm.device.launch import DeviceCallEngine
-from ringcomm.comm.meeting import Membership, OneNode, SeveralNodes, meet
+from ringcomm.comm.host.meeting import Membership, OneNode, Places, SeveralNodes, chosen, meet
 from ringcomm.comm.nodes.calls import CallsOverNodes
-from ringcomm.comm.nodes.connecting import Carrier, Connector, carrier_of
+from ringcomm.comm.nodes.carrier import (
+    Carrier,
+    Connector,
+    DeviceRails,
+    Rails,
+    carrier_of,
+    device_carrier_of,
+)
 from ringcomm.comm.nodes.device_core import DeviceNodesCore
-from ringcomm.comm.nodes.device_rails import DeviceRails, device_carrier_of
-from ringcomm.comm.nodes.device_watch import DeviceWatch
 from ringcomm.comm.nodes.messages import NodesMessages
-from ringcomm.comm.nodes.places import Places
-from ringcomm.comm.nodes.rails import Rails
-from ringcomm.comm.nodes.schedules import chosen
 from ringcomm.comm.nodes.steps import StepsCore
-from ringcomm.comm.nodes.watch import Awaiting, Watch, claim
+from ringcomm.comm.nodes.watch import Awaiting, DeviceWatch, Watch, claim
 from ringcomm.comm.recorder.records import NodeLevel
 from ringcomm.errors import RendezvousError, RingcommError, UnsupportedError
 from ringcomm.json_reader import read_record, shown
 from ringcomm.memory import empty
-from ringcomm.rendezvous.descriptors import forming
+from ringcomm.rendezvous.handles import forming
 
 
 class _Closable(Protocol):
@@ -66,7 +68,7 @@ def build(
     Args:
         membership: of all ranks.
         found: their nodes.
-        heap_bytes: of the host; as for :func:`ringcomm.comm.meeting.meet`.
+        heap_bytes: of the host; as for :func:`ringcomm.comm.host.meeting.meet`.
         make_node: builds a node's communicator for users.
         on_device: it is one on devices.
 

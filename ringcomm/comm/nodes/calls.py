@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ringcomm import _native
+from ringcomm.comm.host.meeting import Places
+from ringcomm.comm.nodes.carrier import HEADER_TAG, RailMessage, Rails, memory_at, tag_of
 from ringcomm.comm.nodes.messages import NodesMessages
-from ringcomm.comm.nodes.places import Places
-from ringcomm.comm.nodes.rails import HEADER_TAG, RailMessage, Rails, memory_at, tag_of
 from ringcomm.comm.nodes.watch import RailWait, Watch
 from ringcomm.deadlines import Deadline
 from ringcomm.errors import (

@@ -1,7 +1,8 @@
 """The core of a communicator over several nodes: its node's core, and the rails.
 
-It has the methods of ``_native.Comm``, and so takes the calls of :mod:`ringcomm.comm.collectives`
-as they are. N nodes, L ranks in each; W = N L; a buffer of B bytes (of the wire's element type).
+It has the methods of ``_native.Comm``, and so takes the calls of
+:mod:`ringcomm.comm.host.collectives` as they are. N nodes, L ranks in each; W = N L; a buffer of B
+bytes (of the wire's element type).
 
     reduce-scatter   each node reduces what goes to a node m into partial sums, one for each rank
                      of m, and its ranks send them on their rails; rank r adds the N partial sums
@@ -23,10 +24,603 @@ reduced in the node, and the one before is added and shared. That is said of dir
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
 from ringcomm import _native
-from ringcomm.comm.nodes.calls import DIRECT
-from ringcomm.comm.nodes.sums import ELEM_BYTES, InFlight, Span, SumsOverNodes
-from ringcomm.comm.nodes.wires import AVG, SUM, CodedForm, Reducing
+from ringcomm.comm.host.meeting import Exchange, Round, gathering, levels_of, reduction
+from ringcomm.comm.nodes.calls import BYTE, DIRECT, CallsOverNodes
+from ringcomm.comm.nodes.carrier import RailMessage, memory_at
+from ringcomm.comm.nodes.wires import AVG, FLOAT32, SUM, CodedForm, Form, Reducing, is_coded
+
+# ---- Sums and gathers over nodes: within each node, and in rounds on the rails ------------------
+# Both work on a *table*: which elements each rank owns, by node and place. Large ones are cut into
+# segments, so that while one is on the wire the next is reduced in the node, and the one before is
+# added and shared.
+
+Tensor = torch.Tensor
+
+ELEM_BYTES: dict[int, int] = {
+    code: getattr(torch, name).itemsize
+    for name, code in _native.DTYPES.items()
+    if hasattr(torch, name)
+}
+
+# Pieces and segments begin at multiples of this, so that vectors of every type, and the blocks of
+# coded wires, are whole.
+LINE_ELEMS = _native.WIRE_BLOCK
+# What a rank has on the wire per segment and peer, and what part of that the first and the last
+# segment are. Two nodes of 2 ranks in network namespaces, 2 virtual cores of an Intel Xeon (family
+# 6 model 207), 16 MiB, sizes from 256 KiB to 2 MiB and ends from all to 1/8 of them in turn, 13 to
+# 15 rounds: at 1 Gbit/s small ends bring a reduce-scatter from 74 to 71 ms at best (a bare exchange
+# of the bytes: 70), and at 20 Gbit/s, where the cores are the limit, segments of 2 MiB take 0.8
+# times as long as those of 1 MiB. Other work ran beside.
+SEGMENT_BYTES = 2 << 20
+END_DIVISOR = 8
+
+
+class Span(NamedTuple):
+    """Elements in this process's memory."""
+
+    ptr: int
+    elems: int
+
+    def part(self, begin: int, end: int, elem_bytes: int) -> Span:
+        """Returns elements [begin, end) of it, as far as it has them."""
+        begin, end = min(begin, self.elems), min(end, self.elems)
+        return Span(self.ptr + begin * elem_bytes, end - begin)
+
+
+# By node and place, what each rank there owns. Of all-reduce every node has as many places as there
+# are rails, and a rank of a smaller node owns several.
+Table = list[list[Span]]
+
+
+@dataclass
+class InFlight:
+    """Messages that a part of a call has sent, and scratch memory that it holds meanwhile.
+
+    Attributes:
+        sent: to wait for before the memory is free.
+        scratch: the memory.
+    """
+
+    sent: list[RailMessage] = field(default_factory=list)
+    scratch: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class _Parcel:
+    """A message that arrives, with the parts of one node or of several behind one another.
+
+    Attributes:
+        peer: the node that sends it.
+        message: None: it is there, and its parts are where they belong.
+        parts: by node, where its part arrives.
+    """
+
+    peer: int
+    message: RailMessage | None
+    parts: dict[int, Span]
+
+
+@dataclass
+class _OnRail:
+    """A reduction or a gathering of one segment on one rail, under way.
+
+    Attributes:
+        rail: its number.
+        spans: by node, this rank's partial sum for it; or where its bytes belong.
+        rounds: of the schedule.
+        arriving: by round, what arrives.
+    """
+
+    rail: int
+    spans: list[Span]
+    rounds: tuple[Round, ...]
+    arriving: list[list[_Parcel]] = field(default_factory=list)
+
+
+@dataclass
+class _Begun(InFlight):
+    """A reduction or a gathering of one segment under way, by rail.
+
+    Attributes:
+        rails: by number.
+        form: of what is gathered, if it has to be decoded.
+    """
+
+    rails: dict[int, _OnRail] = field(default_factory=dict)
+    form: CodedForm | None = None
+
+
+class SumsOverNodes(CallsOverNodes):
+    """One rank's calls over nodes, with what sums and gathers tables."""
+
+    def _table(self, spans: Sequence[Span]) -> Table:
+        return [[spans[rank] for rank in ranks] for ranks in self.places.nodes]
+
+    def _pieces(self, ptr: int, begin: int, end: int, elem_bytes: int) -> Table:
+        """Cuts elements [begin, end) of a buffer into a piece for each rail and node."""
+        rails, nodes = self.places.num_rails, len(self.places.nodes)
+        each = -(-(end - begin) // (rails * nodes))
+        each = -(-each // LINE_ELEMS) * LINE_ELEMS
+        whole = Span(ptr + begin * elem_bytes, end - begin)
+        return [
+            [
+                whole.part(number * each, (number + 1) * each, elem_bytes)
+                for number in range(node, rails * nodes, nodes)
+            ]
+            for node in range(nodes)
+        ]
+
+    def _segments(self, elems: int, pieces: int, elem_bytes: int) -> list[tuple[int, int]]:
+        """Cuts elements that lie in so many pieces into what is under way at a time.
+
+        Of several segments the first and the last are small: nothing is on the wire before the
+        first has been summed within the node, nor behind the last.
+        """
+        each, small = (
+            max(size_bytes // elem_bytes, 1) * pieces
+            for size_bytes in (SEGMENT_BYTES, SEGMENT_BYTES // END_DIVISOR)
+        )
+        if elems <= min(each, 2 * small):
+            return [(0, elems)] if elems else []
+        last = (elems - small) // LINE_ELEMS * LINE_ELEMS
+        ends = [*range(small, last, each), last, elems]
+        return list(zip([0, *ends], ends, strict=False))
+
+    def _in_stages(self, count: int, *stages: Callable[[int, Any], Any]) -> None:
+        """Does the stages of all segments, each stage of one while the next is under way."""
+        under_way: list[dict[int, Any]] = [{} for _ in stages]
+        for turn in range(count + len(stages) - 1):
+            for number, stage in enumerate(stages):
+                segment = turn - number
+                if not 0 <= segment < count:
+                    continue
+                before = under_way[number - 1].pop(segment) if number else None
+                under_way[number][segment] = stage(segment, before)
+
+    def _rows(self, table: Table, node: int) -> Iterator[tuple[int, list[Span]]]:
+        """Yields the places of a node by as many as this rank has mates.
+
+        Each row has a span for each mate, of no elements where there is none for it. With it comes
+        the place of this rank's own, which may be past the node's last.
+        """
+        spans, mates = table[node], len(self.places.mates)
+        for first in range(0, len(spans), mates):
+            row = spans[first : first + mates]
+            row += [Span(row[0].ptr, 0)] * (mates - len(row))
+            if any(span.elems for span in row):
+                yield first + self.places.place, row
+
+    @property
+    def _rounds(self) -> range:
+        """The rounds of this communicator's schedule."""
+        return range(len(reduction(self._schedule, len(self.places.nodes), self.places.node)))
+
+    def _taken(self, begun: InFlight, size_bytes: int) -> int:
+        tensor = self._scratch.take(size_bytes)
+        begun.scratch.append(tensor)
+        return tensor.data_ptr()
+
+    def _given_back(self, begun: InFlight) -> None:
+        """Waits for what was sent, and gives the memory back."""
+        self._settle(begun.sent)
+        self._scratch.give(begun.scratch)
+
+    # ---- reduce-scatter -------------------------------------------------------------------------
+
+    def _reduce_spans(self, spans: list[Span], out_ptr: int, form: Form, out_dtype: int) -> None:
+        """Reduces spans, one for each rank, of which this rank's sum goes to ``out_ptr``."""
+        r = form.r
+        size, out_size = ELEM_BYTES[r.dtype], ELEM_BYTES[out_dtype]
+        segments = self._segments(max(span.elems for span in spans), 1, ELEM_BYTES[r.partial])
+        mine = Span(out_ptr, spans[self.places.rank].elems)
+        own = self.places.place
+
+        def begin(s: int, _: None) -> _Begun:
+            return self._begin_reduction(
+                self._table([span.part(*segments[s], size) for span in spans]), form
+            )
+
+        def end(s: int, begun: _Begun) -> None:
+            self._end_reduction(begun, {own: mine.part(*segments[s], out_size)}, form, out_dtype)
+
+        self._in_stages(len(segments), begin, *self._adding_stages(form), end)
+
+    def _reduce_and_gather(self, in_ptr: int, out_ptr: int, elems: int, r: Reducing) -> None:
+        """Reduces a buffer in pieces of which each rank owns some, and gathers the sums."""
+        places, size = self.places, ELEM_BYTES[r.dtype]
+        pieces, form = places.num_rails * len(places.nodes), self._form(r, elems)
+        segments = self._segments(elems, pieces, form.segment_elem_bytes)
+        sources = [self._pieces(in_ptr, *segment, size) for segment in segments]
+        results = [self._pieces(out_ptr, *segment, size) for segment in segments]
+
+        def add(s: int, begun: _Begun) -> _Begun:
+            own = dict(enumerate(results[s][places.node]))
+            if isinstance(form, CodedForm):
+                return self._code_sums(begun, own, results[s], form)
+            self._end_reduction(begun, own, form, r.dtype)
+            return self._begin_gathering(results[s], size)
+
+        self._in_stages(
+            len(segments),
+            lambda s, _: self._begin_reduction(sources[s], form),
+            *self._adding_stages(form),
+            add,
+            *self._passing_stages(),
+            lambda s, begun: self._end_gathering(begun, results[s], size),
+        )
+
+    def _code_sums(
+        self, begun: _Begun, own: Mapping[int, Span], table: Table, form: CodedForm
+    ) -> _Begun:
+        """Ends a reduction in sums that are coded once more, and begins to gather the codes.
+
+        This rank's results are those that the others decode.
+        """
+        gathered = _Begun(form=form)
+        size = ELEM_BYTES[form.r.partial]
+        wide = {
+            rail: Span(self._taken(gathered, own[rail].elems * size), own[rail].elems)
+            for rail in begun.rails
+        }
+        self._end_reduction(begun, wide, form, form.r.partial)
+        for rail, sums in wide.items():
+            spans = [row[rail] if rail < len(row) else Span(0, 0) for row in table]
+            self._begin_codes_on_rail(gathered, rail, sums, spans, form)
+        return gathered
+
+    def _begin_codes_on_rail(
+        self, begun: _Begun, rail: int, wide: Span, spans: Sequence[Span], form: CodedForm
+    ) -> None:
+        """Codes what this rank has in FP32, and begins to gather the codes on one rail.
+
+        Args:
+            begun: holds the codes' memory.
+            rail: its number.
+            wide: the FP32 numbers.
+            spans: by node, where the decoded numbers belong; this rank's are written here.
+            form: of the wire.
+        """
+        codes = [Span(0, form.bytes_of(span.elems)) for span in spans]
+        ptr = self._taken(begun, sum(span.elems for span in codes))
+        for node, span in enumerate(codes):
+            codes[node], ptr = Span(ptr, span.elems), ptr + span.elems
+        mine = codes[self.places.node].ptr
+        form.write(wide.ptr, mine, wide.elems)
+        form.decode(mine, spans[self.places.node].ptr, wide.elems)
+        self._begin_on_rail(begun, rail, codes)
+
+    def _begin_reduction(self, table: Table, form: Form) -> _Begun:
+        """Reduces within the node, and sends the partial sums of the first round."""
+        begun, places = _Begun(), self.places
+        for rail in places.rails_of(places.rank):
+            elems = [row[rail].elems if rail < len(row) else 0 for row in table]
+            begun.rails[rail] = self._with_room(begun, rail, elems, form)
+        rounds = reduction(self._schedule, len(places.nodes), places.node)
+        # What leaves first is reduced first.
+        for number, exchange in ((n, each) for n, turn in enumerate(rounds) for each in turn.sends):
+            for target in exchange.targets:
+                self._reduce_rows(begun, table, target, form)
+            if number == 0:
+                for on_rail in begun.rails.values():
+                    self._send_parts(begun, on_rail, exchange, 0, form)
+        self._reduce_rows(begun, table, places.node, form)
+        return begun
+
+    def _with_room(self, begun: InFlight, rail: int, elems: list[int], form: Form) -> _OnRail:
+        """Takes memory for partial sums, in the order in which they leave, and for all rounds."""
+        places = self.places
+        rounds = reduction(self._schedule, len(places.nodes), places.node)
+        leaving = [
+            target for turn in rounds for exchange in turn.sends for target in exchange.targets
+        ]
+        sizes_bytes = [form.bytes_of(each) for each in elems]
+        ptr = self._taken(begun, sum(sizes_bytes))
+        spans = [Span(0, 0)] * len(elems)
+        for node in (*leaving, places.node):
+            spans[node] = Span(ptr, elems[node])
+            ptr += sizes_bytes[node]
+        on_rail = _OnRail(rail, spans, rounds)
+        for number, turn in enumerate(rounds):
+            on_rail.arriving.append([])
+            for exchange in turn.receives:
+                size_bytes = sum(sizes_bytes[target] for target in exchange.targets)
+                if size_bytes:
+                    ptr, parts = self._taken(begun, size_bytes), {}
+                    message = self._receive(rail, exchange.peer, ptr, size_bytes, number)
+                    for target in exchange.targets:
+                        parts[target] = Span(ptr, elems[target])
+                        ptr += sizes_bytes[target]
+                    on_rail.arriving[-1].append(_Parcel(exchange.peer, message, parts))
+        return on_rail
+
+    def _reduce_rows(self, begun: _Begun, table: Table, target: int, form: Form) -> None:
+        """Reduces within the node what a node's ranks own, to partial sums on this rank's rails."""
+        r = form.r
+        for place, row in self._rows(table, target):
+            mine = row[self.places.place]
+            # A place past the last rail has no elements.
+            ptr = begun.rails[place].spans[target].ptr if place in begun.rails else mine.ptr
+            wide = ptr
+            if not form.is_partial:
+                wide = self._taken(begun, mine.elems * ELEM_BYTES[r.partial])
+            self._inside(
+                self._inner.reduce_scatter_partial(
+                    [span.ptr for span in row],
+                    [span.elems for span in row],
+                    wide,
+                    r.dtype,
+                    r.op,
+                    r.factor,
+                )
+            )
+            if not form.is_partial and mine.elems:
+                form.write_partial(mine.ptr, wide, ptr, mine.elems)
+
+    def _send_parts(
+        self, begun: _Begun, on_rail: _OnRail, exchange: Exchange, number: int, form: Form
+    ) -> None:
+        """Sends the parts of a message, which lie behind one another."""
+        size_bytes = sum(form.bytes_of(on_rail.spans[node].elems) for node in exchange.targets)
+        if size_bytes:
+            ptr = on_rail.spans[exchange.targets[0]].ptr
+            begun.sent.append(self._send(on_rail.rail, exchange.peer, ptr, size_bytes, number))
+
+    def _adding_stages(self, form: Form) -> Iterator[Callable[[int, _Begun], _Begun]]:
+        """Yields the stages of a reduction between its first and its last."""
+
+        def add(number: int, s: int, begun: _Begun) -> _Begun:
+            for on_rail in begun.rails.values():
+                for target, ptrs in self._terms(on_rail, number).items():
+                    span = on_rail.spans[target]
+                    form.join(ptrs, span.ptr, span.elems)
+                for exchange in on_rail.rounds[number + 1].sends:
+                    self._send_parts(begun, on_rail, exchange, number + 1, form)
+            return begun
+
+        yield from (partial(add, number) for number in self._rounds[:-1])
+
+    def _terms(self, on_rail: _OnRail, number: int) -> dict[int, list[int]]:
+        """Waits for a round; returns by target the terms of its sum, in the order of the nodes."""
+        came: dict[int, list[tuple[int, int]]] = {}
+        for parcel in on_rail.arriving[number]:
+            self._arrive(parcel)
+            for target, span in parcel.parts.items():
+                if span.elems:
+                    came.setdefault(target, []).append((parcel.peer, span.ptr))
+        return {
+            target: [
+                ptr for _, ptr in sorted([*terms, (self.places.node, on_rail.spans[target].ptr)])
+            ]
+            for target, terms in came.items()
+        }
+
+    def _end_reduction(
+        self, begun: _Begun, outs: Mapping[int, Span], form: Form, out_dtype: int
+    ) -> None:
+        """Adds what arrives in the last round for the places that this rank owns."""
+        divide_by = self._world if form.r.op == AVG else 0
+        for rail, on_rail in begun.rails.items():
+            for ptrs in self._terms(on_rail, self._rounds[-1]).values():
+                elems = on_rail.spans[self.places.node].elems
+                form.finish(ptrs, outs[rail].ptr, out_dtype, elems, divide_by)
+        self._given_back(begun)
+
+    def _join(self, begun: InFlight, ptrs: list[int], out: Span, r: Reducing) -> None:
+        """Adds a partial sum of each node, in the order in which levels add, if they are chosen."""
+        near = levels_of(len(ptrs))[0] if self._schedule == "levels" else 1
+        if near > 1:
+            size_bytes = out.elems * ELEM_BYTES[r.partial]
+            blocks = [ptrs[first : first + near] for first in range(0, len(ptrs), near)]
+            room = self._taken(begun, size_bytes * len(blocks))
+            ptrs = [room + number * size_bytes for number in range(len(blocks))]
+            for block, ptr in zip(blocks, ptrs, strict=True):
+                _native.combine_partials(block, r.partial, ptr, r.partial, out.elems, r.joining, 0)
+        divide_by = self._world if r.op == AVG else 0
+        _native.combine_partials(ptrs, r.partial, out.ptr, r.dtype, out.elems, r.joining, divide_by)
+
+    def _form(self, r: Reducing, elems: int) -> Form:
+        """Returns the form in which partial sums of a buffer of so many elements travel."""
+        code = _native.WIRES.get(self.wire)
+        if code is not None and is_coded(r, elems * ELEM_BYTES[r.dtype]):
+            return CodedForm(r, code)
+        dtype = r.dtype if self.wire == "param" else r.partial
+        return Form(r, dtype, ELEM_BYTES[dtype])
+
+    # ---- all-gather -----------------------------------------------------------------------------
+
+    def _gather_spans(self, in_ptr: int, spans: list[Span]) -> None:
+        """Gathers spans of bytes, of which this rank's lies at ``in_ptr``, too."""
+        own = spans[self.places.rank]
+        if in_ptr != own.ptr and own.elems:
+            memory_at(own.ptr, own.elems).copy_(memory_at(in_ptr, own.elems))
+        segments = self._segments(max(span.elems for span in spans), 1, 1)
+        tables = [self._table([span.part(*s, 1) for span in spans]) for s in segments]
+        self._in_stages(
+            len(tables),
+            lambda s, _: self._begin_gathering(tables[s], 1),
+            *self._passing_stages(),
+            lambda s, begun: self._end_gathering(begun, tables[s], 1),
+        )
+
+    def _gather_on_rail(self, spans: list[Span]) -> None:
+        """Gathers spans of bytes, one for each node, among the ranks of this rank's rail alone."""
+        segments = self._segments(max(span.elems for span in spans), 1, 1)
+
+        def begin(s: int, _: None) -> _Begun:
+            begun = _Begun()
+            self._begin_on_rail(
+                begun, self.places.place, [span.part(*segments[s], 1) for span in spans]
+            )
+            return begun
+
+        def end(s: int, begun: _Begun) -> None:
+            self._pass_on(begun, self._rounds[-1])
+            self._check_headers()
+            self._given_back(begun)
+
+        self._in_stages(len(segments), begin, *self._passing_stages(), end)
+
+    def _gather_codes(self, wide_ptr: int, spans: list[Span], form: CodedForm) -> None:
+        """Gathers spans of elements, one for each rank, which become what codes decode to.
+
+        Args:
+            wide_ptr: the FP32 numbers that this rank codes.
+            spans: by rank, where its elements belong.
+            form: of the wire.
+        """
+        places, size, nothing = self.places, ELEM_BYTES[form.r.dtype], Span(0, 0)
+        mine = Span(wide_ptr, spans[places.rank].elems)
+        elems = max(span.elems for span in spans)
+        segments = self._segments(elems, 1, form.segment_elem_bytes)
+        tables = [self._table([span.part(*s, size) for span in spans]) for s in segments]
+
+        def begin(s: int, _: None) -> _Begun:
+            begun, wide = _Begun(form=form), mine.part(*segments[s], ELEM_BYTES[FLOAT32])
+            for rail in places.rails_of(places.rank):
+                row = [each[rail] if rail < len(each) else nothing for each in tables[s]]
+                here = wide if rail == places.place else nothing
+                self._begin_codes_on_rail(begun, rail, here, row, form)
+            return begun
+
+        self._in_stages(
+            len(tables),
+            begin,
+            *self._passing_stages(),
+            lambda s, begun: self._end_gathering(begun, tables[s], size),
+        )
+
+    def _gather_codes_on_rail(self, wide_ptr: int, spans: list[Span], form: CodedForm) -> None:
+        """Does :meth:`_gather_codes` with a span for each node, on this rank's rail alone."""
+        places, size = self.places, ELEM_BYTES[form.r.dtype]
+        mine = Span(wide_ptr, spans[places.node].elems)
+        elems = max(span.elems for span in spans)
+        segments = self._segments(elems, 1, form.segment_elem_bytes)
+        rows = [[span.part(*s, size) for span in spans] for s in segments]
+
+        def begin(s: int, _: None) -> _Begun:
+            begun, wide = _Begun(form=form), mine.part(*segments[s], ELEM_BYTES[FLOAT32])
+            self._begin_codes_on_rail(begun, places.place, wide, rows[s], form)
+            return begun
+
+        def end(s: int, begun: _Begun) -> None:
+            self._pass_on(begun, self._rounds[-1])
+            codes = begun.rails[places.place].spans
+            for node in places.others():
+                form.decode(codes[node].ptr, *rows[s][node])
+            self._given_back(begun)
+
+        self._in_stages(len(rows), begin, *self._passing_stages(), end)
+
+    def _begin_gathering(self, table: Table, elem_bytes: int) -> _Begun:
+        """Sends what this rank owns to the rail peers of the first round."""
+        begun, nothing = _Begun(), Span(0, 0)
+        for rail in self.places.rails_of(self.places.rank):
+            spans = [row[rail] if rail < len(row) else nothing for row in table]
+            self._begin_on_rail(begun, rail, [Span(ptr, n * elem_bytes) for ptr, n in spans])
+        return begun
+
+    def _begin_on_rail(self, begun: _Begun, rail: int, spans: list[Span]) -> None:
+        """Begins a gathering on one rail of spans of bytes, by node."""
+        places = self.places
+        rounds = gathering(self._schedule, len(places.nodes), places.node)
+        begun.rails[rail] = on_rail = _OnRail(rail, spans, rounds)
+        for number, turn in enumerate(rounds, len(rounds)):
+            on_rail.arriving.append([])
+            for exchange in turn.receives:
+                parts = {node: spans[node] for node in exchange.targets if spans[node].elems}
+                if not parts:
+                    continue
+                size_bytes = sum(span.elems for span in parts.values())
+                ptr = next(iter(parts.values())).ptr
+                if len(parts) > 1:
+                    ptr = at = self._taken(begun, size_bytes)
+                    for node, span in parts.items():
+                        parts[node] = Span(at, span.elems)
+                        at += span.elems
+                message = self._receive(rail, exchange.peer, ptr, size_bytes, number)
+                on_rail.arriving[-1].append(_Parcel(exchange.peer, message, parts))
+        self._send_round(begun, on_rail, 0)
+
+    def _send_round(self, begun: _Begun, on_rail: _OnRail, number: int) -> None:
+        """Sends the messages of a round of a gathering; parts of several nodes are packed."""
+        packed: dict[tuple[int, ...], Span] = {}
+        for exchange in on_rail.rounds[number].sends:
+            if exchange.targets not in packed:
+                spans = [on_rail.spans[node] for node in exchange.targets]
+                packed[exchange.targets] = self._packed(begun, [s for s in spans if s.elems])
+            span = packed[exchange.targets]
+            if span.elems:
+                tag = number + len(on_rail.rounds)
+                begun.sent.append(self._send(on_rail.rail, exchange.peer, *span, tag))
+
+    def _packed(self, begun: InFlight, spans: list[Span]) -> Span:
+        """Returns bytes behind one another: those of a single span where they are."""
+        if len(spans) <= 1:
+            return spans[0] if spans else Span(0, 0)
+        size_bytes = sum(span.elems for span in spans)
+        ptr = at = self._taken(begun, size_bytes)
+        for span in spans:
+            memory_at(at, span.elems).copy_(memory_at(*span))
+            at += span.elems
+        return Span(ptr, size_bytes)
+
+    def _passing_stages(self) -> Iterator[Callable[[int, _Begun], _Begun]]:
+        """Yields the stages of a gathering between its first and its last."""
+
+        def pass_on(number: int, s: int, begun: _Begun) -> _Begun:
+            self._pass_on(begun, number)
+            return begun
+
+        yield from (partial(pass_on, number) for number in self._rounds[:-1])
+
+    def _pass_on(self, begun: _Begun, number: int) -> None:
+        """Waits for a round of a gathering, and sends what comes next."""
+        for on_rail in begun.rails.values():
+            for parcel in on_rail.arriving[number]:
+                self._arrive(parcel, on_rail.spans)
+            if number + 1 < len(on_rail.rounds):
+                self._send_round(begun, on_rail, number + 1)
+
+    def _end_gathering(self, begun: _Begun, table: Table, elem_bytes: int) -> None:
+        """Shares with the node what this rank has of its own and what arrived for it."""
+        places = self.places
+        for node in (places.node, *places.others()):
+            for place, row in self._rows(table, node):
+                if place in begun.rails:
+                    on_rail = begun.rails[place]
+                    for parcel in (each for turn in on_rail.arriving for each in turn):
+                        if node in parcel.parts:
+                            self._arrive(parcel, on_rail.spans)
+                            if begun.form is not None:
+                                begun.form.decode(on_rail.spans[node].ptr, *row[places.place])
+                self._inside(
+                    self._inner.all_gather_list(
+                        row[places.place].ptr,
+                        [span.ptr for span in row],
+                        [span.elems * elem_bytes for span in row],
+                        BYTE,
+                    )
+                )
+        self._given_back(begun)
+
+    def _arrive(self, parcel: _Parcel, belong: Sequence[Span] = ()) -> None:
+        """Waits for a message, and brings its parts where they belong, by node."""
+        if parcel.message is None:
+            return
+        self._arrived(parcel.message)
+        parcel.message = None
+        for node, span in parcel.parts.items():
+            if belong and span.ptr != belong[node].ptr:
+                memory_at(belong[node].ptr, span.elems).copy_(memory_at(*span))
+
 
 # A choice, by arithmetic: at 1 Gbit/s 8 KiB take 65 us, which is less than another hop on TCP.
 ONE_HOP_BYTES = 8 << 10

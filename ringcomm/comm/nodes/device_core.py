@@ -25,34 +25,208 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ringcomm import _native
-from ringcomm.comm.device.launch import POLL_S, DeviceCallEngine
-from ringcomm.comm.engine import EXIT_GRACE_S, Call
-from ringcomm.comm.nodes.calls import BYTE, DIRECT, CallsOverNodes, _Failed
-from ringcomm.comm.nodes.core import ONE_HOP_BYTES
-from ringcomm.comm.nodes.device_codes import DeviceCodes, preload, size_bytes
-from ringcomm.comm.nodes.device_rails import DeviceRails
-from ringcomm.comm.nodes.device_sums import (
-    TORCH_DTYPES,
-    check_reducible,
-    copy_all,
-    is_plain_type,
-    joined,
+from ringcomm.comm.device.core import SeenEvent
+from ringcomm.comm.device.launch import (
+    POLL_S,
+    DeviceCallChecks,
+    DeviceCallEngine,
+    DeviceWork,
+    StreamContext,
 )
-from ringcomm.comm.nodes.device_watch import DeviceWatch
-from ringcomm.comm.nodes.places import Places
-from ringcomm.comm.nodes.rails import Rails
-from ringcomm.comm.nodes.sums import ELEM_BYTES, LINE_ELEMS, Span
+from ringcomm.comm.host.arguments import CallChecks
+from ringcomm.comm.host.engine import EXIT_GRACE_S, UNDER_WAY, Call, RankContext
+from ringcomm.comm.host.meeting import Places
+from ringcomm.comm.host.messages import Messages
+from ringcomm.comm.host.options import milliseconds_of
+from ringcomm.comm.host.work import Outputs, Work
+from ringcomm.comm.nodes.calls import BYTE, DIRECT, CallsOverNodes, _Failed
+from ringcomm.comm.nodes.carrier import DeviceRails, Rails
+from ringcomm.comm.nodes.core import ELEM_BYTES, LINE_ELEMS, ONE_HOP_BYTES, Span
+from ringcomm.comm.nodes.watch import DeviceWatch
 from ringcomm.comm.nodes.wires import AVG, FLOAT32, PREMUL, SUM, Reducing, is_coded
+from ringcomm.cuda.runtime import DeviceRuntime, Stream
 from ringcomm.deadlines import Deadline
-from ringcomm.errors import RingcommError
+from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
+
+# ---- Codes of the wires on a device, by kernels that the calls of a node's communicator enqueue -
+# They compile the lines that the host does, ``kernels/include/ringcomm/core/wire_codes.h``, and
+# give its bits. Runs of codes lie behind each other at multiples of ``ALIGN_BYTES``, so that lanes
+# load and store whole words of them; that is a few bytes more than on the host.
 
 Tensor = torch.Tensor
+
+ALIGN_BYTES = 16
+_FLOAT32 = _native.DTYPES["float32"]
+_TYPES = ("float32", "bfloat16", "float16")
+
+
+def size_bytes(wire: str, elems: int) -> int:
+    """Returns the bytes of a run of so many numbers, up to the next one."""
+    coded_bytes = _native.wire_bytes(_native.WIRES[wire], elems)
+    return -(-coded_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def preload(place: tuple[DeviceRuntime, int], wire: str) -> None:
+    """Loads a coded wire's kernels, so that no call has to load them while a peer waits."""
+    runtime, device = place
+    for dtype in _TYPES if wire in _native.WIRES else ():
+        for what in ("encode_wire", "sum_wires"):
+            runtime.find_kernel(device, f"wires_{wire}", f"rc_{what}_{dtype}")
+
+
+class DeviceCodes:
+    """Makes codes on a rank's device, and adds up what they stand for.
+
+    Args:
+        enqueue: enqueues a call of the node's communicator, by its native name and arguments.
+        room: returns so many bytes on the device.
+    """
+
+    def __init__(self, enqueue: Callable[..., None], room: Callable[[int], Tensor]) -> None:
+        self._enqueue = enqueue
+        self._room = room
+
+    def encode(self, wire: str, runs: Sequence[Tensor]) -> Tensor:
+        """Returns the codes of runs in float32, behind each other, of :func:`size_bytes` each."""
+        sizes = [size_bytes(wire, run.numel()) for run in runs]
+        coded = self._room(sum(sizes))
+        for run, to in zip(runs, torch.split(coded, sizes), strict=True):
+            if run.numel():
+                given = (run.data_ptr(), _FLOAT32, to.data_ptr(), run.numel())
+                self._enqueue("encode_wire", _native.WIRES[wire], *given)
+        return coded
+
+    def add_up(
+        self, wire: str, coded: Tensor, count: int, out: Span, dtype: int, divide_by: int = 0
+    ) -> None:
+        """Adds up the numbers of ``count`` runs of codes, in order, with one rounding.
+
+        Args:
+            wire: "int8", "fp8" or "int4".
+            coded: from :meth:`encode` of any ranks, as many numbers each as ``out`` has.
+            count: how many runs there are.
+            out: where the sums are stored.
+            dtype: of ``out``, as the native module has it.
+            divide_by: divides the sums, unless 0.
+        """
+        if out.elems:
+            runs = (coded.data_ptr(), count, size_bytes(wire, out.elems))
+            result = (out.ptr, dtype, out.elems, divide_by)
+            self._enqueue("sum_wires", _native.WIRES[wire], *runs, *result)
+
+
+# ---- Sums of partial sums on a device, by torch's operations, with the host's bits; and copies --
+
+
+TORCH_DTYPES: dict[int, torch.dtype] = {
+    code: getattr(torch, name) for name, code in _native.DTYPES.items() if hasattr(torch, name)
+}
+# Torch has few operations of these; sums, products and bits are those of the signed ones.
+AS_SIGNED = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+AS_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+def _smaller(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where((a < b) | (a != a), a, b)
+
+
+def _larger(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where((a > b) | (a != a), a, b)
+
+
+# As combine() of kernels/include/ringcomm/core/reduce.h, to the bit.
+_JOIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": _smaller,
+    "MAX": _larger,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+_JOIN_BOOL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    **_JOIN,
+    "SUM": torch.bitwise_or,
+    "PRODUCT": torch.bitwise_and,
+    "MIN": torch.bitwise_and,
+    "MAX": torch.bitwise_or,
+}
+OP_NAMES = {code: name for name, code in _native.OPS.items()}
+
+
+def joined(partials: Tensor, r: Reducing, divide_by: int) -> Tensor:
+    """Adds up partial sums in their order, and divides by ``divide_by`` unless that is 0.
+
+    Args:
+        partials: [nodes, elements], of the partial sums' type or, rounded for the wire, of the
+            elements'.
+        r: the reduction.
+        divide_by: the number of ranks, of a mean.
+
+    Returns:
+        [elements], of the partial sums' type, where complex numbers are pairs of real ones.
+    """
+    rows = partials.to(TORCH_DTYPES[r.partial])
+    kind = {**AS_SIGNED, **AS_REAL}.get(rows.dtype)
+    rows = rows if kind is None else rows.view(kind)
+    joins = _JOIN_BOOL if rows.dtype is torch.bool else _JOIN
+    join: Callable[[Tensor, Tensor], Tensor] = joins[OP_NAMES[r.joining]]
+    total = rows[0]
+    for row in rows[1:]:
+        total = join(total, row)
+    if not divide_by:
+        return total
+    if not total.is_floating_point():
+        return torch.div(total, divide_by, rounding_mode="trunc")
+    # A tensor on the device: torch multiplies by the reciprocal of a number of the host's.
+    return total / torch.full((), divide_by, dtype=total.dtype, device=total.device)
+
+
+def is_plain_type(dtype: torch.dtype) -> bool:
+    """Tells whether :func:`joined` returns elements of this type, or of its partial sums', as such.
+
+    Others it returns as signed integers or as pairs of real numbers.
+    """
+    return dtype not in AS_SIGNED and dtype not in AS_REAL
+
+
+def check_reducible(operation: str, dtype: int, op: int) -> None:
+    """Refuses what no kernel reduces; codes of the native module.
+
+    Raises:
+        ArgumentError: as :meth:`DeviceComm.reduce` does for the same.
+    """
+    kind, name = TORCH_DTYPES[dtype], OP_NAMES[op]
+    signed_only = kind in AS_SIGNED and name in ("AVG", "PREMUL_SUM", "MIN", "MAX")
+    if signed_only or (kind in AS_REAL and name == "PRODUCT"):
+        raise ArgumentError(
+            f"{operation}: op {name} of {kind} is not reduced on a GPU; convert it to a signed or "
+            "wider type, or reduce a CPU copy"
+        )
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies tensor by tensor, in few launches; widens where the types differ."""
+    pairs = [
+        (to, of) if to.dtype is not of.dtype else (to.view(torch.uint8), of.view(torch.uint8))
+        for to, of in zip(targets, sources, strict=True)
+        if to.numel()
+    ]
+    if pairs:
+        torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs])
+
 
 # What a rank copies at a time; a choice. A call has a few buffers of that size.
 SCRATCH_BYTES = 64 << 20
@@ -631,4 +805,209 @@ class DeviceNodesCore(CallsOverNodes):
         copy_all(
             [self._bytes(outs[rank]) for rank in senders],
             torch.split(received, [outs[rank].elems for rank in senders]),
+        )
+
+
+# ---- The engine of a communicator on devices over nodes: streams, order, handles, refusals and end
+
+
+class DeviceNodesCalls(Messages):
+    """The calls of one rank on a device over several nodes; see :class:`DeviceCallEngine`.
+
+    A call is enqueued behind the current stream's work and before what follows there, once the
+    hosts of its rail peers have made it, too. There are no messages: a carrier that moves device
+    memory has one order for all, in which they would wait for collectives.
+    """
+
+    _core: DeviceNodesCore  # type: ignore[assignment]  # which has the methods of the native one
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.device_place: tuple[DeviceRuntime, int] = self._core.calls.device_place
+        # Never zero, so that no call takes the quick paths, which run it on the caller's thread.
+        self._queue.pending = 1
+        self._last_stream: int | None = None
+        self._side: Stream | None = None
+        self._thread_stream: Stream | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the tensors of this communicator's calls lie."""
+        runtime, device = self.device_place
+        return runtime.torch_device(device)
+
+    @property
+    def heap_device(self) -> torch.device:
+        return torch.device("cuda", self.device_place[1])
+
+    @property
+    def launches(self) -> bool:
+        return True
+
+    def _new_checks(self, op: str) -> CallChecks:
+        return DeviceCallChecks(op, (self._rank, self._world_size), self.device_place)
+
+    def rank_context(self) -> RankContext:
+        if self._thread_stream is None:
+            runtime, device = self.device_place
+            self._thread_stream = runtime.make_stream(device)
+        return StreamContext(self.device_place, self._thread_stream)
+
+    # ---- calls ----------------------------------------------------------------------------------
+
+    def start_call(self, call: Call, async_op: bool = False) -> Work | None:
+        self.admit(call.name, call.outputs, call.inputs)
+        runtime, device = self.device_place
+        if runtime.is_capturing(device):
+            raise UnsupportedError(
+                f"{where(call.name, self._rank, self._world_size)}: the current stream records a "
+                "graph, but over several nodes the hosts agree on each call before it is enqueued, "
+                "which a replay would not do. Make the call outside of the capture, or capture "
+                "calls of Communicator.node"
+            )
+        with self._queue.turn, runtime.on_device(device):
+            self.raise_if_unusable(call.name)
+            current = runtime.current_stream(device)
+            if not async_op:
+                self._enqueue_on(current, call)
+                return None
+            side = self._side_stream()
+            runtime.wait_event(device, side.handle, runtime.record_event(device, current))
+            with runtime.on_stream(side):
+                self._enqueue_on(side.handle, call)
+            done = SeenEvent(runtime.record_event(device, side.handle))
+        return self._work(call.name, call.outputs, side, done)
+
+    def _enqueue_on(self, stream: int, call: Call) -> None:
+        """Enqueues a call on the current stream; the caller holds the turn and is on the device."""
+        runtime, device = self.device_place
+        last, self._last_stream = self._last_stream, stream
+        if last is not None and last != stream:
+            runtime.wait_event(device, stream, runtime.record_event(device, last))
+        begun = runtime.record_event(device, stream)
+        status = 1
+        try:
+            status = call.run(self._native)
+        finally:
+            done = runtime.record_event(device, stream)
+            self._core.device_watch.under_way.add(call, begun, done)
+        if status:
+            raise self._fault(call.name)
+        increment_version(call.written)
+
+    def _execute(self, call: Call) -> Outputs:
+        self.start_call(call)
+        return call.outputs
+
+    def _side_stream(self) -> Stream:
+        if self._side is None:
+            runtime, device = self.device_place
+            self._side = runtime.make_stream(device, high_priority=True)
+        return self._side
+
+    def _work(self, name: str, outputs: Outputs, side: Stream, done: SeenEvent) -> DeviceWork:
+        return DeviceWork(
+            name, outputs, (*self.device_place, side), done, lambda: self._check_work(name)
+        )
+
+    def submit(
+        self,
+        fn: Callable[[], Outputs],
+        opname: str,
+        timeout: timedelta | float | None = None,
+    ) -> Work:
+        """Runs ``fn`` now, on this thread; see :meth:`DeviceCallEngine.submit`."""
+        self.raise_if_unusable(opname)
+        usual_ms = self._core.timeout_ms
+        if timeout is not None:
+            self._core.timeout_ms = milliseconds_of(timeout)
+        try:
+            outputs = fn()
+        finally:
+            self._core.timeout_ms = usual_ms
+        runtime, device = self.device_place
+        with runtime.on_device(device):
+            side = self._side_stream()
+            behind = runtime.record_event(device, runtime.current_stream(device))
+            runtime.wait_event(device, side.handle, behind)
+            done = SeenEvent(runtime.record_event(device, side.handle))
+        return self._work(opname, outputs, side, done)
+
+    def finish_host_side(self) -> None:
+        """Blocks until the results of earlier calls can be read on the host."""
+        runtime, device = self.device_place
+        runtime.synchronize(device)
+        self.raise_if_unusable("synchronize")
+
+    # ---- faults, and the end --------------------------------------------------------------------
+
+    def _check_work(self, name: str) -> None:
+        """Raises if a Work's call may have failed; an orderly close does not count."""
+        if not self._closed:
+            self.raise_if_unusable(name)
+        elif self._core.device_watch.error is not None:
+            raise self._fault(name)
+
+    def _fault(self, name: str) -> RingcommError:
+        self._core.device_watch.see_device()
+        return super()._fault(name)
+
+    def _close(self, grace_s: float, in_vain_s: float) -> None:
+        if not self._closed and not self._core.ends(grace_s):
+            self.abort(UNDER_WAY)
+            self._core.ends(EXIT_GRACE_S)
+        super()._close(grace_s, in_vain_s)
+
+    def close(self) -> None:
+        """Waits for the enqueued calls, then frees the communicator's memory.
+
+        Raises:
+            RingcommError: a call failed, and no earlier one has said so. The memory is freed all
+                the same.
+        """
+        unreported: RingcommError | None = None
+        if not self._closed and self._refuse is None:
+            self._core.ends(self.timeout.total_seconds() + EXIT_GRACE_S)
+            if self._core.device_watch.see_device() is not None:
+                unreported = self._fault("close")
+        super().close()
+        if unreported is not None:
+            raise unreported
+
+    # ---- what there is not ----------------------------------------------------------------------
+
+    def _refused(self, op: str, text: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{where(op, self._rank, self._world_size)}: expected a communicator on the host, or "
+            f"of one node (Communicator.node), got one on devices over several nodes. {text}"
+        )
+
+    def _no_messages(self, op: str) -> NoReturn:
+        self._refused(op, "It has no messages: use a collective, or send copies on the CPU")
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        self._no_messages("send")
+
+    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
+        self._no_messages("recv")
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
+        self._no_messages("isend")
+
+    def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Work:
+        self._no_messages("irecv")
+
+    def check_message(
+        self, op: str, tensor: Tensor, peer: Any, tag: Any, *, write: bool
+    ) -> tuple[int, int]:
+        """Refuses a message of a batch."""
+        self._no_messages(op)
+
+    def exchange_messages(self, *_: Any) -> Work:
+        """Refuses a batch of messages."""
+        self._no_messages("exchange_messages")
+
+    def shard_index_of(self, rank: int) -> int:
+        self._refused(
+            "sharding state", "Optimizers and zero.shard do not work on devices over nodes yet"
         )

@@ -27,8 +27,7 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.nodes.calls import AUTO, BYTE
-from ringcomm.comm.nodes.core import NodesCore
-from ringcomm.comm.nodes.sums import ELEM_BYTES, Span
+from ringcomm.comm.nodes.core import ELEM_BYTES, NodesCore, Span
 from ringcomm.comm.nodes.wires import (
     FLOAT32,
     SUM,

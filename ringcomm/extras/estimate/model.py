@@ -15,8 +15,8 @@ from torch import nn
 from ringcomm.errors import ArgumentError
 from ringcomm.memory import Disk
 from ringcomm.optim.layout import ParamSpec
-from ringcomm.zero.options import Units
-from ringcomm.zero.units import find_units
+from ringcomm.zero.stages.options import Units
+from ringcomm.zero.stages.units import find_units
 
 CHECKPOINTING = ("none", "selective", "full")
 

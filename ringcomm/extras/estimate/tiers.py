@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ringcomm.errors import ArgumentError
 from ringcomm.memory import Disk
-from ringcomm.memory.scratch import PAGE_BYTES
+from ringcomm.offload.scratch import PAGE_BYTES
 
 GIGA = 1e9
 

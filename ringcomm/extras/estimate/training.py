@@ -19,7 +19,7 @@ from ringcomm.errors import ArgumentError
 from ringcomm.extras.estimate.model import ModelElems, require_at_least
 from ringcomm.extras.estimate.tiers import GIGA, Records, TierBytes, require_positive
 from ringcomm.memory import Disk
-from ringcomm.memory.scratch import rounded_up
+from ringcomm.offload.scratch import rounded_up
 from ringcomm.optim import AdamWOptions
 from ringcomm.optim.layout import BLOCK_ELEMS, round_up
 from ringcomm.optim.tiers import PINNED_BUFFER_BYTES, elems_of_pieces, piece_elems

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.extras.integrations.sharded_modules import (
+    imported,
     is_sharded,
     must_be_sharded,
     next_number,
     state_on_first,
 )
-from ringcomm.extras.integrations.upstream import imported
 from ringcomm.optim.sharded import ShardedOptimizer
 
 __all__ = ["ZeroAccelerator"]

@@ -19,13 +19,13 @@ from torch import nn
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.extras.integrations.sharded_modules import (
+    imported,
     is_sharded,
     must_be_sharded,
     next_number,
     state_on_first,
     writing,
 )
-from ringcomm.extras.integrations.upstream import imported
 from ringcomm.optim.sharded import ShardedOptimizer
 
 __all__ = ["RingcommStrategy"]

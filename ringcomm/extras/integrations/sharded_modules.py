@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,30 @@ from ringcomm.errors import ArgumentError
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.zero import gathered
 from ringcomm.zero.checkpoint import Checkpoints
-from ringcomm.zero.engine import owner_of
+from ringcomm.zero.stages.engine import owner_of
+
+# ---- The libraries that integrations belong to, which ringcomm does not bring along -------------
+
+
+def imported(names: tuple[str, ...], package: str, asks: str) -> Any:
+    """Imports a library that goes by several names: that which the program has, or else the first.
+
+    Args:
+        names: of its modules, the preferred one first.
+        package: what pip calls it.
+        asks: the module of ringcomm that needs it.
+
+    Raises:
+        ImportError: there is none of them.
+    """
+    loaded = [name for name in names if name in sys.modules]
+    there = loaded or [name for name in names if find_spec(name.partition(".")[0]) is not None]
+    if not there:
+        raise ImportError(
+            f"{asks} needs the module {' or '.join(names)}, which is not installed: "
+            f"pip install {package}"
+        )
+    return import_module(there[0])
 
 
 def is_sharded(module: nn.Module) -> bool:

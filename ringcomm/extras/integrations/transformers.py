@@ -12,16 +12,16 @@ from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.extras.integrations.accelerate import ZeroAccelerator, check_settings
 from ringcomm.extras.integrations.sharded_modules import (
+    imported,
     is_sharded,
     must_be_sharded,
     next_number,
     writing,
 )
-from ringcomm.extras.integrations.upstream import imported
 from ringcomm.optim.adamw import AdamW
+from ringcomm.optim.any_torch import Sharded
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.sharded import ShardedOptimizer
-from ringcomm.optim.torch_rule import Sharded
 
 __all__ = ["ZeroTrainer"]
 

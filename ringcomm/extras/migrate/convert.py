@@ -42,9 +42,8 @@ from ringcomm.integers import integer
 from ringcomm.json_reader import DAMAGE, in_words, number_below, read_bounded, shown
 from ringcomm.module_names import without_wrappers
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard
-from ringcomm.zero.checkpoint.contents import Box
-from ringcomm.zero.checkpoint.module_state import VERSION
-from ringcomm.zero.checkpoint.tensor_file import host_blocks
+from ringcomm.zero.checkpoint.format import Box, host_blocks
+from ringcomm.zero.checkpoint.state import VERSION
 
 Tensor = torch.Tensor
 # The keys that lead to a value in nested dicts and lists.

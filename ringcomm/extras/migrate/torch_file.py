@@ -39,7 +39,7 @@ import torch
 
 from ringcomm.errors import CheckpointError
 from ringcomm.json_reader import DAMAGE, exactly, in_words, number_below, shown
-from ringcomm.zero.checkpoint.tensor_file import DTYPES, MOST_DIMS
+from ringcomm.zero.checkpoint.format import DTYPES, MOST_DIMS
 
 Tensor = torch.Tensor
 

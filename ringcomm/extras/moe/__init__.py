@@ -5,12 +5,8 @@
 
 from __future__ import annotations
 
-from ringcomm.extras.moe.checkpoint import load, save
 from ringcomm.extras.moe.dispatch import Handle, combine, dispatch
-from ringcomm.extras.moe.layer import MoE
-from ringcomm.extras.moe.optimizer import Optimizer
-from ringcomm.extras.moe.routing import RoutingOptions
-from ringcomm.extras.moe.sharding import shard, unshard
+from ringcomm.extras.moe.layer import MoE, Optimizer, RoutingOptions, load, save, shard, unshard
 
 __all__ = [
     "Handle",

@@ -14,30 +14,28 @@ from typing import NamedTuple
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.arguments import DTYPE_CODES, readable
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.launch import DeviceCallEngine
-from ringcomm.comm.nodes.device_codes import preload
+from ringcomm.comm.host.arguments import DTYPE_CODES, readable
+from ringcomm.comm.nodes.device_core import preload
 from ringcomm.cuda.units import UNITS
-from ringcomm.extras.moe.outboxes import (
-    Outboxes,
-    RowsHeader,
-    exchange,
-    lendable,
-    numbers_on_host,
-    on_device_of,
-    outboxes_of,
-    prepared,
-    reading,
-)
 from ringcomm.extras.moe.rows import (
     DISPATCH,
     ENTRY_WORDS,
     WIRES,
     WORD_BYTES,
+    Outboxes,
     Routes,
+    RowsHeader,
     check_routes,
+    exchange,
+    lendable,
     no_such_expert,
+    numbers_on_host,
+    on_device_of,
+    outboxes_of,
+    prepared,
+    reading,
     rows_by_rank,
     run_native,
     tables_bytes,

@@ -6,8 +6,8 @@ from typing import NamedTuple, cast
 
 import torch
 
-from ringcomm.comm.arguments import CallChecks
-from ringcomm.comm.groups import Group, communicator_of
+from ringcomm.comm.functions import Group, communicator_of
+from ringcomm.comm.host.arguments import CallChecks
 from ringcomm.errors import ArgumentError
 from ringcomm.extras.moe import operators
 from ringcomm.extras.moe.rows import Tables

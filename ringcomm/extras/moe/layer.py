@@ -2,17 +2,137 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ringcomm.comm.groups import Group, communicator_of
-from ringcomm.errors import ArgumentError, where
+from ringcomm import zero
+from ringcomm.c10d.comm_argument import CommArgument, find_communicator
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.functions import Group, communicator_of
+from ringcomm.comm.local_world import local_world
+from ringcomm.errors import ArgumentError, CheckpointError, RingcommError, UnsupportedError, where
 from ringcomm.extras.moe.dispatch import combine, dispatch
-from ringcomm.extras.moe.routing import RoutingOptions, route
 from ringcomm.functional import all_reduce
+from ringcomm.integers import integer
+from ringcomm.memory import normal_tensors
+from ringcomm.module_names import named_modules
+from ringcomm.optim.agreement import Asked, all_or_none
+from ringcomm.optim.clipping import NormBound, NormPart, agree_on_finite, clip_norm_of_parts
+from ringcomm.optim.placement import SHARING, STAGES
+from ringcomm.optim.sharded import ShardedOptimizer
+from ringcomm.zero.checkpoint.folder import Checkpoints
+from ringcomm.zero.checkpoint.save_load import check_load, take_load
+from ringcomm.zero.stages.sharding import check_module, check_step_number, is_sharded, path_of
+
+# ---- Which experts a token goes to, how much each counts, and how experts are kept busy alike ---
+# * The auxiliary loss of Fedus et al., "Switch Transformers" (2021, arXiv:2101.03961), equation 4,
+#   for k experts a token as in Lepikhin et al., "GShard" (2020, arXiv:2006.16668): with E experts,
+# of   which expert i has the share f_i of a rank's assignments and the mean probability P_i over
+# its   tokens, E * sum of f_i P_i. It is 1 where all are alike.
+# * The bias of Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"
+#   (2024, arXiv:2408.15664), algorithm 1, as in DeepSeek-V3: a number per expert is added to the
+#   scores by which experts are chosen, and not to the weights. After a step it grows by a constant
+#   for experts with less than the mean, and shrinks for those with more.
 
 Tensor = torch.Tensor
+_SCORES = ("softmax", "sigmoid")
+
+
+@dataclass(frozen=True)
+class RoutingOptions:
+    """Choices of a layer of experts; equal on all ranks.
+
+    Attributes:
+        top_k: experts of a token.
+        scores: what makes scores of the router's outputs, over all experts: "softmax", or
+            "sigmoid" of each.
+        normalized: the weights of a token's experts are divided by their sum.
+        balance_bias: experts are chosen by score plus a bias, which ``update_bias()`` moves by so
+            much; 0: no bias.
+        wire: as for :func:`ringcomm.moe.dispatch`.
+        max_rows: as for :func:`ringcomm.moe.dispatch`.
+    """
+
+    top_k: int = 2
+    scores: str = "softmax"
+    normalized: bool = True
+    balance_bias: float = 0.0
+    wire: str | None = None
+    max_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        top_k = integer(self.top_k)
+        if top_k is None or top_k < 1:
+            raise ArgumentError(
+                f"top_k: expected an integer from 1 to 2^63 - 1, got {self.top_k!r}"
+            )
+        object.__setattr__(self, "top_k", top_k)
+        if self.scores not in _SCORES:
+            raise ArgumentError(
+                f"scores: expected one of {', '.join(_SCORES)}, got {self.scores!r}"
+            )
+        if not 0 <= self.balance_bias < float("inf"):
+            raise ArgumentError(f"balance_bias: expected a number >= 0, got {self.balance_bias!r}")
+
+
+class Routing(NamedTuple):
+    """The experts of tokens.
+
+    Attributes:
+        topk_idx: int64 [tokens, k].
+        topk_weights: float32 [tokens, k].
+        counts: int64 [experts], how many tokens go to each.
+        auxiliary_loss: float32, a scalar; its gradient is one of this rank's tokens.
+    """
+
+    topk_idx: Tensor
+    topk_weights: Tensor
+    counts: Tensor
+    auxiliary_loss: Tensor
+
+
+def route(
+    logits: Tensor, bias: Tensor | None, options: RoutingOptions, counted_over: Group = None
+) -> Routing:
+    """Chooses the experts of tokens; collective with ``counted_over``.
+
+    Args:
+        logits: float32 [tokens, experts].
+        bias: float32 [experts], added to the scores by which experts are chosen, or None.
+        options: choices.
+        counted_over: the ranks whose tokens the auxiliary loss counts together; None for this one.
+    """
+    softmax = options.scores == "softmax"
+    scores = logits.softmax(-1) if softmax else logits.sigmoid()
+    ranked = scores if bias is None else scores + bias
+    topk_idx = ranked.detach().topk(options.top_k, -1).indices
+    topk_weights = scores.gather(-1, topk_idx)
+    if options.normalized:
+        topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
+    experts = logits.size(-1)
+    counts = torch.zeros(experts, dtype=torch.int64, device=logits.device)
+    counts.scatter_add_(0, topk_idx.reshape(-1), torch.ones_like(topk_idx).reshape(-1))
+    probabilities = scores if softmax else scores / scores.sum(-1, keepdim=True)
+    of_all, ranks = torch.cat([counts, counts.new_tensor([logits.size(0)])]), 1
+    if counted_over is not None:
+        # Counts are whole numbers that no gradient reaches, so one sum of them is all.
+        of_all = all_reduce(of_all, group=counted_over)
+        ranks = communicator_of(counted_over, "moe.MoE").world_size
+    # A rank without tokens has a loss of 0, which still reaches the router.
+    share = of_all[:-1] / of_all[:-1].sum().clamp(min=1)
+    mean = probabilities.sum(0) / of_all[-1].clamp(min=1)
+    return Routing(topk_idx, topk_weights, counts, ranks * experts * (share * mean).sum())
+
+
 _MOE = "moe.MoE"
 
 
@@ -195,3 +315,517 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, options={self.options}"
+
+
+# ---- Sharded state of modules with experts: each part over the ranks that have it ---------------
+# The *dense part* of a module is what all ranks have alike: everything but the experts, and so the
+# routers, too. Of the experts a rank has its own, and its *replicas* are the ranks with the same.
+
+_SHARD = "moe.shard"
+_EXPERTS, _TENSOR = "ep", "tp"
+# An attribute of the module, so that both end together.
+_PARTS = "_ringcomm_parts"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a module, and the ranks that have them.
+
+    Attributes:
+        everyone: the ranks that have the dense part.
+        experts: the experts of this rank, by layer; None where there are none.
+        group: the ranks that experts are divided over, or None.
+        replicas: the ranks with the same experts, or None.
+        stages: the ranks with other stages of the model, or None.
+        writes: True if this rank's experts go into checkpoints; others have the same, under tensor
+            parallelism that leaves experts whole.
+    """
+
+    everyone: Communicator
+    experts: nn.ModuleList | None = None
+    group: Communicator | None = None
+    replicas: Communicator | None = None
+    stages: Communicator | None = None
+    writes: bool = True
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The ranks of a job that train a module: those of its stage, and of other stages."""
+
+    everyone: Communicator
+    stages: Communicator | None = None
+    tensor_place: int = 0
+
+
+def shard(
+    module: nn.Module,
+    stage: int = 2,
+    *,
+    comm: CommArgument = None,
+    mesh: DeviceMesh | None = None,
+    options: zero.ZeroOptions | None = None,
+    expert_options: zero.ZeroOptions | None = None,
+) -> nn.Module:
+    """Shards a module that has :class:`MoE` layers, as ``zero.shard`` does; collective.
+
+    The dense part is sharded over all ranks, and experts over the ranks that have the same. With
+    ``reduce="avg"`` both have the gradient of the mean of all ranks' losses; with "sum", of the
+    sum. Routers stay float32. Build :class:`Optimizer` on the module afterwards.
+
+    Args:
+        module: has layers of experts that are all divided over the same ranks.
+        stage: of ZeRO, 0 to 3, of both parts.
+        comm: all ranks that train the module, as of ``zero.shard``.
+        mesh: in place of ``comm``, a DeviceMesh of the axes "ep" and of data parallelism, and
+            perhaps "pp" and "tp".
+        options: of the dense part.
+        expert_options: of the experts, whose names are "0.1.weight" and so on, by layer; None
+            takes ``options``, but no names of modules in them.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ArgumentError: layers of different groups, which do not divide the ranks evenly; experts
+            with buffers, or on the meta device; a mesh without "ep".
+        Exception: as of ``zero.shard``.
+
+    If it raises the module is as it was, and it raises on all ranks.
+    """
+    ranks = _ranks_of(comm, mesh, module)
+    everyone, options = ranks.everyone, zero.ZeroOptions() if options is None else options
+    with all_or_none(everyone, _SHARD):
+        layers = {name: each for name, each in named_modules(module) if isinstance(each, MoE)}
+        group = _group_of(layers, everyone)
+        _check_experts(layers)
+    if group is None:
+        zero.shard(module, stage, comm=everyone, options=options)
+        object.__setattr__(module, _PARTS, Parts(everyone, stages=ranks.stages))
+        return module
+    replicas = _replicas_of(group, everyone)
+    if group is everyone:
+        # The layers' calls and reductions have no common order on one communicator.
+        own = everyone.split(0)
+        assert own is not None
+        everyone = own
+    experts = nn.ModuleList(layer.experts for layer in layers.values())
+    chosen = _expert_options(layers, options, expert_options, group.world_size)
+    zero.shard(module, stage, comm=everyone, options=_dense_options(layers, options))
+    try:
+        with all_or_none(everyone, _SHARD):
+            zero.shard(experts, stage, comm=replicas, options=chosen)
+    except Exception:
+        if is_sharded(experts):
+            zero.unshard(experts)
+        zero.unshard(module)
+        raise
+    divided = any(getattr(each, "device_mesh", None) is not None for each in experts.parameters())
+    writes = divided or ranks.tensor_place == 0
+    parts = Parts(everyone, experts, group, replicas, ranks.stages, writes)
+    object.__setattr__(module, _PARTS, parts)
+    return module
+
+
+def parts_of(module: nn.Module, operation: str) -> Parts:
+    """Returns the parts of a module.
+
+    Raises:
+        ArgumentError: :func:`shard` has not made any.
+    """
+    check_module(module, operation)
+    found = vars(module).get(_PARTS)
+    if not isinstance(found, Parts):
+        raise ArgumentError(
+            f"{operation}: expected the module that moe.shard() returned, got a "
+            f"{type(module).__name__} that was not sharded by it"
+        )
+    return found
+
+
+def unshard(module: nn.Module) -> nn.Module:
+    """Undoes :func:`shard`, as ``zero.unshard`` does; collective. Experts stay this rank's."""
+    parts = parts_of(module, "moe.unshard")
+    if parts.experts is not None:
+        zero.unshard(parts.experts)
+    zero.unshard(module)
+    object.__delattr__(module, _PARTS)
+    return module
+
+
+def _ranks_of(comm: CommArgument, mesh: DeviceMesh | None, module: nn.Module) -> _Ranks:
+    device = next((each.device for each in module.parameters()), None)
+    if mesh is None:
+        found = find_communicator(comm, _SHARD, device)
+        return _Ranks(local_world(1)[0] if found is None else found)
+    names = tuple(mesh.mesh_dim_names or ())
+    known = (STAGES, *SHARING, _EXPERTS, _TENSOR)
+    if comm is not None:
+        raise ArgumentError(f"{_SHARD}: expected comm= or mesh=, got both")
+    if _EXPERTS not in names or not set(names) <= set(known):
+        raise ArgumentError(
+            f"{_SHARD}: mesh: expected a DeviceMesh with an axis {_EXPERTS!r} and others of "
+            f"{', '.join(each for each in known if each != _EXPERTS)}, got the axes {names}"
+        )
+    axes = tuple(name for name in names if name in SHARING or name == _EXPERTS)
+    shared = mesh[axes[0]] if len(axes) == 1 else mesh[axes]._flatten("_".join(axes))
+    everyone = find_communicator(shared, _SHARD, device)
+    assert everyone is not None
+    stages = None
+    if STAGES in names and mesh[STAGES].size() > 1:
+        stages = find_communicator(mesh[STAGES], _SHARD, device)
+    place = mesh.get_local_rank(_TENSOR) if _TENSOR in names else 0
+    return _Ranks(everyone, stages, place)
+
+
+def _group_of(layers: Mapping[str, MoE], everyone: Communicator) -> Communicator | None:
+    """Returns the ranks that the experts of all layers are divided over."""
+    groups = {name: communicator_of(each.group, _SHARD) for name, each in layers.items()}
+    first = next(iter(groups.items()), None)
+    if first is None:
+        return None
+    for name, group in groups.items():
+        if (group.rank, group.world_size) != (first[1].rank, first[1].world_size):
+            raise ArgumentError(
+                f"{_SHARD}: expected layers whose experts are divided over the same ranks, but "
+                f"this is rank {first[1].rank} of {first[1].world_size} of {first[0]!r}, and "
+                f"{group.rank} of {group.world_size} of {name!r}"
+            )
+    if everyone.world_size % first[1].world_size:
+        raise ArgumentError(
+            f"{_SHARD}: comm: expected all ranks that train the module, a multiple of the "
+            f"{first[1].world_size} that its experts are divided over, got {everyone.world_size}"
+        )
+    return first[1]
+
+
+def _replicas_of(group: Communicator, everyone: Communicator) -> Communicator:
+    """Builds the communicator of the ranks that have the same experts; collective."""
+    replicas = everyone.split(group.rank)
+    assert replicas is not None
+    with all_or_none(everyone, _SHARD):
+        if replicas.world_size * group.world_size != everyone.world_size:
+            raise ArgumentError(
+                f"{_SHARD}: expected groups of {group.world_size} ranks that divide the "
+                f"{everyone.world_size} evenly, but {replicas.world_size} have rank {group.rank} "
+                "of theirs"
+            )
+    return replicas
+
+
+def _check_experts(layers: Mapping[str, MoE]) -> None:
+    for name, layer in layers.items():
+        for buffer, _ in layer.experts.named_buffers():
+            raise ArgumentError(
+                f"{_SHARD}: {name}.experts: expected no buffers, which all ranks would get from "
+                f"one, got {buffer}"
+            )
+        for param, each in layer.experts.named_parameters():
+            if each.is_meta:
+                raise ArgumentError(
+                    f"{_SHARD}: {name}.experts: expected parameters with values, got {param} on "
+                    "the meta device"
+                )
+
+
+def _dense_options(layers: Mapping[str, MoE], options: zero.ZeroOptions) -> zero.ZeroOptions:
+    """Returns the options of the dense part, which leaves experts out and routers in FP32."""
+    prefixes = [f"{name}." if name else "" for name in layers]
+    experts = [
+        f"{prefix}experts"
+        for prefix, layer in zip(prefixes, layers.values(), strict=True)
+        if any(True for _ in layer.experts.parameters())
+    ]
+    precision = options.precision
+    if precision.param not in (None, torch.float32):
+        routers = [
+            f"{prefix}router"
+            for prefix, layer in zip(prefixes, layers.values(), strict=True)
+            if any(True for _ in layer.router.parameters())
+        ]
+        precision = replace(precision, keep_fp32=(*precision.keep_fp32, *routers))
+    return replace(options, ignored=(*options.ignored, *experts), precision=precision)
+
+
+def _expert_options(
+    layers: Mapping[str, MoE],
+    options: zero.ZeroOptions,
+    given: zero.ZeroOptions | None,
+    group_size: int,
+) -> zero.ZeroOptions:
+    """Returns the options of the experts.
+
+    Backward brings each of them the gradients of the tokens of its whole group.
+    """
+    if given is None:
+        precision = replace(options.precision, keep_fp32=())
+        given = replace(options, units=None, ignored=(), per_unit={}, precision=precision)
+    if given.units is None:
+        called: set[int] = set()
+        for layer in layers.values():
+            listed = isinstance(layer.experts, nn.ModuleList)
+            called.update(map(id, layer.experts.children() if listed else [layer.experts]))
+        given = replace(given, units=lambda name, module: id(module) in called)
+    return replace(given, divisor=group_size if given.reduce == "avg" else 1)
+
+
+# ---- One optimizer of both parts of a module with experts ---------------------------------------
+
+
+_OPTIMIZER = "moe.Optimizer"
+
+
+class Optimizer:
+    """The optimizers of the dense part and of the experts, which step together.
+
+    Norms are those of the whole model, and a step that ``check_finite`` skips is skipped for all of
+    it. Schedules of learning rates are made for each of ``parts``::
+
+        moe.shard(model, stage=2, comm=comm)
+        optimizer = moe.Optimizer(model, lambda params: AdamW(params, lr=3e-4))
+        schedulers = [LambdaLR(each, warmup) for each in optimizer.parts]
+
+    Args:
+        module: what :func:`ringcomm.moe.shard` returned.
+        make: makes an optimizer of :mod:`ringcomm.optim` on a list of parameters; called for the
+            dense part, and on ranks with experts for these. Equal on all ranks.
+
+    Attributes:
+        dense: the optimizer of the dense part.
+        experts: that of the experts; None where there are none.
+
+    Raises:
+        ArgumentError: the module was not sharded, or ``make`` returns something else.
+        UnsupportedError: an optimizer with a loss scaler, of which one is for one optimizer.
+    """
+
+    def __init__(self, module: nn.Module, make: Callable[[list[Tensor]], ShardedOptimizer]) -> None:
+        self._parts = parts_of(module, _OPTIMIZER)
+        experts = self._parts.experts
+        of_experts: list[Tensor] = [] if experts is None else list(experts.parameters())
+        known = set(map(id, of_experts))
+        dense: list[Tensor] = [each for each in module.parameters() if id(each) not in known]
+        self.dense = _made(make, dense)
+        self.experts = _made(make, of_experts) if of_experts else None
+
+    def __repr__(self) -> str:
+        return f"<ringcomm.moe.Optimizer dense: {self.dense!r}, experts: {self.experts!r}>"
+
+    @property
+    def parts(self) -> list[ShardedOptimizer]:
+        """The optimizers, that of the dense part first."""
+        return [self.dense] if self.experts is None else [self.dense, self.experts]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all parts."""
+        return [group for each in self.parts for group in each.param_groups]
+
+    def prepare(self) -> None:
+        """Prepares all parts; collective. See ``ShardedOptimizer.prepare``."""
+        for each in self.parts:
+            each.prepare()
+
+    @normal_tensors()
+    def step(self) -> None:
+        """Takes one step of all parts; collective.
+
+        Raises:
+            Exception: as of ``ShardedOptimizer.step``. A hyper-parameter that cannot be used raises
+                on all ranks before anything is changed.
+        """
+        parts = self._norm_parts()
+        steps = [part.step for part in parts]
+        if not any(each.updates_in_backward for each in steps):
+            try:
+                for each in steps:
+                    each.check_hyper()
+            except RingcommError as error:
+                steps[0].agree(Asked(refusal=error))
+                raise
+            if any(each.two_passes for each in steps):
+                agree_on_finite(parts, self._parts.stages)
+        for part in self.parts:
+            part.step()
+
+    @normal_tensors()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scales the next step's gradient down to a norm of ``max_norm``; collective.
+
+        Args:
+            max_norm: as of ``ShardedOptimizer.clip_grad_norm_``.
+            norm_type: as of ``ShardedOptimizer.clip_grad_norm_``.
+            error_if_nonfinite: as of ``ShardedOptimizer.clip_grad_norm_``.
+
+        Returns:
+            The norm before, of the dense part once and of all experts; with stages of a pipeline
+            ("pp" in the mesh of :func:`ringcomm.moe.shard`) of all stages.
+        """
+        bound_of = partial(NormBound.of, max_norm, norm_type, error_if_nonfinite)
+        return clip_norm_of_parts(self._norm_parts(), self._parts.stages, bound_of)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Limits each element of the gradient; see ``ShardedOptimizer.clip_grad_value_``."""
+        for each in self.parts:
+            each.clip_grad_value_(clip_value)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of all parts."""
+        for each in self.parts:
+            each.zero_grad(set_to_none)
+
+    def _norm_parts(self) -> list[NormPart]:
+        dense = NormPart(self.dense.sharded_step())
+        if self.experts is None:
+            return [dense]
+        return [dense, NormPart(self.experts.sharded_step(), self._parts.group)]
+
+
+def _made(
+    make: Callable[[list[Tensor]], ShardedOptimizer], params: list[Tensor]
+) -> ShardedOptimizer:
+    optimizer = make(params)
+    if not isinstance(optimizer, ShardedOptimizer):
+        raise ArgumentError(
+            f"{_OPTIMIZER}: make: expected it to return an optimizer of ringcomm.optim, got a "
+            f"{type(optimizer).__name__}"
+        )
+    if optimizer.scales_losses:
+        raise UnsupportedError(
+            f"{_OPTIMIZER}: make: expected an optimizer without loss_scaler=, which would adapt to "
+            "the overflows of one part alone; train in bfloat16, which needs none"
+        )
+    return optimizer
+
+
+# ---- Checkpoints of modules with experts: the dense part in one folder, experts in one for each
+# rank NOTE [When a checkpoint of both is whole] Experts are saved first, and the dense part last.
+# So a step has a checkpoint once the dense part has one, and what experts have of later steps is of
+# a save that was cut off: the next one removes it.
+
+_SAVE, _LOAD = "moe.save", "moe.load"
+
+
+def save(
+    root: str | os.PathLike[str],
+    step: int,
+    module: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    data: Any = None,
+    keep: int | None = 2,
+) -> Path:
+    """Saves both parts below ``root``; collective.
+
+    Args:
+        root: the run's folder, which all ranks see; another one for each stage of a pipeline.
+        step: as of ``zero.save``.
+        data: as of ``zero.save``.
+        keep: as of ``zero.save``.
+        module: what :func:`ringcomm.moe.shard` returned.
+        optimizer: on it.
+
+    Returns:
+        The folder of the dense part's checkpoint.
+
+    Raises:
+        Exception: as of ``zero.save``.
+    """
+    root = path_of(root, _SAVE, "root")
+    check_step_number(step, _SAVE)
+    parts = parts_of(module, _SAVE)
+    dense, experts = _optimizers(optimizer, _SAVE)
+    if parts.experts is not None:
+        with all_or_none(parts.everyone, _SAVE):
+            _remove_cut_off(Path(root), parts)
+        with all_or_none(parts.everyone, _SAVE):
+            if parts.writes:
+                zero.save(_expert_folder(root, parts), step, parts.experts, experts, keep=keep)
+    return zero.save(_dense_folder(root), step, module, dense, data=data, keep=keep)
+
+
+def load(
+    root: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int | None = None,
+) -> zero.Loaded:
+    """Continues from what :func:`save` wrote, at any stage and number of replicas; collective.
+
+    The experts must be divided over as many ranks as they were.
+
+    Args:
+        root: as of ``zero.load``.
+        step: as of ``zero.load``.
+        module: what :func:`ringcomm.moe.shard` returned.
+        optimizer: on it, or None to load the module alone.
+
+    Raises:
+        CheckpointError: there is none of both parts, experts were divided over another number of
+            ranks, or one part is damaged; nothing was changed.
+        ArgumentError: as of ``zero.load``.
+    """
+    root = path_of(root, _LOAD, "root")
+    parts = parts_of(module, _LOAD)
+    dense, experts = _optimizers(optimizer, _LOAD)
+    found = Checkpoints(_dense_folder(root)).latest() if step is None else step
+    with all_or_none(parts.everyone, _LOAD):
+        if parts.experts is not None:
+            _check_there(Path(root), parts, found)
+    loading = None
+    with all_or_none(parts.everyone, _LOAD):
+        if parts.experts is not None:
+            loading = check_load(_expert_folder(root, parts), parts.experts, experts, step=found)
+    of_dense = check_load(_dense_folder(root), module, dense, step=found)
+    if loading is not None:
+        with all_or_none(parts.everyone, _LOAD):
+            take_load(loading)
+    return take_load(of_dense)
+
+
+def _dense_folder(root: str | os.PathLike[str]) -> Path:
+    return Path(root) / "dense"
+
+
+def _expert_folder(root: str | os.PathLike[str], parts: Parts) -> Path:
+    assert parts.group is not None
+    return Path(root) / f"experts-{parts.group.rank:05d}-of-{parts.group.world_size:05d}"
+
+
+def _optimizers(
+    optimizer: Any, operation: str
+) -> tuple[ShardedOptimizer | None, ShardedOptimizer | None]:
+    if optimizer is None:
+        return None, None
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError(
+            f"{operation}: optimizer: expected a moe.Optimizer or None, got a "
+            f"{type(optimizer).__name__}"
+        )
+    return optimizer.dense, optimizer.experts
+
+
+def _remove_cut_off(root: Path, parts: Parts) -> None:
+    """Removes what only experts have; see NOTE [When a checkpoint of both is whole]."""
+    assert parts.replicas is not None
+    if parts.replicas.rank or not parts.writes:
+        return
+    whole, mine = Checkpoints(_dense_folder(root)).steps(), Checkpoints(_expert_folder(root, parts))
+    for step in mine.steps():
+        if step > max(whole, default=-1):
+            mine.remove(step)
+
+
+def _check_there(root: Path, parts: Parts, step: int | None) -> None:
+    folder = _expert_folder(root, parts)
+    if step is None or step not in Checkpoints(folder).steps():
+        others = sorted(each.name for each in root.glob("experts-*"))
+        raise CheckpointError(
+            f"{_LOAD}: {root}: expected a checkpoint of both parts, of step "
+            f"{'any' if step is None else step} in dense and {folder.name}, found "
+            f"{', '.join(others) or 'no experts'}; experts are loaded by as many ranks as they "
+            "were divided over"
+        )

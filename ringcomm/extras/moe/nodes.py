@@ -23,20 +23,18 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator, NodesCommunicator
 from ringcomm.errors import UnsupportedError, where
-from ringcomm.extras.moe.outboxes import (
-    Outboxes,
-    RowsHeader,
-    exchange,
-    outboxes_of,
-    prepared,
-    reading,
-)
 from ringcomm.extras.moe.rows import (
     DISPATCH,
     ENTRY_WORDS,
     WORD_BYTES,
+    Outboxes,
     Routes,
+    RowsHeader,
     check_routes,
+    exchange,
+    outboxes_of,
+    prepared,
+    reading,
     rows_by_rank,
     tables_bytes,
     write_tables,

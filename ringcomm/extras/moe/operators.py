@@ -1,6 +1,6 @@
 """The operators of torch behind dispatch and combine, with their gradients.
 
-A rank publishes rows in its heap, all exchange a header (:mod:`ringcomm.extras.moe.outboxes`), and
+A rank publishes rows in its heap, all exchange a header (:mod:`ringcomm.extras.moe.rows`), and
 each then copies the rows it needs from where they lie. Three operators do so:
 
 * ``moe_dispatch`` copies tokens to the ranks of their experts. Its gradient is a combine without
@@ -20,19 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.arguments import DTYPE_CODES, readable, size_bytes
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.host.arguments import DTYPE_CODES, readable, size_bytes
 from ringcomm.errors import UnsupportedError
 from ringcomm.extras.moe import devices, nodes
-from ringcomm.extras.moe.outboxes import (
-    Outboxes,
-    RowsHeader,
-    exchange,
-    lendable,
-    outboxes_of,
-    prepared,
-    reading,
-)
 from ringcomm.extras.moe.rows import (
     BACKWARD,
     COMBINE,
@@ -44,13 +35,20 @@ from ringcomm.extras.moe.rows import (
     WEIGHTED,
     WEIGHTS,
     WORD_BYTES,
+    Outboxes,
     Routes,
+    RowsHeader,
     Tables,
     check_combined,
     check_routes,
     check_rows,
     check_weights,
+    exchange,
+    lendable,
     new_rows,
+    outboxes_of,
+    prepared,
+    reading,
     rows_by_rank,
     run_native,
     tables_bytes,

@@ -8,10 +8,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ringcomm.zero.checkpoint.checkpoints import Checkpoints, OneRank, Ranks
-from ringcomm.zero.checkpoint.contents import FlatShard
 from ringcomm.zero.checkpoint.export import export_safetensors
-from ringcomm.zero.checkpoint.reader import Reader
+from ringcomm.zero.checkpoint.folder import Checkpoints, OneRank, Ranks, Reader
+from ringcomm.zero.checkpoint.format import FlatShard
 
 if TYPE_CHECKING:
     from ringcomm.zero.checkpoint.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter

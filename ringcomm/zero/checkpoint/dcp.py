@@ -41,25 +41,26 @@ from torch.futures import Future
 from ringcomm.errors import CheckpointError, UnsupportedError
 from ringcomm.json_reader import decode, encode, text_of
 from ringcomm.module_names import KnownNames
-from ringcomm.zero.checkpoint import commit
-from ringcomm.zero.checkpoint.contents import FlatShard, Part, PartShard, check_name
-from ringcomm.zero.checkpoint.manifest import (
+from ringcomm.zero.checkpoint import format as commit
+from ringcomm.zero.checkpoint.folder import Reader
+from ringcomm.zero.checkpoint.format import (
+    DTYPE_OF_NAME,
     MANIFEST_NAME,
+    FlatShard,
     Manifest,
+    Part,
+    PartShard,
     Piece,
     RankRecord,
+    SavedFile,
     SavedTensor,
+    TensorEntry,
+    check_name,
+    dtype_name,
     file_name,
     flat_boxes,
-    piece_key,
-)
-from ringcomm.zero.checkpoint.reader import Reader
-from ringcomm.zero.checkpoint.tensor_file import (
-    DTYPE_OF_NAME,
-    SavedFile,
-    TensorEntry,
-    dtype_name,
     host_blocks,
+    piece_key,
     write_file,
     write_tensor_file,
 )

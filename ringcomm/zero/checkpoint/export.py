@@ -30,13 +30,13 @@ from ringcomm.memory import normal_tensors
 from ringcomm.module_names import KnownNames, named_parameters, unwrapped, without_wrappers
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.step import ShardedStep
-from ringcomm.zero.checkpoint import commit
-from ringcomm.zero.checkpoint.contents import FlatShard, blocks_of
-from ringcomm.zero.checkpoint.module_state import buffers_of, model_parts
-from ringcomm.zero.checkpoint.reader import Reader
-from ringcomm.zero.checkpoint.tensor_file import (
+from ringcomm.zero.checkpoint import format as commit
+from ringcomm.zero.checkpoint.folder import Reader
+from ringcomm.zero.checkpoint.format import (
     BLOCK_BYTES,
+    FlatShard,
     TensorEntry,
+    blocks_of,
     bytes_of,
     dtype_name,
     header_of,
@@ -44,10 +44,11 @@ from ringcomm.zero.checkpoint.tensor_file import (
     write_file,
     write_tensor_file,
 )
+from ringcomm.zero.checkpoint.state import buffers_of, model_parts
 from ringcomm.zero.checkpoint.weight_files import INDEX_NAME, is_transformers
-from ringcomm.zero.engine import ShardEngine
-from ringcomm.zero.sharding import engine_of, path_of
-from ringcomm.zero.units import aliases as aliases_of
+from ringcomm.zero.stages.engine import ShardEngine
+from ringcomm.zero.stages.sharding import engine_of, path_of
+from ringcomm.zero.stages.units import aliases as aliases_of
 
 Tensor = torch.Tensor
 

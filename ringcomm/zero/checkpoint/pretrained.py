@@ -24,9 +24,7 @@ from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.dtensors import Sharding, local_of
 from ringcomm.optim.layout import Chunk, Segment
-from ringcomm.zero.access import write_master
-from ringcomm.zero.buckets import BucketParam, ParamBucket
-from ringcomm.zero.checkpoint.contents import Part, PartShard
+from ringcomm.zero.checkpoint.format import Part, PartShard
 from ringcomm.zero.checkpoint.weight_files import (
     Rename,
     StoredTensor,
@@ -34,11 +32,12 @@ from ringcomm.zero.checkpoint.weight_files import (
     match,
     own_initializer,
 )
-from ringcomm.zero.engine import ShardEngine
-from ringcomm.zero.recoding import own_of, recode
-from ringcomm.zero.sharding import engine_of, path_of
-from ringcomm.zero.shards import publish
-from ringcomm.zero.values import Values, WeightSource
+from ringcomm.zero.stages.access import write_master
+from ringcomm.zero.stages.buckets import BucketParam, ParamBucket
+from ringcomm.zero.stages.engine import ShardEngine
+from ringcomm.zero.stages.sharding import engine_of, path_of
+from ringcomm.zero.stages.shards import own_of, publish, recode
+from ringcomm.zero.stages.units import Values, WeightSource
 
 Tensor = torch.Tensor
 

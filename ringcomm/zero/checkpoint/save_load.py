@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.errors import ArgumentError, CheckpointError, where
-from ringcomm.json_reader import exactly, in_words, shown
+from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError, where
+from ringcomm.json_reader import DAMAGE, decode, encode, exactly, in_words, shown
 from ringcomm.memory import normal_tensors
 from ringcomm.module_names import (
     Chosen,
@@ -21,51 +23,357 @@ from ringcomm.module_names import (
     KnownNames,
     ModuleNames,
     PartialLoad,
+    named_modules,
     named_parameters,
     some,
 )
 from ringcomm.optim.agreement import agreed_load, all_or_none
-from ringcomm.optim.residuals import Debtors
+from ringcomm.optim.dtensors import PLAIN_KINDS
 from ringcomm.optim.sharded import ShardedOptimizer
-from ringcomm.optim.state import merged_groups
+from ringcomm.optim.state import Debtors, merged_groups
 from ringcomm.optim.step import ShardedStep
-from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader, module_state
-from ringcomm.zero.checkpoint.module_state import (
+from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader
+from ringcomm.zero.checkpoint import state as module_state
+from ringcomm.zero.checkpoint.format import dtype_name
+from ringcomm.zero.checkpoint.state import (
+    NAMES_IN_FACTS,
     SavedFacts,
     SavedOptimizer,
+    SavedState,
     StatePart,
     check_names,
     check_optimizer,
     describe,
     in_plain_names,
     overlap,
-    take_optimizer,
-)
-from ringcomm.zero.checkpoint.optimizer_state import (
-    SavedState,
     parts_to_load,
     parts_to_save,
+    renamed,
     residuals_to_load,
     saved_state,
+    state_parts,
+    take_optimizer,
     take_residuals,
     whole_parts,
 )
-from ringcomm.zero.checkpoint.rank_data import (
-    ExtraState,
-    check_generators,
-    load_generators,
-    modules_with_extra_state,
-    read_extra_state,
-    save_extra_state,
-    save_generators,
-    set_extra_state,
-)
-from ringcomm.zero.engine import ShardEngine
-from ringcomm.zero.recoding import own_of, recode
-from ringcomm.zero.sharding import check_step_number, engine_of, path_of
-from ringcomm.zero.units import aliases
+from ringcomm.zero.stages.engine import ShardEngine
+from ringcomm.zero.stages.sharding import check_step_number, engine_of, path_of
+from ringcomm.zero.stages.shards import follow_coded, own_of, recode
+from ringcomm.zero.stages.units import aliases
+
+# ---- What a rank has for itself in a checkpoint: random generators, and modules' extra state ----
+# Tensors are taken out of extra state, and None stands where they were; the rest is plain data:
+#
+#     as {"layers.0": {"value": {"scale": 2, "history": None}, "tensors": [[[1], "cpu"]]}}
+#
+# Tensor number n of it is called "extra.layers.0.n". Its path is counted, and not of keys, which
+# may be anything: here it was the second item of the dict.
 
 Tensor = torch.Tensor
+Place = tuple[int, ...]
+
+
+def save_generators(device: torch.device) -> tuple[dict[str, Tensor], list[Any]]:
+    """torch's generators (uint8 tensors, by name) and Python's (plain JSON)."""
+    tensors = {"rng.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
+    version, numbers, gauss = random.getstate()
+    return tensors, [version, list(numbers), gauss]
+
+
+def check_generators(tensors: Mapping[str, Tensor], python: Any, device: torch.device) -> None:
+    """Raises CheckpointError unless these are states that :func:`load_generators` takes."""
+    try:
+        torch.Generator().set_state(tensors["rng.cpu"])
+        if device.type == "cuda" and "rng.cuda" in tensors:
+            torch.Generator(device).set_state(tensors["rng.cuda"])
+        random.Random().setstate(_python_state(python))
+    except DAMAGE as error:
+        raise CheckpointError(
+            f"random generators: cannot be restored: {in_words(error)}"
+        ) from error
+
+
+def load_generators(tensors: Mapping[str, Tensor], python: Any, device: torch.device) -> None:
+    """Undoes :func:`save_generators`, once checked."""
+    random.setstate(_python_state(python))
+    torch.set_rng_state(tensors["rng.cpu"])
+    if device.type == "cuda" and "rng.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng.cuda"], device)
+
+
+def _python_state(python: Any) -> tuple[Any, ...]:
+    version, numbers, gauss = python
+    return version, tuple(numbers), gauss
+
+
+@dataclass(frozen=True)
+class ExtraState:
+    """The extra state of all modules of one rank.
+
+    Attributes:
+        plain: by module, plain data.
+        tensors: by name.
+    """
+
+    plain: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def modules_with_extra_state(root: nn.Module) -> dict[str, nn.Module]:
+    """Returns by name the modules whose class says how to get extra state, as torch finds them."""
+    return {
+        name: module
+        for name, module in named_modules(root)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def save_extra_state(root: nn.Module, operation: str) -> ExtraState:
+    """Copies of the extra state of all modules.
+
+    Raises:
+        UnsupportedError: it holds what is neither plain nor a tensor; names the module.
+    """
+    plain, tensors = {}, {}
+    for name, module in modules_with_extra_state(root).items():
+        called = f"{operation}: extra state of module {_shown(name, module)}"
+        found: dict[Place, Tensor] = {}
+        value = _take_out(module.get_extra_state(), (), found)
+        encode(value, called)
+        told = []
+        for number, (path, tensor) in enumerate(found.items()):
+            if tensor.layout is not torch.strided or tensor.device.type == "meta":
+                raise UnsupportedError(
+                    f"{called}: expected tensors that are dense and have values, got one of "
+                    f"{tensor.layout} on {tensor.device}"
+                )
+            dtype_name(tensor.dtype, called)
+            # It may be a parameter's, whose memory comes and goes.
+            tensors[_tensor_name(name, number)] = tensor.detach().clone()
+            told.append([list(path), "cpu" if tensor.device.type == "cpu" else "device"])
+        plain[name] = {"value": value, "tensors": told}
+    return ExtraState(plain, tensors)
+
+
+def read_extra_state(
+    root: nn.Module,
+    saved: ExtraState,
+    device: torch.device,
+    fail: Callable[[str], CheckpointError],
+) -> dict[str, Any]:
+    """Returns by module what ``set_extra_state()`` shall get.
+
+    Args:
+        root: whose modules must be those that were saved.
+        saved: as :func:`save_extra_state` returned it; further tensors do not matter.
+        device: where tensors go that were not on the host.
+        fail: makes the error.
+
+    Raises:
+        CheckpointError: other modules have extra state, or it is damaged.
+    """
+    if not isinstance(saved.plain, dict):
+        raise fail("its extra state is damaged")
+    mine, theirs = list(modules_with_extra_state(root)), list(saved.plain)
+    if mine != theirs:
+        raise fail(
+            f"expected extra state of the modules {mine}, as the model has it, got that of {theirs}"
+        )
+    values = {}
+    for name, each in saved.plain.items():
+        try:
+            found: dict[Place, Tensor] = {}
+            for number, (path, place) in enumerate(each["tensors"]):
+                tensor = saved.tensors[_tensor_name(name, number)]
+                found[tuple(path)] = tensor.to("cpu" if place == "cpu" else device)
+            values[name] = _put_in(each["value"], (), found)
+            if found:
+                raise ValueError(f"no place for the tensors at {sorted(found)}")
+        except DAMAGE as error:
+            raise fail(f"extra state of module {name!r}: is damaged: {in_words(error)}") from error
+    return values
+
+
+def set_extra_state(
+    root: nn.Module, values: Mapping[str, Any], fail: Callable[[str], CheckpointError]
+) -> None:
+    """Gives each module its state.
+
+    Raises:
+        CheckpointError: a module does not take it; what came before it has been set.
+    """
+    for name, module in modules_with_extra_state(root).items():
+        try:
+            module.set_extra_state(values[name])
+        # A user's method may raise anything.
+        except Exception as error:
+            raise fail(
+                f"module {_shown(name, module)} does not take its extra state: {error!r}"
+            ) from error
+
+
+def _shown(name: str, module: nn.Module) -> str:
+    return f"{name!r} ({type(module).__name__})"
+
+
+def _tensor_name(module: str, number: int) -> str:
+    return f"extra.{module}.{number}"
+
+
+def _take_out(value: Any, path: Place, found: dict[Place, Tensor]) -> Any:
+    """``value`` with None in place of tensors, which go to ``found``."""
+    if type(value) in PLAIN_KINDS:
+        found[path] = value
+        return None
+    return _rebuilt(value, lambda each, at: _take_out(each, (*path, at), found))
+
+
+def _put_in(value: Any, path: Place, found: dict[Place, Tensor]) -> Any:
+    """Undoes :func:`_take_out`, and empties ``found``."""
+    if value is None and path in found:
+        return found.pop(path)
+    return _rebuilt(value, lambda each, at: _put_in(each, (*path, at), found))
+
+
+def _rebuilt(value: Any, change: Callable[[Any, int], Any]) -> Any:
+    """A container with its items changed, which are counted; anything else as it is."""
+    kind = type(value)
+    if kind is dict:
+        return {key: change(each, at) for at, (key, each) in enumerate(value.items())}
+    if kind in (list, tuple):
+        return kind(change(each, at) for at, each in enumerate(value))
+    return value
+
+
+# ---- ``TrainState``: a sharded module and its optimizer for ``torch.distributed.checkpoint`` ----
+
+
+class TrainState:
+    """A Stateful of ``torch.distributed.checkpoint``, for any stage and any world.
+
+    It needs a process group of torch, of any backend, with the ranks of the module's communicator::
+
+        state = {"train": zero.TrainState(module, optimizer)}
+        dcp.save(state, storage_writer=StorageWriter(path), planner=SavePlanner())
+        dcp.load(state, storage_reader=StorageReader(path), planner=LoadPlanner())
+
+    with the classes of ``ringcomm.zero.checkpoint``, which need no pickle; torch's own work, too.
+    torch loads tensors in place, one by one: a load that fails leaves a mixture, so load again.
+    ``save()`` and ``load()`` are all or nothing, and take generators and buffers of ranks along.
+
+    Args:
+        module: what ``shard()`` returned.
+        optimizer: on its parameters, or None.
+
+    Raises:
+        ArgumentError: the module is not sharded, or the optimizer is another's.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: ShardedOptimizer | None = None) -> None:
+        self._engine = engine_of(module, "TrainState")
+        with normal_tensors():
+            self._step = module_state.step_of(self._engine, optimizer, "TrainState")
+
+    def __repr__(self) -> str:
+        comm = self._engine.comm
+        return f"<ringcomm.zero.TrainState of stage {self._engine.stage} on {comm!r}>"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns by name this rank's part of each flat tensor, to be saved or loaded in place.
+
+        "facts" is the rest, as JSON; buffers of parameters' modules are whole tensors, and so are
+        those of modules' extra state, the rest of which is "extra".
+
+        Raises:
+            ArgumentError: inside ``gathered()`` or ``exchanged()``.
+        """
+        engine, step = self._engine, self._step
+        engine.check_values("TrainState.state_dict")
+        engine.free_for_change("TrainState.state_dict")
+        params = module_state.copies_of_params(engine)
+        parts = [*params, *module_state.loose_parts(engine, True)]
+        if step is not None:
+            step.refuse_if_torn("state_dict")
+            parts += state_parts(engine, step, True)
+        shards = {part.name: part.shard() for part in parts}
+        buffers = module_state.buffers_of(engine.parts.module)
+        extra = save_extra_state(engine.parts.module, "TrainState.state_dict")
+        # A checkpoint of modules without extra state has no such entry.
+        told = {"extra": json.dumps(encode(extra.plain, "extra"))} if extra.plain else {}
+        return {
+            **shards,
+            **{f"model.{name}": buffer.detach() for name, buffer in buffers.items()},
+            **extra.tensors,
+            **told,
+            "facts": json.dumps(describe(engine, step)),
+        }
+
+    @normal_tensors()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what is no tensor; torch has loaded those in place.
+
+        Raises:
+            CheckpointError: it is of another model, or of an optimizer with other param groups.
+        """
+        engine, step = self._engine, self._step
+        try:
+            told = json.loads(state["facts"])
+        except DAMAGE as error:
+            raise _failed(f"is no checkpoint of a TrainState: {in_words(error)}") from error
+        known = KnownNames.of(engine.parts.module)
+        SavedFacts.read(told, _failed)
+        facts = SavedFacts.read(renamed(told, known, NAMES_IN_FACTS), _failed)
+        check_names(engine, facts, _failed)
+        groups = [] if step is None else check_optimizer(engine, step, facts, _failed)
+        extra = self._read_extra(state)
+        for bucket in engine.stored:
+            if bucket.wire is None:
+                bucket.wide = None
+        engine.count_change()
+        with engine.together("TrainState.load_state_dict"):
+            if engine.parts.store is not None:
+                _take(module_state.params_to_load(engine), state)
+            if step is not None:
+                self._take_copies(step, state)
+                assert facts.optimizer is not None
+                take_optimizer(engine, step, facts.optimizer, groups)
+            else:
+                follow_coded(engine)
+                engine.placement.refresh_masters()
+        engine.comm.barrier()
+        recode(engine)
+        set_extra_state(engine.parts.module, extra, _failed)
+
+    def _take_copies(self, step: ShardedStep, state: Mapping[str, Any]) -> None:
+        """Takes state of which torch has loaded copies: of 8 bits, or in another tier."""
+        if step.rule.eight_bits or step.tier is not None:
+            _take(parts_to_load(self._engine, step, step.groups), state)
+
+    def _read_extra(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            plain = decode(json.loads(state["extra"])) if "extra" in state else {}
+        except DAMAGE as error:
+            raise _failed(f"has extra state that is damaged: {in_words(error)}") from error
+        engine = self._engine
+        if isinstance(plain, dict):
+            known = KnownNames.of(engine.parts.module)
+            plain = {known.find_module(name): each for name, each in plain.items()}
+        saved = ExtraState(plain, dict(state))
+        return read_extra_state(engine.parts.module, saved, engine.comm.device, _failed)
+
+
+def _take(parts: Iterator[StatePart], state: Mapping[str, Any]) -> None:
+    """Fills parts from the shards of a state that have their elements."""
+    for part in parts:
+        given = state[part.name]
+        begin = part.begin - given.begin
+        part.local.copy_(given.local[begin : begin + part.local.numel()])
+
+
+def _failed(text: str) -> CheckpointError:
+    return CheckpointError(f"TrainState.load_state_dict: the checkpoint {text}")
 
 
 def save(

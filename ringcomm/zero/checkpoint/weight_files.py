@@ -29,7 +29,7 @@ from torch import nn
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.json_reader import read_bounded, read_json, shown
 from ringcomm.module_names import Chosen, IncompatibleKeys, KnownNames, ModuleNames, unwrapped
-from ringcomm.zero.checkpoint.tensor_file import BLOCK_BYTES, DTYPES, MOST_DIMS, bytes_of
+from ringcomm.zero.checkpoint.format import BLOCK_BYTES, DTYPES, MOST_DIMS, bytes_of
 
 Tensor = torch.Tensor
 

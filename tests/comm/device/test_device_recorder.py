@@ -13,7 +13,7 @@ import torch
 
 import ringcomm
 from ringcomm import ArgumentError
-from ringcomm.cli.trace_text import report
+from ringcomm.cli.trace import report
 from ringcomm.comm.device import sharing
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.recorder.records import OPEN

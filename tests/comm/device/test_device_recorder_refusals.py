@@ -10,8 +10,8 @@ import torch
 
 import ringcomm
 from ringcomm import MismatchError, RingcommError
-from ringcomm.cli.trace_text import report
-from ringcomm.comm.device import recorder
+from ringcomm.cli.trace import report
+from ringcomm.comm.device import core as recorder
 from ringcomm.errors import RendezvousError, UnsupportedError
 from ringcomm.memory import host_heap
 from tests.support.device_worlds import with_options

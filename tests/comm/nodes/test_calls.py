@@ -10,8 +10,9 @@ import torch
 
 import ringcomm
 from ringcomm import CommOptions, LocalWorld, MismatchError, ReduceOp, UnsupportedError
-from ringcomm.comm.nodes import core, sums
-from ringcomm.comm.nodes.places import Places, divide
+from ringcomm.comm.host.meeting import Places, divide
+from ringcomm.comm.nodes import core
+from ringcomm.comm.nodes import core as sums
 from ringcomm.errors import ArgumentError, RendezvousError, RingcommError
 from tests.support.call_checks import CHECKS, REDUCTIONS, Case
 from tests.support.covering import covering

@@ -8,9 +8,10 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from ringcomm import CommOptions, Communicator, RingcommError
-from ringcomm.comm.nodes import building, connecting
-from ringcomm.comm.nodes.connecting import gloo, told_by
-from ringcomm.comm.nodes.places import Places
+from ringcomm.comm.host.meeting import Places
+from ringcomm.comm.nodes import building
+from ringcomm.comm.nodes import carrier as connecting
+from ringcomm.comm.nodes.carrier import gloo, told_by
 from ringcomm.comm.nodes.steps import StepsCore
 from ringcomm.errors import PeerLost, RendezvousError
 

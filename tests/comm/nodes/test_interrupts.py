@@ -14,8 +14,8 @@ from torch.distributed import Store
 
 import ringcomm
 from ringcomm import AbortedError, CommOptions
-from ringcomm.comm import engine
-from ringcomm.comm.nodes.connecting import gloo
+from ringcomm.comm.host import engine
+from ringcomm.comm.nodes.carrier import gloo
 from tests.support.ranks import Ranks, join_nodes
 
 

@@ -32,7 +32,8 @@ from ringcomm import (
     RingcommError,
     UnsupportedError,
 )
-from ringcomm.comm.nodes import core, device_core, device_rails, wires
+from ringcomm.comm.nodes import carrier as device_rails
+from ringcomm.comm.nodes import core, device_core, wires
 from tests.comm.nodes.test_calls import drawn
 from tests.support.call_checks import (
     CHECKS,
@@ -308,7 +309,7 @@ def test_what_is_refused(devices: Devices) -> None:
             ),
             lambda: ringcomm.optim.AdamW([parameter], comm=comm).step(),
             lambda: ringcomm.zero.shard(torch.nn.Linear(2, 2), comm=comm),
-            lambda: ringcomm.extras.moe.dispatch(tensor.view(4, 1), tokens, None, 2, comm),
+            lambda: ringcomm.moe.dispatch(tensor.view(4, 1), tokens, None, 2, comm),
         ]
         tokens = torch.zeros(4, 1, dtype=torch.int64)
         for call in refused:

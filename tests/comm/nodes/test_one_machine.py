@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import HashStore
 
 from ringcomm import Communicator
-from ringcomm.comm import meeting
+from ringcomm.comm.host import meeting
 from ringcomm.rendezvous.handles import machine_identity
 
 

@@ -7,7 +7,9 @@ import torch
 
 import ringcomm
 from ringcomm import ArgumentError, CommOptions
-from ringcomm.comm.nodes import core, schedules, sums
+from ringcomm.comm.host import meeting as schedules
+from ringcomm.comm.nodes import core
+from ringcomm.comm.nodes import core as sums
 from tests.support.exact import equal, op_of, operand, reduced, same
 
 NAMES = ("direct", "levels", "ring")

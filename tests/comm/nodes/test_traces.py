@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ringcomm
-from ringcomm.cli.trace_text import over_nodes
+from ringcomm.cli.trace import over_nodes
 from ringcomm.comm.recorder import trace_file
 from ringcomm.errors import RingcommError
 

@@ -10,7 +10,7 @@ import torch
 import ringcomm
 from ringcomm import ArgumentError, CommOptions, MismatchError, ReduceOp, _native
 from ringcomm.comm.local_world import LocalWorld
-from ringcomm.comm.nodes import sums
+from ringcomm.comm.nodes import core as sums
 from tests.comm.test_wire_codes import KINDS, decoded
 from tests.support.covering import covering
 
@@ -206,7 +206,7 @@ def test_bad_options():
 
 def test_bytes_on_the_rails(monkeypatch):
     """What leaves a node is the closed form: codes and scales, and headers of calls beside."""
-    from ringcomm.comm.nodes import rails
+    from ringcomm.comm.nodes import carrier as rails
 
     elems = 1 << 16
     sent: list[int] = []

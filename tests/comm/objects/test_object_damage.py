@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ringcomm.comm import object_codec
-from ringcomm.comm.object_codec import DEEPEST, MAGIC, pack, unpack
+from ringcomm.comm import objects as object_codec
+from ringcomm.comm.objects import DEEPEST, MAGIC, pack, unpack
 from ringcomm.errors import CorruptedError, RingcommError
 
 LONG = "x" * 10**6

@@ -7,7 +7,8 @@ import torch
 
 import ringcomm
 from ringcomm import AbortedError, CommOptions, CorruptedError, UnsupportedError
-from ringcomm.comm import object_codec, objects
+from ringcomm.comm import objects
+from ringcomm.comm import objects as object_codec
 from ringcomm.errors import ArgumentError, RingcommError
 from tests.support.faults import leaving_together
 

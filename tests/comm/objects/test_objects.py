@@ -12,8 +12,7 @@ import torch
 
 import ringcomm
 from ringcomm import CommOptions, UnsupportedError
-from ringcomm.comm.object_codec import pack, unpack
-from ringcomm.comm.objects import Codec, Parcel
+from ringcomm.comm.objects import Codec, Parcel, pack, unpack
 from ringcomm.errors import ArgumentError
 
 VALUES: tuple[Any, ...] = (

@@ -25,7 +25,7 @@ from ringcomm.extras.estimate import (
     Transformer,
 )
 from ringcomm.extras.estimate.tiers import Records, bytes_of
-from ringcomm.memory import scratch
+from ringcomm.offload import scratch
 from ringcomm.optim import AdamWOptions
 from ringcomm.zero import Precision, Wire, ZeroOptions
 

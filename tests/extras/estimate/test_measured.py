@@ -15,12 +15,12 @@ from torch import nn
 import ringcomm
 from ringcomm import CommOptions, Disk, moe, zero
 from ringcomm.extras.estimate import STAGES, ExpertLayer, ModelElems, Training, Transformer
-from ringcomm.memory.scratch import PAGE_BYTES, ScratchFile
+from ringcomm.offload.scratch import PAGE_BYTES, ScratchFile
 from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, tiers
 from ringcomm.optim.kernels import PiecedKernels
 from ringcomm.zero import Precision, Wire, ZeroOptions
-from ringcomm.zero.buckets import ShardedBucket
-from ringcomm.zero.sharding import engine_of, shard
+from ringcomm.zero.stages.buckets import ShardedBucket
+from ringcomm.zero.stages.sharding import engine_of, shard
 from tests.memory.disk_folder import skip_unless_disk
 
 BF16, FP32 = torch.bfloat16, torch.float32

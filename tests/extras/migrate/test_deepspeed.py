@@ -16,7 +16,7 @@ from ringcomm.extras.migrate.keys import MAPPED, NO_EFFECT, UNSUPPORTED, section
 from ringcomm.extras.migrate.schedules import SCHEDULERS
 from ringcomm.optim import Adam, AdamW, AdamWOptions, LossScaleOptions, LossScaler
 from ringcomm.optim.options import Wire
-from ringcomm.zero.options import DEFAULT_BUCKET_ELEMS
+from ringcomm.zero.stages.options import DEFAULT_BUCKET_ELEMS
 from tests.comm.conftest import worlds
 from tests.zero.models import assert_same_bits, new_model, text
 

@@ -48,7 +48,7 @@ def test_a_compiled_layer_is_the_eager_one(comm):
 def test_the_operators_are_what_they_say(comm):
     """Their shapes without data, and that nothing is written that is an input."""
     given = case(0, 2)
-    key = ringcomm.functional.traced_groups.key_of(comm)
+    key = ringcomm.functional.collectives.key_of(comm)
     ops = torch.ops.ringcomm
     x, weights = given.x.clone().requires_grad_(), given.weights.clone().requires_grad_()
     tests = ("test_schema", "test_faketensor")

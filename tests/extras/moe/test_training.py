@@ -14,7 +14,7 @@ from torch import nn
 import ringcomm
 from ringcomm import ArgumentError, CommOptions, Communicator, moe, zero
 from ringcomm.errors import CheckpointError, RingcommError, UnsupportedError
-from ringcomm.extras.moe.sharding import parts_of
+from ringcomm.extras.moe.layer import parts_of
 from ringcomm.optim import AdamW, AdamWOptions, LossScaler
 from tests.extras.moe.test_layer import HIDDEN, filled, layer, tokens
 from tests.support import ROOT

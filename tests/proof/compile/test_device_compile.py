@@ -20,7 +20,7 @@ from ringcomm import Communicator
 from ringcomm import tl as rc
 from ringcomm._tl.geometry import Geometry
 from ringcomm._tl.hooks import IS_INTERPRETED, lives
-from ringcomm.comm.triton import KernelPlace
+from ringcomm.comm.host.triton import KernelPlace
 from tests.proof.compile.compiled import (
     ACQUIRE_SYS,
     RELEASE_SYS,

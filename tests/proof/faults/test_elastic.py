@@ -14,8 +14,8 @@ import torch
 from torch.distributed import HashStore
 
 from ringcomm import CollectiveTimeout, Communicator, RendezvousError
-from ringcomm.c10d.barriers import MonitoredBarrier
-from ringcomm.rendezvous.lookout import Lookout
+from ringcomm.c10d.process_group import MonitoredBarrier
+from ringcomm.rendezvous.same_node import Lookout
 from tests.cli.processes import clean_environment
 from tests.support import ROOT, fork_server
 

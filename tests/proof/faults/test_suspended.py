@@ -24,13 +24,13 @@ from torch.distributed import FileStore, HashStore
 
 import ringcomm
 from ringcomm import Communicator
-from ringcomm.c10d.barriers import MonitoredBarrier
-from ringcomm.comm import work
-from ringcomm.comm.work import Work
+from ringcomm.c10d.process_group import MonitoredBarrier
+from ringcomm.comm.host import work
+from ringcomm.comm.host.work import Work
 from ringcomm.deadlines import LONGEST_LOOK_S, Deadline
 from ringcomm.errors import CollectiveTimeout, PeerLost, RendezvousError
 from ringcomm.rendezvous import same_node
-from ringcomm.rendezvous.lookout import Lookout
+from ringcomm.rendezvous.same_node import Lookout
 from tests.support.faults import until_stopped
 from tests.support.ranks import Ranks, join_nodes
 
@@ -160,12 +160,12 @@ CLOCKS = {
     "comm/device/lifecycle.py": "grace for kernels while the process ends",
     "comm/nodes/watch.py": "how often the store is asked; grace for a claim about to be made",
     "comm/recorder/reader.py": "how long an error waits for its trace",
-    "cuda/kernel_cache.py": "how long a compiled kernel is awaited before it is compiled here",
+    "cuda/build.py": "how long a compiled kernel is awaited before it is compiled here",
     "deadlines.py": "the deadlines themselves",
     "launch.py": "grace for ranks that are told to end",
     "output.py": "how often a progress bar is drawn",
     "rendezvous/handles.py": "grace of rank 0 for peers that read why it ends",
-    "rendezvous/lookout.py": "how often processes are looked at; grace for one about to end",
+    "rendezvous/same_node.py": "how often processes are looked at; grace for one about to end",
 }
 
 

@@ -22,8 +22,8 @@ import pytest
 
 from ringcomm.cli import main
 from ringcomm.cli.report import page, sources
-from ringcomm.cli.trace_text import over_nodes, report
-from ringcomm.comm import object_codec
+from ringcomm.cli.trace import over_nodes, report
+from ringcomm.comm import objects as object_codec
 from ringcomm.comm.recorder import trace_file
 from ringcomm.comm.recorder.records import RankRecording, Record, Recording
 from ringcomm.comm.topology import model
@@ -33,8 +33,7 @@ from ringcomm.extras.migrate.torch_file import plain_pickle
 from ringcomm.json_reader import decode, read_json
 from ringcomm.optim.agreement import read_description
 from ringcomm.rendezvous.handles import HeapHandle
-from ringcomm.zero.checkpoint.manifest import Manifest, Piece, SavedTensor, check_fill
-from ringcomm.zero.checkpoint.tensor_file import SavedFile
+from ringcomm.zero.checkpoint.format import Manifest, Piece, SavedFile, SavedTensor, check_fill
 from ringcomm.zero.checkpoint.weight_files import WeightFiles
 from tests.proof.fuzz.mutations import SCALE
 

@@ -28,7 +28,7 @@ import ringcomm
 from ringcomm import zero
 from ringcomm.errors import CheckpointError, UnsupportedError
 from ringcomm.optim import SGD, AdamW, AdamW8bit, LossScaler, Muon, Sharded
-from ringcomm.zero.checkpoint import manifest
+from ringcomm.zero.checkpoint import format as manifest
 from tests.proof.fuzz.mutations import SCALE, mutated
 
 DEEPSPEED = Path(__file__).resolve().parents[2] / "extras" / "migrate" / "deepspeed_checkpoints.zip"

@@ -18,7 +18,7 @@ from ringcomm.cli import doctor, main
 from ringcomm.comm.recorder import trace_file
 from ringcomm.errors import ArgumentError, RingcommError
 from ringcomm.memory.host_heap import parse_bytes
-from ringcomm.rendezvous.environment import LAUNCHERS, read_environment
+from ringcomm.rendezvous.launchers import LAUNCHERS, read_environment
 from tests.proof.fuzz.mutations import SCALE
 
 pytestmark = pytest.mark.compiles

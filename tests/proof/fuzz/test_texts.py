@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 
 from ringcomm import Communicator, CorruptedError, RingcommError, _native
 from ringcomm.cli.report import page, sources
-from ringcomm.comm import object_codec
+from ringcomm.comm import objects as object_codec
 from ringcomm.comm.topology import model
 from ringcomm.errors import ArgumentError, CheckpointError, MismatchError, RendezvousError
 from ringcomm.json_reader import read_record
@@ -29,7 +29,7 @@ from ringcomm.memory.host_heap import process_heap
 from ringcomm.optim.agreement import difference_in_words, read_description
 from ringcomm.rendezvous.handles import HeapHandle, machine_identity
 from ringcomm.zero.checkpoint import Checkpoints, Reader
-from ringcomm.zero.checkpoint.manifest import Manifest
+from ringcomm.zero.checkpoint.format import Manifest
 from tests.proof.fuzz.mutations import SCALE, mutated, text_of
 from tests.zero.checkpoint.states import FILES, MANIFEST, load_all, save_step
 

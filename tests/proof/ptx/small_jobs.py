@@ -34,7 +34,7 @@ from ringcomm import (
     cuda,
 )
 from ringcomm.comm.communicator import DeviceCommunicator
-from ringcomm.comm.engine import Call
+from ringcomm.comm.host.engine import Call
 from ringcomm.optim import AdamW, AdamWOptions
 from tests import ptx_interpreter as ptx
 from tests.proof.ptx.orderings import without

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.arguments import DTYPE_CODES
+from ringcomm.comm.host.arguments import DTYPE_CODES
 from tests import ptx_interpreter as ptx
 from tests.proof.ptx.lone_kernels import check, check_seen, lone_device
 from tests.proof.ptx.small_jobs import SLIPS

@@ -27,8 +27,8 @@ from ringcomm import Communicator, RingcommError, _native
 from ringcomm._tl.fused_compute import all_gather_matmul_kernel
 from ringcomm._tl.geometry import Geometry
 from ringcomm._tl.hooks import IS_INTERPRETED
-from ringcomm.comm.arguments import DTYPE_CODES, DTYPE_NAMES
 from ringcomm.comm.communicator import DeviceCommunicator
+from ringcomm.comm.host.arguments import DTYPE_CODES, DTYPE_NAMES
 from tests import ptx_interpreter as ptx
 from tests.proof.compile.compiled import compile_kernel
 from tests.proof.ptx.small_jobs import part_of

@@ -17,8 +17,9 @@ from ringcomm.errors import (
     RingcommError,
     UnsupportedError,
 )
-from ringcomm.zero.checkpoint import Checkpoints, FlatShard, commit
-from ringcomm.zero.checkpoint.tensor_file import SavedFile, write_tensor_file
+from ringcomm.zero.checkpoint import Checkpoints, FlatShard
+from ringcomm.zero.checkpoint import format as commit
+from ringcomm.zero.checkpoint.format import SavedFile, write_tensor_file
 from tests.zero.checkpoint.states import (
     SHAPES,
     assert_step,
@@ -48,7 +49,7 @@ def test_a_folder_that_another_process_makes_meanwhile_is_a_folder(tmp_path, mon
 
 
 def test_stages_that_save_into_one_root_are_told_so(tmp_path, monkeypatch):
-    name = "ringcomm.zero.checkpoint.checkpoints.write_tensor_file"
+    name = "ringcomm.zero.checkpoint.folder.write_tensor_file"
 
     def meanwhile(path, entries):
         monkeypatch.setattr(name, write_tensor_file)

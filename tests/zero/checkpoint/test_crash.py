@@ -20,7 +20,8 @@ from torch.distributed import FileStore
 from ringcomm import Communicator
 from ringcomm.errors import CheckpointError, RingcommError
 from ringcomm.optim.agreement import CommRanks
-from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader, tensor_file
+from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader
+from ringcomm.zero.checkpoint import format as tensor_file
 from tests.support.faults import die
 from tests.support.ranks import run_ranks
 from tests.zero.checkpoint.states import assert_step, files_below, save_step

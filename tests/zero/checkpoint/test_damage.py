@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ringcomm.errors import CheckpointError
-from ringcomm.zero.checkpoint import Checkpoints, Reader, manifest
+from ringcomm.zero.checkpoint import Checkpoints, Reader
+from ringcomm.zero.checkpoint import format as manifest
 from tests.zero.checkpoint.states import FILES, MANIFEST, assert_step, load_all, save_step
 
 

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
-from ringcomm.zero.checkpoint import Checkpoints, export_safetensors, tensor_file
+from ringcomm.zero.checkpoint import Checkpoints, export_safetensors
+from ringcomm.zero.checkpoint import format as tensor_file
 from tests.zero.checkpoint.states import even_cuts, in_world, part
 from tests.zero.checkpoint.system_calls import count_calls, interposed
 

@@ -18,10 +18,10 @@ from ringcomm.errors import ArgumentError, CheckpointError, RingcommError
 from ringcomm.json_reader import decode
 from ringcomm.optim import AdamW, LossScaler, Sharded
 from ringcomm.optim.agreement import CommRanks, agreed_load
-from ringcomm.zero.checkpoint import manifest, module_state
-from ringcomm.zero.checkpoint.manifest import MANIFEST_NAME, Piece, _crc32, check_fill
-from ringcomm.zero.checkpoint.tensor_file import crc32_of
-from ringcomm.zero.sharding import engine_of
+from ringcomm.zero.checkpoint import format as manifest
+from ringcomm.zero.checkpoint import state as module_state
+from ringcomm.zero.checkpoint.format import MANIFEST_NAME, Piece, _crc32, check_fill, crc32_of
+from ringcomm.zero.stages.sharding import engine_of
 
 
 class Extra(nn.Linear):

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ringcomm.errors import ArgumentError
-from ringcomm.zero.checkpoint import Checkpoints, FlatShard, reader
-from ringcomm.zero.checkpoint.contents import Part, PartShard
+from ringcomm.zero.checkpoint import Checkpoints, FlatShard
+from ringcomm.zero.checkpoint import folder as reader
+from ringcomm.zero.checkpoint.format import Part, PartShard
 
 WHOLE = torch.arange(4 * 5 * 6.0).view(4, 5, 6)
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringcomm.zero.checkpoint.manifest import Piece, check_fill, flat_boxes
+from ringcomm.zero.checkpoint.format import Piece, check_fill, flat_boxes
 
 sizes = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ringcomm import Communicator, zero
-from ringcomm.memory.freed import give_back_freed
-from ringcomm.zero.checkpoint.tensor_file import BLOCK_BYTES
+from ringcomm.memory.host_heap import give_back_freed
+from ringcomm.zero.checkpoint.format import BLOCK_BYTES
 from tests.support.covering import covering
 from tests.support.ranks import run_ranks
 

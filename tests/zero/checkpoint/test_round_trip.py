@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ringcomm.errors import ArgumentError
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader
-from ringcomm.zero.checkpoint.tensor_file import DTYPES
+from ringcomm.zero.checkpoint.format import DTYPES
 from tests.zero.checkpoint.states import (
     SHAPES,
     assert_step,

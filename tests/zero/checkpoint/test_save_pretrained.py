@@ -16,7 +16,8 @@ import ringcomm
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, CheckpointError, MismatchError
 from ringcomm.optim import AdamW
-from ringcomm.zero.checkpoint import export, tensor_file
+from ringcomm.zero.checkpoint import export
+from ringcomm.zero.checkpoint import format as tensor_file
 from tests.zero.models import SMALL_BUCKET_ELEMS
 
 INDEX = "model.safetensors.index.json"

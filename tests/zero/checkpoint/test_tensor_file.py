@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ringcomm.errors import CheckpointError, UnsupportedError
-from ringcomm.zero.checkpoint import tensor_file
-from ringcomm.zero.checkpoint.tensor_file import (
+from ringcomm.zero.checkpoint import format as tensor_file
+from ringcomm.zero.checkpoint.format import (
     DTYPES,
     TensorEntry,
     crc32_of,

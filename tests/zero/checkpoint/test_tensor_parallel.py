@@ -143,7 +143,7 @@ def failures(rank, world_size):
     with pytest.MonkeyPatch.context() as patch:
         # The third in the order of parts, which is not the order in which the launcher numbers.
         if rank == 1:
-            patch.setattr("ringcomm.zero.checkpoint.checkpoints.write_tensor_file", full_disk)
+            patch.setattr("ringcomm.zero.checkpoint.folder.write_tensor_file", full_disk)
         with pytest.raises(CheckpointError, match=r"rank 1 of 4 (failed|cannot).*No space left"):
             zero.save(root, 2, model, optimizer)
     dist.barrier()

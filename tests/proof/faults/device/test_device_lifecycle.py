@@ -17,9 +17,9 @@ from torch.distributed import HashStore
 
 import ringcomm
 from ringcomm import AbortedError, CommOptions, Communicator, MismatchError, RingcommError
-from ringcomm.comm import engine
 from ringcomm.comm.device import launch, lifecycle, meeting
 from ringcomm.comm.device.core import DeviceCore
+from ringcomm.comm.host import engine
 from ringcomm.memory.device_heap import close_heaps, device_heap
 from ringcomm.rendezvous import handles
 from tests.proof.faults.device.conftest import Places

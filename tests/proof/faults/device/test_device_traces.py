@@ -12,7 +12,7 @@ import pytest
 from ringcomm import CollectiveTimeout, MismatchError, PeerLost, RingcommError
 from ringcomm.cli import main
 from ringcomm.comm.recorder import trace_file
-from ringcomm.comm.recorder.live import live_recordings
+from ringcomm.comm.recorder.reader import live_recordings
 from tests.proof.faults.device.places import LONG_S, Place, first_error, until
 from tests.support.faults import die, leaving_together
 from tests.support.ranks import Ranks

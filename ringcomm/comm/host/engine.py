@@ -1,0 +1,777 @@
+"""The engine that runs calls on one core: their order, faults, abort, close, exit and fork."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import partial
+from multiprocessing.util import Finalize
+from queue import SimpleQueue
+from typing import Any, NoReturn, cast
+from weakref import WeakSet
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed import Store
+
+from ringcomm import _native
+from ringcomm.comm.host.arguments import (
+    CallChecks,
+    NativeOp,
+    admit_gradients,
+    admit_keys,
+    intercepting_keys,
+)
+from ringcomm.comm.host.meeting import Membership, why_lost
+from ringcomm.comm.host.options import CommOptions, check_wire, milliseconds_of
+from ringcomm.comm.host.triton import (
+    NATIVE,
+    HostTriton,
+    KernelPlace,
+    TritonEnd,
+    check_kernels,
+    host_place,
+)
+from ringcomm.comm.host.work import Outputs, Work
+from ringcomm.comm.recorder.reader import FlightRecorder, at_this_call_site
+from ringcomm.comm.recorder.records import Recording
+from ringcomm.deadlines import Deadline
+from ringcomm.errors import (
+    AbortedError,
+    ForkError,
+    RingcommError,
+    UnsupportedError,
+    from_fault,
+    start_thread,
+    unusable_error,
+    where,
+)
+from ringcomm.lifetime import until_exit
+from ringcomm.rendezvous.same_node import Lookout
+
+# ---- The queue of calls that a worker thread runs in their order --------------------------------
+# A synchronous call runs on its caller's thread as long as nothing is queued. Asynchronous calls,
+# and whatever follows them, go through a first-in first-out queue to one worker thread.
+
+_Item = tuple[Callable[[], Outputs], Work]
+
+
+def _outcome(run: Callable[[], Outputs]) -> tuple[Outputs, BaseException | None]:
+    try:
+        return run(), None
+    except BaseException as error:
+        return [], error
+
+
+class CallQueue:
+    """The queue and its worker thread, which starts with the first asynchronous call.
+
+    It refers to no communicator except through queued calls, so that an idle worker does not keep
+    a forgotten communicator alive.
+
+    Attributes:
+        turn: a lock, held by the thread that runs a call. The host's communicators bring their
+            own, which calls on plain tensors take without Python.
+        pending: calls queued or running on the worker thread.
+    """
+
+    __slots__ = ("_guard", "_in_call", "_items", "_name", "_stopped", "_thread", "pending", "turn")
+
+    def __init__(self, name: str, turn: _native.CallLock | threading.Lock | None = None) -> None:
+        self._name = name
+        self._items: SimpleQueue[_Item | None] = SimpleQueue()
+        self._guard = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+        self._in_call = False
+        self.turn: Any = threading.Lock() if turn is None else turn
+        self.pending = 0
+
+    def submit(self, run: Callable[[], Outputs], work: Work) -> Work:
+        """Queues ``run`` behind all earlier calls; ``work`` tells how it ended.
+
+        Raises:
+            RingcommError: the worker thread cannot be started; nothing was queued.
+        """
+        try:
+            with self._guard:
+                stopped = self._stopped
+                if not stopped:
+                    self._put(run, work)
+        except KeyboardInterrupt:
+            work.interrupt()
+            raise
+        if stopped:
+            work.finish([], AbortedError("the communicator was closed before this call began"))
+        return work
+
+    def _put(self, run: Callable[[], Outputs], work: Work) -> None:
+        if self._thread is None:
+            self._begin()
+        self.pending += 1
+        self._items.put((run, work))
+
+    def _begin(self) -> None:
+        thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+        # Stopped until the thread runs: after Ctrl-C anywhere in here, the queue takes no calls
+        # and waits for no thread. A thread that started ends itself if _thread does not name it.
+        self._stopped = True
+        try:
+            start_thread(
+                thread,
+                f"{self._name}: an asynchronous call",
+                "The call was not made, and the communicator is as good as before: make it "
+                "without async_op=True",
+            )
+        except Exception:
+            self._stopped = False
+            raise
+        self._thread = thread
+        self._stopped = False
+
+    def on_worker_thread(self) -> bool:
+        """True on the worker thread: in a call that it runs, or in a callback after one."""
+        return self._thread is not None and threading.get_ident() == self._thread.ident
+
+    def inside_call(self) -> bool:
+        """True in a call that the worker thread runs, which holds the turn already."""
+        return self._in_call and self.on_worker_thread()
+
+    def _loop(self) -> None:
+        with self._guard:
+            if self._thread is not threading.current_thread():
+                return  # Ctrl-C came before its starter knew that it runs
+        _native.wait_in_background()
+        while True:
+            item = self._items.get()
+            if item is None:
+                return
+            self._run(*item)
+            # Blocking in get() must not keep the tensors of the last call alive.
+            del item
+
+    def _run(self, run: Callable[[], Outputs], work: Work) -> None:
+        with self.turn:
+            self._in_call = True
+            ended = _outcome(run)
+            self._in_call = False
+        with self._guard:
+            self.pending -= 1
+        work.finish(*ended)
+
+    def run_now(self, run: Callable[[], Outputs], work: Work) -> None:
+        """Runs a call that was made on the worker thread, right there and ahead of the queue."""
+        if self._in_call:
+            ended = _outcome(run)
+        else:
+            with self.turn:
+                ended = _outcome(run)
+        work.finish(*ended)
+
+    def stop(self, timeout_s: float = -1.0) -> bool:
+        """Lets the worker end after the queued calls; False if it did not within ``timeout_s``.
+
+        A negative timeout means no limit. On the worker thread itself this does not wait.
+        """
+        with self._guard:
+            self._stopped = True
+            thread = self._thread
+            if thread is not None:
+                self._items.put(None)
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(None if timeout_s < 0 else timeout_s)
+        return not thread.is_alive()
+
+
+class RankContext:
+    """The surroundings of a rank that runs as a thread beside others; on the host there are none.
+
+    On a device they are the rank's own stream.
+    """
+
+    def taken(self) -> AbstractContextManager[None]:
+        """Entered by the rank's thread."""
+        return nullcontext()
+
+    def rejoin(self) -> None:
+        """Called by the thread that started the ranks, once all have ended."""
+
+
+class Call:
+    """A checked call, ready to run.
+
+    ``run`` takes the native communicator and returns its status; ``outputs`` are the tensors that
+    hold the result afterwards, ``inputs`` the others. ``written`` are the outputs that change
+    and whose versions advance, all by default. This is no frozen dataclass, which takes three times
+    as long to make: every call makes one.
+    """
+
+    __slots__ = ("inputs", "name", "outputs", "run", "written")
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[_native.Comm], int],
+        outputs: Outputs,
+        inputs: Sequence[torch.Tensor] = (),
+        written: Outputs | None = None,
+    ) -> None:
+        self.name = name
+        self.run = run
+        self.outputs = outputs
+        self.inputs = inputs
+        self.written = outputs if written is None else written
+
+
+# These are functions and not methods, so that the closures they return refer to no communicator. A
+# cycle would keep its memory and descriptors until the garbage collector runs.
+def refusal(rank: int, world_size: int, first: RingcommError) -> Callable[[str], RingcommError]:
+    """Returns a function that makes the error of a call after the communicator's first fault."""
+    return lambda op: unusable_error(op, rank, world_size, first)
+
+
+def closed(rank: int, world_size: int, name: str) -> Callable[[str], RingcommError]:
+    """Returns a function that makes the error of a call after the communicator was closed."""
+    return lambda op: AbortedError(
+        f"{where(op, rank, world_size)}: the communicator {name!r} was closed; build a new one"
+    )
+
+
+# Maps the native end of a communicator to the end whose kernels a call asks for.
+Use = Callable[[Any], Any]
+
+
+def itself(native: Any) -> Any:
+    """Returns the native end, whose own kernels run."""
+    return native
+
+
+class Unusable:
+    """A stand-in for the native communicator once that must not be called any more.
+
+    The quick paths call the native object without asking whether it is still usable. Replacing the
+    object makes that check free.
+    """
+
+    _make_error: Callable[[str], RingcommError]
+
+    def __init__(self, make_error: Callable[[str], RingcommError]) -> None:
+        object.__setattr__(self, "_make_error", make_error)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise self._make_error(name)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self._make_error(name.removesuffix("_plain"))
+
+
+# Calls under way at exit get this long to end by themselves before their peers are told.
+EXIT_GRACE_S = 5.0
+# A call may wait so long for a peer that sends nothing when its communicator is closed.
+IN_VAIN_S = 0.2
+LOOK_S = 0.05
+UNDER_WAY = "closed with a call under way"
+# Runs before multiprocessing joins its children, which may wait for this rank.
+EXIT_PRIORITY = 100
+
+AUTO = _native.ALGORITHMS["auto"]
+
+# All communicators of this process: closed at exit, and left alone in a forked child.
+live: WeakSet[CallEngine] = WeakSet()
+_live_guard = threading.Lock()
+_inherited: list[Any] = []
+_closes_at_exit_of = 0
+
+
+def add(engine: CallEngine) -> None:
+    """Notes a new communicator."""
+    global _closes_at_exit_of
+    if _closes_at_exit_of != os.getpid():
+        _closes_at_exit_of = os.getpid()
+        # multiprocessing's children skip atexit, and forget the finalizers of their parent. So
+        # each process registers one of its own.
+        Finalize(None, close_all, exitpriority=EXIT_PRIORITY)
+    with _live_guard:
+        live.add(engine)
+
+
+def engines_at(store: Store) -> list[CallEngine]:
+    """Returns the live communicators of this process that met at a store."""
+    with _live_guard:
+        return [engine for engine in live if engine._membership.store is store]
+
+
+def close_all() -> None:
+    """Closes every communicator of this process; runs at exit."""
+    for engine in list(live):
+        engine._close(EXIT_GRACE_S, EXIT_GRACE_S)
+
+
+def _leave_all_to_parent() -> None:
+    global _live_guard
+    _live_guard = threading.Lock()
+    for engine in list(live):
+        _inherited.append((engine, *engine._leave_to_parent()))
+    live.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+# NOTE [Internal API]
+#
+# Under "for ringcomm's own packages" stand the methods of a communicator that c10d, functional, tl,
+# optim and zero use, and users do not need. Those packages use nothing else of it that is not
+# documented for users: tests/test_layering.py forbids private names across packages.
+
+
+class CallEngine:
+    """A native communicator and the queue in front of it."""
+
+    def __init__(self, core: _native.Comm, membership: Membership) -> None:
+        self._core = core
+        self._native = core
+        self._membership = membership
+        self._rank = membership.rank
+        self._world_size = len(membership.ranks)
+        self._queue = CallQueue(f"ringcomm-{membership.name}", getattr(core, "turn", None))
+        self._recorder = FlightRecorder(core, membership.name, (self._rank, self._world_size))
+        self._guard = threading.Lock()
+        self._refuse: Callable[[str], RingcommError] | None = None
+        self._closed = False
+        # None selects the native kernels, and lets calls take the quick paths.
+        self._kernels = None if membership.options.kernels == NATIVE else membership.options.kernels
+        self._triton: TritonEnd | None = None
+        self._sum_blocks = membership.options.sum_blocks
+        add(self)
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0 <= rank < world_size."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that this communicator connects."""
+        return self._world_size
+
+    @property
+    def name(self) -> str:
+        """The communicator's name, shown in errors and used at rendezvous."""
+        return self._membership.name
+
+    @property
+    def options(self) -> CommOptions:
+        """The options that the communicator was built with."""
+        return self._membership.options
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' ranks in the outermost communicator, by rank in this one."""
+        return self._membership.ranks
+
+    @property
+    def timeout(self) -> timedelta:
+        """The time that a call waits for its peers; can be set."""
+        return timedelta(milliseconds=self._core.timeout_ms)
+
+    @timeout.setter
+    def timeout(self, timeout: timedelta | float) -> None:
+        self._native.timeout_ms = milliseconds_of(timeout)
+
+    @property
+    def launches(self) -> bool:
+        """True when calls are launched on a device, and not run by a thread of this process."""
+        return False
+
+    @property
+    def aborted(self) -> bool:
+        """True once a fault, :meth:`abort` or :meth:`close` made the communicator unusable here.
+
+        An event on a peer shows in this rank's next call.
+        """
+        return self._refuse is not None or self._core.aborted
+
+    def recording(self) -> Recording:
+        """Returns the last calls of all ranks and whom they wait for, from the flight recorders.
+
+        This is local and works at any time before :meth:`close`, also while calls are under way
+        and after a fault. The recording is empty with ``CommOptions(records=0)``. On devices it
+        holds what the hosts have seen.
+
+        Raises:
+            AbortedError: the communicator is closed.
+            ForkError: the communicator belongs to the parent of this forked process.
+        """
+        if self._closed and self._refuse is not None:
+            raise self._refuse("recording")
+        return self._recorder.recording()
+
+    def __repr__(self) -> str:
+        state = " (unusable)" if self._refuse is not None else ""
+        return f"<ringcomm.Communicator {self.name} rank {self._rank} of {self._world_size}{state}>"
+
+    # ---- for ringcomm's own packages: NOTE [Internal API] ---------------------------------------
+
+    def checks(self, op: str) -> CallChecks:
+        """Returns the argument checks of one call, which also word their errors.
+
+        Raises:
+            UnsupportedError: see :func:`admit_keys`.
+        """
+        checks = self._new_checks(op)
+        if intercepting_keys():
+            admit_keys(checks)
+        return checks
+
+    def _new_checks(self, op: str) -> CallChecks:
+        return CallChecks(op, self._rank, self._world_size)
+
+    def admit(
+        self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Checks a call against what of torch is active on this thread: see :mod:`admission`.
+
+        Every call passes here, on the thread that makes it, before it is queued.
+
+        Raises:
+            UnsupportedError: see :func:`admit_keys` and :func:`admit_gradients`.
+        """
+        if intercepting_keys():
+            admit_keys(where(name, self._rank, self._world_size))
+        admit_gradients(name, outputs, inputs)
+
+    def use_kernels(
+        self,
+        checks: CallChecks,
+        kernels: str | None,
+        algorithm: str,
+        dtype: torch.dtype,
+        reduction: NativeOp | None = None,
+    ) -> Use:
+        """Returns the function that maps the native end to the end whose kernels a call asks for.
+
+        Raises:
+            ArgumentError, UnsupportedError: see :func:`check_kernels`; or the call would not sum
+                in the blocks of ``CommOptions.sum_blocks``.
+        """
+        kernels = kernels or self._kernels
+        if self._sum_blocks:
+            ring = reduction is not None and algorithm == "ring"
+            self.check_sum_blocks(str(checks), "ring" if ring else "", kernels or "")
+        if kernels is None or kernels == NATIVE:
+            return itself
+        check_kernels(checks, kernels, algorithm, dtype, reduction)
+        if self._triton is None:
+            self._triton = self._make_triton(checks)
+        return self._in_triton
+
+    def on_wire(
+        self, checks: CallChecks, wire: str | None, run: Callable[[_native.Comm], int]
+    ) -> Callable[[_native.Comm], int]:
+        """Returns a function that makes a call with a wire; within one node none is used.
+
+        Raises:
+            ArgumentError: there is no such wire.
+        """
+        if wire is not None:
+            check_wire(wire, str(checks))
+        return run
+
+    def check_sum_blocks(self, operation: str, algorithm: str, kernels: str) -> None:
+        """Checks a call that reduces, if this communicator sums in blocks of ranks.
+
+        Raises:
+            UnsupportedError: the ring, or Triton's kernels, which sum in other orders.
+        """
+        if not self._sum_blocks or (algorithm != "ring" and kernels != "triton"):
+            return
+        asked = 'kernels="triton"' if kernels == "triton" else 'algorithm="ring"'
+        raise UnsupportedError(
+            f"{operation}: {asked} does not sum in blocks of ranks, for which this communicator "
+            f"has CommOptions(sum_blocks={self._sum_blocks}). Use the direct algorithm and the "
+            "native kernels, or sum_blocks=0"
+        )
+
+    def _in_triton(self, native: Any) -> Any:
+        # An unusable communicator must not become usable through its Triton kernels.
+        return native if isinstance(native, Unusable) else self._triton
+
+    def kernel_place(self, operation: str) -> KernelPlace:
+        """Returns the place where this rank's own Triton kernels run.
+
+        Raises:
+            UnsupportedError: Triton kernels cannot run there, in this process.
+        """
+        head = where(operation, self._rank, self._world_size)
+        if self._world_size > _native.MAX_DEVICE_WORLD:
+            raise UnsupportedError(
+                f"{head}: expected a communicator of at most {_native.MAX_DEVICE_WORLD} ranks. "
+                "Divide it with split()"
+            )
+        return self._kernel_place(head)
+
+    @property
+    def segment_bytes(self) -> int:
+        """The bytes of a segment, the most that a ring moves in one step."""
+        size_bytes: int = self._core.geometry["segment_bytes"]
+        return size_bytes
+
+    def chosen(self, algorithm: int) -> int:
+        """Returns the code of the algorithm that a large call with this code runs."""
+        return self._core.chosen(algorithm)
+
+    def finish_host_side(self) -> None:
+        """Blocks until the host can read the results of earlier calls; here it always can."""
+
+    def raise_if_unusable(self, name: str) -> None:
+        """Raises the error that made the communicator unusable, if there is one.
+
+        Args:
+            name: of the operation that asks.
+        """
+        if self._refuse is not None:
+            raise self._refuse(name)
+        if self._core.aborted:
+            raise self._fault(name)
+
+    def lost(self, ranks: Collection[int]) -> dict[int, str]:
+        """Returns who of ``ranks``, of the outermost communicator, makes no call here any more.
+
+        The values say why, as the end of a sentence. Ranks of other processes are known by
+        ``Membership.processes``, too.
+        """
+        found = {}
+        for place, rank in enumerate(self.ranks):
+            if rank in ranks and place != self._rank and (why := self._why_lost(place)):
+                found[rank] = why
+        return found
+
+    def lookout(self) -> Lookout:
+        """Returns a watch over the members' processes, for waits that make no call here."""
+        return Lookout(self.ranks, self._membership.processes)
+
+    def start_call(self, call: Call, async_op: bool = False) -> Work | None:
+        """Runs a checked call in order; returns the Work of an asynchronous one."""
+        if self._refuse is not None:
+            raise self._refuse(call.name)
+        if self._queue.inside_call():
+            # Admitted already, on the thread whose gradients and modes count.
+            if async_op:
+                return self._enqueue(lambda: self._execute(call), call.name)
+            self._execute(call)
+            return None
+        self.admit(call.name, call.outputs, call.inputs)
+        if async_op:
+            return self._enqueue(lambda: self._execute(call), call.name)
+        if not self._queue.pending or self._queue.on_worker_thread():
+            # A with statement, as a signal handler could raise between acquire() and a try.
+            with self._queue.turn:
+                self._execute(call)
+        else:
+            self._enqueue(lambda: self._execute(call), call.name).wait()
+        return None
+
+    # ---- ranks as threads: see LocalWorld.run() -------------------------------------------------
+
+    def is_busy(self) -> bool:
+        """Tells whether asynchronous calls or messages of this rank are under way."""
+        return self._queue.pending > 0 or self._core.has_messages
+
+    def set_left(self, left: bool) -> None:
+        """Says whether this rank, a thread, makes no more calls; peers then do not wait for it."""
+        self._core.set_left(left)
+
+    def set_peer_left(self, place: int, left: bool) -> None:
+        """Notes the same for a peer whose own core this rank cannot reach."""
+
+    # ---- implementation -------------------------------------------------------------------------
+
+    def _why_lost(self, place: int) -> str:
+        return why_lost(self._core, place)
+
+    def _make_triton(self, checks: CallChecks) -> TritonEnd:
+        run = HostTriton(self._core, self._membership, checks)
+        return TritonEnd(run, self._world_size, self.chosen(AUTO))
+
+    def _kernel_place(self, head: str) -> KernelPlace:
+        return host_place(self._core, self._membership, head)
+
+    def rank_context(self) -> RankContext:
+        """Returns the surroundings of this rank as a thread beside others."""
+        return RankContext()
+
+    def _execute(self, call: Call) -> Outputs:
+        status = call.run(self._native)
+        if status:
+            raise self._fault(call.name)
+        increment_version(call.written)
+        return call.outputs
+
+    def _enqueue(self, run: Callable[[], Outputs], name: str) -> Work:
+        work = Work(name, self._interrupt, self._queue.on_worker_thread)
+        if self._queue.on_worker_thread():
+            # The caller is a callback or a submitted function, which may wait for this call. If the
+            # call were queued behind the caller, it would wait forever.
+            self._queue.run_now(run, work)
+            return work
+        return self._queue.submit(at_this_call_site(run), work)
+
+    def submit(
+        self,
+        fn: Callable[[], Outputs],
+        opname: str,
+        timeout: timedelta | float | None = None,
+    ) -> Work:
+        """Runs ``fn`` on the worker thread, in order with the collectives.
+
+        Args:
+            fn: may call collectives of this communicator, which then run at once, on the
+                worker thread; returns the output tensors.
+            opname: named in errors.
+            timeout: for the calls that ``fn`` makes; None keeps the communicator's.
+
+        Raises:
+            AbortedError: the communicator is unusable.
+        """
+        if self._refuse is not None:
+            raise self._refuse(opname)
+        if timeout is None:
+            return self._enqueue(fn, opname)
+        timeout_ms = milliseconds_of(timeout)
+
+        def run() -> Outputs:
+            usual_ms = self._core.timeout_ms
+            self._core.timeout_ms = timeout_ms
+            try:
+                return fn()
+            finally:
+                self._core.timeout_ms = usual_ms
+
+        return self._enqueue(run, opname)
+
+    def _fault(self, name: str) -> RingcommError:
+        """Returns the error of a call that the native side gave up; disables the communicator."""
+        head = where(name, self._rank, self._world_size)
+        fault = self._core.fault()
+        if fault is None and self._refuse is not None:
+            return self._refuse(name)  # closed while the call was under way
+        error = RingcommError(f"{head}: the native call failed without a fault record")
+        try:
+            if fault is not None:
+                error = from_fault(head, fault)
+                error = from_fault(head, self._recorder.explained(fault, partial(from_fault, head)))
+                error.repeats = fault["rank"] != self._rank
+        finally:  # a second Ctrl-C may come meanwhile
+            self._disable(refusal(self._rank, self._world_size, error))
+        return error
+
+    def _disable(self, make_error: Callable[[str], RingcommError]) -> None:
+        """Makes all further calls raise; only the first reason counts."""
+        with self._guard:
+            if self._refuse is None:
+                self._refuse = make_error
+                self._native = cast(_native.Comm, Unusable(make_error))
+
+    def _interrupt(self) -> None:
+        self.abort("interrupted by KeyboardInterrupt")
+
+    def abort(self, reason: str = "") -> None:
+        """Makes the communicator unusable on all its ranks and wakes all threads waiting in it.
+
+        Any thread may call this. It does not block, and a second call changes nothing.
+        """
+        if self._closed:
+            return
+        first = AbortedError(
+            f"{where('abort', self._rank, self._world_size)}: "
+            f"{reason or 'Communicator.abort() was called'}"
+        )
+        self._disable(refusal(self._rank, self._world_size, first))
+        self._core.abort(reason)
+
+    def close(self) -> None:
+        """Ends the calls under way, then frees the communicator's memory; may be called repeatedly.
+
+        Calls that move data, asynchronous ones among them, are finished. A call that waits for a
+        peer that does not come, of this or of another thread, ends with AbortedError at once, and
+        so do its peers' calls. Peers need not close at the same time.
+        """
+        try:
+            # A call under way ends at its own timeout.
+            self._close(self.timeout.total_seconds() + EXIT_GRACE_S, IN_VAIN_S)
+        except KeyboardInterrupt:
+            self._interrupt()
+            raise
+
+    def _close(self, grace_s: float, in_vain_s: float) -> None:
+        """Closes the communicator.
+
+        Args:
+            grace_s: how long calls under way may take before they are aborted.
+            in_vain_s: how long they may wait for peers from which nothing comes.
+        """
+        if self._closed:
+            return
+        if not self._becomes_idle(grace_s, in_vain_s):
+            self.abort(UNDER_WAY)
+            idle = self._becomes_idle(EXIT_GRACE_S, EXIT_GRACE_S)
+        else:
+            idle = True
+        self._disable(closed(self._rank, self._world_size, self.name))
+        # A thread that does not leave even an aborted call still uses the native object.
+        if idle:
+            with self._guard:
+                already, self._closed = self._closed, True
+            if not already:
+                self._core.close()
+            self._queue.turn.release()
+
+    def _becomes_idle(self, grace_s: float, in_vain_s: float) -> bool:
+        """Takes the turn when no call is under way; False when one took too long, as _close()."""
+        grace, in_vain = Deadline(grace_s), Deadline(in_vain_s)
+        came = self._progress()
+        while True:
+            look_s = min(LOOK_S, grace_s)
+            if self._queue.stop(look_s) and self._queue.turn.acquire(timeout=look_s):
+                return True
+            last, came = came, self._progress()
+            if came is None or came != last:
+                in_vain = Deadline(in_vain_s)
+            if grace.is_over() or in_vain.is_over():
+                return False
+
+    def _progress(self) -> Hashable:
+        """Returns a count that grows while peers do their part; None when no peer is awaited."""
+        core = self._core
+        return None if core.awaited < 0 else (core.awaited, core.arrivals)
+
+    @until_exit
+    def __del__(self) -> None:
+        queue: CallQueue | None = getattr(self, "_queue", None)
+        if queue is not None:
+            queue.stop(0.0)
+
+    def _leave_to_parent(self) -> tuple[Any, ...]:
+        """Gives up the native object in a forked child, since it belongs to the parent.
+
+        Returns the objects that must never be destroyed here, as that would act on the parent's
+        communicator.
+        """
+        parents, self._closed = (self._core, self._queue), True
+        self._guard = threading.Lock()
+        self._queue = CallQueue(self.name)
+        self._refuse = self._fork_error
+        self._native = cast(_native.Comm, Unusable(self._fork_error))
+        return parents
+
+    def _fork_error(self, operation: str) -> ForkError:
+        return ForkError(
+            f"{where(operation, self._rank, self._world_size)}: this process (pid {os.getpid()}) "
+            f"was forked from the one that built the communicator {self.name!r}. A child must "
+            "build its own, or be started with multiprocessing's 'spawn'"
+        )

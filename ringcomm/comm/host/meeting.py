@@ -1,0 +1,518 @@
+"""The rendezvous of a communicator on the host, which makes, announces and maps its regions."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from math import isqrt
+from typing import NamedTuple
+
+from torch.distributed import Store
+
+from ringcomm import _native
+from ringcomm.comm.host.options import CommOptions
+from ringcomm.comm.recorder.reader import program_line
+from ringcomm.deadlines import Deadline
+from ringcomm.errors import RendezvousError, UnsupportedError, where
+from ringcomm.memory.host_heap import MappedHeap, map_heap, no_room_error, process_heap
+from ringcomm.rendezvous.handles import (
+    NODE_ID_VARIABLE,
+    HeapHandle,
+    Meeting,
+    Rendezvous,
+    forming,
+    machine_identity,
+    members_of,
+)
+from ringcomm.rendezvous.same_node import Lookout, Parent
+
+# ---- The places of ranks on nodes, and the rails between nodes ----------------------------------
+# A *node* is a set of ranks that can map each other's memory. A rank's *place* is its number among
+# the ranks of its node. *Rail* p joins one rank of each node: the one at place p, or, on a node of
+# fewer ranks, the one at place p modulo their number. So each rank is on a rail, and where all
+# nodes have equally many ranks it is on exactly one, with N - 1 peers.
+
+
+@dataclass(frozen=True)
+class Places:
+    """The nodes of a communicator.
+
+    Attributes:
+        nodes: the ranks of each node, ascending; the nodes are in the order of their first ranks.
+        rank: this rank.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    rank: int
+
+    @cached_property
+    def _found(self) -> dict[int, tuple[int, int]]:
+        return {
+            rank: (node, place)
+            for node, ranks in enumerate(self.nodes)
+            for place, rank in enumerate(ranks)
+        }
+
+    def node_of(self, rank: int) -> int:
+        """Returns the number of a rank's node."""
+        return self._found[rank][0]
+
+    def place_of(self, rank: int) -> int:
+        """Returns a rank's number among the ranks of its node."""
+        return self._found[rank][1]
+
+    @cached_property
+    def node(self) -> int:
+        """The number of this rank's node."""
+        return self.node_of(self.rank)
+
+    @cached_property
+    def place(self) -> int:
+        """This rank's number among the ranks of its node."""
+        return self.place_of(self.rank)
+
+    @cached_property
+    def mates(self) -> tuple[int, ...]:
+        """The ranks of this rank's node, this one among them."""
+        return self.nodes[self.node]
+
+    @cached_property
+    def num_rails(self) -> int:
+        """The number of rails, which is that of the ranks of the largest node."""
+        return max(map(len, self.nodes))
+
+    @property
+    def even(self) -> bool:
+        """True if all nodes have equally many ranks."""
+        return all(len(ranks) == len(self.nodes[0]) for ranks in self.nodes)
+
+    def rail(self, number: int) -> tuple[int, ...]:
+        """Returns the ranks of a rail, by node."""
+        return tuple(ranks[number % len(ranks)] for ranks in self.nodes)
+
+    def rails_of(self, rank: int) -> list[int]:
+        """Returns the numbers of the rails that a rank is on."""
+        node, place = self._found[rank]
+        return list(range(place, self.num_rails, len(self.nodes[node])))
+
+    @cached_property
+    def _shard_indices(self) -> dict[int, int]:
+        in_order = sorted(self._found, key=lambda rank: self._found[rank][::-1])
+        return {rank: index for index, rank in enumerate(in_order)}
+
+    def shard_index_of(self, rank: int) -> int:
+        """Returns the number of the chunk that a rank owns of state: by place, and then by node.
+
+        Where nodes have equal sizes the chunks of one rail lie side by side, so that together they
+        are a chunk of a node's.
+        """
+        return self._shard_indices[rank]
+
+    def others(self) -> Iterator[int]:
+        """Yields the other nodes' numbers, from the one after this rank's node on."""
+        for distance in range(1, len(self.nodes)):
+            yield (self.node + distance) % len(self.nodes)
+
+    def named(self, rank: int) -> str:
+        """Returns a rank in the words of messages."""
+        return f"rank {rank} (node {self.node_of(rank)})"
+
+
+def divide(
+    rank: int,
+    machines: Sequence[object],
+    unreached: Sequence[Mapping[int, str]],
+    operation: str,
+) -> Places:
+    """Divides ranks into nodes; all ranks do it from the same facts.
+
+    Args:
+        rank: this one.
+        machines: by rank, what only ranks that may map each other's memory have in common.
+        unreached: by rank, the ranks of its machine whose memory it could not map, and why.
+        operation: named in errors.
+
+    Raises:
+        RendezvousError: of three ranks two can map the third one's memory, but not each other's, so
+            they are neither one node nor several.
+    """
+    nodes: list[list[int]] = []
+    for each, machine in enumerate(machines):
+        for node in nodes:
+            if machines[node[0]] == machine and not _apart(each, node[0], unreached):
+                node.append(each)
+                break
+        else:
+            nodes.append([each])
+    for node in nodes:
+        for first in node:
+            for second in node:
+                if _apart(first, second, unreached):
+                    raise RendezvousError(
+                        f"{operation}: ranks {first} and {second} cannot map each other's memory, "
+                        f"but both can map that of rank {node[0]}: "
+                        f"{unreached[first].get(second) or unreached[second].get(first)}. Give the "
+                        "ranks of each node a RINGCOMM_NODE_ID of their own, or let all of a "
+                        "machine's ranks run as one user in one container"
+                    )
+    return Places(tuple(map(tuple, nodes)), rank)
+
+
+def _apart(first: int, second: int, unreached: Sequence[Mapping[int, str]]) -> bool:
+    return second in unreached[first] or first in unreached[second]
+
+
+# ---- The rounds in which the ranks of a rail exchange what they sum or gather, as plain data ----
+# A rail joins a rank of each of N nodes. A *reduction* begins with a partial sum of every node for
+# every node, its *target*; in each round a rank sends partial sums away and adds those that it
+# receives to its own, and in the end it has the sum for its own node. Every partial sum is sent
+# once. A *gathering* is the same backwards: what was sent arrives, and nothing is added.
+#
+#     schedule   rounds   messages of a rank     terms of a sum   buffers of B bytes: a rank sends
+#     direct     1        N - 1                  N                B (N-1)/N
+#     levels     2        a + b - 2, a b = N     a, then b        B (N-1)/N
+#     ring       N - 1    N - 1                  2                B (N-1)/N
+#
+# Levels: nodes a block, [j a, (j+1) a), exchange first what goes to their likes in all b blocks;
+# then nodes at the same place of their blocks exchange the sums. The first round has most of the
+# bytes, so that they stay among neighbours. Ring: the partial sum of a target starts at the node
+# after it, goes from node to node, and grows at each.
+
+# From so many nodes on "auto" means levels. Predicted (docs/scaling.md, "Direct, ring or levels"):
+# with 1 us a message levels win from 32 nodes on, with 0.1 us from 256 on.
+LEVELS_FROM_NODES = 32
+
+
+class Exchange(NamedTuple):
+    """A message of a round: the other node, and the nodes whose parts it carries, in order."""
+
+    peer: int
+    targets: tuple[int, ...]
+
+
+class Round(NamedTuple):
+    """The messages that a rank sends, and those that it receives before the next round."""
+
+    sends: tuple[Exchange, ...]
+    receives: tuple[Exchange, ...]
+
+
+def chosen(asked: str, nodes: int) -> str:
+    """Returns the schedule that ``CommOptions.rails`` means for so many nodes."""
+    if asked != "auto":
+        return asked
+    return "levels" if nodes >= LEVELS_FROM_NODES else "direct"
+
+
+def levels_of(nodes: int) -> tuple[int, int]:
+    """Returns (a, b) with a b = ``nodes`` and the fewest messages; a prime number has a = 1."""
+    near = next(each for each in range(isqrt(nodes), 0, -1) if nodes % each == 0)
+    return near, nodes // near
+
+
+@lru_cache(maxsize=64)
+def reduction(name: str, nodes: int, node: int) -> tuple[Round, ...]:
+    """Returns the rounds of a reduction for the rank on ``node``.
+
+    Args:
+        name: "direct", "levels" or "ring".
+        nodes: N, at least 2.
+        node: from 0 on.
+    """
+    if name == "ring":
+        return tuple(
+            Round(
+                (Exchange((node + 1) % nodes, ((node - 1 - turn) % nodes,)),),
+                (Exchange((node - 1) % nodes, ((node - 2 - turn) % nodes,)),),
+            )
+            for turn in range(nodes - 1)
+        )
+    near = 1 if name == "direct" else levels_of(nodes)[0]
+    first, place = node - node % near, node % near
+    alike = tuple(range(place, nodes, near))
+    rounds = []
+    if near > 1:
+        others = [(place + distance) % near for distance in range(1, near)]
+        rounds.append(
+            Round(
+                tuple(Exchange(first + each, tuple(range(each, nodes, near))) for each in others),
+                tuple(Exchange(first + each, alike) for each in others),
+            )
+        )
+    far = [alike[(node // near + distance) % len(alike)] for distance in range(1, len(alike))]
+    rounds.append(
+        Round(
+            tuple(Exchange(each, (each,)) for each in far),
+            tuple(Exchange(each, (node,)) for each in far),
+        )
+    )
+    return tuple(rounds)
+
+
+@lru_cache(maxsize=64)
+def gathering(name: str, nodes: int, node: int) -> tuple[Round, ...]:
+    """Returns the rounds of a gathering: those of the reduction backwards."""
+    return tuple(
+        Round(each.receives, each.sends) for each in reversed(reduction(name, nodes, node))
+    )
+
+
+_STRANGERS = "Does another process post in this store? Give every job a store of its own"
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The ranks of a communicator, its store and its options.
+
+    ``ranks`` are the members' ranks in the outermost communicator. ``heaps`` are their heaps as
+    mapped here, held as long as the communicator lives. ``node_id`` is what this rank's node was
+    named, or "". ``processes`` are those of ranks of the outermost communicator that are known.
+    ``parent`` is what the members are a part of, until they have met.
+    """
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+    store: Store
+    options: CommOptions
+    heaps: tuple[MappedHeap, ...]
+    node_id: str = ""
+    processes: Mapping[int, _native.Process] = field(default_factory=dict)
+    parent: Parent | None = None
+
+    def having_met(
+        self, heaps: tuple[MappedHeap, ...], processes: Mapping[int, _native.Process]
+    ) -> Membership:
+        """Returns the membership once the members have met; it keeps no parent alive."""
+        return replace(self, heaps=heaps, processes=processes, parent=None)
+
+
+def rendezvous_of(membership: Membership) -> Meeting:
+    """Returns the meeting of the members, whose timeout begins now."""
+    return Meeting(
+        membership.store,
+        membership.name,
+        membership.rank,
+        len(membership.ranks),
+        Deadline(membership.options.timeout_s),
+        Lookout(membership.ranks, membership.processes, membership.parent),
+    )
+
+
+@dataclass(frozen=True)
+class OneNode:
+    """A connected core, and the members' heaps as mapped here, and their processes."""
+
+    core: _native.Comm
+    heaps: tuple[MappedHeap, ...]
+    processes: Mapping[int, _native.Process]
+
+
+@dataclass(frozen=True)
+class SeveralNodes:
+    """The nodes that the members are on, and the meeting at which they go on.
+
+    ``world_id`` identifies the members on all nodes.
+    """
+
+    world_id: int
+    places: Places
+    meeting: Meeting
+    rendezvous: Rendezvous
+
+
+CLOSED = "it has closed the communicator of which a group is built"
+LEFT = "it has left the function of LocalWorld.run()"
+ENDED = "its process has ended"
+
+
+def why_lost(core: _native.Comm, place: int) -> str:
+    """Returns why a peer makes no call on a core any more, as the end of a sentence; "": it may."""
+    if core.health(place):
+        return LEFT if core.is_thread(place) else ENDED
+    return CLOSED if core.has_closed(place) else ""
+
+
+# NOTE [Nodes are found]
+#
+# Ranks are of one node if they can map each other's memory, and that is tried: /proc/<pid>/fd/<fd>
+# is opened, and the token of the heap that was announced must stand there. What a rank says of its
+# machine only spares attempts that cannot succeed: another boot of a kernel and another PID
+# namespace mean another node. Host names say nothing. Where the kernel refuses, the ranks are on
+# different nodes; where something else than the announced heap is found, a handle is forged, or
+# machines are clones of each other, and that is an error. Each rank posts whom of its own machine
+# it could not map, and from that all ranks derive the same nodes. RINGCOMM_NODE_ID, where it is
+# set, takes the place of what a rank says of its machine: ranks of one id must be able to map each
+# other, and ranks of different ids are on different nodes.
+
+
+def meet(membership: Membership, heap_bytes: int | None) -> OneNode | SeveralNodes:
+    """Meets the members; if they are on one node, builds a connected core.
+
+    Raises:
+        RingcommError: as :meth:`Communicator.from_store`; waiting peers have been told.
+    """
+    meeting = rendezvous_of(membership)
+    with forming(meeting.operation):
+        rendezvous = Rendezvous(meeting)
+    core: _native.Comm | None = None
+    try:
+        with forming(meeting.operation):
+            heap = process_heap(heap_bytes, len(membership.ranks))
+            core = _make_core(heap, membership)
+            handles = rendezvous.handles(_handle(heap, core, membership))
+            heaps, unreached = _map_heaps(handles, heap, meeting)
+            if len(heaps) == len(handles):
+                in_order = tuple(heaps[rank] for rank in range(len(handles)))
+                _connect(core, handles, in_order, meeting.operation)
+            everyone = rendezvous.confirm(handles, unreached)
+            machines = [handle.machine for handle in handles]
+            places = divide(meeting.rank, machines, everyone, meeting.operation)
+            if len(places.nodes) == 1:
+                _activate(core, meeting.operation)
+                return OneNode(core, in_order, meeting.lookout.processes)
+            _check_ids(places, handles, everyone, meeting)
+            core.close()
+            return SeveralNodes(members_of(handles), places, meeting, rendezvous)
+    except BaseException as error:
+        if core is not None:
+            # A peer may have seen all ranks ready, and must not wait for this one.
+            core.abort(f"rendezvous failed: {error}")
+            core.close()  # so that the store may have the descriptors
+        rendezvous.fail(error)
+        raise
+
+
+def _map_heaps(
+    handles: list[HeapHandle], own: _native.Heap, meeting: Meeting
+) -> tuple[dict[int, MappedHeap], dict[int, str]]:
+    """Maps the heaps of this rank's machine; returns them, and why others cannot be mapped.
+
+    Raises:
+        PeerLost: the process of a rank has ended since it posted its handle; named.
+        RendezvousError: a heap cannot be mapped for another reason than the kernel's refusal.
+    """
+    heaps: dict[int, MappedHeap] = {}
+    unreached: dict[int, str] = {}
+    for rank, handle in enumerate(handles):
+        if handle.machine != handles[meeting.rank].machine:
+            continue
+        try:
+            heaps[rank] = map_heap(handle, own, meeting.operation)
+        except UnsupportedError as error:  # the kernel refuses; any other error is one
+            unreached[rank] = str(error).removeprefix(f"{meeting.operation}: ")
+        except RendezvousError:
+            meeting.lookout.raise_if_ended(rank, meeting.operation)
+            raise
+    return heaps, unreached
+
+
+_warned: set[str] = set()
+
+
+def _check_ids(
+    places: Places, handles: list[HeapHandle], unreached: list[dict[int, str]], meeting: Meeting
+) -> None:
+    """Refuses nodes that contradict RINGCOMM_NODE_ID, and warns of a machine that is several."""
+    for rank, reasons in enumerate(unreached):
+        for peer, why in reasons.items():
+            if handles[rank].node_id:
+                raise RendezvousError(
+                    f"{meeting.operation}: ranks {rank} and {peer} have the same "
+                    f"{NODE_ID_VARIABLE}={handles[rank].node_id}, but rank {rank} cannot map the "
+                    f"memory of rank {peer}: {why}. Give only ranks that share memory one id"
+                )
+    if meeting.rank != 0:
+        return
+    for first, second in pairwise(ranks[0] for ranks in places.nodes):
+        a, b = handles[first], handles[second]
+        if a.boot != b.boot or (a.node_id and b.node_id):
+            continue
+        why = "they are in different PID namespaces (containers?)"
+        if a.node_id or b.node_id:
+            why = f"of the two only rank {first if a.node_id else second} has {NODE_ID_VARIABLE}"
+        elif a.pid_namespace == b.pid_namespace:
+            why = unreached[first].get(second) or unreached[second].get(first) or "see above"
+        if a.boot not in _warned:
+            _warned.add(a.boot)
+            warnings.warn_explicit(
+                f"{meeting.operation}: ranks {first} and {second} run on one machine but are on "
+                f"different nodes, as neither maps the other's memory: {why}. Between nodes calls "
+                f"are slower. If that is meant, set {NODE_ID_VARIABLE} on all ranks",
+                RuntimeWarning,
+                *program_line(),
+            )
+
+
+def _make_core(heap: _native.Heap, membership: Membership) -> _native.Comm:
+    options = membership.options
+    world_size = len(membership.ranks)
+    try:
+        return _native.Comm(
+            heap,
+            rank=membership.rank,
+            world=world_size,
+            segment_bytes=options.segment_bytes,
+            slots=options.slots,
+            timeout_ms=round(options.timeout_s * 1000),
+            records=options.records,
+            name=membership.name,
+            single_copy=options.single_copy,
+            sum_blocks=options.sum_blocks,
+        )
+    except OSError as error:
+        operation = where(f"communicator {membership.name!r}", membership.rank, world_size)
+        raise no_room_error(operation, heap, error) from error
+
+
+def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> HeapHandle:
+    host, boot, pid_namespace = machine_identity()
+    return HeapHandle(
+        rank=membership.rank,
+        world_size=len(membership.ranks),
+        host=host,
+        boot=boot,
+        pid_namespace=pid_namespace,
+        node_id=membership.node_id,
+        pid=os.getpid(),
+        fd=heap.fd,
+        capacity_bytes=heap.capacity_bytes,
+        token=heap.token,
+        region_offset_bytes=core.region_offset_bytes,
+        region_bytes=core.region_bytes,
+        proof=core.proof,
+        layout=(
+            f"segment_bytes={core.segment_bytes}, slots={core.slots}, "
+            f"records={membership.options.records}, sum_blocks={membership.options.sum_blocks}, "
+            f"carrier={membership.options.carrier_name}, wire={membership.options.wire}, "
+            f"rails={membership.options.rails}, kernels={membership.options.kernels}, "
+            f"objects={membership.options.objects}, "
+            f"largest_object_bytes={membership.options.largest_object_bytes}"
+        ),
+    )
+
+
+def _connect(
+    core: _native.Comm, handles: list[HeapHandle], heaps: tuple[MappedHeap, ...], operation: str
+) -> None:
+    try:
+        core.connect(
+            [
+                (heap.mapping, handle.region_offset_bytes, heap.pid, handle.proof)
+                for handle, heap in zip(handles, heaps, strict=True)
+            ]
+        )
+    except ValueError as error:
+        raise RendezvousError(f"{operation}: {error}. {_STRANGERS}") from error
+    core.meet(members_of(handles))
+
+
+def _activate(core: _native.Comm, operation: str) -> None:
+    try:
+        core.activate()
+    except ValueError as error:
+        raise RendezvousError(f"{operation}: {error}. {_STRANGERS}") from error

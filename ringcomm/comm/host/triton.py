@@ -1,0 +1,361 @@
+"""Collectives that Triton kernels run in place of the native ones: ``kernels="triton"``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from ringcomm import _native
+from ringcomm.comm.host.arguments import DTYPE_NAMES, CallChecks, NativeOp
+from ringcomm.comm.host.meeting import Membership
+from ringcomm.cuda.runtime import DeviceRuntime
+from ringcomm.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from ringcomm._tl.geometry import Geometry
+    from ringcomm._tl.launch import KernelPlan, RankPointers
+
+__all__ = [
+    "KERNELS",
+    "NATIVE",
+    "ONE_RANK",
+    "TRITON",
+    "HostTriton",
+    "KernelPlace",
+    "TritonEnd",
+    "TritonLaunch",
+    "check_kernels",
+    "device_place",
+    "host_place",
+    "require_triton",
+]
+
+# All ranks of a call must run the same kernels. The header of the call says which, so other kernels
+# are a mismatch like any other. Triton is imported when a call first asks for it.
+
+NATIVE, TRITON = "native", "triton"
+KERNELS = (NATIVE, TRITON)
+_DTYPE_OF = {code: name for name, code in _native.DTYPES.items()}
+_OP_OF = {code: name for name, code in _native.OPS.items()}
+_AUTO = _native.ALGORITHMS["auto"]
+_FORMS = ("auto", "direct", "ring")
+ONE_RANK = (
+    "Triton's interpreter runs one kernel of a process at a time, so ranks that are threads of one "
+    'process would wait for each other. Use kernels="native", or a process per rank'
+)
+
+
+def require_triton(checks: CallChecks) -> None:
+    """Raises UnsupportedError if Triton cannot be imported."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            f'{checks}: kernels="triton" needs Triton, which cannot be imported ({error}). '
+            "pip install triton"
+        ) from error
+
+
+def check_kernels(
+    checks: CallChecks,
+    kernels: str,
+    algorithm: str,
+    dtype: torch.dtype,
+    reduction: NativeOp | None,
+) -> None:
+    """Checks a call that asks for certain kernels.
+
+    Args:
+        checks: of the call.
+        kernels: "native" or "triton".
+        algorithm: as the call names it.
+        dtype: of the elements.
+        reduction: None if nothing is reduced.
+
+    Raises:
+        ArgumentError: there are no such kernels.
+        UnsupportedError: the Triton kernels do not support the call.
+    """
+    if kernels not in KERNELS:
+        checks.fail(f"kernels: expected one of {', '.join(KERNELS)}, got {kernels!r}")
+    if kernels == NATIVE:
+        return
+    require_triton(checks)
+    from ringcomm._tl.launch import DTYPES, OPS
+
+    advice = 'Use kernels="native"'
+    if algorithm not in _FORMS:
+        raise UnsupportedError(
+            f'{checks}: kernels="triton" has the algorithms {", ".join(_FORMS)}, got '
+            f"{algorithm!r}. {advice}"
+        )
+    if reduction is None:
+        return
+    if DTYPE_NAMES[dtype] not in DTYPES or reduction.name not in OPS:
+        raise UnsupportedError(
+            f'{checks}: kernels="triton" reduces {", ".join(DTYPES)} by {" and ".join(OPS)}, got '
+            f"{DTYPE_NAMES[dtype]} by {reduction.name}. {advice}"
+        )
+
+
+class Runner(Protocol):
+    """Runs a plan on buffers at two addresses; returns a native status."""
+
+    def __call__(self, plan: KernelPlan, in_ptr: int, out_ptr: int) -> int: ...
+
+
+class TritonEnd:
+    """An end with those methods of a native communicator that Triton kernels can replace.
+
+    Args:
+        run: runs a plan.
+        world_size: of the communicator.
+        family: code of the algorithm that "auto" means.
+    """
+
+    def __init__(self, run: Runner, world_size: int, family: int) -> None:
+        self._run = run
+        self._world_size = world_size
+        self._family = family
+
+    def chosen(self, algorithm: int) -> int:
+        """Returns the code of the algorithm that a call with this code runs."""
+        return self._family if algorithm == _AUTO else algorithm
+
+    def run(self, plan: KernelPlan, in_ptr: int, out_ptr: int) -> int:
+        """Runs a plan that this class does not know how to make; returns a native status."""
+        return self._run(plan, in_ptr, out_ptr)
+
+    def all_reduce(
+        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algo: int
+    ) -> int:
+        """Has the native method's arguments, as the methods below.
+
+        ``factor`` belongs to ops that Triton does not support, and is ignored.
+        """
+        from ringcomm._tl.launch import plan_all_reduce
+
+        name = _DTYPE_OF[dtype]
+        size_bytes = elems * getattr(torch, name).itemsize
+        plan = plan_all_reduce(size_bytes, name, _OP_OF[op], self.chosen(algo), self._world_size)
+        return self._run(plan, in_ptr, out_ptr)
+
+    def reduce_scatter(
+        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algo: int
+    ) -> int:
+        from ringcomm._tl.launch import plan_reduce_scatter
+
+        name = _DTYPE_OF[dtype]
+        chunk_bytes = elems * getattr(torch, name).itemsize
+        plan = plan_reduce_scatter(
+            chunk_bytes, name, _OP_OF[op], self.chosen(algo), self._world_size
+        )
+        return self._run(plan, in_ptr, out_ptr)
+
+    def all_gather(self, in_ptr: int, out_ptr: int, in_bytes: int, dtype: int, algo: int) -> int:
+        from ringcomm._tl.launch import plan_all_gather
+
+        itemsize = getattr(torch, _DTYPE_OF[dtype]).itemsize
+        plan = plan_all_gather(in_bytes, dtype, itemsize, self.chosen(algo), self._world_size)
+        return self._run(plan, in_ptr, out_ptr)
+
+
+class HostTriton:
+    """The runner of plans on the host, in Triton's interpreter.
+
+    Args:
+        core: the native communicator.
+        membership: of the communicator.
+        checks: of the first call that asks for Triton.
+
+    Raises:
+        UnsupportedError: Triton compiles for GPUs here, or a peer is a thread of this process.
+    """
+
+    def __init__(self, core: _native.Comm, membership: Membership, checks: CallChecks) -> None:
+        require_triton(checks)
+        from ringcomm._tl.geometry import Geometry
+        from ringcomm._tl.hooks import IS_INTERPRETED
+
+        if not IS_INTERPRETED:
+            raise UnsupportedError(
+                f'{checks}: on the host kernels="triton" runs in Triton\'s interpreter. Set '
+                'TRITON_INTERPRET=1 before Triton is imported, or use kernels="native"'
+            )
+        others = [heap for rank, heap in enumerate(membership.heaps) if rank != membership.rank]
+        if any(heap.pid == 0 for heap in others):
+            raise UnsupportedError(f"{checks}: {ONE_RANK}")
+        self._core = core
+        self._geometry = Geometry.of(core.geometry)
+        state_bytes = _native.STRUCTURES["scratch"]
+        state_bytes += _native.STRUCTURES["scratch_per_rank"] * len(membership.ranks)
+        self._state = ctypes.create_string_buffer(state_bytes * self._geometry.channels)
+        table = core.rank_table(ctypes.addressof(self._state))
+        self._table = ctypes.create_string_buffer(table, len(table))
+
+    def __call__(self, plan: KernelPlan, in_ptr: int, out_ptr: int) -> int:
+        from ringcomm._tl.launch import RankPointers, launch
+
+        core = self._core
+        part = RankPointers(ctypes.addressof(self._table), in_ptr, out_ptr)
+        core.record_begin(plan.call)
+        try:
+            launch(plan, [part], core.timeout_ms * 1_000_000, self._geometry, core.health)
+        except BaseException as error:
+            # Peers wait for data that this rank will not publish any more.
+            core.abort(f"a Triton kernel was interrupted by {type(error).__name__}: {error}")
+            core.record_end(_native.STATUSES["aborted"])
+            raise
+        status = _native.STATUSES["aborted"] if core.aborted else 0
+        core.record_end(status)
+        return status
+
+
+@dataclass(frozen=True)
+class TritonLaunch:
+    """A rank's prepared call of a Triton kernel on a device."""
+
+    place: tuple[DeviceRuntime, int]
+    plan: KernelPlan
+    part: RankPointers
+    timeout_ns: int
+    geometry: Geometry
+
+    @property
+    def prepared_kind(self) -> tuple[int, int]:
+        """A key that is equal for calls that can share a launch, and the blocks of one rank."""
+        plan = self.plan
+        constants = tuple(sorted((name, str(value)) for name, value in plan.constants.items()))
+        key = plan.kernel.__name__, plan.sizes, plan.call, constants
+        return hash(key), self.geometry.channels
+
+    def launch_with(self, others: Sequence[TritonLaunch], stream: int) -> None:
+        """Launches this call and those of ``others``, which have the same kind, on ``stream``."""
+        from ringcomm._tl.launch import launch as launch_kernel
+
+        parts = [self.part, *(other.part for other in others)]
+        runtime, device = self.place
+        runtime.call_on_stream(
+            device,
+            stream,
+            lambda: launch_kernel(self.plan, parts, self.timeout_ns, self.geometry),
+        )
+
+
+# In the interpreter the blocks of a grid run one after another, so more of them only take longer.
+HOST_BLOCKS = 8
+_SCRATCH = _native.STRUCTURES["table.scratch"]
+_HEAPS = _native.STRUCTURES["table.heaps"]
+
+
+@dataclass(frozen=True)
+class KernelPlace:
+    """The place where a rank's own Triton kernels run; see ``ringcomm.tl.Context``.
+
+    Attributes:
+        table: bytes of a rank table of this rank.
+        geometry: of the communicator's regions.
+        heap_device: the device of the heap for symmetric memory, as ``ringcomm.empty`` names it.
+        most_blocks: the blocks of each rank's kernel that run at once, whatever they need: one for
+            each multiprocessor, divided among the ranks that share a device.
+        default_blocks: the blocks of a context that names no number.
+        health: returns the status of a peer's process, for the interpreter; on a GPU kernels see it
+            themselves.
+        around: makes the context manager inside which a launch happens.
+    """
+
+    table: bytes
+    geometry: Geometry
+    heap_device: str
+    most_blocks: int
+    default_blocks: int
+    health: Callable[[int], int]
+    around: Callable[[], AbstractContextManager[None]]
+
+    @property
+    def heaps(self) -> list[int]:
+        """Addresses of the ranks' heaps as mapped here, by rank."""
+        words = torch.frombuffer(bytearray(self.table), dtype=torch.int64)
+        first = _HEAPS // 8
+        return [int(word) for word in words[first : first + self.geometry.world]]
+
+    def table_with(self, scratch_ptr: int) -> bytes:
+        """Returns the rank table with other memory for the blocks' states."""
+        after = _SCRATCH + 8
+        return self.table[:_SCRATCH] + scratch_ptr.to_bytes(8, "little") + self.table[after:]
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Surrounds a launch; in the interpreter one kernel of a process runs at a time."""
+        from ringcomm._tl.hooks import IS_INTERPRETED, interpreting
+
+        with self.around(), interpreting(self.health) if IS_INTERPRETED else nullcontext():
+            yield
+
+
+def host_place(core: _native.Comm, membership: Membership, head: str) -> KernelPlace:
+    """Returns the place of a host communicator's kernels: Triton's interpreter in this process.
+
+    Raises:
+        UnsupportedError: Triton compiles for GPUs here, or a peer is a thread of this process.
+    """
+    import triton.language as tl
+
+    from ringcomm._tl.geometry import Geometry
+    from ringcomm._tl.hooks import IS_INTERPRETED
+
+    # Triton reads TRITON_INTERPRET when it defines a function. So its own device functions must
+    # have been defined for the interpreter, too.
+    if not IS_INTERPRETED or type(tl.zeros).__name__ != "InterpretedFunction":
+        raise UnsupportedError(
+            f"{head}: on the host a Triton kernel runs only in Triton's interpreter. Set "
+            "TRITON_INTERPRET=1 before Triton is imported, or use a communicator of a GPU"
+        )
+    for rank, heap in enumerate(membership.heaps):
+        if heap.pid == 0 and rank != membership.rank:
+            raise UnsupportedError(
+                f"{head}: rank {rank} is a thread of this process, and Triton's interpreter runs "
+                "one kernel of a process at a time, so the two would wait for each other. Give "
+                "each rank a process"
+            )
+    geometry = Geometry.of(core.geometry)
+    table = core.rank_table(0)
+    return KernelPlace(table, geometry, "cpu", 1 << 20, HOST_BLOCKS, core.health, nullcontext)
+
+
+def device_place(
+    native: _native.DeviceComm, place: tuple[DeviceRuntime, int], blocks: int, head: str
+) -> KernelPlace:
+    """Returns the place of the kernels of a communicator on a device.
+
+    Args:
+        native: the communicator.
+        place: the device.
+        blocks: the number of this rank's blocks that surely run at once.
+        head: of an error.
+
+    Raises:
+        UnsupportedError: the interpreter was chosen for a GPU, or compiled kernels for an emulated
+            device.
+    """
+    from ringcomm._tl.geometry import Geometry
+    from ringcomm._tl.hooks import IS_INTERPRETED, lives
+
+    runtime, device = place
+    if (runtime.kind == "emulated") != IS_INTERPRETED:
+        raise UnsupportedError(
+            f"{head}: Triton's interpreter, which TRITON_INTERPRET=1 chooses, reaches the memory "
+            f"of emulated devices alone, and compiled kernels that of GPUs; the device is of kind "
+            f"{runtime.kind!r}. Change TRITON_INTERPRET before Triton is imported"
+        )
+    table = runtime.read(device, native.table_ptr, _native.STRUCTURES["table"])
+    geometry = Geometry.of(native.geometry)
+    name = f"cuda:{device}"
+    return KernelPlace(
+        table, geometry, name, blocks, blocks, lives, lambda: runtime.on_device(device)
+    )

@@ -1,0 +1,800 @@
+"""A trial of an optimizer's class: whether it can step shards, and which state it keeps.
+
+An optimizer can be sharded if what becomes of an element depends on that element alone: its value,
+its gradients, and numbers such as the step that are the same for all elements. Nothing in a class
+says so. So a small parameter is stepped whole, and in parts as different ranks would have them, by
+an instance of the class for each; both must end with the same bits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from ringcomm.c10d.comm_argument import CommArgument
+from ringcomm.comm.communicator import Communicator
+from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.optim.buckets import Bucket, Buckets, empty_for_streams, gather_params
+from ringcomm.optim.kernels import CLIP, FOUND_INF, INV_SCALE, SKIPPED, STEPS, Kernels, StepTable
+from ringcomm.optim.layout import BucketLayout, Chunk, ShardLayout
+from ringcomm.optim.options import AdamWOptions
+from ringcomm.optim.placement import sharers_of
+from ringcomm.optim.reduction import DeviceReducer, HostReducer, Into
+from ringcomm.optim.rules import Group, ParamState, UpdateRule, digest_of, plain
+from ringcomm.optim.setting import LossScaler
+from ringcomm.optim.sharded import Params, ShardedOptimizer, Sharing
+
+Tensor = torch.Tensor
+
+_SHAPE = (8, 12)
+# Parameters begin at multiples of 64 elements in their buckets, and chunks at multiples of 512, so
+# a part begins at a multiple of 64 of its parameter. A rank may also have nothing of a parameter.
+_PARTS = (slice(0, 64), slice(64, 96), slice(96, 96))
+# Magnitudes of the gradients of the steps, so that thresholds are met from both sides.
+_MAGNITUDES = (1.0, 1e-3, 64.0, 1.0, 1e-6)
+# Keys of a group that are no hyper-parameters.
+NOT_HYPER = frozenset({"params", "param_names"})
+
+
+def name_of(kind: type) -> str:
+    """Returns the name of a class for messages."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def hyper_of(group: Group) -> dict[str, Any]:
+    """Returns the hyper-parameters of a group."""
+    return {name: value for name, value in group.items() if name not in NOT_HYPER}
+
+
+@dataclass(frozen=True)
+class OptimizerClass:
+    """A class of optimizers, and the arguments that its instances are made with."""
+
+    kind: type[Optimizer]
+    settings: Mapping[str, Any]
+
+    def make(self, groups: Sequence[Group]) -> Optimizer:
+        """Makes an instance on groups with all their hyper-parameters."""
+        make: Any = self.kind
+        made: Optimizer = make([dict(group) for group in groups], **self.settings)
+        return made
+
+    def checked(self, hyper: Group, value: Tensor) -> None:
+        """Has the class check hyper-parameters, by giving it those that it knows as arguments.
+
+        Most classes check their arguments, and not what a group says.
+        """
+        known = inspect.signature(self.kind).parameters
+        given = {name: each for name, each in hyper.items() if name in known}
+        group = {"params": [value.clone().requires_grad_()]}
+        OptimizerClass(self.kind, {**self.settings, **given}).make([group])
+
+    def defaults(self) -> dict[str, Any]:
+        """Returns the hyper-parameters of a group that is given none.
+
+        Raises:
+            ArgumentError: the class does not take the arguments.
+        """
+        param = torch.zeros(_SHAPE, device="cpu", requires_grad=True)
+        try:
+            return dict(self.make([{"params": [param]}]).defaults)
+        except Exception as error:
+            raise ArgumentError(
+                f"Sharded: {name_of(self.kind)} does not take these arguments: {error!r}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class StateKinds:
+    """The state that a class keeps of a parameter.
+
+    Attributes:
+        tensors: names of FP32 tensors of the parameter's shape.
+        numbers: by name, an example of a number, which may be a tensor of one element.
+        writes_gradients: True if a step changes the gradients.
+    """
+
+    tensors: tuple[str, ...]
+    numbers: Mapping[str, Any]
+    writes_gradients: bool
+
+
+class Trial:
+    """One instance of a class on one parameter: a whole one, or a part."""
+
+    def __init__(self, made: OptimizerClass, hyper: Group, value: Tensor) -> None:
+        self.param = value.clone(memory_format=torch.contiguous_format).requires_grad_()
+        self._address = self.param.data_ptr()
+        self.optimizer = made.make([{**hyper, "params": [self.param]}])
+        self._before = self._facts()
+        self.writes_gradients = False
+
+    def _facts(self) -> dict[str, Any]:
+        """Returns what an instance must not change, since only tensors of its state are kept."""
+        facts = {
+            f"the entry {name!r} of its param group": value
+            for name, value in hyper_of(self.optimizer.param_groups[0]).items()
+        }
+        for name, value in vars(self.optimizer).items():
+            # Flags remember that something was checked or warned of.
+            if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool):
+                facts[f"its attribute {name!r}"] = value
+        return {
+            name: value.tolist() if isinstance(value, Tensor) else value
+            for name, value in facts.items()
+        }
+
+    def step(self, grad: Tensor) -> None:
+        self.param.grad = grad.clone()
+        self.optimizer.step()
+        self.writes_gradients |= not torch.equal(self.param.grad, grad)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The parameter's state."""
+        state = self.optimizer.state.get(self.param, {})
+        return {name: value for name, value in state.items() if value is not None}
+
+    def complaint(self) -> str:
+        """Returns what the instance has done that shards do not allow, or ""."""
+        if self.param.data_ptr() != self._address:
+            return "it puts another tensor in the place of a parameter's memory"
+        if any(key is not self.param for key in self.optimizer.state):
+            return "it keeps state that is of no parameter"
+        before, after = self._before, self._facts()
+        changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        return f"it changes {changed[0]}, which no checkpoint would have" if changed else ""
+
+
+def try_class(made: OptimizerClass, hyper: Group, place: torch.device) -> StateKinds:
+    """Tries a class with some hyper-parameters.
+
+    Args:
+        made: the class.
+        hyper: all hyper-parameters of a group.
+        place: device of the parameters.
+
+    Raises:
+        ArgumentError: the class does not take the hyper-parameters.
+        UnsupportedError: the class cannot step shards; says what was seen.
+    """
+    hyper = {name: _own(name, value) for name, value in hyper.items()}
+    generator = torch.Generator(device="cpu").manual_seed(20)
+    draws = [torch.randn(_SHAPE, generator=generator, device="cpu") for _ in (0, *_MAGNITUDES)]
+    value, *grads = (each.to(place) for each in draws)
+    try:
+        made.checked(hyper, value)
+        whole = Trial(made, hyper, value)
+    except Exception as error:
+        raise ArgumentError(
+            f"Sharded: {name_of(made.kind)} does not take these hyper-parameters: {error!r}"
+        ) from error
+    magnitudes = zip(grads, _MAGNITUDES, strict=True)
+    grads = [grad * magnitude for grad, magnitude in magnitudes]
+    _run(made, whole, grads)
+    tensors, numbers = _sorted(made, whole)
+    trials = [whole]
+    for part in _PARTS:
+        try:
+            trial = Trial(made, hyper, value.reshape(-1)[part])
+        except Exception as error:
+            _refuse(made, f"it does not take a part of a parameter: {error!r}")
+        _run(made, trial, [grad.reshape(-1)[part] for grad in grads])
+        trials.append(trial)
+    _compare(made, trials, tensors, numbers)
+    writes = any(trial.writes_gradients for trial in trials)
+    return StateKinds(tuple(tensors), numbers, writes)
+
+
+def _run(made: OptimizerClass, trial: Trial, grads: Sequence[Tensor]) -> None:
+    """Takes all steps of a trial."""
+    try:
+        for grad in grads:
+            trial.step(grad)
+    except Exception as error:
+        _refuse(made, f"a step of a small parameter raised {error!r}")
+    complaint = trial.complaint()
+    if complaint:
+        _refuse(made, complaint)
+
+
+def _own(name: str, value: Any) -> Any:
+    """Returns a hyper-parameter for a trial, which must not change the user's, or do nothing."""
+    if isinstance(value, Tensor):
+        return torch.full_like(value, 2.0**-6) if name == "lr" else value.clone()
+    return 2.0**-6 if name == "lr" and value == 0 else value
+
+
+def _refuse(made: OptimizerClass, seen: str) -> NoReturn:
+    raise UnsupportedError(
+        f"Sharded: {name_of(made.kind)} cannot step shards: {seen}. What becomes of an element "
+        "must depend on that element alone, wherever its parameter is cut. Keep this optimizer on "
+        "whole parameters, as under DDP"
+    )
+
+
+def _sorted(made: OptimizerClass, whole: Trial) -> tuple[list[str], dict[str, Any]]:
+    """Returns the names of tensors in the state of the whole parameter, and examples of numbers."""
+    tensors: list[str] = []
+    numbers: dict[str, Any] = {}
+    for name, value in whole.state.items():
+        if _is_number(value):
+            numbers[name] = value
+            continue
+        if not isinstance(value, Tensor):
+            _refuse(made, f"the state {name!r} of a parameter is a {type(value).__name__}")
+        if value.shape != whole.param.shape:
+            shape = f"{_SHAPE} has the shape {tuple(value.shape)}"
+            _refuse(made, f"the state {name!r} of a parameter of the shape {shape}")
+        if value.dtype is not torch.float32:
+            _refuse(made, f"the state {name!r} is {value.dtype}, and shards have float32")
+        tensors.append(name)
+    return tensors, numbers
+
+
+def _compare(
+    made: OptimizerClass, trials: Sequence[Trial], tensors: list[str], numbers: dict[str, Any]
+) -> None:
+    """Compares the whole parameter, the first of the trials, with its parts."""
+    whole, *parts = trials
+    if not _same(whole.param, [trial.param for trial in parts]):
+        _refuse(made, "a parameter in parts becomes another one than the whole")
+    if any(trial.state.keys() != whole.state.keys() for trial in parts):
+        _refuse(made, "a part of a parameter has other state than the whole one")
+    for name in tensors:
+        if not _same(whole.state[name], [trial.state[name] for trial in parts]):
+            _refuse(made, f"the state {name!r} of a parameter in parts is not the whole one's")
+    for name, number in numbers.items():
+        if not all(_equal(trial.state[name], number) for trial in parts):
+            _refuse(made, f"the state {name!r} of a parameter in parts is not the whole one's")
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.dim() <= 1
+    return isinstance(value, (int, float))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return _is_number(one) and float(one) == float(other)
+
+
+def _same(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Returns whether parts have the bits of the whole."""
+    joined = torch.cat([part.detach().reshape(-1) for part in parts])
+    flat = whole.detach().reshape(-1)
+    return joined.shape == flat.shape and torch.equal(
+        joined.view(torch.int32), flat.view(torch.int32)
+    )
+
+
+def _key(value: Any) -> Any:
+    """Returns what of a hyper-parameter decides which state there is, and how a step is taken."""
+    if isinstance(value, float):
+        return "a number" if value else 0
+    if isinstance(value, (int, str, type(None))):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_key, value))
+    return type(value).__name__
+
+
+class TriedClass:
+    """A class that was tried with all hyper-parameters that it is used with.
+
+    Numbers other than 0 count as alike, so that a schedule costs no trial a step.
+
+    Attributes:
+        numbers: examples of the numbers that are kept of a parameter, by name.
+        writes_gradients: True if a step changes gradients.
+    """
+
+    def __init__(self, made: OptimizerClass) -> None:
+        self._made = made
+        self._tried: dict[Any, StateKinds] = {}
+        self.numbers: dict[str, Any] = {}
+        self.writes_gradients = False
+
+    @property
+    def kind(self) -> type[Optimizer]:
+        return self._made.kind
+
+    def make(self, groups: Sequence[Group]) -> Optimizer:
+        """Makes an instance on groups with all their hyper-parameters."""
+        return self._made.make(groups)
+
+    def kinds(self, group: Group, place: torch.device) -> StateKinds:
+        """Returns the state that there is with a group's hyper-parameters.
+
+        Raises:
+            ArgumentError, UnsupportedError: see :func:`try_class`.
+        """
+        hyper = hyper_of(group)
+        key = tuple((name, _key(hyper[name])) for name in sorted(hyper) if name != "lr")
+        if key not in self._tried:
+            kinds = self._tried[key] = try_class(self._made, hyper, place)
+            self.numbers.update(kinds.numbers)
+            self.writes_gradients |= kinds.writes_gradients
+        return self._tried[key]
+
+
+# ---- Instances of an optimizer's class on this rank's parts of parameters, and the state they keep
+
+
+@dataclass(frozen=True)
+class ChunkPart:
+    """Elements [begin, end) of a chunk that parameter ``index`` of param group ``group`` fills."""
+
+    index: int
+    group: int
+    begin: int = 0
+    end: int = 0
+
+
+def parts_of(layout: BucketLayout, chunk: Chunk, group_of: Callable[[int], int]) -> list[ChunkPart]:
+    """Returns this rank's parts of the parameters of a bucket."""
+    parts = []
+    for begin, end, index in layout.segments:
+        low, high = max(begin, chunk.begin), min(end, chunk.end)
+        if low < high:
+            parts.append(ChunkPart(index, group_of(index), low - chunk.begin, high - chunk.begin))
+    return parts
+
+
+def to_number(example: Any, number: float) -> Any:
+    """Returns a number of a state in the form of an example, which may be a tensor."""
+    if isinstance(example, Tensor):
+        return torch.full_like(example, number)
+    return type(example)(number)
+
+
+class Instance:
+    """An instance of a class that steps this rank's parts of some parameters.
+
+    The tensors of its state are views of flat ones, which are what is saved, loaded and cut anew.
+    :meth:`take_states` is called before anything else.
+
+    Args:
+        tried: the class.
+        groups: param groups of the whole optimizer.
+        parts: the parts of parameters.
+        values: float32 [chunk elements], the parameters or their masters, which steps change.
+        moment: returns by name the flat tensor of a state: float32 [chunk elements].
+    """
+
+    def __init__(
+        self,
+        tried: TriedClass,
+        groups: Sequence[Group],
+        parts: Sequence[ChunkPart],
+        values: Tensor,
+        moment: Callable[[str], Tensor],
+    ) -> None:
+        self._tried = tried
+        self._groups = groups
+        self._parts = parts
+        self._moment = moment
+        self._params = [values[p.begin : p.end].detach().requires_grad_() for p in parts]
+        self._numbers = sorted({part.group for part in parts})
+        self._optimizer = self._make()
+        # By part and name, the view of a flat tensor that the state has.
+        self._views: list[dict[str, Tensor]] = [{} for _ in parts]
+
+    def _make(self) -> torch.optim.Optimizer:
+        both = list(zip(self._params, self._parts, strict=True))
+        return self._tried.make(
+            [
+                {
+                    **hyper_of(self._groups[number]),
+                    "params": [param for param, part in both if part.group == number],
+                }
+                for number in self._numbers
+            ]
+        )
+
+    def step(self, grad: Tensor, active: Sequence[float]) -> None:
+        """Steps the parts of parameters that have a gradient.
+
+        Args:
+            grad: float32 [chunk elements].
+            active: by parameter, not 0 where the parameter takes the step.
+        """
+        for param, part in zip(self._params, self._parts, strict=True):
+            param.grad = grad[part.begin : part.end] if active[part.index] else None
+        for inner, number in zip(self._optimizer.param_groups, self._numbers, strict=True):
+            # Users and their schedulers change the groups of the whole optimizer.
+            inner.update(hyper_of(self._groups[number]))
+        self._optimizer.step()
+        for param in self._params:
+            param.grad = None
+        self._keep()
+
+    def _keep(self) -> None:
+        """Moves tensors of the state that are new into the flat tensors."""
+        for param, part, views in zip(self._params, self._parts, self._views, strict=True):
+            state = self._optimizer.state.get(param, {})
+            for name, value in state.items():
+                if value is None or value is views.get(name) or name in self._tried.numbers:
+                    continue
+                if not isinstance(value, Tensor) or value.shape != param.shape:
+                    raise UnsupportedError(
+                        f"optimizer.step: {name_of(self._tried.kind)} keeps {name!r}, which it did "
+                        "not when it was tried, and which is no tensor of its parameter's shape"
+                    )
+                views[name] = self._view(part, name).copy_(value)
+                state[name] = views[name]
+
+    def _view(self, part: ChunkPart, name: str) -> Tensor:
+        return self._moment(name)[part.begin : part.end]
+
+    def states(self) -> dict[int, ParamState | None]:
+        """Returns the states of the parameters by their indices."""
+        found: dict[int, ParamState | None] = {}
+        for param, part in zip(self._params, self._parts, strict=True):
+            state = self._optimizer.state.get(param, {})
+            there = {name: value for name, value in state.items() if value is not None}
+            numbers = {n: float(value) for n, value in there.items() if n in self._tried.numbers}
+            tensors = tuple(name for name in there if name not in numbers)
+            found[part.index] = ParamState(numbers, tensors) if there else None
+        return found
+
+    def take_states(self, states: Sequence[ParamState | None]) -> None:
+        """Goes on from the states of all parameters; the flat tensors have the elements.
+
+        A parameter without state begins as the class begins it.
+        """
+        fresh, examples = self._make(), self._tried.numbers
+        for param, part, views in zip(self._params, self._parts, self._views, strict=True):
+            state = states[part.index]
+            views.clear()
+            self._optimizer.state.pop(param, None)
+            if state is not None:
+                views.update({name: self._view(part, name) for name in state.tensors})
+                numbers = state.numbers.items()
+                restored = {name: to_number(examples[name], number) for name, number in numbers}
+                self._optimizer.state[param] = {**restored, **views}
+            elif param in fresh.state:
+                self._optimizer.state[param] = fresh.state[param]
+        self._keep()
+
+
+# ---- ``Sharded``, which is any elementwise optimizer: instances of its class step the shards ----
+
+
+# Options that ask for kernels of AdamW's, with the only values that other optimizers take.
+_OF_ANY_CLASS = {"master": "fp32", "rounding": "nearest", "kernels": "native"}
+
+
+def refuse_kernels_of_adamw(options: AdamWOptions | None) -> None:
+    """Raises UnsupportedError unless the options are those that torch's classes can have."""
+    for name, value in _OF_ANY_CLASS.items():
+        asked = getattr(options, name, value)
+        if asked != value:
+            raise UnsupportedError(
+                f"Sharded: {name}={asked!r} is what the kernels of ringcomm.optim.AdamW can; "
+                f"expected {value!r}"
+            )
+
+
+class TorchRule(UpdateRule):
+    """A class of torch optimizers, whose instances step the parts of parameters in each bucket.
+
+    Args:
+        made: the class, with its arguments.
+    """
+
+    keeps_more = True
+
+    def __init__(self, made: OptimizerClass) -> None:
+        self.name = name_of(made.kind)
+        self._tried = TriedClass(made)
+        self._place = torch.device("cpu")
+        # By the key of a part of a bucket; and that of parameters without elements here.
+        self._instances: dict[tuple[int, int], Instance] = {}
+        self._bare: Instance | None = None
+        self._buckets: Sequence[Bucket] = ()
+
+    @property
+    def numbers(self) -> frozenset[str]:
+        return frozenset(self._tried.numbers)
+
+    @property
+    def writes_gradients(self) -> bool:
+        """True if a step changes the gradients that it is given."""
+        return self._tried.writes_gradients
+
+    def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
+        for name, value in hyper_of(group).items():
+            if isinstance(value, float) and math.isnan(value):
+                raise ArgumentError(
+                    f"param group {index}: {name}: expected a number, got {value!r}"
+                )
+        if group.get("differentiable"):
+            raise UnsupportedError(
+                f"param group {index}: differentiable=True: autograd does not see the step of "
+                "shards; use torch.optim for it"
+            )
+        self._place = place
+        self._tried.kinds(group, place)
+
+    def replaced(self, group: Group) -> dict[str, Any]:
+        return {}
+
+    def compared(self, group: Group) -> dict[str, Any]:
+        hyper = hyper_of(group)
+        return {name: _told(hyper[name]) for name in sorted(hyper) if name != "lr"}
+
+    def digest(self, groups: Sequence[Group]) -> float:
+        return digest_of(
+            [{"lr": plain(group.get("lr")), **self.compared(group)} for group in groups]
+        )
+
+    def names(self, groups: Sequence[Group]) -> tuple[str, ...]:
+        found = [self._tried.kinds(group, self._place).tensors for group in groups]
+        return tuple(dict.fromkeys(name for names in found for name in names))
+
+    def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
+        # A tensor of earlier hyper-parameters stays where it is, as in torch.
+        return ""
+
+    def kernels(
+        self, comm: Communicator | None, options: AdamWOptions, table: StepTable
+    ) -> Kernels:
+        # A sharded module's precision has chosen some of them.
+        refuse_kernels_of_adamw(options)
+        return TorchKernels(comm, options, table, self)
+
+    def bind(
+        self,
+        layout: ShardLayout,
+        groups: Sequence[Group],
+        buckets: Buckets,
+        chunks: int,
+        states: Sequence[ParamState | None] = (),
+    ) -> None:
+        states = [*states, *[None] * (len(layout.params) - len(states))]
+        self._instances.clear()
+        self._bare = None
+        self._buckets = buckets
+        here: set[int] = set()
+        for bucket in (part for whole in buckets for part in whole.parts()):
+            parts = parts_of(bucket.layout, bucket.chunk, lambda index: layout.params[index].group)
+            here.update(part.index for part in parts)
+            if parts:
+                made = self._instances[bucket.key] = self._instance(groups, bucket, parts)
+                made.take_states(states)
+        # Their steps are counted on every rank, whether or not it has elements of them.
+        bare = [
+            ChunkPart(index, spec.group)
+            for index, spec in enumerate(layout.params)
+            if spec.trainable and spec.tied_to is None and index not in here
+        ]
+        if bare:
+            nothing = torch.empty(0, dtype=torch.float32, device=self._place)
+            self._bare = Instance(
+                self._tried, groups, bare, nothing, lambda name: torch.empty_like(nothing)
+            )
+            self._bare.take_states(states)
+
+    def _instance(
+        self, groups: Sequence[Group], bucket: Bucket, parts: list[ChunkPart]
+    ) -> Instance:
+        def moment(name: str) -> Tensor:
+            bucket.ensure([name])
+            return bucket.state.moments[name]
+
+        master = bucket.state.master
+        values = bucket.own_memory if master is None else master
+        return Instance(self._tried, groups, parts, values, moment)
+
+    def _all_instances(self) -> list[Instance]:
+        bare = [] if self._bare is None else [self._bare]
+        return [*self._instances.values(), *bare]
+
+    def begin(self, active: Sequence[float]) -> None:
+        """Steps the parameters without elements."""
+        if self._bare is not None:
+            self._bare.step(torch.empty(0, dtype=torch.float32, device=self._place), active)
+
+    def update(self, bucket: Bucket, grad: Tensor, active: Sequence[float]) -> None:
+        """Updates this rank's chunk of a bucket.
+
+        Args:
+            bucket: the bucket.
+            grad: float32 [chunk elements].
+            active: by parameter, not 0 where the parameter takes the step.
+        """
+        if bucket.key not in self._instances:
+            return  # none of its parameters is in a group
+        self._instances[bucket.key].step(grad, active)
+        if bucket.state.master is not None:
+            bucket.own_params.copy_(bucket.state.master)
+
+    def states(
+        self, layout: ShardLayout, groups: Sequence[Group], steps: Sequence[float]
+    ) -> list[ParamState | None]:
+        found: dict[int, ParamState | None] = {}
+        for instance in self._all_instances():
+            found.update(instance.states())
+        return [found.get(index) for index in range(len(layout.params))]
+
+    def take_states(self, states: Sequence[ParamState | None]) -> None:
+        for bucket in (part for whole in self._buckets for part in whole.parts()):
+            if bucket.key in self._instances:
+                self._instances[bucket.key].take_states(states)
+        if self._bare is not None:
+            self._bare.take_states(states)
+
+    def to_torch(self, name: str, number: float) -> Any:
+        return to_number(self._tried.numbers[name], number)
+
+    def from_torch(self, entry: Mapping[str, Any], group: Group) -> ParamState | None:
+        kinds = self._tried.kinds(group, self._place)
+        there = {name: value for name, value in entry.items() if value is not None}
+        wanted = [*kinds.numbers, *kinds.tensors]
+        if not there or not wanted:
+            return None
+        missing = [name for name in wanted if name not in there]
+        if missing:
+            raise ValueError(f"expected {', '.join(wanted)}, got no {missing[0]}")
+        try:
+            numbers = {name: float(there[name]) for name in kinds.numbers}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"expected numbers as {', '.join(kinds.numbers)}: {error}") from error
+        return ParamState(numbers, kinds.tensors)
+
+
+def _told(value: Any) -> Any:
+    """Returns a hyper-parameter as JSON knows it, or the name of its class."""
+    told = plain(value)
+    if isinstance(told, list):
+        return [_told(each) for each in told]
+    return told if isinstance(told, (bool, int, float, str, type(None))) else type(told).__name__
+
+
+@dataclass(frozen=True)
+class StepControl:
+    """The numbers of a step that torch's code needs on the host; to read them waits for a device.
+
+    Attributes:
+        skips: the step changes nothing.
+        factors: numbers that the gradient is to be multiplied by, one after the other.
+        active: by parameter, not 0 where the parameter takes the step.
+    """
+
+    skips: bool = False
+    factors: tuple[float, ...] = ()
+    active: Sequence[float] = ()
+
+    @classmethod
+    def read(cls, table: StepTable) -> StepControl:
+        """Reads the table of a step that begins."""
+        params = len(table.active)
+        told = torch.cat([table.control[: FOUND_INF + 1], table.active]).tolist()
+        factors = tuple(each for each in (told[INV_SCALE], told[CLIP]) if each != 1)
+        return cls(told[FOUND_INF] != 0, factors, told[-params:] if params else [])
+
+
+class TorchKernels(Kernels):
+    """The step of a :class:`TorchRule`: a reduction, torch's update of the chunk, and a gathering.
+
+    It reads on the host whether a step is skipped, and which parameters have gradients.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator | None,
+        options: AdamWOptions,
+        table: StepTable,
+        rule: TorchRule,
+    ) -> None:
+        if comm is not None and comm.launches:
+            super().__init__(comm.world_size == 1, DeviceReducer(comm, options))
+        else:
+            super().__init__(comm is None, HostReducer(comm, options, table.layout.size_bytes))
+        self._rule = rule
+        self._sharers = sharers_of(comm, options.state)
+        # float32 [elements of the largest chunk so far], for gradients of one bucket at a time.
+        self._scratch: Tensor | None = None
+        self._control = StepControl()
+
+    def forget(self) -> None:
+        return
+
+    def begin(self, table: StepTable) -> None:
+        self._control = control = StepControl.read(table)
+        table.control[SKIPPED if control.skips else STEPS].add_(1)
+        if not control.skips:
+            table.step.add_(table.active != 0)
+            self._rule.begin(control.active)
+
+    def _own(self, bucket: Bucket) -> Tensor:
+        """Returns memory for a gradient: float32 [chunk elements]."""
+        elems = bucket.chunk.elems
+        if self._scratch is None or self._scratch.numel() < elems:
+            place = bucket.device
+            self._scratch = empty_for_streams(elems, torch.float32, place)
+        return self._scratch[:elems]
+
+    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
+        if self._control.skips:
+            return
+        grad = grad[: bucket.chunk.elems]
+        if self._control.factors or self._rule.writes_gradients or grad.dtype is not torch.float32:
+            grad = self._own(bucket).copy_(grad)
+        self._update_from(bucket, grad)
+
+    def _update_from(self, bucket: Bucket, grad: Tensor) -> None:
+        """Updates this rank's chunk from a gradient, which is scaled in place if it has to be."""
+        for factor in self._control.factors:
+            grad.mul_(factor)
+        self._rule.update(bucket, grad, self._control.active)
+
+    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
+        self.update_shard(bucket, grad)
+        if not self._control.skips:
+            assert self._sharers is not None
+            gather_params(bucket, self._sharers)
+
+    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
+        if self._control.skips:
+            return
+        own = self._own(bucket)
+        into = Into(own, "l2", None, tag=bucket.tag(), residual=bucket.residual)
+        self.reducer.reduce(grads, into)
+        self._update_from(bucket, own)
+        assert self._sharers is not None
+        gather_params(bucket, self._sharers)
+
+
+class Sharded(ShardedOptimizer):
+    """Any elementwise optimizer, sharded: its own class steps FP32 shards on each rank.
+
+    It ends with the bits of the class in one process, on the mean of the ranks' gradients; 16-bit
+    parameters are rounded FP32 masters. Everything else is as with :class:`AdamW`::
+
+        optimizer = Sharded(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
+
+    Args:
+        kind: the class, torch's or another, such as ``torch.optim.SGD``.
+        params: as of :class:`AdamW`.
+        comm: as of :class:`AdamW`.
+        options: as of :class:`AdamW`.
+        loss_scaler: as of :class:`AdamW`.
+        mesh: as of :class:`AdamW`.
+        settings: arguments of the class.
+
+    Raises:
+        ArgumentError: ``kind`` is no class of optimizers, or does not take ``settings``; and as of
+            :class:`AdamW`.
+        UnsupportedError: the class is not elementwise, or the options need AdamW's kernels.
+    """
+
+    def __init__(
+        self,
+        kind: type[torch.optim.Optimizer],
+        params: Params,
+        *,
+        comm: CommArgument = None,
+        options: AdamWOptions | None = None,
+        loss_scaler: LossScaler | None = None,
+        mesh: DeviceMesh | None = None,
+        **settings: Any,
+    ) -> None:
+        if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+            raise ArgumentError(
+                f"Sharded: expected a class of optimizers, such as torch.optim.SGD, got {kind!r}"
+            )
+        if issubclass(kind, ShardedOptimizer):
+            raise ArgumentError(f"Sharded: {kind.__name__} is sharded by itself; use it directly")
+        refuse_kernels_of_adamw(options)
+        made = OptimizerClass(kind, settings)
+        sharing = Sharing(comm, options, loss_scaler, mesh)
+        super().__init__(params, made.defaults(), sharing, TorchRule(made))

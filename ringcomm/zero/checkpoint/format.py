@@ -1,0 +1,1050 @@
+"""Files of tensors in the safetensors format, written as a stream.
+
+The format is 8 bytes of header length, a JSON header and the tensors' bytes, little-endian
+(https://huggingface.co/docs/safetensors). The library's own writer copies all tensors into bytes
+first; this one holds no more than a block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from ringcomm.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
+from ringcomm.json_reader import decode, encode, exactly, shown, text_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+
+Tensor = torch.Tensor
+
+# By dtype: its name in the manifest and its code in a safetensors header.
+DTYPES: dict[torch.dtype, tuple[str, str]] = {
+    torch.float64: ("float64", "F64"),
+    torch.float32: ("float32", "F32"),
+    torch.float16: ("float16", "F16"),
+    torch.bfloat16: ("bfloat16", "BF16"),
+    torch.float8_e4m3fn: ("float8_e4m3fn", "F8_E4M3"),
+    torch.float8_e5m2: ("float8_e5m2", "F8_E5M2"),
+    torch.int64: ("int64", "I64"),
+    torch.int32: ("int32", "I32"),
+    torch.int16: ("int16", "I16"),
+    torch.int8: ("int8", "I8"),
+    torch.uint64: ("uint64", "U64"),
+    torch.uint32: ("uint32", "U32"),
+    torch.uint16: ("uint16", "U16"),
+    torch.uint8: ("uint8", "U8"),
+    torch.bool: ("bool", "BOOL"),
+}
+DTYPE_OF_NAME = {name: dtype for dtype, (name, _) in DTYPES.items()}
+
+# NumPy's limit, and that of torch's operators.
+MOST_DIMS = 64
+# Small enough that a block is still in the cache when it is written after its checksum.
+BLOCK_BYTES = 1 << 20
+_HEADER_ALIGN = 8
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file as it must be: its size, and CRC-32 (ISO-HDLC, zlib's) as 8 hexadecimal digits."""
+
+    size_bytes: int
+    crc32: str
+
+
+class Stored(Protocol):
+    """A tensor as a file's header describes it."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def size(self) -> tuple[int, ...]: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=Stored)
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor to write.
+
+    Attributes:
+        key: in the file.
+        dtype, size: of the tensor.
+        blocks: yields its elements in order, as flat contiguous tensors in host memory.
+    """
+
+    key: str
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    blocks: Callable[[], Iterable[Tensor]]
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.size) * self.dtype.itemsize
+
+
+def dtype_name(dtype: torch.dtype, what: str) -> str:
+    """The name of a dtype in manifests.
+
+    Raises:
+        UnsupportedError: the file format has no such dtype.
+    """
+    if dtype not in DTYPES:
+        raise UnsupportedError(
+            f"{what}: expected a dtype of {', '.join(DTYPE_OF_NAME)}, got {dtype}: safetensors "
+            "files have no other; convert it"
+        )
+    return DTYPES[dtype][0]
+
+
+def host_blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements of a tensor of any device and strides, by blocks in host memory."""
+    flat = tensor.detach().reshape(-1)
+    step = BLOCK_BYTES // flat.dtype.itemsize
+    for begin in range(0, flat.numel(), step):
+        yield flat[begin : begin + step].cpu().contiguous()
+
+
+def write_tensor_file(
+    path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, str] | None = None
+) -> SavedFile:
+    """Writes a new file and waits until it is on the disk.
+
+    Args:
+        path: must not exist.
+        entries: of different keys.
+        metadata: into the header, where safetensors has it.
+
+    Raises:
+        OSError: it cannot be written.
+        CheckpointError: an entry's blocks are not what its dtype and size say.
+    """
+    ordered = in_order(entries)
+    out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        head = header_of(ordered, metadata or {})
+        _write(out, memoryview(head))
+        size_bytes, crc = len(head), zlib.crc32(head)
+        for entry in ordered:
+            before = size_bytes
+            for block in entry.blocks():
+                _check_dtype(path, entry, block)
+                view = bytes_of(block)
+                crc = zlib.crc32(view, crc)
+                _write(out, view)
+                size_bytes += len(view)
+            _check_size(path, entry, size_bytes - before)
+        os.fsync(out)
+    finally:
+        os.close(out)
+    return SavedFile(size_bytes, f"{crc:08x}")
+
+
+def in_order(entries: Sequence[T]) -> list[T]:
+    """Returns entries as files have them: larger items first, so that all are aligned."""
+    return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a new file and waits until it is on the disk."""
+    out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        _write(out, memoryview(content))
+        os.fsync(out)
+    finally:
+        os.close(out)
+
+
+def crc32_of(path: Path) -> str:
+    """The checksum of a file's bytes."""
+    crc = 0
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+    return f"{crc:08x}"
+
+
+def header_of(entries: Sequence[Stored], metadata: Mapping[str, str]) -> bytes:
+    """Returns what a file begins with, before the elements of its entries in this order."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
+    for entry in entries:
+        end = begin + entry.size_bytes
+        code = DTYPES[entry.dtype][1]
+        header[entry.key] = {"dtype": code, "shape": entry.size, "data_offsets": [begin, end]}
+        begin = end
+    text = text_of(header).encode()
+    text = text.ljust(-(-len(text) // _HEADER_ALIGN) * _HEADER_ALIGN)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _check_dtype(path: Path, entry: TensorEntry, block: Tensor) -> None:
+    if block.dtype != entry.dtype:
+        raise CheckpointError(
+            f"{path.name}: {entry.key}: expected elements of {entry.dtype}, as was planned, got "
+            f"{block.dtype}; what is saved must not change while it is saved"
+        )
+
+
+def _check_size(path: Path, entry: TensorEntry, size_bytes: int) -> None:
+    if size_bytes != entry.size_bytes:
+        raise CheckpointError(
+            f"{path.name}: {entry.key}: expected {entry.size_bytes} bytes for size {entry.size}, "
+            f"as was planned, got {size_bytes}; what is saved must not change while it is saved"
+        )
+
+
+def bytes_of(block: Tensor) -> memoryview:
+    """A contiguous host tensor's memory. Not numpy(): torch runs without it."""
+    size_bytes = block.numel() * block.dtype.itemsize
+    return memoryview((ctypes.c_char * size_bytes).from_address(block.data_ptr())).cast("B")
+
+
+def _write(out: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(out, view) :]
+
+
+# ---- ``checkpoint.json``: what a checkpoint holds and where, checked before anything is believed
+# ``docs/checkpoint.md`` has the format.
+
+# Pieces of a tensor: where one lies, what two share, and whether all of them fill it.
+
+Bounds = tuple[tuple[int, int], ...]  # [begin, end) by dimension
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, and where its elements are.
+
+    Attributes:
+        offsets, sizes: of the box in the tensor, by dimension; sizes are positive.
+        file, key: where it is saved.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    key: str
+
+    @property
+    def elems(self) -> int:
+        return prod(self.sizes)
+
+    def shared(self, offsets: Sequence[int], sizes: Sequence[int]) -> Bounds | None:
+        """Returns the intersection with another box, in the tensor's coordinates, or None."""
+        box = []
+        for mine, size, theirs, other in zip(self.offsets, self.sizes, offsets, sizes, strict=True):
+            begin, end = max(mine, theirs), min(mine + size, theirs + other)
+            if begin >= end:
+                return None
+            box.append((begin, end))
+        return tuple(box)
+
+
+def flat_boxes(
+    size: Sequence[int], begin: int, end: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements [begin, end) of a flattened tensor, as the fewest boxes in order.
+
+    Yields:
+        offsets and sizes, by dimension. A box's elements follow each other in the flat tensor.
+    """
+    if begin == end:
+        return
+    if not size:
+        yield (), ()
+        return
+    row_elems = prod(size[1:])
+    row, last = begin // row_elems, end // row_elems
+    if begin % row_elems or row == last:
+        stop = min(end, (row + 1) * row_elems)
+        yield from _in_row(size, row, begin, stop)
+        begin, row = stop, row + 1
+    if row < last:
+        yield (row, *(0 for _ in size[1:])), (last - row, *size[1:])
+        begin = last * row_elems
+    if begin < end:
+        yield from _in_row(size, last, begin, end)
+
+
+def _in_row(
+    size: Sequence[int], row: int, begin: int, end: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    before = row * prod(size[1:])
+    for offsets, sizes in flat_boxes(size[1:], begin - before, end - before):
+        yield (row, *offsets), (1, *sizes)
+
+
+def check_fill(size: Sequence[int], pieces: Sequence[Piece]) -> None:
+    """Raises ValueError unless each element of a tensor of ``size`` is in one piece."""
+    for piece in pieces:
+        _check_inside(size, piece)
+    if len(pieces) > 1 and not size:
+        raise ValueError("two pieces are the whole of a tensor of no dimensions")
+    if len(size) == 1:
+        _check_apart(sorted(pieces, key=lambda piece: piece.offsets))
+    held = sum(piece.elems for piece in pieces)
+    if held < prod(size):
+        raise ValueError(f"the pieces hold {held} of its {prod(size)} elements")
+    if held > prod(size) or not _cover(size, pieces):
+        raise ValueError(f"two pieces overlap, of {len(pieces)}")
+
+
+def _cover(size: Sequence[int], pieces: Sequence[Piece]) -> bool:
+    """Tells whether boxes that have as many elements as a tensor cover it; in O(n) time.
+
+    A box's indicator function is determined by its corners, with signs. So boxes cover the tensor
+    without overlap exactly if the sum of products over the dimensions of ``g(end) - g(begin)`` is
+    the tensor's own for all functions g of the coordinates. A random g into the integers modulo a
+    prime near 2^127 tells a difference, but with a probability below 2^-120.
+    """
+    if len(size) == 1 or len(pieces) < 2:
+        return True  # disjoint, or one
+
+    def measure(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        found = 1
+        for dim, (begin, extent) in enumerate(zip(offsets, sizes, strict=True)):
+            found = found * (_random(dim, begin + extent) - _random(dim, begin)) % _PRIME
+        return found
+
+    total = sum(measure(piece.offsets, piece.sizes) for piece in pieces)
+    return total % _PRIME == measure((0,) * len(size), size)
+
+
+_PRIME = 2**127 - 1
+_SECRET = secrets.token_bytes(16)
+
+
+def _random(dim: int, coordinate: int) -> int:
+    """Returns a number of 128 bits that nobody outside of this process can foresee."""
+    text = f"{dim},{coordinate}".encode()
+    return int.from_bytes(hashlib.blake2b(text, key=_SECRET, digest_size=16).digest(), "little")
+
+
+def _check_inside(size: Sequence[int], piece: Piece) -> None:
+    inside = len(piece.offsets) == len(piece.sizes) == len(size) and all(
+        0 <= offset < offset + extent <= whole
+        for offset, extent, whole in zip(piece.offsets, piece.sizes, size, strict=True)
+    )
+    if not inside:
+        raise ValueError(
+            f"a piece of sizes {piece.sizes} at {piece.offsets} does not lie in {tuple(size)}"
+        )
+
+
+def _check_apart(pieces: Sequence[Piece]) -> None:
+    """Raises ValueError if pieces of a flat tensor, in order, overlap."""
+    for one, other in pairwise(pieces):
+        if one.offsets[0] + one.sizes[0] > other.offsets[0]:
+            raise ValueError(
+                f"two pieces overlap, at {one.offsets} (in {one.file}) and at {other.offsets} (in "
+                f"{other.file})"
+            )
+
+
+MANIFEST_NAME = "checkpoint.json"
+FORMAT = "ringcomm checkpoint"
+VERSION = 1
+# No model needs more; a sparse file could claim any size.
+MAX_MANIFEST_BYTES = 1 << 30
+_MAX_EXTENT = 1 << 62
+# Nothing else is opened, so that no manifest leads out of its folder.
+_FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors")
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor as it was cut.
+
+    Attributes:
+        dtype: its name, as in ``DTYPE_OF_NAME``.
+        size: of what the pieces fill; of flat shards [elems].
+        shape: of the tensor outside of the checkpoint, with as many elements.
+        pieces: each element is in one of them.
+    """
+
+    dtype: str
+    size: tuple[int, ...]
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def elems(self) -> int:
+        return prod(self.size)
+
+    def check(self, files: Mapping[str, SavedFile]) -> None:
+        """Raises ValueError unless it is whole, and lies in known files."""
+        for sizes in (self.size, self.shape):
+            # The product of the others is what strides are made of.
+            if min(sizes, default=0) < 0 or prod(max(1, each) for each in sizes) > _MAX_EXTENT:
+                raise ValueError(f"size {self.size} of shape {self.shape}")
+        if prod(self.shape) != self.elems:
+            raise ValueError(f"shape {self.shape} has not the {self.elems} elements of its size")
+        if self.dtype not in DTYPE_OF_NAME:
+            raise ValueError(f"dtype {shown(self.dtype)} is not known")
+        check_fill(self.size, self.pieces)
+        for piece in self.pieces:
+            if piece.file not in files:
+                raise ValueError(f"file {shown(piece.file)} is not of this checkpoint")
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """The record of what one rank saved for itself: plain data, and whole tensors."""
+
+    data: Any = None
+    tensors: Mapping[str, SavedTensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of a checkpoint but the elements.
+
+    Attributes:
+        tensors: by name.
+        files: by name, "rank-00000.safetensors" and so on.
+        ranks: by rank of the world that saved.
+        data: the user's, as ``plain_json`` takes it.
+        values: what is no tensor of a state saved through torch.distributed.checkpoint, by name.
+    """
+
+    tensors: Mapping[str, SavedTensor]
+    files: Mapping[str, SavedFile]
+    ranks: tuple[RankRecord, ...]
+    data: Any = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    def check(self) -> None:
+        """Raises ValueError unless all tensors are whole, and the files have room for them."""
+        if not self.ranks:
+            raise ValueError("no rank saved it")
+        for name in self.files:
+            if not _FILE_NAME.fullmatch(name):
+                raise ValueError(f"{shown(name)} is no file of a checkpoint")
+        saved = [
+            ("", self.tensors),
+            *((f"rank {r}: ", e.tensors) for r, e in enumerate(self.ranks)),
+        ]
+        room = {name: file.size_bytes for name, file in self.files.items()}
+        for whose, tensors in saved:
+            for name, tensor in tensors.items():
+                try:
+                    tensor.check(self.files)
+                except ValueError as error:
+                    raise ValueError(f"{whose}{shown(name)}: {error}") from None
+                for piece in tensor.pieces:
+                    room[piece.file] -= piece.elems * DTYPE_OF_NAME[tensor.dtype].itemsize
+        for name, left in room.items():
+            if left < 0:
+                raise ValueError(f"{name} is too small for what is said to be in it")
+
+    def to_text(self) -> str:
+        """One line of JSON.
+
+        Raises:
+            UnsupportedError: the data are not plain.
+        """
+        body = {
+            "tensors": {name: _describe(tensor) for name, tensor in self.tensors.items()},
+            "files": {
+                name: {"bytes": file.size_bytes, "crc32": file.crc32}
+                for name, file in self.files.items()
+            },
+            "ranks": [
+                {
+                    "data": encode(each.data, f"data of rank {rank}"),
+                    "tensors": {name: _describe(t) for name, t in each.tensors.items()},
+                }
+                for rank, each in enumerate(self.ranks)
+            ],
+            "data": encode(self.data, "data"),
+            "values": {name: encode(value, name) for name, value in self.values.items()},
+        }
+        head = {"format": FORMAT, "version": VERSION, "crc32": _crc32(body)}
+        return text_of({**head, **body}) + "\n"
+
+    @classmethod
+    def from_text(cls, text: str, where: str) -> Manifest:
+        """Undoes :meth:`to_text`, and checks what it says.
+
+        Raises:
+            CheckpointError: it is damaged, of another version, or says what cannot be.
+        """
+        try:
+            body = json.loads(text)
+            _check_head(body)
+            manifest = cls(
+                {name: _tensor(each) for name, each in _dict(body["tensors"]).items()},
+                {name: _file(each) for name, each in _dict(body["files"]).items()},
+                tuple(_rank(each) for each in _list(body["ranks"])),
+                decode(body["data"]),
+                {name: decode(each) for name, each in _dict(body["values"]).items()},
+            )
+            manifest.check()
+        except KeyError as error:
+            raise CheckpointError(f"{where}: has no entry {error}: it is damaged") from error
+        except (ValueError, TypeError, RecursionError, OverflowError) as error:
+            raise CheckpointError(f"{where}: cannot be used: {error}") from error
+        return manifest
+
+
+def file_name(rank: int) -> str:
+    """The file of a rank."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def piece_key(name: str, offsets: Sequence[int]) -> str:
+    """The key in a rank's file of the piece of tensor ``name`` at ``offsets``."""
+    return f"{name}@{','.join(map(str, offsets))}"
+
+
+def rank_key(name: str) -> str:
+    """The key in a rank's file of a tensor of its own; no piece has it."""
+    return f"{name}@rank"
+
+
+def _describe(tensor: SavedTensor) -> dict[str, Any]:
+    return {
+        "dtype": tensor.dtype,
+        "size": tensor.size,
+        "shape": tensor.shape,
+        "pieces": [
+            {
+                "offsets": piece.offsets,
+                "sizes": piece.sizes,
+                "file": piece.file,
+                "key": piece.key,
+            }
+            for piece in tensor.pieces
+        ],
+    }
+
+
+def _crc32(body: Mapping[str, Any]) -> str:
+    """Returns the CRC of the data, not of their order and layout in the file."""
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _check_head(body: Any) -> None:
+    if _dict(body).pop("format", None) != FORMAT:
+        raise ValueError(f"it is no manifest of a {FORMAT}")
+    version, crc32 = body.pop("version", None), body.pop("crc32", None)
+    if version != VERSION:
+        raise ValueError(
+            f"expected version {VERSION}, got {shown(version)}: read it with its ringcomm"
+        )
+    actual = _crc32(body)
+    if crc32 != actual:
+        raise ValueError(f"expected checksum {shown(crc32)}, got {actual}: it is damaged")
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return exactly(value, dict)
+
+
+def _list(value: Any) -> list[Any]:
+    return exactly(value, list)
+
+
+def _ints(value: Any) -> tuple[int, ...]:
+    found = tuple(exactly(each, int) for each in _list(value))
+    if len(found) > MOST_DIMS:
+        raise ValueError(f"expected at most {MOST_DIMS} dimensions, got {len(found)}")
+    return found
+
+
+def _tensor(described: Any) -> SavedTensor:
+    pieces = [
+        Piece(
+            _ints(each["offsets"]),
+            _ints(each["sizes"]),
+            exactly(each["file"], str),
+            exactly(each["key"], str),
+        )
+        for each in map(_dict, _list(_dict(described)["pieces"]))
+    ]
+    dtype = exactly(described["dtype"], str)
+    return SavedTensor(dtype, _ints(described["size"]), _ints(described["shape"]), tuple(pieces))
+
+
+def _file(described: Any) -> SavedFile:
+    fields = _dict(described)
+    return SavedFile(exactly(fields["bytes"], int), exactly(fields["crc32"], str))
+
+
+def _rank(described: Any) -> RankRecord:
+    tensors = _dict(_dict(described)["tensors"])
+    return RankRecord(
+        decode(described["data"]), {name: _tensor(each) for name, each in tensors.items()}
+    )
+
+
+# ---- Folders that appear whole or not at all ----------------------------------------------------
+# A folder is written under a hidden name beside its own, every file and then the folder itself is
+# synced, and one rename gives it its name. POSIX rename() is atomic to whoever looks. What a crash
+# of the machine leaves of it is the file system's matter, and so is what it leaves of all that was
+# not synced: Pillai et al., "All File Systems Are Not Created Equal" (OSDI'14).
+
+# Hidden names: "partial" was never renamed, "removed" is on its way out.
+_PARTIAL, _REMOVED = ".partial-", ".removed-"
+_NONCE_BYTES = 8
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes it and those above it, for good."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        # Another process makes it, too: stages of a pipeline save below one folder.
+        if not folder.is_dir():
+            raise
+    sync_folder(folder.parent)
+
+
+def begin(target: Path) -> Path:
+    """The hidden folder, new and empty, that will be ``target``.
+
+    Raises:
+        CheckpointError: there is a ``target``.
+        OSError: it cannot be made.
+    """
+    if target.exists():
+        raise CheckpointError(
+            f"{target}: expected no such file or folder, but there is one, and none is written "
+            "over; save elsewhere, or remove it"
+        )
+    make_folder(target.parent)
+    partial = target.with_name(f"{_PARTIAL}{target.name}-{secrets.token_hex(_NONCE_BYTES)}")
+    os.mkdir(partial)
+    return partial
+
+
+def commit(partial: Path, target: Path) -> None:
+    """Gives a folder whose files are all synced its name."""
+    sync_folder(partial)
+    os.rename(partial, target)
+    sync_folder(target.parent)
+
+
+@contextmanager
+def whole(target: Path) -> Iterator[Path]:
+    """The hidden folder that becomes ``target`` at the end, or is removed if anything is raised."""
+    partial = begin(target)
+    try:
+        yield partial
+        commit(partial, target)
+    except BaseException:
+        # It may have its name already; what cannot be removed stays hidden.
+        with suppress(OSError):
+            discard(partial)
+        raise
+
+
+def discard(folder: Path) -> None:
+    """Removes a folder, which is never seen half removed."""
+    if not folder.name.startswith(_REMOVED):
+        removed = folder.with_name(f"{_REMOVED}{secrets.token_hex(_NONCE_BYTES)}")
+        os.rename(folder, removed)
+        folder = removed
+    shutil.rmtree(folder)
+
+
+def leftovers(parent: Path, name: str | None = None) -> list[Path]:
+    """Hidden folders of saves and removals that were cut short, sorted.
+
+    Args:
+        parent: where to look; need not exist.
+        name: of the folder that was to be saved; default all, and removals too.
+    """
+    if not parent.is_dir():
+        return []
+    ours = (
+        f"({re.escape(_PARTIAL)}.+-|{re.escape(_REMOVED)})"
+        if name is None
+        else re.escape(f"{_PARTIAL}{name}-")
+    )
+    hidden = re.compile(ours + rf"[0-9a-f]{{{2 * _NONCE_BYTES}}}")
+    return sorted(each for each in parent.iterdir() if hidden.fullmatch(each.name))
+
+
+# ---- The contents that each rank brings to a save: described, put together, and written ---------
+
+# A part of a flat tensor, as checkpoints take it.
+
+
+class Box(NamedTuple):
+    """A box of a tensor as it is cut, and this rank's memory of it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local: Tensor
+
+
+class FlatShard(torch.Tensor):
+    """Elements [begin, begin + data.numel()) of a flat tensor of ``elems`` elements.
+
+    To ``torch.distributed.checkpoint`` it is a tensor of size [elems] of which this rank has a
+    part, with any planner: torch asks for parts of tensors only. It cannot be computed with.
+
+    Args:
+        elems: of the whole flat tensor: a parameter, a master weight, a moment.
+        begin: of the first element that is here.
+        data: [n], contiguous, on any device, perhaps empty. It is saved from and loaded into.
+        shape: of the parameter, with ``elems`` elements; default [elems]. Exports have it.
+
+    Attributes:
+        elems, begin: as given.
+        local: ``data``, without gradient.
+        read: where ``local`` has no memory (device "meta"), yields the elements of a range of the
+            tensor that ``local`` is a view of; else None.
+        param_shape: ``shape``.
+
+    Raises:
+        ArgumentError: these do not fit.
+        UnsupportedError: files have no such dtype.
+    """
+
+    elems: int
+    begin: int
+    local: Tensor
+    param_shape: tuple[int, ...]
+    read: Callable[[int, int], Iterator[Tensor]] | None = None
+
+    @staticmethod
+    def __new__(
+        cls, elems: int, begin: int, data: Tensor, shape: Sequence[int] | None = None
+    ) -> FlatShard:
+        _check(elems, begin, data, shape)
+        made: FlatShard = cls._make((elems,), data)
+        made.elems, made.begin, made.local = elems, begin, data.detach()
+        made.param_shape = (elems,) if shape is None else tuple(shape)
+        return made
+
+    @classmethod
+    def _make(cls, size: Sequence[int], data: Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, tuple(size), dtype=data.dtype, device=data.device
+        )
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        end = self.begin + self.local.numel()
+        return f"FlatShard({self.begin}..{end} of {self.elems}, {self.dtype}, {self.device})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten.new_empty.default:
+            # torch's staging of background saves makes these, and fills their ``local``.
+            like, device = args[0], (kwargs or {}).get("device")
+            return like.with_memory(torch.empty_like(like.local, device=device))
+        raise UnsupportedError(
+            f"{func}: a FlatShard is a part of a tensor, for checkpoints only; compute with its "
+            ".local"
+        )
+
+    def with_memory(self, local: Tensor) -> FlatShard:
+        """Returns the same elements in other memory."""
+        return FlatShard(self.elems, self.begin, local, self.param_shape)
+
+    def boxes(self) -> list[Box]:
+        """Returns the boxes of the saved tensor, of the size ``self.size()``, that are here."""
+        # An empty part may begin where another rank's begins, and torch keeps one of those.
+        if self.elems and not self.local.numel():
+            return []
+        return [Box((self.begin,), tuple(self.local.shape), self.local)]
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, torch.Size(self.size())),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box in self.boxes()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        here = {box.offsets: box.local for box in self.boxes()}
+        if index.offset is None and len(here) == 1:
+            return next(iter(here.values()))
+        offsets = tuple(index.offset or ())
+        if offsets not in here:
+            raise ArgumentError(
+                f"{index.fqn}: expected a part that begins at one of {list(here)}, which this rank "
+                f"has, got {offsets}"
+            )
+        return here[offsets]
+
+
+class Part(NamedTuple):
+    """A box of a tensor that some ranks have together, under tensor parallelism.
+
+    Attributes:
+        shape: shape of the whole tensor.
+        offsets, sizes: of the box, by dimension.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class PartShard(FlatShard):
+    """Elements [begin, begin + data.numel()) of a flattened box of a tensor.
+
+    It is saved as boxes of the tensor in its real shape, since a run of a box's elements is none of
+    the tensor's.
+
+    Args:
+        part: the box.
+        begin: of the first element that is here, in the flattened box.
+        data: [n], contiguous, on any device, perhaps empty.
+    """
+
+    part: Part
+
+    @staticmethod
+    def __new__(cls, part: Part, begin: int, data: Tensor) -> PartShard:
+        _check(prod(part.sizes), begin, data, None)
+        made: PartShard = cls._make(part.shape, data)
+        made.part, made.param_shape = part, tuple(part.shape)
+        made.elems, made.begin, made.local = prod(part.sizes), begin, data.detach()
+        return made
+
+    def with_memory(self, local: Tensor) -> FlatShard:
+        return PartShard(self.part, self.begin, local)
+
+    def boxes(self) -> list[Box]:
+        if not prod(self.part.shape):
+            return [Box((0,) * len(self.part.shape), self.part.shape, self.local.view(self.shape))]
+        end, done = self.begin + self.local.numel(), 0
+        found = []
+        for at, sizes in flat_boxes(self.part.sizes, self.begin, end):
+            offsets = tuple(a + b for a, b in zip(self.part.offsets, at, strict=True))
+            found.append(Box(offsets, sizes, self.local[done : done + prod(sizes)].view(sizes)))
+            done += prod(sizes)
+        return found
+
+
+def _check(elems: int, begin: int, data: Tensor, shape: Sequence[int] | None) -> None:
+    if not isinstance(data, Tensor) or isinstance(data, FlatShard):
+        raise ArgumentError(f"FlatShard: expected data as a tensor, got {type(data).__name__}")
+    dtype_name(data.dtype, "FlatShard")
+    if data.dim() != 1 or not data.is_contiguous():
+        raise ArgumentError(
+            "FlatShard: expected contiguous data of one dimension, got shape "
+            f"{tuple(data.shape)} with stride {data.stride()}"
+        )
+    if not 0 <= begin <= begin + data.numel() <= elems:
+        raise ArgumentError(
+            f"FlatShard: expected a part of {elems} elements, got {data.numel()} from {begin} on"
+        )
+    if shape is not None and prod(shape) != elems:
+        raise ArgumentError(f"FlatShard: expected a shape of {elems} elements, got {tuple(shape)}")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The contents that one rank saves.
+
+    Attributes:
+        tensors: by name, this rank's parts.
+        data: plain data, equal on all ranks.
+        rank_data: this rank's own plain data.
+        rank_tensors: this rank's own tensors, by name.
+    """
+
+    tensors: Mapping[str, FlatShard]
+    data: Any = None
+    rank_data: Any = None
+    rank_tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def describe(self) -> dict[str, Any]:
+        """Describes it in plain JSON types: all but the elements, and the checksum of ``data``.
+
+        Raises:
+            ArgumentError: a name or a tensor is none.
+            UnsupportedError: data are not plain, or a dtype cannot be saved.
+        """
+        parts = {}
+        for name, shard in self.tensors.items():
+            check_name(name)
+            if not isinstance(shard, FlatShard):
+                raise ArgumentError(
+                    f"tensor {name!r}: expected a FlatShard, got {type(shard).__name__}"
+                )
+            boxes = [[*each[:2]] for each in shard.boxes() if each.local.numel()]
+            dtype = dtype_name(shard.dtype, name)
+            parts[name] = [dtype, list(shard.size()), list(shard.param_shape), boxes]
+        own = {}
+        for name, tensor in self.rank_tensors.items():
+            check_name(name)
+            if not isinstance(tensor, Tensor) or isinstance(tensor, FlatShard):
+                raise ArgumentError(
+                    f"rank_tensors: {name!r}: expected a tensor, got {type(tensor).__name__}"
+                )
+            own[name] = [dtype_name(tensor.dtype, name), list(tensor.shape)]
+        return {
+            "tensors": parts,
+            "rank_tensors": own,
+            "rank_data": encode(self.rank_data, "rank_data"),
+            "data": zlib.crc32(text_of(encode(self.data, "data")).encode()),
+        }
+
+    def entries(self) -> list[TensorEntry]:
+        """The tensors that go into this rank's file."""
+        parts = [
+            TensorEntry(
+                piece_key(name, box.offsets),
+                shard.dtype,
+                box.sizes,
+                partial(blocks_of, box.local, shard.read),
+            )
+            for name, shard in self.tensors.items()
+            for box in shard.boxes()
+            if box.local.numel()
+        ]
+        own = [
+            TensorEntry(
+                rank_key(name), tensor.dtype, tuple(tensor.shape), partial(host_blocks, tensor)
+            )
+            for name, tensor in self.rank_tensors.items()
+        ]
+        return parts + own
+
+
+def blocks_of(
+    local: Tensor, read: Callable[[int, int], Iterator[Tensor]] | None
+) -> Iterator[Tensor]:
+    """Yields the elements of a shard's box, in blocks in host memory."""
+    if read is None:
+        yield from host_blocks(local)
+    else:
+        begin = int(local.storage_offset())
+        for block in read(begin, begin + local.numel()):
+            yield from host_blocks(block)
+
+
+def check_name(name: object) -> None:
+    """Raises ArgumentError unless a tensor can have this name."""
+    try:
+        if isinstance(name, str) and name.encode():
+            return
+    except UnicodeEncodeError:
+        pass  # half of a surrogate pair
+    raise ArgumentError(f"expected tensors' names as text that is not empty, got {name!r}")
+
+
+def put_together(
+    described: Sequence[Mapping[str, Any]], operation: str
+) -> tuple[dict[str, SavedTensor], tuple[RankRecord, ...]]:
+    """The tensors and the ranks' own of a manifest, from all ranks' descriptions.
+
+    Raises:
+        MismatchError: ranks differ in a tensor or in the data.
+        ArgumentError: a tensor has a gap, or an element that two ranks save.
+    """
+    heads: dict[str, tuple[int, list[Any]]] = {}
+    pieces: dict[str, list[Piece]] = {}
+    for rank, each in enumerate(described):
+        if each["data"] != described[0]["data"]:
+            raise MismatchError(
+                f"{operation}: ranks 0 and {rank} give different data; give what differs as "
+                "rank_data"
+            )
+        for name, (dtype, size, shape, boxes) in each["tensors"].items():
+            head = [dtype, size, shape]
+            first, expected = heads.setdefault(name, (rank, head))
+            if head != expected:
+                raise MismatchError(
+                    f"{operation}: tensor {name!r} has dtype, size and shape {expected} on "
+                    f"rank {first} and {head} on rank {rank}"
+                )
+            for offsets, sizes in boxes:
+                key = piece_key(name, offsets)
+                piece = Piece(tuple(offsets), tuple(sizes), file_name(rank), key)
+                pieces.setdefault(name, []).append(piece)
+    tensors = {}
+    for name, (_, (dtype, size, shape)) in heads.items():
+        parts = tuple(sorted(pieces.get(name, []), key=lambda piece: piece.offsets))
+        try:
+            check_fill(size, parts)
+        except ValueError as error:
+            raise ArgumentError(
+                f"{operation}: tensor {name!r}: {error}; expected each of its {prod(size)} "
+                "elements on one rank"
+            ) from None
+        tensors[name] = SavedTensor(dtype, tuple(size), tuple(shape), parts)
+    return tensors, tuple(_record(rank, each) for rank, each in enumerate(described))
+
+
+def _record(rank: int, described: Mapping[str, Any]) -> RankRecord:
+    tensors = {}
+    for name, (dtype, extents) in described["rank_tensors"].items():
+        size = tuple(extents)
+        piece = Piece((0,) * len(size), size, file_name(rank), rank_key(name))
+        tensors[name] = SavedTensor(dtype, size, size, (piece,) if piece.elems else ())
+    return RankRecord(decode(described["rank_data"]), tensors)

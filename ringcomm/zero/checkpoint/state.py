@@ -1,0 +1,850 @@
+"""An optimizer's state as a checkpoint holds it: by parameter, whatever buckets it lies in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm.errors import ArgumentError, CheckpointError
+from ringcomm.json_reader import DAMAGE, exactly, in_words, shown
+from ringcomm.module_names import KnownNames, named_modules
+from ringcomm.optim.buckets import Bucket
+from ringcomm.optim.dtensors import PartMesh, Sharding, local_of
+from ringcomm.optim.kernels import SKIPPED, STEPS
+from ringcomm.optim.layout import Chunk
+from ringcomm.optim.rules import AdamWRule, ParamState
+from ringcomm.optim.setting import LossScaler
+from ringcomm.optim.sharded import ShardedOptimizer
+from ringcomm.optim.state import (
+    MASTERS,
+    Debtors,
+    check_groups,
+    check_same_optimizer,
+    check_states,
+    describe_states,
+    forget_all,
+    keeper_of_masters,
+    merged_groups,
+    nodes_for,
+    pack_groups,
+    read_states,
+    take,
+    take_groups,
+    with_residuals,
+)
+from ringcomm.optim.step import ShardedStep
+from ringcomm.zero.checkpoint.format import FlatShard, Manifest, Part, PartShard
+from ringcomm.zero.stages.buckets import (
+    BucketParam,
+    DiskBucket,
+    ParamBucket,
+    ReplicatedBucket,
+    ShardedBucket,
+)
+from ringcomm.zero.stages.engine import ShardEngine
+from ringcomm.zero.stages.units import aliases
+
+Tensor = torch.Tensor
+
+
+def state_parts(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator[StatePart]:
+    """The optimizer's state, by kind: this rank's chunks, or with ``whole`` all that it has.
+
+    A parameter has the kinds that it needs, whatever others its bucket has, so that buckets may be
+    others where it is loaded. Moments of 8 bits are copies in FP32, and all is a copy of what lies
+    in another tier than memory.
+    """
+    step.written.take_over()
+    for stored, bucket in zip(engine.stored, step.buckets, strict=True):
+        wanted = stored.state_chunk if whole else stored.chunk
+        for kind, flat in bucket.state.tensors().items():
+            names = _state_names(engine, step, kind, step.groups)
+            yield from bucket_parts(stored, flat, stored.state_chunk, wanted, names)
+    yield from whole_parts(engine, step, whole)
+
+
+def parts_to_save(engine: ShardEngine, step: ShardedStep) -> Iterator[StatePart]:
+    """Yields the optimizer's state of this rank's chunks, whose elements are read as they are due.
+
+    In memory that is :func:`state_parts`. In another tier ``local`` has no memory, and the elements
+    come from there piece by piece, in the order in which a file takes them.
+    """
+    yield from _residual_parts(engine, step)
+    if step.tier is None:
+        yield from state_parts(engine, step, whole=False)
+        return
+    step.written.take_over()
+    for stored, bucket in zip(engine.stored, step.buckets, strict=True):
+        for kind, dtype in bucket.state.dtypes().items():
+            stand_in = torch.empty(bucket.chunk.elems, dtype=dtype, device="meta")
+            names = _state_names(engine, step, kind, step.groups)
+            parts = bucket_parts(stored, stand_in, stored.state_chunk, stored.chunk, names)
+            for part in parts:
+                yield replace(part, read=partial(_blocks, bucket, kind))
+    yield from whole_parts(engine, step, whole=False)
+
+
+def _residual_parts(engine: ShardEngine, step: ShardedStep) -> Iterator[StatePart]:
+    """Yields what the codes of gradients have lost: a tensor of each parameter for each node."""
+    comm = engine.comm
+    for bucket, residual in with_residuals(step):
+        runs: list[tuple[int | None, int, Tensor]] = [
+            (comm.node_of(comm.rank), residual.begin, residual.partial)
+        ]
+        if step.setting.options.state == "node":
+            runs.append((None, residual.sums_begin, residual.sums))
+        for node, begin, values in runs:
+            yield from _residual_run(engine, bucket.number, node, begin, values)
+
+
+def _residual_run(
+    engine: ShardEngine, number: int, node: int | None, begin: int, values: Tensor
+) -> Iterator[StatePart]:
+    """Yields a bucket's residuals of a node, or of sums, from an element on, by parameter."""
+    chunk = Chunk(begin, begin + values.numel())
+    names = named(engine, f"optim.residual.{'sums' if node is None else node}.")
+    yield from bucket_parts(engine.stored[number], values, chunk, chunk, names)
+
+
+def residuals_to_load(
+    engine: ShardEngine, step: ShardedStep, saved: Debtors, names: Collection[str]
+) -> Iterator[StatePart]:
+    """Yields what :func:`take_residuals` reads; ``local`` has no elements yet.
+
+    Args:
+        saved: who has saved them.
+        names: of the checkpoint's tensors; what is not there had no codes.
+    """
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+    for bucket, _ in with_residuals(step):
+        for node in (*nodes_for(saved, step), None):
+            for part in _residual_run(engine, bucket.number, node, 0, nothing):
+                if part.name in names:
+                    yield part
+
+
+def take_residuals(
+    engine: ShardEngine,
+    step: ShardedStep,
+    saved: Debtors,
+    names: Collection[str],
+    read: Callable[[Iterator[StatePart]], None],
+) -> None:
+    """Takes over what codes had lost; ``read`` fills parts from the checkpoint."""
+    for bucket, residual in with_residuals(step):
+
+        def fill(node: int | None, begin: int, out: Tensor, number: int = bucket.number) -> None:
+            parts = _residual_run(engine, number, node, begin, out.zero_())
+            read(part for part in parts if part.name in names)
+
+        take(step, residual, saved, fill)
+
+
+def _blocks(bucket: Bucket, kind: str, begin: int, end: int) -> Iterator[Tensor]:
+    """Yields elements [begin, end) of a chunk's tensor of the state, as the parts have them."""
+    first = bucket.chunk.begin
+    for part in bucket.parts(first + begin, first + end, write=False):
+        here, _ = part.within(first + begin, first + end)
+        yield part.state.tensors()[kind][here]
+
+
+def parts_to_load(
+    engine: ShardEngine, step: ShardedStep, taken: Sequence[Mapping[str, Any]]
+) -> Iterator[StatePart]:
+    """Yields all of the state that this rank has; each is written before the next is asked for.
+
+    Args:
+        engine: of the module.
+        step: of the optimizer.
+        taken: the groups that the load takes over.
+    """
+    step.written.take_over()
+    for stored, whole in zip(engine.stored, step.buckets, strict=True):
+        for bucket in whole.parts():
+            tensors = bucket.state.tensors()
+            for kind, flat in tensors.items():
+                names = _state_names(engine, step, kind, taken)
+                yield from bucket_parts(stored, flat, bucket.chunk, bucket.chunk, names)
+            bucket.state.take({name: tensors[name] for name in bucket.state.narrow})
+    yield from whole_parts(engine, step, True)
+
+
+def whole_parts(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator[StatePart]:
+    """Yields the tensors of state that all ranks have whole; on rank 0 alone without ``whole``."""
+    for index, name in enumerate(names_of(engine, step)):
+        for kind, tensor in step.rule.kept_whole(index).items():
+            flat = tensor.view(-1)
+            local = flat if whole or engine.ranks.rank == 0 else flat[:0]
+            called, shape = f"optim.{kind}.{name}", tuple(tensor.shape)
+            yield StatePart(called, flat.numel(), 0, local, shape)
+
+
+def _state_names(
+    engine: ShardEngine, step: ShardedStep, kind: str, groups: Sequence[Mapping[str, Any]]
+) -> dict[int, str]:
+    """Names of the tensors of a kind, without those of parameters whose group needs no such."""
+    without: set[int] = set()
+    if kind in step.rule.names(groups):
+        for group in groups:
+            if kind not in step.rule.names_of(group, groups):
+                without.update(map(id, group["params"]))
+    names = named(engine, f"optim.{kind}.")
+    return {key: name for key, name in names.items() if key not in without}
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """The part of an optimizer's state in buckets that a load reads.
+
+    Attributes:
+        kinds: by bucket, the moments that it must have memory for.
+        parts: by name, what is read; ``local`` is not the memory. The rest had not begun.
+    """
+
+    kinds: list[list[str]]
+    parts: dict[str, StatePart]
+
+
+def saved_state(
+    engine: ShardEngine,
+    step: ShardedStep,
+    given: SavedOptimizer,
+    groups: Sequence[dict[str, Any]],
+    saved: Collection[str],
+) -> SavedState:
+    """Finds out which state a load reads, and changes nothing.
+
+    A moment that was not saved of a parameter had not begun, unless the parameter took a step.
+
+    Args:
+        given: what the checkpoint says of the optimizer.
+        groups: the groups as they will be after the load.
+        saved: names of the checkpoint's tensors.
+    """
+    found = SavedState([], {})
+    known = step.rule.names(groups)
+    kinds = [kind for kind in given.kinds if kind not in MASTERS]
+    names = {kind: _state_names(engine, step, kind, groups) for kind in (*kinds, *MASTERS)}
+    pairs = zip(step.params, names_of(engine, step), strict=True)
+    begun = {id(param) for param, name in pairs if given.steps[name]}
+    for stored, bucket in zip(engine.stored, step.buckets, strict=True):
+        needed = step.rule.names_in(bucket.layout, step.layout, groups)
+        here = []
+        for kind in kinds:
+            # What the groups do not keep is of earlier hyper-parameters, and goes on with them.
+            wanted = kind in needed or kind not in known
+            called = {
+                key: name
+                for key, name in names[kind].items()
+                if wanted and (name in saved or (key in begun and kind in known))
+            }
+            if any(id(placed.param) in called for placed in stored.params):
+                here.append(kind)
+                found.parts.update(_unread(stored, torch.float32, called))
+        for kind, flat in bucket.state.masters().items():
+            found.parts.update(_unread(stored, flat.dtype, names[kind]))
+        found.kinds.append(here)
+    return found
+
+
+def _unread(
+    stored: ParamBucket, dtype: torch.dtype, names: Mapping[int, str]
+) -> dict[str, StatePart]:
+    """Returns by name the parts of a bucket, whose tensors have no elements yet."""
+    nothing, chunk = torch.empty(0, dtype=dtype, device="cpu"), stored.state_chunk
+    return {part.name: part for part in bucket_parts(stored, nothing, chunk, chunk, names)}
+
+
+# ---- A sharded module and its optimizer as a checkpoint holds them: tensors, and facts ----------
+
+# What of a sharded module and its optimizer a checkpoint holds, under which names.
+#
+#     model.<name>            a parameter, or a persistent buffer of rank 0
+#     optim.<kind>.<name>     exp_avg or another moment, master or remainder of a param
+#     optim.residual.<node>.<name>, optim.residual.sums.<name>
+#                             what codes of its gradients have lost, of each node that saved
+#
+# Both are flat, and each rank has the elements of its chunks, whatever the stage is: so a
+# checkpoint of one stage is one of all of them. What an optimizer keeps in other shapes, as
+# Adafactor does, all ranks have whole, and rank 0 saves. Buffers differ between ranks, and are each
+# rank's own tensors, too.
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """Elements [begin, begin + local.numel()) of a flat tensor of ``elems`` that a rank holds.
+
+    Where ``local`` has no memory (device "meta"), ``read`` yields the elements of a range of the
+    tensor that it is a view of. Under tensor parallelism the flat tensor may be a part of the
+    parameter, of a local tensor's shape. ``sharding`` then says which one.
+    """
+
+    name: str
+    elems: int
+    begin: int
+    local: Tensor
+    local_shape: tuple[int, ...]
+    sharding: Sharding | None = None
+    read: Callable[[int, int], Iterator[Tensor]] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return self.local_shape if self.sharding is None else self.sharding.shape
+
+    def shard(self) -> FlatShard:
+        """Returns what a checkpoint saves of it, or loads."""
+        shard: FlatShard
+        if self.sharding is None:
+            shard = FlatShard(self.elems, self.begin, self.local, self.local_shape)
+        else:
+            part = Part(self.sharding.shape, self.sharding.offsets, self.local_shape)
+            shard = PartShard(part, self.begin, self.local)
+        shard.read = self.read
+        return shard
+
+    def saved_by(self, mesh: PartMesh | None) -> StatePart:
+        """Returns what this rank saves: nothing if another one has the same on the mesh."""
+        dims = () if self.sharding is None else self.sharding.mesh_dims
+        if mesh is None or mesh.counts(dims):
+            return self
+        return replace(self, begin=0, local=self.local[:0])
+
+
+def overlap(placed: BucketParam, chunk: Chunk) -> tuple[int, int]:
+    """Elements [low, high) of the bucket that are the parameter's and the chunk's; maybe none."""
+    low, high = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
+    return low, max(low, high)
+
+
+def bucket_parts(
+    stored: ParamBucket, flat: Tensor, held: Chunk, wanted: Chunk, names: Mapping[int, str]
+) -> Iterator[StatePart]:
+    """The parameters of a bucket, as a checkpoint names them.
+
+    Args:
+        stored: the bucket.
+        flat: [held elements], one number per element of the bucket.
+        held: what ``flat`` has of the bucket.
+        wanted: of which part of the bucket, inside of ``held``.
+        names: of the tensors, by ``id`` of the parameter; one without a name has no such tensor.
+    """
+    for placed in stored.params:
+        if id(placed.param) not in names:
+            continue
+        low, high = overlap(placed, wanted)
+        local = flat[low - held.begin : high - held.begin] if low < high else flat[:0]
+        begin = low - placed.begin if low < high else 0
+        elems, spec = placed.end - placed.begin, placed.spec
+        name = names[id(placed.param)]
+        yield StatePart(name, elems, begin, local, spec.shape, spec.sharding)
+
+
+def named(engine: ShardEngine, prefix: str) -> dict[int, str]:
+    """Returns the names of the engine's parameters behind a prefix, by ``id``."""
+    return {key: prefix + name for key, name in engine.names().items()}
+
+
+def param_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
+    """Parameters that lie in buckets: this rank's chunks, or with ``whole`` all that it keeps.
+
+    Of what lies on a disk ``local`` has no memory, and the elements are read as they are due.
+    """
+    names = named(engine, "model.")
+    for stored in (*engine.stored, *engine.parts.stored_frozen):
+        if isinstance(stored, ReplicatedBucket):
+            held = Chunk(0, stored.layout.elems)
+            wanted = held if whole else stored.chunk
+            yield from bucket_parts(stored, stored.flat, held, wanted, names)
+            continue
+        assert isinstance(stored, ShardedBucket)
+        held, wanted = stored.kept_chunk, stored.kept_chunk if whole else stored.chunk
+        if not isinstance(stored, DiskBucket):
+            yield from bucket_parts(stored, stored.kept, held, wanted, names)
+            continue
+        stand_in = torch.empty(held.elems, dtype=stored.layout.dtype, device="meta")
+        for part in bucket_parts(stored, stand_in, held, wanted, names):
+            yield replace(part, read=partial(_elements_of, stored))
+
+
+def _elements_of(stored: DiskBucket, begin: int, end: int) -> Iterator[Tensor]:
+    """Yields elements [begin, end) of what a rank keeps of a bucket on its disk."""
+    with stored.here():
+        yield stored.kept[begin:end]
+
+
+def params_to_load(engine: ShardEngine) -> Iterator[StatePart]:
+    """Yields what this rank keeps of the parameters; each is written before the next is due."""
+    if engine.parts.store is None:
+        yield from param_parts(engine, whole=True)
+        return
+    names = named(engine, "model.")
+    for stored in (*engine.stored, *engine.parts.stored_frozen):
+        assert isinstance(stored, ShardedBucket)
+        with stored.here(write=True):
+            held = stored.kept_chunk
+            yield from bucket_parts(stored, stored.kept, held, held, names)
+
+
+def copies_of_params(engine: ShardEngine) -> Iterator[StatePart]:
+    """Does :meth:`param_parts` for all that this rank keeps, with copies of what is on a disk."""
+    for part in param_parts(engine, whole=True):
+        if part.read is None:
+            yield part
+            continue
+        begin = int(part.local.storage_offset())
+        blocks = [block.clone() for block in part.read(begin, begin + part.local.numel())]
+        yield replace(part, local=torch.cat(blocks), read=None)
+
+
+def loose_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
+    """Parameters without a bucket: all ranks have them, and each saves its share."""
+    placed = {
+        id(each.param)
+        for stored in (*engine.stored, *engine.parts.stored_frozen)
+        for each in stored.params
+    }
+    comm = engine.comm
+    for name, param in engine.named_parameters():
+        if id(param) in placed:
+            continue
+        here = local_of(param).detach()
+        flat, shape = here.reshape(-1), tuple(here.shape)
+        elems = flat.numel()
+        low = 0 if whole else comm.rank * elems // comm.world_size
+        high = elems if whole else (comm.rank + 1) * elems // comm.world_size
+        sharding = Sharding.of(param)
+        yield StatePart(f"model.{name}", elems, low, flat[low:high], shape, sharding)
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the persistent buffers by plain name, each once."""
+    found: dict[str, Tensor] = {}
+    for prefix, owner in named_modules(module):
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = local_of(buffer)
+    return found
+
+
+def model_parts(engine: ShardEngine) -> Iterator[StatePart]:
+    """Everything of the model, of which each element is one rank's, but on a mesh of parts."""
+    yield from param_parts(engine, whole=False)
+    yield from loose_parts(engine, whole=False)
+    for name, buffer in buffers_of(engine.parts.module).items():
+        flat = buffer.detach().contiguous().reshape(-1)
+        local = flat if engine.ranks.rank == 0 else flat[:0]
+        yield StatePart(f"model.{name}", flat.numel(), 0, local, tuple(buffer.shape))
+
+
+# A checkpoint may have been saved of a module in other wrappers, with their parts in its names.
+
+
+# Where names stand in a checkpoint's plain data; see :func:`renamed`.
+NAMES_IN_FACTS = {
+    "params": True,
+    "left_out": True,
+    "optimizer": {"steps": True, "states": True, "group_params": True},
+}
+_NAMES_IN_DATA = {"tied": True, "ringcomm": NAMES_IN_FACTS}
+
+
+def in_plain_names(manifest: Manifest, known: KnownNames) -> Manifest:
+    """Returns a manifest with the module's plain names in place of those with wrappers."""
+    tensors = {name: known_tensor(name, known) for name in manifest.tensors}
+    if all(name == plain for name, plain in tensors.items()):
+        return manifest
+    ranks = tuple(
+        replace(
+            rank,
+            data=_renamed_extra(rank.data, known),
+            tensors={known_tensor(name, known): each for name, each in rank.tensors.items()},
+        )
+        for rank in manifest.ranks
+    )
+    return replace(
+        manifest,
+        tensors={tensors[name]: each for name, each in manifest.tensors.items()},
+        ranks=ranks,
+        data=renamed(manifest.data, known, _NAMES_IN_DATA),
+    )
+
+
+def known_tensor(name: str, known: KnownNames) -> str:
+    """Returns the plain name for that of a checkpoint's tensor, such as "optim.exp_avg.0.bias"."""
+    kind, _, rest = name.partition(".")
+    if kind == "extra":
+        module, _, number = rest.rpartition(".")
+        return f"extra.{known.find_module(module)}.{number}"
+    parts = {"model": 0, "buffer": 0, "optim": 2 if rest.startswith("residual.") else 1}.get(kind)
+    if parts is None:
+        return name
+    *prefix, last = rest.split(".", parts)
+    return ".".join([kind, *prefix, known.find(last)])
+
+
+def _renamed_extra(told: Any, known: KnownNames) -> Any:
+    """Does :func:`renamed` for what a rank tells of its own, where modules have extra state."""
+    if not isinstance(told, dict) or not isinstance(told.get("extra"), dict):
+        return told
+    extra = {known.find_module(name): each for name, each in told["extra"].items()}
+    return {**told, "extra": extra}
+
+
+def renamed(value: Any, known: KnownNames, where: Any) -> Any:
+    """Returns plain data with plain names in place of those with wrappers.
+
+    Args:
+        value: the data, of which nothing is believed.
+        known: the module's names.
+        where: True if strings, and a dict's keys, are names; or by key, what holds for its value.
+    """
+    if where is True:
+        if isinstance(value, str):
+            return known.find(value)
+        if isinstance(value, list):
+            return [renamed(each, known, True) for each in value]
+        if isinstance(value, dict):
+            return {
+                known.find(key): known.find(each) if isinstance(each, str) else each
+                for key, each in value.items()
+            }
+    elif isinstance(value, dict):
+        return {
+            key: renamed(each, known, where[key]) if key in where else each
+            for key, each in value.items()
+        }
+    return value
+
+
+def step_of(
+    engine: ShardEngine, optimizer: ShardedOptimizer | None, operation: str
+) -> ShardedStep | None:
+    """The step of an optimizer on the engine's module; collective before its first step.
+
+    Raises:
+        ArgumentError: it is one of other parameters.
+    """
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, ShardedOptimizer) or not _steps_module(engine, optimizer):
+        raise ArgumentError(
+            f"{operation}: optimizer: expected one of ringcomm.optim that was built on the "
+            f"sharded module's parameters, got {optimizer!r}"
+        )
+    return optimizer.sharded_step()
+
+
+def _steps_module(engine: ShardEngine, optimizer: ShardedOptimizer) -> bool:
+    """Returns whether an optimizer was built on the engine's parameters, of which may be none."""
+    if engine.plan.params:
+        return optimizer.placement is engine.placement
+    return not any(group["params"] for group in optimizer.param_groups)
+
+
+def names_of(engine: ShardEngine, step: ShardedStep) -> list[str]:
+    """The module's name of each parameter of an optimizer, in its order."""
+    found = engine.names()
+    return [found.get(id(param), "") for param in step.params]
+
+
+def group_names(names: Sequence[str], groups: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The names by param group."""
+    found, first = [], 0
+    for group in groups:
+        found.append(list(names[first : first + len(group["params"])]))
+        first += len(group["params"])
+    return found
+
+
+# What a checkpoint says beside its tensors: whose state it is, hyper-parameters, step numbers.
+
+Fail = Callable[[str], CheckpointError]
+VERSION = 1
+
+
+def describe(engine: ShardEngine, step: ShardedStep | None) -> dict[str, Any]:
+    """Returns what a checkpoint says beside the tensors; plain JSON, equal on all ranks."""
+    told: dict[str, Any] = {
+        "version": VERSION,
+        "stage": engine.stage,
+        "world_size": engine.comm.world_size,
+        **({} if engine.mesh is None else {"mesh": engine.mesh.sizes}),
+        "params": [name for name, _ in engine.named_parameters()],
+        "optimizer": None,
+    }
+    if step is not None:
+        names = names_of(engine, step)
+        scaler = step.setting.loss_scaler
+        told["optimizer"] = {
+            "steps": dict(zip(names, step.table.step.tolist(), strict=True)),
+            "steps_taken": step.table.control[STEPS].item(),
+            "skipped_steps": step.table.control[SKIPPED].item(),
+            "groups": [
+                {key: _plain(value) for key, value in group.items() if key != "params"}
+                for group in pack_groups(step.groups, step.layout)
+            ],
+            "group_params": group_names(names, list(step.groups)),
+            "kinds": sorted({kind for each in step.buckets for kind in each.state.names()}),
+            "loss_scaler": None if scaler is None else scaler.state_dict(),
+        }
+        debtors = Debtors.of(step)
+        if debtors is not None:
+            told["optimizer"]["residuals"] = debtors.describe()
+        if step.rule.saved_as != AdamWRule.name:
+            told["optimizer"]["name"] = step.rule.saved_as
+        if step.rule.keeps_more:
+            states = dict(zip(names, describe_states(step.states()), strict=True))
+            told["optimizer"]["states"] = states
+    return told
+
+
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """The facts about an optimizer, as :func:`describe` tells them; all are of the right types.
+
+    Attributes:
+        name: of its rule.
+        steps: taken, by parameter.
+        steps_taken, skipped_steps: of the optimizer.
+        groups: hyper-parameters of the param groups, which :func:`check_optimizer` checks.
+        group_params: names of the parameters of each.
+        kinds: of tensors of the state.
+        loss_scaler: state of a loss scaler, or None.
+        residuals: who saved what codes have lost, or None.
+        states: further state by parameter, where the rule keeps more.
+    """
+
+    name: str
+    steps: Mapping[str, float]
+    steps_taken: float
+    skipped_steps: float
+    groups: Sequence[dict[str, Any]]
+    group_params: Sequence[list[str]]
+    kinds: Sequence[str]
+    loss_scaler: Mapping[str, Any] | None
+    residuals: Debtors | None
+    states: Mapping[str, ParamState | None]
+
+    @classmethod
+    def read(cls, told: Any) -> SavedOptimizer:
+        told = exactly(told, dict)
+        steps = {
+            exactly(name, str): _count(each) for name, each in exactly(told["steps"], dict).items()
+        }
+        groups = [exactly(each, dict) for each in exactly(told["groups"], list)]
+        group_params = [_names(each) for each in exactly(told["group_params"], list)]
+        if len(groups) != len(group_params) or any(
+            type(key) is not str for g in groups for key in g
+        ):
+            raise ValueError("its param groups are damaged")
+        scaler, residuals = told["loss_scaler"], told.get("residuals")
+        if scaler is not None:
+            LossScaler().load_state_dict(exactly(scaler, dict))
+        states = exactly(told.get("states", {}), dict)
+        return cls(
+            exactly(told.get("name", AdamWRule.name), str),
+            steps,
+            _count(told["steps_taken"]),
+            _count(told["skipped_steps"]),
+            groups,
+            group_params,
+            _names(told["kinds"]),
+            scaler,
+            None if residuals is None else Debtors.read(residuals),
+            dict(zip(states, read_states(list(states.values())), strict=True)),
+        )
+
+
+@dataclass(frozen=True)
+class SavedFacts:
+    """The facts beside a checkpoint's tensors, as :func:`describe` tells them.
+
+    Attributes:
+        world_size: of the ranks that saved; 0 of another library's.
+        mesh: sizes of their mesh, or None.
+        params: names of the module's parameters.
+        optimizer: None if none was saved.
+        converted: True if another library has saved it.
+        left_out: names of parameters that were not saved.
+    """
+
+    world_size: int
+    mesh: Any
+    params: Sequence[str]
+    optimizer: SavedOptimizer | None
+    converted: bool
+    left_out: Sequence[str]
+
+    @classmethod
+    def read(cls, told: Any, fail: Fail) -> SavedFacts:
+        """Reads what a file says.
+
+        Raises:
+            CheckpointError: no save writes this.
+        """
+        try:
+            told = exactly(told, dict)
+            if told["version"] != VERSION:
+                raise ValueError(f"version {shown(told['version'])}")
+            told["stage"]
+            optimizer = told["optimizer"]
+            return cls(
+                exactly(told["world_size"], int),
+                told.get("mesh"),
+                _names(told["params"]),
+                None if optimizer is None else SavedOptimizer.read(optimizer),
+                bool(told.get("converted")),
+                _names(told.get("left_out", [])),
+            )
+        except DAMAGE as error:
+            raise fail(f"is no checkpoint of ringcomm.zero.save(): {in_words(error)}") from error
+
+
+def _names(value: Any) -> list[str]:
+    return [exactly(each, str) for each in exactly(value, list)]
+
+
+def _count(value: Any) -> float:
+    """Returns a number of steps."""
+    if not 0 <= exactly(value, float, int) < 2**53:
+        raise ValueError(f"expected a number of steps, got {shown(value)}")
+    return float(value)
+
+
+def debtors_of(step: ShardedStep | None, saved: SavedFacts) -> Debtors | None:
+    """Returns who saved the residuals that a load takes over; None if it takes none."""
+    if step is None or saved.optimizer is None or Debtors.of(step) is None:
+        return None
+    return saved.optimizer.residuals
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def check_names(engine: ShardEngine, saved: SavedFacts, fail: Fail) -> None:
+    """Raises what ``fail`` makes of it unless the saved parameters are the module's."""
+    mine = [name for name, _ in engine.named_parameters()]
+    theirs = list(saved.params)
+    if saved.converted:
+        _check_converted(engine, mine, theirs, fail)
+        return
+    for index in range(max(len(mine), len(theirs))):
+        a, b = mine[index : index + 1], theirs[index : index + 1]
+        if a != b:
+            raise fail(
+                f"is of another model: its parameter {index} is {_one(b)}, and the module's is "
+                f"{_one(a)}"
+            )
+
+
+def _check_converted(engine: ShardEngine, mine: list[str], theirs: list[str], fail: Fail) -> None:
+    """Checks what another library saved, which may not say in what order, and buffers with it."""
+    module = engine.parts.module
+    known = {*mine, *buffers_of(module), *aliases(module)}
+    missing, strange = sorted({*mine} - {*theirs}), sorted({*theirs} - known)
+    if missing or strange:
+        raise fail(
+            f"is of another model: the module's {_few(missing)} is not there"
+            if missing
+            else f"is of another model: the module has no {_few(strange)}"
+        )
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more
+
+
+def _one(names: list[str]) -> str:
+    return repr(names[0]) if names else "missing"
+
+
+def check_optimizer(
+    engine: ShardEngine, step: ShardedStep, saved: SavedFacts, fail: Fail
+) -> list[dict[str, Any]]:
+    """The saved param groups, once everything about the optimizer fits; see :func:`describe`."""
+    given, converted = saved.optimizer, saved.converted
+    if given is None:
+        raise fail("was saved without an optimizer; load the module alone")
+    check_same_optimizer(step.rule, given.name, str(fail("optimizer")))
+    names = names_of(engine, step)
+    mine = group_names(names, list(step.groups))
+    same = mine == given.group_params
+    if converted:
+        # By name, each parameter has its own state, so the order in a group does not matter.
+        same = [sorted(group) for group in mine] == [sorted(each) for each in given.group_params]
+    if not same:
+        raise fail(
+            f"expected the param groups {mine}, as the optimizer has them, got {given.group_params}"
+        )
+    if not converted and (step.setting.loss_scaler is None) != (given.loss_scaler is None):
+        raise fail("expected a loss scaler on both sides, or on none")
+    if not {*names} <= given.steps.keys():
+        raise fail("it lacks step numbers of parameters")
+    packed = [
+        {**group, "params": params}
+        for group, params in zip(given.groups, given.group_params, strict=True)
+    ]
+    groups = check_groups(step, packed, str(fail("groups")))
+    # Another library's weights become the FP32 masters.
+    masters = ["master"] if converted and _has_masters(step) else []
+    _check_kinds(step, [*given.kinds, *masters], merged_groups(step.groups, groups), fail)
+    if step.rule.keeps_more:
+        check_states(step, _saved_states(names, given), str(fail("states of parameters")))
+    return groups
+
+
+def _has_masters(step: ShardedStep) -> bool:
+    return any(bucket.state.master is not None for bucket in step.buckets)
+
+
+def _check_kinds(
+    step: ShardedStep, kinds: Sequence[str], groups: Sequence[dict[str, Any]], fail: Fail
+) -> None:
+    if not step.buckets and not kinds:
+        return
+    mine = {kind for each in step.buckets for kind in each.state.names()}
+    misfit = step.rule.misfit([kind for kind in kinds if kind not in MASTERS], groups)
+    differ = (mine ^ {*kinds}) & {*MASTERS}
+    # FP32 masters of FP32 parameters, as codes of a wire have them, are parameters elsewhere.
+    in_fp32 = all(each.layout.dtype is torch.float32 for each in step.buckets)
+    if misfit or (differ and not (differ == {"master"} and in_fp32)):
+        raise fail(
+            f"expected state of the kinds {sorted(mine)}, which {keeper_of_masters(step)} keeps, "
+            f"got {kinds}"
+        )
+
+
+def _saved_states(names: Sequence[str], given: SavedOptimizer) -> list[ParamState | None]:
+    return [given.states.get(name) for name in names]
+
+
+def take_optimizer(
+    engine: ShardEngine, step: ShardedStep, given: SavedOptimizer, groups: list[dict[str, Any]]
+) -> None:
+    """Takes over what :func:`check_optimizer` has checked; the state's tensors are there."""
+    for bucket in step.buckets:
+        bucket.state.zero({*bucket.state.names()} - {*given.kinds, *MASTERS})
+    names = names_of(engine, step)
+    take_groups(list(step.groups), groups)
+    if step.rule.keeps_more:
+        step.rule.take_states(_saved_states(names, given))
+    steps = [given.steps[name] for name in names]
+    step.table.step.copy_(torch.tensor(steps, dtype=torch.float64, device="cpu"))
+    step.table.control[STEPS].fill_(given.steps_taken)
+    step.table.control[SKIPPED].fill_(given.skipped_steps)
+    if step.setting.loss_scaler is not None and given.loss_scaler is not None:
+        step.setting.loss_scaler.load_state_dict(given.loss_scaler)
+    step.kernels.forget()
+    step.gradients.drop()
+    forget_all(step)
+    step.begin_anew()

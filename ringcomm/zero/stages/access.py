@@ -1,0 +1,513 @@
+"""Reading and writing of one parameter's reduced gradient, FP32 master and optimizer state.
+
+NOTE [Pieces]
+A rank keeps the part of a parameter that lies in its chunks, which is one run of elements of the
+flattened parameter, and may be empty. Functions with ``local=True`` read and write that run, whose
+place :func:`ringcomm.zero.local_shards` tells; the others take and return whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.errors import ArgumentError, where
+from ringcomm.memory import normal_tensors
+from ringcomm.optim.agreement import all_or_none, check_agreement
+from ringcomm.optim.buckets import Bucket
+from ringcomm.optim.dtensors import distributed_as, is_distributed, lies_alike, local_of, plainly
+from ringcomm.optim.layout import Chunk, ParamSpec, Segment, within
+from ringcomm.optim.placement import placement_of
+from ringcomm.optim.step import ShardedStep
+from ringcomm.zero.stages.buckets import checksum
+from ringcomm.zero.stages.engine import GradientHook, owner_of
+from ringcomm.zero.stages.optimizer import ModulePlacement
+from ringcomm.zero.stages.sharding import engine_of
+
+Tensor = torch.Tensor
+
+
+@normal_tensors()
+def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
+    """Returns a parameter's gradient, reduced over the ranks; collective, also with ``local``.
+
+    It is what the next step takes, before clipping by the norm of all parameters, after any other
+    clipping, and of a scaled loss still scaled. Whatever was not reduced yet is reduced now, at
+    stages 0 and 1 all of it.
+
+    Args:
+        param: a trainable parameter of a sharded module.
+        local: return this rank's piece of the flattened gradient alone.
+
+    Returns:
+        A copy as float32; None if no rank has a gradient of it.
+
+    Raises:
+        ArgumentError: it is no such parameter, or there is no optimizer that is prepared; or the
+            parameters have other values, inside ``exchanged()``.
+        MismatchError: the ranks would gather different parameters.
+    """
+    with _on_all(param, "get_gradient"):
+        place = _Place.of(param, "get_gradient")
+        sharded = place.sharded
+        place.placement.check_values("get_gradient")
+        sharded.refuse_if_torn("get_gradient")
+    if place.gathers(local):
+        place.agree({})
+    sharded.reduce_now("get_gradient")
+    if not bool(sharded.table.active[place.index]):
+        return None
+    if place.bucket is None:
+        return place.shown(place.nothing(), local)
+    chunk = place.bucket.layout.chunk(*sharded.setting.shard_of)
+    own = within(sharded.kernels.reduced(place.bucket), chunk, place.segment).float()
+    if local and sharded.shard_of[1] > 1:
+        return own.clone()
+    return place.shown(place.gather(own), local)
+
+
+@normal_tensors()
+def set_gradient(param: Tensor, value: Tensor, *, local: bool = False) -> None:
+    """Sets a parameter's reduced gradient for the next step; collective, also with ``local``.
+
+    What was clipped is so no longer. At stages 0 and 1 a gradient that a backward, or a GradScaler,
+    changes afterwards is reduced anew; at stages 2 and 3 backwards add to ``value``.
+
+    Args:
+        param: a trainable parameter of a sharded module.
+        value: of its shape, equal on all ranks, perhaps a DTensor as the parameter is; with
+            ``local`` this rank's piece, flat.
+        local: ``value`` is this rank's piece.
+
+    Raises:
+        ArgumentError: as of :func:`get_gradient`, or ``value`` does not fit; nothing was changed.
+        MismatchError: the ranks gave different values; nothing was changed.
+    """
+    with _on_all(param, "set_gradient"):
+        place = _Place.of(param, "set_gradient")
+        sharded = place.sharded
+        place.placement.check_values("set_gradient")
+        sharded.refuse_if_torn("set_gradient")
+        piece = place.piece_of(value, local)
+    place.agree({"value": place.digest(value, local)})
+    sharded.reduce_now("set_gradient")
+    if place.bucket is not None:
+        # At stage 0 the state is whole on each rank, and the reduced gradient divided all the same.
+        chunk = place.bucket.layout.chunk(*sharded.setting.shard_of)
+        begin = max(place.segment.begin, place.bucket.chunk.begin)
+        target = within(sharded.kernels.reduced(place.bucket), chunk, place.segment)
+        first = max(place.segment.begin, chunk.begin) - begin
+        if target.numel():
+            target.copy_(piece[first : first + target.numel()])
+    sharded.wrote_gradient(place.index)
+
+
+@normal_tensors()
+def get_master(param: Tensor, *, local: bool = False) -> Tensor:
+    """Returns a parameter's FP32 master; collective, unless ``local``.
+
+    Args, Raises: as of :func:`get_gradient`.
+
+    Returns:
+        A copy, float32: the master, or the parameter where the optimizer keeps none.
+    """
+    with _on_all(param, "get_master", reads=True, local=local):
+        place = _Place.of(param, "get_master")
+        place.placement.check_values("get_master")
+    if place.gathers(local):
+        place.agree({})
+    if place.bucket is None:
+        return place.shown(place.nothing(), local)
+    place.sharded.written.take_over()
+    return place.read("master", local)
+
+
+@normal_tensors()
+def set_master(param: Tensor, value: Tensor, *, local: bool = False) -> None:
+    """Sets a parameter's FP32 master, and the parameter; collective, also with ``local``.
+
+    The parameter becomes the master on all ranks, rounded as a step rounds it, or to the nearest
+    where steps round stochastically. At stage 3 whatever is gathered is freed.
+
+    Args, Raises: as of :func:`set_gradient`. ArgumentError is raised inside ``gathered()``, too.
+    """
+    with _on_all(param, "set_master"):
+        place = _Place.of(param, "set_master")
+        sharded = place.sharded
+        sharded.refuse_if_torn("set_master")
+        piece = place.piece_of(value, local)
+        place.placement.check("set_master")
+        # From here on no rank reads what its peers are about to change.
+        engine = owner_of(param)
+        assert engine is not None
+        engine.free_for_change("set_master")
+        engine.count_change([param])
+    place.agree({"value": place.digest(value, local)})
+    if place.bucket is not None:
+        sharded.written.take_over()
+        with place.all_or_none() if place.may_fail(False) else nullcontext():
+            write_master(place.bucket, place.own, piece)
+        place.publish()
+
+
+@normal_tensors()
+def get_state(param: Tensor, name: str, *, local: bool = False) -> Tensor | None:
+    """Returns a tensor of a parameter's optimizer state; collective, unless ``local``.
+
+    Args:
+        param: a trainable parameter of a sharded module.
+        name: as in the optimizer's ``state``: "exp_avg", "momentum_buffer" and others.
+        local: return this rank's piece of the flattened tensor alone.
+
+    Returns:
+        A copy, float32; None if the parameter has no such state yet, as before its first step.
+
+    Raises:
+        ArgumentError: as of :func:`get_gradient`, but not inside ``exchanged()``; or the optimizer
+            keeps no such tensor.
+        MismatchError: the ranks would gather different tensors.
+    """
+    with _on_all(param, "get_state", reads=True, local=local):
+        place = _Place.of(param, "get_state")
+        has = place.has_state(name)
+    if place.gathers(local):
+        place.agree({"name": name})
+    if not has:
+        return None
+    if name in place.kept_whole:
+        return place.kept_whole[name].clone()
+    if place.bucket is None:
+        return place.shown(place.nothing(), local)
+    return place.read(name, local)
+
+
+@normal_tensors()
+def set_state(param: Tensor, name: str, value: Tensor, *, local: bool = False) -> None:
+    """Sets a tensor of a parameter's optimizer state; collective, unless ``local``.
+
+    Where several ranks keep the same state (stage 0, ``state="node"``, and Adafactor's rows and
+    columns, which are whole also with ``local``), it must be set alike on all of them.
+
+    Args, Raises: as of :func:`get_state` and :func:`set_gradient`. ArgumentError is raised, too,
+        before the parameter's first step, when it has no state.
+    """
+    with _on_all(param, "set_state", local=local):
+        place = _Place.of(param, "set_state")
+        piece = place.state_piece_of(name, value, local)
+    if not local:
+        place.agree({"name": name, "value": place.digest(value, local)})
+    if name in place.kept_whole:
+        place.kept_whole[name].copy_(piece)
+    elif place.bucket is not None:
+        with place.all_or_none() if place.may_fail(local) else nullcontext():
+            place.bucket.write_state(name, place.own.begin, piece)
+
+
+def on_reduced(module: nn.Module, hook: GradientHook) -> RemovableHandle:
+    """Has a hook see each reduced gradient before the step; collective.
+
+    It is called with a parameter's name, a view of this rank's piece of the flattened gradient, and
+    the piece's first element. What it writes there counts. One rank, with ``state="node"`` one of
+    each node, sees an element of a gradient, if any rank has that gradient.
+
+    The calls come in the layout's order, in the thread that steps, once all gradients are reduced:
+    in the step, or before it in ``clip_grad_norm_()`` or :func:`get_gradient`, which then have what
+    the hooks have written. Backwards after that have the sum seen anew at stages 2 and 3, where it
+    holds what was written, and at 0 and 1 as it was reduced.
+
+    Args:
+        module: the module that ``shard()`` returned.
+        hook: it must call nothing that other ranks take part in.
+
+    Returns:
+        A handle, whose ``remove()`` all ranks call alike.
+
+    Raises:
+        ArgumentError: the module is not sharded, or ``hook`` cannot be called.
+        MismatchError: the ranks have different numbers of hooks.
+    """
+    engine = engine_of(module, "on_reduced")
+    with all_or_none(engine.comm, "on_reduced", engine.mesh):
+        if not callable(hook):
+            raise ArgumentError(f"on_reduced: hook: expected a function, got {hook!r}")
+        owner = engine.placement.owner
+        if isinstance(owner, ShardedStep):
+            owner.refuse_in_backward("on_reduced")
+    check_agreement(engine.comm, "on_reduced", {"options": {"hooks": len(engine.watchers) + 1}})
+    handle = RemovableHandle(engine.watchers)
+    engine.watchers[handle.id] = hook
+    return handle
+
+
+# ---- where a parameter lies ---------------------------------------------------------------------
+
+
+@contextmanager
+def _on_all(
+    param: Any, operation: str, *, reads: bool = False, local: bool = False
+) -> Iterator[None]:
+    """Has what raises inside raise on all ranks that the operation needs; collective.
+
+    A tensor of no sharded module does not tell which ranks these are, and raises on this one alone.
+
+    Args:
+        param: what was passed as a parameter.
+        operation: named in errors.
+        reads: it needs others only where they have other pieces of the parameter.
+        local: it needs no others.
+    """
+    engine = owner_of(param) if isinstance(param, Tensor) else None
+    if engine is None or local or (reads and engine.placement.shard_of[1] == 1):
+        yield
+        return
+    owner = engine.placement.owner
+    mesh = owner.mesh if isinstance(owner, ShardedStep) else engine.mesh
+    with all_or_none(engine.comm, operation, mesh):
+        yield
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter's state lies.
+
+    Attributes:
+        operation: name of the function that was called.
+        param: the parameter.
+        name: its name in the module.
+        placement: the module as its optimizer sees it.
+        sharded: the step of its optimizer.
+        index: its index there.
+        bucket: the bucket that has it; None where this rank has nothing of it.
+        segment: where it is in the bucket.
+    """
+
+    operation: str
+    param: Tensor
+    name: str
+    placement: ModulePlacement
+    sharded: ShardedStep
+    index: int
+    bucket: Bucket | None
+    segment: Segment
+
+    @classmethod
+    def of(cls, param: Tensor, operation: str) -> _Place:
+        placement = placement_of(param) if isinstance(param, Tensor) else None
+        if not isinstance(placement, ModulePlacement):
+            raise ArgumentError(
+                f"{operation}: param: expected a parameter of a module that shard() has prepared, "
+                "which was trainable then; frozen ones have no gradient, master or state"
+            )
+        owner = placement.owner
+        head = where(operation, placement.comm.rank, placement.comm.world_size)
+        if not isinstance(owner, ShardedStep):
+            raise ArgumentError(
+                f"{head}: no optimizer has prepared the parameters yet, so that there is no state; "
+                "build one of ringcomm.optim on them, and call its prepare(), or take a step"
+            )
+        if operation in ("get_gradient", "set_gradient"):
+            owner.refuse_in_backward(operation)
+        owner.refuse_under_way(operation)
+        name = placement.name_of(param)
+        index = next((at for at, each in enumerate(owner.params) if each is param), None)
+        if index is None:
+            raise ArgumentError(
+                f"{head}: parameter {name}: is in none of its optimizer's groups, so that it has "
+                "no state; add_param_group() it"
+            )
+        number, segment = owner.layout.places.get(index, (None, Segment(0, 0, index)))
+        bucket = None if number is None else owner.buckets[number]
+        return cls(operation, param, name, placement, owner, index, bucket, segment)
+
+    @property
+    def spec(self) -> ParamSpec:
+        return self.sharded.layout.params[self.index]
+
+    @property
+    def comm(self) -> Communicator | None:
+        return self.sharded.setting.comm
+
+    @property
+    def kept_whole(self) -> Mapping[str, Tensor]:
+        """The tensors of its state that all ranks have whole, by name."""
+        return self.sharded.rule.kept_whole(self.index)
+
+    def gathers(self, local: bool) -> bool:
+        """Returns whether what is read comes from several ranks, which must read the same."""
+        return not local and self.sharded.shard_of[1] > 1
+
+    def all_or_none(self) -> Any:
+        """Returns a context at whose end all ranks go on, or none; collective."""
+        return all_or_none(self.comm, self.operation, self.sharded.mesh)
+
+    def agree(self, told: dict[str, Any]) -> None:
+        """Checks that the ranks do the same to the same parameter; collective."""
+        if self.comm is not None:
+            said = {"parameter": self.name, **told}
+            check_agreement(self.comm, self.operation, {"options": said})
+
+    def fail(self, said: str) -> ArgumentError:
+        setting = self.sharded.setting
+        head = where(self.operation, setting.rank, setting.world_size)
+        return ArgumentError(f"{head}: parameter {self.name}: {said}")
+
+    # ---- reading --------------------------------------------------------------------------------
+
+    def nothing(self) -> Tensor:
+        """Returns the elements of a parameter of which this rank has none."""
+        return torch.empty(0, dtype=torch.float32, device=self.sharded.setting.device)
+
+    @property
+    def own(self) -> Chunk:
+        """The elements of the bucket that this rank keeps of the parameter."""
+        assert self.bucket is not None
+        low = min(max(self.segment.begin, self.bucket.chunk.begin), self.bucket.chunk.end)
+        return Chunk(low, max(low, min(self.segment.end, self.bucket.chunk.end)))
+
+    def may_fail(self, local: bool) -> bool:
+        """Returns whether other ranks wait for one on which the state cannot be reached."""
+        on_disk = self.sharded.tier is not None or self.placement.store is not None
+        return not local and on_disk
+
+    def read(self, name: str, local: bool) -> Tensor:
+        """Returns a copy of the parameter's part of a tensor of the ranks' state."""
+        assert self.bucket is not None
+        with self.all_or_none() if self.may_fail(local) else nullcontext():
+            piece = self.bucket.read_state(name, *self.own)
+        if local or self.sharded.shard_of[1] == 1:
+            return self.shown(piece, local)
+        return self.shown(self.gather(piece), local)
+
+    def gather(self, piece: Tensor) -> Tensor:
+        """Returns the flattened tensor of which the ranks have the pieces; collective."""
+        sharers = self.sharded.setting.sharers
+        if sharers is None or self.bucket is None:
+            return piece
+        whole = piece.new_empty(self.spec.elems)
+        sharers.all_gather(self._pieces_of_all(whole, self.segment.begin), piece.contiguous())
+        return whole
+
+    def _pieces_of_all(self, flat: Tensor, first: int) -> list[Tensor]:
+        """Returns by rank that shares state its piece of ``flat``, whose first element is given."""
+        sharers = self.sharded.setting.sharers
+        assert sharers is not None and self.bucket is not None
+        everything = Chunk(first, first + flat.numel())
+        parts = []
+        for chunk in self.bucket.layout.chunks(sharers):
+            low, high = max(self.segment.begin, chunk.begin), min(self.segment.end, chunk.end)
+            here = Segment(low, max(low, high), self.index)
+            parts.append(within(flat, everything, here))
+        return parts
+
+    def shown(self, flat: Tensor, local: bool) -> Tensor:
+        """Returns a whole flattened tensor as it was asked for: flat, or as the parameter lies."""
+        if local:
+            return flat
+        with plainly():
+            return distributed_as(self.param, self.spec.view(flat))
+
+    # ---- writing --------------------------------------------------------------------------------
+
+    def piece_of(self, value: Tensor, local: bool) -> Tensor:
+        """Returns what this rank keeps of a value that is to be set, as float32.
+
+        Raises:
+            ArgumentError: the value does not fit.
+        """
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise self.fail(f"value: expected a floating-point tensor, got {got}")
+        if value.device != self.sharded.setting.device:
+            device = self.sharded.setting.device
+            raise self.fail(f"value: expected a tensor on {device}, got one on {value.device}")
+        part = value if local else self._part_of(value)
+        chunk = Chunk(0, 0) if self.bucket is None else self.bucket.chunk
+        low, high = max(self.segment.begin, chunk.begin), min(self.segment.end, chunk.end)
+        elems = max(0, high - low)
+        expected = (elems,) if local else self.spec.shape
+        if tuple(part.shape) != expected:
+            raise self.fail(f"value: expected shape {expected}, got {tuple(part.shape)}")
+        flat = part.detach().reshape(-1).to(torch.float32)
+        begin = low - self.segment.begin
+        return flat if local else flat[begin : begin + elems]
+
+    def _part_of(self, value: Tensor) -> Tensor:
+        """Returns this rank's part of a value that is whole, or a DTensor as the parameter is."""
+        sharding = self.spec.sharding
+        if is_distributed(value):
+            if not lies_alike(value, self.param):
+                raise self.fail(
+                    "value: expected a tensor that is whole, or a DTensor with the mesh and "
+                    "placements of the parameter, got another DTensor; pass .full_tensor() of it"
+                )
+            return local_of(value)
+        if sharding is not None and tuple(value.shape) == sharding.shape:
+            return sharding.part_of(value, self.spec.shape)
+        return value
+
+    def digest(self, value: Tensor, local: bool) -> str:
+        """Returns what must be equal on all ranks of a value; "" if each has another piece."""
+        if local and self.sharded.shard_of[1] > 1:
+            return ""
+        return f"checksum {checksum(local_of(value).detach().contiguous())}"
+
+    def has_state(self, name: str) -> bool:
+        """Returns whether the parameter has a tensor of its state.
+
+        Raises:
+            ArgumentError: its optimizer keeps none of this name.
+        """
+        known = (*self.sharded.rule.names(self.sharded.groups), *self.kept_whole)
+        state = self.sharded.states()[self.index]
+        if state is not None and name in (*state.tensors, *self.kept_whole):
+            return True
+        if name not in known:
+            kept = ", ".join(known) or "no tensors"
+            raise self.fail(f"{self.sharded.rule.name} keeps {kept}, got {name!r}")
+        return False
+
+    def state_piece_of(self, name: str, value: Tensor, local: bool) -> Tensor:
+        """Returns what this rank keeps of a tensor of the state that is to be set.
+
+        Raises:
+            ArgumentError: there is no such state, or the value does not fit.
+        """
+        if not self.has_state(name):
+            raise self.fail(f"it has no {name} yet; take its first step before setting it")
+        if name not in self.kept_whole:
+            return self.piece_of(value, local)
+        mine = self.kept_whole[name]
+        if not isinstance(value, Tensor) or value.shape != mine.shape:
+            got = tuple(value.shape) if isinstance(value, Tensor) else value
+            raise self.fail(f"value: expected a tensor of shape {tuple(mine.shape)}, got {got}")
+        return value
+
+    def publish(self) -> None:
+        """Gives all copies of the parameter what this rank has written to its piece; collective."""
+        bucket, sharers = self.bucket, self.sharded.setting.sharers
+        assert bucket is not None
+        if bucket.wire is not None:
+            bucket.share()
+        elif bucket.has_all_params and sharers is not None and self.sharded.shard_of[1] > 1:
+            own = within(bucket.own_params, bucket.chunk, self.segment).clone()
+            sharers.all_gather(self._pieces_of_all(bucket.params, 0), own)
+        else:
+            bucket.share()
+        if self.comm is not None:
+            self.comm.barrier()
+
+
+def write_master(bucket: Bucket, own: Chunk, piece: Tensor) -> None:
+    """Writes the master of elements of this rank's chunk, and the parameters there."""
+    if bucket.state.remainder is None:
+        first = bucket.chunk.begin
+        with bucket.params_here(write=True):
+            bucket.own_params[own.begin - first : own.end - first].copy_(piece)
+    bucket.write_state("master", own.begin, piece)

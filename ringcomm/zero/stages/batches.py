@@ -1,0 +1,277 @@
+"""Batch normalisation over the batches of all ranks, and buffers that are made equal on all ranks.
+
+NOTE [Statistics of all ranks]
+Each rank sends the mean, the sum of squared deviations and the number of its own elements, by
+channel, and merges what all have sent in the order of the ranks (Chan, Golub and LeVeque, 1983). So
+every rank has the same statistics to the bit, and no sum of squares loses what it is about to
+subtract. The gradient follows by autograd, whose one collective is that of the gathering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ringcomm import functional
+from ringcomm.c10d.comm_argument import CommArgument, find_communicator
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.host.arguments import ReduceOp
+from ringcomm.errors import ArgumentError, RingcommError, where
+from ringcomm.module_names import plain_name
+from ringcomm.optim.agreement import all_or_none, check_agreement
+from ringcomm.optim.dtensors import local_of
+from ringcomm.zero.stages.sharding import engine_of, is_sharded
+
+Tensor = torch.Tensor
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalisation whose statistics in training are those of all ranks' batches.
+
+    :func:`convert_sync_batchnorm` makes it. In evaluation it is as ``nn.BatchNorm2d``.
+    """
+
+    group: Communicator
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ArgumentError(
+                f"SyncBatchNorm: expected [batch, channels, ...], got shape {tuple(input.shape)}"
+            )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Collective in training, as is its backward."""
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        mean, var, count = self._statistics(input)
+        self._follow(mean.detach(), var.detach(), count)
+        scale = torch.rsqrt(var + self.eps)
+        if self.weight is not None:
+            scale = scale * self.weight.float()
+        shift = -mean * scale
+        if self.bias is not None:
+            shift = shift + self.bias.float()
+        shape = (1, -1, *[1] * (input.dim() - 2))
+        return (input.float() * scale.view(shape) + shift.view(shape)).to(input.dtype)
+
+    def _statistics(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns mean and variance by channel, and the number of elements; of all ranks."""
+        dims = [dim for dim in range(input.dim()) if dim != 1]
+        elems, own = input.numel() // max(1, input.size(1)), input.float()
+        if elems:
+            var, mean = torch.var_mean(own, dims, correction=0)
+        else:
+            var = mean = own.sum(dims)  # zeros, which a gradient reaches all the same
+        squares, count = var * elems, torch.full_like(mean[:1], elems)
+        everyone = functional.all_gather(torch.cat([mean, squares, count])[None], self.group)
+        means, sums, counts = torch.split(everyone, [len(mean), len(mean), 1], dim=1)
+        total = counts.sum()
+        whole = (means * counts).sum(0) / total
+        deviations = sums.sum(0) + ((means - whole).square() * counts).sum(0)
+        return whole, deviations / total, total.detach()
+
+    @torch.no_grad()
+    def _follow(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        """Moves the running statistics, of which the variance is unbiased, towards a batch's."""
+        if not self.track_running_stats or self.running_mean is None:
+            return
+        assert self.num_batches_tracked is not None and self.running_var is not None
+        self.num_batches_tracked.add_(1)
+        share: Any = self.momentum
+        if share is None:
+            share = self.num_batches_tracked.to(torch.float32).reciprocal()
+        unbiased = var * (count / (count - 1).clamp_(min=1))
+        for running, now in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running.mul_(1 - share).add_((now * share).to(running.dtype))
+
+
+def convert_sync_batchnorm(module: nn.Module, comm: CommArgument = None) -> nn.Module:
+    """Has a module's batch normalisations take the statistics of all ranks' batches; collective.
+
+    As ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``, but on CPUs, too, and over any ``comm``.
+    To be called before ``shard()``, and before there is an optimizer. The parameters and buffers
+    stay the same.
+
+    Args:
+        module: any module that is not sharded.
+        comm: the ranks, as of :func:`shard`. The layers get a communicator of their own, so that
+            their calls and the reductions of gradients have no common order.
+
+    Returns:
+        The module; another one if it is a batch normalisation itself.
+
+    Raises:
+        ArgumentError: the module is sharded.
+    """
+    if any(is_sharded(each) for each in module.modules()):
+        raise ArgumentError(
+            "convert_sync_batchnorm: the module is sharded already; convert it before shard()"
+        )
+    layers = [each for each in module.modules() if isinstance(each, _BatchNorm)]
+    first = next(module.parameters(), None)
+    found = find_communicator(
+        comm, "convert_sync_batchnorm", None if first is None else first.device
+    )
+    if not layers or found is None or found.world_size == 1:
+        return module
+    group = found.new_group(range(found.world_size))
+    assert group is not None
+    return _converted(module, group, {})
+
+
+def _converted(module: nn.Module, group: Communicator, made: dict[int, nn.Module]) -> nn.Module:
+    if id(module) in made:
+        return made[id(module)]
+    result = module
+    if isinstance(module, _BatchNorm):
+        result = SyncBatchNorm(
+            module.num_features, module.eps, module.momentum, False, module.track_running_stats
+        )
+        result.group, result.affine = group, module.affine
+        result.training = module.training
+        result._parameters.update(module._parameters)
+        result._buffers.update(module._buffers)
+    made[id(module)] = result
+    # Not named_children(), which leaves out the other names of a module that is there twice.
+    for name, child in module._modules.items():
+        if child is not None:
+            setattr(result, name, _converted(child, group, made))
+    return result
+
+
+@torch.no_grad()
+def sync_buffers(module: nn.Module, how: str = "mean") -> None:
+    """Makes the buffers of a sharded module equal on all ranks, at any stage; collective.
+
+    Running statistics of ``BatchNorm`` are each rank's own otherwise. What is equal already stays
+    as it is, to the bit.
+
+    Args:
+        module: the module that ``shard()`` returned.
+        how: "mean": the mean of the ranks; of whole numbers and booleans rank 0's. "rank0": rank
+            0's, as ``DistributedDataParallel`` has it.
+
+    Raises:
+        ArgumentError: the module is not sharded, or ``how`` is something else, on all ranks.
+        MismatchError: the ranks' buffers have different names, shapes or dtypes, or they ask for
+            different things; on all ranks, and nothing was changed.
+    """
+    engine = engine_of(module, "sync_buffers")
+    comm, root = engine.comm, engine.parts.module
+    with all_or_none(comm, "sync_buffers", engine.mesh):
+        if how not in ("mean", "rank0"):
+            head = where("sync_buffers", comm.rank, comm.world_size)
+            raise ArgumentError(f'{head}: how: expected "mean" or "rank0", got {how!r}')
+    buffers = ((plain_name(root, name), each) for name, each in root.named_buffers())
+    named = {name: local_of(each) for name, each in buffers if each.numel()}
+    told = {name: [str(each.dtype), list(each.shape)] for name, each in named.items()}
+    check_agreement(comm, "sync_buffers", {"options": {"how": how, **told}})
+    for dtype in dict.fromkeys(each.dtype for each in named.values()):
+        alike = [each for each in named.values() if each.dtype is dtype]
+        flat = torch.cat([each.detach().reshape(-1) for each in alike])
+        if how == "mean" and dtype.is_floating_point:
+            flat = _mean(comm, flat)
+        else:
+            comm.broadcast(flat, 0)
+        _spread(flat, alike)
+
+
+def _mean(comm: Communicator, own: Tensor) -> Tensor:
+    """Returns the mean of the ranks' elements; equal ones stay, which a sum could round."""
+    wide = own.to(torch.promote_types(own.dtype, torch.float32))
+    least, most, mean = wide.clone(), wide.clone(), wide.clone()
+    for tensor, op in ((least, ReduceOp.MIN), (most, ReduceOp.MAX), (mean, ReduceOp.AVG)):
+        comm.all_reduce(tensor, op)
+    return torch.where(least == most, wide, mean).to(own.dtype)
+
+
+def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    begin = 0
+    for tensor in tensors:
+        tensor.copy_(flat[begin : begin + tensor.numel()].view(tensor.shape))
+        begin += tensor.numel()
+
+
+# ---- Batches of ranks that have different numbers of them ---------------------------------------
+# NOTE [No shadow] ``torch.distributed.algorithms.Join`` has a rank without batches repeat the
+# collectives of the others. With sharded state these do not tell enough: such a rank goes on
+# updating its shards, so it has to clip, scale, and follow learning rates as the others do, which
+# they do between collectives. So the loop itself goes on, on all ranks, and what a rank without
+# batches computes counts nothing. That needs nothing of a stage, nor of a model's order.
+
+Batch = TypeVar("Batch")
+
+
+def uneven(
+    batches: Iterable[Batch],
+    *,
+    comm: CommArgument = None,
+    divide_by_initial_world_size: bool = True,
+) -> Iterator[tuple[Batch, float]]:
+    """Yields batches until no rank has one left, with a weight for the loss; collective.
+
+    A rank whose batches have ended gets its last one again, with the weight 0. Multiply the loss by
+    the weight, and do everything else as ever: ranks run equally many backwards and steps. Ranks
+    agree on each batch in one small all-reduce; none may leave the loop alone.
+
+    Args:
+        batches: this rank's batches; at least one, unless no rank has any.
+        comm: the ranks that share the work, as of :func:`shard`.
+        divide_by_initial_world_size: as of ``DistributedDataParallel.join()``. True: the gradient
+            is the sum divided by the number of all ranks; a weight is 1 or 0. False: it is the mean
+            of the ranks that have batches, whose weight grows as their number falls.
+
+    Raises:
+        ArgumentError: on all ranks: one has no batch at all, and others have.
+        RingcommError: the batches of another rank raised an exception.
+    """
+    found = find_communicator(comm, "uneven", None)
+    remaining, batch, has_any = iter(batches), None, False
+    while True:
+        error: BaseException | None = None
+        here = False
+        try:
+            batch = next(remaining)
+            here = has_any = True
+        except StopIteration:
+            pass
+        except Exception as raised:
+            error = raised
+        present = 1 if here else 0
+        if found is not None:
+            present = _agree(found, here, has_any, error)
+        if error is not None:
+            raise error
+        if not present:
+            return
+        ranks = 1 if found is None else found.world_size
+        share = 1.0 if divide_by_initial_world_size else ranks / present
+        yield batch, share if here else 0.0  # type: ignore[misc]
+
+
+def _agree(comm: Communicator, here: bool, has_any: bool, error: BaseException | None) -> int:
+    """Returns how many ranks have a batch; collective."""
+    told = torch.tensor([here, not has_any, error is not None], dtype=torch.int64, device="cpu")
+    told = told.to(comm.device)
+    comm.all_reduce(told, ReduceOp.SUM)
+    comm.finish_host_side()
+    present, without, failed = told.tolist()
+    head = where("uneven", comm.rank, comm.world_size)
+    if failed and error is None:
+        raise RingcommError(
+            f"{head}: the batches of another rank raised an exception, which that rank tells; so "
+            "no rank goes on"
+        )
+    if present and without:
+        mine = "this rank has batches" if has_any else "this rank has no batch"
+        raise ArgumentError(
+            f"{head}: batches: expected at least one on each rank, got none on {without} of "
+            f"{comm.world_size} ({mine}); a rank repeats its last batch once it has no more, so "
+            "give each rank one"
+        )
+    return int(present)

@@ -1,0 +1,804 @@
+"""The buckets of a sharded module: the memory that this rank keeps of them."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.host.work import Work
+from ringcomm.comm.peer_memory import peer_tensors
+from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError, where
+from ringcomm.memory import normal_tensors, zeros
+from ringcomm.offload.scratch import Disk, DiskChunk, DiskChunks
+from ringcomm.optim.agreement import all_or_none
+from ringcomm.optim.buckets import decoded, empty_for_streams
+from ringcomm.optim.dtensors import apart, is_distributed, local_of, plainly, set_local
+from ringcomm.optim.layout import (
+    BucketLayout,
+    Chunk,
+    ParamSpec,
+)
+from ringcomm.zero.stages.absent import (
+    advance_versions,
+    make_absent,
+    make_present,
+    stand_in,
+    void,
+)
+from ringcomm.zero.stages.units import Values
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class BucketParam:
+    """A parameter as elements [begin, end) of its bucket, shaped as ``spec`` says."""
+
+    name: str
+    param: nn.Parameter
+    spec: ParamSpec
+    begin: int
+    end: int
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Returns the parameter as a view of ``flat`` [bucket elements]."""
+        return self.spec.view(flat[self.begin : self.end])
+
+
+class ParamBucket(ABC):
+    """The base of replicated and sharded buckets.
+
+    Attributes:
+        layout: layout of the bucket.
+        chunk: the part that this rank has for its own: it saves it, and sums it for the norm.
+        state_chunk: the part that an optimizer on this rank keeps state for. ``chunk`` lies in it,
+            and is all of it unless other ranks have copies of the state.
+        params: the parameters, in the order of the bucket.
+        trains: True if an optimizer steps the bucket.
+        wide: float32 [state chunk elements], the parameters before they were rounded; None when
+            they were not, or when an optimizer has taken them over. With :attr:`wire` they are the
+            masters, also of an optimizer; see NOTE [Coded parameters] in ``optim/buckets.py``.
+        wire: codes in which the parameters cross between nodes; None if they cross as they are.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        params: Sequence[BucketParam],
+        comm: Communicator,
+        trains: bool,
+        state: str,
+    ) -> None:
+        self.layout = layout
+        self.params = tuple(params)
+        self.trains = trains
+        self.comm = comm
+        if state == "node":
+            self.chunk = layout.part_of_copy(comm)
+            self.state_chunk = layout.chunk(comm.node.rank, comm.node.world_size)
+        else:
+            self.chunk = self.state_chunk = layout.chunk(comm.shard_index, comm.world_size)
+        self.wide: Tensor | None = None
+        self.wire: str | None = None
+
+    def own_part(self, state: Tensor) -> Tensor:
+        """Returns the part for ``chunk`` of a tensor [state chunk elements]."""
+        begin = self.state_chunk.begin
+        return state[self.chunk.begin - begin : self.chunk.end - begin]
+
+    def here(self, write: bool = False, anew: bool = False) -> AbstractContextManager[None]:
+        """Has what this rank keeps of the parameters in memory inside the context.
+
+        Whoever reads or writes it from outside of the module's calls does so there. In memory it
+        always is, and this does nothing.
+
+        Args:
+            write: what is changed inside is kept.
+            anew: all of the parameters are written inside, whatever they were.
+
+        Raises:
+            DiskError: it lies on a disk, which has failed; at the begin.
+        """
+        return nullcontext()
+
+    def connect(self) -> None:  # noqa: B027 -- whole buckets have nothing to do
+        """Maps the peers' chunks, if this kind of bucket reads them; collective."""
+
+    def give_back(self) -> None:
+        """Releases all memory, even if a traceback, say, still refers to the bucket."""
+        vars(self).clear()
+
+    @abstractmethod
+    def take(self, values: Sequence[Values], keeps_wide: bool) -> None:
+        """Moves the parameters into the bucket.
+
+        Args:
+            values: one per parameter, of any floating-point dtype.
+            keeps_wide: keep the unrounded values in ``wide`` where the bucket's dtype rounds them.
+        """
+
+    def _fill(self, values: Sequence[Values], flat: Tensor, held: Chunk, keeps_wide: bool) -> None:
+        """Reads ``values`` into ``flat`` [held elements], which must hold zeros."""
+        chunk = self.state_chunk
+        rounds = flat.dtype is not torch.float32
+        rounds = rounds and any(each.dtype is torch.float32 for each in values)
+        if self.wire is not None or (keeps_wide and rounds):
+            self.wide = empty_for_streams(chunk.elems, torch.float32, flat.device).zero_()
+            self._read(values, self.wide, chunk)
+        if self.wide is not None and held == chunk:
+            flat.copy_(self.wide)
+        else:
+            self._read(values, flat, held)
+
+    def _read(self, values: Sequence[Values], flat: Tensor, held: Chunk) -> None:
+        for placed, value in zip(self.params, values, strict=True):
+            low, high = max(placed.begin, held.begin), min(placed.end, held.end)
+            if low < high:
+                value.read(low - placed.begin, flat[low - held.begin : high - held.begin])
+
+    @abstractmethod
+    def settle(self, async_op: bool = False) -> Work | None:
+        """Gives all copies of the parameters what this rank has of them; collective.
+
+        With :attr:`wire` that is what the codes of the masters decode to, here as well.
+        """
+
+    def _moved(self, placed: BucketParam) -> ArgumentError:
+        head = where("zero", self.comm.rank, self.comm.world_size)
+        found = local_of(placed.param)
+        return ArgumentError(
+            f"{head}: parameter {placed.name}: its memory was replaced after shard() had moved it "
+            "(by .to(), .data = or the like, perhaps in forward): expected "
+            f"{self.layout.dtype} of shape {tuple(placed.spec.shape)} in the memory of shard(), "
+            f"got {found.dtype} of shape {tuple(found.shape)} elsewhere. Do that before shard(), "
+            "or unshard() the module first, and change values in place. Frozen parameters may get "
+            "other memory of the same values"
+        )
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises ArgumentError when a parameter was moved away."""
+
+
+class ReplicatedBucket(ParamBucket):
+    """A bucket whose parameters every rank keeps, as views into the heap."""
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        params: Sequence[BucketParam],
+        comm: Communicator,
+        trains: bool,
+        state: str,
+    ) -> None:
+        super().__init__(layout, params, comm, trains, state)
+        self.flat = zeros(layout.elems, dtype=layout.dtype, device=comm.heap_device)
+        self._addresses = [placed.view(self.flat).data_ptr() for placed in self.params]
+
+    def take(self, values: Sequence[Values], keeps_wide: bool) -> None:
+        self._fill(values, self.flat, Chunk(0, self.layout.elems), keeps_wide)
+        for placed in self.params:
+            set_local(placed.param, apart(placed.param, placed.view(self.flat)))
+
+    def settle(self, async_op: bool = False) -> Work | None:
+        chunks = self.layout.chunks(self.comm)
+        parts = [self.flat[chunk.begin : chunk.end] for chunk in chunks]
+        if self.wire is None:
+            return self.comm.all_gather(parts, parts[self.comm.rank], async_op=async_op)
+        assert self.wide is not None
+        return self.comm.all_gather_in_codes(self.wide, parts, self.wire, async_op=async_op)
+
+    def check(self) -> None:
+        for placed, address in zip(self.params, self._addresses, strict=True):
+            if local_of(placed.param).data_ptr() != address:
+                raise self._moved(placed)
+
+
+def _refuse(bucket: ShardedBucket) -> bool:
+    return False
+
+
+class ShardedBucket(ParamBucket):
+    """A bucket of which every rank keeps its shard, and which is gathered and freed as a whole.
+
+    Over several nodes each node has a copy of all parameters, of which a rank keeps a chunk. If the
+    state is sharded over all ranks that is the chunk of its rail, in which its own lies; see
+    NOTE [A copy on each node].
+
+    Attributes:
+        kept_chunk: the part of the bucket that this rank keeps.
+        own_memory: the memory of :attr:`own`, whatever is there now.
+
+    While it is freed, its parameters keep their shapes and raise when they are used; see
+    NOTE [Absent parameters]. A placeholder that torch refuses to read stands in for their values.
+
+    NOTE [Gathering is one-sided]
+    A rank copies the chunks straight out of its peers' heaps, and the peers take no part. So each
+    rank may gather in any order and at any time, or not at all: calls cannot be mismatched, and no
+    rank waits. Chunks change only in an optimizer's step, between two barriers: at the first all
+    ranks have finished reading, at the second all have finished writing.
+
+    NOTE [A copy on each node]
+    Memory is mapped within a node alone. So with N nodes of L ranks a rank keeps 1/L of the
+    parameters and not 1/(N L), and gathers from its node: no forward or backward waits for the
+    network. A rank owns 1/N of what it keeps, which it updates in the step and sends to its rail
+    peers, and it has the rest from them: P (N-1)/N leave a node in a step, and not in each gather.
+
+    NOTE [Storage comes and goes]
+    Autograd saves views of parameters for backward. They share the storage of ``flat``, which is
+    emptied and filled again in place, so saved views find their values again.
+
+    NOTE [Memory that others hold]
+    Memory that a NumPy array shares cannot be emptied, and views that the user took in
+    ``gathered()`` would refer to memory that is gone. Such memory is left to its holders, with its
+    values, and the bucket takes other memory the next time.
+    """
+
+    #: Asked whether a function shall find an absent parameter here, which it has then brought. One
+    #: whose memory was given back refuses.
+    asked: Callable[[ShardedBucket], bool] = staticmethod(_refuse)
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        params: Sequence[BucketParam],
+        comm: Communicator,
+        trains: bool,
+        state: str,
+    ) -> None:
+        super().__init__(layout, params, comm, trains, state)
+        number, self._kept_elems = self._keeping(state)
+        # One size on all ranks, so that peers can read a whole chunk even where it is short.
+        self._shard = self._make_shard()
+        self.kept_chunk = layout.chunk_of_size(number, self._kept_elems)
+        self._kept = self._shard[: self.kept_chunk.elems]
+        self.own_memory = self._kept_part(self.state_chunk)
+        self._on_rail = [self._kept_part(chunk) for chunk in self._chunks_on_rail(state)]
+        self._peers: tuple[Tensor, ...] = ()
+        self._bytes = self.full_elems * layout.dtype.itemsize
+        self._parameters = [placed.param for placed in self.params]
+        self._names = [placed.name for placed in self.params]
+        self._make_flat()
+        dtype, place = self.layout.dtype, self.flat.device
+        self._absent = [stand_in(placed.spec.shape, dtype, place) for placed in self.params]
+        self._absent_addresses = [_storage_address(absent) for absent in self._absent]
+        # Weak, since parameters keep it, and may outlive the bucket.
+        self._ask = partial(_ask, weakref.ref(self))
+        # Addresses and versions of the parameters, as this bucket left them.
+        self._addresses: list[int] = []
+        self._versions: list[int] = []
+        self.coming: Future[None] | None = None
+        self.is_here = False
+        # True while code outside of the module sees it, and may write to it through ``.data``.
+        self._in_the_open = False
+
+    def _make_shard(self) -> Tensor:
+        """Makes the memory of this rank's chunk: [kept chunk elements, or more], of zeros."""
+        return zeros(self._kept_elems, dtype=self.layout.dtype, device=self.comm.heap_device)
+
+    @property
+    def kept(self) -> Tensor:
+        """The values of what this rank keeps: [kept chunk elements]; see :meth:`here`."""
+        return self._kept
+
+    @property
+    def own(self) -> Tensor:
+        """The parameters that an optimizer on this rank updates: [state chunk elements]."""
+        return self.own_memory
+
+    def _keeping(self, state: str) -> tuple[int, int]:
+        """Returns which chunk of the bucket this rank keeps, and the elements of such chunks."""
+        node = self.comm.node
+        if state == "node":
+            return node.rank, self.layout.chunk(0, node.world_size).elems
+        each = self.layout.chunk(0, self.comm.world_size).elems
+        return node.rank, each * self.comm.num_nodes
+
+    def _chunks_on_rail(self, state: str) -> list[Chunk]:
+        """Returns by node the chunks of what this rank keeps that the ranks of its rail update."""
+        comm = self.comm
+        if comm.num_nodes == 1 or state == "node":
+            return []
+        first = comm.node.rank * comm.num_nodes
+        return [self.layout.chunk(first + node, comm.world_size) for node in range(comm.num_nodes)]
+
+    @property
+    def full_elems(self) -> int:
+        """The elements of all chunks, which are at least those of the bucket."""
+        return self._kept_elems * self.comm.node.world_size
+
+    def connect(self) -> None:
+        self._peers = peer_tensors(self.comm.node, self._shard, "zero.shard")
+
+    def _kept_part(self, chunk: Chunk) -> Tensor:
+        """Returns the values of a chunk that lies in what this rank keeps."""
+        begin = self.kept_chunk.begin
+        return self._kept[chunk.begin - begin : chunk.end - begin]
+
+    def share(self, async_op: bool = False) -> Work | None:
+        """Writes this rank's chunk to the other nodes' copies, and theirs to this; collective.
+
+        Where no other rank has a copy of it, or each node has updated its own, there is nothing.
+        """
+        if not self._on_rail:
+            return None
+        return self.comm.all_gather_on_rail(self._on_rail, async_op)
+
+    def settle(self, async_op: bool = False) -> Work | None:
+        if self.wire is None:
+            return self.share(async_op)
+        assert self.wide is not None
+        return self.comm.all_gather_in_codes(
+            self.wide, self._on_rail, self.wire, on_rail=True, async_op=async_op
+        )
+
+    def _make_flat(self) -> None:
+        """Makes ``flat``, whose storage has no memory yet."""
+        with normal_tensors():
+            elems, place = self.full_elems, self.comm.device
+            self.flat = torch.empty(elems, dtype=self.layout.dtype, device=place)
+            # A parameter keeps its own version whatever its memory; a DTensor's local tensor gets
+            # one here, which does not count the gathers that write to ``flat``.
+            views = [placed.view(self.flat) for placed in self.params]
+            self._views = [
+                view.data if is_distributed(placed.param) else view
+                for placed, view in zip(self.params, views, strict=True)
+            ]
+        self._local_views = [
+            view
+            for placed, view in zip(self.params, self._views, strict=True)
+            if is_distributed(placed.param)
+        ]
+        advance_versions(self._local_views, 1)
+        self._references: int | None = None
+        self._references_at_first = 0
+        self._uses_at_first = 0
+        self._drop()
+
+    def _drop(self, is_held: bool = False) -> None:
+        """Frees the memory, or leaves it to its holders; see NOTE [Memory that others hold]."""
+        storage = self.flat.untyped_storage()
+        if is_held or not storage.resizable():
+            advance_versions(self._local_views, -1)  # whoever holds them has their values
+            self._make_flat()
+        else:
+            storage.resize_(0)
+
+    def allocate(self) -> None:
+        """Gives ``flat`` its memory."""
+        self.flat.untyped_storage().resize_(self._bytes)
+
+    def fill(self) -> None:
+        """Reads all chunks, this rank's own included; callable from any thread."""
+        for place, peer in enumerate(self._peers):
+            self._gathered_from(place).copy_(peer)
+
+    def _gathered_from(self, place: int) -> Tensor:
+        """Returns the part of ``flat`` that comes from a rank of this node."""
+        return self.flat[place * self._kept_elems : (place + 1) * self._kept_elems]
+
+    def show(self) -> None:
+        """Points the parameters at the gathered values."""
+        with plainly():
+            self._check()
+            for param, view in zip(self._parameters, self._views, strict=True):
+                set_local(param, view)
+        self._addresses = [view.data_ptr() for view in self._views]
+        self._versions = make_present(self._parameters)
+        if not self.is_here:
+            advance_versions(self._local_views, -1)
+        self.is_here = True
+        self._references_at_first = self._count_references()
+        self._uses_at_first = self._count_uses()
+        if self._references is None:
+            self._references = self._references_at_first
+
+    def _count_references(self) -> int:
+        storage = self.flat.untyped_storage()
+        return int(torch._C._storage_Use_Count(storage._cdata))
+
+    @property
+    def is_referred_to(self) -> bool:
+        """True if views of the gathered memory exist besides the parameters themselves.
+
+        Counted against the first gathering, when no such views could exist.
+        """
+        return self._references is not None and self._count_references() > self._references
+
+    @property
+    def is_in_graph(self) -> bool:
+        """True if an autograd graph may have saved parameters, or views of the gathered memory."""
+        # One reference is the parameter's own, and the node of a trainable one holds another.
+        saved = any(
+            placed.param._use_count() > 1 + placed.param.requires_grad  # type: ignore[attr-defined]
+            for placed in self.params
+        )
+        return saved or self.is_referred_to
+
+    @property
+    def is_used(self) -> bool:
+        """True if graphs may have saved parameters, or views of them, since they were gathered."""
+        return self._count_uses() > self._uses_at_first
+
+    def _count_uses(self) -> int:
+        with plainly():
+            return sum(param._use_count() for param in self._parameters)  # type: ignore[attr-defined]
+
+    def hide(self, keeps_views: bool = False) -> None:
+        """Frees the gathered parameters.
+
+        Args:
+            keeps_views: leave the memory to views that were taken since it was gathered.
+
+        Raises:
+            ArgumentError: a parameter was written to meanwhile, and the change is lost.
+        """
+        try:
+            self.check()
+        finally:
+            has_new_views = self._count_references() > self._references_at_first
+            self._leave()
+            self._drop(is_held=keeps_views and has_new_views)
+
+    def _leave(self) -> None:
+        with plainly():
+            for param, absent in zip(self._parameters, self._absent, strict=True):
+                set_local(param, absent)
+        self._in_the_open = False
+        self._addresses = self._absent_addresses
+        self._versions = make_absent(self._parameters, self._names, self._ask)
+        if self.is_here:
+            advance_versions(self._local_views, 1)
+        self.is_here = False
+
+    def check(self) -> None:
+        with plainly():
+            self._check()
+            if self.is_here and self._in_the_open:
+                self._check_values()
+
+    def open(self) -> None:
+        """Marks the bucket as open to writes from outside the module, until it is freed."""
+        self._in_the_open = True
+
+    def shut(self) -> None:
+        """Checks the bucket, if it is here, for the last time that its peers' chunks are old."""
+        if self.is_here:
+            self.check()
+            self._in_the_open = False
+
+    @torch.no_grad()
+    def _check_values(self) -> None:
+        """Finds writes that change no version, through ``.data`` or a NumPy array."""
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        kind = bits[self.flat.element_size()]
+        for place, peer in enumerate(self._peers):
+            mine = self._gathered_from(place)
+            changed = (mine.view(kind) != peer.view(kind)).nonzero()
+            if len(changed):
+                at = place * self._kept_elems + int(changed[0])
+                self.fill()
+                self._forget_changes()
+                raise self._changed(next(p for p in self.params if p.begin <= at < p.end))
+
+    def _changed(self, placed: BucketParam) -> ArgumentError:
+        head = where("zero", self.comm.rank, self.comm.world_size)
+        return ArgumentError(
+            f"{head}: parameter {placed.name} was changed in place, and at stage 3 that is "
+            "lost. Change parameters in ringcomm.zero.gathered(module, write_from=0)"
+        )
+
+    def _check(self) -> None:
+        absent = self._addresses is self._absent_addresses
+        for placed, address, version in zip(
+            self.params, self._addresses, self._versions, strict=True
+        ):
+            param = placed.param
+            local = local_of(param)
+            found = _storage_address(local) if absent else local.data_ptr()
+            if found != address and not self._is_equal_copy(placed):
+                raise self._moved(placed)
+            if param._version != version:
+                self._forget_changes()
+                raise self._changed(placed)
+
+    def _is_equal_copy(self, placed: BucketParam) -> bool:
+        """Returns whether a frozen parameter is elsewhere with the values that are gathered.
+
+        Layers that keep quantized weights assign ``weight.data`` in their forward.
+        """
+        local, there = local_of(placed.param).detach(), placed.view(self.flat)
+        if self.trains or not self.is_here:
+            return False
+        if (local.shape, local.dtype, local.device) != (there.shape, there.dtype, there.device):
+            return False
+        return torch.equal(as_bytes(local), as_bytes(there))
+
+    def _forget_changes(self) -> None:
+        self._in_the_open = False
+        if not self.is_here:
+            for absent in self._absent:
+                void(absent)
+        self.accept_changes()
+
+    def take(self, values: Sequence[Values], keeps_wide: bool) -> None:
+        with self.here(write=True):
+            self._fill(values, self.kept, self.kept_chunk, keeps_wide)
+        self._leave()
+
+    def keep_own(self, begin: int = 0, end: int | None = None) -> None:
+        """Copies what this rank keeps of elements [begin, end) from ``flat``; of all by default."""
+        first, last = self.kept_chunk
+        low, high = max(begin, first), last if end is None else min(end, last)
+        if low < high:
+            with self.here(write=True):
+                self.kept[low - first : high - first].copy_(self.flat[low:high])
+
+    def count_change(self, only: Container[int]) -> None:
+        """Accepts one more version of parameters, whose values all ranks have changed.
+
+        Args:
+            only: ``id`` of the parameters, among others.
+        """
+        for index, param in enumerate(self._parameters):
+            if id(param) in only:
+                self._versions[index] += 1
+        if self._local_views and not self.is_here:
+            # Parameters have other local tensors now, and get these back.
+            views = zip(self._parameters, self._views, strict=True)
+            changed = [v for p, v in views if id(p) in only and is_distributed(p)]
+            advance_versions(changed, 1)
+
+    def accept_changes(self, only: Container[int] | None = None) -> None:
+        """Accepts the gathered parameters' values, so that :meth:`check` does not refuse them.
+
+        Args:
+            only: ``id`` of the parameters to accept; None for all.
+        """
+        with plainly():
+            for index, param in enumerate(self._parameters):
+                if only is None or id(param) in only:
+                    self._versions[index] = param._version
+
+
+def _ask(reference: weakref.ref[ShardedBucket]) -> bool | None:
+    bucket = reference()
+    return None if bucket is None else bucket.asked(bucket)
+
+
+class WorldBucket(ShardedBucket):
+    """A sharded bucket of which each rank of several nodes keeps its own chunk, and no node a copy.
+
+    Other nodes' memory cannot be mapped, so gathering is a collective of all ranks, which are told
+    from each other's gatherings by a tag.
+
+    Args:
+        layout, params, comm, trains: as for every bucket.
+        tag: tells the bucket from others of its size, equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        params: Sequence[BucketParam],
+        comm: Communicator,
+        trains: bool,
+        tag: int,
+    ) -> None:
+        self._tag = tag
+        super().__init__(layout, params, comm, trains, "world")
+        # By parameter, the checksum of its values, while the bucket is open.
+        self._checksums: list[int] = []
+        #: True while chunks have other values than those of masters, and are gathered as they are.
+        self.has_other_values = False
+
+    def _keeping(self, state: str) -> tuple[int, int]:
+        return self.comm.shard_index, self.layout.chunk(0, self.comm.world_size).elems
+
+    def _chunks_on_rail(self, state: str) -> list[Chunk]:
+        return []
+
+    @property
+    def full_elems(self) -> int:
+        return self.layout.elems
+
+    def connect(self) -> None:
+        return
+
+    def settle(self, async_op: bool = False) -> Work | None:
+        if self.wire is not None:
+            assert self.wide is not None
+            self.own.copy_(decoded(self.wide, self.wire, self.layout.dtype))
+        return None
+
+    def fill(self) -> None:
+        if self.wire is None or self.has_other_values:
+            self.comm.all_gather_bucket(self.kept, self.flat, self._tag)
+            return
+        assert self.wide is not None
+        chunks = self.layout.chunks(self.comm)
+        parts = [self.flat[chunk.begin : chunk.end] for chunk in chunks]
+        self.comm.all_gather_in_codes(self.wide, parts, self.wire, tag=self._tag)
+
+    def open(self) -> None:
+        super().open()
+        self._checksums = self._sum_up()
+
+    def _sum_up(self) -> list[int]:
+        return [checksum(self.flat[placed.begin : placed.end]) for placed in self.params]
+
+    def _check_values(self) -> None:
+        sums = zip(self.params, self._checksums, self._sum_up(), strict=True)
+        for placed, expected, found in sums:
+            if found != expected:
+                self._forget_changes()
+                raise self._changed(placed)
+
+    def accept_changes(self, only: Container[int] | None = None) -> None:
+        super().accept_changes(only)
+        if self._in_the_open:
+            for index, found in enumerate(self._sum_up()):
+                if only is None or id(self._parameters[index]) in only:
+                    self._checksums[index] = found
+
+
+def _storage_address(tensor: Tensor) -> int:
+    """Returns where a tensor's storage begins, also of one whose own address torch refuses."""
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the elements of a tensor as bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def checksum(flat: Tensor) -> int:
+    """Returns the CRC-32 of a contiguous tensor's memory."""
+    here = flat.cpu()
+    # NumPy would keep the memory of the storage, which comes and goes.
+    memory = (ctypes.c_uint8 * here.nbytes).from_address(here.data_ptr())
+    return zlib.crc32(memory)
+
+
+# ---- Buckets of which each rank keeps its chunk on a disk, and brings it when it is gathered ----
+
+
+def make_store(disk: Disk, comm: Communicator) -> DiskChunks:
+    """Makes the file of a rank's chunks.
+
+    Raises:
+        UnsupportedError: parameters are on a device.
+        DiskError: the folder takes no such file.
+    """
+    if comm.launches or comm.device.type != "cpu":
+        raise UnsupportedError(
+            f"{where('shard', comm.rank, comm.world_size)}: tier: expected parameters on the CPU, "
+            f"whose chunks can lie on a disk, got them on {comm.heap_device}"
+        )
+    return DiskChunks(disk, f"parameters of rank {comm.rank}")
+
+
+def reserve(
+    store: DiskChunks, stored: Sequence[ParamBucket], frozen: Sequence[ParamBucket]
+) -> None:
+    """Takes the space for the chunks of buckets; the last trained ones stay in memory.
+
+    Raises:
+        DiskError: the disk has no room.
+    """
+    everything = [*frozen, *stored]
+    chunks = [bucket.disk_chunk for bucket in everything if isinstance(bucket, DiskBucket)]
+    # Forward uses the last ones at its end, and backward at its begin.
+    store.reserve(chunks)
+
+
+def expect(store: DiskChunks, buckets: Iterable[ParamBucket]) -> None:
+    """Has the chunks of buckets read ahead that will be needed next, in this order."""
+    store.expect(bucket.disk_chunk for bucket in buckets if isinstance(bucket, DiskBucket))
+
+
+class DiskBucket(WorldBucket):
+    """A sharded bucket whose chunk lies on the rank's disk while nobody needs it.
+
+    NOTE [Each rank reads its own]
+    Peers cannot map what is read past the page cache, and if each rank read all chunks, the disk of
+    a node would move them as often as it has ranks. So a rank reads its chunk alone, and gathering
+    is a collective of all ranks, in one order, as it is over nodes with ``params="world"``.
+
+    NOTE [A chunk that cannot be read]
+    Before each gathering the ranks tell each other which bucket it is, and whether they have their
+    chunks. So a fault of one rank's disk raises on all, in the same call, and none of them waits.
+
+    Args:
+        layout, params, comm, trains, tag: as of :class:`WorldBucket`.
+        store: the rank's chunks.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        params: Sequence[BucketParam],
+        comm: Communicator,
+        trains: bool,
+        tag: int,
+        store: DiskChunks,
+    ) -> None:
+        self.store = store
+        super().__init__(layout, params, comm, trains, tag)
+
+    def _make_shard(self) -> Tensor:
+        size_bytes = self._kept_elems * self.layout.dtype.itemsize
+        self.disk_chunk = DiskChunk(max(1, size_bytes))
+        return self.disk_chunk.memory[:size_bytes].view(self.layout.dtype)
+
+    @property
+    def full_elems(self) -> int:
+        # On one node chunks of equal size are gathered, of which the last ones may be padded.
+        if self.comm.num_nodes > 1:
+            return super().full_elems
+        return self._kept_elems * self.comm.world_size
+
+    @property
+    def kept(self) -> Tensor:
+        self._expect_here()
+        return super().kept
+
+    @property
+    def own(self) -> Tensor:
+        self._expect_here()
+        return super().own
+
+    @property
+    def in_memory(self) -> bool:
+        """True inside of :meth:`here`."""
+        return self.disk_chunk.in_use
+
+    def _expect_here(self) -> None:
+        if not self.in_memory:
+            names = ", ".join(placed.name for placed in self.params)
+            raise AssertionError(f"the chunk of {names} is on the disk; use it in here()")
+
+    def here(self, write: bool = False, anew: bool = False) -> AbstractContextManager[None]:
+        return self.store.here(self.disk_chunk, write, anew)
+
+    def fill(self) -> None:
+        with self.store.keeping_faults(), self.here():
+            self._agree(self.store.fault)
+            if self.comm.num_nodes > 1:
+                super().fill()
+            else:
+                self.comm.all_gather_into_tensor(self.flat, self._shard)
+
+    def _agree(self, fault: RingcommError | None) -> None:
+        """Raises on all ranks if one has not its chunk, or gathers another bucket; collective."""
+        comm = self.comm
+        if comm.world_size > 1:
+            mine = torch.tensor([self._tag, fault is None], dtype=torch.int64, device="cpu")
+            told = torch.empty(2 * comm.world_size, dtype=torch.int64, device="cpu")
+            comm.all_gather_into_tensor(told, mine)
+            tags, have = told[::2].tolist(), told[1::2].tolist()
+        else:
+            tags, have = [self._tag], [fault is None]
+        if not all(have):
+            with all_or_none(comm, "zero: gathering parameters"):
+                if fault is not None:
+                    raise fault
+        if set(tags) != {self._tag}:
+            other = next(rank for rank, tag in enumerate(tags) if tag != self._tag)
+            raise MismatchError(
+                f"{where('zero', comm.rank, comm.world_size)}: gathers {self.params[0].name}, and "
+                f"rank {other} another parameter. With parameters on a disk all ranks gather the "
+                "same ones in the same order: give all the same way through the model, and call "
+                "gathered() on all"
+            )

@@ -1,0 +1,851 @@
+"""The engine of a sharded module on one rank: its buckets, hooks and state of an iteration."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.errors import ArgumentError, UnsupportedError, where
+from ringcomm.module_names import named_modules, named_parameters, plain_name
+from ringcomm.offload.scratch import DiskChunks
+from ringcomm.optim.agreement import CommRanks, MeshRanks, all_or_none, ranks_of
+from ringcomm.optim.buckets import count_change
+from ringcomm.optim.dtensors import (
+    align_gradient,
+    find_mesh,
+    is_distributed,
+    local_of,
+    plainly,
+    set_grad,
+)
+from ringcomm.optim.layout import DTYPE_NAMES
+from ringcomm.optim.placement import Placement, displace
+from ringcomm.optim.sharded import refuse_join
+from ringcomm.zero.stages.buckets import (
+    BucketParam,
+    ParamBucket,
+    ReplicatedBucket,
+    ShardedBucket,
+    expect,
+)
+from ringcomm.zero.stages.gather import Gatherer
+from ringcomm.zero.stages.options import ModuleDtypes, ZeroOptions
+from ringcomm.zero.stages.order import StepProfile, in_pipeline, module_order
+from ringcomm.zero.stages.reduce import Reduction
+from ringcomm.zero.stages.units import BucketPlan, Unit
+from ringcomm.zero.stages.updates import BackwardUpdates
+
+# ---- The places of a sharded module's parameters, in which no other tensor may take theirs ------
+
+Tensor = torch.Tensor
+
+
+class _Slot(NamedTuple):
+    """The place of a parameter: ``module._parameters[key] is param``, ``name`` from the root."""
+
+    name: str
+    module: nn.Module
+    key: str
+    param: nn.Parameter
+
+
+class Slots:
+    """The places of a module's parameters that lie in buckets.
+
+    NOTE [Replaced parameters]
+    A parameter that replaces one that ``shard()`` has seen would never be trained: hooks, buckets
+    and the optimizer hold the old one, which the module does not use any more. A parameter that
+    ``load_state_dict(assign=True)`` puts there is copied into the old one, as a load without
+    ``assign`` does. Any other replacement is refused at the step. A parameter that only moves to
+    another name, as pruning and most parametrizations move it, goes on being trained.
+    """
+
+    def __init__(self, root: nn.Module, placed: Iterable[BucketParam], head: str) -> None:
+        self._root = root
+        self._head = head
+        known = {id(each.param) for each in placed}
+        self._slots = [
+            _Slot(f"{prefix}.{key}" if prefix else key, module, key, param)
+            for prefix, module in root.named_modules(remove_duplicate=False)
+            for key, param in module._parameters.items()
+            if id(param) in known and param is not None
+        ]
+        # From the last look. The tables themselves may change; see NOTE [Plain while here].
+        self._entries: list[tuple[nn.Module, str, str, object]] | None = None
+
+    def _read(self) -> Iterator[tuple[nn.Module, str, str, object]]:
+        """Yields the table entries of all modules; while they are unchanged, no look is needed."""
+        known = {id(slot.param) for slot in self._slots}
+        for module in self._root.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # its tables are not Python's, and do not change
+            for key, child in module._modules.items():
+                yield module, "_modules", key, child
+            for key, param in module._parameters.items():
+                if id(param) in known:
+                    yield module, "_parameters", key, param
+
+    def check(self) -> None:
+        """Checks that each parameter still has its place.
+
+        Raises:
+            ArgumentError: the module has another tensor in a parameter's place.
+            UnsupportedError: a module of TorchScript replaced a parameter's module.
+        """
+        if self._entries is None:
+            return self._look()
+        for module, table, key, thing in self._entries:
+            if module.__dict__[table].get(key) is not thing:
+                return self._look()
+        return None
+
+    def _look(self) -> None:
+        there = {id(param) for param in self._root.parameters()}
+        for slot in self._slots:
+            if self._is_replaced(slot, there):
+                name = plain_name(self._root, slot.name)
+                raise ArgumentError(
+                    f"{self._head}: parameter {name}: another tensor has its place in the "
+                    "module since shard(), and would never be trained. Keep the parameter and "
+                    "change its values in place, with copy_(), at stage 3 inside "
+                    "ringcomm.zero.gathered(module, write_from=0). Replace, tie or parametrize "
+                    "parameters before shard(), or unshard() the module first"
+                )
+        self._entries = list(self._read())
+
+    def _is_replaced(self, slot: _Slot, there: set[int]) -> bool:
+        owner: Any = self._root
+        for part in slot.name.split(".")[:-1]:
+            owner = vars(owner)["_modules"].get(part)
+            if owner is None:
+                return False  # deleted, so nothing uses it
+            if isinstance(owner, torch.jit.ScriptModule):
+                raise UnsupportedError(
+                    f"{self._head}: parameter {plain_name(self._root, slot.name)}: a "
+                    f"{type(owner).__name__} of TorchScript has taken the place of its module "
+                    "since shard(), without the module's hooks. Compile modules with "
+                    "torch.compile(), or unshard() the root before you script or trace its parts"
+                )
+        now = owner._parameters.get(slot.key)
+        if now is not None or id(slot.param) in there:
+            return now is not None and now is not slot.param
+        # The value itself is not read, since a property may compute it from parameters.
+        computed = isinstance(getattr(type(owner), slot.key, None), property)
+        held = vars(owner).get(slot.key), owner._buffers.get(slot.key)
+        return computed or any(isinstance(each, Tensor) for each in held)
+
+    def watch_loads(self, keep: Callable[[RemovableHandle], None]) -> None:
+        """Has ``load_state_dict(assign=True)`` copy into the parameters, not replace them."""
+        of: dict[nn.Module, list[_Slot]] = {}
+        for slot in self._slots:
+            of.setdefault(slot.module, []).append(slot)
+        for module, slots in of.items():
+            keep(module.register_load_state_dict_post_hook(_TakeOver(slots)))  # type: ignore[no-untyped-call]
+
+
+class _TakeOver:
+    """A load hook that copies assigned tensors into one module's parameters, and restores these."""
+
+    def __init__(self, slots: list[_Slot]) -> None:
+        self._slots = slots
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, incompatible: Any) -> None:
+        for slot in self._slots:
+            now = module._parameters.get(slot.key)
+            if now is not None and now is not slot.param:
+                slot.param.copy_(now)
+                module._parameters[slot.key] = slot.param
+
+
+# ---- Conversions of a sharded module by ``.to()``, ``.half()`` and the like, which are refused --
+# NOTE [Conversions] A conversion gives each parameter other memory, and the buckets keep the old
+# one. At stages 0 and 1 backward would then fail on gradients of another dtype, and at stages 2 and
+# 3 the step would. All conversions of torch call ``_apply()`` of each module with one function of a
+# tensor. So each module has an ``_apply()`` of its own, which tries the function on small tensors
+# of the kinds that the module's own are of, before anything is changed.
+#
+# A function that returns equal tensors is not applied at all. ``.to("cpu:0")`` is an example: torch
+# copies tensors of the device "cpu", and the copy changes nothing that a program can observe.
+
+
+Convert = Callable[[Tensor], Tensor]
+# The method of torch's modules that all conversions call.
+_METHOD = "_apply"
+# Each probe has values of its own, so that memory which an earlier probe has left, and a function
+# does not initialise, differs from them.
+_seeds = count(1)
+
+
+class Unconverted:
+    """A module's ``_apply()`` while it is sharded: refuses what would change one of its tensors.
+
+    Attributes:
+        module: the module.
+        head: begins a message: operation and rank.
+        alive: returns None once nothing shards the module any more, as when the whole, of which it
+            is a part, is gone.
+    """
+
+    def __init__(self, module: nn.Module, head: str, alive: Callable[[], object | None]) -> None:
+        self.module = module
+        self.head = head
+        self.alive = alive
+
+    def __call__(self, fn: Convert, recurse: bool = True) -> nn.Module:
+        if self.alive() is None:
+            getattr(type(self.module), _METHOD)(self.module, fn, recurse)
+            return self.module
+        guarded = list(self._inside()) if recurse else [self.module]
+        tried: dict[object, str | None] = {}
+        for module in guarded:
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._check(module, key, tensor, fn, tried)
+        # Nothing changes in what is sharded; what was added since is none of the engine's.
+        if recurse:
+            known = set(map(id, guarded))
+            for module in guarded:
+                for child in module.children():
+                    if id(child) not in known:
+                        getattr(child, _METHOD)(fn)
+        return self.module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of a part of the module is plain.
+        return getattr, (self.module, _METHOD)
+
+    def _inside(self) -> Iterator[nn.Module]:
+        for module in self.module.modules():
+            if isinstance(vars(module).get(_METHOD), Unconverted):
+                yield module
+
+    def _check(
+        self,
+        module: nn.Module,
+        key: str,
+        tensor: Tensor,
+        fn: Convert,
+        tried: dict[object, str | None],
+    ) -> None:
+        """Raises ArgumentError if the function changes tensors of this one's kind."""
+        with plainly():
+            local = local_of(tensor)
+            shape = tuple(min(size, 2) for size in local.shape)
+            kind = local.dtype, local.device, shape
+        if kind not in tried:
+            tried[kind] = _change_of(_probe(*kind), fn)
+        change = tried[kind]
+        if change is not None:
+            which = "param" if key in module._parameters else "buffer"
+            raise ArgumentError(self._refusal(self._name_of(module, key), which, kind, change))
+
+    def _name_of(self, module: nn.Module, key: str) -> str:
+        names = (name for name, each in named_modules(self.module) if each is module)
+        prefix = next(names, "")
+        return f"{prefix}.{key}" if prefix else key
+
+    def _refusal(self, name: str, which: str, kind: tuple[Any, ...], change: str) -> str:
+        way = "zero.unshard() the module, convert it, and shard() it anew"
+        if change in map(str, DTYPE_NAMES):
+            way = (
+                f"pass shard() options=ZeroOptions(precision=Precision({which}={change})) "
+                f"instead; or {way}"
+            )
+        return (
+            f"{self.head}: {type(self.module).__name__}.to(), or another call that converts a "
+            f"module: {name} is {kind[0]} on {kind[1]}, where shard() has put it, and would get "
+            f"{change}. Nothing was changed. To convert it, {way}"
+        )
+
+
+def _probe(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> Tensor:
+    """Returns a small tensor whose values no other probe has had lately."""
+    elems = torch.Size(shape).numel()
+    first = next(_seeds) * max(elems, 1)
+    return ((torch.arange(elems, device="cpu") + first) % 97 + 1).to(device, dtype).view(shape)
+
+
+def _change_of(probe: Tensor, fn: Convert) -> str | None:
+    """Returns the change that a function makes to a tensor, in words, or None."""
+    before = _bits(probe)
+    stride = probe.stride()
+    with torch.no_grad():
+        made = fn(probe)
+    if made.dtype is not probe.dtype:
+        return str(made.dtype)
+    if made.device != probe.device:
+        return f"memory on {made.device}"
+    if made.layout is not torch.strided or (made.shape, made.stride()) != (probe.shape, stride):
+        return f"strides {made.stride()}" if made.layout is torch.strided else str(made.layout)
+    if made.device.type == "cpu" and made.is_shared():  # type: ignore[no-untyped-call]
+        return "memory that torch shares between processes"
+    return None if torch.equal(_bits(made), before) else "other values"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Returns a copy of a tensor's memory as bytes."""
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8).clone()
+
+
+def refuse_conversions(
+    root: nn.Module, head: str, alive: Callable[[], object | None]
+) -> list[nn.Module]:
+    """Has a module, and all inside it, refuse conversions; returns them.
+
+    Args:
+        root: the module.
+        head: begins a message: operation and rank.
+        alive: returns None once nothing shards the module any more.
+    """
+    modules = list(root.modules())
+    for module in modules:
+        object.__setattr__(module, _METHOD, Unconverted(module, head, alive))
+    return modules
+
+
+def allow_conversions(modules: list[nn.Module]) -> None:
+    """Undoes :func:`refuse_conversions`."""
+    for module in modules:
+        vars(module).pop(_METHOD, None)
+    modules.clear()
+
+
+#: Called with the name of a parameter, a piece of its gradient, and the first element of the piece.
+GradientHook = Callable[[str, Tensor, int], object]
+# By parameter, trainable or frozen. The keys are weak and compared by id(), and the values are weak
+# since they refer to the keys. torch's class is not typed.
+_engines: MutableMapping[Tensor, weakref.ref[ShardEngine]] = cast(Any, WeakIdKeyDictionary)()
+
+
+def owner_of(param: Tensor) -> ShardEngine | None:
+    """Returns the engine of the sharded module that a parameter is of, or None."""
+    reference = _engines.get(param)
+    return None if reference is None else reference()
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """The parts that an engine is made of.
+
+    Attributes:
+        module: the root.
+        stage: 0 to 3.
+        comm: the communicator of the ranks that share the module.
+        options: choices.
+        dtypes: what ``options.precision`` means for the parts of the module.
+        units: the units, the root first.
+        plan: plan of the trainable parameters.
+        frozen: plan of the other parameters; empty before stage 3.
+        stored: the buckets of ``plan``; none until they are made.
+        stored_frozen: the buckets of ``frozen``.
+        number: stages 2 and 3: see ``ModuleOrder.join``.
+        others: the mesh of other stages and parts of the model, or None.
+        ignored: the ``id`` of each parameter that is the user's own.
+        store: the disk where this rank's chunks of the parameters lie; None for memory.
+    """
+
+    module: nn.Module
+    stage: int
+    comm: Communicator
+    options: ZeroOptions
+    dtypes: ModuleDtypes
+    units: Sequence[Unit]
+    plan: BucketPlan
+    frozen: BucketPlan
+    stored: Sequence[ParamBucket] = ()
+    stored_frozen: Sequence[ParamBucket] = ()
+    number: int = 0
+    others: DeviceMesh | None = None
+    ignored: frozenset[int] = frozenset()
+    store: DiskChunks | None = None
+
+
+class ShardEngine:
+    """The engine of one sharded module on one rank.
+
+    Attributes:
+        parts: the parts that it is made of.
+        reduction: stages 2 and 3: reduces the gradients.
+        gatherer: stage 3: gathers and frees the parameters.
+        profile: records when the engine communicates.
+        number: number of the module among those that its communicator reduces for.
+        order: the communicator's order of reductions.
+        slots: the places of the parameters in the module.
+        mesh: the mesh of DTensor parameters, or None.
+        placement: the module as optimizers see it; set by ``place_params``.
+        watchers: hooks that see reduced gradients, by number.
+        closed: True once the module is plain again.
+        exchanged: True in :func:`ringcomm.zero.exchanged`, where parameters have other values.
+    """
+
+    placement: Placement
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.parts = parts
+        self.stage, self.comm, self.options = parts.stage, parts.comm, parts.options
+        self.plan, self.stored = parts.plan, parts.stored
+        self.number = parts.number
+        self.order = module_order(self.comm)
+        self.profile = StepProfile()
+        self.reduction = self._make_reduction() if self.stage > 1 else None
+        self.gatherer = self._make_gatherer() if self.stage == 3 else None
+        self.mesh = find_mesh(self.parts.module.parameters(), "shard")
+        self._handles: list[RemovableHandle] = []
+        self._watched: list[nn.Module] = []
+        self.closed = False
+        self.exchanged = False
+        #: Shards by name while they are written to, where parameters are on a disk.
+        self.shard_copies: dict[str, Tensor] | None = None
+        self.watchers: OrderedDict[int, GradientHook] = OrderedDict()
+        self._takes_part = False
+        self._creates_graph = False
+        self._pending: dict[ShardedBucket, int] = {}
+        everywhere = (*parts.stored, *parts.stored_frozen)
+        head = where("zero", parts.comm.rank, parts.comm.world_size)
+        placed = [placed for bucket in everywhere for placed in bucket.params]
+        self.slots = Slots(parts.module, placed, head)
+        self.slots.watch_loads(self.keep)
+        known = {*map(id, self.plan.params), *parts.ignored}
+        #: The names of parameters that were frozen at ``shard()``, by parameter.
+        self.frozen_params = {
+            param: name for name, param in named_parameters(parts.module) if id(param) not in known
+        }
+        self._unconverted = refuse_conversions(parts.module, head, weakref.ref(self))
+        self._align_gradients()
+        parts.module.join_hook = refuse_join  # type: ignore[assignment]
+        if self.reduction is not None:
+            self._watch_gradients()
+            self._trained = {id(placed.param) for bucket in self.stored for placed in bucket.params}
+            self._zero_grad_of_module = parts.module.zero_grad
+            parts.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
+
+    def _make_reduction(self) -> Reduction:
+        # At stage 3 a step gathers nothing, and one pass would not round a 16-bit gradient.
+        reduced = self.options.precision.reduced_dtype
+        exact = all(reduced(each.layout.dtype) is torch.float32 for each in self.stored)
+        one_pass = self.stage == 2 and exact and not self.comm.launches
+        return Reduction(
+            self.stored, self.comm, self.options, self.profile, self.number, keeps=one_pass
+        )
+
+    def _make_gatherer(self) -> Gatherer:
+        of: dict[int, list[ShardedBucket]] = {number: [] for number in range(len(self.parts.units))}
+        for plan, stored in (
+            (self.plan, self.stored),
+            (self.parts.frozen, self.parts.stored_frozen),
+        ):
+            for unit, bucket in zip(plan.unit_of, stored, strict=True):
+                assert isinstance(bucket, ShardedBucket)
+                of[unit].append(bucket)
+        units = [(unit, of[number]) for number, unit in enumerate(self.parts.units)]
+        store = self.parts.store
+        told = None if store is None else partial(expect, store)
+        return Gatherer(units, self.comm, self.options, self.profile, told)
+
+    def own(self, owns: bool) -> None:
+        """Makes the engine the owner of the module's parameters, or of none any more."""
+        for param in (*self.plan.params, *self.frozen_params):
+            if owns:
+                _engines[param] = weakref.ref(self)
+            else:
+                _engines.pop(param, None)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters with the plain names that they have now, without other engines' and
+        those that are ignored.
+
+        Modules that were put into the module since, such as adapters, may be sharded by themselves.
+        """
+        for name, param in named_parameters(self.parts.module):
+            if owner_of(param) in (None, self) and id(param) not in self.parts.ignored:
+                yield name, param
+
+    def names(self) -> dict[int, str]:
+        """Returns by ``id`` the names that parameters have now; what is gone has its last one."""
+        buckets = (*self.parts.stored, *self.parts.stored_frozen)
+        had = {id(placed.param): placed.name for bucket in buckets for placed in bucket.params}
+        return {**had, **{id(param): name for name, param in self.named_parameters()}}
+
+    def keep(self, handle: RemovableHandle) -> None:
+        """Keeps the handle of a hook that ends with the engine."""
+        self._handles.append(handle)
+
+    def watch(self, module: nn.Module, params: dict[str, Any]) -> None:
+        """Replaces a module's table of parameters for as long as the engine lives."""
+        module._parameters = params
+        self._watched.append(module)
+
+    # ---- gradients ------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> CommRanks | MeshRanks:
+        """The ranks that train the module together."""
+        ranks = ranks_of(self.comm, self.mesh)
+        assert ranks is not None
+        return ranks
+
+    def _align_gradients(self) -> None:
+        """Has gradients of DTensors aligned when they come, so that all ranks do so in one order.
+
+        What is done with them afterwards may depend on which buffers are free, and is not done on
+        ranks that have nothing of the parameter. See also NOTE [Sums to come] in
+        ``zero/stages/order.py``.
+        """
+        for param in self.plan.params:
+            if is_distributed(param):
+                self.keep(param.register_post_accumulate_grad_hook(_align_gradient))  # type: ignore[no-untyped-call]
+
+    def _watch_gradients(self) -> None:
+        # A weak reference, since parameters may outlive the module and keep their hooks alive.
+        me = weakref.ref(self)
+        for number, bucket in enumerate(self.stored):
+            for index, placed in enumerate(bucket.params):
+                hook = partial(_gradient_arrived, me, number, index)
+                self.keep(placed.param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self.order.add(self)
+
+    def expects_gradients(self) -> bool:
+        """Returns whether the running backward will add to some parameter's gradient."""
+        return any(_brings_gradient(param) for param in self.plan.params)
+
+    def gradient_arrived(self, number: int, index: int) -> None:
+        """Called when parameter ``index`` of bucket ``number`` has this backward's gradient."""
+        assert self.reduction is not None
+        self.begin_backward()
+        updates = self.reduction.updates
+        if updates is not None:
+            self._check_gradient(updates, self.stored[number].params[index].param)
+        if self.order.arrived(self.number):
+            if self.reduction.arrived(number, index):
+                self.order.advance()
+        else:
+            self.reduction.has_left_over = True
+        bucket = self.stored[number]
+        if isinstance(bucket, ShardedBucket) and self.gatherer is not None:
+            left = self._pending.get(bucket)
+            if left is None:
+                with plainly():
+                    left = sum(placed.param.requires_grad for placed in bucket.params)
+            self._pending[bucket] = left = left - 1
+            if not left:
+                self.gatherer.free_used(bucket)
+
+    def begin_backward(self) -> None:
+        """Begins a backward, unless one runs already; called by every hook of a backward."""
+        # The first condition is a cheap form of the second, since every gradient asks.
+        if not (self._takes_part and self.order.in_backward) and not self.in_backward:
+            self._takes_part = True
+            # With create_graph=True the graph of the gradients refers to the parameters' memory.
+            self._creates_graph = torch.is_grad_enabled()
+            if self.gatherer is not None and self._creates_graph:
+                self.gatherer.held = True
+            self.order.take_part(self)
+
+    def leave_over(self) -> None:
+        """Called where a backward of some rank may leave gradients unreduced."""
+        # Even if no gradient comes on this rank: others may have some.
+        assert self.reduction is not None
+        self.reduction.has_left_over = True
+
+    def begin_reducing(self) -> None:
+        """Called once the ranks agree that this backward reduces the module; collective."""
+        assert self.reduction is not None
+        if self.reduction.updates is not None:
+            if self._takes_part:
+                self._refuse_graph()
+            self.refuse_gathered("backward")
+        self.reduction.begin_backward()
+
+    def _check_gradient(self, updates: BackwardUpdates, param: Tensor) -> None:
+        """Raises ArgumentError for a gradient that cannot update its parameter in backward."""
+        try:
+            self._refuse_graph()
+            if updates.changed and not self.order.reduces(self.number):
+                updates.refuse_another("backward")
+        except ArgumentError:
+            set_grad(param, None)
+            raise
+
+    def _refuse_graph(self) -> None:
+        if self._creates_graph:
+            raise ArgumentError(
+                f"{where('backward', self.comm.rank, self.comm.world_size)}: create_graph=True: "
+                "the graph of the gradients needs parameters that this backward would update "
+                '(update="in_backward"); build the optimizer with update="in_step". '
+                "torch.autograd.grad(create_graph=True) inside of a loss is fine"
+            )
+
+    def reduce_filled(self) -> bool:
+        """Reduces the full buckets whose turn it is; returns whether all buckets have gone."""
+        assert self.reduction is not None
+        return self.reduction.advance()
+
+    def reduce_rest(self) -> None:
+        """Reduces the buckets that this backward has not reduced yet; collective."""
+        assert self.reduction is not None
+        self.reduction.reduce_rest()
+
+    def end_reducing(self) -> None:
+        """Called once all modules have reduced this backward's gradients; collective."""
+        assert self.reduction is not None
+        self.reduction.end_backward()
+
+    def abandon_reducing(self) -> None:
+        """Called before the reductions of a backward that has raised are made up for."""
+        assert self.reduction is not None
+        if self.reduction.updates is not None:
+            self.reduction.updates.abandon()
+
+    def end_backward(self) -> None:
+        """Called when the backward is over, or has raised."""
+        self._takes_part = False
+        self._pending.clear()
+        if self.gatherer is not None:
+            if not self._creates_graph:
+                self.gatherer.release()
+            self.gatherer.end_backward()
+
+    @property
+    def in_backward(self) -> bool:
+        """True while a backward through the module runs."""
+        self.order.settle()
+        return self._takes_part
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the reduced gradients, and calls the module's own ``zero_grad()``."""
+        self.forget_gradients(set_to_none)
+        of_module = getattr(self._zero_grad_of_module, "__func__", None)
+        if not set_to_none or of_module is not nn.Module.zero_grad:
+            self._zero_grad_of_module(set_to_none)
+            return
+        # The same, but for the property p.grad of parameters whose gradient is forgotten already.
+        own = self._trained
+        for param in self.parts.module.parameters():
+            if id(param) not in own and param.grad is not None:
+                param.grad = None
+
+    def forget_gradients(self, set_to_none: bool) -> None:
+        """Forgets all gradients, reduced or not, at stages 2 and 3."""
+        self.placement.lost = None
+        if self.reduction is None:
+            return
+        self.order.settle()
+        if set_to_none:
+            self.reduction.drop()
+        else:
+            self.reduction.zero()
+
+    def expect_gradients(self, buckets: Sequence[ShardedBucket]) -> None:
+        """Called when a backward through a unit begins, whose gradients are then all to come."""
+        for bucket in buckets:
+            self._pending.pop(bucket, None)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Stops backwards from reducing; see ``ringcomm.zero.no_sync``."""
+        self.order.pause(self.number)
+        self.leave_over()
+        try:
+            yield
+        finally:
+            self.order.resume(self.number)
+
+    # ---- parameters -----------------------------------------------------------------------------
+
+    def free_all(self) -> None:
+        """Frees all gathered parameters, at stage 3."""
+        if self.gatherer is not None:
+            self.gatherer.free_all()
+
+    @contextmanager
+    def here(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Keeps units gathered inside, where they are sharded; perhaps collective."""
+        if self.gatherer is None:
+            yield
+            return
+        with self.gatherer.pin():
+            for unit in units:
+                self.gatherer.bring(unit)
+            yield
+
+    def check(self, operation: str) -> None:
+        """Checks that the parameters are in their places, with their own values.
+
+        Raises:
+            ArgumentError: the module has another tensor in a parameter's place; or it is in
+                ``exchanged()``, or plain again.
+        """
+        self.check_values(operation)
+        self.check_places(operation)
+
+    def check_places(self, operation: str) -> None:
+        """Does :meth:`check` for what may have other values, as inside ``exchanged()``."""
+        if self.closed:
+            raise ArgumentError(
+                f"{where(operation, self.comm.rank, self.comm.world_size)}: the parameters are of "
+                "a module that unshard() has made plain since, so that its shards are gone; "
+                "shard() it anew, and build a new optimizer"
+            )
+        self.slots.check()
+
+    def check_values(self, operation: str) -> None:
+        """Raises ArgumentError where the parameters are not those of the last step.
+
+        That is so inside ``exchanged()``, which all ranks are in together, and between a backward
+        that has updated them and ``optimizer.step()``.
+        """
+        self.refuse_under_way(operation)
+        if self.exchanged:
+            raise ArgumentError(
+                f"{where(operation, self.comm.rank, self.comm.world_size)}: called inside "
+                "exchanged(), where the parameters have other values than their own; leave the "
+                "context first"
+            )
+
+    def refuse_under_way(self, operation: str) -> None:
+        """Raises ArgumentError if a backward has updated parameters, and no step has ended that."""
+        updates = None if self.reduction is None else self.reduction.updates
+        if updates is not None and updates.under_way and not self.in_backward:
+            updates.refuse_under_way(operation)
+
+    def check_all(self, operation: str) -> None:
+        """Runs :meth:`check` on all ranks, of which all raise or none; collective.
+
+        Raises:
+            ArgumentError: as of :meth:`check`; or a parameter's memory was replaced.
+        """
+        with all_or_none(self.comm, operation, self.mesh):
+            self.check(operation)
+            for bucket in self.stored:
+                # A sharded one notices when it is freed, and may be written to meanwhile.
+                if isinstance(bucket, ReplicatedBucket):
+                    bucket.check()
+
+    @contextmanager
+    def together(self, operation: str) -> Iterator[None]:
+        """Has what fails on one rank's disk inside raise on all ranks, at the end; collective."""
+        store = self.parts.store
+        if store is None:
+            yield
+            return
+        with store.keeping_faults():
+            yield
+        with all_or_none(self.comm, operation, self.mesh):
+            store.raise_fault()
+
+    def free_for_step(self) -> None:
+        """Frees all gathered parameters, at stage 3, since a step is about to change their values.
+
+        Raises:
+            ArgumentError: the step is inside ``gathered()``.
+        """
+        self.free_for_change("optimizer.step")
+
+    def free_for_change(self, operation: str) -> None:
+        """Does :meth:`free_for_step` for another operation."""
+        self.refuse_gathered(operation)
+        if self.gatherer is not None:
+            self.gatherer.free_for_change()
+
+    def change(self, operation: str) -> None:
+        """Does :meth:`free_for_change`, and counts the change of all parameters."""
+        self.free_for_change(operation)
+        self.count_change()
+
+    def count_change(self, params: Sequence[Tensor] | None = None) -> None:
+        """Counts a change of values in the versions of parameters.
+
+        The backward of a graph that was built before raises then, instead of using other values.
+
+        Args:
+            params: those that all ranks have changed, or are about to; None for all.
+        """
+        if params is None:
+            params = [param for _, param in self.named_parameters()]
+        count_change(params)
+        if self.gatherer is not None:
+            only = set(map(id, params))
+            for bucket in (*self.parts.stored, *self.parts.stored_frozen):
+                assert isinstance(bucket, ShardedBucket)
+                bucket.count_change(only)
+
+    def refuse_gathered(self, operation: str) -> None:
+        """Raises ArgumentError inside ``gathered()``, at stage 3."""
+        if self.gatherer is not None and self.gatherer.pinned:
+            raise ArgumentError(
+                f"{where(operation, self.comm.rank, self.comm.world_size)}: called inside "
+                "gathered(), whose parameters it would leave old; leave the context first"
+            )
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Removes all hooks; the parameters stay where they are."""
+        self.closed = True
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        vars(self.parts.module).pop("join_hook", None)
+        allow_conversions(self._unconverted)
+        if self.reduction is not None:
+            vars(self.parts.module).pop("zero_grad", None)
+            self.reduction.wait()
+        if self.gatherer is not None:
+            self.gatherer.close()
+        # After the gatherer, which puts back tables that were plain while parameters were here.
+        for module in self._watched:
+            module._parameters = dict(module._parameters.items())
+        self._watched.clear()
+        if self.parts.store is not None:
+            self.parts.store.close()
+        for param in (*self.plan.params, *self.frozen_params):
+            displace(param)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise UnsupportedError(
+            "zero: a sharded module cannot be copied, since its parameters lie in the heap; "
+            "unshard() it first, or copy the module before shard()"
+        )
+
+    def __getstate__(self) -> NoReturn:
+        self.__deepcopy__({})
+
+
+def _brings_gradient(param: Tensor) -> bool:
+    """Returns whether the running backward will add to a parameter's gradient."""
+    # The parameter's autograd node is not kept, since it remembers the stream it was made on.
+    try:
+        with plainly():
+            node = get_gradient_edge(param).node
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        # torch.autograd.grad() returns the leaf's gradient.
+        return False
+
+
+def _align_gradient(param: Tensor) -> None:
+    if not in_pipeline():
+        align_gradient(param)
+
+
+def _gradient_arrived(
+    engine: weakref.ref[ShardEngine], number: int, index: int, param: Tensor
+) -> None:
+    alive = engine()
+    if alive is not None:
+        alive.gradient_arrived(number, index)

@@ -1,0 +1,518 @@
+"""Gathering of a unit's parameters at stage 3, when they are needed or ahead of that."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.device.launch import DeviceCallEngine
+from ringcomm.comm.host.work import Work
+from ringcomm.cuda.runtime import Event
+from ringcomm.errors import ArgumentError, DiskError, no_thread
+from ringcomm.zero.stages.buckets import ShardedBucket
+from ringcomm.zero.stages.options import ZeroOptions
+from ringcomm.zero.stages.order import StepProfile, in_split_backward
+from ringcomm.zero.stages.units import Unit
+
+
+class Copier(ABC):
+    """The base of the classes that fill buckets, if possible while the caller computes."""
+
+    @abstractmethod
+    def begin(self, bucket: ShardedBucket) -> None:
+        """Starts to fill an allocated bucket."""
+
+    @abstractmethod
+    def end(self, bucket: ShardedBucket) -> None:
+        """Waits for :meth:`begin`: what the caller does next finds the bucket filled."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the copier's threads."""
+
+
+class HostCopier(Copier):
+    """A copier that fills buckets of host memory in a thread."""
+
+    def __init__(self, profile: StepProfile) -> None:
+        self._profile = profile
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ringcomm-gather")
+        try:
+            self._pool.submit(int).result()
+        except RuntimeError as error:
+            # Raised here rather than in a step, where a bucket would wait for a copy for ever.
+            raise no_thread("zero", error, "Stage 3 gathers in one of its own") from error
+
+    def begin(self, bucket: ShardedBucket) -> None:
+        bucket.coming = self._pool.submit(self._fill, bucket)
+
+    def _fill(self, bucket: ShardedBucket) -> None:
+        with self._profile.span("gather", bucket.flat.numel() * bucket.flat.element_size()):
+            bucket.fill()
+
+    def end(self, bucket: ShardedBucket) -> None:
+        with self._profile.waiting("gather"):
+            if bucket.coming is None:
+                self._fill(bucket)  # Ctrl-C came before begin() had stored the future
+            else:
+                bucket.coming.result()
+        bucket.coming = None
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+class HereCopier(Copier):
+    """A copier that fills buckets on the caller's thread, when they are needed."""
+
+    def __init__(self, profile: StepProfile) -> None:
+        self._profile = profile
+
+    def begin(self, bucket: ShardedBucket) -> None:
+        return
+
+    def end(self, bucket: ShardedBucket) -> None:
+        size_bytes = bucket.flat.numel() * bucket.flat.element_size()
+        with self._profile.waiting("gather"), self._profile.span("gather", size_bytes):
+            bucket.fill()
+
+    def close(self) -> None:
+        return
+
+
+class WorldCopier(Copier):
+    """A copier whose buckets all ranks fill together, in the communicator's order of calls."""
+
+    def __init__(self, comm: Communicator, options: ZeroOptions, profile: StepProfile) -> None:
+        self._comm = comm
+        self._ahead = options.overlap is True
+        self._profile = profile
+        self._works: dict[ShardedBucket, Work] = {}
+
+    def begin(self, bucket: ShardedBucket) -> None:
+        if self._ahead:
+            fill = partial(self._fill, bucket)
+            self._works[bucket] = self._comm.submit(fill, "all_gather_bucket")
+
+    def _fill(self, bucket: ShardedBucket) -> list[torch.Tensor]:
+        with self._profile.span("gather", bucket.flat.nbytes):
+            bucket.fill()
+        return []
+
+    def end(self, bucket: ShardedBucket) -> None:
+        work = self._works.pop(bucket, None)
+        with self._profile.waiting("gather"):
+            if work is None:
+                self._fill(bucket)
+            else:
+                work.wait()
+
+    def close(self) -> None:
+        self._works.clear()
+
+
+class DeviceCopier(Copier):
+    """A copier that fills buckets by the copy engines, on a stream of its own.
+
+    Memory is allocated and freed on the caller's stream. The side stream begins behind what that
+    stream had when the memory was allocated, and the caller's stream waits before it uses or frees
+    it, so torch's allocator need not know of the side stream.
+    """
+
+    def __init__(self, comm: DeviceCallEngine) -> None:
+        self._runtime, self._device = comm.device_place
+        self._side = self._runtime.make_stream(self._device, high_priority=True)
+        self._done: dict[ShardedBucket, Event] = {}
+
+    def begin(self, bucket: ShardedBucket) -> None:
+        runtime, device, side = self._runtime, self._device, self._side
+        current = runtime.current_stream(device)
+        runtime.wait_event(device, side.handle, runtime.record_event(device, current))
+        with runtime.on_stream(side):
+            bucket.fill()
+        self._done[bucket] = runtime.record_event(device, side.handle)
+
+    def end(self, bucket: ShardedBucket) -> None:
+        done = self._done.pop(bucket, None)
+        if done is None:
+            bucket.fill()  # Ctrl-C came before begin() had recorded the event
+        else:
+            runtime, device = self._runtime, self._device
+            runtime.wait_event(device, runtime.current_stream(device), done)
+
+    def close(self) -> None:
+        self._done.clear()
+
+
+class Gatherer:
+    """The buckets of a module's units, gathered or prefetched when needed, and freed afterwards.
+
+    It expects the units in the order in which the last iteration needed them. A wrong guess costs
+    a copy.
+
+    NOTE [Graphs without a hook]
+    A backward gathers a unit again by hooks on the outputs of its module's calls. No hook sees a
+    parameter that is used outside of such a call, as in ``module.encode(x)`` or in ``gathered()``,
+    nor an output without a tensor that has a graph. The buckets of such parameters stay for as long
+    as a graph refers to them, or until their values change.
+
+    Args:
+        units: with their buckets.
+        comm, options, profile: of the engine.
+        tell_expected: called with the buckets that will be gathered next, where chunks have to be
+            brought before.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[tuple[Unit, Sequence[ShardedBucket]]],
+        comm: Communicator,
+        options: ZeroOptions,
+        profile: StepProfile,
+        tell_expected: Callable[[Iterable[ShardedBucket]], None] | None = None,
+    ) -> None:
+        self._tell_expected = tell_expected
+        # Those that stay from forward to backward, as hooks have it.
+        self._staying = {
+            bucket
+            for unit, buckets in units
+            for bucket in buckets
+            if unit.name == "" or _stays(unit, options)
+        }
+        self._buckets = {id(unit): tuple(buckets) for unit, buckets in units}
+        # By unit, how many are gathered ahead of their use while it runs.
+        self._prefetch = {
+            id(unit): (options.prefetch if unit.options.prefetch is None else unit.options.prefetch)
+            for unit, _ in units
+            if options.overlap
+        }
+        self._copier: Copier
+        if options.params == "world" or options.tier is not None:
+            self._copier = WorldCopier(comm, options, profile)
+        elif isinstance(comm, DeviceCallEngine):
+            self._copier = DeviceCopier(comm)
+        else:
+            self._copier = HostCopier(profile) if options.overlap else HereCopier(profile)
+        # Dicts for their order: of several errors, the same one is raised each time, and ranks that
+        # gather together do so alike.
+        self._coming: dict[ShardedBucket, None] = {}
+        self._here: dict[ShardedBucket, None] = {}
+        self._pins = 0
+        # Buckets that a forward with gradients has used in gathered().
+        self._ran: set[ShardedBucket] = set()
+        # See NOTE [Graphs without a hook]; True for those whose views keep their memory.
+        self._unhooked: dict[ShardedBucket, bool] = {}
+        # Ranks that gather together must free the same buckets, whatever graphs each rank has.
+        self._together = options.params == "world" or options.tier is not None
+        #: True if buckets that a graph refers to must stay: create_graph=True may have made it.
+        self.held = False
+        #: Number of units that run now, one inside another.
+        self.running = 0
+        self._last: list[int] = []
+        self._now: list[int] = []
+        self._backward_ended = False
+        self._told: dict[ShardedBucket, list[Callable[[], None]]] = {}
+        # Buckets that a schedule of a pipeline has asked for; see NOTE [Split backwards].
+        self._for_schedule: set[ShardedBucket] = set()
+        # Buckets whose chunks may change before the step; see NOTE [Updates in backward] in
+        # ``zero/stages/updates.py``.
+        self._closed: set[ShardedBucket] = set()
+        ask = partial(_bring_for_schedule, weakref.ref(self))
+        for each in self._buckets.values():
+            for bucket in each:
+                bucket.asked = ask
+
+    def tell(self, bucket: ShardedBucket, settle: Callable[[], None]) -> None:
+        """Has ``settle`` called whenever the bucket has come or gone."""
+        self._told.setdefault(bucket, []).append(settle)
+
+    def buckets_of(self, unit: Unit) -> tuple[ShardedBucket, ...]:
+        """Returns the buckets of a unit's parameters."""
+        return self._buckets[id(unit)]
+
+    def need(self, unit: Unit) -> None:
+        """Gathers a unit, and starts to gather the units that are expected next.
+
+        What a backward has updated already is left out. All gradients of it have come, so that the
+        backward needs it no more, unless it looks a parameter up.
+        """
+        if not self._now or self._now[-1] != id(unit):
+            self._now.append(id(unit))
+        self._bring([bucket for bucket in self._buckets[id(unit)] if bucket not in self._closed])
+        for key in self._expected():
+            for bucket in self._buckets[key]:
+                if bucket not in self._closed:
+                    self._start(bucket)
+        if self._tell_expected is not None:
+            self._tell(self._followers())
+
+    def expect_first(self) -> None:
+        """Tells which buckets the next iteration is expected to gather first."""
+        self._tell(self._now or self._last)
+
+    def _tell(self, units: Sequence[int]) -> None:
+        """Tells which buckets will be gathered next, those of these units."""
+        if self._tell_expected is not None:
+            buckets = (bucket for key in units for bucket in self._buckets[key])
+            # What is here now is gathered again, unless it stays.
+            self._tell_expected(b for b in buckets if not (b.is_here and b in self._staying))
+
+    def bring(self, unit: Unit) -> None:
+        """Gathers a unit; its parameters are here when the call returns."""
+        self._bring(self._buckets[id(unit)])
+
+    def bring_bucket(self, bucket: ShardedBucket) -> None:
+        """Gathers a bucket; its parameters are here when the call returns.
+
+        Raises:
+            ArgumentError: a backward has updated it already.
+        """
+        self._bring([bucket])
+
+    def _bring(self, buckets: Sequence[ShardedBucket]) -> None:
+        for bucket in buckets:
+            self._start(bucket)
+        for bucket in buckets:
+            if not bucket.is_here:
+                self._end_coming(bucket)
+
+    def bring_for_schedule(self, bucket: ShardedBucket) -> None:
+        """Gathers a bucket, which stays until :meth:`free_for_change`."""
+        self._bring([bucket])
+        self._for_schedule.add(bucket)
+
+    def open(self, unit: Unit | None = None) -> None:
+        """Marks gathered buckets, of one unit or all, as open to writes from outside the module."""
+        for bucket in self._here if unit is None else self._buckets[id(unit)]:
+            bucket.open()
+
+    def _show(self, bucket: ShardedBucket) -> None:
+        self._coming.pop(bucket, None)
+        bucket.show()
+        self._here[bucket] = None
+        self._settle(bucket)
+
+    def _settle(self, bucket: ShardedBucket) -> None:
+        for settle in self._told.get(bucket, ()):
+            settle()
+
+    def _start(self, bucket: ShardedBucket) -> None:
+        if not bucket.is_here and bucket not in self._coming:
+            if bucket in self._closed:
+                raise ArgumentError(
+                    f"zero: parameter {bucket.params[0].name} and others of its bucket are needed "
+                    'again, and a backward has updated them already (update="in_backward"). Call '
+                    "optimizer.step() before they are used again; where backward itself uses them "
+                    'again, build the optimizer with update="in_step"'
+                )
+            bucket.allocate()
+            self._coming[bucket] = None
+            self._copier.begin(bucket)
+
+    def _expected(self) -> list[int]:
+        """Returns the units to gather ahead of their use."""
+        count = self._prefetch.get(self._now[-1], 0)
+        return self._followers()[:count] if count else []
+
+    def _followers(self) -> list[int]:
+        """Returns the units that followed in the last iteration, if the current one matches it."""
+        at = len(self._now)
+        return self._last[at:] if self._last[at - 1 : at] == self._now[-1:] else []
+
+    def free(self, bucket: ShardedBucket, keeps_views: bool = False) -> None:
+        """Frees a bucket, if it is here and nothing is pinned or held."""
+        if self._pins and torch.is_grad_enabled():
+            self._ran.add(bucket)
+        stays = self._pins or bucket in self._for_schedule or (self.held and bucket.is_in_graph)
+        if not stays and bucket in self._unhooked:
+            stays = self._is_awaited(bucket)
+        if bucket.is_here and not stays:
+            self._here.pop(bucket, None)
+            try:
+                bucket.hide(self._unhooked.pop(bucket, False) or keeps_views)
+            finally:
+                self._settle(bucket)
+
+    def free_used(self, bucket: ShardedBucket) -> None:
+        """Frees a bucket in backward, unless a part of a graph still needs its memory."""
+        if not bucket.is_referred_to and not self._is_awaited(bucket):
+            self.free(bucket)
+
+    def close_bucket(self, bucket: ShardedBucket) -> None:
+        """Gathers a bucket no more until :meth:`reopen`, as ranks are about to change its chunks.
+
+        What is here of it stays as it is, for the rest of this backward.
+
+        Raises:
+            ArgumentError: a parameter was written to.
+        """
+        if bucket in self._coming:
+            self._copier.end(bucket)
+            self._show(bucket)
+        bucket.shut()
+        self._closed.add(bucket)
+
+    def reopen(self) -> None:
+        """Called once all ranks have changed the chunks of what was closed."""
+        self._closed.clear()
+
+    def release(self) -> None:
+        """Called after a backward that made no graph; drops the hold if no graph needs it."""
+        self.held = self.held and any(bucket.is_in_graph for bucket in self._here)
+
+    def keep_for_graph(self, unit: Unit) -> None:
+        """Has a unit stay for graphs that use it without a hook; see the note."""
+        for bucket in self._buckets[id(unit)]:
+            self._unhooked.setdefault(bucket, False)
+
+    def free_all(self) -> None:
+        """Frees all buckets that are here or on their way, but what graphs without a hook need.
+
+        Raises:
+            ArgumentError: a parameter was written to. The buckets are freed even so.
+        """
+        self._free_but({bucket for bucket in self._here if self._is_awaited(bucket)})
+
+    def free_for_change(self) -> None:
+        """Frees all buckets, whatever graph refers to them, since their values will change.
+
+        Raises:
+            ArgumentError: a parameter was written to. All buckets are freed even so.
+        """
+        self.held = False
+        self._for_schedule.clear()
+        viewed = {bucket for bucket, keeps in self._unhooked.items() if keeps}
+        self._unhooked.clear()
+        self._free_but(set(), viewed)
+
+    def _is_awaited(self, bucket: ShardedBucket) -> bool:
+        """Returns whether a graph may need a bucket that no hook gathers."""
+        if bucket in self._closed:
+            return False  # the values are old
+        unhooked = bucket in self._unhooked
+        if not unhooked and (self._together or bucket not in self._staying):
+            return False
+        return bucket.is_in_graph
+
+    def _free_but(
+        self, kept: Container[ShardedBucket], viewed: Container[ShardedBucket] = ()
+    ) -> None:
+        """Frees all buckets but ``kept``, and leaves the memory of ``viewed`` to their views."""
+        failed: ArgumentError | DiskError | None = None
+        for bucket in [*self._coming, *self._here]:
+            try:
+                if bucket in self._coming:
+                    self._end_coming(bucket)
+                if bucket in kept:
+                    bucket.check()
+                else:
+                    self.free(bucket, bucket in viewed)
+            except (ArgumentError, DiskError) as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _end_coming(self, bucket: ShardedBucket) -> None:
+        try:
+            self._copier.end(bucket)
+        except DiskError:
+            # It will not come, on any rank.
+            self._coming.pop(bucket, None)
+            bucket.hide()
+            raise
+        self._show(bucket)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Returns whether a tensor lies in the memory of a bucket that is here."""
+        wrapper: Any = tensor
+        if is_traceable_wrapper_subclass(wrapper):
+            # A DTensor, or what a collective of one has yet to finish: the memory is inside.
+            inside = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+            return any(self.has(each) for each in inside if isinstance(each, torch.Tensor))
+        if not torch._C._has_storage(tensor):
+            return False
+        at = tensor.untyped_storage().data_ptr()
+        return any(bucket.flat.data_ptr() == at for bucket in self._here)
+
+    @property
+    def pinned(self) -> bool:
+        """True inside :meth:`pin`, where nothing is freed."""
+        return self._pins > 0
+
+    @contextmanager
+    def pin(self) -> Iterator[None]:
+        """Keeps buckets from being freed; those gathered meanwhile are freed at the end."""
+        # A forward or backward may be under way, which needs what is here.
+        kept = set(self._here)
+        self._pins += 1
+        try:
+            yield
+        except BaseException:
+            self._pins -= 1
+            # The exception that was raised matters more than lost changes.
+            with suppress(ArgumentError):
+                self._end_pin(kept)
+            raise
+        self._pins -= 1
+        self._end_pin(kept)
+
+    def _end_pin(self, kept: set[ShardedBucket]) -> None:
+        if not self._pins and torch.is_grad_enabled():
+            used = {b for b in self._here if b not in kept and b not in self._ran and b.is_used}
+            self._unhooked.update(dict.fromkeys(used, True))
+            kept = kept | used
+        # For views in a forward's graph, backward gathers the memory again.
+        viewed = {*self._coming, *self._here} - self._ran
+        try:
+            self._free_but(kept, viewed)
+        finally:
+            if not self._pins:
+                self._ran.clear()
+
+    def is_repeated(self, unit: Unit) -> bool:
+        """Returns whether a call of a unit without the root begins an iteration.
+
+        It does after a backward. Otherwise it does when the unit began the current iteration or,
+        without gradients, when the iteration has called the unit before.
+        """
+        key = id(unit)
+        again = self._now[:1] == [key] if torch.is_grad_enabled() else key in self._now
+        return self._backward_ended or again
+
+    def end_backward(self) -> None:
+        """Called at the end of a backward through the module; frees all buckets."""
+        self._backward_ended = True
+        self.free_all()
+
+    def new_iteration(self) -> None:
+        """Begins an iteration, whose units are expected in the order of the one that ends."""
+        self._backward_ended = False
+        if self._now:
+            self._last, self._now = self._now, []
+
+    def close(self) -> None:
+        """Ends all copies and frees all buckets."""
+        self.free_for_change()
+        self._copier.close()
+
+
+def _stays(unit: Unit, options: ZeroOptions) -> bool:
+    chosen = unit.options.keep_gathered
+    return options.keep_gathered if chosen is None else chosen
+
+
+def _bring_for_schedule(reference: weakref.ref[Gatherer], bucket: ShardedBucket) -> bool:
+    gatherer = reference()
+    if gatherer is None or not in_split_backward():
+        return False
+    gatherer.bring_for_schedule(bucket)
+    return True

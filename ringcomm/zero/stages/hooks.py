@@ -1,0 +1,611 @@
+"""Module hooks: casts at the root, and at stage 3 gathering and freeing around each unit."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from ringcomm.comm.host.arguments import only_inlined, outside_of_compile
+from ringcomm.errors import ArgumentError, UnsupportedError, where
+from ringcomm.module_names import (
+    KnownNames,
+    wrapped_key,
+)
+from ringcomm.optim.dtensors import is_distributed, with_own_storage
+from ringcomm.zero.stages.absent import Absent, value_of
+from ringcomm.zero.stages.buckets import ShardedBucket
+from ringcomm.zero.stages.engine import ShardEngine, owner_of
+from ringcomm.zero.stages.units import Unit
+
+F = TypeVar("F", bound=Callable[..., Any])
+# torch's bindings are not typed.
+functorch: Any = torch._C._functorch
+_DIFFERENTIATES = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
+
+# Dynamo shows this text where it breaks a graph, and in the error under fullgraph=True.
+_REASON = (
+    "ringcomm.zero works between the graphs: at stage 3 it gathers each unit before it runs and "
+    "frees it afterwards. For fullgraph=True pass each unit, such as every block, through "
+    "torch.compile() before shard(), and leave the module around them uncompiled"
+)
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Returns the module that ``torch.compile()`` wrapped, or the module itself if it did not."""
+    found = getattr(module, "_orig_mod", module)
+    return found if isinstance(found, nn.Module) else module
+
+
+def in_transform() -> bool:
+    """Returns whether ``grad``, ``vjp`` or ``jvp`` of ``torch.func`` calls the module.
+
+    What they return is no gradient that is accumulated in a parameter, so that nothing of it is
+    reduced; and torch refuses to write to memory from outside, as gathering does.
+    """
+    stack = functorch.get_interpreter_stack()
+    return stack is not None and any(each.key() in _DIFFERENTIATES for each in stack)
+
+
+Tensor = torch.Tensor
+
+
+def hook_modules(engine: ShardEngine, root: nn.Module) -> None:
+    """Registers all hooks that the engine's stage and precision need."""
+    precision = engine.options.precision
+    inputs = precision.param if precision.cast_inputs else None
+    casts = inputs is not None or precision.output is not None
+    cast_inputs, cast_outputs = _casts(inputs, precision.output)
+    if casts:
+        engine.keep(root.register_forward_pre_hook(cast_inputs, with_kwargs=True))
+    _keep_dtypes(engine)
+    if engine.stage > 1:
+        _RootHooks(engine, root)
+    if engine.gatherer is not None:
+        hooks = [_UnitHooks(engine, unit, unit.module is root) for unit in engine.parts.units]
+        _watch_accesses(engine, hooks)
+        refuse = _refuse_states(engine)
+        engine.keep(root.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+        for module in root.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # it has no tensors, or shard() had refused it, and takes no such hooks
+            engine.keep(module.register_load_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+    if casts:
+        engine.keep(root.register_forward_hook(cast_outputs))
+
+
+def _keep_dtypes(engine: ShardEngine) -> None:
+    """Has modules compute in their dtype, among modules that compute in another one."""
+    # All of one kind have the same two hooks, so that compiled units of one kind share their code.
+    casts: dict[tuple[torch.dtype, torch.dtype | None], tuple[Any, Any]] = {}
+    for chosen in engine.parts.dtypes.chosen:
+        for module in _called(chosen.module):
+            stays = getattr(module, "returns_fp32", False)
+            kind = chosen.dtype, None if stays else chosen.outside
+            if kind not in casts:
+                casts[kind] = _casts(*kind)
+            cast_inputs, cast_outputs = casts[kind]
+            engine.keep(module.register_forward_pre_hook(cast_inputs, with_kwargs=True))
+            engine.keep(module.register_forward_hook(cast_outputs))
+
+
+def _casts(inside: torch.dtype | None, outside: torch.dtype | None) -> tuple[Any, Any]:
+    """Returns hooks that cast the inputs and outputs of a module's outermost call.
+
+    A module that calls itself computes in one dtype all the way.
+
+    Args:
+        inside: the dtype of inputs; None leaves them.
+        outside: the dtype of outputs; None leaves them.
+    """
+    running: list[nn.Module] = []
+
+    @only_inlined
+    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        is_inner = any(each is module for each in running)
+        if is_inner and not torch.compiler.is_dynamo_compiling() and not _calls_itself(module):
+            # An exception has left the module, as one does that ends a checkpoint's recomputation.
+            running[:] = [each for each in running if each is not module]
+            is_inner = False
+        running.append(module)
+        if is_inner or inside is None:
+            return None
+        return _cast(args, inside), _cast(kwargs, inside)
+
+    @only_inlined
+    def cast_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+        while running and running.pop() is not module:
+            pass
+        is_inner = any(each is module for each in running)
+        if is_inner or outside is None:
+            return None
+        return _cast(output, outside)
+
+    return cast_inputs, cast_outputs
+
+
+def _refuse_states(engine: ShardEngine) -> Callable[..., None]:
+    def refuse(*_: Any) -> None:
+        if engine.gatherer is not None and not engine.gatherer.pinned:
+            raise ArgumentError(
+                "state_dict: at stage 3 a module has its parameters only inside gathered(). Save "
+                "with ringcomm.zero.save(), save_pretrained() or full_state_dict(), and load "
+                "inside gathered(module, write_from=0)"
+            )
+
+    return refuse
+
+
+class _ShowValues:
+    """A hook that settles what the state of a module shows of its own parameters in buckets.
+
+    Each value gets a storage of its own: ``safetensors.torch.save_model()`` refuses a part of a
+    storage, and ``torch.save()`` would write the whole bucket. Outside of ``gathered()``, where
+    frameworks ask a part of a module of stage 3 for the names of its tensors, their memory will go.
+    """
+
+    def __init__(self, engine: ShardEngine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of a part of the module is plain.
+        return partial, (_leave_as_it_is,)
+
+    def __call__(self, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        engine = self._engine()
+        for key, param in module._parameters.items():
+            name = prefix + key
+            value = state.get(name)
+            if value is None or isinstance(value, (nn.Parameter, Absent)) or is_distributed(value):
+                continue
+            if engine is None or param is None or owner_of(param) is not engine:
+                continue
+            gatherer = engine.gatherer
+            if gatherer is not None and not gatherer.pinned:
+                if gatherer.has(value):
+                    state[name] = value_of(name, param)
+            elif gatherer is None or gatherer.has(value):
+                # The value itself still shares its version with the parameter.
+                value.data = with_own_storage(value.detach())
+
+
+def _leave_as_it_is(*_: Any) -> None:
+    return
+
+
+def settle_states(engine: ShardEngine, outer: nn.Module) -> None:
+    """Has ``state_dict()`` give plain names and values that may be saved, and
+    ``load_state_dict()`` take plain and other names.
+
+    Args:
+        engine: of the module.
+        outer: the module as the caller of ``shard()`` has it, perhaps in wrappers.
+    """
+    root = engine.parts.module
+    show = _ShowValues(engine)
+    for module in root.modules():
+        if module._parameters:
+            engine.keep(module.register_state_dict_post_hook(show))  # type: ignore[no-untyped-call]
+    around = [] if outer is root else [outer]
+    for module in (*around, *root.modules()):
+        key = wrapped_key(module)
+        # Wrappers of activation checkpoints leave themselves out of names by such hooks, too.
+        if key is not None and not hasattr(type(module), "_post_state_dict_hook"):
+            engine.keep(module.register_state_dict_post_hook(partial(_leave_out, key)))  # type: ignore[no-untyped-call]
+            engine.keep(module.register_load_state_dict_pre_hook(partial(_put_in, key)))  # type: ignore[no-untyped-call]
+    first = root.register_load_state_dict_pre_hook(_find_names)  # type: ignore[no-untyped-call]
+    # Hooks of wrappers, the root's own among them, expect plain names.
+    hooks: Any = root._load_state_dict_pre_hooks
+    hooks.move_to_end(first.id, last=False)
+    engine.keep(first)
+
+
+def _leave_out(key: str, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    """Leaves a wrapper's part out of the names in a state dict that was made."""
+    _replace_prefix(state, f"{prefix}{key}.", prefix)
+
+
+def _put_in(key: str, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    """Puts a wrapper's part into the names of a state dict that is about to be loaded."""
+    inner, wrapped = module._modules[key], f"{prefix}{key}."
+    names = [name for name in state if name.startswith(prefix)]
+    # The module inside may have a child of the same name.
+    first = f"{wrapped}{key}." if inner is not None and key in inner._modules else wrapped
+    has_part = all(name.startswith(wrapped) for name in names)
+    if not (has_part and any(name.startswith(first) for name in names)):
+        _replace_prefix(state, prefix, wrapped)
+
+
+def _replace_prefix(state: Any, prefix: str, other: str) -> None:
+    """Replaces the beginning of names, in their order."""
+    for table in (state, getattr(state, "_metadata", {})):
+        for name in list(table):
+            value = table.pop(name)
+            begins = name.startswith(prefix)
+            table[other + name[len(prefix) :] if begins else name] = value
+
+
+def _find_names(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    """Gives what is about to be loaded the plain names of a module's tensors."""
+    known = KnownNames.of(module)
+    for name in [name for name in state if name.startswith(prefix)]:
+        found = prefix + known.find(name[len(prefix) :])
+        if found != name and found not in state:
+            state[found] = state.pop(name)
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+
+
+def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
+    """Yields all tensors in a value: in containers, dataclasses and plain objects.
+
+    Args:
+        value: inputs or outputs of a module.
+        seen: objects that were visited, by ``id``, since objects may refer to each other.
+    """
+    seen = {} if seen is None else seen
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if id(value) in seen or isinstance(value, (str, bytes, type, nn.Module)):
+        return
+    inside: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inside = value.values()
+    elif isinstance(value, (Sequence, set, frozenset)):
+        inside = value
+    elif is_dataclass(value):
+        inside = (getattr(value, field.name) for field in fields(value))
+    elif hasattr(value, "__dict__"):
+        held = vars(value).values()
+        inside = [each for each in held if isinstance(each, (Tensor, Mapping, Sequence))]
+    seen[id(value)] = value
+    for each in inside:
+        yield from tensors_in(each, seen)
+
+
+def _watch_gradients(output: Any, hook: Callable[[Tensor], None]) -> bool:
+    """Has ``hook`` called before a backward reaches what made ``output``; returns whether it will.
+
+    Leaves get no hook, since nothing made them and they would keep it for good.
+    """
+    watched = False
+    for tensor in tensors_in(output):
+        # A view that is changed in place gets another path in backward, through its base.
+        for each in (tensor, tensor._base):
+            if each is not None and each.grad_fn is not None:
+                each.register_hook(hook)  # type: ignore[no-untyped-call]
+                watched = True
+    return watched
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the outermost modules that can be called: a list of modules has no forward."""
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        yield module
+        return
+    for child in module.children():
+        yield from _called(child)
+
+
+class _RootHooks:
+    """The hooks that tell the engine when a backward begins, before any backward inside it."""
+
+    def __init__(self, engine: ShardEngine, root: nn.Module) -> None:
+        self._engine = engine
+        for module in _called(root):
+            engine.keep(module.register_forward_hook(self._after))
+
+    @only_inlined
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        # A compiled graph of the whole module has one backward, with no backward inside it.
+        if not torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
+            return
+        if not in_transform():
+            if not self._engine.in_backward:
+                self._engine.order.runs(self._engine.number)
+            _watch_gradients(output, self._backward)
+
+    def _backward(self, grad: Tensor) -> None:
+        self._engine.begin_backward()
+
+
+class _UnitHooks:
+    """The hooks that gather a unit before it runs, forward and backward, and free it afterwards.
+
+    NOTE [When a bucket can be freed in backward]
+    A trainable parameter's gradient comes after all nodes that use the parameter have run. So a
+    bucket whose gradients have all come is needed no more, unless autograd still refers to its
+    memory, to a detached weight for instance. A bucket of frozen parameters, which have no
+    gradients, is freed when the gradients of the unit's inputs have come. All other buckets are
+    freed at the end of backward.
+    """
+
+    def __init__(self, engine: ShardEngine, unit: Unit, is_root: bool) -> None:
+        self._engine = engine
+        self._unit = unit
+        self.outside: list[_UnitHooks] = []
+        self.everyone: Sequence[_UnitHooks] = ()
+        self._is_root = is_root
+        self._depth = 0
+        # True if a parameter was looked up while the unit was absent, which gathered it.
+        self._touched = False
+        # Units whose parameters are used outside of their module's calls stay for the iteration.
+        chosen = unit.options.keep_gathered
+        self.stays = is_root or (engine.options.keep_gathered if chosen is None else chosen)
+        engine.keep(unit.module.register_forward_pre_hook(self._before, with_kwargs=True))
+        engine.keep(
+            unit.module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+        )
+
+    @property
+    def _buckets(self) -> tuple[ShardedBucket, ...]:
+        assert self._engine.gatherer is not None
+        return self._engine.gatherer.buckets_of(self._unit)
+
+    def _need(self) -> None:
+        assert self._engine.gatherer is not None
+        if in_transform():
+            self._check_here()
+            return
+        self._engine.gatherer.need(self._unit)
+
+    def _check_here(self) -> None:
+        """Raises where a unit would have to be gathered in a transform of torch.func."""
+        if not all(bucket.is_here for bucket in self._buckets):
+            comm = self._engine.comm
+            raise UnsupportedError(
+                f"{where('zero', comm.rank, comm.world_size)}: torch.func differentiates module "
+                f"{self._unit.name!r}, whose parameters are not here: at stage 3 they are gathered "
+                "when they are needed, and torch.func lets no memory be written to meanwhile. Call "
+                "grad(), vjp(), jvp() and what is made of them inside "
+                "ringcomm.zero.gathered(module), where all parameters are"
+            )
+
+    @outside_of_compile(_REASON)
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        gatherer = self._engine.gatherer
+        assert gatherer is not None
+        if in_transform():
+            self._check_here()
+            return
+        if self._depth and not _calls_itself(module):
+            for each in self.everyone:
+                each._depth = 0
+            gatherer.running = 0
+        if not gatherer.running and not self._engine.in_backward:
+            if self._is_root:
+                gatherer.free_all()
+            if self._is_root or gatherer.is_repeated(self._unit):
+                gatherer.new_iteration()
+        self._depth += 1
+        gatherer.running += 1
+        if not all(bucket.is_here for bucket in self._buckets):
+            self._touched = False
+        # A part that a backward runs again may use none of what the backward has updated.
+        self._need()
+        if torch.is_grad_enabled() and any(not bucket.trains for bucket in self._buckets):
+            self._watch_inputs((args, kwargs))
+
+    def _watch_inputs(self, inputs: Any) -> None:
+        needed = [each for each in tensors_in(inputs) if each.requires_grad]
+        # Leaves outlive the backward, and would keep the hook.
+        if needed and not any(each.is_leaf for each in needed):
+            arrived = _AllArrived(len(needed), self._free_frozen)
+            for each in needed:
+                each.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+    def _free_frozen(self) -> None:
+        gatherer = self._engine.gatherer
+        if gatherer is not None and not self._depth and not self.stays:
+            for bucket in self._buckets:
+                if not bucket.trains:
+                    gatherer.free_used(bucket)
+
+    @outside_of_compile(_REASON)
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        gatherer = self._engine.gatherer
+        assert gatherer is not None
+        if in_transform():
+            return None
+        # torch also calls this, with None, after an exception, perhaps one from before _before().
+        if self._depth:
+            self._depth -= 1
+            gatherer.running -= 1
+        copied = self._without_parameters(output)
+        grad = torch.is_grad_enabled()
+        self._free_after_forward(not grad or _watch_gradients(copied, self._backward))
+        return None if copied is output else copied
+
+    def _without_parameters(self, output: Any) -> Any:
+        """Returns an output with copies of parameters and their views, whose memory will go."""
+        gatherer = self._engine.gatherer
+        assert gatherer is not None
+        if not any(gatherer.has(tensor) for tensor in tensors_in(output)):
+            return output
+        copied = tree_map_only(Tensor, lambda t: t.clone() if gatherer.has(t) else t, output)
+        if any(gatherer.has(tensor) for tensor in tensors_in(copied)):
+            raise UnsupportedError(
+                f"zero: module {self._unit.name!r} returned a parameter, or a view of one, inside "
+                f"a {type(output).__name__}, and at stage 3 its memory is about to be freed; "
+                "return a copy (.clone())"
+            )
+        return copied
+
+    def _free_after_forward(self, watched: bool) -> None:
+        gatherer = self._engine.gatherer
+        assert gatherer is not None
+        if self._depth or self._engine.in_backward:
+            return
+        if not watched:
+            gatherer.keep_for_graph(self._unit)
+            return
+        if not torch.is_grad_enabled():
+            if self._is_root:
+                gatherer.free_all()
+            elif not self.stays and not self._touched:
+                self._free()
+        elif not self.stays:
+            self._free()
+
+    def _free(self) -> None:
+        assert self._engine.gatherer is not None
+        for bucket in self._buckets:
+            self._engine.gatherer.free(bucket)
+
+    def _backward(self, grad: Tensor) -> None:
+        """Called when the gradient of one of the unit's outputs is there; gathers the unit."""
+        self._engine.begin_backward()
+        self._engine.expect_gradients(self._buckets)
+        # An output of an inner call, or a second one, has a gradient after parameters of the unit
+        # that were used behind it have theirs.
+        self._need()
+        for other in self.outside:
+            other._need()
+
+    def touched(self, bucket: ShardedBucket) -> None:
+        """Called when an absent parameter of the unit, in ``bucket``, is looked up; gathers it."""
+        gatherer = self._engine.gatherer
+        assert gatherer is not None
+        if not self._depth:
+            gatherer.keep_for_graph(self._unit)
+            if not self.stays and torch.is_grad_enabled():
+                self.stays = True
+                self.outside.append(self)
+        self._touched = True
+        self._need()
+        gatherer.bring_bucket(bucket)
+        if not gatherer.running and not self._engine.in_backward:
+            gatherer.open(self._unit)
+
+
+class _AllArrived:
+    """A hook of several tensors, which acts once a backward has brought all their gradients.
+
+    torch's own refers to the graph's nodes, which refer to it: Python does not collect that cycle,
+    and the module would never be given back. Where a backward does not reach all of the tensors,
+    nothing happens.
+    """
+
+    def __init__(self, count: int, act: Callable[[], None]) -> None:
+        self._count = self._left = count
+        self._act = act
+        self._backward = -1
+
+    def __call__(self, grad: Tensor) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward, self._left = backward, self._count
+        self._left -= 1
+        if not self._left:
+            self._act()
+
+
+def _calls_itself(module: nn.Module) -> bool:
+    """Returns whether the module's call that has just begun is inside another of its calls.
+
+    If not, a unit that is marked as running was left by Ctrl-C, after which torch calls no forward
+    hook (it catches Exception, which KeyboardInterrupt is not).
+    """
+    frame, calls = sys._getframe(), 0
+    while frame.f_back is not None and calls < 2:
+        frame = frame.f_back
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+            calls += 1
+    return calls > 1
+
+
+class _Watched(dict[str, Any]):
+    """A module's table of parameters in which a look-up gathers the parameter.
+
+    NOTE [Touching gathers]
+    Modules use each other's parameters (``F.linear(x, self.embed.weight)``) without a call that
+    hooks could see. Since gathering needs no other rank, it can happen right where ``embed.weight``
+    is looked up. From then on that unit stays from its first use to the end of backward.
+    """
+
+    def __init__(self, params: Mapping[str, Any], touch: Callable[[Tensor], None]) -> None:
+        super().__init__(params)
+        self._touch = touch
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError("zero: a sharded module cannot be copied or pickled; unshard() it")
+
+    def __getitem__(self, name: str) -> Any:
+        param = super().__getitem__(name)
+        if param is not None:
+            self._touch(param)
+        return param
+
+
+class _Table:
+    """The table of parameters of a module: watched, and a plain dict while all of them are here.
+
+    NOTE [Plain while here]
+    Dynamo traces into a table that is no plain dict, and would compile a unit anew for each module
+    that it guards there. Gathered parameters need no watching, so a compiled unit finds a plain
+    table, and all units of one kind share its code.
+    """
+
+    def __init__(
+        self, module: nn.Module, watched: _Watched, buckets: Sequence[ShardedBucket]
+    ) -> None:
+        self._module = module
+        self._watched = watched
+        self._buckets = buckets
+
+    def settle(self) -> None:
+        """Switches between the two tables; called when a bucket has come or gone."""
+        attributes, watched = self._module.__dict__, self._watched
+        table = attributes["_parameters"]
+        for bucket in self._buckets:
+            if not bucket.is_here:
+                break
+        else:
+            if table is watched:
+                attributes["_parameters"] = dict(watched.items())
+            return
+        if table is watched:
+            return
+        # Parameters may have been registered or replaced meanwhile. Values are compared by
+        # identity, since absent parameters raise when they are compared.
+        unchanged = list(table) == list(watched)
+        if not unchanged or not all(map(operator.is_, table.values(), watched.values())):
+            watched.clear()
+            watched.update(table)
+        attributes["_parameters"] = watched
+
+
+def _watch_accesses(engine: ShardEngine, hooks: Sequence[_UnitHooks]) -> None:
+    """Has look-ups of parameters gather their units; see NOTE [Touching gathers]."""
+    assert engine.gatherer is not None
+    outside: list[_UnitHooks] = []
+    owner: dict[int, tuple[ShardedBucket, _UnitHooks]] = {}
+    for each in hooks:
+        each.outside, each.everyone = outside, hooks
+        for bucket in each._buckets:
+            owner.update({id(placed.param): (bucket, each) for placed in bucket.params})
+
+    def touch(param: Tensor) -> None:
+        bucket, unit = owner.get(id(param), (None, None))
+        if bucket is not None and unit is not None and not bucket.is_here:
+            unit.touched(bucket)
+
+    for module in engine.parts.module.modules():
+        own = [owner[id(p)][0] for p in module._parameters.values() if id(p) in owner]
+        if own:
+            watched = _Watched(module._parameters, touch)
+            engine.watch(module, watched)
+            table = _Table(module, watched, own)
+            for bucket in dict.fromkeys(own):
+                engine.gatherer.tell(bucket, table.settle)

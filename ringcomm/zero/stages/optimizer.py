@@ -1,0 +1,785 @@
+"""The placement of a sharded module: its buckets, gradients and kernels, for an optimizer."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.host.work import Work
+from ringcomm.errors import ArgumentError, UnsupportedError, where
+from ringcomm.memory import zeros
+from ringcomm.offload.scratch import DiskChunks
+from ringcomm.optim.buckets import Bucket, BucketMemory, Buckets, empty_for_streams
+from ringcomm.optim.dtensors import (
+    grad_of,
+    is_distributed,
+    local_gradient,
+    other_shape,
+    plainly,
+    set_grad,
+)
+from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
+from ringcomm.optim.kernels import FOUND_INF, Kernels, StepTable
+from ringcomm.optim.layout import ShardLayout
+from ringcomm.optim.options import AdamWOptions
+from ringcomm.optim.owners import OwnerKernels
+from ringcomm.optim.placement import (
+    BucketOwner,
+    Placement,
+    all_params,
+    check_frozen,
+    first_placed,
+    place,
+    place_frozen,
+    sharers_of,
+)
+from ringcomm.optim.reduction import NORM_WORDS, Into, Reducer, make_reducer
+from ringcomm.optim.sharded import ShardedOptimizer
+from ringcomm.optim.step import ShardedStep
+from ringcomm.optim.tiers import takes_step
+from ringcomm.zero.stages.buckets import (
+    DiskBucket,
+    ParamBucket,
+    ReplicatedBucket,
+    ShardedBucket,
+    expect,
+)
+from ringcomm.zero.stages.engine import ShardEngine
+from ringcomm.zero.stages.options import Precision
+from ringcomm.zero.stages.order import in_pipeline
+from ringcomm.zero.stages.reduce import Reduction
+from ringcomm.zero.stages.units import by_optimizer
+from ringcomm.zero.stages.updates import BackwardUpdates
+
+# ---- The kernels of the stages: the native ones, adapted to where parameters and gradients are --
+
+Tensor = torch.Tensor
+
+# Stage 1 uses the native kernels as they are, for parameters and gradients that all ranks have
+# whole. The classes below adapt them to the other stages.
+
+
+class StageKernels(Kernels):
+    """The base of the stages' kernels: native kernels, with a reducer for a world of one too."""
+
+    def __init__(self, native: Kernels, reducer: Reducer) -> None:
+        super().__init__(native.alone, reducer)
+        self._native = native
+
+    def forget(self) -> None:
+        self._native.forget()
+
+    def begin(self, table: StepTable) -> None:
+        self._native.begin(table)
+
+    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
+        self._native.update_shard(bucket, grad)
+
+    def end(self) -> None:
+        self._native.end()
+
+    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
+        if self.alone:
+            self._native.update_shard(bucket, grad)
+        else:
+            self._native.update_gather(bucket, grad)
+
+    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
+        self._native.one_pass(bucket, grads)
+
+
+class RoundedKernels(StageKernels):
+    """The kernels of stage 1 with the reduced gradient rounded to 16 bits, as at other stages."""
+
+    def __init__(self, native: Kernels, reducer: Reducer, precision: Precision) -> None:
+        super().__init__(native, reducer)
+        self._precision = precision
+        self._shards: dict[int, Tensor] = {}
+
+    def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
+        exact = torch.empty(bucket.chunk.elems, dtype=torch.float32, device=bucket.grads.device)
+        self.reducer.reduce(bucket.grads, Into(exact, kind, words, residual=bucket.residual))
+        dtype = self._precision.reduced_dtype(bucket.layout.dtype)
+        self._shards[bucket.number] = exact.to(dtype)
+
+    def reduced(self, bucket: Bucket) -> Tensor:
+        return self._shards[bucket.number]
+
+    def update(self, bucket: Bucket) -> None:
+        self.update_gather(bucket, self._shards.pop(bucket.number))
+
+    def reduce_update(self, bucket: Bucket) -> None:
+        self.reduce_norm(bucket, "l2", _new_words(bucket))
+        self.update(bucket)
+
+
+class ReplicatedKernels(StageKernels):
+    """The kernels of stage 0: an all-reduce, and the whole update on every rank.
+
+    The all-reduce is a reduce-scatter and an all-gather of FP32 sums, bucket by bucket, so that the
+    update reads the same bits as at the other stages.
+    """
+
+    def __init__(
+        self, native: Kernels, reducer: Reducer, comm: Communicator, precision: Precision
+    ) -> None:
+        super().__init__(native, reducer)
+        self._comm = comm
+        self._precision = precision
+        self._sums: dict[int, Tensor] = {}
+
+    def _sum(self, bucket: Bucket) -> Tensor:
+        """Returns this rank's chunk of the sum: [largest chunk elements], in the heap."""
+        if bucket.number not in self._sums:
+            elems = bucket.layout.chunk(0, self._comm.world_size).elems
+            dtype = self._precision.reduced_dtype(bucket.layout.dtype)
+            self._sums[bucket.number] = zeros(elems, dtype=dtype, device=self._comm.heap_device)
+        return self._sums[bucket.number]
+
+    def reduced(self, bucket: Bucket) -> Tensor:
+        chunk = bucket.layout.chunk(self._comm.shard_index, self._comm.world_size)
+        return self._sum(bucket)[: chunk.elems]
+
+    def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
+        own = self.reduced(bucket)
+        exact = own
+        if own.dtype is not torch.float32:
+            exact = torch.empty_like(own, dtype=torch.float32)
+        self.reducer.reduce(bucket.grads, Into(exact, kind, words, residual=bucket.residual))
+        if exact is not own:
+            own.copy_(exact)
+
+    def update(self, bucket: Bucket) -> None:
+        own = self._sum(bucket)
+        world = self._comm.world_size
+        whole = torch.empty(own.numel() * world, dtype=own.dtype, device=own.device)
+        if self._comm.num_nodes == 1:
+            self._comm.all_gather_into_tensor(whole, own)
+        else:
+            parts = whole.chunk(world)
+            indices = map(self._comm.shard_index_of, range(world))
+            self._comm.all_gather([parts[index] for index in indices], own)
+        self.update_shard(bucket, whole)
+
+    def reduce_update(self, bucket: Bucket) -> None:
+        self.reduce_norm(bucket, "l2", _new_words(bucket))
+        self.update(bucket)
+
+
+class ReducedKernels(StageKernels):
+    """The kernels of stage 2, where all gradients but the last ones were reduced in backward.
+
+    See NOTE [Kept for the step] in ``zero/stages/reduce.py`` for the last ones.
+    """
+
+    def __init__(self, native: Kernels, reduction: Reduction) -> None:
+        super().__init__(native, reduction.reducer)
+        self._reduction = reduction
+        # float32 [elements of the largest chunk so far], for gradients of one bucket at a time.
+        self._own: Tensor | None = None
+
+    def end(self) -> None:
+        super().end()
+        self._reduction.used()
+
+    def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
+        self._reduction.norm(bucket.number, kind, words)
+
+    def reduced(self, bucket: Bucket) -> Tensor:
+        self._reduction.settle()
+        self._reduction.wait()
+        return self._reduction.buckets[bucket.number].shard
+
+    def update(self, bucket: Bucket) -> None:
+        self.update_gather(bucket, self._reduction.buckets[bucket.number].shard)
+
+    def reduce_update(self, bucket: Bucket) -> None:
+        kept = self._reduction.kept.get(bucket.number)
+        if kept is None:
+            self.update(bucket)
+        else:
+            self._native.reduce_update_from(bucket, kept)
+
+    def reduce_update_from(self, bucket: Bucket, grads: Tensor) -> None:
+        if self._reduction.buckets[bucket.number].shard.dtype is torch.float32:
+            self._native.reduce_update_from(bucket, grads)
+        else:
+            self.update_gather(bucket, self.reduce_now(bucket, grads))
+
+    def reduce_now(self, bucket: Bucket, grads: Tensor) -> Tensor:
+        """Returns what :meth:`reduced` would, of gradients that no shard keeps; collective.
+
+        Its memory is that of all buckets, used in turn.
+        """
+        elems = bucket.chunk.elems
+        if self._own is None or self._own.numel() < elems:
+            self._own = empty_for_streams(elems, torch.float32, grads.device)
+        own = self._own[:elems]
+        into = Into(own, "l2", None, tag=bucket.tag(), residual=bucket.residual)
+        self.reducer.reduce(grads, into)
+        return own.to(self._reduction.buckets[bucket.number].shard.dtype)
+
+
+class SplitKernels(ReducedKernels):
+    """The kernels of stage 3, where no rank has more than its chunk of the parameters either.
+
+    See NOTE [Gathering is one-sided] in ``zero/stages/buckets.py`` for the barriers.
+    """
+
+    def __init__(
+        self,
+        native: Kernels,
+        reduction: Reduction,
+        comm: Communicator,
+        free_all: Callable[[], None],
+        overlap: bool,
+    ) -> None:
+        super().__init__(native, reduction)
+        self._comm = comm
+        self._free_all = free_all
+        self._overlap = overlap
+        self._sharing: list[Work] = []
+
+    def ready(self) -> None:
+        self._free_all()
+
+    def begin(self, table: StepTable) -> None:
+        # In backward the reduction of each bucket takes the barrier's place.
+        if self._reduction.updates is None:
+            self._sharing.clear()
+            self._comm.barrier()
+        super().begin(table)
+
+    def update(self, bucket: Bucket) -> None:
+        reduced = self._reduction.buckets[bucket.number]
+        assert isinstance(reduced.stored, ShardedBucket)
+        self.update_shard(bucket, reduced.shard)
+        # What is behind computation on a thread of its own is waited for in end().
+        work = reduced.stored.settle(async_op=self._overlap)
+        if work is not None:
+            self._sharing.append(work)
+
+    def reduce_update_from(self, bucket: Bucket, grads: Tensor) -> None:
+        self.update_shard(bucket, self.reduce_now(bucket, grads))
+        bucket.share()
+
+    def end(self) -> None:
+        super().end()
+        while self._sharing:
+            self._sharing.pop(0).wait()
+        self._comm.barrier()
+
+
+class DiskKernels(SplitKernels):
+    """The kernels of stage 3 with parameters on a disk, whose chunks stream through memory.
+
+    Args:
+        native, reduction: as of :class:`ReducedKernels`.
+        engine: whose parameters they are.
+        store: the disk.
+    """
+
+    def __init__(
+        self, native: Kernels, reduction: Reduction, engine: ShardEngine, store: DiskChunks
+    ) -> None:
+        overlap = engine.options.overlap is True
+        super().__init__(native, reduction, engine.comm, engine.free_for_step, overlap)
+        self._engine = weakref.ref(engine)
+        self._store = store
+        # Owners' kernels bring parameters themselves, once they have computed.
+        self._brings = not isinstance(native, OwnerKernels)
+        self._skips = False
+        self._active: list[float] = []
+
+    def ready(self) -> None:
+        self._store.raise_fault()
+        super().ready()
+
+    def begin(self, table: StepTable) -> None:
+        self._skips = bool(table.control[FOUND_INF])
+        super().begin(table)
+        self._active = table.active.tolist()
+
+    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
+        if self._skips or not self._brings:
+            with self._store.keeping_faults():
+                super().update_shard(bucket, grad)
+            return
+        anew = self._writes_anew(bucket)
+        if not anew:
+            following = self._reduction.buckets[bucket.number :]
+            expect(self._store, (each.stored for each in following))
+        changes = takes_step(bucket.layout, bucket.chunk, self._active)
+        # The others wait for this rank's calls, and the step's end tells them.
+        with self._store.keeping_faults(), bucket.params_here(write=changes, anew=anew):
+            super().update_shard(bucket, grad)
+
+    def _writes_anew(self, bucket: Bucket) -> bool:
+        """Tells whether a chunk's parameters all become what their FP32 masters round to."""
+        if bucket.state.master is None:
+            return False
+        steps = {each.begin for each in bucket.layout.segments if self._active[each.param]}
+        chunk = bucket.chunk
+        return all(
+            each.begin in steps
+            for each in self._reduction.buckets[bucket.number].stored.params
+            if each.begin < chunk.end and chunk.begin < each.end
+        )
+
+    def end(self) -> None:
+        with self._store.keeping_faults():
+            super().end()
+        engine = self._engine()
+        if engine is not None and engine.gatherer is not None:
+            engine.gatherer.expect_first()
+
+
+def _new_words(bucket: Bucket) -> Tensor:
+    return torch.zeros(NORM_WORDS, dtype=torch.int64, device=bucket.grads.device)
+
+
+# Where shard() takes an option that is no field of ZeroOptions.
+_IN_PRECISION = dict.fromkeys(("master", "rounding"), ", in its Precision, or leave it away there")
+
+
+class ReducedGradients(Gradients):
+    """Gradients that were reduced before the step."""
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        layout: ShardLayout,
+        buckets: Buckets,
+        engine: ShardEngine,
+        accumulator: Accumulator | None,
+    ) -> None:
+        super().__init__(params, layout, buckets)
+        assert engine.reduction is not None
+        self._engine = engine
+        self._accumulator = accumulator
+        self._reduction = engine.reduction
+        # By bucket and by parameter there, its index; None for one that is in no group.
+        self._places: list[list[int | None]] = []
+        for bucket, reduced in zip(layout.buckets, self._reduction.buckets, strict=True):
+            index_at = {segment.begin: segment.param for segment in bucket.segments}
+            self._places.append([index_at.get(p.begin) for p in reduced.stored.params])
+
+    def collect(self) -> list[float]:
+        self._engine.order.settle()
+        found = self._reduction.finish(keep=True)
+        active = [0.0] * len(self._params)
+        for places, flags in zip(self._places, found, strict=True):
+            for index, flag in zip(places, flags, strict=True):
+                if index is not None:
+                    active[index] = float(flag)
+        for index in self._empty:
+            active[index] = 1.0 if self._has(index) else 0.0
+        return active
+
+    def end_step(self) -> None:
+        """Ends the step of which backward has taken a part, or all; collective."""
+        updates = self._reduction.updates
+        assert updates is not None
+        self._engine.free_for_step()
+        self._reduction.finish_updates()
+        updates.end(self._empty, [1.0 if self._has(index) else 0.0 for index in self._empty])
+
+    def _has(self, index: int) -> bool:
+        """Returns whether there is a gradient of a parameter without elements."""
+        param, sums = self._params[index], self._accumulator
+        return grad_of(param) is not None or (sums is not None and sums.has(param))
+
+    def flats(self) -> list[Tensor]:
+        self._reduction.finish()
+        return [bucket.shard for bucket in self._reduction.buckets if bucket.holds]
+
+    def wrote(self, index: int) -> None:
+        if index in self._layout.places:
+            number, _ = self._layout.places[index]
+            self._reduction.wrote(number, self._places[number].index(index))
+
+    def mark(self) -> object:
+        shards = [bucket.shard._version for bucket in self._reduction.buckets]
+        sums = None if self._accumulator is None else self._accumulator.mark()
+        with plainly():
+            return [self._reduction.generation, shards, sums, super().mark()]
+
+    def same(self, mark: Any, index: int) -> bool:
+        generation, shards, sums, rest = mark
+        number = self._layout.places[index][0]
+        version = self._reduction.buckets[number].shard._version
+        with plainly():
+            return (
+                (generation, shards[number]) == (self._reduction.generation, version)
+                and (self._accumulator is None or sums == self._accumulator.mark())
+                and super().same(rest, index)
+            )
+
+    def keep_same(self, mark: Any, index: int) -> None:
+        number = self._layout.places[index][0]
+        mark[1][number] = self._reduction.buckets[number].shard._version
+        mark[2] = None if self._accumulator is None else self._accumulator.mark()
+        with plainly():
+            super().keep_same(mark[3], index)
+
+    def zero(self) -> None:
+        self._engine.order.settle()
+        self._reduction.zero()
+
+    def drop(self) -> None:
+        self._engine.order.settle()
+        self._reduction.drop()
+
+
+class BucketedGradients(Gradients):
+    """Gradients that move to their buckets one by one, as backward brings them.
+
+    Autograd's own memory is free again at once, and used for the next gradient while it is in the
+    cache. If all gradients moved at the step, a step of a GPT of 25 M FP32 parameters would take
+    1.15 times as long (2 ranks on 2 Zen 4 cores), and need memory for all gradients twice.
+    """
+
+    def watch(self, engine: ShardEngine) -> None:
+        """Moves gradients from now on, for as long as the engine lives."""
+        me = weakref.ref(self)
+        for number, slot in enumerate(self._slots):
+            hook = partial(_move_gradient, me, number)
+            # torch takes hooks of what requires a gradient alone, and this may be frozen for now.
+            requires = slot.param.requires_grad
+            slot.param.requires_grad_(True)
+            engine.keep(slot.param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            slot.param.requires_grad_(requires)
+
+    def move(self, number: int) -> None:
+        """Moves the gradient of a slot's parameter."""
+        slot = self._slots[number]
+        with plainly():
+            grad = grad_of(slot.param)
+            if grad is None or grad is slot.shown:
+                return
+            local = local_gradient(slot.param, self.label(slot.number))
+            try:
+                slot.view.copy_(local)
+                set_grad(slot.param, slot.shown)
+            except RuntimeError as error:
+                if local.shape == slot.view.shape:
+                    raise
+                raise other_shape(self.label(slot.number), slot.view, local) from error
+
+
+def _move_gradient(gradients: weakref.ref[BucketedGradients], number: int, param: Tensor) -> None:
+    alive = gradients()
+    # See NOTE [Sums to come] in zero/stages/order.py.
+    if alive is not None and not (is_distributed(param) and in_pipeline()):
+        alive.move(number)
+
+
+class ModulePlacement(Placement):
+    """The trainable parameters of one engine."""
+
+    def __init__(self, engine: ShardEngine) -> None:
+        self._engine = engine
+        self._owner: weakref.ref[BucketOwner] | None = None
+        self._left_out: list[Tensor] = []
+        self.comm: Communicator = engine.comm
+        self.store = engine.parts.store
+        self.others = engine.parts.others
+        self.scaled = engine.options.precision.scaled
+        self.divisor = engine.options.divisor
+        sharers = sharers_of(engine.comm, engine.options.state)
+        assert sharers is not None
+        whole = engine.stage == 0
+        self.shard_of = (0, 1) if whole else (sharers.shard_index, sharers.world_size)
+
+    def names(self) -> Mapping[int, str]:
+        plan = self._engine.plan
+        placed = zip(plan.params, plan.names, plan.layout.params, strict=True)
+        return {id(param): name for param, name, spec in placed if spec.placed}
+
+    def name_of(self, param: Tensor) -> str:
+        plan = self._engine.plan
+        return next(
+            name for name, each in zip(plan.names, plan.params, strict=True) if each is param
+        )
+
+    def left_out(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+        there = {id(param) for param in all_params(groups)}
+        return [param for param in self._engine.plan.params if id(param) not in there]
+
+    def options(self, options: AdamWOptions) -> AdamWOptions:
+        engine, default = self._engine, AdamWOptions()
+        head = where("optimizer", engine.comm.rank, engine.comm.world_size)
+        chosen = engine.options
+        mine: dict[str, Any] = {
+            "algorithm": chosen.algorithm,
+            "bucket_elems": chosen.bucket_elems,
+            "reduce": chosen.reduce,
+            "broadcast_parameters": chosen.broadcast,
+            "state": chosen.state,
+            "wire": chosen.wire,
+        }
+        mine.update(chosen.precision.optimizer_defaults)
+        for name, value in mine.items():
+            if getattr(options, name) not in (getattr(default, name), value):
+                raise ArgumentError(
+                    f"{head}: {name}={getattr(options, name)!r}: the parameters were sharded by "
+                    f"shard(), which decides it: it has {value!r}. Pass it to shard()"
+                    f"{_IN_PRECISION.get(name, '')}"
+                )
+        if options.kernels != "native":
+            raise UnsupportedError(f'{head}: a sharded module takes kernels="native" alone')
+        if options.update == "in_backward":
+            self._check_in_backward(head)
+        return replace(options, **mine)
+
+    def _check_in_backward(self, head: str) -> None:
+        """Raises unless a backward can update the buckets one by one."""
+        engine = self._engine
+        if engine.stage < 2:
+            raise ArgumentError(
+                f'{head}: update: expected "in_step" at stage {engine.stage}, got "in_backward": '
+                "gradients are reduced in the step there; shard() at stage 2 or 3"
+            )
+        if engine.comm.launches:
+            raise UnsupportedError(
+                f'{head}: update: expected parameters on the CPU with "in_backward", got them on '
+                f"{engine.comm.device}, where the host would have to wait for which ones step"
+            )
+        if engine.options.tier is not None:
+            raise UnsupportedError(
+                f'{head}: update: expected "in_step" with ZeroOptions(tier=), got "in_backward": '
+                "chunks on a disk are written in the step alone"
+            )
+        if self.scaled:
+            raise ArgumentError(
+                f'{head}: update: expected "in_step" with Precision(scaled=True), got '
+                '"in_backward": whether a scaled gradient overflows is known once all are reduced'
+            )
+        if engine.watchers:
+            raise ArgumentError(
+                f'{head}: update: expected "in_step" where zero.on_reduced() has hooks, got '
+                '"in_backward": they see all gradients before parameters change'
+            )
+
+    def layout(self, params: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]) -> ShardLayout:
+        self._left_out = self.left_out(groups)
+        numbers: list[int] = []
+        names: list[str] = []
+        for number, group in enumerate(groups):
+            count = len(group["params"])
+            numbers += [number] * count
+            names += list(group.get("param_names") or [""] * count)
+        return by_optimizer(self._engine.plan, params, numbers, names)
+
+    def buckets(self, layout: ShardLayout, options: AdamWOptions) -> Buckets:
+        made = []
+        reduction = self._engine.reduction
+        if reduction is None:
+            # From here on the gradients compare addresses, with those that they find.
+            self._engine.check_all("optimizer.prepare")
+        else:
+            early = options.update == "in_backward"
+            reduction.update_by(self._updates() if early else None)
+        for number, stored in enumerate(self._engine.stored):
+            memory = self._memory(stored, options)
+            bucket = Bucket(number, layout.buckets[number], stored.state_chunk, memory)
+            if reduction is not None:
+                bucket.grad_shard = reduction.buckets[number].shard
+                bucket.residual = reduction.buckets[number].residual
+                bucket.tag = partial(reduction.tag, number)
+            if isinstance(stored, ShardedBucket) or stored.wire is not None:
+                bucket.share = stored.settle
+            made.append(bucket)
+        return Buckets(layout, made)
+
+    def _updates(self) -> BackwardUpdates:
+        engine, gatherer = self._engine, self._engine.gatherer
+
+        def find_owner() -> ShardedStep | None:
+            return self.owner if isinstance(self.owner, ShardedStep) else None
+
+        if gatherer is None:
+            return BackwardUpdates(engine.stored, find_owner, self.check)
+        return BackwardUpdates(engine.stored, find_owner, self.check, gatherer)
+
+    def _memory(self, stored: ParamBucket, options: AdamWOptions) -> BucketMemory:
+        wide = stored.wide
+        if stored.wire is None:
+            stored.wide = None
+        if isinstance(stored, ShardedBucket):
+            holder = stored if isinstance(stored, DiskBucket) else None
+            return BucketMemory(stored.own_memory, wide=wide, wire=stored.wire, holder=holder)
+        assert isinstance(stored, ReplicatedBucket)
+        flat = stored.flat
+        grads = None
+        if self._engine.reduction is None:
+            dtype = options.accumulate_dtype or flat.dtype
+            grads = zeros(flat.numel(), dtype=dtype, device=stored.comm.heap_device)
+        chunk = stored.state_chunk
+        own = flat[chunk.begin : chunk.end]
+        return BucketMemory(own, flat, grads, wide, stored.wire)
+
+    def gradients(
+        self,
+        params: Sequence[Tensor],
+        layout: ShardLayout,
+        buckets: Buckets,
+        accumulator: Accumulator | None,
+    ) -> Gradients:
+        engine = self._engine
+        if engine.reduction is not None:
+            return ReducedGradients(params, layout, buckets, engine, accumulator)
+        if accumulator is not None:
+            return AccumulatedGradients(params, layout, buckets, accumulator)
+        gradients = BucketedGradients(params, layout, buckets)
+        gradients.watch(engine)
+        return gradients
+
+    def kernels(self, native: Kernels) -> Kernels:
+        engine = self._engine
+        precision, comm = engine.options.precision, engine.comm
+        if engine.stage == 3:
+            assert engine.reduction is not None
+            if self.store is not None:
+                return DiskKernels(native, engine.reduction, engine, self.store)
+            overlap = engine.options.overlap is True
+            return SplitKernels(native, engine.reduction, comm, engine.free_for_step, overlap)
+        if engine.stage == 2:
+            assert engine.reduction is not None
+            return ReducedKernels(native, engine.reduction)
+        reducer = make_reducer(comm, engine.options, engine.plan.layout.size_bytes)
+        if engine.stage == 0:
+            return ReplicatedKernels(native, reducer, comm, precision)
+        exact = precision.reduce in (None, torch.float32)
+        return native if exact else RoundedKernels(native, reducer, precision)
+
+    def accumulate(self, accumulator: Accumulator) -> None:
+        if self._engine.reduction is not None:
+            self._engine.reduction.accumulate(accumulator)
+
+    def check(self, operation: str) -> None:
+        engine = self._engine
+        engine.check(operation)
+        self._check_left_out(operation)
+        # Without a reduction the gradients check the same addresses.
+        if engine.reduction is not None:
+            for bucket in (*engine.stored, *engine.parts.stored_frozen):
+                bucket.check()
+
+    def count_change(self, params: Sequence[Tensor] | None = None) -> None:
+        self._engine.count_change(params)
+
+    def end_step(self) -> None:
+        self._engine.order.settle()
+        owner = self.owner
+        assert isinstance(owner, ShardedStep) and isinstance(owner.gradients, ReducedGradients)
+        owner.gradients.end_step()
+
+    def check_values(self, operation: str) -> None:
+        self._engine.check_values(operation)
+
+    def _check_left_out(self, operation: str) -> None:
+        """Raises ArgumentError if what no group has is to be trained."""
+        engine = self._engine
+        head = where(operation, engine.comm.rank, engine.comm.world_size)
+        with plainly():
+            check_frozen(engine.frozen_params, head)
+            for param in self._left_out:
+                if param.requires_grad:
+                    raise ArgumentError(
+                        f"{head}: parameter {self.name_of(param)}: is in none of the optimizer's "
+                        "groups, and no step would train it; add_param_group() it, or freeze it "
+                        "(requires_grad_(False))"
+                    )
+
+    def forget_gradients(self, set_to_none: bool) -> None:
+        self._engine.forget_gradients(set_to_none)
+
+    @property
+    def watches_gradients(self) -> bool:
+        return bool(self._engine.watchers)
+
+    def see_gradient(self, param: Tensor, piece: Tensor, begin: int) -> None:
+        name = self.name_of(param)
+        for hook in list(self._engine.watchers.values()):
+            hook(name, piece, begin)
+
+    @property
+    def owner(self) -> BucketOwner | None:
+        return None if self._owner is None else self._owner()
+
+    def refresh_masters(self, only: Container[int] | None = None) -> None:
+        if self.owner is not None:
+            for bucket, stored in zip(self.owner.buckets, self._engine.stored, strict=True):
+                # Masters of coded parameters are the module's, with or without an optimizer.
+                for placed in stored.params if stored.wire is None else ():
+                    if only is None or id(placed.param) in only:
+                        bucket.refresh_master(placed.begin, placed.end)
+
+    def bind(self, owner: BucketOwner, before: BucketOwner | None = None) -> None:
+        if self.owner is not before:
+            raise ArgumentError(
+                "optimizer: another optimizer steps these parameters already; build one, or "
+                "unshard() and shard() the module anew"
+            )
+        self._owner = weakref.ref(owner)
+
+
+_lock = threading.Lock()
+_watching = False
+
+
+def watch_optimizers() -> None:
+    """Has every optimizer of this process checked before each step, from the first call on.
+
+    The hook is never removed. It costs an optimizer without sharded parameters 0.1 us a parameter
+    (Zen 4).
+    """
+    global _watching
+    with _lock:
+        if not _watching:
+            register_optimizer_step_pre_hook(_refuse)
+            _watching = True
+
+
+def _refuse(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises ArgumentError if an optimizer that knows no sharding would step sharded parameters."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return
+    with plainly():
+        check_frozen(all_params(optimizer.param_groups), "optimizer.step")
+    found = first_placed(optimizer.param_groups)
+    # A wrapper is a torch optimizer, too, and shares the groups of the optimizer that it steps.
+    if found is None or any(
+        isinstance(each, ShardedOptimizer) for each in vars(optimizer).values()
+    ):
+        return
+    param, placement = found
+    kind = type(optimizer)
+    name = placement.names().get(id(param), "of no elements")
+    raise ArgumentError(
+        f"optimizer.step: {kind.__module__}.{kind.__qualname__} holds parameter {name} of a module "
+        "that shard() has prepared, and would step it on this rank alone, without the others' "
+        "gradients. Use ringcomm.optim.AdamW or Adam, or ringcomm.optim.Sharded("
+        f"{kind.__qualname__}, ...), built on the module's parameters after shard(); or unshard() "
+        "the module first"
+    )
+
+
+def place_params(engine: ShardEngine) -> None:
+    """Lets ringcomm's optimizers find an engine's parameters, and makes others refuse them."""
+    engine.placement = ModulePlacement(engine)
+    watch_optimizers()
+    for param in engine.plan.params:
+        place(param, engine.placement)
+    for param, name in engine.frozen_params.items():
+        place_frozen(param, name, engine.placement)

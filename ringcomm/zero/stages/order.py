@@ -1,0 +1,519 @@
+"""The order in which the modules of a communicator, and the buckets of each, are reduced.
+
+NOTE [Order of reductions]
+Reductions are collective, so all ranks must make them in one order, whatever order their backwards
+run in. A module's buckets are reduced in a fixed order. It is the reverse of the layout's order
+until the first backward has ended, and from then on the order in which rank 0 filled its buckets. A
+bucket that is full early waits for its turn. At the end of backward every bucket has had its turn,
+even one without gradients, since another rank may have some.
+
+NOTE [Several modules in one backward]
+All buckets of one module have their turns before those of the next. Where one communicator reduces
+for several modules, a backward begins with a small all-reduce in which the ranks agree on the
+modules that some rank needs: autograd knows which parameters the backward will reach. The modules
+that were sharded last come first. From the second backward over the same modules on, their order is
+that in which their first gradients arrived on rank 0. Autograd does not know what a reentrant
+checkpoint will run, so at the end the ranks agree once more, on modules whose gradients nobody
+expected.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+import torch
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.host.arguments import ReduceOp
+from ringcomm.errors import ArgumentError, where
+
+# ---- Whether a stage of one of torch's pipeline schedules runs a module -------------------------
+# NOTE [Micro-batches of a schedule] A schedule of ``torch.distributed.pipelining`` runs a backward
+# for each micro-batch, and divides ``p.grad`` by their number at its end. At stages 2 and 3 a
+# gradient must therefore stay in ``p.grad`` until then, as under ``no_sync``: a backward that
+# reduced it would also communicate once per micro-batch. A schedule tells only modules of DDP and
+# FSDP which micro-batch is the last. But its stage calls the module, and its frame is on the stack:
+# of the forward, on whatever device; and of the backward where autograd runs on the caller's
+# thread, which it does on a CPU. The latter is seen even if the forward was compiled, whose hooks
+# do not run.
+#
+# NOTE [Split backwards] Some schedules first compute the gradients of a stage's inputs, which its
+# neighbour waits for, and those of its parameters later, by ``torch.autograd.grad()`` from nodes
+# inside of the graph, where no hook of a module sees it. But both begin by asking for the
+# parameters' nodes in the graph, and at stage 3 parameters that are absent notice that they are
+# asked. They are gathered then, and stay until the step.
+#
+# NOTE [Sums to come] A schedule that mixes whole and split backwards of a stage, as DualPipeV does,
+# adds split ones to ``p.grad`` itself, in an order that differs between ranks. Where ``p.grad`` is
+# a replicated DTensor and what comes is a sum to come, each such addition would be an all-reduce,
+# and those of two parameters could be taken for each other. So during a schedule gradients of
+# DTensors stay as autograd makes them, and are aligned when the step, or its reduction, takes them:
+# once, and in one order. Where autograd runs on another thread (on GPUs) this is not seen, and has
+# not been tried.
+
+_STAGE = "torch.distributed.pipelining.stage"
+_BACKWARD = "torch.distributed.pipelining._backward"
+
+
+def in_pipeline() -> bool:
+    """Returns whether this thread is in a call of a pipeline stage."""
+    # Every access to p.grad asks.
+    return _STAGE in sys.modules and _in_call_of(_STAGE)
+
+
+def in_split_backward() -> bool:
+    """Returns whether this thread is in a backward of a pipeline stage, or prepares one."""
+    return _in_call_of(_BACKWARD)
+
+
+def _in_call_of(module: str) -> bool:
+    if module not in sys.modules:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None
+
+
+# ---- The step profile: spans in which an engine computes, communicates or waits -----------------
+
+
+@dataclass(frozen=True)
+class TimedSpan:
+    """An interval from ``begin_us`` to ``end_us`` of the process's clock.
+
+    Attributes:
+        name: name of the work.
+        kind: "communication", "wait" (the caller waits for communication) or "compute".
+        thread: identifier of the thread that did it.
+        size_bytes: bytes moved, or 0 where that does not apply.
+    """
+
+    name: str
+    kind: str
+    begin_us: float
+    end_us: float
+    thread: int
+    size_bytes: int = 0
+
+
+class StepProfile:
+    """The spans of an engine, which are recorded while ``on`` is set and cost nothing otherwise."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.spans: list[TimedSpan] = []
+
+    def __repr__(self) -> str:
+        state = "on" if self.on else "off"
+        return f"<ringcomm.zero.StepProfile {state}, {len(self.spans)} spans>"
+
+    @contextmanager
+    def span(self, name: str, size_bytes: int = 0, kind: str = "communication") -> Iterator[None]:
+        """Records the body of the ``with`` as a span."""
+        if not self.on:
+            yield
+            return
+        begin_us = time.perf_counter_ns() / 1000
+        try:
+            yield
+        finally:
+            end_us = time.perf_counter_ns() / 1000
+            thread = threading.get_ident()
+            self.spans.append(TimedSpan(name, kind, begin_us, end_us, thread, size_bytes))
+
+    def waiting(self, name: str) -> AbstractContextManager[None]:
+        """Records the body of the ``with`` as waiting for communication."""
+        return self.span(f"wait for {name}", kind="wait")
+
+    def hidden_share(self) -> float:
+        """Returns the fraction of the communication's time that no caller waited for.
+
+        NaN when there was no communication. Communication on the caller's own thread is recorded
+        as waiting, too.
+        """
+        moved = sum(s.end_us - s.begin_us for s in self.spans if s.kind == "communication")
+        waited = sum(s.end_us - s.begin_us for s in self.spans if s.kind == "wait")
+        return 1.0 - min(waited, moved) / moved if moved else float("nan")
+
+    def write(self, path: str | Path, rank: int) -> None:
+        """Writes the spans in the Trace Event Format, which Chrome and Perfetto show.
+
+        Args:
+            path: path of the JSON file.
+            rank: the rank, which is shown as the process.
+        """
+        events = [
+            {
+                "name": span.name,
+                "cat": span.kind,
+                "ph": "X",
+                "ts": span.begin_us,
+                "dur": span.end_us - span.begin_us,
+                "pid": rank,
+                "tid": span.thread,
+                "args": {"bytes": span.size_bytes},
+            }
+            for span in self.spans
+        ]
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+class BucketOrder:
+    """The turns of the buckets of one module on one rank.
+
+    Attributes:
+        numbers: of the buckets, in order.
+    """
+
+    def __init__(self, buckets: int) -> None:
+        self.numbers = list(range(buckets))[::-1]
+        self._learned = False
+        self._filled: list[int] = []
+        self._position = 0
+
+    def begin(self) -> None:
+        """Begins a backward, with no bucket full."""
+        self._position = 0
+        self._filled = []
+
+    def filled(self, number: int) -> None:
+        """Notes that a bucket is full, perhaps before its turn."""
+        self._filled.append(number)
+
+    @property
+    def turn(self) -> int | None:
+        """The bucket whose turn it is, or None when all have had theirs."""
+        return self.numbers[self._position] if self.left else None
+
+    @property
+    def left(self) -> int:
+        """Number of buckets that have not had their turn."""
+        return len(self.numbers) - self._position
+
+    def advance(self) -> None:
+        """Ends the turn of the current bucket."""
+        self._position += 1
+
+    def is_soon(self, number: int, turns: int) -> bool:
+        """Returns whether a bucket has one of the next ``turns`` turns."""
+        return number in self.numbers[self._position : self._position + turns]
+
+    def learn(self, comm: Communicator) -> None:
+        """Adopts rank 0's order of filling, at the end of the first backward; collective."""
+        if self._learned:
+            return
+        self.numbers = _order_of_rank_0(comm, self._filled, self.numbers)
+        self._learned = True
+
+
+class ReducingModule(Protocol):
+    """The interface of a sharded module's engine that :class:`ModuleOrder` uses.
+
+    Attributes:
+        number: number of the module among those that its communicator reduces for; equal on all
+            ranks.
+    """
+
+    number: int
+
+    def expects_gradients(self) -> bool:
+        """Returns whether the running backward will add to some parameter's gradient."""
+
+    def leave_over(self) -> None:
+        """Called where a backward of some rank may leave gradients unreduced."""
+
+    def begin_reducing(self) -> None:
+        """Called once the ranks agree that this backward reduces the module; collective."""
+
+    def reduce_filled(self) -> bool:
+        """Reduces the full buckets whose turn it is; returns whether all buckets have gone."""
+
+    def reduce_rest(self) -> None:
+        """Reduces the buckets that this backward has not reduced yet; collective."""
+
+    def end_reducing(self) -> None:
+        """Called once all modules have reduced this backward's gradients; collective."""
+
+    def abandon_reducing(self) -> None:
+        """Called before the reductions of a backward that has raised are made up for."""
+
+    def end_backward(self) -> None:
+        """Called when the backward is over, or has raised."""
+
+
+class _Backward:
+    """The callback that autograd calls at the end of a backward, or drops when that raises."""
+
+    def __init__(self, order: ModuleOrder) -> None:
+        self._order = order
+
+    def __call__(self) -> None:
+        self._order.end_backward()
+
+
+class ModuleOrder:
+    """The turns of the modules that one communicator reduces for, on one rank.
+
+    Modules may be garbage-collected at different times on different ranks. So the ranks agree on
+    the list of numbers in :meth:`join`, and only that list decides whether a collective is made.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        # Weak, since the table of orders has the communicators as its weak keys.
+        self._comm_ref = weakref.ref(comm)
+        self._last_number = 0
+        self._numbers: list[int] = []
+        self._paused: list[int] = []
+        # Modules whose last forward was called by a stage of a pipeline.
+        self._pipelined: set[int] = set()
+        self._modules: weakref.WeakValueDictionary[int, ReducingModule] = (
+            weakref.WeakValueDictionary()
+        )
+        self._learned: dict[tuple[int, ...], list[int]] = {}
+        # State of the running backward.
+        self._backward: weakref.ref[_Backward] | None = None
+        self._reduces = False
+        self._expected: tuple[int, ...] = ()
+        self._sequence: list[int] = []
+        self._turns: list[int] = []
+        self._arrived: list[int] = []
+        self._taking_part: list[int] = []
+
+    @property
+    def _comm(self) -> Communicator:
+        comm = self._comm_ref()
+        assert comm is not None, "a module has its communicator for as long as it is sharded"
+        return comm
+
+    # ---- which modules there are ----------------------------------------------------------------
+
+    def join(self) -> int:
+        """Returns the number of a new module, to be registered by :meth:`add`; collective."""
+        self.settle()
+        if self._numbers:
+            alive = [number in self._modules for number in self._numbers]
+            self._numbers = any_of(self._comm, self._numbers, alive)
+        self._learned.clear()
+        self._last_number += 1
+        self._numbers.append(self._last_number)
+        return self._last_number
+
+    def add(self, module: ReducingModule) -> None:
+        """Registers the module whose number :meth:`join` has returned."""
+        self._modules[module.number] = module
+
+    def leave(self, number: int) -> None:
+        """Removes a module that is sharded no longer; to be called on all ranks."""
+        self._numbers.remove(number)
+        self._modules.pop(number, None)
+        self._pipelined.discard(number)
+        self._learned.clear()
+
+    def pause(self, number: int) -> None:
+        """Stops a module's reductions until :meth:`resume`; to be called on all ranks."""
+        self._paused.append(number)
+
+    def resume(self, number: int) -> None:
+        """Ends one :meth:`pause`."""
+        self._paused.remove(number)
+
+    def runs(self, number: int) -> None:
+        """Called in the forward of a module whose backward is to come.
+
+        See NOTE [Micro-batches of a schedule] in ``zero/stages/order.py``.
+        """
+        if in_pipeline():
+            self._pipelined.add(number)
+            self._module(number).leave_over()
+        else:
+            self._pipelined.discard(number)
+
+    # ---- during backward ------------------------------------------------------------------------
+
+    @property
+    def in_backward(self) -> bool:
+        """True while a backward runs that any of the modules takes part in."""
+        return self._backward is not None and self._backward() is not None
+
+    def take_part(self, module: ReducingModule) -> None:
+        """Called by the first hook of a module that runs in a backward."""
+        self.settle()
+        self._taking_part.append(module.number)
+        if not self.in_backward:
+            backward = _Backward(self)
+            self._backward = weakref.ref(backward)
+            # Called at the end of the outermost backward, even if hooks of a nested one come later.
+            torch.autograd.Variable._execution_engine.queue_callback(backward)
+            self._begin()
+
+    def _begin(self) -> None:
+        """Determines which modules this backward reduces, and in what order; collective."""
+        if in_pipeline():
+            # All numbers, since some modules may be alive on some ranks alone.
+            self._pipelined.update(self._numbers)
+            for module in list(self._modules.values()):
+                module.leave_over()
+        reducing = [number for number in self._numbers if not self._waits(number)]
+        mine = [
+            number in self._modules and self._modules[number].expects_gradients()
+            for number in reducing
+        ]
+        # A rank may run a backward alone if no gradient is to be reduced, such as
+        # torch.autograd.grad(), or a backward under no_sync().
+        for_inputs = not torch.autograd._is_checkpoint_valid()  # type: ignore[no-untyped-call]
+        alone = for_inputs or bool(self._paused)
+        self._reduces = bool(reducing) and (any(mine) or not alone)
+        if not self._reduces:
+            return
+        expected = reducing if len(self._numbers) == 1 else any_of(self._comm, reducing, mine)
+        self._expected = tuple(expected)
+        self._sequence = self._learned.get(self._expected, expected[::-1])
+        self._turns = list(self._sequence)
+        try:
+            self._begin_reducing(self._sequence)
+        except BaseException:
+            self._reduces = False  # nothing is to be made up for
+            raise
+
+    def _begin_reducing(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._module(number).begin_reducing()
+
+    def _waits(self, number: int) -> bool:
+        """Returns whether a module's gradients are not to be reduced yet."""
+        return number in self._paused or number in self._pipelined
+
+    def _module(self, number: int) -> ReducingModule:
+        module = self._modules.get(number)
+        if module is None:
+            comm = self._comm
+            raise ArgumentError(
+                f"{where('zero', comm.rank, comm.world_size)}: other ranks run a backward through "
+                f"sharded module {number} of this communicator, which this rank has dropped; keep "
+                "it on all ranks for as long as one of them trains it"
+            )
+        return module
+
+    def arrived(self, number: int) -> bool:
+        """Notes that a module has a gradient; returns whether this backward reduces it."""
+        if not self.reduces(number):
+            return False
+        if number not in self._arrived:
+            self._arrived.append(number)
+        return True
+
+    def reduces(self, number: int) -> bool:
+        """Returns whether this backward reduces a module's gradients."""
+        return self._reduces and not self._waits(number)
+
+    def advance(self) -> None:
+        """Reduces the full buckets whose turn it is, module by module."""
+        while self._turns:
+            module = self._modules.get(self._turns[0])
+            if module is None or not module.reduce_filled():
+                return
+            self._turns.pop(0)
+
+    # ---- at the end of backward -----------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Ends a backward that raised before its end; collective if there was one.
+
+        Peers whose backward did not raise have reduced all buckets, and so must this rank. It
+        contributes zeros for the gradients that did not arrive.
+        """
+        if self._backward is None or self.in_backward:
+            return
+        comm = self._comm_ref()
+        if self._reduces:
+            for number in self._sequence:
+                module = self._modules.get(number)
+                if module is not None:
+                    module.abandon_reducing()
+        if comm is None or comm.aborted:
+            self._forget_backward()
+        else:
+            self.end_backward()
+
+    def end_backward(self) -> None:
+        """Reduces all buckets that are left, and forgets the backward; collective."""
+        try:
+            if self._reduces:
+                self._reduce_rest()
+        finally:
+            self._forget_backward()
+
+    def _reduce_rest(self) -> None:
+        self._end_reducing(self._turns, self._sequence)
+        if len(self._numbers) == 1:
+            return
+        if self._expected and self._expected not in self._learned:
+            usual = self._expected[::-1]
+            came = [number for number in self._arrived if number in usual]
+            self._learned[self._expected] = _order_of_rank_0(self._comm, came, usual)
+        others = [
+            number
+            for number in self._numbers
+            if number not in self._expected and not self._waits(number)
+        ]
+        unexpected = any_of(self._comm, others, [number in self._arrived for number in others])
+        self._begin_reducing(unexpected[::-1])
+        self._end_reducing(unexpected[::-1], unexpected[::-1])
+
+    def _end_reducing(self, left: Iterable[int], all_of_them: Iterable[int]) -> None:
+        for number in left:
+            self._module(number).reduce_rest()
+        # Ranks finish a module's turns at different times, so all modules end here, in one order.
+        for number in all_of_them:
+            self._module(number).end_reducing()
+
+    def _forget_backward(self) -> None:
+        numbers, self._taking_part = self._taking_part, []
+        self._backward = None
+        self._reduces = False
+        self._expected, self._sequence, self._turns, self._arrived = (), [], [], []
+        with ExitStack() as all_end:
+            for number in numbers:
+                module = self._modules.get(number)
+                if module is not None:
+                    all_end.callback(module.end_backward)
+
+
+def any_of(comm: Communicator, numbers: Sequence[int], mine: Iterable[bool]) -> list[int]:
+    """Returns the numbers for which ``mine`` is true on some rank; collective."""
+    flags = torch.tensor(list(mine), dtype=torch.int32, device=comm.device)
+    if len(flags):
+        comm.all_reduce(flags, ReduceOp.MAX)
+        comm.finish_host_side()
+    return [number for number, flag in zip(numbers, flags.tolist(), strict=True) if flag]
+
+
+def _order_of_rank_0(comm: Communicator, first: Sequence[int], usual: Sequence[int]) -> list[int]:
+    """Returns rank 0's ``first`` numbers, then the rest in their usual order; collective."""
+    rest = [number for number in usual if number not in first]
+    order = torch.tensor([*first, *rest], dtype=torch.int64, device=comm.device)
+    if len(order):
+        comm.broadcast(order, 0)
+        comm.finish_host_side()
+    return [int(number) for number in order.tolist()]
+
+
+_guard = threading.Lock()
+_orders: weakref.WeakKeyDictionary[Communicator, ModuleOrder] = weakref.WeakKeyDictionary()
+
+
+def module_order(comm: Communicator) -> ModuleOrder:
+    """Returns the order of the modules that a communicator reduces for."""
+    with _guard:
+        return _orders.setdefault(comm, ModuleOrder(comm))

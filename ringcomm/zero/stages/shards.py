@@ -1,0 +1,603 @@
+"""The pieces of parameters that a rank keeps, to be read and written without gathering.
+
+NOTE [What a rank keeps]
+At stage 3 that is its share of each parameter. At stages 1 and 2 every rank has whole parameters,
+and what counts is the share whose optimizer state it keeps, so that what a program computes of its
+shards (an average, a second set of weights) takes a share of the memory at these stages, too. At
+stage 0 it is everything, as are parameters that were frozen when stages 0 to 2 were sharded, which
+lie in no bucket. Of what lies on a disk a shard has a copy, anew whenever its values are asked for;
+those of :func:`writing_shards` are written at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringcomm.errors import ArgumentError, UnsupportedError, where
+from ringcomm.memory import normal_tensors
+from ringcomm.optim.agreement import all_or_none, check_agreement
+from ringcomm.optim.buckets import Bucket, following
+from ringcomm.optim.dtensors import local_of, plainly
+from ringcomm.optim.placement import sharers_of
+from ringcomm.optim.step import ShardedStep
+from ringcomm.zero.stages.buckets import (
+    DiskBucket,
+    ParamBucket,
+    ReplicatedBucket,
+    ShardedBucket,
+    WorldBucket,
+    checksum,
+)
+from ringcomm.zero.stages.engine import ShardEngine, owner_of
+from ringcomm.zero.stages.hooks import uncompiled
+from ringcomm.zero.stages.sharding import engine_of, is_sharded
+
+# ---- Coded parameters after writes from outside of a step: their masters, and codes made anew ---
+# See NOTE [Coded parameters] in ``optim/buckets.py``.
+
+Tensor = torch.Tensor
+
+
+def own_of(bucket: ParamBucket) -> Tensor:
+    """Returns what a rank keeps state for in a bucket: [state chunk elements]."""
+    if isinstance(bucket, ShardedBucket):
+        return bucket.own
+    assert isinstance(bucket, ReplicatedBucket)
+    return bucket.flat[bucket.state_chunk.begin : bucket.state_chunk.end]
+
+
+def follow_coded(engine: ShardEngine) -> None:
+    """Sets masters that do not decode to their parameters to these; before :func:`recode`, once."""
+    for bucket in engine.stored:
+        if bucket.wire is not None:
+            assert bucket.wide is not None
+            bucket.wide.copy_(following(bucket.wide, own_of(bucket), bucket.wire))
+
+
+def recode(engine: ShardEngine) -> bool:
+    """Makes coded parameters what the codes of their masters decode to, everywhere; collective.
+
+    No rank reads its peers' parameters meanwhile.
+
+    Returns:
+        True if there are any.
+    """
+    coded = [bucket for bucket in engine.stored if bucket.wire is not None]
+    for bucket in coded:
+        bucket.settle()
+    if coded:
+        engine.comm.barrier()
+    return bool(coded)
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """The elements [begin, end) of a flattened parameter, which this rank keeps; perhaps none.
+
+    Attributes:
+        name: name of the parameter.
+        begin, end: which elements; of a DTensor, of what this rank has of it.
+    """
+
+    name: str
+    begin: int
+    end: int
+    _values: Callable[[], Tensor] = field(repr=False, compare=False)
+
+    @property
+    def values(self) -> Tensor:
+        """[end - begin], in the parameter's dtype: a view of this rank's memory.
+
+        That is the same for as long as the module is sharded. Of parameters on a disk it is a copy
+        of what is there now, and inside of :func:`writing_shards` the one that is written.
+        """
+        return self._values()
+
+
+def local_shards(module: nn.Module) -> dict[str, LocalShard]:
+    """Returns by name the piece of each parameter that this rank keeps; needs no other rank.
+
+    A step changes their values. They are to be written in :func:`writing_shards` alone.
+
+    Args:
+        module: the module that ``shard()`` returned.
+
+    Raises:
+        ArgumentError: the module is not sharded.
+        UnsupportedError: a parameter that lies in no bucket is not contiguous.
+    """
+    engine = engine_of(module, "local_shards")
+    engine.refuse_under_way("local_shards")
+    names = engine.names()
+    found = {
+        shard.name: shard for each in _buckets(engine) for shard in _shards_of(engine, each, names)
+    }
+    shards = {}
+    with plainly():
+        for name, param in engine.named_parameters():
+            shards[name] = found[name] if name in found else _whole(engine, name, param)
+    return shards
+
+
+@contextmanager
+def writing_shards(module: nn.Module) -> Iterator[dict[str, LocalShard]]:
+    """Takes over what is written to the shards inside, in parameters and masters; collective.
+
+    At its end all ranks have the values. Masters of elements that were written become these values.
+    The module must not run inside. Where ranks keep the same elements (stage 0, frozen parameters
+    below stage 3, and ``state="node"``) all must write them alike.
+
+    Args:
+        module: the module that ``shard()`` returned.
+
+    Yields:
+        The shards, as :func:`local_shards` returns them.
+
+    Raises:
+        ArgumentError: the module is not sharded, or the context is inside of ``gathered()`` or
+            :func:`exchanged`.
+        MismatchError: stage 0, and the ranks wrote different values.
+        Exception: what is raised inside, on all ranks, with nothing changed.
+    """
+    engine = engine_of(module, "writing_shards")
+    memory = _Memory(engine, "writing_shards")
+    with memory.changing():
+        yield memory.shards
+    with engine.together("writing_shards"):
+        memory.follow()
+    recode(engine)
+
+
+@contextmanager
+def exchanged(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Puts other values into the parameters inside the context, to evaluate with; collective.
+
+    At its end the parameters have their own values again. Masters, gradients and state stay as they
+    are. Steps, checkpoints and whatever else concerns masters are refused inside, on all ranks;
+    ``full_state_dict()`` and ``save_pretrained()`` have the values that were put in. Writes to
+    parameters inside are lost.
+
+    Args:
+        module: the module that ``shard()`` returned.
+        values: by name, [end - begin] of this rank's shard, of any floating-point dtype; of the
+            same parameters on all ranks, also where a shard is empty. The others stay as they are.
+
+    Raises:
+        ArgumentError: the module is not sharded, ``values`` do not fit, or the context is inside of
+            ``gathered()`` or itself; on all ranks, with nothing changed.
+        MismatchError: the ranks gave values of different parameters, or, at stage 0, different
+            values; nothing was changed.
+    """
+    engine = engine_of(module, "exchanged")
+    memory = _Memory(engine, "exchanged")
+    with memory.changing() as told:
+        memory.check_values(values)
+        # A parameter that one rank leaves out would be of two sets of weights.
+        told["parameters"] = sorted(values)
+        for name, value in values.items():
+            with normal_tensors():
+                memory.shards[name].values.copy_(value)
+    _mark_exchanged(engine, True)
+    try:
+        yield
+    finally:
+        _mark_exchanged(engine, False)
+        try:
+            engine.change("exchanged")
+        finally:
+            # No rank reads any more what its peers are about to change.
+            engine.comm.barrier()
+            memory.put_back()
+            publish(engine)
+
+
+def _mark_exchanged(engine: ShardEngine, exchanged: bool) -> None:
+    engine.exchanged = exchanged
+    for bucket in engine.stored:
+        if isinstance(bucket, WorldBucket):
+            bucket.has_other_values = exchanged
+
+
+# ---- the memory of shards -----------------------------------------------------------------------
+
+
+def _buckets(engine: ShardEngine) -> list[ParamBucket]:
+    return [*engine.stored, *engine.parts.stored_frozen]
+
+
+def _shards_of(
+    engine: ShardEngine, bucket: ParamBucket, names: Mapping[int, str]
+) -> Iterator[LocalShard]:
+    chunk = bucket.state_chunk
+    for placed in bucket.params:
+        low, high = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
+        name = names[id(placed.param)]
+        begin, end = (low - placed.begin, high - placed.begin) if low < high else (0, 0)
+        piece = slice(low - chunk.begin, high - chunk.begin) if low < high else slice(0)
+        values: Callable[[], Tensor]
+        if isinstance(bucket, DiskBucket):
+            values = partial(_read, engine, bucket, name, piece)
+        else:
+            values = partial(_same, own_of(bucket)[piece])
+        yield LocalShard(name, begin, end, values)
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
+def _read(engine: ShardEngine, bucket: DiskBucket, name: str, piece: slice) -> Tensor:
+    """Returns a copy of a shard on the disk, or that which is being written to."""
+    if engine.shard_copies is not None:
+        return engine.shard_copies[name]
+    with bucket.here():
+        values: Tensor = bucket.own[piece].clone()
+    return values
+
+
+def _whole(engine: ShardEngine, name: str, param: Tensor) -> LocalShard:
+    here = local_of(param).detach()
+    if not here.is_contiguous():
+        head = where("local_shards", engine.comm.rank, engine.comm.world_size)
+        raise UnsupportedError(
+            f"{head}: parameter {name}: it was frozen when it was sharded, and its elements do not "
+            "lie in the order of its shape; make it contiguous() before shard()"
+        )
+    return LocalShard(name, 0, here.numel(), partial(_same, here.view(-1)))
+
+
+class _Memory:
+    """The memory of all shards of a module while they are written to."""
+
+    def __init__(self, engine: ShardEngine, operation: str) -> None:
+        self._engine = engine
+        self._operation = operation
+        self.shards: dict[str, LocalShard] = {}
+        self._kept: dict[str, Tensor] = {}
+
+    @contextmanager
+    def changing(self) -> Iterator[dict[str, Any]]:
+        """Has all ranks write to the shards inside, or puts them back on all; collective.
+
+        Yields:
+            A dict for what must be equal on all ranks, as plain JSON types.
+        """
+        engine = self._engine
+        with self._all_or_none():
+            engine.check(self._operation)
+            # From here on no rank reads what its peers are about to change.
+            engine.change(self._operation)
+            self._take_shards()
+            if isinstance(engine.placement.owner, ShardedStep):
+                engine.placement.owner.written.take_over()
+        self._kept = {name: shard.values.clone() for name, shard in self.shards.items()}
+        told: dict[str, Any] = {}
+        try:
+            if engine.parts.store is not None:
+                engine.shard_copies = {n: shard.values for n, shard in self.shards.items()}
+            try:
+                with self._all_or_none():
+                    yield told
+            finally:
+                engine.shard_copies = None
+            if engine.stage == 0:
+                for number, bucket in enumerate(engine.stored):
+                    told[f"parameters {number}"] = checksum(own_of(bucket))
+            if told:
+                check_agreement(engine.comm, self._operation, {"options": told})
+            self._write_chunks({name: shard.values for name, shard in self.shards.items()})
+        except BaseException as error:
+            self.put_back()
+            # A refusal is raised on all ranks. None of them reads a peer's shards before that one
+            # has put them back.
+            if isinstance(error, Exception) and not engine.comm.aborted:
+                engine.comm.barrier()
+            raise
+        publish(engine)
+
+    def _take_shards(self) -> None:
+        self.shards = local_shards(self._engine.parts.module)
+        if self._engine.parts.store is not None:
+            # Each is written to as one tensor, however often it is asked for.
+            self.shards = {
+                name: replace(shard, _values=partial(_same, shard.values))
+                for name, shard in self.shards.items()
+            }
+
+    def _all_or_none(self) -> AbstractContextManager[None]:
+        return all_or_none(self._engine.comm, self._operation, self._engine.mesh)
+
+    def check_values(self, values: Mapping[str, Tensor]) -> None:
+        """Raises ArgumentError if values cannot be put into the shards."""
+        head = where(self._operation, self._engine.comm.rank, self._engine.comm.world_size)
+        for name, value in values.items():
+            shard = self.shards.get(name)
+            if shard is None:
+                raise ArgumentError(f"{head}: values: the module has no parameter {name!r}")
+            expected = tuple(shard.values.shape)
+            if not isinstance(value, Tensor) or tuple(value.shape) != expected:
+                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ArgumentError(
+                    f"{head}: values: {name}: expected this rank's shard, a tensor of shape "
+                    f"{expected}, got {got}"
+                )
+
+    @normal_tensors()
+    def put_back(self) -> None:
+        """Gives the shards the values that they had."""
+        for name, values in self._kept.items():
+            self.shards[name].values.copy_(values)
+        self._write_chunks(self._kept)
+
+    @normal_tensors()
+    def _write_chunks(self, values: Mapping[str, Tensor]) -> None:
+        """Writes values, by name, to the chunks on this rank's disk; its faults are told later."""
+        engine = self._engine
+        if engine.parts.store is None:
+            return
+        names = engine.names()
+        with engine.parts.store.keeping_faults():
+            for bucket in _buckets(engine):
+                with bucket.here(write=True):
+                    own, chunk = own_of(bucket), bucket.state_chunk
+                    for placed in bucket.params:
+                        low, high = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
+                        if low < high:
+                            here = own[low - chunk.begin : high - chunk.begin]
+                            here.copy_(values[names[id(placed.param)]])
+
+    @normal_tensors()
+    def follow(self) -> None:
+        """Sets the masters of elements that were written to the parameters."""
+        engine = self._engine
+        owner, names = engine.placement.owner, engine.names()
+        for number, bucket in enumerate(engine.stored):
+            shards = _shards_of(engine, bucket, names)
+            for placed, shard in zip(bucket.params, shards, strict=True):
+                if shard.begin == shard.end:
+                    continue
+                begin = placed.begin + shard.begin
+                end = begin + shard.end - shard.begin
+                same = shard.values == self._kept[shard.name]
+                if bucket.wire is not None:
+                    # These are the masters, whether or not there is an optimizer yet.
+                    assert bucket.wide is not None
+                    first = bucket.state_chunk.begin
+                    _follow(bucket.wide[begin - first : end - first], shard.values, same)
+                elif owner is not None:
+                    _follow_in(owner.buckets[number], (begin, end), shard.values, same)
+
+
+def _follow(master: Tensor, values: Tensor, same: Tensor) -> None:
+    """Sets masters to values, but where these are the same as before."""
+    master.copy_(torch.where(same, master, values.to(master.dtype)))
+
+
+def _follow_in(owned: Bucket, span: tuple[int, int], values: Tensor, same: Tensor) -> None:
+    """Has an optimizer's masters of elements of a bucket follow."""
+    for part in owned.parts(*span) if owned.state.masters() else ():
+        here, there = part.within(*span)
+        state = part.state
+        if state.master is not None:
+            _follow(state.master[here], values[there], same[there])
+        if state.remainder is not None:
+            state.remainder[here].mul_(same[there])
+
+
+def publish(engine: ShardEngine) -> None:
+    """Gives all copies of the parameters what their ranks have written; collective."""
+    sharers = sharers_of(engine.comm, engine.options.state)
+    assert sharers is not None
+    for bucket in _buckets(engine):
+        if isinstance(bucket, ShardedBucket):
+            bucket.share()
+        elif isinstance(bucket, ReplicatedBucket) and engine.stage > 0:
+            chunks = bucket.layout.chunks(sharers)
+            parts = [bucket.flat[chunk.begin : chunk.end] for chunk in chunks]
+            sharers.all_gather(parts, own_of(bucket).clone())
+    engine.comm.barrier()
+
+
+# ---- Parameters made whole, at any stage: to read them, or to give all ranks one rank's changes -
+
+
+@contextmanager
+def gathered(
+    module: nn.Module | Tensor | Iterable[Tensor], write_from: int | None = None
+) -> Iterator[None]:
+    """Makes parameters whole and readable inside the context, at any stage.
+
+    Reading needs no other rank: one rank may do it alone, while no rank steps. With
+    ``params="world"`` over several nodes it is collective.
+
+    Args:
+        module: the module that ``shard()`` returned, or a part of it: a module inside, a parameter,
+            or several. Of a part only the units that have its parameters are gathered.
+        write_from: a rank whose changes all ranks take over at the end, which makes the context
+            collective. None: changes are refused at stage 3, and at lower stages stay this rank's
+            own.
+
+    Raises:
+        ArgumentError: the module is not sharded, or has no parameter; there is no such rank; or
+            parameters were changed at stage 3 without ``write_from``, or others than those of a
+            part, or replaced; or ``write_from`` inside ``exchanged()``.
+        MismatchError: the ranks would take over different parameters, or other ranks'.
+        Exception: with ``write_from``, what is raised inside, on all ranks. None takes over
+            anything: changes are gone at stage 3, and at lower stages stay this rank's own.
+    """
+    parts = _engines_and_parts(module)
+    if write_from is not None:
+        with _on_all(parts):
+            _check_writing(parts, write_from)
+    with ExitStack() as here:
+        for engine, part in parts:
+            units = [
+                unit
+                for unit in engine.parts.units
+                if part is None or any(id(param) in part for param in unit.params.values())
+            ]
+            here.enter_context(engine.here(units))
+            if engine.gatherer is not None:
+                for unit in units:
+                    engine.gatherer.open(unit)
+        if write_from is None:
+            yield
+            return
+        with _on_all(parts):
+            yield
+        for engine, part in parts:
+            _take_changes(engine, write_from, part)
+
+
+_Parts = Sequence[tuple[ShardEngine, frozenset[int] | None]]
+
+
+@contextmanager
+def _on_all(parts: _Parts) -> Iterator[None]:
+    """Has what raises inside raise on all ranks of the engines; collective."""
+    with ExitStack() as ranks:
+        for engine, _ in parts:
+            ranks.enter_context(all_or_none(engine.comm, "gathered", engine.mesh))
+        yield
+
+
+def _check_writing(parts: _Parts, write_from: int) -> None:
+    for engine, _ in parts:
+        engine.check_values("gathered")
+        world_size = engine.comm.world_size
+        if type(write_from) is not int or not 0 <= write_from < world_size:
+            raise ArgumentError(
+                f"gathered: write_from: expected a rank, 0 to {world_size - 1}, got {write_from!r}"
+            )
+
+
+def _engines_and_parts(
+    module: nn.Module | Tensor | Iterable[Tensor],
+) -> list[tuple[ShardEngine, frozenset[int] | None]]:
+    """Returns the engines of parameters, each with the ``id`` of its own; None for all that it has.
+
+    A module that was put into a sharded one may be sharded by itself.
+
+    Raises:
+        ArgumentError: a module is not sharded, or there is no parameter of a sharded one.
+    """
+    if isinstance(module, nn.Module):
+        module = uncompiled(module)
+        params: list[Tensor] = [p for p in module.parameters() if owner_of(p) is not None]
+        if is_sharded(module) or not params:
+            whole = engine_of(module, "gathered")
+            nested = dict.fromkeys(map(_engine_of_param, params))
+            return [(each, None) for each in {whole: None, **nested}]
+    else:
+        params = [module] if isinstance(module, Tensor) else list(module)
+    found: dict[ShardEngine, set[int]] = {}
+    for param in params:
+        found.setdefault(_engine_of_param(param), set()).add(id(param))
+    if not found:
+        raise ArgumentError("gathered: expected parameters of sharded modules, got none")
+    return [(engine, frozenset(part)) for engine, part in found.items()]
+
+
+def _engine_of_param(param: Tensor) -> ShardEngine:
+    engine = owner_of(param) if isinstance(param, Tensor) else None
+    if engine is None:
+        kind = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else param
+        raise ArgumentError(
+            "gathered: expected a module that shard() returned, a module inside of it, or "
+            f"parameters of it, got {kind}, which is none of its parameters"
+        )
+    return engine
+
+
+def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns ``module.state_dict()`` at any stage, with copies of all tensors and extra state.
+
+    It needs no other rank: one rank may call it alone, while no rank steps. With
+    ``params="world"`` over several nodes it is collective.
+
+    Raises:
+        ArgumentError: the module is not sharded.
+    """
+    engine = engine_of(module, "full_state_dict")
+    with ExitStack() as here:
+        for each, _ in _engines_and_parts(module):
+            here.enter_context(each.here(each.parts.units))
+        state = engine.parts.module.state_dict()
+        return {
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else deepcopy(value)
+            for name, value in state.items()
+        }
+
+
+@normal_tensors()
+def _take_changes(engine: ShardEngine, rank: int, part: frozenset[int] | None) -> None:
+    """Gives all ranks one rank's parameters, and their masters with them; collective.
+
+    Args:
+        engine: the engine of the parameters.
+        rank: the rank that has changed them.
+        part: ``id`` of the parameters; None for all.
+    """
+    comm = engine.comm
+    engine.check_all("gathered")
+    named = dict(engine.named_parameters())
+    names = [name for name, param in named.items() if part is None or id(param) in part]
+    told = {"parameters": names, "write_from": rank}
+    check_agreement(comm, "gathered", {"options": told})
+    # Chunks are about to change, so all ranks must have finished reading them.
+    comm.barrier()
+    engine.count_change([named[name] for name in names])
+    with engine.together("gathered"):
+        _broadcast(engine, named, rank, part)
+        engine.placement.refresh_masters(part)
+        follow_coded(engine)
+    comm.barrier()
+    if recode(engine):
+        _gather_again(engine)
+        comm.barrier()
+
+
+def _gather_again(engine: ShardEngine) -> None:
+    """Gathers what is gathered once more, since its chunks have changed; perhaps collective."""
+    for bucket in engine.stored:
+        if isinstance(bucket, ShardedBucket) and bucket.is_here:
+            bucket.fill()
+            bucket.accept_changes()
+
+
+def _broadcast(
+    engine: ShardEngine, named: Mapping[str, Tensor], rank: int, part: frozenset[int] | None
+) -> None:
+    """Gives all ranks one rank's gathered parameters, of which each keeps its own; collective."""
+    comm = engine.comm
+    placed: set[int] = set()
+    for bucket in (*engine.stored, *engine.parts.stored_frozen):
+        assert isinstance(bucket, (ReplicatedBucket, ShardedBucket))
+        for begin, end in _changed_in(bucket, part):
+            comm.broadcast(bucket.flat[begin:end], rank)
+            if isinstance(bucket, ShardedBucket):
+                bucket.keep_own(begin, end)
+        if isinstance(bucket, ShardedBucket):
+            bucket.accept_changes(part)
+        if part is None and bucket.wire is None:
+            bucket.wide = None
+        placed.update(id(each.param) for each in bucket.params)
+    for param in named.values():
+        if id(param) not in placed and param.numel() and (part is None or id(param) in part):
+            comm.broadcast(local_of(param).detach(), rank)
+
+
+def _changed_in(bucket: ParamBucket, part: frozenset[int] | None) -> list[tuple[int, int]]:
+    """Returns the runs of a bucket's elements that parameters of a part fill; None for all."""
+    chosen = [each for each in bucket.params if part is None or id(each.param) in part]
+    if len(chosen) == len(bucket.params):
+        return [(0, bucket.layout.elems)]
+    return [(each.begin, each.end) for each in chosen]

@@ -1,0 +1,390 @@
+"""The units of a module: the modules that are gathered as one, and the parameters of each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import add
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ringcomm.errors import ArgumentError
+from ringcomm.module_names import (
+    find_modules,
+    matches,
+    named_modules,
+    named_parameters,
+    plain_name,
+    some,
+    unwrapped,
+    wrapped_key,
+)
+from ringcomm.optim.dtensors import Sharding, local_of
+from ringcomm.optim.layout import (
+    DTYPE_NAMES,
+    DTYPES,
+    PLACED_DTYPES,
+    BucketLayout,
+    ParamSpec,
+    ShardLayout,
+)
+from ringcomm.zero.stages.options import ModuleDtypes, UnitOptions, Units, ZeroOptions
+
+# ---- The values of parameters that move into buckets: held as tensors, or read from elsewhere ---
+
+Tensor = torch.Tensor
+
+
+class Values(Protocol):
+    """The values of what a rank has of a parameter, read by parts.
+
+    Attributes:
+        dtype: that of the parameter as the module has it, before it moves into a bucket.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read(self, begin: int, out: Tensor) -> None:
+        """Fills ``out`` [n], of any floating-point dtype, with the elements from ``begin`` on."""
+
+
+class HeldValues:
+    """The values of a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self.dtype = tensor.dtype
+
+    def read(self, begin: int, out: Tensor) -> None:
+        out.copy_(self._tensor.reshape(-1)[begin : begin + out.numel()])
+
+
+class WeightSource(ABC):
+    """Values for a module that is being sharded, which every rank reads for itself.
+
+    It is opened before anything changes, and reads while parameters move. What it cannot read is
+    told in :meth:`settle`, since a rank that raised meanwhile would keep the others waiting.
+    """
+
+    @abstractmethod
+    def open(self, root: nn.Module) -> None:
+        """Finds the values of a module's parameters and persistent buffers.
+
+        Raises:
+            CheckpointError: there are none, or they do not fit.
+        """
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Returns a description that is equal on ranks which read the same values."""
+
+    @abstractmethod
+    def values_of(self, param: Tensor) -> Values | None:
+        """Returns the values of a parameter; None if there are none."""
+
+    @abstractmethod
+    def values_of_buffer(self, owner: nn.Module, key: str) -> Values | None:
+        """Returns the values of a module's own buffer; None if there are none."""
+
+    @abstractmethod
+    def initialize(self, module: nn.Module) -> None:
+        """Fills what a module has itself, of which something has no values here.
+
+        Raises:
+            ArgumentError: nobody has said how.
+        """
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Ends the reading; raises what it has failed with."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the reading, whatever it has come to."""
+
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(eq=False)
+class Unit:
+    """A module whose parameters are gathered when it runs.
+
+    Attributes:
+        name: plain name of the module; "" is the root.
+        module: the module whose calls gather the unit.
+        params: the parameters that belong to this unit and to no unit inside it, by plain name;
+            each once, under its first name.
+        options: choices for it.
+    """
+
+    name: str
+    module: nn.Module
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+    options: UnitOptions = field(default_factory=UnitOptions)
+
+
+def find_units(root: nn.Module, rule: Units | None) -> list[Unit]:
+    """Returns the units of a module, the root first, then in the order of ``named_modules()``.
+
+    A parameter that modules of several units share belongs to the innermost unit around all of
+    them.
+
+    Raises:
+        ArgumentError: ``rule`` is neither types nor a function, or no module is of its types.
+    """
+    chosen = {id(root): Unit("", root)}
+    for name, module in _chosen(root, rule):
+        if module is not root and any(True for _ in module.parameters()):
+            chosen.setdefault(id(module), Unit(name, module))
+    for name, path in _owners(root, chosen).items():
+        path[-1].params[plain_name(root, name)] = root.get_parameter(name)
+    return list(chosen.values())
+
+
+def choose_options(root: nn.Module, units: Sequence[Unit], options: ZeroOptions) -> None:
+    """Gives units the choices of ``options.per_unit``.
+
+    Raises:
+        ArgumentError: a name is of no unit.
+    """
+    by_module = {id(unit.module): unit for unit in units if unit.name}
+    for pattern, chosen in options.per_unit.items():
+        found = [by_module.get(id(module)) for _, module in find_modules(root, pattern)]
+        named = [unit for unit in found if unit is not None]
+        if not named:
+            there = some([unit.name for unit in by_module.values()])
+            raise ArgumentError(
+                f"shard: per_unit: expected names of units, but {pattern!r} matches none (a * "
+                f"stands for one part of a name); there are {there}. ZeroOptions(units=) makes "
+                "other modules units"
+            )
+        for unit in named:
+            unit.options = chosen
+
+
+def leave_out(root: nn.Module, units: Sequence[Unit], options: ZeroOptions) -> frozenset[int]:
+    """Takes parameters that are to be ignored out of their units; returns the ``id`` of each.
+
+    Raises:
+        ArgumentError: a name is of no parameter and of no module that has one.
+    """
+    named = list(named_parameters(root, remove_duplicate=False))
+    ignored: set[int] = set()
+    for pattern in options.ignored:
+        found = {id(param) for name, param in named if matches(pattern, name)}
+        for _, module in find_modules(root, pattern):
+            found.update(map(id, module.parameters()))
+        if not found:
+            raise ArgumentError(
+                f"shard: ignored: expected names of parameters or modules, but {pattern!r} matches "
+                f"none (a * stands for one part of a name); there are "
+                f"{some([name for name, _ in named])}"
+            )
+        ignored |= found
+    for unit in units:
+        kept = {name: param for name, param in unit.params.items() if id(param) not in ignored}
+        unit.params = kept
+    return frozenset(ignored)
+
+
+def _chosen(root: nn.Module, rule: Units | None) -> Iterator[tuple[str, nn.Module]]:
+    if rule is None:
+        found = list(_list_elements(root, ""))
+        yield from found or unwrapped(root).named_children()
+    elif callable(rule) and not isinstance(rule, type):
+        yield from _by_function(root, rule)
+    else:
+        types = () if isinstance(rule, type) else tuple(rule)
+        if not types or not all(isinstance(each, type) for each in types):
+            raise ArgumentError(
+                f"units: expected types of modules, or a function of a name and a module, got "
+                f"{rule!r}"
+            )
+        of_types = [(n, m) for n, m in named_modules(root) if isinstance(m, types)]
+        if not of_types:
+            raise ArgumentError(
+                f"units: expected types of modules, but {type(root).__name__} has none of "
+                f"{', '.join(each.__name__ for each in types)}. To gather all of it as one, pass "
+                "lambda name, module: False"
+            )
+        yield from of_types
+
+
+def _by_function(
+    root: nn.Module, rule: Callable[[str, nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules that a function chooses; choosing a wrapper chooses the module inside."""
+    done: set[int] = set()
+    for name, module in named_modules(root):
+        if id(module) not in done and rule(name, module):
+            yield name, module
+            if wrapped_key(module) is not None:
+                done.update(id(each) for each in _inside_wrappers(module))
+
+
+def _inside_wrappers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the modules inside a wrapper that have its plain name."""
+    while wrapped_key(module) is not None:
+        module = next(module.children())
+        yield module
+
+
+def _list_elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the elements of the outermost lists of modules, with their plain names."""
+    module = unwrapped(module)
+    for name, child in module.named_children():
+        if isinstance(module, _LISTS):
+            yield prefix + name, child
+        else:
+            yield from _list_elements(child, f"{prefix}{name}.")
+
+
+def _owners(root: nn.Module, chosen: dict[int, Unit]) -> dict[str, list[Unit]]:
+    """Returns the units around all modules with a parameter, root first, by its first name."""
+    first: dict[int, str] = {}
+    around: dict[str, list[Unit]] = {}
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        path = _path(root, prefix, chosen)
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            full = f"{prefix}.{name}" if prefix else name
+            known = first.setdefault(id(param), full)
+            before = around.get(known, path)
+            same = [a for a, b in zip(before, path, strict=False) if a is b]
+            around[known] = same
+    return around
+
+
+def _path(root: nn.Module, name: str, chosen: dict[int, Unit]) -> list[Unit]:
+    """Returns the units on the way from the root to the module of that name."""
+    path, module = [chosen[id(root)]], root
+    for part in name.split(".") if name else ():
+        module = getattr(module, part)
+        unit = chosen.get(id(module))
+        if unit is not None:
+            path.append(unit)
+    return path
+
+
+def aliases(root: nn.Module) -> dict[str, str]:
+    """Returns the first plain name of each tied parameter, by its every further name."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name, param in named_parameters(root, remove_duplicate=False):
+        known = first.setdefault(id(param), name)
+        if known != name:
+            found[name] = known
+    return found
+
+
+# ---- The plan of a module's buckets: which parameters lie in which bucket, and where ------------
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The layout of a module's trainable parameters, or of its frozen ones; equal at every stage.
+
+    Attributes:
+        names: names, by parameter index.
+        params: parameters, by index.
+        layout: their layout.
+        unit_of: by bucket number, the index of the unit that its parameters belong to.
+    """
+
+    names: tuple[str, ...]
+    params: tuple[nn.Parameter, ...]
+    layout: ShardLayout
+    unit_of: tuple[int, ...]
+
+
+def plan_buckets(
+    units: Sequence[Unit], options: ZeroOptions, dtypes: ModuleDtypes, trainable: bool
+) -> BucketPlan:
+    """Lays out the trainable parameters of units, or the frozen ones; no bucket spans two units.
+
+    Parameters of several dtypes in a unit have buckets of each. Frozen parameters of 8 bits keep
+    their dtype, and those of other dtypes that no optimizer takes have no place.
+
+    Raises:
+        ArgumentError: a trainable parameter is of a dtype that no optimizer takes.
+    """
+    named: list[tuple[str, nn.Parameter]] = []
+    specs: list[ParamSpec] = []
+    buckets: list[BucketLayout] = []
+    unit_of: list[int] = []
+    for number, unit in enumerate(units):
+        first = len(specs)
+        for name, param in unit.params.items():
+            if trainable and param.requires_grad and param.dtype not in DTYPE_NAMES:
+                raise ArgumentError(
+                    f"shard: parameter {name}: expected dtype {', '.join(DTYPES)}, got "
+                    f"{param.dtype}, which no optimizer steps; freeze it (requires_grad_(False)), "
+                    "and train others beside it, such as adapters"
+                )
+            if param.requires_grad == trainable and param.dtype in PLACED_DTYPES:
+                named.append((name, param))
+                specs.append(_spec(name, param, dtypes.of_param(param)))
+        run = ShardLayout.plan(specs[first:], options.bucket_elems)
+        for bucket in run.buckets:
+            buckets.append(bucket.with_params(partial(add, first)))
+            unit_of.append(number)
+    return BucketPlan(
+        tuple(name for name, _ in named),
+        tuple(param for _, param in named),
+        ShardLayout(tuple(specs), options.bucket_elems, tuple(buckets)),
+        tuple(unit_of),
+    )
+
+
+def _spec(name: str, param: nn.Parameter, dtype: torch.dtype | None) -> ParamSpec:
+    """Returns the spec of a parameter in its bucket: cast, contiguous, and placed even if frozen.
+
+    It is contiguous so that in checkpoints a piece of a bucket is a piece of the flattened
+    parameter.
+    """
+    shape = tuple(local_of(param).shape)
+    if param.dtype not in DTYPE_NAMES:
+        dtype = None
+    return ParamSpec(shape, dtype or param.dtype, name=name, sharding=Sharding.of(param))
+
+
+def by_optimizer(
+    plan: BucketPlan, params: Sequence[Tensor], groups: Sequence[int], names: Sequence[str]
+) -> ShardLayout:
+    """Returns the layout with its parameters in an optimizer's order.
+
+    Args:
+        plan: plan of the trainable parameters.
+        params: parameters in the optimizer's order; frozen ones and repetitions have no place, and
+            the place of what is missing is padding.
+        groups: param group of each.
+        names: name of each; "" takes the module's name for it.
+    """
+    index_of = {id(param): index for index, param in enumerate(plan.params)}
+    specs: list[ParamSpec] = []
+    position: dict[int, int] = {}
+    seen: dict[int, int] = {}
+    for at, (param, group, name) in enumerate(zip(params, groups, names, strict=True)):
+        index = index_of.get(id(param))
+        tied_to = seen.setdefault(id(param), at)
+        if index is None:
+            frozen = ParamSpec.of(param, group, name, _earlier(tied_to, at))
+            specs.append(replace(frozen, trainable=False, stride=None))
+            continue
+        spec = replace(plan.layout.params[index], group=group)
+        if name:
+            spec = replace(spec, name=name)
+        specs.append(replace(spec, tied_to=_earlier(tied_to, at)))
+        position.setdefault(index, at)
+    buckets = tuple(bucket.with_params(position.get) for bucket in plan.layout.buckets)
+    return ShardLayout(tuple(specs), plan.layout.bucket_elems, buckets)
+
+
+def _earlier(first: int, at: int) -> int | None:
+    return None if first == at else first

@@ -1,0 +1,423 @@
+"""The updates of buckets while backward runs, with ``AdamWOptions(update="in_backward")``.
+
+NOTE [Updates in backward]
+A bucket is updated right behind the reduction of its gradients, in the communicator's order of
+calls, so that no rank keeps a reduced gradient: at stage 2 reduction, update and gathering are one
+pass, and at stage 3 there is one buffer for the gradient of one bucket's chunk. The idea of using a
+gradient as soon as it is there is that of Lv et al., "Full Parameter Fine-tuning for Large Language
+Models with Limited Resources" (LOMO), 2023.
+
+It is safe for those who still read the old values. A reduction ends when all ranks have brought
+their gradients, and a rank brings its own only after all nodes that give the bucket's parameters
+gradients have run, and after :meth:`BackwardUpdates.close`. At stage 3 that ends a gathering under
+way and refuses any other until the step, so that the reduction takes the place of the first of the
+step's two barriers; copies that were gathered before keep the old values. At stage 2 it advances
+the parameters' versions, so that a node of autograd which has saved one raises, and makes whoever
+computes with one in Python raise; see NOTE [Updated parameters] in ``zero/stages/absent.py``.
+
+NOTE [What the ranks agree on]
+Which parameters step is known bucket by bucket. So a small all-reduce before each update has a flag
+for each of its parameters, and the digest of the hyper-parameters, as the step has for all at once.
+A rank that refuses the step, or whose backward raised and whose reductions are made up for, sends
+infinity there: all ranks learn it at the same bucket, update nothing from there on, and raise in
+``optimizer.step()``. If buckets were updated before, the optimizer is torn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ringcomm.comm.host.arguments import ReduceOp
+from ringcomm.errors import ArgumentError, RingcommError, where
+from ringcomm.memory import normal_tensors
+from ringcomm.optim.agreement import Asked, all_or_none
+from ringcomm.optim.buckets import with_local
+from ringcomm.optim.dtensors import plainly
+from ringcomm.optim.kernels import STEPS
+from ringcomm.optim.step import Amp, ShardedStep
+from ringcomm.zero.stages.absent import advance_versions, end_update, make_updated
+from ringcomm.zero.stages.buckets import ParamBucket, ShardedBucket
+from ringcomm.zero.stages.gather import Gatherer
+
+Tensor = torch.Tensor
+
+_OPERATION = "optimizer.step"
+
+
+class BackwardUpdates:
+    """The step of one optimizer that a backward takes, bucket by bucket, on one rank.
+
+    Methods are for the thread that runs backward, apart from :meth:`update`, which runs in the
+    communicator's order of calls. While a call of it may be under way there is no other of them
+    than :meth:`close` and :meth:`abandon`.
+
+    Args:
+        stored: the module's buckets.
+        find_owner: returns the optimizer's step, or None if the optimizer is gone.
+        check: called when the step begins; raises if parameters are not where they should be.
+        gatherer: gathers parameters at stage 3; None at stage 2.
+    """
+
+    def __init__(
+        self,
+        stored: Sequence[ParamBucket],
+        find_owner: Callable[[], ShardedStep | None],
+        check: Callable[[str], None],
+        gatherer: Gatherer | None = None,
+    ) -> None:
+        self._stored = stored
+        self._find_owner = find_owner
+        self._check = check
+        self._gatherer = gatherer
+        # From the first backward of a step to its end, what other ranks wait for can be done even
+        # if the optimizer is gone.
+        self._step: ShardedStep | None = None
+        # Numbers of the buckets whose update this step has begun.
+        self._closed: set[int] = set()
+        # By bucket and by parameter there, its index in the optimizer; None for one in no group.
+        self._places: list[list[int | None]] = []
+        self._frozen: list[int] = []
+        self._asked = Asked(_OPERATION)
+        self._digest = 0.0
+        # By parameter, whether it takes this step, as far as that is known, and took the last one.
+        self._active: list[float] = []
+        self._last_active: list[float] | None = None
+        # Why this rank, or all ranks, cannot go on; the latter is known at the same bucket on all.
+        self._failure: Exception | None = None
+        self._all_failed = False
+        self._counted = False
+
+    # ---- the step -------------------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> bool:
+        """True from the first backward of a step to its end."""
+        return self._step is not None
+
+    @property
+    def _owner(self) -> ShardedStep:
+        owner = self._find_owner() if self._step is None else self._step
+        if owner is None:
+            raise ArgumentError(
+                'zero: the optimizer with update="in_backward" that was built on the sharded '
+                "module is gone, and nothing would be updated; build another one"
+            )
+        return owner
+
+    @property
+    def changed(self) -> bool:
+        """True if a bucket was updated in the step that is under way."""
+        return self._step is not None and self._step.torn
+
+    def has_begun(self, number: int) -> bool:
+        """Returns whether the step that is under way has begun to update a bucket."""
+        return self.under_way and number in self._closed
+
+    def begin(self, operation: str, order: Sequence[int]) -> None:
+        """Begins a step: what is decided for all buckets is decided now.
+
+        Args:
+            operation: named in errors.
+            order: the buckets' numbers in the order of the updates.
+
+        Raises:
+            ArgumentError: a step is under way, which another backward would add to.
+            RingcommError: an earlier step failed halfway.
+        """
+        if self.changed and self._failure is None:
+            self.refuse_another(operation)
+        if self.under_way:
+            self.reset()
+        owner = self._owner
+        owner.refuse_if_torn(operation)
+        self._asked = Asked(_OPERATION)
+        try:
+            owner.take_hyper()
+            self._check(_OPERATION)
+            owner.written.take_over()
+        except RingcommError as error:
+            self._asked = Asked(_OPERATION, refusal=error)
+        with plainly():
+            self._frozen = owner.gradients.frozen()
+        if self._asked.refusal is None:
+            self._digest = owner.digest(self._asked, self._frozen)
+        self._find_places(owner)
+        owner.write_control(Amp(), None)
+        self._step, owner.under_way = owner, True
+        if owner.tier is not None:
+            owner.tier.begin_step(active=self._last_active, order=order)
+
+    def _find_places(self, owner: ShardedStep) -> None:
+        """Finds the parameters of the buckets in the optimizer, which may have grown."""
+        self._active = [0.0] * len(owner.params)
+        if self._last_active is not None and len(self._last_active) != len(owner.params):
+            self._last_active = None
+        self._places = []
+        for layout, stored in zip(owner.layout.buckets, self._stored, strict=True):
+            index_at = {segment.begin: segment.param for segment in layout.segments}
+            self._places.append([index_at.get(placed.begin) for placed in stored.params])
+
+    def refuse_another(self, operation: str) -> None:
+        """Raises ArgumentError for gradients that come after a backward has taken the step."""
+        comm = self._stored[0].comm
+        raise ArgumentError(
+            f"{where(operation, comm.rank, comm.world_size)}: gradients come after a backward has "
+            'updated parameters with those that it had (update="in_backward"). Call '
+            "optimizer.step() after each backward, or run all but the last one of a step under "
+            "ringcomm.zero.no_sync(module), which adds gradients up; where one backward brings a "
+            "parameter's gradient in parts, as reentrant checkpoints of a layer that runs twice "
+            'do, build the optimizer with update="in_step"'
+        )
+
+    def abandon(self) -> None:
+        """Called when a backward of this rank has raised, before its reductions are made up for."""
+        if self.under_way and len(self._closed) < len(self._stored):
+            comm = self._stored[0].comm
+            refusal = RingcommError(
+                f"{where('backward', comm.rank, comm.world_size)}: the backward raised before its "
+                "end, so its gradients are incomplete and update no more parameters"
+            )
+            self._asked = Asked(_OPERATION, refusal=self._asked.refusal or refusal)
+
+    def close(self, number: int, brought: Sequence[bool]) -> list[float]:
+        """Called before a bucket's gradients go to the other ranks, and may update it there.
+
+        Args:
+            number: of the bucket.
+            brought: by parameter of the bucket, whether this rank has a gradient.
+
+        Returns:
+            By parameter, 1.0 if this rank wants it to take the step.
+
+        Raises:
+            ArgumentError: a parameter was written to meanwhile, where that is lost; or the bucket
+                was updated in this step already.
+        """
+        if number in self._closed:
+            self.refuse_another("backward")
+        owner, stored = self._owner, self._stored[number]
+        places = self._places[number]
+        zero = owner.setting.options.unused == "zero"
+        wanted = []
+        for index, has in zip(places, brought, strict=True):
+            if index is not None and has and index in self._frozen:
+                late = owner.frozen_late(index, _OPERATION)
+                self._asked = Asked(_OPERATION, refusal=self._asked.refusal or late)
+            steps = index is not None and (zero or has) and index not in self._frozen
+            wanted.append(float(steps))
+        if self._asked.refusal is not None:
+            pass  # and so no rank will update it
+        elif isinstance(stored, ShardedBucket):
+            assert self._gatherer is not None
+            self._gatherer.close_bucket(stored)
+        else:
+            self._mark(owner, number)
+        self._closed.add(number)
+        return wanted
+
+    def _mark(self, owner: ShardedStep, number: int) -> None:
+        """Has parameters that may change raise when they are used."""
+        marked = [
+            placed
+            for placed, index in zip(self._stored[number].params, self._places[number], strict=True)
+            if index is not None and index not in self._frozen
+        ]
+        params = [placed.param for placed in marked]
+        if owner.written.found(params):
+            comm = self._stored[number].comm
+            raise ArgumentError(
+                f"{where('backward', comm.rank, comm.world_size)}: a parameter of the bucket of "
+                f"{marked[0].name} was changed in place while backward ran, which its masters "
+                'would undo (update="in_backward"); change parameters between steps'
+            )
+        make_updated(params, [placed.name for placed in marked])
+        with plainly():
+            advance_versions(with_local(params)[len(params) :], 1)
+            owner.written.expect(params)
+
+    @normal_tensors()
+    def update(self, number: int, grads: Tensor, wanted: Sequence[float]) -> None:
+        """Reduces a bucket's gradients, and updates it; collective.
+
+        Errors are kept for :meth:`end`, since the other ranks go on.
+
+        Args:
+            number: of the bucket.
+            grads: [bucket elements], in the heap.
+            wanted: what :meth:`close` has returned.
+        """
+        if self._all_failed:
+            return
+        asked = self._asked  # once, since another thread may refuse the step meanwhile
+        try:
+            owner = self._owner
+            found = self._agree(owner, wanted, asked)
+            if any(found):
+                self._take(owner, number, grads, found)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        # From the next bucket on the others learn it, if they do not know yet.
+        self._asked = Asked(_OPERATION, refusal=self._failure)
+
+    def _agree(self, owner: ShardedStep, wanted: Sequence[float], asked: Asked) -> list[float]:
+        """Returns by parameter of a bucket whether it takes the step; collective.
+
+        Raises:
+            RingcommError: on all ranks.
+        """
+        comm = owner.setting.comm
+        found = list(wanted)
+        if comm is not None:
+            digest = self._digest if asked.refusal is None else math.inf
+            told = torch.tensor([*wanted, digest, -digest], dtype=torch.float64, device="cpu")
+            comm.all_reduce(told, ReduceOp.MAX)
+            *found, high, low = told.tolist()
+            if high != -low:
+                self._all_failed = True
+                owner.refuse_differences(comm, asked, self._frozen)
+        if asked.refusal is not None:
+            self._all_failed = True
+            raise asked.refusal
+        return found
+
+    def _take(self, owner: ShardedStep, number: int, grads: Tensor, found: Sequence[float]) -> None:
+        active = [0.0] * len(self._active)
+        for index, steps in zip(self._places[number], found, strict=True):
+            if index is not None and steps:
+                active[index] = self._active[index] = 1.0
+        owner.torn = True
+        self._advance(owner, active)
+        if owner.tier is not None:
+            owner.tier.update_only(active)
+        owner.kernels.reduce_update_from(owner.buckets[number], grads)
+
+    def _advance(self, owner: ShardedStep, active: Sequence[float]) -> None:
+        """Advances the steps of parameters, and at the first call of a step the optimizer's."""
+        table = owner.table
+        table.active.copy_(torch.tensor(active, dtype=torch.float64, device="cpu"))
+        if self._counted:
+            table.control[STEPS].sub_(1)
+        self._counted = True
+        owner.kernels.begin(table)
+
+    def end_backward(self) -> None:
+        """Called at the end of a backward, when all updates have ended."""
+        if self._step is not None and self._step.tier is not None:
+            self._step.tier.end_step()
+
+    # ---- its end --------------------------------------------------------------------------------
+
+    def raise_failure(self) -> None:
+        """Raises what all ranks know to have failed, and ends the step."""
+        failure = self._failure
+        if failure is not None and (self._all_failed or self._stored[0].comm.aborted):
+            self.reset()
+            raise failure
+
+    def left(self, some: Sequence[int]) -> list[int]:
+        """Returns the buckets that the step is to update yet.
+
+        Args:
+            some: those for which some rank has gradients.
+        """
+        if any(number in self._closed for number in some):
+            try:
+                self.refuse_another("step")
+            except ArgumentError as error:
+                self._fail(error)
+            return []
+        if self._owner.setting.options.unused == "zero":
+            return [number for number in range(len(self._stored)) if number not in self._closed]
+        return list(some)
+
+    def end(self, empty: Sequence[int], brought: Sequence[float]) -> None:
+        """Ends the step, once all updates have; collective.
+
+        Args:
+            empty: parameters without elements, which are in no bucket.
+            brought: by parameter of these, 1.0 where this rank has a gradient.
+
+        Raises:
+            RingcommError: a bucket could not be updated, on this rank or another.
+        """
+        owner = self._owner
+        try:
+            self._end(owner, empty, brought)
+        finally:
+            self.reset()
+        owner.torn = False
+        owner.forget_reduced()
+        if owner.setting.accumulator is not None:
+            owner.setting.accumulator.clear()
+
+    def _end(self, owner: ShardedStep, empty: Sequence[int], brought: Sequence[float]) -> None:
+        comm, tier = owner.setting.comm, owner.tier
+        if tier is not None:
+            tier.end_step()
+        with all_or_none(comm, _OPERATION, owner.mesh):
+            if self._asked.refusal is not None:
+                raise self._asked.refusal
+            if tier is not None:
+                tier.raise_fault()
+        if owner.setting.options.unused == "zero":
+            brought = [float(index not in self._frozen) for index in empty]
+        found = torch.tensor(brought, dtype=torch.float64, device="cpu")
+        if comm is not None and empty:
+            comm.all_reduce(found, ReduceOp.MAX)
+        active = [0.0] * len(self._active)
+        for index, steps in zip(empty, found.tolist(), strict=True):
+            active[index] = self._active[index] = steps
+        if any(active) or not self._counted:
+            self._advance(owner, active)
+        owner.kernels.end()
+        self._last_active = self._active
+
+    def forget(self) -> None:
+        """Called when gradients are to be forgotten.
+
+        Raises:
+            ArgumentError: they have updated parameters.
+        """
+        if not self.under_way:
+            return
+        if self.changed and self._failure is None:
+            comm = self._stored[0].comm
+            raise ArgumentError(
+                f"{where('zero_grad', comm.rank, comm.world_size)}: the gradients of the last "
+                'backward have updated parameters already (update="in_backward"), and cannot be '
+                "forgotten; call optimizer.step() first"
+            )
+        self.reset()
+
+    def refuse_under_way(self, operation: str) -> None:
+        """Raises ArgumentError while a step is under way; one that has failed ends.
+
+        Its optimizer is torn, if parameters have changed.
+        """
+        if self.under_way and self._failure is None and self.changed:
+            self._owner.refuse_under_way(operation)
+        elif self.under_way:
+            self.reset()
+
+    def reset(self) -> None:
+        """Ends the step on this rank, whether or not it has come to its end."""
+        self.end_backward()
+        if self._step is not None:
+            if self._gatherer is not None:
+                # At stage 2 each update has been counted.
+                active = zip(self._step.params, self._active, strict=True)
+                self._step.count_change([param for param, steps in active if steps])
+            self._step.under_way = False
+        self._step, self._failure = None, None
+        self._all_failed = self._counted = False
+        self._closed.clear()
+        if self._gatherer is None:
+            end_update([placed.param for stored in self._stored for placed in stored.params])
+        else:
+            self._gatherer.reopen()
