@@ -29,13 +29,7 @@ TESTS = (
     *("comm/test_collectives.py", "comm/test_messages.py"),
     *("comm/test_wire_codes.py", "optim/test_adamw.py", "zero/test_uneven.py"),
 )
-NEEDED = (
-    "pytest>=8",
-    "pytest-timeout>=2.3",
-    "pytest-xdist>=3.8",
-    "hypothesis>=6.100",
-    "expecttest",
-)
+NEEDED = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "expecttest")
 
 
 @dataclass(frozen=True)
@@ -87,13 +81,9 @@ def build(case: Case, folder: Path) -> Path:
 
 
 def attempt(case: Case, wheels: Path, tests: Path, folder: Path) -> str:
-    """Installs and tries a case; returns the version of torch, as torch says it.
+    """Installs and tries a case in an empty folder; returns the version of torch, as torch says it.
 
-    Args:
-        case: The case.
-        wheels: A folder with wheels; pip takes the one that fits.
-        tests: A tree with the tests and without the package, which must come from the wheel.
-        folder: An empty folder.
+    Of ``wheels`` pip takes the one that fits. ``tests`` is a tree without the package.
     """
     found = interpreter(case.python)
     assert found is not None

@@ -7,10 +7,10 @@ takes, too; versions are read from their sources.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import re
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 OWN_LICENCE = "Apache-2.0"
@@ -30,10 +30,10 @@ class BundledCode:
 
 def linked_in() -> list[BundledCode]:
     """All that is compiled or linked into the native module beside ringcomm's own sources."""
-    zig = package_folder("ziglang")
+    zig = Path(str(resources.files("ziglang")))
     nanobind = importlib.metadata.distribution("nanobind")
     (licence,) = (path for path in nanobind.files or [] if path.name == "LICENSE")
-    tsl = package_folder("nanobind") / "ext" / "robin_map" / "include" / "tsl"
+    tsl = Path(str(resources.files("nanobind"))) / "ext" / "robin_map" / "include" / "tsl"
     policy = (tsl / "robin_growth_policy.h").read_text()
     robin = ".".join(
         found(rf"TSL_RH_VERSION_{part} (\d+)", policy) for part in ("MAJOR", "MINOR", "PATCH")
@@ -54,13 +54,6 @@ def linked_in() -> list[BundledCode]:
         *(BundledCode(*part, "https://github.com/llvm/llvm-project") for part in of_llvm),
         BundledCode(*of_zig, "https://ziglang.org"),
     ]
-
-
-def package_folder(name: str) -> Path:
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise SystemExit(f"wheels: {name} is not installed: make wheels does that")
-    return Path(spec.origin).parent
 
 
 def found(pattern: str, text: str) -> str:
