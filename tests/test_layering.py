@@ -15,7 +15,7 @@ MAY_IMPORT: dict[str, set[str]] = {}
 _below = {"_native"}
 _layers = (
     ["errors", "lifetime"],
-    ["deadlines", "integers", "json_reader", "limits", "module_names", "output", "variables"],
+    ["deadlines", "integers", "json_reader", "limits", "module_names", "variables"],
     ["cuda", "rendezvous"],
     ["offload"],
     ["memory"],

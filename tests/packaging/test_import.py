@@ -11,7 +11,7 @@ import pytest
 from tests.support import ROOT
 
 # What a machine without a GPU, or without NumPy, does not have.
-ABSENT = ["numpy", "cupy", "triton", "pynvml", "mpi4py", "matplotlib"]
+ABSENT = ["numpy", "cupy", "triton", "pynvml", "mpi4py"]
 
 BLOCK_ABSENT = f"""
 import importlib.abc, sys

@@ -163,7 +163,6 @@ CLOCKS = {
     "cuda/build.py": "how long a compiled kernel is awaited before it is compiled here",
     "deadlines.py": "the deadlines themselves",
     "launch.py": "grace for ranks that are told to end",
-    "output.py": "how often a progress bar is drawn",
     "rendezvous/handles.py": "grace of rank 0 for peers that read why it ends",
     "rendezvous/same_node.py": "how often processes are looked at; grace for one about to end",
 }
