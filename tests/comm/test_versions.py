@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.covering import covering
+
 Tensor = torch.Tensor
 
 
@@ -107,8 +109,7 @@ def test_a_backward_that_needs_what_a_call_has_overwritten_raises(worlds):
     worlds(2).run(work)
 
 
-@pytest.mark.parametrize("now", [True, False])
-@pytest.mark.parametrize("name", sorted(cases().keys() - {"strided"}))
+@covering(strength=1, name=sorted(cases().keys() - {"strided"}), now=[True, False])
 def test_a_backward_that_needs_a_parameter_which_a_call_has_overwritten_raises(worlds, name, now):
     """With ``no_grad()``, in which calls write to parameters."""
 

@@ -8,12 +8,12 @@ import torch
 from ringcomm import ArgumentError
 from ringcomm import functional as F
 from tests.functional.cases import CASES, expected, inputs_of
+from tests.support.covering import covering
 from tests.support.device_worlds import on_host
 from tests.support.exact import equal
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("world_size", [2, 3])
+@covering(strength=1, world_size=[2, 3], case=CASES)
 def test_every_function(devices, world_size, case):
     inputs = inputs_of(case, world_size, torch.float32)
     outputs, fed, gradients = expected(case.reference, inputs)

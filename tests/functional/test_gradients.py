@@ -18,6 +18,7 @@ from ringcomm.functional.collectives import OPERATORS
 from tests.functional.cases import CASES, Case, expected, gradient, inputs_of
 from tests.functional.lock_step import on_all_ranks
 from tests.functional.test_values import check
+from tests.support.covering import covering
 from tests.support.exact import equal
 
 BY_NAME = {case.name: case for case in CASES}
@@ -40,15 +41,13 @@ def problem(world, case: Case, dtype=torch.float64):
 
 
 # What four ranks give is compared, to the bit, in test_values.py.
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("world_size", [1, 3])
+@covering(strength=1, world_size=[1, 3], case=CASES)
 def test_first_order(worlds, world_size, case):
     # The fast mode tries random directions instead of every element.
     assert gradcheck(*problem(worlds(world_size), case), fast_mode=world_size != 2)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("world_size", [1, 3])
+@covering(strength=1, world_size=[1, 3], case=CASES)
 def test_second_order(worlds, world_size, case):
     assert gradgradcheck(*problem(worlds(world_size), case), fast_mode=world_size != 2)
 

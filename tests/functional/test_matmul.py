@@ -18,6 +18,7 @@ from ringcomm.functional import matmul
 from tests.functional.cases import gradient
 from tests.functional.compiling import alone
 from tests.functional.lock_step import on_all_ranks
+from tests.support.covering import covering
 
 Tensor = torch.Tensor
 
@@ -116,8 +117,7 @@ def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return str(request.param)
 
 
-@pytest.mark.parametrize("batch", [(), (1,), (2,)])
-@pytest.mark.parametrize("world_size", [1, 3])
+@covering(strength=1, world_size=[1, 3], batch=[(), (1,), (2,)])
 @every_kind
 def test_it_is_the_product_of_one_process(worlds, each_way, kind, world_size, batch):
     check(worlds(world_size), kind, batch)

@@ -109,9 +109,12 @@ def test_a_step_is_torchs(name, gradients):
         check_steps(optimizer, in_groups(problem, before), results)
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("name", ["plain", "groups", "L2 amsgrad maximize"])
+@covering(
+    strength=1,
+    name=["plain", "groups", "L2 amsgrad maximize"],
+    world=[1, 2, 3],
+    algorithm=["direct", "ring"],
+)
 def test_every_world_takes_the_same_steps(worlds, name, world, algorithm):
     problem = VARIANTS[name]
     options = replace(SMALL_BUCKETS, algorithm=algorithm)

@@ -98,8 +98,7 @@ def _as_bytes(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: t.view(torch.uint8) if t.element_size() == 1 else t for n, t in state.items()}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("stage", STAGES)
+@covering(strength=1, stage=STAGES, dtype=DTYPES)
 def test_8_bits_are_written_in_gathered(worlds, stage, dtype):
     def work(comm):
         model: Any = zero.shard(nn.Sequential(Quantised(dtype)), stage, comm=comm)

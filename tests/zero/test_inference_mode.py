@@ -16,6 +16,7 @@ import torch
 from ringcomm import zero
 from ringcomm.errors import ArgumentError
 from ringcomm.optim import AdamW, LossScaler, Muon, Sharded, muon_groups
+from tests.support.covering import covering
 from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits, new_model, text
 
 STAGES = [0, 1, 2, 3]
@@ -107,8 +108,7 @@ def trained(comm, base, stage, mode, operation, made, folder):
     return zero.full_state_dict(module)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("operation", OPERATIONS)
+@covering(strength=1, operation=[*OPERATIONS], stage=STAGES)
 def test_a_module_trains_as_after_no_grad(worlds, tmp_path, stage, operation):
     base = new_model("gpt")
     kinds = OPTIMIZERS if operation == "step" else ["AdamW"]

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError
 from ringcomm.optim import AdamW, AdamWOptions
+from tests.support.covering import covering
 from tests.zero.models import assert_same_bits
 
 STAGES = [0, 1, 2, 3]
@@ -95,8 +96,7 @@ WITHOUT_MEMORY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:Sparse CSR")
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("kind", WITHOUT_MEMORY)
+@covering(strength=1, kind=[*WITHOUT_MEMORY], stage=STAGES)
 def test_parameters_without_memory_of_their_own(worlds, stage, kind):
     """They are refused by name and class, and may be left to the user."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -162,9 +162,7 @@ def test_torchs_own_scaler_on_one_rank(worlds, stage, unscales):
     worlds(1).run(work)
 
 
-@pytest.mark.parametrize("unused", ["skip", "zero"])
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
+@covering(strength=1, stage=STAGES, world_size=[1, 2], unused=["skip", "zero"])
 def test_freezing_and_unfreezing_after_shard(worlds, world_size, stage, unused):
     """A frozen parameter takes no step, with the bits of one process; a whole unit or a part."""
     base = nn.Sequential(*(nn.Linear(20, 20) for _ in range(3)))

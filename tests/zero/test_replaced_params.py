@@ -18,6 +18,7 @@ import ringcomm
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.optim import AdamW, AdamWOptions
+from tests.support.covering import covering
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
@@ -114,8 +115,7 @@ REPLACED: dict[str, Callable[[Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("kind", REPLACED)
-@pytest.mark.parametrize("stage", STAGES)
+@covering(strength=1, stage=STAGES, kind=[*REPLACED])
 def test_what_nobody_would_train_is_refused_at_the_step(worlds, stage, kind):
     def work(comm):
         module = new()
@@ -200,8 +200,7 @@ RESHAPES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("kind", RESHAPES)
+@covering(strength=1, kind=[*RESHAPES], stage=STAGES)
 def test_memory_of_another_shape(stage, kind, tmp_path):
     """As resize_token_embeddings() gives it: refused by name in training, and in a save."""
 

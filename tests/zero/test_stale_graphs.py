@@ -32,6 +32,7 @@ from ringcomm.optim import (
     muon_groups,
 )
 from tests.memory.disk_folder import skip_unless_disk
+from tests.support.covering import covering
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
@@ -232,8 +233,7 @@ CHANGES: dict[str, Callable[..., None]] = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", CHANGES)
+@covering(strength=1, name=[*CHANGES], stage=STAGES)
 def test_other_changes_make_graphs_stale(worlds, tmp_path, stage, name):
     def work(comm, with_graph):
         module = zero.shard(deepcopy(BASE), stage, comm=comm)
