@@ -139,7 +139,6 @@ for _case in cases.CASES:
 # Refused by name in forward mode, and what has no tensors to differentiate.
 REFUSED = ("ring_attention", "partitioned_checkpoint")
 WITHOUT_DERIVATIVES = ("context_positions",)
-OPERATORS_REFUSED = ("ring_attention", "ring_attention_backward", "moe_combine_backward")
 OPERATORS_WITHOUT_DERIVATIVES = ("same_options",)
 
 
