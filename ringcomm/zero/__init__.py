@@ -16,6 +16,7 @@ from ringcomm.zero.stages.access import (
     set_state,
 )
 from ringcomm.zero.stages.activations import Activations, activations_on
+from ringcomm.zero.stages.batches import uneven
 from ringcomm.zero.stages.options import Precision, UnitOptions, ZeroOptions
 from ringcomm.zero.stages.order import StepProfile
 from ringcomm.zero.stages.sharding import no_sync, profiled, shard, unshard
@@ -27,7 +28,6 @@ from ringcomm.zero.stages.shards import (
     local_shards,
     writing_shards,
 )
-from ringcomm.zero.uneven import uneven
 
 if TYPE_CHECKING:
     from ringcomm.extras.migrate.convert import convert
