@@ -102,7 +102,7 @@ STEP: Options = {
     "network": (parse_positive, None, "of a rank to other nodes, in GB/s, for times"),
     "recompute": (None, False, "full checkpointing runs the forward twice"),
     "disk-read": (parse_positive, None, "of a node's disk, in GB/s, for its times"),
-    "disk-write": (parse_positive, None, "likewise; the rate of --disk-read without it"),
+    "disk-write": (parse_positive, None, "of a node's disk, in GB/s, for its times"),
 }
 EXPERTS: Options = {
     "experts": (parse_count, ..., "experts of all ranks"),
@@ -310,21 +310,22 @@ def _outside(
     args: argparse.Namespace, training: forms.Training, compute_s: float | None = None
 ) -> list[Row]:
     """Returns the bytes that a rank has outside memory, or moves in a step, and the times."""
-    found: list[tuple[int, str, forms.TierBytes]] = []
-    for stage in _stages(args):
-        if args.state_on != "memory":
-            found.append((stage, "state", training.state_in_tier(stage)))
-        if args.params_on == "disk" and stage == 3:
-            found.append((stage, "parameters", training.params_in_tier()))
+    rates = (args.disk_read, args.disk_write) if args.part == "step" else (None, None)
+    if None in rates and rates != (None, None):
+        raise ArgumentError("--disk-read and --disk-write: expected both or none")
     rows: list[Row] = []
-    for stage, kind, tier in found:
-        sizes = list(tier._asdict().items())
-        shown = sizes[:3] if args.part == "memory" else sizes[3:]
-        rows.append({"stage": stage, "of": kind, **_bytes(dict(shown))})
-        if args.part == "step" and args.disk_read is not None:
-            time = tier.time(training.mates, args.disk_read, args.disk_write or args.disk_read)
-            rows[-1] |= {"read_s": time.read_s, "write_s": time.write_s}
-            rows[-1] |= {} if compute_s is None else {"added_s": time.added_s(compute_s)}
+    for stage in _stages(args):
+        tiers = {} if args.state_on == "memory" else {"state": training.state_in_tier(stage)}
+        if args.params_on == "disk" and stage == 3:
+            tiers["parameters"] = training.params_in_tier()
+        for kind, tier in tiers.items():
+            sizes = list(tier._asdict().items())
+            shown = sizes[:3] if args.part == "memory" else sizes[3:]
+            rows.append({"stage": stage, "of": kind, **_bytes(dict(shown))})
+            if None not in rates:
+                time = tier.time(training.mates, *rates)
+                rows[-1] |= {"read_s": time.read_s, "write_s": time.write_s}
+                rows[-1] |= {} if compute_s is None else {"added_s": time.added_s(compute_s)}
     return rows
 
 

@@ -22,6 +22,7 @@ from tests.cli.processes import run
 GPT2 = ("--layers", 12, "--width", 768, "--heads", 12, "--context", 1024, "--vocab", 50257)
 COUNT = ("--params", "1M", "--world", 2)
 TIMES = ("--tokens", 1000, "--peak-tflops", 100, "--bandwidth", 25)
+RATES = ("--disk-read", 6, "--disk-write", 4)
 EXPERTS = ("experts", "--experts", 64, "--top-k", 8, "--hidden", 1024, "--tokens", 4096)
 MEMORY, STEP = "memory of a rank", "time of a step"
 MODULES = """
@@ -215,15 +216,16 @@ def test_what_is_outside_memory(told, estimate):
         [3, "state", *state[:3]],
         [3, "parameters", *params[:3]],
     ]
-    rates = ("--disk-read", 6, "--disk-write", 4)
-    rows = told("step", *asked, *disk, "--stage", 3, *TIMES, *rates)["outside memory, in a step"]
+    rows = told("step", *asked, *disk, "--stage", 3, *TIMES, *RATES)["outside memory, in a step"]
     compute_s = 6 * (1 << 33) * 1000 / 100e12
     for row, tier in zip(rows, (state, params), strict=True):
         time = tier.time(8, 6.0, 4.0)
         told_s = [time.read_s, time.write_s, time.added_s(compute_s)]
         assert list(row.values())[2:] == [*tier[3:], *told_s]
-    rows = told("step", *asked, *disk, "--disk-read", 6)["outside memory, in a step"]
-    assert rows[0]["write_s"] == rows[0]["read_s"] and "added_s" not in rows[0]
+    rows = told("step", *asked, *disk, *RATES)["outside memory, in a step"]
+    assert rows[0]["write_s"] > rows[0]["read_s"] and "added_s" not in rows[0]
+    code, _, err = estimate("step", *asked, *disk, "--disk-write", 4)
+    assert code == 2 and "--disk-read and --disk-write: expected both or none" in err
     _, out, _ = estimate("memory", *asked, "--stage", 3, "--state-on", "cpu")
     assert table(out, "outside memory")[1:] == [["3", "state", "0.0661", "0", "12.9"]]
 
@@ -275,8 +277,8 @@ def test_experts(told, estimate):
         ("memory", "--params", "999.9T", "--world", 1, "--preset", "fp32", "--budget-gb", 5),
         ("memory", *GPT2, "--world", 7, "--micro-batch", 1000, "--budget-gb", 0.123456789),
         ("step", "--params", "999.9T", "--world", 99_999, *TIMES),
-        ("step", *COUNT, "--state-on", "disk", "--disk-read", 6, "--disk-write", 4, *TIMES),
-        ("step", "--params", "9.99T", "--world", 8, "--state-on", "disk", "--disk-read", 6, *TIMES),
+        ("step", *COUNT, "--state-on", "disk", *RATES, *TIMES),
+        ("step", "--params", "9.99T", "--world", 8, "--state-on", "disk", *RATES, *TIMES),
     ],
 )
 def test_tables_fit_100_columns(estimate, arguments):
