@@ -23,8 +23,9 @@ from ringcomm.extras.migrate.schedules import SCHEDULERS, Schedule, make_schedul
 from ringcomm.integers import integer
 from ringcomm.json_reader import read_bounded, read_json, shown
 from ringcomm.optim.layout import BLOCK_ELEMS
+from ringcomm.optim.options import Wire
 from ringcomm.optim.sharded import Params, ShardedOptimizer
-from ringcomm.zero import Precision, Wire, ZeroOptions
+from ringcomm.zero.stages.options import Precision, ZeroOptions
 
 _OPERATION = "from_deepspeed"
 _LARGEST_FILE_BYTES = 1 << 20

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from ringcomm.errors import ArgumentError
 from ringcomm.extras.migrate.keys import keys_of, refuse_unsupported
 from ringcomm.module_names import matches
-from ringcomm.zero import Precision, UnitOptions, ZeroOptions
+from ringcomm.zero.stages.options import Precision, UnitOptions, ZeroOptions
 
 _OPERATION = "from_fsdp2"
 
