@@ -71,13 +71,7 @@ _COLLECTIVES = (
     Collective("all_reduce", _twice_share_of_others, _BOTH, reduces=True, usual=IN_PLACE),
     Collective("broadcast", _one, (IN_PLACE,), rooted=True, usual=IN_PLACE),
     Collective(
-        "reduce",
-        _one,
-        _BOTH,
-        reduces=True,
-        rooted=True,
-        output_at_root_only=True,
-        usual=IN_PLACE,
+        "reduce", _one, _BOTH, reduces=True, rooted=True, output_at_root_only=True, usual=IN_PLACE
     ),
     Collective(
         "gather",

@@ -6,7 +6,6 @@ import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,17 +21,19 @@ from .cases import (
     Case,
     Collective,
 )
-from .devices import Device, Gpu, Host
-from .launch import LaunchError, Placing, Wanted, join, started_by
-from .modes import (
+from .devices import (
     AUTO,
     DEVICE_MODES,
     MEANINGS,
     ONE_GPU_MODES,
     ONE_LAUNCH,
+    Device,
+    Gpu,
+    Host,
     choose,
     device_index,
 )
+from .launch import LaunchError, Placing, Wanted, join, started_by
 from .options import count, option, parse_size, positive
 from .peers import (
     ALGORITHMS,
@@ -61,136 +62,73 @@ _HEAP_SLACK_BYTES = 256 << 20
 _STAGING_BYTES = 64 << 20
 # Sets of buffers at most: more cost set-up, and calls that small wait for signals, not for bytes.
 _MOST_SETS = 64
-_SIZE: dict[str, Any] = {"type": parse_size, "metavar": "SIZE"}
-_COUNT: dict[str, Any] = {"type": positive, "metavar": "N"}
 
 OPTIONS = (
     option(
         "collectives",
+        f"{', '.join(COLLECTIVES)}, or all (default: {' '.join(DEFAULT_COLLECTIVES)})",
         nargs="*",
         metavar="COLLECTIVE",
-        help=f"{', '.join(COLLECTIVES)}, or all (default: {' '.join(DEFAULT_COLLECTIVES)})",
     ),
     option(
-        *("-b", "--minbytes"),
+        *("-b --minbytes", "smallest size, of the larger buffer of a rank: 16, 64K, 1M, 2G"),
         dest="min_bytes",
+        type=parse_size,
         default="4K",
-        help="smallest size, of the larger buffer of a rank (default 4K; 16, 64K, 1M, 2G)",
-        **_SIZE,
+        metavar="SIZE",
     ),
     option(
-        *("-e", "--maxbytes"),
+        *("-e --maxbytes", "largest size"),
         dest="max_bytes",
+        type=parse_size,
         default="256M",
-        help="largest, in the same form (default 256M)",
-        **_SIZE,
+        metavar="SIZE",
     ),
     option(
-        *("-f", "--stepfactor"),
-        dest="step_factor",
+        *("-f --stepfactor", "factor from one size to the next; 1: the smallest size alone"),
+        type=positive,
         default=4,
-        help="factor from one size to the next; 1: the smallest size alone (default 4)",
-        **_COUNT,
+        metavar="N",
     ),
+    option("-d --datatype", "type of the elements", choices=tuple(DTYPES), default="float"),
+    option("-o --op", "reduction operator", choices=OPS, default="sum"),
+    option("-r --root", "root rank of rooted collectives", type=int, default=0),
     option(
-        *("-d", "--datatype"),
-        choices=tuple(DTYPES),
-        default="float",
-        help="type of the elements (default float)",
-    ),
-    option("-o", "--op", choices=OPS, default="sum", help="reduction operator (default sum)"),
-    option("-r", "--root", type=int, default=0, help="root rank of rooted collectives (default 0)"),
-    option(
-        "--placement",
+        *("--placement", "out of place, in place, both, or usual: the one torch.distributed has"),
         choices=("both", OUT_OF_PLACE, IN_PLACE, "usual"),
         default="both",
-        help="out of place, in place, both (default), or usual: the one torch.distributed has",
     ),
-    option(
-        "--subject",
-        default="ringcomm",
-        metavar="SYSTEM",
-        help="the system that the ratios compare with (default ringcomm)",
-    ),
+    option("--subject", "the system that the ratios are over", default="ringcomm"),
     option(
         "--peers",
-        metavar="LIST",
-        help=f"other systems, separated by commas: {', '.join(SYSTEMS)}; ringcomm:direct and so on "
+        f"other systems, separated by commas: {', '.join(SYSTEMS)}; ringcomm:direct and so on "
         f"name an algorithm of ringcomm (default {DEFAULTS})",
+        metavar="LIST",
     ),
+    option("--tensors", "ringcomm's memory", choices=("plain", "heap"), default="plain"),
     option(
-        "--tensors",
-        choices=("plain", "heap"),
-        default="plain",
-        help="ringcomm's buffers: ordinary memory or its heap (default plain)",
-    ),
-    option(
-        "--api",
+        *("--api", "call ringcomm itself or through torch.distributed"),
         choices=("communicator", "dist"),
         default="communicator",
-        help="call ringcomm itself or through torch.distributed (default communicator)",
     ),
-    option(
-        "--algorithm",
-        choices=ALGORITHMS,
-        default="auto",
-        help="ringcomm's algorithm where a call takes one (default auto)",
-    ),
-    option(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="where tensors lie and collectives run (default cpu)",
-    ),
+    option("--algorithm", "ringcomm's, where it has several", choices=ALGORITHMS, default="auto"),
+    option("--device", "where tensors lie", choices=("cpu", "cuda"), default="cpu"),
     option(
         "--mode",
+        "how ranks share GPUs: one GPU each, processes on one GPU, or one process and one launch "
+        "for all on one GPU; auto: a GPU each where there are enough",
         choices=(AUTO, *DEVICE_MODES),
         default=AUTO,
-        help="how ranks share GPUs: one GPU each, processes on one GPU, or one process and one "
-        "launch for all on one GPU (default auto: a GPU each where there are enough)",
     ),
+    option("--graph", "time replays of CUDA graphs of several calls", action="store_true"),
+    option("--graph-calls", "calls in a graph", type=positive, default=20),
     option(
-        "--graph",
-        action="store_true",
-        help="time replays of CUDA graphs that hold several calls each",
+        "-n --iters", "rounds: a turn of every system", dest="rounds", type=positive, default=20
     ),
-    option("--graph-calls", default=20, help="calls in a graph (default 20)", **_COUNT),
-    option(
-        *("-n", "--iters"),
-        dest="rounds",
-        default=20,
-        help="rounds; in each, every system has one turn (default 20)",
-        **_COUNT,
-    ),
-    option(
-        *("-w", "--warmup_iters"),
-        dest="warmup_rounds",
-        type=count,
-        default=3,
-        metavar="N",
-        help="rounds before those that count (default 3)",
-    ),
-    option(
-        *("-c", "--check"),
-        type=int,
-        choices=(0, 1),
-        default=1,
-        help="1: count wrong elements, in a pass of its own before timing (default); 0: do not",
-    ),
-    option(
-        "--batch",
-        type=count,
-        default=0,
-        metavar="N",
-        help="calls in a turn; 0 takes as many as fit --turn-us (default 0)",
-    ),
-    option(
-        "--turn-us",
-        type=float,
-        default=2000.0,
-        metavar="US",
-        help="length of a turn of short calls, of at most 200 calls (default 2000)",
-    ),
+    option("-w --warmup_iters", "rounds before those that count", type=count, default=3),
+    option("-c --check", "count wrong elements before timing", type=int, choices=(0, 1), default=1),
+    option("--batch", "calls in a turn; 0: as many as fit --turn-us", type=count, default=0),
+    option("--turn-us", "length of a turn, of at most 200 calls", type=float, default=2000.0),
 )
 
 
@@ -259,8 +197,8 @@ def placements_of(options: argparse.Namespace, collective: Collective) -> list[s
 
 def sizes_bytes(options: argparse.Namespace) -> list[int]:
     sizes = [options.min_bytes]
-    while options.step_factor > 1 and sizes[-1] * options.step_factor <= options.max_bytes:
-        sizes.append(sizes[-1] * options.step_factor)
+    while options.stepfactor > 1 and sizes[-1] * options.stepfactor <= options.max_bytes:
+        sizes.append(sizes[-1] * options.stepfactor)
     return sizes
 
 
@@ -369,13 +307,8 @@ class Walk:
         wrong = wrong_elements(board, self.device, prepared) if options.check else {}
         for sets in prepared.values():
             _clear(sets)
-        pace = Pace(
-            options.rounds,
-            options.warmup_rounds,
-            options.batch,
-            options.turn_us,
-            rest_s=self.run.rest_s,
-        )
+        rounds, warm_up = options.rounds, options.warmup_iters
+        pace = Pace(rounds, warm_up, options.batch, options.turn_us, self.run.rest_s)
         entrants = {name: self._entrant(sets) for name, sets in prepared.items()}
         timings = measure(board, entrants, pace, self.device)
         for name, timing in timings.items():

@@ -24,9 +24,8 @@ import torch.distributed as dist
 from . import run
 from .board import Board
 from .device_systems import SHARD, STEP, SUBJECT, KernelCase, Systems
-from .devices import Device, Gpu
+from .devices import ONE_LAUNCH, Device, Gpu
 from .launch import LaunchError
-from .modes import ONE_LAUNCH
 from .options import option
 from .report import Row, row_of
 from .run import Bench, Run
@@ -135,9 +134,9 @@ BENCH = Bench(
     measure,
     (
         option("what", choices=tuple(_WHAT)),
-        option("-n", "--ranks", type=int, default=2, choices=(2, 4, 8), help="of a step"),
-        option("-m", "--millions", type=int, default=256, help="Mi parameters, if memory holds it"),
-        option("-d", "--dtype", default="bfloat16", choices=tuple(_DTYPES)),
+        option("-n --ranks", type=int, default=2, choices=(2, 4, 8), help="of a step"),
+        option("-m --millions", type=int, default=256, help="Mi parameters, if memory holds it"),
+        option("-d --dtype", default="bfloat16", choices=tuple(_DTYPES)),
     ),
     ranks=0,
 )

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from .busy import busy_loops
-from .modes import PROCESSES
+from .report import PROCESSES
 
 _STORE_FILE = "RINGCOMM_BENCH_STORE"
 _MPI_PLACE = ("PMI_RANK", "PMI_SIZE")

@@ -20,7 +20,7 @@ import ringcomm
 
 from . import run
 from .options import option, parse_size, positive
-from .peers.gloo import bind_group
+from .peers.torch_groups import bind_group
 from .report import row_of
 from .run import Bench, Run
 from .timing import Call

@@ -18,8 +18,11 @@ class Option(NamedTuple):
     how: Mapping[str, Any]
 
 
-def option(*names: str, **how: Any) -> Option:
-    return Option(names, how)
+def option(names: str, help: str = "", **how: Any) -> Option:
+    """Declares an argument with names like "-n --ranks"; the help ends with a plain default."""
+    shown = how.get("default")
+    told = f" (default {shown})" if isinstance(shown, int | float | str) else ""
+    return Option(tuple(names.split()), {**how, "help": f"{help}{told}".strip()})
 
 
 def parse_size(text: str) -> int:
@@ -49,19 +52,23 @@ def new_file(text: str) -> Path:
     return Path(text)
 
 
-RANKS = option("-n", "--ranks", type=positive, metavar="W")
-ROUNDS = option("-r", "--rounds", type=positive, metavar="N")
-BUSY = option(
-    "--busy",
-    type=count,
-    default=0,
-    metavar="K",
-    help="run beside K processes that keep a core busy (default 0)",
+BUSY = option("--busy", "processes that keep a core busy meanwhile", type=count, default=0)
+PIN = option("--pin", "pin each rank, and its threads, to a core", action="store_true")
+JSON = option("--json", "write rows and provenance as JSON", type=new_file, metavar="PATH")
+CSV = option("--csv", "write rows and provenance as CSV", type=new_file, metavar="PATH")
+PROFILE = option(
+    "--profile", "write Chrome traces of stages 2 and 3", type=new_file, metavar="PATH"
 )
-PIN = option("--pin", action="store_true", help="pin each rank, and its threads, to a core")
-JSON = option("--json", type=new_file, metavar="PATH", help="write rows and provenance as JSON")
-CSV = option("--csv", type=new_file, metavar="PATH", help="write rows and provenance as CSV")
-PROFILE = option("--profile", type=new_file, metavar="PATH")
+
+
+def ranks(usual: int) -> Option:
+    told = f"default {usual}, or those that a launcher has started"
+    return option("-n --ranks", told, type=positive, metavar="W")
+
+
+def rounds(usual: int) -> Option:
+    text = "in each round every system has a turn"
+    return option("-r --rounds", text, type=positive, default=usual, metavar="N")
 
 
 def build_parser(prog: str, about: str, options: Iterable[Option]) -> argparse.ArgumentParser:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .cases import IN_PLACE, OUT_OF_PLACE
-from .modes import PROCESSES
 
 SCHEMA = 1
+PROCESSES = "processes"  # the mode of ranks on the CPU
 _CSV_COMMENT = "# "
 
 

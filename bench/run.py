@@ -22,10 +22,9 @@ import ringcomm
 from . import provenance
 from .board import Board
 from .busy import REST_S, lead_session
-from .devices import Host
+from .devices import ONE_LAUNCH, Host, ModeError
 from .launch import LaunchError, Placing, Wanted, join, run_ranks, started_by
-from .modes import ONE_LAUNCH, ModeError
-from .options import BUSY, CSV, JSON, PIN, RANKS, ROUNDS, Option, build_parser, without_files
+from .options import BUSY, CSV, JSON, PIN, Option, build_parser, ranks, rounds, without_files
 from .report import TIMES, Report, Row, Table, write_csv, write_json
 from .timing import Call, Clock, Entrant, Pace, measure, rows_of
 
@@ -61,13 +60,8 @@ class Bench:
 
     def build_parser(self) -> argparse.ArgumentParser:
         options = list(self.options)
-        if self.ranks:
-            text = f"default {self.ranks}, or those that a launcher has started"
-            options += [Option(RANKS.names, {**RANKS.how, "help": text}), BUSY, PIN]
-        if self.rounds:
-            text = f"in each round every system has a turn (default {self.rounds})"
-            how = {**ROUNDS.how, "default": self.rounds, "help": text}
-            options.append(Option(ROUNDS.names, how))
+        options += [ranks(self.ranks), BUSY, PIN] if self.ranks else []
+        options += [rounds(self.rounds)] if self.rounds else []
         return build_parser(" ".join(self.command([])), self.about, [*options, JSON, CSV])
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:

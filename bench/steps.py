@@ -166,8 +166,8 @@ BENCH = Bench(
     measure,
     (
         option("what", choices=("shard", "step")),
-        option("-m", "--millions", type=float, help="Mi parameters (default 16, step 64)"),
-        option("-d", "--dtype", action="append", choices=("float32", "bfloat16")),
+        option("-m --millions", type=float, help="Mi parameters (default 16, step 64)"),
+        option("-d --dtype", action="append", choices=("float32", "bfloat16")),
     ),
     check=check,
     place=place,

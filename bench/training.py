@@ -27,10 +27,9 @@ from ringcomm.errors import ArgumentError
 from ringcomm.examples.train_gpt import read_corpus
 
 from . import run, training_deepspeed
-from .devices import Gpu, Host
-from .modes import PROCESSES, PROCESSES_ON_ONE_GPU
-from .options import PROFILE, Option, option, positive
-from .report import Row, row_of
+from .devices import PROCESSES_ON_ONE_GPU, Gpu, Host
+from .options import PROFILE, option, positive
+from .report import PROCESSES, Row, row_of
 from .run import Bench, Run
 from .timing import Call, Clock, Entrant, Pace, Timing, ratios
 from .timing import measure as time_in_turns
@@ -55,10 +54,7 @@ from .training_systems import (
     twins,
 )
 
-_RIVALS = (
-    *(DDP, DDP_HERE, FSDP2, FSDP2_HERE, *training_deepspeed.STAGES, HSDP, HSDP_HERE),
-    PLAIN,
-)
+_RIVALS = (*(DDP, DDP_HERE, FSDP2, FSDP2_HERE, *training_deepspeed.STAGES, HSDP, HSDP_HERE), PLAIN)
 DEFAULT_CONTEXT = 64
 _MB = 1e6
 # A stage's parameters and gradients, and what it gathers and reduces them in.
@@ -170,9 +166,7 @@ def measure(run: Run) -> None:
     on_gpu = asked.device == "cuda"
     clock: Clock = SynchronizedClock() if on_gpu else Host()
     comm = run.connect(
-        "gloo",
-        device=asked.device,
-        heap_bytes=_device_heap_bytes(shapes) if on_gpu else None,
+        "gloo", device=asked.device, heap_bytes=_device_heap_bytes(shapes) if on_gpu else None
     )
     nodes = f" on {comm.num_nodes} nodes" if comm.num_nodes > 1 else ""
     run.say(f"# {run.world} ranks{nodes}; {asked.corpus.source}")
@@ -245,7 +239,7 @@ OPTIONS = (
         help="of parameters and gradients; all systems keep FP32 masters of the latter",
     ),
     option("--device", choices=("cpu", "cuda"), default="cpu"),
-    Option(PROFILE.names, {**PROFILE.how, "help": "also write Chrome traces of stages 2 and 3"}),
+    PROFILE,
 )
 BENCH = Bench(
     "training",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from ..cases import Case
     from ..devices import Device
 
-# The module of each system, and the devices that it runs on.
+# The module of each system and its class there, and the devices that it runs on.
 _MODULES = {
-    "ringcomm": ("ringcomm", ("cpu", "cuda")),
-    "triton": ("ringcomm", ("cpu", "cuda")),
-    "gloo": ("gloo", ("cpu",)),
-    "mpi": ("mpi", ("cpu",)),
-    "impi": ("mpi", ("cpu",)),
-    "bare": ("bare", ("cpu",)),
-    "nccl": ("nccl", ("cuda",)),
-    "torch": ("torch_ops", ("cuda",)),
-    "copy": ("copies", ("cuda",)),
+    "ringcomm": ("ringcomm", "open_system", ("cpu", "cuda")),
+    "triton": ("ringcomm", "open_system", ("cpu", "cuda")),
+    "gloo": ("torch_groups", "Gloo", ("cpu",)),
+    "mpi": ("mpi", "Mpi", ("cpu",)),
+    "impi": ("mpi", "Mpi", ("cpu",)),
+    "bare": ("bare", "BareLoop", ("cpu",)),
+    "nccl": ("torch_groups", "Nccl", ("cuda",)),
+    "torch": ("torch_ops", "TorchOps", ("cuda",)),
+    "copy": ("torch_ops", "Copies", ("cuda",)),
 }
 SYSTEMS = tuple(_MODULES)
 ALGORITHMS = ("auto", "direct", "ring", "packet", "copy")
@@ -43,7 +43,7 @@ def is_system(spec: str) -> bool:
 
 def runs_on(spec: str, device: str) -> bool:
     """True if the system has calls on "cpu" or "cuda" at all."""
-    return device in _MODULES[spec.partition(":")[0]][1]
+    return device in _MODULES[spec.partition(":")[0]][2]
 
 
 @dataclass(frozen=True)
@@ -103,5 +103,6 @@ def open_system(spec: str, place: PeerSetup) -> System:
     if name == "triton":
         # ringcomm with its Triton kernels in the place of the native ones.
         place = replace(place, kernels="triton")
-    module = importlib.import_module(f"{__name__}.{_MODULES[name][0]}")
-    return cast(System, module.open_system(place))
+    module, opens, _ = _MODULES[name]
+    system: System = getattr(importlib.import_module(f"{__name__}.{module}"), opens)(place)
+    return system

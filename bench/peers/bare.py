@@ -21,7 +21,7 @@ import torch
 from ..board import share_memory
 from ..cases import Case
 from . import Buffers, PeerSetup, Prepared, Unavailable
-from .torch_calls import Allocator, allocate_buffers
+from .torch_groups import allocate_buffers, plain
 
 # EPYC (family 25 model 17, 2 cores), sweep 32 KiB to 1 MiB at 1 and 64 MiB.
 _SLOT_BYTES = 256 << 10
@@ -37,7 +37,7 @@ class BareLoop:
         self._library = _compile()
         self._zero_copy = place.heap_tensors
         self._rank = place.rank
-        self._plain = Allocator(place.device.tensors).plain
+        self._plain = plain(place)
         control_bytes = _round_up(self._library.bare_control_bytes(_SLOT_BYTES))
         self._control_bytes = control_bytes
         self._half_bytes = control_bytes + _round_up(place.heap_bytes or 0)
@@ -106,10 +106,6 @@ class BareLoop:
         if self._taken_bytes > self._half_bytes:
             raise Unavailable("the bare loop's mapping is too small")
         return self._bytes[begin : begin + size_bytes].view(dtype)
-
-
-def open_system(place: PeerSetup) -> BareLoop:
-    return BareLoop(place)
 
 
 def _compile() -> ctypes.CDLL:

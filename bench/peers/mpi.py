@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from ..cases import Case
 from . import Buffers, PeerSetup, Prepared, Unavailable
-from .torch_calls import Allocator, allocate_buffers
+from .torch_groups import allocate_buffers, plain
 
 # MPICH has reductions of bfloat16 (MPIX_BFLOAT16 of its mpi.h, since 4.3), and mpi4py 4.1 has no
 # name for them: its BFLOAT16_T is a null handle there. Other MPIs move these bytes, no more.
@@ -36,7 +36,7 @@ class Mpi:
 
     def __init__(self, place: PeerSetup) -> None:
         self._comm = MPI.COMM_WORLD
-        self._allocator = Allocator(place.device.tensors)
+        self._allocate = plain(place)
         if self._comm.size != place.world:
             raise RuntimeError(
                 f"MPI sees {self._comm.size} ranks where the harness has {place.world}: "
@@ -48,7 +48,7 @@ class Mpi:
     def prepare(self, case: Case) -> Prepared:
         name = case.collective.name
         datatype = self._datatype(case)
-        source, target = allocate_buffers(case, self._allocator.plain)
+        source, target = allocate_buffers(case, self._allocate)
         if case.in_place and name == "reduce_scatter":
             # MPI leaves the result of an in-place reduce-scatter at the front of the buffer.
             target = source.narrow(0, 0, case.chunk_elems)
@@ -99,10 +99,6 @@ class Mpi:
         if case.dtype == torch.float16 and MPI.FLOAT16_T != MPI.DATATYPE_NULL:
             return MPI.FLOAT16_T
         raise Unavailable(f"this MPI does not reduce {case.dtype_name}")
-
-
-def open_system(place: PeerSetup) -> Mpi:
-    return Mpi(place)
 
 
 def _op(case: Case) -> MPI.Op:

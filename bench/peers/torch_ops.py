@@ -1,4 +1,4 @@
-"""The same sums and copies by torch's own operations, on one GPU over the same bytes.
+"""torch's own sums and copies on one GPU over the same bytes, and a plain copy: the ceiling.
 
 torch is given what suits it: the ranks' buffers lie side by side in one tensor, and of the ways to
 write an operation the one is timed that is fastest at this size.
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ..cases import Case
-from ..devices import Device
-from ..modes import ONE_GPU_MODES
+from ..devices import ONE_GPU_MODES, Device
 from ..timing import Call
+from ..traffic import COUNTED, needed_bytes
 from . import Buffers, PeerSetup, Prepared, Unavailable
 
 Tensor = torch.Tensor
@@ -39,16 +39,43 @@ _PAIRS: dict[str, Callable[..., Any]] = {
 _WIDENING = ("sum", "prod")
 
 
-class TorchOps:
-    """Everything is done by the process of rank 0; those of other ranks do nothing meanwhile."""
+class Copies:
+    """One copy by the process of rank 0; those of other ranks do nothing meanwhile."""
+
+    version = "one copy_ of torch, half of the needed bytes read and half written"
 
     def __init__(self, place: PeerSetup) -> None:
-        self.version = f"operations of torch {torch.__version__}"
         self._place = place
 
     def prepare(self, case: Case) -> Prepared:
         if self._place.mode not in ONE_GPU_MODES:
-            raise Unavailable("torch's own operations stand for ranks that share a GPU")
+            raise Unavailable("it stands for ranks that share a GPU")
+        made = self._make(case)
+        return made() if self._place.rank == 0 else Prepared((), lambda: None)
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+    def _make(self, case: Case) -> Callable[[], Prepared]:
+        name = case.collective.name
+        if name not in COUNTED:
+            raise Unavailable(f"the bytes of {name} are not counted")
+
+        def make() -> Prepared:
+            copied_bytes = needed_bytes(name, case.size_bytes, case.world) // 2
+            source = torch.empty(copied_bytes, dtype=torch.uint8, device=self._place.device.tensors)
+            source.random_(0, 256)
+            return Prepared((), partial(torch.zeros_like(source).copy_, source))
+
+        return make
+
+
+class TorchOps(Copies):
+    """Everything is done by the process of rank 0, too."""
+
+    version = f"operations of torch {torch.__version__}"
+
+    def _make(self, case: Case) -> Callable[[], Prepared]:
         cells = {
             ("reduce_scatter", False): self._reduce_scatter,
             ("all_gather", False): self._all_gather,
@@ -58,40 +85,35 @@ class TorchOps:
         if cell is None:
             placement = "in" if case.in_place else "out of"
             raise Unavailable(f"not written in torch: {case.collective.name}, {placement} place")
-        if self._place.rank != 0:
-            return Prepared((), lambda: None)
-        return cell([replace(case, rank=rank) for rank in range(case.world)])
-
-    def close(self) -> None:
-        """Nothing was opened."""
+        return partial(cell, [replace(case, rank=rank) for rank in range(case.world)])
 
     def _zeros(self, case: Case, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=case.dtype, device=self._place.device.tensors)
 
     def _reduce_scatter(self, cases: Sequence[Case]) -> Prepared:
-        case, world = cases[0], cases[0].world
-        inputs = self._zeros(case, world, case.total_elems)
-        outputs = self._zeros(case, world, case.chunk_elems)
-        buffers = tuple(map(Buffers, cases, inputs, outputs))
+        case = cases[0]
+        inputs = self._zeros(case, case.world, case.total_elems)
+        outputs = self._zeros(case, case.world, case.chunk_elems)
         ways = ways_to_reduce(case.op, inputs, outputs.view(-1))
+        buffers = tuple(map(Buffers, cases, inputs, outputs))
         return Prepared(buffers, fastest(self._place.device, ways))
 
     def _all_gather(self, cases: Sequence[Case]) -> Prepared:
-        case, world = cases[0], cases[0].world
-        inputs = self._zeros(case, world, case.chunk_elems)
-        outputs = self._zeros(case, world, case.total_elems)
-        buffers = tuple(map(Buffers, cases, inputs, outputs))
+        case = cases[0]
+        inputs = self._zeros(case, case.world, case.chunk_elems)
+        outputs = self._zeros(case, case.world, case.total_elems)
         ways = ways_to_copy(outputs, inputs.view(-1))
+        buffers = tuple(map(Buffers, cases, inputs, outputs))
         return Prepared(buffers, fastest(self._place.device, ways))
 
     def _all_reduce(self, cases: Sequence[Case]) -> Prepared:
         case, device = cases[0], self._place.device
         tensors = self._zeros(case, case.world, case.total_elems)
         scratch = self._zeros(case, case.total_elems)
-        buffers = tuple(map(Buffers, cases, tensors, tensors))
         reduce = fastest(device, ways_to_reduce(case.op, tensors, scratch))
         copy = fastest(device, ways_to_copy(tensors, scratch))
-        return Prepared(buffers, partial(_in_turn, reduce, copy))
+        buffers = tuple(map(Buffers, cases, tensors, tensors))
+        return Prepared(buffers, lambda: (reduce(), copy()))
 
 
 def ways_to_reduce(op: str, rows: Tensor, out: Tensor) -> list[Call]:
@@ -105,20 +127,11 @@ def ways_to_reduce(op: str, rows: Tensor, out: Tensor) -> list[Call]:
 
 def ways_to_copy(rows: Tensor, source: Tensor) -> list[Call]:
     """Ways to put a copy of ``source`` into every row."""
+    each = list(rows)
     return [
         partial(rows.copy_, source.expand_as(rows)),
-        partial(_copy_each, list(rows), source),
+        lambda: [row.copy_(source) for row in each],
     ]
-
-
-def _copy_each(rows: Sequence[Tensor], source: Tensor) -> None:
-    for row in rows:
-        row.copy_(source)
-
-
-def _in_turn(first: Call, second: Call) -> None:
-    first()
-    second()
 
 
 def fastest(device: Device, ways: Sequence[Call]) -> Call:
@@ -130,7 +143,3 @@ def fastest(device: Device, ways: Sequence[Call]) -> Call:
         device.elapsed_us([way])
         taken_us.append(min(device.elapsed_us([way] * 2) for _ in range(_TRIALS)))
     return ways[taken_us.index(min(taken_us))]
-
-
-def open_system(place: PeerSetup) -> TorchOps:
-    return TorchOps(place)

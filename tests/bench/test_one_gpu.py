@@ -7,10 +7,10 @@ from torch.distributed import HashStore
 import ringcomm
 from ringcomm.bench.cases import DTYPES, OPS
 from ringcomm.bench.collectives import BENCH, buffer_sets, heap_bytes, measure_all, parse
+from ringcomm.bench.devices import DEVICE_MODES, MEANINGS, ModeError, choose, device_index
 from ringcomm.bench.launch import Placing
-from ringcomm.bench.modes import DEVICE_MODES, MEANINGS, ModeError, choose, device_index
 from ringcomm.bench.peers import PeerSetup, Unavailable, open_system
-from ringcomm.bench.peers.nccl import why_not
+from ringcomm.bench.peers.torch_groups import why_not
 from ringcomm.bench.peers.torch_ops import fastest, ways_to_copy, ways_to_reduce
 from ringcomm.bench.provenance import commit
 from ringcomm.bench.report import read

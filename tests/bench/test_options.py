@@ -123,7 +123,7 @@ def test_wrong_command_lines(arguments, words, capsys):
 
 
 def test_a_bench_that_has_a_short_name_keeps_it():
-    parser = build_parser("x", "", [option("-n", "--iters"), option("-n", "--ranks")])
+    parser = build_parser("x", "", [option("-n --iters"), option("-n --ranks")])
     asked = parser.parse_args(["-n", "3", "--ranks", "2"])
     assert (asked.iters, asked.ranks) == ("3", "2")
 

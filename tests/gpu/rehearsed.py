@@ -19,7 +19,7 @@ from unittest import mock
 
 import ringcomm
 from ringcomm import cuda
-from ringcomm.bench import collectives, device_steps, device_systems, launch, modes, run, training
+from ringcomm.bench import collectives, device_steps, device_systems, launch, run, training
 from ringcomm.bench.devices import COPY_FACT, Gpu
 from ringcomm.bench.timing import Call
 from tests.gpu import device
@@ -82,7 +82,7 @@ def stand_ins() -> Iterator[None]:
     usual_command, usual_world, choose = (
         launch._rank_command,
         ringcomm.local_world,
-        modes.choose,
+        collectives.choose,
     )
 
     def rank_command(module: str, arguments: Sequence[str]) -> list[str]:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ringcomm.bench.device_systems import COPY, SEPARATE, SHARD, STEP, TORCH
-from ringcomm.bench.devices import COPY_FACT
-from ringcomm.bench.modes import ONE_LAUNCH, PROCESSES_ON_ONE_GPU
+from ringcomm.bench.devices import COPY_FACT, ONE_LAUNCH, PROCESSES_ON_ONE_GPU
 from ringcomm.bench.report import Report, Row, size_label
 from ringcomm.bench.traffic import needed_bytes, ring_bytes
 from ringcomm.bench.training_systems import TRAINING

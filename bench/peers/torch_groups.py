@@ -1,0 +1,190 @@
+"""Gloo and NCCL, and the calls of ``torch.distributed`` for every library that has them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ringcomm
+
+from ..cases import Case
+from ..devices import ONE_LAUNCH, PROCESSES_ON_ONE_GPU, nccl_version
+from . import Buffers, PeerSetup, Prepared, Unavailable
+
+Tensor = torch.Tensor
+Allocate = Callable[[int, torch.dtype], Tensor]
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "avg": dist.ReduceOp.AVG,
+}
+_CALLS = ("all_reduce", "broadcast", "reduce", "gather", "scatter", "all_to_all_single")
+# torch 2.13 renamed these, and warns, at a cost of microseconds, at each call by the old name.
+_RENAMED = {
+    "reduce_scatter_tensor": "reduce_scatter_single",
+    "all_gather_into_tensor": "all_gather_single",
+}
+# The first version in which ranks may share a GPU, and the variable that lets them.
+_SHARING_VERSION = (2, 30)
+_SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+def bind_group(group: dist.ProcessGroup | None) -> Any:
+    """The functions of ``torch.distributed`` on ``group``, None meaning the default group."""
+    how = {} if group is None else {"group": group}
+    names = {**{name: name for name in (*_CALLS, "isend", "recv")}, **_RENAMED}
+    return SimpleNamespace(
+        **{
+            name: partial(getattr(dist, new, None) or getattr(dist, name), **how)
+            for name, new in names.items()
+        }
+    )
+
+
+def init_default_group(place: PeerSetup) -> None:
+    """Makes Gloo the default group, once, whichever system needs it first."""
+    if dist.is_initialized():
+        return
+    # Ranks share one machine: without this Gloo looks the host name up and may not find it.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("gloo", place.store),
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timedelta(minutes=5),
+    )
+
+
+def destroy_groups() -> None:
+    """Ends all groups, those of other backends with them; later calls do nothing."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def plain(place: PeerSetup) -> Allocate:
+    """Allocates ordinary memory, every page present."""
+    return lambda count, dtype: torch.zeros(count, dtype=dtype, device=place.device.tensors)
+
+
+def of_ringcomm(place: PeerSetup) -> Allocate:
+    """Allocates memory of ringcomm's heap, or ordinary memory, as is asked for."""
+    if not place.heap_tensors:
+        return plain(place)
+    return lambda count, dtype: ringcomm.empty(count, dtype=dtype, device=place.device.name)
+
+
+def allocate_buffers(case: Case, allocate: Allocate) -> tuple[Tensor, Tensor]:
+    """Input and output of ``case``; in place they share memory as the operation defines it."""
+    if not case.in_place:
+        sizes = (case.input_elems, case.output_elems)
+        source, target = (allocate(elems, case.dtype).zero_() for elems in sizes)
+        return source, target
+    whole = allocate(case.total_elems, case.dtype).zero_()
+    own_chunk = whole.narrow(0, case.rank * case.chunk_elems, case.chunk_elems)
+    kind = case.collective
+    return own_chunk if kind.input_is_chunk else whole, own_chunk if kind.output_is_chunk else whole
+
+
+def prepare(interface: Any, case: Case, allocate: Allocate, **extra: Any) -> Prepared:
+    """Binds one call; ``extra`` goes to the calls that take an algorithm."""
+    name = case.collective.name
+    if name in ("all_reduce", "reduce") and not case.in_place:
+        raise Unavailable(f"{name} of torch.distributed works in place only")
+    source, target = allocate_buffers(case, allocate)
+    op, root = REDUCE_OPS[case.op], case.root
+
+    def pieces(whole: Tensor) -> list[Tensor] | None:
+        return list(whole.chunk(case.world)) if case.rank == root else None
+
+    def send_recv(sent: Tensor, received: Tensor) -> None:
+        work = interface.isend(sent, (case.rank + 1) % case.world)
+        interface.recv(received, (case.rank - 1) % case.world)
+        work.wait()
+
+    bind: dict[str, Callable[[], partial[Any]]] = {
+        "all_reduce": lambda: partial(interface.all_reduce, target, op, **extra),
+        "reduce_scatter": lambda: partial(
+            interface.reduce_scatter_tensor, target, source, op, **extra
+        ),
+        "all_gather": lambda: partial(interface.all_gather_into_tensor, target, source, **extra),
+        "broadcast": lambda: partial(interface.broadcast, target, root),
+        "reduce": lambda: partial(interface.reduce, target, root, op),
+        "gather": lambda: partial(interface.gather, source, pieces(target), root),
+        "scatter": lambda: partial(interface.scatter, target, pieces(source), root),
+        "all_to_all": lambda: partial(interface.all_to_all_single, target, source),
+        "send_recv": lambda: partial(send_recv, source, target),
+    }
+    return Prepared((Buffers(case, source, target),), bind[name]())
+
+
+class Gloo:
+    """The default process group of this rank."""
+
+    def __init__(self, place: PeerSetup) -> None:
+        self.version = f"Gloo of torch {torch.__version__}"
+        init_default_group(place)
+        self._calls, self._allocate = bind_group(None), plain(place)
+
+    def prepare(self, case: Case) -> Prepared:
+        return prepare(self._calls, case, self._allocate)
+
+    def close(self) -> None:
+        destroy_groups()
+
+
+class Nccl:
+    """A group of its own beside the default one; without one it says why in every cell."""
+
+    def __init__(self, place: PeerSetup) -> None:
+        self.version = f"NCCL {_dotted(nccl_version()) or 'none'} of torch {torch.__version__}"
+        self._allocate = plain(place)
+        self._refusal = why_not(place.mode, nccl_version())
+        if self._refusal is not None:
+            return
+        if place.mode == PROCESSES_ON_ONE_GPU:
+            os.environ[_SHARING_VARIABLE] = "1"
+            self.version += f", {_SHARING_VARIABLE}=1"
+        init_default_group(place)
+        try:
+            group = dist.new_group(backend="nccl", timeout=timedelta(minutes=2))
+            self._calls = bind_group(group)
+            # The communicator is made by the first call.
+            self._calls.all_reduce(torch.zeros(1, device=place.device.tensors))
+            place.device.synchronize()
+        except RuntimeError as error:
+            # NCCL refuses its ranks together, and the other systems can still be measured.
+            self._refusal = f"NCCL would not start: {str(error).splitlines()[0]}"
+
+    def prepare(self, case: Case) -> Prepared:
+        if self._refusal is not None:
+            raise Unavailable(self._refusal)
+        return prepare(self._calls, case, self._allocate)
+
+    def close(self) -> None:
+        destroy_groups()
+
+
+def why_not(mode: str, version: tuple[int, ...]) -> str | None:
+    """Says why NCCL of this version cannot be timed in ``mode``; None where it can."""
+    if not version:
+        return "this torch has no NCCL"
+    if mode == ONE_LAUNCH:
+        return f"NCCL has no launch that carries several ranks: see --mode {PROCESSES_ON_ONE_GPU}"
+    if mode == PROCESSES_ON_ONE_GPU and version < _SHARING_VERSION:
+        allowed = f"{_dotted(_SHARING_VERSION)} and later allow it"
+        return f"NCCL {_dotted(version)} refuses several ranks on one GPU; {allowed}"
+    return None
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
