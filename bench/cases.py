@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import torch
 
@@ -56,34 +57,23 @@ def _one(world: int) -> Fraction:
     return Fraction(1)
 
 
-def _share_of_others(world: int) -> Fraction:
+def _others(world: int) -> Fraction:
     return Fraction(world - 1, world)
 
 
-def _twice_share_of_others(world: int) -> Fraction:
-    return 2 * _share_of_others(world)
-
-
 _BOTH = (OUT_OF_PLACE, IN_PLACE)
+_OUT, _IN = (OUT_OF_PLACE,), (IN_PLACE,)
+_ROOT: dict[str, Any] = {"rooted": True, "output_at_root_only": True}
 _COLLECTIVES = (
-    Collective("reduce_scatter", _share_of_others, _BOTH, reduces=True, output_is_chunk=True),
-    Collective("all_gather", _share_of_others, _BOTH, input_is_chunk=True),
-    Collective("all_reduce", _twice_share_of_others, _BOTH, reduces=True, usual=IN_PLACE),
-    Collective("broadcast", _one, (IN_PLACE,), rooted=True, usual=IN_PLACE),
-    Collective(
-        "reduce", _one, _BOTH, reduces=True, rooted=True, output_at_root_only=True, usual=IN_PLACE
-    ),
-    Collective(
-        "gather",
-        _share_of_others,
-        (OUT_OF_PLACE,),
-        rooted=True,
-        input_is_chunk=True,
-        output_at_root_only=True,
-    ),
-    Collective("scatter", _share_of_others, (OUT_OF_PLACE,), rooted=True, output_is_chunk=True),
-    Collective("all_to_all", _share_of_others, (OUT_OF_PLACE,)),
-    Collective("send_recv", _one, (OUT_OF_PLACE,)),
+    Collective("reduce_scatter", _others, _BOTH, reduces=True, output_is_chunk=True),
+    Collective("all_gather", _others, _BOTH, input_is_chunk=True),
+    Collective("all_reduce", lambda world: 2 * _others(world), _BOTH, reduces=True, usual=IN_PLACE),
+    Collective("broadcast", _one, _IN, rooted=True, usual=IN_PLACE),
+    Collective("reduce", _one, _BOTH, reduces=True, usual=IN_PLACE, **_ROOT),
+    Collective("gather", _others, _OUT, input_is_chunk=True, **_ROOT),
+    Collective("scatter", _others, _OUT, rooted=True, output_is_chunk=True),
+    Collective("all_to_all", _others, _OUT),
+    Collective("send_recv", _one, _OUT),
 )
 COLLECTIVES = {collective.name: collective for collective in _COLLECTIVES}
 
@@ -174,24 +164,18 @@ def input_values(case: Case, rank: int) -> torch.Tensor:
 def expected_values(case: Case) -> torch.Tensor:
     """Computes what the output of ``case.rank`` must be, without any communication."""
     name, rank, chunk = case.collective.name, case.rank, case.chunk_elems
-    if name in ("all_reduce", "reduce"):
-        return _tiled(case, _reduced_pattern(case), case.total_elems)
-    if name == "reduce_scatter":
+    own, ranks = slice(rank * chunk, (rank + 1) * chunk), range(case.world)
+    if case.collective.reduces:
         whole = _tiled(case, _reduced_pattern(case), case.total_elems)
-        return whole[rank * chunk : (rank + 1) * chunk]
+        return whole[own] if name == "reduce_scatter" else whole
     if name in ("all_gather", "gather"):
-        return torch.cat([input_values(case, source) for source in range(case.world)])
-    if name == "broadcast":
-        return input_values(case, case.root)
-    if name == "scatter":
-        return input_values(case, case.root)[rank * chunk : (rank + 1) * chunk]
+        return torch.cat([input_values(case, source) for source in ranks])
+    if name == "all_to_all":
+        return torch.cat([input_values(case, source)[own] for source in ranks])
     if name == "send_recv":
         return input_values(case, (rank - 1) % case.world)
-    pieces = [
-        input_values(case, source)[rank * chunk : (rank + 1) * chunk]
-        for source in range(case.world)
-    ]
-    return torch.cat(pieces)
+    whole = input_values(case, case.root)
+    return whole[own] if name == "scatter" else whole
 
 
 def count_wrong(case: Case, outputs: Iterable[torch.Tensor]) -> int:
@@ -223,17 +207,10 @@ def _reduced_pattern(case: Case) -> torch.Tensor:
     parts = torch.stack(
         [_reduction_pattern(case, rank).to(torch.float64) for rank in range(case.world)]
     )
-    if case.op == "sum":
-        reduced = parts.sum(0)
-    elif case.op == "prod":
-        reduced = parts.prod(0)
-    elif case.op == "min":
-        reduced = parts.amin(0)
-    elif case.op == "max":
-        reduced = parts.amax(0)
-    else:
-        reduced = parts.mean(0)
-    return reduced.to(case.dtype)
+    reduce: dict[str, Any] = {"sum": torch.sum, "prod": torch.prod, "min": torch.amin}
+    reduce |= {"max": torch.amax}
+    found: torch.Tensor = reduce.get(case.op, torch.mean)(parts, 0)
+    return found.to(case.dtype)
 
 
 def _tiled(case: Case, pattern: torch.Tensor, count_elems: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle, islice
 from typing import Any, Protocol
@@ -219,8 +220,6 @@ def _driver_version() -> str:
 
 def _cupy_version() -> str:
     for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
-        try:
+        with suppress(PackageNotFoundError):
             return version(name)
-        except PackageNotFoundError:
-            continue
     return "none"

@@ -12,8 +12,8 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import replace
 
 import torch
 
@@ -21,28 +21,10 @@ from . import run
 from .options import option, parse_size
 from .report import row_of
 from .run import Bench, Run
+from .timing import Timing, timed
 
 PATTERNS = ("read", "write", "mixed")
 DEPTHS = (1, 2, 4, 8)
-
-
-@dataclass(frozen=True)
-class Timed:
-    """One run: what it moved, reads and writes together, and what it took."""
-
-    moved_bytes: int
-    wall_s: float
-    cpu_s: float
-
-    @property
-    def gbps(self) -> float:
-        """10^9 bytes a second."""
-        return self.moved_bytes / self.wall_s / 1e9
-
-    @property
-    def cpu_ms_per_gb(self) -> float:
-        """CPU time of the process, in the system and outside, for 10^9 bytes."""
-        return self.cpu_s * 1e12 / self.moved_bytes
 
 
 def operations(pattern: str, blocks: int, depth: int) -> Iterator[tuple[bool, int]]:
@@ -58,7 +40,7 @@ def operations(pattern: str, blocks: int, depth: int) -> Iterator[tuple[bool, in
 
 
 class RawFile:
-    """An unnamed file for direct I/O whose blocks have all been written once."""
+    """An unnamed file in a folder, for direct I/O, whose blocks have all been written once."""
 
     def __init__(self, path: str, size_bytes: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -69,8 +51,11 @@ class RawFile:
         # A write into space that is only reserved also makes its entry in the file system.
         self.time("write", 2)
 
-    def time(self, pattern: str, depth: int) -> Timed:
-        """Moves every block, by ``depth`` threads of which each has one request under way."""
+    def time(self, pattern: str, depth: int) -> tuple[int, float, float]:
+        """Moves every block, by ``depth`` threads of which each has one request under way.
+
+        Returns bytes, reads and writes together, and the seconds that passed and of the CPU.
+        """
         todo = list(operations(pattern, self.blocks, depth))
         turn = itertools.count()
         failures: list[BaseException] = []
@@ -97,7 +82,7 @@ class RawFile:
             memory.close()
         if failures:
             raise failures[0]
-        return Timed(len(todo) * self.block_bytes, wall, cpu)
+        return len(todo) * self.block_bytes, wall, cpu
 
     def _move(self, is_write: bool, block: int, memory: mmap.mmap) -> None:
         call = os.pwritev if is_write else os.preadv
@@ -109,34 +94,17 @@ class RawFile:
         os.close(self.descriptor)
 
 
-@contextmanager
-def raw_file(path: str, size_bytes: int, block_bytes: int) -> Iterator[RawFile]:
-    """A :class:`RawFile` in the folder ``path``, closed when the block ends."""
-    file = RawFile(path, size_bytes, block_bytes)
-    try:
-        yield file
-    finally:
-        file.close()
-
-
 def measure(run: Run) -> None:
     asked = run.options
-    with raw_file(asked.path, asked.size, asked.block_bytes) as file:
+    with closing(RawFile(asked.path, asked.size, asked.block_bytes)) as file:
         for pattern, depth in itertools.product(PATTERNS, DEPTHS):
-            timed = file.time(pattern, depth)
-            row = row_of(f"disk_{pattern}", f"{depth} deep", 1, timed.moved_bytes, torch.uint8)
-            time_us = round(timed.wall_s * 1e6)
-            found = replace(
-                row,
-                system="pread and pwrite",
-                time_us=time_us,
-                best_us=time_us,
-                algbw_gbps=round(timed.gbps, 3),
-                rounds=1,
-                batch=1,
-                note=f"CPU {timed.cpu_ms_per_gb:.1f} ms/GB",
-            )
-            run.add([found])
+            moved_bytes, wall_s, cpu_s = file.time(pattern, depth)
+            case = row_of(f"disk_{pattern}", f"{depth} deep", 1, moved_bytes, torch.uint8)
+            timing = Timing((wall_s * 1e6,), batch=1)
+            row = timed(replace(case, system="pread and pwrite"), timing, None)
+            speed = round(moved_bytes / wall_s / 1e9, 3)
+            note = f"CPU {cpu_s * 1e12 / moved_bytes:.1f} ms/GB"
+            run.add([replace(row, algbw_gbps=speed, note=note)])
 
 
 BENCH = Bench(

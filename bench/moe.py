@@ -8,7 +8,7 @@ sum. That runs on Gloo and on the backend "ringcomm".
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from . import run
 from .options import option, positive
 from .report import row_of
 from .run import Bench, Run
-from .timing import Call
 
 Tensor = torch.Tensor
 OURS = "ringcomm.moe"
@@ -105,22 +104,25 @@ Dispatch = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Callable[[Tensor, Te
 
 
 def by_hand(shape: RoutedShape, group: Any) -> Dispatch:
-    def run(x: Tensor, idx: Tensor, weights: Tensor) -> Any:
+    def dispatch(x: Tensor, idx: Tensor, weights: Tensor) -> Any:
         layer = ByHand(shape, group)
         return layer.dispatch(x, idx), layer.combine
 
-    return run
+    return dispatch
 
 
 def ours(shape: RoutedShape, comm: ringcomm.Communicator) -> Dispatch:
-    def run(x: Tensor, idx: Tensor, weights: Tensor) -> Any:
+    def dispatch(x: Tensor, idx: Tensor, weights: Tensor) -> Any:
         rows, _, handle = moe.dispatch(x, idx, weights, shape.experts, comm)
         return rows, lambda y, _: moe.combine(y, handle)
 
-    return run
+    return dispatch
 
 
-def turn(dispatch: Dispatch, given: Inputs, of_experts: Tensor, backward: bool) -> Call:
+Turn = Callable[[], list[Tensor]]
+
+
+def turn(dispatch: Dispatch, given: Inputs, of_experts: Tensor, backward: bool) -> Turn:
     """A call; what experts would make of the rows, and the rows' gradient, are there before."""
     x, y, weights = (
         each.detach().requires_grad_(backward) for each in (given.x, of_experts, given.weights)
@@ -139,17 +141,12 @@ def turn(dispatch: Dispatch, given: Inputs, of_experts: Tensor, backward: bool) 
     return run
 
 
-def check(calls: dict[str, Call]) -> None:
+def check(calls: Mapping[str, Turn]) -> None:
     """All make the same, as far as the first rows show."""
-    expected: Any = [each[:99].clone() for each in _results(calls[OURS])]
+    expected = [each[:99].clone() for each in calls[OURS]()]
     for call in calls.values():
-        for one, other in zip(_results(call), expected, strict=True):
+        for one, other in zip(call(), expected, strict=True):
             torch.testing.assert_close(one[:99], other, rtol=1e-4, atol=1e-4)
-
-
-def _results(call: Call) -> list[Tensor]:
-    found: Any = call()
-    return list(found)
 
 
 def measure(run: Run) -> None:

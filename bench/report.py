@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,14 +134,8 @@ def _row_of_text(record: Mapping[str, str]) -> Row:
         if field.name not in record:
             continue  # a column that came later: its default holds
         text, kind = record[field.name], str(field.type)
-        if text == "" and "None" in kind:
-            values[field.name] = None
-        elif kind.startswith("int"):
-            values[field.name] = int(text)
-        elif kind.startswith("float"):
-            values[field.name] = float(text)
-        else:
-            values[field.name] = text
+        read = int if kind.startswith("int") else float if kind.startswith("float") else str
+        values[field.name] = None if text == "" and "None" in kind else read(text)
     return Row(**values)
 
 
@@ -162,14 +156,18 @@ class Column(NamedTuple):
     text: Callable[[Row], object]
 
 
+def _join(columns: Sequence[Column], texts: Iterable[object]) -> str:
+    pairs = zip(columns, texts, strict=True)
+    return " ".join(f"{text!s:{column.width}}" for column, text in pairs)
+
+
 @dataclass(frozen=True)
 class Table:
-    """Rows as text.
+    """Rows as text, below a ``title``.
 
     Attributes:
-        title: lines above it.
-        key: the first columns; rows that agree in all of these stand in one line.
-        cell: the columns of one row; empty where it has no time.
+        key: the first columns; with placements, rows that agree in all of these stand in one line.
+        cell: the columns of one row, the first of which tells that it has no time.
         placements: side by side, a group of ``cell`` columns each; (): a line for each row.
     """
 
@@ -179,28 +177,26 @@ class Table:
     placements: tuple[str, ...] = ()
 
     def head(self) -> str:
-        groups = self.placements or ("",)
-        key, cell = (
-            " ".join(f"{c.title:{c.width}}" for c in each) for each in (self.key, self.cell)
-        )
-        units = [" ".join(f"{c.unit:{c.width}}" for c in each) for each in (self.key, self.cell)]
         lines = [self.title] if self.title else []
+        names = {OUT_OF_PLACE: "out of place", IN_PLACE: "in place"}
+        groups = len(self.placements) or 1
+        key, cell = (_join(each, [c.title for c in each]) for each in (self.key, self.cell))
         if self.placements:
-            named = "".join(f"  {_PLACEMENTS[each]:^{len(cell)}}" for each in self.placements)
+            named = "".join(f"  {names[each]:^{len(cell)}}" for each in self.placements)
             lines.append("#" + " " * (len(key) - 1) + named)
-        lines.append("#" + key[1:] + f"  {cell}" * len(groups))
-        lines.append("#" + units[0][1:] + f"  {units[1]}" * len(groups))
+        lines.append("#" + key[1:] + f"  {cell}" * groups)
+        key, cell = (_join(each, [c.unit for c in each]) for each in (self.key, self.cell))
+        lines.append("#" + key[1:] + f"  {cell}" * groups)
         return "\n".join(line.rstrip() for line in lines)
 
     def lines(self, rows: Iterable[Row]) -> list[str]:
         found: dict[tuple[str, int], dict[str, Row]] = {}
         for number, row in enumerate(rows):
-            key = " ".join(f"{column.text(row)!s:{column.width}}" for column in self.key)
-            apart = (key, 0) if self.placements else (key, number)
+            key = _join(self.key, [column.text(row) for column in self.key])
+            apart = (key, 0 if self.placements else number)
             found.setdefault(apart, {})[row.placement if self.placements else ""] = row
-        groups = self.placements or ("",)
         return [
-            "  ".join([key, *(self._cell(cells.get(each)) for each in groups)])
+            "  ".join([key, *(self._cell(cells.get(each)) for each in self.placements or ("",))])
             for (key, _), cells in found.items()
         ]
 
@@ -208,10 +204,7 @@ class Table:
         texts = ["" if row is None else column.text(row) for column in self.cell]
         if row is None or not (row.rounds or row.loss):
             texts[0] = "n/a"
-        return " ".join(f"{text!s:{c.width}}" for text, c in zip(texts, self.cell, strict=True))
-
-
-_PLACEMENTS = {OUT_OF_PLACE: "out of place", IN_PLACE: "in place"}
+        return _join(self.cell, texts)
 
 
 def _number(name: str, digits: int = 2, per: float = 1.0) -> Callable[[Row], str]:
@@ -251,12 +244,11 @@ _CASE = (
     Column(" case", "", "<22", lambda row: row.collective),
     Column("of", "", "<28", lambda row: row.placement),
     Column("type", "", "<8", lambda row: row.dtype),
+    Column("system", "", "<34", lambda row: row.system),
 )
-_SYSTEM = Column("system", "", "<34", lambda row: row.system)
-_NOTE = Column("", "", "<1", lambda row: row.note)
 TIMES = Table(
     "# ratio: of times, median over rounds, with its quartiles",
-    (*_CASE, _SYSTEM),
+    _CASE,
     (
         Column("time", "(ms)", ">11", _number("time_us", 3, 1e3)),
         Column("best", "(ms)", ">11", _number("best_us", 3, 1e3)),
@@ -265,12 +257,12 @@ TIMES = Table(
         Column("high", "", ">7", _number("ratio_high", 3)),
         Column("speed", "(GB/s)", ">8", _number("algbw_gbps")),
         Column("check", "", "<8", _agreement),
-        _NOTE,
+        Column("", "", "<1", lambda row: row.note),
     ),
 )
 LOSSES = Table(
     "",
-    (*_CASE[:2], _SYSTEM),
+    _CASE,
     (
         Column("steps", "", ">6", lambda row: row.count),
         Column("loss", "(nats/B)", ">9", _number("loss", 5)),

@@ -1,7 +1,7 @@
 """Bytes that a collective reads and writes in the memory of one GPU that holds all its ranks.
 
-``size_bytes`` is that of the table: the larger of the two buffers of a rank, S. With W ranks a
-chunk is S/W. Reads and writes both count, as in the bandwidth of a copy.
+``size_bytes`` is the larger of the two buffers of a rank. Reads and writes both count, as in the
+bandwidth of a copy.
 """
 
 from __future__ import annotations
@@ -18,29 +18,10 @@ def needed_bytes(collective: str, size_bytes: int, world: int) -> int:
     Raises:
         ValueError: the collective is not counted here.
     """
-    if collective == "reduce_scatter":
-        return (world + 1) * size_bytes
-    if collective == "all_gather":
-        return 2 * world * size_bytes
-    if collective == "all_reduce":
-        return (3 * world - 1) * size_bytes
-    raise ValueError(f"{collective}: bytes are counted of {', '.join(COUNTED)}")
-
-
-def distinct_bytes(collective: str, size_bytes: int, world: int) -> int:
-    """Each byte of an input read once for all ranks, each byte of an output written once.
-
-    Less than :func:`needed_bytes` where several ranks need the same bytes: their later reads may
-    be served by a cache, so that a share of this count can be reached by no more than luck.
-
-    Raises:
-        ValueError: the collective is not counted here.
-    """
-    if collective in ("reduce_scatter", "all_gather"):
-        return (world + 1) * size_bytes
-    if collective == "all_reduce":
-        return 2 * world * size_bytes
-    raise ValueError(f"{collective}: bytes are counted of {', '.join(COUNTED)}")
+    if collective not in COUNTED:
+        raise ValueError(f"{collective}: bytes are counted of {', '.join(COUNTED)}")
+    sizes = {"reduce_scatter": world + 1, "all_gather": 2 * world, "all_reduce": 3 * world - 1}
+    return sizes[collective] * size_bytes
 
 
 def ring_bytes(collective: str, size_bytes: int, world: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,25 +29,23 @@ STAGES = tuple(f"stage {stage}" for stage in range(4))
 # Over nodes stage 3 may keep state as HSDP does, with a copy on each node, or parameters as FSDP2.
 STAGE_3_STATE_NODE, STAGE_3_PARAMS_WORLD = "stage 3 state=node", "stage 3 params=world"
 # Gradients in codes, which have no twin: with them the updated parameters return as they are, or
-# with copies of the state the sums do, in codes.
+# with copies of the state the sums do, in codes; or the updated parameters are in codes, too.
 STAGE_2_CODED, STAGE_2_CODED_TWICE = "stage 2 wire=int8", "stage 2 wire=int8 state=node"
-# And with the updated parameters in codes, too.
 STAGE_2_CODED_PARAMS, STAGE_3_CODED_PARAMS = (
     f"stage {stage} wire=int8 parameters=fp8" for stage in (2, 3)
 )
 PLAIN = "torch alone"
-# What no system can do without: the ranks share memory bandwidth and cores, but no gradients.
+# No system can do without: the ranks share memory bandwidth and cores, but no gradients.
 ARITHMETIC = "forward and backward"
-# What reports call a training step.
+# The name of a training step in reports.
 TRAINING = "training_step"
 TRACED_STEPS = 5
 LEARNING_RATE = 1e-3
 SEED = 0
 
-# Whose losses and weights a system must have, to the bit: the stages those of stage 0; torch's
-# wrappers those of the same wrapper on Gloo, and DeepSpeed's stages those of DDP, but only where
-# each sum is of two ranks, since the sum of two numbers has one value whatever their order. HSDP's
-# are over a node and then over nodes.
+# Each system, and the one whose losses and weights it must have to the bit. DeepSpeed's stages and
+# torch's wrappers only where each sum is of two ranks, since the sum of two numbers has one value
+# whatever their order. HSDP's are over a node and then over nodes.
 STAGE_TWINS = dict.fromkeys((*STAGES[1:], STAGE_3_STATE_NODE, STAGE_3_PARAMS_WORLD), STAGES[0])
 PAIR_TWINS = {DDP_HERE: DDP, FSDP2_HERE: FSDP2, **dict.fromkeys(training_deepspeed.STAGES, DDP)}
 MESH_TWINS = {HSDP_HERE: HSDP}
@@ -127,11 +126,9 @@ class Both:
 
 @dataclass(frozen=True)
 class Optimizers:
-    """One kind of optimizer, by ringcomm and as users of torch have it.
+    """One kind of optimizer, by ringcomm for a sharded module, and as users of torch have it.
 
     Attributes:
-        ours: makes ringcomm's for a sharded module.
-        torchs: makes torch's for a module.
         takes_shards: torch's takes the shards of FSDP2 and of DeepSpeed: fused SGD does not take
             FSDP2's, and Muon and Adafactor take neither.
     """
@@ -141,43 +138,27 @@ class Optimizers:
     takes_shards: bool = True
 
 
-SHARDED = (
-    ringcomm.optim.AdamW,
-    ringcomm.optim.AdamW8bit,
-    ringcomm.optim.SGD,
-    ringcomm.optim.Lion,
-    ringcomm.optim.Muon,
-    ringcomm.optim.Adafactor,
-)
+def _stepping(make: Any, **how: Any) -> Callable[[nn.Module], Any]:
+    return lambda module: make(module.parameters(), lr=LEARNING_RATE, **how)
+
+
+_of = ringcomm.optim
+SHARDED = (_of.AdamW, _of.AdamW8bit, _of.SGD, _of.Lion, _of.Muon, _of.Adafactor)
+_ADAMW, _SGD = _stepping(torch.optim.AdamW, fused=True), {"momentum": 0.9}
 OPTIMIZERS = {
-    "adamw": Optimizers(
-        lambda module: ringcomm.optim.AdamW(module.parameters(), lr=LEARNING_RATE),
-        lambda module: torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True),
-    ),
-    "adamw8bit": Optimizers(
-        lambda module: ringcomm.optim.AdamW8bit(module.parameters(), lr=LEARNING_RATE),
-        lambda module: torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True),
-    ),
+    "adamw": Optimizers(_stepping(_of.AdamW), _ADAMW),
+    "adamw8bit": Optimizers(_stepping(_of.AdamW8bit), _ADAMW),
     "sgd": Optimizers(
-        lambda module: ringcomm.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=0.9),
-        lambda module: torch.optim.SGD(
-            module.parameters(), lr=LEARNING_RATE, momentum=0.9, fused=True
-        ),
+        _stepping(_of.SGD, **_SGD),
+        _stepping(torch.optim.SGD, fused=True, **_SGD),
         takes_shards=False,
     ),
-    "lion": Optimizers(
-        lambda module: ringcomm.optim.Lion(module.parameters(), lr=LEARNING_RATE),
-        lambda module: Lion(module.parameters(), lr=LEARNING_RATE),
-    ),
+    "lion": Optimizers(_stepping(_of.Lion), _stepping(Lion)),
     "muon": Optimizers(
-        lambda module: ringcomm.optim.Muon(_muon_groups(module), lr=LEARNING_RATE),
-        Both,
-        takes_shards=False,
+        lambda module: _of.Muon(_muon_groups(module), lr=LEARNING_RATE), Both, takes_shards=False
     ),
     "adafactor": Optimizers(
-        lambda module: ringcomm.optim.Adafactor(module.parameters(), lr=LEARNING_RATE),
-        lambda module: torch.optim.Adafactor(module.parameters(), lr=LEARNING_RATE),
-        takes_shards=False,
+        _stepping(_of.Adafactor), _stepping(torch.optim.Adafactor), takes_shards=False
     ),
 }
 
@@ -377,18 +358,19 @@ def _fsdp2(shape: Shape, mesh: DeviceMesh) -> Built:
 
 def _over_nodes(shape: Shape, comm: ringcomm.Communicator) -> dict[str, Callable[[], Built]]:
     """Returns the systems that there are over several nodes alone."""
-    state_node = ringcomm.zero.ZeroOptions(state="node")
-    params_world = ringcomm.zero.ZeroOptions(params="world")
-    coded = ringcomm.zero.ZeroOptions(wire=ringcomm.zero.Wire(gradients="int8"))
-    coded_twice = replace(coded, state="node")
-    coded_params = replace(coded, wire=ringcomm.zero.Wire(gradients="int8", parameters="fp8"))
+    options, wire = ringcomm.zero.ZeroOptions, ringcomm.zero.Wire
+    coded = options(wire=wire(gradients="int8"))
+    coded_params = options(wire=wire(gradients="int8", parameters="fp8"))
+    stages = {
+        STAGE_2_CODED: (2, coded),
+        STAGE_2_CODED_TWICE: (2, replace(coded, state="node")),
+        STAGE_2_CODED_PARAMS: (2, coded_params),
+        STAGE_3_CODED_PARAMS: (3, coded_params),
+        STAGE_3_STATE_NODE: (3, options(state="node")),
+        STAGE_3_PARAMS_WORLD: (3, options(params="world")),
+    }
     return {
-        STAGE_2_CODED: lambda: _zero(shape, 2, comm, coded),
-        STAGE_2_CODED_TWICE: lambda: _zero(shape, 2, comm, coded_twice),
-        STAGE_2_CODED_PARAMS: lambda: _zero(shape, 2, comm, coded_params),
-        STAGE_3_CODED_PARAMS: lambda: _zero(shape, 3, comm, coded_params),
-        STAGE_3_STATE_NODE: lambda: _zero(shape, 3, comm, state_node),
-        STAGE_3_PARAMS_WORLD: lambda: _zero(shape, 3, comm, params_world),
+        **{name: partial(_zero, shape, stage, comm, how) for name, (stage, how) in stages.items()},
         HSDP: lambda: _fsdp2(shape, _mesh(comm, "gloo")),
         HSDP_HERE: lambda: _fsdp2(shape, _mesh(comm, "ringcomm")),
     }
@@ -403,26 +385,22 @@ def entrants(batches: Batches, comm: ringcomm.Communicator, *, alone: bool) -> d
         alone: they compete with torch without communication, as on a GPU, and not with Gloo.
     """
     shape, device = batches.shape, batches.device
-    torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # loads 80 MB that are no model's
     builds: dict[str, Callable[[], Built]] = {
-        name: lambda stage=stage: _zero(shape, stage, comm)  # type: ignore[misc]
-        for stage, name in enumerate(STAGES)
+        name: partial(_zero, shape, stage, comm) for stage, name in enumerate(STAGES)
     }
     if alone:
         builds[PLAIN] = lambda: _with_torchs(shape, shape.model().to(device, shape.dtype))
     else:
         builds[ARITHMETIC] = lambda: (shape.model().to(shape.dtype), None)
         gloo, here = (dist.new_group(backend=backend) for backend in ("gloo", "ringcomm"))
-        builds[DDP] = lambda: _ddp(shape, gloo)
-        builds[DDP_HERE] = lambda: _ddp(shape, here)
-        takes_shards = OPTIMIZERS[shape.optimizer].takes_shards
-        if takes_shards:
+        builds |= {DDP: partial(_ddp, shape, gloo), DDP_HERE: partial(_ddp, shape, here)}
+        if OPTIMIZERS[shape.optimizer].takes_shards:
             builds[FSDP2] = lambda: _fsdp2(shape, DeviceMesh.from_group(gloo, "cpu"))
             builds[FSDP2_HERE] = lambda: _fsdp2(shape, DeviceMesh.from_group(here, "cpu"))
             if training_deepspeed.installed_version():
                 training_deepspeed.begin(batches.rank)
                 for name, stage in training_deepspeed.STAGES.items():
-                    builds[name] = lambda stage=stage: _deepspeed(shape, stage)  # type: ignore[misc]
-        if comm.num_nodes > 1 and takes_shards:
-            builds |= _over_nodes(shape, comm)
+                    builds[name] = partial(_deepspeed, shape, stage)
+            if comm.num_nodes > 1:
+                builds |= _over_nodes(shape, comm)
     return {name: Training(build, batches) for name, build in builds.items()}

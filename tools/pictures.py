@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ringcomm.bench.report import PROCESSES, Report, Row, read
+from ringcomm.bench.report import Report, Row, read
 from ringcomm.bench.training_deepspeed import STAGES as DEEPSPEED
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,7 @@ from ringcomm.bench.peers.torch_ops import fastest, ways_to_copy, ways_to_reduce
 from ringcomm.bench.provenance import commit
 from ringcomm.bench.report import read
 from ringcomm.bench.run import Run, main
-from ringcomm.bench.traffic import COUNTED, distinct_bytes, needed_bytes, ring_bytes
+from ringcomm.bench.traffic import COUNTED, needed_bytes, ring_bytes
 from ringcomm.bench.verify import wrong_elements
 from tests.bench.stand_ins import StandInGpu, StandInWorld
 from tests.bench.test_cases import OneRankBoard, make_case
@@ -234,14 +234,14 @@ def test_the_copy_moves_the_needed_bytes():
 def test_bytes_counted_by_hand():
     # Two ranks, S = 2 chunks. reduce_scatter: each reads 2 chunks and writes 1.
     assert needed_bytes("reduce_scatter", 2, 2) == 2 * 3
-    # all_gather: each reads 2 chunks and writes 2; distinct: 2 are read, 4 written.
-    assert (needed_bytes("all_gather", 2, 2), distinct_bytes("all_gather", 2, 2)) == (8, 6)
+    # all_gather: each reads 2 chunks and writes 2.
+    assert needed_bytes("all_gather", 2, 2) == 8
     # all_reduce: 2 in and 1 out, then 1 in and 1 out.
-    assert (needed_bytes("all_reduce", 2, 2), distinct_bytes("all_reduce", 2, 2)) == (10, 8)
+    assert needed_bytes("all_reduce", 2, 2) == 10
     # ring: 2 for the hop that sends, 3 for the one that receives.
     assert ring_bytes("reduce_scatter", 2, 2) == ring_bytes("all_gather", 2, 2) == 2 * 5
     assert ring_bytes("reduce_scatter", 4, 4) == 4 * (2 + 3 + 3 + 3)
-    for count in (needed_bytes, distinct_bytes, ring_bytes):
+    for count in (needed_bytes, ring_bytes):
         with pytest.raises(ValueError, match="bytes are counted of"):
             count("broadcast", 2, 2)
 
