@@ -35,24 +35,19 @@ STAGE = 2
 
 @dataclass(frozen=True)
 class Curve:
-    """One training.
+    """One training: with ``make`` on one rank, or over nodes with gradients in a form of ``wire``.
 
-    Attributes:
-        make: the optimizer.
-        seed: of the first weights.
-        options: of stage 2 over two nodes; None trains on one rank.
+    ``seed`` is of the first weights, and ``state`` as of :class:`ringcomm.zero.ZeroOptions`.
     """
 
     make: Callable[..., Any] = ringcomm.optim.AdamW
     seed: int = 0
-    options: ringcomm.zero.ZeroOptions | None = None
+    wire: Mapping[str, Any] | None = None
+    state: str = "world"
 
 
-def on_wire(seed: int = 0, state: str = "world", **wire: Any) -> Curve:
-    """A run over nodes whose gradients travel in a form."""
-    return Curve(
-        seed=seed, options=ringcomm.zero.ZeroOptions(state=state, wire=ringcomm.zero.Wire(**wire))
-    )
+def _on(**wire: Any) -> Curve:
+    return Curve(wire=wire)
 
 
 RUNS: Mapping[str, Mapping[str, Curve]] = {
@@ -62,27 +57,24 @@ RUNS: Mapping[str, Mapping[str, Curve]] = {
         "AdamW, other weights": Curve(seed=1),
     },
     "wires": {
-        "fp32": on_wire(),
-        "fp32, other weights": on_wire(seed=1),
-        "int8": on_wire(gradients="int8"),
-        "int8, state=node": on_wire(gradients="int8", state="node"),
-        "fp8": on_wire(gradients="fp8"),
-        "int4": on_wire(gradients="int4"),
-        "int4, error feedback": on_wire(gradients="int4", error_feedback=True),
-        "int8, parameters int8": on_wire(gradients="int8", parameters="int8"),
-        "int8, parameters fp8": on_wire(gradients="int8", parameters="fp8"),
+        "fp32": _on(),
+        "fp32, other weights": Curve(seed=1, wire={}),
+        "int8": _on(gradients="int8"),
+        "int8, state=node": Curve(wire={"gradients": "int8"}, state="node"),
+        "fp8": _on(gradients="fp8"),
+        "int4": _on(gradients="int4"),
+        "int4, error feedback": _on(gradients="int4", error_feedback=True),
+        "int8, parameters int8": _on(gradients="int8", parameters="int8"),
+        "int8, parameters fp8": _on(gradients="int8", parameters="fp8"),
     },
 }
 
 
+@torch.no_grad()
 def held_out_loss(module: nn.Module, corpus: Corpus) -> float:
     """The mean loss over the same held-out batches."""
-    with torch.no_grad():
-        batches = (
-            draw(corpus.held_out, 0, index, (SEQUENCES, CONTEXT))
-            for index in range(HELD_OUT_BATCHES)
-        )
-        losses = [float(module(*batch)) for batch in batches]
+    size, numbers = (SEQUENCES, CONTEXT), range(HELD_OUT_BATCHES)
+    losses = [float(module(*draw(corpus.held_out, 0, number, size))) for number in numbers]
     return sum(losses) / len(losses)
 
 
@@ -104,19 +96,20 @@ def _train(
     return losses
 
 
-def curve(run: Curve, model: ModelConfig, corpus: Corpus, marks: Sequence[int]) -> list[float]:
+def curve(how: Curve, model: ModelConfig, corpus: Corpus, marks: Sequence[int]) -> list[float]:
     """The held-out losses after the steps of ``marks``, which are sorted."""
-    torch.manual_seed(run.seed)
+    torch.manual_seed(how.seed)
     module = GPT(model)
-    make = partial(run.make, lr=PEAK, weight_decay=0.1)
-    if run.options is None:
+    make = partial(how.make, lr=PEAK, weight_decay=0.1)
+    if how.wire is None:
         optimizer = make(module.parameters(), comm="alone")
         return _train(module, optimizer, corpus, marks, slice(None))
+    options = ringcomm.zero.ZeroOptions(state=how.state, wire=ringcomm.zero.Wire(**how.wire))
     copies = [copy.deepcopy(module) for _ in range(sum(NODES))]
 
     def body(comm: ringcomm.Communicator) -> list[float]:
         torch.set_num_threads(1)
-        sharded = ringcomm.zero.shard(copies[comm.rank], STAGE, comm=comm, options=run.options)
+        sharded = ringcomm.zero.shard(copies[comm.rank], STAGE, comm=comm, options=options)
         rows = slice(comm.rank, None, comm.world_size)
         losses = _train(sharded, make(sharded.parameters()), corpus, marks, rows)
         ringcomm.zero.unshard(sharded)
@@ -132,7 +125,7 @@ def measure(run: Run) -> None:
     model = ModelConfig(asked.width, asked.depth, 4, CONTEXT, tied=True)
     marks = sorted({max(1, asked.steps * part // 10) for part in (1, 2, 4, 6, 8, 10)})
     for name, each in RUNS[asked.what].items():
-        ranks = 1 if each.options is None else sum(NODES)
+        ranks = 1 if each.wire is None else sum(NODES)
         row = row_of("held_out_loss", f"{asked.width}x{asked.depth}", ranks, 0)
         losses = zip(marks, curve(each, model, asked.corpus, marks), strict=True)
         run.add([replace(row, system=name, count=m, loss=round(x, 5)) for m, x in losses], LOSSES)

@@ -1,9 +1,8 @@
 """The optimizer's step on one GPU, against torch's and a copy.
 
 shard       the update of one rank alone: ringcomm; torch's fused AdamW; and a plain copy of as many
-            bytes as the update must move. With bfloat16 parameters and FP32 masters, which torch
-            serves by casting the gradient, fused AdamW on the masters, and casting the result, that
-            is 28 bytes per parameter.
+            bytes as the update must move: 28 per parameter. torch serves bfloat16 parameters with
+            FP32 masters by casting the gradient, fused AdamW on the masters, and casting back.
 step        a whole step of data parallelism of W ranks in this process, whose gradients and
             parameters all lie on the GPU: ringcomm in one pass, in two passes and as separate
             kernels; and torch's sum of the gradients, fused AdamW, and copies to the ranks.
@@ -14,16 +13,18 @@ that was not long enough are counted in the rows' notes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import ringcomm
+
 from . import run
 from .board import Board
-from .device_systems import SHARD, STEP, SUBJECT, KernelCase, Systems
 from .devices import ONE_LAUNCH, Device, Gpu
 from .launch import LaunchError
 from .options import option
@@ -32,8 +33,13 @@ from .run import Bench, Run
 from .timing import Call, Clock, Entrant, Pace, Timing, rows_of
 from .timing import measure as time_in_turns
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+Tensor = torch.Tensor
+
+SHARD, STEP = "adamw_shard", "adamw_step"
+SUBJECT, COPY, TORCH = "ringcomm", "copy", "torch fused"
+TWO_PASSES, SEPARATE = "two passes", "separate kernels"
 _WHAT = {"shard": SHARD, "step": STEP}
+_HEAP_SLACK_BYTES = 1 << 30
 # About 30 ms: eight threads queue the launches of a few steps in less.
 _SLEEP_CYCLES = 50_000_000
 _CALLS_PER_TURN = 3
@@ -43,6 +49,176 @@ _MEMORY_SHARE = 0.8
 _LEAST_ELEMS = 1 << 20
 
 _cuda: Any = torch.cuda
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """``elems`` parameters on each of ``world`` ranks; ``what`` is SHARD (one rank) or STEP."""
+
+    what: str
+    dtype: torch.dtype
+    elems: int
+    world: int = 1
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """Gradient in, 16-bit parameter out; moments and FP32 parameter or master in and out."""
+        return 3 * 8 + (4 if self.dtype is torch.float32 else 2 + 2)
+
+    @property
+    def heap_bytes(self) -> int:
+        """Parameters and gradients of all ranks of all our systems."""
+        copies = 1 if self.what == SHARD else 3 * self.world + 1
+        return copies * 2 * self.dtype.itemsize * self.elems + _HEAP_SLACK_BYTES
+
+    @property
+    def memory_bytes(self) -> int:
+        """All that the systems hold at once, at the most, and what building one of them takes."""
+        plain = 100 if self.what == SHARD else 80 + 6 * self.dtype.itemsize * self.world
+        return self.heap_bytes + plain * self.elems
+
+
+class Systems:
+    """All systems of one case, built on one device; each has made one step. Close it.
+
+    Attributes:
+        params: by system, the parameters of all ranks.
+        calls: by system, a step.
+    """
+
+    def __init__(self, case: KernelCase, device: Device) -> None:
+        self._case, self._device = case, device
+        self._world = self._local_world(case.world)
+        self._alone = self._world if case.world == 1 else self._local_world(1)
+        self.params: dict[str, list[Tensor]] = {}
+        self.calls: dict[str, Call] = {}
+        for name, build in self._builders().items():
+            self.calls[name] = build(name)
+            if device.name != "cpu":
+                _cuda.empty_cache()  # what building left over, on streams of its own
+
+    def _local_world(self, ranks: int) -> Any:
+        name = self._device.name
+        if name == "cpu":  # of tests: the process's heap may be there already
+            return ringcomm.local_world(ranks)
+        return ringcomm.local_world(ranks, device=name, heap_bytes=self._case.heap_bytes)
+
+    def close(self) -> None:
+        self.calls.clear()
+        if self._alone is not self._world:
+            self._alone.close()
+        self._world.close()
+
+    def _builders(self) -> dict[str, Callable[[str], Call]]:
+        options = partial(ringcomm.optim.AdamWOptions, bucket_elems=self._case.elems)
+        ours = {SUBJECT: partial(self._ranks, options())}
+        if self._case.what == SHARD:
+            return {**ours, TORCH: self._torch, COPY: self._copy}
+        two_passes = partial(self._ranks, options(check_finite=True))
+        return {**ours, TWO_PASSES: two_passes, SEPARATE: self._separate, TORCH: self._torch}
+
+    def _random(self, seed: int, scale: float) -> Tensor:
+        case, place = self._case, self._device.tensors
+        generator = torch.Generator(place).manual_seed(seed)
+        values = torch.empty(case.elems, dtype=case.dtype, device=place)
+        return values.uniform_(-scale, scale, generator=generator)
+
+    def _parameter(self) -> Tensor:
+        return self._random(0, 1.0)
+
+    def _gradient(self, rank: int) -> Tensor:
+        return self._random(1 + rank, 0.01)
+
+    def _ranks(self, options: ringcomm.optim.AdamWOptions, name: str) -> Call:
+        """A step of the optimizer on every rank; those of several are threads for it."""
+
+        def build(comm: ringcomm.Communicator) -> ringcomm.optim.AdamW:
+            param = torch.nn.Parameter(self._parameter())
+            param.grad = self._gradient(comm.rank)
+            optimizer = ringcomm.optim.AdamW([param], comm=comm, options=options)
+            optimizer.step()  # lays the bucket out; from here on p.grad is its view
+            return optimizer
+
+        world = self._world
+        optimizers = [build(world[0])] if len(world) == 1 else world.run(build)
+        self.params[name] = [each.param_groups[0]["params"][0].data for each in optimizers]
+        if len(world) == 1:
+            step: Call = optimizers[0].step
+            return step
+        return lambda: world.run(lambda comm: optimizers[comm.rank].step())
+
+    def _separate(self, name: str) -> Call:
+        """Reduce-scatter, update and all-gather as calls of this library, from one thread."""
+        case, world = self._case, self._world
+        chunk = case.elems // case.world
+        grads = [self._in_heap(self._gradient(rank)) for rank in range(case.world)]
+        params = [self._in_heap(self._parameter()) for _ in range(case.world)]
+        leaves = [
+            torch.nn.Parameter(whole[rank * chunk : (rank + 1) * chunk])
+            for rank, whole in enumerate(params)
+        ]
+        options = ringcomm.optim.AdamWOptions(bucket_elems=chunk)
+        make = partial(ringcomm.optim.AdamW, comm=self._alone[0], options=options)
+        updates = [make([leaf]) for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = torch.zeros_like(leaf)
+
+        def step() -> None:
+            world.reduce_scatter_tensor(reduced, grads, op=dist.ReduceOp.AVG)
+            for update in updates:
+                update.step()
+            world.all_gather_into_tensor(params, shards)
+
+        reduced, shards = [leaf.grad for leaf in leaves], [leaf.data for leaf in leaves]
+        step()
+        # The buckets took parameters and gradients over: gather from there, and reduce to there.
+        reduced, shards = [leaf.grad for leaf in leaves], [leaf.data for leaf in leaves]
+        world.all_gather_into_tensor(params, shards)
+        self.params[name] = params
+        return step
+
+    def _in_heap(self, values: Tensor) -> Tensor:
+        made = ringcomm.empty(values.numel(), dtype=values.dtype, device=self._device.name)
+        return made.copy_(values)
+
+    def _torch(self, name: str) -> Call:
+        """Sum, fused AdamW, copies; in the gradients' dtype as far as can be, to move less."""
+        ranks = self._case.world
+        grads = [self._gradient(rank) for rank in range(ranks)]
+        params = [self._parameter() for _ in range(ranks)]
+        total = torch.empty_like(grads[0]) if ranks > 1 else grads[0]
+        # Of FP32 parameters, the first one itself.
+        master = torch.nn.Parameter(params[0].float())
+        alike = master.dtype is total.dtype
+        wide = master.grad = total if alike else torch.empty_like(master)
+        optimizer = torch.optim.AdamW([master], fused=True)
+
+        def step() -> None:
+            if ranks > 1:
+                torch.add(grads[0], grads[1], out=total)
+                for grad in grads[2:]:
+                    total.add_(grad)
+                torch.div(total, ranks, out=wide)
+            elif not alike:
+                wide.copy_(total)
+            optimizer.step()
+            if not alike:
+                params[0].copy_(master.data)
+            for other in params[1:]:
+                other.copy_(params[0])
+
+        step()
+        self.params[name] = params
+        return step
+
+    def _copy(self, name: str) -> Call:
+        """Copies as many bytes as the update of a shard must move, half of them in and half out."""
+        half = self._case.bytes_per_parameter * self._case.elems // 2
+        source = torch.empty(half, dtype=torch.uint8, device=self._device.tensors)
+        source.random_(0, 8)
+        target = torch.empty_like(source)
+        self.params[name] = []
+        return lambda: target.copy_(source)
 
 
 class SleepingClock:
@@ -55,8 +231,7 @@ class SleepingClock:
         self.late = 0
 
     def elapsed_us(self, calls: Iterable[Call]) -> float:
-        begin = _cuda.Event(enable_timing=True)
-        end = _cuda.Event(enable_timing=True)
+        begin, end = (_cuda.Event(enable_timing=True) for _ in range(2))
         _cuda._sleep(_SLEEP_CYCLES)
         begin.record()
         for call in calls:
@@ -111,12 +286,8 @@ def case_rows(case: KernelCase, timings: Mapping[str, Timing], note: str = "") -
 
 def measure(run: Run) -> None:
     asked = run.options
-    case = KernelCase(
-        _WHAT[asked.what],
-        _DTYPES[asked.dtype],
-        asked.millions << 20,
-        asked.ranks if asked.what == "step" else 1,
-    )
+    world = asked.ranks if asked.what == "step" else 1
+    case = KernelCase(_WHAT[asked.what], getattr(torch, asked.dtype), asked.millions << 20, world)
     try:
         gpu = Gpu(0)
     except RuntimeError as error:
@@ -134,9 +305,9 @@ BENCH = Bench(
     measure,
     (
         option("what", choices=tuple(_WHAT)),
-        option("-n --ranks", type=int, default=2, choices=(2, 4, 8), help="of a step"),
-        option("-m --millions", type=int, default=256, help="Mi parameters, if memory holds it"),
-        option("-d --dtype", default="bfloat16", choices=tuple(_DTYPES)),
+        option("-n --ranks", "of a step", type=int, default=2, choices=(2, 4, 8)),
+        option("-m --millions", "Mi parameters, if memory holds them", type=int, default=256),
+        option("-d --dtype", default="bfloat16", choices=("bfloat16", "float32")),
     ),
     ranks=0,
 )

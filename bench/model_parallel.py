@@ -26,6 +26,7 @@ from . import run
 from .options import option, positive
 from .report import row_of
 from .run import Bench, Run
+from .timing import rows_of
 
 Tensor = torch.Tensor
 HERE, HERE_SEQUENCES = "ringcomm", "ringcomm, sequences divided"
@@ -102,31 +103,26 @@ class ParallelTraining:
     def __init__(
         self, shape: GptShape, mesh: DeviceMesh, build: Callable[[nn.Module, DeviceMesh], Any]
     ) -> None:
-        number = mesh.get_local_rank("pp")
+        number, device = mesh.get_local_rank("pp"), torch.device("cpu")
         module = make_stage(shape, number)
         self._optimizer = build(module, mesh)
-        self._shape, self._replica = shape, mesh.get_local_rank("dp")
-        self._stage = PipelineStage(
-            module, number, AXES["pp"], torch.device("cpu"), group=mesh.get_group("pp")
-        )
-        self._schedule = Schedule1F1B(self._stage, MICRO_BATCHES, loss_of)
+        self._size, self._replica = (shape.sequences, shape.context + 1), mesh.get_local_rank("dp")
+        stage = PipelineStage(module, number, AXES["pp"], device, group=mesh.get_group("pp"))
+        self._schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_of)
+        self._is_first, self._draw = stage.is_first, torch.Generator().manual_seed(0)
         self.losses: list[float] = []
-        self._steps = 0
 
     def __call__(self) -> None:
-        draw = torch.Generator().manual_seed(self._steps)
-        size = (self._shape.sequences, self._shape.context + 1)
-        whole = torch.randint(VOCABULARY, size, generator=draw)
+        whole = torch.randint(VOCABULARY, self._size, generator=self._draw)
         tokens = whole.chunk(AXES["dp"])[self._replica]
         losses: list[Tensor] = []
-        if self._stage.is_first:
+        if self._is_first:
             self._schedule.step(tokens[:, :-1])
         else:
             self._schedule.step(target=tokens[:, 1:], losses=losses)
             self.losses.append(torch.stack(losses).detach().mean().item())
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._steps += 1
 
 
 def with_zero(module: nn.Module, mesh: DeviceMesh) -> Any:
@@ -157,30 +153,26 @@ def with_fsdp2(module: nn.Module, mesh: DeviceMesh) -> Any:
 
 def entrants(shape: GptShape) -> dict[str, ParallelTraining]:
     """Begins training on each system; collective."""
-    here = ringcomm.Mesh(device="cpu", **AXES)
-    names = tuple(AXES)
-    gloo = init_device_mesh(
-        "cpu",
-        tuple(AXES.values()),
-        mesh_dim_names=names,
-        backend_override=dict.fromkeys(names, "gloo"),
-    )
-    return {
-        HERE: ParallelTraining(shape, here, with_zero),
-        HERE_SEQUENCES: ParallelTraining(shape, here, with_sequences),
-        ON_GLOO: ParallelTraining(shape, gloo, with_fsdp2),
-        ON_BACKEND: ParallelTraining(shape, here, with_fsdp2),
+    here, names = ringcomm.Mesh(device="cpu", **AXES), tuple(AXES)
+    on_gloo: dict[str, Any] = {
+        "mesh_dim_names": names,
+        "backend_override": dict.fromkeys(names, "gloo"),
     }
+    gloo = init_device_mesh("cpu", tuple(AXES.values()), **on_gloo)
+    systems = {
+        HERE: (here, with_zero),
+        HERE_SEQUENCES: (here, with_sequences),
+        ON_GLOO: (gloo, with_fsdp2),
+        ON_BACKEND: (here, with_fsdp2),
+    }
+    return {name: ParallelTraining(shape, *how) for name, how in systems.items()}
 
 
 def unequal(trained: Mapping[str, ParallelTraining]) -> dict[str, int]:
     """Losses by system that are not those of the first one within rounding; collective."""
-    first = torch.tensor(trained[HERE].losses)
-    apart = [
-        int((~torch.isclose(torch.tensor(each.losses), first, rtol=1e-3)).sum())
-        for each in trained.values()
-    ]
-    counted = torch.tensor(apart)
+    losses = {name: torch.tensor(each.losses) for name, each in trained.items()}
+    close = [torch.isclose(each, losses[HERE], rtol=1e-3) for each in losses.values()]
+    counted = torch.tensor([int((~each).sum()) for each in close])
     dist.all_reduce(counted)
     return dict(zip(trained, counted.tolist(), strict=True))
 
@@ -193,7 +185,7 @@ def measure(run: Run) -> None:
     parameters = sum(param.numel() for stage in stages for param in stage.parameters())
     trained = entrants(shape)
     case = row_of("pp2_dp2_tp2_step", str(shape), run.world, parameters)
-    rows = run.compare(case, trained, HERE, warmup_rounds=1)
+    rows = rows_of(case, run.time(trained, warmup_rounds=1), HERE)
     wrong = unequal(trained)
     run.add([replace(row, wrong=wrong[row.system]) for row in rows])
 

@@ -92,7 +92,7 @@ def measure(run: Run) -> None:
         for name, calls in cases(num_bytes, comm, asked.wires).items():
             case = row_of(name, links, run.world, num_bytes, torch.uint8, nodes=comm.num_nodes)
             subject = OURS if OURS in calls else EXCHANGE
-            run.add(run.compare(case, calls, subject, warmup_rounds=1))
+            run.compare(case, calls, subject)
 
 
 def check(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:

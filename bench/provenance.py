@@ -53,18 +53,17 @@ def commit() -> str:
     if not (root / ".git").exists():
         return "unknown"
     try:
-        hash_ = _git(root, "rev-parse", "--short=12", "HEAD")
-        return hash_ + ("-dirty" if _git(root, "status", "--porcelain", "-uno") else "")
+        name = _git(root, "rev-parse", "--short=12", "HEAD")
+        return name + ("-dirty" if _git(root, "status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
         # No git here, or a tree that belongs to another user, which git refuses to read.
         return "unknown"
 
 
-def _git(directory: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=directory, capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
+def _git(root: Path, *words: str) -> str:
+    return subprocess.check_output(
+        ["git", *words], cwd=root, text=True, stderr=subprocess.DEVNULL
+    ).strip()
 
 
 def lines(facts: Mapping[str, str]) -> list[str]:

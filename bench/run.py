@@ -26,7 +26,7 @@ from .devices import ONE_LAUNCH, Host, ModeError
 from .launch import LaunchError, Placing, Wanted, join, run_ranks, started_by
 from .options import BUSY, CSV, JSON, PIN, Option, build_parser, ranks, rounds, without_files
 from .report import TIMES, Report, Row, Table, write_csv, write_json
-from .timing import Call, Clock, Entrant, Pace, measure, rows_of
+from .timing import Call, Clock, Entrant, Pace, Timing, measure, rows_of
 
 COLLECTIVES = "collectives"
 CANNOT_RUN = 2
@@ -91,12 +91,8 @@ class Run:
     """A bench under way in one rank.
 
     Attributes:
-        options: the parsed command line.
-        place: this rank among all.
-        report: the rows until now, and where they come from.
         versions, facts: of the systems and the device, for the report.
-        board: of all ranks.
-        comm: the communicator, of a run that has called :meth:`connect`.
+        rows: until now.
     """
 
     bench: Bench
@@ -106,7 +102,7 @@ class Run:
     facts: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     _board: Board | None = None
-    _comm: ringcomm.Communicator | None = None
+    _close: Callable[[], object] = lambda: None
     _table: Table | None = None
 
     @property
@@ -128,45 +124,36 @@ class Run:
             self._board = Board(self.place.store, self.rank, processes)
         return self._board
 
-    @property
-    def comm(self) -> ringcomm.Communicator:
-        assert self._comm is not None
-        return self._comm
-
     def connect(self, backend: str = "ringcomm", **how: Any) -> ringcomm.Communicator:
-        """Makes torch's default group, and a communicator of all ranks; collective.
-
-        Args:
-            backend: of torch's group.
-            how: arguments of :meth:`ringcomm.Communicator.from_store`.
-        """
+        """Makes torch's default group, and a communicator by ``from_store``; collective."""
         store, rank, world = self.place.store, self.rank, self.world
         dist.init_process_group(
             backend, store=dist.PrefixStore("torch", store), rank=rank, world_size=world
         )
-        self._comm = comm = ringcomm.Communicator.from_store(
+        comm = ringcomm.Communicator.from_store(
             dist.PrefixStore("ringcomm", store), rank, world, **how
         )
         self._board = Board(store, rank, world, dist.group.WORLD if comm.num_nodes > 1 else None)
+        self._close = comm.close
         return comm
 
     def say(self, text: str) -> None:
         if self.rank == 0 and text:
             print(text, flush=True)
 
-    def compare(
-        self,
-        case: Row,
-        calls: Mapping[str, Call],
-        subject: str | Mapping[str, str],
-        *,
-        warmup_rounds: int = 2,
-        clock: Clock | None = None,
-    ) -> list[Row]:
-        """Times the calls in turn, one of each a round; rows as of :func:`.timing.rows_of`."""
+    def time(
+        self, calls: Mapping[str, Call], *, warmup_rounds: int = 2, clock: Clock | None = None
+    ) -> dict[str, Timing]:
+        """Times the calls in turn, one of each a round."""
         pace = Pace(self.options.rounds, warmup_rounds, batch=1, turn_us=0, rest_s=self.rest_s)
         entrants = {name: Entrant([call]) for name, call in calls.items()}
-        return rows_of(case, measure(self.board, entrants, pace, clock or Host()), subject)
+        return measure(self.board, entrants, pace, clock or Host())
+
+    def compare(
+        self, case: Row, calls: Mapping[str, Call], subject: str | Mapping[str, str]
+    ) -> None:
+        """Times the calls, and adds their rows, which are as of :func:`.timing.rows_of`."""
+        self.add(rows_of(case, self.time(calls), subject))
 
     def add(self, rows: Sequence[Row], table: Table = TIMES) -> None:
         """Keeps rows, and prints them; above them the head of a table that has just begun."""
@@ -190,8 +177,7 @@ class Run:
                 write_csv(report, self.options.csv)
             # One rank tells it: a rank that fails takes the others with it, which may still write.
             status = 1 if report.wrong else 0
-        if self._comm is not None:
-            self._comm.close()
+        self._close()
         if dist.is_initialized():
             dist.destroy_process_group()
         return status

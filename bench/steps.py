@@ -24,7 +24,7 @@ import torch.distributed as dist
 import ringcomm
 
 from . import run
-from .launch import Placing, Wanted
+from .launch import LaunchError, Placing, Wanted
 from .options import option
 from .report import row_of
 from .run import Bench, Run
@@ -36,8 +36,6 @@ AdamWOptions = ringcomm.optim.AdamWOptions
 
 @dataclass(frozen=True)
 class StepCase:
-    """One gradient and its parameters."""
-
     dtype: torch.dtype
     elems: int
 
@@ -137,27 +135,23 @@ def step_systems(case: StepCase, comm: ringcomm.Communicator) -> dict[str, Step]
 
 def measure(run: Run) -> None:
     asked = run.options
-    if asked.what == "step":
-        run.connect("gloo")
+    comm = run.connect("gloo") if asked.what == "step" else None
     # Buckets have a multiple of 512 elements.
     elems = 512 * math.ceil((asked.millions or (64 if asked.what == "step" else 16)) * 2**11)
     for name in asked.dtype or ("float32", "bfloat16"):
         case = StepCase(getattr(torch, name), elems)
-        systems = shard_systems(case) if asked.what == "shard" else step_systems(case, run.comm)
+        systems = shard_systems(case) if comm is None else step_systems(case, comm)
         row = row_of(f"adamw_{asked.what}", f"{elems / 2**20:g} Mi", run.world, elems, case.dtype)
-        run.add(run.compare(row, systems, SUBJECT))
-
-
-def check(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
-    if asked.what == "shard" and asked.ranks is not None:
-        parser.error("a shard has one rank: leave --ranks out")
+        run.compare(row, systems, SUBJECT)
 
 
 def place(asked: argparse.Namespace, wanted: Wanted) -> Placing | None:
-    """A shard is stepped in this process."""
-    if asked.what == "shard":
-        return Placing(0, 1, dist.HashStore())
-    return run.usual_place(asked, wanted)
+    """A shard has one rank, which is this process."""
+    if asked.what == "step":
+        return run.usual_place(asked, wanted)
+    if asked.ranks not in (None, 1):
+        raise LaunchError(f"--ranks {asked.ranks}: a shard has one rank")
+    return Placing(0, 1, dist.HashStore())
 
 
 BENCH = Bench(
@@ -169,7 +163,6 @@ BENCH = Bench(
         option("-m --millions", type=float, help="Mi parameters (default 16, step 64)"),
         option("-d --dtype", action="append", choices=("float32", "bfloat16")),
     ),
-    check=check,
     place=place,
 )
 

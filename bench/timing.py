@@ -45,10 +45,6 @@ class Clock(Protocol):
         """Returns when nothing is under way."""
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Entrant:
     """The calls by which one system is timed.
@@ -61,7 +57,7 @@ class Entrant:
 
     calls: Sequence[Call]
     calls_each: int = 1
-    refresh: Call = _nothing
+    refresh: Call = lambda: None
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,8 @@ def measure(
     gc.disable()
     try:
         for index in range(pace.warmup_rounds + pace.rounds):
-            for name in _rotated(names, index):
+            first = index % len(names)
+            for name in (*names[first:], *names[:first]):
                 elapsed_us = turns[name].take(batches[name])
                 if index >= pace.warmup_rounds:
                     mine[name].append(elapsed_us / entrants[name].calls_each)
@@ -134,10 +131,8 @@ def measure(
         gc.enable()
     by_rank = board.exchange(mine)
     return {
-        name: Timing(
-            slowest([times[name] for times in by_rank]), batches[name] * entrants[name].calls_each
-        )
-        for name in names
+        name: Timing(slowest([times[name] for times in by_rank]), batches[name] * each.calls_each)
+        for name, each in entrants.items()
     }
 
 
@@ -185,19 +180,10 @@ def timed(row: Row, timing: Timing, subject: Timing | None) -> Row:
 def rows_of(
     case: Row, timings: Mapping[str, Timing], subject: str | Mapping[str, str]
 ) -> list[Row]:
-    """A row for each system.
-
-    Args:
-        case: its fields that all rows share.
-        timings: by system.
-        subject: the system that ratios are over; or one for each system.
-    """
+    """A row of the case for each system; ratios are over ``subject``, or over each one's own."""
+    over = dict.fromkeys(timings, subject) if isinstance(subject, str) else subject
     return [
-        timed(
-            replace(case, system=name),
-            timing,
-            timings[subject if isinstance(subject, str) else subject[name]],
-        )
+        timed(replace(case, system=name), timing, timings[over[name]])
         for name, timing in timings.items()
     ]
 
@@ -206,17 +192,15 @@ def _choose_batches(
     board: Board, entrants: Mapping[str, Entrant], turns: Mapping[str, _Turns], pace: Pace
 ) -> dict[str, int]:
     if pace.batch > 0:
-        return {
-            name: math.ceil(pace.batch / entrant.calls_each) for name, entrant in entrants.items()
-        }
+        return {name: math.ceil(pace.batch / each.calls_each) for name, each in entrants.items()}
     # The first call of a library may set up its connections: it says nothing of the second.
     for one in turns.values():
         one.take(1)
     single_us = {name: min(one.take(2) for _ in range(3)) for name, one in turns.items()}
     by_rank = board.exchange(single_us)
     return {
-        name: batch_for(max(us[name] for us in by_rank), pace.turn_us, entrant.calls_each)
-        for name, entrant in entrants.items()
+        name: batch_for(max(us[name] for us in by_rank), pace.turn_us, each.calls_each)
+        for name, each in entrants.items()
     }
 
 
@@ -224,8 +208,3 @@ def batch_for(single_us: float, turn_us: float, calls_each: int = 1) -> int:
     """Elements of ``single_us`` each that fill ``turn_us``: from 1 to what makes 200 calls."""
     most = max(1, _MAX_BATCH // calls_each)
     return min(most, max(1, math.ceil(turn_us / max(single_us, 1e-3))))
-
-
-def _rotated(names: Sequence[str], by: int) -> list[str]:
-    shift = by % len(names)
-    return [*names[shift:], *names[:shift]]

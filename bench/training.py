@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+import ringcomm
 from ringcomm.errors import ArgumentError
 from ringcomm.examples.train_gpt import read_corpus
 
@@ -31,8 +32,7 @@ from .devices import PROCESSES_ON_ONE_GPU, Gpu, Host
 from .options import PROFILE, option, positive
 from .report import PROCESSES, Row, row_of
 from .run import Bench, Run
-from .timing import Call, Clock, Entrant, Pace, Timing, ratios
-from .timing import measure as time_in_turns
+from .timing import Call, Clock, Timing, ratios
 from .timing import rows_of as timed_rows
 from .training_systems import (
     DDP,
@@ -85,17 +85,14 @@ class TrainingOutcome:
         )
 
 
-def find_out(run: Run, trained: Mapping[str, Training]) -> dict[str, TrainingOutcome]:
+def find_out(run: Run, trained: Mapping[str, Training], nodes: int) -> dict[str, TrainingOutcome]:
     """Compares each system with its twin; collective, and the same on all ranks."""
-    alone = PLAIN in trained
-    compared: Mapping[str, str] = {} if alone else twins(run.world, run.comm.num_nodes)
+    compared = {} if PLAIN in trained else twins(run.world, nodes)
     compared = {name: twin for name, twin in compared.items() if twin in trained}
     mine = {
         name: (
             differences(each, trained[compared[name]]) if name in compared else None,
-            each.losses[0].item(),
-            each.losses[-1].item(),
-            each.held_bytes,
+            *(each.losses[0].item(), each.losses[-1].item(), each.held_bytes),
         )
         for name, each in trained.items()
     }
@@ -103,12 +100,9 @@ def find_out(run: Run, trained: Mapping[str, Training]) -> dict[str, TrainingOut
     found = {}
     for name in trained:
         wrong, first, last, held = zip(*(here[name] for here in by_rank), strict=True)
-        found[name] = TrainingOutcome(
-            sum(wrong) if name in compared else None,
-            statistics.mean(first),
-            statistics.mean(last),
-            max(held),
-        )
+        total = sum(wrong) if name in compared else None
+        first_loss, last_loss = statistics.mean(first), statistics.mean(last)
+        found[name] = TrainingOutcome(total, first_loss, last_loss, max(held))
     return found
 
 
@@ -173,13 +167,12 @@ def measure(run: Run) -> None:
     for shape in shapes:
         batches = Batches(shape, asked.corpus, run.rank, run.world, comm.device)
         trained = entrants(batches, comm, alone=on_gpu)
-        calls = {name: Entrant([training]) for name, training in trained.items()}
-        pace = Pace(asked.rounds, warmup_rounds=1, batch=1, turn_us=0, rest_s=run.rest_s)
-        timings = time_in_turns(run.board, calls, pace, clock)
-        run.add(rows_of(shape, run.world, timings, find_out(run, trained), comm.num_nodes))
-        del calls, trained
+        timings = run.time(trained, warmup_rounds=1, clock=clock)
+        found = find_out(run, trained, comm.num_nodes)
+        run.add(rows_of(shape, run.world, timings, found, comm.num_nodes))
+        del trained
         for stage in (2, 3) if asked.profile else ():
-            _profile(batches, stage, run)
+            _profile(batches, stage, run, comm)
     run.facts = Gpu(0).facts() if on_gpu and run.rank == 0 else {}
     if any(row.system in training_deepspeed.STAGES and row.rounds for row in run.rows):
         run.versions["deepspeed"] = training_deepspeed.installed_version() or ""
@@ -194,9 +187,9 @@ def _device_heap_bytes(shapes: list[Shape]) -> int:
     return len(STAGES) * _HEAP_COPIES * most + _HEAP_SLACK_BYTES
 
 
-def _profile(batches: Batches, stage: int, run: Run) -> None:
+def _profile(batches: Batches, stage: int, run: Run, comm: ringcomm.Communicator) -> None:
     """Prints how much of the communication nobody waited for, and writes this rank's spans."""
-    comm, file = run.comm, run.options.profile
+    file = run.options.profile
     profile = profiled_steps(batches, stage, comm)
     profile.write(
         file.with_name(f"{file.stem}-stage{stage}-rank{comm.rank}{file.suffix}"), comm.rank

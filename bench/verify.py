@@ -22,21 +22,18 @@ def wrong_elements(
         for name, sets in prepared.items()
     }
     by_rank = board.exchange(mine)
+    checked = {name: any(here[name][1] for here in by_rank) for name in prepared}
     return {
-        name: sum(here[name][0] for here in by_rank)
-        if any(here[name][1] for here in by_rank)
-        else None
-        for name in prepared
+        name: sum(here[name][0] for here in by_rank) if checked[name] else None for name in prepared
     }
 
 
 def _wrong_here(board: Board, device: Device, sets: Sequence[Prepared]) -> int:
-    # The poison comes first: in place it lies where the input goes.
-    for prepared in sets:
-        for buffers in prepared.buffers:
-            buffers.output.fill_(POISON)
     # The same rank's buffers of all sets: they share its case.
     columns = list(zip(*(prepared.buffers for prepared in sets), strict=True))
+    # The poison comes first: in place it lies where the input goes.
+    for buffers in (each for column in columns for each in column):
+        buffers.output.fill_(POISON)
     for column in columns:
         case = column[0].case
         if case.holds_input:
@@ -49,6 +46,4 @@ def _wrong_here(board: Board, device: Device, sets: Sequence[Prepared]) -> int:
         prepared.call()
     device.synchronize()
     board.barrier()
-    return sum(
-        count_wrong(column[0].case, (buffers.output for buffers in column)) for column in columns
-    )
+    return sum(count_wrong(each[0].case, (buffers.output for buffers in each)) for each in columns)

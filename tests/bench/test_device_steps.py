@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ringcomm.bench.device_steps import BENCH, case_rows, fitting, run_case
-from ringcomm.bench.device_systems import (
+from ringcomm.bench.device_steps import (
+    BENCH,
     COPY,
     SEPARATE,
     SHARD,
@@ -14,6 +14,9 @@ from ringcomm.bench.device_systems import (
     TWO_PASSES,
     KernelCase,
     Systems,
+    case_rows,
+    fitting,
+    run_case,
 )
 from ringcomm.bench.devices import Host
 from ringcomm.bench.run import main

@@ -119,14 +119,14 @@ def test_a_difference_fails_the_run(tmp_path, monkeypatch, capsys, what, wrong):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     find_out = training.find_out
 
-    def changed(run, trained):
+    def changed(run, trained, nodes):
         last = trained[STAGES[3]]
         if what == "a loss":
             last.losses[1] = last.losses[1] * (1 + 2**-23)
         if what == "a weight":
             with ringcomm.zero.gathered(last.module, write_from=0), torch.no_grad():
                 next(last.module.parameters()).view(-1)[5] += 1
-        return find_out(run, trained)
+        return find_out(run, trained, nodes)
 
     monkeypatch.setattr(training, "find_out", changed)
     status = run.main(training.BENCH, [*TINY, "-n", "1"])

@@ -19,8 +19,8 @@ from unittest import mock
 
 import ringcomm
 from ringcomm import cuda
-from ringcomm.bench import collectives, device_steps, device_systems, launch, run, training
-from ringcomm.bench.devices import COPY_FACT, Gpu
+from ringcomm.bench import collectives, device_steps, launch, run, training
+from ringcomm.bench.devices import COPY_FACT, Gpu, choose
 from ringcomm.bench.timing import Call
 from tests.gpu import device
 from tests.gpu.device import DEVICE, PLAIN
@@ -79,11 +79,7 @@ class EmulatedCuda:
 @contextmanager
 def stand_ins() -> Iterator[None]:
     """Inside, the harness takes this process's emulated device for its GPU."""
-    usual_command, usual_world, choose = (
-        launch._rank_command,
-        ringcomm.local_world,
-        collectives.choose,
-    )
+    usual_command, usual_world = launch._rank_command, ringcomm.local_world
 
     def rank_command(module: str, arguments: Sequence[str]) -> list[str]:
         return [sys.executable, "-m", __spec__.name, *usual_command(module, arguments)[2:]]
@@ -100,7 +96,6 @@ def stand_ins() -> Iterator[None]:
         (device_steps, "Gpu", EmulatedGpu),
         (device_steps, "SleepingClock", EmulatedGpu),
         (device_steps, "_cuda", emulated),
-        (device_systems, "_cuda", emulated),
         (training, "Gpu", EmulatedGpu),
         (training, "SynchronizedClock", EmulatedGpu),
         (launch, "_rank_command", rank_command),

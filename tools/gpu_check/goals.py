@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from ringcomm.bench.device_systems import COPY, SEPARATE, SHARD, STEP, TORCH
+from ringcomm.bench.device_steps import COPY, SEPARATE, SHARD, STEP, TORCH
 from ringcomm.bench.devices import COPY_FACT, ONE_LAUNCH, PROCESSES_ON_ONE_GPU
 from ringcomm.bench.report import Report, Row, size_label
 from ringcomm.bench.traffic import needed_bytes, ring_bytes
