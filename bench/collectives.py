@@ -392,6 +392,3 @@ BENCH = Bench(
     place=place,
 )
 parse = BENCH.parse
-
-if __name__ == "__main__":
-    run.run_process(BENCH)

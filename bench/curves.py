@@ -20,7 +20,6 @@ from torch import nn
 import ringcomm
 from ringcomm.examples.train_gpt import GPT, Corpus, ModelConfig, draw
 
-from . import run
 from .options import option, positive
 from .report import LOSSES, row_of
 from .run import Bench, Run
@@ -146,6 +145,3 @@ BENCH = Bench(
     rounds=0,
     check=lambda parser, asked: read_text(parser, asked, CONTEXT),
 )
-
-if __name__ == "__main__":
-    run.run_process(BENCH)

@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 import ringcomm
 
-from . import run
 from .board import Board
 from .devices import ONE_LAUNCH, Device, Gpu
 from .launch import LaunchError
@@ -312,6 +311,3 @@ BENCH = Bench(
     ranks=0,
 )
 parse = BENCH.parse
-
-if __name__ == "__main__":
-    run.run_process(BENCH)

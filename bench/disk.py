@@ -17,7 +17,6 @@ from dataclasses import replace
 
 import torch
 
-from . import run
 from .options import option, parse_size
 from .report import row_of
 from .run import Bench, Run
@@ -119,6 +118,3 @@ BENCH = Bench(
     ranks=0,
     rounds=0,
 )
-
-if __name__ == "__main__":
-    run.run_process(BENCH)

@@ -137,12 +137,12 @@ def _join_torchrun(wanted: Wanted) -> Placing:
     return Placing(rank, size, store)
 
 
-def run_ranks(module: str, words: Sequence[str], wanted: Wanted) -> int:
-    """Runs ``module`` in ranks, each of which finds its place with :func:`placed`.
+def run_ranks(words: Sequence[str], wanted: Wanted) -> int:
+    """Runs a module and its ``words`` in ranks, which find their places with :func:`placed`.
 
     Waits for them, and returns the exit status. Raises :class:`LaunchError` without mpiexec.
     """
-    command, world = _rank_command(module, words), wanted.ranks or 1
+    command, world = _rank_command(words), wanted.ranks or 1
     if "impi" in wanted.systems or "mpi" in wanted.systems:
         mpiexec, environment = _mpiexec(wanted.systems)
         return _run([([mpiexec, "-n", str(world), *command], environment)], wanted.busy)
@@ -158,8 +158,8 @@ def _place_of(rank: int, world: int, nodes: int) -> dict[str, str]:
     return place
 
 
-def _rank_command(module: str, words: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", module, *words]
+def _rank_command(words: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", *words]
 
 
 def _run(commands: Sequence[tuple[list[str], dict[str, str]]], busy: int) -> int:

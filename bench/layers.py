@@ -24,7 +24,6 @@ from torch.distributed.tensor.parallel import (
 
 from ringcomm.parallel import parallelize
 
-from . import run
 from .options import option
 from .report import row_of
 from .run import Bench, Run
@@ -128,6 +127,3 @@ BENCH = Bench(
     (option("sizes", nargs="*", type=size_of, metavar="TOKENS,WIDTH", default=SIZES),),
     rounds=15,
 )
-
-if __name__ == "__main__":
-    run.run_process(BENCH)

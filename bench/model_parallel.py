@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 import ringcomm
 
-from . import run
 from .options import option, positive
 from .report import row_of
 from .run import Bench, Run
@@ -206,6 +205,3 @@ BENCH = Bench(
     ranks=RANKS,
     check=check,
 )
-
-if __name__ == "__main__":
-    run.run_process(BENCH)

@@ -19,7 +19,6 @@ from torch.distributed.nn.functional import all_to_all_single
 import ringcomm
 from ringcomm import moe
 
-from . import run
 from .options import option, positive
 from .report import row_of
 from .run import Bench, Run
@@ -187,6 +186,3 @@ BENCH = Bench(
     ),
     ranks=4,
 )
-
-if __name__ == "__main__":
-    run.run_process(BENCH)

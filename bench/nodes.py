@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 import ringcomm
 
-from . import run
 from .options import option, parse_size, positive
 from .peers.torch_groups import bind_group
 from .report import row_of
@@ -115,6 +114,3 @@ BENCH = Bench(
     on_nodes=True,
     check=check,
 )
-
-if __name__ == "__main__":
-    run.run_process(BENCH)

@@ -12,7 +12,6 @@ import torch
 import ringcomm
 from ringcomm import Communicator
 
-from . import run
 from .options import option
 from .report import row_of
 from .run import Bench, Run
@@ -95,6 +94,3 @@ BENCH = Bench(
     (option("shapes", nargs="*", type=shape_of, metavar="N,K,M", default=SHAPES),),
     rounds=15,
 )
-
-if __name__ == "__main__":
-    run.run_process(BENCH)

@@ -218,7 +218,7 @@ def main(bench: Bench, words: Sequence[str] | None = None) -> int:
             place = usual_place(options, bench.wanted(options))
         if place is None:
             options.ranks = options.ranks or bench.ranks
-            return run_ranks(f"{__package__}.{bench.name}", words, bench.wanted(options))
+            return run_ranks([f"{__package__}", bench.name, *words], bench.wanted(options))
         return run_rank(bench, options, place, words)
     except (LaunchError, ModeError) as error:
         print(f"ringcomm bench: {error}", file=sys.stderr)

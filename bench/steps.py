@@ -165,6 +165,3 @@ BENCH = Bench(
     ),
     place=place,
 )
-
-if __name__ == "__main__":
-    run.run_process(BENCH)

@@ -27,7 +27,7 @@ import ringcomm
 from ringcomm.errors import ArgumentError
 from ringcomm.examples.train_gpt import read_corpus
 
-from . import run, training_deepspeed
+from . import training_deepspeed
 from .devices import PROCESSES_ON_ONE_GPU, Gpu, Host
 from .options import PROFILE, option, positive
 from .report import PROCESSES, Row, row_of
@@ -243,6 +243,3 @@ BENCH = Bench(
     check=lambda parser, asked: read_text(parser, asked, max(asked.context or [DEFAULT_CONTEXT])),
 )
 parse = BENCH.parse
-
-if __name__ == "__main__":
-    run.run_process(BENCH)

@@ -69,7 +69,7 @@ def test_ranks_run_beside_a_loop(tmp_path):
     path = tmp_path / "r.json"
     small = ("-b", "4K", "-e", "4K", "-n", "2", "-w", "0", "--batch", "2", "--placement", "usual")
     how = ("--subject", "gloo", "--peers", "", "--busy", "1", "--json", str(path))
-    done = run_program("ringcomm.bench.collectives", "all_reduce", *small, *how)
+    done = run_program("ringcomm.bench", "all_reduce", *small, *how)
     assert done.returncode == 0, done.stderr
     assert '"command": "ringcomm bench all_reduce' in path.read_text()
     assert "--busy 1" in path.read_text()
@@ -96,4 +96,4 @@ def test_what_intel_mpi_needs(monkeypatch, systems, root, words):
     if root is not None:
         monkeypatch.setenv("I_MPI_ROOT", root)
     with pytest.raises(LaunchError, match=words):
-        run_ranks("ringcomm.bench.collectives", [], Wanted(2, systems))
+        run_ranks([], Wanted(2, systems))

@@ -17,7 +17,7 @@ HAS_COMPILER = platform.machine() == "x86_64" and shutil.which("c++")
 
 
 def run_bench(*arguments, **how):
-    return run_program("ringcomm.bench.collectives", *SMALL, *arguments, **how)
+    return run_program("ringcomm.bench", *SMALL, *arguments, **how)
 
 
 def check_rows(path, systems, names):
@@ -72,7 +72,8 @@ def test_torchrun_starts_the_ranks_and_the_backend_is_called(tmp_path):
         "--nproc-per-node",
         "3",
         "-m",
-        "ringcomm.bench.collectives",
+        "ringcomm.bench",
+        "collectives",
         *SMALL,
     )
     how = ("--peers", "gloo", "--api", "dist", "--json", path)

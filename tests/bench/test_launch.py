@@ -21,11 +21,11 @@ def test_ranks_find_their_places_and_one_store(tmp_path, monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(subprocess, "Popen", fork_server.Popen)  # ranks that have torch already
-    assert run_ranks("tests.bench.places", [str(tmp_path)], Wanted(3)) == 0
+    assert run_ranks(["tests.bench.places", str(tmp_path)], Wanted(3)) == 0
     assert sorted(each.name for each in tmp_path.iterdir()) == [f"{rank} of 3" for rank in range(3)]
 
 
 def test_a_rank_that_fails_takes_the_others_with_it(tmp_path, monkeypatch):
     (tmp_path / "fails.py").write_text(FAILS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    assert run_ranks("fails", [], Wanted(2)) == 3
+    assert run_ranks(["fails"], Wanted(2)) == 3

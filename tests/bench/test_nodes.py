@@ -7,7 +7,7 @@ from tests.bench.programs import run_program
 
 def test_two_ranks_stand_for_two_nodes(tmp_path):
     options = ("-r", "2", "--bytes", "16K", "--wires", "int8", "--json", str(tmp_path / "r.json"))
-    done = run_program("ringcomm.bench.nodes", "--gbit-s", "1", *options)
+    done = run_program("ringcomm.bench", "nodes", "--gbit-s", "1", *options)
     assert done.returncode == 0, done.stderr
     rows = read(tmp_path / "r.json").rows
     assert {(row.nodes, row.ranks, row.size_bytes, row.rounds) for row in rows} == {

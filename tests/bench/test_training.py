@@ -137,7 +137,7 @@ def test_a_difference_fails_the_run(tmp_path, monkeypatch, capsys, what, wrong):
 
 
 def test_text_that_is_not_there_is_refused(tmp_path):
-    done = run_program("ringcomm.bench.training", *TINY, "--data", str(tmp_path / "none"))
+    done = run_program("ringcomm.bench", "training", *TINY, "--data", str(tmp_path / "none"))
     assert done.returncode == 2
     assert "none: no such file or folder" in done.stderr
 
@@ -156,7 +156,7 @@ def test_the_command(tmp_path):
     file = tmp_path / "report.json"
     spans = tmp_path / "profile.json"
     files = ("--json", str(file), "--profile", str(spans))
-    done = run_program("ringcomm.bench.training", *TINY, *files)
+    done = run_program("ringcomm.bench", "training", *TINY, *files)
     assert done.returncode == 0, done.stderr
     assert "stage 3: " in done.stdout and "% of the communication was hidden" in done.stdout
     for stage, name in ((2, "reduce_scatter"), (3, "gather")):
@@ -182,7 +182,7 @@ def test_the_command_over_nodes(tmp_path):
     """Two nodes of one rank: sums are of two, so all of torch's wrappers have twins."""
     lab.require()
     file = tmp_path / "report.json"
-    command = [sys.executable, "-m", "ringcomm.bench.training", *TINY, "--json", str(file)]
+    command = [sys.executable, "-m", "ringcomm.bench", "training", *TINY, "--json", str(file)]
     places = lab.Place.all_of((1, 1))
     pipe = subprocess.PIPE
     with lab.Lab(2) as nodes:
@@ -218,5 +218,5 @@ def test_the_command_over_nodes(tmp_path):
 @pytest.mark.parametrize("option", ["--busy", "--ranks"])
 def test_what_torchrun_has_decided_is_refused(option):
     rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = run_program("ringcomm.bench.training", *TINY, option, "2", environment=rank)
+    done = run_program("ringcomm.bench", "training", *TINY, option, "2", environment=rank)
     assert done.returncode == 2 and f"ringcomm bench: {option}" in done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""A program of the harness on an emulated device: ``python -m tests.gpu.rehearsed MODULE ...``.
+"""A program of the harness on an emulated device: ``python -m tests.gpu.rehearsed BENCH ...``.
 
 ``make gpu-check REHEARSE=1`` times everything so. What a GPU is asked for beside ringcomm has
 stand-ins here; the figures are those of the emulator, and say so.
@@ -79,10 +79,10 @@ class EmulatedCuda:
 @contextmanager
 def stand_ins() -> Iterator[None]:
     """Inside, the harness takes this process's emulated device for its GPU."""
-    usual_command, usual_world = launch._rank_command, ringcomm.local_world
+    usual_world = ringcomm.local_world
 
-    def rank_command(module: str, arguments: Sequence[str]) -> list[str]:
-        return [sys.executable, "-m", __spec__.name, *usual_command(module, arguments)[2:]]
+    def rank_command(words: Sequence[str]) -> list[str]:
+        return [sys.executable, "-m", __spec__.name, *words[1:]]
 
     def local_world(*args: Any, **how: Any) -> OrderedWorld:
         if "options" in how:  # Triton's interpreter runs no launch of several ranks
@@ -108,8 +108,8 @@ def stand_ins() -> Iterator[None]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a program of the harness; returns its exit status."""
-    program = importlib.import_module(arguments[0]).BENCH
+    """Runs the bench that the first word names; returns its exit status."""
+    bench = importlib.import_module(f"ringcomm.bench.{arguments[0]}").BENCH
     with ExitStack() as stack:
         if launch.started_by(os.environ) is None:
             stack.enter_context(device.in_use())
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
             device.take()
         stack.enter_context(device.ordered())
         stack.enter_context(stand_ins())
-        return run.main(program, arguments[1:])
+        return run.main(bench, arguments[1:])
 
 
 if __name__ == "__main__":

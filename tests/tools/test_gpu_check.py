@@ -488,7 +488,7 @@ def test_every_measurement_is_a_command_that_the_harness_takes():
         options = parse(arguments)
         worlds.add(options.ranks)
         assert module == "collectives" and options.device == "cuda" and options.tensors == "heap"
-        assert one.command[:2] == ["-m", "ringcomm.bench.collectives"] and one.limit_s <= 60
+        assert one.command[:2] == ["-m", "ringcomm.bench"] and one.limit_s <= 60
     assert worlds == {2, 4, 8}
     assert (
         len(plan) == len(benches.plan((2, 29, 9))) + 2 == len({one.name for one in plan}) == 8 - 1
@@ -521,16 +521,16 @@ sys.exit({status} if "processes-on-one-gpu" in sys.argv else 0)
 
 
 def make_harness(root: Path) -> Path:
-    """The folder of a package ringcomm.bench below ``root``, which holds nothing yet."""
+    """The program of a package ringcomm.bench below ``root``, which is not there yet."""
     folder = root / "ringcomm" / "bench"
     folder.mkdir(parents=True)
     for package in (folder.parent, folder):
         (package / "__init__.py").touch()
-    return folder
+    return folder / "__main__.py"
 
 
 def test_the_bench_stage_goes_on_after_a_run_that_fails(place, monkeypatch):
-    script = make_harness(place.folder) / "collectives.py"
+    script = make_harness(place.folder)
     a_row = Row("all_gather", 64, 16, "float", "none", -1, 2, "ringcomm", "out", 10.0, wrong=0)
     report: dict[str, Any] = {"schema": 1, "provenance": {}, "rows": [vars(a_row)]}
     (place.folder / "report.json").write_text(json.dumps(report))
@@ -550,10 +550,8 @@ def test_the_bench_stage_goes_on_after_a_run_that_fails(place, monkeypatch):
 
 
 def test_the_steps_stage_runs_the_optimizers_program(place):
-    harness = make_harness(place.folder)
-    script = harness / "device_steps.py"
+    script = make_harness(place.folder)
     script.write_text(HARNESS.format(status=0))
-    (harness / "training.py").write_text(HARNESS.format(status=0))
     report: dict[str, Any] = {"schema": 1, "provenance": {}, "rows": []}
     (place.folder / "report.json").write_text(json.dumps(report))
     result = stages.steps(place, 60.0)

@@ -20,7 +20,7 @@ def test_a_rehearsal_runs_every_run_of_the_harness_at_small_sizes():
     for usual in runs:
         small = benches.rehearsed(usual)
         module, *words = small.words.split()
-        assert small.command[:3] == ["-m", rehearsed.__name__, f"ringcomm.bench.{module}"]
+        assert small.command[:3] == ["-m", rehearsed.__name__, module]
         if module == "collectives":
             options = parse(words)
             assert options.max_bytes == 16 << 10 and options.rounds == 2

@@ -13,17 +13,17 @@ _MODEL = "--width 768 --depth 12 --heads 12 --sequences 4 --context 512"
 
 @dataclass(frozen=True)
 class Bench:
-    """One run of a module of ringcomm.bench. ``limit_s`` bounds it; an optional one may fail."""
+    """One run of a bench. ``limit_s`` bounds it; an optional one may fail."""
 
     name: str
     limit_s: float
     words: str
     optional: bool = False
-    runner: str = ""
+    runner: str = "ringcomm.bench"
 
     @property
     def command(self) -> list[str]:
-        return f"-m {self.runner} ringcomm.bench.{self.words}".split()
+        return f"-m {self.runner} {self.words}".split()
 
 
 def plan(nccl_version: Sequence[int]) -> list[Bench]:
