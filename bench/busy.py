@@ -1,12 +1,9 @@
 """Busy loops beside the ranks: how collectives fare where other work wants the cores.
 
-NOTE [Sessions]
-
 Linux shares the cores among sessions first and among the threads of a session second
 (sched_autogroup, see sched(7)). MPICH's mpiexec gives every rank a session of its own, others
-start all ranks in one: the same loops would take more from some ranks than from others. So with
-loops beside them all ranks and all loops lead sessions of their own, and a rank gets what a rank of
-a container or a batch job gets, where no sessions count.
+start all ranks in one. So with loops beside them all ranks and all loops lead sessions of their
+own, and a rank gets what a rank of a container gets, where no sessions count.
 """
 
 from __future__ import annotations

@@ -380,10 +380,14 @@ def _shortened(value: float) -> float:
     return float(f"{value:.5g}")
 
 
+ABOUT = """Times collectives of ringcomm and of other libraries in one run, in turn.
+
+Runs alone (it starts its ranks itself), under torchrun and under mpiexec. Other benches:
+
+""" + "\n".join(f"ringcomm bench {name:16}{text}" for name, text in run.BENCHES.items())
 BENCH = Bench(
     run.COLLECTIVES,
-    "Times collectives of ringcomm and of other libraries in one run, in turn. Runs alone (it "
-    "starts its ranks itself), under torchrun and under mpiexec.",
+    ABOUT,
     measure_all,
     OPTIONS,
     ranks=_DEFAULT_RANKS,

@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +29,24 @@ from .timing import Call, Clock, Entrant, Pace, Timing, measure, rows_of
 
 COLLECTIVES = "collectives"
 CANNOT_RUN = 2
+BENCHES = {
+    COLLECTIVES: "collectives of ringcomm and of other libraries; the default",
+    "training": "training steps at each ZeRO stage, beside DDP, FSDP2 and DeepSpeed",
+    "steps": "the optimizer's step on the CPU, beside torch's and DeepSpeed's",
+    "device_steps": "the optimizer's step on a GPU, beside torch's and a copy",
+    "model_parallel": "training steps under pipeline, data and tensor parallelism",
+    "layers": "a tensor-parallel layer, beside torch's plan for it",
+    "products": "matrix products over ranks, beside the collective and the product",
+    "moe": "tokens to their experts and back, beside all_to_all_single",
+    "nodes": "collectives over nodes, beside Gloo's",
+    "curves": "losses by optimizer, and by wire of the gradients",
+    "disk": "the rates of a disk under plain loops of direct I/O",
+}
+
+
+def usual_place(options: argparse.Namespace, wanted: Wanted) -> Placing | None:
+    """This process's place; None in the process of the user."""
+    return None if started_by(os.environ) is None else join(wanted)
 
 
 @dataclass(frozen=True)
@@ -56,7 +73,7 @@ class Bench:
     rounds: int = 9
     on_nodes: bool = False
     check: Callable[[argparse.ArgumentParser, argparse.Namespace], object] | None = None
-    place: Callable[[argparse.Namespace, Wanted], Placing | None] | None = None
+    place: Callable[[argparse.Namespace, Wanted], Placing | None] = usual_place
 
     def build_parser(self) -> argparse.ArgumentParser:
         options = list(self.options)
@@ -189,7 +206,9 @@ def _verdict(report: Report) -> str:
     return f"# {'FAILED' if report.wrong else 'OK'}: {report.wrong} wrong elements"
 
 
-def run_rank(bench: Bench, options: argparse.Namespace, place: Placing, words: list[str]) -> int:
+def run_rank(
+    bench: Bench, options: argparse.Namespace, place: Placing, words: Sequence[str]
+) -> int:
     """Measures as this rank; returns the exit status."""
     run = Run(bench, options, place)
     if bench.ranks:
@@ -205,42 +224,18 @@ def run_rank(bench: Bench, options: argparse.Namespace, place: Placing, words: l
     return run.finish(words)
 
 
-def main(bench: Bench, words: Sequence[str] | None = None) -> int:
+def main(bench: Bench, words: Sequence[str]) -> int:
     """Runs a bench. Returns 1 when an element was wrong, 2 when it cannot run as asked."""
-    words = list(sys.argv[1:] if words is None else words)
     options = bench.parse(words)
     try:
         if not bench.ranks:
-            place: Placing | None = Placing(0, 1, dist.HashStore())
-        elif bench.place:
-            place = bench.place(options, bench.wanted(options))
-        else:
-            place = usual_place(options, bench.wanted(options))
-        if place is None:
-            options.ranks = options.ranks or bench.ranks
-            return run_ranks([f"{__package__}", bench.name, *words], bench.wanted(options))
-        return run_rank(bench, options, place, words)
+            return run_rank(bench, options, Placing(0, 1, dist.HashStore()), words)
+        wanted = bench.wanted(options)
+        place = bench.place(options, wanted)
+        if place is not None:
+            return run_rank(bench, options, place, words)
+        wanted = replace(wanted, ranks=wanted.ranks or bench.ranks)
+        return run_ranks(["ringcomm.bench", bench.name, *words], wanted)
     except (LaunchError, ModeError) as error:
         print(f"ringcomm bench: {error}", file=sys.stderr)
         return CANNOT_RUN
-
-
-def usual_place(options: argparse.Namespace, wanted: Wanted) -> Placing | None:
-    """This process's place; None in the process of the user."""
-    return None if started_by(os.environ) is None else join(wanted)
-
-
-def run_process(bench: Bench, words: Sequence[str] | None = None) -> None:
-    """Runs a bench as this process, and ends it."""
-    try:
-        status = main(bench, words)
-    except KeyboardInterrupt:
-        status = 130
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        if started_by(os.environ) is not None:
-            # A rank that fails must not wait at exit for the others, as MPI's finalizer would.
-            os._exit(1)
-        status = 1
-    sys.exit(status)

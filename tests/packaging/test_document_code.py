@@ -12,7 +12,7 @@ import torch.distributed
 from torch.distributed.run import get_args_parser
 
 import ringcomm
-from ringcomm.bench.__main__ import BENCHES
+from ringcomm.bench.run import BENCHES
 from ringcomm.cli import COMMANDS
 from tests.packaging.code_names import problems_of, undefined_in
 from tests.packaging.documents import (
