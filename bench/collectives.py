@@ -38,6 +38,7 @@ from .options import count, option, parse_size, positive
 from .peers import (
     ALGORITHMS,
     SYSTEMS,
+    WIRES,
     PeerSetup,
     Prepared,
     System,
@@ -46,6 +47,7 @@ from .peers import (
     open_system,
     runs_on,
 )
+from .peers.torch_groups import init_default_group
 from .report import COLLECTIVE_CELL, COLLECTIVE_KEY, Row, Table
 from .run import Bench, Run
 from .timing import Entrant, Pace, measure, timed
@@ -102,9 +104,10 @@ OPTIONS = (
     option(
         "--peers",
         f"other systems, separated by commas: {', '.join(SYSTEMS)}; ringcomm:direct and so on "
-        f"name an algorithm of ringcomm (default {DEFAULTS})",
+        f"name an algorithm of ringcomm, ringcomm:int8 a wire between nodes (default {DEFAULTS})",
         metavar="LIST",
     ),
+    option("--nodes", "that ranks of this machine stand for", type=positive, default=1),
     option("--tensors", "ringcomm's memory", choices=("plain", "heap"), default="plain"),
     option(
         *("--api", "call ringcomm itself or through torch.distributed"),
@@ -141,6 +144,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     options.collectives = tuple(names or DEFAULT_COLLECTIVES)
     if options.max_bytes < options.min_bytes:
         parser.error(f"--maxbytes {options.max_bytes} is below --minbytes {options.min_bytes}")
+    if (options.ranks or _DEFAULT_RANKS) % options.nodes:
+        parser.error(f"--nodes {options.nodes}: nodes have as many ranks as each other")
     if options.op == "avg" and not DTYPES[options.datatype].is_floating_point:
         parser.error(f"--op avg needs a floating-point --datatype, not {options.datatype}")
     listed = _DEFAULT_PEERS[options.device] if options.peers is None else options.peers
@@ -156,7 +161,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             parser.error(f"--device {options.device} cannot run {', '.join(elsewhere)}")
     if options.device == "cpu":
         named = (spec.partition(":")[2] or "auto" for spec in options.systems)
-        if {options.algorithm, *named} - set(_HOST_ALGORITHMS):
+        if {options.algorithm, *named} - {*_HOST_ALGORITHMS, *WIRES}:
             parser.error("the algorithms packet and copy need --device cuda")
         if options.graph or options.mode != AUTO:
             parser.error("--graph and --mode need --device cuda")
@@ -224,6 +229,13 @@ def buffer_sets(case: Case, mode: str, cache_bytes: int) -> int:
     return min(_MOST_SETS, max(1, -(-2 * cache_bytes // max(set_bytes, 1))))
 
 
+def nodes_of(options: argparse.Namespace) -> int:
+    """The number of nodes that the ranks are on, or stand for."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    asked: int = options.nodes
+    return max(asked, world // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+
+
 def measure_all(run: Run, device: Device | None = None) -> None:
     """Walks through the cases on ``device``: this rank's, if it is left out."""
     options, place = run.options, run.place
@@ -242,11 +254,15 @@ def measure_all(run: Run, device: Device | None = None) -> None:
         ),
         device=device,
         mode=place.mode,
+        on_nodes=nodes_of(options) > 1,
     )
+    if setup.on_nodes:
+        init_default_group(setup)
+        run.set_board(dist.group.WORLD)
     systems = {name: open_system(name, setup) for name in dict.fromkeys(options.systems)}
     run.versions = {name: system.version for name, system in systems.items()}
     run.facts = {**device.facts(), "mode": place.mode} if options.device != "cpu" else {}
-    walk = Walk(run, device, systems)
+    walk = Walk(run, device, systems, nodes_of(options))
     for name in options.collectives:
         walk.measure(COLLECTIVES[name])
     notes = [
@@ -267,14 +283,16 @@ class Walk:
     run: Run
     device: Device
     systems: Mapping[str, System]
+    nodes: int
 
     def measure(self, collective: Collective) -> None:
         options, place = self.run.options, self.run.place
         placements = placements_of(options, collective)
         graph = f", graphs of {options.graph_calls} calls" if options.graph_calls else ""
+        over = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         title = (
-            f"# {collective.name}: {place.world} ranks ({place.mode}: {MEANINGS[place.mode]}), "
-            f"ringcomm's tensors: {options.tensors}{graph}\n"
+            f"# {collective.name}: {place.world} ranks{over} ({place.mode}: "
+            f"{MEANINGS[place.mode]}), ringcomm's tensors: {options.tensors}{graph}\n"
             f"# ratio: time over that of {options.subject}, median over rounds\n"
             f"# p95, ratio95: the 95th percentile of the rounds, and that over {options.subject}'s"
         )
@@ -299,7 +317,10 @@ class Walk:
     def _rows(self, case: Case) -> list[Row]:
         options, mode = self.run.options, self.run.place.mode
         prepared, notes = self._prepare(case)
-        empty = {name: cell_row(case, name, mode, notes.get(name, "")) for name in self.systems}
+        empty = {
+            name: replace(cell_row(case, name, mode), note=notes.get(name, ""), nodes=self.nodes)
+            for name in self.systems
+        }
         subject = options.subject
         if subject not in prepared or case.count_elems == 0:
             return list(empty.values())
@@ -357,7 +378,7 @@ def _clear(sets: Sequence[Prepared]) -> None:
             buffers.input.zero_()
 
 
-def cell_row(case: Case, system: str, mode: str, note: str) -> Row:
+def cell_row(case: Case, system: str, mode: str) -> Row:
     """The row of one cell, with nothing measured in it."""
     kind = case.collective
     return Row(
@@ -371,7 +392,6 @@ def cell_row(case: Case, system: str, mode: str, note: str) -> Row:
         system=system,
         placement=case.placement,
         mode=mode,
-        note=note,
     )
 
 
@@ -392,6 +412,7 @@ BENCH = Bench(
     OPTIONS,
     ranks=_DEFAULT_RANKS,
     rounds=0,
+    on_nodes=True,
     check=check,
     place=place,
 )

@@ -38,7 +38,6 @@ BENCHES = {
     "layers": "a tensor-parallel layer, beside torch's plan for it",
     "products": "matrix products over ranks, beside the collective and the product",
     "moe": "tokens to their experts and back, beside all_to_all_single",
-    "nodes": "collectives over nodes, beside Gloo's",
     "curves": "losses by optimizer, and by wire of the gradients",
     "disk": "the rates of a disk under plain loops of direct I/O",
 }
@@ -141,6 +140,10 @@ class Run:
             self._board = Board(self.place.store, self.rank, processes)
         return self._board
 
+    def set_board(self, group: dist.ProcessGroup | None) -> None:
+        """Makes the board of all ranks; over several nodes, on a group of theirs."""
+        self._board = Board(self.place.store, self.rank, self.world, group)
+
     def connect(self, backend: str = "ringcomm", **how: Any) -> ringcomm.Communicator:
         """Makes torch's default group, and a communicator by ``from_store``; collective."""
         store, rank, world = self.place.store, self.rank, self.world
@@ -150,7 +153,7 @@ class Run:
         comm = ringcomm.Communicator.from_store(
             dist.PrefixStore("ringcomm", store), rank, world, **how
         )
-        self._board = Board(store, rank, world, dist.group.WORLD if comm.num_nodes > 1 else None)
+        self.set_board(dist.group.WORLD if comm.num_nodes > 1 else None)
         self._close = comm.close
         return comm
 

@@ -28,7 +28,9 @@ _MODULES = {
 }
 SYSTEMS = tuple(_MODULES)
 ALGORITHMS = ("auto", "direct", "ring", "packet", "copy")
-_WITH_ALGORITHMS = {"ringcomm": ALGORITHMS, "triton": ("auto", "direct", "ring")}
+# Forms of sums between nodes, which may stand in the place of an algorithm.
+WIRES = ("int8", "fp8", "int4")
+_WITH_ALGORITHMS = {"ringcomm": (*ALGORITHMS, *WIRES), "triton": ("auto", "direct", "ring")}
 
 
 class Unavailable(Exception):
@@ -36,7 +38,7 @@ class Unavailable(Exception):
 
 
 def is_system(spec: str) -> bool:
-    """True if ``spec`` names a system: one of SYSTEMS, or ``ringcomm:ALGORITHM`` and the like."""
+    """True if ``spec`` names a system: one of SYSTEMS, ``ringcomm:ALGORITHM`` or so."""
     name, colon, algorithm = spec.partition(":")
     return name in SYSTEMS and (not colon or algorithm in _WITH_ALGORITHMS.get(name, ()))
 
@@ -60,6 +62,7 @@ class PeerSetup:
     device: Device
     mode: str
     kernels: str = "native"
+    on_nodes: bool = False
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,9 @@ def init_default_group(place: PeerSetup) -> None:
     """Makes Gloo the default group, once, whichever system needs it first."""
     if dist.is_initialized():
         return
-    # Ranks share one machine: without this Gloo looks the host name up and may not find it.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if not place.on_nodes:
+        # Without this Gloo looks the host name up and may not find it.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore("gloo", place.store),
