@@ -63,27 +63,24 @@ class ByHand:
 
     def __init__(self, shape: RoutedShape, group: Any) -> None:
         self._shape, self._group = shape, group
-        self._world = dist.get_world_size(group)
 
     def dispatch(self, x: Tensor, idx: Tensor) -> Tensor:
-        shape, world = self._shape, self._world
-        flat = idx.view(-1)
+        shape, world, flat = self._shape, dist.get_world_size(self._group), idx.view(-1)
         self._order = flat.argsort(stable=True)
         counts = flat.bincount(minlength=shape.experts)
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self._group)
-        self._sent = counts.view(world, -1).sum(1).tolist()
-        self._got = arriving.view(world, -1).sum(1).tolist()
-        sent = x.index_select(0, self._order // shape.k)
-        got = self._exchanged(sent, self._got, self._sent)
+        self._sent, self._got = (
+            each.view(world, -1).sum(1).tolist() for each in (counts, arriving)
+        )
+        got = self._exchanged(x.index_select(0, self._order // shape.k), self._got, self._sent)
         here = torch.arange(shape.experts // world, device="cpu").repeat(world)
         self._by_expert = here.repeat_interleave(arriving).argsort(stable=True)
         return got.index_select(0, self._by_expert)
 
     def combine(self, y: Tensor, weights: Tensor) -> Tensor:
-        shape = self._shape
         back = self._exchanged(y.index_select(0, inverse(self._by_expert)), self._sent, self._got)
-        rows = back.index_select(0, inverse(self._order)).view(shape.tokens, shape.k, -1)
+        rows = back.index_select(0, inverse(self._order)).view(*weights.shape, -1)
         return (rows * weights[..., None]).sum(1)
 
     def _exchanged(self, rows: Tensor, arriving: list[int], leaving: list[int]) -> Tensor:
@@ -154,16 +151,16 @@ def measure(run: Run) -> None:
     for experts, k in asked.shapes:
         shape = RoutedShape(asked.tokens, asked.hidden, experts, k)
         given = inputs(shape, comm.rank)
-        of_experts = ours(shape, comm)(given.x, given.idx, given.weights)[0].clone()
+        systems = {
+            OURS: ours(shape, comm),
+            ON_BACKEND: by_hand(shape, default),
+            ON_GLOO: by_hand(shape, gloo),
+        }
+        of_experts = systems[OURS](given.x, given.idx, given.weights)[0].clone()
         for kind in ("forward", "backward"):
-            how = {
-                OURS: ours(shape, comm),
-                ON_BACKEND: by_hand(shape, default),
-                ON_GLOO: by_hand(shape, gloo),
-            }
+            backward = kind == "backward"
             calls = {
-                name: turn(each, given, of_experts, kind == "backward")
-                for name, each in how.items()
+                name: turn(each, given, of_experts, backward) for name, each in systems.items()
             }
             check(calls)
             row = row_of(f"moe_{kind}", str(shape), run.world, given.x.numel())

@@ -60,24 +60,18 @@ class Engine:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> None:
         import deepspeed
 
-        in_16_bits = next(model.parameters()).dtype == torch.bfloat16
+        buckets = {"reduce_bucket_size": BUCKET_ELEMS, "contiguous_gradients": False}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.0,
+            "bf16": {"enabled": next(model.parameters()).dtype == torch.bfloat16},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {"stage": stage, **buckets, **OPTIONS[stage]},
+        }
+        params = model.parameters()
         self.module, *_ = deepspeed.initialize(
-            model=model,
-            model_parameters=model.parameters(),
-            optimizer=optimizer,
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                "gradient_clipping": 0.0,
-                "bf16": {"enabled": in_16_bits},
-                "zero_allow_untested_optimizer": True,
-                "zero_force_ds_cpu_optimizer": False,
-                "zero_optimization": {
-                    "stage": stage,
-                    "reduce_bucket_size": BUCKET_ELEMS,
-                    "contiguous_gradients": False,
-                    **OPTIONS[stage],
-                },
-            },
+            model=model, model_parameters=params, optimizer=optimizer, config=config
         )
 
     def backward(self, loss: Tensor) -> None:

@@ -14,7 +14,6 @@ import subprocess
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -38,32 +37,26 @@ class BareLoop:
         self._zero_copy = place.heap_tensors
         self._rank = place.rank
         self._plain = plain(place)
-        control_bytes = _round_up(self._library.bare_control_bytes(_SLOT_BYTES))
-        self._control_bytes = control_bytes
-        self._half_bytes = control_bytes + _round_up(place.heap_bytes or 0)
-        descriptor = share_memory(
-            place.store, "bare", place.rank, place.world, 2 * self._half_bytes
+        self._taken_bytes = self._control_bytes = _round_up(
+            self._library.bare_control_bytes(_SLOT_BYTES)
         )
+        self._half_bytes = self._control_bytes + _round_up(place.heap_bytes or 0)
+        both_bytes = 2 * self._half_bytes
+        descriptor = share_memory(place.store, "bare", place.rank, place.world, both_bytes)
         self._library.bare_map.restype = ctypes.c_void_p
-        begin = self._library.bare_map(
-            *(ctypes.c_int64(number) for number in (descriptor, self._half_bytes, place.rank))
-        )
+        numbers = (descriptor, self._half_bytes, place.rank)
+        begin = self._library.bare_map(*map(ctypes.c_int64, numbers))
         os.close(descriptor)
         if begin is None:
-            raise RuntimeError(f"the bare loop cannot map {2 * self._half_bytes} bytes")
-        memory = (ctypes.c_char * (2 * self._half_bytes)).from_address(begin)
+            raise RuntimeError(f"the bare loop cannot map {both_bytes} bytes")
+        memory = (ctypes.c_char * both_bytes).from_address(begin)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self._taken_bytes = control_bytes
         self._context = ctypes.create_string_buffer(self._library.bare_context_bytes())
         halves = [self._bytes.data_ptr() + rank * self._half_bytes for rank in range(2)]
         self._to_peer_bytes = halves[1 - place.rank] - halves[place.rank]
-        self._library.bare_open(
-            self._context,
-            ctypes.c_void_p(halves[place.rank]),
-            ctypes.c_void_p(halves[1 - place.rank]),
-            ctypes.c_int64(_SLOT_BYTES),
-            ctypes.c_int64(place.rank),
-        )
+        own, other = (ctypes.c_void_p(halves[rank]) for rank in (place.rank, 1 - place.rank))
+        sizes = (_SLOT_BYTES, place.rank)
+        self._library.bare_open(self._context, own, other, *map(ctypes.c_int64, sizes))
         self.version = "bare loop, " + ("zero copy" if self._zero_copy else "staged")
 
     def prepare(self, case: Case) -> Prepared:
@@ -88,12 +81,9 @@ class BareLoop:
             pointers.pop()
         sums = case.collective.reduces
         numbers = [chunk_bytes, *([int(case.dtype == torch.bfloat16)] if sums else [])]
-        function = getattr(
-            self._library, f"bare_{name}_{'mapped' if self._zero_copy else 'staged'}"
-        )
-        arguments: list[Any] = [ctypes.c_void_p(pointer) for pointer in pointers]
-        arguments += [ctypes.c_int64(number) for number in numbers]
-        call = partial(function, self._context, *arguments)
+        how = "mapped" if self._zero_copy else "staged"
+        arguments = [*map(ctypes.c_void_p, pointers), *map(ctypes.c_int64, numbers)]
+        call = partial(getattr(self._library, f"bare_{name}_{how}"), self._context, *arguments)
         return Prepared((Buffers(case, source, target),), call)
 
     def close(self) -> None:

@@ -64,28 +64,25 @@ class Mpi:
     def _bind(
         self, case: Case, send: Any, receive: Any, datatype: MPI.Datatype, target: torch.Tensor
     ) -> Callable[[], object]:
-        comm, name, root = self._comm, case.collective.name, case.root
-        at_root = case.rank == root
-        if name == "all_reduce":
-            return partial(comm.Allreduce, send, receive, _op(case))
-        if name == "reduce_scatter":
-            return partial(comm.Reduce_scatter_block, send, receive, _op(case))
-        if name == "all_gather":
-            return partial(comm.Allgather, send, receive)
-        if name == "broadcast":
-            return partial(comm.Bcast, receive, root)
-        if name == "reduce":
-            if case.in_place and not at_root:
-                return partial(comm.Reduce, _spec(target, datatype), None, _op(case), root)
-            return partial(comm.Reduce, send, receive if at_root else None, _op(case), root)
-        if name == "gather":
-            return partial(comm.Gather, send, receive if at_root else None, root)
-        if name == "scatter":
-            return partial(comm.Scatter, send if at_root else None, receive, root)
-        if name == "all_to_all":
-            return partial(comm.Alltoall, send, receive)
+        comm, root, at_root = self._comm, case.root, case.rank == case.root
+        at = [receive if at_root else None, root]
         right, left = (case.rank + 1) % case.world, (case.rank - 1) % case.world
-        return partial(comm.Sendrecv, send, right, 0, receive, left, 0)
+        own = _spec(target, datatype)
+        reduced = [own, None, root] if case.in_place and not at_root else [send, *at]
+        op = [_op(case)] if case.collective.reduces else []
+        calls: dict[str, tuple[Callable[..., object], list[Any]]] = {
+            "all_reduce": (comm.Allreduce, [send, receive, *op]),
+            "reduce_scatter": (comm.Reduce_scatter_block, [send, receive, *op]),
+            "all_gather": (comm.Allgather, [send, receive]),
+            "broadcast": (comm.Bcast, [receive, root]),
+            "reduce": (comm.Reduce, [*reduced[:2], *op, root]),
+            "gather": (comm.Gather, [send, *at]),
+            "scatter": (comm.Scatter, [send if at_root else None, receive, root]),
+            "all_to_all": (comm.Alltoall, [send, receive]),
+            "send_recv": (comm.Sendrecv, [send, right, 0, receive, left, 0]),
+        }
+        function, arguments = calls[case.collective.name]
+        return partial(function, *arguments)
 
     def _datatype(self, case: Case) -> MPI.Datatype:
         known = _DATATYPES.get(case.dtype)
