@@ -1,6 +1,6 @@
 """The benchmark harness: ringcomm and other libraries, timed in turn in the same processes.
 
-``ringcomm bench`` starts ``ringcomm.bench.collectives``. In the source tree ``ringcomm/bench`` is a
+``ringcomm bench`` starts ``python -m ringcomm.bench``. In the source tree ``ringcomm/bench`` is a
 link to this folder; a wheel carries its files.
 """
 
