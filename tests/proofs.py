@@ -87,8 +87,8 @@ _COMPILED_KERNELS = (
     "tests/support/triton_device.py",
 )
 _COMMUNICATORS = (
-    *("ringcomm/c10d/**", "ringcomm/comm/**", "ringcomm/memory/**", "ringcomm/rendezvous/**"),
-    *("ringcomm/tl/**", "ringcomm/_native.pyi"),
+    *("ringcomm/c10d/**", "ringcomm/comm/**", "ringcomm/memory/**", "ringcomm/offload/**"),
+    *("ringcomm/rendezvous/**", "ringcomm/tl/**", "ringcomm/_native.pyi"),
 )
 _WIRES = ("tests/comm/__init__.py", "tests/comm/test_wire_codes.py", "tests/tl/*.py")
 _DEVICES = (
