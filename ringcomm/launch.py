@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ringcomm.errors import RingcommError
-from ringcomm.limits import available_cores
+from ringcomm.process import available_cores
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -14,8 +14,8 @@ from tests.support import ROOT
 MAY_IMPORT: dict[str, set[str]] = {}
 _below = {"_native"}
 _layers = (
-    ["errors", "lifetime"],
-    ["deadlines", "integers", "json_reader", "limits", "module_names", "variables"],
+    ["errors"],
+    ["integers", "json_reader", "module_names", "process"],
     ["cuda", "rendezvous"],
     ["offload"],
     ["memory"],

@@ -5,7 +5,8 @@ import warnings
 
 import pytest
 
-from ringcomm import limits, variables
+from ringcomm import process as limits
+from ringcomm import process as variables
 
 CGROUP2 = "31 24 0:27 {root} {at} rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
 VERSION_1 = "36 31 0:31 {root} {at} rw,nosuid - cgroup cgroup rw,{controllers}\n"

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ringcomm import _native
-from ringcomm.deadlines import LONGEST_LOOK_S
+from ringcomm.process import LONGEST_LOOK_S
 
 # Whether TRITON_INTERPRET is set: then every kernel here is Python. Triton looks when it defines a
 # kernel, which is when this is imported.

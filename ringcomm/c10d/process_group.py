@@ -55,8 +55,8 @@ from ringcomm.comm.host.arguments import (
 from ringcomm.comm.host.options import CommOptions, seconds_of
 from ringcomm.comm.host.work import Work as CommunicatorWork
 from ringcomm.cuda import find_device
-from ringcomm.deadlines import Deadline
 from ringcomm.errors import ArgumentError, CollectiveTimeout, PeerLost, UnsupportedError, where
+from ringcomm.process import Deadline
 from ringcomm.rendezvous.handles import FIRST_POLL_S, LAST_POLL_S, launch_attempt
 from ringcomm.rendezvous.same_node import Lookout
 

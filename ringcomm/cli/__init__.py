@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from ringcomm.launch import hide_missing_numpy
-from ringcomm.variables import warn_of_unknown
+from ringcomm.process import warn_of_unknown
 
 __all__ = ["main"]
 

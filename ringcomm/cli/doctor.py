@@ -21,7 +21,7 @@ from ringcomm import cuda
 from ringcomm.cuda.build import describe_source
 from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE, DEFAULT_CONNECTIONS, DeviceRuntime
 from ringcomm.errors import RingcommError
-from ringcomm.limits import available_cores, memory_limit_bytes
+from ringcomm.process import available_cores, memory_limit_bytes
 
 # What ``ringcomm doctor`` looks at: each check reads one thing and says what it means.
 

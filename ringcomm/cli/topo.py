@@ -9,20 +9,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from ringcomm.comm.topology.model import (
+from ringcomm.comm.device.topology import (
     LEVELS,
     Connection,
     Gpu,
     Topology,
+    TopologyPlan,
+    host_plan,
     load,
     plain_name,
+    plan,
     read_machine,
+    rings_gbps,
     save,
     to_json,
 )
-from ringcomm.comm.topology.plan import TopologyPlan, host_plan, plan, rings_gbps
 from ringcomm.errors import ArgumentError
-from ringcomm.limits import available_cores
+from ringcomm.process import available_cores
 
 # More make a plan that nobody reads.
 MOST_RANKS = 65536

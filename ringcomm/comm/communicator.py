@@ -16,6 +16,7 @@ from torch.distributed import Store as TorchStore
 from ringcomm import _native
 from ringcomm.comm.device.meeting import meet_on_device
 from ringcomm.comm.device.messages import DeviceMessages
+from ringcomm.comm.device.topology import TopologyPlan
 from ringcomm.comm.host.arguments import ALGORITHMS, DTYPE_CODES, CallChecks
 from ringcomm.comm.host.collectives import CoalescedCalls
 from ringcomm.comm.host.engine import Call, Use, itself, refusal
@@ -31,7 +32,6 @@ from ringcomm.comm.nodes.steps import InCodes, StepsCore
 from ringcomm.comm.nodes.watch import NodeTrace
 from ringcomm.comm.nodes.wires import Residual
 from ringcomm.comm.recorder.records import Recording, renumbered
-from ringcomm.comm.topology.plan import TopologyPlan
 from ringcomm.cuda import find_device
 from ringcomm.errors import (
     AbortedError,

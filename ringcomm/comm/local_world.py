@@ -21,10 +21,10 @@ from ringcomm.comm.functions import thread_default
 from ringcomm.comm.host.arguments import SUM, is_plain
 from ringcomm.comm.host.engine import Call, RankContext, engines_at
 from ringcomm.comm.host.options import CommOptions
-from ringcomm.deadlines import Deadline
 from ringcomm.errors import AbortedError, ArgumentError, RingcommError, start_thread, where
 from ringcomm.integers import integer, integers
 from ringcomm.json_reader import shown
+from ringcomm.process import Deadline
 from ringcomm.rendezvous.handles import Meeting, Rendezvous
 from ringcomm.rendezvous.same_node import Lookout
 

@@ -13,14 +13,14 @@ import torch
 
 from ringcomm import _native
 from ringcomm.errors import ArgumentError, HeapError, RendezvousError, UnsupportedError
-from ringcomm.limits import (
+from ringcomm.process import (
     control_groups,
     free_address_space_bytes,
     largest_file_bytes,
     memory_limit_bytes,
+    warn_of_unknown,
 )
 from ringcomm.rendezvous.launchers import read_environment
-from ringcomm.variables import warn_of_unknown
 
 # ---- Memory that was freed: whether the C library keeps it, or gives it back to the system ------
 

@@ -13,7 +13,6 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.errors import ArgumentError
-from ringcomm.lifetime import until_exit
 from ringcomm.optim.buckets import Buckets
 from ringcomm.optim.dtensors import (
     align_gradient,
@@ -28,6 +27,7 @@ from ringcomm.optim.dtensors import (
     set_grad,
 )
 from ringcomm.optim.layout import ParamSpec, ShardLayout
+from ringcomm.process import until_exit
 
 Tensor = torch.Tensor
 

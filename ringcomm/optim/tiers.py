@@ -34,8 +34,7 @@ from ringcomm.errors import ArgumentError, DiskError, UnsupportedError
 from ringcomm.memory.device_heap import PinnedBlocks
 from ringcomm.offload.scratch import DEFAULT_TIMEOUT_S, PAGE_BYTES, Disk, ScratchFile, rounded_up
 from ringcomm.optim.agreement import all_or_none
-from ringcomm.optim.block_moments import CODES, BlockMoment
-from ringcomm.optim.buckets import Bucket, ShardState, master_dtype
+from ringcomm.optim.buckets import CODES, BlockMoment, Bucket, ShardState, master_dtype
 from ringcomm.optim.layout import BLOCK_ELEMS, BucketLayout, Chunk, round_up
 from ringcomm.optim.placement import OPERATION
 from ringcomm.optim.setting import Setting

@@ -26,7 +26,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from ringcomm.deadlines import Deadline
 from ringcomm.errors import (
     AbortedError,
     ArgumentError,
@@ -40,6 +39,7 @@ from ringcomm.errors import (
     where,
 )
 from ringcomm.json_reader import FORMAT_VERSION, digest_of, read_fields, read_record, shown
+from ringcomm.process import Deadline
 from ringcomm.rendezvous.same_node import Lookout
 
 # ---- File descriptors: errors when the process has none left, and handing one to another process

@@ -17,8 +17,8 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
-from ringcomm.deadlines import Deadline
 from ringcomm.errors import ArgumentError, RendezvousError, UnsupportedError, where
+from ringcomm.process import Deadline
 from ringcomm.rendezvous.handles import forming, need_descriptors
 from ringcomm.rendezvous.same_node import meet_on_node
 

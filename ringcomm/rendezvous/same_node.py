@@ -31,8 +31,8 @@ from tempfile import gettempdir
 from typing import TYPE_CHECKING, Protocol
 
 from ringcomm import _native
-from ringcomm.deadlines import Deadline
 from ringcomm.errors import PeerLost, RendezvousError, RingcommError, start_thread, where
+from ringcomm.process import Deadline
 
 if TYPE_CHECKING:
     from torch.distributed import Store

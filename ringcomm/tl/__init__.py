@@ -39,8 +39,13 @@ from ringcomm._tl.device import (
     word_of,
 )
 from ringcomm._tl.wire_codes import decode_blocks, encode_blocks, load_codes, store_codes
-from ringcomm.tl.context import Context, Symmetric
-from ringcomm.tl.fused import all_gather_matmul, matmul_reduce_scatter, reduce_scatter_rms_norm
+from ringcomm.tl.context import (
+    Context,
+    Symmetric,
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    reduce_scatter_rms_norm,
+)
 
 __all__ = [
     "Context",

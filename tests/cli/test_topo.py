@@ -9,7 +9,7 @@ import pytest
 
 from ringcomm.cli import main
 from ringcomm.cli.topo import visible_devices
-from ringcomm.comm.topology.model import from_json, load
+from ringcomm.comm.device.topology import from_json, load
 from tests.cli.processes import run
 from tests.comm.topology.fake_nvml import RECORDINGS, FakeNvml, recorded
 

@@ -13,8 +13,9 @@ import pytest
 
 from ringcomm import cuda
 from ringcomm.errors import MismatchError, RendezvousError, UnsupportedError
-from ringcomm.memory import device_heap, device_peers
-from ringcomm.memory.device_peers import DeviceHandle, map_device_heap
+from ringcomm.memory import device_heap
+from ringcomm.memory import device_heap as device_peers
+from ringcomm.memory.device_heap import DeviceHandle, map_device_heap
 from tests.support.device_handles import MIB, await_all, handle_of, meet, text_of
 from tests.support.emulator import EmulatedRuntime
 from tests.support.emulator.library import COMPILER

@@ -11,8 +11,8 @@ import torch
 import ringcomm
 from ringcomm import _native
 from ringcomm.errors import HeapError, RendezvousError
-from ringcomm.limits import free_address_space_bytes
 from ringcomm.memory import host_heap
+from ringcomm.process import free_address_space_bytes
 from tests.support.ranks import run_ranks
 
 MIB = 1 << 20

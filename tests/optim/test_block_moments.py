@@ -12,7 +12,7 @@ import torch
 
 from ringcomm.errors import ArgumentError, CheckpointError, MismatchError
 from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, reshard
-from ringcomm.optim.block_moments import BLOCK, CODES, TO_NEAREST, random_bits
+from ringcomm.optim.buckets import BLOCK, CODES, TO_NEAREST, random_bits
 from ringcomm.optim.state import take_state
 from tests.optim.problems import (
     SMALL_BUCKETS,

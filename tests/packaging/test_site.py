@@ -14,7 +14,7 @@ import pytest
 import ringcomm
 from ringcomm import c10d, fsdp2, functional, moe, optim, parallel, zero
 from ringcomm.cli import COMMANDS
-from ringcomm.variables import KNOWN
+from ringcomm.process import KNOWN
 from ringcomm.zero import checkpoint
 from tests.packaging.code_names import exported_by
 from tests.packaging.documents import DOCS, DOCUMENTS, GUIDES, anchors_of, without_code

@@ -22,8 +22,8 @@ from ringcomm import (
     RingcommError,
     json_reader,
 )
-from ringcomm.deadlines import Deadline
 from ringcomm.memory.host_heap import process_heap
+from ringcomm.process import Deadline
 from ringcomm.rendezvous.handles import HeapHandle, Meeting, Rendezvous, machine_identity
 from ringcomm.rendezvous.same_node import Lookout
 from tests.support.ranks import run_ranks

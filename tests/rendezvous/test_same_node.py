@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from ringcomm.deadlines import Deadline
 from ringcomm.errors import RendezvousError
+from ringcomm.process import Deadline
 from ringcomm.rendezvous import same_node
 from ringcomm.rendezvous.same_node import MeetingPlace
 

@@ -9,8 +9,7 @@ from dataclasses import asdict
 from torch.distributed import Store
 
 from ringcomm.json_reader import FORMAT_VERSION
-from ringcomm.memory.device_heap import DeviceHeap
-from ringcomm.memory.device_peers import DeviceHandle, make_handle
+from ringcomm.memory.device_heap import DeviceHandle, DeviceHeap, make_handle
 
 MIB = 1 << 20
 REGION = (MIB, 4096)

@@ -13,7 +13,7 @@ import ringcomm
 from ringcomm import _native
 from ringcomm.comm.host.arguments import DTYPE_CODES, DTYPE_NAMES
 from ringcomm.comm.host.engine import Call
-from ringcomm.optim.block_moments import BLOCK, CODES
+from ringcomm.optim.buckets import BLOCK, CODES
 
 Tensor = torch.Tensor
 PARAMS = 6

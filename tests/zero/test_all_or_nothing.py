@@ -14,9 +14,10 @@ import ringcomm
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, CollectiveTimeout, HeapError, RingcommError
 from ringcomm.optim import AdamW
-from ringcomm.zero.stages import prepare, sharding
+from ringcomm.zero.stages import sharding
+from ringcomm.zero.stages import sharding as prepare
 from ringcomm.zero.stages.buckets import ParamBucket, ReplicatedBucket, ShardedBucket
-from ringcomm.zero.stages.prepare import Rollback
+from ringcomm.zero.stages.sharding import Rollback
 from tests.support.covering import covering
 from tests.support.faults import leaving_together
 from tests.support.heap_use import settled_heap_bytes

@@ -19,15 +19,20 @@ from ringcomm.comm.device.lifecycle import (
     unwatch,
     watch,
 )
+from ringcomm.comm.device.topology import TopologyPlan
 from ringcomm.comm.host.meeting import Membership
 from ringcomm.comm.recorder.records import COMPLETED, OPEN, Record, call_of, read_block
-from ringcomm.comm.topology.plan import TopologyPlan
 from ringcomm.cuda.multicast import MulticastWindow
 from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE, DeviceRuntime, Event
 from ringcomm.errors import ArgumentError, RendezvousError, RingcommError, UnsupportedError, where
 from ringcomm.json_reader import digest_of
-from ringcomm.memory.device_heap import DeviceBlock, DeviceHeap
-from ringcomm.memory.device_peers import DeviceHandle, MappedDeviceHeap, RecorderAddress
+from ringcomm.memory.device_heap import (
+    DeviceBlock,
+    DeviceHandle,
+    DeviceHeap,
+    MappedDeviceHeap,
+    RecorderAddress,
+)
 from ringcomm.memory.host_heap import MappedHeap, map_heap, no_room_error, process_heap
 
 __all__ = ["COLLECTIVES", "MESSAGES", "Calls", "DeviceCore", "DeviceRecorder", "SeenEvent"]

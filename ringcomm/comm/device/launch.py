@@ -46,7 +46,6 @@ from ringcomm.comm.host.work import Outputs, Work, wait_seconds
 from ringcomm.comm.recorder.reader import Fault, FlightRecorder
 from ringcomm.comm.recorder.records import Recording
 from ringcomm.cuda.runtime import DeviceRuntime, Event, Stream
-from ringcomm.deadlines import Deadline
 from ringcomm.errors import (
     ArgumentError,
     CollectiveTimeout,
@@ -55,7 +54,7 @@ from ringcomm.errors import (
     UnsupportedError,
     where,
 )
-from ringcomm.lifetime import until_exit
+from ringcomm.process import Deadline, until_exit
 
 if TYPE_CHECKING:
     from ringcomm._tl.launch import KernelPlan

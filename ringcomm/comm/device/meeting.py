@@ -19,23 +19,23 @@ from ringcomm.comm.device import lifecycle
 from ringcomm.comm.device.core import DeviceCore
 from ringcomm.comm.device.lifecycle import Peer
 from ringcomm.comm.device.sharing import Blocks, DeviceOrder, JointLaunch, joint_launch_of, order_of
+from ringcomm.comm.device.topology import Topology, from_json, plan, read_machine, to_json
 from ringcomm.comm.host.arguments import CallChecks, NativeOp
 from ringcomm.comm.host.meeting import Membership, rendezvous_of
 from ringcomm.comm.host.options import CommOptions
-from ringcomm.comm.topology.model import Topology, from_json, read_machine, to_json
-from ringcomm.comm.topology.plan import plan
 from ringcomm.cuda.multicast import MulticastWindow, granularity_bytes, why_not
-from ringcomm.deadlines import Deadline
 from ringcomm.errors import MismatchError, RendezvousError, RingcommError, UnsupportedError
 from ringcomm.json_reader import read_fields, shown
-from ringcomm.memory.device_heap import DeviceHeap, device_heap
-from ringcomm.memory.device_peers import (
+from ringcomm.memory.device_heap import (
     USUAL_CAUSES,
     DeviceHandle,
+    DeviceHeap,
     MappedDeviceHeap,
+    device_heap,
     make_handle,
     map_device_heap,
 )
+from ringcomm.process import Deadline
 from ringcomm.rendezvous.handles import (
     DescriptorInbox,
     Meeting,

@@ -12,8 +12,8 @@ from weakref import WeakValueDictionary
 from ringcomm import _native
 from ringcomm.comm.host.triton import TritonLaunch
 from ringcomm.cuda.runtime import DeviceRuntime, Event
-from ringcomm.deadlines import Deadline
 from ringcomm.errors import UnsupportedError
+from ringcomm.process import Deadline
 
 __all__ = [
     "Blocks",

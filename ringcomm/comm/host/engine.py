@@ -38,7 +38,6 @@ from ringcomm.comm.host.triton import (
 from ringcomm.comm.host.work import Outputs, Work
 from ringcomm.comm.recorder.reader import FlightRecorder, at_this_call_site
 from ringcomm.comm.recorder.records import Recording
-from ringcomm.deadlines import Deadline
 from ringcomm.errors import (
     AbortedError,
     ForkError,
@@ -49,7 +48,7 @@ from ringcomm.errors import (
     unusable_error,
     where,
 )
-from ringcomm.lifetime import until_exit
+from ringcomm.process import Deadline, until_exit
 from ringcomm.rendezvous.same_node import Lookout
 
 # ---- The queue of calls that a worker thread runs in their order --------------------------------

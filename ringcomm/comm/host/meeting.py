@@ -16,9 +16,9 @@ from torch.distributed import Store
 from ringcomm import _native
 from ringcomm.comm.host.options import CommOptions
 from ringcomm.comm.recorder.reader import program_line
-from ringcomm.deadlines import Deadline
 from ringcomm.errors import RendezvousError, UnsupportedError, where
 from ringcomm.memory.host_heap import MappedHeap, map_heap, no_room_error, process_heap
+from ringcomm.process import Deadline
 from ringcomm.rendezvous.handles import (
     NODE_ID_VARIABLE,
     HeapHandle,

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import torch
 
-from ringcomm.deadlines import Deadline
 from ringcomm.errors import ArgumentError, CollectiveTimeout, RingcommError
+from ringcomm.process import Deadline
 
 LOOK_S = 0.1
 Outputs = list[torch.Tensor]

@@ -15,7 +15,6 @@ from ringcomm.comm.host.meeting import Places
 from ringcomm.comm.nodes.carrier import HEADER_TAG, RailMessage, Rails, memory_at, tag_of
 from ringcomm.comm.nodes.messages import NodesMessages
 from ringcomm.comm.nodes.watch import RailWait, Watch
-from ringcomm.deadlines import Deadline
 from ringcomm.errors import (
     AbortedError,
     CollectiveTimeout,
@@ -23,6 +22,7 @@ from ringcomm.errors import (
     PeerLost,
     UnsupportedError,
 )
+from ringcomm.process import Deadline
 
 Tensor = torch.Tensor
 

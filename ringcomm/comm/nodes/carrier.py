@@ -28,7 +28,6 @@ from torch.distributed import BroadcastOptions, HashStore, PrefixStore, Store, i
 
 from ringcomm.comm.host.meeting import Places
 from ringcomm.cuda.runtime import DeviceRuntime, Stream
-from ringcomm.deadlines import Deadline
 from ringcomm.errors import (
     ArgumentError,
     RendezvousError,
@@ -38,6 +37,7 @@ from ringcomm.errors import (
     start_thread,
 )
 from ringcomm.json_reader import read_record
+from ringcomm.process import Deadline
 from ringcomm.rendezvous.handles import (
     FIRST_POLL_S,
     LAST_POLL_S,

@@ -53,8 +53,8 @@ from ringcomm.comm.nodes.core import ELEM_BYTES, LINE_ELEMS, ONE_HOP_BYTES, Span
 from ringcomm.comm.nodes.watch import DeviceWatch
 from ringcomm.comm.nodes.wires import AVG, FLOAT32, PREMUL, SUM, Reducing, is_coded
 from ringcomm.cuda.runtime import DeviceRuntime, Stream
-from ringcomm.deadlines import Deadline
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
+from ringcomm.process import Deadline
 
 # ---- Codes of the wires on a device, by kernels that the calls of a node's communicator enqueue -
 # They compile the lines that the host does, ``kernels/include/ringcomm/core/wire_codes.h``, and

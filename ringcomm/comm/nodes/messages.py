@@ -33,8 +33,8 @@ from ringcomm.comm.nodes.carrier import (
 )
 from ringcomm.comm.nodes.watch import Watch
 from ringcomm.comm.recorder.reader import program_line
-from ringcomm.deadlines import Deadline
 from ringcomm.errors import AbortedError, CollectiveTimeout, PeerLost, start_thread
+from ringcomm.process import Deadline
 
 # ---- Messages under way over nodes, with the methods of ``_native.Request`` ---------------------
 

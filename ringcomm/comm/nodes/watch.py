@@ -40,7 +40,6 @@ from ringcomm.comm.recorder.reader import (
 from ringcomm.comm.recorder.records import Recording, at, renumbered
 from ringcomm.comm.recorder.trace_file import OfNode
 from ringcomm.cuda.runtime import Event
-from ringcomm.deadlines import Deadline
 from ringcomm.errors import (
     AbortedError,
     CollectiveTimeout,
@@ -50,6 +49,7 @@ from ringcomm.errors import (
     printable,
     start_thread,
 )
+from ringcomm.process import Deadline
 from ringcomm.rendezvous.handles import store_place
 
 # ---- The trace file that the ranks of one node leave at a fault of a communicator over nodes ----

@@ -44,8 +44,8 @@ from ringcomm.zero.checkpoint.format import (
     write_file,
     write_tensor_file,
 )
+from ringcomm.zero.checkpoint.pretrained import INDEX_NAME, is_transformers
 from ringcomm.zero.checkpoint.state import buffers_of, model_parts
-from ringcomm.zero.checkpoint.weight_files import INDEX_NAME, is_transformers
 from ringcomm.zero.stages.engine import ShardEngine
 from ringcomm.zero.stages.sharding import engine_of, path_of
 from ringcomm.zero.stages.units import aliases as aliases_of

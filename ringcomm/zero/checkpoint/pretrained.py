@@ -9,28 +9,36 @@ everything, and of the FP32 values before rounding its share.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+import stat
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from ringcomm.errors import CheckpointError, UnsupportedError
-from ringcomm.json_reader import digest_of
+from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
+from ringcomm.json_reader import digest_of, read_bounded, read_json, shown
 from ringcomm.memory import normal_tensors
-from ringcomm.module_names import IncompatibleKeys, ModuleNames
+from ringcomm.module_names import Chosen, IncompatibleKeys, KnownNames, ModuleNames, unwrapped
 from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.dtensors import Sharding, local_of
 from ringcomm.optim.layout import Chunk, Segment
-from ringcomm.zero.checkpoint.format import Part, PartShard
-from ringcomm.zero.checkpoint.weight_files import (
-    Rename,
-    StoredTensor,
-    WeightFiles,
-    match,
-    own_initializer,
+from ringcomm.zero.checkpoint.format import (
+    BLOCK_BYTES,
+    DTYPES,
+    MOST_DIMS,
+    Part,
+    PartShard,
+    bytes_of,
 )
 from ringcomm.zero.stages.access import write_master
 from ringcomm.zero.stages.buckets import BucketParam, ParamBucket
@@ -39,7 +47,510 @@ from ringcomm.zero.stages.sharding import engine_of, path_of
 from ringcomm.zero.stages.shards import own_of, publish, recode
 from ringcomm.zero.stages.units import Values, WeightSource
 
+# ---- Weights in safetensors files as Hugging Face's libraries write them, matched with a module -
+# A source is one file, or a folder with ``model.safetensors``, or with several files and an index
+# of which name is in which file. Headers and index are checked before anything is believed,
+# elements are read where they belong with no more than a block of them elsewhere, and nothing is
+# unpickled.
+#
+# A model of the transformers library may have other names than its files, and may keep experts that
+# are files' tensors of their own as one parameter. The library's own tables say so, and are used
+# where a stack of files' tensors has its elements in the order of the parameter's.
+
 Tensor = torch.Tensor
+
+#: Gives the name in the module for one in the files; None leaves the tensor out.
+Rename = Mapping[str, str] | Callable[[str], str | None]
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = f"{SINGLE_NAME}.index.json"
+_DTYPE_OF_CODE = {code: dtype for dtype, (_, code) in DTYPES.items()}
+# What the safetensors library takes, too.
+_MAX_HEADER_BYTES = 100_000_000
+_MAX_INDEX_BYTES = 1 << 28
+_MAX_EXTENT = 1 << 62
+# A name without a folder, so that no index leads out of its own.
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.safetensors")
+# Their values are comparable numbers, so that one can be converted into another.
+_FLOATING = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor in a file.
+
+    Attributes:
+        name: in the file.
+        code: its dtype, as safetensors names it.
+        shape: of the tensor.
+        file: number of the file that has it.
+        begin_bytes: where its elements begin in that file.
+    """
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    file: int
+    begin_bytes: int
+
+    @property
+    def elems(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """None if torch has no such dtype."""
+        return _DTYPE_OF_CODE.get(self.code)
+
+    def becomes(self, dtype: torch.dtype) -> bool:
+        """Tells whether its values can be had in a dtype."""
+        return self.dtype is dtype or (self.dtype in _FLOATING and dtype in _FLOATING)
+
+
+class WeightFiles:
+    """The tensors of a file, or of a folder.
+
+    Attributes:
+        source: the file or folder.
+        tensors: by name.
+        digest: 64 bits for the names, dtypes, shapes and places of all tensors.
+
+    Raises:
+        CheckpointError: there are no weights, or files are damaged; names what.
+    """
+
+    def __init__(self, source: str | os.PathLike[str]) -> None:
+        self.source = Path(source)
+        self.tensors: dict[str, StoredTensor] = {}
+        self._files: list[int] = []
+        self._paths: list[Path] = []
+        self._closing = ExitStack()
+        # One for all reads: malloc keeps a block that is freed, and may give its place to others.
+        self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
+        digest = hashlib.sha256()
+        try:
+            placed = self._find()
+            for path in placed:
+                header = self._open(path)
+                digest.update(header)
+                self._take(path, header, placed[path])
+        except BaseException:
+            self.close()
+            raise
+        self.digest = digest.hexdigest()[:16]
+
+    def close(self) -> None:
+        """Closes the files; nothing can be read any more."""
+        self._closing.close()
+
+    def read(self, stored: StoredTensor, begin: int, out: Tensor, via: torch.dtype) -> None:
+        """Fills ``out`` with elements from ``begin`` on of a flattened tensor.
+
+        Args:
+            stored: one of ``tensors``.
+            begin: the first element to read.
+            out: [n], contiguous, of any floating-point dtype if ``stored`` is of one.
+            via: the dtype that the elements get first.
+
+        Raises:
+            CheckpointError: the file has become shorter, or cannot be read.
+        """
+        dtype = stored.dtype
+        assert dtype is not None
+        exact = torch.promote_types(dtype, via) is via
+        at = stored.begin_bytes + begin * dtype.itemsize
+        if exact and out.dtype is dtype and out.device.type == "cpu":
+            self._read_bytes(stored, at, out)
+            return
+        block = self._block.view(dtype)
+        for done in range(0, out.numel(), block.numel()):
+            target = out[done : done + block.numel()]
+            here = block[: target.numel()]
+            self._read_bytes(stored, at + done * dtype.itemsize, here)
+            target.copy_(here if exact else here.to(via))
+
+    def read_box(
+        self, stored: StoredTensor, offsets: Sequence[int], out: Tensor, via: torch.dtype
+    ) -> None:
+        """Fills ``out`` [box] with a box of a tensor, from whole rows of it; else as :meth:`read`.
+
+        Args:
+            stored, out, via: as of :meth:`read`.
+            offsets: of the box, by dimension.
+        """
+        if not out.numel():
+            return
+        if not offsets:
+            self.read(stored, 0, out.view(-1), via)
+            return
+        assert stored.dtype is not None
+        row_elems = prod(stored.shape[1:])
+        rows = max(1, BLOCK_BYTES // max(1, row_elems * stored.dtype.itemsize))
+        inner = [slice(o, o + n) for o, n in zip(offsets[1:], out.shape[1:], strict=True)]
+        within = (slice(None), *inner)
+        for row in range(0, out.shape[0], rows):
+            target = out[row : row + rows]
+            shape = (target.shape[0], *stored.shape[1:])
+            slab = torch.empty(shape, dtype=stored.dtype, device="cpu")
+            self.read(stored, (offsets[0] + row) * row_elems, slab.view(-1), stored.dtype)
+            target.copy_(slab[within].to(via))
+
+    def _read_bytes(self, stored: StoredTensor, at: int, block: Tensor) -> None:
+        """Fills a contiguous tensor in host memory."""
+        view = bytes_of(block)
+        path = self._paths[stored.file]
+        while view:
+            try:
+                count = os.preadv(self._files[stored.file], [view], at)
+            except OSError as error:
+                raise _damaged(path, f"{shown(stored.name)}: cannot be read: {error}") from error
+            if not count:
+                raise _damaged(path, f"{shown(stored.name)}: the file ends before its elements do")
+            view, at = view[count:], at + count
+
+    # ---- index and headers ----------------------------------------------------------------------
+
+    def _find(self) -> dict[Path, set[str] | None]:
+        """Returns the files, and which names each has by the index; None without one."""
+        if not self.source.is_dir():
+            return {self.source: None}
+        if (self.source / SINGLE_NAME).exists():
+            return {self.source / SINGLE_NAME: None}
+        path = self.source / INDEX_NAME
+        if not path.exists():
+            raise CheckpointError(
+                f"{self.source}: expected {SINGLE_NAME} or {INDEX_NAME} in it, and there is "
+                "neither. Weights in pickles (.bin, .pt) are not read: save them as safetensors, "
+                "as save_pretrained() does"
+            )
+        placed: dict[Path, set[str] | None] = {}
+        for name, file in _weight_map(path).items():
+            names = placed.setdefault(self.source / file, set())
+            assert names is not None
+            names.add(name)
+        return placed
+
+    def _open(self, path: Path) -> bytes:
+        """Opens a file; returns its header, as bytes."""
+        try:
+            # Without O_NONBLOCK a pipe that nobody writes to would not even open.
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise _damaged(path, f"cannot be opened: {error.strerror}") from error
+        self._closing.callback(os.close, file)
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise _damaged(path, "is no plain file")
+        self._files.append(file)
+        self._paths.append(path)
+        try:
+            header_bytes = int.from_bytes(os.pread(file, 8, 0), "little")
+            if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, status.st_size - 8):
+                raise _damaged(path, f"is no safetensors file, of {status.st_size} bytes")
+            return os.pread(file, header_bytes, 8)
+        except OSError as error:
+            raise _damaged(path, f"cannot be read: {error.strerror}") from error
+
+    def _take(self, path: Path, header: bytes, expected: set[str] | None) -> None:
+        """Checks a header, and adds its tensors."""
+        file = len(self._files) - 1
+        try:
+            tensors = read_json(header)
+            if not isinstance(tensors, dict):
+                raise ValueError("no object")
+            tensors.pop("__metadata__", None)
+            found = [_stored(name, told, file, 8 + len(header)) for name, told in tensors.items()]
+            _check_places(found, tensors, os.fstat(self._files[file]).st_size - 8 - len(header))
+        except ValueError as error:
+            raise _damaged(path, f"its header is damaged: {error}") from error
+        for stored in found:
+            if stored.name in self.tensors:
+                other = self._paths[self.tensors[stored.name].file].name
+                raise _damaged(path, f"{shown(stored.name)} is in {other}, too")
+            self.tensors[stored.name] = stored
+        names = {stored.name for stored in found}
+        if expected is not None and names != expected:
+            name = min(names ^ expected)
+            where = "is in it, and not there by" if name in names else "is not in it, but there by"
+            raise _damaged(path, f"{shown(name)} {where} {INDEX_NAME}")
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {what}")
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Returns the file of each name.
+
+    Raises:
+        CheckpointError: it is no index, or leads out of its folder.
+    """
+    try:
+        index = read_json(read_bounded(path, _MAX_INDEX_BYTES))
+    except OSError as error:
+        raise _damaged(path, f"cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise _damaged(path, str(error)) from error
+    found = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(found, dict) or not found:
+        raise _damaged(path, f"expected an object weight_map with names, got {shown(found)}")
+    for name, file in found.items():
+        if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
+            raise _damaged(
+                path,
+                f"{shown(name)}: expected the name of a .safetensors file of this folder, got "
+                f"{shown(file)}",
+            )
+    return found
+
+
+def _stored(name: str, told: Any, file: int, data_bytes: int) -> StoredTensor:
+    """Reads what a header says of a tensor; raises ValueError."""
+    if not isinstance(told, dict) or {*told} != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(
+            f"{shown(name)}: expected dtype, shape and data_offsets, got {shown(told)}"
+        )
+    code, shape, offsets = told["dtype"], told["shape"], told["data_offsets"]
+    fits = isinstance(code, str) and _are_numbers(shape) and _are_numbers(offsets)
+    # The product of many numbers takes time that grows with the square of how many they are.
+    fits = fits and len(shape) <= MOST_DIMS
+    if not fits or len(offsets) != 2 or offsets[0] > offsets[1] or prod(shape) > _MAX_EXTENT:
+        raise ValueError(f"{shown(name)}: expected sizes, got {shown(told)}")
+    stored = StoredTensor(name, code, tuple(shape), file, data_bytes + offsets[0])
+    if stored.dtype is not None and offsets[1] - offsets[0] != stored.elems * stored.dtype.itemsize:
+        raise ValueError(
+            f"{shown(name)}: {code} of shape {shown(shape)} is not {offsets[1] - offsets[0]} bytes"
+        )
+    return stored
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        type(each) is int and 0 <= each <= _MAX_EXTENT for each in values
+    )
+
+
+def _check_places(found: Sequence[StoredTensor], told: dict[str, Any], data_bytes: int) -> None:
+    """Raises ValueError unless tensors follow each other, up to the end of the file."""
+    end = 0
+    for begin, stop, name in sorted(
+        (*told[each.name]["data_offsets"], each.name) for each in found
+    ):
+        if begin != end:
+            raise ValueError(f"{shown(name)} begins at byte {begin} of the data, and not at {end}")
+        end = stop
+    if end != data_bytes:
+        raise ValueError(f"expected {end} bytes of data, as it says, got {data_bytes}")
+
+
+# ---- whose tensors they are ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Matched:
+    """The parameters and buffers of a module, matched with the tensors of files.
+
+    Attributes:
+        found: by first name in the module, the stored tensors whose elements follow each other in
+            the flattened tensor.
+        keys: the names that only one side has.
+    """
+
+    found: dict[str, tuple[StoredTensor, ...]]
+    keys: IncompatibleKeys
+
+
+def match(
+    root: nn.Module,
+    names: ModuleNames,
+    files: WeightFiles,
+    rename: Rename | None,
+    only: Sequence[str] | None,
+) -> Matched:
+    """Finds the tensors of a module.
+
+    Raises:
+        ArgumentError: ``only`` names nothing.
+        CheckpointError: shapes or dtypes do not fit, or two tensors have one name.
+        UnsupportedError: a parameter is made of stored tensors in a way that reads no elements in
+            order.
+    """
+    chosen = Chosen(names.first, only, "pretrained")
+    rules = _Rules(root, names.first)
+    renamed = (lambda name: rename.get(name, name)) if isinstance(rename, Mapping) else rename
+    stacks: dict[str, _Stack] = {}
+    unexpected = []
+    for stored in files.tensors.values():
+        name = stored.name if renamed is None else renamed(stored.name)
+        if name is None:
+            continue
+        name, converter, pattern = rules.placed(name)
+        if name not in names.first:
+            if name in chosen and not rules.ignores("unexpected", name):
+                unexpected.append(stored.name)
+        elif name in chosen:
+            stacks.setdefault(name, _Stack(converter)).add(pattern, stored)
+    found: dict[str, tuple[StoredTensor, ...]] = {}
+    for name, stack in stacks.items():
+        first = names.first[name]
+        # A tied weight may be in the files under each of its names: the first one counts.
+        if first not in found or name == first:
+            found[first] = stack.in_order(name, names.tensors[first], files)
+    missing = [
+        name
+        for name in names.tensors
+        if name in chosen and name not in found and not rules.ignores("missing", name)
+    ]
+    return Matched(found, IncompatibleKeys(tuple(missing), tuple(unexpected)))
+
+
+class _Stack:
+    """The stored tensors of one parameter, by the pattern that names them."""
+
+    def __init__(self, converter: Any) -> None:
+        self._converter = converter
+        self._parts: dict[str | None, list[StoredTensor]] = {}
+
+    def add(self, pattern: str | None, stored: StoredTensor) -> None:
+        self._parts.setdefault(pattern, []).append(stored)
+
+    def in_order(self, name: str, tensor: Tensor, files: WeightFiles) -> tuple[StoredTensor, ...]:
+        """Returns the stored tensors in the order of the flattened parameter's elements."""
+        shape = tuple(tensor.shape)
+        runs = self._runs(name, len(shape))
+        for each in runs:
+            if not each.becomes(tensor.dtype):
+                raise CheckpointError(
+                    f"{files.source}: {each.name}: expected values for {tensor.dtype}, as the "
+                    f"module has {name}, got {each.code}; quantized weights are not read"
+                )
+        made = self._converter is not None
+        if not (_fill(runs, shape) if made else runs[0].shape == shape):
+            several = f"{len(runs)} tensors of " if made else ""
+            raise CheckpointError(
+                f"{files.source}: {runs[0].name}: expected shape {shape}, as the module has {name},"
+                f" got {several}shape {runs[0].shape}"
+            )
+        return tuple(runs)
+
+    def _runs(self, name: str, dims: int) -> list[StoredTensor]:
+        if self._converter is None:
+            runs = [each for part in self._parts.values() for each in part]
+            if len(runs) > 1:
+                raise CheckpointError(
+                    f"{runs[0].name} and {runs[1].name} in the files are both {name} of the module"
+                )
+            return runs
+        how = self._converter
+        kinds = [(type(each).__name__, getattr(each, "dim", 0)) for each in how.operations]
+        parts = [
+            sorted(self._parts[each], key=lambda stored: _natural(stored.name))
+            for each in how.source_patterns
+            if each in self._parts
+        ]
+        one_each = len({len(part) for part in parts}) == 1
+        stacked = kinds == [("MergeModulelist", 0)] and len(parts) == 1
+        joined = kinds == [("MergeModulelist", 0), ("Concatenate", 1)] and one_each and dims > 1
+        whole = kinds == [("Concatenate", 0)] and all(len(part) == 1 for part in parts)
+        if not (stacked or joined or whole) or len(how.target_patterns) != 1:
+            raise UnsupportedError(
+                f"pretrained: {name} is made of {parts[0][0].name} and others by "
+                f"{[kind for kind, _ in kinds]}, which does not keep their elements in order; load "
+                "the model with from_pretrained() and pass it to shard()"
+            )
+        return [each for row in zip(*parts, strict=True) for each in row]
+
+
+def _fill(runs: Sequence[StoredTensor], shape: tuple[int, ...]) -> bool:
+    """Tells whether tensors that follow each other fill a parameter with the same last dims."""
+    last = shape[-(len(runs[0].shape) - 1) :] if len(runs[0].shape) > 1 else ()
+    elems = sum(each.elems for each in runs)
+    return elems == torch.Size(shape).numel() and all(each.shape[1:] == last for each in runs)
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sorts numbers in names as numbers."""
+    parts = name.split(".")
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
+
+
+class _Rules:
+    """The transformers library's rules for the names of a model, if the model is one of its own."""
+
+    def __init__(self, root: nn.Module, names: Mapping[str, str]) -> None:
+        root = unwrapped(root)
+        self._names = names
+        self._known = KnownNames(names)
+        self._prefix = getattr(root, "base_model_prefix", "") if is_transformers(root) else ""
+        self._ignored = {
+            kind: [*map(re.compile, getattr(root, f"_keys_to_ignore_on_load_{kind}", None) or ())]
+            for kind in ("missing", "unexpected")
+        }
+        self._renamings: list[Any] = []
+        self._converters: list[Any] = []
+        # Older releases of the library have no tables, and models with the names of their files.
+        tables = "transformers.conversion_mapping"
+        if is_transformers(root) and tables in sys.modules:
+            for each in sys.modules[tables].get_model_conversion_mapping(root):
+                kind = self._converters if hasattr(each, "operations") else self._renamings
+                kind.append(each)
+
+    def placed(self, name: str) -> tuple[str, Any, str | None]:
+        """Returns the module's name for one in the files, and what makes it of several."""
+        name = self._known.find(name)
+        if name in self._names:
+            return name, None, None
+        for each in self._renamings:
+            name, _ = each.rename_source_key(name)
+        for each in self._converters:
+            name, pattern = each.rename_source_key(name)
+            if pattern is not None:
+                return self._with_prefix(name), each, pattern
+        return self._with_prefix(name), None, None
+
+    def _with_prefix(self, name: str) -> str:
+        """Adds the prefix of the base model, or takes it away, where the module has that name."""
+        others = (f"{self._prefix}.{name}", name.removeprefix(f"{self._prefix}."))
+        if self._prefix and name not in self._names:
+            return next((each for each in others if each in self._names), name)
+        return name
+
+    def ignores(self, kind: str, name: str) -> bool:
+        """Tells whether the library ignores a name that is "missing" or "unexpected"."""
+        return any(pattern.search(name) for pattern in self._ignored[kind])
+
+
+def is_transformers(root: nn.Module) -> bool:
+    # Looked up in sys.modules, to import nothing: no module can be one of its models otherwise.
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(root, library.PreTrainedModel)
+
+
+def own_initializer(root: nn.Module) -> Callable[[nn.Module], None]:
+    """Returns what fills a module's own parameters and buffers: its model's, or its own method.
+
+    A model of the transformers library says itself how its modules are initialised, buffers that
+    are in no file (rotary frequencies) included.
+    """
+    # The innermost model of the library around each module.
+    owners: dict[int, nn.Module] = {}
+    for model in filter(is_transformers, root.modules()):
+        owners |= {id(module): model for module in model.modules()}
+
+    def fill(module: nn.Module) -> None:
+        owner = owners.get(id(module))
+        if owner is not None:
+            owner._init_weights(module)  # type: ignore[operator]
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()  # type: ignore[operator]
+        else:
+            raise ArgumentError(
+                f"pretrained: a {type(module).__name__} has parameters or buffers on the meta "
+                "device that are not in the files, and no reset_parameters(); pass init=, which "
+                "fills those of a module"
+            )
+
+    return fill
 
 
 def pretrained(
@@ -119,7 +630,7 @@ def load_pretrained(
             engine.change("load_pretrained")
         check_agreement(comm, "load_pretrained", {"options": {"weight files": found.digest}})
         comm.barrier()
-        _fill(engine, found)
+        _fill_engine(engine, found)
         with all_or_none(comm, "load_pretrained", engine.mesh):
             found.settle()
     finally:
@@ -288,7 +799,7 @@ class StoredValues(Values):
 # ---- into a module that is sharded --------------------------------------------------------------
 
 
-def _fill(engine: ShardEngine, source: Pretrained) -> None:
+def _fill_engine(engine: ShardEngine, source: Pretrained) -> None:
     """Writes this rank's pieces of what the files have, and shares them; collective."""
     owner = engine.placement.owner
     with engine.together("load_pretrained"):

@@ -8,11 +8,10 @@ import pytest
 
 from ringcomm import cuda
 from ringcomm.comm.device.meeting import LINE_BYTES, Links, prove_links
-from ringcomm.deadlines import Deadline
 from ringcomm.errors import RendezvousError
 from ringcomm.memory import device_heap
-from ringcomm.memory.device_heap import DeviceHeap
-from ringcomm.memory.device_peers import DeviceHandle, map_device_heap
+from ringcomm.memory.device_heap import DeviceHandle, DeviceHeap, map_device_heap
+from ringcomm.process import Deadline
 from tests.support.device_handles import (
     MIB,
     REGION,

@@ -21,7 +21,7 @@ from ringcomm import (
 )
 from ringcomm.comm.device import meeting
 from ringcomm.comm.device.meeting import prove_links
-from ringcomm.memory.device_peers import map_device_heap
+from ringcomm.memory.device_heap import map_device_heap
 from tests.comm.device.conftest import require
 from tests.proof.ptx.multicast_job import multicast_kernels
 from tests.support import nvrtc

@@ -7,7 +7,7 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.device import meeting
-from ringcomm.comm.topology import plan
+from ringcomm.comm.device import topology as plan
 from tests.support.call_checks import Case, check_all_gather, check_all_reduce
 from tests.support.call_checks import check_reduce_scatter as check_reduce_scatter_tensor
 from tests.support.device_worlds import device_of, on_host, put, with_options

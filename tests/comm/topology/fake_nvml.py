@@ -6,7 +6,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
-from ringcomm.comm.topology.model import Gpu, Topology, load
+from ringcomm.comm.device.topology import Gpu, Topology, load
 
 RECORDINGS = Path(__file__).parent / "topologies"
 NAMES = sorted(path.stem for path in RECORDINGS.glob("*.json"))

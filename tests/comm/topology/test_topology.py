@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ringcomm.comm.topology.model import (
+from ringcomm.comm.device.topology import (
     Gpu,
     NvLinks,
     Pair,

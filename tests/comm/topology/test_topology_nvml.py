@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ringcomm.comm.topology.model import NvLinks, read_machine
+from ringcomm.comm.device.topology import NvLinks, read_machine
 from tests.comm.topology.fake_nvml import (
     NAMES,
     FakeNvml,
@@ -233,6 +233,6 @@ def test_order_of_nvml_does_not_matter(read, monkeypatch):
 
 
 def test_the_module_is_not_imported_before_it_is_asked():
-    code = "import sys, ringcomm.comm.topology.model; print('pynvml' in sys.modules)"
+    code = "import sys, ringcomm.comm.device.topology; print('pynvml' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr

@@ -8,8 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from ringcomm.comm.topology.model import Gpu, NvLinks, Pair, Topology
-from ringcomm.comm.topology.plan import TopologyPlan, host_plan, plan, rings_gbps
+from ringcomm.comm.device.topology import (
+    Gpu,
+    NvLinks,
+    Pair,
+    Topology,
+    TopologyPlan,
+    host_plan,
+    plan,
+    rings_gbps,
+)
 from ringcomm.errors import ArgumentError
 from tests.comm.topology.fake_nvml import ELSEWHERE, recorded
 

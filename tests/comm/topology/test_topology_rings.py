@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringcomm.comm.topology.plan import best_ring, hops, mesh_rings
+from ringcomm.comm.device.topology import best_ring, hops, mesh_rings
 
 
 def matrix(count, links):

@@ -7,8 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringcomm.comm.topology.model import LEVELS, Gpu, NvLinks, Pair, Topology
-from ringcomm.comm.topology.plan import plan
+from ringcomm.comm.device.topology import LEVELS, Gpu, NvLinks, Pair, Topology, plan
 from tests.comm.topology.fake_nvml import ELSEWHERE
 
 

@@ -11,9 +11,8 @@ import torch
 
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.extras.migrate.deepspeed import ALIASES, KEYS, OTHER_OPTIMIZERS
+from ringcomm.extras.migrate.deepspeed import ALIASES, KEYS, OTHER_OPTIMIZERS, SCHEDULERS
 from ringcomm.extras.migrate.keys import MAPPED, NO_EFFECT, UNSUPPORTED, section_of
-from ringcomm.extras.migrate.schedules import SCHEDULERS
 from ringcomm.optim import Adam, AdamW, AdamWOptions, LossScaleOptions, LossScaler
 from ringcomm.optim.options import Wire
 from ringcomm.zero.stages.options import DEFAULT_BUCKET_ELEMS

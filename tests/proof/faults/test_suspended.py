@@ -27,8 +27,8 @@ from ringcomm import Communicator
 from ringcomm.c10d.process_group import MonitoredBarrier
 from ringcomm.comm.host import work
 from ringcomm.comm.host.work import Work
-from ringcomm.deadlines import LONGEST_LOOK_S, Deadline
 from ringcomm.errors import CollectiveTimeout, PeerLost, RendezvousError
+from ringcomm.process import LONGEST_LOOK_S, Deadline
 from ringcomm.rendezvous import same_node
 from ringcomm.rendezvous.same_node import Lookout
 from tests.support.faults import until_stopped

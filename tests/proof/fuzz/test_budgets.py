@@ -24,9 +24,9 @@ from ringcomm.cli import main
 from ringcomm.cli.report import page, sources
 from ringcomm.cli.trace import over_nodes, report
 from ringcomm.comm import objects as object_codec
+from ringcomm.comm.device import topology as model
 from ringcomm.comm.recorder import trace_file
 from ringcomm.comm.recorder.records import RankRecording, Record, Recording
-from ringcomm.comm.topology import model
 from ringcomm.errors import ArgumentError, RingcommError
 from ringcomm.extras.migrate.deepspeed import from_deepspeed
 from ringcomm.extras.migrate.torch_file import plain_pickle
@@ -34,7 +34,7 @@ from ringcomm.json_reader import decode, read_json
 from ringcomm.optim.agreement import read_description
 from ringcomm.rendezvous.handles import HeapHandle
 from ringcomm.zero.checkpoint.format import Manifest, Piece, SavedFile, SavedTensor, check_fill
-from ringcomm.zero.checkpoint.weight_files import WeightFiles
+from ringcomm.zero.checkpoint.pretrained import WeightFiles
 from tests.proof.fuzz.mutations import SCALE
 
 # Bytes of memory for each byte of the input, by reader, and for all of them beside that.

@@ -15,7 +15,7 @@ import ringcomm
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, CheckpointError, MismatchError, RingcommError
 from ringcomm.optim import AdamW, AdamWOptions
-from ringcomm.zero.checkpoint.weight_files import WeightFiles
+from ringcomm.zero.checkpoint.pretrained import WeightFiles
 from tests.support.covering import covering
 from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits
 

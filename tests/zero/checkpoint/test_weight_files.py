@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from ringcomm.errors import CheckpointError
-from ringcomm.zero.checkpoint import weight_files
-from ringcomm.zero.checkpoint.weight_files import WeightFiles
+from ringcomm.zero.checkpoint import pretrained as weight_files
+from ringcomm.zero.checkpoint.pretrained import WeightFiles
 
 INDEX = "model.safetensors.index.json"
 FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

@@ -1,4 +1,4 @@
-"""Limits of this process: cores, memory, address space, sizes of files.
+"""This process: its end, deadlines of its waits, its limits, and the variables it reads.
 
 Control groups limit a process at every level of their hierarchy, so the least limit counts.
 """
@@ -8,16 +8,98 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Iterator
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
+from typing import TypeVar
 
 __all__ = [
+    "KNOWN",
+    "LONGEST_LOOK_S",
+    "Deadline",
     "available_cores",
     "control_groups",
     "free_address_space_bytes",
     "largest_file_bytes",
     "memory_limit_bytes",
+    "until_exit",
+    "warn_of_unknown",
 ]
+
+
+T = TypeVar("T")
+
+
+def until_exit(destructor: Callable[[T], None]) -> Callable[[T], None]:
+    """Makes a ``__del__`` do nothing once the interpreter ends.
+
+    By then the interpreter has set globals of modules to None, and a destructor that reads one of
+    them would print ``Exception ignored in``. Communicators and device heaps have been closed
+    before (:func:`multiprocessing.util.Finalize`), and the process gives back everything else.
+    """
+    is_finalizing = sys.is_finalizing  # no global any more
+
+    @wraps(destructor)
+    def guarded(self: T) -> None:
+        if not is_finalizing():
+            destructor(self)
+
+    return guarded
+
+
+# ---- Deadlines of waits that poll, which move on while this process does not run ----------------
+
+
+# A waiter that has not looked at the clock for so long did not run: its process was stopped, or the
+# machine was suspended. kLongestLookNs of protocol/signal.h is the same for native waits.
+LONGEST_LOOK_S = 0.25
+
+
+class Deadline:
+    """The end of a wait that asks often whether it is over.
+
+    Time in which nobody asked does not count: the peers were mostly stopped with this process, and
+    have had no chance to come meanwhile.
+
+    Args:
+        timeout_s: seconds from now on.
+        longest_look_s: the longest time between two looks of a waiter that runs, in seconds.
+            Longer than the default where a look itself blocks, as a connection does.
+
+    Attributes:
+        timeout_s: as given.
+    """
+
+    __slots__ = ("_begin_s", "_longest_look_s", "_looked_s", "timeout_s")
+
+    def __init__(self, timeout_s: float, longest_look_s: float = LONGEST_LOOK_S) -> None:
+        self.timeout_s = timeout_s
+        self._longest_look_s = longest_look_s
+        self._begin_s = self._looked_s = time.monotonic()
+
+    def waited_s(self) -> float:
+        """Returns the seconds that have passed, without those in which this process did not run."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > self._longest_look_s:
+            self._begin_s += now_s - self._looked_s
+        self._looked_s = now_s
+        return now_s - self._begin_s
+
+    def left_s(self) -> float:
+        """Returns the seconds that are left, at least 0."""
+        return max(self.timeout_s - self.waited_s(), 0.0)
+
+    def is_over(self) -> bool:
+        """True when the time has passed."""
+        return self.waited_s() >= self.timeout_s
+
+
+# ---- Limits of this process: cores, memory, address space, sizes of files -----------------------
+
 
 _SELF = Path("/proc/self")
 # Version 1 writes "no limit" as a number of pages near 2^63.
@@ -118,3 +200,44 @@ def largest_file_bytes() -> int | None:
     """Returns RLIMIT_FSIZE (``ulimit -f``), which counts for memory files too, or None."""
     limit_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return None if limit_bytes == resource.RLIM_INFINITY else limit_bytes
+
+
+# ---- The environment variables of ringcomm, and the warning about names that it does not know ---
+
+
+PREFIX = "RINGCOMM_"
+# docs/reference/environment.md says what each is for.
+KNOWN = frozenset(
+    PREFIX + name
+    for name in (
+        # For users.
+        *("HEAP_BYTES", "HEAP_DIR", "CUDA_HEAP_BYTES", "NODE_ID", "MASTER_PORT"),
+        *("SOCKET_IFNAME", "TRACE_DIR", "CACHE_DIR", "COMMIT"),
+        # From the commands to the processes that they start.
+        *("STORE_PORT", "STORE_FD", "BENCH_STORE"),
+        # For the tests.
+        *("TEST_CASES", "TEST_NODES", "FUZZ", "TSAN", "MODEL_CHECK", "CUDA_COMPILE"),
+        *("PTX_CHECK", "EMULATED_KERNELS", "REAL_LAUNCHES"),
+    )
+)
+_warned: set[str] = set()
+
+
+def warn_of_unknown() -> None:
+    """Warns once of each environment variable ``RINGCOMM_*`` that nothing reads.
+
+    The warning names the known variable with the nearest name.
+    """
+    unknown = {name for name in os.environ if name.startswith(PREFIX)} - KNOWN - _warned
+    _warned.update(unknown)
+    for name in sorted(unknown):
+        # The common prefix would make all names similar.
+        endings = {known.removeprefix(PREFIX): known for known in sorted(KNOWN)}
+        near = get_close_matches(name.removeprefix(PREFIX).upper(), endings, n=1)
+        meant = f" Did you mean {endings[near[0]]}?" if near else ""
+        warnings.warn(
+            f"the environment variable {name} has no effect: ringcomm knows no variable of this "
+            f"name.{meant} All of them are in docs/reference/environment.md",
+            RuntimeWarning,
+            stacklevel=3,
+        )
