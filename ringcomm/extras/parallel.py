@@ -35,7 +35,7 @@ from ringcomm.functional import (
     matmul_reduce_scatter,
     split_sequence,
 )
-from ringcomm.functional.matmul import fuse_products
+from ringcomm.functional.graph_pass import fuse_products
 from ringcomm.module_names import find_modules, some
 
 __all__ = [

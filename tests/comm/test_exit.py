@@ -112,7 +112,7 @@ import contextlib, gc, json, os, sys, threading, time
 import torch, torch.distributed as dist
 import ringcomm
 from ringcomm import optim, zero
-from ringcomm.comm import engine
+from ringcomm.comm.host import engine
 
 torch.set_num_threads(1)
 engine.EXIT_GRACE_S = 0.1  # of calls that do not end

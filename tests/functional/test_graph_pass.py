@@ -29,9 +29,8 @@ from torch.distributed.tensor.parallel import (
 from ringcomm.comm.peer_memory import lent_to_peers
 from ringcomm.errors import RingcommError, UnsupportedError
 from ringcomm.functional import collectives as traced_groups
-from ringcomm.functional import matmul
-from ringcomm.functional import matmul as graph_pass
-from ringcomm.functional.matmul import ProductPass
+from ringcomm.functional import graph_pass, matmul
+from ringcomm.functional.graph_pass import ProductPass
 from ringcomm.parallel import fuse_products
 from tests.support.meshes import mesh_of
 from tests.support.rank_pool import default_group, same

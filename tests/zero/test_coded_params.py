@@ -62,7 +62,7 @@ def decoded(code: str, numbers: Tensor) -> Tensor:
 
 def buckets_of(module: Any) -> list[tuple[int, list[tuple[str, int, int]]]]:
     """Returns by bucket its elements, and where in it each parameter lies."""
-    stored = zero.sharding.engine_of(module, "test").stored
+    stored = zero.stages.sharding.engine_of(module, "test").stored
     return [(b.layout.elems, [(p.name, p.begin, p.end) for p in b.params]) for b in stored]
 
 
@@ -503,7 +503,7 @@ def check_masters(module: Any, optimizer: AdamW) -> None:
     held = 0
     for bucket, stored in zip(
         optimizer.sharded_step().buckets,
-        zero.sharding.engine_of(module, "test").stored,
+        zero.stages.sharding.engine_of(module, "test").stored,
         strict=True,
     ):
         assert bucket.state.master is stored.wide
@@ -523,9 +523,9 @@ def step_of(comm: Communicator, carrier: Carrier, base: Any, run: Run) -> Any:
     check_masters(module, optimizer)
     chunks = [
         [bucket.layout.chunk(index, comm.world_size).elems for index in range(comm.world_size)]
-        for bucket in zero.sharding.engine_of(module, "test").stored
+        for bucket in zero.stages.sharding.engine_of(module, "test").stored
     ]
-    units = zero.sharding.engine_of(module, "test").plan.unit_of
+    units = zero.stages.sharding.engine_of(module, "test").plan.unit_of
     root = sum(sum(each) for unit, each in zip(units, chunks, strict=True) if unit == 0)
     zero.unshard(module)
     return phases, flags, chunks, root

@@ -208,7 +208,7 @@ def send_in_a_step(comm: Communicator, carrier: Carrier, base: Any, choice: Choi
     module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=options_of(run))
     optimizer = AdamW(module.parameters())
     phases = sent_by_phase(comm, carrier, module, optimizer)
-    engine = zero.sharding.engine_of(module, "test")
+    engine = zero.stages.sharding.engine_of(module, "test")
     roots = zip(engine.plan.unit_of, engine.stored, strict=True)
     elems = ModelElems(
         sum(bucket.layout.elems for bucket in engine.stored),
@@ -314,7 +314,7 @@ def test_ranks_that_gather_differently_are_told(work, model, text):
 
 def overlaps(comm: Communicator, base: Any, asked: bool | None) -> bool | None:
     module = shard_by_world(comm, base, overlap=asked)
-    found: bool | None = zero.sharding.engine_of(module, "test").options.overlap
+    found: bool | None = zero.stages.sharding.engine_of(module, "test").options.overlap
     zero.unshard(module)
     return found
 
@@ -322,7 +322,7 @@ def overlaps(comm: Communicator, base: Any, asked: bool | None) -> bool | None:
 @pytest.mark.parametrize("asked", [None, True, False])
 def test_over_nodes_it_overlaps_unless_told(two_by_two, monkeypatch, asked):
     """A wait for another node leaves its core to others, however few there are."""
-    monkeypatch.setattr(zero.sharding, "available_cores", lambda: 1)
+    monkeypatch.setattr(zero.stages.sharding, "available_cores", lambda: 1)
     found = two_by_two.run(overlaps, new_model("mlp"), asked)
     assert list(map(bool, found)) == [asked is not False] * 4
 
