@@ -161,8 +161,8 @@ CLOCKS = {
     "comm/nodes/watch.py": "how often the store is asked; grace for a claim about to be made",
     "comm/recorder/reader.py": "how long an error waits for its trace",
     "cuda/build.py": "how long a compiled kernel is awaited before it is compiled here",
-    "deadlines.py": "the deadlines themselves",
     "launch.py": "grace for ranks that are told to end",
+    "process.py": "the deadlines themselves",
     "rendezvous/handles.py": "grace of rank 0 for peers that read why it ends",
     "rendezvous/same_node.py": "how often processes are looked at; grace for one about to end",
 }
