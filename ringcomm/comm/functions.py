@@ -1,4 +1,4 @@
-"""Collectives, send and receive as functions, with the semantics of ``torch.distributed``."""
+"""Collectives, messages and groups as functions, with the semantics of ``torch.distributed``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The heap of this process on each of its GPUs: blocks, and the streams that still use them."""
+"""The heap of this process on each of its GPUs, and the heaps of peers mapped beside it."""
 
 from __future__ import annotations
 

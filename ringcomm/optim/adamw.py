@@ -1,4 +1,4 @@
-"""AdamW, with FP32 moments or with 8 bits, and Adam, sharded over a communicator."""
+"""AdamW, with FP32 moments or with 8 bits, Adam, SGD and Lion, sharded over a communicator."""
 
 from __future__ import annotations
 

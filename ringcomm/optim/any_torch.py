@@ -1,4 +1,4 @@
-"""A trial of an optimizer's class: whether it can step shards, and which state it keeps.
+"""Any elementwise optimizer of torch on shards: a trial of its class, its state, and its step.
 
 An optimizer can be sharded if what becomes of an element depends on that element alone: its value,
 its gradients, and numbers such as the step that are the same for all elements. Nothing in a class

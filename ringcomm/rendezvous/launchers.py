@@ -1,4 +1,4 @@
-"""The environment of a rank: its number, its world, a store to meet at.
+"""The place of a rank by its launcher: its environment, or an address for ranks of several nodes.
 
 Importing this module does not load torch: the process that starts the ranks of a command has no
 other use for it.

@@ -1,4 +1,4 @@
-"""A context for Triton kernels that communicate, and memory that the kernels of all ranks reach."""
+"""A context for Triton kernels that communicate, memory that all ranks reach, and fused kernels."""
 
 from __future__ import annotations
 

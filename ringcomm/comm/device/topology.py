@@ -1,4 +1,4 @@
-"""A description of the connections between one machine's GPUs, also as a JSON file.
+"""The connections between one machine's GPUs, and the rings and algorithms planned for them.
 
 The file holds NVML's answers and nothing else. Missing answers are null or left out::
 

@@ -1,4 +1,4 @@
-"""How the ranks of several nodes connect: the carrier's process groups, and who cannot be reached.
+"""The carrier between nodes: its process groups, and the messages of each rail.
 
 A *carrier* makes a process group for a rail: torch's ProcessGroupGloo on CPUs, or what the user's
 function returns. ringcomm has it send and receive, and nothing else: reductions are its own.

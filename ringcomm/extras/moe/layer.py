@@ -1,4 +1,4 @@
-"""A layer of experts that are divided over ranks: expert parallelism."""
+"""A layer of experts that are divided over ranks, its routing, optimizer and checkpoints."""
 
 from __future__ import annotations
 

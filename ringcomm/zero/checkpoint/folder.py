@@ -1,4 +1,4 @@
-"""Reads a checkpoint's folder, from any number of processes at once."""
+"""Folders of checkpoints, and the reader of one checkpoint, for any number of processes at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of tensors in the safetensors format, written as a stream.
+"""The files of a checkpoint: tensors, the manifest, and the commit that makes them appear at once.
 
 The format is 8 bytes of header length, a JSON header and the tensors' bytes, little-endian
 (https://huggingface.co/docs/safetensors). The library's own writer copies all tensors into bytes

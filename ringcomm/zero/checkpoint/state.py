@@ -1,4 +1,4 @@
-"""An optimizer's state as a checkpoint holds it: by parameter, whatever buckets it lies in."""
+"""The states of a module and its optimizer as a checkpoint holds them: by parameter."""
 
 from __future__ import annotations
 

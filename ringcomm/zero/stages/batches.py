@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks, and buffers that are made equal on all ranks.
+"""Batch normalisation, buffers and uneven numbers of batches, over all ranks.
 
 NOTE [Statistics of all ranks]
 Each rank sends the mean, the sum of squared deviations and the number of its own elements, by
