@@ -75,7 +75,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in proofs.files_of(ROOT):
         (made / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, made / name, follow_symlinks=False)
-    for folder in (ROOT, *(path for path in ROOT.iterdir() if path.is_dir())):
+    # Links of the tree are those to folders; an environment in .venv has links of its own.
+    inner = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    for folder in (ROOT, *inner):
         for link in folder.iterdir():
             if link.is_symlink() and link.is_dir() and not link.name.startswith("."):
                 (made / link.relative_to(ROOT)).symlink_to(link.readlink())

@@ -121,8 +121,8 @@ def _alone(store, rank, world, name):
     a = context.empty((8, 8))
     b = torch.ones(8, 8)
     made = {
-        "all_gather_matmul": lambda: rc.fused._words_of_gather(context, 2),
-        "matmul_reduce_scatter": lambda: rc.fused._words_of_scatter(context, 2),
+        "all_gather_matmul": lambda: rc.context._words_of_gather(context, 2),
+        "matmul_reduce_scatter": lambda: rc.context._words_of_scatter(context, 2),
         "reduce_scatter_rms_norm": lambda: context.zeros((context.blocks, world), torch.int32),
     }
     operands = {
