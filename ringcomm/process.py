@@ -60,10 +60,10 @@ LONGEST_LOOK_S = 0.25
 
 
 class Deadline:
-    """The end of a wait that asks often whether it is over.
+    """The end of a wait that polls.
 
-    Time in which nobody asked does not count: the peers were mostly stopped with this process, and
-    have had no chance to come meanwhile.
+    Time between two polls that are far apart does not count: the process was stopped, mostly
+    together with its peers.
 
     Args:
         timeout_s: seconds from now on.

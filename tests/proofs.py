@@ -36,12 +36,12 @@ RECORD = ROOT / "build" / "proofs.json"
 
 @dataclass(frozen=True)
 class Proof:
-    """Tests that need not run while nothing that they read has changed.
+    """Tests that are skipped while the files that they read are unchanged.
 
     Attributes:
-        name: as it is told at the end of a run.
+        name: shown at the end of a run.
         tests: files and folders, relative to the root. A file belongs to one proof at most.
-        reads: patterns of all other files of the tree that the tests read. ``*`` stands for a part
+        reads: patterns of the other files of the tree that the tests read. ``*`` stands for a part
             of a name, and ``**`` for any folders.
         programs: modules that processes of the tests import and the tests do not.
     """
@@ -52,16 +52,16 @@ class Proof:
     programs: tuple[str, ...] = ()
 
     def owns(self, name: str) -> bool:
-        """Tells whether a file or folder is one of the proof's tests, or lies in one."""
+        """Returns True if a path is one of the proof's tests, or inside one."""
         return any(name == test or name.startswith(f"{test}/") for test in self.tests)
 
     def lists(self, name: str) -> bool:
-        """Tells whether a change of the file makes the proof run."""
+        """Returns True if a change of the file makes the proof run."""
         return self.owns(name) or self._listed.fullmatch(name) is not None
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """What the proof reads besides its tests, with what every test reads."""
+        """Patterns of the files that the proof reads besides its tests."""
         return (*EVERY_TEST, *self.reads)
 
     @cached_property
@@ -69,7 +69,7 @@ class Proof:
         return re.compile("|".join(map(_expression, self.patterns)))
 
 
-# What pytest reads before any test, and the parents of packages.
+# Files that pytest reads before any test, and parents of packages.
 EVERY_TEST = (
     "pyproject.toml",
     *("tests/__init__.py", "tests/conftest.py", "tests/proofs.py"),

@@ -89,7 +89,7 @@ def environment(tree: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-# What takes long to import is there before the tests of each proof are collected in a fork. torch
+# Slow imports are done once, before a fork collects the tests of each proof. torch
 # has registered its backend then, so a fork that imports torch reads what that has read once more.
 COLLECT = """
 import builtins, contextlib, importlib, os, sys
@@ -167,7 +167,7 @@ def test_a_mutant_of_any_file_that_a_proof_imports_makes_it_run(
     names = proofs.files_of(tree)
     contents = {name: proofs.content_of(tree / name) for name in names if proof.lists(name)}
     right = proofs.digest_of(contents, "")
-    # What runs read without importing it is among the patterns.
+    # The patterns also list files that runs read without importing them.
     of_patterns = {
         next(filter(Proof("", (), (pattern,)).lists, names)) for pattern in proof.patterns
     }

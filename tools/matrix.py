@@ -47,7 +47,7 @@ class Case:
 
     @property
     def lacks(self) -> str:
-        """What this machine lacks for the case, or ""."""
+        """Name of the program that this machine lacks for the case, or ""."""
         if interpreter(self.python) is None:
             return f"no Python {self.python} here"
         return "" if shutil.which(self.compiler) else f"no {self.compiler} here"
@@ -71,7 +71,7 @@ def compiler_name(command: str) -> str:
 
 
 def build(case: Case, folder: Path) -> Path:
-    """Builds a wheel in ``folder`` from the clone there; returns the folder it lies in."""
+    """Builds a wheel from the clone in ``folder`` and returns the folder of the wheel."""
     python = interpreter(case.python)
     assert python is not None
     builder, wheels = make_environment(python, folder / "builder"), folder / "wheels"

@@ -1,7 +1,7 @@
 """Draws the charts of docs/pictures from bench/results: `make pictures`.
 
-The diagrams in that folder are SVG files that are edited by hand. A picture stands in a page as an
-image: it follows the reader's preference for light or dark, and has a background of its own.
+The diagrams in that folder are SVG files that are edited by hand. Pages show a picture as an
+image, so it follows the reader's preference for light or dark and has its own background.
 """
 
 from __future__ import annotations

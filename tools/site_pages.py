@@ -36,7 +36,7 @@ COMMANDS_PLACE = "<!-- commands -->"
 # Code, which has no links; and a link: its text, and its target up to the anchor.
 _CODE = re.compile(r"(^```.*?^```|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(\]\()(?!\w+:)([^)\s#]+)((?:#[^)\s]*)?\))")
-# What docstrings have of Sphinx's markup, and how they name a page.
+# Sphinx's roles in docstrings, and references to pages.
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|exc|data):(?=<code>)")
 _NAMED_PAGE = re.compile(r"<code>docs/([\w-]+)\.md</code>")
 

@@ -55,7 +55,7 @@ COMMANDS = {
 }
 
 # What the package depends on: missing where a wheel was installed without its dependencies.
-REQUIRED = ("torch", "safetensors")
+REQUIRED = ("torch", "safetensors", "jinja2")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from ringcomm.cli import doctor
 from ringcomm.cli.doctor import FAIL, NOTE, OK, Finding
 from ringcomm.errors import HeapError
 from tests.bench.programs import run_program
-from tests.support import fork_server
+from tests.support import ROOT, fork_server
 
 MEMINFO = "MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: {} kB\n"
 
@@ -50,6 +51,13 @@ def test_a_dependency_that_is_not_installed_is_named(capsys, monkeypatch):
     monkeypatch.setattr(cli, "REQUIRED", ())
     with pytest.raises(ModuleNotFoundError, match="torch"):
         cli.main(["doctor"])
+
+
+def test_each_dependency_of_the_package_would_be_named():
+    """The installed metadata may be older than the tree, so the file counts."""
+    listed = re.search(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert listed is not None
+    assert set(re.findall(r'"(\w+)', listed[1])) == set(cli.REQUIRED)
 
 
 def test_version(capsys, monkeypatch):

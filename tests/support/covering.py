@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import pytest
 
 Case: TypeAlias = dict[str, Any]
-#: Of some or all parameters of a case by name; False once no further values can make it valid.
+#: Takes some or all parameters of a case by name. False: no other values can make it valid.
 Valid: TypeAlias = Callable[[Mapping[str, Any]], bool]
 
 EVERY_CASE = os.environ.get("RINGCOMM_TEST_CASES") == "all"

@@ -212,7 +212,7 @@ class Server:
         self._connection.close()
 
 
-# What a server imports before it forks: of all tests, and of jobs that need devices alone.
+# Modules that a server imports before it forks: for all tests, and for jobs on devices.
 PRELOADED = "tests.support.preloaded"
 PRELOADED_FOR_DEVICES = "tests.support.preloaded_for_devices"
 _servers: dict[str, Server] = {}  # by what they have imported
@@ -284,7 +284,7 @@ class Popen(_RealPopen):
 
 
 class PopenForDevices(Popen):
-    """Of a server that has imported neither ZeRO nor the differentiable collectives."""
+    """A process forked from a server that has not imported ZeRO or differentiable collectives."""
 
     preloaded = PRELOADED_FOR_DEVICES
 

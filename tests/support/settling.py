@@ -1,4 +1,4 @@
-"""What a process does between its imports and its first fork."""
+"""Steps of a process between its imports and its first fork."""
 
 from __future__ import annotations
 

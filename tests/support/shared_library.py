@@ -67,10 +67,10 @@ class SharedLibrary:
 
     @cached_property
     def path(self) -> Path:
-        """The library, built now unless one of these very sources exists.
+        """The path of the library, which is built unless a build of the same sources exists.
 
         Raises:
-            RuntimeError: there is no compiler, or the sources do not compile.
+            RuntimeError: no compiler is installed, or the sources do not compile.
         """
         if COMPILER is None:
             raise RuntimeError(f"the {self.name} needs a C++20 compiler: set CXX")

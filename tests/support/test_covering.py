@@ -33,7 +33,7 @@ def test_each_value_is_in_a_case():
 
 
 def test_no_case_is_refused_and_each_pair_of_those_that_are_not_is_there():
-    """Also where a pair goes with one value of a third axis alone, or with none."""
+    """A pair may be valid with one value of a third axis only, or with no value of it."""
 
     def valid(case):
         if case.get("a") == 3 and case.get("b") == "x":

@@ -123,7 +123,7 @@ def test_a_stage_that_raises_stops_no_other(place, capsys):
     results = run_stages(STAGES[:2], place, run, time.monotonic() - 20.0)
     assert [(each.name, each.verdict) for each in results] == [("build", FAILED), ("test", OK)]
     assert results[1].detail == "330 s" and "RuntimeError: no disk" in results[0].detail
-    # What went before is taken off.
+    # The budget is reduced by the time that has passed before.
     assert "gpu-check: build, 90 s at most" in capsys.readouterr().out
     assert any(line.startswith("build     failed") for line in summary(FACTS, results))
 

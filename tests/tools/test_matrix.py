@@ -1,4 +1,4 @@
-"""The cases of `make matrix`: what they share, and how a failure is told."""
+"""The cases of `make matrix`: their shared environments, and the message of a failure."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""The parameters of a training have the same bits, however it is spread over ranks and memory.
+"""Training gives the same parameters to the bit on any stage, world, tier and schedule.
 
 The cases are a covering array: each pair of values of two axes occurs in one, apart from the pairs
 that the library refuses (``REFUSALS``). Each case trains a model with the loop of ``models.train``
@@ -144,12 +144,12 @@ NO_MASTERS = ("remainders", "stochastic", "kept stochastic")
 
 @dataclass(frozen=True)
 class Refusal:
-    """Values that do not go together, and the error that says so.
+    """A combination of values that the library refuses, and the error that it raises.
 
     Attributes:
-        where: by axis, the values of which any one is refused with any of the other axes.
-        error: its class.
-        text: a pattern of its message.
+        where: values by axis. Each value is refused together with each value of the other axes.
+        error: class of the error.
+        text: pattern of the error's message.
     """
 
     where: Where
@@ -305,7 +305,7 @@ def run_of(case: Case, folder: Path) -> Run:
 
 
 def reference_of(case: Case) -> Case:
-    """Returns the case whose bits a case must have; ``nodes`` names the world that sums alike."""
+    """Returns the reference of a case; ``nodes`` names the world with the same order of sums."""
     changed: Case = {"tier": "memory", "schedule": "inline", "stage": 0, "place": "default"}
     if case["update"] == "in backward":
         changed["update"] = "in step"
@@ -335,7 +335,7 @@ class Trainer:
         self._ends: dict[str, Ended] = {}
 
     def _world(self, nodes: str, alone: bool) -> LocalWorld:
-        """Returns a world of several nodes, or ``alone`` the one of one node that adds alike."""
+        """Returns a world of several nodes, or one node with the same sums if ``alone``."""
         sizes = NODES[nodes]
         # A sum over nodes of one rank, and over two nodes where the last has one, has no blocks.
         if len(sizes) == 1 or (alone and nodes != "2+2"):
@@ -472,7 +472,7 @@ Patch = pytest.MonkeyPatch
 
 
 def fills_once(patch: Patch, kind: type[ShardedBucket]) -> None:
-    """Stage 3 goes on computing with the parameters that it has gathered first."""
+    """Makes stage 3 keep computing with the parameters of the first gather."""
     fill, first = kind.fill, dict[ShardedBucket, Tensor]()
 
     def stale(bucket: ShardedBucket) -> None:
@@ -593,9 +593,9 @@ class Mutant:
     """A mistake in the library.
 
     Attributes:
-        axis: the axis of which it is.
-        make: makes the mistake.
-        case: what the case that must see it has; the rest is usual.
+        axis: the axis whose handling is wrong.
+        make: function that patches the mistake into the library.
+        case: values of the case that must fail; the other axes have their default.
     """
 
     axis: str

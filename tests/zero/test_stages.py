@@ -114,7 +114,7 @@ def test_any_optimizer_ends_with_torchs_bits(worlds, kind, stage):
 
 
 def test_buckets_and_units_change_no_bits(worlds):
-    """Of a rule by element, without a norm: both lay out buckets, whose blocks others share."""
+    """Holds for elementwise rules without norms; other rules depend on the layout of buckets."""
     wanted, _ = train_world(worlds(2), Run("gpt", 0))
     layouts: list[tuple[int, Any, dict[str, Any]]] = [
         (2, None, {"bucket_elems": 1 << 20}),

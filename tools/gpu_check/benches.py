@@ -60,8 +60,8 @@ def optimizer_plan() -> list[Bench]:
     return [shard, *steps[:2], *training, *steps[2:]]
 
 
-# Of every module's runs: as little as shows that they end, are right and are written down. Of an
-# option that stands twice the last one holds.
+# The smallest runs of every bench that show that it ends, checks its results and writes them. If an
+# option is given twice, the last value counts.
 _SMALL = {
     "collectives": "-b 4K -e 16K -n 2 -w 1",
     "device_steps": "-m 1 -r 1",

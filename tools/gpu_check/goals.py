@@ -55,7 +55,7 @@ def _share(count: Callable[[str, int, int], int]) -> Callable[[Report, Row], flo
 
 @dataclass(frozen=True)
 class Goal:
-    """A limit for the figures that ``measured`` returns of rows; None is no figure."""
+    """A limit for the figure that ``measured`` computes from a row, or None without a figure."""
 
     name: str
     sign: str

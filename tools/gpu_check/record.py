@@ -45,7 +45,7 @@ class Record:
         return f"{REHEARSAL if REHEARSAL in self.facts else gpu}-{self.facts['date']}"
 
     def write(self, *running: Result, ended: bool = False) -> list[Path]:
-        """Writes the files anew, with what the stage that is ``running`` has found until now."""
+        """Rewrites the files, including the partial results of the ``running`` stage."""
         results = [*self.results, *running]
         reports = [report for result in results for report in result.reports]
         report = self._joined(results, reports, ended)

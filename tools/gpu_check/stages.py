@@ -48,10 +48,10 @@ class Workplace:
         return self.runner.run([sys.executable, *arguments], limit_s, environment)
 
     def save(self, *running: Result, ended: bool = False) -> bool:
-        """Records what the stage that runs has found until now, or that all have ended.
+        """Records the partial results of the running stage, or the end of all stages.
 
-        Returns whether the record could be written. If not (a full disk, an OUT that is no folder)
-        the run goes on, and fails in the end.
+        Returns True if the record was written. If it cannot be written (a full disk, an OUT that is
+        not a folder), the run continues and fails at its end.
         """
         try:
             self.record.write(*running, ended=ended)
