@@ -1,20 +1,13 @@
-"""The measured cases: collectives, sizes, bandwidth factors, exact inputs and their check."""
+"""The measured cases: collectives, sizes, bandwidth factors and exact inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-from .report import IN_PLACE, OUT_OF_PLACE, Row
-
-if TYPE_CHECKING:
-    from .board import Board
-    from .peers import Prepared
-    from .timing import Device
 
 DTYPES = {
     "float": torch.float32,
@@ -26,14 +19,9 @@ DTYPES = {
     "int32": torch.int32,
     "int64": torch.int64,
 }
-REDUCTIONS: dict[str, Callable[..., Any]] = {
-    "sum": torch.sum,
-    "prod": torch.prod,
-    "min": torch.amin,
-    "max": torch.amax,
-    "avg": torch.mean,
-}
-OPS = tuple(REDUCTIONS)
+OPS = ("sum", "prod", "min", "max", "avg")
+IN_PLACE = "in"
+OUT_OF_PLACE = "out"
 
 # A period that no power-of-two chunk or segment divides, so that misplaced data shows.
 _PATTERN_PERIOD = 10007
@@ -50,35 +38,42 @@ POISON = 113
 class Collective:
     """One operation; the larger of its two buffers has ``size`` bytes on each rank that holds it.
 
-    ``crossings`` counts how often all but a rank's own chunk crosses the busiest link; 0: all of it
-    does so once. ``input_is_chunk`` and ``output_is_chunk`` say that a buffer holds 1/world of that
-    size; ``usual`` is the placement that ``torch.distributed`` has.
+    ``input_is_chunk`` and ``output_is_chunk`` say that a buffer holds 1/world of that size;
+    ``usual`` is the placement that ``torch.distributed`` has.
     """
 
     name: str
-    crossings: int
+    busbw_factor: Callable[[int], Fraction]
     placements: tuple[str, ...]
     reduces: bool = False
     rooted: bool = False
     input_is_chunk: bool = False
     output_is_chunk: bool = False
+    output_at_root_only: bool = False
     usual: str = OUT_OF_PLACE
 
-    def busbw_factor(self, world: int) -> Fraction:
-        return Fraction(self.crossings * (world - 1), world) if self.crossings else Fraction(1)
+
+def _one(world: int) -> Fraction:
+    return Fraction(1)
 
 
-_BOTH, _OUT, _IN = (OUT_OF_PLACE, IN_PLACE), (OUT_OF_PLACE,), (IN_PLACE,)
+def _others(world: int) -> Fraction:
+    return Fraction(world - 1, world)
+
+
+_BOTH = (OUT_OF_PLACE, IN_PLACE)
+_OUT, _IN = (OUT_OF_PLACE,), (IN_PLACE,)
+_ROOT: dict[str, Any] = {"rooted": True, "output_at_root_only": True}
 _COLLECTIVES = (
-    Collective("reduce_scatter", 1, _BOTH, reduces=True, output_is_chunk=True),
-    Collective("all_gather", 1, _BOTH, input_is_chunk=True),
-    Collective("all_reduce", 2, _BOTH, reduces=True, usual=IN_PLACE),
-    Collective("broadcast", 0, _IN, rooted=True, usual=IN_PLACE),
-    Collective("reduce", 0, _BOTH, reduces=True, rooted=True, usual=IN_PLACE),
-    Collective("gather", 1, _OUT, rooted=True, input_is_chunk=True),
-    Collective("scatter", 1, _OUT, rooted=True, output_is_chunk=True),
-    Collective("all_to_all", 1, _OUT),
-    Collective("send_recv", 0, _OUT),
+    Collective("reduce_scatter", _others, _BOTH, reduces=True, output_is_chunk=True),
+    Collective("all_gather", _others, _BOTH, input_is_chunk=True),
+    Collective("all_reduce", lambda world: 2 * _others(world), _BOTH, reduces=True, usual=IN_PLACE),
+    Collective("broadcast", _one, _IN, rooted=True, usual=IN_PLACE),
+    Collective("reduce", _one, _BOTH, reduces=True, usual=IN_PLACE, **_ROOT),
+    Collective("gather", _others, _OUT, input_is_chunk=True, **_ROOT),
+    Collective("scatter", _others, _OUT, rooted=True, output_is_chunk=True),
+    Collective("all_to_all", _others, _OUT),
+    Collective("send_recv", _one, _OUT),
 )
 COLLECTIVES = {collective.name: collective for collective in _COLLECTIVES}
 
@@ -156,21 +151,7 @@ class Case:
 
     @property
     def has_output(self) -> bool:
-        return self.rank == self.root or self.collective.name not in ("reduce", "gather")
-
-    @property
-    def row(self) -> Row:
-        """The row of this cell, with no system and nothing measured in it."""
-        kind = self.collective
-        return Row(
-            kind.name,
-            *(self.size_bytes, self.count_elems, self.dtype_name),
-            op=self.op if kind.reduces else "none",
-            root=self.root if kind.rooted else -1,
-            ranks=self.world,
-            system="",
-            placement=self.placement,
-        )
+        return self.rank == self.root or not self.collective.output_at_root_only
 
 
 def input_values(case: Case, rank: int) -> torch.Tensor:
@@ -226,49 +207,12 @@ def _reduced_pattern(case: Case) -> torch.Tensor:
     parts = torch.stack(
         [_reduction_pattern(case, rank).to(torch.float64) for rank in range(case.world)]
     )
-    found: torch.Tensor = REDUCTIONS[case.op](parts, 0)
+    reduce: dict[str, Any] = {"sum": torch.sum, "prod": torch.prod, "min": torch.amin}
+    reduce |= {"max": torch.amax}
+    found: torch.Tensor = reduce.get(case.op, torch.mean)(parts, 0)
     return found.to(case.dtype)
 
 
 def _tiled(case: Case, pattern: torch.Tensor, count_elems: int) -> torch.Tensor:
     copies = -(-count_elems // _PATTERN_PERIOD)
     return pattern.to(case.tensors).repeat(max(copies, 1))[:count_elems]
-
-
-def wrong_elements(
-    board: Board, device: Device, prepared: Mapping[str, Sequence[Prepared]]
-) -> dict[str, int | None]:
-    """Wrong elements over all ranks and sets of buffers, by system; None where none are checked.
-
-    Collective; every rank gets the sums.
-    """
-    mine = {
-        name: (_wrong_here(board, device, sets), len(sets[0].buffers))
-        for name, sets in prepared.items()
-    }
-    by_rank = board.exchange(mine)
-    checked = {name: any(here[name][1] for here in by_rank) for name in prepared}
-    return {
-        name: sum(here[name][0] for here in by_rank) if checked[name] else None for name in prepared
-    }
-
-
-def _wrong_here(board: Board, device: Device, sets: Sequence[Prepared]) -> int:
-    # The same rank's buffers of all sets: they share its case.
-    columns = list(zip(*(prepared.buffers for prepared in sets), strict=True))
-    # The poison comes first: in place it lies where the input goes.
-    for buffers in (each for column in columns for each in column):
-        buffers.output.fill_(POISON)
-    for column in columns:
-        case = column[0].case
-        if case.holds_input:
-            values = input_values(case, case.rank)
-            for buffers in column:
-                buffers.input.copy_(values)
-    device.synchronize()
-    board.barrier()
-    for prepared in sets:
-        prepared.call()
-    device.synchronize()
-    board.barrier()
-    return sum(count_wrong(each[0].case, (buffers.output for buffers in each)) for each in columns)

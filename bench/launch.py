@@ -1,11 +1,4 @@
-"""Ranks: started by the harness itself, or found where torchrun or mpiexec started them.
-
-Busy loops beside them show how collectives fare where other work wants the cores. Linux shares the
-cores among sessions first and among the threads of a session second (sched_autogroup, see
-sched(7)). MPICH's mpiexec gives every rank a session of its own, others start all ranks in one. So
-with loops beside them all ranks and all loops lead sessions of their own, and a rank gets what a
-rank of a container gets, where no sessions count.
-"""
+"""Ranks: started by the harness itself, or found where torchrun or mpiexec started them."""
 
 from __future__ import annotations
 
@@ -18,13 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
+from .busy import busy_loops
 from .report import PROCESSES
 
 _STORE_FILE = "RINGCOMM_BENCH_STORE"
@@ -40,15 +33,6 @@ _NO_MPI = (
 _NO_IMPI = (
     "Intel MPI wants an environment of its own beside mpich: python -m venv impi, "
     "impi/bin/pip install impi-rt, and I_MPI_ROOT=impi; {}"
-)
-# Longer than any slice: a rank that slept so long owes nothing, and is owed nothing.
-REST_S = 0.02
-
-_LOOP = (
-    "import ctypes, os, signal\n"
-    "ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)\n"  # PR_SET_PDEATHSIG
-    "if os.getppid() != {parent}: os._exit(0)\n"
-    "while True: pass\n"
 )
 
 
@@ -161,33 +145,36 @@ def run_ranks(words: Sequence[str], wanted: Wanted) -> int:
     command, world = _rank_command(words), wanted.ranks or 1
     if "impi" in wanted.systems or "mpi" in wanted.systems:
         mpiexec, environment = _mpiexec(wanted.systems)
-        return _run([mpiexec, "-n", str(world), *command], [environment], wanted.busy)
-    places = [{"RANK": str(rank), "WORLD_SIZE": str(world)} for rank in range(world)]
-    if wanted.nodes > 1:  # ranks that follow each other stand for a node
-        for rank, place in enumerate(places):
-            place["RINGCOMM_NODE_ID"] = f"node {rank * wanted.nodes // world}"
-    return _run(command, places, wanted.busy)
+        return _run([([mpiexec, "-n", str(world), *command], environment)], wanted.busy)
+    places = [_place_of(rank, world, wanted.nodes) for rank in range(world)]
+    return _run([(command, place) for place in places], wanted.busy)
+
+
+def _place_of(rank: int, world: int, nodes: int) -> dict[str, str]:
+    """The variables of a rank; ranks that follow each other stand for a node."""
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world)}
+    if nodes > 1:
+        place["RINGCOMM_NODE_ID"] = f"node {rank * nodes // world}"
+    return place
 
 
 def _rank_command(words: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", *words]
 
 
-def _run(command: Sequence[str], places: Sequence[Mapping[str, str]], busy: int) -> int:
-    """Runs a command with each set of variables; one that fails takes the others with it."""
-    started: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as directory, busy_loops(busy):
+def _run(commands: Sequence[tuple[list[str], dict[str, str]]], busy: int) -> int:
+    """Runs commands with their own variables; one that fails takes the others with it."""
+    with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as directory:
         # A job that mpiexec started may call the harness; its own place is not that of a rank.
         outside = {key: os.environ[key] for key in os.environ if key not in _MPI_PLACE}
-        shared = {"OMP_NUM_THREADS": "1", **outside, _STORE_FILE: f"{directory}/store"}
+        shared = {**outside, _STORE_FILE: f"{directory}/store"}
+        shared.setdefault("OMP_NUM_THREADS", "1")
+        started: list[subprocess.Popen[bytes]] = []
         try:
-            for own in places:
-                started.append(subprocess.Popen(command, env={**shared, **own}))
-            while None in (statuses := [process.poll() for process in started]):
-                if any(statuses):
-                    break
-                time.sleep(_POLL_S)
-            return max(next(filter(None, statuses), 0), int(any(statuses)))
+            with busy_loops(busy):
+                for command, own in commands:
+                    started.append(subprocess.Popen(command, env={**shared, **own}))
+                return _wait(started)
         finally:
             _stop(started)
 
@@ -213,33 +200,25 @@ def _mpiexec(systems: Sequence[str]) -> tuple[str, dict[str, str]]:
     return str(mpiexec), {"MPI4PY_LIBMPI": str(library.resolve()), "I_MPI_PIN": "0"}
 
 
+def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:
+    while True:
+        statuses = [process.poll() for process in started]
+        failed = [status for status in statuses if status]
+        if failed:
+            return failed[0] if failed[0] > 0 else 1
+        if all(status == 0 for status in statuses):
+            return 0
+        time.sleep(_POLL_S)
+
+
 def _stop(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in started:
+    running = [process for process in started if process.poll() is None]
+    for process in running:
         process.terminate()
     deadline = time.monotonic() + _GRACE_S
-    for process in started:
-        with suppress(subprocess.TimeoutExpired):
+    for process in running:
+        try:
             process.wait(max(0.0, deadline - time.monotonic()))
-        process.kill()
-        process.wait()
-
-
-@contextmanager
-def busy_loops(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """``count`` processes that compute until the block ends, or the process that began it."""
-    # The loop asks the kernel to end it with its parent, and looks whether it came too late.
-    command = [sys.executable, "-S", "-E", "-c", _LOOP.format(parent=os.getpid())]
-    loops = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
-    try:
-        yield loops
-    finally:
-        _stop(loops)
-
-
-def lead_session() -> None:
-    """Makes this rank the leader of a session, unless its launcher has made it lead one."""
-    if os.getsid(0) != os.getpid():
-        # One that leads a group of processes cannot. It then shares a session with its launcher,
-        # which waits.
-        with suppress(PermissionError):
-            os.setsid()
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

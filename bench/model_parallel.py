@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import ringcomm
 
-from .options import numbers
+from .options import option, positive
 from .report import row_of
 from .run import Bench, Run
 from .timing import rows_of
@@ -198,7 +198,10 @@ BENCH = Bench(
     "model_parallel",
     __doc__,
     measure,
-    numbers(**vars(GptShape())),
+    [
+        option(f"--{name}", type=positive, default=getattr(GptShape, name))
+        for name in ("width", "depth", "sequences", "context")
+    ],
     ranks=RANKS,
     check=check,
 )

@@ -19,7 +19,7 @@ from torch.distributed.nn.functional import all_to_all_single
 import ringcomm
 from ringcomm import moe
 
-from .options import option, positive, tuples
+from .options import option, positive
 from .report import row_of
 from .run import Bench, Run
 
@@ -167,12 +167,17 @@ def measure(run: Run) -> None:
             run.compare(row, calls, OURS)
 
 
+def shape_of(text: str) -> tuple[int, int]:
+    experts, k = map(int, text.split(","))
+    return experts, k
+
+
 BENCH = Bench(
     "moe",
     __doc__,
     measure,
     (
-        tuples("shapes", "EXPERTS,K", SHAPES),
+        option("shapes", nargs="*", type=shape_of, metavar="EXPERTS,K", default=SHAPES),
         option("--tokens", type=positive, default=4096, help="of a rank"),
         option("--hidden", type=positive, default=1024),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,24 +23,6 @@ def option(names: str, help: str = "", **how: Any) -> Option:
     shown = how.get("default")
     told = f" (default {shown})" if isinstance(shown, int | float | str) else ""
     return Option(tuple(names.split()), {**how, "help": f"{help}{told}".strip()})
-
-
-def numbers(**usual: int) -> list[Option]:
-    """Declares positive numbers by their names and defaults."""
-    return [option(f"--{name}", type=positive, default=each) for name, each in usual.items()]
-
-
-def tuples(name: str, metavar: str, usual: Sequence[tuple[int, ...]]) -> Option:
-    """Declares tuples of numbers, like those of ``metavar`` "N,K"; in their place ``usual``."""
-
-    def read(text: str) -> tuple[int, ...]:
-        found = tuple(map(int, text.split(",")))
-        if len(found) != len(metavar.split(",")):
-            raise ValueError
-        return found
-
-    read.__name__ = metavar  # in argparse's message
-    return option(name, nargs="*", type=read, metavar=metavar, default=usual)
 
 
 def parse_size(text: str) -> int:

@@ -52,9 +52,20 @@ def commit() -> str:
         return told
     if not (root / ".git").exists():
         return "unknown"
-    git = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
     try:
-        return subprocess.check_output(git, cwd=root, text=True, stderr=subprocess.DEVNULL).strip()
+        name = _git(root, "rev-parse", "--short=12", "HEAD")
+        return name + ("-dirty" if _git(root, "status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
         # No git here, or a tree that belongs to another user, which git refuses to read.
         return "unknown"
+
+
+def _git(root: Path, *words: str) -> str:
+    return subprocess.check_output(
+        ["git", *words], cwd=root, text=True, stderr=subprocess.DEVNULL
+    ).strip()
+
+
+def lines(facts: Mapping[str, str]) -> list[str]:
+    """The facts as lines of text, and as the head of a CSV file."""
+    return [f"# {key}: {value}" for key, value in facts.items()]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from .cases import IN_PLACE, OUT_OF_PLACE
+
 SCHEMA = 1
-IN_PLACE, OUT_OF_PLACE = "in", "out"
 PROCESSES = "processes"  # the mode of ranks on the CPU
+_CSV_COMMENT = "# "
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,6 @@ class Report:
     rows: list[Row]
 
     @property
-    def head(self) -> str:
-        """The provenance, as the head of a CSV file has it."""
-        return "\n".join(f"# {key}: {value}" for key, value in self.provenance.items())
-
-    @property
     def wrong(self) -> int:
         return sum(row.wrong or 0 for row in self.rows)
 
@@ -98,11 +95,14 @@ def write_json(report: Report, path: str | Path) -> None:
 def write_csv(report: Report, path: str | Path) -> None:
     """One line per row under ``# key: value`` lines that hold the provenance."""
     with Path(path).open("w", newline="", encoding="utf-8") as file:
-        file.write(f"# schema: {SCHEMA}\n{report.head}\n")
+        for key, value in {"schema": str(SCHEMA), **report.provenance}.items():
+            file.write(f"{_CSV_COMMENT}{key}: {value}\n")
+        writer = csv.writer(file, lineterminator="\n")
         names = [field.name for field in fields(Row)]
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(asdict, report.rows))
+        writer.writerow(names)
+        for row in report.rows:
+            values = asdict(row)
+            writer.writerow(["" if values[name] is None else values[name] for name in names])
 
 
 def read(path: str | Path) -> Report:
@@ -113,19 +113,19 @@ def read(path: str | Path) -> Report:
     text = Path(path).read_text(encoding="utf-8")
     if Path(path).suffix == ".json":
         document = json.loads(text)
-        found, provenance = str(document.get("schema")), document["provenance"]
-        rows: Iterator[Row]
-        rows = (Row(**row) for row in document["rows"])
-    else:
-        lines = text.splitlines()
-        head = [line[2:].partition(": ") for line in lines if line.startswith("# ")]
-        provenance = {key: value for key, _, value in head}
-        found = provenance.pop("schema", "")
-        records = csv.DictReader(line for line in lines if not line.startswith("# "))
-        rows = map(_row_of_text, records)
+        _require_schema(path, str(document.get("schema")))
+        return Report(document["provenance"], [Row(**row) for row in document["rows"]])
+    lines = text.splitlines()
+    head = [line[len(_CSV_COMMENT) :] for line in lines if line.startswith(_CSV_COMMENT)]
+    provenance = {key: value for key, _, value in (line.partition(": ") for line in head)}
+    _require_schema(path, provenance.pop("schema", ""))
+    records = csv.DictReader(line for line in lines if not line.startswith(_CSV_COMMENT))
+    return Report(provenance, [_row_of_text(record) for record in records])
+
+
+def _require_schema(path: str | Path, found: str) -> None:
     if found != str(SCHEMA):
         raise ValueError(f"{path}: schema {found or 'missing'}, expected {SCHEMA}")
-    return Report(provenance, list(rows))
 
 
 def _row_of_text(record: Mapping[str, str]) -> Row:

@@ -20,11 +20,12 @@ import ringcomm
 
 from . import provenance
 from .board import Board
-from .devices import ONE_LAUNCH, ModeError
-from .launch import REST_S, LaunchError, Placing, Wanted, join, lead_session, run_ranks, started_by
+from .busy import REST_S, lead_session
+from .devices import ONE_LAUNCH, Host, ModeError
+from .launch import LaunchError, Placing, Wanted, join, run_ranks, started_by
 from .options import BUSY, CSV, JSON, PIN, Option, build_parser, ranks, rounds, without_files
 from .report import TIMES, Report, Row, Table, write_csv, write_json
-from .timing import Call, Device, Entrant, Pace, Timing, measure, rows_of
+from .timing import Call, Clock, Entrant, Pace, Timing, measure, rows_of
 
 COLLECTIVES = "collectives"
 CANNOT_RUN = 2
@@ -130,7 +131,7 @@ class Run:
 
     @property
     def rest_s(self) -> float:
-        return REST_S if getattr(self.options, "busy", 0) else 0.0
+        return REST_S if self.options.busy else 0.0
 
     @property
     def board(self) -> Board:
@@ -161,17 +162,12 @@ class Run:
             print(text, flush=True)
 
     def time(
-        self,
-        calls: Mapping[str, Call],
-        *,
-        warmup_rounds: int = 2,
-        batch: int = 1,
-        device: Device | None = None,
+        self, calls: Mapping[str, Call], *, warmup_rounds: int = 2, clock: Clock | None = None
     ) -> dict[str, Timing]:
-        """Times ``batch`` calls of each system in turn, a turn of each in a round."""
-        pace = Pace(self.options.rounds, warmup_rounds, batch, turn_us=0, rest_s=self.rest_s)
+        """Times the calls in turn, one of each a round."""
+        pace = Pace(self.options.rounds, warmup_rounds, batch=1, turn_us=0, rest_s=self.rest_s)
         entrants = {name: Entrant([call]) for name, call in calls.items()}
-        return measure(self.board, entrants, pace, device or Device())
+        return measure(self.board, entrants, pace, clock or Host())
 
     def compare(
         self, case: Row, calls: Mapping[str, Call], subject: str | Mapping[str, str]
@@ -194,7 +190,7 @@ class Run:
         if self.rank == 0 and self.rows:
             command = self.bench.command(words)
             report = Report(provenance.collect(command, self.versions, self.facts), self.rows)
-            print(f"\n{_verdict(report)}\n{report.head}")
+            print("\n".join(["", _verdict(report), *provenance.lines(report.provenance)]))
             if self.options.json:
                 write_json(report, self.options.json)
             if self.options.csv:
@@ -225,6 +221,8 @@ def run_rank(
         if options.busy:
             lead_session()
         torch.set_num_threads(1)
+    else:
+        options.busy = 0
     bench.measure(run)
     return run.finish(words)
 

@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-
-import torch
+from typing import Protocol
 
 from .board import Board
 from .report import Row
@@ -27,49 +26,23 @@ _MAX_BATCH = 200
 Call = Callable[[], object]
 
 
-class Device:
-    """The processor under test, which is the CPU unless a subclass says otherwise.
+def host_elapsed_us(calls: Iterable[Call]) -> float:
+    """Makes the calls, each of which returns when it is done; microseconds by the host's clock."""
+    clock = time.perf_counter_ns
+    begin = clock()
+    for call in calls:
+        call()
+    return (clock() - begin) / 1e3
 
-    Attributes:
-        name: what ringcomm is told: "cpu", "cuda:0".
-        tensors: where torch puts tensors for it.
-        cache_bytes: of the last-level cache that buffers must not stay in; 0: not looked at.
-        late: turns whose calls the device had to wait for.
-        synchronize: returns when everything that was called is done; on the CPU nothing is ever
-            under way.
-    """
 
-    name = tensors = "cpu"
-    cache_bytes = late = 0
-
-    def __init__(self, synchronize: Call = lambda: None) -> None:
-        self.synchronize = synchronize
+class Clock(Protocol):
+    """The interface of a clock that times calls."""
 
     def elapsed_us(self, calls: Iterable[Call]) -> float:
-        """Makes the calls and returns how long the device took for them, in microseconds."""
-        self.synchronize()
-        clock = time.perf_counter_ns
-        begin = clock()
-        for call in calls:
-            call()
-        self.synchronize()
-        return (clock() - begin) / 1e3
+        """Makes the calls and returns how long they took, in microseconds."""
 
-    def refresh(self, tensor: torch.Tensor) -> None:
-        """Gives an input new values before a turn; a CPU adds zeros as fast as anything."""
-
-    def capture(self, calls: Sequence[Call], count: int) -> Call:
-        """A call that makes ``count`` calls, in turn of ``calls``; on a GPU it is one graph."""
-
-        def replay() -> None:
-            for call in islice(cycle(calls), count):
-                call()
-
-        return replay
-
-    def facts(self) -> dict[str, str]:
-        """The facts about it that a reader of the figures must know."""
-        return {}
+    def synchronize(self) -> None:
+        """Returns when nothing is under way."""
 
 
 @dataclass(frozen=True)
@@ -114,29 +87,36 @@ class Timing:
 
     @property
     def p95_us(self) -> float:
-        """By nearest rank: the smallest time that is not below 95 percent of them."""
-        return sorted(self.times_us)[math.ceil(len(self.times_us) * 0.95) - 1]
+        return percentile(self.times_us, 95)
 
     @property
     def best_us(self) -> float:
         return min(self.times_us)
 
 
+class _Turns:
+    """The turns of one system; the next one goes on in the rotation where the last one ended."""
+
+    def __init__(self, board: Board, clock: Clock, entrant: Entrant, rest_s: float) -> None:
+        self._board, self._clock, self._entrant = board, clock, entrant
+        self._rest_s = rest_s
+        self._calls = cycle(entrant.calls)
+
+    def take(self, batch: int) -> float:
+        """Microseconds per element of ``calls``."""
+        self._entrant.refresh()
+        self._clock.synchronize()
+        self._board.barrier(self._rest_s)
+        return self._clock.elapsed_us(islice(self._calls, batch)) / batch
+
+
 def measure(
-    board: Board, entrants: Mapping[str, Entrant], pace: Pace, device: Device
+    board: Board, entrants: Mapping[str, Entrant], pace: Pace, clock: Clock
 ) -> dict[str, Timing]:
     """Times every one of ``entrants`` in turn. Collective; every rank gets all timings."""
     names = list(entrants)
-    # The next turn of a system goes on in the rotation where the last one ended.
-    calls = {name: cycle(each.calls) for name, each in entrants.items()}
-
-    def turn_us(name: str, batch: int) -> float:
-        entrants[name].refresh()
-        device.synchronize()
-        board.barrier(pace.rest_s)
-        return device.elapsed_us(islice(calls[name], batch)) / batch
-
-    batches = _choose_batches(board, entrants, turn_us, pace)
+    turns = {name: _Turns(board, clock, entrants[name], pace.rest_s) for name in names}
+    batches = _choose_batches(board, entrants, turns, pace)
     mine: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     gc.disable()
@@ -144,7 +124,7 @@ def measure(
         for index in range(pace.warmup_rounds + pace.rounds):
             first = index % len(names)
             for name in (*names[first:], *names[:first]):
-                elapsed_us = turn_us(name, batches[name])
+                elapsed_us = turns[name].take(batches[name])
                 if index >= pace.warmup_rounds:
                     mine[name].append(elapsed_us / entrants[name].calls_each)
     finally:
@@ -159,6 +139,11 @@ def measure(
 def slowest(times_by_rank: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """The time of the slowest rank, round by round."""
     return tuple(max(times) for times in zip(*times_by_rank, strict=True))
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest of ``values`` that is not below ``percent`` percent of them (nearest rank)."""
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 def ratios(timing: Timing, subject: Timing) -> list[float]:
@@ -204,17 +189,15 @@ def rows_of(
 
 
 def _choose_batches(
-    board: Board,
-    entrants: Mapping[str, Entrant],
-    turn_us: Callable[[str, int], float],
-    pace: Pace,
+    board: Board, entrants: Mapping[str, Entrant], turns: Mapping[str, _Turns], pace: Pace
 ) -> dict[str, int]:
     if pace.batch > 0:
         return {name: math.ceil(pace.batch / each.calls_each) for name, each in entrants.items()}
     # The first call of a library may set up its connections: it says nothing of the second.
-    for name in entrants:
-        turn_us(name, 1)
-    by_rank = board.exchange({name: min(turn_us(name, 2) for _ in range(3)) for name in entrants})
+    for one in turns.values():
+        one.take(1)
+    single_us = {name: min(one.take(2) for _ in range(3)) for name, one in turns.items()}
+    by_rank = board.exchange(single_us)
     return {
         name: batch_for(max(us[name] for us in by_rank), pace.turn_us, each.calls_each)
         for name, each in entrants.items()

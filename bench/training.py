@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import NamedTuple
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,15 +28,33 @@ from ringcomm.errors import ArgumentError
 from ringcomm.examples.train_gpt import read_corpus
 
 from . import training_deepspeed
-from . import training_systems as gpt
-from .devices import PROCESSES_ON_ONE_GPU, Gpu
-from .options import PROFILE, numbers, option, positive
+from .devices import PROCESSES_ON_ONE_GPU, Gpu, Host
+from .options import PROFILE, option, positive
 from .report import PROCESSES, Row, row_of
 from .run import Bench, Run
-from .timing import Device, Timing, ratios
+from .timing import Call, Clock, Timing, ratios
 from .timing import rows_of as timed_rows
-from .training_systems import Batches, Shape, Training
+from .training_systems import (
+    DDP,
+    DDP_HERE,
+    FSDP2,
+    FSDP2_HERE,
+    HSDP,
+    HSDP_HERE,
+    OPTIMIZERS,
+    PLAIN,
+    STAGES,
+    TRAINING,
+    Batches,
+    Shape,
+    Training,
+    differences,
+    entrants,
+    profiled_steps,
+    twins,
+)
 
+_RIVALS = (*(DDP, DDP_HERE, FSDP2, FSDP2_HERE, *training_deepspeed.STAGES, HSDP, HSDP_HERE), PLAIN)
 DEFAULT_CONTEXT = 64
 _MB = 1e6
 # A stage's parameters and gradients, and what it gathers and reduces them in.
@@ -44,7 +62,8 @@ _HEAP_COPIES = 4
 _HEAP_SLACK_BYTES = 1 << 30
 
 
-class TrainingOutcome(NamedTuple):
+@dataclass(frozen=True)
+class TrainingOutcome:
     """The outcome of one system's training, over all ranks.
 
     Attributes:
@@ -60,25 +79,30 @@ class TrainingOutcome(NamedTuple):
 
     @property
     def text(self) -> str:
-        losses = f"loss {self.first_loss:.3f} to {self.last_loss:.3f}"
-        return f"{losses}; {self.held_bytes / _MB:.1f} MB a rank"
+        return (
+            f"loss {self.first_loss:.3f} to {self.last_loss:.3f}; "
+            f"{self.held_bytes / _MB:.1f} MB a rank"
+        )
 
 
 def find_out(run: Run, trained: Mapping[str, Training], nodes: int) -> dict[str, TrainingOutcome]:
     """Compares each system with its twin; collective, and the same on all ranks."""
-    pairs = {} if gpt.PLAIN in trained else gpt.twins(run.world, nodes)
-    mine = {}
-    for name, each in trained.items():
-        twin = trained.get(pairs.get(name, ""))
-        wrong = None if twin is None else gpt.differences(each, twin)
-        mine[name] = wrong, each.losses[0].item(), each.losses[-1].item(), each.held_bytes
-    found = {}
+    compared = {} if PLAIN in trained else twins(run.world, nodes)
+    compared = {name: twin for name, twin in compared.items() if twin in trained}
+    mine = {
+        name: (
+            differences(each, trained[compared[name]]) if name in compared else None,
+            *(each.losses[0].item(), each.losses[-1].item(), each.held_bytes),
+        )
+        for name, each in trained.items()
+    }
     by_rank = run.board.exchange(mine)
+    found = {}
     for name in trained:
-        wrongs, first, last, held = zip(*(here[name] for here in by_rank), strict=True)
-        total = None if None in wrongs else sum(wrongs)
-        means = statistics.mean(first), statistics.mean(last)
-        found[name] = TrainingOutcome(total, *means, max(held))
+        wrong, first, last, held = zip(*(here[name] for here in by_rank), strict=True)
+        total = sum(wrong) if name in compared else None
+        first_loss, last_loss = statistics.mean(first), statistics.mean(last)
+        found[name] = TrainingOutcome(total, first_loss, last_loss, max(held))
     return found
 
 
@@ -90,23 +114,39 @@ def rows_of(
     nodes: int = 1,
 ) -> list[Row]:
     """A row per system; ratios are over the rival: torch alone, or DDP."""
-    alone = gpt.PLAIN in timings
+    alone = PLAIN in timings
     mode = PROCESSES_ON_ONE_GPU if alone else PROCESSES
     elems, dtype = shape.parameters, shape.dtype
-    case = row_of(gpt.TRAINING, str(shape), world, elems, dtype, mode=mode, nodes=nodes)
+    case = row_of(TRAINING, str(shape), world, elems, dtype, mode=mode, nodes=nodes)
     rows = []
-    for row in timed_rows(case, timings, gpt.PLAIN if alone else gpt.DDP):
-        found, own = findings[row.system], timings[row.system]
-        others = {
-            name: timings[name] for name in gpt.RIVALS if name in timings and name != row.system
-        }
-        took = {name: statistics.median(ratios(each, own)) for name, each in others.items()}
-        note = "; ".join([found.text, *(f"{name} takes {took[name]:.3f}" for name in took)])
+    for row in timed_rows(case, timings, PLAIN if alone else DDP):
+        others = [
+            f"{other} takes {statistics.median(ratios(timings[other], timings[row.system])):.3f}"
+            for other in _RIVALS
+            if other in timings and other != row.system
+        ]
+        found = findings[row.system]
+        note = "; ".join([found.text, *others])
         rows.append(replace(row, wrong=found.wrong, note=note, held_bytes=found.held_bytes))
-    if gpt.FSDP2 in timings and not training_deepspeed.installed_version():
+    if FSDP2 in timings and not training_deepspeed.installed_version():
         note = training_deepspeed.MISSING
         rows += [replace(case, system=name, note=note) for name in training_deepspeed.STAGES]
     return rows
+
+
+class SynchronizedClock:
+    """Wall time until the device has done what the calls have queued."""
+
+    def elapsed_us(self, calls: Iterable[Call]) -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter_ns()
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        return (time.perf_counter_ns() - begin) / 1e3
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
 
 
 def shapes_of(asked: argparse.Namespace) -> list[Shape]:
@@ -118,8 +158,7 @@ def shapes_of(asked: argparse.Namespace) -> list[Shape]:
 def measure(run: Run) -> None:
     asked, shapes = run.options, shapes_of(run.options)
     on_gpu = asked.device == "cuda"
-    # By the host's clock, until the GPU has done what the calls have queued.
-    device = Device(torch.cuda.synchronize) if on_gpu else Device()
+    clock: Clock = SynchronizedClock() if on_gpu else Host()
     comm = run.connect(
         "gloo", device=asked.device, heap_bytes=_device_heap_bytes(shapes) if on_gpu else None
     )
@@ -127,8 +166,8 @@ def measure(run: Run) -> None:
     run.say(f"# {run.world} ranks{nodes}; {asked.corpus.source}")
     for shape in shapes:
         batches = Batches(shape, asked.corpus, run.rank, run.world, comm.device)
-        trained = gpt.entrants(batches, comm, alone=on_gpu)
-        timings = run.time(trained, warmup_rounds=1, device=device)
+        trained = entrants(batches, comm, alone=on_gpu)
+        timings = run.time(trained, warmup_rounds=1, clock=clock)
         found = find_out(run, trained, comm.num_nodes)
         run.add(rows_of(shape, run.world, timings, found, comm.num_nodes))
         del trained
@@ -145,17 +184,19 @@ def _device_heap_bytes(shapes: list[Shape]) -> int:
     A GPU's heap does not grow, and its default is no measure of these models.
     """
     most = max(shape.parameters for shape in shapes) * torch.float32.itemsize
-    return len(gpt.STAGES) * _HEAP_COPIES * most + _HEAP_SLACK_BYTES
+    return len(STAGES) * _HEAP_COPIES * most + _HEAP_SLACK_BYTES
 
 
 def _profile(batches: Batches, stage: int, run: Run, comm: ringcomm.Communicator) -> None:
     """Prints how much of the communication nobody waited for, and writes this rank's spans."""
     file = run.options.profile
-    profile = gpt.profiled_steps(batches, stage, comm)
+    profile = profiled_steps(batches, stage, comm)
     profile.write(
         file.with_name(f"{file.stem}-stage{stage}-rank{comm.rank}{file.suffix}"), comm.rank
     )
-    mean = statistics.mean(run.board.exchange(profile.hidden_share()))
+    share = torch.tensor([profile.hidden_share()], dtype=torch.float64)
+    comm.all_reduce(share)
+    mean = share.item() / comm.world_size
     run.say(f"{batches.shape}  stage {stage}: {mean:.0%} of the communication was hidden")
 
 
@@ -171,13 +212,15 @@ DATA = option(
     "--data", metavar="PATH", help="text file or folder (default: Python's standard library)"
 )
 OPTIONS = (
-    *numbers(width=512, depth=8, heads=8),
-    option("--sequences", "a rank", type=positive, default=1),
+    option("--width", type=positive, default=512),
+    option("--depth", type=positive, default=8),
+    option("--heads", type=positive, default=8),
+    option("--sequences", type=positive, default=1, help="a rank (default 1)"),
     option("--context", type=positive, action="append", help="bytes (default 64)"),
     DATA,
     option(
         "--optimizer",
-        choices=tuple(gpt.OPTIMIZERS),
+        choices=tuple(OPTIMIZERS),
         default="adamw",
         help="of all systems: ringcomm's, and torch's (Lion: in torch's operations; adamw8bit: "
         "torch's AdamW)",

@@ -67,8 +67,8 @@ if TYPE_CHECKING:
         send,
     )
     from ringcomm.comm.host.arguments import ReduceOp, premul_sum
+    from ringcomm.comm.host.engine import Work
     from ringcomm.comm.host.options import CommOptions
-    from ringcomm.comm.host.work import Work
     from ringcomm.comm.local_world import LocalWorld, local_world
     from ringcomm.comm.objects import (
         all_gather_object,
@@ -126,7 +126,7 @@ _HOMES = {
     ),
     "ringcomm.comm.host.options": ("CommOptions",),
     "ringcomm.comm.host.arguments": ("ReduceOp", "premul_sum"),
-    "ringcomm.comm.host.work": ("Work",),
+    "ringcomm.comm.host.engine": ("Work",),
     "ringcomm.memory": ("Disk", "empty", "heap_stats", "zeros"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -226,9 +226,9 @@ def write(root: Path, name: str, text: str) -> None:
         ("ringcomm/memory/host_heap.py", "from ..comm import Work"),
         ("ringcomm/memory/host_heap.py", "import ringcomm"),
         ("ringcomm/memory/host_heap.py", "from ringcomm import Communicator"),
-        ("ringcomm/comm/host/work.py", "def f():\n    import ringcomm.c10d"),
+        ("ringcomm/comm/host/collectives.py", "def f():\n    import ringcomm.c10d"),
         (
-            "ringcomm/comm/host/work.py",
+            "ringcomm/comm/host/collectives.py",
             "import importlib\nimportlib.import_module('ringcomm.c10d')",
         ),
         ("ringcomm/c10d/group.py", "from ringcomm.functional import all_reduce"),
@@ -239,7 +239,7 @@ def write(root: Path, name: str, text: str) -> None:
         ("ringcomm/zero/stage.py", "if TYPE_CHECKING:\n    import ringcomm.extras.migrate"),
         ("ringcomm/cli/bench.py", "from ringcomm.bench import collectives"),
         ("ringcomm/cli/bench.py", "import ringcomm.bench.collectives"),
-        ("ringcomm/comm/host/work.py", "from tests.support import spawn"),
+        ("ringcomm/comm/host/collectives.py", "from tests.support import spawn"),
         ("ringcomm/__init__.py", "from ringcomm.cli import main"),
         ("ringcomm/stray.py", "import os"),
         ("ringcomm/_tl/launch.py", "from ringcomm.comm import work"),
@@ -261,7 +261,7 @@ def test_a_wrong_import_is_reported(tmp_path, name, line):
             "from ..errors import HeapError\nfrom ringcomm import _native",
         ),
         ("ringcomm/memory/host_heap.py", "from .block import Block\nimport os, torch"),
-        ("ringcomm/c10d/group.py", "from ringcomm.comm.host.work import Work"),
+        ("ringcomm/c10d/group.py", "from ringcomm.comm.host.engine import Work"),
         ("ringcomm/zero/__init__.py", "if TYPE_CHECKING:\n    import ringcomm.extras.migrate"),
         ("ringcomm/cli/demo.py", "import ringcomm\nfrom ringcomm import Communicator"),
         ("ringcomm/__init__.py", "from ringcomm.comm import Communicator"),
@@ -411,7 +411,7 @@ def test_no_modules_import_each_other():
 
 def test_a_private_name_of_another_package_is_reported(tmp_path):
     write(tmp_path, "ringcomm/comm/host/engine.py", "class E:\n    def _start(self): ...\n")
-    write(tmp_path, "ringcomm/comm/host/work.py", "def f(e): e._start()\n")
+    write(tmp_path, "ringcomm/comm/host/collectives.py", "def f(e): e._start()\n")
     write(tmp_path, "ringcomm/zero/stages/gather.py", "def f(e, t): e._start(t._version)\n")
     write(tmp_path, "ringcomm/zero/own.py", "from ringcomm.comm.host.engine import _start\n")
     assert sorted(line.partition(": ")[0] for line in privacy_violations(tmp_path)) == [

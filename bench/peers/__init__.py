@@ -7,13 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from ..launch import Placing
-
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from ..cases import Case
-    from ..timing import Device
+    from ..devices import Device
 
 # The module of each system and its class there, and the devices that it runs on.
 _MODULES = {
@@ -49,15 +48,19 @@ def runs_on(spec: str, device: str) -> bool:
     return device in _MODULES[spec.partition(":")[0]][2]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PeerSetup(Placing):
+@dataclass(frozen=True)
+class PeerSetup:
     """The setting of a system: this process's rank, and options that concern one system only."""
 
+    store: dist.Store
+    rank: int
+    world: int
     heap_tensors: bool
     api: str
     algorithm: str
     heap_bytes: int | None
     device: Device
+    mode: str
     kernels: str = "native"
     on_nodes: bool = False
 

@@ -14,17 +14,19 @@ import ringcomm
 
 from ..cases import Case
 from ..devices import ONE_LAUNCH
-from . import WIRES, Buffers, PeerSetup, Prepared, Unavailable, torch_groups
+from . import WIRES, Buffers, PeerSetup, Prepared, Unavailable
+from .torch_groups import (
+    REDUCE_OPS,
+    allocate_buffers,
+    bind_group,
+    destroy_groups,
+    init_default_group,
+    of_ringcomm,
+    prepare,
+)
 
 _TIMEOUT = timedelta(minutes=5)
 _TIMEOUT_OF_ONE_LAUNCH = timedelta(minutes=1)
-
-
-def _allocator(place: PeerSetup) -> torch_groups.Allocate:
-    """Allocates memory of ringcomm's heap, or ordinary memory, as is asked for."""
-    if not place.heap_tensors:
-        return torch_groups.plain(place)
-    return lambda count, dtype: ringcomm.empty(count, dtype=dtype, device=place.device.name)
 
 
 class Ringcomm:
@@ -34,7 +36,7 @@ class Ringcomm:
         how = place.mode if place.mode == ONE_LAUNCH else place.api
         kernels = "" if place.kernels == "native" else f", {place.kernels} kernels"
         self.version = f"ringcomm {ringcomm.__version__} ({how}{kernels})"
-        self._place, self._allocate = place, _allocator(place)
+        self._place, self._allocate = place, of_ringcomm(place)
         self._calls, self._extra, self.close = self._open()
 
     def _open(self) -> tuple[Any, dict[str, Any], Callable[[], object]]:
@@ -43,9 +45,9 @@ class Ringcomm:
         if place.api == "dist":
             if place.kernels != "native":
                 raise Unavailable("torch.distributed takes the native kernels")
-            torch_groups.init_default_group(place)
+            init_default_group(place)
             group = dist.new_group(backend="ringcomm", timeout=_TIMEOUT)
-            return torch_groups.bind_group(group), {}, torch_groups.destroy_groups
+            return bind_group(group), {}, destroy_groups
         connect: Callable[..., ringcomm.Communicator] = ringcomm.Communicator.from_store
         communicator = connect(
             dist.PrefixStore(f"ringcomm/{place.kernels}/{place.algorithm}", place.store),
@@ -70,7 +72,7 @@ class Ringcomm:
 
     def _bind(self, case: Case) -> Prepared:
         try:
-            return torch_groups.prepare(self._calls, case, self._allocate, **self._extra)
+            return prepare(self._calls, case, self._allocate, **self._extra)
         except ringcomm.UnsupportedError as error:
             raise Unavailable(str(error)) from error
 
@@ -93,11 +95,9 @@ class OneLaunch(Ringcomm):
         if name == "all_reduce" and not case.in_place:
             raise Unavailable("all_reduce works in place only")
         cases = [replace(case, rank=rank) for rank in range(case.world)]
-        tensors = [torch_groups.allocate_buffers(own, self._allocate) for own in cases]
-        buffers = tuple(Buffers(own, *each) for own, each in zip(cases, tensors, strict=True))
-        inputs, outputs = map(list, zip(*tensors, strict=True))
-        op = {"op": torch_groups.REDUCE_OPS[case.op]} if case.collective.reduces else {}
-        how = {**self._extra, **op}
+        buffers = tuple(Buffers(own, *allocate_buffers(own, self._allocate)) for own in cases)
+        inputs, outputs = [each.input for each in buffers], [each.output for each in buffers]
+        how = {**self._extra, **({"op": REDUCE_OPS[case.op]} if case.collective.reduces else {})}
         if name == "all_reduce":
             return Prepared(buffers, partial(world.all_reduce, outputs, **how))
         gathers = name == "all_gather"

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import ringcomm
+
 from ..cases import Case
 from ..devices import ONE_LAUNCH, PROCESSES_ON_ONE_GPU, nccl_version
 from . import Buffers, PeerSetup, Prepared, Unavailable
@@ -75,6 +77,13 @@ def plain(place: PeerSetup) -> Allocate:
     return lambda count, dtype: torch.zeros(count, dtype=dtype, device=place.device.tensors)
 
 
+def of_ringcomm(place: PeerSetup) -> Allocate:
+    """Allocates memory of ringcomm's heap, or ordinary memory, as is asked for."""
+    if not place.heap_tensors:
+        return plain(place)
+    return lambda count, dtype: ringcomm.empty(count, dtype=dtype, device=place.device.name)
+
+
 def allocate_buffers(case: Case, allocate: Allocate) -> tuple[Tensor, Tensor]:
     """Input and output of ``case``; in place they share memory as the operation defines it."""
     if not case.in_place:
@@ -89,33 +98,34 @@ def allocate_buffers(case: Case, allocate: Allocate) -> tuple[Tensor, Tensor]:
 
 def prepare(interface: Any, case: Case, allocate: Allocate, **extra: Any) -> Prepared:
     """Binds one call; ``extra`` goes to the calls that take an algorithm."""
-    name, root, world, at_root = case.collective.name, case.root, case.world, case.rank == case.root
+    name = case.collective.name
     if name in ("all_reduce", "reduce") and not case.in_place:
         raise Unavailable(f"{name} of torch.distributed works in place only")
     source, target = allocate_buffers(case, allocate)
-    pieces = (each.chunk(world) if at_root else () for each in (source, target))
-    sent, received = (list(each) or None for each in pieces)
-    op = [REDUCE_OPS[case.op]]
+    op, root = REDUCE_OPS[case.op], case.root
 
-    def send_recv() -> None:
-        work = interface.isend(source, (case.rank + 1) % world)
-        interface.recv(target, (case.rank - 1) % world)
+    def pieces(whole: Tensor) -> list[Tensor] | None:
+        return list(whole.chunk(case.world)) if case.rank == root else None
+
+    def send_recv(sent: Tensor, received: Tensor) -> None:
+        work = interface.isend(sent, (case.rank + 1) % case.world)
+        interface.recv(received, (case.rank - 1) % case.world)
         work.wait()
 
-    calls: dict[str, tuple[Callable[..., object], list[Any]]] = {
-        "all_reduce": (interface.all_reduce, [target, *op]),
-        "reduce_scatter": (interface.reduce_scatter_tensor, [target, source, *op]),
-        "all_gather": (interface.all_gather_into_tensor, [target, source]),
-        "broadcast": (interface.broadcast, [target, root]),
-        "reduce": (interface.reduce, [target, root, *op]),
-        "gather": (interface.gather, [source, received, root]),
-        "scatter": (interface.scatter, [target, sent, root]),
-        "all_to_all": (interface.all_to_all_single, [target, source]),
-        "send_recv": (send_recv, []),
+    bind: dict[str, Callable[[], partial[Any]]] = {
+        "all_reduce": lambda: partial(interface.all_reduce, target, op, **extra),
+        "reduce_scatter": lambda: partial(
+            interface.reduce_scatter_tensor, target, source, op, **extra
+        ),
+        "all_gather": lambda: partial(interface.all_gather_into_tensor, target, source, **extra),
+        "broadcast": lambda: partial(interface.broadcast, target, root),
+        "reduce": lambda: partial(interface.reduce, target, root, op),
+        "gather": lambda: partial(interface.gather, source, pieces(target), root),
+        "scatter": lambda: partial(interface.scatter, target, pieces(source), root),
+        "all_to_all": lambda: partial(interface.all_to_all_single, target, source),
+        "send_recv": lambda: partial(send_recv, source, target),
     }
-    function, arguments = calls[name]
-    how = extra if name in ("all_reduce", "reduce_scatter", "all_gather") else {}
-    return Prepared((Buffers(case, source, target),), partial(function, *arguments, **how))
+    return Prepared((Buffers(case, source, target),), bind[name]())
 
 
 class Gloo:
@@ -133,7 +143,7 @@ class Gloo:
         destroy_groups()
 
 
-class Nccl(Gloo):
+class Nccl:
     """A group of its own beside the default one; without one it says why in every cell."""
 
     def __init__(self, place: PeerSetup) -> None:
@@ -159,7 +169,10 @@ class Nccl(Gloo):
     def prepare(self, case: Case) -> Prepared:
         if self._refusal is not None:
             raise Unavailable(self._refusal)
-        return super().prepare(case)
+        return prepare(self._calls, case, self._allocate)
+
+    def close(self) -> None:
+        destroy_groups()
 
 
 def why_not(mode: str, version: tuple[int, ...]) -> str | None:

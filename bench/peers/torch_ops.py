@@ -13,14 +13,22 @@ from typing import Any
 
 import torch
 
-from ..cases import REDUCTIONS, Case
-from ..devices import ONE_GPU_MODES
-from ..timing import Call, Device
+from ..cases import Case
+from ..devices import ONE_GPU_MODES, Device
+from ..timing import Call
+from ..traffic import COUNTED, needed_bytes
 from . import Buffers, PeerSetup, Prepared, Unavailable
 
 Tensor = torch.Tensor
 
 _TRIALS = 5
+_REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "sum": torch.sum,
+    "prod": torch.prod,
+    "min": torch.amin,
+    "max": torch.amax,
+    "avg": torch.mean,
+}
 _PAIRS: dict[str, Callable[..., Any]] = {
     "sum": torch.add,
     "prod": torch.mul,
@@ -29,20 +37,6 @@ _PAIRS: dict[str, Callable[..., Any]] = {
 }
 # These widen small integers unless told not to.
 _WIDENING = ("sum", "prod")
-
-
-def needed_bytes(collective: str, size_bytes: int, world: int) -> int:
-    """Bytes that a collective reads and writes in the memory of one GPU that holds all its ranks.
-
-    ``size_bytes`` is the larger of a rank's two buffers. Each rank reads what its result needs
-    once, and writes its result once. reduce_scatter: a chunk of every rank in, one out. all_gather:
-    the same bytes in and out. all_reduce, in place: a reduce-scatter, then the other chunks in and
-    out. Raises :class:`Unavailable` for any other collective.
-    """
-    sizes = {"reduce_scatter": world + 1, "all_gather": 2 * world, "all_reduce": 3 * world - 1}
-    if collective not in sizes:
-        raise Unavailable(f"the bytes of {collective} are not counted")
-    return sizes[collective] * size_bytes
 
 
 class Copies:
@@ -63,9 +57,12 @@ class Copies:
         """Nothing was opened."""
 
     def _make(self, case: Case) -> Callable[[], Prepared]:
-        copied_bytes = needed_bytes(case.collective.name, case.size_bytes, case.world) // 2
+        name = case.collective.name
+        if name not in COUNTED:
+            raise Unavailable(f"the bytes of {name} are not counted")
 
         def make() -> Prepared:
+            copied_bytes = needed_bytes(name, case.size_bytes, case.world) // 2
             source = torch.empty(copied_bytes, dtype=torch.uint8, device=self._place.device.tensors)
             source.random_(0, 256)
             return Prepared((), partial(torch.zeros_like(source).copy_, source))
@@ -122,7 +119,7 @@ class TorchOps(Copies):
 def ways_to_reduce(op: str, rows: Tensor, out: Tensor) -> list[Call]:
     """Ways to combine the rows element by element, 16-bit floats in FP32."""
     extra = {"dtype": rows.dtype} if op in _WIDENING else {}
-    ways: list[Call] = [partial(REDUCTIONS[op], rows, dim=0, out=out, **extra)]
+    ways: list[Call] = [partial(_REDUCTIONS[op], rows, dim=0, out=out, **extra)]
     if len(rows) == 2 and op in _PAIRS:
         ways.append(partial(_PAIRS[op], rows[0], rows[1], out=out))
     return ways

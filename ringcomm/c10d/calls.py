@@ -33,12 +33,12 @@ from ringcomm.comm.host.arguments import (
     without_memory,
 )
 from ringcomm.comm.host.engine import Unusable
-from ringcomm.comm.host.work import Work as CommunicatorWork
+from ringcomm.comm.host.engine import Work as CommunicatorWork
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.integers import integer
 
 if TYPE_CHECKING:
-    from ringcomm.comm.host.work import Work as CommunicatorWork
+    from ringcomm.comm.host.engine import Work as CommunicatorWork
 
 __all__ = [
     "BACKEND_NAME",

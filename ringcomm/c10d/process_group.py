@@ -52,8 +52,8 @@ from ringcomm.comm.host.arguments import (
     only_inlined_methods,
     outside_of_compile,
 )
+from ringcomm.comm.host.engine import Work as CommunicatorWork
 from ringcomm.comm.host.options import CommOptions, seconds_of
-from ringcomm.comm.host.work import Work as CommunicatorWork
 from ringcomm.cuda import find_device
 from ringcomm.errors import ArgumentError, CollectiveTimeout, PeerLost, UnsupportedError, where
 from ringcomm.process import Deadline

@@ -11,7 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ringcomm.comm.recorder.reader import ended_ranks, live_recordings, running_communicators
+from ringcomm.comm.recorder.reader import (
+    Trace,
+    ended_ranks,
+    find_newest,
+    live_recordings,
+    newest,
+    read,
+    running_communicators,
+)
 from ringcomm.comm.recorder.records import (
     BEGUN,
     CAPTURED,
@@ -30,7 +38,6 @@ from ringcomm.comm.recorder.records import (
     inner_calls,
     skipped_call,
 )
-from ringcomm.comm.recorder.trace_file import Trace, find_newest, newest, read
 from ringcomm.errors import ArgumentError
 
 __all__ = [

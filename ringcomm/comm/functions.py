@@ -16,8 +16,8 @@ from ringcomm import cuda
 from ringcomm.comm.communicator import Communicator, Device
 from ringcomm.comm.device.messages import PeerMessage, launch_batch, launches_of
 from ringcomm.comm.host.arguments import SUM
+from ringcomm.comm.host.engine import Work
 from ringcomm.comm.host.options import CommOptions
-from ringcomm.comm.host.work import Work
 from ringcomm.cuda import find_device
 from ringcomm.errors import ArgumentError, RingcommError
 from ringcomm.integers import integer, integers

@@ -25,8 +25,8 @@ from ringcomm.c10d.calls import OP_TYPES, PendingWork
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.c10d.process_group import ProcessGroup as RingcommGroup
 from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.host.engine import Work as StartedWork
 from ringcomm.comm.host.options import CommOptions
-from ringcomm.comm.host.work import Work as StartedWork
 from ringcomm.errors import ArgumentError
 
 __all__ = ["plug", "unplug"]

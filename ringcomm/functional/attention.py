@@ -34,8 +34,17 @@ import torch.nn.functional as F
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.functions import Group, P2POp, batch_isend_irecv, irecv, isend
 from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError, where
-from ringcomm.functional.collectives import Place, all_to_all, enter, find, named, place_of
-from ringcomm.functional.operators import Derivatives, no_forward_mode, register
+from ringcomm.functional.collectives import (
+    Derivatives,
+    Place,
+    all_to_all,
+    enter,
+    find,
+    named,
+    no_forward_mode,
+    place_of,
+    register,
+)
 from ringcomm.integers import integer
 from ringcomm.json_reader import shown
 

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.functions import Group, communicator_of
 from ringcomm.errors import ArgumentError, MismatchError, where
-from ringcomm.functional.collectives import named, not_traced
-from ringcomm.functional.operators import refuse_transforms
+from ringcomm.functional.collectives import named, not_traced, refuse_transforms
 
 Tensor = torch.Tensor
 

@@ -32,9 +32,9 @@ from ringcomm.functional import matmul
 from ringcomm.functional.collectives import (
     communicator_named,
     groups_of_the_backend,
+    keep_order,
     key_of_group,
 )
-from ringcomm.functional.operators import keep_order
 
 __all__ = ["ProductPass", "fuse_products"]
 

@@ -29,12 +29,15 @@ from ringcomm.comm.functions import Group
 from ringcomm.comm.host.arguments import readable
 from ringcomm.comm.peer_memory import lent_to_peers
 from ringcomm.functional.collectives import (
+    Batching,
+    Derivatives,
+    Tangent,
     enter,
     find,
     linear_tangent,
     named,
+    register,
 )
-from ringcomm.functional.operators import Batching, Derivatives, Tangent, register
 from ringcomm.memory import empty
 
 # ---- Where sequence parallelism begins and ends: what all ranks have alike, and its parts by rank

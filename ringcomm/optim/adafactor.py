@@ -1,7 +1,7 @@
 """Adafactor: second moments in rows and columns, by the owner of each whole parameter.
 
 The update of an element takes sums over its row, its column and the whole parameter, so each
-parameter has an owner (``optim/owners.py``). What is kept of a matrix of m x n are m + n numbers.
+parameter has an owner (``optim/muon.py``). What is kept of a matrix of m x n are m + n numbers.
 They are as good as nothing beside its m n elements, so every rank has them, which makes saving and
 loading a matter of one rank; of a parameter without a matrix, such as a bias, its variance.
 
@@ -23,10 +23,10 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import UnsupportedError
 from ringcomm.optim.any_torch import StepControl
 from ringcomm.optim.buckets import Bucket, Buckets
+from ringcomm.optim.gradients import DeviceReducer, HostReducer, Reducer
 from ringcomm.optim.kernels import SKIPPED, STEPS, Kernels, StepTable
 from ringcomm.optim.layout import ParamSpec, ShardLayout
-from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.owners import (
+from ringcomm.optim.muon import (
     OwnedParam,
     OwnerExchange,
     OwnerKernels,
@@ -34,8 +34,8 @@ from ringcomm.optim.owners import (
     params_of,
     refuse_other_options,
 )
+from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import sharers_of
-from ringcomm.optim.reduction import DeviceReducer, HostReducer, Reducer
 from ringcomm.optim.rules import (
     AdamWRule,
     Group,

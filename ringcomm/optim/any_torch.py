@@ -22,11 +22,11 @@ from ringcomm.c10d.comm_argument import CommArgument
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.optim.buckets import Bucket, Buckets, empty_for_streams, gather_params
+from ringcomm.optim.gradients import DeviceReducer, HostReducer, Into
 from ringcomm.optim.kernels import CLIP, FOUND_INF, INV_SCALE, SKIPPED, STEPS, Kernels, StepTable
 from ringcomm.optim.layout import BucketLayout, Chunk, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import sharers_of
-from ringcomm.optim.reduction import DeviceReducer, HostReducer, Into
 from ringcomm.optim.rules import Group, ParamState, UpdateRule, digest_of, plain
 from ringcomm.optim.setting import LossScaler
 from ringcomm.optim.sharded import Params, ShardedOptimizer, Sharing

@@ -22,15 +22,15 @@ from ringcomm.comm.host.arguments import ReduceOp
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
 from ringcomm.optim.agreement import Asked, all_or_none
 from ringcomm.optim.buckets import Bucket
-from ringcomm.optim.layout import within
-from ringcomm.optim.placement import placement_of
-from ringcomm.optim.reduction import (
+from ringcomm.optim.gradients import (
     found_non_finite,
     joint_norm,
     norm_kind,
     norm_of,
     wide_norm_of,
 )
+from ringcomm.optim.layout import within
+from ringcomm.optim.placement import placement_of
 from ringcomm.optim.step import FirstPass, ShardedStep
 
 Tensor = torch.Tensor

@@ -13,14 +13,11 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.arguments import ALGORITHMS, DTYPE_CODES, DTYPE_NAMES, OP_CODES, CallChecks
-from ringcomm.comm.host.engine import Call, Use, itself
+from ringcomm.comm.host.engine import Call, Use, Work, itself
 from ringcomm.comm.host.triton import TritonEnd, require_triton
-from ringcomm.comm.host.work import Work
 from ringcomm.errors import RingcommError, UnsupportedError
 from ringcomm.optim.buckets import Bucket, empty_for_streams, gather_params
-from ringcomm.optim.layout import ShardLayout
-from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.reduction import (
+from ringcomm.optim.gradients import (
     NORM_WORDS,
     DeviceReducer,
     HostReducer,
@@ -29,6 +26,8 @@ from ringcomm.optim.reduction import (
     feeding_back,
     kind_code,
 )
+from ringcomm.optim.layout import ShardLayout
+from ringcomm.optim.options import AdamWOptions
 
 if TYPE_CHECKING:
     from ringcomm._tl.adamw_kind import ShardKind

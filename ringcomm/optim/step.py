@@ -29,7 +29,15 @@ from ringcomm.optim.agreement import (
 )
 from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets, OutsideWrites, count_change
 from ringcomm.optim.dtensors import find_mesh
-from ringcomm.optim.gradients import AccumulatedGradients, Gradients
+from ringcomm.optim.gradients import (
+    NORM_WORDS,
+    AccumulatedGradients,
+    Gradients,
+    combine,
+    found_non_finite,
+    leave_to_replica,
+    make_residual,
+)
 from ringcomm.optim.kernels import Kernels, PiecedKernels, StepTable
 from ringcomm.optim.layout import Chunk, ShardLayout, within
 from ringcomm.optim.placement import (
@@ -50,13 +58,6 @@ from ringcomm.optim.placement import (
     specs_of,
     warn_of_idle_axis,
     with_all_stages,
-)
-from ringcomm.optim.reduction import (
-    NORM_WORDS,
-    combine,
-    found_non_finite,
-    leave_to_replica,
-    make_residual,
 )
 from ringcomm.optim.rules import ParamState, plain
 from ringcomm.optim.setting import Setting

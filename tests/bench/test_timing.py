@@ -4,9 +4,9 @@ import pytest
 
 from ringcomm.bench import timing
 from ringcomm.bench.board import Board
+from ringcomm.bench.devices import Host
 from ringcomm.bench.report import row_of
 from ringcomm.bench.timing import (
-    Device,
     Entrant,
     Pace,
     Timing,
@@ -61,7 +61,7 @@ def test_systems_take_turns_in_rotating_order(clock):
     log: list[str] = []
     prepared = {name: takes(clock, log, name, 10) for name in "abc"}
     pace = Pace(rounds=3, warmup_rounds=1, batch=2, turn_us=0)
-    measure(LoggingBoard(log), prepared, pace, Device())
+    measure(LoggingBoard(log), prepared, pace, Host())
     assert "".join(log) == "|aa|bb|cc" + "|bb|cc|aa" + "|cc|aa|bb" + "|aa|bb|cc"
 
 
@@ -69,7 +69,7 @@ def test_times_are_per_call_and_warm_up_does_not_count(clock):
     log: list[str] = []
     prepared = {"a": takes(clock, log, "a", 10), "b": takes(clock, log, "b", 40)}
     pace = Pace(rounds=5, warmup_rounds=2, batch=3, turn_us=0)
-    timings = measure(LoggingBoard(log), prepared, pace, Device())
+    timings = measure(LoggingBoard(log), prepared, pace, Host())
     assert timings["a"].times_us == (10.0,) * 5
     assert ratios(timings["b"], timings["a"]) == [4.0] * 5
 
@@ -78,7 +78,7 @@ def test_a_turn_is_filled_with_calls(clock):
     log: list[str] = []
     prepared = {"fast": takes(clock, log, "f", 1), "slow": takes(clock, log, "s", 900)}
     pace = Pace(rounds=1, warmup_rounds=0, batch=0, turn_us=2000.0)
-    timings = measure(LoggingBoard(log), prepared, pace, Device())
+    timings = measure(LoggingBoard(log), prepared, pace, Host())
     assert (timings["fast"].batch, timings["slow"].batch) == (200, 3)
     assert [batch_for(us, 2000.0) for us in (0.0, 10.0, 5000.0)] == [200, 200, 1]
 
@@ -89,7 +89,7 @@ def test_buffer_sets_go_round_across_turns_and_refreshing_costs_nothing(clock):
     refresh = takes(clock, log, "*", 500).calls[0]
     pace = Pace(rounds=2, warmup_rounds=1, batch=4, turn_us=0)
     entrants = {"x": Entrant(calls, refresh=refresh)}
-    timings = measure(LoggingBoard(log), entrants, pace, Device())
+    timings = measure(LoggingBoard(log), entrants, pace, Host())
     assert "".join(log) == "*|abca*|bcab*|cabc"
     assert timings["x"].times_us == (10.0, 10.0)
 
@@ -98,7 +98,7 @@ def test_a_graph_counts_as_the_calls_in_it(clock):
     log: list[str] = []
     pace = Pace(rounds=2, warmup_rounds=0, batch=40, turn_us=0)
     entrants = {"x": Entrant(takes(clock, log, "g", 100).calls, calls_each=20)}
-    timings = measure(LoggingBoard(log), entrants, pace, Device())
+    timings = measure(LoggingBoard(log), entrants, pace, Host())
     assert "".join(log) == "|gg|gg"
     assert (timings["x"].times_us, timings["x"].batch) == ((5.0, 5.0), 40)
     assert [batch_for(us, 2000.0, 20) for us in (10.0, 900.0, 5000.0)] == [10, 3, 1]

@@ -15,7 +15,6 @@ from ringcomm.bench import run, training, training_deepspeed
 from ringcomm.bench.report import read
 from ringcomm.bench.training_systems import (
     ARITHMETIC,
-    CODED_OVER_NODES,
     DDP,
     DDP_HERE,
     FSDP2,
@@ -23,7 +22,12 @@ from ringcomm.bench.training_systems import (
     HSDP,
     HSDP_HERE,
     OPTIMIZERS,
-    PLAIN_OVER_NODES,
+    STAGE_2_CODED,
+    STAGE_2_CODED_PARAMS,
+    STAGE_2_CODED_TWICE,
+    STAGE_3_CODED_PARAMS,
+    STAGE_3_PARAMS_WORLD,
+    STAGE_3_STATE_NODE,
     STAGE_TWINS,
     STAGES,
     TRACED_STEPS,
@@ -195,7 +199,16 @@ def test_the_command_over_nodes(tmp_path):
     of_torch = [DDP, DDP_HERE, FSDP2, FSDP2_HERE]
     if training_deepspeed.installed_version():
         of_torch += training_deepspeed.STAGES
-    over_nodes = [*CODED_OVER_NODES, *PLAIN_OVER_NODES, HSDP, HSDP_HERE]
+    over_nodes = [
+        STAGE_2_CODED,
+        STAGE_2_CODED_TWICE,
+        STAGE_2_CODED_PARAMS,
+        STAGE_3_CODED_PARAMS,
+        STAGE_3_STATE_NODE,
+        STAGE_3_PARAMS_WORLD,
+        HSDP,
+        HSDP_HERE,
+    ]
     assert systems == [*STAGES, ARITHMETIC, *of_torch, *over_nodes]
     compared = {row.system for row in timed if row.wrong is not None}
     assert compared == twins(2, 2).keys() & set(systems) and report.wrong == 0

@@ -13,9 +13,8 @@ import torch
 import ringcomm
 from ringcomm.bench import report as bench_report
 from ringcomm.cli import main
-from ringcomm.cli.report import page, sources
-from ringcomm.cli.report.sections import ShownRow, waits_of
-from ringcomm.comm.recorder import trace_file
+from ringcomm.cli.report import KINDS, ShownRow, page, waits_of
+from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.records import RankRecording, Record, Recording
 from ringcomm.examples.train_gpt import Options, train
 from ringcomm.zero.stages.order import StepProfile, TimedSpan
@@ -181,8 +180,8 @@ def written(path, plain):
 
 
 def saved(path, recorded, error="it broke", of_node=None, at_s=1.5e9):
-    trace = trace_file.Trace(recorded, recorded.ranks[0].rank, at_s, error, of_node)
-    path.write_text(trace_file.text_of(trace))
+    trace = reader.Trace(recorded, recorded.ranks[0].rank, at_s, error, of_node)
+    path.write_text(reader.text_of(trace))
     return path
 
 
@@ -243,7 +242,7 @@ def test_files_of_all_nodes_are_one_section(tmp_path, paged):
             for rank in ranks
         ]
         recorded = Recording("world", 4, 0xA0 + node, 1000 * MS * (node + 1), tuple(made))
-        of_node = trace_file.OfNode(0xABC, node, nodes)
+        of_node = reader.OfNode(0xABC, node, nodes)
         path = tmp_path / f"node{node}.json"
         paths.append(saved(path, recorded, of_node=of_node, at_s=1.5e9 + 2 * node))
     page = paged(*paths)
@@ -468,5 +467,5 @@ def test_a_report_asks_for_fields_that_are_written():
 
 
 def test_every_kind_is_told_from_the_others():
-    names = [entries for entries, _ in sources.KINDS]
+    names = [entries for entries, _ in KINDS]
     assert not any(a <= b for i, a in enumerate(names) for j, b in enumerate(names) if i != j)

@@ -16,7 +16,7 @@ import ringcomm
 from ringcomm import _native
 from ringcomm.cli import main
 from ringcomm.cli.trace import chrome_text, over_nodes, report
-from ringcomm.comm.recorder import trace_file
+from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.reader import live_recordings, running_communicators
 from ringcomm.comm.recorder.records import NodeLevel, RankRecording, Record, Recording
 from ringcomm.errors import _BY_KIND, RingcommError
@@ -60,18 +60,18 @@ def recording(*ranks, **changes):
 
 def trace(recorded=None):
     recorded = recorded or recording([record(1), record(2)], [record(1), record(2, "barrier")])
-    return trace_file.Trace(recorded, 1, 1.5e9, "it broke")
+    return reader.Trace(recorded, 1, 1.5e9, "it broke")
 
 
 @pytest.fixture
 def saved(tmp_path):
     path = tmp_path / "ringcomm-world-0000000000000abc.json"
-    path.write_text(trace_file.text_of(trace()))
+    path.write_text(reader.text_of(trace()))
     return path
 
 
 def test_a_trace_is_read_as_it_was_written(saved):
-    assert trace_file.read(saved) == trace()
+    assert reader.read(saved) == trace()
 
 
 def test_the_call_at_which_ranks_part_is_found_and_marked():
@@ -172,7 +172,7 @@ def test_what_runs_is_listed_and_the_newest_trace_shown(saved, tmp_path, monkeyp
     folder = tmp_path / "current"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setenv(trace_file.VARIABLE, str(saved.parent))
+    monkeypatch.setenv(reader.VARIABLE, str(saved.parent))
     monkeypatch.setattr("ringcomm.cli.trace.running_communicators", list)
     assert main(["trace"]) == 0
     assert f"the newest trace of {saved.parent}, written " in capsys.readouterr().out
@@ -215,15 +215,15 @@ def test_running_communicators_are_found():
 
 def test_the_newest_trace_is_taken_when_none_is_named(saved, monkeypatch, capsys):
     monkeypatch.setattr("ringcomm.cli.trace.running_communicators", list)
-    monkeypatch.setenv(trace_file.VARIABLE, str(saved.parent))
+    monkeypatch.setenv(reader.VARIABLE, str(saved.parent))
     newer = saved.with_name("ringcomm-other-0000000000000001.json")
-    newer.write_text(trace_file.text_of(trace(recording([record(1)], communicator="other"))))
+    newer.write_text(reader.text_of(trace(recording([record(1)], communicator="other"))))
     os.utime(saved, (1, 1))
     (saved.parent / "unrelated.json").write_text("{}")
     assert main(["trace"]) == 0
     assert "communicator other, 1 rank" in capsys.readouterr().out
     for folder in (saved.parent / "empty", "off"):
-        monkeypatch.setenv(trace_file.VARIABLE, str(folder))
+        monkeypatch.setenv(reader.VARIABLE, str(folder))
         assert main(["trace"]) == 1
         assert "got none" in capsys.readouterr().err
 
@@ -468,8 +468,8 @@ def of_nodes(*waits, nodes=((0, 1), (2, 3)), taken_ns=1000 * MS):
             for rank in ranks
         ]
         recorded = Recording("world", len(waits), 0xA0 + node, taken_ns * (node + 1), tuple(made))
-        of_node = trace_file.OfNode(0xABC, node, nodes)
-        traces.append(trace_file.Trace(recorded, ranks[0], 1.5e9 + node, "it broke", of_node))
+        of_node = reader.OfNode(0xABC, node, nodes)
+        traces.append(reader.Trace(recorded, ranks[0], 1.5e9 + node, "it broke", of_node))
     return traces
 
 
@@ -504,7 +504,7 @@ def test_files_of_nodes_are_read_together(tmp_path, capsys):
     """The machines' clocks began at different times; the time line is that of the first."""
     paths = [str(tmp_path / f"{node}.json") for node in range(2)]
     for path, each in zip(paths, of_nodes(2, 3, -1, 2), strict=True):
-        Path(path).write_text(trace_file.text_of(each))
+        Path(path).write_text(reader.text_of(each))
     chrome = tmp_path / "chrome.json"
     assert main(["trace", *paths, "--chrome", str(chrome)]) == 0
     shown = capsys.readouterr().out
@@ -520,16 +520,16 @@ def test_files_of_nodes_are_read_together(tmp_path, capsys):
 @pytest.mark.parametrize(
     "of_node",
     [
-        trace_file.OfNode(1, 2, ((0,), (1,))),
-        trace_file.OfNode(1, -1, ((0,), (1,))),
-        trace_file.OfNode(1, 0, ((0,), (0,))),
-        trace_file.OfNode(1, 0, ((0, 1), (2,))),
-        trace_file.OfNode(1, 0, ((0,), (1,))),
+        reader.OfNode(1, 2, ((0,), (1,))),
+        reader.OfNode(1, -1, ((0,), (1,))),
+        reader.OfNode(1, 0, ((0,), (0,))),
+        reader.OfNode(1, 0, ((0, 1), (2,))),
+        reader.OfNode(1, 0, ((0,), (1,))),
     ],
 )
 def test_nodes_that_cannot_be_are_refused(tmp_path, of_node):
     """The trace holds ranks 0 and 1, so the last one has a rank of another node."""
     path = tmp_path / "trace.json"
-    path.write_text(trace_file.text_of(dataclasses.replace(trace(), of_node=of_node)))
+    path.write_text(reader.text_of(dataclasses.replace(trace(), of_node=of_node)))
     with pytest.raises(RingcommError, match="damaged"):
-        trace_file.read(path)
+        reader.read(path)

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringcomm import Communicator, MismatchError, ReduceOp, UnsupportedError, moe
 from ringcomm import functional as F
-from ringcomm.functional import operators
+from ringcomm.functional import collectives
 from tests.extras.moe import cases as moe_cases
 from tests.functional import cases
 from tests.functional.cases import whole
@@ -145,7 +145,7 @@ OPERATORS_WITHOUT_DERIVATIVES = ("same_options",)
 def test_every_function_and_operator_is_here():
     """A new function needs a problem, a new operator its derivatives."""
     assert set(F.__all__) == {*PROBLEMS, *REFUSED, *WITHOUT_DERIVATIVES}
-    everything = set(operators.registered)
+    everything = set(collectives.registered)
     moe_operators = {"moe_dispatch", "moe_combine", "moe_combine_backward"}
     of_backward = {"reduce", "weight_gradient"}  # reached by second derivatives below
     covered = {*PROBLEMS, "ring_attention", "ring_attention_backward", "same_options"}

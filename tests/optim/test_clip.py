@@ -15,7 +15,7 @@ from ringcomm import _native
 from ringcomm.comm.host.arguments import DTYPE_CODES
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError
 from ringcomm.optim import SGD, AdamW, AdamWOptions, GradScaler, LossScaleOptions, LossScaler
-from ringcomm.optim.reduction import NORM_WORDS, combine, norm_of
+from ringcomm.optim.gradients import NORM_WORDS, combine, norm_of
 from ringcomm.optim.sharded import ShardedOptimizer
 from tests.optim.problems import SHAPES, SMALL_BUCKETS, Problem, values
 

@@ -15,8 +15,7 @@ from torch.testing import assert_close
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from ringcomm.optim import Adafactor, AdamW, Muon, muon_groups, reshard
-from ringcomm.optim.muon import cost_of
-from ringcomm.optim.owners import owners_of
+from ringcomm.optim.muon import cost_of, owners_of
 from tests.optim.problems import SMALL_BUCKETS, assert_same_state, values
 from tests.optim.test_adamw import SAME_LOOPS, noise
 

@@ -23,7 +23,7 @@ def test_a_rehearsal_runs_every_run_of_the_harness_at_small_sizes():
         assert small.command[:3] == ["-m", rehearsed.__name__, module]
         if module == "collectives":
             options = parse(words)
-            assert options.maxbytes == 16 << 10 and options.rounds == 2
+            assert options.max_bytes == 16 << 10 and options.rounds == 2
             assert options.ranks == parse(usual.words.split()[1:]).ranks
             assert not (options.graph_calls and "torch" in options.systems)
         elif module == "device_steps":

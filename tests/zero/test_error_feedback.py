@@ -26,7 +26,7 @@ from ringcomm.optim import (
     LossScaler,
 )
 from ringcomm.optim.buckets import Bucket
-from ringcomm.optim.reduction import HostReducer, Into, make_residual
+from ringcomm.optim.gradients import HostReducer, Into, make_residual
 from ringcomm.zero.checkpoint import Reader
 from tests.support.covering import covering
 from tests.zero.models import MODELS, Run, assert_same_bits, new_model, options_of

@@ -53,9 +53,8 @@ from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.offload.scratch import DiskChunks
 from ringcomm.optim import SGD, Adafactor, AdamW, AdamW8bit, AdamWOptions, Lion, Muon, tiers
 from ringcomm.optim.clipping import NormBound
-from ringcomm.optim.gradients import Accumulator
+from ringcomm.optim.gradients import Accumulator, HostReducer, Into
 from ringcomm.optim.kernels import StepTable
-from ringcomm.optim.reduction import HostReducer, Into
 from ringcomm.zero.stages.buckets import ShardedBucket, WorldBucket
 from ringcomm.zero.stages.gather import HostCopier
 from ringcomm.zero.stages.optimizer import RoundedKernels, StageKernels

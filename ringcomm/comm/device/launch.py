@@ -27,10 +27,13 @@ from ringcomm.comm.host.engine import (
     UNDER_WAY,
     Call,
     CallEngine,
+    Outputs,
     RankContext,
     Use,
+    Work,
     closed,
     refusal,
+    wait_seconds,
 )
 from ringcomm.comm.host.meeting import CLOSED, LEFT, Membership
 from ringcomm.comm.host.options import milliseconds_of
@@ -42,7 +45,6 @@ from ringcomm.comm.host.triton import (
     device_place,
     require_triton,
 )
-from ringcomm.comm.host.work import Outputs, Work, wait_seconds
 from ringcomm.comm.recorder.reader import Fault, FlightRecorder
 from ringcomm.comm.recorder.records import Recording
 from ringcomm.cuda.runtime import DeviceRuntime, Event, Stream

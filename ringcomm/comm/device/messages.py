@@ -12,9 +12,8 @@ import torch
 from ringcomm.comm.device.core import MESSAGES, SeenEvent
 from ringcomm.comm.device.launch import DeviceCallEngine, DeviceWork, Launches
 from ringcomm.comm.host.arguments import put_back, readable, size_bytes, writable
-from ringcomm.comm.host.engine import Call, CallEngine
+from ringcomm.comm.host.engine import Call, CallEngine, Work
 from ringcomm.comm.host.messages import Messages
-from ringcomm.comm.host.work import Work
 from ringcomm.cuda.runtime import Stream
 from ringcomm.errors import UnsupportedError, where
 

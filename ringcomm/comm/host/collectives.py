@@ -11,8 +11,7 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.host.arguments import SUM, CallChecks, put_back, readable, size_bytes, writable
-from ringcomm.comm.host.engine import Call, CallEngine
-from ringcomm.comm.host.work import Work
+from ringcomm.comm.host.engine import Call, CallEngine, Work
 
 # NOTE [At once]
 #

@@ -18,8 +18,7 @@ from ringcomm.comm.host.arguments import (
     size_bytes,
     writable,
 )
-from ringcomm.comm.host.engine import CallEngine
-from ringcomm.comm.host.work import Outputs, Work, wait_seconds
+from ringcomm.comm.host.engine import CallEngine, Outputs, Work, wait_seconds
 from ringcomm.errors import (
     CollectiveTimeout,
     MismatchError,

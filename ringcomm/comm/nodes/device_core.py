@@ -42,11 +42,10 @@ from ringcomm.comm.device.launch import (
     StreamContext,
 )
 from ringcomm.comm.host.arguments import CallChecks
-from ringcomm.comm.host.engine import EXIT_GRACE_S, UNDER_WAY, Call, RankContext
+from ringcomm.comm.host.engine import EXIT_GRACE_S, UNDER_WAY, Call, Outputs, RankContext, Work
 from ringcomm.comm.host.meeting import Places
 from ringcomm.comm.host.messages import Messages
 from ringcomm.comm.host.options import milliseconds_of
-from ringcomm.comm.host.work import Outputs, Work
 from ringcomm.comm.nodes.calls import BYTE, DIRECT, CallsOverNodes, _Failed
 from ringcomm.comm.nodes.carrier import DeviceRails, Rails
 from ringcomm.comm.nodes.core import ELEM_BYTES, LINE_ELEMS, ONE_HOP_BYTES, Span

@@ -29,16 +29,16 @@ from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.host.engine import Call
 from ringcomm.comm.host.meeting import ENDED, LEFT, Places, why_lost
 from ringcomm.comm.nodes.carrier import join, told_by
-from ringcomm.comm.recorder import trace_file
+from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.reader import (
     LIMIT_S,
     FlightRecorder,
+    OfNode,
     Writing,
     last_over_nodes,
     told_over_nodes,
 )
 from ringcomm.comm.recorder.records import Recording, at, renumbered
-from ringcomm.comm.recorder.trace_file import OfNode
 from ringcomm.cuda.runtime import Event
 from ringcomm.errors import (
     AbortedError,
@@ -89,7 +89,7 @@ class NodeTrace:
 
     def copy(self) -> None:
         """Copies what the ranks of this node do at this moment; raises nothing."""
-        if trace_file.is_off():
+        if reader.is_off():
             return
         try:
             self._waits = [self._awaited(place) for place in range(len(self._places.mates))]
@@ -116,7 +116,7 @@ class NodeTrace:
             beyond = self._waits[self._places.place_of(each.rank)]
             ranks.append(replace(each, waits_for=beyond) if beyond >= 0 else each)
         recording = replace(recording, ranks=tuple(ranks))
-        return trace_file.leave(recording, self._places.rank, error, self._of_node)
+        return reader.leave(recording, self._places.rank, error, self._of_node)
 
 
 LOOK_S = 0.05

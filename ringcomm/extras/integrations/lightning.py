@@ -18,7 +18,7 @@ from torch import nn
 
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.extras.integrations.sharded_modules import (
+from ringcomm.extras.integrations import (
     imported,
     is_sharded,
     must_be_sharded,

@@ -10,14 +10,14 @@ from torch import nn
 
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.extras.integrations.accelerate import ZeroAccelerator, check_settings
-from ringcomm.extras.integrations.sharded_modules import (
+from ringcomm.extras.integrations import (
     imported,
     is_sharded,
     must_be_sharded,
     next_number,
     writing,
 )
+from ringcomm.extras.integrations.accelerate import ZeroAccelerator, check_settings
 from ringcomm.optim.adamw import AdamW
 from ringcomm.optim.any_torch import Sharded
 from ringcomm.optim.options import AdamWOptions

@@ -1,6 +1,6 @@
 """Dispatch on devices of one node, whose kernels read peers' rows where they lie.
 
-It gives the rows, counts and tables of :mod:`ringcomm.extras.moe.operators`, to the bit. Where the
+It gives the rows, counts and tables of :mod:`ringcomm.extras.moe.dispatch`, to the bit. Where the
 host walks through lists of assignments, here torch's operations make them: a sort of a rank's own
 assignments, and sums of the counts of all ranks. The host waits for the device twice, for the
 headers and for the counts, by which it knows how many rows there are.

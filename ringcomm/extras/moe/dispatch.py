@@ -2,18 +2,430 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 
+from ringcomm import _native
+from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.functions import Group, communicator_of
-from ringcomm.comm.host.arguments import CallChecks
-from ringcomm.errors import ArgumentError
-from ringcomm.extras.moe import operators
-from ringcomm.extras.moe.rows import Tables
-from ringcomm.functional.collectives import enter
+from ringcomm.comm.host.arguments import DTYPE_CODES, CallChecks, readable, size_bytes
+from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.extras.moe import devices, nodes
+from ringcomm.extras.moe.rows import (
+    BACKWARD,
+    COMBINE,
+    DISPATCH,
+    ENTRY_WORDS,
+    FLOAT_BYTES,
+    UNWEIGHTED,
+    WANTS_GRADIENT,
+    WEIGHTED,
+    WEIGHTS,
+    WORD_BYTES,
+    Outboxes,
+    Routes,
+    RowsHeader,
+    Tables,
+    check_combined,
+    check_routes,
+    check_rows,
+    check_weights,
+    exchange,
+    lendable,
+    new_rows,
+    outboxes_of,
+    prepared,
+    reading,
+    rows_by_rank,
+    run_native,
+    tables_bytes,
+    usable,
+    write_tables,
+)
+from ringcomm.functional.collectives import Derivatives, enter, no_forward_mode, register
 
 Tensor = torch.Tensor
+
+
+class _Published(NamedTuple):
+    """A rank's part of a call: its header, and the tensors that mates read until the call ends."""
+
+    header: RowsHeader
+    kept: tuple[Tensor, ...]
+
+
+# ---- dispatch ---------------------------------------------------------------------------------
+
+
+def _publish_routes(
+    comm: Communicator, outboxes: Outboxes, operation: str, r: Routes
+) -> _Published:
+    checks = comm.checks(operation)
+    check_routes(checks, r)
+    x = r.x.detach()
+    lent = r.wire is None and lendable(comm, x)
+    tables, payload = outboxes.take(tables_bytes(r), 0 if lent else len(x) * r.payload_bytes)
+    write_tables(checks, r, tables)
+    if lent:
+        payload = x
+    else:
+        r.write_payload(payload)
+    header = r.header()._replace(
+        lent=int(lent),
+        payload=outboxes.offset_of(payload),
+        tables=outboxes.offset_of(tables),
+    )
+    return _Published(header, (x, tables, payload))
+
+
+def _dispatch(*arguments: Any) -> tuple[Tensor, ...]:
+    operation = "moe.dispatch"
+    routes = Routes(*arguments)
+    comm = usable(routes.group, routes.world_size, operation)
+    if comm.launches:
+        return devices.dispatch(comm, operation, routes)
+    if comm.num_nodes > 1:
+        return nodes.dispatch(nodes.over_nodes(comm, operation), operation, routes)
+    outboxes = outboxes_of(comm)
+    published, refusal = prepared(lambda: _publish_routes(comm, outboxes, operation, routes))
+    mine = RowsHeader(DISPATCH, refused=1) if published is None else published.header
+    headers = exchange(comm, operation, mine, refusal)
+    # Calls that end here end so on all ranks, which therefore count alike.
+    outboxes.calls += 1
+    counts_ptrs = outboxes.at([header.tables for header in headers])
+    count = rows_by_rank(comm, headers, counts_ptrs)
+    with reading(comm, operation, headers):
+        return _pull_tokens(comm, outboxes, routes, headers, (counts_ptrs, count))
+
+
+def _pull_tokens(
+    comm: Communicator,
+    outboxes: Outboxes,
+    routes: Routes,
+    headers: Sequence[RowsHeader],
+    found: tuple[list[int], int],
+) -> tuple[Tensor, ...]:
+    counts_ptrs, count = found
+    x, k, experts = routes.x, headers[0].k, headers[0].experts
+    here = experts // comm.world_size
+    room = count if routes.limit < 0 else routes.limit
+    order_ptrs = [ptr + experts * WORD_BYTES for ptr in counts_ptrs]
+    tokens_ptrs = outboxes.at([header.payload for header in headers])
+    places = torch.empty(len(x), k, ENTRY_WORDS, dtype=torch.int64, device="cpu")
+    sources = torch.empty(room, _native.SOURCE_WORDS, dtype=torch.int64, device="cpu")
+    counts = torch.empty(here, dtype=torch.int64, device="cpu")
+    _native.find_places(order_ptrs, counts_ptrs, comm.rank, experts, len(x) * k, places.data_ptr())
+    first = comm.rank * here
+    _native.list_sources(
+        order_ptrs, counts_ptrs, first, here, k, sources.data_ptr(), counts.data_ptr()
+    )
+    sources[count:] = -1
+    rows = routes.read_rows(comm, sources, tokens_ptrs)
+    row_weights = torch.empty(room if headers[0].weighted else 0, dtype=torch.float32, device="cpu")
+    if headers[0].weighted:
+        weights_ptrs = [
+            order_ptr + header.tokens * k * WORD_BYTES
+            for order_ptr, header in zip(order_ptrs, headers, strict=True)
+        ]
+        second = sources.data_ptr() + ENTRY_WORDS * WORD_BYTES
+        _native.copy_rows(
+            second, _native.SOURCE_WORDS, room, weights_ptrs, FLOAT_BYTES, row_weights.data_ptr()
+        )
+    stamp = torch.tensor([outboxes.calls, count], dtype=torch.int64, device="cpu")
+    return rows, counts, places, sources, row_weights, stamp
+
+
+def _shape_of_dispatched(*arguments: Any) -> tuple[Tensor, ...]:
+    x, topk_idx, topk_weights, num_experts, max_rows, _, _, world_size = arguments
+    room: Any = max_rows
+    if max_rows < 0:
+        room = torch.library.get_ctx().new_dynamic_size()
+    weighted = topk_weights is not None
+    return (
+        x.new_empty((room, x.size(1))),
+        topk_idx.new_empty((num_experts // world_size,)),
+        topk_idx.new_empty((*topk_idx.shape, ENTRY_WORDS)),
+        topk_idx.new_empty((room, _native.SOURCE_WORDS)),
+        x.new_empty((room if weighted else 0,), dtype=torch.float32),
+        # The host looks at it without waiting for a device.
+        torch.empty(2, dtype=torch.int64, device="cpu"),
+    )
+
+
+# ---- combine ----------------------------------------------------------------------------------
+
+
+def _publish_rows(
+    comm: Communicator, outboxes: Outboxes, rows: Tensor, count: int, header: RowsHeader
+) -> _Published:
+    """Publishes the first ``count`` of rows, unless there are several nodes."""
+    rows = rows.detach()[:count]
+    header = header._replace(hidden=rows.size(1), dtype=DTYPE_CODES[rows.dtype], tokens=count)
+    if comm.num_nodes > 1:
+        return _Published(header, (rows,))
+    lent = lendable(comm, rows)
+    [payload] = outboxes.take(0 if lent else size_bytes(rows))
+    if lent:
+        payload = rows
+    else:
+        payload.view(rows.dtype).view(rows.shape).copy_(rows)
+    header = header._replace(lent=int(lent), payload=outboxes.offset_of(payload))
+    return _Published(header, (payload,))
+
+
+def _combine(y: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
+    places, sources, _, stamp, group, world_size = rest
+    operation = "moe.combine"
+    comm = usable(group, world_size, operation)
+    outboxes = outboxes_of(comm)
+    number, count = stamp.tolist()
+    base = RowsHeader(COMBINE, number, k=places.size(1), weighted=int(weights is not None))
+
+    def publish() -> _Published:
+        checks = comm.checks(operation)
+        check_combined(checks, y, sources)
+        if weights is not None:
+            check_weights(checks, weights, tuple(places.shape[:2]), y.dtype)
+        return _publish_rows(comm, outboxes, y, count, base)
+
+    published, refusal = prepared(publish)
+    mine = base._replace(refused=1) if published is None else published.header
+    headers = exchange(comm, operation, mine, refusal)
+    with reading(comm, operation, headers):
+        table = readable(places)
+        if comm.num_nodes == 1:
+            ptrs = outboxes.at([header.payload for header in headers])
+        else:
+            several = nodes.over_nodes(comm, operation)
+            given = (y.detach()[:count], sources[:count], table)
+            table, (ptrs, _kept) = nodes.fetch_rows(several, outboxes, *given)
+        out = new_rows(comm, y, places.size(0))
+        wide = None if weights is None else readable(weights.detach().float())
+        run_native(
+            comm,
+            operation,
+            "sum_rows",
+            table.data_ptr(),
+            ptrs,
+            places.size(0),
+            places.size(1),
+            0 if wide is None else wide.data_ptr(),
+            DTYPE_CODES[y.dtype],
+            y.size(1),
+            out.data_ptr(),
+        )
+    return out
+
+
+def _shape_of_combined(y: Tensor, weights: Tensor | None, places: Tensor, *_: Any) -> Tensor:
+    return y.new_empty((places.size(0), y.size(1)))
+
+
+# ---- the gradient of combine ------------------------------------------------------------------
+
+
+def _published_tokens(
+    comm: Communicator,
+    outboxes: Outboxes,
+    operation: str,
+    headers: Sequence[RowsHeader],
+    given: tuple[Tensor, Tensor],
+) -> nodes.Lent:
+    """Where the gradients of all ranks' tokens lie."""
+    grad, places = given[0].detach(), readable(given[1])
+    if comm.num_nodes == 1:
+        return outboxes.at([header.payload for header in headers]), []
+
+    def write(to: Tensor) -> None:
+        to.view(grad.dtype).view(grad.shape).copy_(grad)
+
+    several = nodes.over_nodes(comm, operation)
+    row_bytes = grad.size(1) * grad.element_size()
+    return nodes.share_tokens(several, outboxes, places, row_bytes, write)
+
+
+def _combine_backward(grad: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    places, sources, row_weights, stamp, weighting, group, world_size = rest
+    operation = "moe.combine_backward"
+    comm = usable(group, world_size, operation)
+    outboxes = outboxes_of(comm)
+    number, _ = stamp.tolist()
+    base = RowsHeader(BACKWARD, number, weighted=int(weighting > UNWEIGHTED), wants=weighting)
+
+    def publish() -> _Published:
+        check_rows(comm.checks(operation), "grad", grad)
+        return _publish_rows(comm, outboxes, grad, grad.size(0), base)
+
+    published, refusal = prepared(publish)
+    mine = base._replace(refused=1) if published is None else published.header
+    headers = exchange(comm, operation, mine, refusal)
+    table = readable(sources)
+    with reading(comm, operation, headers):
+        of_y = new_rows(comm, y, y.size(0))
+        ptrs, _kept = _published_tokens(comm, outboxes, operation, headers, (grad, places))
+        if weighting == UNWEIGHTED:
+            row_bytes = grad.size(1) * grad.element_size()
+            entries = (table.data_ptr(), _native.SOURCE_WORDS, y.size(0), ptrs)
+            run_native(comm, operation, "copy_rows", *entries, row_bytes, of_y.data_ptr())
+            return of_y, _no_gradient(grad)
+        dots = y.new_empty((y.size(0), 1), dtype=torch.float32)
+        dense = readable(y.detach())
+        run_native(
+            comm,
+            operation,
+            "scale_rows",
+            table.data_ptr(),
+            y.size(0),
+            ptrs,
+            row_weights.data_ptr(),
+            dense.data_ptr(),
+            DTYPE_CODES[y.dtype],
+            y.size(1),
+            of_y.data_ptr(),
+            dots.data_ptr(),
+        )
+    if not any(header.wants == WANTS_GRADIENT for header in headers):
+        return of_y, _no_gradient(grad)
+    of_weights = _weight_gradients(comm, dots, Tables(places, table, row_weights, stamp))
+    return of_y, of_weights if weighting == WANTS_GRADIENT else _no_gradient(grad)
+
+
+def _no_gradient(grad: Tensor) -> Tensor:
+    return grad.new_empty((0, 0), dtype=torch.float32)
+
+
+def _weight_gradients(comm: Communicator, dots: Tensor, tables: Tables) -> Tensor:
+    """Brings the scalar products of rows to the ranks of their tokens: [tokens, k]."""
+    operation = "moe.combine_backward"
+    outboxes, places = outboxes_of(comm), readable(tables.places)
+    number, count = tables.stamp.tolist()
+    if comm.num_nodes > 1:
+        with reading(comm, operation, ()):
+            several = nodes.over_nodes(comm, operation)
+            return nodes.send_numbers(several, dots[:count], tables.sources[:count], places)
+    base = RowsHeader(WEIGHTS, number)
+    published, refusal = prepared(lambda: _publish_rows(comm, outboxes, dots, count, base))
+    mine = base._replace(refused=1) if published is None else published.header
+    headers = exchange(comm, operation, mine, refusal)
+    with reading(comm, operation, headers):
+        of_weights = dots.new_empty(places.shape[:2])
+        ptrs = outboxes.at([header.payload for header in headers])
+        entries = (places.data_ptr(), ENTRY_WORDS, of_weights.numel(), ptrs)
+        run_native(comm, operation, "copy_rows", *entries, FLOAT_BYTES, of_weights.data_ptr())
+    return of_weights
+
+
+def _shape_of_gradients(grad: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    places, weighting = rest[0], rest[4]
+    shape = tuple(places.shape[:2]) if weighting == WANTS_GRADIENT else (0, 0)
+    return y.new_empty(y.shape), grad.new_empty(shape, dtype=torch.float32)
+
+
+# ---- the operators ----------------------------------------------------------------------------
+
+_ops = torch.ops.ringcomm
+
+
+def _remember_dispatch(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
+    _, _, places, sources, row_weights, stamp = output
+    ctx.mark_non_differentiable(row_weights)
+    ctx.save_for_backward(places, sources, stamp)
+    ctx.place = inputs[6:]
+
+
+def _gradients_of_dispatch(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    places, sources, stamp = ctx.saved_tensors
+    none = grad.new_empty(0, dtype=torch.float32)
+    of_x = _ops.moe_combine(grad, None, places, sources, none, stamp, *ctx.place)
+    return (of_x, *[None] * 7)
+
+
+def _remember_combine(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    y, weights, places, sources, row_weights, stamp = inputs[:6]
+    # The weights only for autograd's sake, which complains if they have changed since.
+    ctx.save_for_backward(y, weights, places, sources, row_weights, stamp)
+    ctx.place = inputs[6:]
+
+
+def _gradients_of_combine(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    y, weights, places, sources, row_weights, stamp = ctx.saved_tensors
+    wants = weights is not None and ctx.needs_input_grad[1]
+    weighting = UNWEIGHTED if weights is None else WANTS_GRADIENT if wants else WEIGHTED
+    of_y, of_weights = _ops.moe_combine_backward(
+        grad, y, places, sources, row_weights, stamp, weighting, *ctx.place
+    )
+    return (of_y, of_weights.to(weights.dtype) if wants else None, *[None] * 6)
+
+
+def _refuse_again(ctx: Any, *_: Any) -> Any:
+    raise UnsupportedError(
+        "moe.combine_backward: the gradient of combine has no gradient of its own; do not call "
+        "backward(create_graph=True) or torch.autograd.grad(create_graph=True) through it"
+    )
+
+
+def _refuse_tangents(inputs: Sequence[Any], has_tangent: bool) -> None:
+    if has_tangent:
+        raise no_forward_mode(
+            "moe.combine_backward",
+            "forward mode over reverse mode would differentiate the gradient of combine again; "
+            "use torch.func.jvp or jacfwd without a gradient inside",
+        )
+
+
+def _tangent_of_dispatch(
+    inputs: Sequence[Any], results: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Copies the tangents of the tokens where dispatch has copied the tokens."""
+    rows, _, places, sources, _, stamp = results
+    none = rows.new_empty(0, dtype=torch.float32)
+    of_rows, _ = _ops.moe_combine_backward(
+        tangents[0], rows, places, sources, none, stamp, UNWEIGHTED, *inputs[6:]
+    )
+    return (of_rows, *[None] * 5)
+
+
+def _tangent_of_combine(
+    inputs: Sequence[Any], results: Sequence[Any], tangents: Sequence[Any]
+) -> Tensor:
+    y, weights, *rest = inputs
+    of_y: Tensor = _ops.moe_combine(tangents[0], weights, *rest)
+    return of_y if weights is None else of_y + _ops.moe_combine(y, tangents[1], *rest)
+
+
+_GROUP = "str group, int world_size"
+register(
+    "moe_dispatch",
+    "(Tensor x, Tensor topk_idx, Tensor? topk_weights, int num_experts, SymInt max_rows, "
+    f"str? wire, {_GROUP}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _dispatch,
+    _shape_of_dispatched,
+    derivatives=Derivatives(_gradients_of_dispatch, _tangent_of_dispatch, _remember_dispatch),
+)
+register(
+    "moe_combine",
+    "(Tensor y, Tensor? weights, Tensor places, Tensor sources, Tensor row_weights, "
+    f"Tensor stamp, {_GROUP}) -> Tensor",
+    _combine,
+    _shape_of_combined,
+    derivatives=Derivatives(_gradients_of_combine, _tangent_of_combine, _remember_combine),
+)
+register(
+    "moe_combine_backward",
+    "(Tensor grad, Tensor y, Tensor places, Tensor sources, Tensor row_weights, Tensor stamp, "
+    f"int weighting, {_GROUP}) -> (Tensor, Tensor)",
+    _combine_backward,
+    _shape_of_gradients,
+    derivatives=Derivatives(
+        _refuse_again, None, lambda ctx, inputs, output: None, _refuse_tangents
+    ),
+)
+
+
+# ---- Tokens to the ranks of their experts and back: dispatch and combine -------------------------
+
 _DISPATCH = "moe.dispatch"
 _COMBINE = "moe.combine"
 
@@ -78,7 +490,7 @@ def dispatch(
         num_experts = checks.integer("num_experts", num_experts)
         if max_rows is not None:
             max_rows = checks.integer("max_rows", max_rows)
-    rows, counts, *tables = operators.dispatch(
+    rows, counts, *tables = _ops.moe_dispatch(
         x,
         topk_idx,
         None if topk_weights is None else topk_weights.detach(),
@@ -118,5 +530,5 @@ def combine(y: Tensor, handle: Handle) -> Tensor:
         )
     if not isinstance(y, Tensor):
         raise ArgumentError(f"{_COMBINE}: y: expected a tensor, got {type(y).__name__}")
-    found = operators.combine(y, handle.weights, *handle.tables, *handle.group)
+    found = _ops.moe_combine(y, handle.weights, *handle.tables, *handle.group)
     return cast(Tensor, found)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.host.work import Work
+from ringcomm.comm.host.engine import Work
 from ringcomm.comm.peer_memory import peer_tensors
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError, where
 from ringcomm.memory import normal_tensors, zeros

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.launch import DeviceCallEngine
-from ringcomm.comm.host.work import Work
+from ringcomm.comm.host.engine import Work
 from ringcomm.cuda.runtime import Event
 from ringcomm.errors import ArgumentError, DiskError, no_thread
 from ringcomm.zero.stages.buckets import ShardedBucket

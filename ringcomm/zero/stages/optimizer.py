@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.host.work import Work
+from ringcomm.comm.host.engine import Work
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory import zeros
 from ringcomm.offload.scratch import DiskChunks
@@ -27,11 +27,19 @@ from ringcomm.optim.dtensors import (
     plainly,
     set_grad,
 )
-from ringcomm.optim.gradients import AccumulatedGradients, Accumulator, Gradients
+from ringcomm.optim.gradients import (
+    NORM_WORDS,
+    AccumulatedGradients,
+    Accumulator,
+    Gradients,
+    Into,
+    Reducer,
+    make_reducer,
+)
 from ringcomm.optim.kernels import FOUND_INF, Kernels, StepTable
 from ringcomm.optim.layout import ShardLayout
+from ringcomm.optim.muon import OwnerKernels
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.owners import OwnerKernels
 from ringcomm.optim.placement import (
     BucketOwner,
     Placement,
@@ -42,7 +50,6 @@ from ringcomm.optim.placement import (
     place_frozen,
     sharers_of,
 )
-from ringcomm.optim.reduction import NORM_WORDS, Into, Reducer, make_reducer
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.optim.step import ShardedStep
 from ringcomm.optim.tiers import takes_step

@@ -43,8 +43,8 @@ from ringcomm.optim.dtensors import (
     plainly,
     set_grad,
 )
+from ringcomm.optim.gradients import found_non_finite
 from ringcomm.optim.layout import within
-from ringcomm.optim.reduction import found_non_finite
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.stages.absent import FACTS, Absent, make_present

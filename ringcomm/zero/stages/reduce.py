@@ -38,14 +38,13 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.host.work import Work
+from ringcomm.comm.host.engine import Work
 from ringcomm.comm.nodes.wires import Residual
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import empty
 from ringcomm.optim.buckets import empty_for_streams
 from ringcomm.optim.dtensors import grad_of, local_gradient, other_shape, plainly, set_grad
-from ringcomm.optim.gradients import Accumulator
-from ringcomm.optim.reduction import NORM_WORDS, Into, make_reducer, make_residual
+from ringcomm.optim.gradients import NORM_WORDS, Accumulator, Into, make_reducer, make_residual
 from ringcomm.zero.stages.buckets import ParamBucket
 from ringcomm.zero.stages.options import ZeroOptions
 from ringcomm.zero.stages.order import BucketOrder, StepProfile, any_of

@@ -8,7 +8,7 @@ import torch
 
 import ringcomm
 from ringcomm.cli.trace import over_nodes
-from ringcomm.comm.recorder import trace_file
+from ringcomm.comm.recorder import reader
 from ringcomm.errors import RingcommError
 
 NODES = ((0, 1), (2,))
@@ -39,7 +39,7 @@ def wait_for_the_last(comm: ringcomm.Communicator, folder: Path) -> str:
 
 
 def test_every_node_leaves_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(trace_file.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(reader.VARIABLE, str(tmp_path))
     with ringcomm.local_world(3, nodes=[2, 1], timeout=PATIENCE_S) as world:
         told = world.run(wait_for_the_last, tmp_path)
     paths = traces_in(tmp_path)
@@ -47,7 +47,7 @@ def test_every_node_leaves_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for rank, text in enumerate(told):
         node = int(rank == 2)
         assert f"What each rank of node {node} did last: ringcomm trace {paths[node]}" in text
-    traces = [trace_file.read(path) for path in paths]
+    traces = [reader.read(path) for path in paths]
     for node, trace in enumerate(traces):
         assert trace.of_node is not None and trace.of_node.nodes == NODES
         assert trace.of_node.node == node and trace.written_by in NODES[node]

@@ -7,7 +7,7 @@ import torch
 
 import ringcomm
 from ringcomm import CollectiveTimeout, CommOptions, Communicator, MismatchError
-from ringcomm.comm.recorder import trace_file
+from ringcomm.comm.recorder import reader
 from ringcomm.errors import RingcommError
 from tests.support.faults import leaving_together
 
@@ -17,7 +17,7 @@ LINE = f" at {__file__}:"
 
 @pytest.fixture(autouse=True)
 def without_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(trace_file.VARIABLE, "off")
+    monkeypatch.setenv(reader.VARIABLE, "off")
 
 
 def errors_of(body: Callable[[Communicator], object], shape: tuple[int, ...]) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ringcomm import _native
+from ringcomm.comm.recorder.reader import Trace, read, text_of
 from ringcomm.comm.recorder.records import Recording, read_block, read_header
-from ringcomm.comm.recorder.trace_file import Trace, read, text_of
 from ringcomm.errors import RingcommError
 from ringcomm.memory.host_heap import process_heap
 

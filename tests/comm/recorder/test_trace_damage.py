@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import ringcomm
 from ringcomm import AbortedError, CommOptions, MismatchError, RingcommError
-from ringcomm.comm.recorder import trace_file
+from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.reader import KEPT_RECORDS
 from ringcomm.comm.recorder.records import (
     HEADER_BYTES,
@@ -31,17 +31,17 @@ T = torch.ones
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv(trace_file.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(reader.VARIABLE, str(tmp_path))
     return tmp_path
 
 
-def left_and_read(recording: Recording, error: str) -> trace_file.Trace:
+def left_and_read(recording: Recording, error: str) -> reader.Trace:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv(trace_file.VARIABLE, folder)
-        told = trace_file.leave(recording, 0, error)
+        patch.setenv(reader.VARIABLE, folder)
+        told = reader.leave(recording, 0, error)
         (path,) = Path(folder).iterdir()
         assert told == f". What each rank did last: ringcomm trace {path}"
-        return trace_file.read(path)
+        return reader.read(path)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_a_peers_damaged_recorder_hides_nobody_elses(folder):
     line = body.__code__.co_firstlineno + 9
     for text in told:
         assert f"at {__file__}:{line}" in text and f"ringcomm trace {path}" in text, text
-    first, second = trace_file.read(path).recording.ranks
+    first, second = reader.read(path).recording.ranks
     assert [each.number for each in first.collectives] == [1, 2, 3] and second.torn
 
 
@@ -168,7 +168,7 @@ def test_of_many_records_a_trace_holds_the_last(folder):
     with ringcomm.local_world(2, options=CommOptions(timeout=60, records=records)) as world:
         world.run(body)
     (path,) = folder.iterdir()
-    for rank in trace_file.read(path).recording.ranks:
+    for rank in reader.read(path).recording.ranks:
         numbers = [each.number for each in rank.collectives]
         # The other rank may not be at the last call yet.
         assert len(numbers) == KEPT_RECORDS and numbers[-1] in (calls, calls + 1)
@@ -193,17 +193,17 @@ def test_a_reason_writes_nothing_to_a_peers_terminal():
 def test_a_world_is_no_larger_than_any_is(tmp_path, world_size, name):
     """Two kilobytes that claim it take no memory for its ranks."""
     path = tmp_path / "trace.json"
-    trace = trace_file.Trace(Recording(name, world_size, 1, 1, ()), 0, 1.0, "")
-    path.write_text(trace_file.text_of(trace))
+    trace = reader.Trace(Recording(name, world_size, 1, 1, ()), 0, 1.0, "")
+    path.write_text(reader.text_of(trace))
     tracemalloc.start()
     try:
         with pytest.raises(RingcommError, match=r"world_size|ranks, of at most"):
-            trace_file.read(path)
+            reader.read(path)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
         sound = Recording(name, 1 << 16, 1, 1, ())
         assert NodeLevel.of(sound) is None
-        path.write_text(trace_file.text_of(trace_file.Trace(sound, 0, 1.0, "")))
-        assert trace_file.read(path).recording == sound
+        path.write_text(reader.text_of(reader.Trace(sound, 0, 1.0, "")))
+        assert reader.read(path).recording == sound
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
@@ -211,13 +211,13 @@ def test_a_world_is_no_larger_than_any_is(tmp_path, world_size, name):
 
 def test_ranks_are_there_once_and_of_the_node(tmp_path):
     path = tmp_path / "trace.json"
-    nodes = trace_file.OfNode(1, 1, ((0, 2), (1, 3)))
+    nodes = reader.OfNode(1, 1, ((0, 2), (1, 3)))
 
-    def read(*ranks: tuple[int, int], of_node: trace_file.OfNode | None = None) -> None:
+    def read(*ranks: tuple[int, int], of_node: reader.OfNode | None = None) -> None:
         records = tuple(RankRecording(rank, 1, waits, (), ()) for rank, waits in ranks)
         recording = Recording("world", 4, 1, 1, records)
-        path.write_text(trace_file.text_of(trace_file.Trace(recording, 0, 1.0, "", of_node)))
-        trace_file.read(path)
+        path.write_text(reader.text_of(reader.Trace(recording, 0, 1.0, "", of_node)))
+        reader.read(path)
 
     read((0, -1), (3, 0))
     read((3, 0), (1, 2), of_node=nodes)

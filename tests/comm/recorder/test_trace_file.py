@@ -11,7 +11,7 @@ import torch
 
 import ringcomm
 from ringcomm import AbortedError, MismatchError, RingcommError
-from ringcomm.comm.recorder import reader, trace_file
+from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.records import Recording
 from tests.support.ranks import Ranks
 
@@ -21,7 +21,7 @@ T = torch.ones
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder in which faults of this test leave their traces."""
-    monkeypatch.setenv(trace_file.VARIABLE, str(tmp_path / "traces"))
+    monkeypatch.setenv(reader.VARIABLE, str(tmp_path / "traces"))
     return tmp_path / "traces"
 
 
@@ -46,7 +46,7 @@ def test_a_fault_leaves_one_trace_that_all_ranks_name(folder):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert all(text.endswith(f"What each rank did last: ringcomm trace {path}") for text in told)
-    trace = trace_file.read(path)
+    trace = reader.read(path)
     assert [each.rank for each in trace.recording.ranks] == [0, 1, 2]
     sizes = {each.last.size_bytes for each in trace.recording.ranks if each.last}
     assert len(sizes) >= 2 and sizes <= {32, 36, 40}
@@ -56,16 +56,16 @@ def test_a_fault_leaves_one_trace_that_all_ranks_name(folder):
 
 
 def test_off_leaves_none(folder, monkeypatch):
-    monkeypatch.setenv(trace_file.VARIABLE, "off")
+    monkeypatch.setenv(reader.VARIABLE, "off")
     assert all(text.endswith("build a new one") for text in mismatch())
-    assert not folder.exists() and trace_file.directory() is None
+    assert not folder.exists() and reader.directory() is None
 
 
 def test_the_default_folder_is_this_users_alone(tmp_path, monkeypatch):
-    monkeypatch.delenv(trace_file.VARIABLE)
+    monkeypatch.delenv(reader.VARIABLE)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = tmp_path / f"ringcomm-{os.geteuid()}"
-    assert trace_file.directory() == folder and not folder.exists()
+    assert reader.directory() == folder and not folder.exists()
     mismatch()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     next(folder.iterdir()).unlink()
@@ -77,12 +77,12 @@ def test_the_default_folder_is_this_users_alone(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RingcommError, match="mode 0700"):
-        trace_file.directory()
+        reader.directory()
 
 
 def test_a_trace_that_cannot_be_written_does_not_mask_the_fault(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(trace_file.VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(reader.VARIABLE, str(tmp_path / "file"))
     for text in mismatch():
         assert "the ranks made different calls" in text
         assert "No trace was written: FileExistsError" in text or "NotADirectory" in text, text
@@ -91,7 +91,7 @@ def test_a_trace_that_cannot_be_written_does_not_mask_the_fault(tmp_path, monkey
 def test_a_file_system_that_hangs_does_not_hold_up_the_fault(folder, monkeypatch):
     released = threading.Event()
     monkeypatch.setattr(reader, "LIMIT_S", 0.05)
-    monkeypatch.setattr(trace_file, "directory", lambda: released.wait(60) and None)
+    monkeypatch.setattr(reader, "directory", lambda: released.wait(60) and None)
     told = mismatch()
     released.set()
     assert all("Its trace was not written within 0.05 s" in text for text in told)
@@ -99,14 +99,14 @@ def test_a_file_system_that_hangs_does_not_hold_up_the_fault(folder, monkeypatch
 
 def test_the_oldest_traces_are_removed(folder):
     folder.mkdir(mode=0o700)
-    names = [f"ringcomm-old-{index:016x}.json" for index in range(trace_file.KEPT_TRACES + 3)]
+    names = [f"ringcomm-old-{index:016x}.json" for index in range(reader.KEPT_TRACES + 3)]
     for index, name in enumerate([*names, "mine.json"]):
         (folder / name).write_text("")
         os.utime(folder / name, (index, index))
     mismatch()
     left = {path.name for path in folder.iterdir()}
     assert left >= {"mine.json", *names[4:]} and not left & set(names[:4])
-    assert len(left) == trace_file.KEPT_TRACES + 1
+    assert len(left) == reader.KEPT_TRACES + 1
 
 
 def recorded(world_id):
@@ -114,17 +114,17 @@ def recorded(world_id):
 
 
 def test_only_files_of_this_user_are_removed(folder, monkeypatch):
-    for world_id in range(trace_file.KEPT_TRACES + 2):
-        trace_file.leave(recorded(world_id), 0, "")
+    for world_id in range(reader.KEPT_TRACES + 2):
+        reader.leave(recorded(world_id), 0, "")
     monkeypatch.setattr(os, "geteuid", lambda: 1 << 30)
-    trace_file.prune()
-    assert len(list(folder.iterdir())) == trace_file.KEPT_TRACES + 2
+    reader.prune()
+    assert len(list(folder.iterdir())) == reader.KEPT_TRACES + 2
 
 
 def test_what_cannot_be_removed_is_no_reason_against_the_trace(folder, monkeypatch):
     """A file that is gone when it is looked at, and one that may not be removed."""
     folder.mkdir()
-    names = [f"ringcomm-old-{index:016x}.json" for index in range(trace_file.KEPT_TRACES + 2)]
+    names = [f"ringcomm-old-{index:016x}.json" for index in range(reader.KEPT_TRACES + 2)]
     for index, name in enumerate(names):
         (folder / name).write_text("old")
         os.utime(folder / name, (index, index))
@@ -159,9 +159,9 @@ def test_others_may_remove_traces_at_any_time(folder):
     remover.start()
     try:
         for number in range(200):
-            told = trace_file.leave(recorded(0xFFFF << 48 | number), 0, "")
+            told = reader.leave(recorded(0xFFFF << 48 | number), 0, "")
             assert "What each rank did last" in told
-            trace_file.prune()
+            reader.prune()
     finally:
         stop.set()
         remover.join()
@@ -173,16 +173,16 @@ def test_a_trace_has_its_name_once_it_is_complete(folder, monkeypatch, has_links
 
     def links(source, target):
         assert not Path(target).exists()
-        seen.append(trace_file.read(Path(source)).error)
+        seen.append(reader.read(Path(source)).error)
         if not has_links:
             raise PermissionError(1, "Operation not permitted")
         link(source, target)
 
     monkeypatch.setattr(os, "link", links)
-    assert "What each rank did last" in trace_file.leave(recorded(1), 0, "the first")
-    assert "What each rank did last" in trace_file.leave(recorded(1), 0, "the second")
+    assert "What each rank did last" in reader.leave(recorded(1), 0, "the first")
+    assert "What each rank did last" in reader.leave(recorded(1), 0, "the second")
     (path,) = folder.iterdir()
-    assert seen == [trace_file.read(path).error] == ["the first"]
+    assert seen == [reader.read(path).error] == ["the first"]
 
 
 def test_what_a_killed_writer_left_is_removed_later(folder):
@@ -191,22 +191,22 @@ def test_what_a_killed_writer_left_is_removed_later(folder):
     for path in (old, fresh):
         path.write_text("{")
     os.utime(old, (1, 1))
-    trace_file.prune()
+    reader.prune()
     assert list(folder.iterdir()) == [fresh]
 
 
 def test_the_newest_is_looked_up_without_a_trace_of_it(folder, monkeypatch):
     """No folder is made for it, and what somebody begins is not taken."""
     with pytest.raises(RingcommError, match="got none"):
-        trace_file.newest()
+        reader.newest()
     assert not folder.exists()
-    trace_file.leave(recorded(1), 0, "")
+    reader.leave(recorded(1), 0, "")
     (path,) = folder.iterdir()
     path.with_name("ringcomm-begun-0000000000000002.json").touch()
-    assert trace_file.newest() == path
-    monkeypatch.setenv(trace_file.VARIABLE, str(path))
+    assert reader.newest() == path
+    monkeypatch.setenv(reader.VARIABLE, str(path))
     with pytest.raises(RingcommError, match="cannot look into"):
-        trace_file.newest()
+        reader.newest()
 
 
 def test_a_second_interrupt_leaves_the_communicator_unusable(monkeypatch):
@@ -226,7 +226,7 @@ def test_a_second_interrupt_leaves_the_communicator_unusable(monkeypatch):
 
 
 def _interrupted(store, rank, world, folder):
-    os.environ[trace_file.VARIABLE] = folder
+    os.environ[reader.VARIABLE] = folder
     comm = ringcomm.Communicator.from_store(store, rank, world, timeout=60.0)
     comm.barrier()
     comm.timeout = 1.0
@@ -239,7 +239,7 @@ def _interrupted(store, rank, world, folder):
 def test_a_survivor_leaves_the_trace_of_a_stopped_rank(tmp_path):
     with Ranks(_interrupted, 2, str(tmp_path)) as ranks:
         assert ranks.wait(ranks=[0])[0].ok
-    trace = trace_file.read(next(Path(tmp_path).iterdir()))
+    trace = reader.read(next(Path(tmp_path).iterdir()))
     first, second = trace.recording.ranks
     assert (first.last.status, first.last.peer) == ("timeout", 1)
     assert (second.last.collective, second.last.state) == ("barrier", "done")

@@ -20,11 +20,12 @@ from ringcomm.extras.estimate import (
     ActivationBytes,
     ExpertLayer,
     ModelElems,
+    Records,
     TierBytes,
     Training,
     Transformer,
+    bytes_of,
 )
-from ringcomm.extras.estimate.tiers import Records, bytes_of
 from ringcomm.offload import scratch
 from ringcomm.optim import AdamWOptions
 from ringcomm.zero import Precision, Wire, ZeroOptions

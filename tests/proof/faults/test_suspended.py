@@ -25,8 +25,8 @@ from torch.distributed import FileStore, HashStore
 import ringcomm
 from ringcomm import Communicator
 from ringcomm.c10d.process_group import MonitoredBarrier
-from ringcomm.comm.host import work
-from ringcomm.comm.host.work import Work
+from ringcomm.comm.host import engine
+from ringcomm.comm.host.engine import Work
 from ringcomm.errors import CollectiveTimeout, PeerLost, RendezvousError
 from ringcomm.process import LONGEST_LOOK_S, Deadline
 from ringcomm.rendezvous import same_node
@@ -143,7 +143,7 @@ def test_a_suspension_does_not_count(
     if not corrects:
         monkeypatch.setattr(Deadline.__init__, "__defaults__", (math.inf,))
     clock = SteppedClock()
-    monkeypatch.setattr(work, "LOOK_S", 0.001)
+    monkeypatch.setattr(engine, "LOOK_S", 0.001)
     monkeypatch.setattr(time, "sleep", lambda _: None)
     monkeypatch.setattr(time, "monotonic", clock)
     with pytest.raises((CollectiveTimeout, RendezvousError, PeerLost)):

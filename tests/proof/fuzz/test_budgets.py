@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from ringcomm.cli import main
-from ringcomm.cli.report import page, sources
+from ringcomm.cli.report import find, page
 from ringcomm.cli.trace import over_nodes, report
 from ringcomm.comm import objects as object_codec
 from ringcomm.comm.device import topology as model
-from ringcomm.comm.recorder import trace_file
+from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.records import RankRecording, Record, Recording
 from ringcomm.errors import ArgumentError, RingcommError
 from ringcomm.extras.migrate.deepspeed import from_deepspeed
@@ -215,15 +215,15 @@ def record(number: int, rank: int, track: str = "collectives") -> Record:
 
 def trace(ranks: list[RankRecording], world: int, of_node: Any = None) -> bytes:
     recording = Recording("world", world, 1, 10, tuple(ranks))
-    return trace_file.text_of(trace_file.Trace(recording, 0, 1.0, "", of_node)).encode()
+    return reader.text_of(reader.Trace(recording, 0, 1.0, "", of_node)).encode()
 
 
 def bare(rank: int, waits: int = -1) -> RankRecording:
     return RankRecording(rank, 1, waits, (), ())
 
 
-def node_of(n: int) -> trace_file.OfNode:
-    return trace_file.OfNode(1, 0, (tuple(range(n)), *((at,) for at in range(n, 2 * n))))
+def node_of(n: int) -> reader.OfNode:
+    return reader.OfNode(1, 0, (tuple(range(n)), *((at,) for at in range(n, 2 * n))))
 
 
 TRACES: dict[str, Callable[[int], bytes]] = {
@@ -254,7 +254,7 @@ TRACES: dict[str, Callable[[int], bytes]] = {
 def read_trace(raw: bytes, folder: Path) -> None:
     path = folder / "trace.json"
     path.write_bytes(raw)
-    found = trace_file.read(path)
+    found = reader.read(path)
     report(found.recording, 0, level=found.level)
     if found.of_node is not None:
         over_nodes([found])
@@ -296,7 +296,7 @@ REPORTS: dict[str, Callable[[int], bytes]] = {
 def read_report(raw: bytes, folder: Path) -> None:
     path = folder / "run.json"
     path.write_bytes(raw)
-    page("run", sources.find([path])[0], []).encode()
+    page("run", find([path])[0], []).encode()
 
 
 # ---- others -------------------------------------------------------------------------------------
@@ -439,8 +439,8 @@ def test_this_finds_squares(tmp_path):
 
 def test_the_document_has_the_figures():
     told = DOCUMENT.read_text()
-    for reader, most in MOST_PER_BYTE.items():
-        assert f"| {reader} | {most} |" in told, reader
+    for name, most in MOST_PER_BYTE.items():
+        assert f"| {name} | {most} |" in told, name
 
 
 def test_an_honest_topology_has_no_more_gpus_than_a_machine():

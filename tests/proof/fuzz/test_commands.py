@@ -15,7 +15,7 @@ import pytest
 import ringcomm
 from ringcomm.bench import collectives
 from ringcomm.cli import doctor, main
-from ringcomm.comm.recorder import trace_file
+from ringcomm.comm.recorder import reader
 from ringcomm.errors import ArgumentError, RingcommError
 from ringcomm.memory.host_heap import parse_bytes
 from ringcomm.rendezvous.launchers import LAUNCHERS, read_environment
@@ -80,7 +80,7 @@ def nothing_starts(monkeypatch, tmp_path):
     with ringcomm.local_world(1) as world:
         world[0].barrier()
         recording = world[0].recording()
-    Path("trace.json").write_text(trace_file.text_of(trace_file.Trace(recording, 0, 1.0, "")))
+    Path("trace.json").write_text(reader.text_of(reader.Trace(recording, 0, 1.0, "")))
 
     def start(*_: object, **__: object) -> None:
         raise Started

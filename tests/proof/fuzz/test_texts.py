@@ -19,7 +19,7 @@ import torch
 from torch.distributed import HashStore
 
 from ringcomm import Communicator, CorruptedError, RingcommError, _native
-from ringcomm.cli.report import page, sources
+from ringcomm.cli.report import find, page
 from ringcomm.comm import objects as object_codec
 from ringcomm.comm.device import topology as model
 from ringcomm.errors import ArgumentError, CheckpointError, MismatchError, RendezvousError
@@ -187,7 +187,7 @@ def test_files_of_reports(tmp_path):
     chance, path = Random(19), tmp_path / "run.json"
 
     def made() -> None:
-        page("run", sources.find([path])[0], []).encode()
+        page("run", find([path])[0], []).encode()
 
     refused = 0
     for sound in OF_RUNS:

@@ -28,18 +28,25 @@ void serve(Stream* stream) {
     world().changed.wait(lock, [&] { return issued.front() == task.completion.get(); });
     issued.pop_front();
     if (!issued.empty()) world().changed.notify_all();
+    ++world().running;
     lock.unlock();
     if (task.joins) ptx_stream_waited();
-    if (task.run) task.run();
+    if (task.run && ptx_failure() == nullptr) task.run();
     task.run = nullptr;  // what it holds goes before anyone hears that it is done
     lock.lock();
+    --world().running;
     task.completion->done = true;
     world().changed.notify_all();
   }
 }
 
-// As on a GPU, an error of a kernel is told by whatever is asked next, for good.
-int outcome() { return ptx_failure() == nullptr ? kSuccess : kLaunchFailed; }
+// After a kernel has failed, every later query returns its error, as on a GPU. No work runs any
+// more then: ranks react to the error by freeing tensors, which another stream may be using.
+int outcome(Lock& lock) {
+  if (ptx_failure() == nullptr) return kSuccess;
+  world().changed.wait(lock, [] { return world().running == 0; });
+  return kLaunchFailed;
+}
 
 int breaks(Graph& graph, int result) {
   graph.broken = true;
@@ -187,11 +194,11 @@ int wait_for(Stream& stream, const Event& event) {
 }
 
 int query(const Event& event, bool& done) {
-  const Lock lock(world().mutex);
+  Lock lock(world().mutex);
   if (event.graph) return kCapturedEvent;
   done = event.completion->done;
   if (done) ptx_host_waited();
-  return outcome();
+  return outcome(lock);
 }
 
 int synchronize(const Event& event) {
@@ -199,7 +206,7 @@ int synchronize(const Event& event) {
   if (event.graph) return kCapturedEvent;
   await(lock, event.completion);
   ptx_host_waited();
-  return outcome();
+  return outcome(lock);
 }
 
 int synchronize(Device& device) {
@@ -211,7 +218,7 @@ int synchronize(Device& device) {
   }
   for (const auto& completion : all) await(lock, completion);
   ptx_host_waited();
-  return outcome();
+  return outcome(lock);
 }
 
 void settle(Device& device) {

@@ -41,6 +41,7 @@ using Work = std::function<void()>;
 struct World {
   std::mutex mutex;
   std::condition_variable changed;
+  int running = 0;  // tasks of all streams
 };
 World& world();  // never destroyed: workers may outlive main()
 

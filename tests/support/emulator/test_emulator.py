@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests import ptx_interpreter
 from tests.support.emulator import DriverError, EmulatedRuntime
 from tests.support.emulator.library import COMPILER, check, library
 
@@ -210,6 +211,48 @@ def test_bad_calls_are_refused(device):
     thread.start()
     thread.join()
     assert answers == [INVALID_CONTEXT]
+
+
+# Divides by a subnormal number, which the interpreter refuses to do.
+FAILING_KERNEL = """
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry fails()
+{
+  .reg .f32 %f<3>;
+  mov.f32 %f1, 0f00000001;
+  div.approx.f32 %f2, %f1, %f1;
+  ret;
+}
+"""
+
+
+def test_an_error_is_reported_after_all_work_has_ended(device):
+    stream = device.runtime.make_stream(0)
+    event = device.runtime.record_event(0, stream.handle)
+    device.wait_then_add(stream.handle, gate=0)
+    device.add(stream.handle, word=1)
+    device.until_it_runs(0)
+    assert ptx_interpreter.run(ptx_interpreter.load(FAILING_KERNEL), "fails", b"")
+    caught: list[BaseException] = []
+
+    def query() -> None:
+        try:
+            event.query()
+        except DriverError as error:
+            caught.append(error)
+
+    asking = threading.Thread(target=query)
+    asking.start()
+    time.sleep(GRACE_S)
+    assert asking.is_alive(), "the error was reported while a kernel ran"
+    device.open(0)
+    asking.join()
+    ptx_interpreter.forget()
+    device.runtime.synchronize(0)
+    assert "subnormal" in str(caught[0])
+    assert device.words[:2].tolist() == [2, 0], "work that came after the failure has run"
 
 
 def test_error_texts(device):

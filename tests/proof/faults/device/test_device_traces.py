@@ -11,7 +11,7 @@ import pytest
 
 from ringcomm import CollectiveTimeout, MismatchError, PeerLost, RingcommError
 from ringcomm.cli import main
-from ringcomm.comm.recorder import trace_file
+from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.reader import live_recordings
 from tests.proof.faults.device.places import LONG_S, Place, first_error, until
 from tests.support.faults import die, leaving_together
@@ -28,7 +28,7 @@ def line(function: Any, offset: int) -> str:
 
 def fails(store: Any, rank: int, n: int, kind: str, how: str, folder: str) -> tuple[Any, str]:
     """Two good calls, then rank 1 goes wrong, and rank 0 says how it heard of that."""
-    os.environ[trace_file.VARIABLE] = folder
+    os.environ[reader.VARIABLE] = folder
     place = Place(kind)
     comm = place.connect(store, rank, n)
     small, large = place.full(10, 1.0), place.full(5000, 1.0)
@@ -50,7 +50,7 @@ def fails(store: Any, rank: int, n: int, kind: str, how: str, folder: str) -> tu
 
     error = first_error(place, comm, call)
     (trace,) = Path(folder).glob("*.json")
-    own = trace_file.read(trace).recording.rank(rank)
+    own = reader.read(trace).recording.rank(rank)
     assert own is not None and own.on_device
     comm.close()
     place.close()
@@ -85,7 +85,7 @@ def test_a_fault_leaves_a_trace(
         assert "the ranks part at call 3:" in shown, shown
         return
     assert "call 3 was enqueued by rank 0, but not yet by rank 1" in shown, shown
-    own = trace_file.read(path).recording.ranks[0]
+    own = reader.read(path).recording.ranks[0]
     wanted = ["completed", "completed", "failed"]
     assert [each.state for each in own.collectives][:3] == wanted, shown
     status = "timeout" if how == "timeout" else "peer_lost"
@@ -138,7 +138,7 @@ def test_a_rank_without_a_thread_leaves_a_trace(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call that waits for it on the host was never launched, and says what it waited for."""
-    monkeypatch.setenv(trace_file.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(reader.VARIABLE, str(tmp_path))
     world = place.world(2, timeout=0.3)
     tensor = place.full(10, 1.0)
 
@@ -155,7 +155,7 @@ def test_a_rank_without_a_thread_leaves_a_trace(
     assert "Rank 1 has made no call yet" in str(error), error
     (path,) = tmp_path.glob("*.json")
     assert str(path) in str(error)
-    ranks = trace_file.read(path).recording.ranks
+    ranks = reader.read(path).recording.ranks
     (record,) = ranks[0].collectives
     assert (record.state, record.status, record.peer) == ("failed", "timeout", 1)
     assert record.site == line(body, 3) and ranks[1].collectives == ()
@@ -165,7 +165,7 @@ def test_a_message_that_nobody_sends_is_the_one_that_failed(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one of that peer, way and tag; the other one is not known to have failed."""
-    monkeypatch.setenv(trace_file.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(reader.VARIABLE, str(tmp_path))
     world = place.world(2, timeout=0.5)
     comm, tensors = world[0], [place.full(10, 1.0), place.full(10, 1.0)]
     small = comm.isend(tensors[0], 1, tag=3)
@@ -175,7 +175,7 @@ def test_a_message_that_nobody_sends_is_the_one_that_failed(
     error = lost.exception()
     assert isinstance(error, CollectiveTimeout) and f"at {here}" in str(error), error
     (path,) = tmp_path.glob("*.json")
-    sent, received = trace_file.read(path).recording.ranks[0].messages
+    sent, received = reader.read(path).recording.ranks[0].messages
     assert (received.collective, received.state, received.status) == ("recv", "failed", "timeout")
     assert (received.peer, received.root) == (1, 7)
     assert (sent.collective, sent.root) == ("send", 3) and sent.state in ("completed", "enqueued")

@@ -1,29 +1,332 @@
-"""Memory, traffic and time of sharded data-parallel training, by stage.
-
-Model state and volumes: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models" (SC'20), sections 5 and 7. Operations: Rajbhandari et al., "ZeRO-Infinity"
-(SC'21), section 4. ``docs/estimate.md`` lists the formulas.
-"""
+"""Closed forms for memory, traffic and time of sharded training; see ``docs/estimate.md``."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import comb
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from ringcomm import _native
 from ringcomm.errors import ArgumentError
-from ringcomm.extras.estimate.model import ModelElems, require_at_least
-from ringcomm.extras.estimate.tiers import GIGA, Records, TierBytes, require_positive
 from ringcomm.memory import Disk
-from ringcomm.offload.scratch import rounded_up
+from ringcomm.offload.scratch import PAGE_BYTES, rounded_up
 from ringcomm.optim import AdamWOptions
-from ringcomm.optim.layout import BLOCK_ELEMS, round_up
+from ringcomm.optim.layout import BLOCK_ELEMS, ParamSpec, round_up
 from ringcomm.optim.tiers import PINNED_BUFFER_BYTES, elems_of_pieces, piece_elems
 from ringcomm.zero import ZeroOptions
+from ringcomm.zero.stages.options import Units
+from ringcomm.zero.stages.units import find_units
+
+CHECKPOINTING = ("none", "selective", "full")
+
+
+def require_at_least(what: str, least: int, **values: int) -> None:
+    """Raises ArgumentError for the first of ``values`` that is no integer from ``least`` up."""
+    for name, value in values.items():
+        if not isinstance(value, int) or value < least:
+            raise ArgumentError(f"{what}: expected {name} of at least {least}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class ModelElems:
+    """Elements of a model's parameters, each parameter counted once.
+
+    Attributes:
+        trainable: elements with a gradient.
+        frozen: other elements.
+        largest: elements of the largest trainable parameter; 0 if unknown.
+        units: elements of each unit that stage 3 gathers, frozen ones included; () if unknown.
+        root: elements outside the units, which stage 3 keeps gathered while it computes.
+    """
+
+    trainable: int
+    frozen: int = 0
+    largest: int = 0
+    units: tuple[int, ...] = ()
+    root: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = {name: value for name, value in vars(self).items() if name != "units"}
+        require_at_least("model", 0, **sizes)
+
+    @property
+    def total(self) -> int:
+        return self.trainable + self.frozen
+
+    @property
+    def has_units(self) -> bool:
+        """True if the units of stage 3 are known."""
+        return bool(self.units) or self.root > 0
+
+    @classmethod
+    def of_module(cls, module: nn.Module, units: Units | None = None) -> ModelElems:
+        """Counts a module, which may be on the meta device. Buffers do not count.
+
+        Args:
+            module: has parameters of float32, bfloat16 or float16.
+            units: as in :class:`ringcomm.zero.ZeroOptions`.
+
+        Raises:
+            ArgumentError: a parameter has another dtype or no shape yet, or ``units`` is invalid.
+        """
+        parts = [
+            [_spec(*each) for each in unit.params.items()] for unit in find_units(module, units)
+        ]
+        specs = [spec for part in parts for spec in part]
+        trainable = [spec.elems for spec in specs if spec.trainable]
+        root, *sizes = [sum(spec.elems for spec in part) for part in parts]
+        return cls(
+            trainable=sum(trainable),
+            frozen=sum(spec.elems for spec in specs if not spec.trainable),
+            largest=max(trainable, default=0),
+            units=tuple(size for size in sizes if size),
+            root=root,
+        )
+
+
+def _spec(name: str, param: nn.Parameter) -> ParamSpec:
+    if nn.parameter.is_lazy(param):
+        raise ArgumentError(f"model: parameter {name} has no shape before the first forward")
+    return ParamSpec.of(param, name=name)
+
+
+class ActivationBytes(NamedTuple):
+    """Bytes of a rank between forward and backward.
+
+    Attributes:
+        layers: tensors that the layers keep for the backward, or their checkpoints.
+        recomputed: tensors that the backward computes again and holds at a time.
+        ends: dropout mask of the embedding, inputs of last norm and output layer, FP32 logits.
+        moved: bytes that the forward writes to a disk and the backward reads.
+    """
+
+    layers: int
+    recomputed: int
+    ends: int
+    moved: int = 0
+
+    def kept_on(self, disk: Disk, layer: int) -> ActivationBytes:
+        """Returns the bytes within ``zero.activations_on(disk)``; ``layers`` includes the ends.
+
+        Memory has buffers, resident tensors, and ``layer``, the bytes of one layer, or the ends.
+        """
+        kept = self.layers + self.ends
+        at_work = max(self.ends, layer - self.recomputed)
+        most = disk.buffer_bytes + disk.resident_bytes + at_work
+        moved = max(0, kept - disk.resident_bytes)
+        return ActivationBytes(min(kept, most), self.recomputed, 0, moved)
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """The sizes of a GPT-2: pre-norm decoder layers with biases, learned positions.
+
+    Attributes:
+        layers: layers of four width x width matrices and an MLP of 4 x width.
+        width: channels of a token, a multiple of ``heads``.
+        heads: attention heads.
+        context: tokens of a sequence.
+        vocab: entries of the vocabulary.
+        tied: True if the output layer uses the matrix of the embedding.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    vocab: int
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        sizes = {name: value for name, value in vars(self).items() if name != "tied"}
+        require_at_least("transformer", 1, **sizes)
+        if self.width % self.heads:
+            raise ArgumentError(
+                f"transformer: expected a width that is a multiple of {self.heads} heads, got "
+                f"{self.width}"
+            )
+
+    @property
+    def model(self) -> ModelElems:
+        """All parameters, trained; each layer is a unit."""
+        layer = 12 * self.width**2 + 13 * self.width  # matrices; biases and two norms
+        ends = ((1 if self.tied else 2) * self.vocab + self.context + 2) * self.width
+        return ModelElems(
+            trainable=self.layers * layer + ends,
+            largest=self.width * max(4 * self.width, self.vocab, self.context),
+            units=(layer,) * self.layers,
+            root=ends,
+        )
+
+    def attention_core_bytes(self, micro_batch: int, elem_bytes: int = 2) -> int:
+        """Returns softmax, mask and output of the attention's dropout: 5 a s^2 b in 16 bits."""
+        return (2 * elem_bytes + 1) * self.heads * self.context**2 * micro_batch
+
+    def layer_bytes(self, micro_batch: int, elem_bytes: int = 2) -> int:
+        """Returns what a layer keeps for its backward: s b h (34 + 5 a s / h) in 16 bits."""
+        plane = self.context * micro_batch * self.width
+        core = self.attention_core_bytes(micro_batch, elem_bytes)
+        return (16 * elem_bytes + 2) * plane + core
+
+    def activations(
+        self, micro_batch: int, checkpointing: str = "none", every: int = 1, elem_bytes: int = 2
+    ) -> ActivationBytes:
+        """Returns the activations of one rank.
+
+        Args:
+            micro_batch: sequences of a forward.
+            checkpointing: "none"; "selective" keeps all but the attention's core; "full" keeps the
+                input of every ``every``-th layer.
+            every: layers between two checkpoints of "full".
+            elem_bytes: bytes of an activation.
+
+        Raises:
+            ArgumentError: an argument is out of range.
+        """
+        if checkpointing not in CHECKPOINTING:
+            known = ", ".join(CHECKPOINTING)
+            raise ArgumentError(f"checkpointing: expected one of {known}, got {checkpointing!r}")
+        sizes = {"micro_batch": micro_batch, "every": every, "elem_bytes": elem_bytes}
+        require_at_least("activations", 1, **sizes)
+        tokens = self.context * micro_batch
+        plane = tokens * self.width
+        core = self.attention_core_bytes(micro_batch, elem_bytes)
+        layer = self.layer_bytes(micro_batch, elem_bytes)
+        checkpoints = -(-self.layers // every) * elem_bytes * plane
+        kept, again = {
+            "none": (self.layers * layer, 0),
+            "selective": (self.layers * (layer - core), core),
+            "full": (checkpoints, min(every, self.layers) * layer),
+        }[checkpointing]
+        ends = (1 + 2 * elem_bytes) * plane + 4 * tokens * self.vocab
+        return ActivationBytes(kept, again, ends)
+
+
+# ---- State on a disk or on the host, and parameters on a disk: bytes of a rank, and time ---------
+
+GIGA = 1e9
+
+
+class Records(NamedTuple):
+    """Records of one size that follow each other."""
+
+    size_bytes: int
+    number: int
+
+
+def bytes_of(records: Sequence[Records], begin: int = 0, end: int | None = None) -> int:
+    """Returns the bytes of records [begin, end)."""
+    found, at = 0, 0
+    for size, count in records:
+        last = at + count if end is None else min(end, at + count)
+        found += max(0, last - max(begin, at)) * size
+        at += count
+    return found
+
+
+def moving(records: Sequence[Records], disk: Disk) -> list[Records]:
+    """Returns the records that do not stay in memory; the last ones stay, as many as fit."""
+    left, rest = disk.resident_bytes, list(records)
+    while rest:
+        size, count = rest.pop()
+        kept = min(count, left // size) if size else 0
+        left -= kept * size
+        if kept < count:
+            return [*rest, Records(size, count - kept)]
+    return []
+
+
+class DiskTime(NamedTuple):
+    """Seconds of a step's reads and writes; ``between_s`` of both can pass while ranks compute."""
+
+    read_s: float
+    write_s: float
+    between_s: float
+
+    def added_s(self, compute_s: float) -> float:
+        """Returns the seconds by which the disk lengthens a step that computes ``compute_s``."""
+        return self.read_s + self.write_s - min(self.between_s, compute_s)
+
+
+class TierBytes(NamedTuple):
+    """Bytes of a rank whose state or parameters are in another tier than memory.
+
+    Attributes:
+        buffers: bytes in memory that records take in turn.
+        resident: bytes in memory of records that never move.
+        stored: bytes of the file, or of pinned memory of the host.
+        read: bytes that a step reads, at most.
+        written: bytes that a step writes.
+        ahead: bytes of ``read`` that can be read while the model computes.
+        behind: bytes of ``written`` that can be written while the model computes.
+    """
+
+    buffers: int = 0
+    resident: int = 0
+    stored: int = 0
+    read: int = 0
+    written: int = 0
+    ahead: int = 0
+    behind: int = 0
+
+    @classmethod
+    def of_state(cls, records: Sequence[Records], disk: Disk) -> TierBytes:
+        """Returns the bytes of a state whose records a step visits in this order."""
+        rest = moving(records, disk)
+        resident, total = bytes_of(records) - bytes_of(rest), sum(count for _, count in rest)
+        if not total:
+            return cls(resident=resident)
+        size = max(PAGE_BYTES, *(size for size, _ in rest))
+        buffers = min(total, disk.buffer_bytes // size)
+        # Buffer b serves the records b, b + buffers, ...: from here on a buffer has one record.
+        sharing = min(buffers, total - buffers)
+        ahead, behind = bytes_of(rest, 0, sharing), bytes_of(rest, total - sharing)
+        moved = ahead + bytes_of(rest, buffers)
+        return cls(buffers * size, resident, bytes_of(rest), moved, moved, ahead, behind)
+
+    @classmethod
+    def of_params(
+        cls, frozen: Sequence[Records], trained: Sequence[Records], disk: Disk, has_masters: bool
+    ) -> TierBytes:
+        """Returns the bytes of parameters at stage 3, whose chunks are records of whole pages.
+
+        Forward, backward and optimizer read each chunk that is not resident; the optimizer does not
+        where it has FP32 masters. Chunks that stay in the buffers between passes count as read.
+        """
+        chunks = [*frozen, *trained]
+        stored = bytes_of(moving(chunks, disk))
+        largest = max((size for size, _ in chunks), default=0)
+        buffers = min(stored, max(disk.buffer_bytes, largest))
+        written = min(stored, bytes_of(trained))
+        ahead = 2 * stored if stored > buffers else 0
+        read = ahead + (written if ahead and not has_masters else 0)
+        resident = bytes_of(chunks) - stored
+        return cls(buffers, resident, stored, read, written, ahead, min(written, buffers))
+
+    def time(self, mates: int, read: float, write: float) -> DiskTime:
+        """Returns the time of a node's ``mates`` ranks; reads and writes take turns.
+
+        ``read`` and ``write`` are the rates of the node's disk, in 1e9 bytes/s.
+        """
+        require_positive(disk_read=read, disk_write=write)
+        read_s, write_s = mates / (read * GIGA), mates / (write * GIGA)
+        between_s = self.ahead * read_s + self.behind * write_s
+        return DiskTime(self.read * read_s, self.written * write_s, between_s)
+
+
+def require_positive(**values: float) -> None:
+    """Raises ArgumentError for the first of ``values`` that is not above 0 and finite."""
+    for name, value in values.items():
+        if not 0 < value < float("inf"):
+            raise ArgumentError(f"time: expected {name} above 0 and finite, got {value!r}")
+
+
+# ---- Memory, traffic and time of sharded data-parallel training, by stage ------------------------
 
 STAGES = (0, 1, 2, 3)
 FP32_BYTES = 4
@@ -381,3 +684,104 @@ class Training:
         """
         require_at_least("step", 1, tokens=tokens)
         return (8 if recompute else 6) * tokens * self.model.total
+
+
+# ---- Memory and traffic of a layer of experts, by the ranks that divide the experts --------------
+
+# Words for each row that another node has: its token there, its number and its weight.
+ENTRY_BYTES = 3 * 8
+
+
+class ExpertBytes(NamedTuple):
+    """Bytes that a rank sends to other nodes in each call and its backward, on average."""
+
+    dispatch: float
+    combine: float
+    combine_backward: float
+    dispatch_backward: float
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """A layer of experts that ranks divide.
+
+    Attributes:
+        experts: experts of all ranks.
+        top_k: experts of a token.
+        hidden: elements of a token.
+        tokens: tokens of a rank in a forward.
+        params: elements of an expert.
+        group: ranks that divide the experts: a divisor of a node's ranks, or whole nodes.
+        ranks: ranks of all nodes; the ranks with the same experts share their state.
+        nodes: nodes, each of equally many ranks.
+        elem_bytes: bytes of an element of a token.
+        wire: None, or the codes of dispatch, "int8" or "fp8".
+
+    Raises:
+        ArgumentError: a size is not positive, or the group does not divide experts and ranks.
+    """
+
+    experts: int
+    top_k: int
+    hidden: int
+    tokens: int
+    params: int
+    group: int
+    ranks: int
+    nodes: int = 1
+    elem_bytes: int = 2
+    wire: str | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {name: each for name, each in vars(self).items() if name != "wire"}
+        require_at_least("experts", 1, **sizes)
+        if self.top_k > self.experts:
+            raise ArgumentError(f"experts: expected top-k of at most {self.experts} experts")
+        fits = self.ranks % self.nodes == 0
+        fits = fits and 0 in (self._mates % self.group, self.group % self._mates)
+        if not fits or self.ranks % self.group or self.experts % self.group:
+            raise ArgumentError(
+                f"experts: expected a group that divides a node's ranks or is whole nodes, and "
+                f"divides {self.ranks} ranks and {self.experts} experts, got {self.group}"
+            )
+        if self.wire not in (None, "int8", "fp8"):
+            raise ArgumentError(f"experts: wire: expected None, int8 or fp8, got {self.wire!r}")
+
+    @property
+    def _mates(self) -> int:
+        return self.ranks // self.nodes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token or of a row that is not coded."""
+        return self.hidden * self.elem_bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of a token in dispatch."""
+        return self.row_bytes if self.wire is None else coded_bytes(self.wire, self.hidden)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of a rank's rows and two outboxes, if all experts get as many tokens."""
+        rows = self.tokens * self.top_k * self.row_bytes
+        return rows + 2 * max(rows, self.tokens * self.payload_bytes)
+
+    def training(self, options: ZeroOptions) -> Training:
+        """Returns the training of a rank's experts, whose state their replicas share."""
+        replicas, per_node = self.ranks // self.group, max(1, self._mates // self.group)
+        model = ModelElems(self.experts // self.group * self.params)
+        return Training(model, replicas, replicas // per_node, options)
+
+    def between_nodes(self) -> ExpertBytes:
+        """Returns the bytes of tokens and rows, without headers and counts."""
+        nodes, k = max(1, self.group // self._mates), self.top_k
+        none = comb(self.experts - self.experts // nodes, k) / comb(self.experts, k)
+        crossings = self.tokens * (nodes - 1) * (1 - none)
+        rows = self.tokens * k * (nodes - 1) / nodes
+        return ExpertBytes(
+            dispatch=crossings * self.payload_bytes + rows * ENTRY_BYTES,
+            combine=rows * self.row_bytes,
+            combine_backward=crossings * self.row_bytes + rows * FP32_BYTES,
+            dispatch_backward=rows * self.row_bytes,
+        )
