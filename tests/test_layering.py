@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import ringcomm
+import ringcomm.optim
+import ringcomm.zero
 from tests.support import ROOT
 
 # What each part of ringcomm may import from ringcomm, apart from itself. "" is the package itself:
@@ -427,3 +430,93 @@ def test_a_circle_is_reported_and_a_package_that_names_its_modules_is_not(tmp_pa
     assert import_circles(tmp_path) == []
     write(tmp_path, "ringcomm/zero/b.py", "def f():\n    from ringcomm.zero.a import A\n")
     assert import_circles(tmp_path) == [["ringcomm.zero.a", "ringcomm.zero.b", "ringcomm.zero.a"]]
+
+
+# ---- The core's names that extras and commands use ----------------------------------------------
+
+# Modules whose names users import, or that know nothing of collectives. A public name may also be
+# imported from its home, which spares a circle through the door.
+PUBLIC_MODULES = {"", "c10d", "cuda", "functional", "launch", "memory", "optim", "tl", "zero"}
+PUBLIC_MODULES |= DOORS | {"errors", "integers", "json_reader", "module_names", "process"}
+PUBLIC_NAMES = {name for door in (ringcomm, ringcomm.optim, ringcomm.zero) for name in dir(door)}
+PUBLIC_NAMES |= {*ringcomm._HOME_OF, *ringcomm.zero.__all__}
+# Every other name of the core that code above it imports. A new one needs a reason.
+INTERNAL_NAMES = {
+    "c10d.calls": "OP_TYPES PendingWork",
+    "c10d.comm_argument": "CommArgument find_communicator",
+    "c10d.communicators": "Communicators",
+    "c10d.process_group": "ProcessGroup",
+    "comm.communicator": "NodesCommunicator",
+    "comm.device.launch": "DeviceCallEngine",
+    "comm.device.topology": (
+        "Connection Gpu LEVELS Topology TopologyPlan host_plan plain_name plan read_machine "
+        "rings_gbps to_json"
+    ),
+    "comm.functions": "Group communicator_of",
+    "comm.host.arguments": "CallChecks DTYPE_CODES is_plain readable size_bytes",
+    "comm.host.engine": "Call",
+    "comm.nodes.device_core": "preload",
+    "comm.peer_memory": "heap_bases is_in_heap",
+    "comm.recorder": "reader",
+    "comm.recorder.reader": (
+        "LARGEST_BYTES Trace ended_ranks find_newest live_recordings newest read "
+        "running_communicators"
+    ),
+    "comm.recorder.records": (
+        "BEGUN CAPTURED COMPLETED DONE FAILED NodeLevel OPEN RUNNING RankRecording Record "
+        "Recording at backward_of describe divergence inner_calls skipped_call"
+    ),
+    "cuda.build": "describe_source",
+    "cuda.runtime": "CONNECTIONS_VARIABLE DEFAULT_CONNECTIONS DeviceRuntime",
+    "cuda.units": "UNITS",
+    "functional.collectives": "Derivatives enter find no_forward_mode register",
+    "functional.graph_pass": "fuse_products",
+    "memory.host_heap": "HEAP_DIR_VARIABLE",
+    "offload.scratch": "PAGE_BYTES rounded_up",
+    "optim.agreement": "Asked all_or_none",
+    "optim.clipping": "NormBound NormPart agree_on_finite clip_norm_of_parts",
+    "optim.layout": "BLOCK_ELEMS round_up",
+    "optim.placement": "SHARING STAGES",
+    "optim.sharded": "Params ShardedOptimizer",
+    "optim.tiers": "PINNED_BUFFER_BYTES elems_of_pieces piece_elems",
+    "rendezvous.launchers": "launched_world read_environment",
+    "zero.checkpoint": "Checkpoints FlatShard",
+    "zero.checkpoint.folder": "Checkpoints",
+    "zero.checkpoint.format": "Box DTYPES MOST_DIMS host_blocks",
+    "zero.checkpoint.save_load": "check_load take_load",
+    "zero.checkpoint.state": "VERSION",
+    "zero.stages.engine": "owner_of",
+    "zero.stages.options": "Units",
+    "zero.stages.sharding": "check_module check_step_number is_sharded path_of",
+    "zero.stages.units": "find_units",
+}
+
+
+def internal_names(root: Path) -> dict[str, set[str]]:
+    """Returns, by module, the names of the core that extras and commands import from inside it."""
+    found: dict[str, set[str]] = {}
+    for part in ("extras", "cli", "examples"):
+        for path in sorted((root / "ringcomm" / part).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(node, ast.ImportFrom):
+                    continue
+                module = (node.module or "").removeprefix("ringcomm").removeprefix(".")
+                is_own = module.split(".")[0] in ("extras", "cli", "examples", "bench")
+                if not (node.module or "").startswith("ringcomm") or is_own:
+                    continue
+                if module not in PUBLIC_MODULES:
+                    names = {alias.name for alias in node.names} - PUBLIC_NAMES
+                    found.setdefault(module, set()).update(names)
+    return {module: names for module, names in found.items() if names}
+
+
+def test_extras_and_commands_use_listed_names_of_the_core():
+    assert internal_names(ROOT) == {
+        module: set(names.split()) for module, names in INTERNAL_NAMES.items()
+    }
+
+
+def test_a_name_of_the_core_that_is_not_public_is_found(tmp_path):
+    write(tmp_path, "ringcomm/cli/demo.py", "from ringcomm.comm.host.engine import Call")
+    write(tmp_path, "ringcomm/extras/moe/rows.py", "from ringcomm.errors import where")
+    assert internal_names(tmp_path) == {"comm.host.engine": {"Call"}}

@@ -15,8 +15,8 @@ from ringcomm import _native
 from ringcomm.errors import ArgumentError
 from ringcomm.memory import Disk
 from ringcomm.offload.scratch import PAGE_BYTES, rounded_up
-from ringcomm.optim import AdamWOptions
-from ringcomm.optim.layout import BLOCK_ELEMS, ParamSpec, round_up
+from ringcomm.optim import AdamWOptions, ParamSpec
+from ringcomm.optim.layout import BLOCK_ELEMS, round_up
 from ringcomm.optim.tiers import PINNED_BUFFER_BYTES, elems_of_pieces, piece_elems
 from ringcomm.zero import ZeroOptions
 from ringcomm.zero.stages.options import Units

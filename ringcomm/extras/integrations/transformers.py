@@ -18,9 +18,7 @@ from ringcomm.extras.integrations import (
     writing,
 )
 from ringcomm.extras.integrations.accelerate import ZeroAccelerator, check_settings
-from ringcomm.optim.adamw import AdamW
-from ringcomm.optim.any_torch import Sharded
-from ringcomm.optim.options import AdamWOptions
+from ringcomm.optim import AdamW, AdamWOptions, Sharded
 from ringcomm.optim.sharded import ShardedOptimizer
 
 __all__ = ["ZeroTrainer"]
