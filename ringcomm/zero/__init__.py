@@ -31,8 +31,7 @@ from ringcomm.zero.stages.shards import (
 
 if TYPE_CHECKING:
     from ringcomm.extras.migrate.convert import convert
-    from ringcomm.extras.migrate.deepspeed import from_deepspeed
-    from ringcomm.extras.migrate.fsdp2 import from_fsdp2
+    from ringcomm.extras.migrate.settings import from_deepspeed, from_fsdp2
     from ringcomm.module_names import IncompatibleKeys
     from ringcomm.zero.checkpoint.export import export_safetensors, save_pretrained
     from ringcomm.zero.checkpoint.pretrained import Pretrained, load_pretrained, pretrained
@@ -49,8 +48,8 @@ _HOME_OF = {
     "convert": "ringcomm.extras.migrate.convert",
     "convert_sync_batchnorm": "ringcomm.zero.stages.batches",
     "export_safetensors": "ringcomm.zero.checkpoint.export",
-    "from_deepspeed": "ringcomm.extras.migrate.deepspeed",
-    "from_fsdp2": "ringcomm.extras.migrate.fsdp2",
+    "from_deepspeed": "ringcomm.extras.migrate.settings",
+    "from_fsdp2": "ringcomm.extras.migrate.settings",
     "load": "ringcomm.zero.checkpoint.save_load",
     "load_pretrained": "ringcomm.zero.checkpoint.pretrained",
     "pretrained": "ringcomm.zero.checkpoint.pretrained",

@@ -11,8 +11,16 @@ import torch
 
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.extras.migrate.deepspeed import ALIASES, KEYS, OTHER_OPTIMIZERS, SCHEDULERS
-from ringcomm.extras.migrate.keys import MAPPED, NO_EFFECT, UNSUPPORTED, section_of
+from ringcomm.extras.migrate.settings import (
+    ALIASES,
+    DEEPSPEED_KEYS,
+    MAPPED,
+    NO_EFFECT,
+    OTHER_OPTIMIZERS,
+    SCHEDULERS,
+    UNSUPPORTED,
+    section_of,
+)
 from ringcomm.optim import Adam, AdamW, AdamWOptions, LossScaleOptions, LossScaler
 from ringcomm.optim.options import Wire
 from ringcomm.zero.stages.options import DEFAULT_BUCKET_ELEMS
@@ -328,13 +336,15 @@ def config_with(name: str, value: Any) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.fate == UNSUPPORTED])
+@pytest.mark.parametrize(
+    "name", [name for name, key in DEEPSPEED_KEYS.items() if key.fate == UNSUPPORTED]
+)
 def test_each_unsupported_key_is_refused_if_it_asks_for_something(name):
     switched = name in section_of("switches")
     asks = ASKS.get(name, {"enabled": True} if switched else True)
     with pytest.raises(UnsupportedError) as raised:
         zero.from_deepspeed(config_with(name, asks), world_size=1)
-    assert f"\n  {name}: {KEYS[name].text}" in str(raised.value)
+    assert f"\n  {name}: {DEEPSPEED_KEYS[name].text}" in str(raised.value)
     nothing = ASKS_NOTHING.get(name, {"enabled": False} if switched else None)
     setup = zero.from_deepspeed(config_with(name, nothing), world_size=1)
     assert setup.notes[name].startswith("unsupported, and ")
@@ -482,18 +492,18 @@ def test_what_is_no_config_is_refused(config):
 
 
 def test_the_table_is_whole():
-    assert {key.fate for key in KEYS.values()} == {MAPPED, NO_EFFECT, UNSUPPORTED}
-    assert not KEYS.keys() & ALIASES.keys()
-    refused = {name for name, key in KEYS.items() if key.fate == UNSUPPORTED}
+    assert {key.fate for key in DEEPSPEED_KEYS.values()} == {MAPPED, NO_EFFECT, UNSUPPORTED}
+    assert not DEEPSPEED_KEYS.keys() & ALIASES.keys()
+    refused = {name for name, key in DEEPSPEED_KEYS.items() if key.fate == UNSUPPORTED}
     assert {*section_of("off"), *section_of("switches")} <= refused
-    assert section_of("auto").keys() <= KEYS.keys()
+    assert section_of("auto").keys() <= DEEPSPEED_KEYS.keys()
     optimizers = map(json.loads, section_of("optimizer parameters").values())
     for section, kinds in (("scheduler", SCHEDULERS.values()), ("optimizer", optimizers)):
         names = [name for params in kinds for name in params]
-        assert all(KEYS[f"{section}.params.{name}"].fate == MAPPED for name in names)
+        assert all(DEEPSPEED_KEYS[f"{section}.params.{name}"].fate == MAPPED for name in names)
     # An alias stands for a key, or for a section of keys.
     for name in ALIASES.values():
-        assert any(known == name or known.startswith(f"{name}.") for known in KEYS)
+        assert any(known == name or known.startswith(f"{name}.") for known in DEEPSPEED_KEYS)
     # No section is both one key and several.
-    for name in KEYS:
-        assert not any(known.startswith(f"{name}.") for known in KEYS)
+    for name in DEEPSPEED_KEYS:
+        assert not any(known.startswith(f"{name}.") for known in DEEPSPEED_KEYS)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.extras.migrate import deepspeed, fsdp2
+from ringcomm.extras.migrate.settings import DEEPSPEED_KEYS, FSDP2_KEYS
 from ringcomm.optim import AdamW
 from tests.comm.conftest import worlds
 from tests.support import ROOT
@@ -88,7 +88,7 @@ def test_what_is_not_there_is_named_at_once():
             dp_mesh_dims=object(),
         )
     for name in ("reshard_after_forward", "shard_placement_fn", "offload_policy"):
-        assert f"\n  {name}: {fsdp2.KEYS[name].text}" in str(raised.value)
+        assert f"\n  {name}: {FSDP2_KEYS[name].text}" in str(raised.value)
 
 
 def test_nested_calls_become_units(worlds):
@@ -146,9 +146,9 @@ def test_every_argument_of_torch_has_a_row():
     """Torch 2.11 has fewer arguments, and a later one may have more, which must be looked at."""
     theirs = set(inspect.signature(fully_shard).parameters)
     policy = set(inspect.signature(MixedPrecisionPolicy).parameters)
-    known = {name.partition(".")[0] for name in fsdp2.KEYS}
+    known = {name.partition(".")[0] for name in FSDP2_KEYS}
     assert theirs <= known
-    assert policy == {name.partition(".")[2] for name in fsdp2.KEYS if "." in name}
+    assert policy == {name.partition(".")[2] for name in FSDP2_KEYS if "." in name}
 
 
 # ---- the page -----------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_every_argument_of_torch_has_a_row():
 
 @pytest.mark.parametrize(
     ("section", "keys"),
-    [("DeepSpeed", deepspeed.KEYS), ("FSDP2", fsdp2.KEYS)],
+    [("DeepSpeed", DEEPSPEED_KEYS), ("FSDP2", FSDP2_KEYS)],
 )
 def test_the_page_has_a_row_for_each_key(section, keys):
     text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]

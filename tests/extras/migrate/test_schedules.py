@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ringcomm.errors import ArgumentError
-from ringcomm.extras.migrate.deepspeed import make_schedule
+from ringcomm.extras.migrate.settings import make_schedule
 from ringcomm.optim import AdamW
 
 # Numbers of steps taken, at which the rates below are those of the next step.

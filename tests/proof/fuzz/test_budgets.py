@@ -28,7 +28,7 @@ from ringcomm.comm.device import topology as model
 from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.records import RankRecording, Record, Recording
 from ringcomm.errors import ArgumentError, RingcommError
-from ringcomm.extras.migrate.deepspeed import from_deepspeed
+from ringcomm.extras.migrate.settings import from_deepspeed
 from ringcomm.extras.migrate.torch_file import plain_pickle
 from ringcomm.json_reader import decode, read_json
 from ringcomm.optim.agreement import read_description

@@ -1,34 +1,107 @@
-"""A DeepSpeed configuration, read as the settings of a trainer on ringcomm."""
+"""Settings of DeepSpeed and FSDP2, read as ringcomm's own; ``keys.ini`` is the table of them."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from configparser import RawConfigParser
 from copy import deepcopy
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from ringcomm import optim
 from ringcomm.c10d.comm_argument import CommArgument, find_communicator
-from ringcomm.errors import ArgumentError
-from ringcomm.extras.migrate import keys
-from ringcomm.extras.migrate.keys import section_of
+from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.integers import integer
 from ringcomm.json_reader import read_bounded, read_json, shown
+from ringcomm.module_names import matches
 from ringcomm.optim.layout import BLOCK_ELEMS
 from ringcomm.optim.options import Wire
 from ringcomm.optim.sharded import Params, ShardedOptimizer
-from ringcomm.zero.stages.options import Precision, ZeroOptions
+from ringcomm.zero.stages.options import Precision, UnitOptions, ZeroOptions
+
+_LONGEST_NAME = 64
+
+MAPPED = "mapped"
+NO_EFFECT = "no effect here"
+UNSUPPORTED = "unsupported"
+
+
+@dataclass(frozen=True)
+class Key:
+    """A setting of another library; ``docs/migrating.md`` has a row for it.
+
+    Attributes:
+        name: the name, with those of the sections around it: "zero_optimization.stage".
+        fate: ``MAPPED``, ``NO_EFFECT`` or ``UNSUPPORTED``.
+        text: the setting of ringcomm that it becomes; or the reason, and the remedy.
+    """
+
+    name: str
+    fate: str
+    text: str
+
+    def note(self, value: Any) -> str:
+        """Returns what became of the key with a value."""
+        if self.fate == UNSUPPORTED:
+            return f"{self.fate}, and {shown(value)} does not ask for it"
+        return f"{self.fate}: {self.text}"
+
+
+@cache
+def _table() -> RawConfigParser:
+    table = RawConfigParser(delimiters=("=",))
+    table.optionxform = str  # type: ignore[assignment,method-assign]
+    table.read_string(Path(__file__).with_name("keys.ini").read_text("utf-8"))
+    return table
+
+
+def section_of(name: str) -> Mapping[str, str]:
+    """Returns a section of the table."""
+    return dict(_table()[name])
+
+
+def keys_of(library: str) -> dict[str, Key]:
+    """Returns the settings of a library by name, in the order of the page."""
+    parts = {name: each.partition(": ") for name, each in section_of(library).items()}
+    return {name: Key(name, fate, text) for name, (fate, _, text) in parts.items()}
+
+
+def refuse_unsupported(operation: str, asked: Iterable[tuple[str, str]]) -> None:
+    """Raises UnsupportedError that names each key asked for with its reason, if there is any."""
+    reasons = [f"{name}: {text}" for name, text in asked]
+    if reasons:
+        raise UnsupportedError(
+            f"{operation}: {len(reasons)} of the keys ask for what ringcomm does not have:\n  "
+            + "\n  ".join(reasons)
+        )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns the known names nearest to another name, for a message."""
+    by_end: dict[str, list[str]] = {}
+    for each in known:
+        by_end.setdefault(each.rpartition(".")[2], []).append(each)
+    # The comparison takes time that grows with the square of the length.
+    ends = get_close_matches(name.rpartition(".")[2][:_LONGEST_NAME], by_end, n=3, cutoff=0.6)
+    found = [each for end in ends for each in by_end[end]][:3]
+    if not found:
+        return "none is near it"
+    return f"the nearest known ones are {', '.join(map(repr, found))}"
+
 
 # ---- DeepSpeed's learning rates over steps, set by torch's ``LambdaLR`` -------------------------
 # DeepSpeed counts iterations from -1: after t steps its formulas hold at t - 1. Step 0 has rates of
@@ -195,7 +268,7 @@ _FORMULAS: dict[str, Callable[[Any, float, int], Any]] = {
 }
 
 
-_OPERATION = "from_deepspeed"
+_DEEPSPEED = "from_deepspeed"
 _LARGEST_FILE_BYTES = 1 << 20
 _MOST_NAMED = 5  # keys in an error
 _DTYPES = {
@@ -206,7 +279,7 @@ _DTYPES = {
 _ZERO, _ADAM, _SCHEDULE = "zero_optimization.", "optimizer.params.", "scheduler.params."
 # By type, the parameters of an optimizer and their defaults.
 _PARAMS_OF: dict[str, dict[str, Any]] = {
-    kind: json.loads(text) for kind, text in keys.section_of("optimizer parameters").items()
+    kind: json.loads(text) for kind, text in section_of("optimizer parameters").items()
 }
 # By type; Adam is one of two.
 _OPTIMIZERS: dict[str, Callable[..., ShardedOptimizer]] = {
@@ -214,16 +287,16 @@ _OPTIMIZERS: dict[str, Callable[..., ShardedOptimizer]] = {
     "sgd": optim.SGD,
     "adagrad": partial(optim.Sharded, torch.optim.Adagrad),
 }
-KEYS = keys.keys_of("DeepSpeed")
+DEEPSPEED_KEYS = keys_of("DeepSpeed")
 #: Other names that DeepSpeed takes for keys.
-ALIASES = keys.section_of("aliases")
-_AUTO = keys.section_of("auto")
+ALIASES = section_of("aliases")
+_AUTO = section_of("auto")
 #: Why an optimizer of DeepSpeed's cannot be built.
-OTHER_OPTIMIZERS = keys.section_of("optimizers")
+OTHER_OPTIMIZERS = section_of("optimizers")
 # Values with which an unsupported key asks for nothing, with the keys that have others.
 _OFF = (None, False, "none")
-_OFF_OF = {name: json.loads(values) for name, values in keys.section_of("off").items()}
-_SWITCHES = keys.section_of("switches")
+_OFF_OF = {name: json.loads(values) for name, values in section_of("off").items()}
+_SWITCHES = section_of("switches")
 
 
 @dataclass(frozen=True)
@@ -275,7 +348,7 @@ class DeepSpeedSetup:
         """
         if self._optimizer is None:
             raise ArgumentError(
-                f"{_OPERATION}: the configuration has no optimizer; build "
+                f"{_DEEPSPEED}: the configuration has no optimizer; build "
                 "ringcomm.optim.AdamW(params, options=setup.optimizer_options)"
             )
         return self._optimizer(
@@ -294,7 +367,7 @@ class DeepSpeedSetup:
             ArgumentError: the configuration has no scheduler.
         """
         if self.schedule is None:
-            raise ArgumentError(f"{_OPERATION}: the configuration has no scheduler; use torch's")
+            raise ArgumentError(f"{_DEEPSPEED}: the configuration has no scheduler; use torch's")
         return self.schedule.build(optimizer)
 
 
@@ -322,12 +395,12 @@ def from_deepspeed(
     """
     given = _Given(_load(config))
     if world_size is None:
-        found = find_communicator(comm, _OPERATION, None)
+        found = find_communicator(comm, _DEEPSPEED, None)
         world_size = 1 if found is None else found.world_size
     ranks = integer(world_size)
     if ranks is None or ranks < 1:
         raise ArgumentError(
-            f"{_OPERATION}: world_size: expected a positive integer, got {shown(world_size)}"
+            f"{_DEEPSPEED}: world_size: expected a positive integer, got {shown(world_size)}"
         )
     stage = given.stage()
     dtype = given.param_dtype()
@@ -349,7 +422,7 @@ def from_deepspeed(
         micro_batch_size=micro,
         train_batch_size=batch,
         schedule=given.schedule(),
-        notes={name: KEYS[name].note(value) for name, value in given.values.items()},
+        notes={name: DEEPSPEED_KEYS[name].note(value) for name, value in given.values.items()},
         _optimizer=optimizer,
         _hyper=hyper,
     )
@@ -360,15 +433,15 @@ def _load(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, An
         return config
     if not isinstance(config, (str, os.PathLike)):
         raise ArgumentError(
-            f"{_OPERATION}: config: expected a dict or the path of a JSON file, got {shown(config)}"
+            f"{_DEEPSPEED}: config: expected a dict or the path of a JSON file, got {shown(config)}"
         )
     path = Path(config)
     try:
         plain = read_json(read_bounded(path, _LARGEST_FILE_BYTES))
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"{_OPERATION}: {path}: {error}") from error
+        raise ArgumentError(f"{_DEEPSPEED}: {path}: {error}") from error
     if not isinstance(plain, dict):
-        raise ArgumentError(f"{_OPERATION}: {path}: expected an object, got {shown(plain)}")
+        raise ArgumentError(f"{_DEEPSPEED}: {path}: expected an object, got {shown(plain)}")
     return plain
 
 
@@ -388,30 +461,32 @@ class _Given:
             config = {**config, "zero_optimization": {"stage": int(config["zero_optimization"])}}
         for name, value in self._walk(config, ""):
             if name in self.values:
-                raise ArgumentError(f"{_OPERATION}: {name}: given twice, under two names")
+                raise ArgumentError(f"{_DEEPSPEED}: {name}: given twice, under two names")
             self.values[name] = value
         self._refuse_unknown()
         auto = [
             f"{name}: put {_AUTO.get(name, 'a value, or leave the key away')}"
             for name, value in self.values.items()
-            if value == "auto" and KEYS[name].fate != keys.NO_EFFECT
+            if value == "auto" and DEEPSPEED_KEYS[name].fate != NO_EFFECT
         ]
         if auto:
             raise ArgumentError(
-                f'{_OPERATION}: "auto" is what Hugging Face\'s Trainer replaces; {"; ".join(auto)}'
+                f'{_DEEPSPEED}: "auto" is what Hugging Face\'s Trainer replaces; {"; ".join(auto)}'
             )
         asked = [
-            (name, KEYS[name].text) for name, value in self.values.items() if _asks(name, value)
+            (name, DEEPSPEED_KEYS[name].text)
+            for name, value in self.values.items()
+            if _asks(name, value)
         ]
-        keys.refuse_unsupported(_OPERATION, [*asked, *self._foreign])
+        refuse_unsupported(_DEEPSPEED, [*asked, *self._foreign])
 
     def _walk(self, section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for own, value in section.items():
             name = f"{prefix}{own}"
             name = ALIASES.get(name, name)
-            if name in KEYS:
+            if name in DEEPSPEED_KEYS:
                 yield name, value
-            elif not any(known.startswith(f"{name}.") for known in KEYS):
+            elif not any(known.startswith(f"{name}.") for known in DEEPSPEED_KEYS):
                 self._unknown.append(name)
             elif value is not None and not isinstance(value, Mapping):
                 raise _wrong(name, "an object", value)
@@ -421,11 +496,11 @@ class _Given:
 
     def _refuse_unknown(self) -> None:
         if self._unknown:
-            known, few = [*KEYS, *ALIASES], self._unknown[:_MOST_NAMED]
-            said = [f"{name[:200]!r} ({keys.nearest(name, known)})" for name in few]
+            known, few = [*DEEPSPEED_KEYS, *ALIASES], self._unknown[:_MOST_NAMED]
+            said = [f"{name[:200]!r} ({nearest(name, known)})" for name in few]
             more = len(self._unknown) - len(few)
             said += [f"and {more} more"] if more else []
-            raise ArgumentError(f"{_OPERATION}: unknown keys: {'; '.join(said)}")
+            raise ArgumentError(f"{_DEEPSPEED}: unknown keys: {'; '.join(said)}")
 
     # ---- values of a type -----------------------------------------------------------------------
 
@@ -480,7 +555,7 @@ class _Given:
         """Returns the 16-bit dtype of the parameters, or None where they stay as they are."""
         fp16, bf16 = self.flag("fp16.enabled", False), self.flag("bf16.enabled", False)
         if fp16 and bf16:
-            raise ArgumentError(f"{_OPERATION}: expected one of fp16 and bf16 enabled, got both")
+            raise ArgumentError(f"{_DEEPSPEED}: expected one of fp16 and bf16 enabled, got both")
         dtype = torch.float16 if fp16 else torch.bfloat16 if bf16 else None
         for name in ("data_types.param_dtype", "data_types.grad_accum_dtype"):
             allowed: tuple[torch.dtype | None, ...] = (None, dtype or torch.float32)
@@ -555,10 +630,10 @@ class _Given:
         """Returns the hyper-parameters of an optimizer; refuses those of other ones."""
         defaults = _PARAMS_OF[kind]
         for name in self.values:
-            mapped = name.startswith(_ADAM) and KEYS[name].fate == keys.MAPPED
+            mapped = name.startswith(_ADAM) and DEEPSPEED_KEYS[name].fate == MAPPED
             if mapped and name.removeprefix(_ADAM) not in defaults:
                 told, known = self.values["optimizer.type"], ", ".join(defaults)
-                raise ArgumentError(f"{_OPERATION}: {name}: {told} has none; it has {known}")
+                raise ArgumentError(f"{_DEEPSPEED}: {name}: {told} has none; it has {known}")
         read: dict[type, Callable[[str, Any], Any]] = {
             float: self.number,
             bool: self.flag,
@@ -573,12 +648,12 @@ class _Given:
         params = {
             name.removeprefix(_SCHEDULE): value
             for name, value in self.values.items()
-            if name.startswith(_SCHEDULE) and KEYS[name].fate != keys.UNSUPPORTED
+            if name.startswith(_SCHEDULE) and DEEPSPEED_KEYS[name].fate != UNSUPPORTED
         }
         try:
             return make_schedule(kind, params)
         except ArgumentError as error:
-            raise ArgumentError(f"{_OPERATION}: {error}") from error
+            raise ArgumentError(f"{_DEEPSPEED}: {error}") from error
 
 
 def _foreign_types(config: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -602,7 +677,7 @@ def _foreign_types(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _asks(name: str, value: Any) -> bool:
     """Returns whether a value asks for the feature of an unsupported key."""
-    if KEYS[name].fate != keys.UNSUPPORTED:
+    if DEEPSPEED_KEYS[name].fate != UNSUPPORTED:
         return False
     off, switch = _OFF_OF.get(name, _OFF), _SWITCHES.get(name)
     if not isinstance(value, Mapping):
@@ -633,7 +708,7 @@ def _batches(given: _Given, world_size: int) -> tuple[int, int, int]:
     steps = given.integer("gradient_accumulation_steps", 1, 0)
     if not batch and not micro:
         raise ArgumentError(
-            f"{_OPERATION}: expected train_batch_size or train_micro_batch_size_per_gpu, got "
+            f"{_DEEPSPEED}: expected train_batch_size or train_micro_batch_size_per_gpu, got "
             "neither"
         )
     if not micro:
@@ -644,11 +719,162 @@ def _batches(given: _Given, world_size: int) -> tuple[int, int, int]:
     whole = micro * steps * world_size
     if batch not in (0, whole) or not whole:
         raise ArgumentError(
-            f"{_OPERATION}: train_batch_size: expected micro batch x accumulation steps x ranks, "
+            f"{_DEEPSPEED}: train_batch_size: expected micro batch x accumulation steps x ranks, "
             f"got {batch}, and {micro} x {steps} x {world_size} = {whole}"
         )
     return micro, steps, whole
 
 
 def _wrong(name: str, expected: str, got: Any) -> ArgumentError:
-    return ArgumentError(f"{_OPERATION}: {name}: expected {expected}, got {shown(got)}")
+    return ArgumentError(f"{_DEEPSPEED}: {name}: expected {expected}, got {shown(got)}")
+
+
+# ---- The arguments of FSDP2's fully_shard, read as ringcomm's own --------------------------------
+
+_FSDP2 = "from_fsdp2"
+
+FSDP2_KEYS = keys_of("FSDP2")
+
+
+@dataclass(frozen=True)
+class FSDP2Setup:
+    """The settings that FSDP2's arguments stand for, for ``zero.shard``.
+
+    Attributes:
+        stage: 3.
+        options: choices.
+        comm: the mesh, or None for the default group.
+        notes: by argument, what became of it.
+    """
+
+    stage: int
+    options: ZeroOptions
+    comm: DeviceMesh | None
+    notes: Mapping[str, str]
+
+    def with_nested(self, nested: Mapping[str, Mapping[str, Any]]) -> FSDP2Setup:
+        """Returns the settings with those of nested calls, whose modules become units.
+
+        Args:
+            nested: by names of modules inside, in which a ``*`` stands for any characters of one
+                part, ``reshard_after_forward`` and ``mp_policy`` of the calls on these. One without
+                ``param_dtype`` stays FP32 among others with it.
+
+        Raises:
+            ArgumentError: another argument.
+            UnsupportedError: as of :func:`from_fsdp2`.
+        """
+        return replace(self, options=_with_units(self.options, nested))
+
+
+def from_fsdp2(
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Collection[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> FSDP2Setup:
+    """Reads the arguments of ``torch.distributed.fsdp.fully_shard``, by their names there.
+
+    Returns:
+        The settings of ``zero.shard``, and a note for each argument that was given.
+
+    Raises:
+        ArgumentError: an argument is of another type.
+        UnsupportedError: names all arguments that ask for what ringcomm does not have.
+    """
+    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    _check_kinds(
+        mesh=(mesh, DeviceMesh),
+        reshard_after_forward=(reshard_after_forward, int),
+        mp_policy=(policy, MixedPrecisionPolicy),
+        offload_policy=(offload_policy, OffloadPolicy),
+    )
+    asked = {
+        "mesh": mesh is not None and mesh.ndim > 1,
+        "reshard_after_forward": type(reshard_after_forward) is int,
+        "offload_policy": isinstance(offload_policy, CPUOffloadPolicy),
+        "shard_placement_fn": shard_placement_fn is not None,
+        "ignored_params": bool(ignored_params),
+        "dp_mesh_dims": dp_mesh_dims is not None,
+    }
+    refuse_unsupported(
+        _FSDP2, [(name, FSDP2_KEYS[name].text) for name, asks in asked.items() if asks]
+    )
+    given: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward,
+        "offload_policy": offload_policy,
+        "ignored_params": ignored_params,
+    }
+    if mp_policy is not None:
+        given |= {f"mp_policy.{name}": value for name, value in vars(mp_policy).items()}
+    precision = Precision(
+        param=policy.param_dtype,
+        output=policy.output_dtype,
+        cast_inputs=policy.cast_forward_inputs,
+        master=None if policy.param_dtype is None else "fp32",
+    )
+    options = ZeroOptions(
+        precision=precision, keep_gathered=reshard_after_forward is False, params="world"
+    )
+    return FSDP2Setup(
+        stage=3,
+        options=options,
+        comm=mesh,
+        notes={name: FSDP2_KEYS[name].note(v) for name, v in given.items() if v is not None},
+    )
+
+
+def _check_kinds(**arguments: tuple[Any, type]) -> None:
+    """Raises ArgumentError for an argument that is neither None nor of its type."""
+    for name, (value, kind) in arguments.items():
+        if value is not None and not isinstance(value, kind):
+            raise ArgumentError(
+                f"{_FSDP2}: {name}: expected {kind.__name__} or None, got {value!r}"
+            )
+
+
+def _with_units(options: ZeroOptions, nested: Mapping[str, Mapping[str, Any]]) -> ZeroOptions:
+    """Returns the options with a unit for each module of a nested call."""
+    policies = {}
+    for name, arguments in nested.items():
+        unknown = sorted({*arguments} - {"reshard_after_forward", "mp_policy"})
+        if unknown:
+            raise ArgumentError(
+                f"{_FSDP2}: nested: {name!r}: expected reshard_after_forward and mp_policy, "
+                f"got {unknown[0]!r}; pass what holds for the whole module to from_fsdp2()"
+            )
+        policies[name] = arguments.get("mp_policy") or MixedPrecisionPolicy()
+    precision = options.precision
+    outside = precision.param
+    if outside is None and any(each.param_dtype for each in policies.values()):
+        outside = torch.float32
+        precision = replace(precision, param=outside, master="fp32")
+    asked = []
+    for name, policy in policies.items():
+        if policy.output_dtype not in (None, outside):
+            text = f"a unit returns the dtype around it, {outside}; leave it away"
+            asked.append((f"nested: {name}: mp_policy.output_dtype", text))
+        if not policy.cast_forward_inputs:
+            text = "arguments of a unit are cast to the dtype of its parameters; leave it away"
+            asked.append((f"nested: {name}: mp_policy.cast_forward_inputs", text))
+        if type(nested[name].get("reshard_after_forward")) is int:
+            text = FSDP2_KEYS["reshard_after_forward"].text
+            asked.append((f"nested: {name}: reshard_after_forward", text))
+    refuse_unsupported(_FSDP2, asked)
+    per_unit = {
+        name: UnitOptions(
+            param=None if outside is None else policy.param_dtype or torch.float32,
+            keep_gathered=nested[name].get("reshard_after_forward") is False,
+        )
+        for name, policy in policies.items()
+    }
+
+    def is_unit(name: str, module: nn.Module) -> bool:
+        return any(matches(pattern, name) for pattern in nested)
+
+    return replace(options, precision=precision, units=is_unit, per_unit=per_unit)
