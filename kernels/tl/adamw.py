@@ -1,22 +1,10 @@
-"""AdamW, SGD and Lion: the update of one element, of a run of a shard, and of a whole shard."""
+"""AdamW: the update of one element, of a run of a shard, and of a whole shard."""
 
 import triton
 import triton.language as tl
 
 from ringcomm._native import ADAMW_FLAGS, OPTIMIZER_STRUCTURES
 
-from .block_moments import (
-    BLOCK,
-    CUT_BITS,
-    CUT_MASK,
-    FIRST_BELOW,
-    SECOND_BELOW,
-    exponents_of,
-    narrowed,
-    of_elements,
-    random_words,
-    widened,
-)
 from .hooks import IS_INTERPRETED
 from .moving import is_aligned, pointer, round_to, sum_of, widen
 from .words import word32, word64
@@ -24,20 +12,16 @@ from .words import word32, word64
 # --------------------------------------------------------------------------------------------------
 # The update of one element, and how the result is stored.
 #
-# The Triton twin of ringcomm/optimizer/adamw_element.h and one_moment_element.h, whose comments say
-# why each operation is what it is: the same bits. It counts on kernels compiled with
-# ``enable_fp_fusion=False``, so that a product and a sum become one fused multiply-add where this
-# says so, and nowhere else.
+# The Triton twin of ringcomm/optimizer/adamw_element.h, whose comments say why each operation is
+# what it is: the same bits. It counts on kernels compiled with ``enable_fp_fusion=False``, where a
+# product and a sum become one fused multiply-add as this says, and nowhere else.
 # --------------------------------------------------------------------------------------------------
 
 ACTIVE = tl.constexpr(ADAMW_FLAGS["active"])
 L2 = tl.constexpr(ADAMW_FLAGS["l2"])
 AMSGRAD = tl.constexpr(ADAMW_FLAGS["amsgrad"])
-MOMENTUM = tl.constexpr(ADAMW_FLAGS["momentum"])
-NESTEROV = tl.constexpr(ADAMW_FLAGS["nesterov"])
 
-# Floats of AdamWFactors, in the order in which load_factors() returns them. As there, "beta2" is
-# SGD's momentum, "one_minus_beta1" has its dampening, and "bias_correction2_sqrt" is Lion's beta1.
+# Floats of AdamWFactors, in the order in which load_factors() returns them.
 _NAMES = (
     "decay",
     "weight_decay",
@@ -135,36 +119,6 @@ def adamw_element(p, g, m, v, v_max, factors, KEEPS_MAX: tl.constexpr):
     denominator = tl.div_rn(tl.sqrt_rn(root), factors[8]) + factors[9]
     p = p + tl.div_rn(factors[7] * m, denominator)
     return p, m, v, v_max
-
-
-@triton.jit
-def sgd_element(p, g, m, factors, HAS_MOMENT: tl.constexpr):
-    """The update of SGD; returns p and m, which has no meaning without HAS_MOMENT.
-
-    With HAS_MOMENT some group has a momentum; whether this one does is in its flags.
-    """
-    flags = factors[1]
-    g = g * factors[10] * factors[11]
-    g = tl.where((flags & L2) != 0, fused_multiply_add(factors[3], p, g), g)
-    if HAS_MOMENT:
-        uses_m = (flags & MOMENTUM) != 0
-        moved = tl.where(factors[0] == 1, g, fused_multiply_add(factors[4], g, m * factors[5]))
-        ahead = fused_multiply_add(factors[5], moved, g)
-        m = tl.where(uses_m, moved, m)
-        g = tl.where(uses_m, tl.where((flags & NESTEROV) != 0, ahead, moved), g)
-    return fused_multiply_add(factors[7], g, p), m
-
-
-@triton.jit
-def lion_element(p, g, m, factors):
-    """The update of Lion; returns p and m."""
-    g = g * factors[10] * factors[11]
-    p = p * factors[2]
-    c = fused_multiply_add(factors[4], g, m * factors[8])
-    sign = (c > 0.0).to(tl.float32) - (c < 0.0).to(tl.float32)
-    p = fused_multiply_add(factors[7], sign, p)
-    m = fused_multiply_add(factors[6], g, m * factors[5])
-    return p, m
 
 
 # ---- the master copy as a bfloat16 parameter and the 16 bits below it --------------------------
@@ -284,7 +238,6 @@ SEGMENTS = tl.constexpr(OPTIMIZER_STRUCTURES["shard.segments"])
 FACTORS = tl.constexpr(OPTIMIZER_STRUCTURES["shard.factors"])
 SEGMENT_COUNT = tl.constexpr(OPTIMIZER_STRUCTURES["shard.segment_count"])
 BEGIN = tl.constexpr(OPTIMIZER_STRUCTURES["shard.begin"])
-ELEMS = tl.constexpr(OPTIMIZER_STRUCTURES["shard.elems"])
 MASTER = tl.constexpr(OPTIMIZER_STRUCTURES["shard.master"])
 REMAINDER = tl.constexpr(OPTIMIZER_STRUCTURES["shard.remainder"])
 EXP_AVG = tl.constexpr(OPTIMIZER_STRUCTURES["shard.exp_avg"])
@@ -310,14 +263,13 @@ def own_params(shard, KIND: tl.constexpr):
 
 @triton.jit
 def _state_of(shard):
-    """Addresses of the state and of the remainder, for element 0 of the chunk; its elements."""
+    """Addresses of the state and of the remainder, for element 0 of the chunk."""
     return (
         shard_word(shard, EXP_AVG),
         shard_word(shard, EXP_AVG_SQ),
         shard_word(shard, MAX_EXP_AVG_SQ),
         shard_word(shard, MASTER),
         shard_word(shard, REMAINDER),
-        shard_word(shard, ELEMS),
     )
 
 
@@ -387,54 +339,6 @@ def _rounded(p, random_of, at, step, KIND: tl.constexpr):
 
 
 @triton.jit
-def _moment_keys(random_of, at, step):
-    """The keys of a turn's blocks, for each of its elements; ``at`` as in :func:`_turn`."""
-    zero = tl.zeros([TURN // BLOCK], tl.int64)
-    element = random_of[2] + at - random_of[4] + tl.arange(0, TURN // BLOCK) * BLOCK
-    param = zero + random_of[3]
-    key, twist, _, _ = philox(
-        low_word(zero + random_of[0]),
-        low_word(zero + (random_of[0] >> 32)),
-        low_word(param),
-        low_word(param >> 32),
-        low_word(zero + step),
-        low_word(element >> 32) | 0x80000000,
-    )
-    return of_elements(key), of_elements(twist)
-
-
-@triton.jit
-def _eight_bits(
-    p, g, state, random_of, factors, at, low, high, mask, MASKED: tl.constexpr
-):  # fmt: skip
-    """AdamW with moments of 8 bits, of a turn; returns the parameters, and stores the moments."""
-    blocks = tl.arange(0, TURN // BLOCK)
-    own = (at + blocks * BLOCK >= low) & (at + blocks * BLOCK < high)
-    place = at // BLOCK + blocks
-    m_place = pointer(state[0] + state[5], tl.uint8, False) + place
-    v_place = pointer(state[1] + state[5], tl.uint8, False) + place
-    m_exponents = tl.load(m_place, mask=own, other=0).to(tl.int32)
-    v_exponents = tl.load(v_place, mask=own, other=0).to(tl.int32)
-    m = widened(_load(state[0], at, mask, tl.uint8, MASKED), m_exponents, FIRST_BELOW)
-    v = widened(_load(state[1], at, mask, tl.uint8, MASKED), v_exponents, SECOND_BELOW)
-    p, m, v, _ = adamw_element(p, g, m, v, v, factors, False)
-    m_exponents, v_exponents = exponents_of(m, mask), exponents_of(v, mask)
-    # All threads have read the exponents that one of them writes.
-    tl.debug_barrier()
-    tl.store(m_place, m_exponents.to(tl.uint8), mask=own)
-    tl.store(v_place, v_exponents.to(tl.uint8), mask=own)
-    key, twist = _moment_keys(random_of, at, factors[0])
-    words = random_words(random_of[2] + at - random_of[4] + tl.arange(0, TURN), key, twist)
-    m_random = (words & CUT_MASK).to(tl.int32)
-    v_random = (words >> (32 - CUT_BITS)).to(tl.int32)
-    m_codes = narrowed(m, m_exponents, m_random, FIRST_BELOW)
-    v_codes = narrowed(v, v_exponents, v_random, SECOND_BELOW)
-    _store(state[0], at, m_codes, mask, tl.uint8, MASKED)
-    _store(state[1], at, v_codes, mask, tl.uint8, MASKED)
-    return p
-
-
-@triton.jit
 def _turn(
     dests, state, sources, random_of, factors, at, first, low, high, KIND: tl.constexpr,
     MASKED: tl.constexpr,
@@ -445,26 +349,16 @@ def _turn(
     mask = (at + lanes >= low) & (at + lanes < high)
     g = gradient(sources, at - first, lanes, mask, KIND.grad, KIND.divisor, MASKED)
     p = _master(dests[0], state, at, mask, KIND, MASKED)
-    m = g
-    if KIND.rule != "sgd" and KIND.rule != "adamw8bit":
-        m = _load(state[0], at, mask, tl.float32, MASKED)
-    if KIND.rule == "adamw8bit":
-        p = _eight_bits(p, g, state, random_of, factors, at, low, high, mask, MASKED)
-    elif KIND.rule == "lion":
-        p, m = lion_element(p, g, m, factors)
-    elif KIND.rule != "adamw":
-        p, m = sgd_element(p, g, m, factors, KIND.rule == "momentum")
-    else:
-        v = _load(state[1], at, mask, tl.float32, MASKED)
-        v_max = v
-        if KIND.keeps_max:
-            v_max = _load(state[2], at, mask, tl.float32, MASKED)
-        p, m, v, v_max = adamw_element(p, g, m, v, v_max, factors, KIND.keeps_max)
-        _store(state[1], at, v, mask, tl.float32, MASKED)
-        if KIND.keeps_max:
-            _store(state[2], at, v_max, mask, tl.float32, MASKED)
-    if KIND.rule != "sgd" and KIND.rule != "adamw8bit":
-        _store(state[0], at, m, mask, tl.float32, MASKED)
+    m = _load(state[0], at, mask, tl.float32, MASKED)
+    v = _load(state[1], at, mask, tl.float32, MASKED)
+    v_max = v
+    if KIND.keeps_max:
+        v_max = _load(state[2], at, mask, tl.float32, MASKED)
+    p, m, v, v_max = adamw_element(p, g, m, v, v_max, factors, KIND.keeps_max)
+    _store(state[0], at, m, mask, tl.float32, MASKED)
+    _store(state[1], at, v, mask, tl.float32, MASKED)
+    if KIND.keeps_max:
+        _store(state[2], at, v_max, mask, tl.float32, MASKED)
     if KIND.master == "remainder":
         result, remainder = split_master(p)
         _store(state[4], at, remainder, mask, tl.uint16, MASKED)
@@ -553,9 +447,8 @@ def update_run(shard, dests, sources, begin, end, KIND: tl.constexpr):
             param = tl.load(word64(here + SEGMENT_PARAM))
             if (flags_of(shard_word(shard, FACTORS), param) & ACTIVE) != 0:
                 factors = load_factors(shard_word(shard, FACTORS), param)
-                drawn_of = random_of + (param, tl.load(word64(here)))
                 _update_segment(
-                    dests, state, sources, drawn_of, factors, (begin, end), low, high, aligned,
+                    dests, state, sources, random_of, factors, (begin, end), low, high, aligned,
                     KIND,
                 )  # fmt: skip
         segment += 1

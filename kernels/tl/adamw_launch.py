@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from ringcomm import _native
 
 from .adamw import adamw_shard_kernel
-from .adamw_kind import NormKind, ShardKind
 from .fused_steps import (
     adamw_all_gather_kernel,
     grad_norm_kernel,
@@ -24,6 +24,8 @@ from .hooks import IS_INTERPRETED, interpreting, lives
 from .launch import DTYPES, OPTIONS, KernelPlan
 
 __all__ = [
+    "NormKind",
+    "ShardKind",
     "launch_adamw_shard",
     "launch_grad_norm",
     "plan_adamw_all_gather",
@@ -39,6 +41,49 @@ PROGRAMS = 2 if IS_INTERPRETED else 528
 _PROGRAM_ELEMS = 1024
 
 
+@dataclass(frozen=True)
+class ShardKind:
+    """A compile-time argument of the kernels that update a shard; equal on all ranks.
+
+    How kernels may pass its attributes on is in NOTE [the oldest Triton] of the package.
+
+    Attributes:
+        grad: Triton's type of the gradients.
+        param: Triton's type of the parameters.
+        master: where the FP32 parameter lies: "own", it is the parameter; "fp32", a copy;
+            "remainder", a bfloat16 parameter and 16 bits more; "none", only in the rounded one.
+        keeps_max: some group uses amsgrad.
+        stochastic: how 16-bit parameters are rounded.
+        divisor: the sum of the gradients is divided by it.
+    """
+
+    grad: Any
+    param: Any
+    master: str
+    keeps_max: bool
+    stochastic: bool
+    divisor: int
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """A compile-time argument of the kernels that sum norms; equal on all ranks.
+
+    Attributes:
+        grad: Triton's type of the gradients.
+        kind: of the norm, a native code.
+        divisor: the sum of the gradients is divided by it.
+        stores: the reduced gradients are stored.
+        accumulates: they are added to what lies there.
+    """
+
+    grad: Any
+    kind: int
+    divisor: int
+    stores: bool
+    accumulates: bool
+
+
 def shard_kind(
     grad: str,
     param: str,
@@ -48,7 +93,6 @@ def shard_kind(
     master: str,
     keeps_max: bool,
     stochastic: bool,
-    rule: str = "adamw",
 ) -> ShardKind:
     """Returns the constants that the kernels of a shard are compiled for.
 
@@ -60,7 +104,6 @@ def shard_kind(
         master: "fp32", "remainder" or "none"; FP32 parameters are their own.
         keeps_max: the shard has max_exp_avg_sq.
         stochastic: how 16-bit parameters are rounded.
-        rule: of the update, as :class:`ShardKind` names it.
     """
     own = param == "float32"
     return ShardKind(
@@ -70,7 +113,6 @@ def shard_kind(
         keeps_max,
         stochastic and not own,
         world if op == "AVG" else 1,
-        rule,
     )
 
 

@@ -30,7 +30,7 @@ from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
 
 if TYPE_CHECKING:
-    from ringcomm._tl.adamw_kind import ShardKind
+    from ringcomm._tl.adamw_launch import ShardKind
     from ringcomm._tl.launch import KernelPlan
 
 
@@ -667,7 +667,7 @@ class TritonReducer(Reducer):
 
 
 class TritonKernels(Kernels):
-    """Triton's kernels of one optimizer.
+    """Triton's kernels of one optimizer, which updates by AdamW.
 
     Without a communicator they run on the caller's thread, and otherwise in its order of calls.
 
@@ -676,9 +676,7 @@ class TritonKernels(Kernels):
         options: options of the optimizer.
         table: table of the optimizer.
         native: the native kernels, which begin a step.
-        moments: as of :func:`ringcomm.optim.kernels.shard_of`.
-        kind_of: called with the names of the tensors of a state, returns the update's kind, as
-            :class:`ShardKind` names it.
+        moments: as of :func:`shard_of`.
 
     Raises:
         UnsupportedError: Triton cannot be imported, or cannot run here.
@@ -691,7 +689,6 @@ class TritonKernels(Kernels):
         table: StepTable,
         native: Kernels,
         moments: Sequence[str],
-        kind_of: Callable[[Sequence[str]], str],
     ) -> None:
         triton = TritonCalls(comm, options.algorithm)
         self._triton = triton
@@ -702,7 +699,6 @@ class TritonKernels(Kernels):
         self._options = options
         self._native = native
         self._moments = moments
-        self._kind_of = kind_of
         self._factors_ptr = table.factors.data_ptr()
         self._place = table.control.device if comm is None else comm.device
         # By bucket number, the description of the bucket's shard that kernels read.
@@ -763,7 +759,6 @@ class TritonKernels(Kernels):
             master=master if state.remainder is None else "remainder",
             keeps_max="max_exp_avg_sq" in state.moments,
             stochastic=self._options.rounding == "stochastic",
-            rule=self._kind_of(list(state.moments)),
         )
 
     def _shard(self, bucket: Bucket) -> Tensor:

@@ -101,7 +101,7 @@ class AdamWOptions:
 
     Attributes:
         algorithm: algorithm of the collectives: "auto", "direct" or "ring".
-        kernels: "native" or "triton".
+        kernels: "native" or, for AdamW and Adam, "triton".
         bucket_elems: maximum number of elements of a bucket that holds more than one parameter; a
             multiple of 512.
         reduce: "avg" averages the ranks' gradients, as DDP does, and "sum" adds them.

@@ -14,7 +14,7 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
-from ringcomm.errors import ArgumentError
+from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.optim.buckets import Buckets
 from ringcomm.optim.kernels import (
     DeviceKernels,
@@ -275,23 +275,19 @@ class FusedRule(UpdateRule):
 
     Attributes:
         hypers: hyper-parameters that ranks compare; lr is compared at each step.
-        kind: the rule as :class:`ringcomm._tl.adamw_kind.ShardKind` names it, without momentum.
         moments: names of the tensors of the state, in the order of the kernels' moments.
+        in_triton: True if Triton's kernels know the rule, too.
     """
 
     hyper_columns = 6
     factors_bytes = _native.OPTIMIZER_STRUCTURES["factors"]
     hypers: tuple[str, ...]
-    kind: str
     moments: tuple[str, ...]
+    in_triton = False
 
     @abstractmethod
     def columns(self, group: Group) -> tuple[float, float, float, float, int]:
         """Returns beta1, beta2, eps, weight decay and flags, or what takes their places."""
-
-    def kind_of(self, names: Sequence[str]) -> str:
-        """Returns the rule as Triton's kernels name it, where the state has these tensors."""
-        return self.kind
 
     def replaced(self, group: Group) -> dict[str, Any]:
         return {"betas": numbers(group["betas"])} if "betas" in group else {}
@@ -313,6 +309,13 @@ class FusedRule(UpdateRule):
     def kernels(
         self, comm: Communicator | None, options: AdamWOptions, table: StepTable
     ) -> Kernels:
+        if options.kernels == "triton" and not self.in_triton:
+            rank, world_size = (0, 1) if comm is None else (comm.rank, comm.world_size)
+            raise UnsupportedError(
+                f'{where("optimizer", rank, world_size)}: {self.name}: expected kernels="native", '
+                'got "triton": Triton\'s kernels update by AdamW and Adam alone. Pass '
+                'AdamWOptions(kernels="native"), which runs on CPUs and, as CUDA, on GPUs'
+            )
         native: Kernels
         if comm is not None and comm.launches:
             kind = DeviceKernelsInParts if self.eight_bits else DeviceKernels
@@ -324,14 +327,14 @@ class FusedRule(UpdateRule):
         # Imported here, since Triton takes seconds to import.
         from ringcomm.optim.kernels import TritonKernels
 
-        return TritonKernels(comm, options, table, native, self.moments, self.kind_of)
+        return TritonKernels(comm, options, table, native, self.moments)
 
 
 class AdamWRule(FusedRule):
     """AdamW, and Adam where a group's ``decoupled_weight_decay`` is False."""
 
     name = "AdamW"
-    kind = "adamw"
+    in_triton = True
     moments: tuple[str, ...] = (*MOMENTS, MAXIMA)
     hypers = ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
 
@@ -384,7 +387,7 @@ class AdamW8bitRule(AdamWRule):
     """AdamW with moments of 8 bits."""
 
     name = "AdamW8bit"
-    kind = "adamw8bit"
+    in_triton = False
     moments = MOMENTS
     eight_bits = True
 
@@ -444,7 +447,6 @@ class SgdRule(_OneMoment):
     """SGD, with momentum or without."""
 
     name = "SGD"
-    kind = "sgd"
     moments = ("momentum_buffer",)
     hypers = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
@@ -463,9 +465,6 @@ class SgdRule(_OneMoment):
         flags |= _FLAGS["nesterov"] if group["nesterov"] else 0
         return group["dampening"], group["momentum"], 0.0, group["weight_decay"], flags
 
-    def kind_of(self, names: Sequence[str]) -> str:
-        return "momentum" if names else self.kind
-
     def _has(self, group: Group) -> bool:
         return bool(group["momentum"] != 0.0)
 
@@ -474,7 +473,6 @@ class LionRule(_OneMoment):
     """Lion."""
 
     name = "Lion"
-    kind = "lion"
     moments = ("exp_avg",)
     hypers = ("betas", "weight_decay", "maximize")
 

@@ -13,7 +13,7 @@ import torch
 
 import ringcomm
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError
-from ringcomm.optim import Adam, AdamW, AdamWOptions, GradScaler
+from ringcomm.optim import SGD, Adam, AdamW, AdamW8bit, AdamWOptions, GradScaler, Lion
 from tests.optim.problems import SMALL_BUCKETS, Problem, assert_same_state, values
 
 Tensor = torch.Tensor
@@ -59,6 +59,21 @@ def test_bad_hyper_parameters_are_refused_when_given_and_when_changed(kind, sett
     with pytest.raises(ArgumentError, match=f"param group 0: {message}"):
         optimizer.step()
     assert torch.equal(param, torch.ones(3)) and optimizer.steps_taken.item() == 0
+
+
+@pytest.mark.parametrize("kind", [AdamW8bit, SGD, Lion])
+def test_optimizers_that_triton_has_not_are_refused(worlds, kind):
+    def work(comm):
+        param = weight()
+        optimizer = kind([param], lr=0.1, comm=comm, options=AdamWOptions(kernels="triton"))
+        param.grad = torch.ones(3)
+        head = rf'optimizer on rank {comm.rank} of 2: {kind.__name__}: expected kernels="native", '
+        remedy = r'got "triton": .* Pass AdamWOptions\(kernels="native"\)'
+        with pytest.raises(UnsupportedError, match=head + remedy):
+            optimizer.step()
+        assert torch.equal(param, torch.ones(3))
+
+    worlds(2).run(work)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])

@@ -39,6 +39,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -342,11 +343,11 @@ _patching = threading.Lock()
 _spawn = multiprocessing.util.spawnv_passfds
 
 
-def start_multiprocessing() -> None:
-    """Starts the fork server of ``multiprocessing``, unless it runs, as a fork that has torch."""
+def start_multiprocessing(server: ForkServer) -> None:
+    """Starts a fork server of ``multiprocessing``, unless it runs, as a fork that has torch."""
     multiprocessing.resource_tracker.ensure_running()  # by itself: with signals blocked
     with _patching, mock.patch.object(multiprocessing.util, "spawnv_passfds", _start_forkserver):
-        multiprocessing.forkserver.ensure_running()
+        server.ensure_running()
 
 
 def _start_forkserver(path: bytes, words: Sequence[str], files: Sequence[int]) -> int:

@@ -13,11 +13,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ForkServer
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed import FileStore, Store
@@ -56,9 +59,9 @@ class RanksFailed(AssertionError):
     """At least one rank raised, died or did not end."""
 
 
-def context() -> ForkServerContext:
+def context(server: ForkServer = forkserver._forkserver) -> ForkServerContext:
     """How ranks are started: the server has torch loaded, and a fork of it takes milliseconds."""
-    fork_server.start_multiprocessing()
+    fork_server.start_multiprocessing(server)
     return multiprocessing.get_context("forkserver")
 
 
@@ -117,8 +120,12 @@ def _join(process: BaseProcess, timeout_s: float | None = None) -> int | None:
 class Ranks:
     """Started ranks; a context manager that kills those that are left."""
 
+    # Forks the ranks; a subclass may have one that imports more before.
+    server = forkserver._forkserver
+
     def __init__(self, fn: Callable[..., Any], world_size: int, *args: Any) -> None:
-        how = context()
+        how = context(self.server)
+        connect = self.server.connect_to_new_process
         self._directory = tempfile.TemporaryDirectory()
         store_path = self.store_path
         self._answers: list[Connection] = []
@@ -134,7 +141,7 @@ class Ranks:
                 args=(fn, rank, store_path, theirs, (world_size, *args)),
                 daemon=True,
             )
-            with _READING:
+            with _READING, mock.patch.object(forkserver, "connect_to_new_process", connect):
                 process.start()
             theirs.close()
             self._answers.append(mine)
@@ -197,7 +204,11 @@ class Ranks:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    kind: type[Ranks] = Ranks,
 ) -> list[Any]:
     """Calls ``fn(store, rank, world_size, *args)`` in ``world_size`` processes.
 
@@ -209,7 +220,7 @@ def run_ranks(
     Raises:
         RanksFailed: a rank raised (all traces are shown), died, or did not end in time.
     """
-    with Ranks(fn, world_size, *args) as ranks:
+    with kind(fn, world_size, *args) as ranks:
         outcomes = ranks.wait(timeout_s)
     failed = [outcome.describe() for outcome in outcomes if not outcome.ok]
     if failed:

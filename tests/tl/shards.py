@@ -13,16 +13,12 @@ import ringcomm
 from ringcomm import _native
 from ringcomm.comm.host.arguments import DTYPE_CODES, DTYPE_NAMES
 from ringcomm.comm.host.engine import Call
-from ringcomm.optim.buckets import BLOCK, CODES
 
 Tensor = torch.Tensor
 PARAMS = 6
 ACTIVE = (1.0, 1.0, 0.0, 1.0, 1.0, 1.0)
 STEPS = (0.0, 5.0, 3.0, 100.0, 1e6, 0.0)
-L2, AMSGRAD, MAXIMIZE, SGD, MOMENTUM, NESTEROV, LION, EIGHT_BITS = (
-    _native.ADAMW_FLAGS[name]
-    for name in ("l2", "amsgrad", "maximize", "sgd", "momentum", "nesterov", "lion", "eight_bits")
-)
+L2, AMSGRAD, MAXIMIZE = (_native.ADAMW_FLAGS[name] for name in ("l2", "amsgrad", "maximize"))
 # lr, betas, eps, weight decay, flags: every path of the update, with beta1 on both sides of 1/2.
 HYPER = (
     (1e-2, 0.9, 0.999, 1e-8, 0.1, 0),
@@ -30,19 +26,6 @@ HYPER = (
     (1e-1, 0.3, 0.9, 1e-3, 0.1, MAXIMIZE | AMSGRAD),
     (1e-1, 0.9, 0.9, 1e-3, 0.1, L2),
 )
-# The flags of the same rows for the other rules.
-FLAGS_OF_RULE = {
-    "sgd": (SGD, SGD | L2, SGD | MAXIMIZE, SGD | L2),
-    "momentum": (
-        SGD | MOMENTUM,
-        SGD | MOMENTUM | L2 | NESTEROV,
-        SGD | MOMENTUM | MAXIMIZE | NESTEROV,
-        SGD | L2,
-    ),
-    "lion": (LION, LION, LION | MAXIMIZE, LION),
-    "adamw8bit": (EIGHT_BITS, EIGHT_BITS | L2, EIGHT_BITS | MAXIMIZE, EIGHT_BITS | L2),
-}
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": (), "adamw8bit": ()}
 
 
 @dataclass(frozen=True)
@@ -56,14 +39,12 @@ class Case:
     amsgrad: bool = False
     stochastic: bool = False
     op: str = "SUM"
-    rule: str = "adamw"
 
 
-def make_factors(amsgrad: bool, rule: str) -> Tensor:
+def make_factors(amsgrad: bool) -> Tensor:
     """Returns what prepare_adamw() makes of six parameters, one of which takes no step."""
     known = L2 | MAXIMIZE | (AMSGRAD if amsgrad else 0)
-    flags = FLAGS_OF_RULE.get(rule, tuple(row[-1] & known for row in HYPER))
-    hyper = [[*row[:-1], each] for row, each in zip(HYPER, flags, strict=True)]
+    hyper = [[*row[:-1], row[-1] & known] for row in HYPER]
 
     def table(*numbers: Any, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.tensor(numbers, dtype=dtype)
@@ -82,35 +63,10 @@ def make_factors(amsgrad: bool, rule: str) -> Tensor:
     return factors
 
 
-def make_segments(elems: int, whole_blocks: bool = False) -> Tensor:
-    """Six parameters of random sizes, in order, with padding between them and behind.
-
-    With ``whole_blocks`` they begin where blocks of moments do.
-    """
+def make_segments(elems: int) -> Tensor:
+    """Six parameters of random sizes, in order, with padding between them and behind."""
     cuts, _ = torch.randint(0, elems + 1, (2 * PARAMS,)).sort()
-    pairs = cuts.view(PARAMS, 2)
-    if whole_blocks:
-        begins = (pairs[:, 0] + BLOCK - 1) // BLOCK * BLOCK
-        ends = torch.cat([begins[1:], begins.new_tensor([elems])])
-        # None ends behind the next one's beginning, and some become empty.
-        pairs = torch.stack([begins, pairs[:, 1].maximum(begins).minimum(ends)], 1).clamp(max=elems)
-    return torch.cat([pairs, torch.arange(PARAMS)[:, None]], dim=1).contiguous()
-
-
-def eight_bits(elems: int, hostile: bool) -> Tensor:
-    """A moment of 8 bits of many magnitudes; ``hostile``: with a block that is not a number."""
-    codes = torch.randint(0, 256, (elems,))
-    exponents = torch.randint(60, 120, (-(-elems // BLOCK),))
-    if hostile:
-        exponents[2:6] = torch.tensor([0, 219, 1, 218])
-    return torch.cat([codes, exponents]).to(torch.uint8)
-
-
-def wide_moment(name: str, memory: Tensor) -> Tensor:
-    """Its numbers in FP32, with those of the codes that the last block lacks."""
-    blocks = -(-memory.numel() // (BLOCK + 1))
-    codes = torch.nn.functional.pad(memory[:-blocks], (0, -(memory.numel() - blocks) % BLOCK))
-    return CODES[name].widen(codes.view(-1, BLOCK), memory[-blocks:])
+    return torch.cat([cuts.view(PARAMS, 2), torch.arange(PARAMS)[:, None]], dim=1).contiguous()
 
 
 def wide_range(elems: int, most: int = 5) -> Tensor:
@@ -134,11 +90,8 @@ class Memory:
     ) -> None:
         torch.manual_seed(case.elems)  # the same on all ranks, but for the gradients
         n = case.elems
-        self.case, self.factors, self.segments = (
-            case,
-            make_factors(case.amsgrad, case.rule),
-            make_segments(n, case.rule == "adamw8bit"),
-        )
+        self.case, self.factors = case, make_factors(case.amsgrad)
+        self.segments = make_segments(n)
         chunk = _native.chunk_elems(n, world)
         self.begin = min(rank * chunk, n)
         self.elems = min(chunk, n - self.begin)
@@ -158,15 +111,13 @@ class Memory:
         self.params = room(dtype=case.param)[:n].copy_(params)
         self.grads = room(dtype=case.grad)[:n].copy_(grads)
         self.grads_ptr = self.grads.untyped_storage().data_ptr()
-        moments = zip(MOMENTS.get(case.rule, ("exp_avg",)), state, strict=False)
         self.tensors = {
-            **{name: values[here].clone() for name, values in moments},
+            "exp_avg": state[0][here].clone(),
+            "exp_avg_sq": state[1][here].clone(),
             "out": torch.ones(self.elems),
             "words": torch.zeros(_native.GRAD_NORM_WORDS, dtype=torch.int64),
             "params": self.params,
         }
-        if case.rule == "adamw8bit":
-            self.tensors.update({name: eight_bits(self.elems, hostile) for name in CODES})
         if case.amsgrad:
             self.tensors["max_exp_avg_sq"] = state[2][here].clone()
         if case.master == "fp32":
@@ -215,7 +166,6 @@ class Memory:
             master=case.master,
             keeps_max=case.amsgrad,
             stochastic=case.stochastic,
-            rule=case.rule,
         )
 
 
@@ -224,10 +174,6 @@ def differences(ours: Memory, native: Memory) -> list[tuple[str, int]]:
     found = []
     for name, tensor in ours.tensors.items():
         other = native.tensors[name]
-        if tensor.dtype is torch.uint8:
-            if not tensor.numel():
-                continue
-            tensor, other = wide_moment(name, tensor), wide_moment(name, other)
         words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
         wrong = tensor.view(words) != other.view(words)
         if tensor.is_floating_point():

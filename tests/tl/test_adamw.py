@@ -17,16 +17,12 @@ from ringcomm import (
 )
 from ringcomm.comm.host.arguments import DTYPE_CODES, DTYPE_NAMES
 from tests.support.covering import in_test_all
-from tests.support.ranks import run_ranks
-from tests.tl.interpreter import connect, interpreted
+from tests.tl.interpreter import connect, run_ranks
 from tests.tl.shards import Case, Memory, Steps, differences, wide_range
 
-# Not imported: the ranks, which import this file, must set TRITON_INTERPRET first.
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
-LIMIT_S = 100.0
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-SIZES = (0, 1, 600, 5003)
 # Each way to keep the master copy and to round, with every type somewhere.
 KINDS = (
     (F32, F32, "own", False, False),
@@ -39,26 +35,18 @@ KINDS = (
 )
 
 
-OTHER_RULES = (
-    Case(5003, *KINDS[0], rule="momentum"),
-    Case(600, *KINDS[0], rule="sgd"),
-    Case(600, *KINDS[5], rule="lion"),
-    Case(5003, *KINDS[6], rule="adamw8bit"),
-)
-
-
 def _quiet():
     """NumPy, of which the interpreter is made, warns of infinities and NaN that are meant."""
     warnings.simplefilter("ignore", RuntimeWarning)
 
 
 def _shards(store, rank, world):
-    with interpreted():
-        from ringcomm._tl.adamw_launch import launch_adamw_shard
+    from ringcomm._tl.adamw_launch import launch_adamw_shard
+
     _quiet()
     wrong, changed = [], 0
-    cases = [Case(elems, *kind) for kind in KINDS for elems in SIZES]
-    for case in (*cases, *OTHER_RULES):
+    cases = [Case(5003, *kind) for kind in KINDS] + [Case(n, *KINDS[0]) for n in (0, 1, 600)]
+    for case in cases:
         ours, native = (Memory(case, 0, 1, hostile=case.elems > 700) for _ in range(2))
         before = ours.params.clone()
         grad = ours.grads.data_ptr()
@@ -69,40 +57,39 @@ def _shards(store, rank, world):
     return wrong, changed
 
 
-@pytest.mark.timeout(LIMIT_S)
 def test_a_shard_is_updated_to_the_bits_of_the_native_kernel():
-    ((wrong, changed),) = run_ranks(_shards, 1, timeout_s=LIMIT_S)
+    ((wrong, changed),) = run_ranks(_shards, 1)
     assert wrong == []
-    assert changed >= 2 * len(KINDS) + len(OTHER_RULES)
+    assert changed > len(KINDS)
 
 
 def _norms(store, rank, world):
-    with interpreted():
-        from ringcomm._tl.adamw_launch import launch_grad_norm
+    from ringcomm._tl.adamw_launch import launch_grad_norm
+
     _quiet()
     wrong = []
     torch.manual_seed(0)
-    for dtype in (F32, BF16, F16):
-        for elems in (0, 1, 600, 9 * 512 + 3):
-            given = wide_range(elems, 19).to(dtype)
-            given[elems // 2 : elems // 2 + 9] = 2.0**-24 if dtype is F16 else 1e-40
-            for poison in (None, math.inf, math.nan):
-                if poison is not None:
-                    given[elems // 3 : elems // 3 + 1] = poison
-                for kind, code in _native.GRAD_NORM_KINDS.items():
-                    both = torch.zeros(2, _native.GRAD_NORM_WORDS, dtype=torch.int64)
-                    native, ours = both
-                    at = given.data_ptr()
-                    _native.grad_norm(at, DTYPE_CODES[dtype], elems, code, native.data_ptr())
-                    launch_grad_norm(at, DTYPE_NAMES[dtype], elems, code, ours.data_ptr())
-                    if not torch.equal(native, ours):
-                        wrong.append((dtype, elems, poison, kind))
+    # The type matters where numbers are loaded, the size where turns begin and end.
+    sizes = [(9 * 512 + 3, dtype) for dtype in (F32, BF16, F16)] + [(n, F32) for n in (0, 1, 600)]
+    for elems, dtype in sizes:
+        given = wide_range(elems, 19).to(dtype)
+        given[elems // 2 : elems // 2 + 9] = 2.0**-24 if dtype is F16 else 1e-40
+        for poison in (None, math.inf, math.nan):
+            if poison is not None:
+                given[elems // 3 : elems // 3 + 1] = poison
+            for kind, code in _native.GRAD_NORM_KINDS.items():
+                both = torch.zeros(2, _native.GRAD_NORM_WORDS, dtype=torch.int64)
+                native, ours = both
+                at = given.data_ptr()
+                _native.grad_norm(at, DTYPE_CODES[dtype], elems, code, native.data_ptr())
+                launch_grad_norm(at, DTYPE_NAMES[dtype], elems, code, ours.data_ptr())
+                if not torch.equal(native, ours):
+                    wrong.append((dtype, elems, poison, kind))
     return wrong
 
 
-@pytest.mark.timeout(LIMIT_S)
 def test_norms_have_the_words_of_the_native_kernel():
-    assert run_ranks(_norms, 1, timeout_s=LIMIT_S) == [[]]
+    assert run_ranks(_norms, 1) == [[]]
 
 
 # Size, kind, operator, norm, accumulated, algorithm: all of each, not all of all.
@@ -123,8 +110,8 @@ def _collectives(store, rank, world):
     wrong = []
     with connect(store, rank, world, kernels="native") as comm:
         # The interpreter is slow: all cases where the ranks have a core each.
-        cases = COLLECTIVES if world == 2 else COLLECTIVES[2:4]
-        for elems, kind, op, norm, accumulate, algorithm in cases:
+        cases = {1: COLLECTIVES[3:4], 2: COLLECTIVES, 3: COLLECTIVES[2:4]}
+        for elems, kind, op, norm, accumulate, algorithm in cases[world]:
             case = Case(elems, *kind, op=op)
             steps = Steps(comm, algorithm)
             for form in ("two passes", "one pass"):
@@ -139,16 +126,15 @@ def _collectives(store, rank, world):
     return wrong
 
 
-@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("world", [1, 3, *in_test_all(2)])
 def test_collectives_have_the_bits_of_the_native_ones(world):
-    assert run_ranks(_collectives, world, timeout_s=LIMIT_S) == [[]] * world
+    assert run_ranks(_collectives, world) == [[]] * world
 
 
 def _early(store, rank, world, waits):
     """Tells whether the peer's parameters are there when the call ends, though the peer is slow."""
-    with interpreted():
-        from ringcomm._tl import fused_steps as module
+    from ringcomm._tl import fused_steps as module
+
     update = vars(module)["update_run"]
 
     def update_late(*arguments):
@@ -171,11 +157,10 @@ def _early(store, rank, world, waits):
     return torch.equal(found, native.params)
 
 
-@pytest.mark.timeout(LIMIT_S)
 def test_without_its_last_wait_a_step_is_wrong():
     """The negative control of the test above."""
-    assert run_ranks(_early, 2, True, timeout_s=LIMIT_S) == [True, True]
-    assert run_ranks(_early, 2, False, timeout_s=LIMIT_S) == [False, True]
+    assert run_ranks(_early, 2, True) == [True, True]
+    assert run_ranks(_early, 2, False) == [False, True]
 
 
 def _other_kernels(store, rank, world):
@@ -189,9 +174,8 @@ def _other_kernels(store, rank, world):
     return str(caught.value)
 
 
-@pytest.mark.timeout(LIMIT_S)
 def test_ranks_that_run_other_kernels_are_told_so():
-    for text in run_ranks(_other_kernels, 2, timeout_s=LIMIT_S):
+    for text in run_ranks(_other_kernels, 2):
         assert "Triton kernels" in text and text.count("reduce_scatter_norm(") == 2
 
 
@@ -211,9 +195,8 @@ def _late(store, rank, world):
     return str(caught.value)
 
 
-@pytest.mark.timeout(LIMIT_S)
 def test_a_step_that_a_peer_does_not_join_changes_nothing():
-    text, _ = run_ranks(_late, 2, timeout_s=LIMIT_S)
+    text, _ = run_ranks(_late, 2)
     assert "rank 1" in text and "reduce_scatter_adamw_all_gather(" in text
 
 
@@ -244,9 +227,8 @@ def _optimizer(store, rank, world):
     return all(torch.equal(ends[k], ends[count + k]) for k in range(count))
 
 
-@pytest.mark.timeout(LIMIT_S)
 def test_an_optimizer_steps_alike_on_both():
-    assert run_ranks(_optimizer, 2, timeout_s=LIMIT_S) == [True, True]
+    assert run_ranks(_optimizer, 2) == [True, True]
 
 
 def _small_segments(store, rank, world):
@@ -261,6 +243,5 @@ def _small_segments(store, rank, world):
     return True
 
 
-@pytest.mark.timeout(LIMIT_S)
 def test_a_ring_needs_segments_of_a_block():
-    assert all(run_ranks(_small_segments, 2, timeout_s=LIMIT_S))
+    assert all(run_ranks(_small_segments, 2))

@@ -8,10 +8,8 @@ import torch
 
 from ringcomm import CorruptedError, MismatchError, RingcommError, _native
 from tests.support.forgery import SHARED, header, heap_end, publish
-from tests.support.ranks import run_ranks
-from tests.tl.interpreter import connect
+from tests.tl.interpreter import connect, run_ranks
 
-# Not imported: the ranks, which import this file, must set TRITON_INTERPRET first.
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 SIZE = 256
@@ -52,7 +50,7 @@ def _reads(store, rank, world):
 
 
 def test_what_leads_outside_is_refused():
-    found, _ = run_ranks(_reads, 2, timeout_s=150)
+    found, _ = run_ranks(_reads, 2)
     for name, (_, kind) in CASES.items():
         if kind is None:
             assert found[name] is None, found[name]

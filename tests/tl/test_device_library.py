@@ -1,6 +1,5 @@
 """The device library in Triton's interpreter, one real process per rank, on the host's heap."""
 
-import os
 import time
 from importlib.util import find_spec
 
@@ -9,13 +8,10 @@ import torch
 
 from ringcomm import ArgumentError
 from tests.support.exact import pattern
-from tests.support.ranks import run_ranks
-from tests.tl.device_ranks import open_context, run_kernel
+from tests.tl.interpreter import no_wait, open_context, run_kernel, run_ranks
 
-# Not importorskip(): ranks load this module too, before they say how Triton is to be loaded.
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
-LIMIT_S = 60.0
 COUNTS = (0, 1, 1000, 20_011)
 DTYPES = (torch.bfloat16, torch.int8)
 
@@ -96,7 +92,9 @@ def _relay(context, kernels):
 
 
 def _library(store, rank, world):
-    comm, context, kernels = open_context(store, rank, world)
+    comm, context, _ = open_context(store, rank, world)
+    from tests.tl import device_kernels as kernels
+
     with comm, context:
         for dtype in DTYPES:
             _shift(context, kernels, dtype)
@@ -113,11 +111,10 @@ def _library(store, rank, world):
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_every_function_across_processes(world):
-    run_ranks(_library, world, timeout_s=LIMIT_S)
+    run_ranks(_library, world)
 
 
 def _on_devices(store, rank, world):
-    os.environ["TRITON_INTERPRET"] = "1"
     from ringcomm import Communicator
     from ringcomm import tl as rc
     from tests.support.device_worlds import OPTIONS, Devices
@@ -137,16 +134,17 @@ def _on_devices(store, rank, world):
 
 
 def test_contexts_on_devices_divide_the_multiprocessors_among_ranks():
-    run_ranks(_on_devices, 3, timeout_s=LIMIT_S)
+    run_ranks(_on_devices, 3)
 
 
 def _without_wait(store, rank, world):
     """Tells whether the rounds of a rank with a late peer are right, with waits and without."""
-    comm, context, kernels = open_context(store, rank, world)
+    comm, context, _ = open_context(store, rank, world)
     from ringcomm._tl import device
+    from tests.tl import device_kernels as kernels
 
     right = []
-    for wait in (device.wait_acquire_sys, _no_wait):
+    for wait in (device.wait_acquire_sys, no_wait):
         vars(device)["wait_acquire_sys"] = wait
         comm.barrier()
         right.append(_rounds(context, kernels, late_s=0.3 * rank))
@@ -155,12 +153,7 @@ def _without_wait(store, rank, world):
     return right
 
 
-def _no_wait(ws, word, peer, epoch, step, status, G):
-    """In place of wait_acquire_sys()."""
-    return status
-
-
 def test_without_its_wait_a_barrier_does_not_hold():
-    with_wait, without = zip(*run_ranks(_without_wait, 2, timeout_s=LIMIT_S), strict=True)
+    with_wait, without = zip(*run_ranks(_without_wait, 2), strict=True)
     assert all(with_wait)
     assert not all(without)

@@ -2,40 +2,27 @@
 
 import itertools
 import time
+from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
 
 from ringcomm import ArgumentError, CollectiveTimeout, UnsupportedError
-from tests.support.ranks import Ranks, run_ranks
-from tests.tl.interpreter import connect
+from tests.tl.interpreter import LIMIT_S, Ranks, no_wait, open_context, run_ranks
 
-# Not importorskip(): ranks load this module too, before they say how Triton is to be loaded.
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
-LIMIT_S = 100.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Half the distance between 1 and the next number: the largest relative error of one rounding.
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-
-
-def _open(store, rank, world, blocks=4, timeout=30.0):
-    comm = connect(store, rank, world, kernels="native", timeout=timeout)
-    from ringcomm import tl as rc
-
-    return comm, rc.Context(comm, blocks), rc
 
 
 def _small(shape, seed, dtype, most=2):
     """Whole numbers of which sums of products are exact in FP32 and small."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-most, most + 1, shape, generator=generator).to(dtype)
-
-
-def _no_wait(ws, word, peer, epoch, step, status, G):
-    """In place of wait_acquire_sys()."""
-    return status
 
 
 # ---- all_gather_matmul --------------------------------------------------------------------------
@@ -72,7 +59,7 @@ def _rounded_product(context, rc):
 
 
 def _products(store, rank, world):
-    comm, context, rc = _open(store, rank, world)
+    comm, context, rc = open_context(store, rank, world, blocks=4)
     with comm, context:
         # Ragged tiles; more tiles than chunks; its own columns on each rank; nothing to multiply.
         _product(context, rc, 33, 70, 37, torch.float32)
@@ -85,18 +72,18 @@ def _products(store, rank, world):
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_all_gather_matmul_is_that_of_torch(world):
-    run_ranks(_products, world, timeout_s=LIMIT_S)
+    run_ranks(_products, world)
 
 
 def _without_arrivals(store, rank, world):
     """Tells whether the product was right on a rank with a late peer, with waits and without."""
-    comm, context, rc = _open(store, rank, world)
+    comm, context, rc = open_context(store, rank, world, blocks=4)
     from ringcomm._tl import fused_compute as module
 
     a = context.empty((64, 16))
     rc.all_gather_matmul(context, a, torch.ones(16, 8))  # the first call brings all ranks together
     right = []
-    for wait in (vars(module)["wait_acquire_sys"], _no_wait):
+    for wait in (vars(module)["wait_acquire_sys"], no_wait):
         vars(module)["wait_acquire_sys"] = wait
         a.tensor.fill_(0.0)
         comm.barrier()
@@ -111,30 +98,28 @@ def _without_arrivals(store, rank, world):
 
 
 def test_without_its_waits_the_product_is_wrong():
-    first, second = run_ranks(_without_arrivals, 2, timeout_s=LIMIT_S)
+    first, second = run_ranks(_without_arrivals, 2)
     assert first == [True, False]
     assert second[0]
 
 
 def _alone(store, rank, world, name):
-    comm, context, rc = _open(store, rank, world)
+    comm, context, rc = open_context(store, rank, world, blocks=4)
     a = context.empty((8, 8))
     b = torch.ones(8, 8)
-    made = {
-        "all_gather_matmul": lambda: rc.context._words_of_gather(context, 2),
-        "matmul_reduce_scatter": lambda: rc.context._words_of_scatter(context, 2),
-        "reduce_scatter_rms_norm": lambda: context.zeros((context.blocks, world), torch.int32),
-    }
-    operands = {
-        "all_gather_matmul": (a, b),
-        "matmul_reduce_scatter": (b, b, a),
-        "reduce_scatter_rms_norm": (a, b[0]),
-    }
-    context.keep(name, made[name])
+    words, operands = {
+        "all_gather_matmul": (lambda: rc.context._words_of_gather(context, 2), (a, b)),
+        "matmul_reduce_scatter": (lambda: rc.context._words_of_scatter(context, 2), (b, b, a)),
+        "reduce_scatter_rms_norm": (
+            lambda: context.zeros((context.blocks, world), torch.int32),
+            (a, b[0]),
+        ),
+    }[name]
+    context.keep(name, words)
     comm.timeout = 1.0
     if rank == 0:
         try:
-            getattr(rc, name)(context, *operands[name])
+            getattr(rc, name)(context, *operands)
         finally:
             store.set("over", "1")
     store.wait(["over"])
@@ -173,7 +158,7 @@ def _sum_of_products(context, rc, m, k, n, dtype, *, transposed=False):
 
 
 def _sums_of_products(store, rank, world):
-    comm, context, rc = _open(store, rank, world)
+    comm, context, rc = open_context(store, rank, world, blocks=4)
     with comm, context:
         # Ragged tiles; more tiles than chunks; its own k on each rank; nothing to multiply, or add.
         _sum_of_products(context, rc, 33, 70, 37, torch.float32)
@@ -185,19 +170,19 @@ def _sums_of_products(store, rank, world):
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_matmul_reduce_scatter_is_that_of_the_collective(world):
-    run_ranks(_sums_of_products, world, timeout_s=LIMIT_S)
+    run_ranks(_sums_of_products, world)
 
 
 def _without_products_of_a_peer(store, rank, world):
     """Tells whether the sum was right on a rank with a late peer, with waits and without."""
-    comm, context, rc = _open(store, rank, world)
+    comm, context, rc = open_context(store, rank, world, blocks=4)
     from ringcomm._tl import fused_compute as module
 
     inbox = context.zeros((2 * 16, 8))
     a = torch.ones(2 * 16, 4)
     rc.matmul_reduce_scatter(context, a, torch.zeros(4, 8), inbox)
     right = []
-    for wait in (vars(module)["wait_acquire_sys"], _no_wait):
+    for wait in (vars(module)["wait_acquire_sys"], no_wait):
         vars(module)["wait_acquire_sys"] = wait
         inbox.tensor.fill_(0.0)
         comm.barrier()
@@ -209,14 +194,14 @@ def _without_products_of_a_peer(store, rank, world):
 
 
 def test_without_its_waits_the_sum_of_products_is_wrong():
-    first, second = run_ranks(_without_products_of_a_peer, 2, timeout_s=LIMIT_S)
+    first, second = run_ranks(_without_products_of_a_peer, 2)
     assert first == [True, False]
     assert second[0]
 
 
 def _with_a_reader_that_is_late(store, rank, world):
     """A rank goes on to the next call, whose products its late peer's sum must not have."""
-    comm, context, rc = _open(store, rank, world)
+    comm, context, rc = open_context(store, rank, world, blocks=4)
     from ringcomm._tl import fused_compute as module
 
     # Eight chunks of a tile each; before it sums the last one, a rank has told all that it can.
@@ -241,7 +226,7 @@ def _with_a_reader_that_is_late(store, rank, world):
 
 
 def test_what_a_late_peer_reads_stays_until_it_has():
-    assert run_ranks(_with_a_reader_that_is_late, 2, timeout_s=LIMIT_S) == [[True] * 3] * 2
+    assert run_ranks(_with_a_reader_that_is_late, 2) == [[True] * 3] * 2
 
 
 # ---- reduce_scatter_rms_norm --------------------------------------------------------------------
@@ -273,7 +258,7 @@ def _norm(context, n, d, dtype, *, adds=False, summed="no", eps=1e-5):
 
 
 def _norms(store, rank, world):
-    comm, context, _ = _open(store, rank, world, blocks=3)
+    comm, context, _ = open_context(store, rank, world, blocks=3)
     with comm, context:
         for dtype in DTYPES:
             _norm(context, 4, 96, dtype)
@@ -285,18 +270,18 @@ def _norms(store, rank, world):
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_reduce_scatter_rms_norm_is_that_of_torch(world):
-    run_ranks(_norms, world, timeout_s=LIMIT_S)
+    run_ranks(_norms, world)
 
 
 def _late_partials(store, rank, world):
     """Tells whether the sum was right on a rank with a late peer, with waits and without."""
-    comm, context, rc = _open(store, rank, world)
+    comm, context, rc = open_context(store, rank, world, blocks=4)
     from ringcomm._tl import device
 
     x = context.zeros((2, 4))
     rc.reduce_scatter_rms_norm(context, x, torch.ones(4))  # the first call brings all together
     right = []
-    for wait in (device.wait_acquire_sys, _no_wait):
+    for wait in (device.wait_acquire_sys, no_wait):
         vars(device)["wait_acquire_sys"] = wait
         x.tensor.fill_(0.0)
         comm.barrier()
@@ -310,7 +295,7 @@ def _late_partials(store, rank, world):
 
 
 def test_without_its_waits_the_sum_is_wrong():
-    first, second = run_ranks(_late_partials, 2, timeout_s=LIMIT_S)
+    first, second = run_ranks(_late_partials, 2)
     assert first == [True, False]
     assert second[0]
 
@@ -319,69 +304,34 @@ def test_without_its_waits_the_sum_is_wrong():
 
 
 def _refusals(store, rank, world):
-    comm, context, rc = _open(store, rank, world)
+    comm, context, rc = open_context(store, rank, world, blocks=4)
     a = context.empty((4, 8))
     b, weight = torch.ones(8, 3), torch.ones(8)
-    cases = [
-        (
-            ArgumentError,
-            "a: expected what Context.empty",
-            lambda: rc.all_gather_matmul(context, b, b),
-        ),
-        (ArgumentError, "8 rows of", lambda: rc.all_gather_matmul(context, a, b.T)),
-        (ArgumentError, "8 rows of", lambda: rc.all_gather_matmul(context, a, b.half())),
-        (
-            ArgumentError,
-            "context: expected more than 2 blocks",
-            lambda: rc.all_gather_matmul(rc.Context(comm, 2), a, b),
-        ),
-        (
-            ArgumentError,
-            "inbox: expected what Context.empty",
-            lambda: rc.matmul_reduce_scatter(context, b, b, b),
-        ),
-        (
-            ArgumentError,
-            r"a: expected a contiguous tensor \(4, 4\)",
-            lambda: rc.matmul_reduce_scatter(context, torch.ones(4, 8)[:, ::2], b, a),
-        ),
-        (
-            ArgumentError,
-            "a: expected a matrix of 4 rows",
-            lambda: rc.matmul_reduce_scatter(context, weight, b, a),
-        ),
-        (
-            ArgumentError,
-            r"b: expected a matrix \(3, 8\) of torch.float32",
-            lambda: rc.matmul_reduce_scatter(context, torch.ones(4, 3), b, a),
-        ),
-        (
-            ArgumentError,
-            "x: expected a matrix",
-            lambda: rc.reduce_scatter_rms_norm(context, context.empty(4), weight),
-        ),
-        (
-            ArgumentError,
-            "x: expected a multiple of 1 rows",
-            lambda: rc.reduce_scatter_rms_norm(context, context.empty((3, 0)), weight),
-        ),
-        (
-            ArgumentError,
-            "weight: expected a contiguous tensor",
-            lambda: rc.reduce_scatter_rms_norm(context, a, b),
-        ),
-        (
-            UnsupportedError,
-            "at most 16384 elements, got 16385",
-            lambda: rc.reduce_scatter_rms_norm(context, context.empty((1, 16385)), weight),
-        ),
+    gather, scatter, norm = (
+        partial(each, context)
+        for each in (rc.all_gather_matmul, rc.matmul_reduce_scatter, rc.reduce_scatter_rms_norm)
+    )
+    cases: list[Any] = [
+        ("a: expected what Context.empty", gather, b, b),
+        ("8 rows of", gather, a, b.T),
+        ("8 rows of", gather, a, b.half()),
+        ("context: expected more than 2 blocks", rc.all_gather_matmul, rc.Context(comm, 2), a, b),
+        ("inbox: expected what Context.empty", scatter, b, b, b),
+        (r"a: expected a contiguous tensor \(4, 4\)", scatter, torch.ones(4, 8)[:, ::2], b, a),
+        ("a: expected a matrix of 4 rows", scatter, weight, b, a),
+        (r"b: expected a matrix \(3, 8\) of torch.float32", scatter, torch.ones(4, 3), b, a),
+        ("x: expected a matrix", norm, context.empty(4), weight),
+        ("x: expected a multiple of 1 rows", norm, context.empty((3, 0)), weight),
+        ("weight: expected a contiguous tensor", norm, a, b),
     ]
-    for kind, text, call in cases:
-        with pytest.raises(kind, match=text):
-            call()
+    for text, call, *operands in cases:
+        with pytest.raises(ArgumentError, match=text):
+            call(*operands)
+    with pytest.raises(UnsupportedError, match="at most 16384 elements, got 16385"):
+        norm(context.empty((1, 16385)), weight)
     context.close()
     comm.close()
 
 
 def test_arguments_that_do_not_fit_are_refused():
-    run_ranks(_refusals, 1, timeout_s=LIMIT_S)
+    run_ranks(_refusals, 1)

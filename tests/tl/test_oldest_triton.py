@@ -10,7 +10,9 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from ringcomm._tl.adamw_kind import NormKind, ShardKind
+pytest.importorskip("triton")
+
+from ringcomm._tl.adamw_launch import NormKind, ShardKind
 from ringcomm._tl.geometry import Geometry
 from tests.support import ROOT
 
@@ -87,7 +89,7 @@ KERNEL = "@triton.jit\ndef f(x, G: tl.constexpr, KIND: tl.constexpr):\n    "
         KERNEL + "g(x, G.blocks_of_2)",
         KERNEL + "return g(x, G=G.blocks_of_4)",
         KERNEL + "x += g(x, G.blocks_of_4 if KIND.stochastic else G)",
-        KERNEL + "g(x, KIND.rule)",
+        KERNEL + "g(x, KIND.master)",
         KERNEL + "g((y := x), G)",
         KERNEL + "g([s for s in x if s], G)",
         "@triton.jit(do_not_specialize=['x'])\ndef f(x, *rest): ...",
@@ -102,9 +104,9 @@ def test_what_is_found(source):
     "source",
     [
         KERNEL + "BLOCKS: tl.constexpr = G.blocks_of_4 if KIND.stochastic else G.blocks_of_2",
-        KERNEL + "g(x, G.world, KIND.param, KIND.keeps_max, KIND.rule == 'momentum')",
+        KERNEL + "g(x, G.world, KIND.param, KIND.keeps_max, KIND.master == 'own')",
         KERNEL + "g([s + 1 for s in x], G=G)",
-        "def f(*rest, **more): g(G.blocks_of_2, [s for s in rest if s], KIND.rule)",
+        "def f(*rest, **more): g(G.blocks_of_2, [s for s in rest if s], KIND.master)",
     ],
 )
 def test_what_is_not(source):

@@ -6,11 +6,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.support.ranks import run_ranks
 from tests.support.wire_checks import CodingEnd, differences
-from tests.tl.interpreter import interpreted
+from tests.tl.interpreter import run_ranks
 
-# Not imported: the ranks, which import this file, must set TRITON_INTERPRET first.
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 WIRES = ("int8", "fp8", "int4")
@@ -50,8 +48,7 @@ def coding_end():
 
 
 def _all(store, rank, world):
-    with interpreted():
-        end = coding_end()
+    end = coding_end()
     found = {}
     for wire, (dtype, cases) in itertools.product(WIRES, CASES.items()):
         found[f"{wire} {dtype}"] = differences(end, wire, dtype, cases)
@@ -64,7 +61,7 @@ def _all(store, rank, world):
 
 
 def test_the_bits_are_the_hosts():
-    (found,) = run_ranks(_all, 1, timeout_s=100)
+    (found,) = run_ranks(_all, 1)
     assert found.pop("mutant")
     assert found == {key: [] for key in found}
     assert len(found) == len(WIRES) * len(CASES)

@@ -254,13 +254,6 @@ def test_a_shard_is_updated_to_the_bits_of_the_native_kernel(gpu, kind):
     assert changed >= 2
 
 
-@pytest.mark.parametrize(
-    "rule", ("sgd", "momentum", "lion", "adamw8bit") if ALL else ("momentum", "adamw8bit")
-)
-def test_other_rules_update_a_shard_to_the_bits_of_the_native_kernel(gpu, rule):
-    test_a_shard_is_updated_to_the_bits_of_the_native_kernel(gpu, (*KINDS[1], "SUM", rule))
-
-
 @pytest.mark.parametrize(("dtype", "kind"), NORMS if ALL else NORMS[:1])
 def test_norms_have_the_words_of_the_native_kernel(gpu, dtype, kind):
     from ringcomm._tl.adamw_launch import launch_grad_norm
