@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -90,13 +91,6 @@ def from_a_full_state(rank, world_size):
     return next(net.parameters()).full_tensor()
 
 
-def test_save_and_load(two_ranks):
-    two_ranks.compare(save_and_load)
-
-
-def test_save_in_the_background(two_ranks):
-    two_ranks.compare(save_in_the_background)
-
-
-def test_from_a_full_state(two_ranks):
-    two_ranks.compare(from_a_full_state)
+@pytest.mark.parametrize("check", [save_and_load, save_in_the_background, from_a_full_state])
+def test_as_on_gloo(two_ranks, check):
+    two_ranks.compare(check)

@@ -174,17 +174,6 @@ def of_fsdp2(rank, world_size):
             zero.shard(module, comm=comm)
 
 
-def scaled(rank, world_size):
-    """A scaler lets the ranks skip a step together that one of them must skip."""
-    param = torch.ones(2).requires_grad_()
-    optimizer, scaler = torch.optim.SGD([param], lr=1.0), GradScaler(init_scale=4.0)
-    scaler.scale(param.sum() * (float("inf") if rank == 1 else 1.0)).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert torch.equal(param, torch.ones(2))
-    assert scaler.get_scale() == 2.0
-
-
 def ringcomms_own_first(rank, world_size):
     """The default group of ringcomm wins over that of torch."""
     with ringcomm.local_world(1) as world:
@@ -202,12 +191,8 @@ def on_several_machines(rank, world_size):
 
 
 @pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
-def test_a_torch_group_is_the_default(two_ranks, backend):
+def test_a_torch_group_is_the_default(two_ranks, four_ranks, backend):
     two_ranks.run(together_by_default, backend)
-
-
-@pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
-def test_groups_and_meshes(four_ranks, backend):
     four_ranks.run(some_of_the_ranks, backend)
 
 
@@ -218,7 +203,7 @@ def test_a_communicator_goes_with_its_group(two_ranks):
 
 
 @pytest.mark.parametrize(
-    "check", [under_ddp, replaced, of_fsdp2, scaled, ringcomms_own_first, on_several_machines]
+    "check", [under_ddp, replaced, of_fsdp2, ringcomms_own_first, on_several_machines]
 )
 def test_on_gloo(two_ranks, check):
     two_ranks.run(check, "gloo")

@@ -5,40 +5,20 @@ import sys
 
 from tests.support import ROOT, fork_server
 
-# One or two of each kind; the others differ in op, dtype or group.
+# What tests/c10d does not call by itself.
 NAMES = [
-    "test_DistributedDataParallelCPU",
     "test_all_gather_coalesced_complex",
-    "test_all_gather_object_subgroup",
-    "test_all_reduce_coalesced_full_group_max",
     "test_all_reduce_complex_unsupported_ops",
-    "test_all_reduce_full_group_min",
-    "test_all_reduce_sum_async",
     "test_barrier_timeout_full_group",
-    "test_batch_isend_irecv_gloo_tags",
-    "test_broadcast",
     "test_ddp_create_graph",
     "test_destroy_full_group",
-    "test_gather_full_group",
     "test_get_future",
-    "test_grads_same_across_ranks_with_no_sync",
     "test_isend_torch_profiler",
-    "test_monitored_barrier_gloo",
-    "test_reduce_full_group_product",
     "test_scatter_object_list",
-    "test_send_recv_any_source",
-    "test_sparse_all_reduce_sum",
     "test_static_graph_api_cpu",
 ]
-# Those that depend on where ranks are: groups of some nodes, messages, faults.
-NAMES_OVER_NODES = [
-    "test_DistributedDataParallelCPU",
-    "test_all_gather_object_subgroup",
-    "test_all_reduce_full_group_min",
-    "test_barrier_timeout_full_group",
-    "test_batch_isend_irecv_gloo_tags",
-    "test_send_recv_any_source",
-]
+# Those that depend on where ranks are: groups of some nodes and messages.
+NAMES_OVER_NODES = ["test_all_gather_object_subgroup", "test_batch_isend_irecv_gloo_tags"]
 
 
 PROGRAM = """

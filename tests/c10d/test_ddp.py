@@ -53,20 +53,6 @@ def buckets(rank, world_size):
     return train(DistributedDataParallel(model(), bucket_cap_mb=0.001), rank)
 
 
-def gradients_as_bucket_views(rank, world_size):
-    return train(DistributedDataParallel(model(), gradient_as_bucket_view=True), rank)
-
-
-def static_graph(rank, world_size):
-    return train(DistributedDataParallel(model(), static_graph=True), rank)
-
-
-def bfloat16_parameters(rank, world_size):
-    ddp = DistributedDataParallel(nn.Linear(16, 8).bfloat16())
-    ddp(batch(rank, 0).bfloat16()).sum().backward()
-    return [p.grad for p in ddp.parameters()]
-
-
 def no_sync(rank, world_size):
     ddp = DistributedDataParallel(model())
     with ddp.no_sync():
@@ -96,10 +82,6 @@ def hooked(hook, state=None):
         return train(ddp, rank)
 
     return run
-
-
-def all_reduce_hook(rank, world_size):
-    return hooked(default_hooks.allreduce_hook)(rank)
 
 
 def bfloat16_hook(state, bucket):
@@ -141,14 +123,6 @@ def join_with_uneven_inputs(rank, world_size):
     return [p.grad for p in ddp.parameters()]
 
 
-def synchronised_batch_norm_is_refused_alike(rank, world_size):
-    try:
-        DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(model()))(batch(rank, 0))
-    except (ValueError, RuntimeError) as error:
-        return type(error).__name__
-    return "ran"
-
-
 def zero_redundancy_optimizer(rank, world_size):
     ddp = DistributedDataParallel(model())
     optimizer = ZeroRedundancyOptimizer(
@@ -172,72 +146,25 @@ def a_rank_dies(rank, world_size):
         ddp(batch(rank, 1)).sum().backward()
 
 
-def logging_data_names_the_backend(rank, world_size):
-    ddp = DistributedDataParallel(model())
-    assert ddp._get_ddp_logging_data()["backend_name"] == "ringcomm"
-
-
-def test_bucketed_training(two_ranks):
-    two_ranks.compare(buckets)
-
-
-def test_gradients_as_bucket_views(two_ranks):
-    two_ranks.compare(gradients_as_bucket_views)
-
-
-def test_static_graph(two_ranks):
-    two_ranks.compare(static_graph)
-
-
-def test_bfloat16_parameters(two_ranks):
-    two_ranks.compare(bfloat16_parameters)
-
-
-def test_no_sync(two_ranks):
-    two_ranks.compare(no_sync)
-
-
-def test_unused_parameters(two_ranks):
-    two_ranks.compare(unused_parameters)
-
-
-def test_sparse_gradients(two_ranks):
-    two_ranks.compare(sparse_gradients)
-
-
-def test_all_reduce_hook(two_ranks):
-    two_ranks.compare(all_reduce_hook)
-
-
-def test_half_precision_hooks(two_ranks):
-    two_ranks.compare(half_precision_hooks)
-
-
-def test_power_sgd_hook(two_ranks):
-    two_ranks.compare(power_sgd_hook)
-
-
-def test_builtin_all_reduce_hook(two_ranks):
-    two_ranks.compare(builtin_all_reduce_hook)
-
-
-def test_join_with_uneven_inputs(two_ranks):
-    two_ranks.compare(join_with_uneven_inputs)
-
-
-def test_synchronised_batch_norm(two_ranks):
-    two_ranks.compare(synchronised_batch_norm_is_refused_alike)
-
-
-def test_zero_redundancy_optimizer(two_ranks):
-    two_ranks.compare(zero_redundancy_optimizer)
-
-
-def test_logging_data(two_ranks):
-    two_ranks.run(logging_data_names_the_backend)
-
-
 def test_a_rank_dies_in_the_backward_pass():
     with closing(RankPool(2)) as pool, pytest.raises(AssertionError) as raised:
         pool.run(a_rank_dies)
     assert str(raised.value) == "rank 1: the process died"
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        buckets,
+        no_sync,
+        unused_parameters,
+        sparse_gradients,
+        half_precision_hooks,
+        power_sgd_hook,
+        builtin_all_reduce_hook,
+        join_with_uneven_inputs,
+        zero_redundancy_optimizer,
+    ],
+)
+def test_as_on_gloo(two_ranks, check):
+    two_ranks.compare(check)

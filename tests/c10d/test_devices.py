@@ -1,14 +1,15 @@
-"""Every call of torch.distributed on tensors of a device, emulated, against Gloo on the CPU."""
+"""Calls of torch.distributed on tensors of a device, emulated, against Gloo on the CPU.
+
+What each call gives is tested in ``test_collectives.py``, where each goes in
+``test_communicators.py``, and the communicators of devices in ``tests/comm``.
+"""
 
 import datetime
-import itertools
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _make_nccl_premul_sum
-from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import BarrierOptions
 
 import ringcomm
@@ -18,11 +19,10 @@ from ringcomm.memory.device_heap import device_heap
 from tests.c10d import test_collectives
 from tests.c10d.emulated import runtime
 from tests.c10d.test_collectives import numbers, total
-from tests.support.call_checks import EMULATED
+from tests.support.covering import in_test_all
 from tests.support.rank_pool import default_group
 
 DEVICE = torch.device("cuda:0")
-SIZES = (1, 1000, 40001)
 SHORT = datetime.timedelta(milliseconds=300)
 # A tensor's list is read past the order of the streams, so results are compared as tensors here.
 
@@ -33,29 +33,6 @@ def on_the_device(check, rank, world_size):
     group = default_group()
     assert not isinstance(group, ProcessGroup) or group._communicators.devices() == [0]
     return result
-
-
-def all_reduce(rank, world_size):
-    results = []
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32):
-        ops = {"SUM", "MIN", "MAX", "PRODUCT"}.intersection(EMULATED[dtype])
-        for op, size in itertools.product(sorted(ops), SIZES):
-            tensor = numbers(rank, size, dtype)
-            dist.all_reduce(tensor, getattr(ReduceOp, op))
-            results.append(tensor)
-    cplx = torch.complex(numbers(rank, 9), numbers(rank + 1, 9))
-    dist.all_reduce(cplx)
-    return [*results, cplx]
-
-
-def ops_that_gloo_lacks(rank, world_size):
-    expected = total(world_size, 100)
-    average = numbers(rank, 100)
-    dist.all_reduce(average, ReduceOp.AVG)
-    assert torch.equal(average, expected / world_size)
-    scaled = numbers(rank, 100)
-    dist.all_reduce(scaled, _make_nccl_premul_sum(0.25))
-    assert torch.equal(scaled, expected / 4)
 
 
 def asynchronous(rank, world_size):
@@ -227,11 +204,9 @@ def ended(rank, world_size):
 @pytest.mark.parametrize(
     "check",
     [
-        all_reduce,
-        test_collectives.rooted,
-        test_collectives.gathers_and_scatters,
-        test_collectives.exchanges,
-        test_collectives.sparse,
+        *in_test_all(
+            test_collectives.rooted, test_collectives.gathers_and_scatters, test_collectives.sparse
+        ),
         test_collectives.older_forms,
         asynchronous,
         batches_of_messages,
@@ -245,9 +220,6 @@ def test_against_gloo(two_devices, check):
 @pytest.mark.parametrize(
     "check",
     [
-        ops_that_gloo_lacks,
-        test_collectives.lists_of_uneven_tensors,
-        test_collectives.movement_of_8_bit_floats,
         test_collectives.coalesced,
         test_collectives.layouts,
         wrong_arguments,

@@ -1,5 +1,6 @@
 """FSDP2 and FSDP1 train alike on ringcomm and on Gloo."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -7,7 +8,6 @@ from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
-    ShardingStrategy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
@@ -62,42 +62,15 @@ def mixed_precision(rank, world_size):
     return train(shard(init_device_mesh("cpu", (world_size,)), mp_policy=policy), rank)
 
 
-def no_reshard_after_forward(rank, world_size):
-    mesh = init_device_mesh("cpu", (world_size,))
-    return train(shard(mesh, reshard_after_forward=False), rank)
-
-
-def accumulation(rank, world_size):
-    net = shard(init_device_mesh("cpu", (world_size,)))
-    net.set_requires_gradient_sync(False)
-    net(batch(rank, 0)).sum().backward()
-    net.set_requires_gradient_sync(True)
-    net(batch(rank, 1)).sum().backward()
-    return [whole(p.grad) for p in net.parameters()]
-
-
 def replicated_and_sharded(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return train(shard(mesh), rank)
-
-
-def fsdp1(rank, world_size):
-    return train(FullyShardedDataParallel(model(), device_id=torch.device("cpu")), rank)
 
 
 def fsdp1_mixed_precision(rank, world_size):
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     wrapped = FullyShardedDataParallel(
         model(), device_id=torch.device("cpu"), mixed_precision=precision, use_orig_params=True
-    )
-    return train(wrapped, rank)
-
-
-def fsdp1_grad_op(rank, world_size):
-    wrapped = FullyShardedDataParallel(
-        model(),
-        device_id=torch.device("cpu"),
-        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
     )
     return train(wrapped, rank)
 
@@ -141,41 +114,15 @@ def buffers_from_the_heap(rank, world_size):
     assert taken and all(taken)
 
 
-def test_one_axis(two_ranks):
-    two_ranks.compare(one_axis)
+@pytest.mark.parametrize("check", [one_axis, mixed_precision, fsdp1_mixed_precision])
+def test_as_on_gloo(two_ranks, check):
+    two_ranks.compare(check)
 
 
-def test_mixed_precision(two_ranks):
-    two_ranks.compare(mixed_precision)
-
-
-def test_no_reshard_after_forward(two_ranks):
-    two_ranks.compare(no_reshard_after_forward)
-
-
-def test_accumulation(two_ranks):
-    two_ranks.compare(accumulation)
-
-
-def test_divide_factor(two_ranks):
-    two_ranks.run(divide_factor)
-
-
-def test_buffers_from_the_heap(two_ranks):
-    two_ranks.run(buffers_from_the_heap)
+@pytest.mark.parametrize("check", [divide_factor, buffers_from_the_heap])
+def test_on_ringcomm(two_ranks, check):
+    two_ranks.run(check)
 
 
 def test_replicated_and_sharded(four_ranks):
     four_ranks.compare(replicated_and_sharded)
-
-
-def test_fsdp1(two_ranks):
-    two_ranks.compare(fsdp1)
-
-
-def test_fsdp1_mixed_precision(two_ranks):
-    two_ranks.compare(fsdp1_mixed_precision)
-
-
-def test_fsdp1_grad_op(two_ranks):
-    two_ranks.compare(fsdp1_grad_op)

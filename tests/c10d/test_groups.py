@@ -293,6 +293,7 @@ def test_a_monitored_barrier_names_ranks_whose_processes_have_ended() -> None:
         identity,
         sequence_numbers,
         messages_that_are_waited_for,
+        groups_of_other_backends,
         mixed_backends,
         options,
         splits,
@@ -310,21 +311,14 @@ def test_on_ringcomm(four_ranks, check):
     four_ranks.run(check)
 
 
-def test_subgroups(four_ranks):
-    four_ranks.compare(subgroups)
+@pytest.mark.parametrize("check", [subgroups, groups_of_their_members_only])
+def test_as_on_gloo(four_ranks, check):
+    four_ranks.compare(check)
 
 
 def test_ringcomm_finds_the_default_group(four_ranks):
     four_ranks.run(ringcomm_finds_it)
     four_ranks.run(another_backend_is_named, "gloo")
-
-
-def test_groups_of_their_members_only(four_ranks):
-    four_ranks.compare(groups_of_their_members_only)
-
-
-def test_groups_of_other_backends(four_ranks):
-    four_ranks.run(groups_of_other_backends)
 
 
 FRESH = """
@@ -340,29 +334,14 @@ print(repr((loaded, backend, touched)))
 """
 
 
-@pytest.fixture(scope="module")
-def fresh() -> Any:
-    """What an interpreter that has imported torch finds: its modules, the backend, devices."""
+def test_no_import_is_needed():
+    """Torch's own import registers the backend, loads little, and touches no device."""
     if not any(point.name == "ringcomm" for point in entry_points(group="torch.backends")):
         pytest.skip("ringcomm is not installed in this environment: pip install -e .")
     done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return ast.literal_eval(done.stdout)
-
-
-def test_no_import_is_needed(fresh):
-    _, backend, _ = fresh
-    assert backend == "ringcomm"
-
-
-def test_registration_is_light(fresh):
-    """Torch's own import has registered the backend."""
-    loaded, _, _ = fresh
-    assert set(loaded) <= {"ringcomm.errors", "ringcomm.c10d"}
-
-
-def test_no_device_is_touched_before_its_first_tensor(fresh):
-    _, _, touched = fresh
+    loaded, backend, touched = ast.literal_eval(done.stdout)
+    assert backend == "ringcomm" and set(loaded) <= {"ringcomm.errors", "ringcomm.c10d"}
     assert touched == (False, False, None)
 
 

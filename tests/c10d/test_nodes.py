@@ -15,6 +15,7 @@ from tests.c10d import (
     test_fsdp,
     test_groups,
     test_parallelism,
+    test_pipelines,
 )
 from tests.support.covering import in_test_all
 from tests.support.rank_pool import default_group
@@ -61,7 +62,7 @@ def sharded_between(rank, world_size):
             sharded_between,
             test_parallelism.tensor_parallel_and_sharded,
             test_parallelism.redistribution,
-            test_parallelism.one_forward_one_backward,
+            test_pipelines.schedules,
             test_checkpoint.save_and_load,
             test_checkpoint.save_in_the_background,
             test_checkpoint.from_a_full_state,

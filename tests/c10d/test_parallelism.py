@@ -1,5 +1,8 @@
 """Tensor, sequence and pipeline parallelism, meshes and compiled collectives, against Gloo."""
 
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -7,7 +10,6 @@ import torch.distributed.nn.functional as differentiable
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -15,8 +17,9 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.rank_pool import default_group
+from tests.support.rank_pool import default_group, same
 
 
 class Block(nn.Module):
@@ -98,32 +101,6 @@ def axes_of_a_mesh(rank, world_size):
     return results, total, mesh.get_coordinate()
 
 
-def pipeline(schedule, rank, world_size):
-    torch.manual_seed(1)
-    stages = [nn.Linear(6, 6) for _ in range(world_size)]
-    stage = PipelineStage(stages[rank], rank, world_size, torch.device("cpu"))
-    runner = schedule(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
-    x = torch.arange(8 * 6, dtype=torch.float32).view(8, 6) / 48
-    losses: list[torch.Tensor] = []
-    outputs = None
-    for _ in range(2):
-        if rank == 0:
-            runner.step(x)
-        elif rank == world_size - 1:
-            outputs = runner.step(target=torch.ones(8, 6), losses=losses)
-        else:
-            runner.step()
-    return [p.grad for p in stages[rank].parameters()], losses, outputs
-
-
-def gpipe(rank, world_size):
-    return pipeline(ScheduleGPipe, rank, world_size)
-
-
-def one_forward_one_backward(rank, world_size):
-    return pipeline(Schedule1F1B, rank, world_size)
-
-
 def functional_collectives(rank, world_size):
     group = default_group()
     x = torch.arange(8, dtype=torch.float32) + rank
@@ -179,7 +156,6 @@ def differentiable_calls(rank, world_size):
 def compiled(rank, world_size):
     """dist.* calls and functional collectives inside a full graph."""
 
-    @torch.compile(fullgraph=True, backend="aot_eager")
     def step(x):
         y = x * 2
         dist.all_reduce(y)
@@ -188,7 +164,8 @@ def compiled(rank, world_size):
         dist.reduce_scatter_tensor(out, gathered * 3)
         return out, functional.all_reduce(out, "sum", default_group()) + 1
 
-    return step(torch.arange(4, dtype=torch.float32) + rank)
+    x = torch.arange(4, dtype=torch.float32) + rank
+    same(torch.compile(step, fullgraph=True, backend="aot_eager")(x), step(x))
 
 
 def graph_breaks(rank, world_size):
@@ -218,17 +195,16 @@ def graph_breaks(rank, world_size):
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
-    found = []
-    for call in (broadcast, reduce, all_reduce, gather, scatter, exchange):
-
-        @torch.compile(backend="eager")
-        def step(x, call=call):
+    def step(x):
+        found = []
+        for call in (broadcast, reduce, all_reduce, gather, scatter, exchange):
             y = x * 2
             call(y)
-            return y + 1
+            found.append(y + 1)
+        return found
 
-        found.append(step(torch.arange(4, dtype=torch.float32) + rank))
-    return found
+    x = torch.arange(4, dtype=torch.float32) + rank
+    same(torch.compile(step, backend="eager")(x), step(x))
 
 
 def inductor(rank, world_size):
@@ -237,73 +213,44 @@ def inductor(rank, world_size):
     Products only: for those it calls no C++ compiler, which would take longer than all else.
     """
 
-    @torch.compile(fullgraph=True)
     def step(x):
         y = functional.all_reduce(x @ x, "sum", default_group())
         z = functional.all_gather_tensor(y @ x, 0, default_group())
         return functional.reduce_scatter_tensor(z @ x, "sum", 0, default_group()) @ x
 
-    return step(torch.arange(16, dtype=torch.float32).view(4, 4) % 3 + rank)
+    x = torch.arange(16, dtype=torch.float32).view(4, 4) % 3 + rank
+    same(torch.compile(step, fullgraph=True)(x), step(x))
 
 
 def compiled_ddp(rank, world_size):
-    torch.manual_seed(1)
-    ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
-    torch.compile(ddp, backend="aot_eager")(torch.ones(2, 4) * rank).sum().backward()
-    return [p.grad for p in ddp.parameters()]
+    def gradients(compiles):
+        torch.manual_seed(1)
+        ddp: Any = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+        call = torch.compile(ddp, backend="aot_eager") if compiles else ddp
+        call(torch.ones(2, 4) * rank).sum().backward()
+        return [p.grad for p in ddp.parameters()]
+
+    same(gradients(True), gradients(False))
 
 
-def test_sequence_parallel(two_ranks):
-    two_ranks.compare(sequence_parallel)
+@pytest.mark.parametrize(
+    "check",
+    [
+        sequence_parallel,
+        functional_collectives,
+        differentiable_collectives,
+        differentiable_calls,
+    ],
+)
+def test_as_on_gloo(two_ranks, check):
+    two_ranks.compare(check)
 
 
-def test_tensor_parallel_and_sharded(four_ranks):
-    four_ranks.compare(tensor_parallel_and_sharded)
+@pytest.mark.parametrize("check", [compiled, inductor, graph_breaks, compiled_ddp])
+def test_compiled_as_eager(two_ranks, check):
+    two_ranks.run(check)
 
 
-def test_redistribution(four_ranks):
-    four_ranks.compare(redistribution)
-
-
-def test_axes_of_a_mesh(four_ranks):
-    four_ranks.compare(axes_of_a_mesh)
-
-
-def test_gpipe(two_ranks):
-    two_ranks.compare(gpipe)
-
-
-def test_gpipe_of_four_stages(four_ranks):
-    four_ranks.compare(gpipe)
-
-
-def test_one_forward_one_backward(two_ranks):
-    two_ranks.compare(one_forward_one_backward)
-
-
-def test_functional_collectives(two_ranks):
-    two_ranks.compare(functional_collectives)
-
-
-def test_differentiable_collectives(two_ranks):
-    two_ranks.compare(differentiable_collectives)
-
-
-def test_differentiable_calls(two_ranks):
-    two_ranks.compare(differentiable_calls)
-
-
-def test_compiled(two_ranks):
-    two_ranks.compare(compiled)
-
-
-def test_inductor(two_ranks):
-    two_ranks.compare(inductor)
-
-
-def test_graph_breaks(two_ranks):
-    two_ranks.compare(graph_breaks)
-
-
-def test_compiled_ddp(two_ranks):
-    two_ranks.compare(compiled_ddp)
+@pytest.mark.parametrize("check", [tensor_parallel_and_sharded, redistribution, axes_of_a_mesh])
+def test_four_ranks_as_on_gloo(four_ranks, check):
+    four_ranks.compare(check)

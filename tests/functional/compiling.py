@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -50,8 +52,9 @@ def alone(name: str = "alone") -> Communicator:
     return Communicator.from_store(dist.HashStore(), 0, 1, name=name)
 
 
-def record_calls() -> list[tuple[str, str, int]]:
-    """Records the calls of this process's communicators from now on: which rank, what, how much."""
+@contextmanager
+def recorded_calls() -> Iterator[list[tuple[str, str, int]]]:
+    """Records the calls of this process's communicators: which rank, what, how much."""
     calls: list[tuple[str, str, int]] = []
 
     def recording(method: str) -> Callable[..., Any]:
@@ -63,6 +66,7 @@ def record_calls() -> list[tuple[str, str, int]]:
 
         return call
 
-    for method in METHODS:
-        setattr(Communicator, method, recording(method))
-    return calls
+    with ExitStack() as stack:
+        for method in METHODS:
+            stack.enter_context(mock.patch.object(Communicator, method, recording(method)))
+        yield calls

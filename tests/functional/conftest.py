@@ -1,4 +1,4 @@
-"""The in-place functions' worlds and devices, and a compiler that remembers nothing."""
+"""The in-place functions' worlds and devices, ranks that compile, and a compiler that forgets."""
 
 from collections.abc import Iterator
 
@@ -7,8 +7,17 @@ import torch
 
 from tests.comm.conftest import worlds
 from tests.comm.device.conftest import devices
+from tests.support.rank_pool import RankPool
 
 __all__ = ["devices", "worlds"]
+
+
+@pytest.fixture(scope="session")
+def compiling_ranks() -> Iterator[RankPool]:
+    """Two ranks, forks of a process that has imported torch's compiler."""
+    pool = RankPool(2, imports=["tests.functional.preloaded"])
+    yield pool
+    pool.close()
 
 
 @pytest.fixture

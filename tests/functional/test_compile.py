@@ -14,10 +14,10 @@ from torch.torch_version import TorchVersion
 import ringcomm
 from ringcomm import AbortedError, ArgumentError, Communicator, ReduceOp, premul_sum
 from ringcomm import functional as F
-from tests.functional.compiling import METHODS, alone, check, evaluate, record_calls
+from tests.functional.compiling import alone, check, evaluate, recorded_calls
 from tests.support.exact import equal
 from tests.support.meshes import mesh_of
-from tests.support.ranks import run_ranks
+from tests.support.rank_pool import default_group
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 Tensor = torch.Tensor
@@ -54,30 +54,18 @@ def unlike_graphs(tensor: Tensor, group: Communicator) -> Tensor:
     return again @ (logged if group.rank == 0 else tensor.detach())
 
 
-def all_sizes(rows: int, rank: int, group: Communicator) -> int:
-    """The number of graphs that serve tensors of several sizes."""
+def in_processes(rank: int, world_size: int) -> None:
+    check(through_all, 2 * world_size, rank, ReduceOp.SUM, None)
+    check(unlike_graphs, 3, rank, default_group().communicator, backend="inductor")
+    torch._dynamo.reset()
+
+
+def test_one_graph_serves_all_sizes():
     counter = CompileCounterWithBackend("aot_eager")
-    for more in (1, 3, 2):
-        check(through_all, more * rows, rank, ReduceOp.AVG, group, backend=counter, dynamic=True)
-    return int(counter.frame_count)
-
-
-def in_a_process(store: Any, rank: int, world_size: int) -> None:
-    # Else every rank would start processes that compile.
-    torch._inductor.config.compile_threads = 1
-    ringcomm.init_process_group(store=store, rank=rank, world_size=world_size, timeout=100.0)
-    rows = 2 * world_size
-    check(through_all, rows, rank, ReduceOp.SUM, None)
-    with ringcomm.new_group() as group:
-        check(through_all, rows, rank, premul_sum(rank + 2.0), group)
-        check(closed_over(group, premul_sum(3.0)), rows, rank)
-        assert all_sizes(rows, rank, group) == 1
-        check(unlike_graphs, 3, rank, group, backend="inductor")
-
-
-def test_in_processes():
-    """Groups of every kind, sizes as symbols, and ranks with unlike graphs on inductor."""
-    run_ranks(in_a_process, 2, timeout_s=170.0)
+    with alone() as group:
+        for rows in (2, 6, 4):
+            check(through_all, rows, 0, ReduceOp.AVG, group, backend=counter, dynamic=True)
+    assert counter.frame_count == 1
 
 
 def gathered_twice(tensor: Tensor, group: Any) -> Tensor:
@@ -99,8 +87,9 @@ def groups_of_torch(rank: int, world_size: int) -> None:
     torch._dynamo.reset()
 
 
-def test_groups_of_torch(rank_pools):
-    rank_pools(2).run(groups_of_torch)
+@pytest.mark.parametrize("check", [in_processes, groups_of_torch])
+def test_ranks_that_are_processes(compiling_ranks, check):
+    compiling_ranks.run(check)
 
 
 # ---- in threads ---------------------------------------------------------------------------------
@@ -143,18 +132,14 @@ def test_another_default_group(worlds):
 # ---- which communicator -------------------------------------------------------------------------
 
 
-def test_a_graph_belongs_to_its_communicator(monkeypatch):
-    for method in METHODS:
-        monkeypatch.setattr(Communicator, method, getattr(Communicator, method))
-    calls = record_calls()
-
+def test_a_graph_belongs_to_its_communicator():
     @torch.compile(backend="aot_eager", fullgraph=True)
     def reduce(tensor, group):
         return F.all_reduce(tensor, group=group)
 
     def used(group):
-        calls.clear()
-        reduce(torch.ones(2), group)
+        with recorded_calls() as calls:
+            reduce(torch.ones(2), group)
         return calls[0][0]
 
     with alone("one") as one, alone("two") as two:

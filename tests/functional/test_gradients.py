@@ -1,4 +1,7 @@
-"""Derivatives of first and second order by finite differences, and that a wrong one is caught."""
+"""Derivatives of second order by finite differences, and that wrong ones are caught.
+
+Those of first order are compared to the bit in ``test_values.py``.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,6 @@ def problem(world, case: Case, dtype=torch.float64):
     return (lambda *tensors: on_all_ranks(world, function, tensors)), leaves
 
 
-# What four ranks give is compared, to the bit, in test_values.py.
-@covering(strength=1, world_size=[1, 3], case=CASES)
-def test_first_order(worlds, world_size, case):
-    # The fast mode tries random directions instead of every element.
-    assert gradcheck(*problem(worlds(world_size), case), fast_mode=world_size != 2)
-
-
 @covering(strength=1, world_size=[1, 3], case=CASES)
 def test_second_order(worlds, world_size, case):
     assert gradgradcheck(*problem(worlds(world_size), case), fast_mode=world_size != 2)
@@ -74,17 +70,6 @@ def test_compositions(worlds):
         return on_all_ranks(world, compose, tensors)
 
     assert gradcheck(function, leaves) and gradgradcheck(function, leaves)
-
-
-def test_gather_and_scatter_is_a_multiple(worlds):
-    def body(comm):
-        mine = torch.arange(3.0).requires_grad_()
-        back = F.reduce_scatter(F.all_gather(mine, comm), group=comm)
-        assert equal(back.detach(), 3 * torch.arange(3.0))
-        back.backward(torch.full((3,), comm.rank + 1.0))
-        assert equal(gradient(mine), torch.full((3,), 3.0 * (comm.rank + 1)))
-
-    worlds(3).run(body)
 
 
 # ---- wrong gradients, which the checks above must notice ----------------------------------------

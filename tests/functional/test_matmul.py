@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
 import ringcomm
@@ -17,13 +16,11 @@ from ringcomm.functional import collectives as traced_groups
 from ringcomm.functional import matmul
 from tests.functional.cases import gradient
 from tests.functional.compiling import alone
-from tests.functional.lock_step import on_all_ranks
-from tests.support.covering import covering
+from tests.support.covering import covering_array, name_of
 
 Tensor = torch.Tensor
 
 ROWS, INNER, COLUMNS = 3, 4, 5
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.complex128)
 
 
 def whole(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -117,30 +114,24 @@ def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return str(request.param)
 
 
-@covering(strength=1, world_size=[1, 3], batch=[(), (1,), (2,)])
+PRODUCTS = covering_array(
+    {
+        "world_size": (3, 2, 1),
+        "batch": ((2,), (1,), ()),
+        "dtype": (torch.float64, torch.float32, torch.bfloat16, torch.complex128),
+        "biased": (False, True),
+        "rows_of_a_product": (1, 1 << 20),
+    }
+)
+
+
+@pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: "-".join(map(name_of, case.values())))
 @every_kind
-def test_it_is_the_product_of_one_process(worlds, each_way, kind, world_size, batch):
-    check(worlds(world_size), kind, batch)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@every_kind
-def test_every_dtype(worlds, each_way, kind, dtype):
-    check(worlds(3), kind, (2,), dtype)
-
-
-@pytest.mark.parametrize("biased", [False, True])
-@every_kind
-def test_products_of_each_sequence(worlds, each_way, kind, biased, monkeypatch):
-    monkeypatch.setattr(matmul, "ROWS_OF_A_PRODUCT", 1)
-    check(worlds(2), kind, (2,), biased=biased)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("batch", [(), (2,)])
-@every_kind
-def test_each_rank_has_a_bias(worlds, each_way, kind, batch, dtype):
-    check(worlds(3), kind, batch, dtype, biased=True)
+def test_it_is_the_product_of_one_process(worlds, each_way, kind, case, monkeypatch):
+    """With its gradients; derivatives of any order are those of test_transforms.py."""
+    monkeypatch.setattr(matmul, "ROWS_OF_A_PRODUCT", case["rows_of_a_product"])
+    world = worlds(case["world_size"])
+    check(world, kind, case["batch"], case["dtype"], biased=case["biased"])
 
 
 @every_kind
@@ -227,31 +218,6 @@ def test_sixteen_bits_have_the_bits_of_the_collectives(worlds, each_way):
     for found in worlds(3).run(body):
         for ours, theirs in found:
             assert torch.equal(ours, theirs)
-
-
-# ---- derivatives ----------------------------------------------------------------------------
-
-
-@every_kind
-def test_derivatives(worlds, each_way, kind):
-    world = worlds(2)
-    call = KINDS[kind][0]
-    inputs, weights = problem(kind, 2, (2,))
-    leaves = [
-        each.mul(0.5).requires_grad_()
-        for pair in zip(inputs, weights, strict=True)
-        for each in pair
-    ]
-
-    def of_rank(comm: Communicator, tensor: Tensor, weight: Tensor) -> tuple[Tensor]:
-        bias = weight.sum(0).square()
-        return (call(tensor.square(), weight.square(), comm, bias=bias),)
-
-    def function(*tensors: Tensor) -> Any:
-        return on_all_ranks(world, of_rank, tensors)
-
-    assert gradcheck(function, leaves, fast_mode=True)
-    assert gradgradcheck(function, leaves, fast_mode=True)
 
 
 # ---- torch.compile, autocast, operators -----------------------------------------------------

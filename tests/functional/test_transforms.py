@@ -495,5 +495,5 @@ def compiled(rank: int, world_size: int) -> None:
     torch._dynamo.reset()
 
 
-def test_transforms_in_a_compiled_function(rank_pools):
-    rank_pools(WORLD_SIZE).run(compiled)
+def test_transforms_in_a_compiled_function(compiling_ranks):
+    compiling_ranks.run(compiled)

@@ -181,8 +181,9 @@ def assert_same_state(a: dict[str, Any], b: dict[str, Any]) -> None:
     for index, entry in a["state"].items():
         assert entry.keys() == b["state"][index].keys()
         for name, tensor in entry.items():
-            assert tensor.dtype == b["state"][index][name].dtype
-            assert torch.equal(tensor, b["state"][index][name]), (index, name)
+            mine, other = torch.as_tensor(tensor), torch.as_tensor(b["state"][index][name])
+            assert mine.dtype == other.dtype
+            assert torch.equal(mine, other), (index, name)
     for index, master in a.get("master", {}).items():
         assert torch.equal(master, b["master"][index])
 

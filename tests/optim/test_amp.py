@@ -10,7 +10,8 @@ import torch
 
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaleOptions, LossScaler
-from tests.optim.problems import SMALL_BUCKETS, Problem, values
+from tests.optim.problems import SMALL_BUCKETS, values
+from tests.support.covering import covering
 
 Tensor = torch.Tensor
 FP32_SUMS = AdamWOptions(accumulate_dtype=torch.float32)
@@ -34,9 +35,9 @@ def all_equal(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("options", [SMALL_BUCKETS, FP32_SUMS], ids=["grads", "fp32 sums"])
-@pytest.mark.parametrize("world", [1, 3])
+@covering(
+    world=[1, 3], options={"grads": SMALL_BUCKETS, "fp32 sums": FP32_SUMS}, clip=[False, True]
+)
 def test_a_loss_scaler_skips_what_overflows_on_any_rank(worlds, world, options, clip):
     """A scaled step is the step without the scaler, and every rank has the same scale."""
 
@@ -151,9 +152,9 @@ def test_torchs_grad_scaler_drives_it_alone(kind, unscale):
         torch.testing.assert_close(mine, param, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("options", [SMALL_BUCKETS, FP32_SUMS], ids=["grads", "fp32 sums"])
-@pytest.mark.parametrize("world", [2, 3])
+@covering(
+    world=[2, 3], options={"grads": SMALL_BUCKETS, "fp32 sums": FP32_SUMS}, unscale=[False, True]
+)
 def test_the_ranks_of_a_grad_scaler_agree(worlds, world, options, unscale):
     def work(comm):
         params = weights()
@@ -221,15 +222,6 @@ def test_only_unscaling_refuses_fp16_gradients(unscale):
     assert optimizer.steps_taken.item() == (0 if unscale else 1)
 
 
-def test_clipping_what_is_still_scaled_is_refused():
-    params = weights()
-    optimizer, scaler = AdamW(params), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(loss_of(params, 0)).backward()
-    optimizer.clip_grad_norm_(1.0)
-    with pytest.raises(ArgumentError, match=r"call scaler\.unscale_"):
-        scaler.step(optimizer)
-
-
 def test_torchs_grad_scaler_is_refused_where_ranks_could_disagree(worlds):
     def work(comm, options):
         params = weights()
@@ -260,20 +252,3 @@ def test_a_loss_scaler_has_one_optimizer():
     with pytest.raises(ArgumentError, match="belongs to another optimizer"):
         AdamW(weights(), loss_scaler=scaler)
     assert optimizer.options == AdamWOptions()
-
-
-def test_scaled_and_plain_steps_give_the_same_bits():
-    """The scale is a power of two, so it changes no gradient but by its exponent."""
-    problem = Problem()
-    plain, scaled = problem.params(), problem.params()
-    scaler = LossScaler(START)
-    first = problem.ours(plain, None)
-    second = AdamW(scaled, options=SMALL_BUCKETS, loss_scaler=scaler)
-    for step in range(6):
-        scale = scaler.current.item()
-        problem.give(plain, step, 0)
-        problem.give(scaled, step, 0, scale)
-        first.step()
-        second.step()
-    assert scaler.current.item() == 2048.0
-    assert all_equal(plain, scaled)

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from ringcomm.errors import ArgumentError, CheckpointError, MismatchError
-from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, reshard
+from ringcomm.errors import CheckpointError
+from ringcomm.optim import AdamW8bit, AdamWOptions
 from ringcomm.optim.buckets import BLOCK, CODES, TO_NEAREST, random_bits
 from ringcomm.optim.state import take_state
 from tests.optim.problems import (
     SMALL_BUCKETS,
     Problem,
     assert_same_state,
-    go_on,
     started,
     train,
     whole_gradient,
 )
 from tests.optim.test_adamw import noise
+from tests.support.covering import covering
 
 Tensor = torch.Tensor
 STEPS = 4
@@ -178,8 +178,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("name", FORMS)
+@covering(strength=1, name=[*FORMS], world=[1, 2, 3])
 def test_steps_have_the_bits_of_the_reference_in_every_world(worlds, name, world):
     problem, options = FORMS[name]
     expected, full = wanted(name, world)
@@ -227,36 +226,6 @@ def test_the_state_takes_two_bytes_and_a_thirty_second():
     assert taken == 2 * (65536 + 65536 // BLOCK)
 
 
-def test_states_go_on_in_another_world_and_from_whole_states(worlds):
-    problem = replace(PROBLEM, gradient=whole_gradient)
-
-    def save(comm):
-        params, optimizer = started(comm, problem)
-        saved = copy.deepcopy(optimizer.state_dict())
-        full = copy.deepcopy(optimizer.full_state_dict())
-        values = [param.detach().clone() for param in params]
-        go_on(optimizer, problem, params, 3, 2)
-        return saved, full, values, [param.detach().clone() for param in params]
-
-    results = worlds(3).run(save)
-    _, full, values, expected = results[0]
-    shards = [each[0] for each in results]
-
-    def load(comm):
-        for state in (shards, reshard(shards, 2)[comm.rank], full):
-            params = [value.clone().requires_grad_() for value in values]
-            optimizer = problem.ours(params, comm)
-            if state is full:
-                optimizer.load_torch_state_dict(state)
-            else:
-                optimizer.load_state_dict(state)
-            assert_same_state(optimizer.full_state_dict(), full)
-            go_on(optimizer, problem, params, 3, 2)
-            assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
-
-    worlds(2).run(load)
-
-
 def test_adamw_goes_on_from_the_state_and_the_other_way_round():
     wide = replace(PROBLEM, torch_class=torch.optim.AdamW)
     _, narrow = started(None, PROBLEM)
@@ -295,23 +264,3 @@ def test_states_with_maxima_are_refused():
         with pytest.raises(CheckpointError, match="amsgrad: expected False"):
             getattr(narrow, name)(state)
     assert_same_state(narrow.full_state_dict(), before)
-
-
-def test_bad_hyper_parameters_are_refused():
-    def made(**settings: Any) -> AdamW8bit:
-        return AdamW8bit([{"params": [torch.ones(3, requires_grad=True)], **settings}])
-
-    with pytest.raises(ArgumentError, match="amsgrad: expected False"):
-        made(amsgrad=True)
-    with pytest.raises(ArgumentError, match="betas: expected numbers from 0 to below 1"):
-        made(betas=(0.9, 1.0))
-
-
-def test_a_rank_with_8_bits_and_one_with_fp32_are_told_so(worlds):
-    def work(comm):
-        params = [torch.ones(5, requires_grad=True)]
-        optimizer = (AdamW8bit if comm.rank else AdamW)(params, comm=comm)
-        with pytest.raises(MismatchError, match="AdamW8bit"):
-            optimizer.prepare()
-
-    worlds(2).run(work)

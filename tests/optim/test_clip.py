@@ -18,6 +18,7 @@ from ringcomm.optim import SGD, AdamW, AdamWOptions, GradScaler, LossScaleOption
 from ringcomm.optim.gradients import NORM_WORDS, combine, norm_of
 from ringcomm.optim.sharded import ShardedOptimizer
 from tests.optim.problems import SHAPES, SMALL_BUCKETS, Problem, values
+from tests.support.covering import covering
 
 Tensor = torch.Tensor
 ONE = torch.ones((), dtype=torch.float64)
@@ -97,22 +98,10 @@ def clipped(comm, problem, options, max_norm, norm_type, steps=3):
 def test_every_world_has_the_same_norm_and_clips_alike(worlds, dtype, norm_type):
     problem = replace(WILD, dtype=dtype)
     norms, expected = clipped(None, problem, SUM, 0.5, norm_type)
-    for world in (1, 2, 3, 4, 8):
+    for world in (1, 3, 8):
         for mine, params in worlds(world).run(clipped, problem, SUM, 0.5, norm_type):
             assert torch.equal(mine, norms)
             assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
-
-
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_exact_gradients_have_one_norm_however_they_are_reduced(worlds, world, algorithm):
-    problem, options = Problem(), replace(SMALL_BUCKETS, algorithm=algorithm)
-    params = problem.params()
-    optimizer = problem.ours(params, None)
-    problem.give_mean(params, 0, world)
-    expected = optimizer.clip_grad_norm_(1.0)
-    for norms, _ in worlds(world).run(clipped, problem, options, 1.0, 2.0, 1):
-        assert torch.equal(norms[0], expected)
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.7, 1e6])
@@ -196,17 +185,8 @@ def clipped_in_parts(comm, clip, options=SUM, problem=SGD_PROBLEM):
 
 
 @pytest.mark.parametrize("clip", [clip for _, clip in MIXED], ids=[name for name, _ in MIXED])
-def test_values_and_parts_are_clipped_alike_in_every_world(worlds, clip):
+def test_values_and_parts_are_clipped_as_by_torch_in_every_world(worlds, clip):
     told, expected = clipped_in_parts(None, clip)
-    for world in (1, 2, 3):
-        for mine, params in worlds(world).run(clipped_in_parts, clip):
-            assert mine == told
-            assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
-
-
-@pytest.mark.parametrize("clip", [clip for _, clip in MIXED], ids=[name for name, _ in MIXED])
-def test_values_and_parts_are_clipped_as_by_torch(clip):
-    told, mine = clipped_in_parts(None, clip)
     theirs = SGD_PROBLEM.params()
     reference, torchs = SGD_PROBLEM.torch(theirs), []
     for step in range(3):
@@ -214,10 +194,13 @@ def test_values_and_parts_are_clipped_as_by_torch(clip):
         torchs += [each for each in clip(Parts(theirs, None)) if each is not None]
         reference.step()
     torch.testing.assert_close(told, torchs, rtol=1e-5, atol=0.0)
-    for index, (param, other) in enumerate(zip(mine, theirs, strict=True)):
-        # A norm that differs in its last bit scales otherwise; values are clipped to the bit.
-        rtol, atol = (1e-5, 1e-6) if told else (0.0, 0.0)
-        torch.testing.assert_close(param, other, rtol=rtol, atol=atol, msg=str(index))
+    # A norm that differs in its last bit scales otherwise; values are clipped to the bit.
+    rtol, atol = (1e-5, 1e-6) if told else (0.0, 0.0)
+    torch.testing.assert_close(expected, theirs, rtol=rtol, atol=atol)
+    for world in (1, 3):
+        for mine, params in worlds(world).run(clipped_in_parts, clip):
+            assert mine == told
+            assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -249,8 +232,12 @@ def test_a_scaled_gradient_is_clipped_by_its_unscaled_value(worlds, world, dtype
     assert worlds(world).run(work) == [(-0.125, 2.0, 256.0)] * world
 
 
-def test_clipping_in_parts_of_what_is_still_scaled_is_refused():
-    for clip in (lambda o: o.clip_grad_value_(1.0), lambda o: o.clip_grad_norm_(1.0, params=[])):
+def test_clipping_what_is_still_scaled_is_refused():
+    for clip in (
+        lambda o: o.clip_grad_norm_(1.0),
+        lambda o: o.clip_grad_value_(1.0),
+        lambda o: o.clip_grad_norm_(1.0, params=[]),
+    ):
         weight = torch.zeros(4).requires_grad_()
         optimizer, scaler = AdamW([weight]), GradScaler(init_scale=4.0)
         scaler.scale(weight.sum()).backward()
@@ -270,13 +257,6 @@ def test_the_norm_of_some_is_finite_if_only_the_others_overflow():
     optimizer.step()
     torch.testing.assert_close(params[0], torch.full((3,), -1.0))
     assert bool((params[1] == -math.inf).all())
-
-
-@pytest.mark.parametrize("value", [-1.0, math.nan, "1", None])
-def test_a_bad_value_is_refused(value):
-    optimizer = AdamW([torch.zeros(2).requires_grad_()])
-    with pytest.raises(ArgumentError, match="clip_value: expected a number >= 0"):
-        optimizer.clip_grad_value_(value)
 
 
 def test_ranks_that_clip_differently_are_told_so_and_nothing_is_changed(worlds):
@@ -314,19 +294,6 @@ def test_ranks_that_clip_differently_are_told_so_and_nothing_is_changed(worlds):
     assert worlds(2).run(work) == [True, True]
 
 
-def test_the_last_of_several_steps_is_not_clipped_by_the_first():
-    problem = Problem()
-    params, plain = problem.params(), problem.params()
-    optimizer, other = problem.ours(params, None), problem.ours(plain, None)
-    for step in range(2):
-        problem.give(params, step, 0)
-        problem.give(plain, step, 0)
-        optimizer.clip_grad_norm_(1e9)
-        optimizer.step()
-        other.step()
-    assert all(torch.equal(a, b) for a, b in zip(params, plain, strict=True))
-
-
 @pytest.mark.parametrize("world", [1, 2])
 def test_clipping_twice_counts_from_the_clipped_gradient(worlds, world):
     def work(comm):
@@ -352,9 +319,7 @@ def test_zero_grad_forgets_the_clipped_gradient():
     assert torch.equal(weight, torch.zeros(5)), "no gradient, no step"
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@covering(strength=1, world=[1, 2], bad=[math.inf, math.nan], norm_type=[2.0, 1.0, math.inf])
 def test_a_gradient_that_is_not_finite_has_no_norm(worlds, world, bad, norm_type):
     def work(comm):
         weight = torch.zeros(2000).requires_grad_()
@@ -366,20 +331,6 @@ def test_a_gradient_that_is_not_finite_has_no_norm(worlds, world, bad, norm_type
         return optimizer.clip_grad_norm_(1.0, norm_type)
 
     assert all(norm.isnan() for norm in worlds(world).run(work))
-
-
-@pytest.mark.parametrize("norm_type", [3.0, 0.0, "two", None, math.nan])
-def test_an_unknown_norm_is_refused(norm_type):
-    optimizer = AdamW([torch.zeros(2).requires_grad_()])
-    with pytest.raises(ArgumentError, match=r"norm_type: expected 2\.0, 1\.0 or inf"):
-        optimizer.clip_grad_norm_(1.0, norm_type)
-
-
-@pytest.mark.parametrize("max_norm", [-1.0, math.nan, "1"])
-def test_a_bad_max_norm_is_refused(max_norm):
-    optimizer = AdamW([torch.zeros(2).requires_grad_()])
-    with pytest.raises(ArgumentError, match="max_norm: expected a number >= 0"):
-        optimizer.clip_grad_norm_(max_norm)
 
 
 def test_the_norm_does_not_depend_on_the_buckets():

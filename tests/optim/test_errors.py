@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,18 @@ import torch
 
 import ringcomm
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError
-from ringcomm.optim import SGD, Adam, AdamW, AdamW8bit, AdamWOptions, GradScaler, Lion
+from ringcomm.optim import (
+    SGD,
+    Adafactor,
+    Adam,
+    AdamW,
+    AdamW8bit,
+    AdamWOptions,
+    GradScaler,
+    Lion,
+    Muon,
+    Sharded,
+)
 from tests.optim.problems import SMALL_BUCKETS, Problem, assert_same_state, values
 
 Tensor = torch.Tensor
@@ -76,6 +88,51 @@ def test_optimizers_that_triton_has_not_are_refused(worlds, kind):
     worlds(2).run(work)
 
 
+# Those of other classes, and the shape of the parameter.
+BAD: dict[str, tuple[Any, tuple[int, ...], dict[str, Any], str]] = {
+    "SGD lr": (SGD, (3,), {"lr": -1.0}, "lr: expected a number >= 0"),
+    "SGD momentum": (SGD, (3,), {"momentum": -0.5}, "momentum: expected a number >= 0"),
+    "dampening": (SGD, (3,), {"dampening": NAN}, "dampening: expected a number"),
+    "nesterov": (SGD, (3,), {"nesterov": True}, "nesterov: expected a momentum"),
+    "Lion betas": (Lion, (3,), {"betas": (0.9, 1.0)}, "betas: expected numbers from 0 to below 1"),
+    "Lion decay": (Lion, (3,), {"weight_decay": -1.0}, "weight_decay: expected a number >= 0"),
+    "8 bits": (AdamW8bit, (3,), {"amsgrad": True}, "amsgrad: expected False"),
+    "8-bit betas": (AdamW8bit, (3,), {"betas": (0.9, 1.0)}, "betas: expected numbers from 0"),
+    "vector": (Muon, (3,), {}, "expected a matrix, got shape"),
+    "algorithm": (Muon, (3, 3), {"algorithm": "adam"}, "algorithm: expected one of"),
+    "Muon momentum": (Muon, (3, 3), {"momentum": -1.0}, "momentum: expected a number"),
+    "coefficients": (Muon, (3, 3), {"ns_coefficients": (1, 2)}, "three numbers"),
+    "iterations": (Muon, (3, 3), {"ns_steps": 100}, "an integer from 1 to 99"),
+    "adjustment": (Muon, (3, 3), {"adjust_lr_fn": "mine"}, "adjust_lr_fn"),
+    "decay": (Adafactor, (3, 3), {"beta2_decay": 0.5}, "beta2_decay: expected a number <= 0"),
+    "clip": (Adafactor, (3, 3), {"d": 0.5}, "d: expected a number >= 1"),
+    "eps": (Adafactor, (3,), {"eps": 1e-3}, "eps: expected two numbers >= 0, of which the first"),
+    "Adafactor lr": (Adafactor, (3,), {"lr": -1.0}, "lr: expected a number >= 0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_hyper_parameters_of_other_classes_are_refused(name):
+    make, shape, settings, text = BAD[name]
+    with pytest.raises(ArgumentError, match=f"param group 0.*{text}"):
+        make([{"params": [weight(*shape)], **settings}])
+
+
+@pytest.mark.parametrize("norm_type", [3.0, 0.0, "two", None, NAN])
+def test_an_unknown_norm_is_refused(norm_type):
+    with pytest.raises(ArgumentError, match=r"norm_type: expected 2\.0, 1\.0 or inf"):
+        AdamW([weight()]).clip_grad_norm_(1.0, norm_type)
+
+
+@pytest.mark.parametrize("bound", [-1.0, NAN, "1", None])
+def test_a_bad_bound_is_refused(bound):
+    optimizer = AdamW([weight()])
+    with pytest.raises(ArgumentError, match="max_norm: expected a number >= 0"):
+        optimizer.clip_grad_norm_(bound)
+    with pytest.raises(ArgumentError, match="clip_value: expected a number >= 0"):
+        optimizer.clip_grad_value_(bound)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
 def test_parameters_of_other_dtypes_are_refused(dtype):
     with pytest.raises(ArgumentError, match=r"parameter 1: expected dtype float32.*got torch\."):
@@ -110,6 +167,8 @@ def test_what_is_no_list_of_parameters_is_refused_as_torch_does(params):
 def test_what_makes_no_sense_is_unsupported():
     with pytest.raises(UnsupportedError, match="differentiable=True"):
         AdamW([weight()], differentiable=True)
+    with pytest.raises(ArgumentError, match="options: expected AdamWOptions, got 3"):
+        AdamW([weight()], options=3)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="expected one of fused and foreach"):
         AdamW([weight()], fused=True, foreach=True)
     for kind in (lambda comm: AdamW([weight()], comm=comm), lambda comm: GradScaler(comm=comm)):
@@ -188,6 +247,38 @@ def test_a_sparse_gradient_is_refused_where_sums_are_in_fp32():
     with pytest.raises(RingcommError, match="expected a dense gradient"):
         table(torch.tensor([1])).sum().backward()
     assert optimizer.steps_taken.item() == 0
+
+
+def sgd(**settings: Any) -> Callable[..., Any]:
+    return lambda params, **rest: SGD(params, **settings, **rest)
+
+
+# The classes of ranks 0 and 1, and what the error says.
+OTHER_CLASSES: dict[str, tuple[Any, Any, str]] = {
+    "momentum": (sgd(momentum=0.5), sgd(momentum=0.75), "momentum"),
+    "Lion": (partial(Lion, lr=0.1), sgd(lr=0.1), r"betas.* on rank 0 and .*momentum"),
+    "8 bits": (AdamW, AdamW8bit, "AdamW8bit"),
+    "Muon": (partial(Muon, ns_steps=4), Muon, "ns_steps"),
+    "Adafactor": (Adafactor, partial(Adafactor, d=2.0), r"\"d\": 1\.0.* on rank 0 and"),
+    "class": (
+        partial(Sharded, torch.optim.SGD),
+        partial(Sharded, torch.optim.Adamax),
+        r"Option optimizer|Param group 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CLASSES)
+def test_ranks_with_other_optimizers_are_told_so(worlds, name):
+    *makers, message = OTHER_CLASSES[name]
+
+    def work(comm):
+        params = [weight(4, 4)]
+        with pytest.raises(MismatchError, match=message):
+            makers[comm.rank](params, comm=comm).prepare()
+        assert torch.equal(params[0], torch.ones(4, 4))
+
+    worlds(2).run(work)
 
 
 DIFFERENCES: dict[str, tuple[Any, Any, str]] = {
@@ -278,8 +369,9 @@ def test_loading_mends_a_torn_optimizer():
     optimizer.step()
     state, kept = copy.deepcopy(optimizer.state_dict()), param.detach().clone()
     optimizer.sharded_step().torn = True
-    with pytest.raises(RingcommError, match="failed halfway"):
-        optimizer.step()
+    for call in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(RingcommError, match="failed halfway"):
+            call()
     with torch.no_grad():
         param.copy_(kept)
     optimizer.load_state_dict(state)

@@ -14,6 +14,7 @@ from ringcomm import zero
 from ringcomm.errors import ArgumentError, MismatchError
 from ringcomm.optim import AdamW, AdamWOptions
 from ringcomm.optim.rules import AdamWRule
+from tests.support.covering import covering
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
@@ -128,12 +129,13 @@ OTHER_CLIPS: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-# A mere step asks nothing of the others where no all-reduce would carry the digest.
-CASES: list[tuple[Any, str]] = [(how, clip) for how in (0, 1, 2, 3) for clip in OTHER_CLIPS]
-CASES += [(how, clip) for how in ("unused", "written") for clip in OTHER_CLIPS if clip != "none"]
-
-
-@pytest.mark.parametrize(("how", "clip"), CASES)
+@covering(
+    strength=1,
+    how=[0, 1, 2, 3, "unused", "written"],
+    clip=[*OTHER_CLIPS],
+    # A mere step asks nothing of the others where no all-reduce would carry the digest.
+    valid=lambda case: case.get("clip") != "none" or case.get("how") not in ("unused", "written"),
+)
 def test_another_bound_on_one_rank_is_refused(worlds, how, clip):
     def work(comm):
         options = AdamWOptions(unused="zero" if how == "unused" else "skip")
@@ -175,8 +177,7 @@ def test_a_bad_one_on_one_rank_is_refused_on_all(worlds, clips):
     worlds(2).run(work)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 2], ids=["one rank", "all"])
+@covering(strength=1, stage=[0, 1, 2, 3], ranks={"one rank": 1, "all": 2})
 def test_a_late_freeze_is_refused_on_all_ranks(worlds, stage, ranks):
     def work(comm):
         module: Any = zero.shard(nn.Linear(WIDTH, WIDTH), stage, comm=comm)

@@ -13,11 +13,12 @@ from torch import nn
 from torch.testing import assert_close
 
 from ringcomm import zero
-from ringcomm.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
+from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.optim import Adafactor, AdamW, Muon, muon_groups, reshard
 from ringcomm.optim.muon import cost_of, owners_of
 from tests.optim.problems import SMALL_BUCKETS, assert_same_state, values
 from tests.optim.test_adamw import SAME_LOOPS, noise
+from tests.support.covering import covering
 
 Tensor = torch.Tensor
 STEPS = 3
@@ -123,13 +124,17 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 @pytest.mark.skipif(not SAME_LOOPS, reason="torch's loops have other multiply-adds here")
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [("Muon", {}), ("Muon", {"adjust_lr_fn": "match_rms_adamw"}), ("Adafactor", {})],
-    ids=["Muon", "Muon as AdamW", "Adafactor"],
+@covering(
+    strength=1,
+    how={
+        "Muon": ("Muon", {}),
+        "Muon as AdamW": ("Muon", {"adjust_lr_fn": "match_rms_adamw"}),
+        "Adafactor": ("Adafactor", {}),
+    },
+    world=[1, 2, 3],
 )
-def test_bits_are_those_of_torch(worlds, name, more, world):
+def test_bits_are_those_of_torch(worlds, how, world):
+    name, more = how
     kind = KINDS[name]
     theirs = kind.parameters()
     references = kind.in_torch(theirs, **more)
@@ -253,27 +258,6 @@ def refuse_damaged_rows(comm: Any, optimizer: Adafactor, full: Any, shards: Any)
         optimizer.load_state_dict(short)
 
 
-BAD: dict[str, tuple[Any, tuple[int, ...], dict[str, Any], str]] = {
-    "vector": (Muon, (3,), {}, "expected a matrix, got shape"),
-    "algorithm": (Muon, (3, 3), {"algorithm": "adam"}, "algorithm: expected one of"),
-    "momentum": (Muon, (3, 3), {"momentum": -1.0}, "momentum: expected a number"),
-    "coefficients": (Muon, (3, 3), {"ns_coefficients": (1, 2)}, "three numbers"),
-    "iterations": (Muon, (3, 3), {"ns_steps": 100}, "an integer from 1 to 99"),
-    "adjustment": (Muon, (3, 3), {"adjust_lr_fn": "mine"}, "adjust_lr_fn"),
-    "decay": (Adafactor, (3, 3), {"beta2_decay": 0.5}, "beta2_decay: expected a number <= 0"),
-    "clip": (Adafactor, (3, 3), {"d": 0.5}, "d: expected a number >= 1"),
-    "eps": (Adafactor, (3,), {"eps": 1e-3}, "eps: expected two numbers >= 0, of which the first"),
-    "lr": (Adafactor, (3,), {"lr": -1.0}, "lr: expected a number >= 0"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_refused(name):
-    make, shape, settings, text = BAD[name]
-    with pytest.raises(ArgumentError, match=f"param group 0.*{text}"):
-        make([{"params": [torch.zeros(shape, requires_grad=True)], **settings}])
-
-
 @pytest.mark.parametrize(
     "change", [{"master": "remainder"}, {"master": "none", "rounding": "stochastic"}]
 )
@@ -282,21 +266,6 @@ def test_options_that_it_has_not_are_refused(kind, change):
     optimizer = kind.make(params, options=replace(SMALL_BUCKETS, **change))
     with pytest.raises(UnsupportedError, match=f"{kind.make.__name__}: expected"):
         optimizer.prepare()
-
-
-@pytest.mark.parametrize(
-    ("make", "name", "value", "text"),
-    [(Muon, "ns_steps", 4, "ns_steps"), (Adafactor, "d", 1.0, r"\"d\": 1\.0.* on rank 0 and")],
-    ids=["Muon", "Adafactor"],
-)
-def test_ranks_with_other_settings_are_told_so(worlds, make, name, value, text):
-    def work(comm):
-        params = [torch.ones(4, 4, requires_grad=True)]
-        optimizer = make(params, comm=comm, **{name: value + comm.rank})
-        with pytest.raises(MismatchError, match=text):
-            optimizer.prepare()
-
-    worlds(2).run(work)
 
 
 # ---- Muon ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler
 from ringcomm.errors import ArgumentError
 from ringcomm.optim import Adam, AdamW, AdamWOptions
 from tests.optim.problems import SMALL_BUCKETS, Problem, loss_of, model, values
+from tests.support.covering import covering
 
 Tensor = torch.Tensor
 FP32_SUMS = AdamWOptions(bucket_elems=1024, accumulate_dtype=torch.float32)
@@ -22,14 +23,17 @@ def follows(net: torch.nn.Module, other: torch.nn.Module) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("options", [SMALL_BUCKETS, FP32_SUMS], ids=["grads", "fp32 sums"])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_training_loop_goes_as_with_torch(worlds, world, options, set_to_none):
+@covering(
+    world=[1, 2, 4],
+    options={"grads": SMALL_BUCKETS, "fp32 sums": FP32_SUMS},
+    zeroed=["to none", "to zero", "by the model"],
+)
+def test_a_training_loop_goes_as_with_torch(worlds, world, options, zeroed):
+    """Also where a step ends a sum in FP32, since the model's zero_grad() does not know of it."""
     theirs = model()
     reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
     for step in range(8):
-        reference.zero_grad(set_to_none=set_to_none)
+        reference.zero_grad()
         loss_of(theirs, step).backward()
         reference.step()
 
@@ -37,7 +41,10 @@ def test_a_training_loop_goes_as_with_torch(worlds, world, options, set_to_none)
         net = model()
         optimizer = AdamW(net.parameters(), lr=1e-2, comm=comm, options=options)
         for step in range(8):
-            optimizer.zero_grad(set_to_none=set_to_none)
+            if zeroed == "by the model":
+                net.zero_grad()
+            else:
+                optimizer.zero_grad(set_to_none=zeroed == "to none")
             loss_of(net, step).backward()
             optimizer.step()
         return net
@@ -56,8 +63,7 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("tensor_lr", [False, True])
-@pytest.mark.parametrize("name", SCHEDULERS)
+@covering(strength=1, name=[*SCHEDULERS], tensor_lr=[False, True])
 def test_schedulers_change_lr_and_betas(worlds, name, tensor_lr):
     def work(comm):
         net, steps = model(), []
@@ -251,3 +257,72 @@ def test_torchs_arguments_are_taken():
         }
     betas = (torch.tensor(0.5), torch.tensor(0.75))
     assert AdamW(params, betas=betas).param_groups[0]["betas"] == (0.5, 0.75)
+
+
+def test_a_skipped_step_and_the_models_zero_grad_end_a_clip():
+    """The usual "skip steps that are not finite": a clip that is not stepped must not linger."""
+    mine, torchs = model(), model()
+    optimizer = AdamW(mine.parameters(), lr=1e-2)
+    reference = torch.optim.AdamW(torchs.parameters(), lr=1e-2)
+    for turn in range(5):
+        factor = float("inf") if turn == 1 else 1.0
+        for net in (mine, torchs):
+            net.zero_grad()
+            (loss_of(net, turn) * factor).backward()
+        norm = optimizer.clip_grad_norm_(1.0)
+        wanted = torch.nn.utils.clip_grad_norm_(torchs.parameters(), 1.0)
+        assert torch.isfinite(norm) == torch.isfinite(wanted) == torch.tensor(turn != 1)
+        if turn != 1:
+            torch.testing.assert_close(norm, wanted)
+            optimizer.step()
+            reference.step()
+    follows(mine, torchs)
+
+
+def test_gradients_that_change_after_a_clip_forget_it():
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = AdamW([param], lr=0.1, weight_decay=0.0)
+    param.grad = torch.ones(4)
+    optimizer.clip_grad_norm_(1e9)
+    param.grad = -torch.ones(4)
+    optimizer.step()
+    assert torch.all(param > 1)
+    before = param.detach().clone()
+    param.grad = torch.ones(4)
+    optimizer.clip_grad_norm_(1e9)
+    param.grad = None
+    optimizer.step()
+    assert torch.equal(param, before)
+
+
+def test_lr_goes_from_a_tensor_to_nothing():
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = AdamW([param], lr=torch.tensor(0.1))
+    param.grad = torch.ones(4)
+    optimizer.step()
+    before = param.detach().clone()
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(param, before)
+
+
+def test_torchs_checkpoint_changes_nothing():
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    net = model()
+    optimizer = AdamW(net.parameters())
+    loss_of(net, 0).backward()
+    optimizer.step()
+    before = [each.detach().clone() for each in net.parameters()]
+    # Torch looks for the parameter that our state's first entry would be, were it torch's.
+    with pytest.raises(KeyError) as raised:
+        get_optimizer_state_dict(net, optimizer)
+    assert raised.value.args == (next(iter(optimizer.state_dict()["state"])),) == ("step",)
+    assert optimizer.steps_taken == 1
+    assert all(map(torch.equal, net.parameters(), before))
+    # The negative control: with one of torch's it raises nothing.
+    plain = torch.optim.AdamW(net.parameters())
+    plain.step()
+    assert (
+        get_optimizer_state_dict(net, plain)["state"].keys() == dict(net.named_parameters()).keys()
+    )

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ringcomm.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
+from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaleOptions, LossScaler, Sharded
 from ringcomm.optim import any_torch as elementwise
-from ringcomm.optim.state import reshard
 from tests.optim.problems import SMALL_BUCKETS, Problem, assert_same_state, values
 from tests.support.covering import covering
 
@@ -237,48 +236,6 @@ def test_a_grad_scaler_of_all_ranks_drives_it(worlds):
     worlds(2).run(work)
 
 
-@covering(
-    strength=1,
-    dtype=[torch.float32, torch.bfloat16],
-    name=["SGD with momentum", "Adagrad", "NAdam", "Lion"],
-)
-def test_state_goes_on_in_other_worlds(worlds, name, dtype):
-    problem = replace(PROBLEMS[name], dtype=dtype)
-
-    def begin(comm):
-        params, optimizer = stepped(comm, problem, SMALL_BUCKETS, 3)
-        return [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict())
-
-    def go_on(comm, values, shards, options):
-        params = [value.clone().requires_grad_() for value in values]
-        optimizer = problem.ours(params, comm, options)
-        optimizer.load_state_dict(shards[comm.rank] if len(shards) == comm.world_size else shards)
-        for step in range(3, STEPS):
-            problem.give(params, step, 0)
-            optimizer.step()
-        return [param.detach().clone() for param in params], optimizer.full_state_dict()
-
-    outcomes = worlds(2).run(begin)
-    at, shards = outcomes[0][0], [shard for _, shard in outcomes]
-    wanted, state = worlds(2).run(go_on, at, shards, SMALL_BUCKETS)[0]
-    larger = replace(SMALL_BUCKETS, bucket_elems=2048)
-    for world, given, options in (
-        (3, shards, SMALL_BUCKETS),
-        (1, shards, larger),
-        (3, reshard(shards, 3), SMALL_BUCKETS),
-    ):
-        for params, theirs in worlds(world).run(go_on, at, given, options):
-            assert_equal(params, wanted)
-            assert_same_state({"state": tensors_of(theirs)}, {"state": tensors_of(state)})
-
-
-def tensors_of(full: dict[str, Any]) -> dict[int, dict[str, Tensor]]:
-    return {
-        index: {name: torch.as_tensor(each) for name, each in entry.items()}
-        for index, entry in full["state"].items()
-    }
-
-
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_torchs_state_goes_both_ways(worlds, name):
     """Torch goes on from what was gathered, and ringcomm from what torch then has."""
@@ -460,36 +417,6 @@ def test_a_bad_group_is_refused_when_it_is_added_and_when_it_is_changed():
         optimizer.param_groups[0].update(kept)
     assert_equal(params, before)
     optimizer.step()
-
-
-@pytest.mark.parametrize(
-    "other", [problem(torch.optim.SGD, lr=0.1, momentum=0.5), problem(torch.optim.Adamax)]
-)
-def test_ranks_with_different_optimizers_are_told(worlds, other):
-    def work(comm):
-        mine = problem(torch.optim.SGD, lr=0.1, momentum=0.9) if comm.rank else other
-        params = mine.params()
-        optimizer = mine.ours(params, comm)
-        with pytest.raises(MismatchError, match=r"Option optimizer|Param group 0"):
-            optimizer.prepare()
-        assert_equal(params, mine.params())
-
-    worlds(2).run(work)
-
-
-def test_a_change_of_one_ranks_hyper_parameters_is_told_before_anything_changes(worlds):
-    mine = problem(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-    def work(comm):
-        params, optimizer = stepped(comm, mine, SMALL_BUCKETS, 1)
-        before = [param.detach().clone() for param in params]
-        optimizer.param_groups[0]["lr"] += comm.rank
-        mine.give(params, 1, comm.rank)
-        with pytest.raises(MismatchError, match="Param group 0"):
-            optimizer.step()
-        assert_equal(params, before)
-
-    worlds(2).run(work)
 
 
 def test_state_of_another_class_is_refused():

@@ -11,9 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+import ringcomm
 from ringcomm.errors import ArgumentError, CheckpointError
-from ringcomm.optim import AdamW, AdamWOptions, reshard
-from tests.optim.problems import SMALL_BUCKETS, Problem, assert_same_state, go_on, started
+from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, reshard
+from tests.optim.problems import (
+    SMALL_BUCKETS,
+    Problem,
+    TorchLion,
+    assert_same_state,
+    go_on,
+    started,
+)
 from tests.support.covering import covering
 
 Tensor = torch.Tensor
@@ -22,6 +30,16 @@ PROBLEMS = {
     "amsgrad": Problem(groups=({}, {"amsgrad": True})),
     "bf16": Problem(torch.bfloat16),
     "fp16": Problem(torch.float16),
+    "momentum": Problem(
+        torch.bfloat16,
+        ({}, {"nesterov": True}),
+        settings={"momentum": 0.9},
+        torch_class=torch.optim.SGD,
+    ),
+    "Lion": Problem(torch_class=TorchLion, settings={"lr": 0.01}),
+    "8 bits": Problem(torch.bfloat16, torch_class=AdamW8bit),
+    "Adagrad": Problem(torch_class=torch.optim.Adagrad, sharded=True),
+    "NAdam": Problem(torch_class=torch.optim.NAdam, sharded=True),
 }
 REMAINDER = replace(SMALL_BUCKETS, master="remainder")
 STEPS = 3
@@ -33,8 +51,9 @@ def saved(comm, problem, options=SMALL_BUCKETS):
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     kept = [param.detach().clone() for param in params]
+    whole = copy.deepcopy(optimizer.full_state_dict())
     go_on(optimizer, problem, params, STEPS, STEPS)
-    return file.getvalue(), kept, params, optimizer.full_state_dict()
+    return file.getvalue(), kept, params, optimizer.full_state_dict(), whole
 
 
 def resumed(comm, problem, shards, kept, options=SMALL_BUCKETS):
@@ -44,7 +63,10 @@ def resumed(comm, problem, shards, kept, options=SMALL_BUCKETS):
     with torch.no_grad():
         for param, value in zip(params, kept, strict=True):
             param.copy_(value)
-    optimizer.load_state_dict(shards if len(shards) > 1 else shards[0])
+    if "shard" in shards[0]:
+        optimizer.load_state_dict(shards if len(shards) > 1 else shards[0])
+    else:
+        optimizer.load_torch_state_dict(shards[0])
     go_on(optimizer, problem, params, STEPS, STEPS)
     return params, optimizer.full_state_dict(), optimizer.steps_taken.item()
 
@@ -56,24 +78,27 @@ def read(data: bytes) -> dict:
 @covering(
     strength=1,
     ranks=[(1, 1), (2, 2), (1, 3), (3, 2), (2, 1), (4, 3)],
-    name=["fp32", "amsgrad", "bf16"],
+    name=["fp32", "amsgrad", "bf16", "momentum", "Lion", "8 bits", "Adagrad", "NAdam"],
     options={"master": SMALL_BUCKETS, "remainder": REMAINDER},
+    valid=lambda case: case.get("options") != "remainder" or case.get("name") in (None, "bf16"),
 )
 def test_a_shard_continues_in_its_own_world_and_all_in_any_other(worlds, ranks, name, options):
+    """And the whole state does in both."""
     problem = PROBLEMS[name]
     before, after = ranks
     runs = worlds(before).run(saved, problem, options)
     shards = [read(each[0]) for each in runs]
-    _, kept, expected, state = runs[0]
+    _, kept, expected, state, whole = runs[0]
 
     def work(comm):
         mine = [shards[comm.rank]] if before == after else shards[::-1]
-        return resumed(comm, problem, mine, kept, options)
+        return [resumed(comm, problem, given, kept, options) for given in (mine, [whole])]
 
-    for params, full, taken in worlds(after).run(work):
-        assert taken == 2 * STEPS
-        assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
-        assert_same_state(full, state)
+    for found in worlds(after).run(work):
+        assert found[0][2] == 2 * STEPS
+        for params, full, _ in found:
+            assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
+            assert_same_state(full, state)
 
 
 def test_resharding_1_3_2_1_gives_back_every_bit(worlds):
@@ -233,3 +258,31 @@ def test_schedulers_see_the_loaded_lr():
     optimizer.load_state_dict(state)
     assert optimizer.param_groups is groups and groups[0]["lr"] == 0.1
     assert isinstance(optimizer, AdamW)
+
+
+def test_no_rank_loads_unless_all_can():
+    def body(comm):
+        param = torch.nn.Parameter(torch.ones(600))
+        optimizer = AdamW([param], comm=comm)
+        saved = []
+        for _ in range(2):
+            param.grad = torch.ones(600)
+            optimizer.step()
+            saved.append(copy.deepcopy(optimizer.state_dict()))
+        broken = copy.deepcopy(saved[0])
+        if comm.rank == 1:
+            del broken["state"]["step"]
+        with pytest.raises(CheckpointError, match=r"rank 1 cannot load|cannot be read"):
+            optimizer.load_state_dict(broken)
+        with pytest.raises(CheckpointError, match="different steps"):
+            optimizer.load_state_dict(saved[comm.rank])
+        broken = copy.deepcopy(saved[0])
+        broken["state"]["step"].fill_(-1.0)
+        with pytest.raises(CheckpointError, match="step numbers from 0 on"):
+            optimizer.load_state_dict(broken)
+        assert optimizer.steps_taken == 2
+        optimizer.load_state_dict(saved[0])
+        assert optimizer.steps_taken == 1
+
+    with ringcomm.local_world(2, timeout=20) as world:
+        world.run(body)

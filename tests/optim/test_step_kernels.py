@@ -313,9 +313,7 @@ def test_forms_of_other_updates_give_the_same_bits(rule):
         assert all(torch.equal(each, results[0]) for each in results)
 
 
-@pytest.mark.parametrize("dtypes", MIXES, ids=str)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("form", ["one_pass", "two_passes"])
+@covering(form=["one_pass", "two_passes"], algorithm=ALGORITHMS, dtypes=MIXES)
 def test_stores_past_the_caches_give_the_same_bits(form, algorithm, dtypes):
     """A bucket of a large step, whose first and last elements lie in no whole vector."""
     with ringcomm.local_world(3, timeout=60) as world:

@@ -183,55 +183,6 @@ def test_a_step_moves_each_record_once(folder, dtype, master, elem_bytes, reside
     assert optimizer.sharded_step().tier.blocks.bytes_read - before <= elems * elem_bytes * count
 
 
-def counted_bytes() -> tuple[int, int]:
-    """What the kernel says that this process has read from disks and written to them."""
-    try:
-        lines = Path("/proc/self/io").read_text().splitlines()
-    except OSError as error:
-        pytest.skip(f"the kernel does not count bytes: {error}")
-    told = dict(line.split(": ") for line in lines)
-    return int(told["read_bytes"]), int(told["write_bytes"])
-
-
-def skip_unless_counted(folder: Path) -> None:
-    with scratch.ScratchFile(folder, "probe") as file:
-        memory, before = file.buffer(1 << 20), counted_bytes()
-        block = file.add_block(1 << 20)
-        file.write(block, memory).wait()
-        file.read(block, memory).wait()
-        moved = [now - then for now, then in zip(counted_bytes(), before, strict=True)]
-    if min(moved) < 1 << 20:
-        pytest.skip(f"the kernel counts {moved} bytes where a MiB was read and written directly")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "master", "elem_bytes"),
-    [(torch.float32, "fp32", 8), (torch.bfloat16, "fp32", 12), (torch.bfloat16, "remainder", 10)],
-)
-def test_the_kernel_counts_the_bytes_of_a_step(folder, dtype, master, elem_bytes):
-    """What docs/disk.md says, within 0.1 %, with whatever else this process has read meanwhile."""
-    skip_unless_counted(folder)
-    elems = 4 << 20
-    param = torch.zeros(elems, dtype=dtype).requires_grad_()
-    options = AdamWOptions(tier=Disk(folder, buffer_bytes=4 << 20), master=master)
-    optimizer = AdamW([param], comm="alone", options=options)
-
-    def step() -> None:
-        param.grad = torch.ones_like(param)
-        optimizer.step()
-        optimizer.sharded_step().tier.wait()
-
-    step()
-    for _ in range(3):
-        before = counted_bytes()
-        step()
-        moved = [now - then for now, then in zip(counted_bytes(), before, strict=True)]
-        assert min(moved) >= elem_bytes * elems
-        if max(moved) <= 1.001 * elem_bytes * elems:
-            return
-    pytest.fail(f"{moved} bytes were read and written where {elem_bytes * elems} go each way")
-
-
 def test_memory_is_of_buffers_whatever_the_size_of_a_parameter(folder):
     """Of 64 pieces, as many are in memory as the buffers and the resident bytes hold."""
     elems = 64 * PIECE

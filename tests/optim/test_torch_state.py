@@ -10,6 +10,7 @@ import torch
 
 from ringcomm.errors import CheckpointError
 from tests.optim.problems import SMALL_BUCKETS, Problem, assert_same_state, go_on, started
+from tests.support.covering import covering
 
 Tensor = torch.Tensor
 PROBLEMS = {
@@ -57,28 +58,11 @@ def test_torchs_state_goes_both_ways_with_every_bit(worlds, name, world):
     assert all((full == {}) == (rank > 0) for rank, full in enumerate(results))
 
 
-def test_torchs_own_state_dict_has_the_same_keys():
-    problem = PROBLEMS["amsgrad"]
-    _, optimizer = started(None, problem)
-    theirs = problem.params()
-    reference = problem.torch(theirs)
-    for step in range(STEPS):
-        problem.give(theirs, step, 0)
-        reference.step()
-    mine, other = optimizer.full_state_dict(), reference.state_dict()
-    assert mine.keys() == other.keys() and mine["state"].keys() == other["state"].keys()
-    for index, entry in other["state"].items():
-        assert mine["state"][index].keys() == entry.keys()
-        for name, tensor in entry.items():
-            got = mine["state"][index][name]
-            assert (got.shape, got.dtype) == (tensor.shape, tensor.dtype)
-    for a, b in zip(mine["param_groups"], other["param_groups"], strict=True):
-        assert a.keys() == b.keys() and a["params"] == b["params"]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("options", [SMALL_BUCKETS, REMAINDER], ids=["master", "remainder"])
-@pytest.mark.parametrize("target", [SMALL_BUCKETS, REMAINDER], ids=["to master", "to remainder"])
+@covering(
+    world=[1, 2],
+    options={"master": SMALL_BUCKETS, "remainder": REMAINDER},
+    target={"to master": SMALL_BUCKETS, "to remainder": REMAINDER},
+)
 def test_masters_move_between_the_ways_of_keeping_them(worlds, options, target, world):
     problem = PROBLEMS["bf16"]
 

@@ -104,9 +104,7 @@ def machine(tmp_path_factory):
     ("answer", "capabilities", "targets"),
     [
         ("8.9\\n", "8.9", "sm_80"),
-        ("9.0\\n9.0\\n", "9.0", "sm_90a"),
         ("10.0\\n8.0\\n", "10.0, 8.0", "sm_80, sm_100a"),
-        ("12.0\\n", "12.0", "compute_100"),
         ("[N/A]\\n9.0\\n", "9.0", "sm_90a"),
     ],
 )
@@ -129,7 +127,6 @@ def test_a_gpu_that_nothing_covers_is_left_to_the_first_use(machine):
     ("answer", "status", "why"),
     [
         ("No devices were found\\n", 0, "nvidia-smi shows no GPU"),
-        ("", 0, "nvidia-smi shows no GPU"),
         ("", 9, "nvidia-smi failed (9)"),
         ("9.0\\n", 15, "nvidia-smi failed (15)"),
     ],
@@ -177,7 +174,7 @@ def test_what_is_asked_for_is_compiled_whatever_the_machine_has(machine, asked, 
     assert command.count("-gencode") == len(targets)
 
 
-@pytest.mark.parametrize("asked", ["ON", "AUTO", "sm90", "all;sm_80", "native;all"])
+@pytest.mark.parametrize("asked", ["ON", "sm90", "all;sm_80"])
 def test_another_word_stops_the_build(machine, asked):
     # CMake breaks lines where it likes.
     wanted = " expected native, all, OFF, or targets such as".replace(" ", r"\s+")

@@ -22,6 +22,7 @@ from ringcomm.zero import Precision, Wire, ZeroOptions
 from ringcomm.zero.stages.buckets import ShardedBucket
 from ringcomm.zero.stages.sharding import engine_of, shard
 from tests.memory.disk_folder import skip_unless_disk
+from tests.support.covering import covering
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WORLD_SIZE = 2
@@ -124,18 +125,20 @@ def train(comm, stage, training, width=32):
     return params, grads, sum(t.nbytes for tensors in kept for t in tensors), max(gathered)
 
 
-@pytest.mark.parametrize(("stage", "overlap"), [*((stage, True) for stage in STAGES), (3, False)])
-@pytest.mark.parametrize(
-    ("precision", "optimizer"),
-    [
-        (Precision(), AdamWOptions()),
-        (Precision(param=BF16), AdamWOptions()),
-        (Precision(param=BF16, reduce=BF16), AdamWOptions()),
-        (Precision(param=BF16), REMAINDER),
-        (Precision(param=BF16), PURE),
-    ],
+@covering(
+    strength=1,
+    stage=STAGES,
+    overlap=[True, False],
+    kept={
+        "fp32": (Precision(), AdamWOptions()),
+        "masters": (Precision(param=BF16), AdamWOptions()),
+        "rounded": (Precision(param=BF16, reduce=BF16), AdamWOptions()),
+        "remainders": (Precision(param=BF16), REMAINDER),
+        "none": (Precision(param=BF16), PURE),
+    },
 )
-def test_model_state_is_what_training_holds(stage, precision, optimizer, overlap):
+def test_model_state_is_what_training_holds(stage, kept, overlap):
+    precision, optimizer = kept
     options = ZeroOptions(precision, bucket_elems=2048, overlap=overlap)
     training = Training(ModelElems.of_module(Net()), WORLD_SIZE, 1, options, optimizer)
     told = training.state(stage)
@@ -212,8 +215,7 @@ class Count:
         return read, written
 
 
-@pytest.mark.parametrize("resident", [0, 3, 9, 13, 16])
-@pytest.mark.parametrize("kind", KINDS)
+@covering(strength=1, resident=[0, 3, 9, 13, 16], kind=[*KINDS])
 def test_a_run_holds_and_moves_what_the_estimate_says(folder, monkeypatch, kind, resident):
     """To the byte, for pieces that all move, of which some move, and of which none does."""
     made, chosen, dtype = KINDS[kind]

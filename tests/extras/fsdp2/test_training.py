@@ -18,6 +18,7 @@ from tests.extras.fsdp2.whole_numbers import (
     sharded,
     train,
 )
+from tests.support.covering import covering
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 REPLICATED = ("replicate", "shard")
@@ -117,8 +118,7 @@ def scattered_in_a_group_of_its_own(rank, world_size):
     assert_trained(net, world_size)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "ringcomm"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@covering(strength=1, world_size=[1, 2, 4], backend=["gloo", "ringcomm"])
 def test_as_one_process(rank_pools, world_size, backend):
     rank_pools(world_size).run(exact, backend)
 
@@ -137,21 +137,19 @@ def test_options_of_four_ranks(rank_pools, options):
     rank_pools(4).run(partial(exact, **options), "gloo")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_accumulation(rank_pools, world_size):
-    rank_pools(world_size).run(accumulated, "gloo")
+def test_accumulation(rank_pools):
+    rank_pools(4).run(accumulated, "gloo")
 
 
 def test_divide_factors(rank_pools):
     rank_pools(4).run(divided, "gloo")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"mp_policy": BF16}, {"reshard_after_forward": False}],
-    ids=["nested", "bfloat16", "kept after forward"],
+@covering(
+    strength=1,
+    options={"nested": {}, "bfloat16": {"mp_policy": BF16}},
+    backend=["gloo", "ringcomm"],
 )
-@pytest.mark.parametrize("backend", ["gloo", "ringcomm"])
 def test_as_without(rank_pools, backend, options):
     rank_pools(2).run(partial(as_without, **options), backend)
 

@@ -12,7 +12,7 @@ from ringcomm import CommOptions, _native, moe
 from ringcomm.comm.local_world import LocalWorld
 from ringcomm.extras.moe.rows import WIRES
 from tests.extras.moe.cases import Case, case, combined, dense, dispatched, joined, learn, seeded
-from tests.support.covering import covering
+from tests.support.covering import covering, in_test_all
 
 Tensor = torch.Tensor
 EXPERTS = 8
@@ -24,7 +24,7 @@ STREAMED_BYTES = 16 << 20
 NODES = ((1,), (2,), (4,), (1, 1), (2, 2), (1, 3))
 
 
-@pytest.fixture(scope="module", params=NODES, ids=str)
+@pytest.fixture(scope="module", params=[(2,), (1, 3), *in_test_all(*NODES)], ids=str)
 def world(request) -> Iterator[LocalWorld]:
     """Ranks of one node and of several."""
     with ringcomm.local_world(

@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 EXPERTS, HIDDEN = 8, 24
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[1, 4])
 def world(request) -> Iterator[LocalWorld]:
     with ringcomm.local_world(request.param, options=CommOptions(timeout=60)) as made:
         yield made
