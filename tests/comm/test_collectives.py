@@ -28,8 +28,7 @@ def test_every_dtype_and_op(worlds, name, algorithm):
     def body(comm):
         for dtype in REDUCIBLE if name in REDUCTIONS else MOVABLE:
             for op in ops_for(dtype) if name in REDUCTIONS else ("",):
-                for count in (1, 131):
-                    CHECKS[name](comm, Case(count, dtype, op, "mixed", algorithm, root=1))
+                CHECKS[name](comm, Case(131, dtype, op, "mixed", algorithm, root=1))
 
     worlds(3).run(body)
 
@@ -128,7 +127,7 @@ def calls(draw) -> Call:
     return Call(name, world_size, case)
 
 
-@settings(max_examples=600, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(call=calls())
 def test_any_call_is_exact(worlds, call):
     worlds(call.world_size).run(CHECKS[call.name], call.case)

@@ -8,43 +8,27 @@ import sys
 
 import pytest
 
+from tests.memory.disk_folder import skip_unless_disk
 from tests.support import ROOT
 from tests.support.emulated_driver import COMPILER
 
 WORLD = "world = ringcomm.local_world(2)\n"
+# The ends of one interpreter each, and in each what is alive there, by name.
 ENDS = {
-    "asynchronous calls": WORLD
-    + """
+    "objects": {
+        "asynchronous calls": WORLD
+        + """
 works = world.run(lambda comm: comm.all_reduce(torch.ones(3), async_op=True))
 tensors = [ringcomm.zeros(3), ringcomm.empty(5)[1:]]
 """,
-    "cycles, and no collection": WORLD
-    + """
-gc.disable()
-class Node: pass
-node = Node()
-node.me, node.world = node, world
-node.works = world.run(lambda comm: comm.all_reduce(torch.ones(3), async_op=True))
-del world, node
-""",
-    "nodes": """
+        "nodes": """
 world = ringcomm.local_world(4, nodes=[2, 2])
 works = world.run(lambda comm: comm.all_reduce(torch.ones(3), async_op=True))
 """,
-    "threads that call": WORLD
-    + """
-def loop(comm):
-    with contextlib.suppress(ringcomm.RingcommError):
-        while True:
-            comm.all_reduce(torch.ones(3), async_op=True)
-for comm in world:
-    threading.Thread(target=loop, args=(comm,), daemon=True).start()
-time.sleep(0.1)
-""",
-    "a call that waits for its peer": WORLD
-    + "work = world[0].all_reduce(torch.ones(3), async_op=True)\n",
-    "a rank that raises": WORLD
-    + """
+        "a call that waits for its peer": WORLD
+        + "work = world[0].all_reduce(torch.ones(3), async_op=True)\n",
+        "a rank that raises": WORLD
+        + """
 def body(comm):
     comm.all_reduce(torch.ones(3), async_op=True).wait()
     if comm.rank:
@@ -53,8 +37,8 @@ def body(comm):
 with contextlib.suppress(ValueError):
     world.run(body)
 """,
-    "calls that differ": WORLD
-    + """
+        "calls that differ": WORLD
+        + """
 def body(comm):
     comm.all_reduce(torch.ones(3 + comm.rank), async_op=True).wait()
 kept = None
@@ -63,8 +47,8 @@ try:
 except ringcomm.MismatchError as error:
     kept = error
 """,
-    "sharded modules": WORLD
-    + """
+        "sharded modules": WORLD
+        + """
 def body(comm):
     kept = []
     for stage in range(4):
@@ -81,44 +65,82 @@ def body(comm):
     return kept, net, step
 kept = world.run(body)
 """,
-    "a process group": """
+        "a process group": """
 dist.init_process_group("ringcomm", store=dist.HashStore(), rank=0, world_size=1)
 work = dist.all_reduce(torch.ones(3), async_op=True)
 group = dist.new_group([0])
 """,
-    "a forked child": WORLD
-    + """
-world.run(lambda comm: comm.all_reduce(torch.ones(3), async_op=True).wait())
-if os.fork():
-    os.wait()
-""",
-    "devices": """
+        "devices": """
 from tests.support.device_worlds import emulated_runtime
 ringcomm.cuda.use(emulated_runtime())
 world = ringcomm.local_world(2, device="cuda:0")
 tensor = ringcomm.zeros(3, device="cuda:0")
 stream = ringcomm.cuda.current().make_stream(0)
 """,
+    },
+    "cycles, and no collection": {
+        "a world": WORLD
+        + """
+gc.disable()
+class Node: pass
+node = Node()
+node.me, node.world = node, world
+node.works = world.run(lambda comm: comm.all_reduce(torch.ones(3), async_op=True))
+del world, node
+""",
+    },
+    "threads that call": {
+        "a world": WORLD
+        + """
+def loop(comm):
+    with contextlib.suppress(ringcomm.RingcommError):
+        while True:
+            comm.all_reduce(torch.ones(3), async_op=True)
+for comm in world:
+    threading.Thread(target=loop, args=(comm,), daemon=True).start()
+time.sleep(0.1)
+""",
+    },
+    "a forked child": {
+        "a world": WORLD
+        + "world.run(lambda comm: comm.all_reduce(torch.ones(3), async_op=True).wait())\n",
+        "a scratch file": """
+scratch = ScratchFile(FOLDER, "state")
+memory = aligned_buffer(8 << 20)
+block = scratch.add_block(8 << 20)
+for _ in range(20):
+    scratch.write(block, memory)
+if os.fork():
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+""",
+    },
+    # The negative control: a destructor that reads a global of a module which is empty by then.
+    "control": {
+        "a destructor": """
+import types
+module = types.ModuleType("module")
+exec("other = 1\\nclass Late:\\n    def __del__(self): other.real", module.__dict__)
+sys.modules["module"], late = module, module.Late()
+del module
+""",
+    },
 }
-# Modules are emptied from the newest to the oldest, so what an old one holds dies after those of
-# ringcomm are empty; and only modules that something holds are emptied at all.
-HOLD = """
-sys.all_modules = list(sys.modules.values())
-os.all_globals = dict(globals())
-"""
-# One interpreter that forks for each end: its children end as interpreters do.
+# One interpreter that forks for each end: its children end as interpreters do. Modules are emptied
+# from the newest to the oldest, so what an old one holds dies after those of ringcomm are empty;
+# and only modules that something holds are emptied at all.
 DRIVER = """
 import contextlib, gc, json, os, sys, threading, time
 import torch, torch.distributed as dist
 import ringcomm
 from ringcomm import optim, zero
 from ringcomm.comm.host import engine
+from ringcomm.offload.scratch import ScratchFile, aligned_buffer
 
 torch.set_num_threads(1)
 engine.EXIT_GRACE_S = 0.1  # of calls that do not end
 FOLDER = os.getcwd()
 told = {}
-for name, text in json.loads(sys.argv[1]).items():
+for name, texts in json.loads(sys.argv[1]).items():
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
@@ -133,34 +155,25 @@ for name, text in json.loads(sys.argv[1]).items():
 else:
     print(json.dumps(told))
     sys.exit()
-exec(text)
+os.all_globals = [dict(globals()) for _ in texts]
+for text, names in zip(texts.values(), os.all_globals):
+    exec(text, names)
+sys.all_modules = list(sys.modules.values())
 """
 
 
 @pytest.mark.timeout(300)
 def test_the_interpreter_ends_in_silence(tmp_path):
-    texts = {
-        name: text + HOLD
-        for name, text in ENDS.items()
-        if name != "devices" or COMPILER is not None
-    }
-    # The negative control: a destructor that reads a global of a module which is empty by then.
-    texts["control"] = (
-        """
-import types
-module = types.ModuleType("module")
-exec("other = 1\\nclass Late:\\n    def __del__(self): other.real", module.__dict__)
-sys.modules["module"], late = module, module.Late()
-del module
-"""
-        + HOLD
-    )
+    skip_unless_disk(tmp_path)
+    ends = {name: dict(texts) for name, texts in ENDS.items()}
+    if COMPILER is None:
+        del ends["objects"]["devices"]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
     }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", DRIVER, json.dumps(texts)],
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", DRIVER, json.dumps(ends)],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -171,6 +184,7 @@ del module
     told = json.loads(done.stdout)
     assert "Exception ignored in" in told.pop("control")
     assert told == dict.fromkeys(told, "[0]")
+    assert os.listdir(tmp_path) == []  # not even of the scratch file's writes under way
 
 
 # Their destructors read nothing but the object.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from ringcomm import ReduceOp
@@ -169,8 +168,9 @@ def test_all_to_all_of_strided_lists(worlds):
     worlds(2).run(body)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_all_to_all_single_of_uneven_splits_of_rows(worlds, world_size):
+def test_all_to_all_single_of_uneven_splits_of_rows(worlds):
+    world_size = 3
+
     def body(comm):
         rank = comm.rank
         sent = [_uneven(rank, peer) for peer in range(world_size)]

@@ -12,6 +12,7 @@ import torch
 import ringcomm
 from ringcomm import AbortedError, Communicator, PeerLost, RingcommError
 from ringcomm.optim import AdamW
+from tests.support.covering import covering
 
 pytestmark = pytest.mark.deadlines
 
@@ -56,7 +57,6 @@ WAITS: dict[str, Callable[[Communicator], Any]] = {
     "new_group": lambda c: c.new_group(range(4)).barrier(),
     "split": lambda c: c.split(0),
 }
-CALLS = [(place, call) for place in PLACES for call in WAITS]
 
 
 def _error_of(call: Callable[[Communicator], Any], comm: Communicator) -> RingcommError | None:
@@ -67,7 +67,7 @@ def _error_of(call: Callable[[Communicator], Any], comm: Communicator) -> Ringco
     return None
 
 
-@pytest.mark.parametrize(("place", "call"), CALLS)
+@covering(strength=1, place=[*PLACES], call=[*WAITS])
 def test_close_ends_what_another_thread_waits_for(place: str, call: str) -> None:
     """Rank 3 makes no call; each other rank closes while a thread of it waits."""
     with ringcomm.local_world(4, timeout=LONG_S, nodes=PLACES[place]) as world:
@@ -115,8 +115,7 @@ class _Mine(Exception):
     pass
 
 
-@pytest.mark.parametrize("how", ["returns", "raises"])
-@pytest.mark.parametrize(("place", "call"), CALLS)
+@covering(place=[*PLACES], call=[*WAITS], how=["returns", "raises"])
 def test_a_rank_that_has_left_ends_waits_for_it(place: str, call: str, how: str) -> None:
     """Also in a group of the ranks; and the run's error is the first rank's own."""
     with ringcomm.local_world(4, timeout=LONG_S, nodes=PLACES[place]) as world:

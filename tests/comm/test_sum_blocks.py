@@ -84,9 +84,11 @@ def operator(op: str) -> object:
     return ringcomm.premul_sum(FACTOR) if op == "PREMUL_SUM" else op_of(op)
 
 
-def check_bits(comm: Communicator, tensors: list[Tensor], op: str, block: int, place: str) -> None:
+def check_bits(
+    comm: Communicator, tensors: list[Tensor], op: str, want: Tensor, place: str
+) -> None:
     """all_reduce, reduce, and both forms of reduce_scatter against the reference."""
-    rank, want, how = comm.rank, in_blocks(tensors, block, op), operator(op)
+    rank, how = comm.rank, operator(op)
     whole = put(tensors[rank], place, rank)
     comm.all_reduce(whole, how)
     assert same(whole, want), (op, place, "all_reduce")
@@ -107,11 +109,15 @@ def check_bits(comm: Communicator, tensors: list[Tensor], op: str, block: int, p
 def test_bits_are_those_of_the_blocks(worlds, block):
     """One hop and two, staged and zero copy. The plain order gives others: the negative control."""
 
+    cases = []
+    for dtype in FLOATS:
+        for elems, place in ((60, "plain"), (12_005, "mixed"), (60_000, "heap")):
+            tensors = inputs(dtype, elems)
+            cases += [(tensors, op, in_blocks(tensors, block, op), place) for op in OPS]
+
     def body(comm):
-        for dtype in FLOATS:
-            for op in OPS:
-                for elems, place in ((60, "plain"), (12_005, "mixed"), (60_000, "heap")):
-                    check_bits(comm, inputs(dtype, elems), op, block, place)
+        for case in cases:
+            check_bits(comm, *case)
 
     for dtype in FLOATS:
         tensors = inputs(dtype, 12_005)
@@ -122,9 +128,12 @@ def test_bits_are_those_of_the_blocks(worlds, block):
 
 @pytest.mark.parametrize("block", [0, 1, 5, 9])
 def test_blocks_of_one_and_of_all_are_the_plain_order(worlds, block):
+    tensors = inputs(torch.bfloat16, 205)
+    wanted = {op: in_blocks(tensors, WORLD, op) for op in OPS}
+
     def body(comm):
-        for op in OPS:
-            check_bits(comm, inputs(torch.bfloat16, 205), op, WORLD, "mixed")
+        for op, want in wanted.items():
+            check_bits(comm, tensors, op, want, "mixed")
 
     worlds(block).run(body)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,32 +17,57 @@ from ringcomm.cuda import find_device
 from ringcomm.cuda.cupy_runtime import make_cuda_runtime
 from tests.support import ROOT
 
-ABSENT = """
-import importlib.abc, sys
+# The CuPy of a machine, by name, and what a call for a device says there.
+STACKS = {
+    "absent": (
+        """
+import importlib.abc
 class Absent(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "cupy":
             raise ModuleNotFoundError("No module named 'cupy'", name="cupy")
 sys.meta_path.insert(0, Absent())
-"""
-WITHOUT_DRIVER = """
-import sys, types
+""",
+        "CuPy is not installed: pip install 'ringcomm[cuda13]'",
+    ),
+    "without driver": (
+        """
+import types
 def count():
     raise RuntimeError("cudaErrorInsufficientDriver: driver version is insufficient")
 cupy = sys.modules["cupy"] = types.ModuleType("cupy")
 runtime = types.SimpleNamespace(driverGetVersion=lambda: 0, getDeviceCount=count)
 cupy.cuda = types.SimpleNamespace(runtime=runtime, driver=None)
-"""
-BROKEN = """
-import importlib.abc, sys
+""",
+        "there is no NVIDIA driver (libcuda.so.1)",
+    ),
+    "broken": (
+        """
+import importlib.abc
 class Broken(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "cupy":
             raise OSError("libcuda.so.1: file too short")
 sys.meta_path.insert(0, Broken())
-"""
+""",
+        "cannot be imported: OSError: libcuda.so.1: file too short",
+    ),
+}
+# An interpreter whose forks import ringcomm, each with another CuPy.
 USE = """
-import torch, ringcomm
+import json, os, sys
+import torch
+for stack in json.loads(sys.argv[1]):
+    pid = os.fork()
+    if pid == 0:
+        break
+    if os.waitpid(pid, 0)[1]:
+        sys.exit(1)
+else:
+    sys.exit()
+assert "ringcomm" not in sys.modules
+exec(stack)
+import ringcomm
 def work(comm):
     tensor = torch.full((1000,), float(comm.rank + 1))
     comm.all_reduce(tensor)
@@ -53,30 +79,22 @@ for call in (lambda: ringcomm.empty(3, device="cuda"), lambda: ringcomm.heap_sta
     try:
         call()
     except ringcomm.UnsupportedError as error:
-        print(error)
+        print(error, flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    ("stack", "said"),
-    [
-        (ABSENT, "CuPy is not installed: pip install 'ringcomm[cuda13]'"),
-        (WITHOUT_DRIVER, "there is no NVIDIA driver (libcuda.so.1)"),
-        (BROKEN, "cannot be imported: OSError: libcuda.so.1: file too short"),
-    ],
-    ids=["absent", "without driver", "broken"],
-)
-def test_the_host_path_works_and_the_device_path_says_why_not(stack, said):
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+def test_the_host_path_works_and_the_device_path_says_why_not():
+    stacks = [stack for stack, _ in STACKS.values()]
     done = subprocess.run(
-        [sys.executable, "-c", stack + USE],
+        [sys.executable, "-c", USE, json.dumps(stacks)],
         cwd=ROOT,
-        env=environment,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         text=True,
         capture_output=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(said) == 2, done.stdout
+    for _, said in STACKS.values():
+        assert done.stdout.count(said) == 2, done.stdout
 
 
 class StatusError(RuntimeError):

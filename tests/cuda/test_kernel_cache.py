@@ -16,6 +16,7 @@ from tests.support.fake_compiler import FakeCompiler, builder_for, make_tree
 
 NAME = "move.sm_90a.0123"
 CODE = b"machine code" * 100
+FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture(autouse=True)
@@ -160,10 +161,8 @@ def get_with_little_room(folder: Path, answers) -> None:
 
 
 def test_a_full_disk_does_no_harm(folder):
-    mine, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=get_with_little_room, args=(folder, theirs)
-    )
+    mine, theirs = FORK.Pipe()
+    process = FORK.Process(target=get_with_little_room, args=(folder, theirs))
     process.start()
     calls, said = mine.recv()
     process.join()
@@ -181,11 +180,10 @@ def load_in_a_process(root: Path, log: Path, folder: Path, start, answers) -> No
 
 
 def test_processes_that_begin_at_once_compile_once(tmp_path, folder):
-    context = multiprocessing.get_context("spawn")
     root, log = make_tree(tmp_path / "tree"), tmp_path / "log"
-    start, answers = context.Barrier(4), context.Queue()
+    start, answers = FORK.Barrier(4), FORK.Queue()
     processes = [
-        context.Process(target=load_in_a_process, args=(root, log, folder, start, answers))
+        FORK.Process(target=load_in_a_process, args=(root, log, folder, start, answers))
         for _ in range(4)
     ]
     for process in processes:

@@ -22,8 +22,8 @@ from ringcomm.errors import DiskError
 from ringcomm.offload.scratch import ScratchFile, Transfer, aligned_buffer
 
 CUT_BYTES = 8 << 20  # kScratchCutBytes
-BLOCK_BYTES = 2 * CUT_BYTES + 4096
-CUTS, BLOCKS = 3, 2
+BLOCK_BYTES = CUT_BYTES + 4096
+CUTS, BLOCKS = 2, 2
 READ, WRITE, RESERVE = range(3)
 CALLS = {READ: CUTS * BLOCKS, WRITE: CUTS * BLOCKS, RESERVE: BLOCKS}
 

@@ -6,8 +6,6 @@ import os
 import random
 import resource
 import signal
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ import ringcomm
 from ringcomm import ArgumentError, Disk, DiskError, ForkError, _native
 from ringcomm.offload.scratch import PAGE_BYTES, ScratchFile, aligned_buffer
 from tests.memory.disk_folder import filled, skip_unless_disk
-from tests.support import ROOT
 
 MIB = 1 << 20
 CUT_BYTES = 8 * MIB  # kScratchCutBytes
@@ -450,29 +447,6 @@ def test_a_forked_child_leaves_it_alone_and_ends(scratch):
     back = aligned_buffer(BLOCK_BYTES)
     scratch.read(block, back).wait()
     assert torch.equal(back, filled(BLOCK_BYTES, 0))
-
-
-ENDS = """
-import os, sys
-from ringcomm.offload.scratch import ScratchFile, aligned_buffer
-scratch = ScratchFile(sys.argv[1], "state")
-memory = aligned_buffer(8 << 20)
-block = scratch.add_block(8 << 20)
-for _ in range(20):
-    scratch.write(block, memory)
-pid = os.fork()
-if pid == 0:
-    sys.exit(0)  # through the interpreter's end, with what it inherited
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-print("under way", flush=True)
-"""
-
-
-def test_a_process_that_ends_leaves_nothing_and_does_not_hang(folder):
-    command = [sys.executable, "-c", ENDS, str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "under way\n", "")
-    assert os.listdir(folder) == []
 
 
 def test_a_process_that_is_killed_leaves_nothing(folder):

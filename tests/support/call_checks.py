@@ -114,14 +114,14 @@ def check_reduce_scatter_list(comm: Communicator, case: Case) -> None:
     """Counts that differ, the first of them zero."""
     world, rank = comm.world_size, comm.rank
     counts = [case.count * each // 2 for each in range(world)]
-    lists = [
-        [operand(n, each + 2 * index, world, case.dtype, case.op) for index, n in enumerate(counts)]
-        for each in range(world)
-    ]
-    sources = [put(comm, each, case.place, turn) for turn, each in enumerate(lists[rank])]
+
+    def part(of: int, to: int) -> torch.Tensor:
+        return operand(counts[to], of + 2 * to, world, case.dtype, case.op)
+
+    sources = [put(comm, part(rank, to), case.place, to) for to in range(world)]
     output = sources[rank] if case.in_place else room(comm, counts[rank], case.dtype, case.place)
     _end(comm.reduce_scatter(output, sources, op_of(case.op), case.async_op))
-    want = reduced([each[rank] for each in lists], case.op)
+    want = reduced([part(of, rank) for of in range(world)], case.op)
     _expect(comm, case, equal(on_host(output), want))
 
 

@@ -82,8 +82,11 @@ def test_every_op_through_all_slots(devices, name):
 
 @pytest.mark.parametrize("name", MOVEMENTS)
 def test_every_dtype_is_moved(devices, name):
+    """By two of the calls at least: to a device they are bytes."""
+    dtypes = [*enumerate(MOVABLE)][[*MOVEMENTS].index(name) % 3 :: 3]
+
     def body(comm):
-        for turn, dtype in enumerate(MOVABLE):
+        for turn, dtype in dtypes:
             MOVEMENTS[name](comm, Case(67, dtype, place=PLACES[turn % 4], root=1))
 
     devices.run(devices.world(3), body)

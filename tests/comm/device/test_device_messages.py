@@ -1,5 +1,7 @@
 """Messages between devices: in any pattern that does not wait for itself, and none that does."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -13,11 +15,12 @@ def _filled(comm, count, value, place="plain"):
     return put(comm, torch.full((count,), float(value)), place)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_sends_and_receives_in_turn(devices, place):
+def test_sends_and_receives_in_turn(devices):
+    counts = (0, 1, 64, MANY, MANY, MANY, MANY)
+
     def body(comm):
         peer = 1 - comm.rank
-        for count in (0, 1, 64, MANY):
+        for count, place in zip(counts, itertools.cycle(PLACES), strict=False):
             mine = put(comm, pattern(count, comm.rank, torch.float32), place)
             got = room(comm, count, torch.float32, place, 1)
             if comm.rank == 0:
@@ -77,9 +80,9 @@ def test_many_messages_arrive_in_order(devices):
     devices.run(devices.world(2), body)
 
 
-@pytest.mark.parametrize("world_size", [3, 8])
-def test_everybody_to_everybody(devices, world_size):
+def test_everybody_to_everybody(devices):
     """Each rank serves its peers in an order of its own, which the peers share."""
+    world_size = 5
 
     def body(comm):
         rank, got = comm.rank, {}

@@ -11,7 +11,7 @@ import torch
 import ringcomm
 from ringcomm import CommOptions
 from ringcomm.optim import SGD, AdamW, AdamW8bit, AdamWOptions, Lion, LossScaleOptions, LossScaler
-from tests.support.covering import in_test_all
+from tests.support.covering import covering, in_test_all
 from tests.support.device_worlds import Devices
 from tests.support.emulator.recording import graph_of
 
@@ -65,9 +65,9 @@ def same_as_on_host(
         assert all(map(torch.equal, found, norms)), (found, norms)
 
 
-@pytest.mark.parametrize("clip", [False, True], ids=["one pass", "two passes"])
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
-@pytest.mark.parametrize("world_size", [1, 3])
+@covering(
+    world_size=[1, 3], algorithm=["direct", "ring"], clip={"one pass": False, "two passes": True}
+)
 def test_every_form(devices, world_size, algorithm, clip):
     same_as_on_host(
         devices, world_size, torch.float32, AdamWOptions(algorithm=algorithm), clip=clip
@@ -109,8 +109,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("way", ["master", "remainder"])
-@pytest.mark.parametrize("rule", RULES)
+@covering(strength=1, rule=[*RULES], way=["master", "remainder"])
 def test_other_rules(devices, rule, way):
     groups = {"momentum": {"nesterov": True, "maximize": True}, "Lion": {"betas": (0.3, 0.5)}}
     dtype = torch.float32 if way == "master" else torch.bfloat16

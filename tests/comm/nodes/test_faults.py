@@ -221,13 +221,11 @@ def calls_of(name: str, buffer_bytes: int) -> None:
 LARGEST_SHARE = 1.0 + 2 * 66 / 1448 + 0.01
 
 
-@pytest.mark.parametrize(
-    ("name", "share"), [("all_reduce", 1.0), ("reduce_scatter", 0.5), ("all_gather", 0.5)]
-)
-def test_what_leaves_a_node(two_nodes: lab.Lab, name: str, share: float) -> None:
+def test_what_leaves_a_node(two_nodes: lab.Lab) -> None:
     ranks, size = two_nodes.ranks(SHAPE), 8 << 20
     ranks.run(connect, timeout_s=PATIENCE_S)
-    two_nodes.mark()
-    ranks.run(calls_of, name, size, timeout_s=PATIENCE_S)
-    for sent in two_nodes.wire_bytes():
-        assert share * size <= sent <= share * size * LARGEST_SHARE
+    for name, share in (("all_reduce", 1.0), ("reduce_scatter", 0.5), ("all_gather", 0.5)):
+        two_nodes.mark()
+        ranks.run(calls_of, name, size, timeout_s=PATIENCE_S)
+        for sent in two_nodes.wire_bytes():
+            assert share * size <= sent <= share * size * LARGEST_SHARE, name

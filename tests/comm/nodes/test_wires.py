@@ -57,7 +57,7 @@ def in_blocks(wire: str, whole: Tensor, cuts: list[int]) -> Tensor:
     return torch.cat([decoded(wire, whole[a:b]) for a, b in zip(cuts, ends, strict=True)])
 
 
-@covering(dtype=DTYPES, wire=[*KINDS])
+@covering(indirect=["world"], world=SHAPES, dtype=DTYPES, wire=[*KINDS])
 def test_a_reduce_scatter_adds_what_was_coded_once(world, wire, dtype):
     """Bits: of each node's partial sum, coded and decoded, in the order of the nodes."""
 
@@ -81,7 +81,7 @@ def test_a_reduce_scatter_adds_what_was_coded_once(world, wire, dtype):
     world.run(body)
 
 
-@covering(dtype=DTYPES, wire=[*KINDS])
+@covering(indirect=["world"], world=SHAPES, dtype=DTYPES, wire=[*KINDS])
 def test_an_all_reduce_codes_its_sums_again(world, wire, dtype):
     """All ranks have the same bits, and the error is that of the codes of terms and of the sum."""
 
@@ -101,7 +101,7 @@ def test_an_all_reduce_codes_its_sums_again(world, wire, dtype):
     world.run(body)
 
 
-@pytest.mark.parametrize("wire", KINDS)
+@covering(strength=1, indirect=["world"], world=SHAPES, wire=[*KINDS])
 def test_a_reduce_to_one_rank(world, wire):
     def body(comm):
         root = comm.world_size - 1

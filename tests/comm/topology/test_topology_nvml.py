@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from tests.comm.topology.fake_nvml import (
     NVMLError_Unknown,
     recorded,
 )
-from tests.support import ROOT
+from tests.support import ROOT, fork_server
 
 
 @pytest.fixture(autouse=True)
@@ -234,5 +233,5 @@ def test_order_of_nvml_does_not_matter(read, monkeypatch):
 
 def test_the_module_is_not_imported_before_it_is_asked():
     code = "import sys, ringcomm.comm.device.topology; print('pynvml' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = fork_server.run([sys.executable, "-c", code], cwd=ROOT)
     assert done.stdout == "False\n", done.stderr
