@@ -1,6 +1,28 @@
-"""The optimizer's worlds of rank threads, and devices."""
+"""The optimizer's worlds of rank threads, one of two nodes, and devices."""
 
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import ringcomm
 from tests.comm.device.conftest import devices
 from tests.optim.conftest import worlds
 
-__all__ = ["devices", "worlds"]
+__all__ = ["devices", "one_thread_for_each_rank", "two_by_two", "worlds"]
+
+
+@pytest.fixture(scope="module")
+def two_by_two() -> Iterator[ringcomm.LocalWorld]:
+    """Four rank threads on two nodes."""
+    with ringcomm.local_world(4, nodes=[2, 2], timeout=60) as world:
+        yield world
+
+
+@pytest.fixture
+def one_thread_for_each_rank() -> Iterator[None]:
+    """Has torch compute with one thread meanwhile: ranks are threads themselves."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

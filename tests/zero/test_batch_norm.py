@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -12,16 +13,15 @@ from torch import nn
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError
 from ringcomm.optim import AdamW
+from tests.support.covering import covering
 from tests.zero.models import SMALL_BUCKET_ELEMS, ConvNet, assert_same_bits
 
 Tensor = torch.Tensor
-STAGES = [0, 1, 2, 3]
 #: Rows of each rank's batch: statistics weigh them by their number.
 ROWS = (5, 2, 3)
 
 
-def options_of(overlap: bool) -> zero.ZeroOptions:
-    return zero.ZeroOptions(bucket_elems=SMALL_BUCKET_ELEMS, overlap=overlap)
+SMALL = zero.ZeroOptions(bucket_elems=SMALL_BUCKET_ELEMS)
 
 
 def rows(rank: int, *shape: int) -> Tensor:
@@ -34,20 +34,17 @@ def close(found: Tensor | None, wanted: Tensor | None) -> None:
     torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("make", "shape"),
-    [
-        (lambda: nn.BatchNorm1d(6), (6,)),
-        (lambda: nn.BatchNorm1d(6, momentum=None), (6, 4)),
-        (lambda: nn.BatchNorm2d(6, affine=False), (6, 2, 3)),
-        (lambda: nn.BatchNorm3d(6, track_running_stats=False), (6, 2, 1, 2)),
-    ],
-    ids=["1d", "cumulative", "2d", "3d"],
-)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_have_the_statistics_and_gradients_of_the_whole_batch(
-    worlds, make, shape, world_size
-):
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "1d": (lambda: nn.BatchNorm1d(6), (6,)),
+    "cumulative": (lambda: nn.BatchNorm1d(6, momentum=None), (6, 4)),
+    "2d": (lambda: nn.BatchNorm2d(6, affine=False), (6, 2, 3)),
+    "3d": (lambda: nn.BatchNorm3d(6, track_running_stats=False), (6, 2, 1, 2)),
+}
+
+
+@covering(strength=1, kind=[*LAYERS], world_size=[3, 2])
+def test_ranks_have_the_statistics_and_gradients_of_the_whole_batch(worlds, kind, world_size):
+    make, shape = LAYERS[kind]
     plain: Any = make()
     whole = torch.cat([rows(rank, *shape) for rank in range(world_size)]).requires_grad_()
     factors = torch.arange(whole.numel(), dtype=torch.float32).view(whole.shape).sin()
@@ -98,11 +95,11 @@ def test_a_rank_with_an_empty_batch_takes_part(worlds):
     assert nothing.shape == (0, 6) and torch.equal(var, other)
 
 
-def trained(comm, base, stage, overlap, converts=True):
+def trained(comm, base, stage, converts=True):
     module: Any = deepcopy(base)
     if converts:
         module = zero.convert_sync_batchnorm(module, comm)
-    zero.shard(module, stage, comm=comm, options=options_of(overlap))
+    zero.shard(module, stage, comm=comm, options=SMALL)
     optimizer = AdamW(module.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(comm.rank)
     for _ in range(3):
@@ -112,28 +109,27 @@ def trained(comm, base, stage, overlap, converts=True):
     return module
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_all_stages_end_with_the_same_bits_on_all_ranks(worlds, overlap):
+def test_all_stages_end_with_the_same_bits_on_all_ranks(worlds):
     torch.manual_seed(1)
     base = ConvNet()
 
     def work(comm, stage):
-        return zero.full_state_dict(trained(comm, base, stage, overlap))
+        return zero.full_state_dict(trained(comm, base, stage))
 
     wanted = worlds(2).run(work, 0)[0]
-    for stage in STAGES:
+    for stage in (2, 3):
         for state in worlds(2).run(work, stage):
             assert_same_bits(state, wanted)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_buffers_are_made_equal(worlds, stage):
     torch.manual_seed(1)
     base: Any = ConvNet()
     base.register_buffer("table", torch.full((3,), 0.1), persistent=False)
 
     def work(comm):
-        module = trained(comm, base, stage, False, converts=False)
+        module = trained(comm, base, stage, converts=False)
         own = {name: each.clone() for name, each in module.named_buffers()}
         module.normal.num_batches_tracked += comm.rank
         zero.sync_buffers(module)
@@ -193,7 +189,7 @@ def test_a_compiled_module_is_one_graph_with_the_statistics_of_all_ranks(worlds)
 
     def work(comm, compiles):
         module: Any = zero.convert_sync_batchnorm(deepcopy(base), comm)
-        zero.shard(module, 2, comm=comm, options=options_of(False))
+        zero.shard(module, 2, comm=comm, options=SMALL)
         called: Any = module
         if compiles:
             called = torch.compile(module, backend="aot_eager", fullgraph=True)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-import ringcomm
 from ringcomm import zero
 from ringcomm.optim import AdamW
+from tests.support.covering import in_test_all
 from tests.support.device_worlds import on_host
 from tests.zero import test_adapters, test_added_groups, test_eight_bits
 from tests.zero.models import assert_same_bits
@@ -22,18 +22,10 @@ __all__ = ["resizing_in_stream_order"]
 
 Tensor = torch.Tensor
 CHOICES: list[tuple[int, dict[str, Any]]] = [
-    (0, {}),
-    (1, {}),
     (2, {"state": "node"}),
-    (3, {}),
     (3, {"params": "world"}),
+    *in_test_all((1, {}), (3, {})),
 ]
-
-
-@pytest.fixture(scope="module")
-def nodes():
-    with ringcomm.local_world(4, nodes=[2, 2], timeout=60) as world:
-        yield world
 
 
 def _joins_late(comm: Any, stage: int, options: zero.ZeroOptions) -> dict[str, Tensor]:
@@ -67,16 +59,17 @@ def _eight_bits(comm: Any, stage: int, options: zero.ZeroOptions) -> dict[str, T
 
 
 @pytest.mark.parametrize("work", [_joins_late, _adapters, _eight_bits])
-def test_nodes_end_with_the_bits_of_one(worlds, nodes, work: Callable[..., Any]):
+def test_nodes_end_with_the_bits_of_one(worlds, two_by_two, work: Callable[..., Any]):
     """All ranks have one batch, so that sums are exact in any order."""
     precision = zero.Precision(param=torch.bfloat16 if work is _joins_late else None)
     wanted = worlds(2).run(work, 2, zero.ZeroOptions(precision=precision))[0]
     for stage, chosen in CHOICES:
         options = zero.ZeroOptions(precision=precision, **chosen)
-        for found in nodes.run(work, stage, options):
+        for found in two_by_two.run(work, stage, options):
             assert_same_bits(found, wanted)
 
 
+@pytest.mark.usefixtures("resizing_in_stream_order")
 @pytest.mark.parametrize("work", [_joins_late, _adapters, _eight_bits])
 def test_devices_end_with_the_bits_of_the_host(devices, worlds, work: Callable[..., Any]):
     def on_device(comm, stage, options):
@@ -85,7 +78,7 @@ def test_devices_end_with_the_bits_of_the_host(devices, worlds, work: Callable[.
         return {name: on_host(tensor) for name, tensor in state.items()}
 
     wanted = worlds(2).run(work, 2, zero.ZeroOptions())[0]
-    for stage in range(4):
+    for stage in (3, *in_test_all(0, 1, 2)):
         with devices.new_world(2, options=OPTIONS) as world:
             options = zero.ZeroOptions(algorithm="direct")
             for found in devices.run(world, on_device, stage, options):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -25,29 +24,9 @@ from tests.zero.test_nodes import Carrier, sent_by_phase
 
 Tensor = torch.Tensor
 WORLD: dict[str, Any] = {"params": "world"}
-# With the overlap of stages 2 and 3, and without.
-CHOICES: tuple[tuple[int, dict[str, Any]], ...] = (
-    (1, {}),
-    (2, {"overlap": False}),
-    (2, {}),
-    (3, {"overlap": False}),
-    (3, {}),
-    (3, WORLD),
-)
 
 
-@pytest.fixture(scope="module")
-def two_by_two():
-    with ringcomm.local_world(4, nodes=[2, 2], timeout=60) as world:
-        yield world
-
-
-@pytest.fixture(autouse=True)
-def one_thread_for_each_rank():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread_for_each_rank")
 
 
 def coded(run: Run, code: str, choice: tuple[int, dict[str, Any]]) -> Run:
@@ -60,8 +39,20 @@ def decoded(code: str, numbers: Tensor) -> Tensor:
     return total(code, [encode(code, numbers)], numbers.numel())
 
 
-def buckets_of(module: Any) -> list[tuple[int, list[tuple[str, int, int]]]]:
-    """Returns by bucket its elements, and where in it each parameter lies."""
+#: Its elements, and where in it each parameter lies.
+Layout = tuple[int, list[tuple[str, int, int]]]
+
+
+def flat_of(bucket: Layout, values: Mapping[str, Tensor]) -> Tensor:
+    """Returns the values of a bucket's parameters, as they lie in it, in FP32."""
+    elems, placed = bucket
+    flat = torch.zeros(elems)
+    for name, begin, end in placed:
+        flat[begin:end] = values[name].view(-1)
+    return flat
+
+
+def buckets_of(module: Any) -> list[Layout]:
     stored = zero.stages.sharding.engine_of(module, "test").stored
     return [(b.layout.elems, [(p.name, p.begin, p.end) for p in b.params]) for b in stored]
 
@@ -89,12 +80,9 @@ class Reference:
     def show(self) -> None:
         """Gives the parameters what their masters' codes decode to."""
         with torch.no_grad():
-            for elems, placed in self._buckets:
-                flat = torch.zeros(elems)
-                for name, begin, end in placed:
-                    flat[begin:end] = self.masters[name].view(-1)
-                flat = decoded(self._code, flat)
-                for name, begin, end in placed:
+            for bucket in self._buckets:
+                flat = decoded(self._code, flat_of(bucket, self.masters))
+                for name, begin, end in bucket[1]:
                     self.params[name].view(-1).copy_(flat[begin:end])
 
     def step(self, turn: int) -> None:
@@ -127,22 +115,24 @@ def layout_of(comm: Communicator, base: Any, run: Run) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("run", "code"),
+    ("run", "code", "choices"),
     [
-        (Run("mlp", 1), "int4"),
-        (Run("mlp", 1, precision=zero.Precision(param=torch.bfloat16)), "fp8"),
+        (Run("mlp", 1), "int4", [(1, {}), (3, WORLD)]),
+        (Run("mlp", 1, precision=zero.Precision(param=torch.bfloat16)), "fp8", [(2, {}), (3, {})]),
     ],
     ids=["int4", "bf16 fp8"],
 )
-def test_three_steps_end_with_the_bits_of_one_rank_that_codes_masters_itself(two_by_two, run, code):
-    """At every stage; and not with those of parameters that cross as they are."""
+def test_three_steps_end_with_the_bits_of_one_rank_that_codes_masters_itself(
+    two_by_two, run, code, choices
+):
+    """And not with those of parameters that cross as they are."""
     base = new_model(run.model)
-    layout = two_by_two.run(layout_of, base, coded(run, code, CHOICES[0]))[0]
+    layout = two_by_two.run(layout_of, base, coded(run, code, (1, {})))[0]
     reference = Reference(base, run, layout, code)
     for turn in range(3):
         reference.step(turn)
     wanted = dict(reference.params)
-    for choice in CHOICES:
+    for choice in choices:
         for state, _ in two_by_two.run(train, base, coded(run, code, choice)):
             params = {name: state[name] for name in wanted}
             assert_same_bits(params, {name: each.detach() for name, each in wanted.items()})
@@ -151,24 +141,22 @@ def test_three_steps_end_with_the_bits_of_one_rank_that_codes_masters_itself(two
 
 
 def test_segments_begin_at_blocks(two_by_two, monkeypatch):
-    base, run = new_model("gpt"), Run("gpt", 1, 2)
+    base, run = new_model("gpt"), Run("gpt", 1, 1)
     wanted = two_by_two.run(train, base, coded(run, "int4", (1, {})))[0]
     monkeypatch.setattr(sums, "SEGMENT_BYTES", 8 << 10)
-    for choice in ((1, {}), (3, {}), (3, WORLD)):
+    for choice in ((1, {}), (3, WORLD)):
         for state, _ in two_by_two.run(train, base, coded(run, "int4", choice)):
             assert_same_bits(state, wanted[0])
 
 
-@pytest.mark.parametrize("rails", ["levels", "ring"])
-def test_codes_pass_over_other_rails_unchanged(rails):
+def test_codes_pass_over_other_rails_unchanged():
     base, run = new_model("mlp"), coded(Run("mlp", 1, 2), "int8", (3, {}))
     ends = []
-    for rail in ("direct", rails):
-        with ringcomm.local_world(
-            4, nodes=[1, 1, 1, 1], timeout=60, options=CommOptions(rails=rail)
-        ) as world:
+    for rails in ("direct", "levels", "ring"):
+        options = CommOptions(rails=rails)
+        with ringcomm.local_world(4, nodes=[1, 1, 1, 1], timeout=60, options=options) as world:
             ends.append([world.run(shown_after, base, replace(run, stage=s)) for s in (1, 3)])
-    assert ends[0] == ends[1]
+    assert ends[0] == ends[1] == ends[2]
 
 
 def shown_after(comm: Communicator, base: Any, run: Run) -> list[list[float]]:
@@ -183,9 +171,8 @@ def test_on_one_node_it_changes_nothing():
     base, run = new_model("mlp"), Run("mlp", 1)
     with ringcomm.local_world(2, timeout=60) as world:
         wanted = world.run(train, base, run)[0]
-        for stage in (1, 3):
-            found = world.run(train, base, coded(run, "int4", (stage, {})))[0]
-            assert_same_bits(found[0], wanted[0])
+        found = world.run(train, base, coded(run, "int4", (3, {})))[0]
+        assert_same_bits(found[0], wanted[0])
 
 
 def exact_ones(comm: Communicator, base: Any, options: zero.ZeroOptions, stage: int) -> list[str]:
@@ -212,28 +199,20 @@ def test_frozen_parameters_and_those_that_stay_fp32_are_exact(two_by_two, stage,
 
 
 def resume(comm: Communicator, base: Any, root: Any, settings: dict[str, Any]) -> Any:
-    """Trains five steps, with a checkpoint after three; and from there, into another module."""
-    job = partial(
-        Job, comm, base, zero_options=settings["options"], precision=settings["precision"]
-    )
-    first = job(stage=settings["stages"][0])
-    first.train("mlp", 3)
-    first.save(root)
+    """Trains three steps, with a checkpoint after two; and from there, into another module."""
+    chosen = {"zero_options": settings["options"], "precision": settings["precision"]}
+    first = Job(comm, base, settings["stages"][0], **chosen)
     first.train("mlp", 2)
+    first.save(root)
+    first.train("mlp", 1)
     other = deepcopy(base)
     with torch.no_grad():
         for param in other.parameters():
             param.add_(1.0)
-    second = Job(
-        comm,
-        other,
-        settings["stages"][1],
-        precision=settings["precision"],
-        zero_options=settings["options"],
-    )
+    second = Job(comm, other, settings["stages"][1], **chosen)
     second.load(root)
     loaded = zero.full_state_dict(second.module)
-    second.train("mlp", 2)
+    second.train("mlp", 1)
     ends = [zero.full_state_dict(each.module) for each in (first, second)]
     for each in (first, second):
         zero.unshard(each.module)
@@ -268,8 +247,7 @@ def continue_from_a_shard(comm: Communicator, base: Any, stage: int, precision: 
     return shown, coded_anew, loaded
 
 
-@pytest.mark.parametrize("precision", [zero.Precision(), BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, 3])
+@covering(strength=1, stage=[1, 3], precision={"bf16": BF16, "fp32": zero.Precision()})
 def test_parameters_follow_the_masters_of_a_shard(two_by_two, stage, precision):
     base = new_model("mlp")
     for shown, coded_anew, loaded in two_by_two.run(continue_from_a_shard, base, stage, precision):
@@ -279,7 +257,7 @@ def test_parameters_follow_the_masters_of_a_shard(two_by_two, stage, precision):
 
 def save_one(comm: Communicator, base: Any, root: Any, options: dict[str, Any]) -> Any:
     job = Job(comm, base, 2, zero_options=options)
-    job.train("mlp", 2)
+    job.train("mlp", 1)
     job.save(root)
     state = zero.full_state_dict(job.module)
     zero.unshard(job.module)
@@ -306,12 +284,9 @@ def test_it_resumes_in_another_world_with_the_same_parameters(two_by_two, tmp_pa
         for state, _ in world.run(load_one, base, tmp_path, True):
             assert_same_bits(state, wanted)
         for state, layout in world.run(load_one, base, tmp_path, False):
-            for elems, placed in layout:
-                flat, found = torch.zeros(elems), torch.zeros(elems)
-                for name, begin, end in placed:
-                    flat[begin:end] = wanted[name].view(-1)
-                    found[begin:end] = state[name].view(-1)
-                assert torch.equal(found, decoded("int8", flat))
+            for bucket in layout:
+                coded_anew = decoded("int8", flat_of(bucket, wanted))
+                assert torch.equal(flat_of(bucket, state), coded_anew)
 
 
 def go_on(comm: Communicator, base: Any, root: Any, options: dict[str, Any]) -> Any:
@@ -321,7 +296,7 @@ def go_on(comm: Communicator, base: Any, root: Any, options: dict[str, Any]) -> 
     loaded = zero.full_state_dict(job.module)
     params = job.module.named_parameters() if options else ()
     masters = {name: zero.get_master(param).clone() for name, param in params}
-    job.train("mlp", 2)
+    job.train("mlp", 1)
     found = zero.full_state_dict(job.module)
     zero.unshard(job.module)
     return loaded, masters, found
@@ -378,11 +353,10 @@ def decodes(module: Any, code: str, params: dict[str, Tensor]) -> bool:
     """Tells whether all parameters are what their masters' codes decode to."""
     state = zero.full_state_dict(module)
     masters = {name: zero.get_master(param) for name, param in params.items()}
-    for elems, placed in buckets_of(module):
-        flat, found = torch.zeros(elems), torch.zeros(elems)
-        for name, begin, end in placed:
-            flat[begin:end], found[begin:end] = masters[name].view(-1), state[name].view(-1)
-        if not torch.equal(decoded(code, flat).to(state[name].dtype).float(), found):
+    for bucket in buckets_of(module):
+        dtype = state[bucket[1][0][0]].dtype
+        wanted = decoded(code, flat_of(bucket, masters)).to(dtype).float()
+        if not torch.equal(flat_of(bucket, state), wanted):
             return False
     return True
 
@@ -419,7 +393,7 @@ WRITES: dict[str, Callable[[Any, Tensor], None]] = {
 }
 
 
-def write(comm: Communicator, base: Any, run: Run, how: str) -> Any:
+def write(comm: Communicator, base: Any, run: Run, how: str) -> None:
     module: Any = zero.shard(deepcopy(base), run.stage, comm=comm, options=options_of(run))
     optimizer = AdamW(module.parameters(), lr=1e-2)
     optimizer.prepare()
@@ -437,17 +411,12 @@ def write(comm: Communicator, base: Any, run: Run, how: str) -> Any:
     module(*MODELS["mlp"][1](torch.Generator().manual_seed(comm.rank), 0)).backward()
     optimizer.step()
     assert decodes(module, run.options["wire"].parameters, params)
-    state = zero.full_state_dict(module)
     zero.unshard(module)
-    return state
 
 
-@covering(strength=1, how=[*WRITES], choice=[(2, {}), (3, {}), (3, WORLD)])
+@covering(strength=1, how=[*WRITES], choice=[(1, {}), (2, {}), (3, {}), (3, WORLD)])
 def test_masters_follow_writes_from_outside_and_are_coded_anew(two_by_two, how, choice):
-    base, run = new_model("mlp"), Run("mlp", 1)
-    wanted = two_by_two.run(write, base, coded(run, "int8", (1, {})), how)[0]
-    for state in two_by_two.run(write, base, coded(run, "int8", choice), how):
-        assert_same_bits(state, wanted)
+    two_by_two.run(write, new_model("mlp"), coded(Run("mlp", 1), "int8", choice), how)
 
 
 def load_state(comm: Communicator, base: Any, run: Run, early: bool) -> Any:
@@ -489,10 +458,9 @@ def exchange(comm: Communicator, base: Any, run: Run) -> None:
     zero.unshard(module)
 
 
-@pytest.mark.parametrize("choice", [(1, {}), (3, {}), (3, WORLD)])
-def test_values_that_are_exchanged_are_not_coded(two_by_two, choice):
-    run = coded(Run("mlp", 1), "int4", choice)
-    two_by_two.run(exchange, new_model("mlp"), run)
+def test_values_that_are_exchanged_are_not_coded(two_by_two):
+    for choice in ((1, {}), (3, WORLD)):
+        two_by_two.run(exchange, new_model("mlp"), coded(Run("mlp", 1), "int4", choice))
 
 
 # ---- bytes --------------------------------------------------------------------------------------
@@ -501,11 +469,8 @@ def test_values_that_are_exchanged_are_not_coded(two_by_two, choice):
 def check_masters(module: Any, optimizer: AdamW) -> None:
     """What is held of masters and moments is what the estimate says, and nothing twice."""
     held = 0
-    for bucket, stored in zip(
-        optimizer.sharded_step().buckets,
-        zero.stages.sharding.engine_of(module, "test").stored,
-        strict=True,
-    ):
+    stored_ones = zero.stages.sharding.engine_of(module, "test").stored
+    for bucket, stored in zip(optimizer.sharded_step().buckets, stored_ones, strict=True):
         assert bucket.state.master is stored.wide
         held += sum(each.nbytes for each in bucket.state.tensors().values())
     elems = sum(bucket.chunk.elems for bucket in optimizer.sharded_step().buckets)
@@ -564,35 +529,11 @@ def test_what_leaves_a_node_is_codes(code, choice):
 # ---- what is refused ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"state": "node"}, ArgumentError, r'parameters.*state="world".*none cross'),
-        (
-            {"precision": zero.Precision.preset("bf16-remainder")},
-            ArgumentError,
-            'parameters.*master="fp32"',
-        ),
-        (
-            {"precision": zero.Precision.preset("bf16-pure-sr")},
-            ArgumentError,
-            'parameters.*rounding="nearest"',
-        ),
-        ({"tier": ringcomm.Disk("/tmp")}, UnsupportedError, "tier: expected None"),
-    ],
-    ids=["state", "remainder", "stochastic", "disk"],
-)
-def test_choices_that_leave_nothing_to_code_are_refused(options, error, text):
-    with pytest.raises(error, match=text):
-        zero.ZeroOptions(wire=zero.Wire(parameters="int8"), **options)
-
-
-def test_an_unknown_code_stage_0_and_plain_parameters_are_refused():
+def test_an_unknown_code_and_plain_parameters_are_refused():
+    """tests/zero/test_same_bits.py has what sharded modules refuse."""
     with pytest.raises(ArgumentError, match="parameters: wire: expected one of param, int8"):
         zero.Wire(parameters="fp32")
     wire = zero.Wire(parameters="int8")
-    with pytest.raises(ArgumentError, match="expected stage 1, 2 or 3 with it, got 0"):
-        zero.shard(torch.nn.Linear(4, 4), 0, comm="alone", options=zero.ZeroOptions(wire=wire))
     optimizer = AdamW(
         torch.nn.Linear(4, 4).parameters(), comm="alone", options=AdamWOptions(wire=wire)
     )

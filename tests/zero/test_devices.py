@@ -33,14 +33,17 @@ RUNS = {
     "accumulated": Run("mlp", 0, 2, backwards=2),
     "Muon": Run("gpt", 0, 2, precision=BF16, clip=0.3, kind=Muon),
     "Adafactor": Run("mlp", 0, 2, precision=BF16, kind=Adafactor),
-    "NAdam": Run("gpt", 0, 2, precision=BF16, clip=0.3, kind=torch.optim.NAdam),
+    "NAdam": Run("mlp", 0, 2, precision=BF16, clip=0.3, kind=torch.optim.NAdam),
     "partial": Run("partial", 0, 2, backwards=2, quiet=False),
     "kept": Run("partial", 0, 2, clip=0.3, precision=KEPT),
-    "pinned, 8 bits": Run("gpt", 0, 2, kind=AdamW8bit, adamw=AdamWOptions(tier="cpu")),
+    "pinned, 8 bits": Run("mlp", 0, 2, kind=AdamW8bit, adamw=AdamWOptions(tier="cpu")),
 }
 
 
-@pytest.fixture(autouse=True)
+pytestmark = pytest.mark.usefixtures("resizing_in_stream_order")
+
+
+@pytest.fixture
 def resizing_in_stream_order(devices, monkeypatch):
     """A GPU's allocator does not reuse memory before the work that uses it; malloc does."""
     if devices.emulated is None:
@@ -81,7 +84,7 @@ def _on_device_alone(comm, *arguments):
         return norms_of_two(comm, *arguments)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [3, *in_test_all(2)])
 def test_two_modules_of_which_ranks_use_different_parameters(devices, worlds, stage):
     modules = two_modules()
     wanted = worlds(2).run(norms_of_two, modules, 1, SMALL, one_uses_more)

@@ -18,7 +18,6 @@ from tests.support.covering import covering
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
-STAGES = [0, 1, 2, 3]
 DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8]
 
 
@@ -88,7 +87,7 @@ def test_all_stages_end_with_the_same_bits(worlds, dtype, cast, tmp_path):
     first = worlds(2).run(work, 0)[0]
     wanted = first["0.weight"].float()
     assert torch.equal(wanted, base[0].weight.float())
-    for stage in STAGES[1:]:
+    for stage in (1, 3):
         for found in worlds(2).run(work, stage):
             assert_same_bits(_as_bytes(found), _as_bytes(first))
 
@@ -98,7 +97,7 @@ def _as_bytes(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: t.view(torch.uint8) if t.element_size() == 1 else t for n, t in state.items()}
 
 
-@covering(strength=1, stage=STAGES, dtype=DTYPES)
+@covering(strength=1, stage=range(4), dtype=DTYPES)
 def test_8_bits_are_written_in_gathered(worlds, stage, dtype):
     def work(comm):
         model: Any = zero.shard(nn.Sequential(Quantised(dtype)), stage, comm=comm)
@@ -111,15 +110,12 @@ def test_8_bits_are_written_in_gathered(worlds, stage, dtype):
     worlds(2).run(work)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_8_bits_that_are_to_be_trained(worlds, stage):
-    def work(comm):
-        model: Any = nn.Sequential(Quantised(torch.float8_e4m3fn))
-        model[0].weight.requires_grad_()
+def test_8_bits_that_are_to_be_trained():
+    model: Any = nn.Sequential(Quantised(torch.float8_e4m3fn))
+    model[0].weight.requires_grad_()
+    for stage in (0, 3):
         with pytest.raises(ArgumentError, match=r"0\.weight: .*float8_e4m3fn, which no.*freeze it"):
-            zero.shard(model, stage, comm=comm)
-
-    worlds(2).run(work)
+            zero.shard(model, stage, comm="alone")
 
 
 class Replacing(nn.Module):
@@ -140,8 +136,7 @@ def test_a_forward_that_replaces_a_frozen_weight_by_equal_values(worlds):
     """All stages end with the same bits, whatever codes a rank had before; others are refused."""
 
     def work(comm, stage):
-        torch.manual_seed(1)
-        module: Any = nn.Sequential(Replacing(comm.rank), nn.Linear(8, 4))
+        module: Any = nn.Sequential(Replacing(comm.rank), deepcopy(last))
         zero.shard(module, stage, comm=comm)
         optimizer = AdamW(module[1].parameters(), lr=0.1, comm=comm)
         for _ in range(3):
@@ -159,7 +154,8 @@ def test_a_forward_that_replaces_a_frozen_weight_by_equal_values(worlds):
             assert_same_bits(zero.full_state_dict(module), state)
         return state
 
-    found = [worlds(2).run(work, stage) for stage in range(4)]
-    for states in found:
-        for state in states:
-            assert_same_bits(state, found[0][0])
+    last = nn.Linear(8, 4)
+    wanted = worlds(2).run(work, 0)[0]
+    for stage in (2, 3):
+        for state in worlds(2).run(work, stage):
+            assert_same_bits(state, wanted)

@@ -18,17 +18,11 @@ from ringcomm.comm.nodes import core as sums
 from ringcomm.comm.nodes import wires
 from ringcomm.comm.nodes.wires import Residual
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
-from ringcomm.optim import (
-    AdamW,
-    AdamWOptions,
-    GradScaler,
-    LossScaleOptions,
-    LossScaler,
-)
+from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaleOptions, LossScaler
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.gradients import HostReducer, Into, make_residual
 from ringcomm.zero.checkpoint import Reader
-from tests.support.covering import covering
+from tests.support.covering import covering, in_test_all
 from tests.zero.models import MODELS, Run, assert_same_bits, new_model, options_of
 
 Tensor = torch.Tensor
@@ -36,21 +30,11 @@ INT4, INT8 = (zero.Wire(gradients=code, error_feedback=True) for code in ("int4"
 BY_NODE: dict[str, Any] = {"state": "node"}
 
 
-@pytest.fixture(scope="module")
-def two_by_two():
-    with ringcomm.local_world(4, nodes=[2, 2], timeout=60) as world:
-        yield world
-
-
 @pytest.fixture(autouse=True)
-def small_buckets_are_coded(monkeypatch):
-    """In segments of a few blocks; ranks are threads of one core."""
+def small_buckets_are_coded(monkeypatch, one_thread_for_each_rank):
+    """In segments of a few blocks."""
     monkeypatch.setattr(wires, "CODED_ABOVE_BYTES", 64)
     monkeypatch.setattr(sums, "SEGMENT_BYTES", 4096)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---- one bucket --------------------------------------------------------------------------------
@@ -119,9 +103,11 @@ def total(found: list[Reduced], elems: int = ELEMS) -> tuple[Tensor, Tensor]:
     return arrived, owed
 
 
-@pytest.mark.parametrize("wire", [INT4, INT8], ids=["int4", "int8"])
-@pytest.mark.parametrize("state", ["world", "node"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@covering(
+    wire={"int4": INT4, "int8": INT8},
+    state=["world", "node"],
+    dtype=[torch.float32, torch.bfloat16],
+)
 def test_what_was_sent_and_what_is_owed_is_what_was_to_be_sent(two_by_two, wire, state, dtype):
     """Exactly: a code times a scale has 15 bits more than a code, and differs little from x."""
     options = zero.ZeroOptions(reduce="sum", state=state, wire=wire)
@@ -162,7 +148,7 @@ def test_the_identity_sees_residuals_that_are_wrong(two_by_two, mutant, monkeypa
 
 @pytest.mark.parametrize("state", ["world", "node"])
 def test_the_mean_of_a_constant_gradient_comes_nearer_with_each_step(two_by_two, state):
-    steps, exact = 64, sum(constant(rank, 0).double() for rank in range(4))
+    steps, exact = 16, sum(constant(rank, 0).double() for rank in range(4))
     worst = []
     for wire in (INT4, replace(INT4, error_feedback=False)):
         options = zero.ZeroOptions(reduce="sum", state=state, wire=wire)
@@ -232,7 +218,7 @@ def scaled(
     return state
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [2, *in_test_all(1)])
 def test_what_is_owed_follows_the_loss_scale(two_by_two, stage):
     """Powers of two scale every code's number exactly, so that the bits are those without."""
     base, growing = new_model("mlp"), LossScaleOptions(init_scale=4.0, growth_interval=1)
@@ -241,7 +227,7 @@ def test_what_is_owed_follows_the_loss_scale(two_by_two, stage):
         assert_same_bits(state, wanted)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, *in_test_all(3)])
 def test_a_skipped_step_leaves_nothing_owed(two_by_two, stage):
     base = new_model("mlp")
 
@@ -306,7 +292,7 @@ def owed_by_name(module: Any, optimizer: Any, wanted: str) -> dict[str, Tensor]:
 def continued(
     comm: Communicator, base: nn.Module, choice: Any, root: Path, until: int | None
 ) -> Resumed:
-    """Trains up to a step and saves, or loads, and trains to the fourth step."""
+    """Trains up to a step and saves, or loads, and trains to the third step."""
     stage, options = choice
     module: Any = deepcopy(base)
     run = Run("mlp", stage, options={"wire": INT4, **options})
@@ -316,12 +302,12 @@ def continued(
     if until is None:
         first = zero.load(root, module, optimizer).step
     owed = owed_by_name(module, optimizer, "partial")
-    for turn in range(first, until or 4):
+    for turn in range(first, until or 3):
         seed = torch.Generator().manual_seed(10 * turn + comm.rank)
         module(*MODELS["mlp"][1](seed, turn)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    if until is not None and until < 4:
+    if until is not None and until < 3:
         zero.save(root, until, module, optimizer)
         owed = owed_by_name(module, optimizer, "partial")
         more = owed_by_name(module, optimizer, "sums")
@@ -343,7 +329,7 @@ def all_owed(found: list[Resumed], name: str) -> Tensor:
 )
 def test_training_resumes_with_the_same_bits_on_the_same_nodes(two_by_two, tmp_path, saves, loads):
     base = new_model("mlp")
-    wanted = two_by_two.run(continued, base, saves, tmp_path / "no", 4)[0].state
+    wanted = two_by_two.run(continued, base, saves, tmp_path / "no", 3)[0].state
     saved = two_by_two.run(continued, base, saves, tmp_path, 2)
     assert any(all_owed(saved, name).count_nonzero() for name in saved[0].owed)
     for found in two_by_two.run(continued, base, loads, tmp_path, None):

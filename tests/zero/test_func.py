@@ -14,11 +14,11 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from ringcomm import zero
 from ringcomm.errors import UnsupportedError
 from ringcomm.optim import AdamW
-from tests.support.covering import covering
+from tests.support.covering import covering, in_test_all
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
-STAGES = [0, 1, 2, 3]
+STAGES = [1, 3, *in_test_all(0, 2)]
 SMALL = zero.ZeroOptions(bucket_elems=512)
 ROW = torch.linspace(-1, 1, 4)
 X = torch.linspace(-2, 2, 12).view(3, 4)
@@ -60,7 +60,7 @@ TRANSFORMS: dict[str, Any] = {
 }
 
 
-@covering(strength=1, stage=STAGES, name=[*TRANSFORMS])
+@covering(strength=1, stage=range(4), name=[*TRANSFORMS])
 def test_transforms_give_what_they_give_of_the_plain_module(worlds, stage, name):
     """In a world of one, as levels of forward differentiation are shared by torch's threads."""
     base, transform = model(), TRANSFORMS[name]
@@ -106,29 +106,6 @@ def test_one_rank_may_transform_alone_since_nothing_is_reduced(worlds, stage):
     _, found = worlds(2).run(work)
     assert torch.equal(found[0], of_samples(base, values(base))["2.weight"])
     assert torch.equal(found[1], jacrev(base)(X[0]))
-
-
-def test_gradients_that_are_set_from_a_transform_are_reduced_by_the_step(worlds):
-    """The gradients of each sample, clipped, as in differentially private training."""
-    base = model()
-
-    def work(comm, stage):
-        module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=SMALL)
-        optimizer = AdamW(module.parameters(), lr=1e-2)
-        for _ in range(2):
-            with here(module, stage):
-                found = of_samples(module, values(module))
-            for name, param in module.named_parameters():
-                param.grad = found[name].clamp(-0.1, 0.1).mean(0) * (1 + comm.rank)
-            optimizer.step()
-            optimizer.zero_grad()
-        return zero.full_state_dict(module)
-
-    wanted = worlds(2).run(work, 1)[0]
-    assert not torch.equal(wanted["0.weight"], base[0].weight)
-    for stage in STAGES:
-        for state in worlds(2).run(work, stage):
-            assert_same_bits(state, wanted)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -155,17 +156,16 @@ def test_the_bits_are_those_of_updates_in_the_step(worlds, name):
     new, losses = MODULES[name]
     torch.manual_seed(0)
     base = new()
-    backwards = [once, of_two_forwards, retained]
+    ways = [(losses[0], of_two_forwards), (losses[-1], retained)]
     if name == "reentrant":
-        backwards = [once]  # a second forward brings gradients in parts
-    for loss in losses:
-        for backward in backwards:
-            run = worlds(2).run
-            wanted = run(trained, base, 1, "in_step", backward, loss)[0]
-            for stage in (2, 3):
-                assert_same_bits(
-                    run(trained, base, stage, "in_backward", backward, loss)[0], wanted
-                )
+        ways = []  # a second forward brings gradients in parts
+    run = worlds(2).run
+    for loss, backward in [*product(losses, [once]), *ways]:
+        wanted = run(trained, base, 1, "in_step", backward, loss)[0]
+        # Stage 2 keeps what checkpoints would gather again.
+        for stage in (2, 3) if loss is losses[0] and "checkpoints" not in name else (3,):
+            found = run(trained, base, stage, "in_backward", backward, loss)[0]
+            assert_same_bits(found, wanted)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

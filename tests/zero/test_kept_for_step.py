@@ -13,6 +13,7 @@ from ringcomm import zero
 from ringcomm.optim import AdamW, GradScaler
 from ringcomm.zero.stages import reduce
 from tests.support.covering import covering
+from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
 LAYERS, WIDTH = 5, 64
@@ -93,15 +94,11 @@ class Loop:
             for name in what.split():
                 getattr(self, name)()
 
-    def found(self) -> tuple[list[Tensor], list[float]]:
+    def found(self) -> tuple[dict[str, Tensor], list[float]]:
         """Parameters and norms; the module is plain afterwards."""
-        params = self.params()
+        params = zero.full_state_dict(self.module)
         zero.unshard(self.module)
         return params, self.norms
-
-    def params(self) -> list[Tensor]:
-        with zero.gathered(self.module):
-            return [param.detach().clone() for param in self.module.parameters()]
 
 
 LOOPS = [
@@ -145,14 +142,9 @@ def test_every_loop_ends_with_the_bits_of_stage_3_which_keeps_nothing(
             found.append(loop.found())
         return found
 
-    for kept, wanted in worlds(world_size).run(body):
-        _assert_same(kept, wanted)
-
-
-def _assert_same(kept, wanted) -> None:
-    for found, expected in zip(kept[0], wanted[0], strict=True):
-        assert torch.equal(found, expected)
-    assert kept[1] == wanted[1]
+    for (kept, norms), (wanted, their_norms) in worlds(world_size).run(body):
+        assert_same_bits(kept, wanted)
+        assert norms == their_norms
 
 
 def _calls(comm, loop: Loop, what: str) -> Counter[str]:
@@ -164,8 +156,11 @@ def _calls(comm, loop: Loop, what: str) -> Counter[str]:
     return Counter(each.collective for each in found if each.number > before)
 
 
-@pytest.mark.parametrize("what", ["backward step zero", "backward step to_zeros"])
-@pytest.mark.parametrize("in_flight", [1, 2, 4, LAYERS + 1])
+@covering(
+    strength=1,
+    in_flight=[1, 2, 4, LAYERS + 1],
+    what=["backward step zero", "backward step to_zeros"],
+)
 def test_as_many_buckets_as_there_are_buffers_take_one_pass(worlds, in_flight, what):
     def body(comm):
         loop = Loop(comm, 2, in_flight=in_flight)
@@ -179,29 +174,29 @@ def test_as_many_buckets_as_there_are_buffers_take_one_pass(worlds, in_flight, w
         assert calls["reduce_scatter_norm"] == calls["adamw_all_gather"] == LAYERS - kept
 
 
-@pytest.mark.parametrize("what", ["backward clip step zero", "scaled zero"])
-def test_what_must_be_known_before_the_step_takes_two(worlds, what):
+ROUNDED = zero.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("backward clip step zero", {}),
+        ("scaled zero", {}),
+        ("backward step zero", {"precision": ROUNDED}),
+    ],
+    ids=["clipped", "scaled", "rounded"],
+)
+def test_what_must_be_known_before_the_step_takes_two(worlds, what, options):
     def body(comm):
-        loop = Loop(comm, 2)
+        loop = Loop(comm, 2, **options)
         calls = _calls(comm, loop, what)
         zero.unshard(loop.module)
         return calls
 
     for calls in worlds(2).run(body):
         assert calls["reduce_scatter_adamw_all_gather"] == 0
-        assert calls["reduce_scatter_norm"] == calls["adamw_all_gather"] == LAYERS
-
-
-def test_gradients_rounded_to_16_bits_are_rounded_at_every_bucket(worlds):
-    def body(comm):
-        half = torch.bfloat16
-        loop = Loop(comm, 2, precision=zero.Precision(param=half, reduce=half))
-        calls = _calls(comm, loop, "backward step zero")
-        zero.unshard(loop.module)
-        return calls
-
-    for calls in worlds(2).run(body):
-        assert calls["reduce_scatter_adamw_all_gather"] == 0
+        if "precision" not in options:
+            assert calls["reduce_scatter_norm"] == calls["adamw_all_gather"] == LAYERS
 
 
 @pytest.mark.parametrize("zero_grad", ["zero", "to_zeros"])
@@ -224,11 +219,16 @@ def test_who_clips_pays_for_norms_where_gradients_are_reduced_and_nobody_else_do
         assert summed == [[each] * (LAYERS - 1) for each in expected]
 
 
-@pytest.mark.parametrize(
-    "what",
-    ["backward zero", "backward step zero", "backward clip step to_zeros", "failing zero backward"],
+@covering(
+    strength=1,
+    what=[
+        "backward zero",
+        "backward step zero",
+        "backward clip step to_zeros",
+        "failing zero backward",
+    ],
+    in_flight=[1, 2],
 )
-@pytest.mark.parametrize("in_flight", [1, 2])
 def test_buffers_of_what_was_kept_are_used_again(worlds, what, in_flight, monkeypatch):
     made = []
 

@@ -15,12 +15,12 @@ from ringcomm import zero
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError
 from ringcomm.optim import AdamW, AdamWOptions
 from ringcomm.zero.stages import shards as module_shards
-from tests.support.covering import covering
+from tests.support.covering import covering, in_test_all
 from tests.zero.job import BF16
 from tests.zero.models import MODELS, Run, assert_same_bits, new_model, options_of
 
 Tensor = torch.Tensor
-STAGES = [0, 1, 2, 3]
+STAGES = [0, 3, *in_test_all(1, 2)]
 PRECISIONS = {"fp32": zero.Precision(), "bf16": BF16}
 DECAY = 0.75
 
@@ -38,7 +38,7 @@ def step(module: Any, optimizer: AdamW, comm, model: str, turn: int) -> None:
     optimizer.zero_grad()
 
 
-@covering(strength=1, world_size=[1, 3], stage=STAGES, precision=[*PRECISIONS])
+@covering(strength=1, world_size=[1, 3], stage=range(4), precision=[*PRECISIONS])
 def test_an_average_by_shards_is_that_of_whole_weights(worlds, world_size, stage, precision):
     """With tied weights and frozen ones; evaluation with it leaves no trace in training."""
     base = new_model("partial")
@@ -83,8 +83,11 @@ def test_an_average_by_shards_is_that_of_whole_weights(worlds, world_size, stage
         torch.testing.assert_close(state, without, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("adamw", [{}, {"master": "remainder"}, None], ids=["fp32", "rest", "late"])
-@pytest.mark.parametrize("stage", STAGES)
+@covering(
+    strength=1,
+    adamw={"fp32": {}, "rest": {"master": "remainder"}, "late": None},
+    stage=range(4),
+)
 def test_masters_follow_elements_that_were_written(worlds, stage, adamw):
     """And no others: their masters keep what the parameters' rounding drops."""
     base = new_model("mlp")

@@ -33,11 +33,11 @@ from ringcomm.optim import AdamW, LossScaler
 from ringcomm.zero.stages.buckets import ShardedBucket
 from ringcomm.zero.stages.options import DEFAULT_BUCKET_ELEMS, PRESETS
 from tests.support import ROOT
-from tests.support.covering import covering
+from tests.support.covering import covering, in_test_all
 
 Tensor = torch.Tensor
 BUCKET_ELEMS = 1 << 16
-LAYERS, WIDTH = 12, 256
+LAYERS, WIDTH = 8, 256
 PARAMS = LAYERS * WIDTH * WIDTH
 WORLD = 4
 
@@ -61,9 +61,9 @@ class Bytes:
 class Deep(nn.Module):
     """Layers of one size, without biases, so that nothing but slack is left to explain."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -202,7 +202,7 @@ class Normed(Deep):
         return x.float().square().mean()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [3, *in_test_all(2)])
 def test_buffers_of_small_fp32_buckets_are_small(worlds, stage):
     precision = zero.Precision.preset("bf16-mixed", keep_fp32=("norms.*",))
     wanted = KINDS["bf16-mixed"][1].closed_form(stage, WORLD)
@@ -250,8 +250,10 @@ def test_frozen_parameters_are_split_and_freed_in_backward(worlds):
         module(x_seen).backward()
         return max(most)
 
-    base = Deep()
-    split = PARAMS * 4 // WORLD
+    # So many that all together are more than what is allowed.
+    layers = 12
+    base = Deep(layers)
+    split = layers * WIDTH * WIDTH * 4 // WORLD
     gathered = 3 * BUCKET_ELEMS * 4
     gradients = 3 * BUCKET_ELEMS * 4
     for most in worlds(WORLD).run(work):
@@ -269,10 +271,9 @@ def test_a_gpt_of_25_million_at_stage_2_is_within_a_bucket_and_5_percent(worlds)
         module = deepcopy(base)
         zero.shard(module, 2, comm=comm)
         optimizer = AdamW(module.parameters(), lr=1e-3)
-        for _ in range(2):
-            module(tokens, targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        module(tokens, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
         most = [0]
         for param in module.parameters():
             param.register_post_accumulate_grad_hook(
