@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import traceback
-from collections.abc import Callable
-from functools import partial
+import socket
 from typing import Any
 
 import pytest
@@ -17,14 +15,17 @@ from ringcomm import Communicator
 from ringcomm.errors import HeapError, RendezvousError, RingcommError
 from ringcomm.rendezvous.handles import forming, need_descriptors, shortage_of
 from tests.support.faults import meet
-from tests.support.ranks import join_nodes, run_ranks
+from tests.support.ranks import Ranks, join_nodes
 
 pytestmark = pytest.mark.deadlines
 
 WORLD, POOR = 2, 1
 MOST = 40
 TIMEOUT_S = 60.0
-MET = "met"
+
+
+def _tcp_store(rank: int, port: int) -> TCPStore:
+    return TCPStore("127.0.0.1", port, WORLD, rank == 0, wait_for_workers=False)
 
 
 def _leave(spare: int) -> list[int]:
@@ -44,17 +45,8 @@ def _limit(descriptors: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
 
 
-def _store(file_store: Any, rank: int, spare: int) -> TCPStore:
-    """A store of one rendezvous, which ends with rank 0."""
-    port = 0 if rank == 0 else int(file_store.get(f"port/{spare}"))
-    made = TCPStore("127.0.0.1", port, WORLD, rank == 0, wait_for_workers=False)
-    if rank == 0:
-        file_store.set(f"port/{spare}", str(made.port))
-    return made
-
-
-def _meets(file_store: Any, rank: int, world: int, spare: int, kind: str) -> str:
-    store = _store(file_store, rank, spare)
+def _rank(file_store: Any, rank: int, world: int, port: int, spare: int, kind: str) -> str:
+    store = _tcp_store(rank, port)
     places = [[0], [1]] if kind == "nodes" else [[0, 1]]
     settings = {"timeout": TIMEOUT_S, "heap_bytes": 64 << 20}
     comm: Communicator | None = None
@@ -74,47 +66,28 @@ def _meets(file_store: Any, rank: int, world: int, spare: int, kind: str) -> str
         _limit(1024)
         for descriptor in taken:
             os.close(descriptor)
-        meet(file_store, f"over/{spare}", world)
-    return MET
-
-
-def _in_a_fork(call: Callable[[], str]) -> str:
-    """Returns what ``call`` returns, or its traceback; this process stays as it was."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            told = call()
-        except BaseException:
-            told = traceback.format_exc()
-        os.write(writer, told.encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as file:
-        told = file.read()
-    os.waitpid(pid, 0)
-    return told
-
-
-def _until_they_meet(file_store: Any, rank: int, world: int, kind: str) -> list[str]:
-    """Tries with one more descriptor each time; returns what came of each."""
-    told: list[str] = []
-    for spare in range(MOST):
-        told.append(_in_a_fork(partial(_meets, file_store, rank, world, spare, kind)))
-        file_store.set(f"told/{spare}/{rank}", told[-1])
-        if file_store.get(f"told/{spare}/{POOR}") == MET.encode():
-            break
-    return told
+        meet(file_store, "over", world)  # the store ends with rank 0
+    return ""
 
 
 @pytest.mark.parametrize("kind", ["world", "group", "nodes"])
 def test_each_descriptor_may_be_the_last(kind: str) -> None:
-    *failed, last = zip(*run_ranks(_until_they_meet, WORLD, kind, timeout_s=200.0), strict=True)
-    assert last == (MET, MET)
-    assert 1 <= len(failed) < MOST - 1
-    for spare, (rich, poor) in enumerate(failed):
+    failed = 0
+    for spare in range(MOST):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        with Ranks(_rank, WORLD, port, spare, kind) as ranks:
+            outcomes = ranks.wait()
+        assert all(each.ok for each in outcomes), "\n".join(each.describe() for each in outcomes)
+        rich, poor = (each.value for each in outcomes)
+        if not poor:
+            assert not rich
+            break
+        failed += 1
         assert poor.startswith("RendezvousError: ") and "ulimit -n" in poor, (spare, poor)
         assert f"rank {POOR} failed" in rich and "ulimit -n" in rich, (spare, rich)
+    assert 1 <= failed < MOST - 1
 
 
 def test_errors_by_their_causes() -> None:
