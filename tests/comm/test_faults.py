@@ -266,7 +266,7 @@ time.sleep(0.2)
 def test_exit_does_not_wait_for_a_thread_in_a_call():
     run = [sys.executable, "-W", "ignore", "-c", LEAVES_A_THREAD_IN_A_CALL]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(run, capture_output=True, check=False, env=environment, timeout=60)
+    done = subprocess.run(run, capture_output=True, check=False, env=environment, timeout=150)
     assert done.returncode == 0, done.stderr
 
 
@@ -289,7 +289,7 @@ time.sleep(0.1)
 def test_a_thread_that_returns_from_a_call_after_the_end_aborts_nothing():
     run = [sys.executable, "-W", "ignore", "-c", LEAVES_A_THREAD_THAT_COMES_LATE]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(run, capture_output=True, check=False, env=environment, timeout=60)
+    done = subprocess.run(run, capture_output=True, check=False, env=environment, timeout=150)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
