@@ -73,9 +73,9 @@ soak: $(VENV)/.native $(VENV)/.tools
 model-check: $(VENV)/.native $(VENV)/.tools
 	RINGCOMM_MODEL_CHECK=all $(BIN)/python -m pytest -v -s tests/proof/model
 
-# Junk from peers, stores and files, twenty times as much of it as make test tries.
+# Junk from peers, stores and files, fifty times as much of it as make test tries.
 fuzz: $(VENV)/.native $(VENV)/.tools
-	RINGCOMM_FUZZ=20 $(BIN)/python -m pytest -v --timeout=1800 tests/proof/fuzz
+	RINGCOMM_FUZZ=50 $(BIN)/python -m pytest -v --timeout=1800 tests/proof/fuzz
 
 # Every CUDA and Triton kernel for every architecture, and what its machine code must be; no GPU is
 # needed.

@@ -23,7 +23,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -226,9 +226,10 @@ def _processors() -> str:
 def digests(root: Path, proofs: Sequence[Proof], versions: str) -> dict[str, str]:
     """Returns for each proof the SHA-256 of the files that it reads, and of the tools."""
     names = files_of(root)
+    content = cache(lambda name: content_of(root / name))
     found = {}
     for proof in proofs:
-        contents = {name: content_of(root / name) for name in names if proof.lists(name)}
+        contents = {name: content(name) for name in names if proof.lists(name)}
         found[proof.name] = digest_of(contents, versions)
     return found
 

@@ -20,7 +20,6 @@ HERE = Path(__file__).resolve().parent
 NEEDS_A_GPU = {
     "test_nodes.py": "NCCL moves the memory of GPUs, each of one rank alone",
     "test_training.py": "torch's wrappers use streams of their own for tensors of CUDA only",
-    "test_arguments.py::test_tensors_of_another_device_are_refused": "needs tensors of two devices",
     "test_optimizer.py::test_a_graph_replays_steps_as_eager_ones": (
         "a step has operations of torch's in it, which an emulated device cannot record"
     ),

@@ -5,17 +5,18 @@ import torch
 
 import ringcomm
 from ringcomm import HeapError
-from tests.gpu.device import DEVICE, PLAIN, plain_bytes, settled_bytes, synchronize
+from tests.gpu.device import DEVICE, PLAIN, REAL, plain_bytes, settled_bytes, synchronize
 from tests.gpu.worlds import connect, one_launch_world, run_ranks
 
+COUNT = 1 << (20 if REAL else 14)
 # What the driver may keep for itself from one round to the next.
 SLACK_BYTES = 8 << 20
 
 
 def use(world):
-    tensors = [ringcomm.zeros(1 << 20, device=DEVICE) for _ in range(len(world))]
+    tensors = [ringcomm.zeros(COUNT, device=DEVICE) for _ in range(len(world))]
     world.all_reduce(tensors)
-    world.run(lambda comm: comm.all_reduce(torch.ones(1 << 20, device=PLAIN)))
+    world.run(lambda comm: comm.all_reduce(torch.ones(COUNT, device=PLAIN)))
 
 
 def test_worlds_leave_no_memory_behind():
@@ -25,7 +26,7 @@ def test_worlds_leave_no_memory_behind():
     before = settled_bytes()
     allocated = plain_bytes()
     used = ringcomm.heap_stats(DEVICE)["used_bytes"]
-    for _ in range(5):
+    for _ in range(5 if REAL else 2):
         with one_launch_world(4) as world:
             use(world)
         del world
@@ -106,14 +107,3 @@ def closes_in_another_order(store, rank, world):
 
 def test_ranks_may_close_in_different_orders():
     assert run_ranks(closes_in_another_order, 2) == [4.0, 4.0]
-
-
-def leaves_without_closing(store, rank, world):
-    comm = connect(store, rank, world)
-    tensor = ringcomm.zeros(1000, device=DEVICE)
-    comm.all_reduce(tensor)
-    return tensor[0].item()
-
-
-def test_exit_without_close_is_clean():
-    assert run_ranks(leaves_without_closing, 3) == [0.0] * 3

@@ -28,6 +28,7 @@ from tests.extras.moe.test_training import LR, OPTIONS, STEPS, Model, adamw, tol
 from tests.gpu.device import DEVICE, PLAIN, REAL, capture, on_host, synchronize
 from tests.gpu.test_wires import seconds_of
 from tests.gpu.worlds import connect, one_launch_world, run_ranks
+from tests.support.covering import covering
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -88,9 +89,7 @@ def on_one_thread(body: Callable[[Communicator], T]) -> Callable[[Communicator],
 
 
 # A hidden size whose rows are vectors of 16 bytes, and one whose rows lie off any alignment.
-@pytest.mark.parametrize("hidden", [HIDDEN, 37])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("ranks", RANKS)
+@covering(strength=2 if REAL else 1, ranks=RANKS, dtype=DTYPES, hidden=[HIDDEN, 37])
 def test_rows_and_sums_have_the_bits_of_loops(
     gpu_worlds: Worlds, ranks: int, dtype: torch.dtype, hidden: int
 ) -> None:
@@ -116,8 +115,7 @@ def test_rows_and_sums_have_the_bits_of_loops(
                 assert torch.equal(found, combined(cases, ys, comm.rank))
 
 
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("ranks", RANKS)
+@covering(strength=2 if REAL else 1, ranks=RANKS, weighted=[True, False])
 def test_ranks_learn_what_one_rank_learns_on_the_host(
     gpu_worlds: Worlds, ranks: int, weighted: bool
 ) -> None:
@@ -189,59 +187,22 @@ def test_coded_rows_are_those_of_the_host(gpu_worlds: Worlds, wire: str) -> None
         assert torch.equal(mine, theirs)
 
 
-def test_rows_of_no_multiple_of_a_block_are_not_coded(gpu_worlds: Worlds) -> None:
-    mine = case(0, 2)
-    with pytest.raises(ringcomm.ArgumentError, match="multiple of 128 numbers, got 40"):
-        gpu_worlds(1).run(lambda comm: moe.dispatch(*on_device(mine), EXPERTS, comm, wire="int8"))
-
-
-def refusals(gpu_worlds: Worlds, *calls: Callable[[Communicator, Case], object]) -> list[Any]:
-    """What each of two ranks raises; then the world is used again."""
-    world = gpu_worlds(2)
-
-    def body(comm: Communicator) -> BaseException | None:
-        mine = on_device(case(comm.rank, 2))
-        try:
-            calls[comm.rank](comm, mine)
-        except ringcomm.RingcommError as error:
-            return error
-        finally:
-            moe.dispatch(mine.x, mine.idx, None, EXPERTS, comm)
-        return None
-
-    found: list[Any] = world.run(body)
-    return found
-
-
-def plainly(comm: Communicator, mine: Case, experts: int = EXPERTS, **options: Any) -> object:
-    return moe.dispatch(mine.x, mine.idx, mine.weights, experts, comm, **options)
-
-
 def test_an_expert_that_there_is_not_is_refused_on_all_ranks(gpu_worlds: Worlds) -> None:
-    def badly(comm: Communicator, mine: Case) -> object:
+    def body(comm: Communicator) -> ringcomm.RingcommError:
+        mine = on_device(case(comm.rank, 2))
         idx = mine.idx.clone()
-        idx[3, 1] = EXPERTS
-        idx[5, 0] = -2
-        return moe.dispatch(mine.x, idx, None, EXPERTS, comm)
+        if comm.rank == 0:
+            idx[3, 1] = EXPERTS
+            idx[5, 0] = -2
+        with pytest.raises(ringcomm.RingcommError) as raised:
+            moe.dispatch(mine.x, idx, mine.weights, EXPERTS, comm)
+        moe.dispatch(mine.x, mine.idx, None, EXPERTS, comm)
+        return raised.value
 
-    here, there = refusals(gpu_worlds, badly, lambda comm, mine: plainly(comm, mine))
+    here, there = gpu_worlds(2).run(body)
     assert isinstance(here, ringcomm.ArgumentError) and "topk_idx[3, 1]" in str(here)
     assert f"from 0 to {EXPERTS - 1}, or -1 for none, got {EXPERTS}" in str(here)
     assert isinstance(there, ringcomm.MismatchError) and "rank 0 refused" in str(there)
-
-
-def test_ranks_that_differ_and_rows_without_room_are_refused(gpu_worlds: Worlds) -> None:
-    def other(comm: Communicator, mine: Case) -> object:
-        return plainly(comm, mine, experts=2 * EXPERTS)
-
-    for error in refusals(gpu_worlds, plainly, other):
-        assert isinstance(error, ringcomm.MismatchError) and "num_experts" in str(error)
-
-    def little(comm: Communicator, mine: Case) -> object:
-        return plainly(comm, mine, max_rows=1)
-
-    for error in refusals(gpu_worlds, plainly, little):
-        assert isinstance(error, ringcomm.ArgumentError) and "room for 1" in str(error)
 
 
 def test_memory_of_the_heap_is_free_behind_a_call(gpu_worlds: Worlds) -> None:

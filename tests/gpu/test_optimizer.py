@@ -10,11 +10,12 @@ import ringcomm
 from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaleOptions, LossScaler
 from tests.gpu.device import DEVICE, PLAIN, REAL, on_host
 from tests.gpu.worlds import connect, run_ranks
+from tests.support.covering import covering
 
 SHAPES = ((700,), (3, 5), (40, 41), ())
 STEPS = 4
 # Several launches' worth of blocks, and a tail.
-LARGE = (3_000_017 if REAL else 100_003,)
+LARGE = (3_000_017 if REAL else 20_003,)
 LIMIT_S = 100.0
 DIRECT = AdamWOptions(algorithm="direct")
 
@@ -81,21 +82,22 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("shapes", [SHAPES, (LARGE,)], ids=["several", "large"])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_alone_it_gives_the_bits_of_the_host(dtype, name, shapes):
-    if name == "remainder" and dtype is torch.float16:
-        pytest.skip("a float16 has no remainder")
-    options = OPTIONS[name]
+# tests/comm/device has the small ones.
+@covering(
+    strength=1,
+    valid=lambda case: (case.get("dtype"), case.get("name")) != (torch.float16, "remainder"),
+    dtype=(torch.float32, torch.bfloat16, torch.float16),
+    name=tuple(OPTIONS),
+)
+def test_a_large_parameter_gets_the_bits_of_the_host(dtype, name):
+    options, shapes = OPTIONS[name], (LARGE,)
     assert same(
         train(DEVICE, dtype, options, shapes=shapes)[0],
         train("cpu", dtype, options, shapes=shapes)[0],
     )
 
 
-@pytest.mark.parametrize("kind", [2.0, 1.0, math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@covering(strength=1, dtype=[torch.float32, torch.bfloat16], kind=[2.0, 1.0, math.inf])
 def test_norms_have_the_bits_of_the_host(dtype, kind):
     params, norms = train(DEVICE, dtype, clip=kind)
     host_params, host_norms = train("cpu", dtype, clip=kind)
@@ -104,28 +106,17 @@ def test_norms_have_the_bits_of_the_host(dtype, kind):
     assert same(norms, host_norms) and same(params, host_params)
 
 
-@pytest.mark.parametrize("n", [2, 4, 8] if REAL else [2, 4])
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
-@pytest.mark.parametrize("clip", [None, 2.0], ids=["one pass", "two passes"])
-def test_ranks_in_one_launch_give_the_bits_of_the_host(gpu_worlds, n, algorithm, clip):
-    options = AdamWOptions(algorithm=algorithm)
-    with ringcomm.local_world(n) as world:
-        wanted = world.run(lambda comm: train("cpu", torch.float32, options, clip, comm))[0]
-    for found in gpu_worlds(n).run(lambda comm: train(DEVICE, torch.float32, options, clip, comm)):
-        # Partial sums of the ring depend on its pieces, which the host cuts otherwise.
-        close = 1e-5 if algorithm == "ring" else 0.0
-        torch.testing.assert_close(found, wanted, rtol=close, atol=close)
-
-
 def step_once(optimizer, clip):
     if clip:
         optimizer.clip_grad_norm_(0.5)
     optimizer.step()
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "loss scale"])
-@pytest.mark.parametrize("clip", [False, True], ids=["one pass", "two passes"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@covering(
+    dtype=[torch.float32, torch.bfloat16],
+    clip={"one pass": False, "two passes": True},
+    scaled={"plain": False, "loss scale": True},
+)
 def test_a_graph_replays_steps_as_eager_ones(dtype, clip, scaled):
     """Nothing in a step waits for the device or depends on the host: step, lr and scale are there.
 
@@ -184,12 +175,12 @@ def test_a_step_does_not_wait_for_the_device():
     assert ahead
 
 
-@pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler], ids=["torch's", "ringcomm's"])
+# tests/comm/device has torch's.
 @pytest.mark.parametrize("unscale", [False, True], ids=["fused", "unscaled first"])
-def test_grad_scalers_skip_what_overflows(make, unscale):
+def test_a_grad_scaler_skips_what_overflows(unscale):
     params, plain = leaves(torch.float32, DEVICE), leaves(torch.float32, DEVICE)
     optimizer, reference = AdamW(params, lr=1e-2), AdamW(plain, lr=1e-2)
-    scaler = make(torch.device(PLAIN).type, init_scale=256.0, growth_interval=100)
+    scaler = GradScaler(torch.device(PLAIN).type, init_scale=256.0, growth_interval=100)
     for turn in range(4):
         factor = math.inf if turn == 1 else float(turn + 1)
         optimizer.zero_grad()

@@ -10,12 +10,11 @@ from tests.gpu.device import (
     keep_busy,
     kept_busy,
     new_stream,
-    synchronize,
     synchronize_stream,
 )
 from tests.gpu.worlds import ramp
 
-COUNT = 1 << 20 if REAL else 1 << 16
+COUNT = 1 << (20 if REAL else 13)
 
 
 def test_a_call_is_ordered_on_the_current_stream(gpu_worlds):
@@ -51,39 +50,6 @@ def test_wait_orders_the_stream_and_not_the_host(gpu_worlds):
     for result, ahead in gpu_worlds(2).run(body):
         assert torch.equal(result, expected)
         assert ahead
-
-
-def test_a_tensor_freed_during_an_async_call_is_not_used_again_too_early(gpu_worlds):
-    """In place, the collective would write into whatever gets the memory next."""
-
-    def body(comm):
-        others, works = [], []
-        # torch gives freed memory to the next tensor of the same stream.
-        with new_stream():
-            for turn in range(50 if REAL else 10):
-                tensor = torch.full((4 * COUNT,), float(turn), device=PLAIN)
-                works.append(comm.all_reduce(tensor, async_op=True))
-                del tensor
-                others.append(torch.full((4 * COUNT,), -5.0, device=PLAIN))
-            synchronize()
-            for work in works:
-                work.wait()
-        return others
-
-    for others in gpu_worlds(2).run(body):
-        assert all(bool((other == -5).all()) for other in others)
-
-
-def test_async_calls_complete_in_order(gpu_worlds):
-    def body(comm):
-        tensor = torch.full((COUNT,), float(comm.rank), device=PLAIN)
-        works = [comm.all_reduce(tensor, async_op=True) for _ in range(10)]
-        for work in works:
-            work.wait()
-        return tensor
-
-    for tensor in gpu_worlds(2).run(body):
-        assert bool((tensor == 2**9).all())
 
 
 @pytest.mark.parametrize("algorithm", ["copy", "direct"])

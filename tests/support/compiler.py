@@ -21,12 +21,12 @@ NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 _USUAL = ("-std=c++20", "-g1", "-ffp-contract=off", "-pthread", f"-I{ROOT}")
 PLAIN = (*_USUAL, "-O1")
 _RACES = ("-fsanitize=thread", "-Wno-tsan")
-THREAD_SANITIZER = (*PLAIN, *_RACES)
-# For what is compiled for longer than it runs.
-THREAD_SANITIZER_UNOPTIMISED = (*_USUAL, "-O0", *_RACES)
+# Most programs are compiled for longer than they run.
+UNOPTIMISED = (*_USUAL, "-O0")
+THREAD_SANITIZER = (*UNOPTIMISED, *_RACES)
 ADDRESS_SANITIZER = (
-    *_USUAL,
-    *("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    *UNOPTIMISED,
+    *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 )
 
 

@@ -111,7 +111,7 @@ def _turn(file: str) -> int:
     """
     if "/tl/" in file or "triton" in file:
         return 2
-    return 1 if "processes" in file or file.endswith("/test_faults.py") else 0
+    return 1 if "processes" in file else 0
 
 
 def test(place: Workplace, limit_s: float) -> Result:

@@ -75,9 +75,9 @@ CASES = {
 ALL = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
 SOME = [("put and get", 80), ("barrier", 90), ("blocks", 100)]
 RUNS = [(n, t) for n in CASES for t in TARGETS] if ALL else SOME
-PRODUCTS = [(80, torch.float32), (100, torch.bfloat16)]
-if ALL:
-    PRODUCTS = [*((each, torch.bfloat16) for each in TARGETS), (90, torch.float32)]
+EVERY_PRODUCT = [*((each, torch.bfloat16) for each in TARGETS), (90, torch.float32)]
+GATHERED = EVERY_PRODUCT if ALL else [(80, torch.float32)]
+SCATTERED = EVERY_PRODUCT if ALL else [(100, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(("name", "target"), RUNS)
@@ -129,7 +129,7 @@ def _check(binary, patterns):
     assert ".local" not in binary.ptx
 
 
-@pytest.mark.parametrize(("target", "dtype"), PRODUCTS)
+@pytest.mark.parametrize(("target", "dtype"), GATHERED)
 def test_a_product_is_compiled_once_wherever_its_factor_lies(compiled, target, dtype):
     def calls(context):
         a = context.empty((256, 512), dtype)
@@ -144,7 +144,7 @@ def test_a_product_is_compiled_once_wherever_its_factor_lies(compiled, target, d
     assert gpu.made[0].metadata.enable_fp_fusion
 
 
-@pytest.mark.parametrize(("target", "dtype"), PRODUCTS)
+@pytest.mark.parametrize(("target", "dtype"), SCATTERED)
 def test_a_scattered_product_is_compiled_once_wherever_its_factor_lies(compiled, target, dtype):
     def calls(context):
         inbox = context.empty((256, 128), dtype)
@@ -193,7 +193,7 @@ def test_a_kernel_of_the_user_s_is_compiled_once_wherever_its_tensors_lie(compil
     _check(only_binary(gpu), (*BETWEEN_RANKS, WIDE_LOAD, WIDE_STORE))
 
 
-@pytest.mark.parametrize("wire", ["int4", "fp8"])
+@pytest.mark.parametrize("wire", ["int4", "fp8"] if ALL else ["int4"])
 def test_codes_of_wires_are_compiled_for_kernels_that_fuse(wire):
     """Where they fuse, what is rounded by itself is a product that says so, and so not fused."""
     aligned, elems = 1 << 40, 16_000

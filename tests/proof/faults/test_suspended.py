@@ -31,6 +31,7 @@ from ringcomm.errors import CollectiveTimeout, PeerLost, RendezvousError
 from ringcomm.process import LONGEST_LOOK_S, Deadline
 from ringcomm.rendezvous import same_node
 from ringcomm.rendezvous.same_node import Lookout
+from tests.support.covering import covering
 from tests.support.faults import until_stopped
 from tests.support.ranks import Ranks, join_nodes
 
@@ -69,8 +70,7 @@ def _rank(store: Any, rank: int, world: int, wait: str, nodes: bool) -> None:
     store.wait(["over0", "over1"])
 
 
-@pytest.mark.parametrize("nodes", [False, True], ids=["one node", "two nodes"])
-@pytest.mark.parametrize("wait", WAITS)
+@covering(strength=1, wait=tuple(WAITS), nodes={"one node": False, "two nodes": True})
 def test_nobody_is_blamed(wait: str, nodes: bool) -> None:
     with Ranks(_rank, WORLD, wait, nodes) as ranks:
         store = FileStore(ranks.store_path, WORLD)

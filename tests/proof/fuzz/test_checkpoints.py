@@ -93,7 +93,7 @@ def test_manifests_of_training(tmp_path, name):
         sound = json.loads(path.read_text())
         head = {key: sound.pop(key) for key in ("format", "version", "crc32")}
         refused = 0
-        for _ in range(30 * SCALE):
+        for _ in range(15 * SCALE):
             changed = dict(sound)
             where = chance.choice(("data", "data", "ranks", "tensors"))
             changed[where] = mutated(sound[where], chance)
@@ -106,7 +106,7 @@ def test_manifests_of_training(tmp_path, name):
                 refused += 1
                 assert len(str(error)) < 50_000
                 assert state_of(module, optimizer) == before, changed[where]
-        assert refused > 10 * SCALE
+        assert refused > 4 * SCALE
 
 
 def pieces_of(raw: bytes) -> list[bytes]:
@@ -252,7 +252,7 @@ def test_checkpoints_to_convert(tmp_path):
         zero.convert(folder, tmp_path / f"control{number}")
         sound = {path: path.read_bytes() for path in folder.iterdir()}
         size_bytes = sum(map(len, sound.values()))
-        for _ in range(25 * SCALE):
+        for _ in range(10 * SCALE):
             for path, raw in change_one(folder, chance).items():
                 path.write_bytes(raw)
             count += 1

@@ -127,7 +127,7 @@ def test_the_folder_has_a_trace(nothing_starts):
 @pytest.mark.parametrize("command", OPTIONS)
 def test_command_lines(command, nothing_starts):
     chance = Random(command)
-    ended = {told(main, arguments(command, chance)) for _ in range(120 * SCALE)}
+    ended = {told(main, arguments(command, chance)) for _ in range(60 * SCALE)}
     assert "started" in ended or "ended 0" in ended, ended
     if command not in ("doctor", "bench"):  # bench hands all on
         assert "ended 2" in ended, ended
@@ -135,7 +135,7 @@ def test_command_lines(command, nothing_starts):
 
 def test_words_of_all_kinds(nothing_starts):
     chance = Random(3)
-    for _ in range(100 * SCALE):
+    for _ in range(50 * SCALE):
         told(main, [chance.choice((*VALUES, *OPTIONS)) for _ in range(chance.randint(0, 3))])
 
 
@@ -148,7 +148,7 @@ def test_options_of_the_harness(nothing_starts):
         if option not in ("-h", "--help")
     ]
     ended = set()
-    for _ in range(300 * SCALE):
+    for _ in range(120 * SCALE):
         line: list[str] = []
         for _ in range(chance.randint(0, 3)):
             line += [chance.choice(words), chance.choice(VALUES)]
@@ -159,7 +159,7 @@ def test_options_of_the_harness(nothing_starts):
 def test_variables_of_launchers():
     chance = Random(5)
     read = 0
-    for _ in range(1500 * SCALE):
+    for _ in range(600 * SCALE):
         variables = {
             name: chance.choice(VALUES)
             for _, *names in LAUNCHERS

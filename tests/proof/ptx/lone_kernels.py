@@ -13,8 +13,8 @@ from tests.ptx_interpreter import PtxSchedule, RefusedError
 from tests.support.device_worlds import Devices
 from tests.support.emulator.ptx import PtxKernels, ptx_of
 
-# Returns what such an end has made otherwise than the host.
-Differences = Callable[[_native.DeviceComm], list[str]]
+# Yields what such an end has made otherwise than the host.
+Differences = Callable[[_native.DeviceComm], Iterator[str]]
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def end_of(devices: Devices, kernels: PtxKernels) -> _native.DeviceComm:
 
 def check(devices: Devices, differences: Differences) -> None:
     """Asserts that there are no differences, and that no kernel did anything wrong."""
-    assert differences(end_of(devices, PtxKernels(PtxSchedule(7), part=part_of))) == []
+    assert list(differences(end_of(devices, PtxKernels(PtxSchedule(7), part=part_of)))) == []
     assert ptx.failure() is None
     ptx.forget_allowed()
 
@@ -63,7 +63,7 @@ def check_seen(
     assert changed != whole
     kernels = PtxKernels(part=part_of, text_of=lambda part: changed)
     try:
-        found: object = differences(end_of(devices, kernels))
+        found: object = next(differences(end_of(devices, kernels)), None)
     except RefusedError:  # such a text shows nothing
         raise
     except RuntimeError as error:  # what a kernel did wrong, as the next call hears of it

@@ -15,7 +15,7 @@ from tests.support import nvrtc
 from tests.support.covering import covering
 from tests.support.device_worlds import Devices
 from tests.support.emulator.library import COMPILER
-from tests.support.wire_checks import CASES, DTYPES, CodingEnd, differences
+from tests.support.wire_checks import CASES, DTYPES, CodingEnd, each_difference
 
 pytestmark = [
     pytest.mark.compiles,
@@ -49,7 +49,7 @@ def coding_end(devices: Devices, native: _native.DeviceComm) -> CodingEnd:
 @covering(strength=1, wire=WIRES, dtype=DTYPES)
 def test_the_bits_are_the_hosts(devices: Devices, wire: str, dtype: torch.dtype) -> None:
     cases = CASES + (TWO_BLOCKS if dtype == torch.float32 else ())
-    check(devices, lambda end: differences(coding_end(devices, end), wire, dtype, cases))
+    check(devices, lambda end: each_difference(coding_end(devices, end), wire, dtype, cases))
 
 
 # Patterns of the text, and what they become.
@@ -71,7 +71,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_seen(devices: Devices, mutant: str) -> None:
-    def found(end: _native.DeviceComm) -> list[str]:
-        return differences(coding_end(devices, end), "int8", torch.float32)
+    def found(end: _native.DeviceComm) -> Iterator[str]:
+        return each_difference(coding_end(devices, end), "int8", torch.float32)
 
     check_seen(devices, "wires_int8/float32", MUTANTS[mutant], found)

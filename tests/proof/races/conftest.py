@@ -7,7 +7,6 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.compiler import (
-    THREAD_SANITIZER_UNOPTIMISED,
     compile_to,
     shared_by_workers,
     skip_without_sanitizer,
@@ -20,8 +19,8 @@ STEADY = ("isa_baseline", "waiter")
 def compile_objects(folder: Path) -> None:
     def compiled(name: str) -> Path:
         source = ROOT / f"kernels/host/{name}.cpp"
-        output, flags = folder / f"{name}.o", THREAD_SANITIZER_UNOPTIMISED
-        return compile_to(output, ROOT / "kernels/include", source, flags=flags, extra=("-c",))
+        output = folder / f"{name}.o"
+        return compile_to(output, ROOT / "kernels/include", source, extra=("-c",))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(compiled, STEADY))

@@ -8,28 +8,27 @@ import pytest
 from tests.proof.races.mutants import EVERYTHING, Mutant, write_sources
 from tests.proof.races.test_races import run
 from tests.support import ROOT, together
-from tests.support.compiler import (
-    NEEDS_COMPILER,
-    THREAD_SANITIZER_UNOPTIMISED,
-    compile_to,
-)
+from tests.support.compiler import NEEDS_COMPILER, compile_to
 
 # World, generations, rounds; the first shows the mutants. Where no mutant is to be shown, a few
 # generations have every order of accesses that the sanitizer can judge.
 SHOWING = (2, 20, 12)
 WORLDS = [SHOWING, (3, 6, 2), (4, 2, 2)] if EVERYTHING else [(2, 6, 12), (3, 2, 2)]
 RUNS = 10
-# Sources without mutants, apart from those that other programs have too, and with them.
-STEADY = (
+# Apart from those that other programs have, too.
+SOURCES = (
     "comm",
     "comm_optimizer",
+    "comm_report",
     "describe",
     "fault_plan",
     "heap",
+    "messenger",
+    "messenger_wait",
     "peer_heap",
     "recorder",
+    "retired",
 )
-MUTATED = ("comm_report", "messenger", "messenger_wait", "retired")
 MUTANTS = {
     "a failed call that returns before the word": Mutant(
         "host/comm_report.cpp",
@@ -84,22 +83,17 @@ def program(sanitized_objects, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("comm_races")
     include = ROOT / "kernels/include"
     write_sources(folder, MUTANTS)
-    chosen = ("-c", "-include", str(folder / "chosen.h"))
-    steady = (ROOT / f"kernels/host/{name}.cpp" for name in STEADY)
-    mutated = (folder / f"kernels/host/{name}.cpp" for name in MUTATED)
-    jobs: list[tuple[Path, tuple[str, ...]]] = [
-        (together(folder / "mutated.cpp", mutated), chosen),
-        (together(folder / "steady.cpp", steady), ("-c",)),
-        (ROOT / "tests/proof/races/comm_race_test.cpp", ("-c",)),
+    parts = [
+        together(folder / "sources.cpp", (folder / f"kernels/host/{each}.cpp" for each in SOURCES)),
+        ROOT / "tests/proof/races/comm_race_test.cpp",
     ]
 
-    def compiled(job: tuple[Path, tuple[str, ...]]) -> Path:
-        source, extra = job
-        output, flags = folder / f"{source.stem}.o", THREAD_SANITIZER_UNOPTIMISED
-        return compile_to(output, include, source, flags=flags, extra=extra)
+    def compiled(part: Path) -> Path:
+        extra = ("-c", "-include", str(folder / "chosen.h"))
+        return compile_to(folder / f"{part.stem}.o", include, part, extra=extra)
 
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compiled, jobs))
+        objects = list(pool.map(compiled, parts))
     return compile_to(folder / "comm_races", include, *objects, *sanitized_objects)
 
 

@@ -30,7 +30,7 @@ from tests.support import ROOT
 from tests.support.compiler import (
     LOW_PRIORITY,
     NEEDS_COMPILER,
-    PLAIN,
+    UNOPTIMISED,
     compile_to,
     skip_without_sanitizer,
 )
@@ -226,13 +226,13 @@ def programs(tmp_path_factory):
     with ThreadPoolExecutor(2) as pool:
         yield {
             "mutated": pool.submit(compile_to, folder / "mutated", mutated, SOURCE, extra=chosen),
-            "fast": pool.submit(compile_to, folder / "fast", right, SOURCE, flags=PLAIN),
+            "fast": pool.submit(compile_to, folder / "fast", right, SOURCE, flags=UNOPTIMISED),
         }
 
 
 def run(program: Path, team: Team, mutant: int = 0) -> subprocess.CompletedProcess[str]:
     """With time for a busy machine, except where ranks may wait in vain."""
-    timeout_ms = 1000 if mutant > 0 else 300 if team[3] == 0 else 120000
+    timeout_ms = 1000 if mutant > 0 else 100 if team[3] == 0 else 120000
     environment = {
         **os.environ,
         "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",

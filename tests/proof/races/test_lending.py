@@ -8,7 +8,7 @@ import pytest
 
 from tests.proof.races.mutants import ENDPOINT, EVERYWHERE, VARIABLE, Mutant, write_sources
 from tests.support import ROOT
-from tests.support.compiler import NEEDS_COMPILER, PLAIN, compile_to
+from tests.support.compiler import NEEDS_COMPILER, UNOPTIMISED, compile_to
 
 DEADLINE_S = 60.0
 # Stops of the reader until it ends undisturbed: all its steps and copies, each once.
@@ -37,7 +37,7 @@ def program(tmp_path_factory) -> Path:
         folder / "lend_test",
         folder / "kernels/include",
         ROOT / "tests/proof/races/lend_test.cpp",
-        flags=PLAIN,
+        flags=UNOPTIMISED,
         extra=("-include", str(folder / "chosen.h")),
     )
 

@@ -15,17 +15,18 @@ from typing import Any
 import pytest
 import torch
 
+import ringcomm
 from ringcomm import AbortedError, ArgumentError, CollectiveTimeout, PeerLost, UnsupportedError
 from ringcomm.optim import AdamW, AdamWOptions
 from tests.proof.faults.device.conftest import Places
-from tests.proof.faults.device.places import LONG_S, Gate, Place, error_of, until
+from tests.proof.faults.device.places import DEVICE, LONG_S, Gate, Place, error_of, until
 from tests.support.emulator import DriverError
 from tests.support.emulator.recording import RecordedOperations
 from tests.support.faults import die
 from tests.support.ranks import Ranks, run_ranks
 
-# On an emulated device a replay takes 20 ms; this many use every slot again dozens of times.
-REPLAYS = {"emulated": 50, "cuda": 1000}
+# On an emulated device a replay takes 20 ms; this many use every slot again several times.
+REPLAYS = {"emulated": 24, "cuda": 1000}
 GRACE_S = 0.05
 UNJOINED = 904
 # Elements: a small message, and one of several segments.
@@ -35,8 +36,9 @@ SMALL, LARGE = 60, 3001
 class Chain:
     """All collectives that a graph holds, on static tensors of all ranks."""
 
-    def __init__(self, place: Place, world: Any, large: int = LARGE) -> None:
+    def __init__(self, place: Place, world: Any, large: int = LARGE, in_heap: bool = False) -> None:
         self.place, self.world, self.n = place, world, len(world)
+        self._in_heap = in_heap
         self.inputs = {how: self._tensors(count) for how, count in self._counts(large).items()}
         self.scattered = self._tensors(SMALL)
         self.gathered = self._tensors(SMALL * self.n)
@@ -45,6 +47,8 @@ class Chain:
         return {"packet": SMALL, "direct": large, "ring": large, "scatter": SMALL * self.n}
 
     def _tensors(self, count: int) -> list[torch.Tensor]:
+        if self._in_heap:
+            return [ringcomm.zeros(count, device=DEVICE) for _ in range(self.n)]
         return [self.place.full(count, 0.0) for _ in range(self.n)]
 
     def call(self) -> None:
@@ -73,12 +77,12 @@ class Chain:
 def test_many_replays(place: Place, n: int) -> None:
     world = place.world(n)
     with place.ordered():
-        chain = Chain(place, world, large=LARGE if n == 2 else SMALL)
+        chain = Chain(place, world, large=LARGE if n == 2 else SMALL, in_heap=n == 3)
         chain.call()
         place.synchronize()
         with place.capture() as replay:
             chain.call()
-        for turn in range(REPLAYS[place.kind] if n == 2 else 20):
+        for turn in range(REPLAYS[place.kind] if n == 2 else 12):
             chain.fill(turn)
             replay()
             chain.check(turn)
@@ -161,7 +165,7 @@ def record_steps(place: Place, comm: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def test_every_process_captures_its_own_part(kind: str) -> None:
-    turns = 100
+    turns = 40
     assert run_ranks(replays_alone, 2, kind, turns) == [2.0 * (turns - 10)] * 2
 
 

@@ -76,7 +76,7 @@ def test_many_communicators_leave_nothing(place: Place) -> None:
     once()
     gc.collect()
     counts = []
-    for _ in range(20):
+    for _ in range(8):
         once()
         gc.collect()
         assert in_use(place) == EMPTY_HEAP_BYTES

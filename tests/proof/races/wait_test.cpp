@@ -1,0 +1,177 @@
+// How ranks wait, as tests/proof/races/test_waits.py asks:
+//
+//   wait_test wake SECONDS     two ranks answer each other and sleep for an hour at a time, so that
+//                              only a wake-up lets them go on
+//   wait_test answer SECONDS   two ranks on one core answer each other, and a spin would outlast
+//                              every time slice: prints how often they slept
+//   wait_test yield SECONDS    a thread yields beside one that computes on its core: prints how
+//                              many of its yields were refused, for a small call and for a huge one
+//   wait_test suspend SECONDS  a rank waits in vain by a clock that goes on 10 ms at each look, and
+//                              once an hour, as of a machine that was suspended: prints after how
+//                              many looks it gives up
+//
+// NOTE [Busy cores] in waiter.cpp says why a waiter on a core that others want sleeps.
+#include <sched.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <string>
+#include <thread>
+
+#include "ringcomm/protocol/signal.h"
+#include "tests/proof/races/race_world.h"
+
+namespace {
+
+constexpr uint32_t kWakes = 2000;
+const Waiter kSleeper{PausePolicy{0, 0}};
+
+// Every second time the reader has told that it sleeps, or is about to; else they may meet
+// anywhere.
+void let_sleep(const uint32_t* flag, uint32_t item) {
+  while (item % 2 == 0 && load_relaxed_sys(flag) == 0) sched_yield();
+}
+
+void send_all(World& w) {
+  const View v = w.view(0, 0);
+  ThreadTeam team{{&kSleeper}, 0, 1, 0, 1, w.groups[0].get()};
+  for (uint32_t item = 1; item <= kWakes; ++item) {
+    let_sleep(&v.sleepers(1, Stream::kPair, 0, 0)->on_ready, item);
+    publish(team, v, Stream::kPair, 1, item);
+    const Status status = await_alone(team, v, Site{Stream::kPair, 1, true, item}, item);
+    if (status != Status::kOk) give_up(0, "status", int(status));
+  }
+}
+
+void receive_all(World& w) {
+  const View v = w.view(1, 0);
+  ThreadTeam team{{&kSleeper}, 0, 1, 0, 1, w.groups[1].get()};
+  for (uint32_t item = 1; item <= kWakes; ++item) {
+    const Status status = await_alone(team, v, Site{Stream::kPair, 0, false, item}, item);
+    if (status != Status::kOk) give_up(1, "status", int(status));
+    let_sleep(&v.sleepers(0, Stream::kPair, 0, 1)->on_consumed, item);
+    acknowledge(team, v, Stream::kPair, 0, item);
+  }
+}
+
+void wake() {
+  Waiter::kSleepNs = 3'600'000'000'000;
+  World w(2, 1, 1, 1, 0);
+  std::thread sender([&] { send_all(w); }), receiver([&] { receive_all(w); });
+  sender.join();
+  receiver.join();
+  std::puts("ok");
+}
+
+constexpr uint32_t kAnswers = 40;
+constexpr int kYields = 100;
+constexpr uint64_t kHuge = uint64_t(1) << 40;
+
+const Waiter kSpinner{PausePolicy{UINT32_MAX, 0}};
+const Waiter kYielder{PausePolicy{0, 2000}};
+
+void stay_on_first_core() {
+  cpu_set_t mine, first;
+  CPU_ZERO(&mine);
+  CPU_ZERO(&first);
+  sched_getaffinity(0, sizeof(mine), &mine);
+  int core = 0;
+  while (!CPU_ISSET(core, &mine)) ++core;
+  CPU_SET(core, &first);
+  if (sched_setaffinity(0, sizeof(first), &first) != 0) give_up(0, "sched_setaffinity");
+}
+
+long sleeps_of_thread() {
+  rusage used{};
+  getrusage(RUSAGE_THREAD, &used);
+  return used.ru_nvcsw;
+}
+
+// Rank 0 publishes and rank 1 acknowledges, item by item.
+void answer_all(World& w, int rank, std::atomic<long>* sleeps) {
+  stay_on_first_core();
+  const View v = w.view(rank, 0);
+  ThreadTeam team{{&kSpinner}, 0, 1, 0, 1, w.groups[size_t(rank)].get()};
+  team.tell_core(v);
+  const long before = sleeps_of_thread();
+  for (uint32_t item = 1; item <= kAnswers; ++item) {
+    if (rank == 0) publish(team, v, Stream::kPair, 1, item);
+    const Status status =
+        await_alone(team, v, Site{Stream::kPair, 1 - rank, rank == 0, item}, item);
+    if (status != Status::kOk) give_up(rank, "status", int(status));
+    if (rank == 1) acknowledge(team, v, Stream::kPair, 0, item);
+  }
+  *sleeps += sleeps_of_thread() - before;
+}
+
+int refused(uint64_t call_bytes) {
+  int count = 0;
+  for (int i = 0; i < kYields; ++i) count += !kYielder.yield(call_bytes);
+  return count;
+}
+
+void answer() {
+  World w(2, 1, 1, 1, 0);
+  std::atomic<long> sleeps = 0;
+  std::thread first([&] { answer_all(w, 0, &sleeps); }), second([&] { answer_all(w, 1, &sleeps); });
+  first.join();
+  second.join();
+  std::printf("%ld\n", sleeps.load());
+}
+
+void yield() {
+  stay_on_first_core();
+  std::atomic<bool> over = false;
+  std::thread computes([&] {
+    while (!over) {
+    }
+  });
+  const int huge = refused(kHuge), small = refused(0);
+  over = true;
+  computes.join();
+  std::printf("%d %d\n", small, huge);
+}
+
+constexpr uint64_t kStepNs = 10'000'000, kSuspendedNs = 3'600'000'000'000;
+constexpr int kSuspendedAt = 50, kMostLooks = 1000;
+
+struct SteppedTeam : ThreadTeam {
+  int* looks;
+  uint64_t* clock_ns;
+
+  // Every poll looks at the clock.
+  static bool pause(Pause&) { return true; }
+  uint64_t now_ns() const {
+    if (++*looks > kMostLooks) give_up(0, "does not give up", *looks);
+    return *clock_ns += *looks == kSuspendedAt ? kSuspendedNs : kStepNs;
+  }
+};
+
+void suspend() {
+  World w(2, 1, 1, 1, 0);
+  w.timeout_ns = 100 * kStepNs;
+  int looks = 0;
+  uint64_t clock_ns = 1;
+  const SteppedTeam team{w.team(0, 0, 0), &looks, &clock_ns};
+  const Status status = await_slowly(team, w.view(0, 0), Site{Stream::kPair, 1, true, 1}, 1);
+  if (status != Status::kTimeout) give_up(0, "status", int(status));
+  std::printf("%d\n", looks);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) return 2;
+  alarm(unsigned(std::atoi(argv[2])));  // ends the process where a wait does not end
+  const std::string what = argv[1];
+  if (what == "wake")
+    wake();
+  else if (what == "answer")
+    answer();
+  else if (what == "yield")
+    yield();
+  else
+    suspend();
+  return 0;
+}
