@@ -5,8 +5,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.c10d.emulated import emulated
+from tests.functional.conftest import compiling_ranks
 from tests.support.emulator.library import COMPILER
 from tests.support.rank_pool import RankPool
+
+__all__ = ["compiling_ranks"]
 
 
 @pytest.fixture(scope="session")

@@ -60,7 +60,6 @@ def sharded_between(rank, world_size):
             test_fsdp.mixed_precision,
             sharded_within,
             sharded_between,
-            test_parallelism.tensor_parallel_and_sharded,
             test_parallelism.redistribution,
             test_pipelines.schedules,
             test_checkpoint.save_and_load,

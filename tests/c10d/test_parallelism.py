@@ -1,4 +1,7 @@
-"""Tensor, sequence and pipeline parallelism, meshes and compiled collectives, against Gloo."""
+"""Sequence parallelism, meshes and compiled collectives, against Gloo.
+
+Tensor parallelism beside FSDP2 and over stages is in ``tests/examples/test_parallelism.py``.
+"""
 
 from typing import Any
 
@@ -9,7 +12,6 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -64,17 +66,6 @@ def sequence_parallel(rank, world_size):
     return out.detach(), local.grad, [whole(p.grad) for p in block.parameters()]
 
 
-def tensor_parallel_and_sharded(rank, world_size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    block = parallelize_module(
-        Block(), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    )
-    fully_shard(block, mesh=mesh["data"])
-    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(rank // 2))
-    block(x).square().mean().backward()
-    return [whole(p.grad) for p in block.parameters()]
-
-
 def redistribution(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2))
     x = torch.arange(7 * 9, dtype=torch.float32).view(7, 9)
@@ -84,21 +75,6 @@ def redistribution(rank, world_size):
     assert torch.equal(replicated.to_local(), x)
     product = whole(sharded @ sharded.t())
     return swapped.to_local(), replicated.to_local(), product
-
-
-def axes_of_a_mesh(rank, world_size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    results = []
-    for name in ("a", "b"):
-        value = torch.tensor([rank])
-        dist.all_reduce(value, group=mesh.get_group(name))
-        results.append(
-            (value, mesh[name].get_local_rank(), dist.get_process_group_ranks(mesh.get_group(name)))
-        )
-    flat = mesh._flatten("ab") if hasattr(mesh, "_flatten") else mesh
-    total = torch.tensor([rank])
-    dist.all_reduce(total, group=flat.get_group())
-    return results, total, mesh.get_coordinate()
 
 
 def functional_collectives(rank, world_size):
@@ -247,10 +223,9 @@ def test_as_on_gloo(two_ranks, check):
 
 
 @pytest.mark.parametrize("check", [compiled, inductor, graph_breaks, compiled_ddp])
-def test_compiled_as_eager(two_ranks, check):
-    two_ranks.run(check)
+def test_compiled_as_eager(compiling_ranks, check):
+    compiling_ranks.run(check)
 
 
-@pytest.mark.parametrize("check", [tensor_parallel_and_sharded, redistribution, axes_of_a_mesh])
-def test_four_ranks_as_on_gloo(four_ranks, check):
-    four_ranks.compare(check)
+def test_redistribution(four_ranks):
+    four_ranks.compare(redistribution)

@@ -1,4 +1,4 @@
-"""torch's pipeline schedules, and parallelism of three kinds at once, against Gloo."""
+"""torch's pipeline schedules, and attention over ranks, against Gloo."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as functional
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     ScheduleDualPipeV,
     ScheduleInterleaved1F1B,
@@ -18,8 +16,6 @@ from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.rank_pool import default_group
 
@@ -54,42 +50,6 @@ def schedules(rank: int, world_size: int) -> list[Any]:
     return [schedule_of(kind, rank, world_size) for kind in kinds]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def three_dimensions(rank: int, world_size: int) -> list[Any]:
-    """Two stages, each under FSDP2 and tensor parallelism."""
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
-    torch.manual_seed(1)
-    block = [Block(), Block()][mesh.get_local_rank("pp")]
-    parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(block, mesh=mesh["dp"])
-    stage = PipelineStage(
-        block, mesh.get_local_rank("pp"), 2, torch.device("cpu"), group=mesh.get_group("pp")
-    )
-    runner = Schedule1F1B(stage, n_microbatches=MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
-    optimizer = torch.optim.AdamW(block.parameters(), lr=0.1)
-    draw = torch.Generator().manual_seed(mesh.get_local_rank("dp"))
-    losses: list[torch.Tensor] = []
-    for _ in range(2):
-        x = torch.randn(8, 8, generator=draw)
-        if stage.is_first:
-            runner.step(x)
-        else:
-            runner.step(target=torch.ones(8, 8), losses=losses)
-        optimizer.step()
-        optimizer.zero_grad()
-    whole = [p.full_tensor() for p in block.parameters() if isinstance(p, DTensor)]
-    assert len(whole) == 4
-    return [losses, whole]
-
-
 def ulysses(rank: int, world_size: int) -> list[Any]:
     """Attention whose ranks have tokens outside and heads inside, by an all-to-all each way."""
     group = default_group()
@@ -112,7 +72,3 @@ def ulysses(rank: int, world_size: int) -> list[Any]:
 @pytest.mark.parametrize("check", [schedules, ulysses], ids=lambda check: check.__name__)
 def test_two_ranks(two_ranks, check):
     two_ranks.compare(check)
-
-
-def test_three_dimensions(rank_pools):
-    rank_pools(8).compare(three_dimensions)

@@ -22,7 +22,6 @@ def gradient(shape: tuple[int, ...], index: int, step: int, rank: int) -> torch.
 
 PROBLEMS = (
     (Problem(gradient=gradient), AdamWOptions(bucket_elems=1024)),
-    (Problem(torch.bfloat16, gradient=gradient), AdamWOptions(bucket_elems=2048)),
     (
         Problem(torch.bfloat16, gradient=gradient),
         AdamWOptions(bucket_elems=1024, accumulate_dtype=torch.float32, reduce="sum"),
@@ -80,7 +79,6 @@ def step(comm: Communicator, problem: Problem, options: AdamWOptions) -> Any:
     ("nodes", "sum_blocks", "states"),
     [
         ([2, 2], 2, ("world", "node")),
-        ([1, 1, 1], 0, ("world", "node")),
         # (r0 + r1) + r2 as on one node.
         ([2, 1], 0, ("world",)),
     ],
