@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+import ringcomm
 import ringcomm.c10d
 from ringcomm import CommOptions
 from tests.support.ranks import context
@@ -66,6 +67,12 @@ class Setting:
 def default_group() -> Any:
     """The default group of this rank, of which each backend has methods of its own."""
     return dist.group.WORLD
+
+
+def group_communicator(rank: int, world_size: int, **settings: Any) -> ringcomm.Communicator:
+    """Builds a communicator of the ranks of a check, whatever the backend of their group."""
+    store = dist.PrefixStore("communicator", dist.distributed_c10d._get_default_store())
+    return ringcomm.Communicator.from_store(store, rank, world_size, **settings)
 
 
 def same(ours: Any, reference: Any) -> None:

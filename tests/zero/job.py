@@ -30,6 +30,18 @@ def by_two_algorithms(module: torch.nn.Module) -> list[dict[str, Any]]:
     return muon_groups(module, adamw=[name for name in names if "embed" in name])
 
 
+def whole_state(module: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Returns parameters, buffers, moments and masters, whole; collective."""
+    full = optimizer.full_state_dict()
+    moments = {
+        f"{index}.{name}": torch.as_tensor(value)
+        for index, state in full["state"].items()
+        for name, value in state.items()
+    }
+    masters = {f"master.{index}": each for index, each in full.get("master", {}).items()}
+    return {**zero.full_state_dict(module), **moments, **masters}
+
+
 class Job:
     """A training run on one rank, with everything that a checkpoint must bring back."""
 
@@ -82,12 +94,6 @@ class Job:
         return loaded
 
     def state(self) -> dict[str, Any]:
-        full = self.optimizer.full_state_dict()
-        moments = {
-            f"{index}.{name}": torch.as_tensor(tensor)
-            for index, state in full["state"].items()
-            for name, tensor in state.items()
-        }
-        masters = {f"master.{i}": tensor for i, tensor in full.get("master", {}).items()}
-        rates = {f"lr.{i}": torch.tensor(g["lr"]) for i, g in enumerate(full["param_groups"])}
-        return {**zero.full_state_dict(self.module), **moments, **masters, **rates}
+        groups = self.optimizer.param_groups
+        rates = {f"lr.{i}": torch.tensor(group["lr"]) for i, group in enumerate(groups)}
+        return {**whole_state(self.module, self.optimizer), **rates}

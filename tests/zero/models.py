@@ -111,6 +111,11 @@ def small_gpt(tied: bool = True) -> GPT:
     return GPT(ModelConfig(32, 3, 2, 16, tied))
 
 
+def narrow_gpt() -> GPT:
+    """Has a third of the elements, for tests that train it many times."""
+    return GPT(ModelConfig(16, 3, 2, 16, tied=True))
+
+
 def _rows(width: int) -> Callable[[torch.Generator, int], tuple[Any, ...]]:
     return lambda generator, turn: (torch.randn(4, width, generator=generator),)
 
@@ -131,6 +136,7 @@ def _tokens(generator: torch.Generator, turn: int) -> tuple[Any, ...]:
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[torch.Generator, int], Any]]] = {
     "mlp": (MLP, _rows(13)),
     "gpt": (small_gpt, _text),
+    "narrow gpt": (narrow_gpt, _text),
     "conv": (ConvNet, _rows(3)),
     "partial": (Partial, _turning(12)),
     "wandering": (Wandering, _turning(16)),

@@ -15,7 +15,7 @@ from ringcomm.errors import ArgumentError, MismatchError, RingcommError
 from ringcomm.optim import SGD, AdamW, AdamW8bit, AdamWOptions, Lion, LossScaler, Sharded
 from tests.support import ROOT
 from tests.support.covering import covering
-from tests.zero.job import BF16
+from tests.zero.job import BF16, whole_state
 from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits, new_model
 
 Tensor = torch.Tensor
@@ -60,14 +60,7 @@ class Trained:
         self.optimizer.zero_grad()
 
     def state(self) -> dict[str, Tensor]:
-        full = self.optimizer.full_state_dict()
-        states = {
-            f"{index}.{name}": torch.as_tensor(value)
-            for index, state in full["state"].items()
-            for name, value in state.items()
-        }
-        masters = {f"master.{index}": each for index, each in full.get("master", {}).items()}
-        return {**zero.full_state_dict(self.module), **states, **masters}
+        return whole_state(self.module, self.optimizer)
 
 
 def mean_gradients(base: nn.Module, world_size: int, dtype: torch.dtype) -> dict[str, Tensor]:

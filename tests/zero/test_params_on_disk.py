@@ -18,7 +18,7 @@ from ringcomm import Disk, DiskError, RingcommError, zero
 from ringcomm.errors import ArgumentError, MismatchError
 from ringcomm.examples.train_gpt import GPT, ModelConfig
 from ringcomm.offload import scratch
-from ringcomm.offload.scratch import PAGE_BYTES, DiskChunk, DiskChunks
+from ringcomm.offload.scratch import PAGE_BYTES, DiskChunk, DiskChunks, ScratchFile
 from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, Muon, tiers
 from ringcomm.zero.stages.buckets import DiskBucket
 from ringcomm.zero.stages.sharding import engine_of
@@ -51,7 +51,7 @@ RUNS: dict[str, tuple[Any, Any, bool]] = {
 @pytest.fixture
 def disk(tmp_path: Path) -> Disk:
     """Buffers of a few chunks of the tests' buckets."""
-    return Disk(skip_unless_disk(tmp_path), buffer_bytes=24 << 10, resident_bytes=12 << 10)
+    return Disk(skip_unless_disk(tmp_path), buffer_bytes=16 << 10, resident_bytes=4 << 10)
 
 
 def job_of(comm: Any, base: Any, run: tuple[Any, Any, bool], tier: Disk | None) -> Job:
@@ -74,7 +74,7 @@ def job_of(comm: Any, base: Any, run: tuple[Any, Any, bool], tier: Disk | None) 
 @pytest.mark.parametrize("name", RUNS)
 def test_bits_and_files_are_those_of_memory(worlds, disk, tmp_path, name):
     """With clipping and a skipped step; each checkpoint goes on in the other place."""
-    base, run = new_model("gpt"), RUNS[name]
+    base, run = new_model("narrow gpt"), RUNS[name]
     world = 1 + list(RUNS).index(name) % 3
     places = {"memory": None, "disk": disk}
 
@@ -82,7 +82,7 @@ def test_bits_and_files_are_those_of_memory(worlds, disk, tmp_path, name):
         states = []
         for place, tier in places.items():
             job = job_of(comm, base, run, tier)
-            job.train("gpt", 3)
+            job.train("narrow gpt", 2)
             job.save(tmp_path / f"to {place}")
             states.append(job.state())
         return states
@@ -92,7 +92,7 @@ def test_bits_and_files_are_those_of_memory(worlds, disk, tmp_path, name):
         for place, tier in (("memory", disk), ("disk", None)):
             job = job_of(comm, base, run, tier)
             job.load(tmp_path / f"to {place}")
-            job.train("gpt", 2)
+            job.train("narrow gpt", 1)
             states.append(job.state())
         return states
 
@@ -116,7 +116,7 @@ def test_what_is_no_disk_is_refused():
 @pytest.mark.parametrize("precision", [None, BF16, REMAINDER])
 def test_access_reads_and_writes_what_is_on_the_disk(worlds, disk, precision):
     """Masters, shards, gathered parameters, other values to evaluate with, whole states."""
-    base = new_model("gpt")
+    base = new_model("narrow gpt")
     name = "blocks.0.attention.project_in.weight"
 
     def work(comm):
@@ -124,9 +124,12 @@ def test_access_reads_and_writes_what_is_on_the_disk(worlds, disk, precision):
         for tier in (None, disk):
             job = job_of(comm, base, (AdamW, precision, tier is not None), tier)
             module = job.module
-            job.train("gpt", 2)
+            job.train("narrow gpt", 2)
             param = module.get_parameter(name)
             zero.set_master(param, zero.get_master(param) + 0.3)
+            average = zero.get_state(param, "exp_avg")
+            assert average is not None
+            zero.set_state(param, "exp_avg", average * 2)
             seen = {"local": zero.get_master(param, local=True)}
             with zero.writing_shards(module) as shards:
                 for shard in shards.values():
@@ -146,11 +149,11 @@ def test_access_reads_and_writes_what_is_on_the_disk(worlds, disk, precision):
                 seen["loss"] = module(tokens, tokens)
             shards = zero.local_shards(module)
             seen.update((f"shard.{k}", shard.values.clone()) for k, shard in shards.items())
-            job.train("gpt", 1)
+            job.train("narrow gpt", 1)
             whole = zero.full_state_dict(module)
             with zero.gathered(module, write_from=0):
                 module.load_state_dict({key: value * 0.75 for key, value in whole.items()})
-            job.train("gpt", 1)
+            job.train("narrow gpt", 1)
             found.append({**seen, **job.state()})
         assert_same_bits(*found)
 
@@ -159,7 +162,7 @@ def test_access_reads_and_writes_what_is_on_the_disk(worlds, disk, precision):
 
 def test_shards_that_were_asked_for_once_follow_what_is_on_the_disk(worlds, disk):
     """As an average of weights reads them, and as they are written, whoever asked for them."""
-    base = new_model("gpt")
+    base = new_model("narrow gpt")
     written = "blocks.0.attention.project_in.weight"
 
     def work(comm):
@@ -169,7 +172,7 @@ def test_shards_that_were_asked_for_once_follow_what_is_on_the_disk(worlds, disk
             shards = zero.local_shards(job.module)
             mean = {name: shard.values.float() for name, shard in shards.items()}
             for _ in range(2):
-                job.train("gpt", 1)
+                job.train("narrow gpt", 1)
                 for name, shard in shards.items():
                     mean[name].lerp_(shard.values.float(), 0.25)
             with zero.writing_shards(job.module) as inside:
@@ -185,15 +188,15 @@ def test_shards_that_were_asked_for_once_follow_what_is_on_the_disk(worlds, disk
 
 
 def test_a_train_state_is_taken_back(worlds, disk):
-    base = new_model("gpt")
+    base = new_model("narrow gpt")
 
     def work(comm):
         job = job_of(comm, base, (AdamW, BF16, True), disk)
-        job.train("gpt", 2)
+        job.train("narrow gpt", 2)
         saved = zero.TrainState(job.module, job.optimizer).state_dict()
         wanted = job.state()
         other = job_of(comm, base, (AdamW, BF16, True), disk)
-        other.train("gpt", 1)
+        other.train("narrow gpt", 1)
         zero.TrainState(other.module, other.optimizer).load_state_dict(saved)
         found = other.state()
         kept = {name for name in wanted if not name.startswith("lr.")}
@@ -265,6 +268,7 @@ def test_chunks_in_memory_do_not_grow_with_the_number_of_layers(worlds, disk, bl
     """Nor are any in the heap: what it has less of is what the chunks take."""
     torch.manual_seed(1)
     base = GPT(ModelConfig(32, blocks, 2, 16))
+    disk = replace(disk, buffer_bytes=24 << 10, resident_bytes=12 << 10)
     most = disk.buffer_bytes + disk.resident_bytes
 
     def work(comm):
@@ -283,7 +287,7 @@ def test_chunks_in_memory_do_not_grow_with_the_number_of_layers(worlds, disk, bl
                 resident = sum(each.size_bytes for each in chunks if each.is_resident)
                 assert 0 < resident <= disk.resident_bytes
                 for _ in range(2):
-                    job.train("gpt", 1)
+                    job.train("narrow gpt", 1)
                     assert resident <= pages_bytes(chunks) <= most
                 store = store_of(job.module)
                 assert store.most_held_bytes <= disk.buffer_bytes
@@ -302,19 +306,19 @@ def test_chunks_in_memory_do_not_grow_with_the_number_of_layers(worlds, disk, bl
 @pytest.mark.parametrize(("precision", "reads"), [(None, 3), (REMAINDER, 3), (BF16, 2)])
 def test_a_step_writes_each_chunk_once_and_reads_it_where_it_must(worlds, disk, precision, reads):
     """As forward and backward do, beyond what the buffers hold; a skipped one moves nothing."""
-    base = new_model("gpt")
+    base = new_model("narrow gpt")
     disk = Disk(disk.path, PAGE_BYTES * (4 if precision is None else 2))
 
     def work(comm):
         job = job_of(comm, base, (AdamW, precision, False), disk)
         store, chunks = store_of(job.module), chunks_of(job.module)
         total = sum(each.size_bytes for each in chunks)
-        job.train("gpt", 1)
+        job.train("narrow gpt", 1)
         moved = []
         for _ in range(2):  # the first of these steps is skipped
             store.wait()
             read, written = store.file.bytes_read, store.file.bytes_written
-            job.train("gpt", 1)
+            job.train("narrow gpt", 1)
             store.wait()
             moved.append((store.file.bytes_read - read, store.file.bytes_written - written))
         (_, written_0), (read, written) = moved
@@ -387,24 +391,24 @@ def test_without_the_agreement_the_others_would_not_learn_of_it(worlds, disk, mo
 
 
 def test_a_file_that_is_cut_is_found_on_all_ranks(worlds, disk):
-    base = new_model("gpt")
+    base = new_model("narrow gpt")
 
     def work(comm):
         job = small_job(comm, base, disk)
-        job.train("gpt", 1)
+        job.train("narrow gpt", 1)
         store = store_of(job.module)
         store.wait()
         comm.barrier()
         if comm.rank == 1:
             os.ftruncate(store.file._file.descriptor, 0)
         with pytest.raises(DiskError, match=r"parameters of rank 1: read of block \d+ in"):
-            job.train("gpt", 1)
+            job.train("narrow gpt", 1)
 
     worlds(2).run(work)
 
 
 def test_ranks_that_gather_different_parameters_are_told_so(worlds, disk):
-    base = new_model("gpt")
+    base = new_model("narrow gpt")
 
     def work(comm):
         module = small_job(comm, base, disk).module
@@ -448,7 +452,7 @@ def test_a_disk_without_room_leaves_the_module_as_it_was(worlds, disk, monkeypat
         return add(self, size_bytes)
 
     monkeypatch.setattr(scratch.ScratchFile, "add_block", full)
-    base = new_model("gpt")
+    base = new_model("narrow gpt")
 
     def work(comm):
         module = deepcopy(base)
@@ -457,3 +461,81 @@ def test_a_disk_without_room_leaves_the_module_as_it_was(worlds, disk, monkeypat
         assert_same_bits(module.state_dict(), base.state_dict())
 
     worlds(2).run(work)
+
+
+# ---- state on a disk alone --------------------------------------------------------------------
+
+# By stage: what is trained there. Each kind and precision is at one stage before and one after.
+STATE_RUNS: dict[int, tuple[Any, Any]] = {
+    0: (AdamW, REMAINDER),
+    1: (Muon, BF16),
+    2: (torch.optim.Adagrad, None),
+    3: (AdamW8bit, None),
+}
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> AdamWOptions:
+    folder = skip_unless_disk(tmp_path)
+    buffer_bytes = tiers.LEAST_BUFFERS * tiers.LARGEST_ELEM_BYTES * 512
+    return AdamWOptions(tier=Disk(folder, buffer_bytes, resident_bytes=16_384))
+
+
+@pytest.mark.parametrize("stage", STATE_RUNS)
+def test_a_checkpoint_is_that_of_memory_and_goes_on_anywhere(worlds, on_disk, tmp_path, stage):
+    """Equal files; each goes on at another stage in the other tier, and in a world of two."""
+    base, (kind, precision) = new_model("narrow gpt"), STATE_RUNS[stage]
+    more = {"kind": kind, **({"initial_accumulator_value": 0.5} if stage == 2 else {})}
+
+    def first(comm):
+        for name, adamw in (("memory", AdamWOptions()), ("disk", on_disk)):
+            job = Job(comm, base, stage, precision, adamw, scaled=True, **more)
+            job.train("narrow gpt", 2)
+            job.save(tmp_path / name)
+
+    def second(comm):
+        jobs = []
+        for name, adamw in (("memory", on_disk), ("disk", AdamWOptions())):
+            job = Job(comm, base, (stage + 1) % 4, precision, adamw, scaled=True, **more)
+            job.load(tmp_path / name)
+            job.train("narrow gpt", 1)
+            jobs.append(job.state())
+        return jobs
+
+    worlds(3).run(first)
+    memory, disk = (files_below(tmp_path / name) for name in ("memory", "disk"))
+    assert memory.keys() == disk.keys() and len(memory) > 3
+    for name, content in memory.items():
+        assert content == disk[name], name
+    for jobs in worlds(2).run(second):
+        assert_same_bits(*jobs)
+
+
+def test_all_ranks_learn_of_an_error_at_any_read_of_a_preparation(worlds, on_disk, monkeypatch):
+    """Where masters take over the parameters as they were before they were rounded."""
+    base = new_model("narrow gpt")
+    read, reads = ScratchFile.read, []
+
+    def fails(self, block, memory):
+        if "rank 1" in self.what:
+            reads.append(block)
+            if len(reads) - 1 == failing:
+                raise DiskError(f"{self.what}: an error of the test")
+        return read(self, block, memory)
+
+    monkeypatch.setattr(ScratchFile, "read", fails)
+
+    def work(comm):
+        job = Job(comm, base, 3, BF16, on_disk)
+        try:
+            job.optimizer.prepare()
+        except DiskError as error:
+            return str(error)
+        return None
+
+    failing, world = -1, worlds(2)
+    assert world.run(work) == [None, None]
+    for failing in range(0, len(reads), 5):
+        reads.clear()
+        assert all("an error of the test" in text for text in world.run(work)), failing
+    assert failing > 5

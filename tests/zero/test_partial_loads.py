@@ -14,12 +14,12 @@ from torch import nn
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, CheckpointError
 from ringcomm.optim import AdamW
+from tests.support.covering import covering
 from tests.zero.checkpoint.states import forge
 from tests.zero.job import BF16
 from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits
 
 Tensor = torch.Tensor
-STAGES = [0, 1, 2, 3]
 
 
 class Net(nn.Module):
@@ -61,8 +61,7 @@ def masters(module: nn.Module) -> dict[str, Tensor]:
     return {n: zero.get_master(p) for n, p in module.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("precision", [zero.Precision(), BF16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", STAGES)
+@covering(strength=1, stage=[0, 1, 2, 3], precision={"float32": zero.Precision(), "bf16": BF16})
 def test_a_model_with_another_head(worlds, tmp_path, stage, precision):
     """Takes the body, and keeps its own head, with its masters and moments."""
     first, second = Net(1), Net(2, "score")
@@ -150,7 +149,7 @@ def test_a_part_of_another_shape_or_name_is_refused(worlds, tmp_path):
 # ---- what is trained ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_what_is_trained_is_saved_alone(worlds, tmp_path, stage):
     """And training goes on with the same bits, at any stage, where the rest is there already."""
     base = Net(1, frozen=True)

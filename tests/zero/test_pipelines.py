@@ -190,7 +190,7 @@ def schedules_equal_data_parallelism(rank: int, world_size: int) -> None:
     for kind in (*SINGLE, ScheduleInterleaved1F1B, *SPLIT):
         own = numbers(kind, mesh)
         told, params = references[2 * len(own)]
-        for stage in (3,) if kind in IN_A_V else (0, 1, 2, 3):
+        for stage in (0, 1, 2, 3) if kind is Schedule1F1B else (3,) if kind in IN_A_V else (2, 3):
             modules = nn.ModuleList([layers(2 * len(own))[number] for number in own])
             zero.shard(modules, stage, mesh=mesh, options=OPTIONS)
             optimizer = AdamW(modules.parameters(), lr=0.05)
@@ -385,7 +385,7 @@ def sums_in_fp32_are_divided(rank: int, world_size: int) -> None:
     mesh = mesh_of_stages(2, 2, 1)
     fp32_sums = AdamWOptions(accumulate_dtype=torch.float32)
     for kind in (ScheduleGPipe, ScheduleInterleavedZeroBubble):
-        for scales, stage in ((True, 1), (False, 1), (True, 2), (False, 3)):
+        for scales, stage in ((True, 1), (False, 3)):
             stepped = []
             for options in (AdamWOptions(), fp32_sums):
                 own = numbers(kind, mesh)

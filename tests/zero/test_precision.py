@@ -139,20 +139,6 @@ def test_a_preset_needs_nothing_else_but_a_scaler(worlds, base, name):
         assert state == MOMENTS | MASTER_OF[name]
 
 
-@pytest.mark.parametrize("name", ["bf16-remainder", "bf16-pure-sr"])
-def test_classes_of_torch_refuse_what_kernels_of_adamw_can(worlds, base, name):
-    """Before anything is stepped, on all ranks, also if the module's precision asks for it."""
-
-    def work(comm):
-        options = options_of(Precision.preset(name))
-        module = zero.shard(deepcopy(base), 2, comm=comm, options=options)
-        optimizer = Sharded(torch.optim.SGD, module.parameters(), lr=0.1)
-        with pytest.raises(UnsupportedError, match=r"Sharded: master=.* 'fp32'"):
-            optimizer.prepare()
-
-    worlds(2).run(work)
-
-
 def test_without_masters_parameters_are_rounded_stochastically(worlds, base):
     """A small step of a constant gradient moves some of the elements, not all of them nor none."""
 
@@ -273,19 +259,18 @@ def test_a_kept_module_is_what_torch_computes_in_fp32(worlds):
     assert not torch.equal(grad, grad.bfloat16().float())
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(1, 3), (3, 0)])
-def test_checkpoints_hold_what_stays_fp32(worlds, base, tmp_path, saving, loading):
+def test_checkpoints_hold_what_stays_fp32(worlds, base, tmp_path):
     precision = Precision.preset("bf16-pure-sr", keep_fp32=KEPT)
 
     def save(comm):
-        module, optimizer = build(comm, base, saving, precision)
+        module, optimizer = build(comm, base, 3, precision)
         take_steps(comm, module, optimizer, range(2))
         zero.save(tmp_path, 2, module, optimizer)
         take_steps(comm, module, optimizer, range(2, 3))
         return zero.full_state_dict(module)
 
     def load(comm):
-        module, optimizer = build(comm, base, loading, precision)
+        module, optimizer = build(comm, base, 0, precision)
         zero.load(tmp_path, module, optimizer)
         take_steps(comm, module, optimizer, range(2, 3))
         return zero.full_state_dict(module)

@@ -23,7 +23,6 @@ from tests.zero.models import (
 )
 
 TIMEOUT_S = 60.0
-BF16 = zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16)
 
 
 def _train(store, rank, world, run):
@@ -32,18 +31,11 @@ def _train(store, rank, world, run):
         return train(comm, new_model(run.model), run)
 
 
-@pytest.mark.parametrize(
-    ("world", "run"),
-    [
-        (2, Run("gpt", 1, precision=BF16)),
-        (2, Run("gpt", 2, backwards=2, clip=0.3)),
-        (3, Run("wandering", 3, backwards=2, clip=0.3)),
-    ],
-)
-def test_processes_train_as_threads_do(worlds, world, run):
+def test_processes_train_as_threads_do(worlds):
     before = shared_memory_files()
-    wanted, norms = train_world(worlds(world), run)
-    for state, their_norms in run_ranks(_train, world, run):
+    run = Run("wandering", 3, backwards=2, clip=0.3)
+    wanted, norms = train_world(worlds(3), run)
+    for state, their_norms in run_ranks(_train, 3, run):
         assert_same_bits(state, wanted)
         assert their_norms == norms
     assert shared_memory_files() <= before
@@ -77,7 +69,7 @@ def _lose_a_rank(store, rank, world, stage):
     return None
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_that_dies_is_named_by_the_others(stage):
     before = shared_memory_files()
     began = time.monotonic()

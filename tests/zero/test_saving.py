@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed as dist
 from torch import nn
 
-from ringcomm import Communicator, zero
-from ringcomm.errors import CheckpointError
+from ringcomm import zero
+from ringcomm.errors import ArgumentError, CheckpointError, MismatchError
 from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, Muon
+from ringcomm.zero.checkpoint.save_load import save_generators
 from tests.support.covering import covering, in_test_all
-from tests.support.ranks import run_ranks
+from tests.support.rank_pool import group_communicator
 from tests.zero.checkpoint.states import forge
 from tests.zero.job import BF16, Job
 from tests.zero.models import MODELS, assert_same_bits, new_model
@@ -43,19 +45,19 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @covering(strength=1, stage=STAGES, kind=[*KINDS])
 def test_n_and_m_steps_are_n_saved_loaded_and_m(worlds, tmp_path, stage, kind):
-    base = new_model("gpt")
+    base = new_model("narrow gpt")
 
     def work(comm):
         job = Job(comm, base, stage, **KINDS[kind])
-        job.train("gpt", 2)
+        job.train("narrow gpt", 2)
         job.save(tmp_path)
-        job.train("gpt", 2)
+        job.train("narrow gpt", 2)
         wanted = job.state()
         # Another model's values, which loading replaces.
         again = Job(comm, other, stage, **KINDS[kind])
-        again.train("gpt", 1)
+        again.train("narrow gpt", 1)
         assert again.load(tmp_path).exact
-        again.train("gpt", 2)
+        again.train("narrow gpt", 2)
         assert_same_bits(again.state(), wanted)
         if job.scaler is not None:
             assert job.scaler.state_dict() == again.scaler.state_dict()
@@ -64,7 +66,7 @@ def test_n_and_m_steps_are_n_saved_loaded_and_m(worlds, tmp_path, stage, kind):
         return True
 
     torch.manual_seed(99)
-    other = MODELS["gpt"][0]()
+    other = MODELS["narrow gpt"][0]()
     assert all(worlds(2).run(work))
 
 
@@ -103,7 +105,7 @@ def test_frozen_parameters_that_are_not_dense_come_back(worlds, tmp_path, stage)
         ("partial", {}),
         ("conv", {}),
         ("mlp", {"kind": AdamW8bit}),
-        ("gpt", {"kind": Muon}),
+        ("narrow gpt", {"kind": Muon}),
         *in_test_all(("mlp", {"kind": torch.optim.NAdam}), ("wandering", {})),
     ],
 )
@@ -126,16 +128,16 @@ def test_any_stage_and_world_takes_over(worlds, tmp_path, name, settings):
         assert not loaded.exact
         return job.state()
 
-    for saved in STAGES:
+    for saved in STAGES if name == "partial" else (0, 2, 3):
         wanted = worlds(3).run(first, saved)[0]
-        for stage in STAGES if name == "partial" else [(saved + 1) % 4]:
+        for stage in STAGES if name == "partial" else [(saved + 2) % 4]:
             for found in worlds(2).run(second, stage, saved):
                 assert_same_bits(found, wanted)
 
 
 def test_a_parameter_has_the_moments_of_its_algorithm_whatever_its_bucket_has(worlds, tmp_path):
     """Muon's momentum and AdamW's moments, in buckets of one algorithm and of both."""
-    base = new_model("gpt")
+    base = new_model("narrow gpt")
 
     def work(comm):
         small, large = (
@@ -152,7 +154,7 @@ def test_a_parameter_has_the_moments_of_its_algorithm_whatever_its_bucket_has(wo
         jobs = (large, small)
         names = [set(zero.TrainState(job.module, job.optimizer).state_dict()) for job in jobs]
         assert names[0] == names[1]
-        small.train("gpt", 1)
+        small.train("narrow gpt", 1)
         small.save(tmp_path)
         comm.barrier()
         if not comm.rank:
@@ -172,58 +174,42 @@ def test_a_parameter_has_the_moments_of_its_algorithm_whatever_its_bucket_has(wo
     assert {frozenset(each) for each in kinds.values()} == {frozenset(adamw), MOMENTUM}
 
 
-def _alone(store, rank, world, root, part):
-    """With random numbers in the training, which one process has to itself."""
-    torch.set_num_threads(1)
+def alone(root, rank, world):
+    """Checks a load with random numbers in the training, which a process has to itself."""
     torch.manual_seed(rank)
     random.seed(rank)
-    with Communicator.from_store(store, rank, world) as comm:
-        base = nn.Sequential(
-            nn.Linear(6, 20), nn.BatchNorm1d(20), nn.Dropout(0.5), nn.Linear(20, 1)
-        )
-        module: Any = zero.shard(base, 2, comm=comm)
-        optimizer = AdamW(module.parameters(), lr=1e-2)
+    with group_communicator(rank, world) as comm:
 
-        def train(steps):
-            for _ in range(steps):
+        def made():
+            base = nn.Sequential(
+                nn.Linear(6, 20), nn.BatchNorm1d(20), nn.Dropout(0.5), nn.Linear(20, 1)
+            )
+            module: Any = zero.shard(base, 2, comm=comm)
+            return module, AdamW(module.parameters(), lr=1e-2)
+
+        def train(module, optimizer):
+            for _ in range(2):
                 x = torch.randn(4, 6) * random.random()
                 module(x).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
+            state = {**zero.full_state_dict(module), "random": torch.tensor(random.random())}
+            return {**state, "torch": torch.rand(1)}
 
-        if part == "second":
-            assert zero.load(root, module, optimizer).data == ["anything", 3]
-        else:
-            train(2)
-            zero.save(root, 2, module, optimizer, data=["anything", 3])
-        train(2)
-        state = {**zero.full_state_dict(module), "random": torch.tensor(random.random())}
-        return {**state, "torch": torch.rand(1)}
-
-
-def test_generators_and_each_ranks_buffers_come_back(tmp_path):
-    wanted = run_ranks(_alone, 2, tmp_path, "first")
-    found = run_ranks(_alone, 2, tmp_path, "second")
-    assert not torch.equal(wanted[0]["1.running_mean"], wanted[1]["1.running_mean"])
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert_same_bits(mine, theirs)
+        saved = made()
+        train(*saved)
+        zero.save(root, 2, *saved, data=["anything", 3])
+        wanted = train(*saved)
+        means = [torch.empty(20) for _ in range(world)]
+        dist.all_gather(means, wanted["1.running_mean"])
+        assert not torch.equal(*means)
+        loading = made()
+        assert zero.load(root, *loading).data == ["anything", 3]
+        assert_same_bits(train(*loading), wanted)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_plain_torch_loads_what_was_exported(worlds, tmp_path, stage):
-    base = new_model("gpt")
-
-    def work(comm):
-        job = Job(comm, base, stage, precision=BF16)
-        job.train("gpt", 1)
-        job.save(tmp_path / "run")
-        return zero.full_state_dict(job.module)
-
-    wanted = worlds(3).run(work)[0]
-    (file,) = zero.export_safetensors(tmp_path / "run" / "step-00000001", tmp_path / "exported")
-    plain = new_model("gpt").to(torch.bfloat16)
-    plain.load_state_dict(load_file(file), strict=True)
-    assert_same_bits(dict(plain.state_dict()), wanted)
+def test_generators_and_each_ranks_buffers_come_back(rank_pools, tmp_path):
+    rank_pools(2).run(partial(alone, tmp_path), "gloo")
 
 
 def test_a_module_alone(worlds, tmp_path):
@@ -266,47 +252,163 @@ def test_moments_of_8_bits_are_taken_from_what_torch_has_loaded(worlds):
     assert all(worlds(2).run(work))
 
 
-def _through_torch(store, rank, world, root, stage, mine):
+def through_torch(root, wanted_file, stage, mine, rank, world):
     """Saves with torch.distributed.checkpoint, or loads; with ringcomm's files, or torch's own."""
-    import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
     from ringcomm.zero.checkpoint import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore("torch", store), rank=rank, world_size=world
-    )
-    with Communicator.from_store(store, rank, world) as comm:
+    with group_communicator(rank, world) as comm:
         kind = {"kind": torch.optim.NAdam} if mine else {}
         job = Job(comm, new_model("conv"), stage, precision=BF16, **kind)
-        if root.exists():
-            state = {"train": zero.TrainState(job.module, job.optimizer)}
-            if mine:
-                dcp.load(state, storage_reader=StorageReader(root), planner=LoadPlanner())
-            else:
-                dcp.load(state, checkpoint_id=str(root))
-        else:
+        reading: dict[str, Any] = {"checkpoint_id": str(root)}
+        writing: dict[str, Any] = {"checkpoint_id": str(root)}
+        if mine:
+            reading = {"storage_reader": StorageReader(root), "planner": LoadPlanner()}
+            writing = {"storage_writer": StorageWriter(root), "planner": SavePlanner()}
+        loads = wanted_file.exists()
+        comm.barrier()
+        if not loads:
             job.train("conv", 2)
             state = {"train": zero.TrainState(job.module, job.optimizer)}
-            comm.barrier()
-            if mine:
-                dcp.save(state, storage_writer=StorageWriter(root), planner=SavePlanner())
-            else:
-                dcp.save(state, checkpoint_id=str(root))
-        found = job.state()
-    dist.destroy_process_group()
-    return found
+            dcp.save(state, **writing)
+            found = job.state()
+            if rank == 0:
+                torch.save(found, wanted_file)
+            return
+        dcp.load({"train": zero.TrainState(job.module, job.optimizer)}, **reading)
+        # Each rank has statistics of its own, and torch saves those of one.
+        named = {name for name, _ in new_model("conv").named_buffers()}
+        found, wanted = job.state(), torch.load(wanted_file)
+        kept = {name: each for name, each in found.items() if name not in named}
+        assert_same_bits(kept, {name: wanted[name] for name in kept})
 
 
 @pytest.mark.parametrize("mine", [True, False], ids=["ringcomm's files", "torch's files"])
-def test_torchs_distributed_checkpoint(tmp_path, mine):
-    root = tmp_path / "saved"
-    wanted = run_ranks(_through_torch, 3, root, 3, mine)[0]
-    # Its import takes longer than the rest, in each process.
-    for world, stage in ((2, 1), (1, 3)) if mine else ((2, 0),):
-        for found in run_ranks(_through_torch, world, root, stage, mine):
-            # Each rank has statistics of its own, and torch saves those of one.
-            named = {name for name, _ in new_model("conv").named_buffers()}
-            kept = {name: each for name, each in found.items() if name not in named}
-            assert_same_bits(kept, {name: wanted[name] for name in kept})
+def test_torchs_distributed_checkpoint(rank_pools, tmp_path, mine):
+    paths = tmp_path / "saved", tmp_path / "wanted"
+    for world, stage in ((3, 3), (2, 1 if mine else 0)):
+        rank_pools(world).run(partial(through_torch, *paths, stage, mine), "gloo")
+
+
+# ---- checkpoints that are damaged, of another model, or half-written -----------------------------
+
+
+def test_checkpoints_of_other_models_change_nothing(worlds, tmp_path):
+    def work(comm):
+        module: Any = zero.shard(nn.Linear(4, 3), 3, comm=comm)
+        optimizer = AdamW(module.parameters())
+        zero.save(tmp_path, 1, module, optimizer)
+        cases = [
+            (nn.Linear(4, 3, bias=False), "parameter 1 is 'bias', and the module's is missing"),
+            (nn.Linear(4, 5), r"model\.weight: expected .*\(5, 4\).*got .*\(3, 4\)"),
+            (nn.Linear(4, 3).bfloat16(), r"model\.weight: expected torch\.bfloat16.*float32"),
+            (nn.Sequential(nn.Linear(4, 3)), r"parameter 0 is 'weight', and the module's is '0\."),
+        ]
+        for other, text in cases:
+            before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+            sharded = zero.shard(other, 1, comm=comm)
+            with pytest.raises(CheckpointError, match=text):
+                zero.load(tmp_path, sharded, AdamW(sharded.parameters()))
+            if comm.rank == 0:
+                assert_same_bits(zero.full_state_dict(sharded), before)
+            comm.barrier()
+        grouped = AdamW([{"params": [module.weight]}, {"params": [module.bias]}])
+        del optimizer
+        with pytest.raises(CheckpointError, match="expected the param groups"):
+            zero.load(tmp_path, module, grouped)
+
+    worlds(2).run(work)
+
+
+def test_checkpoints_of_other_optimizers_change_nothing(worlds, tmp_path):
+    kinds = {"AdamW": None, "torch.optim.nadam.NAdam": torch.optim.NAdam}
+    base = new_model("mlp")
+
+    def work(comm):
+        for saved, kind in kinds.items():
+            job = Job(comm, base, 2, kind=kind)
+            job.train("mlp", 1)
+            job.save(tmp_path / saved)
+        for saved, (name, kind) in zip(reversed(kinds), kinds.items(), strict=True):
+            job = Job(comm, base, 1, kind=kind)
+            job.train("mlp", 1)
+            before = job.state()
+            with pytest.raises(CheckpointError, match=f"state of {name}, got that of {saved}"):
+                job.load(tmp_path / saved)
+            assert_same_bits(job.state(), before)
+
+    worlds(2).run(work)
+
+
+def test_what_cannot_be_saved(worlds, tmp_path):
+    def work(comm):
+        module = zero.shard(nn.Linear(4, 3), 3, comm=comm)
+        other = zero.shard(nn.Linear(4, 3), 3, comm=comm)
+        with pytest.raises(ArgumentError, match="built on the sharded module's parameters"):
+            zero.save(tmp_path, 1, module, AdamW(other.parameters()))
+        with pytest.raises(ArgumentError, match="was not sharded"):
+            zero.save(tmp_path, 1, nn.Linear(2, 2))
+        with pytest.raises(MismatchError, match="rank 0 saves step 5, rank 1 step 6"):
+            zero.save(tmp_path, 5 + comm.rank, module)
+        with pytest.raises(CheckpointError, match="found none"):
+            zero.load(tmp_path, module)
+        zero.save(tmp_path, 7, module)
+        with pytest.raises((ArgumentError, CheckpointError), match="after 7"):
+            zero.save(tmp_path, 7, module)
+
+    worlds(2).run(work)
+
+
+@pytest.mark.parametrize("damage", ["bits", "manifest"])
+def test_a_damaged_checkpoint_is_refused_on_all_ranks(worlds, tmp_path, damage):
+    base = new_model("mlp")
+
+    def work(comm):
+        job = Job(comm, base, 3)
+        job.train("mlp", 1)
+        job.save(tmp_path)
+        job.train("mlp", 1)
+        before = job.state()
+        comm.barrier()
+        if comm.rank == 0:
+            _damage(tmp_path / "step-00000001", damage)
+        comm.barrier()
+        with pytest.raises(CheckpointError):
+            job.load(tmp_path)
+        assert_same_bits(job.state(), before)
+        job.train("mlp", 1)  # nothing is lost
+        job.save(tmp_path)
+        assert job.load(tmp_path).step == 3
+
+    worlds(2).run(work)
+
+
+def _damage(folder, kind):
+    file = folder / ("checkpoint.json" if kind == "manifest" else "rank-00001.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-50] ^= 4
+    file.write_bytes(data)
+
+
+def test_generators_that_cannot_be_restored_stop_all_ranks_before_anything_changes(
+    worlds, tmp_path, monkeypatch
+):
+    base = new_model("mlp")
+
+    def damaged(device):
+        tensors, python = save_generators(device)
+        return {**tensors, "rng.cpu": tensors["rng.cpu"][:7]}, python
+
+    def work(comm):
+        job = Job(comm, base, 3)
+        job.train("mlp", 1)
+        job.save(tmp_path)
+        job.train("mlp", 1)
+        before = job.state()
+        with pytest.raises(CheckpointError, match="random generators: cannot be restored"):
+            job.load(tmp_path)
+        assert_same_bits(job.state(), before)
+
+    monkeypatch.setattr("ringcomm.zero.checkpoint.save_load.save_generators", damaged)
+    worlds(2).run(work)

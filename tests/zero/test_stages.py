@@ -5,26 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from ringcomm import zero
 from ringcomm.optim import AdamW, Sharded
+from tests.support.covering import covering
 from tests.zero.models import Run, assert_same_bits, new_model, train_world
 
 Tensor = torch.Tensor
 
 
-@pytest.mark.parametrize("name", ["gpt", "wandering", "partial"])
-def test_reducing_each_backward_is_close_to_reducing_once(worlds, name):
+def test_reducing_each_backward_is_close_to_reducing_once(worlds):
     """Stage 2 adds sums of ranks, stage 1 sums of backwards: two orders of the same numbers.
 
     Each order rounds 2 additions of each of 2 steps, so gradients differ by 4 ulps at most; Adam's
     update is at most lr (1e-2) large and turns with the gradient's sign, so two runs are at
     most 2 steps x 2 lr apart; nearly everywhere they are much closer.
     """
-    run = Run(name, 2, steps=2, backwards=3, quiet=False)
+    run = Run("wandering", 2, steps=2, backwards=3, quiet=False)
     summed, _ = train_world(worlds(2), run)
     wanted, _ = train_world(worlds(2), replace(run, stage=1))
     for key, tensor in summed.items():
@@ -51,15 +50,14 @@ def _integers(rank: int, turn: int) -> Tensor:
     return torch.randint(-3, 4, (700,), generator=generator).float()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@covering(strength=1, stage=[0, 1, 2, 3], world_size=[1, 2, 4])
 def test_training_is_that_of_one_process_with_torch(worlds, world_size, stage):
     """Gradients are exact, so only the update rounds: one ulp a step (docs/adamw.md).
 
     What an ulp of one step becomes in the next ones: the update does not read the parameter but for
     its decay, which is below 1. So after n steps, n ulps of the largest magnitude passed through.
     """
-    steps = 20
+    steps = 10
 
     def work(comm):
         module: Any = zero.shard(Fixed(), stage, comm=comm)
@@ -87,8 +85,7 @@ def test_training_is_that_of_one_process_with_torch(worlds, world_size, stage):
             assert (mine - wanted).abs().max() <= steps * ulp
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RAdam])
+@covering(strength=1, stage=[0, 1, 2, 3], kind=[torch.optim.SGD, torch.optim.RAdam])
 def test_any_optimizer_ends_with_torchs_bits(worlds, kind, stage):
     """Gradients are small integers, so their mean over two ranks is exact."""
 
@@ -115,7 +112,7 @@ def test_any_optimizer_ends_with_torchs_bits(worlds, kind, stage):
 
 def test_buckets_and_units_change_no_bits(worlds):
     """Holds for elementwise rules without norms; other rules depend on the layout of buckets."""
-    wanted, _ = train_world(worlds(2), Run("gpt", 0))
+    wanted, _ = train_world(worlds(2), Run("narrow gpt", 0))
     layouts: list[tuple[int, Any, dict[str, Any]]] = [
         (2, None, {"bucket_elems": 1 << 20}),
         (2, (nn.Linear,), {}),
@@ -123,7 +120,7 @@ def test_buckets_and_units_change_no_bits(worlds):
         (3, (nn.Linear, nn.Module), {"bucket_elems": 1 << 20}),
     ]
     for stage, units, options in layouts:
-        found, _ = train_world(worlds(2), Run("gpt", stage, units=units, options=options))
+        found, _ = train_world(worlds(2), Run("narrow gpt", stage, units=units, options=options))
         assert_same_bits(found, wanted)
 
 

@@ -34,7 +34,7 @@ def stages_are_equal(rank, world_size):
     """All stages end with the same bits, close to training without tensor parallelism."""
     mesh = mesh_of(2, 2)
     results = []
-    for stage, overlap in ((0, None), (1, None), (2, False), (2, True), (3, False), (3, True)):
+    for stage, overlap in ((0, None), (1, None), (2, True), (3, False), (3, True)):
         model = parallelized(Model(), mesh["tp"])
         identities = {name: id(param) for name, param in model.named_parameters()}
         options = zero.ZeroOptions(bucket_elems=512, overlap=overlap)
@@ -61,21 +61,6 @@ def stages_are_equal(rank, world_size):
     norms = train(plain, optimizer, mesh, Training(1))
     torch.testing.assert_close(results[0][1], norms)
     torch.testing.assert_close(results[0][0], whole_params(plain))
-
-
-def mixed_precision(rank, world_size):
-    """Parameters change their dtype when they are sharded, and keep FP32 masters at all stages."""
-    mesh = mesh_of(2, 2)
-    results = []
-    for stage in (0, 1, 2, 3):
-        model = parallelized(Model(), mesh["tp"])
-        training = Training(stage, zero=BF16, adamw=AdamWOptions(master="remainder"))
-        optimizer = build(model, mesh, training)
-        norms = train(model, optimizer, mesh, training)
-        params = whole_params(model)
-        assert all(param.dtype is torch.bfloat16 for param in params.values())
-        results.append((params, norms))
-        same(results[-1], results[0])
 
 
 def updates_in_backward(rank, world_size):
@@ -256,7 +241,6 @@ def one_parameter_at_a_time(rank, world_size):
 CHECKS = [
     one_parameter_at_a_time,
     stages_are_equal,
-    mixed_precision,
     updates_in_backward,
     a_step_is_exact,
     on_a_mesh_of_one,
@@ -272,7 +256,7 @@ def test_tensor_parallel(rank_pools, check):
     rank_pools(4).run(check)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 2])
 def test_a_module_of_dtensors_compiles_to_one_graph(stage):
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -123,9 +123,7 @@ BACKWARDS = (one_uses_more, _by_turns, _one_leaves_one_out, _in_other_order, _ch
 
 
 @covering(
-    strength=1,
-    backward=BACKWARDS,
-    options=dict(zip(("waits", "overlaps"), OPTIONS, strict=True)),
+    strength=1, backward=BACKWARDS, options=dict(zip(("waits", "overlaps"), OPTIONS, strict=True))
 )
 def test_gradients_are_right_whatever_ranks_use(worlds, backward, options):
     """Stages 0 and 1 reduce at the step, in the order of the buckets."""

@@ -58,8 +58,7 @@ BF16 = UnitOptions(param=torch.bfloat16)
 PER_UNIT = {"blocks.*": BF16, "blocks.1": UnitOptions(param=torch.float16)}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_precisions_of_units_are_the_same_at_all_stages(worlds, world_size):
+def test_precisions_of_units_are_the_same_at_all_stages(worlds):
     """Units compute in theirs among those in FP32, with masters; the last name that fits counts."""
     options = ZeroOptions(units=units, precision=Precision(param=torch.float32), per_unit=PER_UNIT)
 
@@ -74,13 +73,13 @@ def test_precisions_of_units_are_the_same_at_all_stages(worlds, world_size):
         assert not torch.equal(masters[0], masters[0].half().float())
         return state
 
-    first = worlds(world_size).run(work, 0)[0]
+    first = worlds(2).run(work, 0)[0]
     kinds = {name: tensor.dtype for name, tensor in first.items()}
     assert kinds["blocks.0.0.weight"] is kinds["blocks.2.0.bias"] is torch.bfloat16
     assert kinds["blocks.1.0.weight"] is torch.float16
     assert kinds["head.weight"] is kinds["shift"] is torch.float32
     for stage in STAGES[1:]:
-        for state in worlds(world_size).run(work, stage):
+        for state in worlds(2).run(work, stage):
             assert_same_bits(state, first)
 
 

@@ -35,7 +35,7 @@ from ringcomm.zero.stages.gather import Gatherer
 from tests.memory.disk_folder import skip_unless_disk
 from tests.support.covering import covering
 from tests.zero.checkpoint.states import files_below
-from tests.zero.job import BF16
+from tests.zero.job import BF16, whole_state
 from tests.zero.models import MODELS, Run, assert_same_bits, new_model, options_of
 from tests.zero.test_memory import held_bytes
 
@@ -64,16 +64,7 @@ def on_disk(folder: Path, resident_bytes: int = 0) -> Disk:
 
 
 def state_of(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """Parameters, buffers, masters, moments, steps."""
-    full = optimizer.full_state_dict()
-    moments = {
-        f"{index}.{name}": torch.as_tensor(value)
-        for index, state in full["state"].items()
-        for name, value in state.items()
-    }
-    masters = {f"master.{index}": each for index, each in full.get("master", {}).items()}
-    steps = {"steps": optimizer.steps_taken.clone()}
-    return {**zero.full_state_dict(module), **moments, **masters, **steps}
+    return {**whole_state(module, optimizer), "steps": optimizer.steps_taken.clone()}
 
 
 def trained(
@@ -632,22 +623,11 @@ def test_a_backward_that_raises_halfway_leaves_the_optimizer_torn(
         loop.optimizer.zero_grad()
         zero.load(tmp_path, loop.module, loop.optimizer)
         assert_same_bits(loop.state(), wanted)
-        loop.take(2)
-
-    worlds(2).run(work)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_load_right_after_a_backward_that_raised(worlds, tmp_path, stage):
-    def work(comm):
-        loop = Loop(comm, stage)
-        loop.take(2)
-        zero.save(tmp_path, 2, loop.module, loop.optimizer)
-        wanted = loop.state()
+        # A load right after such a backward mends it, too.
         loop.fail_at(1)
         zero.load(tmp_path, loop.module, loop.optimizer)
         assert_same_bits(loop.state(), wanted)
-        loop.take()
+        loop.take(2)
 
     worlds(2).run(work)
 

@@ -23,6 +23,7 @@ from ringcomm.optim.agreement import CommRanks
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader
 from ringcomm.zero.checkpoint import format as tensor_file
 from tests.support.faults import die
+from tests.support.rank_pool import group_communicator
 from tests.support.ranks import run_ranks
 from tests.zero.checkpoint.states import assert_step, files_below, save_step
 from tests.zero.checkpoint.system_calls import interposed
@@ -80,29 +81,39 @@ def _ending(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _killed_everywhere(store, rank, world_size, folder, half):
-    """Kills a saving process at each call that it makes; what was latest after each."""
+def _calls_of_a_save(folder) -> list[str]:
+    names: list[str] = []
+    save_step(Checkpoints(folder, keep=1), 1)
+    with interposed(lambda number, name, args: names.append(name)):
+        save_step(Checkpoints(folder, keep=1), 2)
+    return names
+
+
+def _killed_everywhere(store, rank, world_size, folder):
+    """Kills a saving process before each call that it makes, and halfway in each write.
+
+    Returns what was latest after each.
+    """
     tensor_file.BLOCK_BYTES = 64
     seen = []
-    for number in itertools.count():
-        root = Path(folder) / str(number)
-        save_step(Checkpoints(root, keep=1), 1)
+    names = _calls_of_a_save(Path(folder) / "whole")
+    for number, name in enumerate([*names, ""]):
+        for half in (False, True) if name == "write" else (False,):
+            root = Path(folder) / f"{number}-{half}"
+            save_step(Checkpoints(root, keep=1), 1)
 
-        def saves(root=root, number=number):
-            with interposed(_kill_at(number, half)):
-                save_step(Checkpoints(root, keep=1), 2)
+            def saves(root=root, number=number, half=half):
+                with interposed(_kill_at(number, half)):
+                    save_step(Checkpoints(root, keep=1), 2)
 
-        ending = _ending(_fork(saves))
-        assert ending in (SAVED, -signal.SIGKILL)
-        seen.append(check_and_go_on(root))
-        shutil.rmtree(root)
-        if ending == SAVED:
-            return seen
+            assert _ending(_fork(saves)) == (-signal.SIGKILL if name else SAVED)
+            seen.append(check_and_go_on(root))
+            shutil.rmtree(root)
+    return seen
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_a_save_killed_at_any_call_leaves_whole_checkpoints(tmp_path, half):
-    (seen,) = run_ranks(_killed_everywhere, 1, str(tmp_path), half, timeout_s=TIMEOUT_S)
+def test_a_save_killed_at_any_call_leaves_whole_checkpoints(tmp_path):
+    (seen,) = run_ranks(_killed_everywhere, 1, str(tmp_path), timeout_s=TIMEOUT_S)
     # Until one call the old is the latest, and from the next on the new.
     assert seen == sorted(seen)
     assert seen.count(1) > 15 and seen.count(2) > 5
@@ -170,7 +181,7 @@ def _saves_on(root, rank):
 
 def _worlds_killed_any_time(store, rank, world_size, folder):
     chance = random.Random(26)
-    for run in range(20):
+    for run in range(6):
         root = Path(folder) / str(run)
         children = [_fork(partial(_saves_on, root, each)) for each in range(WORLD_SIZE)]
         while not Checkpoints(root).steps():
@@ -192,8 +203,8 @@ def test_a_world_killed_at_any_time_leaves_whole_checkpoints(tmp_path):
     run_ranks(_worlds_killed_any_time, 1, str(tmp_path), timeout_s=TIMEOUT_S)
 
 
-def _disk_full(store, rank, world_size, folder):
-    with Communicator.from_store(store, rank, world_size, timeout=TIMEOUT_S) as comm:
+def _disk_full(folder, rank, world_size):
+    with group_communicator(rank, world_size) as comm:
         checkpoints = Checkpoints(folder, ranks=CommRanks(comm))
         save_step(checkpoints, 1, rank, world_size)
         elems = 1 << 16
@@ -210,8 +221,8 @@ def _disk_full(store, rank, world_size, folder):
         checkpoints.save(3, mine)
 
 
-def test_a_file_that_cannot_grow_is_told_to_all_ranks(tmp_path):
-    run_ranks(_disk_full, WORLD_SIZE, str(tmp_path), timeout_s=TIMEOUT_S)
+def test_a_file_that_cannot_grow_is_told_to_all_ranks(two_ranks, tmp_path):
+    two_ranks.run(partial(_disk_full, str(tmp_path)))
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.steps() == [1, 3] and checkpoints.incomplete() == []
     assert_step(checkpoints.reader(1), 1, WORLD_SIZE)

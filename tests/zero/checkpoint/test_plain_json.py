@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringcomm.errors import UnsupportedError
@@ -41,6 +41,7 @@ def typed(value):
     return type(value), repr(value)
 
 
+@settings(max_examples=40)
 @given(plain)
 def test_a_value_comes_back_as_it_was(value):
     back = decode(json.loads(text_of(encode(value, "data"))))

@@ -141,8 +141,7 @@ def test_a_meta_module_is_as_if_loaded_before(worlds, tmp_path, stage, kind, dty
     assert all(worlds(2).run(work))
 
 
-@pytest.mark.parametrize("kind", PRECISIONS)
-@pytest.mark.parametrize("stage", STAGES)
+@covering(strength=1, stage=STAGES, kind=[*PRECISIONS])
 def test_a_trained_module_takes_other_weights(worlds, file, stage, kind):
     """And its optimizer their values before rounding, while its moments stay."""
     precision, adamw = PRECISIONS[kind]
@@ -179,15 +178,13 @@ def test_a_trained_module_takes_other_weights(worlds, file, stage, kind):
     assert_same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"state": "node"}, {"params": "world"}], ids=["default", "state", "params"]
-)
-def test_over_nodes(file, more):
-    modules = [meta_net() for _ in range(4)]
+def test_over_nodes(file):
+    choices: tuple[dict[str, Any], ...] = ({}, {"state": "node"}, {"params": "world"})
+    modules = [[meta_net() for _ in range(4)] for _ in choices]
     wanted = new_net(1).state_dict()
 
-    def work(comm):
-        module = modules[comm.rank]
+    def work(comm, number):
+        module, more = modules[number][comm.rank], choices[number]
         zero.shard(
             module,
             3,
@@ -204,7 +201,7 @@ def test_over_nodes(file, more):
         return True
 
     with ringcomm.local_world(4, nodes=[2, 2], timeout=60) as world:
-        assert all(world.run(work))
+        assert all(all(world.run(work, number)) for number in range(3))
 
 
 @pytest.mark.parametrize("kind", PRECISIONS)

@@ -42,7 +42,7 @@ def saved_by(worlds, root, whole, cuts):
     return Reader(in_world(worlds, len(cuts) + 1, work)[0])
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), elems=st.integers(0, 40), dtype=st.sampled_from(sorted(DTYPES, key=str)))
 def test_any_cut_reads_back_by_any_other(worlds, data, elems, dtype):
     whole = torch.arange(elems).remainder(2).to(dtype)
@@ -57,7 +57,7 @@ def test_any_cut_reads_back_by_any_other(worlds, data, elems, dtype):
             assert torch.equal(out.view(torch.uint8), expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [2, 5])
 def test_everything_comes_back(worlds, tmp_path, world_size):
     """Five ranks have nothing of the smallest tensor's end."""
 

@@ -18,6 +18,7 @@ from ringcomm.errors import ArgumentError, CheckpointError, MismatchError
 from ringcomm.optim import AdamW
 from ringcomm.zero.checkpoint import export
 from ringcomm.zero.checkpoint import format as tensor_file
+from tests.support.covering import covering
 from tests.zero.models import SMALL_BUCKET_ELEMS
 
 INDEX = "model.safetensors.index.json"
@@ -43,9 +44,7 @@ def sharded(net: nn.Module, stage: int, comm: Any, **options: Any) -> nn.Module:
     return zero.shard(deepcopy(net), stage, comm=comm, options=chosen)
 
 
-@pytest.mark.parametrize("max_file_bytes", [700, 5 << 30])
-@pytest.mark.parametrize("aliases", ["copy", "skip"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@covering(stage=[0, 1, 2, 3], aliases=["copy", "skip"], max_file_bytes=[700, 5 << 30])
 def test_weights_are_those_of_an_export(
     worlds, tmp_path, monkeypatch, stage, aliases, max_file_bytes
 ):

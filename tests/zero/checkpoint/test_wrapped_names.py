@@ -180,7 +180,7 @@ def test_files_of_other_wrappers_are_read(worlds, tmp_path, old_names, kind, sta
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize(("kind", "old"), [("checkpoint", True), ("both", True), ("both", False)])
+@pytest.mark.parametrize(("kind", "old"), [("checkpoint", True), ("both", False)])
 def test_through_torch(worlds, tmp_path, old_names, kind, old):
     def save(comm: Any) -> Any:
         module, optimizer = trained(kind, 3, comm)
