@@ -95,13 +95,9 @@ READ |= {
         plan_reduce_scatter_norm(BUCKET, "float16", "SUM", 1, False, DIRECT, 1, stores=False),
     ),
 }
-# Each kind of shard, and each form of a step, for one of the architectures, and each architecture.
-SHARD_CASES = [
-    ("float32", 100),
-    ("bfloat16 with master", 90),
-    ("bfloat16 with remainder", 80),
-    ("stochastic, amsgrad", 90),
-]
+# Each architecture has some, each form of a step is there once, and each kind of shard, of which
+# the one pass has the one with a master.
+SHARD_CASES = [("float32", 100), ("bfloat16 with remainder", 80), ("stochastic, amsgrad", 90)]
 PLAN_CASES = [("one pass", 100), ("norm", 90), ("update", 80)]
 if ALL:
     SHARD_CASES = [(name, target) for name in SHARDS for target in TARGETS]
