@@ -6,6 +6,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -32,21 +33,17 @@ struct Word {
   alignas(kLineBytes) std::atomic<uint64_t> value;
 };
 
-// One per rank at the start of its half of the mapping.
+// One per rank at the start of its half of the mapping, before the slots.
 struct Control {
   Word entered, left, filled, drained;
 };
 
-struct Context {
-  Control* mine;
-  Control* theirs;
-  char* my_slots;
-  char* their_slots;
-  int64_t slot_bytes;
-  int64_t rank;
-  uint64_t epoch;   // calls
-  uint64_t pieces;  // segments over all calls
-};
+// This rank's, of the one mapping that the process has.
+Control *mine, *theirs;
+char *my_slots, *their_slots;
+int64_t rank, slot_bytes;
+uint64_t epoch;   // calls
+uint64_t pieces;  // segments over all calls
 
 void WaitFor(const Word& word, uint64_t value) {
   constexpr int kPausesBeforeYield = 4096;  // some 50 us: only a peer without a core takes longer
@@ -64,49 +61,36 @@ void Publish(Word& word, uint64_t value) {
   word.value.store(value, std::memory_order_release);
 }
 
-void Enter(Context& c) {
-  Publish(c.mine->entered, ++c.epoch);
-  WaitFor(c.theirs->entered, c.epoch);
-}
-
-void Leave(Context& c) {
-  Publish(c.mine->left, c.epoch);
-  WaitFor(c.theirs->left, c.epoch);
+// Returns when both ranks have come to this word in the call.
+void Meet(Word Control::* word) {
+  if (word == &Control::entered) ++epoch;
+  Publish(mine->*word, epoch);
+  WaitFor(theirs->*word, epoch);
 }
 
 struct Float {
   using Type = float;
   static __m256 Load(const float* p) { return _mm256_loadu_ps(p); }
-  template <bool kStream>
-  static void Store(float* p, __m256 v) {
-    if constexpr (kStream) {
-      _mm256_stream_ps(p, v);
-    } else {
-      _mm256_storeu_ps(p, v);
-    }
+  static void Store(float* p, __m256 v, bool stream) {
+    stream ? _mm256_stream_ps(p, v) : _mm256_storeu_ps(p, v);
   }
 };
 
 struct BFloat16 {
   using Type = uint16_t;
   static __m256 Load(const uint16_t* p) {
-    const __m256i wide =
-        _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const auto wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
   }
-  template <bool kStream>
-  static void Store(uint16_t* p, __m256 v) {  // to nearest even; no NaN comes here
+  static void Store(uint16_t* p, __m256 v, bool stream) {  // to nearest even; no NaN comes here
     const __m256i bits = _mm256_castps_si256(v);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
     const __m256i high = _mm256_srli_epi32(up, 16);
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
     const __m128i out = _mm256_castsi256_si128(packed);
-    if constexpr (kStream) {
-      _mm_stream_si128(reinterpret_cast<__m128i*>(p), out);
-    } else {
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(p), out);
-    }
+    auto* to = reinterpret_cast<__m128i*>(p);
+    stream ? _mm_stream_si128(to, out) : _mm_storeu_si128(to, out);
   }
 };
 
@@ -116,13 +100,13 @@ void Add(typename T::Type* out, typename T::Type* copy, const typename T::Type* 
          const typename T::Type* b, int64_t count) {
   constexpr int64_t kWidth = 8;
   for (int64_t i = 0; i < count; i += 2 * kWidth) {
-    const __m256 low = _mm256_add_ps(T::Load(a + i), T::Load(b + i));
-    const __m256 high = _mm256_add_ps(T::Load(a + i + kWidth), T::Load(b + i + kWidth));
-    T::template Store<kStream>(out + i, low);
-    T::template Store<kStream>(out + i + kWidth, high);
+    const __m256 low = T::Load(a + i) + T::Load(b + i);
+    const __m256 high = T::Load(a + i + kWidth) + T::Load(b + i + kWidth);
+    T::Store(out + i, low, kStream);
+    T::Store(out + i + kWidth, high, kStream);
     if constexpr (kCopy) {
-      T::template Store<kStream>(copy + i, low);
-      T::template Store<kStream>(copy + i + kWidth, high);
+      T::Store(copy + i, low, kStream);
+      T::Store(copy + i + kWidth, high, kStream);
     }
   }
 }
@@ -130,22 +114,15 @@ void Add(typename T::Type* out, typename T::Type* copy, const typename T::Type* 
 template <class T>
 void AddBytes(void* out, void* copy, const void* a, const void* b, int64_t bytes, bool stream) {
   using E = typename T::Type;
-  const int64_t count = bytes / static_cast<int64_t>(sizeof(E));
-  const auto run = [&](auto add) {
-    add(static_cast<E*>(out), static_cast<E*>(copy), static_cast<const E*>(a),
-        static_cast<const E*>(b), count);
-  };
-  if (copy != nullptr) {
-    stream ? run(Add<T, true, true>) : run(Add<T, false, true>);
-  } else {
-    stream ? run(Add<T, true, false>) : run(Add<T, false, false>);
-  }
+  auto* add = copy != nullptr ? (stream ? Add<T, true, true> : Add<T, false, true>)
+                              : (stream ? Add<T, true, false> : Add<T, false, false>);
+  add(static_cast<E*>(out), static_cast<E*>(copy), static_cast<const E*>(a),
+      static_cast<const E*>(b), bytes / static_cast<int64_t>(sizeof(E)));
 }
 
-void Sum(bool bfloat16, void* out, void* copy, const void* a, const void* b, int64_t bytes,
+void Sum(int64_t bfloat16, void* out, void* copy, const void* a, const void* b, int64_t bytes,
          bool stream) {
-  bfloat16 ? AddBytes<BFloat16>(out, copy, a, b, bytes, stream)
-           : AddBytes<Float>(out, copy, a, b, bytes, stream);
+  (bfloat16 ? AddBytes<BFloat16> : AddBytes<Float>)(out, copy, a, b, bytes, stream);
 }
 
 void Copy(void* to, const void* from, int64_t bytes, bool stream) {
@@ -163,40 +140,43 @@ void Copy(void* to, const void* from, int64_t bytes, bool stream) {
   }
 }
 
-int64_t Least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // Sends `bytes` of `send` through the slots while `take(offset, slot, bytes)` drains the peer's.
 template <class Take>
-void Exchange(Context& c, const char* send, int64_t bytes, Take take) {
+void Exchange(const char* send, int64_t bytes, Take take) {
   const bool stream = bytes >= kStreamSlotBytes;
-  const int64_t pieces = (bytes + c.slot_bytes - 1) / c.slot_bytes;
-  const uint64_t first = c.pieces;
-  const auto piece_bytes = [&](int64_t i) { return Least(c.slot_bytes, bytes - i * c.slot_bytes); };
+  const int64_t count = (bytes + slot_bytes - 1) / slot_bytes;
+  const auto piece_bytes = [&](int64_t i) { return std::min(slot_bytes, bytes - i * slot_bytes); };
+  const auto slot = [&](char* slots, uint64_t number) {
+    return slots + static_cast<int64_t>(number % kSlots) * slot_bytes;
+  };
   int64_t sent = 0;
-  for (int64_t taken = 0; taken < pieces; ++taken) {
-    for (; sent < pieces && sent < taken + static_cast<int64_t>(kSlots) - 1; ++sent) {
-      const uint64_t number = first + static_cast<uint64_t>(sent);
-      if (number >= kSlots) WaitFor(c.theirs->drained, number - kSlots + 1);
-      char* slot = c.my_slots + static_cast<int64_t>(number % kSlots) * c.slot_bytes;
-      Copy(slot, send + sent * c.slot_bytes, piece_bytes(sent), stream);
-      Publish(c.mine->filled, number + 1);
+  for (int64_t taken = 0; taken < count; ++taken) {
+    for (; sent < count && sent < taken + static_cast<int64_t>(kSlots) - 1; ++sent) {
+      const uint64_t number = pieces + static_cast<uint64_t>(sent);
+      if (number >= kSlots) WaitFor(theirs->drained, number - kSlots + 1);
+      Copy(slot(my_slots, number), send + sent * slot_bytes, piece_bytes(sent), stream);
+      Publish(mine->filled, number + 1);
     }
-    const uint64_t number = first + static_cast<uint64_t>(taken);
-    WaitFor(c.theirs->filled, number + 1);
-    take(taken * c.slot_bytes, c.their_slots + static_cast<int64_t>(number % kSlots) * c.slot_bytes,
-         piece_bytes(taken));
-    Publish(c.mine->drained, number + 1);
+    const uint64_t number = pieces + static_cast<uint64_t>(taken);
+    WaitFor(theirs->filled, number + 1);
+    take(taken * slot_bytes, slot(their_slots, number), piece_bytes(taken));
+    Publish(mine->drained, number + 1);
   }
-  c.pieces = first + static_cast<uint64_t>(pieces);
+  pieces += static_cast<uint64_t>(count);
 }
 
 }  // namespace
 
 extern "C" {
 
+// The bytes at the start of a half that no tensor may have.
+int64_t bare_control_bytes(int64_t slot) {
+  return kControlBytes + static_cast<int64_t>(kSlots) * slot;
+}
+
 // Maps the shared memory on a huge page's boundary and makes this rank's half of it present, in
 // huge pages where the kernel gives them. Null when it cannot.
-char* bare_map(int64_t descriptor, int64_t half_bytes, int64_t rank) {
+char* bare_open(int64_t descriptor, int64_t half_bytes, int64_t slot, int64_t own_rank) {
   const auto bytes = static_cast<size_t>(2 * half_bytes);
   void* room = mmap(nullptr, bytes + kHugePageBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (room == MAP_FAILED) return nullptr;
@@ -205,80 +185,65 @@ char* bare_map(int64_t descriptor, int64_t half_bytes, int64_t rank) {
   void* at = mmap(reinterpret_cast<void*>(aligned), bytes, PROT_READ | PROT_WRITE,
                   MAP_SHARED | MAP_FIXED, static_cast<int>(descriptor), 0);
   if (at == MAP_FAILED) return nullptr;
-  char* mine = static_cast<char*>(at) + rank * half_bytes;
-  std::memset(mine, 0, static_cast<size_t>(half_bytes));
+  char* own = static_cast<char*>(at) + own_rank * half_bytes;
+  char* other = static_cast<char*>(at) + (1 - own_rank) * half_bytes;
+  std::memset(own, 0, static_cast<size_t>(half_bytes));
   // Works where shmem_enabled says never, too. A kernel before 6.1 refuses: small pages then.
-  (void)madvise(mine, static_cast<size_t>(half_bytes), kMadviseCollapse);
+  (void)madvise(own, static_cast<size_t>(half_bytes), kMadviseCollapse);
+  mine = reinterpret_cast<Control*>(own), theirs = reinterpret_cast<Control*>(other);
+  my_slots = own + kControlBytes, their_slots = other + kControlBytes;
+  rank = own_rank, slot_bytes = slot;
   return static_cast<char*>(at);
 }
 
-int64_t bare_context_bytes() { return sizeof(Context); }
-int64_t bare_control_bytes(int64_t slot_bytes) {
-  return kControlBytes + static_cast<int64_t>(kSlots) * slot_bytes;
-}
-
-void bare_open(Context* c, char* mine, char* theirs, int64_t slot_bytes, int64_t rank) {
-  *c = Context{reinterpret_cast<Control*>(mine),
-               reinterpret_cast<Control*>(theirs),
-               mine + kControlBytes,
-               theirs + kControlBytes,
-               slot_bytes,
-               rank,
-               0,
-               0};
-}
-
 // `in` and `peer_in` are whole buffers of two chunks in memory that both ranks map.
-void bare_reduce_scatter_mapped(Context* c, const char* in, const char* peer_in, char* out,
-                                int64_t chunk, int64_t bfloat16) {
-  const int64_t at = c->rank * chunk;
-  Enter(*c);
-  Sum(bfloat16 != 0, out, nullptr, in + at, peer_in + at, chunk, chunk >= kStreamOutputBytes);
-  Leave(*c);
-}
-
-void bare_all_gather_mapped(Context* c, const char* in, const char* peer_in, char* out,
-                            int64_t chunk) {
-  const bool stream = chunk >= kStreamOutputBytes;
-  if (in != out + c->rank * chunk) Copy(out + c->rank * chunk, in, chunk, stream);
-  Enter(*c);
-  Copy(out + (1 - c->rank) * chunk, peer_in, chunk, stream);
-  Leave(*c);
-}
-
-void bare_all_reduce_mapped(Context* c, char* data, char* peer_data, int64_t chunk,
-                            int64_t bfloat16) {
-  // Both copies of the own chunk are written by the rank that read them: one pass, no gather.
-  const int64_t at = c->rank * chunk;
-  Enter(*c);
-  Sum(bfloat16 != 0, data + at, peer_data + at, data + at, peer_data + at, chunk,
-      chunk >= kStreamOutputBytes);
-  Leave(*c);
-}
-
-void bare_reduce_scatter_staged(Context* c, const char* in, char* out, int64_t chunk,
+void bare_reduce_scatter_mapped(const char* in, const char* peer_in, char* out, int64_t chunk,
                                 int64_t bfloat16) {
+  const int64_t at = rank * chunk;
+  Meet(&Control::entered);
+  Sum(bfloat16, out, nullptr, in + at, peer_in + at, chunk, chunk >= kStreamOutputBytes);
+  Meet(&Control::left);
+}
+
+void bare_all_gather_mapped(const char* in, const char* peer_in, char* out, int64_t chunk) {
   const bool stream = chunk >= kStreamOutputBytes;
-  const char* own = in + c->rank * chunk;
-  Exchange(*c, in + (1 - c->rank) * chunk, chunk, [&](int64_t at, const char* slot, int64_t bytes) {
-    Sum(bfloat16 != 0, out + at, nullptr, own + at, slot, bytes, stream);
+  if (in != out + rank * chunk) Copy(out + rank * chunk, in, chunk, stream);
+  Meet(&Control::entered);
+  Copy(out + (1 - rank) * chunk, peer_in, chunk, stream);
+  Meet(&Control::left);
+}
+
+void bare_all_reduce_mapped(char* data, char* peer_data, int64_t chunk, int64_t bfloat16) {
+  // Both copies of the own chunk are written by the rank that read them: one pass, no gather.
+  const int64_t at = rank * chunk;
+  Meet(&Control::entered);
+  Sum(bfloat16, data + at, peer_data + at, data + at, peer_data + at, chunk,
+      chunk >= kStreamOutputBytes);
+  Meet(&Control::left);
+}
+
+void bare_reduce_scatter_staged(const char* in, char* out, int64_t chunk, int64_t bfloat16) {
+  const bool stream = chunk >= kStreamOutputBytes;
+  const char* own = in + rank * chunk;
+  Exchange(in + (1 - rank) * chunk, chunk, [&](int64_t at, const char* slot, int64_t bytes) {
+    Sum(bfloat16, out + at, nullptr, own + at, slot, bytes, stream);
   });
 }
 
-void bare_all_gather_staged(Context* c, const char* in, char* out, int64_t chunk) {
+void bare_all_gather_staged(const char* in, char* out, int64_t chunk) {
   const bool stream = chunk >= kStreamOutputBytes;
-  char* own = out + c->rank * chunk;
-  char* other = out + (1 - c->rank) * chunk;
-  Exchange(*c, in, chunk, [&](int64_t at, const char* slot, int64_t bytes) {
+  char* own = out + rank * chunk;
+  char* other = out + (1 - rank) * chunk;
+  Exchange(in, chunk, [&](int64_t at, const char* slot, int64_t bytes) {
     Copy(other + at, slot, bytes, stream);
     if (own != in) Copy(own + at, in + at, bytes, stream);
   });
 }
 
-void bare_all_reduce_staged(Context* c, char* data, int64_t chunk, int64_t bfloat16) {
-  char* own = data + c->rank * chunk;
-  bare_reduce_scatter_staged(c, data, own, chunk, bfloat16);
-  bare_all_gather_staged(c, own, data, chunk);
+void bare_all_reduce_staged(char* data, int64_t chunk, int64_t bfloat16) {
+  char* own = data + rank * chunk;
+  bare_reduce_scatter_staged(data, own, chunk, bfloat16);
+  bare_all_gather_staged(own, data, chunk);
 }
 
 }  // extern "C"

@@ -24,15 +24,11 @@ _START_NS = 500_000
 
 
 class Board:
-    """A barrier of all ranks, and small objects through the store.
+    """A barrier of all ranks, and small objects through the store of all ranks.
 
-    Args:
-        store: of all ranks.
-        rank, world: this rank, and how many there are.
-        group: a group of all ranks where they are on several nodes; None: they are on one machine.
-
-    Raises ``TimeoutError`` from :meth:`barrier` when a rank of one machine stays away for five
-    minutes; a group has a timeout of its own.
+    ``group`` is a group of all ranks where they are on several nodes; None: they are on one
+    machine. Raises ``TimeoutError`` from :meth:`barrier` when a rank of one machine stays away for
+    five minutes; a group has a timeout of its own.
     """
 
     def __init__(
@@ -51,11 +47,10 @@ class Board:
     def barrier(self, rest_s: float = 0.0) -> None:
         """Returns when every rank has entered; gives the core away while it waits.
 
-        Args:
-            rest_s: seconds to sleep first, where other programs want the cores. A process that has
-                just used more than its share of a core waits for it longer, and a yield counts as
-                use: the rest lets every turn begin alike. The ranks of one machine then wait
-                asleep, and start together by the clock.
+        It sleeps ``rest_s`` seconds first, where other programs want the cores. A process that has
+        just used more than its share of a core waits for it longer, and a yield counts as use: the
+        rest lets every turn begin alike. The ranks of one machine then wait asleep, and start
+        together by the clock.
         """
         if rest_s > 0:
             time.sleep(rest_s)
@@ -69,10 +64,7 @@ class Board:
         looks, deadline = 0, time.monotonic() + _DEADLINE_S
         for peer in range(self.world):
             while self._words[peer * stride] < self._epoch:
-                if rest_s > 0:
-                    time.sleep(_REST_POLL_S)
-                else:
-                    os.sched_yield()
+                time.sleep(_REST_POLL_S) if rest_s > 0 else os.sched_yield()
                 looks += 1
                 if looks % _LOOKS_PER_CLOCK == 0 and time.monotonic() > deadline:
                     raise TimeoutError(f"rank {self.rank}: rank {peer} is not at the barrier")

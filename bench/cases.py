@@ -1,13 +1,20 @@
-"""The measured cases: collectives, sizes, bandwidth factors and exact inputs."""
+"""The measured cases: collectives, sizes, bandwidth factors, exact inputs and their check."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from .report import IN_PLACE, OUT_OF_PLACE, Row
+
+if TYPE_CHECKING:
+    from .board import Board
+    from .peers import Prepared
+    from .timing import Device
 
 DTYPES = {
     "float": torch.float32,
@@ -19,9 +26,14 @@ DTYPES = {
     "int32": torch.int32,
     "int64": torch.int64,
 }
-OPS = ("sum", "prod", "min", "max", "avg")
-IN_PLACE = "in"
-OUT_OF_PLACE = "out"
+REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "sum": torch.sum,
+    "prod": torch.prod,
+    "min": torch.amin,
+    "max": torch.amax,
+    "avg": torch.mean,
+}
+OPS = tuple(REDUCTIONS)
 
 # A period that no power-of-two chunk or segment divides, so that misplaced data shows.
 _PATTERN_PERIOD = 10007
@@ -38,42 +50,35 @@ POISON = 113
 class Collective:
     """One operation; the larger of its two buffers has ``size`` bytes on each rank that holds it.
 
-    ``input_is_chunk`` and ``output_is_chunk`` say that a buffer holds 1/world of that size;
-    ``usual`` is the placement that ``torch.distributed`` has.
+    ``crossings`` counts how often all but a rank's own chunk crosses the busiest link; 0: all of it
+    does so once. ``input_is_chunk`` and ``output_is_chunk`` say that a buffer holds 1/world of that
+    size; ``usual`` is the placement that ``torch.distributed`` has.
     """
 
     name: str
-    busbw_factor: Callable[[int], Fraction]
+    crossings: int
     placements: tuple[str, ...]
     reduces: bool = False
     rooted: bool = False
     input_is_chunk: bool = False
     output_is_chunk: bool = False
-    output_at_root_only: bool = False
     usual: str = OUT_OF_PLACE
 
-
-def _one(world: int) -> Fraction:
-    return Fraction(1)
-
-
-def _others(world: int) -> Fraction:
-    return Fraction(world - 1, world)
+    def busbw_factor(self, world: int) -> Fraction:
+        return Fraction(self.crossings * (world - 1), world) if self.crossings else Fraction(1)
 
 
-_BOTH = (OUT_OF_PLACE, IN_PLACE)
-_OUT, _IN = (OUT_OF_PLACE,), (IN_PLACE,)
-_ROOT: dict[str, Any] = {"rooted": True, "output_at_root_only": True}
+_BOTH, _OUT, _IN = (OUT_OF_PLACE, IN_PLACE), (OUT_OF_PLACE,), (IN_PLACE,)
 _COLLECTIVES = (
-    Collective("reduce_scatter", _others, _BOTH, reduces=True, output_is_chunk=True),
-    Collective("all_gather", _others, _BOTH, input_is_chunk=True),
-    Collective("all_reduce", lambda world: 2 * _others(world), _BOTH, reduces=True, usual=IN_PLACE),
-    Collective("broadcast", _one, _IN, rooted=True, usual=IN_PLACE),
-    Collective("reduce", _one, _BOTH, reduces=True, usual=IN_PLACE, **_ROOT),
-    Collective("gather", _others, _OUT, input_is_chunk=True, **_ROOT),
-    Collective("scatter", _others, _OUT, rooted=True, output_is_chunk=True),
-    Collective("all_to_all", _others, _OUT),
-    Collective("send_recv", _one, _OUT),
+    Collective("reduce_scatter", 1, _BOTH, reduces=True, output_is_chunk=True),
+    Collective("all_gather", 1, _BOTH, input_is_chunk=True),
+    Collective("all_reduce", 2, _BOTH, reduces=True, usual=IN_PLACE),
+    Collective("broadcast", 0, _IN, rooted=True, usual=IN_PLACE),
+    Collective("reduce", 0, _BOTH, reduces=True, rooted=True, usual=IN_PLACE),
+    Collective("gather", 1, _OUT, rooted=True, input_is_chunk=True),
+    Collective("scatter", 1, _OUT, rooted=True, output_is_chunk=True),
+    Collective("all_to_all", 1, _OUT),
+    Collective("send_recv", 0, _OUT),
 )
 COLLECTIVES = {collective.name: collective for collective in _COLLECTIVES}
 
@@ -106,9 +111,8 @@ class Case:
     @property
     def total_elems(self) -> int:
         """Elements of the larger buffer; a whole number of chunks where there are chunks."""
-        if self._has_chunks:
-            return self.chunk_elems * self.world
-        return self.requested_bytes // self.dtype.itemsize
+        asked = self.requested_bytes // self.dtype.itemsize
+        return self.chunk_elems * self.world if self._has_chunks else asked
 
     @property
     def size_bytes(self) -> int:
@@ -151,14 +155,26 @@ class Case:
 
     @property
     def has_output(self) -> bool:
-        return self.rank == self.root or not self.collective.output_at_root_only
+        return self.rank == self.root or self.collective.name not in ("reduce", "gather")
+
+    @property
+    def row(self) -> Row:
+        """The row of this cell, with no system and nothing measured in it."""
+        kind = self.collective
+        return Row(
+            kind.name,
+            *(self.size_bytes, self.count_elems, self.dtype_name),
+            op=self.op if kind.reduces else "none",
+            root=self.root if kind.rooted else -1,
+            ranks=self.world,
+            system="",
+            placement=self.placement,
+        )
 
 
 def input_values(case: Case, rank: int) -> torch.Tensor:
     """The exact input of ``rank``: small integers, so that every order of summing agrees."""
-    if not case.collective.reduces:
-        return _tiled(case, _pattern(case, rank + 1, _MOVED_VALUES), case.input_elems)
-    return _tiled(case, _reduction_pattern(case, rank), case.input_elems)
+    return _tiled(case, _pattern(case, rank), case.input_elems)
 
 
 def expected_values(case: Case) -> torch.Tensor:
@@ -166,7 +182,9 @@ def expected_values(case: Case) -> torch.Tensor:
     name, rank, chunk = case.collective.name, case.rank, case.chunk_elems
     own, ranks = slice(rank * chunk, (rank + 1) * chunk), range(case.world)
     if case.collective.reduces:
-        whole = _tiled(case, _reduced_pattern(case), case.total_elems)
+        parts = torch.stack([_pattern(case, source).to(torch.float64) for source in ranks])
+        reduced = REDUCTIONS[case.op](parts, 0).to(case.dtype)
+        whole = _tiled(case, reduced, case.total_elems)
         return whole[own] if name == "reduce_scatter" else whole
     if name in ("all_gather", "gather"):
         return torch.cat([input_values(case, source) for source in ranks])
@@ -186,33 +204,53 @@ def count_wrong(case: Case, outputs: Iterable[torch.Tensor]) -> int:
     return sum(int(torch.count_nonzero(output != expected)) for output in outputs)
 
 
-def _pattern(case: Case, seed: int, values: int) -> torch.Tensor:
+def _pattern(case: Case, rank: int) -> torch.Tensor:
     index = torch.arange(_PATTERN_PERIOD, dtype=torch.int64)
-    # The upper bits of a product look random; the lowest would repeat with a short period.
-    mixed = (index + seed * _PATTERN_PERIOD) * 2654435761 >> 20
-    return mixed.remainder(values).to(case.dtype)
-
-
-def _reduction_pattern(case: Case, rank: int) -> torch.Tensor:
-    index = torch.arange(_PATTERN_PERIOD, dtype=torch.int64)
-    if case.op == "prod":  # at most one rank contributes a two: no dtype overflows
+    op = case.op if case.collective.reduces else ""
+    if op == "prod":  # at most one rank contributes a two: no dtype overflows
         return torch.where(index.remainder(case.world + 1) == rank, 2, 1).to(case.dtype)
-    if case.op == "avg":  # ranks differ, and their mean is 2^k: exact for any way of dividing
+    if op == "avg":  # ranks differ, and their mean is 2^k: exact for any way of dividing
         mean = torch.bitwise_left_shift(torch.ones_like(index), index.remainder(3))
         return (mean + 2 * rank - (case.world - 1)).to(case.dtype)
-    return _pattern(case, rank + 1, _SUMMED_VALUES if case.op == "sum" else _MOVED_VALUES)
-
-
-def _reduced_pattern(case: Case) -> torch.Tensor:
-    parts = torch.stack(
-        [_reduction_pattern(case, rank).to(torch.float64) for rank in range(case.world)]
-    )
-    reduce: dict[str, Any] = {"sum": torch.sum, "prod": torch.prod, "min": torch.amin}
-    reduce |= {"max": torch.amax}
-    found: torch.Tensor = reduce.get(case.op, torch.mean)(parts, 0)
-    return found.to(case.dtype)
+    # The upper bits of a product look random; the lowest would repeat with a short period.
+    mixed = (index + (rank + 1) * _PATTERN_PERIOD) * 2654435761 >> 20
+    return mixed.remainder(_SUMMED_VALUES if op == "sum" else _MOVED_VALUES).to(case.dtype)
 
 
 def _tiled(case: Case, pattern: torch.Tensor, count_elems: int) -> torch.Tensor:
     copies = -(-count_elems // _PATTERN_PERIOD)
     return pattern.to(case.tensors).repeat(max(copies, 1))[:count_elems]
+
+
+def wrong_elements(
+    board: Board, device: Device, prepared: Mapping[str, Sequence[Prepared]]
+) -> dict[str, int | None]:
+    """Wrong elements over all ranks and sets of buffers, by system; None where none are checked.
+
+    Collective; every rank gets the sums.
+    """
+    mine = {name: _wrong_here(board, device, sets) for name, sets in prepared.items()}
+    by_rank = board.exchange(mine)
+    counts = {name: [here[name] for here in by_rank if here[name] is not None] for name in mine}
+    return {name: sum(each) if each else None for name, each in counts.items()}
+
+
+def _wrong_here(board: Board, device: Device, sets: Sequence[Prepared]) -> int | None:
+    # The same rank's buffers of all sets: they share its case.
+    columns = list(zip(*(prepared.buffers for prepared in sets), strict=True))
+    for column in columns:
+        case = column[0].case
+        values = input_values(case, case.rank) if case.holds_input else None
+        for buffers in column:
+            # The poison comes first: in place it lies where the input goes.
+            buffers.output.fill_(POISON)
+            if values is not None:
+                buffers.input.copy_(values)
+    device.synchronize()
+    board.barrier()
+    for prepared in sets:
+        prepared.call()
+    device.synchronize()
+    board.barrier()
+    wrong = [count_wrong(each[0].case, (buffers.output for buffers in each)) for each in columns]
+    return sum(wrong) if columns else None

@@ -9,10 +9,11 @@ the measure of the others. Losses are of held-out text.
 from __future__ import annotations
 
 import copy
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,51 +21,46 @@ from torch import nn
 import ringcomm
 from ringcomm.examples.train_gpt import GPT, Corpus, ModelConfig, draw
 
-from .options import option, positive
+from .options import numbers, option
 from .report import LOSSES, row_of
 from .run import Bench, Run
 from .training import DATA, read_text
 
-SEQUENCES, CONTEXT = 16, 64
+SIZE = SEQUENCES, CONTEXT = 16, 64
 HELD_OUT_BATCHES = 16
 PEAK, WARM_UP_STEPS = 2e-3, 50
-NODES = (2, 2)
+NODES = [2, 2]
 STAGE = 2
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """One training: with ``make`` on one rank, or over nodes with gradients in a form of ``wire``.
 
     ``seed`` is of the first weights, and ``state`` as of :class:`ringcomm.zero.ZeroOptions`.
     """
 
-    make: Callable[..., Any] = ringcomm.optim.AdamW
-    seed: int = 0
     wire: Mapping[str, Any] | None = None
+    seed: int = 0
     state: str = "world"
-
-
-def _on(**wire: Any) -> Curve:
-    return Curve(wire=wire)
+    make: Callable[..., Any] = ringcomm.optim.AdamW
 
 
 RUNS: Mapping[str, Mapping[str, Curve]] = {
     "optimizers": {
         "AdamW": Curve(),
-        "AdamW8bit": Curve(ringcomm.optim.AdamW8bit),
+        "AdamW8bit": Curve(make=ringcomm.optim.AdamW8bit),
         "AdamW, other weights": Curve(seed=1),
     },
     "wires": {
-        "fp32": _on(),
-        "fp32, other weights": Curve(seed=1, wire={}),
-        "int8": _on(gradients="int8"),
-        "int8, state=node": Curve(wire={"gradients": "int8"}, state="node"),
-        "fp8": _on(gradients="fp8"),
-        "int4": _on(gradients="int4"),
-        "int4, error feedback": _on(gradients="int4", error_feedback=True),
-        "int8, parameters int8": _on(gradients="int8", parameters="int8"),
-        "int8, parameters fp8": _on(gradients="int8", parameters="fp8"),
+        "fp32": Curve({}),
+        "fp32, other weights": Curve({}, seed=1),
+        "int8": Curve({"gradients": "int8"}),
+        "int8, state=node": Curve({"gradients": "int8"}, state="node"),
+        "fp8": Curve({"gradients": "fp8"}),
+        "int4": Curve({"gradients": "int4"}),
+        "int4, error feedback": Curve({"gradients": "int4", "error_feedback": True}),
+        "int8, parameters int8": Curve({"gradients": "int8", "parameters": "int8"}),
+        "int8, parameters fp8": Curve({"gradients": "int8", "parameters": "fp8"}),
     },
 }
 
@@ -72,9 +68,8 @@ RUNS: Mapping[str, Mapping[str, Curve]] = {
 @torch.no_grad()
 def held_out_loss(module: nn.Module, corpus: Corpus) -> float:
     """The mean loss over the same held-out batches."""
-    size, numbers = (SEQUENCES, CONTEXT), range(HELD_OUT_BATCHES)
-    losses = [float(module(*draw(corpus.held_out, 0, number, size))) for number in numbers]
-    return sum(losses) / len(losses)
+    batches = (draw(corpus.held_out, 0, number, SIZE) for number in range(HELD_OUT_BATCHES))
+    return statistics.fmean(float(module(*batch)) for batch in batches)
 
 
 def _train(
@@ -85,7 +80,7 @@ def _train(
     for step in range(marks[-1]):
         fall = 1.0 - max(0, step - WARM_UP_STEPS) / max(1, marks[-1] - WARM_UP_STEPS)
         optimizer.param_groups[0]["lr"] = PEAK * min(1.0, (step + 1) / WARM_UP_STEPS) * fall
-        tokens, targets = draw(corpus.train, 0, step, (SEQUENCES, CONTEXT))
+        tokens, targets = draw(corpus.train, 0, step, SIZE)
         module(tokens[rows], targets[rows]).backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
@@ -114,7 +109,7 @@ def curve(how: Curve, model: ModelConfig, corpus: Corpus, marks: Sequence[int]) 
         ringcomm.zero.unshard(sharded)
         return losses
 
-    with ringcomm.local_world(sum(NODES), nodes=list(NODES)) as world:
+    with ringcomm.local_world(sum(NODES), nodes=NODES) as world:
         curves: list[list[float]] = world.run(body)
     return curves[0]
 
@@ -134,13 +129,7 @@ BENCH = Bench(
     "curves",
     __doc__,
     measure,
-    (
-        option("what", choices=RUNS),
-        option("--width", type=positive, default=128),
-        option("--depth", type=positive, default=4),
-        option("--steps", type=positive, default=1000),
-        DATA,
-    ),
+    (option("what", choices=RUNS), *numbers(width=128, depth=4, steps=1000), DATA),
     ranks=0,
     rounds=0,
     check=lambda parser, asked: read_text(parser, asked, CONTEXT),

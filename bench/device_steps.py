@@ -13,7 +13,7 @@ that was not long enough are counted in the rows' notes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,14 +23,12 @@ import torch.distributed as dist
 
 import ringcomm
 
-from .board import Board
-from .devices import ONE_LAUNCH, Device, Gpu
+from .devices import ONE_LAUNCH, Gpu
 from .launch import LaunchError
-from .options import option
+from .options import choice, option
 from .report import Row, row_of
 from .run import Bench, Run
-from .timing import Call, Clock, Entrant, Pace, Timing, rows_of
-from .timing import measure as time_in_turns
+from .timing import Call, Device, Timing, rows_of
 
 Tensor = torch.Tensor
 
@@ -42,7 +40,6 @@ _HEAP_SLACK_BYTES = 1 << 30
 # About 30 ms: eight threads queue the launches of a few steps in less.
 _SLEEP_CYCLES = 50_000_000
 _CALLS_PER_TURN = 3
-_WARMUP_ROUNDS = 2
 # Of the memory that is free; the systems' sizes are known, torch's caching of them is not.
 _MEMORY_SHARE = 0.8
 _LEAST_ELEMS = 1 << 20
@@ -78,29 +75,21 @@ class KernelCase:
 
 
 class Systems:
-    """All systems of one case, built on one device; each has made one step. Close it.
-
-    Attributes:
-        params: by system, the parameters of all ranks.
-        calls: by system, a step.
-    """
+    """All systems of one case, built on one device; each has made one step. Close it."""
 
     def __init__(self, case: KernelCase, device: Device) -> None:
         self._case, self._device = case, device
-        self._world = self._local_world(case.world)
-        self._alone = self._world if case.world == 1 else self._local_world(1)
-        self.params: dict[str, list[Tensor]] = {}
-        self.calls: dict[str, Call] = {}
+        how: Any = {"device": device.name, "heap_bytes": case.heap_bytes}
+        # Of tests: the process's heap may be there already.
+        make: Any = partial(ringcomm.local_world, **({} if device.name == "cpu" else how))
+        self._world = make(case.world)
+        self._alone = self._world if case.world == 1 else make(1)
+        self.params: dict[str, list[Tensor]] = {}  # of all ranks, by system
+        self.calls: dict[str, Call] = {}  # a step of each system
         for name, build in self._builders().items():
             self.calls[name] = build(name)
             if device.name != "cpu":
                 _cuda.empty_cache()  # what building left over, on streams of its own
-
-    def _local_world(self, ranks: int) -> Any:
-        name = self._device.name
-        if name == "cpu":  # of tests: the process's heap may be there already
-            return ringcomm.local_world(ranks)
-        return ringcomm.local_world(ranks, device=name, heap_bytes=self._case.heap_bytes)
 
     def close(self) -> None:
         self.calls.clear()
@@ -116,24 +105,20 @@ class Systems:
         two_passes = partial(self._ranks, options(check_finite=True))
         return {**ours, TWO_PASSES: two_passes, SEPARATE: self._separate, TORCH: self._torch}
 
-    def _random(self, seed: int, scale: float) -> Tensor:
+    def _random(self, rank: int | None = None) -> Tensor:
+        """The gradient of a rank, or the parameter of all."""
         case, place = self._case, self._device.tensors
+        seed, scale = (0, 1.0) if rank is None else (1 + rank, 0.01)
         generator = torch.Generator(place).manual_seed(seed)
         values = torch.empty(case.elems, dtype=case.dtype, device=place)
         return values.uniform_(-scale, scale, generator=generator)
-
-    def _parameter(self) -> Tensor:
-        return self._random(0, 1.0)
-
-    def _gradient(self, rank: int) -> Tensor:
-        return self._random(1 + rank, 0.01)
 
     def _ranks(self, options: ringcomm.optim.AdamWOptions, name: str) -> Call:
         """A step of the optimizer on every rank; those of several are threads for it."""
 
         def build(comm: ringcomm.Communicator) -> ringcomm.optim.AdamW:
-            param = torch.nn.Parameter(self._parameter())
-            param.grad = self._gradient(comm.rank)
+            param = torch.nn.Parameter(self._random())
+            param.grad = self._random(comm.rank)
             optimizer = ringcomm.optim.AdamW([param], comm=comm, options=options)
             optimizer.step()  # lays the bucket out; from here on p.grad is its view
             return optimizer
@@ -150,12 +135,14 @@ class Systems:
         """Reduce-scatter, update and all-gather as calls of this library, from one thread."""
         case, world = self._case, self._world
         chunk = case.elems // case.world
-        grads = [self._in_heap(self._gradient(rank)) for rank in range(case.world)]
-        params = [self._in_heap(self._parameter()) for _ in range(case.world)]
-        leaves = [
-            torch.nn.Parameter(whole[rank * chunk : (rank + 1) * chunk])
-            for rank, whole in enumerate(params)
-        ]
+        make_empty = partial(ringcomm.empty, dtype=case.dtype, device=self._device.name)
+        in_heap = [make_empty(case.elems) for _ in range(2 * case.world)]
+        grads, params = in_heap[::2], in_heap[1::2]
+        for rank in range(case.world):
+            grads[rank].copy_(self._random(rank))
+            params[rank].copy_(self._random())
+        chunks = [whole.chunk(case.world)[rank] for rank, whole in enumerate(params)]
+        leaves = [torch.nn.Parameter(each) for each in chunks]
         options = ringcomm.optim.AdamWOptions(bucket_elems=chunk)
         make = partial(ringcomm.optim.AdamW, comm=self._alone[0], options=options)
         updates = [make([leaf]) for leaf in leaves]
@@ -176,15 +163,11 @@ class Systems:
         self.params[name] = params
         return step
 
-    def _in_heap(self, values: Tensor) -> Tensor:
-        made = ringcomm.empty(values.numel(), dtype=values.dtype, device=self._device.name)
-        return made.copy_(values)
-
     def _torch(self, name: str) -> Call:
         """Sum, fused AdamW, copies; in the gradients' dtype as far as can be, to move less."""
         ranks = self._case.world
-        grads = [self._gradient(rank) for rank in range(ranks)]
-        params = [self._parameter() for _ in range(ranks)]
+        grads = [self._random(rank) for rank in range(ranks)]
+        params = [self._random() for _ in range(ranks)]
         total = torch.empty_like(grads[0]) if ranks > 1 else grads[0]
         # Of FP32 parameters, the first one itself.
         master = torch.nn.Parameter(params[0].float())
@@ -220,30 +203,6 @@ class Systems:
         return lambda: target.copy_(source)
 
 
-class SleepingClock:
-    """Times calls that are queued while the device sleeps, so that it does not wait for the host.
-
-    ``late`` counts the turns in which it did.
-    """
-
-    def __init__(self) -> None:
-        self.late = 0
-
-    def elapsed_us(self, calls: Iterable[Call]) -> float:
-        begin, end = (_cuda.Event(enable_timing=True) for _ in range(2))
-        _cuda._sleep(_SLEEP_CYCLES)
-        begin.record()
-        for call in calls:
-            call()
-        end.record()
-        self.late += bool(begin.query())
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3
-
-    def synchronize(self) -> None:
-        _cuda.synchronize()
-
-
 def fitting(case: KernelCase, free_bytes: int) -> KernelCase:
     """``case`` with as many parameters, halved as often as it takes, as the memory holds.
 
@@ -257,18 +216,17 @@ def fitting(case: KernelCase, free_bytes: int) -> KernelCase:
     return case
 
 
-def run_case(case: KernelCase, device: Device, clock: Clock, rounds: int) -> list[Row]:
-    """Times all systems of the case, in turns."""
-    pace = Pace(rounds, _WARMUP_ROUNDS, _CALLS_PER_TURN, turn_us=0)
+def run_case(
+    case: KernelCase, device: Device, time: Callable[[Mapping[str, Call]], Mapping[str, Timing]]
+) -> list[Row]:
+    """Times all systems of the case, in turns, by ``time``."""
     systems = Systems(case, device)
-    entrants = {name: Entrant([call]) for name, call in systems.calls.items()}
     try:
-        timings = time_in_turns(Board(dist.HashStore(), 0, 1), entrants, pace, clock)
+        timings = time(systems.calls)
     finally:
-        entrants.clear()
         systems.close()
-    late = getattr(clock, "late", 0)
-    return case_rows(case, timings, f"{late} turns were queued too late" if late else "")
+    note = f"{device.late} turns were queued too late" if device.late else ""
+    return case_rows(case, timings, note)
 
 
 def case_rows(case: KernelCase, timings: Mapping[str, Timing], note: str = "") -> list[Row]:
@@ -276,10 +234,10 @@ def case_rows(case: KernelCase, timings: Mapping[str, Timing], note: str = "") -
     op = "none" if case.what == SHARD else "avg"
     base = row_of(case.what, "in", case.world, case.elems, case.dtype, op=op, mode=ONE_LAUNCH)
     moved_bytes = case.bytes_per_parameter * case.elems if case.what == SHARD else 0
+    speeds = {name: moved_bytes / each.median_us / 1e3 for name, each in timings.items()}
     return [
-        replace(row, note=note, algbw_gbps=round(moved_bytes / row.time_us / 1e3, 4) or None)
+        replace(row, note=note, algbw_gbps=round(speeds[row.system], 4) or None)
         for row in rows_of(base, timings, SUBJECT)
-        if row.time_us
     ]
 
 
@@ -295,7 +253,8 @@ def measure(run: Run) -> None:
     run.facts = {**gpu.facts(), "mode": ONE_LAUNCH}
     _cuda.empty_cache()
     case = fitting(case, int(_cuda.mem_get_info(0)[0]))
-    run.add(run_case(case, gpu, SleepingClock(), asked.rounds))
+    gpu.sleep_cycles = _SLEEP_CYCLES
+    run.add(run_case(case, gpu, partial(run.time, batch=_CALLS_PER_TURN, device=gpu)))
 
 
 BENCH = Bench(
@@ -306,8 +265,7 @@ BENCH = Bench(
         option("what", choices=tuple(_WHAT)),
         option("-n --ranks", "of a step", type=int, default=2, choices=(2, 4, 8)),
         option("-m --millions", "Mi parameters, if memory holds them", type=int, default=256),
-        option("-d --dtype", default="bfloat16", choices=("bfloat16", "float32")),
+        choice("-d --dtype", "of parameters and gradients", "bfloat16", "float32"),
     ),
     ranks=0,
 )
-parse = BENCH.parse

@@ -9,13 +9,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from itertools import cycle, islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from .report import PROCESSES
-from .timing import Call, host_elapsed_us
+from .timing import Call, Device
 
 GPU_PER_RANK = "gpu-per-rank"
 PROCESSES_ON_ONE_GPU = "processes-on-one-gpu"
@@ -66,11 +65,6 @@ def choose(asked: str, ranks: int, gpus: int, started_by: str | None) -> str:
     return asked
 
 
-def device_index(mode: str, rank: int) -> int:
-    """The GPU of ``rank``, among the visible ones."""
-    return rank if mode == GPU_PER_RANK else 0
-
-
 # torch leaves much of this module without types.
 _cuda: Any = torch.cuda
 
@@ -79,60 +73,19 @@ _COPY_BYTES = 2 << 30
 _COPY_ROUNDS = 20
 
 
-class Device(Protocol):
-    """One processor under test, as the harness uses it."""
-
-    name: str  # what ringcomm is told: "cpu", "cuda:0"
-    tensors: str  # where torch puts tensors for it
-    cache_bytes: int  # of the last-level cache that buffers must not stay in; 0: not looked at
-
-    def elapsed_us(self, calls: Iterable[Call]) -> float:
-        """Makes the calls and returns how long the device took for them, in microseconds."""
-
-    def synchronize(self) -> None:
-        """Returns when everything that was called is done."""
-
-    def refresh(self, tensor: torch.Tensor) -> None:
-        """Gives an input new values before a turn, in order with the calls."""
-
-    def capture(self, calls: Sequence[Call], count: int) -> Call:
-        """A call that replays ``count`` calls, taken in turn from ``calls``, as one graph."""
-
-    def facts(self) -> dict[str, str]:
-        """The facts about it that a reader of the figures must know."""
-
-
-class Host:
-    """The CPU: a call returns when its result is there."""
-
-    name = tensors = "cpu"
-    cache_bytes = 0
-
-    def elapsed_us(self, calls: Iterable[Call]) -> float:
-        return host_elapsed_us(calls)
-
-    def synchronize(self) -> None:
-        """Nothing is ever under way."""
-
-    def refresh(self, tensor: torch.Tensor) -> None:
-        """Inputs keep the zeros they were given: a CPU adds those as fast as anything."""
-
-    def capture(self, calls: Sequence[Call], count: int) -> Call:
-        raise ValueError("--graph needs --device cuda")
-
-    def facts(self) -> dict[str, str]:
-        return {}
-
-
-class Gpu:
+class Gpu(Device):
     """A CUDA device; work is ordered on one stream of its own, the process's current one.
 
-    Raises ``RuntimeError`` where torch cannot use the device.
+    With ``sleep_cycles`` the device sleeps while the host queues the calls of a turn, so that it
+    does not wait for the host. Raises ``RuntimeError`` where torch cannot use the device.
     """
+
+    sleep_cycles = 0
 
     def __init__(self, index: int) -> None:
         if not _cuda.is_available():
             raise RuntimeError(f"torch {torch.__version__} sees no usable CUDA device")
+        super().__init__(_cuda.synchronize)
         _cuda.set_device(index)
         self.name = self.tensors = f"cuda:{index}"
         # Not the legacy default stream: it waits for all others, and cannot be captured.
@@ -142,17 +95,16 @@ class Gpu:
         self.cache_bytes = int(self._properties.L2_cache_size)
 
     def elapsed_us(self, calls: Iterable[Call]) -> float:
-        begin = _cuda.Event(enable_timing=True)
-        end = _cuda.Event(enable_timing=True)
+        begin, end = (_cuda.Event(enable_timing=True) for _ in range(2))
+        if self.sleep_cycles:
+            _cuda._sleep(self.sleep_cycles)
         begin.record()
         for call in calls:
             call()
         end.record()
+        self.late += bool(self.sleep_cycles and begin.query())
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e3
-
-    def synchronize(self) -> None:
-        _cuda.synchronize()
 
     def refresh(self, tensor: torch.Tensor) -> None:
         # Zeros are easier to move than data, and sums that are made in place must not overflow
@@ -166,8 +118,7 @@ class Gpu:
         graph = _cuda.CUDAGraph()
         # Watchdog threads of the libraries may call CUDA meanwhile.
         with _cuda.graph(graph, capture_error_mode="thread_local"):
-            for call in islice(cycle(calls), count):
-                call()
+            super().capture(calls, count)()
         replay: Call = graph.replay
         return replay
 
@@ -200,10 +151,7 @@ COPY_FACT = "copy GB/s"
 
 def nccl_version() -> tuple[int, ...]:
     """The version of torch's NCCL, empty where torch has none."""
-    if not torch.distributed.is_nccl_available():
-        return ()
-    found: tuple[int, ...] = _cuda.nccl.version()
-    return found
+    return tuple(_cuda.nccl.version()) if torch.distributed.is_nccl_available() else ()
 
 
 def _driver_version() -> str:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import threading
 import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 
 import torch
 
@@ -26,16 +24,13 @@ PATTERNS = ("read", "write", "mixed")
 DEPTHS = (1, 2, 4, 8)
 
 
-def operations(pattern: str, blocks: int, depth: int) -> Iterator[tuple[bool, int]]:
+def operations(pattern: str, blocks: int, depth: int) -> list[tuple[bool, int]]:
     """(is a write, block): "mixed" reads each block, and writes it ``depth`` blocks later."""
     if pattern != "mixed":
-        yield from ((pattern == "write", block) for block in range(blocks))
-        return
-    for block in range(blocks + depth):
-        if block < blocks:
-            yield False, block
-        if block >= depth:
-            yield True, block - depth
+        return [(pattern == "write", block) for block in range(blocks)]
+    turns = itertools.product(range(blocks + depth), (False, True))
+    todo = [(is_write, turn - depth * is_write) for turn, is_write in turns]
+    return [(is_write, block) for is_write, block in todo if 0 <= block < blocks]
 
 
 class RawFile:
@@ -55,32 +50,23 @@ class RawFile:
 
         Returns bytes, reads and writes together, and the seconds that passed and of the CPU.
         """
-        todo = list(operations(pattern, self.blocks, depth))
-        turn = itertools.count()
-        failures: list[BaseException] = []
-
-        def loop(memory: mmap.mmap) -> None:
-            try:
-                while (place := next(turn)) < len(todo):
-                    self._move(*todo[place], memory)
-            except BaseException as error:
-                failures.append(error)
-
+        todo = operations(pattern, self.blocks, depth)
         memories = [mmap.mmap(-1, self.block_bytes, flags=mmap.MAP_PRIVATE) for _ in range(depth)]
         for memory in memories:
             memory.madvise(mmap.MADV_HUGEPAGE)
             memory.write(bytes(self.block_bytes))
-        threads = [threading.Thread(target=loop, args=(memory,)) for memory in memories]
-        wall, cpu = time.perf_counter(), time.process_time()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        turn = itertools.count()
+
+        def loop(memory: mmap.mmap) -> None:
+            while (place := next(turn)) < len(todo):
+                self._move(*todo[place], memory)
+
+        with ThreadPoolExecutor(depth) as threads:
+            wall, cpu = time.perf_counter(), time.process_time()
+            list(threads.map(loop, memories))  # raises what a loop has raised
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         for memory in memories:
             memory.close()
-        if failures:
-            raise failures[0]
         return len(todo) * self.block_bytes, wall, cpu
 
     def _move(self, is_write: bool, block: int, memory: mmap.mmap) -> None:
@@ -98,12 +84,14 @@ def measure(run: Run) -> None:
     with closing(RawFile(asked.path, asked.size, asked.block_bytes)) as file:
         for pattern, depth in itertools.product(PATTERNS, DEPTHS):
             moved_bytes, wall_s, cpu_s = file.time(pattern, depth)
-            case = row_of(f"disk_{pattern}", f"{depth} deep", 1, moved_bytes, torch.uint8)
-            timing = Timing((wall_s * 1e6,), batch=1)
-            row = timed(replace(case, system="pread and pwrite"), timing, None)
-            speed = round(moved_bytes / wall_s / 1e9, 3)
-            note = f"CPU {cpu_s * 1e12 / moved_bytes:.1f} ms/GB"
-            run.add([replace(row, algbw_gbps=speed, note=note)])
+            more = {
+                "system": "pread and pwrite",
+                "note": f"CPU {cpu_s * 1e12 / moved_bytes:.1f} ms/GB",
+                "algbw_gbps": round(moved_bytes / wall_s / 1e9, 3),
+            }
+            what, shape = f"disk_{pattern}", f"{depth} deep"
+            case = row_of(what, shape, 1, moved_bytes, torch.uint8, **more)
+            run.add([timed(case, Timing((wall_s * 1e6,), batch=1), None)])
 
 
 BENCH = Bench(

@@ -1,4 +1,11 @@
-"""Ranks: started by the harness itself, or found where torchrun or mpiexec started them."""
+"""Ranks: started by the harness itself, or found where torchrun or mpiexec started them.
+
+Busy loops beside them show how collectives fare where other work wants the cores. Linux shares the
+cores among sessions first and among the threads of a session second (sched_autogroup, see
+sched(7)). MPICH's mpiexec gives every rank a session of its own, others start all ranks in one. So
+with loops beside them all ranks and all loops lead sessions of their own, and a rank gets what a
+rank of a container gets, where no sessions count.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
-from .busy import busy_loops
 from .report import PROCESSES
 
 _STORE_FILE = "RINGCOMM_BENCH_STORE"
@@ -34,6 +42,15 @@ _NO_IMPI = (
     "Intel MPI wants an environment of its own beside mpich: python -m venv impi, "
     "impi/bin/pip install impi-rt, and I_MPI_ROOT=impi; {}"
 )
+# Longer than any slice: a rank that slept so long owes nothing, and is owed nothing.
+REST_S = 0.02
+
+_LOOP = (
+    "import ctypes, os, signal\n"
+    "ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)\n"  # PR_SET_PDEATHSIG
+    "if os.getppid() != {parent}: os._exit(0)\n"
+    "while True: pass\n"
+)
 
 
 class LaunchError(Exception):
@@ -42,21 +59,13 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class Wanted:
-    """The ranks of a run.
+    """The ranks of a run."""
 
-    Attributes:
-        ranks: their number; None: however many a launcher has started.
-        systems: the systems under test: MPI needs a launcher of its own.
-        busy: processes that compute beside the ranks.
-        nodes: the nodes that ranks of this machine stand for.
-        on_nodes: the ranks may be on several machines.
-    """
-
-    ranks: int | None = None
-    systems: Sequence[str] = ()
-    busy: int = 0
-    nodes: int = 1
-    on_nodes: bool = False
+    ranks: int | None = None  # None: however many a launcher has started
+    systems: Sequence[str] = ()  # under test: MPI needs a launcher of its own
+    busy: int = 0  # processes that compute beside the ranks
+    nodes: int = 1  # that ranks of this machine stand for
+    on_nodes: bool = False  # the ranks may be on several machines
 
 
 @dataclass(frozen=True)
@@ -96,10 +105,8 @@ def join(wanted: Wanted) -> Placing:
         from mpi4py import MPI
 
         comm = MPI.COMM_WORLD
-        # The store is rank 0's, and the others call it.
-        hosted = _store(None, comm.size) if comm.rank == 0 else None
-        port = comm.bcast(hosted.port if hosted else 0)
-        place = Placing(comm.rank, comm.size, hosted or _store(port, comm.size))
+        file = comm.bcast(str(Path(tempfile.gettempdir(), f"ringcomm-bench-{uuid.uuid4()}")))
+        place = Placing(comm.rank, comm.size, dist.FileStore(file, comm.size))
     else:
         place = _join_torchrun(wanted)
     if wanted.ranks not in (None, place.world):
@@ -114,11 +121,6 @@ def placed() -> Placing:
     rank = int(os.environ.get("PMI_RANK", os.environ.get("RANK", "0")))
     world = int(os.environ.get("PMI_SIZE", os.environ.get("WORLD_SIZE", "1")))
     return Placing(rank, world, dist.FileStore(os.environ[_STORE_FILE], world))
-
-
-def _store(port: int | None, world: int) -> dist.TCPStore:
-    listens = port is None
-    return dist.TCPStore("127.0.0.1", port or 0, world, is_master=listens, wait_for_workers=False)
 
 
 def _join_torchrun(wanted: Wanted) -> Placing:
@@ -145,36 +147,33 @@ def run_ranks(words: Sequence[str], wanted: Wanted) -> int:
     command, world = _rank_command(words), wanted.ranks or 1
     if "impi" in wanted.systems or "mpi" in wanted.systems:
         mpiexec, environment = _mpiexec(wanted.systems)
-        return _run([([mpiexec, "-n", str(world), *command], environment)], wanted.busy)
-    places = [_place_of(rank, world, wanted.nodes) for rank in range(world)]
-    return _run([(command, place) for place in places], wanted.busy)
-
-
-def _place_of(rank: int, world: int, nodes: int) -> dict[str, str]:
-    """The variables of a rank; ranks that follow each other stand for a node."""
-    place = {"RANK": str(rank), "WORLD_SIZE": str(world)}
-    if nodes > 1:
-        place["RINGCOMM_NODE_ID"] = f"node {rank * nodes // world}"
-    return place
+        return _run([mpiexec, "-n", str(world), *command], [environment], wanted.busy)
+    places = [{"RANK": str(rank), "WORLD_SIZE": str(world)} for rank in range(world)]
+    if wanted.nodes > 1:  # ranks that follow each other stand for a node
+        for rank, place in enumerate(places):
+            place["RINGCOMM_NODE_ID"] = f"node {rank * wanted.nodes // world}"
+    return _run(command, places, wanted.busy)
 
 
 def _rank_command(words: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", *words]
 
 
-def _run(commands: Sequence[tuple[list[str], dict[str, str]]], busy: int) -> int:
-    """Runs commands with their own variables; one that fails takes the others with it."""
-    with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as directory:
+def _run(command: Sequence[str], places: Sequence[Mapping[str, str]], busy: int) -> int:
+    """Runs a command with each set of variables; one that fails takes the others with it."""
+    started: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as directory, busy_loops(busy):
         # A job that mpiexec started may call the harness; its own place is not that of a rank.
         outside = {key: os.environ[key] for key in os.environ if key not in _MPI_PLACE}
-        shared = {**outside, _STORE_FILE: f"{directory}/store"}
-        shared.setdefault("OMP_NUM_THREADS", "1")
-        started: list[subprocess.Popen[bytes]] = []
+        shared = {"OMP_NUM_THREADS": "1", **outside, _STORE_FILE: f"{directory}/store"}
         try:
-            with busy_loops(busy):
-                for command, own in commands:
-                    started.append(subprocess.Popen(command, env={**shared, **own}))
-                return _wait(started)
+            for own in places:
+                started.append(subprocess.Popen(command, env={**shared, **own}))
+            while None in (statuses := [process.poll() for process in started]):
+                if any(statuses):
+                    break
+                time.sleep(_POLL_S)
+            return max(next(filter(None, statuses), 0), int(any(statuses)))
         finally:
             _stop(started)
 
@@ -200,25 +199,33 @@ def _mpiexec(systems: Sequence[str]) -> tuple[str, dict[str, str]]:
     return str(mpiexec), {"MPI4PY_LIBMPI": str(library.resolve()), "I_MPI_PIN": "0"}
 
 
-def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:
-    while True:
-        statuses = [process.poll() for process in started]
-        failed = [status for status in statuses if status]
-        if failed:
-            return failed[0] if failed[0] > 0 else 1
-        if all(status == 0 for status in statuses):
-            return 0
-        time.sleep(_POLL_S)
-
-
 def _stop(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    running = [process for process in started if process.poll() is None]
-    for process in running:
+    for process in started:
         process.terminate()
     deadline = time.monotonic() + _GRACE_S
-    for process in running:
-        try:
+    for process in started:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def busy_loops(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """``count`` processes that compute until the block ends, or the process that began it."""
+    # The loop asks the kernel to end it with its parent, and looks whether it came too late.
+    command = [sys.executable, "-S", "-E", "-c", _LOOP.format(parent=os.getpid())]
+    loops = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
+    try:
+        yield loops
+    finally:
+        _stop(loops)
+
+
+def lead_session() -> None:
+    """Makes this rank the leader of a session, unless its launcher has made it lead one."""
+    if os.getsid(0) != os.getpid():
+        # One that leads a group of processes cannot. It then shares a session with its launcher,
+        # which waits.
+        with suppress(PermissionError):
+            os.setsid()

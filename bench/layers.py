@@ -14,17 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Shard, parallel
 
 from ringcomm.parallel import parallelize
 
-from .options import option
+from .options import tuples
 from .report import row_of
 from .run import Bench, Run
 from .timing import Call
@@ -56,11 +50,11 @@ class Layer(nn.Module):
 
 def by_torch(width: int, mesh: DeviceMesh) -> nn.Module:
     plan = {
-        "norm": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": parallel.SequenceParallel(),
+        "up": parallel.ColwiseParallel(input_layouts=Shard(1)),
+        "down": parallel.RowwiseParallel(output_layouts=Shard(1)),
     }
-    return parallelize_module(Layer(width, 4 * width), mesh, plan)
+    return parallel.parallelize_module(Layer(width, 4 * width), mesh, plan)
 
 
 def turn(forward: Callable[[Tensor], Tensor], model: nn.Module, shape: Sequence[int]) -> Call:
@@ -73,8 +67,7 @@ def turn(forward: Callable[[Tensor], Tensor], model: nn.Module, shape: Sequence[
 
     def call() -> tuple[Tensor, Tensor | None]:
         x.grad = None
-        for param in model.parameters():
-            param.grad = None
+        model.zero_grad()
         out = forward(x)
         torch.autograd.backward((out * feed).sum())
         return out.detach(), x.grad
@@ -115,15 +108,4 @@ def measure(run: Run) -> None:
         run.compare(row, systems(size, meshes), OURS)
 
 
-def size_of(text: str) -> Size:
-    tokens, width = map(int, text.split(","))
-    return tokens, width
-
-
-BENCH = Bench(
-    "layers",
-    __doc__,
-    measure,
-    (option("sizes", nargs="*", type=size_of, metavar="TOKENS,WIDTH", default=SIZES),),
-    rounds=15,
-)
+BENCH = Bench("layers", __doc__, measure, [tuples("sizes", "TOKENS,WIDTH", SIZES)], rounds=15)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 
 import ringcomm
 
-from .options import option, positive
+from .options import numbers
 from .report import row_of
 from .run import Bench, Run
 from .timing import rows_of
@@ -93,11 +94,7 @@ def loss_of(out: Tensor, target: Tensor) -> Tensor:
 
 
 class ParallelTraining:
-    """One system's training on this rank; a call is a step.
-
-    Attributes:
-        losses: of the last stage, the mean of each step's micro-batches.
-    """
+    """One system's training on this rank; a call is a step."""
 
     def __init__(
         self, shape: GptShape, mesh: DeviceMesh, build: Callable[[nn.Module, DeviceMesh], Any]
@@ -109,7 +106,7 @@ class ParallelTraining:
         stage = PipelineStage(module, number, AXES["pp"], device, group=mesh.get_group("pp"))
         self._schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_of)
         self._is_first, self._draw = stage.is_first, torch.Generator().manual_seed(0)
-        self.losses: list[float] = []
+        self.losses: list[float] = []  # of the last stage, the mean of a step's micro-batches
 
     def __call__(self) -> None:
         whole = torch.randint(VOCABULARY, self._size, generator=self._draw)
@@ -124,19 +121,19 @@ class ParallelTraining:
         self._optimizer.zero_grad()
 
 
-def with_zero(module: nn.Module, mesh: DeviceMesh) -> Any:
-    """Shares state at stage 2 of ZeRO; layers are divided by torch."""
-    for block in module.blocks:  # type: ignore[union-attr]
-        parallelize_module(block, mesh["tp"], PLAN)
-    ringcomm.zero.shard(module, 2, mesh=mesh)
-    return ringcomm.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
+def with_zero(module: nn.Module, mesh: DeviceMesh, sequences: bool = False) -> Any:
+    """Shares state at stage 2 of ZeRO; layers are divided by torch.
 
-
-def with_sequences(module: nn.Module, mesh: DeviceMesh) -> Any:
-    """The same with ringcomm's layers, between which a rank has its tokens of each sequence."""
-    own = {name for name, _ in module.named_children()}
-    plan = {name: how for name, how in SEQUENCE_PLAN.items() if name.split(".")[0] in own}
-    ringcomm.parallel.parallelize(module, plan, mesh["tp"])
+    With ``sequences`` ringcomm divides them: between its layers a rank has its tokens of each
+    sequence.
+    """
+    if sequences:
+        own = {name for name, _ in module.named_children()}
+        plan = {name: how for name, how in SEQUENCE_PLAN.items() if name.split(".")[0] in own}
+        ringcomm.parallel.parallelize(module, plan, mesh["tp"])
+    else:
+        for block in module.blocks:  # type: ignore[union-attr]
+            parallelize_module(block, mesh["tp"], PLAN)
     ringcomm.zero.shard(module, 2, mesh=mesh)
     return ringcomm.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
 
@@ -152,34 +149,28 @@ def with_fsdp2(module: nn.Module, mesh: DeviceMesh) -> Any:
 
 def entrants(shape: GptShape) -> dict[str, ParallelTraining]:
     """Begins training on each system; collective."""
-    here, names = ringcomm.Mesh(device="cpu", **AXES), tuple(AXES)
-    on_gloo: dict[str, Any] = {
-        "mesh_dim_names": names,
-        "backend_override": dict.fromkeys(names, "gloo"),
+    here, backends = ringcomm.Mesh(device="cpu", **AXES), dict.fromkeys(AXES, "gloo")
+    how: Any = {"mesh_dim_names": tuple(AXES), "backend_override": backends}
+    gloo = init_device_mesh("cpu", tuple(AXES.values()), **how)
+    return {
+        HERE: ParallelTraining(shape, here, with_zero),
+        HERE_SEQUENCES: ParallelTraining(shape, here, partial(with_zero, sequences=True)),
+        ON_GLOO: ParallelTraining(shape, gloo, with_fsdp2),
+        ON_BACKEND: ParallelTraining(shape, here, with_fsdp2),
     }
-    gloo = init_device_mesh("cpu", tuple(AXES.values()), **on_gloo)
-    systems = {
-        HERE: (here, with_zero),
-        HERE_SEQUENCES: (here, with_sequences),
-        ON_GLOO: (gloo, with_fsdp2),
-        ON_BACKEND: (here, with_fsdp2),
-    }
-    return {name: ParallelTraining(shape, *how) for name, how in systems.items()}
 
 
 def unequal(trained: Mapping[str, ParallelTraining]) -> dict[str, int]:
     """Losses by system that are not those of the first one within rounding; collective."""
-    losses = {name: torch.tensor(each.losses) for name, each in trained.items()}
-    close = [torch.isclose(each, losses[HERE], rtol=1e-3) for each in losses.values()]
-    counted = torch.tensor([int((~each).sum()) for each in close])
+    losses = torch.tensor([each.losses for each in trained.values()])
+    counted = (~torch.isclose(losses, losses[list(trained).index(HERE)], rtol=1e-3)).sum(1)
     dist.all_reduce(counted)
     return dict(zip(trained, counted.tolist(), strict=True))
 
 
 def measure(run: Run) -> None:
     run.connect()
-    asked = run.options
-    shape = GptShape(asked.width, asked.depth, asked.sequences, asked.context)
+    shape = GptShape(**{name: getattr(run.options, name) for name in vars(GptShape())})
     stages = [make_stage(shape, number) for number in range(AXES["pp"])]
     parameters = sum(param.numel() for stage in stages for param in stage.parameters())
     trained = entrants(shape)
@@ -195,13 +186,5 @@ def check(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
 
 
 BENCH = Bench(
-    "model_parallel",
-    __doc__,
-    measure,
-    [
-        option(f"--{name}", type=positive, default=getattr(GptShape, name))
-        for name in ("width", "depth", "sequences", "context")
-    ],
-    ranks=RANKS,
-    check=check,
+    "model_parallel", __doc__, measure, numbers(**vars(GptShape())), ranks=RANKS, check=check
 )

@@ -9,7 +9,6 @@ sum. That runs on Gloo and on the backend "ringcomm".
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch.distributed.nn.functional import all_to_all_single
 import ringcomm
 from ringcomm import moe
 
-from .options import option, positive
+from .options import option, positive, tuples
 from .report import row_of
 from .run import Bench, Run
 
@@ -29,8 +28,7 @@ ON_GLOO, ON_BACKEND = "all_to_all on gloo", "all_to_all on ringcomm"
 SHAPES = ((16, 2), (64, 2), (16, 8), (64, 8))
 
 
-@dataclass(frozen=True)
-class RoutedShape:
+class RoutedShape(NamedTuple):
     """A layer's tokens and routes on each rank."""
 
     tokens: int
@@ -58,53 +56,43 @@ def inputs(shape: RoutedShape, rank: int) -> Inputs:
     return Inputs(x, idx, scores, torch.randn(x.shape, generator=seed))
 
 
-class ByHand:
+Dispatch = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]]
+
+
+def by_hand(shape: RoutedShape, group: Any) -> Dispatch:
     """What a layer does with all_to_all_single."""
+    world = dist.get_world_size(group)
 
-    def __init__(self, shape: RoutedShape, group: Any) -> None:
-        self._shape, self._group = shape, group
-
-    def dispatch(self, x: Tensor, idx: Tensor) -> Tensor:
-        shape, world, flat = self._shape, dist.get_world_size(self._group), idx.view(-1)
-        self._order = flat.argsort(stable=True)
-        counts = flat.bincount(minlength=shape.experts)
-        arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts, group=self._group)
-        self._sent, self._got = (
-            each.view(world, -1).sum(1).tolist() for each in (counts, arriving)
-        )
-        got = self._exchanged(x.index_select(0, self._order // shape.k), self._got, self._sent)
-        here = torch.arange(shape.experts // world, device="cpu").repeat(world)
-        self._by_expert = here.repeat_interleave(arriving).argsort(stable=True)
-        return got.index_select(0, self._by_expert)
-
-    def combine(self, y: Tensor, weights: Tensor) -> Tensor:
-        back = self._exchanged(y.index_select(0, inverse(self._by_expert)), self._sent, self._got)
-        rows = back.index_select(0, inverse(self._order)).view(*weights.shape, -1)
-        return (rows * weights[..., None]).sum(1)
-
-    def _exchanged(self, rows: Tensor, arriving: list[int], leaving: list[int]) -> Tensor:
+    def exchange(rows: Tensor, arriving: list[int], leaving: list[int]) -> Tensor:
         out = rows.new_empty(sum(arriving), rows.size(1))
-        exchange: Any = all_to_all_single
-        found: Tensor = exchange(out, rows, arriving, leaving, group=self._group)
+        call: Any = all_to_all_single
+        found: Tensor = call(out, rows, arriving, leaving, group=group)
         return found
+
+    def dispatch(x: Tensor, idx: Tensor, _: Tensor) -> Any:
+        order = idx.view(-1).argsort(stable=True)
+        counts = idx.view(-1).bincount(minlength=shape.experts)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=group)
+        sent, got = (each.view(world, -1).sum(1).tolist() for each in (counts, arriving))
+        rows = exchange(x.index_select(0, order // shape.k), got, sent)
+        here = torch.arange(shape.experts // world, device="cpu").repeat(world)
+        by_expert = here.repeat_interleave(arriving).argsort(stable=True)
+
+        def combine(y: Tensor, weights: Tensor) -> Tensor:
+            back = exchange(y.index_select(0, inverse(by_expert)), sent, got)
+            rows = back.index_select(0, inverse(order)).view(*weights.shape, -1)
+            return (rows * weights[..., None]).sum(1)
+
+        return rows.index_select(0, by_expert), combine
+
+    return dispatch
 
 
 def inverse(order: Tensor) -> Tensor:
     found = torch.empty_like(order)
     found[order] = torch.arange(len(order), device="cpu")
     return found
-
-
-Dispatch = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]]
-
-
-def by_hand(shape: RoutedShape, group: Any) -> Dispatch:
-    def dispatch(x: Tensor, idx: Tensor, weights: Tensor) -> Any:
-        layer = ByHand(shape, group)
-        return layer.dispatch(x, idx), layer.combine
-
-    return dispatch
 
 
 def ours(shape: RoutedShape, comm: ringcomm.Communicator) -> Dispatch:
@@ -147,29 +135,22 @@ def check(calls: Mapping[str, Turn]) -> None:
 
 def measure(run: Run) -> None:
     asked, comm = run.options, run.connect()
-    default, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
+    gloo = dist.new_group(backend="gloo")
     for experts, k in asked.shapes:
         shape = RoutedShape(asked.tokens, asked.hidden, experts, k)
         given = inputs(shape, comm.rank)
         systems = {
             OURS: ours(shape, comm),
-            ON_BACKEND: by_hand(shape, default),
+            ON_BACKEND: by_hand(shape, dist.group.WORLD),
             ON_GLOO: by_hand(shape, gloo),
         }
         of_experts = systems[OURS](given.x, given.idx, given.weights)[0].clone()
-        for kind in ("forward", "backward"):
-            backward = kind == "backward"
-            calls = {
-                name: turn(each, given, of_experts, backward) for name, each in systems.items()
-            }
+        for number, kind in enumerate(("forward", "backward")):
+            how = (given, of_experts, number == 1)
+            calls = {name: turn(each, *how) for name, each in systems.items()}
             check(calls)
             row = row_of(f"moe_{kind}", str(shape), run.world, given.x.numel())
             run.compare(row, calls, OURS)
-
-
-def shape_of(text: str) -> tuple[int, int]:
-    experts, k = map(int, text.split(","))
-    return experts, k
 
 
 BENCH = Bench(
@@ -177,7 +158,7 @@ BENCH = Bench(
     __doc__,
     measure,
     (
-        option("shapes", nargs="*", type=shape_of, metavar="EXPERTS,K", default=SHAPES),
+        tuples("shapes", "EXPERTS,K", SHAPES),
         option("--tokens", type=positive, default=4096, help="of a rank"),
         option("--hidden", type=positive, default=1024),
     ),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,29 @@ def option(names: str, help: str = "", **how: Any) -> Option:
     return Option(tuple(names.split()), {**how, "help": f"{help}{told}".strip()})
 
 
+def choice(names: str, help: str, *choices: str) -> Option:
+    """Declares a choice, of which the first is the default."""
+    return option(names, help, choices=choices, default=choices[0])
+
+
+def numbers(**usual: int) -> list[Option]:
+    """Declares positive numbers by their names and defaults."""
+    return [option(f"--{name}", type=positive, default=each) for name, each in usual.items()]
+
+
+def tuples(name: str, metavar: str, usual: Sequence[tuple[int, ...]]) -> Option:
+    """Declares tuples of numbers, like those of ``metavar`` "N,K"; in their place ``usual``."""
+
+    def read(text: str) -> tuple[int, ...]:
+        found = tuple(map(int, text.split(",")))
+        if len(found) != len(metavar.split(",")):
+            raise ValueError
+        return found
+
+    read.__name__ = metavar  # in argparse's message
+    return option(name, nargs="*", type=read, metavar=metavar, default=usual)
+
+
 def parse_size(text: str) -> int:
     """Bytes of "4096", "4K", "4KiB", "1M", "1G" (powers of 1024, as nccl-tests reads them)."""
     match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:I?B)?", text.strip().upper())
@@ -33,16 +57,13 @@ def parse_size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
-def count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+def count(text: str, least: int = 0) -> int:
+    if not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {'positive ' * least}whole number")
     return int(text)
 
 
-def positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
+positive = partial(count, least=1)
 
 
 def new_file(text: str) -> Path:
@@ -56,9 +77,6 @@ BUSY = option("--busy", "processes that keep a core busy meanwhile", type=count,
 PIN = option("--pin", "pin each rank, and its threads, to a core", action="store_true")
 JSON = option("--json", "write rows and provenance as JSON", type=new_file, metavar="PATH")
 CSV = option("--csv", "write rows and provenance as CSV", type=new_file, metavar="PATH")
-PROFILE = option(
-    "--profile", "write Chrome traces of stages 2 and 3", type=new_file, metavar="PATH"
-)
 
 
 def ranks(usual: int) -> Option:
@@ -86,7 +104,7 @@ def build_parser(prog: str, about: str, options: Iterable[Option]) -> argparse.A
 
 def without_files(words: Iterable[str]) -> list[str]:
     """The words of a command line without the files of results, which change no figure."""
-    files = {name for each in (JSON, CSV, PROFILE) for name in each.names}
+    files = {name for each in (JSON, CSV) for name in each.names}
     kept, rest = [], iter(words)
     for word in rest:
         if word in files:

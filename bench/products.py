@@ -12,7 +12,7 @@ import torch
 import ringcomm
 from ringcomm import Communicator
 
-from .options import option
+from .options import tuples
 from .report import row_of
 from .run import Bench, Run
 from .timing import Call
@@ -82,15 +82,4 @@ def measure(run: Run) -> None:
             run.compare(row, calls(comm, shape), SUBJECTS)
 
 
-def shape_of(text: str) -> Shape:
-    rows, inner, columns = map(int, text.split(","))
-    return rows, inner, columns
-
-
-BENCH = Bench(
-    "products",
-    __doc__,
-    measure,
-    (option("shapes", nargs="*", type=shape_of, metavar="N,K,M", default=SHAPES),),
-    rounds=15,
-)
+BENCH = Bench("products", __doc__, measure, [tuples("shapes", "N,K,M", SHAPES)], rounds=15)

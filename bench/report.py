@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from .cases import IN_PLACE, OUT_OF_PLACE
-
 SCHEMA = 1
+# Names the commit of a source tree that came without its history, or with another one.
+COMMIT_VARIABLE = "RINGCOMM_COMMIT"
+IN_PLACE, OUT_OF_PLACE = "in", "out"
 PROCESSES = "processes"  # the mode of ranks on the CPU
-_CSV_COMMENT = "# "
 
 
 @dataclass(frozen=True)
@@ -79,30 +84,28 @@ class Report:
     rows: list[Row]
 
     @property
+    def head(self) -> str:
+        """The provenance, as the head of a CSV file has it."""
+        return "\n".join(f"# {key}: {value}" for key, value in self.provenance.items())
+
+    @property
     def wrong(self) -> int:
         return sum(row.wrong or 0 for row in self.rows)
 
 
 def write_json(report: Report, path: str | Path) -> None:
-    document = {
-        "schema": SCHEMA,
-        "provenance": report.provenance,
-        "rows": [asdict(row) for row in report.rows],
-    }
+    document = {"schema": SCHEMA, **asdict(report)}
     Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def write_csv(report: Report, path: str | Path) -> None:
     """One line per row under ``# key: value`` lines that hold the provenance."""
     with Path(path).open("w", newline="", encoding="utf-8") as file:
-        for key, value in {"schema": str(SCHEMA), **report.provenance}.items():
-            file.write(f"{_CSV_COMMENT}{key}: {value}\n")
-        writer = csv.writer(file, lineterminator="\n")
+        file.write(f"# schema: {SCHEMA}\n{report.head}\n")
         names = [field.name for field in fields(Row)]
-        writer.writerow(names)
-        for row in report.rows:
-            values = asdict(row)
-            writer.writerow(["" if values[name] is None else values[name] for name in names])
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(asdict, report.rows))
 
 
 def read(path: str | Path) -> Report:
@@ -113,19 +116,18 @@ def read(path: str | Path) -> Report:
     text = Path(path).read_text(encoding="utf-8")
     if Path(path).suffix == ".json":
         document = json.loads(text)
-        _require_schema(path, str(document.get("schema")))
-        return Report(document["provenance"], [Row(**row) for row in document["rows"]])
-    lines = text.splitlines()
-    head = [line[len(_CSV_COMMENT) :] for line in lines if line.startswith(_CSV_COMMENT)]
-    provenance = {key: value for key, _, value in (line.partition(": ") for line in head)}
-    _require_schema(path, provenance.pop("schema", ""))
-    records = csv.DictReader(line for line in lines if not line.startswith(_CSV_COMMENT))
-    return Report(provenance, [_row_of_text(record) for record in records])
-
-
-def _require_schema(path: str | Path, found: str) -> None:
+        found, provenance = str(document.get("schema")), document["provenance"]
+        rows: Iterator[Row] = (Row(**row) for row in document["rows"])
+    else:
+        lines = text.splitlines()
+        head = [line[2:].partition(": ") for line in lines if line.startswith("# ")]
+        provenance = {key: value for key, _, value in head}
+        found = provenance.pop("schema", "")
+        records = csv.DictReader(line for line in lines if not line.startswith("# "))
+        rows = map(_row_of_text, records)
     if found != str(SCHEMA):
         raise ValueError(f"{path}: schema {found or 'missing'}, expected {SCHEMA}")
+    return Report(provenance, list(rows))
 
 
 def _row_of_text(record: Mapping[str, str]) -> Row:
@@ -163,12 +165,10 @@ def _join(columns: Sequence[Column], texts: Iterable[object]) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows as text, below a ``title``.
+    """Rows as text, below a ``title``, whose first columns are ``key`` and the others ``cell``.
 
-    Attributes:
-        key: the first columns; with placements, rows that agree in all of these stand in one line.
-        cell: the columns of one row, the first of which tells that it has no time.
-        placements: side by side, a group of ``cell`` columns each; (): a line for each row.
+    The first column of ``cell`` tells that a row has no time. With ``placements``, side by side and
+    a group of ``cell`` each, rows that agree in all of ``key`` stand in one line.
     """
 
     title: str
@@ -268,3 +268,47 @@ LOSSES = Table(
         Column("loss", "(nats/B)", ">9", _number("loss", 5)),
     ),
 )
+
+
+def collect(
+    command: Sequence[str], versions: Mapping[str, str], device_facts: Mapping[str, str]
+) -> dict[str, str]:
+    """Plain text by key; ``versions`` are those of the systems that were timed."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB",
+        "kernel": f"{platform.system()} {platform.release()}",
+        "load": " ".join(f"{load:.2f}" for load in os.getloadavg()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{f"version of {name}": version for name, version in versions.items()},
+        **device_facts,
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "command": " ".join(command),
+    }
+
+
+def _cpu_model() -> str:
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    facts = dict(re.findall(r"(?m)^(model name|cpu family|model)\s*: (.*)", text))
+    model = str(facts.get("model name", platform.machine()))
+    if "cpu family" in facts:
+        model += f" (family {facts['cpu family']} model {facts['model']})"
+    return model
+
+
+def commit() -> str:
+    """Returns what RINGCOMM_COMMIT says, else the commit of the source tree, or "unknown"."""
+    root = Path(__file__).resolve().parent.parent
+    if told := os.environ.get(COMMIT_VARIABLE):
+        return told
+    if not (root / ".git").exists():
+        return "unknown"
+    git = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
+    try:
+        return subprocess.check_output(git, cwd=root, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        # No git here, or a tree that belongs to another user, which git refuses to read.
+        return "unknown"

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,14 +19,12 @@ import torch.distributed as dist
 
 import ringcomm
 
-from . import provenance
 from .board import Board
-from .busy import REST_S, lead_session
-from .devices import ONE_LAUNCH, Host, ModeError
-from .launch import LaunchError, Placing, Wanted, join, run_ranks, started_by
+from .devices import ONE_LAUNCH, ModeError
+from .launch import REST_S, LaunchError, Placing, Wanted, join, lead_session, run_ranks, started_by
 from .options import BUSY, CSV, JSON, PIN, Option, build_parser, ranks, rounds, without_files
-from .report import TIMES, Report, Row, Table, write_csv, write_json
-from .timing import Call, Clock, Entrant, Pace, Timing, measure, rows_of
+from .report import TIMES, Report, Row, Table, collect, write_csv, write_json
+from .timing import Call, Device, Entrant, Pace, Timing, measure, rows_of
 
 COLLECTIVES = "collectives"
 CANNOT_RUN = 2
@@ -50,35 +49,25 @@ def usual_place(options: argparse.Namespace, wanted: Wanted) -> Placing | None:
 
 @dataclass(frozen=True)
 class Bench:
-    """One benchmark.
+    """One benchmark."""
 
-    Attributes:
-        name: of its module, and the word behind ``ringcomm bench``.
-        about: help.
-        measure: adds rows to the run; called in every rank.
-        options: its own.
-        ranks: started by default; 0: it measures in the process of the user.
-        rounds: by default; 0: it has no such option.
-        on_nodes: its ranks may be on several machines.
-        check: looks at the options before ranks start, and may add to them.
-        place: this process's place among the ranks; None in a process that has ranks to start.
-    """
-
-    name: str
+    name: str  # of its module, and the word behind ``ringcomm bench``
     about: str
-    measure: Callable[[Run], object]
-    options: Sequence[Option] = ()
-    ranks: int = 2
-    rounds: int = 9
-    on_nodes: bool = False
+    measure: Callable[[Run], object]  # adds rows to the run; called in every rank
+    options: Sequence[Option] = ()  # its own
+    ranks: int = 2  # started by default; 0: it measures in the process of the user
+    rounds: int = 9  # by default; 0: it has no such option
+    on_nodes: bool = False  # its ranks may be on several machines
+    # Looks at the options before ranks start, and may add to them.
     check: Callable[[argparse.ArgumentParser, argparse.Namespace], object] | None = None
+    # This process's place among the ranks; None in a process that has ranks to start.
     place: Callable[[argparse.Namespace, Wanted], Placing | None] = usual_place
 
     def build_parser(self) -> argparse.ArgumentParser:
-        options = list(self.options)
-        options += [ranks(self.ranks), BUSY, PIN] if self.ranks else []
-        options += [rounds(self.rounds)] if self.rounds else []
-        return build_parser(" ".join(self.command([])), self.about, [*options, JSON, CSV])
+        of_ranks = [ranks(self.ranks), BUSY, PIN] if self.ranks else []
+        of_rounds = [rounds(self.rounds)] if self.rounds else []
+        options = (*self.options, *of_ranks, *of_rounds, JSON, CSV)
+        return build_parser(" ".join(self.command([])), self.about, options)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Parses a command line; a wrong one prints why and exits with status 2."""
@@ -93,56 +82,34 @@ class Bench:
         return ["ringcomm bench", *[self.name] * (self.name != COLLECTIVES), *without_files(words)]
 
     def wanted(self, options: argparse.Namespace) -> Wanted:
-        return Wanted(
-            ranks=options.ranks,
-            systems=getattr(options, "systems", ()),
-            busy=options.busy,
-            nodes=getattr(options, "nodes", 1),
-            on_nodes=self.on_nodes,
-        )
+        more = {name: each for name, each in vars(options).items() if name in ("systems", "nodes")}
+        return Wanted(options.ranks, busy=options.busy, on_nodes=self.on_nodes, **more)
 
 
 @dataclass
 class Run:
-    """A bench under way in one rank.
-
-    Attributes:
-        versions, facts: of the systems and the device, for the report.
-        rows: until now.
-    """
+    """A bench under way in one rank."""
 
     bench: Bench
     options: argparse.Namespace
     place: Placing
+    # Of the systems and of the device, for the report.
     versions: dict[str, str] = field(default_factory=lambda: {"ringcomm": ringcomm.__version__})
     facts: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
-    _board: Board | None = None
+    over_nodes: bool = False  # torch's default group is of all ranks, on several nodes
     _close: Callable[[], object] = lambda: None
     _table: Table | None = None
 
-    @property
-    def rank(self) -> int:
-        return self.place.rank
+    def __post_init__(self) -> None:
+        self.rank, self.world = self.place.rank, self.place.world
+        self.rest_s = REST_S if getattr(self.options, "busy", 0) else 0.0
 
-    @property
-    def world(self) -> int:
-        return self.place.world
-
-    @property
-    def rest_s(self) -> float:
-        return REST_S if self.options.busy else 0.0
-
-    @property
+    @cached_property
     def board(self) -> Board:
-        if self._board is None:
-            processes = 1 if self.place.mode == ONE_LAUNCH else self.world
-            self._board = Board(self.place.store, self.rank, processes)
-        return self._board
-
-    def set_board(self, group: dist.ProcessGroup | None) -> None:
-        """Makes the board of all ranks; over several nodes, on a group of theirs."""
-        self._board = Board(self.place.store, self.rank, self.world, group)
+        processes = 1 if self.place.mode == ONE_LAUNCH else self.world
+        group = dist.group.WORLD if self.over_nodes else None
+        return Board(self.place.store, self.rank, processes, group)
 
     def connect(self, backend: str = "ringcomm", **how: Any) -> ringcomm.Communicator:
         """Makes torch's default group, and a communicator by ``from_store``; collective."""
@@ -153,8 +120,7 @@ class Run:
         comm = ringcomm.Communicator.from_store(
             dist.PrefixStore("ringcomm", store), rank, world, **how
         )
-        self.set_board(dist.group.WORLD if comm.num_nodes > 1 else None)
-        self._close = comm.close
+        self.over_nodes, self._close = comm.num_nodes > 1, comm.close
         return comm
 
     def say(self, text: str) -> None:
@@ -162,12 +128,17 @@ class Run:
             print(text, flush=True)
 
     def time(
-        self, calls: Mapping[str, Call], *, warmup_rounds: int = 2, clock: Clock | None = None
+        self,
+        calls: Mapping[str, Call],
+        *,
+        warmup_rounds: int = 2,
+        batch: int = 1,
+        device: Device | None = None,
     ) -> dict[str, Timing]:
-        """Times the calls in turn, one of each a round."""
-        pace = Pace(self.options.rounds, warmup_rounds, batch=1, turn_us=0, rest_s=self.rest_s)
+        """Times ``batch`` calls of each system in turn, a turn of each in a round."""
+        pace = Pace(self.options.rounds, warmup_rounds, batch, turn_us=0, rest_s=self.rest_s)
         entrants = {name: Entrant([call]) for name, call in calls.items()}
-        return measure(self.board, entrants, pace, clock or Host())
+        return measure(self.board, entrants, pace, device or Device())
 
     def compare(
         self, case: Row, calls: Mapping[str, Call], subject: str | Mapping[str, str]
@@ -189,24 +160,20 @@ class Run:
         status = 0
         if self.rank == 0 and self.rows:
             command = self.bench.command(words)
-            report = Report(provenance.collect(command, self.versions, self.facts), self.rows)
-            print("\n".join(["", _verdict(report), *provenance.lines(report.provenance)]))
-            if self.options.json:
-                write_json(report, self.options.json)
-            if self.options.csv:
-                write_csv(report, self.options.csv)
+            report = Report(collect(command, self.versions, self.facts), self.rows)
+            verdict = f"{'FAILED' if report.wrong else 'OK'}: {report.wrong} wrong elements"
+            if all(row.wrong is None for row in report.rows):
+                verdict = "results were not checked"
+            print(f"\n# {verdict}\n{report.head}")
+            for write, file in ((write_json, self.options.json), (write_csv, self.options.csv)):
+                if file:
+                    write(report, file)
             # One rank tells it: a rank that fails takes the others with it, which may still write.
             status = 1 if report.wrong else 0
         self._close()
         if dist.is_initialized():
             dist.destroy_process_group()
         return status
-
-
-def _verdict(report: Report) -> str:
-    if all(row.wrong is None for row in report.rows):
-        return "# results were not checked"
-    return f"# {'FAILED' if report.wrong else 'OK'}: {report.wrong} wrong elements"
 
 
 def run_rank(
@@ -221,8 +188,6 @@ def run_rank(
         if options.busy:
             lead_session()
         torch.set_num_threads(1)
-    else:
-        options.busy = 0
     bench.measure(run)
     return run.finish(words)
 

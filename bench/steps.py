@@ -14,9 +14,8 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,8 +33,7 @@ SUBJECT = "ringcomm"
 AdamWOptions = ringcomm.optim.AdamWOptions
 
 
-@dataclass(frozen=True)
-class StepCase:
+class StepCase(NamedTuple):
     dtype: torch.dtype
     elems: int
 
@@ -89,12 +87,11 @@ def shard_systems(case: StepCase) -> dict[str, Step]:
 
 def _separate(case: StepCase, comm: ringcomm.Communicator) -> Step:
     """Reduce-scatter, update and all-gather as three calls of this library."""
-    chunk, begin = case.elems // comm.world_size, comm.rank * (case.elems // comm.world_size)
-    source = case.leaf()
+    chunk, source = case.elems // comm.world_size, case.leaf()
     assert source.grad is not None
     grads = ringcomm.empty(case.elems, dtype=case.dtype).copy_(source.grad)
     params = ringcomm.empty(case.elems, dtype=case.dtype).copy_(source.detach())
-    own = torch.nn.Parameter(params[begin : begin + chunk])
+    own = torch.nn.Parameter(params.chunk(comm.world_size)[comm.rank])
     own.grad = torch.empty(chunk, dtype=case.dtype)
     options = AdamWOptions(bucket_elems=-(-chunk // 512) * 512)
     update = ringcomm.optim.AdamW([own], comm="alone", options=options)
@@ -147,11 +144,10 @@ def measure(run: Run) -> None:
 
 def place(asked: argparse.Namespace, wanted: Wanted) -> Placing | None:
     """A shard has one rank, which is this process."""
-    if asked.what == "step":
-        return run.usual_place(asked, wanted)
-    if asked.ranks not in (None, 1):
+    if asked.what == "shard" and asked.ranks not in (None, 1):
         raise LaunchError(f"--ranks {asked.ranks}: a shard has one rank")
-    return Placing(0, 1, dist.HashStore())
+    alone = Placing(0, 1, dist.HashStore())
+    return alone if asked.what == "shard" else run.usual_place(asked, wanted)
 
 
 BENCH = Bench(

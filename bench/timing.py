@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from typing import Protocol
+
+import torch
 
 from .board import Board
 from .report import Row
@@ -26,52 +27,66 @@ _MAX_BATCH = 200
 Call = Callable[[], object]
 
 
-def host_elapsed_us(calls: Iterable[Call]) -> float:
-    """Makes the calls, each of which returns when it is done; microseconds by the host's clock."""
-    clock = time.perf_counter_ns
-    begin = clock()
-    for call in calls:
-        call()
-    return (clock() - begin) / 1e3
+class Device:
+    """The processor under test, which is the CPU unless a subclass says otherwise.
 
+    ``synchronize`` returns when everything that was called is done; on the CPU nothing is ever
+    under way.
+    """
 
-class Clock(Protocol):
-    """The interface of a clock that times calls."""
+    name = "cpu"  # what ringcomm is told, or "cuda:0"
+    tensors = "cpu"  # where torch puts tensors for it
+    cache_bytes = 0  # of the last-level cache that buffers must not stay in; 0: not looked at
+    late = 0  # turns whose calls the device had to wait for
+
+    def __init__(self, synchronize: Call = lambda: None) -> None:
+        self.synchronize = synchronize
 
     def elapsed_us(self, calls: Iterable[Call]) -> float:
-        """Makes the calls and returns how long they took, in microseconds."""
+        """Makes the calls and returns how long the device took for them, in microseconds."""
+        self.synchronize()
+        clock = time.perf_counter_ns
+        begin = clock()
+        for call in calls:
+            call()
+        self.synchronize()
+        return (clock() - begin) / 1e3
 
-    def synchronize(self) -> None:
-        """Returns when nothing is under way."""
+    def refresh(self, tensor: torch.Tensor) -> None:
+        """Gives an input new values before a turn; a CPU adds zeros as fast as anything."""
+
+    def capture(self, calls: Sequence[Call], count: int) -> Call:
+        """A call that makes ``count`` calls, in turn of ``calls``; on a GPU it is one graph."""
+
+        def replay() -> None:
+            for call in islice(cycle(calls), count):
+                call()
+
+        return replay
+
+    def facts(self) -> dict[str, str]:
+        """The facts about it that a reader of the figures must know."""
+        return {}
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """The calls by which one system is timed.
+    """The calls by which one system is timed."""
 
-    Args:
-        calls: made in rotation, one per set of buffers.
-        calls_each: collectives that one of them makes (a graph's replay makes several).
-        refresh: done before each turn, outside its time.
-    """
-
-    calls: Sequence[Call]
-    calls_each: int = 1
-    refresh: Call = lambda: None
+    calls: Sequence[Call]  # made in rotation, one per set of buffers
+    calls_each: int = 1  # collectives that one of them makes (a graph's replay makes several)
+    refresh: Call = lambda: None  # done before each turn, outside its time
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The amount of measuring. ``batch`` 0: as many calls as fit into ``turn_us``.
-
-    ``rest_s`` seconds of sleep come before each turn (see :meth:`Board.barrier`).
-    """
+    """The amount of measuring."""
 
     rounds: int
     warmup_rounds: int
-    batch: int
+    batch: int  # 0: as many calls as fit into ``turn_us``
     turn_us: float
-    rest_s: float = 0.0
+    rest_s: float = 0.0  # of sleep before each turn (see :meth:`Board.barrier`)
 
 
 @dataclass(frozen=True)
@@ -87,36 +102,29 @@ class Timing:
 
     @property
     def p95_us(self) -> float:
-        return percentile(self.times_us, 95)
+        """By nearest rank: the smallest time that is not below 95 percent of them."""
+        return sorted(self.times_us)[math.ceil(len(self.times_us) * 95 / 100) - 1]
 
     @property
     def best_us(self) -> float:
         return min(self.times_us)
 
 
-class _Turns:
-    """The turns of one system; the next one goes on in the rotation where the last one ended."""
-
-    def __init__(self, board: Board, clock: Clock, entrant: Entrant, rest_s: float) -> None:
-        self._board, self._clock, self._entrant = board, clock, entrant
-        self._rest_s = rest_s
-        self._calls = cycle(entrant.calls)
-
-    def take(self, batch: int) -> float:
-        """Microseconds per element of ``calls``."""
-        self._entrant.refresh()
-        self._clock.synchronize()
-        self._board.barrier(self._rest_s)
-        return self._clock.elapsed_us(islice(self._calls, batch)) / batch
-
-
 def measure(
-    board: Board, entrants: Mapping[str, Entrant], pace: Pace, clock: Clock
+    board: Board, entrants: Mapping[str, Entrant], pace: Pace, device: Device
 ) -> dict[str, Timing]:
     """Times every one of ``entrants`` in turn. Collective; every rank gets all timings."""
     names = list(entrants)
-    turns = {name: _Turns(board, clock, entrants[name], pace.rest_s) for name in names}
-    batches = _choose_batches(board, entrants, turns, pace)
+    # The next turn of a system goes on in the rotation where the last one ended.
+    calls = {name: cycle(each.calls) for name, each in entrants.items()}
+
+    def turn_us(name: str, batch: int) -> float:
+        entrants[name].refresh()
+        device.synchronize()
+        board.barrier(pace.rest_s)
+        return device.elapsed_us(islice(calls[name], batch)) / batch
+
+    batches = _choose_batches(board, entrants, turn_us, pace)
     mine: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     gc.disable()
@@ -124,26 +132,17 @@ def measure(
         for index in range(pace.warmup_rounds + pace.rounds):
             first = index % len(names)
             for name in (*names[first:], *names[:first]):
-                elapsed_us = turns[name].take(batches[name])
+                elapsed_us = turn_us(name, batches[name])
                 if index >= pace.warmup_rounds:
                     mine[name].append(elapsed_us / entrants[name].calls_each)
     finally:
         gc.enable()
     by_rank = board.exchange(mine)
-    return {
-        name: Timing(slowest([times[name] for times in by_rank]), batches[name] * each.calls_each)
-        for name, each in entrants.items()
-    }
-
-
-def slowest(times_by_rank: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """The time of the slowest rank, round by round."""
-    return tuple(max(times) for times in zip(*times_by_rank, strict=True))
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest of ``values`` that is not below ``percent`` percent of them (nearest rank)."""
-    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
+    timings = {}
+    for name, each in entrants.items():  # the slowest rank counts, round by round
+        times_us = tuple(map(max, *(times[name] for times in by_rank), [0.0] * pace.rounds))
+        timings[name] = Timing(times_us, batches[name] * each.calls_each)
+    return timings
 
 
 def ratios(timing: Timing, subject: Timing) -> list[float]:
@@ -189,15 +188,14 @@ def rows_of(
 
 
 def _choose_batches(
-    board: Board, entrants: Mapping[str, Entrant], turns: Mapping[str, _Turns], pace: Pace
+    board: Board, entrants: Mapping[str, Entrant], turn_us: Callable[[str, int], float], pace: Pace
 ) -> dict[str, int]:
     if pace.batch > 0:
         return {name: math.ceil(pace.batch / each.calls_each) for name, each in entrants.items()}
     # The first call of a library may set up its connections: it says nothing of the second.
-    for one in turns.values():
-        one.take(1)
-    single_us = {name: min(one.take(2) for _ in range(3)) for name, one in turns.items()}
-    by_rank = board.exchange(single_us)
+    for name in entrants:
+        turn_us(name, 1)
+    by_rank = board.exchange({name: min(turn_us(name, 2) for _ in range(3)) for name in entrants})
     return {
         name: batch_for(max(us[name] for us in by_rank), pace.turn_us, each.calls_each)
         for name, each in entrants.items()

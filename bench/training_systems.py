@@ -6,7 +6,8 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,27 +27,36 @@ DDP, DDP_HERE = "ddp on gloo", "ddp on ringcomm"
 FSDP2, FSDP2_HERE = "fsdp2 on gloo", "fsdp2 on ringcomm"
 HSDP, HSDP_HERE = "hsdp on gloo", "hsdp on ringcomm"
 STAGES = tuple(f"stage {stage}" for stage in range(4))
-# Over nodes stage 3 may keep state as HSDP does, with a copy on each node, or parameters as FSDP2.
-STAGE_3_STATE_NODE, STAGE_3_PARAMS_WORLD = "stage 3 state=node", "stage 3 params=world"
-# Gradients in codes, which have no twin: with them the updated parameters return as they are, or
-# with copies of the state the sums do, in codes; or the updated parameters are in codes, too.
-STAGE_2_CODED, STAGE_2_CODED_TWICE = "stage 2 wire=int8", "stage 2 wire=int8 state=node"
-STAGE_2_CODED_PARAMS, STAGE_3_CODED_PARAMS = (
-    f"stage {stage} wire=int8 parameters=fp8" for stage in (2, 3)
-)
 PLAIN = "torch alone"
+RIVALS = (*(DDP, DDP_HERE, FSDP2, FSDP2_HERE, *training_deepspeed.STAGES, HSDP, HSDP_HERE), PLAIN)
 # No system can do without: the ranks share memory bandwidth and cores, but no gradients.
 ARITHMETIC = "forward and backward"
 # The name of a training step in reports.
 TRAINING = "training_step"
-TRACED_STEPS = 5
 LEARNING_RATE = 1e-3
 SEED = 0
 
-# Each system, and the one whose losses and weights it must have to the bit. DeepSpeed's stages and
-# torch's wrappers only where each sum is of two ranks, since the sum of two numbers has one value
-# whatever their order. HSDP's are over a node and then over nodes.
-STAGE_TWINS = dict.fromkeys((*STAGES[1:], STAGE_3_STATE_NODE, STAGE_3_PARAMS_WORLD), STAGES[0])
+_zero_options, _wire = ringcomm.zero.ZeroOptions, ringcomm.zero.Wire
+_CODED = _zero_options(wire=_wire(gradients="int8"))
+_CODED_PARAMS = _zero_options(wire=_wire(gradients="int8", parameters="fp8"))
+# Stages that there are over several nodes alone. With gradients in codes the updated parameters
+# return as they are, or with copies of the state the sums do, in codes; or the updated parameters
+# are in codes, too. Stage 3 may keep state as HSDP does, with a copy on each node, or parameters as
+# FSDP2.
+CODED_OVER_NODES = {
+    "stage 2 wire=int8": (2, _CODED),
+    "stage 2 wire=int8 state=node": (2, replace(_CODED, state="node")),
+    "stage 2 wire=int8 parameters=fp8": (2, _CODED_PARAMS),
+    "stage 3 wire=int8 parameters=fp8": (3, _CODED_PARAMS),
+}
+PLAIN_OVER_NODES = {
+    "stage 3 state=node": (3, _zero_options(state="node")),
+    "stage 3 params=world": (3, _zero_options(params="world")),
+}
+# Each system, and the one whose losses and weights it must have to the bit; codes have no such
+# twin. DeepSpeed's stages and torch's wrappers only where each sum is of two ranks, since the sum
+# of two numbers has one value whatever their order. HSDP's are over a node and then over nodes.
+STAGE_TWINS = dict.fromkeys((*STAGES[1:], *PLAIN_OVER_NODES), STAGES[0])
 PAIR_TWINS = {DDP_HERE: DDP, FSDP2_HERE: FSDP2, **dict.fromkeys(training_deepspeed.STAGES, DDP)}
 MESH_TWINS = {HSDP_HERE: HSDP}
 
@@ -77,7 +87,7 @@ class Masters:
     """FP32 copies of a module's 16-bit parameters, which an optimizer of torch steps."""
 
     def __init__(self, module: nn.Module, make: Callable[[nn.Module], Any]) -> None:
-        self._module = module
+        self.zero_grad = module.zero_grad
         masters = copy.deepcopy(module).float()
         self._pairs = list(zip(module.parameters(), masters.parameters(), strict=True))
         self._optimizer = make(masters)
@@ -92,50 +102,29 @@ class Masters:
         for param, master in self._pairs:
             param.copy_(master)
 
-    def zero_grad(self) -> None:
-        self._module.zero_grad()
-
 
 def _muon_groups(module: nn.Module) -> list[dict[str, Any]]:
     """AdamW steps the embedding, which is the head, too."""
-    plain = module.module if isinstance(module, DistributedDataParallel) else module
-    return ringcomm.optim.muon_groups(plain, adamw=("embed.weight",), weight_decay=0.01)
+    return ringcomm.optim.muon_groups(module, adamw=("embed.weight",), weight_decay=0.01)
 
 
-class Both:
+def _torchs_muon(module: nn.Module) -> Any:
     """Two optimizers that step one module, as torch's Muon asks for."""
-
-    def __init__(self, module: nn.Module) -> None:
-        muon, adamw = (
-            {key: each for key, each in group.items() if key != "algorithm"}
-            for group in _muon_groups(module)
-        )
-        self._optimizers = [
-            torch.optim.Muon([muon], lr=LEARNING_RATE),
-            torch.optim.AdamW([adamw], lr=LEARNING_RATE, fused=True),
-        ]
-
-    def step(self) -> None:
-        for each in self._optimizers:
-            each.step()
-
-    def zero_grad(self) -> None:
-        for each in self._optimizers:
-            each.zero_grad()
+    muon, adamw = _muon_groups(module)
+    del muon["algorithm"], adamw["algorithm"]
+    matrices: Any = torch.optim.Muon([muon], lr=LEARNING_RATE)
+    others = torch.optim.AdamW([adamw], lr=LEARNING_RATE, fused=True)
+    return SimpleNamespace(
+        step=lambda: (matrices.step(), others.step()),
+        zero_grad=lambda: (matrices.zero_grad(), others.zero_grad()),
+    )
 
 
-@dataclass(frozen=True)
-class Optimizers:
-    """One kind of optimizer, by ringcomm for a sharded module, and as users of torch have it.
-
-    Attributes:
-        takes_shards: torch's takes the shards of FSDP2 and of DeepSpeed: fused SGD does not take
-            FSDP2's, and Muon and Adafactor take neither.
-    """
+class Optimizers(NamedTuple):
+    """One kind of optimizer, by ringcomm for a sharded module, and as users of torch have it."""
 
     ours: Callable[[nn.Module], Any]
     torchs: Callable[[nn.Module], Any]
-    takes_shards: bool = True
 
 
 def _stepping(make: Any, **how: Any) -> Callable[[nn.Module], Any]:
@@ -148,19 +137,15 @@ _ADAMW, _SGD = _stepping(torch.optim.AdamW, fused=True), {"momentum": 0.9}
 OPTIMIZERS = {
     "adamw": Optimizers(_stepping(_of.AdamW), _ADAMW),
     "adamw8bit": Optimizers(_stepping(_of.AdamW8bit), _ADAMW),
-    "sgd": Optimizers(
-        _stepping(_of.SGD, **_SGD),
-        _stepping(torch.optim.SGD, fused=True, **_SGD),
-        takes_shards=False,
-    ),
+    "sgd": Optimizers(_stepping(_of.SGD, **_SGD), _stepping(torch.optim.SGD, fused=True, **_SGD)),
     "lion": Optimizers(_stepping(_of.Lion), _stepping(Lion)),
     "muon": Optimizers(
-        lambda module: _of.Muon(_muon_groups(module), lr=LEARNING_RATE), Both, takes_shards=False
+        lambda module: _of.Muon(_muon_groups(module), lr=LEARNING_RATE), _torchs_muon
     ),
-    "adafactor": Optimizers(
-        _stepping(_of.Adafactor), _stepping(torch.optim.Adafactor), takes_shards=False
-    ),
+    "adafactor": Optimizers(_stepping(_of.Adafactor), _stepping(torch.optim.Adafactor)),
 }
+# Fused SGD does not take the shards of FSDP2, and Muon and Adafactor neither those nor DeepSpeed's.
+TAKE_NO_SHARDS = ("sgd", "muon", "adafactor")
 
 
 @dataclass(frozen=True)
@@ -193,8 +178,7 @@ class Shape:
         return f"{self.width}x{self.depth}, {self.sequences}x{self.context} bytes a rank{kind}"
 
 
-@dataclass(frozen=True)
-class Batches:
+class Batches(NamedTuple):
     """The rows of each step's batch that are one rank's."""
 
     shape: Shape
@@ -215,20 +199,15 @@ class Training:
     """A model that one system trains; a call is a step.
 
     Two steps are taken at once: the first builds what is built at a step, and the second what
-    depends on that.
-
-    Attributes:
-        module: the model, as the system wraps it.
-        losses: of this rank's rows, one FP32 scalar a step.
-        held_bytes: what training adds to this rank's memory, between the backward and the
-            optimizer's step.
+    depends on that. ``held_bytes`` is what training adds to this rank's memory, between the
+    backward and the optimizer's step.
     """
 
     def __init__(self, build: Callable[[], tuple[nn.Module, Any]], batches: Batches) -> None:
         before_bytes = held_bytes(batches.device, trim=True)
         self.module, self._optimizer = build()
         self._batches = batches
-        self.losses: list[Tensor] = []
+        self.losses: list[Tensor] = []  # of this rank's rows, one FP32 scalar a step
         self()
         self._backward()
         self.held_bytes = held_bytes(batches.device, trim=True) - before_bytes
@@ -243,10 +222,8 @@ class Training:
         # On a GPU matrices are multiplied in bfloat16, as training does it.
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
             loss = self.module(tokens, targets)
-        if isinstance(self._optimizer, training_deepspeed.Engine):
-            self._optimizer.backward(loss)
-        else:
-            loss.backward()
+        # DeepSpeed's engine has a backward of its own.
+        getattr(self._optimizer, "backward", Tensor.backward)(loss)
         self.losses.append(loss.detach())
 
     def _update(self) -> None:
@@ -265,11 +242,11 @@ class Training:
             return ringcomm.zero.full_state_dict(self.module)
         if isinstance(self._optimizer, training_deepspeed.Engine):
             return self._optimizer.weights()
-        found = {}
-        for name, param in self.module.named_parameters():
-            data = param.detach()
-            found[name] = data.to_local() if isinstance(data, DTensor) else data
-        return found
+        params = {name: param.detach() for name, param in self.module.named_parameters()}
+        return {
+            name: each.to_local() if isinstance(each, DTensor) else each
+            for name, each in params.items()
+        }
 
 
 def differences(trained: Training, twin: Training) -> int:
@@ -286,19 +263,6 @@ def twins(world: int, nodes: int) -> Mapping[str, str]:
     pairs = PAIR_TWINS if world == 2 else {}
     mesh = MESH_TWINS if nodes == 2 and world // nodes <= 2 else {}
     return {**STAGE_TWINS, **pairs, **mesh}
-
-
-def profiled_steps(
-    batches: Batches, stage: int, comm: ringcomm.Communicator
-) -> ringcomm.zero.StepProfile:
-    """Profiles a few steps of a stage that overlaps: its communication, and waits for that."""
-    options = ringcomm.zero.ZeroOptions(overlap=True)
-    training = Training(lambda: _zero(batches.shape, stage, comm, options), batches)
-    with ringcomm.zero.profiled(training.module) as profile:
-        for _ in range(TRACED_STEPS):
-            with profile.span("step", kind="compute"):
-                training()
-    return profile
 
 
 Built = tuple[nn.Module, Any]
@@ -321,10 +285,9 @@ def _with_torchs(shape: Shape, module: nn.Module) -> Built:
 
 
 def _ddp(shape: Shape, group: dist.ProcessGroup) -> Built:
-    model = shape.model().to(shape.dtype)
-    module = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-    made = _with_torchs(shape, model)[1]
-    return module, made
+    model, optimizer = _with_torchs(shape, shape.model().to(shape.dtype))
+    how: Any = {"process_group": group, "gradient_as_bucket_view": True}
+    return DistributedDataParallel(model, **how), optimizer
 
 
 def _deepspeed(shape: Shape, stage: int) -> Built:
@@ -336,9 +299,10 @@ def _deepspeed(shape: Shape, stage: int) -> Built:
 
 def _mesh(comm: ringcomm.Communicator, backend: str) -> DeviceMesh:
     """Returns the mesh of nodes by places, whose groups are of ``backend``; collective."""
-    nodes: list[list[int]] = [[] for _ in range(comm.num_nodes)]
-    for rank in range(comm.world_size):
-        nodes[comm.node_of(rank)].append(rank)
+    ranks_of = range(comm.world_size)
+    nodes = [
+        [rank for rank in ranks_of if comm.node_of(rank) == node] for node in range(comm.num_nodes)
+    ]
     rails = [list(ranks) for ranks in zip(*nodes, strict=True)]
     divide: Any = dist.new_subgroups_by_enumeration
     groups = [divide(ranks, backend=backend)[0] for ranks in (rails, nodes)]
@@ -348,41 +312,17 @@ def _mesh(comm: ringcomm.Communicator, backend: str) -> DeviceMesh:
 
 def _fsdp2(shape: Shape, mesh: DeviceMesh) -> Built:
     model = shape.model()
-    in_16_bits = shape.dtype != torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=shape.dtype if in_16_bits else None)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    policy = MixedPrecisionPolicy(None if shape.dtype == torch.float32 else shape.dtype)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
     return model, OPTIMIZERS[shape.optimizer].torchs(model)
-
-
-def _over_nodes(shape: Shape, comm: ringcomm.Communicator) -> dict[str, Callable[[], Built]]:
-    """Returns the systems that there are over several nodes alone."""
-    options, wire = ringcomm.zero.ZeroOptions, ringcomm.zero.Wire
-    coded = options(wire=wire(gradients="int8"))
-    coded_params = options(wire=wire(gradients="int8", parameters="fp8"))
-    stages = {
-        STAGE_2_CODED: (2, coded),
-        STAGE_2_CODED_TWICE: (2, replace(coded, state="node")),
-        STAGE_2_CODED_PARAMS: (2, coded_params),
-        STAGE_3_CODED_PARAMS: (3, coded_params),
-        STAGE_3_STATE_NODE: (3, options(state="node")),
-        STAGE_3_PARAMS_WORLD: (3, options(params="world")),
-    }
-    return {
-        **{name: partial(_zero, shape, stage, comm, how) for name, (stage, how) in stages.items()},
-        HSDP: lambda: _fsdp2(shape, _mesh(comm, "gloo")),
-        HSDP_HERE: lambda: _fsdp2(shape, _mesh(comm, "ringcomm")),
-    }
 
 
 def entrants(batches: Batches, comm: ringcomm.Communicator, *, alone: bool) -> dict[str, Training]:
     """Begins training on each system; collective.
 
-    Args:
-        batches: of this rank.
-        comm: of all ranks.
-        alone: they compete with torch without communication, as on a GPU, and not with Gloo.
+    ``batches`` is of this rank, and ``comm`` of all. With ``alone`` they compete with torch without
+    communication, as on a GPU, and not with Gloo.
     """
     shape, device = batches.shape, batches.device
     builds: dict[str, Callable[[], Built]] = {
@@ -394,7 +334,7 @@ def entrants(batches: Batches, comm: ringcomm.Communicator, *, alone: bool) -> d
         builds[ARITHMETIC] = lambda: (shape.model().to(shape.dtype), None)
         gloo, here = (dist.new_group(backend=backend) for backend in ("gloo", "ringcomm"))
         builds |= {DDP: partial(_ddp, shape, gloo), DDP_HERE: partial(_ddp, shape, here)}
-        if OPTIMIZERS[shape.optimizer].takes_shards:
+        if shape.optimizer not in TAKE_NO_SHARDS:
             builds[FSDP2] = lambda: _fsdp2(shape, DeviceMesh.from_group(gloo, "cpu"))
             builds[FSDP2_HERE] = lambda: _fsdp2(shape, DeviceMesh.from_group(here, "cpu"))
             if training_deepspeed.installed_version():
@@ -402,5 +342,8 @@ def entrants(batches: Batches, comm: ringcomm.Communicator, *, alone: bool) -> d
                 for name, stage in training_deepspeed.STAGES.items():
                     builds[name] = partial(_deepspeed, shape, stage)
             if comm.num_nodes > 1:
-                builds |= _over_nodes(shape, comm)
+                for name, (stage, how) in {**CODED_OVER_NODES, **PLAIN_OVER_NODES}.items():
+                    builds[name] = partial(_zero, shape, stage, comm, how)
+                builds[HSDP] = lambda: _fsdp2(shape, _mesh(comm, "gloo"))
+                builds[HSDP_HERE] = lambda: _fsdp2(shape, _mesh(comm, "ringcomm"))
     return {name: Training(build, batches) for name, build in builds.items()}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
+
+from ..launch import Placing
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
     from ..cases import Case
-    from ..devices import Device
+    from ..timing import Device
 
 # The module of each system and its class there, and the devices that it runs on.
 _MODULES = {
@@ -39,8 +40,8 @@ class Unavailable(Exception):
 
 def is_system(spec: str) -> bool:
     """True if ``spec`` names a system: one of SYSTEMS, ``ringcomm:ALGORITHM`` or so."""
-    name, colon, algorithm = spec.partition(":")
-    return name in SYSTEMS and (not colon or algorithm in _WITH_ALGORITHMS.get(name, ()))
+    algorithms = [f"{name}:{each}" for name in _WITH_ALGORITHMS for each in _WITH_ALGORITHMS[name]]
+    return spec in (*SYSTEMS, *algorithms)
 
 
 def runs_on(spec: str, device: str) -> bool:
@@ -48,19 +49,15 @@ def runs_on(spec: str, device: str) -> bool:
     return device in _MODULES[spec.partition(":")[0]][2]
 
 
-@dataclass(frozen=True)
-class PeerSetup:
+@dataclass(frozen=True, kw_only=True)
+class PeerSetup(Placing):
     """The setting of a system: this process's rank, and options that concern one system only."""
 
-    store: dist.Store
-    rank: int
-    world: int
     heap_tensors: bool
     api: str
     algorithm: str
     heap_bytes: int | None
     device: Device
-    mode: str
     kernels: str = "native"
     on_nodes: bool = False
 
@@ -86,26 +83,25 @@ class Prepared:
     call: Callable[[], object]
 
 
-class System(Protocol):
+class System:
     """A library under test, as one process holds it."""
 
     version: str
 
     def prepare(self, case: Case) -> Prepared:
         """Allocates the buffers of ``case``. Raises :class:`Unavailable`; communicates nothing."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        """Leaves the library; collective over the ranks."""
+        """Leaves the library, if there is anything to leave; collective over the ranks."""
 
 
 def open_system(spec: str, place: PeerSetup) -> System:
     """Starts the library that ``spec`` names on this rank; collective over the ranks."""
     name, _, algorithm = spec.partition(":")
-    if algorithm:
-        place = replace(place, algorithm=algorithm)
-    if name == "triton":
-        # ringcomm with its Triton kernels in the place of the native ones.
-        place = replace(place, kernels="triton")
+    # "triton" is ringcomm with its Triton kernels in the place of the native ones.
+    kernels = "triton" if name == "triton" else "native"
+    place = replace(place, algorithm=algorithm or place.algorithm, kernels=kernels)
     module, opens, _ = _MODULES[name]
     system: System = getattr(importlib.import_module(f"{__name__}.{module}"), opens)(place)
     return system

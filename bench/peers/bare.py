@@ -19,7 +19,7 @@ import torch
 
 from ..board import share_memory
 from ..cases import Case
-from . import Buffers, PeerSetup, Prepared, Unavailable
+from . import Buffers, PeerSetup, Prepared, System, Unavailable
 from .torch_groups import allocate_buffers, plain
 
 # EPYC (family 25 model 17, 2 cores), sweep 32 KiB to 1 MiB at 1 and 64 MiB.
@@ -27,43 +27,36 @@ _SLOT_BYTES = 256 << 10
 _HUGE_PAGE_BYTES = 2 << 20
 
 
-class BareLoop:
-    """Two ranks and the mapping between them; each half is control words, slots, tensors."""
+class BareLoop(System):
+    """Two ranks and the mapping between them; each half is control words, slots, tensors.
+
+    A process has one of it. The mapping goes with the process: tensors may still lie in it.
+    """
 
     def __init__(self, place: PeerSetup) -> None:
         if place.world != 2:
             raise RuntimeError(f"the bare loop is written for 2 ranks, not {place.world}")
-        self._library = _compile()
-        self._zero_copy = place.heap_tensors
-        self._rank = place.rank
-        self._plain = plain(place)
-        self._taken_bytes = self._control_bytes = _round_up(
-            self._library.bare_control_bytes(_SLOT_BYTES)
-        )
+        self._library = _compile(place)
+        self._zero_copy, self._rank, self._plain = place.heap_tensors, place.rank, plain(place)
+        self._control_bytes = _round_up(self._library.bare_control_bytes(_SLOT_BYTES))
         self._half_bytes = self._control_bytes + _round_up(place.heap_bytes or 0)
         both_bytes = 2 * self._half_bytes
         descriptor = share_memory(place.store, "bare", place.rank, place.world, both_bytes)
-        self._library.bare_map.restype = ctypes.c_void_p
-        numbers = (descriptor, self._half_bytes, place.rank)
-        begin = self._library.bare_map(*map(ctypes.c_int64, numbers))
+        self._library.bare_open.restype = ctypes.c_void_p
+        numbers = (descriptor, self._half_bytes, _SLOT_BYTES, place.rank)
+        begin = self._library.bare_open(*map(ctypes.c_int64, numbers))
         os.close(descriptor)
         if begin is None:
             raise RuntimeError(f"the bare loop cannot map {both_bytes} bytes")
         memory = (ctypes.c_char * both_bytes).from_address(begin)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self._context = ctypes.create_string_buffer(self._library.bare_context_bytes())
-        halves = [self._bytes.data_ptr() + rank * self._half_bytes for rank in range(2)]
-        self._to_peer_bytes = halves[1 - place.rank] - halves[place.rank]
-        own, other = (ctypes.c_void_p(halves[rank]) for rank in (place.rank, 1 - place.rank))
-        sizes = (_SLOT_BYTES, place.rank)
-        self._library.bare_open(self._context, own, other, *map(ctypes.c_int64, sizes))
         self.version = "bare loop, " + ("zero copy" if self._zero_copy else "staged")
 
     def prepare(self, case: Case) -> Prepared:
         name = case.collective.name
         if name not in ("reduce_scatter", "all_gather", "all_reduce"):
             raise Unavailable(f"the bare loop has no {name}")
-        if case.dtype not in (torch.float32, torch.bfloat16) or case.op != "sum":
+        if case.dtype_name not in ("float", "bfloat16") or case.op != "sum":
             raise Unavailable("the bare loop sums float and bfloat16")
         chunk_bytes = case.chunk_elems * case.dtype.itemsize
         if chunk_bytes % 64 or (name == "all_reduce" and not case.in_place):
@@ -73,21 +66,17 @@ class BareLoop:
         source, target = allocate_buffers(case, allocate)
         pointers = [source.data_ptr(), target.data_ptr()]
         if self._zero_copy:
-            peer_source = source.data_ptr() + self._to_peer_bytes
+            to_peer_bytes = (1 - 2 * self._rank) * self._half_bytes
             if case.in_place and case.collective.input_is_chunk:
-                peer_source += (1 - 2 * self._rank) * chunk_bytes
-            pointers.insert(1, peer_source)
+                to_peer_bytes += (1 - 2 * self._rank) * chunk_bytes
+            pointers.insert(1, source.data_ptr() + to_peer_bytes)
         if name == "all_reduce":
             pointers.pop()
-        sums = case.collective.reduces
-        numbers = [chunk_bytes, *([int(case.dtype == torch.bfloat16)] if sums else [])]
+        numbers = [chunk_bytes, *[case.dtype == torch.bfloat16] * case.collective.reduces]
         how = "mapped" if self._zero_copy else "staged"
         arguments = [*map(ctypes.c_void_p, pointers), *map(ctypes.c_int64, numbers)]
-        call = partial(getattr(self._library, f"bare_{name}_{how}"), self._context, *arguments)
+        call = partial(getattr(self._library, f"bare_{name}_{how}"), *arguments)
         return Prepared((Buffers(case, source, target),), call)
-
-    def close(self) -> None:
-        """The mapping goes with the process: tensors may still lie in it."""
 
     def _allocate(self, count_elems: int, dtype: torch.dtype) -> torch.Tensor:
         size_bytes = count_elems * dtype.itemsize
@@ -98,7 +87,7 @@ class BareLoop:
         return self._bytes[begin : begin + size_bytes].view(dtype)
 
 
-def _compile() -> ctypes.CDLL:
+def _compile(place: PeerSetup) -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         raise RuntimeError("the bare loop needs a C++ compiler (c++, g++ or $CXX)")
@@ -109,10 +98,14 @@ def _compile() -> ctypes.CDLL:
             f"this is {platform.machine()}, and its source is {source}"
         )
     with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as directory:
-        library = f"{directory}/bare_loop.so"
-        flags = ["-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-Wall", "-Wextra"]
-        subprocess.run([compiler, *flags, str(source), "-o", library], check=True)
-        return ctypes.CDLL(library)
+        if place.rank == 0:
+            file, flags = f"{directory}/bare_loop.so", "-std=c++20 -O3 -march=native -shared -fPIC"
+            subprocess.run([compiler, *flags.split(), str(source), "-o", file], check=True)
+            place.store.set("bare loop", file)
+        library = ctypes.CDLL(place.store.get("bare loop").decode())
+        place.store.set(f"bare loop {place.rank}", "loaded")  # the file stays until both have
+        place.store.wait(["bare loop 0", "bare loop 1"])
+    return library
 
 
 def _round_up(size_bytes: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from mpi4py import MPI
 
 from ..cases import Case
-from . import Buffers, PeerSetup, Prepared, Unavailable
+from . import Buffers, PeerSetup, Prepared, System, Unavailable
 from .torch_groups import allocate_buffers, plain
 
 # MPICH has reductions of bfloat16 (MPIX_BFLOAT16 of its mpi.h, since 4.3), and mpi4py 4.1 has no
@@ -31,7 +31,7 @@ _DATATYPES = {
 _OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 
 
-class Mpi:
+class Mpi(System):
     """The world communicator of this process, which must have been started by mpiexec."""
 
     def __init__(self, place: PeerSetup) -> None:
@@ -46,48 +46,39 @@ class Mpi:
         self.version = MPI.Get_library_version().splitlines()[0].strip()
 
     def prepare(self, case: Case) -> Prepared:
-        name = case.collective.name
+        name, comm, root = case.collective.name, self._comm, case.root
+        at_root = case.rank == root
         datatype = self._datatype(case)
         source, target = allocate_buffers(case, self._allocate)
+        own = receive = _spec(target, datatype)
+        send = MPI.IN_PLACE if case.in_place else _spec(source, datatype)
         if case.in_place and name == "reduce_scatter":
             # MPI leaves the result of an in-place reduce-scatter at the front of the buffer.
-            target = source.narrow(0, 0, case.chunk_elems)
-        send = MPI.IN_PLACE if case.in_place else _spec(source, datatype)
-        takes_input = case.in_place and name == "reduce_scatter"
-        receive = _spec(source if takes_input else target, datatype)
-        call = self._bind(case, send, receive, datatype, target)
-        return Prepared((Buffers(case, source, target),), call)
-
-    def close(self) -> None:
-        self._comm.Barrier()
-
-    def _bind(
-        self, case: Case, send: Any, receive: Any, datatype: MPI.Datatype, target: torch.Tensor
-    ) -> Callable[[], object]:
-        comm, root, at_root = self._comm, case.root, case.rank == case.root
+            receive, target = _spec(source, datatype), source.narrow(0, 0, case.chunk_elems)
         at = [receive if at_root else None, root]
         right, left = (case.rank + 1) % case.world, (case.rank - 1) % case.world
-        own = _spec(target, datatype)
-        reduced = [own, None, root] if case.in_place and not at_root else [send, *at]
+        reduced = [own, None] if case.in_place and not at_root else [send, at[0]]
         op = [_op(case)] if case.collective.reduces else []
         calls: dict[str, tuple[Callable[..., object], list[Any]]] = {
             "all_reduce": (comm.Allreduce, [send, receive, *op]),
             "reduce_scatter": (comm.Reduce_scatter_block, [send, receive, *op]),
             "all_gather": (comm.Allgather, [send, receive]),
             "broadcast": (comm.Bcast, [receive, root]),
-            "reduce": (comm.Reduce, [*reduced[:2], *op, root]),
+            "reduce": (comm.Reduce, [*reduced, *op, root]),
             "gather": (comm.Gather, [send, *at]),
             "scatter": (comm.Scatter, [send if at_root else None, receive, root]),
             "all_to_all": (comm.Alltoall, [send, receive]),
             "send_recv": (comm.Sendrecv, [send, right, 0, receive, left, 0]),
         }
-        function, arguments = calls[case.collective.name]
-        return partial(function, *arguments)
+        function, arguments = calls[name]
+        return Prepared((Buffers(case, source, target),), partial(function, *arguments))
+
+    def close(self) -> None:
+        self._comm.Barrier()
 
     def _datatype(self, case: Case) -> MPI.Datatype:
-        known = _DATATYPES.get(case.dtype)
-        if known is not None:
-            return known
+        if case.dtype in _DATATYPES:
+            return _DATATYPES[case.dtype]
         if not case.collective.reduces:
             # Two bytes move alike whatever they mean.
             return MPI.UINT16_T

@@ -14,30 +14,28 @@ import ringcomm
 
 from ..cases import Case
 from ..devices import ONE_LAUNCH
-from . import WIRES, Buffers, PeerSetup, Prepared, Unavailable
-from .torch_groups import (
-    REDUCE_OPS,
-    allocate_buffers,
-    bind_group,
-    destroy_groups,
-    init_default_group,
-    of_ringcomm,
-    prepare,
-)
+from . import WIRES, Buffers, PeerSetup, Prepared, System, Unavailable, torch_groups
 
 _TIMEOUT = timedelta(minutes=5)
 _TIMEOUT_OF_ONE_LAUNCH = timedelta(minutes=1)
 
 
-class Ringcomm:
+def _allocator(place: PeerSetup) -> torch_groups.Allocate:
+    """Allocates memory of ringcomm's heap, or ordinary memory, as is asked for."""
+    if not place.heap_tensors:
+        return torch_groups.plain(place)
+    return lambda count, dtype: ringcomm.empty(count, dtype=dtype, device=place.device.name)
+
+
+class Ringcomm(System):
     """A rank of its own process."""
 
     def __init__(self, place: PeerSetup) -> None:
         how = place.mode if place.mode == ONE_LAUNCH else place.api
         kernels = "" if place.kernels == "native" else f", {place.kernels} kernels"
         self.version = f"ringcomm {ringcomm.__version__} ({how}{kernels})"
-        self._place, self._allocate = place, of_ringcomm(place)
-        self._calls, self._extra, self.close = self._open()
+        self._place, self._allocate = place, _allocator(place)
+        self._calls, self._extra, self._leave = self._open()
 
     def _open(self) -> tuple[Any, dict[str, Any], Callable[[], object]]:
         """Returns an interface, what calls with an algorithm take, and what leaves the library."""
@@ -45,9 +43,9 @@ class Ringcomm:
         if place.api == "dist":
             if place.kernels != "native":
                 raise Unavailable("torch.distributed takes the native kernels")
-            init_default_group(place)
+            torch_groups.init_default_group(place)
             group = dist.new_group(backend="ringcomm", timeout=_TIMEOUT)
-            return bind_group(group), {}, destroy_groups
+            return torch_groups.bind_group(group), {}, lambda: None
         connect: Callable[..., ringcomm.Communicator] = ringcomm.Communicator.from_store
         communicator = connect(
             dist.PrefixStore(f"ringcomm/{place.kernels}/{place.algorithm}", place.store),
@@ -70,9 +68,12 @@ class Ringcomm:
         # Codes round: such a call is never checked.
         return Prepared((), self._bind(case).call)
 
+    def close(self) -> None:
+        self._leave()
+
     def _bind(self, case: Case) -> Prepared:
         try:
-            return prepare(self._calls, case, self._allocate, **self._extra)
+            return torch_groups.prepare(self._calls, case, self._allocate, **self._extra)
         except ringcomm.UnsupportedError as error:
             raise Unavailable(str(error)) from error
 
@@ -95,9 +96,11 @@ class OneLaunch(Ringcomm):
         if name == "all_reduce" and not case.in_place:
             raise Unavailable("all_reduce works in place only")
         cases = [replace(case, rank=rank) for rank in range(case.world)]
-        buffers = tuple(Buffers(own, *allocate_buffers(own, self._allocate)) for own in cases)
-        inputs, outputs = [each.input for each in buffers], [each.output for each in buffers]
-        how = {**self._extra, **({"op": REDUCE_OPS[case.op]} if case.collective.reduces else {})}
+        tensors = [torch_groups.allocate_buffers(own, self._allocate) for own in cases]
+        buffers = tuple(Buffers(own, *each) for own, each in zip(cases, tensors, strict=True))
+        inputs, outputs = map(list, zip(*tensors, strict=True))
+        op = {"op": torch_groups.REDUCE_OPS[case.op]} if case.collective.reduces else {}
+        how = {**self._extra, **op}
         if name == "all_reduce":
             return Prepared(buffers, partial(world.all_reduce, outputs, **how))
         gathers = name == "all_gather"

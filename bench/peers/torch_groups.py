@@ -12,11 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import ringcomm
-
 from ..cases import Case
 from ..devices import ONE_LAUNCH, PROCESSES_ON_ONE_GPU, nccl_version
-from . import Buffers, PeerSetup, Prepared, Unavailable
+from . import Buffers, PeerSetup, Prepared, System, Unavailable
 
 Tensor = torch.Tensor
 Allocate = Callable[[int, torch.dtype], Tensor]
@@ -51,7 +49,7 @@ def bind_group(group: dist.ProcessGroup | None) -> Any:
 
 
 def init_default_group(place: PeerSetup) -> None:
-    """Makes Gloo the default group, once, whichever system needs it first."""
+    """Makes Gloo the default group, once, whichever system needs it first; the runner ends it."""
     if dist.is_initialized():
         return
     if not place.on_nodes:
@@ -66,22 +64,9 @@ def init_default_group(place: PeerSetup) -> None:
     )
 
 
-def destroy_groups() -> None:
-    """Ends all groups, those of other backends with them; later calls do nothing."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def plain(place: PeerSetup) -> Allocate:
     """Allocates ordinary memory, every page present."""
     return lambda count, dtype: torch.zeros(count, dtype=dtype, device=place.device.tensors)
-
-
-def of_ringcomm(place: PeerSetup) -> Allocate:
-    """Allocates memory of ringcomm's heap, or ordinary memory, as is asked for."""
-    if not place.heap_tensors:
-        return plain(place)
-    return lambda count, dtype: ringcomm.empty(count, dtype=dtype, device=place.device.name)
 
 
 def allocate_buffers(case: Case, allocate: Allocate) -> tuple[Tensor, Tensor]:
@@ -98,37 +83,36 @@ def allocate_buffers(case: Case, allocate: Allocate) -> tuple[Tensor, Tensor]:
 
 def prepare(interface: Any, case: Case, allocate: Allocate, **extra: Any) -> Prepared:
     """Binds one call; ``extra`` goes to the calls that take an algorithm."""
-    name = case.collective.name
+    name, root, world, at_root = case.collective.name, case.root, case.world, case.rank == case.root
     if name in ("all_reduce", "reduce") and not case.in_place:
         raise Unavailable(f"{name} of torch.distributed works in place only")
     source, target = allocate_buffers(case, allocate)
-    op, root = REDUCE_OPS[case.op], case.root
+    pieces = (each.chunk(world) if at_root else () for each in (source, target))
+    sent, received = (list(each) or None for each in pieces)
+    op = [REDUCE_OPS[case.op]]
 
-    def pieces(whole: Tensor) -> list[Tensor] | None:
-        return list(whole.chunk(case.world)) if case.rank == root else None
-
-    def send_recv(sent: Tensor, received: Tensor) -> None:
-        work = interface.isend(sent, (case.rank + 1) % case.world)
-        interface.recv(received, (case.rank - 1) % case.world)
+    def send_recv() -> None:
+        work = interface.isend(source, (case.rank + 1) % world)
+        interface.recv(target, (case.rank - 1) % world)
         work.wait()
 
-    bind: dict[str, Callable[[], partial[Any]]] = {
-        "all_reduce": lambda: partial(interface.all_reduce, target, op, **extra),
-        "reduce_scatter": lambda: partial(
-            interface.reduce_scatter_tensor, target, source, op, **extra
-        ),
-        "all_gather": lambda: partial(interface.all_gather_into_tensor, target, source, **extra),
-        "broadcast": lambda: partial(interface.broadcast, target, root),
-        "reduce": lambda: partial(interface.reduce, target, root, op),
-        "gather": lambda: partial(interface.gather, source, pieces(target), root),
-        "scatter": lambda: partial(interface.scatter, target, pieces(source), root),
-        "all_to_all": lambda: partial(interface.all_to_all_single, target, source),
-        "send_recv": lambda: partial(send_recv, source, target),
+    calls: dict[str, tuple[Callable[..., object], list[Any]]] = {
+        "all_reduce": (interface.all_reduce, [target, *op]),
+        "reduce_scatter": (interface.reduce_scatter_tensor, [target, source, *op]),
+        "all_gather": (interface.all_gather_into_tensor, [target, source]),
+        "broadcast": (interface.broadcast, [target, root]),
+        "reduce": (interface.reduce, [target, root, *op]),
+        "gather": (interface.gather, [source, received, root]),
+        "scatter": (interface.scatter, [target, sent, root]),
+        "all_to_all": (interface.all_to_all_single, [target, source]),
+        "send_recv": (send_recv, []),
     }
-    return Prepared((Buffers(case, source, target),), bind[name]())
+    function, arguments = calls[name]
+    how = extra if name in ("all_reduce", "reduce_scatter", "all_gather") else {}
+    return Prepared((Buffers(case, source, target),), partial(function, *arguments, **how))
 
 
-class Gloo:
+class Gloo(System):
     """The default process group of this rank."""
 
     def __init__(self, place: PeerSetup) -> None:
@@ -139,11 +123,8 @@ class Gloo:
     def prepare(self, case: Case) -> Prepared:
         return prepare(self._calls, case, self._allocate)
 
-    def close(self) -> None:
-        destroy_groups()
 
-
-class Nccl:
+class Nccl(Gloo):
     """A group of its own beside the default one; without one it says why in every cell."""
 
     def __init__(self, place: PeerSetup) -> None:
@@ -169,10 +150,7 @@ class Nccl:
     def prepare(self, case: Case) -> Prepared:
         if self._refusal is not None:
             raise Unavailable(self._refusal)
-        return prepare(self._calls, case, self._allocate)
-
-    def close(self) -> None:
-        destroy_groups()
+        return super().prepare(case)
 
 
 def why_not(mode: str, version: tuple[int, ...]) -> str | None:

@@ -13,22 +13,14 @@ from typing import Any
 
 import torch
 
-from ..cases import Case
-from ..devices import ONE_GPU_MODES, Device
-from ..timing import Call
-from ..traffic import COUNTED, needed_bytes
-from . import Buffers, PeerSetup, Prepared, Unavailable
+from ..cases import REDUCTIONS, Case
+from ..devices import ONE_GPU_MODES
+from ..timing import Call, Device
+from . import Buffers, PeerSetup, Prepared, System, Unavailable
 
 Tensor = torch.Tensor
 
 _TRIALS = 5
-_REDUCTIONS: dict[str, Callable[..., Any]] = {
-    "sum": torch.sum,
-    "prod": torch.prod,
-    "min": torch.amin,
-    "max": torch.amax,
-    "avg": torch.mean,
-}
 _PAIRS: dict[str, Callable[..., Any]] = {
     "sum": torch.add,
     "prod": torch.mul,
@@ -39,7 +31,21 @@ _PAIRS: dict[str, Callable[..., Any]] = {
 _WIDENING = ("sum", "prod")
 
 
-class Copies:
+def needed_bytes(collective: str, size_bytes: int, world: int) -> int:
+    """Bytes that a collective reads and writes in the memory of one GPU that holds all its ranks.
+
+    ``size_bytes`` is the larger of a rank's two buffers. Each rank reads what its result needs
+    once, and writes its result once. reduce_scatter: a chunk of every rank in, one out. all_gather:
+    the same bytes in and out. all_reduce, in place: a reduce-scatter, then the other chunks in and
+    out. Raises :class:`Unavailable` for any other collective.
+    """
+    sizes = {"reduce_scatter": world + 1, "all_gather": 2 * world, "all_reduce": 3 * world - 1}
+    if collective not in sizes:
+        raise Unavailable(f"the bytes of {collective} are not counted")
+    return sizes[collective] * size_bytes
+
+
+class Copies(System):
     """One copy by the process of rank 0; those of other ranks do nothing meanwhile."""
 
     version = "one copy_ of torch, half of the needed bytes read and half written"
@@ -53,16 +59,10 @@ class Copies:
         made = self._make(case)
         return made() if self._place.rank == 0 else Prepared((), lambda: None)
 
-    def close(self) -> None:
-        """Nothing was opened."""
-
     def _make(self, case: Case) -> Callable[[], Prepared]:
-        name = case.collective.name
-        if name not in COUNTED:
-            raise Unavailable(f"the bytes of {name} are not counted")
+        copied_bytes = needed_bytes(case.collective.name, case.size_bytes, case.world) // 2
 
         def make() -> Prepared:
-            copied_bytes = needed_bytes(name, case.size_bytes, case.world) // 2
             source = torch.empty(copied_bytes, dtype=torch.uint8, device=self._place.device.tensors)
             source.random_(0, 256)
             return Prepared((), partial(torch.zeros_like(source).copy_, source))
@@ -87,39 +87,36 @@ class TorchOps(Copies):
             raise Unavailable(f"not written in torch: {case.collective.name}, {placement} place")
         return partial(cell, [replace(case, rank=rank) for rank in range(case.world)])
 
-    def _zeros(self, case: Case, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=case.dtype, device=self._place.device.tensors)
+    def _zeros(self, case: Case, elems: int) -> Tensor:
+        """As many rows as there are ranks."""
+        size = (case.world, elems)
+        return torch.zeros(size, dtype=case.dtype, device=self._place.device.tensors)
 
     def _reduce_scatter(self, cases: Sequence[Case]) -> Prepared:
         case = cases[0]
-        inputs = self._zeros(case, case.world, case.total_elems)
-        outputs = self._zeros(case, case.world, case.chunk_elems)
-        ways = ways_to_reduce(case.op, inputs, outputs.view(-1))
-        buffers = tuple(map(Buffers, cases, inputs, outputs))
-        return Prepared(buffers, fastest(self._place.device, ways))
+        inputs, outputs = (self._zeros(case, n) for n in (case.total_elems, case.chunk_elems))
+        call = fastest(self._place.device, ways_to_reduce(case.op, inputs, outputs.view(-1)))
+        return Prepared(tuple(map(Buffers, cases, inputs, outputs)), call)
 
     def _all_gather(self, cases: Sequence[Case]) -> Prepared:
         case = cases[0]
-        inputs = self._zeros(case, case.world, case.chunk_elems)
-        outputs = self._zeros(case, case.world, case.total_elems)
-        ways = ways_to_copy(outputs, inputs.view(-1))
-        buffers = tuple(map(Buffers, cases, inputs, outputs))
-        return Prepared(buffers, fastest(self._place.device, ways))
+        inputs, outputs = (self._zeros(case, n) for n in (case.chunk_elems, case.total_elems))
+        call = fastest(self._place.device, ways_to_copy(outputs, inputs.view(-1)))
+        return Prepared(tuple(map(Buffers, cases, inputs, outputs)), call)
 
     def _all_reduce(self, cases: Sequence[Case]) -> Prepared:
         case, device = cases[0], self._place.device
-        tensors = self._zeros(case, case.world, case.total_elems)
-        scratch = self._zeros(case, case.total_elems)
+        tensors = self._zeros(case, case.total_elems)
+        scratch = torch.zeros_like(tensors[0])
         reduce = fastest(device, ways_to_reduce(case.op, tensors, scratch))
         copy = fastest(device, ways_to_copy(tensors, scratch))
-        buffers = tuple(map(Buffers, cases, tensors, tensors))
-        return Prepared(buffers, lambda: (reduce(), copy()))
+        return Prepared(tuple(map(Buffers, cases, tensors, tensors)), lambda: (reduce(), copy()))
 
 
 def ways_to_reduce(op: str, rows: Tensor, out: Tensor) -> list[Call]:
     """Ways to combine the rows element by element, 16-bit floats in FP32."""
     extra = {"dtype": rows.dtype} if op in _WIDENING else {}
-    ways: list[Call] = [partial(_REDUCTIONS[op], rows, dim=0, out=out, **extra)]
+    ways: list[Call] = [partial(REDUCTIONS[op], rows, dim=0, out=out, **extra)]
     if len(rows) == 2 and op in _PAIRS:
         ways.append(partial(_PAIRS[op], rows[0], rows[1], out=out))
     return ways
@@ -138,8 +135,9 @@ def fastest(device: Device, ways: Sequence[Call]) -> Call:
     """The quickest of a few trials, after one call of each that may set something up."""
     if len(ways) == 1:
         return ways[0]
-    taken_us = []
-    for way in ways:
+
+    def taken_us(way: Call) -> float:
         device.elapsed_us([way])
-        taken_us.append(min(device.elapsed_us([way] * 2) for _ in range(_TRIALS)))
-    return ways[taken_us.index(min(taken_us))]
+        return min(device.elapsed_us([way] * 2) for _ in range(_TRIALS))
+
+    return min(ways, key=taken_us)

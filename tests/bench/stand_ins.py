@@ -1,44 +1,32 @@
 """Stand-ins for what needs a GPU: a device whose tensors are the CPU's, and a world on it."""
 
-from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
 
-from ringcomm.bench.timing import host_elapsed_us
+from ringcomm.bench.timing import Device
 
 _FOLDS: dict[object, Any] = {ReduceOp.SUM: torch.sum, ReduceOp.MAX: torch.amax}
 
 
-class StandInGpu:
+class StandInGpu(Device):
     """Takes the place of ``ringcomm.bench.devices.Gpu``; counts what is asked of it."""
 
     name = "cuda:0"
-    tensors = "cpu"
 
     def __init__(self, cache_bytes=0):
+        super().__init__()
         self.cache_bytes = cache_bytes
         self.refreshed = 0
         self.captured = []
-
-    def elapsed_us(self, calls):
-        return host_elapsed_us(calls)
-
-    def synchronize(self):
-        pass
 
     def refresh(self, tensor):
         self.refreshed += 1
 
     def capture(self, calls, count):
         self.captured.append(count)
-
-        def replay():
-            for call in islice(cycle(calls), count):
-                call()
-
-        return replay
+        return super().capture(calls, count)
 
     def facts(self):
         return {"gpu": "a stand-in"}

@@ -9,8 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from ringcomm.bench.board import Board
-from ringcomm.bench.busy import busy_loops
-from ringcomm.bench.launch import LaunchError, Wanted, join, run_ranks
+from ringcomm.bench.launch import LaunchError, Wanted, busy_loops, join, run_ranks
 from tests.bench.programs import run_program
 from tests.support import ROOT, fork_server
 
@@ -34,7 +33,7 @@ def test_loops_compute_and_end_with_the_block():
 def test_loops_end_with_a_process_that_is_killed():
     script = (
         "import os, signal\n"
-        "from ringcomm.bench.busy import busy_loops\n"
+        "from ringcomm.bench.launch import busy_loops\n"
         "with busy_loops(1) as loops:\n"
         "    print(loops[0].pid, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -50,7 +49,7 @@ def test_loops_end_with_a_process_that_is_killed():
 def test_a_rank_leads_a_session():
     script = (
         "import os\n"
-        "from ringcomm.bench.busy import lead_session\n"
+        "from ringcomm.bench.launch import lead_session\n"
         "lead_session()\n"
         "print(os.getsid(0) == os.getpid())\n"
     )

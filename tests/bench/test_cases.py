@@ -16,10 +16,10 @@ from ringcomm.bench.cases import (
     count_wrong,
     expected_values,
     input_values,
+    wrong_elements,
 )
-from ringcomm.bench.devices import Host
 from ringcomm.bench.peers import Buffers, Prepared
-from ringcomm.bench.verify import wrong_elements
+from ringcomm.bench.timing import Device
 from tests.support.covering import covering
 
 
@@ -185,7 +185,7 @@ def check(case, *calls_of):
         source = torch.zeros(case.input_elems, dtype=case.dtype)
         target = torch.zeros(case.output_elems, dtype=case.dtype)
         sets.append(Prepared((Buffers(case, source, target),), make(source, target)))
-    return wrong_elements(OneRankBoard(), Host(), {"x": sets})["x"]
+    return wrong_elements(OneRankBoard(), Device(), {"x": sets})["x"]
 
 
 def copying(damage):
@@ -226,9 +226,9 @@ def test_the_correctness_pass_looks_at_every_rank_of_a_process():
         buffers[2].output[11] += 1
 
     sets = [Prepared(buffers, call)]
-    assert wrong_elements(OneRankBoard(), Host(), {"x": sets}) == {"x": 1}
+    assert wrong_elements(OneRankBoard(), Device(), {"x": sets}) == {"x": 1}
 
 
 def test_a_system_without_buffers_is_not_called_right():
     sets = [Prepared((), lambda: None)]
-    assert wrong_elements(OneRankBoard(), Host(), {"x": sets}) == {"x": None}
+    assert wrong_elements(OneRankBoard(), Device(), {"x": sets}) == {"x": None}

@@ -1,7 +1,10 @@
 """The optimizer's step on a GPU as the harness times it, on the host as far as that goes."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from ringcomm.bench.device_steps import (
     BENCH,
@@ -18,9 +21,9 @@ from ringcomm.bench.device_steps import (
     fitting,
     run_case,
 )
-from ringcomm.bench.devices import Host
-from ringcomm.bench.run import main
-from ringcomm.bench.timing import Timing
+from ringcomm.bench.launch import Placing
+from ringcomm.bench.run import Run, main
+from ringcomm.bench.timing import Device, Timing
 
 ELEMS = 8192
 STEPS = 3
@@ -28,7 +31,7 @@ STEPS = 3
 
 def stepped(case):
     """By system: the parameters of all ranks after some steps."""
-    systems = Systems(case, Host())
+    systems = Systems(case, Device())
     try:
         for call in systems.calls.values():
             for _ in range(STEPS - 1):  # one was made while it was built
@@ -61,7 +64,9 @@ def test_a_shard_is_updated_as_torch_does(dtype):
 
 
 def test_rows_of_a_run():
-    rows = run_case(KernelCase(STEP, torch.bfloat16, ELEMS, 2), Host(), Host(), rounds=2)
+    run = Run(BENCH, BENCH.parse(["step", "-r", "2"]), Placing(0, 1, HashStore()))
+    case = KernelCase(STEP, torch.bfloat16, ELEMS, 2)
+    rows = run_case(case, Device(), partial(run.time, batch=3))
     assert [row.system for row in rows] == [SUBJECT, TWO_PASSES, SEPARATE, TORCH]
     assert {(row.ranks, row.count, row.rounds, row.batch) for row in rows} == {(2, ELEMS, 2, 3)}
     assert rows[0].ratio == 1.0 and all(row.ratio and row.note == "" for row in rows)

@@ -27,7 +27,8 @@ def test_what_is_compared_is_the_same(rank_pools):
     rank_pools(2).run(what_is_compared_is_the_same)
 
 
-def test_sizes_are_read():
-    assert layers.size_of("8,4") == SIZE
-    with pytest.raises(ValueError, match="unpack"):
-        layers.size_of("8")
+def test_sizes_are_read(capsys):
+    assert layers.BENCH.parse(["8,4"]).sizes == [SIZE]
+    with pytest.raises(SystemExit):
+        layers.BENCH.parse(["8"])
+    assert "invalid TOKENS,WIDTH value: '8'" in capsys.readouterr().err

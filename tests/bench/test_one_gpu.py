@@ -5,21 +5,26 @@ import torch
 from torch.distributed import HashStore
 
 import ringcomm
-from ringcomm.bench.cases import DTYPES, OPS
-from ringcomm.bench.collectives import BENCH, buffer_sets, heap_bytes, measure_all, parse
-from ringcomm.bench.devices import DEVICE_MODES, MEANINGS, ModeError, choose, device_index
+from ringcomm.bench.cases import DTYPES, OPS, wrong_elements
+from ringcomm.bench.collectives import (
+    BENCH,
+    DEFAULT_COLLECTIVES,
+    buffer_sets,
+    heap_bytes,
+    measure_all,
+    parse,
+)
+from ringcomm.bench.devices import DEVICE_MODES, MEANINGS, ModeError, choose
 from ringcomm.bench.launch import Placing
 from ringcomm.bench.peers import PeerSetup, Unavailable, open_system
 from ringcomm.bench.peers.torch_groups import why_not
-from ringcomm.bench.peers.torch_ops import fastest, ways_to_copy, ways_to_reduce
-from ringcomm.bench.provenance import commit
-from ringcomm.bench.report import read
+from ringcomm.bench.peers.torch_ops import fastest, needed_bytes, ways_to_copy, ways_to_reduce
+from ringcomm.bench.report import commit, read
 from ringcomm.bench.run import Run, main
-from ringcomm.bench.traffic import COUNTED, needed_bytes, ring_bytes
-from ringcomm.bench.verify import wrong_elements
 from tests.bench.stand_ins import StandInGpu, StandInWorld
 from tests.bench.test_cases import OneRankBoard, make_case
 from tests.support.covering import covering
+from tools.gpu_check.goals import ring_bytes
 
 SMALL = ("--device", "cuda", "-b", "4K", "-e", "16K", "-f", "4", "-n", "2", "-w", "1")
 
@@ -143,10 +148,8 @@ def test_a_mode_that_cannot_be_had(asked, gpus, launcher, words):
         choose(asked, 4, gpus, launcher)
 
 
-def test_ranks_take_gpus_by_mode():
+def test_each_mode_has_a_meaning():
     assert set(DEVICE_MODES) < set(MEANINGS)
-    assert [device_index("gpu-per-rank", rank) for rank in range(3)] == [0, 1, 2]
-    assert {device_index(mode, 3) for mode in DEVICE_MODES[1:]} == {0}
 
 
 @pytest.mark.parametrize(
@@ -171,11 +174,19 @@ def test_where_nccl_is_measured(mode, version):
 
 def place(mode="one-launch", rank=0, world=2):
     return PeerSetup(
-        HashStore(), rank, world, True, "communicator", "auto", None, StandInGpu(), mode
+        rank,
+        world,
+        HashStore(),
+        mode,
+        heap_tensors=True,
+        api="communicator",
+        algorithm="auto",
+        heap_bytes=None,
+        device=StandInGpu(),
     )
 
 
-@covering(name=COUNTED, world=[2, 3, 8], dtype_name=[*DTYPES])
+@covering(name=DEFAULT_COLLECTIVES, world=[2, 3, 8], dtype_name=[*DTYPES])
 def test_torch_does_the_same_sums_and_copies(name, world, dtype_name):
     placement = "in" if name == "all_reduce" else "out"
     for op in OPS:
@@ -241,9 +252,10 @@ def test_bytes_counted_by_hand():
     # ring: 2 for the hop that sends, 3 for the one that receives.
     assert ring_bytes("reduce_scatter", 2, 2) == ring_bytes("all_gather", 2, 2) == 2 * 5
     assert ring_bytes("reduce_scatter", 4, 4) == 4 * (2 + 3 + 3 + 3)
-    for count in (needed_bytes, ring_bytes):
-        with pytest.raises(ValueError, match="bytes are counted of"):
-            count("broadcast", 2, 2)
+    with pytest.raises(Unavailable, match="bytes of broadcast are not counted"):
+        needed_bytes("broadcast", 2, 2)
+    with pytest.raises(ValueError, match="bytes are counted of"):
+        ring_bytes("broadcast", 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -272,14 +284,14 @@ def test_the_heap_holds_a_case_of_every_ringcomm():
 
 
 def test_a_tree_without_history_is_told_its_commit(monkeypatch):
-    monkeypatch.setattr("ringcomm.bench.provenance.Path.exists", lambda path: False)
+    monkeypatch.setattr("ringcomm.bench.report.Path.exists", lambda path: False)
     assert commit() == "unknown"
     monkeypatch.setenv("RINGCOMM_COMMIT", "v1-2-gabc")
     assert commit() == "v1-2-gabc"
 
 
 def test_a_tree_that_git_refuses_is_told_its_commit(monkeypatch):
-    monkeypatch.setattr("ringcomm.bench.provenance.Path.exists", lambda path: True)
+    monkeypatch.setattr("ringcomm.bench.report.Path.exists", lambda path: True)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("RINGCOMM_COMMIT", "v1-2-gabc")
     assert commit() == "v1-2-gabc"

@@ -129,5 +129,5 @@ def test_a_bench_that_has_a_short_name_keeps_it():
 
 
 def test_a_recorded_command_names_no_files():
-    words = ["-b", "4K", "--json", "a/b", "--csv=c", "-e", "8K", "--profile", "d"]
+    words = ["-b", "4K", "--json", "a/b", "--csv=c", "-e", "8K"]
     assert without_files(words) == ["-b", "4K", "-e", "8K"]

@@ -4,9 +4,9 @@ import pytest
 
 from ringcomm.bench import timing
 from ringcomm.bench.board import Board
-from ringcomm.bench.devices import Host
 from ringcomm.bench.report import row_of
 from ringcomm.bench.timing import (
+    Device,
     Entrant,
     Pace,
     Timing,
@@ -15,7 +15,6 @@ from ringcomm.bench.timing import (
     quartiles,
     ratios,
     rows_of,
-    slowest,
 )
 
 
@@ -61,7 +60,7 @@ def test_systems_take_turns_in_rotating_order(clock):
     log: list[str] = []
     prepared = {name: takes(clock, log, name, 10) for name in "abc"}
     pace = Pace(rounds=3, warmup_rounds=1, batch=2, turn_us=0)
-    measure(LoggingBoard(log), prepared, pace, Host())
+    measure(LoggingBoard(log), prepared, pace, Device())
     assert "".join(log) == "|aa|bb|cc" + "|bb|cc|aa" + "|cc|aa|bb" + "|aa|bb|cc"
 
 
@@ -69,7 +68,7 @@ def test_times_are_per_call_and_warm_up_does_not_count(clock):
     log: list[str] = []
     prepared = {"a": takes(clock, log, "a", 10), "b": takes(clock, log, "b", 40)}
     pace = Pace(rounds=5, warmup_rounds=2, batch=3, turn_us=0)
-    timings = measure(LoggingBoard(log), prepared, pace, Host())
+    timings = measure(LoggingBoard(log), prepared, pace, Device())
     assert timings["a"].times_us == (10.0,) * 5
     assert ratios(timings["b"], timings["a"]) == [4.0] * 5
 
@@ -78,7 +77,7 @@ def test_a_turn_is_filled_with_calls(clock):
     log: list[str] = []
     prepared = {"fast": takes(clock, log, "f", 1), "slow": takes(clock, log, "s", 900)}
     pace = Pace(rounds=1, warmup_rounds=0, batch=0, turn_us=2000.0)
-    timings = measure(LoggingBoard(log), prepared, pace, Host())
+    timings = measure(LoggingBoard(log), prepared, pace, Device())
     assert (timings["fast"].batch, timings["slow"].batch) == (200, 3)
     assert [batch_for(us, 2000.0) for us in (0.0, 10.0, 5000.0)] == [200, 200, 1]
 
@@ -89,7 +88,7 @@ def test_buffer_sets_go_round_across_turns_and_refreshing_costs_nothing(clock):
     refresh = takes(clock, log, "*", 500).calls[0]
     pace = Pace(rounds=2, warmup_rounds=1, batch=4, turn_us=0)
     entrants = {"x": Entrant(calls, refresh=refresh)}
-    timings = measure(LoggingBoard(log), entrants, pace, Host())
+    timings = measure(LoggingBoard(log), entrants, pace, Device())
     assert "".join(log) == "*|abca*|bcab*|cabc"
     assert timings["x"].times_us == (10.0, 10.0)
 
@@ -98,14 +97,20 @@ def test_a_graph_counts_as_the_calls_in_it(clock):
     log: list[str] = []
     pace = Pace(rounds=2, warmup_rounds=0, batch=40, turn_us=0)
     entrants = {"x": Entrant(takes(clock, log, "g", 100).calls, calls_each=20)}
-    timings = measure(LoggingBoard(log), entrants, pace, Host())
+    timings = measure(LoggingBoard(log), entrants, pace, Device())
     assert "".join(log) == "|gg|gg"
     assert (timings["x"].times_us, timings["x"].batch) == ((5.0, 5.0), 40)
     assert [batch_for(us, 2000.0, 20) for us in (10.0, 900.0, 5000.0)] == [10, 3, 1]
 
 
-def test_the_slowest_rank_counts_round_by_round():
-    assert slowest([[1.0, 5.0, 2.0], [3.0, 4.0, 2.0]]) == (3.0, 5.0, 2.0)
+def test_the_slowest_rank_counts_round_by_round(clock):
+    class TwoRanks(LoggingBoard):
+        def exchange(self, value):
+            return [value, {"a": [1.0, 30.0]}]
+
+    entrants = {"a": takes(clock, [], "a", 10)}
+    pace = Pace(rounds=2, warmup_rounds=0, batch=1, turn_us=0)
+    assert measure(TwoRanks([]), entrants, pace, Device())["a"].times_us == (10.0, 30.0)
 
 
 def test_the_ratio_is_taken_within_rounds_before_the_median():

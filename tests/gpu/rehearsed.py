@@ -9,19 +9,17 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import cycle, islice
 from typing import Any
 from unittest import mock
 
 import ringcomm
 from ringcomm import cuda
-from ringcomm.bench import collectives, device_steps, launch, run, training
+from ringcomm.bench import device_steps, devices, launch, run, training
 from ringcomm.bench.devices import COPY_FACT, Gpu, choose
-from ringcomm.bench.timing import Call
+from ringcomm.bench.timing import Call, Device
 from tests.gpu import device
 from tests.gpu.device import DEVICE, PLAIN
 from tests.gpu.worlds import OrderedWorld
@@ -35,31 +33,19 @@ FACTS = {
 }
 
 
-class EmulatedGpu:
-    """In the place of ``ringcomm.bench.devices.Gpu``, and of the clocks of its programs."""
+class EmulatedGpu(Device):
+    """In the place of ``ringcomm.bench.devices.Gpu``, and of other clocks of its programs."""
 
-    name, tensors, cache_bytes = DEVICE, PLAIN, 0
+    name, tensors = DEVICE, PLAIN
 
-    def __init__(self, index: int = 0) -> None:
-        assert index == 0
-
-    def elapsed_us(self, calls: Iterable[Call]) -> float:
-        self.synchronize()
-        begin = time.perf_counter_ns()
-        for call in calls:
-            call()
-        self.synchronize()
-        return (time.perf_counter_ns() - begin) / 1e3
-
-    def synchronize(self) -> None:
-        device.synchronize()
+    def __init__(self, index: object = 0) -> None:
+        super().__init__(device.synchronize)
 
     refresh = Gpu.refresh
 
     def capture(self, calls: Sequence[Call], count: int) -> Call:
         with device.capture() as replay:
-            for call in islice(cycle(calls), count):
-                call()
+            super().capture(calls, count)()
         return replay
 
     def facts(self) -> dict[str, str]:
@@ -91,13 +77,12 @@ def stand_ins() -> Iterator[None]:
 
     emulated = EmulatedCuda()
     places: list[tuple[Any, str, object]] = [
-        (collectives, "Gpu", EmulatedGpu),
-        (collectives, "choose", lambda mode, ranks, gpus, by: choose(mode, ranks, 1, by)),
+        (devices, "Gpu", EmulatedGpu),
+        (devices, "choose", lambda mode, ranks, gpus, by: choose(mode, ranks, 1, by)),
         (device_steps, "Gpu", EmulatedGpu),
-        (device_steps, "SleepingClock", EmulatedGpu),
         (device_steps, "_cuda", emulated),
         (training, "Gpu", EmulatedGpu),
-        (training, "SynchronizedClock", EmulatedGpu),
+        (training, "Device", EmulatedGpu),
         (launch, "_rank_command", rank_command),
         (ringcomm, "local_world", local_world),
     ]

@@ -23,14 +23,14 @@ def test_a_rehearsal_runs_every_run_of_the_harness_at_small_sizes():
         assert small.command[:3] == ["-m", rehearsed.__name__, module]
         if module == "collectives":
             options = parse(words)
-            assert options.max_bytes == 16 << 10 and options.rounds == 2
+            assert options.maxbytes == 16 << 10 and options.rounds == 2
             assert options.ranks == parse(usual.words.split()[1:]).ranks
             assert not (options.graph_calls and "torch" in options.systems)
         elif module == "device_steps":
-            asked = device_steps.parse(words)
+            asked = device_steps.BENCH.parse(words)
             assert (asked.millions, asked.rounds) == (1, 1)
         else:
-            assert training.parse(words).width == 32
+            assert training.BENCH.parse(words).width == 32
 
 
 def enlarged(row):

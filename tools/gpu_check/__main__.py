@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ringcomm.bench.devices import COPY_FACT
-from ringcomm.bench.provenance import commit
+from ringcomm.bench.report import commit
 
 from .record import REHEARSAL, Record, goal_lines
 from .runner import BUDGET_S, FAILED, LEFT_OUT, STAGES, Result, Runner, Stage, limit_s, select

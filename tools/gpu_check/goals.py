@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ringcomm.bench.device_steps import COPY, SEPARATE, SHARD, STEP, TORCH
 from ringcomm.bench.devices import COPY_FACT, ONE_LAUNCH, PROCESSES_ON_ONE_GPU
+from ringcomm.bench.peers.torch_ops import needed_bytes
 from ringcomm.bench.report import Report, Row, size_label
-from ringcomm.bench.traffic import needed_bytes, ring_bytes
 from ringcomm.bench.training_systems import TRAINING
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -39,6 +39,19 @@ class Where:
             and self.dtype in (None, row.dtype)
             and (row.graph_calls > 0) == self.graph
         )
+
+
+def ring_bytes(collective: str, size_bytes: int, world: int) -> int:
+    """Counts the bytes that the rings of ``reduce_scatter.h`` and ``all_gather.h`` move.
+
+    Every rank: one hop without a predecessor (2 chunks: in, slot), W-2 hops that read a slot and
+    fill the next with the own version or output beside it (3 chunks), and the last one (3
+    chunks): 3W-1 chunks. An all-gather has as many: it copies the own chunk, and the last hop
+    fills no slot. A chunk that is loaded for two stores is counted once.
+    """
+    if collective not in ("reduce_scatter", "all_gather"):
+        raise ValueError(f"{collective}: the ring's bytes are counted of its two halves")
+    return (3 * world - 1) * size_bytes
 
 
 def _share(count: Callable[[str, int, int], int]) -> Callable[[Report, Row], float | None]:

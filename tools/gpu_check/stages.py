@@ -20,7 +20,7 @@ from .record import Record
 from .runner import FAILED, OK, PARTIAL, UNAVAILABLE, Finished, Result, Runner
 
 TEST_FOLDERS = ("tests/gpu", "tests/comm/device", "tests/proof/faults/device", "tests/tl")
-SANITIZER_CASES = "tests/gpu/sanitizer_cases.py"
+SANITIZER_CASES = ("-m", "tests.gpu.sanitizer_cases")
 # Of a test without a limit of its own, and of a file.
 _TEST_LIMIT_S = 60
 _FILE_LIMIT_S = 150.0
@@ -222,7 +222,7 @@ def verdict_of(done: Finished) -> tuple[str, str]:
 def sanitize(place: Workplace, limit_s: float) -> Result:
     """compute-sanitizer's tools over small cases, one after the other."""
     if place.rehearsal:
-        done = place.python([SANITIZER_CASES], limit_s)
+        done = place.python(SANITIZER_CASES, limit_s)
         if done.status == 0:
             return Result("sanitize", OK, "no sanitizer: the cases ran by themselves")
         return Result("sanitize", FAILED, done.why, done.tail)
@@ -235,7 +235,7 @@ def sanitize(place: Workplace, limit_s: float) -> Result:
         # torch and CuPy probe the driver with calls that fail; ours raise when they do.
         command = [program, "--tool", tool, "--error-exitcode=99", "--report-api-errors", "no"]
         share_s = (end - time.monotonic()) / (len(TOOLS) - index)
-        done = place.runner.run([*command, sys.executable, SANITIZER_CASES], max(share_s, 1.0))
+        done = place.runner.run([*command, sys.executable, *SANITIZER_CASES], max(share_s, 1.0))
         verdict, detail = verdict_of(done)
         verdicts.append(verdict)
         said.append(f"{tool} {detail}")
