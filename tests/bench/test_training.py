@@ -40,58 +40,34 @@ def test_the_shapes_parameters_are_counted():
         assert shape.parameters == sum(param.numel() for param in shape.model().parameters())
 
 
-def test_a_stage_trains_as_torch_does():
-    """One rank: only the square root of the update may differ, by an ulp (docs/adamw.md)."""
-    shape = Shape(32, 2, 2, 1, 8)
-    plain, sharded = shape.model(), shape.model()
-    generator = torch.Generator().manual_seed(0)
-    batch = torch.randint(0, 256, (1, 9), generator=generator)
-    reference = torch.optim.AdamW(plain.parameters(), lr=1e-4, fused=True)
+def trained(shape, torchs, steps=1):
+    """The parameters of one rank at stage 2, and those of torch alone, after some steps."""
+    plain, sharded = (shape.model().to(shape.dtype) for _ in range(2))
+    batch = torch.randint(0, 256, (1, 9), generator=torch.Generator().manual_seed(0))
     with ringcomm.local_world(1) as world:
         ringcomm.zero.shard(sharded, 2, comm=world[0])
-        optimizer = ringcomm.optim.AdamW(sharded.parameters(), lr=1e-4)
-        for module, each in ((plain, reference), (sharded, optimizer)):
-            module(batch[:, :-1], batch[:, 1:]).backward()
-            each.step()
-        for mine, wanted in zip(sharded.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, wanted, rtol=2**-22, atol=1e-10)
+        both = torchs(plain), OPTIMIZERS[shape.optimizer].ours(sharded)
+        for module, optimizer in zip((plain, sharded), both, strict=True):
+            for _ in range(steps):
+                module(batch[:, :-1], batch[:, 1:]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        yield from zip(sharded.parameters(), plain.parameters(), strict=True)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_each_kind_of_optimizer_is_the_same_on_both_sides(kind):
-    """One rank; what differs is AdamW's square root, by an ulp, as above."""
-    shape = Shape(32, 2, 2, 1, 8, kind)
-    plain, sharded = shape.model(), shape.model()
-    generator = torch.Generator().manual_seed(0)
-    batch = torch.randint(0, 256, (1, 9), generator=generator)
-    with ringcomm.local_world(1) as world:
-        ringcomm.zero.shard(sharded, 2, comm=world[0])
-        both = OPTIMIZERS[kind].torchs(plain), OPTIMIZERS[kind].ours(sharded)
-        for module, optimizer in zip((plain, sharded), both, strict=True):
-            module(batch[:, :-1], batch[:, 1:]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for mine, wanted in zip(sharded.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, wanted, rtol=2**-22, atol=1e-10)
+    """Only the square root of AdamW's update may differ, by an ulp (docs/adamw.md)."""
+    for mine, wanted in trained(Shape(32, 2, 2, 1, 8, kind), OPTIMIZERS[kind].torchs):
+        torch.testing.assert_close(mine, wanted, rtol=2**-22, atol=1e-10)
 
 
 def test_of_bfloat16_all_systems_step_fp32_masters():
-    """One rank; masters that differ by an ulp of FP32, as above, hardly ever round apart."""
+    """Masters that differ by an ulp of FP32, as above, hardly ever round apart."""
     shape = Shape(32, 2, 2, 1, 8, dtype=torch.bfloat16)
-    plain, sharded = (shape.model().to(shape.dtype) for _ in range(2))
-    generator = torch.Generator().manual_seed(0)
-    batch = torch.randint(0, 256, (1, 9), generator=generator)
-    with ringcomm.local_world(1) as world:
-        ringcomm.zero.shard(sharded, 2, comm=world[0])
-        both = Masters(plain, OPTIMIZERS["adamw"].torchs), OPTIMIZERS["adamw"].ours(sharded)
-        for module, optimizer in zip((plain, sharded), both, strict=True):
-            for _ in range(3):
-                module(batch[:, :-1], batch[:, 1:]).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        for mine, wanted in zip(sharded.parameters(), plain.parameters(), strict=True):
-            assert mine.dtype == wanted.dtype == torch.bfloat16
-            assert (mine != wanted).float().mean() < 0.01
+    for mine, wanted in trained(shape, lambda plain: Masters(plain, OPTIMIZERS["adamw"].torchs), 3):
+        assert mine.dtype == wanted.dtype == torch.bfloat16
+        assert (mine != wanted).float().mean() < 0.01
 
 
 def test_torchs_wrappers_are_compared_where_sums_have_one_order():
