@@ -48,9 +48,10 @@ check: lint
 lint: $(VENV)/.native $(VENV)/.tools
 	$(BIN)/python -m pytest -q --durations=0 tests/test_style.py tests/test_layering.py
 
-# Rebuilds the native module in place: only what changed.
+# Rebuilds the native module in place, only what changed, and writes its stub.
 native: $(VENV)/.package
 	$(BIN)/python setup.py -q build_ext --inplace
+	$(BIN)/python -m tools.native_stub
 	@touch $(VENV)/.native
 
 # The templates and their owners under ThreadSanitizer, litmus tests of every memory order, and

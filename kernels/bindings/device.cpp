@@ -36,15 +36,18 @@ device::Reduction kernel_reduction(int dtype, int op, double factor, int algorit
 }
 
 void bind_allocator(nb::module_& m) {
-  nb::class_<Allocator>(m, "Allocator")
+  nb::class_<Allocator>(
+      m, "Allocator",
+      "Offsets of blocks in one range: best fit, neighbours merged when they are freed.")
       .def(nb::init<uint64_t>(), nb::arg("size_bytes"))
       .def(
           "allocate",
-          [](Allocator& a, uint64_t size_bytes, uint64_t align) -> nb::object {
+          [](Allocator& a, uint64_t size_bytes, uint64_t align) {
             const uint64_t offset = a.allocate(size_bytes, align);
-            return offset == Allocator::kNone ? nb::none() : nb::object(nb::int_(offset));
+            return offset == Allocator::kNone ? std::nullopt : std::optional(offset);
           },
-          nb::arg("size_bytes"), nb::arg("align"))
+          nb::arg("size_bytes"), nb::arg("align"),
+          "The offset of a block, or None when there is no room.")
       .def("free", &Allocator::free, nb::arg("offset"))
       .def_prop_ro("used_bytes", &Allocator::used_bytes)
       .def_prop_ro("largest_free_bytes", &Allocator::largest_free_bytes);
@@ -69,15 +72,23 @@ struct DeviceCalls {
 
 void bind_calls(nb::class_<DeviceComm>& c) {
   bind_collectives<DeviceCalls>(c);
-  c.def("messages",
-        [](DeviceComm& d, const Addresses& send, const Sizes& send_bytes, uint64_t readers,
-           const Addresses& receive, const Sizes& receive_bytes, uint64_t senders, int tag) {
-          d.messages(spans(send, send_bytes), readers, spans(receive, receive_bytes), senders, tag);
-          return 0;
-        })
+  c.def(
+       "messages",
+       [](DeviceComm& d, const Addresses& send, const Sizes& send_bytes, uint64_t readers,
+          const Addresses& receive, const Sizes& receive_bytes, uint64_t senders, int tag) {
+         d.messages(spans(send, send_bytes), readers, spans(receive, receive_bytes), senders, tag);
+         return 0;
+       },
+       nb::sig("def messages(self, send_ptrs: Sequence[int], send_bytes: Sequence[int], "
+               "readers: int, receive_ptrs: Sequence[int], receive_bytes: Sequence[int], "
+               "senders: int, tag: int, /) -> int"),
+       "Lists by rank; `readers` and `senders` say as bits which entries count.")
       // A full queue of the copy engines makes the driver wait.
-      .def("next", &DeviceComm::next, nb::call_guard<WithoutGil>())
-      .def("withdraw", &DeviceComm::withdraw);
+      .def("next", &DeviceComm::next, nb::call_guard<WithoutGil>(),
+           "Prepares the next launch of the call, behind the copies before it; False: it has "
+           "none.")
+      .def("withdraw", &DeviceComm::withdraw,
+           "The launch that `next` prepared is not made, nor is what follows it in its call.");
 }
 
 nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
@@ -97,30 +108,38 @@ nb::bytes abort_reason(const nb::str& reason) {
   return nb::bytes(page.reason, sizeof(page.reason));
 }
 
-nb::object fault_in_page(const nb::bytes& bytes, int owner, int world) {
+std::optional<FaultWords> fault_in_page(const nb::bytes& bytes, int owner, int world) {
   if (bytes.size() < sizeof(ControlPage)) throw nb::value_error("a control page is larger");
   ControlPage page;
   std::memcpy(&page, bytes.c_str(), sizeof(page));
-  if (page.aborted == 0) return nb::none();
+  if (page.aborted == 0) return std::nullopt;
   if (page.fault.status == Status::kOk) page.fault.peer = -1;  // the host's: no kernel waited
   return fault_dict(trusted(page.fault, owner, world), reason_of(page));
 }
 
 void bind_state(nb::class_<DeviceComm>& c) {
-  c.def_prop_ro("region_bytes", &DeviceComm::region_bytes)
-      .def_prop_ro("words_bytes", &DeviceComm::words_bytes)
+  c.def_prop_ro("region_bytes", &DeviceComm::region_bytes,
+                "The size of the rank's part of its device heap.")
+      .def_prop_ro(
+          "words_bytes", &DeviceComm::words_bytes,
+          "The part of `region_bytes` that `words` initialises; behind it nothing needs to be.")
       .def_prop_ro("table_offset_bytes", &DeviceComm::table_offset)
-      .def_prop_ro("table_ptr", &DeviceComm::table_address)
+      .def_prop_ro("table_ptr", &DeviceComm::table_address,
+                   "The table's address on the device; 0 before `table` was called.")
       .def(
           "chosen", [](const DeviceComm& d, int asked) { return int(d.chosen(Algorithm(asked))); },
-          nb::arg("algorithm"))
-      .def_prop_ro("geometry", [](const DeviceComm& d) { return geometry_of(d.layout()); })
+          nb::arg("algorithm"), "As `Comm.chosen`.")
+      .def_prop_ro(
+          "geometry", [](const DeviceComm& d) { return geometry_of(d.layout()); },
+          "As `Comm.geometry`.")
       .def_prop_ro("segment_bytes", [](const DeviceComm& d) { return d.layout().segment_bytes; })
       .def_prop_ro("slots", [](const DeviceComm& d) { return d.layout().slots; })
       .def_prop_ro("channels", [](const DeviceComm& d) { return d.layout().channels; })
       .def("words", &words)
       .def("set_window", &DeviceComm::set_window, nb::arg("own_ptr"), nb::arg("all_ptr"),
-           nb::arg("size_bytes"))
+           nb::arg("size_bytes"),
+           "Gives the rank a multicast window, before `table`; False: it is too small for the\n"
+           "world and its channels.")
       .def(
           "table",
           [](DeviceComm& d, const Sizes& regions, const Sizes& heaps, const Sizes& heap_bytes,
@@ -128,42 +147,51 @@ void bind_state(nb::class_<DeviceComm>& c) {
             return to_bytes(d.table(regions, heaps, heap_bytes, host_page, rings));
           },
           nb::arg("regions"), nb::arg("heaps"), nb::arg("heap_bytes"), nb::arg("host_page"),
-          nb::arg("rings"))
-      .def("activate",
-           [](DeviceComm& d, uintptr_t page) { d.activate(reinterpret_cast<HostPage*>(page)); })
+          nb::arg("rings"),
+          "Returns the bytes for `table_offset_bytes`; from here on calls may be prepared.")
+      .def(
+          "activate",
+          [](DeviceComm& d, uintptr_t page) { d.activate(reinterpret_cast<HostPage*>(page)); },
+          nb::arg("host_page"),
+          "`host_page`: HOST_PAGE_BYTES of zeros that host and device share; 0 before they go.")
       .def(
           "farewell_offset_bytes",
           [](const DeviceComm& d, int writer) {
             return d.layout().signal_offset(Stream::kPair, 0, writer) +
                    offsetof(SignalLine, farewell);
           },
-          nb::arg("writer"))
+          nb::arg("writer"), "Returns the place in a region of the farewell of `writer` (4 bytes).")
       .def_prop_rw(
           "stream", [](const DeviceComm& d) { return reinterpret_cast<uintptr_t>(d.stream()); },
           [](DeviceComm& d, uintptr_t stream) { d.set_stream(reinterpret_cast<void*>(stream)); })
-      .def_prop_ro("prepared_kind",
-                   [](const DeviceComm& d) {
-                     return nb::make_tuple(reinterpret_cast<uintptr_t>(d.prepared().function),
-                                           d.prepared().channels);
-                   })
+      .def_prop_ro(
+          "prepared_kind",
+          [](const DeviceComm& d) {
+            return std::pair(reinterpret_cast<uintptr_t>(d.prepared().function),
+                             d.prepared().channels);
+          },
+          "Kernel and blocks of the prepared call; calls of equal kinds can share a launch.")
       .def(
           "limit_message_channels", [](DeviceComm& d, int most) { d.limit_message_channels(most); },
-          nb::arg("most"))
-      .def_prop_ro("message_channels",
-                   [](const DeviceComm& d) { return d.config().message_channels; })
+          nb::arg("most"), "Blocks of a message; equal on all ranks, before the first message.")
+      .def_prop_ro(
+          "message_channels", [](const DeviceComm& d) { return d.config().message_channels; },
+          "Blocks of a message.")
       .def_prop_rw(
           "timeout_ms", [](const DeviceComm& d) { return d.config().timeout_ns / 1'000'000; },
           [](DeviceComm& d, uint64_t ms) { d.set_timeout_ns(ms * 1'000'000); })
-      .def_prop_ro("raised",
-                   [](const DeviceComm& d) {
-                     // Pairs with the release in tell_host().
-                     return d.page() != nullptr && load_acquire_sys(&d.page()->fault_raised) != 0;
-                   })
+      .def_prop_ro(
+          "raised",
+          [](const DeviceComm& d) {
+            // Pairs with the release in tell_host().
+            return d.page() != nullptr && load_acquire_sys(&d.page()->fault_raised) != 0;
+          },
+          "Tells whether a kernel of this rank gave up.")
       .def("fault",
-           [](const DeviceComm& d) -> nb::object {
+           [](const DeviceComm& d) -> std::optional<FaultWords> {
              // Pairs with the release in tell_host().
              if (d.page() == nullptr || load_acquire_sys(&d.page()->fault_raised) == 0)
-               return nb::none();
+               return std::nullopt;
              return fault_dict(d.page()->fault, "");
            })
       .def("request_abort",
@@ -182,7 +210,9 @@ void bind_state(nb::class_<DeviceComm>& c) {
 
 void bind_device(nb::module_& m) {
   bind_allocator(m);
-  nb::class_<device::Driver>(m, "Driver")
+  nb::class_<device::Driver>(
+      m, "Driver",
+      "The CUDA driver's entry points for launches and copies; RuntimeError when there is none.")
       .def(nb::init<const std::string&>(), nb::arg("library"))
       .def(
           "has_passed",
@@ -191,8 +221,17 @@ void bind_device(nb::module_& m) {
             const WithoutGil nogil;
             return d.has_passed(reinterpret_cast<void*>(event));
           },
-          nb::arg("event"));
-  nb::class_<DeviceComm> c(m, "DeviceComm");
+          nb::arg("event"),
+          "True if the event has passed; allowed while another thread captures a graph.\n\n"
+          "Raises:\n"
+          "    RuntimeError: the driver reports an error.");
+  nb::class_<DeviceComm> c(
+      m, "DeviceComm",
+      "One rank's end on a device: calls become launches on `stream`.\n\n"
+      "The calls have the signatures of those of `Comm` and return 0. A call with peers is\n"
+      "prepared: for each of its launches ask `next`, then `launch`. They raise ValueError for\n"
+      "what the device cannot do, and RuntimeError with the driver's reason when it refuses a\n"
+      "launch. Pointers are device addresses.");
   c.def(
       "__init__",
       [](DeviceComm* self, std::shared_ptr<device::Driver> driver, std::tuple<int, int> rank_of,
@@ -214,7 +253,9 @@ void bind_device(nb::module_& m) {
                               std::move(find));
       },
       nb::arg("driver"), nb::arg("rank_of"), nb::arg("staging"), nb::arg("extra"),
-      nb::arg("timeout_ms"), nb::arg("family"), nb::arg("find_kernel"));
+      nb::arg("timeout_ms"), nb::arg("family"), nb::arg("find_kernel"),
+      "`rank_of`: rank, world. `staging`: channels, slots, segment_bytes. `extra`: packet_bytes,\n"
+      "copy_bytes. `find_kernel(unit, name)` gives a loaded CUfunction.");
   bind_state(c);
   bind_calls(c);
   bind_device_optimizer(m, c);
@@ -229,9 +270,12 @@ void bind_device(nb::module_& m) {
         const WithoutGil nogil;
         DeviceComm::launch(ranks, reinterpret_cast<void*>(stream));
       },
-      nb::arg("ranks"), nb::arg("stream"));
-  m.def("abort_reason", &abort_reason, nb::arg("reason"));
-  m.def("fault_in_page", &fault_in_page, nb::arg("page"), nb::arg("owner"), nb::arg("world"));
+      nb::arg("ranks"), nb::arg("stream"),
+      "Launches the prepared calls of ranks on the current device, all in one grid.");
+  m.def("abort_reason", &abort_reason, nb::arg("reason"),
+        "Returns the bytes for REASON_OFFSET_BYTES of a control page that is to be aborted.");
+  m.def("fault_in_page", &fault_in_page, nb::arg("page"), nb::arg("owner"), nb::arg("world"),
+        "The fault record in the control page of rank `owner`; None while its abort word is down.");
   m.attr("CONTROL_PAGE_BYTES") = sizeof(ControlPage);
   m.attr("ABORTED_OFFSET_BYTES") = offsetof(ControlPage, aborted);
   m.attr("REASON_OFFSET_BYTES") = offsetof(ControlPage, reason);

@@ -1,5 +1,5 @@
 // The optimizer's calls of a DeviceComm, with the names and parameters of the host's Comm where
-// they have one; ringcomm/_native.pyi documents them.
+// they have one.
 #include "kernels/bindings/module.h"
 #include "kernels/cuda/device_comm.h"
 #include "ringcomm/optimizer/adamw.h"
@@ -46,7 +46,9 @@ constexpr int kSumOp = int(RedOp::kSum);
 }  // namespace
 
 void bind_device_optimizer(nb::module_& m, nb::class_<DeviceComm>& c) {
-  m.def("adamw_shard_bytes", [](const AdamWShard& s) { return bytes_of(s); }, nb::arg("shard"));
+  m.def(
+      "adamw_shard_bytes", [](const AdamWShard& s) { return bytes_of(s); }, nb::arg("shard"),
+      "A shard's description, for a copy in device memory.");
   m.def(
       "adamw_table_bytes",
       [](uintptr_t control, uintptr_t hyper, uintptr_t group, uintptr_t active, uintptr_t step,
@@ -57,43 +59,66 @@ void bind_device_optimizer(nb::module_& m, nb::class_<DeviceComm>& c) {
             reinterpret_cast<double*>(step), reinterpret_cast<AdamWFactors*>(factors), params});
       },
       nb::kw_only(), nb::arg("control"), nb::arg("hyper"), nb::arg("group"), nb::arg("active"),
-      nb::arg("step"), nb::arg("factors"), nb::arg("params"));
-  c.def("prepare_adamw",
-        [](DeviceComm& d, uint64_t table) {
-          d.prepare_adamw(table);
-          return 0;
-        })
-      .def("adamw_shard",
-           [](DeviceComm& d, const AdamWShard& shard, uint64_t address, uintptr_t grad, int dtype) {
-             d.adamw_shard(shard_of(shard, address), grads_of(grad, dtype, kSumOp, 0));
-             return 0;
-           })
-      .def("grad_norm",
-           [](DeviceComm& d, uintptr_t grad, int dtype, uint64_t elems, int kind, uintptr_t words) {
-             d.grad_norm(grads_of(grad, dtype, kSumOp, 0), elems, norm_of(words, kind, 0, false));
-             return 0;
-           })
-      .def("reduce_scatter_norm",
-           [](DeviceComm& d, uintptr_t grads, uint64_t bucket_elems, int dtype, int op,
-              uintptr_t out, bool accumulate, int kind, uintptr_t words, int algorithm, int tag) {
-             d.reduce_scatter_norm(grads_of(grads, dtype, op, algorithm, tag), bucket_elems,
-                                   norm_of(words, kind, out, accumulate));
-             return 0;
-           })
-      .def("adamw_all_gather",
-           [](DeviceComm& d, const AdamWShard& shard, uint64_t address, uintptr_t grad, int dtype,
-              int algorithm) {
-             d.adamw_all_gather(fused_shard_of(shard, address),
-                                grads_of(grad, dtype, kSumOp, algorithm));
-             return 0;
-           })
-      .def("reduce_scatter_adamw_all_gather",
-           [](DeviceComm& d, const AdamWShard& shard, uint64_t address, uintptr_t grads, int dtype,
-              int op, int algorithm, int tag) {
-             d.reduce_scatter_adamw_all_gather(fused_shard_of(shard, address),
-                                               grads_of(grads, dtype, op, algorithm, tag));
-             return 0;
-           });
+      nb::arg("step"), nb::arg("factors"), nb::arg("params"),
+      "Returns the table that `prepare_adamw` takes, for a copy in device memory.");
+  c.def(
+       "prepare_adamw",
+       [](DeviceComm& d, uint64_t table) {
+         d.prepare_adamw(table);
+         return 0;
+       },
+       nb::sig("def prepare_adamw(self, table: int, /) -> int"),
+       "As the host's; `table` is the device's address of `adamw_table_bytes`.")
+      .def(
+          "adamw_shard",
+          [](DeviceComm& d, const AdamWShard& shard, uint64_t address, uintptr_t grad, int dtype) {
+            d.adamw_shard(shard_of(shard, address), grads_of(grad, dtype, kSumOp, 0));
+            return 0;
+          },
+          nb::sig("def adamw_shard(self, shard: AdamWShard, address: int, grad: int, "
+                  "grad_dtype: int, /) -> int"),
+          "As the host's; `address` is the device's of `adamw_shard_bytes`.")
+      .def(
+          "grad_norm",
+          [](DeviceComm& d, uintptr_t grad, int dtype, uint64_t elems, int kind, uintptr_t words) {
+            d.grad_norm(grads_of(grad, dtype, kSumOp, 0), elems, norm_of(words, kind, 0, false));
+            return 0;
+          },
+          nb::sig("def grad_norm(self, grad: int, dtype: int, elems: int, kind: int, "
+                  "words: int, /) -> int"),
+          "Adds to the words, which the caller has zeroed.")
+      .def(
+          "reduce_scatter_norm",
+          [](DeviceComm& d, uintptr_t grads, uint64_t bucket_elems, int dtype, int op,
+             uintptr_t out, bool accumulate, int kind, uintptr_t words, int algorithm, int tag) {
+            d.reduce_scatter_norm(grads_of(grads, dtype, op, algorithm, tag), bucket_elems,
+                                  norm_of(words, kind, out, accumulate));
+            return 0;
+          },
+          nb::sig("def reduce_scatter_norm(self, grads: int, bucket_elems: int, dtype: int, "
+                  "op: int, out: int, accumulate: bool, kind: int, words: int, algorithm: int, "
+                  "tag: int, /) -> int"),
+          "As the host's, but adds to the words, which the caller has zeroed.")
+      .def(
+          "adamw_all_gather",
+          [](DeviceComm& d, const AdamWShard& shard, uint64_t address, uintptr_t grad, int dtype,
+             int algorithm) {
+            d.adamw_all_gather(fused_shard_of(shard, address),
+                               grads_of(grad, dtype, kSumOp, algorithm));
+            return 0;
+          },
+          nb::sig("def adamw_all_gather(self, shard: AdamWShard, address: int, grad: int, "
+                  "grad_dtype: int, algorithm: int, /) -> int"))
+      .def(
+          "reduce_scatter_adamw_all_gather",
+          [](DeviceComm& d, const AdamWShard& shard, uint64_t address, uintptr_t grads, int dtype,
+             int op, int algorithm, int tag) {
+            d.reduce_scatter_adamw_all_gather(fused_shard_of(shard, address),
+                                              grads_of(grads, dtype, op, algorithm, tag));
+            return 0;
+          },
+          nb::sig("def reduce_scatter_adamw_all_gather(self, shard: AdamWShard, address: int, "
+                  "grads: int, grad_dtype: int, op: int, algorithm: int, tag: int, /) -> int"));
 }
 
 }  // namespace ringcomm::host

@@ -225,27 +225,35 @@ nb::bytes snapshot(uintptr_t block, uint32_t records, std::tuple<int, int> rank_
 void bind_seen(nb::class_<DeviceRecorder>& c) {
   c.def(
        "enqueued", [](const DeviceRecorder& r, int track) { return r.enqueued(Track(track)); },
-       nb::arg("track"))
+       nb::arg("track"), "The number of the last call.")
       .def(
           "seen_completed",
           [](DeviceRecorder& r, int track, uint64_t first, uint64_t last) {
             r.seen_completed(Track(track), first, last);
           },
-          nb::arg("track"), nb::arg("first"), nb::arg("last"))
-      .def("seen_begun", &DeviceRecorder::seen_begun, nb::arg("sequence"))
+          nb::arg("track"), nb::arg("first"), nb::arg("last"),
+          "These calls are done now; those that have failed stay so.")
+      .def("seen_begun", &DeviceRecorder::seen_begun, nb::arg("sequence"),
+           "The kernels' count of collectives is this; says nothing once a graph was captured.")
       .def(
           "seen_failed",
           [](DeviceRecorder& r, int track, uint64_t number, int status, int peer) {
             r.seen_failed(Track(track), number, Status(status), peer);
           },
-          nb::arg("track"), nb::arg("number"), nb::arg("status"), nb::arg("peer"))
-      .def("numbers_of", &DeviceRecorder::numbers_of, nb::arg("sequence"));
+          nb::arg("track"), nb::arg("number"), nb::arg("status"), nb::arg("peer"),
+          "A call failed; with a collective all behind it did, and those before are done.")
+      .def("numbers_of", &DeviceRecorder::numbers_of, nb::arg("sequence"),
+           "Collectives that a kernel may number so; newest first.");
 }
 
 }  // namespace
 
 void bind_device_recorder(nb::module_& m, nb::class_<device::DeviceComm>& d) {
-  nb::class_<DeviceRecorder> c(m, "DeviceRecorder");
+  nb::class_<DeviceRecorder> c(
+      m, "DeviceRecorder",
+      "The flight recorder of a rank on a device.\n\n"
+      "Tracks are 0 for collectives and 1 for messages; numbers count the calls of a track from\n"
+      "1, and a collective of several launches as many.");
   c.def(
        "__init__",
        [](DeviceRecorder* self, std::shared_ptr<Heap> heap, std::tuple<int, int> rank_of,
@@ -259,38 +267,47 @@ void bind_device_recorder(nb::module_& m, nb::class_<device::DeviceComm>& d) {
            raise_os_error(e);
          }
        },
-       nb::arg("heap"), nb::arg("rank_of"), nb::arg("records"), nb::arg("name"))
-      .def_prop_ro("offset_bytes", &DeviceRecorder::offset)
+       nb::arg("heap"), nb::arg("rank_of"), nb::arg("records"), nb::arg("name"),
+       "`rank_of`: rank, world. `records`: of each track, 1 or more. Raises OSError.")
+      .def_prop_ro("offset_bytes", &DeviceRecorder::offset, "The place in the heap.")
       .def("set_world_id", &DeviceRecorder::set_world_id, nb::arg("world_id"))
-      .def("unlist", &DeviceRecorder::unlist)
-      .def("release", &DeviceRecorder::release)
+      .def("unlist", &DeviceRecorder::unlist, "`ringcomm trace --pid` does not find it any more.")
+      .def("release", &DeviceRecorder::release,
+           "Gives the block back; nothing is recorded from here on.")
       .def(
           "watch",
           [](DeviceRecorder& r, uintptr_t page) {
             r.watch(&reinterpret_cast<const device::HostPage*>(page)->fault_raised);
           },
-          nb::arg("host_page"))
+          nb::arg("host_page"),
+          "Calls that end once a kernel has given up there, or after `stop`, may not be done.")
       .def("stop", &DeviceRecorder::stop)
-      .def("withdraw", &DeviceRecorder::withdraws)
+      .def("withdraw", &DeviceRecorder::withdraws, "The last call was not launched.")
       .def(
           "enqueue_triton",
           [](DeviceRecorder& r, const CallWords& words, unsigned channels, bool captured) {
             r.enqueues_triton(id_of(words), channels, captured);
           },
-          nb::arg("words"), nb::arg("channels"), nb::arg("captured"));
+          nb::arg("words"), nb::arg("channels"), nb::arg("captured"),
+          "Records a collective of Triton's kernels; see `call_words`.");
   bind_seen(c);
   d.def(
        "set_recorder",
        [](device::DeviceComm& comm, std::shared_ptr<DeviceRecorder> recorder) {
          comm.set_observer(std::move(recorder));
        },
-       nb::arg("recorder"))
-      .def_prop_ro("sequence_offset_bytes", [](const device::DeviceComm& comm) {
-        return comm.layout().channel_offset(0) + offsetof(ChannelLine, sequence);
-      });
-  m.def("recorder_bytes", &Recorder::block_bytes, nb::arg("records"));
+       nb::arg("recorder"), "Records all calls from here on.")
+      .def_prop_ro(
+          "sequence_offset_bytes",
+          [](const device::DeviceComm& comm) {
+            return comm.layout().channel_offset(0) + offsetof(ChannelLine, sequence);
+          },
+          "The place in the region of the kernels' count of collectives (8 bytes).");
+  m.def("recorder_bytes", &Recorder::block_bytes, nb::arg("records"),
+        "Returns the size of a flight recorder of so many records of each track.");
   m.def("recorder_snapshot", &snapshot, nb::arg("block_ptr"), nb::arg("records"),
-        nb::arg("rank_of"), nb::arg("world_id"), nb::arg("most") = kMaxRecords);
+        nb::arg("rank_of"), nb::arg("world_id"), nb::arg("most") = kMaxRecords,
+        "As `Comm.recorded`, of the recorder of a rank on a device at this address.");
 }
 
 }  // namespace ringcomm::host

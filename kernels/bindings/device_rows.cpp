@@ -1,4 +1,4 @@
-// Rows that lie apart by a DeviceComm; ringcomm/_native.pyi documents them.
+// Rows that lie apart by a DeviceComm.
 #include "kernels/bindings/module.h"
 #include "kernels/cuda/device_comm.h"
 #include "kernels/host/routing.h"
@@ -37,7 +37,8 @@ void bind_device_rows(nb::class_<DeviceComm>& c) {
          return 0;
        },
        nb::arg("entries_ptr"), nb::arg("entry_words"), nb::arg("count"), nb::arg("base_ptrs"),
-       nb::arg("row_bytes"), nb::arg("out_ptr"))
+       nb::arg("row_bytes"), nb::arg("out_ptr"),
+       "As the host's; the table of entries and all rows are in memory that the device maps.")
       .def(
           "sum_rows",
           [](DeviceComm& d, uintptr_t entries, const Addresses& bases, uint64_t tokens, uint64_t k,

@@ -1,4 +1,4 @@
-// Codes of wires by a DeviceComm; ringcomm/_native.pyi documents them.
+// Codes of wires by a DeviceComm.
 #include "kernels/bindings/module.h"
 #include "kernels/cuda/device_comm.h"
 
@@ -15,7 +15,8 @@ void bind_device_wires(nb::class_<DeviceComm>& c) {
          d.encode_wire(wire_of(wire), at(in), wire_dtype_of(dtype), at(out), elems);
          return 0;
        },
-       nb::arg("wire"), nb::arg("in_ptr"), nb::arg("dtype"), nb::arg("out_ptr"), nb::arg("elems"))
+       nb::arg("wire"), nb::arg("in_ptr"), nb::arg("dtype"), nb::arg("out_ptr"), nb::arg("elems"),
+       "As the host's. Codes that begin at a multiple of 4 bytes are stored by words.")
       .def(
           "sum_wires",
           [](DeviceComm& d, int wire, uintptr_t in, int count, uint64_t stride_bytes, uintptr_t out,
@@ -26,7 +27,8 @@ void bind_device_wires(nb::class_<DeviceComm>& c) {
             return 0;
           },
           nb::arg("wire"), nb::arg("in_ptr"), nb::arg("count"), nb::arg("stride_bytes"),
-          nb::arg("out_ptr"), nb::arg("dtype"), nb::arg("elems"), nb::arg("divide_by") = 0);
+          nb::arg("out_ptr"), nb::arg("dtype"), nb::arg("elems"), nb::arg("divide_by") = 0,
+          "As the host's; `count` arrays of codes are `stride_bytes` apart.");
 }
 
 }  // namespace ringcomm::host

@@ -22,7 +22,7 @@ std::string utf8_of(const nb::str& text) {
   return std::string(bytes.c_str(), bytes.size());
 }
 
-nb::dict fault_dict(const Fault& f, const std::string& reason) {
+FaultWords fault_dict(const Fault& f, const std::string& reason) {
   nb::dict d;
   d["kind"] = name_of(f.status == Status::kOk ? Status::kAborted : f.status);
   d["op"] = name_of(f.mine.id.collective);

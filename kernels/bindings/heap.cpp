@@ -30,7 +30,13 @@ PyType_Slot kBlockSlots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(block_get
 }  // namespace
 
 void bind_heap(nb::module_& m) {
-  nb::class_<Heap>(m, "Heap")
+  nb::class_<Heap>(
+      m, "Heap",
+      "This process's symmetric heap: shared memory without a name, reclaimed by the kernel.\n\n"
+      "`directory` \"\" takes anonymous memory (memfd); else an unnamed file in that tmpfs or\n"
+      "hugetlbfs. Memory is committed as blocks are handed out, as far as the machine and the\n"
+      "`memory_groups` (folders of control groups) have it. Raises OSError (errno, text naming\n"
+      "need and free).")
       .def(
           "__init__",
           [](Heap* self, uint64_t capacity_bytes, const std::string& directory,
@@ -52,7 +58,8 @@ void bind_heap(nb::module_& m) {
               raise_os_error(e);
             }
           },
-          nb::arg("size_bytes"))
+          nb::arg("size_bytes"),
+          "Raises OSError: ENOBUFS when the heap is full, ENOMEM memory, ENOSPC the folder.")
       .def(
           "contains",
           [](const Heap& h, uintptr_t ptr, uint64_t bytes) { return h.contains(at(ptr), bytes); },
@@ -64,14 +71,21 @@ void bind_heap(nb::module_& m) {
       .def_prop_ro("used_bytes", &Heap::used_bytes)
       .def_prop_ro("largest_free_bytes", &Heap::largest_free_bytes)
       .def_prop_ro("token", &Heap::token)
-      .def_prop_ro("huge_bytes", &Heap::huge_bytes);
-  nb::class_<Block>(m, "Block", nb::type_slots(kBlockSlots))
+      .def_prop_ro("huge_bytes", &Heap::huge_bytes,
+                   "Bytes of the heap that huge pages back so far.");
+  nb::class_<Block>(
+      m, "Block", nb::type_slots(kBlockSlots),
+      "Memory of the heap, as a writable buffer. It returns to the heap with the last reference.")
       .def_prop_ro(
           "ptr",
           [](const Block& b) { return reinterpret_cast<uintptr_t>(b.heap->base() + b.offset); })
       .def_ro("offset_bytes", &Block::offset)
       .def_ro("size_bytes", &Block::bytes);
-  nb::class_<Process>(m, "Process")
+  nb::class_<Process>(
+      m, "Process",
+      "A process that runs, to ask later whether it has ended; one of pid 0 never does.\n\n"
+      "Asking it costs a descriptor, or else a look into /proc. Raises OSError when there is none\n"
+      "left.")
       .def(
           "__init__",
           [](Process* self, int pid, bool with_descriptor) {
@@ -82,8 +96,9 @@ void bind_heap(nb::module_& m) {
             }
           },
           nb::arg("pid"), nb::arg("with_descriptor") = true)
-      .def("has_ended", &Process::has_ended);
-  nb::class_<Mapping>(m, "PeerHeap")
+      .def("has_ended", &Process::has_ended,
+           "True also while it is a zombie, and when another process has its pid.");
+  nb::class_<Mapping>(m, "PeerHeap", "A peer process's heap, mapped here until the object dies.")
       .def_static(
           "open",
           [](int pid, int fd, uint64_t capacity_bytes, uint64_t token) {
@@ -93,7 +108,8 @@ void bind_heap(nb::module_& m) {
               raise_os_error(e);
             }
           },
-          nb::arg("pid"), nb::arg("fd"), nb::arg("capacity_bytes"), nb::arg("token"))
+          nb::arg("pid"), nb::arg("fd"), nb::arg("capacity_bytes"), nb::arg("token"),
+          "Opens /proc/<pid>/fd/<fd>. Raises OSError when it cannot, or when it is another heap.")
       .def_prop_ro("base_ptr",
                    [](const Mapping& h) { return reinterpret_cast<uintptr_t>(h.base()); })
       .def_prop_ro("capacity_bytes", &Mapping::bytes);

@@ -1,5 +1,7 @@
 // ringcomm._native: the host backend as Python sees it. Addresses and sizes in, status codes out;
-// no torch. ringcomm/_native.pyi documents every name.
+// no torch. `make native` writes ringcomm/_native.pyi from the signatures of the bindings.
+#include <nanobind/stl/variant.h>
+
 #include "kernels/bindings/collectives.h"
 #include "kernels/bindings/gil.h"
 #include "kernels/bindings/native_comm.h"
@@ -11,6 +13,9 @@ using namespace ringcomm;
 using namespace ringcomm::host;
 
 namespace {
+
+// A rank's heap as it is mapped here: this process's own, or a peer's.
+using MappedHeap = std::variant<std::shared_ptr<Heap>, std::shared_ptr<Mapping>>;
 
 struct NativeRequest {
   std::shared_ptr<NativeComm> comm;
@@ -40,10 +45,10 @@ struct HostCalls {
   }
 };
 
-nb::object fault_of(const Comm& comm) {
+std::optional<FaultWords> fault_of(const Comm& comm) {
   FaultReport report;
-  if (!comm.faulted(&report)) return nb::none();
-  nb::dict found = fault_dict(report.fault, report.reason);
+  if (!comm.faulted(&report)) return std::nullopt;
+  FaultWords found = fault_dict(report.fault, report.reason);
   // Threads do not end alone: the one that is meant has left the function of LocalWorld.run().
   const int peer = report.fault.peer;
   if (report.fault.status == Status::kPeerLost && peer >= 0 && comm.waiter().is_thread(peer))
@@ -106,7 +111,8 @@ int all_gather_plain(NativeComm& n, nb::handle output, nb::handle input, nb::han
 }
 
 void bind_turn(nb::module_& m, nb::class_<NativeComm>& c) {
-  nb::class_<CallLock>(m, "CallLock")
+  nb::class_<CallLock>(m, "CallLock",
+                       "Held by whoever runs a call; not reentrant. Ctrl-C ends the wait for it.")
       .def("__enter__",
            [](CallLock& turn) {
              bool taken;
@@ -116,7 +122,9 @@ void bind_turn(nb::module_& m, nb::class_<NativeComm>& c) {
              }
              if (!taken) throw nb::python_error();
            })
-      .def("__exit__", [](CallLock& turn, nb::args) { turn.unlock(); })
+      .def(
+          "__exit__", [](CallLock& turn, nb::args) { turn.unlock(); },
+          nb::sig("def __exit__(self, *error: object) -> None"))
       .def(
           "acquire",
           [](CallLock& turn, double timeout) {
@@ -125,14 +133,26 @@ void bind_turn(nb::module_& m, nb::class_<NativeComm>& c) {
           },
           nb::arg("timeout"))
       .def("release", &CallLock::unlock);
-  c.def_prop_ro("turn", [](const NativeComm& n) { return n.turn; });
+  c.def_prop_ro(
+      "turn", [](const NativeComm& n) { return n.turn; },
+      "Calls on plain tensors take it themselves, all others are made by who holds it.");
 }
 
 void bind_plain(nb::class_<NativeComm>& c) {
   const auto any = [] { return nb::arg().none(); };  // also None: to complain is Python's part
-  c.def("all_reduce_plain", all_reduce_plain, any(), any(), any())
-      .def("reduce_scatter_plain", reduce_scatter_plain, any(), any(), any(), any())
-      .def("all_gather_plain", all_gather_plain, any(), any(), any())
+  c.def("all_reduce_plain", all_reduce_plain,
+        nb::sig("def all_reduce_plain(self, tensor: object, op: object, algorithm: object, "
+                "/) -> int"),
+        any(), any(), any(),
+        "Reduces a plain tensor; returns `NOT_PLAIN`, and communicates nothing, for another.")
+      .def("reduce_scatter_plain", reduce_scatter_plain,
+           nb::sig("def reduce_scatter_plain(self, output: object, input: object, op: object, "
+                   "algorithm: object, /) -> int"),
+           any(), any(), any(), any())
+      .def("all_gather_plain", all_gather_plain,
+           nb::sig("def all_gather_plain(self, output: object, input: object, "
+                   "algorithm: object, /) -> int"),
+           any(), any(), any())
       .def("barrier_plain", [](NativeComm& n) {
         if (intercepting_keys() != 0) return kNotPlain;
         return recorded_in_turn(n, [&] { return n.comm.barrier(); });
@@ -160,67 +180,113 @@ void combine(const Addresses& in, std::pair<int, int> dtypes, uintptr_t out, uin
 
 void bind_partials(nb::module_& m, nb::class_<NativeComm>& c) {
   m.def(
-      "accumulator", [](int dtype) { return int(accumulator_of(DType(dtype))); }, nb::arg("dtype"));
+      "accumulator", [](int dtype) { return int(accumulator_of(DType(dtype))); }, nb::arg("dtype"),
+      "Returns the dtype in which reductions of `dtype` accumulate, that of partial results.");
   m.def(
       "combine_partials",
       [](const Addresses& in, int in_dtype, uintptr_t out, int out_dtype, uint64_t elems, int op,
          int divide_by) { combine(in, {in_dtype, out_dtype}, out, elems, op, divide_by); },
       nb::arg("in_ptrs"), nb::arg("in_dtype"), nb::arg("out_ptr"), nb::arg("out_dtype"),
-      nb::arg("elems"), nb::arg("op"), nb::arg("divide_by") = 0);
-  c.def("reduce_scatter_partial",
-        [](NativeComm& n, const Addresses& in, Sizes elems, uintptr_t out, int dtype, int op,
-           double factor) {
-          const Reduction r = reduction(dtype, op, factor, 0);
-          for (uint64_t& e : elems) e *= uint64_t(size_of(r.dtype));
-          return recorded(
-              n, [&] { return n.comm.reduce_scatter_partial(spans(in, elems), at(out), r); });
-        })
-      .def("reduce_partial", [](NativeComm& n, uintptr_t in, uintptr_t out, uint64_t elems,
-                                int dtype, int op, double factor, int root) {
-        const Reduction r = reduction(dtype, op, factor, 0);
-        return recorded(n, [&] { return n.comm.reduce_partial(at(in), at(out), elems, r, root); });
-      });
+      nb::arg("elems"), nb::arg("op"), nb::arg("divide_by") = 0,
+      "Combines local arrays element by element, in list order, and rounds once to `out_dtype`.\n\n"
+      "Its arithmetic is that of the collectives, in the accumulator's type: of `reduce_partial`\n"
+      "of blocks of ranks it makes what a communicator with `sum_blocks` makes of all ranks.\n"
+      "PREMUL_SUM adds, as its factors are applied already. `divide_by` > 0 divides the sum,\n"
+      "whichever op that adds is named. The dtypes are equal, or one is the other's accumulator;\n"
+      "with one array this narrows or widens. `out_ptr` may be an input of its own dtype exactly,\n"
+      "and else lies apart.\n\n"
+      "Raises:\n"
+      "    ValueError: no array, or the dtypes and the op do not fit.");
+  c.def(
+       "reduce_scatter_partial",
+       [](NativeComm& n, const Addresses& in, Sizes elems, uintptr_t out, int dtype, int op,
+          double factor) {
+         const Reduction r = reduction(dtype, op, factor, 0);
+         for (uint64_t& e : elems) e *= uint64_t(size_of(r.dtype));
+         return recorded(
+             n, [&] { return n.comm.reduce_scatter_partial(spans(in, elems), at(out), r); });
+       },
+       nb::sig("def reduce_scatter_partial(self, in_ptrs: Sequence[int], "
+               "in_elems: Sequence[int], out_ptr: int, dtype: int, op: int, factor: float, "
+               "/) -> int"),
+       "As `reduce_scatter_list`, but results are of type `accumulator(dtype)`, and unfinished.\n\n"
+       "PREMUL_SUM has its factors applied, AVG is not divided. `out_ptr` lies apart from the\n"
+       "inputs unless both have one dtype.")
+      .def(
+          "reduce_partial",
+          [](NativeComm& n, uintptr_t in, uintptr_t out, uint64_t elems, int dtype, int op,
+             double factor, int root) {
+            const Reduction r = reduction(dtype, op, factor, 0);
+            return recorded(n,
+                            [&] { return n.comm.reduce_partial(at(in), at(out), elems, r, root); });
+          },
+          nb::sig("def reduce_partial(self, in_ptr: int, out_ptr: int, elems: int, dtype: int, "
+                  "op: int, factor: float, root: int, /) -> int"),
+          "As `reduce_scatter_partial`, for one receiver; other ranks' `out_ptr` is not touched.");
 }
 
 void bind_messages(nb::module_& m, nb::class_<NativeComm>& c) {
   using Shared = std::shared_ptr<NativeComm>;
-  c.def("post_send",
-        [](const Shared& n, uintptr_t ptr, uint64_t bytes, int peer, int tag, int dtype) {
-          if (n->comm.recorder().on()) take_call_site();
-          const WithoutGil nogil;
-          return NativeRequest{n, n->messenger.post_send(at(ptr), bytes, peer, tag, DType(dtype))};
-        })
-      .def("post_recv",
-           [](const Shared& n, uintptr_t ptr, uint64_t bytes, int peer, int tag, int dtype) {
-             if (n->comm.recorder().on()) take_call_site();
-             const WithoutGil nogil;
-             return NativeRequest{
-                 n, n->messenger.post_receive(at(ptr), bytes, peer, tag, DType(dtype))};
-           })
+  c.def(
+       "post_send",
+       [](const Shared& n, uintptr_t ptr, uint64_t bytes, int peer, int tag, int dtype) {
+         if (n->comm.recorder().on()) take_call_site();
+         const WithoutGil nogil;
+         return NativeRequest{n, n->messenger.post_send(at(ptr), bytes, peer, tag, DType(dtype))};
+       },
+       nb::sig("def post_send(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int, "
+               "/) -> Request"))
+      .def(
+          "post_recv",
+          [](const Shared& n, uintptr_t ptr, uint64_t bytes, int peer, int tag, int dtype) {
+            if (n->comm.recorder().on()) take_call_site();
+            const WithoutGil nogil;
+            return NativeRequest{
+                n, n->messenger.post_receive(at(ptr), bytes, peer, tag, DType(dtype))};
+          },
+          nb::sig("def post_recv(self, ptr: int, size_bytes: int, peer: int, tag: int, "
+                  "dtype: int, /) -> Request"),
+          "`peer` -1 receives from any rank; -2, too, and goes on when all of them have gone.\n\n"
+          "The latter is for a message that may also come by another engine: see\n"
+          "`Request.withdraw`.")
       .def(
           "drive_in_background", [](NativeComm& n) { n.messenger.drive_in_background(); },
-          nb::call_guard<WithoutGil>());
-  nb::class_<NativeRequest>(m, "Request")
+          nb::call_guard<WithoutGil>(),
+          "From here on a thread drives requests that nobody waits for (isend, irecv).");
+  nb::class_<NativeRequest>(
+      m, "Request", "A posted send or receive. Its buffer must stay alive until it is done.")
       .def(
           "wait",
           [](NativeRequest& r, int64_t timeout_ms) {
             const uint64_t ns = timeout_ms < 0 ? UINT64_MAX : uint64_t(timeout_ms) * 1'000'000;
             return blocking([&] { return r.comm->messenger.wait(r.request, ns); });
           },
-          nb::arg("timeout_ms") = -1)
+          nb::arg("timeout_ms") = -1,
+          "Status; after `timeout_ms` that of a timeout, with the message still under way.\n\n"
+          "Negative: until the communicator's own timeout, which is a fault.")
       .def(
           "withdraw", [](NativeRequest& r) { return r.comm->messenger.withdraw(r.request); },
-          nb::call_guard<nb::gil_scoped_release>())
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Takes a receive back, unless a message has matched it.\n\n"
+          "True: it is done now, without a source, and nothing comes into its buffer.")
       .def("done", [](const NativeRequest& r) { return r.request->done(); })
       .def("status", [](const NativeRequest& r) { return int(r.request->status); })
-      .def_prop_ro("source", [](const NativeRequest& r) { return r.request->source; })
-      .def_prop_ro("dtype",
-                   [](const NativeRequest& r) { return name_of(r.request->message_dtype); })
-      .def_prop_ro("size_bytes", [](const NativeRequest& r) { return r.request->message_bytes; });
+      .def_prop_ro(
+          "source", [](const NativeRequest& r) { return r.request->source; },
+          "A finished receive: the rank that sent.")
+      .def_prop_ro(
+          "dtype", [](const NativeRequest& r) { return name_of(r.request->message_dtype); },
+          "A finished receive: the type of the message's elements.")
+      .def_prop_ro(
+          "size_bytes", [](const NativeRequest& r) { return r.request->message_bytes; },
+          "A finished receive: the size of the message.");
 }
 
 void bind_comm(nb::module_& m) {
-  nb::class_<NativeComm> c(m, "Comm");
+  nb::class_<NativeComm> c(
+      m, "Comm",
+      "One rank's end of a communicator: a region of the heap, connected to the peers' regions.\n\n"
+      "In a forked child it is the parent's: it does nothing there.");
   c.def(
        "__init__",
        [](NativeComm* self, const std::shared_ptr<Heap>& heap, int rank, int world,
@@ -245,9 +311,12 @@ void bind_comm(nb::module_& m) {
        },
        nb::arg("heap"), nb::arg("rank"), nb::arg("world"), nb::arg("segment_bytes") = 0,
        nb::arg("slots") = 4, nb::arg("timeout_ms") = 1'800'000, nb::arg("records") = 0,
-       nb::arg("name") = "", nb::arg("single_copy") = true, nb::arg("sum_blocks") = 0)
-      .def_prop_ro("single_copy",
-                   [](const NativeComm& n) { return n.comm.waiter().reads_processes(); })
+       nb::arg("name") = "", nb::arg("single_copy") = true, nb::arg("sum_blocks") = 0,
+       "`records`: how many calls the flight recorder keeps, under `name`. `sum_blocks`: ranks of\n"
+       "a block in which reductions are made, 0: all in rank order.")
+      .def_prop_ro(
+          "single_copy", [](const NativeComm& n) { return n.comm.waiter().reads_processes(); },
+          "True where all ranks want to copy out of each other's processes, and may.")
       .def_prop_ro("region_offset_bytes",
                    [](const NativeComm& n) { return n.comm.region_offset(); })
       .def_prop_ro("region_bytes", [](const NativeComm& n) { return n.comm.region_bytes(); })
@@ -257,16 +326,16 @@ void bind_comm(nb::module_& m) {
       .def(
           "connect",
           [](NativeComm& n,
-             const std::vector<std::tuple<nb::object, uint64_t, int, uint64_t>>& peers) {
+             const std::vector<std::tuple<MappedHeap, uint64_t, int, uint64_t>>& peers) {
             if (int(peers.size()) != n.comm.view().world)
               throw nb::value_error("one entry per rank is needed");
             std::vector<PeerAddress> addresses;
             for (const auto& [heap, offset, pid, proof] : peers) {
-              if (nb::isinstance<Heap>(heap)) {
-                const auto own = nb::cast<std::shared_ptr<Heap>>(heap);
-                addresses.push_back({own, own->base(), own->capacity_bytes(), offset, pid, proof});
+              if (const auto* own = std::get_if<std::shared_ptr<Heap>>(&heap)) {
+                addresses.push_back(
+                    {*own, (*own)->base(), (*own)->capacity_bytes(), offset, pid, proof});
               } else {
-                const auto mapping = nb::cast<std::shared_ptr<Mapping>>(heap);
+                const auto& mapping = std::get<std::shared_ptr<Mapping>>(heap);
                 addresses.push_back(
                     {mapping, mapping->base(), mapping->bytes(), offset, pid, proof});
               }
@@ -279,50 +348,79 @@ void bind_comm(nb::module_& m) {
               throw nb::value_error(e.what());
             }
           },
-          nb::arg("peers"))
-      .def_prop_ro("proof", [](const NativeComm& n) { return n.comm.proof(); })
+          nb::arg("peers"),
+          "Per rank: its heap as mapped here, region offset in it, pid (0: a thread of ours), "
+          "proof.\n\n"
+          "The heaps stay mapped until close(). Raises OSError when no descriptor is left, and\n"
+          "ValueError, naming the rank, when no region of that rank lies there.")
+      .def_prop_ro(
+          "proof", [](const NativeComm& n) { return n.comm.proof(); },
+          "Random; stands in the region, and in this rank's handle.")
       .def(
-          "meet", [](NativeComm& n, uint64_t members) { n.comm.meet(members); }, nb::arg("members"))
-      .def("activate",
-           [](NativeComm& n) {
-             try {
-               n.comm.activate();
-             } catch (const RegionError& e) {
-               throw nb::value_error(e.what());
-             }
-           })
+          "meet", [](NativeComm& n, uint64_t members) { n.comm.meet(members); }, nb::arg("members"),
+          "Says in the region whom this rank has met; `members`, not 0, stands for all handles.")
+      .def(
+          "activate",
+          [](NativeComm& n) {
+            try {
+              n.comm.activate();
+            } catch (const RegionError& e) {
+              throw nb::value_error(e.what());
+            }
+          },
+          "All ranks are connected: collectives may run.\n\n"
+          "Raises ValueError, naming the rank, when a peer has met others.")
       .def(
           "chosen", [](const NativeComm&, int asked) { return int(chosen(Algorithm(asked))); },
-          nb::arg("algorithm"))
-      .def_prop_ro("geometry",
-                   [](const NativeComm& n) { return geometry_of(n.comm.view().layout); })
+          nb::arg("algorithm"), "Code of the algorithm that a large call runs: `auto` is resolved.")
+      .def_prop_ro(
+          "geometry", [](const NativeComm& n) { return geometry_of(n.comm.view().layout); },
+          "The region's layout: world, channels, slots, segment_bytes, staging_bytes.")
       .def(
           "rank_table",
           [](const NativeComm& n, uintptr_t scratch) { return rank_table_of(n.comm, scratch); },
-          nb::arg("scratch"))
+          nb::arg("scratch"),
+          "Returns the RankTable of a kernel in Triton's interpreter, with `scratch` for its "
+          "state.\n\n"
+          "Raises ValueError for more than 64 ranks.")
       .def(
           "health", [](const NativeComm& n, int peer) { return int(n.comm.waiter().health(peer)); },
-          nb::arg("peer"))
+          nb::arg("peer"), "Status of the peer's process: 0 while it lives.")
       .def_prop_rw(
           "timeout_ms", [](const NativeComm& n) { return n.comm.timeout_ns() / 1'000'000; },
           [](NativeComm& n, uint64_t ms) { n.comm.set_timeout_ns(ms * 1'000'000); })
-      .def("fault", [](const NativeComm& n) { return fault_of(n.comm); })
+      .def(
+          "fault", [](const NativeComm& n) { return fault_of(n.comm); },
+          "Returns the origin of this communicator's fault, or None.\n\n"
+          "kind (`timeout`, `peer_lost`, `peer_closed`, `mismatch`, `aborted`, `interrupted`),\n"
+          "op, rank (who reports), peer (about whom; -1: none), step, wanted, seen, waiting_for,\n"
+          "waited_ms, mine, theirs, reason; sequence and their_sequence, the numbers of the two\n"
+          "calls (0: none), and message, whether they count messages; my_call and their_call:\n"
+          "collective, dtype, op, root, algorithm and kernels by their codes, and match_bytes.")
       .def(
           "abort", [](NativeComm& n, const nb::str& reason) { n.comm.abort(utf8_of(reason)); },
           nb::arg("reason"))
       .def_prop_ro("aborted", [](const NativeComm& n) { return n.comm.aborted(); })
       .def(
           "has_closed", [](const NativeComm& n, int peer) { return n.comm.has_closed(peer); },
-          nb::arg("peer"))
+          nb::arg("peer"), "True once the peer has closed the communicator.")
       .def(
           "is_thread",
           [](const NativeComm& n, int peer) { return n.comm.waiter().is_thread(peer); },
-          nb::arg("peer"))
+          nb::arg("peer"),
+          "True when the peer is a thread of this process, until this rank closes.")
       .def(
-          "set_left", [](NativeComm& n, bool left) { n.comm.set_left(left); }, nb::arg("left"))
-      .def_prop_ro("awaited", [](const NativeComm& n) { return n.comm.awaited(); })
-      .def_prop_ro("has_messages", [](NativeComm& n) { return !n.messenger.idle(); })
-      .def_prop_ro("arrivals", [](const NativeComm& n) { return n.comm.arrivals(); })
+          "set_left", [](NativeComm& n, bool left) { n.comm.set_left(left); }, nb::arg("left"),
+          "Ends the waits of ranks that are threads of this process for this one, while true.")
+      .def_prop_ro(
+          "awaited", [](const NativeComm& n) { return n.comm.awaited(); },
+          "The rank that a call of this one has waited for, for a while, or -1; a hint.")
+      .def_prop_ro(
+          "has_messages", [](NativeComm& n) { return !n.messenger.idle(); },
+          "True while a send or a receive of this rank is under way.")
+      .def_prop_ro(
+          "arrivals", [](const NativeComm& n) { return n.comm.arrivals(); },
+          "A number that changes when a peer publishes something to this rank, or acknowledges.")
       .def("close", &NativeComm::close, nb::call_guard<WithoutGil>());
   bind_tensors(m);
   bind_plain(c);
@@ -340,22 +438,39 @@ NB_MODULE(_native, m) {
   // The process's heap lives as long as the process: what nanobind would report is meant.
   nb::set_leak_warnings(false);
   Waiter::interrupt_hook = &interrupted;
+  m.doc() =
+      "The native host backend: addresses, sizes and codes in, status codes out.\n\n"
+      "Every collective blocks without the GIL and returns 0, or a nonzero status after which\n"
+      "`Comm.fault()` tells what happened. Ctrl-C inside a wait aborts the communicator and\n"
+      "raises KeyboardInterrupt. Buffers are contiguous; a buffer that lies in the heap moves\n"
+      "without a staging copy.";
   nb::dict dtypes, ops, algorithms;
   for (int i = 0; i < int(DType::kCount); ++i) dtypes[name_of(DType(i))] = i;
   for (int i = 0; i < int(RedOp::kCount); ++i) ops[name_of(RedOp(i))] = i;
   for (const auto a : {Algorithm::kAuto, Algorithm::kDirect, Algorithm::kRing, Algorithm::kPacket,
                        Algorithm::kCopy, Algorithm::kMulticast})
     algorithms[name_of(a)] = int(a);
-  m.attr("DTYPES") = dtypes;
-  m.attr("OPS") = ops;
-  m.attr("ALGORITHMS") = algorithms;
-  m.attr("MISMATCH") = int(Status::kMismatch);
+  add_constant(
+      m, "DTYPES", dtypes,
+      "Code of each element type, by torch's name (`float32`, `bfloat16`, `float8_e4m3fn`, ...).");
+  add_constant(m, "OPS", ops,
+               "Code of each operator: SUM AVG PREMUL_SUM PRODUCT MIN MAX BAND BOR BXOR.");
+  add_constant(m, "ALGORITHMS", algorithms,
+               "Code of each algorithm: auto, direct, ring; on devices also packet and copy.");
+  add_constant(
+      m, "MISMATCH", int(Status::kMismatch),
+      "Status of a receive whose message had another size; the communicator stays usable.");
   m.def(
       "supports", [](int dtype, int op) { return kernels().reduce[dtype][op] != nullptr; },
-      nb::arg("dtype"), nb::arg("op"));
-  m.def("isa", [] { return kernels().isa; });
-  m.def("wait_in_background", &wait_in_background);
-  m.def("force_isa", &force_isa, nb::arg("name"));
+      nb::arg("dtype"), nb::arg("op"), "Tells whether `op` can reduce `dtype`.");
+  m.def(
+      "isa", [] { return kernels().isa; },
+      "The instruction set in use: `avx512`, `avx2`, or `baseline` (SSE2 or NEON).");
+  m.def("wait_in_background", &wait_in_background,
+        "From here on the calling thread leaves the core at once when it must wait for a peer.");
+  m.def("force_isa", &force_isa, nb::arg("name"),
+        "Uses another instruction set from here on (a test knob); \"\" restores the best one.\n\n"
+        "False when this CPU lacks it.");
   bind_faults(m);
   bind_heap(m);
   bind_comm(m);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -30,15 +31,20 @@ T* typed(uintptr_t address) {
 // Any text of Python's, half a surrogate pair (as JSON may hold it) included.
 std::string utf8_of(const nanobind::str& text);
 
+// What the generated stub (ringcomm/_native.pyi) calls dict[str, Value].
+template <class Value>
+using Named = nanobind::typed<nanobind::dict, nanobind::str, Value>;
+
 // A fault record in words, as ringcomm.errors reads it.
-nanobind::dict fault_dict(const Fault& fault, const std::string& reason);
+using FaultWords = Named<nanobind::any>;
+FaultWords fault_dict(const Fault& fault, const std::string& reason);
 
 // A call as call_words() returns it; it has no sequence number.
 using CallWords = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 CallId id_of(const CallWords& words);
 
 // The layout of a region, for the Triton kernels.
-nanobind::dict geometry_of(const Layout& layout);
+Named<int> geometry_of(const Layout& layout);
 // The host's twin of what a device communicator keeps in device memory, for a kernel that runs in
 // Triton's interpreter.
 nanobind::bytes rank_table_of(const Comm& comm, uintptr_t scratch);
@@ -47,6 +53,13 @@ nanobind::bytes rank_table_of(const Comm& comm, uintptr_t scratch);
 Wire wire_of(int wire);
 DType wire_dtype_of(int dtype);
 void check_sources(size_t count);
+
+// Sets a constant of the module, and describes it in the module's docstring.
+template <class Value>
+void add_constant(nanobind::module_& m, const char* name, const Value& value, const char* doc) {
+  m.attr(name) = value;
+  m.doc() = nanobind::str("{}\n\n{}: {}").format(m.doc(), name, doc);
+}
 
 void bind_device_optimizer(nanobind::module_& m, nanobind::class_<device::DeviceComm>& c);
 void bind_device_recorder(nanobind::module_& m, nanobind::class_<device::DeviceComm>& c);

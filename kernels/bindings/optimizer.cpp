@@ -1,4 +1,4 @@
-// The optimizer's kernels as Python sees them; ringcomm/_native.pyi documents every name.
+// The optimizer's kernels as Python sees them.
 #include "kernels/host/optimizer.h"
 
 #include <sys/mman.h>
@@ -24,7 +24,9 @@ GradCall grad_call(uintptr_t ptr, int dtype, int op, int algorithm, int tag = 0)
 }
 
 void bind_shard(nb::module_& m) {
-  nb::class_<AdamWShard>(m, "AdamWShard")
+  nb::class_<AdamWShard>(
+      m, "AdamWShard",
+      "One rank's shard of a bucket; addresses, 0: null (ringcomm/optimizer/adamw.h).")
       .def(
           "__init__",
           [](AdamWShard* self, uintptr_t segments, uint64_t segment_count, uintptr_t factors,
@@ -65,13 +67,15 @@ void advise_huge_pages(uintptr_t begin, uint64_t bytes) {
 }
 
 void bind_local(nb::module_& m) {
-  m.def("advise_huge_pages", &advise_huge_pages, nb::arg("ptr"), nb::arg("size_bytes"));
+  m.def("advise_huge_pages", &advise_huge_pages, nb::arg("ptr"), nb::arg("size_bytes"),
+        "Asks for huge pages under memory that is not touched yet; a hint.");
   m.def(
       "chunk_elems",
       [](uint64_t bucket_elems, int world) {
         return Bucket::of(nullptr, nullptr, bucket_elems, 0, 0, world).chunk_elems;
       },
-      nb::arg("bucket_elems"), nb::arg("world"));
+      nb::arg("bucket_elems"), nb::arg("world"),
+      "Elements of a rank's chunk; the last chunks may be shorter, or empty.");
   m.def(
       "prepare_adamw",
       [](uintptr_t control, uintptr_t hyper, uintptr_t group, uintptr_t active, uintptr_t step,
@@ -81,14 +85,16 @@ void bind_local(nb::module_& m) {
                                  pointer<double>(step), pointer<AdamWFactors>(factors), params});
       },
       nb::kw_only(), nb::arg("control"), nb::arg("hyper"), nb::arg("group"), nb::arg("active"),
-      nb::arg("step"), nb::arg("factors"), nb::arg("params"));
+      nb::arg("step"), nb::arg("factors"), nb::arg("params"),
+      "Begins a step: advances the step numbers, or counts a skipped step, and fills the factors.");
   m.def(
       "adamw_shard",
       [](const AdamWShard& shard, uintptr_t grad, int grad_dtype) {
         const WithoutGil nogil;
         adamw_shard(shard, grad_call(grad, grad_dtype, int(RedOp::kSum), 0));
       },
-      nb::arg("shard"), nb::arg("grad"), nb::arg("grad_dtype"));
+      nb::arg("shard"), nb::arg("grad"), nb::arg("grad_dtype"),
+      "Updates a shard from its chunk's gradient.");
   m.def(
       "grad_norm",
       [](uintptr_t grad, int dtype, uint64_t elems, int kind, uintptr_t words) {
@@ -96,7 +102,8 @@ void bind_local(nb::module_& m) {
         grad_norm(grad_call(grad, dtype, int(RedOp::kSum), 0), elems, NormKind(kind),
                   pointer<NormWords>(words));
       },
-      nb::arg("grad"), nb::arg("dtype"), nb::arg("elems"), nb::arg("kind"), nb::arg("words"));
+      nb::arg("grad"), nb::arg("dtype"), nb::arg("elems"), nb::arg("kind"), nb::arg("words"),
+      "Overwrites the words with the norm of a chunk's gradient.");
 }
 
 }  // namespace
@@ -115,11 +122,16 @@ void bind_optimizer(nb::module_& m, nb::class_<NativeComm>& c) {
   kinds["l2"] = int(NormKind::kTwo);
   kinds["l1"] = int(NormKind::kOne);
   kinds["inf"] = int(NormKind::kInf);
-  m.attr("ADAMW_BLOCK_ELEMS") = kBlockElems;
-  m.attr("ADAMW_FLAGS") = flags;
-  m.attr("MOMENT_BLOCK_ELEMS") = kMomentBlock;
-  m.attr("GRAD_NORM_WORDS") = kNormWords;
-  m.attr("GRAD_NORM_KINDS") = kinds;
+  add_constant(m, "ADAMW_BLOCK_ELEMS", kBlockElems,
+               "Chunks of a bucket begin at multiples of this many elements.");
+  add_constant(m, "ADAMW_FLAGS", flags,
+               "Bits of a group's flags: l2, amsgrad, maximize; and of a parameter's: active.");
+  add_constant(
+      m, "MOMENT_BLOCK_ELEMS", kMomentBlock,
+      "Elements that share an exponent where moments have 8 bits (optimizer/block_moments.h).");
+  add_constant(m, "GRAD_NORM_WORDS", kNormWords,
+               "int64 words of a norm that is added up exactly (ringcomm/optimizer/grad_norm.h).");
+  add_constant(m, "GRAD_NORM_KINDS", kinds, "Code of each norm: l2, l1, inf.");
   bind_shard(m);
   bind_local(m);
   c.def(
@@ -132,23 +144,39 @@ void bind_optimizer(nb::module_& m, nb::class_<NativeComm>& c) {
            return n.comm.reduce_scatter_norm(grad_call(grads, dtype, op, algorithm, tag),
                                              bucket_elems, norm);
          });
-       })
-      .def("adamw_all_gather",
-           [](NativeComm& n, const AdamWShard& shard, uintptr_t grad, int grad_dtype, int algorithm,
-              uint64_t step_bytes) {
-             return recorded(n, [&] {
-               return n.comm.adamw_all_gather(
-                   shard, grad_call(grad, grad_dtype, int(RedOp::kSum), algorithm), step_bytes);
-             });
-           })
-      .def("reduce_scatter_adamw_all_gather",
-           [](NativeComm& n, const AdamWShard& shard, uintptr_t grads, int grad_dtype, int op,
-              int algorithm, uint64_t step_bytes, int tag) {
-             return recorded(n, [&] {
-               return n.comm.reduce_scatter_adamw_all_gather(
-                   shard, grad_call(grads, grad_dtype, op, algorithm, tag), step_bytes);
-             });
-           });
+       },
+       nb::sig("def reduce_scatter_norm(self, grads: int, bucket_elems: int, dtype: int, "
+               "op: int, out: int, accumulate: bool, kind: int, words: int, algorithm: int, "
+               "step_bytes: int, tag: int, /) -> int"),
+       "Reduces a bucket in the heap into this rank's FP32 chunk, with the norm of its chunk.\n\n"
+       "``words`` 0: without. ``step_bytes``: gradients that the whole step reduces, or 0.\n"
+       "``tag``: see `grad_tag`; equal on all ranks; 0: none.")
+      .def(
+          "adamw_all_gather",
+          [](NativeComm& n, const AdamWShard& shard, uintptr_t grad, int grad_dtype, int algorithm,
+             uint64_t step_bytes) {
+            return recorded(n, [&] {
+              return n.comm.adamw_all_gather(
+                  shard, grad_call(grad, grad_dtype, int(RedOp::kSum), algorithm), step_bytes);
+            });
+          },
+          nb::sig("def adamw_all_gather(self, shard: AdamWShard, grad: int, grad_dtype: int, "
+                  "algorithm: int, step_bytes: int, /) -> int"),
+          "Updates the shards; every rank's bucket in the heap ends with all new parameters.\n\n"
+          "``step_bytes``: parameters that the whole step updates, or 0.")
+      .def(
+          "reduce_scatter_adamw_all_gather",
+          [](NativeComm& n, const AdamWShard& shard, uintptr_t grads, int grad_dtype, int op,
+             int algorithm, uint64_t step_bytes, int tag) {
+            return recorded(n, [&] {
+              return n.comm.reduce_scatter_adamw_all_gather(
+                  shard, grad_call(grads, grad_dtype, op, algorithm, tag), step_bytes);
+            });
+          },
+          nb::sig("def reduce_scatter_adamw_all_gather(self, shard: AdamWShard, grads: int, "
+                  "grad_dtype: int, op: int, algorithm: int, step_bytes: int, tag: int, "
+                  "/) -> int"),
+          "`reduce_scatter_norm` and `adamw_all_gather` in one pass, without a norm.");
 }
 
 }  // namespace ringcomm::host

@@ -122,27 +122,55 @@ void scale_rows(uintptr_t entries, uint64_t count, const Addresses& bases, uintp
 }  // namespace
 
 void bind_rows(nb::module_& m) {
-  m.attr("SOURCE_WORDS") = kSourceWords;
+  add_constant(
+      m, "SOURCE_WORDS", kSourceWords,
+      "Words of a row's source: two entries of a table of rows, as `copy_rows` reads them.");
   m.def("sort_by_expert", sort, nb::arg("topk_idx_ptr"), nb::arg("assignments"), nb::arg("experts"),
-        nb::arg("order_ptr"), nb::arg("counts_ptr"));
+        nb::arg("order_ptr"), nb::arg("counts_ptr"),
+        "Sorts assignments (token t's to its j-th expert is t k + j) by expert, each in their "
+        "order.\n\n"
+        "Writes order int64 [assignments], of which those of expert -1 (none) are left out, and\n"
+        "counts int64 [experts]. Returns the first assignment whose expert is out of range, or\n"
+        "-1.");
   m.def("find_places", places, nb::arg("order_ptrs"), nb::arg("counts_ptrs"), nb::arg("rank"),
-        nb::arg("experts"), nb::arg("assignments"), nb::arg("out_ptr"));
-  m.def("list_sources", sources, nb::arg("order_ptrs"), nb::arg("counts_ptrs"), nb::arg("first"),
-        nb::arg("experts_here"), nb::arg("k"), nb::arg("out_ptr"), nb::arg("counts_out_ptr"));
-  m.def("count_rows", rows_of, nb::arg("counts_ptrs"), nb::arg("first"), nb::arg("experts_here"));
+        nb::arg("experts"), nb::arg("assignments"), nb::arg("out_ptr"),
+        "Writes int64 [assignments, 2]: the rank that an assignment of `rank` goes to, and its "
+        "row.\n\n"
+        "`order_ptrs` and `counts_ptrs` are those of all ranks, as `sort_by_expert` wrote them.\n"
+        "-1 stands for the rank of an assignment to no expert.");
+  m.def(
+      "list_sources", sources, nb::arg("order_ptrs"), nb::arg("counts_ptrs"), nb::arg("first"),
+      nb::arg("experts_here"), nb::arg("k"), nb::arg("out_ptr"), nb::arg("counts_out_ptr"),
+      "Writes int64 [rows, SOURCE_WORDS] for the rows of experts [first, first + experts_here).\n\n"
+      "A row has the rank of its token, the token, the rank again, and the assignment. Rows are\n"
+      "sorted by expert, rank and assignment. Also writes how many rows each of these experts\n"
+      "has, int64.");
+  m.def("count_rows", rows_of, nb::arg("counts_ptrs"), nb::arg("first"), nb::arg("experts_here"),
+        "Returns how many rows experts [first, first + experts_here) have, of all ranks' counts.");
   m.def("copy_rows", copy_rows, nb::arg("entries_ptr"), nb::arg("entry_words"), nb::arg("count"),
-        nb::arg("base_ptrs"), nb::arg("row_bytes"), nb::arg("out_ptr"));
+        nb::arg("base_ptrs"), nb::arg("row_bytes"), nb::arg("out_ptr"),
+        "Copies rows that lie apart: of each entry, row `entry[1]` of the array "
+        "`base_ptrs[entry[0]]`.\n\n"
+        "Entries are int64 [count, entry_words]. A negative entry[0] gives zeros.");
   m.def("encode_rows", encode_rows, nb::arg("wire"), nb::arg("in_ptr"), nb::arg("dtype"),
-        nb::arg("count"), nb::arg("elems"), nb::arg("out_ptr"));
+        nb::arg("count"), nb::arg("elems"), nb::arg("out_ptr"),
+        "Encodes rows of `elems` numbers, each as `encode_wire` does.");
   m.def("decode_rows", decode_rows, nb::arg("wire"), nb::arg("entries_ptr"), nb::arg("entry_words"),
         nb::arg("count"), nb::arg("base_ptrs"), nb::arg("dtype"), nb::arg("elems"),
-        nb::arg("out_ptr"));
+        nb::arg("out_ptr"), "Decodes rows that lie apart, found as by `copy_rows`.");
   m.def("sum_rows", sum_rows, nb::arg("entries_ptr"), nb::arg("base_ptrs"), nb::arg("tokens"),
         nb::arg("k"), nb::arg("weights_ptr"), nb::arg("dtype"), nb::arg("elems"),
-        nb::arg("out_ptr"));
+        nb::arg("out_ptr"),
+        "Writes for each token the sum of weight times row of its k entries, found as by "
+        "`copy_rows`.\n\n"
+        "Entries are int64 [tokens, k, 2], weights float32 [tokens, k]; 0 as `weights_ptr` means\n"
+        "none. Products and sums are in float32, in the order of k, and the sum is rounded once\n"
+        "to `dtype`.");
   m.def("scale_rows", scale_rows, nb::arg("entries_ptr"), nb::arg("count"), nb::arg("base_ptrs"),
         nb::arg("weights_ptr"), nb::arg("with_ptr"), nb::arg("dtype"), nb::arg("elems"),
-        nb::arg("out_ptr"), nb::arg("dots_ptr"));
+        nb::arg("out_ptr"), nb::arg("dots_ptr"),
+        "Writes weight times row of the sources [count, SOURCE_WORDS], found as by `copy_rows`.\n\n"
+        "Also writes, in float32, the scalar product of each row and of that of `with_ptr`.");
 }
 
 }  // namespace ringcomm::host

@@ -105,9 +105,9 @@ NativeScratchRequest submit(const std::shared_ptr<NativeScratch>& s, bool is_wri
   return r;
 }
 
-nb::object result_of(const NativeScratchRequest& r) {
+std::optional<Named<nb::any>> result_of(const NativeScratchRequest& r) {
   const ScratchResult result = r.scratch->pool->result(*r.request);
-  if (result.end == ScratchEnd::kDone) return nb::none();
+  if (result.end == ScratchEnd::kDone) return std::nullopt;
   nb::dict d;
   d["end"] = name_of(result.end);
   d["operation"] = result.is_write ? "write" : "read";
@@ -144,11 +144,15 @@ uint64_t file_system_type(int fd) {
 }
 
 void bind_sums(nb::module_& m) {
-  m.def("crc32c_ways", [] {
-    nb::list names;
-    for (const Crc32cWay* way = crc32c_ways(); way->name != nullptr; ++way) names.append(way->name);
-    return names;
-  });
+  m.def(
+      "crc32c_ways",
+      [] {
+        std::vector<std::string> names;
+        for (const Crc32cWay* way = crc32c_ways(); way->name != nullptr; ++way)
+          names.push_back(way->name);
+        return names;
+      },
+      "The ways to make a CRC32C that run on this CPU, the one that is taken first.");
   m.def(
       "crc32c",
       [](uintptr_t ptr, uint64_t bytes, const std::string& name) {
@@ -156,16 +160,24 @@ void bind_sums(nb::module_& m) {
           if (name == way->name) return way->sum(at(ptr), bytes);
         throw nb::value_error("way: expected one of crc32c_ways()");
       },
-      nb::arg("ptr"), nb::arg("size_bytes"), nb::arg("way"));
+      nb::arg("ptr"), nb::arg("size_bytes"), nb::arg("way"), "A test's view of the checksum.");
 }
 
 }  // namespace
 
 void bind_scratch(nb::module_& m) {
   bind_sums(m);
-  m.def("direct_alignment", &direct_alignment, nb::arg("fd"));
-  m.def("file_system_type", &file_system_type, nb::arg("fd"));
-  nb::class_<NativeScratch>(m, "ScratchPool")
+  m.def("direct_alignment", &direct_alignment, nb::arg("fd"),
+        "What direct I/O of this file goes by; 0: it has none; -1: the kernel does not say.");
+  m.def("file_system_type", &file_system_type, nb::arg("fd"),
+        "The magic number of statfs(2). Raises OSError.");
+  nb::class_<NativeScratch>(
+      m, "ScratchPool",
+      "A few threads that write and read a file open for direct I/O, in blocks.\n\n"
+      "The descriptor stays the caller's, and must be open until close(). Requests that share a\n"
+      "block or bytes of memory run in the order of their submission. Addresses and sizes are\n"
+      "multiples of 4096. Each block has checksums in RAM, of its last write, that reads compare.\n"
+      "In a forked child nothing of it may be called.")
       .def(
           "__init__",
           [](NativeScratch* self, int fd, int threads, uint64_t cut_bytes) {
@@ -175,7 +187,8 @@ void bind_scratch(nb::module_& m) {
             new (self) NativeScratch(fd, threads, cut_bytes);
           },
           nb::arg("fd"), nb::arg("threads") = kScratchThreads,
-          nb::arg("cut_bytes") = kScratchCutBytes)
+          nb::arg("cut_bytes") = kScratchCutBytes,
+          "`threads` share a request in pieces of `cut_bytes`.")
       .def(
           "add_block",
           [](NativeScratch& s, uint64_t bytes) {
@@ -188,27 +201,33 @@ void bind_scratch(nb::module_& m) {
             if (code != 0) raise_errno(code);
             return block;
           },
-          nb::arg("size_bytes"))
+          nb::arg("size_bytes"), "Reserves space at the end of the file. Raises OSError.")
       .def(
           "write",
           [](const std::shared_ptr<NativeScratch>& s, uint32_t block, uintptr_t ptr,
              uint64_t bytes) { return submit(s, true, block, ptr, bytes); },
-          nb::arg("block"), nb::arg("ptr"), nb::arg("size_bytes"))
+          nb::arg("block"), nb::arg("ptr"), nb::arg("size_bytes"),
+          "Raises ValueError for what does not fit, and OSError where no thread starts.")
       .def(
           "read",
           [](const std::shared_ptr<NativeScratch>& s, uint32_t block, uintptr_t ptr,
              uint64_t bytes) { return submit(s, false, block, ptr, bytes); },
-          nb::arg("block"), nb::arg("ptr"), nb::arg("size_bytes"))
-      .def("counters",
-           [](const NativeScratch& s) {
-             const ScratchCounters now = s.pool->counters();
-             nb::dict d;
-             d["bytes_read"] = now.bytes_read;
-             d["bytes_written"] = now.bytes_written;
-             d["reading_ns"] = now.reading_ns;
-             d["writing_ns"] = now.writing_ns;
-             return d;
-           })
+          nb::arg("block"), nb::arg("ptr"), nb::arg("size_bytes"),
+          "Reads as many bytes as the last write had; of a block without one, any number of "
+          "zeros.\n\n"
+          "Raises as write().")
+      .def(
+          "counters",
+          [](const NativeScratch& s) -> Named<int> {
+            const ScratchCounters now = s.pool->counters();
+            nb::dict d;
+            d["bytes_read"] = now.bytes_read;
+            d["bytes_written"] = now.bytes_written;
+            d["reading_ns"] = now.reading_ns;
+            d["writing_ns"] = now.writing_ns;
+            return d;
+          },
+          "bytes_read, bytes_written; reading_ns, writing_ns: while at least one was under way.")
       .def(
           "close",
           [](NativeScratch& s, double limit_s, nb::object kept) {
@@ -219,8 +238,12 @@ void bind_scratch(nb::module_& m) {
             s.kept = s.hangs ? std::move(kept) : nb::object();
             return !s.hangs;
           },
-          nb::arg("limit_s"), nb::arg("kept").none());
-  nb::class_<NativeScratchRequest>(m, "ScratchRequest")
+          nb::arg("limit_s"), nb::arg("kept").none(),
+          "What has not begun ends as `closed`; returns True when nothing is under way.\n\n"
+          "Returns False after the limit. Then the pool keeps ``kept`` alive until a later call\n"
+          "has returned True; the descriptor and all memory under transfer must stay as long.");
+  nb::class_<NativeScratchRequest>(m, "ScratchRequest",
+                                   "A read or write; its memory must stay until it is done.")
       .def("done", [](const NativeScratchRequest& r) { return r.request->done(); })
       .def(
           "wait",
@@ -236,7 +259,12 @@ void bind_scratch(nb::module_& m) {
             }
             return result_of(r);
           },
-          nb::arg("limit_s"));
+          nb::arg("limit_s"),
+          "Returns None when it ended well, else how it did; a signal handler may raise.\n\n"
+          "`end`: failed (a system call, with `errno`), truncated, stalled, damaged (with\n"
+          "`wanted_sum` and `seen_sum`), closed, or late: the limit is over, and the transfer\n"
+          "goes on. `operation` (read or write), `offset_bytes` and `size_bytes` say what of the\n"
+          "file it is about; the fault may be an earlier request's of the block.");
 }
 
 }  // namespace ringcomm::host

@@ -220,48 +220,77 @@ int op_code(nb::handle op) {
 }
 
 void bind_tensors(nb::module_& m) {
-  m.def("watch_keys", [](uint64_t watched) {
-    library_of_keys = dlopen("libc10.so", RTLD_LAZY | RTLD_NOLOAD);
-    watched_keys = watched;
-    return find_local_keys() != nullptr;
-  });
-  m.def("intercepting_keys", &intercepting_keys);
-  m.def("read_tensors_with", [](nb::capsule exchange, const nb::dict& names,
-                                const std::vector<std::pair<nb::object, int>>& ops) {
-    Torch& t = torch();
-    const auto* found = static_cast<const Exchange*>(exchange.data());
-    while (found != nullptr && found->version.major > kMajorVersion) found = found->previous;
-    t.read = found == nullptr ? nullptr : found->tensor_from_py_object;
-    const auto kept = [&](const char* name) { return nb::object(names[name]).release().ptr(); };
-    t.tensor = reinterpret_cast<PyTypeObject*>(kept("Tensor"));
-    t.parameter = reinterpret_cast<PyTypeObject*>(kept("Parameter"));
-    t.op = reinterpret_cast<PyTypeObject*>(kept("ReduceOp"));
-    t.is_neg = kept("is_neg");
-    t.forward_ad = kept("forward_ad");
-    t.requires_grad = kept("requires_grad");
-    t.get =
-        reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(t.requires_grad), Py_tp_descr_get));
-    t.int8 = kept("int8");
-    t.uint8 = kept("uint8");
-    t.ops.clear();
-    for (const auto& [object, code] : ops)
-      t.ops.push_back({object.inc_ref().ptr(), nb::hash(object), code});
-    return t.read != nullptr;
-  });
-  m.def("read_keys_at", [](size_t impl_offset, size_t keys_offset, uint64_t plain_keys) {
-    Torch& t = torch();
-    t.impl_offset = impl_offset;
-    t.keys_offset = keys_offset;
-    t.plain_keys = plain_keys;
-  });
-  m.attr("NOT_PLAIN") = kNotPlain;
+  m.def(
+      "watch_keys",
+      [](uint64_t watched) {
+        library_of_keys = dlopen("libc10.so", RTLD_LAZY | RTLD_NOLOAD);
+        watched_keys = watched;
+        return find_local_keys() != nullptr;
+      },
+      nb::arg("watched"),
+      "Sets the keys of torch's dispatcher that `intercepting_keys` tells of.\n\n"
+      "False: this torch does not keep them where they are looked for, and none is ever told of.");
+  m.def("intercepting_keys", &intercepting_keys,
+        "Returns the watched keys that the calling thread adds to each dispatch, as a word.");
+  m.def(
+      "read_tensors_with",
+      [](nb::capsule exchange, const nb::dict& names,
+         const std::vector<std::pair<nb::object, int>>& ops) {
+        Torch& t = torch();
+        const auto* found = static_cast<const Exchange*>(exchange.data());
+        while (found != nullptr && found->version.major > kMajorVersion) found = found->previous;
+        t.read = found == nullptr ? nullptr : found->tensor_from_py_object;
+        const auto kept = [&](const char* name) { return nb::object(names[name]).release().ptr(); };
+        t.tensor = reinterpret_cast<PyTypeObject*>(kept("Tensor"));
+        t.parameter = reinterpret_cast<PyTypeObject*>(kept("Parameter"));
+        t.op = reinterpret_cast<PyTypeObject*>(kept("ReduceOp"));
+        t.is_neg = kept("is_neg");
+        t.forward_ad = kept("forward_ad");
+        t.requires_grad = kept("requires_grad");
+        t.get = reinterpret_cast<descrgetfunc>(
+            PyType_GetSlot(Py_TYPE(t.requires_grad), Py_tp_descr_get));
+        t.int8 = kept("int8");
+        t.uint8 = kept("uint8");
+        t.ops.clear();
+        for (const auto& [object, code] : ops)
+          t.ops.push_back({object.inc_ref().ptr(), nb::hash(object), code});
+        return t.read != nullptr;
+      },
+      nb::sig("def read_tensors_with(exchange: object, names: dict[str, object], "
+              "ops: Sequence[tuple[object, int]], /) -> bool"),
+      "Has tensors read through DLPack's C exchange interface.\n\n"
+      "`names` has torch's `Tensor` and `Parameter`, of exactly which classes tensors are read,\n"
+      "its methods `is_neg` and `is_grad_enabled`, their property `requires_grad`, its dtypes\n"
+      "`int8` and `uint8`, the names of its module `forward_ad`, and `ReduceOp`, the class of\n"
+      "whatever has the hash of one of `ops` and means the same. `ops` are the constants that\n"
+      "stand for the codes of `OPS`. False: the interface is one that cannot read, and no tensor\n"
+      "is plain.");
+  m.def(
+      "read_keys_at",
+      [](size_t impl_offset, size_t keys_offset, uint64_t plain_keys) {
+        Torch& t = torch();
+        t.impl_offset = impl_offset;
+        t.keys_offset = keys_offset;
+        t.plain_keys = plain_keys;
+      },
+      nb::arg("impl_offset"), nb::arg("keys_offset"), nb::arg("plain_keys"),
+      "Has the dispatch keys of tensors read from memory, instead of asking each for a "
+      "negation.\n\n"
+      "The offsets in bytes are those of the implementation in a tensor's object, and of the keys\n"
+      "in it. A tensor with a key beyond `plain_keys` is not plain.");
+  add_constant(
+      m, "NOT_PLAIN", kNotPlain,
+      "What a `*_plain` method returns of tensors, an op or an algorithm that it does not take.");
   m.def(
       "is_plain",
       [](nb::handle tensor) {
         PlainTensor found;
         return read_plain(tensor, &found);
       },
-      nb::arg().none());
+      nb::sig("def is_plain(tensor: object, /) -> bool"), nb::arg().none(),
+      "Tells whether a tensor's memory can be used as it is.\n\n"
+      "The tensor is contiguous and on the CPU, has neither a pending negation nor a gradient,\n"
+      "and no mode, transform or trace of torch is active on the thread.");
 }
 
 }  // namespace ringcomm::host

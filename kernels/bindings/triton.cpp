@@ -108,20 +108,19 @@ nb::dict optimizer_structures() {
 
 // A call of each collective in words of 8 bytes as CallId lays them out, without its sequence: what
 // a Triton kernel writes into its headers.
-nb::tuple call_words(uint64_t match_bytes, int collective, int dtype, int redop, int algorithm,
+CallWords call_words(uint64_t match_bytes, int collective, int dtype, int redop, int algorithm,
                      int root) {
   const CallId id{0,     match_bytes, Collective(collective), dtype,
                   redop, root,        Algorithm(algorithm),   Kernels::kTriton};
-  uint64_t words[sizeof(CallId) / 8];
+  int64_t words[sizeof(CallId) / 8];
   static_assert(sizeof(words) == sizeof(CallId) && sizeof(CallId) == 40);
   std::memcpy(words, &id, sizeof(id));
-  const auto word = [&](int i) { return nb::int_(int64_t(words[i])); };
-  return nb::make_tuple(word(1), word(2), word(3), word(4));
+  return {words[1], words[2], words[3], words[4]};
 }
 
 }  // namespace
 
-nb::dict geometry_of(const Layout& layout) {
+Named<int> geometry_of(const Layout& layout) {
   nb::dict d;
   d["world"] = layout.world;
   d["channels"] = layout.channels;
@@ -148,8 +147,12 @@ nb::bytes rank_table_of(const Comm& comm, uintptr_t scratch) {
 }
 
 void bind_triton(nb::module_& m) {
-  m.attr("STRUCTURES") = structures();
-  m.attr("OPTIMIZER_STRUCTURES") = optimizer_structures();
+  add_constant(
+      m, "STRUCTURES", structures(),
+      "Offsets `structure.field` and sizes `structure`, in bytes, of what the Triton kernels "
+      "touch.");
+  add_constant(m, "OPTIMIZER_STRUCTURES", optimizer_structures(),
+               "As `STRUCTURES`, of what an AdamW step works on (ringcomm/optimizer/adamw.h).");
   nb::dict collectives, statuses, streams;
   collectives["all_reduce"] = int(Collective::kAllReduce);
   collectives["reduce_scatter"] = int(Collective::kReduceScatter);
@@ -160,11 +163,14 @@ void bind_triton(nb::module_& m) {
   for (int i = int(Status::kOk) + 1; i < kStatuses; ++i) statuses[name_of(Status(i))] = i;
   streams["pair"] = int(Stream::kPair);
   streams["shared"] = int(Stream::kShared);
-  m.attr("COLLECTIVES") = collectives;
-  m.attr("STATUSES") = statuses;
-  m.attr("STREAMS") = streams;
+  add_constant(m, "COLLECTIVES", collectives,
+               "Code of each collective that has Triton kernels, as headers carry it.");
+  add_constant(m, "STATUSES", statuses,
+               "Code of each way in which a wait can end other than well.");
+  add_constant(m, "STREAMS", streams, "Code of each kind of traffic: pair, shared.");
   m.def("call_words", &call_words, nb::arg("match_bytes"), nb::arg("collective"), nb::arg("dtype"),
-        nb::arg("redop"), nb::arg("algorithm"), nb::arg("root") = -1);
+        nb::arg("redop"), nb::arg("algorithm"), nb::arg("root") = -1,
+        "Returns the words of a Triton call's header behind its sequence number.");
   // For tests, which hold the arithmetic of kernels/tl against it.
   m.def(
       "layout_offset",
@@ -182,7 +188,10 @@ void bind_triton(nb::module_& m) {
         throw nb::value_error("expected signal, epoch, channel, staging, header or slot");
       },
       nb::arg("sizes"), nb::arg("what"), nb::arg("stream") = 0, nb::arg("channel") = 0,
-      nb::arg("peer") = 0, nb::arg("slot") = 0);
+      nb::arg("peer") = 0, nb::arg("slot") = 0,
+      "Returns the place in a region of a signal, epoch, channel line, header, slot or the "
+      "staging.\n\n"
+      "`sizes` are world, channels, slots and segment_bytes.");
 }
 
 }  // namespace ringcomm::host

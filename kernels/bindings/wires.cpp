@@ -53,15 +53,27 @@ void bind_wires(nb::module_& m) {
   wires["int8"] = int(Wire::kInt8);
   wires["fp8"] = int(Wire::kFp8);
   wires["int4"] = int(Wire::kInt4);
-  m.attr("WIRES") = wires;
-  m.attr("WIRE_BLOCK") = kWireBlock;
+  add_constant(m, "WIRES", wires, "Code of each coded wire: int8, fp8 and int4.");
+  add_constant(m, "WIRE_BLOCK", kWireBlock, "Numbers that share a scale.");
   m.def(
       "wire_bytes", [](int wire, uint64_t elems) { return wire_bytes(wire_of(wire), elems); },
-      nb::arg("wire"), nb::arg("elems"));
+      nb::arg("wire"), nb::arg("elems"),
+      "Returns the bytes of so many numbers in a coded wire, scales included.");
   m.def("encode_wire", encode, nb::arg("wire"), nb::arg("in_ptr"), nb::arg("dtype"),
-        nb::arg("out_ptr"), nb::arg("elems"), nb::arg("residual_ptr") = 0);
+        nb::arg("out_ptr"), nb::arg("elems"), nb::arg("residual_ptr") = 0,
+        "Encodes float32, bfloat16 or float16 numbers, in blocks of `WIRE_BLOCK`.\n\n"
+        "The numbers are in + residual, where there is a residual [elems] in float32; it is\n"
+        "overwritten by what the codes leave out, and by 0 in blocks with infinities or NaNs.\n\n"
+        "Raises:\n"
+        "    ValueError: no such wire, or another dtype.");
   m.def("sum_wires", sum, nb::arg("wire"), nb::arg("in_ptrs"), nb::arg("out_ptr"), nb::arg("dtype"),
-        nb::arg("elems"), nb::arg("divide_by") = 0);
+        nb::arg("elems"), nb::arg("divide_by") = 0,
+        "Decodes arrays of codes and adds them up in float32, in list order, rounded once to "
+        "`dtype`.\n\n"
+        "`divide_by` > 0 divides the sum.\n\n"
+        "Raises:\n"
+        "    ValueError: no array, no such wire, or a dtype that is not float32, bfloat16 or\n"
+        "        float16.");
 }
 
 }  // namespace ringcomm::host
