@@ -20,7 +20,7 @@ void await(Lock& lock, const std::shared_ptr<Completion>& completion) {
 void serve(Stream* stream) {
   Lock lock(world().mutex);
   for (;;) {
-    world().changed.wait(lock, [&] { return !stream->queue.empty(); });
+    stream->awake.wait(lock, [&] { return !stream->queue.empty(); });
     Task task = std::move(stream->queue.front());
     stream->queue.pop_front();
     for (const auto& completion : task.after) await(lock, completion);
@@ -84,7 +84,7 @@ int enqueue(Stream& stream, Work run, Completions after) {
   issued.push_back(stream.last.get());
   stream.queue.push_back(
       {std::move(run), std::move(after), stream.last, std::exchange(stream.joins, false)});
-  world().changed.notify_all();
+  stream.awake.notify_one();
   return kSuccess;
 }
 
