@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -170,7 +171,7 @@ def test_who_could_tell_gets_an_interpreter(command, how):
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 
-def test_threads_that_start_multiprocessing_at_once_leave_it_as_it_was(monkeypatch):
+def test_threads_that_start_multiprocessing_at_once_leave_it_as_it_was():
     """One that came while another was inside would restore what that one had put there."""
     usual = multiprocessing.util.spawnv_passfds
     inside = threading.Barrier(2)
@@ -183,9 +184,9 @@ def test_threads_that_start_multiprocessing_at_once_leave_it_as_it_was(monkeypat
             inside.reset()
         time.sleep(0.05 * (threading.current_thread().name == "second"))
 
-    monkeypatch.setattr(multiprocessing.forkserver, "ensure_running", starts)
+    server = SimpleNamespace(ensure_running=starts)
     threads = [
-        threading.Thread(target=fork_server.start_multiprocessing, name=name)
+        threading.Thread(target=fork_server.start_multiprocessing, args=(server,), name=name)
         for name in ("first", "second")
     ]
     for thread in threads:

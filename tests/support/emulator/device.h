@@ -1,8 +1,8 @@
 // Streams, events and room for blocks of an emulated GPU.
 //
 // One mutex guards everything, and one condition variable tells of every change: launches are few,
-// and a kernel runs without the mutex. Idle streams, of which a process collects hundreds, sleep on a
-// condition variable of their own, so that a change does not wake them.
+// and a kernel runs without the mutex. Idle streams, of which a process collects hundreds, sleep on
+// a condition variable of their own, so that a change does not wake them.
 #pragma once
 
 #include <condition_variable>
