@@ -434,7 +434,7 @@ def test_a_circle_is_reported_and_a_package_that_names_its_modules_is_not(tmp_pa
 
 # ---- The core's names that extras and commands use ----------------------------------------------
 
-# Modules whose names users import, or that know nothing of collectives. A public name may also be
+# Modules of public names, and modules without collectives. A public name may also be
 # imported from its home, which spares a circle through the door.
 PUBLIC_MODULES = {"", "c10d", "cuda", "functional", "launch", "memory", "optim", "tl", "zero"}
 PUBLIC_MODULES |= DOORS | {"errors", "integers", "json_reader", "module_names", "process"}

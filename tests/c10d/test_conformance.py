@@ -5,7 +5,7 @@ import sys
 
 from tests.support import ROOT, fork_server
 
-# What tests/c10d does not call by itself.
+# Names of torch's tests for calls that no other test of tests/c10d makes.
 NAMES = [
     "test_all_gather_coalesced_complex",
     "test_all_reduce_complex_unsupported_ops",
@@ -17,7 +17,7 @@ NAMES = [
     "test_scatter_object_list",
     "test_static_graph_api_cpu",
 ]
-# Those that depend on where ranks are: groups of some nodes and messages.
+# Names of tests that depend on the nodes of ranks: groups within nodes, and messages.
 NAMES_OVER_NODES = ["test_all_gather_object_subgroup", "test_batch_isend_irecv_gloo_tags"]
 
 

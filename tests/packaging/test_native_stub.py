@@ -17,7 +17,7 @@ def test_a_name_that_the_stub_lacks_is_seen(monkeypatch):
 
 
 def unnamed_or_untyped(stub: str) -> list[str]:
-    """What nanobind writes of a binding that names no parameters, or returns any object."""
+    """Returns what the stub has for parameters without names and results without types."""
     return re.findall(r"\barg\d+|-> object", stub)
 
 

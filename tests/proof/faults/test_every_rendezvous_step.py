@@ -31,8 +31,8 @@ GROUP = [1, 2]
 LONG_S, SHORT_S = 60.0, 3.0
 ENDS_S = 120.0
 AT_ONCE = 3
-# Of kinds that wait where another kind does, every STRIDE-th step is tried; make
-# test-all tries all.
+# Kinds whose waits another kind covers are killed at every STRIDE-th step, and at every step in
+# `make test-all`.
 STRIDE = 5
 
 
