@@ -24,6 +24,9 @@ def _stopped_in_a_wait(store, rank, world):
     store.set(f"pid/{rank}", str(os.getpid()))
     comm.barrier()
     if rank == 3:
+        # Its barrier, which waits for 3 as well, has ended once there is a message.
+        while not comm.recording().ranks[2].messages:
+            time.sleep(0.01)
         while comm.recording().ranks[2].waits_for != 3:
             time.sleep(0.01)
         os.kill(int(store.get("pid/2")), signal.SIGSTOP)

@@ -60,7 +60,7 @@ class StreamOrderedGloo:
         self._aborted.set()
         if self._group is not None:
             _, node, num_nodes = self._member
-            break_up(self._group, (node + 1) % num_nodes)
+            break_up(self._group, [peer for peer in range(num_nodes) if peer != node])
 
     def _enqueue(self, begin: Callable[[Any], Any]) -> _Enqueued:
         if self._aborted.is_set():

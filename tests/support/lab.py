@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import pickle
 import pkgutil
@@ -53,6 +54,7 @@ START_S, END_S = 60.0, 60.0
 # After one rank has failed, the others are most likely stuck in what it does not do any more.
 GRACE_S = 3.0
 SHOWN_CHARACTERS = 4000
+STACKS_S = 0.3  # a process writes the stacks of its threads in this time
 
 _NEW_MOUNTS, _NEW_HOST_NAME, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 _NEW_PROCESSES, _NEW_NETWORK = 0x20000000, 0x40000000
@@ -439,6 +441,10 @@ class _Rank:
         return self._with_output(outcome)
 
     def late(self) -> Outcome:
+        """Says where the threads of the process are."""
+        with contextlib.suppress(OSError):
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(STACKS_S)
         error = TimeoutError("did not answer in time")
         return self._with_output(Outcome(self.place.rank, error=error))
 
@@ -590,6 +596,7 @@ def _hold(name: str, boot_id: str, hosts: str) -> None:
 
 def _serve(pipe: Connection) -> None:
     """Runs the functions that a pool sends, until it ends."""
+    faulthandler.register(signal.SIGUSR1)
     while True:
         try:
             raw = pipe.recv_bytes()

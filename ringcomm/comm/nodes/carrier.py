@@ -7,6 +7,7 @@ function returns. ringcomm has it send and receive, and nothing else: reductions
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -17,11 +18,11 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch.distributed import BroadcastOptions, HashStore, PrefixStore, Store, is_nccl_available
@@ -398,27 +399,86 @@ def memory_at(ptr: int, size_bytes: int) -> Tensor:
 #
 # ProcessGroupGloo.abort() ends no wait for a message, and Python cannot reach the message's own
 # abort (torch 2.13). But a wait whose time is over breaks all of its group's connections, and with
-# them every other wait, here and on the peers. So break_up() waits a moment for what nobody sends.
+# them other waits, here and on the peers. So break_up() waits a moment for what nobody sends.
+#
+# Gloo then wakes the waits for messages that have not begun to move, but not the wait for the
+# message that was moving at that moment (Pair::signalException in gloo/transport/tcp/pair.cc visits
+# neither rx_ nor the unbound buffers of tx_). The same happens when the peer's process ends in the
+# middle of a message: nobody is told. So a wait runs on a thread that can be left behind (Waiter,
+# and the lines of messages): a broken connection is closed, and Gloo touches no memory any more.
+# And who waits for long asks whether the connection still exists (Probe).
 NOBODYS_TAG = 2
 # The carrier's own timeout would count a suspension of this process, so the watch keeps the time.
 FOR_EVER = timedelta(days=365)
 
 
-def break_up(group: Any, peer: int) -> None:
+def break_up(group: Any, peers: Iterable[int]) -> bool:
     """Ends all that waits in a carrier's group, here and on the peers; the group is dead then.
 
     Args:
         group: the process group.
-        peer: any other rank of it.
+        peers: all other ranks of it.
+
+    Returns:
+        True if the carrier is known to touch no memory from here on, whether its waits end or not.
     """
-    try:
-        if group.name() != "gloo":
+    if group.name() != "gloo":
+        with contextlib.suppress(RuntimeError):  # it was dead already
             group.abort()
-            return
+        return False
+    for peer in peers:
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-        group.recv([nothing], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
-    except RuntimeError:  # as is meant; or the group was dead already
-        return
+        try:
+            work = group.recv([nothing], peer, NOBODYS_TAG)
+        except RuntimeError:  # this connection was broken already, but others may exist
+            continue
+        with contextlib.suppress(RuntimeError):  # as is meant
+            work.wait(timedelta(milliseconds=1))
+        break
+    return True
+
+
+def look_at_connection(group: Any, peer: int) -> None:
+    """Raises RuntimeError if a group of Gloo's has lost its connection to a peer."""
+    if group.name() == "gloo":
+        # A receive begins only on a connection that exists. Nobody sends to it.
+        group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, NOBODYS_TAG)
+
+
+# Each look leaves a receive behind, so the time between two looks grows up to the second value:
+# choices.
+PROBE_S, LONGEST_PROBE_S = 0.5, 10.0
+# Messages that a rank sent before it left arrive within this time: a choice.
+ARRIVAL_S = 1.0
+
+
+class Probe:
+    """Finds out whether the connection has broken that a long wait needs.
+
+    Args:
+        look: raises RuntimeError if it has.
+    """
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+        self._next_s = PROBE_S
+        self._broken: tuple[str, float] | None = None
+
+    def broken(self, waited_s: float) -> str | None:
+        """Returns how the connection broke, ``ARRIVAL_S`` after it did; None: it exists.
+
+        Args:
+            waited_s: how long the wait has lasted, in seconds.
+        """
+        if self._broken is None and waited_s >= self._next_s:
+            self._next_s = waited_s + min(waited_s, LONGEST_PROBE_S)
+            try:
+                self._look()
+            except RuntimeError as error:
+                self._broken = str(error), waited_s
+        if self._broken is not None and waited_s >= self._broken[1] + ARRIVAL_S:
+            return self._broken[0]
+        return None
 
 
 @dataclass
@@ -467,46 +527,67 @@ def join(thread: threading.Thread | None) -> None:
         thread.join(LEAVES_S)
 
 
-class Waiter:
-    """Waits for messages in a way that Ctrl-C can end.
+_Answer: TypeAlias = "queue.SimpleQueue[BaseException | None]"
+_BROKEN_UP = "the connections were broken up"
 
-    The wait of a process group holds the thread until it ends. The main thread, which runs the
-    handlers of signals, therefore has another thread wait for it.
+
+class Waiter:
+    """Waits for messages on a thread of its own, so that Ctrl-C and a break-up can end a wait.
+
+    The wait of a process group holds its thread until it ends, which may be never: see NOTE [Ending
+    a wait of Gloo's].
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._asked: queue.SimpleQueue[tuple[Any, timedelta] | None] = queue.SimpleQueue()
-        self._told: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Any, _Answer] | None] = queue.SimpleQueue()
+        self._answer: _Answer | None = None
+        self._is_over = False
+        self._guard = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def wait(self, work: Any, timeout: timedelta) -> None:
-        """Waits for a message; raises what the process group raised."""
-        if threading.current_thread() is not threading.main_thread():
-            work.wait(timeout)
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-            start_thread(self._thread, self._name, "Make calls with async_op=True instead")
-        self._asked.put((work, timeout))
-        error = self._told.get()
+    def wait(self, work: Any) -> None:
+        """Waits for a message; raises what the process group raised.
+
+        Raises:
+            RuntimeError: the connection broke, or :meth:`give_up` was called.
+        """
+        answer: _Answer = queue.SimpleQueue()
+        with self._guard:
+            if self._is_over:
+                raise RuntimeError(_BROKEN_UP)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                start_thread(self._thread, self._name, "The message was not awaited")
+            self._answer = answer
+        self._asked.put((work, answer))
+        error = answer.get()
         if error is not None:
             raise error
 
-    def _loop(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            error: BaseException | None = None
-            try:
-                asked[0].wait(asked[1])
-            except BaseException as raised:
-                error = raised
-            del asked
-            self._told.put(error)
+    def give_up(self) -> None:
+        """Ends the wait under way, and all later ones."""
+        with self._guard:
+            self._is_over = True
+            if self._answer is not None:
+                self._answer.put(RuntimeError(_BROKEN_UP))
 
     def stop(self) -> None:
         """Lets the thread end once it waits for nothing."""
         self._asked.put(None)
         join(self._thread)
+
+    def _loop(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            work, answer = asked
+            error: BaseException | None = None
+            try:
+                work.wait(FOR_EVER)
+            except BaseException as raised:
+                error = raised
+            del asked, work
+            answer.put(error)
+            del answer, error
 
 
 class Rails:
@@ -548,13 +629,20 @@ class Rails:
         Raises:
             RuntimeError: the connection broke.
         """
-        self._waiter.wait(message.work, FOR_EVER)
+        self._waiter.wait(message.work)
+
+    def look(self, peer: int) -> None:
+        """Raises RuntimeError if a rail of this rank has lost its connection to a rank."""
+        for rail, group in self._groups.items():
+            if peer in self.places.rail(rail):
+                look_at_connection(group, self.places.node_of(peer))
 
     def break_up(self) -> None:
         """Ends all messages under way. See NOTE [Ending a wait of Gloo's]."""
-        peer = next(self.places.others())
-        for group in self._groups.values():
-            break_up(group, peer)
+        others = tuple(self.places.others())
+        are_quiet = [break_up(group, others) for group in self._groups.values()]
+        if all(are_quiet):
+            self._waiter.give_up()
 
     def close(self) -> None:
         """Gives up the groups, once no message is under way."""
@@ -760,9 +848,8 @@ class DeviceRails:
     def break_up(self) -> None:
         """Ends all that is under way in the carrier's groups, which are dead then."""
         self._broken = True
-        peer = next(self.places.others())
         for group in tuple(self._groups.values()):
-            break_up(group, peer)
+            break_up(group, self.places.others())
 
     def close(self) -> None:
         """Gives up the groups, once nothing is under way."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
@@ -25,9 +26,11 @@ from ringcomm import _native
 from ringcomm.comm.host.meeting import Places
 from ringcomm.comm.nodes.carrier import (
     FOR_EVER,
+    Probe,
     begun,
     break_up,
     join,
+    look_at_connection,
     memory_at,
     tag_of,
 )
@@ -96,12 +99,14 @@ class RailRequest:
         ptr: where the data lie, or come to.
         expected: what they are; its number is not read.
         give_up: called with this request and the seconds so far while somebody waits; ends the
-            communicator when that was too long.
+            communicator when that was too long, or the connection has broken.
         interrupted: called when a Ctrl-C has ended a wait; ends the communicator.
+        look: raises RuntimeError if the connection to a rank has broken.
 
     Attributes:
         source, dtype, size_bytes: as of ``_native.Request``.
         expected: as above.
+        probe: of the connection to ``source``.
     """
 
     def __init__(
@@ -112,6 +117,7 @@ class RailRequest:
         expected: MessageHeader,
         give_up: Callable[[Any, float], None],
         interrupted: Callable[[Any], None],
+        look: Callable[[int], None],
     ) -> None:
         self._name, self._line = name, program_line()
         self.source = source
@@ -123,6 +129,7 @@ class RailRequest:
         self._interrupted = interrupted
         self._ended = threading.Event()
         self._status = 0
+        self.probe = Probe(lambda: look(self.source))
 
     @property
     def called(self) -> str:
@@ -146,9 +153,10 @@ class RailRequest:
         self.size_bytes = header.size_bytes
 
     def end(self, status: int) -> None:
-        """Notes how the message ended."""
-        self._status = status
-        self._ended.set()
+        """Notes how the message ended, unless it has ended."""
+        if not self._ended.is_set():
+            self._status = status
+            self._ended.set()
 
     def done(self) -> bool:
         return self._ended.is_set()
@@ -186,8 +194,7 @@ class AnyRequest(RailRequest):
         ptr, expected: as of :class:`RailRequest`.
         inner: the core of the node.
         mates: its ranks.
-        give_up: as of :class:`RailRequest`.
-        interrupted: as of :class:`RailRequest`.
+        give_up, interrupted, look: as of :class:`RailRequest`.
     """
 
     def __init__(
@@ -198,8 +205,9 @@ class AnyRequest(RailRequest):
         mates: tuple[int, ...],
         give_up: Callable[[Any, float], None],
         interrupted: Callable[[Any], None],
+        look: Callable[[int], None],
     ) -> None:
-        super().__init__("recv", -1, ptr, expected, give_up, interrupted)
+        super().__init__("recv", -1, ptr, expected, give_up, interrupted, look)
         self._mates = mates
         self._guard = threading.Lock()
         self._elsewhere = False
@@ -365,6 +373,7 @@ class NodesMessages:
         self._sends: dict[tuple[int, int], _Line] = {}
         self._receives: dict[tuple[int, int], _Line] = {}
         self._open: dict[int, _OpenTag] = {}
+        self._begun = weakref.WeakSet[RailRequest]()
         # Held while a message is posted, so that what two threads post has an order.
         self._guard = threading.RLock()
         self._closed = False
@@ -386,7 +395,7 @@ class NodesMessages:
                 begun(lambda: self._group.send([header.packed()], peer, header_tag)),
                 begun(lambda: self._group.send([memory], peer, data_tag)),
             ]
-            request = RailRequest("send", peer, ptr, header, self._give_up, self._interrupted)
+            request = self._request("send", peer, ptr, header)
             line.add(lambda: self._end(request, lambda: self._await(works)))
         return request
 
@@ -401,13 +410,23 @@ class NodesMessages:
         with self._guard:
             if peer < 0:
                 return self._post_recv_of_any(ptr, mine)
-            request = RailRequest("recv", peer, ptr, mine, self._give_up, self._interrupted)
+            request = self._request("recv", peer, ptr, mine)
             if tag in self._open:
                 if not self._open[tag].add(request):
                     self._end_in_vain(request, "the connection had ended before")
             else:
                 self._post_recv_of_one(request)
         return request
+
+    def _request(self, name: str, peer: int, ptr: int, header: MessageHeader) -> RailRequest:
+        request = RailRequest(name, peer, ptr, header, self._give_up, self._interrupted, self._look)
+        self._begun.add(request)
+        return request
+
+    def _look(self, peer: int) -> None:
+        """Raises RuntimeError if the connection to a rank of another node has broken."""
+        if self._group is not None:
+            look_at_connection(self._group, peer)
 
     def _post_recv_of_one(self, request: RailRequest) -> None:
         """Begins to receive a header and the data that are expected after it."""
@@ -432,8 +451,15 @@ class NodesMessages:
         """Begins a receive from any rank, which a message of the node or from another may meet."""
         opened = self._opened(mine.tag)
         request = AnyRequest(
-            ptr, mine, self._inner, self._places.mates, self._give_up_any, self._interrupted
+            ptr,
+            mine,
+            self._inner,
+            self._places.mates,
+            self._give_up_any,
+            self._interrupted,
+            self._look,
         )
+        self._begun.add(request)
         if not opened.add(request):
             self._end_in_vain(request, "")
         return request
@@ -466,9 +492,14 @@ class NodesMessages:
                 self._end_in_vain(request, str(error))
 
     def break_up(self) -> None:
-        """Ends all messages under way."""
-        for peer, _ in (*self._sends, *self._receives)[:1]:
-            break_up(self._group, peer)
+        """Ends all messages under way. See NOTE [Ending a wait of Gloo's]."""
+        places, group = self._places, self._group
+        strangers = [peer for node in places.others() for peer in places.nodes[node]]
+        if group is not None and (self._sends or self._receives) and break_up(group, strangers):
+            with self._guard:
+                begun = list(self._begun)
+            for request in begun:
+                request.end(PEER_LOST)
 
     def close(self) -> None:
         """Lets the threads end, and with them messages that nobody has met."""
@@ -550,8 +581,9 @@ class NodesMessages:
         """Ends the communicator when a message was awaited for too long."""
         timeout_s = self._inner.timeout_ms / 1000
         self._watch.awaits_in_vain(request.called, request.source, waited_s)
-        if waited_s >= timeout_s:
-            self._watch.on_rail(request.source, request.called, waited_s, timeout_s, "")
+        broken = request.probe.broken(waited_s)
+        if waited_s >= timeout_s or broken is not None:
+            self._watch.on_rail(request.source, request.called, waited_s, timeout_s, broken or "")
 
     def _interrupted(self, request: RailRequest) -> None:
         who = self._places.named(self._places.rank)
@@ -559,6 +591,9 @@ class NodesMessages:
 
     def _give_up_any(self, request: AnyRequest, waited_s: float) -> None:
         """Ends the communicator when a message of any rank was awaited for too long."""
+        if request.source >= 0:  # a message has begun to arrive
+            self._give_up(request, waited_s)
+            return
         if waited_s * 1000 < self._inner.timeout_ms:
             return
         places = self._places

@@ -28,7 +28,7 @@ from ringcomm import _native, errors
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.host.engine import Call
 from ringcomm.comm.host.meeting import ENDED, LEFT, Places, why_lost
-from ringcomm.comm.nodes.carrier import join, told_by
+from ringcomm.comm.nodes.carrier import ARRIVAL_S, Probe, join, told_by
 from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.reader import (
     LIMIT_S,
@@ -126,8 +126,6 @@ ASK_STORE_S = 0.15
 CLAIM_S = 0.25
 # A rank that waits on a rail gives those of a node that wait for the culprit itself this lead.
 GRACE_S = 0.5
-# Messages that a rank sent before it left arrive within this time: a choice.
-ARRIVAL_S = 1.0
 STORE_S = 0.5
 LONGEST_CLAIM = 240
 _SILENT = "The store"
@@ -186,6 +184,12 @@ class Breakable(Protocol):
     def break_up(self) -> None: ...
 
 
+class Connected(Breakable, Protocol):
+    """The rails of a rank."""
+
+    def look(self, peer: int) -> None: ...
+
+
 class Watch:
     """One rank's watch.
 
@@ -211,7 +215,7 @@ class Watch:
         places: Places,
         awaiting: Awaiting,
         store: Store,
-        rails: Breakable,
+        rails: Connected,
         name: str,
     ) -> None:
         self.error: RingcommError | None = None
@@ -219,10 +223,12 @@ class Watch:
         self._inner = inner
         self._places = places
         self._store = store
-        self.breakable = [rails]
+        self._rails = rails
+        self.breakable: list[Breakable] = [rails]
         self.trace: NodeTrace | None = None
         self.left: dict[int, float] = {}
         self._wait: RailWait | None = None
+        self._probed: tuple[RailWait, Probe] | None = None
         self._recorder = FlightRecorder(inner, name, (places.place, len(places.mates)))
         self._guard = threading.Lock()
         self._ended = threading.Event()
@@ -456,6 +462,10 @@ class Watch:
             if wait.limit.waited_s() >= wait.limit.timeout_s + GRACE_S and wait is self._wait:
                 wait.ended(self, "")
                 return
+            broken = self._probe(wait).broken(wait.limit.waited_s())
+            if broken is not None and wait is self._wait:
+                wait.ended(self, broken)
+                return
         if self._waits():
             for place, rank in enumerate(self._places.mates):
                 # A thread that has left may have done its part: awaits_in_vain() decides.
@@ -470,6 +480,12 @@ class Watch:
             claim = self._read_claim()
             if claim is not None:
                 self.fail(claim, claimed=True)
+
+    def _probe(self, wait: RailWait) -> Probe:
+        """Returns what looks at the connection that a wait needs."""
+        if self._probed is None or self._probed[0] is not wait:
+            self._probed = wait, Probe(partial(self._rails.look, wait.peer))
+        return self._probed[1]
 
     def _ended_process(self, rank: int) -> PeerLost:
         recording = self._recording()
@@ -682,7 +698,7 @@ class DeviceWatch(Watch):
         places: Places,
         awaiting: Awaiting,
         store: Store,
-        rails: Breakable,
+        rails: Connected,
         name: str,
         calls: DeviceCallEngine,
     ) -> None:
