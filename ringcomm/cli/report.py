@@ -18,14 +18,11 @@ from ringcomm.cli.trace import SHOWN_CALLS, aligned, by_communicator, over_nodes
 from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.reader import LARGEST_BYTES, Trace, ended_ranks, live_recordings, newest
 from ringcomm.comm.recorder.records import (
-    FAILED,
-    RUNNING,
     NodeLevel,
     RankRecording,
     Record,
     Recording,
 )
-from ringcomm.comm.recorder.records import inner_calls as numbers_of_inner_calls
 from ringcomm.errors import ArgumentError, printable
 from ringcomm.json_reader import read_bounded, read_object, shown
 
@@ -160,7 +157,7 @@ def waits_of(recording: Recording, expected: int) -> list[Wait]:
         return found
     inner: set[int] = set()
     for rank in ranks:
-        inner |= numbers_of_inner_calls(rank.collectives)
+        inner |= rank.inner_calls()
     of_ranks = [{each.number: each for each in rank.collectives} for rank in ranks]
     for number in sorted(set.intersection(*map(set, of_ranks)) - inner if of_ranks else ()):
         calls = {rank.rank: calls[number] for rank, calls in zip(ranks, of_ranks, strict=True)}
@@ -171,11 +168,11 @@ def waits_of(recording: Recording, expected: int) -> list[Wait]:
 
 def _told(rank: RankRecording, taken_ns: int) -> Iterator[Wait]:
     """Yields the waits of a rank that its own records name a peer for."""
-    running = [each for each in rank.collectives if each.state == RUNNING]
+    running = [each for each in rank.collectives if each.state == "running"]
     innermost = max(running, key=lambda each: each.begin_ns, default=None)
     for record in (*rank.collectives, *rank.messages):
         awaited = -1
-        if record.state == FAILED or (record.track == "messages" and record.state == RUNNING):
+        if record.state == "failed" or (record.track == "messages" and record.state == "running"):
             awaited = record.peer
         elif record is innermost:
             awaited = rank.waits_for

@@ -21,22 +21,10 @@ from ringcomm.comm.recorder.reader import (
     running_communicators,
 )
 from ringcomm.comm.recorder.records import (
-    BEGUN,
-    CAPTURED,
-    COMPLETED,
-    DONE,
-    OPEN,
-    RUNNING,
     NodeLevel,
     RankRecording,
     Record,
     Recording,
-    at,
-    backward_of,
-    describe,
-    divergence,
-    inner_calls,
-    skipped_call,
 )
 from ringcomm.errors import ArgumentError
 
@@ -74,7 +62,7 @@ def report(
     """
     lines = verdict(recording, ended, level)
     is_nested = (level or NodeLevel.of(recording)) is not None
-    marked = divergence(recording) or _not_made_by_all(recording)
+    marked = recording.divergence() or _not_made_by_all(recording)
     for each in recording.ranks:
         lines += ["", *_table(each, recording.taken_ns, last, marked, nested=is_nested)]
     return lines
@@ -121,7 +109,7 @@ def _now(rank: RankRecording, taken_ns: int, ended: Collection[int]) -> str:
         who, verb = f"{who}, whose process has ended,", "was"
     if rank.on_device:
         return f"{who} {_enqueued(rank, taken_ns)}"
-    running = [each for each in (*rank.collectives, *rank.messages) if each.state == RUNNING]
+    running = [each for each in (*rank.collectives, *rank.messages) if each.state == "running"]
     if running:
         record = max(running, key=lambda each: each.begin_ns)
         seconds = _seconds(taken_ns - record.begin_ns)
@@ -149,9 +137,9 @@ def _enqueued(rank: RankRecording, taken_ns: int) -> str:
     if not records:
         return "has made no call"
     last = max(records, key=lambda each: each.begin_ns)
-    verb = "captured" if last.state == CAPTURED else "enqueued"
+    verb = "captured" if last.state == "captured" else "enqueued"
     text = f"{verb} last: {_call(last)}, {_seconds(taken_ns - last.begin_ns)} ago{_at(last)}"
-    waiting = [each for each in records if each.state in OPEN]
+    waiting = [each for each in records if each.is_open]
     failed = [each for each in records if each.status]
     if failed:
         first = min(failed, key=lambda each: (each.status == "aborted", each.begin_ns))
@@ -159,7 +147,7 @@ def _enqueued(rank: RankRecording, taken_ns: int) -> str:
         text += f"; seen failed ({first.status}{peer}): {_call(first)}{_at(first)}"
     elif waiting:
         first = min(waiting, key=lambda each: each.begin_ns)
-        begun = " (begun on the device)" if first.state == BEGUN else ""
+        begun = " (begun on the device)" if first.state == "begun" else ""
         text += f"; not seen completed since {_call(first)}{begun}{_at(first)}"
     else:
         text += "; nothing open"
@@ -169,19 +157,19 @@ def _enqueued(rank: RankRecording, taken_ns: int) -> str:
 def _parting(recording: Recording) -> list[str]:
     """Says where the ranks part, and who has come how far."""
     lines = []
-    parted = divergence(recording)
+    parted = recording.divergence()
     if parted is not None:
         lines.append(f"the ranks part at call {parted}:")
         for each in recording.ranks:
             record = each.collective(parted)
-            what = "not called, or forgotten" if record is None else describe(record) + _at(record)
-            backward = backward_of(each, parted)
+            what = "not called, or forgotten" if record is None else str(record) + _at(record)
+            backward = each.backward_at(parted)
             if backward and (record is None or backward not in what):
                 what += f"; its last reduction: {backward}"
             lines.append(f"  rank {each.rank}: {what}")
     else:
         lines.append("as far as the records go, all ranks made the same collective calls")
-    skip = skipped_call(recording)
+    skip = recording.skipped_call()
     if skip is not None:
         lines.append(
             f"but from call {skip.number} on, rank {skip.rank} makes them at the lines of rank "
@@ -221,7 +209,7 @@ def _table(
     if rank.torn:
         lines.append(f"  {rank.torn} torn record{'s' if rank.torn > 1 else ''} left out")
     columns = _DEVICE_COLUMNS if rank.on_device else _COLUMNS
-    inner = inner_calls(rank.collectives) if nested else set()
+    inner = rank.inner_calls() if nested else set()
     rows = [
         _row(each, taken_ns, marked, rank.on_device, is_inner=each.number in inner)
         if each.track == "collectives"
@@ -262,19 +250,18 @@ def _row(
         f"-{_seconds(taken_ns - record.begin_ns)}",
         second,
         state,
-        ("  " if is_inner else "") + describe(record),
+        ("  " if is_inner else "") + str(record),
         record.site,
     )
 
 
 def _call(record: Record) -> str:
     number = f"message {record.number}" if record.track == "messages" else f"call {record.number}"
-    return f"{describe(record)}, {number}"
+    return f"{record}, {number}"
 
 
 def _at(record: Record) -> str:
-    place = at(record)
-    return f",{place}" if place else ""
+    return f", at {record.site}" if record.site else ""
 
 
 def _seconds(ns: int) -> str:
@@ -319,7 +306,7 @@ def _when_it_failed(rank: RankRecording, node_of: Mapping[int, int]) -> str:
     """Says in a line what a rank did, and whom it awaited, when its communicator failed."""
     who = _named(rank.rank, node_of)
     # The first call without a good end is the one over nodes; those that it is made of follow it.
-    open_ = next((each for each in rank.collectives if each.status or each.state in OPEN), None)
+    open_ = next((each for each in rank.collectives if each.status or each.is_open), None)
     if open_ is not None:
         text = f"{who} was in {_call(open_)}"
         if rank.waits_for >= 0:
@@ -438,7 +425,7 @@ def _event(record: Record, pid: int, taken_ns: int, on_device: bool) -> dict[str
     On a device it lasts from when its host enqueued it to when that saw its end.
     """
     end_ns = record.end_ns or taken_ns
-    args = {"call": describe(record), "number": record.number, "state": record.state}
+    args = {"call": str(record), "number": record.number, "state": record.state}
     args |= {"site": record.site, "bytes": record.size_bytes}
     if record.status:
         args["status"] = record.status
@@ -446,9 +433,9 @@ def _event(record: Record, pid: int, taken_ns: int, on_device: bool) -> dict[str
         args["peer"] = record.peer
     if on_device:
         args["span"] = "from enqueued to end seen by the host"
-    if record.state == CAPTURED:
+    if record.state == "captured":
         end_ns = record.begin_ns
-    marked = "" if record.state in (DONE, COMPLETED) else f" ({record.state})"
+    marked = "" if record.state in ("done", "completed") else f" ({record.state})"
     return {
         "ph": "X",
         "name": record.collective + marked,

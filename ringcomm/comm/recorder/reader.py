@@ -28,7 +28,6 @@ from ringcomm import _native
 from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.records import (
     HEADER_BYTES,
-    OPEN,
     STATES,
     Clock,
     NodeLevel,
@@ -37,9 +36,6 @@ from ringcomm.comm.recorder.records import (
     RecorderHeader,
     Recording,
     at,
-    backward_of,
-    describe,
-    inner_calls,
     read_block,
     read_header,
     renumbered,
@@ -649,7 +645,7 @@ def _ago(then_ns: int, now_ns: int) -> str:
 
 def _is_under_way(record: Record) -> bool:
     # A call that was aborted, or that gave up too, was still running when the fault came.
-    return record.state in OPEN or record.status in ("aborted", "timeout")
+    return record.is_open or record.status in ("aborted", "timeout")
 
 
 def _seen_state(record: Record, now_ns: int) -> str:
@@ -657,7 +653,7 @@ def _seen_state(record: Record, now_ns: int) -> str:
     enqueued = f"enqueued {_ago(record.begin_ns, now_ns)} ago"
     if record.state == "captured":
         return f"captured into a graph {_ago(record.begin_ns, now_ns)} ago"
-    if record.state in OPEN:
+    if record.is_open:
         begun = ", and begun on its device" if record.state == "begun" else ""
         return f"{enqueued}{begun}, not seen completed"
     how = f"failed ({record.status})" if record.status else record.state
@@ -672,7 +668,7 @@ def _in_words(record: Record, now_ns: int, on_device: bool) -> str:
     else:
         state = f"{record.state} {_ago(record.end_ns, now_ns)} ago"
     number = "" if record.track == "messages" else f" (call {record.number})"
-    return f"{describe(record)}{number}{at(record)}, {state}"
+    return f"{record}{number}{at(record)}, {state}"
 
 
 def _story(reporter: RankRecording, peer: RankRecording, fault: Fault, now_ns: int) -> str:
@@ -718,7 +714,7 @@ def _tell_mismatch(fault: Fault, reporter: RankRecording, peer: RankRecording | 
     mine, theirs = reporter.collective(number), peer.collective(number) if peer else None
     parted = mine is not None and theirs is not None and mine.call != theirs.call
     if mine is not None and parted and number != fault["sequence"]:
-        words = describe(mine).removesuffix(")")
+        words = str(mine).removesuffix(")")
         fault["mine"] = (
             f"{words}{', ' if words[-1] != '(' else ''}call {number} of this communicator)"
         )
@@ -729,7 +725,7 @@ def _tell_mismatch(fault: Fault, reporter: RankRecording, peer: RankRecording | 
     last = [
         f"Rank {each.rank}'s last reduction of gradients is of {backward}. "
         for each in (reporter, peer)
-        if each is not None and (backward := backward_of(each, number))
+        if each is not None and (backward := each.backward_at(number))
     ]
     fault["story"] = "".join(last)
 
@@ -755,7 +751,7 @@ _NUMBER = re.compile(r" \(call \d+\)")
 
 def _outer(rank: RankRecording) -> RankRecording:
     """Returns a copy without the calls within the node that calls over nodes are made of."""
-    inner = inner_calls(rank.collectives)
+    inner = rank.inner_calls()
     outer = tuple(each for each in rank.collectives if each.number not in inner)
     return replace(rank, collectives=outer)
 
@@ -786,12 +782,12 @@ def told_over_nodes(fault: Fault, recording: Recording) -> Fault:
     mine = around(fault["rank"], fault["sequence"])
     if mine is None:
         return _tell(fault, recording)
-    told = {**fault, "mine": describe(mine), "sequence": mine.number}
+    told = {**fault, "mine": str(mine), "sequence": mine.number}
     if fault["kind"] == "mismatch":
         theirs = around(fault["peer"], fault["their_sequence"])
         told["mine"] += at(mine)
         if theirs is not None:
-            told["theirs"] = f"{describe(theirs)}{at(theirs)}"
+            told["theirs"] = f"{theirs}{at(theirs)}"
         return told
     told = _tell(told, outer)
     # These numbers count a node's calls, too.

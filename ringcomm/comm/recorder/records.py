@@ -32,11 +32,7 @@ __all__ = [
     "RecorderHeader",
     "Recording",
     "at",
-    "backward_of",
     "call_of",
-    "describe",
-    "divergence",
-    "inner_calls",
     "read_block",
     "read_header",
     "renumbered",
@@ -105,6 +101,30 @@ class Record:
         parts = (self.collective, self.dtype, self.op, self.root, self.algorithm, self.kernels)
         return (*parts, self.match_bytes)
 
+    @property
+    def is_open(self) -> bool:
+        """True for a call whose end has not been seen."""
+        return self.state in OPEN
+
+    def __str__(self) -> str:
+        """Returns the call in the words of its user, with dtype, op, root, size and algorithm."""
+        size = f"{self.size_bytes} bytes"
+        if self.collective in _MESSAGES:
+            other = "any rank" if self.peer < 0 else f"rank {self.peer}"
+            way = "to" if self.collective == "send" else "from"
+            return f"{self.collective}({self.dtype}, {size}, tag {self.root}, {way} {other})"
+        if self.collective in OPTIMIZERS:
+            size = f"{self.match_bytes} elements"
+        parts = []
+        if self.collective != "barrier":
+            tagged = self.collective in OPTIMIZERS and self.root >= 0
+            rooted = self.root >= 0 and not tagged
+            parts = [self.dtype, self.op, f"root {self.root}" if rooted else "", size]
+            parts.append(self.algorithm)
+            parts.append(_native.describe_tag(self.root) if tagged else "")
+            parts.append("Triton kernels" if self.kernels == "triton" else "")
+        return f"{self.collective}({', '.join([part for part in parts if part])})"
+
 
 @dataclass(frozen=True)
 class RankRecording:
@@ -139,6 +159,36 @@ class RankRecording:
     def message(self, number: int) -> Record | None:
         return next((each for each in self.messages if each.number == number), None)
 
+    def backward_at(self, number: int) -> str:
+        """Returns the last backward up to the collective ``number``; "" if unknown.
+
+        Reductions of gradients by ringcomm's optimizers and sharded modules name it.
+        """
+        for record in reversed(self.collectives):
+            if record.number <= number and record.collective in OPTIMIZERS and record.root > 0:
+                return str(_native.describe_tag(record.root))
+        return ""
+
+    def inner_calls(self) -> set[int]:
+        """Returns the numbers of the calls that were made within the one before them."""
+        inner, around = set(), None
+        for record in self.collectives:
+            if around is not None and (not around.end_ns or record.begin_ns < around.end_ns):
+                inner.add(record.number)
+            else:
+                around = record
+        return inner
+
+
+@dataclass(frozen=True)
+class Skip:
+    """``rank`` seems to have left out the call ``number`` that ``other`` made at ``site``."""
+
+    rank: int
+    other: int
+    number: int
+    site: str
+
 
 @dataclass(frozen=True)
 class Recording:
@@ -160,6 +210,53 @@ class Recording:
 
     def rank(self, rank: int) -> RankRecording | None:
         return next((each for each in self.ranks if each.rank == rank), None)
+
+    def divergence(self) -> int | None:
+        """Returns the number of the first collective that differs between ranks, if any.
+
+        A rank that has not made the call yet, or no longer has its record, is not compared.
+        """
+        for number, calls in _calls_by_number(self.ranks):
+            if len({call.call for call in calls}) > 1:
+                return number
+        return None
+
+    def skipped_call(self) -> Skip | None:
+        """Finds a call that one rank seems to have left out, by the lines that calls were made at.
+
+        Calls of one kind and size match whatever lines they come from, so the calls after one that
+        is left out are taken for those before them. From the first call whose lines differ on, the
+        lines of the rank that left it out are then those of a peer one call later. Ranks that make
+        their calls at different lines by intent do not look so.
+        """
+        for number, calls in _calls_by_number(self.ranks):
+            sites = [call.site for call in calls]
+            if len(sites) == len(self.ranks) and all(sites) and len(set(sites)) > 1:
+                # Most ranks have equal lines; more different ones would not help a reader.
+                rests: dict[tuple[str, ...], int] = {}
+                for each in self.ranks:
+                    if len(rests) < _MOST_WAYS:
+                        rests.setdefault(_sites_from(each, number), each.rank)
+                for rest, rank in rests.items():
+                    for others, other in rests.items():
+                        if rest[0] != others[0] and rest == others[1 : len(rest) + 1]:
+                            return Skip(rank, other, number, others[0])
+                return None
+        return None
+
+
+_number = attrgetter("number")
+
+
+def _calls_by_number(ranks: Iterable[RankRecording]) -> Iterator[tuple[int, list[Record]]]:
+    """Yields the numbers of collectives in order, and the records of the ranks that have one."""
+    calls = sorted((each for rank in ranks for each in rank.collectives), key=_number)
+    for number, group in groupby(calls, key=_number):
+        yield number, list(group)
+
+
+def _sites_from(rank: RankRecording, number: int) -> tuple[str, ...]:
+    return tuple(each.site for each in rank.collectives if each.number >= number)
 
 
 # Over several nodes each node has a communicator of its own, in whose records the calls over nodes
@@ -234,17 +331,6 @@ def renumbered(recording: Recording, numbers: Sequence[int]) -> Recording:
     return replace(recording, ranks=ranks)
 
 
-def inner_calls(collectives: Sequence[Record]) -> set[int]:
-    """Returns the numbers of the calls that were made within the one before them."""
-    inner, around = set(), None
-    for record in collectives:
-        if around is not None and (not around.end_ns or record.begin_ns < around.end_ns):
-            inner.add(record.number)
-        else:
-            around = record
-    return inner
-
-
 def with_failure(recording: Recording, fault: Mapping[str, Any]) -> Recording:
     """Enters a kernel's fault into the records of its rank, whose host may not know of it yet.
 
@@ -274,99 +360,9 @@ def with_failure(recording: Recording, fault: Mapping[str, Any]) -> Recording:
     return replace(recording, ranks=ranks)
 
 
-def describe(record: Record) -> str:
-    """Words a call as its user would, with dtype, op, root, size and algorithm."""
-    size = f"{record.size_bytes} bytes"
-    if record.collective in _MESSAGES:
-        other = "any rank" if record.peer < 0 else f"rank {record.peer}"
-        way = "to" if record.collective == "send" else "from"
-        return f"{record.collective}({record.dtype}, {size}, tag {record.root}, {way} {other})"
-    if record.collective in OPTIMIZERS:
-        size = f"{record.match_bytes} elements"
-    parts = []
-    if record.collective != "barrier":
-        tagged = record.collective in OPTIMIZERS and record.root >= 0
-        rooted = record.root >= 0 and not tagged
-        parts = [record.dtype, record.op, f"root {record.root}" if rooted else "", size]
-        parts.append(record.algorithm)
-        parts.append(_native.describe_tag(record.root) if tagged else "")
-        parts.append("Triton kernels" if record.kernels == "triton" else "")
-    return f"{record.collective}({', '.join([part for part in parts if part])})"
-
-
-def backward_of(rank: RankRecording, number: int) -> str:
-    """Says in which backward a rank was last, up to its collective ``number``; "" if unknown.
-
-    Reductions of gradients by ringcomm's optimizers and sharded modules name it.
-    """
-    for record in reversed(rank.collectives):
-        if record.number <= number and record.collective in OPTIMIZERS and record.root > 0:
-            return str(_native.describe_tag(record.root))
-    return ""
-
-
 def at(record: Record | None) -> str:
     """Returns " at" and the call site of a record; "" if that is not known."""
     return f" at {record.site}" if record is not None and record.site else ""
-
-
-def _calls_by_number(ranks: Iterable[RankRecording]) -> Iterator[tuple[int, list[Record]]]:
-    """Yields the numbers of collectives in order, and the records of the ranks that have one."""
-    calls = sorted((each for rank in ranks for each in rank.collectives), key=_number)
-    for number, group in groupby(calls, key=_number):
-        yield number, list(group)
-
-
-_number = attrgetter("number")
-
-
-def divergence(recording: Recording) -> int | None:
-    """Returns the number of the first collective that is not the same call on all ranks, if any.
-
-    A rank that has not made the call yet, or no longer has its record, is not compared.
-    """
-    for number, calls in _calls_by_number(recording.ranks):
-        if len({call.call for call in calls}) > 1:
-            return number
-    return None
-
-
-@dataclass(frozen=True)
-class Skip:
-    """``rank`` seems to have left out the call ``number`` that ``other`` made at ``site``."""
-
-    rank: int
-    other: int
-    number: int
-    site: str
-
-
-def skipped_call(recording: Recording) -> Skip | None:
-    """Finds a call that one rank seems to have left out, by the lines that calls were made at.
-
-    Calls of one kind and size match whatever lines they come from, so the calls after one that is
-    left out are taken for those before them. From the first call whose lines differ on, the lines
-    of the rank that left it out are then those of a peer one call later. Ranks that make their
-    calls at different lines by intent do not look so.
-    """
-    for number, calls in _calls_by_number(recording.ranks):
-        sites = [call.site for call in calls]
-        if len(sites) == len(recording.ranks) and all(sites) and len(set(sites)) > 1:
-            # Most ranks have equal lines; more different lines than this would not help a reader.
-            rests: dict[tuple[str, ...], int] = {}
-            for each in recording.ranks:
-                if len(rests) < _MOST_WAYS:
-                    rests.setdefault(_sites_from(each, number), each.rank)
-            for rest, rank in rests.items():
-                for others, other in rests.items():
-                    if rest[0] != others[0] and rest == others[1 : len(rest) + 1]:
-                        return Skip(rank, other, number, others[0])
-            return None
-    return None
-
-
-def _sites_from(rank: RankRecording, number: int) -> tuple[str, ...]:
-    return tuple(each.site for each in rank.collectives if each.number >= number)
 
 
 # The layout below is that of ``kernels/host/recorder.h``.
