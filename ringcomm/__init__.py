@@ -76,6 +76,7 @@ if TYPE_CHECKING:
         gather_object,
         scatter_object_list,
     )
+    from ringcomm.comm.recorder.records import RankRecording, Record, Recording
     from ringcomm.memory import Disk, empty, heap_stats, zeros
 
 __version__ = "0.1.0"
@@ -127,6 +128,7 @@ _HOMES = {
     "ringcomm.comm.host.options": ("CommOptions",),
     "ringcomm.comm.host.arguments": ("ReduceOp", "premul_sum"),
     "ringcomm.comm.host.engine": ("Work",),
+    "ringcomm.comm.recorder.records": ("RankRecording", "Record", "Recording"),
     "ringcomm.memory": ("Disk", "empty", "heap_stats", "zeros"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -180,6 +182,9 @@ __all__ = [
     "MismatchError",
     "P2POp",
     "PeerLost",
+    "RankRecording",
+    "Record",
+    "Recording",
     "ReduceOp",
     "RendezvousError",
     "RingcommError",

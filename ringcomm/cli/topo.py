@@ -17,12 +17,8 @@ from ringcomm.comm.device.topology import (
     TopologyPlan,
     host_plan,
     load,
-    plain_name,
-    plan,
     read_machine,
-    rings_gbps,
     save,
-    to_json,
 )
 from ringcomm.errors import ArgumentError
 from ringcomm.process import available_cores
@@ -59,11 +55,11 @@ def run(args: argparse.Namespace) -> int:
     except ArgumentError as error:
         print(f"ringcomm topo: {error}", file=sys.stderr)
         return 2
-    chosen = plan(topology, placements) if topology.gpus else host_plan(len(placements))
-    gbps = rings_gbps(topology, placements, chosen.rings)
+    chosen = topology.plan(placements) if topology.gpus else host_plan(len(placements))
+    gbps = topology.rings_gbps(placements, chosen.rings)
     if args.json:
         whole = {
-            "topology": json.loads(to_json(topology)),
+            "topology": json.loads(topology.to_json()),
             "placements": placements,
             "plan": asdict(chosen),
             "rings_gbps": gbps,
@@ -75,45 +71,6 @@ def run(args: argparse.Namespace) -> int:
         lines += ["", *_plan_lines(topology, placements, chosen, gbps)]
         print("\n".join(lines))
     return 0
-
-
-def visible_devices(topology: Topology, environment: Mapping[str, str]) -> list[str]:
-    """Names of the GPUs (or MIG instances) that a CUDA process would see, in its order.
-
-    ``CUDA_VISIBLE_DEVICES`` holds numbers or beginnings of UUIDs, and ends at the first that does
-    not exist (CUDA C++ Programming Guide, "CUDA Environment Variables"). NVML does not heed it.
-    Numbers are taken by PCI bus id, which is CUDA's order too unless models differ.
-    """
-    everything = [
-        name for gpu in topology.gpus for name in (gpu.mig_instances or (gpu.pci_bus_id,))
-    ]
-    if "CUDA_VISIBLE_DEVICES" not in environment:
-        return everything
-    found: list[str] = []
-    for word in environment["CUDA_VISIBLE_DEVICES"].split(","):
-        name = _visible_device(topology, word.strip())
-        if name is None:
-            break
-        if name in found:
-            return []  # CUDA takes a repetition for an error and shows no device
-        found.append(name)
-    return found
-
-
-def _visible_device(topology: Topology, word: str) -> str | None:
-    if word.isdecimal():
-        if int(word) >= len(topology.gpus):
-            return None
-        gpu = topology.gpus[int(word)]
-        return gpu.mig_instances[0] if gpu.mig_instances else gpu.pci_bus_id
-    prefix = plain_name(word)
-    for gpu in topology.gpus if prefix else ():
-        for instance in gpu.mig_instances:
-            if plain_name(instance).startswith(prefix):
-                return instance
-        if plain_name(gpu.uuid).startswith(prefix):
-            return gpu.pci_bus_id
-    return None
 
 
 def _order_note(topology: Topology, environment: Mapping[str, str]) -> list[str]:
@@ -139,7 +96,7 @@ def _placements(topology: Topology, args: argparse.Namespace) -> list[str | None
         raise ArgumentError(f"--ranks: expected {wanted}, got {args.ranks}")
     if args.placement:
         return [_named_device(topology, word.strip()) for word in args.placement.split(",")]
-    devices = visible_devices(topology, {} if args.file else os.environ)
+    devices = topology.visible_devices({} if args.file else os.environ)
     if topology.gpus and not devices:
         raise ArgumentError(
             f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} leaves none of the "

@@ -12,7 +12,7 @@ from ringcomm.optim.layout import ParamSpec, ShardLayout
 from ringcomm.optim.muon import Muon, muon_groups
 from ringcomm.optim.options import AdamWOptions, Wire
 from ringcomm.optim.setting import LossScaleOptions, LossScaler
-from ringcomm.optim.sharded import GradScaler
+from ringcomm.optim.sharded import GradScaler, ShardedOptimizer
 from ringcomm.optim.state import reshard
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "ParamSpec",
     "ShardLayout",
     "Sharded",
+    "ShardedOptimizer",
     "Wire",
     "muon_groups",
     "reshard",

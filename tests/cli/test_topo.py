@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from ringcomm.cli import main
-from ringcomm.cli.topo import visible_devices
 from ringcomm.comm.device.topology import from_json, load
 from tests.cli.processes import run
 from tests.comm.topology.fake_nvml import RECORDINGS, FakeNvml, recorded
@@ -134,15 +133,15 @@ def test_no_visible_gpu_is_told(topo, machine, monkeypatch):
 def test_visible_devices_are_read_as_cuda_reads_them(value, gpus):
     topology = recorded("dgx_1v")
     expected = [topology.gpus[index].pci_bus_id for index in gpus]
-    assert visible_devices(topology, {"CUDA_VISIBLE_DEVICES": value}) == expected
+    assert topology.visible_devices({"CUDA_VISIBLE_DEVICES": value}) == expected
 
 
 def test_visible_instances():
     topology = recorded("mig")
     first, second = topology.gpus[0].mig_instances
-    assert visible_devices(topology, {}) == [first, second, "0000:0f:00.0"]
-    assert visible_devices(topology, {"CUDA_VISIBLE_DEVICES": second}) == [second]
-    assert visible_devices(topology, {"CUDA_VISIBLE_DEVICES": "0"}) == [first]
+    assert topology.visible_devices({}) == [first, second, "0000:0f:00.0"]
+    assert topology.visible_devices({"CUDA_VISIBLE_DEVICES": second}) == [second]
+    assert topology.visible_devices({"CUDA_VISIBLE_DEVICES": "0"}) == [first]
 
 
 @pytest.mark.parametrize(("order", "noted"), [("", True), ("PCI_BUS_ID", False)])

@@ -19,7 +19,7 @@ from ringcomm.comm.device import lifecycle
 from ringcomm.comm.device.core import DeviceCore
 from ringcomm.comm.device.lifecycle import Peer
 from ringcomm.comm.device.sharing import Blocks, DeviceOrder, JointLaunch, joint_launch_of, order_of
-from ringcomm.comm.device.topology import Topology, from_json, plan, read_machine, to_json
+from ringcomm.comm.device.topology import Topology, from_json, read_machine
 from ringcomm.comm.host.arguments import CallChecks, NativeOp
 from ringcomm.comm.host.meeting import Membership, rendezvous_of
 from ringcomm.comm.host.options import CommOptions
@@ -377,7 +377,7 @@ def meet_on_device(
                     f"of one node has at most {_native.MAX_DEVICE_WORLD}. Build several of fewer "
                     "ranks"
                 )
-            chosen = plan(_topology(places), [place.uuid for place in places])
+            chosen = _topology(places).plan([place.uuid for place in places])
             channels = _channels(membership, places)
             _preload(heap)
             multiprocessors = max(1, min(_shares(places)))
@@ -511,8 +511,8 @@ def _places(
 def _read_topology(heap: DeviceHeap) -> str:
     kind = heap.runtime.kind
     if kind == "cuda":
-        return to_json(read_machine())
-    return to_json(Topology(machine=kind, absent=f"devices of kind {kind!r} have no NVML"))
+        return read_machine().to_json()
+    return Topology(machine=kind, absent=f"devices of kind {kind!r} have no NVML").to_json()
 
 
 def _topology(places: Sequence[_RankPlace]) -> Topology:

@@ -54,11 +54,8 @@ __all__ = [
     "mesh_rings",
     "plain_bus_id",
     "plain_name",
-    "plan",
     "read_machine",
-    "rings_gbps",
     "save",
-    "to_json",
 ]
 
 
@@ -281,6 +278,102 @@ class Topology:
         """Yields every two GPUs once, with their connection."""
         return ((a, b, self.connection(a, b)) for a, b in combinations(self.gpus, 2))
 
+    def visible_devices(self, environment: Mapping[str, str]) -> list[str]:
+        """Returns the names of the GPUs, or MIG instances, that a CUDA process sees, in its order.
+
+        ``CUDA_VISIBLE_DEVICES`` holds numbers or beginnings of UUIDs, and ends at the first that
+        does not exist (CUDA C++ Programming Guide, "CUDA Environment Variables"). NVML does not
+        heed it. Numbers are taken by PCI bus id, which is CUDA's order too unless models differ.
+        """
+        everything = [
+            name for gpu in self.gpus for name in (gpu.mig_instances or (gpu.pci_bus_id,))
+        ]
+        if "CUDA_VISIBLE_DEVICES" not in environment:
+            return everything
+        found: list[str] = []
+        for word in environment["CUDA_VISIBLE_DEVICES"].split(","):
+            name = self._visible_device(word.strip())
+            if name is None:
+                break
+            if name in found:
+                return []  # CUDA takes a repetition for an error and shows no device
+            found.append(name)
+        return found
+
+    def _visible_device(self, word: str) -> str | None:
+        if word.isdecimal():
+            if int(word) >= len(self.gpus):
+                return None
+            gpu = self.gpus[int(word)]
+            return gpu.mig_instances[0] if gpu.mig_instances else gpu.pci_bus_id
+        prefix = plain_name(word)
+        for gpu in self.gpus if prefix else ():
+            for instance in gpu.mig_instances:
+                if plain_name(instance).startswith(prefix):
+                    return instance
+            if plain_name(gpu.uuid).startswith(prefix):
+                return gpu.pci_bus_id
+        return None
+
+    def plan(self, placements: Sequence[str | None]) -> TopologyPlan:
+        """Makes the plan of a world whose ranks all run on this machine.
+
+        Args:
+            placements: of each rank, the UUID (NVML's spelling or CUDA's) or PCI bus id of its GPU;
+                None if unknown. Ranks with equal placements share the GPU.
+
+        Returns:
+            A plan even if connections are unknown. It then assumes no links, and its reason says
+            so.
+
+        Raises:
+            ArgumentError: there is no rank.
+        """
+        if not placements:
+            raise ArgumentError("plan: expected the GPU of at least one rank, got none")
+        devices = _devices(self, placements)
+        between = {
+            (a, b): _connection(self, one, other)
+            for (a, one), (b, other) in combinations(enumerate(devices), 2)
+        }
+        algorithm, why = _algorithm(devices, between)
+        rings, about_rings = _rings(devices, between)
+        told = [why, about_rings, *_troubles(self, devices, between)]
+        ranks = tuple(_expand(ring, devices) for ring in rings)
+        return TopologyPlan(algorithm, ranks, "; ".join(part for part in told if part))
+
+    def rings_gbps(self, placements: Sequence[str | None], rings: Sequence[Ring]) -> float | None:
+        """Computes the bandwidth of rings that run at once with equal shares of the data.
+
+        Returns:
+            10^9 bytes per second in one direction through every rank, by the data rate of the
+            NVLinks; None if a hop is not NVLink or is unknown, or if all ranks share a GPU.
+        """
+        devices = _devices(self, placements)
+        home = {rank: index for index, device in enumerate(devices) for rank in device.ranks}
+        load: dict[tuple[int, int], int] = {}
+        for ring in rings:
+            for sender, receiver in hops(ring):
+                ends = (home[sender], home[receiver])
+                if ends[0] != ends[1]:
+                    load[ends] = load.get(ends, 0) + 1
+        shares = []
+        for (a, b), times in load.items():
+            connection = _connection(self, devices[a], devices[b])
+            if connection.links.gbps is None:
+                return None
+            # All hops from one GPU into the switch share its links. Direct links serve one pair.
+            if connection.kind == "nvswitch":
+                times = sum(n for (sender, _), n in load.items() if sender == a)
+            shares.append(connection.links.gbps / times)
+        return len(rings) * min(shares) if shares else None
+
+    def to_json(self) -> str:
+        """Returns the description as JSON text; equal topologies give equal text."""
+        values: dict[str, Any] = {"format": FORMAT, **asdict(self)}
+        public = {name: value for name, value in values.items() if not name.startswith("_")}
+        return json.dumps(public, indent=1) + "\n"
+
 
 def weaker(one: NvLinks, other: NvLinks) -> NvLinks:
     """Returns the links that two ends agree on: the lower count and speed, and an equal version."""
@@ -300,13 +393,6 @@ LARGEST_BYTES = 16 << 20
 MOST_GPUS = 256
 
 Object = Mapping[str, object]
-
-
-def to_json(topology: Topology) -> str:
-    """Returns the description as JSON text; equal topologies give equal text."""
-    values: dict[str, Any] = {"format": FORMAT, **asdict(topology)}
-    public = {name: value for name, value in values.items() if not name.startswith("_")}
-    return json.dumps(public, indent=1) + "\n"
 
 
 def from_json(text: str, name: str = "topology") -> Topology:
@@ -355,7 +441,7 @@ def save(topology: Topology, path: str | Path) -> None:
         ArgumentError: the file cannot be written.
     """
     try:
-        Path(path).write_text(to_json(topology), encoding="utf-8")
+        Path(path).write_text(topology.to_json(), encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ArgumentError(f"{path}: the topology cannot be recorded: {error}") from error
 
@@ -738,67 +824,10 @@ class _Device:
         return f"an instance of {gpu}" if self.instance else gpu
 
 
-def plan(topology: Topology, placements: Sequence[str | None]) -> TopologyPlan:
-    """Makes the plan of a world.
-
-    Args:
-        topology: of the machine that all ranks run on.
-        placements: of each rank, the UUID (NVML's spelling or CUDA's) or PCI bus id of its GPU;
-            None if unknown. Ranks with equal placements share the GPU.
-
-    Returns:
-        A plan even if connections are unknown. It then assumes no links, and its reason says so.
-
-    Raises:
-        ArgumentError: there is no rank.
-    """
-    if not placements:
-        raise ArgumentError("plan: expected the GPU of at least one rank, got none")
-    devices = _devices(topology, placements)
-    between = {
-        (a, b): _connection(topology, one, other)
-        for (a, one), (b, other) in combinations(enumerate(devices), 2)
-    }
-    algorithm, why = _algorithm(devices, between)
-    rings, about_rings = _rings(devices, between)
-    told = [why, about_rings, *_troubles(topology, devices, between)]
-    ranks = tuple(_expand(ring, devices) for ring in rings)
-    return TopologyPlan(algorithm, ranks, "; ".join(part for part in told if part))
-
-
 def host_plan(ranks: int) -> TopologyPlan:
     """Makes the plan of ranks on CPUs: shared memory acts as a switch (docs/algorithms.md)."""
     reason = "ranks on CPUs share memory, so that every peer is one hop away"
     return TopologyPlan("direct", (tuple(range(ranks)),), reason)
-
-
-def rings_gbps(
-    topology: Topology, placements: Sequence[str | None], rings: Sequence[Ring]
-) -> float | None:
-    """Computes the bandwidth of rings that run at once with equal shares of the data.
-
-    Returns:
-        10^9 bytes per second in one direction through every rank, by the data rate of the NVLinks;
-        None if a hop is not NVLink or is unknown, or if all ranks share a GPU.
-    """
-    devices = _devices(topology, placements)
-    home = {rank: index for index, device in enumerate(devices) for rank in device.ranks}
-    load: dict[tuple[int, int], int] = {}
-    for ring in rings:
-        for sender, receiver in hops(ring):
-            ends = (home[sender], home[receiver])
-            if ends[0] != ends[1]:
-                load[ends] = load.get(ends, 0) + 1
-    shares = []
-    for (a, b), times in load.items():
-        connection = _connection(topology, devices[a], devices[b])
-        if connection.links.gbps is None:
-            return None
-        # All hops from one GPU into the switch share its links. Direct links serve one pair.
-        if connection.kind == "nvswitch":
-            times = sum(n for (sender, _), n in load.items() if sender == a)
-        shares.append(connection.links.gbps / times)
-    return len(rings) * min(shares) if shares else None
 
 
 def _devices(topology: Topology, placements: Sequence[str | None]) -> list[_Device]:

@@ -29,7 +29,7 @@ from ringcomm.optim.agreement import Asked, all_or_none
 from ringcomm.optim.clipping import NormBound, NormPart, agree_on_finite, clip_norm_of_parts
 from ringcomm.optim.placement import SHARING, STAGES
 from ringcomm.optim.sharded import ShardedOptimizer
-from ringcomm.zero.checkpoint.folder import Checkpoints
+from ringcomm.zero.checkpoint import Checkpoints
 from ringcomm.zero.checkpoint.save_load import check_load, take_load
 from ringcomm.zero.stages.sharding import check_module, check_step_number, is_sharded, path_of
 

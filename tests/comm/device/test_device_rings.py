@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.device import meeting
-from ringcomm.comm.device import topology as plan
+from ringcomm.comm.device.topology import Topology
 from tests.support.call_checks import Case, check_all_gather, check_all_reduce
 from tests.support.call_checks import check_reduce_scatter as check_reduce_scatter_tensor
 from tests.support.device_worlds import device_of, on_host, put, with_options
@@ -24,13 +23,13 @@ OPTIONS = with_options(channels=3)
 @pytest.fixture
 def plan_with(monkeypatch):
     """``plan_with(rings, algorithm)``: what every rank built from then on takes for its plan."""
-    usual = plan.plan
+    usual = Topology.plan
 
     def use(rings, algorithm="direct"):
         def planned(*args):
             return replace(usual(*args), rings=rings, algorithm=algorithm)
 
-        monkeypatch.setattr(meeting, "plan", planned)
+        monkeypatch.setattr(Topology, "plan", planned)
 
     return use
 

@@ -16,7 +16,6 @@ from ringcomm.comm.device.topology import (
     load,
     plain_bus_id,
     save,
-    to_json,
     weaker,
 )
 from ringcomm.errors import ArgumentError
@@ -142,10 +141,10 @@ def test_contradictions_are_refused(gpus, pairs):
 @pytest.mark.parametrize("name", NAMES)
 def test_json_round_trip(name, tmp_path):
     topology = recorded(name)
-    assert from_json(to_json(topology)) == topology
+    assert from_json(topology.to_json()) == topology
     save(topology, tmp_path / "t.json")
     assert load(tmp_path / "t.json") == topology
-    assert (tmp_path / "t.json").read_text() == to_json(topology)
+    assert (tmp_path / "t.json").read_text() == topology.to_json()
 
 
 def test_the_recordings_are_complete():
@@ -163,7 +162,7 @@ def test_the_recordings_are_complete():
 
 
 def damaged(change):
-    value = json.loads(to_json(recorded("dgx_1v")))
+    value = json.loads(recorded("dgx_1v").to_json())
     change(value)
     return json.dumps(value)
 
@@ -211,7 +210,7 @@ def test_damaged_files_say_where(text, says):
 
 
 def test_every_cut_of_a_file_is_an_error():
-    text = to_json(recorded("pcie_pair")).rstrip()
+    text = recorded("pcie_pair").to_json().rstrip()
     for length in range(len(text)):
         with pytest.raises(ArgumentError):
             from_json(text[:length])

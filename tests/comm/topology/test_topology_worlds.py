@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringcomm.comm.device.topology import LEVELS, Gpu, NvLinks, Pair, Topology, plan
+from ringcomm.comm.device.topology import LEVELS, Gpu, NvLinks, Pair, Topology
 from tests.comm.topology.fake_nvml import ELSEWHERE
 
 
@@ -47,7 +47,7 @@ def worlds(draw):
 @given(worlds(), st.randoms(use_true_random=False))
 def test_every_world_has_one_plan_and_no_more_links_than_there_are(world, shuffler):
     topology, placements = world
-    chosen = plan(topology, placements)
+    chosen = topology.plan(placements)
     check_one_plan(topology, placements, chosen, shuffler)
     check_no_link_is_invented(topology, placements, chosen)
     check_rings_share_no_link(topology, placements, chosen)
@@ -62,7 +62,7 @@ def check_one_plan(topology, placements, chosen, shuffler):
     shuffler.shuffle(gpus)
     shuffler.shuffle(pairs)
     again = Topology("another name", tuple(gpus), tuple(pairs), "another driver", topology.absent)
-    assert plan(again, placements) == chosen
+    assert again.plan(placements) == chosen
 
 
 def check_no_link_is_invented(topology, placements, chosen):
