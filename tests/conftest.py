@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import signal
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, suppress
 from functools import cache
@@ -48,6 +49,8 @@ COMPILES_LIMIT_S = 900
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Shells start jobs in the background with SIGINT ignored, and all processes would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(proofs.Gate(config), "proofs")
 
 

@@ -448,7 +448,7 @@ def test_an_error_of_index_itself_comes_through():
 
 # ---- nothing is left out ------------------------------------------------------------------------
 
-# Internal calls, attention's keys, calls that need a launcher or a device, and calls of a module
+# Internal calls, results, attention's keys, calls that need a launcher or a device, and calls of a module
 # that pass their number on to a call that is tried.
 ELSEWHERE = {
     "Communicator.from_env",
@@ -464,6 +464,9 @@ ELSEWHERE = {
     "ulysses_attention",
     "Activations",
     "Loaded",
+    "RankRecording",
+    "Record",
+    "Recording",
     "export_safetensors",
 }
 
