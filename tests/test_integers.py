@@ -448,8 +448,8 @@ def test_an_error_of_index_itself_comes_through():
 
 # ---- nothing is left out ------------------------------------------------------------------------
 
-# Internal calls, results, attention's keys, calls that need a launcher or a device, and calls of a module
-# that pass their number on to a call that is tried.
+# Internal calls, results, attention's keys, calls that need a launcher or a device, and calls of a
+# module that pass their number on to a call that is tried.
 ELSEWHERE = {
     "Communicator.from_env",
     "barrier",
