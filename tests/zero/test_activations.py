@@ -21,9 +21,15 @@ from torch.utils.checkpoint import checkpoint
 import ringcomm
 from ringcomm import ArgumentError, Disk, UnsupportedError, zero
 from ringcomm.examples.train_gpt import GPT, ModelConfig
-from ringcomm.offload.activations import PATIENCE, ActivationStore, Content, Receipt, extent_of
 from ringcomm.offload.scratch import Transfer
-from ringcomm.zero.stages.activations import expect_host
+from ringcomm.zero.stages.activations import (
+    PATIENCE,
+    ActivationStore,
+    Content,
+    Receipt,
+    expect_host,
+    extent_of,
+)
 from tests.memory.disk_folder import skip_unless_disk
 from tests.support.covering import covering
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ringcomm import Disk, DiskError, zero
 from ringcomm.functional import partitioned_checkpoint
-from ringcomm.offload.activations import ActivationStore
 from ringcomm.optim import AdamW
+from ringcomm.zero.stages.activations import ActivationStore
 from ringcomm.zero.stages.engine import owner_of
 from tests.memory.disk_folder import skip_unless_disk
 from tests.support.covering import covering, in_test_all

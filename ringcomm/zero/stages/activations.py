@@ -19,14 +19,19 @@ on all ranks, until the gradients are forgotten.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import nn
@@ -38,13 +43,460 @@ from ringcomm.comm.host.arguments import only_inlined
 from ringcomm.errors import ArgumentError, DiskError, UnsupportedError
 from ringcomm.integers import integer
 from ringcomm.json_reader import shown
-from ringcomm.offload.activations import ActivationStore, Receipt, extent_of, reach_of, weak
-from ringcomm.offload.scratch import Disk
+from ringcomm.offload.scratch import (
+    PAGE_BYTES,
+    Disk,
+    ScratchFile,
+    Transfer,
+    aligned_buffer,
+    rounded_up,
+)
 from ringcomm.optim.dtensors import local_of, plainly
 from ringcomm.optim.tiers import wait_limit_s
 from ringcomm.zero.stages.engine import ShardEngine, owner_of
 
 Tensor = torch.Tensor
+Storage = torch.UntypedStorage
+
+# ---- The store: written in forward, read ahead in backward -------------------------------------
+#
+# Terms. A *content* is the bytes of a storage, or of a part of it, at one version; however many
+# saved tensors share them, they are written once. A *receipt* is what a graph holds in place of a
+# saved tensor. Receipts are numbered in the order of forward, and backward most likely takes them
+# in the reverse order. A content is there for as long as some graph has a receipt of it.
+#
+# Writing. The newest contents stay in memory, up to ``resident_bytes``, since backward needs them
+# first. An older one is copied into *slots*, aligned buffers of one piece each, from which the
+# disk's threads write, and its storage is let go. While all slots are under way the caller waits.
+#
+# Reading. A content is read into new memory, which autograd then has for its own, without a copy.
+# Behind the one that is needed those of the receipts before it are read *ahead*. Backward leaps
+# here and there, so that what it has leapt over stays for some turns. What is read ahead and the
+# slots share ``buffer_bytes``; so the slots, which a forward needs, go in the backward.
+#
+# Blocks of the file are of sizes that are powers of two pages, up to a piece, and are used again
+# by what comes next. So a step takes the blocks of the one before, and the file does not grow.
+
+# Small against the default buffers, so that many are under way at once; chosen without a sweep.
+PIECE_BYTES = 2 << 20
+
+# How many receipts are looked at for what to read ahead, and how many turns what was read waits
+# for a backward that is elsewhere by now.
+LOOK_AHEAD = 64
+PATIENCE = 32
+
+#: A storage's address, and the part of it as bytes [begin, end).
+Key = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block of the file, by its number, and the bytes that it can have."""
+
+    number: int
+    size_bytes: int
+
+
+class Content:
+    """The bytes of a storage, or of a part of it, at one version.
+
+    Attributes:
+        number: in the order in which they came.
+        begin: the first byte of the storage that it has.
+        size_bytes: how many it has.
+        version: that of the tensor that was saved first.
+        held: the storage that has them, while only this keeps them in memory; or None.
+        blocks: where they are on the disk, piece by piece; empty if they are not.
+        coming: the reads under way.
+        ahead: how many receipts that are read ahead refer to it.
+        ahead_bytes: what it takes of the buffers meanwhile.
+    """
+
+    def __init__(self, number: int, storage: Storage, begin: int, end: int, version: int) -> None:
+        self.number, self.version = number, version
+        self.begin, self.size_bytes = begin, end - begin
+        self.key: Key = (storage._cdata, begin, end)
+        self.held: Storage | None = None
+        self.blocks: list[_Block] = []
+        self.coming: list[Transfer] = []
+        self.ahead = self.ahead_bytes = 0
+        self.lies_in(storage, begin)
+
+    def lies_in(self, storage: Storage, at: int) -> None:
+        """Notes where the bytes are, for as long as anything keeps that storage."""
+        self._memory, self._memory_bytes, self.at = weak(storage), storage.nbytes(), at
+
+    def in_memory(self) -> Storage | None:
+        """Returns the storage that has the bytes, from byte ``at`` on, or None if none does."""
+        if self.held is not None:
+            return self.held
+        # A storage that was shrunk meanwhile has its values no longer.
+        found: Any = cast(Any, Storage)._new_with_weak_ptr(self._memory.cdata)
+        return found if found is not None and found.nbytes() == self._memory_bytes else None
+
+    def wait(self) -> None:
+        """Waits for the reads.
+
+        Raises:
+            DiskError: one failed; it does so again at each call.
+        """
+        for transfer in self.coming:
+            transfer.wait()
+        self.coming = []
+
+
+@dataclass(eq=False)
+class Receipt:
+    """Stands in a graph for a tensor that it saved.
+
+    Attributes:
+        number: in the order of saving.
+        content: the bytes; None if the disk had failed before.
+        offset_bytes: where the tensor's first element lies in the content.
+        shape, stride, dtype: of the tensor.
+        watch: tells whether the tensor was changed since; of the caller's own.
+        taken_in: number of the backward that took it last.
+    """
+
+    number: int
+    content: Content | None
+    offset_bytes: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    watch: Any
+    taken_in: int = -1
+
+
+@dataclass
+class _Ahead:
+    """A content that is in memory, or on its way there, before a receipt is taken.
+
+    Attributes:
+        receipt: whose turn is expected.
+        content: its content.
+        storage: which has that.
+        turn: the last turn at which it was among those that were expected next.
+    """
+
+    receipt: weakref.ref[Receipt]
+    content: Content
+    storage: Storage
+    turn: int = 0
+
+
+def weak(storage: Storage) -> StorageWeakRef:
+    """Returns a weak reference, until whose end nothing else comes to the storage's address."""
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def reach_of(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Returns the elements of memory from the first to the last one of a tensor that has any."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def extent_of(tensor: Tensor) -> tuple[int, int]:
+    """Returns the part of a tensor's storage that is to be saved, as bytes [begin, end).
+
+    That is all of the storage, whose other parts are mostly saved, too, if the tensor reaches over
+    half of it. A view of a few rows of a data set does not bring the rest with it.
+    """
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    end = begin + reach_of(tensor.shape, tensor.stride()) * tensor.element_size()
+    whole = tensor.untyped_storage().nbytes()
+    return (0, whole) if 2 * (end - begin) >= whole else (begin, end)
+
+
+class _Gone(NamedTuple):
+    """The remains of a content that no graph has a receipt of any more."""
+
+    key: Key
+    number: int
+    blocks: list[_Block]
+
+
+class ActivationStore:
+    """The contents of one rank. One thread at a time calls it.
+
+    Args:
+        disk: where they are, and how much memory that may take.
+        what: names them in errors.
+        timeout_s: returns how many seconds a transfer is waited for.
+    """
+
+    def __init__(self, disk: Disk, what: str, timeout_s: Callable[[], float]) -> None:
+        self.scratch = ScratchFile(disk.path, what, timeout_s)
+        self._most_bytes, self._most_resident_bytes = disk.buffer_bytes, disk.resident_bytes
+        share = disk.buffer_bytes // 4 // PAGE_BYTES * PAGE_BYTES
+        self._piece_bytes = max(PAGE_BYTES, min(PIECE_BYTES, share))
+        # What slots and contents that are read ahead take of the buffers.
+        self._used_bytes = 0
+        self._idle: list[Tensor] = []
+        self._writing: deque[tuple[Tensor, Transfer]] = deque()
+        self._ahead: dict[int, _Ahead] = {}
+        self._turn = 0
+        self._numbers = itertools.count()
+        self._receipts: list[tuple[int, weakref.ref[Receipt]]] = []
+        # Contents of storages that may be there still. A content's weak reference keeps its
+        # storage's address from being used again; where that goes, so does the key.
+        self._known: dict[Key, weakref.ref[Content]] = {}
+        self._resident: dict[int, tuple[weakref.ref[Content], int]] = {}
+        self._resident_bytes = 0
+        self._free: dict[int, list[_Block]] = {}
+        self._blocks_in_use = 0
+        # A content may go while anything runs here, by garbage collection: it only leaves word.
+        self._gone: deque[_Gone] = deque()
+
+    @property
+    def blocks_in_use(self) -> int:
+        """Number of the file's blocks that graphs still need."""
+        self._settle()
+        return self._blocks_in_use
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that slots, contents that are read ahead and resident ones take now."""
+        self._settle()
+        return self._used_bytes + self._resident_bytes
+
+    # ---- forward --------------------------------------------------------------------------------
+
+    def save(self, tensor: Tensor, watch: Any) -> Receipt:
+        """Returns a receipt for a dense tensor on the CPU.
+
+        Raises:
+            DiskError: the disk fails, or has no room; or an earlier write has failed.
+        """
+        self._settle()
+        begin, end = extent_of(tensor)
+        content = self._content_of(tensor, begin, end)
+        offset_bytes = int(tensor.storage_offset()) * tensor.element_size() - begin
+        return self.receipt(tensor, content, offset_bytes, watch)
+
+    def receipt(
+        self, tensor: Tensor, content: Content | None, offset_bytes: int, watch: Any
+    ) -> Receipt:
+        """Returns a receipt with the next number."""
+        number = next(self._numbers)
+        shape, stride = tensor.shape, tensor.stride()
+        made = Receipt(number, content, offset_bytes, shape, stride, tensor.dtype, watch)
+        while self._receipts and self._receipts[-1][1]() is None:
+            self._receipts.pop()
+        self._receipts.append((number, weakref.ref(made)))
+        return made
+
+    def _content_of(self, tensor: Tensor, begin: int, end: int) -> Content:
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, begin, end)
+        reference = self._known.get(key)
+        known = None if reference is None else reference()
+        if known is not None and known.version == tensor._version:
+            return known
+        content = Content(next(self._numbers), storage, begin, end, tensor._version)
+        gone = _Gone(key, content.number, content.blocks)
+        weakref.finalize(content, self._gone.append, gone).atexit = False
+        self._known[key] = weakref.ref(content)
+        if content.size_bytes == storage.nbytes():
+            self._keep(content, storage)
+        else:
+            # To hold it would be to hold the rest of the storage, too.
+            self._write(content, storage)
+        return content
+
+    def _keep(self, content: Content, storage: Storage) -> None:
+        """Holds the newest content in memory, and writes the oldest ones that do not fit beside."""
+        content.held = storage
+        self._resident[content.number] = (weakref.ref(content), content.size_bytes)
+        self._resident_bytes += content.size_bytes
+        while self._resident_bytes > self._most_resident_bytes:
+            number, (reference, _) = next(iter(self._resident.items()))
+            oldest = reference()
+            if oldest is not None and oldest.held is not None:
+                self._write(oldest, oldest.held)
+                oldest.held = None
+            self._leave_resident(number)
+
+    def _leave_resident(self, number: int) -> None:
+        _, size_bytes = self._resident.pop(number, (None, 0))
+        self._resident_bytes -= size_bytes
+
+    def _write(self, content: Content, storage: Storage) -> None:
+        """Submits the writes of a content; what is in the storage was copied when this returns."""
+        whole = _bytes_of(storage, content.begin, content.size_bytes)
+        for at in range(0, content.size_bytes, self._piece_bytes):
+            part = whole[at : at + self._piece_bytes]
+            slot = self._slot()
+            slot[: part.numel()].copy_(part)
+            block = self._take_block(part.numel())
+            content.blocks.append(block)
+            pages = slot[: rounded_up(part.numel())]
+            self._writing.append((slot, self.scratch.write(block.number, pages)))
+
+    def _take_block(self, size_bytes: int) -> _Block:
+        size = min(self._piece_bytes, _next_power_of_two(rounded_up(size_bytes)))
+        free = self._free.setdefault(size, [])
+        block = free.pop() if free else _Block(self.scratch.add_block(size), size)
+        self._blocks_in_use += 1
+        return block
+
+    def _slot(self) -> Tensor:
+        """Returns a buffer for one piece; waits for the oldest write while there is none."""
+        while True:
+            self._reap()
+            if self._idle:
+                return self._idle.pop()
+            if self._used_bytes + self._piece_bytes <= self._most_bytes:
+                self._used_bytes += self._piece_bytes
+                return aligned_buffer(self._piece_bytes)
+            if self._writing:
+                slot, transfer = self._writing.popleft()
+                transfer.wait()  # a slot whose write hangs is none to use again
+                self._idle.append(slot)
+            else:
+                # What is read ahead has all the memory, and a forward runs beside a backward.
+                number, last = self._ahead.popitem()
+                self._ahead[number] = last
+                last.content.wait()
+                self._let_go(number)
+
+    def _reap(self) -> None:
+        """Takes back the slots whose writes are over."""
+        while self._writing and self._writing[0][1].done():
+            slot, transfer = self._writing.popleft()
+            self._idle.append(slot)
+            transfer.wait()
+
+    def _settle(self) -> None:
+        """Frees what was for receipts and contents that no graph has any more."""
+        for number in [number for number, item in self._ahead.items() if item.receipt() is None]:
+            self._let_go(number)
+        while self._gone:
+            gone = self._gone.popleft()
+            self._leave_resident(gone.number)
+            self._forget(gone.key, None)
+            for block in gone.blocks:
+                self._free[block.size_bytes].append(block)
+            self._blocks_in_use -= len(gone.blocks)
+
+    def _forget(self, key: Key, content: Content | None) -> None:
+        """Forgets where a content was first, unless a newer one is known there."""
+        reference = self._known.get(key)
+        if reference is not None and reference() in (content, None):
+            del self._known[key]
+
+    # ---- backward -------------------------------------------------------------------------------
+
+    def bring(self, receipt: Receipt, backward: int) -> tuple[Storage, int]:
+        """Returns a storage that has a receipt's content, and the byte that it begins at.
+
+        Args:
+            receipt: taken by a node of the graph.
+            backward: the number of the backward that runs.
+
+        Raises:
+            DiskError: the disk has failed.
+        """
+        content = receipt.content
+        assert content is not None
+        self._settle()
+        storage = self._memory_of(content)
+        receipt.taken_in = backward
+        self._let_go(receipt.number)
+        self._read_ahead(receipt)
+        content.wait()
+        return storage, content.at
+
+    def _memory_of(self, content: Content) -> Storage:
+        """Returns the storage that has a content once its reads are over, which it submits."""
+        storage = content.in_memory()
+        if storage is not None:
+            return storage
+        memory = torch.empty(_room_bytes(content), dtype=torch.uint8, device="cpu")
+        storage, at = memory.untyped_storage(), -memory.data_ptr() % PAGE_BYTES
+        self._forget(content.key, content)
+        content.lies_in(storage, at)
+        content.coming = []
+        left = content.size_bytes
+        for block in content.blocks:
+            size = min(left, self._piece_bytes)
+            pages = memory[at : at + rounded_up(size)]
+            content.coming.append(self.scratch.read(block.number, pages))
+            at, left = at + size, left - size
+        return storage
+
+    def _read_ahead(self, receipt: Receipt) -> None:
+        """Submits reads for the receipts before one, as far as the buffers have room."""
+        self._turn += 1
+        for before in itertools.islice(self._those_before(receipt.number), LOOK_AHEAD):
+            content = before.content
+            if content is None or content.held is not None or before.taken_in == receipt.taken_in:
+                continue
+            item = self._ahead.get(before.number)
+            if item is None:
+                if not self._has_room_for(content):
+                    return
+                item = _Ahead(weakref.ref(before), content, self._memory_of(content))
+                self._ahead[before.number] = item
+            item.turn = self._turn
+
+    def _has_room_for(self, content: Content) -> bool:
+        """Takes the room for a content that is to be read ahead, if there is enough."""
+        if not content.ahead:
+            size = _room_bytes(content)
+            self._reap()
+            while self._used_bytes + size > self._most_bytes and self._idle:
+                self._idle.pop()
+                self._used_bytes -= self._piece_bytes
+            if self._used_bytes + size > self._most_bytes:
+                waited = self._turn - PATIENCE
+                for number in [n for n, item in self._ahead.items() if item.turn < waited]:
+                    self._let_go(number)
+            if self._used_bytes + size > self._most_bytes:
+                return False
+            content.ahead_bytes = size
+            self._used_bytes += size
+        content.ahead += 1
+        return True
+
+    def _let_go(self, number: int) -> None:
+        """Ends the hold on what was read ahead for a receipt, if anything was."""
+        item = self._ahead.pop(number, None)
+        if item is not None:
+            content = item.content
+            content.ahead -= 1
+            if not content.ahead:
+                self._used_bytes -= content.ahead_bytes
+                content.ahead_bytes = 0
+
+    def _those_before(self, number: int) -> Iterator[Receipt]:
+        """Yields the receipts before a number that some graph still has, the last one first."""
+        receipts = self._receipts
+        at = bisect_left(receipts, number, key=itemgetter(0))
+        while at:
+            at -= 1
+            receipt = receipts[at][1]()
+            if receipt is None:
+                del receipts[at]
+            else:
+                yield receipt
+
+
+def _bytes_of(storage: Storage, begin: int, size_bytes: int) -> Tensor:
+    """Returns bytes of a storage as a tensor of their own version."""
+    empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return empty.set_(storage, begin, (size_bytes,), (1,))
+
+
+def _room_bytes(content: Content) -> int:
+    """Returns the memory that it takes to read a content: its pages, from the begin of a page."""
+    return rounded_up(content.size_bytes) + PAGE_BYTES
+
+
+def _next_power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+# ---- The hooks of autograd, and the modules whose activations they take -------------------------
 
 LEAST_BYTES = 64 << 10
 
