@@ -1,7 +1,8 @@
 """Proofs are left out only while nothing that they read has changed, and they read what they list.
 
-The files that a proof opens are observed in a copy of the tree: in ``make test`` as its tests are
-imported, in ``make test-all`` as they run, with all their processes.
+The files that importing a proof's tests reads are found in their sources. ``make test-all``
+observes those that a proof opens as it runs, with all its processes, in a copy of the tree;
+``make test`` does so for one proof.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,10 @@ from tests import proofs
 from tests.proofs import PROOFS, Proof
 from tests.support import ROOT, fork_server
 from tests.support.compiler import NEEDS_COMPILER, PLAIN, compile_to
+from tests.support.covering import EVERY_CASE, in_test_all
+from tests.support.imports import files_imported
 from tests.support.opened import Opened
 
-EVERY_PROOF_RUNS = os.environ.get("RINGCOMM_TEST_CASES") == "all"
 QUICK = "litmus tests"
 
 by_proof = pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: proof.name)
@@ -92,65 +94,54 @@ def environment(tree: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-# Slow imports are done once, before a fork collects the tests of each proof. torch
-# has registered its backend then, so a fork that imports torch reads what that has read once more.
-COLLECT = """
-import builtins, contextlib, importlib, os, sys
-import hypothesis, numpy, pytest, torch
-with contextlib.suppress(ImportError):
-    import triton
-
-BACKEND = [module.__file__ for name, module in sys.modules.items() if name.startswith("ringcomm")]
-import_module = builtins.__import__
-
-def noting(name, *rest, **named):
-    if name.split(".")[0] == "torch":
-        while BACKEND:
-            open(BACKEND.pop()).close()
-    return import_module(name, *rest, **named)
-
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        builtins.__import__ = noting
-        with open(sys.argv[1], "w") as log, contextlib.redirect_stdout(log):
-            tests = [word for word in line.split() if "/" in word]
-            code = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *tests])
-        for program in line.split()[len(tests):]:
-            importlib.import_module(program)
-        os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
+def imported_by(proof: Proof) -> set[str]:
+    """Returns the files that are read when a proof's tests and programs are imported."""
+    files = {
+        path
+        for test in proof.tests
+        for path in ([ROOT / test] if test.endswith(".py") else (ROOT / test).rglob("*.py"))
+        if path.name.startswith("test_")
+    }
+    folders = {folder for path in files for folder in path.parents if ROOT in folder.parents}
+    paths = files | {folder / "conftest.py" for folder in folders}
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(paths)]
+    return files_imported([*modules, *proof.programs])
 
 
-@pytest.fixture(scope="module")
-def opened_by(tree: Path) -> Iterator[Callable[[Proof], set[str]]]:
-    """Returns the files that are opened when a proof's tests and programs are imported."""
-    log = tree.parent / "log"
-    collecting = subprocess.Popen(
-        [sys.executable, "-c", COLLECT, str(log)],
-        cwd=tree,
-        env=environment(tree),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert collecting.stdin is not None and collecting.stdout is not None
-    ask, answers = collecting.stdin, collecting.stdout
-    # Once for nothing, so that the imports above have ended.
-    print("tests/support/opened.py", file=ask, flush=True)
-    assert answers.readline() == f"{pytest.ExitCode.NO_TESTS_COLLECTED:d}\n", log.read_text()
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import a.b.c", "a a/b a/b/c.py"),
+        ("from a import b", "a a/b"),
+        ("from . import b, name", "a a/b"),
+        ("from .b.c import name", "a a/b a/b/c.py"),
+        ("import importlib\nimportlib.import_module('a.b')", "a a/b"),
+        ("try:\n    import a.b\nexcept ImportError:\n    pass", "a a/b"),
+        ("import ringcomm\n@ringcomm.CommOptions\nclass A: pass", "options"),
+        ("def f(x=ringcomm.CommOptions()): pass", "options"),
+        ("import torch.nn", "c10d"),
+        ("from numpy import ones\nimport nothing", ""),
+        ("def f():\n    import a.b", ""),
+        ("x: a = 1\nif TYPE_CHECKING:\n    import a.b", ""),
+    ],
+)
+def test_files_that_an_import_reads_are_found(tmp_path: Path, text: str, found: str) -> None:
+    short = {
+        "options": "ringcomm ringcomm/comm ringcomm/comm/host ringcomm/comm/host/options.py",
+        "c10d": "ringcomm ringcomm/c10d",
+    }
 
-    def opened(proof: Proof) -> set[str]:
-        with Opened(tree) as found:
-            print(*proof.tests, *proof.programs, file=ask, flush=True)
-            code = int(answers.readline())
-        assert code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED), log.read_text()
-        return found.files
+    def files(names: str) -> set[str]:
+        return {
+            name if name.endswith(".py") else f"{name}/__init__.py"
+            for name in short.get(names, names).split()
+        }
 
-    yield opened
-    ask.close()
-    assert collecting.wait() == 0
+    for name in {"a/b/c.py"} | files("a a/b") | files("options") | files("c10d"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "a/main.py").write_text(text)
+    assert files_imported(["a.main"], tmp_path) == {"a/main.py"} | files("a") | files(found)
 
 
 def unlisted(proof: Proof, opened: set[str], tree: Path) -> str:
@@ -161,23 +152,32 @@ def unlisted(proof: Proof, opened: set[str], tree: Path) -> str:
 
 
 @by_proof
-def test_a_mutant_of_any_file_that_a_proof_imports_makes_it_run(
-    proof: Proof, tree: Path, opened_by: Callable[[Proof], set[str]]
-) -> None:
-    opened = opened_by(proof)
-    assert unlisted(proof, opened, tree) == ""
-    assert any(proof.owns(name) for name in opened)
-    names = proofs.files_of(tree)
+def test_a_mutant_of_any_file_that_a_proof_imports_makes_it_run(proof: Proof) -> None:
+    imported = imported_by(proof)
+    assert unlisted(proof, imported, ROOT) == ""
+    assert any(proof.owns(name) for name in imported)
+    names = proofs.files_of(ROOT)
     contents = dict.fromkeys(filter(proof.lists, names), "content")
     right = proofs.digest_of(contents, "")
     # The patterns also list files that runs read without importing them.
     of_patterns = {
         next(filter(Proof("", (), (pattern,)).lists, names)) for pattern in proof.patterns
     }
-    read = sorted(of_patterns | (opened & set(names)))
+    read = sorted(of_patterns | (imported & set(names)))
     assert contents.keys() >= set(read)
-    for name in read[:: 1 + len(read) // 20]:
+    for name in read:
         assert proofs.digest_of({**contents, name: "mutant"}, "") != right, name
+
+
+def test_an_import_that_no_pattern_lists_is_told() -> None:
+    for proof, name in {
+        "races": "tests/support/compiler.py",
+        "PTX of CUDA kernels": "tests/support/preloaded_for_devices.py",
+        "PTX of Triton kernels": "ringcomm/optim/adamw.py",
+        "style and types": "tests/support/compiler.py",
+    }.items():
+        (whole,) = (each for each in PROOFS if each.name == proof)
+        assert f"'{name}'" in unlisted(replace(whole, reads=()), imported_by(whole), ROOT)
 
 
 def test_a_changed_byte_a_new_file_and_another_tool_change_the_digest(tree, monkeypatch) -> None:
@@ -215,7 +215,7 @@ def test_a_changed_byte_a_new_file_and_another_tool_change_the_digest(tree, monk
             marks=[
                 pytest.mark.timeout(3600),
                 pytest.mark.skipif(
-                    proof.name != QUICK and not EVERY_PROOF_RUNS,
+                    proof.name != QUICK and not EVERY_CASE,
                     reason="runs a proof once more: make test-all",
                 ),
             ],
@@ -232,6 +232,7 @@ def test_all_files_that_a_proof_opens_as_it_runs_are_listed(proof: Proof, tree: 
         done = subprocess.run(command, cwd=tree, env=inherited, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout
     assert unlisted(proof, opened.files, tree) == ""
+    assert imported_by(proof) - opened.files == set()  # what is found in the sources is no guess
 
 
 @NEEDS_COMPILER
@@ -322,9 +323,7 @@ class Project:
         return set(json.loads(path.read_text())) if path.exists() else set()
 
 
-with_workers = pytest.mark.parametrize(
-    "workers", [(), ("-p", "xdist", "-n", "2")], ids=["one process", "workers"]
-)
+WORKERS = ("-p", "xdist", "-n", "2")
 
 
 @pytest.fixture
@@ -332,18 +331,27 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
 
 
-@with_workers
-def test_a_proof_runs_again_when_a_file_that_it_reads_has_changed(project, workers) -> None:
-    assert project.run(*workers)[0] == {"passed": 5}
-    outcome, output = project.run(*workers)
+def test_a_proof_runs_again_when_a_file_that_it_reads_has_changed(project) -> None:
+    assert project.run()[0] == {"passed": 5}
+    outcome, output = project.run()
     assert outcome == {"passed": 1}
     assert "last passed: sums (2 tests), products (2 tests); make test-all" in output
     project.write("source/numbers.txt", "1 2 4\n")
-    outcome, output = project.run(*workers)
+    outcome, output = project.run()
     assert outcome == {"passed": 3} and "last passed: products (2 tests);" in output
-    assert project.run(*workers)[0] == {"passed": 1}
+    assert project.run()[0] == {"passed": 1}
     project.write("checks/products/test_b.py", PASSES)
-    assert project.run(*workers)[0] == {"passed": 3}
+    assert project.run()[0] == {"passed": 3}
+
+
+def test_workers_leave_out_and_record_what_their_master_says(project) -> None:
+    project.write("checks/test_sums.py", FILES["checks/test_sums.py"] + "def test_no(): assert 0\n")
+    assert project.run(*WORKERS)[0] == {"passed": 5, "failed": 1}
+    assert project.recorded() == {"products"}
+    project.write("checks/test_sums.py", FILES["checks/test_sums.py"])
+    outcome, output = project.run(*WORKERS)
+    assert outcome == {"passed": 3} and "last passed: products (2 tests);" in output
+    assert project.recorded() == {"sums", "products"}
 
 
 def test_a_proof_that_is_asked_for_runs(project) -> None:
@@ -373,13 +381,12 @@ def test_a_part_of_a_run_records_nothing(project) -> None:
     assert project.recorded() == {"sums"}
 
 
-@with_workers
-def test_a_proof_that_fails_is_not_recorded(project, workers) -> None:
+def test_a_proof_that_fails_is_not_recorded(project) -> None:
     project.write("checks/test_sums.py", FILES["checks/test_sums.py"] + "def test_no(): assert 0\n")
-    assert project.run(*workers)[0] == {"passed": 5, "failed": 1}
+    assert project.run()[0] == {"passed": 5, "failed": 1}
     assert project.recorded() == {"products"}
     project.write("checks/test_sums.py", "import pytest\npytest.fail('it does not import')\n")
-    project.run(*workers)
+    project.run()
     assert project.recorded() == {"products"}
 
 
@@ -393,11 +400,17 @@ def test_a_failure_that_depends_on_no_file_takes_the_record_back(project) -> Non
     assert project.recorded() == {"products"}
 
 
-@with_workers
+INTERRUPTED, KILLED = ("raise KeyboardInterrupt", "-v"), ("os._exit(1)", "-v")
+STOPPED = ("assert False", "-x")
+
+
 @pytest.mark.parametrize(
-    ("body", "option"),
-    [("raise KeyboardInterrupt", "-v"), ("os._exit(1)", "-v"), ("assert False", "-x")],
-    ids=["interrupted", "killed", "stopped at a failure"],
+    ("body", "option", "workers"),
+    [
+        *((*end, ()) for end in (INTERRUPTED, KILLED, STOPPED)),
+        (*KILLED, WORKERS),
+        *in_test_all((*INTERRUPTED, WORKERS), (*STOPPED, WORKERS)),
+    ],
 )
 def test_a_run_that_ends_early_records_nothing(project, body, option, workers) -> None:
     project.write("checks/test_behaviour.py", f"import os\ndef test_it(): {body}\n")

@@ -16,11 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn import functional as F
 
 import ringcomm
 from tests.support import ROOT
-from tests.support.covering import in_test_all
+from tests.support.covering import EVERY_CASE, in_test_all
 
 Tensor = torch.Tensor
 EXAMPLES = ROOT / "docs" / "examples"
@@ -28,11 +29,14 @@ EXAMPLES = ROOT / "docs" / "examples"
 # printed by 1e-6. A parameter whose gradient is all rounding error may move in another direction,
 # since Adam's step does not know how small that is; but the loss hardly depends on it.
 CLOSE = 2e-5
+# ``make test`` cuts longer loops of an example after so many steps, too few for every loss to fall.
+FIRST_STEPS = 1000 if EVERY_CASE else 8
 
 
 def losses(name: str) -> list[float]:
     """The losses that this rank's run of an example prints, in the group that there is."""
     printed = io.StringIO()
+    _clear_sharding_prop_cache()  # it remembers equal meshes, whose groups are gone
     with (
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),
@@ -43,7 +47,9 @@ def losses(name: str) -> list[float]:
         if dist.get_backend() == "gloo":  # and FSDP2 is as torch has it
             stack.enter_context(mock.patch("ringcomm.fsdp2.plug"))
             stack.enter_context(mock.patch("ringcomm.fsdp2.unplug"))
-        runpy.run_path(str(EXAMPLES / name))["main"]()
+        main = runpy.run_path(str(EXAMPLES / name))["main"]
+        main.__globals__["range"] = lambda count: range(min(count, FIRST_STEPS))
+        main()
     lines = printed.getvalue().splitlines()
     found = [re.fullmatch(r"step +\d+ loss (\d+\.\d+)", line) for line in lines]
     assert all(found), lines
@@ -56,7 +62,7 @@ def check(example: str, share: float, rank: int, world_size: int) -> list[float]
     printing = world_size - 1 if example == "gpt_3d.py" else 0
     assert bool(found) == (rank == printing)
     if found:
-        assert found[-1] < share * found[0], found
+        assert not EVERY_CASE or found[-1] < share * found[0], found
         if example in REFERENCES:
             parts = runpy.run_path(str(EXAMPLES / example))
             expected = REFERENCES[example](parts)
@@ -69,7 +75,7 @@ def trained(parts: dict[str, Any], model: nn.Module, loss_of: Any, clips: bool) 
     """The losses of one process, by torch alone; ``loss_of`` is of a step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=parts["LEARNING_RATE"], foreach=False)
     found = []
-    for step in range(parts["STEPS"]):
+    for step in range(min(parts["STEPS"], FIRST_STEPS)):
         loss = loss_of(parts["make_batch"](step))
         loss.backward()
         if clips:
@@ -134,9 +140,10 @@ REFERENCES = {
 @pytest.mark.parametrize(
     ("example", "ranks", "share"),
     [
-        ("gpt_3d.py", 8, 1 / 4),
+        ("gpt_3d.py", 4, 1 / 4),
         ("moe_gpt.py", 4, 3 / 4),
         *in_test_all(
+            ("gpt_3d.py", 8, 1 / 4),
             ("long_context.py", 4, 1 / 4),
             pytest.param(
                 "llama_tp.py",
