@@ -5,7 +5,8 @@
 // ends the thread by pthread_exit, which unwinds its stack as an exception does; that would pass
 // through destructors, and nanobind's functions, which let none pass: std::terminate, and the
 // process aborts at what should be its quiet end. Here such a thread stays where it is until the
-// process is gone, as from 3.14 on CPython itself has it.
+// process is gone, as from 3.14 on CPython itself has it. torch's functions have no such guard: a
+// daemon thread that calls torch while the interpreter ends aborts the process (torch 2.13).
 #pragma once
 
 #include <Python.h>

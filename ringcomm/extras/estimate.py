@@ -613,7 +613,8 @@ class Training:
 
         (N - 1) / N of the gradients, on N nodes, and of the updated parameters; of the sums instead
         at stage 0 and with ``state="node"``. With ``params="world"`` stage 3 gathers the parameters
-        over the network in forward and in backward, those of ``model.root`` once.
+        over the network in forward and in backward, those of ``model.root`` once. The padding of
+        buckets, which matters for models of a few thousand elements, is not counted.
         """
         model, each, options = self.model, self.each, self.options
         wire = options.wire.gradients
