@@ -482,7 +482,7 @@ class Watch:
                 self.fail(claim, claimed=True)
 
     def _probe(self, wait: RailWait) -> Probe:
-        """Returns what looks at the connection that a wait needs."""
+        """Returns the probe of the connection that a wait needs."""
         if self._probed is None or self._probed[0] is not wait:
             self._probed = wait, Probe(partial(self._rails.look, wait.peer))
         return self._probed[1]
