@@ -55,7 +55,6 @@ def unlike_graphs(tensor: Tensor, group: Communicator) -> Tensor:
 
 
 def in_processes(rank: int, world_size: int) -> None:
-    check(through_all, 2 * world_size, rank, ReduceOp.SUM, None)
     check(unlike_graphs, 3, rank, default_group().communicator, backend="inductor")
     torch._dynamo.reset()
 

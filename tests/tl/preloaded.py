@@ -7,17 +7,28 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from triton.runtime.interpreter import InterpretedFunction
+
 from ringcomm import tl
-from ringcomm._tl import adamw_launch
+from ringcomm._tl import adamw_launch, hooks
 from tests.tl import device_kernels, kernels
 from tests.tl.interpreter import check_overflow
 
 __all__ = ["adamw_launch", "device_kernels", "kernels", "tl"]
 
 check_overflow(False)
+# Ranks that wait poll less often than those of users: there are more of them than cores.
+vars(hooks)["_PAUSE_S"] = 8e-3
+# Triton parses a function when it is first called; this once does for all ranks.
+for name, module in list(sys.modules.items()):
+    if name.startswith(("ringcomm._tl.", "tests.tl.", "triton.language.")):
+        for each in list(vars(module).values()):
+            if isinstance(each, InterpretedFunction):
+                each.rewrite()
 # As of those before: a rank that collects garbage would copy their pages.
 gc.collect()
 gc.freeze()

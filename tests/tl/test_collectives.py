@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from importlib.util import find_spec
 
 import pytest
@@ -18,13 +19,16 @@ from ringcomm import (
     RingcommError,
     UnsupportedError,
 )
+from tests.support.covering import in_test_all
 from tests.support.exact import op_of, operand, pattern, reduced, same
 from tests.tl.interpreter import LIMIT_S, Ranks, connect, run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ALL_COUNTS = (0, 1, 257, 2049)
+# Nothing, an element, a part of a block, and more than once around the slots; make test-all has all
+# in each algorithm.
+COUNTS = {"direct": (1, 1030, *in_test_all(0, 257)), "ring": (0, 1030, *in_test_all(1, 257))}
 
 
 def _put(tensor, place):
@@ -57,17 +61,18 @@ def _check_all(comm, count, dtype, place, algorithm, op="SUM"):
 
 
 def _everything(store, rank, world):
-    with connect(store, rank, world, segment_bytes=2048) as comm:
+    with connect(store, rank, world, segment_bytes=1024, slots=2) as comm:
         for algorithm in ("direct", "ring"):
             # The interpreter is slow: all sizes where the ranks have a core each.
-            counts = {2: ALL_COUNTS, 3: (257,)}.get(world, (world + 1,))
+            counts = {2: COUNTS[algorithm], 3: (257,)}.get(world, (world + 1,))
             for turn, count in enumerate(counts):
                 dtype = DTYPES[(turn + world) % 3]
                 place = ("plain", "heap", "unaligned")[(turn + len(algorithm) // 2) % 3]
                 _check_all(comm, count, dtype, place, algorithm, ("SUM", "AVG")[(turn + world) % 2])
         if world == 2:
             # Zero copy begins at 16 KiB of a chunk.
-            _check_all(comm, 8200, torch.bfloat16, "heap", "direct")
+            for count in in_test_all(8200):
+                _check_all(comm, count, torch.bfloat16, "heap", "direct")
             _in_place(comm)
     return True
 
@@ -94,9 +99,9 @@ def _alternate(store, rank, world):
         for turn in range(5):  # each pair of kernels that follow each other, in both algorithms
             kernels = "triton" if turn % 2 else "native"
             algorithm = ("direct", "ring")[turn // 2 % 2]
-            tensor = torch.arange(700, dtype=torch.float32) + rank + turn
+            tensor = torch.arange(300, dtype=torch.float32) + rank + turn
             comm.all_reduce(tensor, kernels=kernels, algorithm=algorithm)
-            want = (torch.arange(700) + turn) * world + sum(range(world))
+            want = (torch.arange(300) + turn) * world + sum(range(world))
             assert torch.equal(tensor, want.float()), turn
         comm.barrier()
         work = comm.all_reduce(tensor, async_op=True, kernels="triton")
@@ -114,7 +119,7 @@ def _bits(store, rank, world):
         forms = (("SUM", "direct"), ("AVG", "ring"), ("SUM", "direct"))
         for dtype, (op, algorithm) in zip(DTYPES, forms, strict=True):
             torch.manual_seed(rank)
-            given = (torch.randn(500) * 10.0 ** torch.randint(-3, 4, (500,))).to(dtype)
+            given = (torch.randn(300) * 10.0 ** torch.randint(-3, 4, (300,))).to(dtype)
             both = [given.clone(), given.clone()]
             for tensor, kernels in zip(both, ("native", "triton"), strict=True):
                 comm.all_reduce(tensor, op_of(op), kernels=kernels, algorithm=algorithm)
@@ -138,13 +143,13 @@ def _without_waiting(store, rank, world, broken):
         setattr(endpoint, "await_acquire_sys", no_wait)  # noqa: B010
         setattr(endpoint, "same_call", lambda ws, theirs: True)  # noqa: B010
     with connect(store, rank, world, segment_bytes=256, slots=2) as comm:
-        for turn in range(3):
+        for turn in range(2):
             comm.barrier()
             if rank == 1:
-                time.sleep(0.4)  # the other one is early, and must wait
-            tensor = torch.full((500,), float(rank + turn))
+                time.sleep(0.3)  # the other one is early, and must wait
+            tensor = torch.full((200,), float(rank + turn))
             comm.all_reduce(tensor)
-            if not torch.equal(tensor, torch.full((500,), 1.0 + 2 * turn)):
+            if not torch.equal(tensor, torch.full((200,), 1.0 + 2 * turn)):
                 return "wrong"
     return "right"
 
@@ -176,12 +181,15 @@ def test_ranks_that_run_other_kernels_are_told_so():
 def _late(store, rank, world):
     with connect(store, rank, world) as comm:
         comm.all_reduce(torch.ones(3))  # the first call may take seconds: Triton is imported
-        comm.timeout = 1.0
+        comm.timeout = 0.5
         if rank == 1:
-            time.sleep(4)
+            store.wait(["over"], timedelta(seconds=LIMIT_S))
             return ""
-        with pytest.raises(CollectiveTimeout) as caught:
-            comm.reduce_scatter_tensor(torch.empty(2), torch.ones(4))
+        try:
+            with pytest.raises(CollectiveTimeout) as caught:
+                comm.reduce_scatter_tensor(torch.empty(2), torch.ones(4))
+        finally:
+            store.set("over", "1")
         return str(caught.value)
 
 
@@ -196,7 +204,7 @@ def _killed(store, rank, world):
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(PeerLost, match="rank 1"):
-            comm.all_reduce(torch.ones(3000))
+            comm.all_reduce(torch.ones(300))
     return "told"
 
 

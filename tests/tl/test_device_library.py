@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from ringcomm import ArgumentError
+from tests.support.covering import in_test_all
 from tests.support.exact import pattern
 from tests.tl.interpreter import no_wait, open_context, run_kernel, run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
-COUNTS = (0, 1, 1000, 20_011)
+COUNTS = (0, 1, 5003, *in_test_all(1000, 20_011))
 DTYPES = (torch.bfloat16, torch.int8)
 
 
@@ -40,7 +41,7 @@ def _shift(context, kernels, dtype):
 
 def _gather(context, kernels, blocks):
     rank, world = context.comm.rank, context.comm.world_size
-    count = 6007
+    count = 3001
     copies = context.empty(count, torch.float16)
     words = context.zeros((blocks, world), torch.int32)
     for call in range(2):

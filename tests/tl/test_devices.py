@@ -9,6 +9,7 @@ import torch
 from ringcomm import Communicator, UnsupportedError
 from ringcomm.optim import AdamW, AdamWOptions
 from tests.support import ranks
+from tests.support.covering import EVERY_CASE
 from tests.support.device_worlds import OPTIONS, Devices, on_host, put, with_options
 from tests.support.exact import op_of, operand, pattern, reduced, same
 from tests.tl.interpreter import Ranks, run_ranks
@@ -45,8 +46,15 @@ def _run_on_one_device(kind, check, segment_bytes):
 
 # ---- collectives --------------------------------------------------------------------------------
 
-# The interpreter is slow; 300 elements go around the slots.
-COUNTS = {"emulated": (1, 300), "cuda": (1, 300, 1501)}
+BOTH = ("direct", "ring")
+# Count, dtype, place, operator and algorithms. 300 elements go around the slots. The interpreter is
+# slow, and the tests on the host have more sizes.
+FORMS = (
+    (300, torch.bfloat16, "plain", "AVG", BOTH),
+    (1, torch.float32, "heap", "SUM", BOTH),
+    (1501, torch.float16, "unaligned", "SUM", BOTH),
+)
+SOME_FORMS = ((*FORMS[0][:4], ("direct",)), (*FORMS[1][:4], ("ring",)))
 
 
 def _check(comm, count, dtype, place, algorithm, op):
@@ -72,16 +80,15 @@ def _check(comm, count, dtype, place, algorithm, op):
 
 
 def _collectives(comm, kind):
-    for turn, count in enumerate(COUNTS[kind]):
-        dtype = (torch.float32, torch.bfloat16, torch.float16)[turn]
-        place = ("heap", "plain", "unaligned")[turn]
-        for algorithm in ("direct", "ring"):
-            _check(comm, count, dtype, place, algorithm, ("SUM", "AVG")[turn % 2])
+    forms = SOME_FORMS if kind == "emulated" and not EVERY_CASE else FORMS
+    for count, dtype, place, op, algorithms in forms:
+        for algorithm in algorithms:
+            _check(comm, count, dtype, place, algorithm, op)
     # The native kernels go on from the same epochs.
     tensor = put(comm, torch.full((900,), float(comm.rank)), "heap")
     comm.all_reduce(tensor)
     assert on_host(tensor).eq(1).all()
-    _check_records(comm, 6 * len(COUNTS[kind]))
+    _check_records(comm, 3 * sum(len(algorithms) for *_, algorithms in forms))
 
 
 def _check_records(comm, calls_of_triton):
