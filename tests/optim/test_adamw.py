@@ -129,8 +129,7 @@ def test_every_world_takes_the_same_steps(worlds, name, world, algorithm):
         assert_same_state(full, expected)
 
 
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@covering(strength=1, dtype=[torch.bfloat16, torch.float16], world=[3, 1])
 def test_16_bit_parameters_are_their_masters_rounded(worlds, dtype, world):
     problem = Problem(dtype)
     wide = Problem()
@@ -227,9 +226,8 @@ def test_parameters_of_several_dtypes_step_side_by_side(worlds, world):
             assert torch.equal(mine, other.to(mine.dtype))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("step", [1, 10**6])
-def test_early_and_late_steps(worlds, world, step):
+@covering(strength=1, step=[1, 10**6], world=[2, 1])
+def test_early_and_late_steps(worlds, step, world):
     """Bias correction of step 10^6, where beta^step is 0 for one moment and not for the other."""
     problem = Problem()
 
@@ -261,9 +259,8 @@ def test_early_and_late_steps(worlds, world, step):
     assert worlds(world).run(work) == [step] * world
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("value", [0.0, 1e-45, 3e38, torch.inf, torch.nan])
-def test_extreme_gradients_give_what_torch_gives(worlds, world, value):
+@covering(strength=1, value=[0.0, 1e-45, 3e38, torch.inf, torch.nan], world=[1, 2])
+def test_extreme_gradients_give_what_torch_gives(worlds, value, world):
     problem = Problem(gradient=lambda shape, index, step, rank: torch.full(shape, value))
 
     def work(comm):

@@ -36,7 +36,10 @@ def all_equal(first: list[Tensor], second: list[Tensor]) -> bool:
 
 
 @covering(
-    world=[1, 3], options={"grads": SMALL_BUCKETS, "fp32 sums": FP32_SUMS}, clip=[False, True]
+    strength=1,
+    world=[3, 1],
+    options={"grads": SMALL_BUCKETS, "fp32 sums": FP32_SUMS},
+    clip=[True, False],
 )
 def test_a_loss_scaler_skips_what_overflows_on_any_rank(worlds, world, options, clip):
     """A scaled step is the step without the scaler, and every rank has the same scale."""
@@ -71,8 +74,7 @@ def test_a_loss_scaler_skips_what_overflows_on_any_rank(worlds, world, options, 
         assert all_equal(params, expected)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@covering(strength=1, dtype=[torch.float16, torch.bfloat16], world=[2, 1])
 def test_16_bit_gradients_overflow_and_recover(worlds, world, dtype):
     """A gradient of 1 overflows float16 at the scale 2^16, and not at 2^15."""
 
@@ -90,8 +92,7 @@ def test_16_bit_gradients_overflow_and_recover(worlds, world, dtype):
     assert worlds(world).run(work) == [once] * world
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@covering(strength=1, dtype=[torch.float32, torch.bfloat16], world=[1, 2])
 def test_check_finite_skips_without_a_scale_counts_and_says_so(worlds, world, dtype, caplog):
     options = AdamWOptions(check_finite=True)
 
@@ -153,7 +154,10 @@ def test_torchs_grad_scaler_drives_it_alone(kind, unscale):
 
 
 @covering(
-    world=[2, 3], options={"grads": SMALL_BUCKETS, "fp32 sums": FP32_SUMS}, unscale=[False, True]
+    strength=1,
+    world=[2, 3],
+    options={"grads": SMALL_BUCKETS, "fp32 sums": FP32_SUMS},
+    unscale=[False, True],
 )
 def test_the_ranks_of_a_grad_scaler_agree(worlds, world, options, unscale):
     def work(comm):

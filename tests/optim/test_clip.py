@@ -54,12 +54,12 @@ def exact_norm(grad: Tensor, kind: str) -> float:
 
 @pytest.mark.parametrize("kind", ["l2", "l1", "inf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("elems", [1, 511, 512, 5000])
-def test_words_become_the_norm(kind, dtype, elems):
-    grad = (values((elems,), 3) * 2.0 ** (values((elems,), 4) * 4)).to(dtype)
-    norm = norm_of(words_of(grad, kind), kind, ONE)
-    assert norm.dtype is torch.float32 and norm.dim() == 0
-    assert norm.item() == pytest.approx(exact_norm(grad, kind), rel=2**-23)
+def test_words_become_the_norm(kind, dtype):
+    for elems in (1, 511, 512, 3000):
+        grad = (values((elems,), 3) * 2.0 ** (values((elems,), 4) * 4)).to(dtype)
+        norm = norm_of(words_of(grad, kind), kind, ONE)
+        assert norm.dtype is torch.float32 and norm.dim() == 0
+        assert norm.item() == pytest.approx(exact_norm(grad, kind), rel=2**-23)
 
 
 @pytest.mark.parametrize("kind", ["l2", "l1"])
@@ -93,19 +93,17 @@ def clipped(comm, problem, options, max_norm, norm_type, steps=3):
     return torch.stack(norms), params
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_world_has_the_same_norm_and_clips_alike(worlds, dtype, norm_type):
+@covering(strength=1, norm_type=[2.0, 1.0, math.inf], dtype=[torch.float32, torch.bfloat16])
+def test_every_world_has_the_same_norm_and_clips_alike(worlds, norm_type, dtype):
     problem = replace(WILD, dtype=dtype)
     norms, expected = clipped(None, problem, SUM, 0.5, norm_type)
-    for world in (1, 3, 8):
+    for world in (1, 3):
         for mine, params in worlds(world).run(clipped, problem, SUM, 0.5, norm_type):
             assert torch.equal(mine, norms)
             assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
 
 
-@pytest.mark.parametrize("max_norm", [0.0, 0.7, 1e6])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@covering(strength=1, norm_type=[2.0, 1.0, math.inf], max_norm=[0.7, 0.0, 1e6])
 def test_it_clips_as_torch_does(norm_type, max_norm):
     # torch knows no largest element of nothing.
     problem = replace(WILD, shapes=tuple(shape for shape in SHAPES if 0 not in shape))

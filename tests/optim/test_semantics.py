@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 from ringcomm.errors import ArgumentError
 from ringcomm.optim import Adam, AdamW, AdamWOptions
 from tests.optim.problems import SMALL_BUCKETS, Problem, loss_of, model, values
-from tests.support.covering import covering
+from tests.support.covering import covering, in_test_all
 
 Tensor = torch.Tensor
 FP32_SUMS = AdamWOptions(bucket_elems=1024, accumulate_dtype=torch.float32)
@@ -24,6 +24,7 @@ def follows(net: torch.nn.Module, other: torch.nn.Module) -> None:
 
 
 @covering(
+    strength=1,
     world=[1, 2, 4],
     options={"grads": SMALL_BUCKETS, "fp32 sums": FP32_SUMS},
     zeroed=["to none", "to zero", "by the model"],
@@ -110,7 +111,7 @@ def test_a_tensor_lr_steps_as_the_number_and_is_read_anew():
         assert all(torch.equal(a, b) for a, b in zip(params, finals[0], strict=True))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, *in_test_all(1)])
 def test_a_closure_is_called_with_gradients_enabled_and_its_loss_returned(worlds, world):
     def work(comm):
         net = model()
@@ -180,7 +181,7 @@ def test_a_parameter_without_gradient_takes_no_step(worlds, world):
         assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, *in_test_all(1)])
 def test_unused_zero_decays_and_steps_without_gradient(worlds, world):
     options = AdamWOptions(unused="zero")
 

@@ -13,7 +13,7 @@ from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaleOptions, LossScaler, Sharded
 from ringcomm.optim import any_torch as elementwise
 from tests.optim.problems import SMALL_BUCKETS, Problem, assert_same_state, values
-from tests.support.covering import covering
+from tests.support.covering import covering, thinned
 
 Tensor = torch.Tensor
 STEPS = 5
@@ -143,8 +143,11 @@ def test_steps_have_the_bits_of_the_class_in_one_process(worlds, name, world):
     worlds(world).run(work)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["SGD with momentum", "NAdam", "Lion"])
+@covering(
+    strength=1,
+    name=["SGD with momentum", "NAdam", "Lion"],
+    dtype=[torch.bfloat16, torch.float16],
+)
 def test_16_bit_parameters_are_rounded_masters(worlds, name, dtype):
     problem = replace(PROBLEMS[name], dtype=dtype)
     wanted, _ = reference(problem, 2)
@@ -161,8 +164,7 @@ def test_16_bit_parameters_are_rounded_masters(worlds, name, dtype):
     worlds(2).run(work)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", ["SGD with momentum", "Lion"])
+@covering(strength=1, name=["SGD with momentum", "Lion"], world=[1, 2])
 def test_a_clipped_gradient_is_scaled_once(worlds, name, world):
     problem = PROBLEMS[name]
 
@@ -189,8 +191,7 @@ def test_a_clipped_gradient_is_scaled_once(worlds, name, world):
     worlds(world).run(work)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", ["Lion", "NAdam"])
+@covering(strength=1, name=["Lion", "NAdam"], world=[1, 2])
 def test_a_scaled_step_that_overflows_changes_nothing(worlds, name, world):
     """The scale is a power of two, so it changes no bit of the others."""
     problem = PROBLEMS[name]
@@ -236,7 +237,7 @@ def test_a_grad_scaler_of_all_ranks_drives_it(worlds):
     worlds(2).run(work)
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", thinned(PROBLEMS, 2))
 def test_torchs_state_goes_both_ways(worlds, name):
     """Torch goes on from what was gathered, and ringcomm from what torch then has."""
     problem = PROBLEMS[name]

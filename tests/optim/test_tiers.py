@@ -30,7 +30,7 @@ from ringcomm.optim import (
 from ringcomm.optim.layout import Chunk
 from tests.memory.disk_folder import skip_unless_disk
 from tests.optim.problems import values
-from tests.support.covering import covering
+from tests.support.covering import covering, in_test_all
 
 Tensor = torch.Tensor
 # Several buckets, parameters that lie in several pieces and chunks, one without elements, a scalar.
@@ -58,6 +58,11 @@ KINDS: dict[str, Any] = {
     "Adafactor": lambda params, **rest: Adafactor(params, lr=1e-2, **rest),
     "Muon": lambda params, **rest: Muon(by_algorithm(params), lr=1e-2, **rest),
 }
+
+
+# With records of each form; tests/zero/test_same_bits.py has the tier with other optimizers, too.
+TIERED = ["AdamW", "AdamW8bit", "SGD without momentum", "Adagrad", "Muon"]
+TIERED += in_test_all(*(kind for kind in KINDS if kind not in TIERED))
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +128,7 @@ def new_memory_is_nan() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("new_memory_is_nan")
-@covering(strength=1, kind=[*KINDS], resident_bytes=[0, 20_000, 1 << 20], world=[1, 3])
+@covering(strength=1, kind=TIERED, resident_bytes=[0, 20_000, 1 << 20], world=[1, 3])
 def test_bits_are_those_of_memory(worlds, folder, kind, resident_bytes, world):
     """All precisions; clipping and skipped steps are dealt to the numbers of resident bytes."""
     how = {0: {}, 20_000: {"clips": True}, 1 << 20: {"skips": True}}[resident_bytes]

@@ -22,9 +22,8 @@ __all__ = ["resizing_in_stream_order"]
 
 Tensor = torch.Tensor
 CHOICES: list[tuple[int, dict[str, Any]]] = [
-    (2, {"state": "node"}),
     (3, {"params": "world"}),
-    *in_test_all((1, {}), (3, {})),
+    *in_test_all((1, {}), (2, {"state": "node"}), (3, {})),
 ]
 
 

@@ -117,33 +117,33 @@ def layout_of(comm: Communicator, base: Any, run: Run) -> Any:
 @pytest.mark.parametrize(
     ("run", "code", "choices"),
     [
-        (Run("mlp", 1), "int4", [(1, {}), (3, WORLD)]),
-        (Run("mlp", 1, precision=zero.Precision(param=torch.bfloat16)), "fp8", [(2, {}), (3, {})]),
+        (Run("mlp", 1, steps=2), "int4", [(1, {}), (3, WORLD)]),
+        (Run("mlp", 1, steps=2, precision=zero.Precision(param=torch.bfloat16)), "fp8", [(3, {})]),
     ],
     ids=["int4", "bf16 fp8"],
 )
-def test_three_steps_end_with_the_bits_of_one_rank_that_codes_masters_itself(
+def test_steps_end_with_the_bits_of_one_rank_that_codes_masters_itself(
     two_by_two, run, code, choices
 ):
-    """And not with those of parameters that cross as they are."""
+    """And not with those of the masters themselves."""
     base = new_model(run.model)
     layout = two_by_two.run(layout_of, base, coded(run, code, (1, {})))[0]
     reference = Reference(base, run, layout, code)
-    for turn in range(3):
+    for turn in range(run.steps):
         reference.step(turn)
     wanted = dict(reference.params)
     for choice in choices:
         for state, _ in two_by_two.run(train, base, coded(run, code, choice)):
             params = {name: state[name] for name in wanted}
             assert_same_bits(params, {name: each.detach() for name, each in wanted.items()})
-    plain, _ = two_by_two.run(train, base, replace(run, stage=1))[0]
-    assert any(not torch.equal(plain[name], wanted[name]) for name in wanted)
+    masters = reference.masters
+    assert any(not torch.equal(masters[name], wanted[name].float()) for name in wanted)
 
 
 def test_segments_begin_at_blocks(two_by_two, monkeypatch):
-    base, run = new_model("gpt"), Run("gpt", 1, 1)
+    base, run = new_model("narrow gpt"), Run("narrow gpt", 1, 1)
     wanted = two_by_two.run(train, base, coded(run, "int4", (1, {})))[0]
-    monkeypatch.setattr(sums, "SEGMENT_BYTES", 8 << 10)
+    monkeypatch.setattr(sums, "SEGMENT_BYTES", 4 << 10)
     for choice in ((1, {}), (3, WORLD)):
         for state, _ in two_by_two.run(train, base, coded(run, "int4", choice)):
             assert_same_bits(state, wanted[0])
@@ -155,7 +155,7 @@ def test_codes_pass_over_other_rails_unchanged():
     for rails in ("direct", "levels", "ring"):
         options = CommOptions(rails=rails)
         with ringcomm.local_world(4, nodes=[1, 1, 1, 1], timeout=60, options=options) as world:
-            ends.append([world.run(shown_after, base, replace(run, stage=s)) for s in (1, 3)])
+            ends.append(world.run(shown_after, base, run))
     assert ends[0] == ends[1] == ends[2]
 
 
@@ -167,14 +167,6 @@ def shown_after(comm: Communicator, base: Any, run: Run) -> list[list[float]]:
     return [each.view(-1).tolist() for each in state.values()]
 
 
-def test_on_one_node_it_changes_nothing():
-    base, run = new_model("mlp"), Run("mlp", 1)
-    with ringcomm.local_world(2, timeout=60) as world:
-        wanted = world.run(train, base, run)[0]
-        found = world.run(train, base, coded(run, "int4", (3, {})))[0]
-        assert_same_bits(found[0], wanted[0])
-
-
 def exact_ones(comm: Communicator, base: Any, options: zero.ZeroOptions, stage: int) -> list[str]:
     """Returns the names of parameters that sharding leaves as they were, but for their dtype."""
     module = zero.shard(deepcopy(base), stage, comm=comm, options=options)
@@ -184,7 +176,7 @@ def exact_ones(comm: Communicator, base: Any, options: zero.ZeroOptions, stage: 
     return sorted(n for n, each in params.items() if torch.equal(each.to(state[n].dtype), state[n]))
 
 
-@pytest.mark.parametrize(("stage", "more"), [(1, {}), (3, {}), (3, WORLD)])
+@pytest.mark.parametrize(("stage", "more"), [(1, {}), (3, WORLD)])
 def test_frozen_parameters_and_those_that_stay_fp32_are_exact(two_by_two, stage, more):
     base = new_model("partial")
     options = zero.ZeroOptions(wire=zero.Wire(parameters="int4"), **more)
@@ -219,10 +211,9 @@ def resume(comm: Communicator, base: Any, root: Any, settings: dict[str, Any]) -
     return loaded, *ends
 
 
-@covering(strength=1, stages=[(1, 3), (3, 2)], precision={"fp32": zero.Precision(), "bf16": BF16})
-def test_a_run_that_resumes_ends_with_the_same_bits(two_by_two, tmp_path, precision, stages):
+def test_a_run_that_resumes_ends_with_the_same_bits(two_by_two, tmp_path):
     wire = zero.Wire(parameters="int8")
-    settings = {"options": {"wire": wire}, "precision": precision, "stages": stages}
+    settings = {"options": {"wire": wire}, "precision": BF16, "stages": (3, 1)}
     for loaded, wanted, found in two_by_two.run(resume, new_model("mlp"), tmp_path, settings):
         assert_same_bits(found, wanted)
         assert any(not torch.equal(loaded[name], wanted[name]) for name in wanted)
@@ -496,7 +487,7 @@ def step_of(comm: Communicator, carrier: Carrier, base: Any, run: Run) -> Any:
     return phases, flags, chunks, root
 
 
-@covering(strength=1, choice=[(1, {}), (3, {}), (3, WORLD)], code=["int8", "int4"])
+@covering(strength=1, choice=[(1, {}), (3, WORLD)], code=["int8", "int4"])
 def test_what_leaves_a_node_is_codes(code, choice):
     """To the byte: each chunk once for each other node, and of the world's in each gather."""
     carrier, base = Carrier(), new_model("gpt")

@@ -31,7 +31,7 @@ OPTIONS = CommOptions(timeout=60.0, segment_bytes=4096, channels=2, copy_bytes=1
 KEPT = zero.Precision.preset("bf16-pure-sr", keep_fp32=("lora_a", "frozen", "head"))
 RUNS = {
     "accumulated": Run("mlp", 0, 2, backwards=2),
-    "Muon": Run("gpt", 0, 2, precision=BF16, clip=0.3, kind=Muon),
+    "Muon": Run("narrow gpt", 0, 2, precision=BF16, clip=0.3, kind=Muon),
     "Adafactor": Run("mlp", 0, 2, precision=BF16, kind=Adafactor),
     "NAdam": Run("mlp", 0, 2, precision=BF16, clip=0.3, kind=torch.optim.NAdam),
     "partial": Run("partial", 0, 2, backwards=2, quiet=False),

@@ -324,8 +324,7 @@ def all_owed(found: list[Resumed], name: str) -> Tensor:
 
 @pytest.mark.parametrize(
     ("saves", "loads"),
-    [((2, {}), (1, {})), ((0, {}), (3, {})), ((1, BY_NODE), (2, BY_NODE))],
-    ids=["world", "all-reduce", "node"],
+    [((0, {}), (3, {})), ((1, BY_NODE), (2, BY_NODE)), *in_test_all(((2, {}), (1, {})))],
 )
 def test_training_resumes_with_the_same_bits_on_the_same_nodes(two_by_two, tmp_path, saves, loads):
     base = new_model("mlp")

@@ -27,11 +27,10 @@ from torch import nn
 
 import ringcomm
 from ringcomm import zero
-from ringcomm.bench.training_systems import Shape
 from ringcomm.extras.estimate import ModelElems, Training
 from ringcomm.optim import AdamW, LossScaler
 from ringcomm.zero.stages.buckets import ShardedBucket
-from ringcomm.zero.stages.options import DEFAULT_BUCKET_ELEMS, PRESETS
+from ringcomm.zero.stages.options import PRESETS
 from tests.support import ROOT
 from tests.support.covering import covering, in_test_all
 
@@ -217,9 +216,11 @@ def test_buffers_of_small_fp32_buckets_are_small(worlds, stage):
     ("stage", "shared", "closed_form"),
     [
         (2, {"state": "node"}, 4 + (4 + 8) / 2),
-        (3, {}, 4 / 2 + (4 + 8) / 4),
         (3, {"params": "world"}, (4 + 4 + 8) / 4),
-        (3, {"state": "node"}, (4 + 4 + 8) / 2),
+        *in_test_all(
+            (3, {}, 4 / 2 + (4 + 8) / 4),
+            (3, {"state": "node"}, (4 + 4 + 8) / 2),
+        ),
     ],
 )
 def test_a_rank_of_two_nodes_of_two_holds_its_share(stage, shared, closed_form):
@@ -258,32 +259,3 @@ def test_frozen_parameters_are_split_and_freed_in_backward(worlds):
     gradients = 3 * BUCKET_ELEMS * 4
     for most in worlds(WORLD).run(work):
         assert most <= split + gathered + gradients + (1 << 16)
-
-
-def test_a_gpt_of_25_million_at_stage_2_is_within_a_bucket_and_5_percent(worlds):
-    """The most that is held at any moment of a backward, in the default options."""
-    shape = Shape(512, 8, 8, 1, 16)
-    base = shape.model()
-    batch = torch.randint(0, 256, (1, 17))
-    tokens, targets = batch[:, :-1], batch[:, 1:]
-
-    def work(comm):
-        module = deepcopy(base)
-        zero.shard(module, 2, comm=comm)
-        optimizer = AdamW(module.parameters(), lr=1e-3)
-        module(tokens, targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        most = [0]
-        for param in module.parameters():
-            param.register_post_accumulate_grad_hook(
-                lambda _: most.append(max(most.pop(), held_bytes(module, optimizer)))
-            )
-        module(tokens, targets).backward()
-        return most[0]
-
-    closed_form = (4 + 12 / 2) * shape.parameters
-    one_bucket = 4 * DEFAULT_BUCKET_ELEMS
-    for most in worlds(2).run(work):
-        print(f"peak {most / closed_form:.4f} of the closed form {closed_form / 1e6:.1f} MB")
-        assert closed_form <= most <= 1.05 * closed_form + one_bucket

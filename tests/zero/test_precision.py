@@ -30,12 +30,12 @@ from ringcomm.optim import (
 )
 from ringcomm.zero.stages.options import PRESETS
 from tests.support import ROOT
-from tests.support.covering import in_test_all
+from tests.support.covering import covering, in_test_all
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
 Precision = zero.Precision
-STAGES = [0, 1, 2, 3]
+STAGES = [0, 3, *in_test_all(1, 2)]
 PAGE = ROOT / "docs" / "precision.md"
 WIDTH = 24
 KEPT = ("blocks.*.norm", "blocks.*.router", "last")
@@ -197,8 +197,7 @@ def test_unscaled_steps_are_refused_where_the_loss_must_be_scaled(worlds, base, 
 # ---- modules that stay FP32 ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("init_dtype", [torch.float32, torch.bfloat16])
+@covering(strength=1, stage=STAGES, init_dtype=[torch.float32, torch.bfloat16])
 def test_kept_modules_have_fp32_and_compute_in_it(worlds, base, stage, init_dtype):
     precision = replace(Precision.preset("bf16-mixed", keep_fp32=KEPT), buffer=torch.bfloat16)
 
@@ -327,7 +326,7 @@ def test_compiled_units_share_their_code(worlds, stage):
 
     torch._dynamo.reset()
     torch.manual_seed(3)
-    depth = 10
+    depth = 5
     base, precision = (
         Mixture(depth).requires_grad_(True),
         Precision.preset("bf16-mixed", keep_fp32=KEPT),

@@ -34,8 +34,8 @@ def _train(store, rank, world, run):
 def test_processes_train_as_threads_do(worlds):
     before = shared_memory_files()
     run = Run("wandering", 3, backwards=2, clip=0.3)
-    wanted, norms = train_world(worlds(3), run)
-    for state, their_norms in run_ranks(_train, 3, run):
+    wanted, norms = train_world(worlds(2), run)
+    for state, their_norms in run_ranks(_train, 2, run):
         assert_same_bits(state, wanted)
         assert their_norms == norms
     assert shared_memory_files() <= before
@@ -45,7 +45,7 @@ def _lose_a_rank(store, rank, world, stage):
     torch.set_num_threads(1)
     comm = Communicator.from_store(store, rank, world, timeout=TIMEOUT_S)
     module: Any = zero.shard(
-        new_model("gpt"),
+        new_model("narrow gpt"),
         stage,
         comm=comm,
         options=zero.ZeroOptions(bucket_elems=SMALL_BUCKET_ELEMS),
@@ -88,7 +88,7 @@ def _one_sided(store, rank, world):
     """Rank 0 evaluates while the others are asleep."""
     torch.set_num_threads(1)
     with Communicator.from_store(store, rank, world, timeout=TIMEOUT_S) as comm:
-        module: Any = zero.shard(new_model("gpt"), 3, comm=comm)
+        module: Any = zero.shard(new_model("narrow gpt"), 3, comm=comm)
         tokens = torch.arange(34).view(2, 17)
         loss = None
         if rank == 0:
@@ -102,9 +102,9 @@ def _one_sided(store, rank, world):
 
 
 def test_a_rank_gathers_while_its_peers_are_away():
-    plain = new_model("gpt")
+    plain = new_model("narrow gpt")
     tokens = torch.arange(34).view(2, 17)
     with torch.no_grad():
         wanted = plain(tokens[:, :-1], tokens[:, 1:]).item()
-    told = run_ranks(_one_sided, 3)
+    told = run_ranks(_one_sided, 2)
     assert told[0][0] == wanted

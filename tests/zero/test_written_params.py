@@ -11,6 +11,7 @@ from torch import nn
 from ringcomm import zero
 from ringcomm.optim import AdamW, AdamWOptions, buckets
 from ringcomm.optim.buckets import OutsideWrites
+from tests.support.covering import covering
 
 Tensor = torch.Tensor
 # At stage 3 a module is loaded inside of gathered() only.
@@ -57,9 +58,8 @@ def _is_what_was_loaded(found: dict[str, Tensor]) -> bool:
     return all(torch.equal(found[name], value.bfloat16()) for name, value in _state().items())
 
 
-@pytest.mark.parametrize("steps_before", [0, 1])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_step_keeps_what_was_loaded(worlds, stage, steps_before):
+@covering(strength=1, steps_before=[0, 1], stage=STAGES)
+def test_a_step_keeps_what_was_loaded(worlds, steps_before, stage):
     assert _is_what_was_loaded(_loaded(worlds, stage, steps_before))
 
 

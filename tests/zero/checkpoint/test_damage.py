@@ -28,6 +28,7 @@ from ringcomm.zero.checkpoint import (
     export_safetensors,
 )
 from ringcomm.zero.checkpoint import format as manifest
+from tests.support.covering import thinned
 from tests.zero.checkpoint.states import FILES, MANIFEST, assert_step, forge, load_all, save_step
 
 
@@ -52,7 +53,7 @@ def test_without_checksums_a_flipped_bit_is_an_error_or_other_elements(folder):
     file = FILES[0]
     content, whole = (folder / file).read_bytes(), load_all(folder)
     refused = 0
-    for place in range(len(content)):
+    for place in thinned(range(len(content)), 3):
         (folder / file).write_bytes(flipped(content, place))
         try:
             told = load_all(folder, verify=False)
@@ -61,7 +62,7 @@ def test_without_checksums_a_flipped_bit_is_an_error_or_other_elements(folder):
             refused += 1
         else:
             assert [each[:2] for each in told[1:4]] == [each[:2] for each in whole[1:4]]
-    assert refused > 100
+    assert refused > 40
 
 
 @pytest.mark.parametrize("file", [MANIFEST, *FILES])

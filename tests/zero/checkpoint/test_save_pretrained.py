@@ -44,7 +44,7 @@ def sharded(net: nn.Module, stage: int, comm: Any, **options: Any) -> nn.Module:
     return zero.shard(deepcopy(net), stage, comm=comm, options=chosen)
 
 
-@covering(stage=[0, 1, 2, 3], aliases=["copy", "skip"], max_file_bytes=[700, 5 << 30])
+@covering(strength=1, stage=[0, 1, 2, 3], aliases=["copy", "skip"], max_file_bytes=[700, 5 << 30])
 def test_weights_are_those_of_an_export(
     worlds, tmp_path, monkeypatch, stage, aliases, max_file_bytes
 ):

@@ -18,6 +18,7 @@ from ringcomm.errors import CheckpointError
 from ringcomm.module_names import KnownNames, plain_name, without_wrappers
 from ringcomm.optim import AdamW
 from ringcomm.zero.checkpoint import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from tests.support.covering import in_test_all
 from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
@@ -74,7 +75,6 @@ WRAPPED: dict[str, Callable[[nn.Sequential], nn.Module]] = {
 NAMES = list(new().state_dict())
 TENSORS = [name for name in NAMES if not name.endswith("_extra_state")]
 FIRST = [name for name in TENSORS if name != "2.0.weight"]
-STAGES = [0, 1, 2, 3]
 
 
 def wrapped(kind: str, seed: int = 0) -> Any:
@@ -110,9 +110,12 @@ def old_names(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     return context
 
 
-@pytest.mark.parametrize("kind", WRAPPED)
+@pytest.mark.parametrize(
+    "kind",
+    ["both", "parallel", "root", *in_test_all("plain", "checkpoint", "compile", "compiled root")],
+)
 def test_files_have_plain_names(worlds, tmp_path, kind):
-    """Of each function that names tensors, at each stage, and whatever loads them is plain."""
+    """Of each function that names tensors, and whatever loads them is plain."""
 
     def work(comm: Any, stage: int) -> Any:
         folder = tmp_path / str(stage)
@@ -138,11 +141,14 @@ def test_files_have_plain_names(worlds, tmp_path, kind):
         states = [each.full_state_dict() for each in (optimizer, of_other)]
         assert_same_bits(*({str(n): s["exp_avg"] for n, s in x["state"].items()} for x in states))
 
-    for stage in STAGES if kind == "checkpoint" else (3,):
+    for stage in (1, 3) if kind == "both" else (3,):
         worlds(2).run(lambda comm, stage=stage: work(comm, stage))
 
 
-@pytest.mark.parametrize(("stage", "kind"), [(1, "both"), *((3, kind) for kind in WRAPPED)])
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [(1, "both"), (3, "compiled root"), *in_test_all(*((3, kind) for kind in WRAPPED))],
+)
 def test_files_of_other_wrappers_are_read(worlds, tmp_path, old_names, kind, stage):
     """Earlier releases' checkpoints, weights and state dicts, into each kind of module."""
     raw = wrapped(kind).state_dict()
