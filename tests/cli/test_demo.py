@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 
 import pytest
 
@@ -13,6 +14,8 @@ from ringcomm.bench.launch import _STORE_FILE as STORE_FILE
 from ringcomm.bench.training_systems import DDP_HERE, FSDP2_HERE, STAGES
 from ringcomm.cli import bench, demo
 from tests.cli.processes import run
+from tests.support import ROOT
+from tests.support.covering import EVERY_CASE
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +69,22 @@ for number, (module, words) in enumerate(parts):
 """
 
 
+USES_NUMPY = re.compile(r"\bimport numpy\b|\bfrom numpy\b|\.numpy\(|\bfrom_numpy\(")
+
+
+def test_no_module_of_the_harness_names_numpy():
+    for path in (ROOT / "bench").rglob("*.py"):
+        assert not USES_NUMPY.search(path.read_text()), path
+    for wrong in (
+        "import numpy as np",
+        "from numpy import ones",
+        "x.numpy()",
+        "torch.from_numpy(x)",
+    ):
+        assert USES_NUMPY.search(wrong)
+
+
+@pytest.mark.skipif(not EVERY_CASE, reason="runs the demo once more, in real interpreters")
 def test_no_part_needs_numpy(tmp_path, text):
     folder = tmp_path / "no_numpy"
     folder.mkdir()

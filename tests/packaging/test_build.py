@@ -50,11 +50,8 @@ for kernels in ("launch", "words", "collectives"):
     assert importlib.util.find_spec(f"ringcomm._tl.{kernels}") is not None
 print(pathlib.Path(ringcomm.__file__).parent)
 print(pathlib.Path(importlib.util.find_spec("ringcomm.bench").origin).parent)
-"""
-
 
 # Where the package takes the kernels' sources from, and what a compilation reads of them.
-READ_KERNELS = """
 from ringcomm.cuda import units
 root = units.source_root()
 sources = [units.read_source(root, unit) for unit in units.UNITS.values()]
@@ -186,10 +183,10 @@ def test_the_wheel_holds_the_packages_only(wheel):
 
 def test_the_wheel_installs_and_runs(workshop, wheel):
     home = workshop.install(wheel)
-    package, harness = run(home / "bin" / "python", "-c", USE, cwd=workshop.folder).split()
+    printed = run(home / "bin" / "python", "-c", USE, cwd=workshop.folder)
+    package, harness, root, *texts = printed.split()
     assert Path(package).is_relative_to(home)
     assert Path(harness) == Path(package, "bench")
-    root, *texts = run(home / "bin" / "python", "-c", READ_KERNELS, cwd=workshop.folder).split()
     assert Path(root) == Path(package, "_kernels", "src")
     assert {"kernels/cuda/kernels.cu", "ringcomm/core/platform.h"} <= set(texts)
     assert "bench" in run(home / "bin" / "ringcomm", "--help", cwd=workshop.folder)
@@ -197,10 +194,10 @@ def test_the_wheel_installs_and_runs(workshop, wheel):
 
 def test_the_editable_install_runs_from_the_tree(workshop, unpacked):
     home = workshop.install(workshop.build("build_editable", unpacked))
-    package, harness = run(home / "bin" / "python", "-c", USE, cwd=workshop.folder).split()
+    printed = run(home / "bin" / "python", "-c", USE, cwd=workshop.folder)
+    package, harness, root, *texts = printed.split()
     assert Path(package) == unpacked / "ringcomm"
     assert Path(harness) == unpacked / "ringcomm" / "bench"  # an sdist has no links
-    root, *texts = run(home / "bin" / "python", "-c", READ_KERNELS, cwd=workshop.folder).split()
     assert Path(root) == unpacked
     assert {"kernels/cuda/kernels.cu", "ringcomm/core/platform.h"} <= set(texts)
     assert "bench" in run(home / "bin" / "ringcomm", "--help", cwd=workshop.folder)

@@ -11,6 +11,7 @@ import pytest
 from ringcomm.bench import report
 from tests.packaging.documents import DOCUMENTS, GUIDES, anchors_of, name_of, without_code
 from tests.support import ROOT, fork_server
+from tests.support.covering import EVERY_CASE
 
 # The documents name a file from the root or, where the context is clear, from one of the others.
 KERNELS = ROOT / "kernels"
@@ -30,8 +31,10 @@ def test_a_readme_example_runs(tmp_path, number):
     launcher = [] if "local_world" in EXAMPLES[number] else torchrun
     command = [sys.executable, *launcher, str(script)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    # The first of them in interpreters of its own, as a user's are.
-    done = fork_server.run(command, anew=number == 0, cwd=tmp_path, env=environment)
+    # In test-all the first has interpreters of its own, as a user's are. tests/cli/test_launch.py
+    # and test_build.py start such in every run.
+    anew = EVERY_CASE and number == 0
+    done = fork_server.run(command, anew=anew, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     for expected in re.findall(r"# (tensor\(.*\))", EXAMPLES[number]):
         assert expected in done.stdout

@@ -107,20 +107,6 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def _check_launch(command: list[str], tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    done = fork_server.run([*command, script], TIMEOUT_S, env=_environment())
-    assert done.returncode == 0, done.stdout + done.stderr
-    for rank in range(2):
-        assert f"rank {rank} of 2: 3.0" in done.stdout
-
-
-def test_torchrun(tmp_path):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    _check_launch(launcher, tmp_path)
-
-
 def test_mpirun(tmp_path):
     mpirun = Path(sys.executable).with_name("mpirun")
     found = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
@@ -128,7 +114,13 @@ def test_mpirun(tmp_path):
         pytest.skip("there is no mpirun on this machine")
     root = ["--allow-run-as-root"] if _is_open_mpi(found) and os.geteuid() == 0 else []
     before = _sockets()
-    _check_launch([found, *root, "-n", "2", sys.executable], tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [found, *root, "-n", "2", sys.executable, script]
+    done = fork_server.run(command, TIMEOUT_S, env=_environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        assert f"rank {rank} of 2: 3.0" in done.stdout
     # Other tests' ranks meet in the same namespace: their sockets go within a while.
     left, deadline = _sockets() - before, time.monotonic() + 60
     while left and time.monotonic() < deadline:

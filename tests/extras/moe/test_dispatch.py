@@ -128,7 +128,7 @@ def test_memory_of_the_heap_is_free_once_a_call_ends(world):
 
     def body(comm):
         mine = case(comm.rank, 2)
-        for _ in range(20):
+        for _ in range(10):
             x = ringcomm.empty(mine.x.shape).copy_(mine.x)
             rows, _, handle = moe.dispatch(x, mine.idx, None, EXPERTS, comm)
             x.fill_(float("nan"))
@@ -144,7 +144,7 @@ def test_outboxes_are_written_by_turns(world):
     """Calls follow each other without a collective at their ends, with rows of growing size."""
 
     def body(comm):
-        for turn in range(30):
+        for turn in range(12):
             mine = case(comm.rank, 2, tokens=1 + turn, hidden=8 + 8 * turn)
             rows, _, handle = moe.dispatch(mine.x + turn, mine.idx, None, EXPERTS, comm)
             out = moe.combine(rows, handle)
@@ -319,7 +319,7 @@ def large(dtype: torch.dtype) -> Case:
     return given._replace(idx=given.idx.clamp(min=0))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES[:2], *in_test_all(DTYPES[2])], ids=str)
 def test_large_rows(dtype):
     given = large(dtype)
     x, weights = given.x.requires_grad_(), given.weights.requires_grad_()

@@ -20,6 +20,7 @@ import ringcomm
 from ringcomm import ArgumentError, moe
 from ringcomm.optim import AdamW
 from tests.extras.moe.test_layer import EXPERTS, HIDDEN, expert, filled, tokens
+from tests.support.covering import in_test_all
 
 Tensor = torch.Tensor
 PLAN: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -111,7 +112,7 @@ def beside_replicas(rank: int, world_size: int) -> None:
     """A mesh of (dp, ep): the state of experts is sharded over dp, all else over both."""
     mesh = mesh_of(dp=2, ep=2)
     expected = of_one_process(4, first(None), second())
-    for stage in (1, 3):
+    for stage in (*in_test_all(1), 3):
         model: Any = nn.Sequential(first(mesh["ep"]), second())
         moe.shard(model, stage, mesh=mesh)
         optimizer = moe.Optimizer(model, adamw)
@@ -129,7 +130,7 @@ def beside_tensor_parallelism(folder: Path, rank: int, world_size: int) -> None:
     mesh = mesh_of(ep=2, tp=2)
     expected = of_one_process(2, first(None), second())
     number = mesh.get_local_rank("ep")
-    for experts_too in (False, True):
+    for experts_too in (*in_test_all(False), True):
         model: Any = nn.Sequential(first(mesh["ep"], mesh["tp"], experts_too), second())
         moe.shard(model, 2, mesh=mesh)
         optimizer = moe.Optimizer(model, adamw)
