@@ -22,7 +22,7 @@ from tests.proof.ptx.multicast_job import (
 from tests.proof.ptx.orderings import orderings, without
 from tests.ptx_interpreter import PtxSchedule
 from tests.support import ROOT, fork_server, nvrtc
-from tests.support.covering import thinned
+from tests.support.covering import in_test_all, thinned
 from tests.support.cuda_code import unit_source
 from tests.support.device_worlds import OPTIONS, PLACES, Devices, on_host, put, room
 from tests.support.emulator import ptx
@@ -42,7 +42,7 @@ def devices():
     assert library().emu_vmm_in_use() == 0
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture(params=[2, *in_test_all(4)])
 def world(devices, request):
     return devices.world(request.param, tuple(range(request.param)), WITH_WINDOW)
 

@@ -107,7 +107,7 @@ def test_requests_run_in_order_and_faults_end_them(program):
 def test_every_mutant_is_seen(program):
     """By a wrong byte, end or place, or by a race; those that hang, by the time."""
     with ThreadPoolExecutor(2) as pool:
-        limits = [120] * len(MUTANTS) + [5] * len(HANGS)
+        limits = [120] * len(MUTANTS) + [3] * len(HANGS)
         ends = pool.map(lambda n: run(program, n + 1, limits[n]).returncode, range(len(ALL)))
     seen = dict(zip(ALL, ends, strict=True))
     assert {name: seen[name] for name in HANGS} == dict.fromkeys(HANGS, -signal.SIGALRM)
