@@ -105,9 +105,14 @@ def patched_once() -> Iterator[None]:
 
     patch = interpreter._patch_lang
     patched: set[int] = set()
+    scanned: dict[int, dict[str, Any]] = {}  # the values keep their ids from being used again
 
     def patch_first(fn: Any) -> Any:
-        seen = {id(each) for each in fn.__globals__.values() if each is tl or each is tl.core}
+        found = fn.__globals__
+        if id(found) in scanned:
+            return _NoScope()
+        scanned[id(found)] = found
+        seen = {id(each) for each in found.values() if each is tl or each is tl.core}
         if seen <= patched:
             return _NoScope()
         patched.update(seen)
