@@ -601,7 +601,7 @@ def _training(path: Path, plain: Mapping[str, Any], taken: Taken) -> None:
 
 
 @dataclass(frozen=True)
-class Span:
+class ProfileSpan:
     """A span of a profile, in microseconds."""
 
     name: str
@@ -616,7 +616,7 @@ def _profile(path: Path, plain: Mapping[str, Any], taken: Taken) -> None:
     for where, each in _items(plain["traceEvents"], "traceEvents"):
         if type(each) is dict and each.get("ph") == "M":
             continue  # names a process
-        span = _known(Span, each, where)
+        span = _known(ProfileSpan, each, where)
         if span.cat not in KINDS_OF_SPANS:
             raise ValueError(
                 f"{where}.cat: expected {', '.join(KINDS_OF_SPANS)}, got "

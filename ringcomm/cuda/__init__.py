@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["current", "find_device", "use"]
 
 
-class _Process:
+class _ProcessRuntime:
     """The runtime that this process uses; replaced as a whole in a forked child."""
 
     def __init__(self, parents: bool = False) -> None:
@@ -30,8 +30,8 @@ class _Process:
         self.parent_had_one = parents
 
 
-_process = _Process()
-_inherited: list[_Process] = []
+_process = _ProcessRuntime()
+_inherited: list[_ProcessRuntime] = []
 
 
 def _forget_runtime_in_child() -> None:
@@ -39,7 +39,7 @@ def _forget_runtime_in_child() -> None:
     # into it, and never uses it.
     global _process
     _inherited.append(_process)
-    _process = _Process(_process.runtime is not None or _process.parent_had_one)
+    _process = _ProcessRuntime(_process.runtime is not None or _process.parent_had_one)
 
 
 os.register_at_fork(after_in_child=_forget_runtime_in_child)

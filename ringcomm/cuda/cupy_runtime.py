@@ -417,7 +417,7 @@ _LAZY_ENABLE_PEER_ACCESS = 1
 _REFUSED_IMAGE = (200, 209, 218, 221, 222, 223, 300)
 
 
-class _Memory:
+class _CudaMemory:
     """Device memory as torch takes it without a copy; the tensor keeps this object."""
 
     def __init__(self, ptr: int, size_bytes: int, owner: object) -> None:
@@ -536,7 +536,7 @@ class CudaRuntime(CudaStreams):
             return int(free_bytes), int(total_bytes)
 
     def tensor(self, device: int, ptr: int, size_bytes: int, owner: object) -> torch.Tensor:
-        memory = _Memory(ptr, size_bytes, owner)
+        memory = _CudaMemory(ptr, size_bytes, owner)
         return torch.as_tensor(memory, device=self.torch_device(device))
 
     def _copy(self, device: int, to: int, source: int, size_bytes: int, kind: int) -> None:

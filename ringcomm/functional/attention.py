@@ -271,7 +271,7 @@ def _checked(
     return place
 
 
-class _Form(NamedTuple):
+class _AttentionForm(NamedTuple):
     """The group and the options, which forward and backward have in common."""
 
     comm: Communicator
@@ -282,11 +282,13 @@ class _Form(NamedTuple):
 
 def _form_of(
     is_causal: bool, zigzag: bool, scale: float | None, group: str, world_size: int
-) -> _Form:
-    return _Form(find(group, world_size, named("ring_attention")), is_causal, zigzag, scale)
+) -> _AttentionForm:
+    return _AttentionForm(
+        find(group, world_size, named("ring_attention")), is_causal, zigzag, scale
+    )
 
 
-def _check_same(form: _Form, function: str) -> None:
+def _check_same(form: _AttentionForm, function: str) -> None:
     """Compares the options of all ranks; collective on the host.
 
     Ranks whose tensors have the same shapes would else go on with wrong results. On a device nobody
@@ -323,7 +325,7 @@ class _TokenPart(NamedTuple):
     is_causal: bool
 
 
-def _part_of(form: _Form, owner: int, tokens: int) -> _TokenPart | None:
+def _part_of(form: _AttentionForm, owner: int, tokens: int) -> _TokenPart | None:
     """Returns what of the keys of rank ``owner`` this rank's queries see; None: nothing.
 
     In zigzag order this rank has chunks r and 2 W - 1 - r. A rank with a smaller number has an

@@ -154,7 +154,7 @@ class DeviceBlock:
 
 
 @dataclass
-class _Leaving:
+class _DeadBlock:
     """A dead block and what its space waits for; ``events`` is None until they are recorded."""
 
     offset_bytes: int
@@ -178,8 +178,8 @@ class DeviceHeap:
         self._live: WeakValueDictionary[int, DeviceBlock] = WeakValueDictionary()
         # Blocks die wherever the garbage collector runs, even inside allocate() of the same
         # thread: a deque takes them without the lock.
-        self._dead: deque[_Leaving] = deque()
-        self._leaving: list[_Leaving] = []
+        self._dead: deque[_DeadBlock] = deque()
+        self._leaving: list[_DeadBlock] = []
         # Offset 0, for good: a peer that maps this memory looks whether it is the right one.
         self._allocator.allocate(TOKEN_BYTES, BLOCK_ALIGN)
         runtime.write(device, self.base_ptr, self.token.to_bytes(TOKEN_BYTES, "little"))
@@ -226,11 +226,11 @@ class DeviceHeap:
         """Takes the space of a dead block; in a forked child it is the parent's, and stays so."""
         if self._closed or self.pid != os.getpid():
             return
-        leaving = _Leaving(offset_bytes, {**streams, self.current_stream(): None}, None)
+        leaving = _DeadBlock(offset_bytes, {**streams, self.current_stream(): None}, None)
         self._record(leaving)
         self._dead.append(leaving)
 
-    def _record(self, leaving: _Leaving) -> None:
+    def _record(self, leaving: _DeadBlock) -> None:
         runtime, device = self.runtime, self.device
         # An event of a capture never passes; it is recorded behind the capture instead.
         if not any(runtime.is_capturing(device, stream) for stream in leaving.streams):
@@ -297,7 +297,7 @@ PAGE_BYTES = 2 << 20
 EXIT_PRIORITY = 80
 
 
-class _Process:
+class _ProcessHeaps:
     """The heaps that this process holds; replaced as a whole in a forked child."""
 
     def __init__(self) -> None:
@@ -306,14 +306,14 @@ class _Process:
         self.closes_at_exit = False
 
 
-_process = _Process()
-_inherited: list[_Process] = []
+_process = _ProcessHeaps()
+_inherited: list[_ProcessHeaps] = []
 
 
 def _forget_heaps_in_child() -> None:
     global _process
     _inherited.append(_process)
-    _process = _Process()
+    _process = _ProcessHeaps()
 
 
 os.register_at_fork(after_in_child=_forget_heaps_in_child)

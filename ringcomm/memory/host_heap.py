@@ -73,7 +73,7 @@ MOST_DIGITS = 20
 _SIZE_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-class _Process:
+class _ProcessHeap:
     """The heap that this process holds; replaced as a whole in a forked child."""
 
     def __init__(self) -> None:
@@ -81,8 +81,8 @@ class _Process:
         self.heap: _native.Heap | None = None
 
 
-_process = _Process()
-_inherited: list[_Process] = []
+_process = _ProcessHeap()
+_inherited: list[_ProcessHeap] = []
 
 
 def _forget_heap_in_child() -> None:
@@ -90,7 +90,7 @@ def _forget_heap_in_child() -> None:
     # the parent's memory back, and makes a heap of its own at first use.
     global _process
     _inherited.append(_process)
-    _process = _Process()
+    _process = _ProcessHeap()
 
 
 os.register_at_fork(after_in_child=_forget_heap_in_child)

@@ -309,7 +309,7 @@ LINK_PROOF_S = 30.0
 
 
 @dataclass(frozen=True)
-class _RankPlace:
+class _DevicePlace:
     """The place of a rank, which all ranks must know before they can lay out their regions."""
 
     pid: int
@@ -321,7 +321,7 @@ class _RankPlace:
     machine: str
 
     @classmethod
-    def from_json(cls, text: bytes, rank: int, operation: str) -> _RankPlace:
+    def from_json(cls, text: bytes, rank: int, operation: str) -> _DevicePlace:
         record = json.loads(text)
         values: dict[str, Any] = {}
         for field in fields(cls):
@@ -475,12 +475,12 @@ def _preload(heap: DeviceHeap) -> None:
 
 def _places(
     rendezvous: Rendezvous, meeting: Meeting, heap: DeviceHeap, stay: int, node_id: str
-) -> list[_RankPlace]:
+) -> list[_DevicePlace]:
     identity = heap.runtime.identity(heap.device)
     # One rank reads the machine for all, because equal plans need equal input and ranks in
     # different containers may see different GPUs.
     topology = _read_topology(heap) if meeting.rank == 0 else ""
-    mine = _RankPlace(
+    mine = _DevicePlace(
         os.getpid(),
         stay,
         identity.uuid,
@@ -490,10 +490,10 @@ def _places(
         machine_of(node_id),
     )
     operation = meeting.operation
-    found: dict[int, _RankPlace] = {}
+    found: dict[int, _DevicePlace] = {}
 
     def read(rank: int, text: bytes) -> None:
-        found[rank] = place = _RankPlace.from_json(text, rank, operation)
+        found[rank] = place = _DevicePlace.from_json(text, rank, operation)
         if place.machine == mine.machine:
             meeting.lookout.learn(rank, place.pid)
 
@@ -515,11 +515,11 @@ def _read_topology(heap: DeviceHeap) -> str:
     return Topology(machine=kind, absent=f"devices of kind {kind!r} have no NVML").to_json()
 
 
-def _topology(places: Sequence[_RankPlace]) -> Topology:
+def _topology(places: Sequence[_DevicePlace]) -> Topology:
     return from_json(places[0].topology, "topology of rank 0")
 
 
-def _message_channels(places: Sequence[_RankPlace], channels: int) -> int:
+def _message_channels(places: Sequence[_DevicePlace], channels: int) -> int:
     """Returns the blocks per message beside collectives of ``channels`` blocks.
 
     The number is equal on all ranks. Every rank of a GPU may have a send, a receive and a
@@ -529,7 +529,7 @@ def _message_channels(places: Sequence[_RankPlace], channels: int) -> int:
     return max(1, min(left // 2, _message_share(places)))
 
 
-def _message_share(places: Sequence[_RankPlace]) -> int:
+def _message_share(places: Sequence[_DevicePlace]) -> int:
     """Returns the blocks per message: one where ranks share a GPU, whose collectives need the rest.
 
     On a GPU of a rank alone, messages take at most 1/4 of the multiprocessors.
@@ -539,18 +539,18 @@ def _message_share(places: Sequence[_RankPlace]) -> int:
     return max(1, min(_native.MESSAGE_CHANNELS, min(_shares(places)) // 8))
 
 
-def _shares(places: Sequence[_RankPlace]) -> list[int]:
+def _shares(places: Sequence[_DevicePlace]) -> list[int]:
     """Returns each rank's multiprocessors: those of its GPU divided among its ranks."""
     ranks_on = Counter(place.uuid for place in places)
     return [place.multiprocessors // ranks_on[place.uuid] for place in places]
 
 
-def _alone(places: Sequence[_RankPlace]) -> bool:
+def _alone(places: Sequence[_DevicePlace]) -> bool:
     """True when no two ranks share a GPU."""
     return len({place.uuid for place in places}) == len(places)
 
 
-def _channels(membership: Membership, places: Sequence[_RankPlace]) -> int:
+def _channels(membership: Membership, places: Sequence[_DevicePlace]) -> int:
     """Returns the blocks per collective: the share of each rank on the most shared GPU.
 
     The number is equal on all ranks, and leaves room for the messages of all ranks of that GPU.
@@ -562,7 +562,7 @@ def _channels(membership: Membership, places: Sequence[_RankPlace]) -> int:
 
 
 def _handles(
-    rendezvous: Rendezvous, meeting: Meeting, core: DeviceCore, places: Sequence[_RankPlace]
+    rendezvous: Rendezvous, meeting: Meeting, core: DeviceCore, places: Sequence[_DevicePlace]
 ) -> list[DeviceHandle]:
     core.announce([Peer.of(place.pid, place.stay) for place in places])
     recorder = core.recorder.address if core.recorder is not None else None

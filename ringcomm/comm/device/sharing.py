@@ -60,14 +60,14 @@ class Blocks:
 
 
 # Every call makes one of these: a frozen dataclass would take four times as long.
-class _UnderWay(NamedTuple):
+class _SharedMapping(NamedTuple):
     owner: object
     blocks: int
     stream: int
     done: Event
 
 
-def _gains(launches: Iterable[_UnderWay]) -> list[tuple[_UnderWay, int]]:
+def _gains(launches: Iterable[_SharedMapping]) -> list[tuple[_SharedMapping, int]]:
     """Returns the launches whose end frees blocks, oldest first, each with the number freed.
 
     A launch frees none if one at least as large follows it on its stream.
@@ -93,7 +93,7 @@ class DeviceOrder:
         self._ranks: Counter[int] = Counter()  # of each member, in this process
         self._sending: set[int] = set()
         self._capacity = 0
-        self._under_way: deque[_UnderWay] = deque()
+        self._under_way: deque[_SharedMapping] = deque()
 
     def join(self, owner: object, blocks: Blocks, capacity: int, operation: str) -> None:
         """Registers a communicator whose launches take up to ``blocks``.
@@ -186,7 +186,7 @@ class DeviceOrder:
             return
         done = self._runtime.record_event(self._device, stream)
         with self._guard:
-            self._under_way.append(_UnderWay(owner, blocks, stream, done))
+            self._under_way.append(_SharedMapping(owner, blocks, stream, done))
 
 
 _guard = threading.Lock()
@@ -225,7 +225,7 @@ class _Arrival(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Round:
+class _SharingRound:
     """One joint launch: the ranks that have arrived, and its outcome."""
 
     arrived: dict[int, _Arrival] = field(default_factory=dict)
@@ -246,7 +246,7 @@ class JointLaunch:
         # A separate stream, so that calls follow each other whatever streams the ranks use.
         self._stream = runtime.make_stream(device)
         self._changed = threading.Condition()
-        self._round = _Round()
+        self._round = _SharingRound()
         self._waited_s: dict[int, float] = {}
         self._left: set[int] = set()
 
@@ -289,7 +289,7 @@ class JointLaunch:
         """Returns for how many seconds the call of ``rank`` has waited for those of others."""
         return self._waited_s.get(rank, 0.0)
 
-    def _await_others(self, rank: int, mine: _Round, look: Look) -> None:
+    def _await_others(self, rank: int, mine: _SharingRound, look: Look) -> None:
         limit = Deadline(0.0)
         try:
             while not mine.ended:
@@ -306,8 +306,8 @@ class JointLaunch:
         finally:
             self._waited_s.pop(rank, None)
 
-    def _launch_all(self, mine: _Round) -> None:
-        self._round = _Round()
+    def _launch_all(self, mine: _SharingRound) -> None:
+        self._round = _SharingRound()
         try:
             self._launch_kinds([mine.arrived[rank] for rank in self._ranks])
         except BaseException as error:

@@ -532,7 +532,7 @@ def read_machine() -> Topology:
     except (pynvml.NVMLError, AttributeError, OSError) as error:
         return Topology(machine=machine, absent=f"NVML does not start: {error}")
     try:
-        return _Machine(_Nvml(pynvml)).read(machine)
+        return _MachineReader(_Nvml(pynvml)).read(machine)
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
@@ -566,14 +566,14 @@ class _Nvml:
 
 
 @dataclass
-class _Links:
+class _DeviceLinks:
     """The active NVLinks of one GPU, by their other end."""
 
     to_gpu: dict[str, NvLinks]
     to_switch: NvLinks
 
 
-class _Machine:
+class _MachineReader:
     def __init__(self, nvml: _Nvml) -> None:
         self._nvml = nvml
         self._handles: dict[str, Any] = {}
@@ -657,7 +657,7 @@ class _Machine:
         uuids = (self._nvml.ask("nvmlDeviceGetUUID", part) for part in parts if part is not None)
         return [uuid for uuid in uuids if uuid is not None]
 
-    def _links(self, bus_id: str) -> _Links:
+    def _links(self, bus_id: str) -> _DeviceLinks:
         """Reads a GPU's links (nvmlDeviceGetNvLinkState, .._RemoteDeviceType, .._RemotePciInfo)."""
         handle = self._handles[bus_id]
         ends: dict[str, list[NvLinks]] = {}
@@ -677,7 +677,7 @@ class _Machine:
             self._nvml.notes.append(f"{count} NVLinks of {bus_id} lead to {end}; not counted")
         bundles = {end: _bundle(links) for end, links in ends.items()}
         switch = bundles.pop("switch", NvLinks())
-        return _Links(bundles, switch)
+        return _DeviceLinks(bundles, switch)
 
     def _far_end(self, handle: Any, link: int) -> str:
         """Returns a bus id, "switch", "cpu", or words for an end that cannot be used."""
@@ -705,7 +705,7 @@ class _Machine:
                 return float(values[0].value.uiVal) / 1000  # the field is in MB/s
         return None
 
-    def _pair(self, first: str, second: str, links: dict[str, _Links]) -> Pair:
+    def _pair(self, first: str, second: str, links: dict[str, _DeviceLinks]) -> Pair:
         there, back = links[first].to_gpu.get(second), links[second].to_gpu.get(first)
         nvlinks = weaker(there or NvLinks(), back or NvLinks())
         if (there and there.count) != (back and back.count):

@@ -94,7 +94,7 @@ class InFlight:
 
 
 @dataclass
-class _Parcel:
+class _RailParcel:
     """A message that arrives, with the parts of one node or of several behind one another.
 
     Attributes:
@@ -122,7 +122,7 @@ class _OnRail:
     rail: int
     spans: list[Span]
     rounds: tuple[Round, ...]
-    arriving: list[list[_Parcel]] = field(default_factory=list)
+    arriving: list[list[_RailParcel]] = field(default_factory=list)
 
 
 @dataclass
@@ -338,7 +338,7 @@ class SumsOverNodes(CallsOverNodes):
                     for target in exchange.targets:
                         parts[target] = Span(ptr, elems[target])
                         ptr += sizes_bytes[target]
-                    on_rail.arriving[-1].append(_Parcel(exchange.peer, message, parts))
+                    on_rail.arriving[-1].append(_RailParcel(exchange.peer, message, parts))
         return on_rail
 
     def _reduce_rows(self, begun: _Begun, table: Table, target: int, form: Form) -> None:
@@ -546,7 +546,7 @@ class SumsOverNodes(CallsOverNodes):
                         parts[node] = Span(at, span.elems)
                         at += span.elems
                 message = self._receive(rail, exchange.peer, ptr, size_bytes, number)
-                on_rail.arriving[-1].append(_Parcel(exchange.peer, message, parts))
+                on_rail.arriving[-1].append(_RailParcel(exchange.peer, message, parts))
         self._send_round(begun, on_rail, 0)
 
     def _send_round(self, begun: _Begun, on_rail: _OnRail, number: int) -> None:
@@ -611,7 +611,7 @@ class SumsOverNodes(CallsOverNodes):
                 )
         self._given_back(begun)
 
-    def _arrive(self, parcel: _Parcel, belong: Sequence[Span] = ()) -> None:
+    def _arrive(self, parcel: _RailParcel, belong: Sequence[Span] = ()) -> None:
         """Waits for a message, and brings its parts where they belong, by node."""
         if parcel.message is None:
             return

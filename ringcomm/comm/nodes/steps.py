@@ -39,7 +39,7 @@ from ringcomm.comm.nodes.wires import (
 )
 
 
-class _Shard(NamedTuple):
+class _NodeShard(NamedTuple):
     """The fields of an ``AdamWShard`` that these calls read; the names are those of adamw.h."""
 
     params: int
@@ -48,7 +48,7 @@ class _Shard(NamedTuple):
     param_dtype: int
 
     @classmethod
-    def of(cls, shard: _native.AdamWShard) -> _Shard:
+    def of(cls, shard: _native.AdamWShard) -> _NodeShard:
         described = _native.adamw_shard_bytes(shard)
 
         def read(name: str, form: str) -> int:
@@ -106,7 +106,7 @@ class _ReduceUpdate(NamedTuple):
     tag: int
 
 
-class _Target(NamedTuple):
+class _StepTarget(NamedTuple):
     """Where a bucket's sum goes, and what its codes keep.
 
     Attributes:
@@ -165,7 +165,7 @@ class StepsCore(NodesCore):
     def reduce_norm(self, call: _Reduce, per_node: bool, residual: Residual | None) -> int:
         """Reduces a bucket to what this rank keeps state for; the norm is of this rank's part."""
         bucket, r = Span(call.grads, call.bucket_elems), Reducing(call.dtype, call.op, 1.0)
-        target = _Target(call.out, call.accumulate, residual)
+        target = _StepTarget(call.out, call.accumulate, residual)
 
         def body() -> None:
             own = self._reduce_bucket(bucket, target, r, per_node)
@@ -179,7 +179,7 @@ class StepsCore(NodesCore):
 
     def update(self, call: _Update, per_node: bool) -> int:
         """Updates what this rank keeps state for, and gathers the bucket's parameters."""
-        read = _Shard.of(call.shard)
+        read = _NodeShard.of(call.shard)
 
         def body() -> None:
             self._update_and_gather(call.shard, call.grad, call.grad_dtype, per_node)
@@ -190,12 +190,12 @@ class StepsCore(NodesCore):
 
     def reduce_update(self, call: _ReduceUpdate, per_node: bool, residual: Residual | None) -> int:
         """Does :meth:`reduce_norm`, without the norm, and :meth:`update`."""
-        read = _Shard.of(call.shard)
+        read = _NodeShard.of(call.shard)
         bucket, r = Span(call.grads, read.bucket_elems), Reducing(call.grad_dtype, call.op, 1.0)
 
         def body() -> None:
             reduced = self._scratch.take(read.elems * ELEM_BYTES[FLOAT32])
-            target = _Target(reduced.data_ptr(), False, residual)
+            target = _StepTarget(reduced.data_ptr(), False, residual)
             self._reduce_bucket(bucket, target, r, per_node)
             self._update_and_gather(call.shard, reduced.data_ptr(), FLOAT32, per_node)
             self._scratch.give([reduced])
@@ -263,7 +263,9 @@ class StepsCore(NodesCore):
         part = _native.chunk_elems(each, len(nodes))
         return [chunk.part(node * part, (node + 1) * part, elem_bytes) for node in nodes]
 
-    def _reduce_bucket(self, bucket: Span, target: _Target, r: Reducing, per_node: bool) -> Span:
+    def _reduce_bucket(
+        self, bucket: Span, target: _StepTarget, r: Reducing, per_node: bool
+    ) -> Span:
         """Reduces a bucket in FP32 to what this rank keeps state for.
 
         Returns:
@@ -334,7 +336,7 @@ class StepsCore(NodesCore):
         # A peer that makes another call must not find out after this rank has changed parameters.
         self._check_headers()
         _native.adamw_shard(shard, grad, grad_dtype)
-        read, places = _Shard.of(shard), self.places
+        read, places = _NodeShard.of(shard), self.places
         cut = self._node_chunks if per_node else self._chunks
         spans = _in_bytes(
             cut(read.params, read.bucket_elems, ELEM_BYTES[read.param_dtype]), read.param_dtype

@@ -528,7 +528,7 @@ def _fragment(partition: Tensor, place: Any, name: str) -> Tensor:
 _STATE, _GROUPS = "state", "param_groups"
 
 
-class _Chunk(NamedTuple):
+class _SavedChunk(NamedTuple):
     """The place of a chunk: bytes of a file, which are a file of ``torch.save()``."""
 
     file: str
@@ -556,7 +556,7 @@ class _TorchCheckpoint:
         paths: Mapping[str, Any] = metadata.get("planner_data") or {}
         self._paths = {name: _split(paths.get(name, (name,))) for name in self._described}
         # Lists, not dicts by offsets: the hashes of integers can be made to collide.
-        self._chunks: dict[str, list[tuple[tuple[int, ...], _Chunk]]] = {}
+        self._chunks: dict[str, list[tuple[tuple[int, ...], _SavedChunk]]] = {}
         for index, info in metadata.get("storage_data").items():
             offset = sizes_of(index.get("offset") or ())
             self._chunks.setdefault(index.get("fqn"), []).append((offset, _chunk(info)))
@@ -654,14 +654,14 @@ def _put_groups(made: ForeignState, groups: Mapping[Any, Mapping[str, Any]]) -> 
             made.group_params.append(params)
 
 
-def _chunk(info: Any) -> _Chunk:
+def _chunk(info: Any) -> _SavedChunk:
     name = info.get("relative_path")
     begin, size_bytes = sizes_of((info.get("offset"), info.get("length")))
     if type(name) is not str or len(name) > 255 or Path(name).name != name:
         raise ValueError(f"a file is called {shown(name)}")
     if info.get("transform_descriptors"):
         raise ValueError("its files are compressed or otherwise transformed")
-    return _Chunk(name, begin, size_bytes)
+    return _SavedChunk(name, begin, size_bytes)
 
 
 def _split(path: Any) -> Keys:

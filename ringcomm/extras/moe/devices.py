@@ -76,7 +76,7 @@ class _Assignments(NamedTuple):
         return cls(order, counts, torch.where(is_bad, numbers, none).amin() % none)
 
 
-class _Call(NamedTuple):
+class _DeviceDispatch(NamedTuple):
     """A dispatch under way on one rank.
 
     Attributes:
@@ -124,7 +124,7 @@ def dispatch(comm: Communicator, operation: str, routes: Routes) -> tuple[Tensor
         for ptr, header in zip(order_ptrs, headers, strict=True)
     ]
     with reading(comm, operation, ()):
-        call = _Call(
+        call = _DeviceDispatch(
             comm=comm,
             operation=operation,
             routes=routes,
@@ -202,7 +202,7 @@ def _before(counts: Tensor) -> Tensor:
     return counts.cumsum(-1) - counts
 
 
-def _found_of(call: _Call, count: int, number: int, order: Tensor) -> tuple[Tensor, ...]:
+def _found_of(call: _DeviceDispatch, count: int, number: int, order: Tensor) -> tuple[Tensor, ...]:
     """Returns what a dispatch returns: rows, counts, and the tables.
 
     Args:
@@ -250,7 +250,7 @@ class _Lists(NamedTuple):
     first: Tensor
 
     @classmethod
-    def of_call(cls, call: _Call) -> _Lists:
+    def of_call(cls, call: _DeviceDispatch) -> _Lists:
         comm, counts, k = call.comm, call.counts, call.headers[0].k
         here = call.routes.experts // comm.world_size
         mine = slice(comm.rank * here, (comm.rank + 1) * here)
@@ -271,7 +271,7 @@ class _Lists(NamedTuple):
         return cls(*on_device_of(comm, torch.stack(lists)))
 
 
-def _list_sources(call: _Call, lists: _Lists, count: int) -> Tensor:
+def _list_sources(call: _DeviceDispatch, lists: _Lists, count: int) -> Tensor:
     """Returns where each row comes from: int64 [count, 4], as ``list_sources`` on the host."""
     rank, begin = (
         each.repeat_interleave(lists.lengths, output_size=count)
@@ -284,7 +284,7 @@ def _list_sources(call: _Call, lists: _Lists, count: int) -> Tensor:
     return torch.stack([rank, token, rank, assignment], 1)
 
 
-def _places(call: _Call, lists: _Lists, order: Tensor) -> Tensor:
+def _places(call: _DeviceDispatch, lists: _Lists, order: Tensor) -> Tensor:
     """Returns where the rows of this rank's tokens are: int64 [tokens, k, 2]."""
     idx, total = call.routes.topk_idx, int(call.counts[call.comm.rank].sum())
     to, first = (
@@ -297,7 +297,7 @@ def _places(call: _Call, lists: _Lists, order: Tensor) -> Tensor:
     return places.view(*idx.shape, ENTRY_WORDS)
 
 
-def _read_rows(call: _Call, sources: Tensor) -> Tensor:
+def _read_rows(call: _DeviceDispatch, sources: Tensor) -> Tensor:
     """Returns the rows that sources name.
 
     Of codes it copies those of all rows, and behind them the scales: that is a run of codes.

@@ -350,7 +350,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class _Ranks:
+class _ExpertRanks:
     """The ranks of a job that train a module: those of its stage, and of other stages."""
 
     everyone: Communicator
@@ -453,11 +453,11 @@ def unshard(module: nn.Module) -> nn.Module:
     return module
 
 
-def _ranks_of(comm: CommArgument, mesh: DeviceMesh | None, module: nn.Module) -> _Ranks:
+def _ranks_of(comm: CommArgument, mesh: DeviceMesh | None, module: nn.Module) -> _ExpertRanks:
     device = next((each.device for each in module.parameters()), None)
     if mesh is None:
         found = find_communicator(comm, _SHARD, device)
-        return _Ranks(local_world(1)[0] if found is None else found)
+        return _ExpertRanks(local_world(1)[0] if found is None else found)
     names = tuple(mesh.mesh_dim_names or ())
     known = (STAGES, *SHARING, _EXPERTS, _TENSOR)
     if comm is not None:
@@ -475,7 +475,7 @@ def _ranks_of(comm: CommArgument, mesh: DeviceMesh | None, module: nn.Module) ->
     if STAGES in names and mesh[STAGES].size() > 1:
         stages = find_communicator(mesh[STAGES], _SHARD, device)
     place = mesh.get_local_rank(_TENSOR) if _TENSOR in names else 0
-    return _Ranks(everyone, stages, place)
+    return _ExpertRanks(everyone, stages, place)
 
 
 def _group_of(layers: Mapping[str, MoE], everyone: Communicator) -> Communicator | None:

@@ -300,7 +300,7 @@ def save_pretrained(
         for name, part in homes.items()
     ]
     files = [
-        _File(name, in_order(run), tied)
+        _ExportedFile(name, in_order(run), tied)
         for name, run in _cut_into_files(weights, most_bytes).items()
     ]
     shards = {name: part.saved_by(engine.mesh).shard() for name, part in parts.items()}
@@ -309,7 +309,7 @@ def save_pretrained(
 
 
 @dataclass(frozen=True)
-class _File:
+class _ExportedFile:
     """A file to write.
 
     Attributes:
@@ -378,7 +378,10 @@ def _runs(shard: FlatShard, shape: tuple[int, ...]) -> Iterator[tuple[int, Tenso
 
 
 def _write(
-    engine: ShardEngine, target: Path, files: Sequence[_File], shards: Mapping[str, FlatShard]
+    engine: ShardEngine,
+    target: Path,
+    files: Sequence[_ExportedFile],
+    shards: Mapping[str, FlatShard],
 ) -> None:
     """Writes the folder, on all ranks or none; collective."""
     comm, mesh, ranks = engine.comm, engine.mesh, engine.ranks
@@ -407,7 +410,7 @@ def _write(
                 commit.discard(made)
 
 
-def _finish(root: nn.Module, partial: Path, target: Path, files: Sequence[_File]) -> None:
+def _finish(root: nn.Module, partial: Path, target: Path, files: Sequence[_ExportedFile]) -> None:
     """Adds what is not weights, and gives the folder its name."""
     if len(files) > 1:
         runs = {file.name: file.weights for file in files}

@@ -90,7 +90,7 @@ Key = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class _Block:
+class _StoredBlock:
     """A block of the file, by its number, and the bytes that it can have."""
 
     number: int
@@ -117,7 +117,7 @@ class Content:
         self.begin, self.size_bytes = begin, end - begin
         self.key: Key = (storage._cdata, begin, end)
         self.held: Storage | None = None
-        self.blocks: list[_Block] = []
+        self.blocks: list[_StoredBlock] = []
         self.coming: list[Transfer] = []
         self.ahead = self.ahead_bytes = 0
         self.lies_in(storage, begin)
@@ -212,7 +212,7 @@ class _Gone(NamedTuple):
 
     key: Key
     number: int
-    blocks: list[_Block]
+    blocks: list[_StoredBlock]
 
 
 class ActivationStore:
@@ -242,7 +242,7 @@ class ActivationStore:
         self._known: dict[Key, weakref.ref[Content]] = {}
         self._resident: dict[int, tuple[weakref.ref[Content], int]] = {}
         self._resident_bytes = 0
-        self._free: dict[int, list[_Block]] = {}
+        self._free: dict[int, list[_StoredBlock]] = {}
         self._blocks_in_use = 0
         # A content may go while anything runs here, by garbage collection: it only leaves word.
         self._gone: deque[_Gone] = deque()
@@ -332,10 +332,10 @@ class ActivationStore:
             pages = slot[: rounded_up(part.numel())]
             self._writing.append((slot, self.scratch.write(block.number, pages)))
 
-    def _take_block(self, size_bytes: int) -> _Block:
+    def _take_block(self, size_bytes: int) -> _StoredBlock:
         size = min(self._piece_bytes, _next_power_of_two(rounded_up(size_bytes)))
         free = self._free.setdefault(size, [])
-        block = free.pop() if free else _Block(self.scratch.add_block(size), size)
+        block = free.pop() if free else _StoredBlock(self.scratch.add_block(size), size)
         self._blocks_in_use += 1
         return block
 
@@ -615,7 +615,7 @@ class Activations(AbstractContextManager[None]):
         if not self._goes(tensor, local):
             return _InMemory(tensor)
         if local is tensor:
-            return self._save(tensor, _Watch(tensor, _without_memory(tensor)))
+            return self._save(tensor, _VersionWatch(tensor, _without_memory(tensor)))
         return _PartOnDisk(tensor, self._save(local, _watch_part(tensor)))
 
     def _goes(self, tensor: Tensor, local: Tensor) -> bool:
@@ -630,7 +630,7 @@ class Activations(AbstractContextManager[None]):
         begin, end = extent_of(local)
         return end - begin >= self._least_bytes
 
-    def _save(self, tensor: Tensor, watch: _Watch) -> Receipt:
+    def _save(self, tensor: Tensor, watch: _VersionWatch) -> Receipt:
         with self._lock:
             if self._fault is None:
                 try:
@@ -782,7 +782,7 @@ class _Residents:
         self._storages = storages
 
 
-class _Watch:
+class _VersionWatch:
     """Tells whether a tensor was changed since it was saved; see NOTE [Changes in place].
 
     Args:
@@ -820,11 +820,11 @@ def _without_memory(tensor: Tensor) -> Tensor:
     return alias
 
 
-def _watch_part(tensor: Any) -> _Watch:
+def _watch_part(tensor: Any) -> _VersionWatch:
     """Watches a DTensor, whose version its local tensor does not share."""
     alias = tensor.detach()
     alias._local_tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return _Watch(tensor, alias)
+    return _VersionWatch(tensor, alias)
 
 
 class _PartOnDisk:
@@ -850,7 +850,7 @@ class _InMemory:
     """A tensor that stays in memory: an alias, since what a node has made must not refer to it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._watch = _Watch(tensor, tensor.detach())
+        self._watch = _VersionWatch(tensor, tensor.detach())
 
     def tensor(self) -> Tensor:
         """Returns it, if it was not changed since."""

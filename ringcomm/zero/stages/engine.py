@@ -54,7 +54,7 @@ from ringcomm.zero.stages.updates import BackwardUpdates
 Tensor = torch.Tensor
 
 
-class _Slot(NamedTuple):
+class _ParamSlot(NamedTuple):
     """The place of a parameter: ``module._parameters[key] is param``, ``name`` from the root."""
 
     name: str
@@ -79,7 +79,7 @@ class Slots:
         self._head = head
         known = {id(each.param) for each in placed}
         self._slots = [
-            _Slot(f"{prefix}.{key}" if prefix else key, module, key, param)
+            _ParamSlot(f"{prefix}.{key}" if prefix else key, module, key, param)
             for prefix, module in root.named_modules(remove_duplicate=False)
             for key, param in module._parameters.items()
             if id(param) in known and param is not None
@@ -127,7 +127,7 @@ class Slots:
                 )
         self._entries = list(self._read())
 
-    def _is_replaced(self, slot: _Slot, there: set[int]) -> bool:
+    def _is_replaced(self, slot: _ParamSlot, there: set[int]) -> bool:
         owner: Any = self._root
         for part in slot.name.split(".")[:-1]:
             owner = vars(owner)["_modules"].get(part)
@@ -150,7 +150,7 @@ class Slots:
 
     def watch_loads(self, keep: Callable[[RemovableHandle], None]) -> None:
         """Has ``load_state_dict(assign=True)`` copy into the parameters, not replace them."""
-        of: dict[nn.Module, list[_Slot]] = {}
+        of: dict[nn.Module, list[_ParamSlot]] = {}
         for slot in self._slots:
             of.setdefault(slot.module, []).append(slot)
         for module, slots in of.items():
@@ -160,7 +160,7 @@ class Slots:
 class _TakeOver:
     """A load hook that copies assigned tensors into one module's parameters, and restores these."""
 
-    def __init__(self, slots: list[_Slot]) -> None:
+    def __init__(self, slots: list[_ParamSlot]) -> None:
         self._slots = slots
 
     @torch.no_grad()

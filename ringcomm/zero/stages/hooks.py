@@ -525,7 +525,7 @@ def _calls_itself(module: nn.Module) -> bool:
     return calls > 1
 
 
-class _Watched(dict[str, Any]):
+class _WatchedDict(dict[str, Any]):
     """A module's table of parameters in which a look-up gathers the parameter.
 
     NOTE [Touching gathers]
@@ -548,7 +548,7 @@ class _Watched(dict[str, Any]):
         return param
 
 
-class _Table:
+class _HookTable:
     """The table of parameters of a module: watched, and a plain dict while all of them are here.
 
     NOTE [Plain while here]
@@ -558,7 +558,7 @@ class _Table:
     """
 
     def __init__(
-        self, module: nn.Module, watched: _Watched, buckets: Sequence[ShardedBucket]
+        self, module: nn.Module, watched: _WatchedDict, buckets: Sequence[ShardedBucket]
     ) -> None:
         self._module = module
         self._watched = watched
@@ -604,8 +604,8 @@ def _watch_accesses(engine: ShardEngine, hooks: Sequence[_UnitHooks]) -> None:
     for module in engine.parts.module.modules():
         own = [owner[id(p)][0] for p in module._parameters.values() if id(p) in owner]
         if own:
-            watched = _Watched(module._parameters, touch)
+            watched = _WatchedDict(module._parameters, touch)
             engine.watch(module, watched)
-            table = _Table(module, watched, own)
+            table = _HookTable(module, watched, own)
             for bucket in dict.fromkeys(own):
                 engine.gatherer.tell(bucket, table.settle)
