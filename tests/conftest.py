@@ -58,7 +58,8 @@ def _turn(item: pytest.Item) -> int:
     """Files are begun in this order: the longest first, so that none is left alone at the end."""
     if item.get_closest_marker("deadlines"):
         return 0
-    return 1 if item.get_closest_marker("compiles") else 2
+    is_long = item.get_closest_marker("compiles") or item.get_closest_marker("long")
+    return 1 if is_long else 2
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

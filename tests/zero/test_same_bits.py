@@ -65,6 +65,8 @@ from tests.zero.job import BF16
 from tests.zero.models import MODELS, Run, State, assert_same_bits, new_model, train, train_world
 from tests.zero.test_error_feedback import MUTANTS as FEEDBACK_MUTANTS
 
+pytestmark = pytest.mark.long
+
 Tensor = torch.Tensor
 Ended = tuple[State, list[float]]
 #: By axis, values: any of them with any of the other axes.
