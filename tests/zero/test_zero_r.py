@@ -215,7 +215,7 @@ class Churn:
 
 def test_hundreds_of_random_steps_leave_the_heap_whole(monkeypatch):
     """What the heap has taken of the system stays near the most that was in use at a time."""
-    monkeypatch.setattr(host_heap, "_process", host_heap._Process())
+    monkeypatch.setattr(host_heap, "_process", host_heap._ProcessHeap())
     host_heap.process_heap(1 << 30)
 
     def work(comm: Any) -> int:

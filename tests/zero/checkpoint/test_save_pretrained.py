@@ -113,7 +113,7 @@ def test_weights_in_another_dtype_over_nodes(tmp_path):
 def test_a_rank_that_cannot_write(worlds, tmp_path, monkeypatch, failing):
     """All ranks raise, and nothing is left; the next one succeeds."""
     net = Net()
-    write = export._File.write
+    write = export._ExportedFile.write
     failing_ranks = {failing}
 
     def full_disk(self, folder, shards):
@@ -122,7 +122,7 @@ def test_a_rank_that_cannot_write(worlds, tmp_path, monkeypatch, failing):
             raise OSError(28, "No space left on device")
         write(self, folder, shards)
 
-    monkeypatch.setattr(export._File, "write", full_disk)
+    monkeypatch.setattr(export._ExportedFile, "write", full_disk)
 
     def work(comm):
         module = sharded(net, 3, comm)
