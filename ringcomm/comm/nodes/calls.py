@@ -6,6 +6,9 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -349,17 +352,20 @@ class CallsOverNodes:
             for node in self.places.others():
                 theirs = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
                 with self._meeting_on_rail(self.places.rail(rail)[node]):
-                    self._headers.append(self._rails.receive(rail, node, theirs, HEADER_TAG))
+                    header = self._rails.receive(rail, node, theirs, HEADER_TAG)
+                    self._headers.append(replace(header, check=self._check_header))
                     self._sent.append(self._rails.send(rail, node, mine, HEADER_TAG))
 
     def _check_headers(self) -> None:
         """Waits for the rail peers to make this call, too."""
         headers, self._headers = self._headers, []
         for message in headers:
-            self._wait(message)
-            theirs = RailHeader.unpacked(message.memory)
-            if theirs != self._called:
-                self._differs(message.rank, theirs)
+            self._wait([message])
+
+    def _check_header(self, message: RailMessage) -> None:
+        theirs = RailHeader.unpacked(message.memory)
+        if theirs != self._called:
+            self._differs(message.rank, theirs)
 
     def _compare_tags(self) -> None:
         """Compares tags within the node, whose own calls have sizes alone."""
@@ -384,10 +390,11 @@ class CallsOverNodes:
         )
         raise _Failed
 
-    def _wait(self, message: RailMessage) -> None:
-        with self._meeting_on_rail(message.rank):
-            self._rails.wait(message)
-        self._arrived_on_rails += 1
+    def _wait(self, messages: Sequence[RailMessage]) -> None:
+        """Waits for messages to or from one rank."""
+        with self._meeting_on_rail(messages[0].rank):
+            self._rails.wait(messages)
+        self._arrived_on_rails += len(messages)
 
     @contextmanager
     def _meeting_on_rail(self, peer: int) -> Iterator[None]:
@@ -408,13 +415,15 @@ class CallsOverNodes:
 
     def _arrived(self, message: RailMessage) -> None:
         """Waits for data, and for the header before it."""
+        before = [header for header in self._headers if header.rank == message.rank]
+        self._headers = [header for header in self._headers if header.rank != message.rank]
         self._check_headers()
-        self._wait(message)
+        self._wait([*before, message])
 
     def _settle(self, sent: list[RailMessage]) -> None:
         """Waits until messages have left, and their memory is this rank's again."""
-        for message in sent:
-            self._wait(message)
+        for _, to_one_rank in groupby(sent, key=attrgetter("rank")):
+            self._wait(list(to_one_rank))
         sent.clear()
 
     # Messages of the same size from one rank arrive in the order in which they were sent, if they

@@ -489,11 +489,13 @@ class RailMessage:
         work: of the process group.
         rank: the peer.
         memory: kept alive until the message is done.
+        check: called when the message has come, before later messages are awaited; it may raise.
     """
 
     work: Any
     rank: int
     memory: Tensor
+    check: Callable[[RailMessage], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -528,6 +530,7 @@ def join(thread: threading.Thread | None) -> None:
 
 
 _Answer: TypeAlias = "queue.SimpleQueue[BaseException | None]"
+_Asked: TypeAlias = "tuple[Sequence[RailMessage], _Answer]"
 _BROKEN_UP = "the connections were broken up"
 
 
@@ -535,19 +538,20 @@ class Waiter:
     """Waits for messages on a thread of its own, so that Ctrl-C and a break-up can end a wait.
 
     The wait of a process group holds its thread until it ends, which may be never: see NOTE [Ending
-    a wait of Gloo's].
+    a wait of Gloo's]. To hand a wait over takes two switches of threads, so messages are handed
+    over together.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._asked: queue.SimpleQueue[tuple[Any, _Answer] | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._answer: _Answer | None = None
         self._is_over = False
         self._guard = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def wait(self, work: Any) -> None:
-        """Waits for a message; raises what the process group raised.
+    def wait(self, messages: Sequence[RailMessage]) -> None:
+        """Waits for messages, one after the other; raises what a process group or a check raised.
 
         Raises:
             RuntimeError: the connection broke, or :meth:`give_up` was called.
@@ -560,7 +564,7 @@ class Waiter:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 start_thread(self._thread, self._name, "The message was not awaited")
             self._answer = answer
-        self._asked.put((work, answer))
+        self._asked.put((messages, answer))
         error = answer.get()
         if error is not None:
             raise error
@@ -579,13 +583,16 @@ class Waiter:
 
     def _loop(self) -> None:
         while (asked := self._asked.get()) is not None:
-            work, answer = asked
+            messages, answer = asked
             error: BaseException | None = None
             try:
-                work.wait(FOR_EVER)
+                for message in messages:
+                    message.work.wait(FOR_EVER)
+                    if message.check is not None:
+                        message.check(message)
             except BaseException as raised:
                 error = raised
-            del asked, work
+            del asked, messages, message
             answer.put(error)
             del answer, error
 
@@ -623,13 +630,13 @@ class Rails:
         work = begun(lambda: self._groups[rail].recv([memory], node, tag))
         return RailMessage(work, self.places.rail(rail)[node], memory)
 
-    def wait(self, message: RailMessage) -> None:
-        """Waits for a message; the watch breaks the rails up when that takes too long.
+    def wait(self, messages: Sequence[RailMessage]) -> None:
+        """Waits for messages; the watch breaks the rails up when that takes too long.
 
         Raises:
             RuntimeError: the connection broke.
         """
-        self._waiter.wait(message.work)
+        self._waiter.wait(messages)
 
     def look(self, peer: int) -> None:
         """Raises RuntimeError if a rail of this rank has lost its connection to a rank."""
