@@ -232,7 +232,7 @@ def test_all_files_that_a_proof_opens_as_it_runs_are_listed(proof: Proof, tree: 
         done = subprocess.run(command, cwd=tree, env=inherited, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout
     assert unlisted(proof, opened.files, tree) == ""
-    assert imported_by(proof) - opened.files == set()  # what is found in the sources is no guess
+    assert imported_by(proof) - opened.files == set()  # the process opened each of them
 
 
 @NEEDS_COMPILER

@@ -29,7 +29,7 @@ EXAMPLES = ROOT / "docs" / "examples"
 # printed by 1e-6. A parameter whose gradient is all rounding error may move in another direction,
 # since Adam's step does not know how small that is; but the loss hardly depends on it.
 CLOSE = 2e-5
-# ``make test`` cuts longer loops of an example after so many steps, too few for every loss to fall.
+# ``make test`` runs the first 8 steps of an example. Some losses fall only later.
 FIRST_STEPS = 1000 if EVERY_CASE else 8
 
 

@@ -152,7 +152,7 @@ def is_fused(rank: int, world_size: int, dim: int, bias: bool, dtype: torch.dtyp
     # Forward and backward.
     assert calls[OPS.all_gather_matmul.default] == 2
     assert calls[OPS.matmul_reduce_scatter.default] == 2
-    # Of two layers.
+    # One weight gradient for each of the two layers.
     assert calls[OPS.weight_gradient.default] == 2
     # The gradient of the second layer's bias.
     assert calls[OPS.all_reduce.default] == bias

@@ -180,7 +180,7 @@ def test_without_triton_it_says_so():
 
 
 def _example(store, rank, world, script, port):
-    """What the program prints; the environment of this process is the one that it asks for."""
+    """Returns what the program prints. It reads the environment of this process."""
     shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
     assert os.environ["TRITON_INTERPRET"] == "1"

@@ -147,7 +147,7 @@ class Content:
 
 @dataclass(eq=False)
 class Receipt:
-    """Stands in a graph for a tensor that it saved.
+    """The placeholder of a saved tensor in a graph.
 
     Attributes:
         number: in the order of saving.
@@ -229,7 +229,7 @@ class ActivationStore:
         self._most_bytes, self._most_resident_bytes = disk.buffer_bytes, disk.resident_bytes
         share = disk.buffer_bytes // 4 // PAGE_BYTES * PAGE_BYTES
         self._piece_bytes = max(PAGE_BYTES, min(PIECE_BYTES, share))
-        # What slots and contents that are read ahead take of the buffers.
+        # Bytes of the buffers that slots and contents read ahead use.
         self._used_bytes = 0
         self._idle: list[Tensor] = []
         self._writing: deque[tuple[Tensor, Transfer]] = deque()
@@ -350,10 +350,10 @@ class ActivationStore:
                 return aligned_buffer(self._piece_bytes)
             if self._writing:
                 slot, transfer = self._writing.popleft()
-                transfer.wait()  # a slot whose write hangs is none to use again
+                transfer.wait()  # a slot whose write hangs must not be used again
                 self._idle.append(slot)
             else:
-                # What is read ahead has all the memory, and a forward runs beside a backward.
+                # Contents read ahead fill the buffers: a forward runs beside a backward.
                 number, last = self._ahead.popitem()
                 self._ahead[number] = last
                 last.content.wait()

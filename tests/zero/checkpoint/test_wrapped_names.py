@@ -115,7 +115,7 @@ def old_names(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     ["both", "parallel", "root", *in_test_all("plain", "checkpoint", "compile", "compiled root")],
 )
 def test_files_have_plain_names(worlds, tmp_path, kind):
-    """Of each function that names tensors, and whatever loads them is plain."""
+    """Each function that names tensors writes plain names, which any plain model loads."""
 
     def work(comm: Any, stage: int) -> Any:
         folder = tmp_path / str(stage)
