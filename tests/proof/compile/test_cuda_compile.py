@@ -29,10 +29,10 @@ pytestmark = pytest.mark.compiles
 EVERYTHING = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
 MAIN_TARGET, *OTHER_TARGETS = "sm_90a", "sm_80", "sm_100a"
 MULTICAST = [unit for unit in UNITS if unit.startswith("multicast_")]
-# The reduction with the most registers and instructions: spills and narrow accesses show there first,
-# and its copy loops are those of the kernels that move data. The update of one optimizer, which has
-# half of the registers of a whole step. One multicast kernel: tests/proof/ptx executes the spelling
-# of each type. The wire with the most registers.
+# The reduction with the most registers and instructions: spills and narrow accesses show there
+# first, and its copy loops are those of the kernels that move data. The update of one optimizer,
+# which has half of the registers of a whole step. One multicast kernel: tests/proof/ptx executes
+# the spelling of each type. The wire with the most registers.
 REPRESENTATIVES = (
     *("reduce_float16/min", "adamw_bfloat16/shard_bfloat16", "multicast_float16"),
     *("wires_int4/float32", "rows"),
