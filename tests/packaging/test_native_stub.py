@@ -17,7 +17,7 @@ def test_a_name_that_the_stub_lacks_is_seen(monkeypatch):
 
 
 def unnamed_or_untyped(stub: str) -> list[str]:
-    """Returns what the stub has for parameters without names and results without types."""
+    """Returns the parameters without names and the results without types of the stub."""
     return re.findall(r"\barg\d+|-> object", stub)
 
 

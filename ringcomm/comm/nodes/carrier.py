@@ -404,9 +404,9 @@ def memory_at(ptr: int, size_bytes: int) -> Tensor:
 # Gloo then wakes the waits for messages that have not begun to move, but not the wait for the
 # message that was moving at that moment (Pair::signalException in gloo/transport/tcp/pair.cc visits
 # neither rx_ nor the unbound buffers of tx_). The same happens when the peer's process ends in the
-# middle of a message: nobody is told. So a wait runs on a thread that can be left behind (Waiter,
-# and the lines of messages): a broken connection is closed, and Gloo touches no memory any more.
-# And who waits for long asks whether the connection still exists (Probe).
+# middle of a message: Gloo wakes no wait. So a wait runs on a thread that can be left behind
+# (Waiter, and the lines of messages): a broken connection is closed, and Gloo touches no memory any
+# more. A long wait also checks whether its connection still exists (Probe).
 NOBODYS_TAG = 2
 # The carrier's own timeout would count a suspension of this process, so the watch keeps the time.
 FOR_EVER = timedelta(days=365)
@@ -453,7 +453,7 @@ ARRIVAL_S = 1.0
 
 
 class Probe:
-    """Finds out whether the connection has broken that a long wait needs.
+    """Checks whether the connection of a long wait has broken.
 
     Args:
         look: raises RuntimeError if it has.

@@ -186,7 +186,7 @@ CALLS = (reduce, message, message_back, message_of_any)
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_data_on_their_way_hold_nobody_at_a_timeout(slow_link: lab.Lab, call: Call) -> None:
-    """See NOTE [Ending a wait of Gloo's]: what is half sent or received ends by no error there."""
+    """Gloo ends no wait for a half-moved message: see NOTE [Ending a wait of Gloo's]."""
     ranks = slow_link.ranks((1, 1))
     ranks.run(connect, timeout_s=PATIENCE_S)
     ranks.run(set_timeout, 1.0, timeout_s=PATIENCE_S)
@@ -198,7 +198,7 @@ def test_data_on_their_way_hold_nobody_at_a_timeout(slow_link: lab.Lab, call: Ca
 def test_a_peer_that_dies_while_data_are_on_their_way_is_named(
     slow_link: lab.Lab, call: Call
 ) -> None:
-    """Nobody else lives who could tell the survivor."""
+    """The survivor is alone: only its own connection shows that the peer has ended."""
     ranks = slow_link.ranks((1, 1))
     ranks.run(connect, timeout_s=PATIENCE_S)
     ranks.start(fault, 1, call, HUGE_ELEMS)

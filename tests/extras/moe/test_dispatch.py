@@ -12,7 +12,7 @@ from ringcomm import CommOptions, _native, moe
 from ringcomm.comm.local_world import LocalWorld
 from ringcomm.extras.moe.rows import WIRES
 from tests.extras.moe.cases import Case, case, combined, dense, dispatched, joined, learn, seeded
-from tests.support.covering import covering, in_test_all
+from tests.support.covering import EVERY_CASE, covering, in_test_all
 
 Tensor = torch.Tensor
 EXPERTS = 8
@@ -128,7 +128,7 @@ def test_memory_of_the_heap_is_free_once_a_call_ends(world):
 
     def body(comm):
         mine = case(comm.rank, 2)
-        for _ in range(10):
+        for _ in range(20 if EVERY_CASE else 10):
             x = ringcomm.empty(mine.x.shape).copy_(mine.x)
             rows, _, handle = moe.dispatch(x, mine.idx, None, EXPERTS, comm)
             x.fill_(float("nan"))
@@ -144,7 +144,7 @@ def test_outboxes_are_written_by_turns(world):
     """Calls follow each other without a collective at their ends, with rows of growing size."""
 
     def body(comm):
-        for turn in range(12):
+        for turn in range(30 if EVERY_CASE else 12):
             mine = case(comm.rank, 2, tokens=1 + turn, hidden=8 + 8 * turn)
             rows, _, handle = moe.dispatch(mine.x + turn, mine.idx, None, EXPERTS, comm)
             out = moe.combine(rows, handle)
