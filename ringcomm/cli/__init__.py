@@ -14,7 +14,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -129,6 +129,19 @@ def _build_parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Su
             module = cast(Subcommand, importlib.import_module(f"ringcomm.cli.{name}"))
             module.add_arguments(subparser)
     return parser, module
+
+
+def table_lines(rows: Iterable[Sequence[str]], *, right: bool = False) -> list[str]:
+    """Returns the lines of a table: columns as wide as their longest cell, two blanks between.
+
+    Args:
+        rows: of equally many cells.
+        right: whether cells end, rather than begin, at one place.
+    """
+    cells = list(rows)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    pad = str.rjust if right else str.ljust
+    return ["  ".join(map(pad, row, widths)).rstrip() for row in cells]
 
 
 def _version() -> str:

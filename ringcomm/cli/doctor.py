@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from ringcomm import cuda
+from ringcomm.cli import table_lines
 from ringcomm.cuda.build import describe_source
 from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE, DEFAULT_CONNECTIONS, DeviceRuntime
 from ringcomm.errors import RingcommError
@@ -352,13 +353,12 @@ def json_text(findings: Sequence[Finding]) -> str:
 
 def lines(findings: Sequence[Finding]) -> list[str]:
     """The report, columns aligned; advice stands below its finding."""
-    width = max(len(finding.name) for finding in findings)
-    out = []
+    rows = []
     for finding in findings:
-        out.append(f"{finding.verdict:<4}  {finding.name:<{width}}  {finding.value}")
+        rows.append((finding.verdict, finding.name, finding.value))
         if finding.advice:
-            out.append(f"{'':<4}  {'':<{width}}  -> {finding.advice}")
-    return out
+            rows.append(("", "", f"-> {finding.advice}"))
+    return table_lines(rows)
 
 
 if __name__ == "__main__":

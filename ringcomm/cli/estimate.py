@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringcomm.cli import table_lines
 from ringcomm.errors import ArgumentError, RingcommError
 from ringcomm.extras import estimate as forms
 from ringcomm.memory import Disk
@@ -155,10 +156,9 @@ def _table(title: str, rows: list[Row]) -> str:
     """Aligns rows in columns under a title."""
     names = [name.replace("_bytes", "").replace("_", " ") for name in rows[0]]
     cells = [names, *([_cell(*each) for each in row.items()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     has_bytes = any(name.endswith("_bytes") for name in rows[0])
     lines = [title + (", GB = 1e9 bytes" if has_bytes else "")]
-    lines += ["  ".join(map(str.rjust, line, widths)) for line in cells]
+    lines += table_lines(cells, right=True)
     if any("?" in line for line in cells):
         lines.append("?: unknown without the sizes of the model (--layers ...), and in no total")
     return "\n".join(lines)

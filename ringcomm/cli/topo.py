@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+from ringcomm.cli import table_lines
 from ringcomm.comm.device.topology import (
     LEVELS,
     Connection,
@@ -156,12 +157,7 @@ def _matrix(topology: Topology) -> list[str]:
             for other in topology.gpus
         ]
         rows.append([name, *cells])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
-    return [line.rstrip() for line in padded]
+    return table_lines(rows)
 
 
 def _legend(topology: Topology) -> list[str]:
@@ -176,7 +172,7 @@ def _legend(topology: Topology) -> list[str]:
         "!": "neither can access the other's memory" * ("refused" in kinds),
         "?": "not known" * ("unknown" in kinds),
     }
-    return [f"{word:<6}  {meaning}" for word, meaning in words.items() if meaning]
+    return table_lines([row for row in words.items() if row[1]])
 
 
 def _plan_lines(
@@ -188,9 +184,9 @@ def _plan_lines(
         where = " ".join(f"{rank}:GPU{numbers[g.pci_bus_id]}" for rank, g in enumerate(found) if g)
     else:
         where = f"{len(placements)} on CPUs"
-    lines = [f"ranks      {where}"]
+    rows = [("ranks", where)]
     for index, ring in enumerate(chosen.rings):
-        lines.append(f"ring {index:<5} {' -> '.join(map(str, (*ring, ring[0])))}")
+        rows.append((f"ring {index}", " -> ".join(map(str, (*ring, ring[0])))))
     if gbps:
-        lines.append(f"rings      {gbps:g} GB/s per direction, by the links' data rate")
-    return [*lines, f"algorithm  {chosen.algorithm}: {chosen.reason}"]
+        rows.append(("rings", f"{gbps:g} GB/s per direction, by the links' data rate"))
+    return table_lines([*rows, ("algorithm", f"{chosen.algorithm}: {chosen.reason}")])

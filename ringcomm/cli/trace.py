@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ringcomm.cli import table_lines
 from ringcomm.comm.recorder.reader import (
     Trace,
     ended_ranks,
@@ -216,11 +217,7 @@ def _table(
         else _row(each, taken_ns, marked, rank.on_device)
         for each in shown
     ]
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(columns))]
-    widths = [max(w, len(title)) for w, title in zip(widths, columns, strict=True)]
-    for row in [columns, *rows]:
-        lines.append("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
-    return lines
+    return [*lines, *table_lines([columns, *rows])]
 
 
 _COLUMNS = (" ", "call", "began", "took", "state", "what", "where")

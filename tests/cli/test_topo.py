@@ -55,7 +55,7 @@ def test_matrix_rings_and_algorithm(topo):
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows[:8]]
     assert cells[0] == ["GPU0", "X", "NV1 25", "NV1 25", "NV2 50", "NV2 50", "SYS", "SYS", "SYS"]
     assert cells[5] == ["GPU5", "SYS", "NV2 50", "SYS", "SYS", "NV1 25", "X", "NV2 50", "NV1 25"]
-    assert "SYS     PCIe through the interconnect between NUMA nodes" in lines
+    assert "SYS    PCIe through the interconnect between NUMA nodes" in lines
     assert sum(line.startswith("ring ") for line in lines) == 1
     assert "rings      50 GB/s per direction, by the links' data rate" in lines
     assert lines[-1].startswith("algorithm  ring: not all pairs")

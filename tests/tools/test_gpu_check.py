@@ -119,7 +119,7 @@ def test_a_stage_that_raises_stops_no_other(place, capsys):
     assert results[1].detail == "330 s" and "RuntimeError: no disk" in results[0].detail
     # The budget is reduced by the time that has passed before.
     assert "gpu-check: build, 90 s at most" in capsys.readouterr().out
-    assert any(line.startswith("build     failed") for line in summary(FACTS, results))
+    assert any(line.startswith("build  failed") for line in summary(FACTS, results))
 
 
 # ---- the record ----------------------------

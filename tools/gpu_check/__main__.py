@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ringcomm.bench.devices import COPY_FACT
 from ringcomm.bench.report import commit
+from ringcomm.cli import table_lines
 
 from .record import REHEARSAL, Record, goal_lines
 from .runner import BUDGET_S, FAILED, LEFT_OUT, STAGES, Result, Runner, Stage, limit_s, select
@@ -113,9 +114,8 @@ def summary(facts: Mapping[str, str], results: Sequence[Result]) -> list[str]:
     lines += [f"{REHEARSAL} {facts[REHEARSAL]}"] if REHEARSAL in facts else []
     if any(result.name in ("bench", "steps") for result in results):
         lines += goal_lines([report for result in results for report in result.reports])
-    for each in results:
-        lines.append(f"{each.name:<9} {each.verdict:<12} {each.seconds:>5.0f} s  {each.detail}")
-    return lines
+    rows = [(each.name, each.verdict, f"{each.seconds:>5.0f} s", each.detail) for each in results]
+    return lines + table_lines(rows)
 
 
 if __name__ == "__main__":
