@@ -164,11 +164,12 @@ def _peer_left(fault: Mapping[str, Any]) -> PeerLost:
 
 
 def _timeout(fault: Mapping[str, Any]) -> CollectiveTimeout:
-    return CollectiveTimeout(
-        f"rank {fault['rank']} in {fault['mine']} waited {fault['waited_ms']} ms, until its "
-        f"timeout ended, for {_peer(fault)} (step {fault['step']}, epoch wanted "
-        f"{fault['wanted']}, seen {fault['seen']}), which did not come. It is stopped, late, "
-        f"or never made this call: look at what {_peer(fault)} does, or raise timeout="
+    seen = f"step {fault['step']}, epoch wanted {fault['wanted']}, seen {fault['seen']}"
+    return timed_out(
+        f"rank {fault['rank']} in {fault['mine']}",
+        fault["waited_ms"],
+        f"{_peer(fault)} ({seen}), which did not come",
+        look_at(_peer(fault)),
     )
 
 
@@ -237,6 +238,35 @@ def from_fault(head: str, fault: Mapping[str, Any]) -> RingcommError:
     return type(told)(
         f"{head}: {told}. {fault.get('hint', '')}{fault.get('story', '')}The communicator is "
         f"unusable now: close it and build a new one{fault.get('trace', '')}"
+    )
+
+
+def timed_out(waiter: str, waited_ms: float, awaited: str, advice: str) -> CollectiveTimeout:
+    """The error of a wait that lasted as long as the communicator's timeout allows.
+
+    Args:
+        waiter: the rank that waited, and its call.
+        waited_ms: how long.
+        awaited: who or what did not come, and what is known of it.
+        advice: what to do, if not to raise the timeout.
+    """
+    return CollectiveTimeout(
+        f"{waiter} waited {waited_ms:.0f} ms, until its timeout ended, for {awaited}. {advice}, or "
+        "raise timeout="
+    )
+
+
+def look_at(rank: str, *, on_other_node: bool = False) -> str:
+    """The advice of :func:`timed_out` for a wait for one rank."""
+    link = ", or the link between the nodes is down" if on_other_node else ""
+    return f"It is stopped, late, or never made this call{link}: look at what {rank} does"
+
+
+def not_done(call: str, waited_s: float, state: str = "the call goes on") -> CollectiveTimeout:
+    """The error of ``Work.wait(timeout=...)`` that ended before the call did."""
+    return CollectiveTimeout(
+        f"{call}: not done after {waited_s:g} s of wait(timeout=...); {state}. Wait again, or "
+        "abort the communicator"
     )
 
 

@@ -50,10 +50,11 @@ from ringcomm.comm.recorder.records import Recording
 from ringcomm.cuda.runtime import DeviceRuntime, Event, Stream
 from ringcomm.errors import (
     ArgumentError,
-    CollectiveTimeout,
     PeerLost,
     RingcommError,
     UnsupportedError,
+    not_done,
+    timed_out,
     where,
 )
 from ringcomm.process import Deadline, until_exit
@@ -166,10 +167,7 @@ class DeviceWork(Work):
         pause_s = FIRST_POLL_S
         while not self._done.query():
             if deadline.is_over():
-                raise CollectiveTimeout(
-                    f"{self._name}: not done after {seconds:g} s of wait(timeout=...); the call "
-                    "goes on. Wait again, or abort the communicator"
-                )
+                raise not_done(self._name, seconds)
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, LAST_POLL_S)
 
@@ -580,13 +578,14 @@ class DeviceCallEngine(CallEngine):
                 )
         if waited_s * 1000 > core.timeout_ms:
             named = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-            raise self._give_up(
-                CollectiveTimeout,
-                f"{head}: waited {core.timeout_ms} ms, until its timeout ended, for {named} to "
-                "make the same call (step 0: nothing was launched). Ranks of one process on one "
-                "device run in one launch, so each needs a thread that makes all its calls",
-                self._waits_in_vain("timeout", missing[0]),
+            error = timed_out(
+                f"{head}:",
+                core.timeout_ms,
+                f"{named} to make the same call (step 0: nothing was launched)",
+                "Ranks of one process on one device run in one launch: give each a thread that "
+                "makes all its calls",
             )
+            raise self._give_up(type(error), str(error), self._waits_in_vain("timeout", missing[0]))
 
     def submit(
         self,

@@ -40,11 +40,11 @@ from ringcomm.comm.recorder.records import Recording
 from ringcomm.errors import (
     AbortedError,
     ArgumentError,
-    CollectiveTimeout,
     ForkError,
     RingcommError,
     UnsupportedError,
     from_fault,
+    not_done,
     start_thread,
     unusable_error,
     where,
@@ -141,10 +141,7 @@ class Work:
         if seconds < 0:
             self._gate.acquire()
         elif not self._ends_within(Deadline(seconds)):
-            raise CollectiveTimeout(
-                f"{self._name}: not done after {seconds:g} s of wait(timeout=...); the call goes "
-                "on. Wait again, or abort the communicator"
-            )
+            raise not_done(self._name, seconds)
         self._gate.release()
 
     def _ends_within(self, deadline: Deadline) -> bool:

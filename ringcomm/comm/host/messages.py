@@ -20,10 +20,10 @@ from ringcomm.comm.host.arguments import (
 )
 from ringcomm.comm.host.engine import CallEngine, Outputs, Work, wait_seconds
 from ringcomm.errors import (
-    CollectiveTimeout,
     MismatchError,
     RingcommError,
     no_thread,
+    not_done,
     start_thread,
     where,
 )
@@ -69,10 +69,7 @@ class Message(Work):
         if status and not self._request.done():
             if self._engine.aborted:
                 raise self._engine._fault(self._name)
-            raise CollectiveTimeout(
-                f"{self._name}: not done after {seconds:g} s of wait(timeout=...); the message is "
-                "still under way. Wait again, or abort the communicator"
-            )
+            raise not_done(self._name, seconds, "the message is still under way")
         self._complete(self._request.status())
         if not self._finished:
             # Another thread noticed the end first and is about to record it.

@@ -36,7 +36,7 @@ from ringcomm.comm.nodes.carrier import (
 )
 from ringcomm.comm.nodes.watch import Watch
 from ringcomm.comm.recorder.reader import program_line
-from ringcomm.errors import AbortedError, CollectiveTimeout, PeerLost, start_thread
+from ringcomm.errors import AbortedError, PeerLost, start_thread, timed_out
 from ringcomm.process import Deadline
 
 # ---- Messages under way over nodes, with the methods of ``_native.Request`` ---------------------
@@ -603,11 +603,12 @@ class NodesMessages:
             if rank != places.rank and self._inner.health(place)
         }
         ended = ", ".join(map(places.named, sorted(gone)))
-        told = f" Of those that could have, {ended} ended or closed before." if gone else ""
+        told = f". Of those that could have, {ended} ended or closed before" if gone else ""
         self._watch.fail(
-            CollectiveTimeout(
-                f"{places.named(places.rank)} in {request.called}, from any rank, waited "
-                f"{waited_s * 1000:.0f} ms, until its timeout ended, and no rank has sent.{told} "
-                "Look at what the senders do, or raise timeout="
+            timed_out(
+                f"{places.named(places.rank)} in {request.called}, from any rank,",
+                waited_s * 1000,
+                f"a message, which no rank has sent{told}",
+                "Look at what the senders do",
             )
         )

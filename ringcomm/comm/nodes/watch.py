@@ -46,8 +46,10 @@ from ringcomm.errors import (
     PeerLost,
     RingcommError,
     from_fault,
+    look_at,
     printable,
     start_thread,
+    timed_out,
 )
 from ringcomm.process import Deadline
 from ringcomm.rendezvous.handles import store_place
@@ -278,14 +280,9 @@ class Watch:
         who, awaited = self._me(), self._places.named(peer)
         said = told_by(text)
         if waited_s >= timeout_s:
-            self.fail(
-                CollectiveTimeout(
-                    f"{who} in {called} waited {waited_s * 1000:.0f} ms, until its timeout ended, "
-                    f"for {awaited}, which did not come. It is stopped, late, or never made this "
-                    f"call, or the link between the nodes is down: look at what {awaited} does, or "
-                    "raise timeout="
-                )
-            )
+            came = f"{awaited}, which did not come"
+            advice = look_at(awaited, on_other_node=True)
+            self.fail(timed_out(f"{who} in {called}", waited_s * 1000, came, advice))
             return
         self.fail(
             PeerLost(
@@ -576,11 +573,12 @@ class Watch:
 
 def _waited_beyond(fault: dict[str, Any], beyond: int) -> CollectiveTimeout:
     """Words a wait for a mate that waits for a rank of another node, which is the cause."""
-    return CollectiveTimeout(
-        f"rank {fault['rank']} in {fault['mine']} waited {fault['waited_ms']} ms, until its "
-        f"timeout ended, for rank {beyond}, which did not come: rank {fault['peer']}, of its own "
-        f"node, waits for that rank. It is stopped, late, or never made this call, or the link "
-        f"between the nodes is down: look at what rank {beyond} does, or raise timeout="
+    return timed_out(
+        f"rank {fault['rank']} in {fault['mine']}",
+        fault["waited_ms"],
+        f"rank {beyond}, which did not come: rank {fault['peer']}, of its own node, waits for that "
+        "rank",
+        look_at(f"rank {beyond}", on_other_node=True),
     )
 
 
@@ -763,11 +761,12 @@ class DeviceWatch(Watch):
             }
             peers = ", ".join(map(places.named, sorted(ranks)))
             self.fail(
-                CollectiveTimeout(
-                    f"{self._me()} in {late} waited {timeout_s * 1000:.0f} ms, until its timeout "
-                    f"ended, for its device: data of {peers}, which made this call, too, did not "
-                    "arrive, or the device waits for other work. Look at what those ranks do and "
-                    "at the link between the nodes, or raise timeout="
+                timed_out(
+                    f"{self._me()} in {late}",
+                    timeout_s * 1000,
+                    f"its device: data of {peers}, which made this call, too, did not arrive, or "
+                    "the device waits for other work",
+                    "Look at what those ranks do and at the link between the nodes",
                 )
             )
             return
