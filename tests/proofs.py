@@ -155,7 +155,10 @@ PROOFS = (
     Proof(
         "style and types",
         ("tests/test_style.py",),
-        ("bench/**", "kernels/**", "ringcomm/**", "tests/**", "tools/**", "setup.py"),
+        (
+            *("bench/**", "kernels/**", "ringcomm/**", "tests/**", "tools/**", "setup.py"),
+            *(".clang-format", ".gitignore"),
+        ),
     ),
     Proof("packaging and site", ("tests/packaging",), ("**",)),
 )

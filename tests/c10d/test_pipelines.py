@@ -20,7 +20,8 @@ from torch.distributed.pipelining.schedules import (
 from tests.support.rank_pool import default_group
 
 LOOPED = (ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble)
-MICRO_BATCHES = 4
+# DualPipeV takes no fewer than there are stages: two for each of up to four ranks.
+MICRO_BATCHES = 8
 
 
 def layers(count: int) -> list[nn.Module]:
