@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -26,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ringcomm.c10d.comm_argument import find_communicator
+from ringcomm.comm.agreement import all_or_none, check_agreement
 from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.objects import all_gather_object
-from ringcomm.errors import ArgumentError, MismatchError, where
+from ringcomm.errors import ArgumentError, where
 from ringcomm.functional import (
     all_gather_matmul,
     join_sequence,
@@ -315,21 +314,15 @@ class _Plan:
                 f"expected parameters that are plain tensors, got DTensors in {some(of_others)}"
             )
 
-    def describe(self) -> list[list[Any]]:
-        """Returns what all ranks must have alike, as plain data: modules, kinds, parameters."""
+    def describe(self) -> list[str]:
+        """Returns what all ranks must have alike, in words, by module."""
         counts: dict[int, dict[str, int]] = {}
         for module, attribute in self.divided:
             counts.setdefault(id(module), {})[attribute] = getattr(module, attribute)
         return [
-            [
-                name,
-                self.kind_of(name),
-                counts.get(id(module), {}),
-                [
-                    [each, list(param.shape), str(param.dtype), param.requires_grad]
-                    for each, param in module.named_parameters(recurse=False)
-                ],
-            ]
+            f"{name!r} as {self.kind_of(name)!r}"
+            + (f", with the heads {counts[id(module)]}" if id(module) in counts else "")
+            + f", with the parameters {_params_of(module)}"
             for name, module in self.model.named_modules()
         ]
 
@@ -344,33 +337,19 @@ class _Plan:
 
 def _check_agreement(found: _Plan, group: Communicator) -> None:
     """Raises on all ranks what is wrong on any, or what differs; collective."""
-    everyone: list[Any] = [None] * group.world_size
-    all_gather_object(everyone, [found.wrong, found.describe()], group)
-    head = where(_OPERATION, group.rank, group.world_size)
-    if found.wrong:
-        raise ArgumentError(f"{head}: " + "; ".join(found.wrong))
-    for rank, (wrong, _) in enumerate(everyone):
-        if wrong:
-            raise ArgumentError(
-                f"{head}: rank {rank} of the mesh was given something wrong: {'; '.join(wrong)}"
-            )
-    first = everyone[0][1]
-    for rank, (_, modules) in enumerate(everyone):
-        for mine, theirs in zip_longest(first, modules):
-            if mine != theirs:
-                raise MismatchError(
-                    f"{head}: the ranks differ. {_in_words(mine)} on rank 0 of the mesh, and "
-                    f"{_in_words(theirs)} on rank {rank}. Give all ranks the same model, plan and "
-                    "heads"
-                )
+    with all_or_none(group, _OPERATION):
+        if found.wrong:
+            head = where(_OPERATION, group.rank, group.world_size)
+            raise ArgumentError(f"{head}: " + "; ".join(found.wrong))
+    told = {"modules": found.describe()}
+    check_agreement(group, _OPERATION, told, "Give all ranks the same model, plan and heads")
 
 
-def _in_words(described: list[Any] | None) -> str:
-    if described is None:
-        return "There is no further module"
-    name, kind, counts, params = described
-    heads = f", with the heads {counts}" if counts else ""
-    return f"Module {name!r} is {kind!r}{heads}, with the parameters {params}"
+def _params_of(module: nn.Module) -> list[tuple[object, ...]]:
+    return [
+        (name, list(param.shape), str(param.dtype), param.requires_grad)
+        for name, param in module.named_parameters(recurse=False)
+    ]
 
 
 def _kinds() -> str:

@@ -20,6 +20,7 @@ from torch.distributed import DebugLevel, ProcessGroup, get_debug_level
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group, _world
 
+from ringcomm.comm.agreement import gather_bytes
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.functions import (
     Group,
@@ -1007,12 +1008,7 @@ def _check_agreement(operation: str, differentiable: bool, has_tangent: bool, gr
     """
     communicator = communicator_of(group, operation)
     with torch._C._DisableFuncTorch():
-        flags = [differentiable, has_tangent]
-        mine = torch.tensor(flags, dtype=torch.uint8, device=communicator.device)
-        everyone = mine.new_empty(communicator.world_size, len(flags))
-        communicator.all_gather_into_tensor(everyone, mine)
-        communicator.finish_host_side()
-        by_rank: list[list[int]] = everyone.tolist()
+        by_rank = gather_bytes(communicator, bytes([differentiable, has_tangent]), 2)
     for number, what in enumerate(("require grad", "have a tangent")):
         here = [rank for rank, flags in enumerate(by_rank) if flags[number]]
         if 0 < len(here) < len(by_rank):

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from ringcomm.comm.agreement import all_or_none
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.arguments import ReduceOp
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError
-from ringcomm.optim.agreement import Asked, all_or_none
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.gradients import (
     found_non_finite,
@@ -31,7 +31,7 @@ from ringcomm.optim.gradients import (
 )
 from ringcomm.optim.layout import within
 from ringcomm.optim.placement import placement_of
-from ringcomm.optim.step import FirstPass, ShardedStep
+from ringcomm.optim.step import Asked, FirstPass, ShardedStep
 
 Tensor = torch.Tensor
 _NORM, _VALUE = "optimizer.clip_grad_norm_", "optimizer.clip_grad_value_"

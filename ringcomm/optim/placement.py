@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.c10d.comm_argument import CommArgument
+from ringcomm.comm.agreement import all_or_none, check_agreement, check_on_mesh, exchange
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.arguments import ALGORITHMS
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.offload.scratch import DiskChunks
-from ringcomm.optim.agreement import all_or_none, check_agreement, check_on_mesh, exchange
 from ringcomm.optim.buckets import Bucket, Buckets, count_change
 from ringcomm.optim.dtensors import PartMesh, local_of
 from ringcomm.optim.gradients import Accumulator, Gradients, label

@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from ringcomm.c10d.comm_argument import CommArgument, find_communicator, find_device_type
+from ringcomm.comm.agreement import all_or_none
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.arguments import ReduceOp, admit_keys, intercepting_keys
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.memory import normal_tensors
 from ringcomm.optim import kernels, state, torch_state
-from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets, make_bucket
 from ringcomm.optim.clipping import NormBound, clip_norm, clip_norm_of, clip_value_of
 from ringcomm.optim.dtensors import PartMesh, check_placements, find_mesh, grad_of, local_of

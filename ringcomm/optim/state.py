@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
+from ringcomm.comm.agreement import agreed_load
 from ringcomm.comm.nodes.wires import Residual
 from ringcomm.errors import ArgumentError, CheckpointError
 from ringcomm.integers import integer
 from ringcomm.json_reader import DAMAGE, exactly, shown
 from ringcomm.optim import kernels
-from ringcomm.optim.agreement import agreed_load
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.layout import BucketLayout, ShardLayout
 from ringcomm.optim.placement import end_changes

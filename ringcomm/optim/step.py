@@ -5,28 +5,25 @@ from __future__ import annotations
 import logging
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from ringcomm.comm.communicator import Communicator
-from ringcomm.comm.host.arguments import ALGORITHMS, ReduceOp
-from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
-from ringcomm.memory.host_heap import give_back_freed
-from ringcomm.optim import kernels
-from ringcomm.optim.agreement import (
-    STEP,
-    Asked,
-    CommRanks,
-    MeshRanks,
+from ringcomm.comm.agreement import (
+    ModelRanks,
     all_or_none,
     check_agreement,
     check_on_mesh,
     ranks_of,
 )
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.host.arguments import ALGORITHMS, ReduceOp
+from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
+from ringcomm.memory.host_heap import give_back_freed
+from ringcomm.optim import kernels
 from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets, OutsideWrites, count_change
 from ringcomm.optim.dtensors import find_mesh
 from ringcomm.optim.gradients import (
@@ -66,6 +63,25 @@ from ringcomm.optim.tiers import PiecedTier, make_tier
 # ---- What an optimizer's steps work on: parameters in buckets, with state, table and kernels ----
 
 Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A rank's request to its step or clipping, which the ranks compare before they reduce.
+
+    Attributes:
+        operation: compared, too, with what is told, and named in errors.
+        told: arguments that must be equal on all ranks, as plain JSON types; none of a step.
+        refusal: why this rank cannot do it, or None.
+    """
+
+    operation: str = "optimizer.step"
+    told: Mapping[str, Any] = field(default_factory=dict)
+    refusal: Exception | None = None
+
+
+#: A mere step, which asks nothing.
+STEP = Asked()
 
 
 class PreparedStep:
@@ -143,7 +159,7 @@ class PreparedStep:
             told = dict(zip(("check_finite", "loss_scaler"), asks, strict=True))
             check_on_mesh(setting.comm, self.over, self._operation, {"options": told})
             assert self.over is not None
-            divided = MeshRanks(None, self.over).exchange(self.mesh is not None)
+            divided = ModelRanks(None, self.over).exchange(self.mesh is not None)
             if setting.rank == 0:
                 warn_of_idle_axis(self.over, divided)
 
@@ -276,7 +292,7 @@ class PreparedStep:
         return options.master == "remainder" or options.wire.codes_parameters
 
     @property
-    def ranks(self) -> CommRanks | MeshRanks | None:
+    def ranks(self) -> ModelRanks | None:
         """The ranks that train the model together; None for this one alone."""
         return ranks_of(self.setting.comm, self.mesh)
 

@@ -29,11 +29,11 @@ from typing import Protocol
 import torch
 
 from ringcomm import cuda
+from ringcomm.comm.agreement import all_or_none
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, DiskError, UnsupportedError
 from ringcomm.memory.device_heap import PinnedBlocks
 from ringcomm.offload.scratch import DEFAULT_TIMEOUT_S, PAGE_BYTES, Disk, ScratchFile, rounded_up
-from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.buckets import CODES, BlockMoment, Bucket, ShardState, master_dtype
 from ringcomm.optim.layout import BLOCK_ELEMS, BucketLayout, Chunk, round_up
 from ringcomm.optim.placement import OPERATION

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ringcomm.comm.agreement import agreed_load
 from ringcomm.errors import CheckpointError
 from ringcomm.optim import kernels
-from ringcomm.optim.agreement import agreed_load
 from ringcomm.optim.buckets import Bucket, split_master
 from ringcomm.optim.dtensors import distributed_as, is_distributed, lies_alike, local_of
 from ringcomm.optim.layout import ShardLayout

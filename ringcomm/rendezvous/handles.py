@@ -434,7 +434,7 @@ class Announced(Protocol):
     def layout(self) -> str: ...
 
 
-def check_agreement(meeting: Meeting, mine: Announced, theirs: Announced, rank: int) -> None:
+def check_announced(meeting: Meeting, mine: Announced, theirs: Announced, rank: int) -> None:
     """Checks what ``rank`` announced against what this rank did.
 
     Raises:
@@ -522,7 +522,7 @@ class Rendezvous:
                     "and every job a store of its own"
                 )
             # Before the others have come, since whoever finds a difference ends.
-            check_agreement(self._meeting, mine, theirs, rank)
+            check_announced(self._meeting, mine, theirs, rank)
             if (theirs.boot, theirs.pid_namespace) == (mine.boot, mine.pid_namespace):
                 self._meeting.lookout.learn(rank, theirs.pid)
             handles[rank] = theirs

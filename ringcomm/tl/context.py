@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,8 +22,9 @@ from ringcomm._tl.fused_compute import (
     reduce_scatter_rms_norm_kernel,
 )
 from ringcomm._tl.geometry import Geometry
+from ringcomm.comm.agreement import first_other, gather_bytes, mismatch
 from ringcomm.comm.communicator import Communicator
-from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError, where
+from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.integers import integer, integers
 from ringcomm.process import until_exit
 
@@ -39,6 +41,7 @@ __all__ = [
 
 T = TypeVar("T")
 
+_TWO_NUMBERS = struct.Struct("<qq")
 # Memory that a peer may still touch, of contexts that ended without all ranks' consent.
 _abandoned: list[object] = []
 # By a kernel and which of its parameters are addresses: the kernel, and what is launched for it.
@@ -151,20 +154,14 @@ class Context:
 
     def _agree(self, operation: str, what: str, number: int, own: int = 0) -> list[int]:
         """Checks that ``number`` is equal on all ranks, and returns what each has as ``own``."""
-        device = self.comm.device
-        mine = torch.tensor([number, own], dtype=torch.int64, device=device)
-        everyone = torch.empty(self.comm.world_size, 2, dtype=torch.int64, device=device)
-        self.comm.all_gather_into_tensor(everyone.view(-1), mine)
-        self.comm.finish_host_side()
-        numbers, owns = everyone.T.tolist()
-        for peer, theirs in enumerate(numbers):
-            if theirs != number:
-                raise MismatchError(
-                    f"{self._where(operation)}: expected {number} {what} on all ranks, but rank "
-                    f"{peer} has {theirs}. Give all ranks the same arguments"
-                )
-        found: list[int] = owns
-        return found
+        mine = _TWO_NUMBERS.pack(number, own)
+        told = map(_TWO_NUMBERS.unpack, gather_bytes(self.comm, mine, len(mine)))
+        numbers, owns = zip(*told, strict=True)
+        if other := first_other(numbers):
+            everyone = [{"options": {what: each}} for each in numbers]
+            advice = "Give all ranks the same arguments"
+            raise mismatch(self._where(operation), everyone, other, advice)
+        return list(owns)
 
     # ---- memory -------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ from ringcomm.rendezvous.handles import (
     DescriptorInbox,
     Meeting,
     Rendezvous,
-    check_agreement,
+    check_announced,
     check_one_machine,
     forming,
     machine_of,
@@ -572,7 +572,7 @@ def _handles(
     handles = [DeviceHandle.from_json(text, rank, operation) for rank, text in enumerate(texts)]
     try:
         for rank, theirs in enumerate(handles):
-            check_agreement(meeting, mine, theirs, rank)
+            check_announced(meeting, mine, theirs, rank)
             check_one_machine(meeting, mine, theirs)
     except RingcommError:
         core.announce(None)  # all ranks compare all handles, so none goes on

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm import zero
 from ringcomm.c10d.comm_argument import CommArgument, find_communicator
+from ringcomm.comm.agreement import all_or_none
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.functions import Group, communicator_of
 from ringcomm.comm.local_world import local_world
@@ -25,10 +26,10 @@ from ringcomm.functional import all_reduce
 from ringcomm.integers import integer
 from ringcomm.memory import normal_tensors
 from ringcomm.module_names import named_modules
-from ringcomm.optim.agreement import Asked, all_or_none
 from ringcomm.optim.clipping import NormBound, NormPart, agree_on_finite, clip_norm_of_parts
 from ringcomm.optim.placement import SHARING, STAGES
 from ringcomm.optim.sharded import ShardedOptimizer
+from ringcomm.optim.step import Asked
 from ringcomm.zero.checkpoint import Checkpoints
 from ringcomm.zero.checkpoint.save_load import check_load, take_load
 from ringcomm.zero.stages.sharding import check_module, check_step_number, is_sharded, path_of

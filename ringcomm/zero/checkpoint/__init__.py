@@ -8,8 +8,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ringcomm.comm.agreement import Ranks
 from ringcomm.zero.checkpoint.export import export_safetensors
-from ringcomm.zero.checkpoint.folder import Checkpoints, OneRank, Ranks, Reader
+from ringcomm.zero.checkpoint.folder import Checkpoints, OneRank, Reader
 from ringcomm.zero.checkpoint.format import FlatShard
 
 if TYPE_CHECKING:

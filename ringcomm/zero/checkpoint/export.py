@@ -23,12 +23,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ringcomm.comm.agreement import all_or_none, check_agreement
 from ringcomm.errors import ArgumentError, CheckpointError, where
 from ringcomm.integers import integer
 from ringcomm.json_reader import text_of
 from ringcomm.memory import normal_tensors
 from ringcomm.module_names import KnownNames, named_parameters, unwrapped, without_wrappers
-from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.checkpoint import format as commit
 from ringcomm.zero.checkpoint.folder import Reader

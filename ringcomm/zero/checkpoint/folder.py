@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ringcomm.comm.agreement import Ranks, outcomes
 from ringcomm.errors import ArgumentError, CheckpointError, MismatchError
 from ringcomm.integers import integer
 from ringcomm.json_reader import read_bounded, shown
@@ -341,28 +342,6 @@ def _within(box: Bounds, offsets: Sequence[int]) -> tuple[slice, ...]:
 # The ranks that save together, and how they agree.
 
 
-class Ranks(Protocol):
-    """The interface of a world that saving needs; all ranks see the same folder.
-
-    If a rank is lost, :meth:`exchange` raises on the others.
-    """
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def name(self) -> str:
-        """This rank, as messages name it."""
-        ...
-
-    def exchange(self, mine: Any) -> list[Any]:
-        """Plain JSON data of every rank, by rank; collective."""
-        ...
-
-
 class OneRank:
     """A process that saves alone."""
 
@@ -393,13 +372,7 @@ def agreed(ranks: Ranks, operation: str, work: Callable[[], Any]) -> list[Any]:
     # Whatever it is, the others must not wait for this rank until their timeout.
     except Exception as raised:
         error = raised
-    told = ranks.exchange(
-        {
-            "result": result,
-            "error": None if error is None else str(error),
-            "name": ranks.name,
-        }
-    )
+    told = outcomes(ranks, operation, error, result)
     if isinstance(error, OSError):
         raise CheckpointError(
             f"{operation}: {ranks.name} cannot write: {error}. Earlier checkpoints are as they were"
@@ -407,14 +380,14 @@ def agreed(ranks: Ranks, operation: str, work: Callable[[], Any]) -> list[Any]:
     if error is not None:
         raise error
     for each in told:
-        if each["error"] is not None:
+        if each.kind:
             failed = CheckpointError(
-                f"{operation}: {each['name']} failed, so no rank goes on: "
-                f"{each['error']}. Earlier checkpoints are as they were"
+                f"{operation}: {each.name} failed, so no rank goes on: {each.text}. Earlier "
+                "checkpoints are as they were"
             )
             failed.repeats = True
             raise failed
-    return [each["result"] for each in told]
+    return [each.value for each in told]
 
 
 _log = logging.getLogger("ringcomm.zero")

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringcomm.comm.agreement import all_or_none, check_agreement
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.json_reader import digest_of, read_bounded, read_json, shown
 from ringcomm.memory import normal_tensors
 from ringcomm.module_names import Chosen, IncompatibleKeys, KnownNames, ModuleNames, unwrapped
-from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.dtensors import Sharding, local_of
 from ringcomm.optim.layout import Chunk, Segment

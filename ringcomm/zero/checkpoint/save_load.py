@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringcomm.comm.agreement import agreed_load, all_or_none
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError, where
 from ringcomm.json_reader import DAMAGE, decode, encode, exactly, in_words, shown
 from ringcomm.memory import normal_tensors
@@ -27,7 +28,6 @@ from ringcomm.module_names import (
     named_parameters,
     some,
 )
-from ringcomm.optim.agreement import agreed_load, all_or_none
 from ringcomm.optim.dtensors import PLAIN_KINDS
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.optim.state import Debtors, merged_groups

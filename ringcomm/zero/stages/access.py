@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ringcomm.comm.agreement import all_or_none, check_agreement
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import normal_tensors
-from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.dtensors import distributed_as, is_distributed, lies_alike, local_of, plainly
 from ringcomm.optim.layout import Chunk, ParamSpec, Segment, within

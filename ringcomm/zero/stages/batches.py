@@ -18,11 +18,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringcomm import functional
 from ringcomm.c10d.comm_argument import CommArgument, find_communicator
+from ringcomm.comm.agreement import all_or_none, check_agreement
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.arguments import ReduceOp
 from ringcomm.errors import ArgumentError, RingcommError, where
 from ringcomm.module_names import plain_name
-from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.dtensors import local_of
 from ringcomm.zero.stages.sharding import engine_of, is_sharded
 

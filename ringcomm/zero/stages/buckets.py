@@ -15,13 +15,13 @@ from functools import partial
 import torch
 from torch import nn
 
+from ringcomm.comm.agreement import all_or_none
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.engine import Work
 from ringcomm.comm.peer_memory import peer_tensors
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError, where
 from ringcomm.memory import normal_tensors, zeros
 from ringcomm.offload.scratch import Disk, DiskChunk, DiskChunks
-from ringcomm.optim.agreement import all_or_none
 from ringcomm.optim.buckets import decoded, empty_for_streams
 from ringcomm.optim.dtensors import apart, is_distributed, local_of, plainly, set_local
 from ringcomm.optim.layout import (

@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ringcomm.comm.agreement import ModelRanks, all_or_none, ranks_of
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.module_names import named_modules, named_parameters, plain_name
 from ringcomm.offload.scratch import DiskChunks
-from ringcomm.optim.agreement import CommRanks, MeshRanks, all_or_none, ranks_of
 from ringcomm.optim.buckets import count_change
 from ringcomm.optim.dtensors import (
     align_gradient,
@@ -493,7 +493,7 @@ class ShardEngine:
     # ---- gradients ------------------------------------------------------------------------------
 
     @property
-    def ranks(self) -> CommRanks | MeshRanks:
+    def ranks(self) -> ModelRanks:
         """The ranks that train the module together."""
         ranks = ranks_of(self.comm, self.mesh)
         assert ranks is not None

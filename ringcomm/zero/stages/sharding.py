@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from ringcomm import _native
 from ringcomm.c10d.comm_argument import CommArgument, find_communicator
+from ringcomm.comm.agreement import all_or_none, check_agreement, check_on_mesh
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, UnsupportedError, where
@@ -28,7 +29,6 @@ from ringcomm.memory import normal_tensors
 from ringcomm.memory.host_heap import give_back_freed, keep_freed_memory
 from ringcomm.module_names import named_modules, named_parameters, wrapped_key
 from ringcomm.offload.scratch import DiskChunks
-from ringcomm.optim.agreement import all_or_none, check_agreement, check_on_mesh
 from ringcomm.optim.dtensors import (
     PartMesh,
     check_placements,

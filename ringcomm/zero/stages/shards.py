@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringcomm.comm.agreement import all_or_none, check_agreement
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory import normal_tensors
-from ringcomm.optim.agreement import all_or_none, check_agreement
 from ringcomm.optim.buckets import Bucket, following
 from ringcomm.optim.dtensors import local_of, plainly
 from ringcomm.optim.placement import sharers_of

@@ -24,6 +24,7 @@ from ringcomm.cli import main
 from ringcomm.cli.report import find, page
 from ringcomm.cli.trace import over_nodes, report
 from ringcomm.comm import objects as object_codec
+from ringcomm.comm.agreement import read_description
 from ringcomm.comm.device import topology as model
 from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.records import RankRecording, Record, Recording
@@ -31,7 +32,6 @@ from ringcomm.errors import ArgumentError, RingcommError
 from ringcomm.extras.migrate.settings import from_deepspeed
 from ringcomm.extras.migrate.torch_file import plain_pickle
 from ringcomm.json_reader import decode, read_json
-from ringcomm.optim.agreement import read_description
 from ringcomm.rendezvous.handles import HeapHandle
 from ringcomm.zero.checkpoint.format import Manifest, Piece, SavedFile, SavedTensor, check_fill
 from ringcomm.zero.checkpoint.pretrained import WeightFiles

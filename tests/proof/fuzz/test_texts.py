@@ -21,12 +21,12 @@ from torch.distributed import HashStore
 from ringcomm import Communicator, CorruptedError, RingcommError, _native
 from ringcomm.cli.report import find, page
 from ringcomm.comm import objects as object_codec
+from ringcomm.comm.agreement import difference_in_words, read_description
 from ringcomm.comm.device import topology as model
 from ringcomm.errors import ArgumentError, CheckpointError, MismatchError, RendezvousError
 from ringcomm.json_reader import read_record
 from ringcomm.memory.device_heap import DeviceHandle
 from ringcomm.memory.host_heap import process_heap
-from ringcomm.optim.agreement import difference_in_words, read_description
 from ringcomm.rendezvous.handles import HeapHandle, machine_identity
 from ringcomm.zero.checkpoint import Checkpoints, Reader
 from ringcomm.zero.checkpoint.format import Manifest

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ringcomm.optim.agreement import CommRanks
+from ringcomm.comm.agreement import ModelRanks
 from ringcomm.zero.checkpoint import Checkpoints
 from tests.c10d.conftest import two_ranks
 from tests.comm import conftest
@@ -31,7 +31,7 @@ def three_ranks(rank_pools: Callable[[int], RankPool]) -> RankPool:
 def folder(worlds: conftest.Worlds, tmp_path: Path) -> Path:
     """A checkpoint of step 1 that two ranks have saved."""
 
-    def work(ranks: CommRanks) -> Path:
+    def work(ranks: ModelRanks) -> Path:
         return save_step(Checkpoints(tmp_path / "root", ranks=ranks), 1, ranks.rank, 2)
 
     saved: Path = in_world(worlds, 2, work)[0]

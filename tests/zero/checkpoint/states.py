@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ringcomm.optim.agreement import CommRanks
+from ringcomm.comm.agreement import ModelRanks
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader
 from tests.comm.conftest import Worlds
 
@@ -91,9 +91,9 @@ def load_all(folder: Path, verify: bool = True) -> list[Any]:
     return told
 
 
-def in_world(worlds: Worlds, world_size: int, work: Callable[[CommRanks], Any]) -> list[Any]:
+def in_world(worlds: Worlds, world_size: int, work: Callable[[ModelRanks], Any]) -> list[Any]:
     """Returns the results of ``work`` on each of ``world_size`` rank threads."""
-    return list(worlds(world_size).run(lambda comm: work(CommRanks(comm))))
+    return list(worlds(world_size).run(lambda comm: work(ModelRanks(comm))))
 
 
 def files_below(folder: Path) -> dict[str, bytes]:

@@ -18,8 +18,8 @@ import torch
 from torch.distributed import FileStore
 
 from ringcomm import Communicator
+from ringcomm.comm.agreement import ModelRanks
 from ringcomm.errors import CheckpointError, RingcommError
-from ringcomm.optim.agreement import CommRanks
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard, Reader
 from ringcomm.zero.checkpoint import format as tensor_file
 from tests.support.faults import die
@@ -123,7 +123,7 @@ def _saves_until(folder, rank, victim, number):
     """One rank of a world in which ``victim`` is killed at a call of its second save."""
     store = FileStore(f"{folder}.store", WORLD_SIZE)
     with Communicator.from_store(store, rank, WORLD_SIZE, timeout=TIMEOUT_S) as comm:
-        checkpoints = Checkpoints(folder, keep=1, ranks=CommRanks(comm))
+        checkpoints = Checkpoints(folder, keep=1, ranks=ModelRanks(comm))
         save_step(checkpoints, 1, rank, WORLD_SIZE)
         before = _kill_at(number, half=True) if rank == victim else _nothing
         try:
@@ -174,7 +174,7 @@ def test_a_rank_that_dies_leaves_whole_checkpoints(tmp_path):
 def _saves_on(root, rank):
     store = FileStore(f"{root}.store", WORLD_SIZE)
     with Communicator.from_store(store, rank, WORLD_SIZE, timeout=TIMEOUT_S) as comm:
-        checkpoints = Checkpoints(root, ranks=CommRanks(comm))
+        checkpoints = Checkpoints(root, ranks=ModelRanks(comm))
         for step in itertools.count(1):
             save_step(checkpoints, step, rank, WORLD_SIZE)
 
@@ -205,7 +205,7 @@ def test_a_world_killed_at_any_time_leaves_whole_checkpoints(tmp_path):
 
 def _disk_full(folder, rank, world_size):
     with group_communicator(rank, world_size) as comm:
-        checkpoints = Checkpoints(folder, ranks=CommRanks(comm))
+        checkpoints = Checkpoints(folder, ranks=ModelRanks(comm))
         save_step(checkpoints, 1, rank, world_size)
         elems = 1 << 16
         mine = {"x": FlatShard(2 * elems, rank * elems, torch.ones(elems))}

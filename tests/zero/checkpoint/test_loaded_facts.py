@@ -14,10 +14,10 @@ from torch import nn
 
 import ringcomm
 from ringcomm import zero
+from ringcomm.comm.agreement import ModelRanks, agreed_load
 from ringcomm.errors import ArgumentError, CheckpointError, RingcommError
 from ringcomm.json_reader import decode
 from ringcomm.optim import AdamW, LossScaler, Sharded
-from ringcomm.optim.agreement import CommRanks, agreed_load
 from ringcomm.zero.checkpoint import format as manifest
 from ringcomm.zero.checkpoint import state as module_state
 from ringcomm.zero.checkpoint.format import MANIFEST_NAME, Piece, _crc32, check_fill, crc32_of
@@ -217,7 +217,7 @@ def test_no_rank_waits_for_one_that_fails_in_any_way(worlds):
     def load(comm: Any) -> str:
         with (
             pytest.raises(RingcommError, match=r"of 2 cannot load|odd") as raised,
-            agreed_load(CommRanks(comm), "load"),
+            agreed_load(ModelRanks(comm), "load"),
         ):
             if comm.rank:
                 raise ArgumentError("odd")

@@ -298,14 +298,14 @@ def test_a_failed_rendezvous_leaves_nothing(place: Place, monkeypatch: pytest.Mo
     store = HashStore()
     results: list[int] = []
     all_have_read = threading.Barrier(2)
-    check = handles.check_agreement
+    check = handles.check_announced
 
     def checks(meeting: Any, mine: Any, theirs: Any, rank: int) -> None:
         if rank == 0:
             all_have_read.wait(LONG_S)
         check(meeting, mine, theirs, rank)
 
-    monkeypatch.setattr(meeting, "check_agreement", checks)
+    monkeypatch.setattr(meeting, "check_announced", checks)
 
     def body(rank: int) -> None:
         options = CommOptions(segment_bytes=4096 if rank else 8192, channels=2)

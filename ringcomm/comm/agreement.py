@@ -1,0 +1,410 @@
+"""Agreement of the ranks: all give the same and succeed, or none goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.host.arguments import ReduceOp
+from ringcomm.errors import CheckpointError, CorruptedError, MismatchError, RingcommError, where
+from ringcomm.json_reader import digest_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# A description has some hundred bytes per parameter; a peer that announces more than this is not
+# believed.
+LARGEST_BYTES = 1 << 30
+
+# ---- Plain data of every rank -------------------------------------------------------------------
+
+
+class Ranks(Protocol):
+    """The interface of ranks that agree: if one is lost, :meth:`exchange` raises on the others."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def name(self) -> str:
+        """This rank, as messages name it."""
+        ...
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """Returns plain JSON data of every rank, by rank; collective."""
+        ...
+
+
+class RankMesh(Protocol):
+    """The interface of a mesh whose ranks have different parts of a model."""
+
+    @property
+    def mesh(self) -> DeviceMesh: ...
+    @property
+    def number(self) -> int: ...
+    def all_gather(self, text: bytes, device: torch.device) -> list[bytes]: ...
+
+
+def gather_bytes(comm: Communicator, mine: bytes, size_bytes: int) -> list[bytes]:
+    """Gathers each rank's bytes, padded with blanks to ``size_bytes``; collective."""
+    padded = torch.frombuffer(bytearray(mine.ljust(size_bytes)), dtype=torch.uint8)
+    everyone = torch.empty(comm.world_size * size_bytes, dtype=torch.uint8, device=comm.device)
+    comm.all_gather_into_tensor(everyone, padded.to(comm.device))
+    comm.finish_host_side()
+    # tolist() rather than numpy(), without which torch also runs. A copy per rank is cheap here.
+    return [bytes(cast("list[int]", row.tolist())) for row in everyone.view(comm.world_size, -1)]
+
+
+def exchange(comm: Communicator, mine: Any) -> list[Any]:
+    """Returns plain JSON data of every rank, by rank; collective.
+
+    Raises:
+        CorruptedError: a rank sent something else; names the rank.
+    """
+    text = json.dumps(mine).encode()
+    size = torch.tensor([len(text)], dtype=torch.int64, device=comm.device)
+    comm.all_reduce(size, ReduceOp.MAX)
+    comm.finish_host_side()
+    head = where("comparing the ranks", comm.rank, comm.world_size)
+    longest = int(size.item())
+    if not len(text) <= longest <= LARGEST_BYTES:
+        raise CorruptedError(
+            f"{head}: expected descriptions of {len(text)} to {LARGEST_BYTES} bytes, and some rank "
+            f"announced {longest}. Do all ranks run the same ringcomm?"
+        )
+    texts = gather_bytes(comm, text, longest)
+    return [read_description(each, rank, head) for rank, each in enumerate(texts)]
+
+
+def read_description(text: bytes, rank: int, operation: str) -> Any:
+    """Parses the JSON data that ``rank`` sent.
+
+    Raises:
+        CorruptedError: the text is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptedError(
+            f"{operation}: what rank {rank} sent is no JSON text ({text[:80]!r}). Do all ranks run "
+            "the same ringcomm?"
+        ) from error
+
+
+class ModelRanks:
+    """The ranks that train one model together, with plain data to exchange.
+
+    Args:
+        comm: the ranks with the same parts of the model; None for this one alone.
+        mesh: of the parts; None where each rank has the whole. Ranks with the same part follow each
+            other, in the order of their communicator.
+    """
+
+    def __init__(self, comm: Communicator | None, mesh: RankMesh | None = None) -> None:
+        self._comm, self._mesh = comm, mesh
+        self._replica, self._replicas = (0, 1) if comm is None else (comm.rank, comm.world_size)
+
+    @property
+    def rank(self) -> int:
+        return self._replica + (0 if self._mesh is None else self._mesh.number * self._replicas)
+
+    @property
+    def world_size(self) -> int:
+        return self._replicas * (1 if self._mesh is None else self._mesh.mesh.size())
+
+    @property
+    def name(self) -> str:
+        """This rank, as messages name it: on a mesh as launchers number ranks."""
+        if self._mesh is None:
+            return f"rank {self.rank} of {self.world_size}"
+        return f"rank {dist.get_rank()} of {dist.get_world_size()}"
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """Returns plain JSON data of every rank, by rank; collective."""
+        row = [mine] if self._comm is None else exchange(self._comm, mine)
+        if self._mesh is None:
+            return row
+        device = torch.device("cpu") if self._comm is None else self._comm.device
+        texts = self._mesh.all_gather(json.dumps(row).encode(), device)
+        head = where("comparing the ranks", self.rank, self.world_size)
+        rows = (read_description(t, n * self._replicas, head) for n, t in enumerate(texts))
+        return [each for row in rows for each in row]
+
+
+def ranks_of(comm: Communicator | None, mesh: RankMesh | None) -> ModelRanks | None:
+    """Returns the ranks that train one model together; None for this one alone."""
+    return None if comm is None and mesh is None else ModelRanks(comm, mesh)
+
+
+# ---- All give the same --------------------------------------------------------------------------
+
+_SAME_MODEL = "Give all ranks the same parameters, in the same order, and the same options"
+
+
+def check_agreement(
+    comm: Communicator, operation: str, mine: Mapping[str, Any], advice: str = _SAME_MODEL
+) -> None:
+    """Compares plain JSON data of all ranks; collective.
+
+    Args:
+        comm: communicator of the ranks.
+        operation: name of the operation, for the error.
+        mine: this rank's data, as of :func:`first_difference`.
+        advice: what to do about a difference.
+
+    Raises:
+        MismatchError: the ranks' data differ; raised on every rank, naming rank 0, the lowest rank
+            that differs from it, and the first difference.
+    """
+    digest = bytes.fromhex(digest_of(mine))
+    other = first_other(gather_bytes(comm, digest, len(digest)))
+    if other:
+        head = where(operation, comm.rank, comm.world_size)
+        raise mismatch(head, exchange(comm, mine), other, advice)
+
+
+def check_on_mesh(
+    comm: Communicator | None, mesh: RankMesh | None, operation: str, mine: Mapping[str, Any]
+) -> None:
+    """Compares what ranks with different parts of parameters have in common; collective.
+
+    Args:
+        comm: the ranks with the same parts; None for this one alone.
+        mesh: of the parts; None where there are none, and nothing to compare.
+        operation, mine: as of :func:`check_agreement`.
+
+    Raises:
+        MismatchError: the ranks' data differ, on every rank.
+    """
+    if mesh is None:
+        return
+    ranks = ModelRanks(comm, mesh)
+    other = first_other(ranks.exchange(digest_of(mine)))
+    if other:
+        everyone, names = ranks.exchange(mine), ranks.exchange(ranks.name)
+        who = f"the ranks of the mesh {mesh.mesh}"
+        raise mismatch(f"{operation} on {ranks.name}", everyone, other, names=names, who=who)
+
+
+def first_other(values: Sequence[Any]) -> int:
+    """Returns the lowest rank whose value is not rank 0's; 0 where all values are equal."""
+    return next((rank for rank, each in enumerate(values) if each != values[0]), 0)
+
+
+def mismatch(
+    head: str,
+    everyone: Sequence[Any],
+    other: int,
+    advice: str = _SAME_MODEL,
+    *,
+    names: Sequence[str] = (),
+    who: str = "the ranks",
+) -> MismatchError:
+    """The error of ranks that were given different things; names two, and the first difference.
+
+    Args:
+        head: the operation and this rank.
+        everyone: what each rank was given, by rank; :func:`first_difference` tells its form.
+        other: a rank that was given something else than rank 0.
+        advice: what to do.
+        names: of the ranks; default "rank 0" and so on.
+        who: they are.
+
+    Raises:
+        CorruptedError: a rank sent what is not a description.
+    """
+    first, second = (names[rank] if names else f"rank {rank}" for rank in (0, other))
+    said = difference_in_words(everyone[0], everyone[other], (first, second), head)
+    return MismatchError(f"{head}: {who} differ. {said}. {advice}")
+
+
+def difference_in_words(first: Any, other: Any, names: tuple[str, str], operation: str) -> str:
+    """Returns a sentence on how the descriptions of two ranks differ.
+
+    Args:
+        first: of the first rank.
+        other: of another.
+        names: of the two ranks.
+        operation: named in errors.
+
+    Raises:
+        CorruptedError: one of them is not a description.
+    """
+    try:
+        label, a, b = first_difference(first, other)
+        said = f"{label[0].upper()}{label[1:]} is {_short(a)} on {names[0]}"
+        return f"{said} and {_short(b)} on {names[1]}"
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CorruptedError(
+            f"{operation}: {names[0]} and {names[1]} differ, and what one of them sent is no "
+            f"description: {error}. Do all ranks run the same ringcomm?"
+        ) from error
+
+
+# Parts of a description in the order in which they are compared, and the name of an entry.
+# Parameters come first, since a difference there explains the others.
+_LABELS = {
+    "params": "parameter",
+    "buckets": "bucket",
+    "groups": "param group",
+    "modules": "module",
+    "options": "option",
+}
+
+
+def first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, Any, Any]:
+    """Returns the first difference of two descriptions: its label and both values.
+
+    A description has lists under "groups", of hyper-parameters, and under "modules", a dict under
+    "options", and a layout's description under "layout"; or some of these.
+    """
+    parts = [{**each.get("layout", {}), **each} for each in (first, other)]
+    for key, label in _LABELS.items():
+        sides = [_entries(each.get(key, {})) for each in parts]
+        for entry in sorted({**sides[0], **sides[1]}):
+            a, b = (each.get(entry) for each in sides)
+            if a != b:
+                return f"{label} {entry}", a, b
+    return "description", dict(first), dict(other)
+
+
+def _entries(part: list[Any] | dict[str, Any]) -> dict[Any, Any]:
+    return dict(enumerate(part)) if isinstance(part, list) else part
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "missing"
+    if not isinstance(value, dict) or "shape" not in value:
+        return json.dumps(value)
+    name = f"{value['name']!r} " if value["name"] else ""
+    extra = "" if value["trainable"] else ", frozen"
+    extra += "" if value["tied_to"] is None else f", tied to parameter {value['tied_to']}"
+    extra += "" if value["stride"] is None else f", stride {tuple(value['stride'])}"
+    extra += ", in parts" if "divided_by" in value else ""
+    kind = f"{value['dtype']} of shape {tuple(value['shape'])}"
+    return f"{name}({kind} in group {value['group']}{extra})"
+
+
+# ---- All succeed, or none goes on ---------------------------------------------------------------
+
+
+class RankOutcome(NamedTuple):
+    """How work of all ranks ended on one: the class and text of its exception, or ""."""
+
+    name: str
+    kind: str
+    text: str
+    value: Any
+
+
+@contextmanager
+def _keeping(errors: list[Exception]) -> Iterator[None]:
+    """Keeps an exception, so that the other ranks need not wait for this one to time out."""
+    try:
+        yield
+    except Exception as error:
+        errors.append(error)
+
+
+def outcomes(
+    ranks: Ranks, operation: str, error: Exception | None, value: Any = None
+) -> list[RankOutcome]:
+    """Returns how work ended on each rank, by rank, and what each tells; collective.
+
+    Args:
+        ranks: all have done it.
+        operation: named in errors.
+        error: what it raised on this rank, or None.
+        value: plain JSON data of this rank.
+
+    Raises:
+        CorruptedError: a rank sent something else; names the rank.
+    """
+    failed = ("", "") if error is None else (type(error).__name__, str(error))
+    told = ranks.exchange([ranks.name, *failed, value])
+    for rank, each in enumerate(told):
+        if not (isinstance(each, list) and [*map(type, each[:3])] == [str] * 3 and len(each) == 4):
+            raise CorruptedError(
+                f"{operation}: expected the outcome of rank {rank}'s part, got {each!r:.80}"
+            )
+    return [RankOutcome(*each) for each in told]
+
+
+@contextmanager
+def agreed_load(ranks: Ranks | None, operation: str) -> Iterator[list[object]]:
+    """Checks a load inside the context; at its end all ranks go on, or none; collective.
+
+    Yields:
+        A list for values that must be equal on all ranks.
+
+    Raises:
+        Exception: the exception raised on this rank.
+        CheckpointError: the load failed on another rank, or the ranks' values differ.
+    """
+    same: list[object] = []
+    errors: list[Exception] = []
+    with _keeping(errors):
+        yield same
+    error = errors[0] if errors else None
+    if ranks is not None:
+        for each in outcomes(ranks, operation, error, same):
+            if error is None and each.kind:
+                error = CheckpointError(
+                    f"{operation}: {each.name} cannot load its state, so no rank does: {each.text}"
+                )
+            if error is None and each.value != same:
+                error = CheckpointError(
+                    f"{operation}: {ranks.name} and {each.name} load states of different steps, "
+                    f"{same} and {each.value}; pass shards that were saved together"
+                )
+    if error is not None:
+        raise error
+
+
+@contextmanager
+def all_or_none(
+    comm: Communicator | None, operation: str, mesh: RankMesh | None = None
+) -> Iterator[None]:
+    """Runs work that may fail on one rank alone; at its end all go on, or none; collective.
+
+    Inside, no rank may wait for another that has failed.
+
+    Args:
+        comm: the ranks; None for this one alone.
+        operation: name of the operation, for the error.
+        mesh: of ranks that have other parts of the parameters, and go on with these or not.
+
+    Raises:
+        Exception: the exception raised on this rank.
+        RingcommError: another rank's exception, of the same class if that is one of ringcomm's.
+    """
+    errors: list[Exception] = []
+    with _keeping(errors):
+        yield
+    error = errors[0] if errors else None
+    verdict, ranks = b"+" if error is None else b"-", ranks_of(comm, mesh)
+    verdicts = [verdict] if comm is None else gather_bytes(comm, verdict, 1)
+    if mesh is not None:
+        device = torch.device("cpu") if comm is None else comm.device
+        verdicts = mesh.all_gather(b"".join(verdicts), device)
+    if all(set(each) == set(b"+") for each in verdicts):
+        return
+    told = [] if ranks is None else outcomes(ranks, operation, error)
+    if error is not None:
+        raise error
+    assert ranks is not None  # else the failure was this rank's
+    kinds = {kind.__name__: kind for kind in RingcommError.__subclasses__()}
+    first = next(each for each in told if each.kind)
+    failed = kinds.get(first.kind, RingcommError)(
+        f"{operation} on {ranks.name}: {first.name} failed, so no rank goes on: {first.text}"
+    )
+    failed.repeats = True
+    raise failed
