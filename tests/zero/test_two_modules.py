@@ -266,7 +266,7 @@ def test_reductions_that_are_out_of_order_are_named():
     def work(comm):
         module = zero.shard(deepcopy(base), 2, comm=comm, options=OPTIONS[0])
         if comm.rank == 1:
-            engine_of(module, "test").reduction._order.numbers.reverse()
+            engine_of(module, "test").reduction.order.reverse()
         module(_rows(comm, 0)).sum().backward()
 
     with ringcomm.local_world(2) as world, pytest.raises(MismatchError) as caught:

@@ -45,7 +45,7 @@ from ringcomm.zero.stages.buckets import (
 from ringcomm.zero.stages.gather import Gatherer
 from ringcomm.zero.stages.options import ModuleDtypes, ZeroOptions
 from ringcomm.zero.stages.order import StepProfile, in_pipeline, module_order
-from ringcomm.zero.stages.reduce import Reduction
+from ringcomm.zero.stages.reduce import GradientBucket, Reduction
 from ringcomm.zero.stages.units import BucketPlan, Unit
 from ringcomm.zero.stages.updates import BackwardUpdates
 
@@ -325,6 +325,8 @@ def allow_conversions(modules: list[nn.Module]) -> None:
     modules.clear()
 
 
+# Called, it returns None, as the reference to a backward that is over does.
+_NOTHING = type(None)
 #: Called with the name of a parameter, a piece of its gradient, and the first element of the piece.
 GradientHook = Callable[[str, Tensor, int], object]
 # By parameter, trainable or frozen. The keys are weak and compared by id(), and the values are weak
@@ -414,7 +416,12 @@ class ShardEngine:
         self.watchers: OrderedDict[int, GradientHook] = OrderedDict()
         self._takes_part = False
         self._creates_graph = False
-        self._pending: dict[ShardedBucket, int] = {}
+        # Both return None unless a backward runs that the module takes part in, or has brought a
+        # gradient in: each gradient asks, and no cheaper way tells one that has raised.
+        self._running: Callable[[], object | None] = _NOTHING
+        self._counting: Callable[[], object | None] = _NOTHING
+        # Whether that backward reduces the module's gradients.
+        self._reduces = False
         everywhere = (*parts.stored, *parts.stored_frozen)
         head = where("zero", parts.comm.rank, parts.comm.world_size)
         placed = [placed for bucket in everywhere for placed in bucket.params]
@@ -429,7 +436,8 @@ class ShardEngine:
         self._align_gradients()
         parts.module.join_hook = refuse_join  # type: ignore[assignment]
         if self.reduction is not None:
-            self._watch_gradients()
+            self._watch_gradients(self.reduction.buckets)
+            self._gradients = {bucket.stored: bucket for bucket in self.reduction.buckets}
             self._trained = {id(placed.param) for bucket in self.stored for placed in bucket.params}
             self._zero_grad_of_module = parts.module.zero_grad
             parts.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
@@ -510,57 +518,52 @@ class ShardEngine:
             if is_distributed(param):
                 self.keep(param.register_post_accumulate_grad_hook(_align_gradient))  # type: ignore[no-untyped-call]
 
-    def _watch_gradients(self) -> None:
-        # A weak reference, since parameters may outlive the module and keep their hooks alive.
+    def _watch_gradients(self, buckets: Sequence[GradientBucket]) -> None:
+        # Weak references, since parameters may outlive the module and keep their hooks alive.
         me = weakref.ref(self)
-        for number, bucket in enumerate(self.stored):
-            for index, placed in enumerate(bucket.params):
-                hook = partial(_gradient_arrived, me, number, index)
-                self.keep(placed.param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        for bucket in buckets:
+            for index, param in enumerate(bucket.params):
+                hook = partial(_gradient_arrived, me, weakref.ref(bucket), index)
+                self.keep(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self.order.add(self)
 
     def expects_gradients(self) -> bool:
         """Returns whether the running backward will add to some parameter's gradient."""
         return any(_brings_gradient(param) for param in self.plan.params)
 
-    def gradient_arrived(self, number: int, index: int) -> None:
-        """Called when parameter ``index`` of bucket ``number`` has this backward's gradient."""
-        assert self.reduction is not None
-        self.begin_backward()
-        updates = self.reduction.updates
-        if updates is not None:
-            self._check_gradient(updates, self.stored[number].params[index].param)
-        if self.order.arrived(self.number):
-            if self.reduction.arrived(number, index):
-                self.order.advance()
-        else:
-            self.reduction.has_left_over = True
-        bucket = self.stored[number]
-        if isinstance(bucket, ShardedBucket) and self.gatherer is not None:
-            left = self._pending.get(bucket)
-            if left is None:
-                with plainly():
-                    left = sum(placed.param.requires_grad for placed in bucket.params)
-            self._pending[bucket] = left = left - 1
-            if not left:
-                self.gatherer.free_used(bucket)
-
     def begin_backward(self) -> None:
         """Begins a backward, unless one runs already; called by every hook of a backward."""
-        # The first condition is a cheap form of the second, since every gradient asks.
-        if not (self._takes_part and self.order.in_backward) and not self.in_backward:
+        if self._running() is None and not self.in_backward:
             self._takes_part = True
             # With create_graph=True the graph of the gradients refers to the parameters' memory.
             self._creates_graph = torch.is_grad_enabled()
             if self.gatherer is not None and self._creates_graph:
                 self.gatherer.held = True
             self.order.take_part(self)
+            assert self.order.backward is not None
+            self._running = self.order.backward
 
-    def leave_over(self) -> None:
-        """Called where a backward of some rank may leave gradients unreduced."""
-        # Even if no gradient comes on this rank: others may have some.
+    def _begin_counting(self, param: Tensor) -> None:
+        """Called when a backward has brought its first gradient, that of ``param``."""
         assert self.reduction is not None
-        self.reduction.has_left_over = True
+        self.begin_backward()
+        if self.reduction.updates is not None:
+            self._check_gradient(self.reduction.updates, param)
+        self._reduces = self.order.arrived(self.number)
+        self.reduction.count(self._reduces, to_free=self.gatherer is not None)
+        self._counting = self._running
+
+    def _look(self, bucket: GradientBucket) -> None:
+        """Called when the hooks of a bucket have counted as far as they should."""
+        assert self.reduction is not None
+        arrived, bucket.waiting = bucket.waiting, []
+        if self._reduces and self.reduction.arrived(bucket, arrived):
+            self.order.advance()
+        bucket.pending -= len(arrived)
+        bucket.count(self._reduces, to_free=self.gatherer is not None)
+        if not bucket.pending and self.gatherer is not None:
+            assert isinstance(bucket.stored, ShardedBucket)
+            self.gatherer.free_used(bucket.stored)
 
     def begin_reducing(self) -> None:
         """Called once the ranks agree that this backward reduces the module; collective."""
@@ -590,31 +593,12 @@ class ShardEngine:
                 "torch.autograd.grad(create_graph=True) inside of a loss is fine"
             )
 
-    def reduce_filled(self) -> bool:
-        """Reduces the full buckets whose turn it is; returns whether all buckets have gone."""
-        assert self.reduction is not None
-        return self.reduction.advance()
-
-    def reduce_rest(self) -> None:
-        """Reduces the buckets that this backward has not reduced yet; collective."""
-        assert self.reduction is not None
-        self.reduction.reduce_rest()
-
-    def end_reducing(self) -> None:
-        """Called once all modules have reduced this backward's gradients; collective."""
-        assert self.reduction is not None
-        self.reduction.end_backward()
-
-    def abandon_reducing(self) -> None:
-        """Called before the reductions of a backward that has raised are made up for."""
-        assert self.reduction is not None
-        if self.reduction.updates is not None:
-            self.reduction.updates.abandon()
-
     def end_backward(self) -> None:
         """Called when the backward is over, or has raised."""
         self._takes_part = False
-        self._pending.clear()
+        self._running = self._counting = _NOTHING
+        assert self.reduction is not None
+        self.reduction.stop_counting()
         if self.gatherer is not None:
             if not self._creates_graph:
                 self.gatherer.release()
@@ -652,14 +636,23 @@ class ShardEngine:
 
     def expect_gradients(self, buckets: Sequence[ShardedBucket]) -> None:
         """Called when a backward through a unit begins, whose gradients are then all to come."""
-        for bucket in buckets:
-            self._pending.pop(bucket, None)
+        if self._counting() is None:
+            return
+        for stored in buckets:
+            bucket = self._gradients.get(stored)
+            if bucket is not None:
+                if bucket.waiting:
+                    self._look(bucket)
+                bucket.pending = bucket.trained
+                bucket.count(self._reduces, to_free=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Stops backwards from reducing; see ``ringcomm.zero.no_sync``."""
         self.order.pause(self.number)
-        self.leave_over()
+        assert self.reduction is not None
+        # Even if no gradient comes on this rank: others may have some.
+        self.reduction.has_left_over = True
         try:
             yield
         finally:
@@ -844,8 +837,19 @@ def _align_gradient(param: Tensor) -> None:
 
 
 def _gradient_arrived(
-    engine: weakref.ref[ShardEngine], number: int, index: int, param: Tensor
+    engine: weakref.ref[ShardEngine],
+    reference: weakref.ref[GradientBucket],
+    index: int,
+    param: Tensor,
 ) -> None:
-    alive = engine()
-    if alive is not None:
-        alive.gradient_arrived(number, index)
+    """Counts the gradient of a parameter; what else there is to do is done once for several."""
+    alive, bucket = engine(), reference()
+    if alive is None or bucket is None:
+        return
+    if alive._counting() is None:
+        alive._begin_counting(param)
+    bucket.waiting.append(index)
+    bucket.left -= 1
+    bucket.room -= bucket.sizes[index]
+    if bucket.left <= 0 or bucket.room <= 0:
+        alive._look(bucket)

@@ -1,11 +1,4 @@
-"""The order in which the modules of a communicator, and the buckets of each, are reduced.
-
-NOTE [Order of reductions]
-Reductions are collective, so all ranks must make them in one order, whatever order their backwards
-run in. A module's buckets are reduced in a fixed order. It is the reverse of the layout's order
-until the first backward has ended, and from then on the order in which rank 0 filled its buckets. A
-bucket that is full early waits for its turn. At the end of backward every bucket has had its turn,
-even one without gradients, since another rank may have some.
+"""The order in which a backward reduces for the modules of one communicator.
 
 NOTE [Several modules in one backward]
 All buckets of one module have their turns before those of the next. Where one communicator reduces
@@ -29,13 +22,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.arguments import ReduceOp
 from ringcomm.errors import ArgumentError, where
+
+if TYPE_CHECKING:
+    from ringcomm.zero.stages.reduce import Reduction
 
 # ---- Whether a stage of one of torch's pipeline schedules runs a module -------------------------
 # NOTE [Micro-batches of a schedule] A schedule of ``torch.distributed.pipelining`` runs a backward
@@ -169,84 +165,23 @@ class StepProfile:
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-class BucketOrder:
-    """The turns of the buckets of one module on one rank.
-
-    Attributes:
-        numbers: of the buckets, in order.
-    """
-
-    def __init__(self, buckets: int) -> None:
-        self.numbers = list(range(buckets))[::-1]
-        self._learned = False
-        self._filled: list[int] = []
-        self._position = 0
-
-    def begin(self) -> None:
-        """Begins a backward, with no bucket full."""
-        self._position = 0
-        self._filled = []
-
-    def filled(self, number: int) -> None:
-        """Notes that a bucket is full, perhaps before its turn."""
-        self._filled.append(number)
-
-    @property
-    def turn(self) -> int | None:
-        """The bucket whose turn it is, or None when all have had theirs."""
-        return self.numbers[self._position] if self.left else None
-
-    @property
-    def left(self) -> int:
-        """Number of buckets that have not had their turn."""
-        return len(self.numbers) - self._position
-
-    def advance(self) -> None:
-        """Ends the turn of the current bucket."""
-        self._position += 1
-
-    def is_soon(self, number: int, turns: int) -> bool:
-        """Returns whether a bucket has one of the next ``turns`` turns."""
-        return number in self.numbers[self._position : self._position + turns]
-
-    def learn(self, comm: Communicator) -> None:
-        """Adopts rank 0's order of filling, at the end of the first backward; collective."""
-        if self._learned:
-            return
-        self.numbers = _order_of_rank_0(comm, self._filled, self.numbers)
-        self._learned = True
-
-
 class ReducingModule(Protocol):
     """The interface of a sharded module's engine that :class:`ModuleOrder` uses.
 
     Attributes:
         number: number of the module among those that its communicator reduces for; equal on all
             ranks.
+        reduction: reduces the module's gradients.
     """
 
     number: int
+    reduction: Reduction | None
 
     def expects_gradients(self) -> bool:
         """Returns whether the running backward will add to some parameter's gradient."""
 
-    def leave_over(self) -> None:
-        """Called where a backward of some rank may leave gradients unreduced."""
-
     def begin_reducing(self) -> None:
         """Called once the ranks agree that this backward reduces the module; collective."""
-
-    def reduce_filled(self) -> bool:
-        """Reduces the full buckets whose turn it is; returns whether all buckets have gone."""
-
-    def reduce_rest(self) -> None:
-        """Reduces the buckets that this backward has not reduced yet; collective."""
-
-    def end_reducing(self) -> None:
-        """Called once all modules have reduced this backward's gradients; collective."""
-
-    def abandon_reducing(self) -> None:
-        """Called before the reductions of a backward that has raised are made up for."""
 
     def end_backward(self) -> None:
         """Called when the backward is over, or has raised."""
@@ -281,8 +216,9 @@ class ModuleOrder:
             weakref.WeakValueDictionary()
         )
         self._learned: dict[tuple[int, ...], list[int]] = {}
-        # State of the running backward.
-        self._backward: weakref.ref[_Backward] | None = None
+        # State of the running backward; the first is what hooks ask.
+        #: Returns None once the backward that began last is over; None if its end is known.
+        self.backward: weakref.ref[_Backward] | None = None
         self._reduces = False
         self._expected: tuple[int, ...] = ()
         self._sequence: list[int] = []
@@ -335,7 +271,7 @@ class ModuleOrder:
         """
         if in_pipeline():
             self._pipelined.add(number)
-            self._module(number).leave_over()
+            _reduction_of(self._module(number)).has_left_over = True
         else:
             self._pipelined.discard(number)
 
@@ -344,7 +280,7 @@ class ModuleOrder:
     @property
     def in_backward(self) -> bool:
         """True while a backward runs that any of the modules takes part in."""
-        return self._backward is not None and self._backward() is not None
+        return self.backward is not None and self.backward() is not None
 
     def take_part(self, module: ReducingModule) -> None:
         """Called by the first hook of a module that runs in a backward."""
@@ -352,7 +288,7 @@ class ModuleOrder:
         self._taking_part.append(module.number)
         if not self.in_backward:
             backward = _Backward(self)
-            self._backward = weakref.ref(backward)
+            self.backward = weakref.ref(backward)
             # Called at the end of the outermost backward, even if hooks of a nested one come later.
             torch.autograd.Variable._execution_engine.queue_callback(backward)
             self._begin()
@@ -363,7 +299,7 @@ class ModuleOrder:
             # All numbers, since some modules may be alive on some ranks alone.
             self._pipelined.update(self._numbers)
             for module in list(self._modules.values()):
-                module.leave_over()
+                _reduction_of(module).has_left_over = True
         reducing = [number for number in self._numbers if not self._waits(number)]
         mine = [
             number in self._modules and self._modules[number].expects_gradients()
@@ -421,7 +357,7 @@ class ModuleOrder:
         """Reduces the full buckets whose turn it is, module by module."""
         while self._turns:
             module = self._modules.get(self._turns[0])
-            if module is None or not module.reduce_filled():
+            if module is None or not _reduction_of(module).advance():
                 return
             self._turns.pop(0)
 
@@ -433,14 +369,14 @@ class ModuleOrder:
         Peers whose backward did not raise have reduced all buckets, and so must this rank. It
         contributes zeros for the gradients that did not arrive.
         """
-        if self._backward is None or self.in_backward:
+        if self.backward is None or self.in_backward:
             return
         comm = self._comm_ref()
         if self._reduces:
             for number in self._sequence:
                 module = self._modules.get(number)
                 if module is not None:
-                    module.abandon_reducing()
+                    _reduction_of(module).abandon()
         if comm is None or comm.aborted:
             self._forget_backward()
         else:
@@ -461,7 +397,7 @@ class ModuleOrder:
         if self._expected and self._expected not in self._learned:
             usual = self._expected[::-1]
             came = [number for number in self._arrived if number in usual]
-            self._learned[self._expected] = _order_of_rank_0(self._comm, came, usual)
+            self._learned[self._expected] = order_of_rank_0(self._comm, came, usual)
         others = [
             number
             for number in self._numbers
@@ -473,14 +409,14 @@ class ModuleOrder:
 
     def _end_reducing(self, left: Iterable[int], all_of_them: Iterable[int]) -> None:
         for number in left:
-            self._module(number).reduce_rest()
+            _reduction_of(self._module(number)).reduce_rest()
         # Ranks finish a module's turns at different times, so all modules end here, in one order.
         for number in all_of_them:
-            self._module(number).end_reducing()
+            _reduction_of(self._module(number)).end_backward()
 
     def _forget_backward(self) -> None:
         numbers, self._taking_part = self._taking_part, []
-        self._backward = None
+        self.backward = None
         self._reduces = False
         self._expected, self._sequence, self._turns, self._arrived = (), [], [], []
         with ExitStack() as all_end:
@@ -488,6 +424,11 @@ class ModuleOrder:
                 module = self._modules.get(number)
                 if module is not None:
                     all_end.callback(module.end_backward)
+
+
+def _reduction_of(module: ReducingModule) -> Reduction:
+    assert module.reduction is not None
+    return module.reduction
 
 
 def any_of(comm: Communicator, numbers: Sequence[int], mine: Iterable[bool]) -> list[int]:
@@ -499,7 +440,7 @@ def any_of(comm: Communicator, numbers: Sequence[int], mine: Iterable[bool]) -> 
     return [number for number, flag in zip(numbers, flags.tolist(), strict=True) if flag]
 
 
-def _order_of_rank_0(comm: Communicator, first: Sequence[int], usual: Sequence[int]) -> list[int]:
+def order_of_rank_0(comm: Communicator, first: Sequence[int], usual: Sequence[int]) -> list[int]:
     """Returns rank 0's ``first`` numbers, then the rest in their usual order; collective."""
     rest = [number for number in usual if number not in first]
     order = torch.tensor([*first, *rest], dtype=torch.int64, device=comm.device)

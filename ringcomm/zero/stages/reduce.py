@@ -1,5 +1,21 @@
 """Reduction of gradient buckets at stages 2 and 3, while backward fills the next bucket.
 
+A bucket goes through a backward in these steps:
+
+1. Its gradients arrive one by one in ``p.grad``, and the hook of each parameter counts them.
+2. When the last one has arrived, or those that wait have ``BATCH_BYTES``, :meth:`Reduction.arrived`
+   moves all that wait into a buffer at once, and ``p.grad`` lets them go.
+3. When the full bucket has its turn, :meth:`Reduction.advance` starts its reduction, or keeps the
+   buffer for the step. What is missing at the end of backward counts as zeros.
+4. When the reduction has ended, the buffer is free for a bucket behind.
+
+NOTE [Order of reductions]
+Reductions are collective, so all ranks must make them in one order, whatever order their backwards
+run in. A module's buckets are reduced in a fixed order. It is the reverse of the layout's order
+until the first backward has ended, and from then on the order in which rank 0 filled its buckets. A
+bucket that is full early waits for its turn. At the end of backward every bucket has had its turn,
+even one without gradients, since another rank may have some.
+
 NOTE [What is left over]
 A gradient stays in ``p.grad`` if no backward has reduced it: it came under ``no_sync``, or after
 its bucket had gone (a reentrant checkpoint runs backwards inside backwards). The next backward
@@ -28,11 +44,13 @@ gradient.
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -43,14 +61,44 @@ from ringcomm.comm.nodes.wires import Residual
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import empty
 from ringcomm.optim.buckets import empty_for_streams
-from ringcomm.optim.dtensors import grad_of, local_gradient, other_shape, plainly, set_grad
+from ringcomm.optim.dtensors import (
+    grad_of,
+    is_distributed,
+    local_gradient,
+    other_shape,
+    plainly,
+    set_grad,
+)
 from ringcomm.optim.gradients import NORM_WORDS, Accumulator, Into, make_reducer, make_residual
+from ringcomm.optim.layout import BLOCK_ELEMS
 from ringcomm.zero.stages.buckets import ParamBucket
 from ringcomm.zero.stages.options import ZeroOptions
-from ringcomm.zero.stages.order import BucketOrder, StepProfile, any_of
+from ringcomm.zero.stages.order import StepProfile, any_of, order_of_rank_0
 from ringcomm.zero.stages.updates import BackwardUpdates
 
 Tensor = torch.Tensor
+
+
+#: Bytes of gradients of a bucket that wait in ``p.grad`` at most, but for the last one, before they
+#: move into the buffer. A choice: so few are still in the caches of a core, and take little memory
+#: beside the buffers; and the small gradients of a layer of a usual size move at once.
+BATCH_BYTES = 1 << 20
+
+
+class BufferPart(NamedTuple):
+    """A buffer as one bucket sees it.
+
+    Attributes:
+        flat: [bucket elements], in the heap.
+        views: by parameter, the place of its gradient.
+        gaps: what lies between and behind the parameters, which is reduced, too.
+        zeros: what the gaps are filled with.
+    """
+
+    flat: Tensor
+    views: tuple[Tensor, ...]
+    gaps: tuple[Tensor, ...]
+    zeros: tuple[Tensor, ...]
 
 
 @dataclass(eq=False)
@@ -58,61 +106,152 @@ class GradientBucket:
     """One bucket's gradients, from the parameters to this rank's shard.
 
     Attributes:
+        number: of the bucket.
         stored: the bucket of the parameters.
         shard: [state chunk elements], float32 or 16 bits; the sum since :meth:`Reduction.drop`.
         words: int64 [24], the norm words of the last reduction.
         residual: what the codes of gradients have lost; None where nothing keeps that.
         holds: True if anything was reduced into the shard.
         active: by parameter, True if a gradient was reduced since :meth:`Reduction.drop`.
-        missing: indices of parameters whose gradient this backward has not brought yet.
+        waiting: indices of parameters whose gradients have arrived, and were not looked at yet.
+        left: number of gradients that are counted before the bucket is looked at.
+        room: bytes of gradients that may wait before the bucket is looked at.
+        missing: indices of parameters whose gradient this backward has not brought yet, as of the
+            last look.
+        trained: number of parameters that this backward may bring gradients of.
+        pending: number of gradients after which backward needs the parameters no more; see NOTE
+            [When a bucket can be freed in backward] in ``zero/stages/hooks.py``.
         taken: indices of parameters whose gradient is in ``buffer``.
         cleared: indices of parameters whose gradient is to be filled with zeros; see NOTE
             [Gradients cleared one by one].
         zeroed: indices of parameters whose gradient was set to zero since a step used it.
         brought: with ``update="in_backward"``, ``active`` as it was when the bucket was updated.
-        buffer: [elements], in the heap, while the bucket is filled.
+        buffer: where gradients move while the bucket is filled.
         accumulator: see NOTE [Sums in FP32]; None without ``accumulate_dtype``.
         gone: True if this backward has had the bucket's turn.
         summed: True if the last reduction computed ``words``.
         version: version of ``shard`` after the last reduction.
+        params: the parameters.
+        sizes: by parameter, the bytes of its gradient.
     """
 
+    number: int
     stored: ParamBucket
     shard: Tensor
     words: Tensor
     residual: Residual | None
     holds: bool = False
     active: list[bool] = field(init=False)
+    waiting: list[int] = field(default_factory=list)
+    left: int = 0
+    room: int = 0
     missing: set[int] = field(default_factory=set)
+    trained: int = 0
+    pending: int = 0
     taken: set[int] = field(default_factory=set)
     cleared: set[int] = field(default_factory=set)
     zeroed: set[int] = field(default_factory=set)
     brought: list[bool] = field(default_factory=list)
-    buffer: Tensor | None = None
+    buffer: BufferPart | None = None
     accumulator: weakref.ref[Accumulator] | None = None
     gone: bool = False
     summed: bool = False
     version: int = -1
+    params: tuple[torch.nn.Parameter, ...] = field(init=False)
+    sizes: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.active = [False] * len(self.stored.params)
+        placed = self.stored.params
+        self.active = [False] * len(placed)
+        self.params = tuple(each.param for each in placed)
+        item_bytes = self.stored.layout.dtype.itemsize
+        self.sizes = tuple((each.end - each.begin) * item_bytes for each in placed)
+        self._has_parts = any(map(is_distributed, self.params))
+        self._like = self.stored.layout.dtype, self.stored.comm.device
 
-    def take(self, index: int) -> None:
-        """Moves a parameter's gradient, if it has one, into the buffer."""
-        placed, buffer = self.stored.params[index], self.buffer
-        if buffer is None:
+    def begin(self) -> None:
+        """Marks all gradients as missing; called in :func:`plainly`."""
+        # Parameters may have been frozen since shard(), and bring no gradients then.
+        self.missing = set()
+        for index, param in enumerate(self.params):
+            if param.requires_grad:
+                self.missing.add(index)
+        self.trained = len(self.missing)
+        self.gone = False
+
+    def count(self, to_fill: bool, to_free: bool) -> None:
+        """Has the hooks count until the next look at the bucket.
+
+        Args:
+            to_fill: look when it may be full.
+            to_free: look when backward needs its parameters no more.
+        """
+        if to_fill:
+            self.left = len(self.missing)
+            self.room = BATCH_BYTES if self.accumulator is None else 0
+        else:
+            self.left, self.room = len(self.params) + 1, sys.maxsize
+        if to_free and 0 < self.pending < self.left:
+            self.left = self.pending
+
+    def take(self, indices: Iterable[int]) -> None:
+        """Moves the gradients that parameters have into the buffer, in one call where possible."""
+        part = self.buffer
+        if part is None:
             return
-        sums = self._sums
-        if sums is not None and sums.has(placed.param):
-            self._move(index, sums.take(placed.param))
+        others: Sequence[int] = ()
         with plainly():
-            if grad_of(placed.param) is not None:
-                self._move(index, local_gradient(placed.param, f"parameter {placed.name}"))
-                set_grad(placed.param, None)
+            if self.accumulator is not None or self._has_parts:
+                others = list(indices)
+            else:
+                others = self._take_plain(part, indices)
+            for index in others:
+                self._take_one(part, index)
 
-    def _move(self, index: int, grad: Tensor) -> None:
-        assert self.buffer is not None
-        view = self.stored.params[index].view(self.buffer)
+    def _take_plain(self, part: BufferPart, indices: Iterable[int]) -> list[int]:
+        """Moves gradients that are usual, and are the only ones; returns the others' indices."""
+        others: list[int] = []
+        moved: list[torch.nn.Parameter] = []
+        views: list[Tensor] = []
+        grads: list[Tensor] = []
+        dtype, device = self._like
+        for index in indices:
+            param, view = self.params[index], part.views[index]
+            grad = grad_of(param)
+            if grad is None:
+                continue
+            if (
+                type(grad) is Tensor
+                and grad.dtype is dtype
+                and grad.layout is torch.strided
+                and not grad.requires_grad
+                and grad.shape == view.shape
+                and grad.device == device
+                and index not in self.taken
+            ):
+                moved.append(param)
+                views.append(view)
+                grads.append(grad)
+                self.taken.add(index)
+            else:
+                others.append(index)
+        if views:
+            torch._foreach_copy_(views, grads)
+        for taken in moved:
+            set_grad(taken, None)
+        return others
+
+    def _take_one(self, part: BufferPart, index: int) -> None:
+        param, sums = self.params[index], self._sums
+        if sums is not None and sums.has(param):
+            self._move(part, index, sums.take(param))
+        if grad_of(param) is not None:
+            name = self.stored.params[index].name
+            self._move(part, index, local_gradient(param, f"parameter {name}"))
+            set_grad(param, None)
+
+    def _move(self, part: BufferPart, index: int, grad: Tensor) -> None:
+        view = part.views[index]
         try:
             if index in self.taken:
                 view.add_(grad)
@@ -129,23 +268,31 @@ class GradientBucket:
     def _sums(self) -> Accumulator | None:
         return None if self.accumulator is None else self.accumulator()
 
-    def fill_up(self, buffer: Tensor) -> None:
-        """Makes ``buffer`` the bucket's, holding all its gradients and zeros elsewhere."""
+    def fill_up(self, buffer: BufferPart) -> Tensor:
+        """Returns ``buffer``, which holds all gradients, and zeros elsewhere; the bucket has none
+        of them any more.
+        """
         self.buffer = buffer
-        with plainly():
-            for index, placed in enumerate(self.stored.params):
-                self.take(index)
-                if index not in self.taken:
-                    placed.view(buffer).zero_()
+        self.take(range(len(self.params)))
+        for index in self.taken:
+            self.active[index] = True
+        if len(self.taken) < len(self.params):
+            empty = [view for index, view in enumerate(buffer.views) if index not in self.taken]
+            torch._foreach_zero_(empty)
+        if buffer.gaps:
+            torch._foreach_copy_(buffer.gaps, buffer.zeros)
+        self.buffer = None
+        self.taken.clear()
+        return buffer.flat
 
     @property
     def has_more(self) -> bool:
-        """True if the bucket has gradients that were not reduced."""
+        """True if the bucket has gradients that were not reduced; called in :func:`plainly`."""
         sums = self._sums
-        if sums is not None and any(sums.has(placed.param) for placed in self.stored.params):
-            return True
-        with plainly():
-            return bool(self.taken) or any(grad_of(p.param) is not None for p in self.stored.params)
+        for param in self.params:
+            if grad_of(param) is not None or (sums is not None and sums.has(param)):
+                return True
+        return bool(self.taken)
 
     @property
     def is_active(self) -> bool:
@@ -173,7 +320,7 @@ class GradientBucket:
         if sums is not None and sums.has(placed.param):
             yield sums.sum_of(placed.param)
         if index in self.taken and self.buffer is not None:
-            yield placed.view(self.buffer)
+            yield self.buffer.views[index]
 
     def drop(self) -> None:
         """Forgets gradients that were not reduced."""
@@ -181,10 +328,10 @@ class GradientBucket:
         self.cleared.clear()
         sums = self._sums
         with plainly():
-            for placed in self.stored.params:
-                set_grad(placed.param, None)
-                if sums is not None and sums.has(placed.param):
-                    sums.take(placed.param)
+            for param in self.params:
+                set_grad(param, None)
+                if sums is not None and sums.has(param):
+                    sums.take(param)
 
 
 class Buffers:
@@ -213,36 +360,52 @@ class Buffers:
             self._most_elems[kind] = max(self._most_elems.get(kind, 0), layout.elems)
         self._made = dict.fromkeys(self._most_elems, 0)
         self._free: dict[torch.dtype, list[Tensor]] = {dtype: [] for dtype in self._most_elems}
+        # By address, all buffers; and by that and the number of a bucket, what the bucket sees.
+        self._whole: dict[int, Tensor] = {}
+        self._zeros = {
+            dtype: torch.zeros(BLOCK_ELEMS, dtype=dtype, device=device)
+            for dtype in self._most_elems
+        }
+        self._parts: dict[tuple[int, int], BufferPart] = {}
 
-    def get(self, stored: ParamBucket, must: bool) -> Tensor | None:
-        """Returns a buffer [bucket elements], zero in the padding; None if all are in use.
+    def get(self, bucket: GradientBucket, must: bool) -> BufferPart | None:
+        """Returns a buffer, which holds anything; None if all are in use.
 
         Args:
-            stored: the bucket that the buffer is for.
+            bucket: the bucket that the buffer is for.
             must: make one more if all are in use.
         """
-        dtype, elems = self._dtype or stored.layout.dtype, stored.layout.elems
+        dtype = self._dtype or bucket.stored.layout.dtype
         free = self._free[dtype]
-        if not free and self._made[dtype] >= self._count and not must:
-            return None
         if free:
             whole = free.pop()
-        else:
+        elif self._made[dtype] < self._count or must:
             self._made[dtype] += 1
             whole = empty(self._most_elems[dtype], dtype=dtype, device=self._device)
-        # The padding is reduced, too, and nothing else writes it.
-        end = 0
-        for placed in stored.params:
-            if end < placed.begin:
-                whole[end : placed.begin].zero_()
-            end = placed.end
-        whole[end:elems].zero_()
-        return whole[:elems]
+            self._whole[whole.data_ptr()] = whole
+        else:
+            return None
+        key = whole.data_ptr(), bucket.number
+        if key not in self._parts:
+            self._parts[key] = _part_of(whole, bucket.stored, self._zeros[dtype])
+        return self._parts[key]
 
     def give(self, buffer: Tensor) -> None:
         """Takes a buffer back."""
-        whole = buffer.as_strided((self._most_elems[buffer.dtype],), (1,), 0)
-        self._free[buffer.dtype].append(whole)
+        self._free[buffer.dtype].append(self._whole[buffer.data_ptr()])
+
+
+def _part_of(whole: Tensor, stored: ParamBucket, zeros: Tensor) -> BufferPart:
+    flat = whole[: stored.layout.elems]
+    begins = [*(each.begin for each in stored.params), len(flat)]
+    ends = [0, *(each.end for each in stored.params)]
+    gaps = [flat[end:begin] for end, begin in zip(ends, begins, strict=True) if end < begin]
+    return BufferPart(
+        flat,
+        tuple(each.view(flat) for each in stored.params),
+        tuple(gaps),
+        tuple(zeros[: len(gap)] for gap in gaps),
+    )
 
 
 class Reduction:
@@ -251,6 +414,7 @@ class Reduction:
     Attributes:
         buckets: the buckets, by number.
         reducer: the kernels that reduce them.
+        order: the numbers of the buckets, in the order of their turns.
         updates: what updates a bucket as soon as it is reduced; None where the step does.
         has_left_over: see NOTE [What is left over].
         kept: unreduced gradients by bucket number; see NOTE [Kept for the step].
@@ -278,15 +442,21 @@ class Reduction:
         reduced = options.precision.reduced_dtype
         self.buckets = [
             GradientBucket(
+                number,
                 each,
                 empty_for_streams(each.state_chunk.elems, reduced(each.layout.dtype), comm.device),
                 torch.zeros(NORM_WORDS, dtype=torch.int64, device=comm.device),
                 make_residual(comm, options, each.layout.elems),
             )
-            for each in stored
+            for number, each in enumerate(stored)
         ]
         self._buffers = Buffers(stored, options.in_flight, comm.heap_device)
-        self._order = BucketOrder(len(self.buckets))
+        self.order = list(range(len(self.buckets)))[::-1]
+        self._learned = False
+        # Of this backward: the turn, and the full buckets, in the order in which they were filled.
+        self._turn = 0
+        self._filled: list[int] = []
+        self._begun = False
         self.has_left_over = False
         # Whether a step has used the current gradients, a backward has then added to them, and the
         # user was warned of that.
@@ -299,7 +469,6 @@ class Reduction:
         self._asked, self._sums = False, False
         self._flying: deque[tuple[GradientBucket, Tensor, Work | None]] = deque()
         self.generation = 0
-        self.begin()
 
     def update_by(self, updates: BackwardUpdates | None) -> None:
         """Has buckets updated as they are reduced, without a shard of the gradient, or in the step.
@@ -345,13 +514,13 @@ class Reduction:
     def begin_backward(self) -> None:
         """Begins a backward, which also reduces the gradients that earlier ones have left."""
         if self.updates is not None:
-            self.updates.begin("backward", self._order.numbers)
+            self.updates.begin("backward", self.order)
         self.has_left_over = False
         if self._used:
             self._used = self._added_to = any(bucket.is_active for bucket in self.buckets)
         self.settle()
         self._backwards += 1
-        self.begin()
+        self._begin()
 
     def used(self) -> None:
         """Called after a step; warns if an earlier step has used some of its gradients."""
@@ -366,57 +535,79 @@ class Reduction:
         for bucket in self.buckets:
             bucket.zeroed.clear()
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Marks all buckets as not reduced in this backward."""
         with plainly():
             for bucket in self.buckets:
-                # Parameters may have been frozen since shard(), and bring no gradients then.
-                params = enumerate(bucket.stored.params)
-                bucket.missing = {n for n, placed in params if placed.param.requires_grad}
-                bucket.gone = False
-        self._order.begin()
+                bucket.begin()
+        self._turn, self._filled = 0, []
+        self._begun = True
 
     # ---- during backward ------------------------------------------------------------------------
 
-    def arrived(self, number: int, index: int) -> bool:
-        """Takes the gradient that this backward has put into ``p.grad`` of a bucket's parameter.
+    def count(self, reduces: bool, to_free: bool) -> None:
+        """Has the hooks count, from a backward's first gradient on.
+
+        Args:
+            reduces: False if this backward leaves the gradients where they are.
+            to_free: count those after which backward needs the parameters no more, too.
+        """
+        if not (reduces and self._begun):
+            self._begin()
+        if not reduces:
+            self.has_left_over = True
+        for bucket in self.buckets:
+            bucket.pending = bucket.trained
+            bucket.count(reduces, to_free)
+
+    def stop_counting(self) -> None:
+        """Has the next gradient of any bucket begin anew, at the end of a backward."""
+        self._begun = False
+        for bucket in self.buckets:
+            bucket.waiting.clear()
+
+    def arrived(self, bucket: GradientBucket, indices: Sequence[int]) -> bool:
+        """Takes the gradients that this backward has put into ``p.grad`` of a bucket's parameters.
 
         Returns:
             Whether the bucket is full now, and may have its turn.
         """
-        bucket = self.buckets[number]
         if bucket.gone and self.updates is not None:
             self.updates.refuse_another("backward")
         if bucket.gone:
             self.has_left_over = True
             return False
-        bucket.missing.discard(index)
+        bucket.missing.difference_update(indices)
+        turns = self.order[self._turn : self._turn + self._options.in_flight]
+        full = not bucket.missing
+        if full:
+            self._filled.append(bucket.number)
+            if bucket.number == turns[0]:
+                return True  # its turn takes the gradients
         # Buckets further behind would take buffers from those whose turn comes first.
-        if bucket.buffer is None and self._order.is_soon(number, self._options.in_flight):
+        if bucket.buffer is None and bucket.number in turns:
             # A gradient that moves now is still in the cache, and frees its memory for the next.
             # A device's events are not queried: that is an error while a graph is captured.
             if not self._comm.launches:
                 self._land_ended()
-            bucket.buffer = self._buffers.get(bucket.stored, must=False)
-        bucket.take(index)
-        if bucket.missing:
-            return False
-        self._order.filled(number)
-        return True
+            bucket.buffer = self._buffers.get(bucket, must=False)
+        bucket.take(indices)
+        return full
 
     def advance(self) -> bool:
         """Reduces the full buckets whose turn it is; returns whether all buckets have gone."""
-        while (number := self._order.turn) is not None:
+        while self._turn < len(self.order):
+            number = self.order[self._turn]
             bucket = self.buckets[number]
             if bucket.missing:
                 return False
             bucket.gone = True
             buffer = self._filled_buffer(bucket)
-            if self._order.left <= self._keeps and not bucket.holds:
+            if len(self.order) - self._turn <= self._keeps and not bucket.holds:
                 self.kept[number] = buffer
             else:
                 self._launch(number, buffer)
-            self._order.advance()
+            self._turn += 1
         return True
 
     def reduce_rest(self) -> None:
@@ -427,22 +618,30 @@ class Reduction:
 
     def end_backward(self) -> None:
         """Ends a backward whose buckets have all gone; collective."""
-        self._order.learn(self._comm)
-        self.begin()
+        if not self._learned:
+            self.order = order_of_rank_0(self._comm, self._filled, self.order)
+            self._learned = True
+        self._begun = False
         if self.updates is not None:
             self.wait()
             self.updates.end_backward()
 
+    def abandon(self) -> None:
+        """Called before the reductions of a backward that has raised are made up for."""
+        if self.updates is not None:
+            self.updates.abandon()
+
     def _filled_buffer(self, bucket: GradientBucket) -> Tensor:
-        """Returns a buffer with all gradients of a bucket, and removes them from the bucket."""
-        buffer = bucket.buffer if bucket.buffer is not None else self._buffer_for(bucket)
-        bucket.fill_up(buffer)
-        for index in bucket.taken:
-            bucket.active[index] = True
-        bucket.buffer = None
-        bucket.taken.clear()
+        """Returns a buffer with all gradients of a bucket; waits for one while all are in use."""
+        buffer = bucket.buffer
+        if buffer is None and not self._comm.launches:
+            self._land_ended()
+        while buffer is None:
+            buffer = self._buffers.get(bucket, must=not self._flying)
+            if buffer is None:
+                self._land()
         self.generation += 1
-        return buffer
+        return bucket.fill_up(buffer)
 
     def tag(self, number: int) -> int:
         """Returns a tag that tells a reduction from those of other buckets, backwards, modules."""
@@ -508,14 +707,6 @@ class Reduction:
         self.reducer.reduce(buffer, replace(into, out=exact))
         shard.copy_(exact)
 
-    def _buffer_for(self, bucket: GradientBucket) -> Tensor:
-        """Returns a buffer; waits for the oldest reductions while all buffers are in use."""
-        buffer = self._buffers.get(bucket.stored, must=not self._flying)
-        while buffer is None:
-            self._land()
-            buffer = self._buffers.get(bucket.stored, must=not self._flying)
-        return buffer
-
     def _land_ended(self) -> None:
         while self._flying:
             *_, work = self._flying[0]
@@ -550,7 +741,6 @@ class Reduction:
         for number in left:
             self._launch(number, self._filled_buffer(self.buckets[number]))
         self.has_left_over = False
-        self.begin()
         self.wait()
         for number, bucket in enumerate(self.buckets):
             if not bucket.holds and number not in self.kept:
@@ -568,16 +758,16 @@ class Reduction:
         assert updates is not None
         updates.raise_failure()
         if not updates.under_way:
-            updates.begin("step", self._order.numbers)
+            updates.begin("step", self.order)
         for number in updates.left(self._left_over()):
             self._launch(number, self._filled_buffer(self.buckets[number]))
         self.has_left_over = False
-        self.begin()
         self.wait()
 
     def _left_over(self) -> list[int]:
         """Returns the buckets for which some rank has unreduced gradients."""
-        mine = [bucket.has_more for bucket in self.buckets]
+        with plainly():
+            mine = [bucket.has_more for bucket in self.buckets]
         # Nothing is left over, but the user may have set p.grad by hand.
         if not self.has_left_over and not any(mine):
             return []
@@ -665,7 +855,10 @@ class Reduction:
 
     def _fill_cleared(self) -> None:
         """Fills what was cleared with zeros; see NOTE [Gradients cleared one by one]."""
-        if not any(bucket.cleared for bucket in self.buckets):
+        for bucket in self.buckets:
+            if bucket.cleared:
+                break
+        else:
             return
         self.wait()
         for number, bucket in enumerate(self.buckets):
