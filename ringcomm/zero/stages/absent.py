@@ -407,12 +407,13 @@ def make_absent(
         The versions that the parameters have now.
     """
     with plainly():
-        versions = [param._version for param in params]
-        for index, param in enumerate(params):
-            if not isinstance(param, Absent):
-                vars(param)[_NAME], vars(param)[_ASK] = names[index], ask
+        versions = []
+        for param, name in zip(params, names, strict=True):
+            advances = not isinstance(param, Absent)
+            if advances:
+                vars(param)[_NAME], vars(param)[_ASK] = name, ask
                 param.__class__ = _absent_kind(type(param))
-                versions[index] += 1
+            versions.append(param._version + advances)
         return _set_versions(params, versions)
 
 
@@ -440,12 +441,13 @@ def end_update(params: Sequence[nn.Parameter]) -> None:
 def make_present(params: Sequence[nn.Parameter]) -> list[int]:
     """Undoes :func:`make_absent`; returns the versions that the parameters have now."""
     with plainly():
-        versions = [param._version for param in params]
-        for index, param in enumerate(params):
-            if isinstance(param, Absent):
+        versions = []
+        for param in params:
+            was_absent = isinstance(param, Absent)
+            if was_absent:
                 param.__class__ = getattr(type(param), _KIND)
                 del vars(param)[_NAME], vars(param)[_ASK]
-                versions[index] -= 1
+            versions.append(param._version - was_absent)
         return _set_versions(params, versions)
 
 

@@ -65,6 +65,8 @@ class ParamBucket(ABC):
         state_chunk: the part that an optimizer on this rank keeps state for. ``chunk`` lies in it,
             and is all of it unless other ranks have copies of the state.
         params: the parameters, in the order of the bucket.
+        tensors: the parameters themselves.
+        has_parts: True if one of them is a DTensor. Where none is, nobody asks each of them.
         trains: True if an optimizer steps the bucket.
         wide: float32 [state chunk elements], the parameters before they were rounded; None when
             they were not, or when an optimizer has taken them over. With :attr:`wire` they are the
@@ -82,6 +84,8 @@ class ParamBucket(ABC):
     ) -> None:
         self.layout = layout
         self.params = tuple(params)
+        self.tensors = tuple(placed.param for placed in params)
+        self.has_parts = any(map(is_distributed, self.tensors))
         self.trains = trains
         self.comm = comm
         if state == "node":
@@ -200,9 +204,11 @@ class ReplicatedBucket(ParamBucket):
         return self.comm.all_gather_in_codes(self.wide, parts, self.wire, async_op=async_op)
 
     def check(self) -> None:
-        for placed, address in zip(self.params, self._addresses, strict=True):
-            if local_of(placed.param).data_ptr() != address:
-                raise self._moved(placed)
+        with plainly():
+            here = map(local_of, self.tensors) if self.has_parts else self.tensors
+            for local, address, placed in zip(here, self._addresses, self.params, strict=True):
+                if local.data_ptr() != address:
+                    raise self._moved(placed)
 
 
 def _refuse(bucket: ShardedBucket) -> bool:
@@ -267,15 +273,15 @@ class ShardedBucket(ParamBucket):
         self._on_rail = [self._kept_part(chunk) for chunk in self._chunks_on_rail(state)]
         self._peers: tuple[Tensor, ...] = ()
         self._bytes = self.full_elems * layout.dtype.itemsize
-        self._parameters = [placed.param for placed in self.params]
         self._names = [placed.name for placed in self.params]
         self._make_flat()
         dtype, place = self.layout.dtype, self.flat.device
         self._absent = [stand_in(placed.spec.shape, dtype, place) for placed in self.params]
-        self._absent_addresses = [_storage_address(absent) for absent in self._absent]
+        self._absent_storages = [absent.untyped_storage()._cdata for absent in self._absent]
         # Weak, since parameters keep it, and may outlive the bucket.
         self._ask = partial(_ask, weakref.ref(self))
-        # Addresses and versions of the parameters, as this bucket left them.
+        # Addresses and versions of the parameters, as this bucket left them; of absent ones, whose
+        # addresses torch refuses, those of the storages.
         self._addresses: list[int] = []
         self._versions: list[int] = []
         self.coming: Future[None] | None = None
@@ -351,6 +357,8 @@ class ShardedBucket(ParamBucket):
             # A parameter keeps its own version whatever its memory; a DTensor's local tensor gets
             # one here, which does not count the gathers that write to ``flat``.
             views = [placed.view(self.flat) for placed in self.params]
+            #: By rank of this node, the part that comes from there.
+            self._gathered = torch.split(self.flat, self._kept_elems)
             self._views = [
                 view.data if is_distributed(placed.param) else view
                 for placed, view in zip(self.params, views, strict=True)
@@ -381,22 +389,17 @@ class ShardedBucket(ParamBucket):
 
     def fill(self) -> None:
         """Reads all chunks, this rank's own included; callable from any thread."""
-        for place, peer in enumerate(self._peers):
-            self._gathered_from(place).copy_(peer)
-
-    def _gathered_from(self, place: int) -> Tensor:
-        """Returns the part of ``flat`` that comes from a rank of this node."""
-        return self.flat[place * self._kept_elems : (place + 1) * self._kept_elems]
+        for mine, peer in zip(self._gathered, self._peers, strict=True):
+            mine.copy_(peer)
 
     def show(self) -> None:
         """Points the parameters at the gathered values."""
         with plainly():
             self._check()
-            for param, view in zip(self._parameters, self._views, strict=True):
-                set_local(param, view)
+            self._point_to(self._views)
         self._addresses = [view.data_ptr() for view in self._views]
-        self._versions = make_present(self._parameters)
-        if not self.is_here:
+        self._versions = make_present(self.tensors)
+        if self.has_parts and not self.is_here:
             advance_versions(self._local_views, -1)
         self.is_here = True
         self._references_at_first = self._count_references()
@@ -433,7 +436,7 @@ class ShardedBucket(ParamBucket):
 
     def _count_uses(self) -> int:
         with plainly():
-            return sum(param._use_count() for param in self._parameters)  # type: ignore[attr-defined]
+            return sum(map(Tensor._use_count, self.tensors))  # type: ignore[attr-defined]
 
     def hide(self, keeps_views: bool = False) -> None:
         """Frees the gathered parameters.
@@ -453,14 +456,22 @@ class ShardedBucket(ParamBucket):
 
     def _leave(self) -> None:
         with plainly():
-            for param, absent in zip(self._parameters, self._absent, strict=True):
-                set_local(param, absent)
+            self._point_to(self._absent)
         self._in_the_open = False
-        self._addresses = self._absent_addresses
-        self._versions = make_absent(self._parameters, self._names, self._ask)
-        if self.is_here:
+        self._addresses = self._absent_storages
+        self._versions = make_absent(self.tensors, self._names, self._ask)
+        if self.has_parts and self.is_here:
             advance_versions(self._local_views, 1)
         self.is_here = False
+
+    def _point_to(self, values: Sequence[Tensor]) -> None:
+        """Gives the parameters other memory."""
+        if self.has_parts:
+            for param, value in zip(self.tensors, values, strict=True):
+                set_local(param, value)
+        else:
+            for param, value in zip(self.tensors, values, strict=True):
+                param.data = value
 
     def check(self) -> None:
         with plainly():
@@ -483,8 +494,7 @@ class ShardedBucket(ParamBucket):
         """Finds writes that change no version, through ``.data`` or a NumPy array."""
         bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         kind = bits[self.flat.element_size()]
-        for place, peer in enumerate(self._peers):
-            mine = self._gathered_from(place)
+        for place, (mine, peer) in enumerate(zip(self._gathered, self._peers, strict=True)):
             changed = (mine.view(kind) != peer.view(kind)).nonzero()
             if len(changed):
                 at = place * self._kept_elems + int(changed[0])
@@ -500,16 +510,14 @@ class ShardedBucket(ParamBucket):
         )
 
     def _check(self) -> None:
-        absent = self._addresses is self._absent_addresses
-        for placed, address, version in zip(
-            self.params, self._addresses, self._versions, strict=True
-        ):
-            param = placed.param
-            local = local_of(param)
-            found = _storage_address(local) if absent else local.data_ptr()
+        absent = self._addresses is self._absent_storages
+        here = map(local_of, self.tensors) if self.has_parts else self.tensors
+        expected = zip(self.params, self._addresses, self._versions, strict=True)
+        for local, (placed, address, version) in zip(here, expected, strict=True):
+            found = local.untyped_storage()._cdata if absent else local.data_ptr()
             if found != address and not self._is_equal_copy(placed):
                 raise self._moved(placed)
-            if param._version != version:
+            if placed.param._version != version:
                 self._forget_changes()
                 raise self._changed(placed)
 
@@ -551,12 +559,12 @@ class ShardedBucket(ParamBucket):
         Args:
             only: ``id`` of the parameters, among others.
         """
-        for index, param in enumerate(self._parameters):
+        for index, param in enumerate(self.tensors):
             if id(param) in only:
                 self._versions[index] += 1
         if self._local_views and not self.is_here:
             # Parameters have other local tensors now, and get these back.
-            views = zip(self._parameters, self._views, strict=True)
+            views = zip(self.tensors, self._views, strict=True)
             changed = [v for p, v in views if id(p) in only and is_distributed(p)]
             advance_versions(changed, 1)
 
@@ -567,7 +575,7 @@ class ShardedBucket(ParamBucket):
             only: ``id`` of the parameters to accept; None for all.
         """
         with plainly():
-            for index, param in enumerate(self._parameters):
+            for index, param in enumerate(self.tensors):
                 if only is None or id(param) in only:
                     self._versions[index] = param._version
 
@@ -649,13 +657,8 @@ class WorldBucket(ShardedBucket):
         super().accept_changes(only)
         if self._in_the_open:
             for index, found in enumerate(self._sum_up()):
-                if only is None or id(self._parameters[index]) in only:
+                if only is None or id(self.tensors[index]) in only:
                     self._checksums[index] = found
-
-
-def _storage_address(tensor: Tensor) -> int:
-    """Returns where a tensor's storage begins, also of one whose own address torch refuses."""
-    return int(tensor.untyped_storage().data_ptr())
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

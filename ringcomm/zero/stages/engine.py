@@ -607,7 +607,8 @@ class ShardEngine:
     @property
     def in_backward(self) -> bool:
         """True while a backward through the module runs."""
-        self.order.settle()
+        if self.order.backward is not None:
+            self.order.settle()
         return self._takes_part
 
     def zero_grad(self, set_to_none: bool = True) -> None:

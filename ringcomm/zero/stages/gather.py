@@ -220,7 +220,7 @@ class Gatherer:
         self._last: list[int] = []
         self._now: list[int] = []
         self._backward_ended = False
-        self._told: dict[ShardedBucket, list[Callable[[], None]]] = {}
+        self._told: dict[ShardedBucket, Callable[[], None]] = {}
         # Buckets that a schedule of a pipeline has asked for; see NOTE [Split backwards].
         self._for_schedule: set[ShardedBucket] = set()
         # Buckets whose chunks may change before the step; see NOTE [Updates in backward] in
@@ -233,7 +233,7 @@ class Gatherer:
 
     def tell(self, bucket: ShardedBucket, settle: Callable[[], None]) -> None:
         """Has ``settle`` called whenever the bucket has come or gone."""
-        self._told.setdefault(bucket, []).append(settle)
+        self._told[bucket] = settle
 
     def buckets_of(self, unit: Unit) -> tuple[ShardedBucket, ...]:
         """Returns the buckets of a unit's parameters."""
@@ -247,7 +247,10 @@ class Gatherer:
         """
         if not self._now or self._now[-1] != id(unit):
             self._now.append(id(unit))
-        self._bring([bucket for bucket in self._buckets[id(unit)] if bucket not in self._closed])
+        buckets: Sequence[ShardedBucket] = self._buckets[id(unit)]
+        if self._closed:
+            buckets = [bucket for bucket in buckets if bucket not in self._closed]
+        self._bring(buckets)
         for key in self._expected():
             for bucket in self._buckets[key]:
                 if bucket not in self._closed:
@@ -299,11 +302,8 @@ class Gatherer:
         self._coming.pop(bucket, None)
         bucket.show()
         self._here[bucket] = None
-        self._settle(bucket)
-
-    def _settle(self, bucket: ShardedBucket) -> None:
-        for settle in self._told.get(bucket, ()):
-            settle()
+        if bucket in self._told:
+            self._told[bucket]()
 
     def _start(self, bucket: ShardedBucket) -> None:
         if not bucket.is_here and bucket not in self._coming:
@@ -340,7 +340,8 @@ class Gatherer:
             try:
                 bucket.hide(self._unhooked.pop(bucket, False) or keeps_views)
             finally:
-                self._settle(bucket)
+                if bucket in self._told:
+                    self._told[bucket]()
 
     def free_used(self, bucket: ShardedBucket) -> None:
         """Frees a bucket in backward, unless a part of a graph still needs its memory."""
@@ -441,7 +442,7 @@ class Gatherer:
         if not torch._C._has_storage(tensor):
             return False
         at = tensor.untyped_storage().data_ptr()
-        return any(bucket.flat.data_ptr() == at for bucket in self._here)
+        return at in [bucket.flat.data_ptr() for bucket in self._here]
 
     @property
     def pinned(self) -> bool:

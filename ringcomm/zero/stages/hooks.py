@@ -6,7 +6,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -24,6 +24,7 @@ from ringcomm.optim.dtensors import is_distributed, with_own_storage
 from ringcomm.zero.stages.absent import Absent, value_of
 from ringcomm.zero.stages.buckets import ShardedBucket
 from ringcomm.zero.stages.engine import ShardEngine, owner_of
+from ringcomm.zero.stages.gather import Gatherer
 from ringcomm.zero.stages.units import Unit
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,6 +57,7 @@ def in_transform() -> bool:
 
 
 Tensor = torch.Tensor
+_is_here: Callable[[ShardedBucket], bool] = operator.attrgetter("is_here")
 
 
 def hook_modules(engine: ShardEngine, root: nn.Module) -> None:
@@ -70,7 +72,10 @@ def hook_modules(engine: ShardEngine, root: nn.Module) -> None:
     if engine.stage > 1:
         _RootHooks(engine, root)
     if engine.gatherer is not None:
-        hooks = [_UnitHooks(engine, unit, unit.module is root) for unit in engine.parts.units]
+        gatherer = engine.gatherer
+        hooks = [
+            _UnitHooks(engine, gatherer, unit, unit.module is root) for unit in engine.parts.units
+        ]
         _watch_accesses(engine, hooks)
         refuse = _refuse_states(engine)
         engine.keep(root.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
@@ -274,13 +279,18 @@ def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tenso
         yield from tensors_in(each, seen)
 
 
+def _all_tensors_in(value: Any) -> Iterable[Tensor]:
+    """Returns what :func:`tensors_in` yields; a quick way for a tensor."""
+    return (value,) if isinstance(value, Tensor) else tensors_in(value)
+
+
 def _watch_gradients(output: Any, hook: Callable[[Tensor], None]) -> bool:
     """Has ``hook`` called before a backward reaches what made ``output``; returns whether it will.
 
     Leaves get no hook, since nothing made them and they would keep it for good.
     """
     watched = False
-    for tensor in tensors_in(output):
+    for tensor in _all_tensors_in(output):
         # A view that is changed in place gets another path in backward, through its base.
         for each in (tensor, tensor._base):
             if each is not None and each.grad_fn is not None:
@@ -331,9 +341,12 @@ class _UnitHooks:
     freed at the end of backward.
     """
 
-    def __init__(self, engine: ShardEngine, unit: Unit, is_root: bool) -> None:
+    def __init__(self, engine: ShardEngine, gatherer: Gatherer, unit: Unit, is_root: bool) -> None:
         self._engine = engine
+        self._gatherer = gatherer
         self._unit = unit
+        self.buckets = gatherer.buckets_of(unit)
+        self._has_frozen = not all(bucket.trains for bucket in self.buckets)
         self.outside: list[_UnitHooks] = []
         self.everyone: Sequence[_UnitHooks] = ()
         self._is_root = is_root
@@ -349,20 +362,18 @@ class _UnitHooks:
         )
 
     @property
-    def _buckets(self) -> tuple[ShardedBucket, ...]:
-        assert self._engine.gatherer is not None
-        return self._engine.gatherer.buckets_of(self._unit)
+    def _is_here(self) -> bool:
+        return all(map(_is_here, self.buckets))
 
     def _need(self) -> None:
-        assert self._engine.gatherer is not None
         if in_transform():
             self._check_here()
-            return
-        self._engine.gatherer.need(self._unit)
+        else:
+            self._gatherer.need(self._unit)
 
     def _check_here(self) -> None:
         """Raises where a unit would have to be gathered in a transform of torch.func."""
-        if not all(bucket.is_here for bucket in self._buckets):
+        if not self._is_here:
             comm = self._engine.comm
             raise UnsupportedError(
                 f"{where('zero', comm.rank, comm.world_size)}: torch.func differentiates module "
@@ -374,11 +385,10 @@ class _UnitHooks:
 
     @outside_of_compile(_REASON)
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        gatherer = self._engine.gatherer
-        assert gatherer is not None
         if in_transform():
             self._check_here()
             return
+        gatherer = self._gatherer
         if self._depth and not _calls_itself(module):
             for each in self.everyone:
                 each._depth = 0
@@ -390,11 +400,11 @@ class _UnitHooks:
                 gatherer.new_iteration()
         self._depth += 1
         gatherer.running += 1
-        if not all(bucket.is_here for bucket in self._buckets):
+        if not self._is_here:
             self._touched = False
         # A part that a backward runs again may use none of what the backward has updated.
-        self._need()
-        if torch.is_grad_enabled() and any(not bucket.trains for bucket in self._buckets):
+        gatherer.need(self._unit)
+        if self._has_frozen and torch.is_grad_enabled():
             self._watch_inputs((args, kwargs))
 
     def _watch_inputs(self, inputs: Any) -> None:
@@ -406,22 +416,19 @@ class _UnitHooks:
                 each.register_hook(arrived)  # type: ignore[no-untyped-call]
 
     def _free_frozen(self) -> None:
-        gatherer = self._engine.gatherer
-        if gatherer is not None and not self._depth and not self.stays:
-            for bucket in self._buckets:
+        if not self._depth and not self.stays:
+            for bucket in self.buckets:
                 if not bucket.trains:
-                    gatherer.free_used(bucket)
+                    self._gatherer.free_used(bucket)
 
     @outside_of_compile(_REASON)
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        gatherer = self._engine.gatherer
-        assert gatherer is not None
         if in_transform():
             return None
         # torch also calls this, with None, after an exception, perhaps one from before _before().
         if self._depth:
             self._depth -= 1
-            gatherer.running -= 1
+            self._gatherer.running -= 1
         copied = self._without_parameters(output)
         grad = torch.is_grad_enabled()
         self._free_after_forward(not grad or _watch_gradients(copied, self._backward))
@@ -429,9 +436,11 @@ class _UnitHooks:
 
     def _without_parameters(self, output: Any) -> Any:
         """Returns an output with copies of parameters and their views, whose memory will go."""
-        gatherer = self._engine.gatherer
-        assert gatherer is not None
-        if not any(gatherer.has(tensor) for tensor in tensors_in(output)):
+        gatherer = self._gatherer
+        for tensor in _all_tensors_in(output):
+            if gatherer.has(tensor):
+                break
+        else:
             return output
         copied = tree_map_only(Tensor, lambda t: t.clone() if gatherer.has(t) else t, output)
         if any(gatherer.has(tensor) for tensor in tensors_in(copied)):
@@ -443,8 +452,7 @@ class _UnitHooks:
         return copied
 
     def _free_after_forward(self, watched: bool) -> None:
-        gatherer = self._engine.gatherer
-        assert gatherer is not None
+        gatherer = self._gatherer
         if self._depth or self._engine.in_backward:
             return
         if not watched:
@@ -459,14 +467,13 @@ class _UnitHooks:
             self._free()
 
     def _free(self) -> None:
-        assert self._engine.gatherer is not None
-        for bucket in self._buckets:
-            self._engine.gatherer.free(bucket)
+        for bucket in self.buckets:
+            self._gatherer.free(bucket)
 
     def _backward(self, grad: Tensor) -> None:
         """Called when the gradient of one of the unit's outputs is there; gathers the unit."""
         self._engine.begin_backward()
-        self._engine.expect_gradients(self._buckets)
+        self._engine.expect_gradients(self.buckets)
         # An output of an inner call, or a second one, has a gradient after parameters of the unit
         # that were used behind it have theirs.
         self._need()
@@ -475,8 +482,7 @@ class _UnitHooks:
 
     def touched(self, bucket: ShardedBucket) -> None:
         """Called when an absent parameter of the unit, in ``bucket``, is looked up; gathers it."""
-        gatherer = self._engine.gatherer
-        assert gatherer is not None
+        gatherer = self._gatherer
         if not self._depth:
             gatherer.keep_for_graph(self._unit)
             if not self.stays and torch.is_grad_enabled():
@@ -548,42 +554,46 @@ class _WatchedDict(dict[str, Any]):
         return param
 
 
-class _HookTable:
+@dataclass(frozen=True)
+class _WatchedTable:
     """The table of parameters of a module: watched, and a plain dict while all of them are here.
 
     NOTE [Plain while here]
     Dynamo traces into a table that is no plain dict, and would compile a unit anew for each module
     that it guards there. Gathered parameters need no watching, so a compiled unit finds a plain
     table, and all units of one kind share its code.
+
+    Attributes:
+        attributes: of the module.
+        watched: its table while some parameters are absent.
+        buckets: those of its parameters.
     """
 
-    def __init__(
-        self, module: nn.Module, watched: _WatchedDict, buckets: Sequence[ShardedBucket]
-    ) -> None:
-        self._module = module
-        self._watched = watched
-        self._buckets = buckets
+    attributes: dict[str, Any]
+    watched: _WatchedDict
+    buckets: Sequence[ShardedBucket]
 
-    def settle(self) -> None:
-        """Switches between the two tables; called when a bucket has come or gone."""
-        attributes, watched = self._module.__dict__, self._watched
-        table = attributes["_parameters"]
-        for bucket in self._buckets:
+
+def _settle_tables(tables: Sequence[_WatchedTable]) -> None:
+    """Switches between the two tables of modules; called when a bucket of all has come or gone."""
+    for each in tables:
+        table, watched = each.attributes["_parameters"], each.watched
+        for bucket in each.buckets:
             if not bucket.is_here:
                 break
         else:
             if table is watched:
-                attributes["_parameters"] = dict(watched.items())
-            return
+                each.attributes["_parameters"] = dict(watched.items())
+            continue
         if table is watched:
-            return
+            continue
         # Parameters may have been registered or replaced meanwhile. Values are compared by
         # identity, since absent parameters raise when they are compared.
         unchanged = list(table) == list(watched)
         if not unchanged or not all(map(operator.is_, table.values(), watched.values())):
             watched.clear()
             watched.update(table)
-        attributes["_parameters"] = watched
+        each.attributes["_parameters"] = watched
 
 
 def _watch_accesses(engine: ShardEngine, hooks: Sequence[_UnitHooks]) -> None:
@@ -593,7 +603,7 @@ def _watch_accesses(engine: ShardEngine, hooks: Sequence[_UnitHooks]) -> None:
     owner: dict[int, tuple[ShardedBucket, _UnitHooks]] = {}
     for each in hooks:
         each.outside, each.everyone = outside, hooks
-        for bucket in each._buckets:
+        for bucket in each.buckets:
             owner.update({id(placed.param): (bucket, each) for placed in bucket.params})
 
     def touch(param: Tensor) -> None:
@@ -601,11 +611,14 @@ def _watch_accesses(engine: ShardEngine, hooks: Sequence[_UnitHooks]) -> None:
         if bucket is not None and unit is not None and not bucket.is_here:
             unit.touched(bucket)
 
+    tables: dict[ShardedBucket, list[_WatchedTable]] = {}
     for module in engine.parts.module.modules():
         own = [owner[id(p)][0] for p in module._parameters.values() if id(p) in owner]
         if own:
             watched = _WatchedDict(module._parameters, touch)
             engine.watch(module, watched)
-            table = _HookTable(module, watched, own)
-            for bucket in dict.fromkeys(own):
-                engine.gatherer.tell(bucket, table.settle)
+            table = _WatchedTable(vars(module), watched, list(dict.fromkeys(own)))
+            for bucket in table.buckets:
+                tables.setdefault(bucket, []).append(table)
+    for bucket, some in tables.items():
+        engine.gatherer.tell(bucket, partial(_settle_tables, some))

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -103,6 +103,9 @@ class TimedSpan:
     size_bytes: int = 0
 
 
+_UNRECORDED = nullcontext()
+
+
 class StepProfile:
     """The spans of an engine, which are recorded while ``on`` is set and cost nothing otherwise."""
 
@@ -114,12 +117,18 @@ class StepProfile:
         state = "on" if self.on else "off"
         return f"<ringcomm.zero.StepProfile {state}, {len(self.spans)} spans>"
 
-    @contextmanager
-    def span(self, name: str, size_bytes: int = 0, kind: str = "communication") -> Iterator[None]:
+    def span(
+        self, name: str, size_bytes: int = 0, kind: str = "communication"
+    ) -> AbstractContextManager[None]:
         """Records the body of the ``with`` as a span."""
-        if not self.on:
-            yield
-            return
+        return self._record(name, size_bytes, kind) if self.on else _UNRECORDED
+
+    def waiting(self, name: str) -> AbstractContextManager[None]:
+        """Records the body of the ``with`` as waiting for communication."""
+        return self._record(f"wait for {name}", 0, "wait") if self.on else _UNRECORDED
+
+    @contextmanager
+    def _record(self, name: str, size_bytes: int, kind: str) -> Iterator[None]:
         begin_us = time.perf_counter_ns() / 1000
         try:
             yield
@@ -127,10 +136,6 @@ class StepProfile:
             end_us = time.perf_counter_ns() / 1000
             thread = threading.get_ident()
             self.spans.append(TimedSpan(name, kind, begin_us, end_us, thread, size_bytes))
-
-    def waiting(self, name: str) -> AbstractContextManager[None]:
-        """Records the body of the ``with`` as waiting for communication."""
-        return self.span(f"wait for {name}", kind="wait")
 
     def hidden_share(self) -> float:
         """Returns the fraction of the communication's time that no caller waited for.

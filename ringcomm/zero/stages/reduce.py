@@ -63,7 +63,6 @@ from ringcomm.memory import empty
 from ringcomm.optim.buckets import empty_for_streams
 from ringcomm.optim.dtensors import (
     grad_of,
-    is_distributed,
     local_gradient,
     other_shape,
     plainly,
@@ -163,21 +162,10 @@ class GradientBucket:
     def __post_init__(self) -> None:
         placed = self.stored.params
         self.active = [False] * len(placed)
-        self.params = tuple(each.param for each in placed)
+        self.params = self.stored.tensors
         item_bytes = self.stored.layout.dtype.itemsize
         self.sizes = tuple((each.end - each.begin) * item_bytes for each in placed)
-        self._has_parts = any(map(is_distributed, self.params))
         self._like = self.stored.layout.dtype, self.stored.comm.device
-
-    def begin(self) -> None:
-        """Marks all gradients as missing; called in :func:`plainly`."""
-        # Parameters may have been frozen since shard(), and bring no gradients then.
-        self.missing = set()
-        for index, param in enumerate(self.params):
-            if param.requires_grad:
-                self.missing.add(index)
-        self.trained = len(self.missing)
-        self.gone = False
 
     def count(self, to_fill: bool, to_free: bool) -> None:
         """Has the hooks count until the next look at the bucket.
@@ -201,7 +189,7 @@ class GradientBucket:
             return
         others: Sequence[int] = ()
         with plainly():
-            if self.accumulator is not None or self._has_parts:
+            if self.accumulator is not None or self.stored.has_parts:
                 others = list(indices)
             else:
                 others = self._take_plain(part, indices)
@@ -362,10 +350,8 @@ class Buffers:
         self._free: dict[torch.dtype, list[Tensor]] = {dtype: [] for dtype in self._most_elems}
         # By address, all buffers; and by that and the number of a bucket, what the bucket sees.
         self._whole: dict[int, Tensor] = {}
-        self._zeros = {
-            dtype: torch.zeros(BLOCK_ELEMS, dtype=dtype, device=device)
-            for dtype in self._most_elems
-        }
+        # More than there are in a gap.
+        self._zeros: dict[torch.dtype, Tensor] = {}
         self._parts: dict[tuple[int, int], BufferPart] = {}
 
     def get(self, bucket: GradientBucket, must: bool) -> BufferPart | None:
@@ -383,6 +369,8 @@ class Buffers:
             self._made[dtype] += 1
             whole = empty(self._most_elems[dtype], dtype=dtype, device=self._device)
             self._whole[whole.data_ptr()] = whole
+            if dtype not in self._zeros:
+                self._zeros[dtype] = whole.new_zeros(BLOCK_ELEMS)
         else:
             return None
         key = whole.data_ptr(), bucket.number
@@ -432,6 +420,7 @@ class Reduction:
         keeps: bool = False,
     ) -> None:
         self._comm = comm
+        self._launches = comm.launches
         self._number = number
         self._backwards = 0
         self._options = options
@@ -539,7 +528,13 @@ class Reduction:
         """Marks all buckets as not reduced in this backward."""
         with plainly():
             for bucket in self.buckets:
-                bucket.begin()
+                bucket.missing.clear()
+                # Parameters may have been frozen since shard(), and bring no gradients then.
+                for index, param in enumerate(bucket.params):
+                    if param.requires_grad:
+                        bucket.missing.add(index)
+                bucket.trained = len(bucket.missing)
+                bucket.gone = False
         self._turn, self._filled = 0, []
         self._begun = True
 
@@ -588,7 +583,7 @@ class Reduction:
         if bucket.buffer is None and bucket.number in turns:
             # A gradient that moves now is still in the cache, and frees its memory for the next.
             # A device's events are not queried: that is an error while a graph is captured.
-            if not self._comm.launches:
+            if not self._launches:
                 self._land_ended()
             bucket.buffer = self._buffers.get(bucket, must=False)
         bucket.take(indices)
@@ -634,7 +629,7 @@ class Reduction:
     def _filled_buffer(self, bucket: GradientBucket) -> Tensor:
         """Returns a buffer with all gradients of a bucket; waits for one while all are in use."""
         buffer = bucket.buffer
-        if buffer is None and not self._comm.launches:
+        if buffer is None and not self._launches:
             self._land_ended()
         while buffer is None:
             buffer = self._buffers.get(bucket, must=not self._flying)
@@ -676,7 +671,7 @@ class Reduction:
     def _reduce(self, bucket: GradientBucket, buffer: Tensor, tag: int) -> Work | None:
         # The norm is that of the FP32 sum: a shard that was rounded to 16 bits has another one.
         rounded = bucket.shard.dtype is not torch.float32
-        bucket.summed = self._sums or rounded or self._comm.launches
+        bucket.summed = self._sums or rounded or self._launches
         words = bucket.words if bucket.summed else None
         into = Into(bucket.shard, "l2", words, bucket.holds, tag, bucket.residual)
 
@@ -688,7 +683,7 @@ class Reduction:
         if not self._options.overlap:
             with self._profile.waiting("reduce_scatter"):
                 run()
-        elif not self._comm.launches:
+        elif not self._launches:
             return self._comm.submit(run, "reduce_scatter_norm")
         elif bucket.shard.dtype is torch.float32:
             return self.reducer.reduce(buffer, into, async_op=True)
