@@ -625,7 +625,7 @@ class HostReducer(Reducer):
             self._op,
             into.out.data_ptr(),
             into.accumulate,
-            kind_code(into.kind),
+            _native.GRAD_NORM_KINDS[into.kind],
             0 if into.words is None else into.words.data_ptr(),
             self._algorithm,
         )

@@ -397,7 +397,7 @@ class ShardedBucket(ParamBucket):
         with plainly():
             self._check()
             self._point_to(self._views)
-        self._addresses = [view.data_ptr() for view in self._views]
+        self._addresses = list(map(Tensor.data_ptr, self._views))
         self._versions = make_present(self.tensors)
         if self.has_parts and not self.is_here:
             advance_versions(self._local_views, -1)

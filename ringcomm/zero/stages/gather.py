@@ -283,7 +283,8 @@ class Gatherer:
 
     def _bring(self, buckets: Sequence[ShardedBucket]) -> None:
         for bucket in buckets:
-            self._start(bucket)
+            if not bucket.is_here:
+                self._start(bucket)
         for bucket in buckets:
             if not bucket.is_here:
                 self._end_coming(bucket)

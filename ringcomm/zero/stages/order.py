@@ -438,10 +438,11 @@ def _reduction_of(module: ReducingModule) -> Reduction:
 
 def any_of(comm: Communicator, numbers: Sequence[int], mine: Iterable[bool]) -> list[int]:
     """Returns the numbers for which ``mine`` is true on some rank; collective."""
+    if not numbers:
+        return []
     flags = torch.tensor(list(mine), dtype=torch.int32, device=comm.device)
-    if len(flags):
-        comm.all_reduce(flags, ReduceOp.MAX)
-        comm.finish_host_side()
+    comm.all_reduce(flags, ReduceOp.MAX)
+    comm.finish_host_side()
     return [number for number, flag in zip(numbers, flags.tolist(), strict=True) if flag]
 
 

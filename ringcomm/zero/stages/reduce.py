@@ -132,6 +132,7 @@ class GradientBucket:
         version: version of ``shard`` after the last reduction.
         params: the parameters.
         sizes: by parameter, the bytes of its gradient.
+        is_plain: True if its gradients are nowhere but in ``p.grad``, and are no DTensors.
     """
 
     number: int
@@ -158,6 +159,7 @@ class GradientBucket:
     version: int = -1
     params: tuple[torch.nn.Parameter, ...] = field(init=False)
     sizes: tuple[int, ...] = field(init=False)
+    is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
         placed = self.stored.params
@@ -165,6 +167,7 @@ class GradientBucket:
         self.params = self.stored.tensors
         item_bytes = self.stored.layout.dtype.itemsize
         self.sizes = tuple((each.end - each.begin) * item_bytes for each in placed)
+        self.is_plain = not self.stored.has_parts
         self._like = self.stored.layout.dtype, self.stored.comm.device
 
     def count(self, to_fill: bool, to_free: bool) -> None:
@@ -187,47 +190,37 @@ class GradientBucket:
         part = self.buffer
         if part is None:
             return
-        others: Sequence[int] = ()
-        with plainly():
-            if self.accumulator is not None or self.stored.has_parts:
-                others = list(indices)
-            else:
-                others = self._take_plain(part, indices)
-            for index in others:
-                self._take_one(part, index)
-
-    def _take_plain(self, part: BufferPart, indices: Iterable[int]) -> list[int]:
-        """Moves gradients that are usual, and are the only ones; returns the others' indices."""
-        others: list[int] = []
+        dtype, device = self._like
         moved: list[torch.nn.Parameter] = []
         views: list[Tensor] = []
         grads: list[Tensor] = []
-        dtype, device = self._like
-        for index in indices:
-            param, view = self.params[index], part.views[index]
-            grad = grad_of(param)
-            if grad is None:
-                continue
-            if (
-                type(grad) is Tensor
-                and grad.dtype is dtype
-                and grad.layout is torch.strided
-                and not grad.requires_grad
-                and grad.shape == view.shape
-                and grad.device == device
-                and index not in self.taken
-            ):
-                moved.append(param)
-                views.append(view)
-                grads.append(grad)
-                self.taken.add(index)
-            else:
-                others.append(index)
-        if views:
-            torch._foreach_copy_(views, grads)
-        for taken in moved:
-            set_grad(taken, None)
-        return others
+        others: list[int] = []
+        with plainly():
+            for index in indices:
+                param, view = self.params[index], part.views[index]
+                grad = grad_of(param)
+                if (
+                    type(grad) is Tensor
+                    and grad.dtype is dtype
+                    and grad.layout is torch.strided
+                    and not grad.requires_grad
+                    and grad.shape == view.shape
+                    and grad.device == device
+                    and self.is_plain
+                    and index not in self.taken
+                ):
+                    moved.append(param)
+                    views.append(view)
+                    grads.append(grad)
+                    self.taken.add(index)
+                elif grad is not None or not self.is_plain:
+                    others.append(index)
+            if views:
+                torch._foreach_copy_(views, grads)
+            for param in moved:
+                set_grad(param, None)
+            for index in others:
+                self._take_one(part, index)
 
     def _take_one(self, part: BufferPart, index: int) -> None:
         param, sums = self.params[index], self._sums
@@ -276,10 +269,12 @@ class GradientBucket:
     @property
     def has_more(self) -> bool:
         """True if the bucket has gradients that were not reduced; called in :func:`plainly`."""
-        sums = self._sums
         for param in self.params:
-            if grad_of(param) is not None or (sums is not None and sums.has(param)):
+            if grad_of(param) is not None:
                 return True
+        if self.accumulator is not None:
+            sums = self._sums
+            return bool(self.taken) or any(sums is not None and sums.has(p) for p in self.params)
         return bool(self.taken)
 
     @property
@@ -314,11 +309,13 @@ class GradientBucket:
         """Forgets gradients that were not reduced."""
         self.taken.clear()
         self.cleared.clear()
-        sums = self._sums
         with plainly():
             for param in self.params:
                 set_grad(param, None)
-                if sums is not None and sums.has(param):
+        sums = None if self.accumulator is None else self._sums
+        if sums is not None:
+            for param in self.params:
+                if sums.has(param):
                     sums.take(param)
 
 
@@ -498,7 +495,7 @@ class Reduction:
         stored = [bucket.stored for bucket in self.buckets]
         self._buffers = Buffers(stored, self._options.in_flight, place, torch.float32)
         for bucket in self.buckets:
-            bucket.accumulator = weakref.ref(accumulator)
+            bucket.accumulator, bucket.is_plain = weakref.ref(accumulator), False
 
     def begin_backward(self) -> None:
         """Begins a backward, which also reduces the gradients that earlier ones have left."""
@@ -677,7 +674,10 @@ class Reduction:
 
         def run() -> list[Tensor]:
             with self._profile.span("reduce_scatter", buffer.nbytes):
-                self._reduce_now(buffer, into)
+                if rounded:
+                    self._reduce_rounding(buffer, into)
+                else:
+                    self.reducer.reduce(buffer, into)
             return [into.out]
 
         if not self._options.overlap:
@@ -691,11 +691,9 @@ class Reduction:
             run()
         return None
 
-    def _reduce_now(self, buffer: Tensor, into: Into) -> None:
+    def _reduce_rounding(self, buffer: Tensor, into: Into) -> None:
+        """Reduces to a shard of 16 bits, by way of an FP32 one."""
         shard = into.out
-        if shard.dtype is torch.float32:
-            self.reducer.reduce(buffer, into)
-            return
         exact = torch.empty_like(shard, dtype=torch.float32)
         if into.accumulate:
             exact.copy_(shard)
