@@ -22,16 +22,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.arguments import ReduceOp
 from ringcomm.errors import ArgumentError, where
-
-if TYPE_CHECKING:
-    from ringcomm.zero.stages.reduce import Reduction
 
 # ---- Whether a stage of one of torch's pipeline schedules runs a module -------------------------
 # NOTE [Micro-batches of a schedule] A schedule of ``torch.distributed.pipelining`` runs a backward
@@ -170,17 +167,41 @@ class StepProfile:
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
+class ModuleReduction(Protocol):
+    """The interface of the reduction of a module's gradients that :class:`ModuleOrder` uses.
+
+    Attributes:
+        has_left_over: True where a backward of some rank may leave gradients unreduced.
+    """
+
+    has_left_over: bool
+
+    def advance(self) -> bool:
+        """Reduces the full buckets whose turn it is; returns whether all buckets have gone."""
+
+    def reduce_rest(self) -> None:
+        """Reduces the buckets that this backward has not reduced yet; collective."""
+
+    def end_backward(self) -> None:
+        """Called once all modules have reduced this backward's gradients; collective."""
+
+    def abandon(self) -> None:
+        """Called before the reductions of a backward that has raised are made up for."""
+
+
 class ReducingModule(Protocol):
     """The interface of a sharded module's engine that :class:`ModuleOrder` uses.
 
     Attributes:
         number: number of the module among those that its communicator reduces for; equal on all
             ranks.
-        reduction: reduces the module's gradients.
     """
 
     number: int
-    reduction: Reduction | None
+
+    @property
+    def reduction(self) -> ModuleReduction | None:
+        """What reduces the module's gradients."""
 
     def expects_gradients(self) -> bool:
         """Returns whether the running backward will add to some parameter's gradient."""
@@ -431,7 +452,7 @@ class ModuleOrder:
                     all_end.callback(module.end_backward)
 
 
-def _reduction_of(module: ReducingModule) -> Reduction:
+def _reduction_of(module: ReducingModule) -> ModuleReduction:
     assert module.reduction is not None
     return module.reduction
 
