@@ -9,30 +9,26 @@ rank of a container gets, where no sessions count.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
+from ringcomm.launch import RankCommand, end_with, rank_variables, run_together, started
+
 from .report import PROCESSES
 
 _STORE_FILE = "RINGCOMM_BENCH_STORE"
 _MPI_PLACE = ("PMI_RANK", "PMI_SIZE")
-_POLL_S = 0.05
-_GRACE_S = 5.0
-_PR_SET_PDEATHSIG = 1
 _NO_MPI = (
     "no {}: MPI needs mpi4py and MPICH, which pip install 'ringcomm[bench]' brings; "
     "--peers gloo does without"
@@ -117,7 +113,7 @@ def join(wanted: Wanted) -> Placing:
 
 def placed() -> Placing:
     """Finds the place of a rank that the harness started, and ties its life to the harness's."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    end_with(os.getppid())
     rank = int(os.environ.get("PMI_RANK", os.environ.get("RANK", "0")))
     world = int(os.environ.get("PMI_SIZE", os.environ.get("WORLD_SIZE", "1")))
     return Placing(rank, world, dist.FileStore(os.environ[_STORE_FILE], world))
@@ -144,38 +140,26 @@ def run_ranks(words: Sequence[str], wanted: Wanted) -> int:
 
     Waits for them, and returns the exit status. Raises :class:`LaunchError` without mpiexec.
     """
-    command, world = _rank_command(words), wanted.ranks or 1
+    command, world = [sys.executable, "-m", *words], wanted.ranks or 1
     if "impi" in wanted.systems or "mpi" in wanted.systems:
         mpiexec, environment = _mpiexec(wanted.systems)
-        return _run([mpiexec, "-n", str(world), *command], [environment], wanted.busy)
-    places = [{"RANK": str(rank), "WORLD_SIZE": str(world)} for rank in range(world)]
+        places = {"mpiexec": environment}
+        return _run([mpiexec, "-n", str(world), *command], places, wanted.busy)
+    places = {f"rank {rank}": rank_variables(rank, world) for rank in range(world)}
     if wanted.nodes > 1:  # ranks that follow each other stand for a node
-        for rank, place in enumerate(places):
+        for rank, place in enumerate(places.values()):
             place["RINGCOMM_NODE_ID"] = f"node {rank * wanted.nodes // world}"
     return _run(command, places, wanted.busy)
 
 
-def _rank_command(words: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", *words]
-
-
-def _run(command: Sequence[str], places: Sequence[Mapping[str, str]], busy: int) -> int:
-    """Runs a command with each set of variables; one that fails takes the others with it."""
-    started: list[subprocess.Popen[bytes]] = []
+def _run(command: Sequence[str], places: Mapping[str, Mapping[str, str]], busy: int) -> int:
+    """Runs a command with each set of variables, by name, beside ``busy`` loops."""
     with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as directory, busy_loops(busy):
         # A job that mpiexec started may call the harness; its own place is not that of a rank.
         outside = {key: os.environ[key] for key in os.environ if key not in _MPI_PLACE}
         shared = {"OMP_NUM_THREADS": "1", **outside, _STORE_FILE: f"{directory}/store"}
-        try:
-            for own in places:
-                started.append(subprocess.Popen(command, env={**shared, **own}))
-            while None in (statuses := [process.poll() for process in started]):
-                if any(statuses):
-                    break
-                time.sleep(_POLL_S)
-            return max(next(filter(None, statuses), 0), int(any(statuses)))
-        finally:
-            _stop(started)
+        ranks = [RankCommand(name, command, {**shared, **own}) for name, own in places.items()]
+        return run_together(ranks)
 
 
 def _mpiexec(systems: Sequence[str]) -> tuple[str, dict[str, str]]:
@@ -199,27 +183,11 @@ def _mpiexec(systems: Sequence[str]) -> tuple[str, dict[str, str]]:
     return str(mpiexec), {"MPI4PY_LIBMPI": str(library.resolve()), "I_MPI_PIN": "0"}
 
 
-def _stop(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in started:
-        process.terminate()
-    deadline = time.monotonic() + _GRACE_S
-    for process in started:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-        process.kill()
-        process.wait()
-
-
-@contextmanager
-def busy_loops(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def busy_loops(count: int) -> AbstractContextManager[list[subprocess.Popen[bytes]]]:
     """``count`` processes that compute until the block ends, or the process that began it."""
     # The loop asks the kernel to end it with its parent, and looks whether it came too late.
-    command = [sys.executable, "-S", "-E", "-c", _LOOP.format(parent=os.getpid())]
-    loops = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
-    try:
-        yield loops
-    finally:
-        _stop(loops)
+    words = [sys.executable, "-S", "-E", "-c", _LOOP.format(parent=os.getpid())]
+    return started([RankCommand("loop", words)] * count)
 
 
 def lead_session() -> None:

@@ -1,4 +1,4 @@
-"""Starts the ranks of a command on this machine, runs each, and answers for their end."""
+"""Starts ranks as processes of this machine, runs each, and answers for their end."""
 
 from __future__ import annotations
 
@@ -12,23 +12,18 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ringcomm.errors import RingcommError
 from ringcomm.process import available_cores
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-# Starts the ranks of a command as processes of this machine and answers for their end.
-#
-# When a rank fails, or on Ctrl-C or SIGTERM, all ranks are ended before ``launch`` returns; when
-# this process is killed outright the kernel ends them. Nothing is put on disk.
 
 STORE_PORT_VARIABLE = "RINGCOMM_STORE_PORT"  # where rank 0 serves the store of this launch
 STORE_FD_VARIABLE = "RINGCOMM_STORE_FD"  # rank 0 only: the socket, already bound and listening
@@ -54,52 +49,88 @@ def threads_per_rank(ranks: int) -> int:
 
 
 def launch(plan: LaunchPlan) -> int:
-    """Run the plan to its end: 0, the exit code of a rank that failed, or 130 after Ctrl-C."""
-    processes: list[subprocess.Popen[bytes]] = []
+    """Runs the plan to its end, as :func:`run_together` does. Nothing is put on disk."""
     # The socket is bound here and inherited by rank 0, so the port cannot be lost to another
     # process between choosing and using it.
-    with socket.create_server(("127.0.0.1", 0), backlog=4 * plan.ranks) as listener, _sigterm():
-        try:
-            for rank in range(plan.ranks):
-                processes.append(_start(plan, rank, listener))
-            return _supervise(processes)
-        except KeyboardInterrupt:
-            print("ringcomm: interrupted; all ranks were ended", file=sys.stderr)
-            return INTERRUPTED
-        finally:
-            _end(processes)
+    with socket.create_server(("127.0.0.1", 0), backlog=4 * plan.ranks) as listener:
+        return run_together([_command(plan, rank, listener) for rank in range(plan.ranks)])
 
 
-def _start(plan: LaunchPlan, rank: int, listener: socket.socket) -> subprocess.Popen[bytes]:
+def rank_variables(
+    rank: int, world_size: int, local_rank: int | None = None, local_size: int | None = None
+) -> dict[str, str]:
+    """The place of a rank in the variables that torchrun sets; all ranks are here by default."""
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": rank if local_rank is None else local_rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size if local_size is None else local_size,
+    }
+    return {name: str(number) for name, number in numbers.items()}
+
+
+def _command(plan: LaunchPlan, rank: int, listener: socket.socket) -> RankCommand:
     environment = {
+        # All ranks are here: Gloo need not resolve the host's name, which may lead nowhere.
+        "GLOO_SOCKET_IFNAME": "lo",
         **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(plan.ranks),
-        "LOCAL_WORLD_SIZE": str(plan.ranks),
+        **rank_variables(rank, plan.ranks),
         STORE_PORT_VARIABLE: str(listener.getsockname()[1]),
         "OMP_NUM_THREADS": str(plan.threads),
         "MKL_NUM_THREADS": str(plan.threads),
     }
-    # All ranks are here: Gloo need not resolve the host's name, which may lead nowhere.
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     inherited = [listener.fileno()] if rank == 0 else []
     if inherited:
         environment[STORE_FD_VARIABLE] = str(listener.fileno())
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "ringcomm.launch"),
-            *(str(os.getpid()), plan.module, json.dumps(plan.config)),
-        ],
-        env=environment,
-        pass_fds=inherited,
-        stdin=subprocess.DEVNULL,
-        # Ctrl-C must reach this process alone, which then ends the ranks in order.
-        start_new_session=True,
-    )
+    words = [sys.executable, "-m", "ringcomm.launch"]
+    words += [str(os.getpid()), plan.module, json.dumps(plan.config)]
+    return RankCommand(f"rank {rank}", words, environment, inherited)
 
 
-def _supervise(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+@dataclass(frozen=True)
+class RankCommand:
+    """A process to start, and its name in messages."""
+
+    name: str
+    words: Sequence[str]  # the program and its arguments
+    environment: Mapping[str, str] | None = None  # None: that of this process
+    files: Sequence[int] = ()  # descriptors that it inherits
+
+
+@contextmanager
+def started(commands: Iterable[RankCommand], **how: Any) -> Iterator[list[subprocess.Popen[Any]]]:
+    """Starts processes, none of which is left when the block ends.
+
+    Ctrl-C reaches this process alone. A rank asks the kernel to end it with this process, however
+    that ends: see :func:`end_with`. ``how`` is as of ``subprocess.Popen``.
+    """
+    processes: list[subprocess.Popen[Any]] = []
+    how = {"stdin": subprocess.DEVNULL, "start_new_session": True, **how}
+    try:
+        for each in commands:
+            processes.append(
+                subprocess.Popen(each.words, env=each.environment, pass_fds=each.files, **how)
+            )
+        yield processes
+    finally:
+        _end(processes)
+
+
+def run_together(commands: Sequence[RankCommand]) -> int:
+    """Runs ranks to their end: 0, the exit code of one that failed, or 130 after Ctrl-C.
+
+    When one fails, or on Ctrl-C or SIGTERM, all are ended before this returns.
+    """
+    with _sigterm():
+        try:
+            with started(commands) as processes:
+                return _supervise([command.name for command in commands], processes)
+        except KeyboardInterrupt:
+            print("ringcomm: interrupted; all ranks were ended", file=sys.stderr)
+            return INTERRUPTED
+
+
+def _supervise(names: Sequence[str], processes: Sequence[subprocess.Popen[Any]]) -> int:
     while True:
         codes = [process.poll() for process in processes]
         if any(codes):
@@ -108,12 +139,10 @@ def _supervise(processes: Sequence[subprocess.Popen[bytes]]) -> int:
             return 0
         time.sleep(POLL_S)
     time.sleep(SETTLE_S)
-    failures = [(rank, process.poll()) for rank, process in enumerate(processes)]
+    ends = zip(names, [process.poll() for process in processes], strict=True)
     # A rank that a signal ended is the cause; its peers fail because they lost it.
-    rank, code = min(
-        ((rank, code) for rank, code in failures if code), key=lambda failure: failure[1] > 0
-    )
-    print(f"ringcomm: rank {rank} {_describe(code)}; all ranks were ended", file=sys.stderr)
+    name, code = min(((name, code) for name, code in ends if code), key=lambda end: end[1] > 0)
+    print(f"ringcomm: {name} {_describe(code)}; all ranks were ended", file=sys.stderr)
     return code if code > 0 else 1
 
 
@@ -126,8 +155,8 @@ def _describe(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Leave no rank behind, also when Ctrl-C is pressed again while this runs."""
+def _end(processes: Sequence[subprocess.Popen[Any]]) -> None:
+    """Leaves no process behind, also when Ctrl-C is pressed again while this runs."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         for process in processes:
@@ -188,8 +217,8 @@ def launch_store() -> Store:
     )
 
 
-def _die_with(parent: int) -> None:
-    """Have the kernel end this process when the launching process ends, however it ends."""
+def end_with(parent: int) -> None:
+    """Has the kernel end this process when the process ``parent`` ends, however that ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -200,7 +229,7 @@ def _die_with(parent: int) -> None:
 def main() -> int:
     """Entry of ``python -m ringcomm.launch PARENT MODULE CONFIG``."""
     parent, module, config = sys.argv[1:]
-    _die_with(int(parent))
+    end_with(int(parent))
     hide_missing_numpy()
     try:
         code: int = importlib.import_module(module).run_rank(json.loads(config))

@@ -46,7 +46,7 @@ MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT[""] = (_below - {"extras"}) | DOORS
 
 OUTSIDE = {"bench", "tests", "setup"}
-BENCH_MAY_IMPORT = {"", "errors", "examples", "moe", "parallel"}
+BENCH_MAY_IMPORT = {"", "errors", "examples", "launch", "moe", "parallel"}
 
 COMPILER_TEST = re.compile(
     r"\b(__CUDACC__|__CUDACC_RTC__|__CUDA_ARCH__|__HIP__|_MSC_VER|__GNUC__|__clang__|"

@@ -22,6 +22,7 @@ from ringcomm.cli import table_lines
 from ringcomm.cuda.build import describe_source
 from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE, DEFAULT_CONNECTIONS, DeviceRuntime
 from ringcomm.errors import RingcommError
+from ringcomm.launch import RankCommand, end_with, started
 from ringcomm.process import available_cores, memory_limit_bytes
 
 # What ``ringcomm doctor`` looks at: each check reads one thing and says what it means.
@@ -213,23 +214,15 @@ def _run_rank(store_path: str, rank: int) -> None:
 def check_self_test(timeout_s: float = SELF_TEST_S) -> Finding:
     """Two ranks, one all-reduce and one reduce-scatter each on plain and heap tensors."""
     with tempfile.TemporaryDirectory(prefix="ringcomm-doctor-") as directory:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "ringcomm.cli.doctor", f"{directory}/store", str(rank)],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        try:
-            errors = [rank.communicate(timeout=timeout_s)[1] for rank in ranks]
-        except subprocess.TimeoutExpired:
-            return Finding("self-test", FAIL, f"2 ranks hang for {timeout_s:.0f} s", "see above")
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+        words = [sys.executable, "-m", "ringcomm.cli.doctor", f"{directory}/store"]
+        commands = [RankCommand(f"rank {rank}", [*words, str(rank)]) for rank in range(2)]
+        how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        with started(commands, **how) as ranks:
+            try:
+                errors = [rank.communicate(timeout=timeout_s)[1] for rank in ranks]
+            except subprocess.TimeoutExpired:
+                hang = f"2 ranks hang for {timeout_s:.0f} s"
+                return Finding("self-test", FAIL, hang, "see above")
     for number, (rank, error) in enumerate(zip(ranks, errors, strict=True)):
         if rank.returncode != 0:
             reason = error.strip().splitlines()[-1:] or [f"exit status {rank.returncode}"]
@@ -362,4 +355,5 @@ def lines(findings: Sequence[Finding]) -> list[str]:
 
 
 if __name__ == "__main__":
+    end_with(os.getppid())
     _run_rank(sys.argv[1], int(sys.argv[2]))

@@ -29,19 +29,19 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ringcomm.launch import end_with, rank_variables
 from tests.support import CAN_INSTALL, ROOT, must_not_skip
 from tests.support.fork_server import Namespaces, Popen
-from tests.support.ranks import Outcome, RanksFailed
+from tests.support.ranks import Outcome, RanksFailed, answer_of
 
 Check = Callable[..., Any] | str
 
@@ -61,7 +61,6 @@ _NEW_PROCESSES, _NEW_NETWORK = 0x20000000, 0x40000000
 PROCESS_KINDS = _NEW_MOUNTS | _NEW_PROCESSES
 NODE_KINDS = _NEW_MOUNTS | _NEW_HOST_NAME | _NEW_IPC | _NEW_PROCESSES | _NEW_NETWORK
 _BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000
-_PR_SET_PDEATHSIG = 1
 
 TOOLS = ("ip", "tc", "unshare")
 # Everything that a lab asks of the kernel, in namespaces that end with it.
@@ -395,15 +394,12 @@ class Place:
         return [cls(rank, node, local, shape) for rank, (node, local) in enumerate(pairs)]
 
     def environment(self) -> dict[str, str]:
-        numbers = {
-            "RANK": self.rank,
-            "WORLD_SIZE": sum(self.shape),
-            "LOCAL_RANK": self.local_rank,
-            "LOCAL_WORLD_SIZE": self.shape[self.node],
-            "GROUP_RANK": self.node,
-            "GROUP_WORLD_SIZE": len(self.shape),
+        size, local_size = sum(self.shape), self.shape[self.node]
+        return {
+            **rank_variables(self.rank, size, self.local_rank, local_size),
+            "GROUP_RANK": str(self.node),
+            "GROUP_WORLD_SIZE": str(len(self.shape)),
         }
-        return {name: str(number) for name, number in numbers.items()}
 
 
 class _Rank:
@@ -575,9 +571,7 @@ def own_proc() -> None:
 
 def _hold(name: str, boot_id: str, hosts: str) -> None:
     """Makes this process the first of a node, and ends with the lab: with it ends the node."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    end_with(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the tests, which share the terminal
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans leave no zombies
     socket.sethostname(name)
@@ -602,19 +596,13 @@ def _serve(pipe: Connection) -> None:
             raw = pipe.recv_bytes()
         except EOFError:
             return
-        try:
-            fn, args, port = pickle.loads(raw)
-            os.environ["MASTER_PORT"] = str(port)
-            call = pkgutil.resolve_name(fn) if isinstance(fn, str) else fn
-            answer = pickle.dumps((call(*args), None, ""))
-        except BaseException as error:
-            trace = traceback.format_exc()
-            try:
-                answer = pickle.dumps((None, error, trace))
-                pickle.loads(answer)  # some exceptions can be pickled, but not read again
-            except Exception:
-                answer = pickle.dumps((None, RuntimeError(repr(error)), trace))
-        pipe.send_bytes(answer)
+        pipe.send_bytes(answer_of(partial(_call, raw)))
+
+
+def _call(raw: bytes) -> Any:
+    fn, args, port = pickle.loads(raw)
+    os.environ["MASTER_PORT"] = str(port)
+    return (pkgutil.resolve_name(fn) if isinstance(fn, str) else fn)(*args)
 
 
 def main() -> None:

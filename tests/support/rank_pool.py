@@ -6,12 +6,10 @@ Importing torch costs seconds per process, a new group costs milliseconds.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import multiprocessing
 import os
-import signal
 import tempfile
 import time
 import traceback
@@ -31,6 +29,7 @@ from torch.utils import _pytree as pytree
 import ringcomm
 import ringcomm.c10d
 from ringcomm import CommOptions
+from ringcomm.launch import end_with, rank_variables
 from tests.support.ranks import context
 
 Check = Callable[[int, int], Any]
@@ -40,7 +39,6 @@ GROUP_TIMEOUT = timedelta(seconds=60)
 ANSWER_TIMEOUT_S = 120.0
 # After one rank has failed, the others are most likely stuck in a collective.
 GRACE_S = 3.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -121,11 +119,8 @@ def launched(check: Check, rank: int, world_size: int) -> Any:
     """
     variables = {
         "TORCHELASTIC_RUN_ID": "none",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        **rank_variables(rank, world_size),
         "GROUP_RANK": "0",
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",  # where nobody listens: the group is there already
     }
@@ -167,10 +162,11 @@ def fork_ranks(
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    parent = os.getpid()
     for rank, pipe in enumerate(pipes):
         if os.fork():
             continue
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        end_with(parent)
         for other in pipes:
             if other is not pipe:
                 other.close()  # else nobody would see its rank die

@@ -73,18 +73,25 @@ def _main(
     arguments: tuple[Any, ...],
 ) -> None:
     world_size, *args = arguments
+    answer.send_bytes(
+        answer_of(lambda: fn(FileStore(store_path, world_size), rank, world_size, *args))
+    )
+    answer.close()
+
+
+def answer_of(call: Callable[[], Any]) -> bytes:
+    """Returns what a function of a rank returned or raised, pickled: value, error and trace."""
     try:
-        value = fn(FileStore(store_path, world_size), rank, world_size, *args)
         # Plain pickle: torch's own reductions would pass file descriptors of a process that ends.
-        message = pickle.dumps((value, None, ""))
+        return pickle.dumps((call(), None, ""))
     except BaseException as error:
         trace = traceback.format_exc()
         try:
-            message = pickle.dumps((None, error, trace))
-        except (pickle.PicklingError, TypeError, AttributeError):
-            message = pickle.dumps((None, RuntimeError(repr(error)), trace))
-    answer.send_bytes(message)
-    answer.close()
+            answer = pickle.dumps((None, error, trace))
+            pickle.loads(answer)  # some exceptions can be pickled, but not read again
+        except Exception:
+            answer = pickle.dumps((None, RuntimeError(repr(error)), trace))
+        return answer
 
 
 def join_nodes(

@@ -17,6 +17,7 @@ import torch
 
 import ringcomm
 from ringcomm import AbortedError, ArgumentError, CollectiveTimeout, MismatchError, PeerLost
+from ringcomm.launch import rank_variables
 from tests.support import ROOT, fork_server
 from tests.support import ranks as plain_ranks
 from tests.support.ranks import RanksFailed
@@ -179,8 +180,8 @@ def test_without_triton_it_says_so():
 
 def _example(store, rank, world, script, port):
     """Returns what the program prints. It reads the environment of this process."""
-    shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {**shared, **rank_variables(rank, world)}
     assert os.environ["TRITON_INTERPRET"] == "1"
     with redirect_stdout(io.StringIO()) as said:
         runpy.run_path(script, run_name="__main__")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -13,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ringcomm.bench.report import Report
+from ringcomm.launch import end_with
 
 OK, FAILED, UNAVAILABLE = "ok", "failed", "unavailable"
 # A part of a stage, or all of it, had no time.
 PARTIAL, LEFT_OUT = "partial", "left out"
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class Runner:
 
 def _die_with_parent() -> None:
     """Makes the kernel end the command when this process is killed, which could not do it then."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    end_with(os.getppid())
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
