@@ -22,9 +22,9 @@ from ringcomm.c10d.comm_argument import CommArgument
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import UnsupportedError
 from ringcomm.optim.any_torch import StepControl
+from ringcomm.optim.backends import SKIPPED, STEPS, Kernels, StepTable
 from ringcomm.optim.buckets import Bucket, Buckets
 from ringcomm.optim.gradients import DeviceReducer, HostReducer, Reducer
-from ringcomm.optim.kernels import SKIPPED, STEPS, Kernels, StepTable
 from ringcomm.optim.layout import ParamSpec, ShardLayout
 from ringcomm.optim.muon import (
     OwnedParam,

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from ringcomm.c10d.comm_argument import CommArgument
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError
+from ringcomm.optim.backends import CLIP, FOUND_INF, INV_SCALE, SKIPPED, STEPS, Kernels, StepTable
 from ringcomm.optim.buckets import Bucket, Buckets, empty_for_streams, gather_params
 from ringcomm.optim.gradients import DeviceReducer, HostReducer, Into
-from ringcomm.optim.kernels import CLIP, FOUND_INF, INV_SCALE, SKIPPED, STEPS, Kernels, StepTable
 from ringcomm.optim.layout import BucketLayout, Chunk, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import sharers_of

@@ -37,10 +37,10 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.module_names import matches, named_parameters
 from ringcomm.optim.any_torch import StepControl
+from ringcomm.optim.backends import DeviceKernels, HostKernels, Kernels, StepTable
 from ringcomm.optim.buckets import Bucket, Buckets, empty_for_streams, gather_params
 from ringcomm.optim.dtensors import is_distributed
 from ringcomm.optim.gradients import Into, Reducer
-from ringcomm.optim.kernels import DeviceKernels, HostKernels, Kernels, StepTable
 from ringcomm.optim.layout import BucketLayout, Chunk, ParamSpec, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import sharers_of

@@ -27,10 +27,10 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.arguments import ALGORITHMS
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.offload.scratch import DiskChunks
+from ringcomm.optim.backends import Kernels
 from ringcomm.optim.buckets import Bucket, Buckets, count_change
 from ringcomm.optim.dtensors import PartMesh, local_of
 from ringcomm.optim.gradients import Accumulator, Gradients, label
-from ringcomm.optim.kernels import Kernels
 from ringcomm.optim.layout import BLOCK_ELEMS, ParamSpec, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 

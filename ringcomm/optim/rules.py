@@ -15,14 +15,14 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
-from ringcomm.optim.buckets import Buckets
-from ringcomm.optim.kernels import (
+from ringcomm.optim.backends import (
     DeviceKernels,
     DeviceKernelsInParts,
     HostKernels,
     Kernels,
     StepTable,
 )
+from ringcomm.optim.buckets import Buckets
 from ringcomm.optim.layout import BucketLayout, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 
@@ -325,7 +325,7 @@ class FusedRule(UpdateRule):
         if options.kernels == "native":
             return native
         # Imported here, since Triton takes seconds to import.
-        from ringcomm.optim.kernels import TritonKernels
+        from ringcomm.optim.backends import TritonKernels
 
         return TritonKernels(comm, options, table, native, self.moments)
 

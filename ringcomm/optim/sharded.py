@@ -19,7 +19,7 @@ from ringcomm.comm.host.arguments import ReduceOp, admit_keys, intercepting_keys
 from ringcomm.comm.local_world import local_world
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.memory import normal_tensors
-from ringcomm.optim import kernels, state, torch_state
+from ringcomm.optim import backends, state, torch_state
 from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets, make_bucket
 from ringcomm.optim.clipping import NormBound, clip_norm, clip_norm_of, clip_value_of
 from ringcomm.optim.dtensors import PartMesh, check_placements, find_mesh, grad_of, local_of
@@ -69,7 +69,7 @@ class GrownStep(ShardedStep):
         self.table.control.copy_(before.table.control)
         self.table.step[: self._count].copy_(before.table.step)
         if self.setting.device.type == "cpu":
-            self._seen_skipped = int(self.table.control[kernels.SKIPPED])
+            self._seen_skipped = int(self.table.control[backends.SKIPPED])
 
     def _compared_groups(self) -> list[dict[str, Any]]:
         """Adds the new group's lr, so that one which is wrong on a rank is not found by a step."""
@@ -417,12 +417,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def steps_taken(self) -> Tensor:
         """Number of steps that were not skipped: float64, a scalar on the device."""
-        return self._count(kernels.STEPS)
+        return self._count(backends.STEPS)
 
     @property
     def skipped_steps(self) -> Tensor:
         """Number of steps skipped for an overflow: float64, a scalar on the device."""
-        return self._count(kernels.SKIPPED)
+        return self._count(backends.SKIPPED)
 
     def _gradient_flats(self) -> list[Tensor] | None:
         """Returns the tensors that a GradScaler unscales; None for ``p.grad``."""

@@ -26,7 +26,7 @@ from ringcomm.comm.nodes.wires import Residual
 from ringcomm.errors import ArgumentError, CheckpointError
 from ringcomm.integers import integer
 from ringcomm.json_reader import DAMAGE, exactly, shown
-from ringcomm.optim import kernels
+from ringcomm.optim import backends
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.layout import BucketLayout, ShardLayout
 from ringcomm.optim.placement import end_changes
@@ -655,8 +655,8 @@ def save(sharded: ShardedStep) -> dict[str, Any]:
     return {
         "state": {
             "step": sharded.table.step,
-            "steps_taken": control[kernels.STEPS],
-            "skipped_steps": control[kernels.SKIPPED],
+            "steps_taken": control[backends.STEPS],
+            "skipped_steps": control[backends.SKIPPED],
             "buckets": [bucket.state.tensors() for bucket in sharded.buckets],
             **({"whole": whole} if whole else {}),
             **({"residuals": tensors_of(sharded)} if debtors is not None else {}),
@@ -735,8 +735,8 @@ def load(sharded: ShardedStep, shards: Sequence[Shard]) -> None:
     take_whole(sharded, saved.first.whole)
     sharded.rule.take_states(states)
     sharded.table.step.copy_(saved.first.step)
-    sharded.table.control[kernels.STEPS].fill_(saved.first.scalars["steps_taken"])
-    sharded.table.control[kernels.SKIPPED].fill_(saved.first.scalars["skipped_steps"])
+    sharded.table.control[backends.STEPS].fill_(saved.first.scalars["steps_taken"])
+    sharded.table.control[backends.SKIPPED].fill_(saved.first.scalars["skipped_steps"])
     sharded.begin_anew()
 
 

@@ -23,7 +23,8 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.arguments import ALGORITHMS, ReduceOp
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.memory.host_heap import give_back_freed
-from ringcomm.optim import kernels
+from ringcomm.optim import backends
+from ringcomm.optim.backends import Kernels, PiecedKernels, StepTable
 from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets, OutsideWrites, count_change
 from ringcomm.optim.dtensors import find_mesh
 from ringcomm.optim.gradients import (
@@ -35,7 +36,6 @@ from ringcomm.optim.gradients import (
     leave_to_replica,
     make_residual,
 )
-from ringcomm.optim.kernels import Kernels, PiecedKernels, StepTable
 from ringcomm.optim.layout import Chunk, ShardLayout, within
 from ringcomm.optim.placement import (
     OPERATION,
@@ -404,7 +404,7 @@ class ShardedStep(PreparedStep):
             self.count_change(self.params)
         self.written.accept()
         if not self.setting.launches:
-            self._seen_skipped = int(self.table.control[kernels.SKIPPED])
+            self._seen_skipped = int(self.table.control[backends.SKIPPED])
 
     def take_hyper(self) -> None:
         """Reads the groups' hyper-parameters, which schedulers change.
@@ -505,7 +505,7 @@ class ShardedStep(PreparedStep):
             # p.grad is always None here, so only the step can tell that a new sum begins.
             self.setting.accumulator.clear()
         if self.setting.loss_scaler is not None:
-            self.setting.loss_scaler.update(self.table.control[kernels.FOUND_INF])
+            self.setting.loss_scaler.update(self.table.control[backends.FOUND_INF])
         self._report()
 
     def _update_buckets(self, update: Callable[[Bucket], None]) -> None:
@@ -513,7 +513,7 @@ class ShardedStep(PreparedStep):
         if self.tier is not None and self.setting.launches:
             self.tier.begin_step()  # what takes the step, the host would have to wait for
         elif self.tier is not None:
-            skips = bool(self.table.control[kernels.FOUND_INF])
+            skips = bool(self.table.control[backends.FOUND_INF])
             self.tier.begin_step(skips, self.table.active.tolist())
         for bucket in self.buckets:
             update(bucket)
@@ -529,7 +529,7 @@ class ShardedStep(PreparedStep):
         table = self.table
         if self.setting.launches:
             stepped = [param for param in self.params if param.requires_grad]
-        elif table.control[kernels.FOUND_INF]:
+        elif table.control[backends.FOUND_INF]:
             return
         else:
             active = table.active.tolist()
@@ -553,7 +553,7 @@ class ShardedStep(PreparedStep):
         Beside an infinity there may be finite numbers that are as useless, and as large.
         """
         residuals = [bucket.residual for bucket in self.buckets if bucket.residual is not None]
-        if residuals and self.table.control[kernels.FOUND_INF]:
+        if residuals and self.table.control[backends.FOUND_INF]:
             for residual in residuals:
                 residual.forget()
 
@@ -780,11 +780,11 @@ class ShardedStep(PreparedStep):
         inverse = self.inv_scale()
         if amp.scale is not None:
             inverse = inverse / amp.scale.to(torch.float64).view(())
-        control[kernels.INV_SCALE].copy_(inverse)
-        control[kernels.CLIP].fill_(1.0) if reduced is None else control[kernels.CLIP].copy_(
+        control[backends.INV_SCALE].copy_(inverse)
+        control[backends.CLIP].fill_(1.0) if reduced is None else control[backends.CLIP].copy_(
             reduced.clip
         )
-        found = control[kernels.FOUND_INF]
+        found = control[backends.FOUND_INF]
         found.zero_()
         if amp.found_inf is not None:
             found.copy_(amp.found_inf.view(()))
@@ -797,7 +797,7 @@ class ShardedStep(PreparedStep):
         """Logs on rank 0 that a step was skipped; on the host, where reading that costs nothing."""
         if self.setting.launches:
             return
-        skipped = int(self.table.control[kernels.SKIPPED])
+        skipped = int(self.table.control[backends.SKIPPED])
         if skipped > self._seen_skipped and self.setting.rank == 0:
             _log.warning(
                 "optimizer: step skipped, its gradient is not finite (%d skipped so far)", skipped

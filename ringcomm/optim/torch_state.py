@@ -9,7 +9,7 @@ import torch
 
 from ringcomm.comm.agreement import agreed_load
 from ringcomm.errors import CheckpointError
-from ringcomm.optim import kernels
+from ringcomm.optim import backends
 from ringcomm.optim.buckets import Bucket, split_master
 from ringcomm.optim.dtensors import distributed_as, is_distributed, lies_alike, local_of
 from ringcomm.optim.layout import ShardLayout
@@ -139,8 +139,8 @@ def load_torch(sharded: ShardedStep, given: Mapping[str, Any]) -> None:
     sharded.rule.take_states(states)
     sharded.table.step.copy_(torch.tensor(steps, dtype=torch.float64, device="cpu"))
     # torch counts steps by parameter, and the optimizer has taken at least the largest count.
-    sharded.table.control[kernels.STEPS].fill_(max(steps, default=0.0))
-    sharded.table.control[kernels.SKIPPED].zero_()
+    sharded.table.control[backends.STEPS].fill_(max(steps, default=0.0))
+    sharded.table.control[backends.SKIPPED].zero_()
     sharded.begin_anew()
 
 

@@ -52,9 +52,9 @@ from ringcomm.comm.nodes import wires
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.offload.scratch import DiskChunks
 from ringcomm.optim import SGD, Adafactor, AdamW, AdamW8bit, AdamWOptions, Muon, tiers
+from ringcomm.optim.backends import StepTable
 from ringcomm.optim.clipping import NormBound
 from ringcomm.optim.gradients import Accumulator, HostReducer, Into
-from ringcomm.optim.kernels import StepTable
 from ringcomm.zero.stages.buckets import ShardedBucket, WorldBucket
 from ringcomm.zero.stages.gather import HostCopier
 from ringcomm.zero.stages.optimizer import RoundedKernels, StageKernels

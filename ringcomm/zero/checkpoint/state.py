@@ -13,9 +13,9 @@ from torch import nn
 from ringcomm.errors import ArgumentError, CheckpointError
 from ringcomm.json_reader import DAMAGE, exactly, in_words, shown
 from ringcomm.module_names import KnownNames, named_modules
+from ringcomm.optim.backends import SKIPPED, STEPS
 from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.dtensors import PartMesh, Sharding, local_of
-from ringcomm.optim.kernels import SKIPPED, STEPS
 from ringcomm.optim.layout import Chunk
 from ringcomm.optim.rules import AdamWRule, ParamState
 from ringcomm.optim.setting import LossScaler

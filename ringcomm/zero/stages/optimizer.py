@@ -18,6 +18,7 @@ from ringcomm.comm.host.engine import Work
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory import zeros
 from ringcomm.offload.scratch import DiskChunks
+from ringcomm.optim.backends import FOUND_INF, Kernels, StepTable
 from ringcomm.optim.buckets import Bucket, BucketMemory, Buckets, empty_for_streams
 from ringcomm.optim.dtensors import (
     grad_of,
@@ -36,7 +37,6 @@ from ringcomm.optim.gradients import (
     Reducer,
     make_reducer,
 )
-from ringcomm.optim.kernels import FOUND_INF, Kernels, StepTable
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.muon import OwnerKernels
 from ringcomm.optim.options import AdamWOptions

@@ -34,9 +34,9 @@ from ringcomm.comm.agreement import all_or_none
 from ringcomm.comm.host.arguments import ReduceOp
 from ringcomm.errors import ArgumentError, RingcommError, where
 from ringcomm.memory import normal_tensors
+from ringcomm.optim.backends import STEPS
 from ringcomm.optim.buckets import with_local
 from ringcomm.optim.dtensors import plainly
-from ringcomm.optim.kernels import STEPS
 from ringcomm.optim.step import Amp, Asked, ShardedStep
 from ringcomm.zero.stages.absent import advance_versions, end_update, make_updated
 from ringcomm.zero.stages.buckets import ParamBucket, ShardedBucket

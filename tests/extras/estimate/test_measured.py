@@ -17,7 +17,7 @@ from ringcomm import CommOptions, Disk, moe, zero
 from ringcomm.extras.estimate import STAGES, ExpertLayer, ModelElems, Training, Transformer
 from ringcomm.offload.scratch import PAGE_BYTES, ScratchFile
 from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, tiers
-from ringcomm.optim.kernels import PiecedKernels
+from ringcomm.optim.backends import PiecedKernels
 from ringcomm.zero import Precision, Wire, ZeroOptions
 from ringcomm.zero.stages.buckets import ShardedBucket
 from ringcomm.zero.stages.sharding import engine_of, shard
