@@ -414,7 +414,9 @@ def make_absent(
                 vars(param)[_NAME], vars(param)[_ASK] = name, ask
                 param.__class__ = _absent_kind(type(param))
             versions.append(param._version + advances)
-        return _set_versions(params, versions)
+        if params:
+            torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))
+        return versions
 
 
 def make_updated(params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
@@ -426,7 +428,9 @@ def make_updated(params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
         for param, name in zip(params, names, strict=True):
             vars(param)[_NAME], vars(param)[_ASK] = name, bool
             param.__class__ = _updated_kind(type(param))
-        _set_versions(params, [param._version + 1 for param in params])
+        versions = tuple(param._version + 1 for param in params)
+        if params:
+            torch._C._autograd._unsafe_set_version_counter(tuple(params), versions)
 
 
 def end_update(params: Sequence[nn.Parameter]) -> None:
@@ -448,7 +452,9 @@ def make_present(params: Sequence[nn.Parameter]) -> list[int]:
                 param.__class__ = getattr(type(param), _KIND)
                 del vars(param)[_NAME], vars(param)[_ASK]
             versions.append(param._version - was_absent)
-        return _set_versions(params, versions)
+        if params:
+            torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))
+        return versions
 
 
 def advance_versions(tensors: Sequence[Tensor], by: int) -> None:
@@ -461,9 +467,3 @@ def advance_versions(tensors: Sequence[Tensor], by: int) -> None:
     if tensors:
         versions = tuple(each._version + by for each in tensors)
         torch._C._autograd._unsafe_set_version_counter(tuple(tensors), versions)
-
-
-def _set_versions(params: Sequence[nn.Parameter], versions: list[int]) -> list[int]:
-    if params:
-        torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))
-    return versions

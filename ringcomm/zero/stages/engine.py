@@ -641,7 +641,7 @@ class ShardEngine:
             return
         for stored in buckets:
             bucket = self._gradients.get(stored)
-            if bucket is not None:
+            if bucket is not None and (bucket.waiting or bucket.pending < bucket.trained):
                 if bucket.waiting:
                     self._look(bucket)
                 bucket.pending = bucket.trained

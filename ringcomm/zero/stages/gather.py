@@ -251,7 +251,7 @@ class Gatherer:
         if self._closed:
             buckets = [bucket for bucket in buckets if bucket not in self._closed]
         self._bring(buckets)
-        for key in self._expected():
+        for key in self._expected() if self._prefetch else ():
             for bucket in self._buckets[key]:
                 if bucket not in self._closed:
                     self._start(bucket)

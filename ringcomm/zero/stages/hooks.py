@@ -279,18 +279,13 @@ def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tenso
         yield from tensors_in(each, seen)
 
 
-def _all_tensors_in(value: Any) -> Iterable[Tensor]:
-    """Returns what :func:`tensors_in` yields; a quick way for a tensor."""
-    return (value,) if isinstance(value, Tensor) else tensors_in(value)
-
-
 def _watch_gradients(output: Any, hook: Callable[[Tensor], None]) -> bool:
     """Has ``hook`` called before a backward reaches what made ``output``; returns whether it will.
 
     Leaves get no hook, since nothing made them and they would keep it for good.
     """
     watched = False
-    for tensor in _all_tensors_in(output):
+    for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
         # A view that is changed in place gets another path in backward, through its base.
         for each in (tensor, tensor._base):
             if each is not None and each.grad_fn is not None:
@@ -437,7 +432,7 @@ class _UnitHooks:
     def _without_parameters(self, output: Any) -> Any:
         """Returns an output with copies of parameters and their views, whose memory will go."""
         gatherer = self._gatherer
-        for tensor in _all_tensors_in(output):
+        for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if gatherer.has(tensor):
                 break
         else:
@@ -458,17 +453,12 @@ class _UnitHooks:
         if not watched:
             gatherer.keep_for_graph(self._unit)
             return
-        if not torch.is_grad_enabled():
-            if self._is_root:
-                gatherer.free_all()
-            elif not self.stays and not self._touched:
-                self._free()
-        elif not self.stays:
-            self._free()
-
-    def _free(self) -> None:
-        for bucket in self.buckets:
-            self._gatherer.free(bucket)
+        grad = torch.is_grad_enabled()
+        if self._is_root and not grad:
+            gatherer.free_all()
+        elif not self.stays and (grad or not self._touched):
+            for bucket in self.buckets:
+                gatherer.free(bucket)
 
     def _backward(self, grad: Tensor) -> None:
         """Called when the gradient of one of the unit's outputs is there; gathers the unit."""

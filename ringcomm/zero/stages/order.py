@@ -383,7 +383,7 @@ class ModuleOrder:
         """Reduces the full buckets whose turn it is, module by module."""
         while self._turns:
             module = self._modules.get(self._turns[0])
-            if module is None or not _reduction_of(module).advance():
+            if module is None or module.reduction is None or not module.reduction.advance():
                 return
             self._turns.pop(0)
 

@@ -580,7 +580,7 @@ class Reduction:
         if bucket.buffer is None and bucket.number in turns:
             # A gradient that moves now is still in the cache, and frees its memory for the next.
             # A device's events are not queried: that is an error while a graph is captured.
-            if not self._launches:
+            if self._flying and not self._launches:
                 self._land_ended()
             bucket.buffer = self._buffers.get(bucket, must=False)
         bucket.take(indices)
@@ -626,7 +626,7 @@ class Reduction:
     def _filled_buffer(self, bucket: GradientBucket) -> Tensor:
         """Returns a buffer with all gradients of a bucket; waits for one while all are in use."""
         buffer = bucket.buffer
-        if buffer is None and not self._launches:
+        if buffer is None and self._flying and not self._launches:
             self._land_ended()
         while buffer is None:
             buffer = self._buffers.get(bucket, must=not self._flying)
@@ -643,10 +643,14 @@ class Reduction:
         """Starts one reduction; collective."""
         bucket = self.buckets[number]
         if self.updates is not None:
-            self._flying.append((bucket, buffer, self._update(self.updates, number, buffer)))
-            return
-        self._flying.append((bucket, buffer, self._reduce(bucket, buffer, self.tag(number))))
-        bucket.holds = True
+            work = self._update(self.updates, number, buffer)
+        else:
+            work = self._reduce(bucket, buffer, self.tag(number))
+            bucket.holds = True
+        if work is not None or self._launches:
+            self._flying.append((bucket, buffer, work))
+        else:
+            self._landed(bucket, buffer)
 
     def _update(self, updates: BackwardUpdates, number: int, buffer: Tensor) -> Work | None:
         bucket = self.buckets[number]
@@ -713,6 +717,9 @@ class Reduction:
         if work is not None:
             with self._profile.span("wait for reduce_scatter", kind="wait"):
                 work.wait()
+        self._landed(bucket, buffer)
+
+    def _landed(self, bucket: GradientBucket, buffer: Tensor) -> None:
         bucket.version = bucket.shard._version
         self._buffers.give(buffer)
 
