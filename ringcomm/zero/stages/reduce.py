@@ -185,8 +185,13 @@ class GradientBucket:
         if to_free and 0 < self.pending < self.left:
             self.left = self.pending
 
-    def take(self, indices: Iterable[int]) -> None:
-        """Moves the gradients that parameters have into the buffer, in one call where possible."""
+    def take(self, indices: Iterable[int], with_gaps: bool = False) -> None:
+        """Moves the gradients that parameters have into the buffer, in one call where possible.
+
+        Args:
+            indices: of the parameters.
+            with_gaps: fill the buffer's gaps, too.
+        """
         part = self.buffer
         if part is None:
             return
@@ -215,6 +220,9 @@ class GradientBucket:
                     self.taken.add(index)
                 elif grad is not None or not self.is_plain:
                     others.append(index)
+            if with_gaps:
+                views += part.gaps
+                grads += part.zeros
             if views:
                 torch._foreach_copy_(views, grads)
             for param in moved:
@@ -254,14 +262,12 @@ class GradientBucket:
         of them any more.
         """
         self.buffer = buffer
-        self.take(range(len(self.params)))
+        self.take(range(len(self.params)), with_gaps=True)
         for index in self.taken:
             self.active[index] = True
         if len(self.taken) < len(self.params):
             empty = [view for index, view in enumerate(buffer.views) if index not in self.taken]
             torch._foreach_zero_(empty)
-        if buffer.gaps:
-            torch._foreach_copy_(buffer.gaps, buffer.zeros)
         self.buffer = None
         self.taken.clear()
         return buffer.flat
