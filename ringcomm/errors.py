@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,28 +140,14 @@ def _peer(fault: Mapping[str, Any]) -> str:
     return f"rank {fault['peer']}" if fault["peer"] >= 0 else "any other rank"
 
 
-def _peer_closed(fault: Mapping[str, Any]) -> PeerLost:
+def _lost(found: str, advice: str, fault: Mapping[str, Any]) -> PeerLost:
     return PeerLost(
-        f"rank {fault['rank']} in {fault['mine']} expected {_peer(fault)} to take part, but it has "
-        f"closed the communicator (noticed after {fault['waited_ms']} ms at step {fault['step']}). "
-        "All ranks must make the same calls before one of them closes"
+        f"rank {fault['rank']} in {fault['mine']} expected {_peer(fault)} to take part, but "
+        f"{found} (noticed after {fault['waited_ms']} ms at step {fault['step']}). {advice}"
     )
 
 
-def _peer_lost(fault: Mapping[str, Any]) -> PeerLost:
-    return PeerLost(
-        f"rank {fault['rank']} in {fault['mine']} expected {_peer(fault)} to take part, "
-        f"but its process has ended (noticed after {fault['waited_ms']} ms at step "
-        f"{fault['step']}). See why it ended"
-    )
-
-
-def _peer_left(fault: Mapping[str, Any]) -> PeerLost:
-    return PeerLost(
-        f"rank {fault['rank']} in {fault['mine']} expected {_peer(fault)} to take part, but it has "
-        f"left the function of LocalWorld.run() (noticed after {fault['waited_ms']} ms at step "
-        f"{fault['step']}). All ranks must make the same calls before one of them returns"
-    )
+_MAKE_ALIKE = "All ranks must make the same calls before one of them "
 
 
 def _timeout(fault: Mapping[str, Any]) -> CollectiveTimeout:
@@ -191,9 +178,11 @@ _BY_KIND: dict[str, Callable[[Mapping[str, Any]], RingcommError]] = {
     "refused": _refused,
     "interrupted": _interrupted,
     "mismatch": _mismatch,
-    "peer_closed": _peer_closed,
-    "peer_left": _peer_left,
-    "peer_lost": _peer_lost,
+    "peer_closed": partial(_lost, "it has closed the communicator", f"{_MAKE_ALIKE}closes"),
+    "peer_left": partial(
+        _lost, "it has left the function of LocalWorld.run()", f"{_MAKE_ALIKE}returns"
+    ),
+    "peer_lost": partial(_lost, "its process has ended", "See why it ended"),
     "timeout": _timeout,
 }
 
@@ -242,13 +231,9 @@ def from_fault(head: str, fault: Mapping[str, Any]) -> RingcommError:
 
 
 def timed_out(waiter: str, waited_ms: float, awaited: str, advice: str) -> CollectiveTimeout:
-    """The error of a wait that lasted as long as the communicator's timeout allows.
+    """The error of a wait that lasted as long as the timeout allows: whose, and for whom or what.
 
-    Args:
-        waiter: the rank that waited, and its call.
-        waited_ms: how long.
-        awaited: who or what did not come, and what is known of it.
-        advice: what to do, if not to raise the timeout.
+    ``advice`` says what to do, if not to raise the timeout.
     """
     return CollectiveTimeout(
         f"{waiter} waited {waited_ms:.0f} ms, until its timeout ended, for {awaited}. {advice}, or "

@@ -226,17 +226,7 @@ def mismatch(
 
 
 def difference_in_words(first: Any, other: Any, names: tuple[str, str], operation: str) -> str:
-    """Returns a sentence on how the descriptions of two ranks differ.
-
-    Args:
-        first: of the first rank.
-        other: of another.
-        names: of the two ranks.
-        operation: named in errors.
-
-    Raises:
-        CorruptedError: one of them is not a description.
-    """
+    """Returns a sentence on how the descriptions of two ranks differ, or raises CorruptedError."""
     try:
         label, a, b = first_difference(first, other)
         said = f"{label[0].upper()}{label[1:]} is {_short(a)} on {names[0]}"
@@ -317,13 +307,7 @@ def _keeping(errors: list[Exception]) -> Iterator[None]:
 def outcomes(
     ranks: Ranks, operation: str, error: Exception | None, value: Any = None
 ) -> list[RankOutcome]:
-    """Returns how work ended on each rank, by rank, and what each tells; collective.
-
-    Args:
-        ranks: all have done it.
-        operation: named in errors.
-        error: what it raised on this rank, or None.
-        value: plain JSON data of this rank.
+    """Returns how work ended on each rank, and plain JSON data that it tells; collective.
 
     Raises:
         CorruptedError: a rank sent something else; names the rank.

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringcomm.comm.agreement import ModelRanks, all_or_none, ranks_of
+from ringcomm.comm.agreement import ModelRanks, all_or_none
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.module_names import named_modules, named_parameters, plain_name
@@ -503,9 +503,7 @@ class ShardEngine:
     @property
     def ranks(self) -> ModelRanks:
         """The ranks that train the module together."""
-        ranks = ranks_of(self.comm, self.mesh)
-        assert ranks is not None
-        return ranks
+        return ModelRanks(self.comm, self.mesh)
 
     def _align_gradients(self) -> None:
         """Has gradients of DTensors aligned when they come, so that all ranks do so in one order.
