@@ -21,32 +21,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringcomm.c10d.comm_argument import CommArgument
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import UnsupportedError
-from ringcomm.optim.any_torch import StepControl
-from ringcomm.optim.backends import SKIPPED, STEPS, Kernels, StepTable
+from ringcomm.optim.backends import Backend, StepTable
 from ringcomm.optim.buckets import Bucket, Buckets
-from ringcomm.optim.gradients import DeviceReducer, HostReducer, Reducer
 from ringcomm.optim.layout import ParamSpec, ShardLayout
 from ringcomm.optim.muon import (
     OwnedParam,
     OwnerExchange,
-    OwnerKernels,
     is_divided,
     params_of,
     refuse_other_options,
 )
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.placement import sharers_of
 from ringcomm.optim.rules import (
-    AdamWRule,
     Group,
     ParamState,
-    UpdateRule,
+    TensorBackend,
+    TensorRule,
     check_positive,
     check_rate,
-    digest_of,
     fail,
     numbers,
-    plain,
 )
 from ringcomm.optim.setting import LossScaler
 from ringcomm.optim.sharded import Params, ShardedOptimizer, Sharing
@@ -54,7 +48,6 @@ from ringcomm.optim.sharded import Params, ShardedOptimizer, Sharing
 Tensor = torch.Tensor
 
 ROWS, COLUMNS, VARIANCE = "row_var", "col_var", "variance"
-_HYPER = ("beta2_decay", "eps", "d", "weight_decay", "maximize")
 
 
 def take_step(
@@ -107,12 +100,15 @@ def kept_of(spec: ParamSpec, device: torch.device) -> dict[str, Tensor]:
     }
 
 
-class AdafactorRule(UpdateRule):
-    """Adafactor with FP32 state, as ``torch.optim.Adafactor`` has it."""
+class AdafactorRule(TensorRule):
+    """Adafactor with FP32 state, as ``torch.optim.Adafactor`` has it.
 
-    goes_by_parts = True
+    It updates W buckets at a time, each parameter by its owner.
+    """
+
     elementwise = False
     name = "Adafactor"
+    hypers = ("beta2_decay", "eps", "d", "weight_decay", "maximize")
 
     def __init__(self) -> None:
         self.groups: Sequence[Group] = ()
@@ -121,6 +117,9 @@ class AdafactorRule(UpdateRule):
         #: Every rank keeps the whole state, as at stage 0.
         self.is_replicated = False
         self._kept: dict[int, dict[str, Tensor]] = {}
+        # Buckets that wait for their exchange, by number, with their gradients: [chunk elements].
+        self._waiting: dict[int, tuple[Bucket, Tensor]] = {}
+        self._steps: list[float] = []
         self._place = torch.device("cpu")
 
     def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
@@ -145,28 +144,17 @@ class AdafactorRule(UpdateRule):
     def replaced(self, group: Group) -> dict[str, Any]:
         return {"eps": numbers(group["eps"])}
 
-    def compared(self, group: Group) -> dict[str, Any]:
-        return {name: plain(group[name]) for name in _HYPER}
-
-    def digest(self, groups: Sequence[Group]) -> float:
-        return digest_of([{"lr": float(group["lr"]), **self.compared(group)} for group in groups])
-
     def names(self, groups: Sequence[Group]) -> tuple[str, ...]:
         return ()
 
     def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
         return "no tensors of the parameters' shapes" if names else ""
 
-    def kernels(
+    def backend(
         self, comm: Communicator | None, options: AdamWOptions, table: StepTable
-    ) -> Kernels:
+    ) -> Backend:
         refuse_other_options(self.name, options)
-        reducer: Reducer
-        if comm is not None and comm.launches:
-            alone, reducer = comm.world_size == 1, DeviceReducer(comm, options)
-        else:
-            alone, reducer = comm is None, HostReducer(comm, options, table.layout.size_bytes)
-        return AdafactorKernels(alone, reducer, sharers_of(comm, options.state), self)
+        return TensorBackend(comm, options, table, self)
 
     def bind(
         self,
@@ -194,84 +182,44 @@ class AdafactorRule(UpdateRule):
     def kept_whole(self, index: int) -> Mapping[str, Tensor]:
         return self._kept.get(index, {})
 
-    def states(
-        self, layout: ShardLayout, groups: Sequence[Group], steps: Sequence[float]
-    ) -> list[ParamState | None]:
-        return [ParamState({"step": step}) if step else None for step in steps]
-
-    def to_torch(self, name: str, number: float) -> Any:
-        return AdamWRule().to_torch(name, number)
-
     def from_torch(self, entry: Mapping[str, Any], group: Group) -> ParamState | None:
         try:
             return ParamState({"step": float(entry["step"])})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"expected step, {ROWS}, {COLUMNS}, got {error!r}") from error
 
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
-
-
-class AdafactorKernels(OwnerKernels):
-    """The step: W buckets at a time, each parameter by its owner."""
-
-    def __init__(
-        self, alone: bool, reducer: Reducer, sharers: Communicator | None, rule: AdafactorRule
-    ) -> None:
-        super().__init__(alone, reducer, sharers)
-        self._rule = rule
-        # Buckets that wait for their exchange, by number, with their gradients: [chunk elements].
-        self._waiting: dict[int, tuple[Bucket, Tensor]] = {}
-        self._steps: list[float] = []
-
-    def forget(self) -> None:
-        return
-
-    def begin(self, table: StepTable) -> None:
-        self.control = control = StepControl.read(table)
+    def begin_updates(self, run: TensorBackend) -> None:
         self._waiting.clear()
-        table.control[SKIPPED if control.skips else STEPS].add_(1)
-        if not control.skips:
-            table.step.add_(table.active != 0)
-            self._steps = table.step.tolist()
+        self._steps = run.table.step.tolist()
 
-    def take_up(self, bucket: Bucket, grad: Tensor) -> None:
-        if self.control.skips:
-            return
+    def update(self, run: TensorBackend, bucket: Bucket, grad: Tensor) -> None:
         self._waiting[bucket.number] = (bucket, grad)
-        ranks = 1 if self._owning is None else self._owning.world_size
-        if len(self._waiting) == ranks:
-            self._update()
+        owning = self._owning(run)
+        if len(self._waiting) == (1 if owning is None else owning.world_size):
+            self._update_waiting(run)
 
-    def end(self) -> None:
+    def end_updates(self, run: TensorBackend) -> None:
         if self._waiting:
-            self._update()
+            self._update_waiting(run)
 
-    @property
-    def _owning(self) -> Communicator | None:
-        """The ranks that divide the work: at stage 0 each does all of it, as that is less work."""
-        return None if self._rule.is_replicated else self.sharers
+    def _owning(self, run: TensorBackend) -> Communicator | None:
+        """Returns the ranks that divide the work: at stage 0 each does all, as that is less."""
+        return None if self.is_replicated else run.sharers
 
-    def _update(self) -> None:
-        """Updates the buckets that wait."""
+    def _update_waiting(self, run: TensorBackend) -> None:
+        control = run.control
         buckets = {number: bucket for number, (bucket, _) in self._waiting.items()}
-        grads = {number: self.scaled(grad) for number, (_, grad) in self._waiting.items()}
+        grads = {number: control.scaled(grad) for number, (_, grad) in self._waiting.items()}
         values = {number: _values_of(bucket) for number, bucket in buckets.items()}
         params = [
             param
             for number in buckets
-            for param in self._rule.params[number]
-            if self.control.active[param.index]
+            for param in self.params[number]
+            if control.active[param.index]
         ]
-        exchange = OwnerExchange(
-            params,
-            [param.spec.elems for param in params],
-            buckets,
-            self._owning,
-            False,
-            torch.float32,
-        )
+        costs = [param.spec.elems for param in params]
+        owning = self._owning(run)
+        exchange = OwnerExchange(params, costs, buckets, owning, False, torch.float32)
         given = exchange.to_owners([_piece(param, buckets, grads) for param in params])
         pieces = {number: _piece(param, buckets, values) for number, param in enumerate(params)}
         wholes = exchange.to_owners(list(pieces.values()))
@@ -280,19 +228,23 @@ class AdafactorKernels(OwnerKernels):
             take_step(
                 param.spec.view(whole),
                 param.spec.view(given[number]),
-                self._rule.kept_whole(param.index),
+                self.kept_whole(param.index),
                 self._steps[param.index],
-                self._rule.groups[param.spec.group],
+                self.groups[param.spec.group],
             )
         room = {number: piece for number, piece in pieces.items() if piece is not None}
-        kept = [list(self._rule.kept_whole(param.index).values()) for param in params]
+        kept = [list(self.kept_whole(param.index).values()) for param in params]
         exchange.from_owners(wholes, room, kept)
         for number, bucket in buckets.items():
             with bucket.params_here(write=True):
                 bucket.own_params.copy_(values[number])
             _keep_masters(bucket, values[number])
-        self.publish(buckets.values())
+        run.publish(buckets.values())
         self._waiting.clear()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
 
 
 def _values_of(bucket: Bucket) -> Tensor:

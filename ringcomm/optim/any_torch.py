@@ -21,13 +21,11 @@ from torch.optim import Optimizer
 from ringcomm.c10d.comm_argument import CommArgument
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.optim.backends import CLIP, FOUND_INF, INV_SCALE, SKIPPED, STEPS, Kernels, StepTable
-from ringcomm.optim.buckets import Bucket, Buckets, empty_for_streams, gather_params
-from ringcomm.optim.gradients import DeviceReducer, HostReducer, Into
+from ringcomm.optim.backends import Backend, StepTable
+from ringcomm.optim.buckets import Bucket, Buckets
 from ringcomm.optim.layout import BucketLayout, Chunk, ShardLayout
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.placement import sharers_of
-from ringcomm.optim.rules import Group, ParamState, UpdateRule, digest_of, plain
+from ringcomm.optim.rules import Group, ParamState, TensorBackend, TensorRule, digest_of, plain
 from ringcomm.optim.setting import LossScaler
 from ringcomm.optim.sharded import Params, ShardedOptimizer, Sharing
 
@@ -483,7 +481,7 @@ def refuse_kernels_of_adamw(options: AdamWOptions | None) -> None:
             )
 
 
-class TorchRule(UpdateRule):
+class TorchRule(TensorRule):
     """A class of torch optimizers, whose instances step the parts of parameters in each bucket.
 
     Args:
@@ -505,11 +503,6 @@ class TorchRule(UpdateRule):
     def numbers(self) -> frozenset[str]:
         return frozenset(self._tried.numbers)
 
-    @property
-    def writes_gradients(self) -> bool:
-        """True if a step changes the gradients that it is given."""
-        return self._tried.writes_gradients
-
     def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
         for name, value in hyper_of(group).items():
             if isinstance(value, float) and math.isnan(value):
@@ -523,6 +516,7 @@ class TorchRule(UpdateRule):
             )
         self._place = place
         self._tried.kinds(group, place)
+        self.writes_gradients = self._tried.writes_gradients
 
     def replaced(self, group: Group) -> dict[str, Any]:
         return {}
@@ -544,12 +538,12 @@ class TorchRule(UpdateRule):
         # A tensor of earlier hyper-parameters stays where it is, as in torch.
         return ""
 
-    def kernels(
+    def backend(
         self, comm: Communicator | None, options: AdamWOptions, table: StepTable
-    ) -> Kernels:
+    ) -> Backend:
         # A sharded module's precision has chosen some of them.
         refuse_kernels_of_adamw(options)
-        return TorchKernels(comm, options, table, self)
+        return TensorBackend(comm, options, table, self)
 
     def bind(
         self,
@@ -598,22 +592,15 @@ class TorchRule(UpdateRule):
         bare = [] if self._bare is None else [self._bare]
         return [*self._instances.values(), *bare]
 
-    def begin(self, active: Sequence[float]) -> None:
-        """Steps the parameters without elements."""
+    def begin_updates(self, run: TensorBackend) -> None:
         if self._bare is not None:
-            self._bare.step(torch.empty(0, dtype=torch.float32, device=self._place), active)
+            nothing = torch.empty(0, dtype=torch.float32, device=self._place)
+            self._bare.step(nothing, run.control.active)
 
-    def update(self, bucket: Bucket, grad: Tensor, active: Sequence[float]) -> None:
-        """Updates this rank's chunk of a bucket.
-
-        Args:
-            bucket: the bucket.
-            grad: float32 [chunk elements].
-            active: by parameter, not 0 where the parameter takes the step.
-        """
+    def update(self, run: TensorBackend, bucket: Bucket, grad: Tensor) -> None:
         if bucket.key not in self._instances:
             return  # none of its parameters is in a group
-        self._instances[bucket.key].step(grad, active)
+        self._instances[bucket.key].step(grad, run.control.active)
         if bucket.state.master is not None:
             bucket.own_params.copy_(bucket.state.master)
 
@@ -657,101 +644,6 @@ def _told(value: Any) -> Any:
     if isinstance(told, list):
         return [_told(each) for each in told]
     return told if isinstance(told, (bool, int, float, str, type(None))) else type(told).__name__
-
-
-@dataclass(frozen=True)
-class StepControl:
-    """The numbers of a step that torch's code needs on the host; to read them waits for a device.
-
-    Attributes:
-        skips: the step changes nothing.
-        factors: numbers that the gradient is to be multiplied by, one after the other.
-        active: by parameter, not 0 where the parameter takes the step.
-    """
-
-    skips: bool = False
-    factors: tuple[float, ...] = ()
-    active: Sequence[float] = ()
-
-    @classmethod
-    def read(cls, table: StepTable) -> StepControl:
-        """Reads the table of a step that begins."""
-        params = len(table.active)
-        told = torch.cat([table.control[: FOUND_INF + 1], table.active]).tolist()
-        factors = tuple(each for each in (told[INV_SCALE], told[CLIP]) if each != 1)
-        return cls(told[FOUND_INF] != 0, factors, told[-params:] if params else [])
-
-
-class TorchKernels(Kernels):
-    """The step of a :class:`TorchRule`: a reduction, torch's update of the chunk, and a gathering.
-
-    It reads on the host whether a step is skipped, and which parameters have gradients.
-    """
-
-    def __init__(
-        self,
-        comm: Communicator | None,
-        options: AdamWOptions,
-        table: StepTable,
-        rule: TorchRule,
-    ) -> None:
-        if comm is not None and comm.launches:
-            super().__init__(comm.world_size == 1, DeviceReducer(comm, options))
-        else:
-            super().__init__(comm is None, HostReducer(comm, options, table.layout.size_bytes))
-        self._rule = rule
-        self._sharers = sharers_of(comm, options.state)
-        # float32 [elements of the largest chunk so far], for gradients of one bucket at a time.
-        self._scratch: Tensor | None = None
-        self._control = StepControl()
-
-    def forget(self) -> None:
-        return
-
-    def begin(self, table: StepTable) -> None:
-        self._control = control = StepControl.read(table)
-        table.control[SKIPPED if control.skips else STEPS].add_(1)
-        if not control.skips:
-            table.step.add_(table.active != 0)
-            self._rule.begin(control.active)
-
-    def _own(self, bucket: Bucket) -> Tensor:
-        """Returns memory for a gradient: float32 [chunk elements]."""
-        elems = bucket.chunk.elems
-        if self._scratch is None or self._scratch.numel() < elems:
-            place = bucket.device
-            self._scratch = empty_for_streams(elems, torch.float32, place)
-        return self._scratch[:elems]
-
-    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
-        if self._control.skips:
-            return
-        grad = grad[: bucket.chunk.elems]
-        if self._control.factors or self._rule.writes_gradients or grad.dtype is not torch.float32:
-            grad = self._own(bucket).copy_(grad)
-        self._update_from(bucket, grad)
-
-    def _update_from(self, bucket: Bucket, grad: Tensor) -> None:
-        """Updates this rank's chunk from a gradient, which is scaled in place if it has to be."""
-        for factor in self._control.factors:
-            grad.mul_(factor)
-        self._rule.update(bucket, grad, self._control.active)
-
-    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
-        self.update_shard(bucket, grad)
-        if not self._control.skips:
-            assert self._sharers is not None
-            gather_params(bucket, self._sharers)
-
-    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
-        if self._control.skips:
-            return
-        own = self._own(bucket)
-        into = Into(own, "l2", None, tag=bucket.tag(), residual=bucket.residual)
-        self.reducer.reduce(grads, into)
-        self._update_from(bucket, own)
-        assert self._sharers is not None
-        gather_params(bucket, self._sharers)
 
 
 class Sharded(ShardedOptimizer):

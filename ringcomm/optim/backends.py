@@ -1,4 +1,4 @@
-"""The kernels of a step: their interface, the table that they read, and the native kernels."""
+"""The backends that update buckets, the table that they read, and the plan of a step with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringcomm.comm.host.arguments import ALGORITHMS, DTYPE_CODES, DTYPE_NAMES, O
 from ringcomm.comm.host.engine import Call, Use, Work, itself
 from ringcomm.comm.host.triton import TritonEnd, require_triton
 from ringcomm.errors import RingcommError, UnsupportedError
-from ringcomm.optim.buckets import Bucket, empty_for_streams, gather_params
+from ringcomm.optim.buckets import Bucket, empty_for_streams, gather_params, sharers_of
 from ringcomm.optim.gradients import (
     NORM_WORDS,
     DeviceReducer,
@@ -126,23 +126,132 @@ class StepTable:
         return bool(digests) and digests[0] != -digests[1]
 
 
-class Kernels(ABC):
-    """The kernels of one optimizer on one rank. Native and Triton's wait for no device.
+class Backend(ABC):
+    """The updates of buckets on one machine, for one optimizer on one rank.
 
-    Attributes:
-        alone: True if there are no other ranks.
-        reducer: the kernels that reduce gradients before a step.
+    Where a backend is fused, reduction, update and gathering are one call. Elsewhere they are calls
+    of their own with the same bits, and the update visits one part of the bucket's state after the
+    other: the state lies in a tier, or parameters cross in codes, which the gathering makes.
+
+    Args:
+        alone: there are no other ranks.
+        reducer: reduces gradients.
+        options: options of the optimizer.
+        sharers: the ranks that share the state; None for this one alone.
+        fused: False if the machine has no fused calls for the update.
     """
 
-    def __init__(self, alone: bool, reducer: Reducer) -> None:
+    #: True if an update may need other buckets and wait for :meth:`end`, and brings parameters that
+    #: lie elsewhere into memory by itself.
+    defers = False
+
+    def __init__(
+        self,
+        alone: bool,
+        reducer: Reducer,
+        options: AdamWOptions,
+        sharers: Communicator | None,
+        fused: bool = True,
+    ) -> None:
         self.alone = alone
         self.reducer = reducer
-        # By bucket number, the gradients that :meth:`reduced` has given out in a world of one.
-        self._given_out: dict[int, Tensor] = {}
+        self.sharers = sharers
+        self.fused = fused and options.tier is None and not options.wire.codes_parameters
+        # float32 [elements of the largest chunk so far], for gradients of one bucket at a time.
+        self._own: Tensor | None = None
 
     @abstractmethod
     def forget(self) -> None:
         """Drops kept addresses, since tensors of some bucket's state were replaced."""
+
+    @abstractmethod
+    def begin(self, table: StepTable) -> None:
+        """Advances the step numbers of active parameters, or counts a skipped step."""
+
+    def end(self) -> None:
+        """Called after a step has come to all buckets."""
+        return
+
+    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
+        """Updates the chunk that this rank keeps state for, without any other rank.
+
+        Args:
+            bucket: bucket whose parameters are written.
+            grad: [chunk elements], the reduced gradient.
+        """
+        if self.fused:
+            self._update(bucket, grad)
+            return
+        for part in bucket.parts():
+            here, _ = bucket.within(*part.chunk)
+            self._update(part, grad[here])
+
+    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
+        """Does :meth:`update_shard`, and gathers the chunks on all ranks; collective."""
+        if self.fused and not self.alone:
+            self._update_gather(bucket, grad)
+            return
+        self.update_shard(bucket, grad)
+        if not self.alone:
+            assert self.sharers is not None
+            gather_params(bucket, self.sharers)
+
+    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
+        """Reduces a bucket's gradients, updates and gathers; collective.
+
+        Args:
+            bucket: bucket whose parameters are written.
+            grads: [bucket elements], in the heap.
+        """
+        if self.alone:
+            self.update_shard(bucket, grads[: bucket.chunk.elems])
+        elif self.fused:
+            self._one_pass(bucket, grads)
+        else:
+            self.update_gather(bucket, self.reduce_now(bucket, grads, self.reducer))
+
+    def reduce_now(self, bucket: Bucket, grads: Tensor, reducer: Reducer) -> Tensor:
+        """Reduces gradients that no shard keeps: float32 [chunk elements]; collective.
+
+        The memory is that of all buckets, used in turn.
+        """
+        own = self._memory_for(bucket)
+        reducer.reduce(grads, Into(own, "l2", None, tag=bucket.tag(), residual=bucket.residual))
+        return own
+
+    def _memory_for(self, bucket: Bucket) -> Tensor:
+        elems = bucket.chunk.elems
+        if self._own is None or self._own.numel() < elems:
+            self._own = empty_for_streams(elems, torch.float32, bucket.device)
+        return self._own[:elems]
+
+    @abstractmethod
+    def _update(self, bucket: Bucket, grad: Tensor) -> None:
+        """Does :meth:`update_shard` for a bucket, or a part of one, whose state is in memory."""
+
+    def _update_gather(self, bucket: Bucket, grad: Tensor) -> None:
+        """Does :meth:`update_gather` among several ranks in one call; of a fused backend alone."""
+        raise NotImplementedError
+
+    def _one_pass(self, bucket: Bucket, grads: Tensor) -> None:
+        """Does :meth:`one_pass` among several ranks in one call; of a fused backend alone."""
+        raise NotImplementedError
+
+
+# ---- The plan of a step: how it goes over the buckets of a stage with a backend -----------------
+
+
+class StagePlan(ABC):
+    """The way of a step over the buckets of a stage, with a backend.
+
+    Attributes:
+        backend: updates the buckets.
+        reducer: reduces gradients, in a world of one too if the plan reduces them there.
+    """
+
+    def __init__(self, backend: Backend, reducer: Reducer) -> None:
+        self.backend = backend
+        self.reducer = reducer
 
     def ready(self) -> None:
         """Called before a step.
@@ -152,30 +261,25 @@ class Kernels(ABC):
         """
         return
 
-    @abstractmethod
     def begin(self, table: StepTable) -> None:
-        """Advances the step numbers of active parameters, or counts a skipped step."""
+        """Begins the updates of a step, whose numbers are in the table."""
+        self.backend.begin(table)
 
     def end(self) -> None:
         """Called after a step has updated all buckets."""
-        return
+        self.backend.end()
 
+    @abstractmethod
     def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
         """Reduces a bucket's gradients to shards, and sums this rank's chunk for the norm.
 
         Args:
-            bucket: bucket whose ``grad_shard`` is written; alone, its ``grads`` are the shard.
+            bucket: bucket whose gradient :meth:`reduced` then returns.
             kind: "l2", "l1" or "inf".
             words: int64 [24], overwritten.
         """
-        self._given_out.pop(bucket.number, None)
-        if self.alone:
-            self.reducer.norm(bucket.grads, kind, words)
-        else:
-            own = bucket.ensure_grad_shard()
-            into = Into(own, kind, words, residual=bucket.residual)
-            self.reducer.reduce(bucket.grads, into)
 
+    @abstractmethod
     def reduced(self, bucket: Bucket) -> Tensor:
         """Returns the gradient that :meth:`update` will read, after :meth:`reduce_norm`.
 
@@ -185,53 +289,78 @@ class Kernels(ABC):
         Returns:
             [chunk elements], float32 or of 16 bits.
         """
-        if not self.alone:
-            return bucket.ensure_grad_shard()
-        if bucket.number not in self._given_out:
-            # ``grads`` may have 16 bits, to which a gradient that is written must not be rounded.
-            own = bucket.grads[: bucket.chunk.elems]
-            self._given_out[bucket.number] = own.to(torch.float32, copy=True)
-        return self._given_out[bucket.number]
 
+    @abstractmethod
     def update(self, bucket: Bucket) -> None:
         """Updates a bucket on all ranks, after :meth:`reduce_norm` and :meth:`begin`."""
-        if self.alone:
-            self.update_shard(bucket, self._given_out.pop(bucket.number, bucket.grads))
-        else:
-            self.update_gather(bucket, bucket.ensure_grad_shard())
 
     def reduce_update(self, bucket: Bucket) -> None:
         """Reduces a bucket's gradients and updates it on all ranks, after :meth:`begin`."""
-        self.reduce_update_from(bucket, bucket.grads)
+        words = torch.zeros(NORM_WORDS, dtype=torch.int64, device=bucket.device)
+        self.reduce_norm(bucket, "l2", words)
+        self.update(bucket)
 
     def reduce_update_from(self, bucket: Bucket, grads: Tensor) -> None:
         """Does :meth:`reduce_update` with gradients [bucket elements] that lie in ``grads``."""
-        if self.alone:
-            self.update_shard(bucket, grads[: bucket.chunk.elems])
+        self.backend.one_pass(bucket, grads)
+
+
+class OwnPlan(StagePlan):
+    """The step of parameters and gradients that all ranks have whole, as at stage 1.
+
+    Args:
+        backend: updates the buckets.
+        reducer: reduces gradients; None for the backend's, which in a world of one reduces none.
+        rounded: returns the dtype of 16 bits to which the reduced gradient of parameters of a dtype
+            is rounded; None for float32.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        reducer: Reducer | None = None,
+        rounded: Callable[[torch.dtype], torch.dtype] | None = None,
+    ) -> None:
+        super().__init__(backend, backend.reducer if reducer is None else reducer)
+        self._rounded = rounded
+        # By bucket number, the reduced gradients that lie in no shard of a bucket.
+        self._apart: dict[int, Tensor] = {}
+
+    def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
+        self._apart.pop(bucket.number, None)
+        if self._rounded is not None:
+            exact = torch.empty(bucket.chunk.elems, dtype=torch.float32, device=bucket.device)
+            self.reducer.reduce(bucket.grads, Into(exact, kind, words, residual=bucket.residual))
+            self._apart[bucket.number] = exact.to(self._rounded(bucket.layout.dtype))
+        elif self.backend.alone:
+            self.reducer.norm(bucket.grads, kind, words)
         else:
-            self.one_pass(bucket, grads)
+            into = Into(bucket.ensure_grad_shard(), kind, words, residual=bucket.residual)
+            self.reducer.reduce(bucket.grads, into)
 
-    @abstractmethod
-    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
-        """Updates the chunk that this rank keeps state for, without any other rank.
+    def reduced(self, bucket: Bucket) -> Tensor:
+        if self._rounded is None and not self.backend.alone:
+            return bucket.ensure_grad_shard()
+        if bucket.number not in self._apart:
+            # ``grads`` may have 16 bits, to which a gradient that is written must not be rounded.
+            own = bucket.grads[: bucket.chunk.elems]
+            self._apart[bucket.number] = own.to(torch.float32, copy=True)
+        return self._apart[bucket.number]
 
-        Args:
-            bucket: bucket whose parameters are written.
-            grad: [chunk elements], the reduced gradient.
-        """
+    def update(self, bucket: Bucket) -> None:
+        grad = self._apart.pop(bucket.number, None)
+        if grad is None and self.backend.alone:
+            grad = bucket.grads[: bucket.chunk.elems]
+        self.backend.update_gather(bucket, bucket.ensure_grad_shard() if grad is None else grad)
 
-    @abstractmethod
-    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
-        """Does :meth:`update_shard`, and gathers the chunks on all ranks; collective."""
+    def reduce_update(self, bucket: Bucket) -> None:
+        if self._rounded is None:
+            self.backend.one_pass(bucket, bucket.grads)
+        else:
+            super().reduce_update(bucket)
 
-    @abstractmethod
-    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
-        """Reduces a bucket's gradients, updates and gathers; collective.
 
-        Args:
-            bucket: bucket whose parameters are written.
-            grads: [bucket elements], in the heap.
-        """
+# ---- The native kernels and Triton's ------------------------------------------------------------
 
 
 def shard_of(
@@ -277,58 +406,7 @@ def shard_of(
     )
 
 
-class PiecedKernels(Kernels):
-    """The kernels of a state that is in memory piece by piece: each part's update is a call.
-
-    They are also those of parameters that cross in codes, which the gathering makes. Reduction and
-    gathering are calls of their own, bucket by bucket, with the bits of the fused
-    ones.
-
-    Args:
-        inner: the kernels of a part.
-        sharers: the ranks that share the state; None for this one alone.
-    """
-
-    def __init__(self, inner: Kernels, sharers: Communicator | None) -> None:
-        super().__init__(inner.alone, inner.reducer)
-        self._inner = inner
-        self._sharers = sharers
-        # float32 [elements of the largest chunk so far], for gradients of one bucket at a time.
-        self._own: Tensor | None = None
-
-    def forget(self) -> None:
-        self._inner.forget()
-
-    def ready(self) -> None:
-        self._inner.ready()
-
-    def begin(self, table: StepTable) -> None:
-        self._inner.begin(table)
-
-    def end(self) -> None:
-        self._inner.end()
-
-    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
-        for part in bucket.parts():
-            here, _ = bucket.within(*part.chunk)
-            self._inner.update_shard(part, grad[here])
-
-    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
-        self.update_shard(bucket, grad)
-        assert self._sharers is not None
-        gather_params(bucket, self._sharers)
-
-    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
-        elems = bucket.chunk.elems
-        if self._own is None or self._own.numel() < elems:
-            self._own = empty_for_streams(elems, torch.float32, grads.device)
-        own = self._own[:elems]
-        into = Into(own, "l2", None, tag=bucket.tag(), residual=bucket.residual)
-        self.reducer.reduce(grads, into)
-        self.update_gather(bucket, own)
-
-
-class HostKernels(Kernels):
+class HostBackend(Backend):
     """The native kernels on the CPU.
 
     Alone they run on the caller's thread, and otherwise in the communicator's order of calls;
@@ -344,7 +422,8 @@ class HostKernels(Kernels):
     ) -> None:
         self._moments = moments
         self._step_bytes = table.layout.size_bytes
-        super().__init__(comm is None, HostReducer(comm, options, self._step_bytes))
+        reducer = HostReducer(comm, options, self._step_bytes)
+        super().__init__(comm is None, reducer, options, sharers_of(comm, options.state))
         self._comm = comm
         self._calls: Use = (
             itself if comm is None else comm.calls_of_steps(options.state, options.wire.gradients)
@@ -369,10 +448,10 @@ class HostKernels(Kernels):
             params=table.step.numel(),
         )
 
-    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
+    def _update(self, bucket: Bucket, grad: Tensor) -> None:
         _native.adamw_shard(self._shard(bucket), grad.data_ptr(), DTYPE_CODES[grad.dtype])
 
-    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
+    def _update_gather(self, bucket: Bucket, grad: Tensor) -> None:
         shard = self._shard(bucket)
         self._call(
             "adamw_all_gather",
@@ -381,7 +460,7 @@ class HostKernels(Kernels):
             ),
         )
 
-    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
+    def _one_pass(self, bucket: Bucket, grads: Tensor) -> None:
         shard = self._shard(bucket)
         self._call(
             "reduce_scatter_adamw_all_gather",
@@ -416,7 +495,7 @@ class _Shard:
     copy: Tensor
 
 
-class DeviceKernels(Kernels):
+class DeviceBackend(Backend):
     """The native kernels on a device.
 
     They run in the communicator's order of calls, on the caller's current stream.
@@ -426,6 +505,9 @@ class DeviceKernels(Kernels):
         options: options of the optimizer.
         table: table of the optimizer.
         moments: as of :func:`shard_of`.
+        eight_bits: the moments have 8 bits. Fused with a collective, the update of such moments
+            takes more registers than a GPU's threads have, and the rest would be spilled to local
+            memory, so that reduction, update and gathering are separate calls.
     """
 
     def __init__(
@@ -434,9 +516,12 @@ class DeviceKernels(Kernels):
         options: AdamWOptions,
         table: StepTable,
         moments: Sequence[str],
+        eight_bits: bool = False,
     ) -> None:
         self._moments = moments
-        super().__init__(comm.world_size == 1, DeviceReducer(comm, options))
+        alone, reducer = comm.world_size == 1, DeviceReducer(comm, options)
+        sharers = sharers_of(comm, options.state)
+        super().__init__(alone, reducer, options, sharers, fused=not eight_bits)
         self._comm = comm
         self._calls = comm.calls_of_steps(options.state, options.wire.gradients)
         self._options = options
@@ -465,7 +550,7 @@ class DeviceKernels(Kernels):
     def begin(self, table: StepTable) -> None:
         self._call("adamw_prepare", lambda native: native.prepare_adamw(self._table.data_ptr()))
 
-    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
+    def _update(self, bucket: Bucket, grad: Tensor) -> None:
         shard = self._shard(bucket)
         self._call(
             "adamw_shard",
@@ -474,7 +559,7 @@ class DeviceKernels(Kernels):
             ),
         )
 
-    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
+    def _update_gather(self, bucket: Bucket, grad: Tensor) -> None:
         shard = self._shard(bucket)
         self._call(
             "adamw_all_gather",
@@ -487,7 +572,7 @@ class DeviceKernels(Kernels):
             ),
         )
 
-    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
+    def _one_pass(self, bucket: Bucket, grads: Tensor) -> None:
         shard = self._shard(bucket)
         self._call(
             "reduce_scatter_adamw_all_gather",
@@ -514,24 +599,6 @@ class DeviceKernels(Kernels):
             copy = self._on_device(_native.adamw_shard_bytes(native))
             shard = self._shards[bucket.key] = _Shard(native, copy)
         return shard
-
-
-class DeviceKernelsInParts(DeviceKernels):
-    """The native kernels for moments of 8 bits: reduction, update and gathering are separate calls.
-
-    Fused with a collective, the update of such moments takes more registers than a GPU's threads
-    have, and the rest would be spilled to local memory.
-    """
-
-    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
-        self.update_shard(bucket, grad)
-        by_node = self._options.state == "node"
-        gather_params(bucket, self._comm.node if by_node else self._comm)
-
-    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
-        own = torch.empty(bucket.chunk.elems, dtype=torch.float32, device=grads.device)
-        self.reducer.reduce(grads, Into(own, "l2", None, tag=bucket.tag()))
-        self.update_gather(bucket, own)
 
 
 # ---- Triton's kernels, which replace the native ones that compute and communicate ---------------
@@ -666,7 +733,7 @@ class TritonReducer(Reducer):
         return self._records[out.data_ptr()]
 
 
-class TritonKernels(Kernels):
+class TritonBackend(Backend):
     """Triton's kernels of one optimizer, which updates by AdamW.
 
     Without a communicator they run on the caller's thread, and otherwise in its order of calls.
@@ -687,14 +754,15 @@ class TritonKernels(Kernels):
         comm: Communicator | None,
         options: AdamWOptions,
         table: StepTable,
-        native: Kernels,
+        native: Backend,
         moments: Sequence[str],
     ) -> None:
         triton = TritonCalls(comm, options.algorithm)
         self._triton = triton
         self._op = options.reduce.upper()
         self._norms = TritonReducer(triton, comm, self._op)
-        super().__init__(triton.checks.world_size == 1, self._norms)
+        alone, sharers = triton.checks.world_size == 1, sharers_of(comm, options.state)
+        super().__init__(alone, self._norms, options, sharers)
         self._comm = comm
         self._options = options
         self._native = native
@@ -712,16 +780,16 @@ class TritonKernels(Kernels):
     def begin(self, table: StepTable) -> None:
         self._native.begin(table)
 
-    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
+    def _update(self, bucket: Bucket, grad: Tensor) -> None:
         from ringcomm._tl.adamw_launch import launch_adamw_shard
 
         kind, record = self._kind(bucket, grad.dtype, "SUM"), self._shard(bucket)
         if self._comm is None:
             launch_adamw_shard(record.data_ptr(), grad.data_ptr(), bucket.chunk.elems, kind)
         else:
-            self.update_gather(bucket, grad)
+            self._update_gather(bucket, grad)
 
-    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
+    def _update_gather(self, bucket: Bucket, grad: Tensor) -> None:
         from ringcomm._tl.adamw_launch import plan_adamw_all_gather
 
         kind, record = self._kind(bucket, grad.dtype, "SUM"), self._shard(bucket)
@@ -733,7 +801,7 @@ class TritonKernels(Kernels):
             bucket.params,
         )
 
-    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
+    def _one_pass(self, bucket: Bucket, grads: Tensor) -> None:
         from ringcomm._tl.adamw_launch import plan_one_pass
 
         op, elems = self._op, bucket.layout.elems

@@ -863,6 +863,11 @@ class Buckets(list[Bucket]):
             set_local(params[index], apart(params[index], view))
 
 
+def sharers_of(comm: Communicator | None, state: str) -> Communicator | None:
+    """Returns the ranks that share a copy of the state: all, or with "node" this rank's node."""
+    return comm.node if comm is not None and state == "node" else comm
+
+
 def gather_params(bucket: Bucket, sharers: Communicator) -> None:
     """Gives all ranks the chunks of a bucket's parameters that those which share state have."""
     if bucket.wire is not None:

@@ -385,6 +385,6 @@ def _write(sharded: ShardedStep, chosen: Container[int], write: Callable[[Tensor
         chunk = bucket.layout.chunk(*sharded.setting.shard_of)
         for segment in bucket.layout.segments:
             if segment.param in chosen:
-                piece = within(sharded.kernels.reduced(bucket), chunk, segment)
+                piece = within(sharded.plan.reduced(bucket), chunk, segment)
                 if piece.numel():
                     write(piece)

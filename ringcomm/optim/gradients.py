@@ -676,14 +676,14 @@ class DeviceReducer(HostReducer):
         return self._start(cast(Any, run), into, async_op)
 
 
-def make_reducer(comm: Communicator, options: ReduceOptions, step_bytes: int) -> Reducer:
+def make_reducer(comm: Communicator | None, options: ReduceOptions, step_bytes: int) -> Reducer:
     """Makes the native kernels' reducer for the tensors of a communicator.
 
     Args:
-        comm: the communicator.
+        comm: the communicator; None for a world of one on the host.
         options: options of the reductions.
         step_bytes: bytes of the gradients of all buckets.
     """
-    if comm.launches:
+    if comm is not None and comm.launches:
         return DeviceReducer(comm, options)
     return HostReducer(comm, options, step_bytes)

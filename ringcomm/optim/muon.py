@@ -21,8 +21,7 @@ directions: 2 falls away, and 4 sends whole updates.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -36,27 +35,23 @@ from ringcomm.c10d.comm_argument import CommArgument
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.module_names import matches, named_parameters
-from ringcomm.optim.any_torch import StepControl
-from ringcomm.optim.backends import DeviceKernels, HostKernels, Kernels, StepTable
-from ringcomm.optim.buckets import Bucket, Buckets, empty_for_streams, gather_params
+from ringcomm.optim.backends import Backend, DeviceBackend, HostBackend, StepTable
+from ringcomm.optim.buckets import Bucket, Buckets
 from ringcomm.optim.dtensors import is_distributed
-from ringcomm.optim.gradients import Into, Reducer
 from ringcomm.optim.layout import BucketLayout, Chunk, ParamSpec, ShardLayout
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.placement import sharers_of
 from ringcomm.optim.rules import (
     MOMENTS,
     AdamWRule,
     Group,
     ParamState,
-    UpdateRule,
+    TensorBackend,
+    TensorRule,
     check_betas,
     check_positive,
     check_rate,
-    digest_of,
     fail,
     numbers,
-    plain,
 )
 from ringcomm.optim.setting import LossScaler
 from ringcomm.optim.sharded import Params, ShardedOptimizer, Sharing
@@ -217,65 +212,6 @@ class OwnerExchange:
                 tensor.copy_(output[begin:end])
 
 
-class OwnerKernels(Kernels):
-    """A step whose updates need whole parameters: buckets are taken up first, and updated later.
-
-    It reads on the host whether a step is skipped, and which parameters have gradients. Parameters
-    that may be away it has in memory while it uses them.
-
-    Args:
-        alone: there are no other ranks.
-        reducer: reduces gradients.
-        sharers: the ranks that share the state; None for this one alone.
-    """
-
-    def __init__(self, alone: bool, reducer: Reducer, sharers: Communicator | None) -> None:
-        super().__init__(alone, reducer)
-        self.sharers = sharers
-        self.control = StepControl()
-        self._gathers = False
-
-    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
-        self._gathers = False
-        self.take_up(bucket, grad)
-
-    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
-        self._gathers = True
-        self.take_up(bucket, grad)
-
-    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
-        if self.control.skips:
-            return
-        own = empty_for_streams(bucket.chunk.elems, torch.float32, grads.device)
-        into = Into(own, "l2", None, tag=bucket.tag(), residual=bucket.residual)
-        self.reducer.reduce(grads, into)
-        self.update_gather(bucket, own)
-
-    @abstractmethod
-    def take_up(self, bucket: Bucket, grad: Tensor) -> None:
-        """Takes up a bucket that is to be updated by the end of the step.
-
-        Args:
-            bucket: the bucket.
-            grad: [chunk elements], the reduced gradient, which lasts to the end of the step.
-        """
-
-    def scaled(self, grad: Tensor) -> Tensor:
-        """Returns a gradient as float32, multiplied by the step's factors."""
-        found = grad.to(torch.float32)
-        for factor in self.control.factors:
-            found = found * factor
-        return found
-
-    def publish(self, buckets: Iterable[Bucket]) -> None:
-        """Gives all ranks the chunks of parameters that were updated."""
-        for bucket in buckets:
-            if self._gathers and self.sharers is not None:
-                gather_params(bucket, self.sharers)
-            else:
-                bucket.share()
-
-
 def refuse_other_options(name: str, options: AdamWOptions) -> None:
     """Raises UnsupportedError unless the options are those that owners' steps have."""
     if options.kernels != "native" or options.master == "remainder":
@@ -308,10 +244,6 @@ def is_divided(param: Tensor) -> bool:
 MOMENTUM = "momentum_buffer"
 _ALGORITHMS = ("muon", "adamw")
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
-_HYPER = (
-    *("algorithm", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps"),
-    *("adjust_lr_fn", "betas", "adamw_eps"),
-)
 
 
 def orthogonalized(direction: Tensor, group: Group) -> Tensor:
@@ -349,12 +281,18 @@ def cost_of(shape: Sequence[int]) -> int:
     return short * short * (2 * long + short)
 
 
-class MuonRule(UpdateRule):
-    """Muon for matrices of groups with the algorithm "muon", AdamW for those of "adamw"."""
+class MuonRule(TensorRule):
+    """Muon for matrices of groups with the algorithm "muon", AdamW for those of "adamw".
 
-    goes_by_parts = True
+    The native kernels step AdamW's parameters, and then all matrices are updated together.
+    """
+
     elementwise = False
     name = "Muon"
+    hypers = (
+        *("algorithm", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps"),
+        *("ns_steps", "adjust_lr_fn", "betas", "adamw_eps"),
+    )
     hyper_columns = AdamWRule.hyper_columns
     factors_bytes = AdamWRule.factors_bytes
 
@@ -364,6 +302,9 @@ class MuonRule(UpdateRule):
         self.matrices: list[OwnedParam] = []
         #: Every rank keeps the whole state, as at stage 0.
         self.is_replicated = False
+        # The buckets that this step has come to, and by their numbers the directions of the chunk.
+        self._buckets: dict[int, Bucket] = {}
+        self._directions: dict[int, Tensor] = {}
 
     def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
         if group["algorithm"] not in _ALGORITHMS:
@@ -388,12 +329,6 @@ class MuonRule(UpdateRule):
         as_tuple = tuple(coefficients) if isinstance(coefficients, list) else coefficients
         return {"betas": numbers(group["betas"]), "ns_coefficients": as_tuple}
 
-    def compared(self, group: Group) -> dict[str, Any]:
-        return {name: plain(group[name]) for name in _HYPER}
-
-    def digest(self, groups: Sequence[Group]) -> float:
-        return digest_of([{"lr": float(group["lr"]), **self.compared(group)} for group in groups])
-
     def row(self, group: Group) -> list[float]:
         return self._adamw.row(_as_adamw(group))
 
@@ -413,16 +348,16 @@ class MuonRule(UpdateRule):
         known = self.names(groups)
         return "" if names and set(names) <= set(known) else " and ".join(known)
 
-    def kernels(
+    def backend(
         self, comm: Communicator | None, options: AdamWOptions, table: StepTable
-    ) -> Kernels:
+    ) -> Backend:
         refuse_other_options(self.name, options)
-        native: Kernels
+        native: Backend
         if comm is not None and comm.launches:
-            native = DeviceKernels(comm, options, table, MOMENTS)
+            native = DeviceBackend(comm, options, table, MOMENTS)
         else:
-            native = HostKernels(comm, options, table, MOMENTS)
-        return MuonKernels(native, sharers_of(comm, options.state), self)
+            native = HostBackend(comm, options, table, MOMENTS)
+        return TensorBackend(comm, options, table, self, native)
 
     def bind(
         self,
@@ -441,24 +376,9 @@ class MuonRule(UpdateRule):
             if groups[layout.params[param].group]["algorithm"] == "muon"
         ]
 
-    def group_of(self, matrix: OwnedParam) -> Group:
-        """Returns the param group of a matrix."""
-        return self.groups[matrix.spec.group]
-
-    def states(
-        self, layout: ShardLayout, groups: Sequence[Group], steps: Sequence[float]
-    ) -> list[ParamState | None]:
-        def state(spec: ParamSpec, step: float) -> ParamState | None:
-            if not step:
-                return None
-            if groups[spec.group]["algorithm"] == "muon":
-                return ParamState({}, (MOMENTUM,))
-            return ParamState({"step": step}, MOMENTS)
-
-        return [state(spec, step) for spec, step in zip(layout.params, steps, strict=True)]
-
-    def to_torch(self, name: str, number: float) -> Any:
-        return self._adamw.to_torch(name, number)
+    def state_at(self, step: float, group: Group) -> ParamState | None:
+        is_matrix = group["algorithm"] == "muon"
+        return ParamState({}, (MOMENTUM,)) if is_matrix else super().state_at(step, group)
 
     def from_torch(self, entry: Mapping[str, Any], group: Group) -> ParamState | None:
         if group["algorithm"] == "adamw":
@@ -466,6 +386,101 @@ class MuonRule(UpdateRule):
         if entry.get(MOMENTUM) is None:
             raise ValueError(f"expected {MOMENTUM}, got {sorted(entry)}")
         return ParamState({}, (MOMENTUM,))
+
+    def begin_updates(self, run: TensorBackend) -> None:
+        self._buckets.clear()
+        # To the native kernels a matrix has no gradient.
+        matrices = [matrix.index for matrix in self.matrices]
+        place = _native.OPTIMIZER_STRUCTURES["factors.flags"] // 4
+        run.table.factors.view(torch.int32)[matrices, place] = 0
+
+    def update(self, run: TensorBackend, bucket: Bucket, grad: Tensor) -> None:
+        assert run.native is not None
+        self._buckets[bucket.number] = bucket
+        with bucket.params_here(write=True):
+            for part in bucket.parts():
+                place, _ = bucket.within(*part.chunk)
+                here = grad[place]
+                run.native.update_shard(part, here)
+                for matrix in self._active(run):
+                    if matrix.bucket == bucket.number:
+                        self._direct(run, part, matrix, here)
+
+    def _active(self, run: TensorBackend) -> list[OwnedParam]:
+        return [each for each in self.matrices if run.control.active[each.index]]
+
+    def _direct(
+        self, run: TensorBackend, bucket: Bucket, matrix: OwnedParam, grads: Tensor
+    ) -> None:
+        """Moves the momentum of a matrix in a part of its bucket, and keeps the direction there."""
+        given = matrix.piece_in(grads, bucket.chunk)
+        momentum = matrix.piece_in(bucket.state.moments[MOMENTUM], bucket.chunk)
+        if given is None or momentum is None:
+            return
+        whole = self._buckets[bucket.number]
+        if bucket.number not in self._directions:
+            self._directions[bucket.number] = torch.empty(
+                whole.chunk.elems, dtype=torch.bfloat16, device=grads.device
+            )
+        here, _ = whole.within(*bucket.chunk)
+        direction = matrix.piece_in(self._directions[bucket.number][here], bucket.chunk)
+        assert direction is not None
+        grad = run.control.scaled(given)
+        group = self.groups[matrix.spec.group]
+        momentum.lerp_(grad, 1 - group["momentum"])
+        direction.copy_(grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum)
+
+    def end_updates(self, run: TensorBackend) -> None:
+        active, replicated = self._active(run), self.is_replicated
+        costs = [cost_of(matrix.spec.shape) for matrix in active]
+        exchange = OwnerExchange(
+            active, costs, self._buckets, run.sharers, replicated, torch.bfloat16
+        )
+        wholes = exchange.to_owners([self._own_of(matrix) for matrix in active])
+        for number, direction in wholes.items():
+            matrix = active[number]
+            group = self.groups[matrix.spec.group]
+            update = orthogonalized(matrix.spec.view(direction), group)
+            matrix.spec.view(direction).copy_(update)
+        updates = {
+            number: torch.empty_like(piece)
+            for number, piece in enumerate(map(self._own_of, active))
+            if piece is not None
+        }
+        exchange.from_owners(wholes, updates)
+        for number, of_bucket in groupby(updates, key=lambda each: active[each].bucket):
+            with self._buckets[number].params_here(write=True):
+                for each in of_bucket:
+                    self._apply(active[each], updates[each])
+        self._directions.clear()
+        run.publish(self._buckets.values())
+
+    def _own_of(self, matrix: OwnedParam) -> Tensor | None:
+        """Returns the direction of this rank's piece of a matrix, or None."""
+        bucket = self._buckets[matrix.bucket]
+        if matrix.within(bucket.chunk) is None:
+            return None
+        return matrix.piece_in(self._directions[matrix.bucket], bucket.chunk)
+
+    def _apply(self, matrix: OwnedParam, update: Tensor) -> None:
+        """Moves this rank's piece of a matrix; ``update`` has its elements."""
+        group, whole = self.groups[matrix.spec.group], self._buckets[matrix.bucket]
+        piece = matrix.within(whole.chunk)
+        assert piece is not None
+        parts = [whole] if whole.state.master is None else whole.parts(matrix.begin, matrix.end)
+        for bucket in parts:
+            master = bucket.state.master
+            here = matrix.within(bucket.chunk)
+            values = matrix.piece_in(bucket.own_params if master is None else master, bucket.chunk)
+            if values is None or here is None:
+                continue
+            values.mul_(1 - float(group["lr"]) * group["weight_decay"])
+            moved = update[here.start - piece.start : here.stop - piece.start]
+            values.add_(moved, alpha=-adjusted_lr(group, matrix.spec.shape))
+            if master is not None:
+                rounded = matrix.piece_in(bucket.own_params, bucket.chunk)
+                assert rounded is not None
+                rounded.copy_(values)
 
 
 def _as_adamw(group: Group) -> dict[str, Any]:
@@ -484,126 +499,6 @@ def _check_matrix(param: Tensor, called: str) -> None:
             f"{called}: ranks of the mesh have parts of the matrix, which is orthogonalised whole. "
             'Put it in a group with "algorithm": "adamw"'
         )
-
-
-class MuonKernels(OwnerKernels):
-    """The step: AdamW's parameters by the native kernels, then all matrices together."""
-
-    def __init__(self, native: Kernels, sharers: Communicator | None, rule: MuonRule) -> None:
-        super().__init__(native.alone, native.reducer, sharers)
-        self._native = native
-        self._rule = rule
-        # The buckets that this step has come to, and by their numbers the directions of the chunk.
-        self._buckets: dict[int, Bucket] = {}
-        self._directions: dict[int, Tensor] = {}
-
-    def forget(self) -> None:
-        self._native.forget()
-
-    def begin(self, table: StepTable) -> None:
-        self.control = StepControl.read(table)
-        self._buckets.clear()
-        self._native.begin(table)
-        # To the native kernels a matrix has no gradient.
-        matrices = [matrix.index for matrix in self._rule.matrices]
-        place = _native.OPTIMIZER_STRUCTURES["factors.flags"] // 4
-        table.factors.view(torch.int32)[matrices, place] = 0
-
-    def take_up(self, bucket: Bucket, grad: Tensor) -> None:
-        if self.control.skips:
-            for part in bucket.parts():
-                place, _ = bucket.within(*part.chunk)
-                self._native.update_shard(part, grad[place])
-            return
-        self._buckets[bucket.number] = bucket
-        with bucket.params_here(write=True):
-            for part in bucket.parts():
-                place, _ = bucket.within(*part.chunk)
-                here = grad[place]
-                self._native.update_shard(part, here)
-                for matrix in self._active():
-                    if matrix.bucket == bucket.number:
-                        self._direct(part, matrix, here)
-
-    def _active(self) -> list[OwnedParam]:
-        return [each for each in self._rule.matrices if self.control.active[each.index]]
-
-    def _direct(self, bucket: Bucket, matrix: OwnedParam, grads: Tensor) -> None:
-        """Moves the momentum of a matrix in a part of its bucket, and keeps the direction there."""
-        given = matrix.piece_in(grads, bucket.chunk)
-        momentum = matrix.piece_in(bucket.state.moments[MOMENTUM], bucket.chunk)
-        if given is None or momentum is None:
-            return
-        whole = self._buckets[bucket.number]
-        if bucket.number not in self._directions:
-            self._directions[bucket.number] = torch.empty(
-                whole.chunk.elems, dtype=torch.bfloat16, device=grads.device
-            )
-        here, _ = whole.within(*bucket.chunk)
-        direction = matrix.piece_in(self._directions[bucket.number][here], bucket.chunk)
-        assert direction is not None
-        grad = self.scaled(given)
-        group = self._rule.group_of(matrix)
-        momentum.lerp_(grad, 1 - group["momentum"])
-        direction.copy_(grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum)
-
-    def end(self) -> None:
-        if self.control.skips:
-            return
-        active = self._active()
-        exchange = OwnerExchange(
-            active,
-            [cost_of(matrix.spec.shape) for matrix in active],
-            self._buckets,
-            self.sharers,
-            self._rule.is_replicated,
-            torch.bfloat16,
-        )
-        wholes = exchange.to_owners([self._own_of(matrix) for matrix in active])
-        for number, direction in wholes.items():
-            matrix = active[number]
-            update = orthogonalized(matrix.spec.view(direction), self._rule.group_of(matrix))
-            matrix.spec.view(direction).copy_(update)
-        updates = {
-            number: torch.empty_like(piece)
-            for number, piece in enumerate(map(self._own_of, active))
-            if piece is not None
-        }
-        exchange.from_owners(wholes, updates)
-        for number, of_bucket in groupby(updates, key=lambda each: active[each].bucket):
-            with self._buckets[number].params_here(write=True):
-                for each in of_bucket:
-                    self._apply(active[each], updates[each])
-        self._directions.clear()
-        self.publish(self._buckets.values())
-        self._native.end()
-
-    def _own_of(self, matrix: OwnedParam) -> Tensor | None:
-        """Returns the direction of this rank's piece of a matrix, or None."""
-        bucket = self._buckets[matrix.bucket]
-        if matrix.within(bucket.chunk) is None:
-            return None
-        return matrix.piece_in(self._directions[matrix.bucket], bucket.chunk)
-
-    def _apply(self, matrix: OwnedParam, update: Tensor) -> None:
-        """Moves this rank's piece of a matrix; ``update`` has its elements."""
-        group, whole = self._rule.group_of(matrix), self._buckets[matrix.bucket]
-        piece = matrix.within(whole.chunk)
-        assert piece is not None
-        parts = [whole] if whole.state.master is None else whole.parts(matrix.begin, matrix.end)
-        for bucket in parts:
-            master = bucket.state.master
-            here = matrix.within(bucket.chunk)
-            values = matrix.piece_in(bucket.own_params if master is None else master, bucket.chunk)
-            if values is None or here is None:
-                continue
-            values.mul_(1 - float(group["lr"]) * group["weight_decay"])
-            moved = update[here.start - piece.start : here.stop - piece.start]
-            values.add_(moved, alpha=-adjusted_lr(group, matrix.spec.shape))
-            if master is not None:
-                rounded = matrix.piece_in(bucket.own_params, bucket.chunk)
-                assert rounded is not None
-                rounded.copy_(values)
 
 
 def muon_groups(

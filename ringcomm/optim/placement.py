@@ -27,7 +27,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.arguments import ALGORITHMS
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.offload.scratch import DiskChunks
-from ringcomm.optim.backends import Kernels
+from ringcomm.optim.backends import Backend, StagePlan
 from ringcomm.optim.buckets import Bucket, Buckets, count_change
 from ringcomm.optim.dtensors import PartMesh, local_of
 from ringcomm.optim.gradients import Accumulator, Gradients, label
@@ -359,11 +359,6 @@ def move_parameters(
         count_change([params[index] for index in buckets.params])
 
 
-def sharers_of(comm: Communicator | None, state: str) -> Communicator | None:
-    """Returns the ranks that share a copy of the state: all, or with "node" this rank's node."""
-    return comm.node if comm is not None and state == "node" else comm
-
-
 def share_params(comm: Communicator, sharers: Communicator, buckets: Buckets) -> None:
     """Gives all that keep a copy of a rank's chunk of the parameters its values; collective.
 
@@ -515,8 +510,8 @@ class Placement(ABC):
         """
 
     @abstractmethod
-    def kernels(self, native: Kernels) -> Kernels:
-        """Returns the kernels of a step, built on those that work on whole buckets."""
+    def plan(self, backend: Backend) -> StagePlan:
+        """Returns the plan of a step, with the optimizer's backend."""
 
     @abstractmethod
     def check(self, operation: str) -> None:

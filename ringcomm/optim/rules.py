@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -16,13 +16,25 @@ from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.optim.backends import (
-    DeviceKernels,
-    DeviceKernelsInParts,
-    HostKernels,
-    Kernels,
+    CLIP,
+    FOUND_INF,
+    INV_SCALE,
+    SKIPPED,
+    STEPS,
+    Backend,
+    DeviceBackend,
+    HostBackend,
     StepTable,
+    TritonBackend,
 )
-from ringcomm.optim.buckets import Buckets
+from ringcomm.optim.buckets import (
+    Bucket,
+    Buckets,
+    empty_for_streams,
+    gather_params,
+    sharers_of,
+)
+from ringcomm.optim.gradients import make_reducer
 from ringcomm.optim.layout import BucketLayout, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 
@@ -59,25 +71,25 @@ def digest_of(hyper: Sequence[Mapping[str, Any]]) -> float:
 
 
 class UpdateRule(ABC):
-    """The update rule of one optimizer: its hyper-parameters, its state, and its kernels.
+    """The update rule of one optimizer: its hyper-parameters, its state, and its backend.
 
     Attributes:
         name: name of the optimizer, which ranks compare.
+        hypers: hyper-parameters that ranks compare; lr is compared at each step.
         hyper_columns: numbers in a row of :attr:`StepTable.hyper`.
         factors_bytes: bytes in a row of :attr:`StepTable.factors`.
         keeps_more: True if what state a parameter has does not follow from its step number.
-        goes_by_parts: True if the kernels go through the parts of a bucket's state by themselves.
         eight_bits: True if the tensors of the state are moments of 8 bits (``block_moments``).
         elementwise: True if what becomes of an element depends on that element alone, so that a
             bucket can be updated before the others have their gradients.
     """
 
     name: str
+    hypers: tuple[str, ...] = ()
     hyper_columns = 0
     factors_bytes = 0
     keeps_more = False
     eight_bits = False
-    goes_by_parts = False
     elementwise = True
 
     @property
@@ -99,17 +111,17 @@ class UpdateRule(ABC):
             UnsupportedError: the optimizer cannot be sharded with these.
         """
 
-    @abstractmethod
     def replaced(self, group: Group) -> dict[str, Any]:
         """Returns the entries of a new group that are kept in another form than they were given."""
+        return {"betas": numbers(group["betas"])} if "betas" in group else {}
 
-    @abstractmethod
     def compared(self, group: Group) -> dict[str, Any]:
         """Returns the hyper-parameters that ranks compare, lr excepted, as plain JSON types."""
+        return {name: plain(group[name]) for name in self.hypers}
 
-    @abstractmethod
     def digest(self, groups: Sequence[Group]) -> float:
         """Returns a whole number below 2^52, equal in all processes for equal hyper-parameters."""
+        return digest_of([{"lr": float(group["lr"]), **self.compared(group)} for group in groups])
 
     def row(self, group: Group) -> list[float]:
         """Returns the row of a checked group in :attr:`StepTable.hyper`, which begins with lr."""
@@ -129,7 +141,6 @@ class UpdateRule(ABC):
         """Returns the names among :meth:`names` that a bucket of a layout needs."""
         return self.names(groups)
 
-    @abstractmethod
     def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
         """Says which tensors were expected of a saved state; "" if ``names`` fit.
 
@@ -137,20 +148,22 @@ class UpdateRule(ABC):
             names: names of the tensors that were saved, without masters.
             groups: the groups that would go on from there.
         """
+        known = self.names(groups)
+        return "" if set(names) == set(known) else " and ".join(known)
 
     @abstractmethod
-    def kernels(
+    def backend(
         self, comm: Communicator | None, options: AdamWOptions, table: StepTable
-    ) -> Kernels:
-        """Makes the kernels of a step.
+    ) -> Backend:
+        """Makes the backend of a step.
 
         Args:
             comm: the communicator, or None for a world of one on the host.
             options: options of the optimizer.
-            table: the table that :meth:`Kernels.begin` will be called with.
+            table: the table that :meth:`Backend.begin` will be called with.
 
         Raises:
-            UnsupportedError: there are no such kernels here.
+            UnsupportedError: there is no such backend here.
         """
 
     def bind(
@@ -173,7 +186,6 @@ class UpdateRule(ABC):
         """
         return
 
-    @abstractmethod
     def states(
         self, layout: ShardLayout, groups: Sequence[Group], steps: Sequence[float]
     ) -> list[ParamState | None]:
@@ -184,6 +196,15 @@ class UpdateRule(ABC):
             groups: param groups of the optimizer.
             steps: by parameter, the steps that it has taken.
         """
+        # As in torch, a parameter has state from its first gradient on.
+        return [
+            self.state_at(step, groups[spec.group]) if step else None
+            for spec, step in zip(layout.params, steps, strict=True)
+        ]
+
+    def state_at(self, step: float, group: Group) -> ParamState | None:
+        """Returns the state of a parameter of a group that has taken a number of steps, from 1."""
+        return ParamState({"step": step}, self.names([group]))
 
     def kept_whole(self, index: int) -> Mapping[str, Tensor]:
         """Returns by name the tensors of a parameter's state that lie in no bucket.
@@ -200,17 +221,206 @@ class UpdateRule(ABC):
         """Goes on from states that were saved, whose tensors' elements are in the buckets."""
         return
 
-    @abstractmethod
     def to_torch(self, name: str, number: float) -> Any:
         """Returns a number of a parameter's state as torch's class keeps it."""
+        # The dtype in which torch keeps "step".
+        wide = torch.get_default_dtype() == torch.float64
+        dtype = torch.float64 if wide else torch.float32
+        return torch.tensor(number, dtype=dtype, device="cpu")
 
-    @abstractmethod
     def from_torch(self, entry: Mapping[str, Any], group: Group) -> ParamState | None:
         """Reads which state a parameter has from its entry in torch's format.
 
         Raises:
             ValueError: the entry is not of this optimizer; says what was expected.
         """
+        names = self.names([group])
+        try:
+            step = float(entry["step"])
+            missing = next((name for name in names if name not in entry), None)
+            if missing is not None:
+                raise KeyError(missing)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"expected step, {', '.join(names)}, got {error!r}") from error
+        return ParamState({"step": step}, names)
+
+
+# ---- Rules whose updates are operations of torch on tensors, and the backend that runs them -----
+
+
+@dataclass(frozen=True)
+class StepControl:
+    """The numbers of a step that torch's code needs on the host; to read them waits for a device.
+
+    Attributes:
+        skips: the step changes nothing.
+        factors: numbers that the gradient is to be multiplied by, one after the other.
+        active: by parameter, not 0 where the parameter takes the step.
+    """
+
+    skips: bool = False
+    factors: tuple[float, ...] = ()
+    active: Sequence[float] = ()
+
+    @classmethod
+    def read(cls, table: StepTable) -> StepControl:
+        """Reads the table of a step that begins."""
+        params = len(table.active)
+        told = torch.cat([table.control[: FOUND_INF + 1], table.active]).tolist()
+        factors = tuple(each for each in (told[INV_SCALE], told[CLIP]) if each != 1)
+        return cls(told[FOUND_INF] != 0, factors, told[-params:] if params else [])
+
+    def scaled(self, grad: Tensor) -> Tensor:
+        """Returns a gradient as float32, multiplied by the factors."""
+        found = grad.to(torch.float32)
+        for factor in self.factors:
+            found = found * factor
+        return found
+
+
+class TensorRule(UpdateRule):
+    """A rule whose updates are operations of torch on tensors, which a :class:`TensorBackend` runs.
+
+    A rule that is not elementwise takes buckets up first, and updates them by the end of the step.
+    A step that is skipped calls none of the methods.
+
+    Attributes:
+        writes_gradients: True if :meth:`update` changes the gradient that it is given.
+    """
+
+    writes_gradients = False
+
+    def begin_updates(self, run: TensorBackend) -> None:
+        """Begins the updates of a step."""
+        return
+
+    @abstractmethod
+    def update(self, run: TensorBackend, bucket: Bucket, grad: Tensor) -> None:
+        """Updates this rank's chunk of a bucket, or takes it up.
+
+        Args:
+            run: the step that is under way.
+            bucket: the bucket; a part of one, whose state is in memory, if the rule is elementwise.
+            grad: float32 [chunk elements], scaled; with ``writes_gradients`` in memory that only
+                this update reads. For a rule that is not elementwise, the reduced gradient as it
+                is, in memory that lasts to the end of the step.
+        """
+
+    def end_updates(self, run: TensorBackend) -> None:
+        """Updates what was taken up."""
+        return
+
+
+class TensorBackend(Backend):
+    """The updates of a :class:`TensorRule`, between a reduction and a gathering.
+
+    It reads on the host whether a step is skipped, and which parameters have gradients.
+
+    Args:
+        comm: the communicator, or None for a world of one on the host.
+        options: options of the optimizer.
+        table: table of the optimizer.
+        rule: the rule.
+        native: updates elements that the rule leaves to it, and counts steps; None where the rule
+            updates all.
+
+    Attributes:
+        control: the numbers of the step that is under way.
+        table: the table that the step began with.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator | None,
+        options: AdamWOptions,
+        table: StepTable,
+        rule: TensorRule,
+        native: Backend | None = None,
+    ) -> None:
+        reducer = make_reducer(comm, options, table.layout.size_bytes)
+        alone = comm is None or comm.world_size == 1
+        super().__init__(alone, reducer, options, sharers_of(comm, options.state), fused=False)
+        self.defers = not rule.elementwise
+        self.native = native
+        self.table = table
+        self.control = StepControl()
+        self._rule = rule
+        self._gathers = False
+
+    def forget(self) -> None:
+        if self.native is not None:
+            self.native.forget()
+
+    def begin(self, table: StepTable) -> None:
+        self.table = table
+        self.control = control = StepControl.read(table)
+        if self.native is not None:
+            self.native.begin(table)
+        else:
+            table.control[SKIPPED if control.skips else STEPS].add_(1)
+            if not control.skips:
+                table.step.add_(table.active != 0)
+        if not control.skips:
+            self._rule.begin_updates(self)
+
+    def end(self) -> None:
+        if not self.control.skips:
+            self._rule.end_updates(self)
+
+    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
+        if self.control.skips:
+            return
+        if self.defers:
+            self._gathers = False
+            self._rule.update(self, bucket, grad)
+        else:
+            super().update_shard(bucket, grad)
+
+    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
+        if self.control.skips:
+            return
+        if self.defers:
+            self._gathers = not self.alone
+            self._rule.update(self, bucket, grad)
+        else:
+            super().update_gather(bucket, grad)
+
+    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
+        if not self.control.skips:
+            super().one_pass(bucket, grads)
+
+    def publish(self, buckets: Iterable[Bucket]) -> None:
+        """Gives all ranks the chunks of parameters that were updated after they were taken up."""
+        for bucket in buckets:
+            if self._gathers and self.sharers is not None:
+                gather_params(bucket, self.sharers)
+            else:
+                bucket.share()
+
+    def _memory_for(self, bucket: Bucket) -> Tensor:
+        if self.defers:  # each gradient lasts to the end of the step
+            return empty_for_streams(bucket.chunk.elems, torch.float32, bucket.device)
+        return super()._memory_for(bucket)
+
+    def _update(self, bucket: Bucket, grad: Tensor) -> None:
+        self._rule.update(self, bucket, self._writable(bucket, grad))
+
+    def _writable(self, bucket: Bucket, grad: Tensor) -> Tensor:
+        """Returns a gradient as float32, scaled, where the update may write to it if it does."""
+        factors = self.control.factors
+        if not (factors or self._rule.writes_gradients or grad.dtype is not torch.float32):
+            return grad
+        if not self._is_own(grad):
+            grad = self._memory_for(bucket).copy_(grad)
+        for factor in factors:
+            grad.mul_(factor)
+        return grad
+
+    def _is_own(self, grad: Tensor) -> bool:
+        own = self._own
+        return own is not None and (
+            own.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()
+        )
 
 
 # ---- The update rules of AdamW and Adam, of SGD and of Lion, whose steps are the fused kernels --
@@ -274,26 +484,18 @@ class FusedRule(UpdateRule):
     """A rule that the fused kernels know.
 
     Attributes:
-        hypers: hyper-parameters that ranks compare; lr is compared at each step.
         moments: names of the tensors of the state, in the order of the kernels' moments.
         in_triton: True if Triton's kernels know the rule, too.
     """
 
     hyper_columns = 6
     factors_bytes = _native.OPTIMIZER_STRUCTURES["factors"]
-    hypers: tuple[str, ...]
     moments: tuple[str, ...]
     in_triton = False
 
     @abstractmethod
     def columns(self, group: Group) -> tuple[float, float, float, float, int]:
         """Returns beta1, beta2, eps, weight decay and flags, or what takes their places."""
-
-    def replaced(self, group: Group) -> dict[str, Any]:
-        return {"betas": numbers(group["betas"])} if "betas" in group else {}
-
-    def compared(self, group: Group) -> dict[str, Any]:
-        return {name: plain(group[name]) for name in self.hypers}
 
     def digest(self, groups: Sequence[Group]) -> float:
         rows = tuple((float(group["lr"]), *self.row(group)) for group in groups)
@@ -306,9 +508,9 @@ class FusedRule(UpdateRule):
         known_lr = -1.0 if isinstance(lr, Tensor) else float(lr)
         return [known_lr, *others, float(flags)]
 
-    def kernels(
+    def backend(
         self, comm: Communicator | None, options: AdamWOptions, table: StepTable
-    ) -> Kernels:
+    ) -> Backend:
         if options.kernels == "triton" and not self.in_triton:
             rank, world_size = (0, 1) if comm is None else (comm.rank, comm.world_size)
             raise UnsupportedError(
@@ -316,18 +518,14 @@ class FusedRule(UpdateRule):
                 'got "triton": Triton\'s kernels update by AdamW and Adam alone. Pass '
                 'AdamWOptions(kernels="native"), which runs on CPUs and, as CUDA, on GPUs'
             )
-        native: Kernels
+        native: Backend
         if comm is not None and comm.launches:
-            kind = DeviceKernelsInParts if self.eight_bits else DeviceKernels
-            native = kind(comm, options, table, self.moments)
+            native = DeviceBackend(comm, options, table, self.moments, self.eight_bits)
         else:
-            native = HostKernels(comm, options, table, self.moments)
+            native = HostBackend(comm, options, table, self.moments)
         if options.kernels == "native":
             return native
-        # Imported here, since Triton takes seconds to import.
-        from ringcomm.optim.backends import TritonKernels
-
-        return TritonKernels(comm, options, table, native, self.moments)
+        return TritonBackend(comm, options, table, native, self.moments)
 
 
 class AdamWRule(FusedRule):
@@ -355,32 +553,6 @@ class AdamWRule(FusedRule):
     def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
         fits = set(names) - {MAXIMA} == set(MOMENTS)
         return "" if fits else " and ".join(MOMENTS)
-
-    def states(
-        self, layout: ShardLayout, groups: Sequence[Group], steps: Sequence[float]
-    ) -> list[ParamState | None]:
-        # As in torch, a parameter has state from its first gradient on.
-        return [
-            ParamState({"step": step}, self.names([groups[spec.group]])) if step else None
-            for spec, step in zip(layout.params, steps, strict=True)
-        ]
-
-    def to_torch(self, name: str, number: float) -> Any:
-        # The dtype in which torch keeps "step".
-        wide = torch.get_default_dtype() == torch.float64
-        dtype = torch.float64 if wide else torch.float32
-        return torch.tensor(number, dtype=dtype, device="cpu")
-
-    def from_torch(self, entry: Mapping[str, Any], group: Group) -> ParamState | None:
-        names = self.names([group])
-        try:
-            step = float(entry["step"])
-            missing = next((name for name in names if name not in entry), None)
-            if missing is not None:
-                raise KeyError(missing)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"expected step, {', '.join(names)}, got {error!r}") from error
-        return ParamState({"step": step}, names)
 
 
 class AdamW8bitRule(AdamWRule):
@@ -424,16 +596,8 @@ class _OneMoment(FusedRule):
         fits = set(self.names(groups)) <= set(names) <= set(self.moments)
         return "" if fits else self.moments[0]
 
-    def states(
-        self, layout: ShardLayout, groups: Sequence[Group], steps: Sequence[float]
-    ) -> list[ParamState | None]:
-        return [
-            ParamState({}, self.moments) if step and self._has(groups[spec.group]) else None
-            for spec, step in zip(layout.params, steps, strict=True)
-        ]
-
-    def to_torch(self, name: str, number: float) -> Any:
-        return number
+    def state_at(self, step: float, group: Group) -> ParamState | None:
+        return ParamState({}, self.moments) if self._has(group) else None
 
     def from_torch(self, entry: Mapping[str, Any], group: Group) -> ParamState | None:
         if not self._has(group):

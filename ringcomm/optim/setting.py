@@ -15,9 +15,9 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, CheckpointError, where
 from ringcomm.json_reader import DAMAGE, shown
 from ringcomm.memory import normal_tensors
+from ringcomm.optim.buckets import sharers_of
 from ringcomm.optim.gradients import Accumulator
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.placement import sharers_of
 from ringcomm.optim.rules import UpdateRule
 
 # ---- The loss scaler, which keeps 16-bit gradients in range and adapts its scale while training -

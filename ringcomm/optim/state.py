@@ -832,4 +832,4 @@ def take_state(sharded: ShardedStep, tensors: ChunkTensors) -> None:
         bucket.state.take(given)
         # Masters that are not given were written before.
         bucket.state.zero({*bucket.state.names()} - {*given, *MASTERS})
-    sharded.kernels.forget()
+    sharded.backend.forget()

@@ -24,7 +24,7 @@ from ringcomm.comm.host.arguments import ALGORITHMS, ReduceOp
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.memory.host_heap import give_back_freed
 from ringcomm.optim import backends
-from ringcomm.optim.backends import Kernels, PiecedKernels, StepTable
+from ringcomm.optim.backends import Backend, OwnPlan, StagePlan, StepTable
 from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets, OutsideWrites, count_change
 from ringcomm.optim.dtensors import find_mesh
 from ringcomm.optim.gradients import (
@@ -60,7 +60,7 @@ from ringcomm.optim.rules import ParamState, plain
 from ringcomm.optim.setting import Setting
 from ringcomm.optim.tiers import PiecedTier, make_tier
 
-# ---- What an optimizer's steps work on: parameters in buckets, with state, table and kernels ----
+# ---- What an optimizer's steps work on: parameters in buckets, with state, table and plan -------
 
 Tensor = torch.Tensor
 
@@ -85,7 +85,7 @@ STEP = Asked()
 
 
 class PreparedStep:
-    """The buckets, table and kernels of one optimizer on one rank.
+    """The buckets, table, backend and plan of one optimizer on one rank.
 
     Building it is collective, and moves the parameters into the heap.
     """
@@ -130,7 +130,9 @@ class PreparedStep:
         self.table = StepTable(
             self.layout, hyper_shape, rule.factors_bytes, setting.device, setting.launches
         )
-        self.kernels = self._make_kernels()
+        self.backend = self._make_backend()
+        #: How a step goes over the buckets.
+        self.plan: StagePlan
         self._check_ranks()
         # Made once the ranks are known to want the same, since they agree on whether they can.
         self.tier: PiecedTier | None = (
@@ -139,6 +141,7 @@ class PreparedStep:
         #: Number of the chunk of the state here, and how many there are.
         self.shard_of = setting.shard_of
         if placement is None:
+            self.plan = OwnPlan(self.backend)
             self._take_over()
         else:
             self._join(placement)
@@ -167,8 +170,8 @@ class PreparedStep:
         """Returns by group the hyper-parameters that ranks compare before the first step."""
         return [self.rule.compared(group) for group in self.groups]
 
-    def _make_kernels(self) -> Kernels:
-        """Makes the kernels that options and device ask for.
+    def _make_backend(self) -> Backend:
+        """Makes the backend that options and device ask for.
 
         Raises:
             UnsupportedError: Triton's kernels cannot run here, or the ring's segments are too
@@ -183,11 +186,7 @@ class PreparedStep:
             if options.wire.error_feedback:
                 check_even(comm, "optimizer", "error_feedback=True", "error_feedback=False")
             check_segments(comm, ALGORITHMS[options.algorithm])
-        made = self.rule.kernels(comm, options, self.table)
-        pieces = options.tier is not None or options.wire.codes_parameters
-        if not pieces or self.rule.goes_by_parts:
-            return made
-        return PiecedKernels(made, self.setting.sharers)
+        return self.rule.backend(comm, options, self.table)
 
     def keep_state(self, buckets: Sequence[Bucket]) -> None:
         """Has buckets keep state, of zeros; with a tier collective.
@@ -260,7 +259,7 @@ class PreparedStep:
         setting = self.setting
         placement.bind(self, self._before)
         self.shard_of = placement.shard_of
-        self.kernels = placement.kernels(self.kernels)
+        self.plan = placement.plan(self.backend)
         self.buckets = self._placed_buckets(placement)
         self.gradients = placement.gradients(
             self.params, self.layout, self.buckets, setting.accumulator
@@ -305,7 +304,7 @@ class PreparedStep:
         pairs = zip(self.buckets, names, strict=True)
         changed = [bucket.ensure(needed) for bucket, needed in pairs]
         if any(changed):
-            self.kernels.forget()
+            self.backend.forget()
             if self.tier is not None:
                 self._bind_again()
 
@@ -428,7 +427,7 @@ class ShardedStep(PreparedStep):
     def reduce_now(self, operation: str) -> None:
         """Reduces the gradients for an operation, if they are not reduced yet; collective.
 
-        The kernels have them afterwards (:meth:`Kernels.reduced`), and the step takes them from
+        The plan has them afterwards (:meth:`StagePlan.reduced`), and the step takes them from
         there, unless gradients change meanwhile.
         """
         if self.still_reduced() is None:
@@ -471,7 +470,7 @@ class ShardedStep(PreparedStep):
         asked = STEP
         try:
             self.take_hyper()
-            self.kernels.ready()
+            self.plan.ready()
         except RingcommError as error:
             if before is not None:
                 raise
@@ -492,7 +491,7 @@ class ShardedStep(PreparedStep):
         self.written.take_over()
         self.torn = True
         try:
-            update = self.kernels.reduce_update if reduced is None else self.kernels.update
+            update = self.plan.reduce_update if reduced is None else self.plan.update
             self._update_buckets(update)
         finally:
             self.count_step()
@@ -509,7 +508,7 @@ class ShardedStep(PreparedStep):
         self._report()
 
     def _update_buckets(self, update: Callable[[Bucket], None]) -> None:
-        self.kernels.begin(self.table)
+        self.plan.begin(self.table)
         if self.tier is not None and self.setting.launches:
             self.tier.begin_step()  # what takes the step, the host would have to wait for
         elif self.tier is not None:
@@ -517,7 +516,7 @@ class ShardedStep(PreparedStep):
             self.tier.begin_step(skips, self.table.active.tolist())
         for bucket in self.buckets:
             update(bucket)
-        self.kernels.end()
+        self.plan.end()
         if self.tier is not None:
             self.tier.end_step()
 
@@ -689,7 +688,7 @@ class ShardedStep(PreparedStep):
         words = torch.zeros(len(self.buckets), NORM_WORDS, dtype=torch.int64, device=place)
         if not sums:
             for bucket, row in zip(self.buckets, words, strict=True):
-                self.kernels.reduce_norm(bucket, kind, row)
+                self.plan.reduce_norm(bucket, kind, row)
         seen = self._is_watched and not (before is not None and before.seen)
         if seen:
             self._show_gradients(asked.operation)
@@ -719,7 +718,7 @@ class ShardedStep(PreparedStep):
         for bucket, row in zip(self.buckets, words, strict=True):
             gradient = gradient_of(bucket)
             if gradient is not None:
-                self.kernels.reducer.norm(gradient, kind, row)
+                self.plan.reducer.norm(gradient, kind, row)
         return self._total(words, kind)
 
     def _total(self, words: Tensor, kind: str) -> Tensor:
@@ -745,7 +744,7 @@ class ShardedStep(PreparedStep):
         assert placement is not None
         with all_or_none(self.setting.comm, operation, self.mesh):
             for bucket in self.buckets:
-                reduced = self.kernels.reduced(bucket)
+                reduced = self.plan.reduced(bucket)
                 chunk = bucket.layout.chunk(*self.setting.shard_of)
                 for segment in bucket.layout.segments:
                     piece = within(reduced, chunk, segment)
@@ -763,7 +762,7 @@ class ShardedStep(PreparedStep):
     def own_gradient(self, bucket: Bucket) -> Tensor:
         """Returns the part of the reduced gradient that this rank sums for the norm."""
         kept, own = bucket.layout.chunk(*self.setting.shard_of), self.own_chunk(bucket)
-        return self.kernels.reduced(bucket)[own.begin - kept.begin : own.end - kept.begin]
+        return self.plan.reduced(bucket)[own.begin - kept.begin : own.end - kept.begin]
 
     def inv_scale(self) -> Tensor:
         """Returns the factor of the reduced gradient that a step takes, float64."""

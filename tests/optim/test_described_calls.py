@@ -58,9 +58,9 @@ def test_a_mismatch_describes_them_as_the_records_do():
         # What the optimizer compares first would differ, too.
         with pytest.raises(MismatchError) as raised:
             if comm.rank:
-                sharded.kernels.reduce_norm(bucket, "l2", words)
+                sharded.plan.reduce_norm(bucket, "l2", words)
             else:
-                sharded.kernels.reduce_update(bucket)
+                sharded.plan.reduce_update(bucket)
         return str(raised.value)
 
     calls = ("reduce_scatter_norm(bfloat16 to float32", "adamw_all_gather(bfloat16 to bfloat16")

@@ -322,14 +322,14 @@ def test_a_step_that_failed_halfway_tears_the_optimizer():
         optimizer.step()
         problem.give(params, 1, comm.rank)
         sharded = optimizer.sharded_step()
-        update = sharded.kernels.reduce_update
+        update = sharded.plan.reduce_update
 
         def fails(bucket):
             if bucket.number == 1:
                 comm.abort("the test said so")
             update(bucket)
 
-        sharded.kernels.reduce_update = fails  # type: ignore[method-assign]
+        sharded.plan.reduce_update = fails  # type: ignore[method-assign]
         with pytest.raises(RingcommError):
             optimizer.step()
         for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):

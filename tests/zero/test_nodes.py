@@ -385,14 +385,14 @@ def lose_one(store: Store, rank: int, world_size: int, nodes: Nodes) -> str:
         optimizer.prepare()
         module(torch.ones(2, 13)).backward()
         if rank == 3:
-            kernels: Any = optimizer.sharded_step().kernels
-            update = kernels.update_shard
+            backend: Any = optimizer.sharded_step().backend
+            update = backend.update_shard
 
             def leave(*arguments: Any) -> None:
                 update(*arguments)
                 os._exit(1)
 
-            kernels.update_shard = leave
+            backend.update_shard = leave
         try:
             optimizer.step()
         except RingcommError as error:

@@ -52,12 +52,11 @@ from ringcomm.comm.nodes import wires
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.offload.scratch import DiskChunks
 from ringcomm.optim import SGD, Adafactor, AdamW, AdamW8bit, AdamWOptions, Muon, tiers
-from ringcomm.optim.backends import StepTable
+from ringcomm.optim.backends import Backend, OwnPlan, StepTable
 from ringcomm.optim.clipping import NormBound
-from ringcomm.optim.gradients import Accumulator, HostReducer, Into
+from ringcomm.optim.gradients import Accumulator, HostReducer
 from ringcomm.zero.stages.buckets import ShardedBucket, WorldBucket
 from ringcomm.zero.stages.gather import HostCopier
-from ringcomm.zero.stages.optimizer import RoundedKernels, StageKernels
 from ringcomm.zero.stages.updates import BackwardUpdates
 from tests.memory.disk_folder import skip_unless_disk
 from tests.support.covering import Case, covering_array
@@ -542,22 +541,24 @@ def writes_no_chunk(patch: Patch) -> None:
 
 
 def rounds_no_gradient(patch: Patch) -> None:
-    def exact(kernels: RoundedKernels, bucket: Any, kind: str, words: Tensor) -> None:
-        into = torch.empty(bucket.chunk.elems)
-        kernels.reducer.reduce(bucket.grads, Into(into, kind, words))
-        kernels._shards[bucket.number] = into
+    reduce = OwnPlan.reduce_norm
 
-    patch.setattr(RoundedKernels, "reduce_norm", exact)
+    def exact(plan: OwnPlan, *given: Any) -> None:
+        if plan._rounded is not None:
+            plan._rounded = lambda dtype: torch.float32
+        reduce(plan, *given)
+
+    patch.setattr(OwnPlan, "reduce_norm", exact)
 
 
 def rounds_masters(patch: Patch) -> None:
-    update = StageKernels.update_shard
+    update = Backend.update_shard
 
-    def rounded(kernels: StageKernels, bucket: Any, grad: Tensor) -> None:
-        update(kernels, bucket, grad)
+    def rounded(backend: Backend, bucket: Any, grad: Tensor) -> None:
+        update(backend, bucket, grad)
         bucket.state.master.copy_(bucket.own_params)
 
-    patch.setattr(StageKernels, "update_shard", rounded)
+    patch.setattr(Backend, "update_shard", rounded)
 
 
 def steps_at_each_bucket(patch: Patch) -> None:

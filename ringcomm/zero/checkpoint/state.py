@@ -844,7 +844,7 @@ def take_optimizer(
     step.table.control[SKIPPED].fill_(given.skipped_steps)
     if step.setting.loss_scaler is not None and given.loss_scaler is not None:
         step.setting.loss_scaler.load_state_dict(given.loss_scaler)
-    step.kernels.forget()
+    step.backend.forget()
     step.gradients.drop()
     forget_all(step)
     step.begin_anew()

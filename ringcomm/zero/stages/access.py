@@ -67,7 +67,7 @@ def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
     if place.bucket is None:
         return place.shown(place.nothing(), local)
     chunk = place.bucket.layout.chunk(*sharded.setting.shard_of)
-    own = within(sharded.kernels.reduced(place.bucket), chunk, place.segment).float()
+    own = within(sharded.plan.reduced(place.bucket), chunk, place.segment).float()
     if local and sharded.shard_of[1] > 1:
         return own.clone()
     return place.shown(place.gather(own), local)
@@ -102,7 +102,7 @@ def set_gradient(param: Tensor, value: Tensor, *, local: bool = False) -> None:
         # At stage 0 the state is whole on each rank, and the reduced gradient divided all the same.
         chunk = place.bucket.layout.chunk(*sharded.setting.shard_of)
         begin = max(place.segment.begin, place.bucket.chunk.begin)
-        target = within(sharded.kernels.reduced(place.bucket), chunk, place.segment)
+        target = within(sharded.plan.reduced(place.bucket), chunk, place.segment)
         first = max(place.segment.begin, chunk.begin) - begin
         if target.numel():
             target.copy_(piece[first : first + target.numel()])

@@ -1,10 +1,11 @@
-"""The placement of a sharded module: its buckets, gradients and kernels, for an optimizer."""
+"""The placement of a sharded module: its buckets, gradients and plan, for an optimizer."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,8 +19,8 @@ from ringcomm.comm.host.engine import Work
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory import zeros
 from ringcomm.offload.scratch import DiskChunks
-from ringcomm.optim.backends import FOUND_INF, Kernels, StepTable
-from ringcomm.optim.buckets import Bucket, BucketMemory, Buckets, empty_for_streams
+from ringcomm.optim.backends import FOUND_INF, Backend, OwnPlan, StagePlan, StepTable
+from ringcomm.optim.buckets import Bucket, BucketMemory, Buckets, sharers_of
 from ringcomm.optim.dtensors import (
     grad_of,
     is_distributed,
@@ -29,7 +30,6 @@ from ringcomm.optim.dtensors import (
     set_grad,
 )
 from ringcomm.optim.gradients import (
-    NORM_WORDS,
     AccumulatedGradients,
     Accumulator,
     Gradients,
@@ -38,7 +38,6 @@ from ringcomm.optim.gradients import (
     make_reducer,
 )
 from ringcomm.optim.layout import ShardLayout
-from ringcomm.optim.muon import OwnerKernels
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import (
     BucketOwner,
@@ -48,7 +47,6 @@ from ringcomm.optim.placement import (
     first_placed,
     place,
     place_frozen,
-    sharers_of,
 )
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.optim.step import ShardedStep
@@ -67,79 +65,22 @@ from ringcomm.zero.stages.reduce import Reduction
 from ringcomm.zero.stages.units import by_optimizer
 from ringcomm.zero.stages.updates import BackwardUpdates
 
-# ---- The kernels of the stages: the native ones, adapted to where parameters and gradients are --
+# ---- The plans of the stages other than 1, which is OwnPlan's -----------------------------------
 
 Tensor = torch.Tensor
 
-# Stage 1 uses the native kernels as they are, for parameters and gradients that all ranks have
-# whole. The classes below adapt them to the other stages.
 
-
-class StageKernels(Kernels):
-    """The base of the stages' kernels: native kernels, with a reducer for a world of one too."""
-
-    def __init__(self, native: Kernels, reducer: Reducer) -> None:
-        super().__init__(native.alone, reducer)
-        self._native = native
-
-    def forget(self) -> None:
-        self._native.forget()
-
-    def begin(self, table: StepTable) -> None:
-        self._native.begin(table)
-
-    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
-        self._native.update_shard(bucket, grad)
-
-    def end(self) -> None:
-        self._native.end()
-
-    def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
-        if self.alone:
-            self._native.update_shard(bucket, grad)
-        else:
-            self._native.update_gather(bucket, grad)
-
-    def one_pass(self, bucket: Bucket, grads: Tensor) -> None:
-        self._native.one_pass(bucket, grads)
-
-
-class RoundedKernels(StageKernels):
-    """The kernels of stage 1 with the reduced gradient rounded to 16 bits, as at other stages."""
-
-    def __init__(self, native: Kernels, reducer: Reducer, precision: Precision) -> None:
-        super().__init__(native, reducer)
-        self._precision = precision
-        self._shards: dict[int, Tensor] = {}
-
-    def reduce_norm(self, bucket: Bucket, kind: str, words: Tensor) -> None:
-        exact = torch.empty(bucket.chunk.elems, dtype=torch.float32, device=bucket.grads.device)
-        self.reducer.reduce(bucket.grads, Into(exact, kind, words, residual=bucket.residual))
-        dtype = self._precision.reduced_dtype(bucket.layout.dtype)
-        self._shards[bucket.number] = exact.to(dtype)
-
-    def reduced(self, bucket: Bucket) -> Tensor:
-        return self._shards[bucket.number]
-
-    def update(self, bucket: Bucket) -> None:
-        self.update_gather(bucket, self._shards.pop(bucket.number))
-
-    def reduce_update(self, bucket: Bucket) -> None:
-        self.reduce_norm(bucket, "l2", _new_words(bucket))
-        self.update(bucket)
-
-
-class ReplicatedKernels(StageKernels):
-    """The kernels of stage 0: an all-reduce, and the whole update on every rank.
+class ReplicatedPlan(StagePlan):
+    """The step of stage 0: an all-reduce, and the whole update on every rank.
 
     The all-reduce is a reduce-scatter and an all-gather of FP32 sums, bucket by bucket, so that the
     update reads the same bits as at the other stages.
     """
 
     def __init__(
-        self, native: Kernels, reducer: Reducer, comm: Communicator, precision: Precision
+        self, backend: Backend, reducer: Reducer, comm: Communicator, precision: Precision
     ) -> None:
-        super().__init__(native, reducer)
+        super().__init__(backend, reducer)
         self._comm = comm
         self._precision = precision
         self._sums: dict[int, Tensor] = {}
@@ -175,24 +116,18 @@ class ReplicatedKernels(StageKernels):
             parts = whole.chunk(world)
             indices = map(self._comm.shard_index_of, range(world))
             self._comm.all_gather([parts[index] for index in indices], own)
-        self.update_shard(bucket, whole)
-
-    def reduce_update(self, bucket: Bucket) -> None:
-        self.reduce_norm(bucket, "l2", _new_words(bucket))
-        self.update(bucket)
+        self.backend.update_shard(bucket, whole)
 
 
-class ReducedKernels(StageKernels):
-    """The kernels of stage 2, where all gradients but the last ones were reduced in backward.
+class ReducedPlan(StagePlan):
+    """The step of stage 2, where all gradients but the last ones were reduced in backward.
 
     See NOTE [Kept for the step] in ``zero/stages/reduce.py`` for the last ones.
     """
 
-    def __init__(self, native: Kernels, reduction: Reduction) -> None:
-        super().__init__(native, reduction.reducer)
+    def __init__(self, backend: Backend, reduction: Reduction) -> None:
+        super().__init__(backend, reduction.reducer)
         self._reduction = reduction
-        # float32 [elements of the largest chunk so far], for gradients of one bucket at a time.
-        self._own: Tensor | None = None
 
     def end(self) -> None:
         super().end()
@@ -207,56 +142,55 @@ class ReducedKernels(StageKernels):
         return self._reduction.buckets[bucket.number].shard
 
     def update(self, bucket: Bucket) -> None:
-        self.update_gather(bucket, self._reduction.buckets[bucket.number].shard)
+        self.backend.update_gather(bucket, self._reduction.buckets[bucket.number].shard)
 
     def reduce_update(self, bucket: Bucket) -> None:
         kept = self._reduction.kept.get(bucket.number)
         if kept is None:
             self.update(bucket)
         else:
-            self._native.reduce_update_from(bucket, kept)
+            self.backend.one_pass(bucket, kept)
 
     def reduce_update_from(self, bucket: Bucket, grads: Tensor) -> None:
         if self._reduction.buckets[bucket.number].shard.dtype is torch.float32:
-            self._native.reduce_update_from(bucket, grads)
+            self.backend.one_pass(bucket, grads)
         else:
-            self.update_gather(bucket, self.reduce_now(bucket, grads))
+            self.backend.update_gather(bucket, self._reduce_now(bucket, grads))
 
-    def reduce_now(self, bucket: Bucket, grads: Tensor) -> Tensor:
-        """Returns what :meth:`reduced` would, of gradients that no shard keeps; collective.
-
-        Its memory is that of all buckets, used in turn.
-        """
-        elems = bucket.chunk.elems
-        if self._own is None or self._own.numel() < elems:
-            self._own = empty_for_streams(elems, torch.float32, grads.device)
-        own = self._own[:elems]
-        into = Into(own, "l2", None, tag=bucket.tag(), residual=bucket.residual)
-        self.reducer.reduce(grads, into)
-        return own.to(self._reduction.buckets[bucket.number].shard.dtype)
+    def _reduce_now(self, bucket: Bucket, grads: Tensor) -> Tensor:
+        """Returns what :meth:`reduced` would, of gradients that no shard keeps; collective."""
+        exact = self.backend.reduce_now(bucket, grads, self.reducer)
+        return exact.to(self._reduction.buckets[bucket.number].shard.dtype)
 
 
-class SplitKernels(ReducedKernels):
-    """The kernels of stage 3, where no rank has more than its chunk of the parameters either.
+class SplitPlan(ReducedPlan):
+    """The step of stage 3, where no rank has more than its chunk of the parameters either.
 
     See NOTE [Gathering is one-sided] in ``zero/stages/buckets.py`` for the barriers.
+
+    Args:
+        backend, reduction: as of :class:`ReducedPlan`.
+        engine: whose parameters they are.
+        disk: brings chunks of parameters into memory for their updates; None where they lie there.
     """
 
     def __init__(
         self,
-        native: Kernels,
+        backend: Backend,
         reduction: Reduction,
-        comm: Communicator,
-        free_all: Callable[[], None],
-        overlap: bool,
+        engine: ShardEngine,
+        disk: DiskUpdates | None = None,
     ) -> None:
-        super().__init__(native, reduction)
-        self._comm = comm
-        self._free_all = free_all
-        self._overlap = overlap
+        super().__init__(backend, reduction)
+        self._comm = engine.comm
+        self._free_all = engine.free_for_step
+        self._overlap = engine.options.overlap is True
+        self._disk = disk
         self._sharing: list[Work] = []
 
     def ready(self) -> None:
+        if self._disk is not None:
+            self._disk.store.raise_fault()
         self._free_all()
 
     def begin(self, table: StepTable) -> None:
@@ -265,70 +199,73 @@ class SplitKernels(ReducedKernels):
             self._sharing.clear()
             self._comm.barrier()
         super().begin(table)
+        if self._disk is not None:
+            self._disk.begin(table)
 
     def update(self, bucket: Bucket) -> None:
         reduced = self._reduction.buckets[bucket.number]
         assert isinstance(reduced.stored, ShardedBucket)
-        self.update_shard(bucket, reduced.shard)
+        self._update_shard(bucket, reduced.shard)
         # What is behind computation on a thread of its own is waited for in end().
         work = reduced.stored.settle(async_op=self._overlap)
         if work is not None:
             self._sharing.append(work)
 
     def reduce_update_from(self, bucket: Bucket, grads: Tensor) -> None:
-        self.update_shard(bucket, self.reduce_now(bucket, grads))
+        self._update_shard(bucket, self._reduce_now(bucket, grads))
         bucket.share()
 
+    def _update_shard(self, bucket: Bucket, grad: Tensor) -> None:
+        if self._disk is None:
+            self.backend.update_shard(bucket, grad)
+        else:
+            self._disk.update_shard(self.backend, bucket, grad)
+
     def end(self) -> None:
-        super().end()
-        while self._sharing:
-            self._sharing.pop(0).wait()
-        self._comm.barrier()
+        with nullcontext() if self._disk is None else self._disk.store.keeping_faults():
+            super().end()
+            while self._sharing:
+                self._sharing.pop(0).wait()
+            self._comm.barrier()
+        if self._disk is not None:
+            self._disk.end()
 
 
-class DiskKernels(SplitKernels):
-    """The kernels of stage 3 with parameters on a disk, whose chunks stream through memory.
+class DiskUpdates:
+    """The chunks of parameters on a disk, as they stream through memory for their updates.
 
     Args:
-        native, reduction: as of :class:`ReducedKernels`.
+        reduction: of the buckets.
         engine: whose parameters they are.
         store: the disk.
     """
 
-    def __init__(
-        self, native: Kernels, reduction: Reduction, engine: ShardEngine, store: DiskChunks
-    ) -> None:
-        overlap = engine.options.overlap is True
-        super().__init__(native, reduction, engine.comm, engine.free_for_step, overlap)
+    def __init__(self, reduction: Reduction, engine: ShardEngine, store: DiskChunks) -> None:
+        self.store = store
+        self._reduction = reduction
         self._engine = weakref.ref(engine)
-        self._store = store
-        # Owners' kernels bring parameters themselves, once they have computed.
-        self._brings = not isinstance(native, OwnerKernels)
         self._skips = False
         self._active: list[float] = []
 
-    def ready(self) -> None:
-        self._store.raise_fault()
-        super().ready()
-
     def begin(self, table: StepTable) -> None:
+        """Begins a step, whose numbers are in the table."""
         self._skips = bool(table.control[FOUND_INF])
-        super().begin(table)
         self._active = table.active.tolist()
 
-    def update_shard(self, bucket: Bucket, grad: Tensor) -> None:
-        if self._skips or not self._brings:
-            with self._store.keeping_faults():
-                super().update_shard(bucket, grad)
-            return
-        anew = self._writes_anew(bucket)
-        if not anew:
-            following = self._reduction.buckets[bucket.number :]
-            expect(self._store, (each.stored for each in following))
-        changes = takes_step(bucket.layout, bucket.chunk, self._active)
-        # The others wait for this rank's calls, and the step's end tells them.
-        with self._store.keeping_faults(), bucket.params_here(write=changes, anew=anew):
-            super().update_shard(bucket, grad)
+    def update_shard(self, backend: Backend, bucket: Bucket, grad: Tensor) -> None:
+        """Has a backend update a chunk, whose parameters are in memory as far as it needs them."""
+        # The others wait for this rank's calls, and the step's end tells them of faults.
+        with self.store.keeping_faults():
+            if self._skips or backend.defers:
+                backend.update_shard(bucket, grad)
+                return
+            anew = self._writes_anew(bucket)
+            if not anew:
+                following = self._reduction.buckets[bucket.number :]
+                expect(self.store, (each.stored for each in following))
+            changes = takes_step(bucket.layout, bucket.chunk, self._active)
+            with bucket.params_here(write=changes, anew=anew):
+                backend.update_shard(bucket, grad)
 
     def _writes_anew(self, bucket: Bucket) -> bool:
         """Tells whether a chunk's parameters all become what their FP32 masters round to."""
@@ -343,15 +280,10 @@ class DiskKernels(SplitKernels):
         )
 
     def end(self) -> None:
-        with self._store.keeping_faults():
-            super().end()
+        """Ends a step: brings the chunks that the next forward gathers first."""
         engine = self._engine()
         if engine is not None and engine.gatherer is not None:
             engine.gatherer.expect_first()
-
-
-def _new_words(bucket: Bucket) -> Tensor:
-    return torch.zeros(NORM_WORDS, dtype=torch.int64, device=bucket.grads.device)
 
 
 # Where shard() takes an option that is no field of ZeroOptions.
@@ -651,23 +583,22 @@ class ModulePlacement(Placement):
         gradients.watch(engine)
         return gradients
 
-    def kernels(self, native: Kernels) -> Kernels:
-        engine = self._engine
-        precision, comm = engine.options.precision, engine.comm
-        if engine.stage == 3:
-            assert engine.reduction is not None
+    def plan(self, backend: Backend) -> StagePlan:
+        engine, reduction = self._engine, self._engine.reduction
+        precision = engine.options.precision
+        if reduction is not None:
+            if engine.stage == 2:
+                return ReducedPlan(backend, reduction)
+            disk = None
             if self.store is not None:
-                return DiskKernels(native, engine.reduction, engine, self.store)
-            overlap = engine.options.overlap is True
-            return SplitKernels(native, engine.reduction, comm, engine.free_for_step, overlap)
-        if engine.stage == 2:
-            assert engine.reduction is not None
-            return ReducedKernels(native, engine.reduction)
-        reducer = make_reducer(comm, engine.options, engine.plan.layout.size_bytes)
+                disk = DiskUpdates(reduction, engine, self.store)
+            return SplitPlan(backend, reduction, engine, disk)
+        reducer = make_reducer(engine.comm, engine.options, engine.plan.layout.size_bytes)
         if engine.stage == 0:
-            return ReplicatedKernels(native, reducer, comm, precision)
-        exact = precision.reduce in (None, torch.float32)
-        return native if exact else RoundedKernels(native, reducer, precision)
+            return ReplicatedPlan(backend, reducer, engine.comm, precision)
+        if precision.reduce in (None, torch.float32):
+            return OwnPlan(backend)
+        return OwnPlan(backend, reducer, precision.reduced_dtype)
 
     def accumulate(self, accumulator: Accumulator) -> None:
         if self._engine.reduction is not None:

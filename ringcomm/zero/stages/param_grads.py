@@ -183,7 +183,7 @@ class _Reduced:
         bucket_number, segment = self.sharded.layout.places[self.index]
         bucket = self.sharded.buckets[bucket_number]
         chunk = bucket.layout.chunk(*self.sharded.setting.shard_of)
-        return within(self.sharded.kernels.reduced(bucket), chunk, segment)
+        return within(self.sharded.plan.reduced(bucket), chunk, segment)
 
     def power_sum(self, kind: float) -> Tensor | float:
         """Returns this rank's term of a norm, float64; each element counts on one rank."""

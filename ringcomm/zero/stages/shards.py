@@ -24,9 +24,8 @@ from torch import nn
 from ringcomm.comm.agreement import all_or_none, check_agreement
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory import normal_tensors
-from ringcomm.optim.buckets import Bucket, following
+from ringcomm.optim.buckets import Bucket, following, sharers_of
 from ringcomm.optim.dtensors import local_of, plainly
-from ringcomm.optim.placement import sharers_of
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.stages.buckets import (
     DiskBucket,

@@ -295,7 +295,7 @@ class BackwardUpdates:
         self._advance(owner, active)
         if owner.tier is not None:
             owner.tier.update_only(active)
-        owner.kernels.reduce_update_from(owner.buckets[number], grads)
+        owner.plan.reduce_update_from(owner.buckets[number], grads)
 
     def _advance(self, owner: ShardedStep, active: Sequence[float]) -> None:
         """Advances the steps of parameters, and at the first call of a step the optimizer's."""
@@ -304,7 +304,7 @@ class BackwardUpdates:
         if self._counted:
             table.control[STEPS].sub_(1)
         self._counted = True
-        owner.kernels.begin(table)
+        owner.plan.begin(table)
 
     def end_backward(self) -> None:
         """Called at the end of a backward, when all updates have ended."""
@@ -375,7 +375,7 @@ class BackwardUpdates:
             active[index] = self._active[index] = steps
         if any(active) or not self._counted:
             self._advance(owner, active)
-        owner.kernels.end()
+        owner.plan.end()
         self._last_active = self._active
 
     def forget(self) -> None:

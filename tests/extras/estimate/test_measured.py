@@ -17,7 +17,6 @@ from ringcomm import CommOptions, Disk, moe, zero
 from ringcomm.extras.estimate import STAGES, ExpertLayer, ModelElems, Training, Transformer
 from ringcomm.offload.scratch import PAGE_BYTES, ScratchFile
 from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, tiers
-from ringcomm.optim.backends import PiecedKernels
 from ringcomm.zero import Precision, Wire, ZeroOptions
 from ringcomm.zero.stages.buckets import ShardedBucket
 from ringcomm.zero.stages.sharding import engine_of, shard
@@ -306,10 +305,7 @@ def test_ranks_hold_what_the_estimate_says_at_every_stage(folder, clips):
             told = training.state_in_tier(stage)
             assert held_by(step) == (told.buffers, 0, told.stored)
             assert told.stored == 8 * width * width // (1 if stage == 0 else 2)
-            kernels: Any = step.kernels
-            while not isinstance(kernels, PiecedKernels):
-                kernels = kernels._native
-            own = 0 if kernels._own is None else kernels._own.nbytes
+            own = 0 if step.backend._own is None else step.backend._own.nbytes
             own += sum(b.grad_shard.nbytes for b in step.buckets if b.grad_shard is not None)
             grad_shard = training.buffers(stage).grad_shard
             if stage == 1:
