@@ -10,7 +10,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, Protocol, cast
@@ -443,9 +443,46 @@ class BucketOwner(Protocol):
     buckets: Buckets
 
 
+class PlacedModule(Protocol):
+    """The module whose parameters are placed, as optimizers see it."""
+
+    @property
+    def watchers(self) -> Mapping[int, Callable[[str, Tensor, int], object]]:
+        """The functions that see each reduced gradient, by number; as many on all ranks.
+
+        They may write to it. Each takes the parameter's name, the elements of the flattened
+        gradient that this rank has reduced, and the number of the first.
+        """
+
+    def check_values(self, operation: str) -> None:
+        """Checks that the parameters have their own values, which masters belong to.
+
+        Args:
+            operation: named in errors.
+
+        Raises:
+            ArgumentError: they have others for a while.
+        """
+
+    def count_change(self, params: Sequence[Tensor] | None = None) -> None:
+        """Counts a change of values in the versions of parameters; of all for None."""
+
+    def forget_gradients(self, set_to_none: bool) -> None:
+        """Forgets the gradients of earlier backwards, with or without an optimizer.
+
+        Args:
+            set_to_none: leave no gradients, rather than zeros.
+        """
+
+
 class Placement(ABC):
     """The buckets in which parameters lie before there is an optimizer, and their use in a step."""
 
+    #: The module.
+    module: PlacedModule
+    #: The trainable parameters, some of which may have no elements, and their names.
+    params: Sequence[Tensor]
+    names: Sequence[str]
     #: The ranks that share the parameters; None for a world of one on the host.
     comm: Communicator | None
     #: Number of the chunk that this rank keeps state for, and how many there are.
@@ -462,18 +499,39 @@ class Placement(ABC):
     lost: RingcommError | None = None
     #: The disk where this rank's chunks of the parameters lie; None for memory.
     store: DiskChunks | None = None
+    _owner: weakref.ref[BucketOwner] | None = None
 
-    @abstractmethod
-    def names(self) -> Mapping[int, str]:
-        """Returns the name of each placed trainable parameter, by its ``id``."""
-
-    @abstractmethod
     def name_of(self, param: Tensor) -> str:
-        """Returns the name of a trainable parameter, which may be one without elements."""
+        """Returns the name of a placed parameter."""
+        placed = zip(self.names, self.params, strict=True)
+        return next(name for name, each in placed if each is param)
 
-    @abstractmethod
     def left_out(self, groups: Sequence[Group]) -> list[Tensor]:
         """Returns the placed parameters that are in none of an optimizer's groups."""
+        there = {id(param) for param in all_params(groups)}
+        return [param for param in self.params if id(param) not in there]
+
+    @property
+    def owner(self) -> BucketOwner | None:
+        """The optimizer's step, or None before there is one."""
+        return None if self._owner is None else self._owner()
+
+    def bind(self, owner: BucketOwner, before: BucketOwner | None = None) -> None:
+        """Makes one optimizer the owner.
+
+        Args:
+            owner: its step.
+            before: the step of the same optimizer that it takes the place of.
+
+        Raises:
+            ArgumentError: another optimizer is the owner.
+        """
+        if self.owner is not before:
+            raise ArgumentError(
+                "optimizer: another optimizer steps these parameters already; build one, or "
+                "unshard() and shard() the module anew"
+            )
+        self._owner = weakref.ref(owner)
 
     @abstractmethod
     def options(self, options: AdamWOptions) -> AdamWOptions:
@@ -510,7 +568,7 @@ class Placement(ABC):
         """
 
     @abstractmethod
-    def plan(self, backend: Backend) -> StagePlan:
+    def stage_plan(self, backend: Backend) -> StagePlan:
         """Returns the plan of a step, with the optimizer's backend."""
 
     @abstractmethod
@@ -525,74 +583,11 @@ class Placement(ABC):
         """
 
     @abstractmethod
-    def check_values(self, operation: str) -> None:
-        """Checks that the parameters have their own values, which masters belong to.
-
-        Args:
-            operation: named in errors.
-
-        Raises:
-            ArgumentError: they have others for a while.
-        """
-
-    @abstractmethod
-    def count_change(self, params: Sequence[Tensor] | None = None) -> None:
-        """Counts a change of values in the versions of parameters; of all for None."""
-
-    @abstractmethod
-    def forget_gradients(self, set_to_none: bool) -> None:
-        """Forgets the gradients of earlier backwards, with or without an optimizer.
-
-        Args:
-            set_to_none: leave no gradients, rather than zeros.
-        """
-
-    @abstractmethod
-    def refresh_masters(self, only: Container[int] | None = None) -> None:
-        """Sets the masters to the parameters, after these were written to outside a step.
-
-        Args:
-            only: ``id`` of the parameters that were; None for all.
-        """
-
-    @abstractmethod
     def end_step(self) -> None:
         """Ends the step that a backward has taken, with ``update="in_backward"``; collective.
 
         Raises:
             RingcommError: a bucket could not be updated, on this rank or another.
-        """
-
-    @property
-    @abstractmethod
-    def watches_gradients(self) -> bool:
-        """True if :meth:`see_gradient` is to be called; equal on all ranks."""
-
-    @abstractmethod
-    def see_gradient(self, param: Tensor, piece: Tensor, begin: int) -> None:
-        """Shows a reduced gradient to whoever watches, who may write to it.
-
-        Args:
-            param: the parameter.
-            piece: the elements of the flattened gradient that this rank has reduced.
-            begin: the first of them.
-        """
-
-    @property
-    @abstractmethod
-    def owner(self) -> BucketOwner | None:
-        """The optimizer's step, or None before there is one."""
-
-    @abstractmethod
-    def bind(self, owner: BucketOwner, before: BucketOwner | None = None) -> None:
-        """Makes one optimizer the owner.
-
-        Args:
-            owner: its step.
-            before: the step of the same optimizer that it takes the place of.
-
-        Raises:
-            ArgumentError: another optimizer is the owner.
         """
 
 

@@ -497,7 +497,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check_values(self, operation: str) -> None:
         """Raises ArgumentError where masters would be those of values that are not their own."""
         if self.placement is not None:
-            self.placement.check_values(f"optimizer.{operation}")
+            self.placement.module.check_values(f"optimizer.{operation}")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does; collective once the optimizer is prepared.
@@ -675,7 +675,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.placement.lost = None
         if sharded is None:
             if self.placement is not None:
-                self.placement.forget_gradients(set_to_none)
+                self.placement.module.forget_gradients(set_to_none)
             super().zero_grad(set_to_none)
             return
         sharded.forget_reduced()

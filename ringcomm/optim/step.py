@@ -96,6 +96,8 @@ class PreparedStep:
     _before: PreparedStep | None = None
     #: The states that parameters of that one have.
     _states: Sequence[ParamState | None] = ()
+    # The names of the state's tensors by bucket that the hyper-parameters asked for last.
+    _ensured: Sequence[Sequence[str]] = ()
 
     def __init__(self, groups: Sequence[dict[str, Any]], setting: Setting) -> None:
         placement = find_placement(groups, grows=self._before is not None)
@@ -109,6 +111,7 @@ class PreparedStep:
                 "pass ZeroOptions(wire=) to shard(module, 1)"
             )
         self.setting = setting
+        self._launches = setting.launches
         self._placement = placement
         self.groups = groups
         self.params = all_params(groups)
@@ -259,7 +262,7 @@ class PreparedStep:
         setting = self.setting
         placement.bind(self, self._before)
         self.shard_of = placement.shard_of
-        self.plan = placement.plan(self.backend)
+        self.plan = placement.stage_plan(self.backend)
         self.buckets = self._placed_buckets(placement)
         self.gradients = placement.gradients(
             self.params, self.layout, self.buckets, setting.accumulator
@@ -281,7 +284,7 @@ class PreparedStep:
             if sharers and self.shard_of[1] > 1:
                 assert setting.comm is not None
                 share_params(setting.comm, sharers, buckets)
-            placement.count_change()
+            placement.module.count_change()
         return buckets
 
     @property
@@ -297,7 +300,10 @@ class PreparedStep:
 
     def _ensure_all(self) -> None:
         rule = self.rule
-        self.ensure([rule.names_in(b.layout, self.layout, self.groups) for b in self.buckets])
+        names = [rule.names_in(b.layout, self.layout, self.groups) for b in self.buckets]
+        if names != self._ensured:
+            self.ensure(names)
+            self._ensured = names
 
     def ensure(self, names: Sequence[Sequence[str]]) -> None:
         """Allocates each bucket's tensors of the state, where there are none of its names yet."""
@@ -402,7 +408,7 @@ class ShardedStep(PreparedStep):
         if self.masters_decide:
             self.count_change(self.params)
         self.written.accept()
-        if not self.setting.launches:
+        if not self._launches:
             self._seen_skipped = int(self.table.control[backends.SKIPPED])
 
     def take_hyper(self) -> None:
@@ -495,7 +501,7 @@ class ShardedStep(PreparedStep):
             self._update_buckets(update)
         finally:
             self.count_step()
-        if not self.setting.launches:
+        if not self._launches:
             self._raise_faults(asked.operation)
         self._forget_losses_of_skipped()
         self.torn = False
@@ -509,7 +515,7 @@ class ShardedStep(PreparedStep):
 
     def _update_buckets(self, update: Callable[[Bucket], None]) -> None:
         self.plan.begin(self.table)
-        if self.tier is not None and self.setting.launches:
+        if self.tier is not None and self._launches:
             self.tier.begin_step()  # what takes the step, the host would have to wait for
         elif self.tier is not None:
             skips = bool(self.table.control[backends.FOUND_INF])
@@ -526,7 +532,7 @@ class ShardedStep(PreparedStep):
         A device decides which parameters step without the host, so all trainable ones count there.
         """
         table = self.table
-        if self.setting.launches:
+        if self._launches:
             stepped = [param for param in self.params if param.requires_grad]
         elif table.control[backends.FOUND_INF]:
             return
@@ -544,7 +550,7 @@ class ShardedStep(PreparedStep):
         if self._placement is None:
             count_change(params)
         else:
-            self._placement.count_change(params)
+            self._placement.module.count_change(params)
 
     def _forget_losses_of_skipped(self) -> None:
         """Drops what codes have lost of gradients that no parameter has seen.
@@ -736,7 +742,7 @@ class ShardedStep(PreparedStep):
 
     @property
     def _is_watched(self) -> bool:
-        return self._placement is not None and self._placement.watches_gradients
+        return self._placement is not None and bool(self._placement.module.watchers)
 
     def _show_gradients(self, operation: str) -> None:
         """Shows all gradients that there are to those who watch them; collective."""
@@ -750,7 +756,9 @@ class ShardedStep(PreparedStep):
                     piece = within(reduced, chunk, segment)
                     if active[segment.param] and piece.numel():
                         begin = max(segment.begin, chunk.begin) - segment.begin
-                        placement.see_gradient(self.params[segment.param], piece, begin)
+                        name = placement.name_of(self.params[segment.param])
+                        for see in list(placement.module.watchers.values()):
+                            see(name, piece, begin)
 
     def own_chunk(self, bucket: Bucket) -> Chunk:
         """Returns the part of a bucket that this rank sums for the norm."""
@@ -794,7 +802,7 @@ class ShardedStep(PreparedStep):
 
     def _report(self) -> None:
         """Logs on rank 0 that a step was skipped; on the host, where reading that costs nothing."""
-        if self.setting.launches:
+        if self._launches:
             return
         skipped = int(self.table.control[backends.SKIPPED])
         if skipped > self._seen_skipped and self.setting.rank == 0:

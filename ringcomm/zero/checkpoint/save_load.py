@@ -57,6 +57,7 @@ from ringcomm.zero.checkpoint.state import (
     whole_parts,
 )
 from ringcomm.zero.stages.engine import ShardEngine
+from ringcomm.zero.stages.optimizer import refresh_masters
 from ringcomm.zero.stages.sharding import check_step_number, engine_of, path_of
 from ringcomm.zero.stages.shards import follow_coded, own_of, recode
 from ringcomm.zero.stages.units import aliases
@@ -341,7 +342,7 @@ class TrainState:
                 take_optimizer(engine, step, facts.optimizer, groups)
             else:
                 follow_coded(engine)
-                engine.placement.refresh_masters()
+                refresh_masters(engine)
         engine.comm.barrier()
         recode(engine)
         set_extra_state(engine.parts.module, extra, _failed)
@@ -831,7 +832,7 @@ class Loading:
         else:
             named = named_parameters(self.engine.parts.module)
             loaded = {id(param) for name, param in named if f"model.{name}" in self.sources}
-            self.engine.placement.refresh_masters(loaded)
+            refresh_masters(self.engine, loaded)
         if self.exact:
             load_generators(self.own, self.generators, self.engine.comm.device)
 

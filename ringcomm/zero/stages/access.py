@@ -57,7 +57,7 @@ def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
     with _on_all(param, "get_gradient"):
         place = _Place.of(param, "get_gradient")
         sharded = place.sharded
-        place.placement.check_values("get_gradient")
+        place.placement.module.check_values("get_gradient")
         sharded.refuse_if_torn("get_gradient")
     if place.gathers(local):
         place.agree({})
@@ -93,7 +93,7 @@ def set_gradient(param: Tensor, value: Tensor, *, local: bool = False) -> None:
     with _on_all(param, "set_gradient"):
         place = _Place.of(param, "set_gradient")
         sharded = place.sharded
-        place.placement.check_values("set_gradient")
+        place.placement.module.check_values("set_gradient")
         sharded.refuse_if_torn("set_gradient")
         piece = place.piece_of(value, local)
     place.agree({"value": place.digest(value, local)})
@@ -120,7 +120,7 @@ def get_master(param: Tensor, *, local: bool = False) -> Tensor:
     """
     with _on_all(param, "get_master", reads=True, local=local):
         place = _Place.of(param, "get_master")
-        place.placement.check_values("get_master")
+        place.placement.module.check_values("get_master")
     if place.gathers(local):
         place.agree({})
     if place.bucket is None:

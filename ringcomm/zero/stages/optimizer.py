@@ -40,7 +40,6 @@ from ringcomm.optim.gradients import (
 from ringcomm.optim.layout import ShardLayout
 from ringcomm.optim.options import AdamWOptions
 from ringcomm.optim.placement import (
-    BucketOwner,
     Placement,
     all_params,
     check_frozen,
@@ -426,9 +425,9 @@ class ModulePlacement(Placement):
     """The trainable parameters of one engine."""
 
     def __init__(self, engine: ShardEngine) -> None:
-        self._engine = engine
-        self._owner: weakref.ref[BucketOwner] | None = None
+        self._engine = self.module = engine
         self._left_out: list[Tensor] = []
+        self.params, self.names = engine.plan.params, engine.plan.names
         self.comm: Communicator = engine.comm
         self.store = engine.parts.store
         self.others = engine.parts.others
@@ -438,21 +437,6 @@ class ModulePlacement(Placement):
         assert sharers is not None
         whole = engine.stage == 0
         self.shard_of = (0, 1) if whole else (sharers.shard_index, sharers.world_size)
-
-    def names(self) -> Mapping[int, str]:
-        plan = self._engine.plan
-        placed = zip(plan.params, plan.names, plan.layout.params, strict=True)
-        return {id(param): name for param, name, spec in placed if spec.placed}
-
-    def name_of(self, param: Tensor) -> str:
-        plan = self._engine.plan
-        return next(
-            name for name, each in zip(plan.names, plan.params, strict=True) if each is param
-        )
-
-    def left_out(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-        there = {id(param) for param in all_params(groups)}
-        return [param for param in self._engine.plan.params if id(param) not in there]
 
     def options(self, options: AdamWOptions) -> AdamWOptions:
         engine, default = self._engine, AdamWOptions()
@@ -583,7 +567,7 @@ class ModulePlacement(Placement):
         gradients.watch(engine)
         return gradients
 
-    def plan(self, backend: Backend) -> StagePlan:
+    def stage_plan(self, backend: Backend) -> StagePlan:
         engine, reduction = self._engine, self._engine.reduction
         precision = engine.options.precision
         if reduction is not None:
@@ -613,21 +597,17 @@ class ModulePlacement(Placement):
             for bucket in (*engine.stored, *engine.parts.stored_frozen):
                 bucket.check()
 
-    def count_change(self, params: Sequence[Tensor] | None = None) -> None:
-        self._engine.count_change(params)
-
     def end_step(self) -> None:
         self._engine.order.settle()
         owner = self.owner
         assert isinstance(owner, ShardedStep) and isinstance(owner.gradients, ReducedGradients)
         owner.gradients.end_step()
 
-    def check_values(self, operation: str) -> None:
-        self._engine.check_values(operation)
-
     def _check_left_out(self, operation: str) -> None:
         """Raises ArgumentError if what no group has is to be trained."""
         engine = self._engine
+        if not engine.frozen_params and not self._left_out:
+            return
         head = where(operation, engine.comm.rank, engine.comm.world_size)
         with plainly():
             check_frozen(engine.frozen_params, head)
@@ -639,37 +619,22 @@ class ModulePlacement(Placement):
                         "(requires_grad_(False))"
                     )
 
-    def forget_gradients(self, set_to_none: bool) -> None:
-        self._engine.forget_gradients(set_to_none)
 
-    @property
-    def watches_gradients(self) -> bool:
-        return bool(self._engine.watchers)
+def refresh_masters(engine: ShardEngine, only: Container[int] | None = None) -> None:
+    """Sets the masters to the parameters, after these were written to outside a step.
 
-    def see_gradient(self, param: Tensor, piece: Tensor, begin: int) -> None:
-        name = self.name_of(param)
-        for hook in list(self._engine.watchers.values()):
-            hook(name, piece, begin)
-
-    @property
-    def owner(self) -> BucketOwner | None:
-        return None if self._owner is None else self._owner()
-
-    def refresh_masters(self, only: Container[int] | None = None) -> None:
-        if self.owner is not None:
-            for bucket, stored in zip(self.owner.buckets, self._engine.stored, strict=True):
-                # Masters of coded parameters are the module's, with or without an optimizer.
-                for placed in stored.params if stored.wire is None else ():
-                    if only is None or id(placed.param) in only:
-                        bucket.refresh_master(placed.begin, placed.end)
-
-    def bind(self, owner: BucketOwner, before: BucketOwner | None = None) -> None:
-        if self.owner is not before:
-            raise ArgumentError(
-                "optimizer: another optimizer steps these parameters already; build one, or "
-                "unshard() and shard() the module anew"
-            )
-        self._owner = weakref.ref(owner)
+    Args:
+        engine: whose parameters they are; without an optimizer there are no masters.
+        only: ``id`` of the parameters that were; None for all.
+    """
+    owner = engine.placement.owner
+    if owner is None:
+        return
+    for bucket, stored in zip(owner.buckets, engine.stored, strict=True):
+        # Masters of coded parameters are the module's, with or without an optimizer.
+        for placed in stored.params if stored.wire is None else ():
+            if only is None or id(placed.param) in only:
+                bucket.refresh_master(placed.begin, placed.end)
 
 
 _lock = threading.Lock()
@@ -703,7 +668,7 @@ def _refuse(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, An
         return
     param, placement = found
     kind = type(optimizer)
-    name = placement.names().get(id(param), "of no elements")
+    name = placement.name_of(param)
     raise ArgumentError(
         f"optimizer.step: {kind.__module__}.{kind.__qualname__} holds parameter {name} of a module "
         "that shard() has prepared, and would step it on this rank alone, without the others' "

@@ -37,6 +37,7 @@ from ringcomm.zero.stages.buckets import (
 )
 from ringcomm.zero.stages.engine import ShardEngine, owner_of
 from ringcomm.zero.stages.hooks import uncompiled
+from ringcomm.zero.stages.optimizer import refresh_masters
 from ringcomm.zero.stages.sharding import engine_of, is_sharded
 
 # ---- Coded parameters after writes from outside of a step: their masters, and codes made anew ---
@@ -556,7 +557,7 @@ def _take_changes(engine: ShardEngine, rank: int, part: frozenset[int] | None) -
     engine.count_change([named[name] for name in names])
     with engine.together("gathered"):
         _broadcast(engine, named, rank, part)
-        engine.placement.refresh_masters(part)
+        refresh_masters(engine, part)
         follow_coded(engine)
     comm.barrier()
     if recode(engine):
