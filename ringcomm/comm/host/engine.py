@@ -595,7 +595,8 @@ class CallEngine:
         """
         if intercepting_keys():
             admit_keys(where(name, self._rank, self._world_size))
-        admit_gradients(name, outputs, inputs)
+        if outputs or inputs:
+            admit_gradients(name, outputs, inputs)
 
     def use_kernels(
         self,
