@@ -380,6 +380,14 @@ class EngineParts:
 class ShardEngine:
     """The engine of one sharded module on one rank.
 
+    NOTE [Hooks count]
+    The hook of a gradient notes the parameter and counts. The engine looks at a bucket when its
+    last gradient has arrived, when those that wait have ``BATCH_BYTES``, and at stage 3 when
+    backward needs its parameters no more. Whether the backward reduces the module, and whether its
+    gradients may update parameters, is asked once, when the first arrives. A gradient that must not
+    wait is looked at right away: with sums in FP32 the accumulator would add it to its own, and
+    behind the turn of its bucket it is left over.
+
     Attributes:
         parts: the parts that it is made of.
         reduction: stages 2 and 3: reduces the gradients.

@@ -2,7 +2,8 @@
 
 A bucket goes through a backward in these steps:
 
-1. Its gradients arrive one by one in ``p.grad``, and the hook of each parameter counts them.
+1. Its gradients arrive one by one in ``p.grad``, and the hook of each parameter counts them; see
+   NOTE [Hooks count] in ``zero/stages/engine.py``.
 2. When the last one has arrived, or those that wait have ``BATCH_BYTES``, :meth:`Reduction.arrived`
    moves all that wait into a buffer at once, and ``p.grad`` lets them go.
 3. When the full bucket has its turn, :meth:`Reduction.advance` starts its reduction, or keeps the
@@ -579,7 +580,8 @@ class Reduction:
         turns = self.order[self._turn : self._turn + self._options.in_flight]
         full = not bucket.missing
         if full:
-            self._filled.append(bucket.number)
+            if bucket.number not in self._filled:
+                self._filled.append(bucket.number)
             if bucket.number == turns[0]:
                 return True  # its turn takes the gradients
         # Buckets further behind would take buffers from those whose turn comes first.
