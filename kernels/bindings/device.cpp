@@ -53,8 +53,7 @@ void bind_allocator(nb::module_& m) {
       .def_prop_ro("largest_free_bytes", &Allocator::largest_free_bytes);
 }
 
-// A device's communicator, as bind_collectives() needs it: its calls are prepared, and next() hands
-// out their launches.
+// A device's communicator, as bind_collectives() needs it.
 struct DeviceCalls {
   using Comm = DeviceComm;
   static int world(const DeviceComm& d) { return d.config().world; }
@@ -66,7 +65,7 @@ struct DeviceCalls {
   template <class Call>
   static int run(DeviceComm& d, Call call) {
     call(d);
-    return 0;
+    return launched(d);
   }
 };
 
@@ -77,18 +76,16 @@ void bind_calls(nb::class_<DeviceComm>& c) {
        [](DeviceComm& d, const Addresses& send, const Sizes& send_bytes, uint64_t readers,
           const Addresses& receive, const Sizes& receive_bytes, uint64_t senders, int tag) {
          d.messages(spans(send, send_bytes), readers, spans(receive, receive_bytes), senders, tag);
-         return 0;
+         return launched(d);
        },
        nb::sig("def messages(self, send_ptrs: Sequence[int], send_bytes: Sequence[int], "
                "readers: int, receive_ptrs: Sequence[int], receive_bytes: Sequence[int], "
                "senders: int, tag: int, /) -> int"),
        "Lists by rank; `readers` and `senders` say as bits which entries count.")
-      // A full queue of the copy engines makes the driver wait.
-      .def("next", &DeviceComm::next, nb::call_guard<WithoutGil>(),
-           "Prepares the next launch of the call, behind the copies before it; False: it has "
-           "none.")
-      .def("withdraw", &DeviceComm::withdraw,
-           "The launch that `next` prepared is not made, nor is what follows it in its call.");
+      .def(
+          "withdraw", &DeviceComm::withdraw,
+          "The launch that was handed to `set_submit`'s function is not made, nor is what follows\n"
+          "it in its call.");
 }
 
 nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
@@ -164,6 +161,9 @@ void bind_state(nb::class_<DeviceComm>& c) {
       .def_prop_rw(
           "stream", [](const DeviceComm& d) { return reinterpret_cast<uintptr_t>(d.stream()); },
           [](DeviceComm& d, uintptr_t stream) { d.set_stream(reinterpret_cast<void*>(stream)); })
+      .def("set_submit", &DeviceComm::set_submit, nb::arg("submit").none(),
+           "Has a function take over each launch, which is prepared while it runs: it makes the\n"
+           "launch by `launch`, or raises. None: calls launch by themselves.")
       .def_prop_ro(
           "prepared_kind",
           [](const DeviceComm& d) {
@@ -208,6 +208,27 @@ void bind_state(nb::class_<DeviceComm>& c) {
 
 }  // namespace
 
+int launched(DeviceComm& d) {
+  if (!d.submit_to()) {
+    // A full queue makes the driver wait, for kernels that may wait for other threads' launches.
+    const WithoutGil nogil;
+    d.launch_all();
+    return 0;
+  }
+  for (;;) {
+    {
+      const WithoutGil nogil;  // for the copies before a launch
+      if (!d.next()) return 0;
+    }
+    try {
+      d.submit_to()();
+    } catch (...) {
+      d.withdraw();
+      throw;
+    }
+  }
+}
+
 void bind_device(nb::module_& m) {
   bind_allocator(m);
   nb::class_<device::Driver>(
@@ -228,10 +249,9 @@ void bind_device(nb::module_& m) {
   nb::class_<DeviceComm> c(
       m, "DeviceComm",
       "One rank's end on a device: calls become launches on `stream`.\n\n"
-      "The calls have the signatures of those of `Comm` and return 0. A call with peers is\n"
-      "prepared: for each of its launches ask `next`, then `launch`. They raise ValueError for\n"
-      "what the device cannot do, and RuntimeError with the driver's reason when it refuses a\n"
-      "launch. Pointers are device addresses.");
+      "The calls have the signatures of those of `Comm` and return 0 once they are launched. They\n"
+      "raise ValueError for what the device cannot do, and RuntimeError with the driver's reason\n"
+      "when it refuses a launch. Pointers are device addresses.");
   c.def(
       "__init__",
       [](DeviceComm* self, std::shared_ptr<device::Driver> driver, std::tuple<int, int> rank_of,
@@ -265,9 +285,7 @@ void bind_device(nb::module_& m) {
   m.def(
       "launch",
       [](const std::vector<DeviceComm*>& ranks, uintptr_t stream) {
-        // A full queue makes the driver wait, for kernels that may wait for other threads'
-        // launches.
-        const WithoutGil nogil;
+        const WithoutGil nogil;  // as in launched()
         DeviceComm::launch(ranks, reinterpret_cast<void*>(stream));
       },
       nb::arg("ranks"), nb::arg("stream"),

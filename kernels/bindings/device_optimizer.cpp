@@ -93,7 +93,7 @@ void bind_device_optimizer(nb::module_& m, nb::class_<DeviceComm>& c) {
              uintptr_t out, bool accumulate, int kind, uintptr_t words, int algorithm, int tag) {
             d.reduce_scatter_norm(grads_of(grads, dtype, op, algorithm, tag), bucket_elems,
                                   norm_of(words, kind, out, accumulate));
-            return 0;
+            return launched(d);
           },
           nb::sig("def reduce_scatter_norm(self, grads: int, bucket_elems: int, dtype: int, "
                   "op: int, out: int, accumulate: bool, kind: int, words: int, algorithm: int, "
@@ -105,7 +105,7 @@ void bind_device_optimizer(nb::module_& m, nb::class_<DeviceComm>& c) {
              int algorithm) {
             d.adamw_all_gather(fused_shard_of(shard, address),
                                grads_of(grad, dtype, kSumOp, algorithm));
-            return 0;
+            return launched(d);
           },
           nb::sig("def adamw_all_gather(self, shard: AdamWShard, address: int, grad: int, "
                   "grad_dtype: int, algorithm: int, /) -> int"))
@@ -115,7 +115,7 @@ void bind_device_optimizer(nb::module_& m, nb::class_<DeviceComm>& c) {
              int op, int algorithm, int tag) {
             d.reduce_scatter_adamw_all_gather(fused_shard_of(shard, address),
                                               grads_of(grads, dtype, op, algorithm, tag));
-            return 0;
+            return launched(d);
           },
           nb::sig("def reduce_scatter_adamw_all_gather(self, shard: AdamWShard, address: int, "
                   "grads: int, grad_dtype: int, op: int, algorithm: int, tag: int, /) -> int"));

@@ -49,6 +49,9 @@ Named<int> geometry_of(const Layout& layout);
 // Triton's interpreter.
 nanobind::bytes rank_table_of(const Comm& comm, uintptr_t scratch);
 
+// Makes the launches of a call that was just prepared; returns its status, 0.
+int launched(device::DeviceComm& comm);
+
 // What calls of coded wires take: a wire, the type of numbers, and sources of a sum.
 Wire wire_of(int wire);
 DType wire_dtype_of(int dtype);

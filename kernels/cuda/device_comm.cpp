@@ -232,6 +232,17 @@ bool DeviceComm::next() {
   return false;
 }
 
+void DeviceComm::launch_all() {
+  while (next()) {
+    try {
+      launch({this}, stream_);
+    } catch (...) {
+      withdraw();
+      throw;
+    }
+  }
+}
+
 void DeviceComm::withdraw() {
   pending_.clear();
   if (observer_) observer_->withdraws();

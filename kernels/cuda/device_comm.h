@@ -85,6 +85,11 @@ class DeviceComm {
   void activate(HostPage* host_page) { page_ = host_page; }
 
   void set_stream(void* stream) { stream_ = stream; }
+  // Takes over each launch of this communicator, which is prepared() meanwhile; null: nobody does.
+  // For ranks and communicators that share a device.
+  using Submit = std::function<void()>;
+  void set_submit(Submit submit) { submit_ = std::move(submit); }
+  const Submit& submit_to() const { return submit_; }
   void* stream() const { return stream_; }
   void set_observer(std::shared_ptr<CallObserver> observer) { observer_ = std::move(observer); }
   // Equal on all ranks, before the first message.
@@ -95,10 +100,10 @@ class DeviceComm {
   HostPage* page() const { return page_; }
 
   // A collective or a message only prepares its launches, of which most calls have one. The caller
-  // then asks next() for each, and launches it:
+  // then makes them, all at once or one by one:
   //
   //   comm.all_reduce(...);
-  //   while (comm.next()) DeviceComm::launch({&comm}, stream);
+  //   comm.launch_all();  // or: while (comm.next()) DeviceComm::launch({&comm}, comm.stream());
   void all_reduce(char* in, char* out, uint64_t elems, const Reduction& r);
   void reduce(char* in, char* out, uint64_t elems, const Reduction& r, int root);
   void reduce_scatter(char* in, char* out, uint64_t out_elems, const Reduction& r);
@@ -163,6 +168,8 @@ class DeviceComm {
   // Makes the copies on the stream that come before the next launch, and makes that one prepared();
   // false: the call has no more.
   bool next();
+  // Makes all launches of the call on stream(), without asking submit_to().
+  void launch_all();
   // The launch that next() gave is not made, and neither is what follows it in its call.
   void withdraw();
   const Prepared& prepared() const { return prepared_; }
@@ -198,6 +205,7 @@ class DeviceComm {
   std::shared_ptr<const Driver> driver_;
   DeviceConfig config_;
   FindKernel find_;
+  Submit submit_;
   std::shared_ptr<CallObserver> observer_;  // or none
   std::map<std::string, void*> kernels_;
   std::vector<uint64_t> regions_;

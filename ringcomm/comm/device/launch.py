@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch.autograd.graph import increment_version
 
-from ringcomm import _native
 from ringcomm.comm.device.core import COLLECTIVES, Calls, DeviceCore, SeenEvent
 from ringcomm.comm.device.lifecycle import abandon
 from ringcomm.comm.device.meeting import MULTICAST, check_multicast
@@ -69,7 +69,6 @@ __all__ = [
     "DeviceCallChecks",
     "DeviceCallEngine",
     "DeviceWork",
-    "Launches",
     "StreamContext",
 ]
 
@@ -266,42 +265,18 @@ class DeviceCallChecks(CallChecks):
 POLL_S = 0.0005
 
 
-class Launches:
-    """A wrapper of the native end for the ``run`` of a call: prepares each call, then launches it.
+def _submitting(engine: weakref.ref[DeviceCallEngine]) -> Callable[[], None]:
+    """Returns the function that takes over the native end's launches for an engine.
 
-    Args:
-        native: prepares the call.
-        submit: launches the prepared call.
+    The native end keeps it, so a bound method would make a reference cycle.
     """
 
-    __slots__ = ("_native", "_submit")
+    def submit() -> None:
+        alive = engine()
+        assert alive is not None  # it makes the call
+        alive._submit(alive._device_core.native)
 
-    def __init__(self, native: _native.DeviceComm, submit: Callable[[Prepared], None]) -> None:
-        self._native = native
-        self._submit = submit
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        # A method from its first use on.
-        setattr(Launches, name, _launching(getattr(_native.DeviceComm, name)))
-        method: Callable[..., int] = getattr(self, name)
-        return method
-
-
-def _launching(prepare: Callable[..., int]) -> Callable[..., int]:
-    """Returns the method of :class:`Launches` for one of the native end."""
-
-    def call(self: Launches, *args: Any) -> int:
-        native = self._native
-        status = prepare(native, *args)
-        while native.next():
-            try:
-                self._submit(native)
-            except BaseException:
-                native.withdraw()
-                raise
-        return status
-
-    return call
+    return submit
 
 
 class DeviceCallEngine(CallEngine):
@@ -331,6 +306,8 @@ class DeviceCallEngine(CallEngine):
         self._queue.pending = 1
         self._order = order
         self.joint_launch = joint_launch
+        self._submission = _submitting(weakref.ref(self))
+        self._takes_over = False
         # The streams of the last call and of the last captured call. Neither waits for the other.
         self._last_stream: int | None = None
         self._last_recorded: int | None = None
@@ -462,11 +439,19 @@ class DeviceCallEngine(CallEngine):
         native = self._device_core.native
         self._follow_last(stream)
         native.stream = stream
+        self._take_over()
         try:
-            call.run(cast(Any, Launches(native, self._submit)))
+            call.run(cast(Any, native))
         except BaseException as error:
             self._raise_worded(call.name, error)
         increment_version(call.written)
+
+    def _take_over(self) -> None:
+        """Has launches pass :meth:`_submit` if others share the device."""
+        shared = self.joint_launch is not None or self._collecting or self._order.is_shared
+        if shared != self._takes_over:
+            self._takes_over = shared
+            self._device_core.native.set_submit(self._submission if shared else None)
 
     def _follow_last(self, stream: int) -> None:
         """Puts ``stream`` behind the communicator's last call, if that was on another one."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ringcomm.comm.device.core import MESSAGES, SeenEvent
-from ringcomm.comm.device.launch import DeviceCallEngine, DeviceWork, Launches
+from ringcomm.comm.device.launch import DeviceCallEngine, DeviceWork
 from ringcomm.comm.host.arguments import put_back, readable, size_bytes, writable
 from ringcomm.comm.host.engine import Call, CallEngine, Work
 from ringcomm.comm.host.messages import Messages
@@ -235,8 +235,9 @@ class DeviceMessages(DeviceCallEngine, Messages):
     def _run_alone(self, call: Call) -> None:
         """Launches messages of this rank alone, outside joint launches."""
         self._sends_alone = True
+        self._take_over()
         try:
-            call.run(cast(Any, Launches(self._device_core.native, self._submit)))
+            call.run(cast(Any, self._device_core.native))
         except BaseException as error:
             self._raise_worded(call.name, error)
         finally:

@@ -95,6 +95,11 @@ class DeviceOrder:
         self._capacity = 0
         self._under_way: deque[_SharedMapping] = deque()
 
+    @property
+    def is_shared(self) -> bool:
+        """True if several communicators of this process launch on the device."""
+        return len(self._members) > 1
+
     def join(self, owner: object, blocks: Blocks, capacity: int, operation: str) -> None:
         """Registers a communicator whose launches take up to ``blocks``.
 
@@ -160,7 +165,7 @@ class DeviceOrder:
 
     def before(self, owner: object, blocks: int, stream: int) -> None:
         """Puts ``stream`` behind the launches that must end before ``blocks`` more blocks fit."""
-        if len(self._members) < 2 or self._runtime.is_capturing(self._device, stream):
+        if not self.is_shared or self._runtime.is_capturing(self._device, stream):
             # A single communicator cannot conflict with others, and the launches of a graph follow
             # each other on its streams.
             return
@@ -182,7 +187,7 @@ class DeviceOrder:
 
     def after(self, owner: object, blocks: int, stream: int) -> None:
         """Notes a launch that was just made on ``stream``."""
-        if len(self._members) < 2 or self._runtime.is_capturing(self._device, stream):
+        if not self.is_shared or self._runtime.is_capturing(self._device, stream):
             return
         done = self._runtime.record_event(self._device, stream)
         with self._guard:
