@@ -448,7 +448,6 @@ INTERNAL_NAMES = {
     "c10d.communicators": "Communicators",
     "c10d.process_group": "ProcessGroup",
     "comm.agreement": "all_or_none check_agreement",
-    "comm.communicator": "NodesCommunicator",
     "comm.device.launch": "DeviceCallEngine",
     "comm.device.topology": "Connection Gpu LEVELS Topology TopologyPlan host_plan read_machine",
     "comm.functions": "Group communicator_of",

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import (
 from ringcomm.c10d.communicators import Communicators
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.launch import DeviceWork
-from ringcomm.comm.device.messages import PeerMessage, launch_batch, launches_of
+from ringcomm.comm.device.messages import DeviceMessages, PeerMessage, launch_batch, launches_of
 from ringcomm.comm.host.arguments import (
     admit_keys,
     is_watched,
@@ -514,8 +514,9 @@ class Batch:
         """Takes a message; its work can be waited for once the batch has ended."""
         op_type = OP_TYPES["send" if is_send else "recv"]
         work = PendingWork(cast(CommunicatorWork, Unusable(_not_yet)), [tensor], op_type)
+        messages = cast(DeviceMessages, communicator.messages)
         self.posted.append(
-            Posted(PeerMessage(communicator, tensor, _as_int(peer), _as_int(tag), is_send), work)
+            Posted(PeerMessage(messages, tensor, _as_int(peer), _as_int(tag), is_send), work)
         )
         return work
 
@@ -619,7 +620,7 @@ class Calls:
         timeout = opts.timeout
         if timeout != UNSET_TIMEOUT:
             _admit(communicator, name, tensors, args)
-            inner = communicator.submit(
+            inner = communicator.engine.submit(
                 _returning(tensors, lambda: method(*args)), name, timeout=timeout
             )
             return self._submitted(opts, tensors, inner, OP_TYPES[name])
@@ -673,7 +674,7 @@ class Calls:
         if timeout == UNSET_TIMEOUT:
             timeout = None
         _admit(communicator, name, tensors)
-        inner = communicator.submit(_returning(tensors, calls), name, timeout=timeout)
+        inner = communicator.engine.submit(_returning(tensors, calls), name, timeout=timeout)
         return self._submitted(opts, tensors, inner, OP_TYPES[name])
 
     def _submitted(
@@ -701,7 +702,7 @@ def _admit(
         return  # it runs here, and is admitted there
     tensors = (tensor for each in args for tensor in (each if type(each) is list else [each]))
     taken = {id(tensor) for tensor in written}
-    communicator.admit(
+    communicator.engine.admit(
         name,
         written,
         [each for each in tensors if isinstance(each, Tensor) and id(each) not in taken],

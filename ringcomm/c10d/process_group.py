@@ -93,7 +93,7 @@ class Barriers(Calls):
         if limit is None:
             inner = cast(CommunicatorWork, communicator.barrier(True))
         else:
-            inner = communicator.submit(_barrier_of(communicator), "barrier", timeout=limit)
+            inner = communicator.engine.submit(_barrier_of(communicator), "barrier", timeout=limit)
         if cuda.current().is_capturing(device):
             # The event of a capture never passes: a graph is ordered, nobody waits for it here.
             work: PendingWork = PendingWork(inner, [], OP_TYPES["barrier"])
@@ -536,7 +536,9 @@ class ProcessGroup(  # type: ignore[misc]
         self._desc = "undefined"
         self._sequence = 0
         self._coalescing = None
-        self._monitored_barrier = MonitoredBarrier(store, self._rank, self._size, host.lookout())
+        self._monitored_barrier = MonitoredBarrier(
+            store, self._rank, self._size, host.engine.lookout()
+        )
         self._split_count = 0
 
     @property
@@ -733,7 +735,7 @@ class ProcessGroup(  # type: ignore[misc]
 
     def _wait_for_pending_works(self) -> None:
         """Blocks until everything that was issued on this rank is done."""
-        self._communicators.host.submit(list, "wait for pending works").wait()
+        self._communicators.host.engine.submit(list, "wait for pending works").wait()
         for device in self._communicators.devices():
             cuda.current().synchronize(device)
 

@@ -57,7 +57,7 @@ def gather_bytes(comm: Communicator, mine: bytes, size_bytes: int) -> list[bytes
     padded = torch.frombuffer(bytearray(mine.ljust(size_bytes)), dtype=torch.uint8)
     everyone = torch.empty(comm.world_size * size_bytes, dtype=torch.uint8, device=comm.device)
     comm.all_gather_into_tensor(everyone, padded.to(comm.device))
-    comm.finish_host_side()
+    comm.engine.finish_host_side()
     # tolist() rather than numpy(), without which torch also runs. A copy per rank is cheap here.
     return [bytes(cast("list[int]", row.tolist())) for row in everyone.view(comm.world_size, -1)]
 
@@ -71,7 +71,7 @@ def exchange(comm: Communicator, mine: Any) -> list[Any]:
     text = json.dumps(mine).encode()
     size = torch.tensor([len(text)], dtype=torch.int64, device=comm.device)
     comm.all_reduce(size, ReduceOp.MAX)
-    comm.finish_host_side()
+    comm.engine.finish_host_side()
     head = where("comparing the ranks", comm.rank, comm.world_size)
     longest = int(size.item())
     if not len(text) <= longest <= LARGEST_BYTES:

@@ -14,7 +14,12 @@ from torch.distributed import Store
 
 from ringcomm import cuda
 from ringcomm.comm.communicator import Communicator, Device
-from ringcomm.comm.device.messages import PeerMessage, launch_batch, launches_of
+from ringcomm.comm.device.messages import (
+    DeviceMessages,
+    PeerMessage,
+    launch_batch,
+    launches_of,
+)
 from ringcomm.comm.host.arguments import SUM
 from ringcomm.comm.host.engine import Work
 from ringcomm.comm.host.options import CommOptions
@@ -415,7 +420,7 @@ def root_of(
             f"either {name} or group_{name}, got {name}={global_rank}, group_{name}={rank_in_group}"
         )
     if rank_in_group is not None:
-        return communicator.checks(operation).peer(f"group_{name}", rank_in_group)
+        return communicator.engine.checks(operation).peer(f"group_{name}", rank_in_group)
     return group_rank(communicator, global_rank, operation, name)
 
 
@@ -736,10 +741,9 @@ class P2POp:
             peer: int | None = root_of(communicator, name, "dst", self.peer, self.group_peer)
         else:
             peer = _source(communicator, name, self.peer, self.group_peer)
-        # A communicator on a device has this method, one on the host does not.
-        check = cast(Any, communicator).check_message
-        checked: tuple[int, int] = check(name, self.tensor, peer, self.tag, write=not is_send)
-        return PeerMessage(communicator, self.tensor, *checked, is_send)
+        messages = cast(DeviceMessages, communicator.messages)
+        peer, tag = messages.check_message(name, self.tensor, peer, self.tag, write=not is_send)
+        return PeerMessage(messages, self.tensor, peer, tag, is_send)
 
 
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:

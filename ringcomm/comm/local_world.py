@@ -19,7 +19,7 @@ from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.device.sharing import Prepared, launch
 from ringcomm.comm.functions import thread_default
 from ringcomm.comm.host.arguments import SUM, is_plain
-from ringcomm.comm.host.engine import Call, RankContext, engines_at
+from ringcomm.comm.host.engine import Call, CallEngine, RankContext, engines_at
 from ringcomm.comm.host.options import CommOptions
 from ringcomm.errors import AbortedError, ArgumentError, RingcommError, start_thread, where
 from ringcomm.integers import integer, integers
@@ -48,7 +48,7 @@ def make_call(
     """
     if algorithm == "copy":
         # Its copies have to wait for the other ranks' launches, which come later here.
-        communicator.checks(name).fail(
+        communicator.engine.checks(name).fail(
             'algorithm: expected any but "copy" for all ranks from one thread; run the ranks as '
             "threads (LocalWorld.run) for that one"
         )
@@ -60,12 +60,12 @@ def make_call(
     call = makers[name](*arguments, algorithm)
     for tensor in (*call.outputs, *call.inputs):
         if not is_plain(tensor):
-            communicator.checks(name).fail(
+            communicator.engine.checks(name).fail(
                 "tensors: expected contiguous tensors without a pending negation or conjugation, "
                 f"got shape {tuple(tensor.shape)} with stride {tensor.stride()}; pass "
                 "tensor.resolve_neg().resolve_conj().contiguous()"
             )
-    communicator.admit(call.name, call.outputs, call.inputs)
+    communicator.engine.admit(call.name, call.outputs, call.inputs)
     return call
 
 
@@ -84,9 +84,9 @@ def run_together(communicators: Sequence[Communicator], calls: Sequence[Call]) -
         RingcommError: a communicator is unusable.
     """
     by_device: dict[int, list[tuple[DeviceCallEngine, Call]]] = {}
-    engines = cast(Sequence[DeviceCallEngine], communicators)
+    engines = [cast(DeviceCallEngine, each.engine) for each in communicators]
     for engine, call in zip(engines, calls, strict=True):
-        engine._check_usable(call.name)
+        engine.check_usable(call.name)
         by_device.setdefault(engine.device_place[1], []).append((engine, call))
     for device, group in by_device.items():
         _launch_group(device, group)
@@ -100,19 +100,19 @@ def _launch_group(device: int, group: list[tuple[DeviceCallEngine, Call]]) -> No
         prepared: list[Prepared] = []
         try:
             for engine, call in group:
-                with engine._queue.turn:
-                    engine._begin_turn(call.name)
-                    prepared.append(engine._prepare(call, stream))
+                with engine.queue.turn:
+                    engine.begin_turn(call.name)
+                    prepared.append(engine.prepare(call, stream))
             try:
                 if first.joint_launch is not None:
                     first.joint_launch.launch_together(prepared, stream)
                 else:
                     launch(prepared, stream)
             except BaseException as error:
-                first._raise_worded(group[0][1].name, error)
+                first.raise_worded(group[0][1].name, error)
         except BaseException:
             for engine, _ in group[: len(prepared)]:
-                engine._withdraw()
+                engine.withdraw()
             raise
 
 
@@ -146,8 +146,8 @@ class LocalWorld(Sequence[Communicator]):
         devices = sorted({str(each.device) for each in self if each.launches})
         device = f" on {', '.join(devices)}" if devices else ""
         state = ""
-        if any(each._refuse is not None for each in self):
-            state = " (closed)" if all(each._closed for each in self) else " (unusable)"
+        if any(each.engine.refuse is not None for each in self):
+            state = " (closed)" if all(each.engine.closed for each in self) else " (unusable)"
         return f"<ringcomm.LocalWorld of {_count(len(self))}{nodes}{device}{state}>"
 
     @overload
@@ -184,12 +184,12 @@ class LocalWorld(Sequence[Communicator]):
         Raises:
             BaseException: the first error of a rank that is not a consequence of another rank's.
         """
-        turns = [communicator.rank_context() for communicator in self]
+        turns = [communicator.engine.rank_context() for communicator in self]
         calls = [
             _bind(partial(fn, communicator, *args, **kwargs), communicator, turn)
             for communicator, turn in zip(self, turns, strict=True)
         ]
-        leaving = _Leaving(self[0]._membership.store)
+        leaving = _Leaving(self[0].engine.membership.store)
         raised: dict[int, BaseException] = {}
 
         def leave(rank: int, error: BaseException) -> None:
@@ -355,7 +355,7 @@ class _Leaving:
             raised: its calls under way do not matter.
         """
         engines = engines_at(self._store)
-        if not raised and any(each.is_busy() for each in engines if each.ranks[each.rank] == rank):
+        if not raised and any(each.is_busy() for each in engines if _outermost(each) == rank):
             return False
         self._left.add(rank)
         self._tell(rank, True)
@@ -363,15 +363,21 @@ class _Leaving:
 
     def _tell(self, rank: int, left: bool) -> None:
         for engine in engines_at(self._store):
-            if engine.ranks[engine.rank] == rank:
+            ranks = engine.membership.ranks
+            if _outermost(engine) == rank:
                 engine.set_left(left)
-            elif rank in engine.ranks:
-                engine.set_peer_left(engine.ranks.index(rank), left)
+            elif rank in ranks:
+                engine.set_peer_left(ranks.index(rank), left)
 
     def end(self) -> None:
         """Takes everything back: the next run has all ranks."""
         for rank in self._left:
             self._tell(rank, False)
+
+
+def _outermost(engine: CallEngine) -> int:
+    """Returns the rank of an engine in the outermost communicator."""
+    return engine.membership.ranks[engine.rank]
 
 
 def _stays(rank: int, raised: bool) -> bool:

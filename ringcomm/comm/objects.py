@@ -590,7 +590,8 @@ class Codec:
 
     def __init__(self, communicator: Communicator, operation: str) -> None:
         self.where = where(operation, communicator.rank, communicator.world_size)
-        communicator.admit(operation, ())  # the tensors that hold the bytes are made before a call
+        # The tensors that hold the bytes are made before a call.
+        communicator.engine.admit(operation, ())
         self._communicator = communicator
         self._pickles = communicator.options.objects == "pickle"
         self._largest = communicator.options.largest_object_bytes

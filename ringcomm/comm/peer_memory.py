@@ -52,7 +52,7 @@ def peer_tensors(comm: Communicator, tensor: Tensor, operation: str) -> tuple[Te
     mine = torch.tensor([*own, offset], device=comm.device)
     everyone = torch.empty(comm.world_size * 4, dtype=torch.int64, device=comm.device)
     comm.all_gather_into_tensor(everyone, mine)
-    comm.finish_host_side()
+    comm.engine.finish_host_side()
     found = []
     for rank, (rows, size_bytes, elem_bytes, at) in enumerate(everyone.view(-1, 4).tolist()):
         if [rows, size_bytes, elem_bytes] != own:
@@ -83,19 +83,21 @@ def heap_bases(comm: Communicator) -> tuple[int, ...]:
 
 def is_in_heap(comm: Communicator, tensor: Tensor) -> bool:
     """True if peers can read the tensor where it lies."""
-    heap = comm._device_core.heap if isinstance(comm, DeviceCallEngine) else process_heap()
+    engine = comm.engine
+    heap = engine.device_core.heap if isinstance(engine, DeviceCallEngine) else process_heap()
     return is_plain(tensor) and heap.contains(tensor.data_ptr(), tensor.nbytes)
 
 
 def _heaps_of(comm: Communicator) -> tuple[tuple[_Mapped, ...], _View]:
-    if isinstance(comm, DeviceCallEngine):
-        core = comm._device_core
+    engine = comm.engine
+    if isinstance(engine, DeviceCallEngine):
+        core = engine.device_core
 
         def on_device(heap: _Mapped, ptr: int, size_bytes: int) -> Tensor:
             return core.runtime.tensor(core.device, ptr, size_bytes, heap)
 
         return cast("tuple[_Mapped, ...]", tuple(core._mapped)), on_device
-    return cast("tuple[_Mapped, ...]", comm._membership.heaps), _on_host
+    return cast("tuple[_Mapped, ...]", engine.membership.heaps), _on_host
 
 
 def _on_host(heap: _Mapped, ptr: int, size_bytes: int) -> Tensor:

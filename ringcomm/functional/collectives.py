@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group, _world
 
 from ringcomm.comm.agreement import gather_bytes
-from ringcomm.comm.communicator import Communicator
+from ringcomm.comm.communicator import Communicator, live_at
 from ringcomm.comm.functions import (
     Group,
     communicator_of,
@@ -42,7 +42,6 @@ from ringcomm.comm.host.arguments import (
     reduction_of,
     without_memory,
 )
-from ringcomm.comm.host.engine import live
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError, where
 from ringcomm.integers import MOST
 
@@ -429,7 +428,7 @@ def _default_place(operation: str) -> Place:
 
 @evaluated_while_tracing
 def _place_at(identity: int, operation: str) -> Place:
-    communicator = _live_at(identity)
+    communicator = live_at(identity)
     if communicator is None:
         raise RingcommError(
             f"{operation}: expected a communicator of this process as the group, got one that was "
@@ -441,15 +440,6 @@ def _place_at(identity: int, operation: str) -> Place:
 @evaluated_while_tracing
 def _place_of_group(name: str, operation: str) -> Place:
     return _place(communicator_of(_resolve_process_group(GroupName(name)), operation))
-
-
-def _live_at(identity: int) -> Communicator | None:
-    while True:
-        try:
-            found = (each for each in live if id(each) == identity)
-            return cast("Communicator | None", next(found, None))
-        except RuntimeError:  # another thread built a communicator meanwhile
-            continue
 
 
 def key_of(communicator: Communicator) -> str:
@@ -573,7 +563,7 @@ def _check_rows(checks: CallChecks, input: Tensor) -> None:
 
 def _all_gather(input: Tensor, group: str, world_size: int) -> Tensor:
     communicator = find(group, world_size, named("all_gather"))
-    _check_rows(communicator.checks(named("all_gather")), input)
+    _check_rows(communicator.engine.checks(named("all_gather")), input)
     output = _gathered(input, group, world_size)
     communicator.all_gather_into_tensor(output, readable(input))
     return output
@@ -586,7 +576,7 @@ def _gathered(input: Tensor, group: str, world_size: int) -> Tensor:
 
 def _reduce_scatter(input: Tensor, op: str, factor: float, group: str, world_size: int) -> Tensor:
     communicator = find(group, world_size, named("reduce_scatter"))
-    checks = communicator.checks(named("reduce_scatter"))
+    checks = communicator.engine.checks(named("reduce_scatter"))
     _check_rows(checks, input)
     if input.size(0) % world_size:
         checks.fail(
@@ -609,7 +599,7 @@ def _scattered(input: Tensor, op: str, factor: float, group: str, world_size: in
 
 def _all_reduce(input: Tensor, op: str, factor: float, group: str, world_size: int) -> Tensor:
     communicator = find(group, world_size, named("all_reduce"))
-    communicator.checks(named("all_reduce")).tensor("tensor", input)
+    communicator.engine.checks(named("all_reduce")).tensor("tensor", input)
     output = _like(input).copy_(input)
     communicator.all_reduce(output, _op_of(op, factor))
     return output
@@ -623,7 +613,7 @@ def _all_to_all(
     input: Tensor, output_splits: Splits, input_splits: Splits, group: str, world_size: int
 ) -> Tensor:
     communicator = find(group, world_size, named("all_to_all"))
-    checks = communicator.checks(named("all_to_all"))
+    checks = communicator.engine.checks(named("all_to_all"))
     _check_rows(checks, input)
     if output_splits is None and input_splits is not None:
         checks.fail("output_splits: expected a list where input_splits is one, got None")
@@ -661,7 +651,7 @@ def _exchanged(
 
 def _broadcast(input: Tensor, src: int, group: str, world_size: int) -> Tensor:
     communicator = find(group, world_size, named("broadcast"))
-    communicator.checks(named("broadcast")).tensor("tensor", input)
+    communicator.engine.checks(named("broadcast")).tensor("tensor", input)
     root = root_of(communicator, named("broadcast"), "src", src, None)
     output = _like(input)
     if communicator.rank == root:
@@ -673,7 +663,7 @@ def _broadcast(input: Tensor, src: int, group: str, world_size: int) -> Tensor:
 def _reduce(input: Tensor, dst: int, group: str, world_size: int) -> Tensor:
     """The sum on ``dst``, zeros elsewhere: what :func:`_broadcast` is to gradients."""
     communicator = find(group, world_size, named("reduce"))
-    communicator.checks(named("reduce")).tensor("tensor", input)
+    communicator.engine.checks(named("reduce")).tensor("tensor", input)
     root = root_of(communicator, named("reduce"), "dst", dst, None)
     if communicator.rank != root:
         communicator.reduce(readable(input), root)  # which keeps theirs

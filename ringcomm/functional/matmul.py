@@ -91,7 +91,7 @@ def _call_on_sequence(function: str, tensor: Tensor, group: Group) -> Tensor:
 
 def _split(tensor: Tensor, group: str, world_size: int) -> Tensor:
     communicator = find(group, world_size, named("split_sequence"))
-    checks = communicator.checks(named("split_sequence"))
+    checks = communicator.engine.checks(named("split_sequence"))
     checks.tensor("tensor", tensor)
     if tensor.dim() < 2 or tensor.size(-2) % world_size:
         checks.fail(
@@ -109,7 +109,7 @@ def _shape_of_part(tensor: Tensor, group: str, world_size: int) -> Tensor:
 
 def _join(tensor: Tensor, group: str, world_size: int) -> Tensor:
     communicator = find(group, world_size, named("join_sequence"))
-    checks = communicator.checks(named("join_sequence"))
+    checks = communicator.engine.checks(named("join_sequence"))
     checks.tensor("tensor", tensor)
     if tensor.dim() < 2:
         checks.fail(f"tensor: expected [..., tokens, columns], got {tuple(tensor.shape)}")
@@ -258,7 +258,7 @@ def _called(function: str, tensor: Tensor, weight: Tensor, group: Group, bias: B
 def _find(function: str, group: str, world_size: int, **tensors: Tensor) -> Communicator:
     """Returns the communicator; checks the tensors, of which the first is shared by ranks."""
     communicator = find(group, world_size, named(function))
-    checks = communicator.checks(named(function))
+    checks = communicator.engine.checks(named(function))
     (_, first), (name, second) = tensors.items()
     checks.tensor("tensor", first)
     checks.tensor(name, second)
@@ -277,7 +277,7 @@ def _find(function: str, group: str, world_size: int, **tensors: Tensor) -> Comm
 
 
 def _check_bias(communicator: Communicator, operation: str, bias: Tensor, weight: Tensor) -> None:
-    checks = communicator.checks(named(operation))
+    checks = communicator.engine.checks(named(operation))
     checks.tensor("bias", bias)
     if bias.dtype is not weight.dtype or bias.shape != weight.shape[1:]:
         checks.fail(
@@ -362,7 +362,7 @@ def _matmul_reduce_scatter(
     if bias is not None:
         _check_bias(communicator, operation, bias, weight)
     if tensor.size(-2) % world_size:
-        communicator.checks(named(operation)).fail(
+        communicator.engine.checks(named(operation)).fail(
             f"tensor: expected rows that world_size {world_size} divides, got {tensor.size(-2)} "
             f"of {tuple(tensor.shape)}; pad it"
         )

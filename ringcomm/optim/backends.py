@@ -426,7 +426,7 @@ class HostBackend(Backend):
         super().__init__(comm is None, reducer, options, sharers_of(comm, options.state))
         self._comm = comm
         self._calls: Use = (
-            itself if comm is None else comm.calls_of_steps(options.state, options.wire.gradients)
+            itself if comm is None else comm.steps.calls_of(options.state, options.wire.gradients)
         )
         self._options = options
         self._factors_ptr = table.factors.data_ptr()
@@ -477,7 +477,7 @@ class HostBackend(Backend):
 
     def _call(self, name: str, run: Callable[[_native.Comm], int]) -> None:
         if self._comm is not None:
-            self._comm.start_call(Call(name, lambda core: run(self._calls(core)), []))
+            self._comm.engine.start_call(Call(name, lambda core: run(self._calls(core)), []))
 
     def _shard(self, bucket: Bucket) -> _native.AdamWShard:
         shard = self._shards.get(bucket.key)
@@ -523,7 +523,7 @@ class DeviceBackend(Backend):
         sharers = sharers_of(comm, options.state)
         super().__init__(alone, reducer, options, sharers, fused=not eight_bits)
         self._comm = comm
-        self._calls = comm.calls_of_steps(options.state, options.wire.gradients)
+        self._calls = comm.steps.calls_of(options.state, options.wire.gradients)
         self._options = options
         self._factors_ptr = table.factors.data_ptr()
         self._op = OP_CODES[options.reduce.upper()]
@@ -590,7 +590,7 @@ class DeviceBackend(Backend):
     def _call(self, name: str, run: Callable[[_native.DeviceComm], int]) -> None:
         # The host's communicator and the device's are called alike.
         call = Call(name, cast(Any, run), [])
-        self._comm.start_call(call)
+        self._comm.engine.start_call(call)
 
     def _shard(self, bucket: Bucket) -> _Shard:
         shard = self._shards.get(bucket.key)
@@ -626,7 +626,7 @@ class TritonCalls:
         if comm is None:
             self._check_interpreted()
         else:
-            self._use = comm.use_kernels(self.checks, "triton", algorithm, torch.float32)
+            self._use = comm.engine.use_kernels(self.checks, "triton", algorithm, torch.float32)
 
     def _check_interpreted(self) -> None:
         from ringcomm._tl.hooks import IS_INTERPRETED
@@ -656,7 +656,7 @@ class TritonCalls:
             return end.run(plan, source.data_ptr(), record.data_ptr())
 
         try:
-            comm.start_call(Call(name, run, []))
+            comm.engine.start_call(Call(name, run, []))
         except RingcommError:
             if stored is not None:
                 _abandoned.append(stored)

@@ -542,7 +542,7 @@ class Into:
 
 
 def feeding_back(calls: Any, residual: Residual | None) -> Any:
-    """Returns the calls of a step (``Communicator.calls_of_steps``) for a bucket's residual."""
+    """Returns the calls of a step (:meth:`StepCalls.calls_of`) for a bucket's residual."""
     return calls if residual is None else calls.feeding_back(residual)
 
 
@@ -550,7 +550,7 @@ def make_residual(comm: Communicator | None, options: ReduceOptions, elems: int)
     """Makes the residual of a bucket of so many elements, if the options want one."""
     if comm is None or not options.wire.error_feedback:
         return None
-    return comm.residual_of_bucket(elems, options.state)
+    return comm.steps.residual_of(elems, options.state)
 
 
 class Reducer(ABC):
@@ -587,10 +587,10 @@ class HostReducer(Reducer):
         self, comm: Communicator | None, options: ReduceOptions, step_bytes: int = 0
     ) -> None:
         if comm is not None:
-            comm.check_sum_blocks("optimizer", options.algorithm, "native")
+            comm.engine.check_sum_blocks("optimizer", options.algorithm, "native")
         self._comm = comm
         self._calls: Use = (
-            itself if comm is None else comm.calls_of_steps(options.state, options.wire.gradients)
+            itself if comm is None else comm.steps.calls_of(options.state, options.wire.gradients)
         )
         self._step_bytes = step_bytes
         self._op = OP_CODES[options.reduce.upper()]
@@ -634,7 +634,9 @@ class HostReducer(Reducer):
         if self._comm is None:
             raise AssertionError("alone there is nothing to reduce")
         outputs = [into.out] if into.words is None else [into.out, into.words]
-        return self._comm.start_call(Call("reduce_scatter_norm", run, outputs), async_op=async_op)
+        return self._comm.engine.start_call(
+            Call("reduce_scatter_norm", run, outputs), async_op=async_op
+        )
 
 
 class DeviceReducer(HostReducer):
@@ -658,7 +660,7 @@ class DeviceReducer(HostReducer):
 
         # The host's communicator and the device's are called alike.
         call = Call("grad_norm", cast(Any, run), [])
-        self._device_comm.start_call(call)
+        self._device_comm.engine.start_call(call)
 
     def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
         # The blocks add to words, whether or not anyone asks for them.

@@ -429,8 +429,8 @@ def check_even(comm: Communicator, operation: str, asked: str, instead: str) -> 
 
 def check_segments(comm: Communicator, algorithm: int) -> None:
     """Refuses a ring whose segments hold no whole block, since norms are summed by blocks."""
-    segment_bytes, least = comm.segment_bytes, BLOCK_ELEMS * 4
-    if comm.chosen(algorithm) == ALGORITHMS["ring"] and segment_bytes < least:
+    segment_bytes, least = comm.engine.segment_bytes, BLOCK_ELEMS * 4
+    if comm.engine.chosen(algorithm) == ALGORITHMS["ring"] and segment_bytes < least:
         raise UnsupportedError(
             f"optimizer: the ring forms move whole blocks of {BLOCK_ELEMS} elements, so they "
             f"expect CommOptions.segment_bytes >= {least}, got {segment_bytes}"

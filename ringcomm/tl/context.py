@@ -119,7 +119,7 @@ class Context:
     def __init__(self, comm: Communicator, blocks: int | None = None) -> None:
         self.comm = comm
         self._closed = True  # until there is something to close
-        place = self._place = comm.kernel_place("ringcomm.tl.Context")
+        place = self._place = comm.engine.kernel_place("ringcomm.tl.Context")
         wanted = place.default_blocks if blocks is None else integer(blocks)
         if wanted is None or not 1 <= wanted <= place.most_blocks:
             raise ArgumentError(
@@ -231,7 +231,7 @@ class Context:
                 early, and :meth:`check` or the next launch raises it.
         """
         name = getattr(getattr(kernel, "fn", kernel), "__name__", "kernel")
-        self.comm.raise_if_unusable(name)
+        self.comm.engine.raise_if_unusable(name)
         if prod(grid) > self.blocks:
             raise ArgumentError(
                 f"{self._where(name)}: grid: expected at most {self.blocks} programs, got "
@@ -252,7 +252,7 @@ class Context:
             self.comm.abort(f"{name} was interrupted by {type(error).__name__}: {error}")
             raise
         if not self.comm.launches:
-            self.comm.raise_if_unusable(name)
+            self.comm.engine.raise_if_unusable(name)
 
     def _passed(self, name: str, arg: Any) -> Any:
         if not isinstance(arg, torch.Tensor):
@@ -274,8 +274,8 @@ class Context:
             name: of the operation, for the error.
         """
         if not self.comm.aborted:
-            self.comm.finish_host_side()
-        self.comm.raise_if_unusable(name)
+            self.comm.engine.finish_host_side()
+        self.comm.engine.raise_if_unusable(name)
 
     # ---- the end ------------------------------------------------------------------------------
 
@@ -291,7 +291,7 @@ class Context:
         try:
             self.check("ringcomm.tl.Context.close")
             self.comm.barrier()
-            self.comm.finish_host_side()
+            self.comm.engine.finish_host_side()
         except RingcommError:
             self._abandon()
             raise

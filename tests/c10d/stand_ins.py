@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -48,6 +49,8 @@ class NotedCommunicator:
         self.works: list[NotedWork] = []
         self.aborted = False
         self.group_at: Callable[..., Any] | None = None
+        self.engine = self.messages = self
+        self.membership = SimpleNamespace(name=self.name)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):

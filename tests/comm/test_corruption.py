@@ -38,7 +38,7 @@ def _sound(**changes: Any) -> bytes:
 
 
 def _until_a_fault(comm: Communicator) -> None:
-    core: Any = comm._core
+    core: Any = comm.engine.core
     deadline = time.monotonic() + TIMEOUT_S
     while core.fault() is None and time.monotonic() < deadline:
         time.sleep(0.001)

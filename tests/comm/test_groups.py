@@ -137,7 +137,7 @@ def test_closed_and_aborted_communicators_say_so():
         lambda: world[1].barrier(async_op=True),
         lambda: world[1].send(torch.ones(2), 0),
         lambda: world[1].irecv(torch.ones(2), 0),
-        lambda: world[1].submit(list, "job"),
+        lambda: world[1].engine.submit(list, "job"),
         lambda: world[1].new_group([1]),
         lambda: setattr(world[1], "timeout", 3),
     ):

@@ -51,7 +51,7 @@ WAITS: dict[str, Callable[[Communicator], Any]] = {
     "irecv": lambda c: c.irecv(torch.ones(4), 3).wait(),
     "send": lambda c: c.send(torch.ones(2_000_000), 3),
     "object": lambda c: ringcomm.all_gather_object([None] * 4, {"rank": c.rank}, group=c),
-    "submit": lambda c: c.submit(lambda: _barrier(c), "mine").wait(),
+    "submit": lambda c: c.engine.submit(lambda: _barrier(c), "mine").wait(),
     "step": _step,
     "stage 3": _stage_3,
     "new_group": lambda c: c.new_group(range(4)).barrier(),

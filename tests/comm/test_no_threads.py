@@ -121,7 +121,7 @@ def test_an_asynchronous_call_without_a_thread() -> None:
 def test_close_without_a_thread() -> None:
     comm = ringcomm.local_world(1, timeout=LONG_S)[0]
     with no_threads(), pytest.raises(RingcommError):
-        comm.submit(list, "nothing")
+        comm.engine.submit(list, "nothing")
     within(SOON_S, comm.close)
 
 

@@ -40,7 +40,7 @@ def scatter_partial(comm: Communicator, inputs: list[Tensor], out: Tensor, op: s
             how.factor,
         )
 
-    comm.start_call(Call("reduce_scatter_partial", run, [out]))
+    comm.engine.start_call(Call("reduce_scatter_partial", run, [out]))
 
 
 def reduce_partial(comm: Communicator, tensor: Tensor, out: Tensor, op: str, root: int) -> None:
@@ -51,7 +51,7 @@ def reduce_partial(comm: Communicator, tensor: Tensor, out: Tensor, op: str, roo
             tensor.data_ptr(), out.data_ptr(), tensor.numel(), dtype, how.code, how.factor, root
         )
 
-    comm.start_call(Call("reduce_partial", run, [out]))
+    comm.engine.start_call(Call("reduce_partial", run, [out]))
 
 
 def combine(arrays: list[Tensor], out: Tensor, op: str, divide_by: int = 0) -> Tensor:

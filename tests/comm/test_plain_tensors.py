@@ -48,7 +48,7 @@ def test_is_read(name):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_each_type_is_moved(worlds, dtype):
     tensor, out = torch.ones(3).to(dtype), torch.zeros(3).to(dtype)
-    assert worlds(1)[0]._core.all_gather_plain(out, tensor, "auto") == 0
+    assert worlds(1)[0].engine.core.all_gather_plain(out, tensor, "auto") == 0
     assert torch.equal(out.view(torch.uint8), tensor.view(torch.uint8))
 
 
@@ -83,7 +83,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_is_left_to_the_careful_path(worlds, name):
     x, y = torch.ones(3), torch.zeros(3)
-    assert REFUSED[name](worlds(1)[0]._core, x, y) == _native.NOT_PLAIN
+    assert REFUSED[name](worlds(1)[0].engine.core, x, y) == _native.NOT_PLAIN
     assert torch.equal(x, torch.ones(3))
     assert torch.equal(y, torch.zeros(3))
 

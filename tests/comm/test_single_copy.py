@@ -72,7 +72,7 @@ def _meet(store: Any, rank: int, world: int, single_copy: bool = True) -> Commun
 
 
 def _copies_once(comm: Communicator) -> bool:
-    core: Any = comm._core
+    core: Any = comm.engine.core
     return core.single_copy
 
 

@@ -223,7 +223,7 @@ def test_gradient_shards_are_summed_in_blocks(worlds, dtype, reduce):
                 0,
             )
 
-        comm.start_call(Call("reduce_scatter_norm", run, [out]))
+        comm.engine.start_call(Call("reduce_scatter_norm", run, [out]))
         return out
 
     wide = [each.float() for each in grads]

@@ -166,14 +166,14 @@ def test_submit_runs_in_order_and_may_call_collectives(worlds):
             comm.barrier()
             return [tensor]
 
-        first = comm.submit(step, "step", timeout=30)
+        first = comm.engine.submit(step, "step", timeout=30)
         comm.barrier()
         order.append("after")
         assert first.result() == [tensor]
         assert order == ["submitted", "after"]
         assert comm.timeout.total_seconds() == 60
         assert torch.equal(tensor, torch.full((3,), 2.0))
-        failing = comm.submit(lambda: [1 / 0], "failing")
+        failing = comm.engine.submit(lambda: [1 / 0], "failing")
         with pytest.raises(ZeroDivisionError):
             failing.wait()
 
@@ -206,13 +206,13 @@ def test_async_calls_on_the_worker_thread_run_at_once(worlds):
             work = comm.all_reduce(tensor, async_op=True)
             assert work.is_completed()
             assert work.get_future().wait() == [tensor]
-            inner = comm.submit(lambda: [tensor], "inner")
+            inner = comm.engine.submit(lambda: [tensor], "inner")
             assert inner.result() == [tensor]
             return [tensor]
 
         # A future that is done runs its callback where it is added.
         added = threading.Event()
-        work = comm.submit(lambda: step() if added.wait(60) else [], "step")
+        work = comm.engine.submit(lambda: step() if added.wait(60) else [], "step")
         chained = work.get_future().then(lambda done: step()[0] + done.value()[0])
         added.set()
         assert torch.equal(chained.wait(), torch.full((2,), 4.0))
@@ -232,7 +232,7 @@ def test_waiting_for_what_stands_behind_is_refused(worlds):
                 later[0].wait()
             return []
 
-        first = comm.submit(step, "step")
+        first = comm.engine.submit(step, "step")
         later.append(comm.barrier(async_op=True))
         ready.set()
         first.wait()

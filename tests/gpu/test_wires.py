@@ -36,7 +36,7 @@ def enqueue_of(comm: Communicator) -> Callable[..., None]:
     """Enqueues a native call, as a communicator over nodes does."""
 
     def enqueue(name: str, *args: Any) -> None:
-        comm.start_call(Call(name, lambda end: getattr(end, name)(*args), []))
+        comm.engine.start_call(Call(name, lambda end: getattr(end, name)(*args), []))
 
     return enqueue
 

@@ -206,7 +206,7 @@ class Step:
         self, comm, shard: Shard, grads: torch.Tensor, algorithm: str, step_bytes: int = 0
     ) -> None:
         self.step_bytes = step_bytes
-        self.core, self.comm, self.shard, self.grads = comm._core, comm, shard, grads
+        self.core, self.comm, self.shard, self.grads = comm.engine.core, comm, shard, grads
         self.grad_code = code(grads.dtype)
         self.algorithm = _native.ALGORITHMS[algorithm]
         self.reduced = torch.zeros(max(shard.own, 1))
@@ -385,7 +385,7 @@ def test_different_forms_are_a_mismatch():
         name = "reduce_scatter_adamw_all_gather" if one_pass else "adamw_all_gather"
         before = bits(shard.params).clone()
         with pytest.raises(MismatchError) as caught:
-            comm.start_call(Call(name, run, []))
+            comm.engine.start_call(Call(name, run, []))
         assert torch.equal(bits(shard.params), before)
         return str(caught.value)
 

@@ -3,10 +3,12 @@
 import itertools
 import re
 import xml.etree.ElementTree as ET
+from typing import cast
 
 import pytest
 
 import ringcomm
+from ringcomm import _native
 from tests.packaging.documents import DOCUMENTS
 from tools.pictures import COLOURS, FOLDER, PICTURES
 
@@ -114,7 +116,7 @@ def contrast_of(one, other):
 def test_the_region_that_is_drawn_is_that_of_two_ranks():
     texts = [each.text for each in ET.parse(FOLDER / "heap.svg").getroot().iter(f"{SVG}text")]
     with ringcomm.local_world(2) as world:
-        geometry = world[0]._core.geometry
+        geometry = cast(_native.Comm, world[0].engine.core).geometry
     assert geometry["channels"] == 1
     assert f"slots, {geometry['slots']} a stream" in texts
     assert f"segments of {geometry['segment_bytes'] >> 10} KiB" in texts

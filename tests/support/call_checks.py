@@ -73,7 +73,7 @@ def _operands(case: Case, count: int, world: int) -> list[torch.Tensor]:
 def _expect(comm: Communicator, case: Case, holds: bool) -> None:
     """Asserts it. A kernel that gave up leaves wrong values, and its fault says more than they."""
     if not holds:
-        comm.raise_if_unusable("the check")
+        comm.engine.raise_if_unusable("the check")
     assert holds, case
 
 

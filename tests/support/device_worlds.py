@@ -14,8 +14,8 @@ import torch
 
 import ringcomm
 from ringcomm import CommOptions, Communicator, LocalWorld, cuda
-from ringcomm.comm.communicator import DeviceCommunicator
 from ringcomm.comm.device import lifecycle
+from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.cuda.runtime import DeviceRuntime
 from ringcomm.memory import device_heap
 from ringcomm.memory.device_heap import BLOCK_ALIGN
@@ -146,7 +146,7 @@ class Devices:
 
 def device_of(comm: Communicator) -> int:
     """The ordinal of the communicator's device."""
-    index: int = cast(DeviceCommunicator, comm).heap_device.index
+    index: int = comm.heap_device.index
     return index
 
 
@@ -200,13 +200,13 @@ class Stream(IntEnum):
 
 
 def _write(comm: Communicator, offset: int, *words: int) -> None:
-    core = cast(DeviceCommunicator, comm)._device_core
+    core = cast(DeviceCallEngine, comm.engine).device_core
     data = b"".join(word.to_bytes(4, "little") for word in words)
     core.runtime.write(core.device, core._block.ptr + offset, data)
 
 
 def _links(comm: Communicator) -> int:
-    channels = cast(DeviceCommunicator, comm)._device_core.native.channels
+    channels = cast(DeviceCallEngine, comm.engine).device_core.native.channels
     return _STREAMS * channels * comm.world_size
 
 
@@ -220,7 +220,7 @@ def set_epochs(comm: Communicator, epoch: int) -> None:
 
 def ready_word(comm: Communicator, peer: int, stream: Stream = Stream.PAIR) -> int:
     """The address of the word with which ``peer`` publishes on the first channel."""
-    core = cast(DeviceCommunicator, comm)._device_core
+    core = cast(DeviceCallEngine, comm.engine).device_core
     link = int(stream) * core.native.channels * comm.world_size + peer
     address: int = core._block.ptr + _PAGE_BYTES + link * _LINE_BYTES
     return address
@@ -244,7 +244,7 @@ def set_packet_epoch(comm: Communicator, epoch: int) -> None:
 
 def packet_flags(comm: Communicator) -> set[int]:
     """The flags of all places for packets; between calls."""
-    core = cast(DeviceCommunicator, comm)._device_core
+    core = cast(DeviceCallEngine, comm.engine).device_core
     lines = 3 * _links(comm) + core.native.channels
     begin = _PAGE_BYTES + -(-lines * _LINE_BYTES // _PAGE_BYTES) * _PAGE_BYTES
     size_bytes = core.native.words_bytes - begin

@@ -42,7 +42,7 @@ class Region:
     @classmethod
     def of(cls, comm: Communicator, rank: int | None = None) -> Region:
         """The region of ``rank`` (default: its own) of ``comm``."""
-        core: Any = comm._core
+        core: Any = comm.engine.core
         table = core.rank_table(0)
         place = _native.STRUCTURES["table.regions"] + 8 * (comm.rank if rank is None else rank)
         (base_ptr,) = struct.unpack_from("<Q", table, place)

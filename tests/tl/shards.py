@@ -193,12 +193,12 @@ class Steps:
 
     def _end(self, native: Any) -> Any:
         comm = self._comm
-        return comm.use_kernels(comm.checks("step"), "triton", self._algorithm, torch.float32)(
-            native
-        )
+        return comm.engine.use_kernels(
+            comm.engine.checks("step"), "triton", self._algorithm, torch.float32
+        )(native)
 
     def _run(self, name: str, run: Callable[[Any], int]) -> None:
-        self._comm.start_call(Call(name, run, []))
+        self._comm.engine.start_call(Call(name, run, []))
 
     def norm(self, of: Memory, kernels: str, kind: str, accumulate: bool) -> None:
         """reduce_scatter_norm into ``out`` and ``words``."""

@@ -93,8 +93,8 @@ def _collectives(comm, kind):
 
 def _check_records(comm, calls_of_triton):
     """They and a native one after them are numbered as the kernels number them."""
-    core = comm._device_core
-    comm.finish_host_side()
+    core = comm.engine.device_core
+    comm.engine.finish_host_side()
     ptr = core._ptr + core.native.sequence_offset_bytes
     assert int.from_bytes(core.runtime.read(core.device, ptr, 8), "little") == calls_of_triton + 1
     calls = comm.recording().ranks[comm.rank].collectives

@@ -143,7 +143,7 @@ def test_a_graph_replays_the_step_of_a_module(devices, stage):
             step(optimizer)
             optimizer.zero_grad(set_to_none=stage > 1)
             backward(module, 1)
-        comm.finish_host_side()
+        comm.engine.finish_host_side()
         step(optimizers[0])
         known = [rates[1]]
         with graph_of(devices.emulated, known, partial(step, optimizers[1])) as replay:
@@ -155,7 +155,7 @@ def test_a_graph_replays_the_step_of_a_module(devices, stage):
                     rate.fill_(1e-2 / turn)
                 step(optimizers[0])
                 replay()
-        comm.finish_host_side()
+        comm.engine.finish_host_side()
         return [zero.full_state_dict(module) for module in modules]
 
     with devices.new_world(1, options=OPTIONS) as world:

@@ -295,7 +295,7 @@ def _check_region(handle: DeviceHandle, region_bytes: int, operation: str) -> No
 
 
 class DeviceCore:
-    """A rank's core on a device, with those methods of the native host core that the engine uses.
+    """The owner of a rank's core on a device, ``native``.
 
     Args:
         heap: of this rank's device.
@@ -442,6 +442,20 @@ class DeviceCore:
     @property
     def aborted(self) -> bool:
         return self._aborted or self.native.raised
+
+    @property
+    def segment_bytes(self) -> int:
+        return self.native.segment_bytes
+
+    def chosen(self, algorithm: int) -> int:
+        """Returns the code of the algorithm that a large call with this code runs."""
+        return self.native.chosen(algorithm)
+
+    # The host waits for no peer: what is launched ends by itself.
+    awaited, arrivals, has_messages = -1, 0, False
+
+    def set_left(self, left: bool) -> None:
+        """Does nothing: peers are told by :meth:`DeviceCallEngine.set_peer_left`."""
 
     def fault(self) -> dict[str, Any] | None:
         """Returns the fault record, if possible that of the rank where the fault began."""

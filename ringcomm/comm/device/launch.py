@@ -19,6 +19,7 @@ from ringcomm.comm.device.lifecycle import abandon
 from ringcomm.comm.device.meeting import MULTICAST, check_multicast
 from ringcomm.comm.device.sharing import DeviceOrder, JointLaunch, Prepared, launch
 from ringcomm.comm.host.arguments import DEVICE_ALGORITHMS, CallChecks, NativeOp
+from ringcomm.comm.host.core import NothingPlain
 from ringcomm.comm.host.engine import (
     AUTO,
     EXIT_GRACE_S,
@@ -34,6 +35,7 @@ from ringcomm.comm.host.engine import (
     closed,
     refusal,
     wait_seconds,
+    within,
 )
 from ringcomm.comm.host.meeting import CLOSED, LEFT, Membership
 from ringcomm.comm.host.options import milliseconds_of
@@ -69,7 +71,7 @@ __all__ = [
     "DeviceCallChecks",
     "DeviceCallEngine",
     "DeviceWork",
-    "StreamContext",
+    "OwnStreams",
 ]
 
 
@@ -94,6 +96,43 @@ class StreamContext(RankContext):
 
     def rejoin(self) -> None:
         self._follow(self._runtime.current_stream(self._device), self._stream.handle)
+
+
+class OwnStreams:
+    """The streams that a communicator has for itself on a rank's device, made when first used.
+
+    Args:
+        place: the device.
+    """
+
+    def __init__(self, place: tuple[DeviceRuntime, int]) -> None:
+        self._place = place
+        self._side: Stream | None = None
+        self._thread: Stream | None = None
+
+    @property
+    def side(self) -> Stream:
+        """The stream of asynchronous calls."""
+        if self._side is None:
+            runtime, device = self._place
+            self._side = runtime.make_stream(device, high_priority=True)
+        return self._side
+
+    def of_thread(self) -> StreamContext:
+        """Returns the stream of a rank that runs as a thread beside others."""
+        if self._thread is None:
+            runtime, device = self._place
+            self._thread = runtime.make_stream(device)
+        return StreamContext(self._place, self._thread)
+
+    def side_behind_current(self) -> tuple[Stream, SeenEvent]:
+        """Returns the side stream, behind the current one, and an event at its end."""
+        runtime, device = self._place
+        with runtime.on_device(device):
+            side = self.side
+            behind = runtime.record_event(device, runtime.current_stream(device))
+            runtime.wait_event(device, side.handle, behind)
+            return side, SeenEvent(runtime.record_event(device, side.handle))
 
 
 FIRST_POLL_S = 0.00002
@@ -274,7 +313,7 @@ def _submitting(engine: weakref.ref[DeviceCallEngine]) -> Callable[[], None]:
     def submit() -> None:
         alive = engine()
         assert alive is not None  # it makes the call
-        alive._submit(alive._device_core.native)
+        alive._submit(alive.device_core.native)
 
     return submit
 
@@ -294,17 +333,15 @@ class DeviceCallEngine(CallEngine):
         order: DeviceOrder,
         joint_launch: JointLaunch | None,
     ) -> None:
-        super().__init__(cast(Any, core), membership)
-        self._device_core = core
+        recorder, rank_of = core.recorder, (core.rank, core.world_size)
+        locate = recorder.located if recorder is not None else None
+        reader = FlightRecorder(recorder, membership.name, rank_of, locate)
+        super().__init__(core, core.native, NothingPlain(), membership, reader)
+        self.device_core = core
         self.device_place: tuple[DeviceRuntime, int] = (core.runtime, core.device)
         self._checks: dict[str, DeviceCallChecks] = {}
-        recorder = core.recorder
-        self._records = recorder.native if recorder is not None else None
-        locate = recorder.located if recorder is not None else None
-        self._recorder = FlightRecorder(recorder, self.name, (core.rank, core.world_size), locate)
-        # Never zero, so that no call takes the quick paths, which run it on the caller's thread.
-        self._queue.pending = 1
-        self._order = order
+        self.records = recorder.native if recorder is not None else None
+        self.order = order
         self.joint_launch = joint_launch
         self._submission = _submitting(weakref.ref(self))
         self._takes_over = False
@@ -318,17 +355,20 @@ class DeviceCallEngine(CallEngine):
         # has said why.
         self._told: bool | None = None
         self._unreported: RingcommError | None = None
-        self._side: Stream | None = None
+        self.streams = OwnStreams(self.device_place)
         # This rank's prepared call, while one thread prepares the calls of all ranks.
         self._collecting = False
         self._collected: Prepared | None = None
-        self._sends_alone = False  # while a message is launched
+        self.sends_alone = False  # while a message is launched
         self._name = ""
 
     @property
     def device(self) -> torch.device:
-        """The device on which the tensors of this communicator's calls lie."""
-        return self._device_core.runtime.torch_device(self._device_core.device)
+        return self.device_core.runtime.torch_device(self.device_core.device)
+
+    @property
+    def heap_device(self) -> torch.device:
+        return torch.device("cuda", self.device_core.device)
 
     @property
     def launches(self) -> bool:
@@ -337,8 +377,7 @@ class DeviceCallEngine(CallEngine):
     def _new_checks(self, op: str) -> CallChecks:
         checks = self._checks.get(op)
         if checks is None:
-            rank_of = self._rank, self._world_size
-            checks = self._checks[op] = DeviceCallChecks(op, rank_of, self.device_place)
+            checks = self._checks[op] = DeviceCallChecks(op, self.rank_of, self.device_place)
         return checks
 
     def use_kernels(
@@ -354,18 +393,13 @@ class DeviceCallEngine(CallEngine):
         return super().use_kernels(checks, kernels, algorithm, dtype, reduction)
 
     def rank_context(self) -> RankContext:
-        if self._thread_stream is None:
-            runtime, device = self.device_place
-            self._thread_stream = runtime.make_stream(device)
-        return StreamContext(self.device_place, self._thread_stream)
-
-    _thread_stream: Stream | None = None
+        return self.streams.of_thread()
 
     # ---- calls --------------------------------------------------------------------------------
 
-    def _begin_turn(self, name: str) -> None:
+    def begin_turn(self, name: str) -> None:
         """Begins a call, if calls are possible; the caller holds the turn and is on the device."""
-        self._check_usable(name)
+        self.check_usable(name)
         self._name = name
 
     def start_call(self, call: Call, async_op: bool = False) -> Work | None:
@@ -375,8 +409,8 @@ class DeviceCallEngine(CallEngine):
         if async_op:
             return self._start_beside(call)
         runtime, device = self.device_place
-        with self._queue.turn, runtime.on_device(device):
-            self._begin_turn(call.name)
+        with self.queue.turn, runtime.on_device(device):
+            self.begin_turn(call.name)
             self._run(call, runtime.current_stream(device))
         return None
 
@@ -385,40 +419,34 @@ class DeviceCallEngine(CallEngine):
         if runtime.is_capturing(device):
             # This capture does not include the streams of the other ranks' threads.
             raise UnsupportedError(
-                f"{where(name, self._rank, self._world_size)}: the current stream records a graph, "
+                f"{where(name, *self.rank_of)}: the current stream records a graph, "
                 "and the ranks of one process on one device share a launch, which threads cannot "
                 "record together. Record it from one thread (LocalWorld.all_reduce, "
                 "reduce_scatter_tensor or all_gather_into_tensor), or give each rank a process"
             )
 
-    def _execute(self, call: Call) -> Outputs:
+    def execute(self, call: Call) -> Outputs:
         self.start_call(call)
         return call.outputs
 
     def _start_beside(self, call: Call) -> DeviceWork:
         runtime, device = self.device_place
-        with self._queue.turn, runtime.on_device(device):
-            self._begin_turn(call.name)
-            side = self._side_stream()
+        with self.queue.turn, runtime.on_device(device):
+            self.begin_turn(call.name)
+            side = self.streams.side
             current = runtime.current_stream(device)
             runtime.wait_event(device, side.handle, runtime.record_event(device, current))
             with runtime.on_stream(side):
                 self._run(call, side.handle)
             done = self._seen(runtime.record_event(device, side.handle))
-            self._keep(call, done, side.handle)
+            self.keep(call, done, side.handle)
         return self._work(call.name, call.outputs, side, done)
-
-    def _side_stream(self) -> Stream:
-        if self._side is None:
-            runtime, device = self.device_place
-            self._side = runtime.make_stream(device, high_priority=True)
-        return self._side
 
     def _work(self, name: str, outputs: Outputs, side: Stream, done: SeenEvent) -> DeviceWork:
         place = (*self.device_place, side)
-        return DeviceWork(name, outputs, place, done, lambda: self._check_work(name))
+        return DeviceWork(name, outputs, place, done, lambda: self.check_work(name))
 
-    def _keep(self, call: Call, done: SeenEvent, stream: int) -> None:
+    def keep(self, call: Call, done: SeenEvent, stream: int) -> None:
         """Keeps the call's tensors until it is done, so that no allocator reuses their memory."""
         runtime, device = self.device_place
         if self._recorded:
@@ -436,22 +464,22 @@ class DeviceCallEngine(CallEngine):
 
     def _run(self, call: Call, stream: int) -> None:
         """Orders the call on ``stream`` and launches it; the caller holds the turn."""
-        native = self._device_core.native
+        native = self.device_core.native
         self._follow_last(stream)
         native.stream = stream
-        self._take_over()
+        self.take_over()
         try:
-            call.run(cast(Any, native))
+            call.run(native)
         except BaseException as error:
-            self._raise_worded(call.name, error)
+            self.raise_worded(call.name, error)
         increment_version(call.written)
 
-    def _take_over(self) -> None:
+    def take_over(self) -> None:
         """Has launches pass :meth:`_submit` if others share the device."""
-        shared = self.joint_launch is not None or self._collecting or self._order.is_shared
+        shared = self.joint_launch is not None or self._collecting or self.order.is_shared
         if shared != self._takes_over:
             self._takes_over = shared
-            self._device_core.native.set_submit(self._submission if shared else None)
+            self.device_core.native.set_submit(self._submission if shared else None)
 
     def _follow_last(self, stream: int) -> None:
         """Puts ``stream`` behind the communicator's last call, if that was on another one."""
@@ -468,7 +496,7 @@ class DeviceCallEngine(CallEngine):
         if follows and last is not None:
             runtime.wait_event(device, stream, runtime.record_event(device, last))
 
-    def _prepare(self, call: Call, stream: int) -> Prepared:
+    def prepare(self, call: Call, stream: int) -> Prepared:
         """Returns the launch that :meth:`_run` would make; the caller holds the turn."""
         self._collecting = True
         try:
@@ -479,29 +507,29 @@ class DeviceCallEngine(CallEngine):
         assert prepared is not None
         return prepared
 
-    def _withdraw(self) -> None:
-        """Withdraws the launch that :meth:`_prepare` returned."""
-        self._device_core.native.withdraw()
+    def withdraw(self) -> None:
+        """Withdraws the launch that :meth:`prepare` returned."""
+        self.device_core.native.withdraw()
 
     def _submit(self, prepared: Prepared) -> None:
-        """Launches a prepared call, or hands it to :meth:`_prepare`."""
+        """Launches a prepared call, or hands it to :meth:`prepare`."""
         if self._collecting:
             self._collected = prepared
             return
-        core = self._device_core
+        core = self.device_core
         stream = core.native.stream
-        if self._sends_alone:
+        if self.sends_alone:
             # Not every rank of this process takes part in a message, so there is no joint launch.
             # Messages may not wait for each other: DeviceOrder.sends() keeps room for them.
             launch([prepared], stream)
             return
         if self.joint_launch is not None:
-            self.joint_launch.launch(self._rank, prepared, stream, self._look_for)
+            self.joint_launch.launch(self.rank, prepared, stream, self._look_for)
             return
         blocks = prepared.prepared_kind[1]
-        self._order.before(core, blocks, stream)
+        self.order.before(core, blocks, stream)
         launch([prepared], stream)
-        self._order.after(core, blocks, stream)
+        self.order.after(core, blocks, stream)
 
     def _make_triton(self, checks: CallChecks) -> TritonEnd:
         require_triton(checks)
@@ -511,7 +539,7 @@ class DeviceCallEngine(CallEngine):
 
         if IS_INTERPRETED and self.joint_launch is not None:
             raise UnsupportedError(f"{checks}: {ONE_RANK}")
-        core = self._device_core
+        core = self.device_core
         geometry = Geometry.of(core.native.geometry)
 
         def run(plan: KernelPlan, in_ptr: int, out_ptr: int) -> int:
@@ -521,31 +549,23 @@ class DeviceCallEngine(CallEngine):
                 self._submit(TritonLaunch(self.device_place, plan, part, timeout_ns, geometry))
             return 0
 
-        return TritonEnd(run, self._world_size, self.chosen(AUTO))
+        return TritonEnd(run, self.world_size, self.chosen(AUTO))
 
     def _kernel_place(self, head: str) -> KernelPlace:
         from ringcomm._tl.hooks import IS_INTERPRETED
 
         if IS_INTERPRETED and self.joint_launch is not None:
             raise UnsupportedError(f"{head}: {ONE_RANK}")
-        core = self._device_core
+        core = self.device_core
         return device_place(core.native, self.device_place, core.multiprocessors, head)
-
-    @property
-    def segment_bytes(self) -> int:
-        size_bytes: int = self._device_core.native.geometry["segment_bytes"]
-        return size_bytes
-
-    def chosen(self, algorithm: int) -> int:
-        return self._device_core.native.chosen(algorithm)
 
     def _look_for(self, missing: Sequence[int], waited_s: float) -> None:
         """Raises if this rank cannot expect other threads of this process to make their calls."""
-        core, name = self._device_core, self._name
-        self._check_usable(name)
+        core, name = self.device_core, self._name
+        self.check_usable(name)
         if core.any_aborted():
-            raise self._fault(name)
-        head = where(name, self._rank, self._world_size)
+            raise self.fault(name)
+        head = where(name, *self.rank_of)
         for rank in missing:
             if core.has_closed(rank):
                 raise self._give_up(
@@ -588,21 +608,9 @@ class DeviceCallEngine(CallEngine):
         Raises:
             AbortedError: the communicator is unusable.
         """
-        self._check_usable(opname)
-        core = self._device_core
-        usual_ms = core.timeout_ms
-        if timeout is not None:
-            core.timeout_ms = milliseconds_of(timeout)
-        try:
-            outputs = fn()
-        finally:
-            core.timeout_ms = usual_ms
-        runtime, device = self.device_place
-        with runtime.on_device(device):
-            side = self._side_stream()
-            behind = runtime.record_event(device, runtime.current_stream(device))
-            runtime.wait_event(device, side.handle, behind)
-            done = SeenEvent(runtime.record_event(device, side.handle))
+        self.check_usable(opname)
+        outputs = fn() if timeout is None else within(self.owner, milliseconds_of(timeout), fn)
+        side, done = self.streams.side_behind_current()
         return self._work(opname, outputs, side, done)
 
     def finish_host_side(self) -> None:
@@ -610,34 +618,34 @@ class DeviceCallEngine(CallEngine):
         runtime, device = self.device_place
         calls = self._everything()
         runtime.synchronize(device)
-        self._check_usable("synchronize")
+        self.check_usable("synchronize")
         self._see_completed(calls)
 
     # ---- the flight recorder --------------------------------------------------------------------
 
     def recording(self) -> Recording:
         """See :meth:`CallEngine.recording`."""
-        if self._refuse is None:
+        if self.refuse is None:
             # The records can be read even if the device does not answer any more.
             with suppress(Exception):
                 for _, done in tuple(self._launched):
                     done.query()
-                self._device_core.look()
+                self.device_core.look()
         return super().recording()
 
     def _everything(self) -> list[Calls]:
-        recorder = self._device_core.recorder
+        recorder = self.device_core.recorder
         return recorder.everything() if recorder is not None else []
 
     def _see_completed(self, calls: list[Calls]) -> None:
         """Notes in the records that the device has completed ``calls``."""
-        if self._records is not None:
+        if self.records is not None:
             for each in calls:
-                self._records.seen_completed(*each)
+                self.records.seen_completed(*each)
 
     def _seen(self, event: Event) -> SeenEvent:
         """Wraps an event behind all collectives so far, whose passing is noted in the records."""
-        records = self._records
+        records = self.records
         if records is None:
             return SeenEvent(event)
         return SeenEvent(event, records, (COLLECTIVES, 1, records.enqueued(COLLECTIVES)))
@@ -645,11 +653,11 @@ class DeviceCallEngine(CallEngine):
     @contextmanager
     def _in_records(self, words: tuple[int, int, int, int], channels: int) -> Iterator[None]:
         """Records the launch of Triton kernels for a collective with these ``call_words``."""
-        records, (runtime, device) = self._records, self.device_place
+        records, (runtime, device) = self.records, self.device_place
         if records is None:
             yield
             return
-        captured = runtime.is_capturing(device, self._device_core.native.stream)
+        captured = runtime.is_capturing(device, self.device_core.native.stream)
         records.enqueue_triton(words, channels, captured)
         try:
             yield
@@ -659,29 +667,29 @@ class DeviceCallEngine(CallEngine):
 
     # ---- faults ---------------------------------------------------------------------------------
 
-    def _check_usable(self, name: str) -> None:
-        if self._refuse is not None:
-            raise self._refuse(name)
-        if self._device_core.native.raised:
-            raise self._fault(name)
+    def check_usable(self, name: str) -> None:
+        if self.refuse is not None:
+            raise self.refuse(name)
+        if self.device_core.native.raised:
+            raise self.fault(name)
 
-    def _check_work(self, name: str) -> None:
+    def check_work(self, name: str) -> None:
         """Raises if a Work's call may have failed.
 
         An orderly close does not count: it has waited for all calls.
         """
         if self._told is not False:
-            self._check_usable(name)
-        elif self._device_core.native.raised:
-            raise self._fault(name)
+            self.check_usable(name)
+        elif self.device_core.native.raised:
+            raise self.fault(name)
 
-    def _raise_worded(self, name: str, error: BaseException) -> NoReturn:
+    def raise_worded(self, name: str, error: BaseException) -> NoReturn:
         """Raises what the launch of a call has raised, in words that name the call."""
         if isinstance(error, KeyboardInterrupt):
-            self._interrupt()
+            self.interrupt()
         if isinstance(error, RingcommError) or not isinstance(error, (ValueError, RuntimeError)):
             raise error
-        head = where(name, self._rank, self._world_size)
+        head = where(name, *self.rank_of)
         if isinstance(error, ValueError):
             raise ArgumentError(f"{head}: {error}") from error
         # Peers may have launched their part, and would mistake the next call for this one.
@@ -706,7 +714,7 @@ class DeviceCallEngine(CallEngine):
             )
 
         refused = {"kind": "aborted", "peer": -1, "sequence": 0}
-        fault = {"rank": self._rank, "message": False, "mine": "", **(waits or refused)}
+        fault = {"rank": self.rank, "message": False, "mine": "", **(waits or refused)}
         error = word(fault)
         try:
             error = word(self._recorder.traced(fault, word))
@@ -715,18 +723,18 @@ class DeviceCallEngine(CallEngine):
         return error
 
     def _make_unusable(self, error: RingcommError, text: str) -> None:
-        self._disable(refusal(self._rank, self._world_size, error))
-        self._device_core.abort(text)
+        self._disable(refusal(self.rank, self.world_size, error))
+        self.device_core.abort(text)
 
     def _waits_in_vain(self, kind: str, peer: int) -> Fault:
         """Returns the fault of the call that was about to be launched, and records its failure."""
-        recorder = self._device_core.recorder
+        recorder = self.device_core.recorder
         number = recorder.gave_up(kind, peer) if recorder is not None else 0
         return {"kind": kind, "peer": peer, "sequence": number}
 
     def _why_lost(self, place: int) -> str:
         # A process that has ended is known by Membership.processes.
-        return CLOSED if self._device_core.has_closed(place) else ""
+        return CLOSED if self.device_core.has_closed(place) else ""
 
     def _events_of_the_end(self) -> list[Event]:
         """Returns events that have passed once no launched kernel runs any more."""
@@ -745,11 +753,11 @@ class DeviceCallEngine(CallEngine):
             return False
         try:
             if self._told is None:
-                self._told = self._refuse is not None
-            self._disable(closed(self._rank, self._world_size, self.name))
+                self._told = self.refuse is not None
+            self._disable(closed(self.rank, self.world_size, self.membership.name))
             if self._last_recorded is not None:
                 # This communicator does not know the streams of replays.
-                self._device_core.synchronize()
+                self.device_core.synchronize()
             events = self._events_of_the_end()
             while not all(event.query() for event in events):
                 if deadline.is_over():
@@ -758,44 +766,35 @@ class DeviceCallEngine(CallEngine):
             self._see_completed(self._everything())
             return True
         finally:
-            self._queue.turn.release()
+            self.queue.turn.release()
 
     def _takes_turn(self, deadline: Deadline) -> bool:
         """Takes the turn; False when the call that has it is late or waits for a lost peer."""
         joint = self.joint_launch
-        while not self._queue.turn.acquire(timeout=LOOK_S):
-            in_vain = joint is not None and joint.waited_s(self._rank) >= IN_VAIN_S
+        while not self.queue.turn.acquire(timeout=LOOK_S):
+            in_vain = joint is not None and joint.waited_s(self.rank) >= IN_VAIN_S
             if deadline.is_over() or in_vain:
                 return False
         return True
 
-    def is_busy(self) -> bool:
-        return False  # what is launched ends by itself
-
-    def set_left(self, left: bool) -> None:
-        """Does nothing: a rank on a device is told of its peers."""
-
     def set_peer_left(self, place: int, left: bool) -> None:
-        self._device_core.native.mark_lost(place, left)
+        self.device_core.native.mark_lost(place, left)
         if self.joint_launch is not None:
             self.joint_launch.set_left(place, left)
 
-    def _progress(self) -> None:
-        """Returns nothing: what is launched ends by itself."""
-
     def _close(self, grace_s: float, in_vain_s: float) -> None:
-        if self._closed:
+        if self.closed:
             return
         if not self._end_calls(grace_s):
             self.abort(UNDER_WAY)
             if not self._end_calls(EXIT_GRACE_S):
                 # The region is never freed, since a kernel that does not end still uses it.
                 return
-        if not self._told and self._device_core.aborted:
-            self._unreported = self._fault("close")
-            self._refuse = refusal(self._rank, self._world_size, self._unreported)
+        if not self._told and self.device_core.aborted:
+            self._unreported = self.fault("close")
+            self.refuse = refusal(self.rank, self.world_size, self._unreported)
             self._told = True
-        self._order.leave(self.joint_launch or self._device_core)
+        self.order.leave(self.joint_launch or self.device_core)
         super()._close(grace_s, in_vain_s)
         self._launched.clear()
         self._recorded.clear()
@@ -816,8 +815,8 @@ class DeviceCallEngine(CallEngine):
     def __del__(self) -> None:
         super().__del__()
         # There is nothing to close if the constructor failed, or in a forked child.
-        if not hasattr(self, "_told") or self._closed:
+        if not hasattr(self, "_told") or self.closed:
             return
-        self._order.leave(self.joint_launch or self._device_core)
+        self.order.leave(self.joint_launch or self.device_core)
         recorded = self._last_recorded is not None
-        abandon(self._device_core, self._events_of_the_end(), self._launched, recorded=recorded)
+        abandon(self.device_core, self._events_of_the_end(), self._launched, recorded=recorded)

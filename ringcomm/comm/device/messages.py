@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
 from ringcomm.comm.device.core import MESSAGES, SeenEvent
 from ringcomm.comm.device.launch import DeviceCallEngine, DeviceWork
 from ringcomm.comm.host.arguments import put_back, readable, size_bytes, writable
-from ringcomm.comm.host.engine import Call, CallEngine, Work
-from ringcomm.comm.host.messages import Messages
+from ringcomm.comm.host.engine import Call, Work
+from ringcomm.comm.host.messages import check_tag, other_rank
 from ringcomm.cuda.runtime import Stream
 from ringcomm.errors import UnsupportedError, where
 
@@ -41,9 +41,14 @@ TensorAndPeer = tuple[Tensor, int]
 
 
 class PeerMessage(NamedTuple):
-    """One message of a batch; ``communicator`` is on a device, ``peer`` one of its ranks."""
+    """One message of a batch.
 
-    communicator: CallEngine
+    Attributes:
+        messages: of a communicator on a device.
+        tensor, peer, tag, is_send: as :meth:`DeviceMessages.isend` and ``irecv`` take them.
+    """
+
+    messages: DeviceMessages
     tensor: Tensor
     peer: int
     tag: int
@@ -61,14 +66,14 @@ def launches_of(messages: Sequence[PeerMessage]) -> list[list[int]]:
     turns: Counter[tuple[int, int, bool]] = Counter()
     launches: dict[tuple[int, int, int], list[int]] = {}
     for index, message in enumerate(messages):
-        one_way = (id(message.communicator), message.peer, message.is_send)
-        launch = (turns[one_way], message.tag, id(message.communicator))
+        one_way = (id(message.messages), message.peer, message.is_send)
+        launch = (turns[one_way], message.tag, id(message.messages))
         launches.setdefault(launch, []).append(index)
         turns[one_way] += 1
 
     def place(launch: tuple[int, int, int]) -> tuple[int, int, str]:
         turn, tag, _ = launch
-        return turn, tag, messages[launches[launch][0]].communicator.name
+        return turn, tag, messages[launches[launch][0]].messages.engine.membership.name
 
     return [launches[launch] for launch in sorted(launches, key=place)]
 
@@ -80,61 +85,44 @@ def launch_batch(messages: Sequence[PeerMessage]) -> DeviceWork:
         ArgumentError: bad argument; none of these messages was sent.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
-    # A communicator on a device has this method, one on the host does not.
-    communicator = cast(Any, messages[0].communicator)
-    work: DeviceWork = communicator.exchange_messages(
+    return messages[0].messages.exchange_messages(
         [(message.tensor, message.peer) for message in messages if message.is_send],
         [(message.tensor, message.peer) for message in messages if not message.is_send],
         messages[0].tag,
     )
-    return work
 
 
-class DeviceMessages(DeviceCallEngine, Messages):
-    """Sends and receives of a communicator on a device."""
+class DeviceMessages:
+    """The sends and receives of a rank on a device.
 
-    _send_stream: Stream | None = None
-    _receive_stream: Stream | None = None
+    Args:
+        engine: of the communicator.
+    """
 
-    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
-        """Sends ``tensor`` to rank ``dst``; later work of the current stream may change it.
+    def __init__(self, engine: DeviceCallEngine) -> None:
+        self.engine = engine
+        self._send_stream: Stream | None = None
+        self._receive_stream: Stream | None = None
 
-        Args:
-            tensor: any shape and dtype; the receiver's must have as many bytes.
-            dst: a rank of this communicator other than this one.
-            tag: 0 <= tag < 2**31; the matching receive must name the same.
-
-        Raises:
-            ArgumentError: bad argument.
-            RingcommError: a fault of an earlier call; see ``ringcomm.errors``.
-        """
+    def send(self, tensor: Tensor, dst: int, tag: int) -> None:
         self.isend(tensor, dst, tag).wait()
 
-    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
-        """Receives into ``tensor`` and returns the rank that sends.
-
-        Raises:
-            UnsupportedError: ``src`` is None: a kernel waits for one rank.
-            ArgumentError: bad argument.
-            RingcommError: a fault of an earlier call; see ``ringcomm.errors``.
-        """
+    def recv(self, tensor: Tensor, src: int | None, tag: int) -> int:
         work = self.irecv(tensor, src, tag)
         work.wait()
         return work.source_rank()
 
-    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
-        """Sends like :meth:`send`, but the current stream goes on until ``Work.wait()``."""
+    def isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
         peer, tag = self.check_message("isend", tensor, dst, tag, write=False)
         return self._post("isend", [(tensor, peer)], [], tag)
 
-    def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Work:
-        """Receives like :meth:`recv`, but only streams that wait for the Work see the data."""
+    def irecv(self, tensor: Tensor, src: int | None, tag: int) -> Work:
         peer, tag = self.check_message("irecv", tensor, src, tag, write=True)
         return self._post("irecv", [], [(tensor, peer)], tag, source=peer)
 
     def exchange_messages(
         self, sends: Sequence[TensorAndPeer], receives: Sequence[TensorAndPeer], tag: int = 0
-    ) -> Work:
+    ) -> DeviceWork:
         """Sends and receives several messages in one launch, in which none waits for another.
 
         Args:
@@ -154,7 +142,7 @@ class DeviceMessages(DeviceCallEngine, Messages):
                 checked[write].append((tensor, peer))
             peers = [peer for _, peer in checked[write]]
             if len(set(peers)) != len(peers):
-                self.checks(name).fail(
+                self.engine.checks(name).fail(
                     f"expected at most one message each way with a rank, got ranks {peers}"
                 )
         return self._post(name, *checked, tag)
@@ -166,15 +154,15 @@ class DeviceMessages(DeviceCallEngine, Messages):
 
         Returns the peer and the tag.
         """
-        checks = self.checks(op)
+        checks = self.engine.checks(op)
         if write and peer is None:
             raise UnsupportedError(
                 f"{checks}: src: expected a rank, got None; on a device a receive waits for one "
                 "sender. Name it, or receive into a CPU tensor"
             )
         (checks.output if write else checks.tensor)("tensor", tensor)
-        rank = self._other(checks, "src" if write else "dst", peer)
-        return rank, self._check_message(checks, tag)
+        rank = other_rank(checks, "src" if write else "dst", peer, self.engine.rank)
+        return rank, check_tag(checks, tag, self.engine)
 
     def _post(
         self,
@@ -194,18 +182,19 @@ class DeviceMessages(DeviceCallEngine, Messages):
 
         into, out = [tensor for tensor, _ in receives], [tensor for tensor, _ in sends]
         call = Call(name, run, into, out)
-        self.admit(call.name, call.outputs, call.inputs)
-        runtime, device = self.device_place
-        with self._queue.turn, runtime.on_device(device):
-            self._begin_turn(name)
-            head = where(name, self._rank, self._world_size)
-            self._order.sends(self.joint_launch or self._device_core, head)
+        engine = self.engine
+        engine.admit(call.name, call.outputs, call.inputs)
+        runtime, device = engine.device_place
+        with engine.queue.turn, runtime.on_device(device):
+            engine.begin_turn(name)
+            head = where(name, *engine.rank_of)
+            engine.order.sends(engine.joint_launch or engine.device_core, head)
             streams = self._streams(bool(sends), bool(receives))
             first = streams[0]
             current = runtime.current_stream(device)
             for behind in (current, *(other.handle for other in streams[1:])):
                 runtime.wait_event(device, first.handle, runtime.record_event(device, behind))
-            self._device_core.native.stream = first.handle
+            engine.device_core.native.stream = first.handle
             before = self._messages_enqueued()
             with runtime.on_stream(first):
                 self._run_alone(call)
@@ -213,39 +202,41 @@ class DeviceMessages(DeviceCallEngine, Messages):
             for other in streams[1:]:
                 runtime.wait_event(device, other.handle, event)
             after = self._messages_enqueued()
-            done = SeenEvent(event, self._records, (MESSAGES, before + 1, after))
-            self._keep(call, done, first.handle)
-        place, holds = (runtime, device, first), self.joint_launch is not None
-        check = partial(self._check_work, name)
+            done = SeenEvent(event, engine.records, (MESSAGES, before + 1, after))
+            engine.keep(call, done, first.handle)
+        place, holds = (runtime, device, first), engine.joint_launch is not None
+        check = partial(engine.check_work, name)
         return DeviceWork(name, call.outputs, place, done, check, source, holds)
 
     def _messages_enqueued(self) -> int:
-        return self._records.enqueued(MESSAGES) if self._records is not None else 0
+        records = self.engine.records
+        return records.enqueued(MESSAGES) if records is not None else 0
 
     def _streams(self, sends: bool, receives: bool) -> list[Stream]:
-        runtime, device = self.device_place
+        runtime, device = self.engine.device_place
         if sends and self._send_stream is None:
             self._send_stream = runtime.make_stream(device)
         if receives and self._receive_stream is None:
             self._receive_stream = runtime.make_stream(device)
         used = (self._send_stream if sends else None, self._receive_stream if receives else None)
         streams = [stream for stream in used if stream is not None]
-        return streams or [self._side_stream()]
+        return streams or [self.engine.streams.side]
 
     def _run_alone(self, call: Call) -> None:
         """Launches messages of this rank alone, outside joint launches."""
-        self._sends_alone = True
-        self._take_over()
+        engine = self.engine
+        engine.sends_alone = True
+        engine.take_over()
         try:
-            call.run(cast(Any, self._device_core.native))
+            call.run(engine.device_core.native)
         except BaseException as error:
-            self._raise_worded(call.name, error)
+            engine.raise_worded(call.name, error)
         finally:
-            self._sends_alone = False
+            engine.sends_alone = False
 
     def _spans(self, messages: list[TensorAndPeer]) -> tuple[list[int], list[int], int]:
         """Returns addresses and sizes by rank, and a bit mask of the ranks with a message."""
-        ptrs, sizes, ranks = [0] * self._world_size, [0] * self._world_size, 0
+        ptrs, sizes, ranks = [0] * self.engine.world_size, [0] * self.engine.world_size, 0
         for tensor, peer in messages:
             ptrs[peer], sizes[peer] = tensor.data_ptr(), size_bytes(tensor)
             ranks |= 1 << peer

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ringcomm import _native
 from ringcomm.comm.host.arguments import SUM, CallChecks, put_back, readable, size_bytes, writable
+from ringcomm.comm.host.core import Core
 from ringcomm.comm.host.engine import Call, CallEngine, Work
 
 # NOTE [At once]
@@ -30,8 +30,16 @@ Tensor = torch.Tensor
 _increment_version = torch._C._increment_version
 
 
-class Collectives(CallEngine):
-    """The collectives of a communicator, with their argument checks and native calls."""
+class Collectives:
+    """The collectives of a communicator, with their argument checks and calls of the core.
+
+    Attributes:
+        engine: runs the calls.
+    """
+
+    engine: CallEngine
+    _rank: int
+    _world_size: int
 
     # ---- reductions: all_reduce, reduce, reduce_scatter -----------------------------------------
 
@@ -59,22 +67,24 @@ class Collectives(CallEngine):
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        if not (async_op or kernels or wire or self._queue.pending or self._kernels):
-            status = self._native.all_reduce_plain(tensor, op, algorithm)
+        engine = self.engine
+        if not (async_op or kernels or wire or engine.queue.pending or engine.kernels):
+            status = engine.plain.all_reduce_plain(tensor, op, algorithm)
             if status == 0:
                 return None
             if status > 0:
-                raise self._fault("all_reduce")
+                raise engine.fault("all_reduce")
         call = self._all_reduce_call(tensor, op, algorithm, kernels, wire)
-        return self.start_call(call, async_op)
+        return self.engine.start_call(call, async_op)
 
     def all_reduce_at_once(self, tensor: Tensor, op: Any) -> bool:
         """Tries an :meth:`all_reduce` at once; False if nothing was done. See NOTE [At once]."""
-        if self._queue.pending or self._kernels:
+        engine = self.engine
+        if engine.queue.pending or engine.kernels:
             return False
-        status = self._native.all_reduce_plain(tensor, op, "auto")
+        status = engine.plain.all_reduce_plain(tensor, op, "auto")
         if status > 0:
-            raise self._fault("all_reduce")
+            raise engine.fault("all_reduce")
         if status == 0:
             _increment_version((tensor,))
         return status == 0
@@ -87,22 +97,22 @@ class Collectives(CallEngine):
         kernels: str | None = None,
         wire: str | None = None,
     ) -> Call:
-        checks = self.checks("all_reduce")
+        checks = self.engine.checks("all_reduce")
         dtype = checks.output("tensor", tensor)
         reduction = checks.reduction(op, "tensor", tensor)
         algorithm_code = checks.algorithm(algorithm)
-        use = self.use_kernels(checks, kernels, algorithm, tensor.dtype, reduction)
+        use = self.engine.use_kernels(checks, kernels, algorithm, tensor.dtype, reduction)
 
-        def run(native: _native.Comm) -> int:
+        def run(core: Core) -> int:
             dense = readable(tensor)
             ptr = dense.data_ptr()
-            status: int = use(native).all_reduce(
+            status: int = use(core).all_reduce(
                 ptr, ptr, dense.numel(), dtype, reduction.code, reduction.factor, algorithm_code
             )
             put_back(tensor, dense)
             return status
 
-        return Call("all_reduce", self.on_wire(checks, wire, run), [tensor])
+        return Call("all_reduce", self.engine.on_wire(checks, wire, run), [tensor])
 
     def reduce(
         self,
@@ -126,15 +136,15 @@ class Collectives(CallEngine):
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checks = self.checks("reduce")
+        checks = self.engine.checks("reduce")
         dtype = checks.output("tensor", tensor)
         reduction = checks.reduction(op, "tensor", tensor)
         root = checks.peer("dst", dst)
 
-        def run(native: _native.Comm) -> int:
+        def run(core: Core) -> int:
             dense = readable(tensor)
             ptr = dense.data_ptr()
-            status = native.reduce(
+            status = core.reduce(
                 ptr, ptr, dense.numel(), dtype, reduction.code, reduction.factor, root
             )
             if self._rank == root:
@@ -142,8 +152,8 @@ class Collectives(CallEngine):
             return status
 
         written = [tensor] if self._rank == root else []
-        call = Call("reduce", self.on_wire(checks, wire, run), [tensor], written=written)
-        return self.start_call(call, async_op)
+        call = Call("reduce", self.engine.on_wire(checks, wire, run), [tensor], written=written)
+        return self.engine.start_call(call, async_op)
 
     def reduce_scatter_tensor(
         self,
@@ -171,22 +181,24 @@ class Collectives(CallEngine):
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        if not (async_op or kernels or wire or self._queue.pending or self._kernels):
-            status = self._native.reduce_scatter_plain(output, input, op, algorithm)
+        engine = self.engine
+        if not (async_op or kernels or wire or engine.queue.pending or engine.kernels):
+            status = engine.plain.reduce_scatter_plain(output, input, op, algorithm)
             if status == 0:
                 return None
             if status > 0:
-                raise self._fault("reduce_scatter_tensor")
+                raise engine.fault("reduce_scatter_tensor")
         call = self._reduce_scatter_call(output, input, op, algorithm, kernels, wire)
-        return self.start_call(call, async_op)
+        return self.engine.start_call(call, async_op)
 
     def reduce_scatter_at_once(self, output: Tensor, input: Tensor, op: Any) -> bool:
         """Tries :meth:`reduce_scatter_tensor` at once; False: nothing done. See NOTE [At once]."""
-        if self._queue.pending or self._kernels:
+        engine = self.engine
+        if engine.queue.pending or engine.kernels:
             return False
-        status = self._native.reduce_scatter_plain(output, input, op, "auto")
+        status = engine.plain.reduce_scatter_plain(output, input, op, "auto")
         if status > 0:
-            raise self._fault("reduce_scatter_tensor")
+            raise engine.fault("reduce_scatter_tensor")
         if status == 0:
             _increment_version((output,))
         return status == 0
@@ -200,7 +212,7 @@ class Collectives(CallEngine):
         kernels: str | None = None,
         wire: str | None = None,
     ) -> Call:
-        checks = self.checks("reduce_scatter_tensor")
+        checks = self.engine.checks("reduce_scatter_tensor")
         dtype = checks.output("output", output)
         checks.tensor("input", input)
         checks.same_dtype("input", input, "output", output)
@@ -216,11 +228,11 @@ class Collectives(CallEngine):
         if out_ptr != in_ptr + self._rank * size_bytes(output):
             checks.apart("output", output, "input", input, "in place, output is input's own chunk")
 
-        use = self.use_kernels(checks, kernels, algorithm, input.dtype, reduction)
+        use = self.engine.use_kernels(checks, kernels, algorithm, input.dtype, reduction)
 
-        def run(native: _native.Comm) -> int:
+        def run(core: Core) -> int:
             dense, into = readable(input), writable(output)
-            status: int = use(native).reduce_scatter(
+            status: int = use(core).reduce_scatter(
                 dense.data_ptr(),
                 into.data_ptr(),
                 count_elems,
@@ -232,7 +244,7 @@ class Collectives(CallEngine):
             put_back(output, into)
             return status
 
-        run_on_wire = self.on_wire(checks, wire, run)
+        run_on_wire = self.engine.on_wire(checks, wire, run)
         return Call("reduce_scatter_tensor", run_on_wire, [output], [input])
 
     def reduce_scatter(
@@ -258,7 +270,7 @@ class Collectives(CallEngine):
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checks = self.checks("reduce_scatter")
+        checks = self.engine.checks("reduce_scatter")
         dtype = checks.output("output", output)
         inputs = checks.tensors("input_list", input_list, self._world_size)
         reduction = checks.reduction(op, "output", output)
@@ -269,10 +281,10 @@ class Collectives(CallEngine):
                 checks.apart("output", output, name, tensor, "in place, it is input_list[rank]")
         checks.same_count("output", output, "those of input_list[rank]", inputs[self._rank].numel())
 
-        def run(native: _native.Comm) -> int:
+        def run(core: Core) -> int:
             dense_inputs = [readable(tensor) for tensor in inputs]
             dense = writable(output)
-            status = native.reduce_scatter_list(
+            status = core.reduce_scatter_list(
                 [tensor.data_ptr() for tensor in dense_inputs],
                 [tensor.numel() for tensor in dense_inputs],
                 dense.data_ptr(),
@@ -283,8 +295,8 @@ class Collectives(CallEngine):
             put_back(output, dense)
             return status
 
-        call = Call("reduce_scatter", self.on_wire(checks, wire, run), [output], inputs)
-        return self.start_call(call, async_op)
+        call = Call("reduce_scatter", self.engine.on_wire(checks, wire, run), [output], inputs)
+        return self.engine.start_call(call, async_op)
 
     # ---- gathers: all_gather, gather ------------------------------------------------------------
 
@@ -311,21 +323,25 @@ class Collectives(CallEngine):
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        if not (async_op or kernels or self._queue.pending or self._kernels):
-            status = self._native.all_gather_plain(output, input, algorithm)
+        engine = self.engine
+        if not (async_op or kernels or engine.queue.pending or engine.kernels):
+            status = engine.plain.all_gather_plain(output, input, algorithm)
             if status == 0:
                 return None
             if status > 0:
-                raise self._fault("all_gather_into_tensor")
-        return self.start_call(self._all_gather_call(output, input, algorithm, kernels), async_op)
+                raise engine.fault("all_gather_into_tensor")
+        return self.engine.start_call(
+            self._all_gather_call(output, input, algorithm, kernels), async_op
+        )
 
     def all_gather_at_once(self, output: Tensor, input: Tensor) -> bool:
         """Tries :meth:`all_gather_into_tensor` at once; False: nothing done. See NOTE [At once]."""
-        if self._queue.pending or self._kernels:
+        engine = self.engine
+        if engine.queue.pending or engine.kernels:
             return False
-        status = self._native.all_gather_plain(output, input, "auto")
+        status = engine.plain.all_gather_plain(output, input, "auto")
         if status > 0:
-            raise self._fault("all_gather_into_tensor")
+            raise engine.fault("all_gather_into_tensor")
         if status == 0:
             _increment_version((output,))
         return status == 0
@@ -333,7 +349,7 @@ class Collectives(CallEngine):
     def _all_gather_call(
         self, output: Tensor, input: Tensor, algorithm: str, kernels: str | None = None
     ) -> Call:
-        checks = self.checks("all_gather_into_tensor")
+        checks = self.engine.checks("all_gather_into_tensor")
         dtype = checks.tensor("input", input)
         checks.output("output", output)
         checks.same_dtype("output", output, "input", input)
@@ -347,11 +363,11 @@ class Collectives(CallEngine):
         if input.data_ptr() != output.data_ptr() + self._rank * in_bytes:
             checks.apart("input", input, "output", output, "in place, input is output's own chunk")
 
-        use = self.use_kernels(checks, kernels, algorithm, input.dtype)
+        use = self.engine.use_kernels(checks, kernels, algorithm, input.dtype)
 
-        def run(native: _native.Comm) -> int:
+        def run(core: Core) -> int:
             dense, into = readable(input), writable(output)
-            status: int = use(native).all_gather(
+            status: int = use(core).all_gather(
                 dense.data_ptr(), into.data_ptr(), in_bytes, dtype, algorithm_code
             )
             put_back(output, into)
@@ -374,20 +390,20 @@ class Collectives(CallEngine):
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        return self.start_call(self._all_gather_list_call(tensor_list, tensor), async_op)
+        return self.engine.start_call(self._all_gather_list_call(tensor_list, tensor), async_op)
 
     def _all_gather_list_call(self, tensor_list: list[Tensor], tensor: Tensor) -> Call:
-        checks = self.checks("all_gather")
+        checks = self.engine.checks("all_gather")
         dtype = checks.tensor("tensor", tensor)
         outputs = checks.tensors("tensor_list", tensor_list, self._world_size, write=True)
         self._check_gathered(checks, "tensor_list", outputs, tensor)
         own = outputs[self._rank]
         checks.same_count("tensor", tensor, "those of tensor_list[rank]", own.numel())
 
-        def run(native: _native.Comm) -> int:
+        def run(core: Core) -> int:
             dense = readable(tensor)
             dense_outputs = [writable(output) for output in outputs]
-            status = native.all_gather_list(
+            status = core.all_gather_list(
                 dense.data_ptr(),
                 [output.data_ptr() for output in dense_outputs],
                 [size_bytes(output) for output in dense_outputs],
@@ -430,7 +446,7 @@ class Collectives(CallEngine):
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checks = self.checks("gather")
+        checks = self.engine.checks("gather")
         root = checks.peer("dst", dst)
         dtype = checks.tensor("tensor", tensor)
         outputs: list[Tensor] = []
@@ -444,16 +460,16 @@ class Collectives(CallEngine):
         elif gather_list:
             checks.fail(f"gather_list: expected None on ranks other than dst {root}")
 
-        def run(native: _native.Comm) -> int:
+        def run(core: Core) -> int:
             dense = readable(tensor)
             dense_outputs = [writable(output) for output in outputs]
             out_ptrs = [output.data_ptr() for output in dense_outputs]
-            status = native.gather(dense.data_ptr(), size_bytes(dense), out_ptrs, dtype, root)
+            status = core.gather(dense.data_ptr(), size_bytes(dense), out_ptrs, dtype, root)
             for output, dense_output in zip(outputs, dense_outputs, strict=True):
                 put_back(output, dense_output)
             return status
 
-        return self.start_call(Call("gather", run, outputs, [tensor]), async_op)
+        return self.engine.start_call(Call("gather", run, outputs, [tensor]), async_op)
 
     # ---- broadcast, scatter, all_to_all, barrier ------------------------------------------------
 
@@ -469,20 +485,20 @@ class Collectives(CallEngine):
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checks = self.checks("broadcast")
+        checks = self.engine.checks("broadcast")
         root = checks.peer("src", src)
         is_root = self._rank == root
         dtype = checks.tensor("tensor", tensor) if is_root else checks.output("tensor", tensor)
 
-        def run(native: _native.Comm) -> int:
+        def run(core: Core) -> int:
             dense = readable(tensor) if is_root else writable(tensor)
-            status = native.broadcast(dense.data_ptr(), size_bytes(dense), dtype, root)
+            status = core.broadcast(dense.data_ptr(), size_bytes(dense), dtype, root)
             if not is_root:
                 put_back(tensor, dense)
             return status
 
         call = Call("broadcast", run, [tensor], written=[] if is_root else [tensor])
-        return self.start_call(call, async_op)
+        return self.engine.start_call(call, async_op)
 
     def scatter(
         self,
@@ -504,7 +520,7 @@ class Collectives(CallEngine):
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checks = self.checks("scatter")
+        checks = self.engine.checks("scatter")
         root = checks.peer("src", src)
         dtype = checks.output("tensor", tensor)
         inputs: list[Tensor] = []
@@ -519,15 +535,15 @@ class Collectives(CallEngine):
         elif scatter_list:
             checks.fail(f"scatter_list: expected None on ranks other than src {root}")
 
-        def run(native: _native.Comm) -> int:
+        def run(core: Core) -> int:
             dense_inputs = [readable(each) for each in inputs]
             dense = writable(tensor)
             in_ptrs = [each.data_ptr() for each in dense_inputs]
-            status = native.scatter(in_ptrs, dense.data_ptr(), size_bytes(dense), dtype, root)
+            status = core.scatter(in_ptrs, dense.data_ptr(), size_bytes(dense), dtype, root)
             put_back(tensor, dense)
             return status
 
-        return self.start_call(Call("scatter", run, [tensor], inputs), async_op)
+        return self.engine.start_call(Call("scatter", run, [tensor], inputs), async_op)
 
     def all_to_all(
         self,
@@ -547,7 +563,7 @@ class Collectives(CallEngine):
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checks = self.checks("all_to_all")
+        checks = self.engine.checks("all_to_all")
         outputs = checks.tensors(
             "output_tensor_list", output_tensor_list, self._world_size, write=True
         )
@@ -564,15 +580,17 @@ class Collectives(CallEngine):
             own_elems,
         )
         dtype = checks.tensor("input_tensor_list[0]", inputs[0])
-        return self.start_call(self._exchange_call("all_to_all", outputs, inputs, dtype), async_op)
+        return self.engine.start_call(
+            self._exchange_call("all_to_all", outputs, inputs, dtype), async_op
+        )
 
     def _exchange_call(
         self, name: str, outputs: list[Tensor], inputs: list[Tensor], dtype: int
     ) -> Call:
-        def run(native: _native.Comm) -> int:
+        def run(core: Core) -> int:
             dense_inputs = [readable(each) for each in inputs]
             dense_outputs = [writable(output) for output in outputs]
-            status = native.all_to_all(
+            status = core.all_to_all(
                 [each.data_ptr() for each in dense_inputs],
                 [size_bytes(each) for each in dense_inputs],
                 [output.data_ptr() for output in dense_outputs],
@@ -606,7 +624,7 @@ class Collectives(CallEngine):
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checks = self.checks("all_to_all_single")
+        checks = self.engine.checks("all_to_all_single")
         dtype = checks.output("output", output)
         checks.tensor("input", input)
         checks.same_dtype("input", input, "output", output)
@@ -622,9 +640,9 @@ class Collectives(CallEngine):
                 f"got {arriving}"
             )
 
-        def run(native: _native.Comm) -> int:
+        def run(core: Core) -> int:
             dense, into = readable(input), writable(output)
-            status = native.all_to_all(
+            status = core.all_to_all(
                 _addresses(dense, in_bytes),
                 in_bytes,
                 _addresses(into, out_bytes),
@@ -634,7 +652,7 @@ class Collectives(CallEngine):
             put_back(output, into)
             return status
 
-        return self.start_call(Call("all_to_all_single", run, [output], [input]), async_op)
+        return self.engine.start_call(Call("all_to_all_single", run, [output], [input]), async_op)
 
     def _piece_bytes(
         self, checks: CallChecks, name: str, tensor: Tensor, splits: Sequence[int] | None
@@ -670,37 +688,25 @@ class Collectives(CallEngine):
         Raises:
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        # See NOTE [At once].
-        if timeout is None and not (async_op or self._queue.pending):
-            status = self._native.barrier_plain()
+        engine = self.engine  # See NOTE [At once].
+        if timeout is None and not (async_op or engine.queue.pending):
+            status = engine.plain.barrier_plain()
             if status == 0:
                 return None
             if status > 0:
-                raise self._fault("barrier")
-        call = Call("barrier", lambda native: native.barrier(), [])
+                raise engine.fault("barrier")
+        call = Call("barrier", lambda core: core.barrier(), [])
         if timeout is None:
-            return self.start_call(call, async_op)
-        self.admit("barrier", ())
-        work = self.submit(lambda: self._execute(call), "barrier", timeout)
+            return self.engine.start_call(call, async_op)
+        self.engine.admit("barrier", ())
+        work = self.engine.submit(lambda: self.engine.execute(call), "barrier", timeout)
         if async_op:
             return work
         work.wait()
         return None
 
-
-def _addresses(tensor: Tensor, sizes_bytes: list[int]) -> list[int]:
-    """Returns the addresses at which consecutive pieces of the tensor begin."""
-    return [*accumulate(sizes_bytes[:-1], initial=tensor.data_ptr())]
-
-
-# ---- Several collectives of one kind as one call: one Work, and no other call in between --------
-
-
-class CoalescedCalls(Collectives):
-    """The collectives, and several of one kind as one call.
-
-    All arguments are checked before the first of them moves anything.
-    """
+    # ---- several collectives of one kind as one call: one Work, and no other call in between -----
+    # All arguments are checked before the first of them moves anything.
 
     def all_reduce_coalesced(
         self, tensors: Sequence[Tensor], op: Any = SUM, async_op: bool = False
@@ -711,7 +717,9 @@ class CoalescedCalls(Collectives):
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checked = self.checks("all_reduce_coalesced").tensors("tensors", tensors, len(tensors))
+        checked = self.engine.checks("all_reduce_coalesced").tensors(
+            "tensors", tensors, len(tensors)
+        )
         return self._joined(
             "all_reduce_coalesced",
             [self._all_reduce_call(tensor, op, "auto") for tensor in checked],
@@ -727,7 +735,7 @@ class CoalescedCalls(Collectives):
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checks = self.checks("all_gather_coalesced")
+        checks = self.engine.checks("all_gather_coalesced")
         calls = [
             self._all_gather_call(output, input, "auto")
             for output, input in self._pairs(checks, outputs, inputs)
@@ -751,7 +759,7 @@ class CoalescedCalls(Collectives):
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checks = self.checks("all_gather_coalesced")
+        checks = self.engine.checks("all_gather_coalesced")
         checked = checks.tensors("inputs", inputs, len(inputs))
         if len(output_lists) != self._world_size:
             checks.fail(f"output_lists: expected {self._world_size}, got {len(output_lists)}")
@@ -778,7 +786,7 @@ class CoalescedCalls(Collectives):
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        checks = self.checks("reduce_scatter_coalesced")
+        checks = self.engine.checks("reduce_scatter_coalesced")
         calls = [
             self._reduce_scatter_call(output, input, op, "auto")
             for output, input in self._pairs(checks, outputs, inputs)
@@ -794,15 +802,20 @@ class CoalescedCalls(Collectives):
         )
 
     def _joined(self, name: str, calls: list[Call], async_op: bool) -> Work | None:
-        runs: list[Callable[[_native.Comm], int]] = [call.run for call in calls]
+        runs: list[Callable[[Any], int]] = [call.run for call in calls]
 
-        def run(native: _native.Comm) -> int:
+        def run(core: Core) -> int:
             for each in runs:
-                status = each(native)
+                status = each(core)
                 if status:
                     return status
             return 0
 
         outputs = [tensor for call in calls for tensor in call.outputs]
         inputs = [tensor for call in calls for tensor in call.inputs]
-        return self.start_call(Call(name, run, outputs, inputs), async_op)
+        return self.engine.start_call(Call(name, run, outputs, inputs), async_op)
+
+
+def _addresses(tensor: Tensor, sizes_bytes: list[int]) -> list[int]:
+    """Returns the addresses at which consecutive pieces of the tensor begin."""
+    return [*accumulate(sizes_bytes[:-1], initial=tensor.data_ptr())]

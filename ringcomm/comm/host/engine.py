@@ -25,8 +25,9 @@ from ringcomm.comm.host.arguments import (
     admit_keys,
     intercepting_keys,
 )
+from ringcomm.comm.host.core import Core, CoreOwner, PlainCalls
 from ringcomm.comm.host.meeting import Membership, why_lost
-from ringcomm.comm.host.options import CommOptions, check_wire, milliseconds_of
+from ringcomm.comm.host.options import check_wire, milliseconds_of
 from ringcomm.comm.host.triton import (
     NATIVE,
     HostTriton,
@@ -367,7 +368,7 @@ class Call:
     def __init__(
         self,
         name: str,
-        run: Callable[[_native.Comm], int],
+        run: Callable[[Any], int],
         outputs: Outputs,
         inputs: Sequence[torch.Tensor] = (),
         written: Outputs | None = None,
@@ -391,6 +392,16 @@ def closed(rank: int, world_size: int, name: str) -> Callable[[str], RingcommErr
     return lambda op: AbortedError(
         f"{where(op, rank, world_size)}: the communicator {name!r} was closed; build a new one"
     )
+
+
+def within(owner: CoreOwner, timeout_ms: int, fn: Callable[[], Outputs]) -> Outputs:
+    """Runs ``fn``, whose calls have another timeout than the communicator's."""
+    usual_ms = owner.timeout_ms
+    owner.timeout_ms = timeout_ms
+    try:
+        return fn()
+    finally:
+        owner.timeout_ms = usual_ms
 
 
 # Maps the native end of a communicator to the end whose kernels a call asks for.
@@ -454,7 +465,7 @@ def add(engine: CallEngine) -> None:
 def engines_at(store: Store) -> list[CallEngine]:
     """Returns the live communicators of this process that met at a store."""
     with _live_guard:
-        return [engine for engine in live if engine._membership.store is store]
+        return [engine for engine in live if engine.membership.store is store]
 
 
 def close_all() -> None:
@@ -476,64 +487,69 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 # NOTE [Internal API]
 #
-# Under "for ringcomm's own packages" stand the methods of a communicator that c10d, functional, tl,
-# optim and zero use, and users do not need. Those packages use nothing else of it that is not
-# documented for users: tests/test_layering.py forbids private names across packages.
+# ``Communicator.engine`` and its methods are for ringcomm's own packages: c10d, functional, tl,
+# optim and zero. They use nothing else of a communicator that is not documented for users:
+# tests/test_layering.py forbids private names across packages.
 
 
 class CallEngine:
-    """A native communicator and the queue in front of it."""
+    """A core and the queue in front of it.
 
-    def __init__(self, core: _native.Comm, membership: Membership) -> None:
-        self._core = core
-        self._native = core
-        self._membership = membership
-        self._rank = membership.rank
-        self._world_size = len(membership.ranks)
-        self._queue = CallQueue(f"ringcomm-{membership.name}", getattr(core, "turn", None))
-        self._recorder = FlightRecorder(core, membership.name, (self._rank, self._world_size))
+    Args:
+        owner: of the core.
+        core: makes the calls.
+        plain: makes those that need no checks.
+        membership: the ranks.
+        recorder: reads what the ranks have recorded.
+
+    Attributes:
+        rank: this rank, 0 <= rank < world_size.
+        world_size: the number of ranks.
+        queue: of calls that wait for their turn.
+        kernels: "triton" if calls that name no kernels use those; None for the native ones.
+        closed: the memory is freed.
+        refuse: makes the error of each call from the first fault on; None before it.
+    """
+
+    def __init__(
+        self,
+        owner: CoreOwner,
+        core: Core,
+        plain: PlainCalls,
+        membership: Membership,
+        recorder: FlightRecorder,
+    ) -> None:
+        self.owner = owner
+        self.core = core
+        self.plain = plain
+        self.membership = membership
+        self.rank = membership.rank
+        self.world_size = len(membership.ranks)
+        self.queue = CallQueue(f"ringcomm-{membership.name}", getattr(core, "turn", None))
+        self._recorder = recorder
         self._guard = threading.Lock()
-        self._refuse: Callable[[str], RingcommError] | None = None
-        self._closed = False
+        self.refuse: Callable[[str], RingcommError] | None = None
+        self.closed = False
         # None selects the native kernels, and lets calls take the quick paths.
-        self._kernels = None if membership.options.kernels == NATIVE else membership.options.kernels
+        self.kernels = None if membership.options.kernels == NATIVE else membership.options.kernels
         self._triton: TritonEnd | None = None
         self._sum_blocks = membership.options.sum_blocks
         add(self)
 
     @property
-    def rank(self) -> int:
-        """This rank, 0 <= rank < world_size."""
-        return self._rank
+    def rank_of(self) -> tuple[int, int]:
+        """This rank, and the number of ranks."""
+        return self.rank, self.world_size
 
     @property
-    def world_size(self) -> int:
-        """The number of ranks that this communicator connects."""
-        return self._world_size
+    def device(self) -> torch.device:
+        """The device on which the tensors of calls lie."""
+        return torch.device("cpu")
 
     @property
-    def name(self) -> str:
-        """The communicator's name, shown in errors and used at rendezvous."""
-        return self._membership.name
-
-    @property
-    def options(self) -> CommOptions:
-        """The options that the communicator was built with."""
-        return self._membership.options
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The members' ranks in the outermost communicator, by rank in this one."""
-        return self._membership.ranks
-
-    @property
-    def timeout(self) -> timedelta:
-        """The time that a call waits for its peers; can be set."""
-        return timedelta(milliseconds=self._core.timeout_ms)
-
-    @timeout.setter
-    def timeout(self, timeout: timedelta | float) -> None:
-        self._native.timeout_ms = milliseconds_of(timeout)
+    def heap_device(self) -> torch.device:
+        """The device that makes :func:`ringcomm.empty` allocate tensors for zero copy."""
+        return self.device
 
     @property
     def launches(self) -> bool:
@@ -541,33 +557,26 @@ class CallEngine:
         return False
 
     @property
-    def aborted(self) -> bool:
-        """True once a fault, :meth:`abort` or :meth:`close` made the communicator unusable here.
+    def timeout(self) -> timedelta:
+        """The time that a call waits for its peers."""
+        return timedelta(milliseconds=self.owner.timeout_ms)
 
-        An event on a peer shows in this rank's next call.
-        """
-        return self._refuse is not None or self._core.aborted
+    @timeout.setter
+    def timeout(self, timeout: timedelta | float) -> None:
+        if self.refuse is not None:
+            raise self.refuse("timeout_ms")
+        self.owner.timeout_ms = milliseconds_of(timeout)
+
+    @property
+    def aborted(self) -> bool:
+        """True once a fault, an abort or a close made the communicator unusable here."""
+        return self.refuse is not None or self.owner.aborted
 
     def recording(self) -> Recording:
-        """Returns the last calls of all ranks and whom they wait for, from the flight recorders.
-
-        This is local and works at any time before :meth:`close`, also while calls are under way
-        and after a fault. The recording is empty with ``CommOptions(records=0)``. On devices it
-        holds what the hosts have seen.
-
-        Raises:
-            AbortedError: the communicator is closed.
-            ForkError: the communicator belongs to the parent of this forked process.
-        """
-        if self._closed and self._refuse is not None:
-            raise self._refuse("recording")
+        """See :meth:`ringcomm.Communicator.recording`."""
+        if self.closed and self.refuse is not None:
+            raise self.refuse("recording")
         return self._recorder.recording()
-
-    def __repr__(self) -> str:
-        state = " (unusable)" if self._refuse is not None else ""
-        return f"<ringcomm.Communicator {self.name} rank {self._rank} of {self._world_size}{state}>"
-
-    # ---- for ringcomm's own packages: NOTE [Internal API] ---------------------------------------
 
     def checks(self, op: str) -> CallChecks:
         """Returns the argument checks of one call, which also word their errors.
@@ -581,7 +590,7 @@ class CallEngine:
         return checks
 
     def _new_checks(self, op: str) -> CallChecks:
-        return CallChecks(op, self._rank, self._world_size)
+        return CallChecks(op, self.rank, self.world_size)
 
     def admit(
         self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()
@@ -594,7 +603,7 @@ class CallEngine:
             UnsupportedError: see :func:`admit_keys` and :func:`admit_gradients`.
         """
         if intercepting_keys():
-            admit_keys(where(name, self._rank, self._world_size))
+            admit_keys(where(name, *self.rank_of))
         if outputs or inputs:
             admit_gradients(name, outputs, inputs)
 
@@ -612,7 +621,7 @@ class CallEngine:
             ArgumentError, UnsupportedError: see :func:`check_kernels`; or the call would not sum
                 in the blocks of ``CommOptions.sum_blocks``.
         """
-        kernels = kernels or self._kernels
+        kernels = kernels or self.kernels
         if self._sum_blocks:
             ring = reduction is not None and algorithm == "ring"
             self.check_sum_blocks(str(checks), "ring" if ring else "", kernels or "")
@@ -624,8 +633,8 @@ class CallEngine:
         return self._in_triton
 
     def on_wire(
-        self, checks: CallChecks, wire: str | None, run: Callable[[_native.Comm], int]
-    ) -> Callable[[_native.Comm], int]:
+        self, checks: CallChecks, wire: str | None, run: Callable[[Any], int]
+    ) -> Callable[[Any], int]:
         """Returns a function that makes a call with a wire; within one node none is used.
 
         Raises:
@@ -660,8 +669,8 @@ class CallEngine:
         Raises:
             UnsupportedError: Triton kernels cannot run there, in this process.
         """
-        head = where(operation, self._rank, self._world_size)
-        if self._world_size > _native.MAX_DEVICE_WORLD:
+        head = where(operation, self.rank, self.world_size)
+        if self.world_size > _native.MAX_DEVICE_WORLD:
             raise UnsupportedError(
                 f"{head}: expected a communicator of at most {_native.MAX_DEVICE_WORLD} ranks. "
                 "Divide it with split()"
@@ -671,12 +680,11 @@ class CallEngine:
     @property
     def segment_bytes(self) -> int:
         """The bytes of a segment, the most that a ring moves in one step."""
-        size_bytes: int = self._core.geometry["segment_bytes"]
-        return size_bytes
+        return self.owner.segment_bytes
 
     def chosen(self, algorithm: int) -> int:
         """Returns the code of the algorithm that a large call with this code runs."""
-        return self._core.chosen(algorithm)
+        return self.owner.chosen(algorithm)
 
     def finish_host_side(self) -> None:
         """Blocks until the host can read the results of earlier calls; here it always can."""
@@ -687,10 +695,10 @@ class CallEngine:
         Args:
             name: of the operation that asks.
         """
-        if self._refuse is not None:
-            raise self._refuse(name)
-        if self._core.aborted:
-            raise self._fault(name)
+        if self.refuse is not None:
+            raise self.refuse(name)
+        if self.owner.aborted:
+            raise self.fault(name)
 
     def lost(self, ranks: Collection[int]) -> dict[int, str]:
         """Returns who of ``ranks``, of the outermost communicator, makes no call here any more.
@@ -699,45 +707,45 @@ class CallEngine:
         ``Membership.processes``, too.
         """
         found = {}
-        for place, rank in enumerate(self.ranks):
-            if rank in ranks and place != self._rank and (why := self._why_lost(place)):
+        for place, rank in enumerate(self.membership.ranks):
+            if rank in ranks and place != self.rank and (why := self._why_lost(place)):
                 found[rank] = why
         return found
 
     def lookout(self) -> Lookout:
         """Returns a watch over the members' processes, for waits that make no call here."""
-        return Lookout(self.ranks, self._membership.processes)
+        return Lookout(self.membership.ranks, self.membership.processes)
 
     def start_call(self, call: Call, async_op: bool = False) -> Work | None:
         """Runs a checked call in order; returns the Work of an asynchronous one."""
-        if self._refuse is not None:
-            raise self._refuse(call.name)
-        if self._queue.inside_call():
+        if self.refuse is not None:
+            raise self.refuse(call.name)
+        if self.queue.inside_call():
             # Admitted already, on the thread whose gradients and modes count.
             if async_op:
-                return self._enqueue(lambda: self._execute(call), call.name)
-            self._execute(call)
+                return self._enqueue(lambda: self.execute(call), call.name)
+            self.execute(call)
             return None
         self.admit(call.name, call.outputs, call.inputs)
         if async_op:
-            return self._enqueue(lambda: self._execute(call), call.name)
-        if not self._queue.pending or self._queue.on_worker_thread():
+            return self._enqueue(lambda: self.execute(call), call.name)
+        if not self.queue.pending or self.queue.on_worker_thread():
             # A with statement, as a signal handler could raise between acquire() and a try.
-            with self._queue.turn:
-                self._execute(call)
+            with self.queue.turn:
+                self.execute(call)
         else:
-            self._enqueue(lambda: self._execute(call), call.name).wait()
+            self._enqueue(lambda: self.execute(call), call.name).wait()
         return None
 
     # ---- ranks as threads: see LocalWorld.run() -------------------------------------------------
 
     def is_busy(self) -> bool:
         """Tells whether asynchronous calls or messages of this rank are under way."""
-        return self._queue.pending > 0 or self._core.has_messages
+        return self.queue.pending > 0 or self.owner.has_messages
 
     def set_left(self, left: bool) -> None:
         """Says whether this rank, a thread, makes no more calls; peers then do not wait for it."""
-        self._core.set_left(left)
+        self.owner.set_left(left)
 
     def set_peer_left(self, place: int, left: bool) -> None:
         """Notes the same for a peer whose own core this rank cannot reach."""
@@ -745,34 +753,36 @@ class CallEngine:
     # ---- implementation -------------------------------------------------------------------------
 
     def _why_lost(self, place: int) -> str:
-        return why_lost(self._core, place)
+        """Returns why a peer makes no call here any more, as the end of a sentence; "": it may."""
+        raise NotImplementedError
 
     def _make_triton(self, checks: CallChecks) -> TritonEnd:
-        run = HostTriton(self._core, self._membership, checks)
-        return TritonEnd(run, self._world_size, self.chosen(AUTO))
+        """Makes the end that runs Triton's kernels, at the first call that asks for it."""
+        raise NotImplementedError
 
     def _kernel_place(self, head: str) -> KernelPlace:
-        return host_place(self._core, self._membership, head)
+        """Returns the place of this rank's own Triton kernels; ``head`` begins errors."""
+        raise NotImplementedError
 
     def rank_context(self) -> RankContext:
         """Returns the surroundings of this rank as a thread beside others."""
         return RankContext()
 
-    def _execute(self, call: Call) -> Outputs:
-        status = call.run(self._native)
+    def execute(self, call: Call) -> Outputs:
+        status = call.run(self.core)
         if status:
-            raise self._fault(call.name)
+            raise self.fault(call.name)
         increment_version(call.written)
         return call.outputs
 
     def _enqueue(self, run: Callable[[], Outputs], name: str) -> Work:
-        work = Work(name, self._interrupt, self._queue.on_worker_thread)
-        if self._queue.on_worker_thread():
+        work = Work(name, self.interrupt, self.queue.on_worker_thread)
+        if self.queue.on_worker_thread():
             # The caller is a callback or a submitted function, which may wait for this call. If the
             # call were queued behind the caller, it would wait forever.
-            self._queue.run_now(run, work)
+            self.queue.run_now(run, work)
             return work
-        return self._queue.submit(at_this_call_site(run), work)
+        return self.queue.submit(at_this_call_site(run), work)
 
     def submit(
         self,
@@ -791,46 +801,37 @@ class CallEngine:
         Raises:
             AbortedError: the communicator is unusable.
         """
-        if self._refuse is not None:
-            raise self._refuse(opname)
+        if self.refuse is not None:
+            raise self.refuse(opname)
         if timeout is None:
             return self._enqueue(fn, opname)
         timeout_ms = milliseconds_of(timeout)
+        return self._enqueue(lambda: within(self.owner, timeout_ms, fn), opname)
 
-        def run() -> Outputs:
-            usual_ms = self._core.timeout_ms
-            self._core.timeout_ms = timeout_ms
-            try:
-                return fn()
-            finally:
-                self._core.timeout_ms = usual_ms
-
-        return self._enqueue(run, opname)
-
-    def _fault(self, name: str) -> RingcommError:
+    def fault(self, name: str) -> RingcommError:
         """Returns the error of a call that the native side gave up; disables the communicator."""
-        head = where(name, self._rank, self._world_size)
-        fault = self._core.fault()
-        if fault is None and self._refuse is not None:
-            return self._refuse(name)  # closed while the call was under way
+        head = where(name, self.rank, self.world_size)
+        fault = self.owner.fault()
+        if fault is None and self.refuse is not None:
+            return self.refuse(name)  # closed while the call was under way
         error = RingcommError(f"{head}: the native call failed without a fault record")
         try:
             if fault is not None:
                 error = from_fault(head, fault)
                 error = from_fault(head, self._recorder.explained(fault, partial(from_fault, head)))
-                error.repeats = fault["rank"] != self._rank
+                error.repeats = fault["rank"] != self.rank
         finally:  # a second Ctrl-C may come meanwhile
-            self._disable(refusal(self._rank, self._world_size, error))
+            self._disable(refusal(self.rank, self.world_size, error))
         return error
 
     def _disable(self, make_error: Callable[[str], RingcommError]) -> None:
         """Makes all further calls raise; only the first reason counts."""
         with self._guard:
-            if self._refuse is None:
-                self._refuse = make_error
-                self._native = cast(_native.Comm, Unusable(make_error))
+            if self.refuse is None:
+                self.refuse = make_error
+                self.core = self.plain = cast(Any, Unusable(make_error))
 
-    def _interrupt(self) -> None:
+    def interrupt(self) -> None:
         self.abort("interrupted by KeyboardInterrupt")
 
     def abort(self, reason: str = "") -> None:
@@ -838,14 +839,14 @@ class CallEngine:
 
         Any thread may call this. It does not block, and a second call changes nothing.
         """
-        if self._closed:
+        if self.closed:
             return
         first = AbortedError(
-            f"{where('abort', self._rank, self._world_size)}: "
+            f"{where('abort', self.rank, self.world_size)}: "
             f"{reason or 'Communicator.abort() was called'}"
         )
-        self._disable(refusal(self._rank, self._world_size, first))
-        self._core.abort(reason)
+        self._disable(refusal(self.rank, self.world_size, first))
+        self.owner.abort(reason)
 
     def close(self) -> None:
         """Ends the calls under way, then frees the communicator's memory; may be called repeatedly.
@@ -858,7 +859,7 @@ class CallEngine:
             # A call under way ends at its own timeout.
             self._close(self.timeout.total_seconds() + EXIT_GRACE_S, IN_VAIN_S)
         except KeyboardInterrupt:
-            self._interrupt()
+            self.interrupt()
             raise
 
     def _close(self, grace_s: float, in_vain_s: float) -> None:
@@ -868,21 +869,21 @@ class CallEngine:
             grace_s: how long calls under way may take before they are aborted.
             in_vain_s: how long they may wait for peers from which nothing comes.
         """
-        if self._closed:
+        if self.closed:
             return
         if not self._becomes_idle(grace_s, in_vain_s):
             self.abort(UNDER_WAY)
             idle = self._becomes_idle(EXIT_GRACE_S, EXIT_GRACE_S)
         else:
             idle = True
-        self._disable(closed(self._rank, self._world_size, self.name))
+        self._disable(closed(self.rank, self.world_size, self.membership.name))
         # A thread that does not leave even an aborted call still uses the native object.
         if idle:
             with self._guard:
-                already, self._closed = self._closed, True
+                already, self.closed = self.closed, True
             if not already:
-                self._core.close()
-            self._queue.turn.release()
+                self.owner.close()
+            self.queue.turn.release()
 
     def _becomes_idle(self, grace_s: float, in_vain_s: float) -> bool:
         """Takes the turn when no call is under way; False when one took too long, as _close()."""
@@ -890,7 +891,7 @@ class CallEngine:
         came = self._progress()
         while True:
             look_s = min(DRAIN_LOOK_S, grace_s)
-            if self._queue.stop(look_s) and self._queue.turn.acquire(timeout=look_s):
+            if self.queue.stop(look_s) and self.queue.turn.acquire(timeout=look_s):
                 return True
             last, came = came, self._progress()
             if came is None or came != last:
@@ -900,12 +901,12 @@ class CallEngine:
 
     def _progress(self) -> Hashable:
         """Returns a count that grows while peers do their part; None when no peer is awaited."""
-        core = self._core
-        return None if core.awaited < 0 else (core.awaited, core.arrivals)
+        owner = self.owner
+        return None if owner.awaited < 0 else (owner.awaited, owner.arrivals)
 
     @until_exit
     def __del__(self) -> None:
-        queue: CallQueue | None = getattr(self, "_queue", None)
+        queue: CallQueue | None = getattr(self, "queue", None)
         if queue is not None:
             queue.stop(0.0)
 
@@ -915,16 +916,42 @@ class CallEngine:
         Returns the objects that must never be destroyed here, as that would act on the parent's
         communicator.
         """
-        parents, self._closed = (self._core, self._queue), True
+        parents, self.closed = (self.owner, self.queue), True
         self._guard = threading.Lock()
-        self._queue = CallQueue(self.name)
-        self._refuse = self._fork_error
-        self._native = cast(_native.Comm, Unusable(self._fork_error))
+        self.queue = CallQueue(self.membership.name)
+        self.refuse = self._fork_error
+        self.core = self.plain = cast(Any, Unusable(self._fork_error))
         return parents
 
     def _fork_error(self, operation: str) -> ForkError:
+        name = self.membership.name
         return ForkError(
-            f"{where(operation, self._rank, self._world_size)}: this process (pid {os.getpid()}) "
-            f"was forked from the one that built the communicator {self.name!r}. A child must "
-            "build its own, or be started with multiprocessing's 'spawn'"
+            f"{where(operation, *self.rank_of)}: this process (pid {os.getpid()}) was forked from "
+            f"the one that built the communicator {name!r}. A child must build its own, or be "
+            "started with multiprocessing's 'spawn'"
         )
+
+
+class HostEngine(CallEngine):
+    """The engine of ranks on one node, in host memory.
+
+    Args:
+        native: the connected core.
+        membership: the ranks, which have met.
+    """
+
+    def __init__(self, native: _native.Comm, membership: Membership) -> None:
+        rank_of = membership.rank, len(membership.ranks)
+        recorder = FlightRecorder(native, membership.name, rank_of)
+        super().__init__(native, native, native, membership, recorder)
+        self._native = native
+
+    def _why_lost(self, place: int) -> str:
+        return why_lost(self._native, place)
+
+    def _make_triton(self, checks: CallChecks) -> TritonEnd:
+        run = HostTriton(self._native, self.membership, checks)
+        return TritonEnd(run, self.world_size, self.chosen(AUTO))
+
+    def _kernel_place(self, head: str) -> KernelPlace:
+        return host_place(self._native, self.membership, head)

@@ -1,10 +1,11 @@
-"""Point-to-point calls, which are never ordered behind collectives."""
+"""Point-to-point calls, which are never ordered behind collectives, and those of the host."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch.autograd.graph import increment_version
@@ -45,18 +46,18 @@ def _never() -> bool:
 class Message(Work):
     """A send or receive under way; it waits on the native request, not on a queue."""
 
-    __slots__ = ("_claimed", "_dense", "_engine", "_request", "_tensor")
+    __slots__ = ("_claimed", "_dense", "_messages", "_request", "_tensor")
 
     def __init__(
         self,
-        engine: Messages,
+        messages: HostMessages,
         request: _native.Request,
         name: str,
         tensor: Tensor,
         dense: Tensor,
     ) -> None:
-        super().__init__(name, engine._interrupt, _never)
-        self._engine = engine
+        super().__init__(name, messages.engine.interrupt, _never)
+        self._messages = messages
         self._request = request
         self._tensor = tensor
         self._dense = dense
@@ -67,8 +68,9 @@ class Message(Work):
         timeout_ms = -1 if seconds < 0 else max(1, round(seconds * 1000))
         status = self._request.wait(timeout_ms)
         if status and not self._request.done():
-            if self._engine.aborted:
-                raise self._engine._fault(self._name)
+            engine = self._messages.engine
+            if engine.aborted:
+                raise engine.fault(self._name)
             raise not_done(self._name, seconds, "the message is still under way")
         self._complete(self._request.status())
         if not self._finished:
@@ -77,12 +79,12 @@ class Message(Work):
 
     def _complete(self, status: int) -> None:
         """Records the end of the message, in the thread that notices it first."""
-        with self._engine._message_guard:
+        with self._messages.guard:
             if self._claimed:
                 return
             self._claimed = True
-            self._engine._under_way.discard(self)
-        error = self._engine._message_error(self._name, self._request, self._dense, status)
+            self._messages.under_way.discard(self)
+        error = self._messages.error_of(self._name, self._request, self._dense, status)
         if self._name == "irecv" and error is None:
             put_back(self._tensor, self._dense)
             increment_version(self._tensor)
@@ -125,17 +127,45 @@ class Message(Work):
         self._complete(self._request.wait(-1))
 
 
-class Messages(CallEngine):
-    """Point-to-point calls of a communicator."""
+class MessageCore(Protocol):
+    """What posts the messages of a rank: the native core, or the core over nodes."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._message_guard = threading.Lock()
-        self._under_way: set[Message] = set()
-        self._sweep_at = SWEEP_EVERY
+    def post_send(
+        self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int, /
+    ) -> _native.Request: ...
+
+    def post_recv(
+        self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int, /
+    ) -> _native.Request: ...
+
+    def drive_in_background(self) -> None: ...
+
+
+class MessageCalls(Protocol):
+    """Sends and receives of one rank; see :class:`Messages` for the arguments."""
+
+    def send(self, tensor: Tensor, dst: int, tag: int, /) -> None: ...
+
+    def recv(self, tensor: Tensor, src: int | None, tag: int, /) -> int: ...
+
+    def isend(self, tensor: Tensor, dst: int, tag: int, /) -> Work: ...
+
+    def irecv(self, tensor: Tensor, src: int | None, tag: int, /) -> Work: ...
+
+
+class Messages:
+    """Point-to-point calls of a communicator.
+
+    Attributes:
+        messages: makes them.
+    """
+
+    messages: MessageCalls
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Sends ``tensor`` to rank ``dst``; returns when it may be changed again.
+
+        On a device later work of the current stream may change it.
 
         Args:
             tensor: any shape and dtype; the receiver's must have as many bytes.
@@ -146,118 +176,167 @@ class Messages(CallEngine):
             ArgumentError: bad argument.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        request, dense = self._post_send("send", tensor, dst, tag)
-        self._finish_now("send", request, dense)
+        self.messages.send(tensor, dst, tag)
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
         """Receives into ``tensor`` and returns the rank that sent.
 
         Args:
             tensor: any shape and dtype, as many bytes as the message.
-            src: a rank of this communicator other than this one; None takes any.
+            src: a rank of this communicator other than this one; None takes any, on the host.
             tag: 0 <= tag < 2**31; the send must name the same.
 
         Raises:
             ArgumentError: bad argument.
+            UnsupportedError: ``src`` is None on a device, whose kernel waits for one rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
+        return self.messages.recv(tensor, src, tag)
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
+        """Sends like :meth:`send`, without waiting; the Work tells when ``tensor`` may change.
+
+        On a device the current stream goes on until ``Work.wait()``.
+        """
+        return self.messages.isend(tensor, dst, tag)
+
+    def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Work:
+        """Receives like :meth:`recv`, without waiting; ``Work.source_rank()`` is the sender.
+
+        On a device only streams that wait for the Work see the data.
+        """
+        return self.messages.irecv(tensor, src, tag)
+
+
+def other_rank(checks: CallChecks, name: str, rank: Any, own: int) -> int:
+    """Returns the rank that the argument ``name`` means, which is not this rank, ``own``."""
+    peer = checks.peer(name, rank)
+    if peer == own:
+        checks.fail(f"{name}: expected another rank than this one, got {rank}")
+    return peer
+
+
+def check_tag(checks: CallChecks, tag: Any, engine: CallEngine) -> int:
+    """Returns a message's tag, if its communicator can still be used."""
+    number = integer(tag, bools=True)
+    if number is None or not 0 <= number <= LARGEST_TAG:
+        checks.fail(f"tag: expected 0 <= tag <= {LARGEST_TAG}, got {shown(tag)}")
+    if engine.refuse is not None:
+        raise engine.refuse(checks.op)
+    return number
+
+
+class HostMessages:
+    """The messages of a rank on the host.
+
+    Args:
+        engine: of the communicator.
+        core: posts messages.
+        named: returns a rank in the words of errors.
+
+    Attributes:
+        engine: as given.
+        guard: held while the end of a message is recorded.
+        under_way: messages whose tensors are kept alive.
+    """
+
+    def __init__(
+        self, engine: CallEngine, core: MessageCore, named: Callable[[int], str] = "rank {}".format
+    ) -> None:
+        self.engine = engine
+        self._drive = core.drive_in_background
+        self._named = named
+        self.guard = threading.Lock()
+        self.under_way: set[Message] = set()
+        self._sweep_at = SWEEP_EVERY
+
+    @property
+    def _core(self) -> MessageCore:
+        """The engine's core, which raises once the communicator is unusable."""
+        return cast(MessageCore, self.engine.core)
+
+    def send(self, tensor: Tensor, dst: int, tag: int) -> None:
+        request, dense = self._post_send("send", tensor, dst, tag)
+        self._finish_now("send", request, dense)
+
+    def recv(self, tensor: Tensor, src: int | None, tag: int) -> int:
         request, dense = self._post_recv("recv", tensor, src, tag)
         self._finish_now("recv", request, dense)
         put_back(tensor, dense)
         increment_version(tensor)
         return request.source
 
-    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
-        """Sends like :meth:`send`, without waiting; the Work tells when ``tensor`` may change."""
+    def isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
         request, dense = self._post_send("isend", tensor, dst, tag)
         return self._track(Message(self, request, "isend", tensor, dense))
 
-    def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Work:
-        """Receives like :meth:`recv`, without waiting; ``Work.source_rank()`` is the sender."""
+    def irecv(self, tensor: Tensor, src: int | None, tag: int) -> Work:
         request, dense = self._post_recv("irecv", tensor, src, tag)
         return self._track(Message(self, request, "irecv", tensor, dense))
 
     def _post_send(
         self, op: str, tensor: Tensor, dst: int, tag: int
     ) -> tuple[_native.Request, Tensor]:
-        checks = self.checks(op)
+        checks = self.engine.checks(op)
         dtype = checks.tensor("tensor", tensor)
-        peer = self._other(checks, "dst", dst)
-        tag = self._check_message(checks, tag)
+        peer = other_rank(checks, "dst", dst, self.engine.rank)
+        tag = check_tag(checks, tag, self.engine)
         admit_gradients(op, (), [tensor])
         dense = readable(tensor)
         ptr = dense.data_ptr()
-        return self._native.post_send(ptr, size_bytes(dense), peer, tag, dtype), dense
+        return self._core.post_send(ptr, size_bytes(dense), peer, tag, dtype), dense
 
     def _post_recv(
         self, op: str, tensor: Tensor, src: int | None, tag: int
     ) -> tuple[_native.Request, Tensor]:
-        checks = self.checks(op)
+        checks = self.engine.checks(op)
         dtype = checks.output("tensor", tensor)
-        peer = ANY_SOURCE if src is None else self._other(checks, "src", src)
-        tag = self._check_message(checks, tag)
+        peer = ANY_SOURCE if src is None else other_rank(checks, "src", src, self.engine.rank)
+        tag = check_tag(checks, tag, self.engine)
         admit_gradients(op, [tensor])
         dense = writable(tensor)
         ptr = dense.data_ptr()
-        return self._native.post_recv(ptr, size_bytes(dense), peer, tag, dtype), dense
-
-    def _other(self, checks: CallChecks, name: str, rank: Any) -> int:
-        peer = checks.peer(name, rank)
-        if peer == self._rank:
-            checks.fail(f"{name}: expected another rank than this one, got {rank}")
-        return peer
-
-    def _check_message(self, checks: CallChecks, tag: Any) -> int:
-        number = integer(tag, bools=True)
-        if number is None or not 0 <= number <= LARGEST_TAG:
-            checks.fail(f"tag: expected 0 <= tag <= {LARGEST_TAG}, got {shown(tag)}")
-        if self._refuse is not None:
-            raise self._refuse(checks.op)
-        return number
+        return self._core.post_recv(ptr, size_bytes(dense), peer, tag, dtype), dense
 
     def _finish_now(self, op: str, request: _native.Request, dense: Tensor) -> None:
-        error = self._message_error(op, request, dense, request.wait(-1))
+        error = self.error_of(op, request, dense, request.wait(-1))
         if error is not None:
             raise error
 
-    def _message_error(
+    def error_of(
         self, op: str, request: _native.Request, dense: Tensor, status: int
     ) -> RingcommError | None:
         if not status:
             return None
-        if status == _native.MISMATCH and self._core.fault() is None:
+        if status == _native.MISMATCH and self.engine.owner.fault() is None:
             # The message is lost, but the communicator can still be used.
             return MismatchError(
-                f"{where(op, self._rank, self._world_size)}: expected a message of "
+                f"{where(op, *self.engine.rank_of)}: expected a message of "
                 f"{size_bytes(dense)} bytes of {str(dense.dtype).removeprefix('torch.')}, got "
                 f"{request.size_bytes} bytes of {request.dtype} from "
                 f"{self._named(request.source)}. "
                 "Sender and receiver must use tensors of equal size and dtype"
             )
-        return self._fault(op)
-
-    def _named(self, rank: int) -> str:
-        """Returns a rank in the words of messages."""
-        return f"rank {rank}"
+        return self.engine.fault(op)
 
     def _track(self, message: Message) -> Message:
         """Keeps a message's tensors alive until it is done, whatever becomes of its Work."""
         if message.poll():
             return message
-        with self._message_guard:
-            self._under_way.add(message)
-            sweep = len(self._under_way) >= self._sweep_at
+        with self.guard:
+            self.under_way.add(message)
+            sweep = len(self.under_way) >= self._sweep_at
         try:
-            self._core.drive_in_background()
+            self._drive()
         except RuntimeError as error:
             # Without that thread the message advances only while this rank waits for it, but a
             # peer may need the message before that.
             text = "The message had begun, so the communicator is aborted: build another"
             failed = no_thread(message._name, error, text)
-            self.abort(str(failed))
+            self.engine.abort(str(failed))
             raise failed from error
         if sweep:
-            for each in tuple(self._under_way):
+            for each in tuple(self.under_way):
                 each.poll()
-            self._sweep_at = len(self._under_way) + SWEEP_EVERY
+            self._sweep_at = len(self.under_way) + SWEEP_EVERY
         return message

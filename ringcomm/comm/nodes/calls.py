@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ringcomm import _native
+from ringcomm.comm.host.core import NothingPlain
 from ringcomm.comm.host.meeting import Places
 from ringcomm.comm.nodes.carrier import HEADER_TAG, RailMessage, Rails, memory_at, tag_of
 from ringcomm.comm.nodes.messages import NodesMessages
@@ -119,8 +120,8 @@ class Scratch:
             self._free.setdefault(tensor.numel(), []).append(tensor)
 
 
-class CallsOverNodes:
-    """The calls of one rank, without the collectives themselves.
+class CallsOverNodes(NothingPlain):
+    """The calls of one rank, without the collectives themselves; owns what they need.
 
     Methods return 0, or a nonzero status after which :attr:`Watch.error` says what happened. Calls
     are made by whoever holds :attr:`turn`.
@@ -167,10 +168,6 @@ class CallsOverNodes:
         self.turn = threading.Lock()
 
     # ---- what is asked of a core ----------------------------------------------------------------
-
-    @property
-    def geometry(self) -> dict[str, int]:
-        return self._inner.geometry
 
     @property
     def segment_bytes(self) -> int:
@@ -239,13 +236,6 @@ class CallsOverNodes:
     def forget(self) -> None:
         """Closes the core of a communicator that nobody refers to any more."""
         self.close()
-
-    def all_reduce_plain(self, *_: object) -> int:
-        """Says that this core takes calls with all checks only."""
-        not_plain: int = _native.NOT_PLAIN
-        return not_plain
-
-    reduce_scatter_plain = all_gather_plain = all_reduce_plain
 
     def post_send(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int) -> Any:
         assert self._messages is not None  # a communicator without messages has refused before

@@ -314,7 +314,7 @@ class SumsOverNodes(CallsOverNodes):
         self._reduce_rows(begun, table, places.node, form)
         return begun
 
-    def _with_room(self, begun: InFlight, rail: int, elems: list[int], form: Form) -> _OnRail:
+    def _with_room(self, begun: InFlight, rail: int, elems: Sequence[int], form: Form) -> _OnRail:
         """Takes memory for partial sums, in the order in which they leave, and for all rounds."""
         places = self.places
         rounds = reduction(self._schedule, len(places.nodes), places.node)
@@ -658,8 +658,8 @@ class NodesCore(SumsOverNodes):
 
     def reduce_scatter_list(
         self,
-        in_ptrs: list[int],
-        elems: list[int],
+        in_ptrs: Sequence[int],
+        elems: Sequence[int],
         out_ptr: int,
         dtype: int,
         op: int,
@@ -687,7 +687,7 @@ class NodesCore(SumsOverNodes):
         return self._run("all_gather", head, algo, lambda: self._gather_spans(in_ptr, spans))
 
     def all_gather_list(
-        self, in_ptr: int, out_ptrs: list[int], sizes_bytes: list[int], dtype: int
+        self, in_ptr: int, out_ptrs: Sequence[int], sizes_bytes: Sequence[int], dtype: int
     ) -> int:
         spans = [Span(*span) for span in zip(out_ptrs, sizes_bytes, strict=True)]
         head = (sum(sizes_bytes), dtype, -1, -1)
@@ -700,7 +700,7 @@ class NodesCore(SumsOverNodes):
         )
 
     def gather(
-        self, in_ptr: int, size_bytes: int, out_ptrs: list[int], dtype: int, root: int
+        self, in_ptr: int, size_bytes: int, out_ptrs: Sequence[int], dtype: int, root: int
     ) -> int:
         head = (size_bytes, dtype, -1, root)
         return self._run(
@@ -708,7 +708,7 @@ class NodesCore(SumsOverNodes):
         )
 
     def scatter(
-        self, in_ptrs: list[int], out_ptr: int, size_bytes: int, dtype: int, root: int
+        self, in_ptrs: Sequence[int], out_ptr: int, size_bytes: int, dtype: int, root: int
     ) -> int:
         head = (size_bytes, dtype, -1, root)
         return self._run(
@@ -717,10 +717,10 @@ class NodesCore(SumsOverNodes):
 
     def all_to_all(
         self,
-        in_ptrs: list[int],
-        in_sizes_bytes: list[int],
-        out_ptrs: list[int],
-        out_sizes_bytes: list[int],
+        in_ptrs: Sequence[int],
+        in_sizes_bytes: Sequence[int],
+        out_ptrs: Sequence[int],
+        out_sizes_bytes: Sequence[int],
         dtype: int,
     ) -> int:
         ins = [Span(*span) for span in zip(in_ptrs, in_sizes_bytes, strict=True)]
@@ -729,7 +729,7 @@ class NodesCore(SumsOverNodes):
             "all_to_all", (0, dtype, -1, -1), DIRECT, lambda: self._exchange(ins, outs)
         )
 
-    def barrier_plain(self) -> int:
+    def barrier_plain(self, *_: object) -> int:
         with self.turn:
             return self.barrier()
 
@@ -827,7 +827,7 @@ class NodesCore(SumsOverNodes):
                 self._sent.append(self._send(rail, after, *segment))
             self._inside(self._inner.broadcast(segment.ptr, segment.elems, self._called.dtype, at))
 
-    def _gather_to(self, root: int, in_ptr: int, size_bytes: int, out_ptrs: list[int]) -> None:
+    def _gather_to(self, root: int, in_ptr: int, size_bytes: int, out_ptrs: Sequence[int]) -> None:
         begun, places = InFlight(), self.places
         rail, node = places.place_of(root), places.node_of(root)
         at = rail % len(places.mates)
@@ -851,7 +851,9 @@ class NodesCore(SumsOverNodes):
         self._settle(self._sent)
         self._scratch.give(begun.scratch)
 
-    def _scatter_from(self, root: int, in_ptrs: list[int], out_ptr: int, size_bytes: int) -> None:
+    def _scatter_from(
+        self, root: int, in_ptrs: Sequence[int], out_ptr: int, size_bytes: int
+    ) -> None:
         begun, places = InFlight(), self.places
         rail, node = places.place_of(root), places.node_of(root)
         at = rail % len(places.mates)

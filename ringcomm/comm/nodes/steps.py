@@ -21,11 +21,16 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate as accumulate_sizes
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
 
 from ringcomm import _native
+from ringcomm.comm.host.arguments import DTYPE_CODES
+from ringcomm.comm.host.engine import Call, CallEngine, Use, Work, itself
+from ringcomm.comm.host.meeting import Places
+from ringcomm.comm.nodes import wires
 from ringcomm.comm.nodes.calls import AUTO, BYTE
 from ringcomm.comm.nodes.core import ELEM_BYTES, NodesCore, Span
 from ringcomm.comm.nodes.wires import (
@@ -37,6 +42,8 @@ from ringcomm.comm.nodes.wires import (
     Reducing,
     Residual,
 )
+
+Tensor = torch.Tensor
 
 
 class _NodeShard(NamedTuple):
@@ -204,7 +211,7 @@ class StepsCore(NodesCore):
         sizes, name = (read.bucket_elems, read.param_dtype), "reduce_scatter_adamw_all_gather"
         return self._run(name, head, call.algorithm, body, optimizer=sizes)
 
-    # The parameters are those that Communicator.all_gather_bucket() passes by position.
+    # The parameters are those that StepCalls.all_gather_bucket() passes by position.
     def all_gather_bucket(
         self, own_ptr: int, bucket_ptr: int, elems: int, elem_bytes: int, tag: int
     ) -> int:
@@ -384,3 +391,104 @@ class Steps:
         call = _ReduceUpdate(*arguments)
         with self.core.on_wire(self.wire):
             return self.core.reduce_update(call, self.per_node, self.residual)
+
+
+class StepCalls:
+    """The calls of sharded training on a communicator, for optimizers and ZeRO.
+
+    Args:
+        engine: of the communicator.
+        places: of its ranks.
+    """
+
+    def __init__(self, engine: CallEngine, places: Places) -> None:
+        self._engine = engine
+        self._places = places
+
+    def calls_of(self, state: str, wire: str | None = None) -> Use:
+        """Returns the function that maps the core to the one whose calls an optimizer makes.
+
+        Args:
+            state: "world" where state is sharded over all ranks, "node" where each node has a copy.
+            wire: of sums of gradients between nodes; None for that of the communicator.
+        """
+        if len(self._places.nodes) == 1:
+            return itself
+        return methodcaller("steps", state == "node", wire)
+
+    def residual_of(self, elems: int, state: str) -> Residual | None:
+        """Makes what keeps the losses of a bucket's codes; see NOTE [Error feedback].
+
+        Args:
+            elems: of the bucket.
+            state: as of :meth:`calls_of`.
+
+        Returns:
+            None where nothing is coded: on one node, or where the bucket is small.
+        """
+        # A bucket is coded by the size of its gradients, which have 32 bits at most.
+        core = self._engine.owner
+        if elems * 4 <= wires.CODED_ABOVE_BYTES or not isinstance(core, StepsCore):
+            return None
+        return core.residual_of(elems, state == "node")
+
+    def all_gather_bucket(self, own: Tensor, bucket: Tensor, tag: int) -> None:
+        """Gathers over several nodes a bucket of which each rank owns a chunk.
+
+        Args:
+            own: [chunk elements], this rank's chunk.
+            bucket: [bucket elements], written.
+            tag: number that tells the bucket from others of its size, equal on all ranks.
+        """
+        arguments = (own.data_ptr(), bucket.data_ptr(), bucket.numel(), bucket.element_size(), tag)
+
+        def run(core: StepsCore) -> int:
+            return core.all_gather_bucket(*arguments)
+
+        self._engine.start_call(Call("all_gather_bucket", run, [bucket]))
+
+    def all_gather_on_rail(self, parts: Sequence[Tensor], async_op: bool = False) -> Work | None:
+        """Gathers among the ranks of this one's rail alone, in place.
+
+        Args:
+            parts: by node, contiguous; that of this rank's node is sent, the others are written.
+            async_op: return a Work at once instead of waiting.
+        """
+        if len(self._places.nodes) == 1:
+            return None
+        ptrs = [part.data_ptr() for part in parts]
+        sizes_bytes = [part.nbytes for part in parts]
+
+        def run(core: StepsCore) -> int:
+            return core.all_gather_on_rail(ptrs, sizes_bytes, AUTO)
+
+        return self._engine.start_call(Call("all_gather_on_rail", run, list(parts)), async_op)
+
+    def all_gather_in_codes(
+        self,
+        wide: Tensor,
+        parts: Sequence[Tensor],
+        wire: str,
+        *,
+        tag: int = 0,
+        on_rail: bool = False,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Gathers numbers that cross between nodes in codes; all ranks have what these decode to.
+
+        Args:
+            wide: float32, this rank's numbers.
+            parts: by rank, contiguous, of one floating-point dtype; all are written.
+            wire: "int8", "fp8" or "int4".
+            tag: as of :meth:`all_gather_bucket`.
+            on_rail: the ranks of this one's rail alone gather, and ``parts`` are by node.
+            async_op: return a Work at once instead of waiting.
+        """
+        ptrs, elems = [part.data_ptr() for part in parts], [part.numel() for part in parts]
+        dtype = DTYPE_CODES[parts[0].dtype]
+        call = InCodes(wide.data_ptr(), ptrs, elems, dtype, on_rail, tag)
+
+        def run(core: StepsCore) -> int:
+            return core.gather_in_codes(call, wire)
+
+        return self._engine.start_call(Call("all_gather_in_codes", run, [wide, *parts]), async_op)

@@ -706,7 +706,7 @@ class DeviceWatch(Watch):
 
     def see_device(self) -> RingcommError | None:
         """Returns what has ended the communicator, also if only a kernel of this rank knows it."""
-        core = self._calls._device_core
+        core = self._calls.device_core
         if self.error is None and core.native.raised:
             fault = core.fault()
             if fault is not None:
@@ -740,7 +740,7 @@ class DeviceWatch(Watch):
 
     def _abort_node(self, claim: str) -> None:
         super()._abort_node(claim)
-        self._calls._device_core.abort(claim)
+        self._calls.device_core.abort(claim)
 
     def _waits(self) -> bool:
         return super()._waits() or bool(self.under_way)

@@ -114,7 +114,7 @@ def dispatch(comm: Communicator, operation: str, routes: Routes) -> tuple[Tensor
     headers = exchange(comm, operation, mine, refusal, found)
     assert assignments is not None
     if refused := headers[comm.rank].refused:
-        comm.checks(operation).fail(no_such_expert(routes, refused - 1))
+        comm.engine.checks(operation).fail(no_such_expert(routes, refused - 1))
     # Calls that end here end so on all ranks, which therefore count alike.
     outboxes.calls += 1
     k, experts = headers[0].k, headers[0].experts
@@ -141,18 +141,19 @@ def dispatch(comm: Communicator, operation: str, routes: Routes) -> tuple[Tensor
 
 def _load_kernels(comm: Communicator, wire: str | None) -> None:
     """Loads what the calls launch, before a peer waits for it."""
-    assert isinstance(comm, DeviceCallEngine)
-    runtime, device = comm.device_place
+    engine = comm.engine
+    assert isinstance(engine, DeviceCallEngine)
+    runtime, device = engine.device_place
     for name in UNITS["rows"].kernels:
         runtime.find_kernel(device, "rows", name)
     if wire in WIRES:
-        preload(comm.device_place, wire)
+        preload(engine.device_place, wire)
 
 
 def _publish(
     comm: Communicator, outboxes: Outboxes, operation: str, r: Routes
 ) -> tuple[RowsHeader, _Assignments]:
-    checks = comm.checks(operation)
+    checks = comm.engine.checks(operation)
     check_routes(checks, r)
     _load_kernels(comm, r.wire)
     x = r.x.detach()

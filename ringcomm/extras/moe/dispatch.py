@@ -62,7 +62,7 @@ class _Published(NamedTuple):
 def _publish_routes(
     comm: Communicator, outboxes: Outboxes, operation: str, r: Routes
 ) -> _Published:
-    checks = comm.checks(operation)
+    checks = comm.engine.checks(operation)
     check_routes(checks, r)
     x = r.x.detach()
     lent = r.wire is None and lendable(comm, x)
@@ -87,7 +87,7 @@ def _dispatch(*arguments: Any) -> tuple[Tensor, ...]:
     if comm.launches:
         return devices.dispatch(comm, operation, routes)
     if comm.num_nodes > 1:
-        return nodes.dispatch(nodes.over_nodes(comm, operation), operation, routes)
+        return nodes.dispatch(comm, operation, routes)
     outboxes = outboxes_of(comm)
     published, refusal = prepared(lambda: _publish_routes(comm, outboxes, operation, routes))
     mine = RowsHeader(DISPATCH, refused=1) if published is None else published.header
@@ -184,7 +184,7 @@ def _combine(y: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
     base = RowsHeader(COMBINE, number, k=places.size(1), weighted=int(weights is not None))
 
     def publish() -> _Published:
-        checks = comm.checks(operation)
+        checks = comm.engine.checks(operation)
         check_combined(checks, y, sources)
         if weights is not None:
             check_weights(checks, weights, tuple(places.shape[:2]), y.dtype)
@@ -198,9 +198,8 @@ def _combine(y: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
         if comm.num_nodes == 1:
             ptrs = outboxes.at([header.payload for header in headers])
         else:
-            several = nodes.over_nodes(comm, operation)
             given = (y.detach()[:count], sources[:count], table)
-            table, (ptrs, _kept) = nodes.fetch_rows(several, outboxes, *given)
+            table, (ptrs, _kept) = nodes.fetch_rows(comm, outboxes, *given)
         out = new_rows(comm, y, places.size(0))
         wide = None if weights is None else readable(weights.detach().float())
         run_native(
@@ -241,9 +240,8 @@ def _published_tokens(
     def write(to: Tensor) -> None:
         to.view(grad.dtype).view(grad.shape).copy_(grad)
 
-    several = nodes.over_nodes(comm, operation)
     row_bytes = grad.size(1) * grad.element_size()
-    return nodes.share_tokens(several, outboxes, places, row_bytes, write)
+    return nodes.share_tokens(comm, outboxes, places, row_bytes, write)
 
 
 def _combine_backward(grad: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -255,7 +253,7 @@ def _combine_backward(grad: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, Tens
     base = RowsHeader(BACKWARD, number, weighted=int(weighting > UNWEIGHTED), wants=weighting)
 
     def publish() -> _Published:
-        check_rows(comm.checks(operation), "grad", grad)
+        check_rows(comm.engine.checks(operation), "grad", grad)
         return _publish_rows(comm, outboxes, grad, grad.size(0), base)
 
     published, refusal = prepared(publish)
@@ -303,8 +301,7 @@ def _weight_gradients(comm: Communicator, dots: Tensor, tables: Tables) -> Tenso
     number, count = tables.stamp.tolist()
     if comm.num_nodes > 1:
         with reading(comm, operation, ()):
-            several = nodes.over_nodes(comm, operation)
-            return nodes.send_numbers(several, dots[:count], tables.sources[:count], places)
+            return nodes.send_numbers(comm, dots[:count], tables.sources[:count], places)
     base = RowsHeader(WEIGHTS, number)
     published, refusal = prepared(lambda: _publish_rows(comm, outboxes, dots, count, base))
     mine = base._replace(refused=1) if published is None else published.header

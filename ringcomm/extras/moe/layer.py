@@ -199,7 +199,7 @@ class MoE(nn.Module):
         self.counted_over = counted_over
         self.options = RoutingOptions() if options is None else options
         if num_experts is not None:
-            num_experts = comm.checks(_MOE).integer("num_experts", num_experts)
+            num_experts = comm.engine.checks(_MOE).integer("num_experts", num_experts)
         self.num_experts = self._number(comm.world_size, num_experts)
         self._check_router()
         if self.options.top_k > self.num_experts:

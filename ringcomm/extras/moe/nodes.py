@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.communicator import Communicator, NodesCommunicator
-from ringcomm.errors import UnsupportedError, where
+from ringcomm.comm.communicator import Communicator
 from ringcomm.extras.moe.rows import (
     DISPATCH,
     ENTRY_WORDS,
@@ -45,15 +44,6 @@ Tensor = torch.Tensor
 Lent = tuple[list[int], list[Tensor]]
 
 
-def over_nodes(comm: Communicator, operation: str) -> NodesCommunicator:
-    """Returns a communicator of several nodes as that."""
-    if not isinstance(comm, NodesCommunicator):
-        raise UnsupportedError(
-            f"{where(operation, comm.rank, comm.world_size)}: expected a communicator of ringcomm"
-        )
-    return comm
-
-
 def _gathered(comm: Communicator, own: Tensor) -> Tensor:
     """All ranks' numbers: [world size, numbers]."""
     everyone = own.new_empty((comm.world_size, own.numel()))
@@ -61,19 +51,19 @@ def _gathered(comm: Communicator, own: Tensor) -> Tensor:
     return everyone
 
 
-def _nodes_of_ranks(comm: NodesCommunicator) -> Tensor:
+def _nodes_of_ranks(comm: Communicator) -> Tensor:
     """The node of each rank; -1 is the last entry's index, and no node."""
     nodes = [comm.places.node_of(rank) for rank in range(comm.world_size)]
     return torch.tensor([*nodes, comm.num_nodes], dtype=torch.int64, device="cpu")
 
 
-def _proxy(comm: NodesCommunicator, rank: int, node: int) -> int:
+def _proxy(comm: Communicator, rank: int, node: int) -> int:
     """The rank of another node that a rank sends tokens to."""
     ranks = comm.places.nodes[node]
     return ranks[comm.places.place_of(rank) % len(ranks)]
 
 
-def _needed(comm: NodesCommunicator, places: Tensor) -> Tensor:
+def _needed(comm: Communicator, places: Tensor) -> Tensor:
     """Which other nodes need which tokens: bool [tokens, nodes]."""
     node_of = _nodes_of_ranks(comm)[places[..., 0]]
     needed = torch.zeros(len(places), comm.num_nodes + 1, dtype=torch.bool, device="cpu")
@@ -82,7 +72,7 @@ def _needed(comm: NodesCommunicator, places: Tensor) -> Tensor:
     return needed[:, : comm.num_nodes]
 
 
-def _mates_ptrs(comm: NodesCommunicator, outboxes: Outboxes, parts: Sequence[Tensor]) -> list[Lent]:
+def _mates_ptrs(comm: Communicator, outboxes: Outboxes, parts: Sequence[Tensor]) -> list[Lent]:
     """Where mates have such parts of their outboxes, by place, once all are written; collective."""
     offsets = [outboxes.offset_of(part) for part in parts]
     everyone = _gathered(comm.node, torch.tensor(offsets, dtype=torch.int64, device="cpu"))
@@ -93,7 +83,7 @@ def _mates_ptrs(comm: NodesCommunicator, outboxes: Outboxes, parts: Sequence[Ten
 
 
 def share_tokens(
-    comm: NodesCommunicator,
+    comm: Communicator,
     outboxes: Outboxes,
     places: Tensor,
     row_bytes: int,
@@ -146,12 +136,12 @@ def share_tokens(
 # ---- dispatch ---------------------------------------------------------------------------------
 
 
-def dispatch(comm: NodesCommunicator, operation: str, routes: Routes) -> tuple[Tensor, ...]:
+def dispatch(comm: Communicator, operation: str, routes: Routes) -> tuple[Tensor, ...]:
     """Dispatches tokens over several nodes, as ``operators._dispatch`` does on one."""
     outboxes, experts = outboxes_of(comm), routes.experts
 
     def sort() -> Tensor:
-        checks = comm.checks(operation)
+        checks = comm.engine.checks(operation)
         check_routes(checks, routes)
         tables = torch.empty(tables_bytes(routes), dtype=torch.uint8, device="cpu")
         write_tables(checks, routes, tables)
@@ -187,7 +177,7 @@ def dispatch(comm: NodesCommunicator, operation: str, routes: Routes) -> tuple[T
 
 
 def _exchange_entries(
-    comm: NodesCommunicator, routes: Routes, order: Tensor, counts: Tensor, places: Tensor
+    comm: Communicator, routes: Routes, order: Tensor, counts: Tensor, places: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Tells the ranks of experts where the rows come from; returns sources and weights of rows.
 
@@ -244,7 +234,7 @@ def _by_rank_and_row(places: Tensor) -> Tensor:
 
 
 def _send_back(
-    comm: NodesCommunicator, rows: Tensor, sources: Tensor, places: Tensor, mates: bool
+    comm: Communicator, rows: Tensor, sources: Tensor, places: Tensor, mates: bool
 ) -> tuple[Tensor, Tensor]:
     """Sends rows to the ranks of their tokens; returns what came, and of which assignments it is.
 
@@ -275,7 +265,7 @@ def _send_back(
 
 
 def fetch_rows(
-    comm: NodesCommunicator, outboxes: Outboxes, y: Tensor, sources: Tensor, places: Tensor
+    comm: Communicator, outboxes: Outboxes, y: Tensor, sources: Tensor, places: Tensor
 ) -> tuple[Tensor, Lent]:
     """Brings experts' rows to where their tokens' rank can read them; collective.
 
@@ -304,9 +294,7 @@ def fetch_rows(
     return table, (ptrs, [*kept, got])
 
 
-def send_numbers(
-    comm: NodesCommunicator, numbers: Tensor, sources: Tensor, places: Tensor
-) -> Tensor:
+def send_numbers(comm: Communicator, numbers: Tensor, sources: Tensor, places: Tensor) -> Tensor:
     """Sends a number of each row to the rank of its token: float32 [tokens, k]; collective."""
     got, arriving = _send_back(comm, numbers, sources, places, mates=True)
     found = torch.zeros(places.shape[:2], dtype=torch.float32, device="cpu")

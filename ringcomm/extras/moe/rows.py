@@ -163,11 +163,12 @@ def numbers_on_host(comm: Communicator, operation: str, tensor: Tensor) -> list[
     Raises:
         RingcommError: the communicator has become unusable, and the numbers say nothing.
     """
-    if isinstance(comm, DeviceCallEngine):
-        runtime, device = comm.device_place
+    engine = comm.engine
+    if isinstance(engine, DeviceCallEngine):
+        runtime, device = engine.device_place
         with runtime.on_device(device):
             runtime.record_event(device, runtime.current_stream(device)).synchronize()
-        comm.raise_if_unusable(operation)
+        engine.raise_if_unusable(operation)
     return tensor.tolist()
 
 
@@ -269,14 +270,15 @@ def usable(group: str, world_size: int, operation: str) -> Communicator:
     comm = find(group, world_size, operation)
     if not comm.launches:
         return comm
-    comm.raise_if_unusable(operation)
+    engine = comm.engine
+    engine.raise_if_unusable(operation)
     head = where(operation, comm.rank, comm.world_size)
-    if not isinstance(comm, DeviceCallEngine):
+    if not isinstance(engine, DeviceCallEngine):
         raise UnsupportedError(
             f"{head}: on devices the rows of experts are exchanged within one node. Take a group "
             "of its ranks (comm.node), or a communicator on the host and CPU tensors"
         )
-    runtime, device = comm.device_place
+    runtime, device = engine.device_place
     if runtime.is_capturing(device):
         raise UnsupportedError(
             f"{head}: the current stream records a graph, but the host has to wait for what the "
@@ -292,7 +294,7 @@ def run_native(comm: Communicator, operation: str, name: str, *arguments: Any) -
     which enqueues a kernel on the current stream.
     """
     if comm.launches:
-        comm.start_call(Call(operation, lambda end: getattr(end, name)(*arguments), []))
+        comm.engine.start_call(Call(operation, lambda end: getattr(end, name)(*arguments), []))
     else:
         getattr(_native, name)(*arguments)
 
@@ -460,7 +462,7 @@ def rows_by_rank(comm: Communicator, headers: Sequence[RowsHeader], counts_ptrs:
             continue
         rows = _native.count_rows(counts_ptrs, rank * here, here)
         if 0 <= header.limit < rows:
-            comm.checks("moe.dispatch").fail(
+            comm.engine.checks("moe.dispatch").fail(
                 f"max_rows: the experts of rank {rank} get {rows} rows, and there is room for "
                 f"{header.limit}; pass a larger max_rows"
             )

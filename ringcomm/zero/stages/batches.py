@@ -259,7 +259,7 @@ def _agree(comm: Communicator, here: bool, has_any: bool, error: BaseException |
     told = torch.tensor([here, not has_any, error is not None], dtype=torch.int64, device="cpu")
     told = told.to(comm.device)
     comm.all_reduce(told, ReduceOp.SUM)
-    comm.finish_host_side()
+    comm.engine.finish_host_side()
     present, without, failed = told.tolist()
     head = where("uneven", comm.rank, comm.world_size)
     if failed and error is None:

@@ -201,7 +201,7 @@ class ReplicatedBucket(ParamBucket):
         if self.wire is None:
             return self.comm.all_gather(parts, parts[self.comm.rank], async_op=async_op)
         assert self.wide is not None
-        return self.comm.all_gather_in_codes(self.wide, parts, self.wire, async_op=async_op)
+        return self.comm.steps.all_gather_in_codes(self.wide, parts, self.wire, async_op=async_op)
 
     def check(self) -> None:
         with plainly():
@@ -339,13 +339,13 @@ class ShardedBucket(ParamBucket):
         """
         if not self._on_rail:
             return None
-        return self.comm.all_gather_on_rail(self._on_rail, async_op)
+        return self.comm.steps.all_gather_on_rail(self._on_rail, async_op)
 
     def settle(self, async_op: bool = False) -> Work | None:
         if self.wire is None:
             return self.share(async_op)
         assert self.wide is not None
-        return self.comm.all_gather_in_codes(
+        return self.comm.steps.all_gather_in_codes(
             self.wide, self._on_rail, self.wire, on_rail=True, async_op=async_op
         )
 
@@ -632,12 +632,12 @@ class WorldBucket(ShardedBucket):
 
     def fill(self) -> None:
         if self.wire is None or self.has_other_values:
-            self.comm.all_gather_bucket(self.kept, self.flat, self._tag)
+            self.comm.steps.all_gather_bucket(self.kept, self.flat, self._tag)
             return
         assert self.wide is not None
         chunks = self.layout.chunks(self.comm)
         parts = [self.flat[chunk.begin : chunk.end] for chunk in chunks]
-        self.comm.all_gather_in_codes(self.wide, parts, self.wire, tag=self._tag)
+        self.comm.steps.all_gather_in_codes(self.wide, parts, self.wire, tag=self._tag)
 
     def open(self) -> None:
         super().open()

@@ -101,7 +101,7 @@ class WorldCopier(Copier):
     def begin(self, bucket: ShardedBucket) -> None:
         if self._ahead:
             fill = partial(self._fill, bucket)
-            self._works[bucket] = self._comm.submit(fill, "all_gather_bucket")
+            self._works[bucket] = self._comm.engine.submit(fill, "all_gather_bucket")
 
     def _fill(self, bucket: ShardedBucket) -> list[torch.Tensor]:
         with self._profile.span("gather", bucket.flat.nbytes):
@@ -128,8 +128,8 @@ class DeviceCopier(Copier):
     it, so torch's allocator need not know of the side stream.
     """
 
-    def __init__(self, comm: DeviceCallEngine) -> None:
-        self._runtime, self._device = comm.device_place
+    def __init__(self, engine: DeviceCallEngine) -> None:
+        self._runtime, self._device = engine.device_place
         self._side = self._runtime.make_stream(self._device, high_priority=True)
         self._done: dict[ShardedBucket, Event] = {}
 
@@ -198,8 +198,8 @@ class Gatherer:
         self._copier: Copier
         if options.params == "world" or options.tier is not None:
             self._copier = WorldCopier(comm, options, profile)
-        elif isinstance(comm, DeviceCallEngine):
-            self._copier = DeviceCopier(comm)
+        elif isinstance(comm.engine, DeviceCallEngine):
+            self._copier = DeviceCopier(comm.engine)
         else:
             self._copier = HostCopier(profile) if options.overlap else HereCopier(profile)
         # Dicts for their order: of several errors, the same one is raised each time, and ranks that

@@ -463,7 +463,7 @@ def any_of(comm: Communicator, numbers: Sequence[int], mine: Iterable[bool]) -> 
         return []
     flags = torch.tensor(list(mine), dtype=torch.int32, device=comm.device)
     comm.all_reduce(flags, ReduceOp.MAX)
-    comm.finish_host_side()
+    comm.engine.finish_host_side()
     return [number for number, flag in zip(numbers, flags.tolist(), strict=True) if flag]
 
 
@@ -473,7 +473,7 @@ def order_of_rank_0(comm: Communicator, first: Sequence[int], usual: Sequence[in
     order = torch.tensor([*first, *rest], dtype=torch.int64, device=comm.device)
     if len(order):
         comm.broadcast(order, 0)
-        comm.finish_host_side()
+        comm.engine.finish_host_side()
     return [int(number) for number in order.tolist()]
 
 

@@ -672,7 +672,7 @@ class Reduction:
             return []
 
         if self._options.overlap:
-            return self._comm.submit(run, "reduce_scatter_update")
+            return self._comm.engine.submit(run, "reduce_scatter_update")
         with self._profile.waiting("reduce and update"):
             run()
         return None
@@ -696,7 +696,7 @@ class Reduction:
             with self._profile.waiting("reduce_scatter"):
                 run()
         elif not self._launches:
-            return self._comm.submit(run, "reduce_scatter_norm")
+            return self._comm.engine.submit(run, "reduce_scatter_norm")
         elif bucket.shard.dtype is torch.float32:
             return self.reducer.reduce(buffer, into, async_op=True)
         else:

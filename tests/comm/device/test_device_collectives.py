@@ -221,7 +221,7 @@ def test_a_slice_that_lies_in_the_heap_is_read_in_one_pass(devices, name):
             comm.reduce_scatter_tensor(part, whole, algorithm="direct")
         else:
             comm.all_gather_into_tensor(whole, part, algorithm="direct")
-        comm.finish_host_side()
+        comm.engine.finish_host_side()
 
     def barriers(segments, place):
         before = library().emulated_barriers_met()

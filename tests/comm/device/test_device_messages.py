@@ -129,7 +129,7 @@ def test_exchange_messages_waits_for_none_of_its_own(devices):
             (_filled(comm, MANY, 10 * comm.rank + peer, "heap"), peer) for peer in (ahead, behind)
         ]
         receives = [(tensors[peer], peer) for peer in (behind, ahead)]
-        work = comm.exchange_messages(sends, receives, tag=7)
+        work = comm.messages.exchange_messages(sends, receives, tag=7)
         assert work.wait() and work.result() == [tensors[behind], tensors[ahead]]
         for peer, tensor in tensors.items():
             assert torch.equal(on_host(tensor), torch.full((MANY,), 10.0 * peer + comm.rank))
@@ -138,9 +138,9 @@ def test_exchange_messages_waits_for_none_of_its_own(devices):
             tensor = _filled(comm, 5, comm.rank)
             messages = [(tensor, 1 - comm.rank)]
             sends, receives = (messages, []) if comm.rank == 0 else ([], messages)
-            comm.exchange_messages(sends, receives).wait()
+            comm.messages.exchange_messages(sends, receives).wait()
             assert torch.equal(on_host(tensor), torch.zeros(5))
-        comm.exchange_messages([], []).wait()
+        comm.messages.exchange_messages([], []).wait()
 
     devices.run(devices.world(3), body)
 
@@ -208,8 +208,12 @@ def test_a_receive_names_its_sender(devices):
         (lambda c, t: c.isend(t, 1, tag=-1), ArgumentError, "tag: expected 0 <= tag"),
         (lambda c, t: c.irecv(t), UnsupportedError, "waits for one sender"),
         (lambda c, t: c.irecv(t.expand(3, 8), 1), ArgumentError, "memory of its own"),
-        (lambda c, t: c.exchange_messages([(t, 1), (t, 1)], []), ArgumentError, r"\[1, 1\]"),
-        (lambda c, t: c.exchange_messages([], [(t, 0)]), ArgumentError, "another rank"),
+        (
+            lambda c, t: c.messages.exchange_messages([(t, 1), (t, 1)], []),
+            ArgumentError,
+            r"\[1, 1\]",
+        ),
+        (lambda c, t: c.messages.exchange_messages([], [(t, 0)]), ArgumentError, "another rank"),
         (lambda c, t: c.send([1.0], 1), ArgumentError, "expected a tensor, got list"),
     ],
 )

@@ -72,7 +72,7 @@ def test_what_is_recorded_of_collectives(devices):
         comm.all_to_all_single(ones(comm, 4), ones(comm, 4))
         comm.all_gather_into_tensor(ones(comm, 8192), ones(comm, 4096), algorithm="copy")
         comm.reduce_scatter_tensor(ones(comm, 4), ones(comm, 8), algorithm="direct")
-        comm.finish_host_side()
+        comm.engine.finish_host_side()
         recorded = comm.recording()
         own = recorded.ranks[comm.rank]
         assert (own.rank, own.pid, own.on_device, own.torn) == (comm.rank, os.getpid(), True, 0)
@@ -135,7 +135,7 @@ def test_the_fused_optimizer_is_recorded(devices):
         optimizer = AdamW([param], comm=comm)
         param.grad = ones(comm, 1000)
         optimizer.step()
-        comm.finish_host_side()
+        comm.engine.finish_host_side()
         fused = mine(comm).last
         return fused.collective, fused.dtype, fused.size_bytes, fused.site, fused.state
 
@@ -162,7 +162,7 @@ def test_a_call_is_not_completed_before_its_event_has_passed(devices):
         release()
         until(work.is_completed)
         # It follows the first call and is before the barrier, of which the event says nothing.
-        native = comm._device_core.recorder.native
+        native = comm.engine.device_core.recorder.native
         native.stop()
         assert states(comm)[:2] == ["completed"] * 2 and states(comm)[2] in OPEN
         assert min(each.end_ns for each in mine(comm).collectives[:2]) > released_ns
@@ -184,7 +184,7 @@ def test_the_kernels_count_says_what_has_begun(two_devices):
             until(lambda: states(comm) == ["completed", "begun"])
             assert mine(comm).last.end_ns == 0
             come.set()
-        comm.finish_host_side()
+        comm.engine.finish_host_side()
         return states(comm)
 
     assert two_devices.run(world, body) == [["completed"] * 2] * 2
@@ -209,13 +209,13 @@ def test_a_captured_call_is_one_record_and_its_replays_are_none(devices):
         assert states(comm)[1:] == ["captured", "enqueued"]
         (captured,) = [each for each in mine(comm).collectives if each.state == "captured"]
         assert captured.number == 2 and captured.end_ns == 0
-    comm.finish_host_side()
+    comm.engine.finish_host_side()
     assert states(comm) == ["completed", "captured", "completed"]
     world.close()
 
 
 def kernels_count(comm):
-    core = comm._device_core
+    core = comm.engine.device_core
     ptr = core._ptr + core.native.sequence_offset_bytes
     return int.from_bytes(core.runtime.read(core.device, ptr, 8), "little")
 
@@ -233,7 +233,7 @@ def test_a_call_that_was_not_launched_takes_no_number(devices, monkeypatch, with
     with monkeypatch.context() as patch:
         patch.setattr(sharing, "launch", refuses)
         if not withdraws:
-            patch.setattr(DeviceCallEngine, "_withdraw", lambda engine: None)
+            patch.setattr(DeviceCallEngine, "withdraw", lambda engine: None)
         with pytest.raises(ArgumentError, match="too many list entries"):
             world.all_reduce(tensors)
     assert mine(world[0]).last.status == ("aborted" if withdraws else "")

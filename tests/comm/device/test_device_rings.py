@@ -103,7 +103,7 @@ def test_a_launch_of_one_rank_carries_its_table(two_devices, plan_with):
     plan_with(((1, 0),))
 
     def body(comm):
-        native = comm._device_core.native
+        native = comm.engine.device_core.native
         nobody = bytes(_native.STRUCTURES["table"])
         two_devices.runtime.write(device_of(comm), native.table_ptr, nobody)
         comm.barrier()

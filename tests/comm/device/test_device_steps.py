@@ -57,7 +57,7 @@ def same_as_on_host(
 
     def body(comm):
         got, found = train(comm, *arguments)
-        comm.finish_host_side()
+        comm.engine.finish_host_side()
         return [each.cpu() for each in got], [each.cpu() for each in found]
 
     for got, found in devices.run(devices.world(world_size, options=COMM), body):
@@ -144,7 +144,7 @@ def test_torchs_grad_scaler_drives_one_rank(devices):
             scaler.update()
             if turn != 1:
                 reference.step()
-        comm.finish_host_side()
+        comm.engine.finish_host_side()
         assert optimizer.skipped_steps.item() == 1.0 and scaler.get_scale() == 128.0
         return all(map(torch.equal, params, plain))
 
@@ -207,7 +207,7 @@ def test_a_graph_replays_steps_as_eager_ones(devices, name, clip, scaled):
 
         eager_params, eager_lr, eager = build()
         params, lr, optimizer = build()
-        comm.finish_host_side()
+        comm.engine.finish_host_side()
         before = [param.detach().clone() for param in params]
 
         def twice(which):
@@ -223,7 +223,7 @@ def test_a_graph_replays_steps_as_eager_ones(devices, name, clip, scaled):
                 give(params, turn)
                 replay()
                 twice(eager)
-        comm.finish_host_side()
+        comm.engine.finish_host_side()
         assert optimizer.steps_taken.item() == eager.steps_taken.item() == (5 if scaled else 7)
         assert optimizer.skipped_steps.item() == (2 if scaled else 0)
         assert not any(map(torch.equal, params, before))

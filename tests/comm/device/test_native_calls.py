@@ -33,7 +33,7 @@ class Counted:
 
 def calls_of(comm: Any, call: Any) -> Counter[str]:
     """Returns the native calls that a call makes."""
-    core = comm._device_core
+    core = comm.engine.device_core
     core.native = counted = Counted(core.native)
     try:
         call()

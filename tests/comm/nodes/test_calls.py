@@ -269,7 +269,7 @@ def test_what_is_refused():
         ):
             comm.all_reduce(torch.ones(3), kernels="triton")
         with pytest.raises(UnsupportedError, match=r"own ke.*within a node"):
-            comm.kernel_place("own kernels")
+            comm.engine.kernel_place("own kernels")
         comm.barrier()
 
     with world_of((1, 1)) as world:

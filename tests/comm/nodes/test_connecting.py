@@ -8,9 +8,9 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from ringcomm import CommOptions, Communicator, RingcommError
-from ringcomm.comm import communicator
 from ringcomm.comm.host.meeting import Places
 from ringcomm.comm.nodes import carrier as connecting
+from ringcomm.comm.nodes import engine
 from ringcomm.comm.nodes.carrier import gloo, told_by
 from ringcomm.comm.nodes.steps import StepsCore
 from ringcomm.errors import PeerLost, RendezvousError
@@ -75,7 +75,7 @@ def test_a_rank_that_fails_after_another_has_built(
             Communicator.from_store(store, 1, 2, timeout=LONG_S, node_id="node1")
         told.wait(PATIENCE_S)  # its connections stay
 
-    monkeypatch.setattr(communicator, "StepsCore", make_core)
+    monkeypatch.setattr(engine, "StepsCore", make_core)
     other = threading.Thread(target=fail)
     other.start()
     with Communicator.from_store(store, 0, 2, timeout=LONG_S, node_id="node0") as comm:

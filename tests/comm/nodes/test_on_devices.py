@@ -230,7 +230,7 @@ def test_places_groups_and_order(devices: Devices, world: LocalWorld) -> None:
         works = [comm.all_reduce(tensor, async_op=turn % 2 == 0) for turn in range(4)]
         assert all(work.wait() for work in works if work is not None)
         assert on_host(tensor).tolist() == [float(size**4)] * 3001
-        comm.finish_host_side()
+        comm.engine.finish_host_side()
 
     devices.run(world, body)
 
@@ -307,7 +307,7 @@ def test_what_is_refused(devices: Devices) -> None:
             lambda: comm.isend(tensor, 1 - comm.rank),
             lambda: comm.irecv(tensor, 1 - comm.rank),
             lambda: comm.all_reduce(tensor, algorithm="ring"),
-            lambda: comm.kernel_place("tl"),
+            lambda: comm.engine.kernel_place("tl"),
             lambda: ringcomm.batch_isend_irecv(
                 [ringcomm.P2POp(ringcomm.isend, tensor, 1 - comm.rank)]
             ),

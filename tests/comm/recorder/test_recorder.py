@@ -115,7 +115,7 @@ def test_the_number_of_records_is_checked_and_equal_on_all_ranks():
 def test_an_asynchronous_call_was_made_where_it_was_queued():
     def body(comm):
         started = threading.Event()
-        first = comm.submit(lambda: (started.wait(30) and []) or [], "wait")
+        first = comm.engine.submit(lambda: (started.wait(30) and []) or [], "wait")
         second = comm.all_reduce(T(4), async_op=True)
         third = comm.isend(T(2), 1) if comm.rank == 0 else comm.irecv(T(2), 0)
         started.set()
@@ -230,7 +230,7 @@ def block_of(calls):
     def body(comm):
         for _ in range(calls):
             comm.barrier()
-        blocks.append(comm._core.recorded(0))
+        blocks.append(comm.engine.core.recorded(0))
 
     in_world(body, records=4, world=1)
     return blocks[0]
@@ -272,7 +272,7 @@ def test_records_are_whole_while_their_owner_writes():
 
         def look():
             while not stop.is_set():
-                for each in read_block(comm._core.recorded(0)).collectives:
+                for each in read_block(comm.engine.core.recorded(0)).collectives:
                     looks.append(each.number)
                     if each.size_bytes != 4 * (1 + each.number % 50):
                         wrong.append(each)

@@ -52,7 +52,7 @@ def block():
         for number in range(7):
             comm.all_reduce(T(number + 1))
         comm.send(T(2), 1, tag=3) if comm.rank == 0 else comm.recv(T(2), 0, tag=3)
-        return comm._core.recorded(0)
+        return comm.engine.core.recorded(0)
 
     with ringcomm.local_world(2, options=CommOptions(records=8)) as world:
         return world.run(body)[0]
@@ -136,7 +136,7 @@ def test_a_peers_damaged_recorder_hides_nobody_elses(folder):
         comm.barrier()
         if comm.rank == 1:
             size_bytes = HEADER_BYTES + 2 * records * RECORD_BYTES
-            at = comm._core.region_bytes - size_bytes
+            at = comm.engine.core.region_bytes - size_bytes
             assert Region.of(comm).read(at, 8) == b"RINGREC1"
             Region.of(comm).write(at, b"\xa5" * size_bytes)
         comm.barrier()

@@ -89,8 +89,8 @@ def test_orders_widths_and_no_local_memory(name, target):
 
 
 def _place(comm, operation):
-    table = comm._core.rank_table(0)
-    geometry = Geometry.of(comm._core.geometry)
+    table = comm.engine.owner.rank_table(0)
+    geometry = Geometry.of(comm.engine.owner.geometry)
     return KernelPlace(table, geometry, "cpu", 132, 132, lives, nullcontext)
 
 

@@ -33,7 +33,7 @@ from ringcomm import (
     _native,
     cuda,
 )
-from ringcomm.comm.communicator import DeviceCommunicator
+from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.host.engine import Call
 from ringcomm.optim import AdamW, AdamWOptions
 from tests import ptx_interpreter as ptx
@@ -347,7 +347,7 @@ def _absent(comm: Communicator) -> None:
     """The last rank makes no call: the others' kernels give up, and say so."""
     if comm.rank == comm.world_size - 1:
         return
-    core = cast(DeviceCommunicator, comm)._device_core
+    core = cast(DeviceCallEngine, comm.engine).device_core
     region_ptr, page_ptr = core._block.ptr, core._page.host_ptr
     seen: dict[str, Any] = {}
 
@@ -370,8 +370,8 @@ def _absent(comm: Communicator) -> None:
             return [tensor]
 
         try:
-            comm.submit(call, "absent", timeout=0.3)
-            comm.finish_host_side()
+            comm.engine.submit(call, "absent", timeout=0.3)
+            comm.engine.finish_host_side()
         except (CollectiveTimeout, AbortedError) as error:
             assert f"rank {comm.world_size - 1}" in str(error), error
         else:
@@ -389,7 +389,7 @@ def _norm_alone(comm: Communicator) -> None:
     def norm(end: _native.DeviceComm) -> int:
         return end.grad_norm(*given, words.data_ptr())
 
-    comm.start_call(Call("grad_norm", cast(Any, norm), []))
+    comm.engine.start_call(Call("grad_norm", cast(Any, norm), []))
     _native.grad_norm(*given, wanted.data_ptr())
     assert torch.equal(on_host(words), wanted)
 
@@ -422,7 +422,7 @@ def _steps(algorithm: str, clip: bool) -> Callable[[Communicator], None]:
                 # One rounding of the gradient's mean and one of each product, some 2^-23 each.
                 got = on_host(param.detach())
                 assert torch.allclose(got, same.detach(), rtol=1e-6, atol=1e-7), turn
-        comm.finish_host_side()
+        comm.engine.finish_host_side()
 
     return body
 

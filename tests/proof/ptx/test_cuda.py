@@ -204,7 +204,7 @@ def _errors(devices: Devices, world, body) -> list[RingcommError | None]:
         try:
             body(comm)
             on_host(torch.zeros(1))  # waits for the stream
-            comm.finish_host_side()
+            comm.engine.finish_host_side()
         except RingcommError as error:
             return error
         return None

@@ -27,7 +27,7 @@ from ringcomm import Communicator, RingcommError, _native
 from ringcomm._tl.fused_compute import all_gather_matmul_kernel
 from ringcomm._tl.geometry import Geometry
 from ringcomm._tl.hooks import IS_INTERPRETED
-from ringcomm.comm.communicator import DeviceCommunicator
+from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.host.arguments import DTYPE_CODES, DTYPE_NAMES
 from tests import ptx_interpreter as ptx
 from tests.proof.compile.compiled import compile_kernel
@@ -181,10 +181,10 @@ def _faults(devices: Devices, kernels: str, end: str) -> dict[int, Any]:
                     tensor = put(comm, torch.ones(elems * 2), "plain")
                     with pytest.raises(RingcommError):
                         comm.all_reduce(tensor, algorithm="direct")
-                        comm.finish_host_side()
+                        comm.engine.finish_host_side()
             finally:
                 over.wait()
-            records[comm.rank] = cast(DeviceCommunicator, comm)._device_core.native.fault()
+            records[comm.rank] = cast(DeviceCallEngine, comm.engine).device_core.native.fault()
 
         devices.run(world, body)
     return records
@@ -296,7 +296,7 @@ def _step(comm: Communicator, algorithm: str, form: str, norm: str, kernels: str
     else:
         steps.norm(mine, kernels, norm, True)
         steps.update(mine, kernels)
-    comm.finish_host_side()
+    comm.engine.finish_host_side()
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def _steps(devices: Devices, wait_s: float) -> None:
                 steps.norm(mine, kernels, "l2", True)
             else:
                 steps.update(mine, kernels)
-            comm.finish_host_side()
+            comm.engine.finish_host_side()
             assert differences(mine, want) == [], form
 
     native = [[Memory(case, rank, ranks) for _ in forms] for rank in range(ranks)]

@@ -65,7 +65,7 @@ def test_an_abort_asks_the_kernels_before_it_copies(emulated: Places, monkeypatc
     """A copy may fail, or be queued behind a kernel that only the abort ends."""
     place = emulated()
     world = place.world(2)
-    core = world[0]._device_core
+    core = world[0].engine.device_core
     asked = ctypes.c_uint32.from_address(core._page.host_ptr)  # HostPage.abort_requested
     seen: list[int] = []
 
@@ -101,7 +101,7 @@ def test_a_peer_hears_the_reason_though_kernels_are_quicker(
         patch.setattr(place.runtime, "write", late)
         abort = threading.Thread(target=world[0].abort, args=("for this reason",))
         abort.start()
-        until(lambda: world[1]._device_core.native.raised)
+        until(lambda: world[1].engine.device_core.native.raised)
         peer_knows.set()
         error = error_of(world[1].barrier)
         abort.join()
@@ -441,7 +441,7 @@ def test_a_world_closes_all_ranks_even_if_one_raises(place: Place) -> None:
     world, _ = waits_in_vain(place)
     check_timeout(error_of(world.close), "close")
     world.close()
-    assert all(each._closed for each in world)
+    assert all(each.engine.closed for each in world)
 
 
 def test_a_refused_launch_makes_the_communicator_unusable(emulated: Places) -> None:

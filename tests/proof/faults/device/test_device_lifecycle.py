@@ -106,8 +106,8 @@ def test_a_closed_communicator_says_so(place: Place) -> None:
     calls = [
         lambda: comm.all_reduce(place.full(COUNT, 1.0)),
         lambda: comm.barrier(async_op=True),
-        lambda: comm.submit(list, "mine"),
-        lambda: comm.exchange_messages([], []),
+        lambda: comm.engine.submit(list, "mine"),
+        lambda: comm.messages.exchange_messages([], []),
     ]
     for call in calls:
         error = error_of(call)
@@ -122,7 +122,7 @@ def test_an_abort_after_the_end_touches_nobody_elses_memory(place: Place) -> Non
     later = ringcomm.zeros(HEAP_BYTES // 8, device=DEVICE)
     for comm in world:
         comm.abort("too late")
-        comm._core.abort("too late")
+        comm.engine.owner.abort("too late")
     assert int((later != 0).sum()) == 0
 
 

@@ -197,7 +197,7 @@ def aborts(store: Any, rank: int, n: int, kind: str) -> list[str]:
         )
         timer.join()
     else:
-        until(lambda: waiting._core.any_aborted())
+        until(lambda: waiting.engine.owner.any_aborted())
         told.append(str(first_error(place, waiting, waiting.barrier)))
     idle = place.connect(store, rank, n, name="its-peers-kernel-waits")
     if rank == 0:
@@ -276,7 +276,7 @@ def forks(store: Any, rank: int, n: int) -> str:
                 lambda: comm.all_reduce(torch.ones(4)),
                 lambda: comm.barrier(async_op=True),
                 lambda: comm.send(torch.ones(1), 1 - rank),
-                lambda: comm.submit(list, "mine"),
+                lambda: comm.engine.submit(list, "mine"),
                 lambda: comm.new_group([0, 1]),
                 lambda: ringcomm.zeros(10, device="cuda:0"),
             ]

@@ -114,7 +114,7 @@ def test_asynchronous_calls_run_beside_the_current_stream(emulated: Places) -> N
     with place.runtime.on_stream(stream):
         comm.all_reduce(tensor, async_op=True).wait()
     place.synchronize()
-    side = comm._side
+    side = comm.engine.streams._side
     gate = Gate(place, side.handle)
     with place.runtime.on_stream(stream):
         work = comm.all_reduce(tensor, async_op=True)
@@ -274,7 +274,7 @@ def test_submitted_functions(place: Place) -> None:
             return [tensor]
 
         with place.ordered():
-            work = comm.submit(several, "mine", timeout=5.0)
+            work = comm.engine.submit(several, "mine", timeout=5.0)
             assert seen == [timedelta(seconds=5)]
             assert comm.timeout == usual
             (output,) = work.result()
@@ -286,7 +286,7 @@ def test_submitted_functions(place: Place) -> None:
                 raise KeyError("mine")
 
             with pytest.raises(KeyError):
-                comm.submit(fails, "mine", timeout=5.0)
+                comm.engine.submit(fails, "mine", timeout=5.0)
             assert comm.timeout == usual
 
     world.run(body)
@@ -303,7 +303,7 @@ def test_a_submitted_function_is_done_when_its_calls_are(emulated: Places) -> No
         return []
 
     with place.runtime.on_stream(stream):
-        work = world[0].submit(call, "mine")
+        work = world[0].engine.submit(call, "mine")
     time.sleep(GRACE_S)
     assert not work.is_completed()
     gate.open()
@@ -532,4 +532,4 @@ def test_options_bound_the_blocks(emulated: Places) -> None:
     """Automatic channels: what messages leave of a device's multiprocessors, for each rank."""
     place = emulated(multiprocessors=15)
     options = CommOptions(segment_bytes=OPTIONS.segment_bytes)
-    assert "channels=3" in place.world(3, options=options)[0]._core.layout
+    assert "channels=3" in place.world(3, options=options)[0].engine.owner.layout

@@ -1,0 +1,174 @@
+"""The interface of a communicator's core: the collectives on addresses, and what owns them.
+
+A core makes the calls of one rank. ``_native.Comm`` is that of ranks on one node's host memory,
+``_native.DeviceComm`` that of ranks on devices, and :mod:`ringcomm.comm.nodes` has one over several
+nodes for each of the two; :class:`ringcomm.comm.host.triton.TritonEnd` makes some of the calls by
+Triton's kernels. Callers pass checked arguments: addresses and sizes of memory that stays alive,
+and codes of the native module for dtypes, ops and algorithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ringcomm import _native
+
+__all__ = ["Core", "CoreOwner", "NothingPlain", "PlainCalls"]
+
+
+class Core(Protocol):
+    """The collectives of one rank, on addresses.
+
+    Calls return 0, or another status once they have failed; the owner then has the fault.
+    """
+
+    def all_reduce(
+        self,
+        in_ptr: int,
+        out_ptr: int,
+        elems: int,
+        dtype: int,
+        op: int,
+        factor: float,
+        algorithm: int,
+        /,
+    ) -> int: ...
+
+    def reduce(
+        self,
+        in_ptr: int,
+        out_ptr: int,
+        elems: int,
+        dtype: int,
+        op: int,
+        factor: float,
+        root: int,
+        /,
+    ) -> int: ...
+
+    def reduce_scatter(
+        self,
+        in_ptr: int,
+        out_ptr: int,
+        out_elems: int,
+        dtype: int,
+        op: int,
+        factor: float,
+        algorithm: int,
+        /,
+    ) -> int: ...
+
+    def reduce_scatter_list(
+        self,
+        in_ptrs: Sequence[int],
+        in_elems: Sequence[int],
+        out_ptr: int,
+        dtype: int,
+        op: int,
+        factor: float,
+        /,
+    ) -> int: ...
+
+    def all_gather(
+        self, in_ptr: int, out_ptr: int, in_bytes: int, dtype: int, algorithm: int, /
+    ) -> int: ...
+
+    def all_gather_list(
+        self, in_ptr: int, out_ptrs: Sequence[int], out_bytes: Sequence[int], dtype: int, /
+    ) -> int: ...
+
+    def broadcast(self, ptr: int, size_bytes: int, dtype: int, root: int, /) -> int: ...
+
+    def gather(
+        self, in_ptr: int, size_bytes: int, out_ptrs: Sequence[int], dtype: int, root: int, /
+    ) -> int: ...
+
+    def scatter(
+        self, in_ptrs: Sequence[int], out_ptr: int, size_bytes: int, dtype: int, root: int, /
+    ) -> int: ...
+
+    def all_to_all(
+        self,
+        in_ptrs: Sequence[int],
+        in_bytes: Sequence[int],
+        out_ptrs: Sequence[int],
+        out_bytes: Sequence[int],
+        dtype: int,
+        /,
+    ) -> int: ...
+
+    def barrier(self) -> int: ...
+
+
+class PlainCalls(Protocol):
+    """The calls that take tensors as they are; see NOTE [At once] in ``collectives.py``.
+
+    They return the status of a call of :class:`Core`, or ``NOT_PLAIN`` if they have done nothing.
+    """
+
+    def all_reduce_plain(self, tensor: object, op: object, algorithm: object, /) -> int: ...
+
+    def reduce_scatter_plain(
+        self, output: object, input: object, op: object, algorithm: object, /
+    ) -> int: ...
+
+    def all_gather_plain(self, output: object, input: object, algorithm: object, /) -> int: ...
+
+    def barrier_plain(self) -> int: ...
+
+
+class NothingPlain:
+    """The plain calls of a core that takes checked calls alone."""
+
+    def all_reduce_plain(self, *_: object) -> int:
+        """Does nothing, and says so."""
+        not_plain: int = _native.NOT_PLAIN
+        return not_plain
+
+    reduce_scatter_plain = all_gather_plain = barrier_plain = all_reduce_plain
+
+
+class CoreOwner(Protocol):
+    """The state behind a core: its deadline, its faults and its end.
+
+    Attributes:
+        timeout_ms: of the calls that begin from here on.
+    """
+
+    timeout_ms: int
+
+    @property
+    def aborted(self) -> bool:
+        """True once a fault, an abort or a close has ended the core."""
+
+    @property
+    def segment_bytes(self) -> int:
+        """The bytes of a segment, the most that a ring moves in one step."""
+
+    @property
+    def awaited(self) -> int:
+        """The rank that a call has waited for, for a while; -1: none, or the host does not wait."""
+
+    @property
+    def arrivals(self) -> int:
+        """A count that grows while peers do their part of a call."""
+
+    @property
+    def has_messages(self) -> bool:
+        """True while messages are under way."""
+
+    def chosen(self, algorithm: int, /) -> int:
+        """Returns the code of the algorithm that a large call with this code runs."""
+
+    def fault(self) -> dict[str, Any] | None:
+        """Returns the fault record, if possible that of the rank where the fault began."""
+
+    def set_left(self, left: bool, /) -> None:
+        """Says whether this rank, a thread, makes no more calls."""
+
+    def abort(self, reason: str, /) -> None:
+        """Ends the calls of this rank and its peers; any thread may call this."""
+
+    def close(self) -> None:
+        """Frees the core; no call may be under way."""

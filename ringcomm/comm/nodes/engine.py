@@ -1,0 +1,556 @@
+"""The engines of communicators over several nodes, and how they are built."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed import PrefixStore
+
+from ringcomm import _native
+from ringcomm.comm.device.core import SeenEvent
+from ringcomm.comm.device.launch import (
+    DeviceCallChecks,
+    DeviceCallEngine,
+    DeviceWork,
+    OwnStreams,
+)
+from ringcomm.comm.host.arguments import CallChecks
+from ringcomm.comm.host.engine import (
+    EXIT_GRACE_S,
+    UNDER_WAY,
+    Call,
+    CallEngine,
+    Outputs,
+    RankContext,
+    Work,
+    refusal,
+    within,
+)
+from ringcomm.comm.host.meeting import Membership, OneNode, Places, SeveralNodes, chosen, meet
+from ringcomm.comm.host.options import milliseconds_of
+from ringcomm.comm.nodes.calls import CallsOverNodes
+from ringcomm.comm.nodes.carrier import (
+    Carrier,
+    Connector,
+    DeviceRails,
+    Rails,
+    carrier_of,
+    device_carrier_of,
+)
+from ringcomm.comm.nodes.core import NodesCore
+from ringcomm.comm.nodes.device_core import DeviceNodesCore
+from ringcomm.comm.nodes.messages import NodesMessages
+from ringcomm.comm.nodes.steps import StepsCore
+from ringcomm.comm.nodes.watch import Awaiting, DeviceWatch, NodeTrace, Watch, claim
+from ringcomm.comm.recorder.reader import FlightRecorder
+from ringcomm.comm.recorder.records import NodeLevel, Recording, renumbered
+from ringcomm.cuda.runtime import DeviceRuntime, Stream
+from ringcomm.errors import AbortedError, RendezvousError, RingcommError, UnsupportedError, where
+from ringcomm.json_reader import read_record, shown
+from ringcomm.memory import empty
+from ringcomm.rendezvous.handles import forming
+
+Tensor = torch.Tensor
+
+TRITON_IS_OF_NODES = (
+    "Triton's kernels work within a node, and this communicator has several. Use "
+    'kernels="native", or Communicator.node'
+)
+
+
+class NodesEngine(CallEngine):
+    """The engine of ranks on several nodes.
+
+    Args:
+        core: makes the calls, and owns what they need.
+        node: the engine of this rank's node, for users; closed with this one.
+        watch: over all ranks.
+        membership: the ranks, which have met.
+    """
+
+    owner: CallsOverNodes
+
+    def __init__(
+        self,
+        core: NodesCore | DeviceNodesCore,
+        watch: Watch,
+        node: CallEngine,
+        membership: Membership,
+    ) -> None:
+        rank_of = membership.rank, len(membership.ranks)
+        recorder = FlightRecorder(core, membership.name, rank_of)
+        super().__init__(core, core, core, membership, recorder)
+        self.places = core.places
+        self._node = node
+        self._watch = watch
+        # The core's threads keep the core: they would outlive a communicator that nobody closes,
+        # and its peers would wait for it. At exit all that live are closed anyway.
+        self._unclosed = weakref.finalize(self, core.forget)
+        self._unclosed.atexit = False
+
+    def trace_as(self, world_id: int) -> None:
+        """Has faults leave traces; ``world_id`` identifies the communicator on all nodes."""
+        awaited = self._watch.awaiting.of
+        self._watch.trace = NodeTrace(self._recorder, self.places, awaited, world_id)
+
+    def on_wire(
+        self, checks: CallChecks, wire: str | None, run: Callable[[Any], int]
+    ) -> Callable[[Any], int]:
+        run = super().on_wire(checks, wire, run)
+
+        def on_wire(core: Any) -> int:
+            with core.on_wire(wire):
+                return run(core)
+
+        return run if wire is None else on_wire
+
+    def recording(self) -> Recording:
+        """See :meth:`ringcomm.Communicator.recording`.
+
+        A call over nodes stands before the calls within the node that it was made of.
+        """
+        return renumbered(self._within_node(), self.places.mates)
+
+    def _within_node(self) -> Recording:
+        return super().recording()
+
+    def set_peer_left(self, place: int, left: bool) -> None:
+        if place not in self.places.mates:
+            self._watch.set_left(place, left)
+
+    def _why_lost(self, place: int) -> str:
+        return self._watch.why_lost(place)
+
+    def fault(self, name: str) -> RingcommError:
+        if self._watch.error is None and self.refuse is not None:
+            return self.refuse(name)
+        error = self._watch.known()
+        head = where(name, *self.rank_of)
+        told = error or AbortedError("the communicator was closed")
+        trace = self._watch.trace
+        left = trace.told() if error is not None and trace is not None else ""
+        worded = type(told)(
+            f"{head}, node {self.places.node}: {told}{left}. The communicator is unusable now: "
+            "close it and build a new one"
+        )
+        self._disable(refusal(*self.rank_of, worded))
+        return worded
+
+    def _make_triton(self, checks: CallChecks) -> NoReturn:
+        raise UnsupportedError(f"{checks}: {TRITON_IS_OF_NODES}")
+
+    def _kernel_place(self, head: str) -> NoReturn:
+        raise UnsupportedError(f"{head}: {TRITON_IS_OF_NODES}")
+
+    def _close(self, grace_s: float, in_vain_s: float) -> None:
+        super()._close(grace_s, in_vain_s)
+        if self.closed:
+            self._unclosed.detach()
+        self._node._close(grace_s, in_vain_s)
+
+
+class DeviceNodesEngine(NodesEngine):
+    """The engine of ranks on devices of several nodes; see :class:`DeviceCallEngine`.
+
+    A call is enqueued behind the current stream's work and before what follows there, once the
+    hosts of its rail peers have made it, too.
+    """
+
+    owner: DeviceNodesCore
+
+    def __init__(
+        self,
+        core: DeviceNodesCore,
+        watch: DeviceWatch,
+        node: CallEngine,
+        membership: Membership,
+    ) -> None:
+        super().__init__(core, watch, node, membership)
+        self._watched = watch
+        self.device_place: tuple[DeviceRuntime, int] = core.calls.device_place
+        self._last_stream: int | None = None
+        self._streams = OwnStreams(self.device_place)
+
+    @property
+    def device(self) -> torch.device:
+        runtime, device = self.device_place
+        return runtime.torch_device(device)
+
+    @property
+    def heap_device(self) -> torch.device:
+        return torch.device("cuda", self.device_place[1])
+
+    @property
+    def launches(self) -> bool:
+        return True
+
+    def _new_checks(self, op: str) -> CallChecks:
+        return DeviceCallChecks(op, self.rank_of, self.device_place)
+
+    def rank_context(self) -> RankContext:
+        return self._streams.of_thread()
+
+    # ---- calls ----------------------------------------------------------------------------------
+
+    def start_call(self, call: Call, async_op: bool = False) -> Work | None:
+        self.admit(call.name, call.outputs, call.inputs)
+        runtime, device = self.device_place
+        if runtime.is_capturing(device):
+            raise UnsupportedError(
+                f"{where(call.name, *self.rank_of)}: the current stream records a "
+                "graph, but over several nodes the hosts agree on each call before it is enqueued, "
+                "which a replay would not do. Make the call outside of the capture, or capture "
+                "calls of Communicator.node"
+            )
+        with self.queue.turn, runtime.on_device(device):
+            self.raise_if_unusable(call.name)
+            current = runtime.current_stream(device)
+            if not async_op:
+                self._enqueue_on(current, call)
+                return None
+            side = self._streams.side
+            runtime.wait_event(device, side.handle, runtime.record_event(device, current))
+            with runtime.on_stream(side):
+                self._enqueue_on(side.handle, call)
+            done = SeenEvent(runtime.record_event(device, side.handle))
+        return self._work(call.name, call.outputs, side, done)
+
+    def _enqueue_on(self, stream: int, call: Call) -> None:
+        """Enqueues a call on the current stream; the caller holds the turn and is on the device."""
+        runtime, device = self.device_place
+        last, self._last_stream = self._last_stream, stream
+        if last is not None and last != stream:
+            runtime.wait_event(device, stream, runtime.record_event(device, last))
+        begun = runtime.record_event(device, stream)
+        status = 1
+        try:
+            status = call.run(self.core)
+        finally:
+            done = runtime.record_event(device, stream)
+            self._watched.under_way.add(call, begun, done)
+        if status:
+            raise self.fault(call.name)
+        increment_version(call.written)
+
+    def execute(self, call: Call) -> Outputs:
+        self.start_call(call)
+        return call.outputs
+
+    def _work(self, name: str, outputs: Outputs, side: Stream, done: SeenEvent) -> DeviceWork:
+        return DeviceWork(
+            name, outputs, (*self.device_place, side), done, lambda: self._check_work(name)
+        )
+
+    def submit(
+        self,
+        fn: Callable[[], Outputs],
+        opname: str,
+        timeout: timedelta | float | None = None,
+    ) -> Work:
+        """Runs ``fn`` now, on this thread; see :meth:`DeviceCallEngine.submit`."""
+        self.raise_if_unusable(opname)
+        outputs = fn() if timeout is None else within(self.owner, milliseconds_of(timeout), fn)
+        side, done = self._streams.side_behind_current()
+        return self._work(opname, outputs, side, done)
+
+    def finish_host_side(self) -> None:
+        """Blocks until the results of earlier calls can be read on the host."""
+        runtime, device = self.device_place
+        runtime.synchronize(device)
+        self.raise_if_unusable("synchronize")
+
+    # ---- faults, and the end --------------------------------------------------------------------
+
+    def _check_work(self, name: str) -> None:
+        """Raises if a Work's call may have failed; an orderly close does not count."""
+        if not self.closed:
+            self.raise_if_unusable(name)
+        elif self._watched.error is not None:
+            raise self.fault(name)
+
+    def fault(self, name: str) -> RingcommError:
+        self._watched.see_device()
+        return super().fault(name)
+
+    def _close(self, grace_s: float, in_vain_s: float) -> None:
+        if not self.closed and not self.owner.ends(grace_s):
+            self.abort(UNDER_WAY)
+            self.owner.ends(EXIT_GRACE_S)
+        super()._close(grace_s, in_vain_s)
+
+    def close(self) -> None:
+        """Waits for the enqueued calls, then frees the communicator's memory.
+
+        Raises:
+            RingcommError: a call failed, and no earlier one has said so. The memory is freed all
+                the same.
+        """
+        unreported: RingcommError | None = None
+        if not self.closed and self.refuse is None:
+            self.owner.ends(self.timeout.total_seconds() + EXIT_GRACE_S)
+            if self._watched.see_device() is not None:
+                unreported = self.fault("close")
+        super().close()
+        if unreported is not None:
+            raise unreported
+
+    def _within_node(self) -> Recording:
+        return self.owner.calls.recording()
+
+
+class NoMessages:
+    """The messages of ranks on devices of several nodes: there are none.
+
+    A carrier that moves device memory has one order for all, in which messages would wait for
+    collectives.
+    """
+
+    def __init__(self, engine: CallEngine) -> None:
+        self._engine = engine
+
+    def _refuse(self, op: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{where(op, *self._engine.rank_of)}: expected a communicator on the host, or of one "
+            "node (Communicator.node), got one on devices over several nodes. It has no messages: "
+            "use a collective, or send copies on the CPU"
+        )
+
+    def send(self, *_: object) -> NoReturn:
+        self._refuse("send")
+
+    def recv(self, *_: object) -> NoReturn:
+        self._refuse("recv")
+
+    def isend(self, *_: object) -> NoReturn:
+        self._refuse("isend")
+
+    def irecv(self, *_: object) -> NoReturn:
+        self._refuse("irecv")
+
+    def check_message(self, op: str, *_: object, write: bool) -> NoReturn:
+        """Refuses a message of a batch."""
+        self._refuse(op)
+
+
+# ---- Building them ------------------------------------------------------------------------------
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+class _HasEngine(Protocol):
+    """A communicator."""
+
+    @property
+    def engine(self) -> CallEngine: ...
+
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=_HasEngine)
+
+
+@dataclass(frozen=True)
+class Built(Generic[C]):
+    """One rank's end over several nodes.
+
+    Attributes:
+        engine: of the communicator.
+        node: the communicator of this rank's node, for users.
+    """
+
+    engine: NodesEngine
+    node: C
+
+
+def build(
+    membership: Membership,
+    found: SeveralNodes,
+    heap_bytes: int | None,
+    make_node: Callable[[Membership], C],
+    *,
+    on_device: bool = False,
+) -> Built[C]:
+    """Builds the node's communicators and the rails.
+
+    Args:
+        membership: of all ranks.
+        found: their nodes.
+        heap_bytes: of the host; as for :func:`ringcomm.comm.host.meeting.meet`.
+        make_node: builds a node's communicator for users.
+        on_device: it is one on devices.
+
+    Raises:
+        RingcommError: a rank failed or cannot be reached; waiting peers have been told.
+    """
+    closing: list[_Closable] = []
+    try:
+        built = _built_on_device if on_device else _built
+        with forming(found.meeting.operation):
+            return built(membership, found, heap_bytes, make_node, closing)
+    except BaseException as error:
+        if found.rendezvous.fail(error):
+            _claim(membership, found, error)
+        for each in reversed(closing):
+            each.close()
+        raise
+
+
+def _claim(membership: Membership, found: SeveralNodes, error: BaseException) -> None:
+    """Tells the ranks that have built the communicator already, whose watches read the claim."""
+    operation = found.meeting.operation
+    if not isinstance(error, RingcommError):
+        told = f"{type(error).__name__}: {error}"
+        error = RendezvousError(f"{operation}: expected to build the communicator, got {told}")
+    with suppress(RuntimeError):  # of a store that has gone meanwhile: ``error`` matters more
+        claim(_faults(membership, found), error)
+
+
+def _faults(membership: Membership, found: SeveralNodes) -> PrefixStore:
+    """Returns the store of the claims of this communicator."""
+    return PrefixStore("faults", PrefixStore(found.rendezvous.prefix, membership.store))
+
+
+def _built(
+    membership: Membership,
+    found: SeveralNodes,
+    heap_bytes: int | None,
+    make_node: Callable[[Membership], C],
+    closing: list[_Closable],
+) -> Built[C]:
+    places, options, operation = found.places, membership.options, found.meeting.operation
+    of_node = _of_node(membership, places)
+    node = make_node(of_node)
+    closing.append(node)
+    level = NodeLevel(membership.name, places.node, places.mates)
+    met = _inner(replace(of_node, name=str(level)), heap_bytes, operation)
+    inner = met.core
+    closing.append(inner)
+    store = PrefixStore(found.rendezvous.prefix, membership.store)
+    connector = _connector(membership, found, options.carrier)
+    rails = Rails(places, PrefixStore("rails", store), connector)
+    world = range(len(membership.ranks))
+    group = connector.group(PrefixStore("messages", store), places.rank, world)
+    # The last wait for others: who has built may leave, as nobody connects to it any more.
+    awaiting = _awaiting(found, met)
+    faults = _faults(membership, found)
+    watch = Watch(inner, places, awaiting, faults, rails, membership.name)
+    closing.append(watch)
+    messages = NodesMessages(inner, places, group, watch)
+    watch.breakable.append(messages)
+    # Codes are added where they end, and so do not pass through other nodes.
+    rails_asked = "direct" if options.wire in _native.WIRES else options.rails
+    schedule = chosen(rails_asked, len(places.nodes))
+    core = StepsCore(inner, places, rails, watch, messages, options.wire, schedule)
+    engine = NodesEngine(core, watch, node.engine, _having_met(membership, found))
+    engine.trace_as(found.world_id)
+    return Built(engine, node)
+
+
+def _having_met(membership: Membership, found: SeveralNodes) -> Membership:
+    return membership.having_met((), found.meeting.lookout.processes)
+
+
+def _built_on_device(
+    membership: Membership,
+    found: SeveralNodes,
+    heap_bytes: int | None,
+    make_node: Callable[[Membership], C],
+    closing: list[_Closable],
+) -> Built[C]:
+    """Builds the node's communicators on devices, the carrier, and what hosts agree on calls by."""
+    places, options, operation = found.places, membership.options, found.meeting.operation
+    if options.rails not in ("auto", "direct"):
+        raise UnsupportedError(
+            f"{operation}: rails: expected auto or direct on devices, got {options.rails}. Their "
+            "carrier exchanges between all nodes at once"
+        )
+    carrier = device_carrier_of(options.carrier, operation)
+    of_node = _of_node(membership, places)
+    node = make_node(of_node)
+    closing.append(node)
+    made = make_node(replace(of_node, name=f"{of_node.name}.calls"))
+    closing.append(made)
+    calls = made.engine
+    assert isinstance(calls, DeviceCallEngine)
+    met = _inner(replace(of_node, name=f"{of_node.name}.hosts"), heap_bytes, operation)
+    closing.append(met.core)
+    store = PrefixStore(found.rendezvous.prefix, membership.store)
+    rails = Rails(places, PrefixStore("rails", store), _connector(membership, found, "gloo"))
+    own = PrefixStore("carrier", store)
+    carried = DeviceRails(places, own, carrier, calls.device_place, operation)
+    closing.append(carried)
+    awaiting = _awaiting(found, met)
+    carried.prove(options.timeout_s)
+    faults = _faults(membership, found)
+    watch = DeviceWatch(met.core, places, awaiting, faults, rails, membership.name, calls)
+    closing.append(watch)
+    watch.breakable.append(carried)
+    core = DeviceNodesCore(met.core, places, rails, watch, options.wire, calls, carried)
+    return Built(DeviceNodesEngine(core, watch, node.engine, _having_met(membership, found)), node)
+
+
+def _connector(membership: Membership, found: SeveralNodes, asked: str | Carrier) -> Connector:
+    operation = found.meeting.operation
+    return Connector(
+        found.places,
+        carrier_of(asked, operation),
+        membership.options.timeout_s,
+        operation,
+        found.rendezvous,
+        membership.store,
+    )
+
+
+def _of_node(membership: Membership, places: Places) -> Membership:
+    """Returns the ranks of this rank's node as members of a communicator of their own."""
+    return replace(
+        membership,
+        name=f"{membership.name}/node{places.node}",
+        rank=places.place,
+        ranks=tuple(membership.ranks[rank] for rank in places.mates),
+    )
+
+
+def _inner(of_node: Membership, heap_bytes: int | None, operation: str) -> OneNode:
+    """Builds the core that calls over nodes use within the node, and users do not."""
+    met = meet(of_node, heap_bytes)
+    if not isinstance(met, OneNode):
+        raise RendezvousError(
+            f"{operation}: the ranks of a node could map each other's memory, and a moment later "
+            "could not. See whether a process has changed its user or its dumpable flag"
+        )
+    return met
+
+
+def _awaiting(found: SeveralNodes, met: OneNode) -> Awaiting:
+    """Waits until the rails of all ranks stand, and maps the words of this node's ranks."""
+    word = empty(1, dtype=torch.int32).fill_(-1)
+    places, operation = found.places, found.meeting.operation
+    offset_bytes = word.data_ptr() - met.heaps[places.place].base_ptr
+    offsets = []
+    for rank, text in enumerate(found.rendezvous.everyone("rails", {"word": offset_bytes})):
+        theirs = read_record(text, rank, operation).get("word")
+        if type(theirs) is not int or theirs < 0 or theirs % word.itemsize:
+            raise RendezvousError(
+                f"{operation}: expected the place of a word of rank {rank}, got {shown(theirs)}"
+            )
+        offsets.append(theirs)
+    ptrs = []
+    for place, rank in enumerate(places.mates):
+        heap = met.heaps[place]
+        if offsets[rank] + word.itemsize > heap.mapping.capacity_bytes:
+            raise RendezvousError(
+                f"{operation}: expected the place of a word in the heap of rank {rank}, which has "
+                f"{heap.mapping.capacity_bytes} bytes, got {offsets[rank]}"
+            )
+        ptrs.append(heap.base_ptr + offsets[rank])
+    return Awaiting(ptrs, (word, met.heaps))
