@@ -93,16 +93,16 @@ class RankCommand:
 
     name: str
     words: Sequence[str]  # the program and its arguments
-    environment: Mapping[str, str] | None = None  # None: that of this process
-    files: Sequence[int] = ()  # descriptors that it inherits
+    environment: Mapping[str, str] | None = None  # None: this process's environment
+    files: Sequence[int] = ()  # inherited file descriptors
 
 
 @contextmanager
 def started(commands: Iterable[RankCommand], **how: Any) -> Iterator[list[subprocess.Popen[Any]]]:
-    """Starts processes, none of which is left when the block ends.
+    """Starts processes and ends them with the block.
 
-    Ctrl-C reaches this process alone. A rank asks the kernel to end it with this process, however
-    that ends: see :func:`end_with`. ``how`` is as of ``subprocess.Popen``.
+    Ctrl-C reaches this process alone. A rank asks the kernel to end it with this process: see
+    :func:`end_with`. ``how`` is as of ``subprocess.Popen``.
     """
     processes: list[subprocess.Popen[Any]] = []
     how = {"stdin": subprocess.DEVNULL, "start_new_session": True, **how}

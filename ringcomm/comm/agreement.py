@@ -1,4 +1,4 @@
-"""Agreement of the ranks: all give the same and succeed, or none goes on."""
+"""Agreement of the ranks: all give the same and succeed, or all of them raise."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ def _keeping(errors: list[Exception]) -> Iterator[None]:
 def outcomes(
     ranks: Ranks, operation: str, error: Exception | None, value: Any = None
 ) -> list[RankOutcome]:
-    """Returns how work ended on each rank, and plain JSON data that it tells; collective.
+    """Returns how work ended on each rank, with plain JSON data of each rank; collective.
 
     Raises:
         CorruptedError: a rank sent something else; names the rank.

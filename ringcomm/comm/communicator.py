@@ -452,7 +452,7 @@ class Communicator(Collectives, Messages):
         self.close()
 
 
-# Those of this process, and in a forked child those of its parent.
+# The communicators of this process; in a forked child also its parent's.
 _communicators: WeakSet[Communicator] = WeakSet()
 
 

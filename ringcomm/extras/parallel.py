@@ -315,7 +315,7 @@ class _Plan:
             )
 
     def describe(self) -> list[str]:
-        """Returns what all ranks must have alike, in words, by module."""
+        """Returns by module a description that must be equal on all ranks."""
         counts: dict[int, dict[str, int]] = {}
         for module, attribute in self.divided:
             counts.setdefault(id(module), {})[attribute] = getattr(module, attribute)

@@ -129,12 +129,12 @@ class StepTable:
 class Backend(ABC):
     """The updates of buckets on one machine, for one optimizer on one rank.
 
-    Where a backend is fused, reduction, update and gathering are one call. Elsewhere they are calls
-    of their own with the same bits, and the update visits one part of the bucket's state after the
-    other: the state lies in a tier, or parameters cross in codes, which the gathering makes.
+    A fused backend reduces, updates and gathers in one call. Another one makes three calls with the
+    same bits, and updates one part of the bucket's state after the other: the state lies in a tier,
+    or parameters travel in codes, which the gathering makes.
 
     Args:
-        alone: there are no other ranks.
+        alone: True in a world of one rank.
         reducer: reduces gradients.
         options: options of the optimizer.
         sharers: the ranks that share the state; None for this one alone.

@@ -70,8 +70,8 @@ class Asked:
     """A rank's request to its step or clipping, which the ranks compare before they reduce.
 
     Attributes:
-        operation: compared, too, with what is told, and named in errors.
-        told: arguments that must be equal on all ranks, as plain JSON types; none of a step.
+        operation: name of the request, compared with ``told`` and used in errors.
+        told: arguments that must be equal on all ranks, as plain JSON types; empty for a step.
         refusal: why this rank cannot do it, or None.
     """
 
@@ -80,7 +80,7 @@ class Asked:
     refusal: Exception | None = None
 
 
-#: A mere step, which asks nothing.
+#: A step without arguments.
 STEP = Asked()
 
 

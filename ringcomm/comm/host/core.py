@@ -130,10 +130,10 @@ class NothingPlain:
 
 
 class CoreOwner(Protocol):
-    """The state behind a core: its deadline, its faults and its end.
+    """The state behind a core: its timeout and its faults.
 
     Attributes:
-        timeout_ms: of the calls that begin from here on.
+        timeout_ms: how long a call waits for peers; counts for calls that begin later.
     """
 
     timeout_ms: int
@@ -148,7 +148,7 @@ class CoreOwner(Protocol):
 
     @property
     def awaited(self) -> int:
-        """The rank that a call has waited for, for a while; -1: none, or the host does not wait."""
+        """The rank that a call waits for; -1 if no call waits, or the host does not wait."""
 
     @property
     def arrivals(self) -> int:

@@ -757,7 +757,7 @@ class CallEngine:
         raise NotImplementedError
 
     def _make_triton(self, checks: CallChecks) -> TritonEnd:
-        """Makes the end that runs Triton's kernels, at the first call that asks for it."""
+        """Makes the end that runs Triton's kernels; called once, when a call needs it."""
         raise NotImplementedError
 
     def _kernel_place(self, head: str) -> KernelPlace:

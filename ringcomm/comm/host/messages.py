@@ -128,7 +128,7 @@ class Message(Work):
 
 
 class MessageCore(Protocol):
-    """What posts the messages of a rank: the native core, or the core over nodes."""
+    """The calls that post messages, of the native core or of the core over nodes."""
 
     def post_send(
         self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int, /

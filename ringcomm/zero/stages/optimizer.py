@@ -157,13 +157,13 @@ class ReducedPlan(StagePlan):
             self.backend.update_gather(bucket, self._reduce_now(bucket, grads))
 
     def _reduce_now(self, bucket: Bucket, grads: Tensor) -> Tensor:
-        """Returns what :meth:`reduced` would, of gradients that no shard keeps; collective."""
+        """Reduces gradients that no shard keeps, in the dtype of :meth:`reduced`; collective."""
         exact = self.backend.reduce_now(bucket, grads, self.reducer)
         return exact.to(self._reduction.buckets[bucket.number].shard.dtype)
 
 
 class SplitPlan(ReducedPlan):
-    """The step of stage 3, where no rank has more than its chunk of the parameters either.
+    """The step of stage 3, where each rank has only its chunk of the parameters.
 
     See NOTE [Gathering is one-sided] in ``zero/stages/buckets.py`` for the barriers.
 

@@ -201,7 +201,7 @@ class ReducingModule(Protocol):
 
     @property
     def reduction(self) -> ModuleReduction | None:
-        """What reduces the module's gradients."""
+        """The reductions of the module's gradients, or None."""
 
     def expects_gradients(self) -> bool:
         """Returns whether the running backward will add to some parameter's gradient."""

@@ -446,7 +446,7 @@ class Reduction:
         self._buffers = Buffers(stored, options.in_flight, comm.heap_device)
         self.order = list(range(len(self.buckets)))[::-1]
         self._learned = False
-        # Of this backward: the turn, and the full buckets, in the order in which they were filled.
+        # The turn of this backward, and its full buckets in the order in which they were filled.
         self._turn = 0
         self._filled: list[int] = []
         self._begun = False
@@ -560,7 +560,7 @@ class Reduction:
             bucket.count(reduces, to_free)
 
     def stop_counting(self) -> None:
-        """Has the next gradient of any bucket begin anew, at the end of a backward."""
+        """Forgets counts and waiting gradients at the end of a backward."""
         self._begun = False
         for bucket in self.buckets:
             bucket.waiting.clear()
