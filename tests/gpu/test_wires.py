@@ -12,7 +12,7 @@ import ringcomm
 from ringcomm import Communicator, _native
 from ringcomm.comm.host.arguments import DTYPE_CODES
 from ringcomm.comm.host.engine import Call
-from ringcomm.comm.nodes.core import Span
+from ringcomm.comm.nodes.calls import Span
 from ringcomm.comm.nodes.device_core import DeviceCodes, size_bytes
 from tests.gpu.device import PLAIN, REAL, synchronize
 from tests.gpu.worlds import one_launch_world

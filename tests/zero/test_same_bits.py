@@ -525,12 +525,12 @@ def steps_everything(patch: Patch) -> None:
 
 
 def adds_in_another_order(patch: Patch) -> None:
-    terms = sums.SumsOverNodes._terms
+    terms = sums.NodesCore._terms
 
-    def reverse(calls: sums.SumsOverNodes, *given: Any) -> dict[int, list[int]]:
+    def reverse(calls: sums.NodesCore, *given: Any) -> dict[int, list[int]]:
         return {target: ptrs[::-1] for target, ptrs in terms(calls, *given).items()}
 
-    patch.setattr(sums.SumsOverNodes, "_terms", reverse)
+    patch.setattr(sums.NodesCore, "_terms", reverse)
 
 
 def writes_no_chunk(patch: Patch) -> None:

@@ -27,13 +27,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ringcomm import _native
 from ringcomm.comm.host.meeting import Exchange, Round, gathering, levels_of, reduction
-from ringcomm.comm.nodes.calls import BYTE, DIRECT, CallsOverNodes
+from ringcomm.comm.nodes.calls import BYTE, DIRECT, ELEM_BYTES, CollectivesOverNodes, Span
 from ringcomm.comm.nodes.carrier import RailMessage, memory_at
 from ringcomm.comm.nodes.wires import AVG, FLOAT32, SUM, CodedForm, Form, Reducing, is_coded
 
@@ -43,12 +43,6 @@ from ringcomm.comm.nodes.wires import AVG, FLOAT32, SUM, CodedForm, Form, Reduci
 # added and shared.
 
 Tensor = torch.Tensor
-
-ELEM_BYTES: dict[int, int] = {
-    code: getattr(torch, name).itemsize
-    for name, code in _native.DTYPES.items()
-    if hasattr(torch, name)
-}
 
 # Pieces and segments begin at multiples of this, so that vectors of every type, and the blocks of
 # coded wires, are whole.
@@ -61,18 +55,6 @@ LINE_ELEMS = _native.WIRE_BLOCK
 # times as long as those of 1 MiB. Other work ran beside.
 SEGMENT_BYTES = 2 << 20
 END_DIVISOR = 8
-
-
-class Span(NamedTuple):
-    """Elements in this process's memory."""
-
-    ptr: int
-    elems: int
-
-    def part(self, begin: int, end: int, elem_bytes: int) -> Span:
-        """Returns elements [begin, end) of it, as far as it has them."""
-        begin, end = min(begin, self.elems), min(end, self.elems)
-        return Span(self.ptr + begin * elem_bytes, end - begin)
 
 
 # By node and place, what each rank there owns. Of all-reduce every node has as many places as there
@@ -138,8 +120,8 @@ class _Begun(InFlight):
     form: CodedForm | None = None
 
 
-class SumsOverNodes(CallsOverNodes):
-    """One rank's calls over nodes, with what sums and gathers tables."""
+class NodesCore(CollectivesOverNodes):
+    """One rank's core over several nodes."""
 
     def _table(self, spans: Sequence[Span]) -> Table:
         return [[spans[rank] for rank in ranks] for ranks in self.places.nodes]
@@ -233,8 +215,12 @@ class SumsOverNodes(CallsOverNodes):
 
         self._in_stages(len(segments), begin, *self._adding_stages(form), end)
 
-    def _reduce_and_gather(self, in_ptr: int, out_ptr: int, elems: int, r: Reducing) -> None:
-        """Reduces a buffer in pieces of which each rank owns some, and gathers the sums."""
+    def _reduce_to_each(self, spans: list[Span], out: Span, r: Reducing) -> None:
+        form = self._form(r, sum(span.elems for span in spans))
+        self._reduce_spans(spans, out.ptr, form, r.dtype)
+
+    def _reduce_to_all(self, ins: Span, out: Span, r: Reducing) -> None:
+        (in_ptr, elems), out_ptr = ins, out.ptr
         places, size = self.places, ELEM_BYTES[r.dtype]
         pieces, form = places.num_rails * len(places.nodes), self._form(r, elems)
         segments = self._segments(elems, pieces, form.segment_elem_bytes)
@@ -621,113 +607,7 @@ class SumsOverNodes(CallsOverNodes):
             if belong and span.ptr != belong[node].ptr:
                 memory_at(belong[node].ptr, span.elems).copy_(memory_at(*span))
 
-
-# A choice, by arithmetic: at 1 Gbit/s 8 KiB take 65 us, which is less than another hop on TCP.
-ONE_HOP_BYTES = 8 << 10
-
-
-class NodesCore(SumsOverNodes):
-    """One rank's core over several nodes."""
-
-    # ---- collectives ----------------------------------------------------------------------------
-
-    def all_reduce(
-        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algo: int
-    ) -> int:
-        r = Reducing(dtype, op, factor)
-        size = ELEM_BYTES[dtype]
-
-        def body() -> None:
-            if elems * size <= ONE_HOP_BYTES:
-                self._reduce_in_one_hop(in_ptr, out_ptr, elems, r)
-                return
-            self._reduce_and_gather(in_ptr, out_ptr, elems, r)
-
-        return self._run("all_reduce", (elems * size, dtype, op, -1), algo, body)
-
-    def reduce_scatter(
-        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algo: int
-    ) -> int:
-        size = ELEM_BYTES[dtype] * elems
-        spans = [Span(in_ptr + rank * size, elems) for rank in range(self._world)]
-        form = self._form(Reducing(dtype, op, factor), elems * self._world)
-        head = (size * self._world, dtype, op, -1)
-        return self._run(
-            "reduce_scatter", head, algo, lambda: self._reduce_spans(spans, out_ptr, form, dtype)
-        )
-
-    def reduce_scatter_list(
-        self,
-        in_ptrs: Sequence[int],
-        elems: Sequence[int],
-        out_ptr: int,
-        dtype: int,
-        op: int,
-        factor: float,
-    ) -> int:
-        spans = [Span(*span) for span in zip(in_ptrs, elems, strict=True)]
-        form = self._form(Reducing(dtype, op, factor), sum(elems))
-        head = (sum(elems) * ELEM_BYTES[dtype], dtype, op, -1)
-        return self._run(
-            "reduce_scatter", head, DIRECT, lambda: self._reduce_spans(spans, out_ptr, form, dtype)
-        )
-
-    def reduce(
-        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, root: int
-    ) -> int:
-        r = Reducing(dtype, op, factor)
-        head = (elems * ELEM_BYTES[dtype], dtype, op, root)
-        return self._run(
-            "reduce", head, DIRECT, lambda: self._reduce_to(root, in_ptr, out_ptr, elems, r)
-        )
-
-    def all_gather(self, in_ptr: int, out_ptr: int, in_bytes: int, dtype: int, algo: int) -> int:
-        spans = [Span(out_ptr + rank * in_bytes, in_bytes) for rank in range(self._world)]
-        head = (in_bytes * self._world, dtype, -1, -1)
-        return self._run("all_gather", head, algo, lambda: self._gather_spans(in_ptr, spans))
-
-    def all_gather_list(
-        self, in_ptr: int, out_ptrs: Sequence[int], sizes_bytes: Sequence[int], dtype: int
-    ) -> int:
-        spans = [Span(*span) for span in zip(out_ptrs, sizes_bytes, strict=True)]
-        head = (sum(sizes_bytes), dtype, -1, -1)
-        return self._run("all_gather", head, DIRECT, lambda: self._gather_spans(in_ptr, spans))
-
-    def broadcast(self, ptr: int, size_bytes: int, dtype: int, root: int) -> int:
-        head = (size_bytes, dtype, -1, root)
-        return self._run(
-            "broadcast", head, DIRECT, lambda: self._broadcast(Span(ptr, size_bytes), root)
-        )
-
-    def gather(
-        self, in_ptr: int, size_bytes: int, out_ptrs: Sequence[int], dtype: int, root: int
-    ) -> int:
-        head = (size_bytes, dtype, -1, root)
-        return self._run(
-            "gather", head, DIRECT, lambda: self._gather_to(root, in_ptr, size_bytes, out_ptrs)
-        )
-
-    def scatter(
-        self, in_ptrs: Sequence[int], out_ptr: int, size_bytes: int, dtype: int, root: int
-    ) -> int:
-        head = (size_bytes, dtype, -1, root)
-        return self._run(
-            "scatter", head, DIRECT, lambda: self._scatter_from(root, in_ptrs, out_ptr, size_bytes)
-        )
-
-    def all_to_all(
-        self,
-        in_ptrs: Sequence[int],
-        in_sizes_bytes: Sequence[int],
-        out_ptrs: Sequence[int],
-        out_sizes_bytes: Sequence[int],
-        dtype: int,
-    ) -> int:
-        ins = [Span(*span) for span in zip(in_ptrs, in_sizes_bytes, strict=True)]
-        outs = [Span(*span) for span in zip(out_ptrs, out_sizes_bytes, strict=True)]
-        return self._run(
-            "all_to_all", (0, dtype, -1, -1), DIRECT, lambda: self._exchange(ins, outs)
-        )
+    # ---- the bodies of the collectives ----------------------------------------------------------
 
     def barrier_plain(self, *_: object) -> int:
         with self.turn:
@@ -743,9 +623,8 @@ class NodesCore(SumsOverNodes):
 
         return self._run("barrier", (0, -1, -1, -1), DIRECT, body, headers=False)
 
-    # ---- how each is done -----------------------------------------------------------------------
-
-    def _reduce_in_one_hop(self, in_ptr: int, out_ptr: int, elems: int, r: Reducing) -> None:
+    def _reduce_in_one_hop(self, ins: Span, out: Span, r: Reducing) -> None:
+        in_ptr, elems = ins
         if not elems:
             return
         begun, places = InFlight(), self.places
@@ -767,12 +646,13 @@ class NodesCore(SumsOverNodes):
         ]
         for message in arriving:
             self._arrived(message)
-        self._join(begun, ptrs, Span(out_ptr, elems), r)
+        self._join(begun, ptrs, out, r)
         self._settle(self._sent)
         self._scratch.give(begun.scratch)
 
-    def _reduce_to(self, root: int, in_ptr: int, out_ptr: int, elems: int, r: Reducing) -> None:
+    def _reduce_to_root(self, root: int, ins: Span, out: Span, r: Reducing) -> None:
         """Each node reduces at the rail of the root, which adds what arrives."""
+        in_ptr, elems = ins
         begun, places, form = InFlight(), self.places, self._form(r, elems)
         coded = form if isinstance(form, CodedForm) else None
         wide_bytes = elems * ELEM_BYTES[r.partial]
@@ -800,9 +680,9 @@ class NodesCore(SumsOverNodes):
         for message in arriving:
             self._arrived(message)
         if places.rank == root and coded is not None:
-            coded.finish(ptrs, out_ptr, r.dtype, elems, self._world if r.op == AVG else 0)
+            coded.finish(ptrs, out.ptr, r.dtype, elems, self._world if r.op == AVG else 0)
         elif places.rank == root:
-            self._join(begun, ptrs, Span(out_ptr, elems), r)
+            self._join(begun, ptrs, out, r)
         self._settle(self._sent)
         self._scratch.give(begun.scratch)
 

@@ -37,9 +37,16 @@ from ringcomm.comm.device.launch import (
 )
 from ringcomm.comm.host.engine import EXIT_GRACE_S, Call
 from ringcomm.comm.host.meeting import Places
-from ringcomm.comm.nodes.calls import BYTE, DIRECT, CallsOverNodes, _Failed
+from ringcomm.comm.nodes.calls import (
+    BYTE,
+    DIRECT,
+    ELEM_BYTES,
+    CollectivesOverNodes,
+    Span,
+    _Failed,
+)
 from ringcomm.comm.nodes.carrier import DeviceRails, Rails
-from ringcomm.comm.nodes.core import ELEM_BYTES, LINE_ELEMS, ONE_HOP_BYTES, Span
+from ringcomm.comm.nodes.core import LINE_ELEMS
 from ringcomm.comm.nodes.watch import DeviceWatch
 from ringcomm.comm.nodes.wires import AVG, FLOAT32, PREMUL, SUM, Reducing, is_coded
 from ringcomm.cuda.runtime import DeviceRuntime
@@ -222,7 +229,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 SCRATCH_BYTES = 64 << 20
 
 
-class DeviceNodesCore(CallsOverNodes):
+class DeviceNodesCore(CollectivesOverNodes):
     """One rank's core on a device over several nodes.
 
     Args:
@@ -292,157 +299,46 @@ class DeviceNodesCore(CallsOverNodes):
         self.calls._close(self.timeout_ms / 1000, EXIT_GRACE_S)
         self._inner.close()
 
-    # ---- collectives ----------------------------------------------------------------------------
+    # ---- the bodies of the collectives ----------------------------------------------------------
 
-    def all_reduce(
-        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algo: int
-    ) -> int:
-        r, size = self._reducing("all_reduce", dtype, op, factor), ELEM_BYTES[dtype]
+    def _reduce_to_all(self, ins: Span, out: Span, r: Reducing) -> None:
+        size = ELEM_BYTES[r.dtype]
+        each = -(-ins.elems // (self._world * LINE_ELEMS)) * LINE_ELEMS
+        wire = self._codes(r, ins.elems)
+        for segment in self._segments_of(each, ELEM_BYTES[r.partial]):
+            given = self._cut(ins, each, segment, size)
+            parts = self._cut(out, each, segment, size)
+            if wire is not None:
+                self._all_reduce_in_codes(given, parts, r, wire)
+                continue
+            self._reduce_parts(given, parts[self.places.rank], r, None)
+            as_bytes = [Span(part.ptr, part.elems * size) for part in parts]
+            self._gather_parts(as_bytes[self.places.rank], as_bytes)
 
-        def body() -> None:
-            if elems * size <= ONE_HOP_BYTES:
-                self._reduce_in_one_hop(Span(in_ptr, elems), Span(out_ptr, elems), r)
-                return
-            each = -(-elems // (self._world * LINE_ELEMS)) * LINE_ELEMS
-            ins, outs = Span(in_ptr, elems), Span(out_ptr, elems)
-            wire = self._codes(r, elems)
-            for segment in self._segments_of(each, ELEM_BYTES[r.partial]):
-                given = self._cut(ins, each, segment, size)
-                parts = self._cut(outs, each, segment, size)
-                if wire is not None:
-                    self._all_reduce_in_codes(given, parts, r, wire)
-                    continue
-                self._reduce_parts(given, parts[self.places.rank], r, None)
-                as_bytes = [Span(part.ptr, part.elems * size) for part in parts]
-                self._gather_parts(as_bytes[self.places.rank], as_bytes)
+    def _reduce_to_each(self, spans: list[Span], out: Span, r: Reducing) -> None:
+        elems, size = [span.elems for span in spans], ELEM_BYTES[r.dtype]
+        wire = self._codes(r, sum(elems))
+        for segment in self._segments_of(max(elems), ELEM_BYTES[r.partial]):
+            parts = [span.part(*segment, size) for span in spans]
+            self._reduce_parts(parts, out.part(*segment, size), r, wire)
 
-        return self._enqueue("all_reduce", (elems * size, dtype, op, -1), algo, body)
+    def _reduce_to_root(self, root: int, ins: Span, out: Span, r: Reducing) -> None:
+        wire, size = self._codes(r, ins.elems), ELEM_BYTES[r.dtype]
+        for segment in self._segments_of(ins.elems, ELEM_BYTES[r.partial] * self._world):
+            self._reduce_to(root, ins.part(*segment, size), out.part(*segment, size), r, wire)
 
-    def reduce_scatter(
-        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, algo: int
-    ) -> int:
-        size = ELEM_BYTES[dtype] * elems
-        in_ptrs = [in_ptr + rank * size for rank in range(self._world)]
-        return self._reduce_scatter(
-            in_ptrs, [elems] * self._world, out_ptr, (dtype, op, factor), algo
-        )
+    def _gather_spans(self, in_ptr: int, spans: list[Span]) -> None:
+        mine = Span(in_ptr, spans[self.places.rank].elems)
+        for segment in self._segments_of(max(span.elems for span in spans), 1):
+            parts = [span.part(*segment, 1) for span in spans]
+            self._gather_parts(mine.part(*segment, 1), parts)
 
-    def reduce_scatter_list(
-        self,
-        in_ptrs: Sequence[int],
-        elems: Sequence[int],
-        out_ptr: int,
-        dtype: int,
-        op: int,
-        factor: float,
-    ) -> int:
-        return self._reduce_scatter(in_ptrs, elems, out_ptr, (dtype, op, factor), DIRECT)
-
-    def _reduce_scatter(
-        self,
-        in_ptrs: Sequence[int],
-        elems: Sequence[int],
-        out_ptr: int,
-        how: tuple[int, int, float],
-        algo: int,
-    ) -> int:
-        r, size = self._reducing("reduce_scatter", *how), ELEM_BYTES[how[0]]
-        spans = [Span(*span) for span in zip(in_ptrs, elems, strict=True)]
-        mine = Span(out_ptr, elems[self.places.rank])
-
-        def body() -> None:
-            wire = self._codes(r, sum(elems))
-            for segment in self._segments_of(max(elems), ELEM_BYTES[r.partial]):
-                parts = [span.part(*segment, size) for span in spans]
-                self._reduce_parts(parts, mine.part(*segment, size), r, wire)
-
-        head = (sum(elems) * size, r.dtype, r.op, -1)
-        return self._enqueue("reduce_scatter", head, algo, body)
-
-    def reduce(
-        self, in_ptr: int, out_ptr: int, elems: int, dtype: int, op: int, factor: float, root: int
-    ) -> int:
-        r, size = self._reducing("reduce", dtype, op, factor), ELEM_BYTES[dtype]
-
-        def body() -> None:
-            wire = self._codes(r, elems)
-            for segment in self._segments_of(elems, ELEM_BYTES[r.partial] * self._world):
-                given = Span(in_ptr, elems).part(*segment, size)
-                self._reduce_to(root, given, Span(out_ptr, elems).part(*segment, size), r, wire)
-
-        return self._enqueue("reduce", (elems * size, dtype, op, root), DIRECT, body)
-
-    def all_gather(self, in_ptr: int, out_ptr: int, in_bytes: int, dtype: int, algo: int) -> int:
-        out_ptrs = [out_ptr + rank * in_bytes for rank in range(self._world)]
-        return self._all_gather(in_ptr, out_ptrs, [in_bytes] * self._world, dtype, algo)
-
-    def all_gather_list(
-        self, in_ptr: int, out_ptrs: Sequence[int], sizes_bytes: Sequence[int], dtype: int
-    ) -> int:
-        return self._all_gather(in_ptr, out_ptrs, sizes_bytes, dtype, DIRECT)
-
-    def _all_gather(
-        self,
-        in_ptr: int,
-        out_ptrs: Sequence[int],
-        sizes_bytes: Sequence[int],
-        dtype: int,
-        algo: int,
-    ) -> int:
-        spans = [Span(*span) for span in zip(out_ptrs, sizes_bytes, strict=True)]
-        mine = Span(in_ptr, sizes_bytes[self.places.rank])
-
-        def body() -> None:
-            for segment in self._segments_of(max(sizes_bytes), 1):
-                parts = [span.part(*segment, 1) for span in spans]
-                self._gather_parts(mine.part(*segment, 1), parts)
-
-        return self._enqueue("all_gather", (sum(sizes_bytes), dtype, -1, -1), algo, body)
-
-    def broadcast(self, ptr: int, size_bytes: int, dtype: int, root: int) -> int:
+    def _broadcast(self, whole: Span, root: int) -> None:
         rail, node, at = self._way_to(root)
-
-        def body() -> None:
-            if self.places.place == at and size_bytes:
-                whole = self._bytes(Span(ptr, size_bytes))
-                self._carry(rail, lambda: self._carried.broadcast(rail, whole, node))
-            self._within("broadcast", ptr, size_bytes, self._called.dtype, at)
-
-        return self._enqueue("broadcast", (size_bytes, dtype, -1, root), DIRECT, body)
-
-    def gather(
-        self, in_ptr: int, size_bytes: int, out_ptrs: Sequence[int], dtype: int, root: int
-    ) -> int:
-        return self._enqueue(
-            "gather",
-            (size_bytes, dtype, -1, root),
-            DIRECT,
-            lambda: self._gather_to(root, in_ptr, size_bytes, out_ptrs),
-        )
-
-    def scatter(
-        self, in_ptrs: Sequence[int], out_ptr: int, size_bytes: int, dtype: int, root: int
-    ) -> int:
-        return self._enqueue(
-            "scatter",
-            (size_bytes, dtype, -1, root),
-            DIRECT,
-            lambda: self._scatter_from(root, in_ptrs, out_ptr, size_bytes),
-        )
-
-    def all_to_all(
-        self,
-        in_ptrs: Sequence[int],
-        in_sizes_bytes: Sequence[int],
-        out_ptrs: Sequence[int],
-        out_sizes_bytes: Sequence[int],
-        dtype: int,
-    ) -> int:
-        ins = [Span(*span) for span in zip(in_ptrs, in_sizes_bytes, strict=True)]
-        outs = [Span(*span) for span in zip(out_ptrs, out_sizes_bytes, strict=True)]
-        return self._enqueue(
-            "all_to_all", (0, dtype, -1, -1), DIRECT, lambda: self._exchange_all(ins, outs)
-        )
+        if self.places.place == at and whole.elems:
+            on_device = self._bytes(whole)
+            self._carry(rail, lambda: self._carried.broadcast(rail, on_device, node))
+        self._within("broadcast", *whole, self._called.dtype, at)
 
     def barrier(self) -> int:
         def body() -> None:
@@ -450,9 +346,9 @@ class DeviceNodesCore(CallsOverNodes):
             self._within("barrier")
             ones = [1] * len(self.places.nodes)
             for rail in self.places.rails_of(self.places.rank):
-                self._exchange(rail, self._room(len(ones)), self._room(len(ones)), ones, ones)
+                self._exchange_on(rail, self._room(len(ones)), self._room(len(ones)), ones, ones)
 
-        return self._enqueue("barrier", (0, -1, -1, -1), DIRECT, body)
+        return self._call("barrier", (0, -1, -1, -1), DIRECT, body)
 
     # ---- parts of a call ------------------------------------------------------------------------
 
@@ -461,7 +357,7 @@ class DeviceNodesCore(CallsOverNodes):
         check_reducible(f"{name} on {self.places.named(self.places.rank)}", dtype, op)
         return Reducing(dtype, op, factor)
 
-    def _enqueue(
+    def _call(
         self, name: str, head: tuple[int, int, int, int], algo: int, body: Callable[[], None]
     ) -> int:
         """Enqueues a call once the rail peers have made it, too."""
@@ -491,7 +387,7 @@ class DeviceNodesCore(CallsOverNodes):
         with self._meeting_on_rail(peer):
             enqueue()
 
-    def _exchange(
+    def _exchange_on(
         self, rail: int, out: Tensor, given: Tensor, out_elems: list[int], given_elems: list[int]
     ) -> None:
         self._carry(rail, lambda: self._carried.exchange(rail, out, given, out_elems, given_elems))
@@ -630,7 +526,7 @@ class DeviceNodesCore(CallsOverNodes):
                 into, room = [own] * len(places.nodes), arrived
             else:
                 into, room = [0] * len(places.nodes), arrived[:0]
-            self._exchange(rail, room, sums[begin:end], into, given)
+            self._exchange_on(rail, room, sums[begin:end], into, given)
             begin = end
         return arrived
 
@@ -683,7 +579,7 @@ class DeviceNodesCore(CallsOverNodes):
         count = sent.numel() if places.rank == root else 0
         arrived = self._room(count * len(places.nodes), sent.dtype)
         to_root = [sent.numel() if each == node else 0 for each in range(len(places.nodes))]
-        self._exchange(rail, arrived, sent, [count] * len(places.nodes), to_root)
+        self._exchange_on(rail, arrived, sent, [count] * len(places.nodes), to_root)
         if places.rank != root:
             return
         if wire is None:
@@ -707,7 +603,7 @@ class DeviceNodesCore(CallsOverNodes):
                 leaving = [mine.elems] * len(places.nodes)
             else:
                 given, leaving = passed[:0], [0] * len(places.nodes)
-            self._exchange(rail, passed[begin:end], given, into, leaving)
+            self._exchange_on(rail, passed[begin:end], given, into, leaving)
             begin = end
         packed = self._room(sum(totals))
         ptrs = [chunk.data_ptr() for chunk in torch.split(packed, totals)]
@@ -729,7 +625,7 @@ class DeviceNodesCore(CallsOverNodes):
         into = [len(ranks) * size_bytes if is_root else 0 for ranks in places.nodes]
         to_root = [collected.numel() if each == node else 0 for each in range(len(into))]
         arrived = self._room(sum(into))
-        self._exchange(rail, arrived, collected, into, to_root)
+        self._exchange_on(rail, arrived, collected, into, to_root)
         if is_root:
             order = [rank for ranks in places.nodes for rank in ranks]
             outs = [self._bytes(Span(out_ptrs[rank], size_bytes)) for rank in order]
@@ -749,13 +645,13 @@ class DeviceNodesCore(CallsOverNodes):
                 given = torch.cat([self._bytes(Span(in_ptrs[rank], size_bytes)) for rank in order])
                 leaving = [len(ranks) * size_bytes for ranks in places.nodes]
             into = [arrived.numel() if each == node else 0 for each in range(len(leaving))]
-            self._exchange(rail, arrived, given, into, leaving)
+            self._exchange_on(rail, arrived, given, into, leaving)
         ptrs = [arrived.data_ptr() + place * size_bytes for place in range(mates)]
         self._within("scatter", ptrs if has else [], out_ptr, size_bytes, self._called.dtype, at)
 
     # ---- all-to-all -----------------------------------------------------------------------------
 
-    def _exchange_all(self, ins: list[Span], outs: list[Span]) -> None:
+    def _exchange(self, ins: list[Span], outs: list[Span]) -> None:
         """Brings data to the mate on the receiver's rail, and from there to the receiver."""
         places = self.places
         sizes = self._sizes_of_mates([span.elems for span in ins])
@@ -792,7 +688,7 @@ class DeviceNodesCore(CallsOverNodes):
             if rail == places.place:
                 into = [sum(outs[rank].elems for rank in ranks) for ranks in places.nodes]
                 room = received
-            self._exchange(rail, room, given[begin:end], into, sends)
+            self._exchange_on(rail, room, given[begin:end], into, sends)
             begin = end
         senders = [rank for ranks in places.nodes for rank in ranks]
         copy_all(

@@ -31,8 +31,8 @@ from ringcomm.comm.host.arguments import DTYPE_CODES
 from ringcomm.comm.host.engine import Call, CallEngine, Use, Work, itself
 from ringcomm.comm.host.meeting import Places
 from ringcomm.comm.nodes import wires
-from ringcomm.comm.nodes.calls import AUTO, BYTE
-from ringcomm.comm.nodes.core import ELEM_BYTES, NodesCore, Span
+from ringcomm.comm.nodes.calls import AUTO, BYTE, ELEM_BYTES, Span
+from ringcomm.comm.nodes.core import NodesCore
 from ringcomm.comm.nodes.wires import (
     FLOAT32,
     SUM,

@@ -11,7 +11,7 @@ import torch
 import ringcomm
 from ringcomm import CommOptions, LocalWorld, MismatchError, ReduceOp, UnsupportedError
 from ringcomm.comm.host.meeting import Places, divide
-from ringcomm.comm.nodes import core
+from ringcomm.comm.nodes import calls
 from ringcomm.comm.nodes import core as sums
 from ringcomm.errors import ArgumentError, RendezvousError, RingcommError
 from tests.support.call_checks import CHECKS, REDUCTIONS, Case
@@ -32,7 +32,7 @@ def world_of(shape: tuple[int, ...], **options) -> LocalWorld:
 def world(request) -> Iterator[LocalWorld]:
     with pytest.MonkeyPatch.context() as patch:
         # Small, so that calls of some kilobytes take all paths.
-        patch.setattr(core, "ONE_HOP_BYTES", 64)
+        patch.setattr(calls, "ONE_HOP_BYTES", 64)
         patch.setattr(sums, "SEGMENT_BYTES", 1024)
         with world_of(request.param) as made:
             yield made

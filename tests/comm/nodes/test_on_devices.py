@@ -33,8 +33,8 @@ from ringcomm import (
     RingcommError,
     UnsupportedError,
 )
+from ringcomm.comm.nodes import calls, device_core, wires
 from ringcomm.comm.nodes import carrier as device_rails
-from ringcomm.comm.nodes import core, device_core, wires
 from ringcomm.process import Deadline
 from tests.comm.nodes.test_calls import drawn
 from tests.support.call_checks import (
@@ -68,8 +68,7 @@ def devices() -> Iterator[Devices]:
     made = Devices("emulated", devices=3, hardware_queues=1024)
     with pytest.MonkeyPatch.context() as patch:
         # Small, so that calls of some kilobytes take all paths.
-        patch.setattr(core, "ONE_HOP_BYTES", 64)
-        patch.setattr(device_core, "ONE_HOP_BYTES", 64)
+        patch.setattr(calls, "ONE_HOP_BYTES", 64)
         patch.setattr(device_core, "SCRATCH_BYTES", 2048)
         yield made
     made.close()

@@ -8,7 +8,7 @@ import torch
 import ringcomm
 from ringcomm import ArgumentError, CommOptions
 from ringcomm.comm.host import meeting as schedules
-from ringcomm.comm.nodes import core
+from ringcomm.comm.nodes import calls
 from ringcomm.comm.nodes import core as sums
 from tests.support.exact import equal, op_of, operand, reduced, same
 
@@ -118,7 +118,7 @@ def world_of(shape: tuple[int, ...], **options):
 @pytest.mark.parametrize("shape", [(2, 1, 2, 1), (1,) * 6], ids=str)
 @pytest.mark.parametrize("name", ["levels", "ring"])
 def test_calls_are_exact(shape, name, monkeypatch):
-    monkeypatch.setattr(core, "ONE_HOP_BYTES", 64)
+    monkeypatch.setattr(calls, "ONE_HOP_BYTES", 64)
     monkeypatch.setattr(sums, "SEGMENT_BYTES", 1024)
 
     def body(comm):
