@@ -1,4 +1,4 @@
-"""Calls over several nodes: their order, headers, and messages on the rails."""
+"""Calls over several nodes: their order, headers, messages on the rails, and the collectives."""
 
 from __future__ import annotations
 

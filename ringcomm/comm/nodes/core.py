@@ -1,7 +1,6 @@
 """The core of a communicator over several nodes: its node's core, and the rails.
 
-It has the methods of ``_native.Comm``, and so takes the calls of
-:mod:`ringcomm.comm.host.collectives` as they are. N nodes, L ranks in each; W = N L; a buffer of B
+It has the bodies of :class:`ringcomm.comm.nodes.calls.CollectivesOverNodes` for the host. N nodes, L ranks in each; W = N L; a buffer of B
 bytes (of the wire's element type).
 
     reduce-scatter   each node reduces what goes to a node m into partial sums, one for each rank
