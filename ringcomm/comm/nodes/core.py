@@ -1,7 +1,7 @@
 """The core of a communicator over several nodes: its node's core, and the rails.
 
-It has the bodies of :class:`ringcomm.comm.nodes.calls.CollectivesOverNodes` for the host. N nodes, L ranks in each; W = N L; a buffer of B
-bytes (of the wire's element type).
+It has the bodies of :class:`ringcomm.comm.nodes.calls.CollectivesOverNodes` for the host. N nodes,
+L ranks in each; W = N L; a buffer of B bytes (of the wire's element type).
 
     reduce-scatter   each node reduces what goes to a node m into partial sums, one for each rank
                      of m, and its ranks send them on their rails; rank r adds the N partial sums

@@ -1,8 +1,8 @@
 """The core of a communicator on devices over several nodes: calls of the node, and of the carrier.
 
 It has the bodies of :class:`ringcomm.comm.nodes.calls.CollectivesOverNodes` for devices, which give
-the bits of those for the host (:mod:`ringcomm.comm.nodes.core`). A call is a series of node's kernels, the carrier's exchanges
-and torch's operations, all on the current stream:
+the bits of those for the host (:mod:`ringcomm.comm.nodes.core`). A call is a series of node's
+kernels, the carrier's exchanges and torch's operations, all on the current stream:
 
     reduce-scatter   each rank copies its buffer, widened to FP32 if it is of a 16-bit type, by the
                      mate that each part passes through; one reduce-scatter of the node leaves each
