@@ -29,6 +29,7 @@ from ringcomm.errors import (
 if TYPE_CHECKING:
     from ringcomm import fsdp2 as fsdp2
     from ringcomm import functional, moe, optim, parallel, zero
+    from ringcomm import integrations as integrations
     from ringcomm import tl as tl
     from ringcomm.c10d.comm_argument import Mesh
     from ringcomm.comm.communicator import Communicator
@@ -132,7 +133,7 @@ _HOMES = {
     "ringcomm.memory": ("Disk", "empty", "heap_stats", "zeros"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("fsdp2", "functional", "moe", "optim", "parallel", "tl", "zero")
+_MODULES = ("fsdp2", "functional", "integrations", "moe", "optim", "parallel", "tl", "zero")
 
 
 def __getattr__(name: str) -> Any:

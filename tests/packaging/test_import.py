@@ -69,6 +69,16 @@ def test_public_names_are_listed_before_they_are_loaded():
     assert {"Communicator", "local_world", "all_reduce", "empty", "ReduceOp"} <= set(names)
 
 
+def test_every_door_is_listed_and_loaded_at_its_first_use():
+    doors = ["fsdp2", "functional", "integrations", "moe", "optim", "parallel", "tl", "zero"]
+    names = run("import ringcomm; print(*dir(ringcomm))").split()
+    assert set(doors) <= set(names)
+    # The other modules take seconds, and the same way.
+    assert (
+        run("import ringcomm; print(ringcomm.integrations.__name__)") == "ringcomm.integrations\n"
+    )
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AssertionError, match="AttributeError"):
         run("import ringcomm; ringcomm.no_such_name")
