@@ -332,6 +332,7 @@ def _outside(
 def _step(args: argparse.Namespace) -> dict[str, list[Row]]:
     training, compute_s = _training(args), None
     given = (args.tokens, args.peak_tflops, args.bandwidth)
+    _check_network(args)
     if None not in given:
         compute_s = training.flops(args.tokens, args.recompute) / (args.peak_tflops * 1e12)
     elif given != (None, None, None):
@@ -352,6 +353,23 @@ def _step(args: argparse.Namespace) -> dict[str, list[Row]]:
         "time of a step": times,
         "outside memory, in a step": _outside(args, training, compute_s),
     }
+
+
+def _check_network(args: argparse.Namespace) -> None:
+    """Raises ArgumentError where the rate between nodes is missing, or has no use."""
+    if args.network is None:
+        if args.nodes > 1 and args.bandwidth is not None:
+            raise ArgumentError(
+                "--network: expected the rate of the network between nodes, in GB/s, for times "
+                f"over {args.nodes} nodes, got none"
+            )
+    elif args.nodes == 1:
+        told = "expected none on one node, whose ranks send nothing to other nodes"
+        raise ArgumentError(f"--network: {told}, got {args.network:g}; drop it, or add --nodes")
+    elif args.bandwidth is None:
+        raise ArgumentError(
+            "--network: is for times, which need --tokens, --peak-tflops and --bandwidth"
+        )
 
 
 def _experts(args: argparse.Namespace) -> dict[str, list[Row]]:

@@ -327,7 +327,12 @@ def test_times_need_all_rates(estimate):
     code, _, err = estimate("step", *COUNT, *TIMES[:4])
     assert code == 2 and "times need --tokens, --peak-tflops and --bandwidth" in err
     code, _, err = estimate("step", *COUNT, "--nodes", 2, *TIMES)
-    assert code == 2 and "expected the rate of the network between nodes" in err
+    assert code == 2 and "--network: expected the rate of the network between nodes" in err
+    code, _, err = estimate("step", *COUNT, "--nodes", 2, "--network", 50)
+    assert code == 2 and "--network: is for times, which need --tokens" in err
+    code, out, err = estimate("step", *COUNT, *TIMES, "--network", 50)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "--network: expected none on one node" in err and "got 50; drop it" in err
     code, _, err = estimate(*EXPERTS, "--world", 3)
     assert code == 2 and "divides 3 ranks and 64 experts, got 3" in err
 
