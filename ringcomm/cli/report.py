@@ -358,6 +358,21 @@ class ShownRow:
     note: str = ""
 
 
+# The heads of columns whose fields have a unit, or several words, in their names.
+HEADS = {
+    "size_bytes": "size (bytes)",
+    "time_us": "time (us)",
+    "best_us": "best (us)",
+    "p95_us": "95th percentile (us)",
+    "algbw_gbps": "algorithm bandwidth (GB/s)",
+    "busbw_gbps": "bus bandwidth (GB/s)",
+    "ratio_low": "lowest ratio",
+    "ratio_high": "highest ratio",
+    "wrong": "wrong elements",
+    "held_bytes": "held (bytes)",
+}
+
+
 def of_benchmark(
     path: Path, title: str, facts: Mapping[str, str], rows: Sequence[ShownRow]
 ) -> Section:
@@ -398,7 +413,8 @@ def _rows(name: str, rows: Sequence[ShownRow]) -> Table:
     most = max(row.time_us or 0.0 for row in rows) or 1.0
     at = kept.index("time_us") if "time_us" in kept else 0
     shares = {(i, at): row.time_us / most for i, row in enumerate(rows) if row.time_us}
-    return Table(f"{name}: all rows", kept, cells, "Times are medians.", shares)
+    heads = [HEADS.get(each, each) for each in kept]
+    return Table(f"{name}: all rows", heads, cells, "Times are medians.", shares)
 
 
 def _cell(row: ShownRow, name: str) -> str:
@@ -676,7 +692,8 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError(f"--output {args.output}: cannot be written: {error}") from error
     for each in left_out:
         print(f"left out: {each}", file=sys.stderr)
-    print(f"wrote {args.output} ({written / 1e6:.1f} MB): open it in a browser", file=sys.stderr)
+    told = f"{written / 1e6:.1f} MB" if written >= 1e6 else f"{written / 1e3:.1f} KB"
+    print(f"wrote {args.output} ({told}): open it in a browser", file=sys.stderr)
     return 0
 
 

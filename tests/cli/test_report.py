@@ -287,9 +287,18 @@ def test_bandwidths_over_size_by_system(tmp_path, paged):
     # From a quarter to all of the height, and half of that.
     assert page.lines == ["M0.0 150.0h0L600.0 0.0h0", "M0.0 175.0h0L600.0 100.0h0"]
     assert {"1 KiB", "4 KiB", "8.192", "GB/s", "ringcomm", "gloo"} <= set(page.words)
+    assert {"size (bytes)", "time (us)", "bus bandwidth (GB/s)"} <= set(page.words)
+    assert not any("_us" in word or "_gbps" in word for word in page.words)
     assert len(page.rows) == 5
     assert f"a cpu {HOSTILE}" in page.words and "abc123" in page.words
     assert "no MPI here" in page.words and "FAIL" not in page.text
+
+
+def test_the_size_of_a_page_is_told_in_kb(tmp_path, capsys):
+    path, out = benchmark(tmp_path / "bench.json", bench_row(64, "gloo")), tmp_path / "out.html"
+    assert main(["report", str(path), "-o", str(out)]) == 0
+    told = f"wrote {out} ({out.stat().st_size / 1e3:.1f} KB): open it in a browser\n"
+    assert capsys.readouterr().err == told
 
 
 def test_wrong_results_stand_above_the_figures(tmp_path, paged):
