@@ -142,7 +142,7 @@ def _supervise(names: Sequence[str], processes: Sequence[subprocess.Popen[Any]])
     ends = zip(names, [process.poll() for process in processes], strict=True)
     # A rank that a signal ended is the cause; its peers fail because they lost it.
     name, code = min(((name, code) for name, code in ends if code), key=lambda end: end[1] > 0)
-    print(f"ringcomm: {name} {_describe(code)}; all ranks were ended", file=sys.stderr)
+    sys.stderr.write(f"ringcomm: {name} {_describe(code)}; all ranks were ended\n")
     return code if code > 0 else 1
 
 
@@ -234,7 +234,8 @@ def main() -> int:
     try:
         code: int = importlib.import_module(module).run_rank(json.loads(config))
     except RingcommError as error:
-        print(f"ringcomm: rank {os.environ['RANK']}: {error}", file=sys.stderr)
+        # In one write: print() takes two where stderr has no buffer, and ranks share it.
+        sys.stderr.write(f"ringcomm: rank {os.environ['RANK']}: {error}\n")
         return 1
     return code
 

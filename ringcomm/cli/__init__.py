@@ -86,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return 128 + signal.SIGPIPE
     except RingcommError as error:
-        print(f"ringcomm {namespace.command}: {error}", file=sys.stderr)
+        # In one write, as ranks of a launcher share stderr.
+        sys.stderr.write(f"ringcomm {namespace.command}: {error}\n")
         return 1
     except KeyboardInterrupt:
         return 130

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,6 +52,18 @@ def test_error_of_a_rank_is_one_line(capfd):
     errors = capfd.readouterr().err
     assert "ringcomm: rank 0: the value is bad\n" in errors
     assert "Traceback" not in errors
+
+
+def test_a_line_of_a_rank_is_one_write(monkeypatch):
+    """Two writes, as of print() without a buffer, let another rank's line come between."""
+    writes: list[str] = []
+    config = json.dumps({"acts": ["raise"]})
+    monkeypatch.setattr("sys.argv", ["launch", str(os.getppid()), MODULE, config])
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=writes.append, flush=lambda: None))
+    monkeypatch.setattr(launcher, "end_with", lambda parent: None)
+    monkeypatch.setenv("RANK", "0")
+    assert launcher.main() == 1
+    assert writes == ["ringcomm: rank 0: the value is bad\n"]
 
 
 def test_rank_that_ignores_sigterm_is_ended_all_the_same(monkeypatch, tmp_path):
