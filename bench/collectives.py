@@ -15,7 +15,7 @@ import torch.distributed as dist
 from . import cases, devices, peers, run
 from .cases import Case, Collective, wrong_elements
 from .launch import LaunchError, Placing, Wanted, join, started_by
-from .options import choice, count, option, parse_size, positive
+from .options import choice, count, option, parse_size, positive, rounds
 from .peers import Prepared, System, Unavailable
 from .peers.torch_groups import init_default_group
 from .report import COLLECTIVE_CELL, COLLECTIVE_KEY, IN_PLACE, OUT_OF_PLACE, Row, Table
@@ -54,7 +54,7 @@ OPTIONS = (
     ),
     choice("-d --datatype", "type of the elements", *cases.DTYPES),
     choice("-o --op", "reduction operator", *cases.OPS),
-    option("-r --root", "root rank of rooted collectives", type=int, default=0),
+    option("--root", "root rank of rooted collectives", type=int, default=0),
     choice(
         *("--placement", "out of place, in place, both, or usual: the one torch.distributed has"),
         *("both", OUT_OF_PLACE, IN_PLACE, "usual"),
@@ -79,9 +79,7 @@ OPTIONS = (
     ),
     option("--graph", "time replays of CUDA graphs of several calls", action="store_true"),
     option("--graph-calls", "calls in a graph", type=positive, default=20),
-    option(
-        "-n --iters", "rounds: a turn of every system", dest="rounds", type=positive, default=20
-    ),
+    rounds(20, "--iters"),
     option("-w --warmup_iters", "rounds before those that count", type=count, default=3),
     option("-c --check", "count wrong elements before timing", type=int, choices=(0, 1), default=1),
     option("--batch", "calls in a turn; 0: as many as fit --turn-us", type=count, default=0),

@@ -84,21 +84,20 @@ def ranks(usual: int) -> Option:
     return option("-n --ranks", told, type=positive, metavar="W")
 
 
-def rounds(usual: int) -> Option:
+def rounds(usual: int, *more: str) -> Option:
+    """Declares the number of rounds, under ``more`` names, too."""
     text = "in each round every system has a turn"
-    return option("-r --rounds", text, type=positive, default=usual, metavar="N")
+    names = " ".join(("-r --rounds", *more))
+    return option(names, text, type=positive, default=usual, metavar="N")
 
 
 def build_parser(prog: str, about: str, options: Iterable[Option]) -> argparse.ArgumentParser:
-    """Builds the parser of a bench; a short name belongs to the first option that has it."""
+    """Builds the parser of a bench."""
     parser = argparse.ArgumentParser(
         prog=prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    taken: set[str] = set()
     for names, how in options:
-        own = [name for name in names if name not in taken]
-        taken |= {name for name in own if name.startswith("-")}
-        parser.add_argument(*own, **how)
+        parser.add_argument(*names, **how)
     return parser
 
 

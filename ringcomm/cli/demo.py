@@ -38,7 +38,7 @@ class DemoRun:
 def parts(quick: bool, data: str | None) -> list[DemoRun]:
     """Returns the runs that make up the demo, all of two ranks."""
     pace = "--peers gloo --placement usual"
-    pace += " -e 256K -f 64 -n 3 -w 1 --turn-us 500" if quick else " -e 64M -f 128 -n 9"
+    pace += " -e 256K -f 64 -r 3 -w 1 --turn-us 500" if quick else " -e 64M -f 128 -r 9"
     heap = f"reduce_scatter all_gather all_reduce --tensors heap {pace}"
     found = [DemoRun("Every collective against Gloo", COLLECTIVES, ("all", *pace.split()))]
     if not quick:

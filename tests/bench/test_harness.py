@@ -12,7 +12,7 @@ from ringcomm.bench.report import read
 from tests.bench.programs import run_program
 
 CODED = "ringcomm:int8"  # sums between nodes that ranks of this machine stand for
-SMALL = ("-b", "4K", "-e", "16K", "-f", "4", "-n", "2", "-w", "1", "--batch", "2")
+SMALL = ("-b", "4K", "-e", "16K", "-f", "4", "-r", "2", "-w", "1", "--batch", "2")
 HAS_MPI = importlib.util.find_spec("mpi4py") and (Path(sys.executable).parent / "mpiexec").exists()
 HAS_COMPILER = platform.machine() == "x86_64" and shutil.which("c++")
 
@@ -92,7 +92,7 @@ def test_mpi_is_refused_under_torchrun():
 
 
 def test_a_root_that_is_no_rank_ends_all_ranks():
-    done = run_bench("broadcast", "--subject", "gloo", "--peers", "", "-r", "2")
+    done = run_bench("broadcast", "--subject", "gloo", "--peers", "", "--root", "2")
     assert done.returncode == 2
     assert "--root 2: no such rank among 2" in done.stderr
 
@@ -100,7 +100,7 @@ def test_a_root_that_is_no_rank_ends_all_ranks():
 def test_two_ranks_stand_for_two_nodes(tmp_path):
     names = ("all_gather", "all_reduce", "reduce_scatter")
     how = ("--nodes", "2", "--tensors", "heap", "--placement", "usual", "--peers", f"gloo,{CODED}")
-    pace = ("-b", "16K", "-e", "16K", "-n", "2", "-w", "0", "--batch", "1")
+    pace = ("-b", "16K", "-e", "16K", "-r", "2", "-w", "0", "--batch", "1")
     path = tmp_path / "r.json"
     done = run_program("ringcomm.bench", *names, *how, *pace, "--json", str(path))
     assert done.returncode == 0, done.stderr

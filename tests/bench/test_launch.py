@@ -90,7 +90,7 @@ def test_a_rested_barrier_starts_by_the_clock():
 
 def test_ranks_run_beside_a_loop(tmp_path):
     path = tmp_path / "r.json"
-    small = ("-b", "4K", "-e", "4K", "-n", "2", "-w", "0", "--batch", "2", "--placement", "usual")
+    small = ("-b", "4K", "-e", "4K", "-r", "2", "-w", "0", "--batch", "2", "--placement", "usual")
     how = ("--subject", "gloo", "--peers", "", "--busy", "1", "--json", str(path))
     done = run_program("ringcomm.bench", "all_reduce", *small, *how)
     assert done.returncode == 0, done.stderr

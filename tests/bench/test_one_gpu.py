@@ -26,7 +26,7 @@ from tests.bench.test_cases import OneRankBoard, make_case
 from tests.support.covering import covering
 from tools.gpu_check.goals import ring_bytes
 
-SMALL = ("--device", "cuda", "-b", "4K", "-e", "16K", "-f", "4", "-n", "2", "-w", "1")
+SMALL = ("--device", "cuda", "-b", "4K", "-e", "16K", "-f", "4", "-r", "2", "-w", "1")
 
 
 @pytest.fixture

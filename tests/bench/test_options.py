@@ -1,12 +1,14 @@
 """The harness's command line."""
 
 import argparse
+from importlib import import_module
 
 import pytest
 
 from ringcomm.bench.cases import COLLECTIVES
 from ringcomm.bench.collectives import DEFAULT_COLLECTIVES, parse, placements_of, sizes_bytes
-from ringcomm.bench.options import build_parser, option, parse_size, without_files
+from ringcomm.bench.options import parse_size, without_files
+from ringcomm.bench.run import BENCHES
 
 
 @pytest.mark.parametrize(
@@ -122,10 +124,23 @@ def test_wrong_command_lines(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_a_bench_that_has_a_short_name_keeps_it():
-    parser = build_parser("x", "", [option("-n --iters"), option("-n --ranks")])
-    asked = parser.parse_args(["-n", "3", "--ranks", "2"])
-    assert (asked.iters, asked.ranks) == ("3", "2")
+def bench_of(name):
+    return import_module(f"ringcomm.bench.{name}").BENCH
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_short_names_mean_the_same_in_every_bench(name):
+    """-n is the number of ranks, and -r that of rounds."""
+    parser = bench_of(name).build_parser()
+    meanings = {"-n": "ranks", "-r": "rounds"}
+    found = {short: parser._option_string_actions.get(short) for short in meanings}
+    assert all(action is None or action.dest == meanings[s] for s, action in found.items())
+
+
+def test_rounds_and_roots_of_collectives_have_long_names():
+    options = parse(["-n", "3", "-r", "7", "--root", "1"])
+    assert (options.ranks, options.rounds, options.root) == (3, 7, 1)
+    assert parse(["--iters", "5"]).rounds == parse(["--rounds", "5"]).rounds == 5
 
 
 def test_a_recorded_command_names_no_files():

@@ -31,17 +31,17 @@ def plan(nccl_version: Sequence[int]) -> list[Bench]:
     # Every algorithm, Triton's kernels, torch and the plain copy, all sizes.
     how = f"{_GPU} --mode one-launch --placement usual --peers {_SYSTEMS} -b 1M -e 256M -f 4"
     first, *others = (
-        Bench(f"one launch, {n} ranks", 45.0, f"collectives {how} -n 9 -w 2 --ranks {n}")
+        Bench(f"one launch, {n} ranks", 45.0, f"collectives {how} -r 9 -w 2 --ranks {n}")
         for n in WORLDS
     )
     # Latency, as a graph replays the calls.
-    how = f"{_GPU} --mode one-launch --ranks 2 --placement in -b 4K -e 32K -f 2 -n 15 -w 3"
+    how = f"{_GPU} --mode one-launch --ranks 2 --placement in -b 4K -e 32K -f 2 -r 15 -w 3"
     peers = "--peers ringcomm:direct,ringcomm:packet,torch"
     small = Bench("small, in graphs", 30.0, f"collectives all_reduce {how} --graph {peers}")
     # Processes that share the GPU, with NCCL where its version lets them; else one run shows what
     # there is to show. NCCL's kernels may wait for a rank whose process has no time slice.
     how = f"{_GPU} --mode processes-on-one-gpu --placement usual --peers nccl -b 4K -e 64M -f 16"
-    how += " -n 5 -w 1 --turn-us 5000"
+    how += " -r 5 -w 1 --turn-us 5000"
     shared = [
         Bench(f"processes, {n} ranks", 40.0, f"collectives {how} --ranks {n}", optional=True)
         for n in (sorted(WORLDS) if tuple(nccl_version) >= (2, 30) else [2])
@@ -63,7 +63,7 @@ def optimizer_plan() -> list[Bench]:
 # The smallest runs of every bench that show that it ends, checks its results and writes them. If an
 # option is given twice, the last value counts.
 _SMALL = {
-    "collectives": "-b 4K -e 16K -n 2 -w 1",
+    "collectives": "-b 4K -e 16K -r 2 -w 1",
     "device_steps": "-m 1 -r 1",
     "training": "--width 32 --depth 2 --heads 2 --sequences 1 --context 16 -r 1",
 }
