@@ -321,3 +321,4 @@ BENCH = Bench(
     place=place,
 )
 parse = BENCH.parse
+BENCH.run_as_main(__name__)

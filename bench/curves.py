@@ -134,3 +134,4 @@ BENCH = Bench(
     rounds=0,
     check=lambda parser, asked: read_text(parser, asked, CONTEXT),
 )
+BENCH.run_as_main(__name__)

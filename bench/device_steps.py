@@ -269,3 +269,4 @@ BENCH = Bench(
     ),
     ranks=0,
 )
+BENCH.run_as_main(__name__)

@@ -106,3 +106,4 @@ BENCH = Bench(
     ranks=0,
     rounds=0,
 )
+BENCH.run_as_main(__name__)

@@ -109,3 +109,4 @@ def measure(run: Run) -> None:
 
 
 BENCH = Bench("layers", __doc__, measure, [tuples("sizes", "TOKENS,WIDTH", SIZES)], rounds=15)
+BENCH.run_as_main(__name__)

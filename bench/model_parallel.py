@@ -188,3 +188,4 @@ def check(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
 BENCH = Bench(
     "model_parallel", __doc__, measure, numbers(**vars(GptShape())), ranks=RANKS, check=check
 )
+BENCH.run_as_main(__name__)

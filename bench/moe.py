@@ -164,3 +164,4 @@ BENCH = Bench(
     ),
     ranks=4,
 )
+BENCH.run_as_main(__name__)

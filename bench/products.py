@@ -83,3 +83,4 @@ def measure(run: Run) -> None:
 
 
 BENCH = Bench("products", __doc__, measure, [tuples("shapes", "N,K,M", SHAPES)], rounds=15)
+BENCH.run_as_main(__name__)

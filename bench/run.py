@@ -7,8 +7,11 @@ user starts starts the ranks; torchrun and mpiexec may do so instead.
 from __future__ import annotations
 
 import argparse
+import difflib
+import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,6 +22,7 @@ import torch.distributed as dist
 
 import ringcomm
 
+from . import cases
 from .board import Board
 from .devices import ONE_LAUNCH, ModeError
 from .launch import REST_S, LaunchError, Placing, Wanted, join, lead_session, run_ranks, started_by
@@ -80,6 +84,11 @@ class Bench:
     def command(self, words: Iterable[str]) -> list[str]:
         """The command of ``ringcomm`` that measures this."""
         return ["ringcomm bench", *[self.name] * (self.name != COLLECTIVES), *without_files(words)]
+
+    def run_as_main(self, module: str) -> None:
+        """Runs this as ``ringcomm bench`` does, and exits, where ``python -m`` runs its module."""
+        if module == "__main__":
+            sys.exit(run([self.name, *sys.argv[1:]]))
 
     def wanted(self, options: argparse.Namespace) -> Wanted:
         more = {name: each for name, each in vars(options).items() if name in ("systems", "nodes")}
@@ -205,5 +214,38 @@ def main(bench: Bench, words: Sequence[str]) -> int:
         wanted = replace(wanted, ranks=wanted.ranks or bench.ranks)
         return run_ranks(["ringcomm.bench", bench.name, *words], wanted)
     except (LaunchError, ModeError) as error:
-        print(f"ringcomm bench: {error}", file=sys.stderr)
+        # In one write, as ranks share stderr.
+        sys.stderr.write(f"ringcomm bench: {error}\n")
         return CANNOT_RUN
+
+
+def run(words: Sequence[str]) -> int:
+    """Runs the bench that the first word names, or collectives; returns the exit status."""
+    name, rest = COLLECTIVES, list(words)
+    if rest and not rest[0].startswith("-"):
+        if rest[0].replace("-", "_") in BENCHES:
+            name = rest.pop(0).replace("-", "_")
+        elif rest[0] not in (*cases.COLLECTIVES, "all"):
+            sys.stderr.write(f"ringcomm bench: {_unknown(rest[0])}\n")
+            return CANNOT_RUN
+    try:
+        return main(importlib.import_module(f"{__package__}.{name}").BENCH, rest)
+    except KeyboardInterrupt:
+        return 130
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        if started_by(os.environ) is not None:
+            # A rank that fails must not wait at exit for the others, as MPI's finalizer would.
+            os._exit(1)
+        return 1
+
+
+def _unknown(word: str) -> str:
+    """Words the refusal of a first word that names neither a bench nor a collective."""
+    close = difflib.get_close_matches(word, (*BENCHES, *cases.COLLECTIVES), n=1)
+    meant = f"; did you mean {close[0]}?" if close else ""
+    return (
+        f"unknown bench {word!r}{meant}\nbenches: {', '.join(BENCHES)}\n"
+        f"collectives: {', '.join(cases.COLLECTIVES)}, all"
+    )

@@ -161,3 +161,4 @@ BENCH = Bench(
     ),
     place=place,
 )
+BENCH.run_as_main(__name__)

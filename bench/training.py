@@ -162,3 +162,4 @@ BENCH = Bench(
     on_nodes=True,
     check=lambda parser, asked: read_text(parser, asked, max(asked.context or [DEFAULT_CONTEXT])),
 )
+BENCH.run_as_main(__name__)

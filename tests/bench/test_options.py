@@ -1,6 +1,9 @@
 """The harness's command line."""
 
 import argparse
+import runpy
+import sys
+import warnings
 from importlib import import_module
 
 import pytest
@@ -8,7 +11,7 @@ import pytest
 from ringcomm.bench.cases import COLLECTIVES
 from ringcomm.bench.collectives import DEFAULT_COLLECTIVES, parse, placements_of, sizes_bytes
 from ringcomm.bench.options import parse_size, without_files
-from ringcomm.bench.run import BENCHES
+from ringcomm.bench.run import BENCHES, CANNOT_RUN, run
 
 
 @pytest.mark.parametrize(
@@ -135,6 +138,30 @@ def test_short_names_mean_the_same_in_every_bench(name):
     meanings = {"-n": "ranks", "-r": "rounds"}
     found = {short: parser._option_string_actions.get(short) for short in meanings}
     assert all(action is None or action.dest == meanings[s] for s, action in found.items())
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"), [("trainning", "training"), ("all_reduced", "all_reduce"), ("zzz", None)]
+)
+def test_a_word_that_is_no_bench_is_refused_with_the_benches(word, meant, capsys):
+    assert run([word, "-n", "2"]) == CANNOT_RUN
+    first, benches, collectives = capsys.readouterr().err.splitlines()
+    ends = "" if meant is None else f"; did you mean {meant}?"
+    assert first == f"ringcomm bench: unknown bench '{word}'{ends}"
+    assert benches == f"benches: {', '.join(BENCHES)}"
+    assert "all_reduce" in collectives
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_a_bench_is_run_by_its_module(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--bogus"])
+    with pytest.raises(SystemExit) as ending, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the module is imported already
+        runpy.run_module(f"ringcomm.bench.{name}", run_name="__main__")
+    assert ending.value.code == 2
+    said = capsys.readouterr().err
+    assert f"usage: {' '.join(bench_of(name).command([]))} " in said
+    assert "--bogus" in said or "required" in said
 
 
 def test_rounds_and_roots_of_collectives_have_long_names():
