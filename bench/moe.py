@@ -8,7 +8,9 @@ sum. That runs on Gloo and on the backend "ringcomm".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.nn.functional import all_to_all_single
 import ringcomm
 from ringcomm import moe
 
+from .launch import LaunchError, started_by
 from .options import option, positive, tuples
 from .report import row_of
 from .run import Bench, Run
@@ -25,6 +28,7 @@ from .run import Bench, Run
 Tensor = torch.Tensor
 OURS = "ringcomm.moe"
 ON_GLOO, ON_BACKEND = "all_to_all on gloo", "all_to_all on ringcomm"
+RANKS = 4
 SHAPES = ((16, 2), (64, 2), (16, 8), (64, 8))
 
 
@@ -125,6 +129,24 @@ def turn(dispatch: Dispatch, given: Inputs, of_experts: Tensor, backward: bool) 
     return run
 
 
+def unfit(shapes: Sequence[tuple[int, int]], ranks: int) -> str | None:
+    """Says which experts do not divide among the ranks, or are fewer than a token's."""
+    for experts, k in shapes:
+        if experts % ranks:
+            told = f"{experts} experts do not divide among {ranks} ranks"
+            return f"{told}; give shapes EXPERTS,K such as {4 * ranks},2, or other --ranks"
+        if not 1 <= k <= experts:
+            return f"shape {experts},{k}: expected K from 1 to the {experts} experts"
+    return None
+
+
+def check_shapes(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
+    """Refuses shapes before ranks start; those of a launcher are counted in :func:`measure`."""
+    told = unfit(asked.shapes, asked.ranks or RANKS) if started_by(os.environ) is None else None
+    if told is not None:
+        parser.error(told)
+
+
 def check(calls: Mapping[str, Turn]) -> None:
     """All make the same, as far as the first rows show."""
     expected = [each[:99].clone() for each in calls[OURS]()]
@@ -134,7 +156,11 @@ def check(calls: Mapping[str, Turn]) -> None:
 
 
 def measure(run: Run) -> None:
-    asked, comm = run.options, run.connect()
+    asked = run.options
+    told = unfit(asked.shapes, run.world)
+    if told is not None:
+        raise LaunchError(told)
+    comm = run.connect()
     gloo = dist.new_group(backend="gloo")
     for experts, k in asked.shapes:
         shape = RoutedShape(asked.tokens, asked.hidden, experts, k)
@@ -162,6 +188,7 @@ BENCH = Bench(
         option("--tokens", type=positive, default=4096, help="of a rank"),
         option("--hidden", type=positive, default=1024),
     ),
-    ranks=4,
+    ranks=RANKS,
+    check=check_shapes,
 )
 BENCH.run_as_main(__name__)

@@ -7,11 +7,14 @@ import warnings
 from importlib import import_module
 
 import pytest
+from torch.distributed import HashStore
 
+from ringcomm.bench import moe
 from ringcomm.bench.cases import COLLECTIVES
 from ringcomm.bench.collectives import DEFAULT_COLLECTIVES, parse, placements_of, sizes_bytes
+from ringcomm.bench.launch import LaunchError, Placing
 from ringcomm.bench.options import parse_size, without_files
-from ringcomm.bench.run import BENCHES, CANNOT_RUN, run
+from ringcomm.bench.run import BENCHES, CANNOT_RUN, Run, run
 
 
 @pytest.mark.parametrize(
@@ -150,6 +153,29 @@ def test_a_word_that_is_no_bench_is_refused_with_the_benches(word, meant, capsys
     assert first == f"ringcomm bench: unknown bench '{word}'{ends}"
     assert benches == f"benches: {', '.join(BENCHES)}"
     assert "all_reduce" in collectives
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("-n", "3"), "16 experts do not divide among 3 ranks; give shapes EXPERTS,K such as 12,2"),
+        (("-n", "3", "6,2", "64,2"), "64 experts do not divide among 3 ranks"),
+        (("2,4", "-n", "2"), "shape 2,4: expected K from 1 to the 2 experts"),
+    ],
+)
+def test_experts_that_do_not_divide_are_refused_before_ranks_start(words, says, capsys):
+    with pytest.raises(SystemExit) as ending:
+        run(["moe", *words])
+    assert ending.value.code == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_ranks_of_a_launcher_that_do_not_divide_the_experts_are_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    asked = moe.BENCH.parse(["16,2"])
+    with pytest.raises(LaunchError, match="16 experts do not divide among 3 ranks"):
+        moe.measure(Run(moe.BENCH, asked, Placing(0, 3, HashStore())))
 
 
 @pytest.mark.parametrize("name", BENCHES)
