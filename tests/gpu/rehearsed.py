@@ -67,8 +67,8 @@ def stand_ins() -> Iterator[None]:
     """Inside, the harness takes this process's emulated device for its GPU."""
     usual_world = ringcomm.local_world
 
-    def rank_command(words: Sequence[str]) -> list[str]:
-        return [sys.executable, "-m", __spec__.name, *words[1:]]
+    def run_ranks(words: Sequence[str], wanted: launch.Wanted) -> int:
+        return launch.run_ranks([__spec__.name, *words[1:]], wanted)
 
     def local_world(*args: Any, **how: Any) -> OrderedWorld:
         if "options" in how:  # Triton's interpreter runs no launch of several ranks
@@ -83,7 +83,7 @@ def stand_ins() -> Iterator[None]:
         (device_steps, "_cuda", emulated),
         (training, "Gpu", EmulatedGpu),
         (training, "Device", EmulatedGpu),
-        (launch, "_rank_command", rank_command),
+        (run, "run_ranks", run_ranks),
         (ringcomm, "local_world", local_world),
     ]
     with ExitStack() as stack:
