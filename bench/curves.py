@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 import ringcomm
-from ringcomm.examples.train_gpt import GPT, Corpus, ModelConfig, draw
+from ringcomm.examples.corpus import Corpus, draw
+from ringcomm.examples.train_gpt import GPT, ModelConfig
 
 from .options import numbers, option
 from .report import LOSSES, row_of

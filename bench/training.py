@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from ringcomm.errors import ArgumentError
-from ringcomm.examples.train_gpt import read_corpus
+from ringcomm.examples.corpus import read_corpus
 
 from . import training_deepspeed
 from . import training_systems as gpt

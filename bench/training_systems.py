@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ringcomm
-from ringcomm.examples.train_gpt import GPT, VOCABULARY, Corpus, ModelConfig, draw, held_bytes
+from ringcomm.examples.corpus import Corpus, draw
+from ringcomm.examples.train_gpt import GPT, VOCABULARY, ModelConfig, held_bytes
 
 from . import training_deepspeed
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ringcomm.cli.bench import COLLECTIVES, TRAINING, run_harness
 from ringcomm.errors import ArgumentError
-from ringcomm.examples.train_gpt import read_corpus
+from ringcomm.examples.corpus import read_corpus
 from ringcomm.rendezvous.launchers import launched_world
 
 CONTEXT = 64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -12,7 +11,8 @@ from typing import Any
 import torch
 
 from ringcomm import Communicator
-from ringcomm.examples.train_gpt import Options, expect, read_corpus, train
+from ringcomm.examples.corpus import read_corpus
+from ringcomm.examples.train_gpt import Options, add_options, argument, check, expect, train
 from ringcomm.launch import (
     STORE_PORT_VARIABLE,
     TIMEOUT,
@@ -21,7 +21,6 @@ from ringcomm.launch import (
     launch_store,
     threads_per_rank,
 )
-from ringcomm.optim import LossScaleOptions
 from ringcomm.rendezvous.launchers import launched_world, read_environment
 
 DEFAULT_RANKS = 2
@@ -36,18 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     told = f"ranks to start (default: {DEFAULT_RANKS}; launchers set their own)"
     parser.add_argument("--ranks", type=int, help=told)
-    for each in fields(Options):
-        words: dict[str, Any] = {"default": each.default, "help": each.metadata["help"]}
-        if each.default not in (None, False) or each.type == "int":
-            words["help"] += " (default: %(default)s)"
-        if each.type == "bool":
-            words["action"] = "store_true"
-        else:
-            words["choices"] = each.metadata["choices"]
-            words["type"] = {"int": int, "float": float, "str": str}[str(each.type).split()[0]]
-        if each.name == "resume":
-            words |= {"nargs": "?", "const": "latest"}
-        parser.add_argument(_flag(each.name), **words)
+    add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,11 +51,11 @@ def run(args: argparse.Namespace) -> int:
         there = int(outside.partition("=")[2])
         told = f"--ranks {ranks}: {outside} is set, so the ranks were already started; drop --ranks"
         expect(ranks in (None, there), told)
-        check(options, there)
+        _check(options, there)
         return run_rank(asdict(options))
     ranks = DEFAULT_RANKS if ranks is None else ranks
     expect(ranks >= 1, f"--ranks must be at least 1, got {ranks}")
-    check(options, ranks)
+    _check(options, ranks)
     plan = LaunchPlan("ringcomm.cli.train", asdict(options), ranks, threads_per_rank(ranks))
     return launch(plan)
 
@@ -94,26 +82,9 @@ def run_rank(options: Mapping[str, Any]) -> int:
     return 0
 
 
-def check(options: Options, ranks: int) -> None:
-    """Raises ArgumentError where ``ranks`` ranks cannot run with the options."""
-    for name in ("steps", "batch", "accum", "save_every"):
-        value = getattr(options, name)
-        expect(value >= 1, f"{_flag(name)} must be at least 1, got {value}")
-    pieces = ranks * options.accum
-    expect(
-        options.batch % pieces == 0,
-        f"--batch: {options.batch} sequences do not divide among {ranks} ranks x {options.accum} "
-        f"micro-batches; choose a multiple of {pieces}",
-    )
-    rate, seed, clip = options.learning_rate, options.seed, options.clip
-    expect(0 < rate < math.inf, f"--learning-rate must be above 0, got {rate}")
-    expect(0 <= seed < 1 << 31, f"--seed must be in 0 .. 2^31 - 1, got {seed}")
-    expect(clip is None or 0 < clip < math.inf, f"--clip must be a norm above 0, got {clip}")
-    expect(options.stage in range(4), f"--stage must be in 0 .. 3, got {options.stage}")
-    if options.loss_scale is not None:
-        told = f"--loss-scale: {options.dtype} gradients need no scale; take --dtype fp16"
-        expect(options.dtype == "fp16", told)
-        LossScaleOptions(init_scale=options.loss_scale)
+def _check(options: Options, ranks: int) -> None:
+    """Raises ArgumentError where ``ranks`` ranks cannot run with the options and their files."""
+    check(options, ranks)
     _check_paths(options)
     read_corpus(options.data, options.context)
 
@@ -122,20 +93,16 @@ def _check_paths(options: Options) -> None:
     for name in ("state_on", "params_on"):
         folder = getattr(options, name)
         there = folder is None or os.path.isdir(folder)
-        expect(there, f"{_flag(name)} {folder}: expected a folder on a disk")
+        expect(there, f"{argument(name)} {folder}: expected a folder on a disk")
     told = f"--params-on: expected --stage 3, got {options.stage}, which keeps all in memory"
     expect(options.params_on is None or options.stage == 3, told)
     for name in ("json", "profile"):
         path = getattr(options, name)
         there = path is None or os.path.isdir(os.path.dirname(os.path.abspath(path)))
-        expect(there, f"{_flag(name)} {path}: its folder does not exist")
+        expect(there, f"{argument(name)} {path}: its folder does not exist")
     told = "--resume: expected --save FOLDER beside it, where the checkpoints are"
     expect(options.resume is None or options.save is not None, told)
     for name in ("save", "profile"):
         folder = getattr(options, name)
         is_free = folder is None or os.path.isdir(folder) or not os.path.exists(folder)
-        expect(is_free, f"{_flag(name)} {folder}: expected a folder, or nothing yet, got a file")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+        expect(is_free, f"{argument(name)} {folder}: expected a folder, or nothing yet, got a file")

@@ -1,21 +1,22 @@
 """Trains a byte-level GPT on text, data-parallel, with ringcomm.zero: what ``ringcomm train`` runs.
 
-It reads from top to bottom: options, model, text, sharding and a step, checkpoints, memory, and the
-run with its report. Shapes in comments: B sequences, T positions, D width, H heads, K = D / H.
+It reads from top to bottom: options, model, sharding and a step, checkpoints, memory, and the run
+with its report. A copy of it runs by itself: torchrun --nproc-per-node 2 train_gpt.py --steps 50.
+Shapes in comments: B sequences, T positions, D width, H heads, K = D / H.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import math
 import os
-import sysconfig
+import sys
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -27,10 +28,11 @@ from torch.utils.checkpoint import checkpoint
 
 import ringcomm
 from ringcomm import ArgumentError, Communicator, Disk, MismatchError, zero
+from ringcomm.examples.corpus import Corpus, draw, read_corpus
 from ringcomm.optim import AdamW, AdamWOptions, LossScaleOptions, LossScaler
 from ringcomm.zero.checkpoint import Checkpoints
 
-# Options. cli/train.py makes the command line of them, and checks them before it starts ranks.
+# Options, and their command line, which ``ringcomm train`` has, too.
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -82,6 +84,47 @@ class Options(ModelConfig):
     memory: bool = flag(False, "count only memory that is in use; makes steps slower")
     profile: str | None = flag(None, "folder for a time line of each rank, for Perfetto")
     json: str | None = flag(None, "file for options, losses, memory and speed, for a report")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares an argument for each option."""
+    for each in fields(Options):
+        words: dict[str, Any] = {"default": each.default, "help": each.metadata["help"]}
+        if each.default not in (None, False) or each.type == "int":
+            words["help"] += " (default: %(default)s)"
+        if each.type == "bool":
+            words["action"] = "store_true"
+        else:
+            words["choices"] = each.metadata["choices"]
+            words["type"] = {"int": int, "float": float, "str": str}[str(each.type).split()[0]]
+        if each.name == "resume":
+            words |= {"nargs": "?", "const": "latest"}
+        parser.add_argument(argument(each.name), **words)
+
+
+def argument(name: str) -> str:
+    """Returns the argument of an option: "--save-every" for save_every."""
+    return "--" + name.replace("_", "-")
+
+
+def check(options: Options, ranks: int) -> None:
+    """Raises ArgumentError where ``ranks`` ranks cannot run with the options."""
+    for name in ("steps", "batch", "accum", "save_every"):
+        value = getattr(options, name)
+        expect(value >= 1, f"{argument(name)} must be at least 1, got {value}")
+    pieces = ranks * options.accum
+    told = f"{options.batch} sequences do not divide among {ranks} ranks x {options.accum} "
+    told += f"micro-batches; choose a multiple of {pieces}"
+    expect(options.batch % pieces == 0, f"--batch: {told}")
+    rate, seed, clip = options.learning_rate, options.seed, options.clip
+    expect(0 < rate < math.inf, f"--learning-rate must be above 0, got {rate}")
+    expect(0 <= seed < 1 << 31, f"--seed must be in 0 .. 2^31 - 1, got {seed}")
+    expect(clip is None or 0 < clip < math.inf, f"--clip must be a norm above 0, got {clip}")
+    expect(options.stage in range(4), f"--stage must be in 0 .. 3, got {options.stage}")
+    if options.loss_scale is not None:
+        told = f"--loss-scale: {options.dtype} gradients need no scale; take --dtype fp16"
+        expect(options.dtype == "fp16", told)
+        LossScaleOptions(init_scale=options.loss_scale)
 
 
 def expect(holds: bool, message: str) -> None:
@@ -206,70 +249,6 @@ class GPT(nn.Module):
         logits = self.head(norm(x))  # (B, T, 256)
         # With 16-bit weights, too, the loss is FP32: its last digits tell runs apart.
         return F.cross_entropy(logits.float().view(-1, VOCABULARY), targets.reshape(-1))
-
-
-# The text: bytes of a file or of a folder's text files, and batches cut from them.
-
-LIMIT_BYTES = 32 << 20  # more than these small models see in a day of CPU time
-HELD_OUT_SHARE = 0.05
-SKIPPED_FOLDERS = frozenset({"site-packages", "__pycache__", "test", "tests", "idlelib"})
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Bytes to train on and bytes held out, both uint8 tensors of one dimension."""
-
-    train: Tensor
-    held_out: Tensor
-    source: str
-    checksum: int
-
-
-def draw(text: Tensor, seed: int, index: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Returns tokens and targets (B, T) int64, which depend on nothing but the arguments."""
-    # Two draws of one seed must not overlap, hence a generator seeded by both numbers.
-    generator = torch.Generator().manual_seed((seed << 32) + index)
-    starts = torch.randint(text.numel() - shape[1], (shape[0], 1), generator=generator)
-    window = text[starts + torch.arange(shape[1] + 1)].long()  # (B, T + 1)
-    return window[:, :-1], window[:, 1:]
-
-
-def read_corpus(data: str | None, context: int) -> Corpus:
-    """Reads up to 32 MiB of text, of a folder its text files in sorted order; holds out 5 %.
-
-    Raises ArgumentError where a file cannot be read, or there is too little text for the context.
-    """
-    root = Path(sysconfig.get_path("stdlib") if data is None else data).expanduser()
-    expect(os.path.exists(root), f"--data {root}: no such file or folder")
-    content, count = bytearray(), 0
-    for path in [root] if root.is_file() else _files_of(root, python_only=data is None):
-        try:
-            with path.open("rb") as file:
-                piece = file.read(LIMIT_BYTES - len(content))
-        except OSError as error:
-            raise ArgumentError(f"--data {path}: cannot be read: {error.strerror}") from error
-        if piece and b"\0" not in piece[:8192]:
-            content += piece
-            count += 1
-        if len(content) == LIMIT_BYTES:
-            break
-    least = int(2 * (context + 1) / HELD_OUT_SHARE) + 1
-    told = f"holds {len(content)} bytes of text; this context needs {least}"
-    expect(len(content) >= least, f"--data {root}: {told}")
-    text = torch.frombuffer(content, dtype=torch.uint8)
-    split = text.numel() - int(text.numel() * HELD_OUT_SHARE)
-    source = f"{len(content) / 1e6:.3g} MB of text in {count} file(s) of {root}"
-    return Corpus(text[:split], text[split:], source, zlib.crc32(content))
-
-
-def _files_of(root: Path, python_only: bool) -> Iterator[Path]:
-    for folder, inner, names in os.walk(root):
-        skipped = SKIPPED_FOLDERS if python_only else frozenset()
-        inner[:] = sorted(name for name in inner if name[0] != "." and name not in skipped)
-        for name in sorted(names):
-            wanted = name.endswith(".py") if python_only else name[0] != "."
-            if wanted and (path := Path(folder, name)).is_file():
-                yield path
 
 
 # Sharding, and a step.
@@ -498,3 +477,24 @@ def report(options: Options, ranks: int, outcome: dict[str, Any]) -> None:
         versions = {"ringcomm": ringcomm.__version__, "torch": torch.__version__}
         record = {"options": asdict(options), "ranks": ranks, "software": versions}
         Path(options.json).write_text(json.dumps({**record, "outcome": outcome}, indent=2) + "\n")
+
+
+def main() -> None:
+    """Trains as a rank of torchrun, mpirun or Slurm, or alone, by the command line."""
+    parser = argparse.ArgumentParser(description="Trains a byte-level GPT, data-parallel.")
+    add_options(parser)
+    options = Options(**vars(parser.parse_args()))
+    if options.device == "cuda":
+        expect("LOCAL_RANK" in os.environ, "--device cuda: expected LOCAL_RANK: use torchrun")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    with Communicator.from_env(device=options.device) as comm:
+        check(options, comm.world_size)
+        train(options, comm)
+        comm.barrier()  # rank 0 holds the store of the ranks, so it leaves last
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ringcomm.RingcommError as error:
+        sys.exit(f"train_gpt: {error}")

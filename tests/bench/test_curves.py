@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ringcomm.bench.curves import CONTEXT, RUNS, curve
-from ringcomm.examples.train_gpt import ModelConfig, read_corpus
+from ringcomm.examples.corpus import read_corpus
+from ringcomm.examples.train_gpt import ModelConfig
 
 MODEL = ModelConfig(16, 1, 4, CONTEXT, tied=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from ringcomm.cli import main, train
+from ringcomm.examples import train_gpt
 from ringcomm.examples.train_gpt import GPT, ModelConfig
 from ringcomm.rendezvous.launchers import LAUNCHERS, launched_world
 from tests.cli.processes import is_running, run, start, train_arguments, wait_until
@@ -59,6 +61,28 @@ def alone(tmp_path_factory, text):
 
 def test_losses_under_torchrun_are_those_of_own_ranks(tmp_path, text, alone):
     assert outcome_of(tmp_path, text, under_torchrun) == alone
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """The example, copied as docs/train.md means it to be."""
+    return shutil.copy(train_gpt.__file__, tmp_path / "copied.py")
+
+
+def test_a_copy_of_the_example_trains_as_the_command_does(tmp_path, text, alone, copied):
+    def launch(*words):
+        return under_torchrun(copied, *words[3:])
+
+    assert outcome_of(tmp_path, text, launch) == alone
+
+
+def test_the_example_refuses_options_in_a_line(copied):
+    done = run(copied, "--batch", 3, "--accum", 2)
+    assert (done.returncode, done.stdout) == (1, "")
+    told = "train_gpt: --batch: 3 sequences do not divide among 1 ranks x 2 micro-batches; choose"
+    assert done.stderr.splitlines()[-1].startswith(told) and "Traceback" not in done.stderr
+    done = run("-m", "ringcomm.examples.train_gpt", "--bogus")
+    assert done.returncode == 2 and "unrecognized arguments: --bogus" in done.stderr
 
 
 def test_a_launcher_has_set_both_a_rank_and_a_world(monkeypatch):

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from ringcomm.examples.train_gpt import GPT, Options, draw, read_corpus
+from ringcomm.examples.corpus import draw, read_corpus
+from ringcomm.examples.train_gpt import GPT, Options
 from tests.cli.train_runs import train_all, without_measurements
 from tests.memory.disk_folder import skip_unless_disk
 

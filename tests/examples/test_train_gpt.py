@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from ringcomm.errors import ArgumentError
-from ringcomm.examples import train_gpt
+from ringcomm.examples import corpus as corpus_module
+from ringcomm.examples.corpus import draw, read_corpus
 from ringcomm.examples.train_gpt import (
     GPT,
     ModelConfig,
-    draw,
-    read_corpus,
     rotary_angles,
     rotate,
 )
@@ -118,7 +117,7 @@ def test_folder_gives_its_text_files_in_order(tmp_path):
 
 
 def test_text_is_cut_at_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(train_gpt, "LIMIT_BYTES", 100)
+    monkeypatch.setattr(corpus_module, "LIMIT_BYTES", 100)
     for name in "abc":
         (tmp_path / name).write_bytes(name.encode() * 60)
     assert text_of(read_corpus(str(tmp_path), 1)) == b"a" * 60 + b"b" * 40
