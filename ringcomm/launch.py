@@ -193,15 +193,6 @@ PR_SET_PDEATHSIG = 1
 TIMEOUT = timedelta(minutes=5)
 
 
-@dataclass(frozen=True)
-class RankPlace:
-    """This process's place among the ranks."""
-
-    rank: int
-    size: int
-    threads: int
-
-
 def launch_store() -> Store:
     """The store of ranks that ``launch.py`` started."""
     from torch.distributed import TCPStore

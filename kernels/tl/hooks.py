@@ -46,7 +46,7 @@ def host_health(peer: Any) -> int:
 
 
 def host_passing(point: Any, rank: Any, sequence: Any) -> None:
-    """A kernel is about to publish, to acknowledge or to wait; see fault_points.py."""
+    """A kernel is about to publish, to acknowledge or to wait; see ``passing`` in waiting.py."""
     if _native.fault_armed():
         _native.pass_fault_point(*(operator.index(each) for each in (point, rank, sequence)))
 

@@ -26,7 +26,7 @@ from ringcomm.comm.recorder.records import (
 from ringcomm.errors import ArgumentError, printable
 from ringcomm.json_reader import read_bounded, read_object, shown
 
-# The parts of a page, which page.html draws.
+# The parts of a page, which report.html draws.
 
 WIDTH, HEIGHT = 600, 200
 MOST_POINTS = 1000

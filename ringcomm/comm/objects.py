@@ -1,6 +1,6 @@
 """Collectives of Python objects, under the names of ``torch.distributed``.
 
-Objects travel as plain data (``object_codec.py``), and only plain data can arrive. torch pickles
+Objects travel as plain data (:func:`pack`), and only plain data can arrive. torch pickles
 them, and unpickling runs code that the sender chose. ``CommOptions(objects="pickle")`` does the
 same, and every rank must ask for it.
 """

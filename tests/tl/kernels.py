@@ -32,14 +32,6 @@ def chunks_kernel(out, total_bytes, chunk_bytes, rank, channel, G: tl.constexpr)
 
 
 @triton.jit
-def rounding_kernel(out, source, DTYPE: tl.constexpr, COUNT: tl.constexpr):
-    """FP32 rounded to another type."""
-    here = tl.arange(0, COUNT)
-    x = tl.load(source.to(tl.pointer_type(tl.float32), bitcast=True) + here)
-    tl.store(out.to(tl.pointer_type(DTYPE), bitcast=True) + here, round_to(x, DTYPE))
-
-
-@triton.jit
 def encode_kernel(
     out, source, elems, DTYPE: tl.constexpr, BLOCKS: tl.constexpr, WIRE: tl.constexpr
 ):

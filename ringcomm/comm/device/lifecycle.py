@@ -186,7 +186,7 @@ class _Retired:
         )
 
 
-class Core(Protocol):
+class ClosableCore(Protocol):
     """The part of a communicator that is still to be closed."""
 
     def abort(self, reason: str) -> None: ...
@@ -198,7 +198,7 @@ class Core(Protocol):
 class _Abandoned:
     """A core to close, events that pass when its kernels end, and the objects that those use."""
 
-    core: Core
+    core: ClosableCore
     events: Sequence[Event]
     kept: Sequence[object]
     recorded: bool
@@ -269,7 +269,9 @@ def retire(
     _process.regions.append(_Retired(block, tuple(farewell_ptrs), tuple(peers), left))
 
 
-def abandon(core: Core, events: Sequence[Event], kept: Sequence[object], *, recorded: bool) -> None:
+def abandon(
+    core: ClosableCore, events: Sequence[Event], kept: Sequence[object], *, recorded: bool
+) -> None:
     """Closes ``core``, whose communicator has died, once its kernels have ended.
 
     Args:

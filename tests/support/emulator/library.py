@@ -20,7 +20,6 @@ from tests.support import emulated_driver
 COMPILER = emulated_driver.COMPILER
 
 SUCCESS = 0
-OUT_OF_MEMORY = 2
 HOST_FUNCTION = CFUNCTYPE(None)
 
 
