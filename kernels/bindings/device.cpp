@@ -298,7 +298,6 @@ void bind_device(nb::module_& m) {
   m.attr("ABORTED_OFFSET_BYTES") = offsetof(ControlPage, aborted);
   m.attr("REASON_OFFSET_BYTES") = offsetof(ControlPage, reason);
   m.attr("HOST_PAGE_BYTES") = sizeof(HostPage);
-  m.attr("DEVICE_THREADS") = device::kThreads;
   m.attr("MESSAGE_CHANNELS") = kMessageChannels;
   m.attr("MAX_RANKS_PER_LAUNCH") = device::kMaxRanksPerLaunch;
   m.attr("MAX_DEVICE_WORLD") = device::kMaxWorld;
