@@ -13,7 +13,6 @@ from .report import IN_PLACE, OUT_OF_PLACE, Row
 
 if TYPE_CHECKING:
     from .board import Board
-    from .peers import Prepared
     from .timing import Device
 
 DTYPES = {
@@ -170,6 +169,27 @@ class Case:
             system="",
             placement=self.placement,
         )
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """One rank's tensors; ``case`` is the cell as that rank sees it."""
+
+    case: Case
+    input: torch.Tensor
+    output: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The buffers of the ranks in this process, and the call on them.
+
+    On the CPU ``call`` returns when the result is there; on a GPU it may return when the work is
+    ordered on the current stream. Without buffers the call is timed and never checked.
+    """
+
+    buffers: tuple[Buffers, ...]
+    call: Callable[[], object]
 
 
 def input_values(case: Case, rank: int) -> torch.Tensor:

@@ -12,13 +12,14 @@ from ringcomm.bench.cases import (
     MOST_RANKS_CHECKED,
     OPS,
     POISON,
+    Buffers,
     Case,
+    Prepared,
     count_wrong,
     expected_values,
     input_values,
     wrong_elements,
 )
-from ringcomm.bench.peers import Buffers, Prepared
 from ringcomm.bench.timing import Device
 from tests.support.covering import covering
 

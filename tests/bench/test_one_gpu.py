@@ -14,11 +14,11 @@ from ringcomm.bench.collectives import (
     measure_all,
     parse,
 )
+from ringcomm.bench.collectives.systems import PeerSetup, Unavailable, open_system
+from ringcomm.bench.collectives.torch_groups import why_not
+from ringcomm.bench.collectives.torch_ops import fastest, needed_bytes, ways_to_copy, ways_to_reduce
 from ringcomm.bench.devices import DEVICE_MODES, MEANINGS, ModeError, choose
 from ringcomm.bench.launch import Placing
-from ringcomm.bench.peers import PeerSetup, Unavailable, open_system
-from ringcomm.bench.peers.torch_groups import why_not
-from ringcomm.bench.peers.torch_ops import fastest, needed_bytes, ways_to_copy, ways_to_reduce
 from ringcomm.bench.report import commit, read
 from ringcomm.bench.run import Run, main
 from tests.bench.stand_ins import StandInGpu, StandInWorld

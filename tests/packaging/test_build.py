@@ -170,7 +170,7 @@ def test_the_wheel_holds_the_packages_only(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"ringcomm"}
-    wanted = {"py.typed", "_native.pyi", "bench/peers/__init__.py", "_tl/launch.py"}
+    wanted = {"py.typed", "_native.pyi", "bench/collectives/__init__.py", "_tl/launch.py"}
     wanted |= {"cli/report.html", "extras/migrate/keys.ini"}
     assert {f"ringcomm/{name}" for name in wanted} <= set(names)
     assert len([name for name in names if name.endswith(".so")]) == 1

@@ -6,9 +6,9 @@ import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from ringcomm.bench.collectives.torch_ops import needed_bytes
 from ringcomm.bench.device_steps import COPY, SEPARATE, SHARD, STEP, TORCH
 from ringcomm.bench.devices import COPY_FACT, ONE_LAUNCH, PROCESSES_ON_ONE_GPU
-from ringcomm.bench.peers.torch_ops import needed_bytes
 from ringcomm.bench.report import Report, Row, size_label
 from ringcomm.bench.training_systems import TRAINING
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from ..board import share_memory
-from ..cases import Case
-from . import Buffers, PeerSetup, Prepared, System, Unavailable
+from ..cases import Buffers, Case, Prepared
+from .systems import PeerSetup, System, Unavailable
 from .torch_groups import allocate_buffers, plain
 
 # EPYC (family 25 model 17, 2 cores), sweep 32 KiB to 1 MiB at 1 and 64 MiB.

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 import ringcomm
 
-from ..cases import Case
+from ..cases import Buffers, Case, Prepared
 from ..devices import ONE_LAUNCH
-from . import WIRES, Buffers, PeerSetup, Prepared, System, Unavailable, torch_groups
+from . import torch_groups
+from .systems import WIRES, PeerSetup, System, Unavailable
 
 _TIMEOUT = timedelta(minutes=5)
 _TIMEOUT_OF_ONE_LAUNCH = timedelta(minutes=1)

@@ -1,18 +1,15 @@
-"""The systems that can be timed: each module here wraps one library behind the same face."""
+"""The systems that can be timed: each of the other modules here wraps one library."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..launch import Placing
 
 if TYPE_CHECKING:
-    import torch
-
-    from ..cases import Case
+    from ..cases import Case, Prepared
     from ..timing import Device
 
 # The module of each system and its class there, and the devices that it runs on.
@@ -62,27 +59,6 @@ class PeerSetup(Placing):
     on_nodes: bool = False
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """One rank's tensors; ``case`` is the cell as that rank sees it."""
-
-    case: Case
-    input: torch.Tensor
-    output: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """The buffers of the ranks in this process, and the call on them.
-
-    On the CPU ``call`` returns when the result is there; on a GPU it may return when the work is
-    ordered on the current stream. Without buffers the call is timed and never checked.
-    """
-
-    buffers: tuple[Buffers, ...]
-    call: Callable[[], object]
-
-
 class System:
     """A library under test, as one process holds it."""
 
@@ -103,5 +79,5 @@ def open_system(spec: str, place: PeerSetup) -> System:
     kernels = "triton" if name == "triton" else "native"
     place = replace(place, algorithm=algorithm or place.algorithm, kernels=kernels)
     module, opens, _ = _MODULES[name]
-    system: System = getattr(importlib.import_module(f"{__name__}.{module}"), opens)(place)
+    system: System = getattr(importlib.import_module(f"{__package__}.{module}"), opens)(place)
     return system

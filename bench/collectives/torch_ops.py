@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ..cases import REDUCTIONS, Case
+from ..cases import REDUCTIONS, Buffers, Case, Prepared
 from ..devices import ONE_GPU_MODES
 from ..timing import Call, Device
-from . import Buffers, PeerSetup, Prepared, System, Unavailable
+from .systems import PeerSetup, System, Unavailable
 
 Tensor = torch.Tensor
 

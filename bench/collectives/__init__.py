@@ -12,15 +12,25 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from . import cases, devices, peers, run
-from .cases import Case, Collective, wrong_elements
-from .launch import LaunchError, Placing, Wanted, join, started_by
-from .options import choice, count, option, parse_size, positive, rounds
-from .peers import Prepared, System, Unavailable
-from .peers.torch_groups import init_default_group
-from .report import COLLECTIVE_CELL, COLLECTIVE_KEY, IN_PLACE, OUT_OF_PLACE, Row, Table
-from .run import Bench, Run
-from .timing import Device, Entrant, Pace, measure, timed
+from .. import cases, devices, run
+from ..cases import Case, Collective, Prepared, wrong_elements
+from ..launch import LaunchError, Placing, Wanted, join, started_by
+from ..options import choice, count, option, parse_size, positive, rounds
+from ..report import COLLECTIVE_CELL, COLLECTIVE_KEY, IN_PLACE, OUT_OF_PLACE, Row, Table
+from ..run import Bench, Run
+from ..timing import Device, Entrant, Pace, measure, timed
+from .systems import (
+    ALGORITHMS,
+    SYSTEMS,
+    WIRES,
+    PeerSetup,
+    System,
+    Unavailable,
+    is_system,
+    open_system,
+    runs_on,
+)
+from .torch_groups import init_default_group
 
 DEFAULT_COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
 _DEFAULT_PEERS = {"cpu": "gloo,mpi", "cuda": "nccl,torch,copy"}
@@ -62,14 +72,14 @@ OPTIONS = (
     option("--subject", "the system that the ratios are over", default="ringcomm"),
     option(
         "--peers",
-        f"others, separated by commas: {', '.join(peers.SYSTEMS)}; ringcomm:direct and so on name "
+        f"others, separated by commas: {', '.join(SYSTEMS)}; ringcomm:direct and so on name "
         f"an algorithm of ringcomm, ringcomm:int8 a wire between nodes (default {DEFAULTS})",
         metavar="LIST",
     ),
     option("--nodes", "that ranks of this machine stand for", type=positive, default=1),
     choice("--tensors", "ringcomm's memory", "plain", "heap"),
     choice("--api", "call ringcomm itself or through torch.distributed", "communicator", "dist"),
-    choice("--algorithm", "ringcomm's, where it has several", *peers.ALGORITHMS),
+    choice("--algorithm", "ringcomm's, where it has several", *ALGORITHMS),
     choice("--device", "where tensors lie", "cpu", "cuda"),
     choice(
         "--mode",
@@ -105,16 +115,16 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     options.peers = tuple(name for name in listed.split(",") if name and name != options.subject)
     options.systems = (options.subject, *options.peers)
     for what, specs in (("peer", options.peers), ("subject", (options.subject,))):
-        unknown = sorted(spec for spec in set(specs) if not peers.is_system(spec))
+        unknown = sorted(spec for spec in set(specs) if not is_system(spec))
         if unknown:
-            systems = ", ".join([*peers.SYSTEMS, "ringcomm:ALGORITHM"])
+            systems = ", ".join([*SYSTEMS, "ringcomm:ALGORITHM"])
             parser.error(f"unknown {what} {', '.join(unknown)}; known: {systems}")
-        elsewhere = [spec for spec in specs if not peers.runs_on(spec, options.device)]
+        elsewhere = [spec for spec in specs if not runs_on(spec, options.device)]
         if elsewhere:
             parser.error(f"--device {options.device} cannot run {', '.join(elsewhere)}")
     if options.device == "cpu":
         named = (spec.partition(":")[2] or "auto" for spec in options.systems)
-        if {options.algorithm, *named} - {*_HOST_ALGORITHMS, *peers.WIRES}:
+        if {options.algorithm, *named} - {*_HOST_ALGORITHMS, *WIRES}:
             parser.error("the algorithms packet and copy need --device cuda")
         if options.graph or options.mode != devices.AUTO:
             parser.error("--graph and --mode need --device cuda")
@@ -192,7 +202,7 @@ def measure_all(run: Run, device: Device | None = None) -> None:
         gpu = place.rank if place.mode == devices.GPU_PER_RANK else 0
         device = devices.Gpu(gpu) if options.device == "cuda" else Device()
     ranks_here, nodes = place.world if place.mode == devices.ONE_LAUNCH else 1, nodes_of(options)
-    setup = peers.PeerSetup(
+    setup = PeerSetup(
         **vars(place),
         heap_tensors=options.tensors == "heap",
         api=options.api,
@@ -204,7 +214,7 @@ def measure_all(run: Run, device: Device | None = None) -> None:
     if setup.on_nodes:
         init_default_group(setup)
         run.over_nodes = True
-    systems = {name: peers.open_system(name, setup) for name in dict.fromkeys(options.systems)}
+    systems = {name: open_system(name, setup) for name in dict.fromkeys(options.systems)}
     run.versions = {name: system.version for name, system in systems.items()}
     run.facts = {**device.facts(), "mode": place.mode} if options.device != "cpu" else {}
     walk = Walk(run, device, systems, nodes)
@@ -321,4 +331,3 @@ BENCH = Bench(
     place=place,
 )
 parse = BENCH.parse
-BENCH.run_as_main(__name__)

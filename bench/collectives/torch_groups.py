@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..cases import Case
+from ..cases import Buffers, Case, Prepared
 from ..devices import ONE_LAUNCH, PROCESSES_ON_ONE_GPU, nccl_version
-from . import Buffers, PeerSetup, Prepared, System, Unavailable
+from .systems import PeerSetup, System, Unavailable
 
 Tensor = torch.Tensor
 Allocate = Callable[[int, torch.dtype], Tensor]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from ..cases import Case
-from . import Buffers, PeerSetup, Prepared, System, Unavailable
+from ..cases import Buffers, Case, Prepared
+from .systems import PeerSetup, System, Unavailable
 from .torch_groups import allocate_buffers, plain
 
 # MPICH has reductions of bfloat16 (MPIX_BFLOAT16 of its mpi.h, since 4.3), and mpi4py 4.1 has no
