@@ -46,7 +46,8 @@ check: lint
 
 # ruff, clang-format and mypy --strict: the commands stand in the test, since CI runs it.
 lint: $(VENV)/.native $(VENV)/.tools
-	$(BIN)/python -m pytest -q --durations=0 tests/test_style.py tests/test_layering.py
+	$(BIN)/python -m pytest -q --durations=0 tests/test_style.py tests/test_layering.py \
+		tests/test_internal_names.py
 
 # Rebuilds the native module in place, only what changed, and writes its stub.
 native: $(VENV)/.package

@@ -2,15 +2,13 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-import ringcomm
-import ringcomm.optim
-import ringcomm.zero
 from tests.support import ROOT
+from tests.support.dependencies import imported_names, modules_below, package_name, strings_of
 
 # What each part of ringcomm may import from ringcomm, apart from itself. "" is the package itself:
 # importing it from inside would hide an upward import behind the public names.
@@ -33,6 +31,9 @@ _layers = (
 )
 # Public names whose code is an extra. Only these modules may import extras from below.
 DOORS = {"fsdp2", "integrations", "moe", "parallel"}
+EXTRAS = "ringcomm.extras"
+# What the root may import when it is imported.
+EAGER = {"errors", "_native"}
 # It has extras among its public names: type checkers see them, and __getattr__ imports them later.
 REEXPORTS = "ringcomm/zero/__init__.py"
 for _layer in _layers:
@@ -74,35 +75,59 @@ KERNEL_INCLUDES |= {
 SOURCE_ENDINGS = {".h", ".hpp", ".cpp", ".cc", ".cu", ".cuh", ".inc"}
 
 
-def imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of everything that `source`, a module of `package`, imports."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package.split(".")[: len(package.split(".")) - node.level + 1]
-            stem = ".".join(base) if node.level else ""
-            module = ".".join(part for part in (stem, node.module) if part)
-            # `from a import b` may name the module a.b.
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            for argument in node.args[:1]:
-                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-                    yield node.lineno, argument.value
+def unseen_lines(source: str) -> set[int]:
+    """The lines of a module that only type checkers see."""
+    return {
+        line
+        for node in ast.parse(source).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for line in range(node.lineno, (node.body[-1].end_lineno or node.lineno) + 1)
+    }
 
 
 def names_of_extras(relative: Path, source: str) -> set[tuple[int, str]]:
     """The imports of extras that only type checkers see, in the module that may have them."""
     if str(relative) != REEXPORTS:
         return set()
-    unseen = [
-        line
-        for node in ast.parse(source).body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for line in range(node.lineno, node.body[-1].lineno + 1)
-    ]
+    unseen = unseen_lines(source)
     found = imported_names(source, ".".join(relative.parent.parts))
     return {(line, name) for line, name in found if part_of(name) == "extras" and line in unseen}
+
+
+def lazy_lines(source: str) -> set[int]:
+    """The lines of the table of a door that says where a name is imported from at first use."""
+    return {
+        line
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOME_OF"
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+
+
+def extras_in_strings(relative: Path, source: str) -> list[str]:
+    """The strings of the core that begin with the name of the extras, but for the door's table."""
+    own = relative.with_suffix("").parts[1]
+    if own in {"extras", "cli", *DOORS} or EXTRAS not in source:
+        return []
+    allowed = lazy_lines(source) if str(relative) == REEXPORTS else set()
+    return [
+        f"{relative}:{line}: has the name {text} of an extra"
+        for line, text in strings_of(source)
+        if text.startswith(EXTRAS) and line not in allowed
+    ]
+
+
+def eager_imports(source: str) -> list[str]:
+    """What the root imports when it is imported, apart from errors and the native module."""
+    unseen = unseen_lines(source)
+    return [
+        f"ringcomm/__init__.py:{line}: imports {name}, where its names are to be imported at use"
+        for line, name in sorted({*imported_names(source, "ringcomm")})
+        if name.split(".")[0] == "ringcomm"
+        and line not in unseen
+        and part_of(name) not in EAGER
+        and name != "ringcomm.*"
+    ]
 
 
 def part_of(name: str) -> str:
@@ -120,7 +145,7 @@ def python_violations(root: Path) -> list[str]:
     paths = {*(root / "ringcomm").rglob("*.py"), *(root / "ringcomm" / "_tl").glob("*.py")}
     for path in sorted(paths):
         relative = path.relative_to(root)
-        package = ".".join(relative.parent.parts)
+        package = package_name(path, root)
         own = "" if str(relative) == "ringcomm/__init__.py" else relative.with_suffix("").parts[1]
         if own not in MAY_IMPORT:
             found.append(f"{relative}: {own} has no place in the layers")
@@ -134,6 +159,9 @@ def python_violations(root: Path) -> list[str]:
                 found.append(f"{relative}:{line}: imports {name}")
             elif top == "ringcomm" and part != own and part not in MAY_IMPORT[own]:
                 found.append(f"{relative}:{line}: {own or 'ringcomm'} imports {name}")
+        found += extras_in_strings(relative, source)
+        if own == "":
+            found += eager_imports(source)
     return found + bench_violations(root)
 
 
@@ -240,10 +268,21 @@ def write(root: Path, name: str, text: str) -> None:
         ("ringcomm/zero/__init__.py", "from ringcomm.extras.migrate.convert import convert"),
         ("ringcomm/zero/__init__.py", "def f():\n    import ringcomm.extras.migrate"),
         ("ringcomm/zero/stage.py", "if TYPE_CHECKING:\n    import ringcomm.extras.migrate"),
+        ("ringcomm/zero/stage.py", "import_module('.extras.moe', 'ringcomm')"),
+        ("ringcomm/zero/stage.py", "import_module(f'ringcomm.{part}')"),
+        ("ringcomm/zero/stage.py", "import_module(NAME := 'ringcomm.extras' + part)"),
+        ("ringcomm/zero/stage.py", "HOME = {'convert': 'ringcomm.extras.migrate.convert'}"),
+        ("ringcomm/zero/stage.py", "_HOME_OF = {'convert': 'ringcomm.extras.migrate.convert'}"),
+        ("ringcomm/zero/__init__.py", "HOME = {'convert': 'ringcomm.extras.migrate.convert'}"),
+        ("ringcomm/zero/__init__.py", "_HOME_OF = {}\nx = f'ringcomm.extras.{name}'"),
+        ("ringcomm/__init__.py", "from ringcomm import moe"),
+        ("ringcomm/__init__.py", "import ringcomm.parallel"),
+        ("ringcomm/__init__.py", "def f():\n    from ringcomm.comm import Communicator"),
+        ("ringcomm/__init__.py", "_HOMES = {'ringcomm.extras.moe': ('MoE',)}"),
         ("ringcomm/cli/bench.py", "from ringcomm.bench import collectives"),
         ("ringcomm/cli/bench.py", "import ringcomm.bench.collectives"),
         ("ringcomm/comm/host/collectives.py", "from tests.support import spawn"),
-        ("ringcomm/__init__.py", "from ringcomm.cli import main"),
+        ("ringcomm/__init__.py", "if TYPE_CHECKING:\n    from ringcomm.cli import main"),
         ("ringcomm/stray.py", "import os"),
         ("ringcomm/_tl/launch.py", "from ringcomm.comm import work"),
         ("bench/cases.py", "from ringcomm.comm import work"),
@@ -257,6 +296,21 @@ def test_a_wrong_import_is_reported(tmp_path, name, line):
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "__import__('ringcomm.extras.moe')",
+        "import_module('ringcomm.extras.moe')",
+        "import_module(f'ringcomm.extras.{name}')",
+    ],
+)
+def test_an_extra_that_the_core_imports_by_its_name_is_an_import_and_a_string(tmp_path, line):
+    write(tmp_path, "ringcomm/zero/stage.py", line)
+    imported, named = python_violations(tmp_path)
+    assert "zero imports ringcomm.extras." in imported
+    assert "has the name ringcomm.extras." in named
+
+
+@pytest.mark.parametrize(
     ("name", "line"),
     [
         (
@@ -266,8 +320,16 @@ def test_a_wrong_import_is_reported(tmp_path, name, line):
         ("ringcomm/memory/host_heap.py", "from .block import Block\nimport os, torch"),
         ("ringcomm/c10d/group.py", "from ringcomm.comm.host.engine import Work"),
         ("ringcomm/zero/__init__.py", "if TYPE_CHECKING:\n    import ringcomm.extras.migrate"),
+        (
+            "ringcomm/zero/__init__.py",
+            "_HOME_OF = {\n    'c': 'ringcomm.extras.migrate.convert'\n}",
+        ),
+        ("ringcomm/zero/stage.py", '"""Serves ringcomm.extras."""\nx = "see ringcomm.extras"'),
+        ("ringcomm/moe.py", "from ringcomm.extras.moe import MoE\nx = 'ringcomm.extras.moe'"),
         ("ringcomm/cli/demo.py", "import ringcomm\nfrom ringcomm import Communicator"),
-        ("ringcomm/__init__.py", "from ringcomm.comm import Communicator"),
+        ("ringcomm/cli/demo.py", "import_module(f'ringcomm.cli.{name}')"),
+        ("ringcomm/__init__.py", "if TYPE_CHECKING:\n    from ringcomm.comm import Communicator"),
+        ("ringcomm/__init__.py", "from ringcomm.errors import E\nimport_module(f'ringcomm.{x}')"),
         ("bench/cases.py", "from ringcomm import Communicator, errors\nfrom . import timing"),
     ],
 )
@@ -373,35 +435,82 @@ def privacy_violations(root: Path) -> list[str]:
     return found
 
 
-def import_circles(root: Path) -> list[list[str]]:
-    """Modules of ringcomm that import each other, at the top or later, each circle once."""
-    modules = {}
-    for path in (root / "ringcomm").rglob("*.py"):
-        relative = path.relative_to(root).with_suffix("")
-        modules[".".join(relative.parts).removesuffix(".__init__")] = path
-    imports: dict[str, set[str]] = {}
-    for module, path in modules.items():
-        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        source = path.read_text()
-        found = {*imported_names(source, package)}
-        names = {name for _, name in found - names_of_extras(path.relative_to(root), source)}
-        names -= {f"ringcomm.{module}" for module in PRIVATE_MODULES}
-        targets = {name if name in modules else name.rpartition(".")[0] for name in names}
-        imports[module] = {each for each in targets & set(modules) if each != module}
+def ancestors_of(module: str) -> list[str]:
+    """The packages that Python imports before a module, without the top one."""
+    parts = module.split(".")
+    return [".".join(parts[:end]) for end in range(2, len(parts))]
+
+
+def imports_of(path: Path, root: Path, modules: Mapping[str, Path]) -> set[str]:
+    """The modules that a source imports, at the top or later.
+
+    Importing a.b.c imports a.b, too, whose ``__init__`` counts unless the source is below a.b.
+    """
+    source = path.read_text()
+    own = package_name(path, root)
+    found = {*imported_names(source, own)} - names_of_extras(path.relative_to(root), source)
+    targets = set()
+    for _, name in found:
+        name = re.sub(r"^ringcomm\.bench\b", "bench", name)
+        if name in {f"ringcomm.{module}" for module in PRIVATE_MODULES}:
+            continue
+        target = name if name in modules else name.rpartition(".")[0]
+        if target in modules:
+            implied = set(ancestors_of(target)) - {own, *ancestors_of(own)}
+            targets |= {target, *(implied & set(modules))}
+    return targets
+
+
+def import_graph(root: Path) -> dict[str, set[str]]:
+    """The modules of ringcomm and bench, and those that each one imports."""
+    modules = {**modules_below(root, "ringcomm"), **modules_below(root, "bench")}
+    graph = {module: imports_of(path, root, modules) for module, path in modules.items()}
+    return {module: found - {module} for module, found in graph.items()}
+
+
+def circles_of(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """The circles of a graph, each once."""
     circles = []
     done: set[str] = set()
 
-    def walk(module: str, way: list[str]) -> None:
-        if module in way:
-            circles.append([*way[way.index(module) :], module])
-        elif module not in done:
-            for each in sorted(imports[module]):
-                walk(each, [*way, module])
-            done.add(module)
+    def walk(node: str, way: list[str]) -> None:
+        if node in way:
+            circles.append([*way[way.index(node) :], node])
+        elif node not in done:
+            for each in sorted(graph[node]):
+                walk(each, [*way, node])
+            done.add(node)
 
-    for module in sorted(modules):
-        walk(module, [])
+    for node in sorted(graph):
+        walk(node, [])
     return circles
+
+
+def import_circles(root: Path) -> list[list[str]]:
+    """Modules that import each other, at the top or later."""
+    return circles_of(import_graph(root))
+
+
+def folder_circles(root: Path) -> list[list[str]]:
+    """Packages that import each other, their ``__init__`` files included.
+
+    The root of ringcomm is left out: it is the door to all parts. Its modules stand for
+    themselves, since MAY_IMPORT orders each of them.
+    """
+    modules = {**modules_below(root, "ringcomm"), **modules_below(root, "bench")}
+
+    def folder_of(module: str) -> str:
+        if modules[module].name == "__init__.py":
+            return module
+        package = module.rpartition(".")[0]
+        return module if package == "ringcomm" else package
+
+    graph: dict[str, set[str]] = {}
+    for module, found in import_graph(root).items():
+        own = folder_of(module)
+        graph.setdefault(own, set()).update({folder_of(each) for each in found} - {own})
+    graph["ringcomm"] = set()
+    return circles_of(graph)
 
 
 def test_no_package_uses_private_names_of_another():
@@ -410,6 +519,10 @@ def test_no_package_uses_private_names_of_another():
 
 def test_no_modules_import_each_other():
     assert import_circles(ROOT) == []
+
+
+def test_no_packages_import_each_other():
+    assert folder_circles(ROOT) == []
 
 
 def test_a_private_name_of_another_package_is_reported(tmp_path):
@@ -432,84 +545,82 @@ def test_a_circle_is_reported_and_a_package_that_names_its_modules_is_not(tmp_pa
     assert import_circles(tmp_path) == [["ringcomm.zero.a", "ringcomm.zero.b", "ringcomm.zero.a"]]
 
 
-# ---- The core's names that extras and commands use ----------------------------------------------
-
-# Modules of public names, and modules without collectives. A public name may also be
-# imported from its home, which spares a circle through the door.
-PUBLIC_MODULES = {"", "c10d", "cuda", "functional", "launch", "memory", "optim", "tl", "zero"}
-PUBLIC_MODULES |= DOORS | {"errors", "integers", "json_reader", "module_names", "process"}
-PUBLIC_MODULES |= {"zero.checkpoint"}
-PUBLIC_NAMES = {name for door in (ringcomm, ringcomm.optim, ringcomm.zero) for name in dir(door)}
-PUBLIC_NAMES |= {*ringcomm._HOME_OF, *ringcomm.zero.__all__}
-# Every other name of the core that code above it imports. A new one needs a reason.
-INTERNAL_NAMES = {
-    "c10d.calls": "OP_TYPES PendingWork",
-    "c10d.comm_argument": "CommArgument find_communicator",
-    "c10d.communicators": "Communicators",
-    "c10d.process_group": "ProcessGroup",
-    "comm.agreement": "all_or_none check_agreement",
-    "comm.device.launch": "DeviceCallEngine",
-    "comm.device.topology": "Connection Gpu LEVELS Topology TopologyPlan host_plan read_machine",
-    "comm.functions": "Group communicator_of",
-    "comm.host.arguments": "CallChecks DTYPE_CODES is_plain readable size_bytes",
-    "comm.host.engine": "Call",
-    "comm.nodes.device_core": "preload",
-    "comm.peer_memory": "heap_bases is_in_heap",
-    "comm.recorder": "reader",
-    "comm.recorder.reader": (
-        "LARGEST_BYTES Trace ended_ranks find_newest live_recordings newest read "
-        "running_communicators"
-    ),
-    "comm.recorder.records": "NodeLevel",
-    "cuda.build": "describe_source",
-    "cuda.runtime": "CONNECTIONS_VARIABLE DEFAULT_CONNECTIONS DeviceRuntime",
-    "cuda.units": "UNITS",
-    "functional.collectives": "Derivatives enter find no_forward_mode register",
-    "functional.graph_pass": "fuse_products",
-    "memory.host_heap": "HEAP_DIR_VARIABLE",
-    "offload.scratch": "PAGE_BYTES rounded_up",
-    "optim.clipping": "NormBound NormPart agree_on_finite clip_norm_of_parts",
-    "optim.layout": "BLOCK_ELEMS round_up",
-    "optim.placement": "SHARING STAGES",
-    "optim.sharded": "Params",
-    "optim.step": "Asked",
-    "optim.tiers": "PINNED_BUFFER_BYTES elems_of_pieces piece_elems",
-    "rendezvous.launchers": "launched_world read_environment",
-    "zero.checkpoint.format": "Box DTYPES MOST_DIMS host_blocks",
-    "zero.checkpoint.save_load": "check_load take_load",
-    "zero.checkpoint.state": "VERSION",
-    "zero.stages.engine": "owner_of",
-    "zero.stages.options": "Units",
-    "zero.stages.sharding": "check_module check_step_number is_sharded path_of",
-    "zero.stages.units": "find_units",
-}
+def test_importing_a_module_of_another_package_imports_its_init(tmp_path):
+    write(tmp_path, "ringcomm/zero/checkpoint/__init__.py", "from ringcomm.zero import f\n")
+    write(tmp_path, "ringcomm/zero/checkpoint/g.py", "import os\n")
+    write(tmp_path, "ringcomm/zero/f.py", "import ringcomm.zero.checkpoint.g\n")
+    package = "ringcomm.zero.checkpoint"
+    assert import_circles(tmp_path) == [[package, "ringcomm.zero.f", package]]
 
 
-def internal_names(root: Path) -> dict[str, set[str]]:
-    """Returns, by module, the names of the core that extras and commands import from inside it."""
-    found: dict[str, set[str]] = {}
-    for part in ("extras", "cli", "examples"):
-        for path in sorted((root / "ringcomm" / part).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if not isinstance(node, ast.ImportFrom):
-                    continue
-                module = (node.module or "").removeprefix("ringcomm").removeprefix(".")
-                is_own = module.split(".")[0] in ("extras", "cli", "examples", "bench")
-                if not (node.module or "").startswith("ringcomm") or is_own:
-                    continue
-                if module not in PUBLIC_MODULES:
-                    names = {alias.name for alias in node.names} - PUBLIC_NAMES
-                    found.setdefault(module, set()).update(names)
-    return {module: names for module, names in found.items() if names}
+@pytest.mark.parametrize(
+    ("files", "circle"),
+    [
+        (
+            {
+                "ringcomm/comm/host/a.py": "from ringcomm.comm.nodes.b import B",
+                "ringcomm/comm/nodes/b.py": "",
+                "ringcomm/comm/nodes/c.py": "def f():\n    from ringcomm.comm.host import d",
+                "ringcomm/comm/host/d.py": "",
+            },
+            ["ringcomm.comm.host", "ringcomm.comm.nodes", "ringcomm.comm.host"],
+        ),
+        (
+            {
+                "ringcomm/zero/checkpoint/__init__.py": "from ringcomm.zero.checkpoint import f",
+                "ringcomm/zero/checkpoint/f.py": "from ringcomm.zero.stages import s",
+                "ringcomm/zero/stages/s.py": "import ringcomm.zero.checkpoint.g",
+                "ringcomm/zero/checkpoint/g.py": "",
+            },
+            ["ringcomm.zero.checkpoint", "ringcomm.zero.stages", "ringcomm.zero.checkpoint"],
+        ),
+        (
+            {
+                "bench/a/x.py": "from ..b import y",
+                "bench/a/z.py": "",
+                "bench/b/y.py": "",
+                "bench/b/w.py": "from ringcomm.bench.a import z",
+            },
+            ["bench.a", "bench.b", "bench.a"],
+        ),
+        (
+            {
+                "bench/cases.py": "",
+                "bench/run.py": "from .a import x",
+                "bench/a/x.py": "from .. import cases",
+            },
+            ["bench", "bench.a", "bench"],
+        ),
+        (
+            {
+                "ringcomm/zero/a.py": "",
+                "ringcomm/zero/__init__.py": "from ringcomm.zero.stages.s import S",
+                "ringcomm/zero/stages/s.py": "from ringcomm.zero.a import A",
+            },
+            ["ringcomm.zero", "ringcomm.zero.stages", "ringcomm.zero"],
+        ),
+        (
+            {
+                "ringcomm/moe.py": "from ringcomm.extras.moe import M",
+                "ringcomm/extras/moe.py": "import ringcomm.moe",
+            },
+            ["ringcomm.extras", "ringcomm.moe", "ringcomm.extras"],
+        ),
+    ],
+)
+def test_a_circle_of_packages_is_reported(tmp_path, files, circle):
+    for name, text in files.items():
+        for folder in {Path(name).parents[0], Path(name).parents[1]} - {Path()}:
+            if not (tmp_path / folder / "__init__.py").exists():
+                write(tmp_path, str(folder / "__init__.py"), "")
+        write(tmp_path, name, text)
+    assert folder_circles(tmp_path) == [circle]
 
 
-def test_extras_and_commands_use_listed_names_of_the_core():
-    assert internal_names(ROOT) == {
-        module: set(names.split()) for module, names in INTERNAL_NAMES.items()
-    }
-
-
-def test_a_name_of_the_core_that_is_not_public_is_found(tmp_path):
-    write(tmp_path, "ringcomm/cli/demo.py", "from ringcomm.comm.host.engine import Call")
-    write(tmp_path, "ringcomm/extras/moe/rows.py", "from ringcomm.errors import where")
-    assert internal_names(tmp_path) == {"comm.host.engine": {"Call"}}
+def test_a_door_and_packages_below_each_other_are_no_circle(tmp_path):
+    write(tmp_path, "ringcomm/__init__.py", "def f():\n    from ringcomm.zero import shard\n")
+    write(tmp_path, "ringcomm/errors.py", "")
+    write(tmp_path, "ringcomm/zero/__init__.py", "from ringcomm.zero.stages.s import shard\n")
+    write(tmp_path, "ringcomm/zero/stages/__init__.py", "")
+    write(tmp_path, "ringcomm/zero/stages/s.py", "from ringcomm import errors\n")
+    assert folder_circles(tmp_path) == []

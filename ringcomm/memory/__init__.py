@@ -1,7 +1,7 @@
 """Tensors in the symmetric heap: memory of this process that its peers map; and state on disks.
 
 ``host_heap`` has the heap in the host's memory and maps those of other processes; ``device_heap``
-has the heap on each GPU, and ``device_peers`` maps those of other ranks' GPUs. ``scratch`` has a
+has the heap on each GPU and maps those of other ranks' GPUs. ``ringcomm.offload.scratch`` has a
 rank's file on a disk.
 """
 

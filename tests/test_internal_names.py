@@ -1,0 +1,260 @@
+"""Extras, commands and examples use public names of the core, and listed internal ones."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.dependencies import (
+    imported_names,
+    module_of,
+    modules_below,
+    package_name,
+    strings_of,
+)
+
+# The parts that stand on the core; what they import of each other is no name of the core.
+ABOVE = ("extras", "cli", "examples")
+OWN = {*ABOVE, "bench"}
+# Every name of the core that they use and that is not public, by module. A new one needs a reason.
+INTERNAL_NAMES = {
+    "": "_native",
+    "c10d.calls": "OP_TYPES PendingWork",
+    "c10d.comm_argument": "CommArgument find_communicator",
+    "c10d.communicators": "Communicators",
+    "c10d.process_group": "ProcessGroup",
+    "comm.agreement": "all_or_none check_agreement",
+    "comm.device.launch": "DeviceCallEngine",
+    "comm.device.topology": (
+        "Connection Gpu LEVELS Topology TopologyPlan host_plan load read_machine save"
+    ),
+    "comm.functions": "Group communicator_of",
+    "comm.host.arguments": "CallChecks DTYPE_CODES is_plain readable size_bytes",
+    "comm.host.engine": "Call",
+    "comm.nodes.device_core": "preload",
+    "comm.peer_memory": "heap_bases is_in_heap",
+    "comm.recorder.reader": (
+        "FORMAT LARGEST_BYTES Trace ended_ranks find_newest live_recordings newest read "
+        "running_communicators"
+    ),
+    "comm.recorder.records": "NodeLevel",
+    "cuda": "current",
+    "cuda.build": "describe_source",
+    "cuda.runtime": "CONNECTIONS_VARIABLE DEFAULT_CONNECTIONS DeviceRuntime",
+    "cuda.units": "UNITS",
+    "errors": "printable where",
+    "functional.collectives": "Derivatives enter find no_forward_mode register",
+    "functional.graph_pass": "fuse_products",
+    "integers": "integer",
+    "json_reader": "DAMAGE exactly in_words number_below read_bounded read_json read_object shown",
+    "launch": (
+        "LaunchPlan RankCommand STORE_PORT_VARIABLE TIMEOUT end_with hide_missing_numpy "
+        "launch launch_store started threads_per_rank"
+    ),
+    "memory": "normal_tensors",
+    "memory.host_heap": "HEAP_DIR_VARIABLE",
+    "module_names": "find_modules matches named_modules some without_wrappers",
+    "offload.scratch": "PAGE_BYTES rounded_up",
+    "optim.clipping": "NormBound NormPart agree_on_finite clip_norm_of_parts",
+    "optim.layout": "BLOCK_ELEMS round_up",
+    "optim.placement": "SHARING STAGES",
+    "optim.sharded": "Params",
+    "optim.step": "Asked",
+    "optim.tiers": "PINNED_BUFFER_BYTES elems_of_pieces piece_elems",
+    "process": "available_cores memory_limit_bytes warn_of_unknown",
+    "rendezvous.launchers": "launched_world read_environment",
+    "zero.checkpoint.format": "Box DTYPES MOST_DIMS host_blocks",
+    "zero.checkpoint.save_load": "check_load take_load",
+    "zero.checkpoint.state": "VERSION",
+    "zero.stages.engine": "owner_of",
+    "zero.stages.options": "Units",
+    "zero.stages.sharding": "check_module check_step_number is_sharded path_of",
+    "zero.stages.units": "find_units",
+}
+DOTTED = re.compile(r"ringcomm(?:\.\w+)+")
+
+
+@cache
+def modules_of_the_tree() -> frozenset[str]:
+    linked = {f"ringcomm._tl.{path.stem}" for path in (ROOT / "ringcomm" / "_tl").glob("*.py")}
+    return frozenset({*modules_below(ROOT, "ringcomm"), "ringcomm.bench", "ringcomm._tl", *linked})
+
+
+@cache
+def public_modules() -> frozenset[str]:
+    """The modules that docs/versions.md calls public."""
+    text = (ROOT / "docs" / "versions.md").read_text()
+    (listed,) = re.findall(r"public modules \(([^)]*)\)", text)
+    assert listed.endswith("`integrations` and its modules")
+    found = {"ringcomm", *(f"ringcomm.{name}" for name in re.findall(r"`([\w.]+)`", listed))}
+    inner = {name for name in modules_of_the_tree() if name.startswith("ringcomm.integrations.")}
+    return frozenset(found | inner)
+
+
+def exported(tree: ast.Module) -> set[str]:
+    """The names in the ``__all__`` of a module."""
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and node.value is not None
+        and ast.unparse(node).startswith("__all__")
+    )
+    return set(names)
+
+
+@cache
+def public_names() -> frozenset[tuple[str, str]]:
+    """Module and name of what is public: of a door, and of the module that the door has it from."""
+    found = set()
+    paths = modules_below(ROOT, "ringcomm")
+    for door in public_modules():
+        tree = ast.parse(paths[door].read_text())
+        names = exported(tree)
+        found |= {(door, name) for name in names}
+        package = package_name(paths[door], ROOT)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                module = module_of(node, package)
+                here = {alias.name for alias in node.names if alias.asname in (None, alias.name)}
+                found |= {(module, name) for name in here & names}
+    return frozenset(found)
+
+
+def resolved(dotted: str) -> tuple[str, str]:
+    """The longest module of the tree that a dotted name begins with, and what follows it first."""
+    parts = dotted.split(".")
+    for end in range(len(parts), 0, -1):
+        if (module := ".".join(parts[:end])) in modules_of_the_tree():
+            return module, "".join(parts[end : end + 1])
+    return "", ""
+
+
+def module_aliases(tree: ast.AST, package: str) -> dict[str, str]:
+    """The names in a source that stand for modules of ringcomm."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                bound = alias.asname or alias.name.split(".")[0]
+                found[bound] = alias.name if alias.asname else bound
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                found[alias.asname or alias.name] = f"{module_of(node, package)}.{alias.name}"
+    return {name: module for name, module in found.items() if module in modules_of_the_tree()}
+
+
+def attributes_used(tree: ast.AST, aliases: dict[str, str]) -> Iterator[str]:
+    """The dotted names of what is taken of the modules in a source."""
+    for node in ast.walk(tree):
+        parts: list[str] = []
+        at: ast.expr | None = node if isinstance(node, ast.Attribute) else None
+        while isinstance(at, ast.Attribute):
+            parts.insert(0, at.attr)
+            at = at.value
+        if isinstance(at, ast.Name) and at.id in aliases:
+            yield ".".join([aliases[at.id], *parts])
+
+
+def names_used(source: str, package: str) -> set[tuple[str, str]]:
+    """Module and name of what a source uses of ringcomm; of a module alone without a use, "".
+
+    A use is an import, an attribute of a module, or a string that is a dotted name.
+    """
+    tree = ast.parse(source)
+    imported = {name for _, name in imported_names(source, package)}
+    strings = {text for _, text in strings_of(source) if DOTTED.fullmatch(text)}
+    taken = {resolved(name) for name in attributes_used(tree, module_aliases(tree, package))}
+    found = {resolved(name) for name in imported | strings}
+    with_uses = {module for module, name in taken if name}
+    return {(m, n) for m, n in found if n or m not in with_uses} | {(m, n) for m, n in taken if n}
+
+
+def internal_names(root: Path) -> dict[str, set[str]]:
+    """The names of the core, by module, that the parts above it use and that are not public."""
+    found: dict[str, set[str]] = {}
+    for part in ABOVE:
+        for path in sorted((root / "ringcomm" / part).rglob("*.py")):
+            for module, name in names_used(path.read_text(), package_name(path, root)):
+                is_own = module.split(".")[1:2] and module.split(".")[1] in OWN
+                is_public = (module, name) in public_names()
+                is_public |= not name and module in public_modules()
+                if module and not is_own and not is_public:
+                    found.setdefault(module.removeprefix("ringcomm").strip("."), set()).add(name)
+    return found
+
+
+def test_the_parts_above_the_core_use_listed_names_of_it():
+    assert internal_names(ROOT) == {
+        module: set(names.split()) for module, names in INTERNAL_NAMES.items()
+    }
+
+
+def test_the_public_modules_are_those_of_the_document():
+    assert {"ringcomm", "ringcomm.zero.checkpoint", "ringcomm.moe"} <= public_modules()
+    assert "ringcomm.integrations.lightning" in public_modules()
+    assert not public_modules() & {"ringcomm.launch", "ringcomm.memory", "ringcomm.errors"}
+    assert public_modules() <= modules_of_the_tree()
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("from ringcomm.comm.host.engine import Call", {"comm.host.engine": {"Call"}}),
+        # zero has these names, too.
+        (
+            "from ringcomm.comm.device.topology import load, save",
+            {"comm.device.topology": {"load", "save"}},
+        ),
+        ("from ringcomm.optim import layout, step", {"optim.layout": {""}, "optim.step": {""}}),
+        ("from ringcomm.optim import layout\nlayout.round_up(1)", {"optim.layout": {"round_up"}}),
+        ("import ringcomm.comm.host.engine as e\ne.Call()", {"comm.host.engine": {"Call"}}),
+        ("import ringcomm.comm.host.engine", {"comm.host.engine": {""}}),
+        ("import ringcomm\nringcomm.zero.stages.units.find(1)", {"zero.stages.units": {"find"}}),
+        ("from ringcomm import zero as z\nz.stages.units.find(1)", {"zero.stages.units": {"find"}}),
+        ("from ..comm.host.engine import Call", {"comm.host.engine": {"Call"}}),
+        ("from .. import launch", {"launch": {""}}),
+        ("import_module('ringcomm.comm.host.engine')", {"comm.host.engine": {""}}),
+        ("import_module(f'ringcomm.comm.{name}')", {"comm": {"*"}}),
+        ("__import__('ringcomm.comm.host.engine')", {"comm.host.engine": {""}}),
+        ("HOME = 'ringcomm.comm.host.engine.Call'", {"comm.host.engine": {"Call"}}),
+        ("from ringcomm.launch import launch", {"launch": {"launch"}}),
+        ("from ringcomm.errors import where", {"errors": {"where"}}),
+        ("from ringcomm.memory import normal_tensors", {"memory": {"normal_tensors"}}),
+        ("from ringcomm import _native, cuda", {"": {"_native"}, "cuda": {""}}),
+        ("from ringcomm.c10d import register", {"c10d": {"register"}}),
+    ],
+)
+def test_a_name_of_the_core_that_is_not_public_is_found(tmp_path, line, found):
+    path = tmp_path / "ringcomm" / "cli" / "demo.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(line)
+    assert internal_names(tmp_path) == found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import ringcomm\nfrom ringcomm import Disk, zero\nzero.shard, ringcomm.optim.AdamW",
+        "from ringcomm.errors import ArgumentError",
+        "from ringcomm.comm.communicator import Communicator",
+        "from ringcomm.memory import Disk, empty",
+        "from ringcomm.zero.checkpoint.save_load import load, save",
+        "from ringcomm.extras.moe.rows import gather\nfrom ringcomm import moe",
+        "import_module(f'ringcomm.cli.{name}')",
+        '"""Uses ringcomm.comm.host.engine."""',
+        "text = 'ringcomm.comm: an error'",
+        "import os, torch\nfrom torch import optim\noptim.layout",
+    ],
+)
+def test_a_public_name_is_not_reported(tmp_path, line):
+    path = tmp_path / "ringcomm" / "cli" / "demo.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(line)
+    assert internal_names(tmp_path) == {}
