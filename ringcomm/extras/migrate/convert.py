@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
+from ringcomm.extras.migrate.structure import attribute, entry, of_kind
 from ringcomm.extras.migrate.torch_file import (
     LARGEST_PICKLE_BYTES,
     Inert,
@@ -135,7 +136,10 @@ def _read(source: Path, weights_only: bool) -> ForeignState:
         raise
     except DAMAGE as error:
         kind = "torch.distributed.checkpoint" if folder is None else "DeepSpeed"
-        raise CheckpointError(f"{source}: is no checkpoint of {kind}: {in_words(error)}") from error
+        told = in_words(error)
+        if not isinstance(error, ValueError):  # a check of this module says itself what is wrong
+            told = f"its files hold other values than {kind} writes: {told}"
+        raise CheckpointError(f"{source}: is no checkpoint of {kind}: {told}") from error
     raise CheckpointError(
         f"{OPERATION}: {source}: expected a folder of DeepSpeed, with files "
         "*_optim_states.pt or a file latest, or of torch.distributed.checkpoint, with .metadata"
@@ -379,20 +383,22 @@ class _DeepSpeedCheckpoint:
                 f"{folder}: has experts of DeepSpeed-MoE, which are not converted"
             )
         states = self._by_rank("optim")
-        self._optimizers = [self._read(path)["optimizer_state_dict"] for path in states]
-        stage, counts = (self._optimizers[0][name] for name in ("zero_stage", "partition_count"))
+        self._optimizers = [
+            entry(self._read(path), "optimizer_state_dict", path, dict) for path in states
+        ]
+        names = ("zero_stage", "partition_count")
+        stage, counts = (entry(self._optimizers[0], name, states[0]) for name in names)
         # An enum is called with its value.
         self._stage = int(stage.args[0]) if isinstance(stage, Inert) else int(stage)
         expected = max(counts) if isinstance(counts, list) else int(counts)
         if expected != len(states):
             self._fail(f"expected optimizer states of {expected} ranks, got {len(states)}")
         model = [folder / "mp_rank_00_model_states.pt"]
-        self._models = [
-            self._read(path) for path in (self._by_rank("model") if self._stage == 3 else model)
-        ]
+        paths = self._by_rank("model") if self._stage == 3 else model
+        self._models = [of_kind(self._read(path), dict, path) for path in paths]
         self._shapes = [
-            {name: sizes_of(shape) for name, shape in each.items()}
-            for each in self._models[0]["param_shapes"]
+            {name: sizes_of(shape) for name, shape in of_kind(each, dict, paths[0]).items()}
+            for each in entry(self._models[0], "param_shapes", paths[0], list)
         ]
 
     def _read(self, path: Path) -> Any:
@@ -421,15 +427,16 @@ class _DeepSpeedCheckpoint:
 
     def state(self, weights_only: bool) -> ForeignState:
         """Returns the state that was saved."""
-        model = self._models[0]
+        model, folder = self._models[0], self._folder
+        shared = entry(model, "shared_params", folder, dict)
         client = {key: each for key, each in model.items() if key not in _OWN}
-        tied = {str(alias): str(name) for alias, name in model["shared_params"].items()}
+        tied = {str(alias): str(name) for alias, name in shared.items()}
         made = ForeignState(
             "DeepSpeed",
             self._size_bytes,
             self._weights(tied),
             tied=tied,
-            step=int(model["global_steps"]),
+            step=int(entry(model, "global_steps", folder)),
             data={"client_state": plain(client), "lr_scheduler": plain(model["lr_scheduler"])},
         )
         if not weights_only:
@@ -440,14 +447,15 @@ class _DeepSpeedCheckpoint:
         """Returns parameters and buffers, in the model's order at stages 1 and 2."""
         model = self._models[0]
         key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
-        masters = self._tensors([list(state[key]) for state in self._optimizers])
+        flat = [list(entry(state, key, self._folder, list)) for state in self._optimizers]
+        masters, module = self._tensors(flat), entry(model, "module", self._folder, dict)
         if self._stage < 3:
-            whole = {n: each for n, each in model["module"].items() if n not in tied}
+            whole = {n: each for n, each in module.items() if n not in tied}
             return {
                 name: masters[name] if name in masters else ForeignTensor.whole(each)
                 for name, each in whole.items()
             }
-        found = {name: ForeignTensor.whole(model["module"][name]) for name in model["buffer_names"]}
+        found = {name: ForeignTensor.whole(module[name]) for name in model["buffer_names"]}
         for name, told in (model["frozen_param_shapes"] or {}).items():
             shape = sizes_of(told)
             parts = [each["frozen_param_fragments"][name].view(-1) for each in self._models]
@@ -552,12 +560,12 @@ class _TorchCheckpoint:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from error
         metadata = plain_pickle(pickled, str(path))
-        self._described: dict[str, Any] = metadata.get("state_dict_metadata")
+        self._described: dict[str, Any] = attribute(metadata, "state_dict_metadata", path, dict)
         paths: Mapping[str, Any] = metadata.get("planner_data") or {}
         self._paths = {name: _split(paths.get(name, (name,))) for name in self._described}
         # Lists, not dicts by offsets: the hashes of integers can be made to collide.
         self._chunks: dict[str, list[tuple[tuple[int, ...], _SavedChunk]]] = {}
-        for index, info in metadata.get("storage_data").items():
+        for index, info in attribute(metadata, "storage_data", path, dict).items():
             offset = sizes_of(index.get("offset") or ())
             self._chunks.setdefault(index.get("fqn"), []).append((offset, _chunk(info)))
         chunks = sorted(chunk for some in self._chunks.values() for _, chunk in some)

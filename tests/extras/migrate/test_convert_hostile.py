@@ -419,3 +419,54 @@ def test_the_work_grows_with_the_bytes(monkeypatch, tmp_path):
 def test_inert_objects_say_what_they_are():
     made = plain_pickle(pickle.dumps({"kind": pickletools.OpcodeInfo}), "class")["kind"]
     assert isinstance(made, Inert) and repr(made) == "Inert('pickletools.OpcodeInfo')"
+
+
+class Foreign:
+    """Some class of another library."""
+
+    def __init__(self) -> None:
+        self.number = 1
+
+
+FOREIGN = "got an object of tests.extras.migrate.test_convert_hostile.Foreign"
+STAGE_2 = {"zero_stage": 2, "partition_count": 1}
+OTHERS: list[tuple[object, object, str]] = [
+    (Foreign(), None, f"expected a dict with 'optimizer_state_dict', {FOREIGN}"),
+    ([1, 2], None, "expected a dict with 'optimizer_state_dict', got list [1, 2]"),
+    (
+        {"optimizer_state_dict": Foreign()},
+        None,
+        f"optimizer_state_dict: expected a dict, {FOREIGN}",
+    ),
+    ({"optimizer_state_dict": {"a": 1}}, None, "with 'zero_stage', got a dict with ['a']"),
+    ({"optimizer_state_dict": STAGE_2}, Foreign(), f"states.pt: expected a dict, {FOREIGN}"),
+    ({"optimizer_state_dict": STAGE_2}, {"param_shapes": 3}, "expected a list, got int 3"),
+    (
+        {"optimizer_state_dict": {**STAGE_2, "single_partition_of_fp32_groups": Foreign()}},
+        {"param_shapes": [], "shared_params": {}, "lr_scheduler": None, "global_steps": 1},
+        f"single_partition_of_fp32_groups: expected a list, {FOREIGN}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "model", "says"), OTHERS)
+def test_what_is_no_structure_of_deepspeed_is_named(folder, optimizer, model, says):
+    torch.save(optimizer, folder / OPTIMIZER)
+    if model is not None:
+        torch.save(model, folder / "mp_rank_00_model_states.pt")
+    said = refused(folder)
+    assert says in said and "Inert" not in said and "Error(" not in said
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        (Foreign(), f"expected an object with 'state_dict_metadata', {FOREIGN}"),
+        ([1], "expected an object with 'state_dict_metadata', got list [1]"),
+        (dcp_metadata.Metadata({}, None, 3), "storage_data: expected a dict, got int 3"),
+    ],
+)
+def test_what_is_no_metadata_of_torch_is_named(folder, metadata, says):
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    said = refused(folder)
+    assert says in said and "Inert" not in said and "Error(" not in said
