@@ -20,6 +20,7 @@ from ringcomm import Communicator
 from ringcomm import tl as rc
 from ringcomm._tl.geometry import Geometry
 from ringcomm._tl.hooks import IS_INTERPRETED, lives
+from ringcomm.comm.host.engine import CallEngine
 from ringcomm.comm.host.triton import KernelPlace
 from tests.proof.compile.compiled import (
     ACQUIRE_SYS,
@@ -88,9 +89,9 @@ def test_orders_widths_and_no_local_memory(name, target):
     _check(binary, case.wanted)
 
 
-def _place(comm, operation):
-    table = comm.engine.owner.rank_table(0)
-    geometry = Geometry.of(comm.engine.owner.geometry)
+def _place(engine, operation):
+    table = engine.owner.rank_table(0)
+    geometry = Geometry.of(engine.owner.geometry)
     return KernelPlace(table, geometry, "cpu", 132, 132, lives, nullcontext)
 
 
@@ -100,7 +101,7 @@ def compiled(monkeypatch):
 
     The other rank makes the same call but for the launches.
     """
-    monkeypatch.setattr(Communicator, "kernel_place", _place)
+    monkeypatch.setattr(CallEngine, "kernel_place", _place)
     monkeypatch.setattr(Communicator, "launches", True)
 
     def run(target, function):
