@@ -1,6 +1,7 @@
 """The kernels of ``algorithm="multicast"``, executed on an emulated switch."""
 
 import os
+import signal
 import sys
 from dataclasses import replace
 
@@ -162,6 +163,10 @@ def _caught(tmp_path, text: str) -> str:
     file.write_text(text)
     command = [sys.executable, "-m", "tests.proof.ptx.multicast_job", str(file)]
     done = fork_server.run(command, kind=fork_server.PopenForDevices, cwd=ROOT)
+    if done.returncode == -signal.SIGSEGV:
+        # A lane that is ahead of a dropped barrier may follow an address that no lane has stored
+        # yet: once in some 400 runs.
+        return "SIGSEGV"
     assert done.returncode == 0, done.stderr
     return done.stdout
 
