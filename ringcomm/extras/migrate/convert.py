@@ -30,12 +30,14 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
-from ringcomm.extras.migrate.structure import attribute, entry, of_kind
 from ringcomm.extras.migrate.torch_file import (
     LARGEST_PICKLE_BYTES,
     Inert,
     MappedFile,
     TorchFile,
+    attribute,
+    entry,
+    of_kind,
     plain_pickle,
     sizes_of,
 )

@@ -158,7 +158,7 @@ if os.environ.get("RINGCOMM_PTX_CHECK") == "all":
 
 
 def _caught(tmp_path, text: str) -> str:
-    """Runs a job with this PTX; returns its error, or nothing. A crash is an error of the test."""
+    """Runs a job with this PTX; returns its error, or nothing. Other crashes fail the test."""
     file = tmp_path / "mutant.ptx"
     file.write_text(text)
     command = [sys.executable, "-m", "tests.proof.ptx.multicast_job", str(file)]
