@@ -6,7 +6,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -588,9 +588,7 @@ class DeviceBackend(Backend):
         )
 
     def _call(self, name: str, run: Callable[[_native.DeviceComm], int]) -> None:
-        # The host's communicator and the device's are called alike.
-        call = Call(name, cast(Any, run), [])
-        self._comm.engine.start_call(call)
+        self._comm.engine.start_call(Call(name, run, []))
 
     def _shard(self, bucket: Bucket) -> _Shard:
         shard = self._shards.get(bucket.key)

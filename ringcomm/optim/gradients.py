@@ -658,9 +658,7 @@ class DeviceReducer(HostReducer):
                 words.data_ptr(),
             )
 
-        # The host's communicator and the device's are called alike.
-        call = Call("grad_norm", cast(Any, run), [])
-        self._device_comm.engine.start_call(call)
+        self._device_comm.engine.start_call(Call("grad_norm", run, []))
 
     def reduce(self, grads: Tensor, into: Into, async_op: bool = False) -> Work | None:
         # The blocks add to words, whether or not anyone asks for them.

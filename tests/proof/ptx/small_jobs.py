@@ -389,7 +389,7 @@ def _norm_alone(comm: Communicator) -> None:
     def norm(end: _native.DeviceComm) -> int:
         return end.grad_norm(*given, words.data_ptr())
 
-    comm.engine.start_call(Call("grad_norm", cast(Any, norm), []))
+    comm.engine.start_call(Call("grad_norm", norm, []))
     _native.grad_norm(*given, wanted.data_ptr())
     assert torch.equal(on_host(words), wanted)
 
