@@ -19,7 +19,7 @@ from tests.support.dependencies import (
     strings_of,
 )
 
-# The parts that stand on the core; what they import of each other is no name of the core.
+# The parts above the core. Names that they import from each other do not count.
 ABOVE = ("extras", "cli", "examples")
 OWN = {*ABOVE, "bench"}
 # Every name of the core that they use and that is not public, by module. A new one needs a reason.

@@ -32,7 +32,7 @@ _layers = (
 # Public names whose code is an extra. Only these modules may import extras from below.
 DOORS = {"fsdp2", "integrations", "moe", "parallel"}
 EXTRAS = "ringcomm.extras"
-# What the root may import when it is imported.
+# The parts that the root imports eagerly.
 EAGER = {"errors", "_native"}
 # It has extras among its public names: type checkers see them, and __getattr__ imports them later.
 REEXPORTS = "ringcomm/zero/__init__.py"
@@ -118,7 +118,7 @@ def extras_in_strings(relative: Path, source: str) -> list[str]:
 
 
 def eager_imports(source: str) -> list[str]:
-    """What the root imports when it is imported, apart from errors and the native module."""
+    """Finds the root's eager imports, apart from errors and the native module."""
     unseen = unseen_lines(source)
     return [
         f"ringcomm/__init__.py:{line}: imports {name}, where its names are to be imported at use"
@@ -492,10 +492,10 @@ def import_circles(root: Path) -> list[list[str]]:
 
 
 def folder_circles(root: Path) -> list[list[str]]:
-    """Packages that import each other, their ``__init__`` files included.
+    """Finds packages that import each other, including their ``__init__`` files.
 
-    The root of ringcomm is left out: it is the door to all parts. Its modules stand for
-    themselves, since MAY_IMPORT orders each of them.
+    The root of ringcomm is left out, since it imports all parts. MAY_IMPORT orders its modules one
+    by one, so each counts as a package.
     """
     modules = {**modules_below(root, "ringcomm"), **modules_below(root, "bench")}
 

@@ -480,7 +480,7 @@ class Placement(ABC):
 
     #: The module.
     module: PlacedModule
-    #: The trainable parameters, some of which may have no elements, and their names.
+    #: The trainable parameters, including those without elements, and their names.
     params: Sequence[Tensor]
     names: Sequence[str]
     #: The ranks that share the parameters; None for a world of one on the host.

@@ -22,7 +22,7 @@ CPP_ENDINGS = {".h", ".cpp", ".cu", ".cuh", ".hpp", ".inc", ".pml"}
 NAME = re.compile(r"(?<![\w./*{}<>-])([A-Za-z_]\w*\.(?:py|html|h|hpp|cpp|cu|cuh))\b(?![\w/(=])")
 # The reader's own file.
 SAVED = re.compile(r"Save (?:it|this) as `([\w.]+)`")
-# Of other projects, and a call site as an example.
+# Files of other projects, and the file of an example call site.
 FOREIGN = {"Python.h", "cuda.h", "file.py", "mpi.h", "zero_to_fp32.py"}
 
 
@@ -48,13 +48,13 @@ def python_parts(text: str) -> tuple[str, str]:
 
 
 def split(text: str, pattern: str) -> tuple[str, str]:
-    """What of the text matches the pattern, and the rest of it."""
+    """The matches of a pattern in a text, joined, and the text without them."""
     found = re.compile(pattern, re.DOTALL | re.MULTILINE)
     return "\n".join(match.group() for match in found.finditer(text)), found.sub("", text)
 
 
 def prose_and_code(path: Path) -> tuple[str, str]:
-    """What a file tells its readers, and what it has for machines."""
+    """The prose of a file (comments, docstrings, Markdown) and the rest of its text."""
     text = path.read_text()
     if path.suffix == ".py":
         return python_parts(text)

@@ -1,4 +1,4 @@
-"""What Python sources import, as dotted names, without importing anything."""
+"""Finds the imports of Python sources, as dotted names, without importing anything."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 @cache
 def imported_names(source: str, package: str) -> tuple[tuple[int, str], ...]:
-    """Line and dotted name of everything that `source`, a module of `package`, imports.
+    """Returns line and dotted name of each import in `source`, a module of `package`.
 
-    Of a name that is put together at run time the beginning is found: "a.b.*".
+    A name that is put together at run time is given by its beginning: "a.b.*".
     """
     return tuple(_imported_names(source, package))
 
@@ -55,7 +55,7 @@ def module_of(node: ast.ImportFrom, package: str) -> str:
 
 
 def beginning_of(text: ast.JoinedStr) -> str:
-    """What an f-string begins with, before its first field."""
+    """Returns the text of an f-string before its first field."""
     first = text.values[0] if text.values else None
     return str(first.value) if isinstance(first, ast.Constant) else ""
 

@@ -80,7 +80,7 @@ def _main(
 
 
 def answer_of(call: Callable[[], Any]) -> bytes:
-    """Returns what a function of a rank returned or raised, pickled: value, error and trace."""
+    """Runs a function of a rank; returns its value, error and trace, pickled."""
     try:
         # Plain pickle: torch's own reductions would pass file descriptors of a process that ends.
         return pickle.dumps((call(), None, ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -492,7 +493,7 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 # tests/test_layering.py forbids private names across packages.
 
 
-class CallEngine:
+class CallEngine(ABC):
     """A core and the queue in front of it.
 
     Args:
@@ -688,6 +689,7 @@ class CallEngine:
 
     def finish_host_side(self) -> None:
         """Blocks until the host can read the results of earlier calls; here it always can."""
+        return
 
     def raise_if_unusable(self, name: str) -> None:
         """Raises the error that made the communicator unusable, if there is one.
@@ -749,20 +751,21 @@ class CallEngine:
 
     def set_peer_left(self, place: int, left: bool) -> None:
         """Notes the same for a peer whose own core this rank cannot reach."""
+        return
 
     # ---- implementation -------------------------------------------------------------------------
 
+    @abstractmethod
     def _why_lost(self, place: int) -> str:
-        """Returns why a peer makes no call here any more, as the end of a sentence; "": it may."""
-        raise NotImplementedError
+        """Returns why a peer makes no more calls here, as the end of a sentence; "" if it may."""
 
+    @abstractmethod
     def _make_triton(self, checks: CallChecks) -> TritonEnd:
         """Makes the end that runs Triton's kernels; called once, when a call needs it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _kernel_place(self, head: str) -> KernelPlace:
         """Returns the place of this rank's own Triton kernels; ``head`` begins errors."""
-        raise NotImplementedError
 
     def rank_context(self) -> RankContext:
         """Returns the surroundings of this rank as a thread beside others."""
@@ -835,10 +838,7 @@ class CallEngine:
         self.abort("interrupted by KeyboardInterrupt")
 
     def abort(self, reason: str = "") -> None:
-        """Makes the communicator unusable on all its ranks and wakes all threads waiting in it.
-
-        Any thread may call this. It does not block, and a second call changes nothing.
-        """
+        """See :meth:`ringcomm.Communicator.abort`."""
         if self.closed:
             return
         first = AbortedError(
@@ -849,12 +849,7 @@ class CallEngine:
         self.owner.abort(reason)
 
     def close(self) -> None:
-        """Ends the calls under way, then frees the communicator's memory; may be called repeatedly.
-
-        Calls that move data, asynchronous ones among them, are finished. A call that waits for a
-        peer that does not come, of this or of another thread, ends with AbortedError at once, and
-        so do its peers' calls. Peers need not close at the same time.
-        """
+        """See :meth:`ringcomm.Communicator.close`."""
         try:
             # A call under way ends at its own timeout.
             self._close(self.timeout.total_seconds() + EXIT_GRACE_S, IN_VAIN_S)

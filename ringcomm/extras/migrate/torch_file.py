@@ -555,7 +555,7 @@ def entry(value: Any, name: str, called: object, kind: type = object) -> Any:
         kind: dict, list or object, which the entry is to be.
 
     Raises:
-        CheckpointError: the value is no dict, lacks the entry, or has it of another kind.
+        CheckpointError: the value is not a dict, or the entry is missing or of another kind.
     """
     if not isinstance(value, dict) or name not in value:
         _fail(called, f"expected a dict with {name!r}", value)
@@ -566,7 +566,8 @@ def attribute(value: Any, name: str, called: object, kind: type) -> Any:
     """Returns an attribute of a pickled object.
 
     Raises:
-        CheckpointError: the value is no object, lacks the attribute, or has it of another kind.
+        CheckpointError: the value is not an object, or the attribute is missing or of another
+            kind.
     """
     if not isinstance(value, Inert) or not isinstance(value.state, dict) or name not in value.state:
         _fail(called, f"expected an object with {name!r}", value)

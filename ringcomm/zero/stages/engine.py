@@ -658,7 +658,7 @@ class ShardEngine:
         """Stops backwards from reducing; see ``ringcomm.zero.no_sync``."""
         self.order.pause(self.number)
         assert self.reduction is not None
-        # Even if no gradient comes on this rank: others may have some.
+        # Other ranks may have gradients even if this rank has none.
         self.reduction.has_left_over = True
         try:
             yield

@@ -1,7 +1,6 @@
 """The kernels of ``algorithm="multicast"``, executed on an emulated switch."""
 
 import os
-import signal
 import sys
 from dataclasses import replace
 
@@ -158,15 +157,11 @@ if os.environ.get("RINGCOMM_PTX_CHECK") == "all":
 
 
 def _caught(tmp_path, text: str) -> str:
-    """Runs a job with this PTX; returns its error, or nothing. Other crashes fail the test."""
+    """Runs a job with this PTX; returns its error, or nothing. A crash is an error of the test."""
     file = tmp_path / "mutant.ptx"
     file.write_text(text)
     command = [sys.executable, "-m", "tests.proof.ptx.multicast_job", str(file)]
     done = fork_server.run(command, kind=fork_server.PopenForDevices, cwd=ROOT)
-    if done.returncode == -signal.SIGSEGV:
-        # A lane that is ahead of a dropped barrier may follow an address that no lane has stored
-        # yet: once in some 400 runs.
-        return "SIGSEGV"
     assert done.returncode == 0, done.stderr
     return done.stdout
 
