@@ -139,7 +139,7 @@ class Communicator(Collectives, Messages):
             ArgumentError: a bad rank, world size or name.
             RendezvousError: a rank is missing or failed; named.
             MismatchError: the ranks disagree on world size or options.
-            UnsupportedError: no carrier for the tensors of the device between several nodes; or
+            UnsupportedError: no transport for the tensors of the device between several nodes; or
                 devices of one node that cannot reach each other.
             HeapError: no room for the heap or the communicator's region in it.
         """

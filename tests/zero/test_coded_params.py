@@ -20,7 +20,7 @@ from tests.comm.test_wire_codes import encode, total
 from tests.support.covering import covering
 from tests.zero.job import BF16, Job
 from tests.zero.models import MODELS, Run, assert_same_bits, groups_of, new_model, options_of, train
-from tests.zero.test_nodes import Carrier, sent_by_phase
+from tests.zero.test_nodes import Transport, sent_by_phase
 
 Tensor = torch.Tensor
 WORLD: dict[str, Any] = {"params": "world"}
@@ -470,11 +470,11 @@ def check_masters(module: Any, optimizer: AdamW) -> None:
     assert held == training.state(1).state == 12 * elems
 
 
-def step_of(comm: Communicator, carrier: Carrier, base: Any, run: Run) -> Any:
+def step_of(comm: Communicator, transport: Transport, base: Any, run: Run) -> Any:
     """Returns by phase what leaves each node, and by bucket the elements of each chunk."""
     module: Any = zero.shard(deepcopy(base), run.stage, comm=comm, options=options_of(run))
     optimizer = AdamW(module.parameters())
-    phases = sent_by_phase(comm, carrier, module, optimizer)
+    phases = sent_by_phase(comm, transport, module, optimizer)
     flags = optimizer.sharded_step().table.told.nbytes
     check_masters(module, optimizer)
     chunks = [
@@ -490,12 +490,12 @@ def step_of(comm: Communicator, carrier: Carrier, base: Any, run: Run) -> Any:
 @covering(strength=1, choice=[(1, {}), (3, WORLD)], code=["int8", "int4"])
 def test_what_leaves_a_node_is_codes(code, choice):
     """To the byte: each chunk once for each other node, and of the world's in each gather."""
-    carrier, base = Carrier(), new_model("gpt")
+    transport, base = Transport(), new_model("gpt")
     run = coded(Run("gpt", 1, options={"overlap": False}), code, choice)
     with ringcomm.local_world(
-        4, nodes=[2, 2], options=CommOptions(carrier=carrier), timeout=60
+        4, nodes=[2, 2], options=CommOptions(transport=transport), timeout=60
     ) as world:
-        (quiet, backward, step), flags, chunks, root = world.run(step_of, carrier, base, run)[0]
+        (quiet, backward, step), flags, chunks, root = world.run(step_of, transport, base, run)[0]
     wire = _native.WIRES[code]
     for node in range(2):
         # Rank 2 l + n of the chunks is that of place l of node n.

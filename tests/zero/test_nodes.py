@@ -21,7 +21,7 @@ from torch.distributed import Store
 import ringcomm
 from ringcomm import CommOptions, Communicator, zero
 from ringcomm.comm.nodes import wires
-from ringcomm.comm.nodes.carrier import HEADER_TAG, gloo
+from ringcomm.comm.nodes.transport import HEADER_TAG, gloo
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError
 from ringcomm.extras.estimate import ModelElems, Training
 from ringcomm.optim import AdamW, AdamWOptions
@@ -123,8 +123,8 @@ class CountingGroup:
 
 
 @dataclass
-class Carrier:
-    """A carrier whose groups count what leaves each node."""
+class Transport:
+    """A transport whose groups count what leaves each node."""
 
     groups: list[tuple[int, CountingGroup]] = field(default_factory=list)
 
@@ -143,7 +143,7 @@ class Carrier:
 
 
 def sent_by_phase(
-    comm: Communicator, carrier: Carrier, module: Any, optimizer: AdamW
+    comm: Communicator, transport: Transport, module: Any, optimizer: AdamW
 ) -> list[Counter[int]]:
     """Returns on rank 0 what leaves each node under no_sync, in a backward and in a step."""
     batch = MODELS["gpt"][1](torch.Generator().manual_seed(comm.rank), 0)
@@ -152,7 +152,7 @@ def sent_by_phase(
     def ended() -> None:
         comm.barrier()
         if comm.rank == 0:
-            phases.append(carrier.read())
+            phases.append(transport.read())
         comm.barrier()
 
     for _ in range(2):  # the first one also agrees on the order of the buckets
@@ -169,13 +169,13 @@ def sent_by_phase(
     return phases[1:]
 
 
-def send_in_a_step(comm: Communicator, carrier: Carrier, base: Any, choice: Choice) -> Any:
+def send_in_a_step(comm: Communicator, transport: Transport, base: Any, choice: Choice) -> Any:
     """Returns by phase of a step what leaves each node, and the elements that are reduced."""
     stage, options = choice
     run = Run("gpt", stage, precision=BF16, options={"overlap": False, **options})
     module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=options_of(run))
     optimizer = AdamW(module.parameters())
-    phases = sent_by_phase(comm, carrier, module, optimizer)
+    phases = sent_by_phase(comm, transport, module, optimizer)
     engine = zero.stages.sharding.engine_of(module, "test")
     roots = zip(engine.plan.unit_of, engine.stored, strict=True)
     elems = ModelElems(
@@ -194,14 +194,14 @@ def test_what_leaves_a_node_in_a_step_is_the_closed_form(wire, monkeypatch):
     Under no_sync nothing leaves a node, unless parameters are sharded over the world.
     """
     monkeypatch.setattr(wires, "CODED_ABOVE_BYTES", 64)
-    carrier, base = Carrier(), new_model("gpt")
+    transport, base = Transport(), new_model("gpt")
     with ringcomm.local_world(
-        4, nodes=[2, 2], options=CommOptions(carrier=carrier, wire=wire), timeout=60
+        4, nodes=[2, 2], options=CommOptions(transport=transport, wire=wire), timeout=60
     ) as world:
         choices = (DEFAULTS[0], *CHOICES[6:]) if wire == "fp32" else (DEFAULTS[3], CHOICES[4])
         for choice in choices:
             stage, options = choice
-            phases, elems, flags = world.run(send_in_a_step, carrier, base, choice)[0]
+            phases, elems, flags = world.run(send_in_a_step, transport, base, choice)[0]
             quiet, backward, step = phases
             zero_options = zero.ZeroOptions(BF16, wire=zero.Wire(wire), **options)
             wanted = Training(elems, 4, 2, zero_options).leaving_node_bytes(stage)

@@ -74,7 +74,7 @@ class CommOptions:
             128 KiB and more of the other's plain tensors straight out of that process
             (process_vm_readv). It applies if both ranks want it and the kernel lets both.
             Otherwise data are staged in the heap, which is a second copy.
-        carrier: the engine between nodes: "gloo" or "nccl", or a function that returns a process
+        transport: the engine between nodes: "gloo" or "nccl", or a function that returns a process
             group of ``torch.distributed`` for (store, rank, size, timeout); "auto" is Gloo for
             tensors of the CPU, and NCCL for those of GPUs. It only moves data: it sends and
             receives on CPUs, exchanges and broadcasts bytes in stream order on GPUs.
@@ -110,7 +110,7 @@ class CommOptions:
     multicast_bytes: int = 0
     records: int = 256
     single_copy: bool = True
-    carrier: str | Callable[..., Any] = "auto"
+    transport: str | Callable[..., Any] = "auto"
     wire: str = "fp32"
     rails: str = "auto"
     kernels: str = "native"
@@ -144,9 +144,9 @@ class CommOptions:
             raise ArgumentError(f"single_copy: expected True or False, got {self.single_copy!r}")
         if self.kernels not in ("native", "triton"):
             raise ArgumentError(f"kernels: expected native or triton, got {self.kernels!r}")
-        if not callable(self.carrier) and self.carrier not in ("auto", "gloo", "nccl"):
+        if not callable(self.transport) and self.transport not in ("auto", "gloo", "nccl"):
             raise ArgumentError(
-                f"carrier: expected auto, gloo, nccl or a function, got {self.carrier!r}"
+                f"transport: expected auto, gloo, nccl or a function, got {self.transport!r}"
             )
         check_wire(self.wire)
         if self.rails not in ("auto", "direct", "levels", "ring"):
@@ -177,11 +177,11 @@ class CommOptions:
             raise ArgumentError(f"slots: expected a power of two >= 2, got {self.slots}")
 
     @property
-    def carrier_name(self) -> str:
-        """The carrier's name, which ranks compare."""
-        if callable(self.carrier):
-            return str(getattr(self.carrier, "__qualname__", type(self.carrier).__qualname__))
-        return self.carrier
+    def transport_name(self) -> str:
+        """The transport's name, which ranks compare."""
+        if callable(self.transport):
+            return str(getattr(self.transport, "__qualname__", type(self.transport).__qualname__))
+        return self.transport
 
     @property
     def timeout_s(self) -> float:

@@ -1,1 +1,1 @@
-"""Communicators that span nodes: ringcomm's kernels in each node, a carrier between them."""
+"""Communicators that span nodes: ringcomm's kernels in each node, a transport between them."""

@@ -18,8 +18,8 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.host.core import NothingPlain
 from ringcomm.comm.host.meeting import Places
-from ringcomm.comm.nodes.carrier import HEADER_TAG, RailMessage, Rails, memory_at, tag_of
 from ringcomm.comm.nodes.messages import NodesMessages
+from ringcomm.comm.nodes.transport import HEADER_TAG, RailMessage, Rails, memory_at, tag_of
 from ringcomm.comm.nodes.watch import RailWait, Watch
 from ringcomm.comm.nodes.wires import Reducing
 from ringcomm.errors import (

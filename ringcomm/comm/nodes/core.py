@@ -33,7 +33,7 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.host.meeting import Exchange, Round, gathering, levels_of, reduction
 from ringcomm.comm.nodes.calls import BYTE, DIRECT, ELEM_BYTES, CollectivesOverNodes, Span
-from ringcomm.comm.nodes.carrier import RailMessage, memory_at
+from ringcomm.comm.nodes.transport import RailMessage, memory_at
 from ringcomm.comm.nodes.wires import AVG, FLOAT32, SUM, CodedForm, Form, Reducing, is_coded
 
 # ---- Sums and gathers over nodes: within each node, and in rounds on the rails ------------------

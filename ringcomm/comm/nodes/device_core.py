@@ -1,8 +1,8 @@
-"""The core of a communicator on devices over several nodes: calls of the node, and of the carrier.
+"""The core of a communicator on devices over several nodes: calls of the node and the transport.
 
 It has the bodies of :class:`ringcomm.comm.nodes.calls.CollectivesOverNodes` for devices, which give
 the bits of those for the host (:mod:`ringcomm.comm.nodes.core`). A call is a series of node's
-kernels, the carrier's exchanges and torch's operations, all on the current stream:
+kernels, the transport's exchanges and torch's operations, all on the current stream:
 
     reduce-scatter   each rank copies its buffer, widened to FP32 if it is of a 16-bit type, by the
                      mate that each part passes through; one reduce-scatter of the node leaves each
@@ -45,8 +45,8 @@ from ringcomm.comm.nodes.calls import (
     Span,
     _Failed,
 )
-from ringcomm.comm.nodes.carrier import DeviceRails, Rails
 from ringcomm.comm.nodes.core import LINE_ELEMS
+from ringcomm.comm.nodes.transport import DeviceRails, Rails
 from ringcomm.comm.nodes.watch import DeviceWatch
 from ringcomm.comm.nodes.wires import AVG, FLOAT32, PREMUL, SUM, Reducing, is_coded
 from ringcomm.cuda.runtime import DeviceRuntime
@@ -239,7 +239,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         watch: over all ranks.
         wire: as ``CommOptions.wire``.
         calls: the node's communicator on devices, used by nothing else.
-        carried: the rails that carry data.
+        device_rails: carry the data between nodes.
     """
 
     def __init__(
@@ -250,12 +250,12 @@ class DeviceNodesCore(CollectivesOverNodes):
         watch: DeviceWatch,
         wire: str,
         calls: DeviceCallEngine,
-        carried: DeviceRails,
+        device_rails: DeviceRails,
     ) -> None:
         super().__init__(control, places, rails, watch, None, wire, "direct")
         self.device_watch = watch
         self.calls = calls
-        self._carried = carried
+        self._device_rails = device_rails
         self._runtime, self._device = calls.device_place
         preload(calls.device_place, wire)
 
@@ -295,7 +295,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         self._closed = True
         self._watch.close()
         self._rails.close()
-        self._carried.close()
+        self._device_rails.close()
         self.calls._close(self.timeout_ms / 1000, EXIT_GRACE_S)
         self._inner.close()
 
@@ -337,7 +337,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         rail, node, at = self._way_to(root)
         if self.places.place == at and whole.elems:
             on_device = self._bytes(whole)
-            self._carry(rail, lambda: self._carried.broadcast(rail, on_device, node))
+            self._carry(rail, lambda: self._device_rails.broadcast(rail, on_device, node))
         self._within("broadcast", *whole, self._called.dtype, at)
 
     def barrier(self) -> int:
@@ -390,7 +390,9 @@ class DeviceNodesCore(CollectivesOverNodes):
     def _exchange_on(
         self, rail: int, out: Tensor, given: Tensor, out_elems: list[int], given_elems: list[int]
     ) -> None:
-        self._carry(rail, lambda: self._carried.exchange(rail, out, given, out_elems, given_elems))
+        self._carry(
+            rail, lambda: self._device_rails.exchange(rail, out, given, out_elems, given_elems)
+        )
 
     def _room(self, elems: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         on = self._runtime.torch_device(self._device)

@@ -36,18 +36,18 @@ from ringcomm.comm.host.engine import (
 from ringcomm.comm.host.meeting import Membership, OneNode, Places, SeveralNodes, chosen, meet
 from ringcomm.comm.host.options import milliseconds_of
 from ringcomm.comm.nodes.calls import CallsOverNodes
-from ringcomm.comm.nodes.carrier import (
-    Carrier,
-    Connector,
-    DeviceRails,
-    Rails,
-    carrier_of,
-    device_carrier_of,
-)
 from ringcomm.comm.nodes.core import NodesCore
 from ringcomm.comm.nodes.device_core import DeviceNodesCore
 from ringcomm.comm.nodes.messages import NodesMessages
 from ringcomm.comm.nodes.steps import StepsCore
+from ringcomm.comm.nodes.transport import (
+    Connector,
+    DeviceRails,
+    Rails,
+    Transport,
+    device_transport_of,
+    transport_of,
+)
 from ringcomm.comm.nodes.watch import Awaiting, DeviceWatch, NodeTrace, Watch, claim
 from ringcomm.comm.recorder.reader import FlightRecorder
 from ringcomm.comm.recorder.records import NodeLevel, Recording, renumbered
@@ -308,7 +308,7 @@ class DeviceNodesEngine(NodesEngine):
 class NoMessages:
     """The messages of ranks on devices of several nodes: there are none.
 
-    A carrier that moves device memory has one order for all, in which messages would wait for
+    A transport that moves device memory has one order for all, in which messages would wait for
     collectives.
     """
 
@@ -435,7 +435,7 @@ def _built(
     inner = met.core
     closing.append(inner)
     store = PrefixStore(found.rendezvous.prefix, membership.store)
-    connector = _connector(membership, found, options.carrier)
+    connector = _connector(membership, found, options.transport)
     rails = Rails(places, PrefixStore("rails", store), connector)
     world = range(len(membership.ranks))
     group = connector.group(PrefixStore("messages", store), places.rank, world)
@@ -466,14 +466,14 @@ def _built_on_device(
     make_node: Callable[[Membership], C],
     closing: list[_Closable],
 ) -> Built[C]:
-    """Builds the node's communicators on devices, the carrier, and what hosts agree on calls by."""
+    """Builds the node's communicators on devices, the transport, and the agreement of hosts."""
     places, options, operation = found.places, membership.options, found.meeting.operation
     if options.rails not in ("auto", "direct"):
         raise UnsupportedError(
             f"{operation}: rails: expected auto or direct on devices, got {options.rails}. Their "
-            "carrier exchanges between all nodes at once"
+            "transport exchanges between all nodes at once"
         )
-    carrier = device_carrier_of(options.carrier, operation)
+    transport = device_transport_of(options.transport, operation)
     of_node = _of_node(membership, places)
     node = make_node(of_node)
     closing.append(node)
@@ -485,24 +485,24 @@ def _built_on_device(
     closing.append(met.core)
     store = PrefixStore(found.rendezvous.prefix, membership.store)
     rails = Rails(places, PrefixStore("rails", store), _connector(membership, found, "gloo"))
-    own = PrefixStore("carrier", store)
-    carried = DeviceRails(places, own, carrier, calls.device_place, operation)
-    closing.append(carried)
+    own = PrefixStore("transport", store)
+    device_rails = DeviceRails(places, own, transport, calls.device_place, operation)
+    closing.append(device_rails)
     awaiting = _awaiting(found, met)
-    carried.prove(options.timeout_s)
+    device_rails.prove(options.timeout_s)
     faults = _faults(membership, found)
     watch = DeviceWatch(met.core, places, awaiting, faults, rails, membership.name, calls)
     closing.append(watch)
-    watch.breakable.append(carried)
-    core = DeviceNodesCore(met.core, places, rails, watch, options.wire, calls, carried)
+    watch.breakable.append(device_rails)
+    core = DeviceNodesCore(met.core, places, rails, watch, options.wire, calls, device_rails)
     return Built(DeviceNodesEngine(core, watch, node.engine, _having_met(membership, found)), node)
 
 
-def _connector(membership: Membership, found: SeveralNodes, asked: str | Carrier) -> Connector:
+def _connector(membership: Membership, found: SeveralNodes, asked: str | Transport) -> Connector:
     operation = found.meeting.operation
     return Connector(
         found.places,
-        carrier_of(asked, operation),
+        transport_of(asked, operation),
         membership.options.timeout_s,
         operation,
         found.rendezvous,

@@ -1,7 +1,7 @@
 """Sends and receives between ranks of different nodes, and within a node by its own core.
 
 Between two ranks the messages of one tag keep their order, as within a node. A message is two sends
-of the carrier: a header (dtype, size), and the data. The data's tag stands for the message's tag,
+of the transport: a header (dtype, size), and the data. The data's tag stands for the message's tag,
 number and size, so that data which do not fit are never received into too small a buffer; the
 header then says what was expected and what came.
 
@@ -24,7 +24,7 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.host.meeting import Places
-from ringcomm.comm.nodes.carrier import (
+from ringcomm.comm.nodes.transport import (
     FOR_EVER,
     Probe,
     begun,
@@ -354,8 +354,8 @@ class NodesMessages:
     Args:
         inner: the core of this rank's node.
         places: of all ranks.
-        group: the carrier's group of all ranks. Not a lazy group of Gloo's: there the first receive
-            waits until its sender calls, too.
+        group: the transport's group of all ranks. Not a lazy group of Gloo's: there the first
+            receive waits until its sender calls, too.
         watch: over all ranks.
     """
 

@@ -28,7 +28,7 @@ from ringcomm import _native, errors
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.host.engine import Call
 from ringcomm.comm.host.meeting import ENDED, LEFT, Places, why_lost
-from ringcomm.comm.nodes.carrier import ARRIVAL_S, Probe, join, told_by
+from ringcomm.comm.nodes.transport import ARRIVAL_S, Probe, join, told_by
 from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.reader import (
     LIMIT_S,
@@ -176,7 +176,7 @@ class RailWait:
     called: Callable[[], str]
 
     def ended(self, watch: Watch, text: str) -> None:
-        """Tells the watch that the wait ended badly, with what the carrier said."""
+        """Tells the watch that the wait ended badly, with what the transport said."""
         watch.on_rail(self.peer, self.called(), self.limit.waited_s(), self.limit.timeout_s, text)
 
 
@@ -271,7 +271,7 @@ class Watch:
             called: the call, in words.
             waited_s: how long, in seconds.
             timeout_s: of the communicator.
-            text: what the carrier said.
+            text: what the transport said.
         """
         claim = self._claim_of_others(CLAIM_S)
         if claim is not None:

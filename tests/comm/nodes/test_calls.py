@@ -277,7 +277,7 @@ def test_what_is_refused():
     with pytest.raises(UnsupportedError, match=r"rendezvous.*within a node"):
         world_of((1, 1), kernels="triton")
     with pytest.raises(UnsupportedError, match="nccl"):
-        world_of((1, 1), carrier="nccl")
+        world_of((1, 1), transport="nccl")
     for nodes in (2, "11", [1.0, 1], [2, 0], [1], [True, 1]):
         with pytest.raises(ArgumentError, match=r"nodes: expected a list.*together 2, got"):
             ringcomm.local_world(2, nodes=nodes)  # type: ignore[arg-type]

@@ -9,10 +9,10 @@ from torch.distributed import HashStore, TCPStore
 
 from ringcomm import CommOptions, Communicator, RingcommError
 from ringcomm.comm.host.meeting import Places
-from ringcomm.comm.nodes import carrier as connecting
 from ringcomm.comm.nodes import engine
-from ringcomm.comm.nodes.carrier import gloo, told_by
+from ringcomm.comm.nodes import transport as connecting
 from ringcomm.comm.nodes.steps import StepsCore
+from ringcomm.comm.nodes.transport import gloo, told_by
 from ringcomm.errors import PeerLost, RendezvousError
 
 NODES = (0, 0, 1)
@@ -20,13 +20,13 @@ LONG_S, PATIENCE_S = 600.0, 60.0
 
 
 def without_a_card(store: Any, number: int, size: int, timeout: Any) -> Any:
-    """A carrier that works on the first node only."""
+    """A transport that works on the first node only."""
     if number == 1:
         raise ValueError("there is no card")
     return gloo(store, number, size, timeout)
 
 
-def test_a_carrier_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transport_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connecting, "CONNECT_S", 3.0)
     # Each rank with a connection of its own, which Gloo's wait holds.
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
@@ -34,7 +34,7 @@ def test_a_carrier_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [""] * len(NODES)
 
     def build(rank: int) -> None:
-        options = CommOptions(timeout=LONG_S, carrier=without_a_card)
+        options = CommOptions(timeout=LONG_S, transport=without_a_card)
         with pytest.raises(RingcommError) as raised:
             Communicator.from_store(
                 stores[rank], rank, len(NODES), options=options, node_id=f"node{NODES[rank]}"
@@ -54,7 +54,9 @@ def test_a_carrier_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - begin < connecting.CONNECT_S
     for rank, text in enumerate(errors):
         assert text.startswith(f"rendezvous of communicator 'world' on rank {rank} of 3: ")
-        assert "rank 2 (node 1) called the function without_a_card of CommOptions(carrier=)" in text
+        assert (
+            "rank 2 (node 1) called the function without_a_card of CommOptions(transport=)" in text
+        )
         assert "it raised ValueError: there is no card" in text
 
 
@@ -104,5 +106,5 @@ def test_a_rank_that_fails_after_another_has_built(
         ("", ""),
     ],
 )
-def test_what_a_carrier_says(said: str, told: str) -> None:
+def test_what_a_transport_says(said: str, told: str) -> None:
     assert told_by(RuntimeError(said)) == told

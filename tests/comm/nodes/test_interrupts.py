@@ -15,7 +15,7 @@ from torch.distributed import Store
 import ringcomm
 from ringcomm import AbortedError, CommOptions
 from ringcomm.comm.host import engine
-from ringcomm.comm.nodes.carrier import gloo
+from ringcomm.comm.nodes.transport import gloo
 from tests.support.ranks import Ranks, join_nodes
 
 
@@ -107,6 +107,6 @@ def test_close_waits_for_threads_that_wait_for_messages():
         mine = f"ringcomm-messages-{1 - comm.rank}"
         return [each.name for each in threading.enumerate() if each.name.startswith(mine)]
 
-    options = CommOptions(timeout=60, carrier=lingering)
+    options = CommOptions(timeout=60, transport=lingering)
     with ringcomm.local_world(2, nodes=[1, 1], options=options) as world:
         assert world.run(body) == [[], []]

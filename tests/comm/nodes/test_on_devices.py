@@ -1,7 +1,7 @@
 """Calls on emulated devices over nodes are exact, and end with the bits of the host.
 
 Threads of one process stand for the nodes; Gloo carries emulated devices' memory in the place of
-NCCL, in the order of streams (tests/support/device_carrier.py).
+NCCL, in the order of streams (tests/support/device_transport.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ringcomm import (
     UnsupportedError,
 )
 from ringcomm.comm.nodes import calls, device_core, wires
-from ringcomm.comm.nodes import carrier as device_rails
+from ringcomm.comm.nodes import transport as device_rails
 from ringcomm.process import Deadline
 from tests.comm.nodes.test_calls import drawn
 from tests.support.call_checks import (
@@ -45,7 +45,7 @@ from tests.support.call_checks import (
     check_all_to_all,
 )
 from tests.support.covering import EVERY_CASE, covering, in_test_all
-from tests.support.device_carrier import emulated_nccl
+from tests.support.device_transport import emulated_nccl
 from tests.support.device_worlds import OPTIONS, Devices, on_host, put, room, with_options
 from tests.support.emulator.in_stream_order import InStreamOrder
 from tests.support.emulator.library import COMPILER
@@ -55,7 +55,7 @@ from tests.support.ranks import Ranks, join_nodes
 # By rank, its node: equal ones, and unequal ones with ranks in another order than theirs.
 NODES = [(0, 0, 1, 1), (0, 1, 2, 0)]
 NAMES = [name for name in CHECKS if name != "messages"]
-CARRIED = with_options(carrier=emulated_nccl)
+OVER_NCCL = with_options(transport=emulated_nccl)
 COUNT = 1200
 
 
@@ -63,8 +63,8 @@ COUNT = 1200
 def devices() -> Iterator[Devices]:
     if COMPILER is None:
         pytest.skip("the emulator needs a C++ compiler")
-    # Ranks of one machine share devices here, and a carrier's stream must never wait in a hardware
-    # queue behind a stream of another rank that waits for that carrier.
+    # Ranks of one machine share devices here, and a transport's stream must never wait in a
+    # hardware queue behind a stream of another rank that waits for that transport.
     made = Devices("emulated", devices=3, hardware_queues=1024)
     with pytest.MonkeyPatch.context() as patch:
         # Small, so that calls of some kilobytes take all paths.
@@ -74,7 +74,7 @@ def devices() -> Iterator[Devices]:
     made.close()
 
 
-def world_of(nodes: tuple[int, ...], options: CommOptions = CARRIED) -> LocalWorld:
+def world_of(nodes: tuple[int, ...], options: CommOptions = OVER_NCCL) -> LocalWorld:
     """Ranks of the nodes that are given by rank; each node has a device, which its ranks share."""
     store, made = torch.distributed.HashStore(), {}
 
@@ -177,7 +177,7 @@ def test_the_bits_are_the_hosts(devices: Devices, world: LocalWorld, dtype: torc
 
 def test_sums_that_are_rounded_for_the_wire(devices: Devices) -> None:
     dtype = torch.bfloat16
-    with world_of((0, 0, 1), with_options(carrier=emulated_nccl, wire="param")) as made:
+    with world_of((0, 0, 1), with_options(transport=emulated_nccl, wire="param")) as made:
         on_devices = devices.run(made, bits, dtype, functools.partial(put, place="plain"))
     narrow, wide = (of_the_host((2, 1), wire, dtype) for wire in ("param", "fp32"))
     for ours, hosts in zip(on_devices, narrow, strict=True):
@@ -194,7 +194,7 @@ def test_the_codes_of_a_wire_are_the_hosts(
     dtype = torch.bfloat16
     # What an operator makes of numbers comes before they are coded, in whichever code.
     sums_alone = wire != "int8"
-    with world_of((0, 0, 1), with_options(carrier=emulated_nccl, wire=wire)) as made:
+    with world_of((0, 0, 1), with_options(transport=emulated_nccl, wire=wire)) as made:
         to = functools.partial(put, place="plain")
         on_devices = devices.run(made, bits, dtype, to, sums_alone)
     for ours, hosts in zip(on_devices, of_the_host((2, 1), wire, dtype, sums_alone), strict=True):
@@ -238,13 +238,13 @@ def test_places_groups_and_order(devices: Devices, world: LocalWorld) -> None:
 
 
 @pytest.mark.parametrize(
-    ("carrier", "words"), [("auto", "without it"), ("nccl", "without it"), ("gloo", "of the CPU")]
+    ("transport", "words"), [("auto", "without it"), ("nccl", "without it"), ("gloo", "of the CPU")]
 )
-def test_no_carrier_for_devices(devices: Devices, carrier: str, words: str) -> None:
+def test_no_transport_for_devices(devices: Devices, transport: str, words: str) -> None:
     assert not torch.distributed.is_nccl_available()
     # Which rank is first to say so is not known; the others repeat it.
     with pytest.raises((UnsupportedError, RendezvousError), match=words):
-        world_of((0, 1), with_options(carrier=carrier))
+        world_of((0, 1), with_options(transport=transport))
 
 
 def test_rails_are_direct(devices: Devices) -> None:
@@ -274,9 +274,9 @@ def test_auto_is_nccl_without_its_watchdog(
     assert os.environ[device_rails.WATCHDOG_VARIABLE] == "3"
 
 
-def test_a_carrier_that_is_none(devices: Devices) -> None:
+def test_a_transport_that_is_none(devices: Devices) -> None:
     with pytest.raises((ArgumentError, RendezvousError), match="process group"):
-        world_of((0, 1), with_options(carrier=lambda *_: object()))
+        world_of((0, 1), with_options(transport=lambda *_: object()))
 
 
 def test_options_that_differ(devices: Devices) -> None:
@@ -284,7 +284,7 @@ def test_options_that_differ(devices: Devices) -> None:
     errors: list[str] = []
 
     def build(rank: int) -> None:
-        options = with_options(carrier=emulated_nccl, wire=("fp32", "param")[rank])
+        options = with_options(transport=emulated_nccl, wire=("fp32", "param")[rank])
         with pytest.raises(RingcommError) as caught:
             Communicator.from_store(
                 store, rank, 2, options=options, device=f"cuda:{rank}", node_id=f"n{rank}"
@@ -420,7 +420,7 @@ def test_a_dropped_communicator_ends_after_what_was_enqueued(devices: Devices) -
 def test_a_device_that_does_not_go_on(devices: Devices) -> None:
     """A rank's stream stands still, so its data never come; both hosts have made the call."""
     released = threading.Event()
-    made = world_of((0, 1), with_options(carrier=emulated_nccl, timeout=1.0))
+    made = world_of((0, 1), with_options(transport=emulated_nccl, timeout=1.0))
 
     def body(comm: Communicator) -> None:
         runtime, device = devices.emulated, comm.node_of(comm.rank)
@@ -449,7 +449,7 @@ def test_a_device_that_does_not_go_on(devices: Devices) -> None:
 def _calls_until_one_fails(store: Any, rank: int, world_size: int) -> tuple[str, str]:
     devices = Devices("emulated", devices=1, physical=(rank,))
     comm = join_nodes(
-        store, rank, world_size, [[0], [1, 2]], device="cuda:0", options=CARRIED, timeout=60
+        store, rank, world_size, [[0], [1, 2]], device="cuda:0", options=OVER_NCCL, timeout=60
     )
     with devices.as_on_gpu(comm):
         tensor = put(comm, torch.ones(3001), "plain")

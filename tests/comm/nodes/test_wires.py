@@ -206,7 +206,7 @@ def test_bad_options():
 
 def test_bytes_on_the_rails(monkeypatch):
     """What leaves a node is the closed form: codes and scales, and headers of calls beside."""
-    from ringcomm.comm.nodes import carrier as rails
+    from ringcomm.comm.nodes import transport as rails
 
     elems = 1 << 16
     sent: list[int] = []

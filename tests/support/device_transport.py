@@ -1,4 +1,4 @@
-"""A carrier for emulated devices: Gloo in the place of NCCL, in the order of streams."""
+"""A transport for emulated devices: Gloo in the place of NCCL, in the order of streams."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed import Store
 
 from ringcomm import cuda
-from ringcomm.comm.nodes.carrier import break_up, gloo
+from ringcomm.comm.nodes.transport import break_up, gloo
 from ringcomm.cuda.runtime import Event
 from tests.support.emulator import EmulatedRuntime
 
@@ -83,5 +83,5 @@ class StreamOrderedGloo:
 
 
 def emulated_nccl(store: Store, node: int, num_nodes: int, timeout: timedelta) -> Any:
-    """The carrier, for ``CommOptions(carrier=)``."""
+    """The transport, for ``CommOptions(transport=)``."""
     return StreamOrderedGloo(store, node, num_nodes)

@@ -1,6 +1,6 @@
-"""The carrier between nodes: its process groups, and the messages of each rail.
+"""The transport between nodes: its process groups, and the messages of each rail.
 
-A *carrier* makes a process group for a rail: torch's ProcessGroupGloo on CPUs, or what the user's
+A *transport* makes a process group for a rail: torch's ProcessGroupGloo on CPUs, or what the user's
 function returns. ringcomm has it send and receive, and nothing else: reductions are its own.
 """
 
@@ -49,7 +49,7 @@ from ringcomm.rendezvous.handles import (
 from ringcomm.rendezvous.same_node import LOOPBACK
 
 #: Makes the group of a rail: (store of the rail, number of this rank's node, nodes, timeout).
-Carrier = Callable[[Store, int, int, timedelta], Any]
+Transport = Callable[[Store, int, int, timedelta], Any]
 
 # Descriptors that Gloo needs beside its connections.
 SPARE_DESCRIPTORS = 4
@@ -63,8 +63,8 @@ LONGEST_ADDRESS = 200
 _SIOCGIFADDR = 0x8915
 
 
-def carrier_of(asked: str | Carrier, operation: str) -> Carrier:
-    """Returns the carrier that ``CommOptions.carrier`` names, for tensors of the CPU.
+def transport_of(asked: str | Transport, operation: str) -> Transport:
+    """Returns the transport that ``CommOptions.transport`` names, for tensors of the CPU.
 
     Raises:
         UnsupportedError: it is NCCL, which moves no memory of the CPU.
@@ -73,8 +73,8 @@ def carrier_of(asked: str | Carrier, operation: str) -> Carrier:
         return asked
     if asked == "nccl":
         raise UnsupportedError(
-            f'{operation}: carrier: expected "gloo" or a function for tensors of the CPU, got '
-            '"nccl", which moves memory of GPUs only. Leave carrier="auto"'
+            f'{operation}: transport: expected "gloo" or a function for tensors of the CPU, got '
+            '"nccl", which moves memory of GPUs only. Leave transport="auto"'
         )
     return gloo
 
@@ -104,7 +104,7 @@ def _gloo_kind() -> Any:
         from torch.distributed import ProcessGroupGloo
     except ImportError as error:
         raise UnsupportedError(
-            "carrier: this torch has no Gloo; pass CommOptions(carrier=FUNCTION) with another "
+            "transport: this torch has no Gloo; pass CommOptions(transport=FUNCTION) with another "
             "torch.distributed process group"
         ) from error
     return ProcessGroupGloo
@@ -156,20 +156,20 @@ _SOURCE = re.compile(r"\[[^\]]*?[\w./-]+\.(?:cc|cpp|h|hpp):\d+\] ?")
 
 
 def told_by(error: BaseException | str) -> str:
-    """Returns what a carrier says, on one line, without places in its sources."""
+    """Returns what a transport says, on one line, without places in its sources."""
     return printable(_SOURCE.sub("", str(error)).strip().partition("\n")[0][:200])
 
 
 # NOTE [Connecting on a thread]
 #
-# A carrier's function returns when all ranks of a group have connected, or at its timeout, and
+# A transport's function returns when all ranks of a group have connected, or at its timeout, and
 # neither Ctrl-C nor Python ends it before. So it runs on a thread, and this rank looks meanwhile
 # whether another rank has failed, which it could else not learn before that timeout. Its store asks
 # again and again instead of waiting: a wait would hold the connection, and could not be ended, so
 # that the thread might come back while Python ends; see NOTE [Threads at exit]. A thread that is
 # left behind in a connection that is not made ends when its peer does.
 class AskingStore(Store):
-    """A store in which a carrier's waits end when a rank has failed.
+    """A store in which a transport's waits end when a rank has failed.
 
     Args:
         inner: the store.
@@ -240,11 +240,11 @@ class _Outcome:
 
 
 class Connector:
-    """Has a carrier make groups with ranks of other nodes.
+    """Has a transport make groups with ranks of other nodes.
 
     Args:
         places: of all ranks.
-        carrier: makes the groups.
+        transport: makes the groups.
         timeout_s: of the communicator, in seconds.
         operation: named in errors.
         rendezvous: of all ranks, which tell each other from where they connect, or why they cannot.
@@ -257,20 +257,20 @@ class Connector:
     def __init__(
         self,
         places: Places,
-        carrier: Carrier,
+        transport: Transport,
         timeout_s: float,
         operation: str,
         rendezvous: Rendezvous,
         store: Store,
     ) -> None:
         self._places = places
-        self._carrier = carrier
+        self._transport = transport
         self._timeout = timedelta(seconds=min(timeout_s, CONNECT_S))
         self._operation = operation
         self._rendezvous = rendezvous
         self._asking: list[AskingStore] = []
-        here = "the interface of the user's carrier"
-        if carrier is gloo:
+        here = "the interface of the user's transport"
+        if transport is gloo:
             here = _here(store)
             try:
                 _gloo_kind().create_device(**_interface(store))
@@ -291,7 +291,7 @@ class Connector:
             ranks: the members, by number in the group.
 
         Raises:
-            RendezvousError: a member cannot be reached, or the carrier or another rank failed.
+            RendezvousError: a member cannot be reached, or the transport or another rank failed.
         """
         # Gloo's threads report no shortage of descriptors: they wait.
         need_descriptors(
@@ -301,11 +301,11 @@ class Connector:
         peers = [rank for rank in ranks if rank != self._places.rank]
         look = partial(self._rendezvous.look_for_failures, peers)
         asking = AskingStore(store, look)
-        self._asking.append(asking)  # as long as what the carrier has made of it
+        self._asking.append(asking)  # as long as what the transport has made of it
 
         def make() -> None:
             try:
-                outcome.group = self._carrier(asking, number, len(ranks), self._timeout)
+                outcome.group = self._transport(asking, number, len(ranks), self._timeout)
             except BaseException as error:
                 outcome.error = error
             ended.set()
@@ -327,8 +327,8 @@ class Connector:
         group = outcome.group
         if not callable(getattr(group, "send", None)) or not callable(getattr(group, "recv", None)):
             raise ArgumentError(
-                f"{self._operation}: carrier: expected a function that returns a process group of "
-                f"torch.distributed, got one that returned {group!r}"
+                f"{self._operation}: transport: expected a function that returns a process group "
+                f"of torch.distributed, got one that returned {group!r}"
             )
         return group
 
@@ -347,8 +347,8 @@ class Connector:
 
     def _failed(self, error: Exception, ranks: Sequence[int]) -> RendezvousError:
         places = self._places
-        if self._carrier is not gloo:
-            return carrier_failed(self._operation, places, self._carrier, error)
+        if self._transport is not gloo:
+            return transport_failed(self._operation, places, self._transport, error)
         peers = ", ".join(
             f"{places.named(rank)} at {self._from[rank]}" for rank in ranks if rank != places.rank
         )
@@ -362,19 +362,19 @@ class Connector:
         )
 
 
-def carrier_failed(
-    operation: str, places: Places, carrier: Carrier, error: BaseException
+def transport_failed(
+    operation: str, places: Places, transport: Transport, error: BaseException
 ) -> RendezvousError:
-    """Returns the error of a user's carrier function that has raised."""
-    name = getattr(carrier, "__qualname__", type(carrier).__qualname__)
+    """Returns the error of a user's transport function that has raised."""
+    name = getattr(transport, "__qualname__", type(transport).__qualname__)
     return RendezvousError(
         f"{operation}: {places.named(places.rank)} called the function {name} of "
-        f"CommOptions(carrier=) for a process group, and it raised {type(error).__name__}: "
+        f"CommOptions(transport=) for a process group, and it raised {type(error).__name__}: "
         f"{told_by(error)}"
     )
 
 
-# ---- The rails of one rank: messages to the ranks of other nodes, carried by an engine that exists
+# ---- The rails of one rank: messages to the ranks of other nodes, sent by an engine that exists
 
 Tensor = torch.Tensor
 
@@ -408,19 +408,19 @@ def memory_at(ptr: int, size_bytes: int) -> Tensor:
 # (Waiter, and the lines of messages): a broken connection is closed, and Gloo touches no memory any
 # more. A long wait also checks whether its connection still exists (Probe).
 NOBODYS_TAG = 2
-# The carrier's own timeout would count a suspension of this process, so the watch keeps the time.
+# The transport's own timeout would count a suspension of this process, so the watch keeps the time.
 FOR_EVER = timedelta(days=365)
 
 
 def break_up(group: Any, peers: Iterable[int]) -> bool:
-    """Ends all that waits in a carrier's group, here and on the peers; the group is dead then.
+    """Ends all that waits in a transport's group, here and on the peers; the group is dead then.
 
     Args:
         group: the process group.
         peers: all other ranks of it.
 
     Returns:
-        True if the carrier is known to touch no memory from here on, whether its waits end or not.
+        True if the transport is known to touch no memory from here on, even if its waits go on.
     """
     if group.name() != "gloo":
         with contextlib.suppress(RuntimeError):  # it was dead already
@@ -598,7 +598,7 @@ class Waiter:
 
 
 class Rails:
-    """The rails that this rank is on, each with a process group of the carrier's.
+    """The rails that this rank is on, each with a process group of the transport's.
 
     Args:
         places: of all ranks.
@@ -658,8 +658,8 @@ class Rails:
 
 
 # ---- The rails of a rank on a device: exchanges with other nodes, enqueued by an engine that
-# exists A carrier's process group moves bytes between the ranks of a rail by ``alltoall_base`` and
-# ``broadcast``, in the order of the current stream; it adds nothing. That is NCCL, or what the
+# exists. A transport's process group moves bytes between the ranks of a rail by ``alltoall_base``
+# and ``broadcast``, in the order of the current stream; it adds nothing. That is NCCL, or what the
 # user's function returns. ringcomm's own kernels know nothing of it: between a node's call and an
 # exchange there is the order of the stream.
 
@@ -677,8 +677,8 @@ _making = threading.Lock()
 PROOF_POLL_S = 0.001
 
 
-def device_carrier_of(asked: str | Carrier, operation: str) -> Carrier:
-    """Returns the carrier that ``CommOptions.carrier`` names, for tensors of devices.
+def device_transport_of(asked: str | Transport, operation: str) -> Transport:
+    """Returns the transport that ``CommOptions.transport`` names, for tensors of devices.
 
     Raises:
         UnsupportedError: it is Gloo, which moves memory of the CPU; or this torch has no NCCL.
@@ -687,14 +687,14 @@ def device_carrier_of(asked: str | Carrier, operation: str) -> Carrier:
         return asked
     if asked == "gloo":
         raise UnsupportedError(
-            f'{operation}: carrier: expected "nccl" or a function for tensors of GPUs, got "gloo", '
-            'which moves memory of the CPU only. Leave carrier="auto"'
+            f'{operation}: transport: expected "nccl" or a function for tensors of GPUs, got '
+            '"gloo", which moves memory of the CPU only. Leave transport="auto"'
         )
     if not is_nccl_available():
         raise UnsupportedError(
-            f"{operation}: carrier: between nodes tensors of GPUs are carried by NCCL, and this "
+            f"{operation}: transport: between nodes tensors of GPUs are carried by NCCL, and this "
             f"torch ({torch.__version__}) was built without it. Install a torch for CUDA, or pass "
-            "CommOptions(carrier=FUNCTION) with another torch.distributed process group for GPUs"
+            "CommOptions(transport=FUNCTION) with another torch.distributed process group for GPUs"
         )
     return nccl
 
@@ -725,12 +725,12 @@ def nccl(store: Store, node: int, num_nodes: int, timeout: timedelta) -> Any:
 
 
 class DeviceRails:
-    """The rails that this rank is on, each with a process group of the carrier's.
+    """The rails that this rank is on, each with a process group of the transport's.
 
     Args:
         places: of all ranks.
-        store: of this communicator's carrier alone.
-        carrier: makes the groups.
+        store: of this communicator's transport alone.
+        transport: makes the groups.
         place: the runtime, and this rank's device.
         operation: named in errors.
 
@@ -742,7 +742,7 @@ class DeviceRails:
         self,
         places: Places,
         store: Store,
-        carrier: Carrier,
+        transport: Transport,
         place: tuple[DeviceRuntime, int],
         operation: str,
     ) -> None:
@@ -755,25 +755,25 @@ class DeviceRails:
             own = PrefixStore(f"rail{rail}", store)
             try:
                 with self.runtime.on_device(self.device):
-                    group = carrier(
+                    group = transport(
                         own, places.node, len(places.nodes), timedelta(seconds=CONNECT_S)
                     )
             except RingcommError:
                 raise
             except Exception as error:
-                if carrier is nccl:
+                if transport is nccl:
                     raise self._unreachable(rail, told_by(error)) from error
-                raise carrier_failed(operation, places, carrier, error) from error
+                raise transport_failed(operation, places, transport, error) from error
             for name in ("alltoall_base", "broadcast"):
                 if not callable(getattr(group, name, None)):
                     raise ArgumentError(
-                        f"{operation}: carrier: expected a function that returns a process group "
+                        f"{operation}: transport: expected a function that returns a process group "
                         f"of torch.distributed, got one that returned {group!r}"
                     )
             self._groups[rail] = group
 
     def prove(self, timeout_s: float) -> None:
-        """Exchanges the ranks' numbers on every rail, which makes the carrier connect.
+        """Exchanges the ranks' numbers on every rail, which makes the transport connect.
 
         Raises:
             RendezvousError: they did not arrive; names the ranks of the rail.
@@ -812,8 +812,8 @@ class DeviceRails:
         places = self.places
         peers = ", ".join(places.named(rank) for rank in places.rail(rail) if rank != places.rank)
         return RendezvousError(
-            f"{self._operation}: expected the carrier to connect device {self.device} of "
-            f"{places.named(places.rank)} to {peers}, got: {said}. See what the carrier reports "
+            f"{self._operation}: expected the transport to connect device {self.device} of "
+            f"{places.named(places.rank)} to {peers}, got: {said}. See what the transport reports "
             "(NCCL_DEBUG=INFO), and name the interface that all nodes share in NCCL_SOCKET_IFNAME"
         )
 
@@ -835,9 +835,9 @@ class DeviceRails:
             input_elems: by node.
 
         Raises:
-            RuntimeError: the carrier refuses.
+            RuntimeError: the transport refuses.
         """
-        # As bytes, which every carrier knows.
+        # As bytes, which every transport knows.
         into, given = (
             [each * tensor.itemsize for each in elems]
             for tensor, elems in ((output, output_elems), (input, input_elems))
@@ -853,7 +853,7 @@ class DeviceRails:
         self._groups[rail].broadcast([tensor], options).wait()
 
     def break_up(self) -> None:
-        """Ends all that is under way in the carrier's groups, which are dead then."""
+        """Ends all that is under way in the transport's groups, which are dead then."""
         self._broken = True
         for group in tuple(self._groups.values()):
             break_up(group, self.places.others())
