@@ -107,7 +107,7 @@ def curve(how: Curve, model: ModelConfig, corpus: Corpus, marks: Sequence[int]) 
         sharded = ringcomm.zero.shard(copies[comm.rank], STAGE, comm=comm, options=options)
         rows = slice(comm.rank, None, comm.world_size)
         losses = _train(sharded, make(sharded.parameters()), corpus, marks, rows)
-        ringcomm.zero.unshard(sharded)
+        ringcomm.zero.remove_sharding(sharded)
         return losses
 
     with ringcomm.local_world(sum(NODES), nodes=NODES) as world:

@@ -10,9 +10,9 @@ from ringcomm.extras.moe import (
     combine,
     dispatch,
     load,
+    remove_sharding,
     save,
     shard,
-    unshard,
 )
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "combine",
     "dispatch",
     "load",
+    "remove_sharding",
     "save",
     "shard",
-    "unshard",
 ]

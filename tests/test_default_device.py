@@ -80,7 +80,7 @@ def _train(comm: Any, base: Any, stage: int, folder: Path, default: str | None) 
         first = zero.full_state_dict(module)
         if comm.rank == 0:
             zero.export_safetensors(folder / "step-00000001", folder / "weights.safetensors")
-        zero.unshard(module)
+        zero.remove_sharding(module)
     return first, last
 
 

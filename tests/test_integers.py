@@ -254,7 +254,7 @@ def test_options_and_worlds(tmp_path, kind):
         module = zero.shard(torch.nn.Linear(2, 2), number(1), comm=comm)
         files = zero.save_pretrained(module, tmp_path / "weights", max_file_bytes=number(16))
         assert len(files) == 2
-        zero.unshard(module)
+        zero.remove_sharding(module)
     store = dist.HashStore()
     ringcomm.init_process_group(store=store, rank=number(0), world_size=number(1))
     assert ringcomm.get_rank() == 0

@@ -264,8 +264,8 @@ def other_shape(called: str, wanted: Tensor, got: Tensor) -> ArgumentError:
     return ArgumentError(
         f"{called}: expected a gradient of shape {tuple(wanted.shape)}, as the parameter had it at "
         f"shard(), got {tuple(got.shape)}: the parameter's memory was replaced since (by .data =, "
-        "resize_token_embeddings() or the like). Do that before shard(), or unshard() the module "
-        "first, and build a new optimizer"
+        "resize_token_embeddings() or the like). Do that before shard(), or call "
+        "remove_sharding() first, and build a new optimizer"
     )
 
 

@@ -529,7 +529,7 @@ class Placement(ABC):
         if self.owner is not before:
             raise ArgumentError(
                 "optimizer: another optimizer steps these parameters already; build one, or "
-                "unshard() and shard() the module anew"
+                "call remove_sharding() and shard() the module anew"
             )
         self._owner = weakref.ref(owner)
 
@@ -633,7 +633,7 @@ def check_frozen(params: Iterable[Tensor], operation: str) -> None:
         if found is not None and found[1]() is not None:
             raise ArgumentError(
                 f"{operation}: parameter {found[0]} was frozen when shard() laid out its module, "
-                "and has no place for a gradient there. unshard() the module, unfreeze the "
+                "and has no place for a gradient there. Call remove_sharding(), unfreeze the "
                 "parameter, and shard() the module anew; what shall be trained at times must "
                 "require a gradient at shard(), and can be frozen right after it"
             )

@@ -19,7 +19,7 @@ from ringcomm.zero.stages.activations import Activations, activations_on
 from ringcomm.zero.stages.batches import uneven
 from ringcomm.zero.stages.options import Precision, UnitOptions, ZeroOptions
 from ringcomm.zero.stages.order import StepProfile
-from ringcomm.zero.stages.sharding import no_sync, profiled, shard, unshard
+from ringcomm.zero.stages.sharding import no_sync, profiled, remove_sharding, shard
 from ringcomm.zero.stages.shards import (
     LocalShard,
     exchanged,
@@ -99,6 +99,7 @@ __all__ = [
     "on_reduced",
     "pretrained",
     "profiled",
+    "remove_sharding",
     "save",
     "save_pretrained",
     "set_gradient",
@@ -107,6 +108,5 @@ __all__ = [
     "shard",
     "sync_buffers",
     "uneven",
-    "unshard",
     "writing_shards",
 ]

@@ -140,7 +140,7 @@ def under_ddp(rank, world_size):
             zero.shard(model)
     same(*seen)
     with ringcomm.local_world(1) as world:
-        zero.unshard(zero.shard(model, comm=world[0]))
+        zero.remove_sharding(zero.shard(model, comm=world[0]))
     zero.shard(model, comm="alone")
 
 

@@ -145,7 +145,7 @@ import safetensors.torch
 module = torch.nn.Linear(8, 8, dtype=torch.bfloat16)
 zero.shard(module, stage=1)
 zero.save("runs/a", 100, module)
-zero.unshard(module)
+zero.remove_sharding(module)
 """,
     ("docs/optimizer.md", "loss_fn(model(batch))"): MODEL,
     ("docs/optimizer.md", "AdamW8bit("): MODEL,

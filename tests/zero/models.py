@@ -234,7 +234,7 @@ def train(comm: Communicator, base: nn.Module, run: Run) -> tuple[State, list[fl
         optimizer.zero_grad()
         schedule.step()
     state = zero.full_state_dict(module)
-    zero.unshard(module)
+    zero.remove_sharding(module)
     return state, norms
 
 

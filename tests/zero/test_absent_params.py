@@ -190,7 +190,7 @@ def test_what_needs_values_that_are_not_here_says_gathered(worlds):
         assert "0.weight, not gathered" in repr(param)
         with zero.gathered(module):
             assert torch.equal(param, base[0].weight)
-        assert type(next(iter(zero.unshard(module).parameters()))) is nn.Parameter
+        assert type(next(iter(zero.remove_sharding(module).parameters()))) is nn.Parameter
 
     base = new()
     worlds(1).run(work)

@@ -111,7 +111,7 @@ def test_a_meta_module_without_a_way_to_fill_it(worlds):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_unsharded_modules_are_plain_again(worlds, stage):
+def test_modules_are_plain_again_when_their_sharding_is_removed(worlds, stage):
     base = new_model("gpt")
 
     def work(comm):
@@ -121,7 +121,7 @@ def test_unsharded_modules_are_plain_again(worlds, stage):
         optimizer.step()
         optimizer.zero_grad()
         trained = zero.full_state_dict(module)
-        zero.unshard(module)
+        zero.remove_sharding(module)
         del optimizer
         assert_same_bits(dict(module.state_dict()), trained)
         hooks = ("_forward_hooks", "_forward_pre_hooks")
@@ -132,7 +132,7 @@ def test_unsharded_modules_are_plain_again(worlds, stage):
         plain.step()
         again = zero.shard(module, 3, comm=comm, options=SMALL)
         again(*text(comm, 1)).backward()
-        copied = deepcopy(zero.unshard(again))
+        copied = deepcopy(zero.remove_sharding(again))
         assert_same_bits(dict(copied.state_dict()), dict(again.state_dict()))
 
     worlds(2).run(work)
@@ -304,7 +304,7 @@ def test_what_is_no_part_of_a_module_is_not_gathered(worlds, stage):
             changed = pytest.raises(ArgumentError, match=r"parameter 0\.bias was changed in place")
             with changed, zero.gathered(first[0], write_from=0), torch.no_grad():
                 first[1].zero_()
-        zero.unshard(other)
+        zero.remove_sharding(other)
         with pytest.raises(ArgumentError, match="which is none of its parameters"):
             zero.gathered(second).__enter__()
 

@@ -117,7 +117,7 @@ def train(comm, base, job: Job):
     state = {
         name.replace(".block.", "."): each for name, each in zero.full_state_dict(module).items()
     }
-    zero.unshard(module)
+    zero.remove_sharding(module)
     return state, losses, sizes
 
 
@@ -234,7 +234,7 @@ def test_what_is_gathered_is_not_written(worlds, folder, monkeypatch, stage):
         assert own
         assert saved
         assert not own & set(saved)
-        zero.unshard(module)
+        zero.remove_sharding(module)
 
     for names in (True, False):
         saved.clear()
@@ -260,7 +260,7 @@ def test_gradients_of_gradients_of_a_sharded_module(worlds, folder):
             grad.square().sum().backward()
         optimizer.step()
         found = [*zero.full_state_dict(module).values(), x.grad]
-        zero.unshard(module)
+        zero.remove_sharding(module)
         return found
 
     wanted = worlds(2).run(work, None)[0]
@@ -281,7 +281,7 @@ def test_a_step_between_forward_and_backward_is_seen(worlds, folder):
             module.layers[2].weight.add_(1)
         with pytest.raises(RuntimeError, match=r"\[37, 37\]\].*at version \d+; expected"):
             loss.backward()
-        zero.unshard(module)
+        zero.remove_sharding(module)
 
     worlds(1).run(work)
 
@@ -355,7 +355,7 @@ def test_a_fault_on_one_rank_reaches_all_at_the_step(worlds, folder, stage, when
         module(*text(comm, 0)).backward()
         optimizer.step()
         state = zero.full_state_dict(module)
-        zero.unshard(module)
+        zero.remove_sharding(module)
         return state
 
     world = worlds(2)

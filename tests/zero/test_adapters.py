@@ -128,15 +128,15 @@ def test_adapters_put_in_after_shard(worlds, stage, shards):
         with zero.gathered(model, write_from=0):
             take_out(model, layers)
         if shards:
-            zero.unshard(adapters)
+            zero.remove_sharding(adapters)
         del layers, adapters
         _, adapters = trained(comm, model, 1, 2)
         state = zero.full_state_dict(model)
         with zero.gathered(model[0]):
             assert torch.equal(model[0].up.adapter[0].weight, state["0.up.adapter.0.weight"])
-        zero.unshard(model)
+        zero.remove_sharding(model)
         if shards:
-            zero.unshard(adapters)
+            zero.remove_sharding(adapters)
         assert_same_bits(dict(model.state_dict()), state)
         return state
 
@@ -186,7 +186,7 @@ def test_a_base_is_saved_with_its_adapters_or_without(worlds, stage, tmp_path):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_shards_that_are_gone(worlds, stage):
-    """A step after ``unshard()``; what is frozen has had no bucket of gradients."""
+    """A step after ``remove_sharding()``; what is frozen has had no bucket of gradients."""
 
     def work(comm):
         model: Any = deepcopy(BASE)
@@ -197,10 +197,12 @@ def test_shards_that_are_gone(worlds, stage):
         engine: Any = engine_of(model, "test")
         elems = sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert elems == sum(each.end - each.begin for b in engine.stored for each in b.params)
-        zero.unshard(model)
+        zero.remove_sharding(model)
         before = deepcopy(model.state_dict())
         model(torch.ones(1, 24)).sum().backward()
-        with pytest.raises(ArgumentError, match=r"unshard\(\) has made plain since.* new optim"):
+        with pytest.raises(
+            ArgumentError, match=r"remove_sharding\(\) has made plain since.* new optim"
+        ):
             optimizer.step()
         assert_same_bits(dict(model.state_dict()), before)
         steps(model, AdamW(adapters_of(layers).parameters(), lr=0.1, comm=comm), 1)

@@ -148,7 +148,7 @@ def test_a_module_is_as_it_was(worlds, monkeypatch, stage, failure):
         comm.barrier()
         return module, raised, used
 
-    worlds(3).run(lambda comm: zero.unshard(zero.shard(Mixed(0), stage, comm=comm)))
+    worlds(3).run(lambda comm: zero.remove_sharding(zero.shard(Mixed(0), stage, comm=comm)))
     used = settled_heap_bytes()
     with monkeypatch.context() as patch:
         others = break_it(patch, failure)

@@ -110,7 +110,7 @@ class Reference:
 def layout_of(comm: Communicator, base: Any, run: Run) -> Any:
     module = zero.shard(deepcopy(base), run.stage, comm=comm, options=options_of(run))
     found = buckets_of(module)
-    zero.unshard(module)
+    zero.remove_sharding(module)
     return found
 
 
@@ -163,7 +163,7 @@ def shown_after(comm: Communicator, base: Any, run: Run) -> list[list[float]]:
     """Returns parameters as sharding alone codes them."""
     module = zero.shard(deepcopy(base), run.stage, comm=comm, options=options_of(run))
     state = zero.full_state_dict(module)
-    zero.unshard(module)
+    zero.remove_sharding(module)
     return [each.view(-1).tolist() for each in state.values()]
 
 
@@ -171,7 +171,7 @@ def exact_ones(comm: Communicator, base: Any, options: zero.ZeroOptions, stage: 
     """Returns the names of parameters that sharding leaves as they were, but for their dtype."""
     module = zero.shard(deepcopy(base), stage, comm=comm, options=options)
     state = zero.full_state_dict(module)
-    zero.unshard(module)
+    zero.remove_sharding(module)
     params = dict(base.named_parameters())
     return sorted(n for n, each in params.items() if torch.equal(each.to(state[n].dtype), state[n]))
 
@@ -207,7 +207,7 @@ def resume(comm: Communicator, base: Any, root: Any, settings: dict[str, Any]) -
     second.train("mlp", 1)
     ends = [zero.full_state_dict(each.module) for each in (first, second)]
     for each in (first, second):
-        zero.unshard(each.module)
+        zero.remove_sharding(each.module)
     return loaded, *ends
 
 
@@ -234,7 +234,7 @@ def continue_from_a_shard(comm: Communicator, base: Any, stage: int, precision: 
     second.optimizer.load_state_dict(shard)
     loaded = zero.full_state_dict(second.module)
     for each in (first, second):
-        zero.unshard(each.module)
+        zero.remove_sharding(each.module)
     return shown, coded_anew, loaded
 
 
@@ -251,7 +251,7 @@ def save_one(comm: Communicator, base: Any, root: Any, options: dict[str, Any]) 
     job.train("mlp", 1)
     job.save(root)
     state = zero.full_state_dict(job.module)
-    zero.unshard(job.module)
+    zero.remove_sharding(job.module)
     return state
 
 
@@ -263,7 +263,7 @@ def load_one(comm: Communicator, base: Any, root: Any, with_optimizer: bool) -> 
         zero.load(root, job.module)
     state = zero.full_state_dict(job.module)
     layout = buckets_of(job.module)
-    zero.unshard(job.module)
+    zero.remove_sharding(job.module)
     return state, layout
 
 
@@ -289,7 +289,7 @@ def go_on(comm: Communicator, base: Any, root: Any, options: dict[str, Any]) -> 
     masters = {name: zero.get_master(param).clone() for name, param in params}
     job.train("mlp", 1)
     found = zero.full_state_dict(job.module)
-    zero.unshard(job.module)
+    zero.remove_sharding(job.module)
     return loaded, masters, found
 
 
@@ -328,11 +328,11 @@ def test_16_bit_parameters_do_not_become_masters(two_by_two, tmp_path):
         )
         job.train("mlp", 1)
         job.save(tmp_path)
-        zero.unshard(job.module)
+        zero.remove_sharding(job.module)
         job = Job(comm, base, 2, zero_options={"wire": zero.Wire(parameters="int8")}, **settings)
         with pytest.raises(CheckpointError, match=r"'master'.*wire: parameters='int8' keeps"):
             job.load(tmp_path)
-        zero.unshard(job.module)
+        zero.remove_sharding(job.module)
 
     two_by_two.run(body)
 
@@ -402,7 +402,7 @@ def write(comm: Communicator, base: Any, run: Run, how: str) -> None:
     module(*MODELS["mlp"][1](torch.Generator().manual_seed(comm.rank), 0)).backward()
     optimizer.step()
     assert decodes(module, run.options["wire"].parameters, params)
-    zero.unshard(module)
+    zero.remove_sharding(module)
 
 
 @covering(strength=1, how=[*WRITES], choice=[(1, {}), (2, {}), (3, {}), (3, WORLD)])
@@ -426,7 +426,7 @@ def load_state(comm: Communicator, base: Any, run: Run, early: bool) -> Any:
     module(*MODELS["mlp"][1](torch.Generator().manual_seed(comm.rank), 0)).backward()
     optimizer.step()
     assert decodes(module, "int8", dict(module.named_parameters()))
-    zero.unshard(module)
+    zero.remove_sharding(module)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["after prepare", "before it"])
@@ -446,7 +446,7 @@ def exchange(comm: Communicator, base: Any, run: Run) -> None:
         inside = zero.full_state_dict(module)
         assert all(bool((each == 1 / 3).all()) for each in inside.values())
     assert_same_bits(zero.full_state_dict(module), before)
-    zero.unshard(module)
+    zero.remove_sharding(module)
 
 
 def test_values_that_are_exchanged_are_not_coded(two_by_two):
@@ -483,7 +483,7 @@ def step_of(comm: Communicator, transport: Transport, base: Any, run: Run) -> An
     ]
     units = zero.stages.sharding.engine_of(module, "test").plan.unit_of
     root = sum(sum(each) for unit, each in zip(units, chunks, strict=True) if unit == 0)
-    zero.unshard(module)
+    zero.remove_sharding(module)
     return phases, flags, chunks, root
 
 

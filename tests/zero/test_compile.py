@@ -92,7 +92,7 @@ def test_a_compiled_module_is_sharded_as_the_module_in_it(worlds, base, stage, t
     with zero.no_sync(compiled):
         compiled(torch.ones(1, 8)).backward()
     assert all(param.grad is not None for param in inner.parameters())
-    assert zero.unshard(compiled) is compiled
+    assert zero.remove_sharding(compiled) is compiled
     assert_same_bits(inner.state_dict(), wanted)
 
 

@@ -119,13 +119,13 @@ def test_a_conversion_to_what_it_is(worlds, stage):
 
 
 def test_what_is_not_sharded_any_more_converts(worlds):
-    """A module after unshard(), a copy of a part, and a part of what is gone."""
+    """A module after remove_sharding(), a copy of a part, and a part of what is gone."""
 
     def work(comm):
         module: Any = zero.shard(new(), 1, comm=comm)
         assert deepcopy(module[0]).half().weight.dtype is torch.float16
         assert module[0].weight.dtype is torch.float32
-        zero.unshard(module)
+        zero.remove_sharding(module)
         assert module.half()[0].weight.dtype is torch.float16
         part: Any = zero.shard(new(), 1, comm=comm)[0]
         gc.collect()

@@ -104,7 +104,7 @@ def test_8_bits_are_written_in_gathered(worlds, stage, dtype):
         with zero.gathered(model, write_from=1), torch.no_grad():
             model[0].weight.copy_(torch.full((24, 24), 5.0 + comm.rank))
         assert bool((zero.full_state_dict(model)["0.weight"].float() == 6).all())
-        zero.unshard(model)
+        zero.remove_sharding(model)
         assert model[0].weight.dtype is dtype and bool((model[0].weight.float() == 6).all())
 
     worlds(2).run(work)

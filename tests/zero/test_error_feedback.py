@@ -185,7 +185,7 @@ def test_plain_parameters_end_with_the_bits_of_a_sharded_module(two_by_two):
             module.weight.grad = whole_numbers(comm.rank, step)
             optimizer.step()
         found = [module.weight.detach().clone()]
-        zero.unshard(module)
+        zero.remove_sharding(module)
         return found
 
     wanted = two_by_two.run(sharded, INT4)[0]
@@ -214,7 +214,7 @@ def scaled(
         optimizer.step()
         optimizer.zero_grad()
     state = zero.full_state_dict(module)
-    zero.unshard(module)
+    zero.remove_sharding(module)
     return state
 
 
@@ -247,7 +247,7 @@ def test_a_skipped_step_leaves_nothing_owed(two_by_two, stage):
             optimizer.zero_grad()
             owed.append(sum(int(each.partial.count_nonzero()) for each in residuals(optimizer)))
         assert optimizer.skipped_steps == 1
-        zero.unshard(module)
+        zero.remove_sharding(module)
         return owed
 
     for first, skipped, last in two_by_two.run(body):
@@ -314,7 +314,7 @@ def continued(
         # In the units of partial sums, which are divided by the number of ranks.
         owed = {name: each + comm.world_size * more[name] for name, each in owed.items()}
     state = zero.full_state_dict(module)
-    zero.unshard(module)
+    zero.remove_sharding(module)
     return Resumed(owed, state)
 
 

@@ -182,7 +182,7 @@ def test_what_is_not_sharded():
     plain = nn.Linear(2, 2)
     calls = (
         zero.no_sync,
-        zero.unshard,
+        zero.remove_sharding,
         zero.full_state_dict,
         lambda m: zero.gathered(m).__enter__(),
     )

@@ -125,7 +125,7 @@ def test_a_module_trains_as_after_no_grad(worlds, tmp_path, stage, operation):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_sharding_and_unsharding_leave_normal_tensors(worlds, stage):
+def test_sharding_and_removing_it_leave_normal_tensors(worlds, stage):
     def work(comm):
         module: Any = deepcopy(base)
         with torch.inference_mode():
@@ -138,7 +138,7 @@ def test_sharding_and_unsharding_leave_normal_tensors(worlds, stage):
             optimizer.step()
             optimizer.zero_grad()
         with torch.inference_mode():
-            zero.unshard(module)
+            zero.remove_sharding(module)
         return [name for name, param in module.named_parameters() if param.is_inference()]
 
     base = new_model("mlp")

@@ -97,7 +97,7 @@ class Loop:
     def found(self) -> tuple[dict[str, Tensor], list[float]]:
         """Parameters and norms; the module is plain afterwards."""
         params = zero.full_state_dict(self.module)
-        zero.unshard(self.module)
+        zero.remove_sharding(self.module)
         return params, self.norms
 
 
@@ -165,7 +165,7 @@ def test_as_many_buckets_as_there_are_buffers_take_one_pass(worlds, in_flight, w
     def body(comm):
         loop = Loop(comm, 2, in_flight=in_flight)
         calls = _calls(comm, loop, what)
-        zero.unshard(loop.module)
+        zero.remove_sharding(loop.module)
         return calls
 
     kept = min(in_flight, LAYERS)
@@ -190,7 +190,7 @@ def test_what_must_be_known_before_the_step_takes_two(worlds, what, options):
     def body(comm):
         loop = Loop(comm, 2, **options)
         calls = _calls(comm, loop, what)
-        zero.unshard(loop.module)
+        zero.remove_sharding(loop.module)
         return calls
 
     for calls in worlds(2).run(body):
@@ -211,7 +211,7 @@ def test_who_clips_pays_for_norms_where_gradients_are_reduced_and_nobody_else_do
             loop.run(1, f"backward {what} {zero_grad}")
             # In the step before last it was asked for, or not.
             summed.append([bucket.summed for bucket in reduction.buckets[1:]])
-        zero.unshard(loop.module)
+        zero.remove_sharding(loop.module)
         return summed
 
     for summed in worlds(2).run(body):
@@ -239,7 +239,7 @@ def test_buffers_of_what_was_kept_are_used_again(worlds, what, in_flight, monkey
     def body(comm):
         loop = Loop(comm, 2, in_flight=in_flight)
         loop.run(2 * TURNS, what)
-        zero.unshard(loop.module)
+        zero.remove_sharding(loop.module)
 
     monkeypatch.setattr(reduce, "empty", counted)
     worlds(2).run(body)

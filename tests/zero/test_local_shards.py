@@ -194,7 +194,7 @@ def test_what_is_refused_changes_nothing(worlds, stage, tmp_path):
             "exchanged": lambda: zero.exchanged(module, mean).__enter__(),
             "writing_shards": lambda: zero.writing_shards(module).__enter__(),
             "gathered": lambda: zero.gathered(module, write_from=0).__enter__(),
-            "unshard": lambda: zero.unshard(module),
+            "remove_sharding": lambda: zero.remove_sharding(module),
         }
         with zero.exchanged(module, mean):
             for operation, called in refused.items():

@@ -87,7 +87,7 @@ def set_and_read(comm: Communicator, base: Any, choice: Choice) -> dict[str, tor
             shard.values.mul_(1.5)
     masters = {f"master.{name}": zero.get_master(param) for name, param in params.items()}
     state = {**zero.full_state_dict(module), **masters, "norm": norm}
-    zero.unshard(module)
+    zero.remove_sharding(module)
     return state
 
 
@@ -183,7 +183,7 @@ def send_in_a_step(comm: Communicator, transport: Transport, base: Any, choice: 
         root=sum(bucket.layout.elems for unit, bucket in roots if unit == 0),
     )
     flags = optimizer.sharded_step().table.told.nbytes
-    zero.unshard(module)
+    zero.remove_sharding(module)
     return phases, elems, flags
 
 
@@ -238,7 +238,7 @@ def write_in_the_open(comm: Communicator, base: Any) -> None:
     after = zero.full_state_dict(module)[name]
     before.view(-1)[-1] += 3.0
     assert torch.equal(after, before)
-    zero.unshard(module)
+    zero.remove_sharding(module)
 
 
 def test_writes_outside_of_the_module_are_found_and_shared(two_by_two):
@@ -280,7 +280,7 @@ def test_ranks_that_gather_differently_are_told(work, model, text):
 def overlaps(comm: Communicator, base: Any, asked: bool | None) -> bool | None:
     module = shard_by_world(comm, base, overlap=asked)
     found: bool | None = zero.stages.sharding.engine_of(module, "test").options.overlap
-    zero.unshard(module)
+    zero.remove_sharding(module)
     return found
 
 

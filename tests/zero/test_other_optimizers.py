@@ -114,7 +114,7 @@ def test_wrappers_are_what_they_wrap(worlds):
 
 
 def test_what_is_gone_is_not_looked_for(worlds):
-    """After ``unshard()`` or the module, its parameters are anybody's."""
+    """After ``remove_sharding()`` or the module, its parameters are anybody's."""
 
     def work(comm):
         module: Any = zero.shard(small(), 1, comm=comm)
@@ -122,7 +122,7 @@ def test_what_is_gone_is_not_looked_for(worlds):
         plain = torch.optim.SGD(params, lr=0.1)
         with pytest.raises(ArgumentError, match=REFUSED):
             plain.step()
-        zero.unshard(module)
+        zero.remove_sharding(module)
         plain.step()
         zero.shard(module, 1, comm=comm)
         with pytest.raises(ArgumentError, match=REFUSED):

@@ -32,7 +32,7 @@ def test_shard_looks_at_the_cores_that_this_process_may_use(monkeypatch, worlds,
     def body(comm):
         module = zero.shard(nn.Linear(8, 8), stage, comm=comm)
         overlap = vars(module)["_ringcomm_engine"].options.overlap
-        zero.unshard(module)
+        zero.remove_sharding(module)
         return overlap
 
     assert worlds(2).run(body) == [cores == 64] * 2
@@ -55,7 +55,7 @@ def test_without_it_nobody_gathers_behind_the_back(worlds, overlap):
         mine = threading.get_ident()
         moved = [span for span in profile.spans if span.kind == "communication"]
         elsewhere = sum(span.thread != mine for span in moved)
-        zero.unshard(module)
+        zero.remove_sharding(module)
         return len(moved), elsewhere, profile.hidden_share()
 
     for moved, elsewhere, hidden in worlds(2).run(body):
@@ -75,4 +75,4 @@ def test_gathering_alone_needs_no_thread(stage):
         )
         module(torch.ones(2, 8)).sum().backward()
         assert threading.active_count() == before
-        zero.unshard(module)
+        zero.remove_sharding(module)

@@ -525,7 +525,7 @@ def test_gradients_that_have_updated_parameters_cannot_be_cleared(worlds, stage)
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_are_plain_where_they_leave(worlds, stage):
-    """Pickled, copied and unsharded ones are torch's own, with gradients as torch has them."""
+    """Copies, and parameters that are sharded no more, are torch's own, with torch's gradients."""
     base: Any = Blocks()
 
     def work(comm):
@@ -547,7 +547,7 @@ def test_parameters_are_plain_where_they_leave(worlds, stage):
         loaded = torch.load(file, weights_only=True)["weight"]
         assert type(loaded) is nn.Parameter and loaded.grad is None
         optimizer.zero_grad()
-        zero.unshard(module)
+        zero.remove_sharding(module)
         assert all(type(param) is nn.Parameter for param in module.parameters())
         module(draw(comm, 0)).backward()
         assert type(module.blocks[0].weight.grad) is Tensor

@@ -292,7 +292,7 @@ def test_chunks_in_memory_are_the_buffers_whatever_the_number_of_layers(worlds, 
                 assert sum(each.size_bytes for each in chunks) > 1.5 * most
                 sizes = [bucket._kept_elems * 4 for bucket in job.module._ringcomm_engine.stored]
             job.optimizer.prepare()
-            zero.unshard(job.module)
+            zero.remove_sharding(job.module)
         return heaps, sum(sizes)
 
     settled_heap_bytes()  # what the chunks give back is theirs

@@ -92,7 +92,7 @@ def a_stage_without_parameters(rank: int, world_size: int) -> None:
         same(optimizer.clip_grad_norm_(1.0), norm)
         optimizer.step()
         same(whole_params(module), stepped[0] if mesh.get_local_rank("pp") else {})
-        zero.unshard(module)
+        zero.remove_sharding(module)
 
 
 def all_stages_fail_together(rank: int, world_size: int) -> None:

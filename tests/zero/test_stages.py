@@ -49,7 +49,7 @@ def test_training_is_that_of_one_process_with_torch(worlds, world_size, stage):
             optimizer.zero_grad()
         with zero.gathered(module):
             found = [param.detach().clone() for param in module.parameters()]
-        zero.unshard(module)
+        zero.remove_sharding(module)
         return found
 
     reference = Fixed()

@@ -53,7 +53,7 @@ def stages_are_equal(rank, world_size):
                 ArgumentError, match=r"parameter blocks\.0\.up\.weight: full_tensor"
             ):
                 weight.full_tensor()
-        zero.unshard(model)
+        zero.remove_sharding(model)
         same({name: full(param) for name, param in model.named_parameters()}, results[0][0])
         assert isinstance(model.head.weight, DTensor) and type(model.first.weight) is nn.Parameter
     plain = Model()

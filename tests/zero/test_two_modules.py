@@ -322,7 +322,7 @@ def test_ranks_agree_only_where_there_are_several_modules(monkeypatch):
     with zero.no_sync(first), zero.no_sync(second):
         assert backward(first) == 0
     assert torch.autograd.grad(first(torch.ones(1, 8)).sum(), [*first.parameters()])
-    zero.unshard(second)
+    zero.remove_sharding(second)
     assert backward(first) == 0
     with pytest.raises(ArgumentError, match="meta"):
         zero.shard(nn.Linear(8, 8, device="meta"), 2, comm=comm, init=_raise_argument)
@@ -333,7 +333,7 @@ def test_ranks_agree_only_where_there_are_several_modules(monkeypatch):
     assert backward(first) == 2
     # Which were dropped is found out where one more is sharded.
     fourth = zero.shard(_generator(), 2, comm=comm)
-    zero.unshard(fourth)
+    zero.remove_sharding(fourth)
     assert backward(first) == 0
 
 

@@ -125,6 +125,6 @@ def test_torchs_join_is_refused_with_the_way_out():
     for joined in (module, optimizer):
         with pytest.raises(UnsupportedError, match=r"ringcomm\.zero\.uneven"):
             Join([joined])
-    zero.unshard(module)
+    zero.remove_sharding(module)
     with pytest.raises(AttributeError):
         Join([module])  # type: ignore[list-item]

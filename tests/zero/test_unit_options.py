@@ -192,7 +192,7 @@ def test_ignored_parameters_are_the_users_own(worlds, stage, tmp_path):
         assert torch.equal(state["shift"], kept)
         with pytest.raises(ArgumentError, match="is no parameter of the module that was sharded"):
             AdamW(model.parameters()).prepare()
-        zero.unshard(model)
+        zero.remove_sharding(model)
         assert torch.equal(model.shift, kept)
         return state["blocks.0.0.weight"], state["blocks.1.0.weight"]
 

@@ -269,7 +269,7 @@ def test_parts_of_torchscript(worlds, stage):
         optimizer.step()
         with zero.gathered(module, write_from=0):
             module.load_state_dict(module.state_dict())
-        zero.unshard(module.to("cpu"))
+        zero.remove_sharding(module.to("cpu"))
 
     worlds(1).run(work)
 

@@ -86,7 +86,7 @@ def trained(
     if root is not None:
         zero.save(root / str(early), run.steps, module, optimizer)
     found = state_of(module, optimizer)
-    zero.unshard(module)
+    zero.remove_sharding(module)
     return found
 
 
@@ -217,7 +217,7 @@ def test_backward_updates_bucket_by_bucket_and_keeps_no_gradients(worlds):
         assert not any(map(torch.equal, before, loop.own()))
         assert all(bucket.shard.numel() == 0 for bucket in loop.engine.reduction.buckets)
         loop.optimizer.step()
-        zero.unshard(loop.module)
+        zero.remove_sharding(loop.module)
 
     for stage, overlap in ((2, True), (3, False)):
         worlds(2).run(work, stage, overlap)
@@ -244,7 +244,7 @@ def test_a_disk_moves_the_same_bytes_and_nothing_for_what_rests(worlds, folder):
             loop.optimizer.zero_grad()
             loop.optimizer.sharded_step().tier.wait()
             moved.append((disk.bytes_read - before[0], disk.bytes_written - before[1]))
-        zero.unshard(loop.module)
+        zero.remove_sharding(loop.module)
         return moved[1], moved[4], moved[5]
 
     def all_of(comm):
@@ -332,7 +332,7 @@ def test_what_needs_gradients_or_their_end_is_refused_and_training_goes_on(world
             lambda: zero.exchanged(module, {}).__enter__(),
             lambda: zero.gathered(module, write_from=0).__enter__(),
             lambda: zero.full_state_dict(module),
-            lambda: zero.unshard(module),
+            lambda: zero.remove_sharding(module),
             loop.loss,
             lambda: param.detach().sum().item(),
         ]

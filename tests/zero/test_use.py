@@ -138,7 +138,7 @@ def test_gradients_that_are_set_by_hand(worlds, stage):
         for number in range(3):
             turn(module, optimizer, rows(comm, number))
         found = zero.full_state_dict(module)
-        zero.unshard(module)
+        zero.remove_sharding(module)
         assert "zero_grad" not in vars(module)
         return found
 

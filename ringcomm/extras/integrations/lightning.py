@@ -66,7 +66,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
         )
 
     The module stays sharded after ``fit()``, so that ``test()``, ``predict()`` and
-    ``save_checkpoint()`` follow; :func:`ringcomm.zero.unshard` makes it a plain one.
+    ``save_checkpoint()`` follow; :func:`ringcomm.zero.remove_sharding` makes it a plain one.
 
     Args:
         stage: of ZeRO, 0 to 3.
@@ -157,7 +157,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == _FITTING
         if is_sharded(self.part) and fits:
-            zero.unshard(self.part)  # an optimizer goes with one sharding
+            zero.remove_sharding(self.part)  # an optimizer goes with one sharding
         if not is_sharded(self.part):
             self.model_to_device()
             self._shard()

@@ -6,7 +6,15 @@
 from __future__ import annotations
 
 from ringcomm.extras.moe.dispatch import Handle, combine, dispatch
-from ringcomm.extras.moe.layer import MoE, Optimizer, RoutingOptions, load, save, shard, unshard
+from ringcomm.extras.moe.layer import (
+    MoE,
+    Optimizer,
+    RoutingOptions,
+    load,
+    remove_sharding,
+    save,
+    shard,
+)
 
 __all__ = [
     "Handle",
@@ -16,7 +24,7 @@ __all__ = [
     "combine",
     "dispatch",
     "load",
+    "remove_sharding",
     "save",
     "shard",
-    "unshard",
 ]

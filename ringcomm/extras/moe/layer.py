@@ -418,8 +418,8 @@ def shard(
             zero.shard(experts, stage, comm=replicas, options=chosen)
     except Exception:
         if is_sharded(experts):
-            zero.unshard(experts)
-        zero.unshard(module)
+            zero.remove_sharding(experts)
+        zero.remove_sharding(module)
         raise
     divided = any(getattr(each, "device_mesh", None) is not None for each in experts.parameters())
     writes = divided or ranks.tensor_place == 0
@@ -444,12 +444,12 @@ def parts_of(module: nn.Module, operation: str) -> Parts:
     return found
 
 
-def unshard(module: nn.Module) -> nn.Module:
-    """Undoes :func:`shard`, as ``zero.unshard`` does; collective. Experts stay this rank's."""
-    parts = parts_of(module, "moe.unshard")
+def remove_sharding(module: nn.Module) -> nn.Module:
+    """Undoes :func:`shard` like ``zero.remove_sharding``; collective. Experts stay this rank's."""
+    parts = parts_of(module, "moe.remove_sharding")
     if parts.experts is not None:
-        zero.unshard(parts.experts)
-    zero.unshard(module)
+        zero.remove_sharding(parts.experts)
+    zero.remove_sharding(module)
     object.__delattr__(module, _PARTS)
     return module
 

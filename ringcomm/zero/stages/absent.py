@@ -353,7 +353,7 @@ def _is_gone(name: str, called: str) -> ArgumentError:
     return ArgumentError(
         f"zero: parameter {name}: {called} needs its values, and the module that shard() returned, "
         "whose ranks have a shard of them each, is gone on this rank. Keep that module for as long "
-        "as its parameters are used, or unshard() it before it goes"
+        "as its parameters are used, or call remove_sharding() before it goes"
     )
 
 

@@ -166,8 +166,8 @@ class ParamBucket(ABC):
             "(by .to(), .data = or the like, perhaps in forward): expected "
             f"{self.layout.dtype} of shape {tuple(placed.spec.shape)} in the memory of shard(), "
             f"got {found.dtype} of shape {tuple(found.shape)} elsewhere. Do that before shard(), "
-            "or unshard() the module first, and change values in place. Frozen parameters may get "
-            "other memory of the same values"
+            "or call remove_sharding() first, and change values in place. Frozen parameters may "
+            "get other memory of the same values"
         )
 
     @abstractmethod

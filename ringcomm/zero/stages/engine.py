@@ -123,7 +123,7 @@ class Slots:
                     "module since shard(), and would never be trained. Keep the parameter and "
                     "change its values in place, with copy_(), at stage 3 inside "
                     "ringcomm.zero.gathered(module, write_from=0). Replace, tie or parametrize "
-                    "parameters before shard(), or unshard() the module first"
+                    "parameters before shard(), or call remove_sharding() first"
                 )
         self._entries = list(self._read())
 
@@ -138,7 +138,8 @@ class Slots:
                     f"{self._head}: parameter {plain_name(self._root, slot.name)}: a "
                     f"{type(owner).__name__} of TorchScript has taken the place of its module "
                     "since shard(), without the module's hooks. Compile modules with "
-                    "torch.compile(), or unshard() the root before you script or trace its parts"
+                    "torch.compile(), or call remove_sharding() before you script or trace "
+                    "its parts"
                 )
         now = owner._parameters.get(slot.key)
         if now is not None or id(slot.param) in there:
@@ -260,7 +261,7 @@ class Unconverted:
         return f"{prefix}.{key}" if prefix else key
 
     def _refusal(self, name: str, which: str, kind: tuple[Any, ...], change: str) -> str:
-        way = "zero.unshard() the module, convert it, and shard() it anew"
+        way = "call zero.remove_sharding(), convert the module, and shard() it anew"
         if change in map(str, DTYPE_NAMES):
             way = (
                 f"pass shard() options=ZeroOptions(precision=Precision({which}={change})) "
@@ -698,8 +699,8 @@ class ShardEngine:
         if self.closed:
             raise ArgumentError(
                 f"{where(operation, self.comm.rank, self.comm.world_size)}: the parameters are of "
-                "a module that unshard() has made plain since, so that its shards are gone; "
-                "shard() it anew, and build a new optimizer"
+                "a module that remove_sharding() has made plain since, so that its shards are "
+                "gone; shard() it anew, and build a new optimizer"
             )
         self.slots.check()
 
@@ -819,7 +820,7 @@ class ShardEngine:
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UnsupportedError(
             "zero: a sharded module cannot be copied, since its parameters lie in the heap; "
-            "unshard() it first, or copy the module before shard()"
+            "call remove_sharding() first, or copy the module before shard()"
         )
 
     def __getstate__(self) -> NoReturn:

@@ -535,7 +535,9 @@ class _WatchedDict(dict[str, Any]):
         self._touch = touch
 
     def __reduce__(self) -> NoReturn:
-        raise UnsupportedError("zero: a sharded module cannot be copied or pickled; unshard() it")
+        raise UnsupportedError(
+            "zero: a sharded module cannot be copied or pickled; call remove_sharding() first"
+        )
 
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)

@@ -673,8 +673,8 @@ def _refuse(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, An
         f"optimizer.step: {kind.__module__}.{kind.__qualname__} holds parameter {name} of a module "
         "that shard() has prepared, and would step it on this rank alone, without the others' "
         "gradients. Use ringcomm.optim.AdamW or Adam, or ringcomm.optim.Sharded("
-        f"{kind.__qualname__}, ...), built on the module's parameters after shard(); or unshard() "
-        "the module first"
+        f"{kind.__qualname__}, ...), built on the module's parameters after shard(); or call "
+        "remove_sharding() first"
     )
 
 

@@ -1,4 +1,4 @@
-"""``shard()`` and ``unshard()``, and what is asked of the module in between."""
+"""``shard()`` and ``remove_sharding()``, and what is asked of the module in between."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def check_shardable(root: nn.Module) -> None:
                 f"{called} is a {type(module).__name__} of TorchScript{first}, in which Python can "
                 "replace neither tensors nor hooks; shard() the module that torch.jit.script() or "
                 "trace() was given, and compile it with torch.compile(). For deployment, "
-                "unshard() it and script it then"
+                "call remove_sharding() and script it then"
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise UnsupportedError(
@@ -738,7 +738,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 def forget_engine(module: nn.Module) -> None:
     """Detaches the engine from a module, which is plain again."""
-    engine_of(module, "unshard").own(False)
+    engine_of(module, "remove_sharding").own(False)
     object.__delattr__(module, _ENGINE)
 
 
@@ -872,13 +872,16 @@ def _check_module(module: nn.Module, comm: Communicator, others: DeviceMesh | No
 
 def _check_not_sharded(module: nn.Module) -> None:
     if any(_ENGINE in vars(each) for each in module.modules()):
-        raise ArgumentError("shard: the module, or one inside it, is sharded already; unshard() it")
+        raise ArgumentError(
+            "shard: the module, or one inside it, is sharded already; call remove_sharding() on it"
+        )
     for name, param in named_parameters(module):
         if owner_of(param) is not None:
             raise ArgumentError(
                 f"shard: parameter {name} is of a module that is sharded already. Of what is put "
                 "into such a module, as adapters are, shard what is new alone, such as an "
-                "nn.ModuleList of the adapters; or unshard() the whole and shard() it anew"
+                "nn.ModuleList of the adapters; or call remove_sharding() on the whole, "
+                "and shard() it anew"
             )
 
 
@@ -978,7 +981,7 @@ def profiled(module: nn.Module) -> Iterator[StepProfile]:
 
 
 @normal_tensors()
-def unshard(module: nn.Module) -> nn.Module:
+def remove_sharding(module: nn.Module) -> nn.Module:
     """Undoes ``shard()``: removes its hooks, and makes parameters plain and whole; collective.
 
     Values and dtypes are those of the last step. An optimizer on the parameters cannot be used any
@@ -990,8 +993,8 @@ def unshard(module: nn.Module) -> nn.Module:
     Raises:
         ArgumentError: the module is not sharded, or has other values, inside ``exchanged()``.
     """
-    engine = engine_of(module, "unshard")
-    engine.check_values("unshard")
+    engine = engine_of(module, "remove_sharding")
+    engine.check_values("remove_sharding")
     root = engine.parts.module
     with engine.here(engine.parts.units):
         own = [param for _, param in engine.named_parameters() if owner_of(param) is engine]

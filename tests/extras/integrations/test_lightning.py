@@ -192,7 +192,7 @@ def full_file(folder, rank, world_size):
     # The module is sharded; it is fitted again, and sharded anew.
     trainer = make_trainer(RingcommStrategy(2), folder, callbacks=[], epochs=1)
     fit(trainer, module)
-    zero.unshard(module)
+    zero.remove_sharding(module)
     module.state_dict()
 
 

@@ -282,7 +282,7 @@ def test_what_is_refused():
             moe.Optimizer(model, lambda params: AdamW(params, loss_scaler=LossScaler()))
         with pytest.raises(ArgumentError, match="got a SGD"):
             moe.Optimizer(model, lambda params: torch.optim.SGD(params))  # type: ignore
-        moe.unshard(model)
+        moe.remove_sharding(model)
         moe.shard(model, comm=comm)
 
     of_four(body)
