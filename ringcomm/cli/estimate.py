@@ -323,7 +323,7 @@ def _outside(
             shown = sizes[:3] if args.part == "memory" else sizes[3:]
             rows.append({"stage": stage, "of": kind, **_bytes(dict(shown))})
             if None not in rates:
-                time = tier.time(training.mates, *rates)
+                time = tier.time(training.ranks_per_node, *rates)
                 rows[-1] |= {"read_s": time.read_s, "write_s": time.write_s}
                 rows[-1] |= {} if compute_s is None else {"added_s": time.added_s(compute_s)}
     return rows
@@ -385,7 +385,7 @@ def _experts(args: argparse.Namespace) -> dict[str, list[Row]]:
             layer = forms.ExpertLayer(*sizes, *shared)
             training = layer.training(ZeroOptions(precision))
             held = {"state": sum(training.state(stage)), "rows": layer.memory_bytes}
-            gradients = {"gradients": training.leaving_node_bytes(stage) / training.mates}
+            gradients = {"gradients": training.leaving_node_bytes(stage) / training.ranks_per_node}
             told = {**held, **layer.between_nodes()._asdict(), **gradients}
             rows.append({"group": group, "wire": wire or "none", **_bytes(told)})
     return {"a rank's share of a layer of experts": rows}

@@ -308,13 +308,13 @@ class TierBytes(NamedTuple):
         resident = bytes_of(chunks) - stored
         return cls(buffers, resident, stored, read, written, ahead, min(written, buffers))
 
-    def time(self, mates: int, read: float, write: float) -> DiskTime:
-        """Returns the time of a node's ``mates`` ranks; reads and writes take turns.
+    def time(self, ranks_per_node: int, read: float, write: float) -> DiskTime:
+        """Returns the time of a node's ``ranks_per_node`` ranks; reads and writes take turns.
 
         ``read`` and ``write`` are the rates of the node's disk, in 1e9 bytes/s.
         """
         require_positive(disk_read=read, disk_write=write)
-        read_s, write_s = mates / (read * GIGA), mates / (write * GIGA)
+        read_s, write_s = ranks_per_node / (read * GIGA), ranks_per_node / (write * GIGA)
         between_s = self.ahead * read_s + self.behind * write_s
         return DiskTime(self.read * read_s, self.written * write_s, between_s)
 
@@ -439,8 +439,8 @@ class Training:
         object.__setattr__(self, "optimizer", chosen)
 
     @property
-    def mates(self) -> int:
-        """The ranks of a node."""
+    def ranks_per_node(self) -> int:
+        """The number of ranks of a node."""
         return self.ranks // self.nodes
 
     @property
@@ -461,13 +461,13 @@ class Training:
 
     @property
     def _param_shares(self) -> int:
-        return self.ranks if self.options.params == "world" else self.mates
+        return self.ranks if self.options.params == "world" else self.ranks_per_node
 
     def _state_shares(self, stage: int) -> int:
         check_stage(stage)
         if stage == 0:
             return 1
-        return self.ranks if self.options.state == "world" else self.mates
+        return self.ranks if self.options.state == "world" else self.ranks_per_node
 
     def _codes_params(self, stage: int) -> bool:
         return self.nodes > 1 and stage > 0 and self.options.wire.codes_parameters
@@ -506,7 +506,7 @@ class Training:
             return 0
         # Nodes with copies of the state code sums, too, but at stage 0.
         sums = stage > 0 and self.options.state == "node"
-        elems = _share(self.model.trainable, self.mates)
+        elems = _share(self.model.trainable, self.ranks_per_node)
         return FP32_BYTES * (elems + (_share(self.model.trainable, self.ranks) if sums else 0))
 
     @property
@@ -664,7 +664,7 @@ class Training:
             ArgumentError: a rate is missing, or not positive and finite.
         """
         require_positive(bandwidth=bandwidth)
-        seconds = self.sent_bytes(stage, self.mates) / (bandwidth * GIGA)
+        seconds = self.sent_bytes(stage, self.ranks_per_node) / (bandwidth * GIGA)
         if self.nodes == 1:
             return seconds
         if network is None:
@@ -674,7 +674,7 @@ class Training:
         if stage == 3 and self.options.params == "world":
             calls = calls // 2 + 2 * -(-self.model.total // self.options.bucket_elems)
         call_us = latency_us + (self.nodes - 1) * message_us
-        leaving_s = self.leaving_node_bytes(stage) / (self.mates * network * GIGA)
+        leaving_s = self.leaving_node_bytes(stage) / (self.ranks_per_node * network * GIGA)
         return seconds + calls * call_us / 1e6 + leaving_s
 
     def flops(self, tokens: int, recompute: bool = False) -> int:
@@ -739,7 +739,7 @@ class ExpertLayer:
         if self.top_k > self.experts:
             raise ArgumentError(f"experts: expected top-k of at most {self.experts} experts")
         fits = self.ranks % self.nodes == 0
-        fits = fits and 0 in (self._mates % self.group, self.group % self._mates)
+        fits = fits and 0 in (self._ranks_per_node % self.group, self.group % self._ranks_per_node)
         if not fits or self.ranks % self.group or self.experts % self.group:
             raise ArgumentError(
                 f"experts: expected a group that divides a node's ranks or is whole nodes, and "
@@ -749,7 +749,7 @@ class ExpertLayer:
             raise ArgumentError(f"experts: wire: expected None, int8 or fp8, got {self.wire!r}")
 
     @property
-    def _mates(self) -> int:
+    def _ranks_per_node(self) -> int:
         return self.ranks // self.nodes
 
     @property
@@ -770,13 +770,13 @@ class ExpertLayer:
 
     def training(self, options: ZeroOptions) -> Training:
         """Returns the training of a rank's experts, whose state their replicas share."""
-        replicas, per_node = self.ranks // self.group, max(1, self._mates // self.group)
+        replicas, per_node = self.ranks // self.group, max(1, self._ranks_per_node // self.group)
         model = ModelElems(self.experts // self.group * self.params)
         return Training(model, replicas, replicas // per_node, options)
 
     def between_nodes(self) -> ExpertBytes:
         """Returns the bytes of tokens and rows, without headers and counts."""
-        nodes, k = max(1, self.group // self._mates), self.top_k
+        nodes, k = max(1, self.group // self._ranks_per_node), self.top_k
         none = comb(self.experts - self.experts // nodes, k) / comb(self.experts, k)
         crossings = self.tokens * (nodes - 1) * (1 - none)
         rows = self.tokens * k * (nodes - 1) / nodes

@@ -76,7 +76,7 @@ class Places:
         return self.place_of(self.rank)
 
     @cached_property
-    def mates(self) -> tuple[int, ...]:
+    def node_ranks(self) -> tuple[int, ...]:
         """The ranks of this rank's node, this one among them."""
         return self.nodes[self.node]
 

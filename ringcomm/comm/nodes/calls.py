@@ -196,7 +196,7 @@ class CallsOverNodes(NothingPlain):
     def awaited(self) -> int:
         """As of the native core: the rank that a call waits for, for a while, or -1."""
         place = self._inner.awaited
-        return self.places.mates[place] if place >= 0 else self._watch.awaited
+        return self.places.node_ranks[place] if place >= 0 else self._watch.awaited
 
     @property
     def arrivals(self) -> int:
@@ -218,7 +218,7 @@ class CallsOverNodes(NothingPlain):
 
     def recorded(self, rank: int, most: int = 0) -> bytes:
         """Returns the records of a rank of this node, which are those of calls within the node."""
-        if rank not in self.places.mates:
+        if rank not in self.places.node_ranks:
             return b""
         place = self.places.place_of(rank)
         return self._inner.recorded(place, *([most] if most else []))
@@ -363,12 +363,12 @@ class CallsOverNodes(NothingPlain):
     def _compare_tags(self) -> None:
         """Compares tags within the node, whose own calls have sizes alone."""
         mine = torch.tensor([self._called.root], dtype=torch.int64, device="cpu")
-        tags = mine.new_empty(len(self.places.mates))
+        tags = mine.new_empty(len(self.places.node_ranks))
         byte = _native.DTYPES["uint8"]
         self._inside(self._inner.all_gather(mine.data_ptr(), tags.data_ptr(), 8, byte, DIRECT))
-        for mate, tag in zip(self.places.mates, tags.tolist(), strict=True):
+        for rank, tag in zip(self.places.node_ranks, tags.tolist(), strict=True):
             if tag != self._called.root:
-                self._differs(mate, self._called._replace(root=tag))
+                self._differs(rank, self._called._replace(root=tag))
 
     def _differs(self, peer: int, theirs: RailHeader) -> NoReturn:
         """Ends the call, since another rank makes another one."""
@@ -435,10 +435,13 @@ class CallsOverNodes(NothingPlain):
         with self._meeting_on_rail(self.places.rail(rail)[node]):
             return self._rails.receive(rail, node, memory, tag)
 
-    def _sizes_of_mates(self, ins_bytes: list[int]) -> list[list[int]]:
-        """Returns, by mate, the bytes that it sends to each rank; ``ins_bytes`` are this rank's."""
+    def _sizes_by_sender(self, ins_bytes: list[int]) -> list[list[int]]:
+        """Returns, by rank of the node, the bytes that it sends to each rank.
+
+        ``ins_bytes`` are this rank's.
+        """
         mine = torch.tensor(ins_bytes, dtype=torch.int64, device="cpu")
-        everyone = mine.new_empty(len(self.places.mates), self._world)
+        everyone = mine.new_empty(len(self.places.node_ranks), self._world)
         self._inside(
             self._inner.all_gather(mine.data_ptr(), everyone.data_ptr(), mine.nbytes, BYTE, DIRECT)
         )
@@ -449,7 +452,7 @@ class CallsOverNodes(NothingPlain):
         """Has the hosts of each rail tell what is sent, and checks it against the outputs.
 
         Args:
-            sizes: by mate, the bytes that it sends to each rank.
+            sizes: by rank of the node, the bytes that it sends to each rank.
             expected: by rank, the bytes that this rank expects of it.
         """
         places, arriving = self.places, []
@@ -463,11 +466,11 @@ class CallsOverNodes(NothingPlain):
                 if rail < len(places.nodes[node]):
                     receiver = places.nodes[node][rail]
                     mine = torch.tensor(
-                        [mate[receiver] for mate in sizes], dtype=torch.int64, device="cpu"
+                        [row[receiver] for row in sizes], dtype=torch.int64, device="cpu"
                     )
                     kept.append(mine)
                     self._sent.append(self._send(rail, node, mine.data_ptr(), mine.nbytes))
-        sent = dict(zip(places.mates, (mate[places.rank] for mate in sizes), strict=True))
+        sent = dict(zip(places.node_ranks, (row[places.rank] for row in sizes), strict=True))
         for node, told, message in arriving:
             self._arrived(message)
             sent |= dict(zip(places.nodes[node], told.tolist(), strict=True))

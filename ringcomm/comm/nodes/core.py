@@ -167,15 +167,15 @@ class NodesCore(CollectivesOverNodes):
                 under_way[number][segment] = stage(segment, before)
 
     def _rows(self, table: Table, node: int) -> Iterator[tuple[int, list[Span]]]:
-        """Yields the places of a node by as many as this rank has mates.
+        """Yields the places of a node by as many as this rank's node has ranks.
 
-        Each row has a span for each mate, of no elements where there is none for it. With it comes
-        the place of this rank's own, which may be past the node's last.
+        Each row has a span for each rank of this node, of no elements where there is none for it.
+        With it comes the place of this rank's own, which may be past the node's last.
         """
-        spans, mates = table[node], len(self.places.mates)
-        for first in range(0, len(spans), mates):
-            row = spans[first : first + mates]
-            row += [Span(row[0].ptr, 0)] * (mates - len(row))
+        spans, num_local = table[node], len(self.places.node_ranks)
+        for first in range(0, len(spans), num_local):
+            row = spans[first : first + num_local]
+            row += [Span(row[0].ptr, 0)] * (num_local - len(row))
             if any(span.elems for span in row):
                 yield first + self.places.place, row
 
@@ -657,7 +657,7 @@ class NodesCore(CollectivesOverNodes):
         wide_bytes = elems * ELEM_BYTES[r.partial]
         size_bytes = wide_bytes if coded is None else coded.bytes_of(elems)
         rail, node = places.place_of(root), places.node_of(root)
-        at = rail % len(places.mates)
+        at = rail % len(places.node_ranks)
         receives = places.place == at
         ptrs = [0] * len(places.nodes)
         if receives:
@@ -689,7 +689,7 @@ class NodesCore(CollectivesOverNodes):
         """Passes segments from node to node along the root's rail, and shares them in each."""
         places, size = self.places, len(self.places.nodes)
         rail, node = places.place_of(root), places.node_of(root)
-        at = rail % len(places.mates)
+        at = rail % len(places.node_ranks)
         distance = (places.node - node) % size
         before, after = (places.node - 1) % size, (places.node + 1) % size
         segments = [whole.part(*s, 1) for s in self._segments(whole.elems, 1, 1)]
@@ -709,14 +709,14 @@ class NodesCore(CollectivesOverNodes):
     def _gather_to(self, root: int, in_ptr: int, size_bytes: int, out_ptrs: Sequence[int]) -> None:
         begun, places = InFlight(), self.places
         rail, node = places.place_of(root), places.node_of(root)
-        at = rail % len(places.mates)
+        at = rail % len(places.node_ranks)
         collects = places.place == at
         ptrs: list[int] = []
         if places.rank == root:
-            ptrs = [out_ptrs[rank] for rank in places.mates]
+            ptrs = [out_ptrs[rank] for rank in places.node_ranks]
         elif collects:
-            room = self._taken(begun, size_bytes * len(places.mates))
-            ptrs = [room + place * size_bytes for place in range(len(places.mates))]
+            room = self._taken(begun, size_bytes * len(places.node_ranks))
+            ptrs = [room + place * size_bytes for place in range(len(places.node_ranks))]
         arriving = [
             self._receive(rail, each, out_ptrs[rank], size_bytes)
             for each in (places.others() if places.rank == root and size_bytes else ())
@@ -735,18 +735,18 @@ class NodesCore(CollectivesOverNodes):
     ) -> None:
         begun, places = InFlight(), self.places
         rail, node = places.place_of(root), places.node_of(root)
-        at = rail % len(places.mates)
+        at = rail % len(places.node_ranks)
         ptrs: list[int] = []
         if places.rank == root:
-            ptrs = [in_ptrs[rank] for rank in places.mates]
+            ptrs = [in_ptrs[rank] for rank in places.node_ranks]
             self._sent += [
                 self._send(rail, each, in_ptrs[rank], size_bytes)
                 for each in (places.others() if size_bytes else ())
                 for rank in places.nodes[each]
             ]
         elif places.place == at:
-            room = self._taken(begun, size_bytes * len(places.mates))
-            ptrs = [room + place * size_bytes for place in range(len(places.mates))]
+            room = self._taken(begun, size_bytes * len(places.node_ranks))
+            ptrs = [room + place * size_bytes for place in range(len(places.node_ranks))]
             if places.node != node and size_bytes:
                 for message in [self._receive(rail, node, ptr, size_bytes) for ptr in ptrs]:
                     self._arrived(message)
@@ -761,7 +761,7 @@ class NodesCore(CollectivesOverNodes):
         where they belong.
         """
         begun, places = InFlight(), self.places
-        sizes = self._sizes_of_mates([span.elems for span in ins])
+        sizes = self._sizes_by_sender([span.elems for span in ins])
         self._compare_sizes(sizes, [span.elems for span in outs])
         arriving = [
             self._receive(places.place, node, *outs[rank])
@@ -769,18 +769,18 @@ class NodesCore(CollectivesOverNodes):
             for rank in places.nodes[node]
             if outs[rank].elems
         ]
-        mates = places.mates
+        node_ranks = places.node_ranks
         self._inside(
             self._inner.all_to_all(
-                [ins[rank].ptr for rank in mates],
-                [ins[rank].elems for rank in mates],
-                [outs[rank].ptr for rank in mates],
-                [outs[rank].elems for rank in mates],
+                [ins[rank].ptr for rank in node_ranks],
+                [ins[rank].elems for rank in node_ranks],
+                [outs[rank].ptr for rank in node_ranks],
+                [outs[rank].elems for rank in node_ranks],
                 self._called.dtype,
             )
         )
         for node in places.others():
-            for first in range(0, len(places.nodes[node]), len(mates)):
+            for first in range(0, len(places.nodes[node]), len(node_ranks)):
                 self._collect_for(node, first, ins, sizes, begun)
         for message in arriving:
             self._arrived(message)
@@ -790,13 +790,13 @@ class NodesCore(CollectivesOverNodes):
     def _collect_for(
         self, node: int, first: int, ins: list[Span], sizes: list[list[int]], begun: InFlight
     ) -> None:
-        """Collects what goes to the ranks of a node at places [first, first + mates)."""
+        """Collects what goes to the ranks of a node at places from ``first`` on."""
         places = self.places
-        targets = places.nodes[node][first : first + len(places.mates)]
+        targets = places.nodes[node][first : first + len(places.node_ranks)]
         outgoing = [ins[rank] for rank in targets]
-        outgoing += [Span(ins[0].ptr, 0)] * (len(places.mates) - len(targets))
+        outgoing += [Span(ins[0].ptr, 0)] * (len(places.node_ranks) - len(targets))
         rail = first + places.place
-        incoming = [Span(0, 0)] * len(places.mates)
+        incoming = [Span(0, 0)] * len(places.node_ranks)
         if places.place < len(targets):
             target = targets[places.place]
             incoming = [Span(0, size[target]) for size in sizes]

@@ -5,9 +5,9 @@ the bits of those for the host (:mod:`ringcomm.comm.nodes.core`). A call is a se
 kernels, the transport's exchanges and torch's operations, all on the current stream:
 
     reduce-scatter   each rank copies its buffer, widened to FP32 if it is of a 16-bit type, by the
-                     mate that each part passes through; one reduce-scatter of the node leaves each
-                     rank the partial sums for its rail peers; one exchange brings it the N partial
-                     sums of its own part, which it adds in node order and rounds once.
+                     local peer that each part passes through; one reduce-scatter of the node leaves
+                     each rank the partial sums for its rail peers; one exchange brings it the N
+                     partial sums of its own part, which it adds in node order and rounds once.
     all-gather       each rank sends its part to its rail peers, and one all-gather of the node
                      shares what its ranks have.
     all-reduce       both; or, below ``ONE_HOP_BYTES``, an all-reduce of the node and one exchange.
@@ -427,15 +427,15 @@ class DeviceNodesCore(CollectivesOverNodes):
 
         On rail k those are the ranks at place k of each node that has so many.
         """
-        nodes, mates = self.places.nodes, len(self.places.mates)
+        nodes, num_local = self.places.nodes, len(self.places.node_ranks)
         return [
             [
                 ranks[rail]
-                for rail in range(place, self.places.num_rails, mates)
+                for rail in range(place, self.places.num_rails, num_local)
                 for ranks in nodes
                 if rail < len(ranks)
             ]
-            for place in range(mates)
+            for place in range(num_local)
         ]
 
     def _on_rail(self, rail: int, elems: Sequence[int]) -> list[int]:
@@ -445,7 +445,7 @@ class DeviceNodesCore(CollectivesOverNodes):
     def _way_to(self, root: int) -> tuple[int, int, int]:
         """Returns a root's rail and node, and the place of the rail's rank on this node."""
         rail = self.places.place_of(root)
-        return rail, self.places.node_of(root), rail % len(self.places.mates)
+        return rail, self.places.node_of(root), rail % len(self.places.node_ranks)
 
     # ---- reductions -----------------------------------------------------------------------------
 
@@ -617,9 +617,9 @@ class DeviceNodesCore(CollectivesOverNodes):
     def _gather_to(self, root: int, in_ptr: int, size_bytes: int, out_ptrs: Sequence[int]) -> None:
         places = self.places
         rail, node, at = self._way_to(root)
-        collects, mates = places.place == at, len(places.mates)
-        collected = self._room(size_bytes * mates if collects else 0)
-        ptrs = [collected.data_ptr() + place * size_bytes for place in range(mates)]
+        collects, num_local = places.place == at, len(places.node_ranks)
+        collected = self._room(size_bytes * num_local if collects else 0)
+        ptrs = [collected.data_ptr() + place * size_bytes for place in range(num_local)]
         self._within("gather", in_ptr, size_bytes, ptrs if collects else [], self._called.dtype, at)
         if not collects or not size_bytes:
             return
@@ -638,8 +638,8 @@ class DeviceNodesCore(CollectivesOverNodes):
     ) -> None:
         places = self.places
         rail, node, at = self._way_to(root)
-        has, mates = places.place == at, len(places.mates)
-        arrived = self._room(size_bytes * mates if has else 0)
+        has, num_local = places.place == at, len(places.node_ranks)
+        arrived = self._room(size_bytes * num_local if has else 0)
         if has and size_bytes:
             given, leaving = self._room(0), [0] * len(places.nodes)
             if places.rank == root:
@@ -648,15 +648,15 @@ class DeviceNodesCore(CollectivesOverNodes):
                 leaving = [len(ranks) * size_bytes for ranks in places.nodes]
             into = [arrived.numel() if each == node else 0 for each in range(len(leaving))]
             self._exchange_on(rail, arrived, given, into, leaving)
-        ptrs = [arrived.data_ptr() + place * size_bytes for place in range(mates)]
+        ptrs = [arrived.data_ptr() + place * size_bytes for place in range(num_local)]
         self._within("scatter", ptrs if has else [], out_ptr, size_bytes, self._called.dtype, at)
 
     # ---- all-to-all -----------------------------------------------------------------------------
 
     def _exchange(self, ins: list[Span], outs: list[Span]) -> None:
-        """Brings data to the mate on the receiver's rail, and from there to the receiver."""
+        """Brings data to the local peer on the receiver's rail, and from there to the receiver."""
         places = self.places
-        sizes = self._sizes_of_mates([span.elems for span in ins])
+        sizes = self._sizes_by_sender([span.elems for span in ins])
         self._compare_sizes(sizes, [span.elems for span in outs])
         passing = self._passing[places.place]
         order = [rank for each in self._passing for rank in each]
@@ -664,7 +664,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         slices = torch.split(packed, [ins[rank].elems for rank in order])
         copy_all(slices, [self._bytes(ins[rank]) for rank in order])
         leaving = [sum(ins[rank].elems for rank in each) for each in self._passing]
-        arriving = [sum(mate[rank] for rank in passing) for mate in sizes]
+        arriving = [sum(row[rank] for rank in passing) for row in sizes]
         collected = self._room(sum(arriving))
         self._within(
             "all_to_all",
@@ -674,15 +674,15 @@ class DeviceNodesCore(CollectivesOverNodes):
             arriving,
             self._called.dtype,
         )
-        # By mate and receiver; the exchange wants it by receiver and mate.
+        # By sender and receiver; the exchange wants it by receiver and sender.
         blocks = [
-            torch.split(mine, [mate[rank] for rank in passing])
-            for mine, mate in zip(torch.split(collected, arriving), sizes, strict=True)
+            torch.split(mine, [row[rank] for rank in passing])
+            for mine, row in zip(torch.split(collected, arriving), sizes, strict=True)
         ]
-        by_receiver = [of_mate[at] for at in range(len(passing)) for of_mate in blocks]
+        by_receiver = [by_sender[at] for at in range(len(passing)) for by_sender in blocks]
         given, begin = torch.cat(by_receiver), 0
         received = self._room(sum(span.elems for span in outs))
-        to_each = [sum(mate[rank] for mate in sizes) for rank in range(self._world)]
+        to_each = [sum(row[rank] for row in sizes) for rank in range(self._world)]
         for rail in places.rails_of(places.rank):
             sends = self._on_rail(rail, to_each)
             end = begin + sum(sends)

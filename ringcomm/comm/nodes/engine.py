@@ -116,13 +116,13 @@ class NodesEngine(CallEngine):
 
         A call over nodes stands before the calls within the node that it was made of.
         """
-        return renumbered(self._within_node(), self.places.mates)
+        return renumbered(self._within_node(), self.places.node_ranks)
 
     def _within_node(self) -> Recording:
         return super().recording()
 
     def set_peer_left(self, place: int, left: bool) -> None:
-        if place not in self.places.mates:
+        if place not in self.places.node_ranks:
             self._watch.set_left(place, left)
 
     def _why_lost(self, place: int) -> str:
@@ -430,7 +430,7 @@ def _built(
     of_node = _of_node(membership, places)
     node = make_node(of_node)
     closing.append(node)
-    level = NodeLevel(membership.name, places.node, places.mates)
+    level = NodeLevel(membership.name, places.node, places.node_ranks)
     met = _inner(replace(of_node, name=str(level)), heap_bytes, operation)
     inner = met.core
     closing.append(inner)
@@ -516,7 +516,7 @@ def _of_node(membership: Membership, places: Places) -> Membership:
         membership,
         name=f"{membership.name}/node{places.node}",
         rank=places.place,
-        ranks=tuple(membership.ranks[rank] for rank in places.mates),
+        ranks=tuple(membership.ranks[rank] for rank in places.node_ranks),
     )
 
 
@@ -545,7 +545,7 @@ def _awaiting(found: SeveralNodes, met: OneNode) -> Awaiting:
             )
         offsets.append(theirs)
     ptrs = []
-    for place, rank in enumerate(places.mates):
+    for place, rank in enumerate(places.node_ranks):
         heap = met.heaps[place]
         if offsets[rank] + word.itemsize > heap.mapping.capacity_bytes:
             raise RendezvousError(

@@ -43,7 +43,7 @@ from ringcomm.process import Deadline
 
 LOOK_S = 0.05
 # Of post_recv of the node's core.
-ANY_MATE, ANY_MATE_OR_ELSEWHERE = -1, -2
+ANY_LOCAL_PEER, ANY_RANK = -1, -2
 _DTYPE_NAMES = {code: name for name, code in _native.DTYPES.items()}
 _HEADER = "<qqqq"
 
@@ -67,19 +67,19 @@ class MessageHeader(NamedTuple):
 HEADER_BYTES = struct.calcsize(_HEADER)
 
 
-class MateRequest:
+class LocalRequest:
     """A message of the node's core, whose ranks are the places of the node."""
 
-    def __init__(self, request: _native.Request, mates: tuple[int, ...]) -> None:
+    def __init__(self, request: _native.Request, node_ranks: tuple[int, ...]) -> None:
         self._request = request
-        self._mates = mates
+        self._node_ranks = node_ranks
         self.wait, self.done, self.status = request.wait, request.done, request.status
         self.withdraw = request.withdraw
 
     @property
     def source(self) -> int:
         place = self._request.source
-        return self._mates[place] if place >= 0 else -1
+        return self._node_ranks[place] if place >= 0 else -1
 
     @property
     def dtype(self) -> str:
@@ -188,12 +188,12 @@ class RailRequest:
 
 
 class AnyRequest(RailRequest):
-    """A receive from any rank: from a mate, by the node's core, or else from another node.
+    """A receive from any rank: from a local peer, by the node's core, or else from another node.
 
     Args:
         ptr, expected: as of :class:`RailRequest`.
         inner: the core of the node.
-        mates: its ranks.
+        node_ranks: its ranks.
         give_up, interrupted, look: as of :class:`RailRequest`.
     """
 
@@ -202,26 +202,28 @@ class AnyRequest(RailRequest):
         ptr: int,
         expected: MessageHeader,
         inner: _native.Comm,
-        mates: tuple[int, ...],
+        node_ranks: tuple[int, ...],
         give_up: Callable[[Any, float], None],
         interrupted: Callable[[Any], None],
         look: Callable[[int], None],
     ) -> None:
         super().__init__("recv", -1, ptr, expected, give_up, interrupted, look)
-        self._mates = mates
+        self._node_ranks = node_ranks
         self._guard = threading.Lock()
         self._elsewhere = False
-        self._within = self._posted(inner, ANY_MATE_OR_ELSEWHERE)
+        self._within = self._posted(inner, ANY_RANK)
 
-    def _posted(self, inner: _native.Comm, source: int) -> MateRequest:
+    def _posted(self, inner: _native.Comm, source: int) -> LocalRequest:
         _, tag, dtype, size_bytes = self.expected
-        return MateRequest(inner.post_recv(self._ptr, size_bytes, source, tag, dtype), self._mates)
+        return LocalRequest(
+            inner.post_recv(self._ptr, size_bytes, source, tag, dtype), self._node_ranks
+        )
 
     def stay_within(self, inner: _native.Comm) -> None:
         """Notes that no message comes from elsewhere any more."""
         with self._guard:
             if not self._elsewhere and self._within.withdraw():
-                self._within = self._posted(inner, ANY_MATE)
+                self._within = self._posted(inner, ANY_LOCAL_PEER)
 
     def claim(self, peer: int) -> bool:
         with self._guard:
@@ -303,7 +305,7 @@ class _OpenTag:
         with self._changed:
             if self._ended or self._in_vain(request):
                 return False
-            # Those from any source that a mate's message has met are left here until now.
+            # Those from any source that a local peer's message has met are left here until now.
             self._waiting = [each for each in self._waiting if not each.done()]
             self._waiting.append(request)
             self._changed.notify_all()
@@ -381,10 +383,10 @@ class NodesMessages:
     def post_send(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int) -> Any:
         """Begins a send to any rank; returns its request."""
         places = self._places
-        if peer in places.mates:
+        if peer in places.node_ranks:
             place = places.place_of(peer)
             within = self._inner.post_send(ptr, size_bytes, place, tag, dtype)
-            return MateRequest(within, places.mates)
+            return LocalRequest(within, places.node_ranks)
         with self._guard:
             line = self._line(self._sends, peer, tag)
             line.number += 1
@@ -402,10 +404,10 @@ class NodesMessages:
     def post_recv(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int) -> Any:
         """Begins a receive from a rank, or from any (negative); returns its request."""
         places = self._places
-        if peer in places.mates:
+        if peer in places.node_ranks:
             place = places.place_of(peer)
             within = self._inner.post_recv(ptr, size_bytes, place, tag, dtype)
-            return MateRequest(within, places.mates)
+            return LocalRequest(within, places.node_ranks)
         mine = MessageHeader(0, tag, dtype, size_bytes)
         with self._guard:
             if peer < 0:
@@ -454,7 +456,7 @@ class NodesMessages:
             ptr,
             mine,
             self._inner,
-            self._places.mates,
+            self._places.node_ranks,
             self._give_up_any,
             self._interrupted,
             self._look,
@@ -562,13 +564,13 @@ class NodesMessages:
     def _end_in_vain(self, request: RailRequest, why: str) -> None:
         """Ends a message whose connection has broken, and with it the communicator.
 
-        A receive from any source then waits for mates alone, by the rules of their core.
+        A receive from any source then waits for local peers alone, by the rules of their core.
         """
         if not self._closed and self._watch.error is None:
             if request.source >= 0:
                 for_ever_s = FOR_EVER.total_seconds()
                 self._watch.on_rail(request.source, request.called, 0.0, for_ever_s, why)
-            elif isinstance(request, AnyRequest) and len(self._places.mates) > 1:
+            elif isinstance(request, AnyRequest) and len(self._places.node_ranks) > 1:
                 request.stay_within(self._inner)
                 return
             else:
@@ -599,7 +601,7 @@ class NodesMessages:
         places = self._places
         gone = self._open[request.expected.tag].gone | {
             rank
-            for place, rank in enumerate(places.mates)
+            for place, rank in enumerate(places.node_ranks)
             if rank != places.rank and self._inner.health(place)
         }
         ended = ", ".join(map(places.named, sorted(gone)))

@@ -259,14 +259,14 @@ class StepsCore(NodesCore):
 
     def _node_chunks(self, ptr: int, elems: int, elem_bytes: int) -> list[Span]:
         """Returns by place the chunk of a bucket that a rank of each node keeps state for."""
-        places = range(len(self.places.mates))
+        places = range(len(self.places.node_ranks))
         each, whole = _native.chunk_elems(elems, len(places)), Span(ptr, elems)
         return [whole.part(at * each, (at + 1) * each, elem_bytes) for at in places]
 
     def _parts(self, chunk: Span, bucket_elems: int, elem_bytes: int) -> list[Span]:
         """Returns by node the part of a node's chunk whose partial sums a rank there adds."""
         nodes = range(len(self.places.nodes))
-        each = _native.chunk_elems(bucket_elems, len(self.places.mates))
+        each = _native.chunk_elems(bucket_elems, len(self.places.node_ranks))
         part = _native.chunk_elems(each, len(nodes))
         return [chunk.part(node * part, (node + 1) * part, elem_bytes) for node in nodes]
 

@@ -94,7 +94,7 @@ class NodeTrace:
         if reader.is_off():
             return
         try:
-            self._waits = [self._awaited(place) for place in range(len(self._places.mates))]
+            self._waits = [self._awaited(place) for place in range(len(self._places.node_ranks))]
             self._copies = self._recorder.copies()
         except Exception as trouble:
             self._trouble = f". No trace was written: {trouble}"
@@ -112,7 +112,7 @@ class NodeTrace:
         return self._trouble if self._writing is None else self._writing.told()
 
     def _leave(self, error: str) -> str:
-        recording = renumbered(self._recorder.read(self._copies), self._places.mates)
+        recording = renumbered(self._recorder.read(self._copies), self._places.node_ranks)
         ranks = []
         for each in recording.ranks:
             beyond = self._waits[self._places.place_of(each.rank)]
@@ -141,7 +141,7 @@ RANK = re.compile(r"\b([Rr])ank (\d{1,9})\b(?! \(node)")
 class Awaiting:
     """Words in the heaps of a node's ranks: whom each of them waits for on a rail, or -1.
 
-    A rank that waits in vain for a mate finds there that the mate waits for somebody else.
+    A rank that waits in vain for a local peer finds there that the peer waits for another rank.
 
     Args:
         ptrs: by place, where the word of the rank lies, as mapped here.
@@ -231,7 +231,7 @@ class Watch:
         self.left: dict[int, float] = {}
         self._wait: RailWait | None = None
         self._probed: tuple[RailWait, Probe] | None = None
-        self._recorder = FlightRecorder(inner, name, (places.place, len(places.mates)))
+        self._recorder = FlightRecorder(inner, name, (places.place, len(places.node_ranks)))
         self._guard = threading.Lock()
         self._ended = threading.Event()
         self._asked_s = self._asked_of_ends_s = 0.0
@@ -244,7 +244,7 @@ class Watch:
     def awaits(self, wait: RailWait | None) -> None:
         """Notes whom this rank waits for on a rail, None: nobody; after a fault it notes no more.
 
-        So mates and the trace find whom this rank awaited when it gave up.
+        So local peers and the trace find whom this rank awaited when it gave up.
         """
         self._wait = wait
         if self.error is None:
@@ -313,7 +313,7 @@ class Watch:
         """Returns why a rank makes no call any more, as the end of a sentence; "": it may."""
         if rank in self.left:
             return LEFT
-        if rank in self._places.mates:
+        if rank in self._places.node_ranks:
             return why_lost(self._inner, self._places.place_of(rank))
         if rank not in self._known_ended:
             self._ask_of_ends()
@@ -334,18 +334,19 @@ class Watch:
         self._ask(ask, STORE_S)
 
     def _is_elsewhere(self, rank: int) -> bool:
-        return rank not in self._places.mates and rank not in self._known_ended
+        return rank not in self._places.node_ranks and rank not in self._known_ended
 
     def _tell_ends(self) -> None:
-        """Tells other nodes of mates whose processes have ended.
+        """Tells other nodes of local peers whose processes have ended.
 
         That ends no call by itself: who has made all its calls may end. But ranks of other nodes
         that build a group need not wait for one that has.
         """
-        inner, mates = self._inner, self._places.mates
-        ended = {place for place in range(len(mates)) if inner.health(place)}
-        living = min(place for place in range(len(mates)) if place not in ended)
-        news = {mates[place] for place in ended if not inner.is_thread(place)} - self._told_ended
+        inner, node_ranks = self._inner, self._places.node_ranks
+        ended = {place for place in range(len(node_ranks)) if inner.health(place)}
+        living = min(place for place in range(len(node_ranks)) if place not in ended)
+        processes = {node_ranks[place] for place in ended if not inner.is_thread(place)}
+        news = processes - self._told_ended
         if living != self._places.place or not news:
             return
         self._told_ended |= news
@@ -401,15 +402,15 @@ class Watch:
 
     def _worded(self, fault: dict[str, Any], recording: Recording | None) -> RingcommError:
         """Words a fault of the node, whose ranks are numbered within it."""
-        mates = self._places.mates
+        node_ranks = self._places.node_ranks
         if fault["kind"] == "aborted" and (told := _error_of(fault["reason"])) is not None:
             # The claim in the store is whole, and the reason may be cut.
             answers = self._ask(self._claim_that_stands, STORE_S)
             return (answers[0] or told) if answers else self._without_store(told)
         fault = dict(fault)
         for name in ("rank", "peer"):
-            if 0 <= fault[name] < len(mates):
-                fault[name] = mates[fault[name]]
+            if 0 <= fault[name] < len(node_ranks):
+                fault[name] = node_ranks[fault[name]]
         known = fault if recording is None else told_over_nodes(fault, recording)
         beyond = self._beyond(fault["peer"], recording) if fault["kind"] == "timeout" else -1
         error = from_fault("", known) if beyond < 0 else _waited_beyond(known, beyond)
@@ -420,7 +421,7 @@ class Watch:
     def _recording(self) -> Recording | None:
         """Returns what this node's ranks did last, under their ranks here; None: it is damaged."""
         try:
-            return renumbered(self._recorder.recording(), self._places.mates)
+            return renumbered(self._recorder.recording(), self._places.node_ranks)
         except RingcommError:
             return None
 
@@ -433,7 +434,7 @@ class Watch:
     def _beyond(self, peer: int, recording: Recording | None) -> int:
         """Returns the rank of another node for which a rank that is awaited waits itself, or -1."""
         places, seen = self._places, set[int]()
-        while peer in places.mates and peer not in seen:
+        while peer in places.node_ranks and peer not in seen:
             seen.add(peer)
             beyond = self.awaiting.of(places.place_of(peer))
             if beyond >= 0:
@@ -464,7 +465,7 @@ class Watch:
                 wait.ended(self, broken)
                 return
         if self._waits():
-            for place, rank in enumerate(self._places.mates):
+            for place, rank in enumerate(self._places.node_ranks):
                 # A thread that has left may have done its part: awaits_in_vain() decides.
                 if self._inner.is_thread(place):
                     continue
@@ -572,7 +573,7 @@ class Watch:
 
 
 def _waited_beyond(fault: dict[str, Any], beyond: int) -> CollectiveTimeout:
-    """Words a wait for a mate that waits for a rank of another node, which is the cause."""
+    """Words a wait for a local peer that waits for a rank of another node, which is the cause."""
     return timed_out(
         f"rank {fault['rank']} in {fault['mine']}",
         fault["waited_ms"],
@@ -728,11 +729,11 @@ class DeviceWatch(Watch):
 
     def _renamed(self, text: str) -> str:
         """Returns text in which the node's numbers of ranks are those of the communicator."""
-        mates = self._places.mates
+        node_ranks = self._places.node_ranks
         return RANK.sub(
             lambda found: (
-                f"{found[1]}{self._places.named(mates[int(found[2])])[1:]}"
-                if int(found[2]) < len(mates)
+                f"{found[1]}{self._places.named(node_ranks[int(found[2])])[1:]}"
+                if int(found[2]) < len(node_ranks)
                 else found[0]
             ),
             text,

@@ -50,7 +50,7 @@ Tensor = torch.Tensor
 
 
 class _Published(NamedTuple):
-    """A rank's part of a call: its header, and the tensors that mates read until the call ends."""
+    """A rank's part of a call: its header, and the tensors that local peers read during it."""
 
     header: RowsHeader
     kept: tuple[Tensor, ...]

@@ -2,9 +2,9 @@
 
 NOTE [A token crosses once]
 A rank sends each token once to every other node on which it has experts: to its *proxy* there, the
-rank at its own place. The proxy keeps what arrives in its outbox, and its mates read it there as
-they read the tokens of ranks of their node. So a token of H bytes of which k experts are on n other
-nodes costs n H on the wire, and not k H.
+rank at its own place. The proxy keeps what arrives in its outbox, and its local peers read it there
+as they read the tokens of ranks of their node. So a token of H bytes of which k experts are on n
+other nodes costs n H on the wire, and not k H.
 
 On the way back the sum of a token is made in the order of k, in FP32, and so of all its rows at
 once: each row of an expert on another node crosses by itself. A node could add up its rows of a
@@ -72,8 +72,8 @@ def _needed(comm: Communicator, places: Tensor) -> Tensor:
     return needed[:, : comm.num_nodes]
 
 
-def _mates_ptrs(comm: Communicator, outboxes: Outboxes, parts: Sequence[Tensor]) -> list[Lent]:
-    """Where mates have such parts of their outboxes, by place, once all are written; collective."""
+def _local_ptrs(comm: Communicator, outboxes: Outboxes, parts: Sequence[Tensor]) -> list[Lent]:
+    """Where ranks of the node have such parts of outboxes, by place, once written; collective."""
     offsets = [outboxes.offset_of(part) for part in parts]
     everyone = _gathered(comm.node, torch.tensor(offsets, dtype=torch.int64, device="cpu"))
     return [
@@ -120,7 +120,7 @@ def share_tokens(
         sent.append(needed[:, other].nonzero().view(-1))
     leaves = own.view(-1, row_bytes).index_select(0, torch.cat(sent))
     comm.all_to_all_single(arrived.view(-1, row_bytes), leaves, arriving, leaving)
-    (own_ptrs, kept), (arrived_ptrs, also) = _mates_ptrs(comm, outboxes, [own, arrived])
+    (own_ptrs, kept), (arrived_ptrs, also) = _local_ptrs(comm, outboxes, [own, arrived])
     before = [0] * len(arrived_ptrs)
     ptrs = []
     for source in range(comm.world_size):
@@ -234,7 +234,7 @@ def _by_rank_and_row(places: Tensor) -> Tensor:
 
 
 def _send_back(
-    comm: Communicator, rows: Tensor, sources: Tensor, places: Tensor, mates: bool
+    comm: Communicator, rows: Tensor, sources: Tensor, places: Tensor, local: bool
 ) -> tuple[Tensor, Tensor]:
     """Sends rows to the ranks of their tokens; returns what came, and of which assignments it is.
 
@@ -243,14 +243,14 @@ def _send_back(
         rows: [n, ...], the rows that there are.
         sources: int64 [n, 4].
         places: int64 [tokens, k, 2].
-        mates: also to ranks of this node, itself included.
+        local: also to ranks of this node, itself included.
     """
     node_of, node, world_size = _nodes_of_ranks(comm), comm.places.node, comm.world_size
     to = sources[:, 0]
     order = to.argsort(stable=True)
     arriving = _by_rank_and_row(places)
     source_of = places.view(-1, ENTRY_WORDS)[arriving, 0]
-    if not mates:
+    if not local:
         order = order[node_of[to[order]] != node]
         far = node_of[source_of] != node
         arriving, source_of = arriving[far], source_of[far]
@@ -279,10 +279,10 @@ def fetch_rows(
     Returns:
         A table like ``places``, and by rank the addresses that its entries count from.
     """
-    got, arriving = _send_back(comm, y, sources, places, mates=False)
+    got, arriving = _send_back(comm, y, sources, places, local=False)
     [own] = outboxes.take(y.numel() * y.element_size())
     own.view(y.dtype).view(y.shape).copy_(y)
-    [(own_ptrs, kept)] = _mates_ptrs(comm, outboxes, [own])
+    [(own_ptrs, kept)] = _local_ptrs(comm, outboxes, [own])
     table = places.clone()
     table.view(-1, ENTRY_WORDS)[arriving, 1] = torch.arange(len(arriving), device="cpu")
     ptrs = [
@@ -296,7 +296,7 @@ def fetch_rows(
 
 def send_numbers(comm: Communicator, numbers: Tensor, sources: Tensor, places: Tensor) -> Tensor:
     """Sends a number of each row to the rank of its token: float32 [tokens, k]; collective."""
-    got, arriving = _send_back(comm, numbers, sources, places, mates=True)
+    got, arriving = _send_back(comm, numbers, sources, places, local=True)
     found = torch.zeros(places.shape[:2], dtype=torch.float32, device="cpu")
     found.view(-1)[arriving] = got.view(-1)
     return found

@@ -19,14 +19,14 @@ from ringcomm.errors import MismatchError, UnsupportedError, where
 from ringcomm.functional.collectives import find
 from ringcomm.memory import empty, normal_tensors
 
-# ---- Outboxes in the heap, where a rank's mates read rows, and the one collective before they do
+# ---- Outboxes in the heap, where local peers read rows, and the one collective before they do ----
 # NOTE [Two outboxes by turns]
-# What a call publishes stays where it is until all mates have read it, and no call ends with a
-# collective to say so. Each rank has two outboxes and writes them by turns: it writes one again in
-# the call after the next one. In between lies that next call's exchange of headers, which a mate
-# enters once it has read all it wants of the call before, and which ends once all have entered. So
-# when an outbox is written again, or replaced by a larger one, nobody reads it. They end with their
-# communicator; a rank whose last call on it was one of these meets its mates, in a barrier, say,
+# What a call publishes stays where it is until all local peers have read it, and no call ends with
+# a collective to say so. Each rank has two outboxes and writes them by turns: it writes one again
+# in the call after the next one. In between lies that next call's exchange of headers, which a
+# local peer enters once it has read all it wants of the call before, and which ends once all have
+# entered. So when an outbox is written again, or replaced by a larger one, nobody reads it. They
+# end with their communicator; a rank whose last call on it was one of these calls a barrier, say,
 # before it drops the communicator and goes on.
 #
 # Memory of the caller's that lies in the heap is read where it is, and not copied to an outbox. It

@@ -43,11 +43,11 @@ def test_places(world):
         return comm.num_nodes, comm.node.world_size, comm.node.ranks, comm.rail
 
     seen = world.run(body)
-    for rank, (nodes, size, mates, rail) in enumerate(seen):
-        assert rank in mates and rank in rail
-        assert size == len(mates) and nodes == len(rail)
-    in_order = list(dict.fromkeys(mates for _, _, mates, _ in seen))
-    assert sorted(rank for mates in in_order for rank in mates) == list(range(len(seen)))
+    for rank, (nodes, size, node_ranks, rail) in enumerate(seen):
+        assert rank in node_ranks and rank in rail
+        assert size == len(node_ranks) and nodes == len(rail)
+    in_order = list(dict.fromkeys(node_ranks for _, _, node_ranks, _ in seen))
+    assert sorted(rank for node_ranks in in_order for rank in node_ranks) == list(range(len(seen)))
 
 
 @covering(strength=1, indirect=["world"], world=SHAPES, name=[*CHECKS])
@@ -199,7 +199,7 @@ def ends_of(shape: tuple[int, ...], call: Callable[[ringcomm.Communicator], obje
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 3)], ids=str)
-def test_a_mate_s_other_dtype_is_told(shape):
+def test_another_dtype_of_a_local_peer_is_told(shape):
     """Equal bytes, which one node would take as another type's."""
 
     def mine(comm):

@@ -96,12 +96,12 @@ def test_its_peers_are_told(dropped: int) -> None:
 def test_the_nodes_communicator_outlives_it() -> None:
     made: list[Communicator | None] = [None] * len(NODES)
     in_threads(partial(build, made, HashStore()))
-    mates = [made[rank].node for rank in (0, 1)]
+    on_node = [made[rank].node for rank in (0, 1)]
     made.clear()
     gc.collect()
     tensors = [torch.ones(3), torch.ones(3)]
     threads = [
-        threading.Thread(target=mates[rank].all_reduce, args=(tensors[rank],)) for rank in (0, 1)
+        threading.Thread(target=on_node[rank].all_reduce, args=(tensors[rank],)) for rank in (0, 1)
     ]
     for thread in threads:
         thread.start()

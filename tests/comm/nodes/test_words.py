@@ -38,7 +38,7 @@ def errors_of(body: Callable[[Communicator], object], shape: tuple[int, ...]) ->
 
 @pytest.mark.parametrize("missing", [1, 2])
 def test_a_timeout_names_the_programs_call(missing: int) -> None:
-    """Of a mate and of a rail peer that make no call; the node's own calls are not shown."""
+    """Of a local peer and of a rail peer that make no call; the node's own calls are not shown."""
 
     def body(comm: Communicator) -> None:
         if comm.rank != missing:
@@ -55,8 +55,8 @@ def test_a_timeout_names_the_programs_call(missing: int) -> None:
             assert f"Rank 1 (node 0)'s last call: barrier(){LINE}" in text
 
 
-def test_the_rank_behind_a_mate_is_named_first() -> None:
-    """Rank 1 waits for a mate that waits for another node, and gives up before that mate does."""
+def test_the_rank_behind_a_local_peer_is_named_first() -> None:
+    """Rank 1 waits for a local peer, which waits for another node, and gives up before it does."""
 
     def body(comm: Communicator) -> None:
         if comm.rank < 2:

@@ -490,7 +490,7 @@ def test_a_group_within_a_node_sends_gradients_alone():
     assert within.training(BF16).leaving_node_bytes(2) == 2 * 1000 * (4 + 2) // 2
     assert over.training(BF16).leaving_node_bytes(2) == 0
     training = half.training(BF16)
-    assert training.leaving_node_bytes(2) / training.mates == 4 * 1000 * (4 + 2) / 2 / 2
+    assert training.leaving_node_bytes(2) / training.ranks_per_node == 4 * 1000 * (4 + 2) / 2 / 2
     assert sum(within.training(BF16).state(2)) == 2 * 1000 * 2 + (4 + 12) * 1000
     assert sum(over.training(BF16).state(2)) == (2 + 4 + 12) * 1000
     assert within.memory_bytes == 3 * comb(8, 2) * 2 * 256 * 4

@@ -115,7 +115,7 @@ def group_of_group(store: StepStore, rank: int) -> Any:
 
 
 def over_nodes(store: StepStore, rank: int) -> Any:
-    """Rank 1, the mate of the killed one, is no member: it tells the other node."""
+    """Rank 1, the local peer of the killed one, is no member: it tells the other node."""
     os.environ["RINGCOMM_NODE_ID"] = f"node{min(rank, 1)}"
     return _of_communicator(lambda comm: comm.new_group([0, 2]), store, rank)
 
@@ -126,7 +126,7 @@ def nodes_of_members(store: StepStore, rank: int) -> Any:
 
 
 def alone_on_its_node(store: StepStore, rank: int) -> Any:
-    """The killed rank has no mate that tells of its end: the others know its process."""
+    """The killed rank has no local peer that tells of its end: the others know its process."""
     os.environ["RINGCOMM_NODE_ID"] = f"node{max(rank, 1)}"
     return _of_communicator(lambda comm: comm.new_group(GROUP), store, rank)
 
