@@ -227,7 +227,7 @@ COUNTS: dict[str, Any] = {
     "slots": 8,
     "channels": 2,
     "packet_bytes": 64,
-    "copy_bytes": 64,
+    "copy_engine_bytes": 64,
     "multicast_bytes": 64,
     "records": 4,
     "sum_blocks": 1,

@@ -60,8 +60,8 @@ class Ringcomm(System):
         return communicator, {how: place.algorithm}, communicator.close
 
     def prepare(self, case: Case) -> Prepared:
-        if self._place.algorithm == "copy" and case.collective.name != "all_gather":
-            raise Unavailable("the algorithm copy gathers only")
+        if self._place.algorithm == "copy_engine" and case.collective.name != "all_gather":
+            raise Unavailable("the algorithm copy_engine gathers only")
         if self._place.algorithm not in WIRES:
             return self._bind(case)
         if case.collective.name not in ("all_reduce", "reduce_scatter"):

@@ -25,7 +25,7 @@ _MODULES = {
     "copy": ("torch_ops", "Copies", ("cuda",)),
 }
 SYSTEMS = tuple(_MODULES)
-ALGORITHMS = ("auto", "direct", "ring", "packet", "copy")
+ALGORITHMS = ("auto", "direct", "ring", "packet", "copy_engine")
 # Forms of sums between nodes, which may stand in the place of an algorithm.
 WIRES = ("int8", "fp8", "int4")
 _WITH_ALGORITHMS = {"ringcomm": (*ALGORITHMS, *WIRES), "triton": ("auto", "direct", "ring")}

@@ -125,7 +125,7 @@ RC_TEAM_FN Status move_collective(E& e, const CallArgs& args, const Chunks& in, 
   switch (args.collective) {
     case Collective::kAllGather: {
       // The copy engines move the data; the kernels before and after only meet.
-      if (args.algorithm == Algorithm::kCopy) return exchange_direct(e, in, out, Edges{});
+      if (args.algorithm == Algorithm::kCopyEngine) return exchange_direct(e, in, out, Edges{});
       const Span mine{args.in, out.get(e.rank()).bytes};
       return args.algorithm == Algorithm::kRing ? all_gather_ring(e, mine, out)
                                                 : share_direct(e, mine, out, -1);

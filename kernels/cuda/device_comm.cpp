@@ -162,8 +162,8 @@ Algorithm DeviceComm::chosen_for(Algorithm asked, uint64_t payload_bytes, bool h
         " bytes per peer (CommOptions.packet_bytes), dtypes of up to 8 bytes and 2 ranks or more, "
         "got " +
         std::to_string(payload_bytes) + " bytes and " + std::to_string(config_.world) + " ranks");
-  if (asked == Algorithm::kCopy)
-    throw std::invalid_argument("algorithm: \"copy\" is for all_gather_into_tensor alone");
+  if (asked == Algorithm::kCopyEngine)
+    throw std::invalid_argument("algorithm: \"copy_engine\" is for all_gather_into_tensor alone");
   if (asked != Algorithm::kAuto) return asked;
   const bool small = payload_bytes * uint64_t(config_.world - 1) <= kMaxPacketTrafficBytes;
   return fits && small ? Algorithm::kPacket : chosen(asked);
@@ -379,7 +379,7 @@ void DeviceComm::reduce_scatter_list(const std::vector<Span>& in, char* out, con
 
 void DeviceComm::all_gather(char* in, char* out, uint64_t in_bytes, DType dtype,
                             Algorithm algorithm) {
-  if (algorithm == Algorithm::kCopy) return copy_all_gather(in, out, in_bytes, dtype);
+  if (algorithm == Algorithm::kCopyEngine) return copy_engine_all_gather(in, out, in_bytes, dtype);
   const uint64_t total = in_bytes * uint64_t(config_.world);
   const Algorithm how = chosen_for(algorithm, in_bytes, true);
   const bool packet = how == Algorithm::kPacket;
@@ -399,16 +399,20 @@ void DeviceComm::all_gather(char* in, char* out, uint64_t in_bytes, DType dtype,
   submit(std::move(p));
 }
 
-void DeviceComm::copy_all_gather(char* in, char* out, uint64_t in_bytes, DType dtype) {
+void DeviceComm::copy_engine_all_gather(char* in, char* out, uint64_t in_bytes, DType dtype) {
   const auto device = [](const void* ptr) { return reinterpret_cast<uint64_t>(ptr); };
-  const uint64_t staging = config_.layout.copy_bytes, total = in_bytes * uint64_t(config_.world);
+  const uint64_t staging = config_.layout.copy_engine_bytes,
+                 total = in_bytes * uint64_t(config_.world);
   if (staging == 0)
-    throw std::invalid_argument("algorithm: \"copy\" needs CommOptions.copy_bytes > 0");
-  const auto at_copy = [&](int p) { return regions_[size_t(p)] + config_.layout.copy_offset(); };
+    throw std::invalid_argument(
+        "algorithm: \"copy_engine\" needs CommOptions.copy_engine_bytes > 0");
+  const auto at_copy = [&](int p) {
+    return regions_[size_t(p)] + config_.layout.copy_engine_offset();
+  };
   const auto meet = [&](bool continues) {
     submit({kernel("move", "rc_move"),
             1,
-            args_of(Collective::kAllGather, Algorithm::kCopy, dtype, total, -1),
+            args_of(Collective::kAllGather, Algorithm::kCopyEngine, dtype, total, -1),
             {},
             {},
             continues});

@@ -199,7 +199,7 @@ class DeviceComm {
   Prepared optimizer_call(Collective collective, const std::string& name, const GradsOf& grads,
                           uint64_t bucket_elems, DType results);
   void adamw_step(Collective collective, const ShardOf& shard, const GradsOf& grads);
-  void copy_all_gather(char* in, char* out, uint64_t in_bytes, DType dtype);
+  void copy_engine_all_gather(char* in, char* out, uint64_t in_bytes, DType dtype);
   void multicast(Prepared p, const Reduction& r);
 
   std::shared_ptr<const Driver> driver_;

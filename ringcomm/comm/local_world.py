@@ -44,13 +44,13 @@ def make_call(
 
     Raises:
         ArgumentError: bad argument; a tensor that is not contiguous, which would need a copy after
-            the launch; or the algorithm "copy".
+            the launch; or the algorithm "copy_engine".
     """
-    if algorithm == "copy":
+    if algorithm == "copy_engine":
         # Its copies have to wait for the other ranks' launches, which come later here.
         communicator.engine.checks(name).fail(
-            'algorithm: expected any but "copy" for all ranks from one thread; run the ranks as '
-            "threads (LocalWorld.run) for that one"
+            'algorithm: expected any but "copy_engine" for all ranks from one thread; run the '
+            "ranks as threads (LocalWorld.run) for that one"
         )
     makers: dict[str, Callable[..., Call]] = {
         "all_reduce": communicator._all_reduce_call,

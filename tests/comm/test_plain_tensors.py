@@ -71,7 +71,7 @@ REFUSED = {
     "no op": lambda n, x, y: n.all_reduce_plain(x, None, "auto"),
     "an op that the type lacks": lambda n, x, y: n.all_reduce_plain(x, ReduceOp.BXOR, "auto"),
     "no algorithm": lambda n, x, y: n.all_reduce_plain(x, SUM, "tree"),
-    "an algorithm of devices": lambda n, x, y: n.all_reduce_plain(x, SUM, "copy"),
+    "an algorithm of devices": lambda n, x, y: n.all_reduce_plain(x, SUM, "copy_engine"),
     "an algorithm of another type": lambda n, x, y: n.all_reduce_plain(x, SUM, []),
     "types that differ": lambda n, x, y: n.reduce_scatter_plain(y.double(), x, SUM, "auto"),
     "counts that differ": lambda n, x, y: n.reduce_scatter_plain(y[:2], x, SUM, "auto"),

@@ -16,8 +16,9 @@ from tests.support import ranks
 
 T = TypeVar("T")
 TIMEOUT_S = 30.0
-# Staging of algorithm="copy", which is not available without: several turns of the larger messages.
-COPY_BYTES = 1 << 20
+# Staging of algorithm="copy_engine", which is not available without: several turns of the larger
+# messages.
+COPY_ENGINE_BYTES = 1 << 20
 
 
 class OrderedWorld(LocalWorld):
@@ -31,7 +32,7 @@ def one_launch_world(
     n: int, timeout: float = TIMEOUT_S, on: str = DEVICE, kernels: str = "native"
 ) -> Any:
     """``n`` ranks of this process on one GPU."""
-    options = CommOptions(timeout=timeout, copy_bytes=COPY_BYTES, kernels=kernels)
+    options = CommOptions(timeout=timeout, copy_engine_bytes=COPY_ENGINE_BYTES, kernels=kernels)
     return OrderedWorld(ringcomm.local_world(n, device=on, options=options))
 
 
@@ -39,7 +40,7 @@ def connect(
     store: Store, rank: int, world_size: int, timeout: float = TIMEOUT_S, name: str = "world"
 ) -> Any:
     """The communicator of a process of its own, on the GPU that all of them share."""
-    options = CommOptions(timeout=timeout, copy_bytes=COPY_BYTES)
+    options = CommOptions(timeout=timeout, copy_engine_bytes=COPY_ENGINE_BYTES)
     return Communicator.from_store(
         store, rank, world_size, device=DEVICE, options=options, name=name
     )

@@ -80,7 +80,7 @@ def _expect(comm: Communicator, case: Case, holds: bool) -> None:
 def check_all_reduce(comm: Communicator, case: Case) -> None:
     inputs = _operands(case, case.count, comm.world_size)
     tensor = put(comm, inputs[comm.rank], case.place)
-    algorithm = "auto" if case.algorithm == "copy" else _algorithm(case, comm)
+    algorithm = "auto" if case.algorithm == "copy_engine" else _algorithm(case, comm)
     _end(comm.all_reduce(tensor, op_of(case.op), case.async_op, algorithm=algorithm))
     _expect(comm, case, equal(on_host(tensor), reduced(inputs, case.op)))
 
@@ -99,7 +99,7 @@ def check_reduce_scatter(comm: Communicator, case: Case) -> None:
     own = slice(rank * case.count, (rank + 1) * case.count)
     source = put(comm, inputs[rank], case.place)
     output = source[own] if case.in_place else room(comm, case.count, case.dtype, case.place, 1)
-    algorithm = "auto" if case.algorithm == "copy" else _algorithm(case, comm)
+    algorithm = "auto" if case.algorithm == "copy_engine" else _algorithm(case, comm)
     _end(
         comm.reduce_scatter_tensor(
             output, source, op_of(case.op), case.async_op, algorithm=algorithm

@@ -30,7 +30,7 @@ PLACES = ("plain", "heap", "mixed", "unaligned")
 PACKET_BYTES = 1024
 # Small, so that tens of kilobytes go several times around all slots of both channels.
 OPTIONS = CommOptions(
-    timeout=20.0, segment_bytes=1024, channels=2, packet_bytes=PACKET_BYTES, copy_bytes=4096
+    timeout=20.0, segment_bytes=1024, channels=2, packet_bytes=PACKET_BYTES, copy_engine_bytes=4096
 )
 # Elements of 4 bytes with which every channel has more to move than fits into its slots.
 MANY = 20_011

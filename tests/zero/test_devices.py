@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 SMALL = zero.ZeroOptions(bucket_elems=512, algorithm="direct")
 BF16 = zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16)
 # Segments hold whole blocks of 512 elements.
-OPTIONS = CommOptions(timeout=60.0, segment_bytes=4096, channels=2, copy_bytes=1 << 16)
+OPTIONS = CommOptions(timeout=60.0, segment_bytes=4096, channels=2, copy_engine_bytes=1 << 16)
 KEPT = zero.Precision.preset("bf16-pure-sr", keep_fp32=("lora_a", "frozen", "head"))
 RUNS = {
     "accumulated": Run("mlp", 0, 2, backwards=2),

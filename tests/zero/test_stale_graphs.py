@@ -37,7 +37,7 @@ from tests.zero.models import assert_same_bits
 
 Tensor = torch.Tensor
 STAGES = [1, 3, *in_test_all(0, 2)]
-OPTIONS = CommOptions(timeout=60.0, segment_bytes=4096, channels=2, copy_bytes=1 << 16)
+OPTIONS = CommOptions(timeout=60.0, segment_bytes=4096, channels=2, copy_engine_bytes=1 << 16)
 torch.manual_seed(0)
 BASE = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
 

@@ -98,8 +98,11 @@ def test_tensors_of_a_device_on_a_communicator_of_the_host(devices):
     ("call", "words"),
     [
         (lambda c: c.all_reduce(_on(c), algorithm="star"), "auto, direct, ring, .*got 'star'"),
-        (lambda c: c.all_reduce(_on(c), algorithm="copy"), "for all_gather_into_tensor alone"),
-        (lambda c: c.reduce_scatter_tensor(_on(c), _on(c, 16), algorithm="copy"), "alone"),
+        (
+            lambda c: c.all_reduce(_on(c), algorithm="copy_engine"),
+            "for all_gather_into_tensor alone",
+        ),
+        (lambda c: c.reduce_scatter_tensor(_on(c), _on(c, 16), algorithm="copy_engine"), "alone"),
         (lambda c: c.all_reduce(_on(c, dtype=torch.float8_e5m2)), "not defined for dtype"),
         (lambda c: c.all_reduce(_on(c), torch.distributed.ReduceOp.BAND), "BAND is not defined"),
         (lambda c: c.broadcast(_on(c), 2), "src: expected a rank from 0 to 1, got 2"),
@@ -151,13 +154,13 @@ def test_a_message_too_large_for_packets(devices, world, call):
 
 
 def test_copy_without_staging_for_it(devices):
-    with devices.new_world(2, options=with_options(copy_bytes=0)) as world:
+    with devices.new_world(2, options=with_options(copy_engine_bytes=0)) as world:
 
         def call(comm):
-            comm.all_gather_into_tensor(_on(comm, 16), _on(comm), algorithm="copy")
+            comm.all_gather_into_tensor(_on(comm, 16), _on(comm), algorithm="copy_engine")
 
         for text in _refusals(devices, world, call):
-            assert "CommOptions.copy_bytes > 0" in text
+            assert "CommOptions.copy_engine_bytes > 0" in text
 
 
 @pytest.mark.parametrize("op", ["MIN", "MAX"])
@@ -196,11 +199,11 @@ def test_more_than_staging_can_pipe(devices):
 
 def test_a_world_of_one_takes_every_algorithm(devices):
     def body(comm):
-        for algorithm in ("auto", "direct", "ring", "packet", "copy"):
+        for algorithm in ("auto", "direct", "ring", "packet", "copy_engine"):
             tensor, output = _on(comm, 8) + 3, _on(comm)
             comm.all_gather_into_tensor(output, tensor, algorithm=algorithm)
             assert on_host(output).tolist() == [3.0] * 8
-            if algorithm != "copy":
+            if algorithm != "copy_engine":
                 comm.all_reduce(tensor, ringcomm.premul_sum(2.0), algorithm=algorithm)
                 assert on_host(tensor).tolist() == [6.0] * 8
 
@@ -229,7 +232,7 @@ def test_any_source(devices, world):
         (lambda w, t: w.all_reduce([t(0), t(1, 9)]), "rank 1 of 2: .*equal size.* got 8 .*and 9 "),
         (lambda w, t: w.all_reduce([t(0), t(1, dtype=torch.int32)]), "float32 .*and 8 .*int32"),
         (lambda w, t: w.all_reduce([t(0), t(1).view(4, 2).t()]), "rank 1 of 2: .*contiguous"),
-        (lambda w, t: w.all_reduce([t(0), t(1)], algorithm="copy"), "copy"),
+        (lambda w, t: w.all_reduce([t(0), t(1)], algorithm="copy_engine"), "copy_engine"),
         (lambda w, t: w.all_gather_into_tensor([t(0)] * 2, [t(1)] * 2), "world_size x"),
     ],
 )

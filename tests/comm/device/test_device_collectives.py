@@ -21,7 +21,7 @@ from tests.support.device_worlds import MANY, PLACES, on_host, put, room, with_o
 from tests.support.emulator.library import library
 from tests.support.exact import MOVABLE, operand, pattern, reduced, same
 
-ALGORITHMS = ("auto", "direct", "ring", "packet", "copy")
+ALGORITHMS = ("auto", "direct", "ring", "packet", "copy_engine")
 
 
 # Schedules of every world are proved at compile time (tests/proof/races/schedule_test.cpp).
@@ -95,7 +95,7 @@ def test_every_dtype_is_moved(devices, name):
 @covering(strength=1, name=[*CHECKS], place=PLACES)
 def test_more_than_staging_holds(devices, name, place):
     def body(comm):
-        for turn, algorithm in enumerate(("direct", "ring", "copy")):
+        for turn, algorithm in enumerate(("direct", "ring", "copy_engine")):
             CHECKS[name](comm, Case(MANY, place=place, algorithm=algorithm, in_place=turn == 1))
 
     devices.run(devices.world(2), body)

@@ -23,7 +23,7 @@ def test_two_devices_of_one_process(two_devices, ranks):
             (0, "heap", "direct"),
             (1, "plain", "ring"),
             (257, "mixed", "packet"),
-            (5003, "plain", "copy"),
+            (5003, "plain", "copy_engine"),
             (5003, "mixed", "ring"),
             (5003, "heap", "direct"),
         ):

@@ -70,7 +70,7 @@ def test_what_is_recorded_of_collectives(devices):
         comm.barrier()
         comm.all_reduce(ones(comm, 8))
         comm.all_to_all_single(ones(comm, 4), ones(comm, 4))
-        comm.all_gather_into_tensor(ones(comm, 8192), ones(comm, 4096), algorithm="copy")
+        comm.all_gather_into_tensor(ones(comm, 8192), ones(comm, 4096), algorithm="copy_engine")
         comm.reduce_scatter_tensor(ones(comm, 4), ones(comm, 8), algorithm="direct")
         comm.engine.finish_host_side()
         recorded = comm.recording()
@@ -91,7 +91,12 @@ def test_what_is_recorded_of_collectives(devices):
         (3, ("barrier", "uint8", "", -1, "direct", "native", 0), 0, here(4, body)),
         (4, ("all_reduce", "float32", "SUM", -1, "packet", "native", 32), 32, here(5, body)),
         (5, ("all_to_all", "float32", "", -1, "direct", "native", 0), 16, here(6, body)),
-        (6, ("all_gather", "float32", "", -1, "copy", "native", 32768), 32768, here(7, body)),
+        (
+            6,
+            ("all_gather", "float32", "", -1, "copy_engine", "native", 32768),
+            32768,
+            here(7, body),
+        ),
         (
             14,
             ("reduce_scatter", "float32", "SUM", -1, "direct", "native", 32),

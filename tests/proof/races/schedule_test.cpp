@@ -230,7 +230,7 @@ constexpr bool region_is_covered(const Layout& l) {
   for (int c = 0; c < l.channels; ++c) set(Stream::kShared, c, 0);
   for (int c = 0; c < l.message_channels(); ++c)
     for (int p = 0; p < l.world; ++p) set(Stream::kMessage, c, p);
-  w.part(l.copy_offset(), l.copy_bytes, kPageBytes);
+  w.part(l.copy_engine_offset(), l.copy_engine_bytes, kPageBytes);
   return w.right && l.region_bytes() >= w.end && l.region_bytes() % kPageBytes == 0;
 }
 
@@ -238,8 +238,9 @@ constexpr bool regions_are_covered() {
   for (const int world : {1, 2, 3, 8})
     for (const int channels : {1, 2, 5, 8, 9, 12})  // messages have slots on eight
       for (const uint32_t packet_bytes : {0u, 64u, 448u, 4096u})
-        for (const uint64_t copy_bytes : {0ull, 64ull, 8192ull})
-          if (!region_is_covered({world, channels, 2, 256, packet_bytes, copy_bytes})) return false;
+        for (const uint64_t copy_engine_bytes : {0ull, 64ull, 8192ull})
+          if (!region_is_covered({world, channels, 2, 256, packet_bytes, copy_engine_bytes}))
+            return false;
   return true;
 }
 

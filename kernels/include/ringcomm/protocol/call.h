@@ -30,7 +30,7 @@ enum class Algorithm : uint32_t {
   kDirect = 1,
   kRing = 2,
   kPacket = 3,
-  kCopy = 4,
+  kCopyEngine = 4,
   kMulticast = 5
 };
 

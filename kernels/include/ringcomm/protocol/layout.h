@@ -62,15 +62,15 @@ RC_FN constexpr bool is_segment(uint32_t bytes) {
 struct Layout {
   int32_t world;
   int32_t channels;
-  int32_t slots;           // per slot set; a power of two, so that epochs wrap around cleanly
-  uint32_t segment_bytes;  // is_segment(): a power of two, so that nobody divides by it
-  uint32_t packet_bytes;   // payload of the largest packet message; a multiple of 64, 0: none
-  uint64_t copy_bytes;     // what the copy engines stage at a time; a multiple of 64, 0: none
+  int32_t slots;               // per slot set; a power of two, so that epochs wrap around cleanly
+  uint32_t segment_bytes;      // is_segment(): a power of two, so that nobody divides by it
+  uint32_t packet_bytes;       // payload of the largest packet message; a multiple of 64, 0: none
+  uint64_t copy_engine_bytes;  // what the copy engines stage at a time; a multiple of 64, 0: none
 
   RC_FN constexpr bool same(const Layout& other) const {
     return world == other.world && channels == other.channels && slots == other.slots &&
            segment_bytes == other.segment_bytes && packet_bytes == other.packet_bytes &&
-           copy_bytes == other.copy_bytes;
+           copy_engine_bytes == other.copy_engine_bytes;
   }
   RC_FN constexpr int32_t message_channels() const {
     return channels < kMessageChannels ? channels : kMessageChannels;
@@ -132,11 +132,13 @@ struct Layout {
     if (s == Stream::kMessage) set += pairs + channels;
     return staging_offset() + (set * slots + slot) * segment_bytes;
   }
-  RC_FN constexpr uint64_t copy_offset() const {
+  RC_FN constexpr uint64_t copy_engine_offset() const {
     const uint64_t sets = uint64_t(channels) * (world + 1) + uint64_t(message_channels()) * world;
     return whole_pages(staging_offset() + sets * slots * segment_bytes);
   }
-  RC_FN constexpr uint64_t region_bytes() const { return whole_pages(copy_offset() + copy_bytes); }
+  RC_FN constexpr uint64_t region_bytes() const {
+    return whole_pages(copy_engine_offset() + copy_engine_bytes);
+  }
 };
 
 RINGCOMM_NAMESPACE_END

@@ -160,7 +160,7 @@ def record_steps(place: Place, comm: Any, tensors: list[torch.Tensor]) -> Any:
         work = comm.all_reduce(beside, algorithm="direct", async_op=True)
         comm.all_reduce(ring, algorithm="ring")
         work.wait()
-        comm.all_gather_into_tensor(whole, part, algorithm="copy")
+        comm.all_gather_into_tensor(whole, part, algorithm="copy_engine")
     return replay
 
 
@@ -305,8 +305,8 @@ def test_copies_of_all_ranks_from_one_thread_are_refused(place: Place) -> None:
     world = place.world(2)
     inputs = [place.full(SMALL, 1.0) for _ in world]
     outputs = [place.full(2 * SMALL, 1.0) for _ in world]
-    with pytest.raises(ArgumentError, match='expected any but "copy"'):
-        world.all_gather_into_tensor(outputs, inputs, algorithm="copy")
+    with pytest.raises(ArgumentError, match='expected any but "copy_engine"'):
+        world.all_gather_into_tensor(outputs, inputs, algorithm="copy_engine")
 
 
 def test_replays_of_an_aborted_communicator_do_nothing(place: Place) -> None:

@@ -54,8 +54,8 @@ WAITS: dict[str, Call] = {
     "gathered packets": lambda place, comm: comm.all_gather_into_tensor(
         place.full(100 * comm.world_size, 0.0), place.full(100, 1.0), algorithm="packet"
     ),
-    "copy": lambda place, comm: comm.all_gather_into_tensor(
-        place.full(5000 * comm.world_size, 0.0), place.full(5000, 1.0), algorithm="copy"
+    "copy_engine": lambda place, comm: comm.all_gather_into_tensor(
+        place.full(5000 * comm.world_size, 0.0), place.full(5000, 1.0), algorithm="copy_engine"
     ),
     "heap": lambda place, comm: comm.all_reduce(ringcomm.zeros(20_000, device="cuda:0")),
     "async": lambda place, comm: comm.all_reduce(place.full(10, 1.0), async_op=True).wait(),
