@@ -34,7 +34,7 @@ INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
-class LaunchPlan:
+class RankLaunch:
     """``module.run_rank(config)`` on every rank; ``config`` must survive JSON."""
 
     module: str
@@ -48,12 +48,12 @@ def threads_per_rank(ranks: int) -> int:
     return max(1, available_cores() // ranks)
 
 
-def launch(plan: LaunchPlan) -> int:
-    """Runs the plan to its end, as :func:`run_together` does. Nothing is put on disk."""
+def launch(start: RankLaunch) -> int:
+    """Starts the ranks and waits for their end, as :func:`run_together` does; writes no file."""
     # The socket is bound here and inherited by rank 0, so the port cannot be lost to another
     # process between choosing and using it.
-    with socket.create_server(("127.0.0.1", 0), backlog=4 * plan.ranks) as listener:
-        return run_together([_command(plan, rank, listener) for rank in range(plan.ranks)])
+    with socket.create_server(("127.0.0.1", 0), backlog=4 * start.ranks) as listener:
+        return run_together([_command(start, rank, listener) for rank in range(start.ranks)])
 
 
 def rank_variables(
@@ -69,21 +69,21 @@ def rank_variables(
     return {name: str(number) for name, number in numbers.items()}
 
 
-def _command(plan: LaunchPlan, rank: int, listener: socket.socket) -> RankCommand:
+def _command(start: RankLaunch, rank: int, listener: socket.socket) -> RankCommand:
     environment = {
         # All ranks are here: Gloo need not resolve the host's name, which may lead nowhere.
         "GLOO_SOCKET_IFNAME": "lo",
         **os.environ,
-        **rank_variables(rank, plan.ranks),
+        **rank_variables(rank, start.ranks),
         STORE_PORT_VARIABLE: str(listener.getsockname()[1]),
-        "OMP_NUM_THREADS": str(plan.threads),
-        "MKL_NUM_THREADS": str(plan.threads),
+        "OMP_NUM_THREADS": str(start.threads),
+        "MKL_NUM_THREADS": str(start.threads),
     }
     inherited = [listener.fileno()] if rank == 0 else []
     if inherited:
         environment[STORE_FD_VARIABLE] = str(listener.fileno())
     words = [sys.executable, "-m", "ringcomm.launch"]
-    words += [str(os.getpid()), plan.module, json.dumps(plan.config)]
+    words += [str(os.getpid()), start.module, json.dumps(start.config)]
     return RankCommand(f"rank {rank}", words, environment, inherited)
 
 

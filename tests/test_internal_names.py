@@ -32,7 +32,7 @@ INTERNAL_NAMES = {
     "comm.agreement": "all_or_none check_agreement",
     "comm.device.launch": "DeviceCallEngine",
     "comm.device.topology": (
-        "Connection Gpu LEVELS Topology TopologyPlan host_plan load read_machine save"
+        "Connection Gpu LEVELS Topology TopologyChoice host_choice load read_machine save"
     ),
     "comm.functions": "Group communicator_of",
     "comm.host.arguments": "CallChecks DTYPE_CODES is_plain readable size_bytes",
@@ -54,7 +54,7 @@ INTERNAL_NAMES = {
     "integers": "integer",
     "json_reader": "DAMAGE exactly in_words number_below read_bounded read_json read_object shown",
     "launch": (
-        "LaunchPlan RankCommand STORE_PORT_VARIABLE TIMEOUT end_with hide_missing_numpy "
+        "RankLaunch RankCommand STORE_PORT_VARIABLE TIMEOUT end_with hide_missing_numpy "
         "launch launch_store started threads_per_rank"
     ),
     "memory": "normal_tensors",

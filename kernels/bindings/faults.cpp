@@ -1,5 +1,5 @@
 // Faults on purpose, as tests arm them from Python.
-#include "kernels/host/fault_plan.h"
+#include "kernels/host/fault_injection.h"
 
 #include "kernels/bindings/gil.h"
 #include "kernels/bindings/module.h"
@@ -9,24 +9,24 @@ namespace nb = nanobind;
 namespace ringcomm::host {
 namespace {
 
-PlannedFault fault_named(const std::string& name) {
-  if (name == "none") return PlannedFault::kNone;
-  if (name == "kill") return PlannedFault::kKill;
-  if (name == "stop") return PlannedFault::kStop;
-  if (name == "delay") return PlannedFault::kDelay;
-  if (name == "slow") return PlannedFault::kSlow;
+FaultAction fault_named(const std::string& name) {
+  if (name == "none") return FaultAction::kNone;
+  if (name == "kill") return FaultAction::kKill;
+  if (name == "stop") return FaultAction::kStop;
+  if (name == "delay") return FaultAction::kDelay;
+  if (name == "slow") return FaultAction::kSlow;
   throw nb::value_error("action: expected none, kill, stop, delay or slow");
 }
 
 void arm_fault(const std::string& action, uint64_t passage, double seconds, int rank,
                uint64_t sequence) {
-  const FaultPlan plan{fault_named(action), passage, uint64_t(seconds * 1e9), rank, sequence};
-  const bool ends = plan.fault == PlannedFault::kKill || plan.fault == PlannedFault::kStop;
+  const ArmedFault fault{fault_named(action), passage, uint64_t(seconds * 1e9), rank, sequence};
+  const bool ends = fault.action == FaultAction::kKill || fault.action == FaultAction::kStop;
   if (passage == 0) throw nb::value_error("passage: expected 1 or more, got 0");
   if (!(seconds >= 0 && seconds < 1e6)) throw nb::value_error("seconds: expected 0 to 1e6");
   if (ends && rank >= 0)
     throw nb::value_error("rank: a signal ends or stops all ranks of a process; leave it out");
-  arm(plan);
+  arm(fault);
 }
 
 Named<int> fault_passages() {
@@ -46,7 +46,8 @@ void bind_faults(nb::module_& m) {
       nb::arg("rank") = -1, nb::arg("sequence") = 0,
       "Made for tests: has a fault happen when this process passes a point of the protocol.\n\n"
       "Points are each publication, each acknowledgement and each wait of a call\n"
-      "(docs/reliability.md). The plan before it is forgotten, and passages are counted from 0.\n\n"
+      "(docs/reliability.md). The fault before it is forgotten, and passages are counted from "
+      "0.\n\n"
       "Args:\n"
       "    action: `none` (only count), `kill` (SIGKILL), `stop` (SIGSTOP), `delay` (sleep once)\n"
       "        or `slow` (sleep there and at each later passage).\n"
@@ -63,8 +64,8 @@ void bind_faults(nb::module_& m) {
         "Counts the points passed since `arm_fault`, by kind: publish, acknowledge, await.");
   // For the Triton kernels in the interpreter, which are Python.
   m.def(
-      "fault_armed", [] { return load_relaxed_sys(&fault_plan_armed) != 0; },
-      "Tells whether a plan is armed.");
+      "fault_armed", [] { return load_relaxed_sys(&fault_is_armed) != 0; },
+      "Tells whether a fault is armed.");
   m.def(
       "pass_fault_point",
       [](int point, int rank, uint64_t sequence) { pass_armed(Point(point), rank, sequence); },

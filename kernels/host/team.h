@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "kernels/host/fault_plan.h"
+#include "kernels/host/fault_injection.h"
 #include "kernels/host/waiter.h"
 #include "ringcomm/core/atomics.h"
 #include "ringcomm/protocol/call.h"

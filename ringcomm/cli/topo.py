@@ -15,8 +15,8 @@ from ringcomm.comm.device.topology import (
     Connection,
     Gpu,
     Topology,
-    TopologyPlan,
-    host_plan,
+    TopologyChoice,
+    host_choice,
     load,
     read_machine,
     save,
@@ -24,7 +24,7 @@ from ringcomm.comm.device.topology import (
 from ringcomm.errors import ArgumentError
 from ringcomm.process import available_cores
 
-# More make a plan that nobody reads.
+# More make a table that nobody reads.
 MOST_RANKS = 65536
 
 
@@ -33,20 +33,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", metavar="FILE", help="record the topology as JSON")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--ranks", type=int, help="plan for so many ranks, dealt out to the GPUs (default: 1 each)"
+        "--ranks",
+        type=int,
+        help="choose rings for so many ranks, dealt out to the GPUs (default: 1 each)",
     )
     which.add_argument(
         "--placement",
         metavar="GPU,GPU,...",
         help="the GPU of each rank: its number in the matrix, its UUID or its PCI bus id",
     )
-    parser.add_argument("--json", action="store_true", help="print topology and plan as JSON")
+    parser.add_argument("--json", action="store_true", help="print topology and choice as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints matrix, rings and algorithm; returns 2 for a file or placement that makes no sense.
 
-    A machine without a GPU is no error: its ranks run on CPUs, and the plan is theirs.
+    A machine without a GPU is no error: its ranks run on CPUs, and the choice is for them.
     """
     try:
         topology = load(args.file) if args.file else read_machine()
@@ -56,20 +58,20 @@ def run(args: argparse.Namespace) -> int:
     except ArgumentError as error:
         print(f"ringcomm topo: {error}", file=sys.stderr)
         return 2
-    chosen = topology.plan(placements) if topology.gpus else host_plan(len(placements))
+    chosen = topology.choose(placements) if topology.gpus else host_choice(len(placements))
     gbps = topology.rings_gbps(placements, chosen.rings)
     if args.json:
         whole = {
             "topology": json.loads(topology.to_json()),
             "placements": placements,
-            "plan": asdict(chosen),
+            "choice": asdict(chosen),
             "rings_gbps": gbps,
         }
         print(json.dumps(whole, indent=1))
     else:
         lines = _machine_lines(topology)
         lines += [] if args.file else _order_note(topology, os.environ)
-        lines += ["", *_plan_lines(topology, placements, chosen, gbps)]
+        lines += ["", *_choice_lines(topology, placements, chosen, gbps)]
         print("\n".join(lines))
     return 0
 
@@ -175,8 +177,8 @@ def _legend(topology: Topology) -> list[str]:
     return table_lines([row for row in words.items() if row[1]])
 
 
-def _plan_lines(
-    topology: Topology, placements: Sequence[str | None], chosen: TopologyPlan, gbps: float | None
+def _choice_lines(
+    topology: Topology, placements: Sequence[str | None], chosen: TopologyChoice, gbps: float | None
 ) -> list[str]:
     if topology.gpus:
         numbers = {gpu.pci_bus_id: index for index, gpu in enumerate(topology.gpus)}

@@ -16,7 +16,7 @@ from ringcomm.examples.train_gpt import Options, add_options, argument, check, e
 from ringcomm.launch import (
     STORE_PORT_VARIABLE,
     TIMEOUT,
-    LaunchPlan,
+    RankLaunch,
     launch,
     launch_store,
     threads_per_rank,
@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     ranks = DEFAULT_RANKS if ranks is None else ranks
     expect(ranks >= 1, f"--ranks must be at least 1, got {ranks}")
     _check(options, ranks)
-    plan = LaunchPlan("ringcomm.cli.train", asdict(options), ranks, threads_per_rank(ranks))
-    return launch(plan)
+    start = RankLaunch("ringcomm.cli.train", asdict(options), ranks, threads_per_rank(ranks))
+    return launch(start)
 
 
 def run_rank(options: Mapping[str, Any]) -> int:

@@ -15,7 +15,7 @@ from torch.distributed import Store as TorchStore
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.device.meeting import meet_on_device
 from ringcomm.comm.device.messages import DeviceMessages
-from ringcomm.comm.device.topology import TopologyPlan
+from ringcomm.comm.device.topology import TopologyChoice
 from ringcomm.comm.host.arguments import CallChecks
 from ringcomm.comm.host.collectives import Collectives
 from ringcomm.comm.host.engine import CallEngine, HostEngine, live
@@ -216,7 +216,7 @@ class Communicator(Collectives, Messages):
         return self.engine.heap_device
 
     @property
-    def plan(self) -> TopologyPlan:
+    def topology_choice(self) -> TopologyChoice:
         """The algorithm and the rings that "auto" and "ring" use on devices of a node, and why.
 
         Raises:
@@ -224,10 +224,10 @@ class Communicator(Collectives, Messages):
         """
         if not isinstance(self.engine, DeviceCallEngine):
             raise UnsupportedError(
-                f"{where('plan', self._rank, self._world_size)}: expected a communicator on "
-                "devices of one node, whose links decide; the others have no plan"
+                f"{where('topology_choice', self._rank, self._world_size)}: expected a "
+                "communicator on devices of one node, whose links decide; the others have no choice"
             )
-        return self.engine.device_core.plan
+        return self.engine.device_core.choice
 
     def recording(self) -> Recording:
         """Returns the last calls of all ranks and whom they wait for, from the flight recorders.

@@ -303,7 +303,7 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The layout of a list of parameters in buckets; made by :meth:`plan`.
+    """The layout of a list of parameters in buckets; made by :meth:`assign`.
 
     Attributes:
         params: all parameters, in the order of the optimizer's groups.
@@ -316,7 +316,7 @@ class ShardLayout:
     buckets: tuple[BucketLayout, ...]
 
     @classmethod
-    def plan(
+    def assign(
         cls, params: Sequence[ParamSpec], bucket_elems: int = DEFAULT_BUCKET_ELEMS
     ) -> ShardLayout:
         """Lays parameters out in the given order, in buckets of one dtype and mesh_dims each.
@@ -355,7 +355,7 @@ class ShardLayout:
     def extended(self, params: Sequence[ParamSpec]) -> ShardLayout:
         """Returns the layout with more parameters, in buckets of their own behind the others."""
         first = len(self.params)
-        more = ShardLayout.plan(params, self.bucket_elems)
+        more = ShardLayout.assign(params, self.bucket_elems)
         moved = tuple(bucket.with_params(lambda param: param + first) for bucket in more.buckets)
         return ShardLayout((*self.params, *params), self.bucket_elems, (*self.buckets, *moved))
 

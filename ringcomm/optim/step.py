@@ -240,7 +240,7 @@ class PreparedStep:
 
     def _lay_out(self) -> ShardLayout:
         """Lays the parameters out in the optimizer's own buckets."""
-        return ShardLayout.plan(specs_of(self.groups), self.setting.options.bucket_elems)
+        return ShardLayout.assign(specs_of(self.groups), self.setting.options.bucket_elems)
 
     def _take_over(self) -> None:
         """Moves the parameters into the optimizer's own buckets."""

@@ -86,8 +86,8 @@ def test_json_is_the_whole_answer(topo):
     assert code == 0
     assert from_json(json.dumps(answer["topology"])) == recorded("hgx_a100_4")
     assert answer["placements"] == ["0000:03:00.0", "0000:44:00.0", "0000:84:00.0"]
-    assert answer["plan"]["algorithm"] == "direct"
-    assert answer["plan"]["rings"] == [[0, 2, 1], [0, 1, 2]]
+    assert answer["choice"]["algorithm"] == "direct"
+    assert answer["choice"]["rings"] == [[0, 2, 1], [0, 1, 2]]
     assert answer["rings_gbps"] == 200.0
 
 

@@ -21,7 +21,7 @@ SPECS = st.builds(
     trainable=st.sampled_from([True, True, True, False]),
 )
 LAYOUTS = st.builds(
-    ShardLayout.plan,
+    ShardLayout.assign,
     st.lists(SPECS, max_size=12),
     st.integers(1, 8).map(lambda blocks: blocks * BLOCK_ELEMS),
 )
@@ -93,14 +93,14 @@ def test_a_description_survives_json(layout):
 def test_the_layout_does_not_know_the_world():
     # Its only inputs are the parameters and the size of a bucket; the table is what kernels read.
     specs = [ParamSpec((100,), torch.float32), ParamSpec((7, 3), torch.float32, group=1)]
-    layout = ShardLayout.plan(specs)
+    layout = ShardLayout.assign(specs)
     assert layout.buckets[0].segment_table().tolist() == [[0, 100, 0], [128, 149, 1]]
     assert layout.buckets[0].elems == 512
 
 
 def test_a_large_parameter_has_a_bucket_of_its_own():
     sizes = [100, 5000, 200, 300]
-    layout = ShardLayout.plan([ParamSpec((n,), torch.float16) for n in sizes], 1024)
+    layout = ShardLayout.assign([ParamSpec((n,), torch.float16) for n in sizes], 1024)
     params = [[s.param for s in bucket.segments] for bucket in layout.buckets]
     assert params == [[0], [1], [2, 3]]
     assert [bucket.elems for bucket in layout.buckets] == [512, 5120, 1024]
@@ -114,16 +114,16 @@ def test_frozen_tied_and_empty_parameters_take_no_room():
         ParamSpec((4,), torch.float32, tied_to=2),
         ParamSpec((), torch.float32),
     ]
-    layout = ShardLayout.plan(specs)
+    layout = ShardLayout.assign(specs)
     assert list(layout.places) == [2, 4]
-    assert ShardLayout.plan(specs[:2]).buckets == ()
+    assert ShardLayout.assign(specs[:2]).buckets == ()
 
 
 def test_elements_keep_the_order_of_their_memory():
     picture = (
         torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     )
-    layout = ShardLayout.plan([ParamSpec.of(picture.requires_grad_())])
+    layout = ShardLayout.assign([ParamSpec.of(picture.requires_grad_())])
     (flat,) = layout.flatten([picture])
     assert torch.equal(flat[:120], picture.permute(0, 2, 3, 1).reshape(-1))
     (back,) = layout.unflatten([flat]).values()
@@ -135,14 +135,14 @@ def test_what_does_not_fill_its_memory_becomes_contiguous(make):
     tensor = make(torch.arange(24.0).view(4, 6))
     spec = ParamSpec.of(tensor.requires_grad_())
     assert spec.stride is None
-    layout = ShardLayout.plan([spec])
+    layout = ShardLayout.assign([spec])
     assert torch.equal(layout.unflatten(layout.flatten([tensor]))[0], tensor)
 
 
 @pytest.mark.parametrize("bucket_elems", [0, -512, 100, 512.0])
 def test_a_bad_bucket_size_is_refused(bucket_elems):
     with pytest.raises(ArgumentError, match="bucket_elems: expected a positive multiple of 512"):
-        ShardLayout.plan([], bucket_elems)
+        ShardLayout.assign([], bucket_elems)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int32])
@@ -166,7 +166,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_description_is_refused(damage):
     specs = [ParamSpec((3,), torch.float32), ParamSpec((5,), torch.float32)]
-    described = ShardLayout.plan(specs).describe()
+    described = ShardLayout.assign(specs).describe()
     DAMAGES[damage](described)
     with pytest.raises(CheckpointError, match="layout"):
         ShardLayout.from_description(described)

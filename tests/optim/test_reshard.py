@@ -71,7 +71,7 @@ def test_resharding_gives_what_the_other_world_would_have_saved(layout, before, 
 
 @given(LAYOUTS, st.integers(1, 4), st.integers(1, 4), st.integers(1, 8))
 def test_buckets_of_any_size_take_over_each_parameters_state(layout, before, after, blocks):
-    other = ShardLayout.plan(layout.params, blocks * BLOCK_ELEMS)
+    other = ShardLayout.assign(layout.params, blocks * BLOCK_ELEMS)
     saved = SavedShards(shards_of(layout, before), "test")
     cuts = [saved.cut(other, rank, after) for rank in range(after)]
     joined = [

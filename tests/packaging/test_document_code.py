@@ -26,7 +26,7 @@ from tests.support import ROOT
 from tools import site_pages
 
 CODE = {path: blocks_of(path, "python") for path in GUIDES}
-# Run elsewhere: by tests of the README and of the tutorial, of Triton (tests/tl), of fault plans,
+# Run elsewhere: by tests of the README and of the tutorial, of Triton (tests/tl), of faults,
 # of integrations, and of meshes (tests/c10d), which need several ranks.
 ELSEWHERE = {
     "README.md": ("",),

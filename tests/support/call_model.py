@@ -1,7 +1,7 @@
 """The place where each rank waits when one fails, from the steps of calls in kernels/include.
 
 Of staged, native calls on the host. No rank's steps depend on who comes first, so where each rank
-comes to a stand follows from the plan alone.
+comes to a stand follows from the schedule alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ringcomm import CommOptions
-from tests.support.fault_plans import Call, Schedule
+from tests.support.fault_schedules import Call, Schedule
 
 ELEM_BYTES = 4
 LINE_BYTES = 64

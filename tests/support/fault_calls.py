@@ -1,4 +1,4 @@
-"""The calls of a plan of faults, with inputs whose results are known exactly."""
+"""The calls of a fault schedule, with inputs whose results are known exactly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 import ringcomm
 from ringcomm import Communicator
-from tests.support.fault_plans import Call
+from tests.support.fault_schedules import Call
 
 Tensor = torch.Tensor
 ROOT = 0  # of calls that have one; any rank can be the one that fails

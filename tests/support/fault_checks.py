@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.call_model import Place, Rank, is_modelled, places, steps_of
-from tests.support.fault_plans import Chain, Schedule, is_chain
 from tests.support.fault_player import (
     EXACT,
     LAST,
@@ -22,6 +21,7 @@ from tests.support.fault_player import (
     play,
     report_path,
 )
+from tests.support.fault_schedules import Chain, Schedule, is_chain
 from tests.support.faults import shared_memory_files
 from tests.support.ranks import Outcome, Ranks, RanksFailed
 

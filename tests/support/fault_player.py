@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 import ringcomm
 from ringcomm import CommOptions, Communicator, RingcommError, _native
 from tests.support.fault_calls import make
-from tests.support.fault_plans import Call, Chain, Schedule
+from tests.support.fault_schedules import Call, Chain, Schedule
 from tests.support.faults import is_stopped
 
 # Nobody waits so long, unless a rank hangs; one that is only slow gets through.

@@ -25,7 +25,7 @@ State = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class TrainingPlan:
+class TrainingFault:
     """A rank is killed in a turn of training, which may end with a save.
 
     Attributes:
@@ -43,20 +43,20 @@ class TrainingPlan:
     step: int
 
 
-def draw_training(seed: int) -> TrainingPlan:
+def draw_training(seed: int) -> TrainingFault:
     """Equal seeds give equal plans."""
     draw = Random(seed)
     world_size = draw.choice((2, 3))
     turn = draw.randrange(SAVE_EVERY, TURNS)
     rank = draw.randrange(world_size)
-    return TrainingPlan(draw.randrange(4), world_size, rank, turn, draw.getrandbits(16))
+    return TrainingFault(draw.randrange(4), world_size, rank, turn, draw.getrandbits(16))
 
 
 class TrainingRank:
     """The work of a rank; tests of the checks override it."""
 
-    def __init__(self, plan: TrainingPlan, root: Path) -> None:
-        self.plan = plan
+    def __init__(self, fault: TrainingFault, root: Path) -> None:
+        self.fault = fault
         self.root = root
 
     @cached_property
@@ -65,7 +65,7 @@ class TrainingRank:
         return new_model(MODEL)
 
     def job(self, comm: Communicator) -> Job:
-        return Job(comm, self.base, self.plan.stage)
+        return Job(comm, self.base, self.fault.stage)
 
     def train(self, job: Job, until: int, save: bool) -> None:
         while job.turn < until:
@@ -82,17 +82,17 @@ class TrainingRank:
 
     def lose_a_rank(self, comm: Communicator) -> str:
         """Loses a rank, and returns the text of the error that a survivor gets."""
-        plan, job = self.plan, self.job(comm)
-        fails = comm.rank == plan.rank
+        fault, job = self.fault, self.job(comm)
+        fails = comm.rank == fault.rank
         # Turns that save, and others, pass as many points as the last one of their kind.
-        self.train(job, plan.turn - SAVE_EVERY, save=True)
+        self.train(job, fault.turn - SAVE_EVERY, save=True)
         _native.arm_fault("none")
-        self.train(job, plan.turn - SAVE_EVERY + 1, save=True)
+        self.train(job, fault.turn - SAVE_EVERY + 1, save=True)
         steps = sum(_native.fault_passages().values())
         _native.disarm_fault()
-        self.train(job, plan.turn, save=True)
+        self.train(job, fault.turn, save=True)
         if fails:
-            _native.arm_fault("kill", 1 + plan.step % steps)
+            _native.arm_fault("kill", 1 + fault.step % steps)
         try:
             self.train(job, TURNS, save=True)
         except RingcommError as error:
@@ -105,7 +105,7 @@ def _begin(store: Any, rank: int, world_size: int, trainer: TrainingRank) -> Any
     comm = Communicator.from_store(store, rank, world_size, timeout=TIMEOUT_S)
     told = trainer.lose_a_rank(comm)
     comm.close()
-    left = [each for each in range(world_size) if each != trainer.plan.rank]
+    left = [each for each in range(world_size) if each != trainer.fault.rank]
     with Communicator.from_store(
         store, left.index(rank), len(left), name="survivors", timeout=TIMEOUT_S
     ) as comm:
@@ -118,9 +118,9 @@ def _restart(store: Any, rank: int, world_size: int, trainer: TrainingRank) -> A
         return trainer.resume(comm)
 
 
-def _undisturbed(plan: TrainingPlan, world_size: int, root: Path, step: int | None) -> State:
+def _undisturbed(fault: TrainingFault, world_size: int, root: Path, step: int | None) -> State:
     """The end of a run from ``step`` (None: the beginning) that loses nobody, ranks as threads."""
-    trainer = TrainingRank(plan, root)
+    trainer = TrainingRank(fault, root)
     assert trainer.base is not None  # made before the threads
 
     def run(comm: Communicator) -> State:
@@ -142,31 +142,31 @@ def _differences(what: str, state: State, wanted: State) -> list[str]:
     ]
 
 
-def run_training(plan: TrainingPlan, trainer: type[TrainingRank] = TrainingRank) -> list[str]:
+def run_training(fault: TrainingFault, trainer: type[TrainingRank] = TrainingRank) -> list[str]:
     """Loses a rank and goes on, with the survivors and with as many ranks as at first; what was
     broken, nothing if all is well."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        acting = trainer(plan, root)
-        left = [rank for rank in range(plan.world_size) if rank != plan.rank]
-        with Ranks(_begin, plan.world_size, acting) as ranks:
+        acting = trainer(fault, root)
+        left = [rank for rank in range(fault.world_size) if rank != fault.rank]
+        with Ranks(_begin, fault.world_size, acting) as ranks:
             try:
                 outcomes = ranks.wait(DEADLINE_S, left)
-                restarted = run_ranks(_restart, plan.world_size, acting, timeout_s=DEADLINE_S)
+                restarted = run_ranks(_restart, fault.world_size, acting, timeout_s=DEADLINE_S)
             except RanksFailed as error:
                 return [f"{error}"]
         found = [outcome.describe() for outcome in outcomes if not outcome.ok]
         if found:
             return found
-        whole = _undisturbed(plan, plan.world_size, root, None)
+        whole = _undisturbed(fault, fault.world_size, root, None)
         saved = outcomes[0].value[1][0]
-        smaller = _undisturbed(plan, len(left), root, saved)
-        if saved not in (plan.turn // SAVE_EVERY * SAVE_EVERY, plan.turn + 1):
-            found.append(f"the last checkpoint is of turn {saved}, the rank died in {plan.turn}")
+        smaller = _undisturbed(fault, len(left), root, saved)
+        if saved not in (fault.turn // SAVE_EVERY * SAVE_EVERY, fault.turn + 1):
+            found.append(f"the last checkpoint is of turn {saved}, the rank died in {fault.turn}")
         for outcome in outcomes:
             told, (_, state) = outcome.value
-            if not told.startswith("PeerLost") or f"rank {plan.rank}" not in told:
-                found.append(f"expected PeerLost that names rank {plan.rank}, got {told}")
+            if not told.startswith("PeerLost") or f"rank {fault.rank}" not in told:
+                found.append(f"expected PeerLost that names rank {fault.rank}, got {told}")
             found += _differences("survivors", state, smaller)
         for begun, state in restarted:
             found += [] if begun == saved else [f"restarted at {begun}, saved {saved}"]

@@ -481,7 +481,7 @@ def step_of(comm: Communicator, transport: Transport, base: Any, run: Run) -> An
         [bucket.layout.chunk(index, comm.world_size).elems for index in range(comm.world_size)]
         for bucket in zero.stages.sharding.engine_of(module, "test").stored
     ]
-    units = zero.stages.sharding.engine_of(module, "test").plan.unit_of
+    units = zero.stages.sharding.engine_of(module, "test").trainable.unit_of
     root = sum(sum(each) for unit, each in zip(units, chunks, strict=True) if unit == 0)
     zero.remove_sharding(module)
     return phases, flags, chunks, root

@@ -177,7 +177,7 @@ def send_in_a_step(comm: Communicator, transport: Transport, base: Any, choice: 
     optimizer = AdamW(module.parameters())
     phases = sent_by_phase(comm, transport, module, optimizer)
     engine = zero.stages.sharding.engine_of(module, "test")
-    roots = zip(engine.plan.unit_of, engine.stored, strict=True)
+    roots = zip(engine.trainable.unit_of, engine.stored, strict=True)
     elems = ModelElems(
         sum(bucket.layout.elems for bucket in engine.stored),
         root=sum(bucket.layout.elems for unit, bucket in roots if unit == 0),

@@ -19,7 +19,7 @@ from ringcomm.comm.device.lifecycle import (
     unwatch,
     watch,
 )
-from ringcomm.comm.device.topology import TopologyPlan
+from ringcomm.comm.device.topology import TopologyChoice
 from ringcomm.comm.host.meeting import Membership
 from ringcomm.comm.recorder.records import COMPLETED, OPEN, Record, call_of, read_block
 from ringcomm.cuda.multicast import MulticastWindow
@@ -300,14 +300,14 @@ class DeviceCore:
     Args:
         heap: of this rank's device.
         membership: the ranks and their options.
-        plan: the algorithm and the rings that "auto" and "ring" use.
+        choice: the algorithm and the rings that "auto" and "ring" use.
         channels: blocks per collective.
         multiprocessors: each rank's share of its device's multiprocessors; equal on all ranks.
         stay: of this rank; ends with :meth:`close`.
 
     Attributes:
         region: offset in the heap and size, in bytes.
-        plan, multiprocessors: as given.
+        choice, multiprocessors: as given.
         recorder: None with ``CommOptions(records=0)``.
     """
 
@@ -315,7 +315,7 @@ class DeviceCore:
         self,
         heap: DeviceHeap,
         membership: Membership,
-        plan: TopologyPlan,
+        choice: TopologyChoice,
         channels: int,
         multiprocessors: int,
         stay: int,
@@ -328,7 +328,7 @@ class DeviceCore:
         self.device = heap.device
         self.rank = membership.rank
         self.world_size = world_size
-        self.plan = plan
+        self.choice = choice
         self.multiprocessors = multiprocessors
         self.native = _native.DeviceComm(
             _driver_of(self.runtime, operation),
@@ -340,7 +340,7 @@ class DeviceCore:
             ),
             extra=(options.packet_bytes, options.copy_engine_bytes),
             timeout_ms=round(options.timeout_s * 1000),
-            family=_native.ALGORITHMS[plan.algorithm],
+            family=_native.ALGORITHMS[choice.algorithm],
             find_kernel=partial(_find, self.device),
         )
         recorded = options.records > 0

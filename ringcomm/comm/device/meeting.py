@@ -1,4 +1,4 @@
-"""The rendezvous of ranks on devices: their places, their plan, and a proof of every link."""
+"""The rendezvous of ranks on devices: their places, their rings, and a proof of every link."""
 
 from __future__ import annotations
 
@@ -377,7 +377,7 @@ def meet_on_device(
                     f"of one node has at most {_native.MAX_DEVICE_WORLD}. Build several of fewer "
                     "ranks"
                 )
-            chosen = _topology(places).plan([place.uuid for place in places])
+            chosen = _topology(places).choose([place.uuid for place in places])
             channels = _channels(membership, places)
             _preload(heap)
             multiprocessors = max(1, min(_shares(places)))

@@ -45,11 +45,11 @@ __all__ = [
     "NvLinks",
     "Pair",
     "Topology",
-    "TopologyPlan",
+    "TopologyChoice",
     "best_ring",
     "from_json",
     "hops",
-    "host_plan",
+    "host_choice",
     "load",
     "mesh_rings",
     "plain_bus_id",
@@ -315,22 +315,22 @@ class Topology:
                 return gpu.pci_bus_id
         return None
 
-    def plan(self, placements: Sequence[str | None]) -> TopologyPlan:
-        """Makes the plan of a world whose ranks all run on this machine.
+    def choose(self, placements: Sequence[str | None]) -> TopologyChoice:
+        """Chooses algorithm and rings for a world whose ranks all run on this machine.
 
         Args:
             placements: of each rank, the UUID (NVML's spelling or CUDA's) or PCI bus id of its GPU;
                 None if unknown. Ranks with equal placements share the GPU.
 
         Returns:
-            A plan even if connections are unknown. It then assumes no links, and its reason says
+            A choice even if connections are unknown. It then assumes no links, and its reason says
             so.
 
         Raises:
             ArgumentError: there is no rank.
         """
         if not placements:
-            raise ArgumentError("plan: expected the GPU of at least one rank, got none")
+            raise ArgumentError("choose: expected the GPU of at least one rank, got none")
         devices = _devices(self, placements)
         between = {
             (a, b): _connection(self, one, other)
@@ -340,7 +340,7 @@ class Topology:
         rings, about_rings = _rings(devices, between)
         told = [why, about_rings, *_troubles(self, devices, between)]
         ranks = tuple(_expand(ring, devices) for ring in rings)
-        return TopologyPlan(algorithm, ranks, "; ".join(part for part in told if part))
+        return TopologyChoice(algorithm, ranks, "; ".join(part for part in told if part))
 
     def rings_gbps(self, placements: Sequence[str | None], rings: Sequence[Ring]) -> float | None:
         """Computes the bandwidth of rings that run at once with equal shares of the data.
@@ -740,8 +740,8 @@ def _ranges(numbers: list[int]) -> str:
 
 
 # ---- The choice of a world's algorithm family and rings from the connections between its GPUs ---
-# A plan depends only on the topology and the ranks' GPUs. Ranks that know the same ones derive the
-# same plan without a message.
+# The choice depends only on the topology and the ranks' GPUs. Ranks that know the same ones make
+# the same choice without a message.
 #
 # For the cost of ring and direct see docs/algorithms.md.
 
@@ -790,14 +790,14 @@ def _orders(count: int, directed: bool) -> Iterator[Ring]:
 
 
 @dataclass(frozen=True)
-class TopologyPlan:
+class TopologyChoice:
     """The algorithm and the rings of a world.
 
     Attributes:
         algorithm: "direct" (every rank reads from every other) or "ring" (from one neighbour).
         rings: orders of all ranks, each beginning with rank 0; the rank at place i sends to the
             one at place i + 1, the last to the first. Several rings run at once with equal shares
-            of the data, and no direction of an NVLink idles. A plan of "direct" has rings, too, as
+            of the data, and no direction of an NVLink idles. The choice "direct" has rings, too, as
             a call may ask for "ring".
         reason: of the choice, for people.
     """
@@ -824,10 +824,10 @@ class _Device:
         return f"an instance of {gpu}" if self.instance else gpu
 
 
-def host_plan(ranks: int) -> TopologyPlan:
-    """Makes the plan of ranks on CPUs: shared memory acts as a switch (docs/algorithms.md)."""
+def host_choice(ranks: int) -> TopologyChoice:
+    """Chooses for ranks on CPUs: shared memory acts as a switch (docs/algorithms.md)."""
     reason = "ranks on CPUs share memory, so that every peer is one hop away"
-    return TopologyPlan("direct", (tuple(range(ranks)),), reason)
+    return TopologyChoice("direct", (tuple(range(ranks)),), reason)
 
 
 def _devices(topology: Topology, placements: Sequence[str | None]) -> list[_Device]:
@@ -903,7 +903,7 @@ def _why_ring(devices: list[_Device], between: dict[tuple[int, int], Connection]
 def _troubles(
     topology: Topology, devices: list[_Device], between: dict[tuple[int, int], Connection]
 ) -> list[str]:
-    """Lists what a user should know before trusting the plan."""
+    """Lists what a user should know before trusting the choice."""
     told = []
     unknown = [device.ranks[0] for device in devices if not device.known]
     if topology.absent:
@@ -924,7 +924,7 @@ def _troubles(
 def _rings(
     devices: list[_Device], between: dict[tuple[int, int], Connection]
 ) -> tuple[tuple[Ring, ...], str]:
-    """Returns orders of the devices, and words about them for the plan's reason."""
+    """Returns orders of the devices, and words about them for the choice's reason."""
     count = len(devices)
     canonical = tuple(range(count))
     if count < 3 or all(each.kind == "nvswitch" for each in between.values()):

@@ -451,7 +451,7 @@ def _extra_state(engine: ShardEngine) -> ExtraState:
 
 def frozen_names(engine: ShardEngine) -> list[str]:
     """Returns the names of the parameters that were frozen when the module was sharded."""
-    trained = set(engine.plan.names)
+    trained = set(engine.trainable.names)
     return [name for name, _ in named_parameters(engine.parts.module) if name not in trained]
 
 
@@ -693,7 +693,7 @@ class Loading:
         root = self.engine.parts.module
         if partial is None:
             left_out = set(self.saved.left_out)
-            lacking = sorted(left_out.intersection(self.engine.plan.names))
+            lacking = sorted(left_out.intersection(self.engine.trainable.names))
             if lacking:
                 raise self.fail(
                     f"was saved without the frozen parameters, and {some(lacking)} of them are "

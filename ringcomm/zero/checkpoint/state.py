@@ -542,7 +542,7 @@ def step_of(
 
 def _steps_module(engine: ShardEngine, optimizer: ShardedOptimizer) -> bool:
     """Returns whether an optimizer was built on the engine's parameters, of which may be none."""
-    if engine.plan.params:
+    if engine.trainable.params:
         return optimizer.placement is engine.placement
     return not any(group["params"] for group in optimizer.param_groups)
 

@@ -46,7 +46,7 @@ from ringcomm.zero.stages.gather import Gatherer
 from ringcomm.zero.stages.options import ModuleDtypes, ZeroOptions
 from ringcomm.zero.stages.order import StepProfile, in_pipeline, module_order
 from ringcomm.zero.stages.reduce import GradientBucket, Reduction
-from ringcomm.zero.stages.units import BucketPlan, Unit
+from ringcomm.zero.stages.units import BucketAssignment, Unit
 from ringcomm.zero.stages.updates import BackwardUpdates
 
 # ---- The places of a sharded module's parameters, in which no other tensor may take theirs ------
@@ -352,9 +352,9 @@ class EngineParts:
         options: choices.
         dtypes: what ``options.precision`` means for the parts of the module.
         units: the units, the root first.
-        plan: plan of the trainable parameters.
-        frozen: plan of the other parameters; empty before stage 3.
-        stored: the buckets of ``plan``; none until they are made.
+        trainable: the buckets of the trainable parameters.
+        frozen: the buckets of the other parameters; empty before stage 3.
+        stored: the buckets of ``trainable``; none until they are made.
         stored_frozen: the buckets of ``frozen``.
         number: stages 2 and 3: see ``ModuleOrder.join``.
         others: the mesh of other stages and parts of the model, or None.
@@ -368,8 +368,8 @@ class EngineParts:
     options: ZeroOptions
     dtypes: ModuleDtypes
     units: Sequence[Unit]
-    plan: BucketPlan
-    frozen: BucketPlan
+    trainable: BucketAssignment
+    frozen: BucketAssignment
     stored: Sequence[ParamBucket] = ()
     stored_frozen: Sequence[ParamBucket] = ()
     number: int = 0
@@ -409,7 +409,7 @@ class ShardEngine:
     def __init__(self, parts: EngineParts) -> None:
         self.parts = parts
         self.stage, self.comm, self.options = parts.stage, parts.comm, parts.options
-        self.plan, self.stored = parts.plan, parts.stored
+        self.trainable, self.stored = parts.trainable, parts.stored
         self.number = parts.number
         self.order = module_order(self.comm)
         self.profile = StepProfile()
@@ -436,7 +436,7 @@ class ShardEngine:
         placed = [placed for bucket in everywhere for placed in bucket.params]
         self.slots = Slots(parts.module, placed, head)
         self.slots.watch_loads(self.keep)
-        known = {*map(id, self.plan.params), *parts.ignored}
+        known = {*map(id, self.trainable.params), *parts.ignored}
         #: The names of parameters that were frozen at ``shard()``, by parameter.
         self.frozen_params = {
             param: name for name, param in named_parameters(parts.module) if id(param) not in known
@@ -462,11 +462,11 @@ class ShardEngine:
 
     def _make_gatherer(self) -> Gatherer:
         of: dict[int, list[ShardedBucket]] = {number: [] for number in range(len(self.parts.units))}
-        for plan, stored in (
-            (self.plan, self.stored),
+        for assignment, stored in (
+            (self.trainable, self.stored),
             (self.parts.frozen, self.parts.stored_frozen),
         ):
-            for unit, bucket in zip(plan.unit_of, stored, strict=True):
+            for unit, bucket in zip(assignment.unit_of, stored, strict=True):
                 assert isinstance(bucket, ShardedBucket)
                 of[unit].append(bucket)
         units = [(unit, of[number]) for number, unit in enumerate(self.parts.units)]
@@ -476,7 +476,7 @@ class ShardEngine:
 
     def own(self, owns: bool) -> None:
         """Makes the engine the owner of the module's parameters, or of none any more."""
-        for param in (*self.plan.params, *self.frozen_params):
+        for param in (*self.trainable.params, *self.frozen_params):
             if owns:
                 _engines[param] = weakref.ref(self)
             else:
@@ -521,7 +521,7 @@ class ShardEngine:
         ranks that have nothing of the parameter. See also NOTE [Sums to come] in
         ``zero/stages/order.py``.
         """
-        for param in self.plan.params:
+        for param in self.trainable.params:
             if is_distributed(param):
                 self.keep(param.register_post_accumulate_grad_hook(_align_gradient))  # type: ignore[no-untyped-call]
 
@@ -536,7 +536,7 @@ class ShardEngine:
 
     def expects_gradients(self) -> bool:
         """Returns whether the running backward will add to some parameter's gradient."""
-        return any(_brings_gradient(param) for param in self.plan.params)
+        return any(_brings_gradient(param) for param in self.trainable.params)
 
     def begin_backward(self) -> None:
         """Begins a backward, unless one runs already; called by every hook of a backward."""
@@ -814,7 +814,7 @@ class ShardEngine:
         self._watched.clear()
         if self.parts.store is not None:
             self.parts.store.close()
-        for param in (*self.plan.params, *self.frozen_params):
+        for param in (*self.trainable.params, *self.frozen_params):
             displace(param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

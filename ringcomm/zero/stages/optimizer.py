@@ -427,7 +427,7 @@ class ModulePlacement(Placement):
     def __init__(self, engine: ShardEngine) -> None:
         self._engine = self.module = engine
         self._left_out: list[Tensor] = []
-        self.params, self.names = engine.plan.params, engine.plan.names
+        self.params, self.names = engine.trainable.params, engine.trainable.names
         self.comm: Communicator = engine.comm
         self.store = engine.parts.store
         self.others = engine.parts.others
@@ -501,7 +501,7 @@ class ModulePlacement(Placement):
             count = len(group["params"])
             numbers += [number] * count
             names += list(group.get("param_names") or [""] * count)
-        return by_optimizer(self._engine.plan, params, numbers, names)
+        return by_optimizer(self._engine.trainable, params, numbers, names)
 
     def buckets(self, layout: ShardLayout, options: AdamWOptions) -> Buckets:
         made = []
@@ -577,7 +577,7 @@ class ModulePlacement(Placement):
             if self.store is not None:
                 disk = DiskUpdates(reduction, engine, self.store)
             return SplitPlan(backend, reduction, engine, disk)
-        reducer = make_reducer(engine.comm, engine.options, engine.plan.layout.size_bytes)
+        reducer = make_reducer(engine.comm, engine.options, engine.trainable.layout.size_bytes)
         if engine.stage == 0:
             return ReplicatedPlan(backend, reducer, engine.comm, precision)
         if precision.reduce in (None, torch.float32):
@@ -682,7 +682,7 @@ def place_params(engine: ShardEngine) -> None:
     """Lets ringcomm's optimizers find an engine's parameters, and makes others refuse them."""
     engine.placement = ModulePlacement(engine)
     watch_optimizers()
-    for param in engine.plan.params:
+    for param in engine.trainable.params:
         place(param, engine.placement)
     for param, name in engine.frozen_params.items():
         place_frozen(param, name, engine.placement)

@@ -320,7 +320,7 @@ class ModuleGradients:
         """Forgets why gradients are wrong, once the last one of them is cleared."""
         if engine.placement.lost is None:
             return
-        there = (param for param in engine.plan.params if param.grad is not None)
+        there = (param for param in engine.trainable.params if param.grad is not None)
         if all(param is own._param() for param in there):
             engine.placement.lost = None
 

@@ -67,15 +67,15 @@ from ringcomm.zero.stages.options import ModuleDtypes, ZeroOptions
 from ringcomm.zero.stages.order import StepProfile, module_order
 from ringcomm.zero.stages.param_grads import prepare_params, restore_params, show, unshow
 from ringcomm.zero.stages.units import (
-    BucketPlan,
+    BucketAssignment,
     HeldValues,
     Unit,
     Values,
     WeightSource,
+    assign_buckets,
     choose_options,
     find_units,
     leave_out,
-    plan_buckets,
 )
 
 # ---- The move of a module's parameters into buckets with rank 0's values, and its rollback ------
@@ -345,26 +345,31 @@ def _modules(module: nn.Module, name: str, others: set[int]) -> list[tuple[str, 
     return found
 
 
-def make_bucket(parts: EngineParts, plan: BucketPlan, number: int) -> ParamBucket:
-    """Makes an empty bucket of a plan; no other rank takes part, and no parameter changes.
+def make_bucket(parts: EngineParts, assignment: BucketAssignment, number: int) -> ParamBucket:
+    """Makes an empty bucket of an assignment; no other rank takes part, and no parameter changes.
 
     Args:
-        parts: the engine's parts, of which ``plan`` is one.
-        plan: of the trainable parameters, or of the frozen ones.
+        parts: the engine's parts, of which ``assignment`` is one.
+        assignment: of the trainable parameters, or of the frozen ones.
         number: of the bucket.
 
     Raises:
         HeapError: the heap has no room.
     """
-    comm, options, trains = parts.comm, parts.options, plan is parts.plan
-    layout = plan.layout.buckets[number]
+    comm, options, trains = parts.comm, parts.options, assignment is parts.trainable
+    layout = assignment.layout.buckets[number]
     params = [
-        BucketParam(plan.names[s.param], plan.params[s.param], plan.layout.params[s.param], *s[:2])
+        BucketParam(
+            assignment.names[s.param],
+            assignment.params[s.param],
+            assignment.layout.params[s.param],
+            *s[:2],
+        )
         for s in layout.segments
     ]
     if options.params == "world" or parts.store is not None:
         # A backward of 0 stands for none: reductions count theirs from 1 on.
-        among_all = number if trains else number + len(parts.plan.layout.buckets)
+        among_all = number if trains else number + len(parts.trainable.layout.buckets)
         tag = _native.grad_tag(parts.number, 0, among_all)
         if parts.store is not None:
             return DiskBucket(layout, params, comm, trains, tag, parts.store)
@@ -405,9 +410,9 @@ def move_in(parts: EngineParts, init: Init, rollback: Rollback) -> None:
     for number in sorted(range(len(units)), key=lambda n: -_depth(units[n])):
         materialize(units[number], units, parts.comm.device, init, rollback)
         values = _values(parts, units[number], init, rollback)
-        kinds = (parts.plan, parts.stored), (parts.frozen, parts.stored_frozen)
-        for plan, stored in kinds:
-            for bucket, of in zip(stored, plan.unit_of, strict=True):
+        kinds = (parts.trainable, parts.stored), (parts.frozen, parts.stored_frozen)
+        for assignment, stored in kinds:
+            for bucket, of in zip(stored, assignment.unit_of, strict=True):
                 if of == number:
                     bucket.connect()
                     mine = [values[id(placed.param)] for placed in bucket.params]
@@ -430,7 +435,7 @@ def _values(parts: EngineParts, unit: Unit, init: Init, rollback: Rollback) -> d
     """
     comm, broadcast = parts.comm, parts.options.broadcast
     takes = broadcast and comm.rank != 0
-    moves = {id(param) for param in (*parts.plan.params, *parts.frozen.params)}
+    moves = {id(param) for param in (*parts.trainable.params, *parts.frozen.params)}
     values: dict[int, Values] = {}
     for param in unit.params.values():
         read = init.values_of(param) if isinstance(init, WeightSource) else None
@@ -613,7 +618,7 @@ def shard(
         stage = int(stage)
         _check_module(eager, ranks, others)
         trainers = _Trainers.of(eager, ranks, others)
-        parts = _plan(eager, stage, trainers, options)
+        parts = _assign(eager, stage, trainers, options)
     _check_alike(trainers, parts, isinstance(init, WeightSource))
     parts = replace(parts, options=_resolved(parts.options, ranks))
     rollback = Rollback(eager)
@@ -621,8 +626,8 @@ def shard(
         parts = replace(parts, store=_make_store(parts.options, trainers, rollback))
         _open(init, eager, trainers, rollback)
         parts = _with_buckets(parts, trainers, rollback)
-        prepare_params(parts.plan.params)
-        rollback.call(restore_params, parts.plan.params)
+        prepare_params(parts.trainable.params)
+        rollback.call(restore_params, parts.trainable.params)
         _move(parts, init, rollback)
         # The agreement at the end also tells every rank that all chunks are written.
         with trainers.all_or_none():
@@ -742,8 +747,10 @@ def forget_engine(module: nn.Module) -> None:
     object.__delattr__(module, _ENGINE)
 
 
-def _plan(module: nn.Module, stage: int, trainers: _Trainers, options: ZeroOptions) -> EngineParts:
-    """Plans units and buckets; nothing is moved, and nothing made.
+def _assign(
+    module: nn.Module, stage: int, trainers: _Trainers, options: ZeroOptions
+) -> EngineParts:
+    """Finds units and assigns parameters to buckets; makes nothing and moves nothing.
 
     Raises:
         ArgumentError, UnsupportedError: the options do not fit the module, or the ranks.
@@ -757,10 +764,10 @@ def _plan(module: nn.Module, stage: int, trainers: _Trainers, options: ZeroOptio
     choose_options(module, units, options)
     chosen = {unit.name: unit.options.param for unit in units if unit.options.param}
     dtypes = ModuleDtypes.of(module, options.precision, chosen)
-    plan = plan_buckets(units, options, dtypes, trainable=True)
-    frozen = BucketPlan((), (), ShardLayout((), options.bucket_elems, ()), ())
+    trainable = assign_buckets(units, options, dtypes, trainable=True)
+    frozen = BucketAssignment((), (), ShardLayout((), options.bucket_elems, ()), ())
     if stage == 3:
-        frozen = plan_buckets(units, options, dtypes, trainable=False)
+        frozen = assign_buckets(units, options, dtypes, trainable=False)
     return EngineParts(
         module=module,
         stage=stage,
@@ -768,7 +775,7 @@ def _plan(module: nn.Module, stage: int, trainers: _Trainers, options: ZeroOptio
         options=options,
         dtypes=dtypes,
         units=units,
-        plan=plan,
+        trainable=trainable,
         frozen=frozen,
         others=trainers.others,
         ignored=ignored,
@@ -790,8 +797,8 @@ def _with_buckets(parts: EngineParts, trainers: _Trainers, rollback: Rollback) -
         parts = replace(parts, number=_join(parts.comm, rollback))
     with trainers.all_or_none():
         _check_devices(parts.units, parts.comm)
-        check_memory(parts.plan.params, parts.plan.layout)
-        stored = _make_buckets(parts, parts.plan, rollback)
+        check_memory(parts.trainable.params, parts.trainable.layout)
+        stored = _make_buckets(parts, parts.trainable, rollback)
         stored_frozen = _make_buckets(parts, parts.frozen, rollback)
         if parts.store is not None:
             reserve(parts.store, stored, stored_frozen)
@@ -808,10 +815,12 @@ def _make_store(options: ZeroOptions, trainers: _Trainers, rollback: Rollback) -
     return store
 
 
-def _make_buckets(parts: EngineParts, plan: BucketPlan, rollback: Rollback) -> list[ParamBucket]:
+def _make_buckets(
+    parts: EngineParts, assignment: BucketAssignment, rollback: Rollback
+) -> list[ParamBucket]:
     made: list[ParamBucket] = []
-    for number in range(len(plan.unit_of)):
-        made.append(make_bucket(parts, plan, number))
+    for number in range(len(assignment.unit_of)):
+        made.append(make_bucket(parts, assignment, number))
         rollback.call(made[-1].give_back)
     return made
 
@@ -838,7 +847,7 @@ def _attach(parts: EngineParts, outer: nn.Module, rollback: Rollback) -> None:
     rollback.call(engine.close)
     place_params(engine)
     show(engine)
-    rollback.call(unshow, parts.plan.params)
+    rollback.call(unshow, parts.trainable.params)
     object.__setattr__(parts.module, _ENGINE, engine)
     engine.own(True)
     rollback.call(forget_engine, parts.module)
@@ -938,7 +947,7 @@ def _told(
     frozen = describe(parts.frozen.layout)
     chosen = {"stage": parts.stage, "frozen parameters": frozen, "reads weights": reads}
     chosen.update(parts.options.describe())
-    return {"layout": describe(parts.plan.layout), "options": chosen}
+    return {"layout": describe(parts.trainable.layout), "options": chosen}
 
 
 def _check_devices(units: Sequence[Unit], comm: Communicator) -> None:
@@ -1005,7 +1014,7 @@ def remove_sharding(module: nn.Module) -> nn.Module:
     if engine.stage > 1:
         engine.order.leave(engine.number)
     make_present([param for param, _ in copies])
-    restore_params(engine.plan.params)
+    restore_params(engine.trainable.params)
     for param, copy in copies:
         set_local(param, copy)
     forget_engine(root)

@@ -283,11 +283,11 @@ def aliases(root: nn.Module) -> dict[str, str]:
     return found
 
 
-# ---- The plan of a module's buckets: which parameters lie in which bucket, and where ------------
+# ---- The assignment of parameters to buckets ----------------------------------------------------
 
 
 @dataclass(frozen=True)
-class BucketPlan:
+class BucketAssignment:
     """The layout of a module's trainable parameters, or of its frozen ones; equal at every stage.
 
     Attributes:
@@ -303,9 +303,9 @@ class BucketPlan:
     unit_of: tuple[int, ...]
 
 
-def plan_buckets(
+def assign_buckets(
     units: Sequence[Unit], options: ZeroOptions, dtypes: ModuleDtypes, trainable: bool
-) -> BucketPlan:
+) -> BucketAssignment:
     """Lays out the trainable parameters of units, or the frozen ones; no bucket spans two units.
 
     Parameters of several dtypes in a unit have buckets of each. Frozen parameters of 8 bits keep
@@ -330,11 +330,11 @@ def plan_buckets(
             if param.requires_grad == trainable and param.dtype in PLACED_DTYPES:
                 named.append((name, param))
                 specs.append(_spec(name, param, dtypes.of_param(param)))
-        run = ShardLayout.plan(specs[first:], options.bucket_elems)
+        run = ShardLayout.assign(specs[first:], options.bucket_elems)
         for bucket in run.buckets:
             buckets.append(bucket.with_params(partial(add, first)))
             unit_of.append(number)
-    return BucketPlan(
+    return BucketAssignment(
         tuple(name for name, _ in named),
         tuple(param for _, param in named),
         ShardLayout(tuple(specs), options.bucket_elems, tuple(buckets)),
@@ -355,18 +355,21 @@ def _spec(name: str, param: nn.Parameter, dtype: torch.dtype | None) -> ParamSpe
 
 
 def by_optimizer(
-    plan: BucketPlan, params: Sequence[Tensor], groups: Sequence[int], names: Sequence[str]
+    assignment: BucketAssignment,
+    params: Sequence[Tensor],
+    groups: Sequence[int],
+    names: Sequence[str],
 ) -> ShardLayout:
     """Returns the layout with its parameters in an optimizer's order.
 
     Args:
-        plan: plan of the trainable parameters.
+        assignment: the buckets of the trainable parameters.
         params: parameters in the optimizer's order; frozen ones and repetitions have no place, and
             the place of what is missing is padding.
         groups: param group of each.
         names: name of each; "" takes the module's name for it.
     """
-    index_of = {id(param): index for index, param in enumerate(plan.params)}
+    index_of = {id(param): index for index, param in enumerate(assignment.params)}
     specs: list[ParamSpec] = []
     position: dict[int, int] = {}
     seen: dict[int, int] = {}
@@ -377,13 +380,13 @@ def by_optimizer(
             frozen = ParamSpec.of(param, group, name, _earlier(tied_to, at))
             specs.append(replace(frozen, trainable=False, stride=None))
             continue
-        spec = replace(plan.layout.params[index], group=group)
+        spec = replace(assignment.layout.params[index], group=group)
         if name:
             spec = replace(spec, name=name)
         specs.append(replace(spec, tied_to=_earlier(tied_to, at)))
         position.setdefault(index, at)
-    buckets = tuple(bucket.with_params(position.get) for bucket in plan.layout.buckets)
-    return ShardLayout(tuple(specs), plan.layout.bucket_elems, buckets)
+    buckets = tuple(bucket.with_params(position.get) for bucket in assignment.layout.buckets)
+    return ShardLayout(tuple(specs), assignment.layout.bucket_elems, buckets)
 
 
 def _earlier(first: int, at: int) -> int | None:

@@ -54,7 +54,7 @@ def _rank(store, rank, world, kind, shares_gpu):
                 part.close()
             comm.barrier()
         opened = len(devices.emulated.opened()) if devices.emulated else world - 1
-        return comm.plan.reason, opened
+        return comm.topology_choice.reason, opened
 
 
 @pytest.mark.timeout(LIMIT_S + 10)

@@ -1,4 +1,4 @@
-"""Rings follow the plan, whatever order of the ranks it names, and however many it has."""
+"""Rings follow the choice, whatever order of the ranks it names, and however many it has."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from tests.support.call_checks import Case, check_all_gather, check_all_reduce
 from tests.support.call_checks import check_reduce_scatter as check_reduce_scatter_tensor
 from tests.support.device_worlds import device_of, on_host, put, with_options
 
-PLANS = {
+CHOICES = {
     "reversed": ((0, 3, 2, 1),),
     "permuted": ((0, 2, 1, 3),),
     "one for each channel": ((0, 1, 2, 3), (0, 3, 2, 1), (0, 2, 1, 3)),
@@ -21,25 +21,25 @@ OPTIONS = with_options(channels=3)
 
 
 @pytest.fixture
-def plan_with(monkeypatch):
-    """``plan_with(rings, algorithm)``: what every rank built from then on takes for its plan."""
-    usual = Topology.plan
+def choose_rings(monkeypatch):
+    """``choose_rings(rings, algorithm)``: what every rank built from then on chooses."""
+    usual = Topology.choose
 
     def use(rings, algorithm="direct"):
-        def planned(*args):
+        def chosen(*args):
             return replace(usual(*args), rings=rings, algorithm=algorithm)
 
-        monkeypatch.setattr(Topology, "plan", planned)
+        monkeypatch.setattr(Topology, "choose", chosen)
 
     return use
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_every_order_of_the_ranks(devices, plan_with, name):
-    plan_with(PLANS[name])
+@pytest.mark.parametrize("name", CHOICES)
+def test_every_order_of_the_ranks(devices, choose_rings, name):
+    choose_rings(CHOICES[name])
 
     def body(comm):
-        assert comm.plan.rings == PLANS[name]
+        assert comm.topology_choice.rings == CHOICES[name]
         for turn, count in enumerate((0, 1, 3, 1021, 1021, 30_011, 30_011)):
             place = ("heap", "plain", "unaligned")[turn % 3]
             case = Case(count, place=place, algorithm="ring", in_place=turn % 2 == 1)
@@ -62,9 +62,9 @@ def _in_ring_order(parts, ring, owner):
 
 
 @pytest.mark.parametrize("ring", [(0, 1, 2, 3), (0, 3, 2, 1), (0, 2, 1, 3)])
-def test_partial_sums_take_the_way_of_the_ring(devices, plan_with, ring):
+def test_partial_sums_take_the_way_of_the_ring(devices, choose_rings, ring):
     """By the roundings: each order of the ranks has bits of its own."""
-    plan_with((ring,))
+    choose_rings((ring,))
     generator = torch.Generator().manual_seed(3)
     given = list((torch.randn(4, 4 * 500, generator=generator) * 30).bfloat16())
     chunks = [[each.chunk(4)[owner] for each in given] for owner in range(4)]
@@ -79,8 +79,8 @@ def test_partial_sums_take_the_way_of_the_ring(devices, plan_with, ring):
 
 
 @pytest.mark.parametrize("family", ["ring", "direct"])
-def test_auto_takes_the_family_of_the_plan_for_large_messages(devices, plan_with, family):
-    plan_with(((0, 2, 1),), family)
+def test_auto_takes_the_family_of_the_choice_for_large_messages(devices, choose_rings, family):
+    choose_rings(((0, 2, 1),), family)
     generator = torch.Generator().manual_seed(4)
     given = list((torch.randn(3, 3 * 1500, generator=generator) * 30).bfloat16())
 
@@ -98,9 +98,9 @@ def test_auto_takes_the_family_of_the_plan_for_large_messages(devices, plan_with
     assert torch.equal(auto, ring if family == "ring" else direct)
 
 
-def test_a_launch_of_one_rank_carries_its_table(two_devices, plan_with):
+def test_a_launch_of_one_rank_carries_its_table(two_devices, choose_rings):
     """Two ranks on two devices, whose tables in memory say that nobody is there."""
-    plan_with(((1, 0),))
+    choose_rings(((1, 0),))
 
     def body(comm):
         native = comm.engine.device_core.native

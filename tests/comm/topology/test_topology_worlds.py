@@ -1,4 +1,4 @@
-"""Properties of every machine's plan, however little sense the machine makes."""
+"""Properties of every machine's rings, however little sense the machine makes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def worlds(draw):
 @given(worlds(), st.randoms(use_true_random=False))
 def test_every_world_has_one_plan_and_no_more_links_than_there_are(world, shuffler):
     topology, placements = world
-    chosen = topology.plan(placements)
+    chosen = topology.choose(placements)
     check_one_plan(topology, placements, chosen, shuffler)
     check_no_link_is_invented(topology, placements, chosen)
     check_rings_share_no_link(topology, placements, chosen)
@@ -62,7 +62,7 @@ def check_one_plan(topology, placements, chosen, shuffler):
     shuffler.shuffle(gpus)
     shuffler.shuffle(pairs)
     again = Topology("another name", tuple(gpus), tuple(pairs), "another driver", topology.absent)
-    assert again.plan(placements) == chosen
+    assert again.choose(placements) == chosen
 
 
 def check_no_link_is_invented(topology, placements, chosen):

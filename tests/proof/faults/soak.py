@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from tests.support.fault_checks import run_chain
-from tests.support.fault_plans import draw_chain, interpreted
+from tests.support.fault_schedules import draw_chain, interpreted
 from tests.support.fault_training import draw_training, run_training
 
 # Of so many seeds in a row one each: the interpreter and a training run take seconds.

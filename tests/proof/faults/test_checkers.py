@@ -12,8 +12,8 @@ import pytest
 import ringcomm
 from ringcomm import _native
 from tests.support.fault_checks import check_deadline, check_report, run_chain
-from tests.support.fault_plans import Call, Fault, Schedule
 from tests.support.fault_player import EXACT, WRONG, Ended, Player, Report
+from tests.support.fault_schedules import Call, Fault, Schedule
 
 CALLS = (Call("all_reduce", 500), Call("all_gather_into_tensor", 7))
 KILLED = Schedule(3, 256, CALLS, Fault("kill", 2, 1, 3))
@@ -218,7 +218,7 @@ def test_a_report_is_read(name):
 
 
 def test_what_is_as_promised_is_not_reported():
-    # A plan that another file of this process has left is not what is looked for.
+    # A fault that another file of this process has armed is not what is looked for.
     _native.disarm_fault()
     assert list(check_report(KILLED, GOOD)) == []
     assert list(check_report(DELAYED, LATE)) == []

@@ -22,7 +22,7 @@ from tests.support.call_model import (
 )
 from tests.support.fault_calls import make
 from tests.support.fault_checks import expected_places, run_chain
-from tests.support.fault_plans import Call, Fault, Schedule
+from tests.support.fault_schedules import Call, Fault, Schedule
 
 pytestmark = pytest.mark.deadlines
 

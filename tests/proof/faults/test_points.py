@@ -1,4 +1,4 @@
-"""A plan of faults: the points that it counts, the ranks that it hits, and what it refuses."""
+"""Fault injection: the points that it counts, the ranks that it hits, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import ringcomm
 from ringcomm import CollectiveTimeout, CommOptions, Communicator, _native
 from tests.support.fault_calls import make
-from tests.support.fault_plans import INTERPRETED, KINDS, Call
+from tests.support.fault_schedules import INTERPRETED, KINDS, Call
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.deadlines
@@ -27,7 +27,7 @@ def world():
 
 
 def counted(world, call, **options):
-    """Returns the points that one call passes; the plan stays armed."""
+    """Returns the points that one call passes; the fault stays armed."""
     _native.arm_fault("none", **options)
     assert world.run(make, call, 0) == ["", ""]
     return _native.fault_passages()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.covering import thinned
 from tests.support.fault_checks import run_chain
-from tests.support.fault_plans import FATAL, HARMLESS, KINDS, draw_chain, interpreted, is_chain
+from tests.support.fault_schedules import FATAL, HARMLESS, KINDS, draw_chain, interpreted, is_chain
 
 pytestmark = pytest.mark.deadlines
 

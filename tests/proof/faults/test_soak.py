@@ -3,7 +3,7 @@
 import pytest
 
 from tests.proof.faults import soak
-from tests.support.fault_plans import draw_chain, interpreted
+from tests.support.fault_schedules import draw_chain, interpreted
 from tests.support.fault_training import draw_training
 
 pytestmark = pytest.mark.deadlines
@@ -29,8 +29,8 @@ def test_time_ends_it(capsys):
 def test_each_kind_of_plan_is_played(monkeypatch):
     played: list[object] = []
 
-    def note(plan: object) -> list[str]:
-        played.append(plan)
+    def note(fault: object) -> list[str]:
+        played.append(fault)
         return []
 
     monkeypatch.setattr(soak, "run_chain", note)

@@ -7,7 +7,7 @@ from tests.support.covering import in_test_all, thinned
 from tests.support.fault_training import (
     SAVE_EVERY,
     TURNS,
-    TrainingPlan,
+    TrainingFault,
     TrainingRank,
     draw_training,
     run_training,
@@ -22,12 +22,12 @@ def test_nothing_is_lost(seed):
 
 
 def test_the_seeds_cover_the_stages():
-    plans = [draw_training(seed) for seed in SEEDS]
-    assert {plan.stage for plan in plans} == {0, 1, 2, 3}
-    assert {plan.world_size for plan in plans} == {2, 3}
-    saving = {plan.turn % SAVE_EVERY == SAVE_EVERY - 1 for plan in plans}
+    faults = [draw_training(seed) for seed in SEEDS]
+    assert {fault.stage for fault in faults} == {0, 1, 2, 3}
+    assert {fault.world_size for fault in faults} == {2, 3}
+    saving = {fault.turn % SAVE_EVERY == SAVE_EVERY - 1 for fault in faults}
     assert saving == {True, False}
-    assert all(SAVE_EVERY <= plan.turn < TURNS for plan in plans)
+    assert all(SAVE_EVERY <= fault.turn < TURNS for fault in faults)
 
 
 class ForgetsTheOptimizer(TrainingRank):
@@ -69,5 +69,5 @@ class GoesOn(TrainingRank):
     ],
 )
 def test_a_lost_state_is_seen(trainer, expected):
-    found = run_training(TrainingPlan(1, 2, 1, SAVE_EVERY, 5), trainer)
+    found = run_training(TrainingFault(1, 2, 1, SAVE_EVERY, 5), trainer)
     assert any(expected in text for text in found), found

@@ -21,7 +21,7 @@ SOURCES = (
     "comm_optimizer",
     "comm_report",
     "describe",
-    "fault_plan",
+    "fault_injection",
     "heap",
     "messenger",
     "messenger_wait",

@@ -65,7 +65,7 @@ struct Sharing {
 };
 
 template <class E>
-RC_TEAM_FN Sharing plan_sharing(const E& e, Span input, Span own_output, bool shares) {
+RC_TEAM_FN Sharing sharing_of(const E& e, Span input, Span own_output, bool shares) {
   if (!shares || e.world() == 1) return {input, false, false, 0};
   if (e.zero_copy(input)) return {input, true, false, 1};
   if (input.ptr != own_output.ptr && e.zero_copy(own_output)) return {own_output, true, true, 1};
@@ -75,26 +75,27 @@ RC_TEAM_FN Sharing plan_sharing(const E& e, Span input, Span own_output, bool sh
 
 // What stays is copied to my own output in one pass, as my peers read it.
 template <class E>
-RC_TEAM_FN uint32_t pieces_to_share(const E& e, const Sharing& plan, Span input) {
-  return E::Lanes::kReadsWhole && plan.stays ? 1 : e.pieces(input.bytes);
+RC_TEAM_FN uint32_t pieces_to_share(const E& e, const Sharing& sharing, Span input) {
+  return E::Lanes::kReadsWhole && sharing.stays ? 1 : e.pieces(input.bytes);
 }
 
 // Publishes piece `j`, and puts it in its place in my own output.
 template <class E>
-RC_TEAM_FN Status share_piece(E& e, const Sharing& plan, Span input, Span own_output, uint32_t j) {
+RC_TEAM_FN Status share_piece(E& e, const Sharing& sharing, Span input, Span own_output,
+                              uint32_t j) {
   const uint64_t begin = uint64_t(j) * e.segment_bytes();
-  const uint64_t bytes = pieces_to_share(e, plan, input) == 1
+  const uint64_t bytes = pieces_to_share(e, sharing, input) == 1
                              ? input.bytes
                              : item_length(input.bytes, e.segment_bytes(), j);
-  if (j < plan.items) {
+  if (j < sharing.items) {
     char* slot = nullptr;
     RC_RETURN_IF_FAILED(e.acquire_shared(j, &slot));
-    if (!plan.stays) e.ops.copy_shared(e.team, slot, input.ptr + begin, bytes);
-    e.publish_shared(j, plan.source, plan.stays,
-                     plan.stays ? plan.source.bytes : e.segment_bytes());
+    if (!sharing.stays) e.ops.copy_shared(e.team, slot, input.ptr + begin, bytes);
+    e.publish_shared(j, sharing.source, sharing.stays,
+                     sharing.stays ? sharing.source.bytes : e.segment_bytes());
   }
   // The piece is still in the cache from the copy into the slot.
-  if (!plan.copy_first && own_output.ptr != nullptr && own_output.ptr != input.ptr && bytes > 0)
+  if (!sharing.copy_first && own_output.ptr != nullptr && own_output.ptr != input.ptr && bytes > 0)
     e.ops.copy_private(e.team, own_output.ptr + begin, input.ptr + begin, bytes);
   return Status::kOk;
 }
@@ -107,16 +108,16 @@ RC_TEAM_FN Status share_direct(E& e, Span whole_input, const Chunks& out, int ro
   const bool i_share = root < 0 || root == e.rank();
   const Span input = e.slice(whole_input),
              own = i_share ? e.slice(out.get(e.rank())) : Span{nullptr, 0};
-  const Sharing plan = plan_sharing(e, input, own, i_share);
+  const Sharing sharing = sharing_of(e, input, own, i_share);
   const auto shares = [&](int p) { return root < 0 || root == p; };
   const auto dst_of = [&](int p) { return e.slice(out.get(p)); };
   const auto bytes_of = [&](int p) { return dst_of(p).bytes; };
-  const uint32_t out_pieces = i_share ? pieces_to_share(e, plan, input) : 0;
-  if (plan.copy_first) e.ops.copy_shared(e.team, own.ptr, input.ptr, input.bytes);
+  const uint32_t out_pieces = i_share ? pieces_to_share(e, sharing, input) : 0;
+  if (sharing.copy_first) e.ops.copy_shared(e.team, own.ptr, input.ptr, input.bytes);
 
   uint32_t in_reads = e.most_reads(Stream::kShared, false, shares, bytes_of);
   for (uint32_t j = 0; j < out_pieces || j < in_reads + kLookahead; ++j) {
-    if (j < out_pieces) RC_RETURN_IF_FAILED(share_piece(e, plan, input, own, j));
+    if (j < out_pieces) RC_RETURN_IF_FAILED(share_piece(e, sharing, input, own, j));
     if (j < kLookahead || j - kLookahead >= in_reads) continue;
     for (int d = 1; d < e.world(); d += e.group())
       RC_RETURN_IF_FAILED(
@@ -126,7 +127,7 @@ RC_TEAM_FN Status share_direct(E& e, Span whole_input, const Chunks& out, int ro
   e.each_by_lanes({1, e.world()}, [&](int p) {
     if (shares(p)) e.commit_seen(Stream::kShared, p);
   });
-  return finish_sharing(e, plan.stays, plan.items);
+  return finish_sharing(e, sharing.stays, sharing.items);
 }
 
 // model: all_gather_ring (tests/proof/model/ring.pml)

@@ -13,8 +13,8 @@ from ringcomm.comm.device.topology import (
     NvLinks,
     Pair,
     Topology,
-    TopologyPlan,
-    host_plan,
+    TopologyChoice,
+    host_choice,
 )
 from ringcomm.errors import ArgumentError
 from tests.comm.topology.fake_nvml import ELSEWHERE, recorded
@@ -58,7 +58,7 @@ def socket_crossings(topology, placements, ring):
 def test_one_rank_per_gpu(name, algorithm, rings, gbps, says):
     topology = recorded(name)
     placements = one_per_gpu(topology)
-    chosen = topology.plan(placements)
+    chosen = topology.choose(placements)
     assert (chosen.algorithm, len(chosen.rings)) == (algorithm, rings)
     assert says in chosen.reason
     check_rings(topology, placements, chosen)
@@ -85,7 +85,7 @@ def test_one_rank_per_gpu(name, algorithm, rings, gbps, says):
 def test_parts_of_the_dgx_1(gpus, algorithm, gbps):
     topology = recorded("dgx_1v")
     placements = [topology.gpus[index].uuid for index in gpus]
-    chosen = topology.plan(placements)
+    chosen = topology.choose(placements)
     assert chosen.algorithm == algorithm
     check_rings(topology, placements, chosen)
     assert topology.rings_gbps(placements, chosen.rings) == gbps
@@ -97,7 +97,7 @@ def test_sockets_are_crossed_twice_whatever_the_ranks(name):
     for seed in range(20):
         placements = one_per_gpu(topology)
         random.Random(seed).shuffle(placements)
-        (ring,) = topology.plan(placements).rings
+        (ring,) = topology.choose(placements).rings
         assert socket_crossings(topology, placements, ring) == 2
 
 
@@ -105,7 +105,7 @@ def test_ranks_of_one_gpu_stay_together():
     topology = recorded("hgx_a100_4")
     uuids = one_per_gpu(topology)
     placements = [uuids[rank % 4] for rank in range(8)]
-    chosen = topology.plan(placements)
+    chosen = topology.choose(placements)
     assert len(chosen.rings) == 6
     check_rings(topology, placements, chosen)
     for ring in chosen.rings:
@@ -117,7 +117,7 @@ def test_ranks_of_one_gpu_stay_together():
 @pytest.mark.parametrize("world", [2, 3, 8])
 @pytest.mark.parametrize("name", ["one_gpu", "no_nvml"])
 def test_ranks_that_share_one_gpu(name, world):
-    chosen = recorded(name).plan([ELSEWHERE if name == "no_nvml" else "0000:65:00.0"] * world)
+    chosen = recorded(name).choose([ELSEWHERE if name == "no_nvml" else "0000:65:00.0"] * world)
     assert chosen.algorithm == "direct"
     assert chosen.rings == (tuple(range(world)),)
     assert f"all {world} ranks share" in chosen.reason
@@ -126,7 +126,7 @@ def test_ranks_that_share_one_gpu(name, world):
 def test_ranks_that_share_both_gpus():
     topology = recorded("pcie_pair")
     placements = [gpu.pci_bus_id for gpu in topology.gpus] * 2
-    assert topology.plan(placements) == TopologyPlan(
+    assert topology.choose(placements) == TopologyChoice(
         "ring",
         ((0, 2, 1, 3),),
         "not all pairs of GPUs have NVLink: ranks 0 and 1 have PCIe through several host bridges "
@@ -138,12 +138,12 @@ def test_names_of_a_gpu_are_one_gpu():
     topology = recorded("dgx_1v")
     uuid, bus_id = topology.gpus[3].uuid, topology.gpus[3].pci_bus_id
     names = [uuid, uuid.removeprefix("GPU-"), bus_id, f"0000{bus_id}".upper()]
-    assert "all 4 ranks share" in topology.plan(names).reason
+    assert "all 4 ranks share" in topology.choose(names).reason
 
 
 @pytest.mark.parametrize("placements", [[None] * 4, ["GPU-a", "GPU-b", "GPU-a", "GPU-c"]])
 def test_without_nvml_there_is_a_plan_that_says_so(placements):
-    chosen = recorded("no_nvml").plan(placements)
+    chosen = recorded("no_nvml").choose(placements)
     assert chosen.algorithm == "ring"
     assert "NVML Shared Library Not Found" in chosen.reason
     # Equal names are still one GPU.
@@ -153,7 +153,7 @@ def test_without_nvml_there_is_a_plan_that_says_so(placements):
 def test_an_unknown_gpu_is_named_and_given_no_link():
     topology = recorded("dgx_h100")
     placements = [ELSEWHERE, *one_per_gpu(topology)[:3]]
-    chosen = topology.plan(placements)
+    chosen = topology.choose(placements)
     assert chosen.algorithm == "ring"
     assert "the GPU of rank 0 is not in the topology" in chosen.reason
     assert chosen.rings == ((0, 1, 2, 3),)
@@ -163,10 +163,10 @@ def test_an_unknown_gpu_is_named_and_given_no_link():
 def test_mig_instances_are_apart():
     topology = recorded("mig")
     first, second = topology.gpus[0].mig_instances
-    assert "all 3 ranks share an instance of" in topology.plan([first] * 3).reason
+    assert "all 3 ranks share an instance of" in topology.choose([first] * 3).reason
     whole = topology.gpus[1].uuid
     for placements in ([first, second], [first, second, first], [first, whole]):
-        chosen = topology.plan(placements)
+        chosen = topology.choose(placements)
         assert "different MIG instances, which share no memory" in chosen.reason
         assert chosen.algorithm == ("direct" if len(placements) == 2 else "ring")
         assert topology.rings_gbps(placements, chosen.rings) is None
@@ -176,14 +176,14 @@ def test_instances_have_no_link_even_where_mig_is_not_told():
     known = recorded("mig")
     topology = replace(known, gpus=(replace(known.gpus[0], mig=None), known.gpus[1]))
     placements = [*known.gpus[0].mig_instances, known.gpus[0].mig_instances[0]]
-    assert topology.plan(placements).algorithm == "ring"
+    assert topology.choose(placements).algorithm == "ring"
     assert topology.rings_gbps(placements, ((0, 1, 2),)) is None
 
 
 def test_refused_access_is_told():
     known = recorded("pcie_two_sockets")
     pairs = (replace(known.pairs[0], peer_access=False), *known.pairs[1:])
-    chosen = replace(known, pairs=pairs).plan(one_per_gpu(known))
+    chosen = replace(known, pairs=pairs).choose(one_per_gpu(known))
     assert "the driver gives ranks 0 and 1 no access to each other's memory" in chosen.reason
     # The ring goes round the pair that cannot.
     assert chosen.rings == ((0, 2, 1, 3),)
@@ -193,7 +193,7 @@ def test_a_mesh_with_a_missing_link_is_no_mesh():
     known = recorded("hgx_a100_4")
     pairs = (replace(known.pairs[0], nvlinks=NvLinks(3, "3.0", 25.0)), *known.pairs[1:])
     topology = replace(known, pairs=pairs)
-    chosen = topology.plan(one_per_gpu(known))
+    chosen = topology.choose(one_per_gpu(known))
     assert chosen.algorithm == "ring"
     assert "different NVLinks, 3 to 4" in chosen.reason
     check_rings(topology, one_per_gpu(known), chosen)
@@ -214,14 +214,14 @@ def mesh(count, gbps):
 
 def test_links_of_unknown_speed_count_as_equal():
     topology = mesh(4, lambda a, b: 25.0 if a else None)
-    chosen = topology.plan(one_per_gpu(topology))
+    chosen = topology.choose(one_per_gpu(topology))
     assert len(chosen.rings) == 6
     assert topology.rings_gbps(one_per_gpu(topology), chosen.rings) is None
 
 
 def test_many_gpus_are_ordered_by_numa_node():
     gpus = tuple(Gpu(f"GPU-{n:02d}", f"0000:{n:02x}:00.0", numa_node=n % 2) for n in range(1, 17))
-    chosen = Topology(gpus=gpus).plan([gpu.uuid for gpu in gpus])
+    chosen = Topology(gpus=gpus).choose([gpu.uuid for gpu in gpus])
     # Rank 0 is on node 1, the nodes follow one another, and within them the bus ids.
     assert chosen.rings == ((*range(0, 16, 2), *range(1, 16, 2)),)
 
@@ -230,7 +230,7 @@ def test_sixteen_gpus_on_a_switch():
     switch = NvLinks(6, "2.0", 25.0)
     gpus = tuple(Gpu(f"GPU-{n}", f"0000:{n:02x}:00.0", switch=switch) for n in range(16))
     topology = Topology(gpus=gpus)
-    chosen = topology.plan([gpu.uuid for gpu in gpus])
+    chosen = topology.choose([gpu.uuid for gpu in gpus])
     assert (chosen.algorithm, chosen.rings) == ("direct", (tuple(range(16)),))
     assert topology.rings_gbps([gpu.uuid for gpu in gpus], chosen.rings) == 150.0
     # Two rings share what the switch has for each GPU, though they have no hop in common.
@@ -242,14 +242,14 @@ def test_sixteen_gpus_on_a_switch():
 def test_one_gpu_off_the_switch_makes_a_ring():
     known = recorded("dgx_h100")
     gpus = (replace(known.gpus[0], switch=NvLinks()), *known.gpus[1:])
-    assert replace(known, gpus=gpus).plan(one_per_gpu(known)).algorithm == "ring"
+    assert replace(known, gpus=gpus).choose(one_per_gpu(known)).algorithm == "ring"
 
 
 def test_ranks_on_cpus():
-    chosen = host_plan(3)
+    chosen = host_choice(3)
     assert (chosen.algorithm, chosen.rings) == ("direct", ((0, 1, 2),))
 
 
 def test_no_rank_is_an_error():
     with pytest.raises(ArgumentError, match="at least one rank"):
-        recorded("one_gpu").plan([])
+        recorded("one_gpu").choose([])

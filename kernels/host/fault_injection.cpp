@@ -1,4 +1,4 @@
-#include "kernels/host/fault_plan.h"
+#include "kernels/host/fault_injection.h"
 
 #include <signal.h>
 #include <time.h>
@@ -11,7 +11,7 @@ namespace ringcomm::host {
 namespace {
 
 std::mutex mutex;
-FaultPlan armed;
+ArmedFault armed;
 Passages passed;
 
 void sleep_ns(uint64_t ns) {
@@ -21,32 +21,32 @@ void sleep_ns(uint64_t ns) {
 }
 
 // Counts the passage; what happens at it.
-PlannedFault next(Point point, int rank, uint64_t sequence, uint64_t* ns) {
+FaultAction next(Point point, int rank, uint64_t sequence, uint64_t* ns) {
   const std::lock_guard lock(mutex);
-  if (load_relaxed_sys(&fault_plan_armed) == 0) return PlannedFault::kNone;
-  if (armed.rank >= 0 && armed.rank != rank) return PlannedFault::kNone;
-  if (armed.sequence != 0 && armed.sequence != sequence) return PlannedFault::kNone;
+  if (load_relaxed_sys(&fault_is_armed) == 0) return FaultAction::kNone;
+  if (armed.rank >= 0 && armed.rank != rank) return FaultAction::kNone;
+  if (armed.sequence != 0 && armed.sequence != sequence) return FaultAction::kNone;
   ++passed.count[int(point)];
   uint64_t number = 0;
   for (const uint64_t count : passed.count) number += count;
   *ns = armed.sleep_ns;
   const bool now =
-      number == armed.passage || (armed.fault == PlannedFault::kSlow && number > armed.passage);
-  return now ? armed.fault : PlannedFault::kNone;
+      number == armed.passage || (armed.action == FaultAction::kSlow && number > armed.passage);
+  return now ? armed.action : FaultAction::kNone;
 }
 
 }  // namespace
 
-void arm(const FaultPlan& plan) {
+void arm(const ArmedFault& fault) {
   const std::lock_guard lock(mutex);
-  armed = plan;
+  armed = fault;
   passed = Passages{};
-  store_relaxed_sys(&fault_plan_armed, 1);
+  store_relaxed_sys(&fault_is_armed, 1);
 }
 
 void disarm() {
   const std::lock_guard lock(mutex);
-  store_relaxed_sys(&fault_plan_armed, 0);
+  store_relaxed_sys(&fault_is_armed, 0);
 }
 
 Passages passages() {
@@ -57,17 +57,17 @@ Passages passages() {
 void pass_armed(Point point, int rank, uint64_t sequence) {
   uint64_t ns = 0;
   switch (next(point, rank, sequence, &ns)) {
-    case PlannedFault::kKill:
+    case FaultAction::kKill:
       kill(getpid(), SIGKILL);
       break;
-    case PlannedFault::kStop:
+    case FaultAction::kStop:
       kill(getpid(), SIGSTOP);
       break;
-    case PlannedFault::kDelay:
-    case PlannedFault::kSlow:
+    case FaultAction::kDelay:
+    case FaultAction::kSlow:
       sleep_ns(ns);
       break;
-    case PlannedFault::kNone:
+    case FaultAction::kNone:
       break;
   }
 }

@@ -1,5 +1,5 @@
-// Faults on purpose, for tests: a process arms a plan, and then dies, stops or is late when one of
-// its ranks passes a chosen point of the protocol (Point, in ringcomm/core/team.h).
+// Fault injection for tests: a process arms a fault, and dies, stops or is late when one of its
+// ranks passes a chosen point of the protocol (Point, in ringcomm/core/team.h).
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace ringcomm::host {
 
-enum class PlannedFault { kNone, kKill, kStop, kDelay, kSlow };
+enum class FaultAction { kNone, kKill, kStop, kDelay, kSlow };
 
-struct FaultPlan {
-  PlannedFault fault = PlannedFault::kNone;  // kNone: passages are only counted
+struct ArmedFault {
+  FaultAction action = FaultAction::kNone;  // kNone: passages are only counted
   uint64_t passage = 1;   // where it happens, counted from 1; kSlow: there and from there on
   uint64_t sleep_ns = 0;  // kDelay and kSlow
   int rank = -1;          // only passages of this rank count; -1: of all
@@ -22,10 +22,10 @@ struct Passages {
   uint64_t count[kPoints];
 };
 
-// 1 while a plan is armed. The one word that a passage looks at when none is.
-inline uint32_t fault_plan_armed = 0;
+// 1 while a fault is armed. The one word that a passage looks at when none is.
+inline uint32_t fault_is_armed = 0;
 
-void arm(const FaultPlan& plan);  // counts from 0 again; the plan before it is forgotten
+void arm(const ArmedFault& fault);  // counts from 0 again; the fault before it is forgotten
 void disarm();
 Passages passages();  // since arm()
 
@@ -33,7 +33,7 @@ Passages passages();  // since arm()
 void pass_armed(Point point, int rank, uint64_t sequence);
 
 inline void pass(Point point, const View& v, Stream stream) {
-  if (load_relaxed_sys(&fault_plan_armed) == 0) [[likely]]
+  if (load_relaxed_sys(&fault_is_armed) == 0) [[likely]]
     return;
   // The header in the view is that of a collective, which may run beside a message.
   pass_armed(point, v.rank, stream == Stream::kMessage ? 0 : v.mine->id.sequence);
