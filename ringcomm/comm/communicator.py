@@ -19,7 +19,7 @@ from ringcomm.comm.device.topology import TopologyChoice
 from ringcomm.comm.host.arguments import CallChecks
 from ringcomm.comm.host.collectives import Collectives
 from ringcomm.comm.host.engine import CallEngine, HostEngine, live
-from ringcomm.comm.host.meeting import Membership, OneNode, Places, meet
+from ringcomm.comm.host.meeting import Membership, NodeLayout, OneNode, meet
 from ringcomm.comm.host.messages import HostMessages, MessageCalls, Messages
 from ringcomm.comm.host.options import CommOptions
 from ringcomm.comm.nodes.engine import TRITON_IS_OF_NODES, NoMessages, build
@@ -47,7 +47,7 @@ class Communicator(Collectives, Messages):
 
     Attributes:
         engine: runs the calls; see NOTE [Internal API] in ``host/engine.py``.
-        places: which ranks are of one node, and which rank meets which between nodes.
+        node_layout: which ranks are of one node, and which rank meets which between nodes.
         steps: the calls of sharded training, for optimizers.
     """
 
@@ -55,13 +55,13 @@ class Communicator(Collectives, Messages):
         self,
         engine: CallEngine,
         messages: MessageCalls,
-        places: Places,
+        node_layout: NodeLayout,
         node: Communicator | None = None,
     ) -> None:
         self.engine = engine
         self.messages = messages
-        self.places = places
-        self.steps = StepCalls(engine, places)
+        self.node_layout = node_layout
+        self.steps = StepCalls(engine, node_layout)
         self._node = node
         self._rank, self._world_size = engine.rank_of
         _communicators.add(self)
@@ -264,7 +264,7 @@ class Communicator(Collectives, Messages):
 
     def __repr__(self) -> str:
         state = " (unusable)" if self.engine.refuse is not None else ""
-        on = f" on node {self.places.node} of {self.num_nodes}" if self.num_nodes > 1 else ""
+        on = f" on node {self.node_layout.node} of {self.num_nodes}" if self.num_nodes > 1 else ""
         of = f"rank {self._rank} of {self._world_size}{state}{on}"
         return f"<ringcomm.Communicator {self.name} {of}>"
 
@@ -276,16 +276,16 @@ class Communicator(Collectives, Messages):
     @property
     def rail(self) -> tuple[int, ...]:
         """The ranks that this one meets between nodes, itself included, by node."""
-        return self.places.rail(self.places.place)
+        return self.node_layout.rail(self.node_layout.local_rank)
 
     @property
     def num_nodes(self) -> int:
         """The number of nodes that the ranks are on."""
-        return len(self.places.nodes)
+        return len(self.node_layout.nodes)
 
     def node_of(self, rank: int) -> int:
         """Returns the number of the node that a rank is on."""
-        return self.places.node_of(self.engine.checks("node_of").peer("rank", rank))
+        return self.node_layout.node_of(self.engine.checks("node_of").peer("rank", rank))
 
     @property
     def shard_index(self) -> int:
@@ -304,7 +304,7 @@ class Communicator(Collectives, Messages):
                 "on the host, or of one node (Communicator.node), got one on devices over several "
                 "nodes. Optimizers and zero.shard do not work on devices over nodes yet"
             )
-        return self.places.shard_index_of(rank)
+        return self.node_layout.shard_index_of(rank)
 
     def new_group(
         self,
@@ -484,12 +484,12 @@ def _meet_on_host(membership: Membership, heap_bytes: int | None = None) -> Comm
         raise UnsupportedError(f"{met.meeting.operation}: {TRITON_IS_OF_NODES}")
     membership = replace(membership, processes=met.meeting.lookout.processes)
     built = build(membership, met, heap_bytes, _meet_on_host)
-    messages = HostMessages(built.engine, built.engine.owner, met.places.named)
-    return Communicator(built.engine, messages, met.places, built.node)
+    messages = HostMessages(built.engine, built.engine.owner, met.layout.named)
+    return Communicator(built.engine, messages, met.layout, built.node)
 
 
-def _one_node(membership: Membership) -> Places:
-    return Places((tuple(range(len(membership.ranks))),), membership.rank)
+def _one_node(membership: Membership) -> NodeLayout:
+    return NodeLayout((tuple(range(len(membership.ranks))),), membership.rank)
 
 
 def _meet_on_device(
@@ -514,7 +514,7 @@ def _meet_on_device(
 
     membership = replace(membership, processes=met.meeting.lookout.processes)
     built = build(membership, met, None, make_node, on_device=True)
-    return Communicator(built.engine, NoMessages(built.engine), met.places, built.node)
+    return Communicator(built.engine, NoMessages(built.engine), met.layout, built.node)
 
 
 def _options(options: CommOptions | None, timeout: timedelta | float | None) -> CommOptions:

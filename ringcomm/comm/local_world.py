@@ -87,14 +87,14 @@ def run_together(communicators: Sequence[Communicator], calls: Sequence[Call]) -
     engines = [cast(DeviceCallEngine, each.engine) for each in communicators]
     for engine, call in zip(engines, calls, strict=True):
         engine.check_usable(call.name)
-        by_device.setdefault(engine.device_place[1], []).append((engine, call))
+        by_device.setdefault(engine.device_ref[1], []).append((engine, call))
     for device, group in by_device.items():
         _launch_group(device, group)
 
 
 def _launch_group(device: int, group: list[tuple[DeviceCallEngine, Call]]) -> None:
     first = group[0][0]
-    runtime = first.device_place[0]
+    runtime = first.device_ref[0]
     with runtime.on_device(device):
         stream = runtime.current_stream(device)
         prepared: list[Prepared] = []

@@ -431,10 +431,10 @@ class _Unpacker:
 
     def _raw(self, at: Any, size: Any) -> memoryview:
         if type(at) is not int or type(size) is not int or not 0 <= at <= at + size:
-            raise ValueError("a place is two sizes")
-        # Places follow each other, as pack() writes them, so that none is copied twice.
+            raise ValueError("an entry is two sizes")
+        # Entries follow each other, as pack() writes them, so that none is copied twice.
         if at != self._read or at + size > len(self._blob):
-            raise ValueError("a place lies behind the end, or not behind the one before")
+            raise ValueError("an entry lies behind the end, or not behind the one before")
         self._read = at + size
         return self._blob[at : at + size]
 
@@ -489,7 +489,7 @@ def _float(plain: Any) -> float:
 
 
 def _junk(found: Any) -> float:
-    raise ValueError(f"{shown(found)} has no place in the text")
+    raise ValueError(f"{shown(found)} is not allowed in the text")
 
 
 def _too_deep(text: str) -> bool:
@@ -573,11 +573,11 @@ class Parcel:
 NOTHING = Parcel(bytearray())
 
 
-def check_list(place: str, name: str, target: Any, count: int, each: str = "one per rank") -> None:
+def check_list(called: str, name: str, target: Any, count: int, each: str = "one per rank") -> None:
     """Checks that ``target`` is a list of ``count`` entries."""
     if not isinstance(target, list) or len(target) != count:
         raise ArgumentError(
-            f"{place}: {name}: expected a list of {count} entries, {each}, got "
+            f"{called}: {name}: expected a list of {count} entries, {each}, got "
             f"{len(target) if isinstance(target, list) else type(target).__name__}"
         )
 

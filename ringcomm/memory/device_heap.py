@@ -71,8 +71,8 @@ class PinnedBlocks:
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
         """Returns memory of the device, of zeros: uint8 [bytes]."""
-        place = self._runtime.torch_device(self._device)
-        return torch.zeros(size_bytes, dtype=torch.uint8, device=place)
+        device = self._runtime.torch_device(self._device)
+        return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
 
     def add_block(self, size_bytes: int) -> int:
         """Adds a block of zeros, and returns its number."""
@@ -453,7 +453,7 @@ USUAL_CAUSES = (
 
 @dataclass(frozen=True)
 class RecorderAddress:
-    """The place of a rank's flight recorder, in the heap of its process on the host."""
+    """The address of a rank's flight recorder, in the heap of its process on the host."""
 
     rank: int
     pid: int
@@ -465,7 +465,7 @@ class RecorderAddress:
 
 @dataclass(frozen=True)
 class DeviceHandle:
-    """The place of a rank's device heap and of its region, and what all ranks must agree on.
+    """The address of a rank's device heap and of its region, and what all ranks must agree on.
 
     ``ipc_handle`` is hexadecimal; it is empty when the driver gave none, for the reason that
     ``ipc_refusal`` states. ``proof`` is random in every communicator: what the ranks write to
@@ -514,7 +514,7 @@ class DeviceHandle:
         )
 
     @property
-    def place(self) -> str:
+    def named(self) -> str:
         """The rank and its device, as errors name them."""
         return (
             f"rank {self.rank} (pid {self.pid}, device {self.device}: {self.device_name} at "
@@ -659,7 +659,7 @@ def map_device_heap(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) 
         return MappedDeviceHeap(own_heap.base_ptr, 0, own_heap)
     if handle.kind != own_heap.runtime.kind:
         raise MismatchError(
-            f"{operation}: {handle.place} has a device of kind {handle.kind!r}, this rank one of "
+            f"{operation}: {handle.named} has a device of kind {handle.kind!r}, this rank one of "
             f"kind {own_heap.runtime.kind!r}. Give all ranks the same kind of device="
         )
     if (handle.pid, handle.pid_namespace) == (os.getpid(), machine_identity()[2]):
@@ -671,7 +671,7 @@ def _peer_device(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) -> 
     heap = heap_of_token(handle.token)
     if heap is None:
         raise RendezvousError(
-            f"{operation}: {handle.place} is in this process, which has no such heap. "
+            f"{operation}: {handle.named} is in this process, which has no such heap. "
             "Was it closed, or the runtime replaced, meanwhile?"
         )
     try:
@@ -700,7 +700,7 @@ def _open(handle: DeviceHandle, own_heap: DeviceHeap, operation: str) -> MappedD
             found = int.from_bytes(runtime.read(device, opened.base_ptr, TOKEN_BYTES), "little")
             if found != handle.token:
                 raise RendezvousError(
-                    f"{operation}: what this process mapped is not the heap that {handle.place} "
+                    f"{operation}: what this process mapped is not the heap that {handle.named} "
                     f"announced: its token is {found:#x}, announced {handle.token:#x}. Has the "
                     "peer ended meanwhile?"
                 )
@@ -714,5 +714,5 @@ def _unreachable(
     identity = own_heap.runtime.identity(own_heap.device)
     return UnsupportedError(
         f"{operation}: device {own_heap.device} ({identity.name} at {identity.pci_bus_id}) of this "
-        f"rank cannot reach the memory of {handle.place}: {said}. {USUAL_CAUSES}"
+        f"rank cannot reach the memory of {handle.named}: {said}. {USUAL_CAUSES}"
     )

@@ -129,8 +129,8 @@ def default_heap_bytes(world_size: int = 1) -> int:
     sizes = [min(memory_bytes, memory_limit_bytes() or memory_bytes) // 2]
     address_space_bytes = free_address_space_bytes()
     if address_space_bytes is not None:
-        place = read_environment()
-        ranks = place.local_world_size if place.world_size > 1 else world_size
+        launched = read_environment()
+        ranks = launched.local_world_size if launched.world_size > 1 else world_size
         sizes.append(address_space_bytes // 2 // ranks)
     file_bytes = largest_file_bytes()
     if file_bytes is not None:
@@ -206,9 +206,9 @@ def _make_heap(capacity_bytes: int) -> _native.Heap:
     try:
         return _native.Heap(capacity_bytes, directory, groups)
     except OSError as error:
-        place = directory or "anonymous shared memory"
+        where = directory or "anonymous shared memory"
         raise HeapError(
-            f"heap: cannot make a heap of {capacity_bytes} bytes in {place}: "
+            f"heap: cannot make a heap of {capacity_bytes} bytes in {where}: "
             f"{error.strerror or error}. {_advice(error.errno, directory)}"
         ) from error
 
@@ -289,7 +289,7 @@ def no_room_error(operation: str, heap: _native.Heap, error: OSError) -> HeapErr
 
 
 class HeapAddress(Protocol):
-    """The place of a rank's heap: its process, the descriptor there, and a proof of identity."""
+    """The address of a rank's heap: its process, the descriptor there, and a proof of identity."""
 
     @property
     def rank(self) -> int: ...

@@ -202,7 +202,7 @@ def send_descriptor(name: bytes, descriptor: int) -> None:
 FIRST_POLL_S = 0.0002
 LAST_POLL_S = 0.02
 # In which ranks post first.
-FIRST_STAGES = ("place", "heap")
+FIRST_STAGES = ("device", "heap")
 # The end of rank 0 mostly ends the store, so it waits this long for its peers to read why.
 FAREWELL_S = 2.0
 NODE_ID_VARIABLE = "RINGCOMM_NODE_ID"
@@ -237,7 +237,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class HeapHandle:
-    """The place of a rank's heap and of its region, and what all ranks must agree on.
+    """The address of a rank's heap and of its region, and what all ranks must agree on.
 
     ``host``, ``boot`` and ``pid_namespace`` say which ranks may be able to map each other, unless
     ``node_id``, which the user has chosen, does. ``proof`` is random in every communicator and
@@ -320,8 +320,8 @@ def host_and_port(store: Any) -> tuple[str, int] | None:
     return None if host is None or port is None else (str(host), int(port))
 
 
-def store_place(store: Any) -> str:
-    """Returns the place of a torch store for an error, such as " at node0:29500", or ""."""
+def store_address(store: Any) -> str:
+    """Returns the address of a torch store for an error, such as " at node0:29500", or ""."""
     found = host_and_port(store)
     return f" at {found[0]}:{found[1]}" if found else ""
 
@@ -333,7 +333,7 @@ def _asking(meeting: Meeting) -> Iterator[None]:
         yield
     except RuntimeError as error:
         silent = (
-            f"{meeting.operation}: the store{store_place(meeting.store)} does not answer any more"
+            f"{meeting.operation}: the store{store_address(meeting.store)} does not answer any more"
         )
         if ended := meeting.lookout.ended():
             raise PeerLost(
@@ -458,7 +458,7 @@ def check_one_machine(meeting: Meeting, mine: Announced, theirs: Announced) -> N
     """Checks that two ranks on devices are on one machine.
 
     Raises:
-        UnsupportedError: two ranks cannot share memory; both places are named.
+        UnsupportedError: two ranks cannot share memory; both addresses are named.
     """
     operation, rank = meeting.operation, theirs.rank
     if (theirs.host, theirs.boot) != (mine.host, mine.boot):

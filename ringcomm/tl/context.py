@@ -119,26 +119,27 @@ class Context:
     def __init__(self, comm: Communicator, blocks: int | None = None) -> None:
         self.comm = comm
         self._closed = True  # until there is something to close
-        place = self._place = comm.engine.kernel_place("ringcomm.tl.Context")
-        wanted = place.default_blocks if blocks is None else integer(blocks)
-        if wanted is None or not 1 <= wanted <= place.most_blocks:
+        target = self._target = comm.engine.kernel_target("ringcomm.tl.Context")
+        most = target.most_blocks
+        wanted = target.default_blocks if blocks is None else integer(blocks)
+        if wanted is None or not 1 <= wanted <= most:
             raise ArgumentError(
-                f"{self._where('ringcomm.tl.Context')}: blocks: expected 1 to {place.most_blocks}, "
+                f"{self._where('ringcomm.tl.Context')}: blocks: expected 1 to {most}, "
                 "the multiprocessors of the device divided by the ranks that share it, got "
                 f"{blocks}. The blocks of all ranks wait for each other, so all of them must run "
                 "at once"
             )
         self.blocks = wanted
-        self.geometry: Geometry = place.geometry
+        self.geometry: Geometry = target.geometry
         state_bytes = _native.STRUCTURES["scratch"]
         state_bytes += _native.STRUCTURES["scratch_per_rank"] * comm.world_size
         device = comm.device
         self._state = torch.zeros(self.blocks * state_bytes, dtype=torch.uint8, device=device)
-        table = place.table_with(self._state.data_ptr())
+        table = target.table_with(self._state.data_ptr())
         # clone(): aligned, which the buffer of a bytearray need not be.
         self._table = torch.frombuffer(bytearray(table), dtype=torch.uint8).clone().to(device)
         self.table_ptr: int = self._table.data_ptr()
-        self._heaps = place.heaps
+        self._heaps = target.heaps
         self._owned: list[torch.Tensor] = []
         self._kept: dict[object, Any] = {}
         self._agree("ringcomm.tl.Context", "blocks", self.blocks)
@@ -191,7 +192,7 @@ class Context:
             )
         shape = tuple(dims)
         # At least one element: an empty tensor has no address.
-        whole = make(max(1, prod(shape)), dtype=dtype, device=self._place.heap_device)
+        whole = make(max(1, prod(shape)), dtype=dtype, device=self._target.heap_device)
         self._owned.append(whole)
         offset = whole.data_ptr() - self._heaps[self.comm.rank]
         offsets = self._agree(operation, "bytes", prod(shape) * dtype.itemsize, offset)
@@ -245,7 +246,7 @@ class Context:
         addresses += [key for key, arg in constants.items() if isinstance(arg, torch.Tensor)]
         launched = _for_any_alignment(kernel, tuple(addresses))
         try:
-            with self._place.launching():
+            with self._target.launching():
                 launched[tuple(grid)](*passed, **named)
         except BaseException as error:
             # Peers wait for what this rank was about to signal.
@@ -455,7 +456,7 @@ def all_gather_matmul(context: Context, a: Symmetric, b: Tensor) -> Tensor:
 
     Args:
         context: of this rank; all its blocks take part.
-        a: [m, k], from ``context.empty``; of one shape and dtype on all ranks. It is read in place
+        a: [m, k], from ``context.empty``; of one shape and dtype on all ranks. It is read in target
             and may be written again once the work is done.
         b: [k, n], of any strides, with its own n on each rank; of the same dtype.
 
@@ -582,7 +583,7 @@ def reduce_scatter_rms_norm(
     Args:
         context: of this rank, with equally many blocks on all ranks.
         x: [world * n, d], from ``context.empty``; of one shape and dtype on all ranks, d up to
-            16384. It is read in place and may be written again once the work is done.
+            16384. It is read in target and may be written again once the work is done.
         weight: [d], of the same dtype, as is the result.
         eps: added to the mean square of a row.
         residual: [n, d], added to the sum.

@@ -22,10 +22,10 @@ class _Enqueued:
     """A Work as NCCL's: its wait makes the current stream wait, and the host goes on."""
 
     def __init__(self, runtime: EmulatedRuntime, device: int, done: Event) -> None:
-        self._place, self._done = (runtime, device), done
+        self._device_ref, self._done = (runtime, device), done
 
     def wait(self) -> bool:
-        runtime, device = self._place
+        runtime, device = self._device_ref
         runtime.wait_event(device, runtime.current_stream(device), self._done)
         return True
 

@@ -99,7 +99,7 @@ class DeviceRecorder:
         """Maps the peers' records. Those that cannot be mapped are missing in recordings.
 
         Raises:
-            RendezvousError: a rank announced records at an impossible place.
+            RendezvousError: a rank announced records at an impossible offset.
         """
         self._blocks = [self._block_of(handle.recorder, operation) for handle in handles]
         proofs = {str(handle.rank): handle.proof for handle in handles}
@@ -127,8 +127,8 @@ class DeviceRecorder:
         if rank >= len(self._blocks) or self._blocks[rank] is None:
             return b""
         _, ptr = self._blocks[rank] or (None, 0)
-        place = (rank, self._world_size)
-        return _native.recorder_snapshot(ptr, self._records, place, self._world_id, most)
+        rank_of = (rank, self._world_size)
+        return _native.recorder_snapshot(ptr, self._records, rank_of, self._world_id, most)
 
     def everything(self) -> list[Calls]:
         """Returns all calls that have been enqueued so far."""

@@ -41,10 +41,10 @@ from ringcomm.comm.host.meeting import CLOSED, LEFT, Membership
 from ringcomm.comm.host.options import milliseconds_of
 from ringcomm.comm.host.triton import (
     ONE_RANK,
-    KernelPlace,
+    KernelTarget,
     TritonEnd,
     TritonLaunch,
-    device_place,
+    device_kernel_target,
     require_triton,
 )
 from ringcomm.comm.recorder.reader import Fault, FlightRecorder
@@ -81,8 +81,8 @@ __all__ = [
 class StreamContext(RankContext):
     """A rank's own stream: on a shared one its kernel would block those of the awaited peers."""
 
-    def __init__(self, place: tuple[DeviceRuntime, int], stream: Stream) -> None:
-        self._runtime, self._device = place
+    def __init__(self, device_ref: tuple[DeviceRuntime, int], stream: Stream) -> None:
+        self._runtime, self._device = device_ref
         self._stream = stream
         self._follow(stream.handle, self._runtime.current_stream(self._device))
 
@@ -102,11 +102,11 @@ class OwnStreams:
     """The streams that a communicator has for itself on a rank's device, made when first used.
 
     Args:
-        place: the device.
+        device_ref: the device.
     """
 
-    def __init__(self, place: tuple[DeviceRuntime, int]) -> None:
-        self._place = place
+    def __init__(self, device_ref: tuple[DeviceRuntime, int]) -> None:
+        self._device_ref = device_ref
         self._side: Stream | None = None
         self._thread: Stream | None = None
 
@@ -114,20 +114,20 @@ class OwnStreams:
     def side(self) -> Stream:
         """The stream of asynchronous calls."""
         if self._side is None:
-            runtime, device = self._place
+            runtime, device = self._device_ref
             self._side = runtime.make_stream(device, high_priority=True)
         return self._side
 
     def of_thread(self) -> StreamContext:
         """Returns the stream of a rank that runs as a thread beside others."""
         if self._thread is None:
-            runtime, device = self._place
+            runtime, device = self._device_ref
             self._thread = runtime.make_stream(device)
-        return StreamContext(self._place, self._thread)
+        return StreamContext(self._device_ref, self._thread)
 
     def side_behind_current(self) -> tuple[Stream, SeenEvent]:
         """Returns the side stream, behind the current one, and an event at its end."""
-        runtime, device = self._place
+        runtime, device = self._device_ref
         with runtime.on_device(device):
             side = self.side
             behind = runtime.record_event(device, runtime.current_stream(device))
@@ -153,7 +153,7 @@ class DeviceWork(Work):
         self,
         name: str,
         outputs: Outputs,
-        place: tuple[DeviceRuntime, int, Stream],
+        stream_ref: tuple[DeviceRuntime, int, Stream],
         done: SeenEvent,
         check: Callable[[], None],
         source: int | None = None,
@@ -161,7 +161,7 @@ class DeviceWork(Work):
     ) -> None:
         super().__init__(name, _nothing, _never)
         self._outputs = outputs
-        self._runtime, self._device, self._side = place
+        self._runtime, self._device, self._side = stream_ref
         self._done = done
         self._check = check
         self._source = source
@@ -175,9 +175,9 @@ class DeviceWork(Work):
             outputs: what it receives into.
             source: the rank that sends; None: it is a send.
         """
-        place = (self._runtime, self._device, self._side)
+        stream_ref = (self._runtime, self._device, self._side)
         check, holds = self._check, self._holds
-        return DeviceWork(name, outputs, place, self._done, check, source, holds)
+        return DeviceWork(name, outputs, stream_ref, self._done, check, source, holds)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Orders later work of the current stream behind the call, and returns True.
@@ -286,11 +286,13 @@ class DeviceCallChecks(CallChecks):
     __slots__ = ("_device", "_runtime")
     algorithms = DEVICE_ALGORITHMS
 
-    def __init__(self, op: str, rank_of: tuple[int, int], place: tuple[DeviceRuntime, int]) -> None:
+    def __init__(
+        self, op: str, rank_of: tuple[int, int], device_ref: tuple[DeviceRuntime, int]
+    ) -> None:
         super().__init__(op, *rank_of)
-        self._runtime, self._device = place
+        self._runtime, self._device = device_ref
 
-    def place(self, name: str, tensor: torch.Tensor) -> None:
+    def check_device(self, name: str, tensor: torch.Tensor) -> None:
         if not self._runtime.is_device_tensor(tensor, self._device):
             self.fail(
                 f"{name}: expected a tensor on device {self._device} "
@@ -338,7 +340,7 @@ class DeviceCallEngine(CallEngine):
         reader = FlightRecorder(recorder, membership.name, rank_of, locate)
         super().__init__(core, core.native, NothingPlain(), membership, reader)
         self.device_core = core
-        self.device_place: tuple[DeviceRuntime, int] = (core.runtime, core.device)
+        self.device_ref: tuple[DeviceRuntime, int] = (core.runtime, core.device)
         self._checks: dict[str, DeviceCallChecks] = {}
         self.records = recorder.native if recorder is not None else None
         self.order = order
@@ -355,7 +357,7 @@ class DeviceCallEngine(CallEngine):
         # has said why.
         self._told: bool | None = None
         self._unreported: RingcommError | None = None
-        self.streams = OwnStreams(self.device_place)
+        self.streams = OwnStreams(self.device_ref)
         # This rank's prepared call, while one thread prepares the calls of all ranks.
         self._collecting = False
         self._collected: Prepared | None = None
@@ -377,7 +379,7 @@ class DeviceCallEngine(CallEngine):
     def _new_checks(self, op: str) -> CallChecks:
         checks = self._checks.get(op)
         if checks is None:
-            checks = self._checks[op] = DeviceCallChecks(op, self.rank_of, self.device_place)
+            checks = self._checks[op] = DeviceCallChecks(op, self.rank_of, self.device_ref)
         return checks
 
     def use_kernels(
@@ -408,14 +410,14 @@ class DeviceCallEngine(CallEngine):
             self._check_capture(call.name)
         if async_op:
             return self._start_beside(call)
-        runtime, device = self.device_place
+        runtime, device = self.device_ref
         with self.queue.turn, runtime.on_device(device):
             self.begin_turn(call.name)
             self._run(call, runtime.current_stream(device))
         return None
 
     def _check_capture(self, name: str) -> None:
-        runtime, device = self.device_place
+        runtime, device = self.device_ref
         if runtime.is_capturing(device):
             # This capture does not include the streams of the other ranks' threads.
             raise UnsupportedError(
@@ -430,7 +432,7 @@ class DeviceCallEngine(CallEngine):
         return call.outputs
 
     def _start_beside(self, call: Call) -> DeviceWork:
-        runtime, device = self.device_place
+        runtime, device = self.device_ref
         with self.queue.turn, runtime.on_device(device):
             self.begin_turn(call.name)
             side = self.streams.side
@@ -443,12 +445,12 @@ class DeviceCallEngine(CallEngine):
         return self._work(call.name, call.outputs, side, done)
 
     def _work(self, name: str, outputs: Outputs, side: Stream, done: SeenEvent) -> DeviceWork:
-        place = (*self.device_place, side)
-        return DeviceWork(name, outputs, place, done, lambda: self.check_work(name))
+        stream_ref = (*self.device_ref, side)
+        return DeviceWork(name, outputs, stream_ref, done, lambda: self.check_work(name))
 
     def keep(self, call: Call, done: SeenEvent, stream: int) -> None:
         """Keeps the call's tensors until it is done, so that no allocator reuses their memory."""
-        runtime, device = self.device_place
+        runtime, device = self.device_ref
         if self._recorded:
             capturing = runtime.is_capturing
             self._recorded = [each for each in self._recorded if capturing(device, each[1])]
@@ -485,7 +487,7 @@ class DeviceCallEngine(CallEngine):
         """Puts ``stream`` behind the communicator's last call, if that was on another one."""
         if stream == self._last_stream and self._last_recorded is None:
             return
-        runtime, device = self.device_place
+        runtime, device = self.device_ref
         # A capture can neither wait for work outside nor be waited for: see docs/cuda.md.
         if runtime.is_capturing(device, stream):
             last, self._last_recorded = self._last_recorded, stream
@@ -546,18 +548,18 @@ class DeviceCallEngine(CallEngine):
             part = RankPointers(core.native.table_ptr, in_ptr, out_ptr)
             timeout_ns = core.timeout_ms * 1_000_000
             with self._in_records(plan.call, geometry.channels):
-                self._submit(TritonLaunch(self.device_place, plan, part, timeout_ns, geometry))
+                self._submit(TritonLaunch(self.device_ref, plan, part, timeout_ns, geometry))
             return 0
 
         return TritonEnd(run, self.world_size, self.chosen(AUTO))
 
-    def _kernel_place(self, head: str) -> KernelPlace:
+    def _kernel_target(self, head: str) -> KernelTarget:
         from ringcomm._tl.hooks import IS_INTERPRETED
 
         if IS_INTERPRETED and self.joint_launch is not None:
             raise UnsupportedError(f"{head}: {ONE_RANK}")
         core = self.device_core
-        return device_place(core.native, self.device_place, core.multiprocessors, head)
+        return device_kernel_target(core.native, self.device_ref, core.multiprocessors, head)
 
     def _look_for(self, missing: Sequence[int], waited_s: float) -> None:
         """Raises if this rank cannot expect other threads of this process to make their calls."""
@@ -615,7 +617,7 @@ class DeviceCallEngine(CallEngine):
 
     def finish_host_side(self) -> None:
         """Blocks until the results of earlier calls can be read on the host."""
-        runtime, device = self.device_place
+        runtime, device = self.device_ref
         calls = self._everything()
         runtime.synchronize(device)
         self.check_usable("synchronize")
@@ -653,7 +655,7 @@ class DeviceCallEngine(CallEngine):
     @contextmanager
     def _in_records(self, words: tuple[int, int, int, int], channels: int) -> Iterator[None]:
         """Records the launch of Triton kernels for a collective with these ``call_words``."""
-        records, (runtime, device) = self.records, self.device_place
+        records, (runtime, device) = self.records, self.device_ref
         if records is None:
             yield
             return
@@ -732,13 +734,13 @@ class DeviceCallEngine(CallEngine):
         number = recorder.gave_up(kind, peer) if recorder is not None else 0
         return {"kind": kind, "peer": peer, "sequence": number}
 
-    def _why_lost(self, place: int) -> str:
+    def _why_lost(self, peer: int) -> str:
         # A process that has ended is known by Membership.processes.
-        return CLOSED if self.device_core.has_closed(place) else ""
+        return CLOSED if self.device_core.has_closed(peer) else ""
 
     def _events_of_the_end(self) -> list[Event]:
         """Returns events that have passed once no launched kernel runs any more."""
-        runtime, device = self.device_place
+        runtime, device = self.device_ref
         events: list[Event] = [done for _, done in self._launched]
         last = self._last_stream
         if last is not None and not runtime.is_capturing(device, last):
@@ -777,10 +779,10 @@ class DeviceCallEngine(CallEngine):
                 return False
         return True
 
-    def set_peer_left(self, place: int, left: bool) -> None:
-        self.device_core.native.mark_lost(place, left)
+    def set_peer_left(self, peer: int, left: bool) -> None:
+        self.device_core.native.mark_lost(peer, left)
         if self.joint_launch is not None:
-            self.joint_launch.set_left(place, left)
+            self.joint_launch.set_left(peer, left)
 
     def _close(self, grace_s: float, in_vain_s: float) -> None:
         if self.closed:

@@ -1,4 +1,4 @@
-"""The rendezvous of ranks on devices: their places, their rings, and a proof of every link."""
+"""The rendezvous of ranks on devices: their infos, their rings, and a proof of every link."""
 
 from __future__ import annotations
 
@@ -137,14 +137,14 @@ def _check_devices(
     for handle, ability in zip(handles, abilities, strict=True):
         if ability.refusal:
             raise UnsupportedError(
-                f"{head}: expected devices with multicast, but {handle.place} has none: "
+                f"{head}: expected devices with multicast, but {handle.named} has none: "
                 f"{ability.refusal}. Use GPUs of sm_90 or later under one NVSwitch, {_INSTEAD}"
             )
     for rank, handle in enumerate(handles):
         shared = next((other for other in handles[:rank] if other.uuid == handle.uuid), None)
         if shared is not None:
             raise UnsupportedError(
-                f"{head}: expected a device for each rank, but {handle.place} has that of rank "
+                f"{head}: expected a device for each rank, but {handle.named} has that of rank "
                 f"{shared.rank}, and a multicast object takes a device once. Give each rank a "
                 f"device of its own, {_INSTEAD}"
             )
@@ -282,7 +282,7 @@ def _broken_link(
     links: Links, unseen: list[tuple[int, int]], operation: str, timeout_s: float
 ) -> RendezvousError:
     owner, writer = unseen[0]
-    mine, theirs = links.handles[links.rank].place, links.handles[writer].place
+    mine, theirs = links.handles[links.rank].named, links.handles[writer].named
     if owner == links.rank:
         failure = f"what {theirs} writes into the memory of {mine} does not arrive"
     else:
@@ -309,8 +309,8 @@ LINK_PROOF_S = 30.0
 
 
 @dataclass(frozen=True)
-class _DevicePlace:
-    """The place of a rank, which all ranks must know before they can lay out their regions."""
+class _DeviceInfo:
+    """The device of a rank, which all ranks must know before they can lay out their regions."""
 
     pid: int
     stay: int
@@ -321,7 +321,7 @@ class _DevicePlace:
     machine: str
 
     @classmethod
-    def from_json(cls, text: bytes, rank: int, operation: str) -> _DevicePlace:
+    def from_json(cls, text: bytes, rank: int, operation: str) -> _DeviceInfo:
         record = json.loads(text)
         values: dict[str, Any] = {}
         for field in fields(cls):
@@ -367,8 +367,8 @@ def meet_on_device(
         with forming(meeting.operation):
             lifecycle.reclaim()
             heap = device_heap(device, heap_bytes)
-            places = _places(rendezvous, meeting, heap, stay, membership.node_id)
-            if len({place.machine for place in places}) > 1:
+            infos = _exchange_infos(rendezvous, meeting, heap, stay, membership.node_id)
+            if len({info.machine for info in infos}) > 1:
                 lifecycle.end_stay(stay)
                 return None
             if world_size > _native.MAX_DEVICE_WORLD:
@@ -377,13 +377,13 @@ def meet_on_device(
                     f"of one node has at most {_native.MAX_DEVICE_WORLD}. Build several of fewer "
                     "ranks"
                 )
-            chosen = _topology(places).choose([place.uuid for place in places])
-            channels = _channels(membership, places)
+            chosen = _topology(infos).choose([info.uuid for info in infos])
+            channels = _channels(membership, infos)
             _preload(heap)
-            multiprocessors = max(1, min(_shares(places)))
+            multiprocessors = max(1, min(_shares(infos)))
             core = DeviceCore(heap, membership, chosen, channels, multiprocessors, stay)
-            core.native.limit_message_channels(_message_channels(places, channels))
-            handles = _handles(rendezvous, meeting, core, places)
+            core.native.limit_message_channels(_message_channels(infos, channels))
+            handles = _handles(rendezvous, meeting, core, infos)
             mapped = [map_device_heap(handle, heap, meeting.operation) for handle in handles]
             core.reach(handles, mapped)
             links = Links(heap, membership.rank, handles, mapped, core.native.words_bytes)
@@ -473,14 +473,14 @@ def _preload(heap: DeviceHeap) -> None:
             heap.runtime.find_kernel(heap.device, unit, name)
 
 
-def _places(
+def _exchange_infos(
     rendezvous: Rendezvous, meeting: Meeting, heap: DeviceHeap, stay: int, node_id: str
-) -> list[_DevicePlace]:
+) -> list[_DeviceInfo]:
     identity = heap.runtime.identity(heap.device)
     # One rank reads the machine for all, because equal plans need equal input and ranks in
     # different containers may see different GPUs.
     topology = _read_topology(heap) if meeting.rank == 0 else ""
-    mine = _DevicePlace(
+    mine = _DeviceInfo(
         os.getpid(),
         stay,
         identity.uuid,
@@ -490,22 +490,22 @@ def _places(
         machine_of(node_id),
     )
     operation = meeting.operation
-    found: dict[int, _DevicePlace] = {}
+    found: dict[int, _DeviceInfo] = {}
 
     def read(rank: int, text: bytes) -> None:
-        found[rank] = place = _DevicePlace.from_json(text, rank, operation)
-        if place.machine == mine.machine:
-            meeting.lookout.learn(rank, place.pid)
+        found[rank] = info = _DeviceInfo.from_json(text, rank, operation)
+        if info.machine == mine.machine:
+            meeting.lookout.learn(rank, info.pid)
 
-    rendezvous.everyone("place", asdict(mine), read)
-    places = [found[rank] for rank in range(meeting.world_size)]
-    for rank, place in enumerate(places):
-        if place.kind != heap.runtime.kind:
+    rendezvous.everyone("device", asdict(mine), read)
+    infos = [found[rank] for rank in range(meeting.world_size)]
+    for rank, info in enumerate(infos):
+        if info.kind != heap.runtime.kind:
             raise MismatchError(
-                f"{operation}: rank {rank} has a device of kind {place.kind!r}, this rank one of "
+                f"{operation}: rank {rank} has a device of kind {info.kind!r}, this rank one of "
                 f"kind {heap.runtime.kind!r}. Give all ranks the same kind of device="
             )
-    return places
+    return infos
 
 
 def _read_topology(heap: DeviceHeap) -> str:
@@ -515,56 +515,56 @@ def _read_topology(heap: DeviceHeap) -> str:
     return Topology(machine=kind, absent=f"devices of kind {kind!r} have no NVML").to_json()
 
 
-def _topology(places: Sequence[_DevicePlace]) -> Topology:
-    return from_json(places[0].topology, "topology of rank 0")
+def _topology(infos: Sequence[_DeviceInfo]) -> Topology:
+    return from_json(infos[0].topology, "topology of rank 0")
 
 
-def _message_channels(places: Sequence[_DevicePlace], channels: int) -> int:
+def _message_channels(infos: Sequence[_DeviceInfo], channels: int) -> int:
     """Returns the blocks per message beside collectives of ``channels`` blocks.
 
     The number is equal on all ranks. Every rank of a GPU may have a send, a receive and a
     collective under way at once, whose blocks may each take a multiprocessor.
     """
-    left = min(_shares(places)) - channels
-    return max(1, min(left // 2, _message_share(places)))
+    left = min(_shares(infos)) - channels
+    return max(1, min(left // 2, _message_share(infos)))
 
 
-def _message_share(places: Sequence[_DevicePlace]) -> int:
+def _message_share(infos: Sequence[_DeviceInfo]) -> int:
     """Returns the blocks per message: one where ranks share a GPU, whose collectives need the rest.
 
     On a GPU of a rank alone, messages take at most 1/4 of the multiprocessors.
     """
-    if not _alone(places):
+    if not _alone(infos):
         return 1
-    return max(1, min(_native.MESSAGE_CHANNELS, min(_shares(places)) // 8))
+    return max(1, min(_native.MESSAGE_CHANNELS, min(_shares(infos)) // 8))
 
 
-def _shares(places: Sequence[_DevicePlace]) -> list[int]:
+def _shares(infos: Sequence[_DeviceInfo]) -> list[int]:
     """Returns each rank's multiprocessors: those of its GPU divided among its ranks."""
-    ranks_on = Counter(place.uuid for place in places)
-    return [place.multiprocessors // ranks_on[place.uuid] for place in places]
+    ranks_on = Counter(info.uuid for info in infos)
+    return [info.multiprocessors // ranks_on[info.uuid] for info in infos]
 
 
-def _alone(places: Sequence[_DevicePlace]) -> bool:
+def _alone(infos: Sequence[_DeviceInfo]) -> bool:
     """True when no two ranks share a GPU."""
-    return len({place.uuid for place in places}) == len(places)
+    return len({info.uuid for info in infos}) == len(infos)
 
 
-def _channels(membership: Membership, places: Sequence[_DevicePlace]) -> int:
+def _channels(membership: Membership, infos: Sequence[_DeviceInfo]) -> int:
     """Returns the blocks per collective: the share of each rank on the most shared GPU.
 
     The number is equal on all ranks, and leaves room for the messages of all ranks of that GPU.
     """
     if membership.options.channels:
         return membership.options.channels
-    share = max(1, min(_shares(places)) - 2 * _message_share(places))
-    return min(CHANNELS_ALONE, share) if _alone(places) else share
+    share = max(1, min(_shares(infos)) - 2 * _message_share(infos))
+    return min(CHANNELS_ALONE, share) if _alone(infos) else share
 
 
 def _handles(
-    rendezvous: Rendezvous, meeting: Meeting, core: DeviceCore, places: Sequence[_DevicePlace]
+    rendezvous: Rendezvous, meeting: Meeting, core: DeviceCore, infos: Sequence[_DeviceInfo]
 ) -> list[DeviceHandle]:
-    core.announce([Peer.of(place.pid, place.stay) for place in places])
+    core.announce([Peer.of(info.pid, info.stay) for info in infos])
     recorder = core.recorder.address if core.recorder is not None else None
     mine = make_handle(core.heap, core.rank, core.world_size, core.region, core.layout, recorder)
     texts = rendezvous.everyone("heap", asdict(mine))

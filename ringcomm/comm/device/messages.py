@@ -71,11 +71,11 @@ def launches_of(messages: Sequence[PeerMessage]) -> list[list[int]]:
         launches.setdefault(launch, []).append(index)
         turns[one_way] += 1
 
-    def place(launch: tuple[int, int, int]) -> tuple[int, int, str]:
+    def position(launch: tuple[int, int, int]) -> tuple[int, int, str]:
         turn, tag, _ = launch
         return turn, tag, messages[launches[launch][0]].messages.engine.membership.name
 
-    return [launches[launch] for launch in sorted(launches, key=place)]
+    return [launches[launch] for launch in sorted(launches, key=position)]
 
 
 def launch_batch(messages: Sequence[PeerMessage]) -> DeviceWork:
@@ -184,7 +184,7 @@ class DeviceMessages:
         call = Call(name, run, into, out)
         engine = self.engine
         engine.admit(call.name, call.outputs, call.inputs)
-        runtime, device = engine.device_place
+        runtime, device = engine.device_ref
         with engine.queue.turn, runtime.on_device(device):
             engine.begin_turn(name)
             head = where(name, *engine.rank_of)
@@ -204,16 +204,16 @@ class DeviceMessages:
             after = self._messages_enqueued()
             done = SeenEvent(event, engine.records, (MESSAGES, before + 1, after))
             engine.keep(call, done, first.handle)
-        place, holds = (runtime, device, first), engine.joint_launch is not None
+        stream_ref, holds = (runtime, device, first), engine.joint_launch is not None
         check = partial(engine.check_work, name)
-        return DeviceWork(name, call.outputs, place, done, check, source, holds)
+        return DeviceWork(name, call.outputs, stream_ref, done, check, source, holds)
 
     def _messages_enqueued(self) -> int:
         records = self.engine.records
         return records.enqueued(MESSAGES) if records is not None else 0
 
     def _streams(self, sends: bool, receives: bool) -> list[Stream]:
-        runtime, device = self.engine.device_place
+        runtime, device = self.engine.device_ref
         if sends and self._send_stream is None:
             self._send_stream = runtime.make_stream(device)
         if receives and self._receive_stream is None:

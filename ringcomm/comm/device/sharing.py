@@ -222,7 +222,7 @@ Look = Callable[[Sequence[int], float], None]
 
 
 class _Arrival(NamedTuple):
-    """A rank's prepared call, its stream, and an event that marks the call's place there."""
+    """A rank's prepared call, its stream, and an event that marks the call's position there."""
 
     prepared: Prepared
     stream: int

@@ -144,7 +144,7 @@ class Gpu:
     mig_instances: tuple[str, ...] = ()
 
     @property
-    def place(self) -> tuple[bool, int, str, str]:
+    def position(self) -> tuple[bool, int, str, str]:
         """A sort key that keeps GPUs of one NUMA node (if unknown, of one CPU list) together."""
         return (self.numa_node is None, self.numa_node or 0, self.cpus or "", self.pci_bus_id)
 
@@ -746,9 +746,9 @@ def _ranges(numbers: list[int]) -> str:
 # For the cost of ring and direct see docs/algorithms.md.
 
 
-# A *ring* is an order of all devices. The one at place i sends to the one at place i + 1, the last
-# to the first. An NVLink is full duplex: a ring takes the direction of each hop, and leaves the
-# other one to its reverse.
+# A *ring* is an order of all devices. The one at position i sends to the one at position i + 1, the
+# last to the first. An NVLink is full duplex: a ring takes the direction of each hop, and leaves
+# the other one to its reverse.
 
 # The search can enumerate (8 - 1)! orders, and no machine without a switch has more GPUs.
 SEARCHED_DEVICES = 8
@@ -780,7 +780,7 @@ def best_ring(quality: Matrix) -> Ring:
 
 def hops(ring: Ring) -> Iterator[tuple[int, int]]:
     """Yields the sender and receiver of every hop of a ring."""
-    return ((ring[place - 1], ring[place]) for place in range(len(ring)))
+    return ((ring[at - 1], ring[at]) for at in range(len(ring)))
 
 
 def _orders(count: int, directed: bool) -> Iterator[Ring]:
@@ -795,10 +795,10 @@ class TopologyChoice:
 
     Attributes:
         algorithm: "direct" (every rank reads from every other) or "ring" (from one neighbour).
-        rings: orders of all ranks, each beginning with rank 0; the rank at place i sends to the
-            one at place i + 1, the last to the first. Several rings run at once with equal shares
-            of the data, and no direction of an NVLink idles. The choice "direct" has rings, too, as
-            a call may ask for "ring".
+        rings: orders of all ranks, each beginning with rank 0; the rank at position i sends to the
+            one at position i + 1, the last to the first. Several rings run at once with equal
+            shares of the data, and no direction of an NVLink idles. The choice "direct" has rings,
+            too, as a call may ask for "ring".
         reason: of the choice, for people.
     """
 
@@ -833,7 +833,7 @@ def host_choice(ranks: int) -> TopologyChoice:
 def _devices(topology: Topology, placements: Sequence[str | None]) -> list[_Device]:
     """Lists the devices in canonical order: by NUMA node, then by bus id.
 
-    Devices of unknown place follow, by their first rank.
+    Devices of unknown position follow, by their first rank.
     """
     ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(placements):
@@ -850,7 +850,7 @@ def _devices(topology: Topology, placements: Sequence[str | None]) -> list[_Devi
         devices.append(_Device(tuple(members), gpu, instance))
     return sorted(
         devices,
-        key=lambda d: (not d.known, d.gpu.place if d.gpu else (), d.ranks[0]),
+        key=lambda d: (not d.known, d.gpu.position if d.gpu else (), d.ranks[0]),
     )
 
 

@@ -628,7 +628,7 @@ class CallChecks:
             raise UnsupportedError(
                 f"{self}: {name}: expected a dense tensor with memory, got a {found}"
             )
-        self.place(name, tensor)
+        self.check_device(name, tensor)
         code = DTYPE_CODES.get(tensor.dtype)
         if code is None:
             known = ", ".join(str(dtype) for dtype in DTYPE_CODES)
@@ -637,7 +637,7 @@ class CallChecks:
             )
         return code
 
-    def place(self, name: str, tensor: Tensor) -> None:
+    def check_device(self, name: str, tensor: Tensor) -> None:
         """Checks that the tensor is on this communicator's device."""
         if not tensor.is_cpu:
             self.fail(

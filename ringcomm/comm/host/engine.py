@@ -32,10 +32,10 @@ from ringcomm.comm.host.options import check_wire, milliseconds_of
 from ringcomm.comm.host.triton import (
     NATIVE,
     HostTriton,
-    KernelPlace,
+    KernelTarget,
     TritonEnd,
     check_kernels,
-    host_place,
+    host_kernel_target,
 )
 from ringcomm.comm.recorder.reader import FlightRecorder, at_this_call_site
 from ringcomm.comm.recorder.records import Recording
@@ -664,8 +664,8 @@ class CallEngine(ABC):
         # An unusable communicator must not become usable through its Triton kernels.
         return native if isinstance(native, Unusable) else self._triton
 
-    def kernel_place(self, operation: str) -> KernelPlace:
-        """Returns the place where this rank's own Triton kernels run.
+    def kernel_target(self, operation: str) -> KernelTarget:
+        """Returns the target of this rank's own Triton kernels.
 
         Raises:
             UnsupportedError: Triton kernels cannot run there, in this process.
@@ -676,7 +676,7 @@ class CallEngine(ABC):
                 f"{head}: expected a communicator of at most {_native.MAX_DEVICE_WORLD} ranks. "
                 "Divide it with split()"
             )
-        return self._kernel_place(head)
+        return self._kernel_target(head)
 
     @property
     def segment_bytes(self) -> int:
@@ -709,8 +709,8 @@ class CallEngine(ABC):
         ``Membership.processes``, too.
         """
         found = {}
-        for place, rank in enumerate(self.membership.ranks):
-            if rank in ranks and place != self.rank and (why := self._why_lost(place)):
+        for peer, rank in enumerate(self.membership.ranks):
+            if rank in ranks and peer != self.rank and (why := self._why_lost(peer)):
                 found[rank] = why
         return found
 
@@ -749,14 +749,14 @@ class CallEngine(ABC):
         """Says whether this rank, a thread, makes no more calls; peers then do not wait for it."""
         self.owner.set_left(left)
 
-    def set_peer_left(self, place: int, left: bool) -> None:
+    def set_peer_left(self, peer: int, left: bool) -> None:
         """Notes the same for a peer whose own core this rank cannot reach."""
         return
 
     # ---- implementation -------------------------------------------------------------------------
 
     @abstractmethod
-    def _why_lost(self, place: int) -> str:
+    def _why_lost(self, peer: int) -> str:
         """Returns why a peer makes no more calls here, as the end of a sentence; "" if it may."""
 
     @abstractmethod
@@ -764,8 +764,8 @@ class CallEngine(ABC):
         """Makes the end that runs Triton's kernels; called once, when a call needs it."""
 
     @abstractmethod
-    def _kernel_place(self, head: str) -> KernelPlace:
-        """Returns the place of this rank's own Triton kernels; ``head`` begins errors."""
+    def _kernel_target(self, head: str) -> KernelTarget:
+        """Returns the target of this rank's own Triton kernels; ``head`` begins errors."""
 
     def rank_context(self) -> RankContext:
         """Returns the surroundings of this rank as a thread beside others."""
@@ -941,12 +941,12 @@ class HostEngine(CallEngine):
         super().__init__(native, native, native, membership, recorder)
         self._native = native
 
-    def _why_lost(self, place: int) -> str:
-        return why_lost(self._native, place)
+    def _why_lost(self, peer: int) -> str:
+        return why_lost(self._native, peer)
 
     def _make_triton(self, checks: CallChecks) -> TritonEnd:
         run = HostTriton(self._native, self.membership, checks)
         return TritonEnd(run, self.world_size, self.chosen(AUTO))
 
-    def _kernel_place(self, head: str) -> KernelPlace:
-        return host_place(self._native, self.membership, head)
+    def _kernel_target(self, head: str) -> KernelTarget:
+        return host_kernel_target(self._native, self.membership, head)

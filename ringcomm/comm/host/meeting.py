@@ -30,15 +30,15 @@ from ringcomm.rendezvous.handles import (
 )
 from ringcomm.rendezvous.same_node import Lookout, Parent
 
-# ---- The places of ranks on nodes, and the rails between nodes ----------------------------------
-# A *node* is a set of ranks that can map each other's memory. A rank's *place* is its number among
-# the ranks of its node. *Rail* p joins one rank of each node: the one at place p, or, on a node of
-# fewer ranks, the one at place p modulo their number. So each rank is on a rail, and where all
-# nodes have equally many ranks it is on exactly one, with N - 1 peers.
+# ---- The layout of ranks on nodes, and the rails between nodes ----------------------------------
+# A *node* is a set of ranks that can map each other's memory. A rank's *local rank* is its number
+# among the ranks of its node. *Rail* p joins one rank of each node: the one of local rank p, or, on
+# a node of fewer ranks, the one of local rank p modulo their number. So each rank is on a rail, and
+# where all nodes have equally many ranks it is on exactly one, with N - 1 peers.
 
 
 @dataclass(frozen=True)
-class Places:
+class NodeLayout:
     """The nodes of a communicator.
 
     Attributes:
@@ -52,16 +52,16 @@ class Places:
     @cached_property
     def _found(self) -> dict[int, tuple[int, int]]:
         return {
-            rank: (node, place)
+            rank: (node, local_rank)
             for node, ranks in enumerate(self.nodes)
-            for place, rank in enumerate(ranks)
+            for local_rank, rank in enumerate(ranks)
         }
 
     def node_of(self, rank: int) -> int:
         """Returns the number of a rank's node."""
         return self._found[rank][0]
 
-    def place_of(self, rank: int) -> int:
+    def local_rank_of(self, rank: int) -> int:
         """Returns a rank's number among the ranks of its node."""
         return self._found[rank][1]
 
@@ -71,9 +71,9 @@ class Places:
         return self.node_of(self.rank)
 
     @cached_property
-    def place(self) -> int:
+    def local_rank(self) -> int:
         """This rank's number among the ranks of its node."""
-        return self.place_of(self.rank)
+        return self.local_rank_of(self.rank)
 
     @cached_property
     def node_ranks(self) -> tuple[int, ...]:
@@ -96,8 +96,8 @@ class Places:
 
     def rails_of(self, rank: int) -> list[int]:
         """Returns the numbers of the rails that a rank is on."""
-        node, place = self._found[rank]
-        return list(range(place, self.num_rails, len(self.nodes[node])))
+        node, local_rank = self._found[rank]
+        return list(range(local_rank, self.num_rails, len(self.nodes[node])))
 
     @cached_property
     def _shard_indices(self) -> dict[int, int]:
@@ -105,7 +105,7 @@ class Places:
         return {rank: index for index, rank in enumerate(in_order)}
 
     def shard_index_of(self, rank: int) -> int:
-        """Returns the number of the chunk that a rank owns of state: by place, and then by node.
+        """Returns the number of the chunk that a rank owns of state: by local rank, then by node.
 
         Where nodes have equal sizes the chunks of one rail lie side by side, so that together they
         are a chunk of a node's.
@@ -127,7 +127,7 @@ def divide(
     machines: Sequence[object],
     unreached: Sequence[Mapping[int, str]],
     operation: str,
-) -> Places:
+) -> NodeLayout:
     """Divides ranks into nodes; all ranks do it from the same facts.
 
     Args:
@@ -159,7 +159,7 @@ def divide(
                         "ranks of each node a RINGCOMM_NODE_ID of their own, or let all of a "
                         "machine's ranks run as one user in one container"
                     )
-    return Places(tuple(map(tuple, nodes)), rank)
+    return NodeLayout(tuple(map(tuple, nodes)), rank)
 
 
 def _apart(first: int, second: int, unreached: Sequence[Mapping[int, str]]) -> bool:
@@ -178,7 +178,7 @@ def _apart(first: int, second: int, unreached: Sequence[Mapping[int, str]]) -> b
 #     ring       N - 1    N - 1                  2                B (N-1)/N
 #
 # Levels: nodes a block, [j a, (j+1) a), exchange first what goes to their likes in all b blocks;
-# then nodes at the same place of their blocks exchange the sums. The first round has most of the
+# then nodes at the same position in their blocks exchange the sums. The first round has most of the
 # bytes, so that they stay among neighbours. Ring: the partial sum of a target starts at the node
 # after it, goes from node to node, and grows at each.
 
@@ -232,11 +232,11 @@ def reduction(name: str, nodes: int, node: int) -> tuple[Round, ...]:
             for turn in range(nodes - 1)
         )
     near = 1 if name == "direct" else levels_of(nodes)[0]
-    first, place = node - node % near, node % near
-    alike = tuple(range(place, nodes, near))
+    first, position = node - node % near, node % near
+    alike = tuple(range(position, nodes, near))
     rounds = []
     if near > 1:
-        others = [(place + distance) % near for distance in range(1, near)]
+        others = [(position + distance) % near for distance in range(1, near)]
         rounds.append(
             Round(
                 tuple(Exchange(first + each, tuple(range(each, nodes, near))) for each in others),
@@ -320,7 +320,7 @@ class SeveralNodes:
     """
 
     world_id: int
-    places: Places
+    layout: NodeLayout
     meeting: Meeting
     rendezvous: Rendezvous
 
@@ -330,11 +330,11 @@ LEFT = "it has left the function of LocalWorld.run()"
 ENDED = "its process has ended"
 
 
-def why_lost(core: _native.Comm, place: int) -> str:
+def why_lost(core: _native.Comm, peer: int) -> str:
     """Returns why a peer makes no call on a core any more, as the end of a sentence; "": it may."""
-    if core.health(place):
-        return LEFT if core.is_thread(place) else ENDED
-    return CLOSED if core.has_closed(place) else ""
+    if core.health(peer):
+        return LEFT if core.is_thread(peer) else ENDED
+    return CLOSED if core.has_closed(peer) else ""
 
 
 # NOTE [Nodes are found]
@@ -371,13 +371,13 @@ def meet(membership: Membership, heap_bytes: int | None) -> OneNode | SeveralNod
                 _connect(core, handles, in_order, meeting.operation)
             everyone = rendezvous.confirm(handles, unreached)
             machines = [handle.machine for handle in handles]
-            places = divide(meeting.rank, machines, everyone, meeting.operation)
-            if len(places.nodes) == 1:
+            layout = divide(meeting.rank, machines, everyone, meeting.operation)
+            if len(layout.nodes) == 1:
                 _activate(core, meeting.operation)
                 return OneNode(core, in_order, meeting.lookout.processes)
-            _check_ids(places, handles, everyone, meeting)
+            _check_ids(layout, handles, everyone, meeting)
             core.close()
-            return SeveralNodes(members_of(handles), places, meeting, rendezvous)
+            return SeveralNodes(members_of(handles), layout, meeting, rendezvous)
     except BaseException as error:
         if core is not None:
             # A peer may have seen all ranks ready, and must not wait for this one.
@@ -415,7 +415,7 @@ _warned: set[str] = set()
 
 
 def _check_ids(
-    places: Places, handles: list[HeapHandle], unreached: list[dict[int, str]], meeting: Meeting
+    layout: NodeLayout, handles: list[HeapHandle], unreached: list[dict[int, str]], meeting: Meeting
 ) -> None:
     """Refuses nodes that contradict RINGCOMM_NODE_ID, and warns of a machine that is several."""
     for rank, reasons in enumerate(unreached):
@@ -428,7 +428,7 @@ def _check_ids(
                 )
     if meeting.rank != 0:
         return
-    for first, second in pairwise(ranks[0] for ranks in places.nodes):
+    for first, second in pairwise(ranks[0] for ranks in layout.nodes):
         a, b = handles[first], handles[second]
         if a.boot != b.boot or (a.node_id and b.node_id):
             continue

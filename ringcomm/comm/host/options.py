@@ -84,9 +84,10 @@ class CommOptions:
             bfloat16 and float16 in blocks of 128 with a scale, with a quarter and an eighth of the
             bytes and errors that docs/nodes.md bounds; other reductions, and those of 8 KiB or
             less, are as with "fp32". A call's own ``wire`` overrides it.
-        rails: how ranks of equal place exchange between nodes, on the host: "direct", each with
-            each; "levels", in two rounds with fewer messages; "ring", each with the next; "auto" is
-            direct, and levels from 32 nodes on. Only direct has the sums of ``sum_blocks``.
+        rails: how ranks of equal local rank exchange between nodes, on the host: "direct", each
+            with each; "levels", in two rounds with fewer messages; "ring", each with the next;
+            "auto" is direct, and levels from 32 nodes on. Only direct has the sums of
+            ``sum_blocks``.
         kernels: "native", or "triton" for the collectives that have Triton kernels
             (``all_reduce``, ``reduce_scatter_tensor``, ``all_gather_into_tensor``); a call's own
             ``kernels`` overrides it. On the host they run in Triton's interpreter.

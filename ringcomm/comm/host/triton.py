@@ -26,12 +26,12 @@ __all__ = [
     "ONE_RANK",
     "TRITON",
     "HostTriton",
-    "KernelPlace",
+    "KernelTarget",
     "TritonEnd",
     "TritonLaunch",
     "check_kernels",
-    "device_place",
-    "host_place",
+    "device_kernel_target",
+    "host_kernel_target",
     "require_triton",
 ]
 
@@ -220,7 +220,7 @@ class HostTriton:
 class TritonLaunch:
     """A rank's prepared call of a Triton kernel on a device."""
 
-    place: tuple[DeviceRuntime, int]
+    device_ref: tuple[DeviceRuntime, int]
     plan: KernelPlan
     part: RankPointers
     timeout_ns: int
@@ -239,7 +239,7 @@ class TritonLaunch:
         from ringcomm._tl.launch import launch as launch_kernel
 
         parts = [self.part, *(other.part for other in others)]
-        runtime, device = self.place
+        runtime, device = self.device_ref
         runtime.call_on_stream(
             device,
             stream,
@@ -254,8 +254,8 @@ _HEAPS = _native.STRUCTURES["table.heaps"]
 
 
 @dataclass(frozen=True)
-class KernelPlace:
-    """The place where a rank's own Triton kernels run; see ``ringcomm.tl.Context``.
+class KernelTarget:
+    """The target of a rank's own Triton kernels; see ``ringcomm.tl.Context``.
 
     Attributes:
         table: bytes of a rank table of this rank.
@@ -298,8 +298,8 @@ class KernelPlace:
             yield
 
 
-def host_place(core: _native.Comm, membership: Membership, head: str) -> KernelPlace:
-    """Returns the place of a host communicator's kernels: Triton's interpreter in this process.
+def host_kernel_target(core: _native.Comm, membership: Membership, head: str) -> KernelTarget:
+    """Returns the target of a host communicator's kernels: Triton's interpreter in this process.
 
     Raises:
         UnsupportedError: Triton compiles for GPUs here, or a peer is a thread of this process.
@@ -325,17 +325,17 @@ def host_place(core: _native.Comm, membership: Membership, head: str) -> KernelP
             )
     geometry = Geometry.of(core.geometry)
     table = core.rank_table(0)
-    return KernelPlace(table, geometry, "cpu", 1 << 20, HOST_BLOCKS, core.health, nullcontext)
+    return KernelTarget(table, geometry, "cpu", 1 << 20, HOST_BLOCKS, core.health, nullcontext)
 
 
-def device_place(
-    native: _native.DeviceComm, place: tuple[DeviceRuntime, int], blocks: int, head: str
-) -> KernelPlace:
-    """Returns the place of the kernels of a communicator on a device.
+def device_kernel_target(
+    native: _native.DeviceComm, device_ref: tuple[DeviceRuntime, int], blocks: int, head: str
+) -> KernelTarget:
+    """Returns the target of the kernels of a communicator on a device.
 
     Args:
         native: the communicator.
-        place: the device.
+        device_ref: the device.
         blocks: the number of this rank's blocks that surely run at once.
         head: of an error.
 
@@ -346,7 +346,7 @@ def device_place(
     from ringcomm._tl.geometry import Geometry
     from ringcomm._tl.hooks import IS_INTERPRETED, lives
 
-    runtime, device = place
+    runtime, device = device_ref
     if (runtime.kind == "emulated") != IS_INTERPRETED:
         raise UnsupportedError(
             f"{head}: Triton's interpreter, which TRITON_INTERPRET=1 chooses, reaches the memory "
@@ -356,6 +356,6 @@ def device_place(
     table = runtime.read(device, native.table_ptr, _native.STRUCTURES["table"])
     geometry = Geometry.of(native.geometry)
     name = f"cuda:{device}"
-    return KernelPlace(
+    return KernelTarget(
         table, geometry, name, blocks, blocks, lives, lambda: runtime.on_device(device)
     )

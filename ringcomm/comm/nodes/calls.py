@@ -17,7 +17,7 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.host.core import NothingPlain
-from ringcomm.comm.host.meeting import Places
+from ringcomm.comm.host.meeting import NodeLayout
 from ringcomm.comm.nodes.messages import NodesMessages
 from ringcomm.comm.nodes.transport import HEADER_TAG, RailMessage, Rails, memory_at, tag_of
 from ringcomm.comm.nodes.watch import RailWait, Watch
@@ -43,7 +43,7 @@ class _Failed(Exception):
     """A call has failed, and the watch knows why."""
 
 
-# The collectives of sharded training whose headers have a tag in place of a root.
+# The collectives of sharded training whose headers have a tag in local_rank of a root.
 _TAGGED = ("reduce_scatter_norm", "reduce_scatter_adamw_all_gather", "all_gather_bucket")
 _HEADER = "<q32s8sqiii"
 _COLLECTIVES = _native.RECORD_NAMES["collectives"]
@@ -131,7 +131,7 @@ class CallsOverNodes(NothingPlain):
 
     Args:
         inner: the core of this rank's node, used by nothing else.
-        places: of all ranks.
+        layout: of all ranks.
         rails: this rank's.
         watch: over all of them.
         messages: this rank's; None: it makes none.
@@ -145,7 +145,7 @@ class CallsOverNodes(NothingPlain):
     def __init__(
         self,
         inner: _native.Comm,
-        places: Places,
+        layout: NodeLayout,
         rails: Rails,
         watch: Watch,
         messages: NodesMessages | None,
@@ -153,13 +153,13 @@ class CallsOverNodes(NothingPlain):
         schedule: str,
     ) -> None:
         self._inner = inner
-        self.places = places
+        self.layout = layout
         self._rails = rails
         self._watch = watch
         self._messages = messages
         self.wire = wire
         self._schedule = schedule
-        self._world = sum(map(len, places.nodes))
+        self._world = sum(map(len, layout.nodes))
         self._scratch = Scratch()
         self._sequence = 0
         self._called = RailHeader(0, "", 0, -1, -1, -1, wire)
@@ -195,8 +195,8 @@ class CallsOverNodes(NothingPlain):
     @property
     def awaited(self) -> int:
         """As of the native core: the rank that a call waits for, for a while, or -1."""
-        place = self._inner.awaited
-        return self.places.node_ranks[place] if place >= 0 else self._watch.awaited
+        local_rank = self._inner.awaited
+        return self.layout.node_ranks[local_rank] if local_rank >= 0 else self._watch.awaited
 
     @property
     def arrivals(self) -> int:
@@ -218,13 +218,13 @@ class CallsOverNodes(NothingPlain):
 
     def recorded(self, rank: int, most: int = 0) -> bytes:
         """Returns the records of a rank of this node, which are those of calls within the node."""
-        if rank not in self.places.node_ranks:
+        if rank not in self.layout.node_ranks:
             return b""
-        place = self.places.place_of(rank)
-        return self._inner.recorded(place, *([most] if most else []))
+        local_rank = self.layout.local_rank_of(rank)
+        return self._inner.recorded(local_rank, *([most] if most else []))
 
     def abort(self, reason: str) -> None:
-        who = self.places.named(self.places.rank)
+        who = self.layout.named(self.layout.rank)
         text = f": {reason}" if reason else ""
         self._watch.fail(AbortedError(f"{who} aborted the communicator{text}"))
 
@@ -287,7 +287,7 @@ class CallsOverNodes(NothingPlain):
             optimizer: as of :meth:`RailHeader.words`.
         """
         if algorithm not in (AUTO, DIRECT):
-            who = self.places.named(self.places.rank)
+            who = self.layout.named(self.layout.rank)
             raise UnsupportedError(
                 f"{name} on {who}: algorithm: expected auto or direct over several nodes; the "
                 "others exist within one (Communicator.node)"
@@ -311,7 +311,7 @@ class CallsOverNodes(NothingPlain):
             status = self._status()
             return self._forget()
         except BaseException as error:
-            who, what = self.places.named(self.places.rank), type(error).__name__
+            who, what = self.layout.named(self.layout.rank), type(error).__name__
             if isinstance(error, KeyboardInterrupt):
                 what = "Ctrl-C"
             called = f"{self._called}{self._watch.site_of(record)}"
@@ -341,10 +341,10 @@ class CallsOverNodes(NothingPlain):
 
     def _send_headers(self) -> None:
         mine = self._called.packed()
-        for rail in self.places.rails_of(self.places.rank):
-            for node in self.places.others():
+        for rail in self.layout.rails_of(self.layout.rank):
+            for node in self.layout.others():
                 theirs = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
-                with self._meeting_on_rail(self.places.rail(rail)[node]):
+                with self._meeting_on_rail(self.layout.rail(rail)[node]):
                     header = self._rails.receive(rail, node, theirs, HEADER_TAG)
                     self._headers.append(replace(header, check=self._check_header))
                     self._sent.append(self._rails.send(rail, node, mine, HEADER_TAG))
@@ -363,16 +363,16 @@ class CallsOverNodes(NothingPlain):
     def _compare_tags(self) -> None:
         """Compares tags within the node, whose own calls have sizes alone."""
         mine = torch.tensor([self._called.root], dtype=torch.int64, device="cpu")
-        tags = mine.new_empty(len(self.places.node_ranks))
+        tags = mine.new_empty(len(self.layout.node_ranks))
         byte = _native.DTYPES["uint8"]
         self._inside(self._inner.all_gather(mine.data_ptr(), tags.data_ptr(), 8, byte, DIRECT))
-        for rank, tag in zip(self.places.node_ranks, tags.tolist(), strict=True):
+        for rank, tag in zip(self.layout.node_ranks, tags.tolist(), strict=True):
             if tag != self._called.root:
                 self._differs(rank, self._called._replace(root=tag))
 
     def _differs(self, peer: int, theirs: RailHeader) -> NoReturn:
         """Ends the call, since another rank makes another one."""
-        me, other = (self.places.named(rank) for rank in (self.places.rank, peer))
+        me, other = (self.layout.named(rank) for rank in (self.layout.rank, peer))
         self._watch.fail(
             MismatchError(
                 f"the ranks made different calls. {me.capitalize()} called {self._called}"
@@ -403,7 +403,7 @@ class CallsOverNodes(NothingPlain):
             self._watch.awaits(None)
 
     def _called_at(self) -> str:
-        """Returns the call in words, with its place in the program."""
+        """Returns the call in words, with its call site."""
         return f"{self._called}{self._watch.site_of(self._record)}"
 
     def _arrived(self, message: RailMessage) -> None:
@@ -425,14 +425,14 @@ class CallsOverNodes(NothingPlain):
         self, rail: int, node: int, ptr: int, size_bytes: int, number: int = 0
     ) -> RailMessage:
         memory, tag = memory_at(ptr, size_bytes), tag_of((self._called, number), size_bytes)
-        with self._meeting_on_rail(self.places.rail(rail)[node]):
+        with self._meeting_on_rail(self.layout.rail(rail)[node]):
             return self._rails.send(rail, node, memory, tag)
 
     def _receive(
         self, rail: int, node: int, ptr: int, size_bytes: int, number: int = 0
     ) -> RailMessage:
         memory, tag = memory_at(ptr, size_bytes), tag_of((self._called, number), size_bytes)
-        with self._meeting_on_rail(self.places.rail(rail)[node]):
+        with self._meeting_on_rail(self.layout.rail(rail)[node]):
             return self._rails.receive(rail, node, memory, tag)
 
     def _sizes_by_sender(self, ins_bytes: list[int]) -> list[list[int]]:
@@ -441,7 +441,7 @@ class CallsOverNodes(NothingPlain):
         ``ins_bytes`` are this rank's.
         """
         mine = torch.tensor(ins_bytes, dtype=torch.int64, device="cpu")
-        everyone = mine.new_empty(len(self.places.node_ranks), self._world)
+        everyone = mine.new_empty(len(self.layout.node_ranks), self._world)
         self._inside(
             self._inner.all_gather(mine.data_ptr(), everyone.data_ptr(), mine.nbytes, BYTE, DIRECT)
         )
@@ -455,32 +455,32 @@ class CallsOverNodes(NothingPlain):
             sizes: by rank of the node, the bytes that it sends to each rank.
             expected: by rank, the bytes that this rank expects of it.
         """
-        places, arriving = self.places, []
-        for node in places.others():
-            told = torch.empty(len(places.nodes[node]), dtype=torch.int64, device="cpu")
-            message = self._receive(places.place, node, told.data_ptr(), told.nbytes)
+        layout, arriving = self.layout, []
+        for node in layout.others():
+            told = torch.empty(len(layout.nodes[node]), dtype=torch.int64, device="cpu")
+            message = self._receive(layout.local_rank, node, told.data_ptr(), told.nbytes)
             arriving.append((node, told, message))
         kept = []
-        for rail in places.rails_of(places.rank):
-            for node in places.others():
-                if rail < len(places.nodes[node]):
-                    receiver = places.nodes[node][rail]
+        for rail in layout.rails_of(layout.rank):
+            for node in layout.others():
+                if rail < len(layout.nodes[node]):
+                    receiver = layout.nodes[node][rail]
                     mine = torch.tensor(
                         [row[receiver] for row in sizes], dtype=torch.int64, device="cpu"
                     )
                     kept.append(mine)
                     self._sent.append(self._send(rail, node, mine.data_ptr(), mine.nbytes))
-        sent = dict(zip(places.node_ranks, (row[places.rank] for row in sizes), strict=True))
+        sent = dict(zip(layout.node_ranks, (row[layout.rank] for row in sizes), strict=True))
         for node, told, message in arriving:
             self._arrived(message)
-            sent |= dict(zip(places.nodes[node], told.tolist(), strict=True))
+            sent |= dict(zip(layout.nodes[node], told.tolist(), strict=True))
         self._settle(self._sent)
         for rank in range(self._world):
             if sent[rank] != expected[rank]:
                 self._watch.fail(
                     MismatchError(
-                        f"the ranks disagree on an all_to_all. {places.named(places.rank)} expects "
-                        f"{expected[rank]} bytes of {places.named(rank)}, which sends "
+                        f"the ranks disagree on an all_to_all. {layout.named(layout.rank)} expects "
+                        f"{expected[rank]} bytes of {layout.named(rank)}, which sends "
                         f"{sent[rank]}. What a rank sends must be what its receiver expects"
                     )
                 )
@@ -564,7 +564,7 @@ class CollectivesOverNodes(CallsOverNodes, ABC):
         self, spans: list[Span], out_ptr: int, how: tuple[int, int, float], algo: int
     ) -> int:
         r = self._reducing("reduce_scatter", *how)
-        out = Span(out_ptr, spans[self.places.rank].elems)
+        out = Span(out_ptr, spans[self.layout.rank].elems)
         head = (sum(span.elems for span in spans) * ELEM_BYTES[r.dtype], r.dtype, r.op, -1)
         body = partial(self._reduce_to_each, spans, out, r)
         return self._call("reduce_scatter", head, algo, body)

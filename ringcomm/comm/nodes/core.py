@@ -37,9 +37,9 @@ from ringcomm.comm.nodes.transport import RailMessage, memory_at
 from ringcomm.comm.nodes.wires import AVG, FLOAT32, SUM, CodedForm, Form, Reducing, is_coded
 
 # ---- Sums and gathers over nodes: within each node, and in rounds on the rails ------------------
-# Both work on a *table*: which elements each rank owns, by node and place. Large ones are cut into
-# segments, so that while one is on the wire the next is reduced in the node, and the one before is
-# added and shared.
+# Both work on a *table*: which elements each rank owns, by node and local rank. Large ones are cut
+# into segments, so that while one is on the wire the next is reduced in the node, and the one
+# before is added and shared.
 
 Tensor = torch.Tensor
 
@@ -56,7 +56,7 @@ SEGMENT_BYTES = 2 << 20
 END_DIVISOR = 8
 
 
-# By node and place, what each rank there owns. Of all-reduce every node has as many places as there
+# By node and local rank, what each rank owns. Of all-reduce every node has as many parts as there
 # are rails, and a rank of a smaller node owns several.
 Table = list[list[Span]]
 
@@ -123,11 +123,11 @@ class NodesCore(CollectivesOverNodes):
     """One rank's core over several nodes."""
 
     def _table(self, spans: Sequence[Span]) -> Table:
-        return [[spans[rank] for rank in ranks] for ranks in self.places.nodes]
+        return [[spans[rank] for rank in ranks] for ranks in self.layout.nodes]
 
     def _pieces(self, ptr: int, begin: int, end: int, elem_bytes: int) -> Table:
         """Cuts elements [begin, end) of a buffer into a piece for each rail and node."""
-        rails, nodes = self.places.num_rails, len(self.places.nodes)
+        rails, nodes = self.layout.num_rails, len(self.layout.nodes)
         each = -(-(end - begin) // (rails * nodes))
         each = -(-each // LINE_ELEMS) * LINE_ELEMS
         whole = Span(ptr + begin * elem_bytes, end - begin)
@@ -167,22 +167,22 @@ class NodesCore(CollectivesOverNodes):
                 under_way[number][segment] = stage(segment, before)
 
     def _rows(self, table: Table, node: int) -> Iterator[tuple[int, list[Span]]]:
-        """Yields the places of a node by as many as this rank's node has ranks.
+        """Yields the spans of a node by as many as this rank's node has ranks.
 
         Each row has a span for each rank of this node, of no elements where there is none for it.
-        With it comes the place of this rank's own, which may be past the node's last.
+        With it comes the number of this rank's own, which may be past the node's last.
         """
-        spans, num_local = table[node], len(self.places.node_ranks)
+        spans, num_local = table[node], len(self.layout.node_ranks)
         for first in range(0, len(spans), num_local):
             row = spans[first : first + num_local]
             row += [Span(row[0].ptr, 0)] * (num_local - len(row))
             if any(span.elems for span in row):
-                yield first + self.places.place, row
+                yield first + self.layout.local_rank, row
 
     @property
     def _rounds(self) -> range:
         """The rounds of this communicator's schedule."""
-        return range(len(reduction(self._schedule, len(self.places.nodes), self.places.node)))
+        return range(len(reduction(self._schedule, len(self.layout.nodes), self.layout.node)))
 
     def _taken(self, begun: InFlight, size_bytes: int) -> int:
         tensor = self._scratch.take(size_bytes)
@@ -201,8 +201,8 @@ class NodesCore(CollectivesOverNodes):
         r = form.r
         size, out_size = ELEM_BYTES[r.dtype], ELEM_BYTES[out_dtype]
         segments = self._segments(max(span.elems for span in spans), 1, ELEM_BYTES[r.partial])
-        mine = Span(out_ptr, spans[self.places.rank].elems)
-        own = self.places.place
+        mine = Span(out_ptr, spans[self.layout.rank].elems)
+        own = self.layout.local_rank
 
         def begin(s: int, _: None) -> _Begun:
             return self._begin_reduction(
@@ -220,14 +220,14 @@ class NodesCore(CollectivesOverNodes):
 
     def _reduce_to_all(self, ins: Span, out: Span, r: Reducing) -> None:
         (in_ptr, elems), out_ptr = ins, out.ptr
-        places, size = self.places, ELEM_BYTES[r.dtype]
-        pieces, form = places.num_rails * len(places.nodes), self._form(r, elems)
+        layout, size = self.layout, ELEM_BYTES[r.dtype]
+        pieces, form = layout.num_rails * len(layout.nodes), self._form(r, elems)
         segments = self._segments(elems, pieces, form.segment_elem_bytes)
         sources = [self._pieces(in_ptr, *segment, size) for segment in segments]
         results = [self._pieces(out_ptr, *segment, size) for segment in segments]
 
         def add(s: int, begun: _Begun) -> _Begun:
-            own = dict(enumerate(results[s][places.node]))
+            own = dict(enumerate(results[s][layout.node]))
             if isinstance(form, CodedForm):
                 return self._code_sums(begun, own, results[s], form)
             self._end_reduction(begun, own, form, r.dtype)
@@ -277,18 +277,18 @@ class NodesCore(CollectivesOverNodes):
         ptr = self._taken(begun, sum(span.elems for span in codes))
         for node, span in enumerate(codes):
             codes[node], ptr = Span(ptr, span.elems), ptr + span.elems
-        mine = codes[self.places.node].ptr
+        mine = codes[self.layout.node].ptr
         form.write(wide.ptr, mine, wide.elems)
-        form.decode(mine, spans[self.places.node].ptr, wide.elems)
+        form.decode(mine, spans[self.layout.node].ptr, wide.elems)
         self._begin_on_rail(begun, rail, codes)
 
     def _begin_reduction(self, table: Table, form: Form) -> _Begun:
         """Reduces within the node, and sends the partial sums of the first round."""
-        begun, places = _Begun(), self.places
-        for rail in places.rails_of(places.rank):
+        begun, layout = _Begun(), self.layout
+        for rail in layout.rails_of(layout.rank):
             elems = [row[rail].elems if rail < len(row) else 0 for row in table]
             begun.rails[rail] = self._with_room(begun, rail, elems, form)
-        rounds = reduction(self._schedule, len(places.nodes), places.node)
+        rounds = reduction(self._schedule, len(layout.nodes), layout.node)
         # What leaves first is reduced first.
         for number, exchange in ((n, each) for n, turn in enumerate(rounds) for each in turn.sends):
             for target in exchange.targets:
@@ -296,20 +296,20 @@ class NodesCore(CollectivesOverNodes):
             if number == 0:
                 for on_rail in begun.rails.values():
                     self._send_parts(begun, on_rail, exchange, 0, form)
-        self._reduce_rows(begun, table, places.node, form)
+        self._reduce_rows(begun, table, layout.node, form)
         return begun
 
     def _with_room(self, begun: InFlight, rail: int, elems: Sequence[int], form: Form) -> _OnRail:
         """Takes memory for partial sums, in the order in which they leave, and for all rounds."""
-        places = self.places
-        rounds = reduction(self._schedule, len(places.nodes), places.node)
+        layout = self.layout
+        rounds = reduction(self._schedule, len(layout.nodes), layout.node)
         leaving = [
             target for turn in rounds for exchange in turn.sends for target in exchange.targets
         ]
         sizes_bytes = [form.bytes_of(each) for each in elems]
         ptr = self._taken(begun, sum(sizes_bytes))
         spans = [Span(0, 0)] * len(elems)
-        for node in (*leaving, places.node):
+        for node in (*leaving, layout.node):
             spans[node] = Span(ptr, elems[node])
             ptr += sizes_bytes[node]
         on_rail = _OnRail(rail, spans, rounds)
@@ -329,10 +329,12 @@ class NodesCore(CollectivesOverNodes):
     def _reduce_rows(self, begun: _Begun, table: Table, target: int, form: Form) -> None:
         """Reduces within the node what a node's ranks own, to partial sums on this rank's rails."""
         r = form.r
-        for place, row in self._rows(table, target):
-            mine = row[self.places.place]
-            # A place past the last rail has no elements.
-            ptr = begun.rails[place].spans[target].ptr if place in begun.rails else mine.ptr
+        for local_rank, row in self._rows(table, target):
+            mine = row[self.layout.local_rank]
+            # A number past the last rail has no elements.
+            ptr = (
+                begun.rails[local_rank].spans[target].ptr if local_rank in begun.rails else mine.ptr
+            )
             wide = ptr
             if not form.is_partial:
                 wide = self._taken(begun, mine.elems * ELEM_BYTES[r.partial])
@@ -382,7 +384,7 @@ class NodesCore(CollectivesOverNodes):
                     came.setdefault(target, []).append((parcel.peer, span.ptr))
         return {
             target: [
-                ptr for _, ptr in sorted([*terms, (self.places.node, on_rail.spans[target].ptr)])
+                ptr for _, ptr in sorted([*terms, (self.layout.node, on_rail.spans[target].ptr)])
             ]
             for target, terms in came.items()
         }
@@ -390,11 +392,11 @@ class NodesCore(CollectivesOverNodes):
     def _end_reduction(
         self, begun: _Begun, outs: Mapping[int, Span], form: Form, out_dtype: int
     ) -> None:
-        """Adds what arrives in the last round for the places that this rank owns."""
+        """Adds what arrives in the last round for the parts that this rank owns."""
         divide_by = self._world if form.r.op == AVG else 0
         for rail, on_rail in begun.rails.items():
             for ptrs in self._terms(on_rail, self._rounds[-1]).values():
-                elems = on_rail.spans[self.places.node].elems
+                elems = on_rail.spans[self.layout.node].elems
                 form.finish(ptrs, outs[rail].ptr, out_dtype, elems, divide_by)
         self._given_back(begun)
 
@@ -423,7 +425,7 @@ class NodesCore(CollectivesOverNodes):
 
     def _gather_spans(self, in_ptr: int, spans: list[Span]) -> None:
         """Gathers spans of bytes, of which this rank's lies at ``in_ptr``, too."""
-        own = spans[self.places.rank]
+        own = spans[self.layout.rank]
         if in_ptr != own.ptr and own.elems:
             memory_at(own.ptr, own.elems).copy_(memory_at(in_ptr, own.elems))
         segments = self._segments(max(span.elems for span in spans), 1, 1)
@@ -442,7 +444,7 @@ class NodesCore(CollectivesOverNodes):
         def begin(s: int, _: None) -> _Begun:
             begun = _Begun()
             self._begin_on_rail(
-                begun, self.places.place, [span.part(*segments[s], 1) for span in spans]
+                begun, self.layout.local_rank, [span.part(*segments[s], 1) for span in spans]
             )
             return begun
 
@@ -461,17 +463,17 @@ class NodesCore(CollectivesOverNodes):
             spans: by rank, where its elements belong.
             form: of the wire.
         """
-        places, size, nothing = self.places, ELEM_BYTES[form.r.dtype], Span(0, 0)
-        mine = Span(wide_ptr, spans[places.rank].elems)
+        layout, size, nothing = self.layout, ELEM_BYTES[form.r.dtype], Span(0, 0)
+        mine = Span(wide_ptr, spans[layout.rank].elems)
         elems = max(span.elems for span in spans)
         segments = self._segments(elems, 1, form.segment_elem_bytes)
         tables = [self._table([span.part(*s, size) for span in spans]) for s in segments]
 
         def begin(s: int, _: None) -> _Begun:
             begun, wide = _Begun(form=form), mine.part(*segments[s], ELEM_BYTES[FLOAT32])
-            for rail in places.rails_of(places.rank):
+            for rail in layout.rails_of(layout.rank):
                 row = [each[rail] if rail < len(each) else nothing for each in tables[s]]
-                here = wide if rail == places.place else nothing
+                here = wide if rail == layout.local_rank else nothing
                 self._begin_codes_on_rail(begun, rail, here, row, form)
             return begun
 
@@ -484,21 +486,21 @@ class NodesCore(CollectivesOverNodes):
 
     def _gather_codes_on_rail(self, wide_ptr: int, spans: list[Span], form: CodedForm) -> None:
         """Does :meth:`_gather_codes` with a span for each node, on this rank's rail alone."""
-        places, size = self.places, ELEM_BYTES[form.r.dtype]
-        mine = Span(wide_ptr, spans[places.node].elems)
+        layout, size = self.layout, ELEM_BYTES[form.r.dtype]
+        mine = Span(wide_ptr, spans[layout.node].elems)
         elems = max(span.elems for span in spans)
         segments = self._segments(elems, 1, form.segment_elem_bytes)
         rows = [[span.part(*s, size) for span in spans] for s in segments]
 
         def begin(s: int, _: None) -> _Begun:
             begun, wide = _Begun(form=form), mine.part(*segments[s], ELEM_BYTES[FLOAT32])
-            self._begin_codes_on_rail(begun, places.place, wide, rows[s], form)
+            self._begin_codes_on_rail(begun, layout.local_rank, wide, rows[s], form)
             return begun
 
         def end(s: int, begun: _Begun) -> None:
             self._pass_on(begun, self._rounds[-1])
-            codes = begun.rails[places.place].spans
-            for node in places.others():
+            codes = begun.rails[layout.local_rank].spans
+            for node in layout.others():
                 form.decode(codes[node].ptr, *rows[s][node])
             self._given_back(begun)
 
@@ -507,15 +509,15 @@ class NodesCore(CollectivesOverNodes):
     def _begin_gathering(self, table: Table, elem_bytes: int) -> _Begun:
         """Sends what this rank owns to the rail peers of the first round."""
         begun, nothing = _Begun(), Span(0, 0)
-        for rail in self.places.rails_of(self.places.rank):
+        for rail in self.layout.rails_of(self.layout.rank):
             spans = [row[rail] if rail < len(row) else nothing for row in table]
             self._begin_on_rail(begun, rail, [Span(ptr, n * elem_bytes) for ptr, n in spans])
         return begun
 
     def _begin_on_rail(self, begun: _Begun, rail: int, spans: list[Span]) -> None:
         """Begins a gathering on one rail of spans of bytes, by node."""
-        places = self.places
-        rounds = gathering(self._schedule, len(places.nodes), places.node)
+        layout = self.layout
+        rounds = gathering(self._schedule, len(layout.nodes), layout.node)
         begun.rails[rail] = on_rail = _OnRail(rail, spans, rounds)
         for number, turn in enumerate(rounds, len(rounds)):
             on_rail.arriving.append([])
@@ -576,19 +578,19 @@ class NodesCore(CollectivesOverNodes):
 
     def _end_gathering(self, begun: _Begun, table: Table, elem_bytes: int) -> None:
         """Shares with the node what this rank has of its own and what arrived for it."""
-        places = self.places
-        for node in (places.node, *places.others()):
-            for place, row in self._rows(table, node):
-                if place in begun.rails:
-                    on_rail = begun.rails[place]
+        layout = self.layout
+        for node in (layout.node, *layout.others()):
+            for local_rank, row in self._rows(table, node):
+                if local_rank in begun.rails:
+                    on_rail = begun.rails[local_rank]
                     for parcel in (each for turn in on_rail.arriving for each in turn):
                         if node in parcel.parts:
                             self._arrive(parcel, on_rail.spans)
                             if begun.form is not None:
-                                begun.form.decode(on_rail.spans[node].ptr, *row[places.place])
+                                begun.form.decode(on_rail.spans[node].ptr, *row[layout.local_rank])
                 self._inside(
                     self._inner.all_gather_list(
-                        row[places.place].ptr,
+                        row[layout.local_rank].ptr,
                         [span.ptr for span in row],
                         [span.elems * elem_bytes for span in row],
                         BYTE,
@@ -626,22 +628,23 @@ class NodesCore(CollectivesOverNodes):
         in_ptr, elems = ins
         if not elems:
             return
-        begun, places = InFlight(), self.places
+        begun, layout = InFlight(), self.layout
         size_bytes = elems * ELEM_BYTES[r.partial]
-        room = self._taken(begun, size_bytes * len(places.nodes))
-        ptrs = [room + node * size_bytes for node in range(len(places.nodes))]
+        room = self._taken(begun, size_bytes * len(layout.nodes))
+        ptrs = [room + node * size_bytes for node in range(len(layout.nodes))]
         arriving = [
-            self._receive(places.place, node, ptrs[node], size_bytes) for node in places.others()
+            self._receive(layout.local_rank, node, ptrs[node], size_bytes)
+            for node in layout.others()
         ]
-        mine = ptrs[places.node]
+        mine = ptrs[layout.node]
         _native.combine_partials([in_ptr], r.dtype, mine, r.partial, elems, r.joining, 0)
         within = SUM if r.op == AVG else r.op
         self._inside(self._inner.all_reduce(mine, mine, elems, r.partial, within, r.factor, DIRECT))
         self._sent += [
             self._send(rail, node, mine, size_bytes)
-            for rail in places.rails_of(places.rank)
-            for node in places.others()
-            if rail < len(places.nodes[node])
+            for rail in layout.rails_of(layout.rank)
+            for node in layout.others()
+            if rail < len(layout.nodes[node])
         ]
         for message in arriving:
             self._arrived(message)
@@ -652,48 +655,48 @@ class NodesCore(CollectivesOverNodes):
     def _reduce_to_root(self, root: int, ins: Span, out: Span, r: Reducing) -> None:
         """Each node reduces at the rail of the root, which adds what arrives."""
         in_ptr, elems = ins
-        begun, places, form = InFlight(), self.places, self._form(r, elems)
+        begun, layout, form = InFlight(), self.layout, self._form(r, elems)
         coded = form if isinstance(form, CodedForm) else None
         wide_bytes = elems * ELEM_BYTES[r.partial]
         size_bytes = wide_bytes if coded is None else coded.bytes_of(elems)
-        rail, node = places.place_of(root), places.node_of(root)
-        at = rail % len(places.node_ranks)
-        receives = places.place == at
-        ptrs = [0] * len(places.nodes)
+        rail, node = layout.local_rank_of(root), layout.node_of(root)
+        at = rail % len(layout.node_ranks)
+        receives = layout.local_rank == at
+        ptrs = [0] * len(layout.nodes)
         if receives:
-            room = self._taken(begun, size_bytes * len(places.nodes))
-            ptrs = [room + each * size_bytes for each in range(len(places.nodes))]
+            room = self._taken(begun, size_bytes * len(layout.nodes))
+            ptrs = [room + each * size_bytes for each in range(len(layout.nodes))]
         arriving = []
-        if places.rank == root and elems:
+        if layout.rank == root and elems:
             arriving = [
-                self._receive(rail, each, ptrs[each], size_bytes) for each in places.others()
+                self._receive(rail, each, ptrs[each], size_bytes) for each in layout.others()
             ]
-        mine = wide = ptrs[places.node]
+        mine = wide = ptrs[layout.node]
         if coded is not None and receives:
             wide = self._taken(begun, wide_bytes)
         self._inside(self._inner.reduce_partial(in_ptr, wide, elems, r.dtype, r.op, r.factor, at))
         if coded is not None and receives:
             coded.write(wide, mine, elems)
-        if receives and places.node != node and elems:
+        if receives and layout.node != node and elems:
             self._sent.append(self._send(rail, node, mine, size_bytes))
         for message in arriving:
             self._arrived(message)
-        if places.rank == root and coded is not None:
+        if layout.rank == root and coded is not None:
             coded.finish(ptrs, out.ptr, r.dtype, elems, self._world if r.op == AVG else 0)
-        elif places.rank == root:
+        elif layout.rank == root:
             self._join(begun, ptrs, out, r)
         self._settle(self._sent)
         self._scratch.give(begun.scratch)
 
     def _broadcast(self, whole: Span, root: int) -> None:
         """Passes segments from node to node along the root's rail, and shares them in each."""
-        places, size = self.places, len(self.places.nodes)
-        rail, node = places.place_of(root), places.node_of(root)
-        at = rail % len(places.node_ranks)
-        distance = (places.node - node) % size
-        before, after = (places.node - 1) % size, (places.node + 1) % size
+        layout, size = self.layout, len(self.layout.nodes)
+        rail, node = layout.local_rank_of(root), layout.node_of(root)
+        at = rail % len(layout.node_ranks)
+        distance = (layout.node - node) % size
+        before, after = (layout.node - 1) % size, (layout.node + 1) % size
         segments = [whole.part(*s, 1) for s in self._segments(whole.elems, 1, 1)]
-        relays = places.place == at
+        relays = layout.local_rank == at
         arriving = (
             [self._receive(rail, before, *segment) for segment in segments]
             if relays and distance > 0
@@ -707,23 +710,23 @@ class NodesCore(CollectivesOverNodes):
             self._inside(self._inner.broadcast(segment.ptr, segment.elems, self._called.dtype, at))
 
     def _gather_to(self, root: int, in_ptr: int, size_bytes: int, out_ptrs: Sequence[int]) -> None:
-        begun, places = InFlight(), self.places
-        rail, node = places.place_of(root), places.node_of(root)
-        at = rail % len(places.node_ranks)
-        collects = places.place == at
+        begun, layout = InFlight(), self.layout
+        rail, node = layout.local_rank_of(root), layout.node_of(root)
+        at = rail % len(layout.node_ranks)
+        collects = layout.local_rank == at
         ptrs: list[int] = []
-        if places.rank == root:
-            ptrs = [out_ptrs[rank] for rank in places.node_ranks]
+        if layout.rank == root:
+            ptrs = [out_ptrs[rank] for rank in layout.node_ranks]
         elif collects:
-            room = self._taken(begun, size_bytes * len(places.node_ranks))
-            ptrs = [room + place * size_bytes for place in range(len(places.node_ranks))]
+            room = self._taken(begun, size_bytes * len(layout.node_ranks))
+            ptrs = [room + local_rank * size_bytes for local_rank in range(len(layout.node_ranks))]
         arriving = [
             self._receive(rail, each, out_ptrs[rank], size_bytes)
-            for each in (places.others() if places.rank == root and size_bytes else ())
-            for rank in places.nodes[each]
+            for each in (layout.others() if layout.rank == root and size_bytes else ())
+            for rank in layout.nodes[each]
         ]
         self._inside(self._inner.gather(in_ptr, size_bytes, ptrs, self._called.dtype, at))
-        if collects and places.node != node and size_bytes:
+        if collects and layout.node != node and size_bytes:
             self._sent += [self._send(rail, node, ptr, size_bytes) for ptr in ptrs]
         for message in arriving:
             self._arrived(message)
@@ -733,21 +736,21 @@ class NodesCore(CollectivesOverNodes):
     def _scatter_from(
         self, root: int, in_ptrs: Sequence[int], out_ptr: int, size_bytes: int
     ) -> None:
-        begun, places = InFlight(), self.places
-        rail, node = places.place_of(root), places.node_of(root)
-        at = rail % len(places.node_ranks)
+        begun, layout = InFlight(), self.layout
+        rail, node = layout.local_rank_of(root), layout.node_of(root)
+        at = rail % len(layout.node_ranks)
         ptrs: list[int] = []
-        if places.rank == root:
-            ptrs = [in_ptrs[rank] for rank in places.node_ranks]
+        if layout.rank == root:
+            ptrs = [in_ptrs[rank] for rank in layout.node_ranks]
             self._sent += [
                 self._send(rail, each, in_ptrs[rank], size_bytes)
-                for each in (places.others() if size_bytes else ())
-                for rank in places.nodes[each]
+                for each in (layout.others() if size_bytes else ())
+                for rank in layout.nodes[each]
             ]
-        elif places.place == at:
-            room = self._taken(begun, size_bytes * len(places.node_ranks))
-            ptrs = [room + place * size_bytes for place in range(len(places.node_ranks))]
-            if places.node != node and size_bytes:
+        elif layout.local_rank == at:
+            room = self._taken(begun, size_bytes * len(layout.node_ranks))
+            ptrs = [room + local_rank * size_bytes for local_rank in range(len(layout.node_ranks))]
+            if layout.node != node and size_bytes:
                 for message in [self._receive(rail, node, ptr, size_bytes) for ptr in ptrs]:
                     self._arrived(message)
         self._inside(self._inner.scatter(ptrs, out_ptr, size_bytes, self._called.dtype, at))
@@ -760,16 +763,16 @@ class NodesCore(CollectivesOverNodes):
         So ranks have messages for their rail peers alone, each of one sender's bytes, which arrive
         where they belong.
         """
-        begun, places = InFlight(), self.places
+        begun, layout = InFlight(), self.layout
         sizes = self._sizes_by_sender([span.elems for span in ins])
         self._compare_sizes(sizes, [span.elems for span in outs])
         arriving = [
-            self._receive(places.place, node, *outs[rank])
-            for node in places.others()
-            for rank in places.nodes[node]
+            self._receive(layout.local_rank, node, *outs[rank])
+            for node in layout.others()
+            for rank in layout.nodes[node]
             if outs[rank].elems
         ]
-        node_ranks = places.node_ranks
+        node_ranks = layout.node_ranks
         self._inside(
             self._inner.all_to_all(
                 [ins[rank].ptr for rank in node_ranks],
@@ -779,8 +782,8 @@ class NodesCore(CollectivesOverNodes):
                 self._called.dtype,
             )
         )
-        for node in places.others():
-            for first in range(0, len(places.nodes[node]), len(node_ranks)):
+        for node in layout.others():
+            for first in range(0, len(layout.nodes[node]), len(node_ranks)):
                 self._collect_for(node, first, ins, sizes, begun)
         for message in arriving:
             self._arrived(message)
@@ -790,19 +793,19 @@ class NodesCore(CollectivesOverNodes):
     def _collect_for(
         self, node: int, first: int, ins: list[Span], sizes: list[list[int]], begun: InFlight
     ) -> None:
-        """Collects what goes to the ranks of a node at places from ``first`` on."""
-        places = self.places
-        targets = places.nodes[node][first : first + len(places.node_ranks)]
+        """Collects what goes to the ranks of a node from local rank ``first`` on."""
+        layout = self.layout
+        targets = layout.nodes[node][first : first + len(layout.node_ranks)]
         outgoing = [ins[rank] for rank in targets]
-        outgoing += [Span(ins[0].ptr, 0)] * (len(places.node_ranks) - len(targets))
-        rail = first + places.place
-        incoming = [Span(0, 0)] * len(places.node_ranks)
-        if places.place < len(targets):
-            target = targets[places.place]
+        outgoing += [Span(ins[0].ptr, 0)] * (len(layout.node_ranks) - len(targets))
+        rail = first + layout.local_rank
+        incoming = [Span(0, 0)] * len(layout.node_ranks)
+        if layout.local_rank < len(targets):
+            target = targets[layout.local_rank]
             incoming = [Span(0, size[target]) for size in sizes]
             room = self._taken(begun, sum(span.elems for span in incoming))
-            for place, span in enumerate(incoming):
-                incoming[place] = Span(room, span.elems)
+            for local_rank, span in enumerate(incoming):
+                incoming[local_rank] = Span(room, span.elems)
                 room += span.elems
         self._inside(
             self._inner.all_to_all(

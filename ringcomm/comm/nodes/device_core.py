@@ -36,7 +36,7 @@ from ringcomm.comm.device.launch import (
     DeviceCallEngine,
 )
 from ringcomm.comm.host.engine import EXIT_GRACE_S, Call
-from ringcomm.comm.host.meeting import Places
+from ringcomm.comm.host.meeting import NodeLayout
 from ringcomm.comm.nodes.calls import (
     BYTE,
     DIRECT,
@@ -71,9 +71,9 @@ def size_bytes(wire: str, elems: int) -> int:
     return -(-coded_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def preload(place: tuple[DeviceRuntime, int], wire: str) -> None:
+def preload(device_ref: tuple[DeviceRuntime, int], wire: str) -> None:
     """Loads a coded wire's kernels, so that no call has to load them while a peer waits."""
-    runtime, device = place
+    runtime, device = device_ref
     for dtype in _TYPES if wire in _native.WIRES else ():
         for what in ("encode_wire", "sum_wires"):
             runtime.find_kernel(device, f"wires_{wire}", f"rc_{what}_{dtype}")
@@ -234,7 +234,7 @@ class DeviceNodesCore(CollectivesOverNodes):
 
     Args:
         control: the core of this rank's node on the host, by which hosts agree on calls.
-        places: of all ranks.
+        layout: of all ranks.
         rails: on the host, for the same.
         watch: over all ranks.
         wire: as ``CommOptions.wire``.
@@ -245,19 +245,19 @@ class DeviceNodesCore(CollectivesOverNodes):
     def __init__(
         self,
         control: _native.Comm,
-        places: Places,
+        layout: NodeLayout,
         rails: Rails,
         watch: DeviceWatch,
         wire: str,
         calls: DeviceCallEngine,
         device_rails: DeviceRails,
     ) -> None:
-        super().__init__(control, places, rails, watch, None, wire, "direct")
+        super().__init__(control, layout, rails, watch, None, wire, "direct")
         self.device_watch = watch
         self.calls = calls
         self._device_rails = device_rails
-        self._runtime, self._device = calls.device_place
-        preload(calls.device_place, wire)
+        self._runtime, self._device = calls.device_ref
+        preload(calls.device_ref, wire)
 
     @property
     def segment_bytes(self) -> int:
@@ -311,9 +311,9 @@ class DeviceNodesCore(CollectivesOverNodes):
             if wire is not None:
                 self._all_reduce_in_codes(given, parts, r, wire)
                 continue
-            self._reduce_parts(given, parts[self.places.rank], r, None)
+            self._reduce_parts(given, parts[self.layout.rank], r, None)
             as_bytes = [Span(part.ptr, part.elems * size) for part in parts]
-            self._gather_parts(as_bytes[self.places.rank], as_bytes)
+            self._gather_parts(as_bytes[self.layout.rank], as_bytes)
 
     def _reduce_to_each(self, spans: list[Span], out: Span, r: Reducing) -> None:
         elems, size = [span.elems for span in spans], ELEM_BYTES[r.dtype]
@@ -328,14 +328,14 @@ class DeviceNodesCore(CollectivesOverNodes):
             self._reduce_to(root, ins.part(*segment, size), out.part(*segment, size), r, wire)
 
     def _gather_spans(self, in_ptr: int, spans: list[Span]) -> None:
-        mine = Span(in_ptr, spans[self.places.rank].elems)
+        mine = Span(in_ptr, spans[self.layout.rank].elems)
         for segment in self._segments_of(max(span.elems for span in spans), 1):
             parts = [span.part(*segment, 1) for span in spans]
             self._gather_parts(mine.part(*segment, 1), parts)
 
     def _broadcast(self, whole: Span, root: int) -> None:
         rail, node, at = self._way_to(root)
-        if self.places.place == at and whole.elems:
+        if self.layout.local_rank == at and whole.elems:
             on_device = self._bytes(whole)
             self._carry(rail, lambda: self._device_rails.broadcast(rail, on_device, node))
         self._within("broadcast", *whole, self._called.dtype, at)
@@ -344,8 +344,8 @@ class DeviceNodesCore(CollectivesOverNodes):
         def body() -> None:
             # Whoever hears of its rail peers, whose nodes have met, knows that all ranks are there.
             self._within("barrier")
-            ones = [1] * len(self.places.nodes)
-            for rail in self.places.rails_of(self.places.rank):
+            ones = [1] * len(self.layout.nodes)
+            for rail in self.layout.rails_of(self.layout.rank):
                 self._exchange_on(rail, self._room(len(ones)), self._room(len(ones)), ones, ones)
 
         return self._call("barrier", (0, -1, -1, -1), DIRECT, body)
@@ -354,7 +354,7 @@ class DeviceNodesCore(CollectivesOverNodes):
 
     def _reducing(self, name: str, dtype: int, op: int, factor: float) -> Reducing:
         """Refuses what no kernel reduces, before a peer hears of the call."""
-        check_reducible(f"{name} on {self.places.named(self.places.rank)}", dtype, op)
+        check_reducible(f"{name} on {self.layout.named(self.layout.rank)}", dtype, op)
         return Reducing(dtype, op, factor)
 
     def _call(
@@ -382,8 +382,8 @@ class DeviceNodesCore(CollectivesOverNodes):
             raise _Failed from error
 
     def _carry(self, rail: int, enqueue: Callable[[], None]) -> None:
-        ranks = self.places.rail(rail)
-        peer = ranks[next(self.places.others())]
+        ranks = self.layout.rail(rail)
+        peer = ranks[next(self.layout.others())]
         with self._meeting_on_rail(peer):
             enqueue()
 
@@ -423,29 +423,29 @@ class DeviceNodesCore(CollectivesOverNodes):
 
     @cached_property
     def _passing(self) -> list[list[int]]:
-        """By place in this node, the ranks whose data pass through it, by rail and node.
+        """By local rank on this node, the ranks whose data pass through it, by rail and node.
 
-        On rail k those are the ranks at place k of each node that has so many.
+        On rail k those are the ranks of local rank k of each node that has so many.
         """
-        nodes, num_local = self.places.nodes, len(self.places.node_ranks)
+        nodes, num_local = self.layout.nodes, len(self.layout.node_ranks)
         return [
             [
                 ranks[rail]
-                for rail in range(place, self.places.num_rails, num_local)
+                for rail in range(local_rank, self.layout.num_rails, num_local)
                 for ranks in nodes
                 if rail < len(ranks)
             ]
-            for place in range(num_local)
+            for local_rank in range(num_local)
         ]
 
     def _on_rail(self, rail: int, elems: Sequence[int]) -> list[int]:
-        """Returns by node ``elems`` of the rank at the place of the rail's number, or 0."""
-        return [elems[ranks[rail]] if rail < len(ranks) else 0 for ranks in self.places.nodes]
+        """Returns by node ``elems`` of the rank whose local rank is the rail's number, or 0."""
+        return [elems[ranks[rail]] if rail < len(ranks) else 0 for ranks in self.layout.nodes]
 
     def _way_to(self, root: int) -> tuple[int, int, int]:
-        """Returns a root's rail and node, and the place of the rail's rank on this node."""
-        rail = self.places.place_of(root)
-        return rail, self.places.node_of(root), rail % len(self.places.node_ranks)
+        """Returns a root's rail and node, and the local rank of the rail's rank on this node."""
+        rail = self.layout.local_rank_of(root)
+        return rail, self.layout.node_of(root), rail % len(self.layout.node_ranks)
 
     # ---- reductions -----------------------------------------------------------------------------
 
@@ -476,7 +476,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         packed = self._room(sum(elems), TORCH_DTYPES[r.partial])
         slices = torch.split(packed, [parts[rank].elems for rank in order])
         copy_all(slices, [self._tensor(parts[rank], r.dtype) for rank in order])
-        sums = self._room(elems[self.places.place], TORCH_DTYPES[r.partial])
+        sums = self._room(elems[self.layout.local_rank], TORCH_DTYPES[r.partial])
         self._within(
             "reduce_scatter_list",
             [chunk.data_ptr() for chunk in torch.split(packed, elems)],
@@ -490,7 +490,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         self, sums: Tensor, elems: Sequence[int], mine: Span, dtype: int, r: Reducing, wire: str
     ) -> None:
         """Sends partial sums in codes, and adds up to ``mine``, of ``dtype``, what arrives."""
-        runs = torch.split(sums, [elems[rank] for rank in self._passing[self.places.place]])
+        runs = torch.split(sums, [elems[rank] for rank in self._passing[self.layout.local_rank]])
         sizes_bytes = [size_bytes(wire, count) for count in elems]
         arrived = self._exchange_sums(self._coder.encode(wire, runs), sizes_bytes)
         self._add_up(arrived, mine, dtype, r, wire)
@@ -498,13 +498,13 @@ class DeviceNodesCore(CollectivesOverNodes):
     def _add_up(self, arrived: Tensor, out: Span, dtype: int, r: Reducing, wire: str) -> None:
         """Adds up what codes that arrived stand for, by node."""
         divide_by = self._world if r.op == AVG else 0
-        self._coder.add_up(wire, arrived, len(self.places.nodes), out, dtype, divide_by)
+        self._coder.add_up(wire, arrived, len(self.layout.nodes), out, dtype, divide_by)
 
     def _all_reduce_in_codes(
         self, given: list[Span], outs: list[Span], r: Reducing, wire: str
     ) -> None:
         """Reduces parts by rank, and gathers the sums in codes; all ranks have what these mean."""
-        mine = self._room(outs[self.places.rank].elems, TORCH_DTYPES[FLOAT32])
+        mine = self._room(outs[self.layout.rank].elems, TORCH_DTYPES[FLOAT32])
         span = Span(mine.data_ptr(), mine.numel())
         elems = [part.elems for part in given]
         self._exchange_in_codes(self._reduced_in_node(given, r), elems, span, FLOAT32, r, wire)
@@ -518,16 +518,16 @@ class DeviceNodesCore(CollectivesOverNodes):
 
     def _exchange_sums(self, sums: Tensor, elems: Sequence[int]) -> Tensor:
         """Sends the partial sums that this rank has for others; returns those of its own part."""
-        places, begin = self.places, 0
-        own = elems[places.rank]
-        arrived = self._room(own * len(places.nodes), sums.dtype)
-        for rail in places.rails_of(places.rank):
+        layout, begin = self.layout, 0
+        own = elems[layout.rank]
+        arrived = self._room(own * len(layout.nodes), sums.dtype)
+        for rail in layout.rails_of(layout.rank):
             given = self._on_rail(rail, elems)
             end = begin + sum(given)
-            if rail == places.place:
-                into, room = [own] * len(places.nodes), arrived
+            if rail == layout.local_rank:
+                into, room = [own] * len(layout.nodes), arrived
             else:
-                into, room = [0] * len(places.nodes), arrived[:0]
+                into, room = [0] * len(layout.nodes), arrived[:0]
             self._exchange_on(rail, room, sums[begin:end], into, given)
             begin = end
         return arrived
@@ -537,7 +537,7 @@ class DeviceNodesCore(CollectivesOverNodes):
 
     def _joined(self, arrived: Tensor, r: Reducing) -> Tensor:
         """Adds up what arrived, by node."""
-        nodes = len(self.places.nodes)
+        nodes = len(self.layout.nodes)
         partials = arrived.view(nodes, arrived.numel() // nodes)
         return joined(partials, r, self._world if r.op == AVG else 0)
 
@@ -563,26 +563,26 @@ class DeviceNodesCore(CollectivesOverNodes):
         whole = [given.elems] * self._world
         copies = sum(
             rail < len(ranks)
-            for rail in self.places.rails_of(self.places.rank)
-            for ranks in self.places.nodes
+            for rail in self.layout.rails_of(self.layout.rank)
+            for ranks in self.layout.nodes
         )
         self._write(self._joined(self._exchange_sums(wide.repeat(copies), whole), r), out, r)
 
     def _reduce_to(self, root: int, given: Span, out: Span, r: Reducing, wire: str | None) -> None:
         """Each node reduces at the rail of the root, which adds what arrives."""
-        places = self.places
+        layout = self.layout
         rail, node, at = self._way_to(root)
         wide = self._widened(given, r)
         sums = torch.empty_like(wide)
         self._within("reduce", wide.data_ptr(), sums.data_ptr(), given.elems, *self._in_node(r), at)
-        if places.place != at:
+        if layout.local_rank != at:
             return
         sent = sums if wire is None else self._coder.encode(wire, [sums])
-        count = sent.numel() if places.rank == root else 0
-        arrived = self._room(count * len(places.nodes), sent.dtype)
-        to_root = [sent.numel() if each == node else 0 for each in range(len(places.nodes))]
-        self._exchange_on(rail, arrived, sent, [count] * len(places.nodes), to_root)
-        if places.rank != root:
+        count = sent.numel() if layout.rank == root else 0
+        arrived = self._room(count * len(layout.nodes), sent.dtype)
+        to_root = [sent.numel() if each == node else 0 for each in range(len(layout.nodes))]
+        self._exchange_on(rail, arrived, sent, [count] * len(layout.nodes), to_root)
+        if layout.rank != root:
             return
         if wire is None:
             self._write(self._joined(arrived, r), out, r)
@@ -593,18 +593,18 @@ class DeviceNodesCore(CollectivesOverNodes):
 
     def _gather_parts(self, mine: Span, parts: list[Span]) -> None:
         """Gathers parts of bytes, by rank, of which this rank has ``mine``."""
-        places, begin = self.places, 0
+        layout, begin = self.layout, 0
         sizes = [part.elems for part in parts]
         totals = [sum(sizes[rank] for rank in passing) for passing in self._passing]
-        passed = self._room(totals[places.place])
-        for rail in places.rails_of(places.rank):
+        passed = self._room(totals[layout.local_rank])
+        for rail in layout.rails_of(layout.rank):
             into = self._on_rail(rail, sizes)
             end = begin + sum(into)
-            if rail == places.place:
-                given = self._bytes(mine).repeat(len(places.nodes))
-                leaving = [mine.elems] * len(places.nodes)
+            if rail == layout.local_rank:
+                given = self._bytes(mine).repeat(len(layout.nodes))
+                leaving = [mine.elems] * len(layout.nodes)
             else:
-                given, leaving = passed[:0], [0] * len(places.nodes)
+                given, leaving = passed[:0], [0] * len(layout.nodes)
             self._exchange_on(rail, passed[begin:end], given, into, leaving)
             begin = end
         packed = self._room(sum(totals))
@@ -615,50 +615,50 @@ class DeviceNodesCore(CollectivesOverNodes):
         copy_all([self._bytes(parts[rank]) for rank in order], slices)
 
     def _gather_to(self, root: int, in_ptr: int, size_bytes: int, out_ptrs: Sequence[int]) -> None:
-        places = self.places
+        layout = self.layout
         rail, node, at = self._way_to(root)
-        collects, num_local = places.place == at, len(places.node_ranks)
+        collects, num_local = layout.local_rank == at, len(layout.node_ranks)
         collected = self._room(size_bytes * num_local if collects else 0)
-        ptrs = [collected.data_ptr() + place * size_bytes for place in range(num_local)]
+        ptrs = [collected.data_ptr() + local_rank * size_bytes for local_rank in range(num_local)]
         self._within("gather", in_ptr, size_bytes, ptrs if collects else [], self._called.dtype, at)
         if not collects or not size_bytes:
             return
-        is_root = places.rank == root
-        into = [len(ranks) * size_bytes if is_root else 0 for ranks in places.nodes]
+        is_root = layout.rank == root
+        into = [len(ranks) * size_bytes if is_root else 0 for ranks in layout.nodes]
         to_root = [collected.numel() if each == node else 0 for each in range(len(into))]
         arrived = self._room(sum(into))
         self._exchange_on(rail, arrived, collected, into, to_root)
         if is_root:
-            order = [rank for ranks in places.nodes for rank in ranks]
+            order = [rank for ranks in layout.nodes for rank in ranks]
             outs = [self._bytes(Span(out_ptrs[rank], size_bytes)) for rank in order]
             copy_all(outs, torch.split(arrived, size_bytes))
 
     def _scatter_from(
         self, root: int, in_ptrs: Sequence[int], out_ptr: int, size_bytes: int
     ) -> None:
-        places = self.places
+        layout = self.layout
         rail, node, at = self._way_to(root)
-        has, num_local = places.place == at, len(places.node_ranks)
+        has, num_local = layout.local_rank == at, len(layout.node_ranks)
         arrived = self._room(size_bytes * num_local if has else 0)
         if has and size_bytes:
-            given, leaving = self._room(0), [0] * len(places.nodes)
-            if places.rank == root:
-                order = [rank for ranks in places.nodes for rank in ranks]
+            given, leaving = self._room(0), [0] * len(layout.nodes)
+            if layout.rank == root:
+                order = [rank for ranks in layout.nodes for rank in ranks]
                 given = torch.cat([self._bytes(Span(in_ptrs[rank], size_bytes)) for rank in order])
-                leaving = [len(ranks) * size_bytes for ranks in places.nodes]
+                leaving = [len(ranks) * size_bytes for ranks in layout.nodes]
             into = [arrived.numel() if each == node else 0 for each in range(len(leaving))]
             self._exchange_on(rail, arrived, given, into, leaving)
-        ptrs = [arrived.data_ptr() + place * size_bytes for place in range(num_local)]
+        ptrs = [arrived.data_ptr() + local_rank * size_bytes for local_rank in range(num_local)]
         self._within("scatter", ptrs if has else [], out_ptr, size_bytes, self._called.dtype, at)
 
     # ---- all-to-all -----------------------------------------------------------------------------
 
     def _exchange(self, ins: list[Span], outs: list[Span]) -> None:
         """Brings data to the local peer on the receiver's rail, and from there to the receiver."""
-        places = self.places
+        layout = self.layout
         sizes = self._sizes_by_sender([span.elems for span in ins])
         self._compare_sizes(sizes, [span.elems for span in outs])
-        passing = self._passing[places.place]
+        passing = self._passing[layout.local_rank]
         order = [rank for each in self._passing for rank in each]
         packed = self._room(sum(span.elems for span in ins))
         slices = torch.split(packed, [ins[rank].elems for rank in order])
@@ -683,16 +683,16 @@ class DeviceNodesCore(CollectivesOverNodes):
         given, begin = torch.cat(by_receiver), 0
         received = self._room(sum(span.elems for span in outs))
         to_each = [sum(row[rank] for row in sizes) for rank in range(self._world)]
-        for rail in places.rails_of(places.rank):
+        for rail in layout.rails_of(layout.rank):
             sends = self._on_rail(rail, to_each)
             end = begin + sum(sends)
-            into, room = [0] * len(places.nodes), received[:0]
-            if rail == places.place:
-                into = [sum(outs[rank].elems for rank in ranks) for ranks in places.nodes]
+            into, room = [0] * len(layout.nodes), received[:0]
+            if rail == layout.local_rank:
+                into = [sum(outs[rank].elems for rank in ranks) for ranks in layout.nodes]
                 room = received
             self._exchange_on(rail, room, given[begin:end], into, sends)
             begin = end
-        senders = [rank for ranks in places.nodes for rank in ranks]
+        senders = [rank for ranks in layout.nodes for rank in ranks]
         copy_all(
             [self._bytes(outs[rank]) for rank in senders],
             torch.split(received, [outs[rank].elems for rank in senders]),

@@ -33,7 +33,7 @@ from ringcomm.comm.host.engine import (
     refusal,
     within,
 )
-from ringcomm.comm.host.meeting import Membership, OneNode, Places, SeveralNodes, chosen, meet
+from ringcomm.comm.host.meeting import Membership, NodeLayout, OneNode, SeveralNodes, chosen, meet
 from ringcomm.comm.host.options import milliseconds_of
 from ringcomm.comm.nodes.calls import CallsOverNodes
 from ringcomm.comm.nodes.core import NodesCore
@@ -87,7 +87,7 @@ class NodesEngine(CallEngine):
         rank_of = membership.rank, len(membership.ranks)
         recorder = FlightRecorder(core, membership.name, rank_of)
         super().__init__(core, core, core, membership, recorder)
-        self.places = core.places
+        self.layout = core.layout
         self._node = node
         self._watch = watch
         # The core's threads keep the core: they would outlive a communicator that nobody closes,
@@ -98,7 +98,7 @@ class NodesEngine(CallEngine):
     def trace_as(self, world_id: int) -> None:
         """Has faults leave traces; ``world_id`` identifies the communicator on all nodes."""
         awaited = self._watch.awaiting.of
-        self._watch.trace = NodeTrace(self._recorder, self.places, awaited, world_id)
+        self._watch.trace = NodeTrace(self._recorder, self.layout, awaited, world_id)
 
     def on_wire(
         self, checks: CallChecks, wire: str | None, run: Callable[[Any], int]
@@ -116,17 +116,17 @@ class NodesEngine(CallEngine):
 
         A call over nodes stands before the calls within the node that it was made of.
         """
-        return renumbered(self._within_node(), self.places.node_ranks)
+        return renumbered(self._within_node(), self.layout.node_ranks)
 
     def _within_node(self) -> Recording:
         return super().recording()
 
-    def set_peer_left(self, place: int, left: bool) -> None:
-        if place not in self.places.node_ranks:
-            self._watch.set_left(place, left)
+    def set_peer_left(self, peer: int, left: bool) -> None:
+        if peer not in self.layout.node_ranks:
+            self._watch.set_left(peer, left)
 
-    def _why_lost(self, place: int) -> str:
-        return self._watch.why_lost(place)
+    def _why_lost(self, peer: int) -> str:
+        return self._watch.why_lost(peer)
 
     def fault(self, name: str) -> RingcommError:
         if self._watch.error is None and self.refuse is not None:
@@ -137,7 +137,7 @@ class NodesEngine(CallEngine):
         trace = self._watch.trace
         left = trace.told() if error is not None and trace is not None else ""
         worded = type(told)(
-            f"{head}, node {self.places.node}: {told}{left}. The communicator is unusable now: "
+            f"{head}, node {self.layout.node}: {told}{left}. The communicator is unusable now: "
             "close it and build a new one"
         )
         self._disable(refusal(*self.rank_of, worded))
@@ -146,7 +146,7 @@ class NodesEngine(CallEngine):
     def _make_triton(self, checks: CallChecks) -> NoReturn:
         raise UnsupportedError(f"{checks}: {TRITON_IS_OF_NODES}")
 
-    def _kernel_place(self, head: str) -> NoReturn:
+    def _kernel_target(self, head: str) -> NoReturn:
         raise UnsupportedError(f"{head}: {TRITON_IS_OF_NODES}")
 
     def _close(self, grace_s: float, in_vain_s: float) -> None:
@@ -174,25 +174,25 @@ class DeviceNodesEngine(NodesEngine):
     ) -> None:
         super().__init__(core, watch, node, membership)
         self._watched = watch
-        self.device_place: tuple[DeviceRuntime, int] = core.calls.device_place
+        self.device_ref: tuple[DeviceRuntime, int] = core.calls.device_ref
         self._last_stream: int | None = None
-        self._streams = OwnStreams(self.device_place)
+        self._streams = OwnStreams(self.device_ref)
 
     @property
     def device(self) -> torch.device:
-        runtime, device = self.device_place
+        runtime, device = self.device_ref
         return runtime.torch_device(device)
 
     @property
     def heap_device(self) -> torch.device:
-        return torch.device("cuda", self.device_place[1])
+        return torch.device("cuda", self.device_ref[1])
 
     @property
     def launches(self) -> bool:
         return True
 
     def _new_checks(self, op: str) -> CallChecks:
-        return DeviceCallChecks(op, self.rank_of, self.device_place)
+        return DeviceCallChecks(op, self.rank_of, self.device_ref)
 
     def rank_context(self) -> RankContext:
         return self._streams.of_thread()
@@ -201,7 +201,7 @@ class DeviceNodesEngine(NodesEngine):
 
     def start_call(self, call: Call, async_op: bool = False) -> Work | None:
         self.admit(call.name, call.outputs, call.inputs)
-        runtime, device = self.device_place
+        runtime, device = self.device_ref
         if runtime.is_capturing(device):
             raise UnsupportedError(
                 f"{where(call.name, *self.rank_of)}: the current stream records a "
@@ -224,7 +224,7 @@ class DeviceNodesEngine(NodesEngine):
 
     def _enqueue_on(self, stream: int, call: Call) -> None:
         """Enqueues a call on the current stream; the caller holds the turn and is on the device."""
-        runtime, device = self.device_place
+        runtime, device = self.device_ref
         last, self._last_stream = self._last_stream, stream
         if last is not None and last != stream:
             runtime.wait_event(device, stream, runtime.record_event(device, last))
@@ -245,7 +245,7 @@ class DeviceNodesEngine(NodesEngine):
 
     def _work(self, name: str, outputs: Outputs, side: Stream, done: SeenEvent) -> DeviceWork:
         return DeviceWork(
-            name, outputs, (*self.device_place, side), done, lambda: self._check_work(name)
+            name, outputs, (*self.device_ref, side), done, lambda: self._check_work(name)
         )
 
     def submit(
@@ -262,7 +262,7 @@ class DeviceNodesEngine(NodesEngine):
 
     def finish_host_side(self) -> None:
         """Blocks until the results of earlier calls can be read on the host."""
-        runtime, device = self.device_place
+        runtime, device = self.device_ref
         runtime.synchronize(device)
         self.raise_if_unusable("synchronize")
 
@@ -426,30 +426,30 @@ def _built(
     make_node: Callable[[Membership], C],
     closing: list[_Closable],
 ) -> Built[C]:
-    places, options, operation = found.places, membership.options, found.meeting.operation
-    of_node = _of_node(membership, places)
+    layout, options, operation = found.layout, membership.options, found.meeting.operation
+    of_node = _of_node(membership, layout)
     node = make_node(of_node)
     closing.append(node)
-    level = NodeLevel(membership.name, places.node, places.node_ranks)
+    level = NodeLevel(membership.name, layout.node, layout.node_ranks)
     met = _inner(replace(of_node, name=str(level)), heap_bytes, operation)
     inner = met.core
     closing.append(inner)
     store = PrefixStore(found.rendezvous.prefix, membership.store)
     connector = _connector(membership, found, options.transport)
-    rails = Rails(places, PrefixStore("rails", store), connector)
+    rails = Rails(layout, PrefixStore("rails", store), connector)
     world = range(len(membership.ranks))
-    group = connector.group(PrefixStore("messages", store), places.rank, world)
+    group = connector.group(PrefixStore("messages", store), layout.rank, world)
     # The last wait for others: who has built may leave, as nobody connects to it any more.
     awaiting = _awaiting(found, met)
     faults = _faults(membership, found)
-    watch = Watch(inner, places, awaiting, faults, rails, membership.name)
+    watch = Watch(inner, layout, awaiting, faults, rails, membership.name)
     closing.append(watch)
-    messages = NodesMessages(inner, places, group, watch)
+    messages = NodesMessages(inner, layout, group, watch)
     watch.breakable.append(messages)
     # Codes are added where they end, and so do not pass through other nodes.
     rails_asked = "direct" if options.wire in _native.WIRES else options.rails
-    schedule = chosen(rails_asked, len(places.nodes))
-    core = StepsCore(inner, places, rails, watch, messages, options.wire, schedule)
+    schedule = chosen(rails_asked, len(layout.nodes))
+    core = StepsCore(inner, layout, rails, watch, messages, options.wire, schedule)
     engine = NodesEngine(core, watch, node.engine, _having_met(membership, found))
     engine.trace_as(found.world_id)
     return Built(engine, node)
@@ -467,14 +467,14 @@ def _built_on_device(
     closing: list[_Closable],
 ) -> Built[C]:
     """Builds the node's communicators on devices, the transport, and the agreement of hosts."""
-    places, options, operation = found.places, membership.options, found.meeting.operation
+    layout, options, operation = found.layout, membership.options, found.meeting.operation
     if options.rails not in ("auto", "direct"):
         raise UnsupportedError(
             f"{operation}: rails: expected auto or direct on devices, got {options.rails}. Their "
             "transport exchanges between all nodes at once"
         )
     transport = device_transport_of(options.transport, operation)
-    of_node = _of_node(membership, places)
+    of_node = _of_node(membership, layout)
     node = make_node(of_node)
     closing.append(node)
     made = make_node(replace(of_node, name=f"{of_node.name}.calls"))
@@ -484,24 +484,24 @@ def _built_on_device(
     met = _inner(replace(of_node, name=f"{of_node.name}.hosts"), heap_bytes, operation)
     closing.append(met.core)
     store = PrefixStore(found.rendezvous.prefix, membership.store)
-    rails = Rails(places, PrefixStore("rails", store), _connector(membership, found, "gloo"))
+    rails = Rails(layout, PrefixStore("rails", store), _connector(membership, found, "gloo"))
     own = PrefixStore("transport", store)
-    device_rails = DeviceRails(places, own, transport, calls.device_place, operation)
+    device_rails = DeviceRails(layout, own, transport, calls.device_ref, operation)
     closing.append(device_rails)
     awaiting = _awaiting(found, met)
     device_rails.prove(options.timeout_s)
     faults = _faults(membership, found)
-    watch = DeviceWatch(met.core, places, awaiting, faults, rails, membership.name, calls)
+    watch = DeviceWatch(met.core, layout, awaiting, faults, rails, membership.name, calls)
     closing.append(watch)
     watch.breakable.append(device_rails)
-    core = DeviceNodesCore(met.core, places, rails, watch, options.wire, calls, device_rails)
+    core = DeviceNodesCore(met.core, layout, rails, watch, options.wire, calls, device_rails)
     return Built(DeviceNodesEngine(core, watch, node.engine, _having_met(membership, found)), node)
 
 
 def _connector(membership: Membership, found: SeveralNodes, asked: str | Transport) -> Connector:
     operation = found.meeting.operation
     return Connector(
-        found.places,
+        found.layout,
         transport_of(asked, operation),
         membership.options.timeout_s,
         operation,
@@ -510,13 +510,13 @@ def _connector(membership: Membership, found: SeveralNodes, asked: str | Transpo
     )
 
 
-def _of_node(membership: Membership, places: Places) -> Membership:
+def _of_node(membership: Membership, layout: NodeLayout) -> Membership:
     """Returns the ranks of this rank's node as members of a communicator of their own."""
     return replace(
         membership,
-        name=f"{membership.name}/node{places.node}",
-        rank=places.place,
-        ranks=tuple(membership.ranks[rank] for rank in places.node_ranks),
+        name=f"{membership.name}/node{layout.node}",
+        rank=layout.local_rank,
+        ranks=tuple(membership.ranks[rank] for rank in layout.node_ranks),
     )
 
 
@@ -534,22 +534,22 @@ def _inner(of_node: Membership, heap_bytes: int | None, operation: str) -> OneNo
 def _awaiting(found: SeveralNodes, met: OneNode) -> Awaiting:
     """Waits until the rails of all ranks stand, and maps the words of this node's ranks."""
     word = empty(1, dtype=torch.int32).fill_(-1)
-    places, operation = found.places, found.meeting.operation
-    offset_bytes = word.data_ptr() - met.heaps[places.place].base_ptr
+    layout, operation = found.layout, found.meeting.operation
+    offset_bytes = word.data_ptr() - met.heaps[layout.local_rank].base_ptr
     offsets = []
     for rank, text in enumerate(found.rendezvous.everyone("rails", {"word": offset_bytes})):
         theirs = read_record(text, rank, operation).get("word")
         if type(theirs) is not int or theirs < 0 or theirs % word.itemsize:
             raise RendezvousError(
-                f"{operation}: expected the place of a word of rank {rank}, got {shown(theirs)}"
+                f"{operation}: expected the offset of a word of rank {rank}, got {shown(theirs)}"
             )
         offsets.append(theirs)
     ptrs = []
-    for place, rank in enumerate(places.node_ranks):
-        heap = met.heaps[place]
+    for local_rank, rank in enumerate(layout.node_ranks):
+        heap = met.heaps[local_rank]
         if offsets[rank] + word.itemsize > heap.mapping.capacity_bytes:
             raise RendezvousError(
-                f"{operation}: expected the place of a word in the heap of rank {rank}, which has "
+                f"{operation}: expected the offset of a word in the heap of rank {rank}, which has "
                 f"{heap.mapping.capacity_bytes} bytes, got {offsets[rank]}"
             )
         ptrs.append(heap.base_ptr + offsets[rank])

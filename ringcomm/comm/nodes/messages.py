@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.host.meeting import Places
+from ringcomm.comm.host.meeting import NodeLayout
 from ringcomm.comm.nodes.transport import (
     FOR_EVER,
     Probe,
@@ -68,7 +68,7 @@ HEADER_BYTES = struct.calcsize(_HEADER)
 
 
 class LocalRequest:
-    """A message of the node's core, whose ranks are the places of the node."""
+    """A message of the node's core, whose ranks are local ranks."""
 
     def __init__(self, request: _native.Request, node_ranks: tuple[int, ...]) -> None:
         self._request = request
@@ -78,8 +78,8 @@ class LocalRequest:
 
     @property
     def source(self) -> int:
-        place = self._request.source
-        return self._node_ranks[place] if place >= 0 else -1
+        local_rank = self._request.source
+        return self._node_ranks[local_rank] if local_rank >= 0 else -1
 
     @property
     def dtype(self) -> str:
@@ -355,7 +355,7 @@ class NodesMessages:
 
     Args:
         inner: the core of this rank's node.
-        places: of all ranks.
+        layout: of all ranks.
         group: the transport's group of all ranks. Not a lazy group of Gloo's: there the first
             receive waits until its sender calls, too.
         watch: over all ranks.
@@ -364,12 +364,12 @@ class NodesMessages:
     def __init__(
         self,
         inner: _native.Comm,
-        places: Places,
+        layout: NodeLayout,
         group: Any,
         watch: Watch,
     ) -> None:
         self._inner = inner
-        self._places = places
+        self._layout = layout
         self._watch = watch
         self._group = group
         self._sends: dict[tuple[int, int], _Line] = {}
@@ -382,11 +382,11 @@ class NodesMessages:
 
     def post_send(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int) -> Any:
         """Begins a send to any rank; returns its request."""
-        places = self._places
-        if peer in places.node_ranks:
-            place = places.place_of(peer)
-            within = self._inner.post_send(ptr, size_bytes, place, tag, dtype)
-            return LocalRequest(within, places.node_ranks)
+        layout = self._layout
+        if peer in layout.node_ranks:
+            local_rank = layout.local_rank_of(peer)
+            within = self._inner.post_send(ptr, size_bytes, local_rank, tag, dtype)
+            return LocalRequest(within, layout.node_ranks)
         with self._guard:
             line = self._line(self._sends, peer, tag)
             line.number += 1
@@ -403,11 +403,11 @@ class NodesMessages:
 
     def post_recv(self, ptr: int, size_bytes: int, peer: int, tag: int, dtype: int) -> Any:
         """Begins a receive from a rank, or from any (negative); returns its request."""
-        places = self._places
-        if peer in places.node_ranks:
-            place = places.place_of(peer)
-            within = self._inner.post_recv(ptr, size_bytes, place, tag, dtype)
-            return LocalRequest(within, places.node_ranks)
+        layout = self._layout
+        if peer in layout.node_ranks:
+            local_rank = layout.local_rank_of(peer)
+            within = self._inner.post_recv(ptr, size_bytes, local_rank, tag, dtype)
+            return LocalRequest(within, layout.node_ranks)
         mine = MessageHeader(0, tag, dtype, size_bytes)
         with self._guard:
             if peer < 0:
@@ -456,7 +456,7 @@ class NodesMessages:
             ptr,
             mine,
             self._inner,
-            self._places.node_ranks,
+            self._layout.node_ranks,
             self._give_up_any,
             self._interrupted,
             self._look,
@@ -470,7 +470,7 @@ class NodesMessages:
         """Opens a tag: from here on its headers are received as they come."""
         if tag in self._open:
             return self._open[tag]
-        strangers = [peer for node in self._places.others() for peer in self._places.nodes[node]]
+        strangers = [peer for node in self._layout.others() for peer in self._layout.nodes[node]]
         opened = self._open[tag] = _OpenTag(len(strangers))
         for peer in strangers:
             # Receives that expect their messages already are on the line, before this.
@@ -495,8 +495,8 @@ class NodesMessages:
 
     def break_up(self) -> None:
         """Ends all messages under way. See NOTE [Ending a wait of Gloo's]."""
-        places, group = self._places, self._group
-        strangers = [peer for node in places.others() for peer in places.nodes[node]]
+        layout, group = self._layout, self._group
+        strangers = [peer for node in layout.others() for peer in layout.nodes[node]]
         if group is not None and (self._sends or self._receives) and break_up(group, strangers):
             with self._guard:
                 begun = list(self._begun)
@@ -570,11 +570,11 @@ class NodesMessages:
             if request.source >= 0:
                 for_ever_s = FOR_EVER.total_seconds()
                 self._watch.on_rail(request.source, request.called, 0.0, for_ever_s, why)
-            elif isinstance(request, AnyRequest) and len(self._places.node_ranks) > 1:
+            elif isinstance(request, AnyRequest) and len(self._layout.node_ranks) > 1:
                 request.stay_within(self._inner)
                 return
             else:
-                who = self._places.named(self._places.rank)
+                who = self._layout.named(self._layout.rank)
                 text = f"{who} in {request.called}, from any rank: all others have ended or closed"
                 self._watch.fail(PeerLost(text))
         request.end(PEER_LOST)
@@ -588,7 +588,7 @@ class NodesMessages:
             self._watch.on_rail(request.source, request.called, waited_s, timeout_s, broken or "")
 
     def _interrupted(self, request: RailRequest) -> None:
-        who = self._places.named(self._places.rank)
+        who = self._layout.named(self._layout.rank)
         self._watch.fail(AbortedError(f"{who} was interrupted (Ctrl-C) in {request.called}"))
 
     def _give_up_any(self, request: AnyRequest, waited_s: float) -> None:
@@ -598,17 +598,17 @@ class NodesMessages:
             return
         if waited_s * 1000 < self._inner.timeout_ms:
             return
-        places = self._places
+        layout = self._layout
         gone = self._open[request.expected.tag].gone | {
             rank
-            for place, rank in enumerate(places.node_ranks)
-            if rank != places.rank and self._inner.health(place)
+            for local_rank, rank in enumerate(layout.node_ranks)
+            if rank != layout.rank and self._inner.health(local_rank)
         }
-        ended = ", ".join(map(places.named, sorted(gone)))
+        ended = ", ".join(map(layout.named, sorted(gone)))
         told = f". Of those that could have, {ended} ended or closed before" if gone else ""
         self._watch.fail(
             timed_out(
-                f"{places.named(places.rank)} in {request.called}, from any rank,",
+                f"{layout.named(layout.rank)} in {request.called}, from any rank,",
                 waited_s * 1000,
                 f"a message, which no rank has sent{told}",
                 "Look at what the senders do",

@@ -1,8 +1,8 @@
 """The calls of an optimizer's step over several nodes, and what stage 3 of ZeRO gathers.
 
-A bucket has W = N L chunks, for N nodes of L ranks. The rank at place l of node n owns chunk
+A bucket has W = N L chunks, for N nodes of L ranks. The rank of local rank l on node n owns chunk
 l N + n: so the chunks of one rail lie side by side, and make up chunk l of L, which in each node is
-that of the rank at place l. Each node reduces its gradients into partial sums in FP32, one for each
+that of local rank l. Each node reduces its gradients into partial sums in FP32, one for each
 chunk, which travel on the rail of the chunk's owner and are added there in the order of the nodes.
 Updated chunks return on the rails, and each node shares what its ranks received. With gradients of
 G bytes (of the wire's type) and parameters of P bytes (of theirs) (G + P) (N-1)/N leave a node.
@@ -10,9 +10,9 @@ Where parameters travel in codes a rank codes the FP32 masters of its chunk, and
 others decode.
 
 Where each node has a copy of the state (``Steps.per_node``) a bucket has L chunks, and the rank
-at place l of every node keeps state for chunk l. The chunk has a part for each rank of its rail,
-which adds the partial sums of that part. The sums return on the rails, in FP32 or in the codes of
-the wire, instead of the parameters: with S bytes of them (G + S) (N-1)/N leave a node.
+of local rank l on every node keeps state for chunk l. The chunk has a part for each rank of its
+rail, which adds the partial sums of that part. The sums return on the rails, in FP32 or in the
+codes of the wire, instead of the parameters: with S bytes of them (G + S) (N-1)/N leave a node.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.host.arguments import DTYPE_CODES
 from ringcomm.comm.host.engine import Call, CallEngine, Use, Work, itself
-from ringcomm.comm.host.meeting import Places
+from ringcomm.comm.host.meeting import NodeLayout
 from ringcomm.comm.nodes import wires
 from ringcomm.comm.nodes.calls import AUTO, BYTE, ELEM_BYTES, Span
 from ringcomm.comm.nodes.core import NodesCore
@@ -156,13 +156,13 @@ class StepsCore(NodesCore):
 
     def residual_of(self, bucket_elems: int, per_node: bool) -> Residual:
         """Returns the residual of a bucket that owes nothing yet; nodes have equal sizes."""
-        bucket, places = Span(0, bucket_elems), self.places
+        bucket, layout = Span(0, bucket_elems), self.layout
         if per_node:
-            chunk = self._node_chunks(*bucket, 1)[places.place]
-            sums = self._parts(chunk, bucket_elems, 1)[places.node]
+            chunk = self._node_chunks(*bucket, 1)[layout.local_rank]
+            sums = self._parts(chunk, bucket_elems, 1)[layout.node]
         else:
             chunks = self._chunks(*bucket, 1)
-            own = [chunks[rank] for rank in places.rail(places.place)]
+            own = [chunks[rank] for rank in layout.rail(layout.local_rank)]
             chunk, sums = Span(own[0].ptr, sum(each.elems for each in own)), Span(0, 0)
         partial, of_sums = (
             torch.zeros(each.elems, dtype=torch.float32, device="cpu") for each in (chunk, sums)
@@ -224,7 +224,7 @@ class StepsCore(NodesCore):
         )
 
     def all_gather_on_rail(self, ptrs: Sequence[int], sizes_bytes: Sequence[int], algo: int) -> int:
-        """Gathers among the ranks of this rank's rail alone, in place.
+        """Gathers among the ranks of this rank's rail alone, in local_rank.
 
         Args:
             ptrs: by node, where the bytes of its rank of the rail belong; this node's are there.
@@ -254,19 +254,19 @@ class StepsCore(NodesCore):
     def _chunks(self, ptr: int, elems: int, elem_bytes: int) -> list[Span]:
         """Returns by rank the chunk of a bucket that it owns."""
         each, whole = _native.chunk_elems(elems, self._world), Span(ptr, elems)
-        indices = map(self.places.shard_index_of, range(self._world))
+        indices = map(self.layout.shard_index_of, range(self._world))
         return [whole.part(at * each, (at + 1) * each, elem_bytes) for at in indices]
 
     def _node_chunks(self, ptr: int, elems: int, elem_bytes: int) -> list[Span]:
-        """Returns by place the chunk of a bucket that a rank of each node keeps state for."""
-        places = range(len(self.places.node_ranks))
-        each, whole = _native.chunk_elems(elems, len(places)), Span(ptr, elems)
-        return [whole.part(at * each, (at + 1) * each, elem_bytes) for at in places]
+        """Returns by local rank the chunk of a bucket that a rank of each node keeps state for."""
+        local_ranks = range(len(self.layout.node_ranks))
+        each, whole = _native.chunk_elems(elems, len(local_ranks)), Span(ptr, elems)
+        return [whole.part(at * each, (at + 1) * each, elem_bytes) for at in local_ranks]
 
     def _parts(self, chunk: Span, bucket_elems: int, elem_bytes: int) -> list[Span]:
         """Returns by node the part of a node's chunk whose partial sums a rank there adds."""
-        nodes = range(len(self.places.nodes))
-        each = _native.chunk_elems(bucket_elems, len(self.places.node_ranks))
+        nodes = range(len(self.layout.nodes))
+        each = _native.chunk_elems(bucket_elems, len(self.layout.node_ranks))
         part = _native.chunk_elems(each, len(nodes))
         return [chunk.part(node * part, (node + 1) * part, elem_bytes) for node in nodes]
 
@@ -278,28 +278,28 @@ class StepsCore(NodesCore):
         Returns:
             The part of that whose partial sums this rank has added.
         """
-        size, places = ELEM_BYTES[r.dtype], self.places
+        size, layout = ELEM_BYTES[r.dtype], self.layout
         form = self._form(r, bucket.elems)
         if target.residual is not None and isinstance(form, CodedForm):
             target.residual.follow_scale()
             form = FeedbackForm(r, form.code, bucket.ptr, size, target.residual)
         if not per_node:
             spans = self._chunks(*bucket, size)
-            own = Span(target.out, spans[places.rank].elems)
+            own = Span(target.out, spans[layout.rank].elems)
             self._reduce_own(spans, own, form, target.accumulate)
             return own
         chunks = self._node_chunks(*bucket, size)
         parts = [self._parts(chunk, bucket.elems, size) for chunk in chunks]
         ranks = range(self._world)
-        spans = [parts[places.place_of(rank)][places.node_of(rank)] for rank in ranks]
-        out = Span(target.out, chunks[places.place].elems)
+        spans = [parts[layout.local_rank_of(rank)][layout.node_of(rank)] for rank in ranks]
+        out = Span(target.out, chunks[layout.local_rank].elems)
         outs = self._parts(out, bucket.elems, ELEM_BYTES[FLOAT32])
         if isinstance(form, CodedForm):
             self._reduce_own_in_codes(spans, outs, form, target.accumulate)
         else:
-            self._reduce_own(spans, outs[places.node], form, target.accumulate)
+            self._reduce_own(spans, outs[layout.node], form, target.accumulate)
             self._gather_on_rail(_in_bytes(outs, FLOAT32))
-        return outs[places.node]
+        return outs[layout.node]
 
     def _reduce_own_in_codes(
         self, spans: list[Span], outs: list[Span], form: CodedForm, accumulate: bool
@@ -309,7 +309,7 @@ class StepsCore(NodesCore):
         The sums are coded once more, and each node has what it decodes. What was there before is
         added to as it is: its codes are not coded again.
         """
-        mine = outs[self.places.node]
+        mine = outs[self.layout.node]
         widest = max(out.elems for out in outs)
         fresh = self._scratch.take(widest * ELEM_BYTES[FLOAT32])
         sizes_bytes = [form.bytes_of(out.elems) for out in outs]
@@ -317,7 +317,7 @@ class StepsCore(NodesCore):
         begins = accumulate_sizes(sizes_bytes, initial=room.data_ptr())
         codes = [Span(*each) for each in zip(begins, sizes_bytes, strict=False)]
         self._reduce_spans(spans, fresh.data_ptr(), form, FLOAT32)
-        form.write_sums(fresh.data_ptr(), codes[self.places.node].ptr, mine.elems)
+        form.write_sums(fresh.data_ptr(), codes[self.layout.node].ptr, mine.elems)
         self._gather_on_rail(codes)
         for out, coded in zip(outs, codes, strict=True):
             to = fresh.data_ptr() if accumulate else out.ptr
@@ -343,16 +343,16 @@ class StepsCore(NodesCore):
         # A peer that makes another call must not find out after this rank has changed parameters.
         self._check_headers()
         _native.adamw_shard(shard, grad, grad_dtype)
-        read, places = _NodeShard.of(shard), self.places
+        read, layout = _NodeShard.of(shard), self.layout
         cut = self._node_chunks if per_node else self._chunks
         spans = _in_bytes(
             cut(read.params, read.bucket_elems, ELEM_BYTES[read.param_dtype]), read.param_dtype
         )
         if not per_node:
-            self._gather_spans(spans[places.rank].ptr, spans)
+            self._gather_spans(spans[layout.rank].ptr, spans)
             return
         ptrs, sizes_bytes = zip(*spans, strict=True)
-        own = spans[places.place].ptr
+        own = spans[layout.local_rank].ptr
         self._inside(self._inner.all_gather_list(own, list(ptrs), list(sizes_bytes), BYTE))
 
 
@@ -398,12 +398,12 @@ class StepCalls:
 
     Args:
         engine: of the communicator.
-        places: of its ranks.
+        layout: of its ranks.
     """
 
-    def __init__(self, engine: CallEngine, places: Places) -> None:
+    def __init__(self, engine: CallEngine, layout: NodeLayout) -> None:
         self._engine = engine
-        self._places = places
+        self._layout = layout
 
     def calls_of(self, state: str, wire: str | None = None) -> Use:
         """Returns the function that maps the core to the one whose calls an optimizer makes.
@@ -412,7 +412,7 @@ class StepCalls:
             state: "world" where state is sharded over all ranks, "node" where each node has a copy.
             wire: of sums of gradients between nodes; None for that of the communicator.
         """
-        if len(self._places.nodes) == 1:
+        if len(self._layout.nodes) == 1:
             return itself
         return methodcaller("steps", state == "node", wire)
 
@@ -448,13 +448,13 @@ class StepCalls:
         self._engine.start_call(Call("all_gather_bucket", run, [bucket]))
 
     def all_gather_on_rail(self, parts: Sequence[Tensor], async_op: bool = False) -> Work | None:
-        """Gathers among the ranks of this one's rail alone, in place.
+        """Gathers among the ranks of this one's rail alone, in local_rank.
 
         Args:
             parts: by node, contiguous; that of this rank's node is sent, the others are written.
             async_op: return a Work at once instead of waiting.
         """
-        if len(self._places.nodes) == 1:
+        if len(self._layout.nodes) == 1:
             return None
         ptrs = [part.data_ptr() for part in parts]
         sizes_bytes = [part.nbytes for part in parts]

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch.distributed import BroadcastOptions, HashStore, PrefixStore, Store, is_nccl_available
 
-from ringcomm.comm.host.meeting import Places
+from ringcomm.comm.host.meeting import NodeLayout
 from ringcomm.cuda.runtime import DeviceRuntime, Stream
 from ringcomm.errors import (
     ArgumentError,
@@ -151,12 +151,12 @@ def _address_of(interface: str) -> str:
             return f"no IPv4 address: {error.strerror}"
 
 
-# Where Gloo's and torch's C++ begins its messages with a place in its sources.
+# Where Gloo's and torch's C++ begins its messages with a line of its sources.
 _SOURCE = re.compile(r"\[[^\]]*?[\w./-]+\.(?:cc|cpp|h|hpp):\d+\] ?")
 
 
 def told_by(error: BaseException | str) -> str:
-    """Returns what a transport says, on one line, without places in its sources."""
+    """Returns what a transport says, on one line, without lines of its sources."""
     return printable(_SOURCE.sub("", str(error)).strip().partition("\n")[0][:200])
 
 
@@ -243,7 +243,7 @@ class Connector:
     """Has a transport make groups with ranks of other nodes.
 
     Args:
-        places: of all ranks.
+        layout: of all ranks.
         transport: makes the groups.
         timeout_s: of the communicator, in seconds.
         operation: named in errors.
@@ -256,14 +256,14 @@ class Connector:
 
     def __init__(
         self,
-        places: Places,
+        layout: NodeLayout,
         transport: Transport,
         timeout_s: float,
         operation: str,
         rendezvous: Rendezvous,
         store: Store,
     ) -> None:
-        self._places = places
+        self._layout = layout
         self._transport = transport
         self._timeout = timedelta(seconds=min(timeout_s, CONNECT_S))
         self._operation = operation
@@ -298,7 +298,7 @@ class Connector:
             SPARE_DESCRIPTORS + 2 * len(ranks), self._operation, "the connections to other nodes"
         )
         outcome, ended = _Outcome(), threading.Event()
-        peers = [rank for rank in ranks if rank != self._places.rank]
+        peers = [rank for rank in ranks if rank != self._layout.rank]
         look = partial(self._rendezvous.look_for_failures, peers)
         asking = AskingStore(store, look)
         self._asking.append(asking)  # as long as what the transport has made of it
@@ -346,29 +346,29 @@ class Connector:
             raise
 
     def _failed(self, error: Exception, ranks: Sequence[int]) -> RendezvousError:
-        places = self._places
+        layout = self._layout
         if self._transport is not gloo:
-            return transport_failed(self._operation, places, self._transport, error)
+            return transport_failed(self._operation, layout, self._transport, error)
         peers = ", ".join(
-            f"{places.named(rank)} at {self._from[rank]}" for rank in ranks if rank != places.rank
+            f"{layout.named(rank)} at {self._from[rank]}" for rank in ranks if rank != layout.rank
         )
-        return self._unreachable(self._from[places.rank], peers, error)
+        return self._unreachable(self._from[layout.rank], peers, error)
 
     def _unreachable(self, here: str, peers: str, error: BaseException) -> RendezvousError:
         return RendezvousError(
-            f"{self._operation}: {self._places.named(self._places.rank)} expected to connect from "
+            f"{self._operation}: {self._layout.named(self._layout.rank)} expected to connect from "
             f"{here} to {peers}, got: {told_by(error)}. Name the interface that all nodes share in "
             "RINGCOMM_SOCKET_IFNAME, and let no firewall close its ports"
         )
 
 
 def transport_failed(
-    operation: str, places: Places, transport: Transport, error: BaseException
+    operation: str, layout: NodeLayout, transport: Transport, error: BaseException
 ) -> RendezvousError:
     """Returns the error of a user's transport function that has raised."""
     name = getattr(transport, "__qualname__", type(transport).__qualname__)
     return RendezvousError(
-        f"{operation}: {places.named(places.rank)} called the function {name} of "
+        f"{operation}: {layout.named(layout.rank)} called the function {name} of "
         f"CommOptions(transport=) for a process group, and it raised {type(error).__name__}: "
         f"{told_by(error)}"
     )
@@ -601,7 +601,7 @@ class Rails:
     """The rails that this rank is on, each with a process group of the transport's.
 
     Args:
-        places: of all ranks.
+        layout: of all ranks.
         store: of this communicator alone.
         connector: makes the groups.
 
@@ -609,26 +609,26 @@ class Rails:
         RendezvousError: a rank of a rail cannot be reached; says from which address.
     """
 
-    def __init__(self, places: Places, store: Store, connector: Connector) -> None:
-        self.places = places
+    def __init__(self, layout: NodeLayout, store: Store, connector: Connector) -> None:
+        self.layout = layout
         self._waiter = Waiter("ringcomm-rail")
         self._connector = connector  # which keeps what the groups need
         self._groups: dict[int, Any] = {
             number: connector.group(
-                PrefixStore(f"rail{number}", store), places.node, places.rail(number)
+                PrefixStore(f"rail{number}", store), layout.node, layout.rail(number)
             )
-            for number in places.rails_of(places.rank)
+            for number in layout.rails_of(layout.rank)
         }
 
     def send(self, rail: int, node: int, memory: Tensor, tag: int) -> RailMessage:
         """Starts to send memory, contiguous and of one dimension, to a node's rank on a rail."""
         work = begun(lambda: self._groups[rail].send([memory], node, tag))
-        return RailMessage(work, self.places.rail(rail)[node], memory)
+        return RailMessage(work, self.layout.rail(rail)[node], memory)
 
     def receive(self, rail: int, node: int, memory: Tensor, tag: int) -> RailMessage:
         """Starts to receive from a node's rank on a rail; the sizes must be equal."""
         work = begun(lambda: self._groups[rail].recv([memory], node, tag))
-        return RailMessage(work, self.places.rail(rail)[node], memory)
+        return RailMessage(work, self.layout.rail(rail)[node], memory)
 
     def wait(self, messages: Sequence[RailMessage]) -> None:
         """Waits for messages; the watch breaks the rails up when that takes too long.
@@ -641,12 +641,12 @@ class Rails:
     def look(self, peer: int) -> None:
         """Raises RuntimeError if a rail of this rank has lost its connection to a rank."""
         for rail, group in self._groups.items():
-            if peer in self.places.rail(rail):
-                look_at_connection(group, self.places.node_of(peer))
+            if peer in self.layout.rail(rail):
+                look_at_connection(group, self.layout.node_of(peer))
 
     def break_up(self) -> None:
         """Ends all messages under way. See NOTE [Ending a wait of Gloo's]."""
-        others = tuple(self.places.others())
+        others = tuple(self.layout.others())
         are_quiet = [break_up(group, others) for group in self._groups.values()]
         if all(are_quiet):
             self._waiter.give_up()
@@ -728,10 +728,10 @@ class DeviceRails:
     """The rails that this rank is on, each with a process group of the transport's.
 
     Args:
-        places: of all ranks.
+        layout: of all ranks.
         store: of this communicator's transport alone.
         transport: makes the groups.
-        place: the runtime, and this rank's device.
+        device_ref: the runtime, and this rank's device.
         operation: named in errors.
 
     Raises:
@@ -740,30 +740,30 @@ class DeviceRails:
 
     def __init__(
         self,
-        places: Places,
+        layout: NodeLayout,
         store: Store,
         transport: Transport,
-        place: tuple[DeviceRuntime, int],
+        device_ref: tuple[DeviceRuntime, int],
         operation: str,
     ) -> None:
-        self.places = places
-        self.runtime, self.device = place
+        self.layout = layout
+        self.runtime, self.device = device_ref
         self._operation = operation
         self._groups: dict[int, Any] = {}
         self._broken = False
-        for rail in places.rails_of(places.rank):
+        for rail in layout.rails_of(layout.rank):
             own = PrefixStore(f"rail{rail}", store)
             try:
                 with self.runtime.on_device(self.device):
                     group = transport(
-                        own, places.node, len(places.nodes), timedelta(seconds=CONNECT_S)
+                        own, layout.node, len(layout.nodes), timedelta(seconds=CONNECT_S)
                     )
             except RingcommError:
                 raise
             except Exception as error:
                 if transport is nccl:
                     raise self._unreachable(rail, told_by(error)) from error
-                raise transport_failed(operation, places, transport, error) from error
+                raise transport_failed(operation, layout, transport, error) from error
             for name in ("alltoall_base", "broadcast"):
                 if not callable(getattr(group, name, None)):
                     raise ArgumentError(
@@ -784,7 +784,7 @@ class DeviceRails:
         deadline = Deadline(min(timeout_s, CONNECT_S))
         with runtime.on_device(device), runtime.on_stream(stream):
             for rail in self._groups:
-                expected = list(self.places.rail(rail))
+                expected = list(self.layout.rail(rail))
                 try:
                     found = self._numbers(rail, stream, deadline)
                 except RuntimeError as error:
@@ -794,9 +794,9 @@ class DeviceRails:
 
     def _numbers(self, rail: int, stream: Stream, deadline: Deadline) -> list[int]:
         """Returns what the ranks of a rail say that their numbers are."""
-        ones = [1] * len(self.places.nodes)
+        ones = [1] * len(self.layout.nodes)
         on = self.runtime.torch_device(self.device)
-        mine = torch.full((len(ones),), self.places.rank, dtype=torch.int64, device=on)
+        mine = torch.full((len(ones),), self.layout.rank, dtype=torch.int64, device=on)
         theirs = torch.full_like(mine, -1)
         self.exchange(rail, theirs, mine, ones, ones)
         arrived = self.runtime.record_event(self.device, stream.handle)
@@ -809,11 +809,11 @@ class DeviceRails:
         return numbers
 
     def _unreachable(self, rail: int, said: str) -> RendezvousError:
-        places = self.places
-        peers = ", ".join(places.named(rank) for rank in places.rail(rail) if rank != places.rank)
+        layout = self.layout
+        peers = ", ".join(layout.named(rank) for rank in layout.rail(rail) if rank != layout.rank)
         return RendezvousError(
             f"{self._operation}: expected the transport to connect device {self.device} of "
-            f"{places.named(places.rank)} to {peers}, got: {said}. See what the transport reports "
+            f"{layout.named(layout.rank)} to {peers}, got: {said}. See what the transport reports "
             "(NCCL_DEBUG=INFO), and name the interface that all nodes share in NCCL_SOCKET_IFNAME"
         )
 
@@ -856,7 +856,7 @@ class DeviceRails:
         """Ends all that is under way in the transport's groups, which are dead then."""
         self._broken = True
         for group in tuple(self._groups.values()):
-            break_up(group, self.places.others())
+            break_up(group, self.layout.others())
 
     def close(self) -> None:
         """Gives up the groups, once nothing is under way."""

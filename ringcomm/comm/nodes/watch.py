@@ -27,7 +27,7 @@ from torch.distributed import Store
 from ringcomm import _native, errors
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.host.engine import Call
-from ringcomm.comm.host.meeting import ENDED, LEFT, Places, why_lost
+from ringcomm.comm.host.meeting import ENDED, LEFT, NodeLayout, why_lost
 from ringcomm.comm.nodes.transport import ARRIVAL_S, Probe, join, told_by
 from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.reader import (
@@ -52,7 +52,7 @@ from ringcomm.errors import (
     timed_out,
 )
 from ringcomm.process import Deadline
-from ringcomm.rendezvous.handles import store_place
+from ringcomm.rendezvous.handles import store_address
 
 # ---- The trace file that the ranks of one node leave at a fault of a communicator over nodes ----
 # Only the ranks of a node can read each other's records, so every node has a file of its own.
@@ -70,19 +70,23 @@ class NodeTrace:
     """The trace of one fault, as one rank leaves it unless another rank of its node has.
 
     Args:
-        recorder: reads the records of this node's ranks, which it numbers by place.
-        places: of all ranks.
-        awaited: returns whom the rank at a place waits for on a rail, -1: nobody.
+        recorder: reads the records of this node's ranks, which it numbers by local rank.
+        layout: of all ranks.
+        awaited: returns whom the rank of a local rank waits for on a rail, -1: nobody.
         world_id: identifies the communicator on all nodes.
     """
 
     def __init__(
-        self, recorder: FlightRecorder, places: Places, awaited: Callable[[int], int], world_id: int
+        self,
+        recorder: FlightRecorder,
+        layout: NodeLayout,
+        awaited: Callable[[int], int],
+        world_id: int,
     ) -> None:
         self._recorder = recorder
-        self._places = places
+        self._layout = layout
         self._awaited = awaited
-        self._of_node = OfNode(world_id, places.node, places.nodes)
+        self._of_node = OfNode(world_id, layout.node, layout.nodes)
         self._copies: list[bytes] = []
         self._waits: list[int] = []
         self._trouble = ""
@@ -94,7 +98,9 @@ class NodeTrace:
         if reader.is_off():
             return
         try:
-            self._waits = [self._awaited(place) for place in range(len(self._places.node_ranks))]
+            self._waits = [
+                self._awaited(local_rank) for local_rank in range(len(self._layout.node_ranks))
+            ]
             self._copies = self._recorder.copies()
         except Exception as trouble:
             self._trouble = f". No trace was written: {trouble}"
@@ -112,13 +118,13 @@ class NodeTrace:
         return self._trouble if self._writing is None else self._writing.told()
 
     def _leave(self, error: str) -> str:
-        recording = renumbered(self._recorder.read(self._copies), self._places.node_ranks)
+        recording = renumbered(self._recorder.read(self._copies), self._layout.node_ranks)
         ranks = []
         for each in recording.ranks:
-            beyond = self._waits[self._places.place_of(each.rank)]
+            beyond = self._waits[self._layout.local_rank_of(each.rank)]
             ranks.append(replace(each, waits_for=beyond) if beyond >= 0 else each)
         recording = replace(recording, ranks=tuple(ranks))
-        return reader.leave(recording, self._places.rank, error, self._of_node)
+        return reader.leave(recording, self._layout.rank, error, self._of_node)
 
 
 LOOK_S = 0.05
@@ -144,7 +150,7 @@ class Awaiting:
     A rank that waits in vain for a local peer finds there that the peer waits for another rank.
 
     Args:
-        ptrs: by place, where the word of the rank lies, as mapped here.
+        ptrs: by local rank, where the word of the rank lies, as mapped here.
         keep: what the addresses need.
     """
 
@@ -152,13 +158,13 @@ class Awaiting:
         self._words = [ctypes.c_int32.from_address(ptr) for ptr in ptrs]
         self._keep = keep
 
-    def of(self, place: int) -> int:
-        """Returns whom the rank at a place waits for."""
-        return self._words[place].value
+    def of(self, local_rank: int) -> int:
+        """Returns whom the rank of a local rank waits for."""
+        return self._words[local_rank].value
 
-    def note(self, place: int, rank: int) -> None:
-        """Writes the word of this rank, which is at ``place``."""
-        self._words[place].value = rank
+    def note(self, local_rank: int, rank: int) -> None:
+        """Writes the word of this rank, whose local rank is ``local_rank``."""
+        self._words[local_rank].value = rank
 
 
 @dataclass(frozen=True)
@@ -197,7 +203,7 @@ class Watch:
 
     Args:
         inner: the communicator of this rank's node.
-        places: of all ranks.
+        layout: of all ranks.
         awaiting: the words of this node.
         store: of this communicator alone.
         rails: broken up at a fault, as is all that is added to ``breakable``.
@@ -214,7 +220,7 @@ class Watch:
     def __init__(
         self,
         inner: _native.Comm,
-        places: Places,
+        layout: NodeLayout,
         awaiting: Awaiting,
         store: Store,
         rails: Connected,
@@ -223,7 +229,7 @@ class Watch:
         self.error: RingcommError | None = None
         self.awaiting = awaiting
         self._inner = inner
-        self._places = places
+        self._layout = layout
         self._store = store
         self._rails = rails
         self.breakable: list[Breakable] = [rails]
@@ -231,7 +237,7 @@ class Watch:
         self.left: dict[int, float] = {}
         self._wait: RailWait | None = None
         self._probed: tuple[RailWait, Probe] | None = None
-        self._recorder = FlightRecorder(inner, name, (places.place, len(places.node_ranks)))
+        self._recorder = FlightRecorder(inner, name, (layout.local_rank, len(layout.node_ranks)))
         self._guard = threading.Lock()
         self._ended = threading.Event()
         self._asked_s = self._asked_of_ends_s = 0.0
@@ -248,7 +254,7 @@ class Watch:
         """
         self._wait = wait
         if self.error is None:
-            self.awaiting.note(self._places.place, -1 if wait is None else wait.peer)
+            self.awaiting.note(self._layout.local_rank, -1 if wait is None else wait.peer)
 
     # ---- what can have happened ------------------------------------------------------------------
 
@@ -277,7 +283,7 @@ class Watch:
         if claim is not None:
             self.fail(claim, claimed=True)
             return
-        who, awaited = self._me(), self._places.named(peer)
+        who, awaited = self._me(), self._layout.named(peer)
         said = told_by(text)
         if waited_s >= timeout_s:
             came = f"{awaited}, which did not come"
@@ -306,15 +312,15 @@ class Watch:
         """
         left_s = self.left.get(rank)
         if left_s is not None and min(time.monotonic() - left_s, waited_s) >= ARRIVAL_S:
-            who, other = self._me(), self._places.named(rank)
+            who, other = self._me(), self._layout.named(rank)
             self.fail(PeerLost(f"{who} in {called} expected {other} to take part, but {LEFT}"))
 
     def why_lost(self, rank: int) -> str:
         """Returns why a rank makes no call any more, as the end of a sentence; "": it may."""
         if rank in self.left:
             return LEFT
-        if rank in self._places.node_ranks:
-            return why_lost(self._inner, self._places.place_of(rank))
+        if rank in self._layout.node_ranks:
+            return why_lost(self._inner, self._layout.local_rank_of(rank))
         if rank not in self._known_ended:
             self._ask_of_ends()
         return ENDED if rank in self._known_ended else ""
@@ -324,7 +330,7 @@ class Watch:
         if time.monotonic() < self._asked_of_ends_s + LOOK_S:
             return
         self._asked_of_ends_s = time.monotonic()
-        others = [rank for node in self._places.nodes for rank in node if self._is_elsewhere(rank)]
+        others = [rank for node in self._layout.nodes for rank in node if self._is_elsewhere(rank)]
 
         def ask() -> None:
             for rank in others:
@@ -334,7 +340,7 @@ class Watch:
         self._ask(ask, STORE_S)
 
     def _is_elsewhere(self, rank: int) -> bool:
-        return rank not in self._places.node_ranks and rank not in self._known_ended
+        return rank not in self._layout.node_ranks and rank not in self._known_ended
 
     def _tell_ends(self) -> None:
         """Tells other nodes of local peers whose processes have ended.
@@ -342,12 +348,14 @@ class Watch:
         That ends no call by itself: who has made all its calls may end. But ranks of other nodes
         that build a group need not wait for one that has.
         """
-        inner, node_ranks = self._inner, self._places.node_ranks
-        ended = {place for place in range(len(node_ranks)) if inner.health(place)}
-        living = min(place for place in range(len(node_ranks)) if place not in ended)
-        processes = {node_ranks[place] for place in ended if not inner.is_thread(place)}
+        inner, node_ranks = self._inner, self._layout.node_ranks
+        ended = {local_rank for local_rank in range(len(node_ranks)) if inner.health(local_rank)}
+        living = min(local_rank for local_rank in range(len(node_ranks)) if local_rank not in ended)
+        processes = {
+            node_ranks[local_rank] for local_rank in ended if not inner.is_thread(local_rank)
+        }
         news = processes - self._told_ended
-        if living != self._places.place or not news:
+        if living != self._layout.local_rank or not news:
             return
         self._told_ended |= news
 
@@ -394,7 +402,7 @@ class Watch:
     # ---- implementation --------------------------------------------------------------------------
 
     def _me(self) -> str:
-        return self._places.named(self._places.rank)
+        return self._layout.named(self._layout.rank)
 
     def _of_node(self, fault: dict[str, Any]) -> RingcommError:
         """Words a fault of the node on its hosts, whose calls are on record."""
@@ -402,7 +410,7 @@ class Watch:
 
     def _worded(self, fault: dict[str, Any], recording: Recording | None) -> RingcommError:
         """Words a fault of the node, whose ranks are numbered within it."""
-        node_ranks = self._places.node_ranks
+        node_ranks = self._layout.node_ranks
         if fault["kind"] == "aborted" and (told := _error_of(fault["reason"])) is not None:
             # The claim in the store is whole, and the reason may be cut.
             answers = self._ask(self._claim_that_stands, STORE_S)
@@ -415,28 +423,28 @@ class Watch:
         beyond = self._beyond(fault["peer"], recording) if fault["kind"] == "timeout" else -1
         error = from_fault("", known) if beyond < 0 else _waited_beyond(known, beyond)
         text = str(error).removeprefix(": ").partition(" The communicator is unusable now")[0]
-        text = RANK.sub(lambda found: f"{found[1]}{self._places.named(int(found[2]))[1:]}", text)
+        text = RANK.sub(lambda found: f"{found[1]}{self._layout.named(int(found[2]))[1:]}", text)
         return type(error)(text.rstrip(" ."))
 
     def _recording(self) -> Recording | None:
         """Returns what this node's ranks did last, under their ranks here; None: it is damaged."""
         try:
-            return renumbered(self._recorder.recording(), self._places.node_ranks)
+            return renumbered(self._recorder.recording(), self._layout.node_ranks)
         except RingcommError:
             return None
 
     def site_of(self, number: int) -> str:
         """Returns " at" and the site of this rank's call of that number on record, or ""."""
         recording = self._recording()
-        mine = None if recording is None else recording.rank(self._places.rank)
+        mine = None if recording is None else recording.rank(self._layout.rank)
         return at(None if mine is None else mine.collective(number))
 
     def _beyond(self, peer: int, recording: Recording | None) -> int:
         """Returns the rank of another node for which a rank that is awaited waits itself, or -1."""
-        places, seen = self._places, set[int]()
-        while peer in places.node_ranks and peer not in seen:
+        layout, seen = self._layout, set[int]()
+        while peer in layout.node_ranks and peer not in seen:
             seen.add(peer)
-            beyond = self.awaiting.of(places.place_of(peer))
+            beyond = self.awaiting.of(layout.local_rank_of(peer))
             if beyond >= 0:
                 return beyond
             record = None if recording is None else recording.rank(peer)
@@ -465,15 +473,15 @@ class Watch:
                 wait.ended(self, broken)
                 return
         if self._waits():
-            for place, rank in enumerate(self._places.node_ranks):
+            for local_rank, rank in enumerate(self._layout.node_ranks):
                 # A thread that has left may have done its part: awaits_in_vain() decides.
-                if self._inner.is_thread(place):
+                if self._inner.is_thread(local_rank):
                     continue
-                if rank != self._places.rank and self._inner.health(place):
+                if rank != self._layout.rank and self._inner.health(local_rank):
                     self.fail(self._ended_process(rank))
                     return
         self._tell_ends()
-        if self._places.place == 0 and time.monotonic() >= self._asked_s + ASK_STORE_S:
+        if self._layout.local_rank == 0 and time.monotonic() >= self._asked_s + ASK_STORE_S:
             self._asked_s = time.monotonic()
             claim = self._read_claim()
             if claim is not None:
@@ -490,7 +498,7 @@ class Watch:
         its = None if recording is None else recording.rank(rank)
         last = "" if its is None or recording is None else last_over_nodes(its, recording.taken_ns)
         did = f"; its last call: {last}" if last else ""
-        named = self._places.named(rank)
+        named = self._layout.named(rank)
         return PeerLost(f"the process of {named} has ended{did}. See why")
 
     def _waits(self) -> bool:
@@ -500,7 +508,7 @@ class Watch:
     @property
     def awaited(self) -> int:
         """The rank that a call of this one waits for on a rail, or -1."""
-        return self.awaiting.of(self._places.place)
+        return self.awaiting.of(self._layout.local_rank)
 
     def _claim_of_others(self, patience_s: float) -> RingcommError | None:
         """Returns the claim in the store, waiting for one that is about to be made."""
@@ -566,8 +574,8 @@ class Watch:
         if _SILENT in text:
             return error
         return type(error)(
-            f"{text}. {_SILENT}{store_place(self._store)}, through which the nodes tell each other "
-            "of faults, does not answer: see whether the process or the node that holds it "
+            f"{text}. {_SILENT}{store_address(self._store)}, through which the nodes tell each "
+            "other of faults, does not answer: see whether the process or the node that holds it "
             "(usually rank 0's) ended"
         )
 
@@ -680,7 +688,7 @@ class DeviceWatch(Watch):
 
     Args:
         inner: the node's core on the host.
-        places: of all ranks.
+        layout: of all ranks.
         awaiting: the words of this node.
         store: of this communicator alone.
         rails: of the host.
@@ -694,7 +702,7 @@ class DeviceWatch(Watch):
     def __init__(
         self,
         inner: _native.Comm,
-        places: Places,
+        layout: NodeLayout,
         awaiting: Awaiting,
         store: Store,
         rails: Connected,
@@ -703,7 +711,7 @@ class DeviceWatch(Watch):
     ) -> None:
         self.under_way = UnderWay()
         self._calls = calls
-        super().__init__(inner, places, awaiting, store, rails, name)
+        super().__init__(inner, layout, awaiting, store, rails, name)
 
     def see_device(self) -> RingcommError | None:
         """Returns what has ended the communicator, also if only a kernel of this rank knows it."""
@@ -729,10 +737,10 @@ class DeviceWatch(Watch):
 
     def _renamed(self, text: str) -> str:
         """Returns text in which the node's numbers of ranks are those of the communicator."""
-        node_ranks = self._places.node_ranks
+        node_ranks = self._layout.node_ranks
         return RANK.sub(
             lambda found: (
-                f"{found[1]}{self._places.named(node_ranks[int(found[2])])[1:]}"
+                f"{found[1]}{self._layout.named(node_ranks[int(found[2])])[1:]}"
                 if int(found[2]) < len(node_ranks)
                 else found[0]
             ),
@@ -753,14 +761,14 @@ class DeviceWatch(Watch):
         # Kernels have the same deadline and say more.
         late = self.under_way.late(timeout_s + GRACE_S)
         if late:
-            places = self._places
+            layout = self._layout
             ranks = {
                 rank
-                for rail in places.rails_of(places.rank)
-                for rank in places.rail(rail)
-                if rank != places.rank
+                for rail in layout.rails_of(layout.rank)
+                for rank in layout.rail(rail)
+                if rank != layout.rank
             }
-            peers = ", ".join(map(places.named, sorted(ranks)))
+            peers = ", ".join(map(layout.named, sorted(ranks)))
             self.fail(
                 timed_out(
                     f"{self._me()} in {late}",

@@ -709,7 +709,7 @@ def _story_of_collectives(
 
 
 def _tell_mismatch(fault: Fault, reporter: RankRecording, peer: RankRecording | None) -> None:
-    # The peer may have published an earlier call, in whose place this rank made another one.
+    # The peer may have published an earlier call, instead of which this rank made another one.
     number = fault["their_sequence"]
     mine, theirs = reporter.collective(number), peer.collective(number) if peer else None
     parted = mine is not None and theirs is not None and mine.call != theirs.call

@@ -143,11 +143,11 @@ def _load_kernels(comm: Communicator, wire: str | None) -> None:
     """Loads what the calls launch, before a peer waits for it."""
     engine = comm.engine
     assert isinstance(engine, DeviceCallEngine)
-    runtime, device = engine.device_place
+    runtime, device = engine.device_ref
     for name in UNITS["rows"].kernels:
         runtime.find_kernel(device, "rows", name)
     if wire in WIRES:
-        preload(engine.device_place, wire)
+        preload(engine.device_ref, wire)
 
 
 def _publish(

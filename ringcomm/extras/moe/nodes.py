@@ -2,9 +2,9 @@
 
 NOTE [A token crosses once]
 A rank sends each token once to every other node on which it has experts: to its *proxy* there, the
-rank at its own place. The proxy keeps what arrives in its outbox, and its local peers read it there
-as they read the tokens of ranks of their node. So a token of H bytes of which k experts are on n
-other nodes costs n H on the wire, and not k H.
+rank of its own local rank. The proxy keeps what arrives in its outbox, and its local peers read it
+there as they read the tokens of ranks of their node. So a token of H bytes of which k experts are
+on n other nodes costs n H on the wire, and not k H.
 
 On the way back the sum of a token is made in the order of k, in FP32, and so of all its rows at
 once: each row of an expert on another node crosses by itself. A node could add up its rows of a
@@ -53,14 +53,14 @@ def _gathered(comm: Communicator, own: Tensor) -> Tensor:
 
 def _nodes_of_ranks(comm: Communicator) -> Tensor:
     """The node of each rank; -1 is the last entry's index, and no node."""
-    nodes = [comm.places.node_of(rank) for rank in range(comm.world_size)]
+    nodes = [comm.node_layout.node_of(rank) for rank in range(comm.world_size)]
     return torch.tensor([*nodes, comm.num_nodes], dtype=torch.int64, device="cpu")
 
 
 def _proxy(comm: Communicator, rank: int, node: int) -> int:
     """The rank of another node that a rank sends tokens to."""
-    ranks = comm.places.nodes[node]
-    return ranks[comm.places.place_of(rank) % len(ranks)]
+    ranks = comm.node_layout.nodes[node]
+    return ranks[comm.node_layout.local_rank_of(rank) % len(ranks)]
 
 
 def _needed(comm: Communicator, places: Tensor) -> Tensor:
@@ -68,12 +68,12 @@ def _needed(comm: Communicator, places: Tensor) -> Tensor:
     node_of = _nodes_of_ranks(comm)[places[..., 0]]
     needed = torch.zeros(len(places), comm.num_nodes + 1, dtype=torch.bool, device="cpu")
     needed.scatter_(1, node_of, True)
-    needed[:, comm.places.node] = False
+    needed[:, comm.node_layout.node] = False
     return needed[:, : comm.num_nodes]
 
 
 def _local_ptrs(comm: Communicator, outboxes: Outboxes, parts: Sequence[Tensor]) -> list[Lent]:
-    """Where ranks of the node have such parts of outboxes, by place, once written; collective."""
+    """Where ranks of the node have such parts of outboxes, by local rank; collective."""
     offsets = [outboxes.offset_of(part) for part in parts]
     everyone = _gathered(comm.node, torch.tensor(offsets, dtype=torch.int64, device="cpu"))
     return [
@@ -102,12 +102,12 @@ def share_tokens(
         By rank, where its rows begin: of a rank of this node all, of another those that this node
         needs, in the order of tokens.
     """
-    at, rank, node = comm.places, comm.rank, comm.places.node
+    layout, rank, node = comm.node_layout, comm.rank, comm.node_layout.node
     needed = _needed(comm, places)
     counts = _gathered(comm, needed.sum(0)).tolist()
     arriving = [
         counts[source][node]
-        if at.node_of(source) != node and _proxy(comm, source, node) == rank
+        if layout.node_of(source) != node and _proxy(comm, source, node) == rank
         else 0
         for source in range(comm.world_size)
     ]
@@ -115,7 +115,7 @@ def share_tokens(
     write(own)
     leaving = [0] * comm.world_size
     sent = []
-    for to, other in sorted((_proxy(comm, rank, other), other) for other in at.others()):
+    for to, other in sorted((_proxy(comm, rank, other), other) for other in layout.others()):
         leaving[to] = counts[rank][other]
         sent.append(needed[:, other].nonzero().view(-1))
     leaves = own.view(-1, row_bytes).index_select(0, torch.cat(sent))
@@ -124,10 +124,10 @@ def share_tokens(
     before = [0] * len(arrived_ptrs)
     ptrs = []
     for source in range(comm.world_size):
-        if at.node_of(source) == node:
-            ptrs.append(own_ptrs[at.place_of(source)])
+        if layout.node_of(source) == node:
+            ptrs.append(own_ptrs[layout.local_rank_of(source)])
             continue
-        proxy = at.place_of(_proxy(comm, source, node))
+        proxy = layout.local_rank_of(_proxy(comm, source, node))
         ptrs.append(arrived_ptrs[proxy] + before[proxy] * row_bytes)
         before[proxy] += counts[source][node]
     return ptrs, [*kept, *also]
@@ -193,7 +193,7 @@ def _exchange_entries(
     to = places.view(-1, ENTRY_WORDS)[order, 0]
     needed = _needed(comm, places)
     slots = needed.cumsum(0) - 1
-    slots[:, comm.places.node] = torch.arange(len(places), device="cpu")
+    slots[:, comm.node_layout.node] = torch.arange(len(places), device="cpu")
     token = order // k
     slot = slots[token, _nodes_of_ranks(comm)[to]]
     bits = torch.zeros_like(order)
@@ -245,7 +245,7 @@ def _send_back(
         places: int64 [tokens, k, 2].
         local: also to ranks of this node, itself included.
     """
-    node_of, node, world_size = _nodes_of_ranks(comm), comm.places.node, comm.world_size
+    node_of, node, world_size = _nodes_of_ranks(comm), comm.node_layout.node, comm.world_size
     to = sources[:, 0]
     order = to.argsort(stable=True)
     arriving = _by_rank_and_row(places)
@@ -286,8 +286,8 @@ def fetch_rows(
     table = places.clone()
     table.view(-1, ENTRY_WORDS)[arriving, 1] = torch.arange(len(arriving), device="cpu")
     ptrs = [
-        own_ptrs[comm.places.place_of(rank)]
-        if comm.places.node_of(rank) == comm.places.node
+        own_ptrs[comm.node_layout.local_rank_of(rank)]
+        if comm.node_layout.node_of(rank) == comm.node_layout.node
         else got.data_ptr()
         for rank in range(comm.world_size)
     ]

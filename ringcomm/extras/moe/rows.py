@@ -165,7 +165,7 @@ def numbers_on_host(comm: Communicator, operation: str, tensor: Tensor) -> list[
     """
     engine = comm.engine
     if isinstance(engine, DeviceCallEngine):
-        runtime, device = engine.device_place
+        runtime, device = engine.device_ref
         with runtime.on_device(device):
             runtime.record_event(device, runtime.current_stream(device)).synchronize()
         engine.raise_if_unusable(operation)
@@ -278,7 +278,7 @@ def usable(group: str, world_size: int, operation: str) -> Communicator:
             f"{head}: on devices the rows of experts are exchanged within one node. Take a group "
             "of its ranks (comm.node), or a communicator on the host and CPU tensors"
         )
-    runtime, device = engine.device_place
+    runtime, device = engine.device_ref
     if runtime.is_capturing(device):
         raise UnsupportedError(
             f"{head}: the current stream records a graph, but the host has to wait for what the "

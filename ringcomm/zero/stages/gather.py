@@ -129,7 +129,7 @@ class DeviceCopier(Copier):
     """
 
     def __init__(self, engine: DeviceCallEngine) -> None:
-        self._runtime, self._device = engine.device_place
+        self._runtime, self._device = engine.device_ref
         self._side = self._runtime.make_stream(self._device, high_priority=True)
         self._done: dict[ShardedBucket, Event] = {}
 

@@ -21,7 +21,7 @@ import torch
 import ringcomm
 from ringcomm import CommOptions, _native
 from ringcomm.comm.device import meeting
-from ringcomm.comm.device.meeting import _DevicePlace
+from ringcomm.comm.device.meeting import _DeviceInfo
 from ringcomm.comm.device.sharing import Blocks, DeviceOrder
 from ringcomm.cuda.units import UNITS
 from ringcomm.errors import AbortedError, CollectiveTimeout, UnsupportedError
@@ -77,10 +77,10 @@ def test_the_kernels_that_are_asked_stand_for_all_that_wait():
 
 def blocks_of(multiprocessors: int, ranks: int, channels: int) -> Blocks:
     """What a process asks for with so many ranks on one device; 0 channels: by default."""
-    places = [_DevicePlace(1, 1, "GPU", "emulated", multiprocessors, "", "")] * ranks
+    infos = [_DeviceInfo(1, 1, "GPU", "emulated", multiprocessors, "", "")] * ranks
     membership: Any = SimpleNamespace(options=CommOptions(channels=channels))
-    taken = meeting._channels(membership, places)
-    message = min(taken, _native.MESSAGE_CHANNELS, meeting._message_channels(places, taken))
+    taken = meeting._channels(membership, infos)
+    message = min(taken, _native.MESSAGE_CHANNELS, meeting._message_channels(infos, taken))
     return Blocks(taken * ranks, 2 * message * ranks)
 
 

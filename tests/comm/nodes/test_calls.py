@@ -10,7 +10,7 @@ import torch
 
 import ringcomm
 from ringcomm import CommOptions, LocalWorld, MismatchError, ReduceOp, UnsupportedError
-from ringcomm.comm.host.meeting import Places, divide
+from ringcomm.comm.host.meeting import NodeLayout, divide
 from ringcomm.comm.nodes import calls
 from ringcomm.comm.nodes import core as sums
 from ringcomm.errors import ArgumentError, RendezvousError, RingcommError
@@ -38,7 +38,7 @@ def world(request) -> Iterator[LocalWorld]:
             yield made
 
 
-def test_places(world):
+def test_node_layout(world):
     def body(comm):
         return comm.num_nodes, comm.node.world_size, comm.node.ranks, comm.rail
 
@@ -269,7 +269,7 @@ def test_what_is_refused():
         ):
             comm.all_reduce(torch.ones(3), kernels="triton")
         with pytest.raises(UnsupportedError, match=r"own ke.*within a node"):
-            comm.engine.kernel_place("own kernels")
+            comm.engine.kernel_target("own kernels")
         comm.barrier()
 
     with world_of((1, 1)) as world:
@@ -286,13 +286,13 @@ def test_what_is_refused():
 def test_division_into_nodes():
     machines = ["a", "b", "a", "b", "c"]
     none: list[dict[int, str]] = [{} for _ in machines]
-    places = divide(2, machines, none, "here")
-    assert places.nodes == ((0, 2), (1, 3), (4,))
-    assert (places.node, places.place, places.num_rails) == (0, 1, 2)
-    assert (places.rail(0), places.rail(1)) == ((0, 1, 4), (2, 3, 4))
-    assert places.rails_of(4) == [0, 1]
+    layout = divide(2, machines, none, "here")
+    assert layout.nodes == ((0, 2), (1, 3), (4,))
+    assert (layout.node, layout.local_rank, layout.num_rails) == (0, 1, 2)
+    assert (layout.rail(0), layout.rail(1)) == ((0, 1, 4), (2, 3, 4))
+    assert layout.rails_of(4) == [0, 1]
     assert divide(0, ["a", "a"], [{}, {0: "why"}], "here").nodes == ((0,), (1,))
     # 0 reaches 1 and 2, which do not reach each other.
     with pytest.raises(RendezvousError, match=r"ranks 1 and 2 cannot map.*why"):
         divide(0, ["a"] * 3, [{}, {2: "why"}, {}], "here")
-    assert Places(((0,), (1, 2)), 0).even is False
+    assert NodeLayout(((0,), (1, 2)), 0).even is False

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from ringcomm import CommOptions, Communicator, RingcommError
-from ringcomm.comm.host.meeting import Places
+from ringcomm.comm.host.meeting import NodeLayout
 from ringcomm.comm.nodes import engine
 from ringcomm.comm.nodes import transport as connecting
 from ringcomm.comm.nodes.steps import StepsCore
@@ -66,11 +66,11 @@ def test_a_rank_that_fails_after_another_has_built(
 ) -> None:
     store, built, told = HashStore(), threading.Event(), threading.Event()
 
-    def make_core(inner: Any, places: Places, *arguments: Any) -> StepsCore:
-        if places.rank == 1:
+    def make_core(inner: Any, layout: NodeLayout, *arguments: Any) -> StepsCore:
+        if layout.rank == 1:
             assert built.wait(PATIENCE_S)
             raise error
-        return StepsCore(inner, places, *arguments)
+        return StepsCore(inner, layout, *arguments)
 
     def fail() -> None:
         with pytest.raises(type(error)):

@@ -306,7 +306,7 @@ def test_what_is_refused(devices: Devices) -> None:
             lambda: comm.isend(tensor, 1 - comm.rank),
             lambda: comm.irecv(tensor, 1 - comm.rank),
             lambda: comm.all_reduce(tensor, algorithm="ring"),
-            lambda: comm.engine.kernel_place("tl"),
+            lambda: comm.engine.kernel_target("tl"),
             lambda: ringcomm.batch_isend_irecv(
                 [ringcomm.P2POp(ringcomm.isend, tensor, 1 - comm.rank)]
             ),

@@ -21,7 +21,7 @@ from ringcomm import tl as rc
 from ringcomm._tl.geometry import Geometry
 from ringcomm._tl.hooks import IS_INTERPRETED, lives
 from ringcomm.comm.host.engine import CallEngine
-from ringcomm.comm.host.triton import KernelPlace
+from ringcomm.comm.host.triton import KernelTarget
 from tests.proof.compile.compiled import (
     ACQUIRE_SYS,
     RELEASE_SYS,
@@ -89,10 +89,10 @@ def test_orders_widths_and_no_local_memory(name, target):
     _check(binary, case.wanted)
 
 
-def _place(engine, operation):
+def _kernel_target(engine, operation):
     table = engine.owner.rank_table(0)
     geometry = Geometry.of(engine.owner.geometry)
-    return KernelPlace(table, geometry, "cpu", 132, 132, lives, nullcontext)
+    return KernelTarget(table, geometry, "cpu", 132, 132, lives, nullcontext)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def compiled(monkeypatch):
 
     The other rank makes the same call but for the launches.
     """
-    monkeypatch.setattr(CallEngine, "kernel_place", _place)
+    monkeypatch.setattr(CallEngine, "kernel_target", _kernel_target)
     monkeypatch.setattr(Communicator, "launches", True)
 
     def run(target, function):
