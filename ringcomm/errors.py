@@ -143,7 +143,7 @@ def _peer(fault: Mapping[str, Any]) -> str:
 def _lost(found: str, advice: str, fault: Mapping[str, Any]) -> PeerLost:
     return PeerLost(
         f"rank {fault['rank']} in {fault['mine']} expected {_peer(fault)} to take part, but "
-        f"{found} (noticed after {fault['waited_ms']} ms at step {fault['step']}). {advice}"
+        f"{found} (noticed after {fault['waited_ms']} ms at item {fault['item']}). {advice}"
     )
 
 
@@ -151,7 +151,7 @@ _MAKE_ALIKE = "All ranks must make the same calls before one of them "
 
 
 def _timeout(fault: Mapping[str, Any]) -> CollectiveTimeout:
-    seen = f"step {fault['step']}, epoch wanted {fault['wanted']}, seen {fault['seen']}"
+    seen = f"item {fault['item']}, epoch wanted {fault['wanted']}, seen {fault['seen']}"
     return timed_out(
         f"rank {fault['rank']} in {fault['mine']}",
         fault["waited_ms"],
@@ -167,8 +167,8 @@ def _aborted(fault: Mapping[str, Any]) -> AbortedError:
 
 def _interrupted(fault: Mapping[str, Any]) -> AbortedError:
     return AbortedError(
-        f"rank {fault['rank']} was interrupted (Ctrl-C) in {fault['mine']} at step "
-        f"{fault['step']}, where it waited for {_peer(fault)}"
+        f"rank {fault['rank']} was interrupted (Ctrl-C) in {fault['mine']} at item "
+        f"{fault['item']}, where it waited for {_peer(fault)}"
     )
 
 

@@ -42,7 +42,7 @@ def test_tree(name):
             ("rank 2 published for rank 1 is damaged", "mine", "theirs"),
         ),
         ("aborted", "AbortedError", ("rank 1 aborted", "because")),
-        ("interrupted", "AbortedError", ("rank 1 was interrupted", "at step 3, where it waited")),
+        ("interrupted", "AbortedError", ("rank 1 was interrupted", "at item 3, where it waited")),
     ],
 )
 def test_messages(kind, error, words):
@@ -51,7 +51,7 @@ def test_messages(kind, error, words):
         "op": "all_reduce",
         "rank": 1,
         "peer": 2,
-        "step": 3,
+        "item": 3,
         "wanted": 4,
         "seen": 5,
         "waited_ms": 70,

@@ -31,7 +31,7 @@ FaultWords fault_dict(const Fault& f, const std::string& reason) {
   d["message"] = f.stream == Stream::kMessage;
   d["rank"] = f.rank;
   d["peer"] = f.peer;
-  d["step"] = f.step;
+  d["item"] = f.item;
   d["wanted"] = f.wanted;
   d["seen"] = f.seen;
   d["waiting_for"] = f.on_consumed ? "consumed" : "ready";

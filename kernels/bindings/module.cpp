@@ -393,7 +393,7 @@ void bind_comm(nb::module_& m) {
           "fault", [](const NativeComm& n) { return fault_of(n.comm); },
           "Returns the origin of this communicator's fault, or None.\n\n"
           "kind (`timeout`, `peer_lost`, `peer_closed`, `mismatch`, `aborted`, `interrupted`),\n"
-          "op, rank (who reports), peer (about whom; -1: none), step, wanted, seen, waiting_for,\n"
+          "op, rank (who reports), peer (about whom; -1: none), item, wanted, seen, waiting_for,\n"
           "waited_ms, mine, theirs, reason; sequence and their_sequence, the numbers of the two\n"
           "calls (0: none), and message, whether they count messages; my_call and their_call:\n"
           "collective, dtype, op, root, algorithm and kernels by their codes, and match_bytes.")

@@ -32,7 +32,7 @@ nb::dict structures() {
   d["fault.peer"] = offsetof(Fault, peer);
   d["fault.wanted"] = offsetof(Fault, wanted);
   d["fault.seen"] = offsetof(Fault, seen);
-  d["fault.step"] = offsetof(Fault, step);
+  d["fault.item"] = offsetof(Fault, item);
   d["fault.stream"] = offsetof(Fault, stream);
   d["fault.on_consumed"] = offsetof(Fault, on_consumed);
   d["fault.waited_ns"] = offsetof(Fault, waited_ns);

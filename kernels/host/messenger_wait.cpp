@@ -119,7 +119,7 @@ void Messenger::look_at_clock(std::unique_lock<std::mutex>& lock, const RequestP
     record->peer = status == Status::kTimeout && peer >= 0 ? end_of_waiting(team, v, peer) : peer;
     record->stream = Stream::kMessage;
     record->on_consumed = r->is_send;
-    record->step = r->next_item;
+    record->item = r->next_item;
     record->waited_ns = waited_ns;
     record->mine = header_of(*r, false);
     raise_fault(team, comm_.view());

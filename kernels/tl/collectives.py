@@ -153,10 +153,10 @@ def finish_ring(ws, before, after, items, status, G: tl.constexpr):
 
 
 @triton.jit
-def reduce_hop(ws, target, own, before, count, step, status, DTYPE: tl.constexpr):
-    """The partial sum that arrived (from step 1 on) plus this rank's version, rounded."""
+def reduce_hop(ws, target, own, before, count, hop, status, DTYPE: tl.constexpr):
+    """The partial sum that arrived (from hop 1 on) plus this rank's version, rounded."""
     if status == 0:
-        if step == 0:
+        if hop == 0:
             reduce(target, (own,), count, DTYPE, 1)
         else:
             reduce(target, (of_peer(ws, before, SOURCE), own), count, DTYPE, 1)

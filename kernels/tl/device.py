@@ -192,7 +192,7 @@ def signal_release_sys(word, epoch):
 
 
 @triton.jit
-def wait_acquire_sys(ws, word, peer, epoch, step, status, G: tl.constexpr):
+def wait_acquire_sys(ws, word, peer, epoch, item, status, G: tl.constexpr):
     """Waits until the 4-byte word at address ``word`` of this rank reaches ``epoch``.
 
     For a block that is about to load what ``peer`` has put or made ready, or to store where the
@@ -203,7 +203,7 @@ def wait_acquire_sys(ws, word, peer, epoch, step, status, G: tl.constexpr):
         word: address, in this rank's copy of a symmetric tensor.
         peer: who stores there; named in the error of a wait in vain.
         epoch: what it stores there; a later one will do.
-        step: any number, shown in that error.
+        item: any number, shown in that error.
         status: of the block so far; unless 0, nothing is waited for.
         G: the communicator's Geometry.
 
@@ -214,12 +214,12 @@ def wait_acquire_sys(ws, word, peer, epoch, step, status, G: tl.constexpr):
     zero = tl.full((), 0, tl.int64)
     if status == 0:
         if not reached(load_acquire_sys(word), zero + epoch):
-            status = await_slowly(ws, word, PAIR, peer + zero, 0, step + zero, epoch + zero, G)
+            status = await_slowly(ws, word, PAIR, peer + zero, 0, item + zero, epoch + zero, G)
     return status
 
 
 @triton.jit
-def barrier_sys(ws, ptrs, block, step, status, G: tl.constexpr):
+def barrier_sys(ws, ptrs, block, item, status, G: tl.constexpr):
     """Waits until the blocks with this index have come here on all ranks.
 
     For kernels whose ranks read each other's memory freely between two barriers: what any of these
@@ -230,7 +230,7 @@ def barrier_sys(ws, ptrs, block, step, status, G: tl.constexpr):
         ptrs: of int32 words [blocks, world], zeros at first, that nothing else uses; those of the
             own rank count its barriers.
         block: row of this block; equal on the ranks that meet.
-        step: any number, shown in the error of a wait in vain.
+        item: any number, shown in the error of a wait in vain.
         status: of the block so far; unless 0, nobody is told or waited for.
         G: the communicator's Geometry.
 
@@ -245,7 +245,7 @@ def barrier_sys(ws, ptrs, block, step, status, G: tl.constexpr):
         for distance in range(1, G.world):
             peer = peer_at(ws, distance, G)
             word = word_of(ptrs, me, block, peer, G)
-            status = wait_acquire_sys(ws, word, peer, epoch, step, status, G)
+            status = wait_acquire_sys(ws, word, peer, epoch, item, status, G)
     return status
 
 

@@ -83,7 +83,7 @@ FAULT_RANK = tl.constexpr(STRUCTURES["fault.rank"])
 FAULT_PEER = tl.constexpr(STRUCTURES["fault.peer"])
 FAULT_WANTED = tl.constexpr(STRUCTURES["fault.wanted"])
 FAULT_SEEN = tl.constexpr(STRUCTURES["fault.seen"])
-FAULT_STEP = tl.constexpr(STRUCTURES["fault.step"])
+FAULT_ITEM = tl.constexpr(STRUCTURES["fault.item"])
 FAULT_STREAM = tl.constexpr(STRUCTURES["fault.stream"])
 FAULT_ON_CONSUMED = tl.constexpr(STRUCTURES["fault.on_consumed"])
 FAULT_WAITED_NS = tl.constexpr(STRUCTURES["fault.waited_ns"])
@@ -295,7 +295,7 @@ def give_up(ws, status, word_of, want, was, waited_ns, theirs, G: tl.constexpr):
     """Records why the wait for a word ended.
 
     Args:
-        word_of: (stream, peer, on_consumed, step) of the word.
+        word_of: (stream, peer, on_consumed, item) of the word.
         want: epoch that was awaited.
         was: epoch that was seen.
         waited_ns: how long.
@@ -309,7 +309,7 @@ def give_up(ws, status, word_of, want, was, waited_ns, theirs, G: tl.constexpr):
         fault = page + PAGE_FAULT
         tl.store(word32(fault + FAULT_WANTED), want.to(tl.int32))
         tl.store(word32(fault + FAULT_SEEN), was.to(tl.int32))
-        tl.store(word32(fault + FAULT_STEP), word_of[3].to(tl.int32))
+        tl.store(word32(fault + FAULT_ITEM), word_of[3].to(tl.int32))
         tl.store(word32(fault + FAULT_STREAM), word_of[0])
         tl.store(word32(fault + FAULT_ON_CONSUMED), word_of[2])
         tl.store(word64(fault + FAULT_WAITED_NS), waited_ns)
@@ -319,7 +319,7 @@ def give_up(ws, status, word_of, want, was, waited_ns, theirs, G: tl.constexpr):
 
 
 @triton.jit(noinline=True)
-def await_slowly(ws, word, stream, peer, on_consumed, step, want, G: tl.constexpr):
+def await_slowly(ws, word, stream, peer, on_consumed, item, want, G: tl.constexpr):
     """Polls the word at address ``word`` until it reaches ``want``, or there is a reason to give
     up; the other arguments are those of :func:`await_acquire_sys`."""
     status = tl.full((), 0, tl.int32)
@@ -349,14 +349,14 @@ def await_slowly(ws, word, stream, peer, on_consumed, step, want, G: tl.constexp
             pause()
         was = load_acquire_sys(word)
     if status != 0:
-        give_up(ws, status, (stream, peer, on_consumed, step), want, was, waited_ns, theirs, G)
+        give_up(ws, status, (stream, peer, on_consumed, item), want, was, waited_ns, theirs, G)
     if started != 0:
         tl.store(word32(my_region(ws) + PAGE_WAITS_FOR), tl.full((), 0, tl.int32))
     return status
 
 
 @triton.jit
-def await_acquire_sys(ws, stream, peer, on_consumed, step, want, status, G: tl.constexpr):
+def await_acquire_sys(ws, stream, peer, on_consumed, item, want, status, G: tl.constexpr):
     """Waits until a word that ``peer`` writes here reaches epoch ``want``.
 
     For the reader of data (``on_consumed`` 0: the peer's item is there) and for the writer of a
@@ -368,7 +368,7 @@ def await_acquire_sys(ws, stream, peer, on_consumed, step, want, status, G: tl.c
         stream: PAIR or SHARED.
         peer: who writes the word.
         on_consumed: which word of the line.
-        step: items of this call before the one waited for, for the fault record.
+        item: items of this call before the one waited for, for the fault record.
         want: epoch.
         status: of the call so far; unless 0, nothing is waited for.
         G: the communicator's Geometry.
@@ -381,5 +381,5 @@ def await_acquire_sys(ws, stream, peer, on_consumed, step, want, status, G: tl.c
         line = signal_line(ws, get(ws, RANK), stream, peer, G)
         word = line + READY + on_consumed * (CONSUMED - READY)
         if not reached(load_acquire_sys(word), want):
-            status = await_slowly(ws, word, stream, peer, on_consumed, step, want, G)
+            status = await_slowly(ws, word, stream, peer, on_consumed, item, want, G)
     return status

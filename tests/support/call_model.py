@@ -38,10 +38,10 @@ Steps = Iterator[Step]
 
 @dataclass(frozen=True)
 class Place:
-    """The place where a rank waits: for whom, and at which step of the call."""
+    """The place where a rank waits: for whom, and at which item of the call."""
 
     peer: int
-    step: int
+    item: int
 
 
 def _items(size_bytes: int, item_bytes: int) -> int:

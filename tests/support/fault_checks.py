@@ -36,8 +36,8 @@ LATER_ERROR = "AbortedError"
 NAMES = {"messages": ("isend", "irecv", "recv")}
 # Who gave up, after how long, and where: of a lost peer and of a timeout.
 WAITED = (
-    re.compile(r"rank (\d+) in .* \(noticed after (\d+) ms at step (\d+)\)"),
-    re.compile(r"rank (\d+) in .* waited (\d+) ms, .* \(step (\d+), epoch"),
+    re.compile(r"rank (\d+) in .* \(noticed after (\d+) ms at item (\d+)\)"),
+    re.compile(r"rank (\d+) in .* waited (\d+) ms, .* \(item (\d+), epoch"),
 )
 
 
@@ -47,7 +47,7 @@ class Wait:
 
     rank: int
     waited_ms: int
-    step: int
+    item: int
 
     @classmethod
     def of(cls, text: str) -> Wait | None:
@@ -128,7 +128,7 @@ def check_report(schedule: Schedule, report: Report) -> Iterator[str]:
 
 
 def check_first_error(schedule: Schedule, error: Ended) -> Iterator[str]:
-    """Checks an error's class, and that it names the operation, the lost rank and a step."""
+    """Checks an error's class, and that it names the operation, the lost rank and an item."""
     fault = schedule.fault
     if error.outcome != FIRST_ERROR[fault.action]:
         yield f"expected {FIRST_ERROR[fault.action]}, got {error.outcome}: {error.text}"
@@ -139,13 +139,13 @@ def check_first_error(schedule: Schedule, error: Ended) -> Iterator[str]:
         yield f"the error does not name 'rank {fault.rank}': {error.text}"
     wait = Wait.of(error.text)
     if wait is None:
-        yield f"the error does not name a step and how long was waited: {error.text}"
+        yield f"the error does not name an item and how long was waited: {error.text}"
         return
     least_s = STOPPED_TIMEOUT_S[schedule.calls[fault.call].kernels]
     if fault.action == "stop" and wait.waited_ms < least_s * 1000:
         yield f"expected a wait of {least_s} s or more, got {wait.waited_ms} ms: {error.text}"
     expected = expected_places(schedule)
-    if expected is not None and Place(fault.rank, wait.step) != expected.get(wait.rank):
+    if expected is not None and Place(fault.rank, wait.item) != expected.get(wait.rank):
         yield f"expected one of the waits {expected}, got {wait}: {error.text}"
 
 
@@ -177,5 +177,5 @@ def expected_places(schedule: Schedule) -> dict[int, Place] | None:
     # Who waits for a survivor learns it from others when a peer has died, and by time when it has
     # stopped, and then names the rank that all wait for.
     if fault.action == "stop":
-        return {rank: Place(fault.rank, place.step) for rank, place in found.items()}
+        return {rank: Place(fault.rank, place.item) for rank, place in found.items()}
     return {rank: place for rank, place in found.items() if place.peer == fault.rank}

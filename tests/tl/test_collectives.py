@@ -195,7 +195,7 @@ def _late(store, rank, world):
 
 def test_a_wait_ends_at_its_deadline():
     text, _ = run_ranks(_late, 2)
-    assert "rank 1" in text and "reduce_scatter" in text and "step 0" in text
+    assert "rank 1" in text and "reduce_scatter" in text and "item 0" in text
 
 
 def _killed(store, rank, world):

@@ -588,7 +588,7 @@ class DeviceCallEngine(CallEngine):
             error = timed_out(
                 f"{head}:",
                 core.timeout_ms,
-                f"{named} to make the same call (step 0: nothing was launched)",
+                f"{named} to make the same call (item 0: nothing was launched)",
                 "Ranks of one process on one device run in one launch: give each a thread that "
                 "makes all its calls",
             )

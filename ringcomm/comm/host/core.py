@@ -144,7 +144,7 @@ class CoreOwner(Protocol):
 
     @property
     def segment_bytes(self) -> int:
-        """The bytes of a segment, the most that a ring moves in one step."""
+        """The bytes of a segment, the most that a ring moves in one hop."""
 
     @property
     def awaited(self) -> int:

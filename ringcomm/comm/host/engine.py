@@ -680,7 +680,7 @@ class CallEngine(ABC):
 
     @property
     def segment_bytes(self) -> int:
-        """The bytes of a segment, the most that a ring moves in one step."""
+        """The bytes of a segment, the most that a ring moves in one hop."""
         return self.owner.segment_bytes
 
     def chosen(self, algorithm: int) -> int:

@@ -131,7 +131,7 @@ def test_kept_promises_are_not_reported(schedule):
 
 TEXT = (
     "all_gather on rank 0 of 3: rank 1 in all_gather(float32) expected rank 2 to take part, but "
-    "its process has ended (noticed after 4 ms at step 0)."
+    "its process has ended (noticed after 4 ms at item 0)."
 )
 FIRST = Ended("all_gather", "PeerLost", TEXT)
 LATER = Ended("all_reduce", "AbortedError", f"unusable since: {TEXT}")
@@ -153,12 +153,12 @@ REPORTS = {
         ended(*GOOD.ended[:2], replace(FIRST, text=TEXT.replace("rank 2", "a peer")), LATER),
         "does not name 'rank 2'",
     ),
-    "no step": (
-        ended(*GOOD.ended[:2], replace(FIRST, text=TEXT.replace("step", "place")), LATER),
-        "does not name a step",
+    "no item": (
+        ended(*GOOD.ended[:2], replace(FIRST, text=TEXT.replace("item", "place")), LATER),
+        "does not name an item",
     ),
-    "step": (
-        ended(*GOOD.ended[:2], replace(FIRST, text=TEXT.replace("step 0", "step 1")), LATER),
+    "item": (
+        ended(*GOOD.ended[:2], replace(FIRST, text=TEXT.replace("item 0", "item 1")), LATER),
         "expected one of the waits",
     ),
     "no waiter": (
@@ -183,7 +183,7 @@ STOPPED = replace(KILLED, fault=replace(KILLED.fault, action="stop"))
 def timed_out(waited_ms):
     text = (
         f"all_gather on rank 0 of 3: rank 1 in all_gather(float32) waited {waited_ms} ms, until "
-        "its timeout ended, for rank 2 (step 0, epoch wanted 3, seen 2), which did not come."
+        "its timeout ended, for rank 2 (item 0, epoch wanted 3, seen 2), which did not come."
     )
     first = Ended("all_gather", "CollectiveTimeout", text)
     later = replace(LATER, text=f"unusable since: {text}")

@@ -98,7 +98,7 @@ def test_errors_name_the_step_within_a_long_call(name, action):
     call, step, waits = LONG[name]
     schedule = Schedule(WORLD, SEGMENT_BYTES, (call,), Fault(action, KILLED, 0, step))
     expected = expected_places(schedule)
-    steps = {rank: place.step for rank, place in (expected or {}).items()}
+    steps = {rank: place.item for rank, place in (expected or {}).items()}
     # A killed rank is missed only by those that wait for itself.
     assert steps == waits or (action == "kill" and steps and steps.items() < waits.items())
     assert run_chain((schedule,)) == []

@@ -47,7 +47,7 @@ inline commit_ring() {
   commit_sent(PAIR, ring_next(me), SEGMENTS * HOPS)
 }
 
-// The chunk that arrived at step t is the one that step t is about, summed over the ranks behind.
+// The chunk that arrived at hop t is the one that hop t is about, summed over the ranks behind.
 inline read_partial(item) {
   assert(items[at_prev(item - 1)] == ITEM(call, j, owner));
   partial = sums[at_prev(item - 1)]

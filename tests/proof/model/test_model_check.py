@@ -104,7 +104,7 @@ def test_what_the_order_of_stores_of_x86_forgives(checker):
 @pytest.mark.parametrize(
     ("header", "text", "wrong", "right", "error"),
     [
-        ("core/schedule.h", "2 * world - 1 - step", "2 * world - step", RING, "assertion"),
+        ("core/schedule.h", "2 * world - 1 - hop", "2 * world - hop", RING, "assertion"),
         (
             "protocol/layout.h",
             "return epoch - slots;",

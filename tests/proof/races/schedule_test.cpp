@@ -15,8 +15,8 @@ namespace {
 constexpr int kMaxWorld = 16;
 char buffer[1 << 17];
 
-// What rank r sends at step t is what its successor receives, and what a rank receives at step t is
-// what it sends at step t + 1; at the last step it receives its own chunk.
+// What rank r sends at hop t is what its successor receives, and what a rank receives at hop t is
+// what it sends at hop t + 1; at the last hop it receives its own chunk.
 constexpr bool ring_reduce_hands_on() {
   for (int world = 2; world <= kMaxWorld; ++world)
     for (int r = 0; r < world; ++r) {
@@ -69,7 +69,7 @@ constexpr bool ring_visits_all(const int* order, int world) {
   for (int i = 0; i < world; ++i) {
     unsigned added = 0, gathered = 0;
     for (int t = 0; t < world; ++t) {
-      // The chunk of the rank at i: who reduces it at step t?
+      // The chunk of the rank at i: who reduces it at hop t?
       for (int at = 0; at < world; ++at) {
         if (order[ring_reduce_chunk(at, t, world)] != order[i]) continue;
         if ((added >> order[at]) & 1) return false;

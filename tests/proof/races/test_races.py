@@ -42,7 +42,7 @@ EARLY = "e.release(Stream::kShared, p, mine.bytes, mine.bytes);"
 MUTANTS = {
     **EVERYWHERE,
     "data read without waiting": Mutant(
-        SIGNAL, f"if ({WAIT}) return", f"if ((CHOSEN && site.step <= 1) || {WAIT}) return"
+        SIGNAL, f"if ({WAIT}) return", f"if ((CHOSEN && site.item <= 1) || {WAIT}) return"
     ),
     "exchanged buffer returned at once": Mutant(
         "include/ringcomm/collectives/exchange.h",
@@ -129,8 +129,8 @@ def test_schedule_compiles(tmp_path):
     shutil.copytree(include, mutated)
     schedule = mutated / "ringcomm/core/schedule.h"
     text = schedule.read_text()
-    assert "rank + 2 * world - 1 - step" in text
-    schedule.write_text(text.replace("rank + 2 * world - 1 - step", "rank + 2 * world - step"))
+    assert "rank + 2 * world - 1 - hop" in text
+    schedule.write_text(text.replace("rank + 2 * world - 1 - hop", "rank + 2 * world - hop"))
     # The first proof that fails is enough.
     wrong = subprocess.run(
         [*command, "-fmax-errors=1", f"-I{mutated}", f"-I{ROOT}", source],

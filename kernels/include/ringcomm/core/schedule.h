@@ -1,4 +1,4 @@
-// The arithmetic of the schedules: which chunk, which peer, which step, which tail. Pure and
+// The arithmetic of the schedules: which chunk, which peer, which hop, which tail. Pure and
 // constexpr; tests/proof/races/schedule_test.cpp proves it for worlds 1..16 at compile time.
 #pragma once
 
@@ -63,17 +63,17 @@ RC_FN constexpr uint64_t item_length(uint64_t bytes, uint64_t item_bytes, uint64
 RC_FN constexpr int ring_next(int rank, int world) { return rank + 1 == world ? 0 : rank + 1; }
 RC_FN constexpr int ring_prev(int rank, int world) { return rank == 0 ? world - 1 : rank - 1; }
 
-// Ring reduce-scatter: at step t in [0, W-2] rank r sends its partial sum of this chunk; the chunk
-// that it receives at step t is the one that it sends at step t + 1, and at step W-2 it receives
+// Ring reduce-scatter: at hop t in [0, W-2] rank r sends its partial sum of this chunk; the chunk
+// that it receives at hop t is the one that it sends at hop t + 1, and at hop W-2 it receives
 // its own.
-RC_FN constexpr int ring_reduce_chunk(int rank, int step, int world) {
-  return (rank + 2 * world - 1 - step) % world;
+RC_FN constexpr int ring_reduce_chunk(int rank, int hop, int world) {
+  return (rank + 2 * world - 1 - hop) % world;
 }
 
-// Ring all-gather: at step t in [0, W-2] rank r sends this chunk (its own first) and receives the
+// Ring all-gather: at hop t in [0, W-2] rank r sends this chunk (its own first) and receives the
 // one that its predecessor sends: ring_gather_chunk(r, t + 1).
-RC_FN constexpr int ring_gather_chunk(int rank, int step, int world) {
-  return (rank + 2 * world - step) % world;
+RC_FN constexpr int ring_gather_chunk(int rank, int hop, int world) {
+  return (rank + 2 * world - hop) % world;
 }
 
 // The order in which a rank visits its peers, d in [1, W-1]: each starts at its successor, so that

@@ -106,7 +106,7 @@ struct Fault {
   Status status;
   int32_t rank, peer;     // who reports, about whom
   uint32_t wanted, seen;  // epochs
-  uint32_t step;          // items of this call on that stream before the one waited for
+  uint32_t item;          // items of this call on that stream before the one waited for
   Stream stream;
   uint32_t on_consumed;  // which word of the line was waited for
   uint64_t waited_ns;

@@ -160,12 +160,12 @@ struct Endpoint {
 
   // ---- sending ------------------------------------------------------------------------------
 
-  // One lane: waits until `reader` has read my items up to `epoch`; `step` is for the record. What
+  // One lane: waits until `reader` has read my items up to `epoch`; `item` is for the record. What
   // the call found when it began may do, without another look.
   // model: await_reader (tests/proof/model/signal.pml)
-  RC_TEAM_FN Status await_reader(Stream s, int reader, uint32_t step, uint32_t epoch) const {
+  RC_TEAM_FN Status await_reader(Stream s, int reader, uint32_t item, uint32_t epoch) const {
     if (!reached(in(s, reader).consumed, epoch))
-      return await_alone(team, v, Site{s, reader, true, step}, epoch);
+      return await_alone(team, v, Site{s, reader, true, item}, epoch);
     team.passing(Point::kAwait, v, s);
     return Status::kOk;
   }

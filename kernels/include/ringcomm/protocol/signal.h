@@ -26,7 +26,7 @@ struct Site {
   Stream stream;
   int peer;
   bool on_consumed;
-  uint32_t step;
+  uint32_t item;
 };
 
 RC_FN const uint32_t* word_at(const View& v, int channel, const Site& site) {
@@ -78,7 +78,7 @@ RC_TEAM_FN void fill_fault(Fault* record, const View& v, Status status, int peer
   record->status = status;
   record->rank = v.rank;
   record->peer = peer;
-  record->wanted = record->seen = record->step = record->on_consumed = 0;
+  record->wanted = record->seen = record->item = record->on_consumed = 0;
   record->stream = Stream::kPair;
   record->waited_ns = 0;
   record->mine = *v.mine;
@@ -196,7 +196,7 @@ RC_COLD Status give_up(Team team, const View& v, Site site, Status status, uint3
   fill_fault(record, v, status, peer);
   record->wanted = want;
   record->seen = seen;
-  record->step = site.step;
+  record->item = site.item;
   record->stream = site.stream;
   record->on_consumed = site.on_consumed;
   record->waited_ns = waited_ns;

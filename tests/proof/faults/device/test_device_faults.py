@@ -129,7 +129,7 @@ def test_a_rank_that_does_not_come_is_a_timeout(place: Place) -> None:
     assert isinstance(errors[1], CollectiveTimeout | AbortedError)
     for error in errors:
         assert "waited 500 ms" in str(error)
-        assert "for rank 1 to make the same call (step 0" in str(error)
+        assert "for rank 1 to make the same call (item 0" in str(error)
     # On all ranks, also on the one that did not come.
     again = outcomes(place, world, lambda comm: comm.barrier())
     assert all(isinstance(error, AbortedError) for error in again), again
@@ -407,7 +407,7 @@ def check_timeout(error: RingcommError, operation: str) -> None:
     assert isinstance(error, CollectiveTimeout), error
     text = str(error)
     assert text.startswith(f"{operation} on rank 0 of 2: rank 0 in ")
-    assert "until its timeout ended, for rank 1 (step 0, epoch wanted 1, seen 0)" in text
+    assert "until its timeout ended, for rank 1 (item 0, epoch wanted 1, seen 0)" in text
 
 
 def test_a_fault_is_raised_by_the_next_call(place: Place) -> None:
