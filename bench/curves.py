@@ -1,7 +1,7 @@
-"""Losses of one GPT on one text, by optimizer or by the wire of its gradients, beside each other.
+"""Losses of one GPT on one text, by optimizer or by compression of gradients, beside each other.
 
-"optimizers" trains it with AdamW and AdamW8bit on one rank, and "wires" with AdamW at stage 2 on
-two nodes of two ranks (threads stand for them), from the same weights with the same batches. The
+"optimizers" trains it with AdamW and AdamW8bit on one rank, and "compression" with AdamW at stage 2
+on two nodes of two ranks (threads stand for them), from the same weights with the same batches. The
 first run is repeated from a second set of weights, since the difference of two runs of one kind is
 the measure of the others. Losses are of held-out text.
 """
@@ -35,12 +35,12 @@ STAGE = 2
 
 
 class Curve(NamedTuple):
-    """One training: with ``make`` on one rank, or over nodes with gradients in a form of ``wire``.
+    """One training: with ``make`` on one rank, or over nodes with gradients in ``compression``.
 
     ``seed`` is of the first weights, and ``state`` as of :class:`ringcomm.zero.ZeroOptions`.
     """
 
-    wire: Mapping[str, Any] | None = None
+    compression: Mapping[str, Any] | None = None
     seed: int = 0
     state: str = "world"
     make: Callable[..., Any] = ringcomm.optim.AdamW
@@ -52,7 +52,7 @@ RUNS: Mapping[str, Mapping[str, Curve]] = {
         "AdamW8bit": Curve(make=ringcomm.optim.AdamW8bit),
         "AdamW, other weights": Curve(seed=1),
     },
-    "wires": {
+    "compression": {
         "fp32": Curve({}),
         "fp32, other weights": Curve({}, seed=1),
         "int8": Curve({"gradients": "int8"}),
@@ -96,10 +96,12 @@ def curve(how: Curve, model: ModelConfig, corpus: Corpus, marks: Sequence[int]) 
     torch.manual_seed(how.seed)
     module = GPT(model)
     make = partial(how.make, lr=PEAK, weight_decay=0.1)
-    if how.wire is None:
+    if how.compression is None:
         optimizer = make(module.parameters(), comm="alone")
         return _train(module, optimizer, corpus, marks, slice(None))
-    options = ringcomm.zero.ZeroOptions(state=how.state, wire=ringcomm.zero.Wire(**how.wire))
+    options = ringcomm.zero.ZeroOptions(
+        state=how.state, compression=ringcomm.zero.Compression(**how.compression)
+    )
     copies = [copy.deepcopy(module) for _ in range(sum(NODES))]
 
     def body(comm: ringcomm.Communicator) -> list[float]:
@@ -120,7 +122,7 @@ def measure(run: Run) -> None:
     model = ModelConfig(asked.width, asked.depth, 4, CONTEXT, tied=True)
     marks = sorted({max(1, asked.steps * part // 10) for part in (1, 2, 4, 6, 8, 10)})
     for name, each in RUNS[asked.what].items():
-        ranks = 1 if each.wire is None else sum(NODES)
+        ranks = 1 if each.compression is None else sum(NODES)
         row = row_of("held_out_loss", f"{asked.width}x{asked.depth}", ranks, 0)
         losses = zip(marks, curve(each, model, asked.corpus, marks), strict=True)
         run.add([replace(row, system=name, count=m, loss=round(x, 5)) for m, x in losses], LOSSES)

@@ -41,7 +41,7 @@ BENCHES = {
     "layers": "a tensor-parallel layer, beside torch's plan for it",
     "products": "matrix products over ranks, beside the collective and the product",
     "moe": "tokens to their experts and back, beside all_to_all_single",
-    "curves": "losses by optimizer, and by wire of the gradients",
+    "curves": "losses by optimizer, and by compression of the gradients",
     "disk": "the rates of a disk under plain loops of direct I/O",
 }
 

@@ -37,18 +37,18 @@ TRAINING = "training_step"
 LEARNING_RATE = 1e-3
 SEED = 0
 
-_zero_options, _wire = ringcomm.zero.ZeroOptions, ringcomm.zero.Wire
-_CODED = _zero_options(wire=_wire(gradients="int8"))
-_CODED_PARAMS = _zero_options(wire=_wire(gradients="int8", parameters="fp8"))
+_zero_options, _compression = ringcomm.zero.ZeroOptions, ringcomm.zero.Compression
+_CODED = _zero_options(compression=_compression(gradients="int8"))
+_CODED_PARAMS = _zero_options(compression=_compression(gradients="int8", parameters="fp8"))
 # Stages that there are over several nodes alone. With gradients in codes the updated parameters
 # return as they are, or with copies of the state the sums do, in codes; or the updated parameters
 # are in codes, too. Stage 3 may keep state as HSDP does, with a copy on each node, or parameters as
 # FSDP2.
 CODED_OVER_NODES = {
-    "stage 2 wire=int8": (2, _CODED),
-    "stage 2 wire=int8 state=node": (2, replace(_CODED, state="node")),
-    "stage 2 wire=int8 parameters=fp8": (2, _CODED_PARAMS),
-    "stage 3 wire=int8 parameters=fp8": (3, _CODED_PARAMS),
+    "stage 2 compression=int8": (2, _CODED),
+    "stage 2 compression=int8 state=node": (2, replace(_CODED, state="node")),
+    "stage 2 compression=int8 parameters=fp8": (2, _CODED_PARAMS),
+    "stage 3 compression=int8 parameters=fp8": (3, _CODED_PARAMS),
 }
 PLAIN_OVER_NODES = {
     "stage 3 state=node": (3, _zero_options(state="node")),

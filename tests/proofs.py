@@ -90,10 +90,10 @@ _COMMUNICATORS = (
     *("ringcomm/c10d/**", "ringcomm/comm/**", "ringcomm/memory/**", "ringcomm/offload/**"),
     *("ringcomm/rendezvous/**", "ringcomm/tl/**", "ringcomm/_native.pyi"),
 )
-_WIRES = ("tests/comm/__init__.py", "tests/comm/test_wire_codes.py", "tests/tl/*.py")
+_QUANTIZATION = ("tests/comm/__init__.py", "tests/comm/test_quantization.py", "tests/tl/*.py")
 _DEVICES = (
     *(*_COMPILED_KERNELS, *_COMMUNICATORS, "ringcomm/optim/**"),
-    *(*_WIRES, "tests/comm/device/*.py", "tests/proof/ptx/*.py", "tests/support/**"),
+    *(*_QUANTIZATION, "tests/comm/device/*.py", "tests/proof/ptx/*.py", "tests/support/**"),
 )
 _FORKS = ("tests.support.fork_server", "tests.support.preloaded_for_devices")
 
@@ -127,12 +127,12 @@ PROOFS = (
         (*_TORCH, "tests/support/shared_library.py"),
     ),
     Proof(
-        "PTX of wires' kernels by Triton",
-        ("tests/proof/ptx/test_triton_wires.py",),
+        "PTX of quantization's kernels by Triton",
+        ("tests/proof/ptx/test_triton_quantization.py",),
         (
             *_COMPILED_KERNELS,
             *_COMMUNICATORS,
-            *_WIRES,
+            *_QUANTIZATION,
             "tests/proof/ptx/*.py",
             "tests/support/*.py",
         ),
@@ -141,7 +141,7 @@ PROOFS = (
         "PTX of CUDA kernels",
         tuple(
             f"tests/proof/ptx/test_{name}.py"
-            for name in ("cuda", "multicast", "orders", "rows", "wires")
+            for name in ("cuda", "multicast", "orders", "rows", "quantization")
         ),
         _DEVICES,
         ("tests.proof.ptx.multicast_job", "tests.proof.ptx.small_jobs", *_FORKS),

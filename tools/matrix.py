@@ -27,7 +27,7 @@ COMPILERS = ("g++-11", "g++-12", "g++-13", "clang++-14", "clang++-16", "clang++-
 # Exact tests of what is compiled: collectives, messages, codes, the optimizer and the stages.
 TESTS = (
     *("comm/test_collectives.py", "comm/test_messages.py"),
-    *("comm/test_wire_codes.py", "optim/test_adamw.py", "zero/test_uneven.py"),
+    *("comm/test_quantization.py", "optim/test_adamw.py", "zero/test_uneven.py"),
 )
 NEEDED = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "expecttest")
 

@@ -21,8 +21,8 @@ from ..run import Bench, Run
 from ..timing import Device, Entrant, Pace, measure, timed
 from .systems import (
     ALGORITHMS,
+    COMPRESSIONS,
     SYSTEMS,
-    WIRES,
     PeerSetup,
     System,
     Unavailable,
@@ -73,7 +73,7 @@ OPTIONS = (
     option(
         "--peers",
         f"others, separated by commas: {', '.join(SYSTEMS)}; ringcomm:direct and so on name "
-        f"an algorithm of ringcomm, ringcomm:int8 a wire between nodes (default {DEFAULTS})",
+        f"an algorithm of ringcomm, ringcomm:int8 compression between nodes (default {DEFAULTS})",
         metavar="LIST",
     ),
     option("--nodes", "that ranks of this machine stand for", type=positive, default=1),
@@ -124,7 +124,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             parser.error(f"--device {options.device} cannot run {', '.join(elsewhere)}")
     if options.device == "cpu":
         named = (spec.partition(":")[2] or "auto" for spec in options.systems)
-        if {options.algorithm, *named} - {*_HOST_ALGORITHMS, *WIRES}:
+        if {options.algorithm, *named} - {*_HOST_ALGORITHMS, *COMPRESSIONS}:
             parser.error("the algorithms packet and copy_engine need --device cuda")
         if options.graph or options.mode != devices.AUTO:
             parser.error("--graph and --mode need --device cuda")

@@ -15,7 +15,7 @@ import ringcomm
 from ..cases import Buffers, Case, Prepared
 from ..devices import ONE_LAUNCH
 from . import torch_groups
-from .systems import WIRES, PeerSetup, System, Unavailable
+from .systems import COMPRESSIONS, PeerSetup, System, Unavailable
 
 _TIMEOUT = timedelta(minutes=5)
 _TIMEOUT_OF_ONE_LAUNCH = timedelta(minutes=1)
@@ -56,13 +56,13 @@ class Ringcomm(System):
             heap_bytes=place.heap_bytes,
             **({} if place.device.name == "cpu" else {"device": place.device.name}),
         )
-        how = "wire" if place.algorithm in WIRES else "algorithm"
+        how = "compression" if place.algorithm in COMPRESSIONS else "algorithm"
         return communicator, {how: place.algorithm}, communicator.close
 
     def prepare(self, case: Case) -> Prepared:
         if self._place.algorithm == "copy_engine" and case.collective.name != "all_gather":
             raise Unavailable("the algorithm copy_engine gathers only")
-        if self._place.algorithm not in WIRES:
+        if self._place.algorithm not in COMPRESSIONS:
             return self._bind(case)
         if case.collective.name not in ("all_reduce", "reduce_scatter"):
             raise Unavailable("sums are what travels in codes")

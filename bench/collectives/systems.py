@@ -27,8 +27,8 @@ _MODULES = {
 SYSTEMS = tuple(_MODULES)
 ALGORITHMS = ("auto", "direct", "ring", "packet", "copy_engine")
 # Forms of sums between nodes, which may stand in the place of an algorithm.
-WIRES = ("int8", "fp8", "int4")
-_WITH_ALGORITHMS = {"ringcomm": (*ALGORITHMS, *WIRES), "triton": ("auto", "direct", "ring")}
+COMPRESSIONS = ("int8", "fp8", "int4")
+_WITH_ALGORITHMS = {"ringcomm": (*ALGORITHMS, *COMPRESSIONS), "triton": ("auto", "direct", "ring")}
 
 
 class Unavailable(Exception):

@@ -281,7 +281,7 @@ void bind_device(nb::module_& m) {
   bind_device_optimizer(m, c);
   bind_device_recorder(m, c);
   bind_device_rows(c);
-  bind_device_wires(c);
+  bind_device_quantization(c);
   m.def(
       "launch",
       [](const std::vector<DeviceComm*>& ranks, uintptr_t stream) {

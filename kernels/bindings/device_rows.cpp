@@ -43,7 +43,7 @@ void bind_device_rows(nb::class_<DeviceComm>& c) {
           "sum_rows",
           [](DeviceComm& d, uintptr_t entries, const Addresses& bases, uint64_t tokens, uint64_t k,
              uintptr_t weights, int dtype, uint64_t elems, uintptr_t out) {
-            const DType type = wire_dtype_of(dtype);
+            const DType type = float_dtype_of(dtype);
             RowsArgs rows = rows_of(entries, 2, tokens, bases, elems * size_of(type), out);
             rows.k = k;
             rows.weights = typed<const float>(weights);
@@ -57,7 +57,7 @@ void bind_device_rows(nb::class_<DeviceComm>& c) {
           [](DeviceComm& d, uintptr_t entries, uint64_t count, const Addresses& bases,
              uintptr_t weights, uintptr_t with, int dtype, uint64_t elems, uintptr_t out,
              uintptr_t dots) {
-            const DType type = wire_dtype_of(dtype);
+            const DType type = float_dtype_of(dtype);
             RowsArgs rows =
                 rows_of(entries, kSourceWords, count, bases, elems * size_of(type), out);
             rows.weights = typed<const float>(weights);

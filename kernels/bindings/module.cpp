@@ -478,6 +478,6 @@ NB_MODULE(_native, m) {
   bind_device(m);
   bind_rows(m);
   bind_scratch(m);
-  bind_wires(m);
+  bind_quantization(m);
   bind_triton(m);
 }

@@ -52,9 +52,9 @@ nanobind::bytes rank_table_of(const Comm& comm, uintptr_t scratch);
 // Makes the launches of a call that was just prepared; returns its status, 0.
 int launched(device::DeviceComm& comm);
 
-// What calls of coded wires take: a wire, the type of numbers, and sources of a sum.
-Wire wire_of(int wire);
-DType wire_dtype_of(int dtype);
+// What calls of quantization take: a format, the type of numbers, and sources of a sum.
+QuantFormat quant_format_of(int format);
+DType float_dtype_of(int dtype);
 void check_sources(size_t count);
 
 // Sets a constant of the module, and describes it in the module's docstring.
@@ -67,13 +67,13 @@ void add_constant(nanobind::module_& m, const char* name, const Value& value, co
 void bind_device_optimizer(nanobind::module_& m, nanobind::class_<device::DeviceComm>& c);
 void bind_device_recorder(nanobind::module_& m, nanobind::class_<device::DeviceComm>& c);
 void bind_device_rows(nanobind::class_<device::DeviceComm>& c);
-void bind_device_wires(nanobind::class_<device::DeviceComm>& c);
+void bind_device_quantization(nanobind::class_<device::DeviceComm>& c);
 void bind_faults(nanobind::module_& m);
 void bind_heap(nanobind::module_& m);
 void bind_device(nanobind::module_& m);
 void bind_rows(nanobind::module_& m);
 void bind_scratch(nanobind::module_& m);
 void bind_triton(nanobind::module_& m);
-void bind_wires(nanobind::module_& m);
+void bind_quantization(nanobind::module_& m);
 
 }  // namespace ringcomm::host

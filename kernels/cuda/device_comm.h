@@ -11,8 +11,8 @@
 
 #include "kernels/cuda/args.h"
 #include "kernels/cuda/driver.h"
+#include "ringcomm/core/quantization.h"
 #include "ringcomm/core/reduce.h"
-#include "ringcomm/core/wire_codes.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
@@ -147,17 +147,17 @@ class DeviceComm {
   void adamw_all_gather(const ShardOf& shard, const GradsOf& grad);
   void reduce_scatter_adamw_all_gather(const ShardOf& shard, const GradsOf& grads);
 
-  // Codes of wires, by kernels that have no peers and are launched at once. Coded runs of `elems`
+  // Quantization, by kernels that have no peers and are launched at once. Coded runs of `elems`
   // numbers begin at multiples of 4 bytes, or the kernels go byte by byte; of a sum they are
   // `stride_bytes` apart, and 0 divides by nothing.
-  void encode_wire(Wire wire, char* in, DType dtype, char* out, uint64_t elems);
+  void quantize(QuantFormat format, char* in, DType dtype, char* out, uint64_t elems);
   struct CodedRuns {
     char* first;
     int count;
     uint64_t stride_bytes;
   };
-  void sum_wires(Wire wire, const CodedRuns& runs, char* out, DType dtype, uint64_t elems,
-                 int divide_by);
+  void dequantize_and_sum(QuantFormat format, const CodedRuns& runs, char* out, DType dtype,
+                          uint64_t elems, int divide_by);
 
   // Rows that lie apart, in memory that is mapped here, by kernels that wait for no peer and are
   // launched at once; see RowsArgs, of which these find out how rows lie.

@@ -1,13 +1,13 @@
 // The kernels of one unit (docs/cuda.md): RINGCOMM_UNIT_MOVE; or the reductions of
 // RINGCOMM_UNIT_TYPE, with the bitwise ones if RINGCOMM_UNIT_BITWISE; or the optimizer's for
-// gradients of RINGCOMM_UNIT_GRADS; or those by multicast of RINGCOMM_UNIT_MULTICAST; or the codes
-// of a wire, RINGCOMM_UNIT_WIRE; or those of rows that lie apart, RINGCOMM_UNIT_ROWS.
+// gradients of RINGCOMM_UNIT_GRADS; or those by multicast of RINGCOMM_UNIT_MULTICAST; or those
+// that quantize, RINGCOMM_UNIT_QUANT_FORMAT; or those of rows that lie apart, RINGCOMM_UNIT_ROWS.
 // grid.x: channels; grid.y: ranks of this launch.
 #include "kernels/cuda/multicast.h"
 #include "kernels/cuda/optimizer_body.h"
+#include "kernels/cuda/quantization_lanes.h"
 #include "kernels/cuda/row_lanes.h"
 #include "kernels/cuda/team.h"
-#include "kernels/cuda/wire_lanes.h"
 
 namespace {
 
@@ -57,18 +57,18 @@ RC_ADAMW_KERNELS(float16, ringcomm::Float16)
 RC_KERNEL(rc_multicast_sum, multicast_kernel<RINGCOMM_UNIT_MULTICAST>)
 #endif
 
-#elif defined(RINGCOMM_UNIT_WIRE)
+#elif defined(RINGCOMM_UNIT_QUANT_FORMAT)
 
-using Code = RINGCOMM_UNIT_WIRE;
+using Code = RINGCOMM_UNIT_QUANT_FORMAT;
 
 // These, too, wait for nobody.
-#define RC_WIRE_KERNELS(name, type)                                      \
-  RC_KERNEL_OF(4, rc_encode_wire_##name, encode_wire_kernel<Code, type>) \
-  RC_KERNEL_OF(4, rc_sum_wires_##name, sum_wires_kernel<Code, type>)
+#define RC_QUANT_KERNELS(name, type)                               \
+  RC_KERNEL_OF(4, rc_quantize_##name, quantize_kernel<Code, type>) \
+  RC_KERNEL_OF(4, rc_dequantize_and_sum_##name, dequantize_and_sum_kernel<Code, type>)
 
-RC_WIRE_KERNELS(float32, float)
-RC_WIRE_KERNELS(bfloat16, ringcomm::BFloat16)
-RC_WIRE_KERNELS(float16, ringcomm::Float16)
+RC_QUANT_KERNELS(float32, float)
+RC_QUANT_KERNELS(bfloat16, ringcomm::BFloat16)
+RC_QUANT_KERNELS(float16, ringcomm::Float16)
 
 #elif defined(RINGCOMM_UNIT_ROWS)
 

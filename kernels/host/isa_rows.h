@@ -2,7 +2,7 @@
 // the gradients of these. Included once by each isa_*.cpp.
 #pragma once
 
-#include "kernels/host/isa_wires.h"
+#include "kernels/host/isa_quantization.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace host {

@@ -3,8 +3,8 @@
 
 #include "kernels/host/isa_adamw.h"
 #include "kernels/host/isa_kernels.h"
+#include "kernels/host/isa_quantization.h"
 #include "kernels/host/isa_rows.h"
-#include "kernels/host/isa_wires.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace host {
@@ -67,13 +67,13 @@ constexpr KernelTable make_table(const char* isa) {
   fill_row<BFloat16, float>(t.widening[half_index(DType::kBFloat16)]);
   fill_row<float, Float16>(t.narrowing[half_index(DType::kFloat16)]);
   fill_row<float, BFloat16>(t.narrowing[half_index(DType::kBFloat16)]);
-  t.wires[int(Wire::kInt8)] = wire_kernels<Int8Code>();
-  t.wires[int(Wire::kFp8)] = wire_kernels<Fp8Code>();
-  t.wires[int(Wire::kInt4)] = wire_kernels<Int4Code>();
+  t.quant[int(QuantFormat::kInt8)] = quant_kernels<Int8Code>();
+  t.quant[int(QuantFormat::kFp8)] = quant_kernels<Fp8Code>();
+  t.quant[int(QuantFormat::kInt4)] = quant_kernels<Int4Code>();
   t.copy_rows = &copy_rows;
-  t.rows[wire_type_index(DType::kFloat16)] = row_kernels<Float16>();
-  t.rows[wire_type_index(DType::kBFloat16)] = row_kernels<BFloat16>();
-  t.rows[wire_type_index(DType::kFloat32)] = row_kernels<float>();
+  t.rows[float_type_index(DType::kFloat16)] = row_kernels<Float16>();
+  t.rows[float_type_index(DType::kBFloat16)] = row_kernels<BFloat16>();
+  t.rows[float_type_index(DType::kFloat32)] = row_kernels<float>();
   return t;
 }
 

@@ -2,8 +2,8 @@
 // compiled in its own translation unit; the best that the CPU has is chosen at run time.
 #pragma once
 
+#include "ringcomm/core/quantization.h"
 #include "ringcomm/core/reduce.h"
-#include "ringcomm/core/wire_codes.h"
 #include "ringcomm/optimizer/grad_norm.h"
 
 namespace ringcomm {
@@ -60,7 +60,7 @@ struct NormJob {
 };
 using NormFn = void (*)(const NormJob& job);
 
-// Codes for a wire of the numbers in[i], or with a residual of in[i] + residual[i], which then is
+// Codes of the numbers in[i], or with a residual of in[i] + residual[i], which then is
 // what the codes left out; of a block with infinities or NaNs it is 0.
 struct EncodeJob {
   const void* in;
@@ -80,14 +80,14 @@ struct DecodeJob {
 };
 using DecodeFn = void (*)(const DecodeJob& job);
 
-// The loops of a wire, by the type of the numbers: float16, bfloat16, float32.
-constexpr int kWireTypes = 3;
-constexpr int wire_type_index(DType type) {
+// The loops of a quantized format, by the type of the numbers: float16, bfloat16, float32.
+constexpr int kFloatTypes = 3;
+constexpr int float_type_index(DType type) {
   return type == DType::kFloat32 ? 2 : type == DType::kBFloat16 ? 1 : 0;
 }
-struct WireKernels {
-  EncodeFn encode[kWireTypes];
-  DecodeFn sum[kWireTypes];
+struct QuantKernels {
+  EncodeFn encode[kFloatTypes];
+  DecodeFn sum[kFloatTypes];
 };
 
 // Where rows lie that are read one by one: row i is row `entry[1]` of the array of rows at
@@ -155,9 +155,9 @@ struct KernelTable {
                  [int(RedOp::kCount)];  // null where the operator makes no sense
   // From 16-bit floats to FP32, and from FP32 to 16-bit floats.
   ReduceFn widening[kHalves][int(RedOp::kCount)], narrowing[kHalves][int(RedOp::kCount)];
-  WireKernels wires[int(Wire::kCount)];
+  QuantKernels quant[int(QuantFormat::kCount)];
   CopyRowsFn copy_rows;
-  RowKernels rows[kWireTypes];
+  RowKernels rows[kFloatTypes];
 };
 
 extern const KernelTable kBaselineKernels;

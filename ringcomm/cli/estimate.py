@@ -22,7 +22,7 @@ from ringcomm.errors import ArgumentError, RingcommError
 from ringcomm.extras import estimate as forms
 from ringcomm.memory import Disk
 from ringcomm.optim import AdamWOptions
-from ringcomm.zero import Precision, Wire, ZeroOptions
+from ringcomm.zero import Compression, Precision, ZeroOptions
 
 GB, MIB = 10**9, 1 << 20
 SUFFIXES = {"K": 3, "M": 6, "B": 9, "T": 12}
@@ -80,9 +80,13 @@ MODEL: Options = {
     "bucket-elems": (parse_count, ZeroOptions().bucket_elems, "elements of a gradient bucket"),
     "shard-params": (("node", "world"), "node", "over nodes, as ZeroOptions(params=)"),
     "shard-state": (("node", "world"), "world", "over nodes, as ZeroOptions(state=)"),
-    "wire": (str, "fp32", "of gradients between nodes, as zero.Wire(gradients=)"),
-    "wire-parameters": (str, "param", "of parameters between nodes, as zero.Wire(parameters=)"),
-    "error-feedback": (None, False, "keep what codes of gradients lose, as zero.Wire"),
+    "compression": (str, "none", "of gradients between nodes, as zero.Compression(gradients=)"),
+    "compression-parameters": (
+        str,
+        "param",
+        "of parameters between nodes, as zero.Compression(parameters=)",
+    ),
+    "error-feedback": (None, False, "keep what codes of gradients lose, as zero.Compression"),
     "state-on": (("memory", "cpu", "disk"), "memory", "as AdamWOptions(tier=)"),
     "params-on": (("memory", "disk"), "memory", "as ZeroOptions(tier=), at stage 3"),
     "buffer-mib": (parse_positive, 64, "buffers of each disk, in 2^20 bytes"),
@@ -187,20 +191,20 @@ def _training(args: argparse.Namespace) -> forms.Training:
     precision = Precision.preset(args.preset)
     if args.reduce is not None:
         precision = replace(precision, reduce=precision.param if args.reduce == "param" else None)
-    wire = Wire(args.wire, args.wire_parameters, args.error_feedback)
+    compression = Compression(args.compression, args.compression_parameters, args.error_feedback)
     options = ZeroOptions(
         precision,
         args.bucket_elems,
         params=args.shard_params,
         state=args.shard_state,
-        wire=wire,
+        compression=compression,
         tier=_disk(args) if args.params_on == "disk" else None,
     )
     optimizer = AdamWOptions(
         **precision.optimizer_defaults,
         accumulate_dtype=torch.float32 if args.accumulate == "fp32" else None,
         state=args.shard_state,
-        wire=wire,
+        compression=compression,
         tier={"memory": None, "cpu": "cpu", "disk": _disk(args)}[args.state_on],
         update=args.update,
     )
@@ -380,12 +384,12 @@ def _experts(args: argparse.Namespace) -> dict[str, list[Row]]:
     groups = [args.group] if args.group else sorted({args.world // args.nodes, args.world})
     elem_bytes = (precision.param or torch.float32).itemsize
     for group in groups:
-        for wire in (None, "int8", "fp8"):
-            shared = (group, args.world, args.nodes, elem_bytes, wire)
+        for compression in (None, "int8", "fp8"):
+            shared = (group, args.world, args.nodes, elem_bytes, compression)
             layer = forms.ExpertLayer(*sizes, *shared)
             training = layer.training(ZeroOptions(precision))
             held = {"state": sum(training.state(stage)), "rows": layer.memory_bytes}
             gradients = {"gradients": training.leaving_node_bytes(stage) / training.ranks_per_node}
             told = {**held, **layer.between_nodes()._asdict(), **gradients}
-            rows.append({"group": group, "wire": wire or "none", **_bytes(told)})
+            rows.append({"group": group, "compression": compression or "none", **_bytes(told)})
     return {"a rank's share of a layer of experts": rows}

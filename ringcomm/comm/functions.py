@@ -432,11 +432,11 @@ def all_reduce(
     *,
     algorithm: str = "auto",
     kernels: str | None = None,
-    wire: str | None = None,
+    compression: str | None = None,
 ) -> Work | None:
     """See :meth:`Communicator.all_reduce`."""
     return communicator_of(group, "all_reduce").all_reduce(
-        tensor, op, async_op, algorithm=algorithm, kernels=kernels, wire=wire
+        tensor, op, async_op, algorithm=algorithm, kernels=kernels, compression=compression
     )
 
 
@@ -482,12 +482,12 @@ def reduce_scatter_tensor(  # noqa: PLR0913 -- torch.distributed's signature, an
     *,
     algorithm: str = "auto",
     kernels: str | None = None,
-    wire: str | None = None,
+    compression: str | None = None,
 ) -> Work | None:
     """See :meth:`Communicator.reduce_scatter_tensor`."""
     communicator = communicator_of(group, "reduce_scatter_tensor")
     return communicator.reduce_scatter_tensor(
-        output, input, op, async_op, algorithm=algorithm, kernels=kernels, wire=wire
+        output, input, op, async_op, algorithm=algorithm, kernels=kernels, compression=compression
     )
 
 

@@ -1,9 +1,9 @@
 """The compilations that make up the CUDA kernels, for every compiler that makes them.
 
 A *unit* is one compilation of ``kernels/cuda/kernels.cu``: one moves bytes of any type, one per
-element type reduces, one per type of gradients does the optimizer's step, and one per wire has its
-codes. CMake asks this module for the list (``python -m ringcomm.cuda.units``), so it imports
-nothing that a build lacks.
+element type reduces, one per type of gradients does the optimizer's step, and one per quantized
+format has its codes. CMake asks this module for the list (``python -m ringcomm.cuda.units``), so it
+imports nothing that a build lacks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class KernelUnit:
 
     Attributes:
         name: ``move``; or ``reduce_``, ``adamw_`` or ``multicast_`` and torch's name of the
-            (gradient's) dtype; or ``wires_`` and a wire; or ``rows``.
+            (gradient's) dtype; or ``quantize_`` and a quantized format; or ``rows``.
         macros: what the source is compiled with, as ``NAME`` or ``NAME=VALUE``.
         kernels: names of the ``__global__`` functions in it.
         since: the least compute capability that has its instructions; below it the unit is empty.
@@ -72,11 +72,13 @@ def _multicast_unit(dtype: str, cpp_type: str) -> KernelUnit:
     return KernelUnit(f"multicast_{dtype}", macros, ("rc_multicast_sum",), since=(9, 0))
 
 
-def _wire_unit(wire: str, code: str) -> KernelUnit:
+def _quantize_unit(compression: str, code: str) -> KernelUnit:
     kernels = tuple(
-        f"rc_{what}_{name}" for name in _FLOATS for what in ("encode_wire", "sum_wires")
+        f"rc_{what}_{name}" for name in _FLOATS for what in ("quantize", "dequantize_and_sum")
     )
-    return KernelUnit(f"wires_{wire}", (f"RINGCOMM_UNIT_WIRE=ringcomm::{code}",), kernels)
+    return KernelUnit(
+        f"quantize_{compression}", (f"RINGCOMM_UNIT_QUANT_FORMAT=ringcomm::{code}",), kernels
+    )
 
 
 _ROW_KERNELS = tuple(f"rc_{what}_rows_{name}" for name in _FLOATS for what in ("sum", "scale"))
@@ -99,9 +101,9 @@ _ALL = (
     _multicast_unit("float32", "float"),
     _multicast_unit("bfloat16", "ringcomm::BFloat16"),
     _multicast_unit("float16", "ringcomm::Float16"),
-    _wire_unit("int8", "Int8Code"),
-    _wire_unit("fp8", "Fp8Code"),
-    _wire_unit("int4", "Int4Code"),
+    _quantize_unit("int8", "Int8Code"),
+    _quantize_unit("fp8", "Fp8Code"),
+    _quantize_unit("int4", "Int4Code"),
     KernelUnit("rows", ("RINGCOMM_UNIT_ROWS",), ("rc_copy_rows", *_ROW_KERNELS)),
 )
 UNITS: Mapping[str, KernelUnit] = {unit.name: unit for unit in _ALL}

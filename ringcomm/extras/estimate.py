@@ -390,9 +390,9 @@ def _share(elems: int, shares: int) -> int:
     return -(-elems // shares)
 
 
-def coded_bytes(wire: str, elems: int) -> int:
-    """Returns the bytes of so many FP32 numbers in the codes of a wire."""
-    return _native.wire_bytes(_native.WIRES[wire], elems)
+def coded_bytes(compression: str, elems: int) -> int:
+    """Returns the bytes of so many FP32 numbers in the codes of a quantized format."""
+    return _native.quantized_bytes(_native.QUANT_FORMATS[compression], elems)
 
 
 @dataclass(frozen=True)
@@ -470,7 +470,7 @@ class Training:
         return self.ranks if self.options.state == "world" else self.ranks_per_node
 
     def _codes_params(self, stage: int) -> bool:
-        return self.nodes > 1 and stage > 0 and self.options.wire.codes_parameters
+        return self.nodes > 1 and stage > 0 and self.options.compression.codes_parameters
 
     @property
     def _tier(self) -> Disk:
@@ -502,7 +502,7 @@ class Training:
 
     def _residual_bytes(self, stage: int) -> int:
         """Returns the bytes that error feedback keeps."""
-        if self.nodes == 1 or not self.options.wire.error_feedback:
+        if self.nodes == 1 or not self.options.compression.error_feedback:
             return 0
         # Nodes with copies of the state code sums, too, but at stage 0.
         sums = stage > 0 and self.options.state == "node"
@@ -617,11 +617,11 @@ class Training:
         buckets, which matters for models of a few thousand elements, is not counted.
         """
         model, each, options = self.model, self.each, self.options
-        wire = options.wire.gradients
+        compression = options.compression.gradients
         grads = sums = model.trainable * FP32_BYTES
-        if wire in _native.WIRES:
-            grads = sums = coded_bytes(wire, model.trainable)
-        elif wire == "param":
+        if compression in _native.QUANT_FORMATS:
+            grads = sums = coded_bytes(compression, model.trainable)
+        elif compression == "param":
             grads = model.trainable * each.grad
         back = self._params_bytes(model.trainable, stage)
         if stage == 0:
@@ -635,7 +635,7 @@ class Training:
 
     def _params_bytes(self, elems: int, stage: int) -> int:
         if self._codes_params(stage):
-            return coded_bytes(self.options.wire.parameters, max(elems, 0))
+            return coded_bytes(self.options.compression.parameters, max(elems, 0))
         return elems * self.each.param
 
     def communication_s(
@@ -716,7 +716,7 @@ class ExpertLayer:
         ranks: ranks of all nodes; the ranks with the same experts share their state.
         nodes: nodes, each of equally many ranks.
         elem_bytes: bytes of an element of a token.
-        wire: None, or the codes of dispatch, "int8" or "fp8".
+        compression: None, or the codes of dispatch, "int8" or "fp8".
 
     Raises:
         ArgumentError: a size is not positive, or the group does not divide experts and ranks.
@@ -731,10 +731,10 @@ class ExpertLayer:
     ranks: int
     nodes: int = 1
     elem_bytes: int = 2
-    wire: str | None = None
+    compression: str | None = None
 
     def __post_init__(self) -> None:
-        sizes = {name: each for name, each in vars(self).items() if name != "wire"}
+        sizes = {name: each for name, each in vars(self).items() if name != "compression"}
         require_at_least("experts", 1, **sizes)
         if self.top_k > self.experts:
             raise ArgumentError(f"experts: expected top-k of at most {self.experts} experts")
@@ -745,8 +745,10 @@ class ExpertLayer:
                 f"experts: expected a group that divides a node's ranks or is whole nodes, and "
                 f"divides {self.ranks} ranks and {self.experts} experts, got {self.group}"
             )
-        if self.wire not in (None, "int8", "fp8"):
-            raise ArgumentError(f"experts: wire: expected None, int8 or fp8, got {self.wire!r}")
+        if self.compression not in (None, "int8", "fp8"):
+            raise ArgumentError(
+                f"experts: compression: expected None, int8 or fp8, got {self.compression!r}"
+            )
 
     @property
     def _ranks_per_node(self) -> int:
@@ -760,7 +762,11 @@ class ExpertLayer:
     @property
     def payload_bytes(self) -> int:
         """Bytes of a token in dispatch."""
-        return self.row_bytes if self.wire is None else coded_bytes(self.wire, self.hidden)
+        return (
+            self.row_bytes
+            if self.compression is None
+            else coded_bytes(self.compression, self.hidden)
+        )
 
     @property
     def memory_bytes(self) -> int:

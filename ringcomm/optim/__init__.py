@@ -10,7 +10,7 @@ from ringcomm.optim.adamw import SGD, Adam, AdamW, AdamW8bit, Lion
 from ringcomm.optim.any_torch import Sharded
 from ringcomm.optim.layout import ParamSpec, ShardLayout
 from ringcomm.optim.muon import Muon, muon_groups
-from ringcomm.optim.options import AdamWOptions, Wire
+from ringcomm.optim.options import AdamWOptions, Compression
 from ringcomm.optim.setting import LossScaleOptions, LossScaler
 from ringcomm.optim.sharded import GradScaler, ShardedOptimizer
 from ringcomm.optim.state import reshard
@@ -22,6 +22,7 @@ __all__ = [
     "AdamW",
     "AdamW8bit",
     "AdamWOptions",
+    "Compression",
     "GradScaler",
     "Lion",
     "LossScaleOptions",
@@ -31,7 +32,6 @@ __all__ = [
     "ShardLayout",
     "Sharded",
     "ShardedOptimizer",
-    "Wire",
     "muon_groups",
     "reshard",
 ]

@@ -156,7 +156,7 @@ class Backend(ABC):
         self.alone = alone
         self.reducer = reducer
         self.sharers = sharers
-        self.fused = fused and options.tier is None and not options.wire.codes_parameters
+        self.fused = fused and options.tier is None and not options.compression.codes_parameters
         # float32 [elements of the largest chunk so far], for gradients of one bucket at a time.
         self._own: Tensor | None = None
 
@@ -426,7 +426,9 @@ class HostBackend(Backend):
         super().__init__(comm is None, reducer, options, sharers_of(comm, options.state))
         self._comm = comm
         self._calls: Use = (
-            itself if comm is None else comm.steps.calls_of(options.state, options.wire.gradients)
+            itself
+            if comm is None
+            else comm.steps.calls_of(options.state, options.compression.gradients)
         )
         self._options = options
         self._factors_ptr = table.factors.data_ptr()
@@ -523,7 +525,7 @@ class DeviceBackend(Backend):
         sharers = sharers_of(comm, options.state)
         super().__init__(alone, reducer, options, sharers, fused=not eight_bits)
         self._comm = comm
-        self._calls = comm.steps.calls_of(options.state, options.wire.gradients)
+        self._calls = comm.steps.calls_of(options.state, options.compression.gradients)
         self._options = options
         self._factors_ptr = table.factors.data_ptr()
         self._op = OP_CODES[options.reduce.upper()]

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.arguments import DTYPE_CODES
-from ringcomm.comm.nodes.wires import Residual
+from ringcomm.comm.nodes.compressed_sums import Residual
 from ringcomm.memory import zeros
 from ringcomm.optim.dtensors import PLAIN_KINDS, apart, is_distributed, local_of, plainly, set_local
 from ringcomm.optim.layout import BucketLayout, Chunk, ShardLayout
@@ -258,12 +258,12 @@ class OutsideWrites:
 
 
 # ---- Parameters that cross between nodes in codes, beside the FP32 masters that are coded -------
-# NOTE [Coded parameters] With ``Wire(parameters=)`` every rank, the one that updates a parameter
-# included, computes with what the code of its FP32 master decodes to, rounded to the parameter's
-# dtype: so all nodes have equal bits, whoever updates. It is as in mixed precision, whose
-# parameters are rounded masters, with another rounding, of blocks of 128 elements from the bucket's
-# begin. Since chunks begin at blocks, it depends on no world size. Codes of decoded values are
-# others, so the masters are kept for as long as the module is sharded: ``ParamBucket.wide`` is
+# NOTE [Coded parameters] With ``Compression(parameters=)`` every rank, the one that updates a
+# parameter included, computes with what the code of its FP32 master decodes to, rounded to the
+# parameter's dtype: so all nodes have equal bits, whoever updates. It is as in mixed precision,
+# whose parameters are rounded masters, with another rounding, of blocks of 128 elements from the
+# bucket's begin. Since chunks begin at blocks, it depends on no world size. Codes of decoded values
+# are others, so the masters are kept for as long as the module is sharded: ``ParamBucket.wide`` is
 # their memory, which an optimizer's state shares.
 #
 # Masters follow what is written to parameters from outside: one that does not decode to its
@@ -271,31 +271,38 @@ class OutsideWrites:
 # largest one has changed.
 
 
-def decoded(wide: Tensor, wire: str, dtype: torch.dtype) -> Tensor:
+def decoded(wide: Tensor, compression: str, dtype: torch.dtype) -> Tensor:
     """Returns what codes of FP32 numbers, in blocks from the first one on, decode to.
 
     Args:
         wide: float32, contiguous, on the CPU.
-        wire: "int8", "fp8" or "int4".
+        compression: "int8", "fp8" or "int4".
         dtype: of the result.
     """
-    elems, code = wide.numel(), _native.WIRES[wire]
-    codes = torch.empty(_native.wire_bytes(code, elems), dtype=torch.uint8, device=wide.device)
+    elems, code = wide.numel(), _native.QUANT_FORMATS[compression]
+    codes = torch.empty(_native.quantized_bytes(code, elems), dtype=torch.uint8, device=wide.device)
     found = torch.empty(elems, dtype=dtype, device=wide.device)
-    _native.encode_wire(code, wide.data_ptr(), DTYPE_CODES[wide.dtype], codes.data_ptr(), elems)
-    _native.sum_wires(code, [codes.data_ptr()], found.data_ptr(), DTYPE_CODES[dtype], elems, 0)
+    _native.quantize(code, wide.data_ptr(), DTYPE_CODES[wide.dtype], codes.data_ptr(), elems)
+    _native.dequantize_and_sum(
+        code, [codes.data_ptr()], found.data_ptr(), DTYPE_CODES[dtype], elems, 0
+    )
     return found
 
 
-def following(master: Tensor, params: Tensor, wire: str | None) -> Tensor:
+def following(master: Tensor, params: Tensor, compression: str | None) -> Tensor:
     """Returns ``master``, but the parameter wherever the master does not round to it.
 
     Args:
         master: float32 [elements], from the begin of a block on.
         params: [elements].
-        wire: as of :func:`decoded`; None where parameters are masters rounded to their dtype.
+        compression: as of :func:`decoded`; None where parameters are masters rounded to their
+            dtype.
     """
-    rounded = master.to(params.dtype) if wire is None else decoded(master, wire, params.dtype)
+    rounded = (
+        master.to(params.dtype)
+        if compression is None
+        else decoded(master, compression, params.dtype)
+    )
     return torch.where(rounded == params, master, params.to(master.dtype))
 
 
@@ -464,8 +471,9 @@ class BucketMemory:
         grads: [elements], in the heap; of the parameters' dtype, or float32; None where gradients
             are reduced before the step.
         wide: float32 [chunk elements], the parameters before they were rounded to their dtype; None
-            if they were not rounded. With ``wire`` these are the masters.
-        wire: codes in which the parameters cross between nodes; None if they cross as they are.
+            if they were not rounded. With ``compression`` these are the masters.
+        compression: codes in which the parameters cross between nodes; None if they cross as they
+            are.
         holder: who has ``own_params``, where they may lie elsewhere; None if they are in memory.
     """
 
@@ -473,7 +481,7 @@ class BucketMemory:
     params: Tensor | None = None
     grads: Tensor | None = None
     wide: Tensor | None = None
-    wire: str | None = None
+    compression: str | None = None
     holder: ParamHolder | None = None
 
 
@@ -516,8 +524,8 @@ class Bucket:
         tag: returns a number that tells a reduction of the bucket's gradients from others of the
             same size, or 0 where there is none.
         share: where no rank keeps all parameters, but other nodes have a copy of ``own_params``,
-            writes it to their copies, and theirs to this node's; with :attr:`wire` wherever they
-            are, what the masters' codes decode to; collective.
+            writes it to their copies, and theirs to this node's; with :attr:`compression` wherever
+            they are, what the masters' codes decode to; collective.
     """
 
     def __init__(
@@ -555,9 +563,9 @@ class Bucket:
         return self._memory.own_params
 
     @property
-    def wire(self) -> str | None:
+    def compression(self) -> str | None:
         """The codes in which parameters cross between nodes; None if they cross as they are."""
-        return self._memory.wire
+        return self._memory.compression
 
     @property
     def may_be_away(self) -> bool:
@@ -586,7 +594,7 @@ class Bucket:
             tier: where the state lies; None for memory.
         """
         self.tier = tier
-        if self.wire is not None:
+        if self.compression is not None:
             assert tier is None and self._memory.wide is not None
             self.state = ShardState(eight_bits=eight_bits, master=self._memory.wide)
         elif tier is None:
@@ -753,7 +761,7 @@ class Bucket:
 
     def take_wide(self) -> None:
         """Sets the master to the parameters before they were rounded, if these are known."""
-        if self.wire is not None:
+        if self.compression is not None:
             self.follow_params()
             return
         wide = self._memory.wide
@@ -771,14 +779,14 @@ class Bucket:
             return
         for part in self.parts():
             assert part.state.master is not None
-            part.state.master.copy_(following(part.state.master, part.own_params, self.wire))
+            part.state.master.copy_(following(part.state.master, part.own_params, self.compression))
 
     def refresh_master(self, begin: int = 0, end: int | None = None) -> None:
         """Sets the master of the bucket's elements [begin, end), or of all, to the parameters.
 
         Those of coded parameters follow: what decodes to its parameter stays, here and elsewhere.
         """
-        if self.wire is not None:
+        if self.compression is not None:
             self.follow_params()
             return
         if not self.state.masters():
@@ -870,7 +878,7 @@ def sharers_of(comm: Communicator | None, state: str) -> Communicator | None:
 
 def gather_params(bucket: Bucket, sharers: Communicator) -> None:
     """Gives all ranks the chunks of a bucket's parameters that those which share state have."""
-    if bucket.wire is not None:
+    if bucket.compression is not None:
         bucket.share()
         return
     chunks = bucket.layout.chunks(sharers)

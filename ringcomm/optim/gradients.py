@@ -19,7 +19,7 @@ from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.arguments import ALGORITHMS, DTYPE_CODES, OP_CODES
 from ringcomm.comm.host.engine import Call, Use, Work, itself
-from ringcomm.comm.nodes.wires import Residual
+from ringcomm.comm.nodes.compressed_sums import Residual
 from ringcomm.errors import ArgumentError
 from ringcomm.optim.buckets import Buckets
 from ringcomm.optim.dtensors import (
@@ -35,7 +35,7 @@ from ringcomm.optim.dtensors import (
     set_grad,
 )
 from ringcomm.optim.layout import ParamSpec, ShardLayout
-from ringcomm.optim.options import Wire
+from ringcomm.optim.options import Compression
 from ringcomm.process import until_exit
 
 Tensor = torch.Tensor
@@ -515,7 +515,7 @@ class ReduceOptions(Protocol):
     @property
     def state(self) -> str: ...
     @property
-    def wire(self) -> Wire: ...
+    def compression(self) -> Compression: ...
 
 
 @dataclass(frozen=True)
@@ -548,7 +548,7 @@ def feeding_back(calls: Any, residual: Residual | None) -> Any:
 
 def make_residual(comm: Communicator | None, options: ReduceOptions, elems: int) -> Residual | None:
     """Makes the residual of a bucket of so many elements, if the options want one."""
-    if comm is None or not options.wire.error_feedback:
+    if comm is None or not options.compression.error_feedback:
         return None
     return comm.steps.residual_of(elems, options.state)
 
@@ -590,7 +590,9 @@ class HostReducer(Reducer):
             comm.engine.check_sum_blocks("optimizer", options.algorithm, "native")
         self._comm = comm
         self._calls: Use = (
-            itself if comm is None else comm.steps.calls_of(options.state, options.wire.gradients)
+            itself
+            if comm is None
+            else comm.steps.calls_of(options.state, options.compression.gradients)
         )
         self._step_bytes = step_bytes
         self._op = OP_CODES[options.reduce.upper()]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.host.options import check_wire
+from ringcomm.comm.host.options import check_compression
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.integers import integer
 from ringcomm.offload.scratch import Disk
@@ -24,22 +24,23 @@ _CHOICES = {
     "state": ("world", "node"),
     "update": ("in_step", "in_backward"),
 }
-PARAMETER_WIRES = ("param", *_native.WIRES)
+PARAMETER_COMPRESSIONS = ("param", *_native.QUANT_FORMATS)
 
 
 @dataclass(frozen=True)
-class Wire:
+class Compression:
     """The forms in which training's bytes travel between nodes, where links are slow.
 
     Attributes:
-        gradients: of sums of gradients: "fp32", "param", or in codes "int8", "fp8" or "int4"; None
-            for ``CommOptions.wire`` of the communicator. ZeRO++ calls it qgZ (Wang et al., 2023).
+        gradients: of sums of gradients: "none", "param", or in codes "int8", "fp8" or "int4"; None
+            for ``CommOptions.compression`` of the communicator. ZeRO++ calls it qgZ (Wang et al.,
+            2023).
         parameters: of updated parameters: "param", their dtype, or in codes "int8", "fp8" or
             "int4". With codes all ranks compute with what the codes of FP32 masters decode to, and
             the masters are kept beside the state, of FP32 parameters, too. ZeRO++ calls it qwZ.
         error_feedback: keep what the codes of gradients lose, and add it to the next ones that this
             rank codes, as state of the optimizer: 4 bytes an element over the ranks of a node. See
-            NOTE [Error feedback] in ``comm/nodes/wires.py``.
+            NOTE [Error feedback] in ``comm/nodes/compressed_sums.py``.
     """
 
     gradients: str | None = None
@@ -48,20 +49,21 @@ class Wire:
 
     def __post_init__(self) -> None:
         if self.gradients is not None:
-            check_wire(self.gradients, "gradients")
+            check_compression(self.gradients, "gradients")
         if not any(self.error_feedback is state for state in (True, False)):
             raise ArgumentError(
                 f"error_feedback: expected True or False, got {self.error_feedback!r}"
             )
-        if self.error_feedback and self.gradients not in _native.WIRES:
+        if self.error_feedback and self.gradients not in _native.QUANT_FORMATS:
             raise ArgumentError(
                 f"error_feedback: expected gradients in codes with it, one of "
-                f"{', '.join(_native.WIRES)}, got {self.gradients!r}, which leaves nothing to keep"
+                f"{', '.join(_native.QUANT_FORMATS)}, got {self.gradients!r}, which leaves nothing "
+                "to keep"
             )
-        if self.parameters not in PARAMETER_WIRES:
-            known = ", ".join(PARAMETER_WIRES)
+        if self.parameters not in PARAMETER_COMPRESSIONS:
+            known = ", ".join(PARAMETER_COMPRESSIONS)
             raise ArgumentError(
-                f"parameters: wire: expected one of {known}, got {self.parameters!r}"
+                f"parameters: compression: expected one of {known}, got {self.parameters!r}"
             )
 
     @property
@@ -82,11 +84,11 @@ class Wire:
         """
         if not self.codes_parameters:
             return
-        asked = f"wire: parameters={self.parameters!r}"
+        asked = f"compression: parameters={self.parameters!r}"
         if state == "node":
             raise ArgumentError(
                 f'{asked}: expected state="world" with it, got "node", where each node updates all '
-                "parameters, of which none cross; sums of gradients do (Wire(gradients=))"
+                "parameters, of which none cross; sums of gradients do (Compression(gradients=))"
             )
         if master != "fp32" or rounding != "nearest":
             raise ArgumentError(
@@ -122,7 +124,7 @@ class AdamWOptions:
             cross between nodes. "node" shards it over the ranks of each node, so that each node
             has a copy, which takes more memory: the sums of the gradients cross instead. On one
             node both are the same.
-        wire: over several nodes, the forms in which bytes travel between them.
+        compression: over several nodes, the forms in which bytes travel between them.
         tier: where the state lies: None for the memory of the parameters' device. From elsewhere it
             streams there in pieces at each step, with the same bits: from a :class:`ringcomm.Disk`,
             for parameters on the CPU; or with "cpu" from pinned memory of the host, for parameters
@@ -145,7 +147,7 @@ class AdamWOptions:
     check_finite: bool = False
     broadcast_parameters: bool = True
     state: str = "world"
-    wire: Wire = field(default_factory=Wire)
+    compression: Compression = field(default_factory=Compression)
     tier: Disk | str | None = None
     update: str = "in_step"
 
@@ -168,18 +170,19 @@ class AdamWOptions:
             )
         if not (self.tier is None or self.tier == "cpu" or isinstance(self.tier, Disk)):
             raise ArgumentError(f'tier: expected a ringcomm.Disk, "cpu" or None, got {self.tier!r}')
-        if not isinstance(self.wire, Wire):
-            raise ArgumentError(f"wire: expected a Wire, got {self.wire!r}")
+        if not isinstance(self.compression, Compression):
+            raise ArgumentError(f"compression: expected a Compression, got {self.compression!r}")
         if self.update == "in_backward" and self.check_finite:
             raise ArgumentError(
                 'check_finite: expected False with update="in_backward", got True: parameters '
                 "change before all gradients are known"
             )
         self._check_master()
-        self.wire.check_parameters(self.state, self.master, self.rounding)
-        if self.wire.codes_parameters and self.tier is not None:
+        self.compression.check_parameters(self.state, self.master, self.rounding)
+        if self.compression.codes_parameters and self.tier is not None:
             raise UnsupportedError(
-                f"tier: expected None with wire: parameters={self.wire.parameters!r}, got "
+                f"tier: expected None with compression: "
+                f"parameters={self.compression.parameters!r}, got "
                 f"{self.tier!r}: the module keeps the masters, in memory"
             )
 

@@ -368,7 +368,7 @@ def share_params(comm: Communicator, sharers: Communicator, buckets: Buckets) ->
         buckets: of the parameters.
     """
     for bucket in buckets:
-        if bucket.has_all_params and bucket.wire is None:
+        if bucket.has_all_params and bucket.compression is None:
             own = bucket.own_params.clone()
             parts = [bucket.params[c.begin : c.end] for c in bucket.layout.chunks(sharers)]
             sharers.all_gather(parts, own)
@@ -380,7 +380,7 @@ def end_changes(comm: Communicator, buckets: Sequence[Bucket]) -> None:
 
     Every copy of them is brought up to date, and no rank goes on before all are.
     """
-    split = [bucket for bucket in buckets if not bucket.has_all_params or bucket.wire]
+    split = [bucket for bucket in buckets if not bucket.has_all_params or bucket.compression]
     for bucket in split:
         bucket.share()
     if split:

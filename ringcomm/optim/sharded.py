@@ -437,10 +437,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         options = self.options
         if self.placement is not None:
             options = self.placement.options(options)
-        if options.wire.error_feedback:
+        if options.compression.error_feedback:
             raise ArgumentError(
                 f"{self._setting.where('step')}: expected loss_scaler=ringcomm.optim.LossScaler() "
-                "with Wire(error_feedback=True), got a GradScaler: whether gradients are scaled "
+                "with Compression(error_feedback=True), got a GradScaler: whether gradients are "
+                "scaled "
                 "when they are coded depends on when it unscales them, and what the codes have "
                 "lost is kept in their scale"
             )

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ringcomm.comm.agreement import agreed_load
-from ringcomm.comm.nodes.wires import Residual
+from ringcomm.comm.nodes.compressed_sums import Residual
 from ringcomm.errors import ArgumentError, CheckpointError
 from ringcomm.integers import integer
 from ringcomm.json_reader import DAMAGE, exactly, shown
@@ -729,7 +729,9 @@ def load(sharded: ShardedStep, shards: Sequence[Shard]) -> None:
     take_state(sharded, tensors)
     if setting.comm is not None:
         # What codes decode to follows from the masters.
-        end_changes(setting.comm, [each for each in sharded.buckets if each.wire is not None])
+        end_changes(
+            setting.comm, [each for each in sharded.buckets if each.compression is not None]
+        )
     take_residuals(sharded, residuals)
     take_groups(sharded.groups, groups)
     take_whole(sharded, saved.first.whole)
@@ -820,8 +822,8 @@ def misfit_of(
 def keeper_of_masters(sharded: ShardedStep) -> str:
     """Names the option that decides which masters there are, for errors."""
     options = sharded.setting.options
-    if options.wire.codes_parameters:
-        return f"wire: parameters={options.wire.parameters!r}"
+    if options.compression.codes_parameters:
+        return f"compression: parameters={options.compression.parameters!r}"
     return f"master={options.master!r}"
 
 

@@ -103,12 +103,13 @@ class PreparedStep:
         placement = find_placement(groups, grows=self._before is not None)
         if placement is not None:
             setting = replace(setting, options=placement.options(setting.options))
-        elif setting.options.wire.codes_parameters:
-            codes = setting.options.wire.parameters
+        elif setting.options.compression.codes_parameters:
+            codes = setting.options.compression.parameters
             raise UnsupportedError(
-                f"{setting.where('prepare')}: wire: parameters={codes!r}: expected parameters of a "
+                f"{setting.where('prepare')}: compression: parameters={codes!r}: expected "
+                "parameters of a "
                 "module that zero.shard() has sharded, which keeps their masters, got plain ones; "
-                "pass ZeroOptions(wire=) to shard(module, 1)"
+                "pass ZeroOptions(compression=) to shard(module, 1)"
             )
         self.setting = setting
         self._launches = setting.launches
@@ -186,7 +187,7 @@ class PreparedStep:
             check_nodes(comm, "optimizer", options.algorithm, options.kernels)
             if options.state == "node":
                 check_even(comm, "optimizer", 'state="node"', 'state="world"')
-            if options.wire.error_feedback:
+            if options.compression.error_feedback:
                 check_even(comm, "optimizer", "error_feedback=True", "error_feedback=False")
             check_segments(comm, ALGORITHMS[options.algorithm])
         return self.rule.backend(comm, options, self.table)
@@ -291,7 +292,7 @@ class PreparedStep:
     def masters_decide(self) -> bool:
         """True if writing masters changes the parameters, which are a part or a code of them."""
         options = self.setting.options
-        return options.master == "remainder" or options.wire.codes_parameters
+        return options.master == "remainder" or options.compression.codes_parameters
 
     @property
     def ranks(self) -> ModelRanks | None:

@@ -237,7 +237,7 @@ def _check_tensor(tensor: Any, shape: tuple[int, ...], called: str) -> None:
 def _has_master(sharded: ShardedStep, index: int) -> bool:
     """Tells whether a whole state has a master of a parameter: of 16 bits, or in codes."""
     spec, (number, _) = sharded.layout.params[index], sharded.layout.places.get(index, (None, None))
-    coded = number is not None and sharded.buckets[number].wire is not None
+    coded = number is not None and sharded.buckets[number].compression is not None
     return spec.placed and (coded or spec.dtype is not torch.float32)
 
 

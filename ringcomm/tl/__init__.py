@@ -38,7 +38,7 @@ from ringcomm._tl.device import (
     wait_acquire_sys,
     word_of,
 )
-from ringcomm._tl.wire_codes import decode_blocks, encode_blocks, load_codes, store_codes
+from ringcomm._tl.quantization import decode_blocks, encode_blocks, load_codes, store_codes
 from ringcomm.tl.context import (
     Context,
     Symmetric,

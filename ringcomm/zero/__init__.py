@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ringcomm.optim.options import Wire
+from ringcomm.optim.options import Compression
 from ringcomm.zero.stages.access import (
     get_gradient,
     get_master,
@@ -69,6 +69,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Activations",
+    "Compression",
     "IncompatibleKeys",
     "Loaded",
     "LocalShard",
@@ -78,7 +79,6 @@ __all__ = [
     "SyncBatchNorm",
     "TrainState",
     "UnitOptions",
-    "Wire",
     "ZeroOptions",
     "activations_on",
     "convert",

@@ -25,8 +25,8 @@ def test_runs_begin_alike_and_part_by_what_is_rounded(corpus):
     assert wide[1] < wide[0]
 
 
-def test_wires_of_fewer_bits_part_further(corpus):
-    runs = RUNS["wires"]
+def test_compression_to_fewer_bits_part_further(corpus):
+    runs = RUNS["compression"]
     full, int8, int4 = (
         curve(runs[name], MODEL, corpus, (2,))[0] for name in ("fp32", "int8", "int4")
     )

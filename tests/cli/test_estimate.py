@@ -171,7 +171,7 @@ def test_dtypes(told, options, sizes):
 
 def test_options_of_nodes(told):
     """As the estimate has them for the same options of zero."""
-    shared = ("--shard-state", "node", "--wire", "int4", "--error-feedback")
+    shared = ("--shard-state", "node", "--compression", "int4", "--error-feedback")
     asked = ("--params", "1M", "--world", 8, "--nodes", 4, *shared)
     rows = told("memory", *asked)[MEMORY]
     assert rows[0]["state_bytes"] == 12 * 10**6 + 4 * 10**6 // 2
@@ -180,7 +180,7 @@ def test_options_of_nodes(told):
     assert sent[1]["leaves_a_node_bytes"] < sent[0]["leaves_a_node_bytes"] < 4 * 10**6
     by_world = told("memory", "--params", "1M", "--world", 8, "--nodes", 4)[MEMORY]
     assert by_world[3]["params_bytes"] == 2 * 10**6 // 2
-    coded = ("--preset", "fp32", "--wire-parameters", "int8", "--shard-params", "world")
+    coded = ("--preset", "fp32", "--compression-parameters", "int8", "--shard-params", "world")
     rows = told("memory", *asked[:6], *coded)[MEMORY]
     assert [row["state_bytes"] * 8 // 10**6 for row in rows] == [64, 12, 12, 12]
     assert rows[3]["params_bytes"] == 4 * 10**6 // 8
@@ -260,8 +260,8 @@ def test_experts(told, estimate):
     asked = (*EXPERTS, "--world", 32, "--nodes", 4)
     title = "a rank's share of a layer of experts"
     rows = told(*asked)[title]
-    assert [(row["group"], row["wire"]) for row in rows] == [
-        (group, wire) for group in (8, 32) for wire in ("none", "int8", "fp8")
+    assert [(row["group"], row["compression"]) for row in rows] == [
+        (group, compression) for group in (8, 32) for compression in ("none", "int8", "fp8")
     ]
     layer = ExpertLayer(64, 8, 1024, 4096, 8 << 20, 32, 32, 4, 2, "fp8")
     assert rows[-1]["dispatch_bytes"] == layer.between_nodes().dispatch
@@ -303,9 +303,18 @@ def test_tables_fit_100_columns(estimate, arguments):
         (("--params", "1M", "--state-on", "disk", "--buffer-mib", 1e-3), "from 4096 to"),
         (("--params", "1M", "--state-on", "disk", "--buffer-mib", 0.01), "at least 32768, got 104"),
         (("--params", "1M", "--update", "in_backward", "--clip"), "steps of two passes"),
-        (("--params", "1M", "--wire", "int2"), "wire: expected one of fp32, param, int8"),
-        (("--params", "1M", "--wire-parameters", "fp32"), "wire: expected one of param, int8"),
-        (("--params", "1M", "--wire-parameters", "fp8", "--state-on", "disk"), "tier: expected"),
+        (
+            ("--params", "1M", "--compression", "int2"),
+            "compression: expected one of none, param, int8",
+        ),
+        (
+            ("--params", "1M", "--compression-parameters", "fp32"),
+            "compression: expected one of param, int8",
+        ),
+        (
+            ("--params", "1M", "--compression-parameters", "fp8", "--state-on", "disk"),
+            "tier: expected",
+        ),
         (("--params", "1M", "--error-feedback"), "error_feedback: expected gradients in codes"),
         (("--module", "nothing"), "--module: expected PACKAGE.MODULE:CALLABLE, got 'nothing'"),
         (("--module", ":tied"), "--module: expected PACKAGE.MODULE:CALLABLE, got ':tied'"),

@@ -53,14 +53,14 @@ def test_what_is_no_target_is_refused(text):
         Target.parse(text)
 
 
-def test_there_is_a_unit_for_every_type_that_is_reduced_every_wire_and_rows():
+def test_there_is_a_unit_for_every_type_that_is_reduced_every_quantized_format_and_rows():
     floats = ["float32", "bfloat16", "float16", "float64"]
     dtypes = [*floats, "uint8", "int8", "int16", "int32", "int64", "bool"]
     optimizer = [f"adamw_{dtype}" for dtype in floats if dtype != "float64"]
     reductions = [f"reduce_{dtype}" for dtype in dtypes]
     multicast = [f"multicast_{dtype}" for dtype in ("float32", "bfloat16", "float16")]
-    wires = [f"wires_{wire}" for wire in _native.WIRES]
-    assert list(UNITS) == ["move", *reductions, *optimizer, *multicast, *wires, "rows"]
+    quantize = [f"quantize_{compression}" for compression in _native.QUANT_FORMATS]
+    assert list(UNITS) == ["move", *reductions, *optimizer, *multicast, *quantize, "rows"]
     assert "rc_all_reduce_bxor" in UNITS["reduce_int32"].kernels
     assert "rc_all_reduce_bxor" not in UNITS["reduce_float32"].kernels
 

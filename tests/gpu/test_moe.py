@@ -26,7 +26,7 @@ from tests.extras.moe.cases import (
 )
 from tests.extras.moe.test_training import LR, OPTIONS, STEPS, Model, adamw, told, values
 from tests.gpu.device import DEVICE, PLAIN, REAL, capture, on_host, synchronize
-from tests.gpu.test_wires import seconds_of
+from tests.gpu.test_quantization import seconds_of
 from tests.gpu.worlds import connect, one_launch_world, run_ranks
 from tests.support.covering import covering
 
@@ -172,13 +172,13 @@ def test_processes_exchange_what_threads_do() -> None:
         assert torch.equal(sums, combined(cases, rows_of, rank))
 
 
-@pytest.mark.parametrize("wire", ["int8", "fp8"])
-def test_coded_rows_are_those_of_the_host(gpu_worlds: Worlds, wire: str) -> None:
+@pytest.mark.parametrize("compression", ["int8", "fp8"])
+def test_coded_rows_are_those_of_the_host(gpu_worlds: Worlds, compression: str) -> None:
     cases = cases_of(2, 2, hidden=256, dtype=torch.bfloat16)
 
     def body(comm: Communicator, here: Callable[[Case], Case]) -> Tensor:
         x, idx, _ = here(cases[comm.rank])
-        return moe.dispatch(x, idx, None, EXPERTS, comm, wire=wire, max_rows=80)[0]
+        return moe.dispatch(x, idx, None, EXPERTS, comm, compression=compression, max_rows=80)[0]
 
     with on_host(), ringcomm.local_world(2) as world:
         expected = world.run(body, lambda given: given)

@@ -51,12 +51,12 @@ def test_names_and_calls_that_are_wrong_are_found():
     texts = [
         "import ringcomm as r\nfrom ringcomm import zero, nothing\nr.all_gatherings(x)",
         "zero.shard(m, stag=3)\nopt = r.optim.AdamW(p, lr=1)\nopt.clip_norm_(1)\nopt.step(1, 2)",
-        "with r.Communicator.from_env() as comm:\n    comm.all_reduce(x, wires=1)\n    comm.node",
+        "with r.Communicator.from_env() as comm:\n    comm.all_reduce(x, squeeze=1)\n    comm.node",
         "def f(zero):\n    pass\nzero.shard(m, 3)",
     ]
     assert sorted(problem.partition(":")[0] for problem in problems_of(texts)) == [
         "AdamW().clip_norm_",
-        "comm.all_reduce(x, wires=1)",
+        "comm.all_reduce(x, squeeze=1)",
         "from ringcomm import nothing",
         "opt.step(1, 2)",
         "r.all_gatherings",

@@ -34,7 +34,7 @@ MENU = (ROOT / "mkdocs.yml").read_text()
 # reader of sources finds first.
 HIDDEN: set[str] = set()
 OPTIONS = (
-    *(ringcomm.CommOptions, zero.ZeroOptions, zero.UnitOptions, zero.Precision, zero.Wire),
+    *(ringcomm.CommOptions, zero.ZeroOptions, zero.UnitOptions, zero.Precision, zero.Compression),
     *(optim.AdamWOptions, optim.LossScaleOptions, ringcomm.Disk, moe.RoutingOptions),
 )
 
@@ -87,7 +87,11 @@ def default_of(cell):
     number, _, unit = plain.partition(" ")
     if unit in UNITS:
         return int(number) * UNITS[unit]
-    return eval(plain, {"Wire": optim.Wire, "Precision": zero.Precision}) if plain else None
+    return (
+        eval(plain, {"Compression": optim.Compression, "Precision": zero.Precision})
+        if plain
+        else None
+    )
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda each: each.__name__)

@@ -69,12 +69,12 @@ def different_options(ranks: int) -> list[str]:
 
     def build(rank: int) -> None:
         store: Any = stores[rank] if rank < ranks - 1 else Slow(stores[rank])
-        wire = "param" if rank == 0 else "fp32"
+        compression = "param" if rank == 0 else "none"
         while rank == 0 and store.num_keys() < 2 * (ranks - 1):
             time.sleep(0.01)
         try:
             Communicator.from_store(
-                store, rank, ranks, options=CommOptions(timeout=LONG_S, wire=wire)
+                store, rank, ranks, options=CommOptions(timeout=LONG_S, compression=compression)
             )
         finally:
             if rank == 0:
@@ -87,7 +87,7 @@ def different_options(ranks: int) -> list[str]:
 def test_every_rank_says_that_options_differ() -> None:
     for text in different_options(3):
         assert "the ranks were given different options" in text
-        assert "wire=param" in text and "wire=fp32" in text
+        assert "compression=param" in text and "compression=none" in text
         assert text.count("rendezvous of communicator") == 1
 
 

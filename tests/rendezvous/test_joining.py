@@ -24,7 +24,7 @@ TIMEOUT_S = 20
 PREFIX = "ringcomm/world/attempt0/1"
 
 LAYOUT = (
-    "segment_bytes=262144, slots=4, records=256, sum_blocks=0, transport=auto, wire=fp32, "
+    "segment_bytes=262144, slots=4, records=256, sum_blocks=0, transport=auto, compression=none, "
     "rails=auto, kernels=native, objects=plain, largest_object_bytes=4294967296"
 )
 

@@ -31,7 +31,7 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.deadlines
 
 LAYOUT = (
-    "segment_bytes=262144, slots=4, records=256, sum_blocks=0, transport=auto, wire=fp32, "
+    "segment_bytes=262144, slots=4, records=256, sum_blocks=0, transport=auto, compression=none, "
     "rails=auto, kernels=native, objects=plain, largest_object_bytes=4294967296"
 )
 

@@ -239,7 +239,7 @@ def compile_text(
 # The lines of kernels.cu that make the kernels of one operator, or of one dtype of parameters, or
 # one of those that move.
 _PART = re.compile(
-    r"^RC_(?:(?:REDUCE|ADAMW|WIRE)_KERNELS\(|KERNEL\(rc_(?=\w*move,))(\w+),.*\n", re.MULTILINE
+    r"^RC_(?:(?:REDUCE|ADAMW|QUANT)_KERNELS\(|KERNEL\(rc_(?=\w*move,))(\w+),.*\n", re.MULTILINE
 )
 
 
@@ -268,7 +268,7 @@ def unit_source(name: str) -> tuple[str, dict[str, str], list[str]]:
         name: the unit's; or ``reduce_float16/min``, with one of its operators alone, or
             ``adamw_float16/float32``, with one dtype of parameters alone, or of that the update
             without the collectives, ``adamw_float16/shard_float32``, or ``move/packet_move``, or
-            ``wires_int8/float32``, with one dtype of numbers alone.
+            ``quantize_int8/float32``, with one dtype of numbers alone.
     """
     if "/shard_" in name:
         text, headers, macros = unit_source(name.replace("/shard_", "/"))

@@ -14,7 +14,7 @@ from tests.support.shared_library import COMPILER, SharedLibrary, Unit
 __all__ = ["COMPILER", "library_path"]
 
 FOLDER = ROOT / "tests" / "support" / "emulator"
-_FLOATS = ("kernels", "kernels_float", "kernels_half", "kernels_rows", "kernels_wires")
+_FLOATS = ("kernels", "kernels_float", "kernels_half", "kernels_rows", "kernels_quantization")
 _DRIVER = ("device", "driver", "graph", "memory", "multicast", "ptx_kernels", "test_kernels")
 LIBRARY = SharedLibrary(
     "driver",

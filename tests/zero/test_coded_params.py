@@ -16,7 +16,7 @@ from ringcomm.comm.nodes import core as sums
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.extras.estimate import ModelElems, Training
 from ringcomm.optim import AdamW, AdamWOptions
-from tests.comm.test_wire_codes import encode, total
+from tests.comm.test_quantization import encode, total
 from tests.support.covering import covering
 from tests.zero.job import BF16, Job
 from tests.zero.models import MODELS, Run, assert_same_bits, groups_of, new_model, options_of, train
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.usefixtures("one_thread_for_each_rank")
 
 def coded(run: Run, code: str, choice: tuple[int, dict[str, Any]]) -> Run:
     stage, options = choice
-    wire = zero.Wire(parameters=code)
-    return replace(run, stage=stage, options={"wire": wire, **run.options, **options})
+    compression = zero.Compression(parameters=code)
+    return replace(run, stage=stage, options={"compression": compression, **run.options, **options})
 
 
 def decoded(code: str, numbers: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def exact_ones(comm: Communicator, base: Any, options: zero.ZeroOptions, stage: 
 @pytest.mark.parametrize(("stage", "more"), [(1, {}), (3, WORLD)])
 def test_frozen_parameters_and_those_that_stay_fp32_are_exact(two_by_two, stage, more):
     base = new_model("partial")
-    options = zero.ZeroOptions(wire=zero.Wire(parameters="int4"), **more)
+    options = zero.ZeroOptions(compression=zero.Compression(parameters="int4"), **more)
     found = two_by_two.run(exact_ones, base, options, stage)
     assert found == [["frozen.bias", "frozen.weight"]] * 4
     kept = zero.Precision(param=torch.bfloat16, keep_fp32=("head",))
@@ -212,8 +212,8 @@ def resume(comm: Communicator, base: Any, root: Any, settings: dict[str, Any]) -
 
 
 def test_a_run_that_resumes_ends_with_the_same_bits(two_by_two, tmp_path):
-    wire = zero.Wire(parameters="int8")
-    settings = {"options": {"wire": wire}, "precision": BF16, "stages": (3, 1)}
+    compression = zero.Compression(parameters="int8")
+    settings = {"options": {"compression": compression}, "precision": BF16, "stages": (3, 1)}
     for loaded, wanted, found in two_by_two.run(resume, new_model("mlp"), tmp_path, settings):
         assert_same_bits(found, wanted)
         assert any(not torch.equal(loaded[name], wanted[name]) for name in wanted)
@@ -221,7 +221,7 @@ def test_a_run_that_resumes_ends_with_the_same_bits(two_by_two, tmp_path):
 
 def continue_from_a_shard(comm: Communicator, base: Any, stage: int, precision: Any) -> Any:
     """Trains on in another module, from the parameters and this rank's shard of the optimizer."""
-    options = {"wire": zero.Wire(parameters="int8")}
+    options = {"compression": zero.Compression(parameters="int8")}
     first = Job(comm, base, stage, precision=precision, zero_options=options)
     first.train("mlp", 2)
     shown, shard = zero.full_state_dict(first.module), deepcopy(first.optimizer.state_dict())
@@ -256,7 +256,9 @@ def save_one(comm: Communicator, base: Any, root: Any, options: dict[str, Any]) 
 
 
 def load_one(comm: Communicator, base: Any, root: Any, with_optimizer: bool) -> Any:
-    job = Job(comm, base, 3, zero_options={"wire": zero.Wire(parameters="int8"), **WORLD})
+    job = Job(
+        comm, base, 3, zero_options={"compression": zero.Compression(parameters="int8"), **WORLD}
+    )
     if with_optimizer:
         job.load(root)
     else:
@@ -270,7 +272,9 @@ def load_one(comm: Communicator, base: Any, root: Any, with_optimizer: bool) -> 
 def test_it_resumes_in_another_world_with_the_same_parameters(two_by_two, tmp_path):
     """Codes depend on no chunk. Without the optimizer, what was shown is coded as masters."""
     base = new_model("mlp")
-    wanted = two_by_two.run(save_one, base, tmp_path, {"wire": zero.Wire(parameters="int8")})[0]
+    wanted = two_by_two.run(
+        save_one, base, tmp_path, {"compression": zero.Compression(parameters="int8")}
+    )[0]
     with ringcomm.local_world(3, nodes=[2, 1], timeout=60) as world:
         for state, _ in world.run(load_one, base, tmp_path, True):
             assert_same_bits(state, wanted)
@@ -297,7 +301,7 @@ def test_masters_become_parameters_without_codes_and_parameters_masters_with_the
     two_by_two, tmp_path
 ):
     """Of FP32 parameters; each way it goes on as the other run would have from there."""
-    base, codes = new_model("mlp"), {"wire": zero.Wire(parameters="int8")}
+    base, codes = new_model("mlp"), {"compression": zero.Compression(parameters="int8")}
     shown = two_by_two.run(save_one, base, tmp_path / "coded", codes)[0]
     [(plain, _, ended), *_] = two_by_two.run(go_on, base, tmp_path / "coded", {})
     [(coded_again, masters, _), *_] = two_by_two.run(go_on, base, tmp_path / "coded", codes)
@@ -329,8 +333,16 @@ def test_16_bit_parameters_do_not_become_masters(two_by_two, tmp_path):
         job.train("mlp", 1)
         job.save(tmp_path)
         zero.remove_sharding(job.module)
-        job = Job(comm, base, 2, zero_options={"wire": zero.Wire(parameters="int8")}, **settings)
-        with pytest.raises(CheckpointError, match=r"'master'.*wire: parameters='int8' keeps"):
+        job = Job(
+            comm,
+            base,
+            2,
+            zero_options={"compression": zero.Compression(parameters="int8")},
+            **settings,
+        )
+        with pytest.raises(
+            CheckpointError, match=r"'master'.*compression: parameters='int8' keeps"
+        ):
             job.load(tmp_path)
         zero.remove_sharding(job.module)
 
@@ -392,7 +404,7 @@ def write(comm: Communicator, base: Any, run: Run, how: str) -> None:
     param = params["layers.0.weight"]
     before = {name: zero.get_master(each) for name, each in params.items()}
     WRITES[how](module, param)
-    assert decodes(module, run.options["wire"].parameters, params)
+    assert decodes(module, run.options["compression"].parameters, params)
     after = {name: zero.get_master(each) for name, each in params.items()}
     # Only what was written is another, although its block has another scale now.
     before["layers.0.weight"].view(-1)[5] = 9.0
@@ -401,7 +413,7 @@ def write(comm: Communicator, base: Any, run: Run, how: str) -> None:
     assert abs(float(state["layers.0.weight"].view(-1)[5]) - 9.0) < 9 / 250
     module(*MODELS["mlp"][1](torch.Generator().manual_seed(comm.rank), 0)).backward()
     optimizer.step()
-    assert decodes(module, run.options["wire"].parameters, params)
+    assert decodes(module, run.options["compression"].parameters, params)
     zero.remove_sharding(module)
 
 
@@ -465,8 +477,8 @@ def check_masters(module: Any, optimizer: AdamW) -> None:
         assert bucket.state.master is stored.wide
         held += sum(each.nbytes for each in bucket.state.tensors().values())
     elems = sum(bucket.chunk.elems for bucket in optimizer.sharded_step().buckets)
-    wire = zero.Wire(parameters="int8")
-    training = Training(ModelElems(2 * elems), 2, 2, zero.ZeroOptions(wire=wire))
+    compression = zero.Compression(parameters="int8")
+    training = Training(ModelElems(2 * elems), 2, 2, zero.ZeroOptions(compression=compression))
     assert held == training.state(1).state == 12 * elems
 
 
@@ -496,12 +508,12 @@ def test_what_leaves_a_node_is_codes(code, choice):
         4, nodes=[2, 2], options=CommOptions(transport=transport), timeout=60
     ) as world:
         (quiet, backward, step), flags, chunks, root = world.run(step_of, transport, base, run)[0]
-    wire = _native.WIRES[code]
+    compression = _native.QUANT_FORMATS[code]
     for node in range(2):
         # Rank 2 l + n of the chunks is that of place l of node n.
         mine = [chunk for each in chunks for chunk in each[node::2]]
         theirs = [chunk for each in chunks for chunk in each[1 - node :: 2]]
-        params = sum(_native.wire_bytes(wire, chunk) for chunk in mine)
+        params = sum(_native.quantized_bytes(compression, chunk) for chunk in mine)
         grads = 4 * sum(theirs)
         if choice == (3, WORLD):
             # Forward and backward gather each unit once, and what is in the root once.
@@ -511,7 +523,7 @@ def test_what_leaves_a_node_is_codes(code, choice):
         else:
             assert quiet[node] == 0
             assert backward[node] + step[node] - 2 * flags == grads + params
-        options = zero.ZeroOptions(wire=zero.Wire(parameters=code), **choice[1])
+        options = zero.ZeroOptions(compression=zero.Compression(parameters=code), **choice[1])
         elems = ModelElems(sum(mine) + sum(theirs), root=root)
         told = Training(elems, 4, 2, options).leaving_node_bytes(choice[0])
         assert backward[node] + step[node] - 2 * flags == told
@@ -522,13 +534,15 @@ def test_what_leaves_a_node_is_codes(code, choice):
 
 def test_an_unknown_code_and_plain_parameters_are_refused():
     """tests/zero/test_same_bits.py has what sharded modules refuse."""
-    with pytest.raises(ArgumentError, match="parameters: wire: expected one of param, int8"):
-        zero.Wire(parameters="fp32")
-    wire = zero.Wire(parameters="int8")
+    with pytest.raises(ArgumentError, match="parameters: compression: expected one of param, int8"):
+        zero.Compression(parameters="fp32")
+    compression = zero.Compression(parameters="int8")
     optimizer = AdamW(
-        torch.nn.Linear(4, 4).parameters(), comm="alone", options=AdamWOptions(wire=wire)
+        torch.nn.Linear(4, 4).parameters(),
+        comm="alone",
+        options=AdamWOptions(compression=compression),
     )
     with pytest.raises(UnsupportedError, match=r"parameters='int8'.*zero.shard\(\)"):
         optimizer.prepare()
-    with pytest.raises(UnsupportedError, match="tier: expected None with wire"):
-        AdamWOptions(wire=wire, tier=ringcomm.Disk("/tmp"))
+    with pytest.raises(UnsupportedError, match="tier: expected None with compression"):
+        AdamWOptions(compression=compression, tier=ringcomm.Disk("/tmp"))

@@ -14,9 +14,9 @@ from torch import nn
 
 import ringcomm
 from ringcomm import Communicator, _native, zero
+from ringcomm.comm.nodes import compressed_sums
 from ringcomm.comm.nodes import core as sums
-from ringcomm.comm.nodes import wires
-from ringcomm.comm.nodes.wires import Residual
+from ringcomm.comm.nodes.compressed_sums import Residual
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaleOptions, LossScaler
 from ringcomm.optim.buckets import Bucket
@@ -26,14 +26,14 @@ from tests.support.covering import covering, in_test_all
 from tests.zero.models import MODELS, Run, assert_same_bits, new_model, options_of
 
 Tensor = torch.Tensor
-INT4, INT8 = (zero.Wire(gradients=code, error_feedback=True) for code in ("int4", "int8"))
+INT4, INT8 = (zero.Compression(gradients=code, error_feedback=True) for code in ("int4", "int8"))
 BY_NODE: dict[str, Any] = {"state": "node"}
 
 
 @pytest.fixture(autouse=True)
 def small_buckets_are_coded(monkeypatch, one_thread_for_each_rank):
     """In segments of a few blocks."""
-    monkeypatch.setattr(wires, "CODED_ABOVE_BYTES", 64)
+    monkeypatch.setattr(compressed_sums, "CODED_ABOVE_BYTES", 64)
     monkeypatch.setattr(sums, "SEGMENT_BYTES", 4096)
 
 
@@ -104,13 +104,15 @@ def total(found: list[Reduced], elems: int = ELEMS) -> tuple[Tensor, Tensor]:
 
 
 @covering(
-    wire={"int4": INT4, "int8": INT8},
+    compression={"int4": INT4, "int8": INT8},
     state=["world", "node"],
     dtype=[torch.float32, torch.bfloat16],
 )
-def test_what_was_sent_and_what_is_owed_is_what_was_to_be_sent(two_by_two, wire, state, dtype):
+def test_what_was_sent_and_what_is_owed_is_what_was_to_be_sent(
+    two_by_two, compression, state, dtype
+):
     """Exactly: a code times a scale has 15 bits more than a code, and differs little from x."""
-    options = zero.ZeroOptions(reduce="sum", state=state, wire=wire)
+    options = zero.ZeroOptions(reduce="sum", state=state, compression=compression)
     arrived, owed = total(two_by_two.run(reduce_steps, options, whole_numbers, 6, dtype))
     assert torch.equal(arrived + owed, all_sent(6))
     assert torch.count_nonzero(owed) > ELEMS // 2
@@ -129,7 +131,7 @@ def keeps_nothing(self, wide_ptr: int, ptr: int, elems: int, kept: Tensor) -> No
     ENCODE(self, wide_ptr, ptr, elems, torch.zeros_like(kept))
 
 
-ENCODE = wires.FeedbackForm._encode
+ENCODE = compressed_sums.FeedbackForm._encode
 MUTANTS = {
     "sign": ("_encode", forgets_the_sign),
     "chunk": ("write_partial", takes_the_first_elements),
@@ -139,8 +141,8 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_identity_sees_residuals_that_are_wrong(two_by_two, mutant, monkeypatch):
-    monkeypatch.setattr(wires.FeedbackForm, *MUTANTS[mutant])
-    options = zero.ZeroOptions(reduce="sum", wire=INT4)
+    monkeypatch.setattr(compressed_sums.FeedbackForm, *MUTANTS[mutant])
+    options = zero.ZeroOptions(reduce="sum", compression=INT4)
     found = two_by_two.run(reduce_steps, options, whole_numbers, 6, torch.float32)
     arrived, owed = total(found)
     assert not torch.equal(arrived + owed, all_sent(6))
@@ -150,8 +152,8 @@ def test_the_identity_sees_residuals_that_are_wrong(two_by_two, mutant, monkeypa
 def test_the_mean_of_a_constant_gradient_comes_nearer_with_each_step(two_by_two, state):
     steps, exact = 16, sum(constant(rank, 0).double() for rank in range(4))
     worst = []
-    for wire in (INT4, replace(INT4, error_feedback=False)):
-        options = zero.ZeroOptions(reduce="sum", state=state, wire=wire)
+    for compression in (INT4, replace(INT4, error_feedback=False)):
+        options = zero.ZeroOptions(reduce="sum", state=state, compression=compression)
         for count in (1, steps):
             found = two_by_two.run(reduce_steps, options, constant, count, torch.float32)
             worst.append(float((total(found)[0] / count - exact).abs().max()))
@@ -167,19 +169,21 @@ def test_the_mean_of_a_constant_gradient_comes_nearer_with_each_step(two_by_two,
 def test_plain_parameters_end_with_the_bits_of_a_sharded_module(two_by_two):
     """The sizes of its buckets are those of the stages, for a module that is one unit."""
 
-    def plainly(comm: Communicator, wire: zero.Wire) -> tuple[list[Tensor], int]:
+    def plainly(comm: Communicator, compression: zero.Compression) -> tuple[list[Tensor], int]:
         weight = nn.Parameter(whole_numbers(0, 0).clone())
-        optimizer = AdamW([weight], lr=0.1, comm=comm, options=AdamWOptions(wire=wire))
+        optimizer = AdamW(
+            [weight], lr=0.1, comm=comm, options=AdamWOptions(compression=compression)
+        )
         for step in range(3):
             weight.grad = whole_numbers(comm.rank, step)
             optimizer.step()
         kept = [each.residual for each in optimizer.sharded_step().buckets if each.residual]
         return [weight.detach().clone()], sum(each.size_bytes for each in kept)
 
-    def sharded(comm: Communicator, wire: zero.Wire) -> list[Tensor]:
+    def sharded(comm: Communicator, compression: zero.Compression) -> list[Tensor]:
         module = nn.Module()
         module.weight = nn.Parameter(whole_numbers(0, 0).clone())
-        zero.shard(module, 1, comm=comm, options=zero.ZeroOptions(wire=wire))
+        zero.shard(module, 1, comm=comm, options=zero.ZeroOptions(compression=compression))
         optimizer = AdamW(module.parameters(), lr=0.1)
         for step in range(3):
             module.weight.grad = whole_numbers(comm.rank, step)
@@ -203,7 +207,7 @@ def scaled(
     comm: Communicator, base: nn.Module, stage: int, scale: LossScaleOptions | None
 ) -> dict[str, Tensor]:
     module: Any = deepcopy(base)
-    run = Run("mlp", stage, options={"wire": INT4})
+    run = Run("mlp", stage, options={"compression": INT4})
     zero.shard(module, stage, comm=comm, options=options_of(run))
     scaler = None if scale is None else LossScaler(scale)
     optimizer = AdamW(module.parameters(), lr=0.01, loss_scaler=scaler)
@@ -233,7 +237,7 @@ def test_a_skipped_step_leaves_nothing_owed(two_by_two, stage):
 
     def body(comm: Communicator) -> list[int]:
         module: Any = deepcopy(base)
-        run = Run("mlp", stage, options={"wire": INT4})
+        run = Run("mlp", stage, options={"compression": INT4})
         zero.shard(module, stage, comm=comm, options=options_of(run))
         optimizer = AdamW(module.parameters(), options=AdamWOptions(check_finite=True))
         owed, generator = [], torch.Generator().manual_seed(comm.rank)
@@ -295,7 +299,7 @@ def continued(
     """Trains up to a step and saves, or loads, and trains to the third step."""
     stage, options = choice
     module: Any = deepcopy(base)
-    run = Run("mlp", stage, options={"wire": INT4, **options})
+    run = Run("mlp", stage, options={"compression": INT4, **options})
     zero.shard(module, stage, comm=comm, options=options_of(run))
     optimizer = AdamW(module.parameters(), lr=0.01)
     first = 0
@@ -366,7 +370,7 @@ def shards(
 ) -> tuple[Any, Tensor, list[Residual]]:
     """Trains plain parameters, from the state of all ranks, of this one's, or from the begin."""
     weight = nn.Parameter(torch.ones(ELEMS))
-    options = AdamWOptions(wire=INT4, state=state)
+    options = AdamWOptions(compression=INT4, state=state)
     optimizer = AdamW([weight], lr=0.1, comm=comm, options=options)
     optimizer.prepare()
     first = 0
@@ -423,14 +427,14 @@ def test_shards_of_an_optimizer_keep_what_is_owed(two_by_two, state):
 # ---- what is refused ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gradients", [None, "fp32", "param"])
+@pytest.mark.parametrize("gradients", [None, "none", "param"])
 def test_what_is_not_coded_has_nothing_to_feed_back(gradients):
     with pytest.raises(ArgumentError, match="expected gradients in codes"):
-        zero.Wire(gradients=gradients, error_feedback=True)
+        zero.Compression(gradients=gradients, error_feedback=True)
 
 
 def test_a_grad_scaler_is_refused():
-    options = AdamWOptions(wire=INT4)
+    options = AdamWOptions(compression=INT4)
     weight = nn.Parameter(torch.ones(4))
     optimizer = AdamW([weight], comm="alone", options=options)
     scaler = GradScaler("cpu")
@@ -441,10 +445,12 @@ def test_a_grad_scaler_is_refused():
 
 def test_nodes_of_different_sizes_are_refused():
     def sharded(comm: Communicator) -> None:
-        zero.shard(nn.Linear(8, 8), 2, comm=comm, options=zero.ZeroOptions(wire=INT4))
+        zero.shard(nn.Linear(8, 8), 2, comm=comm, options=zero.ZeroOptions(compression=INT4))
 
     def plain(comm: Communicator) -> None:
-        AdamW([nn.Parameter(torch.ones(8))], comm=comm, options=AdamWOptions(wire=INT4)).prepare()
+        AdamW(
+            [nn.Parameter(torch.ones(8))], comm=comm, options=AdamWOptions(compression=INT4)
+        ).prepare()
 
     with ringcomm.local_world(3, nodes=[2, 1], timeout=60) as world:
         for body in (sharded, plain):

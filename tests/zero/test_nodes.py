@@ -20,7 +20,7 @@ from torch.distributed import Store
 
 import ringcomm
 from ringcomm import CommOptions, Communicator, zero
-from ringcomm.comm.nodes import wires
+from ringcomm.comm.nodes import compressed_sums
 from ringcomm.comm.nodes.transport import HEADER_TAG, gloo
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError
 from ringcomm.extras.estimate import ModelElems, Training
@@ -45,12 +45,12 @@ pytestmark = pytest.mark.usefixtures("one_thread_for_each_rank")
 
 
 def test_codes_are_asked_of_the_communicator_or_of_zero(two_by_two, monkeypatch):
-    monkeypatch.setattr(wires, "CODED_ABOVE_BYTES", 64)
+    monkeypatch.setattr(compressed_sums, "CODED_ABOVE_BYTES", 64)
     base, run = new_model("mlp"), Run("mlp", 2, steps=1, clip=0.3)
-    asked = replace(run, options={"wire": zero.Wire(gradients="int8")})
+    asked = replace(run, options={"compression": zero.Compression(gradients="int8")})
     wanted, norms = two_by_two.run(train, base, asked)[0]
     with ringcomm.local_world(
-        4, nodes=[2, 2], timeout=60, options=CommOptions(wire="int8")
+        4, nodes=[2, 2], timeout=60, options=CommOptions(compression="int8")
     ) as world:
         for found, told in world.run(train, base, run):
             assert told == norms
@@ -187,23 +187,30 @@ def send_in_a_step(comm: Communicator, transport: Transport, base: Any, choice: 
     return phases, elems, flags
 
 
-@pytest.mark.parametrize("wire", ["fp32", "param", "int4", *in_test_all("int8")])
-def test_what_leaves_a_node_in_a_step_is_the_closed_form(wire, monkeypatch):
+@pytest.mark.parametrize("compression", ["none", "param", "int4", *in_test_all("int8")])
+def test_what_leaves_a_node_in_a_step_is_the_closed_form(compression, monkeypatch):
     """To the byte, with the padding: P (g + p) (N - 1)/N, and what docs/zero.md has by choice.
 
     Under no_sync nothing leaves a node, unless parameters are sharded over the world.
     """
-    monkeypatch.setattr(wires, "CODED_ABOVE_BYTES", 64)
+    monkeypatch.setattr(compressed_sums, "CODED_ABOVE_BYTES", 64)
     transport, base = Transport(), new_model("gpt")
     with ringcomm.local_world(
-        4, nodes=[2, 2], options=CommOptions(transport=transport, wire=wire), timeout=60
+        4,
+        nodes=[2, 2],
+        options=CommOptions(transport=transport, compression=compression),
+        timeout=60,
     ) as world:
-        choices = (DEFAULTS[0], *CHOICES[6:]) if wire == "fp32" else (DEFAULTS[3], CHOICES[4])
+        choices = (
+            (DEFAULTS[0], *CHOICES[6:]) if compression == "none" else (DEFAULTS[3], CHOICES[4])
+        )
         for choice in choices:
             stage, options = choice
             phases, elems, flags = world.run(send_in_a_step, transport, base, choice)[0]
             quiet, backward, step = phases
-            zero_options = zero.ZeroOptions(BF16, wire=zero.Wire(wire), **options)
+            zero_options = zero.ZeroOptions(
+                BF16, compression=zero.Compression(compression), **options
+            )
             wanted = Training(elems, 4, 2, zero_options).leaving_node_bytes(stage)
             for node in range(2):
                 # Which parameters take the step: both ranks send what they have to their peers.

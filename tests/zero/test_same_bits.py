@@ -24,7 +24,7 @@ place        copies of state or of parameters on each node end alike, and no nor
 tier         a disk returns the state or the parameters that it was given
 update       updates in backward see the gradients, steps and rates of updates in the step; the
              bound of a norm takes the norm of all ranks
-wire         coded gradients are the same codes at all stages, residuals belong to elements, not to
+compression  coded gradients are the same codes at all stages, residuals belong to elements, not to
              ranks of a stage, and all nodes decode the same parameters
 accumulation several backwards add up in the gradient's dtype or in FP32, at each place once
 schedule     buffers that are reduced, gathered ahead or kept are neither read early nor late
@@ -47,8 +47,8 @@ import torch
 import ringcomm
 from ringcomm import CommOptions, Communicator, Disk, LocalWorld, zero
 from ringcomm.comm.host.arguments import OP_CODES
+from ringcomm.comm.nodes import compressed_sums
 from ringcomm.comm.nodes import core as sums
-from ringcomm.comm.nodes import wires
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.offload.scratch import DiskChunks
 from ringcomm.optim import SGD, Adafactor, AdamW, AdamW8bit, AdamWOptions, Muon, tiers
@@ -104,12 +104,12 @@ PLACES: dict[str, dict[str, Any]] = {
     "state by node": {"state": "node"},
     "params by world": {"params": "world"},
 }
-WIRES = {
-    "plain": zero.Wire(),
-    "gradients": zero.Wire(gradients="int8"),
-    "fed back": zero.Wire(gradients="int4", error_feedback=True),
-    "parameters": zero.Wire(parameters="int8"),
-    "both": zero.Wire(gradients="int8", parameters="fp8"),
+COMPRESSIONS = {
+    "plain": zero.Compression(),
+    "gradients": zero.Compression(gradients="int8"),
+    "fed back": zero.Compression(gradients="int4", error_feedback=True),
+    "parameters": zero.Compression(parameters="int8"),
+    "both": zero.Compression(gradients="int8", parameters="fp8"),
 }
 BACKWARDS = {"once": 1, "under no_sync": 2, "in fp32": 3, "added": 2}
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -124,7 +124,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "optimizer": tuple(OPTIMIZERS),
     "model": tuple(name for name in MODELS if "gpt" not in name),
     "schedule": tuple(SCHEDULES),
-    "wire": tuple(WIRES),
+    "compression": tuple(COMPRESSIONS),
     "accumulation": tuple(BACKWARDS),
     "update": ("in step", "clipped", "in backward"),
     "nodes": tuple(NODES),
@@ -185,27 +185,27 @@ REFUSALS = [
         r"a backward has updated.* Call optimizer\.step\(\)",
     ),
     Refusal(
-        {"stage": (0,), "wire": ("parameters", "both")},
+        {"stage": (0,), "compression": ("parameters", "both")},
         ArgumentError,
         "expected stage 1, 2 or 3 with it, got 0",
     ),
     Refusal(
-        {"place": ("state by node",), "wire": ("parameters", "both")},
+        {"place": ("state by node",), "compression": ("parameters", "both")},
         ArgumentError,
         'expected state="world" with it',
     ),
     Refusal(
-        {"precision": NO_MASTERS, "wire": ("parameters", "both")},
+        {"precision": NO_MASTERS, "compression": ("parameters", "both")},
         ArgumentError,
         'expected master="fp32" and rounding="nearest" with it',
     ),
     Refusal(
-        {"tier": ("parameters",), "wire": ("parameters", "both")},
+        {"tier": ("parameters",), "compression": ("parameters", "both")},
         UnsupportedError,
-        "tier: expected None with wire: parameters",
+        "tier: expected None with compression: parameters",
     ),
     Refusal(
-        {"tier": ("state",), "wire": ("parameters", "both")},
+        {"tier": ("state",), "compression": ("parameters", "both")},
         UnsupportedError,
         "tier: expected None with",
     ),
@@ -220,7 +220,7 @@ REFUSALS = [
         'params="node" at stage 3: expected nodes with equally many ranks',
     ),
     Refusal(
-        {"nodes": ("2+1",), "wire": ("fed back",)},
+        {"nodes": ("2+1",), "compression": ("fed back",)},
         UnsupportedError,
         "error_feedback=True: expected nodes with",
     ),
@@ -245,7 +245,7 @@ REFUSALS = [
 ONE_NODE = ("1", "2", "3")
 # Values that the library takes and that change nothing, so that their pairs would prove nothing.
 IDLE: list[Where] = [
-    {"nodes": ONE_NODE, "wire": tuple(WIRES)[1:]},
+    {"nodes": ONE_NODE, "compression": tuple(COMPRESSIONS)[1:]},
     {"nodes": ONE_NODE, "place": tuple(PLACES)[1:]},
     {"stage": (0,), "place": ("state by node",)},
     {"stage": (0, 1, 2), "place": ("params by world",)},
@@ -281,7 +281,11 @@ def run_of(case: Case, folder: Path) -> Run:
         accumulate_dtype=torch.float32 if case["accumulation"] == "in fp32" else None,
         tier=Disk(folder, piece_bytes, 16 << 10) if case["tier"] == "state" else None,
     )
-    options = {**PLACES[case["place"]], **SCHEDULES[case["schedule"]], "wire": WIRES[case["wire"]]}
+    options = {
+        **PLACES[case["place"]],
+        **SCHEDULES[case["schedule"]],
+        "compression": COMPRESSIONS[case["compression"]],
+    }
     if case["tier"] == "parameters":
         options["tier"] = Disk(folder, buffer_bytes=16 << 10, resident_bytes=4 << 10)
     kind, settings = OPTIMIZERS[case["optimizer"]]
@@ -309,8 +313,8 @@ def reference_of(case: Case) -> Case:
     if case["accumulation"] == "added" and case["stage"] >= 2:
         changed["stage"] = 2
     if case["nodes"] not in SEVERAL:
-        changed["wire"] = "plain"  # codes cross between nodes alone
-    elif case["wire"] != "plain":
+        changed["compression"] = "plain"  # codes cross between nodes alone
+    elif case["compression"] != "plain":
         changed["stage"] = max(1, changed["stage"])
         # Where each node has all state, sums of gradients cross and are coded once more.
         if case["place"] == "state by node" and case["stage"] > 0:
@@ -353,7 +357,7 @@ class Trainer:
         wanted = reference_of(case)
         name = name_of(wanted)
         if name not in self._ends:
-            world = self._world(case["nodes"], wanted["wire"] == "plain")
+            world = self._world(case["nodes"], wanted["compression"] == "plain")
             self._ends[name] = train_world(world, run_of(wanted, self._folder))
         return self._ends[name]
 
@@ -379,7 +383,7 @@ def trainer(worlds, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traine
 @pytest.fixture(autouse=True)
 def small_buckets_are_coded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In segments of a few blocks; ranks are threads of one core."""
-    monkeypatch.setattr(wires, "CODED_ABOVE_BYTES", 64)
+    monkeypatch.setattr(compressed_sums, "CODED_ABOVE_BYTES", 64)
     monkeypatch.setattr(sums, "SEGMENT_BYTES", 4096)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -443,9 +447,13 @@ OWN_BITS: list[tuple[str, tuple[Any, ...], Case]] = [
     # Remainders are masters, apart from ties.
     ("precision", tuple(name for name in PRECISIONS if name != "remainders"), {"nodes": "3"}),
     ("nodes", (*ONE_NODE, "2+2"), {"accumulation": "added", "stage": 2}),
-    ("place", ("default", "state by node"), {"stage": 1, "nodes": "2+2", "wire": "gradients"}),
+    (
+        "place",
+        ("default", "state by node"),
+        {"stage": 1, "nodes": "2+2", "compression": "gradients"},
+    ),
     ("update", ("in step", "clipped"), {}),
-    ("wire", AXES["wire"], {"stage": 1, "nodes": "2+2"}),
+    ("compression", AXES["compression"], {"stage": 1, "nodes": "2+2"}),
     ("accumulation", AXES["accumulation"], {"stage": 2, "precision": "masters"}),
 ]
 
@@ -575,9 +583,9 @@ def codes_otherwise(patch: Patch) -> None:
     fill = WorldBucket.fill
 
     def otherwise(bucket: WorldBucket) -> None:
-        wire, bucket.wire = bucket.wire, "fp8"
+        compression, bucket.compression = bucket.compression, "fp8"
         fill(bucket)
-        bucket.wire = wire
+        bucket.compression = compression
 
     patch.setattr(WorldBucket, "fill", otherwise)
 
@@ -652,14 +660,14 @@ MUTANTS = {
         {"stage": 3, "update": "clipped"},
     ),
     "nothing is fed back": Mutant(
-        "wire",
-        lambda patch: patch.setattr(wires.FeedbackForm, *FEEDBACK_MUTANTS["nothing"]),
-        {"stage": 2, "nodes": "2+2", "wire": "fed back"},
+        "compression",
+        lambda patch: patch.setattr(compressed_sums.FeedbackForm, *FEEDBACK_MUTANTS["nothing"]),
+        {"stage": 2, "nodes": "2+2", "compression": "fed back"},
     ),
     "parameters cross in other codes": Mutant(
-        "wire",
+        "compression",
         codes_otherwise,
-        {"stage": 3, "nodes": "2+2", "place": "params by world", "wire": "parameters"},
+        {"stage": 3, "nodes": "2+2", "place": "params by world", "compression": "parameters"},
     ),
     "sums are rounded": Mutant(
         "accumulation",

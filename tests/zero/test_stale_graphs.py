@@ -114,7 +114,7 @@ def test_a_step_of_a_device_makes_graphs_stale(devices, stage):
 
 
 def test_a_step_over_nodes_makes_graphs_stale():
-    coded = {"wire": zero.Wire(parameters="int8")}
+    coded = {"compression": zero.Compression(parameters="int8")}
     cases: list[tuple[int, dict[str, Any]]] = [
         *((2, {"state": "node"}), (3, {}), (3, {"params": "world"})),
         *((1, coded), (3, coded)),

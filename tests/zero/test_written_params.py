@@ -69,7 +69,7 @@ def test_a_first_step_with_remainders_keeps_what_was_loaded(worlds):
 
 @pytest.mark.parametrize("steps_before", [0, 1])
 def test_without_following_it_would_be_undone(worlds, monkeypatch, steps_before):
-    monkeypatch.setattr(buckets, "following", lambda master, params, wire: master)
+    monkeypatch.setattr(buckets, "following", lambda master, params, compression: master)
     assert not _is_what_was_loaded(_loaded(worlds, 2, steps_before))
 
 
@@ -103,7 +103,7 @@ def test_what_was_not_written_keeps_every_bit(worlds):
 @pytest.mark.parametrize(
     ("where", "name", "mutant"),
     [
-        (buckets, "following", lambda master, params, wire: params.to(master.dtype)),
+        (buckets, "following", lambda master, params, compression: params.to(master.dtype)),
         (OutsideWrites, "take_over", lambda written: None),
     ],
     ids=["all rounded", "none taken over"],

@@ -51,7 +51,7 @@ class Collectives:
         *,
         algorithm: str = "auto",
         kernels: str | None = None,
-        wire: str | None = None,
+        compression: str | None = None,
     ) -> Work | None:
         """Combines ``tensor`` of all ranks element by element, in place.
 
@@ -61,20 +61,21 @@ class Collectives:
             async_op: return a Work at once instead of waiting.
             algorithm: "auto", "direct" or "ring".
             kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
-            wire: what travels between nodes, the same on all ranks; None for ``CommOptions.wire``.
+            compression: what travels between nodes, the same on all ranks; None for
+                ``CommOptions.compression``.
 
         Raises:
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         engine = self.engine
-        if not (async_op or kernels or wire or engine.queue.pending or engine.kernels):
+        if not (async_op or kernels or compression or engine.queue.pending or engine.kernels):
             status = engine.plain.all_reduce_plain(tensor, op, algorithm)
             if status == 0:
                 return None
             if status > 0:
                 raise engine.fault("all_reduce")
-        call = self._all_reduce_call(tensor, op, algorithm, kernels, wire)
+        call = self._all_reduce_call(tensor, op, algorithm, kernels, compression)
         return self.engine.start_call(call, async_op)
 
     def all_reduce_at_once(self, tensor: Tensor, op: Any) -> bool:
@@ -95,7 +96,7 @@ class Collectives:
         op: Any,
         algorithm: str,
         kernels: str | None = None,
-        wire: str | None = None,
+        compression: str | None = None,
     ) -> Call:
         checks = self.engine.checks("all_reduce")
         dtype = checks.output("tensor", tensor)
@@ -112,7 +113,7 @@ class Collectives:
             put_back(tensor, dense)
             return status
 
-        return Call("all_reduce", self.engine.on_wire(checks, wire, run), [tensor])
+        return Call("all_reduce", self.engine.with_compression(checks, compression, run), [tensor])
 
     def reduce(
         self,
@@ -121,7 +122,7 @@ class Collectives:
         op: Any = SUM,
         async_op: bool = False,
         *,
-        wire: str | None = None,
+        compression: str | None = None,
     ) -> Work | None:
         """Combines ``tensor`` of all ranks into that of rank ``dst``; others keep theirs.
 
@@ -130,7 +131,7 @@ class Collectives:
             dst: the rank.
             op: as for :meth:`all_reduce`.
             async_op: as for :meth:`all_reduce`.
-            wire: as for :meth:`all_reduce`.
+            compression: as for :meth:`all_reduce`.
 
         Raises:
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
@@ -152,7 +153,12 @@ class Collectives:
             return status
 
         written = [tensor] if self._rank == root else []
-        call = Call("reduce", self.engine.on_wire(checks, wire, run), [tensor], written=written)
+        call = Call(
+            "reduce",
+            self.engine.with_compression(checks, compression, run),
+            [tensor],
+            written=written,
+        )
         return self.engine.start_call(call, async_op)
 
     def reduce_scatter_tensor(
@@ -164,7 +170,7 @@ class Collectives:
         *,
         algorithm: str = "auto",
         kernels: str | None = None,
-        wire: str | None = None,
+        compression: str | None = None,
     ) -> Work | None:
         """Combines ``input`` of all ranks; rank r gets the r-th of world_size equal chunks.
 
@@ -175,20 +181,21 @@ class Collectives:
             async_op: return a Work at once instead of waiting.
             algorithm: "auto", "direct" or "ring".
             kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
-            wire: what travels between nodes, the same on all ranks; None for ``CommOptions.wire``.
+            compression: what travels between nodes, the same on all ranks; None for
+                ``CommOptions.compression``.
 
         Raises:
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
             RingcommError: a fault; see ``ringcomm.errors``.
         """
         engine = self.engine
-        if not (async_op or kernels or wire or engine.queue.pending or engine.kernels):
+        if not (async_op or kernels or compression or engine.queue.pending or engine.kernels):
             status = engine.plain.reduce_scatter_plain(output, input, op, algorithm)
             if status == 0:
                 return None
             if status > 0:
                 raise engine.fault("reduce_scatter_tensor")
-        call = self._reduce_scatter_call(output, input, op, algorithm, kernels, wire)
+        call = self._reduce_scatter_call(output, input, op, algorithm, kernels, compression)
         return self.engine.start_call(call, async_op)
 
     def reduce_scatter_at_once(self, output: Tensor, input: Tensor, op: Any) -> bool:
@@ -210,7 +217,7 @@ class Collectives:
         op: Any,
         algorithm: str,
         kernels: str | None = None,
-        wire: str | None = None,
+        compression: str | None = None,
     ) -> Call:
         checks = self.engine.checks("reduce_scatter_tensor")
         dtype = checks.output("output", output)
@@ -244,8 +251,8 @@ class Collectives:
             put_back(output, into)
             return status
 
-        run_on_wire = self.engine.on_wire(checks, wire, run)
-        return Call("reduce_scatter_tensor", run_on_wire, [output], [input])
+        run_compressed = self.engine.with_compression(checks, compression, run)
+        return Call("reduce_scatter_tensor", run_compressed, [output], [input])
 
     def reduce_scatter(
         self,
@@ -254,7 +261,7 @@ class Collectives:
         op: Any = SUM,
         async_op: bool = False,
         *,
-        wire: str | None = None,
+        compression: str | None = None,
     ) -> Work | None:
         """Combines the lists of all ranks; rank r gets the reduced ``input_list[r]``.
 
@@ -264,7 +271,7 @@ class Collectives:
                 not between ranks.
             op: a ``ReduceOp`` or ``premul_sum(factor)``.
             async_op: return a Work at once instead of waiting.
-            wire: as for :meth:`reduce_scatter_tensor`.
+            compression: as for :meth:`reduce_scatter_tensor`.
 
         Raises:
             ArgumentError: bad argument; nothing was sent, and peers wait for this rank.
@@ -295,7 +302,12 @@ class Collectives:
             put_back(output, dense)
             return status
 
-        call = Call("reduce_scatter", self.engine.on_wire(checks, wire, run), [output], inputs)
+        call = Call(
+            "reduce_scatter",
+            self.engine.with_compression(checks, compression, run),
+            [output],
+            inputs,
+        )
         return self.engine.start_call(call, async_op)
 
     # ---- gathers: all_gather, gather ------------------------------------------------------------

@@ -28,7 +28,7 @@ from ringcomm.comm.host.arguments import (
 )
 from ringcomm.comm.host.core import Core, CoreOwner, PlainCalls
 from ringcomm.comm.host.meeting import Membership, why_lost
-from ringcomm.comm.host.options import check_wire, milliseconds_of
+from ringcomm.comm.host.options import check_compression, milliseconds_of
 from ringcomm.comm.host.triton import (
     NATIVE,
     HostTriton,
@@ -633,16 +633,16 @@ class CallEngine(ABC):
             self._triton = self._make_triton(checks)
         return self._in_triton
 
-    def on_wire(
-        self, checks: CallChecks, wire: str | None, run: Callable[[Any], int]
+    def with_compression(
+        self, checks: CallChecks, compression: str | None, run: Callable[[Any], int]
     ) -> Callable[[Any], int]:
-        """Returns a function that makes a call with a wire; within one node none is used.
+        """Returns a function that makes a call with compression; one node uses none.
 
         Raises:
-            ArgumentError: there is no such wire.
+            ArgumentError: there is no such compression.
         """
-        if wire is not None:
-            check_wire(wire, str(checks))
+        if compression is not None:
+            check_compression(compression, str(checks))
         return run
 
     def check_sum_blocks(self, operation: str, algorithm: str, kernels: str) -> None:

@@ -488,7 +488,8 @@ def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> H
         layout=(
             f"segment_bytes={core.segment_bytes}, slots={core.slots}, "
             f"records={membership.options.records}, sum_blocks={membership.options.sum_blocks}, "
-            f"transport={membership.options.transport_name}, wire={membership.options.wire}, "
+            f"transport={membership.options.transport_name}, "
+            f"compression={membership.options.compression}, "
             f"rails={membership.options.rails}, kernels={membership.options.kernels}, "
             f"objects={membership.options.objects}, "
             f"largest_object_bytes={membership.options.largest_object_bytes}"

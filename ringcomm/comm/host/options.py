@@ -22,14 +22,16 @@ _WHOLE_NUMBERS = (
 )
 
 
-WIRES = ("fp32", "param", *_native.WIRES)
+COMPRESSIONS = ("none", "param", *_native.QUANT_FORMATS)
 
 
-def check_wire(wire: Any, operation: str = "") -> None:
-    """Raises ArgumentError if there is no such wire."""
-    if wire not in WIRES:
+def check_compression(compression: Any, operation: str = "") -> None:
+    """Raises ArgumentError if there is no such compression."""
+    if compression not in COMPRESSIONS:
         head = f"{operation}: " if operation else ""
-        raise ArgumentError(f"{head}wire: expected one of {', '.join(WIRES)}, got {wire!r}")
+        raise ArgumentError(
+            f"{head}compression: expected one of {', '.join(COMPRESSIONS)}, got {compression!r}"
+        )
 
 
 def seconds_of(timeout: timedelta | float, name: str = "timeout") -> float:
@@ -78,12 +80,12 @@ class CommOptions:
             group of ``torch.distributed`` for (store, rank, size, timeout); "auto" is Gloo for
             tensors of the CPU, and NCCL for those of GPUs. It only moves data: it sends and
             receives on CPUs, exchanges and broadcasts bytes in stream order on GPUs.
-        wire: what travels between nodes in reductions of 16-bit types: "fp32", partial sums as they
-            are, so that a result is rounded once; or "param", partial sums rounded to the type,
-            which halves the bytes and rounds twice. "int8", "fp8" and "int4" code sums of float32,
-            bfloat16 and float16 in blocks of 128 with a scale, with a quarter and an eighth of the
-            bytes and errors that docs/nodes.md bounds; other reductions, and those of 8 KiB or
-            less, are as with "fp32". A call's own ``wire`` overrides it.
+        compression: what travels between nodes in reductions of 16-bit types: "none", partial sums
+            as they are, so that a result is rounded once; or "param", partial sums rounded to the
+            type, which halves the bytes and rounds twice. "int8", "fp8" and "int4" code sums of
+            float32, bfloat16 and float16 in blocks of 128 with a scale, with a quarter and an
+            eighth of the bytes and errors that docs/nodes.md bounds; other reductions, and those of
+            8 KiB or less, are as with "none". A call's own ``compression`` overrides it.
         rails: how ranks of equal local rank exchange between nodes, on the host: "direct", each
             with each; "levels", in two rounds with fewer messages; "ring", each with the next;
             "auto" is direct, and levels from 32 nodes on. Only direct has the sums of
@@ -112,7 +114,7 @@ class CommOptions:
     records: int = 256
     single_copy: bool = True
     transport: str | Callable[..., Any] = "auto"
-    wire: str = "fp32"
+    compression: str = "none"
     rails: str = "auto"
     kernels: str = "native"
     sum_blocks: int = 0
@@ -149,12 +151,13 @@ class CommOptions:
             raise ArgumentError(
                 f"transport: expected auto, gloo, nccl or a function, got {self.transport!r}"
             )
-        check_wire(self.wire)
+        check_compression(self.compression)
         if self.rails not in ("auto", "direct", "levels", "ring"):
             raise ArgumentError(f"rails: expected auto, direct, levels or ring, got {self.rails!r}")
-        if self.wire in _native.WIRES and self.rails in ("levels", "ring"):
+        if self.compression in _native.QUANT_FORMATS and self.rails in ("levels", "ring"):
             raise ArgumentError(
-                f'rails: expected auto or direct with wire="{self.wire}", got {self.rails!r}: '
+                f'rails: expected auto or direct with compression="{self.compression}", got '
+                f"{self.rails!r}: "
                 "each round would code what earlier ones have rounded"
             )
         if self.sum_blocks < 0:

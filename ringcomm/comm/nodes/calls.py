@@ -18,10 +18,10 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.host.core import NothingPlain
 from ringcomm.comm.host.meeting import NodeLayout
+from ringcomm.comm.nodes.compressed_sums import Reducing
 from ringcomm.comm.nodes.messages import NodesMessages
 from ringcomm.comm.nodes.transport import HEADER_TAG, RailMessage, Rails, memory_at, tag_of
 from ringcomm.comm.nodes.watch import RailWait, Watch
-from ringcomm.comm.nodes.wires import Reducing
 from ringcomm.errors import (
     AbortedError,
     CollectiveTimeout,
@@ -65,18 +65,18 @@ class RailHeader(NamedTuple):
     dtype: int
     op: int
     root: int
-    wire: str
+    compression: str
 
     def packed(self) -> Tensor:
-        sequence, name, *rest, wire = self
-        raw = struct.pack(_HEADER, sequence, name.encode(), wire.encode(), *rest)
+        sequence, name, *rest, compression = self
+        raw = struct.pack(_HEADER, sequence, name.encode(), compression.encode(), *rest)
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
     @classmethod
     def unpacked(cls, memory: Tensor) -> RailHeader:
         sequence, *texts, size, dtype, op, root = struct.unpack(_HEADER, bytes(memory.tolist()))
-        name, wire = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
-        return cls(sequence, name, size, dtype, op, root, wire)
+        name, compression = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
+        return cls(sequence, name, size, dtype, op, root, compression)
 
     def words(self, optimizer: tuple[int, int] | None) -> tuple[int, int, int, int]:
         """Returns the call as the flight recorder takes it.
@@ -95,7 +95,9 @@ class RailHeader(NamedTuple):
         parts = [f"{self.match_bytes} bytes"] if self.match_bytes else []
         parts += [_DTYPE_NAMES[self.dtype]] if self.dtype in _DTYPE_NAMES else []
         parts += [f"op {_OP_NAMES[self.op]}"] if self.op in _OP_NAMES else []
-        parts += [f"wire {self.wire}"] if self.wire in _native.WIRES else []
+        parts += (
+            [f"compression {self.compression}"] if self.compression in _native.QUANT_FORMATS else []
+        )
         if self.root >= 0:
             tagged = self.name in _TAGGED
             parts += [_native.describe_tag(self.root) if tagged else f"root {self.root}"]
@@ -135,7 +137,8 @@ class CallsOverNodes(NothingPlain):
         rails: this rank's.
         watch: over all of them.
         messages: this rank's; None: it makes none.
-        wire: as ``CommOptions.wire``, of calls for which :meth:`on_wire` says nothing else.
+        compression: as ``CommOptions.compression``, of calls for which :meth:`using_compression`
+            says nothing else.
         schedule: of the exchanges on the rails, by name.
 
     Attributes:
@@ -149,7 +152,7 @@ class CallsOverNodes(NothingPlain):
         rails: Rails,
         watch: Watch,
         messages: NodesMessages | None,
-        wire: str,
+        compression: str,
         schedule: str,
     ) -> None:
         self._inner = inner
@@ -157,12 +160,12 @@ class CallsOverNodes(NothingPlain):
         self._rails = rails
         self._watch = watch
         self._messages = messages
-        self.wire = wire
+        self.compression = compression
         self._schedule = schedule
         self._world = sum(map(len, layout.nodes))
         self._scratch = Scratch()
         self._sequence = 0
-        self._called = RailHeader(0, "", 0, -1, -1, -1, wire)
+        self._called = RailHeader(0, "", 0, -1, -1, -1, compression)
         self._record = 0
         self._headers: list[RailMessage] = []
         self._sent: list[RailMessage] = []
@@ -252,17 +255,17 @@ class CallsOverNodes(NothingPlain):
         self._inner.drive_in_background()
 
     @contextmanager
-    def on_wire(self, wire: str | None) -> Iterator[None]:
-        """Has the calls made inside use a wire; None for that of the communicator."""
-        before = self.wire, self._schedule
-        if wire is not None:
-            self.wire = wire
+    def using_compression(self, compression: str | None) -> Iterator[None]:
+        """Has the calls made inside use a compression; None for that of the communicator."""
+        before = self.compression, self._schedule
+        if compression is not None:
+            self.compression = compression
             # Codes are added where they end.
-            self._schedule = "direct" if wire in _native.WIRES else self._schedule
+            self._schedule = "direct" if compression in _native.QUANT_FORMATS else self._schedule
         try:
             yield
         finally:
-            self.wire, self._schedule = before
+            self.compression, self._schedule = before
 
     # ---- a call ---------------------------------------------------------------------------------
 
@@ -295,7 +298,7 @@ class CallsOverNodes(NothingPlain):
         if self.aborted:
             return 1
         self._sequence += 1
-        self._called = RailHeader(self._sequence, name, *head, self.wire)
+        self._called = RailHeader(self._sequence, name, *head, self.compression)
         record = self._record = self._inner.record_around(self._called.words(optimizer))
         status = _ABORTED
         try:

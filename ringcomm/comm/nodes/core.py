@@ -1,7 +1,7 @@
 """The core of a communicator over several nodes: its node's core, and the rails.
 
 It has the bodies of :class:`ringcomm.comm.nodes.calls.CollectivesOverNodes` for the host. N nodes,
-L ranks in each; W = N L; a buffer of B bytes (of the wire's element type).
+L ranks in each; W = N L; a buffer of B bytes (of the type that travels).
 
     reduce-scatter   each node reduces what goes to a node m into partial sums, one for each rank
                      of m, and its ranks send them on their rails; rank r adds the N partial sums
@@ -10,14 +10,15 @@ L ranks in each; W = N L; a buffer of B bytes (of the wire's element type).
                      ranks received. B (N-1)/N leave a node.
     all-reduce       both, on pieces of which a rank owns 1/W. Below ``ONE_HOP_BYTES`` each node
                      reduces the whole, and each rank exchanges that with its rail peers: one hop
-                     on the wire, where there are two, but L times the bytes.
+                     on the network, where there are two, but L times the bytes.
 
 Partial sums stay in the accumulator's type (FP32 for 16-bit types), in which they are added, so
 that one rounding is all there is: the result is that of one node which sums in blocks of L ranks
-(``CommOptions.sum_blocks``). With ``wire="param"`` partial sums are rounded before they travel.
+(``CommOptions.sum_blocks``). With ``compression="param"`` partial sums are rounded before they
+travel.
 
-Large calls are cut into segments, of which two are under way: while one is on the wire the next is
-reduced in the node, and the one before is added and shared. That is said of direct rails;
+Large calls are cut into segments, of which two are under way: while one is on the network the next
+is reduced in the node, and the one before is added and shared. That is said of direct rails;
 :mod:`.schedules` has others, which add partial sums on the way.
 """
 
@@ -33,20 +34,28 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.host.meeting import Exchange, Round, gathering, levels_of, reduction
 from ringcomm.comm.nodes.calls import BYTE, DIRECT, ELEM_BYTES, CollectivesOverNodes, Span
+from ringcomm.comm.nodes.compressed_sums import (
+    AVG,
+    FLOAT32,
+    SUM,
+    CodedForm,
+    Form,
+    Reducing,
+    is_coded,
+)
 from ringcomm.comm.nodes.transport import RailMessage, memory_at
-from ringcomm.comm.nodes.wires import AVG, FLOAT32, SUM, CodedForm, Form, Reducing, is_coded
 
 # ---- Sums and gathers over nodes: within each node, and in rounds on the rails ------------------
 # Both work on a *table*: which elements each rank owns, by node and local rank. Large ones are cut
-# into segments, so that while one is on the wire the next is reduced in the node, and the one
+# into segments, so that while one is on the network the next is reduced in the node, and the one
 # before is added and shared.
 
 Tensor = torch.Tensor
 
 # Pieces and segments begin at multiples of this, so that vectors of every type, and the blocks of
-# coded wires, are whole.
-LINE_ELEMS = _native.WIRE_BLOCK
-# What a rank has on the wire per segment and peer, and what part of that the first and the last
+# quantization, are whole.
+LINE_ELEMS = _native.QUANT_BLOCK
+# What a rank has on the network per segment and peer, and what part of that the first and the last
 # segment are. Two nodes of 2 ranks in network namespaces, 2 virtual cores of an Intel Xeon (family
 # 6 model 207), 16 MiB, sizes from 256 KiB to 2 MiB and ends from all to 1/8 of them in turn, 13 to
 # 15 rounds: at 1 Gbit/s small ends bring a reduce-scatter from 74 to 71 ms at best (a bare exchange
@@ -142,7 +151,7 @@ class NodesCore(CollectivesOverNodes):
     def _segments(self, elems: int, pieces: int, elem_bytes: int) -> list[tuple[int, int]]:
         """Cuts elements that lie in so many pieces into what is under way at a time.
 
-        Of several segments the first and the last are small: nothing is on the wire before the
+        Of several segments the first and the last are small: nothing is on the network before the
         first has been summed within the node, nor behind the last.
         """
         each, small = (
@@ -271,7 +280,7 @@ class NodesCore(CollectivesOverNodes):
             rail: its number.
             wide: the FP32 numbers.
             spans: by node, where the decoded numbers belong; this rank's are written here.
-            form: of the wire.
+            form: in which partial sums travel.
         """
         codes = [Span(0, form.bytes_of(span.elems)) for span in spans]
         ptr = self._taken(begun, sum(span.elems for span in codes))
@@ -415,10 +424,10 @@ class NodesCore(CollectivesOverNodes):
 
     def _form(self, r: Reducing, elems: int) -> Form:
         """Returns the form in which partial sums of a buffer of so many elements travel."""
-        code = _native.WIRES.get(self.wire)
+        code = _native.QUANT_FORMATS.get(self.compression)
         if code is not None and is_coded(r, elems * ELEM_BYTES[r.dtype]):
             return CodedForm(r, code)
-        dtype = r.dtype if self.wire == "param" else r.partial
+        dtype = r.dtype if self.compression == "param" else r.partial
         return Form(r, dtype, ELEM_BYTES[dtype])
 
     # ---- all-gather -----------------------------------------------------------------------------
@@ -461,7 +470,7 @@ class NodesCore(CollectivesOverNodes):
         Args:
             wide_ptr: the FP32 numbers that this rank codes.
             spans: by rank, where its elements belong.
-            form: of the wire.
+            form: in which partial sums travel.
         """
         layout, size, nothing = self.layout, ELEM_BYTES[form.r.dtype], Span(0, 0)
         mine = Span(wide_ptr, spans[layout.rank].elems)

@@ -12,9 +12,9 @@ kernels, the transport's exchanges and torch's operations, all on the current st
                      shares what its ranks have.
     all-reduce       both; or, below ``ONE_HOP_BYTES``, an all-reduce of the node and one exchange.
 
-The bytes on the wire are those of the host's form. In the node 16-bit types cost twice the bytes,
-since they are widened before they are reduced, and each buffer is copied once more. Large calls go
-in segments, one after the other.
+The bytes on the network are those of the host's form. In the node 16-bit types cost twice the
+bytes, since they are widened before they are reduced, and each buffer is copied once more. Large
+calls go in segments, one after the other.
 
 Before a call is enqueued the hosts of a rail tell each other which call it is: an exchange of other
 sizes than the peers' would stall on the device, or worse. So a call returns once the rail peers
@@ -45,16 +45,16 @@ from ringcomm.comm.nodes.calls import (
     Span,
     _Failed,
 )
+from ringcomm.comm.nodes.compressed_sums import AVG, FLOAT32, PREMUL, SUM, Reducing, is_coded
 from ringcomm.comm.nodes.core import LINE_ELEMS
 from ringcomm.comm.nodes.transport import DeviceRails, Rails
 from ringcomm.comm.nodes.watch import DeviceWatch
-from ringcomm.comm.nodes.wires import AVG, FLOAT32, PREMUL, SUM, Reducing, is_coded
 from ringcomm.cuda.runtime import DeviceRuntime
 from ringcomm.errors import ArgumentError, RingcommError
 from ringcomm.process import Deadline
 
-# ---- Codes of the wires on a device, by kernels that the calls of a node's communicator enqueue -
-# They compile the lines that the host does, ``kernels/include/ringcomm/core/wire_codes.h``, and
+# ---- Quantization on a device, by kernels that the calls of a node's communicator enqueue -------
+# They compile the lines that the host does, ``kernels/include/ringcomm/core/quantization.h``, and
 # give its bits. Runs of codes lie behind each other at multiples of ``ALIGN_BYTES``, so that lanes
 # load and store whole words of them; that is a few bytes more than on the host.
 
@@ -65,18 +65,18 @@ _FLOAT32 = _native.DTYPES["float32"]
 _TYPES = ("float32", "bfloat16", "float16")
 
 
-def size_bytes(wire: str, elems: int) -> int:
+def size_bytes(compression: str, elems: int) -> int:
     """Returns the bytes of a run of so many numbers, up to the next one."""
-    coded_bytes = _native.wire_bytes(_native.WIRES[wire], elems)
+    coded_bytes = _native.quantized_bytes(_native.QUANT_FORMATS[compression], elems)
     return -(-coded_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def preload(device_ref: tuple[DeviceRuntime, int], wire: str) -> None:
-    """Loads a coded wire's kernels, so that no call has to load them while a peer waits."""
+def preload(device_ref: tuple[DeviceRuntime, int], compression: str) -> None:
+    """Loads a quantized format's kernels, so that no call has to load them while a peer waits."""
     runtime, device = device_ref
-    for dtype in _TYPES if wire in _native.WIRES else ():
-        for what in ("encode_wire", "sum_wires"):
-            runtime.find_kernel(device, f"wires_{wire}", f"rc_{what}_{dtype}")
+    for dtype in _TYPES if compression in _native.QUANT_FORMATS else ():
+        for what in ("quantize", "dequantize_and_sum"):
+            runtime.find_kernel(device, f"quantize_{compression}", f"rc_{what}_{dtype}")
 
 
 class DeviceCodes:
@@ -91,23 +91,23 @@ class DeviceCodes:
         self._enqueue = enqueue
         self._room = room
 
-    def encode(self, wire: str, runs: Sequence[Tensor]) -> Tensor:
+    def encode(self, compression: str, runs: Sequence[Tensor]) -> Tensor:
         """Returns the codes of runs in float32, behind each other, of :func:`size_bytes` each."""
-        sizes = [size_bytes(wire, run.numel()) for run in runs]
+        sizes = [size_bytes(compression, run.numel()) for run in runs]
         coded = self._room(sum(sizes))
         for run, to in zip(runs, torch.split(coded, sizes), strict=True):
             if run.numel():
                 given = (run.data_ptr(), _FLOAT32, to.data_ptr(), run.numel())
-                self._enqueue("encode_wire", _native.WIRES[wire], *given)
+                self._enqueue("quantize", _native.QUANT_FORMATS[compression], *given)
         return coded
 
     def add_up(
-        self, wire: str, coded: Tensor, count: int, out: Span, dtype: int, divide_by: int = 0
+        self, compression: str, coded: Tensor, count: int, out: Span, dtype: int, divide_by: int = 0
     ) -> None:
         """Adds up the numbers of ``count`` runs of codes, in order, with one rounding.
 
         Args:
-            wire: "int8", "fp8" or "int4".
+            compression: "int8", "fp8" or "int4".
             coded: from :meth:`encode` of any ranks, as many numbers each as ``out`` has.
             count: how many runs there are.
             out: where the sums are stored.
@@ -115,9 +115,9 @@ class DeviceCodes:
             divide_by: divides the sums, unless 0.
         """
         if out.elems:
-            runs = (coded.data_ptr(), count, size_bytes(wire, out.elems))
+            runs = (coded.data_ptr(), count, size_bytes(compression, out.elems))
             result = (out.ptr, dtype, out.elems, divide_by)
-            self._enqueue("sum_wires", _native.WIRES[wire], *runs, *result)
+            self._enqueue("dequantize_and_sum", _native.QUANT_FORMATS[compression], *runs, *result)
 
 
 # ---- Sums of partial sums on a device, by torch's operations, with the host's bits; and copies --
@@ -167,7 +167,7 @@ def joined(partials: Tensor, r: Reducing, divide_by: int) -> Tensor:
     """Adds up partial sums in their order, and divides by ``divide_by`` unless that is 0.
 
     Args:
-        partials: [nodes, elements], of the partial sums' type or, rounded for the wire, of the
+        partials: [nodes, elements], of the partial sums' type or, rounded for the network, of the
             elements'.
         r: the reduction.
         divide_by: the number of ranks, of a mean.
@@ -237,7 +237,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         layout: of all ranks.
         rails: on the host, for the same.
         watch: over all ranks.
-        wire: as ``CommOptions.wire``.
+        compression: as ``CommOptions.compression``.
         calls: the node's communicator on devices, used by nothing else.
         device_rails: carry the data between nodes.
     """
@@ -248,16 +248,16 @@ class DeviceNodesCore(CollectivesOverNodes):
         layout: NodeLayout,
         rails: Rails,
         watch: DeviceWatch,
-        wire: str,
+        compression: str,
         calls: DeviceCallEngine,
         device_rails: DeviceRails,
     ) -> None:
-        super().__init__(control, layout, rails, watch, None, wire, "direct")
+        super().__init__(control, layout, rails, watch, None, compression, "direct")
         self.device_watch = watch
         self.calls = calls
         self._device_rails = device_rails
         self._runtime, self._device = calls.device_ref
-        preload(calls.device_ref, wire)
+        preload(calls.device_ref, compression)
 
     @property
     def segment_bytes(self) -> int:
@@ -304,12 +304,12 @@ class DeviceNodesCore(CollectivesOverNodes):
     def _reduce_to_all(self, ins: Span, out: Span, r: Reducing) -> None:
         size = ELEM_BYTES[r.dtype]
         each = -(-ins.elems // (self._world * LINE_ELEMS)) * LINE_ELEMS
-        wire = self._codes(r, ins.elems)
+        compression = self._codes(r, ins.elems)
         for segment in self._segments_of(each, ELEM_BYTES[r.partial]):
             given = self._cut(ins, each, segment, size)
             parts = self._cut(out, each, segment, size)
-            if wire is not None:
-                self._all_reduce_in_codes(given, parts, r, wire)
+            if compression is not None:
+                self._all_reduce_in_codes(given, parts, r, compression)
                 continue
             self._reduce_parts(given, parts[self.layout.rank], r, None)
             as_bytes = [Span(part.ptr, part.elems * size) for part in parts]
@@ -317,15 +317,17 @@ class DeviceNodesCore(CollectivesOverNodes):
 
     def _reduce_to_each(self, spans: list[Span], out: Span, r: Reducing) -> None:
         elems, size = [span.elems for span in spans], ELEM_BYTES[r.dtype]
-        wire = self._codes(r, sum(elems))
+        compression = self._codes(r, sum(elems))
         for segment in self._segments_of(max(elems), ELEM_BYTES[r.partial]):
             parts = [span.part(*segment, size) for span in spans]
-            self._reduce_parts(parts, out.part(*segment, size), r, wire)
+            self._reduce_parts(parts, out.part(*segment, size), r, compression)
 
     def _reduce_to_root(self, root: int, ins: Span, out: Span, r: Reducing) -> None:
-        wire, size = self._codes(r, ins.elems), ELEM_BYTES[r.dtype]
+        compression, size = self._codes(r, ins.elems), ELEM_BYTES[r.dtype]
         for segment in self._segments_of(ins.elems, ELEM_BYTES[r.partial] * self._world):
-            self._reduce_to(root, ins.part(*segment, size), out.part(*segment, size), r, wire)
+            self._reduce_to(
+                root, ins.part(*segment, size), out.part(*segment, size), r, compression
+            )
 
     def _gather_spans(self, in_ptr: int, spans: list[Span]) -> None:
         mine = Span(in_ptr, spans[self.layout.rank].elems)
@@ -455,17 +457,23 @@ class DeviceNodesCore(CollectivesOverNodes):
         return DeviceCodes(self._within, self._room)
 
     def _codes(self, r: Reducing, elems: int) -> str | None:
-        """Returns the wire that codes the partial sums of so many elements, if one does."""
-        coded = self.wire in _native.WIRES and is_coded(r, elems * ELEM_BYTES[r.dtype])
-        return self.wire if coded else None
+        """Returns the compression that quantizes partial sums of so many elements, if one does."""
+        coded = self.compression in _native.QUANT_FORMATS and is_coded(
+            r, elems * ELEM_BYTES[r.dtype]
+        )
+        return self.compression if coded else None
 
-    def _reduce_parts(self, parts: list[Span], mine: Span, r: Reducing, wire: str | None) -> None:
+    def _reduce_parts(
+        self, parts: list[Span], mine: Span, r: Reducing, compression: str | None
+    ) -> None:
         """Reduces parts by rank, and this rank's into ``mine``."""
         sums = self._reduced_in_node(parts, r)
-        if wire is not None:
-            self._exchange_in_codes(sums, [part.elems for part in parts], mine, r.dtype, r, wire)
+        if compression is not None:
+            self._exchange_in_codes(
+                sums, [part.elems for part in parts], mine, r.dtype, r, compression
+            )
             return
-        sums = sums.to(TORCH_DTYPES[r.dtype]) if self.wire == "param" else sums
+        sums = sums.to(TORCH_DTYPES[r.dtype]) if self.compression == "param" else sums
         arrived = self._exchange_sums(sums, [part.elems for part in parts])
         self._write(self._joined(arrived, r), mine, r)
 
@@ -487,34 +495,44 @@ class DeviceNodesCore(CollectivesOverNodes):
         return sums
 
     def _exchange_in_codes(
-        self, sums: Tensor, elems: Sequence[int], mine: Span, dtype: int, r: Reducing, wire: str
+        self,
+        sums: Tensor,
+        elems: Sequence[int],
+        mine: Span,
+        dtype: int,
+        r: Reducing,
+        compression: str,
     ) -> None:
         """Sends partial sums in codes, and adds up to ``mine``, of ``dtype``, what arrives."""
         runs = torch.split(sums, [elems[rank] for rank in self._passing[self.layout.local_rank]])
-        sizes_bytes = [size_bytes(wire, count) for count in elems]
-        arrived = self._exchange_sums(self._coder.encode(wire, runs), sizes_bytes)
-        self._add_up(arrived, mine, dtype, r, wire)
+        sizes_bytes = [size_bytes(compression, count) for count in elems]
+        arrived = self._exchange_sums(self._coder.encode(compression, runs), sizes_bytes)
+        self._add_up(arrived, mine, dtype, r, compression)
 
-    def _add_up(self, arrived: Tensor, out: Span, dtype: int, r: Reducing, wire: str) -> None:
+    def _add_up(
+        self, arrived: Tensor, out: Span, dtype: int, r: Reducing, compression: str
+    ) -> None:
         """Adds up what codes that arrived stand for, by node."""
         divide_by = self._world if r.op == AVG else 0
-        self._coder.add_up(wire, arrived, len(self.layout.nodes), out, dtype, divide_by)
+        self._coder.add_up(compression, arrived, len(self.layout.nodes), out, dtype, divide_by)
 
     def _all_reduce_in_codes(
-        self, given: list[Span], outs: list[Span], r: Reducing, wire: str
+        self, given: list[Span], outs: list[Span], r: Reducing, compression: str
     ) -> None:
         """Reduces parts by rank, and gathers the sums in codes; all ranks have what these mean."""
         mine = self._room(outs[self.layout.rank].elems, TORCH_DTYPES[FLOAT32])
         span = Span(mine.data_ptr(), mine.numel())
         elems = [part.elems for part in given]
-        self._exchange_in_codes(self._reduced_in_node(given, r), elems, span, FLOAT32, r, wire)
-        own = self._coder.encode(wire, [mine])
-        sizes_bytes = [size_bytes(wire, count) for count in elems]
+        self._exchange_in_codes(
+            self._reduced_in_node(given, r), elems, span, FLOAT32, r, compression
+        )
+        own = self._coder.encode(compression, [mine])
+        sizes_bytes = [size_bytes(compression, count) for count in elems]
         coded = torch.split(self._room(sum(sizes_bytes)), sizes_bytes)
         spans = [Span(run.data_ptr(), run.numel()) for run in coded]
         self._gather_parts(Span(own.data_ptr(), own.numel()), spans)
         for run, out in zip(coded, outs, strict=True):
-            self._coder.add_up(wire, run, 1, out, r.dtype)
+            self._coder.add_up(compression, run, 1, out, r.dtype)
 
     def _exchange_sums(self, sums: Tensor, elems: Sequence[int]) -> Tensor:
         """Sends the partial sums that this rank has for others; returns those of its own part."""
@@ -568,7 +586,9 @@ class DeviceNodesCore(CollectivesOverNodes):
         )
         self._write(self._joined(self._exchange_sums(wide.repeat(copies), whole), r), out, r)
 
-    def _reduce_to(self, root: int, given: Span, out: Span, r: Reducing, wire: str | None) -> None:
+    def _reduce_to(
+        self, root: int, given: Span, out: Span, r: Reducing, compression: str | None
+    ) -> None:
         """Each node reduces at the rail of the root, which adds what arrives."""
         layout = self.layout
         rail, node, at = self._way_to(root)
@@ -577,17 +597,17 @@ class DeviceNodesCore(CollectivesOverNodes):
         self._within("reduce", wide.data_ptr(), sums.data_ptr(), given.elems, *self._in_node(r), at)
         if layout.local_rank != at:
             return
-        sent = sums if wire is None else self._coder.encode(wire, [sums])
+        sent = sums if compression is None else self._coder.encode(compression, [sums])
         count = sent.numel() if layout.rank == root else 0
         arrived = self._room(count * len(layout.nodes), sent.dtype)
         to_root = [sent.numel() if each == node else 0 for each in range(len(layout.nodes))]
         self._exchange_on(rail, arrived, sent, [count] * len(layout.nodes), to_root)
         if layout.rank != root:
             return
-        if wire is None:
+        if compression is None:
             self._write(self._joined(arrived, r), out, r)
         else:
-            self._add_up(arrived, out, r.dtype, r, wire)
+            self._add_up(arrived, out, r.dtype, r, compression)
 
     # ---- all-gather, gather, scatter ------------------------------------------------------------
 

@@ -100,16 +100,16 @@ class NodesEngine(CallEngine):
         awaited = self._watch.awaiting.of
         self._watch.trace = NodeTrace(self._recorder, self.layout, awaited, world_id)
 
-    def on_wire(
-        self, checks: CallChecks, wire: str | None, run: Callable[[Any], int]
+    def with_compression(
+        self, checks: CallChecks, compression: str | None, run: Callable[[Any], int]
     ) -> Callable[[Any], int]:
-        run = super().on_wire(checks, wire, run)
+        run = super().with_compression(checks, compression, run)
 
-        def on_wire(core: Any) -> int:
-            with core.on_wire(wire):
+        def run_compressed(core: Any) -> int:
+            with core.using_compression(compression):
                 return run(core)
 
-        return run if wire is None else on_wire
+        return run if compression is None else run_compressed
 
     def recording(self) -> Recording:
         """See :meth:`ringcomm.Communicator.recording`.
@@ -447,9 +447,9 @@ def _built(
     messages = NodesMessages(inner, layout, group, watch)
     watch.breakable.append(messages)
     # Codes are added where they end, and so do not pass through other nodes.
-    rails_asked = "direct" if options.wire in _native.WIRES else options.rails
+    rails_asked = "direct" if options.compression in _native.QUANT_FORMATS else options.rails
     schedule = chosen(rails_asked, len(layout.nodes))
-    core = StepsCore(inner, layout, rails, watch, messages, options.wire, schedule)
+    core = StepsCore(inner, layout, rails, watch, messages, options.compression, schedule)
     engine = NodesEngine(core, watch, node.engine, _having_met(membership, found))
     engine.trace_as(found.world_id)
     return Built(engine, node)
@@ -494,7 +494,7 @@ def _built_on_device(
     watch = DeviceWatch(met.core, layout, awaiting, faults, rails, membership.name, calls)
     closing.append(watch)
     watch.breakable.append(device_rails)
-    core = DeviceNodesCore(met.core, layout, rails, watch, options.wire, calls, device_rails)
+    core = DeviceNodesCore(met.core, layout, rails, watch, options.compression, calls, device_rails)
     return Built(DeviceNodesEngine(core, watch, node.engine, _having_met(membership, found)), node)
 
 

@@ -5,14 +5,14 @@ l N + n: so the chunks of one rail lie side by side, and make up chunk l of L, w
 that of local rank l. Each node reduces its gradients into partial sums in FP32, one for each
 chunk, which travel on the rail of the chunk's owner and are added there in the order of the nodes.
 Updated chunks return on the rails, and each node shares what its ranks received. With gradients of
-G bytes (of the wire's type) and parameters of P bytes (of theirs) (G + P) (N-1)/N leave a node.
-Where parameters travel in codes a rank codes the FP32 masters of its chunk, and has itself what all
-others decode.
+G bytes (of the type that travels) and parameters of P bytes (of theirs) (G + P) (N-1)/N leave a
+node. Where parameters travel in codes a rank codes the FP32 masters of its chunk, and has itself
+what all others decode.
 
 Where each node has a copy of the state (``Steps.per_node``) a bucket has L chunks, and the rank
 of local rank l on every node keeps state for chunk l. The chunk has a part for each rank of its
 rail, which adds the partial sums of that part. The sums return on the rails, in FP32 or in the
-codes of the wire, instead of the parameters: with S bytes of them (G + S) (N-1)/N leave a node.
+codes of the network, instead of the parameters: with S bytes of them (G + S) (N-1)/N leave a node.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from ringcomm import _native
 from ringcomm.comm.host.arguments import DTYPE_CODES
 from ringcomm.comm.host.engine import Call, CallEngine, Use, Work, itself
 from ringcomm.comm.host.meeting import NodeLayout
-from ringcomm.comm.nodes import wires
+from ringcomm.comm.nodes import compressed_sums
 from ringcomm.comm.nodes.calls import AUTO, BYTE, ELEM_BYTES, Span
-from ringcomm.comm.nodes.core import NodesCore
-from ringcomm.comm.nodes.wires import (
+from ringcomm.comm.nodes.compressed_sums import (
     FLOAT32,
     SUM,
     CodedForm,
@@ -42,6 +41,7 @@ from ringcomm.comm.nodes.wires import (
     Reducing,
     Residual,
 )
+from ringcomm.comm.nodes.core import NodesCore
 
 Tensor = torch.Tensor
 
@@ -150,9 +150,9 @@ class InCodes(NamedTuple):
 class StepsCore(NodesCore):
     """One rank's core over several nodes, with the calls of sharded training."""
 
-    def steps(self, per_node: bool, wire: str | None) -> Steps:
+    def steps(self, per_node: bool, compression: str | None) -> Steps:
         """Returns the calls of a step; with ``per_node`` nodes have equal sizes."""
-        return Steps(self, per_node, wire)
+        return Steps(self, per_node, compression)
 
     def residual_of(self, bucket_elems: int, per_node: bool) -> Residual:
         """Returns the residual of a bucket that owes nothing yet; nodes have equal sizes."""
@@ -235,9 +235,9 @@ class StepsCore(NodesCore):
         head = (sum(sizes_bytes), -1, -1, -1)
         return self._run("all_gather_on_rail", head, algo, lambda: self._gather_on_rail(spans))
 
-    def gather_in_codes(self, call: InCodes, wire: str) -> int:
+    def gather_in_codes(self, call: InCodes, compression: str) -> int:
         """Gathers FP32 numbers in codes; all ranks have what these decode to."""
-        form = CodedForm(Reducing(call.dtype, SUM, 1.0), _native.WIRES[wire])
+        form = CodedForm(Reducing(call.dtype, SUM, 1.0), _native.QUANT_FORMATS[compression])
         spans = [Span(*span) for span in zip(call.ptrs, call.elems, strict=True)]
         gather = self._gather_codes_on_rail if call.on_rail else self._gather_codes
 
@@ -248,7 +248,7 @@ class StepsCore(NodesCore):
 
         name = "all_gather_on_rail" if call.on_rail else "all_gather_bucket"
         size_bytes = sum(call.elems) * ELEM_BYTES[call.dtype]
-        with self.on_wire(wire):
+        with self.using_compression(compression):
             return self._run(name, (size_bytes, call.dtype, -1, call.tag or -1), AUTO, body)
 
     def _chunks(self, ptr: int, elems: int, elem_bytes: int) -> list[Span]:
@@ -367,13 +367,13 @@ class Steps:
     Attributes:
         core: the core.
         per_node: each node has a copy of the state.
-        wire: of sums of gradients; None for that of the communicator.
+        compression: of sums of gradients; None for that of the communicator.
         residual: of the bucket of the next call; None: what codes lose is lost.
     """
 
     core: StepsCore
     per_node: bool
-    wire: str | None
+    compression: str | None
     residual: Residual | None = None
 
     def feeding_back(self, residual: Residual) -> Steps:
@@ -381,7 +381,7 @@ class Steps:
         return replace(self, residual=residual)
 
     def reduce_scatter_norm(self, *arguments: Any) -> int:
-        with self.core.on_wire(self.wire):
+        with self.core.using_compression(self.compression):
             return self.core.reduce_norm(_Reduce(*arguments), self.per_node, self.residual)
 
     def adamw_all_gather(self, *arguments: Any) -> int:
@@ -389,7 +389,7 @@ class Steps:
 
     def reduce_scatter_adamw_all_gather(self, *arguments: Any) -> int:
         call = _ReduceUpdate(*arguments)
-        with self.core.on_wire(self.wire):
+        with self.core.using_compression(self.compression):
             return self.core.reduce_update(call, self.per_node, self.residual)
 
 
@@ -405,16 +405,16 @@ class StepCalls:
         self._engine = engine
         self._layout = layout
 
-    def calls_of(self, state: str, wire: str | None = None) -> Use:
+    def calls_of(self, state: str, compression: str | None = None) -> Use:
         """Returns the function that maps the core to the one whose calls an optimizer makes.
 
         Args:
             state: "world" where state is sharded over all ranks, "node" where each node has a copy.
-            wire: of sums of gradients between nodes; None for that of the communicator.
+            compression: of sums of gradients between nodes; None for that of the communicator.
         """
         if len(self._layout.nodes) == 1:
             return itself
-        return methodcaller("steps", state == "node", wire)
+        return methodcaller("steps", state == "node", compression)
 
     def residual_of(self, elems: int, state: str) -> Residual | None:
         """Makes what keeps the losses of a bucket's codes; see NOTE [Error feedback].
@@ -428,7 +428,7 @@ class StepCalls:
         """
         # A bucket is coded by the size of its gradients, which have 32 bits at most.
         core = self._engine.owner
-        if elems * 4 <= wires.CODED_ABOVE_BYTES or not isinstance(core, StepsCore):
+        if elems * 4 <= compressed_sums.CODED_ABOVE_BYTES or not isinstance(core, StepsCore):
             return None
         return core.residual_of(elems, state == "node")
 
@@ -468,7 +468,7 @@ class StepCalls:
         self,
         wide: Tensor,
         parts: Sequence[Tensor],
-        wire: str,
+        compression: str,
         *,
         tag: int = 0,
         on_rail: bool = False,
@@ -479,7 +479,7 @@ class StepCalls:
         Args:
             wide: float32, this rank's numbers.
             parts: by rank, contiguous, of one floating-point dtype; all are written.
-            wire: "int8", "fp8" or "int4".
+            compression: "int8", "fp8" or "int4".
             tag: as of :meth:`all_gather_bucket`.
             on_rail: the ranks of this one's rail alone gather, and ``parts`` are by node.
             async_op: return a Work at once instead of waiting.
@@ -489,6 +489,6 @@ class StepCalls:
         call = InCodes(wide.data_ptr(), ptrs, elems, dtype, on_rail, tag)
 
         def run(core: StepsCore) -> int:
-            return core.gather_in_codes(call, wire)
+            return core.gather_in_codes(call, compression)
 
         return self._engine.start_call(Call("all_gather_in_codes", run, [wide, *parts]), async_op)

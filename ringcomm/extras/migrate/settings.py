@@ -29,7 +29,7 @@ from ringcomm.integers import integer
 from ringcomm.json_reader import read_bounded, read_json, shown
 from ringcomm.module_names import matches
 from ringcomm.optim.layout import BLOCK_ELEMS
-from ringcomm.optim.options import Wire
+from ringcomm.optim.options import Compression
 from ringcomm.optim.sharded import Params, ShardedOptimizer
 from ringcomm.zero.stages.options import Precision, UnitOptions, ZeroOptions
 
@@ -593,7 +593,7 @@ class _Given:
             prefetch=min(1, self.integer(_ZERO + "stage3_prefetch_bucket_size", 0, 1)),
             reduce="sum" if op == "sum" else "avg",
             params="world" if stage == 3 and not copies else "node",
-            wire=Wire(parameters="int8" if codes else "param"),
+            compression=Compression(parameters="int8" if codes else "param"),
         )
 
     def loss_scale(self) -> optim.LossScaleOptions:

@@ -20,9 +20,9 @@ from ringcomm.comm.host.arguments import DTYPE_CODES, readable
 from ringcomm.comm.nodes.device_core import preload
 from ringcomm.cuda.units import UNITS
 from ringcomm.extras.moe.rows import (
+    COMPRESSIONS,
     DISPATCH,
     ENTRY_WORDS,
-    WIRES,
     WORD_BYTES,
     Outboxes,
     Routes,
@@ -43,9 +43,9 @@ from ringcomm.extras.moe.rows import (
 
 Tensor = torch.Tensor
 _SOURCE_WORDS = _native.SOURCE_WORDS
-_BLOCK = _native.WIRE_BLOCK
+_BLOCK = _native.QUANT_BLOCK
 # Bytes of a block's scale, and its codes of a byte each.
-_SCALE_BYTES = _native.wire_bytes(_native.WIRES["fp8"], _BLOCK) - _BLOCK
+_SCALE_BYTES = _native.quantized_bytes(_native.QUANT_FORMATS["fp8"], _BLOCK) - _BLOCK
 
 
 class _Assignments(NamedTuple):
@@ -139,15 +139,15 @@ def dispatch(comm: Communicator, operation: str, routes: Routes) -> tuple[Tensor
         return _found_of(call, count, outboxes.calls, assignments.order)
 
 
-def _load_kernels(comm: Communicator, wire: str | None) -> None:
+def _load_kernels(comm: Communicator, compression: str | None) -> None:
     """Loads what the calls launch, before a peer waits for it."""
     engine = comm.engine
     assert isinstance(engine, DeviceCallEngine)
     runtime, device = engine.device_ref
     for name in UNITS["rows"].kernels:
         runtime.find_kernel(device, "rows", name)
-    if wire in WIRES:
-        preload(engine.device_ref, wire)
+    if compression in COMPRESSIONS:
+        preload(engine.device_ref, compression)
 
 
 def _publish(
@@ -155,14 +155,15 @@ def _publish(
 ) -> tuple[RowsHeader, _Assignments]:
     checks = comm.engine.checks(operation)
     check_routes(checks, r)
-    _load_kernels(comm, r.wire)
+    _load_kernels(comm, r.compression)
     x = r.x.detach()
-    if r.wire is not None and x.size(1) % _BLOCK:
+    if r.compression is not None and x.size(1) % _BLOCK:
         checks.fail(
-            f"x: on a device wire={r.wire!r} codes rows of a multiple of {_BLOCK} numbers, got "
+            f"x: on a device compression={r.compression!r} codes rows of a multiple of {_BLOCK} "
+            "numbers, got "
             f"{x.size(1)}"
         )
-    lent = r.wire is None and lendable(comm, x)
+    lent = r.compression is None and lendable(comm, x)
     tables, payload = outboxes.take(tables_bytes(r), 0 if lent else len(x) * r.payload_bytes)
     found = _Assignments.of(r.topk_idx.detach(), r.experts)
     parts = [found.order.view(torch.uint8), found.counts.view(torch.uint8)]
@@ -172,12 +173,12 @@ def _publish(
     tables.copy_(torch.cat(parts))
     if lent:
         payload = x
-    elif r.wire is None:
+    elif r.compression is None:
         payload.view(x.dtype).view(x.shape).copy_(x)
     elif x.numel():
         dense = readable(x)
         given = (dense.data_ptr(), DTYPE_CODES[x.dtype], payload.data_ptr(), x.numel())
-        run_native(comm, operation, "encode_wire", _native.WIRES[r.wire], *given)
+        run_native(comm, operation, "quantize", _native.QUANT_FORMATS[r.compression], *given)
     header = r.header()._replace(
         lent=int(lent),
         payload=outboxes.offset_of(payload),
@@ -305,7 +306,7 @@ def _read_rows(call: _DeviceDispatch, sources: Tensor) -> Tensor:
     """
     r, count, hidden = call.routes, len(sources), call.routes.x.size(1)
     rows = r.x.new_empty((count, hidden))
-    if r.wire is None:
+    if r.compression is None:
         call.pull(sources.data_ptr(), _SOURCE_WORDS, call.tokens_ptrs, rows)
         return rows
     of_scales = hidden // _BLOCK * _SCALE_BYTES
@@ -319,5 +320,11 @@ def _read_rows(call: _DeviceDispatch, sources: Tensor) -> Tensor:
     call.pull(sources.data_ptr(), _SOURCE_WORDS, scales_ptrs, scales.view(count, of_scales))
     if count:
         given = (run.data_ptr(), 1, 0, rows.data_ptr(), DTYPE_CODES[rows.dtype], rows.numel())
-        run_native(call.comm, call.operation, "sum_wires", _native.WIRES[r.wire], *given)
+        run_native(
+            call.comm,
+            call.operation,
+            "dequantize_and_sum",
+            _native.QUANT_FORMATS[r.compression],
+            *given,
+        )
     return rows

@@ -65,7 +65,7 @@ def _publish_routes(
     checks = comm.engine.checks(operation)
     check_routes(checks, r)
     x = r.x.detach()
-    lent = r.wire is None and lendable(comm, x)
+    lent = r.compression is None and lendable(comm, x)
     tables, payload = outboxes.take(tables_bytes(r), 0 if lent else len(x) * r.payload_bytes)
     write_tables(checks, r, tables)
     if lent:
@@ -396,7 +396,7 @@ _GROUP = "str group, int world_size"
 register(
     "moe_dispatch",
     "(Tensor x, Tensor topk_idx, Tensor? topk_weights, int num_experts, SymInt max_rows, "
-    f"str? wire, {_GROUP}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"str? compression, {_GROUP}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _dispatch,
     _shape_of_dispatched,
     derivatives=Derivatives(_gradients_of_dispatch, _tangent_of_dispatch, _remember_dispatch),
@@ -448,7 +448,7 @@ def dispatch(
     num_experts: int,
     group: Group = None,
     *,
-    wire: str | None = None,
+    compression: str | None = None,
     max_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Handle]:
     """Copies each token to the ranks of its experts; collective.
@@ -465,8 +465,8 @@ def dispatch(
             means 1.
         num_experts: of all ranks; a multiple of the world size.
         group: a Communicator, process group of the backend or mesh; None means the default group.
-        wire: "fp8" or "int8": rows travel as codes of 8 bits in blocks of 128 with a scale each,
-            whatever the nodes; None: as they are. Gradients always travel as they are.
+        compression: "fp8" or "int8": rows travel as codes of 8 bits in blocks of 128 with a scale
+            each, whatever the nodes; None: as they are. Gradients always travel as they are.
         max_rows: return so many rows, zeros behind the last; None: as many as there are. All
             ranks fail if one gets more.
 
@@ -494,7 +494,7 @@ def dispatch(
         num_experts,
         # To the operator -1 means None, and what is below it is refused on all ranks.
         -1 if max_rows is None else -2 if max_rows == -1 else max_rows,
-        wire,
+        compression,
         key,
         world_size,
     )

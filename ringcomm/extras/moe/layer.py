@@ -59,7 +59,7 @@ class RoutingOptions:
         normalized: the weights of a token's experts are divided by their sum.
         balance_bias: experts are chosen by score plus a bias, which ``update_bias()`` moves by so
             much; 0: no bias.
-        wire: as for :func:`ringcomm.moe.dispatch`.
+        compression: as for :func:`ringcomm.moe.dispatch`.
         max_rows: as for :func:`ringcomm.moe.dispatch`.
     """
 
@@ -67,7 +67,7 @@ class RoutingOptions:
     scores: str = "softmax"
     normalized: bool = True
     balance_bias: float = 0.0
-    wire: str | None = None
+    compression: str | None = None
     max_rows: int | None = None
 
     def __post_init__(self) -> None:
@@ -264,7 +264,7 @@ class MoE(nn.Module):
             routing.topk_weights,
             self.num_experts,
             self.group,
-            wire=self.options.wire,
+            compression=self.options.compression,
             max_rows=self.options.max_rows,
         )
         out = combine(self._of_experts(rows, counts), handle)

@@ -50,7 +50,7 @@ class RowsHeader(NamedTuple):
         operation: which of the calls that exchange rows it is.
         number: that of the dispatch whose rows these are; 0 in a dispatch.
         refused: not 0 if this rank's arguments are no good; the rest then says nothing.
-        experts, k, hidden, dtype, wire, weighted: what ranks must have in common.
+        experts, k, hidden, dtype, compression, weighted: what ranks must have in common.
         tokens: rows that this rank publishes.
         limit: rows that it has room for; -1: any number.
         wants: what it wants of gradients of weights; see operators.WANTS_GRADIENT.
@@ -66,7 +66,7 @@ class RowsHeader(NamedTuple):
     k: int = 0
     hidden: int = 0
     dtype: int = 0
-    wire: int = 0
+    compression: int = 0
     weighted: int = 0
     tokens: int = 0
     limit: int = -1
@@ -83,7 +83,7 @@ _IN_COMMON = {
     "k": "experts of a token (the columns of topk_idx)",
     "hidden": "the columns of the rows",
     "dtype": "the dtype of the rows (ringcomm's code)",
-    "wire": "wire (0: none)",
+    "compression": "compression (0: none)",
     "weighted": "whether there are weights",
 }
 
@@ -245,7 +245,7 @@ def reading(comm: Communicator, operation: str, headers: Sequence[RowsHeader]) -
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIRES = ("int8", "fp8")
+COMPRESSIONS = ("int8", "fp8")
 
 DISPATCH, COMBINE, BACKWARD, WEIGHTS = range(4)
 # What a combine has of weights, and whether their gradients are wanted.
@@ -339,8 +339,9 @@ def check_routes(checks: CallChecks, r: Routes) -> None:
         )
     if r.topk_weights is not None:
         check_weights(checks, r.topk_weights, tuple(topk_idx.shape), x.dtype)
-    if r.wire is not None and r.wire not in WIRES:
-        checks.fail(f"wire: expected None, {' or '.join(map(repr, WIRES))}, got {r.wire!r}")
+    if r.compression is not None and r.compression not in COMPRESSIONS:
+        known = " or ".join(map(repr, COMPRESSIONS))
+        checks.fail(f"compression: expected None, {known}, got {r.compression!r}")
     if r.limit < -1:
         checks.fail("max_rows: expected a number >= 0 or None, got a negative one")
 
@@ -365,30 +366,30 @@ class Routes(NamedTuple):
     topk_weights: Tensor | None
     experts: int
     limit: int
-    wire: str | None
+    compression: str | None
     group: str
     world_size: int
 
     @property
-    def wire_code(self) -> int:
-        """The native module's code of the wire plus 1, or 0."""
-        return 0 if self.wire is None else _native.WIRES[self.wire] + 1
+    def quant_format(self) -> int:
+        """The native module's number of the quantized format plus 1, or 0."""
+        return 0 if self.compression is None else _native.QUANT_FORMATS[self.compression] + 1
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of a row as it is published."""
         hidden = self.x.size(1)
-        if self.wire is None:
+        if self.compression is None:
             return hidden * self.x.element_size()
-        return _native.wire_bytes(_native.WIRES[self.wire], hidden)
+        return _native.quantized_bytes(_native.QUANT_FORMATS[self.compression], hidden)
 
     def write_payload(self, payload: Tensor) -> None:
         """Writes the tokens, as they are published, to bytes."""
         x = self.x.detach()
-        if self.wire is None:
+        if self.compression is None:
             payload.view(x.dtype).view(x.shape).copy_(x)
             return
-        dense, code = readable(x), _native.WIRES[self.wire]
+        dense, code = readable(x), _native.QUANT_FORMATS[self.compression]
         _native.encode_rows(
             code, dense.data_ptr(), DTYPE_CODES[x.dtype], len(x), x.size(1), payload.data_ptr()
         )
@@ -397,10 +398,10 @@ class Routes(NamedTuple):
         """Returns the rows that sources name of what was published."""
         rows = new_rows(comm, self.x, len(sources))
         entries = (sources.data_ptr(), _native.SOURCE_WORDS, len(sources), tokens_ptrs)
-        if self.wire is None:
+        if self.compression is None:
             _native.copy_rows(*entries, self.payload_bytes, rows.data_ptr())
         else:
-            code, dtype = _native.WIRES[self.wire], DTYPE_CODES[self.x.dtype]
+            code, dtype = _native.QUANT_FORMATS[self.compression], DTYPE_CODES[self.x.dtype]
             _native.decode_rows(code, *entries, dtype, self.x.size(1), rows.data_ptr())
         return rows
 
@@ -412,7 +413,7 @@ class Routes(NamedTuple):
             k=self.topk_idx.size(1),
             hidden=self.x.size(1),
             dtype=DTYPE_CODES[self.x.dtype],
-            wire=self.wire_code,
+            compression=self.quant_format,
             weighted=int(self.topk_weights is not None),
             tokens=len(self.x),
             limit=self.limit,

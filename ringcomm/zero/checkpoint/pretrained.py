@@ -818,7 +818,7 @@ def _fill_bucket(bucket: ParamBucket, masters: Bucket | None, source: Pretrained
         own = own_of(bucket)[piece.begin : piece.end]
         begin = bucket.state_chunk.begin + piece.begin - placed.begin
         rounds = bucket.trains and own.dtype is not torch.float32
-        if bucket.wire is not None:
+        if bucket.compression is not None:
             assert bucket.wide is not None
             values.read(begin, bucket.wide[piece.begin : piece.end])
         elif rounds and masters is not None:

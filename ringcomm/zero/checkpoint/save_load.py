@@ -330,7 +330,7 @@ class TrainState:
         groups = [] if step is None else check_optimizer(engine, step, facts, _failed)
         extra = self._read_extra(state)
         for bucket in engine.stored:
-            if bucket.wire is None:
+            if bucket.compression is None:
                 bucket.wide = None
         engine.count_change()
         with engine.together("TrainState.load_state_dict"):
@@ -840,7 +840,7 @@ class Loading:
         """Forgets what parameters that were loaded had been before they were rounded."""
         for stored in self.engine.stored:
             loaded = [each for each in stored.params if f"model.{each.name}" in self.sources]
-            if len(loaded) == len(stored.params) and stored.wire is None:
+            if len(loaded) == len(stored.params) and stored.compression is None:
                 stored.wide = None
             if stored.wide is None:
                 continue

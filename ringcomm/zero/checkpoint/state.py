@@ -815,7 +815,7 @@ def _check_kinds(
     mine = {kind for each in step.buckets for kind in each.state.names()}
     misfit = step.rule.misfit([kind for kind in kinds if kind not in MASTERS], groups)
     differ = (mine ^ {*kinds}) & {*MASTERS}
-    # FP32 masters of FP32 parameters, as codes of a wire have them, are parameters elsewhere.
+    # FP32 masters of FP32 parameters, as quantized parameters have them, are parameters elsewhere.
     in_fp32 = all(each.layout.dtype is torch.float32 for each in step.buckets)
     if misfit or (differ and not (differ == {"master"} and in_fp32)):
         raise fail(

@@ -493,7 +493,7 @@ class _Place:
         """Gives all copies of the parameter what this rank has written to its piece; collective."""
         bucket, sharers = self.bucket, self.sharded.setting.sharers
         assert bucket is not None
-        if bucket.wire is not None:
+        if bucket.compression is not None:
             bucket.share()
         elif bucket.has_all_params and sharers is not None and self.sharded.shard_of[1] > 1:
             own = within(bucket.own_params, bucket.chunk, self.segment).clone()

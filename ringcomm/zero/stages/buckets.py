@@ -69,9 +69,11 @@ class ParamBucket(ABC):
         has_parts: True if one of them is a DTensor. Where none is, nobody asks each of them.
         trains: True if an optimizer steps the bucket.
         wide: float32 [state chunk elements], the parameters before they were rounded; None when
-            they were not, or when an optimizer has taken them over. With :attr:`wire` they are the
-            masters, also of an optimizer; see NOTE [Coded parameters] in ``optim/buckets.py``.
-        wire: codes in which the parameters cross between nodes; None if they cross as they are.
+            they were not, or when an optimizer has taken them over. With :attr:`compression` they
+            are the masters, also of an optimizer; see NOTE [Coded parameters] in
+            ``optim/buckets.py``.
+        compression: codes in which the parameters cross between nodes; None if they cross as they
+            are.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class ParamBucket(ABC):
         else:
             self.chunk = self.state_chunk = layout.chunk(comm.shard_index, comm.world_size)
         self.wide: Tensor | None = None
-        self.wire: str | None = None
+        self.compression: str | None = None
 
     def own_part(self, state: Tensor) -> Tensor:
         """Returns the part for ``chunk`` of a tensor [state chunk elements]."""
@@ -137,7 +139,7 @@ class ParamBucket(ABC):
         chunk = self.state_chunk
         rounds = flat.dtype is not torch.float32
         rounds = rounds and any(each.dtype is torch.float32 for each in values)
-        if self.wire is not None or (keeps_wide and rounds):
+        if self.compression is not None or (keeps_wide and rounds):
             self.wide = empty_for_streams(chunk.elems, torch.float32, flat.device).zero_()
             self._read(values, self.wide, chunk)
         if self.wide is not None and held == chunk:
@@ -155,7 +157,7 @@ class ParamBucket(ABC):
     def settle(self, async_op: bool = False) -> Work | None:
         """Gives all copies of the parameters what this rank has of them; collective.
 
-        With :attr:`wire` that is what the codes of the masters decode to, here as well.
+        With :attr:`compression` that is what the codes of the masters decode to, here as well.
         """
 
     def _moved(self, placed: BucketParam) -> ArgumentError:
@@ -198,10 +200,12 @@ class ReplicatedBucket(ParamBucket):
     def settle(self, async_op: bool = False) -> Work | None:
         chunks = self.layout.chunks(self.comm)
         parts = [self.flat[chunk.begin : chunk.end] for chunk in chunks]
-        if self.wire is None:
+        if self.compression is None:
             return self.comm.all_gather(parts, parts[self.comm.rank], async_op=async_op)
         assert self.wide is not None
-        return self.comm.steps.all_gather_in_codes(self.wide, parts, self.wire, async_op=async_op)
+        return self.comm.steps.all_gather_in_codes(
+            self.wide, parts, self.compression, async_op=async_op
+        )
 
     def check(self) -> None:
         with plainly():
@@ -342,11 +346,11 @@ class ShardedBucket(ParamBucket):
         return self.comm.steps.all_gather_on_rail(self._on_rail, async_op)
 
     def settle(self, async_op: bool = False) -> Work | None:
-        if self.wire is None:
+        if self.compression is None:
             return self.share(async_op)
         assert self.wide is not None
         return self.comm.steps.all_gather_in_codes(
-            self.wide, self._on_rail, self.wire, on_rail=True, async_op=async_op
+            self.wide, self._on_rail, self.compression, on_rail=True, async_op=async_op
         )
 
     def _make_flat(self) -> None:
@@ -625,19 +629,19 @@ class WorldBucket(ShardedBucket):
         return
 
     def settle(self, async_op: bool = False) -> Work | None:
-        if self.wire is not None:
+        if self.compression is not None:
             assert self.wide is not None
-            self.own.copy_(decoded(self.wide, self.wire, self.layout.dtype))
+            self.own.copy_(decoded(self.wide, self.compression, self.layout.dtype))
         return None
 
     def fill(self) -> None:
-        if self.wire is None or self.has_other_values:
+        if self.compression is None or self.has_other_values:
             self.comm.steps.all_gather_bucket(self.kept, self.flat, self._tag)
             return
         assert self.wide is not None
         chunks = self.layout.chunks(self.comm)
         parts = [self.flat[chunk.begin : chunk.end] for chunk in chunks]
-        self.comm.steps.all_gather_in_codes(self.wide, parts, self.wire, tag=self._tag)
+        self.comm.steps.all_gather_in_codes(self.wide, parts, self.compression, tag=self._tag)
 
     def open(self) -> None:
         super().open()

@@ -448,7 +448,7 @@ class ModulePlacement(Placement):
             "reduce": chosen.reduce,
             "broadcast_parameters": chosen.broadcast,
             "state": chosen.state,
-            "wire": chosen.wire,
+            "compression": chosen.compression,
         }
         mine.update(chosen.precision.optimizer_defaults)
         for name, value in mine.items():
@@ -519,7 +519,7 @@ class ModulePlacement(Placement):
                 bucket.grad_shard = reduction.buckets[number].shard
                 bucket.residual = reduction.buckets[number].residual
                 bucket.tag = partial(reduction.tag, number)
-            if isinstance(stored, ShardedBucket) or stored.wire is not None:
+            if isinstance(stored, ShardedBucket) or stored.compression is not None:
                 bucket.share = stored.settle
             made.append(bucket)
         return Buckets(layout, made)
@@ -536,11 +536,13 @@ class ModulePlacement(Placement):
 
     def _memory(self, stored: ParamBucket, options: AdamWOptions) -> BucketMemory:
         wide = stored.wide
-        if stored.wire is None:
+        if stored.compression is None:
             stored.wide = None
         if isinstance(stored, ShardedBucket):
             holder = stored if isinstance(stored, DiskBucket) else None
-            return BucketMemory(stored.own_memory, wide=wide, wire=stored.wire, holder=holder)
+            return BucketMemory(
+                stored.own_memory, wide=wide, compression=stored.compression, holder=holder
+            )
         assert isinstance(stored, ReplicatedBucket)
         flat = stored.flat
         grads = None
@@ -549,7 +551,7 @@ class ModulePlacement(Placement):
             grads = zeros(flat.numel(), dtype=dtype, device=stored.comm.heap_device)
         chunk = stored.state_chunk
         own = flat[chunk.begin : chunk.end]
-        return BucketMemory(own, flat, grads, wide, stored.wire)
+        return BucketMemory(own, flat, grads, wide, stored.compression)
 
     def gradients(
         self,
@@ -632,7 +634,7 @@ def refresh_masters(engine: ShardEngine, only: Container[int] | None = None) -> 
         return
     for bucket, stored in zip(owner.buckets, engine.stored, strict=True):
         # Masters of coded parameters are the module's, with or without an optimizer.
-        for placed in stored.params if stored.wire is None else ():
+        for placed in stored.params if stored.compression is None else ():
             if only is None or id(placed.param) in only:
                 bucket.refresh_master(placed.begin, placed.end)
 

@@ -16,7 +16,7 @@ from ringcomm.json_reader import shown
 from ringcomm.module_names import find_modules, named_modules, plain_name, some
 from ringcomm.offload.scratch import Disk
 from ringcomm.optim.layout import checked_bucket_elems
-from ringcomm.optim.options import AdamWOptions, Wire
+from ringcomm.optim.options import AdamWOptions, Compression
 from ringcomm.optim.placement import check_even
 
 # ---- Mixed precision: which dtype the parts of training have, presets, and modules that stay FP32
@@ -346,7 +346,7 @@ class ZeroOptions:
             optimizer's state over all ranks, and updated parameters cross between nodes in the
             step. "node" shards them over the ranks of each node, so that each node has a copy and
             does the whole update: sums of gradients cross instead. Not with ``params="world"``.
-        wire: over several nodes, the forms in which bytes travel between them.
+        compression: over several nodes, the forms in which bytes travel between them.
         tier: stage 3: where a rank's chunks of the parameters lie while they are not gathered: None
             for memory, or a :class:`ringcomm.Disk`, for parameters on the CPU. Its
             ``buffer_bytes`` are for chunks on their way, of which there is at least one, and
@@ -359,7 +359,7 @@ class ZeroOptions:
             each rank. A ``*`` stands for any characters of one part of a name.
 
     All choices of ``params``, ``state`` and ``tier``, and all stages, end with the same bits; of
-    ``wire`` each choice has its own, and with gradients in codes ``state="node"`` has, too.
+    ``compression`` each choice has its own, and with gradients in codes ``state="node"`` has, too.
     """
 
     precision: Precision = field(default_factory=Precision)
@@ -375,7 +375,7 @@ class ZeroOptions:
     broadcast: bool = True
     params: str = "node"
     state: str = "world"
-    wire: Wire = field(default_factory=Wire)
+    compression: Compression = field(default_factory=Compression)
     tier: Disk | None = None
     per_unit: Mapping[str, UnitOptions] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
@@ -393,8 +393,8 @@ class ZeroOptions:
                     f"{name}: expected one of {', '.join(map(str, states))}, got "
                     f"{getattr(self, name)!r}"
                 )
-        if not isinstance(self.wire, Wire):
-            raise ArgumentError(f"wire: expected a Wire, got {self.wire!r}")
+        if not isinstance(self.compression, Compression):
+            raise ArgumentError(f"compression: expected a Compression, got {self.compression!r}")
         if not isinstance(self.precision, Precision):
             raise ArgumentError(f"precision: expected a Precision, got {self.precision!r}")
         object.__setattr__(self, "bucket_elems", checked_bucket_elems(self.bucket_elems))
@@ -410,10 +410,11 @@ class ZeroOptions:
                 "its share of all ranks'"
             )
         chosen = AdamWOptions(**self.precision.optimizer_defaults)
-        self.wire.check_parameters(self.state, chosen.master, chosen.rounding)
-        if self.wire.codes_parameters and self.tier is not None:
+        self.compression.check_parameters(self.state, chosen.master, chosen.rounding)
+        if self.compression.codes_parameters and self.tier is not None:
             raise UnsupportedError(
-                f"tier: expected None with wire: parameters={self.wire.parameters!r}, got a Disk: "
+                f"tier: expected None with compression: "
+                f"parameters={self.compression.parameters!r}, got a Disk: "
                 "what ranks gather from disks are parameters as they are"
             )
 
@@ -433,7 +434,7 @@ class ZeroOptions:
             )
 
     def for_nodes(self, stage: int, comm: Communicator) -> ZeroOptions:
-        """Returns these options with ``params``, ``state`` and ``wire`` as they count at a stage.
+        """Returns these options with ``params``, ``state``, ``compression`` as a stage counts them.
 
         Where a choice makes no difference, since there is one node or all ranks have everything,
         it is the default.
@@ -449,19 +450,22 @@ class ZeroOptions:
         state = self.state if several and stage > 0 else "world"
         if several and state == "node":
             check_even(comm, "shard", 'state="node"', 'ZeroOptions(state="world")')
-        if several and self.wire.error_feedback:
+        if several and self.compression.error_feedback:
             check_even(comm, "shard", "error_feedback=True", "error_feedback=False")
         if several and stage == 3 and params == "node":
             check_even(comm, "shard", 'params="node" at stage 3', 'ZeroOptions(params="world")')
-        return replace(self, params=params, state=state, wire=self._wire(stage, several))
+        return replace(
+            self, params=params, state=state, compression=self._compression(stage, several)
+        )
 
-    def _wire(self, stage: int, several: bool) -> Wire:
-        if stage == 0 and self.wire.codes_parameters:
+    def _compression(self, stage: int, several: bool) -> Compression:
+        if stage == 0 and self.compression.codes_parameters:
             raise ArgumentError(
-                f"shard: wire: parameters={self.wire.parameters!r}: expected stage 1, 2 or 3 with "
+                f"shard: compression: parameters={self.compression.parameters!r}: expected stage "
+                "1, 2 or 3 with "
                 "it, got 0, where each rank updates all parameters, of which none cross"
             )
-        return self.wire if several else replace(self.wire, parameters="param")
+        return self.compression if several else replace(self.compression, parameters="param")
 
     def _check_tier(self, stage: int, several: bool) -> None:
         if self.tier is None:

@@ -58,7 +58,7 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.engine import Work
-from ringcomm.comm.nodes.wires import Residual
+from ringcomm.comm.nodes.compressed_sums import Residual
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import empty
 from ringcomm.optim.buckets import empty_for_streams

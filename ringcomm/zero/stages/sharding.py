@@ -380,18 +380,18 @@ def make_bucket(parts: EngineParts, assignment: BucketAssignment, number: int) -
         made = ReplicatedBucket(layout, params, comm, trains, options.state)
         if parts.stage == 0:
             made.state_chunk = layout.chunk(0, 1)
-    made.wire = _wire_of(options, layout, trains)
+    made.compression = _compression_of(options, layout, trains)
     return made
 
 
-def _wire_of(options: ZeroOptions, layout: BucketLayout, trains: bool) -> str | None:
+def _compression_of(options: ZeroOptions, layout: BucketLayout, trains: bool) -> str | None:
     """Returns the codes in which a bucket's parameters cross between nodes, or None.
 
     What is frozen never crosses, and what stays FP32 among parameters of 16 bits is to be exact.
     """
     kept = layout.dtype is torch.float32 and options.precision.param not in (None, torch.float32)
-    codes = options.wire.codes_parameters and trains and not kept
-    return options.wire.parameters if codes else None
+    codes = options.compression.codes_parameters and trains and not kept
+    return options.compression.parameters if codes else None
 
 
 def move_in(parts: EngineParts, init: Init, rollback: Rollback) -> None:
@@ -830,7 +830,7 @@ def _move(parts: EngineParts, init: Init, rollback: Rollback) -> None:
     with nullcontext() if parts.store is None else parts.store.keeping_faults():
         move_in(parts, init, rollback)
     for bucket in parts.stored:
-        if bucket.wire is not None:
+        if bucket.compression is not None:
             bucket.settle()
     settle_rest(parts, rollback)
 
@@ -917,7 +917,7 @@ def _resolved(options: ZeroOptions, comm: Communicator) -> ZeroOptions:
         # A device overlaps on other streams and with copy engines, which need no core of the host.
         return replace(options, overlap=options.overlap is not False)
     if comm.num_nodes > 1:
-        # A wait for the wire needs no core either. All do alike, so that calls have one order.
+        # A wait for the network needs no core either. All do alike, so that calls have one order.
         return replace(options, overlap=options.overlap is not False)
     return options.resolved(comm.world_size, torch.get_num_threads(), available_cores())
 

@@ -57,9 +57,9 @@ def own_of(bucket: ParamBucket) -> Tensor:
 def follow_coded(engine: ShardEngine) -> None:
     """Sets masters that do not decode to their parameters to these; before :func:`recode`, once."""
     for bucket in engine.stored:
-        if bucket.wire is not None:
+        if bucket.compression is not None:
             assert bucket.wide is not None
-            bucket.wide.copy_(following(bucket.wide, own_of(bucket), bucket.wire))
+            bucket.wide.copy_(following(bucket.wide, own_of(bucket), bucket.compression))
 
 
 def recode(engine: ShardEngine) -> bool:
@@ -70,7 +70,7 @@ def recode(engine: ShardEngine) -> bool:
     Returns:
         True if there are any.
     """
-    coded = [bucket for bucket in engine.stored if bucket.wire is not None]
+    coded = [bucket for bucket in engine.stored if bucket.compression is not None]
     for bucket in coded:
         bucket.settle()
     if coded:
@@ -367,7 +367,7 @@ class _Memory:
                 begin = placed.begin + shard.begin
                 end = begin + shard.end - shard.begin
                 same = shard.values == self._kept[shard.name]
-                if bucket.wire is not None:
+                if bucket.compression is not None:
                     # These are the masters, whether or not there is an optimizer yet.
                     assert bucket.wide is not None
                     first = bucket.state_chunk.begin
@@ -587,7 +587,7 @@ def _broadcast(
                 bucket.keep_own(begin, end)
         if isinstance(bucket, ShardedBucket):
             bucket.accept_changes(part)
-        if part is None and bucket.wire is None:
+        if part is None and bucket.compression is None:
             bucket.wide = None
         placed.update(id(each.param) for each in bucket.params)
     for param in named.values():

@@ -145,7 +145,7 @@ def test_sums_are_those_of_one_node_that_sums_in_blocks(dtype):
     assert not all(same(x, y) for x, y in zip(of_nodes[0], in_rank_order[0], strict=True))
 
 
-def test_partial_sums_rounded_for_the_wire():
+def test_partial_sums_rounded_for_the_network():
     """|x - exact| <= 2 u sum|x_i|, u = 2^-8: one rounding per node and one of the result."""
 
     def body(comm):
@@ -153,7 +153,7 @@ def test_partial_sums_rounded_for_the_wire():
         comm.all_reduce(tensor)
         return tensor
 
-    with world_of((2, 2), wire="param") as world:
+    with world_of((2, 2), compression="param") as world:
         got = world.run(body)
     operands = torch.stack([drawn(rank, torch.bfloat16).double() for rank in range(4)])
     bound = 2 * 2.0**-8 * operands.abs().sum(0)

@@ -260,13 +260,13 @@ def test_a_peer_that_cannot_be_reached_is_named(
 
 def options_differ() -> str:
     with pytest.raises(RingcommError, match="options") as raised:
-        connect(wire="param" if os.environ["RANK"] == "1" else "fp32")
+        connect(compression="param" if os.environ["RANK"] == "1" else "none")
     return str(raised.value)
 
 
 def test_options_that_differ_are_named(two_nodes: lab.Lab) -> None:
     for text in two_nodes.run(options_differ, ranks_per_node=(1, 1), timeout_s=PATIENCE_S):
-        assert "wire=param" in text and "wire=fp32" in text
+        assert "compression=param" in text and "compression=none" in text
 
 
 def calls_of(name: str, buffer_bytes: int) -> None:

@@ -33,7 +33,7 @@ from ringcomm import (
     RingcommError,
     UnsupportedError,
 )
-from ringcomm.comm.nodes import calls, device_core, wires
+from ringcomm.comm.nodes import calls, compressed_sums, device_core
 from ringcomm.comm.nodes import transport as device_rails
 from ringcomm.process import Deadline
 from tests.comm.nodes.test_calls import drawn
@@ -136,9 +136,9 @@ def test_every_dtype_and_op(devices: Devices, world: LocalWorld) -> None:
 
 @functools.cache
 def of_the_host(
-    sizes: tuple[int, ...], wire: str, dtype: torch.dtype, sums_alone: bool = False
+    sizes: tuple[int, ...], compression: str, dtype: torch.dtype, sums_alone: bool = False
 ) -> list[Any]:
-    options = CommOptions(timeout=60, wire=wire)
+    options = CommOptions(timeout=60, compression=compression)
     with ringcomm.local_world(sum(sizes), nodes=sizes, options=options) as made:
         return made.run(bits, dtype, lambda comm, tensor: tensor, sums_alone)
 
@@ -171,35 +171,39 @@ def bits(
 def test_the_bits_are_the_hosts(devices: Devices, world: LocalWorld, dtype: torch.dtype) -> None:
     sizes = (2, 2) if len(world) == 4 else (1, 1, 1)
     on_devices = devices.run(world, bits, dtype, functools.partial(put, place="plain"))
-    for ours, hosts in zip(on_devices, of_the_host(sizes, "fp32", dtype), strict=True):
+    for ours, hosts in zip(on_devices, of_the_host(sizes, "none", dtype), strict=True):
         assert all(same(x, y) for x, y in zip(ours, hosts, strict=True))
 
 
-def test_sums_that_are_rounded_for_the_wire(devices: Devices) -> None:
+def test_sums_that_are_rounded_for_the_network(devices: Devices) -> None:
     dtype = torch.bfloat16
-    with world_of((0, 0, 1), with_options(transport=emulated_nccl, wire="param")) as made:
+    with world_of((0, 0, 1), with_options(transport=emulated_nccl, compression="param")) as made:
         on_devices = devices.run(made, bits, dtype, functools.partial(put, place="plain"))
-    narrow, wide = (of_the_host((2, 1), wire, dtype) for wire in ("param", "fp32"))
+    narrow, wide = (of_the_host((2, 1), compression, dtype) for compression in ("param", "none"))
     for ours, hosts in zip(on_devices, narrow, strict=True):
         assert all(same(x, y) for x, y in zip(ours, hosts, strict=True))
     assert not all(same(x, y) for x, y in zip(on_devices[0], wide[0], strict=True))
 
 
-@pytest.mark.parametrize("wire", ["fp8", *in_test_all("int8", "int4")])
-def test_the_codes_of_a_wire_are_the_hosts(
-    devices: Devices, wire: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("compression", ["fp8", *in_test_all("int8", "int4")])
+def test_quantized_values_are_the_hosts(
+    devices: Devices, compression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wires, "CODED_ABOVE_BYTES", 64)
+    monkeypatch.setattr(compressed_sums, "CODED_ABOVE_BYTES", 64)
     monkeypatch.setattr(device_core, "SCRATCH_BYTES", 3000)
     dtype = torch.bfloat16
     # What an operator makes of numbers comes before they are coded, in whichever code.
-    sums_alone = wire != "int8"
-    with world_of((0, 0, 1), with_options(transport=emulated_nccl, wire=wire)) as made:
+    sums_alone = compression != "int8"
+    with world_of(
+        (0, 0, 1), with_options(transport=emulated_nccl, compression=compression)
+    ) as made:
         to = functools.partial(put, place="plain")
         on_devices = devices.run(made, bits, dtype, to, sums_alone)
-    for ours, hosts in zip(on_devices, of_the_host((2, 1), wire, dtype, sums_alone), strict=True):
+    for ours, hosts in zip(
+        on_devices, of_the_host((2, 1), compression, dtype, sums_alone), strict=True
+    ):
         assert all(same(x, y) for x, y in zip(ours, hosts, strict=True))
-    plain = of_the_host((2, 1), "fp32", dtype, sums_alone)
+    plain = of_the_host((2, 1), "none", dtype, sums_alone)
     assert not all(same(x, y) for x, y in zip(on_devices[0], plain[0], strict=True))
 
 
@@ -284,7 +288,7 @@ def test_options_that_differ(devices: Devices) -> None:
     errors: list[str] = []
 
     def build(rank: int) -> None:
-        options = with_options(transport=emulated_nccl, wire=("fp32", "param")[rank])
+        options = with_options(transport=emulated_nccl, compression=("none", "param")[rank])
         with pytest.raises(RingcommError) as caught:
             Communicator.from_store(
                 store, rank, 2, options=options, device=f"cuda:{rank}", node_id=f"n{rank}"
@@ -292,7 +296,7 @@ def test_options_that_differ(devices: Devices) -> None:
         errors.append(str(caught.value))
 
     in_threads(build, 2)
-    assert any("wire=param" in text and "wire=fp32" in text for text in errors)
+    assert any("compression=param" in text and "compression=none" in text for text in errors)
 
 
 def test_what_is_refused(devices: Devices) -> None:

@@ -28,7 +28,7 @@ from ringcomm.extras.estimate import (
 )
 from ringcomm.offload import scratch
 from ringcomm.optim import AdamWOptions
-from ringcomm.zero import Precision, Wire, ZeroOptions
+from ringcomm.zero import Compression, Precision, ZeroOptions
 
 FP32 = torch.float32
 PURE = AdamWOptions(master="none", rounding="stochastic")
@@ -451,8 +451,12 @@ def test_what_leaves_a_node_by_hand():
     assert [leaving(stage) for stage in STAGES] == [4000, 3000, 3000, 3000]
     assert leaving(2, state="node") == 4000
     assert leaving(3, params="world") == (4000 + 2 * (2000 - 100) + 2 * 2 * 300) // 2
-    assert leaving(1, wire=Wire("param")) == 2000
-    assert leaving(1, wire=Wire("int4")) < leaving(1, wire=Wire("int8")) < 2000
+    assert leaving(1, compression=Compression("param")) == 2000
+    assert (
+        leaving(1, compression=Compression("int4"))
+        < leaving(1, compression=Compression("int8"))
+        < 2000
+    )
 
 
 def test_times_by_hand():
@@ -477,9 +481,9 @@ def test_times_by_hand():
 
 
 def layer(
-    k: int, group: int, ranks: int = 8, nodes: int = 2, wire: str | None = None
+    k: int, group: int, ranks: int = 8, nodes: int = 2, compression: str | None = None
 ) -> ExpertLayer:
-    return ExpertLayer(8, k, 256, comb(8, k), 1000, group, ranks, nodes, 4, wire)
+    return ExpertLayer(8, k, 256, comb(8, k), 1000, group, ranks, nodes, 4, compression)
 
 
 def test_a_group_within_a_node_sends_gradients_alone():
@@ -537,7 +541,7 @@ def test_a_group_within_a_node_sends_gradients_alone():
         (lambda: layer(1, 3), "a group that divides a node's ranks or is whole nodes"),
         (lambda: layer(1, 16, 16, 4), "divides 16 ranks and 8 experts, got 16"),
         (lambda: ExpertLayer(8, 9, 4, 1, 1, 8, 8), "top-k of at most 8 experts"),
-        (lambda: layer(1, 8, wire="int4"), "None, int8 or fp8, got 'int4'"),
+        (lambda: layer(1, 8, compression="int4"), "None, int8 or fp8, got 'int4'"),
         (lambda: ExpertLayer(8, 2, 0, 1, 1, 1, 1), "expected hidden of at least 1, got 0"),
     ],
 )

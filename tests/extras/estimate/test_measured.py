@@ -17,7 +17,7 @@ from ringcomm import CommOptions, Disk, moe, zero
 from ringcomm.extras.estimate import STAGES, ExpertLayer, ModelElems, Training, Transformer
 from ringcomm.offload.scratch import PAGE_BYTES, ScratchFile
 from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, tiers
-from ringcomm.zero import Precision, Wire, ZeroOptions
+from ringcomm.zero import Compression, Precision, ZeroOptions
 from ringcomm.zero.stages.buckets import ShardedBucket
 from ringcomm.zero.stages.sharding import engine_of, shard
 from tests.memory.disk_folder import skip_unless_disk
@@ -153,8 +153,14 @@ def test_model_state_is_what_training_holds(stage, kept, overlap):
     [
         (1, {"state": "node"}),
         *((3, shared) for shared in ({}, {"state": "node"}, {"params": "world"})),
-        *((0, {"wire": Wire("int4", error_feedback=True), "state": s}) for s in ("world", "node")),
-        *((2, {"wire": Wire("int4", error_feedback=True), "state": s}) for s in ("world", "node")),
+        *(
+            (0, {"compression": Compression("int4", error_feedback=True), "state": s})
+            for s in ("world", "node")
+        ),
+        *(
+            (2, {"compression": Compression("int4", error_feedback=True), "state": s})
+            for s in ("world", "node")
+        ),
     ],
 )
 def test_over_nodes_it_is_what_their_ranks_share(stage, shared):
@@ -408,9 +414,9 @@ def test_what_a_disk_has_of_them_is_what_runs_move(tmp_path):
 EXPERTS, HIDDEN = 8, 256
 
 
-@pytest.mark.parametrize(("k", "wire"), [(2, None), (3, "fp8"), (1, "int8")])
+@pytest.mark.parametrize(("k", "compression"), [(2, None), (3, "fp8"), (1, "int8")])
 @pytest.mark.parametrize("nodes", [(2, 2), (1, 1, 1, 1)], ids=str)
-def test_it_counts_what_crosses(k, wire, nodes, monkeypatch):
+def test_it_counts_what_crosses(k, compression, nodes, monkeypatch):
     """Tokens of all sets of experts are what equal chances are on average, to the byte."""
     sent: dict[int, int] = dict.fromkeys(range(4), 0)
     found = ringcomm.Communicator.all_to_all_single
@@ -423,7 +429,7 @@ def test_it_counts_what_crosses(k, wire, nodes, monkeypatch):
 
     monkeypatch.setattr(ringcomm.Communicator, "all_to_all_single", counting)
     idx = torch.tensor(list(itertools.combinations(range(EXPERTS), k)))
-    told = ExpertLayer(EXPERTS, k, HIDDEN, comb(EXPERTS, k), 1000, 4, 4, len(nodes), 4, wire)
+    told = ExpertLayer(EXPERTS, k, HIDDEN, comb(EXPERTS, k), 1000, 4, 4, len(nodes), 4, compression)
     expected = told.between_nodes()
 
     def body(comm):
@@ -436,7 +442,9 @@ def test_it_counts_what_crosses(k, wire, nodes, monkeypatch):
         counted: list[int] = []
         x = torch.zeros(len(idx), HIDDEN, requires_grad=True)
         weights = torch.ones(idx.shape, requires_grad=True)
-        rows, _, handle = sent_by(lambda: moe.dispatch(x, idx, weights, EXPERTS, comm, wire=wire))
+        rows, _, handle = sent_by(
+            lambda: moe.dispatch(x, idx, weights, EXPERTS, comm, compression=compression)
+        )
         out = sent_by(lambda: moe.combine(rows, handle))
         sent_by(lambda: out.sum().backward())
         return counted

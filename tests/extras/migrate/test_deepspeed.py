@@ -22,7 +22,7 @@ from ringcomm.extras.migrate.settings import (
     section_of,
 )
 from ringcomm.optim import Adam, AdamW, AdamWOptions, LossScaleOptions, LossScaler
-from ringcomm.optim.options import Wire
+from ringcomm.optim.options import Compression
 from ringcomm.zero.stages.options import DEFAULT_BUCKET_ELEMS
 from tests.comm.conftest import worlds
 from tests.zero.models import assert_same_bits, new_model, text
@@ -199,8 +199,11 @@ def test_defaults_are_those_of_deepspeed():
         ({"stage": 3}, {"params": "world"}),
         ({"stage": 3, "zero_hpz_partition_size": 8}, {"params": "node"}),
         ({"stage": 2, "zero_hpz_partition_size": 1}, {"params": "node"}),
-        ({"stage": 3, "zero_quantized_weights": True}, {"wire": Wire(parameters="int8")}),
-        ({"stage": 2, "zero_quantized_weights": True}, {"wire": Wire()}),
+        (
+            {"stage": 3, "zero_quantized_weights": True},
+            {"compression": Compression(parameters="int8")},
+        ),
+        ({"stage": 2, "zero_quantized_weights": True}, {"compression": Compression()}),
         ({"stage": 3, "prefetch_bucket_size": 0}, {"prefetch": 0}),
         ({"stage": 3, "stage3_prefetch_bucket_size": 5e7}, {"prefetch": 1}),
         ({"overlap_comm": False}, {"overlap": False}),

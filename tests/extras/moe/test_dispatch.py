@@ -10,7 +10,7 @@ import torch
 import ringcomm
 from ringcomm import CommOptions, _native, moe
 from ringcomm.comm.local_world import LocalWorld
-from ringcomm.extras.moe.rows import WIRES
+from ringcomm.extras.moe.rows import COMPRESSIONS
 from tests.extras.moe.cases import Case, case, combined, dense, dispatched, joined, learn, seeded
 from tests.support.covering import EVERY_CASE, covering, in_test_all
 
@@ -227,19 +227,23 @@ def test_another_size_comes_back(world):
     world.run(body)
 
 
-@covering(strength=1, indirect=["world"], world=NODES, dtype=DTYPES, wire=[*WIRES])
-def test_codes_travel(world, wire, dtype):
+@covering(strength=1, indirect=["world"], world=NODES, dtype=DTYPES, compression=[*COMPRESSIONS])
+def test_codes_travel(world, compression, dtype):
     """Each row comes as it is once coded and decoded by itself, and gradients come as they are."""
-    from tests.comm.test_wire_codes import decoded
+    from tests.comm.test_quantization import decoded
 
     cases = [case(rank, 2, hidden=200, dtype=dtype) for rank in range(len(world))]
 
     def body(comm):
         mine = cases[comm.rank]
         x = mine.x.clone().requires_grad_()
-        rows, _, handle = moe.dispatch(x, mine.idx, mine.weights, EXPERTS, comm, wire=wire)
+        rows, _, handle = moe.dispatch(
+            x, mine.idx, mine.weights, EXPERTS, comm, compression=compression
+        )
         coded = [
-            each._replace(x=torch.stack([decoded(wire, row.float()).to(dtype) for row in each.x]))
+            each._replace(
+                x=torch.stack([decoded(compression, row.float()).to(dtype) for row in each.x])
+            )
             for each in cases
         ]
         assert torch.equal(rows, torch.cat(own(dispatched(coded, EXPERTS), comm)))
@@ -287,8 +291,8 @@ def test_second_gradients_are_refused(world):
     world.run(body)
 
 
-@pytest.mark.parametrize("wire", [None, "fp8"])
-def test_a_token_crosses_to_a_node_once(wire, monkeypatch):
+@pytest.mark.parametrize("compression", [None, "fp8"])
+def test_a_token_crosses_to_a_node_once(compression, monkeypatch):
     """However many of its experts are there; and not at all where none is."""
     sent: dict[int, list[int]] = {}
     found = ringcomm.Communicator.all_to_all_single
@@ -303,9 +307,9 @@ def test_a_token_crosses_to_a_node_once(wire, monkeypatch):
     def body(comm):
         # The experts of ranks 2 and 3, on the other node than ranks 0 and 1, are 4 to 7.
         idx = torch.tensor([[0, 4, 5, 7], [4, 5, 6, 7], [0, 1, 2, 3], [-1, 4, -1, -1]])
-        moe.dispatch(torch.zeros(4, 256), idx, None, EXPERTS, comm, wire=wire)
-        coded_bytes = _native.wire_bytes(_native.WIRES["fp8"], 256)
-        row_bytes = 256 * 4 if wire is None else coded_bytes
+        moe.dispatch(torch.zeros(4, 256), idx, None, EXPERTS, comm, compression=compression)
+        coded_bytes = _native.quantized_bytes(_native.QUANT_FORMATS["fp8"], 256)
+        row_bytes = 256 * 4 if compression is None else coded_bytes
         assert sent[comm.rank] == [(3 if comm.rank < 2 else 2) * row_bytes]
 
     with ringcomm.local_world(4, nodes=(2, 2), options=CommOptions(timeout=60)) as made:

@@ -29,7 +29,7 @@ def arguments(rank: int, **others: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     """Those of a good dispatch, but for ``others``."""
     given = case(rank, 2, experts=6)
     options: dict[str, Any] = {
-        name: others.pop(name) for name in ("wire", "max_rows") if name in others
+        name: others.pop(name) for name in ("compression", "max_rows") if name in others
     }
     named = {"x": given.x, "idx": given.idx, "weights": given.weights, "experts": 6} | others
     return tuple(named.values()), options
@@ -56,7 +56,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "uneven experts": ({"experts": 7}, "num_experts: expected a multiple of the 3 ranks"),
     "other weights": ({"weights": torch.zeros(13, 3)}, r"topk_weights: expected .*\(13, 2\)"),
     "weights of 64 bits": ({"weights": torch.zeros(13, 2).double()}, "topk_weights: expected"),
-    "unknown wire": ({"wire": "int4"}, "wire: expected None, 'int8' or 'fp8', got 'int4'"),
+    "unknown compression": (
+        {"compression": "int4"},
+        "compression: expected None, 'int8' or 'fp8', got 'int4'",
+    ),
     "negative room": ({"max_rows": -5}, "max_rows: expected a number >= 0"),
     # What the operator takes for None.
     "room of -1": ({"max_rows": -1}, "max_rows: expected a number >= 0"),
@@ -85,7 +88,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"x": torch.zeros(13, 40).bfloat16()}, "the dtype of the rows"),
     "k": ({"idx": torch.zeros(13, 1).long(), "weights": torch.zeros(13, 1)}, "columns of topk_idx"),
     "weights": ({"weights": None}, "whether there are weights"),
-    "wire": ({"wire": "fp8"}, "wire"),
+    "compression": ({"compression": "fp8"}, "compression"),
 }
 
 

@@ -32,10 +32,10 @@ MULTICAST = [unit for unit in UNITS if unit.startswith("multicast_")]
 # The reduction with the most registers and instructions: spills and narrow accesses show there
 # first, and its copy loops are those of the kernels that move data. The update of one optimizer,
 # which has half of the registers of a whole step. One multicast kernel: tests/proof/ptx executes
-# the spelling of each type. The wire with the most registers.
+# the spelling of each type. The format with the most registers.
 REPRESENTATIVES = (
     *("reduce_float16/min", "adamw_bfloat16/shard_bfloat16", "multicast_float16"),
-    *("wires_int4/float32", "rows"),
+    *("quantize_int4/float32", "rows"),
 )
 # Whether another architecture takes the sources, and what it makes of waits and orders, shows in
 # the cheapest; the one by multicast is empty below sm_90.
@@ -95,7 +95,7 @@ def sends_packets(kernel: str) -> bool:
 
 
 def codes(kernel: str) -> bool:
-    return kernel.startswith(("rc_encode_wire_", "rc_sum_wires_"))
+    return kernel.startswith(("rc_quantize_", "rc_dequantize_and_sum_"))
 
 
 def reads_rows(kernel: str) -> bool:

@@ -194,11 +194,11 @@ def test_a_kernel_of_the_user_s_is_compiled_once_wherever_its_tensors_lie(compil
     _check(only_binary(gpu), (*BETWEEN_RANKS, WIDE_LOAD, WIDE_STORE))
 
 
-@pytest.mark.parametrize("wire", ["int4", "fp8"] if ALL else ["int4"])
-def test_codes_of_wires_are_compiled_for_kernels_that_fuse(wire):
+@pytest.mark.parametrize("quant_format", ["int4", "fp8"] if ALL else ["int4"])
+def test_quantization_is_compiled_for_kernels_that_fuse(quant_format):
     """Where they fuse, what is rounded by itself is a product that says so, and so not fused."""
     aligned, elems = 1 << 40, 16_000
-    how = {"DTYPE": tl.float32, "BLOCKS": 8, "WIRE": wire}
+    how = {"DTYPE": tl.float32, "BLOCKS": 8, "FORMAT": quant_format}
     with on_gpu(90) as gpu:
         kernels.encode_kernel[(1,)](aligned, 2 * aligned, elems, **how)
         kernels.sum_codes_kernel[(1,)](

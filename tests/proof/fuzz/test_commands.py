@@ -41,7 +41,7 @@ OPTIONS = {
         "--optimizer", "--accumulate", "--clip", "--update", "--bucket-elems", "--json",
         "--layers", "--width", "--heads", "--context", "--vocab", "--untied", "--micro-batch",
         "--checkpointing", "--checkpoint-every", "--activations-on", "--budget-gb",
-        "--state-on", "--params-on", "--buffer-mib", "--resident-gb", "--wire",
+        "--state-on", "--params-on", "--buffer-mib", "--resident-gb", "--compression",
     ),
     "topo": ("--file", "--ranks", "--placement", "--json", "--save"),
     "trace": ("--pid", "--last", "--chrome"),

@@ -88,7 +88,7 @@ SLIPS = {
 
 def part_of(unit: str, kernel: str) -> str:
     """The smallest part of a unit that a kernel can be taken from."""
-    if unit.startswith(("reduce_", "wires_")):
+    if unit.startswith(("reduce_", "quantize_")):
         return f"{unit}/{kernel.rsplit('_', 1)[1]}"
     if unit.startswith("adamw_"):
         # Those of no dtype of parameters are in every part: the one that is loaded in any case.

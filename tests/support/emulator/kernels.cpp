@@ -25,8 +25,8 @@ constexpr std::array<Family, 16> kFamilies = {{
     {"rc_adamw_shard_", 122, false},
     {"rc_adamw_step_", 255},
     {"rc_multicast_sum", 120},
-    {"rc_encode_wire_", 64, false},
-    {"rc_sum_wires_", 64, false},
+    {"rc_quantize_", 64, false},
+    {"rc_dequantize_and_sum_", 64, false},
     {"rc_copy_rows", 123, false},
     {"rc_sum_rows_", 85, false},
     {"rc_scale_rows_", 114, false},
@@ -58,7 +58,7 @@ KernelMap all_kernels() {
   add_integer_kernels(kernels);
   add_optimizer_kernels(kernels);
   add_row_kernels(kernels);
-  add_wire_kernels(kernels);
+  add_quantization_kernels(kernels);
   for (auto& [key, kernel] : kernels) {
     const std::string_view name = std::string_view(key).substr(key.find('/') + 1);
     const Family& family = family_of(name);

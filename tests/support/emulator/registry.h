@@ -13,7 +13,7 @@ void add_half_kernels(KernelMap& kernels);
 void add_integer_kernels(KernelMap& kernels);
 void add_optimizer_kernels(KernelMap& kernels);
 void add_row_kernels(KernelMap& kernels);
-void add_wire_kernels(KernelMap& kernels);
+void add_quantization_kernels(KernelMap& kernels);
 
 template <class T, ringcomm::RedOp op>
 void add_reduction(KernelMap& kernels, const std::string& unit, const std::string& name) {

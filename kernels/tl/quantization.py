@@ -1,20 +1,20 @@
-"""Codes of wires, for kernels of one's own: blocks of 128 numbers to a few bits each, and back.
+"""Quantization for kernels of one's own: blocks of 128 numbers to a few bits each, and back.
 
-The Triton twin of ringcomm/core/wire_codes.h, whose comments say what a code and a scale's word
-mean and where both lie: the same bits. A wire is "int8", "fp8" or "int4". Blocks are tensors of
+The Triton twin of ringcomm/core/quantization.h, whose comments say what a code and a scale's word
+mean and where both lie: the same bits. A format is "int8", "fp8" or "int4". Blocks are tensors of
 [blocks, 128] numbers or codes, one code an element (int32), and [blocks] words (int32).
 """
 
 import triton
 import triton.language as tl
 
-from ringcomm._native import WIRE_BLOCK
+from ringcomm._native import QUANT_BLOCK
 
 from .hooks import INTERPRETED
 from .moving import is_aligned, pointer, widen
 
-BLOCK = tl.constexpr(WIRE_BLOCK)
-HALF = tl.constexpr(WIRE_BLOCK // 2)
+BLOCK = tl.constexpr(QUANT_BLOCK)
+HALF = tl.constexpr(QUANT_BLOCK // 2)
 WORD_BYTES = tl.constexpr(3)
 INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -39,9 +39,9 @@ def _product(a, b):
 
 
 @triton.jit
-def _code(y, WIRE: tl.constexpr):
+def _code(y, FORMAT: tl.constexpr):
     """The codes of finite numbers that are divided by their scale."""
-    if WIRE == "fp8":
+    if FORMAT == "fp8":
         bits = y.to(tl.int32, bitcast=True)
         magnitude = bits & MAGNITUDE
         power = tl.maximum(magnitude & INFINITY, LEAST_NORMAL)
@@ -50,65 +50,65 @@ def _code(y, WIRE: tl.constexpr):
         steps = rounded.to(tl.int32, bitcast=True) - rounder
         return (steps + (power >> 20) - (LEAST_NORMAL >> 20)) | ((bits >> 24) & 0x80)
     else:
-        MASK: tl.constexpr = 0xF if WIRE == "int4" else 0xFF
+        MASK: tl.constexpr = 0xF if FORMAT == "int4" else 0xFF
         return ((y + ROUNDER).to(tl.int32, bitcast=True) - ROUNDER_BITS) & MASK
 
 
 @triton.jit
-def _number(codes, WIRE: tl.constexpr):
+def _number(codes, FORMAT: tl.constexpr):
     """The numbers of codes, without their scale."""
-    if WIRE == "fp8":
+    if FORMAT == "fp8":
         magnitude = codes & 0x7F
         normal = (magnitude << 20) + (120 << 23)
         spaced = (magnitude + 0x46800000).to(tl.float32, bitcast=True) - 16384.0
         found = tl.where(magnitude < 8, spaced.to(tl.int32, bitcast=True), normal)
         return (found | ((codes & 0x80) << 24)).to(tl.float32, bitcast=True)
     else:
-        SHIFT: tl.constexpr = 28 if WIRE == "int4" else 24
+        SHIFT: tl.constexpr = 28 if FORMAT == "int4" else 24
         return ((codes << SHIFT) >> SHIFT).to(tl.float32)
 
 
 @triton.jit
-def _special_code(bits, WIRE: tl.constexpr):
+def _special_code(bits, FORMAT: tl.constexpr):
     """The codes of infinities and NaNs, by their bits."""
     infinite = (bits & MAGNITUDE) == INFINITY
-    if WIRE == "fp8":
+    if FORMAT == "fp8":
         return tl.where(infinite, ((bits >> 24) & 0x80) | 0x7E, 0x7F)
     else:
-        NONE: tl.constexpr = 0x8 if WIRE == "int4" else 0x80
+        NONE: tl.constexpr = 0x8 if FORMAT == "int4" else 0x80
         return tl.where(infinite, tl.where(bits < 0, NONE + 1, NONE - 1), NONE)
 
 
 @triton.jit
-def _special_bits(codes, numbers, WIRE: tl.constexpr):
+def _special_bits(codes, numbers, FORMAT: tl.constexpr):
     """The bits of numbers, but of infinities and NaNs where codes stand for them."""
     found = numbers.to(tl.int32, bitcast=True)
-    if WIRE == "fp8":
+    if FORMAT == "fp8":
         infinite = ((codes & 0x80) << 24) | INFINITY
         found = tl.where((codes & 0x7F) == 0x7E, infinite, found)
         return tl.where((codes & 0x7F) == 0x7F, NAN, found)
     else:
-        NONE: tl.constexpr = 0x8 if WIRE == "int4" else 0x80
+        NONE: tl.constexpr = 0x8 if FORMAT == "int4" else 0x80
         found = tl.where(codes == NONE - 1, INFINITY, found)
         found = tl.where(codes == NONE + 1, INFINITY - (1 << 31), found)
         return tl.where(codes == NONE, NAN, found)
 
 
 @triton.jit
-def _factor(special, WIRE: tl.constexpr):
+def _factor(special, FORMAT: tl.constexpr):
     """What the largest finite number is multiplied by for the scale: quotients rounded to FP32."""
-    MOST: tl.constexpr = 256.0 if WIRE == "fp8" else 7.0 if WIRE == "int4" else 127.0
-    BESIDE: tl.constexpr = 256.0 if WIRE == "fp8" else 6.0 if WIRE == "int4" else 126.0
+    MOST: tl.constexpr = 256.0 if FORMAT == "fp8" else 7.0 if FORMAT == "int4" else 127.0
+    BESIDE: tl.constexpr = 256.0 if FORMAT == "fp8" else 6.0 if FORMAT == "int4" else 126.0
     return tl.where(special, LESS / BESIDE, LESS / MOST)
 
 
 @triton.jit
-def encode_blocks(x, WIRE: tl.constexpr):
+def encode_blocks(x, FORMAT: tl.constexpr):
     """Encodes blocks of numbers.
 
     Args:
         x: floating-point numbers [blocks, 128]; zeros behind the end of a run.
-        WIRE: "int8", "fp8" or "int4".
+        FORMAT: "int8", "fp8" or "int4".
 
     Returns:
         The codes [blocks, 128] and the words of the scales [blocks], for :func:`store_codes`.
@@ -122,18 +122,18 @@ def encode_blocks(x, WIRE: tl.constexpr):
     tiny = most < TINY_BELOW
     before = tl.where(tiny, UP, 1.0)
     largest = most.to(tl.float32, bitcast=True) * before
-    word = (largest * _factor(special, WIRE)).to(tl.int32, bitcast=True) >> 9
+    word = (largest * _factor(special, FORMAT)).to(tl.int32, bitcast=True) >> 9
     scale = tl.where(word == 0, 1.0, (word << 9).to(tl.float32, bitcast=True))
     inverse = tl.where(word == 0, 0.0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale))
     raised = tl.where(finite, wide, 0.0) * tl.expand_dims(before, 1)
-    codes = _code(_product(raised, tl.expand_dims(inverse, 1)), WIRE)
-    codes = tl.where(finite, codes, _special_code(bits, WIRE))
+    codes = _code(_product(raised, tl.expand_dims(inverse, 1)), FORMAT)
+    codes = tl.where(finite, codes, _special_code(bits, FORMAT))
     word = word | tl.where(special, SPECIAL, 0) | tl.where(tiny, TINY, 0)
     return codes, word
 
 
 @triton.jit
-def decode_blocks(codes, words, WIRE: tl.constexpr):
+def decode_blocks(codes, words, FORMAT: tl.constexpr):
     """Decodes blocks: FP32 numbers [blocks, 128].
 
     A sum of several ranks' codes is the host's if the first rank's numbers are its beginning and
@@ -142,13 +142,13 @@ def decode_blocks(codes, words, WIRE: tl.constexpr):
     Args:
         codes: [blocks, 128], from :func:`encode_blocks` or :func:`load_codes`.
         words: of their scales, [blocks].
-        WIRE: "int8", "fp8" or "int4".
+        FORMAT: "int8", "fp8" or "int4".
     """
     word = tl.expand_dims(words, 1)
     scale = ((word & FLOAT) << 9).to(tl.float32, bitcast=True)
     after = tl.where((word & TINY) != 0, DOWN, 1.0)
-    numbers = _product(_number(codes, WIRE) * scale, after)
-    beside = _special_bits(codes, numbers, WIRE)
+    numbers = _product(_number(codes, FORMAT) * scale, after)
+    beside = _special_bits(codes, numbers, FORMAT)
     found = tl.where((word & SPECIAL) != 0, beside, numbers.to(tl.int32, bitcast=True))
     return found.to(tl.float32, bitcast=True)
 
@@ -157,8 +157,8 @@ def decode_blocks(codes, words, WIRE: tl.constexpr):
 
 
 @triton.jit
-def _codes_bytes(elems, WIRE: tl.constexpr):
-    if WIRE == "int4":
+def _codes_bytes(elems, FORMAT: tl.constexpr):
+    if FORMAT == "int4":
         return elems // BLOCK * HALF + (elems % BLOCK + 1) // 2
     else:
         return elems
@@ -172,20 +172,20 @@ def _counts(elems, first, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _places(elems, first, BLOCKS: tl.constexpr, WIRE: tl.constexpr):
+def _places(elems, first, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
     """Where the bytes of the words are, [blocks, 4], behind the codes, and which there are."""
     blocks = first + tl.expand_dims(tl.arange(0, BLOCKS), 1)
     which = tl.expand_dims(tl.arange(0, 4), 0)
-    at = _codes_bytes(elems, WIRE) + blocks * WORD_BYTES + which
+    at = _codes_bytes(elems, FORMAT) + blocks * WORD_BYTES + which
     return at, (blocks * BLOCK < elems) & (which < WORD_BYTES)
 
 
 @triton.jit
-def _store_whole(to, codes, WIRE: tl.constexpr):
+def _store_whole(to, codes, FORMAT: tl.constexpr):
     """Codes of whole blocks, at a multiple of 16."""
     BLOCKS: tl.constexpr = codes.shape[0]
     rows = tl.expand_dims(tl.arange(0, BLOCKS), 1)
-    if WIRE == "int4":
+    if FORMAT == "int4":
         halves = tl.permute(tl.reshape(codes, [BLOCKS, 2, HALF]), (0, 2, 1))
         low, high = tl.split(halves)
         here = rows * HALF + tl.expand_dims(tl.arange(0, HALF), 0)
@@ -196,11 +196,11 @@ def _store_whole(to, codes, WIRE: tl.constexpr):
 
 
 @triton.jit
-def _store_any(to, codes, count, WIRE: tl.constexpr):
+def _store_any(to, codes, count, FORMAT: tl.constexpr):
     """Codes of blocks that may be shorter, or anywhere."""
     BLOCKS: tl.constexpr = codes.shape[0]
     rows = tl.expand_dims(tl.arange(0, BLOCKS), 1)
-    if WIRE == "int4":
+    if FORMAT == "int4":
         # Number i of a block is in byte i, or in byte i - half if it is one of the upper half.
         half = (count + 1) // 2
         byte = tl.expand_dims(tl.arange(0, HALF), 0) + rows * 0
@@ -214,7 +214,7 @@ def _store_any(to, codes, count, WIRE: tl.constexpr):
 
 
 @triton.jit
-def store_codes(out, elems, first, codes, words, WIRE: tl.constexpr):
+def store_codes(out, elems, first, codes, words, FORMAT: tl.constexpr):
     """Stores blocks of a coded run, from block ``first`` on.
 
     Args:
@@ -223,26 +223,26 @@ def store_codes(out, elems, first, codes, words, WIRE: tl.constexpr):
         first: which block of the run the first one here is.
         codes: from :func:`encode_blocks`.
         words: from :func:`encode_blocks`.
-        WIRE: "int8", "fp8" or "int4".
+        FORMAT: "int8", "fp8" or "int4".
     """
     zero = tl.full((), 0, tl.int64)
     out, elems, first = zero + out, zero + elems, zero + first
     BLOCKS: tl.constexpr = codes.shape[0]
-    begin = out + first * (HALF if WIRE == "int4" else BLOCK)
+    begin = out + first * (HALF if FORMAT == "int4" else BLOCK)
     if ((first + BLOCKS) * BLOCK <= elems) & is_aligned((out,)):
-        _store_whole(pointer(begin, tl.uint8, True), codes, WIRE)
+        _store_whole(pointer(begin, tl.uint8, True), codes, FORMAT)
     else:
-        _store_any(pointer(begin, tl.uint8, False), codes, _counts(elems, first, BLOCKS), WIRE)
-    at, there = _places(elems, first, BLOCKS, WIRE)
+        _store_any(pointer(begin, tl.uint8, False), codes, _counts(elems, first, BLOCKS), FORMAT)
+    at, there = _places(elems, first, BLOCKS, FORMAT)
     shifted = tl.expand_dims(words, 1) >> (tl.expand_dims(tl.arange(0, 4), 0) * 8)
     tl.store(pointer(out, tl.uint8, False) + at, shifted.to(tl.uint8), mask=there)
 
 
 @triton.jit
-def _load_whole(of, BLOCKS: tl.constexpr, WIRE: tl.constexpr):
+def _load_whole(of, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
     """Codes of whole blocks, at a multiple of 16."""
     rows = tl.expand_dims(tl.arange(0, BLOCKS), 1)
-    if WIRE == "int4":
+    if FORMAT == "int4":
         here = rows * HALF + tl.expand_dims(tl.arange(0, HALF), 0)
         both = tl.load(of + here).to(tl.int32)
         halves = tl.permute(tl.join(both & 0xF, both >> 4), (0, 2, 1))
@@ -253,11 +253,11 @@ def _load_whole(of, BLOCKS: tl.constexpr, WIRE: tl.constexpr):
 
 
 @triton.jit
-def _load_any(of, count, BLOCKS: tl.constexpr, WIRE: tl.constexpr):
+def _load_any(of, count, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
     """Codes of blocks that may be shorter, or anywhere; zeros behind the end."""
     rows = tl.expand_dims(tl.arange(0, BLOCKS), 1)
     cols = tl.expand_dims(tl.arange(0, BLOCK), 0)
-    if WIRE == "int4":
+    if FORMAT == "int4":
         half = (count + 1) // 2
         upper = cols >= half
         at = rows * HALF + cols - tl.where(upper, half, 0)
@@ -268,7 +268,7 @@ def _load_any(of, count, BLOCKS: tl.constexpr, WIRE: tl.constexpr):
 
 
 @triton.jit
-def load_codes(source, elems, first, BLOCKS: tl.constexpr, WIRE: tl.constexpr):
+def load_codes(source, elems, first, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
     """Loads BLOCKS blocks of a coded run, from block ``first`` on; zeros behind its end.
 
     Args:
@@ -276,20 +276,20 @@ def load_codes(source, elems, first, BLOCKS: tl.constexpr, WIRE: tl.constexpr):
         elems: numbers of the run.
         first: which block of the run the first one here is.
         BLOCKS: how many, a power of two.
-        WIRE: "int8", "fp8" or "int4".
+        FORMAT: "int8", "fp8" or "int4".
 
     Returns:
         The codes [blocks, 128] and the words of the scales [blocks], for :func:`decode_blocks`.
     """
     zero = tl.full((), 0, tl.int64)
     source, elems, first = zero + source, zero + elems, zero + first
-    begin = source + first * (HALF if WIRE == "int4" else BLOCK)
+    begin = source + first * (HALF if FORMAT == "int4" else BLOCK)
     if ((first + BLOCKS) * BLOCK <= elems) & is_aligned((source,)):
-        codes = _load_whole(pointer(begin, tl.uint8, True), BLOCKS, WIRE)
+        codes = _load_whole(pointer(begin, tl.uint8, True), BLOCKS, FORMAT)
     else:
         count = _counts(elems, first, BLOCKS)
-        codes = _load_any(pointer(begin, tl.uint8, False), count, BLOCKS, WIRE)
-    at, there = _places(elems, first, BLOCKS, WIRE)
+        codes = _load_any(pointer(begin, tl.uint8, False), count, BLOCKS, FORMAT)
+    at, there = _places(elems, first, BLOCKS, FORMAT)
     found = tl.load(pointer(source, tl.uint8, False) + at, mask=there, other=0).to(tl.int32)
     words = tl.sum(found << (tl.expand_dims(tl.arange(0, 4), 0) * 8), axis=1)
     return codes, words

@@ -1,4 +1,4 @@
-"""What Triton compiles of the codes of wires, executed, has the host's bits.
+"""What Triton compiles of quantization, executed, has the host's bits.
 
 As kernels of one's own are compiled: products and sums may become one operation there.
 """
@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 from ringcomm._tl.hooks import IS_INTERPRETED
 from tests import ptx_interpreter as ptx
 from tests.support.emulator.library import COMPILER
+from tests.support.quantization_checks import CodingEnd, differences
 from tests.support.triton_device import PtxLauncher, executed
-from tests.support.wire_checks import CodingEnd, differences
-from tests.tl.test_wire_codes import coding_end
+from tests.tl.test_quantization import coding_end
 
 pytestmark = [
     pytest.mark.compiles,
@@ -35,21 +35,21 @@ def _allowed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _differences(gpu: PtxLauncher, wire: str) -> list[str]:
+def _differences(gpu: PtxLauncher, quant_format: str) -> list[str]:
     made = coding_end()
     ptx.be_strict(True)
     with executed(gpu):
         end = CodingEnd(made.encode, made.sum, _allowed, made.to_host)
         try:
-            return differences(end, wire, torch.float32, CASES)
+            return differences(end, quant_format, torch.float32, CASES)
         finally:
             ptx.forget_allowed()
 
 
-@pytest.mark.parametrize("wire", CAPABILITIES)
-def test_the_bits_are_the_hosts(wire: str) -> None:
-    gpu = PtxLauncher(capability=CAPABILITIES[wire])
-    assert _differences(gpu, wire) == []
+@pytest.mark.parametrize("quant_format", CAPABILITIES)
+def test_the_bits_are_the_hosts(quant_format: str) -> None:
+    gpu = PtxLauncher(capability=CAPABILITIES[quant_format])
+    assert _differences(gpu, quant_format) == []
     assert ptx.failure() is None
     assert all(each.metadata.enable_fp_fusion for each in gpu.made)
 

@@ -1,4 +1,4 @@
-"""Reductions over nodes on coded wires: their sums, what stays as it is, and who may use them."""
+"""Compressed reductions over nodes: their sums, what stays as it is, and who may use them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ringcomm
 from ringcomm import ArgumentError, CommOptions, MismatchError, ReduceOp, _native
 from ringcomm.comm.local_world import LocalWorld
 from ringcomm.comm.nodes import core as sums
-from tests.comm.test_wire_codes import KINDS, decoded
+from tests.comm.test_quantization import KINDS, decoded
 from tests.support.covering import covering
 
 Tensor = torch.Tensor
@@ -51,63 +51,65 @@ def nodes_of(comm: ringcomm.Communicator) -> list[list[int]]:
     return [[r for r in ranks if comm.node_of(r) == node] for node in range(comm.num_nodes)]
 
 
-def in_blocks(wire: str, whole: Tensor, cuts: list[int]) -> Tensor:
+def in_blocks(compression: str, whole: Tensor, cuts: list[int]) -> Tensor:
     """Numbers as they are once decoded, coded in runs that begin at cuts."""
     ends = [*cuts[1:], whole.numel()]
-    return torch.cat([decoded(wire, whole[a:b]) for a, b in zip(cuts, ends, strict=True)])
+    return torch.cat([decoded(compression, whole[a:b]) for a, b in zip(cuts, ends, strict=True)])
 
 
-@covering(indirect=["world"], world=SHAPES, dtype=DTYPES, wire=[*KINDS])
-def test_a_reduce_scatter_adds_what_was_coded_once(world, wire, dtype):
+@covering(indirect=["world"], world=SHAPES, dtype=DTYPES, compression=[*KINDS])
+def test_a_reduce_scatter_adds_what_was_coded_once(world, compression, dtype):
     """Bits: of each node's partial sum, coded and decoded, in the order of the nodes."""
 
     def body(comm):
         size, rank, nodes = comm.world_size, comm.rank, nodes_of(comm)
         whole = numbers(COUNT * size, rank, dtype)
         out = torch.empty(COUNT, dtype=dtype)
-        comm.reduce_scatter_tensor(out, whole, wire=wire)
+        comm.reduce_scatter_tensor(out, whole, compression=compression)
         chunk = slice(rank * COUNT, (rank + 1) * COUNT)
-        terms = [decoded(wire, each[chunk]) for each in partials(nodes, COUNT * size, dtype)]
+        terms = [decoded(compression, each[chunk]) for each in partials(nodes, COUNT * size, dtype)]
         expected = terms[0]
         for term in terms[1:]:
             expected = expected + term
         assert torch.equal(out, expected.to(dtype))
-        comm.reduce_scatter_tensor(out, whole, ReduceOp.AVG, wire=wire)
+        comm.reduce_scatter_tensor(out, whole, ReduceOp.AVG, compression=compression)
         assert torch.equal(out, (expected / size).to(dtype))
         chunks = list(whole.split(COUNT))
-        comm.reduce_scatter(out, chunks, wire=wire)
+        comm.reduce_scatter(out, chunks, compression=compression)
         assert torch.equal(out, expected.to(dtype))
 
     world.run(body)
 
 
-@covering(indirect=["world"], world=SHAPES, dtype=DTYPES, wire=[*KINDS])
-def test_an_all_reduce_codes_its_sums_again(world, wire, dtype):
+@covering(indirect=["world"], world=SHAPES, dtype=DTYPES, compression=[*KINDS])
+def test_an_all_reduce_codes_its_sums_again(world, compression, dtype):
     """All ranks have the same bits, and the error is that of the codes of terms and of the sum."""
 
     def body(comm):
         nodes, elems = nodes_of(comm), COUNT * 3
         mine = numbers(elems, comm.rank, dtype)
-        comm.all_reduce(mine, wire=wire)
+        comm.all_reduce(mine, compression=compression)
         same = [torch.empty_like(mine) for _ in range(comm.world_size)]
         comm.all_gather(same, mine)
         assert all(torch.equal(each, mine) for each in same)
-        terms = [decoded(wire, each) for each in partials(nodes, elems, dtype)]
+        terms = [decoded(compression, each) for each in partials(nodes, elems, dtype)]
         expected = terms[0]
         for term in terms[1:]:
             expected = expected + term
-        assert torch.equal(mine, decoded(wire, expected).to(dtype))
+        assert torch.equal(mine, decoded(compression, expected).to(dtype))
 
     world.run(body)
 
 
-@covering(strength=1, indirect=["world"], world=SHAPES, wire=[*KINDS])
-def test_a_reduce_to_one_rank(world, wire):
+@covering(strength=1, indirect=["world"], world=SHAPES, compression=[*KINDS])
+def test_a_reduce_to_one_rank(world, compression):
     def body(comm):
         root = comm.world_size - 1
         mine = numbers(COUNT, comm.rank, torch.float32)
-        comm.reduce(mine, root, wire=wire)
-        terms = [decoded(wire, each) for each in partials(nodes_of(comm), COUNT, torch.float32)]
+        comm.reduce(mine, root, compression=compression)
+        terms = [
+            decoded(compression, each) for each in partials(nodes_of(comm), COUNT, torch.float32)
+        ]
         expected = terms[0]
         for term in terms[1:]:
             expected = expected + term
@@ -130,11 +132,11 @@ def test_what_has_no_use_for_codes_is_exact(world):
             (torch.float32, ReduceOp.MAX),
         ):
             x = torch.arange(COUNT).to(dtype) * (comm.rank + 1)
-            comm.all_reduce(x, op, wire="int4")
+            comm.all_reduce(x, op, compression="int4")
             factor = size if op == ReduceOp.MAX else size * (size + 1) // 2
             assert torch.equal(x, torch.arange(COUNT).to(dtype) * factor)
         small = torch.arange(2048.0) * (comm.rank + 1)
-        comm.all_reduce(small, wire="int4")
+        comm.all_reduce(small, compression="int4")
         assert torch.equal(small, torch.arange(2048.0) * (size * (size + 1) // 2))
 
     world.run(body)
@@ -145,25 +147,25 @@ def test_infinities_and_nans_arrive(world):
         x = numbers(COUNT * 3, comm.rank, torch.float32)
         if comm.rank == 0:
             x[100], x[4000], x[5001] = torch.inf, -torch.inf, torch.nan
-        for wire in KINDS:
+        for compression in KINDS:
             y = x.clone()
-            comm.all_reduce(y, wire=wire)
+            comm.all_reduce(y, compression=compression)
             assert y[100] == torch.inf and y[4000] == -torch.inf and y[5001].isnan()
             assert int((~y.isfinite()).sum()) == 3
 
     world.run(body)
 
 
-def test_the_options_wire_is_that_of_all_calls():
-    options = CommOptions(timeout=60, wire="int8")
+def test_the_options_compression_is_that_of_all_calls():
+    options = CommOptions(timeout=60, compression="int8")
     with ringcomm.local_world(2, nodes=[1, 1], options=options) as world:
 
         def body(comm):
             by_option, exact = (numbers(COUNT, comm.rank, torch.float32) for _ in range(2))
             by_call = by_option.clone()
             comm.all_reduce(by_option)
-            comm.all_reduce(by_call, wire="int8")
-            comm.all_reduce(exact, wire="fp32")
+            comm.all_reduce(by_call, compression="int8")
+            comm.all_reduce(exact, compression="none")
             assert torch.equal(by_option, by_call) and not torch.equal(by_option, exact)
             both = [numbers(COUNT, rank, torch.float32) for rank in range(2)]
             assert torch.equal(exact, both[0] + both[1])
@@ -171,37 +173,41 @@ def test_the_options_wire_is_that_of_all_calls():
         world.run(body)
 
 
-def test_ranks_that_differ_in_the_wire_are_told():
+def test_ranks_that_differ_in_compression_are_told():
     with ringcomm.local_world(2, nodes=[1, 1], options=CommOptions(timeout=60)) as world:
 
         def body(comm):
             with pytest.raises(MismatchError) as raised:
-                comm.all_reduce(torch.ones(COUNT), wire="int8" if comm.rank else None)
+                comm.all_reduce(torch.ones(COUNT), compression="int8" if comm.rank else None)
             return str(raised.value)
 
-        assert all("wire int8" in text for text in world.run(body))
+        assert all("compression int8" in text for text in world.run(body))
 
 
-def test_a_wire_within_one_node_changes_nothing():
+def test_compression_within_one_node_changes_nothing():
     with ringcomm.local_world(2) as world:
 
         def body(comm):
             x = numbers(COUNT, comm.rank, torch.float32)
-            comm.all_reduce(x, wire="int4")
+            comm.all_reduce(x, compression="int4")
             assert torch.equal(
                 x, numbers(COUNT, 0, torch.float32) + numbers(COUNT, 1, torch.float32)
             )
-            with pytest.raises(ArgumentError, match=r"all_reduce.*wire: expected one of fp32"):
-                comm.all_reduce(x, wire="int2")
+            with pytest.raises(
+                ArgumentError, match=r"all_reduce.*compression: expected one of none"
+            ):
+                comm.all_reduce(x, compression="int2")
 
         world.run(body)
 
 
 def test_bad_options():
-    with pytest.raises(ArgumentError, match="wire: expected one of fp32, param, int8"):
-        CommOptions(wire="int2")
-    with pytest.raises(ArgumentError, match='rails: expected auto or direct with wire="fp8"'):
-        CommOptions(wire="fp8", rails="ring")
+    with pytest.raises(ArgumentError, match="compression: expected one of none, param, int8"):
+        CommOptions(compression="int2")
+    with pytest.raises(
+        ArgumentError, match='rails: expected auto or direct with compression="fp8"'
+    ):
+        CommOptions(compression="fp8", rails="ring")
 
 
 def test_bytes_on_the_rails(monkeypatch):
@@ -219,9 +225,16 @@ def test_bytes_on_the_rails(monkeypatch):
 
     monkeypatch.setattr(rails.Rails, "send", counted)
     with ringcomm.local_world(2, nodes=[1, 1], options=CommOptions(timeout=60)) as world:
-        for wire, most in (("int8", 1.03), ("fp8", 1.03), ("int4", 0.53)):
+        for compression, most in (("int8", 1.03), ("fp8", 1.03), ("int4", 0.53)):
             sent.clear()
-            world.run(lambda comm, wire: comm.all_reduce(torch.ones(elems), wire=wire), wire)
+            world.run(
+                lambda comm, compression: comm.all_reduce(
+                    torch.ones(elems), compression=compression
+                ),
+                compression,
+            )
             # Each rank sends half of the terms, and half of the sums.
-            assert sum(sent) == 2 * _native.wire_bytes(_native.WIRES[wire], elems)
+            assert sum(sent) == 2 * _native.quantized_bytes(
+                _native.QUANT_FORMATS[compression], elems
+            )
             assert sum(sent) / (2 * elems) <= most

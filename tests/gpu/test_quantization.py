@@ -1,4 +1,4 @@
-"""Codes of wires on a device: the host's bits, and on a GPU their rate beside a copy's."""
+"""Quantization on a device: the host's bits, and on a GPU their rate beside a copy's."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ringcomm.comm.nodes.device_core import DeviceCodes, size_bytes
 from tests.gpu.device import PLAIN, REAL, synchronize
 from tests.gpu.worlds import one_launch_world
 from tests.support.covering import covering
-from tests.support.wire_checks import DTYPES, CodingEnd, differences, numbers_of
+from tests.support.quantization_checks import DTYPES, CodingEnd, differences, numbers_of
 
-WIRES = ("int8", "fp8", "int4")
+QUANT_FORMATS = ("int8", "fp8", "int4")
 FLOAT32 = DTYPE_CODES[torch.float32]
 # Larger than the caches of a GPU; an emulated device has no figures, and one block will do.
 RATE_ELEMS, ROUNDS = (1 << 28, 20) if REAL else (300, 1)
@@ -45,10 +45,10 @@ def end_of(comm: Communicator) -> CodingEnd:
     enqueue = enqueue_of(comm)
 
     def encode(*args: Any) -> None:
-        enqueue("encode_wire", *args)
+        enqueue("quantize", *args)
 
     def sum_up(*args: Any) -> None:
-        enqueue("sum_wires", *args)
+        enqueue("dequantize_and_sum", *args)
 
     def to_host(tensor: torch.Tensor) -> torch.Tensor:
         synchronize()
@@ -57,17 +57,25 @@ def end_of(comm: Communicator) -> CodingEnd:
     return CodingEnd(encode, sum_up, lambda tensor: tensor.to(PLAIN), to_host)
 
 
-@covering(strength=1, wire=WIRES, dtype=DTYPES)
-def test_the_bits_are_the_hosts(comm: Communicator, wire: str, dtype: torch.dtype) -> None:
-    assert differences(end_of(comm), wire, dtype) == []
+@covering(strength=1, quant_format=QUANT_FORMATS, dtype=DTYPES)
+def test_the_bits_are_the_hosts(comm: Communicator, quant_format: str, dtype: torch.dtype) -> None:
+    assert differences(end_of(comm), quant_format, dtype) == []
 
 
 def test_what_cannot_be_coded_is_refused(comm: Communicator) -> None:
     enqueue, x = enqueue_of(comm), torch.ones(4, device=PLAIN)
     for words, name, args in (
-        ("no such wire", "encode_wire", (len(WIRES), x.data_ptr(), FLOAT32, x.data_ptr(), 4)),
-        ("expected float32", "encode_wire", (0, x.data_ptr(), 0, x.data_ptr(), 4)),
-        ("one source or more", "sum_wires", (0, x.data_ptr(), 0, 4, x.data_ptr(), FLOAT32, 4)),
+        (
+            "no such format",
+            "quantize",
+            (len(QUANT_FORMATS), x.data_ptr(), FLOAT32, x.data_ptr(), 4),
+        ),
+        ("expected float32", "quantize", (0, x.data_ptr(), 0, x.data_ptr(), 4)),
+        (
+            "one source or more",
+            "dequantize_and_sum",
+            (0, x.data_ptr(), 0, 4, x.data_ptr(), FLOAT32, 4),
+        ),
     ):
         with pytest.raises(ringcomm.ArgumentError, match=words):
             enqueue(name, *args)
@@ -83,20 +91,23 @@ def test_rates(comm: Communicator, record_property: Callable[[str, object], None
     figures: dict[str, tuple[int, Callable[[], object]]] = {
         "copy": (2 * numbers.nbytes, lambda: out.copy_(numbers))
     }
-    for wire in WIRES:
-        coded = coder.encode(wire, [numbers])
+    for quant_format in QUANT_FORMATS:
+        coded = coder.encode(quant_format, [numbers])
         runs = coded.repeat(SOURCES)
-        coded_bytes = size_bytes(wire, RATE_ELEMS)
+        coded_bytes = size_bytes(quant_format, RATE_ELEMS)
 
-        def encode(wire: str = wire, coded: torch.Tensor = coded) -> None:
+        def encode(quant_format: str = quant_format, coded: torch.Tensor = coded) -> None:
             given = (numbers.data_ptr(), FLOAT32, coded.data_ptr(), RATE_ELEMS)
-            enqueue("encode_wire", _native.WIRES[wire], *given)
+            enqueue("quantize", _native.QUANT_FORMATS[quant_format], *given)
 
-        def add_up(wire: str = wire, runs: torch.Tensor = runs) -> None:
-            coder.add_up(wire, runs, SOURCES, span, FLOAT32)
+        def add_up(quant_format: str = quant_format, runs: torch.Tensor = runs) -> None:
+            coder.add_up(quant_format, runs, SOURCES, span, FLOAT32)
 
-        figures[f"encode {wire}"] = (numbers.nbytes + coded_bytes, encode)
-        figures[f"sum of {SOURCES} in {wire}"] = (SOURCES * coded_bytes + out.nbytes, add_up)
+        figures[f"encode {quant_format}"] = (numbers.nbytes + coded_bytes, encode)
+        figures[f"sum of {SOURCES} in {quant_format}"] = (
+            SOURCES * coded_bytes + out.nbytes,
+            add_up,
+        )
     for name, (moved_bytes, call) in figures.items():
         call()
         synchronize()

@@ -1,10 +1,10 @@
 """The forms in which partial sums travel between nodes: as they are, rounded, or in codes.
 
-A coded wire has blocks of 128 numbers with a scale each;
-``kernels/include/ringcomm/core/wire_codes.h`` defines the codes, and bounds the error. What a node
-sends is coded once, from its partial sum, and so is what it adds itself: the result does not depend
-on who adds. Numbers are decoded and added in FP32, in the order of the nodes, and rounded once. In
-an all-reduce the sums are coded once more, since they travel once more.
+Quantized numbers are in blocks of 128 with a scale each;
+``kernels/include/ringcomm/core/quantization.h`` defines the codes, and bounds the error. What a
+node sends is coded once, from its partial sum, and so is what it adds itself: the result does not
+depend on who adds. Numbers are decoded and added in FP32, in the order of the nodes, and rounded
+once. In an all-reduce the sums are coded once more, since they travel once more.
 
 Only sums of numbers are coded, of float32, bfloat16 and float16. Other types and operators, which
 have no use for a number that is nearly right, travel as they are; so do small buffers.
@@ -57,7 +57,7 @@ class Reducing(NamedTuple):
 
 
 def is_coded(r: Reducing, size_bytes: int) -> bool:
-    """Tells whether coded wires code a reduction of so many bytes: a large sum of numbers."""
+    """Tells whether compression quantizes a reduction of so many bytes: a large sum of numbers."""
     return size_bytes > CODED_ABOVE_BYTES and r.partial == FLOAT32 and r.joining == SUM
 
 
@@ -176,11 +176,11 @@ class Form:
 
 
 class CodedForm(Form):
-    """The form of a coded wire.
+    """The quantized form.
 
     Args:
         r: the reduction, a sum of numbers.
-        code: of the wire.
+        code: of the quantized format.
     """
 
     def __init__(self, r: Reducing, code: int) -> None:
@@ -192,15 +192,15 @@ class CodedForm(Form):
         return False
 
     def bytes_of(self, elems: int) -> int:
-        return _native.wire_bytes(self.code, elems)
+        return _native.quantized_bytes(self.code, elems)
 
     def write(self, wide_ptr: int, ptr: int, elems: int) -> None:
-        _native.encode_wire(self.code, wide_ptr, FLOAT32, ptr, elems)
+        _native.quantize(self.code, wide_ptr, FLOAT32, ptr, elems)
 
     def finish(
         self, ptrs: list[int], out_ptr: int, out_dtype: int, elems: int, divide_by: int
     ) -> None:
-        _native.sum_wires(self.code, ptrs, out_ptr, out_dtype, elems, divide_by)
+        _native.dequantize_and_sum(self.code, ptrs, out_ptr, out_dtype, elems, divide_by)
 
     def decode(self, ptr: int, out_ptr: int, elems: int) -> None:
         """Decodes what another rank has coded, to elements of the reduction."""
@@ -215,11 +215,11 @@ class CodedForm(Form):
 
 
 class FeedbackForm(CodedForm):
-    """The form of a coded wire whose codes take up what earlier ones have lost.
+    """The quantized form whose codes take up what earlier ones have lost.
 
     Args:
         r: the reduction, of a bucket.
-        code: of the wire.
+        code: of the quantized format.
         bucket_ptr: where the bucket lies.
         elem_bytes: of its elements.
         residual: of the bucket.
@@ -243,4 +243,4 @@ class FeedbackForm(CodedForm):
 
     def _encode(self, wide_ptr: int, ptr: int, elems: int, kept: Tensor) -> None:
         assert kept.numel() == elems  # written to by its address
-        _native.encode_wire(self.code, wide_ptr, FLOAT32, ptr, elems, kept.data_ptr())
+        _native.quantize(self.code, wide_ptr, FLOAT32, ptr, elems, kept.data_ptr())

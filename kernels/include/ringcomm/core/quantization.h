@@ -1,11 +1,11 @@
-// FP32 numbers in a few bits, for links between nodes: the wires "int8", "fp8" (e4m3) and "int4".
+// FP32 numbers in a few bits, for links between nodes: the formats "int8", "fp8" (e4m3) and "int4".
 //
 // A run of n numbers is cut into blocks of 128, the last perhaps shorter. A block has a scale s,
 // and a code of 8 or 4 bits for each number x: that of the number nearest to x / s, to even in
 // between.
 // In memory the codes of the run lie first, then the scales' words, 3 bytes each:
 //
-//     wire    codes              bytes of n    error of a number of a block whose largest is M
+//     format  codes               bytes of n    error of a number of a block whose largest is M
 //     int8    -127 .. 127        131/128 n     M / 254
 //     fp8     e4m3 to 256        131/128 n     |x| / 16, or M / 262144 if that is more
 //     int4    -7 .. 7             67/128 n     M / 14
@@ -31,29 +31,30 @@
 //
 // The sign of a zero is kept by fp8 alone. The payload of a NaN is not kept.
 //
-// Host and CUDA compile these lines; their loops are isa_wires.h and wire_lanes.h. Triton's twin is
-// kernels/tl/wire_codes.py.
+// Host and CUDA compile these lines; their loops are isa_quantization.h and quantization_lanes.h.
+// Triton's twin is kernels/tl/quantization.py.
 #pragma once
 
 #include "ringcomm/core/dtypes.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 
-enum class Wire : int32_t { kInt8, kFp8, kInt4, kCount };
+enum class QuantFormat : int32_t { kInt8, kFp8, kInt4, kCount };
 
-constexpr uint64_t kWireBlock = 128;
+constexpr uint64_t kQuantBlock = 128;
 constexpr uint64_t kWordBytes = 3;
 
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr uint32_t kMagnitude = 0x7fffffffu;
 
 // The bytes of the codes of `elems` numbers, and of all; every block but the last is full.
-RC_FN constexpr uint64_t wire_code_bytes(Wire wire, uint64_t elems) {
-  return wire == Wire::kInt4 ? elems / kWireBlock * (kWireBlock / 2) + (elems % kWireBlock + 1) / 2
-                             : elems;
+RC_FN constexpr uint64_t values_bytes(QuantFormat format, uint64_t elems) {
+  return format == QuantFormat::kInt4
+             ? elems / kQuantBlock * (kQuantBlock / 2) + (elems % kQuantBlock + 1) / 2
+             : elems;
 }
-RC_FN constexpr uint64_t wire_bytes(Wire wire, uint64_t elems) {
-  return wire_code_bytes(wire, elems) + (elems + kWireBlock - 1) / kWireBlock * kWordBytes;
+RC_FN constexpr uint64_t quantized_bytes(QuantFormat format, uint64_t elems) {
+  return values_bytes(format, elems) + (elems + kQuantBlock - 1) / kQuantBlock * kWordBytes;
 }
 
 // The bits of a number that is rounded to a whole one, to even in between, where |y| < 2^22.
@@ -70,9 +71,9 @@ RC_FN uint32_t below_or(uint32_t x, uint32_t limit, uint32_t below, uint32_t oth
 }
 
 // Whole numbers of 4 or 8 bits. The smallest one, which stands for none, is NaN beside infinities.
-template <Wire kWire, int kBits>
+template <QuantFormat kFormat, int kBits>
 struct WholeCode {
-  static constexpr Wire wire = kWire;
+  static constexpr QuantFormat format = kFormat;
   static constexpr uint32_t kMask = (1u << kBits) - 1, kNan = 1u << (kBits - 1);
   static constexpr float kMost = float(kNan - 1), kMostBeside = float(kNan - 2);
   static RC_FN uint32_t encode(float y) { return uint32_t(nearest_whole(y)) & kMask; }
@@ -90,12 +91,12 @@ struct WholeCode {
     return true;
   }
 };
-using Int8Code = WholeCode<Wire::kInt8, 8>;
-using Int4Code = WholeCode<Wire::kInt4, 4>;
+using Int8Code = WholeCode<QuantFormat::kInt8, 8>;
+using Int4Code = WholeCode<QuantFormat::kInt4, 4>;
 
 // float8_e4m3fn: 4 bits of exponent with a bias of 7, 3 of mantissa, subnormals, no infinities.
 struct Fp8Code {
-  static constexpr Wire wire = Wire::kFp8;
+  static constexpr QuantFormat format = QuantFormat::kFp8;
   static constexpr float kMost = 256.0f, kMostBeside = 256.0f;
   static constexpr uint32_t kLeastNormal = 121u << 23;  // the bits of 2^-6
   static RC_FN uint32_t encode(float y) {

@@ -1,4 +1,4 @@
-"""Codes of wires that a device makes and adds up, beside the host's, with the ends of all runs."""
+"""Quantized values that a device makes and adds up, beside the host's, to the ends of runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.host.arguments import DTYPE_CODES
-from tests.comm.test_wire_codes import blocks_of_all_kinds, encode, total
+from tests.comm.test_quantization import blocks_of_all_kinds, encode, total
 
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,7 +24,7 @@ class CodingEnd:
     """What makes codes on a device.
 
     Attributes:
-        encode, sum: ``encode_wire`` and ``sum_wires`` of the native device communicator.
+        encode, sum: ``quantize`` and ``dequantize_and_sum`` of the native device communicator.
         to_device: brings a tensor of the host to the device, where kernels may use it.
         to_host: returns what is there once all calls are done.
     """
@@ -42,28 +42,28 @@ def numbers_of(elems: int, dtype: torch.dtype) -> Tensor:
 
 
 def differences(
-    end: CodingEnd, wire: str, dtype: torch.dtype, cases: Sequence[tuple[int, int]] = CASES
+    end: CodingEnd, quant_format: str, dtype: torch.dtype, cases: Sequence[tuple[int, int]] = CASES
 ) -> list[str]:
     """Returns what is not as the host has it."""
-    return list(each_difference(end, wire, dtype, cases))
+    return list(each_difference(end, quant_format, dtype, cases))
 
 
 def each_difference(
-    end: CodingEnd, wire: str, dtype: torch.dtype, cases: Sequence[tuple[int, int]] = CASES
+    end: CodingEnd, quant_format: str, dtype: torch.dtype, cases: Sequence[tuple[int, int]] = CASES
 ) -> Iterator[str]:
     """Yields what is not as the host has it, and makes no more than that takes."""
     for elems, skip in cases:
         numbers = numbers_of(elems, dtype)
         for wrong in (_wrong_codes, _wrong_sums):
-            for what in wrong(end, wire, numbers, skip):
+            for what in wrong(end, quant_format, numbers, skip):
                 yield f"{what} of {elems} numbers, {skip} off"
 
 
-def _wrong_codes(end: CodingEnd, wire: str, numbers: Tensor, skip: int) -> Iterator[str]:
-    wanted, elems = encode(wire, numbers), numbers.numel()
+def _wrong_codes(end: CodingEnd, quant_format: str, numbers: Tensor, skip: int) -> Iterator[str]:
+    wanted, elems = encode(quant_format, numbers), numbers.numel()
     given = end.to_device(torch.cat([numbers[:skip], numbers]))[skip:]
     room = end.to_device(torch.full((skip + wanted.numel() + 16,), _GUARD, dtype=torch.uint8))
-    code, dtype = _native.WIRES[wire], DTYPE_CODES[numbers.dtype]
+    code, dtype = _native.QUANT_FORMATS[quant_format], DTYPE_CODES[numbers.dtype]
     end.encode(code, given.data_ptr(), dtype, room[skip:].data_ptr(), elems)
     found = end.to_host(room)
     inside = found[skip : skip + wanted.numel()]
@@ -73,17 +73,17 @@ def _wrong_codes(end: CodingEnd, wire: str, numbers: Tensor, skip: int) -> Itera
         yield "what lies beside the codes"
 
 
-def _wrong_sums(end: CodingEnd, wire: str, numbers: Tensor, skip: int) -> Iterator[str]:
+def _wrong_sums(end: CodingEnd, quant_format: str, numbers: Tensor, skip: int) -> Iterator[str]:
     elems, dtype = numbers.numel(), DTYPE_CODES[numbers.dtype]
-    runs = [encode(wire, each) for each in (numbers, numbers.flip(0), numbers * 0.75)]
+    runs = [encode(quant_format, each) for each in (numbers, numbers.flip(0), numbers * 0.75)]
     stride = runs[0].numel() + (-runs[0].numel() % 16 if skip == 0 else 0)
     padded = [torch.nn.functional.pad(run, (0, stride - run.numel())) for run in runs]
     coded = end.to_device(torch.cat([padded[0][:skip], *padded]))[skip:]
     for count, divide_by in ((1, 0), (3, 5)):
-        wanted = total(wire, runs[:count], elems, numbers.dtype, divide_by)
+        wanted = total(quant_format, runs[:count], elems, numbers.dtype, divide_by)
         room = end.to_device(torch.full((skip + elems + 4,), 77.0, dtype=numbers.dtype))
         given = (coded.data_ptr(), count, stride, room[skip:].data_ptr())
-        end.sum(_native.WIRES[wire], *given, dtype, elems, divide_by)
+        end.sum(_native.QUANT_FORMATS[quant_format], *given, dtype, elems, divide_by)
         found = end.to_host(room)
         if not _alike(found[skip : skip + elems], wanted):
             yield f"the sum of {count} by {divide_by}"

@@ -1,4 +1,4 @@
-// Codes of wires (wire_codes.h) by the lanes of a block, with the host's bits.
+// Quantization (quantization.h) by the lanes of a block, with the host's bits.
 //
 // A warp has a block of 128 numbers at a time, four on each lane, whose codes are a word: the
 // largest is found by shuffles, and a word of 4-bit codes takes its upper halves from the lane half
@@ -10,30 +10,30 @@
 #pragma once
 
 #include "kernels/cuda/ops.h"
-#include "ringcomm/core/wire_codes.h"
+#include "ringcomm/core/quantization.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
 #if RC_CUDA
-constexpr int kWireLanes = 32, kWireBlocks = 4;
+constexpr int kQuantLanes = 32, kQuantBlocks = 4;
 #else
-constexpr int kWireLanes = 1, kWireBlocks = 1;
+constexpr int kQuantLanes = 1, kQuantBlocks = 1;
 #endif
-constexpr int kWireElems = int(kWireBlock) / kWireLanes, kWireWords = kWireElems / 4;
+constexpr int kQuantElems = int(kQuantBlock) / kQuantLanes, kQuantWords = kQuantElems / 4;
 // Words of the codes of a block, four numbers each, or of int4 eight.
 template <class Code>
-constexpr int kCodeWords = int(kWireBlock) / (Code::wire == Wire::kInt4 ? 8 : 4);
+constexpr int kCodeWords = int(kQuantBlock) / (Code::format == QuantFormat::kInt4 ? 8 : 4);
 template <class Code>
 constexpr uint64_t kCodeBytes = uint64_t(kCodeWords<Code>) * 4;
 
 // Of 4-bit codes, one a byte: those of the upper half of the block above those of the lower one.
-RC_TEAM_FN void fold_halves(uint32_t (&word)[kWireWords]) {
+RC_TEAM_FN void fold_halves(uint32_t (&word)[kQuantWords]) {
 #if RC_CUDA
   // What this leaves in the upper lanes is not stored.
-  word[0] |= __shfl_xor_sync(0xffffffffu, word[0], kWireLanes / 2) << 4;
+  word[0] |= __shfl_xor_sync(0xffffffffu, word[0], kQuantLanes / 2) << 4;
 #else
-  for (int k = 0; k < kWireWords / 2; ++k) word[k] |= word[k + kWireWords / 2] << 4;
+  for (int k = 0; k < kQuantWords / 2; ++k) word[k] |= word[k + kQuantWords / 2] << 4;
 #endif
 }
 
@@ -77,7 +77,7 @@ RC_TEAM_FN uint32_t with_magnitude(uint32_t most, float x, bool finite) {
 
 // A run of numbers and of its codes, of which a warp makes or reads blocks.
 template <class T>
-struct WireRun {
+struct QuantRun {
   T* numbers;
   uint64_t elems;
 
@@ -85,22 +85,22 @@ struct WireRun {
     return (misalignment(numbers) & uint32_t(4 * sizeof(T) - 1)) == 0 &&
            (misalignment(codes) & 3u) == 0;
   }
-  RC_TEAM_FN uint64_t whole() const { return elems / kWireBlock; }
+  RC_TEAM_FN uint64_t whole() const { return elems / kQuantBlock; }
   // Of a block, perhaps the last one.
   RC_TEAM_FN uint64_t count_of(uint64_t block) const {
-    return block < whole() ? kWireBlock : elems % kWireBlock;
+    return block < whole() ? kQuantBlock : elems % kQuantBlock;
   }
 };
 
 template <class Code, class T>
 struct Encoder {
-  WireRun<const T> run;
+  QuantRun<const T> run;
   uint8_t* out;
   int lane;
 
   RC_TEAM_FN void put_scale(uint64_t block, BlockScale scale) const {
-    uint8_t* const to = out + wire_code_bytes(Code::wire, run.elems) + block * kWordBytes;
-    if constexpr (kWireLanes == 1)
+    uint8_t* const to = out + values_bytes(Code::format, run.elems) + block * kWordBytes;
+    if constexpr (kQuantLanes == 1)
       scale.write(to);
     else if (lane < int(kWordBytes))
       to[lane] = uint8_t(scale.word >> 8 * lane);
@@ -112,44 +112,44 @@ struct Encoder {
     uint32_t most = 0;
     RC_UNROLL
     for (int i = 0; i < count; ++i) most = with_magnitude(most, x(i), false);
-    most = largest_of_lanes<kWireLanes>(most);
+    most = largest_of_lanes<kQuantLanes>(most);
     if (most < kInfinityBits) return BlockScale::of<Code>(most, false);
     most = 0;
     RC_UNROLL
     for (int i = 0; i < count; ++i) most = with_magnitude(most, x(i), true);
-    return BlockScale::of<Code>(largest_of_lanes<kWireLanes>(most), true);
+    return BlockScale::of<Code>(largest_of_lanes<kQuantLanes>(most), true);
   }
 
-  RC_TEAM_FN void block_of(uint64_t block, const float (&x)[kWireElems]) const {
-    const BlockScale scale = scale_of(kWireElems, [&](int i) { return x[i]; });
+  RC_TEAM_FN void block_of(uint64_t block, const float (&x)[kQuantElems]) const {
+    const BlockScale scale = scale_of(kQuantElems, [&](int i) { return x[i]; });
     put_scale(block, scale);
-    uint32_t word[kWireWords] = {};
+    uint32_t word[kQuantWords] = {};
     if (scale.special()) {
       RC_UNROLL
-      for (int i = 0; i < kWireElems; ++i) word[i / 4] |= scale.code<Code>(x[i]) << 8 * (i % 4);
+      for (int i = 0; i < kQuantElems; ++i) word[i / 4] |= scale.code<Code>(x[i]) << 8 * (i % 4);
     } else {
       const float before = scale.before(), inverse = scale.inverse();
       RC_UNROLL
-      for (int i = 0; i < kWireElems; ++i)
+      for (int i = 0; i < kQuantElems; ++i)
         word[i / 4] |= Code::encode(x[i] * before * inverse) << 8 * (i % 4);
     }
-    if constexpr (Code::wire == Wire::kInt4) fold_halves(word);
+    if constexpr (Code::format == QuantFormat::kInt4) fold_halves(word);
     uint8_t* const to = out + block * kCodeBytes<Code>;
     RC_UNROLL
-    for (int k = 0; k < kWireWords; ++k) {
-      const int at = lane * kWireWords + k;
+    for (int k = 0; k < kQuantWords; ++k) {
+      const int at = lane * kQuantWords + k;
       if (at < kCodeWords<Code>) store4(to + 4 * at, word[k]);
     }
   }
 
   template <int blocks>
   RC_TEAM_FN void whole_blocks(uint64_t first) const {
-    float x[blocks][kWireElems];
+    float x[blocks][kQuantElems];
     RC_UNROLL
     for (int b = 0; b < blocks; ++b) {
-      const T* const from = run.numbers + (first + b) * kWireBlock + lane * kWireElems;
+      const T* const from = run.numbers + (first + b) * kQuantBlock + lane * kQuantElems;
       RC_UNROLL
-      for (int k = 0; k < kWireWords; ++k) load_four(x[b] + 4 * k, from + 4 * k);
+      for (int k = 0; k < kQuantWords; ++k) load_four(x[b] + 4 * k, from + 4 * k);
     }
     RC_UNROLL
     for (int b = 0; b < blocks; ++b) block_of(first + b, x[b]);
@@ -158,17 +158,17 @@ struct Encoder {
   // Any block, from and to any address.
   RC_COLD static void any_block(Encoder e, uint64_t block) {
     const int n = int(e.run.count_of(block)), lane = e.lane;
-    const T* const from = e.run.numbers + block * kWireBlock;
-    const int mine = lane < n ? (n - lane + kWireLanes - 1) / kWireLanes : 0;
+    const T* const from = e.run.numbers + block * kQuantBlock;
+    const int mine = lane < n ? (n - lane + kQuantLanes - 1) / kQuantLanes : 0;
     const BlockScale scale =
-        scale_of(mine, [&](int i) { return Traits<T>::load(from[lane + i * kWireLanes]); });
+        scale_of(mine, [&](int i) { return Traits<T>::load(from[lane + i * kQuantLanes]); });
     e.put_scale(block, scale);
     uint8_t* const to = e.out + block * kCodeBytes<Code>;
-    const int bytes = int(wire_code_bytes(Code::wire, uint64_t(n)));
+    const int bytes = int(values_bytes(Code::format, uint64_t(n)));
     RC_ROLLED
-    for (int i = lane; i < bytes; i += kWireLanes) {
+    for (int i = lane; i < bytes; i += kQuantLanes) {
       uint32_t code = scale.code<Code>(Traits<T>::load(from[i]));
-      if constexpr (Code::wire == Wire::kInt4)
+      if constexpr (Code::format == QuantFormat::kInt4)
         if (i + bytes < n) code |= scale.code<Code>(Traits<T>::load(from[i + bytes])) << 4;
       to[i] = uint8_t(code);
     }
@@ -178,27 +178,27 @@ struct Encoder {
 // What a lane has of a block's codes, and the block's scale.
 template <class Code>
 struct CodedBlock {
-  uint32_t word[kWireWords];
+  uint32_t word[kQuantWords];
   BlockScale scale;
 
   RC_TEAM_FN void load(const uint8_t* codes, const uint8_t* scale_word, int lane) {
     RC_UNROLL
-    for (int k = 0; k < kWireWords; ++k) {
-      const int at = lane * kWireWords + k;
+    for (int k = 0; k < kQuantWords; ++k) {
+      const int at = lane * kQuantWords + k;
       word[k] = load4(codes + 4 * (at % kCodeWords<Code>));
-      if constexpr (Code::wire == Wire::kInt4) word[k] >>= at < kCodeWords<Code> ? 0 : 4;
+      if constexpr (Code::format == QuantFormat::kInt4) word[k] >>= at < kCodeWords<Code> ? 0 : 4;
     }
     scale = BlockScale::read(scale_word);
   }
   RC_TEAM_FN uint32_t code(int i) const {
-    return word[i / 4] >> 8 * (i % 4) & (Code::wire == Wire::kInt4 ? 0xfu : 0xffu);
+    return word[i / 4] >> 8 * (i % 4) & (Code::format == QuantFormat::kInt4 ? 0xfu : 0xffu);
   }
   // sum = the numbers, or sum += them.
-  RC_TEAM_FN void add_to(float (&sum)[kWireElems], bool first) const {
+  RC_TEAM_FN void add_to(float (&sum)[kQuantElems], bool first) const {
     const float by = scale.scale(), after = scale.after();
     const bool special = scale.special();
     RC_UNROLL
-    for (int i = 0; i < kWireElems; ++i) {
+    for (int i = 0; i < kQuantElems; ++i) {
       const float x = special ? scale.number<Code>(code(i)) : Code::decode(code(i)) * by * after;
       sum[i] = first ? x : sum[i] + x;
     }
@@ -206,11 +206,11 @@ struct CodedBlock {
 };
 
 template <class Code, class T>
-struct WireSum {
+struct DequantizedSum {
   const uint8_t* sources;  // `count` coded runs, `stride` bytes apart
   uint64_t stride;
   int count, divide_by;
-  WireRun<T> run;
+  QuantRun<T> run;
   int lane;
 
   RC_TEAM_FN bool has_vectors() const {
@@ -220,7 +220,7 @@ struct WireSum {
     return sources + uint64_t(source) * stride + block * kCodeBytes<Code>;
   }
   RC_TEAM_FN const uint8_t* scale_of(int source, uint64_t block) const {
-    return sources + uint64_t(source) * stride + wire_code_bytes(Code::wire, run.elems) +
+    return sources + uint64_t(source) * stride + values_bytes(Code::format, run.elems) +
            block * kWordBytes;
   }
   RC_TEAM_FN float finished(float sum) const { return finish<RedOp::kAvg>(sum, divide_by); }
@@ -228,7 +228,7 @@ struct WireSum {
   // The next source's loads are under way while one is added.
   template <int blocks>
   RC_TEAM_FN void whole_blocks(uint64_t first) const {
-    float sum[blocks][kWireElems];
+    float sum[blocks][kQuantElems];
     CodedBlock<Code> now[blocks], next[blocks];
     RC_UNROLL
     for (int b = 0; b < blocks; ++b)
@@ -248,30 +248,30 @@ struct WireSum {
     }
     RC_UNROLL
     for (int b = 0; b < blocks; ++b) {
-      T* const to = run.numbers + (first + b) * kWireBlock + lane * kWireElems;
+      T* const to = run.numbers + (first + b) * kQuantBlock + lane * kQuantElems;
       RC_UNROLL
-      for (int i = 0; i < kWireElems; ++i) sum[b][i] = finished(sum[b][i]);
+      for (int i = 0; i < kQuantElems; ++i) sum[b][i] = finished(sum[b][i]);
       RC_UNROLL
-      for (int k = 0; k < kWireWords; ++k) store_four(to + 4 * k, sum[b] + 4 * k);
+      for (int k = 0; k < kQuantWords; ++k) store_four(to + 4 * k, sum[b] + 4 * k);
     }
   }
 
   RC_TEAM_FN float number(int source, uint64_t block, int i, int n) const {
     const uint8_t* const codes = codes_of(source, block);
     const BlockScale scale = BlockScale::read(scale_of(source, block));
-    if constexpr (Code::wire != Wire::kInt4) return scale.number<Code>(codes[i]);
+    if constexpr (Code::format != QuantFormat::kInt4) return scale.number<Code>(codes[i]);
     const int half = (n + 1) / 2;
     return scale.number<Code>(i < half ? codes[i] & 0xfu : uint32_t(codes[i - half]) >> 4);
   }
   // Any block, from and to any address.
-  RC_COLD static void any_block(WireSum w, uint64_t block) {
+  RC_COLD static void any_block(DequantizedSum w, uint64_t block) {
     const int n = int(w.run.count_of(block));
     RC_ROLLED
-    for (int i = w.lane; i < n; i += kWireLanes) {
+    for (int i = w.lane; i < n; i += kQuantLanes) {
       float sum = w.number(0, block, i, n);
       RC_ROLLED
       for (int s = 1; s < w.count; ++s) sum += w.number(s, block, i, n);
-      w.run.numbers[block * kWireBlock + uint64_t(i)] = Traits<T>::store(w.finished(sum));
+      w.run.numbers[block * kQuantBlock + uint64_t(i)] = Traits<T>::store(w.finished(sum));
     }
   }
 };
@@ -281,16 +281,16 @@ struct WireSum {
 template <class Team, class Work>
 RC_TEAM_FN void each_block(const Team& team, const Work& work, bool has_vectors) {
   const uint64_t lanes = uint64_t(team.num_lanes());
-  const uint64_t warp = (uint64_t(team.channel()) * lanes + uint64_t(team.lane())) / kWireLanes,
-                 warps = uint64_t(team.num_channels()) * lanes / kWireLanes;
-  const uint64_t all = (work.run.elems + kWireBlock - 1) / kWireBlock;
+  const uint64_t warp = (uint64_t(team.channel()) * lanes + uint64_t(team.lane())) / kQuantLanes,
+                 warps = uint64_t(team.num_channels()) * lanes / kQuantLanes;
+  const uint64_t all = (work.run.elems + kQuantBlock - 1) / kQuantBlock;
   uint64_t done = 0;
   if (has_vectors) {
     done = work.run.whole();
-    const uint64_t together = done / kWireBlocks * kWireBlocks;
+    const uint64_t together = done / kQuantBlocks * kQuantBlocks;
     RC_ROLLED
-    for (uint64_t b = warp * kWireBlocks; b < together; b += warps * kWireBlocks)
-      work.template whole_blocks<kWireBlocks>(b);
+    for (uint64_t b = warp * kQuantBlocks; b < together; b += warps * kQuantBlocks)
+      work.template whole_blocks<kQuantBlocks>(b);
     RC_ROLLED
     for (uint64_t b = together + warp; b < done; b += warps) work.template whole_blocks<1>(b);
   }
@@ -300,26 +300,26 @@ RC_TEAM_FN void each_block(const Team& team, const Work& work, bool has_vectors)
 
 // Codes of args.total_bytes of numbers.
 template <class Code, class T, class Team>
-RC_TEAM_FN void encode_wire_kernel(Team team, const LaunchParams& p, int rank_in_launch,
-                                   Workspace&) {
+RC_TEAM_FN void quantize_kernel(Team team, const LaunchParams& p, int rank_in_launch, Workspace&) {
   const CallArgs& args = p.calls[rank_in_launch];
-  const WireRun<const T> run{reinterpret_cast<const T*>(args.in), args.total_bytes / sizeof(T)};
+  const QuantRun<const T> run{reinterpret_cast<const T*>(args.in), args.total_bytes / sizeof(T)};
   const Encoder<Code, T> encoder{run, reinterpret_cast<uint8_t*>(args.out),
-                                 team.lane() % kWireLanes};
+                                 team.lane() % kQuantLanes};
   each_block(team, encoder, run.has_vectors(args.out));
 }
 
 // args.total_bytes of numbers, the sum of what coded runs stand for.
 template <class Code, class T, class Team>
-RC_TEAM_FN void sum_wires_kernel(Team team, const LaunchParams& p, int rank_in_launch, Workspace&) {
+RC_TEAM_FN void dequantize_and_sum_kernel(Team team, const LaunchParams& p, int rank_in_launch,
+                                          Workspace&) {
   const CallArgs& args = p.calls[rank_in_launch];
-  const WireRun<T> run{reinterpret_cast<T*>(args.out), args.total_bytes / sizeof(T)};
-  const WireSum<Code, T> sum{reinterpret_cast<const uint8_t*>(args.in),
-                             args.chunk_bytes,
-                             args.sources,
-                             args.divide_by,
-                             run,
-                             team.lane() % kWireLanes};
+  const QuantRun<T> run{reinterpret_cast<T*>(args.out), args.total_bytes / sizeof(T)};
+  const DequantizedSum<Code, T> sum{reinterpret_cast<const uint8_t*>(args.in),
+                                    args.chunk_bytes,
+                                    args.sources,
+                                    args.divide_by,
+                                    run,
+                                    team.lane() % kQuantLanes};
   each_block(team, sum, sum.has_vectors());
 }
 

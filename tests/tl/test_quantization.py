@@ -1,4 +1,4 @@
-"""The codes of wires by Triton's functions, in the interpreter, with the host's bits."""
+"""Quantization by Triton's functions, in the interpreter, with the host's bits."""
 
 import itertools
 from importlib.util import find_spec
@@ -6,12 +6,12 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.support.wire_checks import CodingEnd, differences
+from tests.support.quantization_checks import CodingEnd, differences
 from tests.tl.interpreter import run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
-WIRES = ("int8", "fp8", "int4")
+QUANT_FORMATS = ("int8", "fp8", "int4")
 BLOCKS = 8
 # Blocks of all kinds, in the type that has them; and ends of all kinds, on and off alignments.
 CASES = {
@@ -27,19 +27,19 @@ def coding_end():
     from ringcomm._tl.launch import DTYPES
     from tests.tl.kernels import encode_kernel, sum_codes_kernel
 
-    wires = {code: wire for wire, code in _native.WIRES.items()}
+    formats = {code: quant_format for quant_format, code in _native.QUANT_FORMATS.items()}
     types = {_native.DTYPES[name]: dtype for name, dtype in DTYPES.items()}
 
     def programs(elems):
         return (-(-elems // (BLOCKS * 128)),)
 
-    def encode(wire, source, dtype, out, elems):
-        how = {"DTYPE": types[dtype], "BLOCKS": BLOCKS, "WIRE": wires[wire]}
+    def encode(quant_format, source, dtype, out, elems):
+        how = {"DTYPE": types[dtype], "BLOCKS": BLOCKS, "FORMAT": formats[quant_format]}
         encode_kernel[programs(elems)](out, source, elems, **how)
 
-    def sum_up(wire, source, count, stride, out, *rest):
+    def sum_up(quant_format, source, count, stride, out, *rest):
         dtype, elems, divide_by = rest
-        how = {"DTYPE": types[dtype], "BLOCKS": BLOCKS, "WIRE": wires[wire]}
+        how = {"DTYPE": types[dtype], "BLOCKS": BLOCKS, "FORMAT": formats[quant_format]}
         sum_codes_kernel[programs(elems)](
             out, source, elems, stride, COUNT=count, DIVISOR=max(divide_by, 1), **how
         )
@@ -50,12 +50,12 @@ def coding_end():
 def _all(store, rank, world):
     end = coding_end()
     found = {}
-    for wire, (dtype, cases) in itertools.product(WIRES, CASES.items()):
-        found[f"{wire} {dtype}"] = differences(end, wire, dtype, cases)
+    for quant_format, (dtype, cases) in itertools.product(QUANT_FORMATS, CASES.items()):
+        found[f"{quant_format} {dtype}"] = differences(end, quant_format, dtype, cases)
     # A mutant is seen.
-    from ringcomm._tl import wire_codes
+    from ringcomm._tl import quantization
 
-    vars(wire_codes)["_product"] = lambda a, b: a + b
+    vars(quantization)["_product"] = lambda a, b: a + b
     found["mutant"] = differences(end, "int8", torch.float32, ((191, 1),))
     return found
 
@@ -64,4 +64,4 @@ def test_the_bits_are_the_hosts():
     (found,) = run_ranks(_all, 1)
     assert found.pop("mutant")
     assert found == {key: [] for key in found}
-    assert len(found) == len(WIRES) * len(CASES)
+    assert len(found) == len(QUANT_FORMATS) * len(CASES)

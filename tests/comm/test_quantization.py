@@ -1,4 +1,4 @@
-"""Coded wires: codes against a reference of plain arithmetic, bounds of the error, all loops."""
+"""Quantization: codes against a reference of plain arithmetic, bounds of the error, all loops."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ringcomm import _native
 from ringcomm.comm.host.arguments import DTYPE_CODES
 
 Tensor = torch.Tensor
-BLOCK = _native.WIRE_BLOCK
+BLOCK = _native.QUANT_BLOCK
 INF, NAN = float("inf"), float("nan")
 TINY = Fraction(1, 2**150)  # half of the smallest number
 
 
 class Kind(NamedTuple):
-    """A wire: bits of a code, its numbers from 0 up, and what the codes above them stand for."""
+    """A format: bits of a code, its numbers from 0 up, and what the codes above them stand for."""
 
     bits: int
     numbers: list[Fraction]
@@ -44,11 +44,11 @@ KINDS = {
 }
 
 
-def encode(wire: str, numbers: Tensor, residual: Tensor | None = None) -> Tensor:
-    code, elems = _native.WIRES[wire], numbers.numel()
-    out = torch.full((_native.wire_bytes(code, elems) + 1,), 0xA5, dtype=torch.uint8)
+def encode(quant_format: str, numbers: Tensor, residual: Tensor | None = None) -> Tensor:
+    code, elems = _native.QUANT_FORMATS[quant_format], numbers.numel()
+    out = torch.full((_native.quantized_bytes(code, elems) + 1,), 0xA5, dtype=torch.uint8)
     ptr = 0 if residual is None else residual.data_ptr()
-    _native.encode_wire(
+    _native.quantize(
         code, numbers.data_ptr(), DTYPE_CODES[numbers.dtype], out.data_ptr(), elems, ptr
     )
     assert int(out[-1]) == 0xA5
@@ -56,17 +56,23 @@ def encode(wire: str, numbers: Tensor, residual: Tensor | None = None) -> Tensor
 
 
 def total(
-    wire: str, coded: list[Tensor], elems: int, dtype: torch.dtype = torch.float32, by: int = 0
+    quant_format: str,
+    coded: list[Tensor],
+    elems: int,
+    dtype: torch.dtype = torch.float32,
+    by: int = 0,
 ) -> Tensor:
     out = torch.full((elems + 1,), 77.0, dtype=dtype)
     ptrs = [each.data_ptr() for each in coded]
-    _native.sum_wires(_native.WIRES[wire], ptrs, out.data_ptr(), DTYPE_CODES[dtype], elems, by)
+    _native.dequantize_and_sum(
+        _native.QUANT_FORMATS[quant_format], ptrs, out.data_ptr(), DTYPE_CODES[dtype], elems, by
+    )
     assert float(out[-1]) == 77.0
     return out[:-1]
 
 
-def decoded(wire: str, numbers: Tensor) -> Tensor:
-    return total(wire, [encode(wire, numbers)], numbers.numel())
+def decoded(quant_format: str, numbers: Tensor) -> Tensor:
+    return total(quant_format, [encode(quant_format, numbers)], numbers.numel())
 
 
 def f32(x: float) -> float:
@@ -74,9 +80,9 @@ def f32(x: float) -> float:
     return result
 
 
-def codes_of(wire: str, block: list[float]) -> tuple[list[int], int]:
+def codes_of(quant_format: str, block: list[float]) -> tuple[list[int], int]:
     """The codes and the word of a block, by exact arithmetic but for the roundings of the scale."""
-    kind = KINDS[wire]
+    kind = KINDS[quant_format]
     finite = [abs(x) for x in block if abs(x) < INF]
     special = len(finite) < len(block)
     count = kind.beside if special else len(kind.numbers)
@@ -93,9 +99,9 @@ def codes_of(wire: str, block: list[float]) -> tuple[list[int], int]:
         sign = 1 << (kind.bits - 1)
         mask = 2 * sign - 1
         if x != x or abs(x) == INF:
-            return {"int8": (0x80, 0x7F, 0x81), "int4": (8, 7, 9), "fp8": (0x7F, 0x7E, 0xFE)}[wire][
-                0 if x != x else 1 if x > 0 else 2
-            ]
+            return {"int8": (0x80, 0x7F, 0x81), "int4": (8, 7, 9), "fp8": (0x7F, 0x7E, 0xFE)}[
+                quant_format
+            ][0 if x != x else 1 if x > 0 else 2]
         if scale == 0:
             at = 0
         else:
@@ -105,20 +111,20 @@ def codes_of(wire: str, block: list[float]) -> tuple[list[int], int]:
             above = bisect(kind.numbers, y, hi=count)
             near = range(max(above - 1, 0), min(above + 1, count))
             at = min(near, key=lambda n: (abs(kind.numbers[n] - y), n & 1))
-        if wire == "fp8":
+        if quant_format == "fp8":
             return at | (sign if struct.pack("f", x)[3] & 0x80 else 0)
         return (-at if x < 0 else at) & mask
 
     return [code(x) for x in block], word
 
 
-def unpacked(wire: str, coded: Tensor, elems: int) -> tuple[list[int], list[int]]:
-    """The codes and the words of a run, by the layout that wire_codes.h states."""
+def unpacked(quant_format: str, coded: Tensor, elems: int) -> tuple[list[int], list[int]]:
+    """The codes and the words of a run, by the layout that quantization.h states."""
     codes: list[int] = []
     at, raw = 0, coded.tolist()
     for begin in range(0, elems, BLOCK):
         n = min(BLOCK, elems - begin)
-        if wire == "int4":
+        if quant_format == "int4":
             half = (n + 1) // 2
             packed = raw[at : at + half]
             codes += [byte & 15 for byte in packed] + [byte >> 4 for byte in packed[: n - half]]
@@ -152,14 +158,14 @@ def blocks_of_all_kinds() -> Tensor:
     return torch.cat([normal, whole, outlier, zeros, special, smallest, largest])
 
 
-@pytest.mark.parametrize("wire", KINDS)
-def test_codes_are_those_of_exact_arithmetic(wire):
+@pytest.mark.parametrize("quant_format", KINDS)
+def test_codes_are_those_of_exact_arithmetic(quant_format):
     numbers = blocks_of_all_kinds()
-    codes, words = unpacked(wire, encode(wire, numbers.flatten()), numbers.numel())
-    kind = KINDS[wire]
+    codes, words = unpacked(quant_format, encode(quant_format, numbers.flatten()), numbers.numel())
+    kind = KINDS[quant_format]
     moved = 0
     for number, row in enumerate(numbers):
-        expected, word = codes_of(wire, row.tolist())
+        expected, word = codes_of(quant_format, row.tolist())
         assert words[number] == word, number
         for x, code, want in zip(row.tolist(), codes[number * BLOCK :], expected, strict=False):
             if code != want:
@@ -172,10 +178,10 @@ def test_codes_are_those_of_exact_arithmetic(wire):
     assert moved <= 2
 
 
-@pytest.mark.parametrize("wire", KINDS)
-def test_errors_are_bounded(wire):
+@pytest.mark.parametrize("quant_format", KINDS)
+def test_errors_are_bounded(quant_format):
     numbers = blocks_of_all_kinds()
-    found = decoded(wire, numbers.flatten()).view_as(numbers)
+    found = decoded(quant_format, numbers.flatten()).view_as(numbers)
     for row, back in zip(numbers, found, strict=True):
         finite = row.isfinite()
         assert torch.equal(back[~finite].isnan(), row[~finite].isnan())
@@ -186,53 +192,60 @@ def test_errors_are_bounded(wire):
         slack = TINY if most < Fraction(1, 2**62) else 0
         for x, y in zip(row[finite].tolist(), back[finite].tolist(), strict=True):
             error = abs(Fraction(x) - Fraction(y))
-            if wire == "fp8":
+            if quant_format == "fp8":
                 bound = max(abs(Fraction(x)) / 16, most / 262144)
             else:
-                bound = most / {"int8": 252 if beside else 254, "int4": 12 if beside else 14}[wire]
+                bound = (
+                    most
+                    / {"int8": 252 if beside else 254, "int4": 12 if beside else 14}[quant_format]
+                )
             assert error <= bound + slack, (x, y)
 
 
-@pytest.mark.parametrize("wire", KINDS)
-def test_all_loops_have_the_same_bits(wire):
+@pytest.mark.parametrize("quant_format", KINDS)
+def test_all_loops_have_the_same_bits(quant_format):
     numbers = blocks_of_all_kinds().flatten()
     seen = []
     for name in ("avx512", "avx2", "baseline"):
         if _native.force_isa(name):
-            coded = encode(wire, numbers)
-            sums = total(wire, [coded, encode(wire, numbers.flip(0))], numbers.numel(), by=3)
+            coded = encode(quant_format, numbers)
+            sums = total(
+                quant_format, [coded, encode(quant_format, numbers.flip(0))], numbers.numel(), by=3
+            )
             seen.append(coded.tolist() + sums.view(torch.int32).tolist())
     _native.force_isa("")
     assert all(each == seen[0] for each in seen)
 
 
-@pytest.mark.parametrize("wire", KINDS)
+@pytest.mark.parametrize("quant_format", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sums_are_those_of_decoded_numbers(wire, dtype):
+def test_sums_are_those_of_decoded_numbers(quant_format, dtype):
     seed = torch.Generator(device="cpu").manual_seed(6)
     for elems in (0, 1, 2, 63, 64, 127, 128, 129, 191, 256, 301):
         sources = [torch.randn(elems, generator=seed).to(dtype) for _ in range(3)]
-        coded = [encode(wire, source) for source in sources]
-        wide = [decoded(wire, source.float()) for source in sources]
+        coded = [encode(quant_format, source) for source in sources]
+        wide = [decoded(quant_format, source.float()) for source in sources]
         for source, each in zip(sources, coded, strict=True):
-            assert torch.equal(each, encode(wire, source.float()))
-            assert each.numel() == _native.wire_bytes(_native.WIRES[wire], elems)
-        found = total(wire, coded, elems, dtype)
+            assert torch.equal(each, encode(quant_format, source.float()))
+            assert each.numel() == _native.quantized_bytes(
+                _native.QUANT_FORMATS[quant_format], elems
+            )
+        found = total(quant_format, coded, elems, dtype)
         assert torch.equal(found, ((wide[0] + wide[1]) + wide[2]).to(dtype))
-        mean = total(wire, coded, elems, dtype, by=3)
+        mean = total(quant_format, coded, elems, dtype, by=3)
         assert torch.equal(mean, (((wide[0] + wide[1]) + wide[2]) / 3).to(dtype))
 
 
-@pytest.mark.parametrize("wire", KINDS)
-def test_a_residual_is_what_the_codes_leave_out(wire):
+@pytest.mark.parametrize("quant_format", KINDS)
+def test_a_residual_is_what_the_codes_leave_out(quant_format):
     seed = torch.Generator(device="cpu").manual_seed(7)
     numbers = torch.randn(3 * BLOCK + 5, generator=seed)
     numbers[BLOCK + 3] = INF
     residual = torch.randn(numbers.numel(), generator=seed) / 50
     given = numbers + residual
-    coded = encode(wire, numbers, residual)
-    assert torch.equal(coded, encode(wire, given))
-    left = given - total(wire, [coded], numbers.numel())
+    coded = encode(quant_format, numbers, residual)
+    assert torch.equal(coded, encode(quant_format, given))
+    left = given - total(quant_format, [coded], numbers.numel())
     left[BLOCK : 2 * BLOCK] = 0
     assert torch.equal(residual, left)
     # Codes of a constant with its residual have that constant as their mean; without, they do not.
@@ -240,23 +253,26 @@ def test_a_residual_is_what_the_codes_leave_out(wire):
     constant[0] = 1.0
     sums = torch.zeros(BLOCK)
     for _ in range(256):
-        sums += total(wire, [encode(wire, constant, carried)], BLOCK)
+        sums += total(quant_format, [encode(quant_format, constant, carried)], BLOCK)
     assert torch.allclose(sums / 256, constant, rtol=0, atol=1 / 256)
-    if wire != "fp8":
-        assert not torch.allclose(decoded(wire, constant), constant, rtol=0, atol=1 / 512)
+    if quant_format != "fp8":
+        assert not torch.allclose(decoded(quant_format, constant), constant, rtol=0, atol=1 / 512)
 
 
 def test_bytes():
-    for wire, most in (("int8", 1.03), ("fp8", 1.03), ("int4", 0.53)):
-        assert _native.wire_bytes(_native.WIRES[wire], 1 << 20) / (1 << 20) <= most
+    for quant_format, most in (("int8", 1.03), ("fp8", 1.03), ("int4", 0.53)):
+        assert (
+            _native.quantized_bytes(_native.QUANT_FORMATS[quant_format], 1 << 20) / (1 << 20)
+            <= most
+        )
 
 
 def test_what_cannot_be_coded_is_refused():
     x = torch.ones(4, dtype=torch.float64)
     code = DTYPE_CODES[x.dtype]
     with pytest.raises(ValueError, match="expected float32, bfloat16 or float16"):
-        _native.encode_wire(0, x.data_ptr(), code, x.data_ptr(), 4)
-    with pytest.raises(ValueError, match="no such wire"):
-        _native.wire_bytes(len(_native.WIRES), 4)
+        _native.quantize(0, x.data_ptr(), code, x.data_ptr(), 4)
+    with pytest.raises(ValueError, match="no such format"):
+        _native.quantized_bytes(len(_native.QUANT_FORMATS), 4)
     with pytest.raises(ValueError, match="one source or more"):
-        _native.sum_wires(0, [], x.data_ptr(), DTYPE_CODES[torch.float32], 4)
+        _native.dequantize_and_sum(0, [], x.data_ptr(), DTYPE_CODES[torch.float32], 4)

@@ -1,4 +1,4 @@
-// The loops of coded wires behind one KernelTable, written for the compiler's vectoriser: whole
+// The loops of quantization behind one KernelTable, written for the compiler's vectoriser: whole
 // blocks at a time, which stay in registers and the first-level cache. Included once by each
 // isa_*.cpp.
 #pragma once
@@ -58,14 +58,14 @@ struct BlockCoder {
 // block.
 template <class Code, class Numbers>
 inline void store_codes(uint8_t* RC_RESTRICT to, uint64_t n, Numbers code) {
-  if constexpr (Code::wire == Wire::kInt4) {
+  if constexpr (Code::format == QuantFormat::kInt4) {
     const uint64_t half = (n + 1) / 2, whole = n - half;
     for (uint64_t i = 0; i < whole; ++i) to[i] = uint8_t(code(i) | code(i + half) << 4);
     if (whole < half) to[whole] = uint8_t(code(whole));
   } else {
     // Stored as bytes at once, codes would be computed from operands that GCC 12 narrows to bytes
     // one by one, which takes longer than the codes themselves.
-    alignas(64) uint32_t wide[kWireBlock];
+    alignas(64) uint32_t wide[kQuantBlock];
     for (uint64_t i = 0; i < n; ++i) wide[i] = code(i);
     for (uint64_t i = 0; i < n; ++i) to[i] = uint8_t(wide[i]);
   }
@@ -74,7 +74,7 @@ inline void store_codes(uint8_t* RC_RESTRICT to, uint64_t n, Numbers code) {
 // Calls take(i, code) for the codes of a block.
 template <class Code, class Take>
 inline void load_codes(const uint8_t* RC_RESTRICT from, uint64_t n, Take take) {
-  if constexpr (Code::wire == Wire::kInt4) {
+  if constexpr (Code::format == QuantFormat::kInt4) {
     const uint64_t half = (n + 1) / 2, whole = n - half;
     for (uint64_t i = 0; i < half; ++i) take(i, from[i] & 0xfu);
     for (uint64_t i = 0; i < whole; ++i) take(i + half, uint32_t(from[i]) >> 4);
@@ -87,7 +87,7 @@ inline void load_codes(const uint8_t* RC_RESTRICT from, uint64_t n, Take take) {
 // The numbers of e4m3 codes over 256: FP16 numbers of the same bits, whose exponents have a bias 8
 // larger. The processor widens these, subnormal ones, too.
 inline void widen_e4m3(float* RC_RESTRICT to, const uint8_t* RC_RESTRICT codes, uint64_t n) {
-  alignas(64) Float16 halves[kWireBlock];
+  alignas(64) Float16 halves[kQuantBlock];
   for (uint64_t i = 0; i < n; ++i)
     halves[i].bits = uint16_t((codes[i] & 0x7fu) << 7 | (codes[i] & 0x80u) << 8);
 #pragma GCC diagnostic push
@@ -108,8 +108,8 @@ inline void decode_block(float* RC_RESTRICT y, const uint8_t* RC_RESTRICT from, 
   }
   const BlockCoder<Code> coder(block);
 #if RC_HAS_F16C
-  if constexpr (Code::wire == Wire::kFp8) {
-    alignas(64) float numbers[kWireBlock];
+  if constexpr (Code::format == QuantFormat::kFp8) {
+    alignas(64) float numbers[kQuantBlock];
     widen_e4m3(numbers, from, n);
     const float scale = coder.scale * 256.0f;
     for (uint64_t i = 0; i < n; ++i) put(i, numbers[i] * scale * coder.after);
@@ -131,10 +131,10 @@ inline void encode_block(uint8_t* RC_RESTRICT to, const float* RC_RESTRICT x, ui
 }
 
 template <class Code, class In>
-void encode_wire(const EncodeJob& job) {
-  alignas(64) float room[kWireBlock], sum[kWireBlock], back[kWireBlock];
+void quantize(const EncodeJob& job) {
+  alignas(64) float room[kQuantBlock], sum[kQuantBlock], back[kQuantBlock];
   uint8_t* to = job.out;
-  uint8_t* word = job.out + wire_code_bytes(Code::wire, job.elems);
+  uint8_t* word = job.out + values_bytes(Code::format, job.elems);
   const auto block = [&](uint64_t begin, uint64_t n) {
     const float* x = widened(static_cast<const In*>(job.in) + begin, room, n);
     float* const residual = job.residual == nullptr ? nullptr : job.residual + begin;
@@ -149,11 +149,11 @@ void encode_wire(const EncodeJob& job) {
       for (uint64_t i = 0; i < n; ++i) residual[i] = scale.special() ? 0.0f : x[i] - back[i];
     }
     scale.write(word);
-    to += wire_code_bytes(Code::wire, n);
+    to += values_bytes(Code::format, n);
     word += kWordBytes;
   };
-  const uint64_t whole = job.elems / kWireBlock * kWireBlock;
-  for (uint64_t begin = 0; begin < whole; begin += kWireBlock) block(begin, kWireBlock);
+  const uint64_t whole = job.elems / kQuantBlock * kQuantBlock;
+  for (uint64_t begin = 0; begin < whole; begin += kQuantBlock) block(begin, kQuantBlock);
   if (whole < job.elems) block(whole, job.elems - whole);
 }
 
@@ -172,12 +172,12 @@ inline void store_block(Float16* RC_RESTRICT to, const float* RC_RESTRICT from, 
 }
 
 template <class Code, class Out>
-void sum_wires(const DecodeJob& job) {
-  alignas(64) float sum[kWireBlock];
-  const uint64_t codes_bytes = wire_code_bytes(Code::wire, job.elems);
+void dequantize_and_sum(const DecodeJob& job) {
+  alignas(64) float sum[kQuantBlock];
+  const uint64_t codes_bytes = values_bytes(Code::format, job.elems);
   Out* const out = static_cast<Out*>(job.out);
   const auto block = [&](uint64_t number, uint64_t n) {
-    const uint64_t at = wire_code_bytes(Code::wire, number * kWireBlock);
+    const uint64_t at = values_bytes(Code::format, number * kQuantBlock);
     for (int s = 0; s < job.count; ++s) {
       const uint8_t* const source = job.sources[s];
       const BlockScale scale = BlockScale::read(source + codes_bytes + number * kWordBytes);
@@ -188,17 +188,18 @@ void sum_wires(const DecodeJob& job) {
     }
     if (job.divide_by > 0)
       for (uint64_t i = 0; i < n; ++i) sum[i] = finish<RedOp::kAvg>(sum[i], job.divide_by);
-    store_block(out + number * kWireBlock, sum, n);
+    store_block(out + number * kQuantBlock, sum, n);
   };
-  const uint64_t whole = job.elems / kWireBlock;
-  for (uint64_t number = 0; number < whole; ++number) block(number, kWireBlock);
-  if (whole * kWireBlock < job.elems) block(whole, job.elems - whole * kWireBlock);
+  const uint64_t whole = job.elems / kQuantBlock;
+  for (uint64_t number = 0; number < whole; ++number) block(number, kQuantBlock);
+  if (whole * kQuantBlock < job.elems) block(whole, job.elems - whole * kQuantBlock);
 }
 
 template <class Code>
-constexpr WireKernels wire_kernels() {
-  return {{&encode_wire<Code, Float16>, &encode_wire<Code, BFloat16>, &encode_wire<Code, float>},
-          {&sum_wires<Code, Float16>, &sum_wires<Code, BFloat16>, &sum_wires<Code, float>}};
+constexpr QuantKernels quant_kernels() {
+  return {{&quantize<Code, Float16>, &quantize<Code, BFloat16>, &quantize<Code, float>},
+          {&dequantize_and_sum<Code, Float16>, &dequantize_and_sum<Code, BFloat16>,
+           &dequantize_and_sum<Code, float>}};
 }
 
 }  // namespace host

@@ -1,4 +1,4 @@
-"""The PTX of the wires' kernels, executed, makes the host's codes and sums, and mutants do not."""
+"""The PTX of the kernels that quantize, executed, has the host's bits, and mutants have not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support import nvrtc
 from tests.support.covering import covering
 from tests.support.device_worlds import Devices
 from tests.support.emulator.library import COMPILER
-from tests.support.wire_checks import CASES, DTYPES, CodingEnd, each_difference
+from tests.support.quantization_checks import CASES, DTYPES, CodingEnd, each_difference
 
 pytestmark = [
     pytest.mark.compiles,
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="the emulator needs a C++ compiler"),
 ]
 
-WIRES = ("int8", "fp8", "int4")
+QUANT_FORMATS = ("int8", "fp8", "int4")
 # More than a block of the grid has, so that there are two.
 TWO_BLOCKS = ((8_500, 0),)
 
@@ -43,13 +43,15 @@ def coding_end(devices: Devices, native: _native.DeviceComm) -> CodingEnd:
         devices.runtime.synchronize(0)
         return tensor
 
-    return CodingEnd(native.encode_wire, native.sum_wires, to_device, to_host)
+    return CodingEnd(native.quantize, native.dequantize_and_sum, to_device, to_host)
 
 
-@covering(strength=1, wire=WIRES, dtype=DTYPES)
-def test_the_bits_are_the_hosts(devices: Devices, wire: str, dtype: torch.dtype) -> None:
+@covering(strength=1, quant_format=QUANT_FORMATS, dtype=DTYPES)
+def test_the_bits_are_the_hosts(devices: Devices, quant_format: str, dtype: torch.dtype) -> None:
     cases = CASES + (TWO_BLOCKS if dtype == torch.float32 else ())
-    check(devices, lambda end: each_difference(coding_end(devices, end), wire, dtype, cases))
+    check(
+        devices, lambda end: each_difference(coding_end(devices, end), quant_format, dtype, cases)
+    )
 
 
 # Patterns of the text, and what they become.
@@ -74,4 +76,4 @@ def test_mutants_are_seen(devices: Devices, mutant: str) -> None:
     def found(end: _native.DeviceComm) -> Iterator[str]:
         return each_difference(coding_end(devices, end), "int8", torch.float32)
 
-    check_seen(devices, "wires_int8/float32", MUTANTS[mutant], found)
+    check_seen(devices, "quantize_int8/float32", MUTANTS[mutant], found)
