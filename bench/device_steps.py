@@ -107,10 +107,10 @@ class Systems:
 
     def _random(self, rank: int | None = None) -> Tensor:
         """The gradient of a rank, or the parameter of all."""
-        case, place = self._case, self._device.tensors
+        case, device = self._case, self._device.tensors
         seed, scale = (0, 1.0) if rank is None else (1 + rank, 0.01)
-        generator = torch.Generator(place).manual_seed(seed)
-        values = torch.empty(case.elems, dtype=case.dtype, device=place)
+        generator = torch.Generator(device).manual_seed(seed)
+        values = torch.empty(case.elems, dtype=case.dtype, device=device)
         return values.uniform_(-scale, scale, generator=generator)
 
     def _ranks(self, options: ringcomm.optim.AdamWOptions, name: str) -> Call:

@@ -58,8 +58,8 @@ class RawFile:
         turn = itertools.count()
 
         def loop(memory: mmap.mmap) -> None:
-            while (place := next(turn)) < len(todo):
-                self._move(*todo[place], memory)
+            while (number := next(turn)) < len(todo):
+                self._move(*todo[number], memory)
 
         with ThreadPoolExecutor(depth) as threads:
             wall, cpu = time.perf_counter(), time.process_time()

@@ -28,7 +28,7 @@ from ringcomm.launch import RankCommand, end_with, rank_variables, run_together,
 from .report import PROCESSES
 
 _STORE_FILE = "RINGCOMM_BENCH_STORE"
-_MPI_PLACE = ("PMI_RANK", "PMI_SIZE")
+_MPI_VARIABLES = ("PMI_RANK", "PMI_SIZE")
 _NO_MPI = (
     "no {}: MPI needs mpi4py and MPICH, which pip install 'ringcomm[bench]' brings; "
     "--peers gloo does without"
@@ -65,8 +65,8 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Placing:
-    """This process's place among the ranks and the store that all of them share.
+class RankInfo:
+    """This process's rank, and the store that all ranks share.
 
     In the mode "one-launch" the process is all ``world`` ranks, and ``rank`` is 0.
     """
@@ -88,11 +88,11 @@ def started_by(environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def join(wanted: Wanted) -> Placing:
-    """Finds this rank's place. Raises :class:`LaunchError` where the bench cannot run there."""
+def join(wanted: Wanted) -> RankInfo:
+    """Finds this process's rank. Raises :class:`LaunchError` where the bench cannot run there."""
     how = started_by(os.environ)
     if how == "harness":
-        return placed()
+        return rank_of_harness()
     if wanted.busy:
         raise LaunchError(
             "--busy: run the harness alone, which then starts its ranks as equals of the loops"
@@ -102,24 +102,24 @@ def join(wanted: Wanted) -> Placing:
 
         comm = MPI.COMM_WORLD
         file = comm.bcast(str(Path(tempfile.gettempdir(), f"ringcomm-bench-{uuid.uuid4()}")))
-        place = Placing(comm.rank, comm.size, dist.FileStore(file, comm.size))
+        info = RankInfo(comm.rank, comm.size, dist.FileStore(file, comm.size))
     else:
-        place = _join_torchrun(wanted)
-    if wanted.ranks not in (None, place.world):
-        told = f"{how} started {place.world} ranks; leave the option out"
+        info = _join_torchrun(wanted)
+    if wanted.ranks not in (None, info.world):
+        told = f"{how} started {info.world} ranks; leave the option out"
         raise LaunchError(f"--ranks {wanted.ranks}: {told}")
-    return place
+    return info
 
 
-def placed() -> Placing:
-    """Finds the place of a rank that the harness started, and ties its life to the harness's."""
+def rank_of_harness() -> RankInfo:
+    """Finds the rank of a process that the harness started, and ties its life to the harness's."""
     end_with(os.getppid())
     rank = int(os.environ.get("PMI_RANK", os.environ.get("RANK", "0")))
     world = int(os.environ.get("PMI_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    return Placing(rank, world, dist.FileStore(os.environ[_STORE_FILE], world))
+    return RankInfo(rank, world, dist.FileStore(os.environ[_STORE_FILE], world))
 
 
-def _join_torchrun(wanted: Wanted) -> Placing:
+def _join_torchrun(wanted: Wanted) -> RankInfo:
     if "mpi" in wanted.systems or "impi" in wanted.systems:
         raise LaunchError(
             "MPI ranks must be started by mpiexec, and torchrun started these: leave mpi out "
@@ -132,33 +132,34 @@ def _join_torchrun(wanted: Wanted) -> Placing:
             "so start it with --nnodes 1"
         )
     store, rank, size = next(dist.rendezvous("env://"))
-    return Placing(rank, size, store)
+    return RankInfo(rank, size, store)
 
 
 def run_ranks(words: Sequence[str], wanted: Wanted) -> int:
-    """Runs a module and its ``words`` in ranks, which find their places with :func:`placed`.
+    """Runs a module and its ``words`` in ranks, which find themselves by :func:`rank_of_harness`.
 
     Waits for them, and returns the exit status. Raises :class:`LaunchError` without mpiexec.
     """
     command, world = [sys.executable, "-m", *words], wanted.ranks or 1
     if "impi" in wanted.systems or "mpi" in wanted.systems:
         mpiexec, environment = _mpiexec(wanted.systems)
-        places = {"mpiexec": environment}
-        return _run([mpiexec, "-n", str(world), *command], places, wanted.busy)
-    places = {f"rank {rank}": rank_variables(rank, world) for rank in range(world)}
+        variables = {"mpiexec": environment}
+        return _run([mpiexec, "-n", str(world), *command], variables, wanted.busy)
+    variables = {f"rank {rank}": rank_variables(rank, world) for rank in range(world)}
     if wanted.nodes > 1:  # ranks that follow each other stand for a node
-        for rank, place in enumerate(places.values()):
-            place["RINGCOMM_NODE_ID"] = f"node {rank * wanted.nodes // world}"
-    return _run(command, places, wanted.busy)
+        for rank, own in enumerate(variables.values()):
+            own["RINGCOMM_NODE_ID"] = f"node {rank * wanted.nodes // world}"
+    return _run(command, variables, wanted.busy)
 
 
-def _run(command: Sequence[str], places: Mapping[str, Mapping[str, str]], busy: int) -> int:
+def _run(command: Sequence[str], variables: Mapping[str, Mapping[str, str]], busy: int) -> int:
     """Runs a command with each set of variables, by name, beside ``busy`` loops."""
     with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as directory, busy_loops(busy):
-        # A job that mpiexec started may call the harness; its own place is not that of a rank.
-        outside = {key: os.environ[key] for key in os.environ if key not in _MPI_PLACE}
+        # A job that mpiexec started may call the harness; its own variables are not those of a
+        # rank.
+        outside = {key: os.environ[key] for key in os.environ if key not in _MPI_VARIABLES}
         shared = {"OMP_NUM_THREADS": "1", **outside, _STORE_FILE: f"{directory}/store"}
-        ranks = [RankCommand(name, command, {**shared, **own}) for name, own in places.items()]
+        ranks = [RankCommand(name, command, {**shared, **own}) for name, own in variables.items()]
         return run_together(ranks)
 
 

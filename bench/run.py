@@ -25,7 +25,7 @@ import ringcomm
 from . import cases
 from .board import Board
 from .devices import ONE_LAUNCH, ModeError
-from .launch import REST_S, LaunchError, Placing, Wanted, join, lead_session, run_ranks, started_by
+from .launch import REST_S, LaunchError, RankInfo, Wanted, join, lead_session, run_ranks, started_by
 from .options import BUSY, CSV, JSON, PIN, Option, build_parser, ranks, rounds, without_files
 from .report import TIMES, Report, Row, Table, collect, write_csv, write_json
 from .timing import Call, Device, Entrant, Pace, Timing, measure, rows_of
@@ -46,8 +46,8 @@ BENCHES = {
 }
 
 
-def usual_place(options: argparse.Namespace, wanted: Wanted) -> Placing | None:
-    """This process's place; None in the process of the user."""
+def usual_rank(options: argparse.Namespace, wanted: Wanted) -> RankInfo | None:
+    """This process's rank; None in the process of the user."""
     return None if started_by(os.environ) is None else join(wanted)
 
 
@@ -64,8 +64,8 @@ class Bench:
     on_nodes: bool = False  # its ranks may be on several machines
     # Looks at the options before ranks start, and may add to them.
     check: Callable[[argparse.ArgumentParser, argparse.Namespace], object] | None = None
-    # This process's place among the ranks; None in a process that has ranks to start.
-    place: Callable[[argparse.Namespace, Wanted], Placing | None] = usual_place
+    # Finds this process's rank; None in a process that has ranks to start.
+    find_rank: Callable[[argparse.Namespace, Wanted], RankInfo | None] = usual_rank
 
     def build_parser(self) -> argparse.ArgumentParser:
         of_ranks = [ranks(self.ranks), BUSY, PIN] if self.ranks else []
@@ -101,7 +101,7 @@ class Run:
 
     bench: Bench
     options: argparse.Namespace
-    place: Placing
+    info: RankInfo
     # Of the systems and of the device, for the report.
     versions: dict[str, str] = field(default_factory=lambda: {"ringcomm": ringcomm.__version__})
     facts: dict[str, str] = field(default_factory=dict)
@@ -111,18 +111,18 @@ class Run:
     _table: Table | None = None
 
     def __post_init__(self) -> None:
-        self.rank, self.world = self.place.rank, self.place.world
+        self.rank, self.world = self.info.rank, self.info.world
         self.rest_s = REST_S if getattr(self.options, "busy", 0) else 0.0
 
     @cached_property
     def board(self) -> Board:
-        processes = 1 if self.place.mode == ONE_LAUNCH else self.world
+        processes = 1 if self.info.mode == ONE_LAUNCH else self.world
         group = dist.group.WORLD if self.over_nodes else None
-        return Board(self.place.store, self.rank, processes, group)
+        return Board(self.info.store, self.rank, processes, group)
 
     def connect(self, backend: str = "ringcomm", **how: Any) -> ringcomm.Communicator:
         """Makes torch's default group, and a communicator by ``from_store``; collective."""
-        store, rank, world = self.place.store, self.rank, self.world
+        store, rank, world = self.info.store, self.rank, self.world
         dist.init_process_group(
             backend, store=dist.PrefixStore("torch", store), rank=rank, world_size=world
         )
@@ -186,14 +186,14 @@ class Run:
 
 
 def run_rank(
-    bench: Bench, options: argparse.Namespace, place: Placing, words: Sequence[str]
+    bench: Bench, options: argparse.Namespace, info: RankInfo, words: Sequence[str]
 ) -> int:
     """Measures as this rank; returns the exit status."""
-    run = Run(bench, options, place)
+    run = Run(bench, options, info)
     if bench.ranks:
         if options.pin:
             cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {cores[place.rank % len(cores)]})
+            os.sched_setaffinity(0, {cores[info.rank % len(cores)]})
         if options.busy:
             lead_session()
         torch.set_num_threads(1)
@@ -206,11 +206,11 @@ def main(bench: Bench, words: Sequence[str]) -> int:
     options = bench.parse(words)
     try:
         if not bench.ranks:
-            return run_rank(bench, options, Placing(0, 1, dist.HashStore()), words)
+            return run_rank(bench, options, RankInfo(0, 1, dist.HashStore()), words)
         wanted = bench.wanted(options)
-        place = bench.place(options, wanted)
-        if place is not None:
-            return run_rank(bench, options, place, words)
+        info = bench.find_rank(options, wanted)
+        if info is not None:
+            return run_rank(bench, options, info, words)
         wanted = replace(wanted, ranks=wanted.ranks or bench.ranks)
         return run_ranks(["ringcomm.bench", bench.name, *words], wanted)
     except (LaunchError, ModeError) as error:

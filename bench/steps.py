@@ -23,7 +23,7 @@ import torch.distributed as dist
 import ringcomm
 
 from . import run
-from .launch import LaunchError, Placing, Wanted
+from .launch import LaunchError, RankInfo, Wanted
 from .options import option
 from .report import row_of
 from .run import Bench, Run
@@ -142,12 +142,12 @@ def measure(run: Run) -> None:
         run.compare(row, systems, SUBJECT)
 
 
-def place(asked: argparse.Namespace, wanted: Wanted) -> Placing | None:
+def find_rank(asked: argparse.Namespace, wanted: Wanted) -> RankInfo | None:
     """A shard has one rank, which is this process."""
     if asked.what == "shard" and asked.ranks not in (None, 1):
         raise LaunchError(f"--ranks {asked.ranks}: a shard has one rank")
-    alone = Placing(0, 1, dist.HashStore())
-    return alone if asked.what == "shard" else run.usual_place(asked, wanted)
+    alone = RankInfo(0, 1, dist.HashStore())
+    return alone if asked.what == "shard" else run.usual_rank(asked, wanted)
 
 
 BENCH = Bench(
@@ -159,6 +159,6 @@ BENCH = Bench(
         option("-m --millions", type=float, help="Mi parameters (default 16, step 64)"),
         option("-d --dtype", action="append", choices=("float32", "bfloat16")),
     ),
-    place=place,
+    find_rank=find_rank,
 )
 BENCH.run_as_main(__name__)

@@ -299,7 +299,7 @@ def _deepspeed(shape: Shape, stage: int) -> Built:
 
 
 def _mesh(comm: ringcomm.Communicator, backend: str) -> DeviceMesh:
-    """Returns the mesh of nodes by places, whose groups are of ``backend``; collective."""
+    """Returns the mesh of nodes by local ranks, whose groups are of ``backend``; collective."""
     ranks_of = range(comm.world_size)
     nodes = [
         [rank for rank in ranks_of if comm.node_of(rank) == node] for node in range(comm.num_nodes)

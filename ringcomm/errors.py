@@ -1,4 +1,4 @@
-"""The exceptions of ringcomm, and the one place that words a native fault.
+"""The exceptions of ringcomm, and the one module that words a native fault.
 
 Every message says the operation, the rank that reports, what was expected, what came and
 what to do.
@@ -86,7 +86,7 @@ class DiskError(RingcommError):
     Attributes:
         path: the folder on the disk, where one is meant.
         block: of the scratch file, where the error is of one.
-        offset_bytes: in the scratch file, where the error has a place.
+        offset_bytes: in the scratch file, where the error has an offset.
     """
 
     path: str | None = None

@@ -59,7 +59,7 @@ def launch(start: RankLaunch) -> int:
 def rank_variables(
     rank: int, world_size: int, local_rank: int | None = None, local_size: int | None = None
 ) -> dict[str, str]:
-    """The place of a rank in the variables that torchrun sets; all ranks are here by default."""
+    """A rank in the variables that torchrun sets; all ranks are here by default."""
     numbers = {
         "RANK": rank,
         "LOCAL_RANK": rank if local_rank is None else local_rank,

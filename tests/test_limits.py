@@ -21,7 +21,7 @@ class Process:
         self.proc.mkdir()
         self.groups.mkdir()
 
-    def place(self, membership, mounts):
+    def with_mounts(self, membership, mounts):
         (self.proc / "cgroup").write_text(membership)
         (self.proc / "mountinfo").write_text("22 1 8:1 / / rw - ext4 /dev/sda1 rw\n" + mounts)
         return self.proc
@@ -44,7 +44,7 @@ def process(tmp_path):
 
 @pytest.mark.parametrize("tight", ["", "slice", "slice/job"])
 def test_the_least_limit_of_a_hierarchy_counts(process, tight):
-    proc = process.place("0::/slice/job\n", CGROUP2.format(root="/", at=process.at))
+    proc = process.with_mounts("0::/slice/job\n", CGROUP2.format(root="/", at=process.at))
     for group in ("slice", "slice/job"):
         process.write(group, memory__max="max", cpu__max="max 100000")
     assert limits.memory_limit_bytes(proc) is None
@@ -62,7 +62,7 @@ def test_version_1_has_a_hierarchy_for_each_controller(process, tight):
         for name in ("memory", "cpu,cpuacct")
     )
     membership = "9:memory:/slurm/job_7\n8:devices:/\n4:cpu,cpuacct:/slurm/job_7\n"
-    proc = process.place(membership, mounts)
+    proc = process.with_mounts(membership, mounts)
     process.write("memory/slurm/job_7", memory__limit_in_bytes=9223372036854771712)
     process.write("cpu,cpuacct/slurm/job_7", cpu__cfs_quota_us=-1, cpu__cfs_period_us=100000)
     assert limits.memory_limit_bytes(proc) is None
@@ -82,7 +82,7 @@ def test_version_1_has_a_hierarchy_for_each_controller(process, tight):
     ],
 )
 def test_a_container_sees_its_part_of_the_hierarchy(process, membership, root):
-    proc = process.place(membership, CGROUP2.format(root=root, at=process.at))
+    proc = process.with_mounts(membership, CGROUP2.format(root=root, at=process.at))
     process.write("", memory__max=2 * GIB)
     process.write("inner", memory__max=3 * GIB)
     process.write("docker/abc", memory__max=GIB)  # of another one, which happens to be called so
@@ -91,8 +91,10 @@ def test_a_container_sees_its_part_of_the_hierarchy(process, membership, root):
 
 def test_a_system_without_control_groups_has_no_limit(process, tmp_path):
     assert limits.memory_limit_bytes(tmp_path / "none") is None
-    assert limits.memory_limit_bytes(process.place("0::/a\n", "")) is None
-    junk = process.place("0::/a\n", "junk\n1 2 - x\n" + CGROUP2.format(root="/", at=process.at))
+    assert limits.memory_limit_bytes(process.with_mounts("0::/a\n", "")) is None
+    junk = process.with_mounts(
+        "0::/a\n", "junk\n1 2 - x\n" + CGROUP2.format(root="/", at=process.at)
+    )
     process.write("a", memory__max="12 apples")
     assert limits.memory_limit_bytes(junk) is None
 

@@ -78,9 +78,9 @@ class Sheet:
         self._add("text", style, x=x, y=y, **{"font_size": 13, **how}).text = text
 
     def line(self, points: Points, colour: str, width: float, dashed: bool = False) -> None:
-        places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        positions = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         how = {"stroke_width": width, "stroke_dasharray": "5 4" if dashed else ""}
-        self._add("polyline", f"n s-{colour}", points=places, **how)
+        self._add("polyline", f"n s-{colour}", points=positions, **how)
 
     def dot(self, x: float, y: float, colour: str) -> None:
         self._add("circle", f"f-{colour}", cx=x, cy=y, r=3)
@@ -154,9 +154,9 @@ class Chart:
             sheet.text(x, 336, text, font_size=12, text_anchor="middle")
         sheet.line([(left, 316), (left + width, 316)], "line", 1.2)
         for curve in reversed(curves):
-            places = [at(*point) for point in curve.points]
-            sheet.line(places, curve.colour, 2.2, curve.dashed)
-            for x, y in places if not curve.dashed else []:
+            positions = [at(*point) for point in curve.points]
+            sheet.line(positions, curve.colour, 2.2, curve.dashed)
+            for x, y in positions if not curve.dashed else []:
                 sheet.dot(x, y, curve.colour)
 
 

@@ -32,7 +32,7 @@ BESIDE = {
     "README.md": "index.md",
     "SECURITY.md": "security-policy.md",
 }
-COMMANDS_PLACE = "<!-- commands -->"
+COMMANDS_MARK = "<!-- commands -->"
 # Code, which has no links; and a link: its text, and its target up to the anchor.
 _CODE = re.compile(r"(^```.*?^```|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(\]\()(?!\w+:)([^)\s#]+)((?:#[^)\s]*)?\))")
@@ -126,7 +126,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta["hide"] = ["navigation", *(["toc"] if uri == "index.md" else [])]
     if uri.startswith("files/"):
         return markdown
-    return with_site_links(markdown, uri).replace(COMMANDS_PLACE, commands_help())
+    return with_site_links(markdown, uri).replace(COMMANDS_MARK, commands_help())
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

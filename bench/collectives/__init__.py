@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .. import cases, devices, run
 from ..cases import Case, Collective, Prepared, wrong_elements
-from ..launch import LaunchError, Placing, Wanted, join, started_by
+from ..launch import LaunchError, RankInfo, Wanted, join, started_by
 from ..options import choice, count, option, parse_size, positive, rounds
 from ..report import COLLECTIVE_CELL, COLLECTIVE_KEY, IN_PLACE, OUT_OF_PLACE, Row, Table
 from ..run import Bench, Run
@@ -133,8 +133,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     options.graph_calls = options.graph_calls if options.graph else 0
 
 
-def place(options: argparse.Namespace, wanted: Wanted) -> Placing | None:
-    """This process's place; None in the process that has ranks to start first."""
+def find_rank(options: argparse.Namespace, wanted: Wanted) -> RankInfo | None:
+    """This process's rank; None in the process that has ranks to start first."""
     launcher, ranks = started_by(os.environ), options.ranks or _DEFAULT_RANKS
     mode = None
     if options.device == "cuda":
@@ -143,7 +143,7 @@ def place(options: argparse.Namespace, wanted: Wanted) -> Placing | None:
         mode = devices.choose(options.mode, started, gpus, launcher)
     found = join(wanted) if launcher is not None else None
     if mode == devices.ONE_LAUNCH:
-        found = Placing(0, ranks, dist.HashStore())
+        found = RankInfo(0, ranks, dist.HashStore())
     if found is not None and mode is not None:
         found = replace(found, mode=mode)
     world = ranks if found is None else found.world
@@ -197,13 +197,13 @@ def nodes_of(options: argparse.Namespace) -> int:
 
 def measure_all(run: Run, device: Device | None = None) -> None:
     """Walks through the cases on ``device``: this rank's, if it is left out."""
-    options, place = run.options, run.place
+    options, info = run.options, run.info
     if device is None:
-        gpu = place.rank if place.mode == devices.GPU_PER_RANK else 0
+        gpu = info.rank if info.mode == devices.GPU_PER_RANK else 0
         device = devices.Gpu(gpu) if options.device == "cuda" else Device()
-    ranks_here, nodes = place.world if place.mode == devices.ONE_LAUNCH else 1, nodes_of(options)
+    ranks_here, nodes = info.world if info.mode == devices.ONE_LAUNCH else 1, nodes_of(options)
     setup = PeerSetup(
-        **vars(place),
+        **vars(info),
         heap_tensors=options.tensors == "heap",
         api=options.api,
         algorithm=options.algorithm,
@@ -216,7 +216,7 @@ def measure_all(run: Run, device: Device | None = None) -> None:
         run.over_nodes = True
     systems = {name: open_system(name, setup) for name in dict.fromkeys(options.systems)}
     run.versions = {name: system.version for name, system in systems.items()}
-    run.facts = {**device.facts(), "mode": place.mode} if options.device != "cpu" else {}
+    run.facts = {**device.facts(), "mode": info.mode} if options.device != "cpu" else {}
     walk = Walk(run, device, systems, nodes)
     for name in options.collectives:
         walk.measure(cases.COLLECTIVES[name])
@@ -240,24 +240,24 @@ class Walk:
     nodes: int
 
     def measure(self, collective: Collective) -> None:
-        options, place = self.run.options, self.run.place
+        options, info = self.run.options, self.run.info
         placements = placements_of(options, collective)
         graph = f", graphs of {options.graph_calls} calls" if options.graph_calls else ""
         over = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         title = (
-            f"# {collective.name}: {place.world} ranks{over} ({place.mode}: "
-            f"{devices.MEANINGS[place.mode]}), ringcomm's tensors: {options.tensors}{graph}\n"
+            f"# {collective.name}: {info.world} ranks{over} ({info.mode}: "
+            f"{devices.MEANINGS[info.mode]}), ringcomm's tensors: {options.tensors}{graph}\n"
             f"# ratio: time over that of {options.subject}, median over rounds\n"
             f"# p95, ratio95: the 95th percentile of the rounds, and that over {options.subject}'s"
         )
         table = Table(title, COLLECTIVE_KEY, COLLECTIVE_CELL, tuple(placements))
-        of = (options.datatype, options.op, options.root, place.rank, place.world)
+        of = (options.datatype, options.op, options.root, info.rank, info.world)
         for size in sizes_bytes(options):
             cells = [Case(collective, size, *of, each, self.device.tensors) for each in placements]
             self.run.add([row for cell in cells for row in self._rows(cell)], table)
 
     def _rows(self, case: Case) -> list[Row]:
-        options, mode = self.run.options, self.run.place.mode
+        options, mode = self.run.options, self.run.info.mode
         prepared, notes = self._prepare(case)
         base = replace(case.row, mode=mode, nodes=self.nodes)
         rows = {name: replace(base, system=name, note=notes.get(name, "")) for name in self.systems}
@@ -286,7 +286,7 @@ class Walk:
     def _prepare(self, case: Case) -> tuple[dict[str, list[Prepared]], dict[str, str]]:
         prepared: dict[str, list[Prepared]] = {}
         notes: dict[str, str] = {}
-        sets = buffer_sets(case, self.run.place.mode, self.device.cache_bytes)
+        sets = buffer_sets(case, self.run.info.mode, self.device.cache_bytes)
         sets = min(sets, self.run.options.graph_calls or sets)  # a graph uses no more
         for name, system in self.systems.items():
             try:
@@ -328,6 +328,6 @@ BENCH = Bench(
     rounds=0,
     on_nodes=True,
     check=check,
-    place=place,
+    find_rank=find_rank,
 )
 parse = BENCH.parse

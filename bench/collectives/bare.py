@@ -33,17 +33,17 @@ class BareLoop(System):
     A process has one of it. The mapping goes with the process: tensors may still lie in it.
     """
 
-    def __init__(self, place: PeerSetup) -> None:
-        if place.world != 2:
-            raise RuntimeError(f"the bare loop is written for 2 ranks, not {place.world}")
-        self._library = _compile(place)
-        self._zero_copy, self._rank, self._plain = place.heap_tensors, place.rank, plain(place)
+    def __init__(self, setup: PeerSetup) -> None:
+        if setup.world != 2:
+            raise RuntimeError(f"the bare loop is written for 2 ranks, not {setup.world}")
+        self._library = _compile(setup)
+        self._zero_copy, self._rank, self._plain = setup.heap_tensors, setup.rank, plain(setup)
         self._control_bytes = _round_up(self._library.bare_control_bytes(_SLOT_BYTES))
-        self._half_bytes = self._control_bytes + _round_up(place.heap_bytes or 0)
+        self._half_bytes = self._control_bytes + _round_up(setup.heap_bytes or 0)
         both_bytes = 2 * self._half_bytes
-        descriptor = share_memory(place.store, "bare", place.rank, place.world, both_bytes)
+        descriptor = share_memory(setup.store, "bare", setup.rank, setup.world, both_bytes)
         self._library.bare_open.restype = ctypes.c_void_p
-        numbers = (descriptor, self._half_bytes, _SLOT_BYTES, place.rank)
+        numbers = (descriptor, self._half_bytes, _SLOT_BYTES, setup.rank)
         begin = self._library.bare_open(*map(ctypes.c_int64, numbers))
         os.close(descriptor)
         if begin is None:
@@ -87,7 +87,7 @@ class BareLoop(System):
         return self._bytes[begin : begin + size_bytes].view(dtype)
 
 
-def _compile(place: PeerSetup) -> ctypes.CDLL:
+def _compile(setup: PeerSetup) -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         raise RuntimeError("the bare loop needs a C++ compiler (c++, g++ or $CXX)")
@@ -98,13 +98,13 @@ def _compile(place: PeerSetup) -> ctypes.CDLL:
             f"this is {platform.machine()}, and its source is {source}"
         )
     with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as directory:
-        if place.rank == 0:
+        if setup.rank == 0:
             file, flags = f"{directory}/bare_loop.so", "-std=c++20 -O3 -march=native -shared -fPIC"
             subprocess.run([compiler, *flags.split(), str(source), "-o", file], check=True)
-            place.store.set("bare loop", file)
-        library = ctypes.CDLL(place.store.get("bare loop").decode())
-        place.store.set(f"bare loop {place.rank}", "loaded")  # the file stays until both have
-        place.store.wait(["bare loop 0", "bare loop 1"])
+            setup.store.set("bare loop", file)
+        library = ctypes.CDLL(setup.store.get("bare loop").decode())
+        setup.store.set(f"bare loop {setup.rank}", "loaded")  # the file stays until both have
+        setup.store.wait(["bare loop 0", "bare loop 1"])
     return library
 
 

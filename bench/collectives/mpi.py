@@ -34,12 +34,12 @@ _OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 class Mpi(System):
     """The world communicator of this process, which must have been started by mpiexec."""
 
-    def __init__(self, place: PeerSetup) -> None:
+    def __init__(self, setup: PeerSetup) -> None:
         self._comm = MPI.COMM_WORLD
-        self._allocate = plain(place)
-        if self._comm.size != place.world:
+        self._allocate = plain(setup)
+        if self._comm.size != setup.world:
             raise RuntimeError(
-                f"MPI sees {self._comm.size} ranks where the harness has {place.world}: "
+                f"MPI sees {self._comm.size} ranks where the harness has {setup.world}: "
                 "the ranks must be started by the mpiexec of the installed MPI"
             )
         self._is_mpich = MPI.get_vendor()[0] == "MPICH"

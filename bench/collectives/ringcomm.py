@@ -21,48 +21,48 @@ _TIMEOUT = timedelta(minutes=5)
 _TIMEOUT_OF_ONE_LAUNCH = timedelta(minutes=1)
 
 
-def _allocator(place: PeerSetup) -> torch_groups.Allocate:
+def _allocator(setup: PeerSetup) -> torch_groups.Allocate:
     """Allocates memory of ringcomm's heap, or ordinary memory, as is asked for."""
-    if not place.heap_tensors:
-        return torch_groups.plain(place)
-    return lambda count, dtype: ringcomm.empty(count, dtype=dtype, device=place.device.name)
+    if not setup.heap_tensors:
+        return torch_groups.plain(setup)
+    return lambda count, dtype: ringcomm.empty(count, dtype=dtype, device=setup.device.name)
 
 
 class Ringcomm(System):
     """A rank of its own process."""
 
-    def __init__(self, place: PeerSetup) -> None:
-        how = place.mode if place.mode == ONE_LAUNCH else place.api
-        kernels = "" if place.kernels == "native" else f", {place.kernels} kernels"
+    def __init__(self, setup: PeerSetup) -> None:
+        how = setup.mode if setup.mode == ONE_LAUNCH else setup.api
+        kernels = "" if setup.kernels == "native" else f", {setup.kernels} kernels"
         self.version = f"ringcomm {ringcomm.__version__} ({how}{kernels})"
-        self._place, self._allocate = place, _allocator(place)
+        self._setup, self._allocate = setup, _allocator(setup)
         self._calls, self._extra, self._leave = self._open()
 
     def _open(self) -> tuple[Any, dict[str, Any], Callable[[], object]]:
         """Returns an interface, what calls with an algorithm take, and what leaves the library."""
-        place = self._place
-        if place.api == "dist":
-            if place.kernels != "native":
+        setup = self._setup
+        if setup.api == "dist":
+            if setup.kernels != "native":
                 raise Unavailable("torch.distributed takes the native kernels")
-            torch_groups.init_default_group(place)
+            torch_groups.init_default_group(setup)
             group = dist.new_group(backend="ringcomm", timeout=_TIMEOUT)
             return torch_groups.bind_group(group), {}, lambda: None
         connect: Callable[..., ringcomm.Communicator] = ringcomm.Communicator.from_store
         communicator = connect(
-            dist.PrefixStore(f"ringcomm/{place.kernels}/{place.algorithm}", place.store),
-            place.rank,
-            place.world,
-            options=ringcomm.CommOptions(timeout=_TIMEOUT, kernels=place.kernels),
-            heap_bytes=place.heap_bytes,
-            **({} if place.device.name == "cpu" else {"device": place.device.name}),
+            dist.PrefixStore(f"ringcomm/{setup.kernels}/{setup.algorithm}", setup.store),
+            setup.rank,
+            setup.world,
+            options=ringcomm.CommOptions(timeout=_TIMEOUT, kernels=setup.kernels),
+            heap_bytes=setup.heap_bytes,
+            **({} if setup.device.name == "cpu" else {"device": setup.device.name}),
         )
-        how = "compression" if place.algorithm in COMPRESSIONS else "algorithm"
-        return communicator, {how: place.algorithm}, communicator.close
+        how = "compression" if setup.algorithm in COMPRESSIONS else "algorithm"
+        return communicator, {how: setup.algorithm}, communicator.close
 
     def prepare(self, case: Case) -> Prepared:
-        if self._place.algorithm == "copy_engine" and case.collective.name != "all_gather":
+        if self._setup.algorithm == "copy_engine" and case.collective.name != "all_gather":
             raise Unavailable("the algorithm copy_engine gathers only")
-        if self._place.algorithm not in COMPRESSIONS:
+        if self._setup.algorithm not in COMPRESSIONS:
             return self._bind(case)
         if case.collective.name not in ("all_reduce", "reduce_scatter"):
             raise Unavailable("sums are what travels in codes")
@@ -83,12 +83,12 @@ class OneLaunch(Ringcomm):
     """All ranks in this process on one GPU: one launch carries a collective of all."""
 
     def _open(self) -> tuple[Any, dict[str, Any], Callable[[], object]]:
-        place = self._place
-        options = ringcomm.CommOptions(timeout=_TIMEOUT_OF_ONE_LAUNCH, kernels=place.kernels)
+        setup = self._setup
+        options = ringcomm.CommOptions(timeout=_TIMEOUT_OF_ONE_LAUNCH, kernels=setup.kernels)
         world = ringcomm.local_world(
-            place.world, device=place.device.name, options=options, heap_bytes=place.heap_bytes
+            setup.world, device=setup.device.name, options=options, heap_bytes=setup.heap_bytes
         )
-        return world, {"algorithm": place.algorithm}, world.close
+        return world, {"algorithm": setup.algorithm}, world.close
 
     def _bind(self, case: Case) -> Prepared:
         name, world = case.collective.name, self._calls
@@ -109,5 +109,5 @@ class OneLaunch(Ringcomm):
         return Prepared(buffers, partial(call, outputs, inputs, **how))
 
 
-def open_system(place: PeerSetup) -> Ringcomm:
-    return OneLaunch(place) if place.mode == ONE_LAUNCH else Ringcomm(place)
+def open_system(setup: PeerSetup) -> Ringcomm:
+    return OneLaunch(setup) if setup.mode == ONE_LAUNCH else Ringcomm(setup)

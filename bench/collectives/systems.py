@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..launch import Placing
+from ..launch import RankInfo
 
 if TYPE_CHECKING:
     from ..cases import Case, Prepared
@@ -47,7 +47,7 @@ def runs_on(spec: str, device: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerSetup(Placing):
+class PeerSetup(RankInfo):
     """The setting of a system: this process's rank, and options that concern one system only."""
 
     heap_tensors: bool
@@ -72,12 +72,12 @@ class System:
         """Leaves the library, if there is anything to leave; collective over the ranks."""
 
 
-def open_system(spec: str, place: PeerSetup) -> System:
+def open_system(spec: str, setup: PeerSetup) -> System:
     """Starts the library that ``spec`` names on this rank; collective over the ranks."""
     name, _, algorithm = spec.partition(":")
     # "triton" is ringcomm with its Triton kernels in the place of the native ones.
     kernels = "triton" if name == "triton" else "native"
-    place = replace(place, algorithm=algorithm or place.algorithm, kernels=kernels)
+    setup = replace(setup, algorithm=algorithm or setup.algorithm, kernels=kernels)
     module, opens, _ = _MODULES[name]
-    system: System = getattr(importlib.import_module(f"{__package__}.{module}"), opens)(place)
+    system: System = getattr(importlib.import_module(f"{__package__}.{module}"), opens)(setup)
     return system

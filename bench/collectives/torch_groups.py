@@ -48,25 +48,25 @@ def bind_group(group: dist.ProcessGroup | None) -> Any:
     )
 
 
-def init_default_group(place: PeerSetup) -> None:
+def init_default_group(setup: PeerSetup) -> None:
     """Makes Gloo the default group, once, whichever system needs it first; the runner ends it."""
     if dist.is_initialized():
         return
-    if not place.on_nodes:
+    if not setup.on_nodes:
         # Without this Gloo looks the host name up and may not find it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore("gloo", place.store),
-        rank=place.rank,
-        world_size=place.world,
+        store=dist.PrefixStore("gloo", setup.store),
+        rank=setup.rank,
+        world_size=setup.world,
         timeout=timedelta(minutes=5),
     )
 
 
-def plain(place: PeerSetup) -> Allocate:
+def plain(setup: PeerSetup) -> Allocate:
     """Allocates ordinary memory, every page present."""
-    return lambda count, dtype: torch.zeros(count, dtype=dtype, device=place.device.tensors)
+    return lambda count, dtype: torch.zeros(count, dtype=dtype, device=setup.device.tensors)
 
 
 def allocate_buffers(case: Case, allocate: Allocate) -> tuple[Tensor, Tensor]:
@@ -115,10 +115,10 @@ def prepare(interface: Any, case: Case, allocate: Allocate, **extra: Any) -> Pre
 class Gloo(System):
     """The default process group of this rank."""
 
-    def __init__(self, place: PeerSetup) -> None:
+    def __init__(self, setup: PeerSetup) -> None:
         self.version = f"Gloo of torch {torch.__version__}"
-        init_default_group(place)
-        self._calls, self._allocate = bind_group(None), plain(place)
+        init_default_group(setup)
+        self._calls, self._allocate = bind_group(None), plain(setup)
 
     def prepare(self, case: Case) -> Prepared:
         return prepare(self._calls, case, self._allocate)
@@ -127,22 +127,22 @@ class Gloo(System):
 class Nccl(Gloo):
     """A group of its own beside the default one; without one it says why in every cell."""
 
-    def __init__(self, place: PeerSetup) -> None:
+    def __init__(self, setup: PeerSetup) -> None:
         self.version = f"NCCL {_dotted(nccl_version()) or 'none'} of torch {torch.__version__}"
-        self._allocate = plain(place)
-        self._refusal = why_not(place.mode, nccl_version())
+        self._allocate = plain(setup)
+        self._refusal = why_not(setup.mode, nccl_version())
         if self._refusal is not None:
             return
-        if place.mode == PROCESSES_ON_ONE_GPU:
+        if setup.mode == PROCESSES_ON_ONE_GPU:
             os.environ[_SHARING_VARIABLE] = "1"
             self.version += f", {_SHARING_VARIABLE}=1"
-        init_default_group(place)
+        init_default_group(setup)
         try:
             group = dist.new_group(backend="nccl", timeout=timedelta(minutes=2))
             self._calls = bind_group(group)
             # The communicator is made by the first call.
-            self._calls.all_reduce(torch.zeros(1, device=place.device.tensors))
-            place.device.synchronize()
+            self._calls.all_reduce(torch.zeros(1, device=setup.device.tensors))
+            setup.device.synchronize()
         except RuntimeError as error:
             # NCCL refuses its ranks together, and the other systems can still be measured.
             self._refusal = f"NCCL would not start: {str(error).splitlines()[0]}"

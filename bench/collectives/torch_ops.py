@@ -50,20 +50,20 @@ class Copies(System):
 
     version = "one copy_ of torch, half of the needed bytes read and half written"
 
-    def __init__(self, place: PeerSetup) -> None:
-        self._place = place
+    def __init__(self, setup: PeerSetup) -> None:
+        self._setup = setup
 
     def prepare(self, case: Case) -> Prepared:
-        if self._place.mode not in ONE_GPU_MODES:
+        if self._setup.mode not in ONE_GPU_MODES:
             raise Unavailable("it stands for ranks that share a GPU")
         made = self._make(case)
-        return made() if self._place.rank == 0 else Prepared((), lambda: None)
+        return made() if self._setup.rank == 0 else Prepared((), lambda: None)
 
     def _make(self, case: Case) -> Callable[[], Prepared]:
         copied_bytes = needed_bytes(case.collective.name, case.size_bytes, case.world) // 2
 
         def make() -> Prepared:
-            source = torch.empty(copied_bytes, dtype=torch.uint8, device=self._place.device.tensors)
+            source = torch.empty(copied_bytes, dtype=torch.uint8, device=self._setup.device.tensors)
             source.random_(0, 256)
             return Prepared((), partial(torch.zeros_like(source).copy_, source))
 
@@ -90,22 +90,22 @@ class TorchOps(Copies):
     def _zeros(self, case: Case, elems: int) -> Tensor:
         """As many rows as there are ranks."""
         size = (case.world, elems)
-        return torch.zeros(size, dtype=case.dtype, device=self._place.device.tensors)
+        return torch.zeros(size, dtype=case.dtype, device=self._setup.device.tensors)
 
     def _reduce_scatter(self, cases: Sequence[Case]) -> Prepared:
         case = cases[0]
         inputs, outputs = (self._zeros(case, n) for n in (case.total_elems, case.chunk_elems))
-        call = fastest(self._place.device, ways_to_reduce(case.op, inputs, outputs.view(-1)))
+        call = fastest(self._setup.device, ways_to_reduce(case.op, inputs, outputs.view(-1)))
         return Prepared(tuple(map(Buffers, cases, inputs, outputs)), call)
 
     def _all_gather(self, cases: Sequence[Case]) -> Prepared:
         case = cases[0]
         inputs, outputs = (self._zeros(case, n) for n in (case.chunk_elems, case.total_elems))
-        call = fastest(self._place.device, ways_to_copy(outputs, inputs.view(-1)))
+        call = fastest(self._setup.device, ways_to_copy(outputs, inputs.view(-1)))
         return Prepared(tuple(map(Buffers, cases, inputs, outputs)), call)
 
     def _all_reduce(self, cases: Sequence[Case]) -> Prepared:
-        case, device = cases[0], self._place.device
+        case, device = cases[0], self._setup.device
         tensors = self._zeros(case, case.total_elems)
         scratch = torch.zeros_like(tensors[0])
         reduce = fastest(device, ways_to_reduce(case.op, tensors, scratch))

@@ -1,4 +1,4 @@
-"""One call of the process group: its arguments, its place in the order, its timeout, its batch."""
+"""One call of the process group: its arguments, its turn in the order, its timeout, its batch."""
 
 from __future__ import annotations
 
@@ -657,7 +657,7 @@ class Calls:
         name: str,
         calls: Callable[[], Any],
     ) -> Work:
-        """Runs several calls of the communicator as one collective, in their place in the order.
+        """Runs several calls of the communicator as one collective, in their turn in the order.
 
         Args:
             opts: with ``asyncOp`` and ``timeout``, which holds for each of the calls.

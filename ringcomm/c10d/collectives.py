@@ -77,9 +77,9 @@ def sparse_all_reduce(
             check_invariants=False,
             device=mine.device,
         )
-        for places, addends in zip(indices[1:], values[1:], strict=True):
+        for positions, addends in zip(indices[1:], values[1:], strict=True):
             total = total + torch.sparse_coo_tensor(
-                places.t(),
+                positions.t(),
                 addends,
                 mine.shape,
                 is_coalesced=True,

@@ -1,4 +1,4 @@
-"""The ranks that an argument ``comm`` means: the one place that reads it.
+"""The ranks that an argument ``comm`` means: the one module that reads it.
 
 NOTE [Groups of other backends]
 A group of another backend has no communicator. The first call for it builds one of the same ranks
@@ -278,11 +278,11 @@ def _not_a_member(operation: str, got: str) -> ArgumentError:
 
 def _check_alone(operation: str) -> None:
     """Raises when there should be others: each rank alone would train a model of its own."""
-    placement = read_environment()
-    if placement.world_size > 1:
+    launched = read_environment()
+    if launched.world_size > 1:
         raise ArgumentError(
-            f"{where(operation, placement.rank, placement.world_size)}: comm: "
-            f"{placement.launcher} has started {placement.world_size} ranks, but there is no "
+            f"{where(operation, launched.rank, launched.world_size)}: comm: "
+            f"{launched.launcher} has started {launched.world_size} ranks, but there is no "
             "group of them; call ringcomm.init_process_group() or "
             'torch.distributed.init_process_group() first, or pass comm="alone" for ranks that '
             "shall not work together"

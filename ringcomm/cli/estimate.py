@@ -243,14 +243,14 @@ def _model(args: argparse.Namespace) -> forms.ModelElems:
 
 def build_on_meta(named: str) -> nn.Module:
     """Calls ``package.module:callable`` on the meta device; searches the current folder first."""
-    place, _, name = named.partition(":")
-    if not (place and name):
+    module, _, name = named.partition(":")
+    if not (module and name):
         raise ArgumentError(f"--module: expected PACKAGE.MODULE:CALLABLE, got {named!r}")
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:
         with torch.device("meta"):
-            built = operator.attrgetter(name)(import_module(place))()
+            built = operator.attrgetter(name)(import_module(module))()
     except Exception as error:  # the callable is the user's: it can raise anything
         first_line = str(error).strip().partition("\n")[0]
         raise ArgumentError(f"--module {named}: {type(error).__name__}: {first_line}") from error

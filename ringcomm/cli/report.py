@@ -74,7 +74,7 @@ class Chart:
 
     @property
     def labels(self) -> tuple[str, str]:
-        """The names of the first and the last place on the horizontal axis."""
+        """The names of the first and the last position on the horizontal axis."""
         first, last, _, _ = self.ends
         return (size(first), size(last)) if self.over_sizes else (f"{first:g}", f"{last:g}")
 
@@ -570,7 +570,7 @@ def _known(kind: type[T], plain: Any, where: str) -> T:
 
 
 def _items(plain: Any, where: str) -> list[tuple[str, Any]]:
-    """The items of a list, each with its place."""
+    """The items of a list, each with its position."""
     if type(plain) is not list:
         raise ValueError(f"{where}: expected a list, got {shown(plain)}")
     return [(f"{where}[{index}]", each) for index, each in enumerate(plain)]

@@ -62,13 +62,13 @@ def run(args: argparse.Namespace) -> int:
 
 def run_rank(options: Mapping[str, Any]) -> int:
     """Trains as one rank, which ``launch()`` or a launcher has started."""
-    place = read_environment()
+    launched = read_environment()
     device = "cpu"
     if options["device"] == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', place.rank)}"
+        device = f"cuda:{os.environ.get('LOCAL_RANK', launched.rank)}"
     if STORE_PORT_VARIABLE in os.environ:
         comm = Communicator.from_store(
-            launch_store(), place.rank, place.world_size, timeout=TIMEOUT, device=device
+            launch_store(), launched.rank, launched.world_size, timeout=TIMEOUT, device=device
         )
     else:
         comm = Communicator.from_env(timeout=TIMEOUT, device=device)

@@ -94,12 +94,12 @@ class Communicator(Collectives, Messages):
             HeapError: no room for the heap.
         """
         options = _options(options, timeout)
-        placement = read_environment()
-        store = placement.store(options.timeout_s)
+        launched = read_environment()
+        store = launched.store(options.timeout_s)
         return cls.from_store(
             store,
-            placement.rank,
-            placement.world_size,
+            launched.rank,
+            launched.world_size,
             heap_bytes=heap_bytes,
             options=options,
             device=device,

@@ -246,8 +246,8 @@ def _find_store(
     init_method: str | None, rank: int, world_size: int, timeout_s: float
 ) -> tuple[Store, int, int]:
     if init_method is None and rank < 0 and world_size < 0:
-        placement = read_environment()
-        return placement.store(timeout_s), placement.rank, placement.world_size
+        launched = read_environment()
+        return launched.store(timeout_s), launched.rank, launched.world_size
     from torch.distributed.rendezvous import rendezvous
 
     try:

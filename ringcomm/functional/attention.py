@@ -36,13 +36,13 @@ from ringcomm.comm.functions import Group, P2POp, batch_isend_irecv, irecv, isen
 from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError, where
 from ringcomm.functional.collectives import (
     Derivatives,
-    Place,
+    GroupSpec,
     all_to_all,
     enter,
     find,
+    group_spec_of,
     named,
     no_forward_mode,
-    place_of,
     register,
 )
 from ringcomm.integers import integer
@@ -68,13 +68,13 @@ def context_positions(length: int, group: Group = None, *, zigzag: bool = False)
     Raises:
         ArgumentError: a length that the ranks cannot share.
     """
-    place = place_of(group, named("context_positions"))
-    _, rank, world_size = place
+    spec = group_spec_of(group, named("context_positions"))
+    _, rank, world_size = spec
     chunks = world_size * (2 if zigzag else 1)
     number = integer(length)
     if number is None or number < 1 or number % chunks:
         raise ArgumentError(
-            f"{_head('context_positions', place)}: length: expected a positive multiple of {chunks}"
+            f"{_head('context_positions', spec)}: length: expected a positive multiple of {chunks}"
             f"{' (twice the world size, for zigzag)' if zigzag else ''} below 2^63, got "
             f"{shown(length)}; pad it"
         )
@@ -156,14 +156,14 @@ def ulysses_attention(
         MismatchError: on the host: the ranks' options differ.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
-    place = _checked("ulysses_attention", group, query, key, value, zigzag, scale)
+    spec = _checked("ulysses_attention", group, query, key, value, zigzag, scale)
     key_of_group, world_size = enter("ulysses_attention", query, group)
     form = (is_causal, zigzag, scale, key_of_group, world_size)
     torch.ops.ringcomm.same_options(query.detach(), *form)
     key, value = (_for_all_ranks(world_size, each) for each in (key, value))
     if query.size(1) % world_size or key.size(1) % world_size:
         raise ArgumentError(
-            f"{_head('ulysses_attention', place)}: expected heads and key heads that {world_size} "
+            f"{_head('ulysses_attention', spec)}: expected heads and key heads that {world_size} "
             f"ranks divide, got {query.size(1)} and {key.size(1)}; use ring_attention"
         )
     tokens = query.size(2)
@@ -222,8 +222,8 @@ def _heads_for_tokens(tensor: Tensor, world_size: int, group: Group) -> Tensor:
     return came.movedim(0, 1).flatten(1, 2)
 
 
-def _head(function: str, place: Place) -> str:
-    _, rank, world_size = place
+def _head(function: str, spec: GroupSpec) -> str:
+    _, rank, world_size = spec
     return where(named(function), rank, world_size)
 
 
@@ -235,10 +235,10 @@ def _checked(
     value: Tensor,
     zigzag: bool,
     scale: float | None,
-) -> Place:
+) -> GroupSpec:
     """Where a call is whose tensors fit it and each other; traceable."""
-    place = place_of(group, named(function))
-    head = _head(function, place)
+    spec = group_spec_of(group, named(function))
+    head = _head(function, spec)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 4 or not tensor.numel():
             got = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
@@ -268,7 +268,7 @@ def _checked(
         )
     if scale is not None and not isinstance(scale, (int, float)):
         raise ArgumentError(f"{head}: scale: expected a number or None, got {scale!r:.80}")
-    return place
+    return spec
 
 
 class _AttentionForm(NamedTuple):

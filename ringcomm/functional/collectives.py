@@ -365,7 +365,7 @@ _OF_TORCH = "torch.distributed "
 
 F = TypeVar("F", bound=Callable[..., Any])
 # Key, rank and world size. A plain tuple: dynamo takes it as a constant in every version of torch.
-Place = tuple[str, int, int]
+GroupSpec = tuple[str, int, int]
 
 _holders: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
 _keys: WeakKeyDictionary[Communicator, str] = WeakKeyDictionary()
@@ -395,7 +395,7 @@ def not_traced(reason: str) -> Callable[[F], F]:
     return mark
 
 
-def place_of(group: Any, operation: str) -> Place:
+def group_spec_of(group: Any, operation: str) -> GroupSpec:
     """Returns what a graph has to know of ``group``; traceable.
 
     Raises:
@@ -403,43 +403,43 @@ def place_of(group: Any, operation: str) -> Place:
         RingcommError: there is no default group.
     """
     if not torch.compiler.is_compiling():
-        return _place(communicator_of(group, operation))
+        return _spec(communicator_of(group, operation))
     if group is None:
-        return _default_place(operation)
+        return _default_spec(operation)
     if isinstance(group, DeviceMesh):
         group = group_of_mesh(group, operation)
     if isinstance(group, ProcessGroup):
         # To dynamo it is opaque, but for its name, which it guards.
-        return _place_of_group(group.group_name, operation)
+        return _spec_of_group(group.group_name, operation)
     # Only id() makes dynamo guard which communicator it is, and in torch 2.11 the functions it
     # evaluates while tracing take only constants.
-    return _place_at(id(communicator_of(group, operation)), operation)
+    return _spec_at(id(communicator_of(group, operation)), operation)
 
 
-def _place(communicator: Communicator) -> Place:
+def _spec(communicator: Communicator) -> GroupSpec:
     return key_of(communicator), communicator.rank, communicator.world_size
 
 
 @evaluated_while_tracing
-def _default_place(operation: str) -> Place:
+def _default_spec(operation: str) -> GroupSpec:
     communicator = default_communicator(operation)
     return DEFAULT, communicator.rank, communicator.world_size
 
 
 @evaluated_while_tracing
-def _place_at(identity: int, operation: str) -> Place:
+def _spec_at(identity: int, operation: str) -> GroupSpec:
     communicator = live_at(identity)
     if communicator is None:
         raise RingcommError(
             f"{operation}: expected a communicator of this process as the group, got one that was "
             "forked from another process; build a new one"
         )
-    return _place(communicator)
+    return _spec(communicator)
 
 
 @evaluated_while_tracing
-def _place_of_group(name: str, operation: str) -> Place:
-    return _place(communicator_of(_resolve_process_group(GroupName(name)), operation))
+def _spec_of_group(name: str, operation: str) -> GroupSpec:
+    return _spec(communicator_of(_resolve_process_group(GroupName(name)), operation))
 
 
 def key_of(communicator: Communicator) -> str:
@@ -935,7 +935,7 @@ def enter(function: str, tensor: Any, group: Group, op: str = "SUM") -> tuple[st
         op: name of the reduction.
     """
     operation = named(function)
-    key, rank, world_size = place_of(group, operation)
+    key, rank, world_size = group_spec_of(group, operation)
     if torch.compiler.is_compiling():
         _prepare_to_compile()
     if not isinstance(tensor, Tensor):
@@ -987,7 +987,7 @@ def _name_at(identity: int) -> str:
 
 def _bad_op(function: str, group: Group, text: str) -> ArgumentError:
     operation = named(function)
-    _, rank, world_size = place_of(group, operation)
+    _, rank, world_size = group_spec_of(group, operation)
     return ArgumentError(f"{where(operation, rank, world_size)}: {text}")
 
 

@@ -40,7 +40,7 @@ __all__ = ["ProductPass", "fuse_products"]
 
 Tensor = torch.Tensor
 # Key and world size, as the operators take them.
-_Place = tuple[str, int]
+_Group = tuple[str, int]
 
 _aten: Any = torch.ops.aten
 _c10d: Any = torch.ops._c10d_functional
@@ -112,8 +112,8 @@ def _only_user(node: Node) -> Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _place_of(collective: Node, tensor: Node, world_size: int, name: str) -> _Place | None:
-    """Where a collective of the backend is, if it is of floating-point numbers on the host."""
+def _group_of(collective: Node, tensor: Node, world_size: int, name: str) -> _Group | None:
+    """The group of a collective of the backend, if it is of floating-point numbers on the host."""
     value = _value(tensor)
     if collective.kwargs or value.device.type != "cpu" or not value.dtype.is_floating_point:
         return None
@@ -242,14 +242,14 @@ class _Gathered:
 
     Attributes:
         own: this rank's rows, [n, k] or [batch, n, k].
-        place: of the operators.
+        group: the key and the size of the operators' group.
         users: with what makes the node that stands for each.
         holders: the nodes that hold the gathered rows, in some shape.
         known: all users are of a kind that has an operator.
     """
 
     own: Node
-    place: _Place
+    group: _Group
     users: dict[Node, Callable[[Node], Node]] = field(default_factory=dict)
     holders: set[Node] = field(default_factory=set)
     known: bool = True
@@ -285,7 +285,7 @@ class _Gathered:
     def _product(self, user: Node) -> Node:
         found = _product_of(user)
         assert found is not None
-        operands = (self.own, found[1], *self.place, found[2])
+        operands = (self.own, found[1], *self.group, found[2])
         return _call(_ops.all_gather_matmul.default, *operands, like=user)
 
     def _gradient(self, user: Node) -> Node:
@@ -297,8 +297,8 @@ class _Gathered:
 
     def _gradient_by(self, grad: Any, user: Node) -> Node:
         *batch, rows, _ = _value(self.own).shape
-        shape = (*batch, rows * self.place[1], _value(grad).shape[-1])
-        operands = (self.own, _reshape(grad, shape, user), *self.place)
+        shape = (*batch, rows * self.group[1], _value(grad).shape[-1])
+        operands = (self.own, _reshape(grad, shape, user), *self.group)
         return _call(_ops.weight_gradient.default, *operands, like=user)
 
     def _sum(self, user: Node) -> Node:
@@ -308,7 +308,7 @@ class _Gathered:
         dims = list(range(_value(self.own).dim() - 1))
         own = self._converted(self.own, wide, user)
         sums = _call(_aten.sum.dim_IntList, own, dims, like=user)
-        total = _call(_ops.all_reduce.default, sums, "SUM", 1.0, *self.place, like=user)
+        total = _call(_ops.all_reduce.default, sums, "SUM", 1.0, *self.group, like=user)
         return self._converted(total, dtype, user)
 
     def _converted(self, node: Node, dtype: torch.dtype, user: Node) -> Node:
@@ -323,7 +323,7 @@ class _Gathered:
         value = _value(self.own)
         size_bytes = math.prod(value.shape) * value.element_size()
         return products == len(made) == 1 or (
-            1 <= products <= self.place[1]
+            1 <= products <= self.group[1]
             and isinstance(size_bytes, int)
             and size_bytes >= matmul.READ_FROM_BYTES
         )
@@ -332,14 +332,14 @@ class _Gathered:
 def _fuse_gather(gather: Node) -> int:
     tensor: Any
     tensor, world_size, name = gather.args
-    wait, place = _waits(gather), _place_of(gather, tensor, world_size, name)
-    if wait is None or place is None:
+    wait, group = _waits(gather), _group_of(gather, tensor, world_size, name)
+    if wait is None or group is None:
         return 0
     whole, dim = _joined(wait)
     shape = _value(tensor).shape
     if not _has_rows(shape, dim) or _sizes(shape) is None:
         return 0
-    found = _Gathered(tensor, place)
+    found = _Gathered(tensor, group)
     found.read(whole)
     if not found.known or not found.is_less_work():
         return 0
@@ -356,8 +356,8 @@ def _fuse_gather(gather: Node) -> int:
 def _fuse_scatter(scatter: Node) -> int:
     tensor: Any
     tensor, op, world_size, name = scatter.args
-    wait, place = _waits(scatter), _place_of(scatter, tensor, world_size, name)
-    if wait is None or place is None or op != "sum":
+    wait, group = _waits(scatter), _group_of(scatter, tensor, world_size, name)
+    if wait is None or group is None or op != "sum":
         return 0
     whole, dim = _divided(tensor)
     shape = _value(whole).shape
@@ -372,6 +372,6 @@ def _fuse_scatter(scatter: Node) -> int:
     left, right, bias = product
     if dim:
         left = _reshape(left, (*shape[:-1], _value(left).shape[-1]), scatter)
-    operands = (left, right, *place, bias)
+    operands = (left, right, *group, bias)
     _put(wait, _call(_ops.matmul_reduce_scatter.default, *operands, like=scatter))
     return 1

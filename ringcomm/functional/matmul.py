@@ -136,15 +136,15 @@ _ops = torch.ops.ringcomm
 
 
 def _remember_place(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    ctx.place = inputs[1:]
+    ctx.group = inputs[1:]
 
 
 def _gradient_of_part(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return _ops.join_sequence(grad, *ctx.place), None, None
+    return _ops.join_sequence(grad, *ctx.group), None, None
 
 
 def _gradient_of_whole(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return _ops.split_sequence(grad, *ctx.place), None, None
+    return _ops.split_sequence(grad, *ctx.group), None, None
 
 
 def _register(
@@ -420,15 +420,15 @@ def _shape_of_weights(tensor: Tensor, grad: Tensor, group: str, world_size: int)
 
 def _remember(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:2])
-    ctx.place = inputs[2:4]
+    ctx.group = inputs[2:4]
 
 
 def _gradients_of_gathered(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     tensor, weight = ctx.saved_tensors
     for_tensor, for_weight = ctx.needs_input_grad[:2]
     return (
-        _ops.matmul_reduce_scatter(grad, weight.mH, *ctx.place, None) if for_tensor else None,
-        _ops.weight_gradient(tensor, grad, *ctx.place) if for_weight else None,
+        _ops.matmul_reduce_scatter(grad, weight.mH, *ctx.group, None) if for_tensor else None,
+        _ops.weight_gradient(tensor, grad, *ctx.group) if for_weight else None,
         None,
         None,
         grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[4] else None,
@@ -439,11 +439,11 @@ def _gradients_of_scattered(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     tensor, weight = ctx.saved_tensors
     for_tensor, for_weight = ctx.needs_input_grad[:2]
     return (
-        _ops.all_gather_matmul(grad, weight.mH, *ctx.place, None) if for_tensor else None,
-        _ops.weight_gradient(grad, tensor, *ctx.place).mH if for_weight else None,
+        _ops.all_gather_matmul(grad, weight.mH, *ctx.group, None) if for_tensor else None,
+        _ops.weight_gradient(grad, tensor, *ctx.group).mH if for_weight else None,
         None,
         None,
-        _sum_of_all_rows(grad, *ctx.place) if ctx.needs_input_grad[4] else None,
+        _sum_of_all_rows(grad, *ctx.group) if ctx.needs_input_grad[4] else None,
     )
 
 
@@ -459,8 +459,8 @@ def _gradients_of_weights(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     tensor, of_gathered = ctx.saved_tensors
     for_tensor, for_gathered = ctx.needs_input_grad[:2]
     return (
-        _ops.matmul_reduce_scatter(of_gathered, grad.mH, *ctx.place, None) if for_tensor else None,
-        _ops.all_gather_matmul(tensor, grad, *ctx.place, None) if for_gathered else None,
+        _ops.matmul_reduce_scatter(of_gathered, grad.mH, *ctx.group, None) if for_tensor else None,
+        _ops.all_gather_matmul(tensor, grad, *ctx.group, None) if for_gathered else None,
         None,
         None,
     )
@@ -484,9 +484,9 @@ def _tangent_of_product(name: str) -> Tangent:
 def _tangent_of_weights(
     inputs: Sequence[Any], results: Sequence[Any], tangents: Sequence[Any]
 ) -> Tensor:
-    tensor, of_gathered, *place = inputs
-    total: Tensor = _ops.weight_gradient(tangents[0], of_gathered, *place)
-    total = total + _ops.weight_gradient(tensor, tangents[1], *place)
+    tensor, of_gathered, *group = inputs
+    total: Tensor = _ops.weight_gradient(tangents[0], of_gathered, *group)
+    total = total + _ops.weight_gradient(tensor, tangents[1], *group)
     return total
 
 

@@ -555,7 +555,7 @@ def _cause(result: dict[str, Any]) -> tuple[str, str]:
         return "the system moves no bytes, and names no error", health
     return (
         f"other bytes than were written there last (CRC32C {result['wanted_sum']:#010x} expected, "
-        f"{result['seen_sum']:#010x} read): flipped bits, an older version, or another place's",
+        f"{result['seen_sum']:#010x} read): flipped bits, an older version, or another block's",
         health,
     )
 

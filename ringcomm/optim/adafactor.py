@@ -120,10 +120,10 @@ class AdafactorRule(TensorRule):
         # Buckets that wait for their exchange, by number, with their gradients: [chunk elements].
         self._waiting: dict[int, tuple[Bucket, Tensor]] = {}
         self._steps: list[float] = []
-        self._place = torch.device("cpu")
+        self._device = torch.device("cpu")
 
-    def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
-        check_rate(group, index, place)
+    def check_hyper(self, group: Group, index: int, device: torch.device) -> None:
+        check_rate(group, index, device)
         check_positive(group, index, "weight_decay")
         if not _is_number(group["beta2_decay"]) or group["beta2_decay"] > 0:
             fail(index, "beta2_decay", "a number <= 0", group["beta2_decay"])
@@ -133,7 +133,7 @@ class AdafactorRule(TensorRule):
         pair = isinstance(eps, (tuple, list)) and len(eps) == 2
         if not pair or not all(_is_number(each) and each >= 0 for each in (eps[0] or 0, eps[1])):
             fail(index, "eps", "two numbers >= 0, of which the first may be None", eps)
-        self._place = place
+        self._device = device
         for called, param in params_of(group["params"]):
             if is_divided(param):
                 raise UnsupportedError(
@@ -174,7 +174,7 @@ class AdafactorRule(TensorRule):
             for number, bucket in enumerate(layout.buckets)
         }
         self._kept = {
-            index: self._kept.get(index) or kept_of(spec, self._place)
+            index: self._kept.get(index) or kept_of(spec, self._device)
             for index, spec in enumerate(layout.params)
             if spec.trainable and spec.tied_to is None
         }

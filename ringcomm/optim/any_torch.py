@@ -151,13 +151,13 @@ class Trial:
         return f"it changes {changed[0]}, which no checkpoint would have" if changed else ""
 
 
-def try_class(made: OptimizerClass, hyper: Group, place: torch.device) -> StateKinds:
+def try_class(made: OptimizerClass, hyper: Group, device: torch.device) -> StateKinds:
     """Tries a class with some hyper-parameters.
 
     Args:
         made: the class.
         hyper: all hyper-parameters of a group.
-        place: device of the parameters.
+        device: of the parameters.
 
     Raises:
         ArgumentError: the class does not take the hyper-parameters.
@@ -166,7 +166,7 @@ def try_class(made: OptimizerClass, hyper: Group, place: torch.device) -> StateK
     hyper = {name: _own(name, value) for name, value in hyper.items()}
     generator = torch.Generator(device="cpu").manual_seed(20)
     draws = [torch.randn(_SHAPE, generator=generator, device="cpu") for _ in (0, *_MAGNITUDES)]
-    value, *grads = (each.to(place) for each in draws)
+    value, *grads = (each.to(device) for each in draws)
     try:
         made.checked(hyper, value)
         whole = Trial(made, hyper, value)
@@ -308,7 +308,7 @@ class TriedClass:
         """Makes an instance on groups with all their hyper-parameters."""
         return self._made.make(groups)
 
-    def kinds(self, group: Group, place: torch.device) -> StateKinds:
+    def kinds(self, group: Group, device: torch.device) -> StateKinds:
         """Returns the state that there is with a group's hyper-parameters.
 
         Raises:
@@ -317,7 +317,7 @@ class TriedClass:
         hyper = hyper_of(group)
         key = tuple((name, _key(hyper[name])) for name in sorted(hyper) if name != "lr")
         if key not in self._tried:
-            kinds = self._tried[key] = try_class(self._made, hyper, place)
+            kinds = self._tried[key] = try_class(self._made, hyper, device)
             self.numbers.update(kinds.numbers)
             self.writes_gradients |= kinds.writes_gradients
         return self._tried[key]
@@ -493,7 +493,7 @@ class TorchRule(TensorRule):
     def __init__(self, made: OptimizerClass) -> None:
         self.name = name_of(made.kind)
         self._tried = TriedClass(made)
-        self._place = torch.device("cpu")
+        self._device = torch.device("cpu")
         # By the key of a part of a bucket; and that of parameters without elements here.
         self._instances: dict[tuple[int, int], Instance] = {}
         self._bare: Instance | None = None
@@ -503,7 +503,7 @@ class TorchRule(TensorRule):
     def numbers(self) -> frozenset[str]:
         return frozenset(self._tried.numbers)
 
-    def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
+    def check_hyper(self, group: Group, index: int, device: torch.device) -> None:
         for name, value in hyper_of(group).items():
             if isinstance(value, float) and math.isnan(value):
                 raise ArgumentError(
@@ -514,8 +514,8 @@ class TorchRule(TensorRule):
                 f"param group {index}: differentiable=True: autograd does not see the step of "
                 "shards; use torch.optim for it"
             )
-        self._place = place
-        self._tried.kinds(group, place)
+        self._device = device
+        self._tried.kinds(group, device)
         self.writes_gradients = self._tried.writes_gradients
 
     def replaced(self, group: Group) -> dict[str, Any]:
@@ -531,7 +531,7 @@ class TorchRule(TensorRule):
         )
 
     def names(self, groups: Sequence[Group]) -> tuple[str, ...]:
-        found = [self._tried.kinds(group, self._place).tensors for group in groups]
+        found = [self._tried.kinds(group, self._device).tensors for group in groups]
         return tuple(dict.fromkeys(name for names in found for name in names))
 
     def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
@@ -571,7 +571,7 @@ class TorchRule(TensorRule):
             if spec.trainable and spec.tied_to is None and index not in here
         ]
         if bare:
-            nothing = torch.empty(0, dtype=torch.float32, device=self._place)
+            nothing = torch.empty(0, dtype=torch.float32, device=self._device)
             self._bare = Instance(
                 self._tried, groups, bare, nothing, lambda name: torch.empty_like(nothing)
             )
@@ -594,7 +594,7 @@ class TorchRule(TensorRule):
 
     def begin_updates(self, run: TensorBackend) -> None:
         if self._bare is not None:
-            nothing = torch.empty(0, dtype=torch.float32, device=self._place)
+            nothing = torch.empty(0, dtype=torch.float32, device=self._device)
             self._bare.step(nothing, run.control.active)
 
     def update(self, run: TensorBackend, bucket: Bucket, grad: Tensor) -> None:
@@ -623,7 +623,7 @@ class TorchRule(TensorRule):
         return to_number(self._tried.numbers[name], number)
 
     def from_torch(self, entry: Mapping[str, Any], group: Group) -> ParamState | None:
-        kinds = self._tried.kinds(group, self._place)
+        kinds = self._tried.kinds(group, self._device)
         there = {name: value for name, value in entry.items() if value is not None}
         wanted = [*kinds.numbers, *kinds.tensors]
         if not there or not wanted:

@@ -71,24 +71,24 @@ class StepTable:
         layout: ShardLayout,
         hyper_shape: tuple[int, int],
         factors_bytes: int,
-        place: torch.device,
+        device: torch.device,
         launches: bool,
     ) -> None:
         params = len(layout.params)
         self.layout = layout
-        self.control = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64, device=place)
-        self.hyper = torch.zeros(hyper_shape, dtype=torch.float64, device=place)
-        self.group = layout.group_table(place)
+        self.control = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64, device=device)
+        self.hyper = torch.zeros(hyper_shape, dtype=torch.float64, device=device)
+        self.group = layout.group_table(device)
         # A bytearray, since struct writes two numbers in far less time than a tensor op does.
         self._memory = None if launches else bytearray(8 * (params + 2))
         if self._memory is None:
-            self._here = torch.zeros(params, dtype=torch.float64, device=place)
+            self._here = torch.zeros(params, dtype=torch.float64, device=device)
         else:
             self._here = torch.frombuffer(self._memory, dtype=torch.float64)
         self.told = torch.zeros_like(self._here)
         self.active, self._digests = self.told[:params], self.told[params:]
-        self.step = torch.zeros(params, dtype=torch.float64, device=place)
-        self.factors = torch.zeros(params, factors_bytes, dtype=torch.uint8, device=place)
+        self.step = torch.zeros(params, dtype=torch.float64, device=device)
+        self.factors = torch.zeros(params, factors_bytes, dtype=torch.uint8, device=device)
         self._rows: list[list[float]] = []
         self._given: list[float] = []
 
@@ -372,10 +372,10 @@ def shard_of(
         bucket: the bucket.
         factors_ptr: address of :attr:`StepTable.factors`.
         options: options of the optimizer.
-        moments: names of the tensors that take the places of AdamW's three moments.
+        moments: names of the tensors that take the tensors of AdamW's three moments.
     """
     state = bucket.state
-    places = (*(state.memory(name) for name in moments), None, None, None)
+    tensors = (*(state.memory(name) for name in moments), None, None, None)
     params_ptr, master = bucket.params_ptr, state.master
     if bucket.layout.dtype is torch.float32 and master is not None:
         # The kernel takes FP32 parameters for their own masters; these are coded afterwards.
@@ -394,9 +394,9 @@ def shard_of(
         elems=bucket.chunk.elems,
         master=ptr_of(master),
         remainder=ptr_of(state.remainder),
-        exp_avg=ptr_of(places[0]),
-        exp_avg_sq=ptr_of(places[1]),
-        max_exp_avg_sq=ptr_of(places[2]),
+        exp_avg=ptr_of(tensors[0]),
+        exp_avg_sq=ptr_of(tensors[1]),
+        max_exp_avg_sq=ptr_of(tensors[2]),
         params=params_ptr,
         param_dtype=DTYPE_CODES[bucket.layout.dtype],
         stochastic=options.rounding == "stochastic",
@@ -768,7 +768,7 @@ class TritonBackend(Backend):
         self._native = native
         self._moments = moments
         self._factors_ptr = table.factors.data_ptr()
-        self._place = table.control.device if comm is None else comm.device
+        self._device = table.control.device if comm is None else comm.device
         # By bucket number, the description of the bucket's shard that kernels read.
         self._shards: dict[tuple[int, int], Tensor] = {}
 
@@ -833,6 +833,6 @@ class TritonBackend(Backend):
         if bucket.key not in self._shards:
             shard = shard_of(bucket, self._factors_ptr, self._options, self._moments)
             data = list(_native.adamw_shard_bytes(shard))
-            record = torch.tensor(data, dtype=torch.uint8, device=self._place)
+            record = torch.tensor(data, dtype=torch.uint8, device=self._device)
             self._shards[bucket.key] = record
         return self._shards[bucket.key]

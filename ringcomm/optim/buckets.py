@@ -219,13 +219,15 @@ class OutsideWrites:
             and options.rounding == "nearest"
         ]
         self._buckets = followed
-        placed = [params[each.param] for bucket in followed for each in bucket.layout.segments]
+        followed_params = [
+            params[each.param] for bucket in followed for each in bucket.layout.segments
+        ]
         # What no group has lies in the same buckets, and its masters with the others'.
-        placed += left_out if followed else []
+        followed_params += left_out if followed else []
         # A local tensor that is written to changes no version of its DTensor.
-        self._params = with_local(placed)
+        self._params = with_local(followed_params)
         self._versions = self._read()
-        self._place = {id(param): at for at, param in enumerate(self._params)}
+        self._index_of = {id(param): at for at, param in enumerate(self._params)}
 
     def _read(self) -> list[int]:
         with plainly():
@@ -237,14 +239,14 @@ class OutsideWrites:
 
     def found(self, params: Sequence[Tensor]) -> bool:
         """Tells whether some of these were written to since masters have followed last."""
-        known = [(param, self._place.get(id(param))) for param in with_local(params)]
+        known = [(param, self._index_of.get(id(param))) for param in with_local(params)]
         with plainly():
             return any(at is not None and each._version != self._versions[at] for each, at in known)
 
     def expect(self, written: Sequence[Tensor]) -> None:
         """Accepts one more version of parameters, whose masters are written with them."""
         if self._params:
-            for at in map(self._place.get, map(id, with_local(written))):
+            for at in map(self._index_of.get, map(id, with_local(written))):
                 if at is not None:
                     self._versions[at] += 1
 
@@ -331,14 +333,14 @@ def _int16(wide: Tensor) -> Tensor:
     return (low - ((low >> 15) << 16)).to(torch.int16)
 
 
-def empty_for_streams(elems: int, dtype: torch.dtype, place: torch.device) -> Tensor:
+def empty_for_streams(elems: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns uninitialised memory that a step reads and writes from end to end.
 
     On the CPU it lies in huge pages: a step of 16 Mi FP32 parameters takes 9.0 ms with them and
     10.3 ms without (Zen 4, one core), since the prefetchers stop at the end of a page.
     """
-    tensor = torch.empty(elems, dtype=dtype, device=place)
-    if place.type == "cpu":
+    tensor = torch.empty(elems, dtype=dtype, device=device)
+    if device.type == "cpu":
         _native.advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
     return tensor
 
@@ -372,12 +374,12 @@ class ShardState:
 
     @classmethod
     def zeros(
-        cls, layout: BucketLayout, chunk: Chunk, master: str, place: torch.device
+        cls, layout: BucketLayout, chunk: Chunk, master: str, device: torch.device
     ) -> ShardState:
         """Returns the state before the first step; ``master`` is as in :class:`AdamWOptions`."""
 
         def plain(dtype: torch.dtype = torch.float32) -> Tensor:
-            return empty_for_streams(chunk.elems, dtype, place).zero_()
+            return empty_for_streams(chunk.elems, dtype, device).zero_()
 
         kept = master_dtype(layout, master)
         return cls(
@@ -623,7 +625,7 @@ class Bucket:
         """Returns where elements [begin, end) of the bucket, if the chunk has some of them, lie.
 
         Returns:
-            Their places in a tensor [chunk elements], and in one [end - begin].
+            Their positions in a tensor [chunk elements], and in one [end - begin].
         """
         low, high = max(begin, self.chunk.begin), min(end, self.chunk.end)
         if low >= high:
@@ -818,12 +820,12 @@ class Bucket:
 
 
 def make_bucket(
-    number: int, layout: BucketLayout, chunk: Chunk, options: AdamWOptions, place: BucketDevice
+    number: int, layout: BucketLayout, chunk: Chunk, options: AdamWOptions, on: BucketDevice
 ) -> Bucket:
     """Makes a bucket whose parameters and gradients every rank keeps whole."""
     # Zero the padding, which collectives move and norms read; nothing writes it later.
-    params = zeros(layout.elems, dtype=layout.dtype, device=place.heap)
-    grads = zeros(layout.elems, dtype=options.accumulate_dtype or layout.dtype, device=place.heap)
+    params = zeros(layout.elems, dtype=layout.dtype, device=on.heap)
+    grads = zeros(layout.elems, dtype=options.accumulate_dtype or layout.dtype, device=on.heap)
     memory = BucketMemory(params[chunk.begin : chunk.end], params, grads)
     return Bucket(number, layout, chunk, memory)
 
@@ -853,13 +855,13 @@ class Buckets(list[Bucket]):
         shard_index: int,
         world_size: int,
         options: AdamWOptions,
-        place: BucketDevice,
+        on: BucketDevice,
     ) -> Buckets:
         """Makes all buckets of a layout, with new memory, and state for chunk ``shard_index``."""
         return cls(
             layout,
             [
-                make_bucket(number, bucket, bucket.chunk(shard_index, world_size), options, place)
+                make_bucket(number, bucket, bucket.chunk(shard_index, world_size), options, on)
                 for number, bucket in enumerate(layout.buckets)
             ],
         )

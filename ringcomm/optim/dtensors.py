@@ -258,7 +258,7 @@ def other_shape(called: str, wanted: Tensor, got: Tensor) -> ArgumentError:
 
     Args:
         called: names the parameter.
-        wanted: its place in the bucket.
+        wanted: its segment in the bucket.
         got: the gradient.
     """
     return ArgumentError(

@@ -47,7 +47,7 @@ def label(index: int, spec: ParamSpec) -> str:
 
 
 class _Slot(NamedTuple):
-    """A parameter that has a place, and the addresses of its places for value and gradient.
+    """A parameter that is in a bucket, and the addresses of its value and gradient there.
 
     The addresses are kept, since reading those of a thousand views costs more than the step of
     small parameters. ``shown`` is what ``p.grad`` becomes: ``view``, or a DTensor of it.
@@ -79,7 +79,7 @@ class Gradients:
             for param, spec in zip(params, layout.params, strict=True)
             if spec.trainable and spec.tied_to is None and is_distributed(param)
         ]
-        # Trainable parameters without elements have steps, but no place.
+        # Trainable parameters without elements have steps, but are in no bucket.
         self._empty = [
             index
             for index, spec in enumerate(layout.params)
@@ -153,7 +153,7 @@ class Gradients:
         return None
 
     def frozen(self) -> list[int]:
-        """Returns the parameters that have a place, and were frozen since."""
+        """Returns the parameters that are in a bucket, and were frozen since."""
         with plainly():
             return [
                 index

@@ -2,8 +2,8 @@
 
 A *bucket* is a flat run of parameters of one dtype. Each of W ranks keeps the optimizer's state for
 one of its W chunks: rank r for chunk r, or over several nodes that of ``Communicator.shard_index``.
-The place of a parameter does not depend on W, so that state can move between worlds. Chunks begin
-at multiples of ``BLOCK_ELEMS``, so that norms do not depend on W either
+The location of a parameter does not depend on W, so that state can move between worlds. Chunks
+begin at multiples of ``BLOCK_ELEMS``, so that norms do not depend on W either
 (``kernels/include/ringcomm/optimizer/grad_norm.h``).
 """
 
@@ -41,7 +41,7 @@ FROZEN_DTYPES = {
     "uint8": torch.uint8,
 }
 _NAMES = {dtype: name for name, dtype in (DTYPES | FROZEN_DTYPES).items()}
-PLACED_DTYPES = frozenset(_NAMES)
+BUCKET_DTYPES = frozenset(_NAMES)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ParamSpec:
         group: index of its param group.
         name: name for messages; "" when it has none.
         trainable: False keeps it out of the buckets.
-        tied_to: index of the earlier entry that is the same tensor; such an entry has no place.
+        tied_to: index of the earlier entry that is the same tensor; such an entry is in no bucket.
         stride: strides of the elements when they fill their memory in another order than that of
             the shape (channels_last); None means contiguous.
         sharding: which part ``shape`` is of a DTensor; None if it is all of the parameter.
@@ -110,8 +110,8 @@ class ParamSpec:
         return () if self.sharding is None else self.sharding.mesh_dims
 
     @property
-    def placed(self) -> bool:
-        """True if the parameter has a place in a bucket."""
+    def in_bucket(self) -> bool:
+        """True if the parameter lies in a bucket."""
         return self.trainable and self.tied_to is None and self.elems > 0
 
     def view(self, flat: Tensor) -> Tensor:
@@ -282,7 +282,7 @@ class BucketLayout:
         return Chunk(min(begin, chunk.end), min(end, chunk.end))
 
     def with_params(self, index_of: Callable[[int], int | None]) -> BucketLayout:
-        """Returns the bucket of parameters with other indices; those with None have no place."""
+        """Returns the bucket of parameters with other indices; those with None are in no bucket."""
         moved = ((s.begin, s.end, index_of(s.param)) for s in self.segments)
         segments = (Segment(low, high, index) for low, high, index in moved if index is not None)
         return replace(self, segments=tuple(segments))
@@ -321,7 +321,7 @@ class ShardLayout:
     ) -> ShardLayout:
         """Lays parameters out in the given order, in buckets of one dtype and mesh_dims each.
 
-        Frozen, tied and empty parameters have no place. A parameter larger than ``bucket_elems``
+        Frozen, tied and empty parameters are in no bucket. A parameter larger than ``bucket_elems``
         has a bucket of its own.
 
         Raises:
@@ -331,7 +331,7 @@ class ShardLayout:
         runs: list[list[Segment]] = []
         open_runs: dict[tuple[torch.dtype, tuple[int, ...]], list[Segment]] = {}
         for index, spec in enumerate(params):
-            if not spec.placed:
+            if not spec.in_bucket:
                 continue
             kind = spec.dtype, spec.mesh_dims
             run = open_runs.get(kind)
@@ -369,8 +369,8 @@ class ShardLayout:
         return sum(bucket.elems * bucket.dtype.itemsize for bucket in self.buckets)
 
     @cached_property
-    def places(self) -> dict[int, tuple[int, Segment]]:
-        """Bucket number and segment of each parameter that has a place, by parameter index."""
+    def locations(self) -> dict[int, tuple[int, Segment]]:
+        """Bucket number and segment of each parameter that is in one, by parameter index."""
         return {
             segment.param: (number, segment)
             for number, bucket in enumerate(self.buckets)
@@ -391,7 +391,8 @@ class ShardLayout:
         """Copies one tensor per parameter into new flat buckets of its dtype, padded with zeros.
 
         Args:
-            tensors: [params], of the parameters' shapes; entries without a place are not read.
+            tensors: [params], of the parameters' shapes; entries that are in no bucket are not
+                read.
         """
         flats = []
         for number, bucket in enumerate(self.buckets):
@@ -403,7 +404,7 @@ class ShardLayout:
         return flats
 
     def unflatten(self, flats: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Returns the parameters that have a place, by index, as views into flat buckets."""
+        """Returns the parameters that are in a bucket, by index, as views into flat buckets."""
         return {
             param: view
             for number, flat in enumerate(flats)

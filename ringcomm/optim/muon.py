@@ -306,10 +306,10 @@ class MuonRule(TensorRule):
         self._buckets: dict[int, Bucket] = {}
         self._directions: dict[int, Tensor] = {}
 
-    def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
+    def check_hyper(self, group: Group, index: int, device: torch.device) -> None:
         if group["algorithm"] not in _ALGORITHMS:
             fail(index, "algorithm", 'one of "muon", "adamw"', group["algorithm"])
-        check_rate(group, index, place)
+        check_rate(group, index, device)
         check_betas(group, index)
         check_positive(group, index, "momentum", "weight_decay", "eps", "adamw_eps")
         coefficients = group["ns_coefficients"]
@@ -391,16 +391,16 @@ class MuonRule(TensorRule):
         self._buckets.clear()
         # To the native kernels a matrix has no gradient.
         matrices = [matrix.index for matrix in self.matrices]
-        place = _native.OPTIMIZER_STRUCTURES["factors.flags"] // 4
-        run.table.factors.view(torch.int32)[matrices, place] = 0
+        flags_word = _native.OPTIMIZER_STRUCTURES["factors.flags"] // 4
+        run.table.factors.view(torch.int32)[matrices, flags_word] = 0
 
     def update(self, run: TensorBackend, bucket: Bucket, grad: Tensor) -> None:
         assert run.native is not None
         self._buckets[bucket.number] = bucket
         with bucket.params_here(write=True):
             for part in bucket.parts():
-                place, _ = bucket.within(*part.chunk)
-                here = grad[place]
+                inside, _ = bucket.within(*part.chunk)
+                here = grad[inside]
                 run.native.update_shard(part, here)
                 for matrix in self._active(run):
                     if matrix.bucket == bucket.number:

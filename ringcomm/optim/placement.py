@@ -1,7 +1,7 @@
 """The placement of parameters in an optimizer's own buckets, or in those of a sharded module.
 
-``ringcomm.zero`` places the parameters of a module. An optimizer that is built on them afterwards
-finds the placement here and works on its buckets, instead of making buckets of its own.
+``ringcomm.zero`` puts the parameters of a module into buckets. An optimizer that is built on them
+afterwards finds the placement here and works on its buckets, instead of making buckets of its own.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def check_memory(params: Sequence[Tensor], layout: ShardLayout) -> None:
     Raises:
         ArgumentError: two parameters share memory; names both.
     """
-    here = {index: local_of(params[index]) for index in layout.places}
+    here = {index: local_of(params[index]) for index in layout.locations}
     spans = sorted(
         (local.data_ptr(), local.data_ptr() + _extent_bytes(local), index)
         for index, local in here.items()
@@ -267,7 +267,7 @@ def check_memory(params: Sequence[Tensor], layout: ShardLayout) -> None:
             names = [label(each, layout.params[each]) for each in sorted((index, other))]
             raise ArgumentError(
                 f"{names[0]} and {names[1]} are two tensors that share memory. To tie them, use "
-                "one Parameter in both places; else give each its own memory with .clone()"
+                "one Parameter for both; else give each its own memory with .clone()"
             )
 
 
@@ -283,7 +283,7 @@ def check_masters(layout: ShardLayout, options: AdamWOptions) -> None:
     Raises:
         ArgumentError: a float16 parameter with a remainder.
     """
-    for index in layout.places:
+    for index in layout.locations:
         if options.master == "remainder" and layout.params[index].dtype is torch.float16:
             raise ArgumentError(
                 f"{label(index, layout.params[index])}: master: expected bfloat16 or float32 "
@@ -301,19 +301,19 @@ def check_axis(comm: Communicator | None, mesh: PartMesh | None, operation: str)
         operation: name of the operation, for the error.
 
     Raises:
-        ArgumentError: on all ranks: they have different places on their meshes.
+        ArgumentError: on all ranks: they have different coordinates on their meshes.
     """
     if comm is None or mesh is None or comm.world_size == 1:
         return
-    places = exchange(comm, mesh.describe())
-    if all(each == places[0] for each in places):
+    coordinates = exchange(comm, mesh.describe())
+    if all(each == coordinates[0] for each in coordinates):
         return
-    other = next(rank for rank, each in enumerate(places) if each != places[0])
+    other = next(rank for rank, each in enumerate(coordinates) if each != coordinates[0])
     raise ArgumentError(
         f"{where(operation, comm.rank, comm.world_size)}: comm: the parameters are DTensors, of "
-        f"which rank 0 has the parts at {places[0]} of their mesh, and rank {other} those at "
-        f"{places[other]}; only ranks with the same parts can share their state. Pass the axis of "
-        'data parallelism, as comm=mesh["dp"] of a mesh with the names ("dp", "tp")'
+        f"which rank 0 has the parts at {coordinates[0]} of their mesh, and rank {other} those at "
+        f"{coordinates[other]}; only ranks with the same parts can share state. Pass the axis "
+        'of data parallelism, as comm=mesh["dp"] of a mesh with the names ("dp", "tp")'
     )
 
 
@@ -443,8 +443,8 @@ class BucketOwner(Protocol):
     buckets: Buckets
 
 
-class PlacedModule(Protocol):
-    """The module whose parameters are placed, as optimizers see it."""
+class ShardedModule(Protocol):
+    """The module whose parameters lie in buckets, as optimizers see it."""
 
     @property
     def watchers(self) -> Mapping[int, Callable[[str, Tensor, int], object]]:
@@ -479,7 +479,7 @@ class Placement(ABC):
     """The buckets in which parameters lie before there is an optimizer, and their use in a step."""
 
     #: The module.
-    module: PlacedModule
+    module: ShardedModule
     #: The trainable parameters, including those without elements, and their names.
     params: Sequence[Tensor]
     names: Sequence[str]
@@ -502,12 +502,12 @@ class Placement(ABC):
     _owner: weakref.ref[BucketOwner] | None = None
 
     def name_of(self, param: Tensor) -> str:
-        """Returns the name of a placed parameter."""
-        placed = zip(self.names, self.params, strict=True)
-        return next(name for name, each in placed if each is param)
+        """Returns the name of a parameter of the module."""
+        named = zip(self.names, self.params, strict=True)
+        return next(name for name, each in named if each is param)
 
     def left_out(self, groups: Sequence[Group]) -> list[Tensor]:
-        """Returns the placed parameters that are in none of an optimizer's groups."""
+        """Returns the module's parameters that are in none of an optimizer's groups."""
         there = {id(param) for param in all_params(groups)}
         return [param for param in self.params if id(param) not in there]
 
@@ -573,7 +573,7 @@ class Placement(ABC):
 
     @abstractmethod
     def check(self, operation: str) -> None:
-        """Checks, before a step changes anything, that the parameters are where they were placed.
+        """Checks, before a step changes anything, that the parameters are where shard() put them.
 
         Args:
             operation: named in errors.
@@ -603,20 +603,20 @@ _frozen: MutableMapping[Tensor, tuple[str, weakref.ref[Placement]]] = cast(
 _ids: set[int] = set()
 
 
-def place(param: Tensor, placement: Placement) -> None:
+def set_placement(param: Tensor, placement: Placement) -> None:
     """Records a parameter's placement."""
     _placements[param] = weakref.ref(placement)
     _ids.add(id(param))
 
 
 def displace(param: Tensor) -> None:
-    """Undoes :func:`place`, and :func:`place_frozen`."""
+    """Undoes :func:`set_placement`, and :func:`set_frozen_placement`."""
     _placements.pop(param, None)
     _frozen.pop(param, None)
     _ids.discard(id(param))
 
 
-def place_frozen(param: Tensor, name: str, placement: Placement) -> None:
+def set_frozen_placement(param: Tensor, name: str, placement: Placement) -> None:
     """Records a parameter that was frozen when its module was sharded."""
     _frozen[param] = name, weakref.ref(placement)
     _ids.add(id(param))
@@ -633,13 +633,13 @@ def check_frozen(params: Iterable[Tensor], operation: str) -> None:
         if found is not None and found[1]() is not None:
             raise ArgumentError(
                 f"{operation}: parameter {found[0]} was frozen when shard() laid out its module, "
-                "and has no place for a gradient there. Call remove_sharding(), unfreeze the "
+                "and has no memory for a gradient there. Call remove_sharding(), unfreeze the "
                 "parameter, and shard() the module anew; what shall be trained at times must "
                 "require a gradient at shard(), and can be frozen right after it"
             )
 
 
-def first_placed(groups: Iterable[Mapping[str, Any]]) -> tuple[Tensor, Placement] | None:
+def first_with_placement(groups: Iterable[Mapping[str, Any]]) -> tuple[Tensor, Placement] | None:
     """Returns the first parameter in groups that has a placement, with that placement, or None."""
     for group in groups:
         params = group["params"]
@@ -653,7 +653,7 @@ def first_placed(groups: Iterable[Mapping[str, Any]]) -> tuple[Tensor, Placement
 
 
 def placement_of(params: Any) -> Placement | None:
-    """Returns the placement of the first placed parameter in an optimizer's ``params`` argument."""
+    """Returns the placement of the first such parameter in an optimizer's ``params`` argument."""
     if isinstance(params, Tensor):
         found = _placements.get(params)
         return None if found is None else found()
@@ -666,7 +666,7 @@ def placement_of(params: Any) -> Placement | None:
 
 
 def check_order(found: Placement | None, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Checks that an optimizer's parameters were not placed after the optimizer was built.
+    """Checks that an optimizer's parameters were not sharded after the optimizer was built.
 
     Raises:
         ArgumentError: they were sharded since, perhaps over other ranks than the optimizer's.
@@ -685,7 +685,7 @@ def find_placement(groups: Sequence[Mapping[str, Any]], grows: bool = False) -> 
 
     Raises:
         ArgumentError: the parameters have several placements, or only some of them have one, or
-            some that were placed together are missing and not frozen.
+            some that were sharded together are missing and not frozen.
     """
     trainable = [
         (param, f"param group {number}, parameter {index}")
@@ -695,8 +695,8 @@ def find_placement(groups: Sequence[Mapping[str, Any]], grows: bool = False) -> 
     ]
     everything = all_params(groups)
     check_frozen(everything, "optimizer")
-    placed = [placement_of(param) for param in everything]
-    found = {id(each): each for each in placed if each is not None}
+    placements = [placement_of(param) for param in everything]
+    found = {id(each): each for each in placements if each is not None}
     if not found:
         return None
     for param, called in trainable:

@@ -103,7 +103,7 @@ class UpdateRule(ABC):
         return frozenset({"step"})
 
     @abstractmethod
-    def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
+    def check_hyper(self, group: Group, index: int, device: torch.device) -> None:
         """Checks a group's hyper-parameters; a tensor lr on a GPU is not read.
 
         Raises:
@@ -451,15 +451,15 @@ def _in(number: Any, low: float, below: float) -> bool:
         return False
 
 
-def check_rate(group: Group, index: int, place: torch.device) -> None:
+def check_rate(group: Group, index: int, device: torch.device) -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor):
         if lr.numel() != 1 or not lr.is_floating_point():
             fail(index, "lr", "a tensor of one floating-point element", lr)
-        if lr.device != place:
-            expected = f"a tensor on {place}, where the parameters are"
+        if lr.device != device:
+            expected = f"a tensor on {device}, where the parameters are"
             fail(index, "lr", expected, f"one on {lr.device}")
-    if not isinstance(lr, Tensor) or place.type == "cpu":
+    if not isinstance(lr, Tensor) or device.type == "cpu":
         number = lr.item() if isinstance(lr, Tensor) else lr
         if not _in(number, 0.0, math.inf):
             fail(index, "lr", "a number >= 0", lr)
@@ -495,7 +495,7 @@ class FusedRule(UpdateRule):
 
     @abstractmethod
     def columns(self, group: Group) -> tuple[float, float, float, float, int]:
-        """Returns beta1, beta2, eps, weight decay and flags, or what takes their places."""
+        """Returns beta1, beta2, eps, weight decay and flags, or what stands for them."""
 
     def digest(self, groups: Sequence[Group]) -> float:
         rows = tuple((float(group["lr"]), *self.row(group)) for group in groups)
@@ -536,8 +536,8 @@ class AdamWRule(FusedRule):
     moments: tuple[str, ...] = (*MOMENTS, MAXIMA)
     hypers = ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
 
-    def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
-        check_rate(group, index, place)
+    def check_hyper(self, group: Group, index: int, device: torch.device) -> None:
+        check_rate(group, index, device)
         check_betas(group, index)
         check_positive(group, index, "eps", "weight_decay")
 
@@ -568,8 +568,8 @@ class AdamW8bitRule(AdamWRule):
         # Saved moments are widened to FP32, so that either optimizer goes on from the other's.
         return AdamWRule.name
 
-    def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
-        super().check_hyper(group, index, place)
+    def check_hyper(self, group: Group, index: int, device: torch.device) -> None:
+        super().check_hyper(group, index, device)
         if group["amsgrad"]:
             fail(index, "amsgrad", "False, since its maxima are not kept in 8 bits", True)
 
@@ -614,8 +614,8 @@ class SgdRule(_OneMoment):
     moments = ("momentum_buffer",)
     hypers = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
-    def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
-        check_rate(group, index, place)
+    def check_hyper(self, group: Group, index: int, device: torch.device) -> None:
+        check_rate(group, index, device)
         check_positive(group, index, "momentum", "weight_decay")
         dampening = group["dampening"]
         if not _in(dampening, -math.inf, math.inf):
@@ -640,8 +640,8 @@ class LionRule(_OneMoment):
     moments = ("exp_avg",)
     hypers = ("betas", "weight_decay", "maximize")
 
-    def check_hyper(self, group: Group, index: int, place: torch.device) -> None:
-        check_rate(group, index, place)
+    def check_hyper(self, group: Group, index: int, device: torch.device) -> None:
+        check_rate(group, index, device)
         check_betas(group, index)
         check_positive(group, index, "weight_decay")
 

@@ -43,7 +43,7 @@ from ringcomm.optim.step import Amp, ShardedStep
 
 # ---- The growth of an optimizer whose step is laid out already, by a param group ----------------
 # NOTE [Growth] What the optimizer has stays where it is: parameters, gradients and state lie in the
-# buckets that they have, which are laid out as before. Parameters of a sharded module have a place
+# buckets that they have, which are laid out as before. Parameters of a sharded module lie in
 # in its buckets since ``shard()``, where no segment was theirs so far; other parameters get buckets
 # of their own. Like torch's, they begin at step 0. Tables of all parameters are made anew, and take
 # over the numbers of the old ones.
@@ -83,9 +83,9 @@ class GrownStep(ShardedStep):
 
     def _take_over(self) -> None:
         setting, options, comm = self.setting, self.setting.options, self.setting.comm
-        place, known = BucketDevice.of(comm), len(self._before.buckets)
+        on, known = BucketDevice.of(comm), len(self._before.buckets)
         more = [
-            make_bucket(number, bucket, bucket.chunk(*setting.shard_of), options, place)
+            make_bucket(number, bucket, bucket.chunk(*setting.shard_of), options, on)
             for number, bucket in enumerate(self.layout.buckets)
             if number >= known
         ]
@@ -96,7 +96,7 @@ class GrownStep(ShardedStep):
         self.buckets = Buckets(self.layout, [*self._before.buckets, *more])
         self.gradients = self._make_gradients()
 
-    def _placed_buckets(self, placement: Placement) -> Buckets:
+    def _module_buckets(self, placement: Placement) -> Buckets:
         buckets: list[Bucket] = list(self._before.buckets)
         for bucket, layout in zip(buckets, self.layout.buckets, strict=True):
             bucket.lay_out(layout)
@@ -243,7 +243,7 @@ def first_device(params: Any) -> torch.device | None:
     return first.device if isinstance(first, Tensor) else None
 
 
-def check_param(entry: Any, called: str, place: torch.device) -> None:
+def check_param(entry: Any, called: str, device: torch.device) -> None:
     """Checks an entry of "params": a tensor, or a name and a tensor.
 
     Raises:
@@ -270,9 +270,9 @@ def check_param(entry: Any, called: str, place: torch.device) -> None:
         )
     if param.layout is not torch.strided:
         raise ArgumentError(f"{called}: expected a dense tensor, got layout {param.layout}")
-    if param.device != place:
+    if param.device != device:
         raise ArgumentError(
-            f"{called}: expected a tensor on {place}, as the communicator's or the first one, got "
+            f"{called}: expected a tensor on {device}, as the communicator's or the first one, got "
             f"one on {param.device}; all parameters must be on one device"
         )
 

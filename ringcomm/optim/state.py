@@ -198,7 +198,7 @@ class SavedResiduals:
 
     def add_to(self, out: Tensor, begin: int, param: int, of_sums: bool) -> None:
         """Adds what there is of elements from ``begin`` on of a parameter."""
-        number, segment = self.layout.places[param]
+        number, segment = self.layout.locations[param]
         if number not in self.runs:
             return
         first, values = self.runs[number][of_sums]
@@ -334,14 +334,14 @@ def _is_alike(given: Any, mine: Any) -> bool:
     return isinstance(given, float) or (isinstance(given, int) and abs(given) < 1 << 64)
 
 
-def _read_group(group: Group, given: Mapping[str, Any], place: torch.device) -> Group:
+def _read_group(group: Group, given: Mapping[str, Any], device: torch.device) -> Group:
     """Returns copies of a saved group's entries, of the kinds that the optimizer's own have."""
     taken = {key: deepcopy(value) for key, value in given.items() if key != "params"}
     for key, value in taken.items():
         if isinstance(value, list) and isinstance(group.get(key), tuple):  # JSON knows no tuples
             taken[key] = tuple(value)
         elif isinstance(value, Tensor):
-            taken[key] = value.to(place)
+            taken[key] = value.to(device)
         elif isinstance(group.get(key), Tensor) and value is not None:
             taken[key] = torch.full_like(group[key], value)
     if "decoupled_weight_decay" in group:
@@ -575,7 +575,7 @@ class SavedShards:
 
     def _names(self, bucket: BucketLayout) -> list[str]:
         """Returns the names of the tensors that a bucket of another layout has."""
-        numbers = [self.layout.places[segment.param][0] for segment in bucket.segments]
+        numbers = [self.layout.locations[segment.param][0] for segment in bucket.segments]
         if not numbers:
             alike = (n for n, b in enumerate(self.layout.buckets) if b.dtype is bucket.dtype)
             numbers = [next(alike)]
@@ -586,7 +586,7 @@ class SavedShards:
 
         A bucket of Muon's lacks the tensors that none of its parameters needs.
         """
-        number, segment = self.layout.places[param]
+        number, segment = self.layout.locations[param]
         if name not in self.first.buckets[number]:
             return
         low = segment.begin + begin

@@ -264,12 +264,12 @@ class PreparedStep:
         placement.bind(self, self._before)
         self.shard_of = placement.shard_of
         self.plan = placement.stage_plan(self.backend)
-        self.buckets = self._placed_buckets(placement)
+        self.buckets = self._module_buckets(placement)
         self.gradients = placement.gradients(
             self.params, self.layout, self.buckets, setting.accumulator
         )
 
-    def _placed_buckets(self, placement: Placement) -> Buckets:
+    def _module_buckets(self, placement: Placement) -> Buckets:
         """Returns the buckets of a placement, with state."""
         setting = self.setting
         buckets = placement.buckets(self.layout, setting.options)
@@ -691,8 +691,8 @@ class ShardedStep(PreparedStep):
         before = self.still_reduced()
         sums = before is not None and before.written
         self.agree(asked)
-        place = self.setting.device
-        words = torch.zeros(len(self.buckets), NORM_WORDS, dtype=torch.int64, device=place)
+        device = self.setting.device
+        words = torch.zeros(len(self.buckets), NORM_WORDS, dtype=torch.int64, device=device)
         if not sums:
             for bucket, row in zip(self.buckets, words, strict=True):
                 self.plan.reduce_norm(bucket, kind, row)
@@ -703,7 +703,7 @@ class ShardedStep(PreparedStep):
             self.norm_words(kind, self.own_gradient) if sums or seen else self._total(words, kind)
         )
         if before is None:
-            one = torch.ones((), dtype=torch.float64, device=place)
+            one = torch.ones((), dtype=torch.float64, device=device)
             before = FirstPass(total, kind, one, mark=None)
         written, seen = before.written or seen, before.seen or seen
         mark = self.gradients.mark()
@@ -720,8 +720,8 @@ class ShardedStep(PreparedStep):
         Returns:
             int64 [24], of all buckets and ranks.
         """
-        place = self.setting.device
-        words = torch.zeros(len(self.buckets), NORM_WORDS, dtype=torch.int64, device=place)
+        device = self.setting.device
+        words = torch.zeros(len(self.buckets), NORM_WORDS, dtype=torch.int64, device=device)
         for bucket, row in zip(self.buckets, words, strict=True):
             gradient = gradient_of(bucket)
             if gradient is not None:

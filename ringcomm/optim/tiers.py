@@ -121,10 +121,10 @@ class TieredState(ShardState):
 
     def _copies(self, names: Sequence[str]) -> dict[str, Tensor]:
         bucket = self._bucket
-        place = bucket.device
+        device = bucket.device
         dtypes = self.dtypes()
         copies = {
-            name: torch.empty(bucket.chunk.elems, dtype=dtypes[name], device=place)
+            name: torch.empty(bucket.chunk.elems, dtype=dtypes[name], device=device)
             for name in names
         }
         for part in bucket.parts(write=False):
@@ -412,7 +412,7 @@ class PiecedTier:
         for number, piece in enumerate(pieces):
             piece.move_in(buffers[number % count])
             if count < len(pieces):
-                # What will have to leave its buffer has a place from now on, whatever else the
+                # What will have to leave its buffer has a block from now on, whatever else the
                 # disk takes.
                 piece.block_of(self.blocks)
 

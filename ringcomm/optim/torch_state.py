@@ -236,9 +236,12 @@ def _check_tensor(tensor: Any, shape: tuple[int, ...], called: str) -> None:
 
 def _has_master(sharded: ShardedStep, index: int) -> bool:
     """Tells whether a whole state has a master of a parameter: of 16 bits, or in codes."""
-    spec, (number, _) = sharded.layout.params[index], sharded.layout.places.get(index, (None, None))
+    spec, (number, _) = (
+        sharded.layout.params[index],
+        sharded.layout.locations.get(index, (None, None)),
+    )
     coded = number is not None and sharded.buckets[number].compression is not None
-    return spec.placed and (coded or spec.dtype is not torch.float32)
+    return spec.in_bucket and (coded or spec.dtype is not torch.float32)
 
 
 def _check_masters(
@@ -267,8 +270,8 @@ class _LoadedState(NamedTuple):
 def _take(sharded: ShardedStep, given: _LoadedState, masters: dict[int, Tensor] | None) -> None:
     tensors: ChunkTensors = []
     for bucket in sharded.buckets:
-        elems, place = bucket.chunk.elems, sharded.setting.device
-        own = {name: torch.zeros(elems, dtype=torch.float32, device=place) for name in given.names}
+        elems, device = bucket.chunk.elems, sharded.setting.device
+        own = {name: torch.zeros(elems, dtype=torch.float32, device=device) for name in given.names}
         for begin, end, index in bucket.layout.segments:
             low, high = max(begin, bucket.chunk.begin), min(end, bucket.chunk.end)
             state = given.states[index]

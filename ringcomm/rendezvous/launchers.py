@@ -1,4 +1,4 @@
-"""The place of a rank by its launcher: its environment, or an address for ranks of several nodes.
+"""A rank as its launcher has started it: its environment, or an address for ranks of several nodes.
 
 Importing this module does not load torch: the process that starts the ranks of a command has no
 other use for it.
@@ -49,8 +49,8 @@ SETTING = {
 
 
 @dataclass(frozen=True)
-class LauncherPlace:
-    """This rank as its launcher placed it.
+class LaunchedRank:
+    """This rank as its launcher has started it.
 
     Attributes:
         launcher: its name.
@@ -110,7 +110,7 @@ class LauncherPlace:
         )
 
 
-def read_environment(environment: Mapping[str, str] | None = None) -> LauncherPlace:
+def read_environment(environment: Mapping[str, str] | None = None) -> LaunchedRank:
     """Finds rank and world size in the environment; without a launcher it is a world of one.
 
     Raises:
@@ -144,8 +144,8 @@ def read_environment(environment: Mapping[str, str] | None = None) -> LauncherPl
                 "MASTER_ADDR and MASTER_PORT. Set both on all ranks, or none"
             )
         has_master = len(masters) == 2
-        return LauncherPlace(launcher, rank, world_size, local_size, has_master, job, address)
-    return LauncherPlace("no launcher", 0, 1, 1, has_master=False)
+        return LaunchedRank(launcher, rank, world_size, local_size, has_master, job, address)
+    return LaunchedRank("no launcher", 0, 1, 1, has_master=False)
 
 
 def _is_of_srun(variables: Mapping[str, str]) -> bool:
@@ -163,15 +163,15 @@ def launched_world() -> str | None:
     return None
 
 
-def _master_store(placement: LauncherPlace, timeout_s: float) -> Store:
+def _master_store(launched: LaunchedRank, timeout_s: float) -> Store:
     address, port = os.environ["MASTER_ADDR"], port_in(os.environ, "MASTER_PORT")
     # As torch does it for env://, but for the server's wait for all others. A server of torchrun's
     # outlives the ranks.
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = placement.rank == 0 and not of_agent
+    serves = launched.rank == 0 and not of_agent
     try:
         return open_store(
-            (address, port), placement.world_size, timeout_s, serves=serves, multi_tenant=True
+            (address, port), launched.world_size, timeout_s, serves=serves, multi_tenant=True
         )
     except (RuntimeError, ValueError, OSError) as error:
         what = f"nobody answered within {timeout_s:g} s"
@@ -188,8 +188,8 @@ def _master_store(placement: LauncherPlace, timeout_s: float) -> Store:
                 "another MASTER_PORT on all ranks, or end that process"
             )
         raise RendezvousError(
-            f"communicator from {placement.launcher} on rank {placement.rank} of "
-            f"{placement.world_size}: {what} at MASTER_ADDR={address} MASTER_PORT={port}: "
+            f"communicator from {launched.launcher} on rank {launched.rank} of "
+            f"{launched.world_size}: {what} at MASTER_ADDR={address} MASTER_PORT={port}: "
             f"{str(error).partition(chr(10))[0]}. {advice}"
         ) from error
 
@@ -385,7 +385,7 @@ ATTEMPT_S, LONGEST_ATTEMPT_S = 10.0, 60.0
 
 
 def open_store(
-    place: tuple[str, int],
+    address: tuple[str, int],
     world_size: int,
     timeout_s: float,
     *,
@@ -395,7 +395,7 @@ def open_store(
     """Serves a TCPStore at a host and port, or connects to it as soon as it is served.
 
     Args:
-        place: host and port.
+        address: host and port.
         world_size: how many ranks use it; a server does not wait for them, since the rendezvous
             does, which knows who is missing.
         timeout_s: how long to wait for the server; and the timeout of the store's operations.
@@ -407,11 +407,11 @@ def open_store(
         RuntimeError, ValueError: torch cannot make the store.
     """
     if not serves:
-        _await_server(place, Deadline(timeout_s, LONGEST_ATTEMPT_S))
+        _await_server(address, Deadline(timeout_s, LONGEST_ATTEMPT_S))
     from torch.distributed import TCPStore
 
     return TCPStore(
-        *place,
+        *address,
         world_size,
         is_master=serves,
         timeout=timedelta(seconds=timeout_s),
@@ -420,13 +420,13 @@ def open_store(
     )
 
 
-def _await_server(place: tuple[str, int], deadline: Deadline) -> None:
+def _await_server(address: tuple[str, int], deadline: Deadline) -> None:
     """Waits until somebody listens there; torch itself may try for twice its timeout."""
     pause_s = FIRST_RETRY_S
     while True:
         try:
             attempt_s = min(max(deadline.left_s(), FIRST_RETRY_S), ATTEMPT_S)
-            socket.create_connection(place, timeout=attempt_s).close()
+            socket.create_connection(address, timeout=attempt_s).close()
             return
         except OSError:  # also of a name that is not known yet
             if deadline.left_s() <= pause_s:
@@ -451,11 +451,11 @@ def meet_at(
     if key in _stores:
         return _stores[key]
     operation = where(f"communicator from {launcher}", rank, world_size)
-    place = f"{address.host}:{address.port}"
+    called = f"{address.host}:{address.port}"
     if rank == 0 and not address.is_here:
         raise RendezvousError(
-            f"{operation}: the other ranks call rank 0 at {place} ({address.source}), and rank 0 "
-            "runs on another host. Have the launcher place it there, or set MASTER_ADDR to rank "
+            f"{operation}: the other ranks call rank 0 at {called} ({address.source}), and rank 0 "
+            "runs on another host. Have the launcher start it there, or set MASTER_ADDR to rank "
             "0's host and MASTER_PORT to a free port on all ranks"
         )
     try:
@@ -465,7 +465,7 @@ def meet_at(
         if rank == 0:
             what = "rank 0 cannot serve a store"
         raise RendezvousError(
-            f"{operation}: {what} at {place} ({address.source}; {PORT_VARIABLE} takes the place "
+            f"{operation}: {what} at {called} ({address.source}; {PORT_VARIABLE} takes the place "
             f"of the port) within {timeout_s:g} s: {str(error).partition(chr(10))[0]}. MASTER_ADDR "
             "and MASTER_PORT, which are not set on this rank, take its place: set both on all ranks"
         ) from error

@@ -2,7 +2,8 @@
 
 Rank 0 makes a TCPStore on the loopback interface and hands its port out over a Unix socket, whose
 name follows from what all ranks of a launch share: the user, and the launcher that started them.
-The socket lies in a folder that only this user can enter, so that no other user can take its place.
+The socket lies in a folder that only this user can enter, so that no other user can take its
+sockets.
 
 Rank 0 also listens at an abstract socket of the same name, which needs no folder: ranks in
 containers that share the network and not the folder find it there, and warn. Another user may hold
@@ -188,14 +189,14 @@ def meet_on_node(rank: int, world_size: int, timeout_s: float, job: str = "") ->
 
     Raises:
         RendezvousError: the ranks did not find each other within ``timeout_s`` seconds, or another
-            process holds the place where they meet.
+            process holds the socket where they meet.
     """
     operation = where("communicator from the launcher", rank, world_size)
-    place = MeetingPlace.of(job or _parent(), next(_meetings), operation)
+    sockets = LaunchSockets.of(job or _parent(), next(_meetings), operation)
     if rank == 0:
-        return serve(place, world_size, timeout_s)
+        return serve(sockets, world_size, timeout_s)
     deadline = Deadline(timeout_s)
-    port = ask_port(place, deadline)
+    port = ask_port(sockets, deadline)
     from torch.distributed import TCPStore
 
     return TCPStore(
@@ -219,8 +220,8 @@ def _parent() -> str:
 
 
 @dataclass(frozen=True)
-class MeetingPlace:
-    """The place at which the ranks of one launch meet.
+class LaunchSockets:
+    """The sockets at which the ranks of one launch meet.
 
     Attributes:
         folder: only this user's; None where there is none.
@@ -235,8 +236,8 @@ class MeetingPlace:
     operation: str
 
     @classmethod
-    def of(cls, job: str, meeting: int, operation: str) -> MeetingPlace:
-        """Returns the place of a launch; makes the folder where there is none."""
+    def of(cls, job: str, meeting: int, operation: str) -> LaunchSockets:
+        """Returns the sockets of a launch; makes the folder where there is none."""
         # Names of sockets are short, and a launcher's name for a job need not be.
         digest = hashlib.sha256(job.encode()).hexdigest()[:24]
         name = f"meet-{digest}-{meeting}.sock"
@@ -253,7 +254,7 @@ class MeetingPlace:
 
     @property
     def shown(self) -> str:
-        """The place in words."""
+        """The sockets in words."""
         path = f"{self.folder / self.name}" if self.folder is not None else "no folder"
         return f"{path} and at the abstract socket @{self.abstract[1:]}"
 
@@ -317,10 +318,10 @@ def _holder(address: str) -> str:
 # ---- rank 0 -------------------------------------------------------------------------------------
 
 
-def serve(place: MeetingPlace, world_size: int, timeout_s: float) -> Store:
+def serve(sockets: LaunchSockets, world_size: int, timeout_s: float) -> Store:
     """Serves a store, and tells the other ranks its port in the background."""
     with ExitStack() as undo:
-        listeners = _listen(place, world_size)
+        listeners = _listen(sockets, world_size)
         for listener in listeners:
             undo.callback(listener.close)
         from torch.distributed import TCPStore
@@ -341,34 +342,34 @@ def serve(place: MeetingPlace, world_size: int, timeout_s: float) -> Store:
             master_listen_fd=server.detach(),
         )
         thread = threading.Thread(
-            target=hand_out, args=(place, listeners, port, world_size - 1, timeout_s), daemon=True
+            target=hand_out, args=(sockets, listeners, port, world_size - 1, timeout_s), daemon=True
         )
         try:
-            start_thread(thread, place.operation, "The other ranks cannot find this one")
+            start_thread(thread, sockets.operation, "The other ranks cannot find this one")
         except RingcommError as error:
-            _remove(place)
+            _remove(sockets)
             raise RendezvousError(str(error)) from error
         undo.pop_all()
         return store
 
 
-def _listen(place: MeetingPlace, world_size: int) -> list[socket.socket]:
+def _listen(sockets: LaunchSockets, world_size: int) -> list[socket.socket]:
     """Listens in the folder first: who finds the abstract socket has no such folder."""
     listeners = []
-    if place.folder is not None:
-        with opened(place.folder) as short:
+    if sockets.folder is not None:
+        with opened(sockets.folder) as short:
             _remove_stale(short)
-            listeners.append(_listener(f"{short}/{place.name}", place, world_size))
+            listeners.append(_listener(f"{short}/{sockets.name}", sockets, world_size))
     else:
         warnings.warn(
-            f"{place.operation}: the ranks meet at an abstract socket, which any user may hold: "
-            f"{place.refused}. Remove that folder, set XDG_RUNTIME_DIR or TMPDIR to another one, "
+            f"{sockets.operation}: the ranks meet at an abstract socket, which any user may hold: "
+            f"{sockets.refused}. Remove that folder, set XDG_RUNTIME_DIR or TMPDIR to another one, "
             f"or {_MASTER}",
             RuntimeWarning,
             stacklevel=2,
         )
     try:
-        listeners.append(_listener(place.abstract, place, world_size))
+        listeners.append(_listener(sockets.abstract, sockets, world_size))
     except RendezvousError:
         # Whoever holds it, ranks that share the folder do not need it.
         if not listeners:
@@ -376,7 +377,7 @@ def _listen(place: MeetingPlace, world_size: int) -> list[socket.socket]:
     return listeners
 
 
-def _listener(address: str, place: MeetingPlace, world_size: int) -> socket.socket:
+def _listener(address: str, sockets: LaunchSockets, world_size: int) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         try:
@@ -392,8 +393,8 @@ def _listener(address: str, place: MeetingPlace, world_size: int) -> socket.sock
         holder = _holder(address)
         held = f" {holder} holds it." if holder else ""
         raise RendezvousError(
-            f"{place.operation}: cannot listen at {place.shown}: {error}.{held} If that is another "
-            f"rank 0 of this launcher, start each job with its own launcher; else {_MASTER}"
+            f"{sockets.operation}: cannot listen at {sockets.shown}: {error}.{held} If that is "
+            f"another rank 0 of this launcher, start each job with its own launcher; else {_MASTER}"
         ) from error
     return listener
 
@@ -409,14 +410,14 @@ def _remove_stale(short: str) -> None:
                 os.unlink(entry.path)
 
 
-def _remove(place: MeetingPlace) -> None:
-    if place.folder is not None and place.folder.exists():
-        with suppress(OSError), opened(place.folder) as short:
-            os.unlink(f"{short}/{place.name}")
+def _remove(sockets: LaunchSockets) -> None:
+    if sockets.folder is not None and sockets.folder.exists():
+        with suppress(OSError), opened(sockets.folder) as short:
+            os.unlink(f"{short}/{sockets.name}")
 
 
 def hand_out(
-    place: MeetingPlace,
+    sockets: LaunchSockets,
     listeners: Sequence[socket.socket],
     port: int,
     peers: int,
@@ -425,7 +426,7 @@ def hand_out(
     """Tells ``peers`` ranks of this user the port, for ``timeout_s`` seconds at most."""
     deadline = Deadline(timeout_s, 3 * ASKS_WITHIN_S)
     with ExitStack() as end, selectors.DefaultSelector() as selector:
-        end.callback(_remove, place)
+        end.callback(_remove, sockets)
         for listener in listeners:
             end.enter_context(listener)
             selector.register(listener, selectors.EVENT_READ)
@@ -443,42 +444,42 @@ def hand_out(
 # ---- the other ranks ----------------------------------------------------------------------------
 
 
-def ask_port(place: MeetingPlace, deadline: Deadline) -> int:
+def ask_port(sockets: LaunchSockets, deadline: Deadline) -> int:
     """Asks rank 0 for the port of its store, again and again until the deadline."""
     strangers: set[str] = set()
     while not deadline.is_over():
-        with _connected(place.abstract, strangers) as outside:
+        with _connected(sockets.abstract, strangers) as outside:
             # Rank 0 listens in the folder first. So it is not in this one if it is not there now.
-            port = _asked_in_folder(place, deadline, strangers)
+            port = _asked_in_folder(sockets, deadline, strangers)
             if port is None and outside is not None:
                 port = _answer(outside, deadline)
                 if port is not None:
-                    _warn_of_no_folder(place)
+                    _warn_of_no_folder(sockets)
         if port is not None:
             return port
         time.sleep(RETRY_S)
     held = f" {' and '.join(sorted(strangers))} answered in its place." if strangers else ""
     raise RendezvousError(
-        f"{place.operation}: waited {deadline.timeout_s:g} s for rank 0 of the same launcher, "
-        f"which did not come to {place.shown}.{held} Ranks must be started by one launcher process "
-        f"directly, and as one user; otherwise {_MASTER}"
+        f"{sockets.operation}: waited {deadline.timeout_s:g} s for rank 0 of the same launcher, "
+        f"which did not come to {sockets.shown}.{held} Ranks must be started by one launcher "
+        f"process directly, and as one user; otherwise {_MASTER}"
     )
 
 
-def _asked_in_folder(place: MeetingPlace, deadline: Deadline, strangers: set[str]) -> int | None:
-    if place.folder is None:
+def _asked_in_folder(sockets: LaunchSockets, deadline: Deadline, strangers: set[str]) -> int | None:
+    if sockets.folder is None:
         return None
     with (
-        opened(place.folder) as short,
-        _connected(f"{short}/{place.name}", strangers) as connection,
+        opened(sockets.folder) as short,
+        _connected(f"{short}/{sockets.name}", strangers) as connection,
     ):
         return None if connection is None else _answer(connection, deadline)
 
 
-def _warn_of_no_folder(place: MeetingPlace) -> None:
-    why = place.refused or f"rank 0 is not in {place.folder}, as if it had another file system"
+def _warn_of_no_folder(sockets: LaunchSockets) -> None:
+    why = sockets.refused or f"rank 0 is not in {sockets.folder}, as if it had another file system"
     warnings.warn(
-        f"{place.operation}: found rank 0 at an abstract socket, which any user may hold: {why}. "
+        f"{sockets.operation}: found rank 0 at an abstract socket, which any user may hold: {why}. "
         f"Have the ranks share XDG_RUNTIME_DIR or TMPDIR, or {_MASTER}",
         RuntimeWarning,
         stacklevel=2,

@@ -21,7 +21,7 @@ from ringcomm.bench.device_steps import (
     fitting,
     run_case,
 )
-from ringcomm.bench.launch import Placing
+from ringcomm.bench.launch import RankInfo
 from ringcomm.bench.run import Run, main
 from ringcomm.bench.timing import Device, Timing
 
@@ -64,7 +64,7 @@ def test_a_shard_is_updated_as_torch_does(dtype):
 
 
 def test_rows_of_a_run():
-    run = Run(BENCH, BENCH.parse(["step", "-r", "2"]), Placing(0, 1, HashStore()))
+    run = Run(BENCH, BENCH.parse(["step", "-r", "2"]), RankInfo(0, 1, HashStore()))
     case = KernelCase(STEP, torch.bfloat16, ELEMS, 2)
     rows = run_case(case, Device(), partial(run.time, batch=3))
     assert [row.system for row in rows] == [SUBJECT, TWO_PASSES, SEPARATE, TORCH]

@@ -30,7 +30,7 @@ def test_ranks_find_their_places_and_one_store(tmp_path, monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(subprocess, "Popen", fork_server.Popen)  # ranks that have torch already
-    assert run_ranks(["tests.bench.places", str(tmp_path)], Wanted(3)) == 0
+    assert run_ranks(["tests.bench.joining", str(tmp_path)], Wanted(3)) == 0
     assert sorted(each.name for each in tmp_path.iterdir()) == [f"{rank} of 3" for rank in range(3)]
 
 

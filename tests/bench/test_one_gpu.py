@@ -18,7 +18,7 @@ from ringcomm.bench.collectives.systems import PeerSetup, Unavailable, open_syst
 from ringcomm.bench.collectives.torch_groups import why_not
 from ringcomm.bench.collectives.torch_ops import fastest, needed_bytes, ways_to_copy, ways_to_reduce
 from ringcomm.bench.devices import DEVICE_MODES, MEANINGS, ModeError, choose
-from ringcomm.bench.launch import Placing
+from ringcomm.bench.launch import RankInfo
 from ringcomm.bench.report import commit, read
 from ringcomm.bench.run import Run, main
 from tests.bench.stand_ins import StandInGpu, StandInWorld
@@ -51,8 +51,8 @@ def worlds(monkeypatch):
 
 def run_one_launch(path, *arguments, world=4, device=None):
     arguments = (*SMALL, "--json", str(path), "--batch", "2", *arguments)
-    placing = Placing(0, world, HashStore(), "one-launch")
-    run = Run(BENCH, parse(arguments), placing)
+    info = RankInfo(0, world, HashStore(), "one-launch")
+    run = Run(BENCH, parse(arguments), info)
     measure_all(run, device or StandInGpu())
     return run.finish(arguments), read(path)
 

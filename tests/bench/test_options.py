@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 from ringcomm.bench import moe
 from ringcomm.bench.cases import COLLECTIVES
 from ringcomm.bench.collectives import DEFAULT_COLLECTIVES, parse, placements_of, sizes_bytes
-from ringcomm.bench.launch import LaunchError, Placing
+from ringcomm.bench.launch import LaunchError, RankInfo
 from ringcomm.bench.options import parse_size, without_files
 from ringcomm.bench.run import BENCHES, CANNOT_RUN, Run, run
 
@@ -175,7 +175,7 @@ def test_ranks_of_a_launcher_that_do_not_divide_the_experts_are_refused(monkeypa
     monkeypatch.setenv("WORLD_SIZE", "3")
     asked = moe.BENCH.parse(["16,2"])
     with pytest.raises(LaunchError, match="16 experts do not divide among 3 ranks"):
-        moe.measure(Run(moe.BENCH, asked, Placing(0, 3, HashStore())))
+        moe.measure(Run(moe.BENCH, asked, RankInfo(0, 3, HashStore())))
 
 
 @pytest.mark.parametrize("name", BENCHES)

@@ -242,10 +242,10 @@ def test_the_watch_for_processes_on_devices(how: str, monkeypatch: pytest.Monkey
 
 
 def test_a_meeting_on_a_node_without_a_thread() -> None:
-    place = same_node.MeetingPlace.of(f"without threads {os.getpid()}", 0, "meeting")
+    sockets = same_node.LaunchSockets.of(f"without threads {os.getpid()}", 0, "meeting")
     for _ in range(2):  # the first one left the address free
         with no_threads(), pytest.raises(RendezvousError, match="meeting: expected to start"):
-            same_node.serve(place, 2, SOON_S)
+            same_node.serve(sockets, 2, SOON_S)
 
 
 def test_a_local_world_without_threads() -> None:

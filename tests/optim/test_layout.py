@@ -41,7 +41,7 @@ def test_flatten_and_unflatten_undo_each_other(layout):
     tensors = numbered(layout)
     flats = layout.flatten(tensors)
     back = layout.unflatten(flats)
-    assert set(back) == {index for index, spec in enumerate(layout.params) if spec.placed}
+    assert set(back) == {index for index, spec in enumerate(layout.params) if spec.in_bucket}
     for index, view in back.items():
         assert torch.equal(view, tensors[index])
         view.zero_()
@@ -52,8 +52,8 @@ def test_flatten_and_unflatten_undo_each_other(layout):
 
 @given(LAYOUTS)
 def test_every_parameter_has_one_aligned_place_in_order(layout):
-    placed = [index for index, spec in enumerate(layout.params) if spec.placed]
-    assert sorted(layout.places) == placed
+    placed = [index for index, spec in enumerate(layout.params) if spec.in_bucket]
+    assert sorted(layout.locations) == placed
     for bucket in layout.buckets:
         assert bucket.elems % BLOCK_ELEMS == 0
         assert bucket.elems - bucket.segments[-1].end < BLOCK_ELEMS
@@ -115,7 +115,7 @@ def test_frozen_tied_and_empty_parameters_take_no_room():
         ParamSpec((), torch.float32),
     ]
     layout = ShardLayout.assign(specs)
-    assert list(layout.places) == [2, 4]
+    assert list(layout.locations) == [2, 4]
     assert ShardLayout.assign(specs[:2]).buckets == ()
 
 

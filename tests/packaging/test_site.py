@@ -156,7 +156,7 @@ def test_the_page_of_commands_has_all_their_options():
                     re.search(rf"^ +(?:.*, )?{option}\b", shown, re.MULTILINE)
                     for option in action.option_strings
                 )
-    assert site_pages.COMMANDS_PLACE in (REFERENCE / "commands.md").read_text()
+    assert site_pages.COMMANDS_MARK in (REFERENCE / "commands.md").read_text()
 
 
 def test_the_help_of_a_subcommand_stands_below_its_command():

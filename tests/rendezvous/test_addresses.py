@@ -128,10 +128,10 @@ def test_what_is_no_list_of_tasks(text):
     ],
 )
 def test_derived(launcher, variables, host, port, source):
-    placement = read_environment(variables)
-    assert (placement.launcher, placement.rank, placement.world_size) == (launcher, 2, 4)
-    assert (placement.local_world_size, placement.is_here) == (2, False)
-    assert placement.address == MasterAddress(host, port, source, is_here=False)
+    launched = read_environment(variables)
+    assert (launched.launcher, launched.rank, launched.world_size) == (launcher, 2, 4)
+    assert (launched.local_world_size, launched.is_here) == (2, False)
+    assert launched.address == MasterAddress(host, port, source, is_here=False)
     other = read_environment({**variables, "RINGCOMM_MASTER_PORT": "777"})
     assert other.address == MasterAddress(host, 777, source, is_here=False)
 

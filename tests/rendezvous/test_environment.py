@@ -54,10 +54,10 @@ sys.stdout.write(f"rank {comm.rank} of {comm.world_size}: {tensor[999].item()}\\
     ],
 )
 def test_launchers(launcher, variables):
-    placement = read_environment(variables)
-    assert placement.launcher == launcher
-    assert (placement.rank, placement.world_size, placement.local_world_size) == (2, 4, 4)
-    assert not placement.has_master
+    launched = read_environment(variables)
+    assert launched.launcher == launcher
+    assert (launched.rank, launched.world_size, launched.local_world_size) == (2, 4, 4)
+    assert not launched.has_master
     with_master = {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     assert read_environment(with_master).has_master
 

@@ -12,7 +12,7 @@ from torch.distributed import HashStore, TCPStore
 
 from ringcomm import CommOptions, Communicator, RendezvousError, RingcommError
 from ringcomm.rendezvous import handles
-from ringcomm.rendezvous.launchers import LauncherPlace
+from ringcomm.rendezvous.launchers import LaunchedRank
 
 pytestmark = pytest.mark.deadlines
 
@@ -114,7 +114,7 @@ def test_a_missing_rank_is_named_by_all_others(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("MASTER_PORT", str(port))
 
     def build(rank: int) -> None:
-        store = LauncherPlace("torchrun", rank, 3, 3, has_master=True).store(LONG_S)
+        store = LaunchedRank("torchrun", rank, 3, 3, has_master=True).store(LONG_S)
         Communicator.from_store(store, rank, 3, timeout=0.5)
 
     for text in errors_of(build, 2):
@@ -126,7 +126,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         with pytest.raises(RingcommError, match=r"cannot serve a store.*a second process"):
-            LauncherPlace("torchrun", 0, 2, 2, has_master=True).store(LONG_S)
+            LaunchedRank("torchrun", 0, 2, 2, has_master=True).store(LONG_S)
 
 
 def test_two_processes_of_one_rank() -> None:

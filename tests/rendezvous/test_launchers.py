@@ -30,10 +30,10 @@ tensor = torch.full((1000,), comm.rank + 1.0)
 comm.all_reduce(tensor)
 ringcomm.init_process_group(timeout=60)
 ringcomm.all_reduce(tensor)
-placement = read_environment()
+launched = read_environment()
 sys.stdout.write(
-    f"rank {comm.rank} of {comm.world_size} on {os.uname().nodename} by {placement.launcher}: "
-    f"{tensor[999].item():g}, {comm.node.world_size} and {placement.local_world_size} here\\n"
+    f"rank {comm.rank} of {comm.world_size} on {os.uname().nodename} by {launched.launcher}: "
+    f"{tensor[999].item():g}, {comm.node.world_size} and {launched.local_world_size} here\\n"
 )
 ringcomm.barrier()
 """

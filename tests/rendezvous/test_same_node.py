@@ -1,4 +1,4 @@
-"""The meeting of one launch's ranks on a machine, and other users' processes at its place."""
+"""The meeting of one launch's ranks on a machine, and other users' processes at its sockets."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ import pytest
 from ringcomm.errors import RendezvousError
 from ringcomm.process import Deadline
 from ringcomm.rendezvous import same_node
-from ringcomm.rendezvous.same_node import MeetingPlace
+from ringcomm.rendezvous.same_node import LaunchSockets
 
 LONG_S = 30.0
 NOBODY = 65534
@@ -37,10 +37,10 @@ def folder(monkeypatch):
     shutil.rmtree(shared)
 
 
-def place(job, meeting=0):
-    # The thread of an earlier test may not have left its place yet.
+def sockets(job, meeting=0):
+    # The thread of an earlier test may not have left its sockets yet.
     test = os.environ["PYTEST_CURRENT_TEST"]
-    return MeetingPlace.of(f"{job}-{os.getpid()}-{test}", meeting, "test on rank 0 of 2")
+    return LaunchSockets.of(f"{job}-{os.getpid()}-{test}", meeting, "test on rank 0 of 2")
 
 
 def serve(at, ranks) -> Any:
@@ -68,28 +68,28 @@ def until_gone(path):
 def test_ranks_meet_in_a_folder_of_their_user(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ports, served = meet(place("a"), 3)
+        ports, served = meet(sockets("a"), 3)
     assert ports == [served] * 2
     status = folder.stat()
     assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (os.geteuid(), 0o700)
-    until_gone(folder / place("a").name)  # nothing is left
+    until_gone(folder / sockets("a").name)  # nothing is left
 
 
 def test_the_runtime_folder_comes_first(folder, tmp_path, monkeypatch):
     runtime = tmp_path / "run"
     runtime.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    assert place("a").folder == runtime / "ringcomm"
-    assert meet(place("a"))[0]
+    assert sockets("a").folder == runtime / "ringcomm"
+    assert meet(sockets("a"))[0]
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
-    assert place("a").folder == folder
+    assert sockets("a").folder == folder
 
 
 def test_several_jobs_of_a_user_meet_at_the_same_time():
-    places = [place("a"), place("b"), place("a", 1)]
-    assert len({each.name for each in places}) == 3
-    stores = [serve(each, 2) for each in places]
-    for each, store in zip(reversed(places), reversed(stores), strict=True):
+    pairs = [sockets("a"), sockets("b"), sockets("a", 1)]
+    assert len({each.name for each in pairs}) == 3
+    stores = [serve(each, 2) for each in pairs]
+    for each, store in zip(reversed(pairs), reversed(stores), strict=True):
         assert ask(each) == store.port
 
 
@@ -111,7 +111,7 @@ def killed_rank_0(at):
 
 
 def test_the_socket_of_a_rank_that_was_killed_is_taken(folder):
-    at = place("a")
+    at = sockets("a")
     process, path = killed_rank_0(at)
     with pytest.raises(RendezvousError, match=f"process {process.pid} of user {os.geteuid()}"):
         same_node.serve(at, 2, 1.0)
@@ -124,24 +124,24 @@ def test_the_socket_of_a_rank_that_was_killed_is_taken(folder):
 
 
 def test_old_sockets_of_killed_ranks_are_removed(folder):
-    old, young = place("old"), place("young")
+    old, young = sockets("old"), sockets("young")
     for at in (old, young):
         process, path = killed_rank_0(at)
         process.kill()
         process.join()
         if at is old:
             os.utime(path, (1, 1))
-    meet(place("next"))
+    meet(sockets("next"))
     assert (folder / young.name).exists() and not (folder / old.name).exists()
 
 
 def test_without_a_common_folder_ranks_meet_and_warn(folder, monkeypatch, tmp_path):
     """As in containers with the same network and other file systems."""
-    mine = place("a")
+    mine = sockets("a")
     other = tmp_path / "other"
     other.mkdir()
     monkeypatch.setattr(same_node, "gettempdir", lambda: str(other))
-    theirs = place("a")
+    theirs = sockets("a")
     assert mine.folder != theirs.folder and mine.name == theirs.name
     store = serve(mine, 2)
     with pytest.warns(RuntimeWarning, match=f"rank 0 is not in {theirs.folder}"):
@@ -149,7 +149,7 @@ def test_without_a_common_folder_ranks_meet_and_warn(folder, monkeypatch, tmp_pa
 
 
 def test_ranks_that_come_early_do_not_warn():
-    at = place("a")
+    at = sockets("a")
     ports = []
 
     def come():
@@ -171,7 +171,7 @@ def test_ranks_that_come_early_do_not_warn():
 def test_a_folder_that_is_open_to_others_is_not_used(folder, mode):
     folder.mkdir()
     folder.chmod(mode)
-    at = place("a")
+    at = sockets("a")
     assert at.folder is None
     with pytest.warns(RuntimeWarning, match=r"\(mode 0700\), got drwx"):
         store = serve(at, 2)
@@ -183,7 +183,7 @@ def test_a_link_in_place_of_the_folder_is_not_followed(folder, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     folder.symlink_to(elsewhere)
-    assert place("a").folder is None
+    assert sockets("a").folder is None
 
 
 def _as_nobody(act, ready):
@@ -224,7 +224,7 @@ def _takes(address):
 
 @as_root
 def test_another_user_at_the_abstract_socket_is_in_nobodys_way(folder):
-    at = place("a")
+    at = sockets("a")
     with Stranger(_takes(at.abstract)):
         ports, served = meet(at)
     assert ports == [served]
@@ -234,7 +234,7 @@ def test_another_user_at_the_abstract_socket_is_in_nobodys_way(folder):
 def test_another_user_who_holds_both_places_is_named(folder):
     folder.mkdir()
     os.chown(folder, NOBODY, NOBODY)
-    at = place("a")
+    at = sockets("a")
     assert at.folder is None and f"of user {NOBODY}" in at.refused
     with Stranger(_takes(at.abstract)) as pid:
         whom = f"process {pid} of user {NOBODY}"
@@ -249,7 +249,7 @@ def test_another_user_who_holds_both_places_is_named(folder):
 
 @as_root
 def test_another_users_process_learns_no_port(folder):
-    at = place("a")
+    at = sockets("a")
     store = serve(at, 2)
     answers, abstract = FORK.SimpleQueue(), at.abstract
 

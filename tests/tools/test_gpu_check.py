@@ -36,7 +36,7 @@ from tools.gpu_check.runner import (
     limit_s,
     select,
 )
-from tools.gpu_check.stages import Workplace
+from tools.gpu_check.stages import CheckRun
 
 FACTS = {
     "gpu": "NVIDIA H999 80GB (test)",
@@ -48,11 +48,11 @@ FACTS = {
 
 
 @pytest.fixture
-def place(tmp_path):
+def check(tmp_path):
     log = tmp_path / "log"
     log.touch()
     record = Record(FACTS, tmp_path / "results", tmp_path / "out", log)
-    return Workplace(Runner(tmp_path, log, os.environ), tmp_path, record)
+    return CheckRun(Runner(tmp_path, log, os.environ), tmp_path, record)
 
 
 def python(code):
@@ -96,25 +96,25 @@ def test_time_left_over_goes_to_the_next_stage_and_overruns_are_paid_back():
     assert limit_s(chosen, 2, 10_000.0) == 1.0
 
 
-def test_a_stage_without_time_is_left_out_and_named(place):
+def test_a_stage_without_time_is_left_out_and_named(check):
     called = []
 
-    def body(place, limit):
+    def body(check, limit):
         called.append(limit)
         return Result("build", OK, "")
 
     chosen = (Stage("build", 50.0, 10.0), Stage("test", 5.0, 40.0))
-    results = run_stages(chosen, place, {"build": body, "test": body}, time.monotonic() - 20.0)
+    results = run_stages(chosen, check, {"build": body, "test": body}, time.monotonic() - 20.0)
     assert [result.verdict for result in results] == [OK, LEFT_OUT] and len(called) == 1
     assert "s were left for it" in results[1].detail
 
 
-def test_a_stage_that_raises_stops_no_other(place, capsys):
-    def broken(place, limit):
+def test_a_stage_that_raises_stops_no_other(check, capsys):
+    def broken(check, limit):
         raise RuntimeError("no disk")
 
-    run = {"build": broken, "test": lambda place, limit: Result("test", OK, f"{limit:.0f} s")}
-    results = run_stages(STAGES[:2], place, run, time.monotonic() - 20.0)
+    run = {"build": broken, "test": lambda check, limit: Result("test", OK, f"{limit:.0f} s")}
+    results = run_stages(STAGES[:2], check, run, time.monotonic() - 20.0)
     assert [(each.name, each.verdict) for each in results] == [("build", FAILED), ("test", OK)]
     assert results[1].detail == "330 s" and "RuntimeError: no disk" in results[0].detail
     # The budget is reduced by the time that has passed before.
@@ -134,11 +134,11 @@ from tools.gpu_check.runner import OK, Result
 command.ROOT, command.FOLDER = Path.cwd(), Path.cwd() / "folder"
 command._PROBE = "import json; print(json.dumps({{'gpu': 'NVIDIA H999'}}))"
 
-def lasts(place, limit):
-    place.runner.run([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); "
+def lasts(check, limit):
+    check.runner.run([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); "
                       "open('pid', 'w').write(str(os.getpid())); time.sleep(600)"], limit)
 
-command.RUN = {"build": lambda place, limit: Result("build", OK, "built"), "test": lasts}
+command.RUN = {"build": lambda check, limit: Result("build", OK, "built"), "test": lasts}
 sys.exit(command.main(["--stages", "build,test", "--budget", "80"]))
 """
 
@@ -167,51 +167,51 @@ def wait_until(holds, limit_s=60):
         time.sleep(0.01)
 
 
-def test_a_record_stands_after_each_stage(place):
+def test_a_record_stands_after_each_stage(check):
     """The record of the stages so far is there, whatever ends the run later."""
     seen = []
 
-    def body(place, limit):
-        place.save(Result("test", PARTIAL, "under way"))
+    def body(check, limit):
+        check.save(Result("test", PARTIAL, "under way"))
         for folder in ("results", "out"):
-            (file,) = (place.folder / folder).glob("gpu-*.json")
+            (file,) = (check.folder / folder).glob("gpu-*.json")
             seen.append(json.loads(file.read_text())["provenance"])
         raise KeyboardInterrupt
 
-    run = {"build": lambda place, limit: Result("build", OK, "built"), "test": body}
+    run = {"build": lambda check, limit: Result("build", OK, "built"), "test": body}
     with pytest.raises(KeyboardInterrupt):
-        run_stages(STAGES[:2], place, run, time.monotonic())
+        run_stages(STAGES[:2], check, run, time.monotonic())
     for facts in seen:
         assert facts["stage build"] == "ok, 0 s: built"
         assert facts["stage test"] == "partial, 0 s: under way"
-    (text,) = (place.folder / "results").glob("*.md")
+    (text,) = (check.folder / "results").glob("*.md")
     assert "no: it was stopped" in text.read_text()
-    assert not list(place.folder.rglob("*.unfinished"))
+    assert not list(check.folder.rglob("*.unfinished"))
 
 
-def test_a_record_that_cannot_be_written_ends_nothing(place, capsys):
+def test_a_record_that_cannot_be_written_ends_nothing(check, capsys):
     """OUT is no folder: the results have the record, and the run its verdict."""
-    (place.folder / "out").touch()
-    run = {name: lambda place, limit: Result("build", OK, "built") for name in ("build", "test")}
-    results = run_stages(STAGES[:2], place, run, time.monotonic())
+    (check.folder / "out").touch()
+    run = {name: lambda check, limit: Result("build", OK, "built") for name in ("build", "test")}
+    results = run_stages(STAGES[:2], check, run, time.monotonic())
     assert [result.verdict for result in results] == [OK, OK]
     assert capsys.readouterr().out.count("the record cannot be written: ") == 2
-    assert not place.save(ended=True)
-    (file,) = (place.folder / "results").glob("*.json")
+    assert not check.save(ended=True)
+    (file,) = (check.folder / "results").glob("*.json")
     assert json.loads(file.read_text())["provenance"]["ended"] == "yes"
 
 
 # ---- commands ----------------------------
 
 
-def test_a_command_is_run_in_the_tree_with_its_output_in_the_log(place):
+def test_a_command_is_run_in_the_tree_with_its_output_in_the_log(check):
     code = "import os; print(os.getcwd()); print(os.environ['PYTHONPATH']); print(os.environ['X'])"
-    done = place.runner.run(python(code), 30.0, {"X": "9"})
+    done = check.runner.run(python(code), 30.0, {"X": "9"})
     assert done.status == 0 and done.why == "9"
-    assert done.output.splitlines()[0] == str(place.folder)
-    assert done.output.splitlines()[1].split(os.pathsep)[0] == str(place.folder)
-    again = place.runner.run(python("print('again')"), 30.0)
-    assert again.output == "again\n" and done.output in (place.folder / "log").read_text()
+    assert done.output.splitlines()[0] == str(check.folder)
+    assert done.output.splitlines()[1].split(os.pathsep)[0] == str(check.folder)
+    again = check.runner.run(python("print('again')"), 30.0)
+    assert again.output == "again\n" and done.output in (check.folder / "log").read_text()
 
 
 def has_ended(pid):
@@ -220,14 +220,14 @@ def has_ended(pid):
     return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_a_command_ends_at_its_limit_with_its_children(place):
+def test_a_command_ends_at_its_limit_with_its_children(check):
     child = "import os, time; os.setpgid(0, 0); time.sleep(600)"  # as ninja's children do
     code = (
         "import subprocess, sys, time\n"
         f"print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid, flush=True)\n"
         "time.sleep(600)"
     )
-    done = place.runner.run(python(code), 3.0)
+    done = check.runner.run(python(code), 3.0)
     assert (done.status, done.why) == (None, "stopped at its limit")
     wait_until(lambda: has_ended(int(done.output)))
 
@@ -244,17 +244,17 @@ def test_a_command_ends_at_its_limit_with_its_children(place):
         ((0, None), FAILED, "nvcc's kernels, so they come at first use: stopped at its limit"),
     ],
 )
-def test_the_module_is_built_before_nvcc_is_tried(place, monkeypatch, statuses, verdict, words):
+def test_the_module_is_built_before_nvcc_is_tried(check, monkeypatch, statuses, verdict, words):
     asked, left = [], list(statuses)
 
     def run(command, limit_s, environment):
         asked.append(environment["CMAKE_ARGS"])
         return Finished(left.pop(0), "what it said")
 
-    monkeypatch.setattr(place.runner, "run", run)
+    monkeypatch.setattr(check.runner, "run", run)
     monkeypatch.setattr(shutil, "which", lambda name: "/bin/nvcc")
     monkeypatch.delenv("CMAKE_ARGS", raising=False)
-    result = stages.build(place, 60.0)
+    result = stages.build(check, 60.0)
     assert result.verdict == verdict and words in result.detail
     assert asked == ["-DRINGCOMM_CUDA=OFF", "-DRINGCOMM_CUDA=sm_90a"][: len(statuses)]
 
@@ -296,22 +296,22 @@ def sanitizer_program(folder, monkeypatch, body):
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
-def test_the_sanitizer_stage(place, monkeypatch):
+def test_the_sanitizer_stage(check, monkeypatch):
     clean = RACECHECK.format(0, 0, 1).strip()
-    sanitizer_program(place.folder, monkeypatch, f"echo '{clean}'; echo $2 $6")
-    result = stages.sanitize(place, 30.0)
+    sanitizer_program(check.folder, monkeypatch, f"echo '{clean}'; echo $2 $6")
+    result = stages.sanitize(check, 30.0)
     assert result.verdict == OK
     assert result.detail.startswith("memcheck clean (1 warnings); racecheck clean")
     # A tool that finds something fails the stage, whatever the others say.
     found = RACECHECK.format(1, 1, 0).strip()
     body = f"if [ $2 = racecheck ]; then echo '{found}'; exit 99; fi; echo '{MEMCHECK_CLEAN}'"
-    sanitizer_program(place.folder, monkeypatch, body)
-    assert stages.sanitize(place, 30.0).verdict == FAILED
-    sanitizer_program(place.folder, monkeypatch, "echo Device not supported; exit 1")
-    assert stages.sanitize(place, 30.0).verdict == UNAVAILABLE
+    sanitizer_program(check.folder, monkeypatch, body)
+    assert stages.sanitize(check, 30.0).verdict == FAILED
+    sanitizer_program(check.folder, monkeypatch, "echo Device not supported; exit 1")
+    assert stages.sanitize(check, 30.0).verdict == UNAVAILABLE
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(Path, "exists", lambda path: False)
-    result = stages.sanitize(place, 30.0)
+    result = stages.sanitize(check, 30.0)
     assert (result.verdict, result.detail) == (UNAVAILABLE, "no compute-sanitizer on this machine")
 
 
@@ -368,14 +368,14 @@ def test_outcomes_of_tests_are_read_from_what_pytest_prints(tmp_path, value, end
 
 
 @pytest.fixture
-def marked(place, monkeypatch):
+def marked(check, monkeypatch):
     """Writes a file with tests that have the mark."""
     monkeypatch.setattr(stages, "TEST_FOLDERS", (".",))
-    (place.folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    (check.folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
     # Every test of these has a pytest of its own, most of whose start would be plugins.
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout")
-    place.runner = Runner(place.folder, place.folder / "log", os.environ)
+    check.runner = Runner(check.folder, check.folder / "log", os.environ)
 
     def write(name, *bodies):
         head = "import os, time\nimport pytest\npytestmark = pytest.mark.gpu\n"
@@ -383,33 +383,33 @@ def marked(place, monkeypatch):
             f"def test_{number}(record_property):\n    {body}\n"
             for number, body in enumerate(bodies)
         ]
-        (place.folder / name).write_text(head + "".join(tests))
+        (check.folder / name).write_text(head + "".join(tests))
 
     return write
 
 
-def test_the_test_stage_needs_tests_that_ran(place, marked):
+def test_the_test_stage_needs_tests_that_ran(check, marked):
     marked("test_it.py", "record_property('us per call', 4.5)")
-    result = stages.test(place, 60.0)
+    result = stages.test(check, 60.0)
     assert (result.verdict, result.detail) == (OK, "1 passed, 0 failed, 0 skipped")
     assert result.noted == {"figure us per call": "4.5"}
     marked("test_it.py", "pytest.skip('no GPU')")
-    assert stages.test(place, 60.0).verdict == FAILED
+    assert stages.test(check, 60.0).verdict == FAILED
     # A file that cannot be read is missed, and the others go on.
-    (place.folder / "test_broken.py").write_text("import nothing_of_that_name")
+    (check.folder / "test_broken.py").write_text("import nothing_of_that_name")
     marked("test_it.py", "assert False", "pass")
-    result = stages.test(place, 60.0)
+    result = stages.test(check, 60.0)
     assert result.verdict == FAILED and "the list of tests: " in result.detail
     assert "1 passed, 1 failed" in result.detail and "failed: test_it.py::test_0" in result.detail
 
 
-def test_a_file_that_dies_takes_no_other_along_and_triton_is_last(place, marked, monkeypatch):
+def test_a_file_that_dies_takes_no_other_along_and_triton_is_last(check, marked, monkeypatch):
     marked("test_triton_a.py", "pass")
     marked("test_b.py", "pass", "os._exit(0)", "pass")
     marked("test_c.py", "pass", "os.kill(os.getpid(), 11)")
     saved = []
-    monkeypatch.setattr(place, "save", lambda result: saved.append(result.detail))
-    result = stages.test(place, 90.0)
+    monkeypatch.setattr(check, "save", lambda result: saved.append(result.detail))
+    result = stages.test(check, 90.0)
     assert result.verdict == FAILED
     assert "failed: test_b.py::test_1, test_c.py::test_1" in result.detail
     # Recorded as it went.
@@ -440,22 +440,22 @@ class Hanging:
 
 
 @pytest.fixture
-def hanging(place, monkeypatch):
-    place.runner = Hanging(place.folder)
+def hanging(check, monkeypatch):
+    check.runner = Hanging(check.folder)
     monkeypatch.setattr(stages, "_LEAST_FILE_S", 0.3)
 
 
-def test_files_without_time_are_named(place, hanging):
-    result = stages.test(place, 0.5)
+def test_files_without_time_are_named(check, hanging):
+    result = stages.test(check, 0.5)
     assert result.verdict == PARTIAL, result.detail
     assert result.detail == (
         "1 passed, 0 failed, 0 skipped; no time left for the rest of test_a.py, test_good.py"
     )
 
 
-def test_a_file_that_takes_too_long_leaves_time_to_the_others(place, hanging, monkeypatch):
+def test_a_file_that_takes_too_long_leaves_time_to_the_others(check, hanging, monkeypatch):
     monkeypatch.setattr(stages, "_FILE_LIMIT_S", 0.1)
-    result = stages.test(place, 60.0)
+    result = stages.test(check, 60.0)
     assert result.verdict == FAILED and "test_a.py: stopped at its limit" in result.detail
     assert result.detail.startswith("2 passed, 1 failed, 0 skipped")
     assert result.detail.endswith("failed: test_a.py::test_1")
@@ -518,37 +518,37 @@ def make_harness(root: Path) -> Path:
     return folder / "__main__.py"
 
 
-def test_the_bench_stage_goes_on_after_a_run_that_fails(place, monkeypatch):
-    script = make_harness(place.folder)
+def test_the_bench_stage_goes_on_after_a_run_that_fails(check, monkeypatch):
+    script = make_harness(check.folder)
     a_row = Row("all_gather", 64, 16, "float", "none", -1, 2, "ringcomm", "out", 10.0, wrong=0)
     report: dict[str, Any] = {"schema": 1, "provenance": {}, "rows": [vars(a_row)]}
-    (place.folder / "report.json").write_text(json.dumps(report))
+    (check.folder / "report.json").write_text(json.dumps(report))
     first, small, *_, shared = benches.plan(())
     monkeypatch.setattr(benches, "plan", lambda version: [first, shared])
     script.write_text(HARNESS.format(status=1))
-    result = stages.bench(place, 60.0)
+    result = stages.bench(check, 60.0)
     # NCCL's run may fail; what it had measured is kept, and the failure is said.
     assert result.verdict == OK and len(result.reports) == 2
     assert "processes, 2 ranks: no output" in result.detail
     report["rows"][0]["wrong"] = 4
-    (place.folder / "report.json").write_text(json.dumps(report))
-    assert stages.bench(place, 60.0).verdict == FAILED
+    (check.folder / "report.json").write_text(json.dumps(report))
+    assert stages.bench(check, 60.0).verdict == FAILED
     monkeypatch.setattr(benches, "plan", lambda version: [small])
-    (place.folder / "bench-0.json").unlink()
-    assert stages.bench(place, 60.0).verdict == FAILED
+    (check.folder / "bench-0.json").unlink()
+    assert stages.bench(check, 60.0).verdict == FAILED
 
 
-def test_the_steps_stage_runs_the_optimizers_program(place):
-    script = make_harness(place.folder)
+def test_the_steps_stage_runs_the_optimizers_program(check):
+    script = make_harness(check.folder)
     script.write_text(HARNESS.format(status=0))
     report: dict[str, Any] = {"schema": 1, "provenance": {}, "rows": []}
-    (place.folder / "report.json").write_text(json.dumps(report))
-    result = stages.steps(place, 60.0)
+    (check.folder / "report.json").write_text(json.dumps(report))
+    result = stages.steps(check, 60.0)
     assert (result.name, result.verdict, len(result.reports)) == ("steps", OK, 6)
     # A run without time is not begun.
-    assert "no time left" in stages.steps(place, 0.5).detail
+    assert "no time left" in stages.steps(check, 0.5).detail
     script.write_text("import sys; sys.exit('too little memory')")
-    for file in place.folder.glob("steps-*.json"):
+    for file in check.folder.glob("steps-*.json"):
         file.unlink()
-    result = stages.steps(place, 60.0)
+    result = stages.steps(check, 60.0)
     assert result.verdict == FAILED and "shard: too little memory" in result.detail

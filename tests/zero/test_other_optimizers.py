@@ -63,7 +63,7 @@ def test_without_the_check_gradients_refuse_it(worlds, monkeypatch, stage):
         with pytest.raises(ArgumentError, match=r"parameter 0\.weight: "):
             torch.optim.SGD(module.parameters(), lr=0.1).step()
 
-    monkeypatch.setattr(optimizer, "first_placed", lambda groups: None)
+    monkeypatch.setattr(optimizer, "first_with_placement", lambda groups: None)
     worlds(2).run(work)
 
 

@@ -18,7 +18,7 @@ from ringcomm.cli import table_lines
 
 from .record import REHEARSAL, Record, goal_lines
 from .runner import BUDGET_S, FAILED, LEFT_OUT, STAGES, Result, Runner, Stage, limit_s, select
-from .stages import MARK, NOT_A_GPU, RUN, Workplace
+from .stages import MARK, NOT_A_GPU, RUN, CheckRun
 
 ROOT = Path(__file__).resolve().parents[2]
 # What the commands print and write; git does not see it.
@@ -55,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
     results_folder = folder if rehearsal else ROOT / "bench" / "results"
     record = Record(facts, results_folder, out, folder / LOG_NAME)
-    place = Workplace(runner, folder, record, rehearsal)
-    results = run_stages(stages, place, RUN, begin)
-    written = place.save(ended=True)
+    check = CheckRun(runner, folder, record, rehearsal)
+    results = run_stages(stages, check, RUN, begin)
+    written = check.save(ended=True)
     print("\n".join(summary(facts, results)))
     return 1 if not written or any(each.verdict == FAILED for each in results) else 0
 
@@ -82,12 +82,12 @@ def _parse(argv: Sequence[str] | None) -> tuple[tuple[Stage, ...], str]:
 
 def run_stages(
     stages: Sequence[Stage],
-    place: Workplace,
-    run: Mapping[str, Callable[[Workplace, float], Result]],
+    check: CheckRun,
+    run: Mapping[str, Callable[[CheckRun, float], Result]],
     begin: float,
 ) -> list[Result]:
     """Runs stages; one that fails or raises stops no other. Their time counts from ``begin``."""
-    results = place.record.results
+    results = check.record.results
     for index, stage in enumerate(stages):
         started = time.monotonic()
         limit = limit_s(stages, index, started - begin)
@@ -96,12 +96,12 @@ def run_stages(
             result = Result(stage.name, LEFT_OUT, f"{limit:.0f} s were left for it")
         else:
             try:
-                result = run[stage.name](place, limit)
+                result = run[stage.name](check, limit)
             except Exception as error:
                 result = Result(stage.name, FAILED, f"{type(error).__name__}: {error}")
         result.seconds = time.monotonic() - started
         results.append(result)
-        place.save()
+        check.save()
         if result.verdict == FAILED and result.tail:
             print(result.tail)
         print(f"gpu-check: {stage.name}: {result.verdict}: {result.detail}", flush=True)

@@ -32,8 +32,8 @@ NOT_A_GPU = "on an emulated device: no figure here is a GPU's, and no goal is ju
 
 
 @dataclass
-class Workplace:
-    """The place of a run: its commands, a folder for what they write, and the record.
+class CheckRun:
+    """A run: its commands, a folder for what they write, and the record.
 
     ``rehearsal`` is "rehearsal", or "sample": a file of tests, and one bench of each stage; "" on a
     GPU.
@@ -61,24 +61,24 @@ class Workplace:
             return False
 
 
-def build(place: Workplace, limit_s: float) -> Result:
-    """The native module in place, and with nvcc the kernels for this GPU."""
+def build(check: CheckRun, limit_s: float) -> Result:
+    """The native module in check, and with nvcc the kernels for this GPU."""
     end = time.monotonic() + limit_s
     # By itself first: without the module nothing runs, and without nvcc's kernels NVRTC makes them.
     kernels = ["OFF"]
     has_nvcc = shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()
-    if has_nvcc and not place.rehearsal:  # an emulated device has kernels of its own
-        major = int(place.record.facts["compute capability"].partition(".")[0])
+    if has_nvcc and not check.rehearsal:  # an emulated device has kernels of its own
+        major = int(check.record.facts["compute capability"].partition(".")[0])
         kernels.append(_TARGETS.get(major, "all"))
     command = ["setup.py", "-q", "build_ext", "--inplace"]
     command += ["--parallel", str(len(os.sched_getaffinity(0)))]
     for option in kernels:
         extra = f"-DRINGCOMM_CUDA={option} {os.environ.get('CMAKE_ARGS', '')}".strip()
-        done = place.python(command, max(end - time.monotonic(), 1.0), CMAKE_ARGS=extra)
+        done = check.python(command, max(end - time.monotonic(), 1.0), CMAKE_ARGS=extra)
         if done.status != 0:
             what = "nvcc's kernels, so they come at first use: " if option != "OFF" else ""
             return Result("build", FAILED, what + done.why, done.tail)
-    binaries = len(list((place.runner.root / "ringcomm" / "_kernels").glob("*.fatbin")))
+    binaries = len(list((check.runner.root / "ringcomm" / "_kernels").glob("*.fatbin")))
     made = f"{binaries} kernel units by nvcc" if len(kernels) > 1 else "kernels at first use"
     return Result("build", OK, made)
 
@@ -114,7 +114,7 @@ def _turn(file: str) -> int:
     return 1 if "processes" in file else 0
 
 
-def test(place: Workplace, limit_s: float) -> Result:
+def test(check: CheckRun, limit_s: float) -> Result:
     """The tests that need a GPU, a process for each file and a limit for each test.
 
     A test that hangs takes its process along. Without a GPU the tests of tests/gpu do not have its
@@ -122,15 +122,15 @@ def test(place: Workplace, limit_s: float) -> Result:
     """
     end = time.monotonic() + limit_s
     tests = _Tests()
-    sample = "tests/gpu/test_launch_cost.py" if place.rehearsal == "sample" else "tests/gpu"
-    folders = (sample,) if place.rehearsal else TEST_FOLDERS
+    sample = "tests/gpu/test_launch_cost.py" if check.rehearsal == "sample" else "tests/gpu"
+    folders = (sample,) if check.rehearsal else TEST_FOLDERS
     pytest = ["-m", "pytest", "-p", "no:cacheprovider", "-m"]
-    pytest.append("not gpu" if place.rehearsal else "gpu")
-    listed = place.python([*pytest, "-q", "--collect-only", *folders], limit_s)
+    pytest.append("not gpu" if check.rehearsal else "gpu")
+    listed = check.python([*pytest, "-q", "--collect-only", *folders], limit_s)
     if listed.status != 0:
         tests.broken.append(f"the list of tests: {listed.why}")
     named = (line.partition("::")[0] for line in listed.output.splitlines() if "::" in line)
-    files = [name for name in dict.fromkeys(named) if (place.runner.root / name).is_file()]
+    files = [name for name in dict.fromkeys(named) if (check.runner.root / name).is_file()]
     # By a thread: a signal's handler waits for a call that hangs in the driver.
     pytest += [
         "-v",
@@ -145,14 +145,14 @@ def test(place: Workplace, limit_s: float) -> Result:
         if left_s < _LEAST_FILE_S:
             tests.left_out.append(file)
             continue
-        figures = place.folder / "figures.xml"
+        figures = check.folder / "figures.xml"
         figures.unlink(missing_ok=True)
-        done = place.python([*pytest, f"--junitxml={figures}", file], min(left_s, _FILE_LIMIT_S))
+        done = check.python([*pytest, f"--junitxml={figures}", file], min(left_s, _FILE_LIMIT_S))
         tests.add(file, done, left_s < _FILE_LIMIT_S)
         if figures.exists():
             for each in ET.parse(figures).iter("property"):
                 tests.figures[f"figure {each.get('name')}"] = each.get("value", "")
-        place.save(tests.result())
+        check.save(tests.result())
     return tests.result()
 
 
@@ -219,10 +219,10 @@ def verdict_of(done: Finished) -> tuple[str, str]:
     return OK, f"clean ({warnings} warnings)" if warnings else "clean"
 
 
-def sanitize(place: Workplace, limit_s: float) -> Result:
+def sanitize(check: CheckRun, limit_s: float) -> Result:
     """compute-sanitizer's tools over small cases, one after the other."""
-    if place.rehearsal:
-        done = place.python(SANITIZER_CASES, limit_s)
+    if check.rehearsal:
+        done = check.python(SANITIZER_CASES, limit_s)
         if done.status == 0:
             return Result("sanitize", OK, "no sanitizer: the cases ran by themselves")
         return Result("sanitize", FAILED, done.why, done.tail)
@@ -235,7 +235,7 @@ def sanitize(place: Workplace, limit_s: float) -> Result:
         # torch and CuPy probe the driver with calls that fail; ours raise when they do.
         command = [program, "--tool", tool, "--error-exitcode=99", "--report-api-errors", "no"]
         share_s = (end - time.monotonic()) / (len(TOOLS) - index)
-        done = place.runner.run([*command, sys.executable, *SANITIZER_CASES], max(share_s, 1.0))
+        done = check.runner.run([*command, sys.executable, *SANITIZER_CASES], max(share_s, 1.0))
         verdict, detail = verdict_of(done)
         verdicts.append(verdict)
         said.append(f"{tool} {detail}")
@@ -247,15 +247,15 @@ def sanitize(place: Workplace, limit_s: float) -> Result:
 # ---- benchmarks ----------------------------
 
 
-def bench(place: Workplace, limit_s: float) -> Result:
+def bench(check: CheckRun, limit_s: float) -> Result:
     """The benchmarks of the collectives, heaviest first, as far as the time goes."""
-    version = tuple(int(part) for part in place.record.facts["NCCL"].split(".") if part.isdigit())
-    return _run_benches("bench", benches.plan(version), place, limit_s)
+    version = tuple(int(part) for part in check.record.facts["NCCL"].split(".") if part.isdigit())
+    return _run_benches("bench", benches.plan(version), check, limit_s)
 
 
-def steps(place: Workplace, limit_s: float) -> Result:
+def steps(check: CheckRun, limit_s: float) -> Result:
     """The optimizer's step, in the same way."""
-    return _run_benches("steps", benches.optimizer_plan(), place, limit_s)
+    return _run_benches("steps", benches.optimizer_plan(), check, limit_s)
 
 
 def marked(report: Report) -> Report:
@@ -269,31 +269,31 @@ def marked(report: Report) -> Report:
 
 
 def _run_benches(
-    stage: str, plan: Sequence[benches.Bench], place: Workplace, limit_s: float
+    stage: str, plan: Sequence[benches.Bench], check: CheckRun, limit_s: float
 ) -> Result:
     end = time.monotonic() + limit_s
     result = Result(stage, OK, "")
     notes: list[str] = []
-    if place.rehearsal:
+    if check.rehearsal:
         plan = [benches.rehearsed(each) for each in plan]
-        plan = plan[:1] if place.rehearsal == "sample" else plan
+        plan = plan[:1] if check.rehearsal == "sample" else plan
     for number, one in enumerate(plan):
         left_s = end - time.monotonic()
         if left_s < 1.0:
             notes.append(f"{one.name}: no time left")
             result.verdict = PARTIAL if result.verdict == OK else result.verdict
             continue
-        file = place.folder / f"{stage}-{number}.json"
-        done = place.python([*one.command, "--json", str(file)], min(one.limit_s, left_s))
+        file = check.folder / f"{stage}-{number}.json"
+        done = check.python([*one.command, "--json", str(file)], min(one.limit_s, left_s))
         reports = [read(file)] if file.exists() else []
-        result.reports += [marked(each) for each in reports] if place.rehearsal else reports
+        result.reports += [marked(each) for each in reports] if check.rehearsal else reports
         if done.status != 0:
             notes.append(f"{one.name}: {done.why}")
             result.tail = result.tail or done.tail
         if any(each.wrong for each in reports) or (done.status != 0 and not one.optional):
             result.verdict = FAILED
         result.detail = _told(result.reports, notes)
-        place.save(result)
+        check.save(result)
     result.detail = _told(result.reports, notes)
     result.verdict = result.verdict if result.reports else FAILED
     return result
@@ -305,6 +305,6 @@ def _told(reports: Sequence[Report], notes: Sequence[str]) -> str:
     return "; ".join([f"{len(reports)} runs, {rows} rows, {wrong} wrong elements", *notes])
 
 
-RUN: dict[str, Callable[[Workplace, float], Result]] = {
+RUN: dict[str, Callable[[CheckRun, float], Result]] = {
     each.__name__: each for each in (build, test, sanitize, bench, steps)
 }

@@ -119,10 +119,10 @@ def _words_at(address: int, count: int) -> list[int]:
 
 
 def _find_keys() -> None:
-    """Finds where tensors have their dispatch keys, and has the native module read them there.
+    """Finds the offset of tensors' dispatch keys, and has the native module read them there.
 
     ``Tensor.is_neg()`` takes longer than the rest of the check and releases the interpreter's lock.
-    The place is used only if it alone agrees with torch for tensors of different keys. Otherwise
+    The offset is used only if it alone agrees with torch for tensors of different keys. Otherwise
     the native module calls ``is_neg()``.
     """
     plain = torch.ones(2, device="cpu")

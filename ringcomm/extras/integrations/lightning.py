@@ -321,7 +321,7 @@ def _refuse_finetuning(callbacks: Iterable[Any]) -> None:
         if any(base.__name__ == "BaseFinetuning" for base in type(callback).__mro__):
             raise UnsupportedError(
                 f"RingcommStrategy: callback {type(callback).__name__}: a BaseFinetuning unfreezes "
-                "parameters that were frozen when the module was sharded, and these have no place "
+                "parameters that were frozen when the module was sharded, and these have no memory "
                 "for a gradient. Freeze them after shard(), between steps "
                 "(requires_grad_(False)), or fit twice, with another Trainer for each part"
             )

@@ -10,7 +10,7 @@ one after the other. FP32 masters and moments lie alike. At stage 3 a param grou
 flat ones; the numbers in its "params" are those of the flat ones. DeepSpeed 0.19 writes this.
 
 NOTE [Checkpoints of torch]
-The folder's ``.metadata`` is a pickle that names each tensor's chunks, and their places in the
+The folder's ``.metadata`` is a pickle that names each tensor's chunks, and their offsets in the
 files; each chunk there is a file of ``torch.save()`` of its own. The planner has kept the path to
 each value: those of the optimizer lead through "state" and "param_groups", as
 ``get_optimizer_state_dict()`` makes them, flattened or not. The rest is the model's.
@@ -173,18 +173,18 @@ class ForeignTensor(FlatShard):
         pieces: Iterable[tuple[tuple[int, ...], Tensor]],
         dtype: torch.dtype | None = None,
     ) -> ForeignTensor:
-        placed, elems, kinds = {}, 0, set()
+        by_offset, elems, kinds = {}, 0, set()
         for offsets, piece in pieces:
             kinds.add(piece.dtype)
             if piece.numel():
-                placed[elems] = (offsets, piece)
+                by_offset[elems] = (offsets, piece)
                 elems += piece.numel()
         if len(kinds) > 1:
             raise ValueError(f"a tensor has pieces of {len(kinds)} dtypes")
         local = torch.empty(elems, dtype=dtype or next(iter(kinds), torch.float32), device="meta")
         made: ForeignTensor = cls._make(size, local)
         made.elems, made.begin, made.local = prod(size), 0, local
-        made.param_shape, made.pieces, made.read = tuple(shape), placed, made.blocks
+        made.param_shape, made.pieces, made.read = tuple(shape), by_offset, made.blocks
         return made
 
     @classmethod
@@ -508,10 +508,10 @@ class _DeepSpeedCheckpoint:
                     begin += elems
         else:
             for partitions, optimizer in zip(flat, self._optimizers, strict=True):
-                places = optimizer["param_slice_mappings"]
-                for partition, each in zip(partitions, places, strict=True):
-                    for name, place in each.items():
-                        runs.setdefault(name, []).append(_fragment(partition, place, name))
+                mappings = optimizer["param_slice_mappings"]
+                for partition, each in zip(partitions, mappings, strict=True):
+                    for name, mapping in each.items():
+                        runs.setdefault(name, []).append(_fragment(partition, mapping, name))
         shapes = {name: shape for each in self._shapes for name, shape in each.items()}
         return {n: ForeignTensor.of_runs(runs.get(n, []), shapes[n], n) for n in shapes}
 
@@ -525,9 +525,9 @@ def _cut(parts: Sequence[Tensor], elems: int) -> list[Tensor]:
     return found
 
 
-def _fragment(partition: Tensor, place: Any, name: str) -> Tensor:
+def _fragment(partition: Tensor, mapping: Any, name: str) -> Tensor:
     """Returns the elements of a partition that a ``fragment_address`` tells."""
-    numel, start = sizes_of(place.args or (place.get("numel"), place.get("start")))
+    numel, start = sizes_of(mapping.args or (mapping.get("numel"), mapping.get("start")))
     if start + numel > partition.numel():
         raise ValueError(f"a part of {name} lies outside of its partition")
     return partition[start : start + numel]
@@ -539,7 +539,7 @@ _STATE, _GROUPS = "state", "param_groups"
 
 
 class _SavedChunk(NamedTuple):
-    """The place of a chunk: bytes of a file, which are a file of ``torch.save()``."""
+    """The location of a chunk: bytes of a file, which are a file of ``torch.save()``."""
 
     file: str
     begin: int

@@ -183,7 +183,7 @@ class _Machine:
         """Keeps the last value in the memo; None: behind all that are there."""
         at = len(self._memo) if index is None else int(index)
         if not 0 <= at < self._most:
-            raise ValueError(f"it has place {shown(at)} of its memo")
+            raise ValueError(f"it has entry {shown(at)} of its memo")
         self._memo += [None] * (at + 1 - len(self._memo))
         self._memo[at] = self._stack[-1]
 
@@ -473,14 +473,14 @@ class TorchFile:
 
     def _content(self, name: str, most_bytes: int) -> memoryview:
         try:
-            at, size_bytes = self._place(name)
+            at, size_bytes = self._range_of(name)
         except ValueError as error:
             self._fail(str(error))
         if size_bytes > most_bytes:
             self._fail(f"expected a {name} of at most {most_bytes} bytes, got {size_bytes}")
         return memoryview(self._map)[at : at + size_bytes]
 
-    def _place(self, name: str) -> tuple[int, int]:
+    def _range_of(self, name: str) -> tuple[int, int]:
         """Returns the first byte and the size of a member that is not compressed."""
         member, end = self._members.get(name, (None, 0))
         if (
@@ -494,11 +494,11 @@ class TorchFile:
         head = self._map[at : at + _LOCAL_HEADER.size].ljust(_LOCAL_HEADER.size)
         at += _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(head))
         if at + member.file_size > end:
-            raise ValueError(f"{name} ends outside of its place in the file")
+            raise ValueError(f"{name} ends outside of its bytes in the file")
         return at, member.file_size
 
     def _view(self, storage: _Storage, offset: int, size: Any, stride: Any) -> Tensor:
-        at, size_bytes = self._place(f"data/{storage.key}")
+        at, size_bytes = self._range_of(f"data/{storage.key}")
         if size_bytes != storage.elems * storage.dtype.itemsize:
             raise ValueError(f"storage {shown(storage.key)} has {size_bytes} bytes")
         size, stride = sizes_of(size), sizes_of(stride)

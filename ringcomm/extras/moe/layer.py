@@ -356,7 +356,7 @@ class _ExpertRanks:
 
     everyone: Communicator
     stages: Communicator | None = None
-    tensor_place: int = 0
+    tensor_rank: int = 0
 
 
 def shard(
@@ -422,7 +422,7 @@ def shard(
         zero.remove_sharding(module)
         raise
     divided = any(getattr(each, "device_mesh", None) is not None for each in experts.parameters())
-    writes = divided or ranks.tensor_place == 0
+    writes = divided or ranks.tensor_rank == 0
     parts = Parts(everyone, experts, group, replicas, ranks.stages, writes)
     object.__setattr__(module, _PARTS, parts)
     return module
@@ -475,8 +475,8 @@ def _ranks_of(comm: CommArgument, mesh: DeviceMesh | None, module: nn.Module) ->
     stages = None
     if STAGES in names and mesh[STAGES].size() > 1:
         stages = find_communicator(mesh[STAGES], _SHARD, device)
-    place = mesh.get_local_rank(_TENSOR) if _TENSOR in names else 0
-    return _ExpertRanks(everyone, stages, place)
+    tensor_rank = mesh.get_local_rank(_TENSOR) if _TENSOR in names else 0
+    return _ExpertRanks(everyone, stages, tensor_rank)
 
 
 def _group_of(layers: Mapping[str, MoE], everyone: Communicator) -> Communicator | None:

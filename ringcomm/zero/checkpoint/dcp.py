@@ -452,7 +452,7 @@ def _value(planner: AnySavePlanner, item: WriteItem) -> Any:
 
 
 def _shape(planner: AnySavePlanner, item: WriteItem) -> tuple[int, ...] | None:
-    """The real shape, which torch's plans have no place for."""
+    """The real shape, which torch's plans have no field for."""
     state = planner.state_dict if isinstance(planner, DefaultSavePlanner) else {}
     saved = state.get(item.index.fqn)
     return saved.param_shape if isinstance(saved, FlatShard) else None

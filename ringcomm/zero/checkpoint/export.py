@@ -2,9 +2,9 @@
 
 NOTE [Every rank writes its own]
 Names, shapes and dtypes tell where each element lies in which file. So each rank of a sharded
-module writes the runs of elements that it owns to their places, at the same time as the others, and
-nothing is gathered. The first rank makes the files and their headers before, and names the folder
-when all have synced what they wrote.
+module writes the runs of elements that it owns to their offsets, at the same time as the others,
+and nothing is gathered. The first rank makes the files and their headers before, and names the
+folder when all have synced what they wrote.
 """
 
 from __future__ import annotations
@@ -226,8 +226,8 @@ def _metadata(weights: Sequence[Weight], tied: Mapping[str, str]) -> dict[str, s
 def _index_of(files: Mapping[str, Sequence[Weight]]) -> bytes:
     """Makes the index of which weight is where, as Hugging Face's libraries read it."""
     total = sum(weight.size_bytes for run in files.values() for weight in run)
-    places = {weight.key: name for name, run in files.items() for weight in run}
-    return text_of({"metadata": {"total_size": total}, "weight_map": places}).encode()
+    weight_map = {weight.key: name for name, run in files.items() for weight in run}
+    return text_of({"metadata": {"total_size": total}, "weight_map": weight_map}).encode()
 
 
 def _entry(reader: Reader, weight: Weight) -> TensorEntry:
@@ -281,7 +281,7 @@ def save_pretrained(
     target = path_of(path, "save_pretrained", "path")
     with all_or_none(engine.comm, "save_pretrained", engine.mesh):
         most_bytes = _check_choices(max_file_bytes, dtype, aliases)
-        engine.check_places("save_pretrained")
+        engine.check_slots("save_pretrained")
         owner = engine.placement.owner
         if isinstance(owner, ShardedStep):
             owner.refuse_if_torn("save_pretrained")

@@ -113,7 +113,7 @@ class WeightFiles:
     Attributes:
         source: the file or folder.
         tensors: by name.
-        digest: 64 bits for the names, dtypes, shapes and places of all tensors.
+        digest: 64 bits for the names, dtypes, shapes and offsets of all tensors.
 
     Raises:
         CheckpointError: there are no weights, or files are damaged; names what.
@@ -125,15 +125,16 @@ class WeightFiles:
         self._files: list[int] = []
         self._paths: list[Path] = []
         self._closing = ExitStack()
-        # One for all reads: malloc keeps a block that is freed, and may give its place to others.
+        # One for all reads: malloc keeps a block that is freed, and may give its addresses to
+        # others.
         self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
         digest = hashlib.sha256()
         try:
-            placed = self._find()
-            for path in placed:
+            names_of = self._find()
+            for path in names_of:
                 header = self._open(path)
                 digest.update(header)
-                self._take(path, header, placed[path])
+                self._take(path, header, names_of[path])
         except BaseException:
             self.close()
             raise
@@ -223,12 +224,12 @@ class WeightFiles:
                 "neither. Weights in pickles (.bin, .pt) are not read: save them as safetensors, "
                 "as save_pretrained() does"
             )
-        placed: dict[Path, set[str] | None] = {}
+        names_of: dict[Path, set[str] | None] = {}
         for name, file in _weight_map(path).items():
-            names = placed.setdefault(self.source / file, set())
+            names = names_of.setdefault(self.source / file, set())
             assert names is not None
             names.add(name)
-        return placed
+        return names_of
 
     def _open(self, path: Path) -> bytes:
         """Opens a file; returns its header, as bytes."""
@@ -260,7 +261,7 @@ class WeightFiles:
                 raise ValueError("no object")
             tensors.pop("__metadata__", None)
             found = [_stored(name, told, file, 8 + len(header)) for name, told in tensors.items()]
-            _check_places(found, tensors, os.fstat(self._files[file]).st_size - 8 - len(header))
+            _check_offsets(found, tensors, os.fstat(self._files[file]).st_size - 8 - len(header))
         except ValueError as error:
             raise _damaged(path, f"its header is damaged: {error}") from error
         for stored in found:
@@ -330,7 +331,7 @@ def _are_numbers(values: Any) -> bool:
     )
 
 
-def _check_places(found: Sequence[StoredTensor], told: dict[str, Any], data_bytes: int) -> None:
+def _check_offsets(found: Sequence[StoredTensor], told: dict[str, Any], data_bytes: int) -> None:
     """Raises ValueError unless tensors follow each other, up to the end of the file."""
     end = 0
     for begin, stop, name in sorted(
@@ -384,7 +385,7 @@ def match(
         name = stored.name if renamed is None else renamed(stored.name)
         if name is None:
             continue
-        name, converter, pattern = rules.placed(name)
+        name, converter, pattern = rules.module_name(name)
         if name not in names.first:
             if name in chosen and not rules.ignores("unexpected", name):
                 unexpected.append(stored.name)
@@ -495,7 +496,7 @@ class _Rules:
                 kind = self._converters if hasattr(each, "operations") else self._renamings
                 kind.append(each)
 
-    def placed(self, name: str) -> tuple[str, Any, str | None]:
+    def module_name(self, name: str) -> tuple[str, Any, str | None]:
         """Returns the module's name for one in the files, and what makes it of several."""
         name = self._known.find(name)
         if name in self._names:
@@ -814,9 +815,9 @@ def _fill_engine(engine: ShardEngine, source: Pretrained) -> None:
 
 def _fill_bucket(bucket: ParamBucket, masters: Bucket | None, source: Pretrained) -> None:
     """Writes this rank's pieces of what the files have of a bucket."""
-    for placed, values, piece in _pieces(bucket, source):
+    for entry, values, piece in _pieces(bucket, source):
         own = own_of(bucket)[piece.begin : piece.end]
-        begin = bucket.state_chunk.begin + piece.begin - placed.begin
+        begin = bucket.state_chunk.begin + piece.begin - entry.begin
         rounds = bucket.trains and own.dtype is not torch.float32
         if bucket.compression is not None:
             assert bucket.wide is not None
@@ -840,20 +841,20 @@ def _pieces(
 ) -> Iterator[tuple[BucketParam, StoredValues, Segment]]:
     """Yields the parameters of which this rank keeps a piece, and where it lies in ``own_of``."""
     chunk = bucket.state_chunk
-    for number, placed in enumerate(bucket.params):
-        low, high = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
-        values = source.stored_values_of(placed.param)
+    for number, entry in enumerate(bucket.params):
+        low, high = max(entry.begin, chunk.begin), min(entry.end, chunk.end)
+        values = source.stored_values_of(entry.param)
         if values is not None and low < high:
-            yield placed, values, Segment(low - chunk.begin, high - chunk.begin, number)
+            yield entry, values, Segment(low - chunk.begin, high - chunk.begin, number)
 
 
 def _fill_rest(engine: ShardEngine, source: Pretrained) -> None:
     """Reads parameters without a bucket, and buffers, which every rank has whole."""
     root = engine.parts.module
     buckets = (*engine.stored, *engine.parts.stored_frozen)
-    placed = {id(each.param) for bucket in buckets for each in bucket.params}
+    bucketed = {id(each.param) for bucket in buckets for each in bucket.params}
     for param in root.parameters():
-        values = None if id(param) in placed else source.values_of(param)
+        values = None if id(param) in bucketed else source.values_of(param)
         if values is not None:
             values.read(0, local_of(param).detach().view(-1))
     for owner in root.modules():

@@ -71,7 +71,7 @@ from ringcomm.zero.stages.units import aliases
 # may be anything: here it was the second item of the dict.
 
 Tensor = torch.Tensor
-Place = tuple[int, ...]
+TreePath = tuple[int, ...]
 
 
 def save_generators(device: torch.device) -> tuple[dict[str, Tensor], list[Any]]:
@@ -140,7 +140,7 @@ def save_extra_state(root: nn.Module, operation: str) -> ExtraState:
     plain, tensors = {}, {}
     for name, module in modules_with_extra_state(root).items():
         called = f"{operation}: extra state of module {_shown(name, module)}"
-        found: dict[Place, Tensor] = {}
+        found: dict[TreePath, Tensor] = {}
         value = _take_out(module.get_extra_state(), (), found)
         encode(value, called)
         told = []
@@ -185,13 +185,13 @@ def read_extra_state(
     values = {}
     for name, each in saved.plain.items():
         try:
-            found: dict[Place, Tensor] = {}
-            for number, (path, place) in enumerate(each["tensors"]):
+            found: dict[TreePath, Tensor] = {}
+            for number, (path, kind) in enumerate(each["tensors"]):
                 tensor = saved.tensors[_tensor_name(name, number)]
-                found[tuple(path)] = tensor.to("cpu" if place == "cpu" else device)
+                found[tuple(path)] = tensor.to("cpu" if kind == "cpu" else device)
             values[name] = _put_in(each["value"], (), found)
             if found:
-                raise ValueError(f"no place for the tensors at {sorted(found)}")
+                raise ValueError(f"no tree entry for the tensors at {sorted(found)}")
         except DAMAGE as error:
             raise fail(f"extra state of module {name!r}: is damaged: {in_words(error)}") from error
     return values
@@ -223,7 +223,7 @@ def _tensor_name(module: str, number: int) -> str:
     return f"extra.{module}.{number}"
 
 
-def _take_out(value: Any, path: Place, found: dict[Place, Tensor]) -> Any:
+def _take_out(value: Any, path: TreePath, found: dict[TreePath, Tensor]) -> Any:
     """``value`` with None in place of tensors, which go to ``found``."""
     if type(value) in PLAIN_KINDS:
         found[path] = value
@@ -231,7 +231,7 @@ def _take_out(value: Any, path: Place, found: dict[Place, Tensor]) -> Any:
     return _rebuilt(value, lambda each, at: _take_out(each, (*path, at), found))
 
 
-def _put_in(value: Any, path: Place, found: dict[Place, Tensor]) -> Any:
+def _put_in(value: Any, path: TreePath, found: dict[TreePath, Tensor]) -> Any:
     """Undoes :func:`_take_out`, and empties ``found``."""
     if value is None and path in found:
         return found.pop(path)
@@ -716,10 +716,10 @@ class Loading:
         for stored, bucket in zip(self.engine.stored, step.buckets, strict=True):
             if bucket.state.master is not None:
                 continue
-            for placed in stored.params:
-                master = f"{_MASTER}{placed.name}"
+            for entry in stored.params:
+                master = f"{_MASTER}{entry.name}"
                 if master in self.names:
-                    found[f"model.{placed.name}"] = master
+                    found[f"model.{entry.name}"] = master
         return found
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -816,7 +816,7 @@ class Loading:
                 part.local.zero_()
 
     def take(self) -> None:
-        """Reads everything into place."""
+        """Reads everything into the memory of its owners."""
         step = self.step
         if step is not None:
             step.ensure(self.state.kinds)
@@ -845,8 +845,8 @@ class Loading:
             if stored.wide is None:
                 continue
             with stored.here():
-                for placed in loaded:
-                    low, high = overlap(placed, stored.state_chunk)
+                for entry in loaded:
+                    low, high = overlap(entry, stored.state_chunk)
                     here = slice(low - stored.state_chunk.begin, high - stored.state_chunk.begin)
                     stored.wide[here] = own_of(stored)[here]
 

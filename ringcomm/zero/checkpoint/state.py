@@ -243,7 +243,7 @@ def saved_state(
                 for key, name in names[kind].items()
                 if wanted and (name in saved or (key in begun and kind in known))
             }
-            if any(id(placed.param) in called for placed in stored.params):
+            if any(id(entry.param) in called for entry in stored.params):
                 here.append(kind)
                 found.parts.update(_unread(stored, torch.float32, called))
         for kind, flat in bucket.state.masters().items():
@@ -316,9 +316,9 @@ class StatePart:
         return replace(self, begin=0, local=self.local[:0])
 
 
-def overlap(placed: BucketParam, chunk: Chunk) -> tuple[int, int]:
+def overlap(entry: BucketParam, chunk: Chunk) -> tuple[int, int]:
     """Elements [low, high) of the bucket that are the parameter's and the chunk's; maybe none."""
-    low, high = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
+    low, high = max(entry.begin, chunk.begin), min(entry.end, chunk.end)
     return low, max(low, high)
 
 
@@ -334,14 +334,14 @@ def bucket_parts(
         wanted: of which part of the bucket, inside of ``held``.
         names: of the tensors, by ``id`` of the parameter; one without a name has no such tensor.
     """
-    for placed in stored.params:
-        if id(placed.param) not in names:
+    for entry in stored.params:
+        if id(entry.param) not in names:
             continue
-        low, high = overlap(placed, wanted)
+        low, high = overlap(entry, wanted)
         local = flat[low - held.begin : high - held.begin] if low < high else flat[:0]
-        begin = low - placed.begin if low < high else 0
-        elems, spec = placed.end - placed.begin, placed.spec
-        name = names[id(placed.param)]
+        begin = low - entry.begin if low < high else 0
+        elems, spec = entry.end - entry.begin, entry.spec
+        name = names[id(entry.param)]
         yield StatePart(name, elems, begin, local, spec.shape, spec.sharding)
 
 
@@ -404,14 +404,14 @@ def copies_of_params(engine: ShardEngine) -> Iterator[StatePart]:
 
 def loose_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
     """Parameters without a bucket: all ranks have them, and each saves its share."""
-    placed = {
+    bucketed = {
         id(each.param)
         for stored in (*engine.stored, *engine.parts.stored_frozen)
         for each in stored.params
     }
     comm = engine.comm
     for name, param in engine.named_parameters():
-        if id(param) in placed:
+        if id(param) in bucketed:
             continue
         here = local_of(param).detach()
         flat, shape = here.reshape(-1), tuple(here.shape)

@@ -3,7 +3,7 @@
 NOTE [Pieces]
 A rank keeps the part of a parameter that lies in its chunks, which is one run of elements of the
 flattened parameter, and may be empty. Functions with ``local=True`` read and write that run, whose
-place :func:`ringcomm.zero.local_shards` tells; the others take and return whole tensors.
+location :func:`ringcomm.zero.local_shards` tells; the others take and return whole tensors.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ def get_gradient(param: Tensor, *, local: bool = False) -> Tensor | None:
         MismatchError: the ranks would gather different parameters.
     """
     with _on_all(param, "get_gradient"):
-        place = _Place.of(param, "get_gradient")
-        sharded = place.sharded
-        place.placement.module.check_values("get_gradient")
+        access = _Access.of(param, "get_gradient")
+        sharded = access.sharded
+        access.placement.module.check_values("get_gradient")
         sharded.refuse_if_torn("get_gradient")
-    if place.gathers(local):
-        place.agree({})
+    if access.gathers(local):
+        access.agree({})
     sharded.reduce_now("get_gradient")
-    if not bool(sharded.table.active[place.index]):
+    if not bool(sharded.table.active[access.index]):
         return None
-    if place.bucket is None:
-        return place.shown(place.nothing(), local)
-    chunk = place.bucket.layout.chunk(*sharded.setting.shard_of)
-    own = within(sharded.plan.reduced(place.bucket), chunk, place.segment).float()
+    if access.bucket is None:
+        return access.shown(access.nothing(), local)
+    chunk = access.bucket.layout.chunk(*sharded.setting.shard_of)
+    own = within(sharded.plan.reduced(access.bucket), chunk, access.segment).float()
     if local and sharded.shard_of[1] > 1:
         return own.clone()
-    return place.shown(place.gather(own), local)
+    return access.shown(access.gather(own), local)
 
 
 @normal_tensors()
@@ -91,22 +91,22 @@ def set_gradient(param: Tensor, value: Tensor, *, local: bool = False) -> None:
         MismatchError: the ranks gave different values; nothing was changed.
     """
     with _on_all(param, "set_gradient"):
-        place = _Place.of(param, "set_gradient")
-        sharded = place.sharded
-        place.placement.module.check_values("set_gradient")
+        access = _Access.of(param, "set_gradient")
+        sharded = access.sharded
+        access.placement.module.check_values("set_gradient")
         sharded.refuse_if_torn("set_gradient")
-        piece = place.piece_of(value, local)
-    place.agree({"value": place.digest(value, local)})
+        piece = access.piece_of(value, local)
+    access.agree({"value": access.digest(value, local)})
     sharded.reduce_now("set_gradient")
-    if place.bucket is not None:
+    if access.bucket is not None:
         # At stage 0 the state is whole on each rank, and the reduced gradient divided all the same.
-        chunk = place.bucket.layout.chunk(*sharded.setting.shard_of)
-        begin = max(place.segment.begin, place.bucket.chunk.begin)
-        target = within(sharded.plan.reduced(place.bucket), chunk, place.segment)
-        first = max(place.segment.begin, chunk.begin) - begin
+        chunk = access.bucket.layout.chunk(*sharded.setting.shard_of)
+        begin = max(access.segment.begin, access.bucket.chunk.begin)
+        target = within(sharded.plan.reduced(access.bucket), chunk, access.segment)
+        first = max(access.segment.begin, chunk.begin) - begin
         if target.numel():
             target.copy_(piece[first : first + target.numel()])
-    sharded.wrote_gradient(place.index)
+    sharded.wrote_gradient(access.index)
 
 
 @normal_tensors()
@@ -119,14 +119,14 @@ def get_master(param: Tensor, *, local: bool = False) -> Tensor:
         A copy, float32: the master, or the parameter where the optimizer keeps none.
     """
     with _on_all(param, "get_master", reads=True, local=local):
-        place = _Place.of(param, "get_master")
-        place.placement.module.check_values("get_master")
-    if place.gathers(local):
-        place.agree({})
-    if place.bucket is None:
-        return place.shown(place.nothing(), local)
-    place.sharded.written.take_over()
-    return place.read("master", local)
+        access = _Access.of(param, "get_master")
+        access.placement.module.check_values("get_master")
+    if access.gathers(local):
+        access.agree({})
+    if access.bucket is None:
+        return access.shown(access.nothing(), local)
+    access.sharded.written.take_over()
+    return access.read("master", local)
 
 
 @normal_tensors()
@@ -139,22 +139,22 @@ def set_master(param: Tensor, value: Tensor, *, local: bool = False) -> None:
     Args, Raises: as of :func:`set_gradient`. ArgumentError is raised inside ``gathered()``, too.
     """
     with _on_all(param, "set_master"):
-        place = _Place.of(param, "set_master")
-        sharded = place.sharded
+        access = _Access.of(param, "set_master")
+        sharded = access.sharded
         sharded.refuse_if_torn("set_master")
-        piece = place.piece_of(value, local)
-        place.placement.check("set_master")
+        piece = access.piece_of(value, local)
+        access.placement.check("set_master")
         # From here on no rank reads what its peers are about to change.
         engine = owner_of(param)
         assert engine is not None
         engine.free_for_change("set_master")
         engine.count_change([param])
-    place.agree({"value": place.digest(value, local)})
-    if place.bucket is not None:
+    access.agree({"value": access.digest(value, local)})
+    if access.bucket is not None:
         sharded.written.take_over()
-        with place.all_or_none() if place.may_fail(False) else nullcontext():
-            write_master(place.bucket, place.own, piece)
-        place.publish()
+        with access.all_or_none() if access.may_fail(False) else nullcontext():
+            write_master(access.bucket, access.own, piece)
+        access.publish()
 
 
 @normal_tensors()
@@ -175,17 +175,17 @@ def get_state(param: Tensor, name: str, *, local: bool = False) -> Tensor | None
         MismatchError: the ranks would gather different tensors.
     """
     with _on_all(param, "get_state", reads=True, local=local):
-        place = _Place.of(param, "get_state")
-        has = place.has_state(name)
-    if place.gathers(local):
-        place.agree({"name": name})
+        access = _Access.of(param, "get_state")
+        has = access.has_state(name)
+    if access.gathers(local):
+        access.agree({"name": name})
     if not has:
         return None
-    if name in place.kept_whole:
-        return place.kept_whole[name].clone()
-    if place.bucket is None:
-        return place.shown(place.nothing(), local)
-    return place.read(name, local)
+    if name in access.kept_whole:
+        return access.kept_whole[name].clone()
+    if access.bucket is None:
+        return access.shown(access.nothing(), local)
+    return access.read(name, local)
 
 
 @normal_tensors()
@@ -199,15 +199,15 @@ def set_state(param: Tensor, name: str, value: Tensor, *, local: bool = False) -
         before the parameter's first step, when it has no state.
     """
     with _on_all(param, "set_state", local=local):
-        place = _Place.of(param, "set_state")
-        piece = place.state_piece_of(name, value, local)
+        access = _Access.of(param, "set_state")
+        piece = access.state_piece_of(name, value, local)
     if not local:
-        place.agree({"name": name, "value": place.digest(value, local)})
-    if name in place.kept_whole:
-        place.kept_whole[name].copy_(piece)
-    elif place.bucket is not None:
-        with place.all_or_none() if place.may_fail(local) else nullcontext():
-            place.bucket.write_state(name, place.own.begin, piece)
+        access.agree({"name": name, "value": access.digest(value, local)})
+    if name in access.kept_whole:
+        access.kept_whole[name].copy_(piece)
+    elif access.bucket is not None:
+        with access.all_or_none() if access.may_fail(local) else nullcontext():
+            access.bucket.write_state(name, access.own.begin, piece)
 
 
 def on_reduced(module: nn.Module, hook: GradientHook) -> RemovableHandle:
@@ -274,7 +274,7 @@ def _on_all(
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Access:
     """Where a parameter's state lies.
 
     Attributes:
@@ -298,7 +298,7 @@ class _Place:
     segment: Segment
 
     @classmethod
-    def of(cls, param: Tensor, operation: str) -> _Place:
+    def of(cls, param: Tensor, operation: str) -> _Access:
         placement = placement_of(param) if isinstance(param, Tensor) else None
         if not isinstance(placement, ModulePlacement):
             raise ArgumentError(
@@ -322,7 +322,7 @@ class _Place:
                 f"{head}: parameter {name}: is in none of its optimizer's groups, so that it has "
                 "no state; add_param_group() it"
             )
-        number, segment = owner.layout.places.get(index, (None, Segment(0, 0, index)))
+        number, segment = owner.layout.locations.get(index, (None, Segment(0, 0, index)))
         bucket = None if number is None else owner.buckets[number]
         return cls(operation, param, name, placement, owner, index, bucket, segment)
 

@@ -86,7 +86,7 @@ class ParamBucket(ABC):
     ) -> None:
         self.layout = layout
         self.params = tuple(params)
-        self.tensors = tuple(placed.param for placed in params)
+        self.tensors = tuple(entry.param for entry in params)
         self.has_parts = any(map(is_distributed, self.tensors))
         self.trains = trains
         self.comm = comm
@@ -148,10 +148,10 @@ class ParamBucket(ABC):
             self._read(values, flat, held)
 
     def _read(self, values: Sequence[Values], flat: Tensor, held: Chunk) -> None:
-        for placed, value in zip(self.params, values, strict=True):
-            low, high = max(placed.begin, held.begin), min(placed.end, held.end)
+        for entry, value in zip(self.params, values, strict=True):
+            low, high = max(entry.begin, held.begin), min(entry.end, held.end)
             if low < high:
-                value.read(low - placed.begin, flat[low - held.begin : high - held.begin])
+                value.read(low - entry.begin, flat[low - held.begin : high - held.begin])
 
     @abstractmethod
     def settle(self, async_op: bool = False) -> Work | None:
@@ -160,13 +160,13 @@ class ParamBucket(ABC):
         With :attr:`compression` that is what the codes of the masters decode to, here as well.
         """
 
-    def _moved(self, placed: BucketParam) -> ArgumentError:
+    def _moved(self, entry: BucketParam) -> ArgumentError:
         head = where("zero", self.comm.rank, self.comm.world_size)
-        found = local_of(placed.param)
+        found = local_of(entry.param)
         return ArgumentError(
-            f"{head}: parameter {placed.name}: its memory was replaced after shard() had moved it "
+            f"{head}: parameter {entry.name}: its memory was replaced after shard() had moved it "
             "(by .to(), .data = or the like, perhaps in forward): expected "
-            f"{self.layout.dtype} of shape {tuple(placed.spec.shape)} in the memory of shard(), "
+            f"{self.layout.dtype} of shape {tuple(entry.spec.shape)} in the memory of shard(), "
             f"got {found.dtype} of shape {tuple(found.shape)} elsewhere. Do that before shard(), "
             "or call remove_sharding() first, and change values in place. Frozen parameters may "
             "get other memory of the same values"
@@ -190,12 +190,12 @@ class ReplicatedBucket(ParamBucket):
     ) -> None:
         super().__init__(layout, params, comm, trains, state)
         self.flat = zeros(layout.elems, dtype=layout.dtype, device=comm.heap_device)
-        self._addresses = [placed.view(self.flat).data_ptr() for placed in self.params]
+        self._addresses = [entry.view(self.flat).data_ptr() for entry in self.params]
 
     def take(self, values: Sequence[Values], keeps_wide: bool) -> None:
         self._fill(values, self.flat, Chunk(0, self.layout.elems), keeps_wide)
-        for placed in self.params:
-            set_local(placed.param, apart(placed.param, placed.view(self.flat)))
+        for entry in self.params:
+            set_local(entry.param, apart(entry.param, entry.view(self.flat)))
 
     def settle(self, async_op: bool = False) -> Work | None:
         chunks = self.layout.chunks(self.comm)
@@ -210,9 +210,9 @@ class ReplicatedBucket(ParamBucket):
     def check(self) -> None:
         with plainly():
             here = map(local_of, self.tensors) if self.has_parts else self.tensors
-            for local, address, placed in zip(here, self._addresses, self.params, strict=True):
+            for local, address, entry in zip(here, self._addresses, self.params, strict=True):
                 if local.data_ptr() != address:
-                    raise self._moved(placed)
+                    raise self._moved(entry)
 
 
 def _refuse(bucket: ShardedBucket) -> bool:
@@ -277,10 +277,10 @@ class ShardedBucket(ParamBucket):
         self._on_rail = [self._kept_part(chunk) for chunk in self._chunks_on_rail(state)]
         self._peers: tuple[Tensor, ...] = ()
         self._bytes = self.full_elems * layout.dtype.itemsize
-        self._names = [placed.name for placed in self.params]
+        self._names = [entry.name for entry in self.params]
         self._make_flat()
-        dtype, place = self.layout.dtype, self.flat.device
-        self._absent = [stand_in(placed.spec.shape, dtype, place) for placed in self.params]
+        dtype, device = self.layout.dtype, self.flat.device
+        self._absent = [stand_in(entry.spec.shape, dtype, device) for entry in self.params]
         self._absent_storages = [absent.untyped_storage()._cdata for absent in self._absent]
         # Weak, since parameters keep it, and may outlive the bucket.
         self._ask = partial(_ask, weakref.ref(self))
@@ -356,21 +356,21 @@ class ShardedBucket(ParamBucket):
     def _make_flat(self) -> None:
         """Makes ``flat``, whose storage has no memory yet."""
         with normal_tensors():
-            elems, place = self.full_elems, self.comm.device
-            self.flat = torch.empty(elems, dtype=self.layout.dtype, device=place)
+            elems, device = self.full_elems, self.comm.device
+            self.flat = torch.empty(elems, dtype=self.layout.dtype, device=device)
             # A parameter keeps its own version whatever its memory; a DTensor's local tensor gets
             # one here, which does not count the gathers that write to ``flat``.
-            views = [placed.view(self.flat) for placed in self.params]
+            views = [entry.view(self.flat) for entry in self.params]
             #: By rank of this node, the part that comes from there.
             self._gathered = torch.split(self.flat, self._kept_elems)
             self._views = [
-                view.data if is_distributed(placed.param) else view
-                for placed, view in zip(self.params, views, strict=True)
+                view.data if is_distributed(entry.param) else view
+                for entry, view in zip(self.params, views, strict=True)
             ]
         self._local_views = [
             view
-            for placed, view in zip(self.params, self._views, strict=True)
-            if is_distributed(placed.param)
+            for entry, view in zip(self.params, self._views, strict=True)
+            if is_distributed(entry.param)
         ]
         advance_versions(self._local_views, 1)
         self._references: int | None = None
@@ -428,8 +428,8 @@ class ShardedBucket(ParamBucket):
         """True if an autograd graph may have saved parameters, or views of the gathered memory."""
         # One reference is the parameter's own, and the node of a trainable one holds another.
         saved = any(
-            placed.param._use_count() > 1 + placed.param.requires_grad  # type: ignore[attr-defined]
-            for placed in self.params
+            entry.param._use_count() > 1 + entry.param.requires_grad  # type: ignore[attr-defined]
+            for entry in self.params
         )
         return saved or self.is_referred_to
 
@@ -498,18 +498,18 @@ class ShardedBucket(ParamBucket):
         """Finds writes that change no version, through ``.data`` or a NumPy array."""
         bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         kind = bits[self.flat.element_size()]
-        for place, (mine, peer) in enumerate(zip(self._gathered, self._peers, strict=True)):
+        for number, (mine, peer) in enumerate(zip(self._gathered, self._peers, strict=True)):
             changed = (mine.view(kind) != peer.view(kind)).nonzero()
             if len(changed):
-                at = place * self._kept_elems + int(changed[0])
+                at = number * self._kept_elems + int(changed[0])
                 self.fill()
                 self._forget_changes()
                 raise self._changed(next(p for p in self.params if p.begin <= at < p.end))
 
-    def _changed(self, placed: BucketParam) -> ArgumentError:
+    def _changed(self, entry: BucketParam) -> ArgumentError:
         head = where("zero", self.comm.rank, self.comm.world_size)
         return ArgumentError(
-            f"{head}: parameter {placed.name} was changed in place, and at stage 3 that is "
+            f"{head}: parameter {entry.name} was changed in place, and at stage 3 that is "
             "lost. Change parameters in ringcomm.zero.gathered(module, write_from=0)"
         )
 
@@ -517,20 +517,20 @@ class ShardedBucket(ParamBucket):
         absent = self._addresses is self._absent_storages
         here = map(local_of, self.tensors) if self.has_parts else self.tensors
         expected = zip(self.params, self._addresses, self._versions, strict=True)
-        for local, (placed, address, version) in zip(here, expected, strict=True):
+        for local, (entry, address, version) in zip(here, expected, strict=True):
             found = local.untyped_storage()._cdata if absent else local.data_ptr()
-            if found != address and not self._is_equal_copy(placed):
-                raise self._moved(placed)
-            if placed.param._version != version:
+            if found != address and not self._is_equal_copy(entry):
+                raise self._moved(entry)
+            if entry.param._version != version:
                 self._forget_changes()
-                raise self._changed(placed)
+                raise self._changed(entry)
 
-    def _is_equal_copy(self, placed: BucketParam) -> bool:
+    def _is_equal_copy(self, entry: BucketParam) -> bool:
         """Returns whether a frozen parameter is elsewhere with the values that are gathered.
 
         Layers that keep quantized weights assign ``weight.data`` in their forward.
         """
-        local, there = local_of(placed.param).detach(), placed.view(self.flat)
+        local, there = local_of(entry.param).detach(), entry.view(self.flat)
         if self.trains or not self.is_here:
             return False
         if (local.shape, local.dtype, local.device) != (there.shape, there.dtype, there.device):
@@ -648,14 +648,14 @@ class WorldBucket(ShardedBucket):
         self._checksums = self._sum_up()
 
     def _sum_up(self) -> list[int]:
-        return [checksum(self.flat[placed.begin : placed.end]) for placed in self.params]
+        return [checksum(self.flat[entry.begin : entry.end]) for entry in self.params]
 
     def _check_values(self) -> None:
         sums = zip(self.params, self._checksums, self._sum_up(), strict=True)
-        for placed, expected, found in sums:
+        for entry, expected, found in sums:
             if found != expected:
                 self._forget_changes()
-                raise self._changed(placed)
+                raise self._changed(entry)
 
     def accept_changes(self, only: Container[int] | None = None) -> None:
         super().accept_changes(only)
@@ -773,7 +773,7 @@ class DiskBucket(WorldBucket):
 
     def _expect_here(self) -> None:
         if not self.in_memory:
-            names = ", ".join(placed.name for placed in self.params)
+            names = ", ".join(entry.name for entry in self.params)
             raise AssertionError(f"the chunk of {names} is on the disk; use it in here()")
 
     def here(self, write: bool = False, anew: bool = False) -> AbstractContextManager[None]:

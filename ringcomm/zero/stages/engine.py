@@ -49,13 +49,13 @@ from ringcomm.zero.stages.reduce import GradientBucket, Reduction
 from ringcomm.zero.stages.units import BucketAssignment, Unit
 from ringcomm.zero.stages.updates import BackwardUpdates
 
-# ---- The places of a sharded module's parameters, in which no other tensor may take theirs ------
+# ---- The slots of a sharded module's parameters, in which no other tensor may take theirs -------
 
 Tensor = torch.Tensor
 
 
 class _ParamSlot(NamedTuple):
-    """The place of a parameter: ``module._parameters[key] is param``, ``name`` from the root."""
+    """The slot of a parameter: ``module._parameters[key] is param``, ``name`` from the root."""
 
     name: str
     module: nn.Module
@@ -64,7 +64,7 @@ class _ParamSlot(NamedTuple):
 
 
 class Slots:
-    """The places of a module's parameters that lie in buckets.
+    """The slots of a module's parameters that lie in buckets.
 
     NOTE [Replaced parameters]
     A parameter that replaces one that ``shard()`` has seen would never be trained: hooks, buckets
@@ -74,10 +74,10 @@ class Slots:
     another name, as pruning and most parametrizations move it, goes on being trained.
     """
 
-    def __init__(self, root: nn.Module, placed: Iterable[BucketParam], head: str) -> None:
+    def __init__(self, root: nn.Module, entries: Iterable[BucketParam], head: str) -> None:
         self._root = root
         self._head = head
-        known = {id(each.param) for each in placed}
+        known = {id(each.param) for each in entries}
         self._slots = [
             _ParamSlot(f"{prefix}.{key}" if prefix else key, module, key, param)
             for prefix, module in root.named_modules(remove_duplicate=False)
@@ -100,10 +100,10 @@ class Slots:
                     yield module, "_parameters", key, param
 
     def check(self) -> None:
-        """Checks that each parameter still has its place.
+        """Checks that each parameter is still in its slot.
 
         Raises:
-            ArgumentError: the module has another tensor in a parameter's place.
+            ArgumentError: the module has another tensor in a parameter's slot.
             UnsupportedError: a module of TorchScript replaced a parameter's module.
         """
         if self._entries is None:
@@ -396,9 +396,9 @@ class ShardEngine:
         profile: records when the engine communicates.
         number: number of the module among those that its communicator reduces for.
         order: the communicator's order of reductions.
-        slots: the places of the parameters in the module.
+        slots: of the parameters in the module.
         mesh: the mesh of DTensor parameters, or None.
-        placement: the module as optimizers see it; set by ``place_params``.
+        placement: the module as optimizers see it; set by ``set_placements``.
         watchers: hooks that see reduced gradients, by number.
         closed: True once the module is plain again.
         exchanged: True in :func:`ringcomm.zero.exchanged`, where parameters have other values.
@@ -433,8 +433,8 @@ class ShardEngine:
         self._reduces = False
         everywhere = (*parts.stored, *parts.stored_frozen)
         head = where("zero", parts.comm.rank, parts.comm.world_size)
-        placed = [placed for bucket in everywhere for placed in bucket.params]
-        self.slots = Slots(parts.module, placed, head)
+        entries = [entry for bucket in everywhere for entry in bucket.params]
+        self.slots = Slots(parts.module, entries, head)
         self.slots.watch_loads(self.keep)
         known = {*map(id, self.trainable.params), *parts.ignored}
         #: The names of parameters that were frozen at ``shard()``, by parameter.
@@ -447,7 +447,7 @@ class ShardEngine:
         if self.reduction is not None:
             self._watch_gradients(self.reduction.buckets)
             self._gradients = {bucket.stored: bucket for bucket in self.reduction.buckets}
-            self._trained = {id(placed.param) for bucket in self.stored for placed in bucket.params}
+            self._trained = {id(entry.param) for bucket in self.stored for entry in bucket.params}
             self._zero_grad_of_module = parts.module.zero_grad
             parts.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
@@ -495,7 +495,7 @@ class ShardEngine:
     def names(self) -> dict[int, str]:
         """Returns by ``id`` the names that parameters have now; what is gone has its last one."""
         buckets = (*self.parts.stored, *self.parts.stored_frozen)
-        had = {id(placed.param): placed.name for bucket in buckets for placed in bucket.params}
+        had = {id(entry.param): entry.name for bucket in buckets for entry in bucket.params}
         return {**had, **{id(param): name for name, param in self.named_parameters()}}
 
     def keep(self, handle: RemovableHandle) -> None:
@@ -685,16 +685,16 @@ class ShardEngine:
             yield
 
     def check(self, operation: str) -> None:
-        """Checks that the parameters are in their places, with their own values.
+        """Checks that the parameters are in their slots, with their own values.
 
         Raises:
-            ArgumentError: the module has another tensor in a parameter's place; or it is in
+            ArgumentError: the module has another tensor in a parameter's slot; or it is in
                 ``exchanged()``, or plain again.
         """
         self.check_values(operation)
-        self.check_places(operation)
+        self.check_slots(operation)
 
-    def check_places(self, operation: str) -> None:
+    def check_slots(self, operation: str) -> None:
         """Does :meth:`check` for what may have other values, as inside ``exchanged()``."""
         if self.closed:
             raise ArgumentError(

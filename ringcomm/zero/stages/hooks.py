@@ -596,7 +596,7 @@ def _watch_accesses(engine: ShardEngine, hooks: Sequence[_UnitHooks]) -> None:
     for each in hooks:
         each.outside, each.everyone = outside, hooks
         for bucket in each.buckets:
-            owner.update({id(placed.param): (bucket, each) for placed in bucket.params})
+            owner.update({id(entry.param): (bucket, each) for entry in bucket.params})
 
     def touch(param: Tensor) -> None:
         bucket, unit = owner.get(id(param), (None, None))

@@ -43,9 +43,9 @@ from ringcomm.optim.placement import (
     Placement,
     all_params,
     check_frozen,
-    first_placed,
-    place,
-    place_frozen,
+    first_with_placement,
+    set_frozen_placement,
+    set_placement,
 )
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.optim.step import ShardedStep
@@ -306,17 +306,17 @@ class ReducedGradients(Gradients):
         self._accumulator = accumulator
         self._reduction = engine.reduction
         # By bucket and by parameter there, its index; None for one that is in no group.
-        self._places: list[list[int | None]] = []
+        self._indices: list[list[int | None]] = []
         for bucket, reduced in zip(layout.buckets, self._reduction.buckets, strict=True):
             index_at = {segment.begin: segment.param for segment in bucket.segments}
-            self._places.append([index_at.get(p.begin) for p in reduced.stored.params])
+            self._indices.append([index_at.get(p.begin) for p in reduced.stored.params])
 
     def collect(self) -> list[float]:
         self._engine.order.settle()
         found = self._reduction.finish(keep=True)
         active = [0.0] * len(self._params)
-        for places, flags in zip(self._places, found, strict=True):
-            for index, flag in zip(places, flags, strict=True):
+        for indices, flags in zip(self._indices, found, strict=True):
+            for index, flag in zip(indices, flags, strict=True):
                 if index is not None:
                     active[index] = float(flag)
         for index in self._empty:
@@ -341,9 +341,9 @@ class ReducedGradients(Gradients):
         return [bucket.shard for bucket in self._reduction.buckets if bucket.holds]
 
     def wrote(self, index: int) -> None:
-        if index in self._layout.places:
-            number, _ = self._layout.places[index]
-            self._reduction.wrote(number, self._places[number].index(index))
+        if index in self._layout.locations:
+            number, _ = self._layout.locations[index]
+            self._reduction.wrote(number, self._indices[number].index(index))
 
     def mark(self) -> object:
         shards = [bucket.shard._version for bucket in self._reduction.buckets]
@@ -353,7 +353,7 @@ class ReducedGradients(Gradients):
 
     def same(self, mark: Any, index: int) -> bool:
         generation, shards, sums, rest = mark
-        number = self._layout.places[index][0]
+        number = self._layout.locations[index][0]
         version = self._reduction.buckets[number].shard._version
         with plainly():
             return (
@@ -363,7 +363,7 @@ class ReducedGradients(Gradients):
             )
 
     def keep_same(self, mark: Any, index: int) -> None:
-        number = self._layout.places[index][0]
+        number = self._layout.locations[index][0]
         mark[1][number] = self._reduction.buckets[number].shard._version
         mark[2] = None if self._accumulator is None else self._accumulator.mark()
         with plainly():
@@ -634,9 +634,9 @@ def refresh_masters(engine: ShardEngine, only: Container[int] | None = None) -> 
         return
     for bucket, stored in zip(owner.buckets, engine.stored, strict=True):
         # Masters of coded parameters are the module's, with or without an optimizer.
-        for placed in stored.params if stored.compression is None else ():
-            if only is None or id(placed.param) in only:
-                bucket.refresh_master(placed.begin, placed.end)
+        for entry in stored.params if stored.compression is None else ():
+            if only is None or id(entry.param) in only:
+                bucket.refresh_master(entry.begin, entry.end)
 
 
 _lock = threading.Lock()
@@ -662,7 +662,7 @@ def _refuse(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, An
         return
     with plainly():
         check_frozen(all_params(optimizer.param_groups), "optimizer.step")
-    found = first_placed(optimizer.param_groups)
+    found = first_with_placement(optimizer.param_groups)
     # A wrapper is a torch optimizer, too, and shares the groups of the optimizer that it steps.
     if found is None or any(
         isinstance(each, ShardedOptimizer) for each in vars(optimizer).values()
@@ -680,11 +680,11 @@ def _refuse(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, An
     )
 
 
-def place_params(engine: ShardEngine) -> None:
+def set_placements(engine: ShardEngine) -> None:
     """Lets ringcomm's optimizers find an engine's parameters, and makes others refuse them."""
     engine.placement = ModulePlacement(engine)
     watch_optimizers()
     for param in engine.trainable.params:
-        place(param, engine.placement)
+        set_placement(param, engine.placement)
     for param, name in engine.frozen_params.items():
-        place_frozen(param, name, engine.placement)
+        set_frozen_placement(param, name, engine.placement)

@@ -79,24 +79,24 @@ class ParamGradient(Tensor):
     """
 
     _of: ModuleGradients
-    _place: tuple[int, int]
+    _position: tuple[int, int]
     _param: weakref.ref[nn.Parameter]
 
     @staticmethod
     def __new__(
-        cls, param: nn.Parameter, of: ModuleGradients, place: tuple[int, int]
+        cls, param: nn.Parameter, of: ModuleGradients, position: tuple[int, int]
     ) -> ParamGradient:
         """Returns the tensor that represents a parameter's gradient.
 
         Args:
             param: the parameter.
             of: those of its module.
-            place: the numbers of its bucket, and of the parameter there.
+            position: the numbers of its bucket, and of the parameter there.
         """
         made: Any = Tensor._make_wrapper_subclass(
             cls, param.shape, dtype=param.dtype, device=param.device, storage_size=0
         )
-        made._of, made._place, made._param = of, place, weakref.ref(param)
+        made._of, made._position, made._param = of, position, weakref.ref(param)
         found: ParamGradient = made
         return found
 
@@ -180,14 +180,14 @@ class _Reduced:
 
     def piece(self) -> Tensor:
         """Returns this rank's piece, flat."""
-        bucket_number, segment = self.sharded.layout.places[self.index]
+        bucket_number, segment = self.sharded.layout.locations[self.index]
         bucket = self.sharded.buckets[bucket_number]
         chunk = bucket.layout.chunk(*self.sharded.setting.shard_of)
         return within(self.sharded.plan.reduced(bucket), chunk, segment)
 
     def power_sum(self, kind: float) -> Tensor | float:
         """Returns this rank's term of a norm, float64; each element counts on one rank."""
-        bucket_number, segment = self.sharded.layout.places[self.index]
+        bucket_number, segment = self.sharded.layout.locations[self.index]
         bucket = self.sharded.buckets[bucket_number]
         own = within(self.sharded.own_gradient(bucket), self.sharded.own_chunk(bucket), segment)
         if not own.numel():
@@ -241,7 +241,7 @@ class ModuleGradients:
         if engine is None or engine.closed or in_pipeline():
             return grad
         if engine.reduction is not None:
-            return own if grad is not None or engine.reduction.shows(*own._place) else None
+            return own if grad is not None or engine.reduction.shows(*own._position) else None
         if grad is None:
             return own if self._has_sum(own) else None
         return grad if engine.comm.world_size == 1 else own
@@ -265,7 +265,7 @@ class ModuleGradients:
             updates = engine.reduction.updates
             if for_another and updates is not None and updates.changed:
                 updates.refuse_another("p.grad")
-            engine.reduction.clear(*own._place)
+            engine.reduction.clear(*own._position)
         elif self._has_sum(own):
             optimizer, param = self._optimizer(), own._param()
             assert optimizer is not None and optimizer.accumulator is not None
@@ -444,7 +444,7 @@ class ModuleGradients:
         if grad is not None:
             parts.append(local_of(grad))
         if engine.reduction is not None:
-            parts += engine.reduction.parts(*own._place)
+            parts += engine.reduction.parts(*own._position)
         elif self._has_sum(own):
             optimizer = self._optimizer()
             assert optimizer is not None and optimizer.accumulator is not None
@@ -460,7 +460,7 @@ class ModuleGradients:
             self.refuse(own, name)
         if name == "zero_":
             if self._engine.reduction is not None:
-                self._engine.reduction.zero_one(*own._place)
+                self._engine.reduction.zero_one(*own._position)
         else:
             self._refuse_in_backward(name)
         reduced = self._reduced(own)
@@ -503,7 +503,7 @@ class ModuleGradients:
         if not isinstance(value, Tensor) or value.numel() == 1:
             return value
         sharded, index = reduced.sharded, reduced.index
-        bucket_number, segment = sharded.layout.places[index]
+        bucket_number, segment = sharded.layout.locations[index]
         chunk = sharded.buckets[bucket_number].layout.chunk(*sharded.setting.shard_of)
         low = max(segment.begin, chunk.begin)
         flat = value.expand(sharded.layout.params[index].shape).reshape(-1)
@@ -544,7 +544,9 @@ class ModuleGradients:
         if self._indices[0] is not owner:
             self._indices = owner, {id(each): at for at, each in enumerate(owner.params)}
         index = self._indices[1].get(id(param))
-        return None if index is None or index not in owner.layout.places else _Reduced(owner, index)
+        return (
+            None if index is None or index not in owner.layout.locations else _Reduced(owner, index)
+        )
 
     def _checked(self, own: ParamGradient, called: str) -> _Reduced:
         """Returns where the reduced gradient is to be read or bounded; perhaps collective."""
@@ -625,9 +627,9 @@ class ModuleGradients:
             self._norms[kind, reduced.index] = norm
 
     def _all(self, sharded: ShardedStep) -> list[tuple[_Reduced, bool]]:
-        """Returns all gradients that have a place, and whether ``p.grad`` shows them here."""
+        """Returns the gradients of all parameters in buckets, and whether ``p.grad`` shows them."""
         found = []
-        for index in sharded.layout.places:
+        for index in sharded.layout.locations:
             with plainly():
                 shows = sharded.params[index].grad is not None
             found.append((_Reduced(sharded, index), shows))
@@ -667,7 +669,7 @@ class ModuleGradients:
         first = sharded.first_pass
         assert first is not None
         factor = first.clip.to(torch.float32)
-        for index in sharded.layout.places:
+        for index in sharded.layout.locations:
             each = _Reduced(sharded, index)
             each.piece().mul_(factor)
             self._wrote(each)
@@ -794,9 +796,9 @@ def show(engine: ShardEngine) -> None:
     of = ModuleGradients(engine)
     with plainly():
         for number, bucket in enumerate(engine.stored):
-            for index, placed in enumerate(bucket.params):
-                own = ParamGradient(placed.param, of, (number, index))
-                if is_distributed(placed.param):
-                    _distributed[placed.param] = own
+            for index, entry in enumerate(bucket.params):
+                own = ParamGradient(entry.param, of, (number, index))
+                if is_distributed(entry.param):
+                    _distributed[entry.param] = own
                 else:
-                    vars(placed.param)[_SHOWN] = own
+                    vars(entry.param)[_SHOWN] = own

@@ -90,7 +90,7 @@ class BufferPart(NamedTuple):
 
     Attributes:
         flat: [bucket elements], in the heap.
-        views: by parameter, the place of its gradient.
+        views: by parameter, the memory of its gradient.
         gaps: what lies between and behind the parameters, which is reduced, too.
         zeros: what the gaps are filled with.
     """
@@ -163,11 +163,11 @@ class GradientBucket:
     is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        placed = self.stored.params
-        self.active = [False] * len(placed)
+        entries = self.stored.params
+        self.active = [False] * len(entries)
         self.params = self.stored.tensors
         item_bytes = self.stored.layout.dtype.itemsize
-        self.sizes = tuple((each.end - each.begin) * item_bytes for each in placed)
+        self.sizes = tuple((each.end - each.begin) * item_bytes for each in entries)
         self.is_plain = not self.stored.has_parts
         self._like = self.stored.layout.dtype, self.stored.comm.device
 
@@ -291,8 +291,8 @@ class GradientBucket:
 
     def piece(self, index: int) -> Tensor:
         """Returns the part of the shard that is of one parameter."""
-        placed, chunk = self.stored.params[index], self.stored.state_chunk
-        begin, end = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
+        entry, chunk = self.stored.params[index], self.stored.state_chunk
+        begin, end = max(entry.begin, chunk.begin), min(entry.end, chunk.end)
         return self.shard[begin - chunk.begin : max(begin, end) - chunk.begin]
 
     def clear(self, index: int) -> None:
@@ -306,9 +306,9 @@ class GradientBucket:
 
     def unreduced(self, index: int) -> Iterator[Tensor]:
         """Yields what this rank has of a parameter's gradient besides ``p.grad`` and the shard."""
-        sums, placed = self._sums, self.stored.params[index]
-        if sums is not None and sums.has(placed.param):
-            yield sums.sum_of(placed.param)
+        sums, entry = self._sums, self.stored.params[index]
+        if sums is not None and sums.has(entry.param):
+            yield sums.sum_of(entry.param)
         if index in self.taken and self.buffer is not None:
             yield self.buffer.views[index]
 
@@ -498,9 +498,9 @@ class Reduction:
                 "before the first backward, or call zero_grad() of the module"
             )
         self.wait()
-        place = self._comm.heap_device
+        device = self._comm.heap_device
         stored = [bucket.stored for bucket in self.buckets]
-        self._buffers = Buffers(stored, self._options.in_flight, place, torch.float32)
+        self._buffers = Buffers(stored, self._options.in_flight, device, torch.float32)
         for bucket in self.buckets:
             bucket.accumulator, bucket.is_plain = weakref.ref(accumulator), False
 

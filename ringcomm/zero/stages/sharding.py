@@ -62,7 +62,7 @@ from ringcomm.zero.stages.buckets import (
 )
 from ringcomm.zero.stages.engine import EngineParts, ShardEngine, owner_of
 from ringcomm.zero.stages.hooks import hook_modules, settle_states, uncompiled
-from ringcomm.zero.stages.optimizer import place_params
+from ringcomm.zero.stages.optimizer import set_placements
 from ringcomm.zero.stages.options import ModuleDtypes, ZeroOptions
 from ringcomm.zero.stages.order import StepProfile, module_order
 from ringcomm.zero.stages.param_grads import prepare_params, restore_params, show, unshow
@@ -87,7 +87,7 @@ def check_shardable(root: nn.Module) -> None:
     Raises:
         ArgumentError: some are sharded by torch, or have no shape yet.
         UnsupportedError: a module writes to its parameter in forward, or is one of TorchScript
-            with tensors; or a DTensor is not contiguous, or placed in other ways than tensor
+            with tensors; or a DTensor is not contiguous, or distributed in other ways than tensor
             parallelism does.
     """
     # Looked up in sys.modules, to import nothing: no module can be an FSDP module otherwise.
@@ -151,7 +151,7 @@ def check_memory_of_params(units: Sequence[Unit]) -> None:
             raise UnsupportedError(
                 f"shard: parameter {name}: expected a dense tensor in memory of its own, got a "
                 f"{kind.__module__}.{kind.__qualname__} of {local.dtype} and {local.layout}, whose "
-                "values shard() cannot place. Hold the codes of quantized weights in a frozen "
+                "values shard() cannot put there. Hold the codes of quantized weights in a frozen "
                 "parameter or a buffer of 8 bits that forward dequantizes; or pass "
                 f"options=ZeroOptions(ignored=({name!r},)), which leaves it to you"
             )
@@ -415,7 +415,7 @@ def move_in(parts: EngineParts, init: Init, rollback: Rollback) -> None:
             for bucket, of in zip(stored, assignment.unit_of, strict=True):
                 if of == number:
                     bucket.connect()
-                    mine = [values[id(placed.param)] for placed in bucket.params]
+                    mine = [values[id(entry.param)] for entry in bucket.params]
                     bucket.take(mine, keeps_wide=bucket.trains)
         del values
         give_back_freed()
@@ -511,9 +511,9 @@ def settle_rest(parts: EngineParts, rollback: Rollback) -> None:
     comm, options = parts.comm, parts.options
     dtypes = parts.dtypes
     buckets = (*parts.stored, *parts.stored_frozen)
-    placed = {id(each.param) for bucket in buckets for each in bucket.params}
+    bucketed = {id(each.param) for bucket in buckets for each in bucket.params}
     for param in parts.module.parameters():
-        if id(param) in placed or id(param) in parts.ignored:
+        if id(param) in bucketed or id(param) in parts.ignored:
             continue
         dtype = dtypes.of_param(param) if param.dtype in DTYPE_NAMES else None
         local = local_of(param).detach()
@@ -845,7 +845,7 @@ def _attach(parts: EngineParts, outer: nn.Module, rollback: Rollback) -> None:
     """
     engine = ShardEngine(parts)
     rollback.call(engine.close)
-    place_params(engine)
+    set_placements(engine)
     show(engine)
     rollback.call(unshow, parts.trainable.params)
     object.__setattr__(parts.module, _ENGINE, engine)

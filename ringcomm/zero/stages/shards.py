@@ -217,10 +217,10 @@ def _shards_of(
     engine: ShardEngine, bucket: ParamBucket, names: Mapping[int, str]
 ) -> Iterator[LocalShard]:
     chunk = bucket.state_chunk
-    for placed in bucket.params:
-        low, high = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
-        name = names[id(placed.param)]
-        begin, end = (low - placed.begin, high - placed.begin) if low < high else (0, 0)
+    for entry in bucket.params:
+        low, high = max(entry.begin, chunk.begin), min(entry.end, chunk.end)
+        name = names[id(entry.param)]
+        begin, end = (low - entry.begin, high - entry.begin) if low < high else (0, 0)
         piece = slice(low - chunk.begin, high - chunk.begin) if low < high else slice(0)
         values: Callable[[], Tensor]
         if isinstance(bucket, DiskBucket):
@@ -348,11 +348,11 @@ class _Memory:
             for bucket in _buckets(engine):
                 with bucket.here(write=True):
                     own, chunk = own_of(bucket), bucket.state_chunk
-                    for placed in bucket.params:
-                        low, high = max(placed.begin, chunk.begin), min(placed.end, chunk.end)
+                    for entry in bucket.params:
+                        low, high = max(entry.begin, chunk.begin), min(entry.end, chunk.end)
                         if low < high:
                             here = own[low - chunk.begin : high - chunk.begin]
-                            here.copy_(values[names[id(placed.param)]])
+                            here.copy_(values[names[id(entry.param)]])
 
     @normal_tensors()
     def follow(self) -> None:
@@ -361,10 +361,10 @@ class _Memory:
         owner, names = engine.placement.owner, engine.names()
         for number, bucket in enumerate(engine.stored):
             shards = _shards_of(engine, bucket, names)
-            for placed, shard in zip(bucket.params, shards, strict=True):
+            for entry, shard in zip(bucket.params, shards, strict=True):
                 if shard.begin == shard.end:
                     continue
-                begin = placed.begin + shard.begin
+                begin = entry.begin + shard.begin
                 end = begin + shard.end - shard.begin
                 same = shard.values == self._kept[shard.name]
                 if bucket.compression is not None:
@@ -578,7 +578,7 @@ def _broadcast(
 ) -> None:
     """Gives all ranks one rank's gathered parameters, of which each keeps its own; collective."""
     comm = engine.comm
-    placed: set[int] = set()
+    bucketed: set[int] = set()
     for bucket in (*engine.stored, *engine.parts.stored_frozen):
         assert isinstance(bucket, (ReplicatedBucket, ShardedBucket))
         for begin, end in _changed_in(bucket, part):
@@ -589,9 +589,9 @@ def _broadcast(
             bucket.accept_changes(part)
         if part is None and bucket.compression is None:
             bucket.wide = None
-        placed.update(id(each.param) for each in bucket.params)
+        bucketed.update(id(each.param) for each in bucket.params)
     for param in named.values():
-        if id(param) not in placed and param.numel() and (part is None or id(param) in part):
+        if id(param) not in bucketed and param.numel() and (part is None or id(param) in part):
             comm.broadcast(local_of(param).detach(), rank)
 
 

@@ -25,9 +25,9 @@ from ringcomm.module_names import (
 )
 from ringcomm.optim.dtensors import Sharding, local_of
 from ringcomm.optim.layout import (
+    BUCKET_DTYPES,
     DTYPE_NAMES,
     DTYPES,
-    PLACED_DTYPES,
     BucketLayout,
     ParamSpec,
     ShardLayout,
@@ -309,7 +309,7 @@ def assign_buckets(
     """Lays out the trainable parameters of units, or the frozen ones; no bucket spans two units.
 
     Parameters of several dtypes in a unit have buckets of each. Frozen parameters of 8 bits keep
-    their dtype, and those of other dtypes that no optimizer takes have no place.
+    their dtype, and those of other dtypes that no optimizer takes are in no bucket.
 
     Raises:
         ArgumentError: a trainable parameter is of a dtype that no optimizer takes.
@@ -327,7 +327,7 @@ def assign_buckets(
                     f"{param.dtype}, which no optimizer steps; freeze it (requires_grad_(False)), "
                     "and train others beside it, such as adapters"
                 )
-            if param.requires_grad == trainable and param.dtype in PLACED_DTYPES:
+            if param.requires_grad == trainable and param.dtype in BUCKET_DTYPES:
                 named.append((name, param))
                 specs.append(_spec(name, param, dtypes.of_param(param)))
         run = ShardLayout.assign(specs[first:], options.bucket_elems)
@@ -343,7 +343,7 @@ def assign_buckets(
 
 
 def _spec(name: str, param: nn.Parameter, dtype: torch.dtype | None) -> ParamSpec:
-    """Returns the spec of a parameter in its bucket: cast, contiguous, and placed even if frozen.
+    """Returns the spec of a parameter in its bucket: cast, contiguous, and there even if frozen.
 
     It is contiguous so that in checkpoints a piece of a bucket is a piece of the flattened
     parameter.
@@ -364,8 +364,8 @@ def by_optimizer(
 
     Args:
         assignment: the buckets of the trainable parameters.
-        params: parameters in the optimizer's order; frozen ones and repetitions have no place, and
-            the place of what is missing is padding.
+        params: parameters in the optimizer's order; frozen ones and repetitions are in no bucket,
+            and padding stands for what is missing.
         groups: param group of each.
         names: name of each; "" takes the module's name for it.
     """

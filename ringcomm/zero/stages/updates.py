@@ -78,7 +78,7 @@ class BackwardUpdates:
         # Numbers of the buckets whose update this step has begun.
         self._closed: set[int] = set()
         # By bucket and by parameter there, its index in the optimizer; None for one in no group.
-        self._places: list[list[int | None]] = []
+        self._indices: list[list[int | None]] = []
         self._frozen: list[int] = []
         self._asked = Asked(_OPERATION)
         self._digest = 0.0
@@ -144,21 +144,21 @@ class BackwardUpdates:
             self._frozen = owner.gradients.frozen()
         if self._asked.refusal is None:
             self._digest = owner.digest(self._asked, self._frozen)
-        self._find_places(owner)
+        self._find_indices(owner)
         owner.write_control(Amp(), None)
         self._step, owner.under_way = owner, True
         if owner.tier is not None:
             owner.tier.begin_step(active=self._last_active, order=order)
 
-    def _find_places(self, owner: ShardedStep) -> None:
+    def _find_indices(self, owner: ShardedStep) -> None:
         """Finds the parameters of the buckets in the optimizer, which may have grown."""
         self._active = [0.0] * len(owner.params)
         if self._last_active is not None and len(self._last_active) != len(owner.params):
             self._last_active = None
-        self._places = []
+        self._indices = []
         for layout, stored in zip(owner.layout.buckets, self._stored, strict=True):
             index_at = {segment.begin: segment.param for segment in layout.segments}
-            self._places.append([index_at.get(placed.begin) for placed in stored.params])
+            self._indices.append([index_at.get(entry.begin) for entry in stored.params])
 
     def refuse_another(self, operation: str) -> None:
         """Raises ArgumentError for gradients that come after a backward has taken the step."""
@@ -199,10 +199,10 @@ class BackwardUpdates:
         if number in self._closed:
             self.refuse_another("backward")
         owner, stored = self._owner, self._stored[number]
-        places = self._places[number]
+        indices = self._indices[number]
         zero = owner.setting.options.unused == "zero"
         wanted = []
-        for index, has in zip(places, brought, strict=True):
+        for index, has in zip(indices, brought, strict=True):
             if index is not None and has and index in self._frozen:
                 late = owner.frozen_late(index, _OPERATION)
                 self._asked = Asked(_OPERATION, refusal=self._asked.refusal or late)
@@ -221,11 +221,11 @@ class BackwardUpdates:
     def _mark(self, owner: ShardedStep, number: int) -> None:
         """Has parameters that may change raise when they are used."""
         marked = [
-            placed
-            for placed, index in zip(self._stored[number].params, self._places[number], strict=True)
+            entry
+            for entry, index in zip(self._stored[number].params, self._indices[number], strict=True)
             if index is not None and index not in self._frozen
         ]
-        params = [placed.param for placed in marked]
+        params = [entry.param for entry in marked]
         if owner.written.found(params):
             comm = self._stored[number].comm
             raise ArgumentError(
@@ -233,7 +233,7 @@ class BackwardUpdates:
                 f"{marked[0].name} was changed in place while backward ran, which its masters "
                 'would undo (update="in_backward"); change parameters between steps'
             )
-        make_updated(params, [placed.name for placed in marked])
+        make_updated(params, [entry.name for entry in marked])
         with plainly():
             advance_versions(with_local(params)[len(params) :], 1)
             owner.written.expect(params)
@@ -288,7 +288,7 @@ class BackwardUpdates:
 
     def _take(self, owner: ShardedStep, number: int, grads: Tensor, found: Sequence[float]) -> None:
         active = [0.0] * len(self._active)
-        for index, steps in zip(self._places[number], found, strict=True):
+        for index, steps in zip(self._indices[number], found, strict=True):
             if index is not None and steps:
                 active[index] = self._active[index] = 1.0
         owner.torn = True
@@ -418,6 +418,6 @@ class BackwardUpdates:
         self._all_failed = self._counted = False
         self._closed.clear()
         if self._gatherer is None:
-            end_update([placed.param for stored in self._stored for placed in stored.params])
+            end_update([entry.param for stored in self._stored for entry in stored.params])
         else:
             self._gatherer.reopen()

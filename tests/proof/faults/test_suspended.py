@@ -121,8 +121,8 @@ def _work() -> None:
 
 
 def _port_of_rank_0() -> None:
-    place = same_node.MeetingPlace.of(f"suspended {os.getpid()}", 0, "meeting")
-    same_node.ask_port(place, Deadline(TIMEOUT_S))
+    sockets = same_node.LaunchSockets.of(f"suspended {os.getpid()}", 0, "meeting")
+    same_node.ask_port(sockets, Deadline(TIMEOUT_S))
 
 
 WAITS_ALONE: dict[str, Callable[[], None]] = {

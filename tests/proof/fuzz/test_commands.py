@@ -167,15 +167,15 @@ def test_variables_of_launchers():
             if chance.random() < 0.4
         }
         try:
-            placement = read_environment(variables)
+            launched = read_environment(variables)
         except ArgumentError:
             continue
         read += 1
-        assert 0 <= placement.rank < placement.world_size
+        assert 0 <= launched.rank < launched.world_size
         # A master is looked up in the process's own environment.
-        if placement.local_world_size != placement.world_size and not placement.has_master:
+        if launched.local_world_size != launched.world_size and not launched.has_master:
             with pytest.raises(RingcommError):
-                placement.store(0.1)
+                launched.store(0.1)
     assert read > 10
 
 
