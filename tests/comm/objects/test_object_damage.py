@@ -162,5 +162,5 @@ def test_places_follow_each_other(kind, places):
 
     sound = ["l", of(0, 4), of(4, 0), of(4, 4)]
     assert len(_unpack(json.dumps(sound), bytes(8))) == 3
-    with pytest.raises(CorruptedError, match="a place lies"):
+    with pytest.raises(CorruptedError, match="an entry lies"):
         _unpack(json.dumps(["l", *(of(*each) for each in places)]), bytes(8))
