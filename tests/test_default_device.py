@@ -73,7 +73,7 @@ def _train(comm: Any, base: Any, stage: int, folder: Path, default: str | None) 
                 optimizer.load_torch_state_dict(optimizer.full_state_dict())
         last = zero.full_state_dict(module)
         zero.load(folder, module, optimizer, step=1)
-        with zero.gathered(module, write_from=0):
+        with zero.unsharded(module, write_from=0):
             pass
         full = optimizer.full_state_dict()
         assert all(each["step"].device.type == "cpu" for each in full["state"].values())

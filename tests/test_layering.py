@@ -528,11 +528,11 @@ def test_no_packages_import_each_other():
 def test_a_private_name_of_another_package_is_reported(tmp_path):
     write(tmp_path, "ringcomm/comm/host/engine.py", "class E:\n    def _start(self): ...\n")
     write(tmp_path, "ringcomm/comm/host/collectives.py", "def f(e): e._start()\n")
-    write(tmp_path, "ringcomm/zero/stages/gather.py", "def f(e, t): e._start(t._version)\n")
+    write(tmp_path, "ringcomm/zero/stages/unshard.py", "def f(e, t): e._start(t._version)\n")
     write(tmp_path, "ringcomm/zero/own.py", "from ringcomm.comm.host.engine import _start\n")
     assert sorted(line.partition(": ")[0] for line in privacy_violations(tmp_path)) == [
         "ringcomm/zero/own.py:1",
-        "ringcomm/zero/stages/gather.py:1",
+        "ringcomm/zero/stages/unshard.py:1",
     ]
 
 

@@ -40,8 +40,8 @@ class ModelElems:
         trainable: elements with a gradient.
         frozen: other elements.
         largest: elements of the largest trainable parameter; 0 if unknown.
-        units: elements of each unit that stage 3 gathers, frozen ones included; () if unknown.
-        root: elements outside the units, which stage 3 keeps gathered while it computes.
+        units: elements of each unit that stage 3 unshards, frozen ones included; () if unknown.
+        root: elements outside the units, which stage 3 keeps unsharded while it computes.
     """
 
     trainable: int
@@ -370,7 +370,7 @@ class WorkingBytes(NamedTuple):
     """Bytes of a rank for working buffers.
 
     ``buckets`` are full gradients on their way to the shard, or back at stage 0. ``units`` are
-    gathered parameters, 0 where the model's units are unknown. ``grad_shard`` is the reduced
+    unsharded parameters, 0 where the model's units are unknown. ``grad_shard`` is the reduced
     gradient where it is no model state.
     """
 
@@ -532,7 +532,7 @@ class Training:
             return WorkingBytes(0, 0, each.reduced * (shard + chunk))
         buckets = min(options.in_flight, -(-model.trainable // bucket)) if bucket else 0
         fetched = 0 if options.overlap is False else options.prefetch
-        shown = len(model.units) if options.keep_gathered else fetched + 1
+        shown = fetched + 1 if options.reshard_after_forward else len(model.units)
         units = each.param * (model.root + sum(heapq.nlargest(shown, model.units)))
         grad_shard = each.reduced * chunk if stage == 2 and isinstance(tier, Disk) else 0
         if self.optimizer.update == "in_backward":
@@ -593,7 +593,7 @@ class Training:
         """Returns the elements and their bytes of a step's reduce-scatters and all-gathers.
 
         Stage 0 reduces gradients and gathers sums. Stages 1 and 2 reduce gradients and gather
-        parameters. Stage 3 reduces gradients and gathers all parameters, frozen ones too, for the
+        parameters. Stage 3 reduces gradients and unshards all parameters, frozen ones too, for the
         forward and for the backward. Gradients move in their own dtype.
         """
         check_stage(stage)
@@ -612,9 +612,9 @@ class Training:
         """Returns the bytes that leave each node in a step of one backward.
 
         (N - 1) / N of the gradients, on N nodes, and of the updated parameters; of the sums instead
-        at stage 0 and with ``state="node"``. With ``params="world"`` stage 3 gathers the parameters
-        over the network in forward and in backward, those of ``model.root`` once. The padding of
-        buckets, which matters for models of a few thousand elements, is not counted.
+        at stage 0 and with ``state="node"``. With ``params="world"`` stage 3 unshards the
+        parameters over the network in forward and in backward, those of ``model.root`` once. The
+        padding of buckets, which matters for models of a few thousand elements, is not counted.
         """
         model, each, options = self.model, self.each, self.options
         compression = options.compression.gradients
@@ -650,7 +650,7 @@ class Training:
 
         A rank sends its share within the node. Over nodes, the bytes that leave a node take the
         network, and each bucket has two direct calls, of its gradients and of its parameters or
-        sums; three where stage 3 gathers parameters over the network.
+        sums; three where stage 3 unshards parameters over the network.
 
         Args:
             stage: 0 to 3.

@@ -654,7 +654,7 @@ class DiskChunks:
         self.file = ScratchFile(disk.path, what)
         self._buffer_bytes = disk.buffer_bytes
         self._resident_bytes = disk.resident_bytes
-        # Gathers may run in a thread of the communicator, beside a forward that reads ahead.
+        # Unsharding may run in a thread of the communicator, beside a forward that reads ahead.
         self._lock = threading.RLock()
         # Those with pages that may leave, the one that was used longest ago first.
         self._present: dict[DiskChunk, None] = {}

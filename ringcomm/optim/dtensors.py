@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-#: A context in which sharded and absent parameters behave like others, and as fast. Outside, torch
-#: asks the class of each parameter for ``__torch_function__``, which takes 0.1 us an attribute.
+#: A context in which sharded and resharded parameters behave like others, and as fast. Outside,
+#: torch asks the class of each parameter for ``__torch_function__``, which takes 0.1 us an
+#: attribute.
 plainly = torch._C.DisableTorchFunctionSubclass
 
 #: Classes that are not DTensors: the look-up of an absent attribute is slow.

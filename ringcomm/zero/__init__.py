@@ -24,8 +24,8 @@ from ringcomm.zero.stages.shards import (
     LocalShard,
     exchanged,
     full_state_dict,
-    gathered,
     local_shards,
+    unsharded,
     writing_shards,
 )
 
@@ -88,7 +88,6 @@ __all__ = [
     "from_deepspeed",
     "from_fsdp2",
     "full_state_dict",
-    "gathered",
     "get_gradient",
     "get_master",
     "get_state",
@@ -108,5 +107,6 @@ __all__ = [
     "shard",
     "sync_buffers",
     "uneven",
+    "unsharded",
     "writing_shards",
 ]

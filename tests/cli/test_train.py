@@ -207,5 +207,5 @@ def test_record_memory_and_profile_of_a_run(tmp_path, text):
         names = [event["name"] for event in events]
         assert {event["pid"] for event in events} == {rank}
         assert (names.count("forward"), names.count("backward"), names.count("step")) == (8, 8, 4)
-        assert "gather" in names
+        assert "unshard" in names
     assert {path.name for path in profile.iterdir()} == {"rank0.json", "rank1.json"}

@@ -18,8 +18,8 @@ from ringcomm import AbortedError, Communicator, RendezvousError, RingcommError,
 from ringcomm.comm.device import lifecycle
 from ringcomm.comm.host.engine import CallQueue
 from ringcomm.rendezvous import same_node
-from ringcomm.zero.stages.gather import HostCopier
 from ringcomm.zero.stages.order import StepProfile
+from ringcomm.zero.stages.unshard import HostCopier
 from tests.support.ranks import Ranks
 
 T = torch.ones
@@ -281,7 +281,7 @@ def test_stage_3_without_a_thread() -> None:
         HostCopier(StepProfile())
 
 
-def test_what_ctrl_c_kept_from_being_gathered_is_gathered_by_who_needs_it(
+def test_what_ctrl_c_kept_from_being_unsharded_is_unsharded_by_who_needs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Bucket:

@@ -168,7 +168,7 @@ def train(model: nn.Module, data_rank: int) -> list[Any]:
         norms.append(float(optimizer.clip_grad_norm_(0.5)))
         optimizer.step()
         optimizer.zero_grad()
-    with zero.gathered(model):
+    with zero.unsharded(model):
         return [*norms, {name: full(param) for name, param in model.named_parameters()}]
 
 

@@ -104,7 +104,7 @@ def full(tensor: Tensor) -> Tensor:
 
 def whole_params(model: nn.Module) -> dict[str, Tensor]:
     """The parameters of a sharded model, whole; collective on its mesh."""
-    with zero.gathered(model):
+    with zero.unsharded(model):
         return {name: full(param) for name, param in model.named_parameters()}
 
 

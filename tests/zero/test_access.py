@@ -17,7 +17,7 @@ from ringcomm import zero
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError
 from ringcomm.optim import AdamW
 from ringcomm.optim.dtensors import plainly
-from ringcomm.zero.stages.absent import Absent
+from ringcomm.zero.stages.resharded import Resharded
 from tests.support.covering import covering, in_test_all
 from tests.support.heap_use import settled_heap_bytes
 from tests.zero.job import BF16
@@ -29,7 +29,7 @@ SMALL = zero.ZeroOptions(bucket_elems=SMALL_BUCKET_ELEMS)
 
 
 def test_one_rank_evaluates_and_reads_alone(worlds):
-    """At stage 3, too: peers take no part in gathering."""
+    """At stage 3, too: peers take no part in unsharding."""
     base = new_model("gpt")
 
     def work(comm):
@@ -37,10 +37,10 @@ def test_one_rank_evaluates_and_reads_alone(worlds):
         if comm.rank == 1:
             with torch.no_grad():
                 loss = module(*text(comm, 0)).item()
-            with zero.gathered(module):
+            with zero.unsharded(module):
                 assert torch.equal(module.embed.weight, base.embed.weight)
-                assert not any(isinstance(param, Absent) for param in module.parameters())
-            assert all(isinstance(param, Absent) for param in module.parameters())
+                assert not any(isinstance(param, Resharded) for param in module.parameters())
+            assert all(isinstance(param, Resharded) for param in module.parameters())
             assert module.blocks[0].mlp.expand.weight.numel() == 32 * 128
             comm.barrier()
             return loss
@@ -56,7 +56,7 @@ def test_a_change_without_write_from_is_refused_at_stage_3(worlds):
     def work(comm):
         module: Any = zero.shard(deepcopy(base), 3, comm=comm, options=SMALL)
         with pytest.raises(ArgumentError, match=r"embed\.weight.*changed in place.*write_from"):  # noqa: SIM117
-            with zero.gathered(module), torch.no_grad():
+            with zero.unsharded(module), torch.no_grad():
                 module.head.weight.zero_()  # tied to embed.weight
         hidden = next(module.blocks[1].mlp.expand.parameters())
         # As code below Python does: torch refuses to write to the placeholder.
@@ -186,7 +186,7 @@ def test_writes_below_autograd_are_found_and_undone(worlds, write, inside):
         zero.shard(module, 3, comm=comm, options=zero.ZeroOptions(bucket_elems=512))
         before, output = zero.full_state_dict(module), module(torch.ones(1, 8)).detach()
         with pytest.raises(ArgumentError, match=r"parameter [02].weight was changed in place"):
-            with zero.gathered(module) if inside else nullcontext():
+            with zero.unsharded(module) if inside else nullcontext():
                 write(module)
             module(torch.ones(1, 8))
         assert torch.equal(module(torch.ones(1, 8)), output)
@@ -198,7 +198,7 @@ def test_writes_below_autograd_are_found_and_undone(worlds, write, inside):
 
 
 def unlooked(module: Any) -> dict[str, Tensor]:
-    """The parameters, which a look-up in the module would gather."""
+    """The parameters, which a look-up in the module would unshard."""
     return dict(module.named_parameters())
 
 
@@ -209,13 +209,13 @@ def test_what_one_rank_raises_inside_is_raised_on_all(worlds, stage):
         optimizer = AdamW(module.parameters())
         before = zero.full_state_dict(module)
         failed = pytest.raises(ZeroDivisionError if comm.rank == 1 else RingcommError, match="zero")
-        with failed, zero.gathered(module, write_from=0):
+        with failed, zero.unsharded(module, write_from=0):
             if stage == 3 and comm.rank == 0:
                 module.weight.data.zero_()
             assert 1 / (comm.rank - 1) != 0
         bad = ((7 if comm.rank else 0, "expected a rank"), (comm.rank, "write_from"))
         for mine, message in bad:
-            context = zero.gathered(module, write_from=mine)
+            context = zero.unsharded(module, write_from=mine)
             with pytest.raises((ArgumentError, MismatchError), match=message), context:
                 pass
         assert_same_bits(zero.full_state_dict(module), before)
@@ -228,8 +228,8 @@ def test_what_one_rank_raises_inside_is_raised_on_all(worlds, stage):
 @covering(
     part=["all", "module", "parameters", "parameter", "frozen"], stage=STAGES, write_from=[None, 1]
 )
-def test_a_part_is_gathered_and_written_alone(worlds, stage, part, write_from):
-    """Masters of the others keep what rounding drops, unless the whole module is gathered."""
+def test_a_part_is_unsharded_and_written_alone(worlds, stage, part, write_from):
+    """Masters of the others keep what rounding drops, unless the whole module is unsharded."""
     names = {
         "all": ["blocks.1.mlp.expand.weight", "embed.weight"],
         "module": [n for n, _ in new_model("gpt").named_parameters() if n.startswith("blocks.1.")],
@@ -256,13 +256,13 @@ def test_a_part_is_gathered_and_written_alone(worlds, stage, part, write_from):
         if write_from is None and comm.rank == 1:
             comm.barrier()
             return
-        with zero.gathered(target, write_from=write_from), torch.no_grad():
+        with zero.unsharded(target, write_from=write_from), torch.no_grad():
             for name in names:
                 assert torch.equal(params[name], wanted[name])
             if stage == 3 and part != "all":
                 others = [n for n in params if not n.startswith("blocks.1") and n not in names]
                 outside = [n for n in others if n.startswith("blocks")]
-                assert outside and all(isinstance(params[n], Absent) for n in outside)
+                assert outside and all(isinstance(params[n], Resharded) for n in outside)
             if write_from == comm.rank:
                 for name in names:
                     params[name].mul_(3)
@@ -282,7 +282,7 @@ def test_a_part_is_gathered_and_written_alone(worlds, stage, part, write_from):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_is_no_part_of_a_module_is_not_gathered(worlds, stage):
+def test_what_is_no_part_of_a_module_is_not_unsharded(worlds, stage):
     def work(comm):
         one: Any = zero.shard(new(), stage, comm=comm, options=SMALL)
         other = zero.shard(new(), stage, comm=comm, options=SMALL)
@@ -294,19 +294,19 @@ def test_what_is_no_part_of_a_module_is_not_gathered(worlds, stage):
             (nn.Linear(2, 2), "expected the module that shard"),
         ):
             with pytest.raises(ArgumentError, match=message):
-                zero.gathered(bad).__enter__()
-        with zero.gathered([*first, *second]):
+                zero.unsharded(bad).__enter__()
+        with zero.unsharded([*first, *second]):
             assert bool(first[0].isfinite().all() and second[0].isfinite().all())
-        context = zero.gathered(first[comm.rank], write_from=0)
+        context = zero.unsharded(first[comm.rank], write_from=0)
         with pytest.raises(MismatchError, match="Option parameters is"), context:
             pass
         if stage == 3:
             changed = pytest.raises(ArgumentError, match=r"parameter 0\.bias was changed in place")
-            with changed, zero.gathered(first[0], write_from=0), torch.no_grad():
+            with changed, zero.unsharded(first[0], write_from=0), torch.no_grad():
                 first[1].zero_()
         zero.remove_sharding(other)
         with pytest.raises(ArgumentError, match="which is none of its parameters"):
-            zero.gathered(second).__enter__()
+            zero.unsharded(second).__enter__()
 
     def new() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))

@@ -135,7 +135,7 @@ def test_training_has_the_bits_of_training_without(worlds, folder, stage, checkp
     small = Disk(folder, buffer_bytes=16 * PAGE)
     partly = Disk(folder, buffer_bytes=8 * PAGE, resident_bytes=40 * PAGE)
     ways = [(small, "forward"), (partly, "step"), (small, "run")]
-    # A way for each stage but the last, which gathers again in backward, and has them all.
+    # A way for each stage but the last, which unshards again in backward, and has them all.
     if stage < 3:
         ways = [ways[stage]]
     elif checkpoints is not None:
@@ -200,7 +200,7 @@ def test_models_that_are_brittle(worlds, folder, model, names):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_is_gathered_is_not_written(worlds, folder, monkeypatch, stage):
+def test_what_is_unsharded_is_not_written(worlds, folder, monkeypatch, stage):
     """Nothing that lies in a bucket goes to the disk, with the module's name or without."""
     saved: list[int] = []
     save = ActivationStore.save
@@ -242,9 +242,9 @@ def test_what_is_gathered_is_not_written(worlds, folder, monkeypatch, stage):
 
 
 def buckets_of(engine: Any) -> set[int]:
-    if engine.gatherer is None:
+    if engine.unsharder is None:
         return {bucket.flat.data_ptr() for bucket in engine.stored}
-    return {bucket.flat.data_ptr() for bucket in engine.gatherer._here}
+    return {bucket.flat.data_ptr() for bucket in engine.unsharder._unsharded}
 
 
 def test_gradients_of_gradients_of_a_sharded_module(worlds, folder):

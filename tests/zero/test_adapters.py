@@ -125,14 +125,14 @@ def test_adapters_put_in_after_shard(worlds, stage, shards):
         with pytest.raises(ArgumentError, match=r"base\.weight is of .* nn\.ModuleList of the ad"):
             zero.shard(LoRA(model[0].up), stage, comm=comm)
         layers, adapters = trained(comm, model, 0, 3)
-        with zero.gathered(model, write_from=0):
+        with zero.unsharded(model, write_from=0):
             take_out(model, layers)
         if shards:
             zero.remove_sharding(adapters)
         del layers, adapters
         _, adapters = trained(comm, model, 1, 2)
         state = zero.full_state_dict(model)
-        with zero.gathered(model[0]):
+        with zero.unsharded(model[0]):
             assert torch.equal(model[0].up.adapter[0].weight, state["0.up.adapter.0.weight"])
         zero.remove_sharding(model)
         if shards:

@@ -199,7 +199,7 @@ def test_what_is_not_put_back_is_seen(worlds, monkeypatch, stage):
             zero.shard(module, stage, comm=comm, options=OPTIONS)
         try:
             same(known(module), before)
-        except (AssertionError, ArgumentError, RuntimeError):  # of parameters left absent
+        except (AssertionError, ArgumentError, RuntimeError):  # of parameters left resharded
             return True
         return False
 

@@ -43,7 +43,7 @@ def _adapters(comm: Any, stage: int, options: zero.ZeroOptions) -> dict[str, Ten
     layers = test_adapters.put_in(base)
     adapters = zero.shard(test_adapters.adapters_of(layers), stage, comm=comm, options=options)
     test_adapters.steps(base, AdamW(adapters.parameters(), lr=0.1), 2)
-    with zero.gathered(base, write_from=0):
+    with zero.unsharded(base, write_from=0):
         test_adapters.take_out(base, layers)
     return zero.full_state_dict(base)
 

@@ -226,7 +226,7 @@ def continue_from_a_shard(comm: Communicator, base: Any, stage: int, precision: 
     first.train("mlp", 2)
     shown, shard = zero.full_state_dict(first.module), deepcopy(first.optimizer.state_dict())
     second = Job(comm, base, stage, precision=precision, zero_options=options)
-    with zero.gathered(second.module, write_from=0), torch.no_grad():
+    with zero.unsharded(second.module, write_from=0), torch.no_grad():
         for name, param in second.module.named_parameters():
             param.copy_(shown[name])
     # Codes of what is shown are others than those of the masters.
@@ -364,13 +364,13 @@ def decodes(module: Any, code: str, params: dict[str, Tensor]) -> bool:
     return True
 
 
-def write_gathered(module: Any, param: Tensor) -> None:
-    with zero.gathered(module, write_from=2):
+def write_unsharded(module: Any, param: Tensor) -> None:
+    with zero.unsharded(module, write_from=2):
         param.data.view(-1)[5] = 9.0
 
 
-def write_gathered_part(module: Any, param: Tensor) -> None:
-    with zero.gathered(param, write_from=1):
+def write_unsharded_part(module: Any, param: Tensor) -> None:
+    with zero.unsharded(param, write_from=1):
         param.data.view(-1)[5] = 9.0
 
 
@@ -389,8 +389,8 @@ def write_master(module: Any, param: Tensor) -> None:
 
 
 WRITES: dict[str, Callable[[Any, Tensor], None]] = {
-    "gathered": write_gathered,
-    "a part gathered": write_gathered_part,
+    "unsharded": write_unsharded,
+    "a part unsharded": write_unsharded_part,
     "writing_shards": write_shards,
     "set_master": write_master,
 }
@@ -501,7 +501,7 @@ def step_of(comm: Communicator, transport: Transport, base: Any, run: Run) -> An
 
 @covering(strength=1, choice=[(1, {}), (3, WORLD)], code=["int8", "int4"])
 def test_what_leaves_a_node_is_codes(code, choice):
-    """To the byte: each chunk once for each other node, and of the world's in each gather."""
+    """To the byte: each chunk once for each other node, and of the world's in each unsharding."""
     transport, base = Transport(), new_model("gpt")
     run = coded(Run("gpt", 1, options={"overlap": False}), code, choice)
     with ringcomm.local_world(
@@ -516,7 +516,7 @@ def test_what_leaves_a_node_is_codes(code, choice):
         params = sum(_native.quantized_bytes(compression, chunk) for chunk in mine)
         grads = 4 * sum(theirs)
         if choice == (3, WORLD):
-            # Forward and backward gather each unit once, and what is in the root once.
+            # Forward and backward unshard each unit once, and what is in the root once.
             assert params < quiet[node] < 2 * params
             assert step[node] == 2 * flags
             assert backward[node] == grads + quiet[node]

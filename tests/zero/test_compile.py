@@ -85,7 +85,7 @@ def test_a_compiled_module_is_sharded_as_the_module_in_it(worlds, base, stage, t
     assert_same_bits(train(compiled, compiled), wanted)
     assert_same_bits(zero.full_state_dict(inner), wanted)
     zero.save(tmp_path, 1, compiled)
-    with zero.gathered(compiled, write_from=0), torch.no_grad():
+    with zero.unsharded(compiled, write_from=0), torch.no_grad():
         inner.blocks[0].layer.weight.zero_()
     zero.load(tmp_path, compiled)
     assert_same_bits(zero.full_state_dict(compiled), wanted)
@@ -218,7 +218,7 @@ def test_a_weight_that_a_backward_in_the_forward_has_freed(worlds):
 def test_a_parameter_that_is_registered_while_the_others_are_here(worlds):
     def work(comm):
         module: Any = zero.shard(nn.Sequential(nn.Linear(4, 4)), 3, comm=comm, options=SMALL)
-        with zero.gathered(module):
+        with zero.unsharded(module):
             module[0].register_parameter("extra", nn.Parameter(torch.ones(2)))
         assert sorted(module[0]._parameters) == ["bias", "extra", "weight"]
         assert torch.equal(module[0].extra, torch.ones(2))

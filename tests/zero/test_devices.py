@@ -124,13 +124,13 @@ def test_a_graph_replays_the_step_of_a_module(devices, stage):
         generator = torch.Generator().manual_seed(turn)
         with torch.autograd.set_multithreading_enabled(False):
             module(torch.randn(4, 13, generator=generator)).backward()
-        # Without the views that the emulator keeps, the backward has freed what was gathered.
+        # Without the views that the emulator keeps, the backward has freed what was unsharded.
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, InStreamOrder):
                 mode.finish()
-        gatherer = engine_of(module, "backward").gatherer
-        if gatherer is not None:
-            gatherer.free_all()
+        unsharder = engine_of(module, "backward").unsharder
+        if unsharder is not None:
+            unsharder.reshard_all()
 
     def step(optimizer):
         optimizer.clip_grad_norm_(0.01)

@@ -98,10 +98,10 @@ def _as_bytes(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @covering(strength=1, stage=range(4), dtype=DTYPES)
-def test_8_bits_are_written_in_gathered(worlds, stage, dtype):
+def test_8_bits_are_written_in_unsharded(worlds, stage, dtype):
     def work(comm):
         model: Any = zero.shard(nn.Sequential(Quantised(dtype)), stage, comm=comm)
-        with zero.gathered(model, write_from=1), torch.no_grad():
+        with zero.unsharded(model, write_from=1), torch.no_grad():
             model[0].weight.copy_(torch.full((24, 24), 5.0 + comm.rank))
         assert bool((zero.full_state_dict(model)["0.weight"].float() == 6).all())
         zero.remove_sharding(model)

@@ -158,7 +158,7 @@ def test_options_out_of_range():
         (zero.ZeroOptions, {"prefetch": -1}),
         (zero.ZeroOptions, {"overlap": "no"}),
         (zero.ZeroOptions, {"overlap": 1}),
-        (zero.ZeroOptions, {"keep_gathered": "no"}),
+        (zero.ZeroOptions, {"reshard_after_forward": "no"}),
         (zero.ZeroOptions, {"broadcast": None}),
         (zero.ZeroOptions, {"precision": "bf16"}),
         (zero.Precision, {"param": torch.int8}),
@@ -184,7 +184,7 @@ def test_what_is_not_sharded():
         zero.no_sync,
         zero.remove_sharding,
         zero.full_state_dict,
-        lambda m: zero.gathered(m).__enter__(),
+        lambda m: zero.unsharded(m).__enter__(),
     )
     for call in calls:
         with pytest.raises(ArgumentError, match="was not sharded"):
@@ -201,15 +201,15 @@ def test_copies_and_pickles():
 
 def test_state_dicts_and_steps_at_stage_3():
     module = zero.shard(new_model("mlp"), 3, comm="alone", options=SMALL)
-    with pytest.raises(ArgumentError, match="only inside gathered"):
+    with pytest.raises(ArgumentError, match="only inside unsharded"):
         module.state_dict()
-    with pytest.raises(ArgumentError, match="only inside gathered"):
+    with pytest.raises(ArgumentError, match="only inside unsharded"):
         module.load_state_dict({})
-    with zero.gathered(module, write_from=0):
+    with zero.unsharded(module, write_from=0):
         module.load_state_dict(module.state_dict())
     optimizer = AdamW(module.parameters())
     module(torch.ones(1, 13)).backward()
-    with zero.gathered(module), pytest.raises(ArgumentError, match="inside gathered"):
+    with zero.unsharded(module), pytest.raises(ArgumentError, match="inside unsharded"):
         optimizer.step()
     with pytest.raises(ArgumentError, match="write_from: expected a rank, 0 to 0, got 1"):
-        zero.gathered(module, write_from=1).__enter__()
+        zero.unsharded(module, write_from=1).__enter__()

@@ -1,4 +1,4 @@
-"""``torch.func`` on a sharded module: at stage 3 inside ``gathered()``, else at once."""
+"""``torch.func`` on a sharded module: at stage 3 inside ``unsharded()``, else at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model() -> Any:
 
 
 def here(module: Any, stage: int) -> Any:
-    return zero.gathered(module) if stage == 3 else nullcontext()
+    return zero.unsharded(module) if stage == 3 else nullcontext()
 
 
 def values(module: Any) -> dict[str, Tensor]:
@@ -68,7 +68,9 @@ def test_transforms_give_what_they_give_of_the_plain_module(worlds, stage, name)
     def work(comm):
         module = zero.shard(deepcopy(base), stage, comm=comm, options=SMALL)
         if stage == 3:
-            with pytest.raises(UnsupportedError, match=r"module '0', .* inside ringcomm\.zero\.g"):
+            with pytest.raises(
+                UnsupportedError, match=r"module '0', .* inside ringcomm\.zero\.unsharded"
+            ):
                 transform(module)
         with here(module, stage):
             found = transform(module)

@@ -170,7 +170,7 @@ def test_the_bits_are_those_of_updates_in_the_step(worlds, name):
     run = worlds(2).run
     for loss, backward in [*product(losses, [once]), *ways]:
         wanted = run(trained, base, 1, "in_step", backward, loss)[0]
-        # Stage 2 keeps what checkpoints would gather again.
+        # Stage 2 keeps what checkpoints would unshard again.
         for stage in (2, 3) if loss is losses[0] and "checkpoints" not in name else (3,):
             found = run(trained, base, stage, "in_backward", backward, loss)[0]
             assert_same_bits(found, wanted)

@@ -27,14 +27,14 @@ def rows(comm, turn):
     return torch.linspace(-1, 1 + comm.rank + turn, 26).view(2, 13)
 
 
-def gathered(comm, module, optimizer, folder):
-    with zero.gathered(module):
+def unsharded(comm, module, optimizer, folder):
+    with zero.unsharded(module):
         views = [param.detach()[:1] for param in module.parameters()]
     assert not any(view.isnan().any() for view in views)
 
 
 def written(comm, module, optimizer, folder):
-    with zero.gathered(module, write_from=0):
+    with zero.unsharded(module, write_from=0):
         next(module.parameters()).mul_(2.0)
 
 
@@ -83,7 +83,7 @@ def stepped(comm, module, optimizer, folder):
 OPERATIONS: dict[str, Callable[..., object]] = {
     "evaluation": lambda comm, module, *_: module(rows(comm, 5)),
     "full_state_dict": lambda comm, module, *_: zero.full_state_dict(module),
-    "gathered": gathered,
+    "unsharded": unsharded,
     "written": written,
     "writing_shards": written_shards,
     "exchanged": exchanged,

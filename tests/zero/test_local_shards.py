@@ -116,7 +116,7 @@ def test_masters_follow_elements_that_were_written(worlds, stage, adamw):
 
 
 def test_a_refusal_comes_when_all_ranks_have_their_values_back(worlds, monkeypatch):
-    """Else a rank that is refused early would gather what a slower one had written."""
+    """Else a rank that is refused early would unshard what a slower one had written."""
     base = new_model("mlp")
     put_back = module_shards._Memory.put_back
 
@@ -131,7 +131,7 @@ def test_a_refusal_comes_when_all_ranks_have_their_values_back(worlds, monkeypat
             for shard in shards.values():
                 shard.values.zero_()
             raise ArgumentError("not these")
-        with zero.gathered(module):
+        with zero.unsharded(module):
             found = {name: param.detach().clone() for name, param in module.named_parameters()}
         for name, param in base.named_parameters():
             assert torch.equal(found[name], param), name
@@ -168,7 +168,10 @@ def test_what_is_refused_changes_nothing(worlds, stage, tmp_path):
             with pytest.raises(MismatchError, match="the ranks differ"):
                 zero.exchanged(module, others).__enter__()
         if stage == 3:
-            with zero.gathered(module), pytest.raises(ArgumentError, match=r"inside gathered\(\)"):
+            with (
+                zero.unsharded(module),
+                pytest.raises(ArgumentError, match=r"inside unsharded\(\)"),
+            ):
                 zero.writing_shards(module).__enter__()
         assert_same_bits(zero.full_state_dict(module), before)
         param = next(iter(dict(module.named_parameters()).values()))
@@ -193,7 +196,7 @@ def test_what_is_refused_changes_nothing(worlds, stage, tmp_path):
             "TrainState.state_dict": zero.TrainState(module, optimizer).state_dict,
             "exchanged": lambda: zero.exchanged(module, mean).__enter__(),
             "writing_shards": lambda: zero.writing_shards(module).__enter__(),
-            "gathered": lambda: zero.gathered(module, write_from=0).__enter__(),
+            "unsharded": lambda: zero.unsharded(module, write_from=0).__enter__(),
             "remove_sharding": lambda: zero.remove_sharding(module),
         }
         with zero.exchanged(module, mean):

@@ -183,7 +183,7 @@ def test_a_rank_holds_what_the_closed_form_says(worlds, stage, kind):
     # A layer is a bucket here, and whole blocks: chunks need no padding. Tables take 64 KiB.
     for rest, most in worlds(WORLD).run(measure, base, stage, precision):
         assert wanted <= rest <= wanted + in_flight + (1 << 16)
-        # One layer's gradient is with autograd; stage 3 has two gathered ones.
+        # One layer's gradient is with autograd; stage 3 has two unsharded ones.
         moving = bucket + (2 * BUCKET_ELEMS * per_param.params if stage == 3 else 0)
         assert most <= wanted + in_flight + moving + (1 << 16)
 
@@ -255,7 +255,7 @@ def test_frozen_parameters_are_split_and_freed_in_backward(worlds):
     layers = 12
     base = Deep(layers)
     split = layers * WIDTH * WIDTH * 4 // WORLD
-    gathered = 3 * BUCKET_ELEMS * 4
+    unsharded = 3 * BUCKET_ELEMS * 4
     gradients = 3 * BUCKET_ELEMS * 4
     for most in worlds(WORLD).run(work):
-        assert most <= split + gathered + gradients + (1 << 16)
+        assert most <= split + unsharded + gradients + (1 << 16)

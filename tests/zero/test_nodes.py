@@ -224,7 +224,7 @@ def test_what_leaves_a_node_in_a_step_is_the_closed_form(compression, monkeypatc
                     assert step[node] == 2 * flags
 
 
-# ---- gathering that all ranks take part in -----------------------------------------------------
+# ---- unsharding that all ranks take part in -----------------------------------------------------
 
 
 def shard_by_world(comm: Communicator, base: Any, **options: Any) -> Any:
@@ -236,11 +236,14 @@ def write_in_the_open(comm: Communicator, base: Any) -> None:
     module = shard_by_world(comm, base)
     name, param = next(iter(module.named_parameters()))
     # No version changes, and every part of the parameter counts, whoever keeps it.
-    with pytest.raises(ArgumentError, match=f"parameter {name} was changed"), zero.gathered(module):
+    with (
+        pytest.raises(ArgumentError, match=f"parameter {name} was changed"),
+        zero.unsharded(module),
+    ):
         param.data.view(-1)[-1] += 1.0
     before = zero.full_state_dict(module)[name]
     assert torch.equal(before, dict(base.named_parameters())[name])
-    with zero.gathered(module, write_from=2):
+    with zero.unsharded(module, write_from=2):
         param.data.view(-1)[-1] += 1.0 + comm.rank
     after = zero.full_state_dict(module)[name]
     before.view(-1)[-1] += 3.0
@@ -252,7 +255,7 @@ def test_writes_outside_of_the_module_are_found_and_shared(two_by_two):
     two_by_two.run(write_in_the_open, new_model("mlp"))
 
 
-def gather_apart(comm: Communicator, base: Any) -> str:
+def unshard_apart(comm: Communicator, base: Any) -> str:
     module = shard_by_world(comm, base)
     with pytest.raises(RingcommError) as raised:
         if comm.rank == 1:
@@ -261,7 +264,7 @@ def gather_apart(comm: Communicator, base: Any) -> str:
     return str(raised.value)
 
 
-def gather_another(comm: Communicator, base: Any) -> str:
+def unshard_another(comm: Communicator, base: Any) -> str:
     """Ranks of one node look at units of one size, in another order than each other's."""
     module = shard_by_world(comm, base, overlap=False)
     layers = [module.layers[0], module.layers[1]]
@@ -274,11 +277,11 @@ def gather_another(comm: Communicator, base: Any) -> str:
 @pytest.mark.parametrize(
     ("work", "model", "text"),
     [
-        (gather_apart, "mlp", "the ranks made different calls"),
-        (gather_another, "wandering", r"bucket \d of module.*bucket \d of module"),
+        (unshard_apart, "mlp", "the ranks made different calls"),
+        (unshard_another, "wandering", r"bucket \d of module.*bucket \d of module"),
     ],
 )
-def test_ranks_that_gather_differently_are_told(work, model, text):
+def test_ranks_that_unshard_differently_are_told(work, model, text):
     with ringcomm.local_world(4, nodes=[2, 2], timeout=20) as world:
         for told in world.run(work, new_model(model)):
             assert re.search(text, told), told

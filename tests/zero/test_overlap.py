@@ -39,7 +39,7 @@ def test_shard_looks_at_the_cores_that_this_process_may_use(monkeypatch, worlds,
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_without_it_nobody_gathers_behind_the_back(worlds, overlap):
+def test_without_it_nobody_unshards_behind_the_back(worlds, overlap):
     """And the profile says that a rank waits for what it does itself."""
 
     def body(comm):
@@ -64,7 +64,7 @@ def test_without_it_nobody_gathers_behind_the_back(worlds, overlap):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_gathering_alone_needs_no_thread(stage):
+def test_unsharding_alone_needs_no_thread(stage):
     """Training goes on without overlap where no thread can be started."""
     import ringcomm
 

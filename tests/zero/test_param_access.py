@@ -48,7 +48,7 @@ class Trained:
         self.comm = comm
         self.module: Any = zero.shard(deepcopy(base), stage, comm=comm, options=options)
         self.optimizer = make(self.module.parameters())
-        # A look-up in the module would gather the parameter.
+        # A look-up in the module would unshard the parameter.
         self.params = dict(self.module.named_parameters())
         if prepare:
             self.optimizer.prepare()
@@ -318,8 +318,8 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(worlds, s
                     access(each.params["frozen"] if mine else bias)
         if stage == 3:
             with (
-                pytest.raises(ArgumentError, match=r"^set_master .* inside gathered\(\)"),
-                zero.gathered(each.module),
+                pytest.raises(ArgumentError, match=r"^set_master .* inside unsharded\(\)"),
+                zero.unsharded(each.module),
             ):
                 zero.set_master(bias, torch.zeros(1))
         assert_same_bits(each.state(), before)

@@ -114,7 +114,7 @@ def test_what_is_no_disk_is_refused():
 
 @pytest.mark.parametrize("precision", [None, BF16, *in_test_all(REMAINDER)])
 def test_access_reads_and_writes_what_is_on_the_disk(worlds, disk, precision):
-    """Masters, shards, gathered parameters, other values to evaluate with, whole states."""
+    """Masters, shards, unsharded parameters, other values to evaluate with, whole states."""
     base = new_model("narrow gpt")
     name = "blocks.0.attention.project_in.weight"
 
@@ -133,9 +133,9 @@ def test_access_reads_and_writes_what_is_on_the_disk(worlds, disk, precision):
             with zero.writing_shards(module) as shards:
                 for shard in shards.values():
                     shard.values.mul_(1.5)
-            with zero.gathered(module, write_from=0), torch.no_grad():
+            with zero.unsharded(module, write_from=0), torch.no_grad():
                 param.add_(comm.rank + 1.0)
-            with zero.gathered(param, write_from=1), torch.no_grad():
+            with zero.unsharded(param, write_from=1), torch.no_grad():
                 param.mul_(0.5)
             zeros = {
                 key: torch.zeros_like(shard.values)
@@ -150,7 +150,7 @@ def test_access_reads_and_writes_what_is_on_the_disk(worlds, disk, precision):
             seen.update((f"shard.{k}", shard.values.clone()) for k, shard in shards.items())
             job.train("narrow gpt", 1)
             whole = zero.full_state_dict(module)
-            with zero.gathered(module, write_from=0):
+            with zero.unsharded(module, write_from=0):
                 module.load_state_dict({key: value * 0.75 for key, value in whole.items()})
             job.train("narrow gpt", 1)
             found.append({**seen, **job.state()})
@@ -407,15 +407,15 @@ def test_a_file_that_is_cut_is_found_on_all_ranks(worlds, disk):
     worlds(2).run(work)
 
 
-def test_ranks_that_gather_different_parameters_are_told_so(worlds, disk):
+def test_ranks_that_unshard_different_parameters_are_told_so(worlds, disk):
     base = new_model("narrow gpt")
 
     def work(comm):
         module = small_job(comm, base, disk).module
-        with zero.gathered(module):
+        with zero.unsharded(module):
             param = module.get_parameter(f"blocks.{comm.rank}.attention.project_in.weight")
-        said = r"gathers blocks.*and rank \d another parameter"
-        with pytest.raises(MismatchError, match=said), zero.gathered(param):
+        said = r"unshards blocks.*and rank \d another parameter"
+        with pytest.raises(MismatchError, match=said), zero.unsharded(param):
             pass
 
     worlds(2).run(work)

@@ -257,7 +257,7 @@ def norms(count: int) -> list[nn.Module]:
 
 def here(module: nn.Module) -> bool:
     """Whether a module's parameters have values, at stage 3 of ZeRO."""
-    return not any("not gathered" in repr(param) for param in module.parameters())
+    return not any(", resharded" in repr(param) for param in module.parameters())
 
 
 class Unhooked(nn.Module):

@@ -101,7 +101,7 @@ def _one_sided(store, rank, world):
         return loss, ringcomm.heap_stats()["used_bytes"] > 0
 
 
-def test_a_rank_gathers_while_its_peers_are_away():
+def test_a_rank_unshards_while_its_peers_are_away():
     plain = new_model("narrow gpt")
     tokens = torch.arange(34).view(2, 17)
     with torch.no_grad():

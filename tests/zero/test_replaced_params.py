@@ -40,7 +40,7 @@ def step(module: nn.Module, optimizer: AdamW) -> None:
 
 def inside(module: nn.Module, stage: int) -> Any:
     """The points at which a module may be loaded."""
-    return zero.gathered(module, write_from=0) if stage == 3 else nullcontext()
+    return zero.unsharded(module, write_from=0) if stage == 3 else nullcontext()
 
 
 @pytest.mark.parametrize("options", [SMALL, BF16], ids=["float32", "bfloat16"])
@@ -157,7 +157,7 @@ def test_checkpoints_and_changes_refuse_it_on_all_ranks(worlds, stage, tmp_path)
         with pytest.raises(ArgumentError, match=r"parameter 2\.weight: another tensor"):
             zero.load(tmp_path, module)
         with pytest.raises(ArgumentError, match=r"parameter 2\.weight: another tensor"):  # noqa: SIM117
-            with zero.gathered(module, write_from=0):
+            with zero.unsharded(module, write_from=0):
                 pass
         module[2].weight = kept
         zero.load(tmp_path, module)
@@ -177,7 +177,7 @@ def test_what_moves_to_another_name_or_goes_is_no_replacement(worlds, stage):
         step(module, optimizer)
         module[2] = nn.Identity()
         step(module, optimizer)
-        with zero.gathered(module):
+        with zero.unsharded(module):
             return module[0].weight_orig.detach().clone(), module[0].weight_mask
 
     plain = new()
@@ -254,7 +254,7 @@ def test_safetensors_and_torch_save_what_a_state_has(worlds, stage, tmp_path):
         optimizer = AdamW(module.parameters(), lr=1e-2)
         step(module, optimizer)
         saved = zero.full_state_dict(module)
-        with zero.gathered(module):
+        with zero.unsharded(module):
             safetensors.torch.save_model(module, str(file))
             state = module.state_dict()
             one = io.BytesIO()
@@ -267,7 +267,7 @@ def test_safetensors_and_torch_save_what_a_state_has(worlds, stage, tmp_path):
         other = new()
         other[2].weight = other[0].weight
         zero.shard(other, stage, comm=comm)
-        with zero.gathered(other, write_from=0):
+        with zero.unsharded(other, write_from=0):
             assert not any(safetensors.torch.load_model(other, str(file)))
         assert_same_bits(zero.full_state_dict(other), saved)
         step(module, optimizer)
@@ -294,7 +294,7 @@ MOVES: dict[str, Callable[[Any], None]] = {"data": _data, "set_": _set, "vector"
 
 @pytest.mark.parametrize(
     ("kind", "stage"),
-    # At stage 3 vector_to_parameters() reads absent values, which has an error of its own.
+    # At stage 3 vector_to_parameters() reads resharded parameters, which has an error of its own.
     [(kind, stage) for kind in MOVES for stage in STAGES if (kind, stage) != ("vector", 3)],
 )
 def test_memory_replaced_before_the_optimizer_is_built(kind, stage):

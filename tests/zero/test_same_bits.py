@@ -27,7 +27,7 @@ update       updates in backward see the gradients, steps and rates of updates i
 compression  coded gradients are the same codes at all stages, residuals belong to elements, not to
              ranks of a stage, and all nodes decode the same parameters
 accumulation several backwards add up in the gradient's dtype or in FP32, at each place once
-schedule     buffers that are reduced, gathered ahead or kept are neither read early nor late
+schedule     buffers that are reduced, unsharded ahead or kept are neither read early nor late
 ============ ===================================================================================
 
 ``MUTANTS`` has a mistake for each axis, which its case must catch.
@@ -56,7 +56,7 @@ from ringcomm.optim.backends import Backend, OwnPlan, StepTable
 from ringcomm.optim.clipping import NormBound
 from ringcomm.optim.gradients import Accumulator, HostReducer
 from ringcomm.zero.stages.buckets import ShardedBucket, WorldBucket
-from ringcomm.zero.stages.gather import HostCopier
+from ringcomm.zero.stages.unshard import HostCopier
 from ringcomm.zero.stages.updates import BackwardUpdates
 from tests.memory.disk_folder import skip_unless_disk
 from tests.support.covering import Case, covering_array
@@ -117,7 +117,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "overlap": {"overlap": True},
     "one buffer": {"overlap": True, "in_flight": 1, "prefetch": 0},
     "ahead": {"overlap": True, "in_flight": 4, "prefetch": 3},
-    "kept gathered": {"overlap": True, "keep_gathered": True},
+    "kept unsharded": {"overlap": True, "reshard_after_forward": False},
 }
 # The construction of the array depends on their order: this one has few cases over several nodes.
 AXES: dict[str, tuple[Any, ...]] = {
@@ -250,7 +250,7 @@ IDLE: list[Where] = [
     {"stage": (0,), "place": ("state by node",)},
     {"stage": (0, 1, 2), "place": ("params by world",)},
     {"stage": (0, 1), "schedule": tuple(SCHEDULES)[1:]},
-    {"stage": (2,), "schedule": ("kept gathered",)},
+    {"stage": (2,), "schedule": ("kept unsharded",)},
 ]
 
 
@@ -483,7 +483,7 @@ Patch = pytest.MonkeyPatch
 
 
 def fills_once(patch: Patch, kind: type[ShardedBucket]) -> None:
-    """Makes stage 3 keep computing with the parameters of the first gather."""
+    """Makes stage 3 keep computing with the parameters of the first unsharding."""
     fill, first = kind.fill, dict[ShardedBucket, Tensor]()
 
     def stale(bucket: ShardedBucket) -> None:
@@ -679,7 +679,7 @@ MUTANTS = {
         lambda patch: with_argument(patch, 5, False),
         {"stage": 2, "accumulation": "added"},
     ),
-    "half is gathered ahead": Mutant("schedule", fills_half, {"stage": 3, "schedule": "overlap"}),
+    "half is unsharded ahead": Mutant("schedule", fills_half, {"stage": 3, "schedule": "overlap"}),
 }
 
 

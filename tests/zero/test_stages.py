@@ -47,7 +47,7 @@ def test_training_is_that_of_one_process_with_torch(worlds, world_size, stage):
             module(_integers(comm.rank, turn)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        with zero.gathered(module):
+        with zero.unsharded(module):
             found = [param.detach().clone() for param in module.parameters()]
         zero.remove_sharding(module)
         return found

@@ -1,7 +1,7 @@
 """Graphs that were built before parameters changed: their backward raises, as with torch.optim.
 
 A graph whose parameters still have the values that it has saved runs backward, whatever was
-gathered and freed meanwhile.
+unsharded and freed meanwhile.
 """
 
 from __future__ import annotations
@@ -158,11 +158,11 @@ def test_parameters_that_take_no_step_keep_their_graphs(worlds, stage):
         optimizer.zero_grad()
         graph.backward()
         optimizer.zero_grad()
-        with zero.gathered(module):
+        with zero.unsharded(module):
             before = module[4].weight._version
         scaler.scale(module[:3](torch.ones(2, 8)).sum()).backward()
         optimizer.step()
-        with zero.gathered(module):
+        with zero.unsharded(module):
             assert module[4].weight._version == before
 
     worlds(2).run(work)
@@ -183,8 +183,8 @@ def load_pretrained(comm: Any, module: Any, optimizer: Any, folder: Path) -> Non
     zero.load_pretrained(module, folder / "weights")
 
 
-def write_gathered(comm: Any, module: Any, optimizer: Any, folder: Path) -> None:
-    with zero.gathered(module, write_from=1):
+def write_unsharded(comm: Any, module: Any, optimizer: Any, folder: Path) -> None:
+    with zero.unsharded(module, write_from=1):
         if comm.rank == 1:
             for param in module.parameters():
                 param.data.mul_(2.0)
@@ -219,7 +219,7 @@ CHANGES: dict[str, Callable[..., None]] = {
     "load": load,
     "load a module": load_module,
     "load_pretrained": load_pretrained,
-    "gathered": write_gathered,
+    "unsharded": write_unsharded,
     "writing_shards": write_shards,
     "set_master": set_masters,
     "exchanged": exchange,
@@ -309,13 +309,13 @@ def leaf() -> Tensor:
     return X.clone().requires_grad_()
 
 
-def in_gathered(module: Any) -> Tensor:
-    with zero.gathered(module):
+def in_unsharded(module: Any) -> Tensor:
+    with zero.unsharded(module):
         return nn.functional.linear(leaf(), module.blocks[1].weight) * module.scale.square()
 
 
-def encoded_in_gathered(module: Any) -> Tensor:
-    with zero.gathered(module):
+def encoded_in_unsharded(module: Any) -> Tensor:
+    with zero.unsharded(module):
         return module.encode(X)
 
 
@@ -330,8 +330,8 @@ USES: dict[str, Callable[[Any], Tensor]] = {
     "parameter": lambda module: module.scale * module.scale,
     "parameter after a call": lambda module: module(X) + module.scale.square(),
     "twice": lambda module: module.encode(X) + module.encode(X * 2),
-    "in gathered()": in_gathered,
-    "encode in gathered()": encoded_in_gathered,
+    "in unsharded()": in_unsharded,
+    "encode in unsharded()": encoded_in_unsharded,
 }
 
 
@@ -351,7 +351,7 @@ def evaluate_unit(module: Any) -> None:
 
 
 def read(module: Any) -> None:
-    with zero.gathered(module):
+    with zero.unsharded(module):
         assert not any(param.isnan().any() for param in module.parameters())
 
 
@@ -365,7 +365,7 @@ BETWEEN: dict[str, Callable[[Any], object]] = {
     "evaluation": evaluate,
     "encode": encode,
     "evaluation of a unit": evaluate_unit,
-    "gathered": read,
+    "unsharded": read,
     "full_state_dict": zero.full_state_dict,
     "a forward": lambda module: module(X),
     "a backward": train,
@@ -373,7 +373,7 @@ BETWEEN: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("name", USES)
-def test_a_graph_runs_backward_whatever_was_gathered_and_freed_meanwhile(worlds, name):
+def test_a_graph_runs_backward_whatever_was_unsharded_and_freed_meanwhile(worlds, name):
     def work(comm, stage):
         options = zero.ZeroOptions(bucket_elems=512)
         module: Any = zero.shard(deepcopy(ENCODER), stage, comm=comm, options=options)
@@ -391,7 +391,7 @@ def test_a_graph_runs_backward_whatever_was_gathered_and_freed_meanwhile(worlds,
             if stage == 3:
                 # Nothing has stayed once the graph was gone.
                 evaluate(module)
-                assert all("not gathered" in repr(param) for param in module.parameters()), key
+                assert all(", resharded" in repr(param) for param in module.parameters()), key
             states.update({f"{key}: {n}": t for n, t in zero.full_state_dict(module).items()})
         return states
 
@@ -399,20 +399,20 @@ def test_a_graph_runs_backward_whatever_was_gathered_and_freed_meanwhile(worlds,
     assert_same_bits(worlds(2).run(work, 3)[0], wanted)
 
 
-def test_views_taken_in_gathered_keep_their_values(worlds):
+def test_views_taken_in_unsharded_keep_their_values(worlds):
     """Also where a graph has had the parameters stay until the step."""
 
     def work(comm):
         module: Any = zero.shard(deepcopy(ENCODER), 3, comm=comm)
         optimizer = AdamW(module.parameters(), lr=0.1)
-        with zero.gathered(module):
+        with zero.unsharded(module):
             view = module.scale.detach()
             loss = module.scale.square().sum()
         evaluate(module)
         loss.backward()
         optimizer.step()
         assert torch.equal(view, ENCODER.scale)
-        with zero.gathered(module):
+        with zero.unsharded(module):
             assert not torch.equal(view, module.scale)
 
     worlds(2).run(work)

@@ -45,7 +45,7 @@ def stages_are_equal(rank, world_size):
         results.append((whole_params(model), norms))
         same(results[-1], results[0])
         if stage == 3:
-            # A look-up in the module would gather it.
+            # A look-up in the module would unshard it.
             weight: Any = dict(model.named_parameters())["blocks.0.up.weight"]
             with pytest.raises(ArgumentError, match=r"parameter blocks\.0\.up\.weight: to_local"):
                 weight.to_local()
@@ -78,7 +78,7 @@ def updates_in_backward(rank, world_size):
         same(*results)
         weight: Any = dict(model.named_parameters())["blocks.0.up.weight"]
         model(batch(0, mesh.get_local_rank("dp"))).square().mean().backward()
-        said = "updated it already" if stage == 2 else "not gathered|needs its values"
+        said = "updated it already" if stage == 2 else "resharded|needs its values"
         with pytest.raises(ArgumentError, match=said):
             weight.to_local()
         optimizer.step()
@@ -108,22 +108,22 @@ def coefficients(rows: int) -> Tensor:
 
 
 def reads_and_writes(rank, world_size):
-    """gathered(), its writes, a failed shard(), and parameters on the meta device."""
+    """unsharded(), its writes, a failed shard(), and parameters on the meta device."""
     mesh = mesh_of(2, 2)
     for stage in (1, 3):
         model: Any = parallelized(Model(), mesh["tp"])
         before = {name: full(param) for name, param in model.named_parameters()}
         zero.shard(model, stage, comm=mesh["dp"])
         same(whole_params(model), before)
-        with torch.no_grad(), zero.gathered(model, write_from=1):
+        with torch.no_grad(), zero.unsharded(model, write_from=1):
             model.blocks[0].up.weight.mul_(1 + mesh.get_local_rank("dp"))
         same(whole_params(model)["blocks.0.up.weight"], before["blocks.0.up.weight"] * 2)
         state = zero.full_state_dict(model)
         same(full(state["head.weight"]), before["head.weight"])
     refused = pytest.raises(ArgumentError, match=r"head\.weight was changed in place")
-    with refused, torch.no_grad(), zero.gathered(model):
+    with refused, torch.no_grad(), zero.unsharded(model):
         model.head.weight.add_(1.0)
-    with refused, torch.no_grad(), zero.gathered(model):
+    with refused, torch.no_grad(), zero.unsharded(model):
         model.head.weight.to_local().add_(1.0)
     meta = parallelized(Model("meta"), mesh["tp"])
     zero.shard(meta, 3, comm=mesh["dp"])
@@ -158,16 +158,16 @@ def locals_of(model: nn.Module) -> list[Tensor]:
     return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
 
-def gathered_memory_is_freed(rank, world_size):
+def unsharded_memory_is_freed(rank, world_size):
     """At stage 3 a unit's memory goes after its forward, and again in backward."""
     mesh = mesh_of(2, 2)
     model = parallelized(Model(), mesh["tp"])
     build(model, mesh, Training(3))
     loss = model(batch(0, 0)).square().mean()
     block = model.blocks[0]
-    assert all("Absent" in type(param).__name__ for param in block.parameters())
+    assert all("Resharded" in type(param).__name__ for param in block.parameters())
     loss.backward()
-    assert all("Absent" in type(param).__name__ for param in model.parameters())
+    assert all("Resharded" in type(param).__name__ for param in model.parameters())
 
 
 def refusals(rank, world_size):
@@ -233,7 +233,7 @@ CHECKS = [
     a_step_is_exact,
     reads_and_writes,
     rolled_back,
-    gathered_memory_is_freed,
+    unsharded_memory_is_freed,
     refusals,
 ]
 

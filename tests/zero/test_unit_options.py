@@ -119,15 +119,16 @@ def test_units_have_the_bits_of_a_model_that_casts_by_itself(worlds):
 @pytest.mark.parametrize("kept", [False, True])
 def test_units_that_stay_from_forward_to_backward(worlds, kept):
     """Against what the whole module does."""
-    chosen = {"blocks.1": UnitOptions(keep_gathered=not kept)}
-    options = ZeroOptions(units=units, keep_gathered=kept, per_unit=chosen)
+    chosen = {"blocks.1": UnitOptions(reshard_after_forward=kept)}
+    options = ZeroOptions(units=units, reshard_after_forward=not kept, per_unit=chosen)
 
     def work(comm):
         model: Any = zero.shard(deepcopy(BASE), 3, comm=comm, options=options)
         loss = model(torch.ones(2, 16)).sum()
         engine: Any = engine_of(model, "test")
         here = {
-            u.name: [b.is_here for b in engine.gatherer.buckets_of(u)] for u in engine.parts.units
+            u.name: [b.is_unsharded for b in engine.unsharder.buckets_of(u)]
+            for u in engine.parts.units
         }
         loss.backward()
         return {name: all(each) for name, each in here.items()}
@@ -138,7 +139,7 @@ def test_units_that_stay_from_forward_to_backward(worlds, kept):
 
 
 @pytest.mark.parametrize(("name", "ahead"), [("blocks.0", 2), ("blocks.1", 1)])
-def test_units_that_are_gathered_ahead(worlds, name, ahead):
+def test_units_that_are_unsharded_ahead(worlds, name, ahead):
     """While a unit runs, as many as it says are under way; elsewhere as many as the module says."""
     chosen = {"blocks.0": UnitOptions(prefetch=2)}
     options = ZeroOptions(units=units, overlap=True, prefetch=1, per_unit=chosen)
@@ -147,11 +148,11 @@ def test_units_that_are_gathered_ahead(worlds, name, ahead):
         model: Any = zero.shard(deepcopy(BASE), 3, comm=comm, options=options)
         with torch.no_grad():
             model(torch.ones(2, 16))
-        gatherer: Any = engine_of(model, "test").gatherer
+        unsharder: Any = engine_of(model, "test").unsharder
         found = []
 
         def look(*_: Any) -> None:
-            found.append(len(gatherer._expected()))
+            found.append(len(unsharder._expected()))
 
         model.get_submodule(name).register_forward_pre_hook(look)
         with torch.no_grad():
@@ -248,7 +249,7 @@ def test_ranks_that_choose_differently(worlds):
     ("make", "message"),
     [
         (lambda: UnitOptions(param=torch.int8), "param: expected float32"),
-        (lambda: UnitOptions(keep_gathered=1), "keep_gathered: expected True"),  # type: ignore[arg-type]
+        (lambda: UnitOptions(reshard_after_forward=1), "reshard_after_forward: expected True"),  # type: ignore[arg-type]
         (lambda: UnitOptions(prefetch=-1), "prefetch: expected an integer"),
         (lambda: ZeroOptions(per_unit={"a": 1}), "expected UnitOptions by names"),  # type: ignore[dict-item]
         (lambda: ZeroOptions(per_unit={"a": BF16}), r"expected Precision\(param=\) with it"),

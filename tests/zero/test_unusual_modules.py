@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, MismatchError, UnsupportedError
 from ringcomm.optim import AdamW, AdamWOptions
-from ringcomm.zero.stages.absent import Absent
+from ringcomm.zero.stages.resharded import Resharded
 from tests.support.covering import covering, in_test_all
 from tests.zero.models import assert_same_bits
 
@@ -121,7 +121,7 @@ def test_frozen_parameters_of_other_dtypes_are_not_cast(worlds, stage, dtype):
         module: Any = nn.Linear(4, 4)
         module.scale = nn.Parameter(torch.ones(3).to(dtype), requires_grad=False)
         zero.shard(module, stage, comm=comm, options=BF16)
-        with zero.gathered(module):
+        with zero.unsharded(module):
             assert module.scale.dtype is dtype
             assert module.weight.dtype is torch.bfloat16
 
@@ -267,7 +267,7 @@ def test_parts_of_torchscript(worlds, stage):
         optimizer = AdamW(module.parameters())
         module(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-        with zero.gathered(module, write_from=0):
+        with zero.unsharded(module, write_from=0):
             module.load_state_dict(module.state_dict())
         zero.remove_sharding(module.to("cpu"))
 
@@ -447,9 +447,9 @@ def test_a_graph_of_gradients_keeps_parameters_until_the_step(worlds):
         optimizer = AdamW(module.parameters())
         x = torch.ones(2, 8, requires_grad=True)
         torch.autograd.grad(module(x).sum(), x, create_graph=True)
-        assert not any(isinstance(param, Absent) for param in module._parameters.values())
+        assert not any(isinstance(param, Resharded) for param in module._parameters.values())
         optimizer.step()
-        assert all(isinstance(param, Absent) for param in module.parameters())
+        assert all(isinstance(param, Resharded) for param in module.parameters())
 
     worlds(1).run(work)
 
@@ -469,7 +469,7 @@ def test_a_weight_that_was_looked_up_outlives_the_call_of_its_module(worlds):
         for _ in range(2):
             with torch.no_grad():
                 assert torch.equal(module(torch.arange(3)), base(torch.arange(3)))
-        assert all(isinstance(param, Absent) for param in module.parameters())
+        assert all(isinstance(param, Resharded) for param in module.parameters())
 
     base = Both()
     worlds(1).run(work)
@@ -502,6 +502,6 @@ def test_outputs_that_refer_to_each_other(worlds):
     def work(comm):
         module = zero.shard(Chained(8, 8), 3, comm=comm)
         module(torch.ones(1, 8))[0].sum().backward()
-        assert all(isinstance(param, Absent) for param in module.parameters())
+        assert all(isinstance(param, Resharded) for param in module.parameters())
 
     worlds(1).run(work)

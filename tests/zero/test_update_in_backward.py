@@ -31,7 +31,7 @@ from ringcomm.optim import (
     tiers,
 )
 from ringcomm.zero.stages import updates
-from ringcomm.zero.stages.gather import Gatherer
+from ringcomm.zero.stages.unshard import Unsharder
 from tests.memory.disk_folder import skip_unless_disk
 from tests.support.covering import covering
 from tests.zero.checkpoint.states import files_below
@@ -330,7 +330,7 @@ def test_what_needs_gradients_or_their_end_is_refused_and_training_goes_on(world
             lambda: zero.local_shards(module),
             lambda: zero.writing_shards(module).__enter__(),
             lambda: zero.exchanged(module, {}).__enter__(),
-            lambda: zero.gathered(module, write_from=0).__enter__(),
+            lambda: zero.unsharded(module, write_from=0).__enter__(),
             lambda: zero.full_state_dict(module),
             lambda: zero.remove_sharding(module),
             loop.loss,
@@ -457,7 +457,7 @@ def test_what_uses_a_parameter_after_its_update_raises_at_stage_2(worlds, kind, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stage_3_has_the_old_values_while_they_are_here_and_gathers_no_new_ones(worlds, kind):
+def test_stage_3_has_the_old_values_while_they_are_here_and_unshards_no_new_ones(worlds, kind):
     made = Detached(kind)
 
     def work(comm):
@@ -539,13 +539,13 @@ def test_graphs_of_gradients(worlds, stage):
     worlds(2).run(work)
 
 
-def test_a_backward_inside_gathered_is_refused_at_stage_3(worlds):
+def test_a_backward_inside_unsharded_is_refused_at_stage_3(worlds):
     def work(comm):
         loop = Loop(comm, 3)
         before = loop.own()
-        with zero.gathered(loop.module):
+        with zero.unsharded(loop.module):
             loss = loop.loss()
-            with pytest.raises(ArgumentError, match=r"inside gathered\(\)"):
+            with pytest.raises(ArgumentError, match=r"inside unsharded\(\)"):
                 loss.backward()
         assert all(map(torch.equal, before, loop.own()))
         loop.optimizer.zero_grad()
@@ -558,17 +558,17 @@ def test_what_was_looked_up_outside_is_compared_before_its_update(worlds, monkey
     """A unit that is open is compared with its peers' chunks as it goes; these change before."""
 
     def work(comm, shuts):
-        loop = Loop(comm, 3, keep_gathered=True)
+        loop = Loop(comm, 3, reshard_after_forward=False)
         loop.take()
         loss = loop.loss()
         for layer in loop.module.layers:
             layer.weight.sum().item()
-        loop.engine.gatherer.open()
+        loop.engine.unsharder.open()
         with nullcontext() if shuts else pytest.raises(ArgumentError, match="changed in place"):
             loss.backward()
 
     worlds(2).run(work, True)
-    monkeypatch.setattr(Gatherer, "close_bucket", lambda *_: None)
+    monkeypatch.setattr(Unsharder, "close_bucket", lambda *_: None)
     worlds(2).run(work, False)
 
 
@@ -737,7 +737,7 @@ def test_writes_between_steps_are_followed_by_masters(worlds, stage):
             expected = list(taken._versions)
             taken.take_over()
             assert taken._versions == expected
-            with zero.gathered(loop.module, write_from=0), torch.no_grad():
+            with zero.unsharded(loop.module, write_from=0), torch.no_grad():
                 loop.params[1].mul_(1.5)
             if stage == 2:
                 with torch.no_grad():
@@ -925,17 +925,17 @@ def test_ranks_that_use_different_parameters(worlds, unused, stage):
 def test_a_bucket_on_its_way_has_come_before_its_chunks_change(worlds):
     def work(comm):
         loop = Loop(comm, 3, overlap=True)
-        gatherer, bucket = loop.engine.gatherer, loop.engine.stored[0]
-        gatherer._start(bucket)
-        gatherer.close_bucket(bucket)
-        assert bucket.is_here and bucket.coming is None
-        gatherer.free_all()
+        unsharder, bucket = loop.engine.unsharder, loop.engine.stored[0]
+        unsharder._start(bucket)
+        unsharder.close_bucket(bucket)
+        assert bucket.is_unsharded and bucket.coming is None
+        unsharder.reshard_all()
         # A wrong guess does not bring it again, and a need is refused.
-        gatherer._last = [id(unit) for unit in loop.engine.parts.units]
-        gatherer.need(loop.engine.parts.units[0])
-        assert not bucket.is_here and not gatherer._coming
-        gatherer.reopen()
-        gatherer.need(loop.engine.parts.units[1])
-        assert bucket.is_here
+        unsharder._last = [id(unit) for unit in loop.engine.parts.units]
+        unsharder.need(loop.engine.parts.units[0])
+        assert not bucket.is_unsharded and not unsharder._coming
+        unsharder.reopen()
+        unsharder.need(loop.engine.parts.units[1])
+        assert bucket.is_unsharded
 
     worlds(2).run(work)

@@ -16,7 +16,7 @@ from torch import nn
 from ringcomm import zero
 from ringcomm.errors import ArgumentError
 from ringcomm.optim import AdamW
-from ringcomm.zero.stages.absent import Absent
+from ringcomm.zero.stages.resharded import Resharded
 from ringcomm.zero.stages.sharding import engine_of
 from tests.support.covering import in_test_all
 from tests.zero.models import SMALL_BUCKET_ELEMS, assert_same_bits, new_model
@@ -108,9 +108,9 @@ def rows(comm, turn: int) -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * turn + comm.rank))
 
 
-def are_gathered(module: nn.Module) -> bool:
-    """Tells whether any parameter is here; looks at none by its name, which would gather it."""
-    return not all(isinstance(param, Absent) for param in module.parameters())
+def are_unsharded(module: nn.Module) -> bool:
+    """Tells whether any parameter is here; looks at none by its name, which would unshard it."""
+    return not all(isinstance(param, Resharded) for param in module.parameters())
 
 
 def _by_hand(module: Any, optimizer: Any, x: Tensor) -> None:
@@ -169,7 +169,7 @@ def test_a_step_that_is_refused_can_be_made_later(worlds):
         module: Any = zero.shard(small(), 3, comm=comm)
         optimizer = AdamW(module.parameters())
         module(rows(comm, 0)).sum().backward()
-        with zero.gathered(module), pytest.raises(ArgumentError, match="inside gathered"):
+        with zero.unsharded(module), pytest.raises(ArgumentError, match="inside unsharded"):
             optimizer.step()
         optimizer.clip_grad_norm_(1.0)
         with torch.no_grad():
@@ -182,20 +182,20 @@ def test_a_step_that_is_refused_can_be_made_later(worlds):
     worlds(2).run(work)
 
 
-def test_what_was_raised_in_gathered_is_what_comes_out(worlds):
+def test_what_was_raised_in_unsharded_is_what_comes_out(worlds):
     def work(comm):
         module: Any = zero.shard(small(), 3, comm=comm)
         with pytest.raises(KeyboardInterrupt):  # noqa: SIM117
-            with zero.gathered(module, write_from=0), torch.no_grad():
+            with zero.unsharded(module, write_from=0), torch.no_grad():
                 module[0].weight.zero_()
                 raise KeyboardInterrupt
-        assert not are_gathered(module)
+        assert not are_unsharded(module)
         with pytest.raises(ArgumentError, match=r"0\.weight"):  # noqa: SIM117
-            with zero.gathered(module), torch.no_grad():
+            with zero.unsharded(module), torch.no_grad():
                 for param in module.parameters():
                     param.zero_()
         # All changes are refused at once, and all are lost.
-        assert not are_gathered(module)
+        assert not are_unsharded(module)
         assert module(rows(comm, 0)).abs().sum() > 0
 
     worlds(1).run(work)
@@ -217,7 +217,7 @@ def test_a_forward_that_raised_leaves_nothing_behind(worlds):
                 module(torch.full((1, 8), bad))
         with torch.no_grad():
             module(torch.ones(1, 8))
-        assert not are_gathered(module)
+        assert not are_unsharded(module)
 
     worlds(1).run(work)
 
@@ -247,7 +247,7 @@ def test_ctrl_c_in_a_forward_is_forgotten_at_the_next(worlds):
                 module(torch.ones(1, 8))
             with torch.no_grad():
                 module(torch.ones(1, 8))
-            assert not are_gathered(module)
+            assert not are_unsharded(module)
 
     worlds(1).run(work)
 
@@ -262,7 +262,7 @@ def test_a_module_that_calls_itself_keeps_what_it_uses(worlds):
         def forward(self, x: Tensor, again: bool = True) -> Tensor:
             if again:
                 x = self(x, again=False)
-            assert are_gathered(self)
+            assert are_unsharded(self)
             return self.layer(x) * self.scale
 
     def work(comm):
@@ -271,7 +271,7 @@ def test_a_module_that_calls_itself_keeps_what_it_uses(worlds):
         zero.shard(module, 3, comm=comm)
         with torch.no_grad():
             assert torch.equal(module(torch.ones(1, 8)), plain(torch.ones(1, 8)))
-        assert not are_gathered(module)
+        assert not are_unsharded(module)
 
     worlds(1).run(work)
 
@@ -283,11 +283,11 @@ def test_a_root_that_is_never_called_prefetches(worlds, trains):
     def work(comm):
         module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
         zero.shard(module, 3, comm=comm, options=zero.ZeroOptions(overlap=True))
-        gatherer = engine_of(module, "test").gatherer
-        assert gatherer is not None
+        unsharder = engine_of(module, "test").unsharder
+        assert unsharder is not None
         coming = []
         for layer in module:
-            layer.register_forward_hook(lambda *_: coming.append(len(gatherer._coming)))
+            layer.register_forward_hook(lambda *_: coming.append(len(unsharder._coming)))
         for _ in range(3):
             coming.clear()
             x = torch.ones(1, 8)
@@ -296,13 +296,13 @@ def test_a_root_that_is_never_called_prefetches(worlds, trains):
                     x = layer(x)
             if trains:
                 x.sum().backward()
-            assert len(gatherer._now) <= 2 * len(module)
+            assert len(unsharder._now) <= 2 * len(module)
         assert coming[:3] == [1, 1, 1]
 
     worlds(1).run(work)
 
 
-def test_a_backward_that_raised_keeps_nothing_gathered(worlds):
+def test_a_backward_that_raised_keeps_nothing_unsharded(worlds):
     def work(comm):
         module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
         zero.shard(module, 3, comm=comm)
@@ -314,9 +314,9 @@ def test_a_backward_that_raised_keeps_nothing_gathered(worlds):
             module[1]._backward_pre_hooks.clear()
             with torch.no_grad():
                 module(x)
-            assert not are_gathered(module)
+            assert not are_unsharded(module)
             module(x).sum().backward()
-            assert not are_gathered(module)
+            assert not are_unsharded(module)
             module[1].register_full_backward_pre_hook(_raise)
 
     worlds(1).run(work)
@@ -369,7 +369,7 @@ def test_buffers_that_are_expanded(worlds, stage):
 def test_state_dicts_of_modules_inside_a_unit_at_stage_3(worlds):
     def work(comm):
         module: Any = zero.shard(nn.Sequential(small()), 3, comm=comm)
-        with zero.gathered(module):
+        with zero.unsharded(module):
             assert not module[0][2].state_dict()["weight"].isnan().any()
         with torch.no_grad():
             module(torch.ones(2, 8))
@@ -383,9 +383,9 @@ def test_state_dicts_of_modules_inside_a_unit_at_stage_3(worlds):
                 for use in USES:
                     with pytest.raises(ArgumentError, match=rf"{name}: .* needs its values, and"):
                         use(state[name])
-            with pytest.raises(ArgumentError, match="only inside gathered"):
+            with pytest.raises(ArgumentError, match="only inside unsharded"):
                 part.load_state_dict(state)
-        with pytest.raises(ArgumentError, match="only inside gathered"):
+        with pytest.raises(ArgumentError, match="only inside unsharded"):
             module.state_dict()
 
     worlds(1).run(work)

@@ -14,7 +14,7 @@ from ringcomm.optim.buckets import OutsideWrites
 from tests.support.covering import covering
 
 Tensor = torch.Tensor
-# At stage 3 a module is loaded inside of gathered() only.
+# At stage 3 a module is loaded inside of unsharded() only.
 STAGES = [0, 1, 2]
 BF16 = zero.ZeroOptions(precision=zero.Precision(param=torch.bfloat16), bucket_elems=512)
 

@@ -79,7 +79,7 @@ def test_nothing_but_the_tensors_themselves_grows(worlds, folder, stage, larger)
         model = ModelElems.of_module(Layers(*sizes))
         training = Training(model, WORLD, 1, options, AdamWOptions(tier=disk))
         state, buffers = sum(training.state(stage)), training.buffers(stage)
-        # Between steps no unit is gathered, and no sum is.
+        # Between steps no unit is unsharded, and no sum is.
         return state + buffers.grad_shard + (buffers.buckets if stage >= 2 else 0)
 
     def work(comm: Any) -> int:
@@ -150,7 +150,7 @@ class Uneven(nn.Module):
 
 
 class Churn:
-    """Random steps of one rank, the same on all: trains, gathers, saves, grows and frees."""
+    """Random steps of one rank, the same on all: trains, unshards, saves, grows and frees."""
 
     def __init__(self, comm: Any) -> None:
         self.comm, self.random = comm, random.Random(7)
@@ -177,9 +177,9 @@ class Churn:
         optimizer.step()
         optimizer.zero_grad()
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         module, _ = self.random.choice(self.jobs)
-        with zero.gathered(self.random.choice([*module.layers, module])):
+        with zero.unsharded(self.random.choice([*module.layers, module])):
             pass
 
     def save(self) -> None:
@@ -206,7 +206,7 @@ class Churn:
         self.kept.append(ringcomm.empty(self.random.randrange(1, 500_000)))
 
     def run(self, steps: int) -> None:
-        ways: list[Callable[[], None]] = [self.train, self.gather, self.save, self.keep]
+        ways: list[Callable[[], None]] = [self.train, self.unshard, self.save, self.keep]
         ways += [self.begin, self.grow]
         for each in self.random.choices(ways, [6, 8, 2, 4, 0.5, 1], k=steps):
             each()

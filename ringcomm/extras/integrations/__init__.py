@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ringcomm.errors import ArgumentError
 from ringcomm.optim.sharded import ShardedOptimizer
-from ringcomm.zero import gathered
+from ringcomm.zero import unsharded
 from ringcomm.zero.checkpoint import Checkpoints
 from ringcomm.zero.stages.engine import owner_of
 
@@ -70,8 +70,8 @@ def must_be_sharded(optimizer: Any, where: str) -> ShardedOptimizer:
     )
 
 
-def all_must_gather(module: nn.Module) -> bool:
-    """Tells whether gathering takes all ranks, so that none can read parameters alone."""
+def all_must_unshard(module: nn.Module) -> bool:
+    """Tells whether unsharding takes all ranks, so that none can read parameters alone."""
     engines = {engine for param in module.parameters() if (engine := owner_of(param)) is not None}
     options = [engine.options for engine in engines]
     return any(each.params == "world" or each.tier is not None for each in options)
@@ -80,10 +80,10 @@ def all_must_gather(module: nn.Module) -> bool:
 def state_on_first(module: nn.Module, is_first: bool) -> dict[str, Any]:
     """Returns whole copies of what ``module.state_dict()`` has, on the first rank only.
 
-    All ranks call it. The others hold no copy, and do not gather either where the first can read
+    All ranks call it. The others hold no copy, and do not unshard either where the first can read
     their memory.
     """
-    if not is_first and not all_must_gather(module):
+    if not is_first and not all_must_unshard(module):
         return {}
     with reading(module):
         if not is_first:
@@ -101,7 +101,7 @@ def reading(module: nn.Module) -> Iterator[None]:
     if not is_sharded(module):
         yield
         return
-    with gathered([param for param in module.parameters() if owner_of(param) is not None]):
+    with unsharded([param for param in module.parameters() if owner_of(param) is not None]):
         yield
 
 
@@ -115,7 +115,7 @@ def writing(module: nn.Module) -> Iterator[None]:
         yield
         return
     params = [param for param in module.parameters() if owner_of(param) is not None]
-    with gathered(params, write_from=0):
+    with unsharded(params, write_from=0):
         yield
 
 

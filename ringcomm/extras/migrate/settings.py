@@ -819,7 +819,9 @@ def from_fsdp2(
         master=None if policy.param_dtype is None else "fp32",
     )
     options = ZeroOptions(
-        precision=precision, keep_gathered=reshard_after_forward is False, params="world"
+        precision=precision,
+        reshard_after_forward=reshard_after_forward is not False,
+        params="world",
     )
     return FSDP2Setup(
         stage=3,
@@ -869,7 +871,7 @@ def _with_units(options: ZeroOptions, nested: Mapping[str, Mapping[str, Any]]) -
     per_unit = {
         name: UnitOptions(
             param=None if outside is None else policy.param_dtype or torch.float32,
-            keep_gathered=nested[name].get("reshard_after_forward") is False,
+            reshard_after_forward=nested[name].get("reshard_after_forward") is not False,
         )
         for name, policy in policies.items()
     }

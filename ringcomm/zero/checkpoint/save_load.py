@@ -288,11 +288,11 @@ class TrainState:
         those of modules' extra state, the rest of which is "extra".
 
         Raises:
-            ArgumentError: inside ``gathered()`` or ``exchanged()``.
+            ArgumentError: inside ``unsharded()`` or ``exchanged()``.
         """
         engine, step = self._engine, self._step
         engine.check_values("TrainState.state_dict")
-        engine.free_for_change("TrainState.state_dict")
+        engine.reshard_for_change("TrainState.state_dict")
         params = module_state.copies_of_params(engine)
         parts = [*params, *module_state.loose_parts(engine, True)]
         if step is not None:

@@ -1,1 +1,1 @@
-"""ZeRO stages 0-3: parameters in buckets, gathered and reduced by units."""
+"""ZeRO stages 0-3: parameters in buckets, unsharded and reduced by units."""

@@ -134,9 +134,9 @@ def set_master(param: Tensor, value: Tensor, *, local: bool = False) -> None:
     """Sets a parameter's FP32 master, and the parameter; collective, also with ``local``.
 
     The parameter becomes the master on all ranks, rounded as a step rounds it, or to the nearest
-    where steps round stochastically. At stage 3 whatever is gathered is freed.
+    where steps round stochastically. At stage 3 whatever is unsharded is resharded.
 
-    Args, Raises: as of :func:`set_gradient`. ArgumentError is raised inside ``gathered()``, too.
+    Args, Raises: as of :func:`set_gradient`. ArgumentError is raised inside ``unsharded()``, too.
     """
     with _on_all(param, "set_master"):
         access = _Access.of(param, "set_master")
@@ -147,7 +147,7 @@ def set_master(param: Tensor, value: Tensor, *, local: bool = False) -> None:
         # From here on no rank reads what its peers are about to change.
         engine = owner_of(param)
         assert engine is not None
-        engine.free_for_change("set_master")
+        engine.reshard_for_change("set_master")
         engine.count_change([param])
     access.agree({"value": access.digest(value, local)})
     if access.bucket is not None:

@@ -1,7 +1,7 @@
 """Activations on a disk: what autograd saves in forward, until backward needs it.
 
 NOTE [What stays where it is]
-Parameters and buffers are not written, nor their views: they are in memory anyway, or gathered by
+Parameters and buffers are not written, nor their views: they are in memory anyway, or unsharded by
 stage 3, which gives their memory its values again. So are small tensors, whose transfer would cost
 more than their bytes. What is saved while a backward runs, by a checkpoint that computes its layer
 again, is needed at once, and stays in memory, too. So does whatever is no plain tensor.
@@ -756,8 +756,8 @@ class _Residents:
         self._refresh()
         if local.untyped_storage()._cdata in self._storages:
             return True
-        gatherers = (engine.gatherer for engine in self._engines)
-        return any(gatherer is not None and gatherer.has(local) for gatherer in gatherers)
+        unsharders = (engine.unsharder for engine in self._engines)
+        return any(unsharder is not None and unsharder.has(local) for unsharder in unsharders)
 
     def _meet(self, tensor: Tensor, storages: dict[int, StorageWeakRef]) -> None:
         """Notes where a parameter or buffer lies, and whose it is."""

@@ -29,10 +29,10 @@ from ringcomm.optim.layout import (
     Chunk,
     ParamSpec,
 )
-from ringcomm.zero.stages.absent import (
+from ringcomm.zero.stages.resharded import (
     advance_versions,
-    make_absent,
-    make_present,
+    make_resharded,
+    make_unsharded,
     stand_in,
     void,
 )
@@ -220,7 +220,7 @@ def _refuse(bucket: ShardedBucket) -> bool:
 
 
 class ShardedBucket(ParamBucket):
-    """A bucket of which every rank keeps its shard, and which is gathered and freed as a whole.
+    """A bucket of which every rank keeps its shard, and unsharded and resharded as a whole.
 
     Over several nodes each node has a copy of all parameters, of which a rank keeps a chunk. If the
     state is sharded over all ranks that is the chunk of its rail, in which its own lies; see
@@ -230,20 +230,22 @@ class ShardedBucket(ParamBucket):
         kept_chunk: the part of the bucket that this rank keeps.
         own_memory: the memory of :attr:`own`, whatever is there now.
 
-    While it is freed, its parameters keep their shapes and raise when they are used; see
-    NOTE [Absent parameters]. A placeholder that torch refuses to read stands in for their values.
+    While it is resharded, its parameters keep their shapes and raise when they are used; see
+    NOTE [Resharded parameters]. A placeholder that torch refuses to read stands in for their
+    values.
 
-    NOTE [Gathering is one-sided]
+    NOTE [Unsharding is one-sided]
     A rank copies the chunks straight out of its peers' heaps, and the peers take no part. So each
-    rank may gather in any order and at any time, or not at all: calls cannot be mismatched, and no
+    rank may unshard in any order and at any time, or not at all: calls cannot be mismatched, and no
     rank waits. Chunks change only in an optimizer's step, between two barriers: at the first all
     ranks have finished reading, at the second all have finished writing.
 
     NOTE [A copy on each node]
     Memory is mapped within a node alone. So with N nodes of L ranks a rank keeps 1/L of the
-    parameters and not 1/(N L), and gathers from its node: no forward or backward waits for the
+    parameters and not 1/(N L), and unshards from its node: no forward or backward waits for the
     network. A rank owns 1/N of what it keeps, which it updates in the step and sends to its rail
-    peers, and it has the rest from them: P (N-1)/N leave a node in a step, and not in each gather.
+    peers, and it has the rest from them: P (N-1)/N leave a node in a step, and not in each
+    unsharding.
 
     NOTE [Storage comes and goes]
     Autograd saves views of parameters for backward. They share the storage of ``flat``, which is
@@ -251,12 +253,12 @@ class ShardedBucket(ParamBucket):
 
     NOTE [Memory that others hold]
     Memory that a NumPy array shares cannot be emptied, and views that the user took in
-    ``gathered()`` would refer to memory that is gone. Such memory is left to its holders, with its
+    ``unsharded()`` would refer to memory that is gone. Such memory is left to its holders, with its
     values, and the bucket takes other memory the next time.
     """
 
-    #: Asked whether a function shall find an absent parameter here, which it has then brought. One
-    #: whose memory was given back refuses.
+    #: Asked whether a function shall find a resharded parameter unsharded. A bucket whose memory
+    #: was given back refuses.
     asked: Callable[[ShardedBucket], bool] = staticmethod(_refuse)
 
     def __init__(
@@ -280,16 +282,16 @@ class ShardedBucket(ParamBucket):
         self._names = [entry.name for entry in self.params]
         self._make_flat()
         dtype, device = self.layout.dtype, self.flat.device
-        self._absent = [stand_in(entry.spec.shape, dtype, device) for entry in self.params]
-        self._absent_storages = [absent.untyped_storage()._cdata for absent in self._absent]
+        self._placeholders = [stand_in(entry.spec.shape, dtype, device) for entry in self.params]
+        self._placeholder_storages = [each.untyped_storage()._cdata for each in self._placeholders]
         # Weak, since parameters keep it, and may outlive the bucket.
         self._ask = partial(_ask, weakref.ref(self))
-        # Addresses and versions of the parameters, as this bucket left them; of absent ones, whose
-        # addresses torch refuses, those of the storages.
+        # Addresses and versions of the parameters, as this bucket left them; of resharded ones,
+        # whose addresses torch refuses, those of the storages.
         self._addresses: list[int] = []
         self._versions: list[int] = []
         self.coming: Future[None] | None = None
-        self.is_here = False
+        self.is_unsharded = False
         # True while code outside of the module sees it, and may write to it through ``.data``.
         self._in_the_open = False
 
@@ -359,10 +361,10 @@ class ShardedBucket(ParamBucket):
             elems, device = self.full_elems, self.comm.device
             self.flat = torch.empty(elems, dtype=self.layout.dtype, device=device)
             # A parameter keeps its own version whatever its memory; a DTensor's local tensor gets
-            # one here, which does not count the gathers that write to ``flat``.
+            # one here, which does not count the unsharding that writes to ``flat``.
             views = [entry.view(self.flat) for entry in self.params]
             #: By rank of this node, the part that comes from there.
-            self._gathered = torch.split(self.flat, self._kept_elems)
+            self._chunks_of_flat = torch.split(self.flat, self._kept_elems)
             self._views = [
                 view.data if is_distributed(entry.param) else view
                 for entry, view in zip(self.params, views, strict=True)
@@ -393,19 +395,19 @@ class ShardedBucket(ParamBucket):
 
     def fill(self) -> None:
         """Reads all chunks, this rank's own included; callable from any thread."""
-        for mine, peer in zip(self._gathered, self._peers, strict=True):
+        for mine, peer in zip(self._chunks_of_flat, self._peers, strict=True):
             mine.copy_(peer)
 
-    def show(self) -> None:
-        """Points the parameters at the gathered values."""
+    def to_unsharded(self) -> None:
+        """Points the parameters at the unsharded values."""
         with plainly():
             self._check()
             self._point_to(self._views)
         self._addresses = list(map(Tensor.data_ptr, self._views))
-        self._versions = make_present(self.tensors)
-        if self.has_parts and not self.is_here:
+        self._versions = make_unsharded(self.tensors)
+        if self.has_parts and not self.is_unsharded:
             advance_versions(self._local_views, -1)
-        self.is_here = True
+        self.is_unsharded = True
         self._references_at_first = self._count_references()
         self._uses_at_first = self._count_uses()
         if self._references is None:
@@ -417,15 +419,15 @@ class ShardedBucket(ParamBucket):
 
     @property
     def is_referred_to(self) -> bool:
-        """True if views of the gathered memory exist besides the parameters themselves.
+        """True if views of the unsharded memory exist besides the parameters themselves.
 
-        Counted against the first gathering, when no such views could exist.
+        Counted against the first unsharding, when no such views could exist.
         """
         return self._references is not None and self._count_references() > self._references
 
     @property
     def is_in_graph(self) -> bool:
-        """True if an autograd graph may have saved parameters, or views of the gathered memory."""
+        """True if an autograd graph may have saved parameters, or views of the unsharded memory."""
         # One reference is the parameter's own, and the node of a trainable one holds another.
         saved = any(
             entry.param._use_count() > 1 + entry.param.requires_grad  # type: ignore[attr-defined]
@@ -435,18 +437,18 @@ class ShardedBucket(ParamBucket):
 
     @property
     def is_used(self) -> bool:
-        """True if graphs may have saved parameters, or views of them, since they were gathered."""
+        """True if graphs may have saved parameters, or views of them, since they were unsharded."""
         return self._count_uses() > self._uses_at_first
 
     def _count_uses(self) -> int:
         with plainly():
             return sum(map(Tensor._use_count, self.tensors))  # type: ignore[attr-defined]
 
-    def hide(self, keeps_views: bool = False) -> None:
-        """Frees the gathered parameters.
+    def to_sharded(self, keeps_views: bool = False) -> None:
+        """Reshards the parameters.
 
         Args:
-            keeps_views: leave the memory to views that were taken since it was gathered.
+            keeps_views: leave the memory to views that were taken since it was unsharded.
 
         Raises:
             ArgumentError: a parameter was written to meanwhile, and the change is lost.
@@ -460,13 +462,13 @@ class ShardedBucket(ParamBucket):
 
     def _leave(self) -> None:
         with plainly():
-            self._point_to(self._absent)
+            self._point_to(self._placeholders)
         self._in_the_open = False
-        self._addresses = self._absent_storages
-        self._versions = make_absent(self.tensors, self._names, self._ask)
-        if self.has_parts and self.is_here:
+        self._addresses = self._placeholder_storages
+        self._versions = make_resharded(self.tensors, self._names, self._ask)
+        if self.has_parts and self.is_unsharded:
             advance_versions(self._local_views, 1)
-        self.is_here = False
+        self.is_unsharded = False
 
     def _point_to(self, values: Sequence[Tensor]) -> None:
         """Gives the parameters other memory."""
@@ -480,16 +482,16 @@ class ShardedBucket(ParamBucket):
     def check(self) -> None:
         with plainly():
             self._check()
-            if self.is_here and self._in_the_open:
+            if self.is_unsharded and self._in_the_open:
                 self._check_values()
 
     def open(self) -> None:
-        """Marks the bucket as open to writes from outside the module, until it is freed."""
+        """Marks the bucket as open to writes from outside the module, until it is resharded."""
         self._in_the_open = True
 
     def shut(self) -> None:
-        """Checks the bucket, if it is here, for the last time that its peers' chunks are old."""
-        if self.is_here:
+        """Checks an unsharded bucket for the last time that its peers' chunks are old."""
+        if self.is_unsharded:
             self.check()
             self._in_the_open = False
 
@@ -498,7 +500,7 @@ class ShardedBucket(ParamBucket):
         """Finds writes that change no version, through ``.data`` or a NumPy array."""
         bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         kind = bits[self.flat.element_size()]
-        for number, (mine, peer) in enumerate(zip(self._gathered, self._peers, strict=True)):
+        for number, (mine, peer) in enumerate(zip(self._chunks_of_flat, self._peers, strict=True)):
             changed = (mine.view(kind) != peer.view(kind)).nonzero()
             if len(changed):
                 at = number * self._kept_elems + int(changed[0])
@@ -510,15 +512,15 @@ class ShardedBucket(ParamBucket):
         head = where("zero", self.comm.rank, self.comm.world_size)
         return ArgumentError(
             f"{head}: parameter {entry.name} was changed in place, and at stage 3 that is "
-            "lost. Change parameters in ringcomm.zero.gathered(module, write_from=0)"
+            "lost. Change parameters in ringcomm.zero.unsharded(module, write_from=0)"
         )
 
     def _check(self) -> None:
-        absent = self._addresses is self._absent_storages
+        is_sharded = self._addresses is self._placeholder_storages
         here = map(local_of, self.tensors) if self.has_parts else self.tensors
         expected = zip(self.params, self._addresses, self._versions, strict=True)
         for local, (entry, address, version) in zip(here, expected, strict=True):
-            found = local.untyped_storage()._cdata if absent else local.data_ptr()
+            found = local.untyped_storage()._cdata if is_sharded else local.data_ptr()
             if found != address and not self._is_equal_copy(entry):
                 raise self._moved(entry)
             if entry.param._version != version:
@@ -526,12 +528,12 @@ class ShardedBucket(ParamBucket):
                 raise self._changed(entry)
 
     def _is_equal_copy(self, entry: BucketParam) -> bool:
-        """Returns whether a frozen parameter is elsewhere with the values that are gathered.
+        """Returns whether a frozen parameter is elsewhere with the values that are unsharded.
 
         Layers that keep quantized weights assign ``weight.data`` in their forward.
         """
         local, there = local_of(entry.param).detach(), entry.view(self.flat)
-        if self.trains or not self.is_here:
+        if self.trains or not self.is_unsharded:
             return False
         if (local.shape, local.dtype, local.device) != (there.shape, there.dtype, there.device):
             return False
@@ -539,9 +541,9 @@ class ShardedBucket(ParamBucket):
 
     def _forget_changes(self) -> None:
         self._in_the_open = False
-        if not self.is_here:
-            for absent in self._absent:
-                void(absent)
+        if not self.is_unsharded:
+            for each in self._placeholders:
+                void(each)
         self.accept_changes()
 
     def take(self, values: Sequence[Values], keeps_wide: bool) -> None:
@@ -566,14 +568,14 @@ class ShardedBucket(ParamBucket):
         for index, param in enumerate(self.tensors):
             if id(param) in only:
                 self._versions[index] += 1
-        if self._local_views and not self.is_here:
+        if self._local_views and not self.is_unsharded:
             # Parameters have other local tensors now, and get these back.
             views = zip(self.tensors, self._views, strict=True)
             changed = [v for p, v in views if id(p) in only and is_distributed(p)]
             advance_versions(changed, 1)
 
     def accept_changes(self, only: Container[int] | None = None) -> None:
-        """Accepts the gathered parameters' values, so that :meth:`check` does not refuse them.
+        """Accepts the unsharded parameters' values, so that :meth:`check` does not refuse them.
 
         Args:
             only: ``id`` of the parameters to accept; None for all.
@@ -592,8 +594,8 @@ def _ask(reference: weakref.ref[ShardedBucket]) -> bool | None:
 class WorldBucket(ShardedBucket):
     """A sharded bucket of which each rank of several nodes keeps its own chunk, and no node a copy.
 
-    Other nodes' memory cannot be mapped, so gathering is a collective of all ranks, which are told
-    from each other's gatherings by a tag.
+    Other nodes' memory cannot be mapped, so unsharding is a collective of all ranks, which are told
+    from each other's unshardings by a tag.
 
     Args:
         layout, params, comm, trains: as for every bucket.
@@ -612,7 +614,7 @@ class WorldBucket(ShardedBucket):
         super().__init__(layout, params, comm, trains, "world")
         # By parameter, the checksum of its values, while the bucket is open.
         self._checksums: list[int] = []
-        #: True while chunks have other values than those of masters, and are gathered as they are.
+        #: True while chunks have other values than those of masters, and are unsharded as they are.
         self.has_other_values = False
 
     def _keeping(self, state: str) -> tuple[int, int]:
@@ -678,7 +680,7 @@ def checksum(flat: Tensor) -> int:
     return zlib.crc32(memory)
 
 
-# ---- Buckets of which each rank keeps its chunk on a disk, and brings it when it is gathered ----
+# ---- Buckets of which each rank keeps its chunk on a disk, and reads it when it is unsharded ----
 
 
 def make_store(disk: Disk, comm: Communicator) -> DiskChunks:
@@ -720,11 +722,11 @@ class DiskBucket(WorldBucket):
 
     NOTE [Each rank reads its own]
     Peers cannot map what is read past the page cache, and if each rank read all chunks, the disk of
-    a node would move them as often as it has ranks. So a rank reads its chunk alone, and gathering
+    a node would move them as often as it has ranks. So a rank reads its chunk alone, and unsharding
     is a collective of all ranks, in one order, as it is over nodes with ``params="world"``.
 
     NOTE [A chunk that cannot be read]
-    Before each gathering the ranks tell each other which bucket it is, and whether they have their
+    Before each unsharding the ranks tell each other which bucket it is, and whether they have their
     chunks. So a fault of one rank's disk raises on all, in the same call, and none of them waits.
 
     Args:
@@ -751,7 +753,7 @@ class DiskBucket(WorldBucket):
 
     @property
     def full_elems(self) -> int:
-        # On one node chunks of equal size are gathered, of which the last ones may be padded.
+        # On one node chunks of equal size are unsharded, of which the last ones may be padded.
         if self.comm.num_nodes > 1:
             return super().full_elems
         return self._kept_elems * self.comm.world_size
@@ -788,7 +790,7 @@ class DiskBucket(WorldBucket):
                 self.comm.all_gather_into_tensor(self.flat, self._shard)
 
     def _agree(self, fault: RingcommError | None) -> None:
-        """Raises on all ranks if one has not its chunk, or gathers another bucket; collective."""
+        """Raises on all ranks if one has not its chunk, or unshards another bucket; collective."""
         comm = self.comm
         if comm.world_size > 1:
             mine = torch.tensor([self._tag, fault is None], dtype=torch.int64, device="cpu")
@@ -798,14 +800,14 @@ class DiskBucket(WorldBucket):
         else:
             tags, have = [self._tag], [fault is None]
         if not all(have):
-            with all_or_none(comm, "zero: gathering parameters"):
+            with all_or_none(comm, "zero: unsharding parameters"):
                 if fault is not None:
                     raise fault
         if set(tags) != {self._tag}:
             other = next(rank for rank, tag in enumerate(tags) if tag != self._tag)
             raise MismatchError(
-                f"{where('zero', comm.rank, comm.world_size)}: gathers {self.params[0].name}, and "
-                f"rank {other} another parameter. With parameters on a disk all ranks gather the "
+                f"{where('zero', comm.rank, comm.world_size)}: unshards {self.params[0].name}, and "
+                f"rank {other} another parameter. With parameters on a disk all ranks unshard the "
                 "same ones in the same order: give all the same way through the model, and call "
-                "gathered() on all"
+                "unsharded() on all"
             )

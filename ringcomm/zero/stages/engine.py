@@ -42,11 +42,11 @@ from ringcomm.zero.stages.buckets import (
     ShardedBucket,
     expect,
 )
-from ringcomm.zero.stages.gather import Gatherer
 from ringcomm.zero.stages.options import ModuleDtypes, ZeroOptions
 from ringcomm.zero.stages.order import StepProfile, in_pipeline, module_order
 from ringcomm.zero.stages.reduce import GradientBucket, Reduction
 from ringcomm.zero.stages.units import BucketAssignment, Unit
+from ringcomm.zero.stages.unshard import Unsharder
 from ringcomm.zero.stages.updates import BackwardUpdates
 
 # ---- The slots of a sharded module's parameters, in which no other tensor may take theirs -------
@@ -84,7 +84,7 @@ class Slots:
             for key, param in module._parameters.items()
             if id(param) in known and param is not None
         ]
-        # From the last look. The tables themselves may change; see NOTE [Plain while here].
+        # From the last look. The tables themselves may change; see NOTE [Plain while unsharded].
         self._entries: list[tuple[nn.Module, str, str, object]] | None = None
 
     def _read(self) -> Iterator[tuple[nn.Module, str, str, object]]:
@@ -122,7 +122,7 @@ class Slots:
                     f"{self._head}: parameter {name}: another tensor has its place in the "
                     "module since shard(), and would never be trained. Keep the parameter and "
                     "change its values in place, with copy_(), at stage 3 inside "
-                    "ringcomm.zero.gathered(module, write_from=0). Replace, tie or parametrize "
+                    "ringcomm.zero.unsharded(module, write_from=0). Replace, tie or parametrize "
                     "parameters before shard(), or call remove_sharding() first"
                 )
         self._entries = list(self._read())
@@ -392,7 +392,7 @@ class ShardEngine:
     Attributes:
         parts: the parts that it is made of.
         reduction: stages 2 and 3: reduces the gradients.
-        gatherer: stage 3: gathers and frees the parameters.
+        unsharder: stage 3: unshards and reshards the parameters.
         profile: records when the engine communicates.
         number: number of the module among those that its communicator reduces for.
         order: the communicator's order of reductions.
@@ -414,7 +414,7 @@ class ShardEngine:
         self.order = module_order(self.comm)
         self.profile = StepProfile()
         self.reduction = self._make_reduction() if self.stage > 1 else None
-        self.gatherer = self._make_gatherer() if self.stage == 3 else None
+        self.unsharder = self._make_unsharder() if self.stage == 3 else None
         self.mesh = find_mesh(self.parts.module.parameters(), "shard")
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
@@ -452,7 +452,7 @@ class ShardEngine:
             parts.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def _make_reduction(self) -> Reduction:
-        # At stage 3 a step gathers nothing, and one pass would not round a 16-bit gradient.
+        # At stage 3 a step unshards nothing, and one pass would not round a 16-bit gradient.
         reduced = self.options.precision.reduced_dtype
         exact = all(reduced(each.layout.dtype) is torch.float32 for each in self.stored)
         one_pass = self.stage == 2 and exact and not self.comm.launches
@@ -460,7 +460,7 @@ class ShardEngine:
             self.stored, self.comm, self.options, self.profile, self.number, keeps=one_pass
         )
 
-    def _make_gatherer(self) -> Gatherer:
+    def _make_unsharder(self) -> Unsharder:
         of: dict[int, list[ShardedBucket]] = {number: [] for number in range(len(self.parts.units))}
         for assignment, stored in (
             (self.trainable, self.stored),
@@ -472,7 +472,7 @@ class ShardEngine:
         units = [(unit, of[number]) for number, unit in enumerate(self.parts.units)]
         store = self.parts.store
         told = None if store is None else partial(expect, store)
-        return Gatherer(units, self.comm, self.options, self.profile, told)
+        return Unsharder(units, self.comm, self.options, self.profile, told)
 
     def own(self, owns: bool) -> None:
         """Makes the engine the owner of the module's parameters, or of none any more."""
@@ -544,8 +544,8 @@ class ShardEngine:
             self._takes_part = True
             # With create_graph=True the graph of the gradients refers to the parameters' memory.
             self._creates_graph = torch.is_grad_enabled()
-            if self.gatherer is not None and self._creates_graph:
-                self.gatherer.held = True
+            if self.unsharder is not None and self._creates_graph:
+                self.unsharder.held = True
             self.order.take_part(self)
             assert self.order.backward is not None
             self._running = self.order.backward
@@ -557,7 +557,7 @@ class ShardEngine:
         if self.reduction.updates is not None:
             self._check_gradient(self.reduction.updates, param)
         self._reduces = self.order.arrived(self.number)
-        self.reduction.count(self._reduces, to_free=self.gatherer is not None)
+        self.reduction.count(self._reduces, to_reshard=self.unsharder is not None)
         self._counting = self._running
 
     def _look(self, bucket: GradientBucket) -> None:
@@ -567,10 +567,10 @@ class ShardEngine:
         if self._reduces and self.reduction.arrived(bucket, arrived):
             self.order.advance()
         bucket.pending -= len(arrived)
-        bucket.count(self._reduces, to_free=self.gatherer is not None)
-        if not bucket.pending and self.gatherer is not None:
+        bucket.count(self._reduces, to_reshard=self.unsharder is not None)
+        if not bucket.pending and self.unsharder is not None:
             assert isinstance(bucket.stored, ShardedBucket)
-            self.gatherer.free_used(bucket.stored)
+            self.unsharder.reshard_used(bucket.stored)
 
     def begin_reducing(self) -> None:
         """Called once the ranks agree that this backward reduces the module; collective."""
@@ -578,7 +578,7 @@ class ShardEngine:
         if self.reduction.updates is not None:
             if self._takes_part:
                 self._refuse_graph()
-            self.refuse_gathered("backward")
+            self.refuse_unsharded("backward")
         self.reduction.begin_backward()
 
     def _check_gradient(self, updates: BackwardUpdates, param: Tensor) -> None:
@@ -606,10 +606,10 @@ class ShardEngine:
         self._running = self._counting = _NOTHING
         assert self.reduction is not None
         self.reduction.stop_counting()
-        if self.gatherer is not None:
+        if self.unsharder is not None:
             if not self._creates_graph:
-                self.gatherer.release()
-            self.gatherer.end_backward()
+                self.unsharder.release()
+            self.unsharder.end_backward()
 
     @property
     def in_backward(self) -> bool:
@@ -652,7 +652,7 @@ class ShardEngine:
                 if bucket.waiting:
                     self._look(bucket)
                 bucket.pending = bucket.trained
-                bucket.count(self._reduces, to_free=True)
+                bucket.count(self._reduces, to_reshard=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -668,20 +668,20 @@ class ShardEngine:
 
     # ---- parameters -----------------------------------------------------------------------------
 
-    def free_all(self) -> None:
-        """Frees all gathered parameters, at stage 3."""
-        if self.gatherer is not None:
-            self.gatherer.free_all()
+    def reshard_all(self) -> None:
+        """Reshards all parameters, at stage 3."""
+        if self.unsharder is not None:
+            self.unsharder.reshard_all()
 
     @contextmanager
-    def here(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Keeps units gathered inside, where they are sharded; perhaps collective."""
-        if self.gatherer is None:
+    def unsharded(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Keeps units unsharded inside, where they are sharded; perhaps collective."""
+        if self.unsharder is None:
             yield
             return
-        with self.gatherer.pin():
+        with self.unsharder.pin():
             for unit in units:
-                self.gatherer.bring(unit)
+                self.unsharder.unshard(unit)
             yield
 
     def check(self, operation: str) -> None:
@@ -733,7 +733,7 @@ class ShardEngine:
         with all_or_none(self.comm, operation, self.mesh):
             self.check(operation)
             for bucket in self.stored:
-                # A sharded one notices when it is freed, and may be written to meanwhile.
+                # A sharded one notices when it is resharded, and may be written to meanwhile.
                 if isinstance(bucket, ReplicatedBucket):
                     bucket.check()
 
@@ -749,23 +749,23 @@ class ShardEngine:
         with all_or_none(self.comm, operation, self.mesh):
             store.raise_fault()
 
-    def free_for_step(self) -> None:
-        """Frees all gathered parameters, at stage 3, since a step is about to change their values.
+    def reshard_for_step(self) -> None:
+        """Reshards all parameters, at stage 3, since a step is about to change their values.
 
         Raises:
-            ArgumentError: the step is inside ``gathered()``.
+            ArgumentError: the step is inside ``unsharded()``.
         """
-        self.free_for_change("optimizer.step")
+        self.reshard_for_change("optimizer.step")
 
-    def free_for_change(self, operation: str) -> None:
-        """Does :meth:`free_for_step` for another operation."""
-        self.refuse_gathered(operation)
-        if self.gatherer is not None:
-            self.gatherer.free_for_change()
+    def reshard_for_change(self, operation: str) -> None:
+        """Does :meth:`reshard_for_step` for another operation."""
+        self.refuse_unsharded(operation)
+        if self.unsharder is not None:
+            self.unsharder.reshard_for_change()
 
     def change(self, operation: str) -> None:
-        """Does :meth:`free_for_change`, and counts the change of all parameters."""
-        self.free_for_change(operation)
+        """Does :meth:`reshard_for_change`, and counts the change of all parameters."""
+        self.reshard_for_change(operation)
         self.count_change()
 
     def count_change(self, params: Sequence[Tensor] | None = None) -> None:
@@ -779,18 +779,18 @@ class ShardEngine:
         if params is None:
             params = [param for _, param in self.named_parameters()]
         count_change(params)
-        if self.gatherer is not None:
+        if self.unsharder is not None:
             only = set(map(id, params))
             for bucket in (*self.parts.stored, *self.parts.stored_frozen):
                 assert isinstance(bucket, ShardedBucket)
                 bucket.count_change(only)
 
-    def refuse_gathered(self, operation: str) -> None:
-        """Raises ArgumentError inside ``gathered()``, at stage 3."""
-        if self.gatherer is not None and self.gatherer.pinned:
+    def refuse_unsharded(self, operation: str) -> None:
+        """Raises ArgumentError inside ``unsharded()``, at stage 3."""
+        if self.unsharder is not None and self.unsharder.pinned:
             raise ArgumentError(
                 f"{where(operation, self.comm.rank, self.comm.world_size)}: called inside "
-                "gathered(), whose parameters it would leave old; leave the context first"
+                "unsharded(), whose parameters it would leave old; leave the context first"
             )
 
     # ---- the end --------------------------------------------------------------------------------
@@ -806,9 +806,10 @@ class ShardEngine:
         if self.reduction is not None:
             vars(self.parts.module).pop("zero_grad", None)
             self.reduction.wait()
-        if self.gatherer is not None:
-            self.gatherer.close()
-        # After the gatherer, which puts back tables that were plain while parameters were here.
+        if self.unsharder is not None:
+            self.unsharder.close()
+        # After the unsharder, which puts back tables that were plain while parameters were
+        # unsharded.
         for module in self._watched:
             module._parameters = dict(module._parameters.items())
         self._watched.clear()

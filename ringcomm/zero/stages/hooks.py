@@ -1,4 +1,4 @@
-"""Module hooks: casts at the root, and at stage 3 gathering and freeing around each unit."""
+"""Module hooks: casts at the root, and at stage 3 unsharding and resharding around each unit."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ringcomm.module_names import (
     wrapped_key,
 )
 from ringcomm.optim.dtensors import is_distributed, with_own_storage
-from ringcomm.zero.stages.absent import Absent, value_of
 from ringcomm.zero.stages.buckets import ShardedBucket
 from ringcomm.zero.stages.engine import ShardEngine, owner_of
-from ringcomm.zero.stages.gather import Gatherer
+from ringcomm.zero.stages.resharded import Resharded, value_of
 from ringcomm.zero.stages.units import Unit
+from ringcomm.zero.stages.unshard import Unsharder, stays_after_forward
 
 F = TypeVar("F", bound=Callable[..., Any])
 # torch's bindings are not typed.
@@ -34,7 +34,7 @@ _DIFFERENTIATES = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
 
 # Dynamo shows this text where it breaks a graph, and in the error under fullgraph=True.
 _REASON = (
-    "ringcomm.zero works between the graphs: at stage 3 it gathers each unit before it runs and "
+    "ringcomm.zero works between the graphs: at stage 3 it unshards each unit before it runs and "
     "frees it afterwards. For fullgraph=True pass each unit, such as every block, through "
     "torch.compile() before shard(), and leave the module around them uncompiled"
 )
@@ -50,14 +50,14 @@ def in_transform() -> bool:
     """Returns whether ``grad``, ``vjp`` or ``jvp`` of ``torch.func`` calls the module.
 
     What they return is no gradient that is accumulated in a parameter, so that nothing of it is
-    reduced; and torch refuses to write to memory from outside, as gathering does.
+    reduced; and torch refuses to write to memory from outside, as unsharding does.
     """
     stack = functorch.get_interpreter_stack()
     return stack is not None and any(each.key() in _DIFFERENTIATES for each in stack)
 
 
 Tensor = torch.Tensor
-_is_here: Callable[[ShardedBucket], bool] = operator.attrgetter("is_here")
+_is_unsharded: Callable[[ShardedBucket], bool] = operator.attrgetter("is_unsharded")
 
 
 def hook_modules(engine: ShardEngine, root: nn.Module) -> None:
@@ -71,10 +71,10 @@ def hook_modules(engine: ShardEngine, root: nn.Module) -> None:
     _keep_dtypes(engine)
     if engine.stage > 1:
         _RootHooks(engine, root)
-    if engine.gatherer is not None:
-        gatherer = engine.gatherer
+    if engine.unsharder is not None:
+        unsharder = engine.unsharder
         hooks = [
-            _UnitHooks(engine, gatherer, unit, unit.module is root) for unit in engine.parts.units
+            _UnitHooks(engine, unsharder, unit, unit.module is root) for unit in engine.parts.units
         ]
         _watch_accesses(engine, hooks)
         refuse = _refuse_states(engine)
@@ -139,11 +139,11 @@ def _casts(inside: torch.dtype | None, outside: torch.dtype | None) -> tuple[Any
 
 def _refuse_states(engine: ShardEngine) -> Callable[..., None]:
     def refuse(*_: Any) -> None:
-        if engine.gatherer is not None and not engine.gatherer.pinned:
+        if engine.unsharder is not None and not engine.unsharder.pinned:
             raise ArgumentError(
-                "state_dict: at stage 3 a module has its parameters only inside gathered(). Save "
+                "state_dict: at stage 3 a module has its parameters only inside unsharded(). Save "
                 "with ringcomm.zero.save(), save_pretrained() or full_state_dict(), and load "
-                "inside gathered(module, write_from=0)"
+                "inside unsharded(module, write_from=0)"
             )
 
     return refuse
@@ -153,7 +153,7 @@ class _ShowValues:
     """A hook that settles what the state of a module shows of its own parameters in buckets.
 
     Each value gets a storage of its own: ``safetensors.torch.save_model()`` refuses a part of a
-    storage, and ``torch.save()`` would write the whole bucket. Outside of ``gathered()``, where
+    storage, and ``torch.save()`` would write the whole bucket. Outside of ``unsharded()``, where
     frameworks ask a part of a module of stage 3 for the names of its tensors, their memory will go.
     """
 
@@ -169,15 +169,19 @@ class _ShowValues:
         for key, param in module._parameters.items():
             name = prefix + key
             value = state.get(name)
-            if value is None or isinstance(value, (nn.Parameter, Absent)) or is_distributed(value):
+            if (
+                value is None
+                or isinstance(value, (nn.Parameter, Resharded))
+                or is_distributed(value)
+            ):
                 continue
             if engine is None or param is None or owner_of(param) is not engine:
                 continue
-            gatherer = engine.gatherer
-            if gatherer is not None and not gatherer.pinned:
-                if gatherer.has(value):
+            unsharder = engine.unsharder
+            if unsharder is not None and not unsharder.pinned:
+                if unsharder.has(value):
                     state[name] = value_of(name, param)
-            elif gatherer is None or gatherer.has(value):
+            elif unsharder is None or unsharder.has(value):
                 # The value itself still shares its version with the parameter.
                 value.data = with_own_storage(value.detach())
 
@@ -326,79 +330,80 @@ class _RootHooks:
 
 
 class _UnitHooks:
-    """The hooks that gather a unit before it runs, forward and backward, and free it afterwards.
+    """The hooks that unshard a unit before its forward and backward, and reshard it afterwards.
 
-    NOTE [When a bucket can be freed in backward]
+    NOTE [When a bucket can be resharded in backward]
     A trainable parameter's gradient comes after all nodes that use the parameter have run. So a
     bucket whose gradients have all come is needed no more, unless autograd still refers to its
     memory, to a detached weight for instance. A bucket of frozen parameters, which have no
-    gradients, is freed when the gradients of the unit's inputs have come. All other buckets are
-    freed at the end of backward.
+    gradients, is resharded when the gradients of the unit's inputs have come. All other buckets are
+    resharded at the end of backward.
     """
 
-    def __init__(self, engine: ShardEngine, gatherer: Gatherer, unit: Unit, is_root: bool) -> None:
+    def __init__(
+        self, engine: ShardEngine, unsharder: Unsharder, unit: Unit, is_root: bool
+    ) -> None:
         self._engine = engine
-        self._gatherer = gatherer
+        self._unsharder = unsharder
         self._unit = unit
-        self.buckets = gatherer.buckets_of(unit)
+        self.buckets = unsharder.buckets_of(unit)
         self._has_frozen = not all(bucket.trains for bucket in self.buckets)
         self.outside: list[_UnitHooks] = []
         self.everyone: Sequence[_UnitHooks] = ()
         self._is_root = is_root
         self._depth = 0
-        # True if a parameter was looked up while the unit was absent, which gathered it.
+        # True if a parameter was looked up while the unit was resharded, which unsharded it.
         self._touched = False
         # Units whose parameters are used outside of their module's calls stay for the iteration.
-        chosen = unit.options.keep_gathered
-        self.stays = is_root or (engine.options.keep_gathered if chosen is None else chosen)
+        self.stays = is_root or stays_after_forward(unit, engine.options)
         engine.keep(unit.module.register_forward_pre_hook(self._before, with_kwargs=True))
         engine.keep(
             unit.module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
         )
 
     @property
-    def _is_here(self) -> bool:
-        return all(map(_is_here, self.buckets))
+    def _is_unsharded(self) -> bool:
+        return all(map(_is_unsharded, self.buckets))
 
     def _need(self) -> None:
         if in_transform():
-            self._check_here()
+            self._check_unsharded()
         else:
-            self._gatherer.need(self._unit)
+            self._unsharder.need(self._unit)
 
-    def _check_here(self) -> None:
-        """Raises where a unit would have to be gathered in a transform of torch.func."""
-        if not self._is_here:
+    def _check_unsharded(self) -> None:
+        """Raises where a unit would have to be unsharded in a transform of torch.func."""
+        if not self._is_unsharded:
             comm = self._engine.comm
             raise UnsupportedError(
                 f"{where('zero', comm.rank, comm.world_size)}: torch.func differentiates module "
-                f"{self._unit.name!r}, whose parameters are not here: at stage 3 they are gathered "
-                "when they are needed, and torch.func lets no memory be written to meanwhile. Call "
-                "grad(), vjp(), jvp() and what is made of them inside "
-                "ringcomm.zero.gathered(module), where all parameters are"
+                f"{self._unit.name!r}, whose parameters are resharded: at stage 3 they are "
+                "unsharded when they are needed, and torch.func lets no memory be written to "
+                "meanwhile. Call grad(), vjp(), jvp() and what is made of them inside "
+                "ringcomm.zero.unsharded(module), where all parameters are"
             )
 
     @outside_of_compile(_REASON)
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if in_transform():
-            self._check_here()
+            self._check_unsharded()
             return
-        gatherer = self._gatherer
+        unsharder = self._unsharder
         if self._depth and not _calls_itself(module):
             for each in self.everyone:
                 each._depth = 0
-            gatherer.running = 0
-        if not gatherer.running and not self._engine.in_backward:
+            unsharder.running = 0
+        if not unsharder.running and not self._engine.in_backward:
             if self._is_root:
-                gatherer.free_all()
-            if self._is_root or gatherer.is_repeated(self._unit):
-                gatherer.new_iteration()
+                unsharder.reshard_all()
+            if self._is_root or unsharder.is_repeated(self._unit):
+                unsharder.new_iteration()
         self._depth += 1
-        gatherer.running += 1
-        if not self._is_here:
+        unsharder.running += 1
+        if not self._is_unsharded:
             self._touched = False
         # A part that a backward runs again may use none of what the backward has updated.
-        gatherer.need(self._unit)
+        unsharder.need(self._unit)
         if self._has_frozen and torch.is_grad_enabled():
             self._watch_inputs((args, kwargs))
 
@@ -406,15 +411,15 @@ class _UnitHooks:
         needed = [each for each in tensors_in(inputs) if each.requires_grad]
         # Leaves outlive the backward, and would keep the hook.
         if needed and not any(each.is_leaf for each in needed):
-            arrived = _AllArrived(len(needed), self._free_frozen)
+            arrived = _AllArrived(len(needed), self._reshard_frozen)
             for each in needed:
                 each.register_hook(arrived)  # type: ignore[no-untyped-call]
 
-    def _free_frozen(self) -> None:
+    def _reshard_frozen(self) -> None:
         if not self._depth and not self.stays:
             for bucket in self.buckets:
                 if not bucket.trains:
-                    self._gatherer.free_used(bucket)
+                    self._unsharder.reshard_used(bucket)
 
     @outside_of_compile(_REASON)
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -423,22 +428,22 @@ class _UnitHooks:
         # torch also calls this, with None, after an exception, perhaps one from before _before().
         if self._depth:
             self._depth -= 1
-            self._gatherer.running -= 1
+            self._unsharder.running -= 1
         copied = self._without_parameters(output)
         grad = torch.is_grad_enabled()
-        self._free_after_forward(not grad or _watch_gradients(copied, self._backward))
+        self._reshard_after_forward(not grad or _watch_gradients(copied, self._backward))
         return None if copied is output else copied
 
     def _without_parameters(self, output: Any) -> Any:
         """Returns an output with copies of parameters and their views, whose memory will go."""
-        gatherer = self._gatherer
+        unsharder = self._unsharder
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-            if gatherer.has(tensor):
+            if unsharder.has(tensor):
                 break
         else:
             return output
-        copied = tree_map_only(Tensor, lambda t: t.clone() if gatherer.has(t) else t, output)
-        if any(gatherer.has(tensor) for tensor in tensors_in(copied)):
+        copied = tree_map_only(Tensor, lambda t: t.clone() if unsharder.has(t) else t, output)
+        if any(unsharder.has(tensor) for tensor in tensors_in(copied)):
             raise UnsupportedError(
                 f"zero: module {self._unit.name!r} returned a parameter, or a view of one, inside "
                 f"a {type(output).__name__}, and at stage 3 its memory is about to be freed; "
@@ -446,22 +451,22 @@ class _UnitHooks:
             )
         return copied
 
-    def _free_after_forward(self, watched: bool) -> None:
-        gatherer = self._gatherer
+    def _reshard_after_forward(self, watched: bool) -> None:
+        unsharder = self._unsharder
         if self._depth or self._engine.in_backward:
             return
         if not watched:
-            gatherer.keep_for_graph(self._unit)
+            unsharder.keep_for_graph(self._unit)
             return
         grad = torch.is_grad_enabled()
         if self._is_root and not grad:
-            gatherer.free_all()
+            unsharder.reshard_all()
         elif not self.stays and (grad or not self._touched):
             for bucket in self.buckets:
-                gatherer.free(bucket)
+                unsharder.reshard(bucket)
 
     def _backward(self, grad: Tensor) -> None:
-        """Called when the gradient of one of the unit's outputs is there; gathers the unit."""
+        """Called when the gradient of one of the unit's outputs is there; unshards the unit."""
         self._engine.begin_backward()
         self._engine.expect_gradients(self.buckets)
         # An output of an inner call, or a second one, has a gradient after parameters of the unit
@@ -471,18 +476,18 @@ class _UnitHooks:
             other._need()
 
     def touched(self, bucket: ShardedBucket) -> None:
-        """Called when an absent parameter of the unit, in ``bucket``, is looked up; gathers it."""
-        gatherer = self._gatherer
+        """Called when a parameter of the resharded ``bucket`` is looked up; unshards it."""
+        unsharder = self._unsharder
         if not self._depth:
-            gatherer.keep_for_graph(self._unit)
+            unsharder.keep_for_graph(self._unit)
             if not self.stays and torch.is_grad_enabled():
                 self.stays = True
                 self.outside.append(self)
         self._touched = True
         self._need()
-        gatherer.bring_bucket(bucket)
-        if not gatherer.running and not self._engine.in_backward:
-            gatherer.open(self._unit)
+        unsharder.unshard_bucket(bucket)
+        if not unsharder.running and not self._engine.in_backward:
+            unsharder.open(self._unit)
 
 
 class _AllArrived:
@@ -522,12 +527,13 @@ def _calls_itself(module: nn.Module) -> bool:
 
 
 class _WatchedDict(dict[str, Any]):
-    """A module's table of parameters in which a look-up gathers the parameter.
+    """A module's table of parameters in which a look-up unshards the parameter.
 
-    NOTE [Touching gathers]
+    NOTE [Touching unshards]
     Modules use each other's parameters (``F.linear(x, self.embed.weight)``) without a call that
-    hooks could see. Since gathering needs no other rank, it can happen right where ``embed.weight``
-    is looked up. From then on that unit stays from its first use to the end of backward.
+    hooks could see. Since unsharding needs no other rank, it can happen right where
+    ``embed.weight`` is looked up. From then on that unit stays from its first use to the end of
+    backward.
     """
 
     def __init__(self, params: Mapping[str, Any], touch: Callable[[Tensor], None]) -> None:
@@ -548,16 +554,16 @@ class _WatchedDict(dict[str, Any]):
 
 @dataclass(frozen=True)
 class _WatchedTable:
-    """The table of parameters of a module: watched, and a plain dict while all of them are here.
+    """The table of parameters of a module: watched, and a plain dict while all are unsharded.
 
-    NOTE [Plain while here]
+    NOTE [Plain while unsharded]
     Dynamo traces into a table that is no plain dict, and would compile a unit anew for each module
-    that it guards there. Gathered parameters need no watching, so a compiled unit finds a plain
+    that it guards there. Unsharded parameters need no watching, so a compiled unit finds a plain
     table, and all units of one kind share its code.
 
     Attributes:
         attributes: of the module.
-        watched: its table while some parameters are absent.
+        watched: its table while some parameters are resharded.
         buckets: those of its parameters.
     """
 
@@ -571,7 +577,7 @@ def _settle_tables(tables: Sequence[_WatchedTable]) -> None:
     for each in tables:
         table, watched = each.attributes["_parameters"], each.watched
         for bucket in each.buckets:
-            if not bucket.is_here:
+            if not bucket.is_unsharded:
                 break
         else:
             if table is watched:
@@ -580,7 +586,7 @@ def _settle_tables(tables: Sequence[_WatchedTable]) -> None:
         if table is watched:
             continue
         # Parameters may have been registered or replaced meanwhile. Values are compared by
-        # identity, since absent parameters raise when they are compared.
+        # identity, since resharded parameters raise when they are compared.
         unchanged = list(table) == list(watched)
         if not unchanged or not all(map(operator.is_, table.values(), watched.values())):
             watched.clear()
@@ -589,8 +595,8 @@ def _settle_tables(tables: Sequence[_WatchedTable]) -> None:
 
 
 def _watch_accesses(engine: ShardEngine, hooks: Sequence[_UnitHooks]) -> None:
-    """Has look-ups of parameters gather their units; see NOTE [Touching gathers]."""
-    assert engine.gatherer is not None
+    """Has look-ups of parameters unshard their units; see NOTE [Touching unshards]."""
+    assert engine.unsharder is not None
     outside: list[_UnitHooks] = []
     owner: dict[int, tuple[ShardedBucket, _UnitHooks]] = {}
     for each in hooks:
@@ -600,7 +606,7 @@ def _watch_accesses(engine: ShardEngine, hooks: Sequence[_UnitHooks]) -> None:
 
     def touch(param: Tensor) -> None:
         bucket, unit = owner.get(id(param), (None, None))
-        if bucket is not None and unit is not None and not bucket.is_here:
+        if bucket is not None and unit is not None and not bucket.is_unsharded:
             unit.touched(bucket)
 
     tables: dict[ShardedBucket, list[_WatchedTable]] = {}
@@ -613,4 +619,4 @@ def _watch_accesses(engine: ShardEngine, hooks: Sequence[_UnitHooks]) -> None:
             for bucket in table.buckets:
                 tables.setdefault(bucket, []).append(table)
     for bucket, some in tables.items():
-        engine.gatherer.tell(bucket, partial(_settle_tables, some))
+        engine.unsharder.tell(bucket, partial(_settle_tables, some))

@@ -165,7 +165,7 @@ class ReducedPlan(StagePlan):
 class SplitPlan(ReducedPlan):
     """The step of stage 3, where each rank has only its chunk of the parameters.
 
-    See NOTE [Gathering is one-sided] in ``zero/stages/buckets.py`` for the barriers.
+    See NOTE [Unsharding is one-sided] in ``zero/stages/buckets.py`` for the barriers.
 
     Args:
         backend, reduction: as of :class:`ReducedPlan`.
@@ -182,7 +182,7 @@ class SplitPlan(ReducedPlan):
     ) -> None:
         super().__init__(backend, reduction)
         self._comm = engine.comm
-        self._free_all = engine.free_for_step
+        self._reshard_all = engine.reshard_for_step
         self._overlap = engine.options.overlap is True
         self._disk = disk
         self._sharing: list[Work] = []
@@ -190,7 +190,7 @@ class SplitPlan(ReducedPlan):
     def ready(self) -> None:
         if self._disk is not None:
             self._disk.store.raise_fault()
-        self._free_all()
+        self._reshard_all()
 
     def begin(self, table: StepTable) -> None:
         # In backward the reduction of each bucket takes the barrier's place.
@@ -279,10 +279,10 @@ class DiskUpdates:
         )
 
     def end(self) -> None:
-        """Ends a step: brings the chunks that the next forward gathers first."""
+        """Ends a step: brings the chunks that the next forward unshards first."""
         engine = self._engine()
-        if engine is not None and engine.gatherer is not None:
-            engine.gatherer.expect_first()
+        if engine is not None and engine.unsharder is not None:
+            engine.unsharder.expect_first()
 
 
 # Where shard() takes an option that is no field of ZeroOptions.
@@ -327,7 +327,7 @@ class ReducedGradients(Gradients):
         """Ends the step of which backward has taken a part, or all; collective."""
         updates = self._reduction.updates
         assert updates is not None
-        self._engine.free_for_step()
+        self._engine.reshard_for_step()
         self._reduction.finish_updates()
         updates.end(self._empty, [1.0 if self._has(index) else 0.0 for index in self._empty])
 
@@ -525,14 +525,14 @@ class ModulePlacement(Placement):
         return Buckets(layout, made)
 
     def _updates(self) -> BackwardUpdates:
-        engine, gatherer = self._engine, self._engine.gatherer
+        engine, unsharder = self._engine, self._engine.unsharder
 
         def find_owner() -> ShardedStep | None:
             return self.owner if isinstance(self.owner, ShardedStep) else None
 
-        if gatherer is None:
+        if unsharder is None:
             return BackwardUpdates(engine.stored, find_owner, self.check)
-        return BackwardUpdates(engine.stored, find_owner, self.check, gatherer)
+        return BackwardUpdates(engine.stored, find_owner, self.check, unsharder)
 
     def _memory(self, stored: ParamBucket, options: AdamWOptions) -> BucketMemory:
         wide = stored.wide

@@ -262,11 +262,11 @@ _CHOICES = {
 }
 _SWITCHES = {
     "overlap": (True, False, None),
-    "keep_gathered": (True, False),
+    "reshard_after_forward": (True, False),
     "broadcast": (True, False),
 }
 
-# The modules that are gathered as one: their types, or a predicate on a name and a module.
+# The modules that are unsharded as one: their types, or a predicate on a name and a module.
 Units: TypeAlias = "Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]"
 
 
@@ -289,12 +289,12 @@ class UnitOptions:
         param: dtype of the unit's parameters and their gradients, in place of ``Precision.param``,
             which must be given. Floating-point arguments of the unit are cast to it, and what the
             unit returns to the dtype around it.
-        keep_gathered: stage 3: in place of ``ZeroOptions.keep_gathered``.
+        reshard_after_forward: stage 3: in place of ``ZeroOptions.reshard_after_forward``.
         prefetch: stage 3: in place of ``ZeroOptions.prefetch``, while the unit runs.
     """
 
     param: torch.dtype | None = None
-    keep_gathered: bool | None = None
+    reshard_after_forward: bool | None = None
     prefetch: int | None = None
 
     def __post_init__(self) -> None:
@@ -303,10 +303,10 @@ class UnitOptions:
                 f"UnitOptions: param: expected float32, bfloat16, float16 or None, got "
                 f"{self.param!r}"
             )
-        if not any(self.keep_gathered is state for state in (True, False, None)):
+        if not any(self.reshard_after_forward is state for state in (True, False, None)):
             raise ArgumentError(
-                f"UnitOptions: keep_gathered: expected True, False or None, got "
-                f"{self.keep_gathered!r}"
+                f"UnitOptions: reshard_after_forward: expected True, False or None, got "
+                f"{self.reshard_after_forward!r}"
             )
         if self.prefetch is not None:
             object.__setattr__(self, "prefetch", _count(self, "prefetch", 0, "UnitOptions: "))
@@ -320,16 +320,16 @@ class ZeroOptions:
         precision: dtypes of mixed precision.
         bucket_elems: maximum number of elements of a bucket that holds more than one parameter; a
             multiple of 512.
-        units: stage 3: the modules that are gathered as one; None takes the elements of the
+        units: stage 3: the modules that are unsharded as one; None takes the elements of the
             outermost lists of modules, or else the children of the module. Every stage lays out its
             buckets by units, so that all stages do the same arithmetic.
-        overlap: stages 2 and 3: reduce gradients while backward goes on, and gather units before
+        overlap: stages 2 and 3: reduce gradients while backward goes on, and unshard units before
             they are needed. None turns it on for GPUs, over several nodes, and for a CPU where the
             cores suffice; see :meth:`resolved`.
         in_flight: stages 2 and 3: number of buckets of gradients besides the shards.
-        prefetch: stage 3: number of units gathered before they are needed; only with ``overlap``.
-        keep_gathered: stage 3: parameters stay from forward to backward, which is faster and takes
-            more memory.
+        prefetch: stage 3: number of units unsharded before they are needed; only with ``overlap``.
+        reshard_after_forward: stage 3: parameters are resharded after forward, and unsharded again
+            in backward. With False they stay unsharded, which is faster and takes more memory.
         reduce: "avg" averages the ranks' gradients, as DDP does, and "sum" adds them.
         divisor: the step and norms take the reduced gradient divided by this whole number, where
             backward brings this rank the sum of several ranks' gradients, as it does to experts
@@ -338,20 +338,20 @@ class ZeroOptions:
         algorithm: algorithm of the collectives: "auto", "direct" or "ring".
         broadcast: give all ranks the parameters and buffers of rank 0, as DDP does.
         params: stage 3, over several nodes: "node" keeps a copy of the parameters on each node,
-            sharded over its ranks, so that gathering crosses no network and needs no other rank.
-            "world" shards them over all ranks: a rank keeps the least, but gathering crosses the
-            network in forward and in backward, and all ranks must gather the same units in the
+            sharded over its ranks, so that unsharding crosses no network and needs no other rank.
+            "world" shards them over all ranks: a rank keeps the least, but unsharding crosses the
+            network in forward and in backward, and all ranks must unshard the same units in the
             same order. On one node both are the same, as each rank reads its peers' shards.
         state: stages 1 to 3, over several nodes: "world" shards reduced gradients and the
             optimizer's state over all ranks, and updated parameters cross between nodes in the
             step. "node" shards them over the ranks of each node, so that each node has a copy and
             does the whole update: sums of gradients cross instead. Not with ``params="world"``.
         compression: over several nodes, the forms in which bytes travel between them.
-        tier: stage 3: where a rank's chunks of the parameters lie while they are not gathered: None
-            for memory, or a :class:`ringcomm.Disk`, for parameters on the CPU. Its
-            ``buffer_bytes`` are for chunks on their way, of which there is at least one, and
-            ``resident_bytes`` for chunks that stay. Gathering is a collective then, as with
-            ``params="world"``, which it takes over several nodes.
+        tier: stage 3: where a rank's chunks of the parameters lie while they are sharded: None for
+            memory, or a :class:`ringcomm.Disk`, for parameters on the CPU. Its ``buffer_bytes`` are
+            for chunks on their way, of which there is at least one, and ``resident_bytes`` for
+            chunks that stay. Unsharding is a collective then, as with ``params="world"``, which it
+            takes over several nodes.
         per_unit: choices for some units, by names of these, in which a ``*`` stands for any
             characters of one part (``"blocks.*"``); of several names of a unit the last one counts.
         ignored: names of parameters, or of modules for all parameters in them, which are the
@@ -368,7 +368,7 @@ class ZeroOptions:
     overlap: bool | None = None
     in_flight: int = 2
     prefetch: int = 1
-    keep_gathered: bool = False
+    reshard_after_forward: bool = True
     reduce: str = "avg"
     divisor: int = 1
     algorithm: str = "auto"
@@ -415,7 +415,7 @@ class ZeroOptions:
             raise UnsupportedError(
                 f"tier: expected None with compression: "
                 f"parameters={self.compression.parameters!r}, got a Disk: "
-                "what ranks gather from disks are parameters as they are"
+                "what ranks unshard from disks are parameters as they are"
             )
 
     def _check_named(self) -> None:

@@ -43,8 +43,8 @@ from ringcomm.errors import ArgumentError, where
 # NOTE [Split backwards] Some schedules first compute the gradients of a stage's inputs, which its
 # neighbour waits for, and those of its parameters later, by ``torch.autograd.grad()`` from nodes
 # inside of the graph, where no hook of a module sees it. But both begin by asking for the
-# parameters' nodes in the graph, and at stage 3 parameters that are absent notice that they are
-# asked. They are gathered then, and stay until the step.
+# parameters' nodes in the graph, and at stage 3 parameters that are resharded notice that they are
+# asked. They are unsharded then, and stay until the step.
 #
 # NOTE [Sums to come] A schedule that mixes whole and split backwards of a stage, as DualPipeV does,
 # adds split ones to ``p.grad`` itself, in an order that differs between ranks. Where ``p.grad`` is

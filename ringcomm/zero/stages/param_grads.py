@@ -47,9 +47,9 @@ from ringcomm.optim.gradients import found_non_finite
 from ringcomm.optim.layout import within
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.optim.step import ShardedStep
-from ringcomm.zero.stages.absent import FACTS, Absent, make_present
 from ringcomm.zero.stages.engine import ShardEngine
 from ringcomm.zero.stages.order import in_pipeline
+from ringcomm.zero.stages.resharded import FACTS, Resharded, make_unsharded
 
 Tensor = torch.Tensor
 
@@ -732,7 +732,7 @@ def _detach(param: nn.Parameter) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         return values
     if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
-        if isinstance(values, Absent):
+        if isinstance(values, Resharded):
             values._refuse("Parameter")
         # nn.Parameter() expects detach() of a subclass to return the same class.
         return values.as_subclass(type(param))
@@ -776,7 +776,7 @@ def prepare_params(params: Iterable[nn.Parameter]) -> None:
 def restore_params(params: Iterable[nn.Parameter]) -> None:
     """Undoes :func:`prepare_params`, and :func:`show`, of parameters that are present."""
     for param in params:
-        make_present([param])
+        make_unsharded([param])
         unshow([param])
         if not is_distributed(param):
             param.__class__ = type(param).__mro__[1]

@@ -171,19 +171,19 @@ class GradientBucket:
         self.is_plain = not self.stored.has_parts
         self._like = self.stored.layout.dtype, self.stored.comm.device
 
-    def count(self, to_fill: bool, to_free: bool) -> None:
+    def count(self, to_fill: bool, to_reshard: bool) -> None:
         """Has the hooks count until the next look at the bucket.
 
         Args:
             to_fill: look when it may be full.
-            to_free: look when backward needs its parameters no more.
+            to_reshard: look when backward needs its parameters no more.
         """
         if to_fill:
             self.left = len(self.missing)
             self.room = BATCH_BYTES if self.accumulator is None else 0
         else:
             self.left, self.room = len(self.params) + 1, sys.maxsize
-        if to_free and 0 < self.pending < self.left:
+        if to_reshard and 0 < self.pending < self.left:
             self.left = self.pending
 
     def take(self, indices: Iterable[int], with_gaps: bool = False) -> None:
@@ -544,12 +544,12 @@ class Reduction:
 
     # ---- during backward ------------------------------------------------------------------------
 
-    def count(self, reduces: bool, to_free: bool) -> None:
+    def count(self, reduces: bool, to_reshard: bool) -> None:
         """Has the hooks count, from a backward's first gradient on.
 
         Args:
             reduces: False if this backward leaves the gradients where they are.
-            to_free: count those after which backward needs the parameters no more, too.
+            to_reshard: count those after which backward needs the parameters no more, too.
         """
         if not (reduces and self._begun):
             self._begin()
@@ -557,7 +557,7 @@ class Reduction:
             self.has_left_over = True
         for bucket in self.buckets:
             bucket.pending = bucket.trained
-            bucket.count(reduces, to_free)
+            bucket.count(reduces, to_reshard)
 
     def stop_counting(self) -> None:
         """Forgets counts and waiting gradients at the end of a backward."""

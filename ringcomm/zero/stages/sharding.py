@@ -49,7 +49,6 @@ from ringcomm.optim.placement import (
     with_all_stages,
 )
 from ringcomm.process import available_cores
-from ringcomm.zero.stages.absent import make_present
 from ringcomm.zero.stages.buckets import (
     BucketParam,
     DiskBucket,
@@ -66,6 +65,7 @@ from ringcomm.zero.stages.optimizer import set_placements
 from ringcomm.zero.stages.options import ModuleDtypes, ZeroOptions
 from ringcomm.zero.stages.order import StepProfile, module_order
 from ringcomm.zero.stages.param_grads import prepare_params, restore_params, show, unshow
+from ringcomm.zero.stages.resharded import make_unsharded
 from ringcomm.zero.stages.units import (
     BucketAssignment,
     HeldValues,
@@ -112,7 +112,7 @@ def check_shardable(root: nn.Module) -> None:
                 f"{called}: max_norm={module.max_norm} has its forward write to the weight's rows "
                 "that this rank's batch uses, so that the ranks' weights would differ; build it "
                 "without max_norm, and clip the rows yourself after each step (inside "
-                "gathered(module, write_from=0))"
+                "unsharded(module, write_from=0))"
             )
     for name, param in named_parameters(root):
         check_placements(param, f"shard: parameter {name}")
@@ -189,7 +189,7 @@ Tensor = torch.Tensor
 
 
 def _put_back(param: nn.Parameter, data: Tensor) -> None:
-    make_present([param])
+    make_unsharded([param])
     set_local(param, data)
 
 
@@ -1005,7 +1005,7 @@ def remove_sharding(module: nn.Module) -> nn.Module:
     engine = engine_of(module, "remove_sharding")
     engine.check_values("remove_sharding")
     root = engine.parts.module
-    with engine.here(engine.parts.units):
+    with engine.unsharded(engine.parts.units):
         own = [param for _, param in engine.named_parameters() if owner_of(param) is engine]
         copies = [(param, local_of(param).detach().clone()) for param in own]
     # Peers may still be reading this rank's chunks.
@@ -1013,7 +1013,7 @@ def remove_sharding(module: nn.Module) -> nn.Module:
     engine.close()
     if engine.stage > 1:
         engine.order.leave(engine.number)
-    make_present([param for param, _ in copies])
+    make_unsharded([param for param, _ in copies])
     restore_params(engine.trainable.params)
     for param, copy in copies:
         set_local(param, copy)

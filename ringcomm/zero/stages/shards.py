@@ -1,4 +1,4 @@
-"""The pieces of parameters that a rank keeps, to be read and written without gathering.
+"""The pieces of parameters that a rank keeps, to be read and written without unsharding.
 
 NOTE [What a rank keeps]
 At stage 3 that is its share of each parameter. At stages 1 and 2 every rank has whole parameters,
@@ -142,7 +142,7 @@ def writing_shards(module: nn.Module) -> Iterator[dict[str, LocalShard]]:
         The shards, as :func:`local_shards` returns them.
 
     Raises:
-        ArgumentError: the module is not sharded, or the context is inside of ``gathered()`` or
+        ArgumentError: the module is not sharded, or the context is inside of ``unsharded()`` or
             :func:`exchanged`.
         MismatchError: stage 0, and the ranks wrote different values.
         Exception: what is raised inside, on all ranks, with nothing changed.
@@ -172,7 +172,7 @@ def exchanged(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
 
     Raises:
         ArgumentError: the module is not sharded, ``values`` do not fit, or the context is inside of
-            ``gathered()`` or itself; on all ranks, with nothing changed.
+            ``unsharded()`` or itself; on all ranks, with nothing changed.
         MismatchError: the ranks gave values of different parameters, or, at stage 0, different
             values; nothing was changed.
     """
@@ -410,7 +410,7 @@ def publish(engine: ShardEngine) -> None:
 
 
 @contextmanager
-def gathered(
+def unsharded(
     module: nn.Module | Tensor | Iterable[Tensor], write_from: int | None = None
 ) -> Iterator[None]:
     """Makes parameters whole and readable inside the context, at any stage.
@@ -420,7 +420,7 @@ def gathered(
 
     Args:
         module: the module that ``shard()`` returned, or a part of it: a module inside, a parameter,
-            or several. Of a part only the units that have its parameters are gathered.
+            or several. Of a part only the units that have its parameters are unsharded.
         write_from: a rank whose changes all ranks take over at the end, which makes the context
             collective. None: changes are refused at stage 3, and at lower stages stay this rank's
             own.
@@ -444,10 +444,10 @@ def gathered(
                 for unit in engine.parts.units
                 if part is None or any(id(param) in part for param in unit.params.values())
             ]
-            here.enter_context(engine.here(units))
-            if engine.gatherer is not None:
+            here.enter_context(engine.unsharded(units))
+            if engine.unsharder is not None:
                 for unit in units:
-                    engine.gatherer.open(unit)
+                    engine.unsharder.open(unit)
         if write_from is None:
             yield
             return
@@ -465,17 +465,17 @@ def _on_all(parts: _Parts) -> Iterator[None]:
     """Has what raises inside raise on all ranks of the engines; collective."""
     with ExitStack() as ranks:
         for engine, _ in parts:
-            ranks.enter_context(all_or_none(engine.comm, "gathered", engine.mesh))
+            ranks.enter_context(all_or_none(engine.comm, "unsharded", engine.mesh))
         yield
 
 
 def _check_writing(parts: _Parts, write_from: int) -> None:
     for engine, _ in parts:
-        engine.check_values("gathered")
+        engine.check_values("unsharded")
         world_size = engine.comm.world_size
         if type(write_from) is not int or not 0 <= write_from < world_size:
             raise ArgumentError(
-                f"gathered: write_from: expected a rank, 0 to {world_size - 1}, got {write_from!r}"
+                f"unsharded: write_from: expected a rank, 0 to {world_size - 1}, got {write_from!r}"
             )
 
 
@@ -493,7 +493,7 @@ def _engines_and_parts(
         module = uncompiled(module)
         params: list[Tensor] = [p for p in module.parameters() if owner_of(p) is not None]
         if is_sharded(module) or not params:
-            whole = engine_of(module, "gathered")
+            whole = engine_of(module, "unsharded")
             nested = dict.fromkeys(map(_engine_of_param, params))
             return [(each, None) for each in {whole: None, **nested}]
     else:
@@ -502,7 +502,7 @@ def _engines_and_parts(
     for param in params:
         found.setdefault(_engine_of_param(param), set()).add(id(param))
     if not found:
-        raise ArgumentError("gathered: expected parameters of sharded modules, got none")
+        raise ArgumentError("unsharded: expected parameters of sharded modules, got none")
     return [(engine, frozenset(part)) for engine, part in found.items()]
 
 
@@ -511,7 +511,7 @@ def _engine_of_param(param: Tensor) -> ShardEngine:
     if engine is None:
         kind = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else param
         raise ArgumentError(
-            "gathered: expected a module that shard() returned, a module inside of it, or "
+            "unsharded: expected a module that shard() returned, a module inside of it, or "
             f"parameters of it, got {kind}, which is none of its parameters"
         )
     return engine
@@ -529,7 +529,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     engine = engine_of(module, "full_state_dict")
     with ExitStack() as here:
         for each, _ in _engines_and_parts(module):
-            here.enter_context(each.here(each.parts.units))
+            here.enter_context(each.unsharded(each.parts.units))
         state = engine.parts.module.state_dict()
         return {
             name: value.detach().clone() if isinstance(value, torch.Tensor) else deepcopy(value)
@@ -547,28 +547,28 @@ def _take_changes(engine: ShardEngine, rank: int, part: frozenset[int] | None) -
         part: ``id`` of the parameters; None for all.
     """
     comm = engine.comm
-    engine.check_all("gathered")
+    engine.check_all("unsharded")
     named = dict(engine.named_parameters())
     names = [name for name, param in named.items() if part is None or id(param) in part]
     told = {"parameters": names, "write_from": rank}
-    check_agreement(comm, "gathered", {"options": told})
+    check_agreement(comm, "unsharded", {"options": told})
     # Chunks are about to change, so all ranks must have finished reading them.
     comm.barrier()
     engine.count_change([named[name] for name in names])
-    with engine.together("gathered"):
+    with engine.together("unsharded"):
         _broadcast(engine, named, rank, part)
         refresh_masters(engine, part)
         follow_coded(engine)
     comm.barrier()
     if recode(engine):
-        _gather_again(engine)
+        _unshard_again(engine)
         comm.barrier()
 
 
-def _gather_again(engine: ShardEngine) -> None:
-    """Gathers what is gathered once more, since its chunks have changed; perhaps collective."""
+def _unshard_again(engine: ShardEngine) -> None:
+    """Unshards once more what is unsharded, since its chunks have changed; perhaps collective."""
     for bucket in engine.stored:
-        if isinstance(bucket, ShardedBucket) and bucket.is_here:
+        if isinstance(bucket, ShardedBucket) and bucket.is_unsharded:
             bucket.fill()
             bucket.accept_changes()
 
@@ -576,7 +576,7 @@ def _gather_again(engine: ShardEngine) -> None:
 def _broadcast(
     engine: ShardEngine, named: Mapping[str, Tensor], rank: int, part: frozenset[int] | None
 ) -> None:
-    """Gives all ranks one rank's gathered parameters, of which each keeps its own; collective."""
+    """Gives all ranks one rank's unsharded parameters, of which each keeps its own; collective."""
     comm = engine.comm
     bucketed: set[int] = set()
     for bucket in (*engine.stored, *engine.parts.stored_frozen):

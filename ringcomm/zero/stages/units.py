@@ -1,4 +1,4 @@
-"""The units of a module: the modules that are gathered as one, and the parameters of each."""
+"""The units of a module: the modules that are unsharded as one, and the parameters of each."""
 
 from __future__ import annotations
 
@@ -114,11 +114,11 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(eq=False)
 class Unit:
-    """A module whose parameters are gathered when it runs.
+    """A module whose parameters are unsharded when it runs.
 
     Attributes:
         name: plain name of the module; "" is the root.
-        module: the module whose calls gather the unit.
+        module: the module whose calls unshard the unit.
         params: the parameters that belong to this unit and to no unit inside it, by plain name;
             each once, under its first name.
         options: choices for it.
@@ -211,7 +211,7 @@ def _chosen(root: nn.Module, rule: Units | None) -> Iterator[tuple[str, nn.Modul
         if not of_types:
             raise ArgumentError(
                 f"units: expected types of modules, but {type(root).__name__} has none of "
-                f"{', '.join(each.__name__ for each in types)}. To gather all of it as one, pass "
+                f"{', '.join(each.__name__ for each in types)}. To unshard all of it as one, pass "
                 "lambda name, module: False"
             )
         yield from of_types

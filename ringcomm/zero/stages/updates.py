@@ -9,11 +9,12 @@ Models with Limited Resources" (LOMO), 2023.
 
 It is safe for those who still read the old values. A reduction ends when all ranks have brought
 their gradients, and a rank brings its own only after all nodes that give the bucket's parameters
-gradients have run, and after :meth:`BackwardUpdates.close`. At stage 3 that ends a gathering under
-way and refuses any other until the step, so that the reduction takes the place of the first of the
-step's two barriers; copies that were gathered before keep the old values. At stage 2 it advances
-the parameters' versions, so that a node of autograd which has saved one raises, and makes whoever
-computes with one in Python raise; see NOTE [Updated parameters] in ``zero/stages/absent.py``.
+gradients have run, and after :meth:`BackwardUpdates.close`. At stage 3 that ends an unsharding
+under way and refuses any other until the step, so that the reduction takes the place of the first
+of the step's two barriers; copies that were unsharded before keep the old values. At stage 2 it
+advances the parameters' versions, so that a node of autograd which has saved one raises, and makes
+whoever computes with one in Python raise; see NOTE [Updated parameters] in
+``zero/stages/resharded.py``.
 
 NOTE [What the ranks agree on]
 Which parameters step is known bucket by bucket. So a small all-reduce before each update has a flag
@@ -38,9 +39,9 @@ from ringcomm.optim.backends import STEPS
 from ringcomm.optim.buckets import with_local
 from ringcomm.optim.dtensors import plainly
 from ringcomm.optim.step import Amp, Asked, ShardedStep
-from ringcomm.zero.stages.absent import advance_versions, end_update, make_updated
 from ringcomm.zero.stages.buckets import ParamBucket, ShardedBucket
-from ringcomm.zero.stages.gather import Gatherer
+from ringcomm.zero.stages.resharded import advance_versions, end_update, make_updated
+from ringcomm.zero.stages.unshard import Unsharder
 
 Tensor = torch.Tensor
 
@@ -58,7 +59,7 @@ class BackwardUpdates:
         stored: the module's buckets.
         find_owner: returns the optimizer's step, or None if the optimizer is gone.
         check: called when the step begins; raises if parameters are not where they should be.
-        gatherer: gathers parameters at stage 3; None at stage 2.
+        unsharder: unshards parameters at stage 3; None at stage 2.
     """
 
     def __init__(
@@ -66,12 +67,12 @@ class BackwardUpdates:
         stored: Sequence[ParamBucket],
         find_owner: Callable[[], ShardedStep | None],
         check: Callable[[str], None],
-        gatherer: Gatherer | None = None,
+        unsharder: Unsharder | None = None,
     ) -> None:
         self._stored = stored
         self._find_owner = find_owner
         self._check = check
-        self._gatherer = gatherer
+        self._unsharder = unsharder
         # From the first backward of a step to its end, what other ranks wait for can be done even
         # if the optimizer is gone.
         self._step: ShardedStep | None = None
@@ -211,8 +212,8 @@ class BackwardUpdates:
         if self._asked.refusal is not None:
             pass  # and so no rank will update it
         elif isinstance(stored, ShardedBucket):
-            assert self._gatherer is not None
-            self._gatherer.close_bucket(stored)
+            assert self._unsharder is not None
+            self._unsharder.close_bucket(stored)
         else:
             self._mark(owner, number)
         self._closed.add(number)
@@ -409,7 +410,7 @@ class BackwardUpdates:
         """Ends the step on this rank, whether or not it has come to its end."""
         self.end_backward()
         if self._step is not None:
-            if self._gatherer is not None:
+            if self._unsharder is not None:
                 # At stage 2 each update has been counted.
                 active = zip(self._step.params, self._active, strict=True)
                 self._step.count_change([param for param, steps in active if steps])
@@ -417,7 +418,7 @@ class BackwardUpdates:
         self._step, self._failure = None, None
         self._all_failed = self._counted = False
         self._closed.clear()
-        if self._gatherer is None:
+        if self._unsharder is None:
             end_update([entry.param for stored in self._stored for entry in stored.params])
         else:
-            self._gatherer.reopen()
+            self._unsharder.reopen()

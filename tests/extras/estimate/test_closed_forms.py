@@ -236,7 +236,7 @@ def test_working_buffers_as_options_say():
     assert told.buckets == 2 * 9, "frozen parameters have no bucket"
     assert buffers(3, prefetch=0).units == 2 * 4000
     assert buffers(3, prefetch=2).units == 2 * (4000 + 3000 + 2700)
-    assert buffers(3, keep_gathered=True).units == 2 * 10_000
+    assert buffers(3, reshard_after_forward=False).units == 2 * 10_000
     assert buffers(1, two_passes=True).grad_shard == 4 * 2500
     assert buffers(1, two_passes=True, precision=BOOK.precision).grad_shard == 2 * 2500
     assert sum(buffers(1, ranks=1, two_passes=True)) == 0, "nothing to reduce"
@@ -422,7 +422,7 @@ def test_volumes_of_the_paper():
     assert uneven.sent_bytes(1) == 2 * 2 * (10 - 2), "the smallest chunk's rank sends most"
 
 
-def test_frozen_parameters_are_gathered_at_stage_3_only():
+def test_frozen_parameters_are_unsharded_at_stage_3_only():
     training = Training(ModelElems(1000, frozen=300), 2)
     volumes = [sum(elems for elems, _ in training.traffic(stage)) for stage in STAGES]
     assert volumes == [2000, 2000, 2000, 1000 + 2 * 1300]
@@ -441,7 +441,7 @@ def test_gradients_move_in_their_own_dtype_and_sums_in_theirs():
 
 
 def test_what_leaves_a_node_by_hand():
-    """Half of gradients and parameters, of sums where nodes have copies, and two gathers."""
+    """Half of gradients and parameters, of sums where nodes have copies, and two unshardings."""
     model = ModelElems(1000, frozen=300, root=100)
 
     def leaving(stage: int, **options: Any) -> int:

@@ -92,23 +92,23 @@ class Net(nn.Module):
 
 
 def storage_bytes(bucket):
-    """Returns the bytes that a rank has of a bucket's parameters now, gathered ones included."""
+    """Returns the bytes that a rank has of a bucket's parameters now, unsharded ones included."""
     if isinstance(bucket, ShardedBucket):
         return bucket.kept.nbytes, bucket.flat.untyped_storage().nbytes()
     return bucket.flat.nbytes, 0
 
 
 def train(comm, stage, training, width=32):
-    """Three steps; the parts of the model state, and the most that was gathered at a time."""
+    """Three steps; the parts of the model state, and the most that was unsharded at a time."""
     torch.manual_seed(0)
     net = shard(Net(width), stage, comm=comm, options=training.options)
     engine = engine_of(net, "test")
     optimizer = AdamW(net.parameters(), options=training.optimizer)
     buckets = [*engine.stored, *engine.parts.stored_frozen]
-    gathered = []
+    unsharded = []
     for layer in net.layers:
         layer.register_forward_pre_hook(
-            lambda *_: gathered.append(sum(storage_bytes(bucket)[1] for bucket in buckets))
+            lambda *_: unsharded.append(sum(storage_bytes(bucket)[1] for bucket in buckets))
         )
     for _ in range(3):
         optimizer.zero_grad()
@@ -121,7 +121,7 @@ def train(comm, stage, training, width=32):
     grads = sum(
         each.shard.nbytes for each in (engine.reduction.buckets if engine.reduction else ())
     )
-    return params, grads, sum(t.nbytes for tensors in kept for t in tensors), max(gathered)
+    return params, grads, sum(t.nbytes for tensors in kept for t in tensors), max(unsharded)
 
 
 @covering(
@@ -142,10 +142,10 @@ def test_model_state_is_what_training_holds(stage, kept, overlap):
     training = Training(ModelElems.of_module(Net()), WORLD_SIZE, 1, options, optimizer)
     told = training.state(stage)
     with ringcomm.local_world(WORLD_SIZE) as world:
-        for params, grads, state, gathered in world.run(train, stage, training):
+        for params, grads, state, unsharded in world.run(train, stage, training):
             assert (params, state) == (told.params, told.state)
             assert stage < 2 or grads == told.grads
-            assert gathered == training.buffers(stage).units
+            assert unsharded == training.buffers(stage).units
 
 
 @pytest.mark.parametrize(

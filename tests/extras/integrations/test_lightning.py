@@ -129,7 +129,7 @@ def plain(stage, options, rank):
 
 def weights_of(module):
     """The whole weights of its net, by their names there."""
-    with zero.gathered(list(module.parameters())):
+    with zero.unsharded(list(module.parameters())):
         return {name: value.clone() for name, value in module.net.state_dict().items()}
 
 

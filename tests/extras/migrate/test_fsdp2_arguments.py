@@ -43,9 +43,11 @@ def test_arguments_are_mapped():
     )
     assert setup.stage == 3 and setup.comm is None
     assert setup.options == zero.ZeroOptions(
-        precision=precision, keep_gathered=True, params="world"
+        precision=precision, reshard_after_forward=False, params="world"
     )
-    assert setup.notes["reshard_after_forward"].startswith("mapped: `ZeroOptions(keep_gathered=")
+    assert setup.notes["reshard_after_forward"].startswith(
+        "mapped: `ZeroOptions(reshard_after_forward="
+    )
     assert setup.notes["offload_policy"].startswith("unsupported, and OffloadPolicy()")
     assert len(setup.notes) == 6
 
@@ -101,8 +103,8 @@ def test_nested_calls_become_units(worlds):
     )
     assert setup.options.precision == zero.Precision(torch.float32, master="fp32")
     assert setup.options.per_unit == {
-        "0": zero.UnitOptions(param=torch.float32, keep_gathered=True),
-        "1": zero.UnitOptions(param=torch.bfloat16, keep_gathered=False),
+        "0": zero.UnitOptions(param=torch.float32, reshard_after_forward=False),
+        "1": zero.UnitOptions(param=torch.bfloat16, reshard_after_forward=True),
     }
 
     def work(comm):

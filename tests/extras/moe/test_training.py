@@ -75,7 +75,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     """This rank's parameters: all of the dense part, and its experts."""
     experts = parts_of(model, "test").experts
     assert experts is not None
-    with zero.gathered(model), zero.gathered(experts):
+    with zero.unsharded(model), zero.unsharded(experts):
         return {name: each.detach().clone() for name, each in model.named_parameters()}
 
 

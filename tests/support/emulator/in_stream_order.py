@@ -76,7 +76,7 @@ class InStreamOrder(TorchDispatchMode):
     def finish(self) -> None:
         """Waits for the thread's current streams, and forgets what operations have returned.
 
-        Stage 3 looks for views of what it has gathered: those that are kept here count.
+        Stage 3 looks for views of what it has unsharded: those that are kept here count.
         """
         self._wait()
         self._kept.clear()

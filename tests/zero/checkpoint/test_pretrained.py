@@ -193,7 +193,7 @@ def test_over_nodes(file):
             init=zero.pretrained(file),
         )
         assert_same_bits(zero.full_state_dict(module), wanted)
-        with zero.gathered(module, write_from=0):
+        with zero.unsharded(module, write_from=0):
             for param in module.parameters():
                 param.detach().zero_()
         zero.load_pretrained(module, file)

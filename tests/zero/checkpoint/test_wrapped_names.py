@@ -122,7 +122,7 @@ def test_files_have_plain_names(worlds, tmp_path, kind):
         module, optimizer = trained(kind, stage, comm)
         state = zero.full_state_dict(module)
         assert list(state) == NAMES
-        with zero.gathered(module):
+        with zero.unsharded(module):
             assert list(module.state_dict()) == NAMES
         zero.save(folder / "run", 1, module, optimizer)
         zero.save_pretrained(module, folder / "weights")
@@ -175,7 +175,7 @@ def test_files_of_other_wrappers_are_read(worlds, tmp_path, old_names, kind, sta
         assert not any(zero.load_pretrained(module, tmp_path / "raw.safetensors"))
         for names in (NAMES, list(raw)):
             values = [torch.full_like(raw[n], 2) if "_extra" not in n else raw[n] for n in raw]
-            with zero.gathered(module, write_from=0):
+            with zero.unsharded(module, write_from=0):
                 module.load_state_dict(dict(zip(names, values, strict=True)))
             assert all(
                 (v == 2).all() for n, v in zero.full_state_dict(module).items() if n in TENSORS
@@ -233,7 +233,7 @@ def test_options_name_modules_plainly(worlds):
     def work(comm: Any, kind: str) -> Any:
         options = zero.ZeroOptions(
             units=lambda name, module: name in ("0", "2.0"),
-            per_unit={"2.0": zero.UnitOptions(keep_gathered=True)},
+            per_unit={"2.0": zero.UnitOptions(reshard_after_forward=False)},
             ignored=("1.module.bias",),
             precision=zero.Precision(param=torch.bfloat16, keep_fp32=("0",)),
         )

@@ -1,4 +1,4 @@
-"""Gathering of a unit's parameters at stage 3, when they are needed or ahead of that."""
+"""Unsharding of a unit's parameters at stage 3, when they are needed or ahead of that."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ class HostCopier(Copier):
 
     def __init__(self, profile: StepProfile) -> None:
         self._profile = profile
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ringcomm-gather")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ringcomm-unshard")
         try:
             self._pool.submit(int).result()
         except RuntimeError as error:
             # Raised here rather than in a step, where a bucket would wait for a copy for ever.
-            raise no_thread("zero", error, "Stage 3 gathers in one of its own") from error
+            raise no_thread("zero", error, "Stage 3 unshards in one of its own") from error
 
     def begin(self, bucket: ShardedBucket) -> None:
         bucket.coming = self._pool.submit(self._fill, bucket)
 
     def _fill(self, bucket: ShardedBucket) -> None:
-        with self._profile.span("gather", bucket.flat.numel() * bucket.flat.element_size()):
+        with self._profile.span("unshard", bucket.flat.numel() * bucket.flat.element_size()):
             bucket.fill()
 
     def end(self, bucket: ShardedBucket) -> None:
-        with self._profile.waiting("gather"):
+        with self._profile.waiting("unshard"):
             if bucket.coming is None:
                 self._fill(bucket)  # Ctrl-C came before begin() had stored the future
             else:
@@ -82,7 +82,7 @@ class HereCopier(Copier):
 
     def end(self, bucket: ShardedBucket) -> None:
         size_bytes = bucket.flat.numel() * bucket.flat.element_size()
-        with self._profile.waiting("gather"), self._profile.span("gather", size_bytes):
+        with self._profile.waiting("unshard"), self._profile.span("unshard", size_bytes):
             bucket.fill()
 
     def close(self) -> None:
@@ -104,13 +104,13 @@ class WorldCopier(Copier):
             self._works[bucket] = self._comm.engine.submit(fill, "all_gather_bucket")
 
     def _fill(self, bucket: ShardedBucket) -> list[torch.Tensor]:
-        with self._profile.span("gather", bucket.flat.nbytes):
+        with self._profile.span("unshard", bucket.flat.nbytes):
             bucket.fill()
         return []
 
     def end(self, bucket: ShardedBucket) -> None:
         work = self._works.pop(bucket, None)
-        with self._profile.waiting("gather"):
+        with self._profile.waiting("unshard"):
             if work is None:
                 self._fill(bucket)
             else:
@@ -153,22 +153,22 @@ class DeviceCopier(Copier):
         self._done.clear()
 
 
-class Gatherer:
-    """The buckets of a module's units, gathered or prefetched when needed, and freed afterwards.
+class Unsharder:
+    """The buckets of a module's units, unsharded when needed or ahead, and resharded afterwards.
 
     It expects the units in the order in which the last iteration needed them. A wrong guess costs
     a copy.
 
     NOTE [Graphs without a hook]
-    A backward gathers a unit again by hooks on the outputs of its module's calls. No hook sees a
-    parameter that is used outside of such a call, as in ``module.encode(x)`` or in ``gathered()``,
+    A backward unshards a unit again by hooks on the outputs of its module's calls. No hook sees a
+    parameter that is used outside of such a call, as in ``module.encode(x)`` or in ``unsharded()``,
     nor an output without a tensor that has a graph. The buckets of such parameters stay for as long
     as a graph refers to them, or until their values change.
 
     Args:
         units: with their buckets.
         comm, options, profile: of the engine.
-        tell_expected: called with the buckets that will be gathered next, where chunks have to be
+        tell_expected: called with the buckets that will be unsharded next, where chunks have to be
             brought before.
     """
 
@@ -186,10 +186,10 @@ class Gatherer:
             bucket
             for unit, buckets in units
             for bucket in buckets
-            if unit.name == "" or _stays(unit, options)
+            if unit.name == "" or stays_after_forward(unit, options)
         }
         self._buckets = {id(unit): tuple(buckets) for unit, buckets in units}
-        # By unit, how many are gathered ahead of their use while it runs.
+        # By unit, how many are unsharded ahead of their use while it runs.
         self._prefetch = {
             id(unit): (options.prefetch if unit.options.prefetch is None else unit.options.prefetch)
             for unit, _ in units
@@ -203,15 +203,15 @@ class Gatherer:
         else:
             self._copier = HostCopier(profile) if options.overlap else HereCopier(profile)
         # Dicts for their order: of several errors, the same one is raised each time, and ranks that
-        # gather together do so alike.
+        # unshard together do so alike.
         self._coming: dict[ShardedBucket, None] = {}
-        self._here: dict[ShardedBucket, None] = {}
+        self._unsharded: dict[ShardedBucket, None] = {}
         self._pins = 0
-        # Buckets that a forward with gradients has used in gathered().
+        # Buckets that a forward with gradients has used in unsharded().
         self._ran: set[ShardedBucket] = set()
         # See NOTE [Graphs without a hook]; True for those whose views keep their memory.
         self._unhooked: dict[ShardedBucket, bool] = {}
-        # Ranks that gather together must free the same buckets, whatever graphs each rank has.
+        # Ranks that unshard together must reshard the same buckets, whatever graphs each rank has.
         self._together = options.params == "world" or options.tier is not None
         #: True if buckets that a graph refers to must stay: create_graph=True may have made it.
         self.held = False
@@ -226,7 +226,7 @@ class Gatherer:
         # Buckets whose chunks may change before the step; see NOTE [Updates in backward] in
         # ``zero/stages/updates.py``.
         self._closed: set[ShardedBucket] = set()
-        ask = partial(_bring_for_schedule, weakref.ref(self))
+        ask = partial(_unshard_for_schedule, weakref.ref(self))
         for each in self._buckets.values():
             for bucket in each:
                 bucket.asked = ask
@@ -240,7 +240,7 @@ class Gatherer:
         return self._buckets[id(unit)]
 
     def need(self, unit: Unit) -> None:
-        """Gathers a unit, and starts to gather the units that are expected next.
+        """Unshards a unit, and starts to unshard the units that are expected next.
 
         What a backward has updated already is left out. All gradients of it have come, so that the
         backward needs it no more, unless it looks a parameter up.
@@ -250,7 +250,7 @@ class Gatherer:
         buckets: Sequence[ShardedBucket] = self._buckets[id(unit)]
         if self._closed:
             buckets = [bucket for bucket in buckets if bucket not in self._closed]
-        self._bring(buckets)
+        self._unshard(buckets)
         for key in self._expected() if self._prefetch else ():
             for bucket in self._buckets[key]:
                 if bucket not in self._closed:
@@ -259,55 +259,55 @@ class Gatherer:
             self._tell(self._followers())
 
     def expect_first(self) -> None:
-        """Tells which buckets the next iteration is expected to gather first."""
+        """Tells which buckets the next iteration is expected to unshard first."""
         self._tell(self._now or self._last)
 
     def _tell(self, units: Sequence[int]) -> None:
-        """Tells which buckets will be gathered next, those of these units."""
+        """Tells which buckets will be unsharded next, those of these units."""
         if self._tell_expected is not None:
             buckets = (bucket for key in units for bucket in self._buckets[key])
-            # What is here now is gathered again, unless it stays.
-            self._tell_expected(b for b in buckets if not (b.is_here and b in self._staying))
+            # What is unsharded now is unsharded again, unless it stays.
+            self._tell_expected(b for b in buckets if not (b.is_unsharded and b in self._staying))
 
-    def bring(self, unit: Unit) -> None:
-        """Gathers a unit; its parameters are here when the call returns."""
-        self._bring(self._buckets[id(unit)])
+    def unshard(self, unit: Unit) -> None:
+        """Unshards a unit; its parameters have values when the call returns."""
+        self._unshard(self._buckets[id(unit)])
 
-    def bring_bucket(self, bucket: ShardedBucket) -> None:
-        """Gathers a bucket; its parameters are here when the call returns.
+    def unshard_bucket(self, bucket: ShardedBucket) -> None:
+        """Unshards a bucket; its parameters have values when the call returns.
 
         Raises:
             ArgumentError: a backward has updated it already.
         """
-        self._bring([bucket])
+        self._unshard([bucket])
 
-    def _bring(self, buckets: Sequence[ShardedBucket]) -> None:
+    def _unshard(self, buckets: Sequence[ShardedBucket]) -> None:
         for bucket in buckets:
-            if not bucket.is_here:
+            if not bucket.is_unsharded:
                 self._start(bucket)
         for bucket in buckets:
-            if not bucket.is_here:
+            if not bucket.is_unsharded:
                 self._end_coming(bucket)
 
-    def bring_for_schedule(self, bucket: ShardedBucket) -> None:
-        """Gathers a bucket, which stays until :meth:`free_for_change`."""
-        self._bring([bucket])
+    def unshard_for_schedule(self, bucket: ShardedBucket) -> None:
+        """Unshards a bucket, which stays until :meth:`reshard_for_change`."""
+        self._unshard([bucket])
         self._for_schedule.add(bucket)
 
     def open(self, unit: Unit | None = None) -> None:
-        """Marks gathered buckets, of one unit or all, as open to writes from outside the module."""
-        for bucket in self._here if unit is None else self._buckets[id(unit)]:
+        """Marks unsharded buckets, of one unit or all, as open to writes from outside."""
+        for bucket in self._unsharded if unit is None else self._buckets[id(unit)]:
             bucket.open()
 
-    def _show(self, bucket: ShardedBucket) -> None:
+    def _to_unsharded(self, bucket: ShardedBucket) -> None:
         self._coming.pop(bucket, None)
-        bucket.show()
-        self._here[bucket] = None
+        bucket.to_unsharded()
+        self._unsharded[bucket] = None
         if bucket in self._told:
             self._told[bucket]()
 
     def _start(self, bucket: ShardedBucket) -> None:
-        if not bucket.is_here and bucket not in self._coming:
+        if not bucket.is_unsharded and bucket not in self._coming:
             if bucket in self._closed:
                 raise ArgumentError(
                     f"zero: parameter {bucket.params[0].name} and others of its bucket are needed "
@@ -320,7 +320,7 @@ class Gatherer:
             self._copier.begin(bucket)
 
     def _expected(self) -> list[int]:
-        """Returns the units to gather ahead of their use."""
+        """Returns the units to unshard ahead of their use."""
         count = self._prefetch.get(self._now[-1], 0)
         return self._followers()[:count] if count else []
 
@@ -329,37 +329,37 @@ class Gatherer:
         at = len(self._now)
         return self._last[at:] if self._last[at - 1 : at] == self._now[-1:] else []
 
-    def free(self, bucket: ShardedBucket, keeps_views: bool = False) -> None:
-        """Frees a bucket, if it is here and nothing is pinned or held."""
+    def reshard(self, bucket: ShardedBucket, keeps_views: bool = False) -> None:
+        """Reshards a bucket, if it is unsharded and nothing is pinned or held."""
         if self._pins and torch.is_grad_enabled():
             self._ran.add(bucket)
         stays = self._pins or bucket in self._for_schedule or (self.held and bucket.is_in_graph)
         if not stays and bucket in self._unhooked:
             stays = self._is_awaited(bucket)
-        if bucket.is_here and not stays:
-            self._here.pop(bucket, None)
+        if bucket.is_unsharded and not stays:
+            self._unsharded.pop(bucket, None)
             try:
-                bucket.hide(self._unhooked.pop(bucket, False) or keeps_views)
+                bucket.to_sharded(self._unhooked.pop(bucket, False) or keeps_views)
             finally:
                 if bucket in self._told:
                     self._told[bucket]()
 
-    def free_used(self, bucket: ShardedBucket) -> None:
-        """Frees a bucket in backward, unless a part of a graph still needs its memory."""
+    def reshard_used(self, bucket: ShardedBucket) -> None:
+        """Reshards a bucket in backward, unless a part of a graph still needs its memory."""
         if not bucket.is_referred_to and not self._is_awaited(bucket):
-            self.free(bucket)
+            self.reshard(bucket)
 
     def close_bucket(self, bucket: ShardedBucket) -> None:
-        """Gathers a bucket no more until :meth:`reopen`, as ranks are about to change its chunks.
+        """Unshards a bucket no more until :meth:`reopen`, as ranks are about to change its chunks.
 
-        What is here of it stays as it is, for the rest of this backward.
+        What is unsharded of it stays as it is, for the rest of this backward.
 
         Raises:
             ArgumentError: a parameter was written to.
         """
         if bucket in self._coming:
             self._copier.end(bucket)
-            self._show(bucket)
+            self._to_unsharded(bucket)
         bucket.shut()
         self._closed.add(bucket)
 
@@ -369,35 +369,35 @@ class Gatherer:
 
     def release(self) -> None:
         """Called after a backward that made no graph; drops the hold if no graph needs it."""
-        self.held = self.held and any(bucket.is_in_graph for bucket in self._here)
+        self.held = self.held and any(bucket.is_in_graph for bucket in self._unsharded)
 
     def keep_for_graph(self, unit: Unit) -> None:
         """Has a unit stay for graphs that use it without a hook; see the note."""
         for bucket in self._buckets[id(unit)]:
             self._unhooked.setdefault(bucket, False)
 
-    def free_all(self) -> None:
-        """Frees all buckets that are here or on their way, but what graphs without a hook need.
+    def reshard_all(self) -> None:
+        """Reshards all buckets but those that graphs without a hook need.
 
         Raises:
-            ArgumentError: a parameter was written to. The buckets are freed even so.
+            ArgumentError: a parameter was written to. The buckets are resharded even so.
         """
-        self._free_but({bucket for bucket in self._here if self._is_awaited(bucket)})
+        self._reshard_others({bucket for bucket in self._unsharded if self._is_awaited(bucket)})
 
-    def free_for_change(self) -> None:
-        """Frees all buckets, whatever graph refers to them, since their values will change.
+    def reshard_for_change(self) -> None:
+        """Reshards all buckets, whatever graph refers to them, since their values will change.
 
         Raises:
-            ArgumentError: a parameter was written to. All buckets are freed even so.
+            ArgumentError: a parameter was written to. All buckets are resharded even so.
         """
         self.held = False
         self._for_schedule.clear()
         viewed = {bucket for bucket, keeps in self._unhooked.items() if keeps}
         self._unhooked.clear()
-        self._free_but(set(), viewed)
+        self._reshard_others(set(), viewed)
 
     def _is_awaited(self, bucket: ShardedBucket) -> bool:
-        """Returns whether a graph may need a bucket that no hook gathers."""
+        """Returns whether a graph may need a bucket that no hook unshards."""
         if bucket in self._closed:
             return False  # the values are old
         unhooked = bucket in self._unhooked
@@ -405,19 +405,19 @@ class Gatherer:
             return False
         return bucket.is_in_graph
 
-    def _free_but(
+    def _reshard_others(
         self, kept: Container[ShardedBucket], viewed: Container[ShardedBucket] = ()
     ) -> None:
-        """Frees all buckets but ``kept``, and leaves the memory of ``viewed`` to their views."""
+        """Reshards all buckets but ``kept``, and leaves the memory of ``viewed`` to their views."""
         failed: ArgumentError | DiskError | None = None
-        for bucket in [*self._coming, *self._here]:
+        for bucket in [*self._coming, *self._unsharded]:
             try:
                 if bucket in self._coming:
                     self._end_coming(bucket)
                 if bucket in kept:
                     bucket.check()
                 else:
-                    self.free(bucket, bucket in viewed)
+                    self.reshard(bucket, bucket in viewed)
             except (ArgumentError, DiskError) as error:
                 failed = failed or error
         if failed is not None:
@@ -429,12 +429,12 @@ class Gatherer:
         except DiskError:
             # It will not come, on any rank.
             self._coming.pop(bucket, None)
-            bucket.hide()
+            bucket.to_sharded()
             raise
-        self._show(bucket)
+        self._to_unsharded(bucket)
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Returns whether a tensor lies in the memory of a bucket that is here."""
+        """Returns whether a tensor lies in the memory of an unsharded bucket."""
         wrapper: Any = tensor
         if is_traceable_wrapper_subclass(wrapper):
             # A DTensor, or what a collective of one has yet to finish: the memory is inside.
@@ -443,18 +443,18 @@ class Gatherer:
         if not torch._C._has_storage(tensor):
             return False
         at = tensor.untyped_storage().data_ptr()
-        return at in [bucket.flat.data_ptr() for bucket in self._here]
+        return at in [bucket.flat.data_ptr() for bucket in self._unsharded]
 
     @property
     def pinned(self) -> bool:
-        """True inside :meth:`pin`, where nothing is freed."""
+        """True inside :meth:`pin`, where nothing is resharded."""
         return self._pins > 0
 
     @contextmanager
     def pin(self) -> Iterator[None]:
-        """Keeps buckets from being freed; those gathered meanwhile are freed at the end."""
-        # A forward or backward may be under way, which needs what is here.
-        kept = set(self._here)
+        """Keeps buckets from being resharded; the new ones are resharded at the end."""
+        # A forward or backward may be under way, which needs what is unsharded.
+        kept = set(self._unsharded)
         self._pins += 1
         try:
             yield
@@ -469,13 +469,15 @@ class Gatherer:
 
     def _end_pin(self, kept: set[ShardedBucket]) -> None:
         if not self._pins and torch.is_grad_enabled():
-            used = {b for b in self._here if b not in kept and b not in self._ran and b.is_used}
+            used = {
+                b for b in self._unsharded if b not in kept and b not in self._ran and b.is_used
+            }
             self._unhooked.update(dict.fromkeys(used, True))
             kept = kept | used
-        # For views in a forward's graph, backward gathers the memory again.
-        viewed = {*self._coming, *self._here} - self._ran
+        # For views in a forward's graph, backward unshards the memory again.
+        viewed = {*self._coming, *self._unsharded} - self._ran
         try:
-            self._free_but(kept, viewed)
+            self._reshard_others(kept, viewed)
         finally:
             if not self._pins:
                 self._ran.clear()
@@ -491,9 +493,9 @@ class Gatherer:
         return self._backward_ended or again
 
     def end_backward(self) -> None:
-        """Called at the end of a backward through the module; frees all buckets."""
+        """Called at the end of a backward through the module; reshards all buckets."""
         self._backward_ended = True
-        self.free_all()
+        self.reshard_all()
 
     def new_iteration(self) -> None:
         """Begins an iteration, whose units are expected in the order of the one that ends."""
@@ -502,19 +504,20 @@ class Gatherer:
             self._last, self._now = self._now, []
 
     def close(self) -> None:
-        """Ends all copies and frees all buckets."""
-        self.free_for_change()
+        """Ends all copies and reshards all buckets."""
+        self.reshard_for_change()
         self._copier.close()
 
 
-def _stays(unit: Unit, options: ZeroOptions) -> bool:
-    chosen = unit.options.keep_gathered
-    return options.keep_gathered if chosen is None else chosen
+def stays_after_forward(unit: Unit, options: ZeroOptions) -> bool:
+    """Returns whether a unit stays unsharded from forward to backward."""
+    chosen = unit.options.reshard_after_forward
+    return not (options.reshard_after_forward if chosen is None else chosen)
 
 
-def _bring_for_schedule(reference: weakref.ref[Gatherer], bucket: ShardedBucket) -> bool:
-    gatherer = reference()
-    if gatherer is None or not in_split_backward():
+def _unshard_for_schedule(reference: weakref.ref[Unsharder], bucket: ShardedBucket) -> bool:
+    unsharder = reference()
+    if unsharder is None or not in_split_backward():
         return False
-    gatherer.bring_for_schedule(bucket)
+    unsharder.unshard_for_schedule(bucket)
     return True

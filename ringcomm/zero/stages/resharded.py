@@ -1,16 +1,16 @@
-"""Absent parameters, whose values are not gathered: computing with one raises.
+"""Resharded parameters, which have no values: computing with one raises.
 
-NOTE [Absent parameters]
-A parameter of stage 3 has no values while its unit is not gathered. Computing with its placeholder,
+NOTE [Resharded parameters]
+A parameter of stage 3 has no values while its unit is resharded. Computing with its placeholder,
 in an average of weights for instance, would silently give NaN, and writing to it would be lost. So
 the parameter meanwhile has a class of its own, whose tensor functions raise, apart from those that
 ask for its shape, its gradient or the like, those that give another tensor its shape, dtype or
 device (``_MAKERS``, ``_LIKE_ANOTHER``), and conversions to what it is (``_CONVERSIONS``).
 
-Autograd's nodes work below Python and never ask the class. So an absent parameter also has another
-version than it had while it was here, and gets the old version back with its values. A backward
-that reaches a saved parameter, or a view of one, before it is gathered again finds it changed and
-raises, instead of reading memory that is gone.
+Autograd's nodes work below Python and never ask the class. So a resharded parameter also has
+another version than the unsharded one had, and gets the old version back with its values. A
+backward that reaches a saved parameter, or a view of one, before it is unsharded again finds it
+changed and raises, instead of reading memory that is gone.
 
 Constructors such as ``torch.tensor(param)``, assignments such as ``other.data = param`` and code
 that has a tensor under another class never ask the class either. So torch refuses to read the
@@ -40,11 +40,11 @@ from ringcomm.optim.dtensors import plainly
 
 Tensor = torch.Tensor
 
-# The attribute of an absent parameter that holds its name.
-_NAME = "_ringcomm_absent"
-# The one that holds who may bring it.
+# The attribute of a resharded parameter that holds its name.
+_NAME = "_ringcomm_resharded"
+# The one that holds who may unshard it.
 _ASK = "_ringcomm_ask"
-# The attribute of an absent parameter's class that holds the class of a present one.
+# The attribute of a resharded parameter's class that holds the class of an unsharded one.
 _KIND = "_ringcomm_kind"
 # Attributes that are views of the values.
 _VALUES = {"data", "real", "imag", "T", "mT", "H", "mH"}
@@ -85,7 +85,7 @@ def _allowed() -> Iterator[Callable[..., Any]]:
         yield getattr(torch.Tensor, name)
     for name in _FUNCTIONS.split():
         yield getattr(torch, name)
-    # These gather the parameters that they need.
+    # These unshard the parameters that they need.
     yield from (torch.autograd.grad, torch.autograd.backward)
 
 
@@ -93,14 +93,14 @@ def _allowed() -> Iterator[Callable[..., Any]]:
 FACTS = frozenset(_allowed())
 # Facts that differ for a placeholder, whose elements share one unreadable element.
 _LAYOUT = frozenset((Tensor.dim_order, Tensor.is_contiguous, Tensor.is_pinned, Tensor.stride))
-# Only their first argument may be absent: the others give values.
+# Only their first argument may be resharded: the others give values.
 _MAKERS = frozenset(
     [
         *(getattr(torch, name) for name in _LIKES.split()),
         *(getattr(Tensor, name) for name in _NEWS.split()),
     ]
 )
-# Only their second argument may be absent.
+# Only their second argument may be resharded.
 _LIKE_ANOTHER = frozenset(getattr(Tensor, name) for name in _LIKE_ANOTHER_NAMES.split())
 _CONVERSIONS: dict[Callable[..., Any], str] = {
     getattr(Tensor, name): name for name in ("cpu", "cuda", "to", "type", *_DTYPE_OF)
@@ -110,16 +110,16 @@ _CONVERSIONS: dict[Callable[..., Any], str] = {
 def _asks_for_facts(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether a call needs no values of the absent parameters among its arguments."""
+    """Whether a call needs no values of the resharded parameters among its arguments."""
     if func in _MAKERS:
         others = {name: value for name, value in kwargs.items() if args or name != "input"}
-        return next(_absent_in((args[1:], others)), None) is None  # a parameter has no truth
+        return next(_resharded_in((args[1:], others)), None) is None  # a parameter has no truth
     if func in _LIKE_ANOTHER:
-        return not isinstance(args[0], Absent)
+        return not isinstance(args[0], Resharded)
     name = _CONVERSIONS.get(func)
     if name is None:
         return False
-    return not isinstance(args[0], Absent) or _changes_nothing(name, args, kwargs)
+    return not isinstance(args[0], Resharded) or _changes_nothing(name, args, kwargs)
 
 
 def _changes_nothing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -196,7 +196,7 @@ def _refuse_access(tensor: Tensor) -> None:
 def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns a tensor without values: one element, expanded to ``shape``.
 
-    Reading or writing it raises RuntimeError; see NOTE [Absent parameters].
+    Reading or writing it raises RuntimeError; see NOTE [Resharded parameters].
     """
     one = torch.empty((), dtype=dtype, device=device)
     _fill(one)
@@ -217,10 +217,10 @@ def _fill(tensor: Tensor) -> None:
         tensor.zero_()
 
 
-class Absent:
-    """The class mixed into that of a parameter while it is absent."""
+class Resharded:
+    """The class mixed into that of a parameter while it is resharded."""
 
-    # True if detach() returns an AbsentValue.
+    # True if detach() returns a ReshardedValue.
     _detaches = True
     # The facts that it does not tell: readers of memory start at its address.
     _hidden: frozenset[Callable[..., Any]] = frozenset([Tensor.data_ptr])
@@ -240,18 +240,20 @@ class Absent:
         if (func in FACTS and func not in cls._hidden) or _asks_for_facts(func, args, kwargs):
             with plainly():
                 return func(*args, **kwargs)
-        absent = list(_absent_in((args, kwargs)))
+        resharded = list(_resharded_in((args, kwargs)))
         # A state_dict() detaches, and perhaps only its names or shapes are wanted.
         if func is Tensor.detach and args[0]._detaches and vars(args[0])[_ASK]() is False:
             return value_of(vars(args[0])[_NAME], args[0])
-        if absent and all(not isinstance(each, Absent) or vars(each)[_ASK]() for each in absent):
+        if resharded and all(
+            not isinstance(each, Resharded) or vars(each)[_ASK]() for each in resharded
+        ):
             return func(*args, **kwargs)
-        if not absent:
+        if not resharded:
             raise _needs_values("?", _called(func))
-        absent[0]._refuse(_called(func))
+        resharded[0]._refuse(_called(func))
 
     def _in_layout(self: Any) -> Tensor:
-        """Returns a tensor with the strides of the parameter; present ones are contiguous."""
+        """Returns a tensor with the strides of the parameter; unsharded ones are contiguous."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def __format__(self, spec: str) -> str:
@@ -267,11 +269,11 @@ class Absent:
     def __repr__(self: Any) -> str:
         with plainly():
             facts = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
-        return f"<parameter {vars(self)[_NAME]}, not gathered, {facts}>"
+        return f"<parameter {vars(self)[_NAME]}, resharded, {facts}>"
 
 
-class AbsentValue(Absent, Tensor):  # type: ignore[misc]
-    """The value of an absent parameter in ``state_dict()`` of a part of a module.
+class ReshardedValue(Resharded, Tensor):  # type: ignore[misc]
+    """The value of a resharded parameter in ``state_dict()`` of a part of a module.
 
     It has the parameter's shape, dtype and device, and raises where values are needed. Its memory
     is not shown either, since writers of files look for it.
@@ -281,7 +283,7 @@ class AbsentValue(Absent, Tensor):  # type: ignore[misc]
 
 
 def value_of(name: str, param: Tensor) -> Tensor:
-    """Returns the AbsentValue of a parameter.
+    """Returns the ReshardedValue of a parameter.
 
     Args:
         name: of the parameter.
@@ -289,12 +291,12 @@ def value_of(name: str, param: Tensor) -> Tensor:
     """
     with plainly():
         memory = stand_in(param.shape, param.dtype, param.device)
-        made: Tensor = torch.Tensor._make_subclass(AbsentValue, memory)
+        made: Tensor = torch.Tensor._make_subclass(ReshardedValue, memory)
         vars(made)[_NAME], vars(made)[_ASK] = name, bool
         return made
 
 
-class Updated(Absent):
+class Updated(Resharded):
     """The class mixed into that of a parameter while a backward has updated it; see the note."""
 
     _detaches = False
@@ -318,7 +320,7 @@ class Updated(Absent):
         return f"<parameter {vars(self)[_NAME]}, updated by a backward, {facts}>"
 
 
-class AbsentPart(Absent):
+class ReshardedDTensor(Resharded):
     """The same for a DTensor, some of whose methods are no tensor functions."""
 
     _detaches = False
@@ -344,8 +346,8 @@ def _needs_values(name: str, called: str) -> ArgumentError:
     return ArgumentError(
         f"zero: parameter {name}: {called} needs its values, and at "
         "stage 3 a parameter has them only while its module runs and in "
-        "ringcomm.zero.gathered(module). Read it in there, and change it in "
-        "ringcomm.zero.gathered(module, write_from=0)"
+        "ringcomm.zero.unsharded(module). Read it in there, and change it in "
+        "ringcomm.zero.unsharded(module, write_from=0)"
     )
 
 
@@ -365,42 +367,42 @@ def _called(func: Callable[..., Any]) -> str:
     return str(getattr(named, "__name__", func))
 
 
-def _absent_in(value: Any) -> Iterator[Any]:
-    """Yields the absent parameters in a function's arguments."""
-    if isinstance(value, Absent):
+def _resharded_in(value: Any) -> Iterator[Any]:
+    """Yields the resharded parameters in a function's arguments."""
+    if isinstance(value, Resharded):
         yield value
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _absent_in(each)
+            yield from _resharded_in(each)
     elif isinstance(value, dict):
-        yield from _absent_in(list(value.values()))
+        yield from _resharded_in(list(value.values()))
 
 
-class UpdatedPart(Updated, AbsentPart):
+class UpdatedDTensor(Updated, ReshardedDTensor):
     """The same for a DTensor."""
 
 
 @cache
-def _absent_kind(kind: type) -> type:
-    mixed_in = AbsentPart if hasattr(kind, "to_local") else Absent
-    return type(f"Absent{kind.__name__}", (mixed_in, kind), {_KIND: kind})
+def _resharded_kind(kind: type) -> type:
+    mixed_in = ReshardedDTensor if hasattr(kind, "to_local") else Resharded
+    return type(f"Resharded{kind.__name__}", (mixed_in, kind), {_KIND: kind})
 
 
 @cache
 def _updated_kind(kind: type) -> type:
-    mixed_in = UpdatedPart if hasattr(kind, "to_local") else Updated
+    mixed_in = UpdatedDTensor if hasattr(kind, "to_local") else Updated
     return type(f"Updated{kind.__name__}", (mixed_in, kind), {_KIND: kind})
 
 
-def make_absent(
+def make_resharded(
     params: Sequence[nn.Parameter], names: Sequence[str], ask: Callable[[], bool | None]
 ) -> list[int]:
-    """Makes parameters raise when they are used, naming them; see NOTE [Absent parameters].
+    """Makes parameters raise when they are used, naming them; see NOTE [Resharded parameters].
 
     Args:
         params: the parameters.
         names: theirs.
-        ask: called before one raises; returns whether it has brought them all instead, or None if
+        ask: called before one raises; returns whether it has unsharded them all instead, or None if
             nobody can any more.
 
     Returns:
@@ -409,10 +411,10 @@ def make_absent(
     with plainly():
         versions = []
         for param, name in zip(params, names, strict=True):
-            advances = not isinstance(param, Absent)
+            advances = not isinstance(param, Resharded)
             if advances:
                 vars(param)[_NAME], vars(param)[_ASK] = name, ask
-                param.__class__ = _absent_kind(type(param))
+                param.__class__ = _resharded_kind(type(param))
             versions.append(param._version + advances)
         if params:
             torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))
@@ -442,16 +444,16 @@ def end_update(params: Sequence[nn.Parameter]) -> None:
                 del vars(param)[_NAME], vars(param)[_ASK]
 
 
-def make_present(params: Sequence[nn.Parameter]) -> list[int]:
-    """Undoes :func:`make_absent`; returns the versions that the parameters have now."""
+def make_unsharded(params: Sequence[nn.Parameter]) -> list[int]:
+    """Undoes :func:`make_resharded`; returns the versions that the parameters have now."""
     with plainly():
         versions = []
         for param in params:
-            was_absent = isinstance(param, Absent)
-            if was_absent:
+            was_resharded = isinstance(param, Resharded)
+            if was_resharded:
                 param.__class__ = getattr(type(param), _KIND)
                 del vars(param)[_NAME], vars(param)[_ASK]
-            versions.append(param._version - was_absent)
+            versions.append(param._version - was_resharded)
         if params:
             torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))
         return versions
@@ -461,8 +463,8 @@ def advance_versions(tensors: Sequence[Tensor], by: int) -> None:
     """Changes the versions of DTensors' local tensors, which autograd may have saved by themselves.
 
     Args:
-        tensors: local tensors of gathered memory, or what stood for it.
-        by: 1 when they become absent, -1 when they are here again.
+        tensors: local tensors of unsharded memory, or what stood for it.
+        by: 1 when they are resharded, -1 when they are unsharded again.
     """
     if tensors:
         versions = tuple(each._version + by for each in tensors)

@@ -1,4 +1,4 @@
-"""NOTE [Absent parameters], NOTE [Memory that others hold], and graphs of gradients at stage 3."""
+"""Resharded parameters, memory that others hold, and graphs of gradients at stage 3."""
 
 from __future__ import annotations
 
@@ -177,18 +177,18 @@ def new(kind: str = "linear") -> Any:
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
 
 
-def test_what_needs_values_that_are_not_here_says_gathered(worlds):
+def test_what_needs_values_that_are_not_here_says_unsharded(worlds):
     def work(comm):
         module = zero.shard(deepcopy(base), 3, comm=comm, options=ALONE)
         param = next(iter(module.parameters()))
         for name, use in USES.items():
             said = "data needs its values.*" if name.endswith(" data") else ""
-            match = rf"0\.weight.*{said}gathered"
+            match = rf"0\.weight.*{said}unsharded"
             with pytest.raises(ArgumentError, match=match), torch.no_grad():
                 use(param)
                 pytest.fail(name)
-        assert "0.weight, not gathered" in repr(param)
-        with zero.gathered(module):
+        assert "0.weight, resharded" in repr(param)
+        with zero.unsharded(module):
             assert torch.equal(param, base[0].weight)
         assert type(next(iter(zero.remove_sharding(module).parameters()))) is nn.Parameter
 
@@ -197,7 +197,7 @@ def test_what_needs_values_that_are_not_here_says_gathered(worlds):
 
 
 @pytest.mark.filterwarnings("ignore:To copy construct", "ignore:TypedStorage")
-def test_no_way_to_read_absent_values_gives_any(worlds):
+def test_no_way_to_read_resharded_values_gives_any(worlds):
     def work(comm):
         module: Any = zero.shard(deepcopy(base), 3, comm=comm, options=ALONE)
         param = next(module.parameters())
@@ -208,21 +208,21 @@ def test_no_way_to_read_absent_values_gives_any(worlds):
             module[0].state_dict()["weight"],
         ):
             for name, read in READS.items():
-                with pytest.raises(ArgumentError, match=r"0\.weight.*gathered"), torch.no_grad():
+                with pytest.raises(ArgumentError, match=r"0\.weight.*unsharded"), torch.no_grad():
                     read(kept)
                     pytest.fail(name)
             for name, take in TAKES.items():
-                # One use shows that what was detached is absent, too.
+                # One use shows that what was detached is resharded, too.
                 uses = TAKEN if kept is param else {"sum": torch.sum}
                 for use, read in uses.items():
                     with pytest.raises(RuntimeError, match="Cannot access data"), torch.no_grad():
                         read(take(kept))
                         pytest.fail(f"{name}, {use}")
-        with pytest.raises(ArgumentError, match=r"0\.weight.*gathered"):
+        with pytest.raises(ArgumentError, match=r"0\.weight.*unsharded"):
             nn.Parameter(param)
         assert len({p.untyped_storage().data_ptr() for p in module.parameters()}) == 4
         module(torch.ones(2, 8)).sum().backward()
-        with zero.gathered(module):
+        with zero.unsharded(module):
             assert torch.equal(module[0].weight, base[0].weight)
 
     base = new()
@@ -245,16 +245,16 @@ def test_what_needs_shape_and_dtype_alone_works(worlds, kind):
                 assert facts_of(call(param)) == facts_of(call(like)), (name, use)
             for use, call in SAME.items():
                 assert call(param) is param and call(like) is like, (name, use)
-            assert f"{param}" == repr(param) and f"{name}, not gathered" in repr(param)
+            assert f"{param}" == repr(param) and f"{name}, resharded" in repr(param)
         for use, call in VALUES.items():
-            with pytest.raises(ArgumentError, match=r"0\.weight.*gathered"), torch.no_grad():
+            with pytest.raises(ArgumentError, match=r"0\.weight.*unsharded"), torch.no_grad():
                 call(next(module.parameters()))
                 pytest.fail(use)
         filled = torch.full_like(next(module.parameters()), 2.0)
         assert torch.equal(filled, torch.full(base[0].weight.shape, 2.0))
         module.register_buffer("average", torch.zeros_like(next(module.parameters())))
         module(torch.ones(2, 8) if kind == "linear" else torch.ones(2, 8, 4)).sum().backward()
-        with zero.gathered(module):
+        with zero.unsharded(module):
             assert torch.equal(module[0].weight, base[0].weight)
 
     base = new(kind)
@@ -270,7 +270,7 @@ OPTIMIZERS = [
 ]
 
 
-def test_optimizers_of_torch_are_built_of_absent_parameters(worlds):
+def test_optimizers_of_torch_are_built_of_resharded_parameters(worlds):
     def made(kind: Any, params: Any, options: dict[str, Any]) -> str:
         try:
             kind(params, lr=0.1, **options)
@@ -289,7 +289,7 @@ def test_optimizers_of_torch_are_built_of_absent_parameters(worlds):
     worlds(1).run(work)
 
 
-@pytest.mark.parametrize("where", ["gathered", "hook"])
+@pytest.mark.parametrize("where", ["unsharded", "hook"])
 def test_arrays_of_numpy_keep_their_values_and_training_goes_on(worlds, where):
     base = new()
 
@@ -304,8 +304,8 @@ def test_arrays_of_numpy_keep_their_values_and_training_goes_on(worlds, where):
         if logs and where == "hook":
             module[0].register_forward_hook(log)
         for turn in range(3):
-            if logs and where == "gathered":
-                with zero.gathered(module):
+            if logs and where == "unsharded":
+                with zero.unsharded(module):
                     log()
             generator = torch.Generator().manual_seed(turn)
             module(torch.randn(2, 8, generator=generator)).square().sum().backward()
