@@ -226,7 +226,7 @@ COUNTS: dict[str, Any] = {
     "segment_bytes": 128,
     "slots": 8,
     "channels": 2,
-    "packet_bytes": 64,
+    "ll_bytes": 64,
     "copy_engine_bytes": 64,
     "multicast_bytes": 64,
     "records": 4,

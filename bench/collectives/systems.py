@@ -25,7 +25,7 @@ _MODULES = {
     "copy": ("torch_ops", "Copies", ("cuda",)),
 }
 SYSTEMS = tuple(_MODULES)
-ALGORITHMS = ("auto", "direct", "ring", "packet", "copy_engine")
+ALGORITHMS = ("auto", "direct", "ring", "ll", "copy_engine")
 # Forms of sums between nodes, which may stand in the place of an algorithm.
 COMPRESSIONS = ("int8", "fp8", "int4")
 _WITH_ALGORITHMS = {"ringcomm": (*ALGORITHMS, *COMPRESSIONS), "triton": ("auto", "direct", "ring")}

@@ -259,14 +259,14 @@ void bind_device(nb::module_& m) {
          uint64_t timeout_ms, int family, DeviceComm::FindKernel find) {
         const auto [rank, world] = rank_of;
         const auto [channels, slots, segment_bytes] = staging;
-        const auto [packet_bytes, copy_engine_bytes] = extra;
+        const auto [ll_bytes, copy_engine_bytes] = extra;
         if (world < 1 || world > device::kMaxWorld || rank < 0 || rank >= world)
           throw nb::value_error("world must be in [1, 64] and rank in [0, world)");
         if (channels < 1 || slots < 2 || (slots & (slots - 1)) != 0)
           throw nb::value_error("channels must be >= 1, slots a power of two >= 2");
-        if (!is_segment(segment_bytes) || packet_bytes % 64 || copy_engine_bytes % 64)
+        if (!is_segment(segment_bytes) || ll_bytes % 64 || copy_engine_bytes % 64)
           throw nb::value_error("sizes must be multiples of 64, segments powers of two");
-        const Layout layout{world, channels, slots, segment_bytes, packet_bytes, copy_engine_bytes};
+        const Layout layout{world, channels, slots, segment_bytes, ll_bytes, copy_engine_bytes};
         new (self) DeviceComm(std::move(driver),
                               {rank, world, layout, timeout_ms * 1'000'000, Algorithm(family),
                                layout.message_channels()},
@@ -274,7 +274,7 @@ void bind_device(nb::module_& m) {
       },
       nb::arg("driver"), nb::arg("rank_of"), nb::arg("staging"), nb::arg("extra"),
       nb::arg("timeout_ms"), nb::arg("family"), nb::arg("find_kernel"),
-      "`rank_of`: rank, world. `staging`: channels, slots, segment_bytes. `extra`: packet_bytes,\n"
+      "`rank_of`: rank, world. `staging`: channels, slots, segment_bytes. `extra`: ll_bytes,\n"
       "copy_engine_bytes. `find_kernel(unit, name)` gives a loaded CUfunction.");
   bind_state(c);
   bind_calls(c);

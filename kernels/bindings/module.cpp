@@ -447,7 +447,7 @@ NB_MODULE(_native, m) {
   nb::dict dtypes, ops, algorithms;
   for (int i = 0; i < int(DType::kCount); ++i) dtypes[name_of(DType(i))] = i;
   for (int i = 0; i < int(RedOp::kCount); ++i) ops[name_of(RedOp(i))] = i;
-  for (const auto a : {Algorithm::kAuto, Algorithm::kDirect, Algorithm::kRing, Algorithm::kPacket,
+  for (const auto a : {Algorithm::kAuto, Algorithm::kDirect, Algorithm::kRing, Algorithm::kLL,
                        Algorithm::kCopyEngine, Algorithm::kMulticast})
     algorithms[name_of(a)] = int(a);
   add_constant(
@@ -455,9 +455,8 @@ NB_MODULE(_native, m) {
       "Code of each element type, by torch's name (`float32`, `bfloat16`, `float8_e4m3fn`, ...).");
   add_constant(m, "OPS", ops,
                "Code of each operator: SUM AVG PREMUL_SUM PRODUCT MIN MAX BAND BOR BXOR.");
-  add_constant(
-      m, "ALGORITHMS", algorithms,
-      "Code of each algorithm: auto, direct, ring; on devices also packet and copy_engine.");
+  add_constant(m, "ALGORITHMS", algorithms,
+               "Code of each algorithm: auto, direct, ring; on devices also ll and copy_engine.");
   add_constant(
       m, "MISMATCH", int(Status::kMismatch),
       "Status of a receive whose message had another size; the communicator stays usable.");

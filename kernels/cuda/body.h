@@ -5,7 +5,7 @@
 #include "kernels/cuda/ops.h"
 #include "kernels/cuda/workspace.h"
 #include "ringcomm/collectives/all_reduce.h"
-#include "ringcomm/protocol/packet.h"
+#include "ringcomm/protocol/ll.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
@@ -29,12 +29,12 @@ RC_TEAM_FN int rank_of(const LaunchParams& p, const CallArgs& args) {
   return args.inlined ? p.alone.table.rank : args.table->rank;
 }
 
-// The streams of the call as it finds them; packets have none. By the last lanes, so that the first
+// The streams of the call as it finds them; LL has none. By the last lanes, so that the first
 // has nothing else under way.
 template <class Team, class Table>
 RC_TEAM_FN void load_links(Team& team, const CallArgs& args, const Table& t, Workspace& w) {
   const bool message = args.collective == Collective::kSend;
-  const int links = args.algorithm == Algorithm::kPacket ? 0 : (message ? 1 : 2) * t.world;
+  const int links = args.algorithm == Algorithm::kLL ? 0 : (message ? 1 : 2) * t.world;
   RC_ROLLED
   for (int i = team.num_lanes() - 1 - team.lane(); i < links; i += team.num_lanes()) {
     const bool shared = i >= t.world;
@@ -57,7 +57,7 @@ RC_TEAM_FN void load_words(Team& team, const CallArgs& args, const Table& t, Wor
     // Messages are not counted, and a collective may be counting now.
     const bool counts = args.collective != Collective::kSend;
     w.sequence = counts ? line->sequence : 0;
-    w.packet_epoch = counts ? line->packet_epoch : 0;
+    w.ll_epoch = counts ? line->ll_epoch : 0;
     // Pairs with the release in raise_fault(). The last of them: what follows it waits for it.
     w.aborted = load_acquire_sys(&reinterpret_cast<ControlPage*>(region)->aborted);
     w.host = t.host;
@@ -74,7 +74,7 @@ RC_TEAM_FN void load_words(Team& team, const CallArgs& args, const Table& t, Wor
   if (team.lane() == 0)
     w.view = View{t.rank,       t.world,         t.layout,        w.regions, w.heaps,
                   w.heap_bytes, args.timeout_ns, w.peers,         w.sources, w.factors,
-                  &w.mine,      w.ring,          w.ring_position, w.results, w.packet_epoch};
+                  &w.mine,      w.ring,          w.ring_position, w.results, w.ll_epoch};
 }
 
 // The first thing a block does, since every step uses what it loads.
@@ -190,8 +190,8 @@ RC_TEAM_FN void all_reduce_kernel(Team team, const LaunchParams& p, int rank_in_
 // Packets name their call themselves, so nothing is looked at before: a small message costs one
 // trip.
 template <class Team, class Ops, class Run>
-RC_TEAM_FN void run_packets(Team team, const LaunchParams& p, int rank_in_launch, Workspace& w,
-                            Ops ops, Run run) {
+RC_TEAM_FN void run_ll(Team team, const LaunchParams& p, int rank_in_launch, Workspace& w, Ops ops,
+                       Run run) {
   const CallArgs& args = p.calls[rank_in_launch];
   load_table(team, p, args, w);
   if (begin_call(team, args, w) != Status::kOk) return;
@@ -200,22 +200,21 @@ RC_TEAM_FN void run_packets(Team team, const LaunchParams& p, int rank_in_launch
 }
 
 template <class Team>
-RC_TEAM_FN void packet_move_kernel(Team team, const LaunchParams& p, int rank_in_launch,
-                                   Workspace& w) {
-  run_packets(team, p, rank_in_launch, w, MoveOps{}, [](auto& e, const CallArgs& args) {
-    return all_gather_packet(e, args.in, args.out, args.chunk_bytes);
+RC_TEAM_FN void ll_move_kernel(Team team, const LaunchParams& p, int rank_in_launch, Workspace& w) {
+  run_ll(team, p, rank_in_launch, w, MoveOps{}, [](auto& e, const CallArgs& args) {
+    return all_gather_ll(e, args.in, args.out, args.chunk_bytes);
   });
 }
 
 template <class T, RedOp op, class Team>
-RC_TEAM_FN void packet_reduce_kernel(Team team, const LaunchParams& p, int rank_in_launch,
-                                     Workspace& w) {
-  run_packets(team, p, rank_in_launch, w, ReduceOps<T, op>(p.calls[rank_in_launch].redop),
-              [](auto& e, const CallArgs& args) {
-                if (args.collective == Collective::kAllReduce)
-                  return all_reduce_packet(e, args.in, args.out, args.total_bytes);
-                return reduce_scatter_packet(e, args.in, args.out, args.chunk_bytes);
-              });
+RC_TEAM_FN void ll_reduce_kernel(Team team, const LaunchParams& p, int rank_in_launch,
+                                 Workspace& w) {
+  run_ll(team, p, rank_in_launch, w, ReduceOps<T, op>(p.calls[rank_in_launch].redop),
+         [](auto& e, const CallArgs& args) {
+           if (args.collective == Collective::kAllReduce)
+             return all_reduce_ll(e, args.in, args.out, args.total_bytes);
+           return reduce_scatter_ll(e, args.in, args.out, args.chunk_bytes);
+         });
 }
 
 }  // namespace device

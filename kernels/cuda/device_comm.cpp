@@ -10,9 +10,9 @@ namespace {
 // A block that moves less than this spends its time on signals. A choice, not swept.
 constexpr uint64_t kMinChannelBytes = 32 << 10;
 
-// Largest total that one rank sends as packets: twice the bytes travel, and past some size that
-// costs more than the trips that packets save. A choice, not swept.
-constexpr uint64_t kMaxPacketTrafficBytes = 256 << 10;
+// Largest total that one rank sends by LL: twice the bytes travel, and past some size that
+// costs more than the trips that LL saves. A choice, not swept.
+constexpr uint64_t kMaxLLTrafficBytes = 256 << 10;
 
 // Direct all-reduce up to this size in one hop. A choice, not swept.
 constexpr uint64_t kOneHopBytes = 64 << 10;
@@ -39,10 +39,10 @@ const char* op_name(RedOp op) {
   }
 }
 
-// All packet calls of a communicator use equally many blocks (packet.h). In graphs of 20 calls on
+// All LL calls of a communicator use equally many blocks (ll.h). In graphs of 20 calls on
 // an H100, two ranks, all-reduces of 4, 16 and 32 KiB took 5.5, 6.6 and 8.7 us with 4 blocks
 // (beside other work) and 5.9, 5.9 and 6.0 us with 16.
-constexpr unsigned kPacketChannels = 16;
+constexpr unsigned kLLChannels = 16;
 
 }  // namespace
 
@@ -151,22 +151,22 @@ CallArgs DeviceComm::args_of(Collective collective, Algorithm algorithm, DType d
   return a;
 }
 
-// payload_bytes: what one rank sends to one peer as packets.
-Algorithm DeviceComm::chosen_for(Algorithm asked, uint64_t payload_bytes, bool has_packets) const {
+// payload_bytes: what one rank sends to one peer by LL.
+Algorithm DeviceComm::chosen_for(Algorithm asked, uint64_t payload_bytes, bool has_ll) const {
   const bool sends = config_.world > 1 && payload_bytes > 0;
-  if (asked == Algorithm::kPacket && !sends) return Algorithm::kDirect;
-  const bool fits = has_packets && sends && payload_bytes <= config_.layout.packet_bytes;
-  if (asked == Algorithm::kPacket && !fits)
+  if (asked == Algorithm::kLL && !sends) return Algorithm::kDirect;
+  const bool fits = has_ll && sends && payload_bytes <= config_.layout.ll_bytes;
+  if (asked == Algorithm::kLL && !fits)
     throw std::invalid_argument(
-        "algorithm: \"packet\" takes up to " + std::to_string(config_.layout.packet_bytes) +
-        " bytes per peer (CommOptions.packet_bytes), dtypes of up to 8 bytes and 2 ranks or more, "
+        "algorithm: \"ll\" takes up to " + std::to_string(config_.layout.ll_bytes) +
+        " bytes per peer (CommOptions.ll_bytes), dtypes of up to 8 bytes and 2 ranks or more, "
         "got " +
         std::to_string(payload_bytes) + " bytes and " + std::to_string(config_.world) + " ranks");
   if (asked == Algorithm::kCopyEngine)
     throw std::invalid_argument("algorithm: \"copy_engine\" is for all_gather_into_tensor alone");
   if (asked != Algorithm::kAuto) return asked;
-  const bool small = payload_bytes * uint64_t(config_.world - 1) <= kMaxPacketTrafficBytes;
-  return fits && small ? Algorithm::kPacket : chosen(asked);
+  const bool small = payload_bytes * uint64_t(config_.world - 1) <= kMaxLLTrafficBytes;
+  return fits && small ? Algorithm::kLL : chosen(asked);
 }
 
 unsigned DeviceComm::channels_for(uint64_t bytes) const {
@@ -310,8 +310,8 @@ void DeviceComm::all_reduce(char* in, char* out, uint64_t elems, const Reduction
              args_of(Collective::kAllReduce, algorithm, r.dtype, bytes, -1),
              {},
              {}};
-  const bool packet = algorithm == Algorithm::kPacket;
-  if (packet) p.channels = std::min(kPacketChannels, unsigned(config_.layout.channels));
+  const bool ll = algorithm == Algorithm::kLL;
+  if (ll) p.channels = std::min(kLLChannels, unsigned(config_.layout.channels));
   p.args.in = in;
   p.args.out = out;
   p.args.total_bytes = bytes;
@@ -319,7 +319,7 @@ void DeviceComm::all_reduce(char* in, char* out, uint64_t elems, const Reduction
   p.args.redop = int32_t(r.op);
   p.args.factor = r.factor;
   if (algorithm == Algorithm::kMulticast) return multicast(std::move(p), r);
-  p.function = reduction_kernel(packet ? "packet" : "all_reduce", r);
+  p.function = reduction_kernel(ll ? "ll" : "all_reduce", r);
   check_pieces(p.args.chunk_bytes, p.channels);
   submit(std::move(p));
 }
@@ -344,13 +344,13 @@ void DeviceComm::reduce_scatter(char* in, char* out, uint64_t out_elems, const R
   const uint64_t chunk = out_elems * uint64_t(size_of(r.dtype)),
                  total = chunk * uint64_t(config_.world);
   const Algorithm algorithm = chosen_for(r.algorithm, chunk, size_of(r.dtype) <= 8);
-  const bool packet = algorithm == Algorithm::kPacket;
+  const bool ll = algorithm == Algorithm::kLL;
   Prepared p{nullptr,
              channels_for(chunk),
              args_of(Collective::kReduceScatter, algorithm, r.dtype, total, -1),
              {},
              {}};
-  if (packet) p.channels = std::min(kPacketChannels, unsigned(config_.layout.channels));
+  if (ll) p.channels = std::min(kLLChannels, unsigned(config_.layout.channels));
   p.args.in = in;
   p.args.out = out;
   p.args.total_bytes = total;
@@ -358,7 +358,7 @@ void DeviceComm::reduce_scatter(char* in, char* out, uint64_t out_elems, const R
   p.args.redop = int32_t(r.op);
   p.args.factor = r.factor;
   if (algorithm == Algorithm::kMulticast) return multicast(std::move(p), r);
-  p.function = reduction_kernel(packet ? "packet" : "reduce_scatter", r);
+  p.function = reduction_kernel(ll ? "ll" : "reduce_scatter", r);
   check_pieces(chunk, p.channels);
   submit(std::move(p));
 }
@@ -382,19 +382,19 @@ void DeviceComm::all_gather(char* in, char* out, uint64_t in_bytes, DType dtype,
   if (algorithm == Algorithm::kCopyEngine) return copy_engine_all_gather(in, out, in_bytes, dtype);
   const uint64_t total = in_bytes * uint64_t(config_.world);
   const Algorithm how = chosen_for(algorithm, in_bytes, true);
-  const bool packet = how == Algorithm::kPacket;
+  const bool ll = how == Algorithm::kLL;
   Prepared p{nullptr,
              channels_for(in_bytes),
              args_of(Collective::kAllGather, how, dtype, total, -1),
              {},
              {}};
-  if (packet) p.channels = std::min(kPacketChannels, unsigned(config_.layout.channels));
+  if (ll) p.channels = std::min(kLLChannels, unsigned(config_.layout.channels));
   p.args.in = in;
   p.args.out = out;
   p.args.total_bytes = total;
   p.args.chunk_bytes = in_bytes;
   if (how == Algorithm::kMulticast) return multicast(std::move(p), {dtype, RedOp::kSum, 1.0, how});
-  p.function = kernel("move", packet ? "rc_packet_move" : "rc_move");
+  p.function = kernel("move", ll ? "rc_ll_move" : "rc_move");
   check_pieces(in_bytes, p.channels);
   submit(std::move(p));
 }

@@ -68,7 +68,7 @@ class DeviceComm {
   // The address of the table, once it is made.
   uint64_t table_address() const { return table_address_; }
   const Layout& layout() const { return config_.layout; }
-  // The algorithm that a call runs where it is too large for packets, or has none.
+  // The algorithm that a call runs where it is too large for LL, or has none.
   Algorithm chosen(Algorithm asked) const {
     return asked == Algorithm::kAuto ? config_.family : asked;
   }
@@ -182,7 +182,7 @@ class DeviceComm {
   void make_inline(const RankTable& table, const std::vector<std::vector<int>>& rings);
   CallArgs args_of(Collective collective, Algorithm algorithm, DType dtype, uint64_t match_bytes,
                    int root) const;
-  Algorithm chosen_for(Algorithm asked, uint64_t payload_bytes, bool has_packets) const;
+  Algorithm chosen_for(Algorithm asked, uint64_t payload_bytes, bool has_ll) const;
   unsigned channels_for(uint64_t bytes) const;
   void check_pieces(uint64_t chunk_bytes, unsigned channels) const;
   void* kernel(const std::string& unit, const std::string& name);

@@ -31,7 +31,7 @@ using ringcomm::device::Workspace;
 #if defined(RINGCOMM_UNIT_MOVE)
 
 RC_KERNEL(rc_move, move_kernel)
-RC_KERNEL(rc_packet_move, packet_move_kernel)
+RC_KERNEL(rc_ll_move, ll_move_kernel)
 
 #elif defined(RINGCOMM_UNIT_GRADS)
 
@@ -89,7 +89,7 @@ using UnitType = RINGCOMM_UNIT_TYPE;
 #define RC_REDUCE_KERNELS(name, op)                                               \
   RC_KERNEL(rc_reduce_scatter_##name, reduce_scatter_kernel<UnitType, RedOp::op>) \
   RC_KERNEL(rc_all_reduce_##name, all_reduce_kernel<UnitType, RedOp::op>)         \
-  RC_KERNEL(rc_packet_##name, packet_reduce_kernel<UnitType, RedOp::op>)
+  RC_KERNEL(rc_ll_##name, ll_reduce_kernel<UnitType, RedOp::op>)
 
 RC_REDUCE_KERNELS(sum, kSum)
 RC_REDUCE_KERNELS(product, kProduct)

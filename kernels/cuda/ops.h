@@ -243,7 +243,7 @@ struct ReduceOps : MoveOps {
                     team.num_lanes());
   }
 
-  // The reduction of 8 bytes of every rank, in rank order (packet.h).
+  // The reduction of 8 bytes of every rank, in rank order (ll.h).
   struct WordSum {
     static constexpr int kWordElems = 8 / sizeof(T);
     typename R::Acc acc[kWordElems] = {};

@@ -89,8 +89,7 @@ const char* name_of(RedOp op) {
 }
 
 const char* name_of(Algorithm algorithm) {
-  static const char* const names[] = {"auto",   "direct",      "ring",
-                                      "packet", "copy_engine", "multicast"};
+  static const char* const names[] = {"auto", "direct", "ring", "ll", "copy_engine", "multicast"};
   return uint32_t(algorithm) < 6 ? names[uint32_t(algorithm)] : "unknown";
 }
 

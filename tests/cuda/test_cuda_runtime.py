@@ -443,7 +443,7 @@ def test_a_kernel_is_loaded_wholly_and_once(stack, monkeypatch):
     assert stack.driver.loaded == [6]
     assert stack.modules.named("funcGetAttribute") == [(0, 6)]
     assert stack.runtime.find_kernel(1, "move", "rc_move") is kernel
-    stack.runtime.find_kernel(1, "move", "rc_packet_move")
+    stack.runtime.find_kernel(1, "move", "rc_ll_move")
     assert stack.modules.named("moduleLoadData") == [(b"image",)]
     with stack.runtime._loading[1]:  # another thread loads one, and waits for its device
         assert stack.runtime.find_kernel(1, "move", "rc_move") is kernel

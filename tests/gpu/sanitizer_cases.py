@@ -46,7 +46,7 @@ def check(name: str, tensors: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def reductions(world: Any, count: int, in_heap: bool) -> None:
-    for algorithm in ("direct", "ring", "packet"):
+    for algorithm in ("direct", "ring", "ll"):
         tensors = given(count, in_heap)
         total = tensors[0] + tensors[1]
         world.all_reduce(tensors, algorithm=algorithm)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ringcomm import Communicator
-from tests.support.device_worlds import PACKET_BYTES, on_host, put, room
+from tests.support.device_worlds import LL_BYTES, on_host, put, room
 from tests.support.exact import equal, op_of, operand, ops_for, pattern, reduced, same
 
 MEANS = ("SUM", "AVG", "PREMUL_SUM")
@@ -56,9 +56,9 @@ class Case:
 
 
 def _algorithm(case: Case, comm: Communicator) -> str:
-    """The case's, where it can be used: packets are small."""
-    fits = 0 < case.count * case.dtype.itemsize <= PACKET_BYTES and comm.world_size > 1
-    return "auto" if case.algorithm == "packet" and not fits else case.algorithm
+    """The case's, where it can be used: LL messages are small."""
+    fits = 0 < case.count * case.dtype.itemsize <= LL_BYTES and comm.world_size > 1
+    return "auto" if case.algorithm == "ll" and not fits else case.algorithm
 
 
 def _end(work: Any) -> None:

@@ -171,7 +171,7 @@ def protocol(binary: Binary, kernel: str) -> list[str]:
     return [f"{kernel}: no {access}" for access in wanted if access not in text]
 
 
-def packet_protocol(binary: Binary, kernel: str) -> list[str]:
+def ll_protocol(binary: Binary, kernel: str) -> list[str]:
     """Returns what a kernel lacks whose flags travel beside the data: each must be one access."""
     text = "\n".join(binary.reachable(kernel).values())
     wanted = ("ld.relaxed.sys.global.v2.u64", "st.relaxed.sys.global.v2.u64")
@@ -185,7 +185,7 @@ def packet_protocol(binary: Binary, kernel: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The accesses of a loop to data, packets left aside."""
+    """The accesses of a loop to data, LL packets left aside."""
 
     in_flight: int  # 16-byte loads issued before the first use of one of them
     stores: int  # of 16 bytes
@@ -239,7 +239,7 @@ def _computes(code: Sequence[Instruction]) -> bool:
 
 
 def data_loops(kernel: Kernel) -> list[Loop]:
-    """The loops that load 16 bytes at a time, packets left aside."""
+    """The loops that load 16 bytes at a time, LL packets left aside."""
 
     def loads_data(loop: Loop) -> bool:
         return any(i.loaded and ".STRONG" not in i.opcode for i in loop.code)

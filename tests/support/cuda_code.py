@@ -256,7 +256,7 @@ def kernels_of(name: str) -> set[str]:
     kernels = units.UNITS[unit].kernels
     if not part:
         return set(kernels)
-    # By the longest: rc_packet_move is of the part packet_move.
+    # By the longest: rc_ll_move is of the part ll_move.
     of = {k: max((p for p in parts if k.endswith(f"_{p}")), key=len, default=part) for k in kernels}
     return {kernel for kernel, its_part in of.items() if its_part == part}
 
@@ -267,7 +267,7 @@ def unit_source(name: str) -> tuple[str, dict[str, str], list[str]]:
     Args:
         name: the unit's; or ``reduce_float16/min``, with one of its operators alone, or
             ``adamw_float16/float32``, with one dtype of parameters alone, or of that the update
-            without the collectives, ``adamw_float16/shard_float32``, or ``move/packet_move``, or
+            without the collectives, ``adamw_float16/shard_float32``, or ``move/ll_move``, or
             ``quantize_int8/float32``, with one dtype of numbers alone.
     """
     if "/shard_" in name:

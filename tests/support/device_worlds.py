@@ -27,10 +27,10 @@ Tensor = torch.Tensor
 # and some of the tests' own: more of them would share hardware queues, of which there are 32.
 KEPT_RANKS = 8
 PLACES = ("plain", "heap", "mixed", "unaligned")
-PACKET_BYTES = 1024
+LL_BYTES = 1024
 # Small, so that tens of kilobytes go several times around all slots of both channels.
 OPTIONS = CommOptions(
-    timeout=20.0, segment_bytes=1024, channels=2, packet_bytes=PACKET_BYTES, copy_engine_bytes=4096
+    timeout=20.0, segment_bytes=1024, channels=2, ll_bytes=LL_BYTES, copy_engine_bytes=4096
 )
 # Elements of 4 bytes with which every channel has more to move than fits into its slots.
 MANY = 20_011
@@ -234,22 +234,22 @@ def items_read(comm: Communicator, peer: int, stream: Stream = Stream.PAIR) -> i
     return ctypes.c_uint32.from_address(ready_word(comm, peer, stream) + 4).value
 
 
-def set_packet_epoch(comm: Communicator, epoch: int) -> None:
-    """Puts the packets where ``epoch`` calls would have; between calls, on all ranks."""
+def set_ll_epoch(comm: Communicator, epoch: int) -> None:
+    """Puts the LL words where ``epoch`` calls would have; between calls, on all ranks."""
     links = _links(comm)
     for channel in range(links // (_STREAMS * comm.world_size)):
         line = _PAGE_BYTES + (3 * links + channel) * _LINE_BYTES
         _write(comm, line + _SEQUENCE_BYTES, epoch)
 
 
-def packet_flags(comm: Communicator) -> set[int]:
-    """The flags of all places for packets; between calls."""
+def ll_flags(comm: Communicator) -> set[int]:
+    """The flags of all places for LL packets; between calls."""
     core = cast(DeviceCallEngine, comm.engine).device_core
     lines = 3 * _links(comm) + core.native.channels
     begin = _PAGE_BYTES + -(-lines * _LINE_BYTES // _PAGE_BYTES) * _PAGE_BYTES
     size_bytes = core.native.words_bytes - begin
     words = memoryview(core.runtime.read(core.device, core._block.ptr + begin, size_bytes))
-    # A packet is payload, flag, payload, flag; what rounds the words up to a page stays zero.
+    # An LL packet is payload, flag, payload, flag; what rounds the words up to a page stays zero.
     return set(words.cast("I")[1::2])
 
 

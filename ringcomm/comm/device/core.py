@@ -338,7 +338,7 @@ class DeviceCore:
                 options.slots,
                 options.segment_bytes or _segment_bytes(world_size, channels, options.slots),
             ),
-            extra=(options.packet_bytes, options.copy_engine_bytes),
+            extra=(options.ll_bytes, options.copy_engine_bytes),
             timeout_ms=round(options.timeout_s * 1000),
             family=_native.ALGORITHMS[choice.algorithm],
             find_kernel=partial(_find, self.device),

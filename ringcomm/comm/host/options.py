@@ -17,7 +17,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 # The native deadline is a signed 32-bit count of milliseconds.
 LONGEST_TIMEOUT_S = 2**31 // 1000 - 1
 _WHOLE_NUMBERS = (
-    *("segment_bytes", "slots", "channels", "packet_bytes", "copy_engine_bytes", "multicast_bytes"),
+    *("segment_bytes", "slots", "channels", "ll_bytes", "copy_engine_bytes", "multicast_bytes"),
     *("records", "sum_blocks", "largest_object_bytes"),
 )
 
@@ -63,7 +63,7 @@ class CommOptions:
         slots: staging slots per peer; a power of two, at least 2.
         channels: of a communicator on a device: blocks per collective, or 0 for as many as suit
             the device and the ranks that share it.
-        packet_bytes: of a communicator on a device: the largest message that may go as packets; a
+        ll_bytes: of a communicator on a device: the largest message that may go by LL; a
             multiple of 64, or 0 for none.
         copy_engine_bytes: of a communicator on a device: the bytes that the copy engines stage at a
             time; a multiple of 64, or 0 to do without ``algorithm="copy_engine"``.
@@ -108,7 +108,7 @@ class CommOptions:
     segment_bytes: int = 0
     slots: int = 4
     channels: int = 0
-    packet_bytes: int = 32 << 10
+    ll_bytes: int = 32 << 10
     copy_engine_bytes: int = 0
     multicast_bytes: int = 0
     records: int = 256
@@ -138,7 +138,7 @@ class CommOptions:
                 "segment_bytes: expected 0 or a power of two of at least 64, got "
                 f"{self.segment_bytes}"
             )
-        for name in ("packet_bytes", "copy_engine_bytes", "multicast_bytes"):
+        for name in ("ll_bytes", "copy_engine_bytes", "multicast_bytes"):
             if getattr(self, name) < 0 or getattr(self, name) % 64:
                 raise ArgumentError(
                     f"{name}: expected 0 or a multiple of 64, got {getattr(self, name)}"

@@ -8,7 +8,7 @@ import torch
 import ringcomm
 from ringcomm import ArgumentError, UnsupportedError
 from tests.support.device_worlds import (
-    PACKET_BYTES,
+    LL_BYTES,
     device_of,
     on_host,
     put,
@@ -131,25 +131,21 @@ def _refusals(devices, world, call):
     return devices.run(world, body)
 
 
-TOO_MANY = PACKET_BYTES // 4 + 1
+TOO_MANY = LL_BYTES // 4 + 1
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda c: c.all_reduce(_on(c, TOO_MANY), algorithm="packet"),
-        lambda c: c.reduce_scatter_tensor(
-            _on(c, TOO_MANY), _on(c, 2 * TOO_MANY), algorithm="packet"
-        ),
-        lambda c: c.all_gather_into_tensor(
-            _on(c, 2 * TOO_MANY), _on(c, TOO_MANY), algorithm="packet"
-        ),
+        lambda c: c.all_reduce(_on(c, TOO_MANY), algorithm="ll"),
+        lambda c: c.reduce_scatter_tensor(_on(c, TOO_MANY), _on(c, 2 * TOO_MANY), algorithm="ll"),
+        lambda c: c.all_gather_into_tensor(_on(c, 2 * TOO_MANY), _on(c, TOO_MANY), algorithm="ll"),
     ],
 )
-def test_a_message_too_large_for_packets(devices, world, call):
+def test_a_message_too_large_for_ll(devices, world, call):
     for rank, text in enumerate(_refusals(devices, world, call)):
         assert f"on rank {rank} of 2: " in text
-        assert f'"packet" takes up to {PACKET_BYTES} bytes per peer' in text
+        assert f'"ll" takes up to {LL_BYTES} bytes per peer' in text
         assert f"got {4 * TOO_MANY} bytes" in text
 
 
@@ -199,7 +195,7 @@ def test_more_than_staging_can_pipe(devices):
 
 def test_a_world_of_one_takes_every_algorithm(devices):
     def body(comm):
-        for algorithm in ("auto", "direct", "ring", "packet", "copy_engine"):
+        for algorithm in ("auto", "direct", "ring", "ll", "copy_engine"):
             tensor, output = _on(comm, 8) + 3, _on(comm)
             comm.all_gather_into_tensor(output, tensor, algorithm=algorithm)
             assert on_host(output).tolist() == [3.0] * 8
@@ -213,7 +209,7 @@ def test_a_world_of_one_takes_every_algorithm(devices):
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"])
 def test_an_empty_message_takes_every_algorithm(devices, world, name):
     def body(comm):
-        for algorithm in ("auto", "direct", "ring", "packet"):
+        for algorithm in ("auto", "direct", "ring", "ll"):
             tensors = [_on(comm, 0)] * (1 if name == "all_reduce" else 2)
             getattr(comm, name)(*tensors, algorithm=algorithm)
 

@@ -1,4 +1,4 @@
-"""``direct`` and ``packet`` sum in rank order and round once: the bits of the host's ``direct``."""
+"""``direct`` and ``ll`` sum in rank order and round once: the bits of the host's ``direct``."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.support.device_worlds import on_host, put, room
 from tests.support.exact import op_of, same
 
 WORLD = 4
-# Small enough for packets, for one hop of a direct all-reduce, and for neither; per rank.
+# Small enough for LL, for one hop of a direct all-reduce, and for neither; per rank.
 COUNTS = (37, 150, 3001)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -27,7 +27,7 @@ def drawn(count, dtype, op):
 
 
 def _algorithms(count, dtype):
-    return ("direct", "packet") if count * WORLD * dtype.itemsize <= 1024 else ("direct",)
+    return ("direct", "ll") if count * WORLD * dtype.itemsize <= 1024 else ("direct",)
 
 
 @pytest.fixture(scope="module")

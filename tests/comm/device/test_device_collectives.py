@@ -21,7 +21,7 @@ from tests.support.device_worlds import MANY, PLACES, on_host, put, room, with_o
 from tests.support.emulator.library import library
 from tests.support.exact import MOVABLE, operand, pattern, reduced, same
 
-ALGORITHMS = ("auto", "direct", "ring", "packet", "copy_engine")
+ALGORITHMS = ("auto", "direct", "ring", "ll", "copy_engine")
 
 
 # Schedules of every world are proved at compile time (tests/proof/races/schedule_test.cpp).
@@ -55,7 +55,7 @@ def test_every_world_size_and_place(devices, name, world_size):
     devices.run(devices.world(world_size), body)
 
 
-@covering(strength=1, dtype=[*EMULATED], algorithm=["direct", "ring", "packet"])
+@covering(strength=1, dtype=[*EMULATED], algorithm=["direct", "ring", "ll"])
 def test_every_dtype_and_op(devices, dtype, algorithm):
     ops = EMULATED[dtype] if devices.emulated else ops_on_device(dtype)
     cases = [
@@ -101,7 +101,7 @@ def test_more_than_staging_holds(devices, name, place):
     devices.run(devices.world(2), body)
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "ring", "packet"])
+@pytest.mark.parametrize("algorithm", ["direct", "ring", "ll"])
 def test_each_rank_has_a_premul_factor_of_its_own(devices, algorithm):
     world, count = 3, 200
     inputs = [operand(count, rank, world, torch.float32, "SUM") for rank in range(world)]

@@ -1,4 +1,4 @@
-"""Epochs come around after 2^32 items or packet calls, and nothing happens."""
+"""Epochs come around after 2^32 items or LL calls, and nothing happens."""
 
 import functools
 import threading
@@ -8,11 +8,11 @@ import pytest
 
 from tests.support.call_checks import CHECKS, Case, check_all_gather, check_all_reduce
 from tests.support.call_checks import check_reduce_scatter as check_reduce_scatter_tensor
-from tests.support.device_worlds import MANY, packet_flags, set_epochs, set_packet_epoch
+from tests.support.device_worlds import MANY, ll_flags, set_epochs, set_ll_epoch
 
 WORLD = 3
 WRAP = 1 << 32
-# Once in so many calls the buffers of packets are cleared (packet.h).
+# Once in so many calls the buffers of LL are cleared (ll.h).
 CLEARING = 1 << 24
 
 
@@ -49,37 +49,37 @@ def test_items_wrap_around(devices, name):
         devices.run(world, body)
 
 
-def _packets(comm, count):
+def _ll(comm, count):
     for check in (check_all_reduce, check_reduce_scatter_tensor, check_all_gather):
-        check(comm, Case(count, place="unaligned", algorithm="packet"))
+        check(comm, Case(count, place="unaligned", algorithm="ll"))
 
 
 def _skip_to(devices, comm, epoch):
     """Puts a world where it would be after small calls up to ``epoch``."""
     comm.barrier()
     devices.runtime.synchronize(0)
-    set_packet_epoch(comm, epoch)
+    set_ll_epoch(comm, epoch)
 
 
-def test_packets_across_a_clearing(devices):
+def test_ll_across_a_clearing(devices):
     def body(comm):
         for clearing in (CLEARING, 2 * CLEARING):
             _skip_to(devices, comm, clearing - 4)
             for count in (1, 250, 3, 250, 17):
-                _packets(comm, count)
+                _ll(comm, count)
 
     with devices.new_world(WORLD) as world:
         devices.run(world, body)
 
 
-def test_packets_wrap_around(devices):
+def test_ll_calls_wrap_around(devices):
     """Makes those of 2^32 calls that lie around the last two clearings."""
 
     def body(comm):
         for clearing in (WRAP - CLEARING, WRAP):
             _skip_to(devices, comm, clearing - 3)
             for count in (250, 1, 100, 250):
-                _packets(comm, count)
+                _ll(comm, count)
 
     with devices.new_world(WORLD) as world:
         devices.run(world, body)
@@ -91,14 +91,14 @@ def test_a_clearing_leaves_no_old_packet_in_either_set(devices, clearing):
 
     def body(comm):
         for _ in range(2):
-            check_all_reduce(comm, Case(250, algorithm="packet"))
+            check_all_reduce(comm, Case(250, algorithm="ll"))
         devices.runtime.synchronize(0)
-        before = packet_flags(comm)
+        before = ll_flags(comm)
         _skip_to(devices, comm, clearing - 4)
         for _ in range(6):
-            check_all_reduce(comm, Case(1, algorithm="packet"))
+            check_all_reduce(comm, Case(1, algorithm="ll"))
         devices.runtime.synchronize(0)
-        return before, packet_flags(comm)
+        return before, ll_flags(comm)
 
     with devices.new_world(WORLD) as world:
         for before, after in devices.run(world, body):

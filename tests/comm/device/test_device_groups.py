@@ -22,7 +22,7 @@ def test_two_devices_of_one_process(two_devices, ranks):
         for count, place, algorithm in (
             (0, "heap", "direct"),
             (1, "plain", "ring"),
-            (257, "mixed", "packet"),
+            (257, "mixed", "ll"),
             (5003, "plain", "copy_engine"),
             (5003, "mixed", "ring"),
             (5003, "heap", "direct"),
@@ -99,13 +99,13 @@ def test_the_calls_of_a_world_and_of_groups_alternate(devices):
 
 @covering(
     count=[1, 64, MANY],
-    algorithm=["auto", "direct", "ring", "packet"],
+    algorithm=["auto", "direct", "ring", "ll"],
     on={"one device": (0,), "two devices": BOTH},
 )
 def test_all_ranks_from_one_thread(request, devices, count, algorithm, on):
     if len(on) > 1:
         request.getfixturevalue("two_devices")
-    if algorithm == "packet" and count == MANY:
+    if algorithm == "ll" and count == MANY:
         algorithm = "auto"
     ranks, op = 4, "MAX" if count == 64 else "SUM"
     world = devices.world(ranks, on)

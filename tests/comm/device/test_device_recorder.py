@@ -89,7 +89,7 @@ def test_what_is_recorded_of_collectives(devices):
         (1, ("all_reduce", "int8", "MIN", -1, "ring", "native", 4), 4, here(2, body)),
         (2, ("broadcast", "float32", "", 1, "direct", "native", 24), 24, here(3, body)),
         (3, ("barrier", "uint8", "", -1, "direct", "native", 0), 0, here(4, body)),
-        (4, ("all_reduce", "float32", "SUM", -1, "packet", "native", 32), 32, here(5, body)),
+        (4, ("all_reduce", "float32", "SUM", -1, "ll", "native", 32), 32, here(5, body)),
         (5, ("all_to_all", "float32", "", -1, "direct", "native", 0), 16, here(6, body)),
         (
             6,

@@ -107,7 +107,7 @@ def test_a_launch_of_one_rank_carries_its_table(two_devices, choose_rings):
         nobody = bytes(_native.STRUCTURES["table"])
         two_devices.runtime.write(device_of(comm), native.table_ptr, nobody)
         comm.barrier()
-        for algorithm in ("direct", "ring", "packet"):
+        for algorithm in ("direct", "ring", "ll"):
             check_all_reduce(comm, Case(1021, place="heap", algorithm=algorithm))
 
     with two_devices.new_world(2, on=(0, 1), options=OPTIONS) as world:

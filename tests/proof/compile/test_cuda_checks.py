@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(not cuda_code.have_tools(), reason=cuda_code.NEEDS_TOOLS),
 ]
 
-# Waits, copies, reduces three sources, publishes, and sends a packet.
+# Waits, copies, reduces three sources, publishes, and sends an LL packet.
 RIGHT = """
 constexpr int kCopies = 4, kSums = 4;
 __device__ float4 load(const float4* p) {
@@ -152,13 +152,13 @@ WRONG = {
         COUNTS + " __device__ __noinline__ unsigned quotient(size_t a, size_t b) { return a / b; }",
     ),
     "a packet in two loads": Wrong(
-        "packet_protocol",
+        "ll_protocol",
         "no ld.relaxed.sys.global.v2.u64",
         LOAD_PACKET,
         "ld.relaxed.sys.global.u64 %0, [%2]; ld.relaxed.sys.global.u64 %1, [%2+8];",
     ),
     "a packet in two stores": Wrong(
-        "packet_protocol",
+        "ll_protocol",
         "no st.relaxed.sys.global.v2.u64",
         STORE_PACKET,
         "st.relaxed.sys.global.u64 [%0], %1; st.relaxed.sys.global.u64 [%0+8], %2;",
@@ -171,7 +171,7 @@ RULES = {
     "launch_bounds": lambda binary, _: checks.launch_bounds(binary),
     "memory_orders": lambda binary, _: checks.memory_orders(binary),
     "protocol": checks.protocol,
-    "packet_protocol": checks.packet_protocol,
+    "ll_protocol": checks.ll_protocol,
     "long_divisions": lambda binary, name: checks.long_divisions(binary.kernels[name]),
     "copy_loop": lambda binary, name: checks.copy_loop(binary.kernels[name]),
     "reduce_loop": lambda binary, name: checks.reduce_loop(binary.kernels[name]),

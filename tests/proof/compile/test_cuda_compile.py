@@ -39,7 +39,7 @@ REPRESENTATIVES = (
 )
 # Whether another architecture takes the sources, and what it makes of waits and orders, shows in
 # the cheapest; the one by multicast is empty below sm_90.
-CHEAPEST = ("move/packet_move", "multicast_float16")
+CHEAPEST = ("move/ll_move", "multicast_float16")
 MATRIX = [(unit, MAIN_TARGET) for unit in (UNITS if EVERYTHING else REPRESENTATIVES)]
 for target in OTHER_TARGETS:
     MATRIX += [(unit, target) for unit in (UNITS if EVERYTHING else CHEAPEST)]
@@ -90,8 +90,8 @@ def moves(kernel: str) -> bool:
     return kernel.endswith("_move")
 
 
-def sends_packets(kernel: str) -> bool:
-    return "_packet_" in kernel
+def is_ll(kernel: str) -> bool:
+    return "_ll_" in kernel
 
 
 def codes(kernel: str) -> bool:
@@ -162,13 +162,13 @@ class TestUnits:
 
     def test_items_are_acquired_and_released(self, binary):
         for name in binary.kernels:
-            if not sends_packets(name) and not is_alone(name):
+            if not is_ll(name) and not is_alone(name):
                 assert checks.protocol(binary, name) == []
 
     def test_a_packet_is_one_access(self, binary):
         for name in binary.kernels:
-            if sends_packets(name):
-                assert checks.packet_protocol(binary, name) == []
+            if is_ll(name):
+                assert checks.ll_protocol(binary, name) == []
 
     def test_data_move_16_bytes_at_a_time(self, binary):
         for name, kernel in binary.kernels.items():
@@ -184,7 +184,7 @@ class TestUnits:
                 assert "scale" in name or checks.coding_loop(kernel, stores=True) == []
             if name.endswith("_float32") and codes(name):
                 assert checks.coding_loop(kernel, stores=name.startswith("rc_sum_")) == []
-            if sends_packets(name) or is_alone(name):
+            if is_ll(name) or is_alone(name):
                 continue
             # The norm is a reduce-scatter alone: it copies nothing.
             assert name.endswith("_norm") or checks.copy_loop(kernel) == []

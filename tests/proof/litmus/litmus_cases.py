@@ -240,7 +240,7 @@ CLAIM = Litmus(
 # 8 bytes hold payload and flag; a set is used again two calls later, after the peer's packets of
 # the call between. The end of a kernel orders, as a fence does. (That an answer is not stored
 # before what it answers was loaded is load buffering, which the machine leaves out.)
-PACKETS = Litmus(
+LL = Litmus(
     [["send_payload", "take_payload", "send_payload"], ["take_payload", "send_payload"]],
     [
         [
@@ -273,5 +273,5 @@ CASES = {
     "claim": CLAIM,
     "message": replace(BUFFER, code=[["raise_fault"], ["Messenger::take_item", "abort_seen"]]),
     "messenger's sleep": replace(SLEEP, code=[["Messenger::sleep"], ["publish"]]),
-    "packets": PACKETS,
+    "ll": LL,
 }

@@ -124,7 +124,7 @@ def steps_like(op: Op) -> tuple[set[str], str]:
         return {kind}, ""
     names = {f"{kind}_{op.order}_sys"}
     if op.order == "relaxed":  # what holds without order holds with it
-        names |= {f"{kind}_packet_sys", f"{kind}_acquire_sys", f"{kind}_release_sys"}
+        names |= {f"{kind}_ll_packet_sys", f"{kind}_acquire_sys", f"{kind}_release_sys"}
     return names, word if word in WORDS_BY_NAME else ""
 
 

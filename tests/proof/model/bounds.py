@@ -23,7 +23,7 @@ RIGHT: dict[str, Model] = {
     ),
     "ring, three ranks": model("ring.pml", 3, "START=2 SEGMENTS=2 CALLS=3"),
     "ring, faults": model("ring.pml", 3, "START=2 SEGMENTS=2 CALLS=1 FAULTS=2"),
-    "packets": model("packet.pml", 2, "START=0 CALLS=18 FAULTS=1"),
+    "ll": model("ll.pml", 2, "START=0 CALLS=18 FAULTS=1"),
     "sleep": model("sleep.pml", 2, "START=2 ITEMS=5"),
     "sleep, fences for all": model("sleep.pml", 2, "START=2 ITEMS=5 FENCES_FOR_ALL"),
     "lent buffers": model("lend.pml", 2, ""),
@@ -62,9 +62,9 @@ LARGE: dict[str, Model] = {
     ),
     "ring, four ranks, three calls": model("ring.pml", 4, "START=2 SEGMENTS=3 CALLS=3"),
     "ring, four ranks, faults": model("ring.pml", 4, "START=2 SEGMENTS=2 CALLS=2 FAULTS=1"),
-    "packets, three ranks, eight calls": model("packet.pml", 3, "START=0 CALLS=8"),
-    "packets, three ranks, faults": model("packet.pml", 3, "START=0 CALLS=9 FAULTS=1"),
-    "packets, four ranks": model("packet.pml", 4, "START=0 CALLS=3"),
+    "ll, three ranks, eight calls": model("ll.pml", 3, "START=0 CALLS=8"),
+    "ll, three ranks, faults": model("ll.pml", 3, "START=0 CALLS=9 FAULTS=1"),
+    "ll, four ranks": model("ll.pml", 4, "START=0 CALLS=3"),
     "regions, three communicators": model("retired.pml", 3, "COMMUNICATORS=3 FAULTS=1"),
     "regions, four ranks": model("retired.pml", 4, "COMMUNICATORS=2"),
 }
@@ -78,8 +78,8 @@ ONE_HOP = model("direct.pml", 2, "START=6 SEGMENTS=3 CALLS=2 KINDS=80", epochs=8
 SHARED = model("direct.pml", 3, "START=6 SEGMENTS=3 CALLS=1 KINDS=2", epochs=8)
 RING = model("ring.pml", 3, "START=6 SEGMENTS=2 CALLS=2", epochs=8)
 RING_FAULTY = model("ring.pml", 3, "START=2 SEGMENTS=1 CALLS=1 FAULTS=1")
-PACKETS = model("packet.pml", 2, "START=0 CALLS=10")
-PACKETS_FAULTY = model("packet.pml", 2, "START=0 CALLS=2 FAULTS=1")
+LL = model("ll.pml", 2, "START=0 CALLS=10")
+LL_FAULTY = model("ll.pml", 2, "START=0 CALLS=2 FAULTS=1")
 SLEEP = model("sleep.pml", 2, "START=2 ITEMS=3")
 SLEEP_FOR_ALL = model("sleep.pml", 2, "START=2 ITEMS=3 FENCES_FOR_ALL")
 LEND = model("lend.pml", 2, "")
@@ -96,7 +96,7 @@ SAMPLE: list[tuple[Model, str, str]] = [
         "assertion",
     ),
     (RING, "MUTANT_RELEASED_BEFORE_REDUCED", "assertion"),
-    (PACKETS, "MUTANT_NOT_CLEARED", "assertion"),
+    (LL, "MUTANT_NOT_CLEARED", "assertion"),
     (SLEEP, "MUTANT_NO_FENCE_OF_THE_SLEEPER", "deadlock"),
     (SLEEP, "MUTANT_LOADED_ONCE", "cycle"),
     (REGIONS, "MUTANT_REUSED_WITHOUT_FAREWELL", "assertion"),
@@ -129,11 +129,11 @@ MUTANTS: list[tuple[Model, str, str]] = [
     (RING, "MUTANT_WRONG_EPOCH", "assertion"),
     (RING, "MUTANT_SLOT_REUSED_EARLY", "assertion"),
     (RING, "MUTANT_SLOT_AWAITED_LONGER", "deadlock"),
-    (PACKETS, "MUTANT_ONE_SET", "deadlock"),
-    (PACKETS, "MUTANT_FLAG_ZERO_USED", "assertion"),
-    (PACKETS, "MUTANT_OWN_SET_CLEARED", "deadlock"),
-    (PACKETS, "MUTANT_PACKETS_NOT_AWAITED", "assertion"),
-    (model("packet.pml", 3, "START=0 CALLS=4"), "MUTANT_ONE_PEER_AWAITED", "deadlock"),
+    (LL, "MUTANT_ONE_SET", "deadlock"),
+    (LL, "MUTANT_FLAG_ZERO_USED", "assertion"),
+    (LL, "MUTANT_OWN_SET_CLEARED", "deadlock"),
+    (LL, "MUTANT_LL_NOT_AWAITED", "assertion"),
+    (model("ll.pml", 3, "START=0 CALLS=4"), "MUTANT_ONE_PEER_AWAITED", "deadlock"),
     (SLEEP, "MUTANT_NO_FENCE_OF_THE_WRITER", "deadlock"),
     (SLEEP_FOR_ALL, "MUTANT_FENCES_FOR_ITSELF", "deadlock"),
     (SLEEP, "MUTANT_NO_FLAG_RAISED", "deadlock"),
@@ -146,7 +146,7 @@ MUTANTS: list[tuple[Model, str, str]] = [
     (model("retired.pml", 3, "COMMUNICATORS=3"), "MUTANT_ONE_FAREWELL_IS_ENOUGH", "assertion"),
     *(
         (right, mutant, "deadlock")
-        for right in (FAULTY, RING_FAULTY, PACKETS_FAULTY)
+        for right in (FAULTY, RING_FAULTY, LL_FAULTY)
         for mutant in (
             "MUTANT_NO_DEADLINE",
             "MUTANT_NO_LOOK_AT_FAREWELLS",

@@ -9,7 +9,7 @@
 
 #include "ringcomm/protocol/endpoint.h"
 
-#include "packet_flags.h"
+#include "ll_flags.h"
 
 using namespace ringcomm;
 

@@ -26,7 +26,7 @@ LACKING = [
     if not path
 ]
 
-# How many flags the packet model has, and how many epochs the others: each a power of two.
+# How many flags the LL model has, and how many epochs the others: each a power of two.
 FLAGS = 8
 EPOCHS = 4
 
@@ -81,9 +81,9 @@ def run(command: Sequence[str | Path], folder: Path, *, limit_s: float = 600) ->
     return done.stdout
 
 
-def packet_flags(include: Path) -> str:
-    """The flag arithmetic of packet.h, its text, over a type of FLAGS values in place of 2^32."""
-    header = (include / "ringcomm/protocol/packet.h").read_text()
+def ll_flags(include: Path) -> str:
+    """The flag arithmetic of ll.h, its text, over a type of FLAGS values in place of 2^32."""
+    header = (include / "ringcomm/protocol/ll.h").read_text()
     functions = re.findall(
         r"^RC_FN constexpr \w+ (?:next_flag|clears_other_set)\(.*?\}$", header, re.M | re.S
     )
@@ -107,7 +107,7 @@ constexpr unsigned operator%(Flag a, unsigned b) {{ return a.value % b; }}
 
 def tables(folder: Path, include: Path, world: int, epochs: int) -> str:
     """The text of schedule.pml for a world, from the functions of the headers below ``include``."""
-    (folder / "packet_flags.h").write_text(packet_flags(include))
+    (folder / "ll_flags.h").write_text(ll_flags(include))
     program = folder / f"schedule_tables_{world}_{epochs}"
     options = ["-std=c++20", "-O0", f"-DWORLD={world}", f"-DEPOCHS={epochs}", f"-DFLAGS={FLAGS}"]
     paths = [f"-I{include}", f"-I{folder}"]

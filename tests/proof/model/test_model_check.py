@@ -12,8 +12,8 @@ import pytest
 
 from tests.proof.model.bounds import (
     LARGE,
+    LL,
     MUTANTS,
-    PACKETS,
     PAIR,
     RIGHT,
     RING,
@@ -112,7 +112,7 @@ def test_what_the_order_of_stores_of_x86_forgives(checker):
             PAIR,
             "assertion",
         ),
-        ("protocol/packet.h", "last + 1 == 0 ? 2 :", "last + 1 == 0 ? 3 :", PACKETS, "deadlock"),
+        ("protocol/ll.h", "last + 1 == 0 ? 2 :", "last + 1 == 0 ? 3 :", LL, "deadlock"),
         *in_test_all(
             (
                 "protocol/signal.h",

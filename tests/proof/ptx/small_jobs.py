@@ -1,7 +1,7 @@
 """Small jobs of a few ranks on emulated devices, whose results are known to the bit.
 
 Together they take the kernels through every way that data goes: direct and ring, out of the heap
-with no copy and through slots, packets, messages, the optimizer's steps. What a rank has lent for a
+with no copy and through slots, LL, messages, the optimizer's steps. What a rank has lent for a
 call is written over on the stream right behind it. Run as a program it does one job with the PTX of
 its kernels, in which the named lines of a part order nothing, and with a slip, if one is named:
 
@@ -49,7 +49,7 @@ from tests.support.device_worlds import (
     put,
     ready_word,
     room,
-    set_packet_epoch,
+    set_ll_epoch,
 )
 from tests.support.emulator.library import DriverError
 from tests.support.emulator.ptx import PtxKernels, ptx_of
@@ -66,7 +66,7 @@ MANY = {"plain": SOME_ELEMS, "heap": MANY_ELEMS, "mixed": MANY_ELEMS}
 STEP_ELEMS = (6_001, 40, 3)
 # Of whom two share a device and a launch; with two a ring's neighbours would be one rank.
 RANKS = 3
-CALLS_PER_CLEARING = 1 << 24  # kCallsPerClearing, packet.h
+CALLS_PER_CLEARING = 1 << 24  # kCallsPerClearing, ll.h
 # Slips that are not a place without its order: a pattern of the text, and what it becomes.
 SLIPS = {
     "a vector a word too far": (
@@ -336,11 +336,11 @@ def _shared_again(comm: Communicator) -> None:
 
 
 def _come_around(comm: Communicator) -> None:
-    """Packets whose flags are about to come around, so that their places are cleared."""
-    set_packet_epoch(comm, CALLS_PER_CLEARING - 4)
+    """LL packets whose flags are about to come around, so that their places are cleared."""
+    set_ll_epoch(comm, CALLS_PER_CLEARING - 4)
     comm.barrier()
     for turn in range(6):
-        _all_reduce(comm, turn, "packet", FEW_ELEMS, "plain")
+        _all_reduce(comm, turn, "ll", FEW_ELEMS, "plain")
 
 
 def _absent(comm: Communicator) -> None:
@@ -432,10 +432,10 @@ _THIRDS = {place: elems // 3 for place, elems in MANY.items()}
 JOBS: dict[str, Callable[[Communicator], None]] = {
     "direct": _job(_all_reduce, "direct", MANY),
     "ring": _job(_all_reduce, "ring", SOME),
-    "packet": _job(_all_reduce, "packet", FEW),
+    "ll": _job(_all_reduce, "ll", FEW),
     "direct halves": _job(_halves, "direct", _THIRDS),
     "ring halves": _job(_halves, "ring", dict.fromkeys(FEW, SOME_ELEMS // 3)),
-    "packet halves": _job(_halves, "packet", dict.fromkeys(FEW, FEW_ELEMS // 3)),
+    "ll halves": _job(_halves, "ll", dict.fromkeys(FEW, FEW_ELEMS // 3)),
     "one hop": _job(_all_reduce, "direct", FEW),
     "movements": _job(_movements, "", _THIRDS),
     "to a root": _job(_to_root, "", MANY),
@@ -443,7 +443,7 @@ JOBS: dict[str, Callable[[Communicator], None]] = {
     "found read": _found_read,
     "shared again": _shared_again,
     "norm alone": _norm_alone,
-    "packets come around": _come_around,
+    "ll comes around": _come_around,
     "absent": _absent,
     "direct step": _steps("direct", False),
     "ring step": _steps("ring", False),

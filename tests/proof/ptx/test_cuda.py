@@ -82,7 +82,7 @@ def devices() -> Iterator[Devices]:
 )
 def test_every_collective(world_size: int, schedule: PtxSchedule) -> None:
     algorithms, places = (
-        itertools.cycle(("direct", "ring", "packet", "auto")),
+        itertools.cycle(("direct", "ring", "ll", "auto")),
         itertools.cycle(PLACES),
     )
     cases = [
@@ -118,7 +118,7 @@ EVERY_UNIT = [(dtype, operators[-1]) for dtype, operators in EMULATED.items()]
 )
 def test_every_unit(devices: Devices, dtype: torch.dtype, op: str) -> None:
     def body(comm: Communicator) -> None:
-        for turn, algorithm in enumerate(("direct", "ring", "packet")):
+        for turn, algorithm in enumerate(("direct", "ring", "ll")):
             for count, place in ((67, "unaligned"), (1500, PLACES[turn])):
                 case = Case(count, dtype, op, place, algorithm)
                 check_all_reduce(comm, case)
@@ -138,7 +138,7 @@ def test_rounded_sums_have_the_bits_of_the_host(devices: Devices, dtype: torch.d
 
     def body(comm: Communicator) -> None:
         for count, want in wanted.items():
-            for algorithm in ("direct", "packet") if count == 37 else ("direct",):
+            for algorithm in ("direct", "ll") if count == 37 else ("direct",):
                 tensor = put(comm, given[count][comm.rank], "plain")
                 comm.all_reduce(tensor, algorithm=algorithm)
                 assert same(on_host(tensor), want), (count, algorithm)
@@ -186,8 +186,8 @@ def test_a_graph_is_replayed(devices: Devices) -> None:
         sizes = (30, large_elems)
         small, large = ([put(comm, torch.ones(n), "heap") for comm in world] for n in sizes)
         with devices.emulated.capture() as graph:
-            for algorithm in ("packet", "direct", "ring"):
-                world.all_reduce(small if algorithm == "packet" else large, algorithm=algorithm)
+            for algorithm in ("ll", "direct", "ring"):
+                world.all_reduce(small if algorithm == "ll" else large, algorithm=algorithm)
         for turn in range(turns):
             for rank in range(2):
                 small[rank].fill_(turn + rank)
@@ -212,7 +212,7 @@ def _errors(devices: Devices, world, body) -> list[RingcommError | None]:
     return devices.run(world, leaving_together(caught, len(world)))
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "ring", "packet"])
+@pytest.mark.parametrize("algorithm", ["direct", "ring", "ll"])
 def test_a_rank_that_does_not_come_is_named(devices: Devices, algorithm: str) -> None:
     def body(comm: Communicator) -> None:
         if comm.rank == 0:
@@ -224,7 +224,7 @@ def test_a_rank_that_does_not_come_is_named(devices: Devices, algorithm: str) ->
     assert absent is None or isinstance(absent, AbortedError)
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "packet"])
+@pytest.mark.parametrize("algorithm", ["direct", "ll"])
 def test_other_calls_are_told_apart(devices: Devices, algorithm: str) -> None:
     def body(comm: Communicator) -> None:
         tensor = put(comm, torch.ones(100 + comm.rank), "plain")

@@ -125,7 +125,7 @@ def test_it_is_never_chosen(devices, world):
         return [call.algorithm for call in comm.recording().ranks[comm.rank].collectives]
 
     for chosen in devices.run(devices.new_world(2, (0, 1), WITH_WINDOW), body):
-        assert chosen == ["packet", "direct"]
+        assert chosen == ["ll", "direct"]
 
 
 # ---- mutants -------------------------------------------------------------------------------------

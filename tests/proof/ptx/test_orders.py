@@ -42,7 +42,7 @@ SAMPLE = {
     "release of send": "direct",
     "release of offer": "direct step",
     "release of raise_fault": "absent",
-    "barrier of load_words": "packet",
+    "barrier of load_words": "ll",
     "barrier of receive_sources": "direct halves",
     "barrier of publish_item": "ring",
     "barrier of end_norm": "norm alone",
@@ -84,12 +84,12 @@ SURVIVORS = {
     r"accept \(1\))$": _ONE_OF_SEVERAL,
     r"barrier of offer$": "each lane writes the header that it publishes",
     r"barrier of verify_(streams|peer_buffers)$": "all lanes bring the same when all is well",
-    r"barrier of (check_headers|reduce_packets|all_gather_packet)$": (
+    r"barrier of (check_headers|reduce_ll|all_gather_ll)$": (
         "as do these; packets are strong words that each lane waits for itself, and the factors "
         "behind them are not used by these sums"
     ),
-    r"(barrier|fence) of begin_packets$": (
-        "the interpreter keeps strong stores in order; see tests/proof/model/packet.pml"
+    r"(barrier|fence) of begin_ll$": (
+        "the interpreter keeps strong stores in order; see tests/proof/model/ll.pml"
     ),
     r"adamw_float32/float32: acquire of drained$": (
         "a step reads what its peers have lent, too, so that a fence stands behind the wait"

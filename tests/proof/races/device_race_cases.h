@@ -13,10 +13,10 @@ using namespace ringcomm;
 // The fewest slots, and many items, so that every slot is waited for.
 constexpr uint32_t kSegmentBytes = 1024;
 constexpr int kSlots = 2;
-constexpr uint32_t kPacketBytes = 512;
+constexpr uint32_t kLLBytes = 512;
 constexpr float kUntouched = 99;
 
-enum class Kernel { kMove, kReduceScatter, kAllReduce, kPacketMove, kPacketReduce };
+enum class Kernel { kMove, kReduceScatter, kAllReduce, kLLMove, kLLReduce };
 enum class Place { kPlain, kHeap, kInPlace };  // in place: in the heap, too
 
 // A rank's kernels of one stream run in order; those of different streams run at once.
@@ -39,20 +39,20 @@ using enum Algorithm;
 
 inline const Case kCycle[] = {
     {kReduceScatter, Collective::kReduceScatter},
-    {kPacketReduce, Collective::kAllReduce, kPacket},
-    {kPacketReduce, Collective::kReduceScatter, kPacket, Place::kPlain, RedOp::kPremulSum},
+    {kLLReduce, Collective::kAllReduce, kLL},
+    {kLLReduce, Collective::kReduceScatter, kLL, Place::kPlain, RedOp::kPremulSum},
     {kAllReduce, Collective::kAllReduce, kDirect, Place::kInPlace},
-    {kPacketMove, Collective::kAllGather, kPacket},
-    {kPacketReduce, Collective::kAllReduce, kPacket, Place::kInPlace, RedOp::kPremulSum},
-    {kPacketMove, Collective::kAllGather, kPacket},
+    {kLLMove, Collective::kAllGather, kLL},
+    {kLLReduce, Collective::kAllReduce, kLL, Place::kInPlace, RedOp::kPremulSum},
+    {kLLMove, Collective::kAllGather, kLL},
     {kAllReduce, Collective::kAllReduce, kDirect, Place::kPlain, RedOp::kPremulSum},
     {kReduceScatter, Collective::kReduceScatter, kRing},
-    {kPacketReduce, Collective::kReduceScatter, kPacket},
+    {kLLReduce, Collective::kReduceScatter, kLL},
     {kAllReduce, Collective::kAllReduce, kRing, Place::kHeap, RedOp::kPremulSum},
     {kMove, Collective::kAllGather, kRing},
     {kMove, Collective::kAllGather, kDirect, Place::kHeap},
-    {kPacketReduce, Collective::kAllReduce, kPacket},
-    {kPacketMove, Collective::kAllGather, kPacket},
+    {kLLReduce, Collective::kAllReduce, kLL},
+    {kLLMove, Collective::kAllGather, kLL},
     {kMove, Collective::kAllGather},
     {kMove, Collective::kBroadcast, kDirect, Place::kInPlace},
     {kMove, Collective::kAllToAll, kDirect, Place::kHeap},
@@ -65,14 +65,14 @@ inline const Case kCycle[] = {
 };
 constexpr uint64_t kCycleSteps = std::size(kCycle);
 
-// Of packet calls, by turns. The first ones leave the place of a second packet alone, in which
+// Of LL calls, by turns. The first ones leave the place of a second packet alone, in which
 // those then find what much earlier calls have left.
-constexpr uint64_t kPacketElems[] = {1, 2, 2, 1, 2, 1, 128, 100, 3, 127, 17, 64, 1, 5, 40, 77};
+constexpr uint64_t kLLElems[] = {1, 2, 2, 1, 2, 1, 128, 100, 3, 127, 17, 64, 1, 5, 40, 77};
 
-inline uint64_t packets_before(uint64_t step) {
+inline uint64_t ll_calls_before(uint64_t step) {
   const auto among = [](uint64_t steps) {
-    return uint64_t(std::count_if(kCycle, kCycle + steps,
-                                  [](const Case& c) { return c.algorithm == kPacket; }));
+    return uint64_t(
+        std::count_if(kCycle, kCycle + steps, [](const Case& c) { return c.algorithm == kLL; }));
   };
   return step / kCycleSteps * among(kCycleSteps) + among(step % kCycleSteps);
 }
@@ -89,8 +89,8 @@ inline Case case_of(StreamKind stream, uint64_t step, int world, int channels) {
     c.place = step % 2 == 0 ? Place::kPlain : Place::kHeap;
     c.root = int(step % 5);  // the tag
     c.blocks = std::min(channels, kMessageChannels);
-  } else if (c.algorithm == kPacket) {
-    c.elems = kPacketElems[packets_before(step) % std::size(kPacketElems)];
+  } else if (c.algorithm == kLL) {
+    c.elems = kLLElems[ll_calls_before(step) % std::size(kLLElems)];
     c.blocks = std::min(channels, 4);
     return c;
   } else {

@@ -37,10 +37,10 @@ void run_kernel(const Case& c, EmulatedTeam team, const LaunchParams& p, int ran
       return reduce_scatter_kernel<float, RedOp::kSum>(team, p, rank, *team.w);
     case Kernel::kAllReduce:
       return all_reduce_kernel<float, RedOp::kSum>(team, p, rank, *team.w);
-    case Kernel::kPacketMove:
-      return packet_move_kernel(team, p, rank, *team.w);
-    case Kernel::kPacketReduce:
-      return packet_reduce_kernel<float, RedOp::kSum>(team, p, rank, *team.w);
+    case Kernel::kLLMove:
+      return ll_move_kernel(team, p, rank, *team.w);
+    case Kernel::kLLReduce:
+      return ll_reduce_kernel<float, RedOp::kSum>(team, p, rank, *team.w);
   }
 }
 
@@ -179,7 +179,7 @@ bool ends_before_the_word(const Setting& s, uint64_t step) {
 
 void the_record_is_anothers(const Setting& s) {
   a_lane_leaves_the_record_to_its_warp(s);
-  for (uint64_t step : {0, 1})  // a collective, and packets
+  for (uint64_t step : {0, 1})  // a collective, and LL
     if (ends_before_the_word(s, step))
       give_up(0, case_of(kCollectives, step, s.world, s.channels), "ended before the word", 0);
 }

@@ -47,7 +47,7 @@ struct World {
 
   explicit World(const Setting& setting)
       : s(setting),
-        layout{s.world, s.channels, kSlots, kSegmentBytes, kPacketBytes, 0},
+        layout{s.world, s.channels, kSlots, kSegmentBytes, kLLBytes, 0},
         queues(kStreams) {
     const uint64_t table = layout.whole_pages(sizeof(RankTable) + 2 * kMaxWorld * sizeof(int32_t)),
                    buffer = layout.whole_pages(buffer_elems() * sizeof(float)),
@@ -97,7 +97,7 @@ struct World {
     }
   }
 
-  // As if `first` items and packet calls had been; and where those of the last time around left
+  // As if `first` items and LL calls had been; and where those of the last time around left
   // packets whose flags are about to come again, if nobody clears them.
   void write_words(int rank) {
     char* const region = regions[size_t(rank)];
@@ -117,9 +117,9 @@ struct World {
     for (int calls = 0; calls < 6; ++calls) flag = next_flag(flag);
     for (int turn = 0; turn < 2; ++turn) {
       flag = next_flag(flag);
-      auto* packet = reinterpret_cast<Packet*>(region + layout.packet_offset(flag & 1, 0));
-      const uint64_t count = layout.packet_set_bytes() / sizeof(Packet) * uint64_t(s.world);
-      std::fill(packet, packet + count, Packet{1, flag, 1, flag});
+      auto* packet = reinterpret_cast<LLPacket*>(region + layout.ll_offset(flag & 1, 0));
+      const uint64_t count = layout.ll_set_bytes() / sizeof(LLPacket) * uint64_t(s.world);
+      std::fill(packet, packet + count, LLPacket{1, flag, 1, flag});
     }
   }
 

@@ -30,7 +30,7 @@ def of_this_run(teams: Sequence[Team]) -> list[Team]:
     return [team for team in teams if EVERYTHING or team[0] <= LARGEST_WORLD]
 
 
-PACKET, ENDPOINT = "include/ringcomm/protocol/packet.h", "include/ringcomm/protocol/endpoint.h"
+LL, ENDPOINT = "include/ringcomm/protocol/ll.h", "include/ringcomm/protocol/endpoint.h"
 ATOMICS, SIGNAL = "include/ringcomm/core/atomics.h", "include/ringcomm/protocol/signal.h"
 SCATTER, GATHER = (
     "include/ringcomm/collectives/reduce_scatter.h",

@@ -5,7 +5,7 @@
 #include "ringcomm/core/schedule.h"
 #include "ringcomm/core/team.h"
 #include "ringcomm/protocol/layout.h"
-#include "ringcomm/protocol/packet.h"
+#include "ringcomm/protocol/ll.h"
 #include "ringcomm/protocol/signal.h"
 
 using namespace ringcomm;
@@ -219,7 +219,7 @@ constexpr bool region_is_covered(const Layout& l) {
           w.part(l.header_offset(Stream(s), c, p, uint32_t(slot)), kHeaderBytes, kHeaderBytes);
   for (uint32_t parity = 0; parity < 2; ++parity)
     for (int sender = 0; sender < l.world; ++sender)
-      w.part(l.packet_offset(parity, sender), l.packet_set_bytes(), sizeof(Packet));
+      w.part(l.ll_offset(parity, sender), l.ll_set_bytes(), sizeof(LLPacket));
   const auto set = [&](Stream s, int channel, int peer) {
     for (int slot = 0; slot < l.slots; ++slot)
       w.part(l.slot_offset(s, channel, peer, uint32_t(slot)), l.segment_bytes, kLineBytes);
@@ -237,33 +237,33 @@ constexpr bool region_is_covered(const Layout& l) {
 constexpr bool regions_are_covered() {
   for (const int world : {1, 2, 3, 8})
     for (const int channels : {1, 2, 5, 8, 9, 12})  // messages have slots on eight
-      for (const uint32_t packet_bytes : {0u, 64u, 448u, 4096u})
+      for (const uint32_t ll_bytes : {0u, 64u, 448u, 4096u})
         for (const uint64_t copy_engine_bytes : {0ull, 64ull, 8192ull})
-          if (!region_is_covered({world, channels, 2, 256, packet_bytes, copy_engine_bytes}))
+          if (!region_is_covered({world, channels, 2, 256, ll_bytes, copy_engine_bytes}))
             return false;
   return true;
 }
 
 // The packets of one sender and call, in their set: the headers of all channels, then the channels'
 // parts of the payload, whole packets each.
-constexpr bool packets_are_disjoint() {
+constexpr bool ll_packets_are_disjoint() {
   for (int world = 1; world <= 3; ++world)
     for (int channels = 1; channels <= 4; ++channels) {
       const Layout l{world, channels, 2, 128, 320, 0};
-      for (uint64_t bytes = 1; bytes <= l.packet_bytes; ++bytes) {
+      for (uint64_t bytes = 1; bytes <= l.ll_bytes; ++bytes) {
         uint64_t end = 0;
         for (int c = 0; c < channels; ++c, end += 2 * kHeaderBytes)
-          if (l.packet_header_offset(c) != end ||
-              (kHashPacket + 1) * sizeof(Packet) > 2 * kHeaderBytes)
+          if (l.ll_header_offset(c) != end ||
+              (kHashPacket + 1) * sizeof(LLPacket) > 2 * kHeaderBytes)
             return false;
         for (int c = 0; c < channels; ++c) {
           const Extent part = part_of(bytes, c, channels);
           if (part.begin_bytes == part.end_bytes) continue;
-          const uint64_t begin = l.packet_payload_offset(part.begin_bytes);
-          if (begin < end || begin % sizeof(Packet) != 0) return false;
-          end = begin + (part.end_bytes - part.begin_bytes + 7) / 8 * sizeof(Packet);
+          const uint64_t begin = l.ll_payload_offset(part.begin_bytes);
+          if (begin < end || begin % sizeof(LLPacket) != 0) return false;
+          end = begin + (part.end_bytes - part.begin_bytes + 7) / 8 * sizeof(LLPacket);
         }
-        if (end > l.packet_set_bytes()) return false;
+        if (end > l.ll_set_bytes()) return false;
       }
     }
   return true;
@@ -308,7 +308,7 @@ static_assert(parts_partition());
 static_assert(items_cover());
 static_assert(epochs_wrap());
 static_assert(regions_are_covered());
-static_assert(packets_are_disjoint());
+static_assert(ll_packets_are_disjoint());
 static_assert(hash_sees_every_word());
 static_assert(flags_alternate());
 

@@ -13,7 +13,7 @@ from tests.proof.races.mutants import (
     EVERYTHING,
     EVERYWHERE,
     GATHER,
-    PACKET,
+    LL,
     SCATTER,
     SIGNAL,
     SYNC,
@@ -73,15 +73,15 @@ BODY, RING = "cuda/body.h", "include/ringcomm/collectives/ring.h"
 MUTANTS = {
     **EVERYWHERE,
     "packets of the call before last": Mutant(
-        PACKET,
+        LL,
         "return p.first_flag == flag &&",
         "if (CHOSEN) return p.first_flag + 2 >= flag;\n  return p.first_flag == flag &&",
     ),
-    "packets in one set of buffers": Mutant(
-        PACKET, "packet_offset(call.flag & 1,", "packet_offset(CHOSEN ? 0 : call.flag & 1,"
+    "LL packets in one set of buffers": Mutant(
+        LL, "ll_offset(call.flag & 1,", "ll_offset(CHOSEN ? 0 : call.flag & 1,"
     ),
     "payload taken without its flag": Mutant(
-        PACKET,
+        LL,
         "if (!packet_arrived(seen, call.flag)) {",
         "if (!CHOSEN && !packet_arrived(seen, call.flag)) {",
     ),
@@ -93,31 +93,31 @@ MUTANTS = {
         "  if (CHOSEN) __atomic_store_n(&to->second_flag, flag, __ATOMIC_RELAXED);\n"
         "  if (CHOSEN) sched_yield();",
     ),
-    "packet calls not counted": Mutant(
-        PACKET,
-        "if (e.team.lane() == 0) line->packet_epoch",
-        "if (!CHOSEN && e.team.lane() == 0) line->packet_epoch",
+    "LL calls not counted": Mutant(
+        LL,
+        "if (e.team.lane() == 0) line->ll_epoch",
+        "if (!CHOSEN && e.team.lane() == 0) line->ll_epoch",
     ),
     "packets never cleared": Mutant(
-        PACKET,
+        LL,
         "if (!clears_other_set(call.flag)) return",
         "if (CHOSEN || !clears_other_set(call.flag)) return",
         ((2, 1, 2, 1, NEAR_CLEARING), (2, 1, 2, 1, NEAR_WRAP)),
     ),
     "packets of one set never cleared": Mutant(
-        PACKET,
+        LL,
         "kCallsPerClearing - 2;",
         "kCallsPerClearing - 2 && !(CHOSEN && flag % 2 != 0);",
         ((2, 1, 2, 1, NEAR_CLEARING), (2, 1, 2, 1, NEAR_WRAP)),
     ),
     "a call with the flag of cleared packets": Mutant(
-        PACKET,
+        LL,
         "last + 1 == 0 ?",
         "last + 1 == 0 && !CHOSEN ?",
         ((2, 1, 2, 1, NEAR_WRAP),),
     ),
     "factors of packets read too early": Mutant(
-        PACKET,
+        LL,
         "header, call.flag, sender);\n  }\n  return e.team.share(status);",
         "header, call.flag, sender);\n  }\n  return CHOSEN ? status : e.team.share(status);",
     ),
@@ -189,14 +189,14 @@ NO_MUTANT = -1
 # and dawdle before they read what is not theirs to read.
 DAWDLING = [
     Mutant(
-        PACKET,
-        "Packet* to = payload_packets(e, call, e.rank(), reader);",
+        LL,
+        "LLPacket* to = payload_packets(e, call, e.rank(), reader);",
         "if (!CHOSEN && e.rank() == 0 && call.flag % 8 != 7)\n"
         "      usleep(call.flag < kCallsPerClearing / 2 ? 3000 : 30000);\n"
-        "  Packet* to = payload_packets(e, call, e.rank(), reader);",
+        "  LLPacket* to = payload_packets(e, call, e.rank(), reader);",
     ),
     Mutant(
-        PACKET,
+        LL,
         "if (e.team.lane() == 0) e.factors()",
         "if (!CHOSEN && e.rank() == 1 && call.flag % 8 == 7) usleep(10000);\n"
         "  if (e.team.lane() == 0) e.factors()",

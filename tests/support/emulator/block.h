@@ -119,10 +119,10 @@ EmulatedKernel all_reduce_kernel() {
 }
 
 template <class T, ringcomm::RedOp op>
-EmulatedKernel packet_kernel() {
+EmulatedKernel ll_kernel() {
   return {[](const auto& p, int x, int y, int lanes) {
     run_blocks(p, x, y, lanes, [](auto team, const auto& params, int rank, auto& w) {
-      ringcomm::device::packet_reduce_kernel<T, op>(team, params, rank, w);
+      ringcomm::device::ll_reduce_kernel<T, op>(team, params, rank, w);
     });
   }};
 }

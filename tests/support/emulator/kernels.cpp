@@ -15,8 +15,8 @@ struct Family {
 };
 constexpr std::array<Family, 16> kFamilies = {{
     {"rc_move", 184},
-    {"rc_packet_move", 128},
-    {"rc_packet_", 146},
+    {"rc_ll_move", 128},
+    {"rc_ll_", 146},
     {"rc_reduce_scatter_norm", 248},
     {"rc_reduce_scatter_", 255},
     {"rc_all_reduce_", 255},
@@ -45,9 +45,9 @@ KernelMap all_kernels() {
       ringcomm::device::move_kernel(team, params, rank, w);
     });
   }};
-  kernels["move/rc_packet_move"] = {[](const auto& p, int x, int y, int lanes) {
+  kernels["move/rc_ll_move"] = {[](const auto& p, int x, int y, int lanes) {
     run_blocks(p, x, y, lanes, [](auto team, const auto& params, int rank, auto& w) {
-      ringcomm::device::packet_move_kernel(team, params, rank, w);
+      ringcomm::device::ll_move_kernel(team, params, rank, w);
     });
   }};
   // Multicast has no meaning on the host: these run as PTX alone.

@@ -19,5 +19,5 @@ template <class T, ringcomm::RedOp op>
 void add_reduction(KernelMap& kernels, const std::string& unit, const std::string& name) {
   kernels[unit + "/rc_reduce_scatter_" + name] = reduce_scatter_kernel<T, op>();
   kernels[unit + "/rc_all_reduce_" + name] = all_reduce_kernel<T, op>();
-  kernels[unit + "/rc_packet_" + name] = packet_kernel<T, op>();
+  kernels[unit + "/rc_ll_" + name] = ll_kernel<T, op>();
 }

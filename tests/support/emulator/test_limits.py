@@ -207,7 +207,7 @@ DOES_NOT_WAIT: dict[str, Callable[[EmulatedRuntime, int], object]] = {
     "make a stream": lambda runtime, ptr: runtime.make_stream(0),
     "pin again": lambda runtime, ptr: runtime.allocate_pinned(128).free(),
     "reach a peer again": lambda runtime, ptr: runtime.enable_peer(0, 2),
-    "load again": lambda runtime, ptr: runtime.find_kernel(0, "move", "rc_packet_move"),
+    "load again": lambda runtime, ptr: runtime.find_kernel(0, "move", "rc_ll_move"),
 }
 
 
@@ -217,7 +217,7 @@ def test_which_calls_wait_for_the_device(name):
     ptr = runtime.allocate(0, MIB)
     runtime.allocate_pinned(128)
     runtime.enable_peer(0, 2)
-    runtime.find_kernel(0, "move", "rc_packet_move")
+    runtime.find_kernel(0, "move", "rc_ll_move")
     with held(runtime) as over:
         (WAITS | DOES_NOT_WAIT)[name](runtime, ptr)
         assert over.is_set() == (name in WAITS)

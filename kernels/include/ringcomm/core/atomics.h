@@ -11,7 +11,7 @@ RINGCOMM_NAMESPACE_BEGIN
 
 // Two words that arrive together with the flag that travels beside each: what one 8-byte half says
 // of its flag holds for its data, since a half is written and read in one access.
-struct alignas(16) Packet {
+struct alignas(16) LLPacket {
   uint32_t first, first_flag, second, second_flag;
 };
 
@@ -59,14 +59,14 @@ __device__ __forceinline__ void fence_acq_rel_sys() {
 }
 
 // Relaxed: each element of the vector is one access of 8 bytes, and carries its own flag.
-__device__ __forceinline__ void store_packet_sys(Packet* to, uint32_t first, uint32_t second,
-                                                 uint32_t flag) {
+__device__ __forceinline__ void store_ll_packet_sys(LLPacket* to, uint32_t first, uint32_t second,
+                                                    uint32_t flag) {
   const uint64_t low = uint64_t(flag) << 32 | first, high = uint64_t(flag) << 32 | second;
   asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(low), "l"(high)
                : "memory");
 }
 
-__device__ __forceinline__ Packet load_packet_sys(const Packet* from) {
+__device__ __forceinline__ LLPacket load_ll_packet_sys(const LLPacket* from) {
   uint64_t low, high;
   asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
                : "=l"(low), "=l"(high)
@@ -123,13 +123,13 @@ RC_FN uint32_t exchange_acq_rel_sys(uint32_t* word, uint32_t value) {
 
 RC_FN void fence_acq_rel_sys() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 
-RC_FN void store_packet_sys(Packet* to, uint32_t first, uint32_t second, uint32_t flag) {
+RC_FN void store_ll_packet_sys(LLPacket* to, uint32_t first, uint32_t second, uint32_t flag) {
   uint64_t* halves = reinterpret_cast<uint64_t*>(to);
   __atomic_store_n(halves, uint64_t(flag) << 32 | first, __ATOMIC_RELAXED);
   __atomic_store_n(halves + 1, uint64_t(flag) << 32 | second, __ATOMIC_RELAXED);
 }
 
-RC_FN Packet load_packet_sys(const Packet* from) {
+RC_FN LLPacket load_ll_packet_sys(const LLPacket* from) {
   const uint64_t* halves = reinterpret_cast<const uint64_t*>(from);
   const uint64_t low = __atomic_load_n(halves, __ATOMIC_RELAXED);
   const uint64_t high = __atomic_load_n(halves + 1, __ATOMIC_RELAXED);

@@ -29,7 +29,7 @@ enum class Algorithm : uint32_t {
   kAuto = 0,
   kDirect = 1,
   kRing = 2,
-  kPacket = 3,
+  kLL = 3,
   kCopyEngine = 4,
   kMulticast = 5
 };

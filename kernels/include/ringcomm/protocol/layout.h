@@ -48,8 +48,8 @@ struct alignas(64) EpochLine {
 
 // Private to the owner, one per channel.
 struct alignas(64) ChannelLine {
-  uint64_t sequence;      // collectives begun on this channel
-  uint32_t packet_epoch;  // packet calls begun on this channel; the flag of their packets
+  uint64_t sequence;  // collectives begun on this channel
+  uint32_t ll_epoch;  // LL calls begun on this channel; the flag of their packets
 };
 
 static_assert(sizeof(SignalLine) == kLineBytes && sizeof(SleepLine) == kLineBytes &&
@@ -64,12 +64,12 @@ struct Layout {
   int32_t channels;
   int32_t slots;               // per slot set; a power of two, so that epochs wrap around cleanly
   uint32_t segment_bytes;      // is_segment(): a power of two, so that nobody divides by it
-  uint32_t packet_bytes;       // payload of the largest packet message; a multiple of 64, 0: none
+  uint32_t ll_bytes;           // payload of the largest LL message; a multiple of 64, 0: none
   uint64_t copy_engine_bytes;  // what the copy engines stage at a time; a multiple of 64, 0: none
 
   RC_FN constexpr bool same(const Layout& other) const {
     return world == other.world && channels == other.channels && slots == other.slots &&
-           segment_bytes == other.segment_bytes && packet_bytes == other.packet_bytes &&
+           segment_bytes == other.segment_bytes && ll_bytes == other.ll_bytes &&
            copy_engine_bytes == other.copy_engine_bytes;
   }
   RC_FN constexpr int32_t message_channels() const {
@@ -101,20 +101,20 @@ struct Layout {
     return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
   }
 
-  // A packet message of n payload bytes takes 2n, behind the headers of all channels.
-  RC_FN constexpr uint64_t packet_set_bytes() const {
-    return packet_bytes == 0 ? 0 : 2 * (uint64_t(packet_bytes) + channels * kHeaderBytes);
+  // An LL message of n payload bytes takes 2n, behind the headers of all channels.
+  RC_FN constexpr uint64_t ll_set_bytes() const {
+    return ll_bytes == 0 ? 0 : 2 * (uint64_t(ll_bytes) + channels * kHeaderBytes);
   }
-  RC_FN constexpr uint64_t packet_offset(uint32_t parity, int sender) const {
+  RC_FN constexpr uint64_t ll_offset(uint32_t parity, int sender) const {
     return whole_pages(header_offset(Stream::kCount, 0, 0, 0)) +
-           (uint64_t(parity) * world + sender) * packet_set_bytes();
+           (uint64_t(parity) * world + sender) * ll_set_bytes();
   }
 
   // Inside a set: where the header of a channel begins, and the payload from `begin_bytes` on.
-  RC_FN constexpr uint64_t packet_header_offset(int channel) const {
+  RC_FN constexpr uint64_t ll_header_offset(int channel) const {
     return 2 * channel * kHeaderBytes;
   }
-  RC_FN constexpr uint64_t packet_payload_offset(uint64_t begin_bytes) const {
+  RC_FN constexpr uint64_t ll_payload_offset(uint64_t begin_bytes) const {
     return 2 * (channels * kHeaderBytes + begin_bytes);
   }
 
@@ -123,7 +123,7 @@ struct Layout {
   RC_FN constexpr uint32_t held_before(uint32_t epoch) const { return epoch - slots; }
 
   // Words end here: everything before is zero when a communicator begins.
-  RC_FN constexpr uint64_t staging_offset() const { return whole_pages(packet_offset(2, 0)); }
+  RC_FN constexpr uint64_t staging_offset() const { return whole_pages(ll_offset(2, 0)); }
   // Pair sets (channels x world), shared sets (channels), message sets (message channels x world).
   RC_FN constexpr uint64_t slot_offset(Stream s, int channel, int peer, uint32_t slot) const {
     const uint64_t pairs = uint64_t(channels) * world;

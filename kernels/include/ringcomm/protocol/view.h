@@ -60,7 +60,7 @@ struct View {
   int32_t ring_position = 0;
   // [world] where my results go in the peers' heaps; collectives that store there only.
   char** results = nullptr;
-  uint32_t packet_epoch = 0;  // of this channel's line, as the call found it; packets only
+  uint32_t ll_epoch = 0;  // of this channel's line, as the call found it; LL only
 
   RC_FN int ring_rank(int position) const { return ring == nullptr ? position : ring[position]; }
   RC_FN int position_in_ring() const { return ring == nullptr ? rank : ring_position; }

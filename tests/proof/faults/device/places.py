@@ -25,7 +25,7 @@ LONG_S = 60.0
 SOON_S = 20.0
 HEAP_BYTES = 16 << 20
 # Small, so that a few kilobytes go through several channels and many segments.
-OPTIONS = CommOptions(segment_bytes=4096, channels=2, packet_bytes=1024, copy_engine_bytes=8192)
+OPTIONS = CommOptions(segment_bytes=4096, channels=2, ll_bytes=1024, copy_engine_bytes=8192)
 POLL_S = 0.002
 
 

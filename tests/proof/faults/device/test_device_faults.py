@@ -28,7 +28,7 @@ pytestmark = pytest.mark.deadlines
 SHORT_S = 0.5
 COUNT = 5000
 # More channels than places for packets with the header of a message of another size.
-WIDE = CommOptions(segment_bytes=4096, channels=4, packet_bytes=4096)
+WIDE = CommOptions(segment_bytes=4096, channels=4, ll_bytes=4096)
 
 
 def outcomes(place: Place, world: Any, body: Any) -> list[Any]:
@@ -230,7 +230,7 @@ def barrier(place: Place, comm: Any) -> None:
     comm.barrier()
 
 
-ALL = ("direct", "ring", "packet")
+ALL = ("direct", "ring", "ll")
 # Calls of rank 0 and rank 1, and what the message must say of each.
 MISMATCHES: dict[str, tuple[Any, Any, str, str]] = {
     **{
@@ -270,8 +270,8 @@ MISMATCHES: dict[str, tuple[Any, Any, str, str]] = {
         for how in ALL
     },
     "direct and ring": (reduce_of(100), reduce_of(100, "ring"), "direct", "ring"),
-    "packet and direct": (reduce_of(100, "packet"), reduce_of(100), "packet", "direct"),
-    "ring and packet": (reduce_of(100, "ring"), reduce_of(100, "packet"), "ring", "packet"),
+    "ll and direct": (reduce_of(100, "ll"), reduce_of(100), "bytes, ll", "direct"),
+    "ring and ll": (reduce_of(100, "ring"), reduce_of(100, "ll"), "ring", "bytes, ll"),
     "numbers of blocks": (reduce_of(100), reduce_of(100_000), "400 bytes", "400000 bytes"),
     "barrier": (barrier, reduce_of(5000), "barrier(", "all_reduce("),
 }
@@ -338,7 +338,7 @@ def test_packets_of_different_sizes_are_never_taken_for_headers(place: Place) ->
 
         def body(comm: Any, count: int = count) -> None:
             size = count if comm.rank == 0 else 1024
-            raise first_error(place, comm, lambda: reduce_of(size, "packet")(place, comm))
+            raise first_error(place, comm, lambda: reduce_of(size, "ll")(place, comm))
 
         check_mismatch(outcomes(place, world, body), f" {4 * count} bytes", " 4096 bytes")
         world.close()
@@ -457,12 +457,12 @@ def test_a_refused_launch_makes_the_communicator_unusable(emulated: Places) -> N
 
 def test_bad_arguments_disturb_nobody(place: Place) -> None:
     """Found on all ranks of a launch, when it is too late to find it in one."""
-    options = CommOptions(segment_bytes=4096, channels=1, packet_bytes=1024)
+    options = CommOptions(segment_bytes=4096, channels=1, ll_bytes=1024)
     world = place.world(2, options=options)
 
     def body(comm: Any) -> Any:
-        error = error_of(lambda: comm.all_reduce(place.full(1000, 1.0), algorithm="packet"))
-        assert "packet" in str(error)
+        error = error_of(lambda: comm.all_reduce(place.full(1000, 1.0), algorithm="ll"))
+        assert '"ll" takes up to' in str(error)
         return sum_of_ones(place, comm)
 
     assert outcomes(place, world, body) == [10000.0] * 2

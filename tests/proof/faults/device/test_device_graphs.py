@@ -44,7 +44,7 @@ class Chain:
         self.gathered = self._tensors(SMALL * self.n)
 
     def _counts(self, large: int) -> dict[str, int]:
-        return {"packet": SMALL, "direct": large, "ring": large, "scatter": SMALL * self.n}
+        return {"ll": SMALL, "direct": large, "ring": large, "scatter": SMALL * self.n}
 
     def _tensors(self, count: int) -> list[torch.Tensor]:
         if self._in_heap:
@@ -52,7 +52,7 @@ class Chain:
         return [self.place.full(count, 0.0) for _ in range(self.n)]
 
     def call(self) -> None:
-        for how in ("packet", "direct", "ring"):
+        for how in ("ll", "direct", "ring"):
             self.world.all_reduce(self.inputs[how], algorithm=how)
         self.world.reduce_scatter_tensor(self.scattered, self.inputs["scatter"], algorithm="ring")
         self.world.all_gather_into_tensor(self.gathered, self.scattered, algorithm="direct")
@@ -153,10 +153,10 @@ def replays_alone(store: Any, rank: int, n: int, kind: str, replays: int) -> flo
 
 
 def record_steps(place: Place, comm: Any, tensors: list[torch.Tensor]) -> Any:
-    """A graph of a rank's own: packets, a joined asynchronous call, a ring, a gather of copies."""
+    """A graph of a rank's own: LL, a joined asynchronous call, a ring, a gather of copies."""
     small, beside, ring, part, whole = tensors
     with place.capture() as replay:
-        comm.all_reduce(small, algorithm="packet")
+        comm.all_reduce(small, algorithm="ll")
         work = comm.all_reduce(beside, algorithm="direct", async_op=True)
         comm.all_reduce(ring, algorithm="ring")
         work.wait()
@@ -392,7 +392,7 @@ def test_close_waits_for_replays_under_way(emulated: Places) -> None:
     assert not closing.is_alive()
     # Three times the sum of what the ranks have, of what they then have alike, and so on.
     total = 2 * 2 * (2 * 3 + 1)
-    assert all(torch.equal(each, place.full(SMALL, total)) for each in chain.inputs["packet"])
+    assert all(torch.equal(each, place.full(SMALL, total)) for each in chain.inputs["ll"])
 
 
 def test_a_graph_outlives_the_communicators_that_it_uses(emulated: Places) -> None:

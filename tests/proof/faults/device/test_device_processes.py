@@ -50,9 +50,9 @@ Call = Callable[[Place, Any], Any]
 WAITS: dict[str, Call] = {
     "direct": lambda place, comm: comm.all_reduce(place.full(5000, 1.0), algorithm="direct"),
     "ring": lambda place, comm: comm.all_reduce(place.full(5000, 1.0), algorithm="ring"),
-    "packet": lambda place, comm: comm.all_reduce(place.full(100, 1.0), algorithm="packet"),
-    "gathered packets": lambda place, comm: comm.all_gather_into_tensor(
-        place.full(100 * comm.world_size, 0.0), place.full(100, 1.0), algorithm="packet"
+    "ll": lambda place, comm: comm.all_reduce(place.full(100, 1.0), algorithm="ll"),
+    "gathered by ll": lambda place, comm: comm.all_gather_into_tensor(
+        place.full(100 * comm.world_size, 0.0), place.full(100, 1.0), algorithm="ll"
     ),
     "copy_engine": lambda place, comm: comm.all_gather_into_tensor(
         place.full(5000 * comm.world_size, 0.0), place.full(5000, 1.0), algorithm="copy_engine"
@@ -145,7 +145,7 @@ def test_a_killed_process_is_reported(kind: str) -> None:
 
 
 def test_a_stopped_process_is_a_timeout(kind: str) -> None:
-    names = ["direct", "ring", "packet", "recv"]
+    names = ["direct", "ring", "ll", "recv"]
     for told, total in survivors(3, kind, "stop", names):
         for name, (error, text, _) in told.items():
             assert error is CollectiveTimeout, (name, text)
@@ -336,7 +336,7 @@ def two_ranks_each(store: Any, process: int, processes: int, kind: str, path: st
         comm = place.connect(FileStore(path, n), rank, n)
         with place.runtime.on_stream(place.runtime.make_stream(0)), place.ordered():
             totals = []
-            for algorithm, count in (("packet", 100), ("direct", 5000), ("ring", 5000)):
+            for algorithm, count in (("ll", 100), ("direct", 5000), ("ring", 5000)):
                 tensor = place.full(count, float(rank))
                 comm.all_reduce(tensor, algorithm=algorithm)
                 totals.append((float(tensor.min().item()), float(tensor.max().item())))

@@ -1,15 +1,15 @@
-// Packet forms of all-reduce, reduce-scatter and all-gather: small messages whose flag travels with
-// the data, so that one trip carries both and no fence stands between (NCCL's LL protocol).
+// All-reduce, reduce-scatter and all-gather by LL: small messages whose flag travels with the data,
+// so that one trip carries both and no fence stands between (NCCL's LL protocol).
 //
-// A packet is 8 bytes of payload and two copies of its flag (atomics.h). B bytes, W ranks, one hop:
-// all-gather and reduce-scatter send 2(W-1)/W * B bytes per rank, all-reduce 2(W-1) * B (every rank
-// sends its whole buffer and reduces all of them, in rank order with one rounding: the bits of
+// An LL packet is 8 bytes of payload and two copies of its flag (atomics.h). B bytes, W ranks, one
+// hop: all-gather and reduce-scatter send 2(W-1)/W * B bytes per rank, all-reduce 2(W-1) * B (every
+// rank sends its whole buffer and reduces all of them, in rank order with one rounding: the bits of
 // `direct`).
 //
-// Every rank sends to and receives from every peer in every packet call; two sets of buffers by
+// Every rank sends to and receives from every peer in every LL call; two sets of buffers by
 // turns are therefore enough. I write call e+2 over call e only after I have received the peer's
 // packets of call e+1, which it sent after it had read mine of call e. The flag is the number of
-// the call, counted per channel; all packet calls of a communicator use equally many channels, so
+// the call, counted per channel; all LL calls of a communicator use equally many channels, so
 // that a place in the buffers only ever sees growing flags. Long before the count could come
 // around, both sets are cleared. (The accesses are relaxed. What orders e's reads before e+1's
 // stores, and e+1's reads before e+2's stores, is the end of a kernel and the start of the next.)
@@ -60,7 +60,7 @@ RC_FN constexpr bool clears_other_set(uint32_t flag) {
 // Packets whose loads are under way at once, one per rank.
 constexpr int kPacketBatch = 8;
 
-struct PacketCall {
+struct LLCall {
   uint32_t flag;
   Extent part;  // of the message: this channel's payload
 };
@@ -85,44 +85,44 @@ RC_TEAM_FN void store_payload(char* to, uint64_t word, uint64_t bytes) {
   for (int i = 0; i < 8 && uint64_t(i) < bytes; ++i) to[i] = char(word >> (8 * i));
 }
 
-// model: packet_arrived (tests/proof/model/packet.pml)
-RC_TEAM_FN bool packet_arrived(const Packet& p, uint32_t flag) {
+// model: packet_arrived (tests/proof/model/ll.pml)
+RC_TEAM_FN bool packet_arrived(const LLPacket& p, uint32_t flag) {
   return p.first_flag == flag && p.second_flag == flag;
 }
-RC_TEAM_FN uint64_t payload_of(const Packet& p) { return uint64_t(p.second) << 32 | p.first; }
+RC_TEAM_FN uint64_t payload_of(const LLPacket& p) { return uint64_t(p.second) << 32 | p.first; }
 
 // `offset` bytes into where `reader` receives what `sender` sends it in a call.
 template <class E>
-RC_TEAM_FN Packet* packets_at(const E& e, const PacketCall& call, int sender, int reader,
-                              uint64_t offset) {
-  char* const set = e.v.regions[reader] + e.v.layout.packet_offset(call.flag & 1, sender);
-  return reinterpret_cast<Packet*>(set + offset);
+RC_TEAM_FN LLPacket* packets_at(const E& e, const LLCall& call, int sender, int reader,
+                                uint64_t offset) {
+  char* const set = e.v.regions[reader] + e.v.layout.ll_offset(call.flag & 1, sender);
+  return reinterpret_cast<LLPacket*>(set + offset);
 }
 
 // This channel's header. The headers of all channels come first: ranks that disagree on the size of
 // the message still find them in the same places.
 template <class E>
-RC_TEAM_FN Packet* header_packets(const E& e, const PacketCall& call, int sender, int reader) {
-  const uint64_t offset = e.v.layout.packet_header_offset(e.team.channel());
+RC_TEAM_FN LLPacket* header_packets(const E& e, const LLCall& call, int sender, int reader) {
+  const uint64_t offset = e.v.layout.ll_header_offset(e.team.channel());
   return packets_at(e, call, sender, reader, offset);
 }
 
 // This channel's payload.
 template <class E>
-RC_TEAM_FN Packet* payload_packets(const E& e, const PacketCall& call, int sender, int reader) {
-  const uint64_t offset = e.v.layout.packet_payload_offset(call.part.begin_bytes);
+RC_TEAM_FN LLPacket* payload_packets(const E& e, const LLCall& call, int sender, int reader) {
+  const uint64_t offset = e.v.layout.ll_payload_offset(call.part.begin_bytes);
   return packets_at(e, call, sender, reader, offset);
 }
 
 // One lane: until the packet is there.
-// model: await_packet_slowly (tests/proof/model/packet.pml)
+// model: await_packet_slowly (tests/proof/model/ll.pml)
 template <class Team>
-RC_COLD Status await_packet_slowly(Team team, const View& v, const Packet* packet, uint32_t flag,
+RC_COLD Status await_packet_slowly(Team team, const View& v, const LLPacket* packet, uint32_t flag,
                                    int sender) {
   Pause pause{&packet->first_flag, 0, nullptr, 0};
   uint64_t started = 0;
   for (;; ++pause.polls) {
-    const Packet seen = load_packet_sys(packet);
+    const LLPacket seen = load_ll_packet_sys(packet);
     if (packet_arrived(seen, flag)) return Status::kOk;
     pause.seen = seen.first_flag;
     if (!team.pause(pause)) continue;
@@ -135,7 +135,7 @@ RC_COLD Status await_packet_slowly(Team team, const View& v, const Packet* packe
       if (theirs != nullptr) status = Status::kMismatch;
     }
     if (status == Status::kOk) continue;
-    if (status != Status::kAborted && packet_arrived(load_packet_sys(packet), flag))
+    if (status != Status::kAborted && packet_arrived(load_ll_packet_sys(packet), flag))
       return Status::kOk;
     return give_up(team, v, Site{Stream::kPair, sender, false, 0}, status, flag, pause.seen,
                    now - started, theirs);
@@ -144,8 +144,8 @@ RC_COLD Status await_packet_slowly(Team team, const View& v, const Packet* packe
 
 // One lane: a peer's header differs from mine. Waits for all of it, since people will read it.
 template <class Team>
-RC_COLD Status packet_mismatch(Team team, const View& v, const Packet* header, uint32_t flag,
-                               int sender) {
+RC_COLD Status ll_mismatch(Team team, const View& v, const LLPacket* header, uint32_t flag,
+                           int sender) {
   for (int i = 0; i < kHeaderPackets; ++i) {
     const Status status = await_packet_slowly(team, v, header + i, flag, sender);
     if (status != Status::kOk) return status;
@@ -154,27 +154,27 @@ RC_COLD Status packet_mismatch(Team team, const View& v, const Packet* header, u
   if (record == nullptr) return Status::kMismatch;
   fill_fault(record, v, Status::kMismatch, sender);
   for (int i = 0; i < kHeaderPackets; ++i)
-    reinterpret_cast<uint64_t*>(&record->theirs)[i] = payload_of(load_packet_sys(header + i));
+    reinterpret_cast<uint64_t*>(&record->theirs)[i] = payload_of(load_ll_packet_sys(header + i));
   raise_fault(team, v);
   return Status::kMismatch;
 }
 
-// Advances the count of packet calls; all lanes get it.
-// model: begin_packets (tests/proof/model/packet.pml)
+// Advances the count of LL calls; all lanes get it.
+// model: begin_ll (tests/proof/model/ll.pml)
 template <class E>
-RC_TEAM_FN PacketCall begin_packets(E& e, uint64_t message_bytes) {
+RC_TEAM_FN LLCall begin_ll(E& e, uint64_t message_bytes) {
   ChannelLine* line = e.v.channel_line(e.team.channel());
-  const PacketCall call{next_flag(e.v.packet_epoch), part_of(message_bytes, e.team.portion())};
-  if (e.team.lane() == 0) line->packet_epoch = call.flag;
+  const LLCall call{next_flag(e.v.ll_epoch), part_of(message_bytes, e.team.portion())};
+  if (e.team.lane() == 0) line->ll_epoch = call.flag;
   if (!clears_other_set(call.flag)) return call;
   // The other set holds the call before this one, which is over; the peers write into it again only
   // after they have received what I send below.
-  const uint64_t bytes = e.v.layout.packet_set_bytes() * e.world();
-  char* base = e.v.regions[e.rank()] + e.v.layout.packet_offset((call.flag + 1) & 1, 0);
+  const uint64_t bytes = e.v.layout.ll_set_bytes() * e.world();
+  char* base = e.v.regions[e.rank()] + e.v.layout.ll_offset((call.flag + 1) & 1, 0);
   const Extent mine = part_of(bytes, e.team.portion());
-  for (uint64_t at = mine.begin_bytes + uint64_t(e.team.lane()) * sizeof(Packet);
-       at < mine.end_bytes; at += uint64_t(e.team.num_lanes()) * sizeof(Packet))
-    store_packet_sys(reinterpret_cast<Packet*>(base + at), 0, 0, 0);
+  for (uint64_t at = mine.begin_bytes + uint64_t(e.team.lane()) * sizeof(LLPacket);
+       at < mine.end_bytes; at += uint64_t(e.team.num_lanes()) * sizeof(LLPacket))
+    store_ll_packet_sys(reinterpret_cast<LLPacket*>(base + at), 0, 0, 0);
   // Every lane fences between what all lanes cleared and what it sends.
   e.team.sync();
   fence_acq_rel_sys();
@@ -182,26 +182,26 @@ RC_TEAM_FN PacketCall begin_packets(E& e, uint64_t message_bytes) {
 }
 
 template <class E>
-RC_TEAM_FN void send_headers(E& e, const PacketCall& call) {
+RC_TEAM_FN void send_headers(E& e, const LLCall& call) {
   const auto* words = reinterpret_cast<const uint64_t*>(e.v.mine);
   const int packets = kHeaderPackets + 1, count = (e.world() - 1) * packets;
   const uint64_t hash = hash_of(words);
   for (int i = e.team.lane(); i < count; i += e.team.num_lanes()) {
     const int reader = e.peer_at(1 + i / packets), at = i % packets;
     const uint64_t word = at == kHashPacket ? hash : words[at];
-    store_packet_sys(header_packets(e, call, e.rank(), reader) + at, uint32_t(word),
-                     uint32_t(word >> 32), call.flag);
+    store_ll_packet_sys(header_packets(e, call, e.rank(), reader) + at, uint32_t(word),
+                        uint32_t(word >> 32), call.flag);
   }
 }
 
 // One lane: 8 bytes of payload from `sender`, whose packet was seen as `seen`.
-// model: take_payload (tests/proof/model/packet.pml)
+// model: take_payload (tests/proof/model/ll.pml)
 template <class E>
-RC_TEAM_FN Status take_payload(E& e, const PacketCall& call, const Packet* from, Packet seen,
+RC_TEAM_FN Status take_payload(E& e, const LLCall& call, const LLPacket* from, LLPacket seen,
                                int sender, uint64_t* word) {
   if (!packet_arrived(seen, call.flag)) {
     RC_RETURN_IF_FAILED(await_packet_slowly(e.team, e.v, from, call.flag, sender));
-    seen = load_packet_sys(from);
+    seen = load_ll_packet_sys(from);
   }
   *word = payload_of(seen);
   return Status::kOk;
@@ -209,45 +209,45 @@ RC_TEAM_FN Status take_payload(E& e, const PacketCall& call, const Packet* from,
 
 // Waits for the peers' hashes and compares them with mine, and for their factors. Fills factors().
 template <class E>
-RC_TEAM_FN Status check_headers(E& e, const PacketCall& call) {
+RC_TEAM_FN Status check_headers(E& e, const LLCall& call) {
   const int count = (e.world() - 1) * 2;
   const uint64_t hash = hash_of(reinterpret_cast<const uint64_t*>(e.v.mine));
   Status status = Status::kOk;
   if (e.team.lane() == 0) e.factors()[e.rank()] = e.factor();
   for (int i = e.team.lane(); i < count && status == Status::kOk; i += e.team.num_lanes()) {
     const int sender = e.peer_at(1 + i / 2), at = i % 2 == 0 ? kHashPacket : kFactorPacket;
-    const Packet* header = header_packets(e, call, sender, e.rank());
+    const LLPacket* header = header_packets(e, call, sender, e.rank());
     uint64_t theirs = 0;
-    status = take_payload(e, call, header + at, load_packet_sys(header + at), sender, &theirs);
+    status = take_payload(e, call, header + at, load_ll_packet_sys(header + at), sender, &theirs);
     if (status != Status::kOk) break;
     if (at == kFactorPacket)
       reinterpret_cast<uint64_t*>(e.factors())[sender] = theirs;
     else if (theirs != hash)
-      status = packet_mismatch(e.team, e.v, header, call.flag, sender);
+      status = ll_mismatch(e.team, e.v, header, call.flag, sender);
   }
   return e.team.share(status);
 }
 
 // My payload at `from` (this channel's part of it) to one reader.
-// model: send_payload (tests/proof/model/packet.pml)
+// model: send_payload (tests/proof/model/ll.pml)
 template <class E>
-RC_TEAM_FN void send_payload(E& e, const PacketCall& call, const char* from, int reader) {
-  Packet* to = payload_packets(e, call, e.rank(), reader);
+RC_TEAM_FN void send_payload(E& e, const LLCall& call, const char* from, int reader) {
+  LLPacket* to = payload_packets(e, call, e.rank(), reader);
   const uint64_t bytes = call.part.end_bytes - call.part.begin_bytes;
   for (uint64_t at = uint64_t(e.team.lane()) * 8; at < bytes;
        at += uint64_t(e.team.num_lanes()) * 8) {
     const uint64_t word = load_payload(from + call.part.begin_bytes + at, bytes - at);
-    store_packet_sys(to + at / 8, uint32_t(word), uint32_t(word >> 32), call.flag);
+    store_ll_packet_sys(to + at / 8, uint32_t(word), uint32_t(word >> 32), call.flag);
   }
 }
 
 // Reduces 8 bytes at a time: every rank's packet at the same place, mine from `own`.
 template <class E>
-RC_TEAM_FN Status reduce_packets(E& e, const PacketCall& call, const char* own, char* out) {
+RC_TEAM_FN Status reduce_ll(E& e, const LLCall& call, const char* own, char* out) {
   const uint64_t bytes = call.part.end_bytes - call.part.begin_bytes;
   // Rank p's packets lie p sets behind rank 0's.
   const char* const inbox = reinterpret_cast<const char*>(payload_packets(e, call, 0, e.rank()));
-  const uint64_t set_bytes = e.v.layout.packet_set_bytes();
+  const uint64_t set_bytes = e.v.layout.ll_set_bytes();
   Status status = Status::kOk;
   for (uint64_t at = uint64_t(e.team.lane()) * 8; at < bytes && status == Status::kOk;
        at += uint64_t(e.team.num_lanes()) * 8) {
@@ -255,12 +255,12 @@ RC_TEAM_FN Status reduce_packets(E& e, const PacketCall& call, const char* own, 
     const char* const from = inbox + 2 * at;
     const uint64_t mine = load_payload(own + call.part.begin_bytes + at, bytes - at);
     for (int first = 0; first < e.world() && status == Status::kOk; first += kPacketBatch) {
-      Packet seen[kPacketBatch];
+      LLPacket seen[kPacketBatch];
       RC_UNROLL
       for (int k = 0; k < kPacketBatch; ++k) {
         const int p = first + k;
         if (p < e.world() && p != e.rank())
-          seen[k] = load_packet_sys(reinterpret_cast<const Packet*>(from + p * set_bytes));
+          seen[k] = load_ll_packet_sys(reinterpret_cast<const LLPacket*>(from + p * set_bytes));
       }
       RC_UNROLL
       for (int k = 0; k < kPacketBatch; ++k) {
@@ -268,7 +268,7 @@ RC_TEAM_FN Status reduce_packets(E& e, const PacketCall& call, const char* own, 
         if (p >= e.world() || status != Status::kOk) continue;
         uint64_t word = mine;
         if (p != e.rank())
-          status = take_payload(e, call, reinterpret_cast<const Packet*>(from + p * set_bytes),
+          status = take_payload(e, call, reinterpret_cast<const LLPacket*>(from + p * set_bytes),
                                 seen[k], p, &word);
         sum.add(word, e.ops.scales() ? e.factors()[p] : 1.0, e.ops, p == 0);
       }
@@ -280,29 +280,29 @@ RC_TEAM_FN Status reduce_packets(E& e, const PacketCall& call, const char* own, 
 }
 
 template <class E>
-RC_TEAM_FN Status all_reduce_packet(E& e, const char* in, char* out, uint64_t bytes) {
-  const PacketCall call = begin_packets(e, bytes);
+RC_TEAM_FN Status all_reduce_ll(E& e, const char* in, char* out, uint64_t bytes) {
+  const LLCall call = begin_ll(e, bytes);
   send_headers(e, call);
   for (int d = 1; d < e.world(); ++d) send_payload(e, call, in, e.peer_at(d));
   RC_RETURN_IF_FAILED(check_headers(e, call));
-  return reduce_packets(e, call, in, out);
+  return reduce_ll(e, call, in, out);
 }
 
 // in: W chunks of chunk_bytes; out: my chunk.
 template <class E>
-RC_TEAM_FN Status reduce_scatter_packet(E& e, const char* in, char* out, uint64_t chunk_bytes) {
-  const PacketCall call = begin_packets(e, chunk_bytes);
+RC_TEAM_FN Status reduce_scatter_ll(E& e, const char* in, char* out, uint64_t chunk_bytes) {
+  const LLCall call = begin_ll(e, chunk_bytes);
   send_headers(e, call);
   for (int d = 1; d < e.world(); ++d)
     send_payload(e, call, in + e.peer_at(d) * chunk_bytes, e.peer_at(d));
   RC_RETURN_IF_FAILED(check_headers(e, call));
-  return reduce_packets(e, call, in + e.rank() * chunk_bytes, out);
+  return reduce_ll(e, call, in + e.rank() * chunk_bytes, out);
 }
 
 // in: my chunk; out: W chunks of chunk_bytes.
 template <class E>
-RC_TEAM_FN Status all_gather_packet(E& e, const char* in, char* out, uint64_t chunk_bytes) {
-  const PacketCall call = begin_packets(e, chunk_bytes);
+RC_TEAM_FN Status all_gather_ll(E& e, const char* in, char* out, uint64_t chunk_bytes) {
+  const LLCall call = begin_ll(e, chunk_bytes);
   const uint64_t bytes = call.part.end_bytes - call.part.begin_bytes;
   send_headers(e, call);
   for (int d = 1; d < e.world(); ++d) send_payload(e, call, in, e.peer_at(d));
@@ -313,12 +313,12 @@ RC_TEAM_FN Status all_gather_packet(E& e, const char* in, char* out, uint64_t ch
   Status status = Status::kOk;
   for (int d = 1; d < e.world(); ++d) {
     const int p = e.peer_at(d);
-    const Packet* from = payload_packets(e, call, p, e.rank());
+    const LLPacket* from = payload_packets(e, call, p, e.rank());
     char* const to = out + p * chunk_bytes + call.part.begin_bytes;
     for (uint64_t at = uint64_t(e.team.lane()) * 8; at < bytes && status == Status::kOk;
          at += uint64_t(e.team.num_lanes()) * 8) {
       uint64_t word = 0;
-      status = take_payload(e, call, from + at / 8, load_packet_sys(from + at / 8), p, &word);
+      status = take_payload(e, call, from + at / 8, load_ll_packet_sys(from + at / 8), p, &word);
       if (status == Status::kOk) store_payload(to + at, word, bytes - at);
     }
   }

@@ -1,4 +1,4 @@
-// The packet collectives: two sets of buffers by turns, flags in place of epochs, and the clearing
+// The LL collectives: two sets of buffers by turns, flags in place of epochs, and the clearing
 // of the sets before the flags come around.
 //
 // -D: those of signal.pml; CALLS, more than there are flags. Every call is short or long, on
@@ -10,7 +10,7 @@
 #define place(owner, parity, sender, at) \
   ((((owner) * 2 + (parity)) * WORLD + (sender)) * PLACES + (at))
 
-// A packet: its flag, and the call that its payload is of. One access moves both.
+// An LL packet: its flag, and the call that its payload is of. One access moves both.
 byte flags[WORLD * 2 * WORLD * PLACES];
 byte calls[WORLD * 2 * WORLD * PLACES];
 
@@ -24,11 +24,11 @@ byte begun[2];
 #define parity_of(flag) ((flag) & 1)
 #endif
 
-// packet.h: packet_arrived
+// ll.h: packet_arrived
 #define packet_arrived(at, flag) (flags[at] == flag)
 
-// packet.h: begin_packets
-inline begin_packets() {
+// ll.h: begin_ll
+inline begin_ll() {
 #ifdef MUTANT_FLAG_ZERO_USED
   flag = (flag + 1) % FLAG_COUNT;
 #else
@@ -64,7 +64,7 @@ inline begin_packets() {
   }
 }
 
-// packet.h: send_payload
+// ll.h: send_payload
 inline send_payload(reader) {
   for (at : 0 .. length - 1) {
     atomic {
@@ -76,9 +76,9 @@ inline send_payload(reader) {
   }
 }
 
-// packet.h: await_packet_slowly
+// ll.h: await_packet_slowly
 inline await_packet_slowly(sender) {
-#ifndef MUTANT_PACKETS_NOT_AWAITED
+#ifndef MUTANT_LL_NOT_AWAITED
   if
   :: packet_arrived(here, flag)
   :: reason_to_give_up(!packet_arrived(here, flag), sender); give_up()
@@ -93,7 +93,7 @@ inline await_packet_slowly(sender) {
 }
 
 // The packet is loaded again when it has been awaited.
-// packet.h: take_payload
+// ll.h: take_payload
 inline take_payload(sender) {
   for (at : 0 .. length - 1) {
     atomic {
@@ -109,7 +109,7 @@ proctype rank(byte me) {
   byte call, d, p, at, here, flag, length;
   for (call : 0 .. CALLS - 1) {
     may_close();
-    begin_packets();
+    begin_ll();
     for (d : 1 .. WORLD - 1) {
       p = rotated_peer(me, d);
       send_payload(p)
