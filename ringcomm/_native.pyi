@@ -6,6 +6,7 @@ from typing import Any
 DTYPES: dict[str, int]
 OPS: dict[str, int]
 ALGORITHMS: dict[str, int]
+ALGORITHMS_OF: dict[str, dict[str, int]]
 MISMATCH: int = 3
 def supports(dtype: int, op: int) -> bool: ...
 def isa() -> str: ...

@@ -16,7 +16,7 @@ MAY_IMPORT: dict[str, set[str]] = {}
 _below = {"_native"}
 _layers = (
     ["errors"],
-    ["integers", "json_reader", "module_names", "process"],
+    ["algorithms", "integers", "json_reader", "module_names", "process"],
     ["cuda", "rendezvous"],
     ["offload"],
     ["memory"],

@@ -217,7 +217,7 @@ def bandwidth_gpu() -> Sheet:
     rows = [row for row in one_by_one if row.size_bytes >= MIB]
     systems = (
         *(("ringcomm", "ringcomm", "blue"), ("ringcomm:ring", "its ring", "violet")),
-        *(("triton:direct", "Triton kernels", "orange"), ("torch", "torch", "green")),
+        *(("triton:one_shot", "Triton kernels", "orange"), ("torch", "torch", "green")),
         ("copy", "plain copy", "muted"),
     )
     return Chart(

@@ -36,7 +36,7 @@ DEFAULT_COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce")
 _DEFAULT_PEERS = {"cpu": "gloo,mpi", "cuda": "nccl,torch,copy"}
 DEFAULTS = " or ".join(_DEFAULT_PEERS.values()) + ", by device"
 _DEFAULT_RANKS = 2
-_HOST_ALGORITHMS = ("auto", "direct", "ring")
+_HOST_ALGORITHMS = ("auto", "one_shot", "ring")
 size = partial(option, type=parse_size, metavar="SIZE")
 # Room in ringcomm's heap besides the buffers of one case: signals and fragmentation, and the
 # staging of a rank.
@@ -72,7 +72,7 @@ OPTIONS = (
     option("--subject", "the system that the ratios are over", default="ringcomm"),
     option(
         "--peers",
-        f"others, separated by commas: {', '.join(SYSTEMS)}; ringcomm:direct and so on name "
+        f"others, separated by commas: {', '.join(SYSTEMS)}; ringcomm:one_shot and so on name "
         f"an algorithm of ringcomm, ringcomm:int8 compression between nodes (default {DEFAULTS})",
         metavar="LIST",
     ),

@@ -72,9 +72,16 @@ class Ringcomm(System):
     def close(self) -> None:
         self._leave()
 
+    def _algorithm_of(self, case: Case) -> dict[str, Any]:
+        """Returns what a call of the collective takes; all_reduce has its own name for one_shot."""
+        two_phases = case.collective.name == "all_reduce"
+        names = {"one_shot": "two_shot"} if two_phases else {}
+        return {what: names.get(name, name) for what, name in self._extra.items()}
+
     def _bind(self, case: Case) -> Prepared:
+        how = self._algorithm_of(case)
         try:
-            return torch_groups.prepare(self._calls, case, self._allocate, **self._extra)
+            return torch_groups.prepare(self._calls, case, self._allocate, **how)
         except ringcomm.UnsupportedError as error:
             raise Unavailable(str(error)) from error
 
@@ -101,7 +108,7 @@ class OneLaunch(Ringcomm):
         buffers = tuple(Buffers(own, *each) for own, each in zip(cases, tensors, strict=True))
         inputs, outputs = map(list, zip(*tensors, strict=True))
         op = {"op": torch_groups.REDUCE_OPS[case.op]} if case.collective.reduces else {}
-        how = {**self._extra, **op}
+        how = {**self._algorithm_of(case), **op}
         if name == "all_reduce":
             return Prepared(buffers, partial(world.all_reduce, outputs, **how))
         gathers = name == "all_gather"

@@ -25,10 +25,13 @@ _MODULES = {
     "copy": ("torch_ops", "Copies", ("cuda",)),
 }
 SYSTEMS = tuple(_MODULES)
-ALGORITHMS = ("auto", "direct", "ring", "ll", "copy_engine")
+ALGORITHMS = ("auto", "one_shot", "ring", "ll", "copy_engine")
 # Forms of sums between nodes, which may stand in the place of an algorithm.
 COMPRESSIONS = ("int8", "fp8", "int4")
-_WITH_ALGORITHMS = {"ringcomm": (*ALGORITHMS, *COMPRESSIONS), "triton": ("auto", "direct", "ring")}
+_WITH_ALGORITHMS = {
+    "ringcomm": (*ALGORITHMS, *COMPRESSIONS),
+    "triton": ("auto", "one_shot", "ring"),
+}
 
 
 class Unavailable(Exception):

@@ -56,15 +56,24 @@ std::optional<FaultWords> fault_of(const Comm& comm) {
   return found;
 }
 
-// The name of an algorithm that the host has; negative: it is none.
-int host_algorithm(nb::handle name) {
+// The code of an algorithm that the host has for a collective, by its name; negative: it has none.
+int host_algorithm(nb::handle name, Collective collective) {
   // Mostly the default, which Python interns.
-  static PyObject* const usual = PyUnicode_InternFromString(name_of(Algorithm::kAuto));
+  static PyObject* const usual =
+      PyUnicode_InternFromString(name_of(Algorithm::kAuto, Collective::kNone));
   if (name.ptr() == usual) return int(Algorithm::kAuto);
   if (!PyUnicode_CheckExact(name.ptr())) return -1;
-  for (const Algorithm each : {Algorithm::kAuto, Algorithm::kDirect, Algorithm::kRing})
-    if (PyUnicode_CompareWithASCIIString(name.ptr(), name_of(each)) == 0) return int(each);
+  for (const Algorithm each : {Algorithm::kAuto, Algorithm::kOneShot, Algorithm::kRing})
+    if (PyUnicode_CompareWithASCIIString(name.ptr(), name_of(each, collective)) == 0)
+      return int(each);
   return -1;
+}
+
+nb::dict algorithms_by_name(Collective collective) {
+  nb::dict codes;
+  for (int i = 0; i <= int(Algorithm::kMulticast); ++i)
+    codes[name_of(Algorithm(i), collective)] = i;
+  return codes;
 }
 
 // False for what Python words an error of.
@@ -75,7 +84,7 @@ bool sums_by(const Comm& comm, int algorithm) {
 // The calls that most programs make, on tensors: see kNotPlain.
 int all_reduce_plain(NativeComm& n, nb::handle tensor, nb::handle op, nb::handle algorithm) {
   PlainTensor t;
-  const int code = op_code(op), named = host_algorithm(algorithm);
+  const int code = op_code(op), named = host_algorithm(algorithm, Collective::kAllReduce);
   if (code < 0 || named < 0 || !sums_by(n.comm, named) || !read_plain(tensor, &t) ||
       kernels().reduce[int(t.dtype)][code] == nullptr)
     return kNotPlain;
@@ -86,7 +95,7 @@ int all_reduce_plain(NativeComm& n, nb::handle tensor, nb::handle op, nb::handle
 int reduce_scatter_plain(NativeComm& n, nb::handle output, nb::handle input, nb::handle op,
                          nb::handle algorithm) {
   PlainTensor out, in;
-  const int code = op_code(op), named = host_algorithm(algorithm);
+  const int code = op_code(op), named = host_algorithm(algorithm, Collective::kReduceScatter);
   const View& v = n.comm.view();
   if (code < 0 || named < 0 || !sums_by(n.comm, named) || !read_plain(output, &out) ||
       !read_plain(input, &in) || out.dtype != in.dtype ||
@@ -100,7 +109,7 @@ int reduce_scatter_plain(NativeComm& n, nb::handle output, nb::handle input, nb:
 
 int all_gather_plain(NativeComm& n, nb::handle output, nb::handle input, nb::handle algorithm) {
   PlainTensor out, in;
-  const int named = host_algorithm(algorithm);
+  const int named = host_algorithm(algorithm, Collective::kAllGather);
   const View& v = n.comm.view();
   if (named < 0 || !read_plain(output, &out) || !read_plain(input, &in) || out.dtype != in.dtype ||
       out.elems != in.elems * uint64_t(v.world) || !is_chunk_or_apart(out, in, v.rank))
@@ -444,19 +453,21 @@ NB_MODULE(_native, m) {
       "`Comm.fault()` tells what happened. Ctrl-C inside a wait aborts the communicator and\n"
       "raises KeyboardInterrupt. Buffers are contiguous; a buffer that lies in the heap moves\n"
       "without a staging copy.";
-  nb::dict dtypes, ops, algorithms;
+  nb::dict dtypes, ops, algorithms_of;
   for (int i = 0; i < int(DType::kCount); ++i) dtypes[name_of(DType(i))] = i;
   for (int i = 0; i < int(RedOp::kCount); ++i) ops[name_of(RedOp(i))] = i;
-  for (const auto a : {Algorithm::kAuto, Algorithm::kDirect, Algorithm::kRing, Algorithm::kLL,
-                       Algorithm::kCopyEngine, Algorithm::kMulticast})
-    algorithms[name_of(a)] = int(a);
+  for (int i = int(Collective::kNone) + 1; i <= int(Collective::kReducePartial); ++i)
+    algorithms_of[name_of(Collective(i))] = algorithms_by_name(Collective(i));
   add_constant(
       m, "DTYPES", dtypes,
       "Code of each element type, by torch's name (`float32`, `bfloat16`, `float8_e4m3fn`, ...).");
   add_constant(m, "OPS", ops,
                "Code of each operator: SUM AVG PREMUL_SUM PRODUCT MIN MAX BAND BOR BXOR.");
-  add_constant(m, "ALGORITHMS", algorithms,
-               "Code of each algorithm: auto, direct, ring; on devices also ll and copy_engine.");
+  add_constant(m, "ALGORITHMS", algorithms_by_name(Collective::kNone),
+               "Code of each algorithm, by its name in options that hold for several collectives: "
+               "auto, one_shot, ring; on devices also ll, copy_engine and multicast.");
+  add_constant(m, "ALGORITHMS_OF", algorithms_of,
+               "The same by the names that the calls of each collective have for them.");
   add_constant(
       m, "MISMATCH", int(Status::kMismatch),
       "Status of a receive whose message had another size; the communicator stays usable.");

@@ -36,10 +36,8 @@ void bind_recorder(nb::module_& m, nb::class_<NativeComm>& c) {
       names(int(Collective::kReducePartial) + 1, [](int i) { return name_of(Collective(i)); });
   codes["dtypes"] = names(int(DType::kCount), [](int i) { return name_of(DType(i)); });
   codes["ops"] = names(int(RedOp::kCount), [](int i) { return name_of(RedOp(i)); });
-  codes["algorithms"] =
-      names(int(Algorithm::kMulticast) + 1, [](int i) { return name_of(Algorithm(i)); });
   add_constant(m, "RECORD_NAMES", codes,
-               "Names by code, as records carry them: collectives, dtypes, ops, algorithms.");
+               "Names by code, as records carry them: collectives, dtypes, ops.");
   m.def(
       "grad_tag",
       [](int module, int backward, int bucket) {

@@ -125,20 +125,20 @@ RC_TEAM_FN Status move_collective(E& e, const CallArgs& args, const Chunks& in, 
   switch (args.collective) {
     case Collective::kAllGather: {
       // The copy engines move the data; the kernels before and after only meet.
-      if (args.algorithm == Algorithm::kCopyEngine) return exchange_direct(e, in, out, Edges{});
+      if (args.algorithm == Algorithm::kCopyEngine) return exchange_one_shot(e, in, out, Edges{});
       const Span mine{args.in, out.get(e.rank()).bytes};
       return args.algorithm == Algorithm::kRing ? all_gather_ring(e, mine, out)
-                                                : share_direct(e, mine, out, -1);
+                                                : share_one_shot(e, mine, out, -1);
     }
     case Collective::kBroadcast:
-      return share_direct(e, out.get(e.rank()), out, args.root);
+      return share_one_shot(e, out.get(e.rank()), out, args.root);
     case Collective::kGather:
-      return exchange_direct(e, in, out, Edges{.only_reader = args.root});
+      return exchange_one_shot(e, in, out, Edges{.only_reader = args.root});
     case Collective::kScatter:
-      return exchange_direct(e, in, out, Edges{.only_sender = args.root});
+      return exchange_one_shot(e, in, out, Edges{.only_sender = args.root});
     default:  // all-to-all, barrier, and messages, which name their peers
-      return exchange_direct(e, in, out,
-                             Edges{.my_readers = args.my_readers, .my_senders = args.my_senders});
+      return exchange_one_shot(e, in, out,
+                               Edges{.my_readers = args.my_readers, .my_senders = args.my_senders});
   }
 }
 
@@ -172,7 +172,7 @@ RC_TEAM_FN void reduce_scatter_kernel(Team team, const LaunchParams& p, int rank
                  [&](auto& e, const CallArgs& args) {
                    return args.algorithm == Algorithm::kRing
                               ? reduce_scatter_ring(e, w.in, args.out)
-                              : reduce_scatter_direct(e, w.in, args.out, args.root);
+                              : reduce_scatter_one_shot(e, w.in, args.out, args.root);
                  });
 }
 
@@ -183,7 +183,7 @@ RC_TEAM_FN void all_reduce_kernel(Team team, const LaunchParams& p, int rank_in_
                  [&](auto& e, const CallArgs& args) {
                    return args.algorithm == Algorithm::kRing
                               ? all_reduce_ring(e, w.in, args.out)
-                              : all_reduce_direct(e, w.in, args.out, args.one_hop_bytes);
+                              : all_reduce_two_shot(e, w.in, args.out, args.one_hop_bytes);
                  });
 }
 

@@ -14,7 +14,7 @@ constexpr uint64_t kMinChannelBytes = 32 << 10;
 // costs more than the trips that LL saves. A choice, not swept.
 constexpr uint64_t kMaxLLTrafficBytes = 256 << 10;
 
-// Direct all-reduce up to this size in one hop. A choice, not swept.
+// Two-shot all-reduce up to this size in one hop. A choice, not swept.
 constexpr uint64_t kOneHopBytes = 64 << 10;
 
 // Items of one call on one stream are counted in 32 bits, compared modulo 2^32.
@@ -154,7 +154,7 @@ CallArgs DeviceComm::args_of(Collective collective, Algorithm algorithm, DType d
 // payload_bytes: what one rank sends to one peer by LL.
 Algorithm DeviceComm::chosen_for(Algorithm asked, uint64_t payload_bytes, bool has_ll) const {
   const bool sends = config_.world > 1 && payload_bytes > 0;
-  if (asked == Algorithm::kLL && !sends) return Algorithm::kDirect;
+  if (asked == Algorithm::kLL && !sends) return Algorithm::kOneShot;
   const bool fits = has_ll && sends && payload_bytes <= config_.layout.ll_bytes;
   if (asked == Algorithm::kLL && !fits)
     throw std::invalid_argument(
@@ -328,7 +328,7 @@ void DeviceComm::reduce(char* in, char* out, uint64_t elems, const Reduction& r,
   const uint64_t bytes = elems * uint64_t(size_of(r.dtype));
   Prepared p{reduction_kernel("reduce_scatter", r),
              channels_for(bytes),
-             args_of(Collective::kReduce, Algorithm::kDirect, r.dtype, bytes, root),
+             args_of(Collective::kReduce, Algorithm::kOneShot, r.dtype, bytes, root),
              {},
              {}};
   p.in.assign(size_t(config_.world), Span{in, 0});
@@ -367,7 +367,7 @@ void DeviceComm::reduce_scatter_list(const std::vector<Span>& in, char* out, con
   const uint64_t total = sum_bytes(in);
   Prepared p{reduction_kernel("reduce_scatter", r),
              channels_for(total / uint64_t(config_.world)),
-             args_of(Collective::kReduceScatter, Algorithm::kDirect, r.dtype, total, -1),
+             args_of(Collective::kReduceScatter, Algorithm::kOneShot, r.dtype, total, -1),
              in,
              {}};
   p.args.out = out;
@@ -435,7 +435,7 @@ void DeviceComm::all_gather_list(char* in, const std::vector<Span>& out, DType d
   const uint64_t total = sum_bytes(out);
   Prepared p{kernel("move", "rc_move"),
              channels_for(total / uint64_t(config_.world)),
-             args_of(Collective::kAllGather, Algorithm::kDirect, dtype, total, -1),
+             args_of(Collective::kAllGather, Algorithm::kOneShot, dtype, total, -1),
              {},
              out};
   p.args.in = in;
@@ -446,7 +446,7 @@ void DeviceComm::all_gather_list(char* in, const std::vector<Span>& out, DType d
 void DeviceComm::broadcast(char* buffer, uint64_t bytes, DType dtype, int root) {
   Prepared p{kernel("move", "rc_move"),
              channels_for(bytes),
-             args_of(Collective::kBroadcast, Algorithm::kDirect, dtype, bytes, root),
+             args_of(Collective::kBroadcast, Algorithm::kOneShot, dtype, bytes, root),
              {},
              {}};
   p.out.assign(size_t(config_.world), Span{buffer, bytes});
@@ -458,7 +458,7 @@ void DeviceComm::gather(char* in, uint64_t bytes, const std::vector<Span>& out, 
                         int root) {
   Prepared p{kernel("move", "rc_move"),
              channels_for(bytes),
-             args_of(Collective::kGather, Algorithm::kDirect, dtype, bytes, root),
+             args_of(Collective::kGather, Algorithm::kOneShot, dtype, bytes, root),
              {},
              out};
   p.in.assign(size_t(config_.world), Span{in, bytes});
@@ -470,7 +470,7 @@ void DeviceComm::scatter(const std::vector<Span>& in, char* out, uint64_t bytes,
                          int root) {
   Prepared p{kernel("move", "rc_move"),
              channels_for(bytes),
-             args_of(Collective::kScatter, Algorithm::kDirect, dtype, bytes, root),
+             args_of(Collective::kScatter, Algorithm::kOneShot, dtype, bytes, root),
              in,
              {}};
   p.out.assign(size_t(config_.world), Span{out, bytes});
@@ -482,7 +482,7 @@ void DeviceComm::all_to_all(const std::vector<Span>& in, const std::vector<Span>
                             DType dtype) {
   // Every pair has its own size, so no size tells all ranks how many channels to use: all of them.
   Prepared p{kernel("move", "rc_move"), unsigned(config_.layout.channels),
-             args_of(Collective::kAllToAll, Algorithm::kDirect, dtype, 0, -1), in, out};
+             args_of(Collective::kAllToAll, Algorithm::kOneShot, dtype, 0, -1), in, out};
   check_pieces(sum_bytes(in) + sum_bytes(out), p.channels);
   submit(std::move(p));
 }
@@ -490,7 +490,7 @@ void DeviceComm::all_to_all(const std::vector<Span>& in, const std::vector<Span>
 void DeviceComm::barrier() {
   submit({kernel("move", "rc_move"),
           1,
-          args_of(Collective::kBarrier, Algorithm::kDirect, DType::kUInt8, 0, -1),
+          args_of(Collective::kBarrier, Algorithm::kOneShot, DType::kUInt8, 0, -1),
           {},
           {}});
 }
@@ -498,7 +498,7 @@ void DeviceComm::barrier() {
 void DeviceComm::messages(const std::vector<Span>& send, uint64_t readers,
                           const std::vector<Span>& receive, uint64_t senders, int tag) {
   Prepared p{kernel("move", "rc_move"), unsigned(config_.message_channels),
-             args_of(Collective::kSend, Algorithm::kDirect, DType::kUInt8, 0, tag), send, receive};
+             args_of(Collective::kSend, Algorithm::kOneShot, DType::kUInt8, 0, tag), send, receive};
   p.args.my_readers = readers;
   p.args.my_senders = senders;
   check_pieces(sum_bytes(send) + sum_bytes(receive), p.channels);

@@ -21,7 +21,7 @@ struct DeviceConfig {
   int rank, world;
   Layout layout;
   uint64_t timeout_ns;
-  Algorithm family;      // what kAuto means for large messages: kDirect or kRing
+  Algorithm family;      // what kAuto means for large messages: kOneShot or kRing
   int message_channels;  // blocks of a message; sends and receives of all ranks of a GPU must fit
 };
 

@@ -54,8 +54,8 @@ Prepared DeviceComm::optimizer_call(Collective collective, const std::string& na
   const Bucket bucket = Bucket::of(grads.ptr, nullptr, bucket_elems, size, 0, config_.world);
   const uint64_t chunk_bytes = bucket.chunk_elems * uint64_t(size);
   const Algorithm algorithm = chosen(grads.algorithm);
-  if (algorithm != Algorithm::kDirect && algorithm != Algorithm::kRing)
-    throw std::invalid_argument("algorithm: the optimizer's collectives are direct or ring");
+  if (algorithm != Algorithm::kOneShot && algorithm != Algorithm::kRing)
+    throw std::invalid_argument("algorithm: the optimizer's collectives are one-shot or ring");
   const uint64_t least = kBlockElems * sizeof(float);
   if (algorithm == Algorithm::kRing && config_.layout.segment_bytes < least)
     throw std::invalid_argument(

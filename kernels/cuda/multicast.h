@@ -23,7 +23,7 @@
 //   all-gather      P + 1 meetings; B/W out, B in; B copied.
 //
 // The switch adds in an order that nobody knows, and 16-bit types are rounded again where AVG
-// divides: results differ from those of `direct` in the last bits, and are equal on all ranks.
+// divides: results differ from those of `one_shot` in the last bits, and are equal on all ranks.
 #pragma once
 
 #include "kernels/cuda/body.h"

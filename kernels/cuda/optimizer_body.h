@@ -157,9 +157,9 @@ RC_TEAM_FN void adamw_step_kernel(Team team, const LaunchParams& p, int rank_in_
   run_collective(team, p, rank_in_launch, w, ops, [&](auto& e, const CallArgs&) {
     if (whole)
       return ring ? reduce_scatter_adamw_all_gather_ring(e, bucket)
-                  : reduce_scatter_adamw_all_gather_direct(e, bucket);
+                  : reduce_scatter_adamw_all_gather_one_shot(e, bucket);
     return ring ? adamw_all_gather_ring(e, bucket, args.in)
-                : adamw_all_gather_direct(e, bucket, args.in);
+                : adamw_all_gather_one_shot(e, bucket, args.in);
   });
 }
 
@@ -175,7 +175,7 @@ RC_TEAM_FN void reduce_scatter_norm_kernel(Team team, const LaunchParams& p, int
   begin_norm(team, w);
   run_collective(team, p, rank_in_launch, w, ops, [&](auto& e, const CallArgs&) {
     return args.algorithm == Algorithm::kRing ? reduce_scatter_norm_ring(e, bucket)
-                                              : reduce_scatter_norm_direct(e, bucket);
+                                              : reduce_scatter_norm_one_shot(e, bucket);
   });
   end_norm(team, args, w);
 }

@@ -14,7 +14,7 @@ namespace {
 // against 4.4 us at 32 KiB, 7.6 us against 7.3 us at 64 KiB.
 constexpr uint64_t kOneHopBytes = 32 << 10;
 
-// Pieces of a direct all-reduce: what a rank shares is still in its caches when the peers read it.
+// Pieces of a two-shot all-reduce: what a rank shares is still in its caches when peers read it.
 // Xeon (AVX-512) with 1 MiB of L2 a core, plain tensors, against 256 KiB. 2 ranks: 256 KiB 1.12
 // times as fast, 1 MiB 1.20, 4 MiB 1.27, 64 MiB 1.11; 32 KiB another 4 % on a quiet machine, but
 // beside one busy loop 0.90 for 1 MiB where these take 0.99. 4 ranks: 1.02 to 1.08 (with 32 KiB).
@@ -208,7 +208,7 @@ Status Comm::run_partial(CallId id, const Reduction& r, const Chunks& in, char* 
   BlockedSum blocks;
   const HostOps ops = reduction_ops(r, accumulator_of(r.dtype), id.match_bytes, &blocks);
   return run_with(id, id.match_bytes, r.factor, PartialOps{ops, out},
-                  [&](auto& e) { return reduce_scatter_direct(e, in, out, root); });
+                  [&](auto& e) { return reduce_scatter_one_shot(e, in, out, root); });
 }
 
 Status Comm::all_reduce(const char* in, char* out, uint64_t elems, const Reduction& r) {
@@ -218,8 +218,8 @@ Status Comm::all_reduce(const char* in, char* out, uint64_t elems, const Reducti
   return run_reduction(id, r, bytes, [&](E& e) {
     if (r.algorithm == Algorithm::kRing) return all_reduce_ring(e, chunks, out);
     e.cut.segment_bytes = std::min<uint64_t>(kAllReducePieceBytes, layout_.segment_bytes);
-    return all_reduce_direct(e, chunks, out,
-                             std::min<uint64_t>(kOneHopBytes, layout_.segment_bytes));
+    return all_reduce_two_shot(e, chunks, out,
+                               std::min<uint64_t>(kOneHopBytes, layout_.segment_bytes));
   });
 }
 
@@ -230,7 +230,7 @@ Status Comm::reduce(const char* in, char* out, uint64_t elems, const Reduction& 
   spans[root].bytes = bytes;
   const Chunks chunks{nullptr, 0, 0, spans.data()};
   return run_reduction(id, r, bytes,
-                       [&](E& e) { return reduce_scatter_direct(e, chunks, out, root); });
+                       [&](E& e) { return reduce_scatter_one_shot(e, chunks, out, root); });
 }
 
 Status Comm::reduce_scatter(const char* in, char* out, uint64_t out_elems, const Reduction& r) {
@@ -239,7 +239,7 @@ Status Comm::reduce_scatter(const char* in, char* out, uint64_t out_elems, const
   return run_reduction(id, r, total, [&](E& e) {
     const Chunks chunks = even_chunks(in, total, chunk);
     return r.algorithm == Algorithm::kRing ? reduce_scatter_ring(e, chunks, out)
-                                           : reduce_scatter_direct(e, chunks, out);
+                                           : reduce_scatter_one_shot(e, chunks, out);
   });
 }
 
@@ -247,12 +247,13 @@ Status Comm::reduce_scatter_list(const std::vector<Span>& in, char* out, const R
   const uint64_t total = sum_bytes(in);
   const CallId id{0, total, Collective::kReduceScatter, int(r.dtype), int(r.op), -1, r.algorithm};
   const Chunks chunks{nullptr, 0, 0, in.data()};
-  return run_reduction(id, r, total, [&](E& e) { return reduce_scatter_direct(e, chunks, out); });
+  return run_reduction(id, r, total, [&](E& e) { return reduce_scatter_one_shot(e, chunks, out); });
 }
 
 Status Comm::reduce_scatter_partial(const std::vector<Span>& in, char* out, const Reduction& r) {
-  const CallId id{0,  sum_bytes(in),     Collective::kReduceScatterPartial, int(r.dtype), int(r.op),
-                  -1, Algorithm::kDirect};
+  const CallId id{
+      0,  sum_bytes(in),      Collective::kReduceScatterPartial, int(r.dtype), int(r.op),
+      -1, Algorithm::kOneShot};
   return run_partial(id, r, Chunks{nullptr, 0, 0, in.data()}, out, -1);
 }
 
@@ -260,7 +261,7 @@ Status Comm::reduce_partial(const char* in, char* out, uint64_t elems, const Red
                             int root) {
   const uint64_t bytes = elems * size_of(r.dtype);
   const CallId id{0,         bytes, Collective::kReducePartial, int(r.dtype),
-                  int(r.op), root,  Algorithm::kDirect};
+                  int(r.op), root,  Algorithm::kOneShot};
   std::vector<Span> spans(view_.world, Span{const_cast<char*>(in), 0});
   spans[root].bytes = bytes;
   return run_partial(id, r, Chunks{nullptr, 0, 0, spans.data()}, out, root);
@@ -274,54 +275,54 @@ Status Comm::all_gather(const char* in, char* out, uint64_t in_bytes, DType dtyp
     const Chunks chunks = even_chunks(out, total, in_bytes);
     const Span input{const_cast<char*>(in), in_bytes};
     return algorithm == Algorithm::kRing ? all_gather_ring(e, input, chunks)
-                                         : share_direct(e, input, chunks, -1);
+                                         : share_one_shot(e, input, chunks, -1);
   });
 }
 
 Status Comm::all_gather_list(const char* in, const std::vector<Span>& out, DType dtype) {
   const uint64_t total = sum_bytes(out);
-  const CallId id{0, total, Collective::kAllGather, int(dtype), -1, -1, Algorithm::kDirect};
+  const CallId id{0, total, Collective::kAllGather, int(dtype), -1, -1, Algorithm::kOneShot};
   const Chunks chunks{nullptr, 0, 0, out.data()};
   const Span input{const_cast<char*>(in), out[view_.rank].bytes};
-  return run(id, total, [&](E& e) { return share_direct(e, input, chunks, -1); });
+  return run(id, total, [&](E& e) { return share_one_shot(e, input, chunks, -1); });
 }
 
 Status Comm::broadcast(char* buffer, uint64_t bytes, DType dtype, int root) {
-  const CallId id{0, bytes, Collective::kBroadcast, int(dtype), -1, root, Algorithm::kDirect};
+  const CallId id{0, bytes, Collective::kBroadcast, int(dtype), -1, root, Algorithm::kOneShot};
   std::vector<Span> out(view_.world, Span{buffer, bytes});
   const Chunks chunks{nullptr, 0, 0, out.data()};
-  return run(id, bytes, [&](E& e) { return share_direct(e, Span{buffer, bytes}, chunks, root); });
+  return run(id, bytes, [&](E& e) { return share_one_shot(e, Span{buffer, bytes}, chunks, root); });
 }
 
 Status Comm::gather(const char* in, uint64_t bytes, const std::vector<Span>& out, DType dtype,
                     int root) {
-  const CallId id{0, bytes, Collective::kGather, int(dtype), -1, root, Algorithm::kDirect};
+  const CallId id{0, bytes, Collective::kGather, int(dtype), -1, root, Algorithm::kOneShot};
   std::vector<Span> send(view_.world, Span{const_cast<char*>(in), bytes});
   const Chunks from{nullptr, 0, 0, send.data()}, to{nullptr, 0, 0, out.data()};
   return run(id, bytes,
-             [&](E& e) { return exchange_direct(e, from, to, Edges{.only_reader = root}); });
+             [&](E& e) { return exchange_one_shot(e, from, to, Edges{.only_reader = root}); });
 }
 
 Status Comm::scatter(const std::vector<Span>& in, char* out, uint64_t bytes, DType dtype,
                      int root) {
-  const CallId id{0, bytes, Collective::kScatter, int(dtype), -1, root, Algorithm::kDirect};
+  const CallId id{0, bytes, Collective::kScatter, int(dtype), -1, root, Algorithm::kOneShot};
   std::vector<Span> receive(view_.world, Span{out, bytes});
   const Chunks from{nullptr, 0, 0, in.data()}, to{nullptr, 0, 0, receive.data()};
   return run(id, bytes,
-             [&](E& e) { return exchange_direct(e, from, to, Edges{.only_sender = root}); });
+             [&](E& e) { return exchange_one_shot(e, from, to, Edges{.only_sender = root}); });
 }
 
 Status Comm::all_to_all(const std::vector<Span>& in, const std::vector<Span>& out, DType dtype) {
   // Every pair has its own size: each stream checks its own.
-  const CallId id{0, 0, Collective::kAllToAll, int(dtype), -1, -1, Algorithm::kDirect};
+  const CallId id{0, 0, Collective::kAllToAll, int(dtype), -1, -1, Algorithm::kOneShot};
   const Chunks from{nullptr, 0, 0, in.data()}, to{nullptr, 0, 0, out.data()};
-  return run(id, sum_bytes(out), [&](E& e) { return exchange_direct(e, from, to, Edges{}); });
+  return run(id, sum_bytes(out), [&](E& e) { return exchange_one_shot(e, from, to, Edges{}); });
 }
 
 Status Comm::barrier() {
-  const CallId id{0, 0, Collective::kBarrier, -1, -1, -1, Algorithm::kDirect};
+  const CallId id{0, 0, Collective::kBarrier, -1, -1, -1, Algorithm::kOneShot};
   const Chunks nothing{nullptr, 0, 0, nullptr};
-  return run(id, 0, [&](E& e) { return exchange_direct(e, nothing, nothing, Edges{}); });
+  return run(id, 0, [&](E& e) { return exchange_one_shot(e, nothing, nothing, Edges{}); });
 }
 
 // The pair slots of one rank take 2 to 4 MiB however many peers it has, within [16 KiB, 256 KiB].

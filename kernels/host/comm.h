@@ -51,10 +51,10 @@ struct Reduction {
   Algorithm algorithm;
 };
 
-// The algorithm that a call runs. The host has a table of one row: direct is the faster of the two
-// at every size and world.
+// The algorithm that a call runs. The host has a table of one row: one-shot is the faster of the
+// two at every size and world.
 inline Algorithm chosen(Algorithm asked) {
-  return asked == Algorithm::kAuto ? Algorithm::kDirect : asked;
+  return asked == Algorithm::kAuto ? Algorithm::kOneShot : asked;
 }
 
 // Gradients of a bucket, or of one chunk of it.

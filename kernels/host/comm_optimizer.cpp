@@ -89,7 +89,7 @@ Status Comm::reduce_scatter_norm(const GradCall& grads, uint64_t bucket_elems,
   const CallId id = id_of(Collective::kReduceScatterNorm, grads, bucket_elems, DType::kFloat32);
   return run_with(id, bucket_elems * uint64_t(size), 1.0, ops, [&](auto& e) {
     return is_ring(grads) ? reduce_scatter_norm_ring(e, bucket)
-                          : reduce_scatter_norm_direct(e, bucket);
+                          : reduce_scatter_norm_one_shot(e, bucket);
   });
 }
 
@@ -105,7 +105,7 @@ Status Comm::run_update(CallId id, const AdamWShard& shard, const GradCall& grad
     if (id.collective == Collective::kReduceScatterAdamWAllGather)
       check_in_heap(view_, "gradients", grads.ptr, bucket.grads().total_bytes);
   }
-  // The direct forms store in the peers' buckets, whose lines other cores have read; the ring's
+  // The one-shot forms store in the peers' buckets, whose lines other cores have read; the ring's
   // results go no further than this rank's own.
   const bool streaming =
       std::max(step_bytes, shard.bucket_elems * uint64_t(size)) >= kStreamingMinBytes;
@@ -127,7 +127,7 @@ Status Comm::adamw_all_gather(const AdamWShard& shard, const GradCall& grad, uin
   const CallId id = id_of(Collective::kAdamWAllGather, grad, shard.bucket_elems, shard.param_dtype);
   return run_update(id, shard, grad, step_bytes, [&](auto& e, const Bucket& bucket) {
     return is_ring(grad) ? adamw_all_gather_ring(e, bucket, grad.ptr)
-                         : adamw_all_gather_direct(e, bucket, grad.ptr);
+                         : adamw_all_gather_one_shot(e, bucket, grad.ptr);
   });
 }
 
@@ -138,7 +138,7 @@ Status Comm::reduce_scatter_adamw_all_gather(const AdamWShard& shard, const Grad
       id_of(Collective::kReduceScatterAdamWAllGather, grads, shard.bucket_elems, shard.param_dtype);
   return run_update(id, shard, grads, step_bytes, [&](auto& e, const Bucket& bucket) {
     return is_ring(grads) ? reduce_scatter_adamw_all_gather_ring(e, bucket)
-                          : reduce_scatter_adamw_all_gather_direct(e, bucket);
+                          : reduce_scatter_adamw_all_gather_one_shot(e, bucket);
   });
 }
 

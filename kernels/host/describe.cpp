@@ -88,8 +88,9 @@ const char* name_of(RedOp op) {
   return int(op) >= 0 && op < RedOp::kCount ? names[int(op)] : "none";
 }
 
-const char* name_of(Algorithm algorithm) {
-  static const char* const names[] = {"auto", "direct", "ring", "ll", "copy_engine", "multicast"};
+const char* name_of(Algorithm algorithm, Collective collective) {
+  if (algorithm == Algorithm::kOneShot && collective == Collective::kAllReduce) return "two_shot";
+  static const char* const names[] = {"auto", "one_shot", "ring", "ll", "copy_engine", "multicast"};
   return uint32_t(algorithm) < 6 ? names[uint32_t(algorithm)] : "unknown";
 }
 
@@ -141,7 +142,7 @@ std::string describe(const CallHeader& h) {
     text += id.collective == Collective::kAllToAll
                 ? std::to_string(h.stream_bytes) + " bytes for this pair"
                 : std::to_string(id.match_bytes) + (updates ? " elements" : " bytes");
-    text += std::string(", ") + name_of(id.algorithm) + ", ";
+    text += std::string(", ") + name_of(id.algorithm, id.collective) + ", ";
     if (updates && tag != 0) text += describe_tag(tag) + ", ";
     if (id.kernels == Kernels::kTriton) text += "Triton kernels, ";
   }

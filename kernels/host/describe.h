@@ -10,7 +10,10 @@ namespace ringcomm::host {
 const char* name_of(Collective collective);
 const char* name_of(DType dtype);
 const char* name_of(RedOp op);
-const char* name_of(Algorithm algorithm);
+// The name that calls of a collective have for an algorithm. kOneShot makes each phase of a call in
+// one hop: an all-reduce has two phases, so there it is "two_shot", elsewhere "one_shot". kNone: of
+// an option that holds for several collectives.
+const char* name_of(Algorithm algorithm, Collective collective);
 const char* name_of(Status status);
 
 // The reason in a page that a peer may be writing now: at most as much text as fits.

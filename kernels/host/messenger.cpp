@@ -24,7 +24,7 @@ CallHeader Messenger::header_of(const Request& r, bool in_heap) const {
   const View& v = comm_.view();
   const auto collective = r.is_send ? Collective::kSend : Collective::kReceive;
   // The tag travels where a collective has its root.
-  const CallId id{r.number, r.bytes, collective, int(r.dtype), -1, r.tag, Algorithm::kDirect};
+  const CallId id{r.number, r.bytes, collective, int(r.dtype), -1, r.tag, Algorithm::kOneShot};
   const uint64_t item_bytes = in_heap ? whole_item(r.bytes) : v.layout.segment_bytes;
   return {id,  r.bytes,   item_bytes, in_heap ? uint64_t(r.ptr - v.heaps[v.rank]) : kNotInHeap,
           1.0, kNotInHeap};

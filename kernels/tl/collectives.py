@@ -1,4 +1,4 @@
-"""Reduce-scatter, all-gather and all-reduce, each direct and as a ring."""
+"""Reduce-scatter, all-gather and all-reduce, each one-shot and as a ring."""
 
 import triton
 import triton.language as tl
@@ -43,7 +43,7 @@ from .words import PAIR, SHARED
 # B bytes, W ranks. Both algorithms read and send (W-1)/W * B bytes per rank, as in
 # ringcomm/collectives/reduce_scatter.h:
 #
-#  direct   1 hop. Each rank offers chunk r to rank r (zero copy: where it lies in the heap; else in
+#  one_shot 1 hop. Each rank offers chunk r to rank r (zero copy: where it lies in the heap; else in
 #           pair slots, segment by segment) and sums the W versions of its own chunk in rank order
 #           in FP32, with one rounding.
 #  ring     W-1 hops of partial sums around the ring, rounded to the element type at each hop.
@@ -104,10 +104,10 @@ def reduce_piece(
 
 
 @triton.jit
-def reduce_scatter_direct(
+def reduce_scatter_one_shot(
     ws, chunks, out, status, DTYPE: tl.constexpr, DIVISOR: tl.constexpr, G: tl.constexpr
 ):
-    """The schedule of the direct form; ``out`` is the address of this rank's result."""
+    """The schedule of the one-shot form; ``out`` is the address of this rank's result."""
     me = get(ws, RANK)
     whole, _ = chunk_of(chunks[0], chunks[1], chunks[2], me)
     mine, mine_bytes = slice_for(ws, chunks, me, G)
@@ -266,7 +266,7 @@ def reduce_scatter_kernel(
         chunk_bytes: of one rank's result.
         timeout_ns: deadline of one wait.
         call: the four words of ``_native.call_words``.
-        RING: the ring form, else the direct one.
+        RING: the ring form, else the one-shot form.
         DTYPE: tl.float32, tl.bfloat16 or tl.float16.
         DIVISOR: 1 for SUM, the world size for AVG.
         G: the communicator's Geometry.
@@ -282,7 +282,7 @@ def reduce_scatter_kernel(
     elif RING:
         status = reduce_scatter_ring(ws, chunks, target, status, DTYPE, DIVISOR, G)
     else:
-        status = reduce_scatter_direct(ws, chunks, target, status, DTYPE, DIVISOR, G)
+        status = reduce_scatter_one_shot(ws, chunks, target, status, DTYPE, DIVISOR, G)
     end_call(ws, status, G)
 
 
@@ -292,7 +292,7 @@ def reduce_scatter_kernel(
 # B bytes of output, W ranks. Each rank reads (W-1)/W * B bytes from its peers, as in
 # ringcomm/collectives/all_gather.h:
 #
-#  direct   1 hop. The contribution is published once, for all readers: zero copy where it lies in
+#  one_shot 1 hop. The contribution is published once, for all readers: zero copy where it lies in
 #           the heap (the input, or its place in the output), else through the shared slots.
 #  ring     W-1 hops: each rank forwards what it received from its predecessor.
 # --------------------------------------------------------------------------------------------------
@@ -364,8 +364,8 @@ def finish_sharing(ws, zero_copy, items, status, G: tl.constexpr):
 
 
 @triton.jit
-def all_gather_direct(ws, source, chunks, status, DTYPE: tl.constexpr, G: tl.constexpr):
-    """The schedule of the direct form.
+def all_gather_one_shot(ws, source, chunks, status, DTYPE: tl.constexpr, G: tl.constexpr):
+    """The schedule of the one-shot form.
 
     Args:
         ws: the block's state.
@@ -410,7 +410,7 @@ def all_gather_direct(ws, source, chunks, status, DTYPE: tl.constexpr, G: tl.con
 
 @triton.jit
 def all_gather_ring(ws, source, chunks, status, DTYPE: tl.constexpr, G: tl.constexpr):
-    """The schedule of the ring form; arguments as for the direct one."""
+    """The schedule of the ring form; arguments as for the one-shot form."""
     HOPS: tl.constexpr = G.world - 1
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     position = ring_position(ws, G)
@@ -474,7 +474,7 @@ def all_gather_kernel(
         chunk_bytes: of one rank's contribution.
         timeout_ns: deadline of one wait.
         call: the four words of ``_native.call_words``.
-        RING: the ring form, else the direct one.
+        RING: the ring form, else the one-shot form.
         DTYPE: an integer type as wide as the elements.
         G: the communicator's Geometry.
     """
@@ -489,7 +489,7 @@ def all_gather_kernel(
     elif RING:
         status = all_gather_ring(ws, source, chunks, status, DTYPE, G)
     else:
-        status = all_gather_direct(ws, source, chunks, status, DTYPE, G)
+        status = all_gather_one_shot(ws, source, chunks, status, DTYPE, G)
     end_call(ws, status, G)
 
 
@@ -498,7 +498,7 @@ def all_gather_kernel(
 #
 # B bytes, W ranks; a reduce-scatter, then an all-gather of the results, in one kernel:
 #
-#  direct   2 hops, 2(W-1)/W * B bytes; sums in rank order with one rounding.
+#  two_shot 2 hops, 2(W-1)/W * B bytes; sums in rank order with one rounding.
 #  ring     2(W-1) hops, 2(W-1)/W * B bytes.
 #
 # The CUDA kernels overlap the two halves segment by segment, and have a form of one hop for small
@@ -522,7 +522,7 @@ def all_reduce_kernel(
         chunk_bytes: of one rank's part of it, a multiple of 64.
         timeout_ns: deadline of one wait.
         call: the four words of ``_native.call_words``.
-        RING: the ring form, else the direct one.
+        RING: the ring form, else the one-shot form.
         DTYPE: tl.float32, tl.bfloat16 or tl.float16.
         MOVED: an integer type as wide as DTYPE.
         DIVISOR: 1 for SUM, the world size for AVG.
@@ -543,6 +543,6 @@ def all_reduce_kernel(
         status = reduce_scatter_ring(ws, given, own, status, DTYPE, DIVISOR, G)
         status = all_gather_ring(ws, own, wanted, status, MOVED, G)
     else:
-        status = reduce_scatter_direct(ws, given, own, status, DTYPE, DIVISOR, G)
-        status = all_gather_direct(ws, own, wanted, status, MOVED, G)
+        status = reduce_scatter_one_shot(ws, given, own, status, DTYPE, DIVISOR, G)
+        status = all_gather_one_shot(ws, own, wanted, status, MOVED, G)
     end_call(ws, status, G)

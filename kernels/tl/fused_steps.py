@@ -319,7 +319,7 @@ def return_offers(ws, grads, elems, status, ITEM: tl.constexpr, G: tl.constexpr)
 #
 # The Triton twin of ringcomm/optimizer/fused_steps.h:
 #
-#  direct   each rank stores its results in its own bucket and in the peers'.
+#  one_shot each rank stores its results in its own bucket and in the peers'.
 #  ring     each rank updates its chunk, then ring all-gather of the parameters.
 # --------------------------------------------------------------------------------------------------
 
@@ -337,8 +337,8 @@ def gather_parameters_ring(ws, shard, elems, status, KIND: tl.constexpr, G: tl.c
 
 
 @triton.jit
-def adamw_all_gather_direct(ws, shard, grad, elems, status, KIND: tl.constexpr, G: tl.constexpr):
-    """The direct form; ``grad`` is the address of the chunk's gradient."""
+def adamw_all_gather_one_shot(ws, shard, grad, elems, status, KIND: tl.constexpr, G: tl.constexpr):
+    """The one-shot form; ``grad`` is the address of the chunk's gradient."""
     ITEM: tl.constexpr = KIND.grad.primitive_bitwidth // 8
     PARAM: tl.constexpr = KIND.param.primitive_bitwidth // 8
     none = elems * 0
@@ -375,7 +375,7 @@ def adamw_all_gather_kernel(
         elems: of the bucket.
         timeout_ns: deadline of one wait.
         call: the four words of ``_native.call_words``.
-        RING: the ring form, else the direct one.
+        RING: the ring form, else the one-shot form.
         KIND: a ShardKind.
         G: the communicator's Geometry.
     """
@@ -387,7 +387,7 @@ def adamw_all_gather_kernel(
     if RING and G.world > 1:
         status = adamw_all_gather_ring(ws, shard, grad, count, status, KIND, G)
     else:
-        status = adamw_all_gather_direct(ws, shard, grad, count, status, KIND, G)
+        status = adamw_all_gather_one_shot(ws, shard, grad, count, status, KIND, G)
     end_call(ws, status, G)
 
 
@@ -396,7 +396,7 @@ def adamw_all_gather_kernel(
 #
 # The Triton twin of ringcomm/optimizer/fused_steps.h:
 #
-#  direct   1 hop: the sum in rank order in FP32, and not rounded again.
+#  one_shot 1 hop: the sum in rank order in FP32, and not rounded again.
 #  ring     W-1 hops, with partial sums in the gradients' type; the last hop's sum stays in FP32.
 # --------------------------------------------------------------------------------------------------
 
@@ -416,8 +416,10 @@ def grad_chunks(grads, elems, ITEM: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def reduce_scatter_norm_direct(ws, grads, out, elems, status, NORM: tl.constexpr, G: tl.constexpr):
-    """The direct form; returns this block's words and the status."""
+def reduce_scatter_norm_one_shot(
+    ws, grads, out, elems, status, NORM: tl.constexpr, G: tl.constexpr
+):
+    """The one-shot form; returns this block's words and the status."""
     ITEM: tl.constexpr = NORM.grad.primitive_bitwidth // 8
     words = no_words()
     status = offer(ws, grads, grads * 0, elems, status, ITEM, G)
@@ -444,7 +446,7 @@ def reduce_scatter_norm_kernel(
         elems: of the bucket.
         timeout_ns: deadline of one wait.
         call: the four words of ``_native.call_words``.
-        RING: the ring form, else the direct one.
+        RING: the ring form, else the one-shot form.
         NORM: a NormKind.
         G: the communicator's Geometry.
     """
@@ -462,7 +464,7 @@ def reduce_scatter_norm_kernel(
             ws, chunks, out, no_words(), status, NORM.grad, store_norm, NORM, BLOCKS
         )
     else:
-        words, status = reduce_scatter_norm_direct(ws, grads, out, count, status, NORM, G)
+        words, status = reduce_scatter_norm_one_shot(ws, grads, out, count, status, NORM, G)
     if status == 0:
         add_words(tl.load(results + 1), words, NORM.kind)
     end_call(ws, status, G)
@@ -473,7 +475,7 @@ def reduce_scatter_norm_kernel(
 #
 # The Triton twin of ringcomm/optimizer/fused_steps.h:
 #
-#  direct   each rank reads its chunk of all ranks' gradients, updates, and stores the parameters in
+#  one_shot each rank reads its chunk of all ranks' gradients, updates, and stores the parameters in
 #           all ranks' buckets.
 #  ring     partial sums go around the ring; the owner's last hop updates; ring all-gather.
 #
@@ -491,8 +493,8 @@ def update_sum(kept, shard, sources, begin, size_bytes, DTYPE: tl.constexpr, KIN
 
 
 @triton.jit
-def one_pass_direct(ws, shard, grads, elems, status, KIND: tl.constexpr, G: tl.constexpr):
-    """The direct form."""
+def one_pass_one_shot(ws, shard, grads, elems, status, KIND: tl.constexpr, G: tl.constexpr):
+    """The one-shot form."""
     ITEM: tl.constexpr = KIND.grad.primitive_bitwidth // 8
     PARAM: tl.constexpr = KIND.param.primitive_bitwidth // 8
     status = offer(ws, grads, shard_word(shard, PARAMS), elems, status, ITEM, G)
@@ -528,7 +530,7 @@ def reduce_scatter_adamw_all_gather_kernel(
         elems: of the bucket.
         timeout_ns: deadline of one wait.
         call: the four words of ``_native.call_words``.
-        RING: the ring form, else the direct one.
+        RING: the ring form, else the one-shot form.
         KIND: a ShardKind.
         G: the communicator's Geometry.
     """
@@ -540,5 +542,5 @@ def reduce_scatter_adamw_all_gather_kernel(
     if RING and G.world > 1:
         status = one_pass_ring(ws, shard, grads, count, status, KIND, G)
     else:
-        status = one_pass_direct(ws, shard, grads, count, status, KIND, G)
+        status = one_pass_one_shot(ws, shard, grads, count, status, KIND, G)
     end_call(ws, status, G)

@@ -649,7 +649,7 @@ class Training:
         """Returns the seconds of a step's collectives, one bucket after the other.
 
         A rank sends its share within the node. Over nodes, the bytes that leave a node take the
-        network, and each bucket has two direct calls, of its gradients and of its parameters or
+        network, and each bucket has two one-shot calls, of its gradients and of its parameters or
         sums; three where stage 3 unshards parameters over the network.
 
         Args:

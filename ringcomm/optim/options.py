@@ -15,7 +15,7 @@ from ringcomm.offload.scratch import Disk
 from ringcomm.optim.layout import DEFAULT_BUCKET_ELEMS, checked_bucket_elems
 
 _CHOICES = {
-    "algorithm": ("auto", "direct", "ring"),
+    "algorithm": ("auto", "one_shot", "ring"),
     "kernels": ("native", "triton"),
     "reduce": ("avg", "sum"),
     "master": ("fp32", "remainder", "none"),
@@ -102,7 +102,7 @@ class AdamWOptions:
     """Choices of a sharded optimizer; equal on all ranks.
 
     Attributes:
-        algorithm: algorithm of the collectives: "auto", "direct" or "ring".
+        algorithm: algorithm of the collectives: "auto", "one_shot" or "ring".
         kernels: "native" or, for AdamW and Adam, "triton".
         bucket_elems: maximum number of elements of a bucket that holds more than one parameter; a
             multiple of 512.

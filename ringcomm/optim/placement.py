@@ -400,8 +400,8 @@ def check_nodes(comm: Communicator, operation: str, algorithm: str, kernels: str
     head = where(operation, comm.rank, comm.world_size)
     if algorithm == "ring":
         raise UnsupportedError(
-            f'{head}: algorithm: expected "auto" or "direct" over several nodes, got "ring", which '
-            "exists within one (Communicator.node)"
+            f'{head}: algorithm: expected "auto" or "one_shot" over several nodes, got "ring", '
+            "which exists within one (Communicator.node)"
         )
     if kernels != "native":
         raise UnsupportedError(

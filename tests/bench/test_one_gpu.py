@@ -89,10 +89,10 @@ def test_a_wrong_sum_of_any_rank_is_counted(worlds, tmp_path, monkeypatch):
 
 def test_algorithms_run_side_by_side(worlds, tmp_path):
     made, asked = worlds
-    how = ("--subject", "ringcomm:direct", "--peers", "ringcomm:ring,ringcomm:copy_engine")
+    how = ("--subject", "ringcomm:one_shot", "--peers", "ringcomm:ring,ringcomm:copy_engine")
     status, report = run_one_launch(tmp_path / "r.json", "all_gather", "reduce_scatter", *how)
     assert status == 0 and len(made) == 3
-    assert set(asked) == {"direct", "ring", "copy_engine"}
+    assert set(asked) == {"one_shot", "ring", "copy_engine"}
     notes = {(row.system, row.collective) for row in report.rows if row.note}
     assert notes == {("ringcomm:copy_engine", "reduce_scatter")}
 

@@ -77,8 +77,8 @@ def test_a_gpu_has_peers_of_its_own():
 
 
 def test_algorithms_of_ringcomm_are_systems_of_their_own():
-    options = parse(["--subject", "ringcomm:direct", "--peers", "ringcomm,ringcomm:ring"])
-    assert options.systems == ("ringcomm:direct", "ringcomm", "ringcomm:ring")
+    options = parse(["--subject", "ringcomm:one_shot", "--peers", "ringcomm,ringcomm:ring"])
+    assert options.systems == ("ringcomm:one_shot", "ringcomm", "ringcomm:ring")
 
 
 @pytest.mark.parametrize(

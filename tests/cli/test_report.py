@@ -32,7 +32,7 @@ def call(number, begin_ms, end_ms, collective="all_reduce", **changes):
         dtype="float32",
         op="SUM",
         root=-1,
-        algorithm="direct",
+        algorithm="two_shot",
         kernels="native",
         match_bytes=64,
         size_bytes=64,
@@ -194,7 +194,9 @@ def test_a_trace_has_its_verdict_and_waits(tmp_path, paged):
     page = paged(saved(tmp_path / "t.json", HANG, f"it broke {HOSTILE}"))
     assert f"it broke {HOSTILE}" in page.text
     assert "call 2 was begun by rank 0, but not yet by rank 1" in page.text
-    told = "rank 0 (pid 100) is in all_reduce(float32, SUM, 64 bytes, direct), call 2 for 900.0 ms"
+    told = (
+        "rank 0 (pid 100) is in all_reduce(float32, SUM, 64 bytes, two_shot), call 2 for 900.0 ms"
+    )
     assert f"{told}, waits for rank 1, at {HOSTILE}.py:3" in page.text
     assert page.rows == [
         ["rank 1", "930 ms", "900 ms", "2"],

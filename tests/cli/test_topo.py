@@ -86,7 +86,7 @@ def test_json_is_the_whole_answer(topo):
     assert code == 0
     assert from_json(json.dumps(answer["topology"])) == recorded("hgx_a100_4")
     assert answer["placements"] == ["0000:03:00.0", "0000:44:00.0", "0000:84:00.0"]
-    assert answer["choice"]["algorithm"] == "direct"
+    assert answer["choice"]["algorithm"] == "one_shot"
     assert answer["choice"]["rings"] == [[0, 2, 1], [0, 1, 2]]
     assert answer["rings_gbps"] == 200.0
 
@@ -161,7 +161,8 @@ def test_without_nvml_the_plan_is_for_cpus(topo, monkeypatch, tmp_path):
     assert (code, err) == (0, "")
     assert out.startswith("no NVIDIA GPU found: nvidia-ml-py is not installed")
     assert (
-        "ranks      3 on CPUs\nring 0     0 -> 1 -> 2 -> 0\nalgorithm  direct: ranks on CPUs" in out
+        "ranks      3 on CPUs\nring 0     0 -> 1 -> 2 -> 0\nalgorithm  one_shot: ranks on CPUs"
+        in out
     )
     assert topo("--file", tmp_path / "t.json", "--ranks", 3)[1] == out
 

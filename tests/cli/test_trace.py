@@ -36,7 +36,7 @@ def record(number, collective="all_reduce", **changes):
         dtype="float32",
         op="",
         root=-1,
-        algorithm="direct",
+        algorithm="two_shot",
         kernels="native",
         match_bytes=64,
         size_bytes=64,
@@ -126,7 +126,7 @@ def test_what_each_rank_does_now_is_told():
     first = dataclasses.replace(recorded.ranks[0], waits_for=2, torn=2)
     recorded = dataclasses.replace(recorded, ranks=(first, *recorded.ranks[1:]), world_size=4)
     text = "\n".join(report(recorded, 0))
-    what = "all_reduce(float32, 64 bytes, direct), call 3"
+    what = "all_reduce(float32, 64 bytes, two_shot), call 3"
     assert f"rank 0 (pid 100) is in {what} for 970.0 ms, waits for rank 2, at /train.py:3" in text
     assert f"last: {what}, failed (timeout), waiting for rank 0, 965.0 ms ago, at /tr" in text
     assert "rank 2 (pid 102) has made no call" in text
@@ -473,7 +473,7 @@ def of_nodes(*waits, nodes=((0, 1), (2, 3)), taken_ns=1000 * MS):
     return traces
 
 
-CALL = "all_reduce(float32, 64 bytes, direct), call 1"
+CALL = "all_reduce(float32, 64 bytes, two_shot), call 1"
 
 
 def test_whom_ranks_of_all_nodes_waited_for():

@@ -45,7 +45,17 @@ CASES = {
     ),
     "algorithm": (
         lambda c: c.all_reduce(T(3), algorithm="tree"),
-        "algorithm: expected one of auto, direct, ring, got 'tree'",
+        "algorithm: expected one of auto, two_shot, ring, got 'tree'",
+    ),
+    "one shot in two phases": (
+        lambda c: c.all_reduce(T(3), algorithm="one_shot"),
+        "auto, two_shot, ring, got 'one_shot'; an all-reduce has two phases of one hop each, so it "
+        'is "two_shot"',
+    ),
+    "two shots in one phase": (
+        lambda c: c.all_gather_into_tensor(T(6), T(3), algorithm="two_shot"),
+        "auto, one_shot, ring, got 'two_shot'; only all_reduce has two phases of one hop each, so "
+        'it is "one_shot"',
     ),
     "algorithm of another type": (
         lambda c: c.all_gather_into_tensor(T(6), T(3), algorithm=[]),

@@ -15,7 +15,7 @@ from tests.support.covering import covering
 from tests.support.exact import MOVABLE, REDUCIBLE, WORLD_SIZES, ops_for, same
 from tests.support.placing import PLACES
 
-ALGORITHMS = ("direct", "ring")
+ALGORITHMS = ("one_shot", "ring")
 WITH_RINGS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
 
 
@@ -74,7 +74,7 @@ def test_low_precision_is_summed_in_fp32_and_rounded_once(worlds, dtype):
 
     def body(comm):
         tensor = inputs[comm.rank].clone()
-        comm.all_reduce(tensor, algorithm="direct")
+        comm.all_reduce(tensor, algorithm="two_shot")
         assert same(tensor, (((a + b) + c) + d).to(dtype))
 
     worlds(4).run(body)

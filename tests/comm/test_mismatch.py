@@ -50,8 +50,8 @@ CASES = {
     ),
     "algorithm": (
         lambda c: c.all_reduce(T(64), algorithm="ring"),
-        lambda c: c.all_reduce(T(64), algorithm="direct"),
-        ("ring", "direct"),
+        lambda c: c.all_reduce(T(64), algorithm="two_shot"),
+        ("ring", "two_shot"),
     ),
     "order": (
         lambda c: (c.barrier(), c.all_reduce(T(64))),

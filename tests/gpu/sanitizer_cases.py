@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import ringcomm
+from ringcomm.algorithms import spelled
 from ringcomm.optim import AdamW, AdamWOptions
 from tests.gpu import device
 from tests.gpu.device import DEVICE, PLAIN
@@ -46,12 +47,12 @@ def check(name: str, tensors: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def reductions(world: Any, count: int, in_heap: bool) -> None:
-    for algorithm in ("direct", "ring", "ll"):
+    for algorithm in ("one_shot", "ring", "ll"):
         tensors = given(count, in_heap)
         total = tensors[0] + tensors[1]
-        world.all_reduce(tensors, algorithm=algorithm)
+        world.all_reduce(tensors, algorithm=spelled(algorithm, "all_reduce"))
         check(f"all_reduce, {algorithm}", tensors, [total, total])
-    for algorithm in ("direct", "ring"):
+    for algorithm in ("one_shot", "ring"):
         inputs = given(count * RANKS, in_heap)
         outputs = [buffers(count, in_heap) for _ in range(RANKS)]
         expected = list((inputs[0] + inputs[1]).chunk(RANKS))
@@ -60,7 +61,7 @@ def reductions(world: Any, count: int, in_heap: bool) -> None:
 
 
 def gathers(world: Any, count: int, in_heap: bool) -> None:
-    for algorithm in ("direct", "ring"):
+    for algorithm in ("one_shot", "ring"):
         inputs = given(count, in_heap)
         outputs = [buffers(count * RANKS, in_heap) for _ in range(RANKS)]
         world.all_gather_into_tensor(outputs, inputs, algorithm=algorithm)
@@ -123,8 +124,8 @@ def steps(world: Any, alone: Any, count: int) -> None:
     grads = given(count, False)
     mean = (grads[0] + grads[1]) / RANKS
     for clip in (False, True):
-        expected = trained(alone[0], mean, "direct", clip)
-        for algorithm in ("direct", "ring"):
+        expected = trained(alone[0], mean, "one_shot", clip)
+        for algorithm in ("one_shot", "ring"):
             found = world.run(
                 lambda comm, *how: trained(comm, grads[comm.rank], *how), algorithm, clip
             )

@@ -16,11 +16,11 @@ def test_integers_wrap_alike(gpu_worlds):
         given = [torch.full((COUNT,), largest - rank, dtype=dtype) for rank in range(RANKS)]
 
         def on_host(comm, given=given):
-            comm.all_reduce(given[comm.rank], algorithm="direct")
+            comm.all_reduce(given[comm.rank], algorithm="two_shot")
             return given[comm.rank]
 
         tensors = [tensor.to(PLAIN, copy=True) for tensor in given]
-        gpu_worlds(RANKS).all_reduce(tensors, algorithm="direct")
+        gpu_worlds(RANKS).all_reduce(tensors, algorithm="two_shot")
         with ringcomm.local_world(RANKS) as world:
             wanted = world.run(on_host)
         for one, other in zip(tensors, wanted, strict=True):

@@ -17,7 +17,7 @@ STEPS = 4
 # Several launches' worth of blocks, and a tail.
 LARGE = (3_000_017 if REAL else 20_003,)
 LIMIT_S = 100.0
-DIRECT = AdamWOptions(algorithm="direct")
+ONE_SHOT = AdamWOptions(algorithm="one_shot")
 
 
 def values(dtype, seed, shapes=SHAPES):
@@ -236,7 +236,7 @@ def in_one_pass_and_two(comm, device):
     """The bytes of parameters and norms after training both ways."""
     found = []
     for clip in (None, 2.0):
-        params, norms = train(device, torch.bfloat16, DIRECT, clip, comm)
+        params, norms = train(device, torch.bfloat16, ONE_SHOT, clip, comm)
         found += [each.float().numpy().tobytes() for each in [*params, *norms]]
     return found
 

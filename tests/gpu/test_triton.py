@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ringcomm.algorithms import spelled
 from tests.gpu.device import REAL, capture, synchronize
 from tests.gpu.worlds import one_launch_world, ramp, to_device
 from tests.support.covering import covering
@@ -23,7 +24,7 @@ def _world(ranks: int, kernels: str) -> Any:
 
 
 # An emulated device has each world and each algorithm once.
-FORMS = [(2, "direct"), (4, "ring"), *([(2, "ring"), (4, "direct")] if REAL else [])]
+FORMS = [(2, "one_shot"), (4, "ring"), *([(2, "ring"), (4, "one_shot")] if REAL else [])]
 
 
 @pytest.mark.parametrize(("ranks", "algorithm"), FORMS)
@@ -33,7 +34,7 @@ def test_all_ranks_in_one_launch(ranks, algorithm):
             dtype, in_heap = DTYPES[turn % 3], turn % 2 == 0
             tensors = [to_device(ramp(count, r, dtype), in_heap) for r in range(ranks)]
             want = sum(ramp(count, r) for r in range(ranks)).to(dtype)
-            world.all_reduce(tensors, algorithm=algorithm)
+            world.all_reduce(tensors, algorithm=spelled(algorithm, "all_reduce"))
             wholes = [to_device(ramp(count * ranks, r, dtype), in_heap) for r in range(ranks)]
             outputs = [to_device(ramp(count, r, dtype), in_heap) for r in range(ranks)]
             world.reduce_scatter_tensor(outputs, wholes, algorithm=algorithm)
@@ -56,7 +57,7 @@ def test_direct_sums_have_the_bits_of_the_cuda_kernels(dtype, op):
     for kernels in ("native", "triton"):
         with _world(3, kernels) as world:
             tensors = [to_device(each.to(dtype), False) for each in made]
-            world.all_reduce(tensors, getattr(torch.distributed.ReduceOp, op), algorithm="direct")
+            world.all_reduce(tensors, getattr(torch.distributed.ReduceOp, op), algorithm="two_shot")
             synchronize()
             results.append(tensors[0].cpu())
     assert torch.equal(*results)

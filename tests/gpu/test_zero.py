@@ -14,10 +14,10 @@ LIMIT_S = 100.0
 STEPS = 4 if REAL else 2
 BF16 = zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16)
 RUNS = {
-    "clipped": Run("gpt", 0, STEPS, clip=0.3, options={"algorithm": "direct"}),
-    "bfloat16": Run("gpt", 0, STEPS, precision=BF16, options={"algorithm": "direct"}),
-    "wandering": Run("wandering", 0, STEPS, backwards=2, options={"algorithm": "direct"}),
-    "partial": Run("partial", 0, STEPS, options={"algorithm": "direct"}),
+    "clipped": Run("gpt", 0, STEPS, clip=0.3, options={"algorithm": "one_shot"}),
+    "bfloat16": Run("gpt", 0, STEPS, precision=BF16, options={"algorithm": "one_shot"}),
+    "wandering": Run("wandering", 0, STEPS, backwards=2, options={"algorithm": "one_shot"}),
+    "partial": Run("partial", 0, STEPS, options={"algorithm": "one_shot"}),
 }
 
 

@@ -112,7 +112,7 @@ def test_a_step_is_torchs(name, gradients):
     strength=1,
     name=["plain", "groups", "L2 amsgrad maximize"],
     world=[1, 2, 3, 8],
-    algorithm=["direct", "ring"],
+    algorithm=["one_shot", "ring"],
 )
 def test_every_world_takes_the_same_steps(worlds, name, world, algorithm):
     problem = VARIANTS[name]

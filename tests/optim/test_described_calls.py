@@ -45,7 +45,7 @@ def test_records_name_both_dtypes_and_no_root():
     for name, record in by_name.items():
         assert record.root == -1
         gradients = "float32" if name == "adamw_all_gather" else "bfloat16"
-        form = rf"{name}\({gradients} to {results[name]}, [A-Z]+, \d+ elements, direct\)"
+        form = rf"{name}\({gradients} to {results[name]}, [A-Z]+, \d+ elements, one_shot\)"
         assert re.fullmatch(form, str(record)), str(record)
 
 
@@ -68,6 +68,6 @@ def test_a_mismatch_describes_them_as_the_records_do():
         for text in world.run(body):
             for call in calls:
                 assert re.search(
-                    re.escape(call) + r", [A-Z]+, \d+ elements, direct, call \d+", text
+                    re.escape(call) + r", [A-Z]+, \d+ elements, one_shot, call \d+", text
                 )
             assert "root " not in text

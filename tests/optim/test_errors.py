@@ -379,14 +379,14 @@ def test_loading_mends_a_torn_optimizer():
     assert optimizer.steps_taken.item() == 2
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+@pytest.mark.parametrize("algorithm", ["ring", "one_shot"])
 def test_a_ring_needs_segments_of_whole_blocks(algorithm):
     def body(comm):
         param = torch.nn.Parameter(torch.ones(600))
         param.grad = torch.ones(600)
         options = AdamWOptions(algorithm=algorithm)
         optimizer = AdamW([param], comm=comm, options=options)
-        if algorithm == "direct":  # it stages nothing
+        if algorithm == "one_shot":  # it stages nothing
             optimizer.step()
             return
         with pytest.raises(UnsupportedError, match="segment_bytes >= 2048, got 1024"):

@@ -16,7 +16,7 @@ from tests.optim.problems import TorchLion
 from tests.support.covering import covering
 from tests.support.heap_use import settled_heap_bytes
 
-ALGORITHMS = ("direct", "ring")
+ALGORITHMS = ("one_shot", "ring")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BLOCK = _native.ADAMW_BLOCK_ELEMS
 
@@ -308,7 +308,7 @@ def test_forms_of_other_updates_give_the_same_bits(rule):
         results = [
             params
             for form in ("one_pass", "two_passes", "separate")
-            for params, _ in world.run(train, form, 9 * BLOCK + 3, MIXES[2], "direct", 0, rule)
+            for params, _ in world.run(train, form, 9 * BLOCK + 3, MIXES[2], "one_shot", 0, rule)
         ]
         assert all(torch.equal(each, results[0]) for each in results)
 
@@ -360,7 +360,7 @@ def test_a_rank_alone_in_a_step_names_the_other(algorithm):
     del shard, step, grads
     gc.collect()
     held = ringcomm.heap_stats()["used_bytes"] - used_bytes
-    assert (held > 0) == (algorithm == "direct")  # the ring's peers store in no bucket
+    assert (held > 0) == (algorithm == "one_shot")  # the ring's peers store in no bucket
     world.close()
     assert ringcomm.heap_stats()["used_bytes"] < used_bytes
 
@@ -369,7 +369,7 @@ def test_different_forms_are_a_mismatch():
     def body(comm):
         shard = Shard(4 * BLOCK, torch.float32, comm.rank, 2, in_heap=True)
         grads = ringcomm.zeros(4 * BLOCK)
-        step = Step(comm, shard, grads, "direct")
+        step = Step(comm, shard, grads, "one_shot")
         shard.prepare()
         one_pass = comm.rank == 0
 
@@ -399,18 +399,18 @@ def test_different_forms_are_a_mismatch():
 def test_memory_that_peers_cannot_reach_is_refused():
     with ringcomm.local_world(2, timeout=5) as world:
         shard = Shard(BLOCK, torch.float32, 0, 2, in_heap=True)
-        step = Step(world[0], shard, torch.zeros(BLOCK), "direct")
+        step = Step(world[0], shard, torch.zeros(BLOCK), "one_shot")
         with pytest.raises(ValueError, match="gradients must lie in the heap"):
             step.one_pass()
         with pytest.raises(ValueError, match="gradients must lie in the heap"):
             step.reduce()
         plain = Shard(BLOCK, torch.float32, 0, 2)
         with pytest.raises(ValueError, match="parameters must lie in the heap"):
-            Step(world[0], plain, ringcomm.zeros(BLOCK), "direct").one_pass()
+            Step(world[0], plain, ringcomm.zeros(BLOCK), "one_shot").one_pass()
 
 
 def test_parameters_that_peers_cannot_store_by_vectors_are_refused():
     with ringcomm.local_world(2, timeout=5) as world:
         shard = Shard(BLOCK, torch.float32, 0, 2, in_heap=True, elems_before=1)
         with pytest.raises(ValueError, match="parameters must begin at a multiple of 16 bytes"):
-            Step(world[0], shard, ringcomm.zeros(BLOCK), "direct").one_pass()
+            Step(world[0], shard, ringcomm.zeros(BLOCK), "one_shot").one_pass()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ringcomm import Communicator
+from ringcomm.algorithms import spelled
 from tests.support.device_worlds import LL_BYTES, on_host, put, room
 from tests.support.exact import equal, op_of, operand, ops_for, pattern, reduced, same
 
@@ -81,7 +82,11 @@ def check_all_reduce(comm: Communicator, case: Case) -> None:
     inputs = _operands(case, case.count, comm.world_size)
     tensor = put(comm, inputs[comm.rank], case.place)
     algorithm = "auto" if case.algorithm == "copy_engine" else _algorithm(case, comm)
-    _end(comm.all_reduce(tensor, op_of(case.op), case.async_op, algorithm=algorithm))
+    _end(
+        comm.all_reduce(
+            tensor, op_of(case.op), case.async_op, algorithm=spelled(algorithm, "all_reduce")
+        )
+    )
     _expect(comm, case, equal(on_host(tensor), reduced(inputs, case.op)))
 
 

@@ -103,7 +103,7 @@ class Rank:
                 yield from self._collects(turn - 2 * LOOKAHEAD, pieces)
 
     def gather(self, pieces: list[int]) -> Steps:
-        """share_direct, of all ranks."""
+        """share_one_shot, of all ranks."""
         for turn in range(max(pieces) + LOOKAHEAD):
             if turn < pieces[self.rank]:
                 yield from self._shares(turn)
@@ -112,7 +112,7 @@ class Rank:
                 yield from self._collects(turn - LOOKAHEAD, pieces)
 
     def scatter(self, pieces: list[int]) -> Steps:
-        """reduce_scatter_direct, of chunks of one size."""
+        """reduce_scatter_one_shot, of chunks of one size."""
         for turn in range(pieces[0] + LOOKAHEAD):
             for peer in self.peers if turn < pieces[0] else ():
                 yield Step(AWAIT_CONSUMED, PAIR, peer, turn)

@@ -11,9 +11,9 @@ HARMLESS = ("delay", "slow")
 
 # What can be called, with the algorithms that it has; see fault_calls.py.
 KINDS: dict[str, tuple[str, ...]] = {
-    "all_reduce": ("auto", "direct", "ring"),
-    "reduce_scatter_tensor": ("auto", "direct", "ring"),
-    "all_gather_into_tensor": ("auto", "direct", "ring"),
+    "all_reduce": ("auto", "two_shot", "ring"),
+    "reduce_scatter_tensor": ("auto", "one_shot", "ring"),
+    "all_gather_into_tensor": ("auto", "one_shot", "ring"),
     "reduce": ("auto",),
     "broadcast": ("auto",),
     "gather": ("auto",),

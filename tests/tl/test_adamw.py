@@ -99,14 +99,14 @@ def test_norms_have_the_words_of_the_native_kernel():
 
 # Size, kind, operator, norm, accumulated, algorithm: all of each, not all of all.
 COLLECTIVES = (
-    (2603, KINDS[0], "AVG", "l2", True, "direct"),
+    (2603, KINDS[0], "AVG", "l2", True, "one_shot"),
     (2000, KINDS[6], "SUM", "l1", False, "ring"),
-    (600, KINDS[5], "AVG", "inf", False, "direct"),
+    (600, KINDS[5], "AVG", "inf", False, "one_shot"),
     (600, KINDS[2], "SUM", "l2", True, "ring"),
     (1, KINDS[3], "AVG", "l1", False, "ring"),
-    (0, KINDS[1], "SUM", "l2", False, "direct"),
+    (0, KINDS[1], "SUM", "l2", False, "one_shot"),
     (2000, KINDS[4], "AVG", "inf", True, "ring"),
-    (2000, KINDS[1], "SUM", "l1", False, "direct"),
+    (2000, KINDS[1], "SUM", "l1", False, "one_shot"),
 )
 
 
@@ -119,8 +119,10 @@ def _collectives(store, rank, world):
         for elems, kind, op, norm, accumulate, algorithm in cases[world]:
             case = Case(elems, *kind, op=op)
             steps = Steps(comm, algorithm)
-            # Three ranks of a direct algorithm make a step in one pass, those of a ring in two.
-            left_out = {"direct": "two passes", "ring": "one pass"}[algorithm] if world == 3 else ""
+            # Three ranks of a one-shot algorithm make a step in one pass, those of a ring in two.
+            left_out = (
+                {"one_shot": "two passes", "ring": "one pass"}[algorithm] if world == 3 else ""
+            )
             for form in ("two passes", "one pass"):
                 if form == left_out and not EVERY_CASE:
                     continue
@@ -158,7 +160,7 @@ def _early(store, rank, world, waits):
     case = Case(1024, *KINDS[0])
     with connect(store, rank, world, kernels="native") as comm:
         ours, native = Memory(case, rank, world), Memory(case, rank, world)
-        steps = Steps(comm, "direct")
+        steps = Steps(comm, "one_shot")
         steps.one_pass(ours, "triton")
         found = ours.params.clone()
         comm.barrier()
@@ -175,7 +177,7 @@ def test_without_its_last_wait_a_step_is_wrong():
 def _other_kernels(store, rank, world):
     with connect(store, rank, world, kernels="native") as comm:
         memory = Memory(Case(600, *KINDS[0]), rank, world)
-        steps = Steps(comm, "direct")
+        steps = Steps(comm, "one_shot")
         with pytest.raises(MismatchError) as caught:
             steps.norm(memory, ("native", "triton")[rank], "l2", False)
         with pytest.raises(RingcommError):
@@ -192,7 +194,7 @@ def _late(store, rank, world):
     with connect(store, rank, world, kernels="native") as comm:
         memory = Memory(Case(600, *KINDS[0]), rank, world)
         before = {name: tensor.clone() for name, tensor in memory.tensors.items()}
-        steps = Steps(comm, "direct")
+        steps = Steps(comm, "one_shot")
         comm.barrier()
         comm.timeout = 0.5
         if rank == 1:
@@ -216,7 +218,7 @@ def _optimizer(store, rank, world):
     from ringcomm.optim import AdamW, AdamWOptions
 
     _quiet()
-    ends, algorithms = [], ("direct", "ring")
+    ends, algorithms = [], ("one_shot", "ring")
     with connect(store, rank, world, kernels="native") as comm:
         for kernels in ("native", "triton"):
             for algorithm in algorithms:
@@ -231,7 +233,7 @@ def _optimizer(store, rank, world):
                     if kernels == "triton":
                         with pytest.raises(UnsupportedError, match='use kernels="native"'):
                             optimizer.clip_grad_value_(1.0)
-                    if algorithm == "direct":
+                    if algorithm == "one_shot":
                         norms.append(optimizer.clip_grad_norm_(1.0))
                     optimizer.step()
                 ends.append(torch.cat([each.detach().float().flatten() for each in params + norms]))

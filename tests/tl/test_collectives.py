@@ -19,6 +19,7 @@ from ringcomm import (
     RingcommError,
     UnsupportedError,
 )
+from ringcomm.algorithms import spelled
 from tests.support.covering import in_test_all
 from tests.support.exact import op_of, operand, pattern, reduced, same
 from tests.tl.interpreter import LIMIT_S, Ranks, connect, run_ranks
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Trito
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Nothing, an element, a part of a block, and more than once around the slots; make test-all has all
 # in each algorithm.
-COUNTS = {"direct": (1, 1030, *in_test_all(0, 257)), "ring": (0, 1030, *in_test_all(1, 257))}
+COUNTS = {"one_shot": (1, 1030, *in_test_all(0, 257)), "ring": (0, 1030, *in_test_all(1, 257))}
 
 
 def _put(tensor, place):
@@ -45,7 +46,7 @@ def _check_all(comm, count, dtype, place, algorithm, op="SUM"):
     case = (count, dtype, place, algorithm, op)
     inputs = [operand(count, each, world, dtype, op) for each in range(world)]
     tensor = _put(inputs[rank], place)
-    comm.all_reduce(tensor, op_of(op), algorithm=algorithm)
+    comm.all_reduce(tensor, op_of(op), algorithm=spelled(algorithm, "all_reduce"))
     assert torch.equal(tensor, reduced(inputs, op)), case
 
     wholes = [operand(count * world, each, world, dtype, op) for each in range(world)]
@@ -62,7 +63,7 @@ def _check_all(comm, count, dtype, place, algorithm, op="SUM"):
 
 def _everything(store, rank, world):
     with connect(store, rank, world, segment_bytes=1024, slots=2) as comm:
-        for algorithm in ("direct", "ring"):
+        for algorithm in ("one_shot", "ring"):
             # The interpreter is slow: all sizes where the ranks have a core each.
             counts = {2: COUNTS[algorithm], 3: (257,)}.get(world, (world + 1,))
             for turn, count in enumerate(counts):
@@ -72,7 +73,7 @@ def _everything(store, rank, world):
         if world == 2:
             # Zero copy begins at 16 KiB of a chunk.
             for count in in_test_all(8200):
-                _check_all(comm, count, torch.bfloat16, "heap", "direct")
+                _check_all(comm, count, torch.bfloat16, "heap", "one_shot")
             _in_place(comm)
     return True
 
@@ -98,9 +99,9 @@ def _alternate(store, rank, world):
     with connect(store, rank, world, kernels="native", slots=2, segment_bytes=256) as comm:
         for turn in range(5):  # each pair of kernels that follow each other, in both algorithms
             kernels = "triton" if turn % 2 else "native"
-            algorithm = ("direct", "ring")[turn // 2 % 2]
+            algorithm = ("one_shot", "ring")[turn // 2 % 2]
             tensor = torch.arange(300, dtype=torch.float32) + rank + turn
-            comm.all_reduce(tensor, kernels=kernels, algorithm=algorithm)
+            comm.all_reduce(tensor, kernels=kernels, algorithm=spelled(algorithm, "all_reduce"))
             want = (torch.arange(300) + turn) * world + sum(range(world))
             assert torch.equal(tensor, want.float()), turn
         comm.barrier()
@@ -114,15 +115,17 @@ def test_native_and_triton_calls_alternate():
 
 
 def _bits(store, rank, world):
-    """Direct: the same bits as the native kernels, for values that round at every sum."""
+    """One-shot: the same bits as the native kernels, for values that round at every sum."""
     with connect(store, rank, world) as comm:
-        forms = (("SUM", "direct"), ("AVG", "ring"), ("SUM", "direct"))
+        forms = (("SUM", "one_shot"), ("AVG", "ring"), ("SUM", "one_shot"))
         for dtype, (op, algorithm) in zip(DTYPES, forms, strict=True):
             torch.manual_seed(rank)
             given = (torch.randn(300) * 10.0 ** torch.randint(-3, 4, (300,))).to(dtype)
             both = [given.clone(), given.clone()]
             for tensor, kernels in zip(both, ("native", "triton"), strict=True):
-                comm.all_reduce(tensor, op_of(op), kernels=kernels, algorithm=algorithm)
+                comm.all_reduce(
+                    tensor, op_of(op), kernels=kernels, algorithm=spelled(algorithm, "all_reduce")
+                )
             assert torch.equal(*both), (dtype, op, algorithm)
     return True
 

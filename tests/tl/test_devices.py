@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ringcomm import Communicator, UnsupportedError
+from ringcomm.algorithms import spelled
 from ringcomm.optim import AdamW, AdamWOptions
 from tests.support import ranks
 from tests.support.covering import EVERY_CASE
@@ -46,7 +47,7 @@ def _run_on_one_device(kind, check, segment_bytes):
 
 # ---- collectives --------------------------------------------------------------------------------
 
-BOTH = ("direct", "ring")
+BOTH = ("one_shot", "ring")
 # Count, dtype, place, operator and algorithms. 300 elements go around the slots. The interpreter is
 # slow, and the tests on the host have more sizes.
 FORMS = (
@@ -54,7 +55,7 @@ FORMS = (
     (1, torch.float32, "heap", "SUM", BOTH),
     (1501, torch.float16, "unaligned", "SUM", BOTH),
 )
-SOME_FORMS = ((*FORMS[0][:4], ("direct",)), (*FORMS[1][:4], ("ring",)))
+SOME_FORMS = ((*FORMS[0][:4], ("one_shot",)), (*FORMS[1][:4], ("ring",)))
 
 
 def _check(comm, count, dtype, place, algorithm, op):
@@ -62,7 +63,7 @@ def _check(comm, count, dtype, place, algorithm, op):
     case = (count, dtype, place, algorithm, op)
     inputs = [operand(count, each, world, dtype, op) for each in range(world)]
     tensor = put(comm, inputs[rank], place)
-    comm.all_reduce(tensor, op_of(op), algorithm=algorithm, kernels="triton")
+    comm.all_reduce(tensor, op_of(op), algorithm=spelled(algorithm, "all_reduce"), kernels="triton")
     assert torch.equal(on_host(tensor), reduced(inputs, op)), case
     parts = [pattern(count, each, dtype) for each in range(world)]
     gathered = put(comm, torch.zeros(count * world, dtype=dtype), place)
@@ -134,7 +135,7 @@ def test_the_interpreter_refuses_ranks_of_one_process():
 
 SHAPES = ((1300,), (3, 5))
 # Amsgrad, dtype, algorithm, and whether the norm is clipped.
-STEPS = ((True, torch.float32, "direct", False), (False, torch.bfloat16, "ring", True))
+STEPS = ((True, torch.float32, "one_shot", False), (False, torch.bfloat16, "ring", True))
 
 
 def _train(comm, amsgrad, dtype, options, clip):

@@ -55,8 +55,8 @@ SIZE = 64 << 20
     ("number", "system", "collective", "ranks", "moved_sizes", "share"),
     [
         # reduce_scatter of W ranks: W inputs and one output of all chunks.
-        (0, "ringcomm:direct", "reduce_scatter", 4, 5, 0.85),
-        (0, "ringcomm:direct", "all_gather", 4, 8, 0.85),
+        (0, "ringcomm:one_shot", "reduce_scatter", 4, 5, 0.85),
+        (0, "ringcomm:one_shot", "all_gather", 4, 8, 0.85),
         (1, "ringcomm:ring", "reduce_scatter", 8, 23, 0.70),
         (1, "ringcomm:ring", "all_gather", 2, 5, 0.70),
     ],
@@ -98,7 +98,7 @@ def test_small_all_reduces_in_a_graph(time_us, answer):
         row("ringcomm", 4 << 10, 30.0, "all_reduce"),
         row("ringcomm", 64 << 10, 30.0, "all_reduce", graph_calls=20),
         row("ringcomm", 4 << 10, 30.0, "all_reduce", graph_calls=20, ranks=4),
-        row("ringcomm:direct", 4 << 10, 30.0, "all_reduce", graph_calls=20),
+        row("ringcomm:one_shot", 4 << 10, 30.0, "all_reduce", graph_calls=20),
     )
     found = goal(3, *cells)
     assert (answer_of(found), len(found.figures)) == (answer, 2)
@@ -115,9 +115,9 @@ def test_nccl_is_compared_where_it_ran_and_otherwise_the_reason_is_given():
 @pytest.mark.parametrize(("ratio", "answer"), [(1.09, "yes"), (1.11, "no")])
 def test_triton_is_held_against_the_cuda_kernels(ratio, answer):
     cells = (
-        row("triton:direct", 16 << 20, 9.0, ratio=ratio),
-        row("triton:direct", 64 << 20, 9.0, "all_gather", ratio=0.9),
-        row("triton:direct", 4 << 20, 9.0, ratio=3.0),
+        row("triton:one_shot", 16 << 20, 9.0, ratio=ratio),
+        row("triton:one_shot", 64 << 20, 9.0, "all_gather", ratio=0.9),
+        row("triton:one_shot", 4 << 20, 9.0, ratio=3.0),
         row("ringcomm:ring", 64 << 20, 9.0, ratio=3.0),
     )
     found = goal(5, *cells)
@@ -195,7 +195,7 @@ def test_a_run_without_figures_reaches_nothing():
 @pytest.fixture
 def record(tmp_path):
     reports = [
-        report_of(row("ringcomm:direct", SIZE, 250.0), row("torch", SIZE, 400.0, ratio=1.6)),
+        report_of(row("ringcomm:one_shot", SIZE, 250.0), row("torch", SIZE, 400.0, ratio=1.6)),
         report_of(row("ringcomm", 4096, 3.0, "all_reduce", graph_calls=20)),
     ]
     results = [
@@ -216,7 +216,7 @@ def test_what_is_written(record, tmp_path):
     assert copies == {*(file.name for file in files), "gpu-check.log"}
     for file in files[:2]:
         report = read(file)
-        assert [each.system for each in report.rows] == ["ringcomm:direct", "torch", "ringcomm"]
+        assert [each.system for each in report.rows] == ["ringcomm:one_shot", "torch", "ringcomm"]
         facts = report.provenance
         assert (facts["gpu"], facts["commit"], facts["ended"]) == (FACTS["gpu"], "abc", "yes")
         assert facts["stage build"] == "ok, 71 s: 14 kernel units by nvcc"

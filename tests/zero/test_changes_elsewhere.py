@@ -79,6 +79,6 @@ def test_devices_end_with_the_bits_of_the_host(devices, worlds, work: Callable[.
     wanted = worlds(2).run(work, 2, zero.ZeroOptions())[0]
     for stage in (3, *in_test_all(0, 1, 2)):
         with devices.new_world(2, options=OPTIONS) as world:
-            options = zero.ZeroOptions(algorithm="direct")
+            options = zero.ZeroOptions(algorithm="one_shot")
             for found in devices.run(world, on_device, stage, options):
                 assert_same_bits(found, wanted)

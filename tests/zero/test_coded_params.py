@@ -152,7 +152,7 @@ def test_segments_begin_at_blocks(two_by_two, monkeypatch):
 def test_codes_pass_over_other_rails_unchanged():
     base, run = new_model("mlp"), coded(Run("mlp", 1, 2), "int8", (3, {}))
     ends = []
-    for rails in ("direct", "levels", "ring"):
+    for rails in ("one_shot", "levels", "ring"):
         options = CommOptions(rails=rails)
         with ringcomm.local_world(4, nodes=[1, 1, 1, 1], timeout=60, options=options) as world:
             ends.append(world.run(shown_after, base, run))

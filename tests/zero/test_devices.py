@@ -24,7 +24,7 @@ from tests.zero.models import Run, assert_same_bits, new_model, train
 from tests.zero.test_two_modules import norms_of_two, one_uses_more, two_modules
 
 Tensor = torch.Tensor
-SMALL = zero.ZeroOptions(bucket_elems=512, algorithm="direct")
+SMALL = zero.ZeroOptions(bucket_elems=512, algorithm="one_shot")
 BF16 = zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16)
 # Segments hold whole blocks of 512 elements.
 OPTIONS = CommOptions(timeout=60.0, segment_bytes=4096, channels=2, copy_engine_bytes=1 << 16)
@@ -67,7 +67,7 @@ def _on_device(comm, base, run):
 
 @covering(strength=1, stage=[0, 1, 2, 3], name=[*RUNS])
 def test_a_device_trains_as_the_host_does(devices, worlds, name, stage):
-    run = replace(RUNS[name], stage=stage, options={"algorithm": "direct"})
+    run = replace(RUNS[name], stage=stage, options={"algorithm": "one_shot"})
     base = new_model(run.model)
     # In the host's memory state is where it is; the tier is of devices.
     plain = replace(run, adamw=replace(run.adamw, tier=None))
@@ -102,7 +102,7 @@ def test_a_backward_asks_no_event_whether_it_has_passed(devices, monkeypatch):
     monkeypatch.setattr(DeviceWork, "is_completed", ask)
     base = new_model("mlp")
     with devices.new_world(2, options=OPTIONS) as world:
-        run = replace(RUNS["accumulated"], stage=2, options={"algorithm": "direct"})
+        run = replace(RUNS["accumulated"], stage=2, options={"algorithm": "one_shot"})
         assert len(devices.run(world, _on_device, base, run)) == 2
 
 

@@ -438,11 +438,11 @@ def refuse(comm: Communicator, base: Any) -> None:
             attempt()
     for options, text in (
         (AdamWOptions(kernels="triton"), 'kernels: expected "native" over several nodes'),
-        (AdamWOptions(algorithm="ring"), 'algorithm: expected "auto" or "direct"'),
+        (AdamWOptions(algorithm="ring"), 'algorithm: expected "auto" or "one_shot"'),
     ):
         with pytest.raises(UnsupportedError, match=text):
             AdamW(params, comm=comm, options=options).prepare()
-    with pytest.raises(UnsupportedError, match='algorithm: expected "auto" or "direct"'):
+    with pytest.raises(UnsupportedError, match='algorithm: expected "auto" or "one_shot"'):
         zero.shard(base, 1, comm=comm, options=zero.ZeroOptions(algorithm="ring"))
 
 

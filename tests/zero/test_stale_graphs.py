@@ -110,7 +110,7 @@ def test_a_step_makes_graphs_stale(worlds, stage):
 @pytest.mark.parametrize("stage", [None, 3])
 def test_a_step_of_a_device_makes_graphs_stale(devices, stage):
     with devices.new_world(2, options=OPTIONS) as world:
-        devices.run(world, partial(one_step, algorithm="direct"), stage, "AdamW", True)
+        devices.run(world, partial(one_step, algorithm="one_shot"), stage, "AdamW", True)
 
 
 def test_a_step_over_nodes_makes_graphs_stale():

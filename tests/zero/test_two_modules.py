@@ -271,8 +271,8 @@ def test_reductions_that_are_out_of_order_are_named():
 
     with ringcomm.local_world(2) as world, pytest.raises(MismatchError) as caught:
         world.run(work)
-    assert "512 elements, direct, bucket 5 of module 1 in backward 1, call" in str(caught.value)
-    assert "512 elements, direct, bucket 0 of module 1 in backward 1, call" in str(caught.value)
+    assert "512 elements, one_shot, bucket 5 of module 1 in backward 1, call" in str(caught.value)
+    assert "512 elements, one_shot, bucket 0 of module 1 in backward 1, call" in str(caught.value)
 
 
 def test_a_mismatch_names_the_last_backward_of_each_rank():

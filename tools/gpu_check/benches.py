@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 WORLDS = (2, 8, 4)  # in the order of their weight
 _GPU = "--device cuda --tensors heap"
-_SYSTEMS = "ringcomm:direct,ringcomm:ring,triton:direct,torch,copy"
+_SYSTEMS = "ringcomm:one_shot,ringcomm:ring,triton:one_shot,torch,copy"
 _MODEL = "--width 768 --depth 12 --heads 12 --sequences 4 --context 512"
 
 
@@ -36,7 +36,7 @@ def plan(nccl_version: Sequence[int]) -> list[Bench]:
     )
     # Latency, as a graph replays the calls.
     how = f"{_GPU} --mode one-launch --ranks 2 --placement in -b 4K -e 32K -f 2 -r 15 -w 3"
-    peers = "--peers ringcomm:direct,ringcomm:ll,torch"
+    peers = "--peers ringcomm:one_shot,ringcomm:ll,torch"
     small = Bench("small, in graphs", 30.0, f"collectives all_reduce {how} --graph {peers}")
     # Processes that share the GPU, with NCCL where its version lets them; else one run shows what
     # there is to show. NCCL's kernels may wait for a rank whose process has no time slice.

@@ -284,7 +284,7 @@ class DeviceCallChecks(CallChecks):
     """Argument checks of one call on a device."""
 
     __slots__ = ("_device", "_runtime")
-    algorithms = DEVICE_ALGORITHMS
+    algorithms = frozenset(DEVICE_ALGORITHMS.values())
 
     def __init__(
         self, op: str, rank_of: tuple[int, int], device_ref: tuple[DeviceRuntime, int]

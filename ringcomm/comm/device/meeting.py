@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from ringcomm import _native
+from ringcomm.algorithms import spelled
 from ringcomm.comm.device import lifecycle
 from ringcomm.comm.device.core import DeviceCore
 from ringcomm.comm.device.lifecycle import Peer
@@ -187,7 +188,7 @@ def check_multicast(checks: CallChecks, dtype: torch.dtype, reduction: NativeOp)
         dtypes = ", ".join(map(str, DTYPES))
         raise UnsupportedError(
             f'{checks}: algorithm: "multicast" expected {" or ".join(OPS)} of {dtypes}, got '
-            f'{reduction.name} of {dtype}. Use "auto", "direct" or "ring"'
+            f'{reduction.name} of {dtype}. Use "auto", "{spelled("one_shot", checks.op)}" or "ring"'
         )
 
 

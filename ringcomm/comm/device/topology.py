@@ -743,7 +743,7 @@ def _ranges(numbers: list[int]) -> str:
 # The choice depends only on the topology and the ranks' GPUs. Ranks that know the same ones make
 # the same choice without a message.
 #
-# For the cost of ring and direct see docs/algorithms.md.
+# For the cost of ring and one-shot see docs/algorithms.md.
 
 
 # A *ring* is an order of all devices. The one at position i sends to the one at position i + 1, the
@@ -794,11 +794,11 @@ class TopologyChoice:
     """The algorithm and the rings of a world.
 
     Attributes:
-        algorithm: "direct" (every rank reads from every other) or "ring" (from one neighbour).
+        algorithm: "one_shot" (every rank reads from every other) or "ring" (from one neighbour).
         rings: orders of all ranks, each beginning with rank 0; the rank at position i sends to the
             one at position i + 1, the last to the first. Several rings run at once with equal
-            shares of the data, and no direction of an NVLink idles. The choice "direct" has rings,
-            too, as a call may ask for "ring".
+            shares of the data, and no direction of an NVLink idles. The choice "one_shot" has
+            rings, too, as a call may ask for "ring".
         reason: of the choice, for people.
     """
 
@@ -827,7 +827,7 @@ class _Device:
 def host_choice(ranks: int) -> TopologyChoice:
     """Chooses for ranks on CPUs: shared memory acts as a switch (docs/algorithms.md)."""
     reason = "ranks on CPUs share memory, so that every peer is one hop away"
-    return TopologyChoice("direct", (tuple(range(ranks)),), reason)
+    return TopologyChoice("one_shot", (tuple(range(ranks)),), reason)
 
 
 def _devices(topology: Topology, placements: Sequence[str | None]) -> list[_Device]:
@@ -873,19 +873,19 @@ def _algorithm(
 ) -> tuple[str, str]:
     world = sum(len(device.ranks) for device in devices)
     if world == 1:
-        return "direct", "one rank has no peer"
+        return "one_shot", "one rank has no peer"
     if len(devices) == 1:
-        return "direct", f"all {world} ranks share {devices[0]}"
+        return "one_shot", f"all {world} ranks share {devices[0]}"
     connections = list(between.values())
     worst = min(connections, key=_quality)
     if world == 2:
-        return "direct", f"one peer is one hop away, over {worst}"
+        return "one_shot", f"one peer is one hop away, over {worst}"
     gpus = f"all {len(devices)} GPUs" if len(devices) > 2 else "both GPUs"
     if all(each.kind == "nvswitch" for each in connections):
-        return "direct", f"{gpus} are on {worst}, so that every peer is one hop away"
+        return "one_shot", f"{gpus} are on {worst}, so that every peer is one hop away"
     bundles = {(each.links.count, each.links.link_gbps) for each in connections}
     if len(bundles) == 1 and worst.kind == "nvlink":
-        return "direct", f"{gpus} are joined pair by pair by {worst}"
+        return "one_shot", f"{gpus} are joined pair by pair by {worst}"
     return "ring", _why_ring(devices, between)
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm import _native
+from ringcomm.algorithms import algorithms_of
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.integers import integer, integers, real
 from ringcomm.json_reader import shown
@@ -560,8 +561,14 @@ if WATCHES_KEYS and hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         [(op, OP_CODES[name]) for name, op in _TORCH_OPS.items() if name != PREMUL_SUM],
     )
 
+# By the names that options have for them; a call's own names are those of algorithms_of().
 DEVICE_ALGORITHMS = _native.ALGORITHMS
-ALGORITHMS = {name: DEVICE_ALGORITHMS[name] for name in ("auto", "direct", "ring")}
+ALGORITHMS = {name: DEVICE_ALGORITHMS[name] for name in ("auto", "one_shot", "ring")}
+# What an error says of a name that belongs to another operation.
+_SHOTS = {
+    "one_shot": '; an all-reduce has two phases of one hop each, so it is "two_shot"',
+    "two_shot": '; only all_reduce has two phases of one hop each, so it is "one_shot"',
+}
 SUM = ReduceOp.SUM
 
 
@@ -607,7 +614,7 @@ class CallChecks:
     """The argument checks of one call, whose errors name the operation, the rank and the world."""
 
     __slots__ = ("op", "rank", "world_size")
-    algorithms = ALGORITHMS
+    algorithms = frozenset(ALGORITHMS.values())
 
     def __init__(self, op: str, rank: int, world_size: int) -> None:
         self.op = op
@@ -750,15 +757,17 @@ class CallChecks:
         return found
 
     def algorithm(self, algorithm: Any) -> int:
-        known = self.algorithms
-        code = known.get(algorithm) if isinstance(algorithm, str) else None
-        if code is None:
+        named = algorithms_of(self.op)
+        code = named.get(algorithm) if isinstance(algorithm, str) else None
+        if code is None or code not in self.algorithms:
+            known = [name for name, each in named.items() if each in self.algorithms]
             if algorithm == "multicast":
                 raise UnsupportedError(
                     f'{self}: algorithm: "multicast" is for GPUs under an NVSwitch, and this '
                     f"communicator works on the host. Use one of {', '.join(known)}"
                 )
-            self.fail(f"algorithm: expected one of {', '.join(known)}, got {algorithm!r}")
+            hint = _SHOTS.get(algorithm, "") if isinstance(algorithm, str) else ""
+            self.fail(f"algorithm: expected one of {', '.join(known)}, got {algorithm!r}{hint}")
         return code
 
     def reduction(self, op: Any, name: str, tensor: Tensor) -> NativeOp:

@@ -59,7 +59,7 @@ class Collectives:
             tensor: any shape, same element count and dtype on all ranks.
             op: a ``ReduceOp`` or ``premul_sum(factor)``.
             async_op: return a Work at once instead of waiting.
-            algorithm: "auto", "direct" or "ring".
+            algorithm: "auto", "two_shot" or "ring".
             kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
             compression: what travels between nodes, the same on all ranks; None for
                 ``CommOptions.compression``.
@@ -179,7 +179,7 @@ class Collectives:
             input: contiguous, world_size * N elements, of the same dtype.
             op: a ``ReduceOp`` or ``premul_sum(factor)``.
             async_op: return a Work at once instead of waiting.
-            algorithm: "auto", "direct" or "ring".
+            algorithm: "auto", "one_shot" or "ring".
             kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
             compression: what travels between nodes, the same on all ranks; None for
                 ``CommOptions.compression``.
@@ -328,7 +328,7 @@ class Collectives:
             input: contiguous, N elements of the same dtype; may be exactly this rank's chunk
                 of ``output``.
             async_op: return a Work at once instead of waiting.
-            algorithm: "auto", "direct" or "ring".
+            algorithm: "auto", "one_shot" or "ring".
             kernels: "native" or "triton", the same on all ranks; None for ``CommOptions.kernels``.
 
         Raises:

@@ -656,8 +656,8 @@ class CallEngine(ABC):
         asked = 'kernels="triton"' if kernels == "triton" else 'algorithm="ring"'
         raise UnsupportedError(
             f"{operation}: {asked} does not sum in blocks of ranks, for which this communicator "
-            f"has CommOptions(sum_blocks={self._sum_blocks}). Use the direct algorithm and the "
-            "native kernels, or sum_blocks=0"
+            f"has CommOptions(sum_blocks={self._sum_blocks}). "
+            'Use algorithm="auto" and the native kernels, or sum_blocks=0'
         )
 
     def _in_triton(self, native: Any) -> Any:

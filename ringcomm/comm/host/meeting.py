@@ -173,7 +173,7 @@ def _apart(first: int, second: int, unreached: Sequence[Mapping[int, str]]) -> b
 # once. A *gathering* is the same backwards: what was sent arrives, and nothing is added.
 #
 #     schedule   rounds   messages of a rank     terms of a sum   buffers of B bytes: a rank sends
-#     direct     1        N - 1                  N                B (N-1)/N
+#     one_shot   1        N - 1                  N                B (N-1)/N
 #     levels     2        a + b - 2, a b = N     a, then b        B (N-1)/N
 #     ring       N - 1    N - 1                  2                B (N-1)/N
 #
@@ -182,8 +182,8 @@ def _apart(first: int, second: int, unreached: Sequence[Mapping[int, str]]) -> b
 # bytes, so that they stay among neighbours. Ring: the partial sum of a target starts at the node
 # after it, goes from node to node, and grows at each.
 
-# From so many nodes on "auto" means levels. Predicted (docs/scaling.md, "Direct, ring or levels"):
-# with 1 us a message levels win from 32 nodes on, with 0.1 us from 256 on.
+# From so many nodes on "auto" means levels. Predicted (docs/scaling.md, "One-shot, ring or
+# levels"): with 1 us a message levels win from 32 nodes on, with 0.1 us from 256 on.
 LEVELS_FROM_NODES = 32
 
 
@@ -205,7 +205,7 @@ def chosen(asked: str, nodes: int) -> str:
     """Returns the schedule that ``CommOptions.rails`` means for so many nodes."""
     if asked != "auto":
         return asked
-    return "levels" if nodes >= LEVELS_FROM_NODES else "direct"
+    return "levels" if nodes >= LEVELS_FROM_NODES else "one_shot"
 
 
 def levels_of(nodes: int) -> tuple[int, int]:
@@ -219,7 +219,7 @@ def reduction(name: str, nodes: int, node: int) -> tuple[Round, ...]:
     """Returns the rounds of a reduction for the rank on ``node``.
 
     Args:
-        name: "direct", "levels" or "ring".
+        name: "one_shot", "levels" or "ring".
         nodes: N, at least 2.
         node: from 0 on.
     """
@@ -231,7 +231,7 @@ def reduction(name: str, nodes: int, node: int) -> tuple[Round, ...]:
             )
             for turn in range(nodes - 1)
         )
-    near = 1 if name == "direct" else levels_of(nodes)[0]
+    near = 1 if name == "one_shot" else levels_of(nodes)[0]
     first, position = node - node % near, node % near
     alike = tuple(range(position, nodes, near))
     rounds = []

@@ -86,9 +86,9 @@ class CommOptions:
             float32, bfloat16 and float16 in blocks of 128 with a scale, with a quarter and an
             eighth of the bytes and errors that docs/nodes.md bounds; other reductions, and those of
             8 KiB or less, are as with "none". A call's own ``compression`` overrides it.
-        rails: how ranks of equal local rank exchange between nodes, on the host: "direct", each
+        rails: how ranks of equal local rank exchange between nodes, on the host: "one_shot", each
             with each; "levels", in two rounds with fewer messages; "ring", each with the next;
-            "auto" is direct, and levels from 32 nodes on. Only direct has the sums of
+            "auto" is one-shot, and levels from 32 nodes on. Only one-shot has the sums of
             ``sum_blocks``.
         kernels: "native", or "triton" for the collectives that have Triton kernels
             (``all_reduce``, ``reduce_scatter_tensor``, ``all_gather_into_tensor``); a call's own
@@ -152,11 +152,13 @@ class CommOptions:
                 f"transport: expected auto, gloo, nccl or a function, got {self.transport!r}"
             )
         check_compression(self.compression)
-        if self.rails not in ("auto", "direct", "levels", "ring"):
-            raise ArgumentError(f"rails: expected auto, direct, levels or ring, got {self.rails!r}")
+        if self.rails not in ("auto", "one_shot", "levels", "ring"):
+            raise ArgumentError(
+                f"rails: expected auto, one_shot, levels or ring, got {self.rails!r}"
+            )
         if self.compression in _native.QUANT_FORMATS and self.rails in ("levels", "ring"):
             raise ArgumentError(
-                f'rails: expected auto or direct with compression="{self.compression}", got '
+                f'rails: expected auto or one_shot with compression="{self.compression}", got '
                 f"{self.rails!r}: "
                 "each round would code what earlier ones have rounded"
             )

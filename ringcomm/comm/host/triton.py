@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ringcomm import _native
+from ringcomm.algorithms import spelled
 from ringcomm.comm.host.arguments import DTYPE_NAMES, CallChecks, NativeOp
 from ringcomm.comm.host.meeting import Membership
 from ringcomm.cuda.runtime import DeviceRuntime
@@ -43,7 +44,7 @@ KERNELS = (NATIVE, TRITON)
 _DTYPE_OF = {code: name for name, code in _native.DTYPES.items()}
 _OP_OF = {code: name for name, code in _native.OPS.items()}
 _AUTO = _native.ALGORITHMS["auto"]
-_FORMS = ("auto", "direct", "ring")
+_FORMS = ("auto", "one_shot", "ring")  # as options name them
 ONE_RANK = (
     "Triton's interpreter runs one kernel of a process at a time, so ranks that are threads of one "
     'process would wait for each other. Use kernels="native", or a process per rank'
@@ -89,9 +90,10 @@ def check_kernels(
     from ringcomm._tl.launch import DTYPES, OPS
 
     advice = 'Use kernels="native"'
-    if algorithm not in _FORMS:
+    forms = [spelled(form, checks.op) for form in _FORMS]
+    if algorithm not in forms:
         raise UnsupportedError(
-            f'{checks}: kernels="triton" has the algorithms {", ".join(_FORMS)}, got '
+            f'{checks}: kernels="triton" has the algorithms {", ".join(forms)}, got '
             f"{algorithm!r}. {advice}"
         )
     if reduction is None:

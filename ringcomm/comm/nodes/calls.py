@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ringcomm import _native
+from ringcomm.algorithms import algorithm_name
 from ringcomm.comm.host.core import NothingPlain
 from ringcomm.comm.host.meeting import NodeLayout
 from ringcomm.comm.nodes.compressed_sums import Reducing
@@ -33,7 +34,7 @@ from ringcomm.process import Deadline
 
 Tensor = torch.Tensor
 
-AUTO, DIRECT = _native.ALGORITHMS["auto"], _native.ALGORITHMS["direct"]
+AUTO, ONE_SHOT = _native.ALGORITHMS["auto"], _native.ALGORITHMS["one_shot"]
 BYTE = _native.DTYPES["uint8"]
 _DTYPE_NAMES = {code: name for name, code in _native.DTYPES.items()}
 _OP_NAMES = {code: name for name, code in _native.OPS.items()}
@@ -89,7 +90,7 @@ class RailHeader(NamedTuple):
         if optimizer is not None:
             # The results' dtype is in the low byte, and the tag above it: call.h, ResultsAndTag.
             size, root = optimizer[0], optimizer[1] | max(self.root, 0) << 8
-        return _native.call_words(size, kind, self.dtype, self.op, DIRECT, root)
+        return _native.call_words(size, kind, self.dtype, self.op, ONE_SHOT, root)
 
     def __str__(self) -> str:
         parts = [f"{self.match_bytes} bytes"] if self.match_bytes else []
@@ -192,8 +193,8 @@ class CallsOverNodes(NothingPlain):
         return self._closed or self._watch.error is not None or self._inner.aborted
 
     def chosen(self, algorithm: int) -> int:
-        """Returns the code of "direct", which is what "auto" means."""
-        return DIRECT if algorithm == AUTO else algorithm
+        """Returns the code of "one_shot", which is what "auto" means."""
+        return ONE_SHOT if algorithm == AUTO else algorithm
 
     @property
     def awaited(self) -> int:
@@ -261,7 +262,7 @@ class CallsOverNodes(NothingPlain):
         if compression is not None:
             self.compression = compression
             # Codes are added where they end.
-            self._schedule = "direct" if compression in _native.QUANT_FORMATS else self._schedule
+            self._schedule = "one_shot" if compression in _native.QUANT_FORMATS else self._schedule
         try:
             yield
         finally:
@@ -284,16 +285,16 @@ class CallsOverNodes(NothingPlain):
         Args:
             name: of the call.
             head: bytes, dtype, op and root, which all ranks must have alike.
-            algorithm: "auto" or "direct".
+            algorithm: "auto" or "one_shot".
             body: what the call does.
             headers: whether headers are exchanged before the body.
             optimizer: as of :meth:`RailHeader.words`.
         """
-        if algorithm not in (AUTO, DIRECT):
+        if algorithm not in (AUTO, ONE_SHOT):
             who = self.layout.named(self.layout.rank)
             raise UnsupportedError(
-                f"{name} on {who}: algorithm: expected auto or direct over several nodes; the "
-                "others exist within one (Communicator.node)"
+                f"{name} on {who}: algorithm: expected auto or {algorithm_name(name, ONE_SHOT)} "
+                "over several nodes; the others exist within one (Communicator.node)"
             )
         if self.aborted:
             return 1
@@ -368,7 +369,7 @@ class CallsOverNodes(NothingPlain):
         mine = torch.tensor([self._called.root], dtype=torch.int64, device="cpu")
         tags = mine.new_empty(len(self.layout.node_ranks))
         byte = _native.DTYPES["uint8"]
-        self._inside(self._inner.all_gather(mine.data_ptr(), tags.data_ptr(), 8, byte, DIRECT))
+        self._inside(self._inner.all_gather(mine.data_ptr(), tags.data_ptr(), 8, byte, ONE_SHOT))
         for rank, tag in zip(self.layout.node_ranks, tags.tolist(), strict=True):
             if tag != self._called.root:
                 self._differs(rank, self._called._replace(root=tag))
@@ -446,7 +447,9 @@ class CallsOverNodes(NothingPlain):
         mine = torch.tensor(ins_bytes, dtype=torch.int64, device="cpu")
         everyone = mine.new_empty(len(self.layout.node_ranks), self._world)
         self._inside(
-            self._inner.all_gather(mine.data_ptr(), everyone.data_ptr(), mine.nbytes, BYTE, DIRECT)
+            self._inner.all_gather(
+                mine.data_ptr(), everyone.data_ptr(), mine.nbytes, BYTE, ONE_SHOT
+            )
         )
         rows: list[list[int]] = everyone.tolist()
         return rows
@@ -561,7 +564,9 @@ class CollectivesOverNodes(CallsOverNodes, ABC):
         op: int,
         factor: float,
     ) -> int:
-        return self._reduce_scatter(spans_of(in_ptrs, elems), out_ptr, (dtype, op, factor), DIRECT)
+        return self._reduce_scatter(
+            spans_of(in_ptrs, elems), out_ptr, (dtype, op, factor), ONE_SHOT
+        )
 
     def _reduce_scatter(
         self, spans: list[Span], out_ptr: int, how: tuple[int, int, float], algo: int
@@ -577,7 +582,7 @@ class CollectivesOverNodes(CallsOverNodes, ABC):
     ) -> int:
         r = self._reducing("reduce", dtype, op, factor)
         body = partial(self._reduce_to_root, root, Span(in_ptr, elems), Span(out_ptr, elems), r)
-        return self._call("reduce", (elems * ELEM_BYTES[dtype], dtype, op, root), DIRECT, body)
+        return self._call("reduce", (elems * ELEM_BYTES[dtype], dtype, op, root), ONE_SHOT, body)
 
     def all_gather(self, in_ptr: int, out_ptr: int, in_bytes: int, dtype: int, algo: int) -> int:
         spans = [Span(out_ptr + rank * in_bytes, in_bytes) for rank in range(self._world)]
@@ -586,7 +591,7 @@ class CollectivesOverNodes(CallsOverNodes, ABC):
     def all_gather_list(
         self, in_ptr: int, out_ptrs: Sequence[int], sizes_bytes: Sequence[int], dtype: int
     ) -> int:
-        return self._all_gather(in_ptr, spans_of(out_ptrs, sizes_bytes), dtype, DIRECT)
+        return self._all_gather(in_ptr, spans_of(out_ptrs, sizes_bytes), dtype, ONE_SHOT)
 
     def _all_gather(self, in_ptr: int, spans: list[Span], dtype: int, algo: int) -> int:
         head = (sum(span.elems for span in spans), dtype, -1, -1)
@@ -594,19 +599,19 @@ class CollectivesOverNodes(CallsOverNodes, ABC):
 
     def broadcast(self, ptr: int, size_bytes: int, dtype: int, root: int) -> int:
         body = partial(self._broadcast, Span(ptr, size_bytes), root)
-        return self._call("broadcast", (size_bytes, dtype, -1, root), DIRECT, body)
+        return self._call("broadcast", (size_bytes, dtype, -1, root), ONE_SHOT, body)
 
     def gather(
         self, in_ptr: int, size_bytes: int, out_ptrs: Sequence[int], dtype: int, root: int
     ) -> int:
         body = partial(self._gather_to, root, in_ptr, size_bytes, out_ptrs)
-        return self._call("gather", (size_bytes, dtype, -1, root), DIRECT, body)
+        return self._call("gather", (size_bytes, dtype, -1, root), ONE_SHOT, body)
 
     def scatter(
         self, in_ptrs: Sequence[int], out_ptr: int, size_bytes: int, dtype: int, root: int
     ) -> int:
         body = partial(self._scatter_from, root, in_ptrs, out_ptr, size_bytes)
-        return self._call("scatter", (size_bytes, dtype, -1, root), DIRECT, body)
+        return self._call("scatter", (size_bytes, dtype, -1, root), ONE_SHOT, body)
 
     def all_to_all(
         self,
@@ -618,7 +623,7 @@ class CollectivesOverNodes(CallsOverNodes, ABC):
     ) -> int:
         ins, outs = spans_of(in_ptrs, in_sizes_bytes), spans_of(out_ptrs, out_sizes_bytes)
         body = partial(self._exchange, ins, outs)
-        return self._call("all_to_all", (0, dtype, -1, -1), DIRECT, body)
+        return self._call("all_to_all", (0, dtype, -1, -1), ONE_SHOT, body)
 
     @abstractmethod
     def barrier(self) -> int: ...

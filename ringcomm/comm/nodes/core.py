@@ -18,7 +18,7 @@ that one rounding is all there is: the result is that of one node which sums in 
 travel.
 
 Large calls are cut into segments, of which two are under way: while one is on the network the next
-is reduced in the node, and the one before is added and shared. That is said of direct rails;
+is reduced in the node, and the one before is added and shared. That is said of one-shot rails;
 :mod:`.schedules` has others, which add partial sums on the way.
 """
 
@@ -33,7 +33,7 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.host.meeting import Exchange, Round, gathering, levels_of, reduction
-from ringcomm.comm.nodes.calls import BYTE, DIRECT, ELEM_BYTES, CollectivesOverNodes, Span
+from ringcomm.comm.nodes.calls import BYTE, ELEM_BYTES, ONE_SHOT, CollectivesOverNodes, Span
 from ringcomm.comm.nodes.compressed_sums import (
     AVG,
     FLOAT32,
@@ -631,7 +631,7 @@ class NodesCore(CollectivesOverNodes):
             self._send_headers()
             self._check_headers()
 
-        return self._run("barrier", (0, -1, -1, -1), DIRECT, body, headers=False)
+        return self._run("barrier", (0, -1, -1, -1), ONE_SHOT, body, headers=False)
 
     def _reduce_in_one_hop(self, ins: Span, out: Span, r: Reducing) -> None:
         in_ptr, elems = ins
@@ -648,7 +648,9 @@ class NodesCore(CollectivesOverNodes):
         mine = ptrs[layout.node]
         _native.combine_partials([in_ptr], r.dtype, mine, r.partial, elems, r.joining, 0)
         within = SUM if r.op == AVG else r.op
-        self._inside(self._inner.all_reduce(mine, mine, elems, r.partial, within, r.factor, DIRECT))
+        self._inside(
+            self._inner.all_reduce(mine, mine, elems, r.partial, within, r.factor, ONE_SHOT)
+        )
         self._sent += [
             self._send(rail, node, mine, size_bytes)
             for rail in layout.rails_of(layout.rank)

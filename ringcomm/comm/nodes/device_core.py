@@ -39,8 +39,8 @@ from ringcomm.comm.host.engine import EXIT_GRACE_S, Call
 from ringcomm.comm.host.meeting import NodeLayout
 from ringcomm.comm.nodes.calls import (
     BYTE,
-    DIRECT,
     ELEM_BYTES,
+    ONE_SHOT,
     CollectivesOverNodes,
     Span,
     _Failed,
@@ -252,7 +252,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         calls: DeviceCallEngine,
         device_rails: DeviceRails,
     ) -> None:
-        super().__init__(control, layout, rails, watch, None, compression, "direct")
+        super().__init__(control, layout, rails, watch, None, compression, "one_shot")
         self.device_watch = watch
         self.calls = calls
         self._device_rails = device_rails
@@ -350,7 +350,7 @@ class DeviceNodesCore(CollectivesOverNodes):
             for rail in self.layout.rails_of(self.layout.rank):
                 self._exchange_on(rail, self._room(len(ones)), self._room(len(ones)), ones, ones)
 
-        return self._call("barrier", (0, -1, -1, -1), DIRECT, body)
+        return self._call("barrier", (0, -1, -1, -1), ONE_SHOT, body)
 
     # ---- parts of a call ------------------------------------------------------------------------
 
@@ -577,7 +577,7 @@ class DeviceNodesCore(CollectivesOverNodes):
             return
         wide = self._widened(given, r)
         ptr = wide.data_ptr()
-        self._within("all_reduce", ptr, ptr, given.elems, *self._in_node(r), DIRECT)
+        self._within("all_reduce", ptr, ptr, given.elems, *self._in_node(r), ONE_SHOT)
         whole = [given.elems] * self._world
         copies = sum(
             rail < len(ranks)

@@ -447,7 +447,7 @@ def _built(
     messages = NodesMessages(inner, layout, group, watch)
     watch.breakable.append(messages)
     # Codes are added where they end, and so do not pass through other nodes.
-    rails_asked = "direct" if options.compression in _native.QUANT_FORMATS else options.rails
+    rails_asked = "one_shot" if options.compression in _native.QUANT_FORMATS else options.rails
     schedule = chosen(rails_asked, len(layout.nodes))
     core = StepsCore(inner, layout, rails, watch, messages, options.compression, schedule)
     engine = NodesEngine(core, watch, node.engine, _having_met(membership, found))
@@ -468,9 +468,9 @@ def _built_on_device(
 ) -> Built[C]:
     """Builds the node's communicators on devices, the transport, and the agreement of hosts."""
     layout, options, operation = found.layout, membership.options, found.meeting.operation
-    if options.rails not in ("auto", "direct"):
+    if options.rails not in ("auto", "one_shot"):
         raise UnsupportedError(
-            f"{operation}: rails: expected auto or direct on devices, got {options.rails}. Their "
+            f"{operation}: rails: expected auto or one_shot on devices, got {options.rails}. Their "
             "transport exchanges between all nodes at once"
         )
     transport = device_transport_of(options.transport, operation)

@@ -229,7 +229,7 @@ class StepsCore(NodesCore):
         Args:
             ptrs: by node, where the bytes of its rank of the rail belong; this node's are there.
             sizes_bytes: by node, equal on all ranks of the rail.
-            algo: "auto" or "direct".
+            algo: "auto" or "one_shot".
         """
         spans = [Span(*span) for span in zip(ptrs, sizes_bytes, strict=True)]
         head = (sum(sizes_bytes), -1, -1, -1)

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any, NoReturn
 
 from ringcomm import _native
+from ringcomm.algorithms import algorithm_name
 from ringcomm.errors import RingcommError, printable
 
 __all__ = [
@@ -64,7 +65,7 @@ class Record:
         dtype, op: names; "" where the call has none. An optimizer's call names the dtypes of its
             gradients and its results: "bfloat16 to float32".
         root: of the call, or the tag of a message or of an optimizer's call; -1: none.
-        algorithm, kernels: "direct", "native" and so on.
+        algorithm, kernels: "one_shot", "native" and so on.
         match_bytes: the size on which all ranks must agree, for an optimizer's call in elements;
             0: none.
         size_bytes: of the whole buffer, or of the message.
@@ -490,7 +491,7 @@ def call_of(words: tuple[int, ...]) -> tuple[object, ...]:
         dtypes,
         _name("ops", op),
         root,
-        _name("algorithms", algorithm),
+        algorithm_name(name, algorithm),
         _KERNELS[kernels] if 0 <= kernels < len(_KERNELS) else "",
         match_bytes,
     )
@@ -518,7 +519,7 @@ def _record(
         dtypes,
         _name("ops", op),
         root,
-        _name("algorithms", algorithm),
+        algorithm_name(name, algorithm),
         _KERNELS[kernels],
         match_bytes,
         size_bytes,

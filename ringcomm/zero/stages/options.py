@@ -255,7 +255,7 @@ def _dtypes_inside(
 # one run: at stage 2 all within 4 %; at stage 3 the others take 1.1 to 1.3 times as long as 2 Mi.
 DEFAULT_BUCKET_ELEMS = 2 << 20
 _CHOICES = {
-    "algorithm": ("auto", "direct", "ring"),
+    "algorithm": ("auto", "one_shot", "ring"),
     "reduce": ("avg", "sum"),
     "params": ("node", "world"),
     "state": ("node", "world"),
@@ -335,7 +335,7 @@ class ZeroOptions:
             backward brings this rank the sum of several ranks' gradients, as it does to experts
             (:func:`ringcomm.moe.shard`). What ``get_gradient`` and ``on_reduced`` give is not
             divided.
-        algorithm: algorithm of the collectives: "auto", "direct" or "ring".
+        algorithm: algorithm of the collectives: "auto", "one_shot" or "ring".
         broadcast: give all ranks the parameters and buffers of rank 0, as DDP does.
         params: stage 3, over several nodes: "node" keeps a copy of the parameters on each node,
             sharded over its ranks, so that unsharding crosses no network and needs no other rank.

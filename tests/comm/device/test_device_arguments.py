@@ -7,6 +7,7 @@ import torch
 
 import ringcomm
 from ringcomm import ArgumentError, UnsupportedError
+from ringcomm.algorithms import spelled
 from tests.support.device_worlds import (
     LL_BYTES,
     device_of,
@@ -97,7 +98,7 @@ def test_tensors_of_a_device_on_a_communicator_of_the_host(devices):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda c: c.all_reduce(_on(c), algorithm="star"), "auto, direct, ring, .*got 'star'"),
+        (lambda c: c.all_reduce(_on(c), algorithm="star"), "auto, two_shot, ring, .*got 'star'"),
         (
             lambda c: c.all_reduce(_on(c), algorithm="copy_engine"),
             "for all_gather_into_tensor alone",
@@ -195,12 +196,14 @@ def test_more_than_staging_can_pipe(devices):
 
 def test_a_world_of_one_takes_every_algorithm(devices):
     def body(comm):
-        for algorithm in ("auto", "direct", "ring", "ll", "copy_engine"):
+        for algorithm in ("auto", "one_shot", "ring", "ll", "copy_engine"):
             tensor, output = _on(comm, 8) + 3, _on(comm)
             comm.all_gather_into_tensor(output, tensor, algorithm=algorithm)
             assert on_host(output).tolist() == [3.0] * 8
             if algorithm != "copy_engine":
-                comm.all_reduce(tensor, ringcomm.premul_sum(2.0), algorithm=algorithm)
+                comm.all_reduce(
+                    tensor, ringcomm.premul_sum(2.0), algorithm=spelled(algorithm, "all_reduce")
+                )
                 assert on_host(tensor).tolist() == [6.0] * 8
 
     devices.run(devices.world(1), body)
@@ -209,9 +212,9 @@ def test_a_world_of_one_takes_every_algorithm(devices):
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"])
 def test_an_empty_message_takes_every_algorithm(devices, world, name):
     def body(comm):
-        for algorithm in ("auto", "direct", "ring", "ll"):
+        for algorithm in ("auto", "one_shot", "ring", "ll"):
             tensors = [_on(comm, 0)] * (1 if name == "all_reduce" else 2)
-            getattr(comm, name)(*tensors, algorithm=algorithm)
+            getattr(comm, name)(*tensors, algorithm=spelled(algorithm, name))
 
     devices.run(world, body)
 

@@ -1,15 +1,16 @@
-"""``direct`` and ``ll`` sum in rank order and round once: the bits of the host's ``direct``."""
+"""``one_shot`` and ``ll`` sum in rank order and round once: the bits of the host's ``one_shot``."""
 
 import pytest
 import torch
 
 import ringcomm
+from ringcomm.algorithms import spelled
 from tests.support.call_checks import EMULATED, ops_on_device
 from tests.support.device_worlds import on_host, put, room
 from tests.support.exact import op_of, same
 
 WORLD = 4
-# Small enough for LL, for one hop of a direct all-reduce, and for neither; per rank.
+# Small enough for LL, for one hop of a two-shot all-reduce, and for neither; per rank.
 COUNTS = (37, 150, 3001)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -27,7 +28,7 @@ def drawn(count, dtype, op):
 
 
 def _algorithms(count, dtype):
-    return ("direct", "ll") if count * WORLD * dtype.itemsize <= 1024 else ("direct",)
+    return ("one_shot", "ll") if count * WORLD * dtype.itemsize <= 1024 else ("one_shot",)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def host_world():
 def reduced_on_host(host_world, given, op):
     def body(comm):
         tensor = given[comm.rank].clone()
-        comm.all_reduce(tensor, op_of(op), algorithm="direct")
+        comm.all_reduce(tensor, op_of(op), algorithm="two_shot")
         return tensor
 
     results = host_world.run(body)
@@ -67,7 +68,7 @@ def test_the_bits_of_the_host(devices, host_world, dtype, place):
             for algorithm in _algorithms(count, dtype):
                 what = f"{op}, {algorithm}, {count}"
                 tensor = put(comm, given[comm.rank], place)
-                comm.all_reduce(tensor, op_of(op), algorithm=algorithm)
+                comm.all_reduce(tensor, op_of(op), algorithm=spelled(algorithm, "all_reduce"))
                 assert same(on_host(tensor), want), what
                 output = room(comm, count, dtype, place)
                 source = put(comm, given[comm.rank], place)

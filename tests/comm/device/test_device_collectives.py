@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ringcomm
+from ringcomm.algorithms import spelled
 from tests.support.call_checks import (
     CHECKS,
     EMULATED,
@@ -21,7 +22,7 @@ from tests.support.device_worlds import MANY, PLACES, on_host, put, room, with_o
 from tests.support.emulator.library import library
 from tests.support.exact import MOVABLE, operand, pattern, reduced, same
 
-ALGORITHMS = ("auto", "direct", "ring", "ll", "copy_engine")
+ALGORITHMS = ("auto", "one_shot", "ring", "ll", "copy_engine")
 
 
 # Schedules of every world are proved at compile time (tests/proof/races/schedule_test.cpp).
@@ -55,7 +56,7 @@ def test_every_world_size_and_place(devices, name, world_size):
     devices.run(devices.world(world_size), body)
 
 
-@covering(strength=1, dtype=[*EMULATED], algorithm=["direct", "ring", "ll"])
+@covering(strength=1, dtype=[*EMULATED], algorithm=["one_shot", "ring", "ll"])
 def test_every_dtype_and_op(devices, dtype, algorithm):
     ops = EMULATED[dtype] if devices.emulated else ops_on_device(dtype)
     cases = [
@@ -95,13 +96,13 @@ def test_every_dtype_is_moved(devices, name):
 @covering(strength=1, name=[*CHECKS], place=PLACES)
 def test_more_than_staging_holds(devices, name, place):
     def body(comm):
-        for turn, algorithm in enumerate(("direct", "ring", "copy_engine")):
+        for turn, algorithm in enumerate(("one_shot", "ring", "copy_engine")):
             CHECKS[name](comm, Case(MANY, place=place, algorithm=algorithm, in_place=turn == 1))
 
     devices.run(devices.world(2), body)
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "ring", "ll"])
+@pytest.mark.parametrize("algorithm", ["one_shot", "ring", "ll"])
 def test_each_rank_has_a_premul_factor_of_its_own(devices, algorithm):
     world, count = 3, 200
     inputs = [operand(count, rank, world, torch.float32, "SUM") for rank in range(world)]
@@ -112,7 +113,7 @@ def test_each_rank_has_a_premul_factor_of_its_own(devices, algorithm):
     def body(comm):
         op = ringcomm.premul_sum(comm.rank + 2.0)
         tensor = put(comm, inputs[comm.rank], "heap")
-        comm.all_reduce(tensor, op, algorithm=algorithm)
+        comm.all_reduce(tensor, op, algorithm=spelled(algorithm, "all_reduce"))
         assert torch.equal(on_host(tensor), total)
         output = room(comm, count, torch.float32, "plain")
         comm.reduce_scatter_tensor(
@@ -218,9 +219,9 @@ def test_a_slice_that_lies_in_the_heap_is_read_in_one_pass(devices, name):
             put(comm, torch.ones(elems), place) for elems in (segments * 512, segments * 256)
         )
         if name == "reduce_scatter":
-            comm.reduce_scatter_tensor(part, whole, algorithm="direct")
+            comm.reduce_scatter_tensor(part, whole, algorithm="one_shot")
         else:
-            comm.all_gather_into_tensor(whole, part, algorithm="direct")
+            comm.all_gather_into_tensor(whole, part, algorithm="one_shot")
         comm.engine.finish_host_side()
 
     def barriers(segments, place):

@@ -38,10 +38,10 @@ def test_items_wrap_around(devices, name):
         for begin in (WRAP // 2 - 5, WRAP - 5):
             _between_calls(devices, comm, meeting, functools.partial(set_epochs, comm, begin))
             for count, place, algorithm in (
-                (3, "plain", "direct"),
+                (3, "plain", "one_shot"),
                 (MANY // 4, "plain", "ring"),
                 (3, "heap", "ring"),
-                (MANY // 4, "heap", "direct"),
+                (MANY // 4, "heap", "one_shot"),
             ):
                 CHECKS[name](comm, Case(count, place=place, algorithm=algorithm))
 

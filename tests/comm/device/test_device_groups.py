@@ -5,6 +5,7 @@ import torch
 
 import ringcomm
 from ringcomm import ArgumentError, CommOptions
+from ringcomm.algorithms import spelled
 from tests.support.call_checks import CHECKS, Case
 from tests.support.covering import covering, in_test_all
 from tests.support.device_worlds import MANY, device_of, on_host, put
@@ -20,12 +21,12 @@ def test_two_devices_of_one_process(two_devices, ranks):
 
     def body(comm):
         for count, place, algorithm in (
-            (0, "heap", "direct"),
+            (0, "heap", "one_shot"),
             (1, "plain", "ring"),
             (257, "mixed", "ll"),
             (5003, "plain", "copy_engine"),
             (5003, "mixed", "ring"),
-            (5003, "heap", "direct"),
+            (5003, "heap", "one_shot"),
         ):
             for check in CHECKS.values():
                 check(comm, Case(count, place=place, algorithm=algorithm, root=ranks - 1))
@@ -99,7 +100,7 @@ def test_the_calls_of_a_world_and_of_groups_alternate(devices):
 
 @covering(
     count=[1, 64, MANY],
-    algorithm=["auto", "direct", "ring", "ll"],
+    algorithm=["auto", "one_shot", "ring", "ll"],
     on={"one device": (0,), "two devices": BOTH},
 )
 def test_all_ranks_from_one_thread(request, devices, count, algorithm, on):
@@ -114,7 +115,7 @@ def test_all_ranks_from_one_thread(request, devices, count, algorithm, on):
     parts = [pattern(count, rank, torch.float32) for rank in range(ranks)]
     with devices.as_on_gpu():
         tensors = [put(comm, inputs[comm.rank], "heap") for comm in world]
-        world.all_reduce(tensors, op_of(op), algorithm=algorithm)
+        world.all_reduce(tensors, op_of(op), algorithm=spelled(algorithm, "all_reduce"))
         outputs = [put(comm, torch.zeros(count), "heap") for comm in world]
         given = [put(comm, wholes[comm.rank], "heap") for comm in world]
         world.reduce_scatter_tensor(outputs, given, op_of(op), algorithm=algorithm)

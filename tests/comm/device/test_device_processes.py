@@ -33,7 +33,7 @@ def _connect(store, rank, world, name="world"):
 def _everything(comm):
     for turn, count in enumerate((1, 257, 9001)):
         place = ("plain", "heap", "unaligned")[turn]
-        algorithm = ("ll", "direct", "ring")[turn]
+        algorithm = ("ll", "one_shot", "ring")[turn]
         root = turn % comm.world_size
         case = Case(count, place=place, algorithm=algorithm, in_place=turn == 1, root=root)
         for check in CHECKS.values():

@@ -71,7 +71,7 @@ def test_what_is_recorded_of_collectives(devices):
         comm.all_reduce(ones(comm, 8))
         comm.all_to_all_single(ones(comm, 4), ones(comm, 4))
         comm.all_gather_into_tensor(ones(comm, 8192), ones(comm, 4096), algorithm="copy_engine")
-        comm.reduce_scatter_tensor(ones(comm, 4), ones(comm, 8), algorithm="direct")
+        comm.reduce_scatter_tensor(ones(comm, 4), ones(comm, 8), algorithm="one_shot")
         comm.engine.finish_host_side()
         recorded = comm.recording()
         own = recorded.ranks[comm.rank]
@@ -87,10 +87,10 @@ def test_what_is_recorded_of_collectives(devices):
     # 16 KiB in pieces of 4096 bytes: four times two launches, which kernels number, too.
     assert first == [
         (1, ("all_reduce", "int8", "MIN", -1, "ring", "native", 4), 4, here(2, body)),
-        (2, ("broadcast", "float32", "", 1, "direct", "native", 24), 24, here(3, body)),
-        (3, ("barrier", "uint8", "", -1, "direct", "native", 0), 0, here(4, body)),
+        (2, ("broadcast", "float32", "", 1, "one_shot", "native", 24), 24, here(3, body)),
+        (3, ("barrier", "uint8", "", -1, "one_shot", "native", 0), 0, here(4, body)),
         (4, ("all_reduce", "float32", "SUM", -1, "ll", "native", 32), 32, here(5, body)),
-        (5, ("all_to_all", "float32", "", -1, "direct", "native", 0), 16, here(6, body)),
+        (5, ("all_to_all", "float32", "", -1, "one_shot", "native", 0), 16, here(6, body)),
         (
             6,
             ("all_gather", "float32", "", -1, "copy_engine", "native", 32768),
@@ -99,7 +99,7 @@ def test_what_is_recorded_of_collectives(devices):
         ),
         (
             14,
-            ("reduce_scatter", "float32", "SUM", -1, "direct", "native", 32),
+            ("reduce_scatter", "float32", "SUM", -1, "one_shot", "native", 32),
             32,
             here(8, body),
         ),

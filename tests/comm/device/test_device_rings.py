@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ringcomm import _native
+from ringcomm.algorithms import spelled
 from ringcomm.comm.device.topology import Topology
 from tests.support.call_checks import Case, check_all_gather, check_all_reduce
 from tests.support.call_checks import check_reduce_scatter as check_reduce_scatter_tensor
@@ -25,7 +26,7 @@ def choose_rings(monkeypatch):
     """``choose_rings(rings, algorithm)``: what every rank built from then on chooses."""
     usual = Topology.choose
 
-    def use(rings, algorithm="direct"):
+    def use(rings, algorithm="one_shot"):
         def chosen(*args):
             return replace(usual(*args), rings=rings, algorithm=algorithm)
 
@@ -78,7 +79,7 @@ def test_partial_sums_take_the_way_of_the_ring(devices, choose_rings, ring):
         devices.run(world, body)
 
 
-@pytest.mark.parametrize("family", ["ring", "direct"])
+@pytest.mark.parametrize("family", ["ring", "one_shot"])
 def test_auto_takes_the_family_of_the_choice_for_large_messages(devices, choose_rings, family):
     choose_rings(((0, 2, 1),), family)
     generator = torch.Generator().manual_seed(4)
@@ -86,16 +87,16 @@ def test_auto_takes_the_family_of_the_choice_for_large_messages(devices, choose_
 
     def body(comm):
         results = []
-        for algorithm in ("auto", "ring", "direct"):
+        for algorithm in ("auto", "ring", "one_shot"):
             tensor = put(comm, given[comm.rank], "plain")
-            comm.all_reduce(tensor, algorithm=algorithm)
+            comm.all_reduce(tensor, algorithm=spelled(algorithm, "all_reduce"))
             results.append(on_host(tensor))
         return results
 
     with devices.new_world(3, options=OPTIONS) as world:
-        auto, ring, direct = devices.run(world, body)[0]
-    assert not torch.equal(ring, direct)
-    assert torch.equal(auto, ring if family == "ring" else direct)
+        auto, ring, one_shot = devices.run(world, body)[0]
+    assert not torch.equal(ring, one_shot)
+    assert torch.equal(auto, ring if family == "ring" else one_shot)
 
 
 def test_a_launch_of_one_rank_carries_its_table(two_devices, choose_rings):
@@ -107,7 +108,7 @@ def test_a_launch_of_one_rank_carries_its_table(two_devices, choose_rings):
         nobody = bytes(_native.STRUCTURES["table"])
         two_devices.runtime.write(device_of(comm), native.table_ptr, nobody)
         comm.barrier()
-        for algorithm in ("direct", "ring", "ll"):
+        for algorithm in ("one_shot", "ring", "ll"):
             check_all_reduce(comm, Case(1021, place="heap", algorithm=algorithm))
 
     with two_devices.new_world(2, on=(0, 1), options=OPTIONS) as world:

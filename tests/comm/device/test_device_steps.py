@@ -66,7 +66,7 @@ def same_as_on_host(
 
 
 @covering(
-    world_size=[1, 3], algorithm=["direct", "ring"], clip={"one pass": False, "two passes": True}
+    world_size=[1, 3], algorithm=["one_shot", "ring"], clip={"one pass": False, "two passes": True}
 )
 def test_every_form(devices, world_size, algorithm, clip):
     same_as_on_host(

@@ -262,7 +262,7 @@ def test_records_have_the_ranks_of_the_communicator():
 
 def test_what_is_refused():
     def body(comm):
-        with pytest.raises(UnsupportedError, match="expected auto or direct"):
+        with pytest.raises(UnsupportedError, match="expected auto or two_shot"):
             comm.all_reduce(torch.ones(3), algorithm="ring")
         with pytest.raises(
             UnsupportedError, match=r"all_reduce.*within a node.*Communicator\.node"

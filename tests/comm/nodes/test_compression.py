@@ -205,7 +205,7 @@ def test_bad_options():
     with pytest.raises(ArgumentError, match="compression: expected one of none, param, int8"):
         CommOptions(compression="int2")
     with pytest.raises(
-        ArgumentError, match='rails: expected auto or direct with compression="fp8"'
+        ArgumentError, match='rails: expected auto or one_shot with compression="fp8"'
     ):
         CommOptions(compression="fp8", rails="ring")
 

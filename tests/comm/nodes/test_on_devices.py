@@ -251,8 +251,8 @@ def test_no_transport_for_devices(devices: Devices, transport: str, words: str) 
         world_of((0, 1), with_options(transport=transport))
 
 
-def test_rails_are_direct(devices: Devices) -> None:
-    with pytest.raises((UnsupportedError, RendezvousError), match="expected auto or direct"):
+def test_rails_are_one_shot(devices: Devices) -> None:
+    with pytest.raises((UnsupportedError, RendezvousError), match="expected auto or one_shot"):
         world_of((0, 1), with_options(rails="levels"))
 
 

@@ -12,7 +12,7 @@ from ringcomm.comm.nodes import calls
 from ringcomm.comm.nodes import core as sums
 from tests.support.exact import equal, op_of, operand, reduced, same
 
-NAMES = ("direct", "levels", "ring")
+NAMES = ("one_shot", "levels", "ring")
 SIZES = (*range(2, 17), 23, 24, 31, 32, 40)
 # A node's partial sum, or a sum in this order.
 Terms: TypeAlias = "int | tuple[Terms, ...]"
@@ -57,10 +57,10 @@ def test_each_sum_has_each_node_once(name):
 
 
 def test_order_of_the_sums():
-    assert terms_of("direct", 6)[4] == (0, 1, 2, 3, 4, 5)
+    assert terms_of("one_shot", 6)[4] == (0, 1, 2, 3, 4, 5)
     assert terms_of("levels", 6)[4] == ((0, 1), (2, 3), (4, 5))
     assert terms_of("ring", 4)[1] == ((0, (2, 3)), 1)
-    assert terms_of("levels", 7) == terms_of("direct", 7)  # a prime number has one level
+    assert terms_of("levels", 7) == terms_of("one_shot", 7)  # a prime number has one level
 
 
 def messages_of(rounds: tuple[schedules.Round, ...]) -> tuple[int, int]:
@@ -81,7 +81,7 @@ def test_counts_are_those_of_the_table(name):
                 assert (
                     len(rounds)
                     == {
-                        "direct": 1,
+                        "one_shot": 1,
                         "levels": 1 + (near > 1),
                         "ring": nodes - 1,
                     }[name]
@@ -104,7 +104,7 @@ def test_a_gathering_sends_only_what_is_there(name):
 
 
 def test_auto():
-    assert schedules.chosen("auto", 31) == "direct"
+    assert schedules.chosen("auto", 31) == "one_shot"
     assert schedules.chosen("auto", 32) == "levels"
     assert schedules.chosen("ring", 4) == "ring"
     with pytest.raises(ArgumentError, match="rails"):
@@ -158,8 +158,8 @@ def drawn(rank: int) -> torch.Tensor:
 
 def test_the_sums_of_levels_are_those_of_blocks_of_nodes():
     x = [drawn(rank) for rank in range(4)]
-    want = {"direct": ((x[0] + x[1]) + x[2]) + x[3], "levels": (x[0] + x[1]) + (x[2] + x[3])}
-    assert not same(want["direct"], want["levels"])
+    want = {"one_shot": ((x[0] + x[1]) + x[2]) + x[3], "levels": (x[0] + x[1]) + (x[2] + x[3])}
+    assert not same(want["one_shot"], want["levels"])
 
     def body(comm):
         tensor, small = drawn(comm.rank), drawn(comm.rank)[:9].clone()

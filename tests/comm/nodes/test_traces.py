@@ -57,7 +57,7 @@ def test_every_node_leaves_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyP
     lines = over_nodes(traces)
     for rank in NODES[0]:
         (line,) = [each for each in lines if each.startswith(f"  rank {rank} (node 0)")]
-        assert "was in all_reduce(float32, SUM, 400000 bytes, direct), call " in line
+        assert "was in all_reduce(float32, SUM, 400000 bytes, two_shot), call " in line
         assert f"waited for rank 2 (node 1), at {__file__}:" in line
     assert "  rank 2 (node 1) was in no collective call; last: all_reduce" in "\n".join(lines)
     verdict = "ranks 0, 1 waited in the end for rank 2 (node 1), which waited for nobody"

@@ -54,9 +54,9 @@ def test_what_is_recorded_of_collectives():
     assert first == second and world == same != 0
     assert first == [
         (1, ("all_reduce", "float16", "MAX", -1, "ring", "native", 8), 8, here(2, body)),
-        (2, ("broadcast", "float32", "", 1, "direct", "native", 24), 24, here(3, body)),
-        (3, ("barrier", "", "", -1, "direct", "native", 0), 0, here(4, body)),
-        (4, ("all_to_all", "float32", "", -1, "direct", "native", 0), 16, here(5, body)),
+        (2, ("broadcast", "float32", "", 1, "one_shot", "native", 24), 24, here(3, body)),
+        (3, ("barrier", "", "", -1, "one_shot", "native", 0), 0, here(4, body)),
+        (4, ("all_to_all", "float32", "", -1, "one_shot", "native", 0), 16, here(5, body)),
     ]
 
 

@@ -47,12 +47,12 @@ def socket_crossings(topology, placements, ring):
 @pytest.mark.parametrize(
     ("name", "algorithm", "rings", "gbps", "says"),
     [
-        ("dgx_h100", "direct", 1, 450.0, "NVSwitch (450 GB/s per direction)"),
+        ("dgx_h100", "one_shot", 1, 450.0, "NVSwitch (450 GB/s per direction)"),
         ("dgx_1v", "ring", 1, 50.0, "not all pairs of GPUs have NVLink"),
-        ("hgx_a100_4", "direct", 6, 300.0, "4 NVLinks (100 GB/s per direction)"),
+        ("hgx_a100_4", "one_shot", 6, 300.0, "4 NVLinks (100 GB/s per direction)"),
         ("pcie_two_sockets", "ring", 1, None, "between NUMA nodes (SYS)"),
-        ("pcie_pair", "direct", 1, None, "host bridges of one NUMA node (NODE)"),
-        ("one_gpu", "direct", 1, None, "no peer"),
+        ("pcie_pair", "one_shot", 1, None, "host bridges of one NUMA node (NODE)"),
+        ("one_gpu", "one_shot", 1, None, "no peer"),
     ],
 )
 def test_one_rank_per_gpu(name, algorithm, rings, gbps, says):
@@ -72,10 +72,10 @@ def test_one_rank_per_gpu(name, algorithm, rings, gbps, says):
         ([0, 1, 2, 3], "ring", 75.0),
         # 0-1, 0-2 single, 1-2 double.
         ([0, 1, 2], "ring", 50.0),
-        ([0, 3], "direct", 50.0),
-        ([0, 1], "direct", 25.0),
+        ([0, 3], "one_shot", 50.0),
+        ([0, 1], "one_shot", 25.0),
         # No NVLink between 0 and 5.
-        ([0, 5], "direct", None),
+        ([0, 5], "one_shot", None),
         # 0-4 double, and no ring without SYS.
         ([0, 4, 1], "ring", None),
         # The same in another order.
@@ -118,7 +118,7 @@ def test_ranks_of_one_gpu_stay_together():
 @pytest.mark.parametrize("name", ["one_gpu", "no_nvml"])
 def test_ranks_that_share_one_gpu(name, world):
     chosen = recorded(name).choose([ELSEWHERE if name == "no_nvml" else "0000:65:00.0"] * world)
-    assert chosen.algorithm == "direct"
+    assert chosen.algorithm == "one_shot"
     assert chosen.rings == (tuple(range(world)),)
     assert f"all {world} ranks share" in chosen.reason
 
@@ -168,7 +168,7 @@ def test_mig_instances_are_apart():
     for placements in ([first, second], [first, second, first], [first, whole]):
         chosen = topology.choose(placements)
         assert "different MIG instances, which share no memory" in chosen.reason
-        assert chosen.algorithm == ("direct" if len(placements) == 2 else "ring")
+        assert chosen.algorithm == ("one_shot" if len(placements) == 2 else "ring")
         assert topology.rings_gbps(placements, chosen.rings) is None
 
 
@@ -231,7 +231,7 @@ def test_sixteen_gpus_on_a_switch():
     gpus = tuple(Gpu(f"GPU-{n}", f"0000:{n:02x}:00.0", switch=switch) for n in range(16))
     topology = Topology(gpus=gpus)
     chosen = topology.choose([gpu.uuid for gpu in gpus])
-    assert (chosen.algorithm, chosen.rings) == ("direct", (tuple(range(16)),))
+    assert (chosen.algorithm, chosen.rings) == ("one_shot", (tuple(range(16)),))
     assert topology.rings_gbps([gpu.uuid for gpu in gpus], chosen.rings) == 150.0
     # Two rings share what the switch has for each GPU, though they have no hop in common.
     both_ways = (*chosen.rings, tuple(range(0, -16, -1)))
@@ -247,7 +247,7 @@ def test_one_gpu_off_the_switch_makes_a_ring():
 
 def test_ranks_on_cpus():
     chosen = host_choice(3)
-    assert (chosen.algorithm, chosen.rings) == ("direct", ((0, 1, 2),))
+    assert (chosen.algorithm, chosen.rings) == ("one_shot", ((0, 1, 2),))
 
 
 def test_no_rank_is_an_error():

@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.skipif(IS_INTERPRETED, reason="TRITON_INTERPRET is set: nothing compiles"),
 ]
 
-DIRECT, RING = _native.ALGORITHMS["direct"], _native.ALGORITHMS["ring"]
+ONE_SHOT, RING = _native.ALGORITHMS["one_shot"], _native.ALGORITHMS["ring"]
 ALL = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
 BUCKET = 1 << 20
 # Each element's: two for the gradient and the second moment, two ends of the first's lerp.
@@ -62,12 +62,12 @@ SHARDS = {
 PLANS = {
     "one pass": (
         2,
-        plan_one_pass(BUCKET, _kind("bfloat16", "fp32", world=2, op="AVG"), "AVG", DIRECT),
+        plan_one_pass(BUCKET, _kind("bfloat16", "fp32", world=2, op="AVG"), "AVG", ONE_SHOT),
     ),
-    "norm": (2, plan_reduce_scatter_norm(BUCKET, "bfloat16", "AVG", 0, False, DIRECT, 2)),
+    "norm": (2, plan_reduce_scatter_norm(BUCKET, "bfloat16", "AVG", 0, False, ONE_SHOT, 2)),
     "update": (
         4,
-        plan_adamw_all_gather(BUCKET, _kind("bfloat16", "fp32", grad="float32"), DIRECT),
+        plan_adamw_all_gather(BUCKET, _kind("bfloat16", "fp32", grad="float32"), ONE_SHOT),
     ),
     "norm, ring": (2, plan_reduce_scatter_norm(BUCKET, "float32", "SUM", 0, True, RING, 2)),
     "one pass, ring": (2, plan_one_pass(BUCKET, _kind("bfloat16", "fp32"), "SUM", RING)),
@@ -88,11 +88,11 @@ READ |= {
         2,
         plan_adamw_all_gather(BUCKET, _kind("float16", "none", stochastic=True), RING),
     ),
-    "one pass of one": (1, plan_one_pass(BUCKET, _kind("bfloat16", "remainder"), "SUM", DIRECT)),
+    "one pass of one": (1, plan_one_pass(BUCKET, _kind("bfloat16", "remainder"), "SUM", ONE_SHOT)),
     "largest, ring": (2, plan_reduce_scatter_norm(BUCKET, "bfloat16", "SUM", 2, False, RING, 2)),
     "L1, not stored": (
         1,
-        plan_reduce_scatter_norm(BUCKET, "float16", "SUM", 1, False, DIRECT, 1, stores=False),
+        plan_reduce_scatter_norm(BUCKET, "float16", "SUM", 1, False, ONE_SHOT, 1, stores=False),
     ),
 }
 # Each architecture has some, each form of a step is there once, and each kind of shard, of which

@@ -26,28 +26,31 @@ pytestmark = [
     pytest.mark.skipif(IS_INTERPRETED, reason="TRITON_INTERPRET is set: nothing compiles"),
 ]
 
-DIRECT, RING = _native.ALGORITHMS["direct"], _native.ALGORITHMS["ring"]
+ONE_SHOT, RING = _native.ALGORITHMS["one_shot"], _native.ALGORITHMS["ring"]
 INT16 = _native.DTYPES["int16"]
 # World and plan of each.
 PLANS = {
-    "reduce-scatter direct": (2, plan_reduce_scatter(1 << 20, "bfloat16", "AVG", DIRECT, 2)),
+    "reduce-scatter one-shot": (2, plan_reduce_scatter(1 << 20, "bfloat16", "AVG", ONE_SHOT, 2)),
     "all-gather ring": (2, plan_all_gather(1 << 20, INT16, 2, RING, 2)),
-    "reduce-scatter direct of 8": (8, plan_reduce_scatter(1 << 20, "float32", "SUM", DIRECT, 8)),
-    "all-gather direct of 4": (4, plan_all_gather(1 << 20, INT16, 2, DIRECT, 4)),
+    "reduce-scatter one-shot of 8": (
+        8,
+        plan_reduce_scatter(1 << 20, "float32", "SUM", ONE_SHOT, 8),
+    ),
+    "all-gather one-shot of 4": (4, plan_all_gather(1 << 20, INT16, 2, ONE_SHOT, 4)),
     "all-reduce ring of 4": (4, plan_all_reduce(1 << 20, "float16", "SUM", RING, 4)),
-    "all-reduce direct": (2, plan_all_reduce(1 << 20, "float32", "SUM", DIRECT, 2)),
+    "all-reduce two-shot": (2, plan_all_reduce(1 << 20, "float32", "SUM", ONE_SHOT, 2)),
 }
 # Of what neither these nor tests/proof/ptx compile in make test.
 READ = {
     "reduce-scatter ring": (4, plan_reduce_scatter(1 << 20, "float16", "AVG", RING, 4)),
-    "reduce-scatter of one": (1, plan_reduce_scatter(1 << 20, "float32", "SUM", DIRECT, 1)),
+    "reduce-scatter of one": (1, plan_reduce_scatter(1 << 20, "float32", "SUM", ONE_SHOT, 1)),
     "all-gather of one": (1, plan_all_gather(1 << 20, INT16, 8, RING, 1)),
-    "all-reduce of one": (1, plan_all_reduce(1 << 20, "bfloat16", "AVG", DIRECT, 1)),
+    "all-reduce of one": (1, plan_all_reduce(1 << 20, "bfloat16", "AVG", ONE_SHOT, 1)),
 }
 # A kernel takes up to 10 s. ``make cuda-compile`` makes all of them for all architectures. Else
 # each architecture has one, of either family, and the newest the one that loads, sums and stores.
 # tests/proof/ptx executes what is compiled for sm_90.
-SOME = {80: ["all-gather ring"], 90: ["all-gather direct of 4"], 100: ["reduce-scatter direct"]}
+SOME = {80: ["all-gather ring"], 90: ["all-gather one-shot of 4"], 100: ["reduce-scatter one-shot"]}
 ALL = os.environ.get("RINGCOMM_CUDA_COMPILE") == "all"
 CASES = [(name, target) for name in PLANS for target in TARGETS if ALL or name in SOME[target]]
 

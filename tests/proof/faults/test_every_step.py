@@ -33,13 +33,13 @@ ONE_SEGMENT, TWO_SEGMENTS = 40, 70  # elements of a chunk
 WORLDS_AT_ONCE = 3
 
 CALLS = {
-    "direct": Call("all_reduce", WORLD * TWO_SEGMENTS, algorithm="direct"),
+    "two_shot": Call("all_reduce", WORLD * TWO_SEGMENTS, algorithm="two_shot"),
     "ring": Call("all_reduce", WORLD * ONE_SEGMENT, algorithm="ring"),
     "all_gather": Call("all_gather_into_tensor", TWO_SEGMENTS),
 }
 # Seven segments of each chunk; the steps at which ranks 0 and 2 stand when rank KILLED fails there.
 LONG = {
-    "direct": (Call("all_reduce", WORLD * 400, algorithm="direct"), 59, {0: 3, 2: 5}),
+    "two_shot": (Call("all_reduce", WORLD * 400, algorithm="two_shot"), 59, {0: 3, 2: 5}),
     "ring": (Call("all_reduce", WORLD * 400, algorithm="ring"), 37, {0: 11, 2: 10}),
 }
 
@@ -58,8 +58,8 @@ def passages():
     return counts
 
 
-# An all-gather is the second half of the direct all-reduce.
-@pytest.mark.parametrize("name", ["direct", "ring"])
+# An all-gather is the second half of the two-shot all-reduce.
+@pytest.mark.parametrize("name", ["two_shot", "ring"])
 def test_killed_at_every_step(passages, name):
     def broken(step: int) -> list[str]:
         fault = Fault("kill", KILLED, 0, step)
@@ -75,7 +75,7 @@ def test_no_step_is_left_out(passages):
     """The algorithms have that many: items to and from two peers, and a wait for each slot."""
     assert passages == {
         # Two segments to rank 0, one to rank 2, whose chunk is the shortest; two shared with both.
-        "direct": {"publish": 7, "acknowledge": 7, "await": 14},
+        "two_shot": {"publish": 7, "acknowledge": 7, "await": 14},
         "ring": {"publish": 4, "acknowledge": 4, "await": 8},
         "all_gather": {"publish": 4, "acknowledge": 4, "await": 8},
     }

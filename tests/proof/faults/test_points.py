@@ -105,7 +105,7 @@ def _counts_in_both(store, rank, world_size):
     passed = {}
     with Communicator.from_store(store, rank, world_size, options=options) as comm:
         for kind in INTERPRETED:
-            for algorithm in ("direct", "ring"):
+            for algorithm in KINDS[kind][1:]:
                 for kernels in ("native", "triton"):
                     _native.arm_fault("none")
                     assert make(comm, Call(kind, 90, algorithm, kernels=kernels), 0) == ""
@@ -117,7 +117,7 @@ def test_the_interpreter_passes_the_points_of_native_calls():
     for passed in run_ranks(_counts_in_both, 2):
         for (kind, algorithm, kernels), points in passed.items():
             native = passed[kind, algorithm, "native"]
-            if (kind, algorithm) == ("all_reduce", "direct"):
+            if (kind, algorithm) == ("all_reduce", "two_shot"):
                 # One hop natively, two hops in Triton.
                 assert min(points.values()) > 0
             else:

@@ -171,7 +171,7 @@ struct Pair {
   CallHeader header(Collective collective, DType dtype, uint64_t bytes, uint64_t match, int redop) {
     const bool in_heap = bytes > 0 && below(2) != 0,
                in_process = !in_heap && collective == Collective::kAllGather && below(2) != 0;
-    const CallId id{1, match, collective, int(dtype), redop, -1, Algorithm::kDirect};
+    const CallId id{1, match, collective, int(dtype), redop, -1, Algorithm::kOneShot};
     const uint64_t offset = in_heap ? uint64_t(block - heaps[1]->base()) : kNotInHeap;
     const uint64_t item_bytes = in_heap || (in_process && bytes > 0) ? bytes : kSegmentBytes;
     return {id,
@@ -196,7 +196,7 @@ Status gather(Pair& p) {
   const CallHeader h = p.header(Collective::kAllGather, DType::kUInt8, bytes, 2 * bytes, -1);
   const bool changed = p.publish(Stream::kShared, h);
   const Status status =
-      p.comms[0]->all_gather(p.own, p.out.data(), bytes, DType::kUInt8, Algorithm::kDirect);
+      p.comms[0]->all_gather(p.own, p.out.data(), bytes, DType::kUInt8, Algorithm::kOneShot);
   must_be_ok(status, changed, "all_gather");
   if (!changed && (h.heap_offset != kNotInHeap || h.process_ptr != 0) &&
       std::memcmp(p.out.data() + bytes, p.block, bytes) != 0)
@@ -210,7 +210,7 @@ Status scatter(Pair& p) {
   const bool changed = p.publish(
       Stream::kPair, p.header(Collective::kReduceScatter, DType::kFloat32, bytes, 2 * bytes, 0));
   const Status status = p.comms[0]->reduce_scatter(
-      p.own, p.out.data(), bytes / 4, {DType::kFloat32, RedOp::kSum, 1.0, Algorithm::kDirect});
+      p.own, p.out.data(), bytes / 4, {DType::kFloat32, RedOp::kSum, 1.0, Algorithm::kOneShot});
   must_be_ok(status, changed, "reduce_scatter");
   return status;
 }
@@ -222,7 +222,7 @@ Status step(Pair& p) {
   shard.bucket_elems = kElems;
   shard.param_dtype = DType::kFloat32;
   shard.params = p.own + (1 << 16);
-  const GradCall grads{p.own, DType::kFloat32, RedOp::kSum, Algorithm::kDirect};
+  const GradCall grads{p.own, DType::kFloat32, RedOp::kSum, Algorithm::kOneShot};
   CallHeader h = p.header(Collective::kReduceScatterAdamWAllGather, DType::kFloat32, kElems / 2 * 4,
                           kElems, int(RedOp::kSum));
   h.id.root = int(DType::kFloat32);

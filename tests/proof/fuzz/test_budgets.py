@@ -208,7 +208,20 @@ def read_index(raw: bytes, folder: Path) -> None:
 
 def record(number: int, rank: int, track: str = "collectives") -> Record:
     return Record(
-        *(track, number, "all_reduce", "float32", "sum", -1, "direct", "native", 4, 4, "done", ""),
+        *(
+            track,
+            number,
+            "all_reduce",
+            "float32",
+            "sum",
+            -1,
+            "two_shot",
+            "native",
+            4,
+            4,
+            "done",
+            "",
+        ),
         *(-1, number, number + 1, f"{rank}.py:{number}"),
     )
 

@@ -9,17 +9,17 @@ def model(source: str, world: int, defines: str, epochs: int = 4) -> Model:
     return Model(source, world, tuple(defines.split()), epochs)
 
 
-EVERY_KIND = "KINDS=127"  # of direct.pml
+EVERY_KIND = "KINDS=127"  # of one_shot.pml
 # What make test explores.
 RIGHT: dict[str, Model] = {
-    "direct, two segments": model("direct.pml", 2, f"START=2 SEGMENTS=2 CALLS=2 {EVERY_KIND}"),
-    "direct, zero copy": model("direct.pml", 2, "START=2 SEGMENTS=3 CALLS=2 KINDS=7 LEND"),
-    "direct, three ranks": model("direct.pml", 3, "START=2 SEGMENTS=1 CALLS=1 KINDS=112 LEND"),
-    "direct, faults": model(
-        "direct.pml", 2, f"START=2 SEGMENTS=1 CALLS=1 {EVERY_KIND} LEND FAULTS=2"
+    "one-shot, two segments": model("one_shot.pml", 2, f"START=2 SEGMENTS=2 CALLS=2 {EVERY_KIND}"),
+    "one-shot, zero copy": model("one_shot.pml", 2, "START=2 SEGMENTS=3 CALLS=2 KINDS=7 LEND"),
+    "one-shot, three ranks": model("one_shot.pml", 3, "START=2 SEGMENTS=1 CALLS=1 KINDS=112 LEND"),
+    "one-shot, faults": model(
+        "one_shot.pml", 2, f"START=2 SEGMENTS=1 CALLS=1 {EVERY_KIND} LEND FAULTS=2"
     ),
     "two communicators": model(
-        "direct.pml", 2, "START=2 SEGMENTS=1 CALLS=1 KINDS=1 COMMUNICATORS=2"
+        "one_shot.pml", 2, "START=2 SEGMENTS=1 CALLS=1 KINDS=1 COMMUNICATORS=2"
     ),
     "ring, three ranks": model("ring.pml", 3, "START=2 SEGMENTS=2 CALLS=3"),
     "ring, faults": model("ring.pml", 3, "START=2 SEGMENTS=2 CALLS=1 FAULTS=2"),
@@ -32,33 +32,33 @@ RIGHT: dict[str, Model] = {
 # And what make model-check explores, too.
 LARGE: dict[str, Model] = {
     "ring, faults of two calls": model("ring.pml", 3, "START=2 SEGMENTS=2 CALLS=2 FAULTS=2"),
-    "direct, three calls of two segments": model(
-        "direct.pml", 2, f"START=2 SEGMENTS=2 CALLS=3 {EVERY_KIND}"
+    "one-shot, three calls of two segments": model(
+        "one_shot.pml", 2, f"START=2 SEGMENTS=2 CALLS=3 {EVERY_KIND}"
     ),
-    "direct, three segments": model(
-        "direct.pml", 2, f"START=2 SEGMENTS=3 CALLS=3 {EVERY_KIND} LEND"
+    "one-shot, three segments": model(
+        "one_shot.pml", 2, f"START=2 SEGMENTS=3 CALLS=3 {EVERY_KIND} LEND"
     ),
-    "direct, four calls": model("direct.pml", 2, f"START=2 SEGMENTS=1 CALLS=4 {EVERY_KIND}"),
-    "direct, three ranks, two segments": model(
-        "direct.pml", 3, f"START=2 SEGMENTS=2 CALLS=1 {EVERY_KIND} LEND"
+    "one-shot, four calls": model("one_shot.pml", 2, f"START=2 SEGMENTS=1 CALLS=4 {EVERY_KIND}"),
+    "one-shot, three ranks, two segments": model(
+        "one_shot.pml", 3, f"START=2 SEGMENTS=2 CALLS=1 {EVERY_KIND} LEND"
     ),
-    "direct, three ranks, two calls": model(
-        "direct.pml", 3, f"START=2 SEGMENTS=1 CALLS=2 {EVERY_KIND}"
+    "one-shot, three ranks, two calls": model(
+        "one_shot.pml", 3, f"START=2 SEGMENTS=1 CALLS=2 {EVERY_KIND}"
     ),
-    "direct, two faults": model(
-        "direct.pml", 2, f"START=2 SEGMENTS=3 CALLS=2 {EVERY_KIND} LEND FAULTS=2"
+    "one-shot, two faults": model(
+        "one_shot.pml", 2, f"START=2 SEGMENTS=3 CALLS=2 {EVERY_KIND} LEND FAULTS=2"
     ),
-    "direct, three ranks, every fault": model(
-        "direct.pml", 3, f"START=2 SEGMENTS=1 CALLS=1 {EVERY_KIND} LEND FAULTS=1"
+    "one-shot, three ranks, every fault": model(
+        "one_shot.pml", 3, f"START=2 SEGMENTS=1 CALLS=1 {EVERY_KIND} LEND FAULTS=1"
     ),
-    "direct, four ranks, every kind": model(
-        "direct.pml", 4, f"START=2 SEGMENTS=1 CALLS=1 {EVERY_KIND}"
+    "one-shot, four ranks, every kind": model(
+        "one_shot.pml", 4, f"START=2 SEGMENTS=1 CALLS=1 {EVERY_KIND}"
     ),
     "two communicators, two segments": model(
-        "direct.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=17 COMMUNICATORS=2"
+        "one_shot.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=17 COMMUNICATORS=2"
     ),
     "two communicators, every kind": model(
-        "direct.pml", 2, f"START=2 SEGMENTS=1 CALLS=1 {EVERY_KIND} COMMUNICATORS=2"
+        "one_shot.pml", 2, f"START=2 SEGMENTS=1 CALLS=1 {EVERY_KIND} COMMUNICATORS=2"
     ),
     "ring, four ranks, three calls": model("ring.pml", 4, "START=2 SEGMENTS=3 CALLS=3"),
     "ring, four ranks, faults": model("ring.pml", 4, "START=2 SEGMENTS=2 CALLS=2 FAULTS=1"),
@@ -69,13 +69,13 @@ LARGE: dict[str, Model] = {
     "regions, four ranks": model("retired.pml", 4, "COMMUNICATORS=2"),
 }
 # The smallest bounds that show a mistake. With 4 epochs a sender that does not wait comes around.
-PAIR = model("direct.pml", 2, "START=6 SEGMENTS=3 CALLS=2 KINDS=1", epochs=8)
-LENT = model("direct.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=3 LEND")
-IN_PLACE = model("direct.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=4 LEND")
-FAULTY = model("direct.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=1 LEND FAULTS=1")
+PAIR = model("one_shot.pml", 2, "START=6 SEGMENTS=3 CALLS=2 KINDS=1", epochs=8)
+LENT = model("one_shot.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=3 LEND")
+IN_PLACE = model("one_shot.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=4 LEND")
+FAULTY = model("one_shot.pml", 2, "START=2 SEGMENTS=2 CALLS=1 KINDS=1 LEND FAULTS=1")
 # A broadcast before or behind an all-reduce in one hop, on the same stream.
-ONE_HOP = model("direct.pml", 2, "START=6 SEGMENTS=3 CALLS=2 KINDS=80", epochs=8)
-SHARED = model("direct.pml", 3, "START=6 SEGMENTS=3 CALLS=1 KINDS=2", epochs=8)
+ONE_HOP = model("one_shot.pml", 2, "START=6 SEGMENTS=3 CALLS=2 KINDS=80", epochs=8)
+SHARED = model("one_shot.pml", 3, "START=6 SEGMENTS=3 CALLS=1 KINDS=2", epochs=8)
 RING = model("ring.pml", 3, "START=6 SEGMENTS=2 CALLS=2", epochs=8)
 RING_FAULTY = model("ring.pml", 3, "START=2 SEGMENTS=1 CALLS=1 FAULTS=1")
 LL = model("ll.pml", 2, "START=0 CALLS=10")
@@ -91,7 +91,7 @@ SAMPLE: list[tuple[Model, str, str]] = [
     (SHARED, "MUTANT_ONE_READER_AWAITED", "assertion"),
     (LENT, "MUTANT_BUFFER_RETURNED_EARLY", "assertion"),
     (
-        model("direct.pml", 2, "START=2 SEGMENTS=1 CALLS=1 KINDS=1 COMMUNICATORS=2"),
+        model("one_shot.pml", 2, "START=2 SEGMENTS=1 CALLS=1 KINDS=1 COMMUNICATORS=2"),
         "MUTANT_ONE_REGION",
         "assertion",
     ),
@@ -113,7 +113,7 @@ MUTANTS: list[tuple[Model, str, str]] = [
     (PAIR, "MUTANT_ACKNOWLEDGED_BEFORE_READ", "assertion"),
     (PAIR, "MUTANT_FAREWELL_COUNTS_MORE", "assertion"),
     (PAIR, "LOOKAHEAD=2", "deadlock"),
-    (model("direct.pml", 2, "START=0 SEGMENTS=3 CALLS=1 KINDS=1", epochs=2), "", "deadlock"),
+    (model("one_shot.pml", 2, "START=0 SEGMENTS=3 CALLS=1 KINDS=1", epochs=2), "", "deadlock"),
     (ONE_HOP, "MUTANT_ACKNOWLEDGED_BEFORE_REDUCED", "assertion"),
     (ONE_HOP, "MUTANT_SLOT_FILLED_UNASKED", "assertion"),
     (ONE_HOP, "MUTANT_REDUCED_WITHOUT_ARRIVAL", "assertion"),
@@ -121,7 +121,7 @@ MUTANTS: list[tuple[Model, str, str]] = [
     (FAULTY, "MUTANT_NO_LOOK_AFTER_THE_LAST_READ", "assertion"),
     (FAULTY, "MUTANT_NO_ABORT_RAISED", "assertion"),
     (
-        model("direct.pml", 2, "START=2 SEGMENTS=3 CALLS=1 KINDS=1 FAULTS=1"),
+        model("one_shot.pml", 2, "START=2 SEGMENTS=3 CALLS=1 KINDS=1 FAULTS=1"),
         "MUTANT_NO_LOOK_AT_ABORT_WORDS",
         "deadlock",
     ),

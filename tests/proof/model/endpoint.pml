@@ -1,5 +1,5 @@
-// The endpoint of the direct collectives: items in slots and lent buffers, and the verbs on them.
-// Part of direct.pml, which says what a call is.
+// The endpoint of the one-shot collectives: items in slots and lent buffers, and the verbs on them.
+// Part of one_shot.pml, which says what a call is.
 
 // Which item lies in a slot: never 0.
 #if COMMUNICATORS > 1

@@ -1,4 +1,4 @@
-// The words of the signal protocol and the steps on them: what direct.pml and ring.pml share.
+// The words of the signal protocol and the steps on them: what one_shot.pml and ring.pml share.
 //
 // A comment `file: function` before a step names the code that it models, which names the step in
 // turn. Words are read and written one after the other, as release and acquire order them. An item

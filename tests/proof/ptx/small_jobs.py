@@ -1,6 +1,6 @@
 """Small jobs of a few ranks on emulated devices, whose results are known to the bit.
 
-Together they take the kernels through every way that data goes: direct and ring, out of the heap
+Together they take the kernels through every way that data goes: one-shot and ring, out of the heap
 with no copy and through slots, LL, messages, the optimizer's steps. What a rank has lent for a
 call is written over on the stream right behind it. Run as a program it does one job with the PTX of
 its kernels, in which the named lines of a part order nothing, and with a slip, if one is named:
@@ -33,6 +33,7 @@ from ringcomm import (
     _native,
     cuda,
 )
+from ringcomm.algorithms import spelled
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.host.engine import Call
 from ringcomm.optim import AdamW, AdamWOptions
@@ -155,9 +156,9 @@ Form = Callable[[Communicator, int, str, int, str], None]
 def _all_reduce(comm: Communicator, turn: int, algorithm: str, elems: int, place: str) -> None:
     values = new_values(turn, comm.world_size, elems)
     tensor = put(comm, values[comm.rank], place)
-    comm.all_reduce(tensor, algorithm=algorithm)
+    comm.all_reduce(tensor, algorithm=spelled(algorithm, "all_reduce"))
     assert torch.equal(on_host(tensor), torch.stack(values).sum(0)), (algorithm, place)
-    comm.all_reduce(tensor, algorithm=algorithm)
+    comm.all_reduce(tensor, algorithm=spelled(algorithm, "all_reduce"))
     _write_over(comm, tensor)
 
 
@@ -319,7 +320,7 @@ def _shared_again(comm: Communicator) -> None:
     values = new_values(0, comm.world_size, FEW_ELEMS)
     tensors = [put(comm, values[comm.rank], "plain") for _ in range(QUICK.slots + 1)]
     comm.barrier()
-    comm.all_reduce(tensors[0], algorithm="direct")
+    comm.all_reduce(tensors[0], algorithm="two_shot")
     if comm.rank == root:
         _await(lambda: all(items_read(comm, peer, Stream.SHARED) > 0 for peer in others))
     else:
@@ -366,7 +367,7 @@ def _absent(comm: Communicator) -> None:
         tensor = put(comm, torch.ones(SOME_ELEMS), "plain")
 
         def call() -> list[torch.Tensor]:
-            comm.all_reduce(tensor, algorithm="direct")
+            comm.all_reduce(tensor, algorithm="two_shot")
             return [tensor]
 
         try:
@@ -430,13 +431,13 @@ def _steps(algorithm: str, clip: bool) -> Callable[[Communicator], None]:
 # Of the elements of an all-reduce each rank has a third.
 _THIRDS = {place: elems // 3 for place, elems in MANY.items()}
 JOBS: dict[str, Callable[[Communicator], None]] = {
-    "direct": _job(_all_reduce, "direct", MANY),
+    "one_shot": _job(_all_reduce, "one_shot", MANY),
     "ring": _job(_all_reduce, "ring", SOME),
     "ll": _job(_all_reduce, "ll", FEW),
-    "direct halves": _job(_halves, "direct", _THIRDS),
+    "one-shot halves": _job(_halves, "one_shot", _THIRDS),
     "ring halves": _job(_halves, "ring", dict.fromkeys(FEW, SOME_ELEMS // 3)),
     "ll halves": _job(_halves, "ll", dict.fromkeys(FEW, FEW_ELEMS // 3)),
-    "one hop": _job(_all_reduce, "direct", FEW),
+    "one hop": _job(_all_reduce, "one_shot", FEW),
     "movements": _job(_movements, "", _THIRDS),
     "to a root": _job(_to_root, "", MANY),
     "found free": _found_free,
@@ -445,9 +446,9 @@ JOBS: dict[str, Callable[[Communicator], None]] = {
     "norm alone": _norm_alone,
     "ll comes around": _come_around,
     "absent": _absent,
-    "direct step": _steps("direct", False),
+    "one-shot step": _steps("one_shot", False),
     "ring step": _steps("ring", False),
-    "direct norm": _steps("direct", True),
+    "one-shot norm": _steps("one_shot", True),
     "ring norm": _steps("ring", True),
 }
 

@@ -19,6 +19,7 @@ import torch
 
 import ringcomm
 from ringcomm import AbortedError, CollectiveTimeout, Communicator, MismatchError, RingcommError
+from ringcomm.algorithms import spelled
 from ringcomm.optim import AdamW, AdamWOptions
 from tests.comm.device.test_device_bits import drawn, reduced_on_host
 from tests.comm.device.test_device_steps import RULES, same_as_on_host
@@ -82,7 +83,7 @@ def devices() -> Iterator[Devices]:
 )
 def test_every_collective(world_size: int, schedule: PtxSchedule) -> None:
     algorithms, places = (
-        itertools.cycle(("direct", "ring", "ll", "auto")),
+        itertools.cycle(("one_shot", "ring", "ll", "auto")),
         itertools.cycle(PLACES),
     )
     cases = [
@@ -118,7 +119,7 @@ EVERY_UNIT = [(dtype, operators[-1]) for dtype, operators in EMULATED.items()]
 )
 def test_every_unit(devices: Devices, dtype: torch.dtype, op: str) -> None:
     def body(comm: Communicator) -> None:
-        for turn, algorithm in enumerate(("direct", "ring", "ll")):
+        for turn, algorithm in enumerate(("one_shot", "ring", "ll")):
             for count, place in ((67, "unaligned"), (1500, PLACES[turn])):
                 case = Case(count, dtype, op, place, algorithm)
                 check_all_reduce(comm, case)
@@ -138,9 +139,9 @@ def test_rounded_sums_have_the_bits_of_the_host(devices: Devices, dtype: torch.d
 
     def body(comm: Communicator) -> None:
         for count, want in wanted.items():
-            for algorithm in ("direct", "ll") if count == 37 else ("direct",):
+            for algorithm in ("one_shot", "ll") if count == 37 else ("one_shot",):
                 tensor = put(comm, given[count][comm.rank], "plain")
-                comm.all_reduce(tensor, algorithm=algorithm)
+                comm.all_reduce(tensor, algorithm=spelled(algorithm, "all_reduce"))
                 assert same(on_host(tensor), want), (count, algorithm)
 
     devices.run(devices.world(4, (0, 1)), body)
@@ -156,13 +157,13 @@ STEPS = {
 # for ten seconds and more.
 SOME_STEPS = [
     (torch.float32, "ring", "one pass", "AdamW"),
-    (torch.float32, "direct", "two passes", "momentum"),
-    (torch.float32, "direct", "one pass", "AdamW8bit"),
+    (torch.float32, "one_shot", "two passes", "momentum"),
+    (torch.float32, "one_shot", "one pass", "AdamW8bit"),
 ]
 FORMS = ("one pass", "two passes")
 EVERY_STEP = [
-    *itertools.product(STEPS, ("direct", "ring"), FORMS, ("AdamW",)),
-    *itertools.product(STEPS, ("direct",), ("one pass",), RULES),
+    *itertools.product(STEPS, ("one_shot", "ring"), FORMS, ("AdamW",)),
+    *itertools.product(STEPS, ("one_shot",), ("one pass",), RULES),
 ]
 
 
@@ -186,8 +187,11 @@ def test_a_graph_is_replayed(devices: Devices) -> None:
         sizes = (30, large_elems)
         small, large = ([put(comm, torch.ones(n), "heap") for comm in world] for n in sizes)
         with devices.emulated.capture() as graph:
-            for algorithm in ("ll", "direct", "ring"):
-                world.all_reduce(small if algorithm == "ll" else large, algorithm=algorithm)
+            for algorithm in ("ll", "one_shot", "ring"):
+                world.all_reduce(
+                    small if algorithm == "ll" else large,
+                    algorithm=spelled(algorithm, "all_reduce"),
+                )
         for turn in range(turns):
             for rank in range(2):
                 small[rank].fill_(turn + rank)
@@ -212,11 +216,13 @@ def _errors(devices: Devices, world, body) -> list[RingcommError | None]:
     return devices.run(world, leaving_together(caught, len(world)))
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "ring", "ll"])
+@pytest.mark.parametrize("algorithm", ["one_shot", "ring", "ll"])
 def test_a_rank_that_does_not_come_is_named(devices: Devices, algorithm: str) -> None:
     def body(comm: Communicator) -> None:
         if comm.rank == 0:
-            comm.all_reduce(put(comm, torch.ones(100), "plain"), algorithm=algorithm)
+            comm.all_reduce(
+                put(comm, torch.ones(100), "plain"), algorithm=spelled(algorithm, "all_reduce")
+            )
 
     with devices.new_world(2, (0, 1), replace(OPTIONS, timeout=0.3)) as world:
         alone, absent = _errors(devices, world, body)
@@ -224,11 +230,11 @@ def test_a_rank_that_does_not_come_is_named(devices: Devices, algorithm: str) ->
     assert absent is None or isinstance(absent, AbortedError)
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "ll"])
+@pytest.mark.parametrize("algorithm", ["one_shot", "ll"])
 def test_other_calls_are_told_apart(devices: Devices, algorithm: str) -> None:
     def body(comm: Communicator) -> None:
         tensor = put(comm, torch.ones(100 + comm.rank), "plain")
-        comm.all_reduce(tensor, algorithm=algorithm)
+        comm.all_reduce(tensor, algorithm=spelled(algorithm, "all_reduce"))
 
     with devices.new_world(2, (0, 1)) as world:
         errors = _errors(devices, world, body)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ringcomm import Communicator, MismatchError
+from ringcomm.algorithms import spelled
 from tests.proof.ptx.multicast_job import (
     COUNTS,
     MULTICAST,
@@ -71,8 +72,8 @@ def test_each_channel_has_slots_of_its_own(devices):
         all_reduce(comm, 1, 777, torch.float32, "plain")  # on one
         halves(comm, 2, 9001, torch.float32, "heap")
         tensor = put(comm, torch.ones(9001), "plain")
-        for algorithm in ("direct", "multicast", "ring", "multicast"):
-            comm.all_reduce(tensor, algorithm=algorithm)
+        for algorithm in ("one_shot", "multicast", "ring", "multicast"):
+            comm.all_reduce(tensor, algorithm=spelled(algorithm, "all_reduce"))
         assert torch.equal(on_host(tensor), torch.full((9001,), 16.0))
 
     devices.run(world, body)
@@ -105,8 +106,8 @@ def test_graphs_replay_it(devices):
 def test_a_peer_that_calls_something_else_is_told_before_data_move(devices):
     def body(comm: Communicator) -> torch.Tensor:
         tensor = put(comm, torch.ones(COUNTS[-1]), "plain")
-        with pytest.raises(MismatchError, match=r"multicast.*direct|direct.*multicast"):
-            comm.all_reduce(tensor, algorithm="direct" if comm.rank else MULTICAST)
+        with pytest.raises(MismatchError, match=r"multicast.*two_shot|two_shot.*multicast"):
+            comm.all_reduce(tensor, algorithm="two_shot" if comm.rank else MULTICAST)
             on_host(tensor)
             comm.barrier()
         return tensor
@@ -125,7 +126,7 @@ def test_it_is_never_chosen(devices, world):
         return [call.algorithm for call in comm.recording().ranks[comm.rank].collectives]
 
     for chosen in devices.run(devices.new_world(2, (0, 1), WITH_WINDOW), body):
-        assert chosen == ["ll", "direct"]
+        assert chosen == ["ll", "two_shot"]
 
 
 # ---- mutants -------------------------------------------------------------------------------------

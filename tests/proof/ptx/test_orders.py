@@ -37,19 +37,19 @@ pytestmark = [
 
 # Mutants of each kind and of each kind of job, and the job that sees each.
 SAMPLE = {
-    "acquire of arrive (1)": "direct",
+    "acquire of arrive (1)": "one_shot",
     "acquire of slot_is_free": "to a root",
-    "release of send": "direct",
-    "release of offer": "direct step",
+    "release of send": "one_shot",
+    "release of offer": "one-shot step",
     "release of raise_fault": "absent",
     "barrier of load_words": "ll",
-    "barrier of receive_sources": "direct halves",
+    "barrier of receive_sources": "one-shot halves",
     "barrier of publish_item": "ring",
     "barrier of end_norm": "norm alone",
 }
 SLIPS_SEEN_BY = {
     "a vector a word too far": "one hop",
-    "lanes that count a warp too few": "direct",
+    "lanes that count a warp too few": "one_shot",
     "another lane of a shuffle": "norm alone",
 }
 if EVERYTHING:

@@ -86,25 +86,25 @@ CHECKS = {
     "all_gather": check_all_gather,
 }
 # Ranks, collective, algorithm, dtype, operator; of each a compilation.
-# What make test has of the direct all-reduce of two ranks, test_triton_mutants.py executes.
+# What make test has of the two-shot all-reduce of two ranks, test_triton_mutants.py executes.
 SOME = ((4, "all_reduce", "ring", BF16, "AVG"),)
 MORE = (
-    (2, "all_reduce", "direct", F32, "SUM"),
+    (2, "all_reduce", "one_shot", F32, "SUM"),
     (2, "all_reduce", "ring", BF16, "AVG"),
-    (4, "all_gather", "direct", torch.int32, "SUM"),
-    (2, "reduce_scatter", "direct", F32, "SUM"),
+    (4, "all_gather", "one_shot", torch.int32, "SUM"),
+    (2, "reduce_scatter", "one_shot", F32, "SUM"),
     (2, "all_gather", "ring", torch.int16, "SUM"),
     (4, "reduce_scatter", "ring", F16, "AVG"),
-    (2, "all_reduce", "direct", F16, "AVG"),
+    (2, "all_reduce", "one_shot", F16, "AVG"),
     (2, "all_reduce", "ring", F32, "SUM"),
     (2, "reduce_scatter", "ring", F32, "SUM"),
-    (2, "all_gather", "direct", torch.int8, "SUM"),
-    (2, "all_gather", "direct", torch.complex128, "SUM"),
-    (3, "all_reduce", "direct", BF16, "SUM"),
+    (2, "all_gather", "one_shot", torch.int8, "SUM"),
+    (2, "all_gather", "one_shot", torch.complex128, "SUM"),
+    (3, "all_reduce", "one_shot", BF16, "SUM"),
     (3, "all_reduce", "ring", F32, "AVG"),
-    (4, "all_reduce", "direct", F32, "AVG"),
+    (4, "all_reduce", "one_shot", F32, "AVG"),
     (4, "all_reduce", "ring", F16, "SUM"),
-    (4, "reduce_scatter", "direct", BF16, "SUM"),
+    (4, "reduce_scatter", "one_shot", BF16, "SUM"),
     (4, "all_gather", "ring", torch.int64, "SUM"),
 )
 
@@ -119,7 +119,7 @@ def test_collectives_are_exact(devices, ranks, name, algorithm, dtype, op):
     def body(comm: Communicator) -> None:
         for count, place in zip(COUNTS, PLACES, strict=True):
             CHECKS[name](comm, Case(count, dtype, op, place, algorithm))
-        if algorithm == "direct":  # zero copy begins at 16 KiB of a slice
+        if algorithm == "one_shot":  # zero copy begins at 16 KiB of a slice
             CHECKS[name](comm, Case(36_000 // dtype.itemsize, dtype, op, "heap", algorithm))
 
     devices.run(world, body)
@@ -133,14 +133,14 @@ def test_a_graph_replays_kernels(devices):
     def body(comm: Communicator) -> None:
         device = comm.rank
         tensor = put(comm, torch.zeros(700), "heap")
-        comm.all_reduce(tensor, algorithm="direct")  # compiled before the capture
+        comm.all_reduce(tensor, algorithm="two_shot")  # compiled before the capture
         with runtime.capture(device) as graph:
-            comm.all_reduce(tensor, algorithm="direct")
+            comm.all_reduce(tensor, algorithm="two_shot")
         for turn in range(4):
             given = [torch.arange(700.0) * (turn + 1 + rank) for rank in range(2)]
             tensor.copy_(given[comm.rank])
             if turn == 2:
-                comm.all_reduce(tensor, algorithm="direct")
+                comm.all_reduce(tensor, algorithm="two_shot")
             else:
                 runtime.replay(graph, device)
             assert torch.equal(on_host(tensor), torch.stack(given).sum(0)), turn
@@ -156,7 +156,7 @@ def test_calls_of_both_kinds_of_kernels_alternate(devices):
         for turn in range(4):
             given = [torch.arange(1500.0) * (turn + 3 * rank) for rank in range(2)]
             tensor = put(comm, given[comm.rank], ("heap", "plain")[turn // 2])
-            comm.all_reduce(tensor, algorithm="direct", kernels=("native", "triton")[turn % 2])
+            comm.all_reduce(tensor, algorithm="two_shot", kernels=("native", "triton")[turn % 2])
             assert torch.equal(on_host(tensor), torch.stack(given).sum(0)), turn
 
     devices.run(world, body)
@@ -180,7 +180,7 @@ def _faults(devices: Devices, kernels: str, end: str) -> dict[int, Any]:
                     elems = 300 + comm.rank
                     tensor = put(comm, torch.ones(elems * 2), "plain")
                     with pytest.raises(RingcommError):
-                        comm.all_reduce(tensor, algorithm="direct")
+                        comm.all_reduce(tensor, algorithm="two_shot")
                         comm.engine.finish_host_side()
             finally:
                 over.wait()
@@ -279,13 +279,13 @@ def test_norms_have_the_words_of_the_native_kernel(gpu, dtype, kind):
 
 
 # Ranks, kind, operator, norm, algorithm. What make test has, test_triton_mutants.py runs as well.
-STEPS = ((2, KINDS[2], "AVG", "l2", "direct"),)
+STEPS = ((2, KINDS[2], "AVG", "l2", "one_shot"),)
 MORE_STEPS = (
-    (2, KINDS[0], "AVG", "l2", "direct"),
+    (2, KINDS[0], "AVG", "l2", "one_shot"),
     (2, KINDS[1], "SUM", "l1", "ring"),
-    (2, KINDS[5], "SUM", "inf", "direct"),
+    (2, KINDS[5], "SUM", "inf", "one_shot"),
     (4, KINDS[3], "AVG", "l2", "ring"),
-    (4, KINDS[4], "SUM", "l1", "direct"),
+    (4, KINDS[4], "SUM", "l1", "one_shot"),
 )
 
 

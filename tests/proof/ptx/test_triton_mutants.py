@@ -29,14 +29,14 @@ pytestmark = [
     pytest.mark.skipif(IS_INTERPRETED, reason="TRITON_INTERPRET is set: nothing compiles"),
 ]
 
-_SCATTER = "reduce_piece in reduce_scatter_direct"
+_SCATTER = "reduce_piece in reduce_scatter_one_shot"
 SOME = (
-    ("direct", "acquire of await_acquire_sys in receive"),
-    ("direct", f"release of {_SCATTER}"),
-    ("direct", f"all barriers of the release of {_SCATTER}"),
-    ("direct", "barrier behind the acquire of await_acquire_sys in receive"),
-    ("direct", "a vector a word too far"),
-    ("direct", ONE_WARP_LESS),
+    ("one_shot", "acquire of await_acquire_sys in receive"),
+    ("one_shot", f"release of {_SCATTER}"),
+    ("one_shot", f"all barriers of the release of {_SCATTER}"),
+    ("one_shot", "barrier behind the acquire of await_acquire_sys in receive"),
+    ("one_shot", "a vector a word too far"),
+    ("one_shot", ONE_WARP_LESS),
 )
 
 # Patterns of places of which no job shows that they are gone, and why. None of those is the only
@@ -53,7 +53,7 @@ SURVIVORS = {
     r"steps: acquire of await_acquire_sys in await_slot$": (
         "of the word that return_offers() of the call before has acquired"
     ),
-    r"(release of|all barriers of the release of) return_offers in reduce_scatter_norm_direct$": (
+    r"(release of|all barriers of the release of) return_offers in reduce_scatter_norm_one_shot$": (
         "for what the peer does with its gradients after the call"
     ),
     r"all barriers of the release of (offer in|signal_release_gpu in relay_kernel)": (
@@ -131,7 +131,7 @@ def test_a_mistake_of_each_kind_is_seen():
 def test_every_mistake_is_seen():
     reached = _reached(_outcomes((job, "") for job in JOBS))
     tasks = [(job, place) for job, found in reached.items() for place in found]
-    tasks += [("direct", edit) for edit in (*EDITS, ONE_WARP_LESS) if "shuffle" not in edit]
+    tasks += [("one_shot", edit) for edit in (*EDITS, ONE_WARP_LESS) if "shuffle" not in edit]
     tasks += [("steps", "another lane of a shuffle")]
     assert _unseen(tasks) == []
     assert stale(SURVIVORS, tasks) == []

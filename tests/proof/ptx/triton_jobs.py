@@ -27,6 +27,7 @@ import torch
 import ringcomm
 from ringcomm import Communicator
 from ringcomm._tl import adamw_launch, launch  # noqa: F401
+from ringcomm.algorithms import spelled
 from tests import ptx_interpreter as ptx
 from tests.proof.ptx.small_jobs import QUICK, new_values, part_of
 from tests.proof.ptx.triton_places import places, without
@@ -60,7 +61,7 @@ def _sums(
         for turn, (elems, place) in enumerate(calls):
             values = new_values(turn, ranks, elems)
             tensor = put(comm, values[comm.rank], place)
-            comm.all_reduce(tensor, algorithm=algorithm)
+            comm.all_reduce(tensor, algorithm=spelled(algorithm, "all_reduce"))
             assert torch.equal(on_host(tensor), torch.stack(values).sum(0)), (elems, place)
 
     with devices.new_world(ranks, range(ranks), OPTIONS) as world:
@@ -82,7 +83,7 @@ def _steps(devices: Devices, wait_s: float) -> None:
 
     def body(comm: Communicator, kernels: str, memory: list[list[Memory]]) -> None:
         comm.timeout = wait_s
-        steps = Steps(comm, "direct")
+        steps = Steps(comm, "one_shot")
         for form, mine, want in zip(forms, memory[comm.rank], native[comm.rank], strict=True):
             if form == "one pass":
                 steps.one_pass(mine, kernels)
@@ -142,7 +143,7 @@ def _library(devices: Devices, wait_s: float) -> None:
 _SMALL = [(3011, "plain"), (3011, "heap"), (2005, "mixed"), (3011, "unaligned")]
 _LARGE = [(18_500, "heap"), (18_501, "heap")]
 JOBS: dict[str, Callable[[Devices, float], None]] = {
-    "direct": partial(_sums, algorithm="direct", ranks=2, calls=[*_SMALL, *_LARGE]),
+    "one_shot": partial(_sums, algorithm="one_shot", ranks=2, calls=[*_SMALL, *_LARGE]),
     "ring": partial(_sums, algorithm="ring", ranks=3, calls=_SMALL),
     "steps": _steps,
     "library": _library,

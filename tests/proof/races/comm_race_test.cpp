@@ -100,9 +100,9 @@ void collectives(World& w, int rank) {
   const Block in_heap(*w.heap, kElems * sizeof(float));
   std::vector<float> plain(kElems);
   for (int round = 0; round < w.rounds; ++round) {
-    const bool ok = all_reduce(w, rank, round, plain.data(), Algorithm::kDirect) &&
+    const bool ok = all_reduce(w, rank, round, plain.data(), Algorithm::kOneShot) &&
                     all_reduce(w, rank, round, plain.data(), Algorithm::kRing) &&
-                    all_reduce(w, rank, round, in_heap.data(), Algorithm::kDirect) &&
+                    all_reduce(w, rank, round, in_heap.data(), Algorithm::kOneShot) &&
                     w.ranks[size_t(rank)].comm->barrier() == Status::kOk;
     if (!ok) break;
   }

@@ -25,7 +25,7 @@ enum StreamKind { kCollectives, kSends, kReceives, kStreams };
 struct Case {
   Kernel kernel;
   Collective collective;
-  Algorithm algorithm = Algorithm::kDirect;
+  Algorithm algorithm = Algorithm::kOneShot;
   Place place = Place::kPlain;
   RedOp op = RedOp::kSum;
   uint64_t elems = 0;  // of a chunk; all-reduce: of the whole
@@ -41,26 +41,26 @@ inline const Case kCycle[] = {
     {kReduceScatter, Collective::kReduceScatter},
     {kLLReduce, Collective::kAllReduce, kLL},
     {kLLReduce, Collective::kReduceScatter, kLL, Place::kPlain, RedOp::kPremulSum},
-    {kAllReduce, Collective::kAllReduce, kDirect, Place::kInPlace},
+    {kAllReduce, Collective::kAllReduce, kOneShot, Place::kInPlace},
     {kLLMove, Collective::kAllGather, kLL},
     {kLLReduce, Collective::kAllReduce, kLL, Place::kInPlace, RedOp::kPremulSum},
     {kLLMove, Collective::kAllGather, kLL},
-    {kAllReduce, Collective::kAllReduce, kDirect, Place::kPlain, RedOp::kPremulSum},
+    {kAllReduce, Collective::kAllReduce, kOneShot, Place::kPlain, RedOp::kPremulSum},
     {kReduceScatter, Collective::kReduceScatter, kRing},
     {kLLReduce, Collective::kReduceScatter, kLL},
     {kAllReduce, Collective::kAllReduce, kRing, Place::kHeap, RedOp::kPremulSum},
     {kMove, Collective::kAllGather, kRing},
-    {kMove, Collective::kAllGather, kDirect, Place::kHeap},
+    {kMove, Collective::kAllGather, kOneShot, Place::kHeap},
     {kLLReduce, Collective::kAllReduce, kLL},
     {kLLMove, Collective::kAllGather, kLL},
     {kMove, Collective::kAllGather},
-    {kMove, Collective::kBroadcast, kDirect, Place::kInPlace},
-    {kMove, Collective::kAllToAll, kDirect, Place::kHeap},
+    {kMove, Collective::kBroadcast, kOneShot, Place::kInPlace},
+    {kMove, Collective::kAllToAll, kOneShot, Place::kHeap},
     {kMove, Collective::kAllToAll},
-    {kReduceScatter, Collective::kReduceScatter, kDirect, Place::kHeap, RedOp::kPremulSum},
+    {kReduceScatter, Collective::kReduceScatter, kOneShot, Place::kHeap, RedOp::kPremulSum},
     {kReduceScatter, Collective::kReduce},
     {kMove, Collective::kGather},
-    {kMove, Collective::kScatter, kDirect, Place::kHeap},
+    {kMove, Collective::kScatter, kOneShot, Place::kHeap},
     {kMove, Collective::kBarrier},
 };
 constexpr uint64_t kCycleSteps = std::size(kCycle);
@@ -166,7 +166,7 @@ inline float expected(const Case& c, int world, int me, uint64_t i) {
     case Collective::kBroadcast:
       return i < n ? value(c, c.root, i) : kUntouched;
     case Collective::kAllGather:
-      if (c.algorithm == kDirect && i % n >= pair_elems(c, world, from, me)) return kUntouched;
+      if (c.algorithm == kOneShot && i % n >= pair_elems(c, world, from, me)) return kUntouched;
       return value(c, from, i % n);
     default:
       return i % n < pair_elems(c, world, from, me) ? value(c, from, uint64_t(me) * n + i % n)

@@ -201,7 +201,7 @@ inline void prepare(World& w, Queue& q, StreamKind stream, int rank, const Case&
   args.redop = int32_t(c.op);
   args.root = c.root;
   args.in_spans = args.out_spans = -1;
-  const bool even = c.algorithm != kDirect || whole || c.collective == Collective::kReduceScatter;
+  const bool even = c.algorithm != kOneShot || whole || c.collective == Collective::kReduceScatter;
   if (!even) write_lists(w, q, rank, args);
   if (!receives(stream, rank)) args.my_senders = 0;
   if (stream == kReceives) args.my_readers = 0;

@@ -174,7 +174,7 @@ bool all_are(const float* found, uint64_t count, Expected expected) {
 }
 
 Status gather(E& e, float* from, Rank& mine) {
-  return share_direct(e, Span{bytes_of(from), kChunkBytes}, chunks_of(mine.result.data()), -1);
+  return share_one_shot(e, Span{bytes_of(from), kChunkBytes}, chunks_of(mine.result.data()), -1);
 }
 bool is_gathered(const Rank& mine) {
   return all_are(mine.result.data(), kElems,
@@ -189,7 +189,7 @@ const Form kForms[] = {
     {"reduce_scatter", false, Collective::kReduceScatter,
      [](E& e, Rank& mine) {
        const Chunks in = chunks_of(mine.lent);
-       return reduce_scatter_direct(e, in, bytes_of(mine.result.data()));
+       return reduce_scatter_one_shot(e, in, bytes_of(mine.result.data()));
      },
      [](const Rank& mine) {
        return all_are(mine.result.data(), kChunkElems,
@@ -198,7 +198,7 @@ const Form kForms[] = {
     {"all_reduce", false, Collective::kAllReduce,
      [](E& e, Rank& mine) {
        const Chunks in = chunks_of(mine.lent);
-       return all_reduce_direct(e, in, bytes_of(mine.lent), 0);
+       return all_reduce_two_shot(e, in, bytes_of(mine.lent), 0);
      },
      [](const Rank& mine) { return all_are(mine.lent, kElems, sum_at); }},
 };
@@ -209,7 +209,7 @@ Status call(World& w, const Form& form, int rank) {
   Ops ops;
   E e{team, view, ops};
   Rank& mine = w.ranks[rank];
-  mine.mine = CallHeader{{1, 2 * kChunkBytes, form.collective, 0, 0, -1, Algorithm::kDirect},
+  mine.mine = CallHeader{{1, 2 * kChunkBytes, form.collective, 0, 0, -1, Algorithm::kOneShot},
                          0,
                          0,
                          kNotInHeap,

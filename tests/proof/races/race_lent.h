@@ -50,14 +50,16 @@ Status lend_in_reductions(BufferWorld& w, E& e, Start start, int round) {
 
   RC_RETURN_IF_FAILED(user.lend(
       Collective::kReduceScatter, kChunkElems,
-      [&](char* out) { return reduce_scatter_direct(e, Chunks{heap, total, chunk, nullptr}, out); },
+      [&](char* out) {
+        return reduce_scatter_one_shot(e, Chunks{heap, total, chunk, nullptr}, out);
+      },
       [&](uint64_t i) {
         return sum_at(w.world, uint64_t(e.rank()) * kChunkElems + i, user.number);
       }));
   return user.lend(
       Collective::kReduce, e.rank() == last ? kChunkElems * uint64_t(w.world) : 0,
       [&](char* out) {
-        return reduce_scatter_direct(e, Chunks{nullptr, 0, 0, to_root.data()}, out, last);
+        return reduce_scatter_one_shot(e, Chunks{nullptr, 0, 0, to_root.data()}, out, last);
       },
       [&](uint64_t i) { return sum_at(w.world, i, user.number); });
 }
@@ -82,26 +84,26 @@ Status lend_in_moves(BufferWorld& w, E& e, Start start, int round) {
   RC_RETURN_IF_FAILED(user.lend(
       Collective::kGather, e.rank() == last ? elems : 0,
       [&](char* out) {
-        return exchange_direct(e, Chunks{nullptr, 0, 0, same.data()}, chunks(out),
-                               Edges{.only_reader = last});
+        return exchange_one_shot(e, Chunks{nullptr, 0, 0, same.data()}, chunks(out),
+                                 Edges{.only_reader = last});
       },
       from_owner));
   RC_RETURN_IF_FAILED(user.lend(
       Collective::kScatter, kChunkElems,
-      [&](char* out) { return exchange_direct(e, in, one_chunk(out), Edges{.only_sender = 0}); },
+      [&](char* out) { return exchange_one_shot(e, in, one_chunk(out), Edges{.only_sender = 0}); },
       [&](uint64_t i) { return value(0, mine + i, user.number); }));
   RC_RETURN_IF_FAILED(user.lend(
       Collective::kAllToAll, elems,
-      [&](char* out) { return exchange_direct(e, in, chunks(out), Edges{}); },
+      [&](char* out) { return exchange_one_shot(e, in, chunks(out), Edges{}); },
       [&](uint64_t i) {
         return value(int(i / kChunkElems), mine + i % kChunkElems, user.number);
       }));
   RC_RETURN_IF_FAILED(user.lend(
       Collective::kAllGather, elems,
-      [&](char* out) { return share_direct(e, own, chunks(out), -1); }, from_owner));
+      [&](char* out) { return share_one_shot(e, own, chunks(out), -1); }, from_owner));
   return user.lend(
       Collective::kBroadcast, kChunkElems,
-      [&](char* out) { return share_direct(e, Span{heap, chunk}, one_chunk(out), 0); },
+      [&](char* out) { return share_one_shot(e, Span{heap, chunk}, one_chunk(out), 0); },
       [&](uint64_t i) { return value(0, i, user.number); });
 }
 

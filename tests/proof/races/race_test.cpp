@@ -59,19 +59,19 @@ Status rooted_and_exchanged(BufferWorld& w, E& e, Start start) {
   const Span own = in.get(e.rank());
   start(Collective::kAllToAll);
   RC_RETURN_IF_FAILED(
-      exchange_direct(e, in, Chunks{bytes_of(b.exchanged), total, chunk, nullptr}, Edges{}));
+      exchange_one_shot(e, in, Chunks{bytes_of(b.exchanged), total, chunk, nullptr}, Edges{}));
   start(Collective::kReduce);
   std::vector<Span> to_root(size_t(w.world), Span{bytes_of(b.in), 0});
   to_root.back().bytes = total;
-  RC_RETURN_IF_FAILED(reduce_scatter_direct(e, Chunks{nullptr, 0, 0, to_root.data()},
-                                            bytes_of(b.reduced), w.world - 1));
+  RC_RETURN_IF_FAILED(reduce_scatter_one_shot(e, Chunks{nullptr, 0, 0, to_root.data()},
+                                              bytes_of(b.reduced), w.world - 1));
   start(Collective::kGather);
   std::vector<Span> mine(size_t(w.world), own), dealt(size_t(w.world), {bytes_of(b.dealt), chunk});
-  RC_RETURN_IF_FAILED(exchange_direct(e, Chunks{nullptr, 0, 0, mine.data()},
-                                      Chunks{bytes_of(b.collected), total, chunk, nullptr},
-                                      Edges{.only_reader = w.world - 1}));
+  RC_RETURN_IF_FAILED(exchange_one_shot(e, Chunks{nullptr, 0, 0, mine.data()},
+                                        Chunks{bytes_of(b.collected), total, chunk, nullptr},
+                                        Edges{.only_reader = w.world - 1}));
   start(Collective::kScatter);
-  return exchange_direct(e, in, Chunks{nullptr, 0, 0, dealt.data()}, Edges{.only_sender = 0});
+  return exchange_one_shot(e, in, Chunks{nullptr, 0, 0, dealt.data()}, Edges{.only_sender = 0});
 }
 
 Status collectives(BufferWorld& w, ThreadTeam& team, const View& v, int round) {
@@ -83,7 +83,7 @@ Status collectives(BufferWorld& w, ThreadTeam& team, const View& v, int round) {
   uint64_t sequence = uint64_t(round) * 100;
   E e{team, v, ops};
   const auto start = [&](Collective c) {
-    const CallId id{++sequence, 0, c, int(DType::kFloat32), 0, -1, Algorithm::kDirect};
+    const CallId id{++sequence, 0, c, int(DType::kFloat32), 0, -1, Algorithm::kOneShot};
     team.sync();  // the lanes may still compare the header of the call before
     if (team.lane() == 0) *v.mine = CallHeader{id, 0, 0, kNotInHeap, 1.0, kNotInHeap};
     e.begin_streams();
@@ -95,13 +95,13 @@ Status collectives(BufferWorld& w, ThreadTeam& team, const View& v, int round) {
   const Chunks balanced{bytes_of(b.in), total, balanced_chunk_bytes(total, w.world), nullptr};
 
   start(Collective::kReduceScatter);
-  RC_RETURN_IF_FAILED(reduce_scatter_direct(e, in, bytes_of(b.scattered)));
+  RC_RETURN_IF_FAILED(reduce_scatter_one_shot(e, in, bytes_of(b.scattered)));
   start(Collective::kAllReduce);
-  RC_RETURN_IF_FAILED(all_reduce_direct(e, balanced, bytes_of(b.all_reduced), 0));
+  RC_RETURN_IF_FAILED(all_reduce_two_shot(e, balanced, bytes_of(b.all_reduced), 0));
   start(Collective::kAllReduce);
   char* heap = reinterpret_cast<char*>(b.heap_in);
   const Chunks in_heap{heap, total, balanced.chunk_bytes, nullptr};
-  RC_RETURN_IF_FAILED(all_reduce_direct(e, in_heap, heap, 0));
+  RC_RETURN_IF_FAILED(all_reduce_two_shot(e, in_heap, heap, 0));
   if (team.lane() == 0 && team.channel() == 0 && team.num_channels() == 1) {
     // The call has returned: its user may do with the buffer what he likes, whatever the peers
     // still do.
@@ -110,7 +110,7 @@ Status collectives(BufferWorld& w, ThreadTeam& team, const View& v, int round) {
   }
   start(Collective::kAllGather);
   RC_RETURN_IF_FAILED(
-      share_direct(e, own, Chunks{bytes_of(b.gathered), total, chunk, nullptr}, -1));
+      share_one_shot(e, own, Chunks{bytes_of(b.gathered), total, chunk, nullptr}, -1));
   start(Collective::kReduceScatter);
   RC_RETURN_IF_FAILED(reduce_scatter_ring(e, in, bytes_of(b.ring_scattered)));
   start(Collective::kAllReduce);
@@ -123,12 +123,12 @@ Status collectives(BufferWorld& w, ThreadTeam& team, const View& v, int round) {
   // The root is done with it first, and its next call fills all shared slots without hearing from
   // the others.
   ops.late = v.rank != 0;
-  RC_RETURN_IF_FAILED(all_reduce_direct(e, Chunks{bytes_of(b.small), small, 64, nullptr},
-                                        bytes_of(b.small), small));
+  RC_RETURN_IF_FAILED(all_reduce_two_shot(e, Chunks{bytes_of(b.small), small, 64, nullptr},
+                                          bytes_of(b.small), small));
   ops.late = false;
   start(Collective::kBroadcast);
   std::vector<Span> spans(size_t(w.world), Span{bytes_of(b.broadcast), chunk});
-  RC_RETURN_IF_FAILED(share_direct(e, spans[0], Chunks{nullptr, 0, 0, spans.data()}, 0));
+  RC_RETURN_IF_FAILED(share_one_shot(e, spans[0], Chunks{nullptr, 0, 0, spans.data()}, 0));
   RC_RETURN_IF_FAILED(rooted_and_exchanged(w, e, start));
   if (w.channels == 1) {
     RC_RETURN_IF_FAILED(lend_in_reductions(w, e, start, round));
@@ -136,7 +136,7 @@ Status collectives(BufferWorld& w, ThreadTeam& team, const View& v, int round) {
   }
   start(Collective::kBarrier);
   const Chunks nothing{nullptr, 0, 0, nullptr};
-  return exchange_direct(e, nothing, nothing, Edges{});
+  return exchange_one_shot(e, nothing, nothing, Edges{});
 }
 
 void run_lane(BufferWorld& w, int rank, int channel, int lane, pthread_barrier_t* all) {

@@ -27,7 +27,7 @@ Status status_of(uint64_t number) { return number % 2 == 0 ? Status::kOk : Statu
 
 CallId id_of(uint64_t number) {
   return {number, 3 * number,          Collective::kBroadcast, int32_t(number % 5),
-          -1,     int32_t(number % 7), Algorithm::kDirect};
+          -1,     int32_t(number % 7), Algorithm::kOneShot};
 }
 
 void write_all(Recorder& recorder, Track track) {

@@ -90,8 +90,8 @@ Status call(StepWorld& w, ThreadTeam& team, const View& v, uint64_t sequence, Fi
       bucket,
       bucket.grads().get(v.rank).ptr};
   const CallId id{
-      sequence,          0, Collective::kReduceScatterAdamWAllGather, int(DType::kFloat32), 0, -1,
-      Algorithm::kDirect};
+      sequence,           0, Collective::kReduceScatterAdamWAllGather, int(DType::kFloat32), 0, -1,
+      Algorithm::kOneShot};
   team.sync();  // the lanes may still compare the header of the call before
   if (team.lane() == 0) *v.mine = CallHeader{id, 0, 0, kNotInHeap, 1.0, kNotInHeap};
   OptimizerOps<Finish> mine = ops;
@@ -112,17 +112,17 @@ Status step(StepWorld& w, ThreadTeam& team, const View& v, int round) {
   if (round % 4 < 2)
     return call(w, team, v, sequence, update, [&](auto& e, const Bucket& b) {
       return ring ? reduce_scatter_adamw_all_gather_ring(e, b)
-                  : reduce_scatter_adamw_all_gather_direct(e, b);
+                  : reduce_scatter_adamw_all_gather_one_shot(e, b);
     });
   NormWords words{};
   const NormFinish norm{
       &kBaselineKernels, sum, o.shard_grad.data(), false, NormKind::kTwo, &words, false};
   RC_RETURN_IF_FAILED(call(w, team, v, sequence, norm, [&](auto& e, const Bucket& b) {
-    return ring ? reduce_scatter_norm_ring(e, b) : reduce_scatter_norm_direct(e, b);
+    return ring ? reduce_scatter_norm_ring(e, b) : reduce_scatter_norm_one_shot(e, b);
   }));
   const char* const grad = reinterpret_cast<const char*>(o.shard_grad.data());
   return call(w, team, v, sequence + 1, update, [&](auto& e, const Bucket& b) {
-    return ring ? adamw_all_gather_ring(e, b, grad) : adamw_all_gather_direct(e, b, grad);
+    return ring ? adamw_all_gather_ring(e, b, grad) : adamw_all_gather_one_shot(e, b, grad);
   });
 }
 

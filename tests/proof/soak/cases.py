@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ringcomm import Communicator
+from ringcomm.algorithms import spelled
 from tests.support.exact import op_of, operand, pattern, raw_bytes, reduced
 from tests.support.placing import put, room
 
@@ -44,7 +45,7 @@ def random_case(rng: random.Random, world: int) -> Case:
         rng.choice(OPS),
         # As many bits are drawn for every world, so that groups of unequal size stay in step.
         rng.getrandbits(16) % world,
-        rng.choice(("auto", "direct", "ring")),
+        rng.choice(("auto", "one_shot", "ring")),
         rng.choice(PLACES),
         rng.random() < 0.25,
     )
@@ -62,7 +63,11 @@ def _done(work: object) -> None:
 def _all_reduce(comm: Communicator, case: Case) -> tuple[Tensor, Tensor]:
     inputs = _inputs(case, comm.world_size, case.count)
     mine = put(inputs[comm.rank], case.place, comm.rank)
-    _done(comm.all_reduce(mine, op_of(case.op), case.async_op, algorithm=case.algorithm))
+    _done(
+        comm.all_reduce(
+            mine, op_of(case.op), case.async_op, algorithm=spelled(case.algorithm, "all_reduce")
+        )
+    )
     return mine, reduced(inputs, case.op)
 
 

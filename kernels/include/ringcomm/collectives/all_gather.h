@@ -2,7 +2,7 @@
 //
 // B bytes of output, W ranks. Each rank reads (W-1)/W * B bytes from its peers.
 //
-//   direct   1 hop. The contribution is published once, for all readers: zero copy where it lies in
+//   one_shot 1 hop. The contribution is published once, for all readers: zero copy where it lies in
 //            the heap (the input, or its place in the output), else through the shared slots.
 //   ring     W-1 hops: each rank forwards what it received from its predecessor.
 #pragma once
@@ -14,7 +14,7 @@ RINGCOMM_NAMESPACE_BEGIN
 // Copies read `j` of what each sender of the group shares to its place in dst_of(sender);
 // peer_reads: that place was a peer's source a moment ago. A sender without a read `j`, or with
 // shares(sender) false, is passed over.
-// model: collect_piece (tests/proof/model/direct.pml)
+// model: collect_piece (tests/proof/model/one_shot.pml)
 template <class E, class DstOf, class Shares>
 RC_TEAM_FN Status collect_piece(E& e, Peers senders, uint32_t j, DstOf dst_of, Shares shares,
                                 bool peer_reads) {
@@ -45,7 +45,7 @@ RC_TEAM_FN Status collect_piece(E& e, Peers senders, uint32_t j, DstOf dst_of, S
 }
 
 // stays: waits for all readers. Always: commits the epochs of the shared stream.
-// model: finish_sharing (tests/proof/model/direct.pml)
+// model: finish_sharing (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN Status finish_sharing(E& e, bool stays, uint32_t items) {
   if (stays)
@@ -102,9 +102,9 @@ RC_TEAM_FN Status share_piece(E& e, const Sharing& sharing, Span input, Span own
 
 // root < 0: every rank shares `input`; rank p's lands in out.get(p).
 // root >= 0: only root shares; `out` is read at root's index alone.
-// model: share_direct (tests/proof/model/direct.pml)
+// model: share_one_shot (tests/proof/model/one_shot.pml)
 template <class E>
-RC_TEAM_FN Status share_direct(E& e, Span whole_input, const Chunks& out, int root) {
+RC_TEAM_FN Status share_one_shot(E& e, Span whole_input, const Chunks& out, int root) {
   const bool i_share = root < 0 || root == e.rank();
   const Span input = e.slice(whole_input),
              own = i_share ? e.slice(out.get(e.rank())) : Span{nullptr, 0};

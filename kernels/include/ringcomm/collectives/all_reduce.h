@@ -2,11 +2,11 @@
 //
 // B bytes, W ranks.
 //
-//   direct   2 hops, 2(W-1)/W * B bytes: a reduce-scatter that shares each piece as soon as it is
+//   two_shot 2 hops, 2(W-1)/W * B bytes: a reduce-scatter that shares each piece as soon as it is
 //            reduced, so that the all-gather of one piece runs beside the reduction of the next.
 //            Up to one_hop_bytes: 1 hop, (W-1) * B bytes; every rank shares its whole buffer and
 //            reduces all of them. Both sum in rank order with one rounding: the same bits.
-//            (Elsewhere: one-shot and two-shot, or all-pairs.)
+//            (torch's symmetric memory calls that form one-shot.)
 //   ring     2(W-1) hops, 2(W-1)/W * B bytes: ring reduce-scatter, then ring all-gather.
 #pragma once
 
@@ -15,7 +15,7 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// model: all_reduce_one_hop (tests/proof/model/direct.pml)
+// model: all_reduce_one_hop (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN Status all_reduce_one_hop(E& e, Span in, char* out) {
   char* slot = nullptr;
@@ -45,7 +45,7 @@ RC_TEAM_FN Status all_reduce_one_hop(E& e, Span in, char* out) {
 
 // Reduces piece `i` of my chunk and shares the result with every peer. stays: they read it where it
 // lies.
-// model: reduce_and_share (tests/proof/model/direct.pml)
+// model: reduce_and_share (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN Status reduce_and_share(E& e, Span mine, Span result, bool stays, uint32_t i) {
   const uint64_t begin = uint64_t(i) * e.segment_bytes();
@@ -64,7 +64,7 @@ RC_TEAM_FN Status reduce_and_share(E& e, Span mine, Span result, bool stays, uin
 
 // In place is safe without a copy: rank r overwrites its chunk p only with rank p's published
 // result, and rank p published it after it had read r's version of that piece.
-// model: all_reduce_two_hops (tests/proof/model/direct.pml)
+// model: all_reduce_two_hops (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN Status all_reduce_two_hops(E& e, const Chunks& in, const Chunks& out) {
   const Peers all{1, e.world()};
@@ -93,7 +93,7 @@ RC_TEAM_FN Status all_reduce_two_hops(E& e, const Chunks& in, const Chunks& out)
 }
 
 template <class E>
-RC_TEAM_FN Status all_reduce_direct(E& e, const Chunks& in, char* out, uint64_t one_hop_bytes) {
+RC_TEAM_FN Status all_reduce_two_shot(E& e, const Chunks& in, char* out, uint64_t one_hop_bytes) {
   const Span whole{in.base, in.total_bytes};
   if (e.world() == 1) {
     const Span mine = e.slice(whole);

@@ -27,7 +27,7 @@ struct Edges {
 };
 
 // Read `j` of what each sender of the group has for me, to its place.
-// model: take_piece (tests/proof/model/direct.pml)
+// model: take_piece (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN Status take_piece(E& e, Peers senders, const Chunks& receive, const Edges& edges,
                              uint32_t j) {
@@ -58,7 +58,7 @@ RC_TEAM_FN Status take_piece(E& e, Peers senders, const Chunks& receive, const E
   return Status::kOk;
 }
 
-// model: finish_exchange (tests/proof/model/direct.pml)
+// model: finish_exchange (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN Status finish_exchange(E& e, const Chunks& out_of, const Edges& edges) {
   e.each_by_lanes({1, e.world()}, [&](int p) {
@@ -74,10 +74,10 @@ RC_TEAM_FN Status finish_exchange(E& e, const Chunks& out_of, const Edges& edges
 }
 
 // send.get(r) goes to rank r, receive.get(p) is filled from rank p.
-// model: exchange_direct (tests/proof/model/direct.pml)
+// model: exchange_one_shot (tests/proof/model/one_shot.pml)
 template <class E>
-RC_TEAM_FN Status exchange_direct(E& e, const Chunks& send, const Chunks& receive,
-                                  const Edges& edges) {
+RC_TEAM_FN Status exchange_one_shot(E& e, const Chunks& send, const Chunks& receive,
+                                    const Edges& edges) {
   const int me = e.rank();
   uint32_t out_items = 0;
   RC_ROLLED

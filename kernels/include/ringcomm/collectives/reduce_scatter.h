@@ -2,7 +2,7 @@
 //
 // B bytes, W ranks. Both algorithms read and send (W-1)/W * B bytes per rank.
 //
-//   direct   1 hop. Each rank offers chunk r to rank r: in place if it lies in the heap (zero
+//   one_shot 1 hop. Each rank offers chunk r to rank r: in place if it lies in the heap (zero
 //            copy), else through pair slots, segment by segment. Each rank reduces the W versions
 //            of its own chunk in rank order, with one rounding: bitwise equal to a sequential sum
 //            in the accumulator's type.
@@ -15,7 +15,7 @@
 RINGCOMM_NAMESPACE_BEGIN
 
 // Waits for bytes [begin, begin + bytes) of every rank's version of my chunk. Fills sources().
-// model: receive_sources (tests/proof/model/direct.pml)
+// model: receive_sources (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN Status receive_sources(E& e, Span mine, uint64_t begin, uint64_t bytes) {
   if (e.team.lane() == 0) {
@@ -28,7 +28,7 @@ RC_TEAM_FN Status receive_sources(E& e, Span mine, uint64_t begin, uint64_t byte
 }
 
 // After the reduction of [.., end): the peers' slots (or buffers) are free again.
-// model: release_sources (tests/proof/model/direct.pml)
+// model: release_sources (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN void release_sources(E& e, Span mine, uint64_t end) {
   e.team.sync();
@@ -68,7 +68,7 @@ RC_TEAM_FN Status send_chunks(E& e, const Chunks& in, int only_root, uint32_t j)
   return Status::kOk;
 }
 
-// model: drain_chunks (tests/proof/model/direct.pml)
+// model: drain_chunks (tests/proof/model/one_shot.pml)
 template <class E>
 RC_TEAM_FN Status drain_chunks(E& e, const Chunks& in, int only_root) {
   return e.wait_by_lanes({1, e.world()}, [&](int r) {
@@ -82,9 +82,9 @@ RC_TEAM_FN Status drain_chunks(E& e, const Chunks& in, int only_root) {
 }
 
 // only_root >= 0: only that rank receives (the collective is then a reduce).
-// model: reduce_scatter_direct (tests/proof/model/direct.pml)
+// model: reduce_scatter_one_shot (tests/proof/model/one_shot.pml)
 template <class E>
-RC_TEAM_FN Status reduce_scatter_direct(E& e, const Chunks& in, char* out, int only_root = -1) {
+RC_TEAM_FN Status reduce_scatter_one_shot(E& e, const Chunks& in, char* out, int only_root = -1) {
   const bool receives = only_root < 0 || only_root == e.rank();
   const Span whole = in.get(e.rank()), mine = e.slice(whole);
   const uint64_t segment = e.segment_bytes();

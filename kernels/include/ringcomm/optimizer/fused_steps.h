@@ -6,22 +6,22 @@
 //
 // reduce_scatter_norm: gradients into FP32 shards, with the norm of the result on the way out.
 //
-// - direct: 1 hop, as reduce_scatter_direct: the sum in rank order in FP32, and not rounded again.
+// - one-shot: 1 hop, as reduce_scatter_one_shot: the sum in rank order in FP32, not rounded again.
 // - ring: W-1 hops, as reduce_scatter_ring, with partial sums in the gradients' type; the sum of
 //   the last hop stays in FP32.
 //
 // adamw_all_gather: each rank updates its shard, and the new parameters go straight to every rank's
 // bucket.
 //
-// - direct: each rank stores its results in its own bucket and in the peers': W stores of P/W bytes
-//   and no read.
+// - one-shot: each rank stores its results in its own bucket and in the peers': W stores of P/W
+//   bytes and no read.
 // - ring: each rank updates its chunk, then ring all-gather of the parameters.
 //
 // reduce_scatter_adamw_all_gather: a whole step in one pass. The reduced gradient is consumed by
 // the update as it comes into being, and never stored. The arithmetic is that of the two passes:
 // the same bits.
 //
-// - direct: each rank reads its chunk of all ranks' gradients, updates, and stores the parameters
+// - one-shot: each rank reads its chunk of all ranks' gradients, updates, and stores the parameters
 //   in all ranks' buckets. 2 hops of words; (W-1)/W * B bytes are read and (W-1)/W * P bytes stored
 //   in peers' memory. Three calls in its place move as much between ranks, and also write and read
 //   a gradient shard of 4 bytes per element.
@@ -38,7 +38,7 @@
 RINGCOMM_NAMESPACE_BEGIN
 
 template <class E>
-RC_TEAM_FN Status reduce_scatter_norm_direct(E& e, const Bucket& b) {
+RC_TEAM_FN Status reduce_scatter_norm_one_shot(E& e, const Bucket& b) {
   RC_RETURN_IF_FAILED(offer(e, b, false));
   RC_RETURN_IF_FAILED(accept(e, b, false));
   e.ops.consume(e.team, Gradients{e.sources(), e.world()}, slice_of(e, b, e.rank()));
@@ -63,7 +63,7 @@ RC_TEAM_FN void update_slice(E& e, const Bucket& b, const char* grad) {
 }
 
 template <class E>
-RC_TEAM_FN Status adamw_all_gather_direct(E& e, Bucket b, const char* grad) {
+RC_TEAM_FN Status adamw_all_gather_one_shot(E& e, Bucket b, const char* grad) {
   b.base = nullptr;
   RC_RETURN_IF_FAILED(offer(e, b, true));
   RC_RETURN_IF_FAILED(accept(e, b, true));
@@ -86,7 +86,7 @@ RC_TEAM_FN Status adamw_all_gather_ring(E& e, const Bucket& b, const char* grad)
 }
 
 template <class E>
-RC_TEAM_FN Status reduce_scatter_adamw_all_gather_direct(E& e, const Bucket& b) {
+RC_TEAM_FN Status reduce_scatter_adamw_all_gather_one_shot(E& e, const Bucket& b) {
   RC_RETURN_IF_FAILED(offer(e, b, true));
   RC_RETURN_IF_FAILED(accept(e, b, true));
   e.ops.consume(e.team, Gradients{e.sources(), e.world()}, slice_of(e, b, e.rank()));

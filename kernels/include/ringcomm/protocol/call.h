@@ -27,7 +27,7 @@ enum class Collective : uint32_t {
 };
 enum class Algorithm : uint32_t {
   kAuto = 0,
-  kDirect = 1,
+  kOneShot = 1,
   kRing = 2,
   kLL = 3,
   kCopyEngine = 4,

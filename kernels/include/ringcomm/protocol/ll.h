@@ -4,7 +4,7 @@
 // An LL packet is 8 bytes of payload and two copies of its flag (atomics.h). B bytes, W ranks, one
 // hop: all-gather and reduce-scatter send 2(W-1)/W * B bytes per rank, all-reduce 2(W-1) * B (every
 // rank sends its whole buffer and reduces all of them, in rank order with one rounding: the bits of
-// `direct`).
+// `one_shot`).
 //
 // Every rank sends to and receives from every peer in every LL call; two sets of buffers by
 // turns are therefore enough. I write call e+2 over call e only after I have received the peer's

@@ -20,6 +20,7 @@ from ringcomm import (
     ReduceOp,
     RingcommError,
 )
+from ringcomm.algorithms import spelled
 from tests.proof.faults.device.conftest import Places
 from tests.proof.faults.device.places import SOON_S, Gate, Place, error_of, first_error, until
 
@@ -194,14 +195,14 @@ def test_a_rank_that_closes_is_lost(place: Place) -> None:
     assert isinstance(error_of(world[1].barrier), AbortedError)
 
 
-def reduce_of(count: int, algorithm: str = "direct", op: Any = ReduceOp.SUM) -> Any:
+def reduce_of(count: int, algorithm: str = "one_shot", op: Any = ReduceOp.SUM) -> Any:
     def call(place: Place, comm: Any) -> None:
-        comm.all_reduce(place.full(count, 1.0), op, algorithm=algorithm)
+        comm.all_reduce(place.full(count, 1.0), op, algorithm=spelled(algorithm, "all_reduce"))
 
     return call
 
 
-def gather_of(count: int, algorithm: str = "direct") -> Any:
+def gather_of(count: int, algorithm: str = "one_shot") -> Any:
     def call(place: Place, comm: Any) -> None:
         comm.all_gather_into_tensor(
             place.full(count * comm.world_size, 0.0), place.full(count, 1.0), algorithm=algorithm
@@ -210,7 +211,7 @@ def gather_of(count: int, algorithm: str = "direct") -> Any:
     return call
 
 
-def scatter_of(count: int, algorithm: str = "direct") -> Any:
+def scatter_of(count: int, algorithm: str = "one_shot") -> Any:
     def call(place: Place, comm: Any) -> None:
         comm.reduce_scatter_tensor(
             place.full(count, 0.0), place.full(count * comm.world_size, 1.0), algorithm=algorithm
@@ -221,7 +222,7 @@ def scatter_of(count: int, algorithm: str = "direct") -> Any:
 
 def integers_of(algorithm: str) -> Any:
     def call(place: Place, comm: Any) -> None:
-        comm.all_reduce(place.full(100, 1, torch.int32), algorithm=algorithm)
+        comm.all_reduce(place.full(100, 1, torch.int32), algorithm=spelled(algorithm, "all_reduce"))
 
     return call
 
@@ -230,15 +231,15 @@ def barrier(place: Place, comm: Any) -> None:
     comm.barrier()
 
 
-ALL = ("direct", "ring", "ll")
+ALL = ("one_shot", "ring", "ll")
 # Calls of rank 0 and rank 1, and what the message must say of each.
 MISMATCHES: dict[str, tuple[Any, Any, str, str]] = {
     **{
         f"sizes, {how}": (
             reduce_of(100, how),
             reduce_of(200, how),
-            f"400 bytes, {how}",
-            f"800 bytes, {how}",
+            f"400 bytes, {spelled(how, 'all_reduce')}",
+            f"800 bytes, {spelled(how, 'all_reduce')}",
         )
         for how in ALL
     },
@@ -246,8 +247,8 @@ MISMATCHES: dict[str, tuple[Any, Any, str, str]] = {
         f"dtypes, {how}": (
             integers_of(how),
             reduce_of(100, how),
-            f"int32, SUM, 400 bytes, {how}",
-            f"float32, SUM, 400 bytes, {how}",
+            f"int32, SUM, 400 bytes, {spelled(how, 'all_reduce')}",
+            f"float32, SUM, 400 bytes, {spelled(how, 'all_reduce')}",
         )
         for how in ALL
     },
@@ -255,8 +256,8 @@ MISMATCHES: dict[str, tuple[Any, Any, str, str]] = {
         f"ops, {how}": (
             reduce_of(100, how),
             reduce_of(100, how, ReduceOp.MAX),
-            f"SUM, 400 bytes, {how}",
-            f"MAX, 400 bytes, {how}",
+            f"SUM, 400 bytes, {spelled(how, 'all_reduce')}",
+            f"MAX, 400 bytes, {spelled(how, 'all_reduce')}",
         )
         for how in ALL
     },
@@ -269,8 +270,8 @@ MISMATCHES: dict[str, tuple[Any, Any, str, str]] = {
         )
         for how in ALL
     },
-    "direct and ring": (reduce_of(100), reduce_of(100, "ring"), "direct", "ring"),
-    "ll and direct": (reduce_of(100, "ll"), reduce_of(100), "bytes, ll", "direct"),
+    "two-shot and ring": (reduce_of(100), reduce_of(100, "ring"), "two_shot", "ring"),
+    "ll and two-shot": (reduce_of(100, "ll"), reduce_of(100), "bytes, ll", "two_shot"),
     "ring and ll": (reduce_of(100, "ring"), reduce_of(100, "ll"), "ring", "bytes, ll"),
     "numbers of blocks": (reduce_of(100), reduce_of(100_000), "400 bytes", "400000 bytes"),
     "barrier": (barrier, reduce_of(5000), "barrier(", "all_reduce("),

@@ -17,6 +17,7 @@ import torch
 
 import ringcomm
 from ringcomm import AbortedError, ArgumentError, CollectiveTimeout, PeerLost, UnsupportedError
+from ringcomm.algorithms import spelled
 from ringcomm.optim import AdamW, AdamWOptions
 from tests.proof.faults.device.conftest import Places
 from tests.proof.faults.device.places import DEVICE, LONG_S, Gate, Place, error_of, until
@@ -44,7 +45,7 @@ class Chain:
         self.gathered = self._tensors(SMALL * self.n)
 
     def _counts(self, large: int) -> dict[str, int]:
-        return {"ll": SMALL, "direct": large, "ring": large, "scatter": SMALL * self.n}
+        return {"ll": SMALL, "one_shot": large, "ring": large, "scatter": SMALL * self.n}
 
     def _tensors(self, count: int) -> list[torch.Tensor]:
         if self._in_heap:
@@ -52,10 +53,10 @@ class Chain:
         return [self.place.full(count, 0.0) for _ in range(self.n)]
 
     def call(self) -> None:
-        for how in ("ll", "direct", "ring"):
-            self.world.all_reduce(self.inputs[how], algorithm=how)
+        for how in ("ll", "one_shot", "ring"):
+            self.world.all_reduce(self.inputs[how], algorithm=spelled(how, "all_reduce"))
         self.world.reduce_scatter_tensor(self.scattered, self.inputs["scatter"], algorithm="ring")
-        self.world.all_gather_into_tensor(self.gathered, self.scattered, algorithm="direct")
+        self.world.all_gather_into_tensor(self.gathered, self.scattered, algorithm="one_shot")
 
     def fill(self, turn: int) -> None:
         for k, tensors in enumerate(self.inputs.values()):
@@ -157,7 +158,7 @@ def record_steps(place: Place, comm: Any, tensors: list[torch.Tensor]) -> Any:
     small, beside, ring, part, whole = tensors
     with place.capture() as replay:
         comm.all_reduce(small, algorithm="ll")
-        work = comm.all_reduce(beside, algorithm="direct", async_op=True)
+        work = comm.all_reduce(beside, algorithm="two_shot", async_op=True)
         comm.all_reduce(ring, algorithm="ring")
         work.wait()
         comm.all_gather_into_tensor(whole, part, algorithm="copy_engine")
@@ -208,7 +209,7 @@ def replays_steps(store: Any, rank: int, n: int, kind: str) -> tuple[list[float]
 def _optimizer(place: Place, comm: Any) -> AdamW:
     """One whose first step, which makes what steps need, has been taken."""
     params = [place.full(count, 1.0).requires_grad_() for count in (LARGE, SMALL)]
-    lr, options = place.full(1, 0.1), AdamWOptions(algorithm="direct")
+    lr, options = place.full(1, 0.1), AdamWOptions(algorithm="one_shot")
     optimizer = AdamW(params, lr=lr, comm=comm, options=options)
     for param in params:
         param.grad = torch.ones_like(param)
@@ -426,7 +427,7 @@ def test_threads_cannot_capture_a_launch_that_they_share(place: Place) -> None:
         chain.call()
         place.synchronize()
         with place.capture(), pytest.raises(UnsupportedError, match="from one thread"):
-            world[0].all_reduce(chain.inputs["direct"][0])
+            world[0].all_reduce(chain.inputs["one_shot"][0])
         chain.fill(2)
         chain.call()
         chain.check(2)

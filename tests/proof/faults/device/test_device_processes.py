@@ -25,6 +25,7 @@ from ringcomm import (
     MismatchError,
     PeerLost,
 )
+from ringcomm.algorithms import spelled
 from ringcomm.comm.device import lifecycle
 from tests.proof.faults.device.places import (
     DEVICE,
@@ -48,7 +49,7 @@ Call = Callable[[Place, Any], Any]
 
 # What the survivors wait in when the fault happens.
 WAITS: dict[str, Call] = {
-    "direct": lambda place, comm: comm.all_reduce(place.full(5000, 1.0), algorithm="direct"),
+    "one_shot": lambda place, comm: comm.all_reduce(place.full(5000, 1.0), algorithm="two_shot"),
     "ring": lambda place, comm: comm.all_reduce(place.full(5000, 1.0), algorithm="ring"),
     "ll": lambda place, comm: comm.all_reduce(place.full(100, 1.0), algorithm="ll"),
     "gathered by ll": lambda place, comm: comm.all_gather_into_tensor(
@@ -145,7 +146,7 @@ def test_a_killed_process_is_reported(kind: str) -> None:
 
 
 def test_a_stopped_process_is_a_timeout(kind: str) -> None:
-    names = ["direct", "ring", "ll", "recv"]
+    names = ["one_shot", "ring", "ll", "recv"]
     for told, total in survivors(3, kind, "stop", names):
         for name, (error, text, _) in told.items():
             assert error is CollectiveTimeout, (name, text)
@@ -336,9 +337,9 @@ def two_ranks_each(store: Any, process: int, processes: int, kind: str, path: st
         comm = place.connect(FileStore(path, n), rank, n)
         with place.runtime.on_stream(place.runtime.make_stream(0)), place.ordered():
             totals = []
-            for algorithm, count in (("ll", 100), ("direct", 5000), ("ring", 5000)):
+            for algorithm, count in (("ll", 100), ("one_shot", 5000), ("ring", 5000)):
                 tensor = place.full(count, float(rank))
-                comm.all_reduce(tensor, algorithm=algorithm)
+                comm.all_reduce(tensor, algorithm=spelled(algorithm, "all_reduce"))
                 totals.append((float(tensor.min().item()), float(tensor.max().item())))
             placed.wait()
             if process == 1:

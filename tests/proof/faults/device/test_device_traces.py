@@ -45,7 +45,7 @@ def fails(store: Any, rank: int, n: int, kind: str, how: str, folder: str) -> tu
         if rank == 1:
             comm.broadcast(large, 0)
         else:
-            comm.all_reduce(large, algorithm="direct")
+            comm.all_reduce(large, algorithm="two_shot")
             comm.barrier()
 
     error = first_error(place, comm, call)

@@ -1,4 +1,4 @@
-// The direct collectives: pair and shared streams, several segments and calls, zero copy, faults.
+// The one-shot collectives: pair and shared streams, several segments and calls, zero copy, faults.
 //
 // -D, beside those of signal.pml: SEGMENTS of each chunk; CALLS; KINDS, a bit for each collective
 // that a call may be: all sequences are explored; LEND, any ranks' buffers may lie in their heaps.
@@ -42,8 +42,8 @@ inline drain_chunks() {
   })
 }
 
-// reduce_scatter.h: reduce_scatter_direct
-inline reduce_scatter_direct() {
+// reduce_scatter.h: reduce_scatter_one_shot
+inline reduce_scatter_one_shot() {
   for (j : 0 .. SEGMENTS + LOOKAHEAD - 1) {
     each_peer(send(p, j));
     if
@@ -76,8 +76,8 @@ inline finish_sharing() {
 
 #define shares(rank) (kind != BROADCAST || (rank) == 0)
 
-// all_gather.h: share_direct
-inline share_direct() {
+// all_gather.h: share_one_shot
+inline share_one_shot() {
   for (j : 0 .. SEGMENTS + LOOKAHEAD - 1) {
     if
     :: shares(me) && j < items_on(SHARED, me) ->
@@ -190,8 +190,8 @@ inline finish_exchange() {
     fi)
 }
 
-// exchange.h: exchange_direct
-inline exchange_direct() {
+// exchange.h: exchange_one_shot
+inline exchange_one_shot() {
   for (j : 0 .. SEGMENTS + LOOKAHEAD - 1) {
     each_peer(
       if
@@ -225,10 +225,10 @@ proctype rank(byte me; byte communicator) {
     atomic { may_close(); buffer(me) = lends(me) * (1 + call); verify_streams() };
     if
 #if may_be(REDUCE_SCATTER)
-    :: kind == REDUCE_SCATTER -> reduce_scatter_direct()
+    :: kind == REDUCE_SCATTER -> reduce_scatter_one_shot()
 #endif
 #if may_be(ALL_GATHER) || may_be(BROADCAST)
-    :: kind == ALL_GATHER || kind == BROADCAST -> share_direct()
+    :: kind == ALL_GATHER || kind == BROADCAST -> share_one_shot()
 #endif
 #if may_be(ALL_REDUCE)
     :: kind == ALL_REDUCE -> all_reduce_two_hops()
@@ -237,7 +237,7 @@ proctype rank(byte me; byte communicator) {
     :: kind == ONE_HOP -> all_reduce_one_hop()
 #endif
 #if may_be(ALL_TO_ALL) || may_be(GATHER)
-    :: kind == ALL_TO_ALL || kind == GATHER -> exchange_direct()
+    :: kind == ALL_TO_ALL || kind == GATHER -> exchange_one_shot()
 #endif
     fi;
     verify_peer_buffers();
