@@ -522,7 +522,7 @@ class DeviceCallEngine(CallEngine):
         stream = core.native.stream
         if self.sends_alone:
             # Not every rank of this process takes part in a message, so there is no joint launch.
-            # Messages may not wait for each other: DeviceOrder.sends() keeps room for them.
+            # Messages may not wait for each other: DeviceOrder.sends() keeps blocks for them.
             launch([prepared], stream)
             return
         if self.joint_launch is not None:

@@ -458,7 +458,7 @@ def _blocks_each(heap: DeviceHeap) -> int:
     """Returns how many blocks of any kernel that waits for peers a multiprocessor runs at once.
 
     The sums in FP32 stand for all dtypes and for Triton's kernels, which have as many threads:
-    tests/comm/device/test_device_room.py holds them against the others.
+    tests/comm/device/test_device_occupancy.py holds them against the others.
     """
     runtime, device = heap.runtime, heap.device
     return min(
@@ -554,7 +554,7 @@ def _alone(infos: Sequence[_DeviceInfo]) -> bool:
 def _channels(membership: Membership, infos: Sequence[_DeviceInfo]) -> int:
     """Returns the blocks per collective: the share of each rank on the most shared GPU.
 
-    The number is equal on all ranks, and leaves room for the messages of all ranks of that GPU.
+    The number is equal on all ranks, and leaves blocks for the messages of all ranks of that GPU.
     """
     if membership.options.channels:
         return membership.options.channels

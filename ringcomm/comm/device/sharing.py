@@ -42,13 +42,13 @@ def launch(prepared: Sequence[Prepared], stream: int) -> None:
 #
 # Kernels of a collective wait for peers, so all blocks that wait at one time must fit on the device
 # together. Launches on one stream follow each other, so only the largest of each stream counts. A
-# launch that does not fit waits, by events on the device, for the oldest launches whose end makes
-# room. Messages cannot be ordered like this, since a send may wait for a receive that comes after a
-# collective. So from a communicator's first message on, room for the messages of all its local
-# ranks is kept beside the collectives, of whatever communicator: what does not fit beside what is
-# kept already is refused, a communicator when it is built or a first message. If ranks launch the
-# collectives of several communicators in different orders, they run concurrently as far as the
-# device has room. Beyond that they end with the deadline (docs/cuda.md).
+# launch that does not fit waits, by events on the device, for the oldest launches whose end frees
+# enough blocks. Messages cannot be ordered like this, since a send may wait for a receive that
+# comes after a collective. So from a communicator's first message on, blocks for the messages of
+# all its local ranks are kept beside the collectives, of whatever communicator: what does not fit
+# beside what is kept already is refused, a communicator when it is built or a first message. If
+# ranks launch the collectives of several communicators in different orders, they run concurrently
+# as far as the device's occupancy allows. Beyond that they end with the deadline (docs/cuda.md).
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class DeviceOrder:
         return sum(self._members[each].messages for each in self._sending)
 
     def sends(self, owner: object, operation: str) -> None:
-        """Keeps room for the messages of ``owner`` from here on; called before each of them.
+        """Keeps blocks for the messages of ``owner`` from here on; called before each of them.
 
         Raises:
             UnsupportedError: they would not fit beside a collective, of this or another

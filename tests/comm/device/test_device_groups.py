@@ -38,7 +38,7 @@ def test_two_devices_of_one_process(two_devices, ranks):
 
 def test_devices_named_one_by_one(two_devices):
     named: list[torch.device | str | int | None] = [torch.device("cuda", 1), "cuda:0", 1]
-    # Few blocks: worlds of other tests, which live on, keep room for their messages.
+    # Few blocks: worlds of other tests, which live on, keep blocks for their messages.
     options = CommOptions(timeout=60, channels=2)
     with ringcomm.local_world(3, device=named, options=options) as world:
         assert [device_of(comm) for comm in world] == [1, 0, 1]

@@ -101,7 +101,7 @@ def test_everybody_to_everybody(devices):
 
 
 def test_many_messages_beside_another_communicator(devices):
-    """Launches that follow each other on a stream take the room of one."""
+    """Launches that follow each other on a stream take the blocks of one."""
 
     def body(comm):
         peer = 1 - comm.rank

@@ -168,7 +168,7 @@ def test_options_that_differ(emulated):
         assert "segment_bytes=1024" in str(error) and "segment_bytes=2048" in str(error)
 
 
-def test_a_refused_world_leaves_room_for_the_next(emulated):
+def test_a_refused_world_leaves_blocks_for_the_next(emulated):
     devices = emulated(multiprocessors=4)
     for _ in range(3):
         _errors(3, with_options(channels=2))

@@ -2,8 +2,8 @@
 
 What it takes over from the real thing: streams run beside the host and each other, the legacy
 default stream's order, events, graphs, memory that other processes map but the own process cannot,
-devices whose ordinals differ between processes; room for only so many blocks at once, by registers,
-shared memory, threads and blocks of a multiprocessor, handed out block by block; hardware queues,
+devices whose ordinals differ between processes; only so many blocks at once (occupancy), by the
+registers, shared memory, threads and blocks of a multiprocessor, placed one by one; the queues,
 in which streams hold each other back (device.h: NOTE [Hardware queues]); calls that wait for all
 the work of the device: allocations, pinned ones too, mappings and their ends, peer access, and the
 first use of a kernel.

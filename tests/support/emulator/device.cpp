@@ -88,10 +88,10 @@ int enqueue(Stream& stream, Work run, Completions after) {
   return kSuccess;
 }
 
-// The mutex is held. Gives room to as many of the blocks that have no place yet as there is, on the
-// multiprocessors that have most.
-void place(Device& device, int blocks, const Room& each, std::vector<Room*>& places) {
-  const auto less = [&](const Room& a, const Room& b) {
+// The mutex is held. Places as many of the blocks that have no place yet as fit, on the
+// multiprocessors that have most free.
+void place(Device& device, int blocks, const Resources& each, std::vector<Resources*>& places) {
+  const auto less = [&](const Resources& a, const Resources& b) {
     return std::make_tuple(a.holds(each), a.registers, a.blocks) <
            std::make_tuple(b.holds(each), b.registers, b.blocks);
   };
@@ -121,26 +121,26 @@ World& world() {
   return *made;
 }
 
-bool Room::holds(const Room& block) const {
+bool Resources::holds(const Resources& block) const {
   return registers >= block.registers && shared_bytes >= block.shared_bytes &&
          threads >= block.threads && blocks >= block.blocks;
 }
 
-void Room::take(const Room& block) {
+void Resources::take(const Resources& block) {
   registers -= block.registers;
   shared_bytes -= block.shared_bytes;
   threads -= block.threads;
   blocks -= block.blocks;
 }
 
-void Room::give(const Room& block) {
+void Resources::give(const Resources& block) {
   take({-block.registers, -block.shared_bytes, -block.threads, -block.blocks});
 }
 
 Device* make_device(int multiprocessors, int blocks_each, int hardware_queues) {
-  const Room idle = blocks_each == 0 ? kMultiprocessor : Room{0, 0, 0, blocks_each};
+  const Resources idle = blocks_each == 0 ? kMultiprocessor : Resources{0, 0, 0, blocks_each};
   auto* device = new Device{multiprocessors, blocks_each,
-                            std::vector<Room>(size_t(multiprocessors), idle), hardware_queues};
+                            std::vector<Resources>(size_t(multiprocessors), idle), hardware_queues};
   device->legacy = make_stream(device, true, 0);
   return device;
 }
@@ -228,26 +228,27 @@ void settle(Device& device) {
   for (const auto& completion : all) await(lock, completion);
 }
 
-Room room_of(const Device& device, const Needs& block) {
+Resources resources_of(const Device& device, const Needs& block) {
   if (device.blocks_each != 0) return {0, 0, 0, 1};
   const int warps = (block.threads + 31) / 32;
   return {warps * whole(block.registers * 32, kRegisterUnit),
           whole(block.shared_bytes, kSharedUnitBytes) + kSystemSharedBytes, warps * 32, 1};
 }
 
-int blocks_each(const Device& device, const Room& block) {
+int blocks_each(const Device& device, const Resources& block) {
   if (block.shared_bytes > kLargestSharedBytes + kSystemSharedBytes) return 0;
-  Room left = device.blocks_each == 0 ? kMultiprocessor : Room{0, 0, 0, device.blocks_each};
+  Resources left =
+      device.blocks_each == 0 ? kMultiprocessor : Resources{0, 0, 0, device.blocks_each};
   int count = 0;
   for (; left.holds(block); ++count) left.take(block);
   return count;
 }
 
-void run_blocks(Device& device, int blocks, const Room& each, int priority, const Work& work) {
+void run_blocks(Device& device, int blocks, const Resources& each, int priority, const Work& work) {
   Lock lock(world().mutex);
   const std::pair mine(priority, device.tickets++);
   device.waiting.insert(mine);
-  std::vector<Room*> places;
+  std::vector<Resources*> places;
   world().changed.wait(lock, [&] {
     if (*device.waiting.begin() == mine) place(device, blocks, each, places);
     return int(places.size()) == blocks;
@@ -257,7 +258,7 @@ void run_blocks(Device& device, int blocks, const Room& each, int priority, cons
   lock.unlock();
   work();
   lock.lock();
-  for (Room* place : places) place->give(each);
+  for (Resources* place : places) place->give(each);
   world().changed.notify_all();
 }
 

@@ -1,4 +1,4 @@
-// Streams, events and room for blocks of an emulated GPU.
+// Streams, events and the occupancy of an emulated GPU.
 //
 // One mutex guards everything, and one condition variable tells of every change: launches are few,
 // and a kernel runs without the mutex. Idle streams, of which a process collects hundreds, sleep on
@@ -113,17 +113,17 @@ struct Event {
 };
 
 // What a block takes of a multiprocessor, or what is free there.
-struct Room {
+struct Resources {
   int registers, shared_bytes, threads, blocks;
 
-  bool holds(const Room& block) const;
-  void take(const Room& block);
-  void give(const Room& block);
+  bool holds(const Resources& block) const;
+  void take(const Resources& block);
+  void give(const Resources& block);
 };
 // As of the H100 (CUDA C++ Programming Guide, compute capability 9.0). How a multiprocessor divides
 // its memory between the L1 cache and shared memory is not modelled: the driver may wait until one
 // is idle before it changes that for a kernel that needs another division.
-constexpr Room kMultiprocessor{65536, 228 << 10, 2048, 32};
+constexpr Resources kMultiprocessor{65536, 228 << 10, 2048, 32};
 constexpr int kLargestSharedBytes = 227 << 10;  // of a block
 constexpr int kSystemSharedBytes = 1 << 10;     // of each block, beside its own
 constexpr int kSharedUnitBytes = 128;
@@ -131,13 +131,13 @@ constexpr int kRegisterUnit = 256;  // of a warp
 
 struct Device {
   const int multiprocessors;
-  const int blocks_each;   // of any kernel on a multiprocessor; 0: as a GPU's has room
-  std::vector<Room> free;  // by multiprocessor
+  const int blocks_each;        // of any kernel on a multiprocessor; 0: by a GPU's resources
+  std::vector<Resources> free;  // by multiprocessor
   const int hardware_queues;
   std::map<int, std::vector<std::unique_ptr<HardwareQueue>>> queues{};  // by priority
   std::map<int, int> streams_made{};                                    // by priority
   uint64_t tickets = 0;
-  std::set<std::pair<int, uint64_t>> waiting{};  // (priority, ticket) of launches without room
+  std::set<std::pair<int, uint64_t>> waiting{};  // (priority, ticket) of launches that do not fit
   Stream* legacy = nullptr;
   std::vector<Stream*> streams{};  // all, the legacy one too
 };
@@ -165,13 +165,13 @@ bool capturing(Stream& stream);
 struct Needs {
   int registers, shared_bytes, threads;  // of a thread; of a block
 };
-Room room_of(const Device& device, const Needs& block);
-int blocks_each(const Device& device, const Room& block);
+Resources resources_of(const Device& device, const Needs& block);
+int blocks_each(const Device& device, const Resources& block);
 
-// Runs `work` once the multiprocessors have given room to `blocks` blocks; an idle device must have
-// it. Launches get room in the order in which they came to the head of their streams, higher
+// Runs `work` once `blocks` blocks fit on the multiprocessors; on an idle device they must fit.
+// Launches are placed in the order in which they came to the head of their streams, higher
 // priorities first, and block by block: one that does not fit keeps what it has got, and holds back
 // those behind it, as a GPU's block scheduler does.
-void run_blocks(Device& device, int blocks, const Room& each, int priority, const Work& work);
+void run_blocks(Device& device, int blocks, const Resources& each, int priority, const Work& work);
 
 }  // namespace emulator

@@ -25,9 +25,9 @@ Stream* resolve(CUstream handle) {
 }
 
 // What a block of the kernel takes that a launch gives `dynamic_bytes` of shared memory.
-Room room_of(const Device& device, const EmulatedKernel& kernel, int dynamic_bytes) {
+Resources resources_of(const Device& device, const EmulatedKernel& kernel, int dynamic_bytes) {
   const int shared_bytes = kernel.shared_bytes + dynamic_bytes;
-  return emulator::room_of(device, Needs{kernel.registers, shared_bytes, kernel.threads});
+  return emulator::resources_of(device, Needs{kernel.registers, shared_bytes, kernel.threads});
 }
 
 int bad_stream() { return current_device == nullptr ? kInvalidContext : kInvalidHandle; }
@@ -84,8 +84,8 @@ CUresult cuLaunchKernel(CUfunction f, unsigned gridDimX, unsigned gridDimY, unsi
   const int blocks = int(gridDimX * gridDimY);
   const auto* kernel = static_cast<const EmulatedKernel*>(f);
   Device& device = *stream->device;
-  const Room each = room_of(device, *kernel, int(sharedMemBytes));
-  // A GPU runs a grid in waves that it has no room for; blocks that wait for each other would never
+  const Resources each = resources_of(device, *kernel, int(sharedMemBytes));
+  // A GPU runs a grid in waves that do not fit at once; blocks that wait for each other would never
   // end.
   const int at_once = kernel->waits ? blocks : 1;
   if (at_once > device.multiprocessors * blocks_each(device, each)) return kLaunchTooLarge;
@@ -136,18 +136,18 @@ void* emu_device_make(int multiprocessors, int blocks_each, int hardware_queues)
 }
 int emu_device_blocks_each(void* device, void* kernel) {
   const Device& on = *static_cast<Device*>(device);
-  return blocks_each(on, room_of(on, *static_cast<EmulatedKernel*>(kernel), 0));
+  return blocks_each(on, resources_of(on, *static_cast<EmulatedKernel*>(kernel), 0));
 }
 int emu_device_blocks_of(void* device, int registers, int shared_bytes, int threads) {
   const Device& on = *static_cast<Device*>(device);
-  return blocks_each(on, room_of(on, Needs{registers, shared_bytes, threads}));
+  return blocks_each(on, resources_of(on, Needs{registers, shared_bytes, threads}));
 }
-// How many blocks have room now.
+// How many blocks fit now.
 int emu_device_resident(void* device) {
   const Device& on = *static_cast<Device*>(device);
   const std::lock_guard lock(world().mutex);
   int count = 0;
-  for (const Room& free : on.free)
+  for (const Resources& free : on.free)
     count += (on.blocks_each == 0 ? kMultiprocessor.blocks : on.blocks_each) - free.blocks;
   return count;
 }

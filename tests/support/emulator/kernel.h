@@ -6,7 +6,7 @@
 #include "kernels/cuda/args.h"
 
 // `run` does the work of a whole launch, grid_x by grid_y blocks of `lanes` threads each, and
-// returns when every block has ended. All blocks run at once: the driver has found room for them.
+// returns when every block has ended. All blocks run at once: the driver has placed them.
 // `registers` of a thread, `shared_bytes` and `threads` of a block are the real kernel's.
 struct EmulatedKernel {
   std::function<void(const ringcomm::device::LaunchParams& params, int grid_x, int grid_y,

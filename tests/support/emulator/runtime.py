@@ -219,7 +219,7 @@ class EmulatedRuntime(EmulatedMemory):
         check(library().emu_device_synchronize(self._native[device]))
 
     def resident_blocks(self, device: int) -> int:
-        """How many blocks have room on the device now."""
+        """How many blocks fit on the device now."""
         return int(library().emu_device_resident(self._native[device]))
 
     def settle(self, device: int) -> None:

@@ -1,4 +1,4 @@
-"""The emulated driver keeps CUDA's rules: order, room, memory, capture.
+"""The emulated driver keeps CUDA's rules: order, occupancy, memory, capture.
 
 A test that fails here makes every other test on emulated devices meaningless.
 """
@@ -57,7 +57,7 @@ class Device:
         check(self.launch(stream, "wait_then_add", gate, 1, amount, blocks))
 
     def until_it_runs(self, gate: int) -> None:
-        """Waits until the kernel that waits at this gate has its room."""
+        """Waits until the kernel that waits at this gate has its place."""
         while not self.words[gate + RUNS_AFTER]:
             time.sleep(0.001)
 
@@ -143,7 +143,7 @@ def test_streams_of_the_runtime_take_no_part_in_the_legacy_order(device):
     device.open(0)
 
 
-def test_a_launch_waits_for_room():
+def test_a_launch_waits_until_it_fits():
     crowded = Device(block_slots=3)
     runtime = crowded.runtime
     streams = [runtime.make_stream(0) for _ in range(3)]
@@ -152,7 +152,7 @@ def test_a_launch_waits_for_room():
     crowded.wait_then_add(streams[1].handle, gate=1, blocks=2)
     crowded.open(1)
     time.sleep(GRACE_S)
-    assert crowded.words[1] == 1  # its gate is open, but there is no room
+    assert crowded.words[1] == 1  # its gate is open, but it does not fit
     crowded.open(0)
     runtime.synchronize(0)
     assert crowded.words[1] == 2
@@ -176,7 +176,7 @@ def test_blocks_take_the_registers_of_one_multiprocessor():
     crowded.runtime.synchronize(0)
 
 
-def test_a_high_priority_stream_gets_room_first():
+def test_a_high_priority_stream_is_placed_first():
     crowded = Device(block_slots=1)
     runtime = crowded.runtime
     first, usual = runtime.make_stream(0), runtime.make_stream(0)
@@ -190,7 +190,7 @@ def test_a_high_priority_stream_gets_room_first():
     crowded.open(0)
     runtime.record_event(0, first.handle).synchronize()
     time.sleep(GRACE_S)
-    assert crowded.words[1] == 0  # the room is taken again, by the one that came last
+    assert crowded.words[1] == 0  # what was freed is taken again, by the one that came last
     crowded.open(2)
     runtime.synchronize(0)
     assert crowded.words[1] == 1

@@ -1,4 +1,4 @@
-"""What an emulated device has only so much of, and what waits for all of it: room, queues, memory.
+"""What an emulated device has only so much of, and what waits for it: occupancy, queues, memory.
 
 A test that fails here makes the tests meaningless that show where ringcomm may stall on a GPU.
 """
@@ -22,7 +22,7 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
-# ---- room ----------------------------------------------------------------------------------------
+# ---- occupancy -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_shared_memory_is_taken_and_comes_back():
     assert crowded.launch(0, "wait_in_shared", 0, 1, 0, blocks=2) == TOO_LARGE
 
 
-def test_part_of_a_launch_keeps_its_room_while_it_waits_for_more():
-    """The block scheduler hands out room block by block: even what is urgent comes too late."""
+def test_part_of_a_launch_keeps_its_place_while_it_waits_for_more():
+    """The block scheduler places block by block: even what is urgent comes too late."""
     crowded = Device(block_slots=3)
     runtime = crowded.runtime
     first, wide = runtime.make_stream(0), runtime.make_stream(0)
@@ -84,7 +84,7 @@ def test_blocks_that_wait_for_nobody_run_in_waves():
     stream = crowded.runtime.make_stream(0)
     crowded.wait_then_add(stream.handle, gate=0, blocks=2)
     crowded.until_it_runs(0)
-    check(crowded.launch(0, "add_in_waves", 1, 1, blocks=5))  # room for one beside what waits
+    check(crowded.launch(0, "add_in_waves", 1, 1, blocks=5))  # one fits beside what waits
     crowded.runtime.record_event(0, 0).synchronize()
     assert crowded.words[1] == 5
     crowded.open(0)

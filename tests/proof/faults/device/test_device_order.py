@@ -83,13 +83,13 @@ class Launches:
         pytest.param([("a", 8, 2), ("b", 4, 3)], ("a", 6, 1), [], id="its own communicator, too"),
     ],
 )
-def test_a_launch_waits_for_what_makes_room(
+def test_a_launch_waits_for_what_frees_blocks(
     under_way: list[Launch], launch: Launch, behind: list[int]
 ) -> None:
     assert Launches(*under_way).behind(launch) == behind
 
 
-def test_what_has_ended_takes_no_room() -> None:
+def test_what_has_ended_occupies_nothing() -> None:
     launches = Launches(("b", 10, 2), ("c", 10, 3))
     launches.events[0].passed = True
     assert launches.behind(("a", 10, 1)) == [1]
@@ -97,7 +97,7 @@ def test_what_has_ended_takes_no_room() -> None:
     assert launches.behind(("a", 10, 1)) == []
 
 
-def test_room_is_kept_for_messages_from_the_first_on() -> None:
+def test_blocks_are_kept_for_messages_from_the_first_on() -> None:
     launches = Launches(("b", 4, 2), ("c", 4, 3))
     assert launches.behind(("a", 2, 1)) == []
     launches.order.sends(OWNERS["b"], "op")

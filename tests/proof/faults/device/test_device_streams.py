@@ -410,7 +410,7 @@ def test_communicators_past_the_capacity_take_turns() -> None:
     assert run_ranks(same_order, 2) == [0, 0]
 
 
-def test_a_launch_without_room_waits_on_the_device(emulated: Places) -> None:
+def test_a_launch_that_does_not_fit_waits_on_the_device(emulated: Places) -> None:
     """Put behind the oldest launch under way, by an event: the scheduler never sees both."""
     place = emulated(multiprocessors=2, blocks_per_multiprocessor=1)
     first, second = place.world(1), place.world(1)
@@ -432,7 +432,7 @@ def test_a_launch_without_room_waits_on_the_device(emulated: Places) -> None:
     until(done.query)
 
 
-def test_a_launch_of_all_ranks_without_room_waits_on_the_device(emulated: Places) -> None:
+def test_a_launch_of_all_ranks_that_does_not_fit_waits_on_the_device(emulated: Places) -> None:
     place = emulated(multiprocessors=4, blocks_per_multiprocessor=1)
     worlds = [place.world(2) for _ in range(2)]
     streams = [place.runtime.make_stream(0) for _ in worlds]
@@ -488,7 +488,7 @@ def test_messages_beside_a_collective(place: Place) -> None:
     world.run(body)
 
 
-def test_sends_that_wait_leave_room_for_the_collective_before_the_receives(
+def test_sends_that_wait_leave_blocks_for_the_collective_before_the_receives(
     emulated: Places,
 ) -> None:
     """All ranks on one device, whose multiprocessors each run one block of a reduction.

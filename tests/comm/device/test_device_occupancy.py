@@ -125,7 +125,7 @@ def resident(owners: Sequence[Owner]) -> int:
 
 
 def past_capacity(kind: type[DeviceOrder]) -> Iterator[tuple[int, Blocks, Blocks]]:
-    """Devices and pairs of communicators that are let onto them without room."""
+    """Devices and pairs of communicators that are let onto them though they do not fit."""
     runtime: Any = None
     for capacity in MULTIPROCESSORS:
         for one, two in product(asked_on(capacity), repeat=2):
@@ -359,7 +359,7 @@ def test_one_channel_more_would_stall_until_the_deadline(monkeypatch):
         exchange(16, 4, 3, timeout=1.5)
 
 
-def test_a_kernel_that_takes_more_than_its_room_would_stall_until_the_deadline(monkeypatch):
+def test_a_kernel_that_takes_more_than_its_share_would_stall_until_the_deadline(monkeypatch):
     """As if the kernels that are asked had half of the registers that those of a call have."""
     honest = meeting._blocks_each
     monkeypatch.setattr(meeting, "_blocks_each", lambda heap: 2 * honest(heap))
