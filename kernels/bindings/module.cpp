@@ -81,39 +81,40 @@ bool sums_by(const Comm& comm, int algorithm) {
   return comm.sum_blocks() == 0 || algorithm != int(Algorithm::kRing);
 }
 
-// The calls that most programs make, on tensors: see kNotPlain.
-int all_reduce_plain(NativeComm& n, nb::handle tensor, nb::handle op, nb::handle algorithm) {
-  PlainTensor t;
+// The calls that most programs make, on tensors: see kNotFast.
+int all_reduce_fast(NativeComm& n, nb::handle tensor, nb::handle op, nb::handle algorithm) {
+  TensorMemory t;
   const int code = op_code(op), named = host_algorithm(algorithm, Collective::kAllReduce);
-  if (code < 0 || named < 0 || !sums_by(n.comm, named) || !read_plain(tensor, &t) ||
+  if (code < 0 || named < 0 || !sums_by(n.comm, named) || !read_memory(tensor, &t) ||
       kernels().reduce[int(t.dtype)][code] == nullptr)
-    return kNotPlain;
+    return kNotFast;
   const Reduction how = reduction(int(t.dtype), code, 1.0, named);
   return recorded_in_turn(n, [&] { return n.comm.all_reduce(t.ptr, t.ptr, t.elems, how); });
 }
 
-int reduce_scatter_plain(NativeComm& n, nb::handle output, nb::handle input, nb::handle op,
-                         nb::handle algorithm) {
-  PlainTensor out, in;
+int reduce_scatter_fast(NativeComm& n, nb::handle output, nb::handle input, nb::handle op,
+                        nb::handle algorithm) {
+  TensorMemory out, in;
   const int code = op_code(op), named = host_algorithm(algorithm, Collective::kReduceScatter);
   const View& v = n.comm.view();
-  if (code < 0 || named < 0 || !sums_by(n.comm, named) || !read_plain(output, &out) ||
-      !read_plain(input, &in) || out.dtype != in.dtype ||
+  if (code < 0 || named < 0 || !sums_by(n.comm, named) || !read_memory(output, &out) ||
+      !read_memory(input, &in) || out.dtype != in.dtype ||
       in.elems != out.elems * uint64_t(v.world) ||
       kernels().reduce[int(out.dtype)][code] == nullptr || !is_chunk_or_apart(in, out, v.rank))
-    return kNotPlain;
+    return kNotFast;
   const Reduction how = reduction(int(out.dtype), code, 1.0, named);
   return recorded_in_turn(n,
                           [&] { return n.comm.reduce_scatter(in.ptr, out.ptr, out.elems, how); });
 }
 
-int all_gather_plain(NativeComm& n, nb::handle output, nb::handle input, nb::handle algorithm) {
-  PlainTensor out, in;
+int all_gather_fast(NativeComm& n, nb::handle output, nb::handle input, nb::handle algorithm) {
+  TensorMemory out, in;
   const int named = host_algorithm(algorithm, Collective::kAllGather);
   const View& v = n.comm.view();
-  if (named < 0 || !read_plain(output, &out) || !read_plain(input, &in) || out.dtype != in.dtype ||
-      out.elems != in.elems * uint64_t(v.world) || !is_chunk_or_apart(out, in, v.rank))
-    return kNotPlain;
+  if (named < 0 || !read_memory(output, &out) || !read_memory(input, &in) ||
+      out.dtype != in.dtype || out.elems != in.elems * uint64_t(v.world) ||
+      !is_chunk_or_apart(out, in, v.rank))
+    return kNotFast;
   return recorded_in_turn(n, [&] {
     return n.comm.all_gather(in.ptr, out.ptr, in.bytes(), in.dtype, chosen(Algorithm(named)));
   });
@@ -144,26 +145,28 @@ void bind_turn(nb::module_& m, nb::class_<NativeComm>& c) {
       .def("release", &CallLock::unlock);
   c.def_prop_ro(
       "turn", [](const NativeComm& n) { return n.turn; },
-      "Calls on plain tensors take it themselves, all others are made by who holds it.");
+      "Fast calls take it themselves, all others are made by who holds it.");
 }
 
-void bind_plain(nb::class_<NativeComm>& c) {
+void bind_fast(nb::class_<NativeComm>& c) {
   const auto any = [] { return nb::arg().none(); };  // also None: to complain is Python's part
-  c.def("all_reduce_plain", all_reduce_plain,
-        nb::sig("def all_reduce_plain(self, tensor: object, op: object, algorithm: object, "
+  c.def("all_reduce_fast", all_reduce_fast,
+        nb::sig("def all_reduce_fast(self, tensor: object, op: object, algorithm: object, "
                 "/) -> int"),
         any(), any(), any(),
-        "Reduces a plain tensor; returns `NOT_PLAIN`, and communicates nothing, for another.")
-      .def("reduce_scatter_plain", reduce_scatter_plain,
-           nb::sig("def reduce_scatter_plain(self, output: object, input: object, op: object, "
+        "Reduces a tensor that takes the fast path; returns `NOT_FAST`, and communicates nothing, "
+        "for "
+        "another.")
+      .def("reduce_scatter_fast", reduce_scatter_fast,
+           nb::sig("def reduce_scatter_fast(self, output: object, input: object, op: object, "
                    "algorithm: object, /) -> int"),
            any(), any(), any(), any())
-      .def("all_gather_plain", all_gather_plain,
-           nb::sig("def all_gather_plain(self, output: object, input: object, "
+      .def("all_gather_fast", all_gather_fast,
+           nb::sig("def all_gather_fast(self, output: object, input: object, "
                    "algorithm: object, /) -> int"),
            any(), any(), any())
-      .def("barrier_plain", [](NativeComm& n) {
-        if (intercepting_keys() != 0) return kNotPlain;
+      .def("barrier_fast", [](NativeComm& n) {
+        if (intercepting_keys() != 0) return kNotFast;
         return recorded_in_turn(n, [&] { return n.comm.barrier(); });
       });
 }
@@ -432,7 +435,7 @@ void bind_comm(nb::module_& m) {
           "A number that changes when a peer publishes something to this rank, or acknowledges.")
       .def("close", &NativeComm::close, nb::call_guard<WithoutGil>());
   bind_tensors(m);
-  bind_plain(c);
+  bind_fast(c);
   bind_turn(m, c);
   bind_collectives<HostCalls>(c);
   bind_partials(m, c);

@@ -14,8 +14,8 @@
 
 namespace ringcomm::host {
 
-// Held by whoever runs a call of a communicator: a lock as Python's, which a call on plain tensors
-// takes without Python. To wait for it has no deadline of its own: the call that holds it has one.
+// Held by whoever runs a call of a communicator: a lock as Python's, which a fast call takes
+// without Python. To wait for it has no deadline of its own: the call that holds it has one.
 class CallLock {
  public:
   // False: a signal handler raised, and its exception is set. The GIL is not held.

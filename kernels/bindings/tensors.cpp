@@ -70,7 +70,7 @@ struct Torch {
   descrgetfunc get = nullptr;
   // Where a tensor's object has its implementation, and that its keys; 0: not known.
   size_t impl_offset = 0, keys_offset = 0;
-  uint64_t plain_keys = 0;
+  uint64_t known_keys = 0;
   PyObject *int8 = nullptr, *uint8 = nullptr;
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* current_level = PyUnicode_InternFromString("_current_level");
@@ -142,7 +142,7 @@ bool may_be_lazy(nb::handle tensor) {
     uint64_t keys;
     std::memcpy(&impl, reinterpret_cast<const char*>(tensor.ptr()) + t.impl_offset, sizeof impl);
     std::memcpy(&keys, impl + t.keys_offset, sizeof keys);
-    return (keys & ~t.plain_keys) != 0;
+    return (keys & ~t.known_keys) != 0;
   }
   PyObject* const arguments[] = {tensor.ptr()};
   return is_true(t.is_neg, arguments, 1);
@@ -175,7 +175,7 @@ uint64_t intercepting_keys() {
   return local_keys->included & ~local_keys->excluded & watched_keys;
 }
 
-bool read_plain(nb::handle tensor, PlainTensor* result) {
+bool read_memory(nb::handle tensor, TensorMemory* result) {
   const Torch& t = torch();
   // A subclass may stand for data elsewhere.
   const PyTypeObject* const type = Py_TYPE(tensor.ptr());
@@ -199,7 +199,7 @@ bool read_plain(nb::handle tensor, PlainTensor* result) {
   return true;
 }
 
-bool is_chunk_or_apart(const PlainTensor& whole, const PlainTensor& part, int index) {
+bool is_chunk_or_apart(const TensorMemory& whole, const TensorMemory& part, int index) {
   const auto begin = reinterpret_cast<intptr_t>(whole.ptr),
              at = reinterpret_cast<intptr_t>(part.ptr);
   return at >= begin + intptr_t(whole.bytes()) || at + intptr_t(part.bytes()) <= begin ||
@@ -264,30 +264,30 @@ void bind_tensors(nb::module_& m) {
       "`int8` and `uint8`, the names of its module `forward_ad`, and `ReduceOp`, the class of\n"
       "whatever has the hash of one of `ops` and means the same. `ops` are the constants that\n"
       "stand for the codes of `OPS`. False: the interface is one that cannot read, and no tensor\n"
-      "is plain.");
+      "takes the fast path.");
   m.def(
       "read_keys_at",
-      [](size_t impl_offset, size_t keys_offset, uint64_t plain_keys) {
+      [](size_t impl_offset, size_t keys_offset, uint64_t known_keys) {
         Torch& t = torch();
         t.impl_offset = impl_offset;
         t.keys_offset = keys_offset;
-        t.plain_keys = plain_keys;
+        t.known_keys = known_keys;
       },
-      nb::arg("impl_offset"), nb::arg("keys_offset"), nb::arg("plain_keys"),
+      nb::arg("impl_offset"), nb::arg("keys_offset"), nb::arg("known_keys"),
       "Has the dispatch keys of tensors read from memory, instead of asking each for a "
       "negation.\n\n"
       "The offsets in bytes are those of the implementation in a tensor's object, and of the keys\n"
-      "in it. A tensor with a key beyond `plain_keys` is not plain.");
+      "in it. A tensor with a key beyond `known_keys` does not take the fast path.");
   add_constant(
-      m, "NOT_PLAIN", kNotPlain,
-      "What a `*_plain` method returns of tensors, an op or an algorithm that it does not take.");
+      m, "NOT_FAST", kNotFast,
+      "What a `*_fast` method returns of tensors, an op or an algorithm that it does not take.");
   m.def(
-      "is_plain",
+      "takes_fast_path",
       [](nb::handle tensor) {
-        PlainTensor found;
-        return read_plain(tensor, &found);
+        TensorMemory found;
+        return read_memory(tensor, &found);
       },
-      nb::sig("def is_plain(tensor: object, /) -> bool"), nb::arg().none(),
+      nb::sig("def takes_fast_path(tensor: object, /) -> bool"), nb::arg().none(),
       "Tells whether a tensor's memory can be used as it is.\n\n"
       "The tensor is contiguous and on the CPU, has neither a pending negation nor a gradient,\n"
       "and no mode, transform or trace of torch is active on the thread.");

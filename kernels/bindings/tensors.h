@@ -11,9 +11,9 @@ namespace ringcomm::host {
 
 // A collective answers so, instead of with a status, when its tensors need a closer look in Python.
 // Nothing was communicated.
-constexpr int kNotPlain = -1;
+constexpr int kNotFast = -1;
 
-struct PlainTensor {
+struct TensorMemory {
   char* ptr;
   uint64_t elems;
   DType dtype;
@@ -25,14 +25,14 @@ struct PlainTensor {
 // contiguous, not empty, not complex, with no negation pending, and with nothing of torch that has
 // to know of a call: no gradient, and no key of the thread's own in torch's dispatcher (a mode, a
 // transform or a trace). Sets no Python error.
-bool read_plain(nanobind::handle tensor, PlainTensor* result);
+bool read_memory(nanobind::handle tensor, TensorMemory* result);
 
 // The keys that the calling thread has in torch's dispatcher and that stand for a mode, a transform
 // or a trace; 0: none.
 uint64_t intercepting_keys();
 
 // True of a part that is chunk `index` of `whole`, or lies apart from it.
-bool is_chunk_or_apart(const PlainTensor& whole, const PlainTensor& part, int index);
+bool is_chunk_or_apart(const TensorMemory& whole, const TensorMemory& part, int index);
 
 // The code of one of torch's ReduceOp constants; negative: none.
 int op_code(nanobind::handle op);

@@ -55,7 +55,7 @@ __all__ = [
     "dispatch",
     "in_memory",
     "in_memory_all",
-    "is_plain_call",
+    "is_fast_call",
     "op_of",
     "options",
     "seen_by_modes",
@@ -417,7 +417,7 @@ BACKEND_NAME = "ringcomm"
 # What an options object says when the caller gave no timeout.
 UNSET_TIMEOUT = timedelta(milliseconds=-1)
 
-_PLAIN = frozenset({Tensor, Parameter})
+_TORCH_CLASSES = frozenset({Tensor, Parameter})
 
 
 def options(kind: type[_Options], given: Any, timeout: timedelta | None, **fields: Any) -> _Options:
@@ -459,7 +459,7 @@ def single(tensors: Any, operation: str) -> Tensor:
             "tensor, or use the coalesced form"
         )
     tensor = tensors[0]
-    return tensor if type(tensor) in _PLAIN else _unwrapped(tensor, operation)
+    return tensor if type(tensor) in _TORCH_CLASSES else _unwrapped(tensor, operation)
 
 
 def in_memory(tensor: Tensor, operation: str) -> Tensor:
@@ -469,7 +469,7 @@ def in_memory(tensor: Tensor, operation: str) -> Tensor:
         UnsupportedError: the tensor is of a class that stands for data elsewhere (DTensor), or
             for none (a fake tensor).
     """
-    if type(tensor) in _PLAIN:
+    if type(tensor) in _TORCH_CLASSES:
         return tensor
     return _unwrapped(tensor, operation)
 
@@ -578,7 +578,7 @@ def op_of(opts: Any) -> Any:
     return _OPS.get(hash(op), op)
 
 
-def is_plain_call(opts: Any, kind: type[Any]) -> bool:
+def is_fast_call(opts: Any, kind: type[Any]) -> bool:
     """True if a call is synchronous, with only the options that torch.distributed passes."""
     if type(opts) is not kind or opts.asyncOp:
         return False

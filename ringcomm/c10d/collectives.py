@@ -25,7 +25,7 @@ from ringcomm.c10d.calls import (
     Calls,
     in_memory,
     in_memory_all,
-    is_plain_call,
+    is_fast_call,
     op_of,
     options,
     single,
@@ -139,7 +139,7 @@ class GroupCollectives(Calls):
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> Work:
         if (
-            is_plain_call(opts, AllreduceOptions)
+            is_fast_call(opts, AllreduceOptions)
             and len(tensors) == 1
             and self._of(tensors, "allreduce").all_reduce_at_once(tensors[0], opts.reduceOp)
         ):
@@ -210,7 +210,7 @@ class GroupCollectives(Calls):
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
-        if is_plain_call(opts, AllgatherOptions):
+        if is_fast_call(opts, AllgatherOptions):
             communicator = self._of((output, input), "all_gather_single")
             if communicator.all_gather_at_once(output, input):
                 return self._done([output], _ALL_GATHER)
@@ -299,7 +299,7 @@ class GroupCollectives(Calls):
         *,
         op: Any = None,
     ) -> Work:
-        if is_plain_call(opts, ReduceScatterOptions):
+        if is_fast_call(opts, ReduceScatterOptions):
             communicator = self._of((output, input), "reduce_scatter_single")
             if communicator.reduce_scatter_at_once(output, input, opts.reduceOp):
                 return self._done([output], _REDUCE_SCATTER)

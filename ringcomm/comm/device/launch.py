@@ -19,7 +19,7 @@ from ringcomm.comm.device.lifecycle import abandon
 from ringcomm.comm.device.meeting import MULTICAST, check_multicast
 from ringcomm.comm.device.sharing import DeviceOrder, JointLaunch, Prepared, launch
 from ringcomm.comm.host.arguments import DEVICE_ALGORITHMS, CallChecks, NativeOp
-from ringcomm.comm.host.core import NothingPlain
+from ringcomm.comm.host.core import NoFastCalls
 from ringcomm.comm.host.engine import (
     AUTO,
     EXIT_GRACE_S,
@@ -338,7 +338,7 @@ class DeviceCallEngine(CallEngine):
         recorder, rank_of = core.recorder, (core.rank, core.world_size)
         locate = recorder.located if recorder is not None else None
         reader = FlightRecorder(recorder, membership.name, rank_of, locate)
-        super().__init__(core, core.native, NothingPlain(), membership, reader)
+        super().__init__(core, core.native, NoFastCalls(), membership, reader)
         self.device_core = core
         self.device_ref: tuple[DeviceRuntime, int] = (core.runtime, core.device)
         self._checks: dict[str, DeviceCallChecks] = {}

@@ -360,7 +360,7 @@ def _refuse_tangents(operation: str, tensors: Sequence[Tensor]) -> None:
 
 # Tensors without plain memory.
 
-_PLAIN_CLASSES = frozenset({Tensor, torch.nn.Parameter})
+_TORCH_CLASSES = frozenset({Tensor, torch.nn.Parameter})
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 # Advice by class, for classes whose data are in other tensors.
 _INSTEAD = {
@@ -387,10 +387,10 @@ def without_memory(tensor: Tensor) -> str:
     Views with a pending negation or conjugation have memory, and calls copy them. Subclasses
     without ``__torch_dispatch__`` have memory, too.
     """
-    if _native.is_plain(tensor):
+    if _native.takes_fast_path(tensor):
         return ""
     kind = type(tensor)
-    if kind not in _PLAIN_CLASSES:
+    if kind not in _TORCH_CLASSES:
         if is_lazy(tensor):
             return f"{kind.__name__}, which has no shape yet; run its module once before"
         if kind.__torch_dispatch__ is not _NO_DISPATCH:
@@ -499,8 +499,8 @@ class NativeOp:
 
 
 _NAMES: dict[object, str] = {torch_op: name for name, torch_op in _TORCH_OPS.items()}
-_PLAIN = {name: NativeOp(name) for name in OP_CODES if name != PREMUL_SUM}
-_PLAIN_BY_ID = {id(_TORCH_OPS[name]): plain for name, plain in _PLAIN.items()}
+_WITHOUT_FACTOR = {name: NativeOp(name) for name in OP_CODES if name != PREMUL_SUM}
+_BY_ID = {id(_TORCH_OPS[name]): op for name, op in _WITHOUT_FACTOR.items()}
 
 
 def reduction_of(op: object) -> NativeOp:
@@ -509,7 +509,7 @@ def reduction_of(op: object) -> NativeOp:
     Raises:
         ArgumentError: ``op`` is not an op, or PREMUL_SUM without a factor.
     """
-    quick = _PLAIN_BY_ID.get(id(op))
+    quick = _BY_ID.get(id(op))
     if quick is not None:
         return quick
     if isinstance(op, PremulSum):
@@ -521,7 +521,7 @@ def reduction_of(op: object) -> NativeOp:
     if name is None:
         raise ArgumentError(f"op: {kind} is unknown; known are {', '.join(OP_CODES)}")
     if name != PREMUL_SUM:
-        return _PLAIN[name]
+        return _WITHOUT_FACTOR[name]
     if factor is None:
         raise ArgumentError(
             "op: PREMUL_SUM needs a factor; pass ringcomm.premul_sum(factor) instead of "

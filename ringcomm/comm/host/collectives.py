@@ -15,16 +15,17 @@ from ringcomm.comm.host.engine import Call, CallEngine, Work
 
 # NOTE [At once]
 #
-# The common call has plain CPU tensors and a plain op, and nothing is queued before it. The native
-# module reads the tensors of such a call itself and makes it at once. For any other call it does
-# nothing and answers NOT_PLAIN (``*_at_once``: False). That call then takes the path with all
-# checks, which words the errors. Calling a method costs a tenth of a small collective, so the
-# collectives repeat these lines. The ``*_at_once`` methods are for ``torch.distributed``.
+# The common call has contiguous CPU tensors and an op without a factor, and nothing is queued
+# before it. The native module reads the tensors of such a call itself and makes it at once: the
+# fast path. For any other call it does nothing and answers NOT_FAST (``*_at_once``: False). That
+# call then takes the path with all checks, which words the errors. Calling a method costs a tenth
+# of a small collective, so the collectives repeat these lines. The ``*_at_once`` methods are for
+# ``torch.distributed``.
 #
 # Calls advance the autograd versions of their outputs, so that a graph which has saved one raises
 # in its backward. Advancing takes 0.1 us, 4 % of an all_reduce of 4 KiB, so the methods here do not
 # at once. Through ``torch.distributed`` it is 1 %. Tensors that require grad, such as parameters,
-# are not plain even under ``no_grad()``, so their versions always advance.
+# never take the fast path, not even under ``no_grad()``, so their versions always advance.
 
 Tensor = torch.Tensor
 _increment_version = torch._C._increment_version
@@ -70,7 +71,7 @@ class Collectives:
         """
         engine = self.engine
         if not (async_op or kernels or compression or engine.queue.pending or engine.kernels):
-            status = engine.plain.all_reduce_plain(tensor, op, algorithm)
+            status = engine.fast.all_reduce_fast(tensor, op, algorithm)
             if status == 0:
                 return None
             if status > 0:
@@ -83,7 +84,7 @@ class Collectives:
         engine = self.engine
         if engine.queue.pending or engine.kernels:
             return False
-        status = engine.plain.all_reduce_plain(tensor, op, "auto")
+        status = engine.fast.all_reduce_fast(tensor, op, "auto")
         if status > 0:
             raise engine.fault("all_reduce")
         if status == 0:
@@ -190,7 +191,7 @@ class Collectives:
         """
         engine = self.engine
         if not (async_op or kernels or compression or engine.queue.pending or engine.kernels):
-            status = engine.plain.reduce_scatter_plain(output, input, op, algorithm)
+            status = engine.fast.reduce_scatter_fast(output, input, op, algorithm)
             if status == 0:
                 return None
             if status > 0:
@@ -203,7 +204,7 @@ class Collectives:
         engine = self.engine
         if engine.queue.pending or engine.kernels:
             return False
-        status = engine.plain.reduce_scatter_plain(output, input, op, "auto")
+        status = engine.fast.reduce_scatter_fast(output, input, op, "auto")
         if status > 0:
             raise engine.fault("reduce_scatter_tensor")
         if status == 0:
@@ -337,7 +338,7 @@ class Collectives:
         """
         engine = self.engine
         if not (async_op or kernels or engine.queue.pending or engine.kernels):
-            status = engine.plain.all_gather_plain(output, input, algorithm)
+            status = engine.fast.all_gather_fast(output, input, algorithm)
             if status == 0:
                 return None
             if status > 0:
@@ -351,7 +352,7 @@ class Collectives:
         engine = self.engine
         if engine.queue.pending or engine.kernels:
             return False
-        status = engine.plain.all_gather_plain(output, input, "auto")
+        status = engine.fast.all_gather_fast(output, input, "auto")
         if status > 0:
             raise engine.fault("all_gather_into_tensor")
         if status == 0:
@@ -702,7 +703,7 @@ class Collectives:
         """
         engine = self.engine  # See NOTE [At once].
         if timeout is None and not (async_op or engine.queue.pending):
-            status = engine.plain.barrier_plain()
+            status = engine.fast.barrier_fast()
             if status == 0:
                 return None
             if status > 0:

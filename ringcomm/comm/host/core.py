@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ringcomm import _native
 
-__all__ = ["Core", "CoreOwner", "NothingPlain", "PlainCalls"]
+__all__ = ["Core", "CoreOwner", "FastCalls", "NoFastCalls"]
 
 
 class Core(Protocol):
@@ -101,32 +101,32 @@ class Core(Protocol):
     def barrier(self) -> int: ...
 
 
-class PlainCalls(Protocol):
+class FastCalls(Protocol):
     """The calls that take tensors as they are; see NOTE [At once] in ``collectives.py``.
 
-    They return the status of a call of :class:`Core`, or ``NOT_PLAIN`` if they have done nothing.
+    They return the status of a call of :class:`Core`, or ``NOT_FAST`` if they have done nothing.
     """
 
-    def all_reduce_plain(self, tensor: object, op: object, algorithm: object, /) -> int: ...
+    def all_reduce_fast(self, tensor: object, op: object, algorithm: object, /) -> int: ...
 
-    def reduce_scatter_plain(
+    def reduce_scatter_fast(
         self, output: object, input: object, op: object, algorithm: object, /
     ) -> int: ...
 
-    def all_gather_plain(self, output: object, input: object, algorithm: object, /) -> int: ...
+    def all_gather_fast(self, output: object, input: object, algorithm: object, /) -> int: ...
 
-    def barrier_plain(self) -> int: ...
+    def barrier_fast(self) -> int: ...
 
 
-class NothingPlain:
-    """The plain calls of a core that takes checked calls alone."""
+class NoFastCalls:
+    """The fast calls of a core that takes checked calls alone."""
 
-    def all_reduce_plain(self, *_: object) -> int:
+    def all_reduce_fast(self, *_: object) -> int:
         """Does nothing, and says so."""
-        not_plain: int = _native.NOT_PLAIN
-        return not_plain
+        not_fast: int = _native.NOT_FAST
+        return not_fast
 
-    reduce_scatter_plain = all_gather_plain = barrier_plain = all_reduce_plain
+    reduce_scatter_fast = all_gather_fast = barrier_fast = all_reduce_fast
 
 
 class CoreOwner(Protocol):

@@ -26,7 +26,7 @@ from ringcomm.comm.host.arguments import (
     admit_keys,
     intercepting_keys,
 )
-from ringcomm.comm.host.core import Core, CoreOwner, PlainCalls
+from ringcomm.comm.host.core import Core, CoreOwner, FastCalls
 from ringcomm.comm.host.meeting import Membership, why_lost
 from ringcomm.comm.host.options import check_compression, milliseconds_of
 from ringcomm.comm.host.triton import (
@@ -228,7 +228,7 @@ class CallQueue:
 
     Attributes:
         turn: a lock, held by the thread that runs a call. The host's communicators bring their
-            own, which calls on plain tensors take without Python.
+            own, which fast calls take without Python.
         pending: calls queued or running on the worker thread.
     """
 
@@ -417,7 +417,7 @@ def itself(native: Any) -> Any:
 class Unusable:
     """A stand-in for the native communicator once that must not be called any more.
 
-    The quick paths call the native object without asking whether it is still usable. Replacing the
+    The fast path calls the native object without asking whether it is still usable. Replacing the
     object makes that check free.
     """
 
@@ -430,7 +430,7 @@ class Unusable:
         raise self._make_error(name)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise self._make_error(name.removesuffix("_plain"))
+        raise self._make_error(name.removesuffix("_fast"))
 
 
 # Calls under way at exit get this long to end by themselves before their peers are told.
@@ -499,7 +499,7 @@ class CallEngine(ABC):
     Args:
         owner: of the core.
         core: makes the calls.
-        plain: makes those that need no checks.
+        fast: makes those that need no checks.
         membership: the ranks.
         recorder: reads what the ranks have recorded.
 
@@ -516,13 +516,13 @@ class CallEngine(ABC):
         self,
         owner: CoreOwner,
         core: Core,
-        plain: PlainCalls,
+        fast: FastCalls,
         membership: Membership,
         recorder: FlightRecorder,
     ) -> None:
         self.owner = owner
         self.core = core
-        self.plain = plain
+        self.fast = fast
         self.membership = membership
         self.rank = membership.rank
         self.world_size = len(membership.ranks)
@@ -832,7 +832,7 @@ class CallEngine(ABC):
         with self._guard:
             if self.refuse is None:
                 self.refuse = make_error
-                self.core = self.plain = cast(Any, Unusable(make_error))
+                self.core = self.fast = cast(Any, Unusable(make_error))
 
     def interrupt(self) -> None:
         self.abort("interrupted by KeyboardInterrupt")
@@ -915,7 +915,7 @@ class CallEngine(ABC):
         self._guard = threading.Lock()
         self.queue = CallQueue(self.membership.name)
         self.refuse = self._fork_error
-        self.core = self.plain = cast(Any, Unusable(self._fork_error))
+        self.core = self.fast = cast(Any, Unusable(self._fork_error))
         return parents
 
     def _fork_error(self, operation: str) -> ForkError:

@@ -17,7 +17,7 @@ import torch
 
 from ringcomm import _native
 from ringcomm.algorithms import algorithm_name
-from ringcomm.comm.host.core import NothingPlain
+from ringcomm.comm.host.core import NoFastCalls
 from ringcomm.comm.host.meeting import NodeLayout
 from ringcomm.comm.nodes.compressed_sums import Reducing
 from ringcomm.comm.nodes.messages import NodesMessages
@@ -126,7 +126,7 @@ class Scratch:
             self._free.setdefault(tensor.numel(), []).append(tensor)
 
 
-class CallsOverNodes(NothingPlain):
+class CallsOverNodes(NoFastCalls):
     """The calls of one rank, without the collectives themselves; owns what they need.
 
     Methods return 0, or a nonzero status after which :attr:`Watch.error` says what happened. Calls

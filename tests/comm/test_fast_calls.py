@@ -11,7 +11,7 @@ from ringcomm.comm.host.arguments import DTYPE_CODES, SUM
 
 DENSE = torch.arange(12.0)
 TYPES = [dtype for dtype in DTYPE_CODES if not dtype.is_complex]
-PLAIN = {
+FAST = {
     "dense": DENSE,
     "one element": torch.ones(1),
     "no dimension": torch.tensor(1.0),
@@ -40,50 +40,48 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", FAST)
 def test_is_read(name):
-    assert _native.is_plain(PLAIN[name])
+    assert _native.takes_fast_path(FAST[name])
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_each_type_is_moved(worlds, dtype):
     tensor, out = torch.ones(3).to(dtype), torch.zeros(3).to(dtype)
-    assert worlds(1)[0].engine.core.all_gather_plain(out, tensor, "auto") == 0
+    assert worlds(1)[0].engine.core.all_gather_fast(out, tensor, "auto") == 0
     assert torch.equal(out.view(torch.uint8), tensor.view(torch.uint8))
 
 
 def test_a_gradient_counts_whether_autograd_records_or_not():
     parameter = torch.nn.Parameter(torch.ones(3))
     with torch.no_grad():
-        assert not _native.is_plain(parameter)
-    assert not _native.is_plain(parameter)
+        assert not _native.takes_fast_path(parameter)
+    assert not _native.takes_fast_path(parameter)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_is_not_read(name):
-    assert not _native.is_plain(OTHERS[name])
+    assert not _native.takes_fast_path(OTHERS[name])
 
 
 REFUSED = {
-    "an op that has a factor": lambda n, x, y: n.all_reduce_plain(
-        x, ringcomm.premul_sum(2), "auto"
-    ),
-    "no op": lambda n, x, y: n.all_reduce_plain(x, None, "auto"),
-    "an op that the type lacks": lambda n, x, y: n.all_reduce_plain(x, ReduceOp.BXOR, "auto"),
-    "no algorithm": lambda n, x, y: n.all_reduce_plain(x, SUM, "tree"),
-    "an algorithm of devices": lambda n, x, y: n.all_reduce_plain(x, SUM, "copy_engine"),
-    "an algorithm of another type": lambda n, x, y: n.all_reduce_plain(x, SUM, []),
-    "types that differ": lambda n, x, y: n.reduce_scatter_plain(y.double(), x, SUM, "auto"),
-    "counts that differ": lambda n, x, y: n.reduce_scatter_plain(y[:2], x, SUM, "auto"),
-    "counts that differ, gathering": lambda n, x, y: n.all_gather_plain(y[:2], x, "auto"),
-    "memory that overlaps": lambda n, x, y: n.all_gather_plain(x[1:], x[:-1], "auto"),
+    "an op that has a factor": lambda n, x, y: n.all_reduce_fast(x, ringcomm.premul_sum(2), "auto"),
+    "no op": lambda n, x, y: n.all_reduce_fast(x, None, "auto"),
+    "an op that the type lacks": lambda n, x, y: n.all_reduce_fast(x, ReduceOp.BXOR, "auto"),
+    "no algorithm": lambda n, x, y: n.all_reduce_fast(x, SUM, "tree"),
+    "an algorithm of devices": lambda n, x, y: n.all_reduce_fast(x, SUM, "copy_engine"),
+    "an algorithm of another type": lambda n, x, y: n.all_reduce_fast(x, SUM, []),
+    "types that differ": lambda n, x, y: n.reduce_scatter_fast(y.double(), x, SUM, "auto"),
+    "counts that differ": lambda n, x, y: n.reduce_scatter_fast(y[:2], x, SUM, "auto"),
+    "counts that differ, gathering": lambda n, x, y: n.all_gather_fast(y[:2], x, "auto"),
+    "memory that overlaps": lambda n, x, y: n.all_gather_fast(x[1:], x[:-1], "auto"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_is_left_to_the_careful_path(worlds, name):
     x, y = torch.ones(3), torch.zeros(3)
-    assert REFUSED[name](worlds(1)[0].engine.core, x, y) == _native.NOT_PLAIN
+    assert REFUSED[name](worlds(1)[0].engine.core, x, y) == _native.NOT_FAST
     assert torch.equal(x, torch.ones(3))
     assert torch.equal(y, torch.zeros(3))
 
