@@ -1,5 +1,5 @@
 // The limit to compare with: the same data movement as a collective of two ranks, one float or
-// bfloat16 sum, written as plain loops over memory that both processes map. No checks, no
+// bfloat16 sum, written as loops over memory that both processes map. No checks, no
 // faults, no deadlines, no other world size: what a library adds to this is its overhead.
 
 #include <immintrin.h>

@@ -1,6 +1,6 @@
 """The optimizer's step on one GPU, against torch's and a copy.
 
-shard       the update of one rank alone: ringcomm; torch's fused AdamW; and a plain copy of as many
+shard       the update of one rank alone: ringcomm; torch's fused AdamW; and a copy of as many
             bytes as the update must move: 28 per parameter. torch serves bfloat16 parameters with
             FP32 masters by casting the gradient, fused AdamW on the masters, and casting back.
 step        a whole step of data parallelism of W ranks in this process, whose gradients and
@@ -70,8 +70,8 @@ class KernelCase:
     @property
     def memory_bytes(self) -> int:
         """All that the systems hold at once, at the most, and what building one of them takes."""
-        plain = 100 if self.what == SHARD else 80 + 6 * self.dtype.itemsize * self.world
-        return self.heap_bytes + plain * self.elems
+        beside = 100 if self.what == SHARD else 80 + 6 * self.dtype.itemsize * self.world
+        return self.heap_bytes + beside * self.elems
 
 
 class Systems:

@@ -1,4 +1,4 @@
-"""What a disk gives to plain loops: threads that pread and pwrite blocks of a file, past the cache.
+"""What a disk gives to loops alone: threads that pread and pwrite blocks of a file, past the cache.
 
 This is the limit to which state on a disk is compared: the same bytes, pattern and depth, without
 checksums, order or error handling. Notes give the CPU time of the process for 10^9 bytes.

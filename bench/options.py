@@ -20,7 +20,7 @@ class Option(NamedTuple):
 
 
 def option(names: str, help: str = "", **how: Any) -> Option:
-    """Declares an argument with names like "-n --ranks"; the help ends with a plain default."""
+    """Declares an argument with names like "-n --ranks"; the help ends with the default."""
     shown = how.get("default")
     told = f" (default {shown})" if isinstance(shown, int | float | str) else ""
     return Option(tuple(names.split()), {**how, "help": f"{help}{told}".strip()})

@@ -78,7 +78,7 @@ def row_of(
 
 @dataclass(frozen=True)
 class Report:
-    """A run: ``provenance`` is the machine, the software and the command, as plain text."""
+    """A run: ``provenance`` is the machine, the software and the command, as text."""
 
     provenance: dict[str, str]
     rows: list[Row]
@@ -273,7 +273,7 @@ LOSSES = Table(
 def collect(
     command: Sequence[str], versions: Mapping[str, str], device_facts: Mapping[str, str]
 ) -> dict[str, str]:
-    """Plain text by key; ``versions`` are those of the systems that were timed."""
+    """Text by key; ``versions`` are those of the systems that were timed."""
     return {
         "cpu": _cpu_model(),
         "cores": str(len(os.sched_getaffinity(0))),

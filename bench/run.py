@@ -42,7 +42,7 @@ BENCHES = {
     "products": "matrix products over ranks, beside the collective and the product",
     "moe": "tokens to their experts and back, beside all_to_all_single",
     "curves": "losses by optimizer, and by compression of the gradients",
-    "disk": "the rates of a disk under plain loops of direct I/O",
+    "disk": "the rates of a disk under loops of direct I/O",
 }
 
 

@@ -59,7 +59,7 @@ class TrainingOutcome(NamedTuple):
 
 def find_out(run: Run, trained: Mapping[str, Training], nodes: int) -> dict[str, TrainingOutcome]:
     """Compares each system with its twin; collective, and the same on all ranks."""
-    pairs = {} if gpt.PLAIN in trained else gpt.twins(run.world, nodes)
+    pairs = {} if gpt.TORCH_ALONE in trained else gpt.twins(run.world, nodes)
     mine = {}
     for name, each in trained.items():
         twin = trained.get(pairs.get(name, ""))
@@ -83,12 +83,12 @@ def rows_of(
     nodes: int = 1,
 ) -> list[Row]:
     """A row per system; ratios are over the rival: torch alone, or DDP."""
-    alone = gpt.PLAIN in timings
+    alone = gpt.TORCH_ALONE in timings
     mode = PROCESSES_ON_ONE_GPU if alone else PROCESSES
     elems, dtype = shape.parameters, shape.dtype
     case = row_of(gpt.TRAINING, str(shape), world, elems, dtype, mode=mode, nodes=nodes)
     rows = []
-    for row in timed_rows(case, timings, gpt.PLAIN if alone else gpt.DDP):
+    for row in timed_rows(case, timings, gpt.TORCH_ALONE if alone else gpt.DDP):
         found, own = findings[row.system], timings[row.system]
         others = {
             name: timings[name] for name in gpt.RIVALS if name in timings and name != row.system

@@ -28,8 +28,11 @@ DDP, DDP_HERE = "ddp on gloo", "ddp on ringcomm"
 FSDP2, FSDP2_HERE = "fsdp2 on gloo", "fsdp2 on ringcomm"
 HSDP, HSDP_HERE = "hsdp on gloo", "hsdp on ringcomm"
 STAGES = tuple(f"stage {stage}" for stage in range(4))
-PLAIN = "torch alone"
-RIVALS = (*(DDP, DDP_HERE, FSDP2, FSDP2_HERE, *training_deepspeed.STAGES, HSDP, HSDP_HERE), PLAIN)
+TORCH_ALONE = "torch alone"
+RIVALS = (
+    *(DDP, DDP_HERE, FSDP2, FSDP2_HERE, *training_deepspeed.STAGES, HSDP, HSDP_HERE),
+    TORCH_ALONE,
+)
 # No system can do without: the ranks share memory bandwidth and cores, but no gradients.
 ARITHMETIC = "forward and backward"
 # The name of a training step in reports.
@@ -50,14 +53,14 @@ CODED_OVER_NODES = {
     "stage 2 compression=int8 parameters=fp8": (2, _CODED_PARAMS),
     "stage 3 compression=int8 parameters=fp8": (3, _CODED_PARAMS),
 }
-PLAIN_OVER_NODES = {
+UNCODED_OVER_NODES = {
     "stage 3 state=node": (3, _zero_options(state="node")),
     "stage 3 params=world": (3, _zero_options(params="world")),
 }
 # Each system, and the one whose losses and weights it must have to the bit; codes have no such
 # twin. DeepSpeed's stages and torch's wrappers only where each sum is of two ranks, since the sum
 # of two numbers has one value whatever their order. HSDP's are over a node and then over nodes.
-STAGE_TWINS = dict.fromkeys((*STAGES[1:], *PLAIN_OVER_NODES), STAGES[0])
+STAGE_TWINS = dict.fromkeys((*STAGES[1:], *UNCODED_OVER_NODES), STAGES[0])
 PAIR_TWINS = {DDP_HERE: DDP, FSDP2_HERE: FSDP2, **dict.fromkeys(training_deepspeed.STAGES, DDP)}
 MESH_TWINS = {HSDP_HERE: HSDP}
 
@@ -330,7 +333,7 @@ def entrants(batches: Batches, comm: ringcomm.Communicator, *, alone: bool) -> d
         name: partial(_zero, shape, stage, comm) for stage, name in enumerate(STAGES)
     }
     if alone:
-        builds[PLAIN] = lambda: _with_torchs(shape, shape.model().to(device, shape.dtype))
+        builds[TORCH_ALONE] = lambda: _with_torchs(shape, shape.model().to(device, shape.dtype))
     else:
         builds[ARITHMETIC] = lambda: (shape.model().to(shape.dtype), None)
         gloo, here = (dist.new_group(backend=backend) for backend in ("gloo", "ringcomm"))
@@ -343,7 +346,7 @@ def entrants(batches: Batches, comm: ringcomm.Communicator, *, alone: bool) -> d
                 for name, stage in training_deepspeed.STAGES.items():
                     builds[name] = partial(_deepspeed, shape, stage)
             if comm.num_nodes > 1:
-                for name, (stage, how) in {**CODED_OVER_NODES, **PLAIN_OVER_NODES}.items():
+                for name, (stage, how) in {**CODED_OVER_NODES, **UNCODED_OVER_NODES}.items():
                     builds[name] = partial(_zero, shape, stage, comm, how)
                 builds[HSDP] = lambda: _fsdp2(shape, _mesh(comm, "gloo"))
                 builds[HSDP_HERE] = lambda: _fsdp2(shape, _mesh(comm, "ringcomm"))

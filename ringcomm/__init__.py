@@ -150,7 +150,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _load_native() -> Any:
-    """Serves the first ``from ringcomm import _native``, after which it is a plain attribute."""
+    """Serves the first ``from ringcomm import _native``, after which it is in the module."""
     try:
         return import_module("ringcomm._native")
     except ImportError as error:

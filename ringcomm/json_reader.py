@@ -218,7 +218,7 @@ LONGEST_FILE_TEXT = 1 << 16
 _EXPECTED = {bool: "true or false", int: "a number", float: "a number", str: "a string"}
 
 
-def read_object(kind: type[T], plain: Any, where: str = "") -> T:
+def read_object(kind: type[T], data: Any, where: str = "") -> T:
     """Makes a dataclass of an object as ``json`` has parsed it.
 
     Its fields are bools, ints from -1 to 2^64 - 1, floats, strings of printable characters, any of
@@ -227,24 +227,24 @@ def read_object(kind: type[T], plain: Any, where: str = "") -> T:
 
     Args:
         kind: the dataclass.
-        plain: the object.
+        data: the object.
         where: its name in errors; "" for the whole.
 
     Raises:
         ValueError: says where something else was expected, and what.
     """
-    if type(plain) is not dict:
-        raise _wrong(where, "an object", plain)
+    if type(data) is not dict:
+        raise _wrong(where, "an object", data)
     known = {field.name: field for field in fields(kind) if field.init}  # type: ignore[arg-type]
-    for name, value in plain.items():
+    for name, value in data.items():
         if name not in known:
             raise _wrong(f"{where}.{name[:80]}", f"no such entry of a {kind.__name__}", value)
     hints = typing.get_type_hints(kind)
     return kind(
         **{
-            name: _read(hints[name], plain.get(name), f"{where}.{name}")
+            name: _read(hints[name], data.get(name), f"{where}.{name}")
             for name, field in known.items()
-            if not _is_left_out(field, name in plain, plain.get(name))
+            if not _is_left_out(field, name in data, data.get(name))
         }
     )
 
@@ -255,28 +255,28 @@ def _is_left_out(field: dataclasses.Field[Any], is_there: bool, value: Any) -> b
     return not is_there or (value is None and type(field.default) is int)
 
 
-def _read(kind: Any, plain: Any, where: str) -> Any:
+def _read(kind: Any, data: Any, where: str) -> Any:
     if isinstance(kind, types.UnionType):
         (kind,) = set(typing.get_args(kind)) - {types.NoneType}
-        return None if plain is None else _read(kind, plain, where)
+        return None if data is None else _read(kind, data, where)
     if isinstance(kind, types.GenericAlias):
         of, *more = typing.get_args(kind)
-        if type(plain) is not list:
-            raise _wrong(where, "a list", plain)
-        if more != [...] and len(plain) != len(more) + 1:
-            raise _wrong(where, f"a list of {len(more) + 1}", plain)
-        return tuple(_read(of, each, f"{where}[{index}]") for index, each in enumerate(plain))
+        if type(data) is not list:
+            raise _wrong(where, "a list", data)
+        if more != [...] and len(data) != len(more) + 1:
+            raise _wrong(where, f"a list of {len(more) + 1}", data)
+        return tuple(_read(of, each, f"{where}[{index}]") for index, each in enumerate(data))
     if dataclasses.is_dataclass(kind):
-        return read_object(typing.cast("type[Any]", kind), plain, where)
-    if kind is float and type(plain) is int and abs(plain) < 1 << 64:
-        plain = float(plain)
-    if type(plain) is not kind:
-        raise _wrong(where, _EXPECTED[kind], plain)
-    if kind is int and not -1 <= plain < 1 << 64:
-        raise _wrong(where, "a number that is not out of range", plain)
-    if kind is str and not _is_printable(plain):
-        raise _wrong(where, f"at most {LONGEST_FILE_TEXT} characters to print", plain)
-    return plain
+        return read_object(typing.cast("type[Any]", kind), data, where)
+    if kind is float and type(data) is int and abs(data) < 1 << 64:
+        data = float(data)
+    if type(data) is not kind:
+        raise _wrong(where, _EXPECTED[kind], data)
+    if kind is int and not -1 <= data < 1 << 64:
+        raise _wrong(where, "a number that is not out of range", data)
+    if kind is str and not _is_printable(data):
+        raise _wrong(where, f"at most {LONGEST_FILE_TEXT} characters to print", data)
+    return data
 
 
 def _is_printable(text: str) -> bool:
@@ -293,7 +293,7 @@ def digest_of(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-# Plain Python values as JSON and back, equal in value and type.
+# Python values as JSON and back, equal in value and type.
 #
 # JSON has no tuples, and no dicts whose keys are not strings. They are written as objects of one
 # member, ``{"$tuple": [...]}`` and ``{"$dict": [[key, value], ...]}``. NaN and infinities are
@@ -332,19 +332,19 @@ def encode(value: object, what: str) -> Any:
     )
 
 
-def decode(plain: Any) -> Any:
+def decode(data: Any) -> Any:
     """Undoes :func:`encode`.
 
     Raises:
         ValueError, TypeError: no value was encoded so.
     """
-    if isinstance(plain, list):
-        return [decode(each) for each in plain]
-    if not isinstance(plain, dict):
-        return plain
-    if not any(key.startswith("$") for key in plain):
-        return {key: decode(each) for key, each in plain.items()}
-    ((tag, content),) = plain.items()
+    if isinstance(data, list):
+        return [decode(each) for each in data]
+    if not isinstance(data, dict):
+        return data
+    if not any(key.startswith("$") for key in data):
+        return {key: decode(each) for key, each in data.items()}
+    ((tag, content),) = data.items()
     items = decode(content)
     if tag == _TUPLE and isinstance(items, list):
         return tuple(items)
@@ -353,6 +353,6 @@ def decode(plain: Any) -> Any:
     raise ValueError(f"unknown object {tag}")
 
 
-def text_of(plain: Any) -> str:
+def text_of(data: Any) -> str:
     """JSON without blanks; equal data in equal order have equal texts."""
-    return json.dumps(plain, separators=(",", ":"))
+    return json.dumps(data, separators=(",", ":"))

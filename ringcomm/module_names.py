@@ -1,9 +1,9 @@
 """Names of modules and their tensors without those of wrappers, and patterns that choose some.
 
-NOTE [Plain names]
+NOTE [Names without wrappers]
 ``torch.compile()``, activation checkpoints and data parallelism put a module that has no tensors of
 its own between a module and its name. The wrapper may come and go between two runs, so no file and
-no option has its name: the *plain* name of a tensor is the name that it has without any wrapper.
+no option has its name: a tensor's *unwrapped* name is the one that it has without any wrapper.
 Readers of files accept names with the parts of wrappers, too; see :class:`KnownNames`.
 """
 
@@ -32,9 +32,9 @@ __all__ = [
     "matches",
     "named_modules",
     "named_parameters",
-    "plain_name",
     "some",
     "unwrapped",
+    "unwrapped_name",
     "without_wrappers",
     "wrapped_key",
 ]
@@ -75,8 +75,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def plain_name(root: nn.Module, name: str) -> str:
-    """Returns the plain name of a module, a parameter or a buffer of ``root``."""
+def unwrapped_name(root: nn.Module, name: str) -> str:
+    """Returns the unwrapped name of a module, a parameter or a buffer of ``root``."""
     parts = name.split(".")
     if _PARALLEL not in parts and not _RESERVED.intersection(parts):
         return name
@@ -100,21 +100,21 @@ def plain_name(root: nn.Module, name: str) -> str:
 def named_modules(
     root: nn.Module, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Does ``root.named_modules()`` with plain names; a wrapper has that of the module inside."""
+    """Does ``root.named_modules()`` with unwrapped names; a wrapper has its module's."""
     for name, module in root.named_modules(remove_duplicate=remove_duplicate):
-        yield plain_name(root, name), module
+        yield unwrapped_name(root, name), module
 
 
 def named_parameters(
     root: nn.Module, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Does ``root.named_parameters()`` with plain names."""
+    """Does ``root.named_parameters()`` with unwrapped names."""
     for name, param in root.named_parameters(remove_duplicate=remove_duplicate):
-        yield plain_name(root, name), param
+        yield unwrapped_name(root, name), param
 
 
 def without_wrappers(names: Iterable[str]) -> dict[str, str]:
-    """Returns the plain names of a file's tensors, by the names that they have there.
+    """Returns the unwrapped names of a file's tensors, by the names that they have there.
 
     No module is known, so that only the parts that no model has are left out. A name that another
     one would become stays as it is.
@@ -123,14 +123,14 @@ def without_wrappers(names: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     taken = set(there)
     for name in there:
-        plain = ".".join(part for part in name.split(".") if part not in _RESERVED)
-        found[name] = name if plain in taken or not plain else plain
+        inner = ".".join(part for part in name.split(".") if part not in _RESERVED)
+        found[name] = name if inner in taken or not inner else inner
         taken.add(found[name])
     return found
 
 
 class KnownNames:
-    """Plain names that are known, found by the names that a file has for them.
+    """Unwrapped names that are known, found by the names that a file has for them.
 
     A file may be of a run with other wrappers, and have their parts in its names.
     """
@@ -178,19 +178,19 @@ def find_modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
 
     Args:
         model: the whole.
-        pattern: a plain name, in which a ``*`` stands for any characters of one part. Of a wrapper
-            and the module inside, which have one plain name, the wrapper is found.
+        pattern: an unwrapped name, in which a ``*`` stands for any characters of one part. Of a
+            wrapper and the module inside, which have one unwrapped name, the wrapper is found.
     """
     found: dict[str, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():
-        plain = plain_name(model, name)
-        if matches(pattern, plain):
-            found.setdefault(plain, (name, module))
+        inner = unwrapped_name(model, name)
+        if matches(pattern, inner):
+            found.setdefault(inner, (name, module))
     return list(found.values())
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Tells whether a pattern names something of this plain name."""
+    """Tells whether a pattern names something of this unwrapped name."""
     parts = name.split(".")
     wanted = [part for part in pattern.split(".") if part not in _RESERVED]
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
@@ -225,7 +225,7 @@ class IncompatibleKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """The plain names of a module's parameters and persistent buffers.
+    """The unwrapped names of a module's parameters and persistent buffers.
 
     Attributes:
         tensors: by first name.

@@ -54,7 +54,7 @@ KINDS: dict[str, tuple[Number, List]] = {
     "tensor": (torch.tensor, torch.tensor),
     "class": (Index, lambda values: tuple(map(Index, values))),
 }
-PLAIN = KINDS["int"]
+INTS = KINDS["int"]
 
 NAMES = re.compile(
     r"(group_)?(src|dst|peer|rank)|(global_|new_)?ranks?|tag|color|key|\w*splits?(_sizes)?"
@@ -419,7 +419,7 @@ def test_conditions_are_integers(worlds, kind):
         group.close()
         return message, sent, rooted(comm, condition), objects(comm, condition)
 
-    def plain(comm):
+    def with_ints(comm):
         return (
             torch.ones(2) * (1 if comm.rank else comm.rank + 1.0),
             torch.tensor([0.0, 1.0]),
@@ -427,7 +427,7 @@ def test_conditions_are_integers(worlds, kind):
             objects(comm, int),
         )
 
-    for got, want in zip(worlds(2).run(body), worlds(2).run(plain), strict=True):
+    for got, want in zip(worlds(2).run(body), worlds(2).run(with_ints), strict=True):
         same(got, want)
 
 

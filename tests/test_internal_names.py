@@ -35,7 +35,7 @@ INTERNAL_NAMES = {
         "Connection Gpu LEVELS Topology TopologyChoice host_choice load read_machine save"
     ),
     "comm.functions": "Group communicator_of",
-    "comm.host.arguments": "CallChecks DTYPE_CODES is_plain readable size_bytes",
+    "comm.host.arguments": "CallChecks DTYPE_CODES is_contiguous readable size_bytes",
     "comm.host.engine": "Call",
     "comm.nodes.device_core": "preload",
     "comm.peer_memory": "heap_bases is_in_heap",

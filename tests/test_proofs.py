@@ -21,7 +21,7 @@ import pytest
 from tests import proofs
 from tests.proofs import PROOFS, Proof
 from tests.support import ROOT, fork_server
-from tests.support.compiler import NEEDS_COMPILER, PLAIN, compile_to
+from tests.support.compiler import NEEDS_COMPILER, OPTIMISED, compile_to
 from tests.support.covering import EVERY_CASE, in_test_all
 from tests.support.imports import files_imported
 from tests.support.opened import Opened
@@ -249,7 +249,7 @@ def test_files_that_a_compiler_and_a_child_of_a_child_read_are_seen(tmp_path: Pa
         (folder / name).write_text(text)
     with Opened(tmp_path / "tree") as opened:
         root = tmp_path / "tree"
-        compile_to(tmp_path / "program", root, root / "main.cpp", flags=PLAIN)
+        compile_to(tmp_path / "program", root, root / "main.cpp", flags=OPTIMISED)
         command = f"import subprocess; subprocess.run([{sys.executable!r}, 'read.py'], check=True)"
         subprocess.run([sys.executable, "-c", command], cwd=root, check=True)
     assert opened.files == {"main.cpp", "inner/header.h", "read.py", "inner/data"}

@@ -218,12 +218,12 @@ def bandwidth_gpu() -> Sheet:
     systems = (
         *(("ringcomm", "ringcomm", "blue"), ("ringcomm:ring", "its ring", "violet")),
         *(("triton:one_shot", "Triton kernels", "orange"), ("torch", "torch", "green")),
-        ("copy", "plain copy", "muted"),
+        ("copy", "copy", "muted"),
     )
     return Chart(
         "Bandwidth over size: 2 ranks that share an H100",
         "Bus bandwidth of reduce-scatter, all-gather and all-reduce from 1 to 256 MiB, two ranks "
-        "that share one GPU. torch's sums and copies, and a plain copy, have 4 to 10 times the "
+        "that share one GPU. torch's sums and copies, and a copy, have 4 to 10 times the "
         "bandwidth of ringcomm at 1 MiB, and 1.1 to 1.5 times at 256 MiB. "
         f"Measured on {_machine(report)}.",
         "2 ranks on one GPU, FP32: bus bandwidth, GB/s",

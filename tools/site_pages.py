@@ -70,8 +70,8 @@ def with_site_links(text: str, page: str) -> str:
 def with_docstring_links(html: str, page: str) -> str:
     """Returns the HTML of a page with links where docstrings name pages, and without roles."""
     up = posixpath.relpath(".", posixpath.dirname(page) or ".")
-    plain = _ROLE.sub("", html).replace("::</p>", ":</p>")
-    return _NAMED_PAGE.sub(rf'<a href="{up}/\1.html">\1</a>', plain)
+    named = _ROLE.sub("", html).replace("::</p>", ":</p>")
+    return _NAMED_PAGE.sub(rf'<a href="{up}/\1.html">\1</a>', named)
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""torch's own sums and copies on one GPU over the same bytes, and a plain copy: the ceiling.
+"""torch's own sums and copies on one GPU over the same bytes, and a copy: the ceiling.
 
 torch is given what suits it: the ranks' buffers lie side by side in one tensor, and of the ways to
 write an operation the one is timed that is fastest at this size.

@@ -1,5 +1,5 @@
 // Data movement and conversions as PTX spells them; orders stand in ringcomm/core/atomics.h. For
-// the host, which runs the same loops under ThreadSanitizer and in the emulator, plain C++ of the
+// the host, which runs the same loops under ThreadSanitizer and in the emulator, C++ of the
 // same meaning.
 #pragma once
 

@@ -60,7 +60,7 @@ uint32_t by_tables(const void* data, uint64_t bytes) {
 // The instruction takes three cycles and can begin in each: three strands are summed side by side,
 // and joined. Long strands, and lines fetched so far ahead, keep more of the memory's lines under
 // way: Xeon family 6 model 207, 2 MiB at a time of 512 MiB in huge pages, 12.8 GB/s; strands of
-// 4 KiB and the machine's own prefetching 9.7; a plain loop of loads and additions 9.5. From the
+// 4 KiB and the machine's own prefetching 9.7; a loop of loads and additions 9.5. From the
 // second cache it is 22 GB/s whatever the strands.
 constexpr uint64_t kLongStrandBytes = 64 << 10, kShortStrandBytes = 4 << 10;
 constexpr uint64_t kFetchAheadBytes = 2048;

@@ -120,7 +120,7 @@ def _build_parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, Su
     module: Subcommand | None = None
     for name, entry in COMMANDS.items():
         if entry.forwards:
-            # With no prefix character "-b 4K" parses as plain words, which the command passes on.
+            # With no prefix character "-b 4K" parses as words, which the command passes on.
             subparser = subparsers.add_parser(
                 name, help=entry.summary, add_help=False, prefix_chars="\0"
             )

@@ -340,8 +340,8 @@ def examine() -> Iterable[Finding]:
 def json_text(findings: Sequence[Finding]) -> str:
     """The findings as JSON."""
     works = all(finding.verdict != FAIL for finding in findings)
-    plain = {"schema": SCHEMA, "works": works, "findings": [asdict(each) for each in findings]}
-    return json.dumps(plain, indent=1)
+    told = {"schema": SCHEMA, "works": works, "findings": [asdict(each) for each in findings]}
+    return json.dumps(told, indent=1)
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:

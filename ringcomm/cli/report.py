@@ -527,41 +527,41 @@ class Taken:
 
 
 def _take(path: Path, taken: Taken) -> None:
-    plain = _parsed(path)
-    if plain.get("format") == reader.FORMAT:
+    data = _parsed(path)
+    if data.get("format") == reader.FORMAT:
         taken.traces.append((path, reader.read(path)))
         return
     try:
         for names, read in KINDS:
-            if names <= set(plain):
-                read(path, plain, taken)
+            if names <= set(data):
+                read(path, data, taken)
                 return
     except ValueError as error:
         raise ArgumentError(f"{path}: damaged, or of another version: {error}") from error
-    told = shown(sorted(map(str, plain)))
+    told = shown(sorted(map(str, data)))
     raise ArgumentError(f"{path}: expected {EXPECTED}, got an object of {told}")
 
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
         # Losses that are no numbers are written as NaN, which read_json() refuses.
-        plain = json.loads(read_bounded(path, LARGEST_BYTES))
+        data = json.loads(read_bounded(path, LARGEST_BYTES))
     except OSError as error:
         raise ArgumentError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         told = printable(str(error))
         raise ArgumentError(f"{path}: expected {EXPECTED}, got no JSON ({told})") from error
-    if type(plain) is not dict:
-        raise ArgumentError(f"{path}: expected {EXPECTED}, got {shown(plain)}")
-    return plain
+    if type(data) is not dict:
+        raise ArgumentError(f"{path}: expected {EXPECTED}, got {shown(data)}")
+    return data
 
 
-def _known(kind: type[T], plain: Any, where: str) -> T:
+def _known(kind: type[T], data: Any, where: str) -> T:
     """Reads an object's fields, of which later versions may write more; numbers are measurable."""
-    if type(plain) is not dict:
-        raise ValueError(f"{where}: expected an object, got {shown(plain)}")
+    if type(data) is not dict:
+        raise ValueError(f"{where}: expected an object, got {shown(data)}")
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    found = read_object(kind, {name: plain[name] for name in plain if name in names}, where)
+    found = read_object(kind, {name: data[name] for name in data if name in names}, where)
     for name, value in vars(found).items():
         # Differences of numbers are numbers, too.
         if type(value) is float and not abs(value) <= LARGEST_NUMBER:
@@ -569,19 +569,19 @@ def _known(kind: type[T], plain: Any, where: str) -> T:
     return found
 
 
-def _items(plain: Any, where: str) -> list[tuple[str, Any]]:
+def _items(data: Any, where: str) -> list[tuple[str, Any]]:
     """The items of a list, each with its position."""
-    if type(plain) is not list:
-        raise ValueError(f"{where}: expected a list, got {shown(plain)}")
-    return [(f"{where}[{index}]", each) for index, each in enumerate(plain)]
+    if type(data) is not list:
+        raise ValueError(f"{where}: expected a list, got {shown(data)}")
+    return [(f"{where}[{index}]", each) for index, each in enumerate(data)]
 
 
-def _facts(plain: Any, where: str) -> dict[str, str]:
+def _facts(data: Any, where: str) -> dict[str, str]:
     """Names and scalars as text, those of inner objects with the outer name before them."""
-    if type(plain) is not dict or len(plain) > MOST_FACTS:
-        raise ValueError(f"{where}: expected an object of at most {MOST_FACTS}, got {shown(plain)}")
+    if type(data) is not dict or len(data) > MOST_FACTS:
+        raise ValueError(f"{where}: expected an object of at most {MOST_FACTS}, got {shown(data)}")
     found: dict[str, str] = {}
-    for name, value in plain.items():
+    for name, value in data.items():
         if type(value) is dict:
             inner = _facts(value, f"{where}.{name}")
             found |= {printable(f"{name} {key}"): text for key, text in inner.items()}
@@ -592,27 +592,27 @@ def _facts(plain: Any, where: str) -> dict[str, str]:
     return found
 
 
-def _benchmark(path: Path, plain: Mapping[str, Any], taken: Taken, title: str = "") -> None:
-    if plain.get("schema") != 1:
-        raise ValueError(f"schema: expected 1, got {shown(plain.get('schema'))}")
-    rows = [_known(ShownRow, each, where) for where, each in _items(plain["rows"], "rows")]
-    facts = _facts(plain["provenance"], "provenance")
+def _benchmark(path: Path, data: Mapping[str, Any], taken: Taken, title: str = "") -> None:
+    if data.get("schema") != 1:
+        raise ValueError(f"schema: expected 1, got {shown(data.get('schema'))}")
+    rows = [_known(ShownRow, each, where) for where, each in _items(data["rows"], "rows")]
+    facts = _facts(data["provenance"], "provenance")
     taken.sections.append(of_benchmark(path, title or path.name, facts, rows))
 
 
-def _demo(path: Path, plain: Mapping[str, Any], taken: Taken) -> None:
-    if type(plain["parts"]) is not dict:
-        raise ValueError(f"parts: expected an object, got {shown(plain['parts'])}")
-    for title, part in plain["parts"].items():
+def _demo(path: Path, data: Mapping[str, Any], taken: Taken) -> None:
+    if type(data["parts"]) is not dict:
+        raise ValueError(f"parts: expected an object, got {shown(data['parts'])}")
+    for title, part in data["parts"].items():
         if type(part) is not dict or not {"provenance", "rows"} <= set(part):
             raise ValueError(f"parts: expected what bench writes, got {shown(part)}")
         _benchmark(path, part, taken, printable(title))
 
 
-def _training(path: Path, plain: Mapping[str, Any], taken: Taken) -> None:
-    outcome = _known(ShownOutcome, plain["outcome"], "outcome")
-    told = {"ranks": plain.get("ranks"), "software": plain.get("software", {})}
-    facts = _facts({**_facts(plain["options"], "options"), **told}, "record")
+def _training(path: Path, data: Mapping[str, Any], taken: Taken) -> None:
+    outcome = _known(ShownOutcome, data["outcome"], "outcome")
+    told = {"ranks": data.get("ranks"), "software": data.get("software", {})}
+    facts = _facts({**_facts(data["options"], "options"), **told}, "record")
     taken.sections.append(of_training(path, facts, outcome))
 
 
@@ -627,9 +627,9 @@ class ProfileSpan:
     dur: float
 
 
-def _profile(path: Path, plain: Mapping[str, Any], taken: Taken) -> None:
+def _profile(path: Path, data: Mapping[str, Any], taken: Taken) -> None:
     spans = []
-    for where, each in _items(plain["traceEvents"], "traceEvents"):
+    for where, each in _items(data["traceEvents"], "traceEvents"):
         if type(each) is dict and each.get("ph") == "M":
             continue  # names a process
         span = _known(ProfileSpan, each, where)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # believed.
 LARGEST_BYTES = 1 << 30
 
-# ---- Plain data of every rank -------------------------------------------------------------------
+# ---- JSON data of every rank --------------------------------------------------------------------
 
 
 class Ranks(Protocol):
@@ -38,7 +38,7 @@ class Ranks(Protocol):
         ...
 
     def exchange(self, mine: Any) -> list[Any]:
-        """Returns plain JSON data of every rank, by rank; collective."""
+        """Returns JSON data of every rank, by rank; collective."""
         ...
 
 
@@ -63,7 +63,7 @@ def gather_bytes(comm: Communicator, mine: bytes, size_bytes: int) -> list[bytes
 
 
 def exchange(comm: Communicator, mine: Any) -> list[Any]:
-    """Returns plain JSON data of every rank, by rank; collective.
+    """Returns JSON data of every rank, by rank; collective.
 
     Raises:
         CorruptedError: a rank sent something else; names the rank.
@@ -99,7 +99,7 @@ def read_description(text: bytes, rank: int, operation: str) -> Any:
 
 
 class ModelRanks:
-    """The ranks that train one model together, with plain data to exchange.
+    """The ranks that train one model together, with JSON data to exchange.
 
     Args:
         comm: the ranks with the same parts of the model; None for this one alone.
@@ -127,7 +127,7 @@ class ModelRanks:
         return f"rank {dist.get_rank()} of {dist.get_world_size()}"
 
     def exchange(self, mine: Any) -> list[Any]:
-        """Returns plain JSON data of every rank, by rank; collective."""
+        """Returns JSON data of every rank, by rank; collective."""
         row = [mine] if self._comm is None else exchange(self._comm, mine)
         if self._mesh is None:
             return row
@@ -151,7 +151,7 @@ _SAME_MODEL = "Give all ranks the same parameters, in the same order, and the sa
 def check_agreement(
     comm: Communicator, operation: str, mine: Mapping[str, Any], advice: str = _SAME_MODEL
 ) -> None:
-    """Compares plain JSON data of all ranks; collective.
+    """Compares JSON data of all ranks; collective.
 
     Args:
         comm: communicator of the ranks.
@@ -307,7 +307,7 @@ def _keeping(errors: list[Exception]) -> Iterator[None]:
 def outcomes(
     ranks: Ranks, operation: str, error: Exception | None, value: Any = None
 ) -> list[RankOutcome]:
-    """Returns how work ended on each rank, with plain JSON data of each rank; collective.
+    """Returns how work ended on each rank, with JSON data of each rank; collective.
 
     Raises:
         CorruptedError: a rank sent something else; names the rank.

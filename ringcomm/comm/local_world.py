@@ -18,7 +18,7 @@ from ringcomm.comm.communicator import Communicator, Device
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.device.sharing import Prepared, launch
 from ringcomm.comm.functions import thread_default
-from ringcomm.comm.host.arguments import SUM, is_plain
+from ringcomm.comm.host.arguments import SUM, is_contiguous
 from ringcomm.comm.host.engine import Call, CallEngine, RankContext, engines_at
 from ringcomm.comm.host.options import CommOptions
 from ringcomm.errors import AbortedError, ArgumentError, RingcommError, start_thread, where
@@ -59,7 +59,7 @@ def make_call(
     }
     call = makers[name](*arguments, algorithm)
     for tensor in (*call.outputs, *call.inputs):
-        if not is_plain(tensor):
+        if not is_contiguous(tensor):
             communicator.engine.checks(name).fail(
                 "tensors: expected contiguous tensors without a pending negation or conjugation, "
                 f"got shape {tuple(tensor.shape)} with stride {tensor.stride()}; pass "

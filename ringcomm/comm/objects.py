@@ -1,8 +1,8 @@
 """Collectives of Python objects, under the names of ``torch.distributed``.
 
-Objects travel as plain data (:func:`pack`), and only plain data can arrive. torch pickles
-them, and unpickling runs code that the sender chose. ``CommOptions(objects="pickle")`` does the
-same, and every rank must ask for it.
+Objects travel as data (:func:`pack`), and no code can arrive. torch pickles them, and unpickling
+runs code that the sender chose. ``CommOptions(objects="pickle")`` does the same, and every rank
+must ask for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ringcomm.json_reader import shown
 __all__ = [
     "MAGIC",
     "Codec",
-    "NotPlain",
+    "NotData",
     "Parcel",
     "all_gather_object",
     "broadcast_object_list",
@@ -90,8 +90,8 @@ _MOST_DIMS = 64
 Keep = Callable[[bytes | bytearray], list[int]]
 
 
-class NotPlain(Exception):
-    """The error for a value that is not plain.
+class NotData(Exception):
+    """The error for a value that cannot be sent as data.
 
     ``path`` grows on the way out of the containers, innermost first.
     """
@@ -105,7 +105,7 @@ def leaf_of(value: Any, keep: Keep) -> list[Any] | None:
     """Returns the list that stands for a value of torch or NumPy; None for any other value.
 
     Raises:
-        NotPlain: ``value`` is one of these but cannot be sent; says what to send instead.
+        NotData: ``value`` is one of these but cannot be sent; says what to send instead.
     """
     kind = type(value)
     if kind is torch.Size:
@@ -124,11 +124,9 @@ def leaf_of(value: Any, keep: Keep) -> list[Any] | None:
     if kind.__module__ != "numpy" or (
         isinstance(value, numpy.ndarray) and kind.__name__ != "ndarray"
     ):
-        raise NotPlain(
-            f"{kind.__qualname__} would arrive as NumPy's own: send numpy.asarray(value)"
-        )
+        raise NotData(f"{kind.__qualname__} would arrive as NumPy's own: send numpy.asarray(value)")
     if name not in _NUMPY_KINDS or not value.dtype.isnative:
-        raise NotPlain(
+        raise NotData(
             f"NumPy's {shown(value.dtype.str)} cannot travel: convert it with astype() to a "
             "bool, integer, float or complex dtype of this machine's byte order"
         )
@@ -142,9 +140,9 @@ def _tensor_leaf(value: torch.Tensor, keep: Keep) -> list[Any]:
     try:
         why_not = _why_not(value)
         if why_not:
-            raise NotPlain(f"expected a dense tensor on the CPU, got one that {why_not}")
+            raise NotData(f"expected a dense tensor on the CPU, got one that {why_not}")
         if tag is None:
-            raise NotPlain(
+            raise NotData(
                 f"{type(value).__qualname__} would arrive as torch.Tensor: send "
                 "value.as_subclass(torch.Tensor), or of a DTensor value.to_local()"
             )
@@ -158,9 +156,7 @@ def _tensor_leaf(value: torch.Tensor, keep: Keep) -> list[Any]:
         raise
     except RuntimeError as error:  # tensors of transforms, and dtypes without bytes
         told = str(error).partition("\n")[0]
-        raise NotPlain(
-            f"torch cannot read the bytes of this {value.dtype} tensor: {told}"
-        ) from None
+        raise NotData(f"torch cannot read the bytes of this {value.dtype} tensor: {told}") from None
     return [tag, str(value.dtype), list(value.shape), *keep(raw)]
 
 
@@ -319,7 +315,7 @@ class _Packer:
             return ["b" if kind is bytes else "a", *self._keep(value)]
         if kind in _LISTS or kind in _DICTS:
             if depth > DEEPEST:
-                raise NotPlain(f"nested deeper than {DEEPEST} (or holds itself)")
+                raise NotData(f"nested deeper than {DEEPEST} (or holds itself)")
             return self._list(value, depth) if kind in _LISTS else self._dict(value, depth)
         leaf = leaf_of(value, self._keep)
         return _refuse(value) if leaf is None else leaf
@@ -338,7 +334,7 @@ class _Packer:
                     parts.append(each)
                 else:
                     parts.append(self.node(each, depth + 1))
-        except NotPlain as refused:
+        except NotData as refused:
             refused.path.append(f"[{len(parts) - 1}]")
             raise
         return parts
@@ -355,7 +351,7 @@ class _Packer:
                 first = key if type(key) is str else self.node(key, depth + 1)
                 at = ""
                 parts.append([first, self.node(each, depth + 1)])
-        except NotPlain as refused:
+        except NotData as refused:
             name = shown(key) if type(key) in (str, int) else f"a {type(key).__name__}"
             refused.path.append(at or f"[{name}]")
             raise
@@ -366,7 +362,7 @@ def _factory_name(factory: Any) -> str | None:
     if factory is None:
         return None
     if factory not in _FACTORIES.values():
-        raise NotPlain(
+        raise NotData(
             f"a defaultdict's factory is code; expected None or one of {', '.join(_FACTORIES)}, "
             "got another: send dict(value)"
         )
@@ -378,15 +374,15 @@ def _refuse(value: Any) -> NoReturn:
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"[:_LONGEST_REASON]
     if isinstance(value, enum.Enum):
-        raise NotPlain(f"the enum {name} would lose its type: send value.value")
+        raise NotData(f"the enum {name} would lose its type: send value.value")
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        raise NotPlain(f"{name} would lose its names: send tuple(value), or value._asdict()")
+        raise NotData(f"{name} would lose its names: send tuple(value), or value._asdict()")
     for builtin in reversed(_BUILTINS):
         if isinstance(value, builtin):
             base = builtin.__name__
-            raise NotPlain(f"{name} would arrive as {base}: send {base}(value) if that will do")
-    raise NotPlain(
-        "objects travel as plain data: None, bool, int, float, complex, str, bytes, lists, tuples, "
+            raise NotData(f"{name} would arrive as {base}: send {base}(value) if that will do")
+    raise NotData(
+        "objects travel as data: None, bool, int, float, complex, str, bytes, lists, tuples, "
         "sets and dicts, tensors, parameters, and arrays of NumPy; got "
         f"{name}. Convert it, or build the communicator with "
         'CommOptions(objects="pickle"), which lets every rank run code on the others'
@@ -397,14 +393,14 @@ def pack(value: Any, operation: str) -> bytearray:
     """Returns the bytes of ``value``.
 
     Raises:
-        UnsupportedError: ``value`` holds something that is not plain data; says where and what.
+        UnsupportedError: ``value`` holds something that is not data; says where and what.
         RingcommError: this rank has no memory or stack left for it.
     """
     packer = _Packer()
     try:
         text = json.dumps(packer.node(value, 0), allow_nan=False, check_circular=False).encode()
         return bytearray(MAGIC + len(text).to_bytes(_LENGTH_BYTES, "little") + text) + packer.blob
-    except NotPlain as refused:
+    except NotData as refused:
         path = "".join(reversed(refused.path))
         if len(path) > _LONGEST_PATH:
             path = f"{path[: _LONGEST_PATH // 2]}...{path[-_LONGEST_PATH // 2 :]}"
@@ -438,12 +434,12 @@ class _Unpacker:
         self._read = at + size
         return self._blob[at : at + size]
 
-    def value(self, plain: Any, depth: int = 0) -> Any:
+    def value(self, data: Any, depth: int = 0) -> Any:
         """Returns the value of a part of the text; :meth:`_node` handles the parts with a tag."""
-        return self._node(plain, depth) if type(plain) is list else plain
+        return self._node(data, depth) if type(data) is list else data
 
-    def _node(self, plain: list[Any], depth: int) -> Any:
-        tag, rest = plain[0] if plain else None, plain[1:]
+    def _node(self, data: list[Any], depth: int) -> Any:
+        tag, rest = data[0] if data else None, data[1:]
         if type(tag) is not str:
             raise ValueError("a list begins with a tag")
         if tag in _MAKERS or tag == "D":
@@ -464,8 +460,8 @@ class _Unpacker:
         if tag == "i" and len(rest) == 1 and type(rest[0]) is str:
             return int(rest[0], 16)
         if tag == "f":
-            return _float(plain)
-        raise ValueError(f"unknown tag, or the wrong number of entries: {shown(plain)}")
+            return _float(data)
+        raise ValueError(f"unknown tag, or the wrong number of entries: {shown(data)}")
 
     def _dict(self, tag: str, rest: list[Any], depth: int) -> Any:
         factory = None
@@ -480,12 +476,12 @@ class _Unpacker:
         return defaultdict(factory, items) if tag == "D" else _MAKERS[tag](dict(items))
 
 
-def _float(plain: Any) -> float:
-    if type(plain) is float:
-        return plain
-    if plain not in (["f", "nan"], ["f", "inf"], ["f", "-inf"]):
-        raise ValueError(f"expected a float, got {shown(plain)}")
-    return float(plain[1])
+def _float(data: Any) -> float:
+    if type(data) is float:
+        return data
+    if data not in (["f", "nan"], ["f", "inf"], ["f", "-inf"]):
+        raise ValueError(f"expected a float, got {shown(data)}")
+    return float(data[1])
 
 
 def _junk(found: Any) -> float:
@@ -534,7 +530,7 @@ def unpack(raw: memoryview, operation: str, sender: int) -> Any:
         raise UnsupportedError(f"{operation}: what rank {sender} sent: {error}") from None
     except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:
         raise CorruptedError(
-            f"{operation}: what rank {sender} sent is no object in plain form: "
+            f"{operation}: what rank {sender} sent is no object in the form of data: "
             f"{str(error)[:_LONGEST_REASON]}. Do all "
             "ranks run the same ringcomm, with the same CommOptions.objects?"
         ) from error
@@ -633,7 +629,7 @@ class Codec:
         raw = memoryview(parcel.raw)
         pickled = bytes(raw[: len(PICKLE_MAGIC)]) == PICKLE_MAGIC
         if pickled != self._pickles:
-            came, wanted = ("a pickle", "plain data")[:: 1 if pickled else -1]
+            came, wanted = ("a pickle", "data")[:: 1 if pickled else -1]
             raise UnsupportedError(
                 f"{self.where}: expected {wanted}, got {came} from rank {sender}. Give all ranks "
                 "the same CommOptions.objects"
@@ -722,7 +718,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
 
     Raises:
         ArgumentError: ``object_list`` is not a list of world_size entries.
-        UnsupportedError: ``obj`` is not plain data; see ``CommOptions.objects``.
+        UnsupportedError: ``obj`` is not data; see ``CommOptions.objects``.
         RingcommError: a fault; see ``ringcomm.errors``.
     """
     communicator = communicator_of(group, "all_gather_object")

@@ -11,7 +11,7 @@ import torch
 
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.launch import DeviceCallEngine
-from ringcomm.comm.host.arguments import is_plain
+from ringcomm.comm.host.arguments import is_contiguous
 from ringcomm.errors import MismatchError, where
 from ringcomm.memory import empty
 from ringcomm.memory.host_heap import process_heap
@@ -85,7 +85,7 @@ def is_in_heap(comm: Communicator, tensor: Tensor) -> bool:
     """True if peers can read the tensor where it lies."""
     engine = comm.engine
     heap = engine.device_core.heap if isinstance(engine, DeviceCallEngine) else process_heap()
-    return is_plain(tensor) and heap.contains(tensor.data_ptr(), tensor.nbytes)
+    return is_contiguous(tensor) and heap.contains(tensor.data_ptr(), tensor.nbytes)
 
 
 def _heaps_of(comm: Communicator) -> tuple[tuple[_Mapped, ...], _View]:

@@ -186,7 +186,7 @@ def _digest(name: str, data: bytes) -> bytes:
 def _read(folder: int, name: str) -> bytes | None:
     """The contents of an entry, or None if there is none that is whole and trusted."""
     try:
-        # An entry is a plain file that this module made; a pipe would block.
+        # An entry is a regular file that this module made; a pipe would block.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with open(os.open(name, flags, dir_fd=folder), "rb") as file:
             # Others may have put it here before the folder was closed to them.

@@ -402,7 +402,7 @@ def check_torch(count: int) -> None:
 
 # The devices of this process through CuPy (memory, IPC, modules) and torch (streams).
 #
-# For CuPy 13 and 14 with CUDA 12 and 13. Memory comes from plain cudaMalloc, not from torch's
+# For CuPy 13 and 14 with CUDA 12 and 13. Memory comes from cudaMalloc itself, not from torch's
 # allocator, whose ``expandable_segments`` cannot be shared through IPC handles.
 
 _OUT_OF_MEMORY = 2

@@ -103,7 +103,7 @@ class Kernel(Protocol):
 class DeviceRuntime(Protocol):
     """The devices of this process. Devices and their peers are ordinals in this process.
 
-    Pointers are plain addresses in device memory; stream handles are the driver's, 0 being the
+    Pointers are addresses in device memory; stream handles are the driver's, 0 being the
     legacy default stream. All methods may be called from any thread.
     """
 

@@ -50,7 +50,7 @@ def partitioned_checkpoint(
         args: what it takes. Floating-point tensors with as many elements as ranks, or more, are
             divided; each must have the same bits on all ranks.
         group: the tensor-parallel ranks, which have the same activations; a group of one rank
-            keeps everything, as a plain checkpoint does.
+            keeps everything, as torch's checkpoint does.
         preserve_rng_state: as of torch's function.
 
     Raises:

@@ -344,7 +344,7 @@ def _in_order(operator: Any) -> Callable[..., Any]:
 
 # ---- Finds a communicator again by the string that stands for it in a traced graph --------------
 # NOTE [Group keys]
-# A graph must hold plain values, equal in every process that may share a compile cache. A
+# A graph must hold constants, equal in every process that may share a compile cache. A
 # communicator's key is made of its name, rank and world size; of several with the same three that
 # live at once, each later one gets a number. The number is free again once its communicator is
 # gone, closed or aborted, so a graph goes on with the communicator that was built in its place.
@@ -364,7 +364,7 @@ DEFAULT = ""
 _OF_TORCH = "torch.distributed "
 
 F = TypeVar("F", bound=Callable[..., Any])
-# Key, rank and world size. A plain tuple: dynamo takes it as a constant in every version of torch.
+# Key, rank and world size. A tuple: dynamo takes it as a constant in every version of torch.
 GroupSpec = tuple[str, int, int]
 
 _holders: WeakValueDictionary[str, Communicator] = WeakValueDictionary()

@@ -111,7 +111,7 @@ class PinnedBlocks:
         return done
 
 
-# One device heap: a plain device allocation, cut into blocks.
+# One device heap: a device allocation, cut into blocks.
 #
 # Memory is used by work that the host has only queued, so a block that dies is not free yet: an
 # event goes into every stream that may use it, and the block is handed out again once all events
@@ -285,7 +285,7 @@ class DeviceHeap:
 
 # The heap of this process on each of its devices, and tensors in it.
 #
-# One plain device allocation per process and device, made at first use: all communicators and heap
+# One device allocation per process and device, made at first use: all communicators and heap
 # tensors on the device share it, and a peer that has mapped it reaches all of them. It is given
 # back at exit, after the mappings of peers' heaps.
 

@@ -25,7 +25,7 @@ from ringcomm.optim.backends import Backend, StepTable
 from ringcomm.optim.buckets import Bucket, Buckets
 from ringcomm.optim.layout import BucketLayout, Chunk, ShardLayout
 from ringcomm.optim.options import AdamWOptions
-from ringcomm.optim.rules import Group, ParamState, TensorBackend, TensorRule, digest_of, plain
+from ringcomm.optim.rules import Group, ParamState, TensorBackend, TensorRule, as_json, digest_of
 from ringcomm.optim.setting import LossScaler
 from ringcomm.optim.sharded import Params, ShardedOptimizer, Sharing
 
@@ -527,7 +527,7 @@ class TorchRule(TensorRule):
 
     def digest(self, groups: Sequence[Group]) -> float:
         return digest_of(
-            [{"lr": plain(group.get("lr")), **self.compared(group)} for group in groups]
+            [{"lr": as_json(group.get("lr")), **self.compared(group)} for group in groups]
         )
 
     def names(self, groups: Sequence[Group]) -> tuple[str, ...]:
@@ -640,7 +640,7 @@ class TorchRule(TensorRule):
 
 def _told(value: Any) -> Any:
     """Returns a hyper-parameter as JSON knows it, or the name of its class."""
-    told = plain(value)
+    told = as_json(value)
     if isinstance(told, list):
         return [_told(each) for each in told]
     return told if isinstance(told, (bool, int, float, str, type(None))) else type(told).__name__

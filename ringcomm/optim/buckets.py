@@ -15,7 +15,14 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.arguments import DTYPE_CODES
 from ringcomm.comm.nodes.compressed_sums import Residual
 from ringcomm.memory import zeros
-from ringcomm.optim.dtensors import PLAIN_KINDS, apart, is_distributed, local_of, plainly, set_local
+from ringcomm.optim.dtensors import (
+    TORCH_CLASSES,
+    apart,
+    is_distributed,
+    local_of,
+    set_local,
+    without_torch_function,
+)
 from ringcomm.optim.layout import BucketLayout, Chunk, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 
@@ -183,15 +190,15 @@ def count_change(params: Sequence[Tensor]) -> None:
     A kernel changes memory behind autograd's back. With the version advanced, the backward of a
     graph that has saved such a parameter raises instead of using the new values.
     """
-    with plainly():
+    with without_torch_function():
         increment_version(with_local(params))
 
 
 def with_local(params: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns parameters, and behind them the local tensors of DTensors, which have versions."""
-    if PLAIN_KINDS.issuperset(map(type, params)):
+    if TORCH_CLASSES.issuperset(map(type, params)):
         return params
-    others = [param for param in params if type(param) not in PLAIN_KINDS]
+    others = [param for param in params if type(param) not in TORCH_CLASSES]
     return [*params, *(local_of(param) for param in others if is_distributed(param))]
 
 
@@ -230,7 +237,7 @@ class OutsideWrites:
         self._index_of = {id(param): at for at, param in enumerate(self._params)}
 
     def _read(self) -> list[int]:
-        with plainly():
+        with without_torch_function():
             return [param._version for param in self._params]
 
     def accept(self) -> None:
@@ -240,7 +247,7 @@ class OutsideWrites:
     def found(self, params: Sequence[Tensor]) -> bool:
         """Tells whether some of these were written to since masters have followed last."""
         known = [(param, self._index_of.get(id(param))) for param in with_local(params)]
-        with plainly():
+        with without_torch_function():
             return any(at is not None and each._version != self._versions[at] for each, at in known)
 
     def expect(self, written: Sequence[Tensor]) -> None:
@@ -378,13 +385,13 @@ class ShardState:
     ) -> ShardState:
         """Returns the state before the first step; ``master`` is as in :class:`AdamWOptions`."""
 
-        def plain(dtype: torch.dtype = torch.float32) -> Tensor:
+        def zeros(dtype: torch.dtype = torch.float32) -> Tensor:
             return empty_for_streams(chunk.elems, dtype, device).zero_()
 
         kept = master_dtype(layout, master)
         return cls(
-            master=plain() if kept is torch.float32 else None,
-            remainder=plain(torch.int16) if kept is torch.int16 else None,
+            master=zeros() if kept is torch.float32 else None,
+            remainder=zeros(torch.int16) if kept is torch.int16 else None,
         )
 
     def names(self) -> list[str]:

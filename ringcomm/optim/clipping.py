@@ -52,7 +52,7 @@ class NormBound:
     error_if_nonfinite: bool
 
     def told(self) -> dict[str, Any]:
-        """Returns what ranks compare, as plain JSON types."""
+        """Returns what ranks compare, as JSON types."""
         return {
             "max_norm": self.max_norm,
             "norm_type": self.kind,

@@ -27,19 +27,19 @@ Tensor = torch.Tensor
 #: A context in which sharded and resharded parameters behave like others, and as fast. Outside,
 #: torch asks the class of each parameter for ``__torch_function__``, which takes 0.1 us an
 #: attribute.
-plainly = torch._C.DisableTorchFunctionSubclass
+without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 #: Classes that are not DTensors: the look-up of an absent attribute is slow.
-PLAIN_KINDS: set[type] = {Tensor, torch.nn.Parameter}
+TORCH_CLASSES: set[type] = {Tensor, torch.nn.Parameter}
 
 
 def is_distributed(tensor: Tensor) -> bool:
     """Returns whether a tensor is a DTensor, whose data differs between ranks."""
-    return type(tensor) not in PLAIN_KINDS and getattr(tensor, "device_mesh", None) is not None
+    return type(tensor) not in TORCH_CLASSES and getattr(tensor, "device_mesh", None) is not None
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Returns what this rank has of a tensor: all of a plain one, and a DTensor's local tensor."""
+    """Returns what this rank has of a tensor: all of it, and a DTensor's local tensor."""
     if not is_distributed(tensor):
         return tensor
     local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
@@ -96,7 +96,7 @@ def _dtensor(local: Tensor, spec: Any) -> Tensor:
 
 
 def lies_alike(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors lie on the same ranks in the same way: plain, or as DTensors."""
+    """Returns whether two tensors lie on the same ranks in the same way: whole, or as DTensors."""
     if is_distributed(one) != is_distributed(other):
         return False
     if not is_distributed(one):
@@ -134,7 +134,7 @@ class Sharding:
         return cls(tuple(param.shape), tuple(offsets), dims)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the sharding as plain JSON types."""
+        """Returns the sharding as JSON types."""
         return {name: list(value) for name, value in vars(self).items()}
 
     @classmethod
@@ -178,7 +178,7 @@ def of_fully_shard() -> Iterator[Tensor]:
 
 
 def check_placements(param: Tensor, called: str) -> None:
-    """Checks that a parameter can be trained: plain, or a DTensor of tensor parallelism.
+    """Checks that a parameter can be trained: whole, or a DTensor of tensor parallelism.
 
     Raises:
         ArgumentError: a DTensor that is FSDP2's, that is a sum to come, or of other ranks.
@@ -331,7 +331,7 @@ class PartMesh:
         return number
 
     def describe(self) -> dict[str, Any]:
-        """Returns where on the mesh this rank is, as plain JSON types."""
+        """Returns where on the mesh this rank is, as JSON types."""
         return {
             "names": list(self.mesh.mesh_dim_names or ()),
             "sizes": self.sizes,

@@ -31,8 +31,8 @@ from ringcomm.optim.dtensors import (
     is_distributed,
     local_gradient,
     local_of,
-    plainly,
     set_grad,
+    without_torch_function,
 )
 from ringcomm.optim.layout import ParamSpec, ShardLayout
 from ringcomm.optim.options import Compression
@@ -98,13 +98,13 @@ class Gradients:
             ArgumentError, UnsupportedError: see :func:`check_gradient`; or a parameter has left its
                 bucket, or was frozen when the buckets were laid out.
         """
-        with plainly():
+        with without_torch_function():
             self._check()
 
     def _check(self) -> None:
         for index, param, param_ptr, view, view_ptr, shown in self._slots:
-            plain = shown is view
-            if (param if plain else local_of(param)).data_ptr() != param_ptr:
+            is_view = shown is view
+            if (param if is_view else local_of(param)).data_ptr() != param_ptr:
                 raise ArgumentError(
                     f"{self.label(index)}: its memory was replaced after it had been moved to its "
                     "bucket (by .to(), .data = or the like); change values in place, with copy_()"
@@ -112,7 +112,7 @@ class Gradients:
             grad = grad_of(param)
             if grad is None:
                 continue
-            if grad is shown and (grad if plain else local_of(grad)).data_ptr() == view_ptr:
+            if grad is shown and (grad if is_view else local_of(grad)).data_ptr() == view_ptr:
                 continue
             check_gradient(grad, param, self.label(index))
         for index in self._frozen:
@@ -128,7 +128,7 @@ class Gradients:
         active = [0.0] * len(self._params)
         for param in self._distributed:
             align_gradient(param)
-        with plainly():
+        with without_torch_function():
             self._collect_slots(active)
             for index in self._empty:
                 active[index] = 0.0 if grad_of(self._params[index]) is None else 1.0
@@ -154,7 +154,7 @@ class Gradients:
 
     def frozen(self) -> list[int]:
         """Returns the parameters that are in a bucket, and were frozen since."""
-        with plainly():
+        with without_torch_function():
             return [
                 index
                 for index, (param, spec) in enumerate(
@@ -169,7 +169,7 @@ class Gradients:
 
     def mark(self) -> object:
         """Returns a value that equals an earlier one only if no gradient changed since."""
-        with plainly():
+        with without_torch_function():
             grads = list(map(grad_of, self._params))
         if self._distributed:
             return [None if grad is None else _mark_of(grad) for grad in grads]
@@ -191,7 +191,7 @@ class Gradients:
 
     def zero(self) -> None:
         """Zeroes all gradients; those in the buckets by one memset per bucket."""
-        with plainly():
+        with without_torch_function():
             self._zero()
 
     def _zero(self) -> None:
@@ -210,7 +210,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Sets all gradients to None."""
-        with plainly():
+        with without_torch_function():
             for param in self._params:
                 set_grad(param, None)
 
@@ -384,7 +384,7 @@ class AccumulatedGradients(Gradients):
         active = [0.0] * len(self._params)
         for param in self._distributed:
             align_gradient(param)
-        with plainly():
+        with without_torch_function():
             for index, param, _, view, *_ in self._slots:
                 # The user may have set p.grad by hand, without a backward.
                 self._accumulator.add(param, self.label(index))

@@ -121,7 +121,7 @@ class ParamSpec:
         return flat.as_strided(self.shape, self.stride)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the spec as plain JSON types."""
+        """Returns the spec as JSON types."""
         described: dict[str, Any] = {
             "name": self.name,
             "shape": list(self.shape),
@@ -136,7 +136,7 @@ class ParamSpec:
         return described
 
     def describe_whole(self) -> dict[str, Any]:
-        """Returns the spec of the whole parameter as plain JSON types."""
+        """Returns the spec of the whole parameter as JSON types."""
         if self.sharding is None:
             return self.describe()
         whole = replace(self, shape=self.sharding.shape, stride=None, sharding=None)
@@ -292,7 +292,7 @@ class BucketLayout:
         return torch.tensor(self.segments, dtype=torch.int64, device=device).view(-1, 3)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the bucket's layout as plain JSON types."""
+        """Returns the bucket's layout as JSON types."""
         described = {
             "dtype": _NAMES[self.dtype],
             "elems": self.elems,
@@ -412,7 +412,7 @@ class ShardLayout:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Returns the layout as plain JSON types; equal layouts have equal descriptions."""
+        """Returns the layout as JSON types; equal layouts have equal descriptions."""
         return {
             "version": LAYOUT_VERSION,
             "bucket_elems": self.bucket_elems,
@@ -421,7 +421,7 @@ class ShardLayout:
         }
 
     def describe_whole(self) -> dict[str, Any]:
-        """Returns the parameters, whole, as plain JSON types: equal whichever parts a rank has."""
+        """Returns the parameters, whole, as JSON types: equal whichever parts a rank has."""
         return {"params": [spec.describe_whole() for spec in self.params]}
 
     @cached_property
@@ -447,7 +447,7 @@ class ShardLayout:
 
 
 def digest_of(described: Any) -> str:
-    """Returns the SHA-256 of plain JSON data, in hexadecimal; equal data have equal digests."""
+    """Returns the SHA-256 of JSON data, in hexadecimal; equal data have equal digests."""
     text = json.dumps(described, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

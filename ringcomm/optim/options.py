@@ -200,7 +200,7 @@ class AdamWOptions:
             )
 
     def describe(self) -> dict[str, Any]:
-        """Returns the options as plain JSON types."""
+        """Returns the options as JSON types."""
         described = asdict(self)
         described["accumulate_dtype"] = str(self.accumulate_dtype)
         # Folders and sizes of buffers may be different on each rank.

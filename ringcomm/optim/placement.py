@@ -335,7 +335,7 @@ def check_ranks(
         others: the mesh of other stages and parts, or None.
         mesh: the mesh of DTensor parameters, or None.
         layout: of the parameters.
-        told: options under "options" and hyper-parameters under "groups", as plain JSON types.
+        told: options under "options" and hyper-parameters under "groups", as JSON types.
 
     Raises:
         MismatchError: two ranks differ; names both, and the first parameter that differs.

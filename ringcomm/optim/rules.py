@@ -57,15 +57,15 @@ class ParamState:
     tensors: tuple[str, ...] = ()
 
 
-def plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """Returns a hyper-parameter as JSON knows it."""
     if isinstance(value, Tensor):
         return value.tolist()
-    return [plain(each) for each in value] if isinstance(value, (tuple, list)) else value
+    return [as_json(each) for each in value] if isinstance(value, (tuple, list)) else value
 
 
 def digest_of(hyper: Sequence[Mapping[str, Any]]) -> float:
-    """Returns a whole number below 2^52, equal in all processes for equal plain JSON types."""
+    """Returns a whole number below 2^52, equal in all processes for equal JSON types."""
     found = hashlib.sha256(json.dumps(list(map(dict, hyper))).encode()).digest()
     return float(int.from_bytes(found[:8], "big") & (1 << 52) - 1)
 
@@ -116,8 +116,8 @@ class UpdateRule(ABC):
         return {"betas": numbers(group["betas"])} if "betas" in group else {}
 
     def compared(self, group: Group) -> dict[str, Any]:
-        """Returns the hyper-parameters that ranks compare, lr excepted, as plain JSON types."""
-        return {name: plain(group[name]) for name in self.hypers}
+        """Returns the hyper-parameters that ranks compare, lr excepted, as JSON types."""
+        return {name: as_json(group[name]) for name in self.hypers}
 
     def digest(self, groups: Sequence[Group]) -> float:
         """Returns a whole number below 2^52, equal in all processes for equal hyper-parameters."""

@@ -140,7 +140,7 @@ class LossScaler:
         self._credit.copy_(torch.where(higher, options.hysteresis, credit.clamp(min=0)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain numbers: "scale", "clean_steps", "overflows_left" and "options"."""
+        """Returns numbers: "scale", "clean_steps", "overflows_left" and "options"."""
         return {
             "scale": self._scale.item(),
             "clean_steps": int(self._clean.item()),

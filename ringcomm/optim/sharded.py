@@ -37,7 +37,7 @@ from ringcomm.optim.placement import (
     read_mesh,
     specs_of,
 )
-from ringcomm.optim.rules import UpdateRule, plain
+from ringcomm.optim.rules import UpdateRule, as_json
 from ringcomm.optim.setting import LossScaler, Setting
 from ringcomm.optim.step import Amp, ShardedStep
 
@@ -75,7 +75,7 @@ class GrownStep(ShardedStep):
         """Adds the new group's lr, so that one which is wrong on a rank is not found by a step."""
         *known, added = super()._compared_groups()
         # On a device the lr may be a tensor there, and reading it would wait.
-        rate = {"lr": plain(self.groups[-1].get("lr"))} if self.table.compares else {}
+        rate = {"lr": as_json(self.groups[-1].get("lr"))} if self.table.compares else {}
         return [*known, {**rate, **added}]
 
     def _lay_out(self) -> ShardLayout:
@@ -767,8 +767,8 @@ def _check_in_backward(
     if placement is None:
         raise ArgumentError(
             f"{name}: update: expected parameters that zero.shard() has sharded at stage 2 or 3 "
-            'with "in_backward", since others have their gradients reduced in the step; got plain '
-            "ones"
+            'with "in_backward", since others have their gradients reduced in the step; got '
+            "others"
         )
     if not rule.elementwise:
         raise ArgumentError(

@@ -3,7 +3,7 @@
 A shard is a dict: "state" has the tensors "step" (float64 [params]), "steps_taken" and
 "skipped_steps" (float64 scalars), and "buckets", a list of dicts of tensors [chunk elements] (see
 ``ShardState``), and for Adafactor "whole", by parameter a dict of tensors that all ranks have;
-"param_groups" is as in torch; "shard" is plain JSON: rank, world size and layout, and, for another
+"param_groups" is as in torch; "shard" is JSON: rank, world size and layout, and, for another
 optimizer than AdamW, its name, and what other state each parameter has. Where codes of gradients
 feed back what they lose, "residuals" has it by bucket, or None (see ``Residual``), and "shard"
 which node it is of.
@@ -87,7 +87,7 @@ class Debtors:
         return found
 
     def describe(self) -> dict[str, Any]:
-        """Returns it as plain JSON types."""
+        """Returns it as JSON types."""
         return asdict(self)
 
 
@@ -146,7 +146,7 @@ def tensors_of(sharded: ShardedStep) -> list[dict[str, Tensor] | None]:
 
 
 def told_of(sharded: ShardedStep, debtors: Debtors) -> dict[str, Any]:
-    """Returns what a shard says of them, as plain JSON types."""
+    """Returns what a shard says of them, as JSON types."""
     comm = sharded.setting.comm
     assert comm is not None
     kept = {bucket.number: residual for bucket, residual in with_residuals(sharded)}
@@ -375,7 +375,7 @@ def _dtype_of(name: str) -> torch.dtype:
 
 
 def describe_states(states: Sequence[ParamState | None]) -> list[Any]:
-    """Returns parameters' states as plain JSON types."""
+    """Returns parameters' states as JSON types."""
     return [
         None if each is None else {"numbers": dict(each.numbers), "tensors": list(each.tensors)}
         for each in states
@@ -401,7 +401,7 @@ def read_states(described: Sequence[Any]) -> list[ParamState | None]:
 
 
 def describe_shard(layout: ShardLayout, rank: int, world_size: int) -> dict[str, Any]:
-    """Returns the entry "shard" as plain JSON types."""
+    """Returns the entry "shard" as JSON types."""
     return {
         "version": SHARD_VERSION,
         "rank": rank,

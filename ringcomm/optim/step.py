@@ -56,7 +56,7 @@ from ringcomm.optim.placement import (
     warn_of_idle_axis,
     with_all_stages,
 )
-from ringcomm.optim.rules import ParamState, plain
+from ringcomm.optim.rules import ParamState, as_json
 from ringcomm.optim.setting import Setting
 from ringcomm.optim.tiers import PiecedTier, make_tier
 
@@ -71,7 +71,7 @@ class Asked:
 
     Attributes:
         operation: name of the request, compared with ``told`` and used in errors.
-        told: arguments that must be equal on all ranks, as plain JSON types; empty for a step.
+        told: arguments that must be equal on all ranks, as JSON types; empty for a step.
         refusal: why this rank cannot do it, or None.
     """
 
@@ -108,7 +108,7 @@ class PreparedStep:
             raise UnsupportedError(
                 f"{setting.where('prepare')}: compression: parameters={codes!r}: expected "
                 "parameters of a "
-                "module that zero.shard() has sharded, which keeps their masters, got plain ones; "
+                "module that zero.shard() has sharded, which keeps their masters, got others; "
                 "pass ZeroOptions(compression=) to shard(module, 1)"
             )
         self.setting = setting
@@ -673,7 +673,7 @@ class ShardedStep(PreparedStep):
             if asked.refusal is not None:
                 raise asked.refusal
         groups, labels = self.groups, [self.gradients.label(index) for index in frozen]
-        hyper = [{"lr": plain(each.get("lr")), **self.rule.compared(each)} for each in groups]
+        hyper = [{"lr": as_json(each.get("lr")), **self.rule.compared(each)} for each in groups]
         told = {"call": asked.operation, "frozen parameters": labels, **asked.told}
         check_agreement(comm, asked.operation, {"groups": hyper, "options": told})
 

@@ -269,7 +269,7 @@ def hosts_of(text: str) -> list[str]:
         if not re.fullmatch(r"(?:[^\[\],\s]|\[[^\[\]]*\])+", part, re.ASCII):
             raise _no_list(text, f"{part[:SHOWN_CHARS]!r} is no name")
         pieces = re.findall(r"\[([^\]]*)\]|([^\[\]]+)", part)
-        choices = [[plain] if plain else _numbers(ranges, text) for ranges, plain in pieces]
+        choices = [[fixed] if fixed else _numbers(ranges, text) for ranges, fixed in pieces]
         if len(hosts) + prod(map(len, choices)) > MOST_HOSTS:
             raise _no_list(text, f"there are more than {MOST_HOSTS} hosts")
         hosts += map("".join, product(*choices))

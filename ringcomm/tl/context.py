@@ -366,7 +366,7 @@ class _Site:
             )
         return tensor
 
-    def plain(self, name: str, given: Tensor, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    def contiguous(self, name: str, given: Tensor, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A contiguous tensor of this rank's own."""
         if tuple(given.shape) != shape or given.dtype != like.dtype or not given.is_contiguous():
             raise self.fail(
@@ -534,7 +534,7 @@ def matmul_reduce_scatter(context: Context, a: Tensor, b: Tensor, inbox: Symmetr
     if a.dim() != 2:
         raise checks.fail(f"a: expected a matrix of {rows} rows, got {tuple(a.shape)}")
     k = a.shape[1]
-    checks.plain("a", a, (rows, k), room)
+    checks.contiguous("a", a, (rows, k), room)
     if tuple(b.shape) != (k, n) or b.dtype != room.dtype:
         raise checks.fail(
             f"b: expected a matrix {(k, n)} of {room.dtype}, by the columns of a and of inbox, got "
@@ -601,10 +601,10 @@ def reduce_scatter_rms_norm(
     partials = checks.symmetric("x", x)
     world = context.comm.world_size
     n, d = checks.rows_to_norm(partials, world)
-    checks.plain("weight", weight, (d,), partials)
+    checks.contiguous("weight", weight, (d,), partials)
     for name, given in (("residual", residual), ("summed", summed)):
         if given is not None:
-            checks.plain(name, given, (n, d), partials)
+            checks.contiguous(name, given, (n, d), partials)
     words = context.keep(
         "reduce_scatter_rms_norm", lambda: context.zeros((context.blocks, world), torch.int32)
     )

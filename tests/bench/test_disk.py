@@ -1,4 +1,4 @@
-"""The plain loops over a disk: every block is moved, in each pattern, and nothing is left."""
+"""The loops over a disk: every block is moved, in each pattern, and nothing is left."""
 
 import os
 from contextlib import closing

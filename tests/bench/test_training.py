@@ -22,9 +22,9 @@ from ringcomm.bench.training_systems import (
     HSDP,
     HSDP_HERE,
     OPTIMIZERS,
-    PLAIN_OVER_NODES,
     STAGE_TWINS,
     STAGES,
+    UNCODED_OVER_NODES,
     Masters,
     Shape,
     twins,
@@ -42,17 +42,17 @@ def test_the_shapes_parameters_are_counted():
 
 def trained(shape, torchs, steps=1):
     """The parameters of one rank at stage 2, and those of torch alone, after some steps."""
-    plain, sharded = (shape.model().to(shape.dtype) for _ in range(2))
+    of_torch, sharded = (shape.model().to(shape.dtype) for _ in range(2))
     batch = torch.randint(0, 256, (1, 9), generator=torch.Generator().manual_seed(0))
     with ringcomm.local_world(1) as world:
         ringcomm.zero.shard(sharded, 2, comm=world[0])
-        both = torchs(plain), OPTIMIZERS[shape.optimizer].ours(sharded)
-        for module, optimizer in zip((plain, sharded), both, strict=True):
+        both = torchs(of_torch), OPTIMIZERS[shape.optimizer].ours(sharded)
+        for module, optimizer in zip((of_torch, sharded), both, strict=True):
             for _ in range(steps):
                 module(batch[:, :-1], batch[:, 1:]).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        yield from zip(sharded.parameters(), plain.parameters(), strict=True)
+        yield from zip(sharded.parameters(), of_torch.parameters(), strict=True)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -65,7 +65,9 @@ def test_each_kind_of_optimizer_is_the_same_on_both_sides(kind):
 def test_of_bfloat16_all_systems_step_fp32_masters():
     """Masters that differ by an ulp of FP32, as above, hardly ever round apart."""
     shape = Shape(32, 2, 2, 1, 8, dtype=torch.bfloat16)
-    for mine, wanted in trained(shape, lambda plain: Masters(plain, OPTIMIZERS["adamw"].torchs), 3):
+    for mine, wanted in trained(
+        shape, lambda module: Masters(module, OPTIMIZERS["adamw"].torchs), 3
+    ):
         assert mine.dtype == wanted.dtype == torch.bfloat16
         assert (mine != wanted).float().mean() < 0.01
 
@@ -160,7 +162,7 @@ def test_the_command_over_nodes(tmp_path):
     of_torch = [DDP, DDP_HERE, FSDP2, FSDP2_HERE]
     if training_deepspeed.installed_version():
         of_torch += training_deepspeed.STAGES
-    over_nodes = [*CODED_OVER_NODES, *PLAIN_OVER_NODES, HSDP, HSDP_HERE]
+    over_nodes = [*CODED_OVER_NODES, *UNCODED_OVER_NODES, HSDP, HSDP_HERE]
     assert systems == [*STAGES, ARITHMETIC, *of_torch, *over_nodes]
     compared = {row.system for row in timed if row.wrong is not None}
     assert compared == twins(2, 2).keys() & set(systems) and report.wrong == 0

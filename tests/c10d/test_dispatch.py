@@ -88,10 +88,10 @@ def under_modes(rank, world_size):
 
 def same_without_modes(rank, world_size):
     for async_op in (False, True):
-        plain = every_call(rank, world_size, async_op)
+        without = every_call(rank, world_size, async_op)
         with Watching():
             seen = every_call(rank, world_size, async_op)
-        assert all(map(torch.equal, plain, seen)) and len(plain) == len(seen)
+        assert all(map(torch.equal, without, seen)) and len(without) == len(seen)
 
 
 class Keeping(TorchDispatchMode):

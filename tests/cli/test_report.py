@@ -174,8 +174,8 @@ def paged(tmp_path):
     return write
 
 
-def written(path, plain):
-    path.write_text(json.dumps(plain))
+def written(path, document):
+    path.write_text(json.dumps(document))
     return path
 
 

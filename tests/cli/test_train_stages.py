@@ -68,17 +68,17 @@ def test_every_stage_trains_alike(trained):
 
 
 def test_training_lowers_the_loss(trained):
-    plain = trained[0]["plain 0"]
-    assert len(plain["losses"]) == STEPS
-    assert plain["losses"][-1] < plain["losses"][0]
-    assert plain["held_out_after"] < plain["held_out_before"]
-    assert (plain["skipped_steps"], plain["loss_scale"], plain["first_step"]) == (0, None, 0)
+    usual = trained[0]["plain 0"]
+    assert len(usual["losses"]) == STEPS
+    assert usual["losses"][-1] < usual["losses"][0]
+    assert usual["held_out_after"] < usual["held_out_before"]
+    assert (usual["skipped_steps"], usual["loss_scale"], usual["first_step"]) == (0, None, 0)
 
 
 def test_micro_batches_of_a_batch_are_the_batch(trained):
-    plain, accum = trained[0]["plain 2"], trained[0]["accum 2"]
-    assert accum != plain  # the sums round otherwise
-    assert accum["losses"] == pytest.approx(plain["losses"], abs=1e-5)
+    usual, accum = trained[0]["plain 2"], trained[0]["accum 2"]
+    assert accum != usual  # the sums round otherwise
+    assert accum["losses"] == pytest.approx(usual["losses"], abs=1e-5)
 
 
 def losses_of_torch(text, clip=None):

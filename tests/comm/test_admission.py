@@ -1,4 +1,4 @@
-"""Tensors without plain memory are refused by name, lazy views are right, and no call is lost."""
+"""Tensors without dense memory are refused by name, lazy views are right, and no call is lost."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ WITHOUT_MEMORY: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 
 
 def calls(comm, odd, async_op):
-    """Every call with the tensor in each of its places; the others are plain."""
+    """Every call with the tensor in each of its places; the others are dense."""
     other = 1 - comm.rank
     one, two = torch.ones(N), torch.ones(2 * N)
     how = {"async_op": async_op}
@@ -127,7 +127,7 @@ def calls(comm, odd, async_op):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", WITHOUT_MEMORY)
-def test_what_has_no_plain_memory_is_refused_by_name(worlds, kind):
+def test_what_has_no_dense_memory_is_refused_by_name(worlds, kind):
     """In every place of every call, before any peer hears of it: one rank alone makes them."""
     make, words = WITHOUT_MEMORY[kind]
     comm, odd = worlds(2)[0], make()
@@ -214,9 +214,9 @@ def test_lazy_views_are_moved_by_value(nodes, kind):
     lazy = LAZY[kind]
     sample = lazy(torch.ones(2))
     assert (sample.is_neg() or sample.is_conj()) and sample.is_contiguous()
-    plain = lambda x: lazy(x).resolve_neg().resolve_conj().contiguous()  # noqa: E731
+    resolved = lambda x: lazy(x).resolve_neg().resolve_conj().contiguous()  # noqa: E731
     with ringcomm.local_world(2, nodes=nodes, options=CommOptions(timeout=60)) as world:
-        found, expected = world.run(lazy_calls(lazy)), world.run(lazy_calls(plain))
+        found, expected = world.run(lazy_calls(lazy)), world.run(lazy_calls(resolved))
     for mine, right in zip(found, expected, strict=True):
         assert len(mine) == len(right) > 30
         for index, (a, b) in enumerate(zip(mine, right, strict=True)):
@@ -260,7 +260,7 @@ def under(mode, fn):
 @pytest.mark.parametrize("kind", INTERCEPTORS)
 @pytest.mark.parametrize("given", ["theirs", "plain"])
 def test_no_call_is_lost_to_what_intercepts_operators(worlds, kind, given):
-    """Neither on its own tensors nor on plain ones that it does not know."""
+    """Neither on its own tensors nor on others that it does not know."""
     intercept, words = INTERCEPTORS[kind]
     comm, mine, out = worlds(1)[0], torch.ones(N), torch.ones(N)
 

@@ -235,9 +235,9 @@ def test_factors_of_premul_sum(worlds):
             tensor = torch.full((3,), 4.0)
             comm.all_reduce(tensor, op)
             assert torch.equal(tensor, torch.full((3,), 4.0))
-        for plain in (ReduceOp(ReduceOp.MAX), ReduceOp.MAX):
+        for op_of_max in (ReduceOp(ReduceOp.MAX), ReduceOp.MAX):
             tensor = torch.full((3,), float(comm.rank))
-            comm.all_reduce(tensor, plain)
+            comm.all_reduce(tensor, op_of_max)
             assert torch.equal(tensor, torch.full((3,), 1.0))
         bad_factors: list[Any] = ["2", torch.ones(2), True, None]
         for bad in bad_factors:

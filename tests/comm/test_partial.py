@@ -119,7 +119,7 @@ def test_sums_are_not_rounded(worlds):
     worlds(2).run(body)
 
 
-def test_plain_and_partial_forms_are_different_calls():
+def test_whole_and_partial_forms_are_different_calls():
     for other in ("reduce_scatter", "reduce"):
 
         def body(comm, other=other):

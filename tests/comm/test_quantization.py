@@ -1,4 +1,4 @@
-"""Quantization: codes against a reference of plain arithmetic, bounds of the error, all loops."""
+"""Quantization: codes against a reference, bounds of the error, all loops."""
 
 from __future__ import annotations
 

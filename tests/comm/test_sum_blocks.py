@@ -107,7 +107,7 @@ def check_bits(
 
 @pytest.mark.parametrize("block", [2, 3])
 def test_bits_are_those_of_the_blocks(worlds, block):
-    """One hop and two, staged and zero copy. The plain order gives others: the negative control."""
+    """One hop and two, staged and zero copy. Without blocks bits differ: the negative control."""
 
     cases = []
     for dtype in FLOATS:
@@ -127,7 +127,7 @@ def test_bits_are_those_of_the_blocks(worlds, block):
 
 
 @pytest.mark.parametrize("block", [0, 1, 5, 9])
-def test_blocks_of_one_and_of_all_are_the_plain_order(worlds, block):
+def test_blocks_of_one_and_of_all_are_the_order_without(worlds, block):
     tensors = inputs(torch.bfloat16, 205)
     wanted = {op: in_blocks(tensors, WORLD, op) for op in OPS}
 
@@ -201,7 +201,7 @@ def test_nodes_and_a_combination_give_the_same_bits(worlds):
 @pytest.mark.parametrize("reduce", ["avg", "sum"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_gradient_shards_are_summed_in_blocks(worlds, dtype, reduce):
-    """An optimizer's FP32 shards, whose bits are the blocks'; the plain order's differ."""
+    """An optimizer's FP32 shards, whose bits are the blocks'; those without blocks differ."""
     elems = WORLD * _native.ADAMW_BLOCK_ELEMS
     grads, op = inputs(dtype, elems), reduce.upper()
 

@@ -74,7 +74,7 @@ def unchanged(rank: int) -> set[str]:
     return {"reduce" if rank else "broadcast"}
 
 
-# Plain calls of these are made at once, and advance nothing unless the output requires grad; see
+# Fast calls of these are made at once, and advance nothing unless the output requires grad; see
 # NOTE [At once].
 AT_ONCE = {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"}
 

@@ -161,7 +161,7 @@ def stack(monkeypatch) -> Stack:
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def test_memory_is_plain_and_zeroed_on_a_stream_of_our_own(stack):
+def test_memory_is_cudas_and_zeroed_on_a_stream_of_our_own(stack):
     stack.cuda.answers["malloc"] = 0x7000
     assert stack.runtime.allocate(1, 4096) == 0x7000
     assert stack.cuda.calls[0] == ("setDevice", 1)

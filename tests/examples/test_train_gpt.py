@@ -83,12 +83,12 @@ def test_recomputed_layers_give_the_same_gradients_and_run_twice():
             block.register_forward_pre_hook(lambda *_: calls.append(1))
         return gpt
 
-    plain = gradients(count(model()))
+    kept_all = gradients(count(model()))
     assert len(calls) == SMALL.depth
     calls.clear()
     recomputing = count(model())
     recomputing.checkpoints_activations = True
-    assert all(map(torch.equal, gradients(recomputing), plain))
+    assert all(map(torch.equal, gradients(recomputing), kept_all))
     assert len(calls) == 2 * SMALL.depth
 
 

@@ -154,10 +154,10 @@ def trains_at_every_stage(rank: int, world_size: int) -> None:
         zero.shard(model, stage, comm=mesh["dp"])
         ends.append(train(model, mesh.get_local_rank("dp")))
         same(ends[-1], ends[0])
-    plain = Model()
-    zero.shard(plain, 1, comm=mesh["dp"])
+    serial = Model()
+    zero.shard(serial, 1, comm=mesh["dp"])
     # Whole numbers make the first step's gradients exact; norms are of the whole model.
-    assert train(plain, mesh.get_local_rank("dp"))[0] == ends[0][0]
+    assert train(serial, mesh.get_local_rank("dp"))[0] == ends[0][0]
 
 
 def train(model: nn.Module, data_rank: int) -> list[Any]:
@@ -248,15 +248,15 @@ def heads_are_divided(rank: int, world_size: int) -> None:
     model = Layer()
     parallelize(model, ATTENTION_PLAN, mesh, heads={"attention": ("heads", "key_heads")})
     assert (model.attention.heads, model.attention.key_heads) == (4 // world_size, 2 // world_size)
-    plain = Layer()
+    serial = Layer()
     tokens = torch.arange(12).view(2, 6) % 5
     group = mesh.get_group().communicator  # type: ignore[attr-defined]
     found = functional.join_sequence(model(tokens), group)
-    want = plain(tokens)
+    want = serial(tokens)
     torch.testing.assert_close(found, want, rtol=0, atol=FLOAT64_ERROR)
     for out in (found, want):
         (out * torch.arange(out.numel()).view(out.shape).remainder(7)).sum().backward()
-    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+    for (name, ours), theirs in zip(model.named_parameters(), serial.parameters(), strict=True):
         assert ours.grad is not None, name
         torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=0, atol=100 * FLOAT64_ERROR)
 

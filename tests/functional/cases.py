@@ -1,6 +1,6 @@
 """Every function with every op that has a gradient, beside what it must give.
 
-A reference takes the inputs of all ranks and builds the outputs of all ranks from them with plain
+A reference takes the inputs of all ranks and builds the outputs of all ranks from them with
 tensor operations, so that one process's autograd says what the gradients must be.
 """
 

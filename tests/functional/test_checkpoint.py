@@ -1,4 +1,4 @@
-"""Checkpoints that ranks divide: gradients of plain ones, and a share of the inputs kept."""
+"""Checkpoints that ranks divide: gradients of torch's, and a share of the inputs kept."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trained(model: list[nn.Module], call: Any, keep: list[Any]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_gradients_are_those_of_a_plain_checkpoint(worlds, world_size):
+def test_gradients_are_those_of_torchs_checkpoint(worlds, world_size):
     want = trained(layers(), lambda f, x: checkpoint(f, x, use_reentrant=True), [])
     models = [layers() for _ in range(world_size)]
 

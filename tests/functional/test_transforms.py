@@ -300,7 +300,7 @@ def twice(problem: Problem, comm: Any) -> None:
     agree(problem, grad(mine_squared, every)(*mine), grad(tangents_squared)(inputs)[comm.rank])
 
 
-def plain_nestings(problem: Problem, comm: Any) -> None:
+def usual_nestings(problem: Problem, comm: Any) -> None:
     """Dual numbers of leaves, through ``backward`` both ways."""
     inputs, tangents = problem.all_inputs(1), problem.all_inputs(2)
     mine, towards = inputs[comm.rank], tangents[comm.rank]
@@ -343,7 +343,7 @@ def through_everything(name: str, rank: int, world_size: int) -> None:
             jacobians(problem, comm)
         if problem.reverse:
             reverse_mode(problem, comm)
-            plain_nestings(problem, comm)
+            usual_nestings(problem, comm)
         if problem.reverse and problem.alike:
             twice(problem, comm)
 

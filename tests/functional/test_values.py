@@ -8,7 +8,7 @@ import torch
 import ringcomm
 from ringcomm import ReduceOp
 from ringcomm import functional as F
-from ringcomm.comm.host.arguments import is_plain
+from ringcomm.comm.host.arguments import is_contiguous
 from tests.functional.cases import CASES, Case, expected, gradient, inputs_of
 from tests.support.covering import covering
 from tests.support.exact import equal, op_of, operand, reduced
@@ -80,9 +80,9 @@ def test_other_layouts_of_inputs_and_gradients(worlds, layout, case):
     def body(comm):
         mine = inputs[comm.rank].clone().requires_grad_()
         given, fed_here = LAYOUTS[layout](mine), LAYOUTS[layout](fed[comm.rank])
-        assert not is_plain(given) and not is_plain(fed_here)
+        assert not is_contiguous(given) and not is_contiguous(fed_here)
         output = case.call(comm, given)
-        assert is_plain(output)
+        assert is_contiguous(output)
         output.backward(fed_here)
         return output.detach(), mine.grad
 

@@ -299,11 +299,11 @@ def test_rates(gpu_worlds: Worlds, record_property: Callable[[str, object], None
     sources = torch.cat([entries, entries], 1)
     rows, sums = x.new_empty((tokens * k, hidden)), torch.empty_like(x)
     weights = torch.rand(tokens * k, generator=seed).to(PLAIN)
-    dots, scaled, plain = torch.empty_like(weights), torch.empty_like(rows), rows.clone()
+    dots, scaled, target = torch.empty_like(weights), torch.empty_like(rows), rows.clone()
     run, code = partial(run_native, comm, "rates"), DTYPE_CODES[x.dtype]
     ptrs, rows_ptrs = [x.data_ptr()], [rows.data_ptr()]
     figures: dict[str, tuple[int, Callable[[], object]]] = {
-        "copy": (2 * rows.nbytes, lambda: plain.copy_(rows)),
+        "copy": (2 * rows.nbytes, lambda: target.copy_(rows)),
         "rows copied": (
             2 * rows.nbytes,
             lambda: run(

@@ -178,8 +178,8 @@ def test_a_step_does_not_wait_for_the_device():
 # tests/comm/device has torch's.
 @pytest.mark.parametrize("unscale", [False, True], ids=["fused", "unscaled first"])
 def test_a_grad_scaler_skips_what_overflows(unscale):
-    params, plain = leaves(torch.float32, DEVICE), leaves(torch.float32, DEVICE)
-    optimizer, reference = AdamW(params, lr=1e-2), AdamW(plain, lr=1e-2)
+    params, reference_params = leaves(torch.float32, DEVICE), leaves(torch.float32, DEVICE)
+    optimizer, reference = AdamW(params, lr=1e-2), AdamW(reference_params, lr=1e-2)
     scaler = GradScaler(torch.device(PLAIN).type, init_scale=256.0, growth_interval=100)
     for turn in range(4):
         factor = math.inf if turn == 1 else float(turn + 1)
@@ -191,10 +191,10 @@ def test_a_grad_scaler_skips_what_overflows(unscale):
         scaler.update()
         if turn != 1:
             reference.zero_grad()
-            sum((param.float() * factor).sum() for param in plain).backward()
+            sum((param.float() * factor).sum() for param in reference_params).backward()
             reference.step()
     assert scaler.get_scale() == 128.0
-    assert same(params, plain)
+    assert same(params, reference_params)
 
 
 def test_a_loss_scaler_skips_and_counts():

@@ -27,16 +27,16 @@ MIB = 1 << 20
 def test_every_dtype(dtype):
     for shape in ((7,), (2, 3), (), (0, 4), (70_000,)):
         zeros = ringcomm.zeros(shape, dtype=dtype)
-        plain = torch.zeros(shape).to(dtype)
+        of_torch = torch.zeros(shape).to(dtype)
         assert zeros.dtype is dtype
-        assert zeros.shape == plain.shape
+        assert zeros.shape == of_torch.shape
         assert zeros.is_contiguous()
         if dtype is not torch.float8_e8m0fnu:  # has no zero
             assert torch.equal(
                 zeros.float() if dtype.is_floating_point else zeros,
-                plain.float() if dtype.is_floating_point else plain,
+                of_torch.float() if dtype.is_floating_point else of_torch,
             )
-        assert ringcomm.empty(shape, dtype=dtype).shape == plain.shape
+        assert ringcomm.empty(shape, dtype=dtype).shape == of_torch.shape
         if zeros.numel():
             assert process_heap().contains(zeros.data_ptr(), zeros.numel() * dtype.itemsize)
 

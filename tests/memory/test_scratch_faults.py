@@ -20,7 +20,7 @@ from ringcomm.offload.scratch import ScratchFile, aligned_buffer
 from tests.memory.disk_folder import filled, skip_unless_disk
 from tests.memory.faulty_job import CALLS, TROUBLES
 from tests.support import ROOT
-from tests.support.compiler import NEEDS_COMPILER, PLAIN, compile_to
+from tests.support.compiler import NEEDS_COMPILER, OPTIMISED, compile_to
 
 MIB = 1 << 20
 
@@ -34,7 +34,7 @@ def told(tmp_path_factory) -> Any:
         folder / "faulty_calls.so",
         ROOT / "kernels/include",
         ROOT / "tests/memory/faulty_calls.cpp",
-        flags=PLAIN,
+        flags=OPTIMISED,
         extra=("-shared", "-fPIC"),
     )
     command = [sys.executable, "-m", "tests.memory.faulty_job", str(folder)]

@@ -73,7 +73,7 @@ def test_a_loss_is_scaled_in_float32_where_the_scale_has_room(dtype):
     assert loss.grad.item() == 2.0**15
 
 
-def test_the_state_is_plain_and_continues_exactly():
+def test_the_state_is_data_and_continues_exactly():
     options = LossScaleOptions(init_scale=8.0, growth_interval=4, hysteresis=2)
     steps = "o.o...o.....oo."
     for cut in range(len(steps)):

@@ -3,7 +3,7 @@
 import subprocess
 
 from tests.support import ROOT
-from tests.support.compiler import NEEDS_COMPILER, PLAIN, compile_to
+from tests.support.compiler import NEEDS_COMPILER, OPTIMISED, compile_to
 
 pytestmark = NEEDS_COMPILER
 HEADER = "kernels/cuda/warp_sum.h"
@@ -14,7 +14,7 @@ def run(folder, include=ROOT):
         folder / "norm_test",
         ROOT / "kernels/include",
         ROOT / "tests/optim/norm_test.cpp",
-        flags=PLAIN,
+        flags=OPTIMISED,
         extra=(f"-I{include}",),
     )
     return subprocess.run([str(program)], capture_output=True, text=True, check=False)

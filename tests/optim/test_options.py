@@ -1,4 +1,4 @@
-"""Options are checked where they are made, and say what they are in plain JSON."""
+"""Options are checked where they are made, and say what they are in JSON."""
 
 from __future__ import annotations
 

@@ -238,8 +238,8 @@ def test_states_go_on_in_another_world_and_in_torchs_format(worlds, kind):
         if kind.make is Adafactor:
             refuse_damaged_rows(comm, optimizer, full, shards)
         copies = kind.groups([value.clone().requires_grad_() for value in then])
-        plain = [{"params": group["params"]} for group in copies]
-        other = AdamW(plain, comm=comm, options=SMALL_BUCKETS)
+        without_options = [{"params": group["params"]} for group in copies]
+        other = AdamW(without_options, comm=comm, options=SMALL_BUCKETS)
         with pytest.raises(CheckpointError, match=f"of AdamW, got that of {kind.make.__name__}"):
             other.load_state_dict(shards)
 

@@ -322,8 +322,9 @@ def test_torchs_checkpoint_changes_nothing():
     assert optimizer.steps_taken == 1
     assert all(map(torch.equal, net.parameters(), before))
     # The negative control: with one of torch's it raises nothing.
-    plain = torch.optim.AdamW(net.parameters())
-    plain.step()
+    reference = torch.optim.AdamW(net.parameters())
+    reference.step()
     assert (
-        get_optimizer_state_dict(net, plain)["state"].keys() == dict(net.named_parameters()).keys()
+        get_optimizer_state_dict(net, reference)["state"].keys()
+        == dict(net.named_parameters()).keys()
     )

@@ -274,21 +274,21 @@ def test_hyper_parameters_of_a_new_kind_are_tried_and_bring_state(worlds, monkey
         return real(made, hyper, place)
 
     monkeypatch.setattr(elementwise, "try_class", counted)
-    plain = problem(torch.optim.SGD, lr=0.1)
+    sgd = problem(torch.optim.SGD, lr=0.1)
 
     def work(comm):
-        params, theirs = plain.params(), plain.params()
-        optimizer, other = plain.ours(params, comm), plain.torch(theirs)
+        params, theirs = sgd.params(), sgd.params()
+        optimizer, other = sgd.ours(params, comm), sgd.torch(theirs)
         for step, momentum in enumerate((0.0, 0.0, 0.9, 0.8, 0.0, 0.7)):
             for each in (optimizer, other):
                 each.param_groups[0].update(momentum=momentum, lr=0.1 / (step + 1))
             if step == 5:  # after the kind that keeps no state
                 saved = copy.deepcopy(optimizer.state_dict())
-                optimizer = plain.ours(params, comm)
+                optimizer = sgd.ours(params, comm)
                 optimizer.load_state_dict(saved)
                 optimizer.param_groups[0].update(momentum=momentum, lr=0.1 / (step + 1))
-            plain.give(params, step, comm.rank)
-            plain.give_mean(theirs, step, 2)
+            sgd.give(params, step, comm.rank)
+            sgd.give_mean(theirs, step, 2)
             optimizer.step()
             other.step()
             assert_equal(params, theirs)

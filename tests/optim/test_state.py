@@ -141,7 +141,7 @@ def test_buckets_of_another_size_take_the_state_over(worlds):
         assert_same_state(full, runs[0][3])
 
 
-def test_the_description_is_plain_json(worlds):
+def test_the_description_is_json(worlds):
     for rank, run in enumerate(worlds(2).run(saved, PROBLEMS["fp32"])):
         shard = read(run[0])["shard"]
         assert json.loads(json.dumps(shard)) == shard

@@ -40,7 +40,7 @@ KINDS: list[tuple[tuple[int, ...], Placement | None]] = [
 SMALL = AdamWOptions(bucket_elems=1024)
 
 
-def plain(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def whole_leaves(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Whole parameters, the same on each rank."""
     return [nn.Parameter(values(shape, n).to(dtype)) for n, (shape, _) in enumerate(KINDS)]
 
@@ -49,7 +49,7 @@ def distributed(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> list[An
     """The same parameters, as DTensors on ``mesh``."""
     return [
         nn.Parameter(distribute_tensor(whole.detach(), mesh, [at])) if at else whole
-        for whole, (_, at) in zip(plain(dtype), KINDS, strict=True)
+        for whole, (_, at) in zip(whole_leaves(dtype), KINDS, strict=True)
     ]
 
 
@@ -104,7 +104,7 @@ def steps_equal_one_process(rank, world_size):
     """Parameters, norms and state are those of one process with whole parameters, to the bit."""
     mesh = mesh_of(2, 2)
     for dtype in (torch.float32, torch.bfloat16):
-        params, alone = distributed(mesh["tp"], dtype), plain(dtype)
+        params, alone = distributed(mesh["tp"], dtype), whole_leaves(dtype)
         amsgrad = dtype is torch.bfloat16
         ours = AdamW(params, lr=0.1, amsgrad=amsgrad, comm=mesh["dp"], options=SMALL)
         reference = AdamW(alone, lr=0.1, amsgrad=amsgrad, comm="alone", options=SMALL)
@@ -140,7 +140,10 @@ def on_a_mesh_of_one(rank, world_size):
     mesh = mesh_of(4, 1)
     options = AdamWOptions(bucket_elems=1024, master="none", rounding="stochastic", seed=5)
     results = []
-    for make in (lambda: distributed(mesh["tp"], torch.bfloat16), lambda: plain(torch.bfloat16)):
+    for make in (
+        lambda: distributed(mesh["tp"], torch.bfloat16),
+        lambda: whole_leaves(torch.bfloat16),
+    ):
         params = make()
         optimizer = AdamW(params, lr=0.1, comm=mesh["dp"], options=options)
         for step in range(2):
@@ -213,7 +216,7 @@ def overflow_scales_the_loss_down(rank, world_size):
 def overflow_under_a_grad_scaler(rank, world_size):
     """The same with a GradScaler; and what it unscales are plain tensors and DTensors together."""
     mesh = mesh_of(2, 2)
-    params, alone = distributed(mesh["tp"]), plain()
+    params, alone = distributed(mesh["tp"]), whole_leaves()
     scaler = GradScaler("cpu", init_scale=4.0, comm=mesh["dp"])
     optimizer = AdamW(params, lr=0.1, comm=mesh["dp"])
     scaler.scale(torch.ones(()))
@@ -260,7 +263,7 @@ def state_moves(rank, world_size):
         wider.load_torch_state_dict(saved)
     with pytest.raises(CheckpointError, match="parameter 0: expected the state of"):
         wider.load_state_dict(optimizer.state_dict())
-    one = AdamW(plain(), lr=0.1, comm="alone", options=SMALL)
+    one = AdamW(whole_leaves(), lr=0.1, comm="alone", options=SMALL)
     one.load_torch_state_dict(whole)
     same(full_state(one), state)
 
@@ -304,7 +307,7 @@ def refusals(rank, world_size):
 def in_parts_alone(rank, world_size):
     """Without a data-parallel axis a rank steps its own parts, and norms are of all of them."""
     mesh = mesh_of(1, 4)["tp"]
-    params, alone = distributed(mesh), plain()
+    params, alone = distributed(mesh), whole_leaves()
     ours = AdamW(params, lr=0.1, comm="alone")
     reference = AdamW(alone, lr=0.1, comm="alone")
     for param, grad in zip(alone, gradients(0, 0), strict=True):
@@ -363,7 +366,7 @@ def writes_are_followed(rank, world_size):
 def any_optimizer_equals_one_process(rank, world_size):
     """Torch's class on parts of parameters, some of which are empty, and on whole ones."""
     mesh = mesh_of(2, 2)
-    params, alone = distributed(mesh["tp"]), plain()
+    params, alone = distributed(mesh["tp"]), whole_leaves()
     ours = Sharded(torch.optim.NAdam, params, lr=0.1, comm=mesh["dp"], options=SMALL)
     reference = torch.optim.NAdam(alone, lr=0.1)
     for step in range(3):

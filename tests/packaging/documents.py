@@ -131,8 +131,8 @@ def anchors_of(text: str) -> list[str]:
     outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     found = []
     for heading in re.findall(r"^#+ (.+)$", outside, re.MULTILINE):
-        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
-        found.append(re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-"))
+        unlinked = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        found.append(re.sub(r"[^\w\- ]", "", unlinked.lower()).replace(" ", "-"))
     return found
 
 

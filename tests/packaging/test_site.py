@@ -83,13 +83,13 @@ UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "Mi": 1 << 20, "minutes
 
 def default_of(cell):
     """The value that a cell names: a number with a unit, or Python."""
-    plain = cell.strip("`| ")
-    number, _, unit = plain.partition(" ")
+    stripped = cell.strip("`| ")
+    number, _, unit = stripped.partition(" ")
     if unit in UNITS:
         return int(number) * UNITS[unit]
     return (
-        eval(plain, {"Compression": optim.Compression, "Precision": zero.Precision})
-        if plain
+        eval(stripped, {"Compression": optim.Compression, "Precision": zero.Precision})
+        if stripped
         else None
     )
 

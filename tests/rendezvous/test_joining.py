@@ -25,7 +25,7 @@ PREFIX = "ringcomm/world/attempt0/1"
 
 LAYOUT = (
     "segment_bytes=262144, slots=4, records=256, sum_blocks=0, transport=auto, compression=none, "
-    "rails=auto, kernels=native, objects=plain, largest_object_bytes=4294967296"
+    "rails=auto, kernels=native, objects=data, largest_object_bytes=4294967296"
 )
 
 

@@ -19,7 +19,7 @@ NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 # -g1 has the lines that reports name; more takes a fifth of the compilation.
 _USUAL = ("-std=c++20", "-g1", "-ffp-contract=off", "-pthread", f"-I{ROOT}")
-PLAIN = (*_USUAL, "-O1")
+OPTIMISED = (*_USUAL, "-O1")
 _RACES = ("-fsanitize=thread", "-Wno-tsan")
 # Most programs are compiled for longer than they run.
 UNOPTIMISED = (*_USUAL, "-O0")

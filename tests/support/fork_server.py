@@ -254,9 +254,9 @@ class Popen(_RealPopen):
 
     def _execute_child(self, *arguments: Any, **named: Any) -> None:
         how = _EXECUTE.bind(self, *arguments, **named).arguments
-        if self.namespaces is not None and not _is_plain(how):
+        if self.namespaces is not None and not _is_forkable(how):
             raise ValueError(f"{how['args']}: a fork in other namespaces cannot do what is asked")
-        if not _is_plain(how) or not self._fork(how):
+        if not _is_forkable(how) or not self._fork(how):
             super()._execute_child(*arguments, **named)  # type: ignore[misc]
 
     def _fork(self, how: Mapping[str, Any]) -> bool:
@@ -290,7 +290,7 @@ class PopenForDevices(Popen):
     preloaded = PRELOADED_FOR_DEVICES
 
 
-def _is_plain(how: Mapping[str, Any]) -> bool:
+def _is_forkable(how: Mapping[str, Any]) -> bool:
     """Tells whether nothing is asked for that only ``subprocess`` can do."""
     unusual = ("executable", "gid", "gids", "uid")
     return (

@@ -82,7 +82,7 @@ def _main(
 def answer_of(call: Callable[[], Any]) -> bytes:
     """Runs a function of a rank; returns its value, error and trace, pickled."""
     try:
-        # Plain pickle: torch's own reductions would pass file descriptors of a process that ends.
+        # pickle itself: torch's own reductions would pass file descriptors of a process that ends.
         return pickle.dumps((call(), None, ""))
     except BaseException as error:
         trace = traceback.format_exc()

@@ -7,7 +7,7 @@ import pytest
 from ringcomm.bench.report import Report, Row, read
 from ringcomm.bench.timing import Timing
 from ringcomm.bench.training import TrainingOutcome, rows_of
-from ringcomm.bench.training_systems import PLAIN, Shape
+from ringcomm.bench.training_systems import TORCH_ALONE, Shape
 from tools.gpu_check.goals import evaluate
 from tools.gpu_check.record import Record
 from tools.gpu_check.runner import FAILED, OK, Result
@@ -175,7 +175,7 @@ def test_one_pass_is_ahead_in_every_world(number, system, least, slower):
 @pytest.mark.parametrize("slower", [1.03, 1.031])
 def test_sharding_costs_little_over_torch_alone(slower):
     shape = Shape(64, 2, 4, 1, 16)
-    times = {"stage 0": 2.0, "stage 1": 1.0, "stage 2": slower, "stage 3": 0.9, PLAIN: 1.0}
+    times = {"stage 0": 2.0, "stage 1": 1.0, "stage 2": slower, "stage 3": 0.9, TORCH_ALONE: 1.0}
     timings = {name: Timing((1000.0 * time,) * 3, 1) for name, time in times.items()}
     findings = dict.fromkeys(times, TrainingOutcome(None, 5.0, 4.0, 1 << 20))
     found = goal(10, *rows_of(shape, 2, timings, findings))

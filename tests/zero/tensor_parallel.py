@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A plain layer, two blocks, a frozen bias, and a head that no two ranks share evenly."""
+    """A layer, two blocks, a frozen bias, and a head that no two ranks share evenly."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()

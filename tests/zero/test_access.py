@@ -16,7 +16,7 @@ import ringcomm
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError
 from ringcomm.optim import AdamW
-from ringcomm.optim.dtensors import plainly
+from ringcomm.optim.dtensors import without_torch_function
 from ringcomm.zero.stages.resharded import Resharded
 from tests.support.covering import covering, in_test_all
 from tests.support.heap_use import settled_heap_bytes
@@ -60,7 +60,11 @@ def test_a_change_without_write_from_is_refused_at_stage_3(worlds):
                 module.head.weight.zero_()  # tied to embed.weight
         hidden = next(module.blocks[1].mlp.expand.parameters())
         # As code below Python does: torch refuses to write to the placeholder.
-        with plainly(), torch.no_grad(), pytest.raises(RuntimeError, match="invalid"):
+        with (
+            without_torch_function(),
+            torch.no_grad(),
+            pytest.raises(RuntimeError, match="invalid"),
+        ):
             hidden.zero_()
         module(*text(comm, 0))
 
@@ -111,7 +115,7 @@ def test_a_meta_module_without_a_way_to_fill_it(worlds):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_modules_are_plain_again_when_their_sharding_is_removed(worlds, stage):
+def test_modules_are_whole_again_when_their_sharding_is_removed(worlds, stage):
     base = new_model("gpt")
 
     def work(comm):
@@ -127,9 +131,9 @@ def test_modules_are_plain_again_when_their_sharding_is_removed(worlds, stage):
         hooks = ("_forward_hooks", "_forward_pre_hooks")
         assert not any(getattr(each, name) for each in module.modules() for name in hooks)
         assert all(type(each._parameters) is dict for each in module.modules())
-        plain = torch.optim.SGD(module.parameters(), lr=0.1)
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
         module(*text(comm, 1)).backward()
-        plain.step()
+        sgd.step()
         again = zero.shard(module, 3, comm=comm, options=SMALL)
         again(*text(comm, 1)).backward()
         copied = deepcopy(zero.remove_sharding(again))

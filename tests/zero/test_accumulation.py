@@ -25,9 +25,9 @@ OPTIONS = zero.ZeroOptions(bucket_elems=SMALL_BUCKET_ELEMS, precision=BF16)
 
 def gradients_of(module: Any, comm: Any, turn: int) -> list[Tensor]:
     """The BF16 gradients of one backward without any sharding, as FP32."""
-    plain = deepcopy(module).to(torch.bfloat16)
-    plain(*text(comm, turn)).backward()
-    return [param.grad.float() for param in plain.parameters()]
+    reference = deepcopy(module).to(torch.bfloat16)
+    reference(*text(comm, turn)).backward()
+    return [param.grad.float() for param in reference.parameters()]
 
 
 def test_the_gradient_is_the_fp32_sum_of_each_backwards_16_bit_gradients(worlds):

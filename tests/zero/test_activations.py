@@ -541,14 +541,14 @@ def test_memory_is_buffers_what_is_resident_and_what_a_layer_holds(folder):
     torch.manual_seed(0)
     tokens = torch.randint(0, 256, (4, 257))
     one, model = (GPT(ModelConfig(32, depth, 2, 256)) for depth in (1, 12))
-    layer, plain = peak_of(one, tokens, None), peak_of(model, tokens, None)
+    layer, usual = peak_of(one, tokens, None), peak_of(model, tokens, None)
     buffers, resident = 1 << 19, 1 << 20
     for resident_bytes in (0, resident):
         disk = Disk(folder, buffer_bytes=buffers, resident_bytes=resident_bytes)
         acts = zero.activations_on(disk, module=model)
         found = peak_of(model, tokens, acts)
         assert found <= layer + buffers + resident_bytes
-        assert 3 * found < plain
+        assert 3 * found < usual
         # The closed form is no wide bound: what stays was counted.
         assert found >= layer / 3 + resident_bytes
         assert acts.held_bytes <= buffers + resident_bytes

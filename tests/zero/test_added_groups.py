@@ -154,7 +154,7 @@ def test_a_checkpoint_has_the_groups(worlds, stage, tmp_path):
 
 
 @covering(strength=1, world_size=[1, 2], master=["fp32", "remainder"])
-def test_an_optimizer_of_plain_parameters_grows(worlds, world_size, master):
+def test_an_optimizer_of_unsharded_parameters_grows(worlds, world_size, master):
     """What is added gets buckets of its own, whose values are rank 0's."""
 
     def work(comm, at):

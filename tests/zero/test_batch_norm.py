@@ -45,7 +45,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 @covering(strength=1, kind=[*LAYERS], world_size=[3, 2])
 def test_ranks_have_the_statistics_and_gradients_of_the_whole_batch(worlds, kind, world_size):
     make, shape = LAYERS[kind]
-    plain: Any = make()
+    reference: Any = make()
     whole = torch.cat([rows(rank, *shape) for rank in range(world_size)]).requires_grad_()
     factors = torch.arange(whole.numel(), dtype=torch.float32).view(whole.shape).sin()
 
@@ -62,20 +62,20 @@ def test_ranks_have_the_statistics_and_gradients_of_the_whole_batch(worlds, kind
         return out, own.grad, norm, norm(own.detach())
 
     for _ in range(2):
-        wanted = plain(whole)
+        wanted = reference(whole)
     (wanted * factors).sum().backward()
-    plain.eval()
+    reference.eval()
     outs, grads, norms, evaluated = zip(*worlds(world_size).run(work), strict=True)
     close(torch.cat(outs), wanted)
     close(torch.cat(grads), whole.grad)
-    if plain.track_running_stats:
-        close(torch.cat(evaluated), plain(whole))
+    if reference.track_running_stats:
+        close(torch.cat(evaluated), reference(whole))
     for norm in norms:
-        assert norm.state_dict().keys() == plain.state_dict().keys()
-        for name, buffer in plain.named_buffers():
+        assert norm.state_dict().keys() == reference.state_dict().keys()
+        for name, buffer in reference.named_buffers():
             close(norm.get_buffer(name), buffer)
             assert torch.equal(norm.get_buffer(name), norms[0].get_buffer(name))
-    for name, param in plain.named_parameters():
+    for name, param in reference.named_parameters():
         close(sum(norm.get_parameter(name).grad for norm in norms), param.grad)
 
 
@@ -87,11 +87,11 @@ def test_a_rank_with_an_empty_batch_takes_part(worlds):
         out.square().sum().backward()
         return out, norm.running_var
 
-    plain = nn.BatchNorm1d(6)
-    wanted = plain(rows(0, 6))
+    reference = nn.BatchNorm1d(6)
+    wanted = reference(rows(0, 6))
     (out, var), (nothing, other) = worlds(2).run(work)
     close(out, wanted)
-    close(var, plain.running_var)
+    close(var, reference.running_var)
     assert nothing.shape == (0, 6) and torch.equal(var, other)
 
 

@@ -70,7 +70,7 @@ class Reference:
         self.params = dict(self.module.named_parameters())
         self.masters = {n: p.detach().clone().float() for n, p in base.named_parameters()}
         self._buckets, self._code, self._run = buckets, code, run
-        # What steps the masters is plain: FP32, in a world of one.
+        # What steps the masters has no codes: FP32, in a world of one.
         self._stepped = deepcopy(base)
         self._optimizer = AdamW(groups_of(self._stepped), lr=1e-2, comm="alone")
         self._schedule = torch.optim.lr_scheduler.ExponentialLR(self._optimizer, 0.97)
@@ -303,12 +303,12 @@ def test_masters_become_parameters_without_codes_and_parameters_masters_with_the
     """Of FP32 parameters; each way it goes on as the other run would have from there."""
     base, codes = new_model("mlp"), {"compression": zero.Compression(parameters="int8")}
     shown = two_by_two.run(save_one, base, tmp_path / "coded", codes)[0]
-    [(plain, _, ended), *_] = two_by_two.run(go_on, base, tmp_path / "coded", {})
+    [(uncoded, _, ended), *_] = two_by_two.run(go_on, base, tmp_path / "coded", {})
     [(coded_again, masters, _), *_] = two_by_two.run(go_on, base, tmp_path / "coded", codes)
-    assert_same_bits({name: plain[name] for name in masters}, masters)
+    assert_same_bits({name: uncoded[name] for name in masters}, masters)
     assert_same_bits(coded_again, shown)
-    assert any(not torch.equal(plain[name], shown[name]) for name in shown)
-    assert any(not torch.equal(plain[name], ended[name]) for name in ended)
+    assert any(not torch.equal(uncoded[name], shown[name]) for name in shown)
+    assert any(not torch.equal(uncoded[name], ended[name]) for name in ended)
     # On one node nothing is coded, and there are no masters.
     with ringcomm.local_world(2, timeout=60) as world:
         for loaded, _, _ in world.run(go_on, base, tmp_path / "coded", {}):
@@ -532,7 +532,7 @@ def test_what_leaves_a_node_is_codes(code, choice):
 # ---- what is refused ----------------------------------------------------------------------------
 
 
-def test_an_unknown_code_and_plain_parameters_are_refused():
+def test_an_unknown_code_and_unsharded_parameters_are_refused():
     """tests/zero/test_same_bits.py has what sharded modules refuse."""
     with pytest.raises(ArgumentError, match="parameters: compression: expected one of param, int8"):
         zero.Compression(parameters="fp32")

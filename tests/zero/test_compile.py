@@ -70,7 +70,7 @@ def train(called: Any, module: nn.Module) -> dict[str, Tensor]:
     return zero.full_state_dict(module)
 
 
-def plainly(world, base, stage) -> dict[str, Tensor]:
+def uncompiled(world, base, stage) -> dict[str, Tensor]:
     module = zero.shard(deepcopy(base), stage, comm=world[0], options=SMALL)
     return train(module, module)
 
@@ -78,7 +78,7 @@ def plainly(world, base, stage) -> dict[str, Tensor]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_compiled_module_is_sharded_as_the_module_in_it(worlds, base, stage, tmp_path):
     world = worlds(1)
-    wanted = plainly(world, base, stage)
+    wanted = uncompiled(world, base, stage)
     inner = deepcopy(base)
     compiled: Any = torch.compile(inner, backend=Graphs())
     assert zero.shard(compiled, stage, comm=world[0], options=SMALL) is compiled
@@ -99,7 +99,7 @@ def test_a_compiled_module_is_sharded_as_the_module_in_it(worlds, base, stage, t
 @pytest.mark.parametrize("stage", [2, *in_test_all(0, 1)])
 def test_below_stage_3_the_whole_module_is_one_graph(worlds, base, stage):
     world, graphs = worlds(1), Graphs()
-    wanted = plainly(world, base, stage)
+    wanted = uncompiled(world, base, stage)
     module = zero.shard(deepcopy(base), stage, comm=world[0], options=SMALL)
     compiled = torch.compile(module, backend=graphs, fullgraph=True)
     assert_same_bits(train(compiled, module), wanted)
@@ -126,7 +126,7 @@ def _all_after(module: Any, graphs: Graphs, shard: Any) -> Any:
 @pytest.mark.usefixtures("base")
 def test_at_stage_3_units_share_what_was_compiled(worlds, how):
     world, graphs, base = worlds(1), Graphs(), Stack(BLOCKS)
-    wanted = plainly(world, base, 3)
+    wanted = uncompiled(world, base, 3)
 
     def shard(module: nn.Module) -> nn.Module:
         return zero.shard(module, 3, comm=world[0], options=SMALL)

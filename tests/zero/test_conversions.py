@@ -82,8 +82,8 @@ def test_conversions_are_refused_on_all_ranks_and_change_nothing(worlds, stage):
         step(module, optimizer)
         return zero.full_state_dict(module)
 
-    plain = worlds(2).run(lambda comm: work(comm, False))
-    assert_same_bits(worlds(2).run(lambda comm: work(comm, True))[1], plain[0])
+    reference = worlds(2).run(lambda comm: work(comm, False))
+    assert_same_bits(worlds(2).run(lambda comm: work(comm, True))[1], reference[0])
 
 
 def test_the_refusal_names_the_option(worlds):

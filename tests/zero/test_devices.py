@@ -70,8 +70,8 @@ def test_a_device_trains_as_the_host_does(devices, worlds, name, stage):
     run = replace(RUNS[name], stage=stage, options={"algorithm": "one_shot"})
     base = new_model(run.model)
     # In the host's memory state is where it is; the tier is of devices.
-    plain = replace(run, adamw=replace(run.adamw, tier=None))
-    wanted, norms = worlds(2).run(train, base, plain)[0]
+    in_memory = replace(run, adamw=replace(run.adamw, tier=None))
+    wanted, norms = worlds(2).run(train, base, in_memory)[0]
     world = devices.new_world(2, options=OPTIONS)
     with world:
         for state, their_norms in devices.run(world, _on_device, base, run):

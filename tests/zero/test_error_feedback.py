@@ -157,8 +157,8 @@ def test_the_mean_of_a_constant_gradient_comes_nearer_with_each_step(two_by_two,
         for count in (1, steps):
             found = two_by_two.run(reduce_steps, options, constant, count, torch.float32)
             worst.append(float((total(found)[0] / count - exact).abs().max()))
-    fed_first, fed_last, plain_first, plain_last = worst
-    assert fed_first == plain_first == plain_last
+    fed_first, fed_last, usual_first, usual_last = worst
+    assert fed_first == usual_first == usual_last
     # Nothing is owed that is more than the codes' bound of what is sent, M / 14 for each node.
     assert fed_last <= 2 * fed_first / steps
 
@@ -166,10 +166,10 @@ def test_the_mean_of_a_constant_gradient_comes_nearer_with_each_step(two_by_two,
 # ---- training ----------------------------------------------------------------------------------
 
 
-def test_plain_parameters_end_with_the_bits_of_a_sharded_module(two_by_two):
+def test_unsharded_parameters_end_with_the_bits_of_a_sharded_module(two_by_two):
     """The sizes of its buckets are those of the stages, for a module that is one unit."""
 
-    def plainly(comm: Communicator, compression: zero.Compression) -> tuple[list[Tensor], int]:
+    def run_with(comm: Communicator, compression: zero.Compression) -> tuple[list[Tensor], int]:
         weight = nn.Parameter(whole_numbers(0, 0).clone())
         optimizer = AdamW(
             [weight], lr=0.1, comm=comm, options=AdamWOptions(compression=compression)
@@ -193,14 +193,14 @@ def test_plain_parameters_end_with_the_bits_of_a_sharded_module(two_by_two):
         return found
 
     wanted = two_by_two.run(sharded, INT4)[0]
-    for found, kept_bytes in two_by_two.run(plainly, INT4):
+    for found, kept_bytes in two_by_two.run(run_with, INT4):
         assert torch.equal(found[0], wanted[0])
         assert 0 < kept_bytes <= 4 * 2048
-    without = two_by_two.run(plainly, replace(INT4, error_feedback=False))[0]
+    without = two_by_two.run(run_with, replace(INT4, error_feedback=False))[0]
     assert not torch.equal(without[0][0], wanted[0])
     assert without[1] == 0
     with ringcomm.local_world(2, timeout=60) as world:
-        assert world.run(plainly, INT4)[0][1] == 0  # one node codes nothing
+        assert world.run(run_with, INT4)[0][1] == 0  # one node codes nothing
 
 
 def scaled(
@@ -368,7 +368,7 @@ def test_other_nodes_take_over_what_is_owed_in_sum(two_by_two, tmp_path, saves, 
 def shards(
     comm: Communicator, state: str, given: list[Any] | None, steps: int
 ) -> tuple[Any, Tensor, list[Residual]]:
-    """Trains plain parameters, from the state of all ranks, of this one's, or from the begin."""
+    """Trains unsharded parameters, from the state of all ranks, of this rank, or from the begin."""
     weight = nn.Parameter(torch.ones(ELEMS))
     options = AdamWOptions(compression=INT4, state=state)
     optimizer = AdamW([weight], lr=0.1, comm=comm, options=options)
@@ -447,12 +447,12 @@ def test_nodes_of_different_sizes_are_refused():
     def sharded(comm: Communicator) -> None:
         zero.shard(nn.Linear(8, 8), 2, comm=comm, options=zero.ZeroOptions(compression=INT4))
 
-    def plain(comm: Communicator) -> None:
+    def reference(comm: Communicator) -> None:
         AdamW(
             [nn.Parameter(torch.ones(8))], comm=comm, options=AdamWOptions(compression=INT4)
         ).prepare()
 
     with ringcomm.local_world(3, nodes=[2, 1], timeout=60) as world:
-        for body in (sharded, plain):
+        for body in (sharded, reference):
             with pytest.raises(UnsupportedError, match="error_feedback=True: expected nodes with"):
                 world.run(body)

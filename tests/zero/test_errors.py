@@ -179,7 +179,7 @@ def test_units_that_are_no_rule():
 
 
 def test_what_is_not_sharded():
-    plain = nn.Linear(2, 2)
+    reference = nn.Linear(2, 2)
     calls = (
         zero.no_sync,
         zero.remove_sharding,
@@ -188,7 +188,7 @@ def test_what_is_not_sharded():
     )
     for call in calls:
         with pytest.raises(ArgumentError, match="was not sharded"):
-            call(plain)
+            call(reference)
 
 
 def test_copies_and_pickles():

@@ -173,12 +173,12 @@ def test_damage_is_an_error():
     root = model(*states(1))
     saved = save_extra_state(root, "test")
 
-    def read(plain: Any, tensors: Any = saved.tensors) -> dict[str, Any]:
-        state = ExtraState({**saved.plain, **plain}, tensors)
+    def read(changed: Any, tensors: Any = saved.tensors) -> dict[str, Any]:
+        state = ExtraState({**saved.data, **changed}, tensors)
         return read_extra_state(root, state, torch.device("cpu"), CheckpointError)
 
     assert equal(list(read({}).values()), states(1))
-    own = saved.plain["2"]
+    own = saved.data["2"]
     damages: list[Any] = [None, [], {"value": None}, {**own, "tensors": [[[0], "cpu"]]}]
     for damaged in damages:
         with pytest.raises(CheckpointError, match="extra state of module '2': is damaged"):

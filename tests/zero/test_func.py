@@ -61,7 +61,7 @@ TRANSFORMS: dict[str, Any] = {
 
 
 @covering(strength=1, stage=range(4), name=[*TRANSFORMS])
-def test_transforms_give_what_they_give_of_the_plain_module(worlds, stage, name):
+def test_transforms_give_what_they_give_of_the_unsharded_module(worlds, stage, name):
     """In a world of one, as levels of forward differentiation are shared by torch's threads."""
     base, transform = model(), TRANSFORMS[name]
 
@@ -80,7 +80,7 @@ def test_transforms_give_what_they_give_of_the_plain_module(worlds, stage, name)
         optimizer.step()
         return found, zero.full_state_dict(module)
 
-    def plainly(comm):
+    def untransformed(comm):
         module = zero.shard(deepcopy(base), 1, comm=comm, options=SMALL)
         optimizer = AdamW(module.parameters(), lr=1e-2)
         module(X).square().sum().backward()
@@ -89,7 +89,7 @@ def test_transforms_give_what_they_give_of_the_plain_module(worlds, stage, name)
 
     ((found, state),) = worlds(1).run(work)
     assert torch.equal(found, transform(base))
-    assert_same_bits(state, worlds(1).run(plainly)[0])
+    assert_same_bits(state, worlds(1).run(untransformed)[0])
 
 
 @pytest.mark.parametrize("stage", STAGES)

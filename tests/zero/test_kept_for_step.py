@@ -95,7 +95,7 @@ class Loop:
                 getattr(self, name)()
 
     def found(self) -> tuple[dict[str, Tensor], list[float]]:
-        """Parameters and norms; the module is plain afterwards."""
+        """Parameters and norms; the module is not sharded afterwards."""
         params = zero.full_state_dict(self.module)
         zero.remove_sharding(self.module)
         return params, self.norms

@@ -62,11 +62,11 @@ def test_an_average_by_shards_is_that_of_whole_weights(worlds, world_size, stage
                 inside = zero.full_state_dict(module)
                 loss = module(batch)
             assert_same_bits(zero.full_state_dict(module), before)
-            plain: Any = deepcopy(base).to(loss.dtype)
+            reference: Any = deepcopy(base).to(loss.dtype)
             assert_same_bits(inside, {n: value.to(inside[n].dtype) for n, value in whole.items()})
-            plain.load_state_dict(inside)
+            reference.load_state_dict(inside)
             with torch.no_grad():
-                assert torch.equal(plain(batch.to(loss.dtype)), loss)
+                assert torch.equal(reference(batch.to(loss.dtype)), loss)
         state = {**zero.full_state_dict(module), "master": optimizer.full_state_dict()}
         return mean, whole, {n: (s.begin, s.end) for n, s in shards.items()}, state
 

@@ -105,7 +105,7 @@ def held_bytes(*things: Any) -> int:
     return sum(storages_of(*things).values())
 
 
-PLAIN = (zero.Precision(), Bytes(4, 4, 4, 8))
+FLOAT32 = (zero.Precision(), Bytes(4, 4, 4, 8))
 BOOK = (zero.Precision(param=torch.bfloat16, reduce=torch.bfloat16), Bytes(2, 2, 2, 12))
 PAGE = ROOT / "docs" / "precision.md"
 
@@ -118,7 +118,7 @@ def told_rows() -> dict[str, list[str]]:
 
 
 TOLD = told_rows()
-KINDS = {"float32": PLAIN, "bfloat16": BOOK} | {
+KINDS = {"float32": FLOAT32, "bfloat16": BOOK} | {
     name: (zero.Precision.preset(name), Bytes(*map(int, cells[:4]))) for name, cells in TOLD.items()
 }
 
@@ -227,7 +227,7 @@ def test_a_rank_of_two_nodes_of_two_holds_its_share(stage, shared, closed_form):
     wanted, in_flight = closed_form * PARAMS, 2 * BUCKET_ELEMS * 4
     base = Deep()
     with ringcomm.local_world(4, nodes=[2, 2]) as world:
-        work = partial(measure, base=base, stage=stage, precision=PLAIN[0], **shared)
+        work = partial(measure, base=base, stage=stage, precision=FLOAT32[0], **shared)
         for rest, most in world.run(work):
             assert wanted <= rest <= wanted + in_flight + (1 << 16)
             assert most <= wanted + in_flight + 3 * BUCKET_ELEMS * 4 + (1 << 16)

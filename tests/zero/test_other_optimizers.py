@@ -40,13 +40,13 @@ def test_an_optimizer_of_torchs_is_refused(worlds, early, stage):
 
     def work(comm):
         module: Any = small() if comm.rank else base
-        plain = torch.optim.SGD(module.parameters(), lr=0.1)
+        reference = torch.optim.SGD(module.parameters(), lr=0.1)
         zero.shard(module, stage, comm=comm)
         if not early:
-            plain = torch.optim.SGD(module.parameters(), lr=0.1)
+            reference = torch.optim.SGD(module.parameters(), lr=0.1)
         backward(module, comm.rank)
         with pytest.raises(ArgumentError, match=REFUSED):
-            plain.step()
+            reference.step()
         assert_same_bits(zero.full_state_dict(module), initial)
         AdamW(module.parameters()).step()
 
@@ -71,12 +71,12 @@ def test_parameters_of_other_modules_are_nobodys_business(worlds):
     def work(comm):
         module = zero.shard(small(), 3, comm=comm)
         adapter = nn.Linear(1, 1)
-        plain = torch.optim.SGD(adapter.parameters(), lr=0.1)
+        reference = torch.optim.SGD(adapter.parameters(), lr=0.1)
         before = adapter.weight.detach().clone()
         adapter(module(torch.ones(2, 4))).sum().backward()
         # As after a sharded parameter that lived at this address.
         placements._ids.add(id(adapter.weight))
-        plain.step()
+        reference.step()
         placements._ids.discard(id(adapter.weight))
         assert not torch.equal(adapter.weight, before)
         AdamW(module.parameters()).step()
@@ -119,13 +119,13 @@ def test_what_is_gone_is_not_looked_for(worlds):
     def work(comm):
         module: Any = zero.shard(small(), 1, comm=comm)
         params = list(module.parameters())
-        plain = torch.optim.SGD(params, lr=0.1)
+        reference = torch.optim.SGD(params, lr=0.1)
         with pytest.raises(ArgumentError, match=REFUSED):
-            plain.step()
+            reference.step()
         zero.remove_sharding(module)
-        plain.step()
+        reference.step()
         zero.shard(module, 1, comm=comm)
         with pytest.raises(ArgumentError, match=REFUSED):
-            plain.step()
+            reference.step()
 
     worlds(1).run(work)

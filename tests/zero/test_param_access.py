@@ -385,9 +385,9 @@ def test_hooks_see_each_reduced_gradient_once_and_change_it(worlds, world_size, 
     alone: Any = deepcopy(base)
     for name, param in alone.named_parameters():
         param.grad = means[name] * 2
-    plain = AdamW(alone.parameters(), lr=0.1, comm="alone")
-    norm = plain.clip_grad_norm_(0.25)
-    plain.step()
+    reference = AdamW(alone.parameters(), lr=0.1, comm="alone")
+    norm = reference.clip_grad_norm_(0.25)
+    reference.step()
 
     def work(comm, clips):
         each = Trained(comm, base, stage, lambda p: AdamW(p, lr=0.1), precision)

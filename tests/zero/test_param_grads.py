@@ -147,7 +147,7 @@ def train(
 @covering(strength=1, sums={"in fp32": FP32_SUMS, "in dtype": None}, stage=STAGES)
 def test_whatever_clears_gradients_clears_them(worlds, sums, stage):
     base: Any = Blocks()
-    plain = [param.detach() for param in _plainly(base)]
+    reference = [param.detach() for param in _alone(base)]
 
     def work(comm):
         wanted = train(comm, stage, base, None if sums is None else CLEARED["None"], sums)
@@ -157,12 +157,12 @@ def test_whatever_clears_gradients_clears_them(worlds, sums, stage):
                 found = train(comm, stage, base, clear, sums)
                 for one, other in zip(found, wanted, strict=True):
                     assert torch.equal(one, other), name
-        torch.testing.assert_close(wanted, plain)
+        torch.testing.assert_close(wanted, reference)
 
     worlds(2).run(work)
 
 
-def _plainly(base: Any) -> list[Tensor]:
+def _alone(base: Any) -> list[Tensor]:
     """What :func:`train` shall end with, by torch alone."""
 
     class Rank:
@@ -286,16 +286,16 @@ def by_hand(module: Any) -> list[Tensor]:
 )
 def test_what_torch_changes_is_what_the_step_takes(worlds, change, options):
     base: Any = Blocks()
-    plain, told = deepcopy(base), []
-    of_plain = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    reference, told = deepcopy(base), []
+    of_reference = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
     ranks = [type("Rank", (), {"rank": rank}) for rank in range(3)]
     for turn in range(2):
         for part in (0, 1):
-            (sum(plain(draw(rank, 2 * turn + part)) for rank in ranks) / 3).backward()
-        told += change(plain)
-        of_plain.step()
-        of_plain.zero_grad()
-    wanted = [param.detach() for param in plain.parameters()]
+            (sum(reference(draw(rank, 2 * turn + part)) for rank in ranks) / 3).backward()
+        told += change(reference)
+        of_reference.step()
+        of_reference.zero_grad()
+    wanted = [param.detach() for param in reference.parameters()]
 
     def work(comm):
         for stage in STAGES:
@@ -461,9 +461,12 @@ def test_a_hook_in_backward_sees_this_ranks_gradient_with_a_warning(worlds, worl
         for _ in range(2):
             module(draw(comm, 0)).backward()
             module.zero_grad()
-        plain: Any = deepcopy(base)
-        plain(draw(comm, 0)).backward()
-        assert all(torch.equal(each, plain.blocks[0].bias.grad) for each in seen) and len(seen) == 2
+        reference: Any = deepcopy(base)
+        reference(draw(comm, 0)).backward()
+        assert (
+            all(torch.equal(each, reference.blocks[0].bias.grad) for each in seen)
+            and len(seen) == 2
+        )
 
     # Warnings are of the process, so that they are counted for all ranks.
     with warnings.catch_warnings(record=True) as caught:
@@ -524,7 +527,7 @@ def test_gradients_that_have_updated_parameters_cannot_be_cleared(worlds, stage)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_parameters_are_plain_where_they_leave(worlds, stage):
+def test_parameters_are_ordinary_where_they_leave(worlds, stage):
     """Copies, and parameters that are sharded no more, are torch's own, with torch's gradients."""
     base: Any = Blocks()
 
@@ -555,16 +558,16 @@ def test_parameters_are_plain_where_they_leave(worlds, stage):
     worlds(2).run(work)
 
 
-def test_a_world_of_one_has_plain_gradients_below_stage_2(worlds):
+def test_a_world_of_one_has_ordinary_gradients_below_stage_2(worlds):
     base: Any = Blocks()
 
     def work(comm):
         for stage in (0, 1):
             module, _ = sharded(comm, stage, base)
             module(draw(comm, 0)).backward()
-            plain: Any = deepcopy(base)
-            plain(draw(comm, 0)).backward()
-            for param, its in zip(module.parameters(), plain.parameters(), strict=True):
+            reference: Any = deepcopy(base)
+            reference(draw(comm, 0)).backward()
+            for param, its in zip(module.parameters(), reference.parameters(), strict=True):
                 assert torch.equal(param.grad, its.grad)
 
     worlds(1).run(work)

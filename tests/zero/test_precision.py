@@ -243,9 +243,9 @@ def test_a_kept_module_is_what_torch_computes_in_fp32(worlds):
 
     torch.manual_seed(1)
     base, x = Scaled(), torch.randn(8, 64).bfloat16()
-    plain = deepcopy(base)
-    plain.rest.to(torch.bfloat16)
-    plain.rest(plain.norm(x.float()).bfloat16()).float().sum().backward()
+    reference = deepcopy(base)
+    reference.rest.to(torch.bfloat16)
+    reference.rest(reference.norm(x.float()).bfloat16()).float().sum().backward()
 
     def work(comm):
         module, _ = build(comm, base, 0, Precision(param=torch.bfloat16, keep_fp32=("norm",)))
@@ -253,7 +253,7 @@ def test_a_kept_module_is_what_torch_computes_in_fp32(worlds):
         return module.norm.weight.grad
 
     grad = worlds(1).run(work)[0]
-    wanted = plain.norm.weight.grad
+    wanted = reference.norm.weight.grad
     assert wanted is not None and torch.equal(grad, wanted)
     assert not torch.equal(grad, grad.bfloat16().float())
 

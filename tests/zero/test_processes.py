@@ -102,9 +102,9 @@ def _one_sided(store, rank, world):
 
 
 def test_a_rank_unshards_while_its_peers_are_away():
-    plain = new_model("narrow gpt")
+    reference = new_model("narrow gpt")
     tokens = torch.arange(34).view(2, 17)
     with torch.no_grad():
-        wanted = plain(tokens[:, :-1], tokens[:, 1:]).item()
+        wanted = reference(tokens[:, :-1], tokens[:, 1:]).item()
     told = run_ranks(_one_sided, 2)
     assert told[0][0] == wanted

@@ -180,16 +180,16 @@ def test_what_moves_to_another_name_or_goes_is_no_replacement(worlds, stage):
         with zero.unsharded(module):
             return module[0].weight_orig.detach().clone(), module[0].weight_mask
 
-    plain = new()
-    reference = AdamW(plain.parameters(), lr=1e-2)
-    step(plain, reference)
-    prune.l1_unstructured(plain[0], "weight", amount=4)
-    step(plain, reference)
-    plain[2] = nn.Identity()
-    step(plain, reference)
+    untouched = new()
+    reference = AdamW(untouched.parameters(), lr=1e-2)
+    step(untouched, reference)
+    prune.l1_unstructured(untouched[0], "weight", amount=4)
+    step(untouched, reference)
+    untouched[2] = nn.Identity()
+    step(untouched, reference)
     for weight, mask in worlds(1).run(work):
-        assert torch.equal(mask, plain[0].weight_mask)
-        assert torch.equal(weight, plain[0].weight_orig)
+        assert torch.equal(mask, untouched[0].weight_mask)
+        assert torch.equal(weight, untouched[0].weight_orig)
 
 
 RESHAPES: dict[str, Callable[[Any], Any]] = {

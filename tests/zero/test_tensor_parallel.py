@@ -56,11 +56,11 @@ def stages_are_equal(rank, world_size):
         zero.remove_sharding(model)
         same({name: full(param) for name, param in model.named_parameters()}, results[0][0])
         assert isinstance(model.head.weight, DTensor) and type(model.first.weight) is nn.Parameter
-    plain = Model()
-    optimizer = build(plain, mesh, Training(1))
-    norms = train(plain, optimizer, mesh, Training(1))
+    reference = Model()
+    optimizer = build(reference, mesh, Training(1))
+    norms = train(reference, optimizer, mesh, Training(1))
     torch.testing.assert_close(results[0][1], norms)
-    torch.testing.assert_close(results[0][0], whole_params(plain))
+    torch.testing.assert_close(results[0][0], whole_params(reference))
 
 
 def updates_in_backward(rank, world_size):
@@ -87,9 +87,9 @@ def updates_in_backward(rank, world_size):
 def a_step_is_exact(rank, world_size):
     """With whole numbers a step has the bits of one process with whole parameters and batches."""
     mesh = mesh_of(2, 2)
-    plain = Model().whole_numbers()
-    alone = AdamW(plain.parameters(), lr=0.05, comm="alone")
-    out = plain(torch.cat([batch(0, 0), batch(0, 1)]))
+    reference = Model().whole_numbers()
+    alone = AdamW(reference.parameters(), lr=0.05, comm="alone")
+    out = reference(torch.cat([batch(0, 0), batch(0, 1)]))
     (out * coefficients(4)).sum().div(2).backward()
     norm = alone.clip_grad_norm_(1.0)
     alone.step()
@@ -100,7 +100,7 @@ def a_step_is_exact(rank, world_size):
         (out * coefficients(2)).sum().backward()
         same(optimizer.clip_grad_norm_(1.0), norm)
         optimizer.step()
-        same(whole_params(model), {n: p.detach() for n, p in plain.named_parameters()})
+        same(whole_params(model), {n: p.detach() for n, p in reference.named_parameters()})
 
 
 def coefficients(rows: int) -> Tensor:

@@ -93,10 +93,10 @@ def test_units_have_the_bits_of_a_model_that_casts_by_itself(worlds):
         def forward(self, x: Tensor) -> Tensor:
             return self.block(x.bfloat16()).float()
 
-    plain: Any = deepcopy(BASE)
+    reference: Any = deepcopy(BASE)
     for number in range(3):
-        plain.blocks[number] = Casting(plain.blocks[number])
-    alone = AdamW(plain.parameters(), lr=0.1, comm="alone")
+        reference.blocks[number] = Casting(reference.blocks[number])
+    alone = AdamW(reference.parameters(), lr=0.1, comm="alone")
     precision = Precision(param=torch.float32, master="fp32")
     options = ZeroOptions(units=units, precision=precision, per_unit={"blocks.*": BF16})
     rounded = deepcopy(BASE)
@@ -108,12 +108,14 @@ def test_units_have_the_bits_of_a_model_that_casts_by_itself(worlds):
         model: Any = zero.shard(rounded, 2, comm=comm, options=options)
         optimizer = AdamW(model.parameters(), lr=0.1)
         for turn in range(2):
-            step(plain, alone, turn)
+            step(reference, alone, turn)
             step(model, optimizer, turn)
         return zero.full_state_dict(model)
 
     (found,) = worlds(1).run(work)
-    assert_same_bits(found, {n.replace(".block.", "."): t for n, t in plain.state_dict().items()})
+    assert_same_bits(
+        found, {n.replace(".block.", "."): t for n, t in reference.state_dict().items()}
+    )
 
 
 @pytest.mark.parametrize("kept", [False, True])

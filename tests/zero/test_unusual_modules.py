@@ -181,10 +181,10 @@ def test_freezing_and_unfreezing_after_shard(worlds, world_size, stage, unused):
             optimizer.step()
             optimizer.zero_grad()
 
-    plain = deepcopy(base)
-    alone = AdamW(plain.parameters(), lr=0.1, comm="alone")
+    reference = deepcopy(base)
+    alone = AdamW(reference.parameters(), lr=0.1, comm="alone")
     alone.prepare()
-    turns(plain, alone)
+    turns(reference, alone)
 
     def work(comm):
         module: Any = zero.shard(deepcopy(base), stage, comm=comm)
@@ -194,7 +194,7 @@ def test_freezing_and_unfreezing_after_shard(worlds, world_size, stage, unused):
         return zero.full_state_dict(module)
 
     for state in worlds(world_size).run(work):
-        assert_same_bits(state, dict(plain.state_dict()))
+        assert_same_bits(state, dict(reference.state_dict()))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -391,7 +391,7 @@ def train(comm, base: nn.Module, stage: int, backward: Any) -> dict[str, Tensor]
     return zero.full_state_dict(module)
 
 
-def plainly(module: nn.Module, x: Tensor) -> None:
+def step_usually(module: nn.Module, x: Tensor) -> None:
     module(x).square().mean().backward()
 
 
@@ -399,8 +399,8 @@ def plainly(module: nn.Module, x: Tensor) -> None:
 def test_stage_3_trains_as_stage_1_does(worlds, kind):
     torch.manual_seed(3)
     base = MODULES[kind]()
-    wanted = worlds(2).run(train, base, 1, plainly)[0]
-    for found in worlds(2).run(train, base, 3, plainly):
+    wanted = worlds(2).run(train, base, 1, step_usually)[0]
+    for found in worlds(2).run(train, base, 3, step_usually):
         assert_same_bits(found, wanted)
 
 
@@ -424,7 +424,7 @@ def _looking_meanwhile(module: nn.Module, x: Tensor) -> None:
 
     # Between the layers of a unit.
     handle = module[1][1].register_forward_hook(watch)  # type: ignore[index]
-    plainly(module, x)
+    step_usually(module, x)
     handle.remove()
 
 

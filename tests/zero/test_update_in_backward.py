@@ -263,9 +263,9 @@ def test_what_cannot_be_updated_in_backward_is_refused(worlds):
         AdamWOptions(update="in_backward", check_finite=True)
     with pytest.raises(ArgumentError, match="update: expected one of in_step, in_backward"):
         AdamWOptions(update="soon")
-    plain = nn.Linear(2, 2)
+    reference = nn.Linear(2, 2)
     with pytest.raises(ArgumentError, match=r"zero\.shard\(\) has sharded at stage 2 or 3"):
-        AdamW(plain.parameters(), options=EARLY)
+        AdamW(reference.parameters(), options=EARLY)
 
     def work(comm):
         for stage in (0, 1):

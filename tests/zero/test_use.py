@@ -1,4 +1,4 @@
-"""Uses of a module beside the plain loop, at every stage."""
+"""Uses of a module beside the usual loop, at every stage."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _by_hand(module: Any, optimizer: Any, x: Tensor) -> None:
     optimizer.zero_grad()
 
 
-def _plainly(module: Any, optimizer: Any, x: Tensor) -> None:
+def _usually(module: Any, optimizer: Any, x: Tensor) -> None:
     module(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -142,7 +142,7 @@ def test_gradients_that_are_set_by_hand(worlds, stage):
         assert "zero_grad" not in vars(module)
         return found
 
-    assert_same_bits(worlds(2).run(work, _by_hand)[1], worlds(2).run(work, _plainly)[1])
+    assert_same_bits(worlds(2).run(work, _by_hand)[1], worlds(2).run(work, _usually)[1])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -267,10 +267,10 @@ def test_a_module_that_calls_itself_keeps_what_it_uses(worlds):
 
     def work(comm):
         module = Twice()
-        plain = deepcopy(module)
+        copied = deepcopy(module)
         zero.shard(module, 3, comm=comm)
         with torch.no_grad():
-            assert torch.equal(module(torch.ones(1, 8)), plain(torch.ones(1, 8)))
+            assert torch.equal(module(torch.ones(1, 8)), copied(torch.ones(1, 8)))
         assert not are_unsharded(module)
 
     worlds(1).run(work)

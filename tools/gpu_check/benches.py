@@ -28,7 +28,7 @@ class Bench:
 
 def plan(nccl_version: Sequence[int]) -> list[Bench]:
     """Plans the benches in the order of their weight: a slow machine goes without the last ones."""
-    # Every algorithm, Triton's kernels, torch and the plain copy, all sizes.
+    # Every algorithm, Triton's kernels, torch and the copy, all sizes.
     how = f"{_GPU} --mode one-launch --placement usual --peers {_SYSTEMS} -b 1M -e 256M -f 4"
     first, *others = (
         Bench(f"one launch, {n} ranks", 45.0, f"collectives {how} -r 9 -w 2 --ranks {n}")

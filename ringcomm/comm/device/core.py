@@ -519,7 +519,7 @@ class DeviceCore:
                 return
             self._aborted = True
             ended_before = self.native.raised
-            # This comes first and is a plain store: the copies below may fail, or wait in a
+            # This comes first and is a store of the host's: the copies below may fail, or wait in a
             # hardware queue behind a kernel that only this store ends.
             self.native.request_abort()
             if self.recorder is not None:

@@ -52,8 +52,8 @@ __all__ = [
     "host_choice",
     "load",
     "mesh_rings",
-    "plain_bus_id",
-    "plain_name",
+    "normalized_bus_id",
+    "normalized_name",
     "read_machine",
     "save",
 ]
@@ -72,7 +72,7 @@ LEVELS = {
 _BUS_ID = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?", re.I)
 
 
-def plain_bus_id(text: str) -> str:
+def normalized_bus_id(text: str) -> str:
     """Returns a PCI bus id as Linux writes it, ``0000:1b:00.0``; NVML's domain has eight digits.
 
     Raises:
@@ -85,17 +85,17 @@ def plain_bus_id(text: str) -> str:
     return f"{int(domain or '0', 16):04x}:{bus}:{device}.{function or 0}".lower()
 
 
-def plain_name(text: str) -> str:
-    """Returns a PCI bus id as :func:`plain_bus_id` does, or a UUID in CUDA's spelling.
+def normalized_name(text: str) -> str:
+    """Returns a PCI bus id as :func:`normalized_bus_id` does, or a UUID in CUDA's spelling.
 
     NVML's spelling has a prefix (``GPU-...``, ``MIG-...``), CUDA's has none.
     """
-    plain = text.strip().lower()
-    if _BUS_ID.fullmatch(plain):
-        return plain_bus_id(plain)
+    name = text.strip().lower()
+    if _BUS_ID.fullmatch(name):
+        return normalized_bus_id(name)
     for prefix in ("mig-", "gpu-"):
-        plain = plain.removeprefix(prefix)
-    return plain
+        name = name.removeprefix(prefix)
+    return name
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Topology:
         names = [
             (name, gpu)
             for gpu in gpus
-            for name in (gpu.pci_bus_id, *map(plain_name, (gpu.uuid, *gpu.mig_instances)))
+            for name in (gpu.pci_bus_id, *map(normalized_name, (gpu.uuid, *gpu.mig_instances)))
         ]
         by_name = dict(names)
         if len(by_name) < len(names):
@@ -254,7 +254,7 @@ class Topology:
 
         The UUID may be the GPU's own or an instance's, in NVML's spelling or CUDA's.
         """
-        return self._by_name.get(plain_name(name))
+        return self._by_name.get(normalized_name(name))
 
     def pair(self, one: Gpu, other: Gpu) -> Pair:
         """Returns the answers about two GPUs; a pair without answers if there are none."""
@@ -306,12 +306,12 @@ class Topology:
                 return None
             gpu = self.gpus[int(word)]
             return gpu.mig_instances[0] if gpu.mig_instances else gpu.pci_bus_id
-        prefix = plain_name(word)
+        prefix = normalized_name(word)
         for gpu in self.gpus if prefix else ():
             for instance in gpu.mig_instances:
-                if plain_name(instance).startswith(prefix):
+                if normalized_name(instance).startswith(prefix):
                     return instance
-            if plain_name(gpu.uuid).startswith(prefix):
+            if normalized_name(gpu.uuid).startswith(prefix):
                 return gpu.pci_bus_id
         return None
 
@@ -462,9 +462,9 @@ def _topology(value: Any) -> Topology:
         if pair.level is not None and pair.level not in LEVELS:
             raise _out_of_range(f"pairs[{index}].level", f"one of {', '.join(LEVELS)}", pair.level)
         _check_links(pair.nvlinks, f"pairs[{index}].nvlinks")
-    gpus = [replace(gpu, pci_bus_id=plain_bus_id(gpu.pci_bus_id)) for gpu in recorded.gpus]
+    gpus = [replace(gpu, pci_bus_id=normalized_bus_id(gpu.pci_bus_id)) for gpu in recorded.gpus]
     pairs = [
-        replace(pair, first=plain_bus_id(pair.first), second=plain_bus_id(pair.second))
+        replace(pair, first=normalized_bus_id(pair.first), second=normalized_bus_id(pair.second))
         for pair in recorded.pairs
     ]
     return Topology(**{**vars(recorded), "gpus": tuple(gpus), "pairs": tuple(pairs)})
@@ -615,7 +615,7 @@ class _MachineReader:
         if isinstance(text, bytes):
             text = text.decode(errors="replace")
         try:
-            return plain_bus_id(text) if text else None
+            return normalized_bus_id(text) if text else None
         except ArgumentError:
             return None
 
@@ -838,7 +838,7 @@ def _devices(topology: Topology, placements: Sequence[str | None]) -> list[_Devi
     ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(placements):
         gpu = topology.find(name) if name is not None else None
-        key = f"rank {rank}" if name is None else plain_name(name)
+        key = f"rank {rank}" if name is None else normalized_name(name)
         if gpu is not None and not _is_instance(gpu, name):
             key = gpu.pci_bus_id
         ranks.setdefault(key, []).append(rank)
@@ -855,7 +855,7 @@ def _devices(topology: Topology, placements: Sequence[str | None]) -> list[_Devi
 
 
 def _is_instance(gpu: Gpu, name: str | None) -> bool:
-    return name is not None and plain_name(name) in map(plain_name, gpu.mig_instances)
+    return name is not None and normalized_name(name) in map(normalized_name, gpu.mig_instances)
 
 
 def _connection(topology: Topology, one: _Device, other: _Device) -> Connection:

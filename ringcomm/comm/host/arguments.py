@@ -37,7 +37,7 @@ __all__ = [
     "admit_keys",
     "intercepting_keys",
     "is_below_autograd",
-    "is_plain",
+    "is_contiguous",
     "is_watched",
     "only_inlined",
     "only_inlined_methods",
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 
-# ---- Admission to a call: what of torch has to see the call, and tensors that have no plain memory
+# ---- Admission to a call: what of torch has to see the call, and tensors that have no dense memory
 
 
 Tensor = torch.Tensor
@@ -126,13 +126,13 @@ def _find_keys() -> None:
     The offset is used only if it alone agrees with torch for tensors of different keys. Otherwise
     the native module calls ``is_neg()``.
     """
-    plain = torch.ones(2, device="cpu")
+    ordinary = torch.ones(2, device="cpu")
     probes = [
-        plain,
-        torch._neg_view(plain),
-        torch.complex(plain, plain).conj(),
-        torch.nn.Parameter(plain),
-        plain.to_sparse(),
+        ordinary,
+        torch._neg_view(ordinary),
+        torch.complex(ordinary, ordinary).conj(),
+        torch.nn.Parameter(ordinary),
+        ordinary.to_sparse(),
     ]
     impl_at = set(range(_WORDS_OF_OBJECT))
     keys_at = set(range(_WORDS_OF_IMPL))
@@ -144,7 +144,7 @@ def _find_keys() -> None:
         keys_at &= {at for at, word in enumerate(its) if word == keys}
     if len(impl_at) == len(keys_at) == 1:
         (impl,), (keys,) = impl_at, keys_at
-        allowed = torch._C._dispatch_keys(plain).raw_repr()
+        allowed = torch._C._dispatch_keys(ordinary).raw_repr()
         _native.read_keys_at(impl * _WORD_BYTES, keys * _WORD_BYTES, allowed)
 
 
@@ -358,7 +358,7 @@ def _refuse_tangents(operation: str, tensors: Sequence[Tensor]) -> None:
         )
 
 
-# Tensors without plain memory.
+# Tensors without dense memory.
 
 _TORCH_CLASSES = frozenset({Tensor, torch.nn.Parameter})
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
@@ -382,7 +382,7 @@ _PACKED = frozenset(
 
 
 def without_memory(tensor: Tensor) -> str:
-    """Returns the kind of a tensor without plain memory, with advice; empty for other tensors.
+    """Returns the kind of a tensor without dense memory, with advice; empty for other tensors.
 
     Views with a pending negation or conjugation have memory, and calls copy them. Subclasses
     without ``__torch_dispatch__`` have memory, too.
@@ -395,7 +395,7 @@ def without_memory(tensor: Tensor) -> str:
             return f"{kind.__name__}, which has no shape yet; run its module once before"
         if kind.__torch_dispatch__ is not _NO_DISPATCH:
             known = (_INSTEAD[base.__name__] for base in kind.__mro__ if base.__name__ in _INSTEAD)
-            return f"{kind.__name__}; pass {next(known, 'the plain tensor that it wraps')}"
+            return f"{kind.__name__}; pass {next(known, 'the tensor that it wraps')}"
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "tensor of a transform of torch.func; pass the one outside of the transform"
     if torch._is_functional_tensor(tensor):
@@ -577,21 +577,21 @@ def size_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def is_plain(tensor: Tensor) -> bool:
+def is_contiguous(tensor: Tensor) -> bool:
     """True when the bytes at ``data_ptr()`` are the elements in order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def readable(tensor: Tensor) -> Tensor:
     """Returns the tensor, or a copy of it whose bytes are the elements in order."""
-    if is_plain(tensor):
+    if is_contiguous(tensor):
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def writable(tensor: Tensor) -> Tensor:
     """Returns the tensor, or scratch memory of its shape that :func:`put_back` copies into it."""
-    if is_plain(tensor):
+    if is_contiguous(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 

@@ -166,7 +166,7 @@ def _apart(first: int, second: int, unreached: Sequence[Mapping[int, str]]) -> b
     return second in unreached[first] or first in unreached[second]
 
 
-# ---- The rounds in which the ranks of a rail exchange what they sum or gather, as plain data ----
+# ---- The rounds in which the ranks of a rail exchange what they sum or gather, as data ----------
 # A rail joins a rank of each of N nodes. A *reduction* begins with a partial sum of every node for
 # every node, its *target*; in each round a rank sends partial sums away and adds those that it
 # receives to its own, and in the end it has the sum for its own node. Every partial sum is sent

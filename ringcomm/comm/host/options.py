@@ -98,7 +98,7 @@ class CommOptions:
             results in order, all in the accumulator's type and with one rounding at the end: the
             bits of nodes of L ranks. It excludes ``algorithm="ring"`` for reductions, and
             ``kernels="triton"``.
-        objects: "plain", or "pickle" to let the object collectives send anything. Unpickling runs
+        objects: "data", or "pickle" to let the object collectives send anything. Unpickling runs
             code that the sender chose, so "pickle" is for ranks that trust each other.
         largest_object_bytes: the largest object that the object collectives send, or accept from
             a peer.
@@ -118,7 +118,7 @@ class CommOptions:
     rails: str = "auto"
     kernels: str = "native"
     sum_blocks: int = 0
-    objects: str = "plain"
+    objects: str = "data"
     largest_object_bytes: int = 4 << 30
 
     def __post_init__(self) -> None:
@@ -169,8 +169,8 @@ class CommOptions:
                 'sum_blocks: expected 0 with kernels="triton", whose kernels sum in rank order, '
                 f"got {self.sum_blocks}"
             )
-        if self.objects not in ("plain", "pickle"):
-            raise ArgumentError(f"objects: expected plain or pickle, got {self.objects!r}")
+        if self.objects not in ("data", "pickle"):
+            raise ArgumentError(f"objects: expected data or pickle, got {self.objects!r}")
         if self.largest_object_bytes < 1:
             raise ArgumentError(
                 f"largest_object_bytes: expected 1 or more, got {self.largest_object_bytes}"

@@ -191,7 +191,7 @@ def joined(partials: Tensor, r: Reducing, divide_by: int) -> Tensor:
     return total / torch.full((), divide_by, dtype=total.dtype, device=total.device)
 
 
-def is_plain_type(dtype: torch.dtype) -> bool:
+def keeps_type(dtype: torch.dtype) -> bool:
     """Tells whether :func:`joined` returns elements of this type, or of its partial sums', as such.
 
     Others it returns as signed integers or as pairs of real numbers.
@@ -564,7 +564,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         if not out.elems:
             return
         target = self._tensor(out, r.dtype)
-        (target if is_plain_type(target.dtype) else target.view(total.dtype)).copy_(total)
+        (target if keeps_type(target.dtype) else target.view(total.dtype)).copy_(total)
 
     def _widened(self, given: Span, r: Reducing) -> Tensor:
         wide = self._room(given.elems, TORCH_DTYPES[r.partial])

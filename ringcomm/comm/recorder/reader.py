@@ -211,9 +211,9 @@ def text_of(trace: Trace) -> str:
         }
         for rank in trace.recording.ranks
     ]
-    plain = {**vars(trace), "recording": {**vars(trace.recording), "ranks": ranks}}
-    plain["of_node"] = None if trace.of_node is None else vars(trace.of_node)
-    body = json.dumps(plain, separators=(",", ":"))
+    fields = {**vars(trace), "recording": {**vars(trace.recording), "ranks": ranks}}
+    fields["of_node"] = None if trace.of_node is None else vars(trace.of_node)
+    body = json.dumps(fields, separators=(",", ":"))
     digest = hashlib.sha256(body.encode()).hexdigest()
     head = json.dumps({"format": FORMAT, "version": VERSION, "sha256": digest})
     return f'{head[:-1]}, "body": {body}}}\n'

@@ -196,7 +196,7 @@ def check_settings(accelerator: Any, where: str) -> None:
     kind = accelerator.distributed_type.value
     if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TP"):
         raise UnsupportedError(
-            f"{where}: expected plain data parallelism, got {kind}, which shards the module or "
+            f"{where}: expected data parallelism alone, got {kind}, which shards the module or "
             "reduces its gradients itself; leave its plugin away, or ringcomm.zero"
         )
     if accelerator.mixed_precision not in ("no", None):

@@ -66,7 +66,7 @@ class RingcommStrategy(_strategies.DDPStrategy):
         )
 
     The module stays sharded after ``fit()``, so that ``test()``, ``predict()`` and
-    ``save_checkpoint()`` follow; :func:`ringcomm.zero.remove_sharding` makes it a plain one.
+    ``save_checkpoint()`` follow; :func:`ringcomm.zero.remove_sharding` takes the sharding back.
 
     Args:
         stage: of ZeRO, 0 to 3.

@@ -129,7 +129,7 @@ class ZeroTrainer(_trainer.Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         root = Path(output_dir) / _FOLDER
-        schedule = self.lr_scheduler.state_dict()  # plain data, which needs no pickle
+        schedule = self.lr_scheduler.state_dict()  # JSON data, which needs no pickle
         zero.save(root, next_number(root), self.model, self._inner(), data=schedule, keep=1)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

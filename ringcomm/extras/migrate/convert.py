@@ -38,7 +38,7 @@ from ringcomm.extras.migrate.torch_file import (
     attribute,
     entry,
     of_kind,
-    plain_pickle,
+    read_pickle,
     sizes_of,
 )
 from ringcomm.integers import integer
@@ -235,7 +235,7 @@ class ForeignState:
         group_params: names of the parameters of each.
         tied: aliases of parameters, with the names whose tensors they share.
         step: number under which it was saved; None where the checkpoint does not say.
-        data: further plain data.
+        data: further JSON data.
     """
 
     kind: str
@@ -256,7 +256,7 @@ class ForeignState:
             ValueError, LookupError, TypeError, AttributeError: the parts do not fit each other.
         """
         self._check()
-        plain = without_wrappers([*self.weights, *self.tied])
+        unwrapped = without_wrappers([*self.weights, *self.tied])
 
         def moment(tensors: Mapping[str, ForeignTensor], name: str) -> ForeignTensor:
             if name in tensors:
@@ -268,14 +268,14 @@ class ForeignState:
         trained = list(chain.from_iterable(self.group_params))
         return replace(
             self,
-            weights={plain[name]: each for name, each in self.weights.items()},
+            weights={unwrapped[name]: each for name, each in self.weights.items()},
             moments={
-                kind: {plain[name]: moment(tensors, name) for name in trained}
+                kind: {unwrapped[name]: moment(tensors, name) for name in trained}
                 for kind, tensors in self.moments.items()
             },
-            steps={plain[name]: self.steps.get(name, 0.0) for name in trained},
-            group_params=[[plain[name] for name in each] for each in self.group_params],
-            tied={plain[alias]: plain.get(name, name) for alias, name in self.tied.items()},
+            steps={unwrapped[name]: self.steps.get(name, 0.0) for name in trained},
+            group_params=[[unwrapped[name] for name in each] for each in self.group_params],
+            tied={unwrapped[alias]: unwrapped.get(name, name) for alias, name in self.tied.items()},
         )
 
     def _check(self) -> None:
@@ -321,18 +321,18 @@ class ForeignState:
 
 
 def hyper_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the hyper-parameters of a saved param group, as plain data."""
-    return {name: plain(group[name]) for name in HYPER if name in group}
+    """Returns the hyper-parameters of a saved param group, as JSON data."""
+    return {name: as_data(group[name]) for name in HYPER if name in group}
 
 
-def plain(value: Any) -> Any:
-    """Returns a saved value as plain data, or None for what is none."""
+def as_data(value: Any) -> Any:
+    """Returns a saved value as JSON data, or None for what is none."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else None
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [as_data(each) for each in value]
     if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): as_data(each) for key, each in value.items()}
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
@@ -439,7 +439,7 @@ class _DeepSpeedCheckpoint:
             self._weights(tied),
             tied=tied,
             step=int(entry(model, "global_steps", folder)),
-            data={"client_state": plain(client), "lr_scheduler": plain(model["lr_scheduler"])},
+            data={"client_state": as_data(client), "lr_scheduler": as_data(model["lr_scheduler"])},
         )
         if not weights_only:
             self._read_optimizer(made)
@@ -561,7 +561,7 @@ class _TorchCheckpoint:
             pickled = read_bounded(path, LARGEST_PICKLE_BYTES)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from error
-        metadata = plain_pickle(pickled, str(path))
+        metadata = read_pickle(pickled, str(path))
         self._described: dict[str, Any] = attribute(metadata, "state_dict_metadata", path, dict)
         paths: Mapping[str, Any] = metadata.get("planner_data") or {}
         self._paths = {name: _split(paths.get(name, (name,))) for name in self._described}
@@ -587,7 +587,7 @@ class _TorchCheckpoint:
                 if isinstance(value, ForeignTensor):
                     weights.append((path, value))
                 else:
-                    more[name] = plain(value)
+                    more[name] = as_data(value)
         if not weights:
             raise ValueError("it has no tensors of a model")
         depth = _common([path for path, _ in weights])

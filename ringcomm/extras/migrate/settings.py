@@ -437,12 +437,12 @@ def _load(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, An
         )
     path = Path(config)
     try:
-        plain = read_json(read_bounded(path, _LARGEST_FILE_BYTES))
+        data = read_json(read_bounded(path, _LARGEST_FILE_BYTES))
     except (OSError, ValueError) as error:
         raise ArgumentError(f"{_DEEPSPEED}: {path}: {error}") from error
-    if not isinstance(plain, dict):
-        raise ArgumentError(f"{_DEEPSPEED}: {path}: expected an object, got {shown(plain)}")
-    return plain
+    if not isinstance(data, dict):
+        raise ArgumentError(f"{_DEEPSPEED}: {path}: expected an object, got {shown(data)}")
+    return data
 
 
 class _Given:

@@ -1,4 +1,4 @@
-"""Files of ``torch.save()`` and pickles of plain data, read without running anything.
+"""Files of ``torch.save()`` and pickles of data, read without running anything.
 
 NOTE [Pickles without unpickling]
 A pickle is a program, and Python's unpickler calls what it names. This reader knows the
@@ -135,7 +135,7 @@ class _Machine:
                 return result
             action = _ACTIONS.get(opcode.name)
             if action is None:
-                raise ValueError(f"it has {opcode.name}, an instruction that plain data have not")
+                raise ValueError(f"it has {opcode.name}, an instruction that data have not")
             action(self, argument)
         raise ValueError("it has no end")
 
@@ -215,7 +215,7 @@ class _Machine:
             type(each) not in (int, float, bool) and len(exactly(each, str, bytes)) > _LONGEST_NAME
             for each in flat
         ):
-            raise TypeError(f"it has a {kind.__name__} as a key, which plain data have not")
+            raise TypeError(f"it has a {kind.__name__} as a key, which data have not")
         text = str(key)
         self.charge(len(text))
         return text
@@ -370,8 +370,8 @@ _ACTIONS: dict[str, _Action] = {
 }
 
 
-def plain_pickle(pickled: bytes, called: str, tensor: _MakeTensor | None = None) -> Any:
-    """Returns the plain data that a pickle describes.
+def read_pickle(pickled: bytes, called: str, tensor: _MakeTensor | None = None) -> Any:
+    """Returns the data that a pickle describes.
 
     Args:
         pickled: bytes of the pickle.
@@ -469,7 +469,7 @@ class TorchFile:
         pickled = bytes(self._content("data.pkl", LARGEST_PICKLE_BYTES))
         if zlib.crc32(pickled) != self._members["data.pkl"][0].CRC:
             self._fail("data.pkl has another checksum than was saved")
-        return plain_pickle(pickled, self._called, self._view)
+        return read_pickle(pickled, self._called, self._view)
 
     def _content(self, name: str, most_bytes: int) -> memoryview:
         try:

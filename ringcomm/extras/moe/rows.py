@@ -12,7 +12,7 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.device.launch import DeviceCallEngine
-from ringcomm.comm.host.arguments import DTYPE_CODES, CallChecks, is_plain, readable
+from ringcomm.comm.host.arguments import DTYPE_CODES, CallChecks, is_contiguous, readable
 from ringcomm.comm.host.engine import Call
 from ringcomm.comm.peer_memory import heap_bases, is_in_heap
 from ringcomm.errors import MismatchError, UnsupportedError, where
@@ -146,7 +146,7 @@ def outboxes_of(comm: Communicator) -> Outboxes:
 
 def lendable(comm: Communicator, tensor: Tensor) -> bool:
     """True if the communicator's ranks can read the tensor where it lies."""
-    return is_plain(tensor) if comm.world_size == 1 else is_in_heap(comm, tensor)
+    return is_contiguous(tensor) if comm.world_size == 1 else is_in_heap(comm, tensor)
 
 
 def prepared(make: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -72,9 +72,9 @@ from ringcomm.zero.checkpoint.format import (
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Torch's planner; what is no tensor must be plain data, and becomes JSON.
+    """Torch's planner; what is no tensor must be data, and becomes JSON.
 
-    Plain are None, bools, ints, floats, strings, and lists, tuples and dicts of them. Others raise
+    Data are None, bools, ints, floats, strings, and lists, tuples and dicts of them. Others raise
     UnsupportedError before anything is written. Arguments are those of ``DefaultSavePlanner``.
     """
 
@@ -107,10 +107,10 @@ class LoadPlanner(DefaultLoadPlanner):
         # By the name here, the name in the checkpoint, of what was saved in other wrappers.
         self._saved_as: dict[str, str] = {}
         if self.metadata is not None:
-            self.metadata = self._in_plain_names(self.metadata)
+            self.metadata = self._with_unwrapped_names(self.metadata)
             self.state_dict, self.metadata = _alike(self.state_dict, self.metadata)
 
-    def _in_plain_names(self, saved: Metadata) -> Metadata:
+    def _with_unwrapped_names(self, saved: Metadata) -> Metadata:
         """Returns the metadata with the names of the state in place of those with wrappers."""
         known, described = KnownNames(self.state_dict), {}
         for name, each in saved.state_dict_metadata.items():
@@ -327,7 +327,7 @@ class StorageWriter(storage.StorageWriter):
 
     Args:
         path: of the folder; there must be none yet, and all ranks see the one around it.
-        data: plain data of the user; the coordinator's are saved.
+        data: JSON data of the user; the coordinator's are saved.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, data: Any = None) -> None:

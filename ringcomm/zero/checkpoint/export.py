@@ -116,8 +116,8 @@ def export_safetensors(
     reader = Reader(source)
     tied = _tied(reader)
     weights = _weights(reader, tied if aliases == "copy" else {}, dtype)
-    plain = without_wrappers([*_saved(reader), *tied])
-    told = {plain[alias]: plain[name] for alias, name in tied.items() if aliases == "skip"}
+    renamed = without_wrappers([*_saved(reader), *tied])
+    told = {renamed[alias]: renamed[name] for alias, name in tied.items() if aliases == "skip"}
     if names is not None:
         weights = _chosen(reader, weights, names)
     files = _cut_into_files(weights, most_bytes)
@@ -176,9 +176,9 @@ def _saved(reader: Reader) -> list[str]:
 def _weights(reader: Reader, copied: Mapping[str, str], dtype: torch.dtype | None) -> list[Weight]:
     homes = {name: f"{MODEL_PREFIX}{name}" for name in _saved(reader)}
     homes |= {alias: f"{MODEL_PREFIX}{name}" for alias, name in copied.items()}
-    plain = without_wrappers(homes)
+    renamed = without_wrappers(homes)
     weights = []
-    for name, home in ((plain[name], home) for name, home in homes.items()):
+    for name, home in ((renamed[name], home) for name, home in homes.items()):
         weights.append(Weight(name, home, _kind(reader.dtype(home), dtype), reader.shape(home)))
     return weights
 

@@ -267,7 +267,7 @@ class Reader:
         except OSError as error:
             raise self._damaged(file, f"is missing: {error}") from error
         if not stat.S_ISREG(status.st_mode):
-            raise self._damaged(file, "is no plain file")
+            raise self._damaged(file, "is no regular file")
         if status.st_size != expected:
             raise self._damaged(file, f"expected {expected} bytes, got {status.st_size}")
 
@@ -360,7 +360,7 @@ def agreed(ranks: Ranks, operation: str, work: Callable[[], Any]) -> list[Any]:
     """Does ``work`` on each rank; all go on, or none; collective.
 
     Returns:
-        what it returned, plain JSON data, by rank.
+        what it returned, JSON data, by rank.
 
     Raises:
         CheckpointError: it failed on this rank, with an operating system's error, or on another.

@@ -416,7 +416,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """The record of what one rank saved for itself: plain data, and whole tensors."""
+    """The record of what one rank saved for itself: JSON data, and whole tensors."""
 
     data: Any = None
     tensors: Mapping[str, SavedTensor] = field(default_factory=dict)
@@ -430,7 +430,7 @@ class Manifest:
         tensors: by name.
         files: by name, "rank-00000.safetensors" and so on.
         ranks: by rank of the world that saved.
-        data: the user's, as ``plain_json`` takes it.
+        data: the user's, as ``json_reader.encode`` takes it.
         values: what is no tensor of a state saved through torch.distributed.checkpoint, by name.
     """
 
@@ -472,7 +472,7 @@ class Manifest:
         """One line of JSON.
 
         Raises:
-            UnsupportedError: the data are not plain.
+            UnsupportedError: the data cannot be JSON.
         """
         body = {
             "tensors": {name: _describe(tensor) for name, tensor in self.tensors.items()},
@@ -912,8 +912,8 @@ class Contents:
 
     Attributes:
         tensors: by name, this rank's parts.
-        data: plain data, equal on all ranks.
-        rank_data: this rank's own plain data.
+        data: JSON data, equal on all ranks.
+        rank_data: this rank's own JSON data.
         rank_tensors: this rank's own tensors, by name.
     """
 
@@ -923,11 +923,11 @@ class Contents:
     rank_tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
-        """Describes it in plain JSON types: all but the elements, and the checksum of ``data``.
+        """Describes it in JSON types: all but the elements, and the checksum of ``data``.
 
         Raises:
             ArgumentError: a name or a tensor is none.
-            UnsupportedError: data are not plain, or a dtype cannot be saved.
+            UnsupportedError: data cannot be JSON, or a dtype cannot be saved.
         """
         parts = {}
         for name, shard in self.tensors.items():

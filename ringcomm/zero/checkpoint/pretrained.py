@@ -241,7 +241,7 @@ class WeightFiles:
         self._closing.callback(os.close, file)
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
-            raise _damaged(path, "is no plain file")
+            raise _damaged(path, "is no regular file")
         self._files.append(file)
         self._paths.append(path)
         try:

@@ -28,7 +28,7 @@ from ringcomm.module_names import (
     named_parameters,
     some,
 )
-from ringcomm.optim.dtensors import PLAIN_KINDS
+from ringcomm.optim.dtensors import TORCH_CLASSES
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.optim.state import Debtors, merged_groups
 from ringcomm.optim.step import ShardedStep
@@ -44,7 +44,6 @@ from ringcomm.zero.checkpoint.state import (
     check_names,
     check_optimizer,
     describe,
-    in_plain_names,
     overlap,
     parts_to_load,
     parts_to_save,
@@ -55,6 +54,7 @@ from ringcomm.zero.checkpoint.state import (
     take_optimizer,
     take_residuals,
     whole_parts,
+    with_unwrapped_names,
 )
 from ringcomm.zero.stages.engine import ShardEngine
 from ringcomm.zero.stages.optimizer import refresh_masters
@@ -63,7 +63,7 @@ from ringcomm.zero.stages.shards import follow_coded, own_of, recode
 from ringcomm.zero.stages.units import aliases
 
 # ---- What a rank has for itself in a checkpoint: random generators, and modules' extra state ----
-# Tensors are taken out of extra state, and None stands where they were; the rest is plain data:
+# Tensors are taken out of extra state, and None stands where they were; the rest is JSON data:
 #
 #     as {"layers.0": {"value": {"scale": 2, "history": None}, "tensors": [[[1], "cpu"]]}}
 #
@@ -75,7 +75,7 @@ TreePath = tuple[int, ...]
 
 
 def save_generators(device: torch.device) -> tuple[dict[str, Tensor], list[Any]]:
-    """torch's generators (uint8 tensors, by name) and Python's (plain JSON)."""
+    """torch's generators (uint8 tensors, by name) and Python's (JSON)."""
     tensors = {"rng.cpu": torch.get_rng_state()}
     if device.type == "cuda":
         tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
@@ -114,11 +114,11 @@ class ExtraState:
     """The extra state of all modules of one rank.
 
     Attributes:
-        plain: by module, plain data.
+        data: by module, JSON data.
         tensors: by name.
     """
 
-    plain: dict[str, Any]
+    data: dict[str, Any]
     tensors: dict[str, Tensor]
 
 
@@ -135,9 +135,9 @@ def save_extra_state(root: nn.Module, operation: str) -> ExtraState:
     """Copies of the extra state of all modules.
 
     Raises:
-        UnsupportedError: it holds what is neither plain nor a tensor; names the module.
+        UnsupportedError: it holds what is neither JSON data nor a tensor; names the module.
     """
-    plain, tensors = {}, {}
+    data, tensors = {}, {}
     for name, module in modules_with_extra_state(root).items():
         called = f"{operation}: extra state of module {_shown(name, module)}"
         found: dict[TreePath, Tensor] = {}
@@ -154,8 +154,8 @@ def save_extra_state(root: nn.Module, operation: str) -> ExtraState:
             # It may be a parameter's, whose memory comes and goes.
             tensors[_tensor_name(name, number)] = tensor.detach().clone()
             told.append([list(path), "cpu" if tensor.device.type == "cpu" else "device"])
-        plain[name] = {"value": value, "tensors": told}
-    return ExtraState(plain, tensors)
+        data[name] = {"value": value, "tensors": told}
+    return ExtraState(data, tensors)
 
 
 def read_extra_state(
@@ -175,15 +175,15 @@ def read_extra_state(
     Raises:
         CheckpointError: other modules have extra state, or it is damaged.
     """
-    if not isinstance(saved.plain, dict):
+    if not isinstance(saved.data, dict):
         raise fail("its extra state is damaged")
-    mine, theirs = list(modules_with_extra_state(root)), list(saved.plain)
+    mine, theirs = list(modules_with_extra_state(root)), list(saved.data)
     if mine != theirs:
         raise fail(
             f"expected extra state of the modules {mine}, as the model has it, got that of {theirs}"
         )
     values = {}
-    for name, each in saved.plain.items():
+    for name, each in saved.data.items():
         try:
             found: dict[TreePath, Tensor] = {}
             for number, (path, kind) in enumerate(each["tensors"]):
@@ -225,7 +225,7 @@ def _tensor_name(module: str, number: int) -> str:
 
 def _take_out(value: Any, path: TreePath, found: dict[TreePath, Tensor]) -> Any:
     """``value`` with None in place of tensors, which go to ``found``."""
-    if type(value) in PLAIN_KINDS:
+    if type(value) in TORCH_CLASSES:
         found[path] = value
         return None
     return _rebuilt(value, lambda each, at: _take_out(each, (*path, at), found))
@@ -302,7 +302,7 @@ class TrainState:
         buffers = module_state.buffers_of(engine.parts.module)
         extra = save_extra_state(engine.parts.module, "TrainState.state_dict")
         # A checkpoint of modules without extra state has no such entry.
-        told = {"extra": json.dumps(encode(extra.plain, "extra"))} if extra.plain else {}
+        told = {"extra": json.dumps(encode(extra.data, "extra"))} if extra.data else {}
         return {
             **shards,
             **{f"model.{name}": buffer.detach() for name, buffer in buffers.items()},
@@ -354,14 +354,14 @@ class TrainState:
 
     def _read_extra(self, state: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            plain = decode(json.loads(state["extra"])) if "extra" in state else {}
+            data = decode(json.loads(state["extra"])) if "extra" in state else {}
         except DAMAGE as error:
             raise _failed(f"has extra state that is damaged: {in_words(error)}") from error
         engine = self._engine
-        if isinstance(plain, dict):
+        if isinstance(data, dict):
             known = KnownNames.of(engine.parts.module)
-            plain = {known.find_module(name): each for name, each in plain.items()}
-        saved = ExtraState(plain, dict(state))
+            data = {known.find_module(name): each for name, each in data.items()}
+        saved = ExtraState(data, dict(state))
         return read_extra_state(engine.parts.module, saved, engine.comm.device, _failed)
 
 
@@ -398,7 +398,7 @@ def save(
         step: a number that grows from save to save.
         module: what ``shard()`` returned.
         optimizer: on its parameters; with its loss scaler.
-        data: plain JSON data, equal on all ranks, such as ``scheduler.state_dict()``.
+        data: JSON data, equal on all ranks, such as ``scheduler.state_dict()``.
         keep: how many checkpoints stay, the latest ones; None keeps all.
         trainable_only: leave out the parameters that were frozen when the module was sharded. A
             load keeps those that are there, which must be the same for training to go on alike.
@@ -410,7 +410,7 @@ def save(
         ArgumentError: the module is not sharded, the optimizer is another's, or the step is not
             after those that are saved, or a parameter was replaced since ``shard()``.
         CheckpointError: a rank could not write; on all ranks.
-        UnsupportedError: a module's extra state is neither plain data nor tensors, on any rank.
+        UnsupportedError: a module's extra state is neither JSON data nor tensors, on any rank.
     """
     root = path_of(root, "save", "root")
     check_step_number(step, "save")
@@ -436,7 +436,7 @@ def save(
                 "tied": {alias: name for alias, name in tied.items() if name not in left_out},
                 "user": data,
             },
-            rank_data={"generators": generators, "extra": extra.plain},
+            rank_data={"generators": generators, "extra": extra.data},
             rank_tensors={**own, **tensors, **extra.tensors},
         )
 
@@ -614,12 +614,12 @@ class Loading:
         known = KnownNames.of(engine.parts.module)
         # The types are checked before any name is looked for.
         SavedFacts.read(self._read_data(reader.data)["ringcomm"], self.fail)
-        self.data = self._read_data(in_plain_names(reader.manifest, known).data)
+        self.data = self._read_data(with_unwrapped_names(reader.manifest, known).data)
         self.saved = SavedFacts.read(self.data["ringcomm"], self.fail)
         # Another library's, whose FP32 weights fit each precision that the module has.
         self.converted = self.saved.converted
         self.reader = Reader(reader.folder, verify=False, rounds=self.converted)
-        self.reader.manifest = in_plain_names(self.reader.manifest, known)
+        self.reader.manifest = with_unwrapped_names(self.reader.manifest, known)
         mesh = None if engine.mesh is None else engine.mesh.sizes
         world = self.saved.world_size, self.saved.mesh
         same = world == (engine.comm.world_size, mesh)

@@ -423,7 +423,7 @@ def loose_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the persistent buffers by plain name, each once."""
+    """Returns the persistent buffers by unwrapped name, each once."""
     found: dict[str, Tensor] = {}
     for prefix, owner in named_modules(module):
         for name, buffer in owner._buffers.items():
@@ -445,7 +445,7 @@ def model_parts(engine: ShardEngine) -> Iterator[StatePart]:
 # A checkpoint may have been saved of a module in other wrappers, with their parts in its names.
 
 
-# Where names stand in a checkpoint's plain data; see :func:`renamed`.
+# Where names stand in a checkpoint's JSON data; see :func:`renamed`.
 NAMES_IN_FACTS = {
     "params": True,
     "left_out": True,
@@ -454,10 +454,10 @@ NAMES_IN_FACTS = {
 _NAMES_IN_DATA = {"tied": True, "ringcomm": NAMES_IN_FACTS}
 
 
-def in_plain_names(manifest: Manifest, known: KnownNames) -> Manifest:
-    """Returns a manifest with the module's plain names in place of those with wrappers."""
+def with_unwrapped_names(manifest: Manifest, known: KnownNames) -> Manifest:
+    """Returns a manifest with the module's unwrapped names in place of those with wrappers."""
     tensors = {name: known_tensor(name, known) for name in manifest.tensors}
-    if all(name == plain for name, plain in tensors.items()):
+    if all(name == inner for name, inner in tensors.items()):
         return manifest
     ranks = tuple(
         replace(
@@ -476,7 +476,7 @@ def in_plain_names(manifest: Manifest, known: KnownNames) -> Manifest:
 
 
 def known_tensor(name: str, known: KnownNames) -> str:
-    """Returns the plain name for that of a checkpoint's tensor, such as "optim.exp_avg.0.bias"."""
+    """Returns the unwrapped name for a checkpoint's, such as "optim.exp_avg.0.bias"."""
     kind, _, rest = name.partition(".")
     if kind == "extra":
         module, _, number = rest.rpartition(".")
@@ -497,7 +497,7 @@ def _renamed_extra(told: Any, known: KnownNames) -> Any:
 
 
 def renamed(value: Any, known: KnownNames, where: Any) -> Any:
-    """Returns plain data with plain names in place of those with wrappers.
+    """Returns JSON data with unwrapped names in place of those with wrappers.
 
     Args:
         value: the data, of which nothing is believed.
@@ -569,7 +569,7 @@ VERSION = 1
 
 
 def describe(engine: ShardEngine, step: ShardedStep | None) -> dict[str, Any]:
-    """Returns what a checkpoint says beside the tensors; plain JSON, equal on all ranks."""
+    """Returns what a checkpoint says beside the tensors; JSON, equal on all ranks."""
     told: dict[str, Any] = {
         "version": VERSION,
         "stage": engine.stage,
@@ -586,7 +586,7 @@ def describe(engine: ShardEngine, step: ShardedStep | None) -> dict[str, Any]:
             "steps_taken": step.table.control[STEPS].item(),
             "skipped_steps": step.table.control[SKIPPED].item(),
             "groups": [
-                {key: _plain(value) for key, value in group.items() if key != "params"}
+                {key: _as_json(value) for key, value in group.items() if key != "params"}
                 for group in pack_groups(step.groups, step.layout)
             ],
             "group_params": group_names(names, list(step.groups)),
@@ -724,7 +724,7 @@ def debtors_of(step: ShardedStep | None, saved: SavedFacts) -> Debtors | None:
     return saved.optimizer.residuals
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item()
     return list(value) if isinstance(value, tuple) else value

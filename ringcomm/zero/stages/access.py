@@ -22,7 +22,13 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import normal_tensors
 from ringcomm.optim.buckets import Bucket
-from ringcomm.optim.dtensors import distributed_as, is_distributed, lies_alike, local_of, plainly
+from ringcomm.optim.dtensors import (
+    distributed_as,
+    is_distributed,
+    lies_alike,
+    local_of,
+    without_torch_function,
+)
 from ringcomm.optim.layout import Chunk, ParamSpec, Segment, within
 from ringcomm.optim.placement import placement_of
 from ringcomm.optim.step import ShardedStep
@@ -410,7 +416,7 @@ class _Access:
         """Returns a whole flattened tensor as it was asked for: flat, or as the parameter lies."""
         if local:
             return flat
-        with plainly():
+        with without_torch_function():
             return distributed_as(self.param, self.spec.view(flat))
 
     # ---- writing --------------------------------------------------------------------------------

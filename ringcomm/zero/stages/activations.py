@@ -51,7 +51,7 @@ from ringcomm.offload.scratch import (
     aligned_buffer,
     rounded_up,
 )
-from ringcomm.optim.dtensors import local_of, plainly
+from ringcomm.optim.dtensors import local_of, without_torch_function
 from ringcomm.optim.tiers import wait_limit_s
 from ringcomm.zero.stages.engine import ShardEngine, owner_of
 
@@ -620,7 +620,7 @@ class Activations(AbstractContextManager[None]):
 
     def _goes(self, tensor: Tensor, local: Tensor) -> bool:
         """Returns whether a tensor goes to the disk; see NOTE [What stays where it is]."""
-        if torch._C._current_graph_task_id() != -1 or not _is_plain(local):
+        if torch._C._current_graph_task_id() != -1 or not _is_dense(local):
             return False
         if self._residents.have(tensor, local):
             return False
@@ -693,7 +693,7 @@ def _raise(error: DiskError) -> NoReturn:
     raise error
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_dense(tensor: Tensor) -> bool:
     """Returns whether a tensor is dense memory, and no other tensor inside some wrapper."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
@@ -775,7 +775,7 @@ class _Residents:
         self.outdated = False
         # Another thread's forward may look things up meanwhile.
         storages: dict[int, StorageWeakRef] = {}
-        with plainly():
+        with without_torch_function():
             for module in self._modules:
                 for tensor in (*module.parameters(), *module.buffers()):
                     self._meet(tensor, storages)

@@ -22,7 +22,7 @@ from ringcomm.comm.agreement import all_or_none, check_agreement
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.arguments import ReduceOp
 from ringcomm.errors import ArgumentError, RingcommError, where
-from ringcomm.module_names import plain_name
+from ringcomm.module_names import unwrapped_name
 from ringcomm.optim.dtensors import local_of
 from ringcomm.zero.stages.sharding import engine_of, is_sharded
 
@@ -167,7 +167,7 @@ def sync_buffers(module: nn.Module, how: str = "mean") -> None:
         if how not in ("mean", "rank0"):
             head = where("sync_buffers", comm.rank, comm.world_size)
             raise ArgumentError(f'{head}: how: expected "mean" or "rank0", got {how!r}')
-    buffers = ((plain_name(root, name), each) for name, each in root.named_buffers())
+    buffers = ((unwrapped_name(root, name), each) for name, each in root.named_buffers())
     named = {name: local_of(each) for name, each in buffers if each.numel()}
     told = {name: [str(each.dtype), list(each.shape)] for name, each in named.items()}
     check_agreement(comm, "sync_buffers", {"options": {"how": how, **told}})

@@ -23,7 +23,13 @@ from ringcomm.errors import ArgumentError, MismatchError, RingcommError, Unsuppo
 from ringcomm.memory import normal_tensors, zeros
 from ringcomm.offload.scratch import Disk, DiskChunk, DiskChunks
 from ringcomm.optim.buckets import decoded, empty_for_streams
-from ringcomm.optim.dtensors import apart, is_distributed, local_of, plainly, set_local
+from ringcomm.optim.dtensors import (
+    apart,
+    is_distributed,
+    local_of,
+    set_local,
+    without_torch_function,
+)
 from ringcomm.optim.layout import (
     BucketLayout,
     Chunk,
@@ -208,7 +214,7 @@ class ReplicatedBucket(ParamBucket):
         )
 
     def check(self) -> None:
-        with plainly():
+        with without_torch_function():
             here = map(local_of, self.tensors) if self.has_parts else self.tensors
             for local, address, entry in zip(here, self._addresses, self.params, strict=True):
                 if local.data_ptr() != address:
@@ -400,7 +406,7 @@ class ShardedBucket(ParamBucket):
 
     def to_unsharded(self) -> None:
         """Points the parameters at the unsharded values."""
-        with plainly():
+        with without_torch_function():
             self._check()
             self._point_to(self._views)
         self._addresses = list(map(Tensor.data_ptr, self._views))
@@ -441,7 +447,7 @@ class ShardedBucket(ParamBucket):
         return self._count_uses() > self._uses_at_first
 
     def _count_uses(self) -> int:
-        with plainly():
+        with without_torch_function():
             return sum(map(Tensor._use_count, self.tensors))  # type: ignore[attr-defined]
 
     def to_sharded(self, keeps_views: bool = False) -> None:
@@ -461,7 +467,7 @@ class ShardedBucket(ParamBucket):
             self._drop(is_held=keeps_views and has_new_views)
 
     def _leave(self) -> None:
-        with plainly():
+        with without_torch_function():
             self._point_to(self._placeholders)
         self._in_the_open = False
         self._addresses = self._placeholder_storages
@@ -480,7 +486,7 @@ class ShardedBucket(ParamBucket):
                 param.data = value
 
     def check(self) -> None:
-        with plainly():
+        with without_torch_function():
             self._check()
             if self.is_unsharded and self._in_the_open:
                 self._check_values()
@@ -580,7 +586,7 @@ class ShardedBucket(ParamBucket):
         Args:
             only: ``id`` of the parameters to accept; None for all.
         """
-        with plainly():
+        with without_torch_function():
             for index, param in enumerate(self.tensors):
                 if only is None or id(param) in only:
                     self._versions[index] = param._version

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ringcomm.comm.agreement import ModelRanks, all_or_none
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError, where
-from ringcomm.module_names import named_modules, named_parameters, plain_name
+from ringcomm.module_names import named_modules, named_parameters, unwrapped_name
 from ringcomm.offload.scratch import DiskChunks
 from ringcomm.optim.buckets import count_change
 from ringcomm.optim.dtensors import (
@@ -29,8 +29,8 @@ from ringcomm.optim.dtensors import (
     find_mesh,
     is_distributed,
     local_of,
-    plainly,
     set_grad,
+    without_torch_function,
 )
 from ringcomm.optim.layout import DTYPE_NAMES
 from ringcomm.optim.placement import Placement, displace
@@ -117,7 +117,7 @@ class Slots:
         there = {id(param) for param in self._root.parameters()}
         for slot in self._slots:
             if self._is_replaced(slot, there):
-                name = plain_name(self._root, slot.name)
+                name = unwrapped_name(self._root, slot.name)
                 raise ArgumentError(
                     f"{self._head}: parameter {name}: another tensor has its place in the "
                     "module since shard(), and would never be trained. Keep the parameter and "
@@ -135,7 +135,7 @@ class Slots:
                 return False  # deleted, so nothing uses it
             if isinstance(owner, torch.jit.ScriptModule):
                 raise UnsupportedError(
-                    f"{self._head}: parameter {plain_name(self._root, slot.name)}: a "
+                    f"{self._head}: parameter {unwrapped_name(self._root, slot.name)}: a "
                     f"{type(owner).__name__} of TorchScript has taken the place of its module "
                     "since shard(), without the module's hooks. Compile modules with "
                     "torch.compile(), or call remove_sharding() before you script or trace "
@@ -227,7 +227,7 @@ class Unconverted:
         return self.module
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of a part of the module is plain.
+        # A copy of a part of the module is not sharded.
         return getattr, (self.module, _METHOD)
 
     def _inside(self) -> Iterator[nn.Module]:
@@ -244,7 +244,7 @@ class Unconverted:
         tried: dict[object, str | None],
     ) -> None:
         """Raises ArgumentError if the function changes tensors of this one's kind."""
-        with plainly():
+        with without_torch_function():
             local = local_of(tensor)
             shape = tuple(min(size, 2) for size in local.shape)
             kind = local.dtype, local.device, shape
@@ -400,7 +400,7 @@ class ShardEngine:
         mesh: the mesh of DTensor parameters, or None.
         placement: the module as optimizers see it; set by ``set_placements``.
         watchers: hooks that see reduced gradients, by number.
-        closed: True once the module is plain again.
+        closed: True once the module is no longer sharded.
         exchanged: True in :func:`ringcomm.zero.exchanged`, where parameters have other values.
     """
 
@@ -483,8 +483,8 @@ class ShardEngine:
                 _engines.pop(param, None)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters with the plain names that they have now, without other engines' and
-        those that are ignored.
+        """Yields the parameters with the unwrapped names that they have now, without other engines'
+        and those that are ignored.
 
         Modules that were put into the module since, such as adapters, may be sharded by themselves.
         """
@@ -689,7 +689,7 @@ class ShardEngine:
 
         Raises:
             ArgumentError: the module has another tensor in a parameter's slot; or it is in
-                ``exchanged()``, or plain again.
+                ``exchanged()``, or no longer sharded.
         """
         self.check_values(operation)
         self.check_slots(operation)
@@ -699,8 +699,8 @@ class ShardEngine:
         if self.closed:
             raise ArgumentError(
                 f"{where(operation, self.comm.rank, self.comm.world_size)}: the parameters are of "
-                "a module that remove_sharding() has made plain since, so that its shards are "
-                "gone; shard() it anew, and build a new optimizer"
+                "a module that is no longer sharded since remove_sharding(), so that its shards "
+                "are gone; shard() it anew, and build a new optimizer"
             )
         self.slots.check()
 
@@ -808,7 +808,7 @@ class ShardEngine:
             self.reduction.wait()
         if self.unsharder is not None:
             self.unsharder.close()
-        # After the unsharder, which puts back tables that were plain while parameters were
+        # After the unsharder, which puts back tables that were dicts while parameters were
         # unsharded.
         for module in self._watched:
             module._parameters = dict(module._parameters.items())
@@ -832,7 +832,7 @@ def _brings_gradient(param: Tensor) -> bool:
     """Returns whether the running backward will add to a parameter's gradient."""
     # The parameter's autograd node is not kept, since it remembers the stream it was made on.
     try:
-        with plainly():
+        with without_torch_function():
             node = get_gradient_edge(param).node
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:

@@ -161,7 +161,7 @@ class _ShowValues:
         self._engine = weakref.ref(engine)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of a part of the module is plain.
+        # A copy of a part of the module is not sharded.
         return partial, (_leave_as_it_is,)
 
     def __call__(self, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
@@ -191,8 +191,8 @@ def _leave_as_it_is(*_: Any) -> None:
 
 
 def settle_states(engine: ShardEngine, outer: nn.Module) -> None:
-    """Has ``state_dict()`` give plain names and values that may be saved, and
-    ``load_state_dict()`` take plain and other names.
+    """Has ``state_dict()`` give unwrapped names and values that may be saved, and
+    ``load_state_dict()`` take unwrapped and other names.
 
     Args:
         engine: of the module.
@@ -211,7 +211,7 @@ def settle_states(engine: ShardEngine, outer: nn.Module) -> None:
             engine.keep(module.register_state_dict_post_hook(partial(_leave_out, key)))  # type: ignore[no-untyped-call]
             engine.keep(module.register_load_state_dict_pre_hook(partial(_put_in, key)))  # type: ignore[no-untyped-call]
     first = root.register_load_state_dict_pre_hook(_find_names)  # type: ignore[no-untyped-call]
-    # Hooks of wrappers, the root's own among them, expect plain names.
+    # Hooks of wrappers, the root's own among them, expect unwrapped names.
     hooks: Any = root._load_state_dict_pre_hooks
     hooks.move_to_end(first.id, last=False)
     engine.keep(first)
@@ -243,7 +243,7 @@ def _replace_prefix(state: Any, prefix: str, other: str) -> None:
 
 
 def _find_names(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
-    """Gives what is about to be loaded the plain names of a module's tensors."""
+    """Gives what is about to be loaded the unwrapped names of a module's tensors."""
     known = KnownNames.of(module)
     for name in [name for name in state if name.startswith(prefix)]:
         found = prefix + known.find(name[len(prefix) :])
@@ -256,7 +256,7 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 def tensors_in(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Tensor]:
-    """Yields all tensors in a value: in containers, dataclasses and plain objects.
+    """Yields all tensors in a value: in containers, dataclasses and other objects.
 
     Args:
         value: inputs or outputs of a module.
@@ -554,11 +554,11 @@ class _WatchedDict(dict[str, Any]):
 
 @dataclass(frozen=True)
 class _WatchedTable:
-    """The table of parameters of a module: watched, and a plain dict while all are unsharded.
+    """The table of parameters of a module: watched, and a dict while all are unsharded.
 
     NOTE [Plain while unsharded]
-    Dynamo traces into a table that is no plain dict, and would compile a unit anew for each module
-    that it guards there. Unsharded parameters need no watching, so a compiled unit finds a plain
+    Dynamo traces into a table that is no dict itself, and would compile a unit anew for each module
+    that it guards there. Unsharded parameters need no watching, so a compiled unit finds a
     table, and all units of one kind share its code.
 
     Attributes:

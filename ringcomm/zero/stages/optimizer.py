@@ -26,8 +26,8 @@ from ringcomm.optim.dtensors import (
     is_distributed,
     local_gradient,
     other_shape,
-    plainly,
     set_grad,
+    without_torch_function,
 )
 from ringcomm.optim.gradients import (
     AccumulatedGradients,
@@ -348,14 +348,14 @@ class ReducedGradients(Gradients):
     def mark(self) -> object:
         shards = [bucket.shard._version for bucket in self._reduction.buckets]
         sums = None if self._accumulator is None else self._accumulator.mark()
-        with plainly():
+        with without_torch_function():
             return [self._reduction.generation, shards, sums, super().mark()]
 
     def same(self, mark: Any, index: int) -> bool:
         generation, shards, sums, rest = mark
         number = self._layout.locations[index][0]
         version = self._reduction.buckets[number].shard._version
-        with plainly():
+        with without_torch_function():
             return (
                 (generation, shards[number]) == (self._reduction.generation, version)
                 and (self._accumulator is None or sums == self._accumulator.mark())
@@ -366,7 +366,7 @@ class ReducedGradients(Gradients):
         number = self._layout.locations[index][0]
         mark[1][number] = self._reduction.buckets[number].shard._version
         mark[2] = None if self._accumulator is None else self._accumulator.mark()
-        with plainly():
+        with without_torch_function():
             super().keep_same(mark[3], index)
 
     def zero(self) -> None:
@@ -400,7 +400,7 @@ class BucketedGradients(Gradients):
     def move(self, number: int) -> None:
         """Moves the gradient of a slot's parameter."""
         slot = self._slots[number]
-        with plainly():
+        with without_torch_function():
             grad = grad_of(slot.param)
             if grad is None or grad is slot.shown:
                 return
@@ -611,7 +611,7 @@ class ModulePlacement(Placement):
         if not engine.frozen_params and not self._left_out:
             return
         head = where(operation, engine.comm.rank, engine.comm.world_size)
-        with plainly():
+        with without_torch_function():
             check_frozen(engine.frozen_params, head)
             for param in self._left_out:
                 if param.requires_grad:
@@ -660,7 +660,7 @@ def _refuse(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, An
     """Raises ArgumentError if an optimizer that knows no sharding would step sharded parameters."""
     if isinstance(optimizer, ShardedOptimizer):
         return
-    with plainly():
+    with without_torch_function():
         check_frozen(all_params(optimizer.param_groups), "optimizer.step")
     found = first_with_placement(optimizer.param_groups)
     # A wrapper is a torch optimizer, too, and shares the groups of the optimizer that it steps.

@@ -13,7 +13,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.integers import integer
 from ringcomm.json_reader import shown
-from ringcomm.module_names import find_modules, named_modules, plain_name, some
+from ringcomm.module_names import find_modules, named_modules, some, unwrapped_name
 from ringcomm.offload.scratch import Disk
 from ringcomm.optim.layout import checked_bucket_elems
 from ringcomm.optim.options import AdamWOptions, Compression
@@ -124,7 +124,7 @@ class Precision:
         return replace(PRESETS[name], keep_fp32=keep_fp32)
 
     def describe(self) -> dict[str, str]:
-        """Returns the choices as plain JSON types."""
+        """Returns the choices as JSON types."""
         return {each.name: str(getattr(self, each.name)) for each in fields(self)}
 
 
@@ -229,7 +229,7 @@ def _named(root: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
                 f"shard: precision: keep_fp32: expected names of modules, but none matches "
                 f"{pattern!r} (a * stands for one part of a name); there are {some(names)}"
             )
-        named.update((plain_name(root, name), module) for name, module in found)
+        named.update((unwrapped_name(root, name), module) for name, module in found)
     return named
 
 
@@ -243,9 +243,9 @@ def _dtypes_inside(
             name, dtype = f"{prefix}.{key}" if prefix else key, inside.get(id(module))
             first, other = owners.setdefault(id(param), (name, dtype))
             if other is not dtype:
-                chosen, plain = (first, name) if dtype is None else (name, first)
+                chosen, rest = (first, name) if dtype is None else (name, first)
                 raise ArgumentError(
-                    f"shard: precision: keep_fp32 or per_unit: parameter {chosen} is also {plain}, "
+                    f"shard: precision: keep_fp32 or per_unit: parameter {chosen} is also {rest}, "
                     "whose module does not get the same dtype; name both modules, or neither"
                 )
     return {key: dtype for key, (_, dtype) in owners.items() if dtype is not None}
@@ -500,7 +500,7 @@ class ZeroOptions:
         return replace(self, overlap=ranks * (threads + 1) <= cores)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the options as plain JSON types, without ``units``, which the layout shows."""
+        """Returns the options as JSON types, without ``units``, which the layout shows."""
         described = asdict(replace(self, per_unit={}))
         del described["units"]
         # Folders and sizes of buffers may be different on each rank.

@@ -36,12 +36,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ringcomm.comm.host.arguments import ReduceOp
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.optim.dtensors import (
-    PLAIN_KINDS,
+    TORCH_CLASSES,
     grad_of,
     is_distributed,
     local_of,
-    plainly,
     set_grad,
+    without_torch_function,
 )
 from ringcomm.optim.gradients import found_non_finite
 from ringcomm.optim.layout import within
@@ -112,7 +112,7 @@ class ParamGradient(Tensor):
         name = _name_of(func)
         own = next(iter(_gradients_in((args, kwargs))), None)
         if own is None or func in FACTS:
-            with plainly():
+            with without_torch_function():
                 return func(*args, **kwargs)
         with torch.no_grad():
             return own._of.call(func, name, own, args, kwargs)
@@ -131,7 +131,7 @@ class ParamGradient(Tensor):
         return own._of.call(func, name, own, args, dict(kwargs or {}))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        with plainly():
+        with without_torch_function():
             facts = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
         return f"<gradient of sharded parameter {self._of.name_of(self)}, {facts}>"
 
@@ -483,7 +483,7 @@ class ModuleGradients:
         current = self._engine.reduction is None and reduced is not None and reduced.is_current
         there = grad_of(param)
         if there is None:
-            with plainly():
+            with without_torch_function():
                 there = torch.zeros_like(param, requires_grad=False)
             set_grad(param, there)
         getattr(there, name)(*rest, **kwargs)
@@ -514,7 +514,7 @@ class ModuleGradients:
         self._refuse_sum(own, name)
         param = own._param()
         assert param is not None
-        with plainly():
+        with without_torch_function():
             there = torch.zeros_like(param, requires_grad=False)
         getattr(there, name)(*rest)
         self.set(own, there)
@@ -630,7 +630,7 @@ class ModuleGradients:
         """Returns the gradients of all parameters in buckets, and whether ``p.grad`` shows them."""
         found = []
         for index in sharded.layout.locations:
-            with plainly():
+            with without_torch_function():
                 shows = sharded.params[index].grad is not None
             found.append((_Reduced(sharded, index), shows))
         return found
@@ -705,7 +705,7 @@ def _own_of(param: nn.Parameter) -> ParamGradient | None:
 def _get(param: nn.Parameter) -> Tensor | None:
     """The reduced gradient, or None; see ``ringcomm.zero``."""
     own = _own_of(param)
-    with plainly():
+    with without_torch_function():
         grad = grad_of(param)
     return grad if own is None else own._of.shown(own, grad)
 
@@ -758,8 +758,8 @@ def _kind_showing(kind: type) -> type:
         "__doc__": kind.__doc__,
     }
     made = type(kind.__name__, (kind,), attributes)
-    if kind in PLAIN_KINDS:
-        PLAIN_KINDS.add(made)
+    if kind in TORCH_CLASSES:
+        TORCH_CLASSES.add(made)
     return made
 
 
@@ -794,7 +794,7 @@ def unshow(params: Iterable[nn.Parameter]) -> None:
 def show(engine: ShardEngine) -> None:
     """Has ``p.grad`` of an engine's parameters be the reduced gradient."""
     of = ModuleGradients(engine)
-    with plainly():
+    with without_torch_function():
         for number, bucket in enumerate(engine.stored):
             for index, entry in enumerate(bucket.params):
                 own = ParamGradient(entry.param, of, (number, index))

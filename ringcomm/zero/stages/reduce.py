@@ -66,8 +66,8 @@ from ringcomm.optim.dtensors import (
     grad_of,
     local_gradient,
     other_shape,
-    plainly,
     set_grad,
+    without_torch_function,
 )
 from ringcomm.optim.gradients import NORM_WORDS, Accumulator, Into, make_reducer, make_residual
 from ringcomm.optim.layout import BLOCK_ELEMS
@@ -133,7 +133,7 @@ class GradientBucket:
         version: version of ``shard`` after the last reduction.
         params: the parameters.
         sizes: by parameter, the bytes of its gradient.
-        is_plain: True if its gradients are nowhere but in ``p.grad``, and are no DTensors.
+        only_in_grad: True if its gradients are nowhere but in ``p.grad``, and are no DTensors.
     """
 
     number: int
@@ -160,7 +160,7 @@ class GradientBucket:
     version: int = -1
     params: tuple[torch.nn.Parameter, ...] = field(init=False)
     sizes: tuple[int, ...] = field(init=False)
-    is_plain: bool = field(init=False)
+    only_in_grad: bool = field(init=False)
 
     def __post_init__(self) -> None:
         entries = self.stored.params
@@ -168,7 +168,7 @@ class GradientBucket:
         self.params = self.stored.tensors
         item_bytes = self.stored.layout.dtype.itemsize
         self.sizes = tuple((each.end - each.begin) * item_bytes for each in entries)
-        self.is_plain = not self.stored.has_parts
+        self.only_in_grad = not self.stored.has_parts
         self._like = self.stored.layout.dtype, self.stored.comm.device
 
     def count(self, to_fill: bool, to_reshard: bool) -> None:
@@ -201,7 +201,7 @@ class GradientBucket:
         views: list[Tensor] = []
         grads: list[Tensor] = []
         others: list[int] = []
-        with plainly():
+        with without_torch_function():
             for index in indices:
                 param, view = self.params[index], part.views[index]
                 grad = grad_of(param)
@@ -212,14 +212,14 @@ class GradientBucket:
                     and not grad.requires_grad
                     and grad.shape == view.shape
                     and grad.device == device
-                    and self.is_plain
+                    and self.only_in_grad
                     and index not in self.taken
                 ):
                     moved.append(param)
                     views.append(view)
                     grads.append(grad)
                     self.taken.add(index)
-                elif grad is not None or not self.is_plain:
+                elif grad is not None or not self.only_in_grad:
                     others.append(index)
             if with_gaps:
                 views += part.gaps
@@ -275,7 +275,10 @@ class GradientBucket:
 
     @property
     def has_more(self) -> bool:
-        """True if the bucket has gradients that were not reduced; called in :func:`plainly`."""
+        """True if the bucket has gradients that were not reduced.
+
+        Called in :func:`without_torch_function`.
+        """
         for param in self.params:
             if grad_of(param) is not None:
                 return True
@@ -316,7 +319,7 @@ class GradientBucket:
         """Forgets gradients that were not reduced."""
         self.taken.clear()
         self.cleared.clear()
-        with plainly():
+        with without_torch_function():
             for param in self.params:
                 set_grad(param, None)
         sums = None if self.accumulator is None else self._sums
@@ -502,7 +505,7 @@ class Reduction:
         stored = [bucket.stored for bucket in self.buckets]
         self._buffers = Buffers(stored, self._options.in_flight, device, torch.float32)
         for bucket in self.buckets:
-            bucket.accumulator, bucket.is_plain = weakref.ref(accumulator), False
+            bucket.accumulator, bucket.only_in_grad = weakref.ref(accumulator), False
 
     def begin_backward(self) -> None:
         """Begins a backward, which also reduces the gradients that earlier ones have left."""
@@ -530,7 +533,7 @@ class Reduction:
 
     def _begin(self) -> None:
         """Marks all buckets as not reduced in this backward."""
-        with plainly():
+        with without_torch_function():
             for bucket in self.buckets:
                 bucket.missing.clear()
                 # Parameters may have been frozen since shard(), and bring no gradients then.
@@ -774,7 +777,7 @@ class Reduction:
 
     def _left_over(self) -> list[int]:
         """Returns the buckets for which some rank has unreduced gradients."""
-        with plainly():
+        with without_torch_function():
             mine = [bucket.has_more for bucket in self.buckets]
         # Nothing is left over, but the user may have set p.grad by hand.
         if not self.has_left_over and not any(mine):

@@ -36,7 +36,7 @@ import torch
 from torch import nn
 
 from ringcomm.errors import ArgumentError
-from ringcomm.optim.dtensors import plainly
+from ringcomm.optim.dtensors import without_torch_function
 
 Tensor = torch.Tensor
 
@@ -124,7 +124,7 @@ def _asks_for_facts(
 
 def _changes_nothing(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a conversion returns the parameter itself, or a tensor of the device "meta"."""
-    with plainly():
+    with without_torch_function():
         tensor, *rest = args
         if kwargs.get("copy") or kwargs.get("memory_format") is not None:
             return False
@@ -235,10 +235,10 @@ class Resharded:
     ) -> Any:
         kwargs = kwargs or {}
         if func in _LAYOUT:
-            with plainly():
+            with without_torch_function():
                 return func(args[0]._in_layout(), *args[1:], **kwargs)
         if (func in FACTS and func not in cls._hidden) or _asks_for_facts(func, args, kwargs):
-            with plainly():
+            with without_torch_function():
                 return func(*args, **kwargs)
         resharded = list(_resharded_in((args, kwargs)))
         # A state_dict() detaches, and perhaps only its names or shapes are wanted.
@@ -267,7 +267,7 @@ class Resharded:
         raise _needs_values(vars(self)[_NAME], called)
 
     def __repr__(self: Any) -> str:
-        with plainly():
+        with without_torch_function():
             facts = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
         return f"<parameter {vars(self)[_NAME]}, resharded, {facts}>"
 
@@ -289,7 +289,7 @@ def value_of(name: str, param: Tensor) -> Tensor:
         name: of the parameter.
         param: has its shape, dtype and device.
     """
-    with plainly():
+    with without_torch_function():
         memory = stand_in(param.shape, param.dtype, param.device)
         made: Tensor = torch.Tensor._make_subclass(ReshardedValue, memory)
         vars(made)[_NAME], vars(made)[_ASK] = name, bool
@@ -315,7 +315,7 @@ class Updated(Resharded):
         )
 
     def __repr__(self: Any) -> str:
-        with plainly():
+        with without_torch_function():
             facts = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
         return f"<parameter {vars(self)[_NAME]}, updated by a backward, {facts}>"
 
@@ -408,7 +408,7 @@ def make_resharded(
     Returns:
         The versions that the parameters have now.
     """
-    with plainly():
+    with without_torch_function():
         versions = []
         for param, name in zip(params, names, strict=True):
             advances = not isinstance(param, Resharded)
@@ -426,7 +426,7 @@ def make_updated(params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
 
     Their versions advance; see NOTE [Updated parameters].
     """
-    with plainly():
+    with without_torch_function():
         for param, name in zip(params, names, strict=True):
             vars(param)[_NAME], vars(param)[_ASK] = name, bool
             param.__class__ = _updated_kind(type(param))
@@ -437,7 +437,7 @@ def make_updated(params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
 
 def end_update(params: Sequence[nn.Parameter]) -> None:
     """Undoes :func:`make_updated`, but for the versions."""
-    with plainly():
+    with without_torch_function():
         for param in params:
             if isinstance(param, Updated):
                 param.__class__ = getattr(type(param), _KIND)
@@ -446,7 +446,7 @@ def end_update(params: Sequence[nn.Parameter]) -> None:
 
 def make_unsharded(params: Sequence[nn.Parameter]) -> list[int]:
     """Undoes :func:`make_resharded`; returns the versions that the parameters have now."""
-    with plainly():
+    with without_torch_function():
         versions = []
         for param in params:
             was_resharded = isinstance(param, Resharded)

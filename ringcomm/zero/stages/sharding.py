@@ -161,8 +161,8 @@ def _has_memory(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return False
     # A class that overrides operators wraps other tensors, or has no memory.
-    plain = type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
-    if type(tensor) not in (Tensor, nn.Parameter) and not plain:
+    passive = type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    if type(tensor) not in (Tensor, nn.Parameter) and not passive:
         return False
     return torch._C._has_storage(tensor) and not torch._is_functional_tensor(tensor)
 
@@ -336,7 +336,7 @@ def _give_memory(param: nn.Parameter, device: torch.device, rollback: Rollback, 
 
 
 def _modules(module: nn.Module, name: str, others: set[int]) -> list[tuple[str, nn.Module]]:
-    """Returns the module and the modules inside it by plain name, without those of other units."""
+    """Returns the module and those inside it by unwrapped name, without those of other units."""
     found = [(name, module)]
     for key, child in module.named_children():
         if id(child) not in others:
@@ -742,7 +742,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def forget_engine(module: nn.Module) -> None:
-    """Detaches the engine from a module, which is plain again."""
+    """Detaches the engine from a module, which is no longer sharded."""
     engine_of(module, "remove_sharding").own(False)
     object.__delattr__(module, _ENGINE)
 
@@ -991,7 +991,7 @@ def profiled(module: nn.Module) -> Iterator[StepProfile]:
 
 @normal_tensors()
 def remove_sharding(module: nn.Module) -> nn.Module:
-    """Undoes ``shard()``: removes its hooks, and makes parameters plain and whole; collective.
+    """Undoes ``shard()``: removes its hooks, and makes parameters whole; collective.
 
     Values and dtypes are those of the last step. An optimizer on the parameters cannot be used any
     more.

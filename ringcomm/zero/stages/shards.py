@@ -25,7 +25,7 @@ from ringcomm.comm.agreement import all_or_none, check_agreement
 from ringcomm.errors import ArgumentError, UnsupportedError, where
 from ringcomm.memory import normal_tensors
 from ringcomm.optim.buckets import Bucket, following, sharers_of
-from ringcomm.optim.dtensors import local_of, plainly
+from ringcomm.optim.dtensors import local_of, without_torch_function
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.stages.buckets import (
     DiskBucket,
@@ -121,7 +121,7 @@ def local_shards(module: nn.Module) -> dict[str, LocalShard]:
         shard.name: shard for each in _buckets(engine) for shard in _shards_of(engine, each, names)
     }
     shards = {}
-    with plainly():
+    with without_torch_function():
         for name, param in engine.named_parameters():
             shards[name] = found[name] if name in found else _whole(engine, name, param)
     return shards
@@ -268,7 +268,7 @@ class _Memory:
         """Has all ranks write to the shards inside, or puts them back on all; collective.
 
         Yields:
-            A dict for what must be equal on all ranks, as plain JSON types.
+            A dict for what must be equal on all ranks, as JSON types.
         """
         engine = self._engine
         with self._all_or_none():

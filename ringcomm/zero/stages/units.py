@@ -18,9 +18,9 @@ from ringcomm.module_names import (
     matches,
     named_modules,
     named_parameters,
-    plain_name,
     some,
     unwrapped,
+    unwrapped_name,
     wrapped_key,
 )
 from ringcomm.optim.dtensors import Sharding, local_of
@@ -117,9 +117,9 @@ class Unit:
     """A module whose parameters are unsharded when it runs.
 
     Attributes:
-        name: plain name of the module; "" is the root.
+        name: unwrapped name of the module; "" is the root.
         module: the module whose calls unshard the unit.
-        params: the parameters that belong to this unit and to no unit inside it, by plain name;
+        params: the parameters that belong to this unit and to no unit inside it, by unwrapped name;
             each once, under its first name.
         options: choices for it.
     """
@@ -144,7 +144,7 @@ def find_units(root: nn.Module, rule: Units | None) -> list[Unit]:
         if module is not root and any(True for _ in module.parameters()):
             chosen.setdefault(id(module), Unit(name, module))
     for name, path in _owners(root, chosen).items():
-        path[-1].params[plain_name(root, name)] = root.get_parameter(name)
+        path[-1].params[unwrapped_name(root, name)] = root.get_parameter(name)
     return list(chosen.values())
 
 
@@ -230,14 +230,14 @@ def _by_function(
 
 
 def _inside_wrappers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the modules inside a wrapper that have its plain name."""
+    """Yields the modules inside a wrapper that have its unwrapped name."""
     while wrapped_key(module) is not None:
         module = next(module.children())
         yield module
 
 
 def _list_elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the elements of the outermost lists of modules, with their plain names."""
+    """Yields the elements of the outermost lists of modules, with their unwrapped names."""
     module = unwrapped(module)
     for name, child in module.named_children():
         if isinstance(module, _LISTS):
@@ -273,7 +273,7 @@ def _path(root: nn.Module, name: str, chosen: dict[int, Unit]) -> list[Unit]:
 
 
 def aliases(root: nn.Module) -> dict[str, str]:
-    """Returns the first plain name of each tied parameter, by its every further name."""
+    """Returns the first unwrapped name of each tied parameter, by its every further name."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}
     for name, param in named_parameters(root, remove_duplicate=False):

@@ -37,7 +37,7 @@ from ringcomm.errors import ArgumentError, RingcommError, where
 from ringcomm.memory import normal_tensors
 from ringcomm.optim.backends import STEPS
 from ringcomm.optim.buckets import with_local
-from ringcomm.optim.dtensors import plainly
+from ringcomm.optim.dtensors import without_torch_function
 from ringcomm.optim.step import Amp, Asked, ShardedStep
 from ringcomm.zero.stages.buckets import ParamBucket, ShardedBucket
 from ringcomm.zero.stages.resharded import advance_versions, end_update, make_updated
@@ -141,7 +141,7 @@ class BackwardUpdates:
             owner.written.take_over()
         except RingcommError as error:
             self._asked = Asked(_OPERATION, refusal=error)
-        with plainly():
+        with without_torch_function():
             self._frozen = owner.gradients.frozen()
         if self._asked.refusal is None:
             self._digest = owner.digest(self._asked, self._frozen)
@@ -235,7 +235,7 @@ class BackwardUpdates:
                 'would undo (update="in_backward"); change parameters between steps'
             )
         make_updated(params, [entry.name for entry in marked])
-        with plainly():
+        with without_torch_function():
             advance_versions(with_local(params)[len(params) :], 1)
             owner.written.expect(params)
 

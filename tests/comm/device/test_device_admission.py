@@ -14,14 +14,14 @@ PACKED: torch.dtype = getattr(torch, "uint4")  # noqa: B009  # torch's stubs lac
 def test_lazy_views_are_moved_by_value(devices, kind):
     lazy, world = LAZY[kind], devices.world(2)
 
-    def plain(tensor):
+    def resolved(tensor):
         return lazy(tensor).resolve_neg().resolve_conj().contiguous()
 
     def body(make):
         calls = lazy_calls(make, lambda comm, tensor: put(comm, tensor, "plain"))
         return lambda comm: [on_host(tensor) for tensor in calls(comm)]
 
-    found, expected = devices.run(world, body(lazy)), devices.run(world, body(plain))
+    found, expected = devices.run(world, body(lazy)), devices.run(world, body(resolved))
     for mine, right in zip(found, expected, strict=True):
         assert len(mine) == len(right) > 30
         for index, (a, b) in enumerate(zip(mine, right, strict=True)):

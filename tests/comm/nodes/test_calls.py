@@ -135,8 +135,8 @@ def test_sums_are_those_of_one_node_that_sums_in_blocks(dtype):
             found.append(part)
         return found
 
-    with world_of((2, 2)) as over_nodes, ringcomm.local_world(4) as plain:
-        of_nodes, in_rank_order = over_nodes.run(body), plain.run(body)
+    with world_of((2, 2)) as over_nodes, ringcomm.local_world(4) as one_node:
+        of_nodes, in_rank_order = over_nodes.run(body), one_node.run(body)
     options = CommOptions(timeout=60, sum_blocks=2)
     with ringcomm.local_world(4, options=options) as in_blocks:
         of_blocks = in_blocks.run(body)

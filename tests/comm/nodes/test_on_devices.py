@@ -203,8 +203,8 @@ def test_quantized_values_are_the_hosts(
         on_devices, of_the_host((2, 1), compression, dtype, sums_alone), strict=True
     ):
         assert all(same(x, y) for x, y in zip(ours, hosts, strict=True))
-    plain = of_the_host((2, 1), "none", dtype, sums_alone)
-    assert not all(same(x, y) for x, y in zip(on_devices[0], plain[0], strict=True))
+    uncompressed = of_the_host((2, 1), "none", dtype, sums_alone)
+    assert not all(same(x, y) for x, y in zip(on_devices[0], uncompressed[0], strict=True))
 
 
 def test_places_groups_and_order(devices: Devices, world: LocalWorld) -> None:

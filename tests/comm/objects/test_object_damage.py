@@ -1,4 +1,4 @@
-"""Objects in plain form that no rank packed, and ranks without room for those that one did."""
+"""Data of objects that no rank packed, and ranks without room for those that one did."""
 
 import inspect
 import json
@@ -64,10 +64,10 @@ DAMAGED: tuple[Any, ...] = (
 )
 
 
-@pytest.mark.parametrize("plain", DAMAGED, ids=lambda plain: str(plain)[:40])
-def test_damage_is_named_in_few_words(plain):
+@pytest.mark.parametrize("data", DAMAGED, ids=lambda data: str(data)[:40])
+def test_damage_is_named_in_few_words(data):
     with pytest.raises(CorruptedError, match=r"^op: what rank 1 sent is no object") as raised:
-        _unpack(json.dumps(plain), b"\x07")
+        _unpack(json.dumps(data), b"\x07")
     assert len(str(raised.value)) < 700
     assert "C++" not in str(raised.value) and "Exception raised from" not in str(raised.value)
 
@@ -130,7 +130,7 @@ def test_no_memory_is_an_error_of_ringcomm(monkeypatch):
         pack(torch.ones(3), "op")
 
 
-def test_the_place_is_not_built_for_what_is_plain(monkeypatch):
+def test_the_place_is_not_built_for_what_is_data(monkeypatch):
     """A million integers took ten times as long as pickling them."""
 
     def shown(value: object) -> str:

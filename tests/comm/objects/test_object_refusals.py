@@ -14,7 +14,7 @@ from tests.support.faults import leaving_together
 
 
 class Other:
-    """Not plain, and not to be pickled."""
+    """Not data, and not to be pickled."""
 
     def __reduce__(self) -> Any:
         raise ZeroDivisionError("an Other does not want to")
@@ -32,7 +32,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("objects", ["plain", "pickle"])
+@pytest.mark.parametrize("objects", ["data", "pickle"])
 @pytest.mark.parametrize("name", CALLS)
 def test_every_rank_hears_of_it(name, objects):
     def body(comm):
@@ -64,7 +64,7 @@ def test_several_refusals():
     with ringcomm.local_world(3, timeout=60) as world:
         texts = world.run(body)
     assert "rank 1 has an object" in texts[0]
-    assert "rank 2 of 3: the object: objects travel as plain data" in texts[2]
+    assert "rank 2 of 3: the object: objects travel as data" in texts[2]
 
 
 def test_an_object_larger_than_agreed():

@@ -50,7 +50,7 @@ def _round(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_plain_values_come_back(value):
+def test_values_come_back(value):
     found = _round(value)
     assert found == value
     assert type(found) is type(value)
@@ -119,14 +119,14 @@ def test_nan_comes_back():
 
 
 class Other:
-    """Not plain."""
+    """Not data."""
 
 
 ODD = (Other(), Other, len, range(3))
 
 
 @pytest.mark.parametrize("value", ODD, ids=["object", "class", "function", "range"])
-def test_what_is_not_plain_is_named(value):
+def test_what_is_not_data_is_named(value):
     with pytest.raises(UnsupportedError, match=r"the object\[0\].*CommOptions\(objects="):
         pack([value], "op")
 
@@ -136,7 +136,7 @@ class Colour(enum.IntEnum):
 
 
 class Flag(int):
-    """A subclass of a plain type."""
+    """A subclass of a type of data."""
 
 
 class Odd(torch.Tensor):
@@ -207,8 +207,8 @@ def _gathers(comm, objects):
 
 
 def test_pickles_are_opted_in():
-    assert CommOptions().objects == "plain"
-    with pytest.raises(ArgumentError, match="objects: expected plain or pickle"):
+    assert CommOptions().objects == "data"
+    with pytest.raises(ArgumentError, match="objects: expected data or pickle"):
         CommOptions(objects="yaml")
     with ringcomm.local_world(2, options=CommOptions(objects="pickle", timeout=20)) as world:
         assert world.run(_gathers, [Other(), 1]) == [[Other, int]] * 2
@@ -222,5 +222,5 @@ def test_a_pickle_that_was_not_asked_for_is_not_read():
         engine = Mock()
 
     codec = Codec(Rank, "op")  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match="expected plain data, got a pickle from rank 1"):
+    with pytest.raises(UnsupportedError, match="expected data, got a pickle from rank 1"):
         codec.unpack(Parcel(bytearray(raw)), 1)

@@ -14,7 +14,7 @@ from ringcomm.comm.device.topology import (
     Topology,
     from_json,
     load,
-    plain_bus_id,
+    normalized_bus_id,
     save,
     weaker,
 )
@@ -23,7 +23,7 @@ from tests.comm.topology.fake_nvml import NAMES, RECORDINGS, recorded
 
 
 @pytest.mark.parametrize(
-    ("text", "plain"),
+    ("text", "normalized"),
     [
         ("00000000:1B:00.0", "0000:1b:00.0"),
         ("0000:1b:00.0", "0000:1b:00.0"),
@@ -32,14 +32,14 @@ from tests.comm.topology.fake_nvml import NAMES, RECORDINGS, recorded
         ("1b:00", "0000:1b:00.0"),
     ],
 )
-def test_bus_ids_have_one_spelling(text, plain):
-    assert plain_bus_id(text) == plain
+def test_bus_ids_have_one_spelling(text, normalized):
+    assert normalized_bus_id(text) == normalized
 
 
 @pytest.mark.parametrize("text", ["", "GPU-1b", "0000:1b", "0000:1b:00.0 x", "1g:00.0"])
 def test_other_text_is_no_bus_id(text):
     with pytest.raises(ArgumentError, match="PCI bus id"):
-        plain_bus_id(text)
+        normalized_bus_id(text)
 
 
 @pytest.mark.parametrize(

@@ -81,13 +81,13 @@ def divided(rank, world_size):
 def as_without(rank, world_size, **options):
     """AdamW with clipping on any numbers: sums of two commute, so the order does not matter."""
     mesh = init_device_mesh("cpu", (world_size,))
-    plain = test_fsdp.train(test_fsdp.shard(mesh, **options), rank)
+    usual = test_fsdp.train(test_fsdp.shard(mesh, **options), rank)
     net = test_fsdp.shard(mesh, **options)
     plug(net)
     with spy.collectives() as seen:
         plugged = test_fsdp.train(net, rank)
     assert seen and all(call.in_heap for call in seen)
-    for one, other in zip(plugged, plain, strict=True):
+    for one, other in zip(plugged, usual, strict=True):
         assert torch.equal(one, other)
 
 

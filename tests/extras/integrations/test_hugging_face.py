@@ -1,4 +1,4 @@
-"""Trainer and Accelerate on ringcomm.zero: the bits of a plain loop, and of one that resumed."""
+"""Trainer and Accelerate on ringcomm.zero: the bits of a loop of torch, and of one that resumed."""
 
 import contextlib
 import functools
@@ -74,7 +74,7 @@ def sharded(stage, options, seed=0):
     return net, optimizer, get_linear_schedule_with_warmup(optimizer, 1, STEPS)
 
 
-def plain(stage, options, rank):
+def by_hand(stage, options, rank):
     """The weights after the loop that the libraries shall do."""
     net, optimizer, schedule = sharded(stage, options)
     batches = list(zip(*(each.split(BATCH) for each in samples()), strict=True))[rank::2]
@@ -134,7 +134,7 @@ def run_loop(accelerator, things, folder=None):
 
 
 def accelerate(stage, options, folder, rank, world_size):
-    expected = plain(stage, options, rank)
+    expected = by_hand(stage, options, rank)
     for seed in (0, 5):
         # Else Accelerate would step the schedule once for each rank.
         accelerator = make_accelerator(step_scheduler_with_optimizer=False)
@@ -157,7 +157,7 @@ def accelerate(stage, options, folder, rank, world_size):
 
 
 @pytest.mark.parametrize(("stage", "options"), CASES, ids=IDS)
-def test_accelerate_as_the_plain_loop(ranks, tmp_path, stage, options):
+def test_accelerate_as_the_loop_of_torch(ranks, tmp_path, stage, options):
     check = functools.partial(accelerate, stage, options, tmp_path)
     ranks.run(functools.partial(launched, check))
 
@@ -228,7 +228,7 @@ def make_trainer(model, folder, stage, options=None, settings=None, **changes):
 
 
 def trainer(stage, options, folder, rank, world_size):
-    expected = plain(stage, options, rank)
+    expected = by_hand(stage, options, rank)
     for seed, resumed in ((0, None), (5, str(folder / f"checkpoint-{SAVED}"))):
         made = make_trainer(Net(seed), folder, stage, options)
         made.train(resume_from_checkpoint=resumed)
@@ -242,7 +242,7 @@ def trainer(stage, options, folder, rank, world_size):
 
 
 @pytest.mark.parametrize(("stage", "options"), CASES, ids=IDS)
-def test_trainer_as_the_plain_loop(ranks, tmp_path, stage, options):
+def test_trainer_as_the_loop_of_torch(ranks, tmp_path, stage, options):
     check = functools.partial(trainer, stage, options, tmp_path)
     ranks.run(functools.partial(launched, check))
 
@@ -255,7 +255,7 @@ def compiled_trainer(folder, rank, world_size):
     for stage in (0, *in_test_all(1, 2), 3):
         made = make_trainer(Net(), folder, stage, settings=settings)
         made.train()
-        torch.testing.assert_close(zero.full_state_dict(made.model), plain(stage, None, rank))
+        torch.testing.assert_close(zero.full_state_dict(made.model), by_hand(stage, None, rank))
         history = made.state.log_history
         norms.append([each["grad_norm"] for each in history if "grad_norm" in each])
     assert len(norms[0]) == STEPS and all(each == norms[0] for each in norms)

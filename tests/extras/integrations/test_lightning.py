@@ -1,4 +1,4 @@
-"""Lightning's Trainer on ringcomm.zero: the bits of a plain loop, and of one that resumed."""
+"""Lightning's Trainer on ringcomm.zero: the bits of a loop of torch, and of one that resumed."""
 
 import functools
 import logging
@@ -102,7 +102,7 @@ def fit(trainer, module, **more):
         trainer.fit(module, DataLoader(make_data(), batch_size=BATCH), **more)
 
 
-def plain(stage, options, rank):
+def looped(stage, options, rank):
     """The weights after the loop that the Trainer shall do."""
     net = make_net()
     zero.shard(net, stage, options=options)
@@ -137,7 +137,7 @@ def train(stage, settings, folder, rank, world_size):
     from ringcomm.integrations.lightning import RingcommStrategy
 
     strategy = functools.partial(RingcommStrategy, stage, **settings)
-    expected = plain(stage, settings.get("options"), rank)
+    expected = looped(stage, settings.get("options"), rank)
     module = make_module()
     trainer = make_trainer(strategy(), folder, enable_checkpointing=False)
     fit(trainer, module)
@@ -169,7 +169,7 @@ def train(stage, settings, folder, rank, world_size):
     ],
     ids=["1-full", "2-sharded", "3-full", "3-sharded-bf16", "2-full-bf16"],
 )
-def test_as_the_plain_loop(ranks, tmp_path, stage, settings):
+def test_as_the_loop_of_torch(ranks, tmp_path, stage, settings):
     ranks.run(functools.partial(launched, functools.partial(train, stage, settings, tmp_path)))
 
 
@@ -214,9 +214,12 @@ def steps_by_hand(folder, rank, world_size):
     ends = []
     for stage in (1, 3):
         module = make_module(training_step=by_hand, automatic_optimization=False)
-        plainly = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+        usual_settings = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
         strategy = RingcommStrategy(stage, accumulate_locally=False)
-        fit(make_trainer(strategy, folder, enable_checkpointing=False, **plainly), module)
+        fit(
+            make_trainer(strategy, folder, enable_checkpointing=False, **usual_settings),
+            module,
+        )
         ends.append(weights_of(module))
     same(*ends)
     assert not torch.equal(ends[0]["0.weight"], make_net()[0].weight)

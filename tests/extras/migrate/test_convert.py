@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ringcomm import cli, zero
 from ringcomm.errors import CheckpointError, UnsupportedError
-from ringcomm.extras.migrate.torch_file import Inert, MappedFile, TorchFile, plain_pickle
+from ringcomm.extras.migrate.torch_file import Inert, MappedFile, TorchFile, read_pickle
 from ringcomm.optim import AdamW
 from tests.comm.conftest import worlds
 
@@ -271,10 +271,10 @@ def test_nothing_that_a_pickle_names_is_called(tmp_path):
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_plain_data_are_read_as_python_reads_them(protocol):
+def test_data_are_read_as_python_reads_them(protocol):
     shared = ["a", b"b", 1 << 70, -3, 2.5, None, True]
     data = {"list": shared, "again": shared, "tuple": (1, (2,), ()), "nested": {"k": [{}, []]}}
-    assert plain_pickle(pickle.dumps(data, protocol), "data") == data
+    assert read_pickle(pickle.dumps(data, protocol), "data") == data
 
 
 def test_tensors_are_read_as_torch_reads_them(tmp_path):

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ringcomm import zero
 from ringcomm.errors import CheckpointError
-from ringcomm.extras.migrate.torch_file import Inert, MappedFile, TorchFile, plain_pickle
+from ringcomm.extras.migrate.torch_file import Inert, MappedFile, TorchFile, read_pickle
 
 OPTIMIZER = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 # Bytes of memory for each byte of a file, and for the reader itself.
@@ -205,12 +205,12 @@ def test_pickles(folder, name, place):
 def test_keys_have_hashes_that_nobody_can_choose():
     """Integers a multiple of 2^61 - 1 apart have one hash, and tuples of small ones as well."""
     keys = [n * (2**61 - 1) for n in range(1, 100)] + [1 << 16, -1, 0.5, (1, 2), b"x"]
-    found = plain_pickle(pickle.dumps(dict.fromkeys(keys)), "keys")
+    found = read_pickle(pickle.dumps(dict.fromkeys(keys)), "keys")
     assert list(found) == [str(key) for key in keys]
-    plain = [0, 7, (1 << 16) - 1, None, "text"]
-    assert list(plain_pickle(pickle.dumps(dict.fromkeys(plain)), "keys")) == plain
+    keys_of_data = [0, 7, (1 << 16) - 1, None, "text"]
+    assert list(read_pickle(pickle.dumps(dict.fromkeys(keys_of_data)), "keys")) == keys_of_data
     with pytest.raises(CheckpointError, match="as a key"):
-        plain_pickle(pickle.dumps({tuple(range(9)): 1}), "keys")
+        read_pickle(pickle.dumps({tuple(range(9)): 1}), "keys")
 
 
 @pytest.mark.parametrize("dtype", ["qint8", "bits8", "complex64", "nothing", "Tensor"])
@@ -395,7 +395,7 @@ def test_the_work_grows_with_the_bytes(monkeypatch, tmp_path):
             tracemalloc.start()
             try:
                 with pytest.raises(CheckpointError):
-                    plain_pickle(raw, "many")
+                    read_pickle(raw, "many")
                 peaks.append(tracemalloc.get_traced_memory()[1])
             finally:
                 tracemalloc.stop()
@@ -417,7 +417,7 @@ def test_the_work_grows_with_the_bytes(monkeypatch, tmp_path):
 
 
 def test_inert_objects_say_what_they_are():
-    made = plain_pickle(pickle.dumps({"kind": pickletools.OpcodeInfo}), "class")["kind"]
+    made = read_pickle(pickle.dumps({"kind": pickletools.OpcodeInfo}), "class")["kind"]
     assert isinstance(made, Inert) and repr(made) == "Inert('pickletools.OpcodeInfo')"
 
 

@@ -164,10 +164,10 @@ def test_any_strides(world):
         x = mine.x.t().contiguous().t()
         idx, weights = mine.idx.t().contiguous().t(), mine.weights.t().contiguous().t()
         rows, counts, handle = moe.dispatch(x, idx, weights, EXPERTS, comm)
-        expected, same, plain = moe.dispatch(mine.x, mine.idx, mine.weights, EXPERTS, comm)
+        expected, same, usual = moe.dispatch(mine.x, mine.idx, mine.weights, EXPERTS, comm)
         assert torch.equal(rows, expected) and torch.equal(counts, same)
         y = rows.t().contiguous().t()
-        assert torch.equal(moe.combine(y, handle), moe.combine(expected, plain))
+        assert torch.equal(moe.combine(y, handle), moe.combine(expected, usual))
 
     world.run(body)
 
@@ -263,14 +263,14 @@ def test_room_for_more_rows(world):
         mine = cases[comm.rank]
         x = mine.x.clone().requires_grad_()
         weights = mine.weights.clone().requires_grad_()
-        least, _, plain = moe.dispatch(x, mine.idx, weights, EXPERTS, comm)
+        least, _, usual = moe.dispatch(x, mine.idx, weights, EXPERTS, comm)
         rows, counts, handle = moe.dispatch(x, mine.idx, weights, EXPERTS, comm, max_rows=200)
         count = int(counts.sum())
         assert rows.shape == (200, 40) and not rows[count:].any()
         assert torch.equal(rows[:count], least)
         y = torch.cat([rows[:count] * 2, torch.full((200 - count, 40), float("nan"))])
         out = moe.combine(y, handle)
-        assert torch.equal(out, moe.combine(least * 2, plain))
+        assert torch.equal(out, moe.combine(least * 2, usual))
         grad = torch.autograd.grad(out, [y, weights], torch.ones_like(out), allow_unused=True)
         assert not grad[0][count:].any() and grad[1].isfinite().all()
 

@@ -62,7 +62,7 @@ OPTIONS = {
 }
 
 
-def plain(x: Tensor, made: Any, experts: list[nn.Module]) -> Tensor:
+def expected_of(x: Tensor, made: Any, experts: list[nn.Module]) -> Tensor:
     """The layer's definition: every expert sees every token."""
     logits = made.router(x)
     scores = logits.softmax(-1) if made.options.scores == "softmax" else logits.sigmoid()
@@ -97,7 +97,7 @@ def test_it_is_what_it_is_defined_as(world, name):
         gradients = [each.grad for each in made.experts.parameters()]
         assert all(map(torch.equal, [each for rank in found for each in rank[2]], gradients))
         experts = [expert(number) for number in range(EXPERTS)]
-        torch.testing.assert_close(out, plain(whole, made, experts))
+        torch.testing.assert_close(out, expected_of(whole, made, experts))
 
 
 def test_the_auxiliary_loss_is_that_of_switch_transformers(world):

@@ -306,8 +306,8 @@ def test_a_group_of_all_ranks():
         found = world.run(lambda comm: body(comm, comm))
     norms = [each[1::2] for each in found]
     assert norms[1:] == norms[:-1]
-    plain = nn.Linear(2, 2)
+    no_layer = nn.Linear(2, 2)
     with ringcomm.local_world(1) as one:
-        optimizer = moe.Optimizer(moe.shard(plain, comm=one[0]), adamw)
-        plain(torch.ones(1, 2)).sum().backward()
+        optimizer = moe.Optimizer(moe.shard(no_layer, comm=one[0]), adamw)
+        no_layer(torch.ones(1, 2)).sum().backward()
         assert optimizer.experts is None and optimizer.clip_grad_norm_(1.0) > 1

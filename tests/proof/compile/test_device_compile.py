@@ -181,11 +181,11 @@ def test_a_kernel_of_the_user_s_is_compiled_once_wherever_its_tensors_lie(compil
     def calls(context):
         inboxes = context.empty(1000)
         words = context.zeros((2, 2), torch.int32)
-        plain = torch.empty(1000)
-        for source in (plain, _moved_by_one(1000, dtype=torch.float32), torch.empty(0)):
+        dense = torch.empty(1000)
+        for source in (dense, _moved_by_one(1000, dtype=torch.float32), torch.empty(0)):
             context.launch(
                 device_kernels.shift_kernel, (1,), context.table_ptr, context.timeout_ns,
-                inboxes.ptrs, words.ptrs, source, target=plain, count=1000,
+                inboxes.ptrs, words.ptrs, source, target=dense, count=1000,
                 DTYPE=tl.float32, G=context.geometry,
             )  # fmt: skip
 

@@ -58,7 +58,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def mutated(value: Any, chance: Random) -> Any:
-    """A copy of plain data with one to three places replaced, removed, copied or renamed."""
+    """A copy of data with one to three places replaced, removed, copied or renamed."""
     result = copy.deepcopy(value)
     for _ in range(chance.randint(1, 3)):
         path = chance.choice(_places(result))

@@ -30,7 +30,7 @@ from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.records import RankRecording, Record, Recording
 from ringcomm.errors import ArgumentError, RingcommError
 from ringcomm.extras.migrate.settings import from_deepspeed
-from ringcomm.extras.migrate.torch_file import plain_pickle
+from ringcomm.extras.migrate.torch_file import read_pickle
 from ringcomm.json_reader import decode, read_json
 from ringcomm.rendezvous.handles import HeapHandle
 from ringcomm.zero.checkpoint.format import Manifest, Piece, SavedFile, SavedTensor, check_fill
@@ -101,8 +101,8 @@ def shapes(reader: str, wrap: Callable[[Any], Any], read: Callable[..., Any]) ->
 # ---- objects ------------------------------------------------------------------------------------
 
 
-def packed(plain: Any, blob: bytes = b"") -> bytes:
-    body = text(plain)
+def packed(content: Any, blob: bytes = b"") -> bytes:
+    body = text(content)
     return object_codec.MAGIC + len(body).to_bytes(8, "little") + body + blob
 
 
@@ -371,7 +371,7 @@ CASES: list[Case] = [
             "pickles",
             repr(body),
             lambda n, body=body: b"\x80\x04" + body * n + b".",  # type: ignore[misc]
-            lambda raw, _: plain_pickle(raw, "pickle"),
+            lambda raw, _: read_pickle(raw, "pickle"),
         )
         for body in PICKLES
     ),

@@ -35,7 +35,7 @@ DEEPSPEED = Path(__file__).resolve().parents[2] / "extras" / "migrate" / "deepsp
 
 
 class Extra(nn.Linear):
-    """A layer with extra state of plain data and a tensor."""
+    """A layer with extra state of JSON data and a tensor."""
 
     def get_extra_state(self) -> Any:
         return {"seen": [1, 2], "history": torch.ones(2)}

@@ -65,12 +65,12 @@ def await_relaxed(location: Location, at_least: int) -> Op:
 
 
 def read(register: str, location: Location) -> Op:
-    """A plain load of data."""
+    """A non-atomic load of data."""
     return Op("read", location, register=register)
 
 
 def write(location: Location, value: int) -> Op:
-    """A plain store of data."""
+    """A non-atomic store of data."""
     return Op("write", location, value)
 
 

@@ -99,7 +99,7 @@ def outline(source: str, function: str) -> list[str]:
 
 
 def outline_of_triton(source: str, function: str) -> list[str]:
-    """Returns that of a function in Python: plain loads and stores count, addresses are kept."""
+    """Returns that of a function in Python: non-atomic accesses count, addresses are kept."""
     found = [
         node
         for node in ast.walk(ast.parse(source))

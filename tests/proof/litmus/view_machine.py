@@ -7,8 +7,8 @@ fences move views along. That shows each reordering which C++ allows but one: a 
 a store behind it in program order (load buffering), which no compiler or machine does where the
 store depends on the load, as all of ours do.
 
-Plain accesses are checked for data races: one that the thread's view does not order behind every
-other access that conflicts with it.
+Non-atomic accesses are checked for data races: an access that the thread's view does not order
+behind every other access that conflicts with it.
 
 Programs are lists of operations (litmus_ops.py) and run once from top to bottom.
 """
@@ -54,7 +54,7 @@ class State:
 
 
 class DataRace(AssertionError):
-    """Two plain accesses, at least one of them a store, that nothing orders."""
+    """Two non-atomic accesses, at least one of them a store, that nothing orders."""
 
 
 class Machine:
@@ -209,7 +209,7 @@ class _World:
             now = fences = self.join(now, self.state.fences)
         yield self.done(replace(thread, now=now, on_acquire=now, at_release=now), fences)
 
-    # ---- plain data ---------------------------------------------------------------------------
+    # ---- data --------------------------------------------------------------------------------
 
     def _check_order(self, kind: str, locations: Sequence[Location]) -> None:
         for location in locations:

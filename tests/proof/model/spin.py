@@ -158,7 +158,7 @@ class Checker:
         (folder / "schedule.pml").write_text(self._tables[key])
         run(["spin", f"-P{COMPILER} -E -x c", *macros, "-a", model.source], folder)
         kind = ["-DNP"] if cycles else ["-DSAFETY"]
-        # Most of the time goes into compiling pan.c: -O0 and plain states cost less in all.
+        # Most of the time goes into compiling pan.c: -O0 and uncompressed states cost less in all.
         options = ["-DCOLLAPSE", "-O1"] if large else ["-O0"]
         options += [f"-DMEMLIM={MEMORY_MB}", "-w"]
         run([str(COMPILER), *options, *kind, "-o", "pan", "pan.c"], folder)

@@ -126,7 +126,7 @@ def test_collectives_are_exact(devices, ranks, name, algorithm, dtype, op):
 
 
 def test_a_graph_replays_kernels(devices):
-    """On each rank one of its own, which advances the epochs that plain calls advance, too."""
+    """On each rank one of its own, which advances the epochs that other calls advance, too."""
     world = devices.world(2, range(2), OPTIONS)
     runtime = devices.emulated
 

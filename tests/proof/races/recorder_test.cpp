@@ -81,7 +81,7 @@ struct Reader {
   }
 };
 
-// The turns are taken by plain functions: what they work on lies here.
+// The turns are taken by functions: what they work on lies here.
 std::vector<uint64_t> turn_memory(Recorder::block_bytes(kCapacity) / 8);
 char* const turn_block = reinterpret_cast<char*>(turn_memory.data());
 Recorder turned;

@@ -15,7 +15,7 @@ import pytest
 
 from tests.proof.races.mutants import SIGNAL, VARIABLE, Mutant, write_sources
 from tests.support import ROOT
-from tests.support.compiler import NEEDS_COMPILER, PLAIN, compile_to
+from tests.support.compiler import NEEDS_COMPILER, OPTIMISED, compile_to
 
 WAITER = "host/waiter.cpp"
 # The program chooses how long a sleep lasts.
@@ -76,7 +76,7 @@ def program(tmp_path_factory) -> Path:
         folder / "kernels/include",
         ROOT / "tests/proof/races/wait_test.cpp",
         folder / "kernels" / WAITER,
-        flags=PLAIN,
+        flags=OPTIMISED,
         extra=(f"-I{folder}", "-include", str(folder / "chosen.h")),
     )
 

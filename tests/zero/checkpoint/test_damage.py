@@ -113,7 +113,7 @@ def test_a_file_is_verified_once_and_only_if_it_is_read(folder):
 
 @pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
 @pytest.mark.parametrize("file", [MANIFEST, FILES[0]])
-def test_what_is_no_plain_file_is_not_opened(folder, file, kind):
+def test_what_is_no_regular_file_is_not_opened(folder, file, kind):
     content = (folder / file).read_bytes()
     (folder / file).unlink()
     if kind == "link":
@@ -341,17 +341,17 @@ def test_nothing_pickles_or_unpickles(folder, tmp_path, monkeypatch):
     load_all(folder)
     save_step(Checkpoints(tmp_path / "saved"), 1)
     values = {"a": torch.arange(6.0)}
-    plain = {"c": (1, "x"), "d": [None, 2.5]}
+    told = {"c": (1, "x"), "d": [None, 2.5]}
     path = tmp_path / "dcp"
     dcp.save(
-        {"values": values, "plain": plain, "e": True},
+        {"values": values, "plain": told, "e": True},
         storage_writer=StorageWriter(path),
         planner=SavePlanner(),
         no_dist=True,
     )
     loaded_values = {"a": torch.zeros(6)}
-    loaded: dict[str, Any] = {"values": loaded_values, "plain": dict.fromkeys(plain), "e": None}
+    loaded: dict[str, Any] = {"values": loaded_values, "plain": dict.fromkeys(told), "e": None}
     dcp.load(loaded, storage_reader=StorageReader(path), planner=LoadPlanner(), no_dist=True)
     assert torch.equal(loaded_values["a"], torch.arange(6.0))
-    assert loaded["plain"] == plain and loaded["e"] is True
+    assert loaded["plain"] == told and loaded["e"] is True
     export_safetensors(folder, tmp_path / "export")

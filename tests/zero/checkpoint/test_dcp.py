@@ -47,7 +47,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FLAT = torch.arange(1000.0)
 GRID = torch.arange(7 * 5 * 3).view(7, 5, 3)
 WHOLE = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
-PLAIN = {"lr": 0.1, "betas": (0.9, 0.95), "steps": [1, 2, None], "name": "a", "best": float("inf")}
+DATA = {"lr": 0.1, "betas": (0.9, 0.95), "steps": [1, 2, None], "name": "a", "best": float("inf")}
 # In three ways: uneven rows, uneven columns, and a copy on each rank.
 PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "copies": Replicate()}
 
@@ -61,7 +61,7 @@ def grids() -> dict[str, Any]:
 
 
 def save(path, rank, world_size):
-    """Parts, grids, replicas and plain values; the first rank has no part of the flat tensor."""
+    """Parts, grids, replicas and JSON values; the first rank has no part of the flat tensor."""
     cuts = [0, *even_cuts(1000, world_size - 1)]
     state = {
         "flat": part(FLAT, cuts, rank, (10, 100)),
@@ -69,7 +69,7 @@ def save(path, rank, world_size):
         "grids": grids(),
         "whole": WHOLE,
         "scalar": torch.tensor(2.5),
-        "plain": PLAIN,
+        "data": DATA,
         "optimizer": {"state": {0: {"step": 3}}},
     }
     writer = StorageWriter(path, data={"from": "dcp"})
@@ -83,7 +83,7 @@ def expect(state, flat_part):
         full = grid.full_tensor() if hasattr(grid, "full_tensor") else grid
         assert torch.equal(full, GRID), name
     assert torch.equal(state["whole"], WHOLE) and state["scalar"].item() == 2.5
-    assert state["plain"] == PLAIN and state["optimizer"] == {"state": {0: {"step": 3}}}
+    assert state["data"] == DATA and state["optimizer"] == {"state": {0: {"step": 3}}}
 
 
 def blank(flat: FlatShard, empty_grids: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def blank(flat: FlatShard, empty_grids: dict[str, Any]) -> dict[str, Any]:
         "grids": empty_grids,
         "whole": torch.zeros(3, 4, dtype=torch.bfloat16),
         "scalar": torch.tensor(0.0),
-        "plain": dict.fromkeys(PLAIN, 0),
+        "data": dict.fromkeys(DATA, 0),
         "optimizer": {"state": {0: {"step": 0}}},
     }
 
@@ -140,13 +140,13 @@ def test_two_ranks_save_and_any_load(two_ranks, three_ranks, tmp_path, backend):
     loading = three_ranks if backend == "gloo" else two_ranks
     loading.run(partial(load, path), backend)
     check_without_torch(path)
-    plain_grids = {name: torch.zeros_like(GRID) for name in PLACEMENTS}
-    state = blank(FlatShard(1000, 250, torch.zeros(500)), plain_grids)
+    whole_grids = {name: torch.zeros_like(GRID) for name in PLACEMENTS}
+    state = blank(FlatShard(1000, 250, torch.zeros(500)), whole_grids)
     dcp.load(state, storage_reader=StorageReader(path), planner=LoadPlanner())
     expect(state, FLAT[250:750])
 
 
-def load_plain(path, rank, world_size):
+def load_unsharded(path, rank, world_size):
     cuts = {name: even_cuts(values(name, 1).numel(), world_size) for name in SHAPES}
     state = {
         name: part(torch.zeros_like(values(name, 1)), each, rank) for name, each in cuts.items()
@@ -162,8 +162,8 @@ def test_what_is_saved_without_torch_is_loaded_with_it(worlds, two_ranks, three_
 
     folder = in_world(worlds, 3, work)[0]
     assert_step(Reader(folder), 1, 3)
-    two_ranks.run(partial(load_plain, folder), "gloo")
-    three_ranks.run(partial(load_plain, folder), "ringcomm")
+    two_ranks.run(partial(load_unsharded, folder), "gloo")
+    three_ranks.run(partial(load_unsharded, folder), "ringcomm")
     # Any planner loads what has tensors only.
     state = {"moment": FlatShard(77, 11, torch.zeros(60))}
     dcp.load(state, storage_reader=StorageReader(folder))

@@ -1,4 +1,4 @@
-"""Weights in plain safetensors files, as other programs load them."""
+"""Weights in safetensors files, as other programs load them."""
 
 from __future__ import annotations
 

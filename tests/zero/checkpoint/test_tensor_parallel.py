@@ -84,14 +84,14 @@ def saved_and_loaded(rank, world_size):
     clean_up(root)
 
 
-def saved_plain_and_in_16_bits(rank, world_size):
-    """What plain modules saved loads into parts of rows, columns and uneven rows, and goes back."""
+def saved_unsharded_and_in_16_bits(rank, world_size):
+    """What unsharded modules saved loads into parts of rows and columns, and goes back."""
     meshes = {tp: mesh_of(4 // tp, tp) for tp in (1, 4)}
     training = replace(SHORT, stage=3, zero=BF16, adamw=REMAINDER)
     root = shared_folder()
-    plain, of_plain = trained(meshes[1], training)
-    zero.save(root, 1, plain, of_plain)
-    expected = everything(plain, of_plain)
+    reference, of_reference = trained(meshes[1], training)
+    zero.save(root, 1, reference, of_reference)
+    expected = everything(reference, of_reference)
     parts, of_parts = fresh(meshes[4], training)
     zero.load(root, parts, of_parts)
     same(everything(parts, of_parts), expected)
@@ -188,7 +188,7 @@ def from_weight_files(rank, world_size):
     clean_up(root)
 
 
-CHECKS = [saved_and_loaded, saved_plain_and_in_16_bits, by_torch, failures, from_weight_files]
+CHECKS = [saved_and_loaded, saved_unsharded_and_in_16_bits, by_torch, failures, from_weight_files]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -137,7 +137,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "no weights": (lambda folder: (folder / INDEX).unlink(), r"neither.*pickles"),
     "no folder": (shutil.rmtree, r"cannot be opened"),
     "missing": (first_file(Path.unlink), rf"{FILES[0]}: cannot be opened"),
-    "a pipe": (first_file(pipe), "no plain file"),
+    "a pipe": (first_file(pipe), "no regular file"),
     "cut": (first_file(cut), r"header is damaged: expected \d+ bytes of data"),
     "longer": (first_file(lambda path: os.truncate(path, 10_000)), "bytes of data"),
     "empty": (first_file(lambda path: os.truncate(path, 0)), "no safetensors file"),

@@ -1,4 +1,4 @@
-"""NOTE [Plain names]: files have no names of wrappers, and are read into a module with any."""
+"""NOTE [Names without wrappers]: files have none of wrappers, and fit a module with any."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from ringcomm import module_names, zero
 from ringcomm.errors import CheckpointError
-from ringcomm.module_names import KnownNames, plain_name, without_wrappers
+from ringcomm.module_names import KnownNames, unwrapped_name, without_wrappers
 from ringcomm.optim import AdamW
 from ringcomm.zero.checkpoint import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from tests.support.covering import in_test_all
@@ -100,7 +100,7 @@ def old_names(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
 
         class Old:
             def __enter__(self) -> None:
-                patch.__enter__().setattr(module_names, "plain_name", lambda root, name: name)
+                patch.__enter__().setattr(module_names, "unwrapped_name", lambda root, name: name)
 
             def __exit__(self, *error: Any) -> None:
                 patch.__exit__(*error)
@@ -114,8 +114,8 @@ def old_names(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     "kind",
     ["both", "parallel", "root", *in_test_all("plain", "checkpoint", "compile", "compiled root")],
 )
-def test_files_have_plain_names(worlds, tmp_path, kind):
-    """Each function that names tensors writes plain names, which any plain model loads."""
+def test_files_have_unwrapped_names(worlds, tmp_path, kind):
+    """Each function that names tensors writes unwrapped names, which any unwrapped model loads."""
 
     def work(comm: Any, stage: int) -> Any:
         folder = tmp_path / str(stage)
@@ -214,7 +214,7 @@ def test_through_torch(worlds, tmp_path, old_names, kind, old):
         worlds(1).run(lambda comm, into=into: load(comm, into))
 
 
-def test_exports_of_old_checkpoints_have_plain_names(worlds, tmp_path, old_names):
+def test_exports_of_old_checkpoints_have_unwrapped_names(worlds, tmp_path, old_names):
     with old_names():
         worlds(1).run(lambda comm: zero.save(tmp_path, 1, *trained("both", 3, comm)) and None)
     zero.export_safetensors(tmp_path / "step-00000001", tmp_path / "all")
@@ -227,7 +227,7 @@ def test_exports_of_old_checkpoints_have_plain_names(worlds, tmp_path, old_names
     ]
 
 
-def test_options_name_modules_plainly(worlds):
+def test_options_name_modules_without_wrappers(worlds):
     """Units, per_unit, ignored and keep_fp32, by the names that the modules have unwrapped."""
 
     def work(comm: Any, kind: str) -> Any:
@@ -267,7 +267,7 @@ def test_names():
     model = nn.Sequential(
         nn.DataParallel(Honest()), counting, compiled(checkpoint_wrapper(Honest()))
     )
-    assert [plain_name(model, name) for name, _ in model.named_parameters()] == [
+    assert [unwrapped_name(model, name) for name, _ in model.named_parameters()] == [
         *("0.module.weight", "0.module.bias"),
         # It has a tensor of its own, so that its child keeps its name.
         *("1.module.weight", "1.module.bias"),

@@ -138,10 +138,10 @@ struct BlockScale {
   template <class Code>
   static RC_FN BlockScale of(uint32_t most, bool special) {
     constexpr float kLess = 1.0f - 1.0f / 4096;
-    constexpr float plain = kLess / Code::kMost, beside = kLess / Code::kMostBeside;
+    constexpr float usual = kLess / Code::kMost, beside = kLess / Code::kMostBeside;
     const bool tiny = most < kTinyBelow;
     const float largest = float_of(most) * (tiny ? kUp : 1.0f);
-    const uint32_t bits = bits_of(largest * (special ? beside : plain));
+    const uint32_t bits = bits_of(largest * (special ? beside : usual));
     return {(special ? kSpecial : 0u) | (tiny ? kTiny : 0u) | bits >> 9};
   }
 

@@ -36,7 +36,7 @@ RC_FN double norm_term(float x, NormKind kind) {
   return wide < 0.0 ? -wide : wide;
 }
 
-// Adds digit `k` of a block to the words: plainly on the host, atomically on a GPU.
+// Adds digit `k` of a block to the words: without_torch_function on the host, atomically on a GPU.
 template <class Add>
 RC_FN void add_block(double sum, Add add) {
   if (!(sum - sum == 0.0)) return add(kNonFiniteWord, 1);

@@ -4,7 +4,7 @@
 // 2013, as torch.optim.SGD has it) operation by operation as torch.optim.SGD(foreach=False,
 // fused=False) does it in FP32 on a CPU with AVX2 or more, with a fused multiply-add where torch
 // adds with alpha: the same bits. Lion (Chen et al., "Symbolic Discovery of Optimization
-// Algorithms", NeurIPS 2023, algorithm 2) is the same as the plain loop over torch's operations
+// Algorithms", NeurIPS 2023, algorithm 2) is the same as the loop over torch's operations
 // p.mul_(1 - lr * weight_decay); c = m.mul(beta1).add_(g, alpha=1 - beta1).sign_();
 // p.add_(c, alpha=-lr); m.mul_(beta2).add_(g, alpha=1 - beta2).
 #pragma once

@@ -181,12 +181,12 @@ def test_tensors_live_until_the_call_is_done(emulated: Places) -> None:
     heap = existing_heap(0)
     assert heap is not None
     refs: list[Any] = [weakref.ref(heap.find_block(kept.data_ptr()))]
-    plain, strided = place.full(COUNT, 1.0), place.full(2 * COUNT, 1.0)[::2]
-    refs += [weakref.ref(each) for each in (plain, strided)]
+    dense, strided = place.full(COUNT, 1.0), place.full(2 * COUNT, 1.0)[::2]
+    refs += [weakref.ref(each) for each in (dense, strided)]
     with place.runtime.on_stream(stream):
-        for tensor in (kept, plain, strided):
+        for tensor in (kept, dense, strided):
             world[0].all_reduce(tensor, async_op=True)
-    del kept, plain, strided, tensor
+    del kept, dense, strided, tensor
     assert all(ref() is not None for ref in refs)
     gate.open()
     place.synchronize()

@@ -1,4 +1,4 @@
-"""Plain values come back equal in value and type, and nothing else is taken."""
+"""Values come back equal in value and type, and nothing else is taken."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringcomm.errors import UnsupportedError
 from ringcomm.json_reader import decode, encode, text_of
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
-plain = st.recursive(
+values = st.recursive(
     scalars,
     lambda inner: (
         st.lists(inner)
@@ -42,7 +42,7 @@ def typed(value):
 
 
 @settings(max_examples=40)
-@given(plain)
+@given(values)
 def test_a_value_comes_back_as_it_was(value):
     back = decode(json.loads(text_of(encode(value, "data"))))
     assert typed(back) == typed(value)
@@ -66,7 +66,7 @@ def test_nan_and_infinity_come_back():
         object(),
     ],
 )
-def test_what_is_not_plain_is_refused_with_its_place(value):
+def test_what_is_not_data_is_refused_with_its_place(value):
     with pytest.raises(UnsupportedError, match=r"^data\['a'\]\[1\]: expected None, .* no pickle"):
         encode({"a": [0, value]}, "data")
 
