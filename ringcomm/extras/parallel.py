@@ -165,7 +165,7 @@ def parallelize(
     the parameters that were there before.
 
     Args:
-        model: its parameters are plain tensors, perhaps on the meta device.
+        model: its parameters are no DTensors, perhaps on the meta device.
         plan: names of modules, as of ``named_modules()``, to one of ``KINDS``; a ``*`` stands for
             any characters of one part of a name. A module that is not named is what the nearest
             named one around it is. Every module with parameters must be named so.
@@ -311,7 +311,7 @@ class _Plan:
             )
         if of_others:
             self.wrong.append(
-                f"expected parameters that are plain tensors, got DTensors in {some(of_others)}"
+                f"expected parameters that are no DTensors, got DTensors in {some(of_others)}"
             )
 
     def describe(self) -> list[str]:

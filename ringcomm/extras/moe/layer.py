@@ -245,7 +245,7 @@ class MoE(nn.Module):
         """
         if isinstance(x, DTensor):
             raise ArgumentError(
-                f"{self._head}: x: expected this rank's tokens as a plain tensor, got a DTensor; "
+                f"{self._head}: x: expected this rank's tokens as a local tensor, got a DTensor; "
                 "pass x.to_local() where its rows are whole"
             )
         tokens = x.reshape(-1, x.size(-1))

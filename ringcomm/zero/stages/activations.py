@@ -4,7 +4,7 @@ NOTE [What stays where it is]
 Parameters and buffers are not written, nor their views: they are in memory anyway, or unsharded by
 stage 3, which gives their memory its values again. So are small tensors, whose transfer would cost
 more than their bytes. What is saved while a backward runs, by a checkpoint that computes its layer
-again, is needed at once, and stays in memory, too. So does whatever is no plain tensor.
+again, is needed at once, and stays in memory, too. So does whatever is no dense tensor.
 
 NOTE [Changes in place]
 With hooks torch does not look whether a saved tensor was changed since. So an alias of each saved

@@ -84,7 +84,7 @@ class Slots:
             for key, param in module._parameters.items()
             if id(param) in known and param is not None
         ]
-        # From the last look. The tables themselves may change; see NOTE [Plain while unsharded].
+        # From the last look. The tables themselves may change; see NOTE [A dict while unsharded].
         self._entries: list[tuple[nn.Module, str, str, object]] | None = None
 
     def _read(self) -> Iterator[tuple[nn.Module, str, str, object]]:

@@ -556,10 +556,10 @@ class _WatchedDict(dict[str, Any]):
 class _WatchedTable:
     """The table of parameters of a module: watched, and a dict while all are unsharded.
 
-    NOTE [Plain while unsharded]
+    NOTE [A dict while unsharded]
     Dynamo traces into a table that is no dict itself, and would compile a unit anew for each module
     that it guards there. Unsharded parameters need no watching, so a compiled unit finds a
-    table, and all units of one kind share its code.
+    dict, and all units of one kind share its code.
 
     Attributes:
         attributes: of the module.
