@@ -38,7 +38,7 @@ struct Prepared {
 class CallObserver {
  public:
   virtual ~CallObserver() = default;
-  // captured: a graph records the call, and may make it any number of times.
+  // captured: a graph captured the call, and may replay it any number of times.
   virtual void enqueues(const Prepared& call, bool captured) = 0;
   // The call that it was told of last is not launched.
   virtual void withdraws() = 0;

@@ -26,7 +26,7 @@ class Driver {
               const void* params) const;
   // Device to device, in the stream's order.
   void copy(unsigned long long dst, unsigned long long src, size_t bytes, void* stream) const;
-  // True while a graph records the stream. A stream that cannot say fails at the launch, whose
+  // True while the stream is capturing a graph. A stream that cannot say fails at the launch, whose
   // error says why.
   bool is_capturing(void* stream) const;
   // True if an event, of this API or of the runtime API, has passed; allowed while another thread

@@ -244,7 +244,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def is_capturing(self, device: int, stream: int | None = None) -> bool:
-        """True while ``stream`` (None: this thread's current one) records a graph."""
+        """True while ``stream`` (None: this thread's current one) is capturing a graph."""
         ...
 
     def synchronize(self, device: int) -> None:

@@ -70,7 +70,7 @@ def empty(*size: Any, dtype: torch.dtype | None = None, device: object = None) -
     Raises:
         ArgumentError: the shape, dtype or device is not usable.
         HeapError: the heap has no room; names need, free space and remedy.
-        UnsupportedError: there is no such device here, or its current stream records a graph.
+        UnsupportedError: there is no such device here, or its current stream is capturing a graph.
     """
     return _tensor(size, dtype, device, "ringcomm.empty")
 

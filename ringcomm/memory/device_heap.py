@@ -198,14 +198,14 @@ class DeviceHeap:
 
         Raises:
             HeapError: there is no room; names ``operation``, need, free space and remedy.
-            UnsupportedError: the current stream records a graph, which would go on using the
+            UnsupportedError: the current stream is capturing a graph, which would go on using the
                 block at every replay, after its object died.
         """
         if self.runtime.is_capturing(self.device):
             raise UnsupportedError(
-                f"{operation}: the current stream records a graph, and memory of the device heap "
-                "cannot be handed out there. Allocate before the capture, and keep the tensor as "
-                "long as the graph"
+                f"{operation}: the current stream is capturing a graph, and memory of the device "
+                "heap cannot be handed out there. Allocate before the capture, and keep the "
+                "tensor as long as the graph"
             )
         while True:
             with self._lock:

@@ -116,7 +116,7 @@ class StepTable:
         if self._memory is not None:
             struct.pack_into("=2d", self._memory, 8 * params, digest, -digest)
         # Copied anew each time, since the ranks reduce ``told`` in place. Usually no data come from
-        # the host, so that a graph can record the step.
+        # the host, so that a graph can capture the step.
         self.told.copy_(self._here)
 
     @property
@@ -642,7 +642,7 @@ class TritonCalls:
         name: str,
         make: Callable[[int], KernelPlan],
         source: Tensor,
-        record: Tensor,
+        descriptor: Tensor,
         stored: Tensor | None = None,
     ) -> None:
         """Runs the collective that ``make`` plans; peers store to ``stored``."""
@@ -653,7 +653,7 @@ class TritonCalls:
         def run(native: _native.Comm) -> int:
             end: TritonEnd = self._use(native)
             plan = make(end.chosen(ALGORITHMS[self._algorithm]))
-            return end.run(plan, source.data_ptr(), record.data_ptr())
+            return end.run(plan, source.data_ptr(), descriptor.data_ptr())
 
         try:
             comm.engine.start_call(Call(name, run, []))
@@ -670,12 +670,12 @@ class TritonReducer(Reducer):
         self._triton = triton
         self._comm = comm
         self._op = op
-        # By address of the output: a record of that address and of norm words that stay in place.
-        self._records: dict[int, Tensor] = {}
+        # By address of the output: a descriptor of that address and of lasting norm words.
+        self._descriptors: dict[int, Tensor] = {}
 
     def forget(self) -> None:
         """Drops kept addresses."""
-        self._records.clear()
+        self._descriptors.clear()
 
     def norm(self, grads: Tensor, kind: str, words: Tensor) -> None:
         from ringcomm._tl.adamw_launch import launch_grad_norm
@@ -704,8 +704,8 @@ class TritonReducer(Reducer):
         from ringcomm._tl.adamw_launch import plan_reduce_scatter_norm
 
         world_size = self._triton.checks.world_size
-        record = self._record(out)
-        found = record[2:]
+        descriptor = self._descriptor(out)
+        found = descriptor[2:]
         found.zero_()  # blocks add to it
         self._triton.plan(
             "reduce_scatter_norm",
@@ -720,17 +720,17 @@ class TritonReducer(Reducer):
                 stores=world_size > 1,
             ),
             grads,
-            record,
+            descriptor,
         )
         words.copy_(found)
 
-    def _record(self, out: Tensor) -> Tensor:
-        if out.data_ptr() not in self._records:
-            record = torch.zeros(2 + NORM_WORDS, dtype=torch.int64, device=out.device)
-            addresses = [out.data_ptr(), record[2:].data_ptr()]
-            record[:2].copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
-            self._records[out.data_ptr()] = record
-        return self._records[out.data_ptr()]
+    def _descriptor(self, out: Tensor) -> Tensor:
+        if out.data_ptr() not in self._descriptors:
+            descriptor = torch.zeros(2 + NORM_WORDS, dtype=torch.int64, device=out.device)
+            addresses = [out.data_ptr(), descriptor[2:].data_ptr()]
+            descriptor[:2].copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
+            self._descriptors[out.data_ptr()] = descriptor
+        return self._descriptors[out.data_ptr()]
 
 
 class TritonBackend(Backend):
@@ -783,21 +783,21 @@ class TritonBackend(Backend):
     def _update(self, bucket: Bucket, grad: Tensor) -> None:
         from ringcomm._tl.adamw_launch import launch_adamw_shard
 
-        kind, record = self._kind(bucket, grad.dtype, "SUM"), self._shard(bucket)
+        kind, descriptor = self._kind(bucket, grad.dtype, "SUM"), self._shard(bucket)
         if self._comm is None:
-            launch_adamw_shard(record.data_ptr(), grad.data_ptr(), bucket.chunk.elems, kind)
+            launch_adamw_shard(descriptor.data_ptr(), grad.data_ptr(), bucket.chunk.elems, kind)
         else:
             self._update_gather(bucket, grad)
 
     def _update_gather(self, bucket: Bucket, grad: Tensor) -> None:
         from ringcomm._tl.adamw_launch import plan_adamw_all_gather
 
-        kind, record = self._kind(bucket, grad.dtype, "SUM"), self._shard(bucket)
+        kind, descriptor = self._kind(bucket, grad.dtype, "SUM"), self._shard(bucket)
         self._triton.plan(
             "adamw_all_gather",
             lambda algorithm: plan_adamw_all_gather(bucket.layout.elems, kind, algorithm),
             grad,
-            record,
+            descriptor,
             bucket.params,
         )
 
@@ -833,6 +833,6 @@ class TritonBackend(Backend):
         if bucket.key not in self._shards:
             shard = shard_of(bucket, self._factors_ptr, self._options, self._moments)
             data = list(_native.adamw_shard_bytes(shard))
-            record = torch.tensor(data, dtype=torch.uint8, device=self._device)
-            self._shards[bucket.key] = record
+            descriptor = torch.tensor(data, dtype=torch.uint8, device=self._device)
+            self._shards[bucket.key] = descriptor
         return self._shards[bucket.key]

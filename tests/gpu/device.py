@@ -166,7 +166,7 @@ def _await(event: threading.Event) -> None:
 
 @contextmanager
 def capture() -> Iterator[Callable[[], None]]:
-    """Inside, the current stream records a graph; what it gives replays that afterwards."""
+    """Inside, the current stream is capturing a graph; what it gives replays that afterwards."""
     if REAL:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

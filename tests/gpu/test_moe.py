@@ -350,5 +350,5 @@ def test_a_closed_communicator_says_so() -> None:
 def test_a_graph_is_refused(gpu_worlds: Worlds) -> None:
     mine = on_device(case(0, 2))
     [comm] = gpu_worlds(1)
-    with pytest.raises(ringcomm.UnsupportedError, match="records a graph"), capture():
+    with pytest.raises(ringcomm.UnsupportedError, match="is capturing a graph"), capture():
         moe.dispatch(mine.x, mine.idx, None, EXPERTS, comm)

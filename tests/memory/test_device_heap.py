@@ -228,7 +228,7 @@ def test_a_full_heap_waits_for_work_that_ends(runtime):
 def test_nothing_is_handed_out_in_a_capture(runtime):
     with (
         runtime.capture(),
-        pytest.raises(UnsupportedError, match=r"ringcomm\.empty: .* records a graph"),
+        pytest.raises(UnsupportedError, match=r"ringcomm\.empty: .* is capturing a graph"),
     ):
         ringcomm.empty(1000, device="cuda")
 

@@ -126,7 +126,7 @@ class Memory:
             self.tensors["remainder"] = low[here].clone()
         self.shard = self._shard()
         shard = bytearray(_native.adamw_shard_bytes(self.shard))
-        self.record = torch.frombuffer(shard, dtype=torch.int64).clone()
+        self.descriptor = torch.frombuffer(shard, dtype=torch.int64).clone()
         self.results = torch.tensor([self.ptr("out"), self.ptr("words")])
 
     def ptr(self, name: str) -> int:
@@ -238,7 +238,7 @@ class Steps:
 
         kind = replace(of.kind("SUM", self._comm.world_size), grad=tl.float32)
         plan = plan_adamw_all_gather(of.case.elems, kind, self._code)
-        self._run("update", lambda end: self._end(end).run(plan, grad, of.record.data_ptr()))
+        self._run("update", lambda end: self._end(end).run(plan, grad, of.descriptor.data_ptr()))
 
     def one_pass(self, of: Memory, kernels: str) -> None:
         """reduce_scatter_adamw_all_gather."""
@@ -253,4 +253,4 @@ class Steps:
 
         kind = of.kind(case.op, self._comm.world_size)
         plan = plan_one_pass(case.elems, kind, case.op, self._code)
-        self._run("step", lambda end: self._end(end).run(plan, grads, of.record.data_ptr()))
+        self._run("step", lambda end: self._end(end).run(plan, grads, of.descriptor.data_ptr()))

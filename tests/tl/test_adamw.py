@@ -56,7 +56,7 @@ def _shards(store, rank, world):
         before = ours.params.clone()
         grad = ours.grads.data_ptr()
         _native.adamw_shard(native.shard, grad, DTYPE_CODES[case.grad])
-        launch_adamw_shard(ours.record.data_ptr(), grad, case.elems, ours.kind("SUM", 1))
+        launch_adamw_shard(ours.descriptor.data_ptr(), grad, case.elems, ours.kind("SUM", 1))
         changed += not torch.equal(ours.params, before)
         wrong += [(case, *each) for each in differences(ours, native)]
     return wrong, changed

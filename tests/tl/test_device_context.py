@@ -57,7 +57,7 @@ def _lonely(store, rank, world, end):
 @pytest.mark.parametrize(
     ("end", "kind", "text"),
     [
-        ("late", CollectiveTimeout, r"lonely_kernel on rank 0 of 2: .*rank 1 \(step 3"),
+        ("late", CollectiveTimeout, r"lonely_kernel on rank 0 of 2: .*rank 1 \(item 3"),
         ("aborts", AbortedError, "rank 1 aborted the communicator: rank 1 has had enough"),
         ("closes", PeerLost, "rank 1 to take part, but it has closed"),
         ("dies", PeerLost, "rank 1 to take part, but its process has ended"),

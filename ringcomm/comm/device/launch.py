@@ -349,10 +349,10 @@ class DeviceCallEngine(CallEngine):
         self._takes_over = False
         # The streams of the last call and of the last captured call. Neither waits for the other.
         self._last_stream: int | None = None
-        self._last_recorded: int | None = None
+        self._last_captured: int | None = None
         # Calls whose tensors must live until their event has passed, or while a graph is captured.
         self._launched: deque[tuple[Call, SeenEvent]] = deque()
-        self._recorded: list[tuple[Call, int]] = []
+        self._captured: list[tuple[Call, int]] = []
         # Set when closing: whether the communicator was unusable before, so that an earlier error
         # has said why.
         self._told: bool | None = None
@@ -421,9 +421,9 @@ class DeviceCallEngine(CallEngine):
         if runtime.is_capturing(device):
             # This capture does not include the streams of the other ranks' threads.
             raise UnsupportedError(
-                f"{where(name, *self.rank_of)}: the current stream records a graph, "
+                f"{where(name, *self.rank_of)}: the current stream is capturing a graph, "
                 "and the ranks of one process on one device share a launch, which threads cannot "
-                "record together. Record it from one thread (LocalWorld.all_reduce, "
+                "capture together. Capture it from one thread (LocalWorld.all_reduce, "
                 "reduce_scatter_tensor or all_gather_into_tensor), or give each rank a process"
             )
 
@@ -451,14 +451,14 @@ class DeviceCallEngine(CallEngine):
     def keep(self, call: Call, done: SeenEvent, stream: int) -> None:
         """Keeps the call's tensors until it is done, so that no allocator reuses their memory."""
         runtime, device = self.device_ref
-        if self._recorded:
+        if self._captured:
             capturing = runtime.is_capturing
-            self._recorded = [each for each in self._recorded if capturing(device, each[1])]
+            self._captured = [each for each in self._captured if capturing(device, each[1])]
         if runtime.is_capturing(device, stream):
             # The event of a capture never passes. Memory freed during the capture could be handed
             # out to a later part of the graph. After the capture the graph's owner keeps its
             # tensors.
-            self._recorded.append((call, stream))
+            self._captured.append((call, stream))
             return
         while self._launched and self._launched[0][1].query():
             self._launched.popleft()
@@ -485,12 +485,12 @@ class DeviceCallEngine(CallEngine):
 
     def _follow_last(self, stream: int) -> None:
         """Puts ``stream`` behind the communicator's last call, if that was on another one."""
-        if stream == self._last_stream and self._last_recorded is None:
+        if stream == self._last_stream and self._last_captured is None:
             return
         runtime, device = self.device_ref
         # A capture can neither wait for work outside nor be waited for: see docs/cuda.md.
         if runtime.is_capturing(device, stream):
-            last, self._last_recorded = self._last_recorded, stream
+            last, self._last_captured = self._last_captured, stream
             follows = last != stream and last is not None and runtime.is_capturing(device, last)
         else:
             last, self._last_stream = self._last_stream, stream
@@ -757,7 +757,7 @@ class DeviceCallEngine(CallEngine):
             if self._told is None:
                 self._told = self.refuse is not None
             self._disable(closed(self.rank, self.world_size, self.membership.name))
-            if self._last_recorded is not None:
+            if self._last_captured is not None:
                 # This communicator does not know the streams of replays.
                 self.device_core.synchronize()
             events = self._events_of_the_end()
@@ -799,7 +799,7 @@ class DeviceCallEngine(CallEngine):
         self.order.leave(self.joint_launch or self.device_core)
         super()._close(grace_s, in_vain_s)
         self._launched.clear()
-        self._recorded.clear()
+        self._captured.clear()
 
     def close(self) -> None:
         """Waits for the launched calls, then frees the communicator's memory.
@@ -820,5 +820,5 @@ class DeviceCallEngine(CallEngine):
         if not hasattr(self, "_told") or self.closed:
             return
         self.order.leave(self.joint_launch or self.device_core)
-        recorded = self._last_recorded is not None
-        abandon(self.device_core, self._events_of_the_end(), self._launched, recorded=recorded)
+        captured = self._last_captured is not None
+        abandon(self.device_core, self._events_of_the_end(), self._launched, captured=captured)

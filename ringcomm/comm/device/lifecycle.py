@@ -201,10 +201,10 @@ class _Abandoned:
     core: ClosableCore
     events: Sequence[Event]
     kept: Sequence[object]
-    recorded: bool
+    captured: bool
 
     def may_go(self) -> bool:
-        if self.recorded or not all(event.query() for event in self.events):
+        if self.captured or not all(event.query() for event in self.events):
             return False
         self.core.close()
         return True
@@ -270,7 +270,7 @@ def retire(
 
 
 def abandon(
-    core: ClosableCore, events: Sequence[Event], kept: Sequence[object], *, recorded: bool
+    core: ClosableCore, events: Sequence[Event], kept: Sequence[object], *, captured: bool
 ) -> None:
     """Closes ``core``, whose communicator has died, once its kernels have ended.
 
@@ -278,10 +278,10 @@ def abandon(
         core: of the communicator.
         events: pass when the kernels that it launched have ended.
         kept: the objects that those kernels use.
-        recorded: a graph holds calls of ``core``, and may be replayed until the process ends.
+        captured: a graph holds calls of ``core``, and may be replayed until the process ends.
     """
     process = _process
-    process.abandoned.append(_Abandoned(core, tuple(events), tuple(kept), recorded))
+    process.abandoned.append(_Abandoned(core, tuple(events), tuple(kept), captured))
     if not process.ends_at_exit:
         process.ends_at_exit = True
         Finalize(None, _end_abandoned, exitpriority=EXIT_PRIORITY)
@@ -317,7 +317,7 @@ def _end_abandoned() -> None:
             entry.core.abort("this process ends")
     while process.abandoned:
         entry = process.abandoned.popleft()
-        if entry.recorded:
+        if entry.captured:
             entry.core.abort("this process ends")  # replays, too
             entry.core.synchronize()
         # If a kernel does not end, it still uses the region, which is then never freed.

@@ -204,7 +204,7 @@ class DeviceNodesEngine(NodesEngine):
         runtime, device = self.device_ref
         if runtime.is_capturing(device):
             raise UnsupportedError(
-                f"{where(call.name, *self.rank_of)}: the current stream records a "
+                f"{where(call.name, *self.rank_of)}: the current stream is capturing a "
                 "graph, but over several nodes the hosts agree on each call before it is enqueued, "
                 "which a replay would not do. Make the call outside of the capture, or capture "
                 "calls of Communicator.node"

@@ -281,8 +281,8 @@ def usable(group: str, world_size: int, operation: str) -> Communicator:
     runtime, device = engine.device_ref
     if runtime.is_capturing(device):
         raise UnsupportedError(
-            f"{head}: the current stream records a graph, but the host has to wait for what the "
-            "ranks tell each other of their rows. Leave this call out of the graph"
+            f"{head}: the current stream is capturing a graph, but the host has to wait for the "
+            "row counts of the other ranks. Leave this call out of the graph"
         )
     return comm
 

@@ -248,7 +248,7 @@ def test_a_shard_is_updated_to_the_bits_of_the_native_kernel(gpu, kind):
         allow_all(ours)
         before, grad = ours.params.clone(), ours.grads_ptr
         _native.adamw_shard(native.shard, grad, DTYPE_CODES[case.grad])
-        launch_adamw_shard(ours.record.data_ptr(), grad, elems, ours.kind("SUM", 1))
+        launch_adamw_shard(ours.descriptor.data_ptr(), grad, elems, ours.kind("SUM", 1))
         assert ptx.failure() is None
         assert differences(ours, native) == [], elems
         changed += not torch.equal(ours.params, before)

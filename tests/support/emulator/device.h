@@ -102,7 +102,7 @@ struct Stream {
   std::shared_ptr<Completion> last = std::make_shared<Completion>(Completion{true});
   std::condition_variable awake{};   // has work
   bool joins = false;                // other streams whose work was done already
-  std::shared_ptr<Graph> capture{};  // the graph that this stream records now
+  std::shared_ptr<Graph> capture{};  // the graph that this stream is capturing
   std::vector<int> frontier{};       // the nodes that its next node comes after
 };
 

@@ -278,7 +278,7 @@ class EmulatedRuntime(EmulatedMemory):
 
     @contextmanager
     def capture(self, device: int = 0) -> Iterator[EmulatedGraph]:
-        """Inside, this thread's current stream is one that records a graph."""
+        """Inside, this thread's current stream is one that is capturing a graph."""
         stream, graph = self.make_stream(device), EmulatedGraph()
         ended = ctypes.c_void_p()
         with self.on_stream(stream):

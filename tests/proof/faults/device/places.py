@@ -91,7 +91,7 @@ class Place:
 
     @contextmanager
     def capture(self) -> Iterator[Callable[[], None]]:
-        """Inside, the current stream records a graph; what it gives replays that afterwards."""
+        """Inside, the current stream is capturing a graph; the result replays it afterwards."""
         if self.emulated:
             with self.runtime.capture() as recorded:
                 yield lambda: self.runtime.replay(recorded)
