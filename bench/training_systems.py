@@ -41,26 +41,26 @@ LEARNING_RATE = 1e-3
 SEED = 0
 
 _zero_options, _compression = ringcomm.zero.ZeroOptions, ringcomm.zero.Compression
-_CODED = _zero_options(compression=_compression(gradients="int8"))
-_CODED_PARAMS = _zero_options(compression=_compression(gradients="int8", parameters="fp8"))
-# Stages that there are over several nodes alone. With gradients in codes the updated parameters
-# return as they are, or with copies of the state the sums do, in codes; or the updated parameters
-# are in codes, too. Stage 3 may keep state as HSDP does, with a copy on each node, or parameters as
-# FSDP2.
-CODED_OVER_NODES = {
-    "stage 2 compression=int8": (2, _CODED),
-    "stage 2 compression=int8 state=node": (2, replace(_CODED, state="node")),
-    "stage 2 compression=int8 parameters=fp8": (2, _CODED_PARAMS),
-    "stage 3 compression=int8 parameters=fp8": (3, _CODED_PARAMS),
+_QUANTIZED = _zero_options(compression=_compression(gradients="int8"))
+_QUANTIZED_PARAMS = _zero_options(compression=_compression(gradients="int8", parameters="fp8"))
+# Stages that there are over several nodes alone. With quantized gradients the updated parameters
+# return as they are, or with copies of the state the sums do, quantized; or the updated parameters
+# are quantized, too. Stage 3 may keep state as HSDP does, with a copy on each node, or parameters
+# as FSDP2.
+QUANTIZED_OVER_NODES = {
+    "stage 2 compression=int8": (2, _QUANTIZED),
+    "stage 2 compression=int8 state=node": (2, replace(_QUANTIZED, state="node")),
+    "stage 2 compression=int8 parameters=fp8": (2, _QUANTIZED_PARAMS),
+    "stage 3 compression=int8 parameters=fp8": (3, _QUANTIZED_PARAMS),
 }
-UNCODED_OVER_NODES = {
+UNCOMPRESSED_OVER_NODES = {
     "stage 3 state=node": (3, _zero_options(state="node")),
     "stage 3 params=world": (3, _zero_options(params="world")),
 }
-# Each system, and the one whose losses and weights it must have to the bit; codes have no such
-# twin. DeepSpeed's stages and torch's wrappers only where each sum is of two ranks, since the sum
-# of two numbers has one value whatever their order. HSDP's are over a node and then over nodes.
-STAGE_TWINS = dict.fromkeys((*STAGES[1:], *UNCODED_OVER_NODES), STAGES[0])
+# Each system, and the one whose losses and weights it must have to the bit; quantized runs have no
+# such twin. DeepSpeed's stages and torch's wrappers only where each sum is of two ranks, since the
+# sum of two numbers has one value whatever their order. HSDP's are over a node and then over nodes.
+STAGE_TWINS = dict.fromkeys((*STAGES[1:], *UNCOMPRESSED_OVER_NODES), STAGES[0])
 PAIR_TWINS = {DDP_HERE: DDP, FSDP2_HERE: FSDP2, **dict.fromkeys(training_deepspeed.STAGES, DDP)}
 MESH_TWINS = {HSDP_HERE: HSDP}
 
@@ -346,7 +346,10 @@ def entrants(batches: Batches, comm: ringcomm.Communicator, *, alone: bool) -> d
                 for name, stage in training_deepspeed.STAGES.items():
                     builds[name] = partial(_deepspeed, shape, stage)
             if comm.num_nodes > 1:
-                for name, (stage, how) in {**CODED_OVER_NODES, **UNCODED_OVER_NODES}.items():
+                for name, (stage, how) in {
+                    **QUANTIZED_OVER_NODES,
+                    **UNCOMPRESSED_OVER_NODES,
+                }.items():
                     builds[name] = partial(_zero, shape, stage, comm, how)
                 builds[HSDP] = lambda: _fsdp2(shape, _mesh(comm, "gloo"))
                 builds[HSDP_HERE] = lambda: _fsdp2(shape, _mesh(comm, "ringcomm"))

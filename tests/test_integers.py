@@ -457,7 +457,7 @@ ELSEWHERE = {
     "load",
     "save",
     "Communicator.all_gather_bucket",
-    "Communicator.all_gather_in_codes",
+    "Communicator.all_gather_quantized",
     "Communicator.lost",
     "Communicator.shard_index_of",
     "ring_attention",

@@ -65,8 +65,8 @@ class Ringcomm(System):
         if self._setup.algorithm not in COMPRESSIONS:
             return self._bind(case)
         if case.collective.name not in ("all_reduce", "reduce_scatter"):
-            raise Unavailable("sums are what travels in codes")
-        # Codes round: such a call is never checked.
+            raise Unavailable("sums are what travels quantized")
+        # Quantization rounds: such a call is never checked.
         return Prepared((), self._bind(case).call)
 
     def close(self) -> None:

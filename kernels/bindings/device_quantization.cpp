@@ -16,7 +16,7 @@ void bind_device_quantization(nb::class_<DeviceComm>& c) {
          return 0;
        },
        nb::arg("format"), nb::arg("in_ptr"), nb::arg("dtype"), nb::arg("out_ptr"), nb::arg("elems"),
-       "As the host's. Codes that begin at a multiple of 4 bytes are stored by words.")
+       "As the host's. Values that begin at a multiple of 4 bytes are stored by words.")
       .def(
           "dequantize_and_sum",
           [](DeviceComm& d, int format, uintptr_t in, int count, uint64_t stride_bytes,
@@ -28,7 +28,7 @@ void bind_device_quantization(nb::class_<DeviceComm>& c) {
           },
           nb::arg("format"), nb::arg("in_ptr"), nb::arg("count"), nb::arg("stride_bytes"),
           nb::arg("out_ptr"), nb::arg("dtype"), nb::arg("elems"), nb::arg("divide_by") = 0,
-          "As the host's; `count` arrays of codes are `stride_bytes` apart.");
+          "As the host's; `count` quantized arrays are `stride_bytes` apart.");
 }
 
 }  // namespace ringcomm::host

@@ -30,9 +30,9 @@ namespace {
 
 int type_of(int dtype) { return float_type_index(float_dtype_of(dtype)); }
 
-void encode(int format, uintptr_t in, int dtype, uintptr_t out, uint64_t elems,
-            uintptr_t residual) {
-  const EncodeFn loop = kernels().quant[int(quant_format_of(format))].encode[type_of(dtype)];
+void quantize(int format, uintptr_t in, int dtype, uintptr_t out, uint64_t elems,
+              uintptr_t residual) {
+  const QuantizeFn loop = kernels().quant[int(quant_format_of(format))].quantize[type_of(dtype)];
   const WithoutGil nogil;
   loop({reinterpret_cast<const void*>(in), reinterpret_cast<uint8_t*>(out), elems,
         reinterpret_cast<float*>(residual)});
@@ -41,7 +41,7 @@ void encode(int format, uintptr_t in, int dtype, uintptr_t out, uint64_t elems,
 void sum(int format, const std::vector<uintptr_t>& in, uintptr_t out, int dtype, uint64_t elems,
          int divide_by) {
   check_sources(in.size());
-  const DecodeFn loop = kernels().quant[int(quant_format_of(format))].sum[type_of(dtype)];
+  const DequantizeFn loop = kernels().quant[int(quant_format_of(format))].sum[type_of(dtype)];
   std::vector<const uint8_t*> sources;
   for (const uintptr_t ptr : in) sources.push_back(reinterpret_cast<const uint8_t*>(ptr));
   const WithoutGil nogil;
@@ -62,16 +62,16 @@ void bind_quantization(nb::module_& m) {
       [](int format, uint64_t elems) { return quantized_bytes(quant_format_of(format), elems); },
       nb::arg("format"), nb::arg("elems"),
       "Returns the bytes of so many numbers in a quantized format, scales included.");
-  m.def("quantize", encode, nb::arg("format"), nb::arg("in_ptr"), nb::arg("dtype"),
+  m.def("quantize", quantize, nb::arg("format"), nb::arg("in_ptr"), nb::arg("dtype"),
         nb::arg("out_ptr"), nb::arg("elems"), nb::arg("residual_ptr") = 0,
-        "Encodes float32, bfloat16 or float16 numbers, in blocks of `QUANT_BLOCK`.\n\n"
+        "Quantizes float32, bfloat16 or float16 numbers, in blocks of `QUANT_BLOCK`.\n\n"
         "The numbers are in + residual, where there is a residual [elems] in float32; it is\n"
-        "overwritten by what the codes leave out, and by 0 in blocks with infinities or NaNs.\n\n"
+        "overwritten by what is lost, and by 0 in blocks with infinities or NaNs.\n\n"
         "Raises:\n"
         "    ValueError: no such format, or another dtype.");
   m.def("dequantize_and_sum", sum, nb::arg("format"), nb::arg("in_ptrs"), nb::arg("out_ptr"),
         nb::arg("dtype"), nb::arg("elems"), nb::arg("divide_by") = 0,
-        "Decodes arrays of codes and adds them up in float32, in list order, rounded once to "
+        "Dequantizes arrays and adds them up in float32, in list order, rounded once to "
         "`dtype`.\n\n"
         "`divide_by` > 0 divides the sum.\n\n"
         "Raises:\n"

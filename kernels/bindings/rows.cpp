@@ -76,21 +76,21 @@ void copy_rows(uintptr_t entries, uint64_t entry_words, uint64_t count, const Ad
       {table.rows, count, row_bytes, at(out), count * row_bytes >= kStreamingMinBytes});
 }
 
-void encode_rows(int format, uintptr_t in, int dtype, uint64_t count, uint64_t elems,
-                 uintptr_t out) {
-  const EncodeFn loop = kernels().quant[format].encode[float_type(dtype)];
+void quantize_rows(int format, uintptr_t in, int dtype, uint64_t count, uint64_t elems,
+                   uintptr_t out) {
+  const QuantizeFn loop = kernels().quant[format].quantize[float_type(dtype)];
   const uint64_t row_bytes = elems * bytes_of(dtype),
-                 coded_bytes = quantized_bytes(QuantFormat(format), elems);
+                 quantized_row_bytes = quantized_bytes(QuantFormat(format), elems);
   const WithoutGil nogil;
   for (uint64_t i = 0; i < count; ++i)
-    loop({at(in) + i * row_bytes, typed<uint8_t>(out) + i * coded_bytes, elems, nullptr});
+    loop({at(in) + i * row_bytes, typed<uint8_t>(out) + i * quantized_row_bytes, elems, nullptr});
 }
 
-void decode_rows(int format, uintptr_t entries, uint64_t entry_words, uint64_t count,
-                 const Addresses& bases, int dtype, uint64_t elems, uintptr_t out) {
-  const DecodeFn loop = kernels().quant[format].sum[float_type(dtype)];
+void dequantize_rows(int format, uintptr_t entries, uint64_t entry_words, uint64_t count,
+                     const Addresses& bases, int dtype, uint64_t elems, uintptr_t out) {
+  const DequantizeFn loop = kernels().quant[format].sum[float_type(dtype)];
   const uint64_t row_bytes = elems * bytes_of(dtype),
-                 coded_bytes = quantized_bytes(QuantFormat(format), elems);
+                 quantized_row_bytes = quantized_bytes(QuantFormat(format), elems);
   const Table table(entries, entry_words, bases);
   const WithoutGil nogil;
   for (uint64_t i = 0; i < count; ++i) {
@@ -99,7 +99,8 @@ void decode_rows(int format, uintptr_t entries, uint64_t entry_words, uint64_t c
       std::memset(to, 0, row_bytes);
       continue;
     }
-    const auto* const source = reinterpret_cast<const uint8_t*>(table.rows.row(i, coded_bytes));
+    const auto* const source =
+        reinterpret_cast<const uint8_t*>(table.rows.row(i, quantized_row_bytes));
     loop({&source, 1, to, elems, 0});
   }
 }
@@ -155,13 +156,13 @@ void bind_rows(nb::module_& m) {
         "Copies rows that lie apart: of each entry, row `entry[1]` of the array "
         "`base_ptrs[entry[0]]`.\n\n"
         "Entries are int64 [count, entry_words]. A negative entry[0] gives zeros.");
-  m.def("encode_rows", encode_rows, nb::arg("format"), nb::arg("in_ptr"), nb::arg("dtype"),
+  m.def("quantize_rows", quantize_rows, nb::arg("format"), nb::arg("in_ptr"), nb::arg("dtype"),
         nb::arg("count"), nb::arg("elems"), nb::arg("out_ptr"),
-        "Encodes rows of `elems` numbers, each as `quantize` does.");
-  m.def("decode_rows", decode_rows, nb::arg("format"), nb::arg("entries_ptr"),
+        "Quantizes rows of `elems` numbers, each as `quantize` does.");
+  m.def("dequantize_rows", dequantize_rows, nb::arg("format"), nb::arg("entries_ptr"),
         nb::arg("entry_words"), nb::arg("count"), nb::arg("base_ptrs"), nb::arg("dtype"),
         nb::arg("elems"), nb::arg("out_ptr"),
-        "Decodes rows that lie apart, found as by `copy_rows`.");
+        "Dequantizes rows that lie apart, found as by `copy_rows`.");
   m.def("sum_rows", sum_rows, nb::arg("entries_ptr"), nb::arg("base_ptrs"), nb::arg("tokens"),
         nb::arg("k"), nb::arg("weights_ptr"), nb::arg("dtype"), nb::arg("elems"),
         nb::arg("out_ptr"),

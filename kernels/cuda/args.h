@@ -87,7 +87,7 @@ struct CallArgs {
   const void* step;          // AdamWShard or AdamWTable
   NormWords* words;          // added to
   int32_t norm, accumulate;  // NormKind; 1: `out` is added to
-  // Of sums of codes alone: coded runs, chunk_bytes apart, and 0 or what their sum is divided by.
+  // Of sums of quantized runs alone: these, chunk_bytes apart, and 0 or what the sum is divided by.
   int32_t sources, divide_by;
 };
 

@@ -147,16 +147,16 @@ class DeviceComm {
   void adamw_all_gather(const ShardOf& shard, const GradsOf& grad);
   void reduce_scatter_adamw_all_gather(const ShardOf& shard, const GradsOf& grads);
 
-  // Quantization, by kernels that have no peers and are launched at once. Coded runs of `elems`
+  // Quantization, by kernels that have no peers and are launched at once. Quantized runs of `elems`
   // numbers begin at multiples of 4 bytes, or the kernels go byte by byte; of a sum they are
   // `stride_bytes` apart, and 0 divides by nothing.
   void quantize(QuantFormat format, char* in, DType dtype, char* out, uint64_t elems);
-  struct CodedRuns {
+  struct QuantizedRuns {
     char* first;
     int count;
     uint64_t stride_bytes;
   };
-  void dequantize_and_sum(QuantFormat format, const CodedRuns& runs, char* out, DType dtype,
+  void dequantize_and_sum(QuantFormat format, const QuantizedRuns& runs, char* out, DType dtype,
                           uint64_t elems, int divide_by);
 
   // Rows that lie apart, in memory that is mapped here, by kernels that wait for no peer and are

@@ -29,7 +29,7 @@ void DeviceComm::quantize(QuantFormat format, char* in, DType dtype, char* out, 
   launch_alone(kernel(unit_of(format), name), elems, args);
 }
 
-void DeviceComm::dequantize_and_sum(QuantFormat format, const CodedRuns& runs, char* out,
+void DeviceComm::dequantize_and_sum(QuantFormat format, const QuantizedRuns& runs, char* out,
                                     DType dtype, uint64_t elems, int divide_by) {
   CallArgs args{};
   args.in = runs.first;

@@ -59,12 +59,12 @@ RC_KERNEL(rc_multicast_sum, multicast_kernel<RINGCOMM_UNIT_MULTICAST>)
 
 #elif defined(RINGCOMM_UNIT_QUANT_FORMAT)
 
-using Code = RINGCOMM_UNIT_QUANT_FORMAT;
+using Format = RINGCOMM_UNIT_QUANT_FORMAT;
 
 // These, too, wait for nobody.
-#define RC_QUANT_KERNELS(name, type)                               \
-  RC_KERNEL_OF(4, rc_quantize_##name, quantize_kernel<Code, type>) \
-  RC_KERNEL_OF(4, rc_dequantize_and_sum_##name, dequantize_and_sum_kernel<Code, type>)
+#define RC_QUANT_KERNELS(name, type)                                 \
+  RC_KERNEL_OF(4, rc_quantize_##name, quantize_kernel<Format, type>) \
+  RC_KERNEL_OF(4, rc_dequantize_and_sum_##name, dequantize_and_sum_kernel<Format, type>)
 
 RC_QUANT_KERNELS(float32, float)
 RC_QUANT_KERNELS(bfloat16, ringcomm::BFloat16)

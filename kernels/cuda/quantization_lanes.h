@@ -1,8 +1,8 @@
 // Quantization (quantization.h) by the lanes of a block, with the host's bits.
 //
-// A warp has a block of 128 numbers at a time, four on each lane, whose codes are a word: the
-// largest is found by shuffles, and a word of 4-bit codes takes its upper halves from the lane half
-// a warp away. On the host one lane has all 128.
+// A warp has a block of 128 numbers at a time, four on each lane, whose values are a word: the
+// largest is found by shuffles, and a word of 4-bit values takes its upper halves from the lane
+// half a warp away. On the host one lane has all 128.
 //
 // Four blocks at a time keep 64 bytes of each lane in flight for FP32, and of a sum 16 bytes of
 // each of two sources. Choices by the estimate of ops.h, not swept. The last block of a run, if it
@@ -21,13 +21,13 @@ constexpr int kQuantLanes = 32, kQuantBlocks = 4;
 constexpr int kQuantLanes = 1, kQuantBlocks = 1;
 #endif
 constexpr int kQuantElems = int(kQuantBlock) / kQuantLanes, kQuantWords = kQuantElems / 4;
-// Words of the codes of a block, four numbers each, or of int4 eight.
-template <class Code>
-constexpr int kCodeWords = int(kQuantBlock) / (Code::format == QuantFormat::kInt4 ? 8 : 4);
-template <class Code>
-constexpr uint64_t kCodeBytes = uint64_t(kCodeWords<Code>) * 4;
+// Words of the values of a block, four numbers each, or of int4 eight.
+template <class Format>
+constexpr int kValueWords = int(kQuantBlock) / (Format::format == QuantFormat::kInt4 ? 8 : 4);
+template <class Format>
+constexpr uint64_t kValueBytes = uint64_t(kValueWords<Format>) * 4;
 
-// Of 4-bit codes, one a byte: those of the upper half of the block above those of the lower one.
+// Of 4-bit values, one a byte: those of the upper half of the block above those of the lower one.
 RC_TEAM_FN void fold_halves(uint32_t (&word)[kQuantWords]) {
 #if RC_CUDA
   // What this leaves in the upper lanes is not stored.
@@ -75,15 +75,15 @@ RC_TEAM_FN uint32_t with_magnitude(uint32_t most, float x, bool finite) {
   return magnitude > most ? magnitude : most;
 }
 
-// A run of numbers and of its codes, of which a warp makes or reads blocks.
+// A run of numbers and of its quantized values, of which a warp makes or reads blocks.
 template <class T>
 struct QuantRun {
   T* numbers;
   uint64_t elems;
 
-  RC_TEAM_FN bool has_vectors(const void* codes) const {
+  RC_TEAM_FN bool has_vectors(const void* values) const {
     return (misalignment(numbers) & uint32_t(4 * sizeof(T) - 1)) == 0 &&
-           (misalignment(codes) & 3u) == 0;
+           (misalignment(values) & 3u) == 0;
   }
   RC_TEAM_FN uint64_t whole() const { return elems / kQuantBlock; }
   // Of a block, perhaps the last one.
@@ -92,14 +92,14 @@ struct QuantRun {
   }
 };
 
-template <class Code, class T>
-struct Encoder {
+template <class Format, class T>
+struct Quantizer {
   QuantRun<const T> run;
   uint8_t* out;
   int lane;
 
   RC_TEAM_FN void put_scale(uint64_t block, BlockScale scale) const {
-    uint8_t* const to = out + values_bytes(Code::format, run.elems) + block * kWordBytes;
+    uint8_t* const to = out + values_bytes(Format::format, run.elems) + block * kWordBytes;
     if constexpr (kQuantLanes == 1)
       scale.write(to);
     else if (lane < int(kWordBytes))
@@ -113,11 +113,11 @@ struct Encoder {
     RC_UNROLL
     for (int i = 0; i < count; ++i) most = with_magnitude(most, x(i), false);
     most = largest_of_lanes<kQuantLanes>(most);
-    if (most < kInfinityBits) return BlockScale::of<Code>(most, false);
+    if (most < kInfinityBits) return BlockScale::of<Format>(most, false);
     most = 0;
     RC_UNROLL
     for (int i = 0; i < count; ++i) most = with_magnitude(most, x(i), true);
-    return BlockScale::of<Code>(largest_of_lanes<kQuantLanes>(most), true);
+    return BlockScale::of<Format>(largest_of_lanes<kQuantLanes>(most), true);
   }
 
   RC_TEAM_FN void block_of(uint64_t block, const float (&x)[kQuantElems]) const {
@@ -126,19 +126,20 @@ struct Encoder {
     uint32_t word[kQuantWords] = {};
     if (scale.special()) {
       RC_UNROLL
-      for (int i = 0; i < kQuantElems; ++i) word[i / 4] |= scale.code<Code>(x[i]) << 8 * (i % 4);
+      for (int i = 0; i < kQuantElems; ++i)
+        word[i / 4] |= scale.quantize<Format>(x[i]) << 8 * (i % 4);
     } else {
       const float before = scale.before(), inverse = scale.inverse();
       RC_UNROLL
       for (int i = 0; i < kQuantElems; ++i)
-        word[i / 4] |= Code::encode(x[i] * before * inverse) << 8 * (i % 4);
+        word[i / 4] |= Format::quantize(x[i] * before * inverse) << 8 * (i % 4);
     }
-    if constexpr (Code::format == QuantFormat::kInt4) fold_halves(word);
-    uint8_t* const to = out + block * kCodeBytes<Code>;
+    if constexpr (Format::format == QuantFormat::kInt4) fold_halves(word);
+    uint8_t* const to = out + block * kValueBytes<Format>;
     RC_UNROLL
     for (int k = 0; k < kQuantWords; ++k) {
       const int at = lane * kQuantWords + k;
-      if (at < kCodeWords<Code>) store4(to + 4 * at, word[k]);
+      if (at < kValueWords<Format>) store4(to + 4 * at, word[k]);
     }
   }
 
@@ -156,42 +157,43 @@ struct Encoder {
   }
 
   // Any block, from and to any address.
-  RC_COLD static void any_block(Encoder e, uint64_t block) {
+  RC_COLD static void any_block(Quantizer e, uint64_t block) {
     const int n = int(e.run.count_of(block)), lane = e.lane;
     const T* const from = e.run.numbers + block * kQuantBlock;
     const int mine = lane < n ? (n - lane + kQuantLanes - 1) / kQuantLanes : 0;
     const BlockScale scale =
         scale_of(mine, [&](int i) { return Traits<T>::load(from[lane + i * kQuantLanes]); });
     e.put_scale(block, scale);
-    uint8_t* const to = e.out + block * kCodeBytes<Code>;
-    const int bytes = int(values_bytes(Code::format, uint64_t(n)));
+    uint8_t* const to = e.out + block * kValueBytes<Format>;
+    const int bytes = int(values_bytes(Format::format, uint64_t(n)));
     RC_ROLLED
     for (int i = lane; i < bytes; i += kQuantLanes) {
-      uint32_t code = scale.code<Code>(Traits<T>::load(from[i]));
-      if constexpr (Code::format == QuantFormat::kInt4)
-        if (i + bytes < n) code |= scale.code<Code>(Traits<T>::load(from[i + bytes])) << 4;
-      to[i] = uint8_t(code);
+      uint32_t value = scale.quantize<Format>(Traits<T>::load(from[i]));
+      if constexpr (Format::format == QuantFormat::kInt4)
+        if (i + bytes < n) value |= scale.quantize<Format>(Traits<T>::load(from[i + bytes])) << 4;
+      to[i] = uint8_t(value);
     }
   }
 };
 
-// What a lane has of a block's codes, and the block's scale.
-template <class Code>
-struct CodedBlock {
+// What a lane has of a block's quantized values, and the block's scale.
+template <class Format>
+struct QuantizedBlock {
   uint32_t word[kQuantWords];
   BlockScale scale;
 
-  RC_TEAM_FN void load(const uint8_t* codes, const uint8_t* scale_word, int lane) {
+  RC_TEAM_FN void load(const uint8_t* values, const uint8_t* scale_word, int lane) {
     RC_UNROLL
     for (int k = 0; k < kQuantWords; ++k) {
       const int at = lane * kQuantWords + k;
-      word[k] = load4(codes + 4 * (at % kCodeWords<Code>));
-      if constexpr (Code::format == QuantFormat::kInt4) word[k] >>= at < kCodeWords<Code> ? 0 : 4;
+      word[k] = load4(values + 4 * (at % kValueWords<Format>));
+      if constexpr (Format::format == QuantFormat::kInt4)
+        word[k] >>= at < kValueWords<Format> ? 0 : 4;
     }
     scale = BlockScale::read(scale_word);
   }
-  RC_TEAM_FN uint32_t code(int i) const {
-    return word[i / 4] >> 8 * (i % 4) & (Code::format == QuantFormat::kInt4 ? 0xfu : 0xffu);
+  RC_TEAM_FN uint32_t value(int i) const {
+    return word[i / 4] >> 8 * (i % 4) & (Format::format == QuantFormat::kInt4 ? 0xfu : 0xffu);
   }
   // sum = the numbers, or sum += them.
   RC_TEAM_FN void add_to(float (&sum)[kQuantElems], bool first) const {
@@ -199,15 +201,16 @@ struct CodedBlock {
     const bool special = scale.special();
     RC_UNROLL
     for (int i = 0; i < kQuantElems; ++i) {
-      const float x = special ? scale.number<Code>(code(i)) : Code::decode(code(i)) * by * after;
+      const float x =
+          special ? scale.dequantize<Format>(value(i)) : Format::dequantize(value(i)) * by * after;
       sum[i] = first ? x : sum[i] + x;
     }
   }
 };
 
-template <class Code, class T>
+template <class Format, class T>
 struct DequantizedSum {
-  const uint8_t* sources;  // `count` coded runs, `stride` bytes apart
+  const uint8_t* sources;  // `count` quantized runs, `stride` bytes apart
   uint64_t stride;
   int count, divide_by;
   QuantRun<T> run;
@@ -216,11 +219,11 @@ struct DequantizedSum {
   RC_TEAM_FN bool has_vectors() const {
     return run.has_vectors(sources) && (count == 1 || stride % 4 == 0);
   }
-  RC_TEAM_FN const uint8_t* codes_of(int source, uint64_t block) const {
-    return sources + uint64_t(source) * stride + block * kCodeBytes<Code>;
+  RC_TEAM_FN const uint8_t* values_of(int source, uint64_t block) const {
+    return sources + uint64_t(source) * stride + block * kValueBytes<Format>;
   }
   RC_TEAM_FN const uint8_t* scale_of(int source, uint64_t block) const {
-    return sources + uint64_t(source) * stride + values_bytes(Code::format, run.elems) +
+    return sources + uint64_t(source) * stride + values_bytes(Format::format, run.elems) +
            block * kWordBytes;
   }
   RC_TEAM_FN float finished(float sum) const { return finish<RedOp::kAvg>(sum, divide_by); }
@@ -229,16 +232,16 @@ struct DequantizedSum {
   template <int blocks>
   RC_TEAM_FN void whole_blocks(uint64_t first) const {
     float sum[blocks][kQuantElems];
-    CodedBlock<Code> now[blocks], next[blocks];
+    QuantizedBlock<Format> now[blocks], next[blocks];
     RC_UNROLL
     for (int b = 0; b < blocks; ++b)
-      now[b].load(codes_of(0, first + b), scale_of(0, first + b), lane);
+      now[b].load(values_of(0, first + b), scale_of(0, first + b), lane);
     RC_ROLLED
     for (int s = 0; s < count; ++s) {
       if (s + 1 < count) {
         RC_UNROLL
         for (int b = 0; b < blocks; ++b)
-          next[b].load(codes_of(s + 1, first + b), scale_of(s + 1, first + b), lane);
+          next[b].load(values_of(s + 1, first + b), scale_of(s + 1, first + b), lane);
       }
       RC_UNROLL
       for (int b = 0; b < blocks; ++b) {
@@ -257,11 +260,11 @@ struct DequantizedSum {
   }
 
   RC_TEAM_FN float number(int source, uint64_t block, int i, int n) const {
-    const uint8_t* const codes = codes_of(source, block);
+    const uint8_t* const values = values_of(source, block);
     const BlockScale scale = BlockScale::read(scale_of(source, block));
-    if constexpr (Code::format != QuantFormat::kInt4) return scale.number<Code>(codes[i]);
+    if constexpr (Format::format != QuantFormat::kInt4) return scale.dequantize<Format>(values[i]);
     const int half = (n + 1) / 2;
-    return scale.number<Code>(i < half ? codes[i] & 0xfu : uint32_t(codes[i - half]) >> 4);
+    return scale.dequantize<Format>(i < half ? values[i] & 0xfu : uint32_t(values[i - half]) >> 4);
   }
   // Any block, from and to any address.
   RC_COLD static void any_block(DequantizedSum w, uint64_t block) {
@@ -298,28 +301,28 @@ RC_TEAM_FN void each_block(const Team& team, const Work& work, bool has_vectors)
   for (uint64_t b = done + warp; b < all; b += warps) Work::any_block(work, b);
 }
 
-// Codes of args.total_bytes of numbers.
-template <class Code, class T, class Team>
+// Quantizes args.total_bytes of numbers.
+template <class Format, class T, class Team>
 RC_TEAM_FN void quantize_kernel(Team team, const LaunchParams& p, int rank_in_launch, Workspace&) {
   const CallArgs& args = p.calls[rank_in_launch];
   const QuantRun<const T> run{reinterpret_cast<const T*>(args.in), args.total_bytes / sizeof(T)};
-  const Encoder<Code, T> encoder{run, reinterpret_cast<uint8_t*>(args.out),
-                                 team.lane() % kQuantLanes};
-  each_block(team, encoder, run.has_vectors(args.out));
+  const Quantizer<Format, T> quantizer{run, reinterpret_cast<uint8_t*>(args.out),
+                                       team.lane() % kQuantLanes};
+  each_block(team, quantizer, run.has_vectors(args.out));
 }
 
-// args.total_bytes of numbers, the sum of what coded runs stand for.
-template <class Code, class T, class Team>
+// args.total_bytes of numbers, the sum of dequantized runs.
+template <class Format, class T, class Team>
 RC_TEAM_FN void dequantize_and_sum_kernel(Team team, const LaunchParams& p, int rank_in_launch,
                                           Workspace&) {
   const CallArgs& args = p.calls[rank_in_launch];
   const QuantRun<T> run{reinterpret_cast<T*>(args.out), args.total_bytes / sizeof(T)};
-  const DequantizedSum<Code, T> sum{reinterpret_cast<const uint8_t*>(args.in),
-                                    args.chunk_bytes,
-                                    args.sources,
-                                    args.divide_by,
-                                    run,
-                                    team.lane() % kQuantLanes};
+  const DequantizedSum<Format, T> sum{reinterpret_cast<const uint8_t*>(args.in),
+                                      args.chunk_bytes,
+                                      args.sources,
+                                      args.divide_by,
+                                      run,
+                                      team.lane() % kQuantLanes};
   each_block(team, sum, sum.has_vectors());
 }
 

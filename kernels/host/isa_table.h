@@ -67,9 +67,9 @@ constexpr KernelTable make_table(const char* isa) {
   fill_row<BFloat16, float>(t.widening[half_index(DType::kBFloat16)]);
   fill_row<float, Float16>(t.narrowing[half_index(DType::kFloat16)]);
   fill_row<float, BFloat16>(t.narrowing[half_index(DType::kBFloat16)]);
-  t.quant[int(QuantFormat::kInt8)] = quant_kernels<Int8Code>();
-  t.quant[int(QuantFormat::kFp8)] = quant_kernels<Fp8Code>();
-  t.quant[int(QuantFormat::kInt4)] = quant_kernels<Int4Code>();
+  t.quant[int(QuantFormat::kInt8)] = quant_kernels<Int8Format>();
+  t.quant[int(QuantFormat::kFp8)] = quant_kernels<Fp8Format>();
+  t.quant[int(QuantFormat::kInt4)] = quant_kernels<Int4Format>();
   t.copy_rows = &copy_rows;
   t.rows[float_type_index(DType::kFloat16)] = row_kernels<Float16>();
   t.rows[float_type_index(DType::kBFloat16)] = row_kernels<BFloat16>();

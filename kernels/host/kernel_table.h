@@ -60,25 +60,25 @@ struct NormJob {
 };
 using NormFn = void (*)(const NormJob& job);
 
-// Codes of the numbers in[i], or with a residual of in[i] + residual[i], which then is
-// what the codes left out; of a block with infinities or NaNs it is 0.
-struct EncodeJob {
+// Quantizes the numbers in[i], or with a residual in[i] + residual[i]; the residual then is what was
+// lost, and 0 in a block with infinities or NaNs.
+struct QuantizeJob {
   const void* in;
   uint8_t* out;
   uint64_t elems;
   float* residual;  // null: none
 };
-using EncodeFn = void (*)(const EncodeJob& job);
+using QuantizeFn = void (*)(const QuantizeJob& job);
 
 // out[i] = the sum over s of the numbers of sources[s], divided by `divide_by` unless that is 0.
-struct DecodeJob {
+struct DequantizeJob {
   const uint8_t* const* sources;
   int count;
   void* out;
   uint64_t elems;
   int divide_by;
 };
-using DecodeFn = void (*)(const DecodeJob& job);
+using DequantizeFn = void (*)(const DequantizeJob& job);
 
 // The loops of a quantized format, by the type of the numbers: float16, bfloat16, float32.
 constexpr int kFloatTypes = 3;
@@ -86,8 +86,8 @@ constexpr int float_type_index(DType type) {
   return type == DType::kFloat32 ? 2 : type == DType::kBFloat16 ? 1 : 0;
 }
 struct QuantKernels {
-  EncodeFn encode[kFloatTypes];
-  DecodeFn sum[kFloatTypes];
+  QuantizeFn quantize[kFloatTypes];
+  DequantizeFn sum[kFloatTypes];
 };
 
 // Where rows lie that are read one by one: row i is row `entry[1]` of the array of rows at

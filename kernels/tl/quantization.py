@@ -1,8 +1,8 @@
 """Quantization for kernels of one's own: blocks of 128 numbers to a few bits each, and back.
 
-The Triton twin of ringcomm/core/quantization.h, whose comments say what a code and a scale's word
+The Triton twin of ringcomm/core/quantization.h, whose comments say what a value and a scale's word
 mean and where both lie: the same bits. A format is "int8", "fp8" or "int4". Blocks are tensors of
-[blocks, 128] numbers or codes, one code an element (int32), and [blocks] words (int32).
+[blocks, 128] numbers or quantized values, one an element (int32), and [blocks] words (int32).
 """
 
 import triton
@@ -39,8 +39,8 @@ def _product(a, b):
 
 
 @triton.jit
-def _code(y, FORMAT: tl.constexpr):
-    """The codes of finite numbers that are divided by their scale."""
+def _quantized(y, FORMAT: tl.constexpr):
+    """The quantized values of finite numbers that are divided by their scale."""
     if FORMAT == "fp8":
         bits = y.to(tl.int32, bitcast=True)
         magnitude = bits & MAGNITUDE
@@ -55,22 +55,22 @@ def _code(y, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _number(codes, FORMAT: tl.constexpr):
-    """The numbers of codes, without their scale."""
+def _dequantized(values, FORMAT: tl.constexpr):
+    """The numbers of quantized values, without their scale."""
     if FORMAT == "fp8":
-        magnitude = codes & 0x7F
+        magnitude = values & 0x7F
         normal = (magnitude << 20) + (120 << 23)
         spaced = (magnitude + 0x46800000).to(tl.float32, bitcast=True) - 16384.0
         found = tl.where(magnitude < 8, spaced.to(tl.int32, bitcast=True), normal)
-        return (found | ((codes & 0x80) << 24)).to(tl.float32, bitcast=True)
+        return (found | ((values & 0x80) << 24)).to(tl.float32, bitcast=True)
     else:
         SHIFT: tl.constexpr = 28 if FORMAT == "int4" else 24
-        return ((codes << SHIFT) >> SHIFT).to(tl.float32)
+        return ((values << SHIFT) >> SHIFT).to(tl.float32)
 
 
 @triton.jit
-def _special_code(bits, FORMAT: tl.constexpr):
-    """The codes of infinities and NaNs, by their bits."""
+def _quantized_special(bits, FORMAT: tl.constexpr):
+    """The quantized values of infinities and NaNs, by their bits."""
     infinite = (bits & MAGNITUDE) == INFINITY
     if FORMAT == "fp8":
         return tl.where(infinite, ((bits >> 24) & 0x80) | 0x7E, 0x7F)
@@ -80,18 +80,18 @@ def _special_code(bits, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _special_bits(codes, numbers, FORMAT: tl.constexpr):
-    """The bits of numbers, but of infinities and NaNs where codes stand for them."""
+def _special_bits(values, numbers, FORMAT: tl.constexpr):
+    """The bits of numbers, but of infinities and NaNs where values stand for them."""
     found = numbers.to(tl.int32, bitcast=True)
     if FORMAT == "fp8":
-        infinite = ((codes & 0x80) << 24) | INFINITY
-        found = tl.where((codes & 0x7F) == 0x7E, infinite, found)
-        return tl.where((codes & 0x7F) == 0x7F, NAN, found)
+        infinite = ((values & 0x80) << 24) | INFINITY
+        found = tl.where((values & 0x7F) == 0x7E, infinite, found)
+        return tl.where((values & 0x7F) == 0x7F, NAN, found)
     else:
         NONE: tl.constexpr = 0x8 if FORMAT == "int4" else 0x80
-        found = tl.where(codes == NONE - 1, INFINITY, found)
-        found = tl.where(codes == NONE + 1, INFINITY - (1 << 31), found)
-        return tl.where(codes == NONE, NAN, found)
+        found = tl.where(values == NONE - 1, INFINITY, found)
+        found = tl.where(values == NONE + 1, INFINITY - (1 << 31), found)
+        return tl.where(values == NONE, NAN, found)
 
 
 @triton.jit
@@ -103,15 +103,16 @@ def _factor(special, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def encode_blocks(x, FORMAT: tl.constexpr):
-    """Encodes blocks of numbers.
+def quantize_blocks(x, FORMAT: tl.constexpr):
+    """Quantizes blocks of numbers.
 
     Args:
         x: floating-point numbers [blocks, 128]; zeros behind the end of a run.
         FORMAT: "int8", "fp8" or "int4".
 
     Returns:
-        The codes [blocks, 128] and the words of the scales [blocks], for :func:`store_codes`.
+        The quantized values [blocks, 128] and the words of the scales [blocks], for
+        :func:`store_quantized`.
     """
     wide = widen(x)
     bits = wide.to(tl.int32, bitcast=True)
@@ -126,29 +127,29 @@ def encode_blocks(x, FORMAT: tl.constexpr):
     scale = tl.where(word == 0, 1.0, (word << 9).to(tl.float32, bitcast=True))
     inverse = tl.where(word == 0, 0.0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale))
     raised = tl.where(finite, wide, 0.0) * tl.expand_dims(before, 1)
-    codes = _code(_product(raised, tl.expand_dims(inverse, 1)), FORMAT)
-    codes = tl.where(finite, codes, _special_code(bits, FORMAT))
+    values = _quantized(_product(raised, tl.expand_dims(inverse, 1)), FORMAT)
+    values = tl.where(finite, values, _quantized_special(bits, FORMAT))
     word = word | tl.where(special, SPECIAL, 0) | tl.where(tiny, TINY, 0)
-    return codes, word
+    return values, word
 
 
 @triton.jit
-def decode_blocks(codes, words, FORMAT: tl.constexpr):
-    """Decodes blocks: FP32 numbers [blocks, 128].
+def dequantize_blocks(values, words, FORMAT: tl.constexpr):
+    """Dequantizes blocks: FP32 numbers [blocks, 128].
 
-    A sum of several ranks' codes is the host's if the first rank's numbers are its beginning and
+    A sum of several ranks' runs is the host's if the first rank's numbers are its beginning and
     ``accumulate`` adds the others' in order.
 
     Args:
-        codes: [blocks, 128], from :func:`encode_blocks` or :func:`load_codes`.
+        values: quantized [blocks, 128], from :func:`quantize_blocks` or :func:`load_quantized`.
         words: of their scales, [blocks].
         FORMAT: "int8", "fp8" or "int4".
     """
     word = tl.expand_dims(words, 1)
     scale = ((word & FLOAT) << 9).to(tl.float32, bitcast=True)
     after = tl.where((word & TINY) != 0, DOWN, 1.0)
-    numbers = _product(_number(codes, FORMAT) * scale, after)
-    beside = _special_bits(codes, numbers, FORMAT)
+    numbers = _product(_dequantized(values, FORMAT) * scale, after)
+    beside = _special_bits(values, numbers, FORMAT)
     found = tl.where((word & SPECIAL) != 0, beside, numbers.to(tl.int32, bitcast=True))
     return found.to(tl.float32, bitcast=True)
 
@@ -157,7 +158,7 @@ def decode_blocks(codes, words, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _codes_bytes(elems, FORMAT: tl.constexpr):
+def _values_bytes(elems, FORMAT: tl.constexpr):
     if FORMAT == "int4":
         return elems // BLOCK * HALF + (elems % BLOCK + 1) // 2
     else:
@@ -173,66 +174,66 @@ def _counts(elems, first, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _places(elems, first, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
-    """Where the bytes of the words are, [blocks, 4], behind the codes, and which there are."""
+    """Where the bytes of the words are, [blocks, 4], behind the values, and which there are."""
     blocks = first + tl.expand_dims(tl.arange(0, BLOCKS), 1)
     which = tl.expand_dims(tl.arange(0, 4), 0)
-    at = _codes_bytes(elems, FORMAT) + blocks * WORD_BYTES + which
+    at = _values_bytes(elems, FORMAT) + blocks * WORD_BYTES + which
     return at, (blocks * BLOCK < elems) & (which < WORD_BYTES)
 
 
 @triton.jit
-def _store_whole(to, codes, FORMAT: tl.constexpr):
-    """Codes of whole blocks, at a multiple of 16."""
-    BLOCKS: tl.constexpr = codes.shape[0]
+def _store_whole(to, values, FORMAT: tl.constexpr):
+    """Quantized values of whole blocks, at a multiple of 16."""
+    BLOCKS: tl.constexpr = values.shape[0]
     rows = tl.expand_dims(tl.arange(0, BLOCKS), 1)
     if FORMAT == "int4":
-        halves = tl.permute(tl.reshape(codes, [BLOCKS, 2, HALF]), (0, 2, 1))
+        halves = tl.permute(tl.reshape(values, [BLOCKS, 2, HALF]), (0, 2, 1))
         low, high = tl.split(halves)
         here = rows * HALF + tl.expand_dims(tl.arange(0, HALF), 0)
         tl.store(to + here, (low | (high << 4)).to(tl.uint8))
     else:
         here = rows * BLOCK + tl.expand_dims(tl.arange(0, BLOCK), 0)
-        tl.store(to + here, codes.to(tl.uint8))
+        tl.store(to + here, values.to(tl.uint8))
 
 
 @triton.jit
-def _store_any(to, codes, count, FORMAT: tl.constexpr):
-    """Codes of blocks that may be shorter, or anywhere."""
-    BLOCKS: tl.constexpr = codes.shape[0]
+def _store_any(to, values, count, FORMAT: tl.constexpr):
+    """Quantized values of blocks that may be shorter, or anywhere."""
+    BLOCKS: tl.constexpr = values.shape[0]
     rows = tl.expand_dims(tl.arange(0, BLOCKS), 1)
     if FORMAT == "int4":
         # Number i of a block is in byte i, or in byte i - half if it is one of the upper half.
         half = (count + 1) // 2
         byte = tl.expand_dims(tl.arange(0, HALF), 0) + rows * 0
-        low = tl.gather(codes, byte, 1)
-        high = tl.gather(codes, tl.minimum(byte + half, BLOCK - 1), 1)
+        low = tl.gather(values, byte, 1)
+        high = tl.gather(values, tl.minimum(byte + half, BLOCK - 1), 1)
         high = tl.where(byte + half < count, high, 0)
         tl.store(to + rows * HALF + byte, (low | (high << 4)).to(tl.uint8), mask=byte < half)
     else:
         cols = tl.expand_dims(tl.arange(0, BLOCK), 0)
-        tl.store(to + rows * BLOCK + cols, codes.to(tl.uint8), mask=cols < count)
+        tl.store(to + rows * BLOCK + cols, values.to(tl.uint8), mask=cols < count)
 
 
 @triton.jit
-def store_codes(out, elems, first, codes, words, FORMAT: tl.constexpr):
-    """Stores blocks of a coded run, from block ``first`` on.
+def store_quantized(out, elems, first, values, words, FORMAT: tl.constexpr):
+    """Stores blocks of a quantized run, from block ``first`` on.
 
     Args:
         out: address of the run.
         elems: numbers of the run; what is behind its end is not stored.
         first: which block of the run the first one here is.
-        codes: from :func:`encode_blocks`.
-        words: from :func:`encode_blocks`.
+        values: from :func:`quantize_blocks`.
+        words: from :func:`quantize_blocks`.
         FORMAT: "int8", "fp8" or "int4".
     """
     zero = tl.full((), 0, tl.int64)
     out, elems, first = zero + out, zero + elems, zero + first
-    BLOCKS: tl.constexpr = codes.shape[0]
+    BLOCKS: tl.constexpr = values.shape[0]
     begin = out + first * (HALF if FORMAT == "int4" else BLOCK)
     if ((first + BLOCKS) * BLOCK <= elems) & is_aligned((out,)):
-        _store_whole(pointer(begin, tl.uint8, True), codes, FORMAT)
+        _store_whole(pointer(begin, tl.uint8, True), values, FORMAT)
     else:
-        _store_any(pointer(begin, tl.uint8, False), codes, _counts(elems, first, BLOCKS), FORMAT)
+        _store_any(pointer(begin, tl.uint8, False), values, _counts(elems, first, BLOCKS), FORMAT)
     at, there = _places(elems, first, BLOCKS, FORMAT)
     shifted = tl.expand_dims(words, 1) >> (tl.expand_dims(tl.arange(0, 4), 0) * 8)
     tl.store(pointer(out, tl.uint8, False) + at, shifted.to(tl.uint8), mask=there)
@@ -240,7 +241,7 @@ def store_codes(out, elems, first, codes, words, FORMAT: tl.constexpr):
 
 @triton.jit
 def _load_whole(of, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
-    """Codes of whole blocks, at a multiple of 16."""
+    """Quantized values of whole blocks, at a multiple of 16."""
     rows = tl.expand_dims(tl.arange(0, BLOCKS), 1)
     if FORMAT == "int4":
         here = rows * HALF + tl.expand_dims(tl.arange(0, HALF), 0)
@@ -254,7 +255,7 @@ def _load_whole(of, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _load_any(of, count, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
-    """Codes of blocks that may be shorter, or anywhere; zeros behind the end."""
+    """Quantized values of blocks that may be shorter, or anywhere; zeros behind the end."""
     rows = tl.expand_dims(tl.arange(0, BLOCKS), 1)
     cols = tl.expand_dims(tl.arange(0, BLOCK), 0)
     if FORMAT == "int4":
@@ -268,8 +269,8 @@ def _load_any(of, count, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def load_codes(source, elems, first, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
-    """Loads BLOCKS blocks of a coded run, from block ``first`` on; zeros behind its end.
+def load_quantized(source, elems, first, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
+    """Loads BLOCKS blocks of a quantized run, from block ``first`` on; zeros behind its end.
 
     Args:
         source: address of the run.
@@ -279,17 +280,18 @@ def load_codes(source, elems, first, BLOCKS: tl.constexpr, FORMAT: tl.constexpr)
         FORMAT: "int8", "fp8" or "int4".
 
     Returns:
-        The codes [blocks, 128] and the words of the scales [blocks], for :func:`decode_blocks`.
+        The quantized values [blocks, 128] and the words of the scales [blocks], for
+        :func:`dequantize_blocks`.
     """
     zero = tl.full((), 0, tl.int64)
     source, elems, first = zero + source, zero + elems, zero + first
     begin = source + first * (HALF if FORMAT == "int4" else BLOCK)
     if ((first + BLOCKS) * BLOCK <= elems) & is_aligned((source,)):
-        codes = _load_whole(pointer(begin, tl.uint8, True), BLOCKS, FORMAT)
+        values = _load_whole(pointer(begin, tl.uint8, True), BLOCKS, FORMAT)
     else:
         count = _counts(elems, first, BLOCKS)
-        codes = _load_any(pointer(begin, tl.uint8, False), count, BLOCKS, FORMAT)
+        values = _load_any(pointer(begin, tl.uint8, False), count, BLOCKS, FORMAT)
     at, there = _places(elems, first, BLOCKS, FORMAT)
     found = tl.load(pointer(source, tl.uint8, False) + at, mask=there, other=0).to(tl.int32)
     words = tl.sum(found << (tl.expand_dims(tl.arange(0, 4), 0) * 8), axis=1)
-    return codes, words
+    return values, words

@@ -86,7 +86,11 @@ MODEL: Options = {
         "param",
         "of parameters between nodes, as zero.Compression(parameters=)",
     ),
-    "error-feedback": (None, False, "keep what codes of gradients lose, as zero.Compression"),
+    "error-feedback": (
+        None,
+        False,
+        "keep what quantization of gradients loses, as zero.Compression",
+    ),
     "state-on": (("memory", "cpu", "disk"), "memory", "as AdamWOptions(tier=)"),
     "params-on": (("memory", "disk"), "memory", "as ZeroOptions(tier=), at stage 3"),
     "buffer-mib": (parse_positive, 64, "buffers of each disk, in 2^20 bytes"),

@@ -2,7 +2,7 @@
 
 A *unit* is one compilation of ``kernels/cuda/kernels.cu``: one moves bytes of any type, one per
 element type reduces, one per type of gradients does the optimizer's step, and one per quantized
-format has its codes. CMake asks this module for the list (``python -m ringcomm.cuda.units``), so it
+format quantizes. CMake asks this module for the list (``python -m ringcomm.cuda.units``), so it
 imports nothing that a build lacks.
 """
 
@@ -72,12 +72,12 @@ def _multicast_unit(dtype: str, cpp_type: str) -> KernelUnit:
     return KernelUnit(f"multicast_{dtype}", macros, ("rc_multicast_sum",), since=(9, 0))
 
 
-def _quantize_unit(compression: str, code: str) -> KernelUnit:
+def _quantize_unit(compression: str, cpp_format: str) -> KernelUnit:
     kernels = tuple(
         f"rc_{what}_{name}" for name in _FLOATS for what in ("quantize", "dequantize_and_sum")
     )
     return KernelUnit(
-        f"quantize_{compression}", (f"RINGCOMM_UNIT_QUANT_FORMAT=ringcomm::{code}",), kernels
+        f"quantize_{compression}", (f"RINGCOMM_UNIT_QUANT_FORMAT=ringcomm::{cpp_format}",), kernels
     )
 
 
@@ -101,9 +101,9 @@ _ALL = (
     _multicast_unit("float32", "float"),
     _multicast_unit("bfloat16", "ringcomm::BFloat16"),
     _multicast_unit("float16", "ringcomm::Float16"),
-    _quantize_unit("int8", "Int8Code"),
-    _quantize_unit("fp8", "Fp8Code"),
-    _quantize_unit("int4", "Int4Code"),
+    _quantize_unit("int8", "Int8Format"),
+    _quantize_unit("fp8", "Fp8Format"),
+    _quantize_unit("int4", "Int4Format"),
     KernelUnit("rows", ("RINGCOMM_UNIT_ROWS",), ("rc_copy_rows", *_ROW_KERNELS)),
 )
 UNITS: Mapping[str, KernelUnit] = {unit.name: unit for unit in _ALL}

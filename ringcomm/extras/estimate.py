@@ -390,8 +390,8 @@ def _share(elems: int, shares: int) -> int:
     return -(-elems // shares)
 
 
-def coded_bytes(compression: str, elems: int) -> int:
-    """Returns the bytes of so many FP32 numbers in the codes of a quantized format."""
+def quantized_bytes(compression: str, elems: int) -> int:
+    """Returns the bytes of so many FP32 numbers in a quantized format."""
     return _native.quantized_bytes(_native.QUANT_FORMATS[compression], elems)
 
 
@@ -445,7 +445,7 @@ class Training:
 
     @property
     def each(self) -> BytesPerElement:
-        """The bytes of an element, where parameters do not cross nodes in codes."""
+        """The bytes of an element, where parameters do not cross nodes quantized."""
         precision, moment = self.options.precision, 1 if self.eight_bits else 4
         param = precision.param or torch.float32
         masters = {"fp32": 4, "remainder": 2, "none": 0}
@@ -469,8 +469,8 @@ class Training:
             return 1
         return self.ranks if self.options.state == "world" else self.ranks_per_node
 
-    def _codes_params(self, stage: int) -> bool:
-        return self.nodes > 1 and stage > 0 and self.options.compression.codes_parameters
+    def _quantizes_params(self, stage: int) -> bool:
+        return self.nodes > 1 and stage > 0 and self.options.compression.quantizes_parameters
 
     @property
     def _tier(self) -> Disk:
@@ -491,7 +491,7 @@ class Training:
             if disk is not None:
                 buffers = max(disk.buffer_bytes, each.param * _share(model.largest, shares))
                 params = min(params, buffers + disk.resident_bytes)
-        if self._codes_params(stage):
+        if self._quantizes_params(stage):
             each = each._replace(master=FP32_BYTES)
         grads, state = each.grad * model.trainable, sum(each.state_tensors(shard))
         if stage >= 2:
@@ -504,7 +504,7 @@ class Training:
         """Returns the bytes that error feedback keeps."""
         if self.nodes == 1 or not self.options.compression.error_feedback:
             return 0
-        # Nodes with copies of the state code sums, too, but at stage 0.
+        # Nodes with copies of the state quantize sums, too, but at stage 0.
         sums = stage > 0 and self.options.state == "node"
         elems = _share(self.model.trainable, self.ranks_per_node)
         return FP32_BYTES * (elems + (_share(self.model.trainable, self.ranks) if sums else 0))
@@ -620,7 +620,7 @@ class Training:
         compression = options.compression.gradients
         grads = sums = model.trainable * FP32_BYTES
         if compression in _native.QUANT_FORMATS:
-            grads = sums = coded_bytes(compression, model.trainable)
+            grads = sums = quantized_bytes(compression, model.trainable)
         elif compression == "param":
             grads = model.trainable * each.grad
         back = self._params_bytes(model.trainable, stage)
@@ -634,8 +634,8 @@ class Training:
         return (grads + back) * (self.nodes - 1) // self.nodes
 
     def _params_bytes(self, elems: int, stage: int) -> int:
-        if self._codes_params(stage):
-            return coded_bytes(self.options.compression.parameters, max(elems, 0))
+        if self._quantizes_params(stage):
+            return quantized_bytes(self.options.compression.parameters, max(elems, 0))
         return elems * self.each.param
 
     def communication_s(
@@ -716,7 +716,7 @@ class ExpertLayer:
         ranks: ranks of all nodes; the ranks with the same experts share their state.
         nodes: nodes, each of equally many ranks.
         elem_bytes: bytes of an element of a token.
-        compression: None, or the codes of dispatch, "int8" or "fp8".
+        compression: None, or the quantized format of dispatch, "int8" or "fp8".
 
     Raises:
         ArgumentError: a size is not positive, or the group does not divide experts and ranks.
@@ -756,7 +756,7 @@ class ExpertLayer:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token or of a row that is not coded."""
+        """Bytes of a token or of a row that is not quantized."""
         return self.hidden * self.elem_bytes
 
     @property
@@ -765,7 +765,7 @@ class ExpertLayer:
         return (
             self.row_bytes
             if self.compression is None
-            else coded_bytes(self.compression, self.hidden)
+            else quantized_bytes(self.compression, self.hidden)
         )
 
     @property

@@ -131,7 +131,7 @@ class Backend(ABC):
 
     A fused backend reduces, updates and gathers in one call. Another one makes three calls with the
     same bits, and updates one part of the bucket's state after the other: the state lies in a tier,
-    or parameters travel in codes, which the gathering makes.
+    or parameters travel quantized, which the gathering does.
 
     Args:
         alone: True in a world of one rank.
@@ -156,7 +156,7 @@ class Backend(ABC):
         self.alone = alone
         self.reducer = reducer
         self.sharers = sharers
-        self.fused = fused and options.tier is None and not options.compression.codes_parameters
+        self.fused = fused and options.tier is None and not options.compression.quantizes_parameters
         # float32 [elements of the largest chunk so far], for gradients of one bucket at a time.
         self._own: Tensor | None = None
 
@@ -378,7 +378,7 @@ def shard_of(
     tensors = (*(state.memory(name) for name in moments), None, None, None)
     params_ptr, master = bucket.params_ptr, state.master
     if bucket.layout.dtype is torch.float32 and master is not None:
-        # The kernel takes FP32 parameters for their own masters; these are coded afterwards.
+        # The kernel takes FP32 parameters for their own masters; these are quantized afterwards.
         before_bytes = bucket.chunk.begin * master.element_size() if bucket.chunk.elems else 0
         params_ptr, master = master.data_ptr() - before_bytes, None
 

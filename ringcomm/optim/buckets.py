@@ -266,22 +266,22 @@ class OutsideWrites:
             self._versions = versions
 
 
-# ---- Parameters that cross between nodes in codes, beside the FP32 masters that are coded -------
-# NOTE [Coded parameters] With ``Compression(parameters=)`` every rank, the one that updates a
-# parameter included, computes with what the code of its FP32 master decodes to, rounded to the
+# ---- Parameters that cross between nodes quantized, beside their FP32 masters -------------------
+# NOTE [Quantized parameters] With ``Compression(parameters=)`` every rank, the one that updates a
+# parameter included, computes with its FP32 master quantized and dequantized, rounded to the
 # parameter's dtype: so all nodes have equal bits, whoever updates. It is as in mixed precision,
 # whose parameters are rounded masters, with another rounding, of blocks of 128 elements from the
-# bucket's begin. Since chunks begin at blocks, it depends on no world size. Codes of decoded values
-# are others, so the masters are kept for as long as the module is sharded: ``ParamBucket.wide`` is
-# their memory, which an optimizer's state shares.
+# bucket's begin. Since chunks begin at blocks, it depends on no world size. Quantized again,
+# dequantized values are others, so the masters are kept for as long as the module is sharded:
+# ``ParamBucket.wide`` is their memory, which an optimizer's state shares.
 #
-# Masters follow what is written to parameters from outside: one that does not decode to its
-# parameter becomes that. Codes are then made anew, which moves the other elements of a block if its
-# largest one has changed.
+# Masters follow what is written to parameters from outside: one whose dequantized value is not its
+# parameter becomes that. The block is then quantized anew, which moves the other elements of a
+# block if its largest one has changed.
 
 
-def decoded(wide: Tensor, compression: str, dtype: torch.dtype) -> Tensor:
-    """Returns what codes of FP32 numbers, in blocks from the first one on, decode to.
+def dequantized(wide: Tensor, compression: str, dtype: torch.dtype) -> Tensor:
+    """Returns FP32 numbers quantized, in blocks from the first one on, and dequantized.
 
     Args:
         wide: float32, contiguous, on the CPU.
@@ -289,11 +289,13 @@ def decoded(wide: Tensor, compression: str, dtype: torch.dtype) -> Tensor:
         dtype: of the result.
     """
     elems, code = wide.numel(), _native.QUANT_FORMATS[compression]
-    codes = torch.empty(_native.quantized_bytes(code, elems), dtype=torch.uint8, device=wide.device)
+    quantized = torch.empty(
+        _native.quantized_bytes(code, elems), dtype=torch.uint8, device=wide.device
+    )
     found = torch.empty(elems, dtype=dtype, device=wide.device)
-    _native.quantize(code, wide.data_ptr(), DTYPE_CODES[wide.dtype], codes.data_ptr(), elems)
+    _native.quantize(code, wide.data_ptr(), DTYPE_CODES[wide.dtype], quantized.data_ptr(), elems)
     _native.dequantize_and_sum(
-        code, [codes.data_ptr()], found.data_ptr(), DTYPE_CODES[dtype], elems, 0
+        code, [quantized.data_ptr()], found.data_ptr(), DTYPE_CODES[dtype], elems, 0
     )
     return found
 
@@ -304,13 +306,13 @@ def following(master: Tensor, params: Tensor, compression: str | None) -> Tensor
     Args:
         master: float32 [elements], from the begin of a block on.
         params: [elements].
-        compression: as of :func:`decoded`; None where parameters are masters rounded to their
+        compression: as of :func:`dequantized`; None where parameters are masters rounded to their
             dtype.
     """
     rounded = (
         master.to(params.dtype)
         if compression is None
-        else decoded(master, compression, params.dtype)
+        else dequantized(master, compression, params.dtype)
     )
     return torch.where(rounded == params, master, params.to(master.dtype))
 
@@ -368,7 +370,7 @@ class ShardState:
         narrow: the moments of 8 bits, by the same names.
         eight_bits: True if moments are made of 8 bits.
         master: float32, or None for float32 parameters or where the options keep none. There is one
-            of all parameters that cross in codes; see NOTE [Coded parameters] in
+            of all parameters that cross quantized; see NOTE [Quantized parameters] in
             ``optim/buckets.py``.
         remainder: the low 16 bits of the master as int16, or None.
     """
@@ -481,7 +483,7 @@ class BucketMemory:
             are reduced before the step.
         wide: float32 [chunk elements], the parameters before they were rounded to their dtype; None
             if they were not rounded. With ``compression`` these are the masters.
-        compression: codes in which the parameters cross between nodes; None if they cross as they
+        compression: format in which the parameters cross between nodes; None if they cross as they
             are.
         holder: who has ``own_params``, where they may lie elsewhere; None if they are in memory.
     """
@@ -529,12 +531,12 @@ class Bucket:
         is_part: True if another bucket's :meth:`part` made it, so that its state is laid out there.
         grad_shard: float32 [chunk elements], the gradient that the first of two passes hands to the
             second; None until the first such step.
-        residual: what the codes of gradients have lost; None where nothing keeps that.
+        residual: what quantization of gradients has lost; None where nothing keeps that.
         tag: returns a number that tells a reduction of the bucket's gradients from others of the
             same size, or 0 where there is none.
         share: where no rank keeps all parameters, but other nodes have a copy of ``own_params``,
             writes it to their copies, and theirs to this node's; with :attr:`compression` wherever
-            they are, what the masters' codes decode to; collective.
+            they are, the masters quantized and dequantized; collective.
     """
 
     def __init__(
@@ -573,7 +575,7 @@ class Bucket:
 
     @property
     def compression(self) -> str | None:
-        """The codes in which parameters cross between nodes; None if they cross as they are."""
+        """The format in which parameters cross between nodes; None if they cross as they are."""
         return self._memory.compression
 
     @property
@@ -793,7 +795,8 @@ class Bucket:
     def refresh_master(self, begin: int = 0, end: int | None = None) -> None:
         """Sets the master of the bucket's elements [begin, end), or of all, to the parameters.
 
-        Those of coded parameters follow: what decodes to its parameter stays, here and elsewhere.
+        Those of quantized parameters follow: one that gives its parameter stays, here and
+        elsewhere.
         """
         if self.compression is not None:
             self.follow_params()

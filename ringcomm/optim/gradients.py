@@ -530,7 +530,7 @@ class Into:
         accumulate: add to ``out``.
         tag: number that tells this reduction from others of the same size, equal on all ranks; 0
             where there is none.
-        residual: of the bucket, which its codes take up; None: what they lose is lost.
+        residual: of the bucket, which its quantization takes up; None: what that loses is lost.
     """
 
     out: Tensor

@@ -32,15 +32,15 @@ class Compression:
     """The forms in which training's bytes travel between nodes, where links are slow.
 
     Attributes:
-        gradients: of sums of gradients: "none", "param", or in codes "int8", "fp8" or "int4"; None
-            for ``CommOptions.compression`` of the communicator. ZeRO++ calls it qgZ (Wang et al.,
-            2023).
-        parameters: of updated parameters: "param", their dtype, or in codes "int8", "fp8" or
-            "int4". With codes all ranks compute with what the codes of FP32 masters decode to, and
-            the masters are kept beside the state, of FP32 parameters, too. ZeRO++ calls it qwZ.
-        error_feedback: keep what the codes of gradients lose, and add it to the next ones that this
-            rank codes, as state of the optimizer: 4 bytes an element over the ranks of a node. See
-            NOTE [Error feedback] in ``comm/nodes/compressed_sums.py``.
+        gradients: of sums of gradients: "none", "param", or quantized, "int8", "fp8" or "int4";
+            None for ``CommOptions.compression`` of the communicator. ZeRO++ calls it qgZ (Wang et
+            al., 2023).
+        parameters: of updated parameters: "param", their dtype, or quantized, "int8", "fp8" or
+            "int4". Then all ranks compute with FP32 masters quantized and dequantized, and the
+            masters are kept beside the state, of FP32 parameters, too. ZeRO++ calls it qwZ.
+        error_feedback: keep what quantization of gradients loses, and add it to the next ones that
+            this rank quantizes, as state of the optimizer: 4 bytes an element over the ranks of a
+            node. See NOTE [Error feedback] in ``comm/nodes/compressed_sums.py``.
     """
 
     gradients: str | None = None
@@ -56,7 +56,7 @@ class Compression:
             )
         if self.error_feedback and self.gradients not in _native.QUANT_FORMATS:
             raise ArgumentError(
-                f"error_feedback: expected gradients in codes with it, one of "
+                f"error_feedback: expected quantized gradients with it, one of "
                 f"{', '.join(_native.QUANT_FORMATS)}, got {self.gradients!r}, which leaves nothing "
                 "to keep"
             )
@@ -67,8 +67,8 @@ class Compression:
             )
 
     @property
-    def codes_parameters(self) -> bool:
-        """True if parameters cross in codes."""
+    def quantizes_parameters(self) -> bool:
+        """True if parameters cross quantized."""
         return self.parameters != "param"
 
     def check_parameters(self, state: str, master: str, rounding: str) -> None:
@@ -80,9 +80,9 @@ class Compression:
             rounding: as in :class:`AdamWOptions`.
 
         Raises:
-            ArgumentError: no parameters cross, or there are no FP32 masters to code.
+            ArgumentError: no parameters cross, or there are no FP32 masters to quantize.
         """
-        if not self.codes_parameters:
+        if not self.quantizes_parameters:
             return
         asked = f"compression: parameters={self.parameters!r}"
         if state == "node":
@@ -93,7 +93,7 @@ class Compression:
         if master != "fp32" or rounding != "nearest":
             raise ArgumentError(
                 f'{asked}: expected master="fp32" and rounding="nearest" with it, since what is '
-                f"coded is FP32 masters, to the nearest code; got {master!r} and {rounding!r}"
+                f"quantized is FP32 masters, to the nearest value; got {master!r} and {rounding!r}"
             )
 
 
@@ -179,7 +179,7 @@ class AdamWOptions:
             )
         self._check_master()
         self.compression.check_parameters(self.state, self.master, self.rounding)
-        if self.compression.codes_parameters and self.tier is not None:
+        if self.compression.quantizes_parameters and self.tier is not None:
             raise UnsupportedError(
                 f"tier: expected None with compression: "
                 f"parameters={self.compression.parameters!r}, got "

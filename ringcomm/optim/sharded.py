@@ -442,7 +442,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{self._setting.where('step')}: expected loss_scaler=ringcomm.optim.LossScaler() "
                 "with Compression(error_feedback=True), got a GradScaler: whether gradients are "
                 "scaled "
-                "when they are coded depends on when it unscales them, and what the codes have "
+                "when they are quantized depends on when it unscales them, and what that has "
                 "lost is kept in their scale"
             )
 

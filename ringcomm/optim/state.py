@@ -4,11 +4,11 @@ A shard is a dict: "state" has the tensors "step" (float64 [params]), "steps_tak
 "skipped_steps" (float64 scalars), and "buckets", a list of dicts of tensors [chunk elements] (see
 ``ShardState``), and for Adafactor "whole", by parameter a dict of tensors that all ranks have;
 "param_groups" is as in torch; "shard" is JSON: rank, world size and layout, and, for another
-optimizer than AdamW, its name, and what other state each parameter has. Where codes of gradients
-feed back what they lose, "residuals" has it by bucket, or None (see ``Residual``), and "shard"
-which node it is of.
-The rank there is the number of the chunk: over several nodes, ``Communicator.shard_index``. With
-``AdamWOptions(state="node")`` rank and world are those of the node, and nodes have equal shards.
+optimizer than AdamW, its name, and what other state each parameter has. Where quantization of
+gradients feeds back what it loses, "residuals" has it by bucket, or None (see ``Residual``), and
+"shard" which node it is of. The rank there is the number of the chunk: over several nodes,
+``Communicator.shard_index``. With ``AdamWOptions(state="node")`` rank and world are those of the
+node, and nodes have equal shards.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from ringcomm.optim.placement import end_changes
 from ringcomm.optim.rules import MOMENTS, AdamWRule, ParamState, UpdateRule
 from ringcomm.optim.step import ShardedStep
 
-# ---- What the codes of gradients have lost, as state that is saved and loaded; for any nodes ----
+# ---- What quantization of gradients has lost, as state that is saved and loaded; for any nodes --
 # NOTE [Residuals of other nodes] Each node has a residual of each bucket, over its ranks, of
 # partial sums that are not averaged yet. Where as many nodes load as have saved, each takes its
 # own, and training continues with its bits. Of M nodes that have saved, node n of N others takes
 # the residuals of nodes n, n + N, ... to their sum: what the training owes as a whole stays what it
 # was. With ``reduce="avg"`` it is the mean gradient to which something is owed, so residuals grow
-# with the ranks by whose number sums are divided. One node codes nothing, and takes nothing.
+# with the ranks by whose number sums are divided. One node quantizes nothing, and takes nothing.
 #
-# With copies of the state on nodes, sums are coded as well, each element by one rank; what these
-# codes have lost is in units of the sums. Where sums are not coded, node 0 takes that over.
+# With copies of the state on nodes, sums are quantized as well, each element by one rank; what that
+# has lost is in units of the sums. Where sums are not quantized, node 0 takes that over.
 
 Tensor = torch.Tensor
 
 #: Fills a tensor with elements of a bucket from one on, of the residual of a node that has saved,
-#: or for None of what the codes of sums have lost; with zeros where there are none.
+#: or for None of what quantization of sums has lost; with zeros where there are none.
 Read = Callable[[int | None, int, Tensor], None]
 
 
@@ -92,7 +92,7 @@ class Debtors:
 
 
 def with_residuals(sharded: ShardedStep) -> Iterator[tuple[Bucket, Residual]]:
-    """Yields the buckets that keep what codes lose, in the scale of the next gradients."""
+    """Yields the buckets that keep what quantization loses, in the scale of the next gradients."""
     for bucket in sharded.buckets:
         if bucket.residual is not None:
             bucket.residual.follow_scale()
@@ -242,7 +242,7 @@ def check_residuals(
         return
     if not (len(saved) == 1 and saved[0].fits(sharded)):
         raise CheckpointError(
-            f"{operation}: the residuals of coded gradients are of other nodes than here; pass "
+            f"{operation}: the residuals of quantized gradients are of other nodes than here; pass "
             "the shards of all ranks"
         )
 
@@ -602,8 +602,8 @@ class SavedShards:
 def reshard(shards: Sequence[Shard], world_size: int) -> list[dict[str, Any]]:
     """Cuts the shards of one world anew for another world.
 
-    What codes of gradients have lost is not in the new shards, since the nodes of that world are
-    not known; load the shards of all ranks instead, where that shall be kept.
+    What quantization of gradients has lost is not in the new shards, since the nodes of that world
+    are not known; load the shards of all ranks instead, where that shall be kept.
 
     Args:
         shards: ``state_dict()`` of all ranks, in any order; their tensors are not kept.
@@ -728,7 +728,7 @@ def load(sharded: ShardedStep, shards: Sequence[Shard]) -> None:
         agreement.append([saved.first.step.tolist(), saved.first.scalars, describe_states(states)])
     take_state(sharded, tensors)
     if setting.comm is not None:
-        # What codes decode to follows from the masters.
+        # What is dequantized follows from the masters.
         end_changes(
             setting.comm, [each for each in sharded.buckets if each.compression is not None]
         )
@@ -822,7 +822,7 @@ def misfit_of(
 def keeper_of_masters(sharded: ShardedStep) -> str:
     """Names the option that decides which masters there are, for errors."""
     options = sharded.setting.options
-    if options.compression.codes_parameters:
+    if options.compression.quantizes_parameters:
         return f"compression: parameters={options.compression.parameters!r}"
     return f"master={options.master!r}"
 

@@ -103,10 +103,10 @@ class PreparedStep:
         placement = find_placement(groups, grows=self._before is not None)
         if placement is not None:
             setting = replace(setting, options=placement.options(setting.options))
-        elif setting.options.compression.codes_parameters:
-            codes = setting.options.compression.parameters
+        elif setting.options.compression.quantizes_parameters:
+            asked = setting.options.compression.parameters
             raise UnsupportedError(
-                f"{setting.where('prepare')}: compression: parameters={codes!r}: expected "
+                f"{setting.where('prepare')}: compression: parameters={asked!r}: expected "
                 "parameters of a "
                 "module that zero.shard() has sharded, which keeps their masters, got others; "
                 "pass ZeroOptions(compression=) to shard(module, 1)"
@@ -290,9 +290,9 @@ class PreparedStep:
 
     @property
     def masters_decide(self) -> bool:
-        """True if writing masters changes the parameters, which are a part or a code of them."""
+        """True if writing masters changes the parameters, which are a part of them or quantized."""
         options = self.setting.options
-        return options.master == "remainder" or options.compression.codes_parameters
+        return options.master == "remainder" or options.compression.quantizes_parameters
 
     @property
     def ranks(self) -> ModelRanks | None:
@@ -554,7 +554,7 @@ class ShardedStep(PreparedStep):
             self._placement.module.count_change(params)
 
     def _forget_losses_of_skipped(self) -> None:
-        """Drops what codes have lost of gradients that no parameter has seen.
+        """Drops what quantization has lost of gradients that no parameter has seen.
 
         Beside an infinity there may be finite numbers that are as useless, and as large.
         """

@@ -235,13 +235,13 @@ def _check_tensor(tensor: Any, shape: tuple[int, ...], called: str) -> None:
 
 
 def _has_master(sharded: ShardedStep, index: int) -> bool:
-    """Tells whether a whole state has a master of a parameter: of 16 bits, or in codes."""
+    """Tells whether a whole state has a master of a parameter: of 16 bits, or quantized."""
     spec, (number, _) = (
         sharded.layout.params[index],
         sharded.layout.locations.get(index, (None, None)),
     )
-    coded = number is not None and sharded.buckets[number].compression is not None
-    return spec.in_bucket and (coded or spec.dtype is not torch.float32)
+    quantized = number is not None and sharded.buckets[number].compression is not None
+    return spec.in_bucket and (quantized or spec.dtype is not torch.float32)
 
 
 def _check_masters(

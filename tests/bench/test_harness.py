@@ -11,7 +11,7 @@ import pytest
 from ringcomm.bench.report import read
 from tests.bench.programs import run_program
 
-CODED = "ringcomm:int8"  # sums between nodes that ranks of this machine stand for
+QUANTIZED = "ringcomm:int8"  # sums between nodes that ranks of this machine stand for
 SMALL = ("-b", "4K", "-e", "16K", "-f", "4", "-r", "2", "-w", "1", "--batch", "2")
 HAS_MPI = importlib.util.find_spec("mpi4py") and (Path(sys.executable).parent / "mpiexec").exists()
 HAS_COMPILER = platform.machine() == "x86_64" and shutil.which("c++")
@@ -99,7 +99,16 @@ def test_a_root_that_is_no_rank_ends_all_ranks():
 
 def test_two_ranks_stand_for_two_nodes(tmp_path):
     names = ("all_gather", "all_reduce", "reduce_scatter")
-    how = ("--nodes", "2", "--tensors", "heap", "--placement", "usual", "--peers", f"gloo,{CODED}")
+    how = (
+        "--nodes",
+        "2",
+        "--tensors",
+        "heap",
+        "--placement",
+        "usual",
+        "--peers",
+        f"gloo,{QUANTIZED}",
+    )
     pace = ("-b", "16K", "-e", "16K", "-r", "2", "-w", "0", "--batch", "1")
     path = tmp_path / "r.json"
     done = run_program("ringcomm.bench", *names, *how, *pace, "--json", str(path))
@@ -108,9 +117,14 @@ def test_two_ranks_stand_for_two_nodes(tmp_path):
     assert {(row.nodes, row.ranks, row.size_bytes) for row in rows} == {(2, 2, 16384)}
     found = [(row.collective, row.system, row.wrong, row.time_us is None) for row in rows]
     assert found == [
-        (name, system, None if system == CODED else 0, (name, system) == ("all_gather", CODED))
+        (
+            name,
+            system,
+            None if system == QUANTIZED else 0,
+            (name, system) == ("all_gather", QUANTIZED),
+        )
         for name in names
-        for system in ("ringcomm", "gloo", CODED)
+        for system in ("ringcomm", "gloo", QUANTIZED)
     ]
 
 

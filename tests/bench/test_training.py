@@ -14,7 +14,6 @@ from ringcomm.bench import run, training, training_deepspeed
 from ringcomm.bench.report import read
 from ringcomm.bench.training_systems import (
     ARITHMETIC,
-    CODED_OVER_NODES,
     DDP,
     DDP_HERE,
     FSDP2,
@@ -22,9 +21,10 @@ from ringcomm.bench.training_systems import (
     HSDP,
     HSDP_HERE,
     OPTIMIZERS,
+    QUANTIZED_OVER_NODES,
     STAGE_TWINS,
     STAGES,
-    UNCODED_OVER_NODES,
+    UNCOMPRESSED_OVER_NODES,
     Masters,
     Shape,
     twins,
@@ -162,7 +162,7 @@ def test_the_command_over_nodes(tmp_path):
     of_torch = [DDP, DDP_HERE, FSDP2, FSDP2_HERE]
     if training_deepspeed.installed_version():
         of_torch += training_deepspeed.STAGES
-    over_nodes = [*CODED_OVER_NODES, *UNCODED_OVER_NODES, HSDP, HSDP_HERE]
+    over_nodes = [*QUANTIZED_OVER_NODES, *UNCOMPRESSED_OVER_NODES, HSDP, HSDP_HERE]
     assert systems == [*STAGES, ARITHMETIC, *of_torch, *over_nodes]
     compared = {row.system for row in timed if row.wrong is not None}
     assert compared == twins(2, 2).keys() & set(systems) and report.wrong == 0

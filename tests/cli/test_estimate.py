@@ -180,8 +180,8 @@ def test_options_of_nodes(told):
     assert sent[1]["leaves_a_node_bytes"] < sent[0]["leaves_a_node_bytes"] < 4 * 10**6
     by_world = told("memory", "--params", "1M", "--world", 8, "--nodes", 4)[MEMORY]
     assert by_world[3]["params_bytes"] == 2 * 10**6 // 2
-    coded = ("--preset", "fp32", "--compression-parameters", "int8", "--shard-params", "world")
-    rows = told("memory", *asked[:6], *coded)[MEMORY]
+    quantized = ("--preset", "fp32", "--compression-parameters", "int8", "--shard-params", "world")
+    rows = told("memory", *asked[:6], *quantized)[MEMORY]
     assert [row["state_bytes"] * 8 // 10**6 for row in rows] == [64, 12, 12, 12]
     assert rows[3]["params_bytes"] == 4 * 10**6 // 8
 
@@ -315,7 +315,7 @@ def test_tables_fit_100_columns(estimate, arguments):
             ("--params", "1M", "--compression-parameters", "fp8", "--state-on", "disk"),
             "tier: expected",
         ),
-        (("--params", "1M", "--error-feedback"), "error_feedback: expected gradients in codes"),
+        (("--params", "1M", "--error-feedback"), "error_feedback: expected quantized gradients"),
         (("--module", "nothing"), "--module: expected PACKAGE.MODULE:CALLABLE, got 'nothing'"),
         (("--module", ":tied"), "--module: expected PACKAGE.MODULE:CALLABLE, got ':tied'"),
         (("--module", "no_such_package:f"), "ModuleNotFoundError: No module named 'no_such_pack"),

@@ -1,4 +1,4 @@
-"""Quantization: codes against a reference, bounds of the error, all loops."""
+"""Quantization: values against a reference, bounds of the error, all loops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TINY = Fraction(1, 2**150)  # half of the smallest number
 
 
 class Kind(NamedTuple):
-    """A format: bits of a code, its numbers from 0 up, and what the codes above them stand for."""
+    """A format: bits of a value, its numbers from 0 up, and what values above them stand for."""
 
     bits: int
     numbers: list[Fraction]
@@ -28,13 +28,13 @@ class Kind(NamedTuple):
 
 
 def _e4m3() -> list[Fraction]:
-    def number(code: int) -> Fraction:
-        exponent, mantissa = code >> 3, code & 7
+    def number(value: int) -> Fraction:
+        exponent, mantissa = value >> 3, value & 7
         if exponent == 0:
             return Fraction(mantissa, 512)
         return Fraction(8 + mantissa, 8) * Fraction(2) ** (exponent - 7)
 
-    return [number(code) for code in range(0x79)]
+    return [number(value) for value in range(0x79)]
 
 
 KINDS = {
@@ -44,7 +44,7 @@ KINDS = {
 }
 
 
-def encode(quant_format: str, numbers: Tensor, residual: Tensor | None = None) -> Tensor:
+def quantize(quant_format: str, numbers: Tensor, residual: Tensor | None = None) -> Tensor:
     code, elems = _native.QUANT_FORMATS[quant_format], numbers.numel()
     out = torch.full((_native.quantized_bytes(code, elems) + 1,), 0xA5, dtype=torch.uint8)
     ptr = 0 if residual is None else residual.data_ptr()
@@ -57,13 +57,13 @@ def encode(quant_format: str, numbers: Tensor, residual: Tensor | None = None) -
 
 def total(
     quant_format: str,
-    coded: list[Tensor],
+    quantized: list[Tensor],
     elems: int,
     dtype: torch.dtype = torch.float32,
     by: int = 0,
 ) -> Tensor:
     out = torch.full((elems + 1,), 77.0, dtype=dtype)
-    ptrs = [each.data_ptr() for each in coded]
+    ptrs = [each.data_ptr() for each in quantized]
     _native.dequantize_and_sum(
         _native.QUANT_FORMATS[quant_format], ptrs, out.data_ptr(), DTYPE_CODES[dtype], elems, by
     )
@@ -71,8 +71,8 @@ def total(
     return out[:-1]
 
 
-def decoded(quant_format: str, numbers: Tensor) -> Tensor:
-    return total(quant_format, [encode(quant_format, numbers)], numbers.numel())
+def dequantized(quant_format: str, numbers: Tensor) -> Tensor:
+    return total(quant_format, [quantize(quant_format, numbers)], numbers.numel())
 
 
 def f32(x: float) -> float:
@@ -80,8 +80,8 @@ def f32(x: float) -> float:
     return result
 
 
-def codes_of(quant_format: str, block: list[float]) -> tuple[list[int], int]:
-    """The codes and the word of a block, by exact arithmetic but for the roundings of the scale."""
+def values_of(quant_format: str, block: list[float]) -> tuple[list[int], int]:
+    """The values and the word of a block, by exact arithmetic but for roundings of the scale."""
     kind = KINDS[quant_format]
     finite = [abs(x) for x in block if abs(x) < INF]
     special = len(finite) < len(block)
@@ -95,7 +95,7 @@ def codes_of(quant_format: str, block: list[float]) -> tuple[list[int], int]:
     scale = Fraction(struct.unpack("f", struct.pack("I", bits << 9))[0])
     word = special << 23 | tiny << 22 | bits
 
-    def code(x: float) -> int:
+    def quantized(x: float) -> int:
         sign = 1 << (kind.bits - 1)
         mask = 2 * sign - 1
         if x != x or abs(x) == INF:
@@ -115,25 +115,25 @@ def codes_of(quant_format: str, block: list[float]) -> tuple[list[int], int]:
             return at | (sign if struct.pack("f", x)[3] & 0x80 else 0)
         return (-at if x < 0 else at) & mask
 
-    return [code(x) for x in block], word
+    return [quantized(x) for x in block], word
 
 
-def unpacked(quant_format: str, coded: Tensor, elems: int) -> tuple[list[int], list[int]]:
-    """The codes and the words of a run, by the layout that quantization.h states."""
-    codes: list[int] = []
-    at, raw = 0, coded.tolist()
+def unpacked(quant_format: str, quantized: Tensor, elems: int) -> tuple[list[int], list[int]]:
+    """The values and the words of a run, by the layout that quantization.h states."""
+    values: list[int] = []
+    at, raw = 0, quantized.tolist()
     for begin in range(0, elems, BLOCK):
         n = min(BLOCK, elems - begin)
         if quant_format == "int4":
             half = (n + 1) // 2
             packed = raw[at : at + half]
-            codes += [byte & 15 for byte in packed] + [byte >> 4 for byte in packed[: n - half]]
+            values += [byte & 15 for byte in packed] + [byte >> 4 for byte in packed[: n - half]]
             at += half
         else:
-            codes += raw[at : at + n]
+            values += raw[at : at + n]
             at += n
     words = [int.from_bytes(raw[b : b + 3], "little") for b in range(at, len(raw), 3)]
-    return codes, words
+    return values, words
 
 
 def blocks_of_all_kinds() -> Tensor:
@@ -159,17 +159,19 @@ def blocks_of_all_kinds() -> Tensor:
 
 
 @pytest.mark.parametrize("quant_format", KINDS)
-def test_codes_are_those_of_exact_arithmetic(quant_format):
+def test_values_are_those_of_exact_arithmetic(quant_format):
     numbers = blocks_of_all_kinds()
-    codes, words = unpacked(quant_format, encode(quant_format, numbers.flatten()), numbers.numel())
+    values, words = unpacked(
+        quant_format, quantize(quant_format, numbers.flatten()), numbers.numel()
+    )
     kind = KINDS[quant_format]
     moved = 0
     for number, row in enumerate(numbers):
-        expected, word = codes_of(quant_format, row.tolist())
+        expected, word = values_of(quant_format, row.tolist())
         assert words[number] == word, number
-        for x, code, want in zip(row.tolist(), codes[number * BLOCK :], expected, strict=False):
-            if code != want:
-                # x * (1 / scale) is rounded twice, and may so cross the middle of two codes.
+        for x, value, want in zip(row.tolist(), values[number * BLOCK :], expected, strict=False):
+            if value != want:
+                # x * (1 / scale) is rounded twice, and may so cross the middle of two values.
                 scale = Fraction(struct.unpack("f", struct.pack("I", (word & 0x3FFFFF) << 9))[0])
                 y = abs(Fraction(x)) * (2**64 if word & 1 << 22 else 1) / scale
                 low, high = kind.numbers[max(bisect(kind.numbers, y) - 1, 0) :][:2]
@@ -181,7 +183,7 @@ def test_codes_are_those_of_exact_arithmetic(quant_format):
 @pytest.mark.parametrize("quant_format", KINDS)
 def test_errors_are_bounded(quant_format):
     numbers = blocks_of_all_kinds()
-    found = decoded(quant_format, numbers.flatten()).view_as(numbers)
+    found = dequantized(quant_format, numbers.flatten()).view_as(numbers)
     for row, back in zip(numbers, found, strict=True):
         finite = row.isfinite()
         assert torch.equal(back[~finite].isnan(), row[~finite].isnan())
@@ -208,31 +210,34 @@ def test_all_loops_have_the_same_bits(quant_format):
     seen = []
     for name in ("avx512", "avx2", "baseline"):
         if _native.force_isa(name):
-            coded = encode(quant_format, numbers)
+            quantized = quantize(quant_format, numbers)
             sums = total(
-                quant_format, [coded, encode(quant_format, numbers.flip(0))], numbers.numel(), by=3
+                quant_format,
+                [quantized, quantize(quant_format, numbers.flip(0))],
+                numbers.numel(),
+                by=3,
             )
-            seen.append(coded.tolist() + sums.view(torch.int32).tolist())
+            seen.append(quantized.tolist() + sums.view(torch.int32).tolist())
     _native.force_isa("")
     assert all(each == seen[0] for each in seen)
 
 
 @pytest.mark.parametrize("quant_format", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sums_are_those_of_decoded_numbers(quant_format, dtype):
+def test_sums_are_those_of_dequantized_numbers(quant_format, dtype):
     seed = torch.Generator(device="cpu").manual_seed(6)
     for elems in (0, 1, 2, 63, 64, 127, 128, 129, 191, 256, 301):
         sources = [torch.randn(elems, generator=seed).to(dtype) for _ in range(3)]
-        coded = [encode(quant_format, source) for source in sources]
-        wide = [decoded(quant_format, source.float()) for source in sources]
-        for source, each in zip(sources, coded, strict=True):
-            assert torch.equal(each, encode(quant_format, source.float()))
+        quantized = [quantize(quant_format, source) for source in sources]
+        wide = [dequantized(quant_format, source.float()) for source in sources]
+        for source, each in zip(sources, quantized, strict=True):
+            assert torch.equal(each, quantize(quant_format, source.float()))
             assert each.numel() == _native.quantized_bytes(
                 _native.QUANT_FORMATS[quant_format], elems
             )
-        found = total(quant_format, coded, elems, dtype)
+        found = total(quant_format, quantized, elems, dtype)
         assert torch.equal(found, ((wide[0] + wide[1]) + wide[2]).to(dtype))
-        mean = total(quant_format, coded, elems, dtype, by=3)
+        mean = total(quant_format, quantized, elems, dtype, by=3)
         assert torch.equal(mean, (((wide[0] + wide[1]) + wide[2]) / 3).to(dtype))
 
 
@@ -243,20 +248,23 @@ def test_a_residual_is_what_the_codes_leave_out(quant_format):
     numbers[BLOCK + 3] = INF
     residual = torch.randn(numbers.numel(), generator=seed) / 50
     given = numbers + residual
-    coded = encode(quant_format, numbers, residual)
-    assert torch.equal(coded, encode(quant_format, given))
-    left = given - total(quant_format, [coded], numbers.numel())
+    quantized = quantize(quant_format, numbers, residual)
+    assert torch.equal(quantized, quantize(quant_format, given))
+    left = given - total(quant_format, [quantized], numbers.numel())
     left[BLOCK : 2 * BLOCK] = 0
     assert torch.equal(residual, left)
-    # Codes of a constant with its residual have that constant as their mean; without, they do not.
+    # Quantized values of a constant with its residual have that constant as their mean; without,
+    # they do not.
     constant, carried = torch.full((BLOCK,), 0.003), torch.zeros(BLOCK)
     constant[0] = 1.0
     sums = torch.zeros(BLOCK)
     for _ in range(256):
-        sums += total(quant_format, [encode(quant_format, constant, carried)], BLOCK)
+        sums += total(quant_format, [quantize(quant_format, constant, carried)], BLOCK)
     assert torch.allclose(sums / 256, constant, rtol=0, atol=1 / 256)
     if quant_format != "fp8":
-        assert not torch.allclose(decoded(quant_format, constant), constant, rtol=0, atol=1 / 512)
+        assert not torch.allclose(
+            dequantized(quant_format, constant), constant, rtol=0, atol=1 / 512
+        )
 
 
 def test_bytes():
@@ -267,7 +275,7 @@ def test_bytes():
         )
 
 
-def test_what_cannot_be_coded_is_refused():
+def test_what_cannot_be_quantized_is_refused():
     x = torch.ones(4, dtype=torch.float64)
     code = DTYPE_CODES[x.dtype]
     with pytest.raises(ValueError, match="expected float32, bfloat16 or float16"):

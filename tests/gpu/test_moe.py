@@ -173,7 +173,7 @@ def test_processes_exchange_what_threads_do() -> None:
 
 
 @pytest.mark.parametrize("compression", ["int8", "fp8"])
-def test_coded_rows_are_those_of_the_host(gpu_worlds: Worlds, compression: str) -> None:
+def test_quantized_rows_are_those_of_the_host(gpu_worlds: Worlds, compression: str) -> None:
     cases = cases_of(2, 2, hidden=256, dtype=torch.bfloat16)
 
     def body(comm: Communicator, here: Callable[[Case], Case]) -> Tensor:

@@ -13,11 +13,11 @@ from ringcomm import Communicator, _native
 from ringcomm.comm.host.arguments import DTYPE_CODES
 from ringcomm.comm.host.engine import Call
 from ringcomm.comm.nodes.calls import Span
-from ringcomm.comm.nodes.device_core import DeviceCodes, size_bytes
+from ringcomm.comm.nodes.device_core import DeviceQuantizer, size_bytes
 from tests.gpu.device import PLAIN, REAL, synchronize
 from tests.gpu.worlds import one_launch_world
 from tests.support.covering import covering
-from tests.support.quantization_checks import DTYPES, CodingEnd, differences, numbers_of
+from tests.support.quantization_checks import DTYPES, QuantizationEnd, differences, numbers_of
 
 QUANT_FORMATS = ("int8", "fp8", "int4")
 FLOAT32 = DTYPE_CODES[torch.float32]
@@ -41,10 +41,10 @@ def enqueue_of(comm: Communicator) -> Callable[..., None]:
     return enqueue
 
 
-def end_of(comm: Communicator) -> CodingEnd:
+def end_of(comm: Communicator) -> QuantizationEnd:
     enqueue = enqueue_of(comm)
 
-    def encode(*args: Any) -> None:
+    def quantize(*args: Any) -> None:
         enqueue("quantize", *args)
 
     def sum_up(*args: Any) -> None:
@@ -54,7 +54,7 @@ def end_of(comm: Communicator) -> CodingEnd:
         synchronize()
         return tensor.cpu()
 
-    return CodingEnd(encode, sum_up, lambda tensor: tensor.to(PLAIN), to_host)
+    return QuantizationEnd(quantize, sum_up, lambda tensor: tensor.to(PLAIN), to_host)
 
 
 @covering(strength=1, quant_format=QUANT_FORMATS, dtype=DTYPES)
@@ -62,7 +62,7 @@ def test_the_bits_are_the_hosts(comm: Communicator, quant_format: str, dtype: to
     assert differences(end_of(comm), quant_format, dtype) == []
 
 
-def test_what_cannot_be_coded_is_refused(comm: Communicator) -> None:
+def test_what_cannot_be_quantized_is_refused(comm: Communicator) -> None:
     enqueue, x = enqueue_of(comm), torch.ones(4, device=PLAIN)
     for words, name, args in (
         (
@@ -84,7 +84,9 @@ def test_what_cannot_be_coded_is_refused(comm: Communicator) -> None:
 def test_rates(comm: Communicator, record_property: Callable[[str, object], None]) -> None:
     """Bytes that the kernels move, per second, beside those of a copy of the numbers."""
     enqueue = enqueue_of(comm)
-    coder = DeviceCodes(enqueue, lambda size: torch.empty(size, dtype=torch.uint8, device=PLAIN))
+    quantizer = DeviceQuantizer(
+        enqueue, lambda size: torch.empty(size, dtype=torch.uint8, device=PLAIN)
+    )
     numbers = numbers_of(2432, torch.float32).repeat(-(-RATE_ELEMS // 2432))[:RATE_ELEMS].to(PLAIN)
     out = torch.empty_like(numbers)
     span = Span(out.data_ptr(), out.numel())
@@ -92,20 +94,20 @@ def test_rates(comm: Communicator, record_property: Callable[[str, object], None
         "copy": (2 * numbers.nbytes, lambda: out.copy_(numbers))
     }
     for quant_format in QUANT_FORMATS:
-        coded = coder.encode(quant_format, [numbers])
-        runs = coded.repeat(SOURCES)
-        coded_bytes = size_bytes(quant_format, RATE_ELEMS)
+        quantized = quantizer.quantize(quant_format, [numbers])
+        runs = quantized.repeat(SOURCES)
+        quantized_bytes = size_bytes(quant_format, RATE_ELEMS)
 
-        def encode(quant_format: str = quant_format, coded: torch.Tensor = coded) -> None:
-            given = (numbers.data_ptr(), FLOAT32, coded.data_ptr(), RATE_ELEMS)
+        def quantize(quant_format: str = quant_format, quantized: torch.Tensor = quantized) -> None:
+            given = (numbers.data_ptr(), FLOAT32, quantized.data_ptr(), RATE_ELEMS)
             enqueue("quantize", _native.QUANT_FORMATS[quant_format], *given)
 
         def add_up(quant_format: str = quant_format, runs: torch.Tensor = runs) -> None:
-            coder.add_up(quant_format, runs, SOURCES, span, FLOAT32)
+            quantizer.add_up(quant_format, runs, SOURCES, span, FLOAT32)
 
-        figures[f"encode {quant_format}"] = (numbers.nbytes + coded_bytes, encode)
+        figures[f"quantize {quant_format}"] = (numbers.nbytes + quantized_bytes, quantize)
         figures[f"sum of {SOURCES} in {quant_format}"] = (
-            SOURCES * coded_bytes + out.nbytes,
+            SOURCES * quantized_bytes + out.nbytes,
             add_up,
         )
     for name, (moved_bytes, call) in figures.items():
@@ -115,7 +117,7 @@ def test_rates(comm: Communicator, record_property: Callable[[str, object], None
             record_property(f"GB/s, {name}", f"{moved_bytes / seconds_of(call) / 1e9:.0f}")
     # The last sum: four times what the numbers are in int4.
     one = torch.empty_like(numbers)
-    coder.add_up("int4", runs, 1, Span(one.data_ptr(), one.numel()), FLOAT32)
+    quantizer.add_up("int4", runs, 1, Span(one.data_ptr(), one.numel()), FLOAT32)
     synchronize()
     finite = one.isfinite() & (one.abs() < 1e37)
     assert torch.equal(out[finite], 4 * one[finite])

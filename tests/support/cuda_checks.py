@@ -300,8 +300,8 @@ def update_loop(kernel: Kernel) -> list[str]:
     return [f"{kernel.name}: no loop updates the state 16 bytes at a time: {found}"]
 
 
-def coding_loop(kernel: Kernel, stores: bool) -> list[str]:
-    """Returns what the loop lacks that codes FP32 numbers, or that stores those of codes."""
+def quantization_loop(kernel: Kernel, stores: bool) -> list[str]:
+    """Returns what the loop lacks that quantizes FP32 numbers, or that stores dequantized ones."""
     if stores:
         most = max((_wide_stores(loop) for loop in kernel.loops()), default=0)
     else:

@@ -9,27 +9,27 @@ import torch
 
 from ringcomm import _native
 from ringcomm.comm.host.arguments import DTYPE_CODES
-from tests.comm.test_quantization import blocks_of_all_kinds, encode, total
+from tests.comm.test_quantization import blocks_of_all_kinds, quantize, total
 
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Numbers of a run, and elements (of codes: bytes) by which it lies off any alignment. Blocks of all
-# kinds, whole and behind each other; others; and ends of all kinds.
+# Numbers of a run, and elements (of quantized values: bytes) by which it lies off any alignment.
+# Blocks of all kinds, whole and behind each other; others; and ends of all kinds.
 CASES = ((64, 0), (301, 1), (255, 0), (191, 1), (2, 0), (1, 1), (2432, 0))
 _GUARD = 0xA5
 
 
 @dataclass(frozen=True)
-class CodingEnd:
-    """What makes codes on a device.
+class QuantizationEnd:
+    """What quantizes on a device.
 
-    Attributes:
-        encode, sum: ``quantize`` and ``dequantize_and_sum`` of the native device communicator.
-        to_device: brings a tensor of the host to the device, where kernels may use it.
-        to_host: returns what is there once all calls are done.
+        Attributes:
+    quantize, sum: ``quantize`` and ``dequantize_and_sum`` of the native device communicator.
+            to_device: brings a tensor of the host to the device, where kernels may use it.
+            to_host: returns what is there once all calls are done.
     """
 
-    encode: Callable[..., object]
+    quantize: Callable[..., object]
     sum: Callable[..., object]
     to_device: Callable[[Tensor], Tensor]
     to_host: Callable[[Tensor], Tensor]
@@ -42,47 +42,57 @@ def numbers_of(elems: int, dtype: torch.dtype) -> Tensor:
 
 
 def differences(
-    end: CodingEnd, quant_format: str, dtype: torch.dtype, cases: Sequence[tuple[int, int]] = CASES
+    end: QuantizationEnd,
+    quant_format: str,
+    dtype: torch.dtype,
+    cases: Sequence[tuple[int, int]] = CASES,
 ) -> list[str]:
     """Returns what is not as the host has it."""
     return list(each_difference(end, quant_format, dtype, cases))
 
 
 def each_difference(
-    end: CodingEnd, quant_format: str, dtype: torch.dtype, cases: Sequence[tuple[int, int]] = CASES
+    end: QuantizationEnd,
+    quant_format: str,
+    dtype: torch.dtype,
+    cases: Sequence[tuple[int, int]] = CASES,
 ) -> Iterator[str]:
     """Yields what is not as the host has it, and makes no more than that takes."""
     for elems, skip in cases:
         numbers = numbers_of(elems, dtype)
-        for wrong in (_wrong_codes, _wrong_sums):
+        for wrong in (_wrong_values, _wrong_sums):
             for what in wrong(end, quant_format, numbers, skip):
                 yield f"{what} of {elems} numbers, {skip} off"
 
 
-def _wrong_codes(end: CodingEnd, quant_format: str, numbers: Tensor, skip: int) -> Iterator[str]:
-    wanted, elems = encode(quant_format, numbers), numbers.numel()
+def _wrong_values(
+    end: QuantizationEnd, quant_format: str, numbers: Tensor, skip: int
+) -> Iterator[str]:
+    wanted, elems = quantize(quant_format, numbers), numbers.numel()
     given = end.to_device(torch.cat([numbers[:skip], numbers]))[skip:]
     room = end.to_device(torch.full((skip + wanted.numel() + 16,), _GUARD, dtype=torch.uint8))
     code, dtype = _native.QUANT_FORMATS[quant_format], DTYPE_CODES[numbers.dtype]
-    end.encode(code, given.data_ptr(), dtype, room[skip:].data_ptr(), elems)
+    end.quantize(code, given.data_ptr(), dtype, room[skip:].data_ptr(), elems)
     found = end.to_host(room)
     inside = found[skip : skip + wanted.numel()]
     if not torch.equal(inside, wanted):
-        yield "codes"
+        yield "values"
     if int(found.int().sum() - inside.int().sum()) != _GUARD * (skip + 16):
-        yield "what lies beside the codes"
+        yield "what lies beside the values"
 
 
-def _wrong_sums(end: CodingEnd, quant_format: str, numbers: Tensor, skip: int) -> Iterator[str]:
+def _wrong_sums(
+    end: QuantizationEnd, quant_format: str, numbers: Tensor, skip: int
+) -> Iterator[str]:
     elems, dtype = numbers.numel(), DTYPE_CODES[numbers.dtype]
-    runs = [encode(quant_format, each) for each in (numbers, numbers.flip(0), numbers * 0.75)]
+    runs = [quantize(quant_format, each) for each in (numbers, numbers.flip(0), numbers * 0.75)]
     stride = runs[0].numel() + (-runs[0].numel() % 16 if skip == 0 else 0)
     padded = [torch.nn.functional.pad(run, (0, stride - run.numel())) for run in runs]
-    coded = end.to_device(torch.cat([padded[0][:skip], *padded]))[skip:]
+    quantized = end.to_device(torch.cat([padded[0][:skip], *padded]))[skip:]
     for count, divide_by in ((1, 0), (3, 5)):
         wanted = total(quant_format, runs[:count], elems, numbers.dtype, divide_by)
         room = end.to_device(torch.full((skip + elems + 4,), 77.0, dtype=numbers.dtype))
-        given = (coded.data_ptr(), count, stride, room[skip:].data_ptr())
+        given = (quantized.data_ptr(), count, stride, room[skip:].data_ptr())
         end.sum(_native.QUANT_FORMATS[quant_format], *given, dtype, elems, divide_by)
         found = end.to_host(room)
         if not _alike(found[skip : skip + elems], wanted):

@@ -5,7 +5,12 @@ import triton.language as tl
 
 from ringcomm._tl.endpoint import chunk_of, slice_of
 from ringcomm._tl.moving import accumulate, pointer, round_to
-from ringcomm._tl.quantization import decode_blocks, encode_blocks, load_codes, store_codes
+from ringcomm._tl.quantization import (
+    dequantize_blocks,
+    load_quantized,
+    quantize_blocks,
+    store_quantized,
+)
 from ringcomm._tl.words import channel_line, header_at, link_line, slot_at, word64
 
 
@@ -32,29 +37,29 @@ def chunks_kernel(out, total_bytes, chunk_bytes, rank, channel, G: tl.constexpr)
 
 
 @triton.jit
-def encode_kernel(
+def quantize_kernel(
     out, source, elems, DTYPE: tl.constexpr, BLOCKS: tl.constexpr, FORMAT: tl.constexpr
 ):
-    """A run of numbers in codes, BLOCKS blocks a program."""
+    """A quantized run of numbers, BLOCKS blocks a program."""
     first = tl.program_id(0) * BLOCKS
     here = (first + tl.arange(0, BLOCKS)[:, None]) * 128 + tl.arange(0, 128)[None, :]
     x = tl.load(pointer(source, DTYPE, False) + here, mask=here < elems, other=0.0)
-    codes, words = encode_blocks(x, FORMAT)
-    store_codes(out, elems, first, codes, words, FORMAT)
+    values, words = quantize_blocks(x, FORMAT)
+    store_quantized(out, elems, first, values, words, FORMAT)
 
 
 @triton.jit
-def sum_codes_kernel(
+def dequantize_and_sum_kernel(
     out, source, elems, stride, COUNT: tl.constexpr, DIVISOR: tl.constexpr, DTYPE: tl.constexpr,
     BLOCKS: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """The sum of COUNT coded runs, ``stride`` bytes apart, in order, divided unless by 1."""
+    """The sum of COUNT quantized runs, ``stride`` bytes apart, in order, divided unless by 1."""
     first = tl.program_id(0) * BLOCKS
-    codes, words = load_codes(source, elems, first, BLOCKS, FORMAT)
-    total = decode_blocks(codes, words, FORMAT)
+    values, words = load_quantized(source, elems, first, BLOCKS, FORMAT)
+    total = dequantize_blocks(values, words, FORMAT)
     for i in tl.static_range(1, COUNT):
-        codes, words = load_codes(source + i * stride, elems, first, BLOCKS, FORMAT)
-        total = accumulate(total, decode_blocks(codes, words, FORMAT))
+        values, words = load_quantized(source + i * stride, elems, first, BLOCKS, FORMAT)
+        total = accumulate(total, dequantize_blocks(values, words, FORMAT))
     if DIVISOR > 1:
         total = tl.div_rn(total, tl.full(total.shape, DIVISOR, tl.float32))
     here = (first + tl.arange(0, BLOCKS)[:, None]) * 128 + tl.arange(0, 128)[None, :]

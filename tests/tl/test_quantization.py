@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.support.quantization_checks import CodingEnd, differences
+from tests.support.quantization_checks import QuantizationEnd, differences
 from tests.tl.interpreter import run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
@@ -21,11 +21,11 @@ CASES = {
 }
 
 
-def coding_end():
-    """Triton's kernels that encode and sum, wherever its launches take place."""
+def quantization_end():
+    """Triton's kernels that quantize and sum, wherever its launches take place."""
     from ringcomm import _native
     from ringcomm._tl.launch import DTYPES
-    from tests.tl.kernels import encode_kernel, sum_codes_kernel
+    from tests.tl.kernels import dequantize_and_sum_kernel, quantize_kernel
 
     formats = {code: quant_format for quant_format, code in _native.QUANT_FORMATS.items()}
     types = {_native.DTYPES[name]: dtype for name, dtype in DTYPES.items()}
@@ -33,22 +33,22 @@ def coding_end():
     def programs(elems):
         return (-(-elems // (BLOCKS * 128)),)
 
-    def encode(quant_format, source, dtype, out, elems):
+    def quantize(quant_format, source, dtype, out, elems):
         how = {"DTYPE": types[dtype], "BLOCKS": BLOCKS, "FORMAT": formats[quant_format]}
-        encode_kernel[programs(elems)](out, source, elems, **how)
+        quantize_kernel[programs(elems)](out, source, elems, **how)
 
     def sum_up(quant_format, source, count, stride, out, *rest):
         dtype, elems, divide_by = rest
         how = {"DTYPE": types[dtype], "BLOCKS": BLOCKS, "FORMAT": formats[quant_format]}
-        sum_codes_kernel[programs(elems)](
+        dequantize_and_sum_kernel[programs(elems)](
             out, source, elems, stride, COUNT=count, DIVISOR=max(divide_by, 1), **how
         )
 
-    return CodingEnd(encode, sum_up, lambda tensor: tensor, lambda tensor: tensor)
+    return QuantizationEnd(quantize, sum_up, lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _all(store, rank, world):
-    end = coding_end()
+    end = quantization_end()
     found = {}
     for quant_format, (dtype, cases) in itertools.product(QUANT_FORMATS, CASES.items()):
         found[f"{quant_format} {dtype}"] = differences(end, quant_format, dtype, cases)

@@ -119,21 +119,21 @@ def test_8_bits_that_are_to_be_trained():
 
 
 class Replacing(nn.Module):
-    """It holds its codes beside the parameter and assigns them in forward, as bitsandbytes does."""
+    """It holds values beside the parameter and assigns them in forward, as bitsandbytes does."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        codes = torch.randint(-9, 9, (8, 8), generator=torch.Generator().manual_seed(seed))
-        self.weight = nn.Parameter(codes.to(torch.int8), requires_grad=False)
-        self.codes = self.weight.data
+        values = torch.randint(-9, 9, (8, 8), generator=torch.Generator().manual_seed(seed))
+        self.weight = nn.Parameter(values.to(torch.int8), requires_grad=False)
+        self.values = self.weight.data
 
     def forward(self, x: Tensor) -> Tensor:
-        self.weight.data = self.codes
+        self.weight.data = self.values
         return x @ (self.weight.float() * 0.1).t()
 
 
 def test_a_forward_that_replaces_a_frozen_weight_by_equal_values(worlds):
-    """All stages end with the same bits, whatever codes a rank had before; others are refused."""
+    """All stages end with the same bits, whatever values a rank had before; others are refused."""
 
     def work(comm, stage):
         module: Any = nn.Sequential(Replacing(comm.rank), deepcopy(last))
@@ -145,12 +145,12 @@ def test_a_forward_that_replaces_a_frozen_weight_by_equal_values(worlds):
             optimizer.zero_grad()
         state = zero.full_state_dict(module)
         if stage == 3:
-            own = module[0].codes
-            module[0].codes = own + 1
+            own = module[0].values
+            module[0].values = own + 1
             refused = r"0\.weight: its memory was replaced.*got torch\.int8 of shape \(8, 8\)"
             with pytest.raises(ArgumentError, match=refused), torch.no_grad():
                 module(torch.ones(2, 8))
-            module[0].codes = own
+            module[0].values = own
             assert_same_bits(zero.full_state_dict(module), state)
         return state
 

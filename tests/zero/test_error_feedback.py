@@ -1,4 +1,4 @@
-"""What codes of gradients lose, kept and fed back: over steps, stages, scales and checkpoints."""
+"""What quantized gradients lose, kept and fed back: over steps, stages, scales, checkpoints."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ BY_NODE: dict[str, Any] = {"state": "node"}
 
 
 @pytest.fixture(autouse=True)
-def small_buckets_are_coded(monkeypatch, one_thread_for_each_rank):
+def small_buckets_are_quantized(monkeypatch, one_thread_for_each_rank):
     """In segments of a few blocks."""
-    monkeypatch.setattr(compressed_sums, "CODED_ABOVE_BYTES", 64)
+    monkeypatch.setattr(compressed_sums, "QUANTIZED_ABOVE_BYTES", 64)
     monkeypatch.setattr(sums, "SEGMENT_BYTES", 4096)
 
 
@@ -119,23 +119,23 @@ def test_what_was_sent_and_what_is_owed_is_what_was_to_be_sent(
 
 
 def forgets_the_sign(self, wide_ptr: int, ptr: int, elems: int, kept: Tensor) -> None:
-    ENCODE(self, wide_ptr, ptr, elems, kept)
+    QUANTIZE(self, wide_ptr, ptr, elems, kept)
     kept.neg_()
 
 
 def takes_the_first_elements(self, source: int, wide_ptr: int, ptr: int, elems: int) -> None:
-    self._encode(wide_ptr, ptr, elems, self._residual.partial[:elems])
+    self._quantize(wide_ptr, ptr, elems, self._residual.partial[:elems])
 
 
 def keeps_nothing(self, wide_ptr: int, ptr: int, elems: int, kept: Tensor) -> None:
-    ENCODE(self, wide_ptr, ptr, elems, torch.zeros_like(kept))
+    QUANTIZE(self, wide_ptr, ptr, elems, torch.zeros_like(kept))
 
 
-ENCODE = compressed_sums.FeedbackForm._encode
+QUANTIZE = compressed_sums.FeedbackForm._quantize
 MUTANTS = {
-    "sign": ("_encode", forgets_the_sign),
+    "sign": ("_quantize", forgets_the_sign),
     "chunk": ("write_partial", takes_the_first_elements),
-    "nothing": ("_encode", keeps_nothing),
+    "nothing": ("_quantize", keeps_nothing),
 }
 
 
@@ -159,7 +159,7 @@ def test_the_mean_of_a_constant_gradient_comes_nearer_with_each_step(two_by_two,
             worst.append(float((total(found)[0] / count - exact).abs().max()))
     fed_first, fed_last, usual_first, usual_last = worst
     assert fed_first == usual_first == usual_last
-    # Nothing is owed that is more than the codes' bound of what is sent, M / 14 for each node.
+    # Nothing is owed that is more than quantization's bound of what is sent, M / 14 for each node.
     assert fed_last <= 2 * fed_first / steps
 
 
@@ -200,7 +200,7 @@ def test_unsharded_parameters_end_with_the_bits_of_a_sharded_module(two_by_two):
     assert not torch.equal(without[0][0], wanted[0])
     assert without[1] == 0
     with ringcomm.local_world(2, timeout=60) as world:
-        assert world.run(run_with, INT4)[0][1] == 0  # one node codes nothing
+        assert world.run(run_with, INT4)[0][1] == 0  # one node quantizes nothing
 
 
 def scaled(
@@ -356,7 +356,7 @@ def test_other_nodes_take_over_what_is_owed_in_sum(two_by_two, tmp_path, saves, 
         found = world.run(continued, base, (2, {}), tmp_path, None)
     for name in saved[0].owed:
         wanted = all_owed(saved, name) / 4
-        if len(nodes) == 1:  # which codes nothing
+        if len(nodes) == 1:  # which quantizes nothing
             wanted = torch.zeros_like(wanted)
         owed = all_owed(found, name) / len(nodes)
         if saves[1] == BY_NODE:  # one more rounding, to 24 bits
@@ -428,8 +428,8 @@ def test_shards_of_an_optimizer_keep_what_is_owed(two_by_two, state):
 
 
 @pytest.mark.parametrize("gradients", [None, "none", "param"])
-def test_what_is_not_coded_has_nothing_to_feed_back(gradients):
-    with pytest.raises(ArgumentError, match="expected gradients in codes"):
+def test_what_is_not_quantized_has_nothing_to_feed_back(gradients):
+    with pytest.raises(ArgumentError, match="expected quantized gradients"):
         zero.Compression(gradients=gradients, error_feedback=True)
 
 

@@ -44,8 +44,8 @@ pytestmark = pytest.mark.usefixtures("one_thread_for_each_rank")
 # ---- sums over nodes ---------------------------------------------------------------------------
 
 
-def test_codes_are_asked_of_the_communicator_or_of_zero(two_by_two, monkeypatch):
-    monkeypatch.setattr(compressed_sums, "CODED_ABOVE_BYTES", 64)
+def test_compression_is_asked_of_the_communicator_or_of_zero(two_by_two, monkeypatch):
+    monkeypatch.setattr(compressed_sums, "QUANTIZED_ABOVE_BYTES", 64)
     base, run = new_model("mlp"), Run("mlp", 2, steps=1, clip=0.3)
     asked = replace(run, options={"compression": zero.Compression(gradients="int8")})
     wanted, norms = two_by_two.run(train, base, asked)[0]
@@ -193,7 +193,7 @@ def test_what_leaves_a_node_in_a_step_is_the_closed_form(compression, monkeypatc
 
     Under no_sync nothing leaves a node, unless parameters are sharded over the world.
     """
-    monkeypatch.setattr(compressed_sums, "CODED_ABOVE_BYTES", 64)
+    monkeypatch.setattr(compressed_sums, "QUANTIZED_ABOVE_BYTES", 64)
     transport, base = Transport(), new_model("gpt")
     with ringcomm.local_world(
         4,

@@ -3,11 +3,11 @@
 The cases are a covering array: each pair of values of two axes occurs in one, apart from the pairs
 that the library refuses (``REFUSALS``). Each case trains a model with the loop of ``models.train``
 and compares parameters, buffers and norms of gradients with a reference, which differs in all that
-must not change bits: it has stage 0, one node, memory, updates in the step and no overlap. Codes
-of gradients and parameters have bits of their own over several nodes; their reference has stage 1
-and the same nodes. The codes themselves are checked against independent arithmetic in
-``test_coded_params.py`` and ``test_error_feedback.py``, and training against torch's in
-``test_stages.py``.
+must not change bits: it has stage 0, one node, memory, updates in the step and no overlap.
+Quantized values of gradients and parameters have bits of their own over several nodes; their
+reference has stage 1 and the same nodes. The values themselves are checked against independent
+arithmetic in ``test_quantized_params.py`` and ``test_error_feedback.py``, and training against
+torch's in ``test_stages.py``.
 
 ============ ===================================================================================
 axis         property of a case that passes
@@ -24,8 +24,9 @@ place        copies of state or of parameters on each node end alike, and no nor
 tier         a disk returns the state or the parameters that it was given
 update       updates in backward see the gradients, steps and rates of updates in the step; the
              bound of a norm takes the norm of all ranks
-compression  coded gradients are the same codes at all stages, residuals belong to elements, not to
-             ranks of a stage, and all nodes decode the same parameters
+compression  quantized gradients are the same values at all stages, residuals belong to elements,
+not to
+             ranks of a stage, and all nodes dequantize the same parameters
 accumulation several backwards add up in the gradient's dtype or in FP32, at each place once
 schedule     buffers that are reduced, unsharded ahead or kept are neither read early nor late
 ============ ===================================================================================
@@ -313,10 +314,10 @@ def reference_of(case: Case) -> Case:
     if case["accumulation"] == "added" and case["stage"] >= 2:
         changed["stage"] = 2
     if case["nodes"] not in SEVERAL:
-        changed["compression"] = "plain"  # codes cross between nodes alone
+        changed["compression"] = "plain"  # quantized values cross between nodes alone
     elif case["compression"] != "plain":
         changed["stage"] = max(1, changed["stage"])
-        # Where each node has all state, sums of gradients cross and are coded once more.
+        # Where each node has all state, sums of gradients cross and are quantized once more.
         if case["place"] == "state by node" and case["stage"] > 0:
             changed["place"] = "state by node"
     return {**case, **changed}
@@ -381,9 +382,9 @@ def trainer(worlds, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traine
 
 
 @pytest.fixture(autouse=True)
-def small_buckets_are_coded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_buckets_are_quantized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In segments of a few blocks; ranks are threads of one core."""
-    monkeypatch.setattr(compressed_sums, "CODED_ABOVE_BYTES", 64)
+    monkeypatch.setattr(compressed_sums, "QUANTIZED_ABOVE_BYTES", 64)
     monkeypatch.setattr(sums, "SEGMENT_BYTES", 4096)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -579,7 +580,7 @@ def steps_at_each_bucket(patch: Patch) -> None:
     patch.setattr(BackwardUpdates, "_advance", again)
 
 
-def codes_otherwise(patch: Patch) -> None:
+def quantizes_otherwise(patch: Patch) -> None:
     fill = WorldBucket.fill
 
     def otherwise(bucket: WorldBucket) -> None:
@@ -664,9 +665,9 @@ MUTANTS = {
         lambda patch: patch.setattr(compressed_sums.FeedbackForm, *FEEDBACK_MUTANTS["nothing"]),
         {"stage": 2, "nodes": "2+2", "compression": "fed back"},
     ),
-    "parameters cross in other codes": Mutant(
+    "parameters cross in another format": Mutant(
         "compression",
-        codes_otherwise,
+        quantizes_otherwise,
         {"stage": 3, "nodes": "2+2", "place": "params by world", "compression": "parameters"},
     ),
     "sums are rounded": Mutant(

@@ -114,10 +114,10 @@ def test_a_step_of_a_device_makes_graphs_stale(devices, stage):
 
 
 def test_a_step_over_nodes_makes_graphs_stale():
-    coded = {"compression": zero.Compression(parameters="int8")}
+    quantized = {"compression": zero.Compression(parameters="int8")}
     cases: list[tuple[int, dict[str, Any]]] = [
         *((2, {"state": "node"}), (3, {}), (3, {"params": "world"})),
-        *((1, coded), (3, coded)),
+        *((1, quantized), (3, quantized)),
     ]
     with ringcomm.local_world(4, nodes=[2, 2], timeout=60) as world:
         for stage, options in cases:

@@ -63,25 +63,25 @@ def test_an_embedding_that_writes_to_its_weight_in_forward(worlds, stage, kind):
 
 
 class Wrapping(torch.Tensor):
-    """A tensor of 8-bit codes and a scale, as quantized weights of torchao are."""
+    """A tensor of 8-bit values and a scale, as quantized weights of torchao are."""
 
-    codes: torch.Tensor
+    values_8bit: torch.Tensor
     scale: torch.Tensor
 
     @staticmethod
-    def __new__(cls, codes, scale):
-        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
-        made.codes, made.scale = codes, scale
+    def __new__(cls, values, scale):
+        made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+        made.values_8bit, made.scale = values, scale
         return made
 
     def __tensor_flatten__(self):
-        return ["codes", "scale"], None
+        return ["values_8bit", "scale"], None
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
-            return cls(args[0].codes, args[0].scale)
-        args = [each.codes * each.scale if type(each) is cls else each for each in args]
+            return cls(args[0].values_8bit, args[0].scale)
+        args = [each.values_8bit * each.scale if type(each) is cls else each for each in args]
         return func(*args, **(kwargs or {}))
 
 

@@ -82,7 +82,7 @@ class CommOptions:
             receives on CPUs, exchanges and broadcasts bytes in stream order on GPUs.
         compression: what travels between nodes in reductions of 16-bit types: "none", partial sums
             as they are, so that a result is rounded once; or "param", partial sums rounded to the
-            type, which halves the bytes and rounds twice. "int8", "fp8" and "int4" code sums of
+            type, which halves the bytes and rounds twice. "int8", "fp8" and "int4" quantize sums of
             float32, bfloat16 and float16 in blocks of 128 with a scale, with a quarter and an
             eighth of the bytes and errors that docs/nodes.md bounds; other reductions, and those of
             8 KiB or less, are as with "none". A call's own ``compression`` overrides it.
@@ -160,7 +160,7 @@ class CommOptions:
             raise ArgumentError(
                 f'rails: expected auto or one_shot with compression="{self.compression}", got '
                 f"{self.rails!r}: "
-                "each round would code what earlier ones have rounded"
+                "each round would quantize what earlier ones have rounded"
             )
         if self.sum_blocks < 0:
             raise ArgumentError(f"sum_blocks: expected 0 or more, got {self.sum_blocks}")

@@ -261,7 +261,7 @@ class CallsOverNodes(NoFastCalls):
         before = self.compression, self._schedule
         if compression is not None:
             self.compression = compression
-            # Codes are added where they end.
+            # Quantized sums are added where they end.
             self._schedule = "one_shot" if compression in _native.QUANT_FORMATS else self._schedule
         try:
             yield

@@ -1,21 +1,22 @@
-"""The forms in which partial sums travel between nodes: as they are, rounded, or in codes.
+"""The forms in which partial sums travel between nodes: as they are, rounded, or quantized.
 
 Quantized numbers are in blocks of 128 with a scale each;
-``kernels/include/ringcomm/core/quantization.h`` defines the codes, and bounds the error. What a
-node sends is coded once, from its partial sum, and so is what it adds itself: the result does not
-depend on who adds. Numbers are decoded and added in FP32, in the order of the nodes, and rounded
-once. In an all-reduce the sums are coded once more, since they travel once more.
+``kernels/include/ringcomm/core/quantization.h`` defines the formats, and bounds the error. What a
+node sends is quantized once, from its partial sum, and so is what it adds itself: the result does
+not depend on who adds. Numbers are dequantized and added in FP32, in the order of the nodes, and
+rounded once. In an all-reduce the sums are quantized once more, since they travel once more.
 
-Only sums of numbers are coded, of float32, bfloat16 and float16. Other types and operators, which
-have no use for a number that is nearly right, travel as they are; so do small buffers.
+Only sums of numbers are quantized, of float32, bfloat16 and float16. Other types and operators,
+which have no use for a number that is nearly right, travel as they are; so do small buffers.
 
 NOTE [Error feedback]
-A rank that codes a node's partial sums of a bucket can keep what the codes lose, and add it to the
-next ones: of x + e the codes c are sent, and e becomes x + e - c. So what was sent so far and e are
-always what was to be sent, and the error of a mean over steps falls with their number, where that
-of codes alone stays. A block with infinities or NaNs leaves nothing. Seide et al., "1-Bit
-Stochastic Gradient Descent" (Interspeech 2014); Karimireddy et al., "Error Feedback Fixes SignSGD"
-(ICML 2019); for codes between nodes Xie et al., "LoCo" (2024), who keep e in 8 bits.
+A rank that quantizes a node's partial sums of a bucket can keep what that loses, and add it to the
+next ones: x + e is sent as its quantized values c, and e becomes x + e - c. So what was sent so far
+and e are always what was to be sent, and the error of a mean over steps falls with their number,
+where that of quantization alone stays. A block with infinities or NaNs leaves nothing. Seide et
+al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014); Karimireddy et al., "Error Feedback
+Fixes SignSGD" (ICML 2019); for quantization between nodes Xie et al., "LoCo" (2024), who keep e in
+8 bits.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from ringcomm import _native
 
 Tensor = torch.Tensor
 
-# Calls of larger buffers are coded. A choice: of smaller ones latency is most of the time, and they
-# are what is exchanged to decide: losses, norms and flags.
-CODED_ABOVE_BYTES = 8 << 10
+# Calls of larger buffers are quantized. A choice: of smaller ones latency is most of the time, and
+# they are what is exchanged to decide: losses, norms and flags.
+QUANTIZED_ABOVE_BYTES = 8 << 10
 
 SUM, AVG, PREMUL = (_native.OPS[name] for name in ("SUM", "AVG", "PREMUL_SUM"))
 BFLOAT16, FLOAT16, FLOAT32 = (_native.DTYPES[name] for name in ("bfloat16", "float16", "float32"))
@@ -56,9 +57,9 @@ class Reducing(NamedTuple):
         return SUM if self.op in (AVG, PREMUL) else self.op
 
 
-def is_coded(r: Reducing, size_bytes: int) -> bool:
+def is_quantized(r: Reducing, size_bytes: int) -> bool:
     """Tells whether compression quantizes a reduction of so many bytes: a large sum of numbers."""
-    return size_bytes > CODED_ABOVE_BYTES and r.partial == FLOAT32 and r.joining == SUM
+    return size_bytes > QUANTIZED_ABOVE_BYTES and r.partial == FLOAT32 and r.joining == SUM
 
 
 def no_scale() -> float:
@@ -68,17 +69,17 @@ def no_scale() -> float:
 
 @dataclass(eq=False)
 class Residual:
-    """Keeps the losses of the codes of one bucket's sums on this rank; see NOTE [Error feedback].
+    """Keeps what quantization loses of one bucket's sums on this rank; see NOTE [Error feedback].
 
-    Each element of a bucket is coded by one rank of each node. With copies of the state on nodes
-    the sums are coded, too, each by one rank of all.
+    Each element of a bucket is quantized by one rank of each node. With copies of the state on
+    nodes the sums are quantized, too, each by one rank of all.
 
     Attributes:
-        begin: the first element of the bucket whose partial sums this rank codes.
+        begin: the first element of the bucket whose partial sums this rank quantizes.
         partial: float32 [elements], of partial sums from there on; they are of this node alone, and
             not averaged yet.
-        sums_begin: the first element of the bucket whose sum this rank codes.
-        sums: float32 [elements], of sums from there on; empty where sums are not coded.
+        sums_begin: the first element of the bucket whose sum this rank quantizes.
+        sums: float32 [elements], of sums from there on; empty where sums are not quantized.
         scale: the loss scale of the gradients that it is of.
         scale_now: returns that of the gradients that come next.
     """
@@ -175,7 +176,7 @@ class Form:
         _native.combine_partials(ptrs, of, out_ptr, to, elems, self.r.joining, divide_by)
 
 
-class CodedForm(Form):
+class QuantizedForm(Form):
     """The quantized form.
 
     Args:
@@ -202,20 +203,20 @@ class CodedForm(Form):
     ) -> None:
         _native.dequantize_and_sum(self.code, ptrs, out_ptr, out_dtype, elems, divide_by)
 
-    def decode(self, ptr: int, out_ptr: int, elems: int) -> None:
-        """Decodes what another rank has coded, to elements of the reduction."""
+    def dequantize(self, ptr: int, out_ptr: int, elems: int) -> None:
+        """Dequantizes what another rank has sent, to elements of the reduction."""
         self.finish([ptr], out_ptr, self.r.dtype, elems, 0)
 
     def join(self, ptrs: list[int], ptr: int, elems: int) -> None:
-        raise AssertionError("coded partial sums are added where they end")
+        raise AssertionError("quantized partial sums are added where they end")
 
     def write_sums(self, wide_ptr: int, ptr: int, elems: int) -> None:
-        """Does :meth:`write` for sums that are coded once more."""
+        """Does :meth:`write` for sums that are quantized once more."""
         self.write(wide_ptr, ptr, elems)
 
 
-class FeedbackForm(CodedForm):
-    """The quantized form whose codes take up what earlier ones have lost.
+class FeedbackForm(QuantizedForm):
+    """The quantized form that takes up what was lost before.
 
     Args:
         r: the reduction, of a bucket.
@@ -236,11 +237,11 @@ class FeedbackForm(CodedForm):
     def write_partial(self, source_ptr: int, wide_ptr: int, ptr: int, elems: int) -> None:
         kept = self._residual
         at = (source_ptr - self._bucket_ptr) // self._bucket_elem_bytes - kept.begin
-        self._encode(wide_ptr, ptr, elems, kept.partial[at : at + elems])
+        self._quantize(wide_ptr, ptr, elems, kept.partial[at : at + elems])
 
     def write_sums(self, wide_ptr: int, ptr: int, elems: int) -> None:
-        self._encode(wide_ptr, ptr, elems, self._residual.sums)
+        self._quantize(wide_ptr, ptr, elems, self._residual.sums)
 
-    def _encode(self, wide_ptr: int, ptr: int, elems: int, kept: Tensor) -> None:
+    def _quantize(self, wide_ptr: int, ptr: int, elems: int, kept: Tensor) -> None:
         assert kept.numel() == elems  # written to by its address
         _native.quantize(self.code, wide_ptr, FLOAT32, ptr, elems, kept.data_ptr())

@@ -38,10 +38,10 @@ from ringcomm.comm.nodes.compressed_sums import (
     AVG,
     FLOAT32,
     SUM,
-    CodedForm,
     Form,
+    QuantizedForm,
     Reducing,
-    is_coded,
+    is_quantized,
 )
 from ringcomm.comm.nodes.transport import RailMessage, memory_at
 
@@ -121,11 +121,11 @@ class _Begun(InFlight):
 
     Attributes:
         rails: by number.
-        form: of what is gathered, if it has to be decoded.
+        form: of what is gathered, if it has to be dequantized.
     """
 
     rails: dict[int, _OnRail] = field(default_factory=dict)
-    form: CodedForm | None = None
+    form: QuantizedForm | None = None
 
 
 class NodesCore(CollectivesOverNodes):
@@ -237,8 +237,8 @@ class NodesCore(CollectivesOverNodes):
 
         def add(s: int, begun: _Begun) -> _Begun:
             own = dict(enumerate(results[s][layout.node]))
-            if isinstance(form, CodedForm):
-                return self._code_sums(begun, own, results[s], form)
+            if isinstance(form, QuantizedForm):
+                return self._quantize_sums(begun, own, results[s], form)
             self._end_reduction(begun, own, form, r.dtype)
             return self._begin_gathering(results[s], size)
 
@@ -251,12 +251,12 @@ class NodesCore(CollectivesOverNodes):
             lambda s, begun: self._end_gathering(begun, results[s], size),
         )
 
-    def _code_sums(
-        self, begun: _Begun, own: Mapping[int, Span], table: Table, form: CodedForm
+    def _quantize_sums(
+        self, begun: _Begun, own: Mapping[int, Span], table: Table, form: QuantizedForm
     ) -> _Begun:
-        """Ends a reduction in sums that are coded once more, and begins to gather the codes.
+        """Ends a reduction in sums that are quantized once more, and begins to gather these.
 
-        This rank's results are those that the others decode.
+        This rank's results are those that the others dequantize.
         """
         gathered = _Begun(form=form)
         size = ELEM_BYTES[form.r.partial]
@@ -267,29 +267,29 @@ class NodesCore(CollectivesOverNodes):
         self._end_reduction(begun, wide, form, form.r.partial)
         for rail, sums in wide.items():
             spans = [row[rail] if rail < len(row) else Span(0, 0) for row in table]
-            self._begin_codes_on_rail(gathered, rail, sums, spans, form)
+            self._begin_quantized_on_rail(gathered, rail, sums, spans, form)
         return gathered
 
-    def _begin_codes_on_rail(
-        self, begun: _Begun, rail: int, wide: Span, spans: Sequence[Span], form: CodedForm
+    def _begin_quantized_on_rail(
+        self, begun: _Begun, rail: int, wide: Span, spans: Sequence[Span], form: QuantizedForm
     ) -> None:
-        """Codes what this rank has in FP32, and begins to gather the codes on one rail.
+        """Quantizes what this rank has in FP32, and begins to gather that on one rail.
 
         Args:
-            begun: holds the codes' memory.
+            begun: holds the memory of the quantized values.
             rail: its number.
             wide: the FP32 numbers.
-            spans: by node, where the decoded numbers belong; this rank's are written here.
+            spans: by node, where the dequantized numbers belong; this rank's are written here.
             form: in which partial sums travel.
         """
-        codes = [Span(0, form.bytes_of(span.elems)) for span in spans]
-        ptr = self._taken(begun, sum(span.elems for span in codes))
-        for node, span in enumerate(codes):
-            codes[node], ptr = Span(ptr, span.elems), ptr + span.elems
-        mine = codes[self.layout.node].ptr
+        quantized = [Span(0, form.bytes_of(span.elems)) for span in spans]
+        ptr = self._taken(begun, sum(span.elems for span in quantized))
+        for node, span in enumerate(quantized):
+            quantized[node], ptr = Span(ptr, span.elems), ptr + span.elems
+        mine = quantized[self.layout.node].ptr
         form.write(wide.ptr, mine, wide.elems)
-        form.decode(mine, spans[self.layout.node].ptr, wide.elems)
-        self._begin_on_rail(begun, rail, codes)
+        form.dequantize(mine, spans[self.layout.node].ptr, wide.elems)
+        self._begin_on_rail(begun, rail, quantized)
 
     def _begin_reduction(self, table: Table, form: Form) -> _Begun:
         """Reduces within the node, and sends the partial sums of the first round."""
@@ -425,8 +425,8 @@ class NodesCore(CollectivesOverNodes):
     def _form(self, r: Reducing, elems: int) -> Form:
         """Returns the form in which partial sums of a buffer of so many elements travel."""
         code = _native.QUANT_FORMATS.get(self.compression)
-        if code is not None and is_coded(r, elems * ELEM_BYTES[r.dtype]):
-            return CodedForm(r, code)
+        if code is not None and is_quantized(r, elems * ELEM_BYTES[r.dtype]):
+            return QuantizedForm(r, code)
         dtype = r.dtype if self.compression == "param" else r.partial
         return Form(r, dtype, ELEM_BYTES[dtype])
 
@@ -464,11 +464,11 @@ class NodesCore(CollectivesOverNodes):
 
         self._in_stages(len(segments), begin, *self._passing_stages(), end)
 
-    def _gather_codes(self, wide_ptr: int, spans: list[Span], form: CodedForm) -> None:
-        """Gathers spans of elements, one for each rank, which become what codes decode to.
+    def _gather_quantized(self, wide_ptr: int, spans: list[Span], form: QuantizedForm) -> None:
+        """Gathers spans of elements, one for each rank, which become what is dequantized.
 
         Args:
-            wide_ptr: the FP32 numbers that this rank codes.
+            wide_ptr: the FP32 numbers that this rank quantizes.
             spans: by rank, where its elements belong.
             form: in which partial sums travel.
         """
@@ -483,7 +483,7 @@ class NodesCore(CollectivesOverNodes):
             for rail in layout.rails_of(layout.rank):
                 row = [each[rail] if rail < len(each) else nothing for each in tables[s]]
                 here = wide if rail == layout.local_rank else nothing
-                self._begin_codes_on_rail(begun, rail, here, row, form)
+                self._begin_quantized_on_rail(begun, rail, here, row, form)
             return begun
 
         self._in_stages(
@@ -493,8 +493,10 @@ class NodesCore(CollectivesOverNodes):
             lambda s, begun: self._end_gathering(begun, tables[s], size),
         )
 
-    def _gather_codes_on_rail(self, wide_ptr: int, spans: list[Span], form: CodedForm) -> None:
-        """Does :meth:`_gather_codes` with a span for each node, on this rank's rail alone."""
+    def _gather_quantized_on_rail(
+        self, wide_ptr: int, spans: list[Span], form: QuantizedForm
+    ) -> None:
+        """Does :meth:`_gather_quantized` with a span for each node, on this rank's rail alone."""
         layout, size = self.layout, ELEM_BYTES[form.r.dtype]
         mine = Span(wide_ptr, spans[layout.node].elems)
         elems = max(span.elems for span in spans)
@@ -503,14 +505,14 @@ class NodesCore(CollectivesOverNodes):
 
         def begin(s: int, _: None) -> _Begun:
             begun, wide = _Begun(form=form), mine.part(*segments[s], ELEM_BYTES[FLOAT32])
-            self._begin_codes_on_rail(begun, layout.local_rank, wide, rows[s], form)
+            self._begin_quantized_on_rail(begun, layout.local_rank, wide, rows[s], form)
             return begun
 
         def end(s: int, begun: _Begun) -> None:
             self._pass_on(begun, self._rounds[-1])
-            codes = begun.rails[layout.local_rank].spans
+            quantized = begun.rails[layout.local_rank].spans
             for node in layout.others():
-                form.decode(codes[node].ptr, *rows[s][node])
+                form.dequantize(quantized[node].ptr, *rows[s][node])
             self._given_back(begun)
 
         self._in_stages(len(rows), begin, *self._passing_stages(), end)
@@ -596,7 +598,9 @@ class NodesCore(CollectivesOverNodes):
                         if node in parcel.parts:
                             self._arrive(parcel, on_rail.spans)
                             if begun.form is not None:
-                                begun.form.decode(on_rail.spans[node].ptr, *row[layout.local_rank])
+                                begun.form.dequantize(
+                                    on_rail.spans[node].ptr, *row[layout.local_rank]
+                                )
                 self._inside(
                     self._inner.all_gather_list(
                         row[layout.local_rank].ptr,
@@ -667,9 +671,9 @@ class NodesCore(CollectivesOverNodes):
         """Each node reduces at the rail of the root, which adds what arrives."""
         in_ptr, elems = ins
         begun, layout, form = InFlight(), self.layout, self._form(r, elems)
-        coded = form if isinstance(form, CodedForm) else None
+        quantized = form if isinstance(form, QuantizedForm) else None
         wide_bytes = elems * ELEM_BYTES[r.partial]
-        size_bytes = wide_bytes if coded is None else coded.bytes_of(elems)
+        size_bytes = wide_bytes if quantized is None else quantized.bytes_of(elems)
         rail, node = layout.local_rank_of(root), layout.node_of(root)
         at = rail % len(layout.node_ranks)
         receives = layout.local_rank == at
@@ -683,17 +687,17 @@ class NodesCore(CollectivesOverNodes):
                 self._receive(rail, each, ptrs[each], size_bytes) for each in layout.others()
             ]
         mine = wide = ptrs[layout.node]
-        if coded is not None and receives:
+        if quantized is not None and receives:
             wide = self._taken(begun, wide_bytes)
         self._inside(self._inner.reduce_partial(in_ptr, wide, elems, r.dtype, r.op, r.factor, at))
-        if coded is not None and receives:
-            coded.write(wide, mine, elems)
+        if quantized is not None and receives:
+            quantized.write(wide, mine, elems)
         if receives and layout.node != node and elems:
             self._sent.append(self._send(rail, node, mine, size_bytes))
         for message in arriving:
             self._arrived(message)
-        if layout.rank == root and coded is not None:
-            coded.finish(ptrs, out.ptr, r.dtype, elems, self._world if r.op == AVG else 0)
+        if layout.rank == root and quantized is not None:
+            quantized.finish(ptrs, out.ptr, r.dtype, elems, self._world if r.op == AVG else 0)
         elif layout.rank == root:
             self._join(begun, ptrs, out, r)
         self._settle(self._sent)

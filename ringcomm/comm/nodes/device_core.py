@@ -45,7 +45,7 @@ from ringcomm.comm.nodes.calls import (
     Span,
     _Failed,
 )
-from ringcomm.comm.nodes.compressed_sums import AVG, FLOAT32, PREMUL, SUM, Reducing, is_coded
+from ringcomm.comm.nodes.compressed_sums import AVG, FLOAT32, PREMUL, SUM, Reducing, is_quantized
 from ringcomm.comm.nodes.core import LINE_ELEMS
 from ringcomm.comm.nodes.transport import DeviceRails, Rails
 from ringcomm.comm.nodes.watch import DeviceWatch
@@ -55,7 +55,7 @@ from ringcomm.process import Deadline
 
 # ---- Quantization on a device, by kernels that the calls of a node's communicator enqueue -------
 # They compile the lines that the host does, ``kernels/include/ringcomm/core/quantization.h``, and
-# give its bits. Runs of codes lie behind each other at multiples of ``ALIGN_BYTES``, so that lanes
+# give its bits. Quantized runs lie behind each other at multiples of ``ALIGN_BYTES``, so that lanes
 # load and store whole words of them; that is a few bytes more than on the host.
 
 Tensor = torch.Tensor
@@ -67,8 +67,8 @@ _TYPES = ("float32", "bfloat16", "float16")
 
 def size_bytes(compression: str, elems: int) -> int:
     """Returns the bytes of a run of so many numbers, up to the next one."""
-    coded_bytes = _native.quantized_bytes(_native.QUANT_FORMATS[compression], elems)
-    return -(-coded_bytes // ALIGN_BYTES) * ALIGN_BYTES
+    quantized_bytes = _native.quantized_bytes(_native.QUANT_FORMATS[compression], elems)
+    return -(-quantized_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def preload(device_ref: tuple[DeviceRuntime, int], compression: str) -> None:
@@ -79,8 +79,8 @@ def preload(device_ref: tuple[DeviceRuntime, int], compression: str) -> None:
             runtime.find_kernel(device, f"quantize_{compression}", f"rc_{what}_{dtype}")
 
 
-class DeviceCodes:
-    """Makes codes on a rank's device, and adds up what they stand for.
+class DeviceQuantizer:
+    """Quantizes on a rank's device, and adds up what quantized runs stand for.
 
     Args:
         enqueue: enqueues a call of the node's communicator, by its native name and arguments.
@@ -91,31 +91,37 @@ class DeviceCodes:
         self._enqueue = enqueue
         self._room = room
 
-    def encode(self, compression: str, runs: Sequence[Tensor]) -> Tensor:
-        """Returns the codes of runs in float32, behind each other, of :func:`size_bytes` each."""
+    def quantize(self, compression: str, runs: Sequence[Tensor]) -> Tensor:
+        """Returns runs in float32 quantized, behind each other, of :func:`size_bytes` each."""
         sizes = [size_bytes(compression, run.numel()) for run in runs]
-        coded = self._room(sum(sizes))
-        for run, to in zip(runs, torch.split(coded, sizes), strict=True):
+        quantized = self._room(sum(sizes))
+        for run, to in zip(runs, torch.split(quantized, sizes), strict=True):
             if run.numel():
                 given = (run.data_ptr(), _FLOAT32, to.data_ptr(), run.numel())
                 self._enqueue("quantize", _native.QUANT_FORMATS[compression], *given)
-        return coded
+        return quantized
 
     def add_up(
-        self, compression: str, coded: Tensor, count: int, out: Span, dtype: int, divide_by: int = 0
+        self,
+        compression: str,
+        quantized: Tensor,
+        count: int,
+        out: Span,
+        dtype: int,
+        divide_by: int = 0,
     ) -> None:
-        """Adds up the numbers of ``count`` runs of codes, in order, with one rounding.
+        """Adds up the numbers of ``count`` quantized runs, in order, with one rounding.
 
         Args:
             compression: "int8", "fp8" or "int4".
-            coded: from :meth:`encode` of any ranks, as many numbers each as ``out`` has.
+            quantized: from :meth:`quantize` of any ranks, as many numbers each as ``out`` has.
             count: how many runs there are.
             out: where the sums are stored.
             dtype: of ``out``, as the native module has it.
             divide_by: divides the sums, unless 0.
         """
         if out.elems:
-            runs = (coded.data_ptr(), count, size_bytes(compression, out.elems))
+            runs = (quantized.data_ptr(), count, size_bytes(compression, out.elems))
             result = (out.ptr, dtype, out.elems, divide_by)
             self._enqueue("dequantize_and_sum", _native.QUANT_FORMATS[compression], *runs, *result)
 
@@ -200,7 +206,7 @@ def keeps_type(dtype: torch.dtype) -> bool:
 
 
 def check_reducible(operation: str, dtype: int, op: int) -> None:
-    """Refuses what no kernel reduces; codes of the native module.
+    """Refuses what no kernel reduces; @@quantized of the native module.
 
     Raises:
         ArgumentError: as :meth:`DeviceComm.reduce` does for the same.
@@ -304,12 +310,12 @@ class DeviceNodesCore(CollectivesOverNodes):
     def _reduce_to_all(self, ins: Span, out: Span, r: Reducing) -> None:
         size = ELEM_BYTES[r.dtype]
         each = -(-ins.elems // (self._world * LINE_ELEMS)) * LINE_ELEMS
-        compression = self._codes(r, ins.elems)
+        compression = self._quantization(r, ins.elems)
         for segment in self._segments_of(each, ELEM_BYTES[r.partial]):
             given = self._cut(ins, each, segment, size)
             parts = self._cut(out, each, segment, size)
             if compression is not None:
-                self._all_reduce_in_codes(given, parts, r, compression)
+                self._all_reduce_quantized(given, parts, r, compression)
                 continue
             self._reduce_parts(given, parts[self.layout.rank], r, None)
             as_bytes = [Span(part.ptr, part.elems * size) for part in parts]
@@ -317,13 +323,13 @@ class DeviceNodesCore(CollectivesOverNodes):
 
     def _reduce_to_each(self, spans: list[Span], out: Span, r: Reducing) -> None:
         elems, size = [span.elems for span in spans], ELEM_BYTES[r.dtype]
-        compression = self._codes(r, sum(elems))
+        compression = self._quantization(r, sum(elems))
         for segment in self._segments_of(max(elems), ELEM_BYTES[r.partial]):
             parts = [span.part(*segment, size) for span in spans]
             self._reduce_parts(parts, out.part(*segment, size), r, compression)
 
     def _reduce_to_root(self, root: int, ins: Span, out: Span, r: Reducing) -> None:
-        compression, size = self._codes(r, ins.elems), ELEM_BYTES[r.dtype]
+        compression, size = self._quantization(r, ins.elems), ELEM_BYTES[r.dtype]
         for segment in self._segments_of(ins.elems, ELEM_BYTES[r.partial] * self._world):
             self._reduce_to(
                 root, ins.part(*segment, size), out.part(*segment, size), r, compression
@@ -452,16 +458,16 @@ class DeviceNodesCore(CollectivesOverNodes):
     # ---- reductions -----------------------------------------------------------------------------
 
     @property
-    def _coder(self) -> DeviceCodes:
+    def _quantizer(self) -> DeviceQuantizer:
         # Not kept: it refers to this core.
-        return DeviceCodes(self._within, self._room)
+        return DeviceQuantizer(self._within, self._room)
 
-    def _codes(self, r: Reducing, elems: int) -> str | None:
+    def _quantization(self, r: Reducing, elems: int) -> str | None:
         """Returns the compression that quantizes partial sums of so many elements, if one does."""
-        coded = self.compression in _native.QUANT_FORMATS and is_coded(
+        quantized = self.compression in _native.QUANT_FORMATS and is_quantized(
             r, elems * ELEM_BYTES[r.dtype]
         )
-        return self.compression if coded else None
+        return self.compression if quantized else None
 
     def _reduce_parts(
         self, parts: list[Span], mine: Span, r: Reducing, compression: str | None
@@ -469,7 +475,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         """Reduces parts by rank, and this rank's into ``mine``."""
         sums = self._reduced_in_node(parts, r)
         if compression is not None:
-            self._exchange_in_codes(
+            self._exchange_quantized(
                 sums, [part.elems for part in parts], mine, r.dtype, r, compression
             )
             return
@@ -494,7 +500,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         )
         return sums
 
-    def _exchange_in_codes(
+    def _exchange_quantized(
         self,
         sums: Tensor,
         elems: Sequence[int],
@@ -503,36 +509,36 @@ class DeviceNodesCore(CollectivesOverNodes):
         r: Reducing,
         compression: str,
     ) -> None:
-        """Sends partial sums in codes, and adds up to ``mine``, of ``dtype``, what arrives."""
+        """Sends quantized partial sums, and adds up to ``mine``, of ``dtype``, what arrives."""
         runs = torch.split(sums, [elems[rank] for rank in self._passing[self.layout.local_rank]])
         sizes_bytes = [size_bytes(compression, count) for count in elems]
-        arrived = self._exchange_sums(self._coder.encode(compression, runs), sizes_bytes)
+        arrived = self._exchange_sums(self._quantizer.quantize(compression, runs), sizes_bytes)
         self._add_up(arrived, mine, dtype, r, compression)
 
     def _add_up(
         self, arrived: Tensor, out: Span, dtype: int, r: Reducing, compression: str
     ) -> None:
-        """Adds up what codes that arrived stand for, by node."""
+        """Adds up the quantized runs that arrived, by node."""
         divide_by = self._world if r.op == AVG else 0
-        self._coder.add_up(compression, arrived, len(self.layout.nodes), out, dtype, divide_by)
+        self._quantizer.add_up(compression, arrived, len(self.layout.nodes), out, dtype, divide_by)
 
-    def _all_reduce_in_codes(
+    def _all_reduce_quantized(
         self, given: list[Span], outs: list[Span], r: Reducing, compression: str
     ) -> None:
-        """Reduces parts by rank, and gathers the sums in codes; all ranks have what these mean."""
+        """Reduces parts by rank, and gathers the quantized sums; all ranks have what these mean."""
         mine = self._room(outs[self.layout.rank].elems, TORCH_DTYPES[FLOAT32])
         span = Span(mine.data_ptr(), mine.numel())
         elems = [part.elems for part in given]
-        self._exchange_in_codes(
+        self._exchange_quantized(
             self._reduced_in_node(given, r), elems, span, FLOAT32, r, compression
         )
-        own = self._coder.encode(compression, [mine])
+        own = self._quantizer.quantize(compression, [mine])
         sizes_bytes = [size_bytes(compression, count) for count in elems]
-        coded = torch.split(self._room(sum(sizes_bytes)), sizes_bytes)
-        spans = [Span(run.data_ptr(), run.numel()) for run in coded]
+        quantized = torch.split(self._room(sum(sizes_bytes)), sizes_bytes)
+        spans = [Span(run.data_ptr(), run.numel()) for run in quantized]
         self._gather_parts(Span(own.data_ptr(), own.numel()), spans)
-        for run, out in zip(coded, outs, strict=True):
-            self._coder.add_up(compression, run, 1, out, r.dtype)
+        for run, out in zip(quantized, outs, strict=True):
+            self._quantizer.add_up(compression, run, 1, out, r.dtype)
 
     def _exchange_sums(self, sums: Tensor, elems: Sequence[int]) -> Tensor:
         """Sends the partial sums that this rank has for others; returns those of its own part."""
@@ -597,7 +603,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         self._within("reduce", wide.data_ptr(), sums.data_ptr(), given.elems, *self._in_node(r), at)
         if layout.local_rank != at:
             return
-        sent = sums if compression is None else self._coder.encode(compression, [sums])
+        sent = sums if compression is None else self._quantizer.quantize(compression, [sums])
         count = sent.numel() if layout.rank == root else 0
         arrived = self._room(count * len(layout.nodes), sent.dtype)
         to_root = [sent.numel() if each == node else 0 for each in range(len(layout.nodes))]

@@ -446,7 +446,7 @@ def _built(
     closing.append(watch)
     messages = NodesMessages(inner, layout, group, watch)
     watch.breakable.append(messages)
-    # Codes are added where they end, and so do not pass through other nodes.
+    # Quantized sums are added where they end, and so do not pass through other nodes.
     rails_asked = "one_shot" if options.compression in _native.QUANT_FORMATS else options.rails
     schedule = chosen(rails_asked, len(layout.nodes))
     core = StepsCore(inner, layout, rails, watch, messages, options.compression, schedule)

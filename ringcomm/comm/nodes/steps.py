@@ -6,13 +6,13 @@ that of local rank l. Each node reduces its gradients into partial sums in FP32,
 chunk, which travel on the rail of the chunk's owner and are added there in the order of the nodes.
 Updated chunks return on the rails, and each node shares what its ranks received. With gradients of
 G bytes (of the type that travels) and parameters of P bytes (of theirs) (G + P) (N-1)/N leave a
-node. Where parameters travel in codes a rank codes the FP32 masters of its chunk, and has itself
-what all others decode.
+node. Where parameters travel quantized a rank quantizes the FP32 masters of its chunk, and has
+itself what all others dequantize.
 
 Where each node has a copy of the state (``Steps.per_node``) a bucket has L chunks, and the rank
 of local rank l on every node keeps state for chunk l. The chunk has a part for each rank of its
-rail, which adds the partial sums of that part. The sums return on the rails, in FP32 or in the
-codes of the network, instead of the parameters: with S bytes of them (G + S) (N-1)/N leave a node.
+rail, which adds the partial sums of that part. The sums return on the rails, in FP32 or quantized
+as the network, instead of the parameters: with S bytes of them (G + S) (N-1)/N leave a node.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from ringcomm.comm.nodes.calls import AUTO, BYTE, ELEM_BYTES, Span
 from ringcomm.comm.nodes.compressed_sums import (
     FLOAT32,
     SUM,
-    CodedForm,
     FeedbackForm,
     Form,
+    QuantizedForm,
     Reducing,
     Residual,
 )
@@ -114,12 +114,12 @@ class _ReduceUpdate(NamedTuple):
 
 
 class _StepTarget(NamedTuple):
-    """Where a bucket's sum goes, and what its codes keep.
+    """Where a bucket's sum goes, and what keeps the losses of its quantization.
 
     Attributes:
         out: float32, for what this rank keeps state for.
         accumulate: add to that.
-        residual: None: what codes lose is lost.
+        residual: None: what quantization loses is lost.
     """
 
     out: int
@@ -127,8 +127,8 @@ class _StepTarget(NamedTuple):
     residual: Residual | None
 
 
-class InCodes(NamedTuple):
-    """The arguments of a gathering in codes.
+class QuantizedGather(NamedTuple):
+    """The arguments of a quantized gathering.
 
     Attributes:
         wide: this rank's FP32 numbers.
@@ -235,11 +235,11 @@ class StepsCore(NodesCore):
         head = (sum(sizes_bytes), -1, -1, -1)
         return self._run("all_gather_on_rail", head, algo, lambda: self._gather_on_rail(spans))
 
-    def gather_in_codes(self, call: InCodes, compression: str) -> int:
-        """Gathers FP32 numbers in codes; all ranks have what these decode to."""
-        form = CodedForm(Reducing(call.dtype, SUM, 1.0), _native.QUANT_FORMATS[compression])
+    def gather_quantized(self, call: QuantizedGather, compression: str) -> int:
+        """Gathers quantized FP32 numbers; all ranks have what is dequantized."""
+        form = QuantizedForm(Reducing(call.dtype, SUM, 1.0), _native.QUANT_FORMATS[compression])
         spans = [Span(*span) for span in zip(call.ptrs, call.elems, strict=True)]
-        gather = self._gather_codes_on_rail if call.on_rail else self._gather_codes
+        gather = self._gather_quantized_on_rail if call.on_rail else self._gather_quantized
 
         def body() -> None:
             # A peer that makes another call must not find out after this rank has changed its own.
@@ -280,7 +280,7 @@ class StepsCore(NodesCore):
         """
         size, layout = ELEM_BYTES[r.dtype], self.layout
         form = self._form(r, bucket.elems)
-        if target.residual is not None and isinstance(form, CodedForm):
+        if target.residual is not None and isinstance(form, QuantizedForm):
             target.residual.follow_scale()
             form = FeedbackForm(r, form.code, bucket.ptr, size, target.residual)
         if not per_node:
@@ -294,20 +294,20 @@ class StepsCore(NodesCore):
         spans = [parts[layout.local_rank_of(rank)][layout.node_of(rank)] for rank in ranks]
         out = Span(target.out, chunks[layout.local_rank].elems)
         outs = self._parts(out, bucket.elems, ELEM_BYTES[FLOAT32])
-        if isinstance(form, CodedForm):
-            self._reduce_own_in_codes(spans, outs, form, target.accumulate)
+        if isinstance(form, QuantizedForm):
+            self._reduce_own_quantized(spans, outs, form, target.accumulate)
         else:
             self._reduce_own(spans, outs[layout.node], form, target.accumulate)
             self._gather_on_rail(_in_bytes(outs, FLOAT32))
         return outs[layout.node]
 
-    def _reduce_own_in_codes(
-        self, spans: list[Span], outs: list[Span], form: CodedForm, accumulate: bool
+    def _reduce_own_quantized(
+        self, spans: list[Span], outs: list[Span], form: QuantizedForm, accumulate: bool
     ) -> None:
         """Reduces spans, one for each rank, to ``outs``, one for each node of the rail, in FP32.
 
-        The sums are coded once more, and each node has what it decodes. What was there before is
-        added to as it is: its codes are not coded again.
+        The sums are quantized once more, and each node has what it dequantizes. What was there
+        before is added to as it is: that is not quantized again.
         """
         mine = outs[self.layout.node]
         widest = max(out.elems for out in outs)
@@ -315,13 +315,13 @@ class StepsCore(NodesCore):
         sizes_bytes = [form.bytes_of(out.elems) for out in outs]
         room = self._scratch.take(sum(sizes_bytes))
         begins = accumulate_sizes(sizes_bytes, initial=room.data_ptr())
-        codes = [Span(*each) for each in zip(begins, sizes_bytes, strict=False)]
+        quantized = [Span(*each) for each in zip(begins, sizes_bytes, strict=False)]
         self._reduce_spans(spans, fresh.data_ptr(), form, FLOAT32)
-        form.write_sums(fresh.data_ptr(), codes[self.layout.node].ptr, mine.elems)
-        self._gather_on_rail(codes)
-        for out, coded in zip(outs, codes, strict=True):
+        form.write_sums(fresh.data_ptr(), quantized[self.layout.node].ptr, mine.elems)
+        self._gather_on_rail(quantized)
+        for out, run in zip(outs, quantized, strict=True):
             to = fresh.data_ptr() if accumulate else out.ptr
-            form.finish([coded.ptr], to, FLOAT32, out.elems, 0)
+            form.finish([run.ptr], to, FLOAT32, out.elems, 0)
             if accumulate:
                 _native.combine_partials([out.ptr, to], FLOAT32, out.ptr, FLOAT32, out.elems, SUM)
         self._scratch.give([fresh, room])
@@ -368,7 +368,7 @@ class Steps:
         core: the core.
         per_node: each node has a copy of the state.
         compression: of sums of gradients; None for that of the communicator.
-        residual: of the bucket of the next call; None: what codes lose is lost.
+        residual: of the bucket of the next call; None: what quantization loses is lost.
     """
 
     core: StepsCore
@@ -377,7 +377,7 @@ class Steps:
     residual: Residual | None = None
 
     def feeding_back(self, residual: Residual) -> Steps:
-        """Returns the calls for a bucket whose codes take up what earlier ones have lost."""
+        """Returns the calls for a bucket whose quantization takes up what was lost before."""
         return replace(self, residual=residual)
 
     def reduce_scatter_norm(self, *arguments: Any) -> int:
@@ -417,18 +417,18 @@ class StepCalls:
         return methodcaller("steps", state == "node", compression)
 
     def residual_of(self, elems: int, state: str) -> Residual | None:
-        """Makes what keeps the losses of a bucket's codes; see NOTE [Error feedback].
+        """Makes what keeps the losses of a bucket's quantization; see NOTE [Error feedback].
 
         Args:
             elems: of the bucket.
             state: as of :meth:`calls_of`.
 
         Returns:
-            None where nothing is coded: on one node, or where the bucket is small.
+            None where nothing is quantized: on one node, or where the bucket is small.
         """
-        # A bucket is coded by the size of its gradients, which have 32 bits at most.
+        # A bucket is quantized by the size of its gradients, which have 32 bits at most.
         core = self._engine.owner
-        if elems * 4 <= compressed_sums.CODED_ABOVE_BYTES or not isinstance(core, StepsCore):
+        if elems * 4 <= compressed_sums.QUANTIZED_ABOVE_BYTES or not isinstance(core, StepsCore):
             return None
         return core.residual_of(elems, state == "node")
 
@@ -464,7 +464,7 @@ class StepCalls:
 
         return self._engine.start_call(Call("all_gather_on_rail", run, list(parts)), async_op)
 
-    def all_gather_in_codes(
+    def all_gather_quantized(
         self,
         wide: Tensor,
         parts: Sequence[Tensor],
@@ -474,7 +474,7 @@ class StepCalls:
         on_rail: bool = False,
         async_op: bool = False,
     ) -> Work | None:
-        """Gathers numbers that cross between nodes in codes; all ranks have what these decode to.
+        """Gathers numbers that cross between nodes quantized; all ranks have what is dequantized.
 
         Args:
             wide: float32, this rank's numbers.
@@ -486,9 +486,9 @@ class StepCalls:
         """
         ptrs, elems = [part.data_ptr() for part in parts], [part.numel() for part in parts]
         dtype = DTYPE_CODES[parts[0].dtype]
-        call = InCodes(wide.data_ptr(), ptrs, elems, dtype, on_rail, tag)
+        call = QuantizedGather(wide.data_ptr(), ptrs, elems, dtype, on_rail, tag)
 
         def run(core: StepsCore) -> int:
-            return core.gather_in_codes(call, compression)
+            return core.gather_quantized(call, compression)
 
-        return self._engine.start_call(Call("all_gather_in_codes", run, [wide, *parts]), async_op)
+        return self._engine.start_call(Call("all_gather_quantized", run, [wide, *parts]), async_op)

@@ -582,7 +582,7 @@ class _Given:
         copies = self.integer(_ZERO + "zero_hpz_partition_size", 0, 1) > 1
         most = ZeroOptions.bucket_elems
         elems = min(most, self.integer(_ZERO + "reduce_bucket_size", 0, most))
-        codes = self.flag(_ZERO + "zero_quantized_weights", False) and stage == 3
+        quantized = self.flag(_ZERO + "zero_quantized_weights", False) and stage == 3
         op = self.values.get("gradient_allreduce_op")
         if op not in (None, "mean", "sum"):
             raise _wrong("gradient_allreduce_op", '"mean" or "sum"', op)
@@ -593,7 +593,7 @@ class _Given:
             prefetch=min(1, self.integer(_ZERO + "stage3_prefetch_bucket_size", 0, 1)),
             reduce="sum" if op == "sum" else "avg",
             params="world" if stage == 3 and not copies else "node",
-            compression=Compression(parameters="int8" if codes else "param"),
+            compression=Compression(parameters="int8" if quantized else "param"),
         )
 
     def loss_scale(self) -> optim.LossScaleOptions:

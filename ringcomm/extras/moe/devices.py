@@ -44,7 +44,7 @@ from ringcomm.extras.moe.rows import (
 Tensor = torch.Tensor
 _SOURCE_WORDS = _native.SOURCE_WORDS
 _BLOCK = _native.QUANT_BLOCK
-# Bytes of a block's scale, and its codes of a byte each.
+# Bytes of a block's scale, and its values of a byte each.
 _SCALE_BYTES = _native.quantized_bytes(_native.QUANT_FORMATS["fp8"], _BLOCK) - _BLOCK
 
 
@@ -159,8 +159,8 @@ def _publish(
     x = r.x.detach()
     if r.compression is not None and x.size(1) % _BLOCK:
         checks.fail(
-            f"x: on a device compression={r.compression!r} codes rows of a multiple of {_BLOCK} "
-            "numbers, got "
+            f"x: on a device compression={r.compression!r} quantizes rows of a multiple of "
+            f"{_BLOCK} numbers, got "
             f"{x.size(1)}"
         )
     lent = r.compression is None and lendable(comm, x)
@@ -302,7 +302,8 @@ def _places(call: _DeviceDispatch, lists: _Lists, order: Tensor) -> Tensor:
 def _read_rows(call: _DeviceDispatch, sources: Tensor) -> Tensor:
     """Returns the rows that sources name.
 
-    Of codes it copies those of all rows, and behind them the scales: that is a run of codes.
+    Of quantized rows it copies the values of all, and behind them the scales: that is a quantized
+    run.
     """
     r, count, hidden = call.routes, len(sources), call.routes.x.size(1)
     rows = r.x.new_empty((count, hidden))
@@ -311,12 +312,12 @@ def _read_rows(call: _DeviceDispatch, sources: Tensor) -> Tensor:
         return rows
     of_scales = hidden // _BLOCK * _SCALE_BYTES
     run = r.x.new_empty(count * (hidden + of_scales), dtype=torch.uint8)
-    codes, scales = run[: count * hidden], run[count * hidden :]
+    values, scales = run[: count * hidden], run[count * hidden :]
     scales_ptrs = [
         ptr + header.tokens * hidden
         for ptr, header in zip(call.tokens_ptrs, call.headers, strict=True)
     ]
-    call.pull(sources.data_ptr(), _SOURCE_WORDS, call.tokens_ptrs, codes.view(count, hidden))
+    call.pull(sources.data_ptr(), _SOURCE_WORDS, call.tokens_ptrs, values.view(count, hidden))
     call.pull(sources.data_ptr(), _SOURCE_WORDS, scales_ptrs, scales.view(count, of_scales))
     if count:
         given = (run.data_ptr(), 1, 0, rows.data_ptr(), DTYPE_CODES[rows.dtype], rows.numel())

@@ -465,7 +465,7 @@ def dispatch(
             means 1.
         num_experts: of all ranks; a multiple of the world size.
         group: a Communicator, process group of the backend or mesh; None means the default group.
-        compression: "fp8" or "int8": rows travel as codes of 8 bits in blocks of 128 with a scale
+        compression: "fp8" or "int8": rows travel quantized to 8 bits in blocks of 128 with a scale
             each, whatever the nodes; None: as they are. Gradients always travel as they are.
         max_rows: return so many rows, zeros behind the last; None: as many as there are. All
             ranks fail if one gets more.

@@ -390,7 +390,7 @@ class Routes(NamedTuple):
             payload.view(x.dtype).view(x.shape).copy_(x)
             return
         dense, code = readable(x), _native.QUANT_FORMATS[self.compression]
-        _native.encode_rows(
+        _native.quantize_rows(
             code, dense.data_ptr(), DTYPE_CODES[x.dtype], len(x), x.size(1), payload.data_ptr()
         )
 
@@ -402,7 +402,7 @@ class Routes(NamedTuple):
             _native.copy_rows(*entries, self.payload_bytes, rows.data_ptr())
         else:
             code, dtype = _native.QUANT_FORMATS[self.compression], DTYPE_CODES[self.x.dtype]
-            _native.decode_rows(code, *entries, dtype, self.x.size(1), rows.data_ptr())
+            _native.dequantize_rows(code, *entries, dtype, self.x.size(1), rows.data_ptr())
         return rows
 
     def header(self) -> RowsHeader:

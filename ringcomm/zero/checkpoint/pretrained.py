@@ -44,7 +44,7 @@ from ringcomm.zero.stages.access import write_master
 from ringcomm.zero.stages.buckets import BucketParam, ParamBucket
 from ringcomm.zero.stages.engine import ShardEngine
 from ringcomm.zero.stages.sharding import engine_of, path_of
-from ringcomm.zero.stages.shards import own_of, publish, recode
+from ringcomm.zero.stages.shards import own_of, publish, requantize
 from ringcomm.zero.stages.units import Values, WeightSource
 
 # ---- Weights in safetensors files as Hugging Face's libraries write them, matched with a module -
@@ -809,7 +809,7 @@ def _fill_engine(engine: ShardEngine, source: Pretrained) -> None:
             with bucket.here(write=True):
                 _fill_bucket(bucket, masters, source)
     publish(engine)
-    recode(engine)
+    requantize(engine)
     _fill_rest(engine, source)
 
 

@@ -59,7 +59,7 @@ from ringcomm.zero.checkpoint.state import (
 from ringcomm.zero.stages.engine import ShardEngine
 from ringcomm.zero.stages.optimizer import refresh_masters
 from ringcomm.zero.stages.sharding import check_step_number, engine_of, path_of
-from ringcomm.zero.stages.shards import follow_coded, own_of, recode
+from ringcomm.zero.stages.shards import follow_quantized, own_of, requantize
 from ringcomm.zero.stages.units import aliases
 
 # ---- What a rank has for itself in a checkpoint: random generators, and modules' extra state ----
@@ -341,10 +341,10 @@ class TrainState:
                 assert facts.optimizer is not None
                 take_optimizer(engine, step, facts.optimizer, groups)
             else:
-                follow_coded(engine)
+                follow_quantized(engine)
                 refresh_masters(engine)
         engine.comm.barrier()
-        recode(engine)
+        requantize(engine)
         set_extra_state(engine.parts.module, extra, _failed)
 
     def _take_copies(self, step: ShardedStep, state: Mapping[str, Any]) -> None:
@@ -585,7 +585,7 @@ def take_load(loading: Loading) -> Loaded:
         with engine.together("load"):
             loading.take()
         comm.barrier()
-        recode(engine)
+        requantize(engine)
         if loading.extra:
             # Behind the barrier, since a module may look at its parameters.
             with all_or_none(comm, "load", engine.mesh):

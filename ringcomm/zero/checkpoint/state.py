@@ -90,7 +90,7 @@ def parts_to_save(engine: ShardEngine, step: ShardedStep) -> Iterator[StatePart]
 
 
 def _residual_parts(engine: ShardEngine, step: ShardedStep) -> Iterator[StatePart]:
-    """Yields what the codes of gradients have lost: a tensor of each parameter for each node."""
+    """Yields what quantization of gradients has lost: a tensor of each parameter for each node."""
     comm = engine.comm
     for bucket, residual in with_residuals(step):
         runs: list[tuple[int | None, int, Tensor]] = [
@@ -118,7 +118,7 @@ def residuals_to_load(
 
     Args:
         saved: who has saved them.
-        names: of the checkpoint's tensors; what is not there had no codes.
+        names: of the checkpoint's tensors; what is not there was not quantized.
     """
     nothing = torch.empty(0, dtype=torch.float32, device="cpu")
     for bucket, _ in with_residuals(step):
@@ -135,7 +135,7 @@ def take_residuals(
     names: Collection[str],
     read: Callable[[Iterator[StatePart]], None],
 ) -> None:
-    """Takes over what codes had lost; ``read`` fills parts from the checkpoint."""
+    """Takes over what quantization had lost; ``read`` fills parts from the checkpoint."""
     for bucket, residual in with_residuals(step):
 
         def fill(node: int | None, begin: int, out: Tensor, number: int = bucket.number) -> None:
@@ -616,7 +616,7 @@ class SavedOptimizer:
         group_params: names of the parameters of each.
         kinds: of tensors of the state.
         loss_scaler: state of a loss scaler, or None.
-        residuals: who saved what codes have lost, or None.
+        residuals: who saved what quantization has lost, or None.
         states: further state by parameter, where the rule keeps more.
     """
 

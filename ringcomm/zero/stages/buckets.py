@@ -22,7 +22,7 @@ from ringcomm.comm.peer_memory import peer_tensors
 from ringcomm.errors import ArgumentError, MismatchError, RingcommError, UnsupportedError, where
 from ringcomm.memory import normal_tensors, zeros
 from ringcomm.offload.scratch import Disk, DiskChunk, DiskChunks
-from ringcomm.optim.buckets import decoded, empty_for_streams
+from ringcomm.optim.buckets import dequantized, empty_for_streams
 from ringcomm.optim.dtensors import (
     apart,
     is_distributed,
@@ -76,9 +76,9 @@ class ParamBucket(ABC):
         trains: True if an optimizer steps the bucket.
         wide: float32 [state chunk elements], the parameters before they were rounded; None when
             they were not, or when an optimizer has taken them over. With :attr:`compression` they
-            are the masters, also of an optimizer; see NOTE [Coded parameters] in
+            are the masters, also of an optimizer; see NOTE [Quantized parameters] in
             ``optim/buckets.py``.
-        compression: codes in which the parameters cross between nodes; None if they cross as they
+        compression: format in which the parameters cross between nodes; None if they cross as they
             are.
     """
 
@@ -163,7 +163,7 @@ class ParamBucket(ABC):
     def settle(self, async_op: bool = False) -> Work | None:
         """Gives all copies of the parameters what this rank has of them; collective.
 
-        With :attr:`compression` that is what the codes of the masters decode to, here as well.
+        With :attr:`compression` that is the masters quantized and dequantized, here as well.
         """
 
     def _moved(self, entry: BucketParam) -> ArgumentError:
@@ -209,7 +209,7 @@ class ReplicatedBucket(ParamBucket):
         if self.compression is None:
             return self.comm.all_gather(parts, parts[self.comm.rank], async_op=async_op)
         assert self.wide is not None
-        return self.comm.steps.all_gather_in_codes(
+        return self.comm.steps.all_gather_quantized(
             self.wide, parts, self.compression, async_op=async_op
         )
 
@@ -357,7 +357,7 @@ class ShardedBucket(ParamBucket):
         if self.compression is None:
             return self.share(async_op)
         assert self.wide is not None
-        return self.comm.steps.all_gather_in_codes(
+        return self.comm.steps.all_gather_quantized(
             self.wide, self._on_rail, self.compression, on_rail=True, async_op=async_op
         )
 
@@ -639,7 +639,7 @@ class WorldBucket(ShardedBucket):
     def settle(self, async_op: bool = False) -> Work | None:
         if self.compression is not None:
             assert self.wide is not None
-            self.own.copy_(decoded(self.wide, self.compression, self.layout.dtype))
+            self.own.copy_(dequantized(self.wide, self.compression, self.layout.dtype))
         return None
 
     def fill(self) -> None:
@@ -649,7 +649,7 @@ class WorldBucket(ShardedBucket):
         assert self.wide is not None
         chunks = self.layout.chunks(self.comm)
         parts = [self.flat[chunk.begin : chunk.end] for chunk in chunks]
-        self.comm.steps.all_gather_in_codes(self.wide, parts, self.compression, tag=self._tag)
+        self.comm.steps.all_gather_quantized(self.wide, parts, self.compression, tag=self._tag)
 
     def open(self) -> None:
         super().open()

@@ -633,7 +633,7 @@ def refresh_masters(engine: ShardEngine, only: Container[int] | None = None) -> 
     if owner is None:
         return
     for bucket, stored in zip(owner.buckets, engine.stored, strict=True):
-        # Masters of coded parameters are the module's, with or without an optimizer.
+        # Masters of quantized parameters are the module's, with or without an optimizer.
         for entry in stored.params if stored.compression is None else ():
             if only is None or id(entry.param) in only:
                 bucket.refresh_master(entry.begin, entry.end)

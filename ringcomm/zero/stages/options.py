@@ -359,7 +359,7 @@ class ZeroOptions:
             each rank. A ``*`` stands for any characters of one part of a name.
 
     All choices of ``params``, ``state`` and ``tier``, and all stages, end with the same bits; of
-    ``compression`` each choice has its own, and with gradients in codes ``state="node"`` has, too.
+    ``compression`` each choice has its own, and with quantized gradients ``state="node"`` has, too.
     """
 
     precision: Precision = field(default_factory=Precision)
@@ -411,7 +411,7 @@ class ZeroOptions:
             )
         chosen = AdamWOptions(**self.precision.optimizer_defaults)
         self.compression.check_parameters(self.state, chosen.master, chosen.rounding)
-        if self.compression.codes_parameters and self.tier is not None:
+        if self.compression.quantizes_parameters and self.tier is not None:
             raise UnsupportedError(
                 f"tier: expected None with compression: "
                 f"parameters={self.compression.parameters!r}, got a Disk: "
@@ -441,7 +441,7 @@ class ZeroOptions:
 
         Raises:
             ArgumentError: parameters cannot be on a disk at this stage, or not on each node; or
-                they shall cross in codes, and do not cross at this stage.
+                they shall cross quantized, and do not cross at this stage.
             UnsupportedError: nodes with different numbers of ranks cannot have copies.
         """
         several = comm.num_nodes > 1
@@ -459,7 +459,7 @@ class ZeroOptions:
         )
 
     def _compression(self, stage: int, several: bool) -> Compression:
-        if stage == 0 and self.compression.codes_parameters:
+        if stage == 0 and self.compression.quantizes_parameters:
             raise ArgumentError(
                 f"shard: compression: parameters={self.compression.parameters!r}: expected stage "
                 "1, 2 or 3 with "

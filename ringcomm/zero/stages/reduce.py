@@ -110,7 +110,7 @@ class GradientBucket:
         stored: the bucket of the parameters.
         shard: [state chunk elements], float32 or 16 bits; the sum since :meth:`Reduction.drop`.
         words: int64 [24], the norm words of the last reduction.
-        residual: what the codes of gradients have lost; None where nothing keeps that.
+        residual: what quantization of gradients has lost; None where nothing keeps that.
         holds: True if anything was reduced into the shard.
         active: by parameter, True if a gradient was reduced since :meth:`Reduction.drop`.
         waiting: indices of parameters whose gradients have arrived, and were not looked at yet.

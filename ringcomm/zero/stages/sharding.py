@@ -151,7 +151,7 @@ def check_memory_of_params(units: Sequence[Unit]) -> None:
             raise UnsupportedError(
                 f"shard: parameter {name}: expected a dense tensor in memory of its own, got a "
                 f"{kind.__module__}.{kind.__qualname__} of {local.dtype} and {local.layout}, whose "
-                "values shard() cannot put there. Hold the codes of quantized weights in a frozen "
+                "values shard() cannot put there. Hold quantized weights in a frozen "
                 "parameter or a buffer of 8 bits that forward dequantizes; or pass "
                 f"options=ZeroOptions(ignored=({name!r},)), which leaves it to you"
             )
@@ -385,13 +385,13 @@ def make_bucket(parts: EngineParts, assignment: BucketAssignment, number: int) -
 
 
 def _compression_of(options: ZeroOptions, layout: BucketLayout, trains: bool) -> str | None:
-    """Returns the codes in which a bucket's parameters cross between nodes, or None.
+    """Returns the format in which a bucket's parameters cross between nodes, or None.
 
     What is frozen never crosses, and what stays FP32 among parameters of 16 bits is to be exact.
     """
     kept = layout.dtype is torch.float32 and options.precision.param not in (None, torch.float32)
-    codes = options.compression.codes_parameters and trains and not kept
-    return options.compression.parameters if codes else None
+    quantized = options.compression.quantizes_parameters and trains and not kept
+    return options.compression.parameters if quantized else None
 
 
 def move_in(parts: EngineParts, init: Init, rollback: Rollback) -> None:
@@ -450,7 +450,7 @@ def _values(parts: EngineParts, unit: Unit, init: Init, rollback: Rollback) -> d
             continue
         if id(param) in moves:
             if takes and not param.requires_grad and _is_held(value):
-                # A quantized layer holds its codes apart from the parameter, too.
+                # A quantized layer holds its values apart from the parameter, too.
                 rollback.keep_values(param)
             elif takes:
                 # The rollback keeps the memory of ``value``: the broadcast must not write to it.

@@ -40,8 +40,8 @@ from ringcomm.zero.stages.hooks import uncompiled
 from ringcomm.zero.stages.optimizer import refresh_masters
 from ringcomm.zero.stages.sharding import engine_of, is_sharded
 
-# ---- Coded parameters after writes from outside of a step: their masters, and codes made anew ---
-# See NOTE [Coded parameters] in ``optim/buckets.py``.
+# ---- Quantized parameters after writes from outside of a step: masters, and blocks made anew ----
+# See NOTE [Quantized parameters] in ``optim/buckets.py``.
 
 Tensor = torch.Tensor
 
@@ -54,28 +54,28 @@ def own_of(bucket: ParamBucket) -> Tensor:
     return bucket.flat[bucket.state_chunk.begin : bucket.state_chunk.end]
 
 
-def follow_coded(engine: ShardEngine) -> None:
-    """Sets masters that do not decode to their parameters to these; before :func:`recode`, once."""
+def follow_quantized(engine: ShardEngine) -> None:
+    """Sets masters that do not give their parameters to these; before :func:`requantize`, once."""
     for bucket in engine.stored:
         if bucket.compression is not None:
             assert bucket.wide is not None
             bucket.wide.copy_(following(bucket.wide, own_of(bucket), bucket.compression))
 
 
-def recode(engine: ShardEngine) -> bool:
-    """Makes coded parameters what the codes of their masters decode to, everywhere; collective.
+def requantize(engine: ShardEngine) -> bool:
+    """Makes quantized parameters what their masters give, everywhere; collective.
 
     No rank reads its peers' parameters meanwhile.
 
     Returns:
         True if there are any.
     """
-    coded = [bucket for bucket in engine.stored if bucket.compression is not None]
-    for bucket in coded:
+    quantized = [bucket for bucket in engine.stored if bucket.compression is not None]
+    for bucket in quantized:
         bucket.settle()
-    if coded:
+    if quantized:
         engine.comm.barrier()
-    return bool(coded)
+    return bool(quantized)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def writing_shards(module: nn.Module) -> Iterator[dict[str, LocalShard]]:
         yield memory.shards
     with engine.together("writing_shards"):
         memory.follow()
-    recode(engine)
+    requantize(engine)
 
 
 @contextmanager
@@ -558,9 +558,9 @@ def _take_changes(engine: ShardEngine, rank: int, part: frozenset[int] | None) -
     with engine.together("unsharded"):
         _broadcast(engine, named, rank, part)
         refresh_masters(engine, part)
-        follow_coded(engine)
+        follow_quantized(engine)
     comm.barrier()
-    if recode(engine):
+    if requantize(engine):
         _unshard_again(engine)
         comm.barrier()
 

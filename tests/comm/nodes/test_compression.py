@@ -11,7 +11,7 @@ import ringcomm
 from ringcomm import ArgumentError, CommOptions, MismatchError, ReduceOp, _native
 from ringcomm.comm.local_world import LocalWorld
 from ringcomm.comm.nodes import core as sums
-from tests.comm.test_quantization import KINDS, decoded
+from tests.comm.test_quantization import KINDS, dequantized
 from tests.support.covering import covering
 
 Tensor = torch.Tensor
@@ -52,14 +52,16 @@ def nodes_of(comm: ringcomm.Communicator) -> list[list[int]]:
 
 
 def in_blocks(compression: str, whole: Tensor, cuts: list[int]) -> Tensor:
-    """Numbers as they are once decoded, coded in runs that begin at cuts."""
+    """Numbers as they are once dequantized, quantized in runs that begin at cuts."""
     ends = [*cuts[1:], whole.numel()]
-    return torch.cat([decoded(compression, whole[a:b]) for a, b in zip(cuts, ends, strict=True)])
+    return torch.cat(
+        [dequantized(compression, whole[a:b]) for a, b in zip(cuts, ends, strict=True)]
+    )
 
 
 @covering(indirect=["world"], world=SHAPES, dtype=DTYPES, compression=[*KINDS])
-def test_a_reduce_scatter_adds_what_was_coded_once(world, compression, dtype):
-    """Bits: of each node's partial sum, coded and decoded, in the order of the nodes."""
+def test_a_reduce_scatter_adds_what_was_quantized_once(world, compression, dtype):
+    """Bits: of each node's partial sum, quantized and dequantized, in the order of the nodes."""
 
     def body(comm):
         size, rank, nodes = comm.world_size, comm.rank, nodes_of(comm)
@@ -67,7 +69,9 @@ def test_a_reduce_scatter_adds_what_was_coded_once(world, compression, dtype):
         out = torch.empty(COUNT, dtype=dtype)
         comm.reduce_scatter_tensor(out, whole, compression=compression)
         chunk = slice(rank * COUNT, (rank + 1) * COUNT)
-        terms = [decoded(compression, each[chunk]) for each in partials(nodes, COUNT * size, dtype)]
+        terms = [
+            dequantized(compression, each[chunk]) for each in partials(nodes, COUNT * size, dtype)
+        ]
         expected = terms[0]
         for term in terms[1:]:
             expected = expected + term
@@ -82,8 +86,8 @@ def test_a_reduce_scatter_adds_what_was_coded_once(world, compression, dtype):
 
 
 @covering(indirect=["world"], world=SHAPES, dtype=DTYPES, compression=[*KINDS])
-def test_an_all_reduce_codes_its_sums_again(world, compression, dtype):
-    """All ranks have the same bits, and the error is that of the codes of terms and of the sum."""
+def test_an_all_reduce_quantizes_its_sums_again(world, compression, dtype):
+    """All ranks have the same bits, and the error is that of quantized terms and sums."""
 
     def body(comm):
         nodes, elems = nodes_of(comm), COUNT * 3
@@ -92,11 +96,11 @@ def test_an_all_reduce_codes_its_sums_again(world, compression, dtype):
         same = [torch.empty_like(mine) for _ in range(comm.world_size)]
         comm.all_gather(same, mine)
         assert all(torch.equal(each, mine) for each in same)
-        terms = [decoded(compression, each) for each in partials(nodes, elems, dtype)]
+        terms = [dequantized(compression, each) for each in partials(nodes, elems, dtype)]
         expected = terms[0]
         for term in terms[1:]:
             expected = expected + term
-        assert torch.equal(mine, decoded(compression, expected).to(dtype))
+        assert torch.equal(mine, dequantized(compression, expected).to(dtype))
 
     world.run(body)
 
@@ -108,7 +112,8 @@ def test_a_reduce_to_one_rank(world, compression):
         mine = numbers(COUNT, comm.rank, torch.float32)
         comm.reduce(mine, root, compression=compression)
         terms = [
-            decoded(compression, each) for each in partials(nodes_of(comm), COUNT, torch.float32)
+            dequantized(compression, each)
+            for each in partials(nodes_of(comm), COUNT, torch.float32)
         ]
         expected = terms[0]
         for term in terms[1:]:
@@ -121,7 +126,7 @@ def test_a_reduce_to_one_rank(world, compression):
     world.run(body)
 
 
-def test_what_has_no_use_for_codes_is_exact(world):
+def test_what_has_no_use_for_quantization_is_exact(world):
     """Integers, doubles, other operators, and small buffers."""
 
     def body(comm):
@@ -211,7 +216,7 @@ def test_bad_options():
 
 
 def test_bytes_on_the_rails(monkeypatch):
-    """What leaves a node is the closed form: codes and scales, and headers of calls beside."""
+    """What leaves a node is the closed form: values and scales, and headers of calls beside."""
     from ringcomm.comm.nodes import transport as rails
 
     elems = 1 << 16

@@ -189,10 +189,10 @@ def test_sums_that_are_rounded_for_the_network(devices: Devices) -> None:
 def test_quantized_values_are_the_hosts(
     devices: Devices, compression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compressed_sums, "CODED_ABOVE_BYTES", 64)
+    monkeypatch.setattr(compressed_sums, "QUANTIZED_ABOVE_BYTES", 64)
     monkeypatch.setattr(device_core, "SCRATCH_BYTES", 3000)
     dtype = torch.bfloat16
-    # What an operator makes of numbers comes before they are coded, in whichever code.
+    # What an operator makes of numbers comes before they are quantized, in whichever format.
     sums_alone = compression != "int8"
     with world_of(
         (0, 0, 1), with_options(transport=emulated_nccl, compression=compression)

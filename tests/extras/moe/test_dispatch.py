@@ -228,9 +228,9 @@ def test_another_size_comes_back(world):
 
 
 @covering(strength=1, indirect=["world"], world=NODES, dtype=DTYPES, compression=[*COMPRESSIONS])
-def test_codes_travel(world, compression, dtype):
-    """Each row comes as it is once coded and decoded by itself, and gradients come as they are."""
-    from tests.comm.test_quantization import decoded
+def test_rows_travel_quantized(world, compression, dtype):
+    """Each row comes quantized and dequantized by itself, and gradients come as they are."""
+    from tests.comm.test_quantization import dequantized
 
     cases = [case(rank, 2, hidden=200, dtype=dtype) for rank in range(len(world))]
 
@@ -240,13 +240,13 @@ def test_codes_travel(world, compression, dtype):
         rows, _, handle = moe.dispatch(
             x, mine.idx, mine.weights, EXPERTS, comm, compression=compression
         )
-        coded = [
+        quantized = [
             each._replace(
-                x=torch.stack([decoded(compression, row.float()).to(dtype) for row in each.x])
+                x=torch.stack([dequantized(compression, row.float()).to(dtype) for row in each.x])
             )
             for each in cases
         ]
-        assert torch.equal(rows, torch.cat(own(dispatched(coded, EXPERTS), comm)))
+        assert torch.equal(rows, torch.cat(own(dispatched(quantized, EXPERTS), comm)))
         grad = torch.autograd.grad(rows, x, torch.ones_like(rows))[0]
         times = (mine.idx >= 0).sum(1, keepdim=True)
         assert torch.equal(grad, times.to(dtype).expand_as(grad))
@@ -308,8 +308,8 @@ def test_a_token_crosses_to_a_node_once(compression, monkeypatch):
         # The experts of ranks 2 and 3, on the other node than ranks 0 and 1, are 4 to 7.
         idx = torch.tensor([[0, 4, 5, 7], [4, 5, 6, 7], [0, 1, 2, 3], [-1, 4, -1, -1]])
         moe.dispatch(torch.zeros(4, 256), idx, None, EXPERTS, comm, compression=compression)
-        coded_bytes = _native.quantized_bytes(_native.QUANT_FORMATS["fp8"], 256)
-        row_bytes = 256 * 4 if compression is None else coded_bytes
+        quantized_bytes = _native.quantized_bytes(_native.QUANT_FORMATS["fp8"], 256)
+        row_bytes = 256 * 4 if compression is None else quantized_bytes
         assert sent[comm.rank] == [(3 if comm.rank < 2 else 2) * row_bytes]
 
     with ringcomm.local_world(4, nodes=(2, 2), options=CommOptions(timeout=60)) as made:

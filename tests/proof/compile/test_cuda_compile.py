@@ -94,7 +94,7 @@ def is_ll(kernel: str) -> bool:
     return "_ll_" in kernel
 
 
-def codes(kernel: str) -> bool:
+def quantizes(kernel: str) -> bool:
     return kernel.startswith(("rc_quantize_", "rc_dequantize_and_sum_"))
 
 
@@ -105,11 +105,11 @@ def reads_rows(kernel: str) -> bool:
 def is_alone(kernel: str) -> bool:
     """Those that wait for no peer."""
     alone = kernel in ("rc_adamw_prepare", "rc_grad_norm") or "_shard_" in kernel
-    return alone or codes(kernel) or reads_rows(kernel)
+    return alone or quantizes(kernel) or reads_rows(kernel)
 
 
 def uses_shared_memory(kernel: str) -> bool:
-    return kernel != "rc_adamw_prepare" and not codes(kernel) and not reads_rows(kernel)
+    return kernel != "rc_adamw_prepare" and not quantizes(kernel) and not reads_rows(kernel)
 
 
 def updates(kernel: str) -> bool:
@@ -180,10 +180,10 @@ class TestUnits:
             if name == "rc_copy_rows":
                 assert checks.copy_loop(kernel) == []
             elif reads_rows(name):
-                assert checks.coding_loop(kernel, stores=False) == []
-                assert "scale" in name or checks.coding_loop(kernel, stores=True) == []
-            if name.endswith("_float32") and codes(name):
-                assert checks.coding_loop(kernel, stores=name.startswith("rc_sum_")) == []
+                assert checks.quantization_loop(kernel, stores=False) == []
+                assert "scale" in name or checks.quantization_loop(kernel, stores=True) == []
+            if name.endswith("_float32") and quantizes(name):
+                assert checks.quantization_loop(kernel, stores=name.startswith("rc_sum_")) == []
             if is_ll(name) or is_alone(name):
                 continue
             # The norm is a reduce-scatter alone: it copies nothing.

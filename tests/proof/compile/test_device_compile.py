@@ -200,8 +200,8 @@ def test_quantization_is_compiled_for_kernels_that_fuse(quant_format):
     aligned, elems = 1 << 40, 16_000
     how = {"DTYPE": tl.float32, "BLOCKS": 8, "FORMAT": quant_format}
     with on_gpu(90) as gpu:
-        kernels.encode_kernel[(1,)](aligned, 2 * aligned, elems, **how)
-        kernels.sum_codes_kernel[(1,)](
+        kernels.quantize_kernel[(1,)](aligned, 2 * aligned, elems, **how)
+        kernels.dequantize_and_sum_kernel[(1,)](
             aligned, 2 * aligned, elems, aligned, COUNT=2, DIVISOR=1, **how
         )
     for made in gpu.made:
@@ -209,6 +209,6 @@ def test_quantization_is_compiled_for_kernels_that_fuse(quant_format):
         assert made.metadata.enable_fp_fusion
         assert "mul.rn.f32" in text and "fma." not in text and ".local" not in text
     encoding, summing = (made.asm["ptx"] for made in gpu.made)
-    # Numbers lie anywhere here, element by element; codes lie at a multiple of 16.
+    # Numbers lie anywhere here, element by element; quantized values lie at a multiple of 16.
     assert re.search(r"\bst\.global\.(?:v[24]\.)?b32\b", encoding)
     assert re.search(r"\bld\.global\.(?:v[24]\.)?b32\b", summing)

@@ -15,7 +15,7 @@ from tests.support import nvrtc
 from tests.support.covering import covering
 from tests.support.device_worlds import Devices
 from tests.support.emulator.library import COMPILER
-from tests.support.quantization_checks import CASES, DTYPES, CodingEnd, each_difference
+from tests.support.quantization_checks import CASES, DTYPES, QuantizationEnd, each_difference
 
 pytestmark = [
     pytest.mark.compiles,
@@ -34,7 +34,7 @@ def devices() -> Iterator[Devices]:
         yield made
 
 
-def coding_end(devices: Devices, native: _native.DeviceComm) -> CodingEnd:
+def quantization_end(devices: Devices, native: _native.DeviceComm) -> QuantizationEnd:
     def to_device(tensor: torch.Tensor) -> torch.Tensor:
         ptx.allow(tensor)
         return tensor
@@ -43,14 +43,15 @@ def coding_end(devices: Devices, native: _native.DeviceComm) -> CodingEnd:
         devices.runtime.synchronize(0)
         return tensor
 
-    return CodingEnd(native.quantize, native.dequantize_and_sum, to_device, to_host)
+    return QuantizationEnd(native.quantize, native.dequantize_and_sum, to_device, to_host)
 
 
 @covering(strength=1, quant_format=QUANT_FORMATS, dtype=DTYPES)
 def test_the_bits_are_the_hosts(devices: Devices, quant_format: str, dtype: torch.dtype) -> None:
     cases = CASES + (TWO_BLOCKS if dtype == torch.float32 else ())
     check(
-        devices, lambda end: each_difference(coding_end(devices, end), quant_format, dtype, cases)
+        devices,
+        lambda end: each_difference(quantization_end(devices, end), quant_format, dtype, cases),
     )
 
 
@@ -58,7 +59,7 @@ def test_the_bits_are_the_hosts(devices: Devices, quant_format: str, dtype: torc
 MUTANTS = {
     **{name: SLIPS[name] for name in ("too few lanes at a shuffle", "another lane of a shuffle")},
     "another operand of a store": SLIPS["a store's other operand"],
-    "codes one higher": (r"(add\.rn\.f32\s.*)0f4B400000;", r"\g<1>0f4B400001;"),
+    "values one higher": (r"(add\.rn\.f32\s.*)0f4B400000;", r"\g<1>0f4B400001;"),
     "no reciprocal": (r"rcp\.rn\.f32", "mov.f32"),
     "infinities as numbers": (r"(and\.b32\s.*), 8388608;", r"\1, 0;"),
     "tiny numbers as others": (
@@ -74,6 +75,6 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_seen(devices: Devices, mutant: str) -> None:
     def found(end: _native.DeviceComm) -> Iterator[str]:
-        return each_difference(coding_end(devices, end), "int8", torch.float32)
+        return each_difference(quantization_end(devices, end), "int8", torch.float32)
 
     check_seen(devices, "quantize_int8/float32", MUTANTS[mutant], found)

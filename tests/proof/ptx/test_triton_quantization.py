@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 from ringcomm._tl.hooks import IS_INTERPRETED
 from tests import ptx_interpreter as ptx
 from tests.support.emulator.library import COMPILER
-from tests.support.quantization_checks import CodingEnd, differences
+from tests.support.quantization_checks import QuantizationEnd, differences
 from tests.support.triton_device import PtxLauncher, executed
-from tests.tl.test_quantization import coding_end
+from tests.tl.test_quantization import quantization_end
 
 pytestmark = [
     pytest.mark.compiles,
@@ -36,10 +36,10 @@ def _allowed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _differences(gpu: PtxLauncher, quant_format: str) -> list[str]:
-    made = coding_end()
+    made = quantization_end()
     ptx.be_strict(True)
     with executed(gpu):
-        end = CodingEnd(made.encode, made.sum, _allowed, made.to_host)
+        end = QuantizationEnd(made.quantize, made.sum, _allowed, made.to_host)
         try:
             return differences(end, quant_format, torch.float32, CASES)
         finally:

@@ -1,11 +1,11 @@
 // FP32 numbers in a few bits, for links between nodes: the formats "int8", "fp8" (e4m3) and "int4".
 //
 // A run of n numbers is cut into blocks of 128, the last perhaps shorter. A block has a scale s,
-// and a code of 8 or 4 bits for each number x: that of the number nearest to x / s, to even in
+// and a quantized value of 8 or 4 bits for each number x: the one nearest to x / s, to even in
 // between.
-// In memory the codes of the run lie first, then the scales' words, 3 bytes each:
+// In memory the quantized values of the run lie first, then the scales' words, 3 bytes each:
 //
-//     format  codes               bytes of n    error of a number of a block whose largest is M
+//     format  values             bytes of n    error of a number of a block whose largest is M
 //     int8    -127 .. 127        131/128 n     M / 254
 //     fp8     e4m3 to 256        131/128 n     |x| / 16, or M / 262144 if that is more
 //     int4    -7 .. 7             67/128 n     M / 14
@@ -13,17 +13,18 @@
 // and another 2^-150, half of FP32's smallest number, where M < 2^-62.
 //
 // The bounds hold as they stand in FP32's arithmetic. The scale is a little (2^-12) smaller than M
-// over the largest code, which leaves room for the roundings of 1 / s and of x times that, and the
-// largest number is still nearest to the largest code. It keeps 15 significant bits, so that a code
-// times a scale is exact: a decoded number is the same with and without fused multiply-adds, and
-// what is added up is rounded by the additions alone. So all machines have equal bits.
+// over the largest value, which leaves room for the roundings of 1 / s and of x times that, and the
+// largest number is still nearest to the largest value. It keeps 15 significant bits, so that a
+// value times a scale is exact: a dequantized number is the same with and without fused
+// multiply-adds, and what is added up is rounded by the additions alone. So all machines have equal
+// bits.
 //
 // Blocks of tiny numbers are multiplied by 2^64 before and divided after, which a bit of the word
 // says; subnormal numbers are as exact as others.
 //
-// Where a block has infinities or NaNs, another bit of the word says so. The codes of largest
+// Where a block has infinities or NaNs, another bit of the word says so. The values of largest
 // magnitude stand for these then, and M is the largest of the finite numbers. Of int8 and int4
-// these have a code less: M / 252 and M / 12.
+// these have a value less: M / 252 and M / 12.
 //
 // e4m3 goes to 448. With the largest number at 256 the error of Gaussian numbers is 2.53e-2 of
 // their norm, the least of all numbers from 224 to 448 that were tried, which have up to 2.94e-2;
@@ -47,7 +48,7 @@ constexpr uint64_t kWordBytes = 3;
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr uint32_t kMagnitude = 0x7fffffffu;
 
-// The bytes of the codes of `elems` numbers, and of all; every block but the last is full.
+// The bytes of the values of `elems` numbers, and of all; every block but the last is full.
 RC_FN constexpr uint64_t values_bytes(QuantFormat format, uint64_t elems) {
   return format == QuantFormat::kInt4
              ? elems / kQuantBlock * (kQuantBlock / 2) + (elems % kQuantBlock + 1) / 2
@@ -72,34 +73,34 @@ RC_FN uint32_t below_or(uint32_t x, uint32_t limit, uint32_t below, uint32_t oth
 
 // Whole numbers of 4 or 8 bits. The smallest one, which stands for none, is NaN beside infinities.
 template <QuantFormat kFormat, int kBits>
-struct WholeCode {
+struct IntegerFormat {
   static constexpr QuantFormat format = kFormat;
   static constexpr uint32_t kMask = (1u << kBits) - 1, kNan = 1u << (kBits - 1);
   static constexpr float kMost = float(kNan - 1), kMostBeside = float(kNan - 2);
-  static RC_FN uint32_t encode(float y) { return uint32_t(nearest_whole(y)) & kMask; }
-  static RC_FN float decode(uint32_t code) {
-    return float(int32_t(code << (32 - kBits)) >> (32 - kBits));
+  static RC_FN uint32_t quantize(float y) { return uint32_t(nearest_whole(y)) & kMask; }
+  static RC_FN float dequantize(uint32_t value) {
+    return float(int32_t(value << (32 - kBits)) >> (32 - kBits));
   }
-  // Of an infinity or a NaN, by its bits; and what a code stands for that is one of them.
-  static RC_FN uint32_t encode_special(uint32_t bits) {
+  // Of an infinity or a NaN, by its bits; and what a value stands for that is one of them.
+  static RC_FN uint32_t quantize_special(uint32_t bits) {
     if ((bits & kMagnitude) != kInfinityBits) return kNan;
     return bits >> 31 ? kNan + 1 : kNan - 1;
   }
-  static RC_FN bool decode_special(uint32_t code, uint32_t* bits) {
-    if (code < kNan - 1 || code > kNan + 1) return false;
-    *bits = code == kNan ? 0x7fc00000u : code > kNan ? 0xff800000u : kInfinityBits;
+  static RC_FN bool dequantize_special(uint32_t value, uint32_t* bits) {
+    if (value < kNan - 1 || value > kNan + 1) return false;
+    *bits = value == kNan ? 0x7fc00000u : value > kNan ? 0xff800000u : kInfinityBits;
     return true;
   }
 };
-using Int8Code = WholeCode<QuantFormat::kInt8, 8>;
-using Int4Code = WholeCode<QuantFormat::kInt4, 4>;
+using Int8Format = IntegerFormat<QuantFormat::kInt8, 8>;
+using Int4Format = IntegerFormat<QuantFormat::kInt4, 4>;
 
 // float8_e4m3fn: 4 bits of exponent with a bias of 7, 3 of mantissa, subnormals, no infinities.
-struct Fp8Code {
+struct Fp8Format {
   static constexpr QuantFormat format = QuantFormat::kFp8;
   static constexpr float kMost = 256.0f, kMostBeside = 256.0f;
   static constexpr uint32_t kLeastNormal = 121u << 23;  // the bits of 2^-6
-  static RC_FN uint32_t encode(float y) {
+  static RC_FN uint32_t quantize(float y) {
     const uint32_t bits = bits_of(y), magnitude = bits & kMagnitude;
     // FP32 numbers have e4m3's spacing at |y| where they are 2^20 times as large, so the sum with
     // such a power of two is |y| rounded, in steps that its mantissa counts.
@@ -109,19 +110,19 @@ struct Fp8Code {
     const uint32_t steps = bits_of(float_of(magnitude) + float_of(rounder)) - rounder;
     return (steps + (power >> 20) - (kLeastNormal >> 20)) | (bits >> 24 & 0x80u);
   }
-  static RC_FN float decode(uint32_t code) {
-    const uint32_t magnitude = code & 0x7fu;
+  static RC_FN float dequantize(uint32_t value) {
+    const uint32_t magnitude = value & 0x7fu;
     const uint32_t normal = (magnitude << 20) + (120u << 23);
     const uint32_t subnormal = bits_of(float_of(0x46800000u + magnitude) - 16384.0f);
-    return float_of(below_or(magnitude, 8u, subnormal, normal) | (code & 0x80u) << 24);
+    return float_of(below_or(magnitude, 8u, subnormal, normal) | (value & 0x80u) << 24);
   }
-  static RC_FN uint32_t encode_special(uint32_t bits) {
+  static RC_FN uint32_t quantize_special(uint32_t bits) {
     if ((bits & kMagnitude) != kInfinityBits) return 0x7fu;
     return 0x7eu | (bits >> 24 & 0x80u);
   }
-  static RC_FN bool decode_special(uint32_t code, uint32_t* bits) {
-    if ((code & 0x7fu) < 0x7eu) return false;
-    *bits = (code & 0x7fu) == 0x7fu ? 0x7fc00000u : kInfinityBits | (code & 0x80u) << 24;
+  static RC_FN bool dequantize_special(uint32_t value, uint32_t* bits) {
+    if ((value & 0x7fu) < 0x7eu) return false;
+    *bits = (value & 0x7fu) == 0x7fu ? 0x7fc00000u : kInfinityBits | (value & 0x80u) << 24;
     return true;
   }
 };
@@ -135,10 +136,10 @@ struct BlockScale {
   static constexpr float kUp = 18446744073709551616.0f, kDown = 1.0f / kUp;  // 2^64
 
   // Of a block whose largest finite magnitude has the bits `most`.
-  template <class Code>
+  template <class Format>
   static RC_FN BlockScale of(uint32_t most, bool special) {
     constexpr float kLess = 1.0f - 1.0f / 4096;
-    constexpr float usual = kLess / Code::kMost, beside = kLess / Code::kMostBeside;
+    constexpr float usual = kLess / Format::kMost, beside = kLess / Format::kMostBeside;
     const bool tiny = most < kTinyBelow;
     const float largest = float_of(most) * (tiny ? kUp : 1.0f);
     const uint32_t bits = bits_of(largest * (special ? beside : usual));
@@ -147,8 +148,8 @@ struct BlockScale {
 
   RC_FN bool special() const { return (word & kSpecial) != 0; }
   RC_FN float scale() const { return float_of((word & kFloat) << 9); }
-  // A number is times before() and inverse() when it is encoded, and times scale() and after()
-  // when it is decoded.
+  // A number is times before() and inverse() when it is quantized, and times scale() and after()
+  // when it is dequantized.
   RC_FN float before() const { return word & kTiny ? kUp : 1.0f; }
   RC_FN float inverse() const { return word & kFloat ? 1.0f / scale() : 0.0f; }
   RC_FN float after() const { return word & kTiny ? kDown : 1.0f; }
@@ -162,19 +163,19 @@ struct BlockScale {
     return {uint32_t(from[0]) | uint32_t(from[1]) << 8 | uint32_t(from[2]) << 16};
   }
 
-  // The number that a code of the block stands for.
-  template <class Code>
-  RC_FN float number(uint32_t code) const {
+  // The number that a value of the block stands for.
+  template <class Format>
+  RC_FN float dequantize(uint32_t value) const {
     uint32_t bits;
-    if (special() && Code::decode_special(code, &bits)) return float_of(bits);
-    return Code::decode(code) * scale() * after();
+    if (special() && Format::dequantize_special(value, &bits)) return float_of(bits);
+    return Format::dequantize(value) * scale() * after();
   }
-  // The code of a number of the block.
-  template <class Code>
-  RC_FN uint32_t code(float x) const {
+  // The quantized value of a number of the block.
+  template <class Format>
+  RC_FN uint32_t quantize(float x) const {
     const uint32_t bits = bits_of(x);
-    if (special() && (bits & kMagnitude) >= kInfinityBits) return Code::encode_special(bits);
-    return Code::encode(x * before() * inverse());
+    if (special() && (bits & kMagnitude) >= kInfinityBits) return Format::quantize_special(bits);
+    return Format::quantize(x * before() * inverse());
   }
 };
 

@@ -1,4 +1,4 @@
-"""Parameters that cross between nodes in codes: a training with a reference, resuming, writes."""
+"""Parameters that cross between nodes quantized: a training with a reference, resuming, writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringcomm.comm.nodes import core as sums
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.extras.estimate import ModelElems, Training
 from ringcomm.optim import AdamW, AdamWOptions
-from tests.comm.test_quantization import encode, total
+from tests.comm.test_quantization import quantize, total
 from tests.support.covering import covering
 from tests.zero.job import BF16, Job
 from tests.zero.models import MODELS, Run, assert_same_bits, groups_of, new_model, options_of, train
@@ -29,14 +29,14 @@ WORLD: dict[str, Any] = {"params": "world"}
 pytestmark = pytest.mark.usefixtures("one_thread_for_each_rank")
 
 
-def coded(run: Run, code: str, choice: tuple[int, dict[str, Any]]) -> Run:
+def quantized(run: Run, quant_format: str, choice: tuple[int, dict[str, Any]]) -> Run:
     stage, options = choice
-    compression = zero.Compression(parameters=code)
+    compression = zero.Compression(parameters=quant_format)
     return replace(run, stage=stage, options={"compression": compression, **run.options, **options})
 
 
-def decoded(code: str, numbers: Tensor) -> Tensor:
-    return total(code, [encode(code, numbers)], numbers.numel())
+def dequantized(quant_format: str, numbers: Tensor) -> Tensor:
+    return total(quant_format, [quantize(quant_format, numbers)], numbers.numel())
 
 
 #: Its elements, and where in it each parameter lies.
@@ -61,15 +61,15 @@ def buckets_of(module: Any) -> list[Layout]:
 
 
 class Reference:
-    """A training on one rank, which keeps masters and codes them itself, a bucket at a time."""
+    """A training on one rank, which keeps masters and quantizes them itself, a bucket at a time."""
 
-    def __init__(self, base: Any, run: Run, buckets: Any, code: str) -> None:
+    def __init__(self, base: Any, run: Run, buckets: Any, quant_format: str) -> None:
         self.module = deepcopy(base)
         if run.precision.param is not None:
             self.module.to(run.precision.param)
         self.params = dict(self.module.named_parameters())
         self.masters = {n: p.detach().clone().float() for n, p in base.named_parameters()}
-        self._buckets, self._code, self._run = buckets, code, run
+        self._buckets, self._format, self._run = buckets, quant_format, run
         # What steps the masters has no codes: FP32, in a world of one.
         self._stepped = deepcopy(base)
         self._optimizer = AdamW(groups_of(self._stepped), lr=1e-2, comm="alone")
@@ -78,10 +78,10 @@ class Reference:
         self.show()
 
     def show(self) -> None:
-        """Gives the parameters what their masters' codes decode to."""
+        """Gives the parameters their masters quantized and dequantized."""
         with torch.no_grad():
             for bucket in self._buckets:
-                flat = decoded(self._code, flat_of(bucket, self.masters))
+                flat = dequantized(self._format, flat_of(bucket, self.masters))
                 for name, begin, end in bucket[1]:
                     self.params[name].view(-1).copy_(flat[begin:end])
 
@@ -115,25 +115,25 @@ def layout_of(comm: Communicator, base: Any, run: Run) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("run", "code", "choices"),
+    ("run", "quant_format", "choices"),
     [
         (Run("mlp", 1, steps=2), "int4", [(1, {}), (3, WORLD)]),
         (Run("mlp", 1, steps=2, precision=zero.Precision(param=torch.bfloat16)), "fp8", [(3, {})]),
     ],
     ids=["int4", "bf16 fp8"],
 )
-def test_steps_end_with_the_bits_of_one_rank_that_codes_masters_itself(
-    two_by_two, run, code, choices
+def test_steps_end_with_the_bits_of_one_rank_that_quantizes_masters_itself(
+    two_by_two, run, quant_format, choices
 ):
     """And not with those of the masters themselves."""
     base = new_model(run.model)
-    layout = two_by_two.run(layout_of, base, coded(run, code, (1, {})))[0]
-    reference = Reference(base, run, layout, code)
+    layout = two_by_two.run(layout_of, base, quantized(run, quant_format, (1, {})))[0]
+    reference = Reference(base, run, layout, quant_format)
     for turn in range(run.steps):
         reference.step(turn)
     wanted = dict(reference.params)
     for choice in choices:
-        for state, _ in two_by_two.run(train, base, coded(run, code, choice)):
+        for state, _ in two_by_two.run(train, base, quantized(run, quant_format, choice)):
             params = {name: state[name] for name in wanted}
             assert_same_bits(params, {name: each.detach() for name, each in wanted.items()})
     masters = reference.masters
@@ -142,15 +142,15 @@ def test_steps_end_with_the_bits_of_one_rank_that_codes_masters_itself(
 
 def test_segments_begin_at_blocks(two_by_two, monkeypatch):
     base, run = new_model("narrow gpt"), Run("narrow gpt", 1, 1)
-    wanted = two_by_two.run(train, base, coded(run, "int4", (1, {})))[0]
+    wanted = two_by_two.run(train, base, quantized(run, "int4", (1, {})))[0]
     monkeypatch.setattr(sums, "SEGMENT_BYTES", 4 << 10)
     for choice in ((1, {}), (3, WORLD)):
-        for state, _ in two_by_two.run(train, base, coded(run, "int4", choice)):
+        for state, _ in two_by_two.run(train, base, quantized(run, "int4", choice)):
             assert_same_bits(state, wanted[0])
 
 
-def test_codes_pass_over_other_rails_unchanged():
-    base, run = new_model("mlp"), coded(Run("mlp", 1, 2), "int8", (3, {}))
+def test_quantized_values_pass_over_other_rails_unchanged():
+    base, run = new_model("mlp"), quantized(Run("mlp", 1, 2), "int8", (3, {}))
     ends = []
     for rails in ("one_shot", "levels", "ring"):
         options = CommOptions(rails=rails)
@@ -160,7 +160,7 @@ def test_codes_pass_over_other_rails_unchanged():
 
 
 def shown_after(comm: Communicator, base: Any, run: Run) -> list[list[float]]:
-    """Returns parameters as sharding alone codes them."""
+    """Returns parameters as sharding alone quantizes them."""
     module = zero.shard(deepcopy(base), run.stage, comm=comm, options=options_of(run))
     state = zero.full_state_dict(module)
     zero.remove_sharding(module)
@@ -229,20 +229,20 @@ def continue_from_a_shard(comm: Communicator, base: Any, stage: int, precision: 
     with zero.unsharded(second.module, write_from=0), torch.no_grad():
         for name, param in second.module.named_parameters():
             param.copy_(shown[name])
-    # Codes of what is shown are others than those of the masters.
-    coded_anew = zero.full_state_dict(second.module)
+    # Quantized values of what is shown are others than those of the masters.
+    requantized = zero.full_state_dict(second.module)
     second.optimizer.load_state_dict(shard)
     loaded = zero.full_state_dict(second.module)
     for each in (first, second):
         zero.remove_sharding(each.module)
-    return shown, coded_anew, loaded
+    return shown, requantized, loaded
 
 
 @covering(strength=1, stage=[1, 3], precision={"bf16": BF16, "fp32": zero.Precision()})
 def test_parameters_follow_the_masters_of_a_shard(two_by_two, stage, precision):
     base = new_model("mlp")
-    for shown, coded_anew, loaded in two_by_two.run(continue_from_a_shard, base, stage, precision):
-        assert any(not torch.equal(coded_anew[name], shown[name]) for name in shown)
+    for shown, requantized, loaded in two_by_two.run(continue_from_a_shard, base, stage, precision):
+        assert any(not torch.equal(requantized[name], shown[name]) for name in shown)
         assert_same_bits(loaded, shown)
 
 
@@ -270,7 +270,7 @@ def load_one(comm: Communicator, base: Any, root: Any, with_optimizer: bool) -> 
 
 
 def test_it_resumes_in_another_world_with_the_same_parameters(two_by_two, tmp_path):
-    """Codes depend on no chunk. Without the optimizer, what was shown is coded as masters."""
+    """Quantization depends on no chunk. Without the optimizer, what was shown becomes masters."""
     base = new_model("mlp")
     wanted = two_by_two.run(
         save_one, base, tmp_path, {"compression": zero.Compression(parameters="int8")}
@@ -280,8 +280,8 @@ def test_it_resumes_in_another_world_with_the_same_parameters(two_by_two, tmp_pa
             assert_same_bits(state, wanted)
         for state, layout in world.run(load_one, base, tmp_path, False):
             for bucket in layout:
-                coded_anew = decoded("int8", flat_of(bucket, wanted))
-                assert torch.equal(flat_of(bucket, state), coded_anew)
+                requantized = dequantized("int8", flat_of(bucket, wanted))
+                assert torch.equal(flat_of(bucket, state), requantized)
 
 
 def go_on(comm: Communicator, base: Any, root: Any, options: dict[str, Any]) -> Any:
@@ -297,28 +297,28 @@ def go_on(comm: Communicator, base: Any, root: Any, options: dict[str, Any]) -> 
     return loaded, masters, found
 
 
-def test_masters_become_parameters_without_codes_and_parameters_masters_with_them(
+def test_masters_become_parameters_without_quantization_and_parameters_masters_with_it(
     two_by_two, tmp_path
 ):
     """Of FP32 parameters; each way it goes on as the other run would have from there."""
-    base, codes = new_model("mlp"), {"compression": zero.Compression(parameters="int8")}
-    shown = two_by_two.run(save_one, base, tmp_path / "coded", codes)[0]
-    [(uncoded, _, ended), *_] = two_by_two.run(go_on, base, tmp_path / "coded", {})
-    [(coded_again, masters, _), *_] = two_by_two.run(go_on, base, tmp_path / "coded", codes)
+    base, options = new_model("mlp"), {"compression": zero.Compression(parameters="int8")}
+    shown = two_by_two.run(save_one, base, tmp_path / "quantized", options)[0]
+    [(uncoded, _, ended), *_] = two_by_two.run(go_on, base, tmp_path / "quantized", {})
+    [(requantized, masters, _), *_] = two_by_two.run(go_on, base, tmp_path / "quantized", options)
     assert_same_bits({name: uncoded[name] for name in masters}, masters)
-    assert_same_bits(coded_again, shown)
+    assert_same_bits(requantized, shown)
     assert any(not torch.equal(uncoded[name], shown[name]) for name in shown)
     assert any(not torch.equal(uncoded[name], ended[name]) for name in ended)
-    # On one node nothing is coded, and there are no masters.
+    # On one node nothing is quantized, and there are no masters.
     with ringcomm.local_world(2, timeout=60) as world:
-        for loaded, _, _ in world.run(go_on, base, tmp_path / "coded", {}):
+        for loaded, _, _ in world.run(go_on, base, tmp_path / "quantized", {}):
             assert_same_bits({name: loaded[name] for name in masters}, masters)
 
     two_by_two.run(save_one, base, tmp_path / "plain", {})
     [(wanted, _, _), *_] = two_by_two.run(go_on, base, tmp_path / "plain", {})
-    [(decoded_ones, masters, _), *_] = two_by_two.run(go_on, base, tmp_path / "plain", codes)
+    [(dequantized_ones, masters, _), *_] = two_by_two.run(go_on, base, tmp_path / "plain", options)
     assert_same_bits(masters, {name: wanted[name] for name in masters})
-    assert any(not torch.equal(decoded_ones[name], wanted[name]) for name in wanted)
+    assert any(not torch.equal(dequantized_ones[name], wanted[name]) for name in wanted)
 
 
 def test_16_bit_parameters_do_not_become_masters(two_by_two, tmp_path):
@@ -352,13 +352,13 @@ def test_16_bit_parameters_do_not_become_masters(two_by_two, tmp_path):
 # ---- writes from outside ------------------------------------------------------------------------
 
 
-def decodes(module: Any, code: str, params: dict[str, Tensor]) -> bool:
-    """Tells whether all parameters are what their masters' codes decode to."""
+def has_dequantized(module: Any, quant_format: str, params: dict[str, Tensor]) -> bool:
+    """Tells whether all parameters are their masters quantized and dequantized."""
     state = zero.full_state_dict(module)
     masters = {name: zero.get_master(param) for name, param in params.items()}
     for bucket in buckets_of(module):
         dtype = state[bucket[1][0][0]].dtype
-        wanted = decoded(code, flat_of(bucket, masters)).to(dtype).float()
+        wanted = dequantized(quant_format, flat_of(bucket, masters)).to(dtype).float()
         if not torch.equal(flat_of(bucket, state), wanted):
             return False
     return True
@@ -404,7 +404,7 @@ def write(comm: Communicator, base: Any, run: Run, how: str) -> None:
     param = params["layers.0.weight"]
     before = {name: zero.get_master(each) for name, each in params.items()}
     WRITES[how](module, param)
-    assert decodes(module, run.options["compression"].parameters, params)
+    assert has_dequantized(module, run.options["compression"].parameters, params)
     after = {name: zero.get_master(each) for name, each in params.items()}
     # Only what was written is another, although its block has another scale now.
     before["layers.0.weight"].view(-1)[5] = 9.0
@@ -413,13 +413,13 @@ def write(comm: Communicator, base: Any, run: Run, how: str) -> None:
     assert abs(float(state["layers.0.weight"].view(-1)[5]) - 9.0) < 9 / 250
     module(*MODELS["mlp"][1](torch.Generator().manual_seed(comm.rank), 0)).backward()
     optimizer.step()
-    assert decodes(module, run.options["compression"].parameters, params)
+    assert has_dequantized(module, run.options["compression"].parameters, params)
     zero.remove_sharding(module)
 
 
 @covering(strength=1, how=[*WRITES], choice=[(1, {}), (2, {}), (3, {}), (3, WORLD)])
-def test_masters_follow_writes_from_outside_and_are_coded_anew(two_by_two, how, choice):
-    two_by_two.run(write, new_model("mlp"), coded(Run("mlp", 1), "int8", choice), how)
+def test_masters_follow_writes_from_outside_and_are_quantized_anew(two_by_two, how, choice):
+    two_by_two.run(write, new_model("mlp"), quantized(Run("mlp", 1), "int8", choice), how)
 
 
 def load_state(comm: Communicator, base: Any, run: Run, early: bool) -> Any:
@@ -437,13 +437,13 @@ def load_state(comm: Communicator, base: Any, run: Run, early: bool) -> Any:
         assert torch.equal(value, given[name])
     module(*MODELS["mlp"][1](torch.Generator().manual_seed(comm.rank), 0)).backward()
     optimizer.step()
-    assert decodes(module, "int8", dict(module.named_parameters()))
+    assert has_dequantized(module, "int8", dict(module.named_parameters()))
     zero.remove_sharding(module)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["after prepare", "before it"])
 def test_masters_follow_a_loaded_state_dict(two_by_two, early):
-    run = coded(Run("mlp", 1), "int8", (1, {}))
+    run = quantized(Run("mlp", 1), "int8", (1, {}))
     two_by_two.run(load_state, new_model("mlp"), run, early)
 
 
@@ -461,9 +461,9 @@ def exchange(comm: Communicator, base: Any, run: Run) -> None:
     zero.remove_sharding(module)
 
 
-def test_values_that_are_exchanged_are_not_coded(two_by_two):
+def test_values_that_are_exchanged_are_not_quantized(two_by_two):
     for choice in ((1, {}), (3, WORLD)):
-        two_by_two.run(exchange, new_model("mlp"), coded(Run("mlp", 1), "int4", choice))
+        two_by_two.run(exchange, new_model("mlp"), quantized(Run("mlp", 1), "int4", choice))
 
 
 # ---- bytes --------------------------------------------------------------------------------------
@@ -499,21 +499,21 @@ def step_of(comm: Communicator, transport: Transport, base: Any, run: Run) -> An
     return phases, flags, chunks, root
 
 
-@covering(strength=1, choice=[(1, {}), (3, WORLD)], code=["int8", "int4"])
-def test_what_leaves_a_node_is_codes(code, choice):
+@covering(strength=1, choice=[(1, {}), (3, WORLD)], quant_format=["int8", "int4"])
+def test_what_leaves_a_node_is_quantized(quant_format, choice):
     """To the byte: each chunk once for each other node, and of the world's in each unsharding."""
     transport, base = Transport(), new_model("gpt")
-    run = coded(Run("gpt", 1, options={"overlap": False}), code, choice)
+    run = quantized(Run("gpt", 1, options={"overlap": False}), quant_format, choice)
     with ringcomm.local_world(
         4, nodes=[2, 2], options=CommOptions(transport=transport), timeout=60
     ) as world:
         (quiet, backward, step), flags, chunks, root = world.run(step_of, transport, base, run)[0]
-    compression = _native.QUANT_FORMATS[code]
+    code = _native.QUANT_FORMATS[quant_format]
     for node in range(2):
         # Rank 2 l + n of the chunks is that of place l of node n.
         mine = [chunk for each in chunks for chunk in each[node::2]]
         theirs = [chunk for each in chunks for chunk in each[1 - node :: 2]]
-        params = sum(_native.quantized_bytes(compression, chunk) for chunk in mine)
+        params = sum(_native.quantized_bytes(code, chunk) for chunk in mine)
         grads = 4 * sum(theirs)
         if choice == (3, WORLD):
             # Forward and backward unshard each unit once, and what is in the root once.
@@ -523,7 +523,9 @@ def test_what_leaves_a_node_is_codes(code, choice):
         else:
             assert quiet[node] == 0
             assert backward[node] + step[node] - 2 * flags == grads + params
-        options = zero.ZeroOptions(compression=zero.Compression(parameters=code), **choice[1])
+        options = zero.ZeroOptions(
+            compression=zero.Compression(parameters=quant_format), **choice[1]
+        )
         elems = ModelElems(sum(mine) + sum(theirs), root=root)
         told = Training(elems, 4, 2, options).leaving_node_bytes(choice[0])
         assert backward[node] + step[node] - 2 * flags == told
