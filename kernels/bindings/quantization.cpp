@@ -31,11 +31,11 @@ namespace {
 int type_of(int dtype) { return float_type_index(float_dtype_of(dtype)); }
 
 void quantize(int format, uintptr_t in, int dtype, uintptr_t out, uint64_t elems,
-              uintptr_t residual) {
+              uintptr_t error_feedback) {
   const QuantizeFn loop = kernels().quant[int(quant_format_of(format))].quantize[type_of(dtype)];
   const WithoutGil nogil;
   loop({reinterpret_cast<const void*>(in), reinterpret_cast<uint8_t*>(out), elems,
-        reinterpret_cast<float*>(residual)});
+        reinterpret_cast<float*>(error_feedback)});
 }
 
 void sum(int format, const std::vector<uintptr_t>& in, uintptr_t out, int dtype, uint64_t elems,
@@ -63,10 +63,10 @@ void bind_quantization(nb::module_& m) {
       nb::arg("format"), nb::arg("elems"),
       "Returns the bytes of so many numbers in a quantized format, scales included.");
   m.def("quantize", quantize, nb::arg("format"), nb::arg("in_ptr"), nb::arg("dtype"),
-        nb::arg("out_ptr"), nb::arg("elems"), nb::arg("residual_ptr") = 0,
+        nb::arg("out_ptr"), nb::arg("elems"), nb::arg("error_feedback_ptr") = 0,
         "Quantizes float32, bfloat16 or float16 numbers, in blocks of `QUANT_BLOCK`.\n\n"
-        "The numbers are in + residual, where there is a residual [elems] in float32; it is\n"
-        "overwritten by what is lost, and by 0 in blocks with infinities or NaNs.\n\n"
+        "The numbers are in + error feedback, where there is a buffer [elems] of it in float32;\n"
+        "it is overwritten by what is lost, and by 0 in blocks with infinities or NaNs.\n\n"
         "Raises:\n"
         "    ValueError: no such format, or another dtype.");
   m.def("dequantize_and_sum", sum, nb::arg("format"), nb::arg("in_ptrs"), nb::arg("out_ptr"),

@@ -139,16 +139,17 @@ void quantize(const QuantizeJob& job) {
   uint8_t* word = job.out + values_bytes(Format::format, job.elems);
   const auto block = [&](uint64_t begin, uint64_t n) {
     const float* x = widened(static_cast<const In*>(job.in) + begin, room, n);
-    float* const residual = job.residual == nullptr ? nullptr : job.residual + begin;
-    if (residual != nullptr) {
-      for (uint64_t i = 0; i < n; ++i) sum[i] = x[i] + residual[i];
+    float* const error_feedback =
+        job.error_feedback == nullptr ? nullptr : job.error_feedback + begin;
+    if (error_feedback != nullptr) {
+      for (uint64_t i = 0; i < n; ++i) sum[i] = x[i] + error_feedback[i];
       x = sum;
     }
     const BlockScale scale = scale_of_block<Format>(x, n);
     quantize_block<Format>(to, x, n, scale);
-    if (residual != nullptr) {
+    if (error_feedback != nullptr) {
       dequantize_block<Format, false>(back, to, n, scale);
-      for (uint64_t i = 0; i < n; ++i) residual[i] = scale.special() ? 0.0f : x[i] - back[i];
+      for (uint64_t i = 0; i < n; ++i) error_feedback[i] = scale.special() ? 0.0f : x[i] - back[i];
     }
     scale.write(word);
     to += values_bytes(Format::format, n);

@@ -60,13 +60,13 @@ struct NormJob {
 };
 using NormFn = void (*)(const NormJob& job);
 
-// Quantizes the numbers in[i], or with a residual in[i] + residual[i]; the residual then is what was
-// lost, and 0 in a block with infinities or NaNs.
+// Quantizes the numbers in[i], or with error feedback in[i] + error_feedback[i]; the latter then is
+// what was lost, and 0 in a block with infinities or NaNs.
 struct QuantizeJob {
   const void* in;
   uint8_t* out;
   uint64_t elems;
-  float* residual;  // null: none
+  float* error_feedback;  // null: none
 };
 using QuantizeFn = void (*)(const QuantizeJob& job);
 

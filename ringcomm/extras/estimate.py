@@ -498,9 +498,9 @@ class Training:
             grads = each.reduced * shard if self.optimizer.update == "in_step" else 0
         if self.optimizer.tier is not None:
             state = min(state, self._tier.buffer_bytes + self._tier.resident_bytes)
-        return StateBytes(params, grads, state + self._residual_bytes(stage))
+        return StateBytes(params, grads, state + self._error_feedback_bytes(stage))
 
-    def _residual_bytes(self, stage: int) -> int:
+    def _error_feedback_bytes(self, stage: int) -> int:
         """Returns the bytes that error feedback keeps."""
         if self.nodes == 1 or not self.options.compression.error_feedback:
             return 0

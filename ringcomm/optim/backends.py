@@ -216,7 +216,9 @@ class Backend(ABC):
         The memory is that of all buckets, used in turn.
         """
         own = self._memory_for(bucket)
-        reducer.reduce(grads, Into(own, "l2", None, tag=bucket.tag(), residual=bucket.residual))
+        reducer.reduce(
+            grads, Into(own, "l2", None, tag=bucket.tag(), error_feedback=bucket.error_feedback)
+        )
         return own
 
     def _memory_for(self, bucket: Bucket) -> Tensor:
@@ -330,12 +332,16 @@ class OwnPlan(StagePlan):
         self._apart.pop(bucket.number, None)
         if self._rounded is not None:
             exact = torch.empty(bucket.chunk.elems, dtype=torch.float32, device=bucket.device)
-            self.reducer.reduce(bucket.grads, Into(exact, kind, words, residual=bucket.residual))
+            self.reducer.reduce(
+                bucket.grads, Into(exact, kind, words, error_feedback=bucket.error_feedback)
+            )
             self._apart[bucket.number] = exact.to(self._rounded(bucket.layout.dtype))
         elif self.backend.alone:
             self.reducer.norm(bucket.grads, kind, words)
         else:
-            into = Into(bucket.ensure_grad_shard(), kind, words, residual=bucket.residual)
+            into = Into(
+                bucket.ensure_grad_shard(), kind, words, error_feedback=bucket.error_feedback
+            )
             self.reducer.reduce(bucket.grads, into)
 
     def reduced(self, bucket: Bucket) -> Tensor:
@@ -466,7 +472,9 @@ class HostBackend(Backend):
         shard = self._shard(bucket)
         self._call(
             "reduce_scatter_adamw_all_gather",
-            lambda calls: feeding_back(calls, bucket.residual).reduce_scatter_adamw_all_gather(
+            lambda calls: feeding_back(
+                calls, bucket.error_feedback
+            ).reduce_scatter_adamw_all_gather(
                 shard,
                 grads.data_ptr(),
                 DTYPE_CODES[grads.dtype],

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.arguments import DTYPE_CODES
-from ringcomm.comm.nodes.compressed_sums import Residual
+from ringcomm.comm.nodes.compressed_sums import ErrorFeedback
 from ringcomm.memory import zeros
 from ringcomm.optim.dtensors import (
     TORCH_CLASSES,
@@ -531,7 +531,7 @@ class Bucket:
         is_part: True if another bucket's :meth:`part` made it, so that its state is laid out there.
         grad_shard: float32 [chunk elements], the gradient that the first of two passes hands to the
             second; None until the first such step.
-        residual: what quantization of gradients has lost; None where nothing keeps that.
+        error_feedback: what quantization of gradients has lost; None where nothing keeps that.
         tag: returns a number that tells a reduction of the bucket's gradients from others of the
             same size, or 0 where there is none.
         share: where no rank keeps all parameters, but other nodes have a copy of ``own_params``,
@@ -556,7 +556,7 @@ class Bucket:
         self.tier: StateTier | None = None
         self.is_part = False
         self.grad_shard: Tensor | None = None
-        self.residual: Residual | None = None
+        self.error_feedback: ErrorFeedback | None = None
         self.tag: Callable[[], int] = int
         self.share: Callable[[], object] = _has_no_copies
 

@@ -19,7 +19,7 @@ from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.arguments import ALGORITHMS, DTYPE_CODES, OP_CODES
 from ringcomm.comm.host.engine import Call, Use, Work, itself
-from ringcomm.comm.nodes.compressed_sums import Residual
+from ringcomm.comm.nodes.compressed_sums import ErrorFeedback
 from ringcomm.errors import ArgumentError
 from ringcomm.optim.buckets import Buckets
 from ringcomm.optim.dtensors import (
@@ -530,7 +530,8 @@ class Into:
         accumulate: add to ``out``.
         tag: number that tells this reduction from others of the same size, equal on all ranks; 0
             where there is none.
-        residual: of the bucket, which its quantization takes up; None: what that loses is lost.
+        error_feedback: buffer of the bucket, which its quantization takes up; None: what that loses
+            is lost.
     """
 
     out: Tensor
@@ -538,19 +539,21 @@ class Into:
     words: Tensor | None
     accumulate: bool = False
     tag: int = 0
-    residual: Residual | None = None
+    error_feedback: ErrorFeedback | None = None
 
 
-def feeding_back(calls: Any, residual: Residual | None) -> Any:
-    """Returns the calls of a step (:meth:`StepCalls.calls_of`) for a bucket's residual."""
-    return calls if residual is None else calls.feeding_back(residual)
+def feeding_back(calls: Any, error_feedback: ErrorFeedback | None) -> Any:
+    """Returns the calls of a step (:meth:`StepCalls.calls_of`) for a bucket's error feedback."""
+    return calls if error_feedback is None else calls.feeding_back(error_feedback)
 
 
-def make_residual(comm: Communicator | None, options: ReduceOptions, elems: int) -> Residual | None:
-    """Makes the residual of a bucket of so many elements, if the options want one."""
+def make_error_feedback(
+    comm: Communicator | None, options: ReduceOptions, elems: int
+) -> ErrorFeedback | None:
+    """Makes the error-feedback buffer of a bucket of so many elements, if options want it."""
     if comm is None or not options.compression.error_feedback:
         return None
-    return comm.steps.residual_of(elems, options.state)
+    return comm.steps.error_feedback_of(elems, options.state)
 
 
 class Reducer(ABC):
@@ -611,7 +614,7 @@ class HostReducer(Reducer):
         arguments = self._arguments(grads, into)
 
         def run(native: _native.Comm) -> int:
-            calls = feeding_back(self._calls(native), into.residual)
+            calls = feeding_back(self._calls(native), into.error_feedback)
             status: int = calls.reduce_scatter_norm(*arguments, self._step_bytes, into.tag)
             return status
 

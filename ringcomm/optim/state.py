@@ -5,10 +5,10 @@ A shard is a dict: "state" has the tensors "step" (float64 [params]), "steps_tak
 ``ShardState``), and for Adafactor "whole", by parameter a dict of tensors that all ranks have;
 "param_groups" is as in torch; "shard" is JSON: rank, world size and layout, and, for another
 optimizer than AdamW, its name, and what other state each parameter has. Where quantization of
-gradients feeds back what it loses, "residuals" has it by bucket, or None (see ``Residual``), and
-"shard" which node it is of. The rank there is the number of the chunk: over several nodes,
-``Communicator.shard_index``. With ``AdamWOptions(state="node")`` rank and world are those of the
-node, and nodes have equal shards.
+gradients feeds back what it loses, "error_feedback" has it by bucket, or None (see
+``ErrorFeedback``), and "shard" which node it is of. The rank there is the number of the chunk: over
+several nodes, ``Communicator.shard_index``. With ``AdamWOptions(state="node")`` rank and world are
+those of the node, and nodes have equal shards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ringcomm.comm.agreement import agreed_load
-from ringcomm.comm.nodes.compressed_sums import Residual
+from ringcomm.comm.nodes.compressed_sums import ErrorFeedback
 from ringcomm.errors import ArgumentError, CheckpointError
 from ringcomm.integers import integer
 from ringcomm.json_reader import DAMAGE, exactly, shown
@@ -34,26 +34,27 @@ from ringcomm.optim.rules import MOMENTS, AdamWRule, ParamState, UpdateRule
 from ringcomm.optim.step import ShardedStep
 
 # ---- What quantization of gradients has lost, as state that is saved and loaded; for any nodes --
-# NOTE [Residuals of other nodes] Each node has a residual of each bucket, over its ranks, of
-# partial sums that are not averaged yet. Where as many nodes load as have saved, each takes its
-# own, and training continues with its bits. Of M nodes that have saved, node n of N others takes
-# the residuals of nodes n, n + N, ... to their sum: what the training owes as a whole stays what it
-# was. With ``reduce="avg"`` it is the mean gradient to which something is owed, so residuals grow
-# with the ranks by whose number sums are divided. One node quantizes nothing, and takes nothing.
+# NOTE [Error feedback of other nodes] Each node has an error-feedback buffer of each bucket, over
+# its ranks, of partial sums that are not averaged yet. Where as many nodes load as have saved, each
+# takes its own, and training continues with its bits. Of M nodes that have saved, node n of N
+# others takes the buffers of nodes n, n + N, ... to their sum: what the training owes as a whole
+# stays what it was. With ``reduce="avg"`` it is the mean gradient to which something is owed, so
+# the buffers grow with the ranks by whose number sums are divided. One node quantizes nothing, and
+# takes nothing.
 #
 # With copies of the state on nodes, sums are quantized as well, each element by one rank; what that
 # has lost is in units of the sums. Where sums are not quantized, node 0 takes that over.
 
 Tensor = torch.Tensor
 
-#: Fills a tensor with elements of a bucket from one on, of the residual of a node that has saved,
+#: Fills a tensor with elements of a bucket from one on, of the buffer of a node that has saved,
 #: or for None of what quantization of sums has lost; with zeros where there are none.
 Read = Callable[[int | None, int, Tensor], None]
 
 
 @dataclass(frozen=True)
 class Debtors:
-    """The ranks that keep residuals, or have saved them.
+    """The ranks that keep error feedback, or have saved it.
 
     Attributes:
         nodes: the number of nodes.
@@ -69,7 +70,7 @@ class Debtors:
     def of(cls, sharded: ShardedStep) -> Debtors | None:
         """Returns those of an optimizer; None if nothing is kept."""
         comm, options = sharded.setting.comm, sharded.setting.options
-        if comm is None or not any(with_residuals(sharded)):
+        if comm is None or not any(with_error_feedback(sharded)):
             return None
         divide_by = comm.world_size if options.reduce == "avg" else 1
         return cls(comm.num_nodes, divide_by, sharded.setting.loss_scale())
@@ -83,7 +84,7 @@ class Debtors:
         """
         found = cls(int(described["nodes"]), int(described["divide_by"]), float(described["scale"]))
         if found.nodes < 2 or found.divide_by < 1 or not found.scale > 0.0:
-            raise ValueError(f"residuals of {described}")
+            raise ValueError(f"error feedback of {described}")
         return found
 
     def describe(self) -> dict[str, Any]:
@@ -91,54 +92,56 @@ class Debtors:
         return asdict(self)
 
 
-def with_residuals(sharded: ShardedStep) -> Iterator[tuple[Bucket, Residual]]:
+def with_error_feedback(sharded: ShardedStep) -> Iterator[tuple[Bucket, ErrorFeedback]]:
     """Yields the buckets that keep what quantization loses, in the scale of the next gradients."""
     for bucket in sharded.buckets:
-        if bucket.residual is not None:
-            bucket.residual.follow_scale()
-            yield bucket, bucket.residual
+        if bucket.error_feedback is not None:
+            bucket.error_feedback.follow_scale()
+            yield bucket, bucket.error_feedback
 
 
 def nodes_for(saved: Debtors, sharded: ShardedStep) -> range:
-    """Returns the nodes that have saved whose residuals this rank's node takes."""
+    """Returns the nodes that have saved whose error feedback this rank's node takes."""
     comm = sharded.setting.comm
     assert comm is not None  # alone nothing is kept
     return range(comm.node_of(comm.rank), saved.nodes, comm.num_nodes)
 
 
-def take(sharded: ShardedStep, residual: Residual, saved: Debtors, read: Read) -> None:
-    """Takes over one bucket's residuals; see NOTE [Residuals of other nodes]."""
+def take(sharded: ShardedStep, error_feedback: ErrorFeedback, saved: Debtors, read: Read) -> None:
+    """Takes over one bucket's error feedback; see NOTE [Error feedback of other nodes]."""
     mine = Debtors.of(sharded)
     assert mine is not None
     grows, owed = mine.divide_by / saved.divide_by, nodes_for(saved, sharded)
-    residual.forget()
-    residual.scale = saved.scale
+    error_feedback.forget()
+    error_feedback.scale = saved.scale
     for number, node in enumerate(owed):
-        more = residual.partial if number == 0 else torch.empty_like(residual.partial)
-        read(node, residual.begin, more)
+        more = error_feedback.partial if number == 0 else torch.empty_like(error_feedback.partial)
+        read(node, error_feedback.begin, more)
         if number:
-            residual.partial.add_(more)
-    residual.partial.mul_(grows)
-    if residual.sums.numel():
-        read(None, residual.sums_begin, residual.sums)
+            error_feedback.partial.add_(more)
+    error_feedback.partial.mul_(grows)
+    if error_feedback.sums.numel():
+        read(None, error_feedback.sums_begin, error_feedback.sums)
     elif 0 in owed:
-        of_sums = torch.empty_like(residual.partial)
-        read(None, residual.begin, of_sums)
-        residual.partial.add_(of_sums, alpha=mine.divide_by)
+        of_sums = torch.empty_like(error_feedback.partial)
+        read(None, error_feedback.begin, of_sums)
+        error_feedback.partial.add_(of_sums, alpha=mine.divide_by)
 
 
 def forget_all(sharded: ShardedStep) -> None:
     """Owes nothing any more."""
-    for _, residual in with_residuals(sharded):
-        residual.forget()
+    for _, error_feedback in with_error_feedback(sharded):
+        error_feedback.forget()
 
 
 # As part of a shard, as ringcomm.optim.state has it.
 
 
 def tensors_of(sharded: ShardedStep) -> list[dict[str, Tensor] | None]:
-    """Returns this rank's residuals by bucket, no copies; None for a bucket without one."""
-    kept = {bucket.number: residual for bucket, residual in with_residuals(sharded)}
+    """Returns this rank's error feedback by bucket, no copies; None for a bucket without."""
+    kept = {
+        bucket.number: error_feedback for bucket, error_feedback in with_error_feedback(sharded)
+    }
     return [
         {"partial": kept[n].partial, "sums": kept[n].sums} if n in kept else None
         for n in range(len(sharded.buckets))
@@ -149,14 +152,16 @@ def told_of(sharded: ShardedStep, debtors: Debtors) -> dict[str, Any]:
     """Returns what a shard says of them, as JSON types."""
     comm = sharded.setting.comm
     assert comm is not None
-    kept = {bucket.number: residual for bucket, residual in with_residuals(sharded)}
+    kept = {
+        bucket.number: error_feedback for bucket, error_feedback in with_error_feedback(sharded)
+    }
     begins = {str(number): [each.begin, each.sums_begin] for number, each in kept.items()}
     return {**debtors.describe(), "node": comm.node_of(comm.rank), "begins": begins}
 
 
 @dataclass(frozen=True)
-class SavedResiduals:
-    """The residuals of one rank's shard.
+class SavedErrorFeedback:
+    """The error feedback of one rank's shard.
 
     Attributes:
         debtors: of the world that saved.
@@ -172,7 +177,7 @@ class SavedResiduals:
     runs: Mapping[int, tuple[tuple[int, Tensor], tuple[int, Tensor]]]
 
     @classmethod
-    def read(cls, told: Any, tensors: Any, layout: ShardLayout) -> SavedResiduals:
+    def read(cls, told: Any, tensors: Any, layout: ShardLayout) -> SavedErrorFeedback:
         """Reads what :func:`told_of` and :func:`tensors_of` returned.
 
         Raises:
@@ -188,12 +193,12 @@ class SavedResiduals:
                     or values.dim() != 1
                     or not 0 <= begin <= begin + values.numel() <= bucket.elems
                 ):
-                    raise ValueError(f"residuals of bucket {number}: {name}")
+                    raise ValueError(f"error feedback of bucket {number}: {name}")
                 found.append((int(begin), values))
             runs[int(number)] = (found[0], found[1])
         debtors, node = Debtors.read(told), int(told["node"])
         if not 0 <= node < debtors.nodes:
-            raise ValueError(f"residuals of node {node} of {debtors.nodes}")
+            raise ValueError(f"error feedback of node {node} of {debtors.nodes}")
         return cls(debtors, node, layout, runs)
 
     def add_to(self, out: Tensor, begin: int, param: int, of_sums: bool) -> None:
@@ -213,7 +218,7 @@ class SavedResiduals:
         assert comm is not None
         mine = {
             bucket.number: [(each.begin, each.partial), (each.sums_begin, each.sums)]
-            for bucket, each in with_residuals(sharded)
+            for bucket, each in with_error_feedback(sharded)
         }
         return (
             self.layout.buckets == sharded.layout.buckets
@@ -227,10 +232,10 @@ def _extents(runs: Sequence[tuple[int, Tensor]]) -> list[tuple[int, int]]:
     return [(begin, values.numel()) for begin, values in runs]
 
 
-def check_residuals(
-    sharded: ShardedStep, saved: Sequence[SavedResiduals], complete: bool, operation: str
+def check_error_feedback(
+    sharded: ShardedStep, saved: Sequence[SavedErrorFeedback], complete: bool, operation: str
 ) -> None:
-    """Raises CheckpointError if residuals are to be taken over that are not all there.
+    """Raises CheckpointError if error feedback is to be taken over that is not all there.
 
     Args:
         sharded: the optimizer, which may keep none.
@@ -242,17 +247,17 @@ def check_residuals(
         return
     if not (len(saved) == 1 and saved[0].fits(sharded)):
         raise CheckpointError(
-            f"{operation}: the residuals of quantized gradients are of other nodes than here; pass "
+            f"{operation}: the error feedback of gradients is of other nodes than here; pass "
             "the shards of all ranks"
         )
 
 
-def take_residuals(sharded: ShardedStep, saved: Sequence[SavedResiduals]) -> None:
-    """Takes over what :func:`check_residuals` has checked; without any, nothing is owed."""
+def take_error_feedback(sharded: ShardedStep, saved: Sequence[SavedErrorFeedback]) -> None:
+    """Takes over what :func:`check_error_feedback` has checked; without any, nothing is owed."""
     forget_all(sharded)
     if not saved or Debtors.of(sharded) is None:
         return
-    for bucket, residual in with_residuals(sharded):
+    for bucket, error_feedback in with_error_feedback(sharded):
 
         def read(
             node: int | None, begin: int, out: Tensor, layout: BucketLayout = bucket.layout
@@ -264,7 +269,7 @@ def take_residuals(sharded: ShardedStep, saved: Sequence[SavedResiduals]) -> Non
                     if node is None or each.node == node:
                         each.add_to(out[a - begin : b - begin], a - low, param, node is None)
 
-        take(sharded, residual, saved[0].debtors, read)
+        take(sharded, error_feedback, saved[0].debtors, read)
 
 
 Group = dict[str, Any]
@@ -437,10 +442,10 @@ class SavedShard:
             self.whole: KeptWhole = {
                 int(index): dict(each) for index, each in self.state.get("whole", {}).items()
             }
-            self.residuals: SavedResiduals | None = None
-            if "residuals" in shard:
-                self.residuals = SavedResiduals.read(
-                    shard["residuals"], self.state["residuals"], self.layout
+            self.error_feedback: SavedErrorFeedback | None = None
+            if "error_feedback" in shard:
+                self.error_feedback = SavedErrorFeedback.read(
+                    shard["error_feedback"], self.state["error_feedback"], self.layout
                 )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{operation}: a shard cannot be read: {error!r}") from error
@@ -500,7 +505,7 @@ class SavedShard:
 
 
 def _debtors(shard: SavedShard) -> Debtors | None:
-    return None if shard.residuals is None else shard.residuals.debtors
+    return None if shard.error_feedback is None else shard.error_feedback.debtors
 
 
 class SavedShards:
@@ -528,7 +533,7 @@ class SavedShards:
             "step counts": (shard.scalars, first.scalars),
             "optimizers": (shard.optimizer, first.optimizer),
             "states of parameters": (shard.states, first.states),
-            "residuals": (_debtors(shard), _debtors(first)),
+            "error_feedback": (_debtors(shard), _debtors(first)),
             "kinds of state": (
                 [sorted(each) for each in shard.buckets],
                 [sorted(each) for each in first.buckets],
@@ -659,13 +664,13 @@ def save(sharded: ShardedStep) -> dict[str, Any]:
             "skipped_steps": control[backends.SKIPPED],
             "buckets": [bucket.state.tensors() for bucket in sharded.buckets],
             **({"whole": whole} if whole else {}),
-            **({"residuals": tensors_of(sharded)} if debtors is not None else {}),
+            **({"error_feedback": tensors_of(sharded)} if debtors is not None else {}),
         },
         "param_groups": pack_groups(sharded.groups, sharded.layout),
         "shard": {
             **describe_shard(sharded.layout, *sharded.shard_of),
             **_told(sharded),
-            **({"residuals": told_of(sharded, debtors)} if debtors is not None else {}),
+            **({"error_feedback": told_of(sharded, debtors)} if debtors is not None else {}),
         },
     }
 
@@ -722,8 +727,10 @@ def load(sharded: ShardedStep, shards: Sequence[Shard]) -> None:
         _check_kinds(sharded, tensors, merged_groups(sharded.groups, groups), operation)
         states = saved.first.states
         check_states(sharded, states, operation)
-        residuals = [each.residuals for each in saved.by_rank.values() if each.residuals]
-        check_residuals(sharded, residuals, saved.complete, operation)
+        error_feedback = [
+            each.error_feedback for each in saved.by_rank.values() if each.error_feedback
+        ]
+        check_error_feedback(sharded, error_feedback, saved.complete, operation)
         check_whole(sharded, saved.first.whole, operation)
         agreement.append([saved.first.step.tolist(), saved.first.scalars, describe_states(states)])
     take_state(sharded, tensors)
@@ -732,7 +739,7 @@ def load(sharded: ShardedStep, shards: Sequence[Shard]) -> None:
         end_changes(
             setting.comm, [each for each in sharded.buckets if each.compression is not None]
         )
-    take_residuals(sharded, residuals)
+    take_error_feedback(sharded, error_feedback)
     take_groups(sharded.groups, groups)
     take_whole(sharded, saved.first.whole)
     sharded.rule.take_states(states)

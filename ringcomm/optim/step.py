@@ -34,7 +34,7 @@ from ringcomm.optim.gradients import (
     combine,
     found_non_finite,
     leave_to_replica,
-    make_residual,
+    make_error_feedback,
 )
 from ringcomm.optim.layout import Chunk, ShardLayout, within
 from ringcomm.optim.placement import (
@@ -202,10 +202,12 @@ class PreparedStep:
         for bucket in buckets:
             bucket.keep_state(setting.options.master, rule.eight_bits, self.tier)
             bucket.ensure(rule.names_in(bucket.layout, self.layout, self.groups))
-            if bucket.residual is None:
-                bucket.residual = make_residual(setting.comm, setting.options, bucket.layout.elems)
-            if bucket.residual is not None:
-                bucket.residual.scale_by(setting.loss_scale)
+            if bucket.error_feedback is None:
+                bucket.error_feedback = make_error_feedback(
+                    setting.comm, setting.options, bucket.layout.elems
+                )
+            if bucket.error_feedback is not None:
+                bucket.error_feedback.scale_by(setting.loss_scale)
         with self._tier_agreement():
             if self.tier is not None:
                 self.tier.reserve()
@@ -558,10 +560,12 @@ class ShardedStep(PreparedStep):
 
         Beside an infinity there may be finite numbers that are as useless, and as large.
         """
-        residuals = [bucket.residual for bucket in self.buckets if bucket.residual is not None]
-        if residuals and self.table.control[backends.FOUND_INF]:
-            for residual in residuals:
-                residual.forget()
+        buffers = [
+            bucket.error_feedback for bucket in self.buckets if bucket.error_feedback is not None
+        ]
+        if buffers and self.table.control[backends.FOUND_INF]:
+            for each in buffers:
+                each.forget()
 
     @property
     def updates_in_backward(self) -> bool:

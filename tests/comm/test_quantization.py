@@ -44,10 +44,10 @@ KINDS = {
 }
 
 
-def quantize(quant_format: str, numbers: Tensor, residual: Tensor | None = None) -> Tensor:
+def quantize(quant_format: str, numbers: Tensor, error_feedback: Tensor | None = None) -> Tensor:
     code, elems = _native.QUANT_FORMATS[quant_format], numbers.numel()
     out = torch.full((_native.quantized_bytes(code, elems) + 1,), 0xA5, dtype=torch.uint8)
-    ptr = 0 if residual is None else residual.data_ptr()
+    ptr = 0 if error_feedback is None else error_feedback.data_ptr()
     _native.quantize(
         code, numbers.data_ptr(), DTYPE_CODES[numbers.dtype], out.data_ptr(), elems, ptr
     )
@@ -242,19 +242,19 @@ def test_sums_are_those_of_dequantized_numbers(quant_format, dtype):
 
 
 @pytest.mark.parametrize("quant_format", KINDS)
-def test_a_residual_is_what_the_codes_leave_out(quant_format):
+def test_error_feedback_is_what_quantization_leaves_out(quant_format):
     seed = torch.Generator(device="cpu").manual_seed(7)
     numbers = torch.randn(3 * BLOCK + 5, generator=seed)
     numbers[BLOCK + 3] = INF
-    residual = torch.randn(numbers.numel(), generator=seed) / 50
-    given = numbers + residual
-    quantized = quantize(quant_format, numbers, residual)
+    error_feedback = torch.randn(numbers.numel(), generator=seed) / 50
+    given = numbers + error_feedback
+    quantized = quantize(quant_format, numbers, error_feedback)
     assert torch.equal(quantized, quantize(quant_format, given))
     left = given - total(quant_format, [quantized], numbers.numel())
     left[BLOCK : 2 * BLOCK] = 0
-    assert torch.equal(residual, left)
-    # Quantized values of a constant with its residual have that constant as their mean; without,
-    # they do not.
+    assert torch.equal(error_feedback, left)
+    # Quantized values of a constant with its error feedback have that constant as their mean;
+    # without, they do not.
     constant, carried = torch.full((BLOCK,), 0.003), torch.zeros(BLOCK)
     constant[0] = 1.0
     sums = torch.zeros(BLOCK)

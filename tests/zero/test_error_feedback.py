@@ -16,11 +16,11 @@ import ringcomm
 from ringcomm import Communicator, _native, zero
 from ringcomm.comm.nodes import compressed_sums
 from ringcomm.comm.nodes import core as sums
-from ringcomm.comm.nodes.compressed_sums import Residual
+from ringcomm.comm.nodes.compressed_sums import ErrorFeedback
 from ringcomm.errors import ArgumentError, CheckpointError, UnsupportedError
 from ringcomm.optim import AdamW, AdamWOptions, GradScaler, LossScaleOptions, LossScaler
 from ringcomm.optim.buckets import Bucket
-from ringcomm.optim.gradients import HostReducer, Into, make_residual
+from ringcomm.optim.gradients import HostReducer, Into, make_error_feedback
 from ringcomm.zero.checkpoint import Reader
 from tests.support.covering import covering, in_test_all
 from tests.zero.models import MODELS, Run, assert_same_bits, new_model, options_of
@@ -47,7 +47,7 @@ class Reduced:
     """What one rank has of a bucket after some steps: runs of elements that begin somewhere."""
 
     received: tuple[int, Tensor]
-    residual: Residual | None
+    error_feedback: ErrorFeedback | None
 
 
 def whole_numbers(rank: int, step: int) -> Tensor:
@@ -79,15 +79,15 @@ def reduce_steps(
     begin = min(begins[0] * each, ELEMS)
     out = torch.zeros(min(begin + each, ELEMS) - begin)
     reducer = HostReducer(comm, options)
-    residual = make_residual(comm, options, ELEMS)
+    error_feedback = make_error_feedback(comm, options, ELEMS)
     received = torch.zeros_like(out, dtype=torch.float64)
     for step in range(steps):
         grads = gradients(comm.rank, step).to(dtype)
         before = out.double()
         adds = step % 2 == 1
-        reducer.reduce(grads, Into(out, "l2", None, accumulate=adds, residual=residual))
+        reducer.reduce(grads, Into(out, "l2", None, accumulate=adds, error_feedback=error_feedback))
         received += out.double() - (before if adds else 0.0)
-    return Reduced((begin, received), residual)
+    return Reduced((begin, received), error_feedback)
 
 
 def total(found: list[Reduced], elems: int = ELEMS) -> tuple[Tensor, Tensor]:
@@ -96,8 +96,8 @@ def total(found: list[Reduced], elems: int = ELEMS) -> tuple[Tensor, Tensor]:
     for each in found:
         begin, received = each.received
         arrived[begin : begin + received.numel()] = received  # equal bits on each node
-        if each.residual is not None:
-            kept = each.residual
+        if each.error_feedback is not None:
+            kept = each.error_feedback
             owed[kept.begin :][: kept.partial.numel()] += kept.partial
             owed[kept.sums_begin :][: kept.sums.numel()] += kept.sums
     return arrived, owed
@@ -124,7 +124,7 @@ def forgets_the_sign(self, wide_ptr: int, ptr: int, elems: int, kept: Tensor) ->
 
 
 def takes_the_first_elements(self, source: int, wide_ptr: int, ptr: int, elems: int) -> None:
-    self._quantize(wide_ptr, ptr, elems, self._residual.partial[:elems])
+    self._quantize(wide_ptr, ptr, elems, self._error_feedback.partial[:elems])
 
 
 def keeps_nothing(self, wide_ptr: int, ptr: int, elems: int, kept: Tensor) -> None:
@@ -140,7 +140,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_identity_sees_residuals_that_are_wrong(two_by_two, mutant, monkeypatch):
+def test_the_identity_sees_error_feedback_that_is_wrong(two_by_two, mutant, monkeypatch):
     monkeypatch.setattr(compressed_sums.FeedbackForm, *MUTANTS[mutant])
     options = zero.ZeroOptions(reduce="sum", compression=INT4)
     found = two_by_two.run(reduce_steps, options, whole_numbers, 6, torch.float32)
@@ -177,7 +177,9 @@ def test_unsharded_parameters_end_with_the_bits_of_a_sharded_module(two_by_two):
         for step in range(3):
             weight.grad = whole_numbers(comm.rank, step)
             optimizer.step()
-        kept = [each.residual for each in optimizer.sharded_step().buckets if each.residual]
+        kept = [
+            each.error_feedback for each in optimizer.sharded_step().buckets if each.error_feedback
+        ]
         return [weight.detach().clone()], sum(each.size_bytes for each in kept)
 
     def sharded(comm: Communicator, compression: zero.Compression) -> list[Tensor]:
@@ -249,7 +251,9 @@ def test_a_skipped_step_leaves_nothing_owed(two_by_two, stage):
                 hook.remove()
             optimizer.step()
             optimizer.zero_grad()
-            owed.append(sum(int(each.partial.count_nonzero()) for each in residuals(optimizer)))
+            owed.append(
+                sum(int(each.partial.count_nonzero()) for each in error_feedback(optimizer))
+            )
         assert optimizer.skipped_steps == 1
         zero.remove_sharding(module)
         return owed
@@ -260,9 +264,9 @@ def test_a_skipped_step_leaves_nothing_owed(two_by_two, stage):
         assert last > 0
 
 
-def residuals(optimizer: Any) -> list[Residual]:
+def error_feedback(optimizer: Any) -> list[ErrorFeedback]:
     buckets: list[Bucket] = optimizer.sharded_step().buckets
-    return [each.residual for each in buckets if each.residual is not None]
+    return [each.error_feedback for each in buckets if each.error_feedback is not None]
 
 
 # ---- checkpoints -------------------------------------------------------------------------------
@@ -277,14 +281,14 @@ class Resumed:
 
 
 def owed_by_name(module: Any, optimizer: Any, wanted: str) -> dict[str, Tensor]:
-    """Returns this rank's residuals by parameter, zeros elsewhere, of partial sums or of sums."""
+    """Returns this rank's buffers by parameter, zeros elsewhere, of partial sums or of sums."""
     found = {}
     step, names = optimizer.sharded_step(), dict(module.named_parameters())
     called = {id(param): name for name, param in names.items()}
     for bucket in step.buckets:
         flat = torch.zeros(bucket.layout.elems)
-        if bucket.residual is not None:
-            kept = bucket.residual
+        if bucket.error_feedback is not None:
+            kept = bucket.error_feedback
             runs = {"partial": (kept.begin, kept.partial), "sums": (kept.sums_begin, kept.sums)}
             begin, values = runs[wanted]
             flat[begin : begin + values.numel()] = values
@@ -339,8 +343,8 @@ def test_training_resumes_with_the_same_bits_on_the_same_nodes(two_by_two, tmp_p
         assert_same_bits(dict(found.state), dict(wanted))
     names = Reader(tmp_path / "step-00000002").names()
     for node in (0, 1):
-        assert f"optim.residual.{node}.head.weight" in names
-    assert ("optim.residual.sums.head.weight" in names) == (saves[1] == BY_NODE)
+        assert f"optim.error_feedback.{node}.head.weight" in names
+    assert ("optim.error_feedback.sums.head.weight" in names) == (saves[1] == BY_NODE)
 
 
 @covering(
@@ -367,7 +371,7 @@ def test_other_nodes_take_over_what_is_owed_in_sum(two_by_two, tmp_path, saves, 
 
 def shards(
     comm: Communicator, state: str, given: list[Any] | None, steps: int
-) -> tuple[Any, Tensor, list[Residual]]:
+) -> tuple[Any, Tensor, list[ErrorFeedback]]:
     """Trains unsharded parameters, from the state of all ranks, of this rank, or from the begin."""
     weight = nn.Parameter(torch.ones(ELEMS))
     options = AdamWOptions(compression=INT4, state=state)
@@ -377,7 +381,7 @@ def shards(
     if given is not None:
         optimizer.load_state_dict(given if len(given) > 1 else given[0])
         first = 2
-    owed = deepcopy(residuals(optimizer))
+    owed = deepcopy(error_feedback(optimizer))
     for step in range(first, first + steps):
         weight.grad = whole_numbers(comm.rank, step)
         optimizer.step()
@@ -400,7 +404,7 @@ def test_shards_of_an_optimizer_keep_what_is_owed(two_by_two, state):
 
     for found, _, _ in two_by_two.run(resumed)[:1]:
         for mine, theirs in zip(
-            found["state"]["residuals"], wanted["state"]["residuals"], strict=True
+            found["state"]["error_feedback"], wanted["state"]["error_feedback"], strict=True
         ):
             assert torch.equal(mine["partial"], theirs["partial"])
             assert torch.equal(mine["sums"], theirs["sums"])
@@ -413,9 +417,9 @@ def test_shards_of_an_optimizer_keep_what_is_owed(two_by_two, state):
                 world.run(resumed)
         before = []
         for shard in begun:
-            begins = shard["shard"]["residuals"]["begins"]["0"]
-            kept = shard["state"]["residuals"][0]
-            before.append(Residual(begins[0], kept["partial"], begins[1], kept["sums"]))
+            begins = shard["shard"]["error_feedback"]["begins"]["0"]
+            kept = shard["state"]["error_feedback"][0]
+            before.append(ErrorFeedback(begins[0], kept["partial"], begins[1], kept["sums"]))
         nothing, elems = (0, torch.zeros(0)), -(-ELEMS // 512) * 512
         owed, wanted = (
             total([Reduced(nothing, each) for each in kept], elems)[1] for kept in (found, before)

@@ -303,12 +303,12 @@ def test_masters_become_parameters_without_quantization_and_parameters_masters_w
     """Of FP32 parameters; each way it goes on as the other run would have from there."""
     base, options = new_model("mlp"), {"compression": zero.Compression(parameters="int8")}
     shown = two_by_two.run(save_one, base, tmp_path / "quantized", options)[0]
-    [(uncoded, _, ended), *_] = two_by_two.run(go_on, base, tmp_path / "quantized", {})
+    [(unquantized, _, ended), *_] = two_by_two.run(go_on, base, tmp_path / "quantized", {})
     [(requantized, masters, _), *_] = two_by_two.run(go_on, base, tmp_path / "quantized", options)
-    assert_same_bits({name: uncoded[name] for name in masters}, masters)
+    assert_same_bits({name: unquantized[name] for name in masters}, masters)
     assert_same_bits(requantized, shown)
-    assert any(not torch.equal(uncoded[name], shown[name]) for name in shown)
-    assert any(not torch.equal(uncoded[name], ended[name]) for name in ended)
+    assert any(not torch.equal(unquantized[name], shown[name]) for name in shown)
+    assert any(not torch.equal(unquantized[name], ended[name]) for name in ended)
     # On one node nothing is quantized, and there are no masters.
     with ringcomm.local_world(2, timeout=60) as world:
         for loaded, _, _ in world.run(go_on, base, tmp_path / "quantized", {}):

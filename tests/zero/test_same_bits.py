@@ -24,9 +24,8 @@ place        copies of state or of parameters on each node end alike, and no nor
 tier         a disk returns the state or the parameters that it was given
 update       updates in backward see the gradients, steps and rates of updates in the step; the
              bound of a norm takes the norm of all ranks
-compression  quantized gradients are the same values at all stages, residuals belong to elements,
-not to
-             ranks of a stage, and all nodes dequantize the same parameters
+compression  quantized gradients are the same values at all stages, error feedback belongs to
+             elements, not to ranks of a stage, and all nodes dequantize the same parameters
 accumulation several backwards add up in the gradient's dtype or in FP32, at each place once
 schedule     buffers that are reduced, unsharded ahead or kept are neither read early nor late
 ============ ===================================================================================

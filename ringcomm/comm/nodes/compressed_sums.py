@@ -68,7 +68,7 @@ def no_scale() -> float:
 
 
 @dataclass(eq=False)
-class Residual:
+class ErrorFeedback:
     """Keeps what quantization loses of one bucket's sums on this rank; see NOTE [Error feedback].
 
     Each element of a bucket is quantized by one rank of each node. With copies of the state on
@@ -223,24 +223,29 @@ class FeedbackForm(QuantizedForm):
         code: of the quantized format.
         bucket_ptr: where the bucket lies.
         elem_bytes: of its elements.
-        residual: of the bucket.
+        error_feedback: buffer of the bucket.
     """
 
     def __init__(
-        self, r: Reducing, code: int, bucket_ptr: int, elem_bytes: int, residual: Residual
+        self,
+        r: Reducing,
+        code: int,
+        bucket_ptr: int,
+        elem_bytes: int,
+        error_feedback: ErrorFeedback,
     ) -> None:
         super().__init__(r, code)
         self._bucket_ptr = bucket_ptr
         self._bucket_elem_bytes = elem_bytes
-        self._residual = residual
+        self._error_feedback = error_feedback
 
     def write_partial(self, source_ptr: int, wide_ptr: int, ptr: int, elems: int) -> None:
-        kept = self._residual
+        kept = self._error_feedback
         at = (source_ptr - self._bucket_ptr) // self._bucket_elem_bytes - kept.begin
         self._quantize(wide_ptr, ptr, elems, kept.partial[at : at + elems])
 
     def write_sums(self, wide_ptr: int, ptr: int, elems: int) -> None:
-        self._quantize(wide_ptr, ptr, elems, self._residual.sums)
+        self._quantize(wide_ptr, ptr, elems, self._error_feedback.sums)
 
     def _quantize(self, wide_ptr: int, ptr: int, elems: int, kept: Tensor) -> None:
         assert kept.numel() == elems  # written to by its address

@@ -35,11 +35,11 @@ from ringcomm.comm.nodes.calls import AUTO, BYTE, ELEM_BYTES, Span
 from ringcomm.comm.nodes.compressed_sums import (
     FLOAT32,
     SUM,
+    ErrorFeedback,
     FeedbackForm,
     Form,
     QuantizedForm,
     Reducing,
-    Residual,
 )
 from ringcomm.comm.nodes.core import NodesCore
 
@@ -119,12 +119,12 @@ class _StepTarget(NamedTuple):
     Attributes:
         out: float32, for what this rank keeps state for.
         accumulate: add to that.
-        residual: None: what quantization loses is lost.
+        error_feedback: None: what quantization loses is lost.
     """
 
     out: int
     accumulate: bool
-    residual: Residual | None
+    error_feedback: ErrorFeedback | None
 
 
 class QuantizedGather(NamedTuple):
@@ -154,8 +154,8 @@ class StepsCore(NodesCore):
         """Returns the calls of a step; with ``per_node`` nodes have equal sizes."""
         return Steps(self, per_node, compression)
 
-    def residual_of(self, bucket_elems: int, per_node: bool) -> Residual:
-        """Returns the residual of a bucket that owes nothing yet; nodes have equal sizes."""
+    def error_feedback_of(self, bucket_elems: int, per_node: bool) -> ErrorFeedback:
+        """Returns a bucket's error feedback, which owes nothing yet; nodes have equal sizes."""
         bucket, layout = Span(0, bucket_elems), self.layout
         if per_node:
             chunk = self._node_chunks(*bucket, 1)[layout.local_rank]
@@ -167,12 +167,14 @@ class StepsCore(NodesCore):
         partial, of_sums = (
             torch.zeros(each.elems, dtype=torch.float32, device="cpu") for each in (chunk, sums)
         )
-        return Residual(chunk.ptr, partial, sums.ptr, of_sums)
+        return ErrorFeedback(chunk.ptr, partial, sums.ptr, of_sums)
 
-    def reduce_norm(self, call: _Reduce, per_node: bool, residual: Residual | None) -> int:
+    def reduce_norm(
+        self, call: _Reduce, per_node: bool, error_feedback: ErrorFeedback | None
+    ) -> int:
         """Reduces a bucket to what this rank keeps state for; the norm is of this rank's part."""
         bucket, r = Span(call.grads, call.bucket_elems), Reducing(call.dtype, call.op, 1.0)
-        target = _StepTarget(call.out, call.accumulate, residual)
+        target = _StepTarget(call.out, call.accumulate, error_feedback)
 
         def body() -> None:
             own = self._reduce_bucket(bucket, target, r, per_node)
@@ -195,14 +197,16 @@ class StepsCore(NodesCore):
         sizes = (read.bucket_elems, read.param_dtype)
         return self._run("adamw_all_gather", head, call.algorithm, body, optimizer=sizes)
 
-    def reduce_update(self, call: _ReduceUpdate, per_node: bool, residual: Residual | None) -> int:
+    def reduce_update(
+        self, call: _ReduceUpdate, per_node: bool, error_feedback: ErrorFeedback | None
+    ) -> int:
         """Does :meth:`reduce_norm`, without the norm, and :meth:`update`."""
         read = _NodeShard.of(call.shard)
         bucket, r = Span(call.grads, read.bucket_elems), Reducing(call.grad_dtype, call.op, 1.0)
 
         def body() -> None:
             reduced = self._scratch.take(read.elems * ELEM_BYTES[FLOAT32])
-            target = _StepTarget(reduced.data_ptr(), False, residual)
+            target = _StepTarget(reduced.data_ptr(), False, error_feedback)
             self._reduce_bucket(bucket, target, r, per_node)
             self._update_and_gather(call.shard, reduced.data_ptr(), FLOAT32, per_node)
             self._scratch.give([reduced])
@@ -280,9 +284,9 @@ class StepsCore(NodesCore):
         """
         size, layout = ELEM_BYTES[r.dtype], self.layout
         form = self._form(r, bucket.elems)
-        if target.residual is not None and isinstance(form, QuantizedForm):
-            target.residual.follow_scale()
-            form = FeedbackForm(r, form.code, bucket.ptr, size, target.residual)
+        if target.error_feedback is not None and isinstance(form, QuantizedForm):
+            target.error_feedback.follow_scale()
+            form = FeedbackForm(r, form.code, bucket.ptr, size, target.error_feedback)
         if not per_node:
             spans = self._chunks(*bucket, size)
             own = Span(target.out, spans[layout.rank].elems)
@@ -368,21 +372,22 @@ class Steps:
         core: the core.
         per_node: each node has a copy of the state.
         compression: of sums of gradients; None for that of the communicator.
-        residual: of the bucket of the next call; None: what quantization loses is lost.
+        error_feedback: buffer of the bucket of the next call; None: what quantization loses is
+            lost.
     """
 
     core: StepsCore
     per_node: bool
     compression: str | None
-    residual: Residual | None = None
+    error_feedback: ErrorFeedback | None = None
 
-    def feeding_back(self, residual: Residual) -> Steps:
+    def feeding_back(self, error_feedback: ErrorFeedback) -> Steps:
         """Returns the calls for a bucket whose quantization takes up what was lost before."""
-        return replace(self, residual=residual)
+        return replace(self, error_feedback=error_feedback)
 
     def reduce_scatter_norm(self, *arguments: Any) -> int:
         with self.core.using_compression(self.compression):
-            return self.core.reduce_norm(_Reduce(*arguments), self.per_node, self.residual)
+            return self.core.reduce_norm(_Reduce(*arguments), self.per_node, self.error_feedback)
 
     def adamw_all_gather(self, *arguments: Any) -> int:
         return self.core.update(_Update(*arguments), self.per_node)
@@ -390,7 +395,7 @@ class Steps:
     def reduce_scatter_adamw_all_gather(self, *arguments: Any) -> int:
         call = _ReduceUpdate(*arguments)
         with self.core.using_compression(self.compression):
-            return self.core.reduce_update(call, self.per_node, self.residual)
+            return self.core.reduce_update(call, self.per_node, self.error_feedback)
 
 
 class StepCalls:
@@ -416,7 +421,7 @@ class StepCalls:
             return itself
         return methodcaller("steps", state == "node", compression)
 
-    def residual_of(self, elems: int, state: str) -> Residual | None:
+    def error_feedback_of(self, elems: int, state: str) -> ErrorFeedback | None:
         """Makes what keeps the losses of a bucket's quantization; see NOTE [Error feedback].
 
         Args:
@@ -430,7 +435,7 @@ class StepCalls:
         core = self._engine.owner
         if elems * 4 <= compressed_sums.QUANTIZED_ABOVE_BYTES or not isinstance(core, StepsCore):
             return None
-        return core.residual_of(elems, state == "node")
+        return core.error_feedback_of(elems, state == "node")
 
     def all_gather_bucket(self, own: Tensor, bucket: Tensor, tag: int) -> None:
         """Gathers over several nodes a bucket of which each rank owns a chunk.

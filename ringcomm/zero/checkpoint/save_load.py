@@ -44,15 +44,15 @@ from ringcomm.zero.checkpoint.state import (
     check_names,
     check_optimizer,
     describe,
+    error_feedback_to_load,
     overlap,
     parts_to_load,
     parts_to_save,
     renamed,
-    residuals_to_load,
     saved_state,
     state_parts,
+    take_error_feedback,
     take_optimizer,
-    take_residuals,
     whole_parts,
     with_unwrapped_names,
 )
@@ -675,7 +675,9 @@ class Loading:
             self._check_states(given)
             self.debtors = module_state.debtors_of(self.step, self.saved)
             if self.debtors is not None:
-                for part in residuals_to_load(self.engine, self.step, self.debtors, self.names):
+                for part in error_feedback_to_load(
+                    self.engine, self.step, self.debtors, self.names
+                ):
                     self._check_part(part)
         self._verify()
         self._check_own(partial is None)
@@ -828,7 +830,7 @@ class Loading:
             assert self.saved.optimizer is not None
             take_optimizer(self.engine, step, self.saved.optimizer, self.groups)
             if self.debtors is not None:
-                take_residuals(self.engine, step, self.debtors, self.names, self._read)
+                take_error_feedback(self.engine, step, self.debtors, self.names, self._read)
         else:
             named = named_parameters(self.engine.parts.module)
             loaded = {id(param) for name, param in named if f"model.{name}" in self.sources}

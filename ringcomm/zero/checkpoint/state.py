@@ -35,7 +35,7 @@ from ringcomm.optim.state import (
     read_states,
     take,
     take_groups,
-    with_residuals,
+    with_error_feedback,
 )
 from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.checkpoint.format import FlatShard, Manifest, Part, PartShard
@@ -74,7 +74,7 @@ def parts_to_save(engine: ShardEngine, step: ShardedStep) -> Iterator[StatePart]
     In memory that is :func:`state_parts`. In another tier ``local`` has no memory, and the elements
     come from there piece by piece, in the order in which a file takes them.
     """
-    yield from _residual_parts(engine, step)
+    yield from _error_feedback_parts(engine, step)
     if step.tier is None:
         yield from state_parts(engine, step, whole=False)
         return
@@ -89,46 +89,46 @@ def parts_to_save(engine: ShardEngine, step: ShardedStep) -> Iterator[StatePart]
     yield from whole_parts(engine, step, whole=False)
 
 
-def _residual_parts(engine: ShardEngine, step: ShardedStep) -> Iterator[StatePart]:
+def _error_feedback_parts(engine: ShardEngine, step: ShardedStep) -> Iterator[StatePart]:
     """Yields what quantization of gradients has lost: a tensor of each parameter for each node."""
     comm = engine.comm
-    for bucket, residual in with_residuals(step):
+    for bucket, error_feedback in with_error_feedback(step):
         runs: list[tuple[int | None, int, Tensor]] = [
-            (comm.node_of(comm.rank), residual.begin, residual.partial)
+            (comm.node_of(comm.rank), error_feedback.begin, error_feedback.partial)
         ]
         if step.setting.options.state == "node":
-            runs.append((None, residual.sums_begin, residual.sums))
+            runs.append((None, error_feedback.sums_begin, error_feedback.sums))
         for node, begin, values in runs:
-            yield from _residual_run(engine, bucket.number, node, begin, values)
+            yield from _error_feedback_run(engine, bucket.number, node, begin, values)
 
 
-def _residual_run(
+def _error_feedback_run(
     engine: ShardEngine, number: int, node: int | None, begin: int, values: Tensor
 ) -> Iterator[StatePart]:
-    """Yields a bucket's residuals of a node, or of sums, from an element on, by parameter."""
+    """Yields a bucket's error feedback of a node, or of sums, from an element on, by parameter."""
     chunk = Chunk(begin, begin + values.numel())
-    names = named(engine, f"optim.residual.{'sums' if node is None else node}.")
+    names = named(engine, f"optim.error_feedback.{'sums' if node is None else node}.")
     yield from bucket_parts(engine.stored[number], values, chunk, chunk, names)
 
 
-def residuals_to_load(
+def error_feedback_to_load(
     engine: ShardEngine, step: ShardedStep, saved: Debtors, names: Collection[str]
 ) -> Iterator[StatePart]:
-    """Yields what :func:`take_residuals` reads; ``local`` has no elements yet.
+    """Yields what :func:`take_error_feedback` reads; ``local`` has no elements yet.
 
     Args:
         saved: who has saved them.
         names: of the checkpoint's tensors; what is not there was not quantized.
     """
     nothing = torch.empty(0, dtype=torch.float32, device="cpu")
-    for bucket, _ in with_residuals(step):
+    for bucket, _ in with_error_feedback(step):
         for node in (*nodes_for(saved, step), None):
-            for part in _residual_run(engine, bucket.number, node, 0, nothing):
+            for part in _error_feedback_run(engine, bucket.number, node, 0, nothing):
                 if part.name in names:
                     yield part
 
 
-def take_residuals(
+def take_error_feedback(
     engine: ShardEngine,
     step: ShardedStep,
     saved: Debtors,
@@ -136,13 +136,13 @@ def take_residuals(
     read: Callable[[Iterator[StatePart]], None],
 ) -> None:
     """Takes over what quantization had lost; ``read`` fills parts from the checkpoint."""
-    for bucket, residual in with_residuals(step):
+    for bucket, error_feedback in with_error_feedback(step):
 
         def fill(node: int | None, begin: int, out: Tensor, number: int = bucket.number) -> None:
-            parts = _residual_run(engine, number, node, begin, out.zero_())
+            parts = _error_feedback_run(engine, number, node, begin, out.zero_())
             read(part for part in parts if part.name in names)
 
-        take(step, residual, saved, fill)
+        take(step, error_feedback, saved, fill)
 
 
 def _blocks(bucket: Bucket, kind: str, begin: int, end: int) -> Iterator[Tensor]:
@@ -266,8 +266,8 @@ def _unread(
 #
 #     model.<name>            a parameter, or a persistent buffer of rank 0
 #     optim.<kind>.<name>     exp_avg or another moment, master or remainder of a param
-#     optim.residual.<node>.<name>, optim.residual.sums.<name>
-#                             what codes of its gradients have lost, of each node that saved
+#     optim.error_feedback.<node>.<name>, optim.error_feedback.sums.<name>
+#                             what quantization of its gradients has lost, of each node that saved
 #
 # Both are flat, and each rank has the elements of its chunks, whatever the stage is: so a
 # checkpoint of one stage is one of all of them. What an optimizer keeps in other shapes, as
@@ -481,7 +481,9 @@ def known_tensor(name: str, known: KnownNames) -> str:
     if kind == "extra":
         module, _, number = rest.rpartition(".")
         return f"extra.{known.find_module(module)}.{number}"
-    parts = {"model": 0, "buffer": 0, "optim": 2 if rest.startswith("residual.") else 1}.get(kind)
+    parts = {"model": 0, "buffer": 0, "optim": 2 if rest.startswith("error_feedback.") else 1}.get(
+        kind
+    )
     if parts is None:
         return name
     *prefix, last = rest.split(".", parts)
@@ -595,7 +597,7 @@ def describe(engine: ShardEngine, step: ShardedStep | None) -> dict[str, Any]:
         }
         debtors = Debtors.of(step)
         if debtors is not None:
-            told["optimizer"]["residuals"] = debtors.describe()
+            told["optimizer"]["error_feedback"] = debtors.describe()
         if step.rule.saved_as != AdamWRule.name:
             told["optimizer"]["name"] = step.rule.saved_as
         if step.rule.keeps_more:
@@ -616,7 +618,7 @@ class SavedOptimizer:
         group_params: names of the parameters of each.
         kinds: of tensors of the state.
         loss_scaler: state of a loss scaler, or None.
-        residuals: who saved what quantization has lost, or None.
+        error_feedback: who saved what quantization has lost, or None.
         states: further state by parameter, where the rule keeps more.
     """
 
@@ -628,7 +630,7 @@ class SavedOptimizer:
     group_params: Sequence[list[str]]
     kinds: Sequence[str]
     loss_scaler: Mapping[str, Any] | None
-    residuals: Debtors | None
+    error_feedback: Debtors | None
     states: Mapping[str, ParamState | None]
 
     @classmethod
@@ -643,7 +645,7 @@ class SavedOptimizer:
             type(key) is not str for g in groups for key in g
         ):
             raise ValueError("its param groups are damaged")
-        scaler, residuals = told["loss_scaler"], told.get("residuals")
+        scaler, error_feedback = told["loss_scaler"], told.get("error_feedback")
         if scaler is not None:
             LossScaler().load_state_dict(exactly(scaler, dict))
         states = exactly(told.get("states", {}), dict)
@@ -656,7 +658,7 @@ class SavedOptimizer:
             group_params,
             _names(told["kinds"]),
             scaler,
-            None if residuals is None else Debtors.read(residuals),
+            None if error_feedback is None else Debtors.read(error_feedback),
             dict(zip(states, read_states(list(states.values())), strict=True)),
         )
 
@@ -718,10 +720,10 @@ def _count(value: Any) -> float:
 
 
 def debtors_of(step: ShardedStep | None, saved: SavedFacts) -> Debtors | None:
-    """Returns who saved the residuals that a load takes over; None if it takes none."""
+    """Returns who saved the error feedback that a load takes over; None if it takes none."""
     if step is None or saved.optimizer is None or Debtors.of(step) is None:
         return None
-    return saved.optimizer.residuals
+    return saved.optimizer.error_feedback
 
 
 def _as_json(value: Any) -> Any:

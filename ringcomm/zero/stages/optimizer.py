@@ -101,7 +101,9 @@ class ReplicatedPlan(StagePlan):
         exact = own
         if own.dtype is not torch.float32:
             exact = torch.empty_like(own, dtype=torch.float32)
-        self.reducer.reduce(bucket.grads, Into(exact, kind, words, residual=bucket.residual))
+        self.reducer.reduce(
+            bucket.grads, Into(exact, kind, words, error_feedback=bucket.error_feedback)
+        )
         if exact is not own:
             own.copy_(exact)
 
@@ -517,7 +519,7 @@ class ModulePlacement(Placement):
             bucket = Bucket(number, layout.buckets[number], stored.state_chunk, memory)
             if reduction is not None:
                 bucket.grad_shard = reduction.buckets[number].shard
-                bucket.residual = reduction.buckets[number].residual
+                bucket.error_feedback = reduction.buckets[number].error_feedback
                 bucket.tag = partial(reduction.tag, number)
             if isinstance(stored, ShardedBucket) or stored.compression is not None:
                 bucket.share = stored.settle

@@ -58,7 +58,7 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.communicator import Communicator
 from ringcomm.comm.host.engine import Work
-from ringcomm.comm.nodes.compressed_sums import Residual
+from ringcomm.comm.nodes.compressed_sums import ErrorFeedback
 from ringcomm.errors import ArgumentError, where
 from ringcomm.memory import empty
 from ringcomm.optim.buckets import empty_for_streams
@@ -69,7 +69,13 @@ from ringcomm.optim.dtensors import (
     set_grad,
     without_torch_function,
 )
-from ringcomm.optim.gradients import NORM_WORDS, Accumulator, Into, make_reducer, make_residual
+from ringcomm.optim.gradients import (
+    NORM_WORDS,
+    Accumulator,
+    Into,
+    make_error_feedback,
+    make_reducer,
+)
 from ringcomm.optim.layout import BLOCK_ELEMS
 from ringcomm.zero.stages.buckets import ParamBucket
 from ringcomm.zero.stages.options import ZeroOptions
@@ -110,7 +116,7 @@ class GradientBucket:
         stored: the bucket of the parameters.
         shard: [state chunk elements], float32 or 16 bits; the sum since :meth:`Reduction.drop`.
         words: int64 [24], the norm words of the last reduction.
-        residual: what quantization of gradients has lost; None where nothing keeps that.
+        error_feedback: what quantization of gradients has lost; None where nothing keeps that.
         holds: True if anything was reduced into the shard.
         active: by parameter, True if a gradient was reduced since :meth:`Reduction.drop`.
         waiting: indices of parameters whose gradients have arrived, and were not looked at yet.
@@ -140,7 +146,7 @@ class GradientBucket:
     stored: ParamBucket
     shard: Tensor
     words: Tensor
-    residual: Residual | None
+    error_feedback: ErrorFeedback | None
     holds: bool = False
     active: list[bool] = field(init=False)
     waiting: list[int] = field(default_factory=list)
@@ -442,7 +448,7 @@ class Reduction:
                 each,
                 empty_for_streams(each.state_chunk.elems, reduced(each.layout.dtype), comm.device),
                 torch.zeros(NORM_WORDS, dtype=torch.int64, device=comm.device),
-                make_residual(comm, options, each.layout.elems),
+                make_error_feedback(comm, options, each.layout.elems),
             )
             for number, each in enumerate(stored)
         ]
@@ -685,7 +691,7 @@ class Reduction:
         rounded = bucket.shard.dtype is not torch.float32
         bucket.summed = self._sums or rounded or self._launches
         words = bucket.words if bucket.summed else None
-        into = Into(bucket.shard, "l2", words, bucket.holds, tag, bucket.residual)
+        into = Into(bucket.shard, "l2", words, bucket.holds, tag, bucket.error_feedback)
 
         def run() -> list[Tensor]:
             with self._profile.span("reduce_scatter", buffer.nbytes):

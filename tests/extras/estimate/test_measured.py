@@ -116,7 +116,7 @@ def train(comm, stage, training, width=32):
         optimizer.step()
     whole = [p for p in net.parameters() if not p.requires_grad and stage < 3]
     state = optimizer.state_dict()["state"]
-    kept = [each.values() for each in (*state["buckets"], *state.get("residuals", ())) if each]
+    kept = [each.values() for each in (*state["buckets"], *state.get("error_feedback", ())) if each]
     params = sum(storage_bytes(b)[0] for b in buckets) + sum(p.nbytes for p in whole)
     grads = sum(
         each.shard.nbytes for each in (engine.reduction.buckets if engine.reduction else ())

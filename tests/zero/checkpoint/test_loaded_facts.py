@@ -105,7 +105,7 @@ CASES: list[Case] = [
     ),
     *odd(*OPTIM, "groups", 0, "amsgrad", values=([], {}, "x")),
     *odd(*OPTIM, "name", values=(3, None, [], "Lion")),
-    *odd(*OPTIM, "residuals", values=(3, [], {}, {"nodes": 1e400})),
+    *odd(*OPTIM, "error_feedback", values=(3, [], {}, {"nodes": 1e400})),
     *odd(*OPTIM, "states", values=(3, [], {"weight": 3}, {"weight": {"numbers": 3}})),
     *odd(*OPTIM, "loss_scaler", values=(3, [], {}, None, GONE)),
     *odd(*OPTIM, "loss_scaler", "scale", values=(*NUMBERS, 0)),
