@@ -20,10 +20,10 @@ DeviceComm::ShardOf shard_of(const AdamWShard& s, uint64_t address) {
   return {address, s.bucket_elems, s.elems, s.param_dtype};
 }
 
-// Of a fused step, which has no registers for moments of 8 bits.
+// Of a fused step, which has no registers for 8-bit moments.
 DeviceComm::ShardOf fused_shard_of(const AdamWShard& s, uint64_t address) {
-  if (s.eight_bits)
-    throw nb::value_error("moments of 8 bits are updated by adamw_shard, apart from collectives");
+  if (s.quantized_state)
+    throw nb::value_error("8-bit moments are updated by adamw_shard, apart from collectives");
   return shard_of(s, address);
 }
 

@@ -5,8 +5,8 @@
 
 #include "kernels/bindings/gil.h"
 #include "kernels/bindings/native_comm.h"
-#include "ringcomm/optimizer/block_moments.h"
 #include "ringcomm/optimizer/buckets.h"
+#include "ringcomm/optimizer/quantized_moments.h"
 
 namespace nb = nanobind;
 using namespace ringcomm;
@@ -33,7 +33,7 @@ void bind_shard(nb::module_& m) {
              uint64_t bucket_elems, uint64_t begin, uint64_t elems, uintptr_t master,
              uintptr_t remainder, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t max_exp_avg_sq,
              uintptr_t params, int param_dtype, bool stochastic, uint64_t seed, uint64_t bucket,
-             bool eight_bits) {
+             bool quantized_state) {
             new (self) AdamWShard{pointer<const AdamWSegment>(segments),
                                   pointer<const AdamWFactors>(factors),
                                   segment_count,
@@ -50,13 +50,14 @@ void bind_shard(nb::module_& m) {
                                   stochastic ? Rounding::kStochastic : Rounding::kNearest,
                                   seed,
                                   bucket,
-                                  eight_bits};
+                                  quantized_state};
           },
           nb::kw_only(), nb::arg("segments"), nb::arg("segment_count"), nb::arg("factors"),
           nb::arg("bucket_elems"), nb::arg("begin"), nb::arg("elems"), nb::arg("master"),
           nb::arg("remainder"), nb::arg("exp_avg"), nb::arg("exp_avg_sq"),
           nb::arg("max_exp_avg_sq"), nb::arg("params"), nb::arg("param_dtype"),
-          nb::arg("stochastic"), nb::arg("seed"), nb::arg("bucket"), nb::arg("eight_bits") = false);
+          nb::arg("stochastic"), nb::arg("seed"), nb::arg("bucket"),
+          nb::arg("quantized_state") = false);
 }
 
 // The pages that lie wholly inside; where the system has no huge ones, small ones do.
@@ -118,7 +119,7 @@ void bind_optimizer(nb::module_& m, nb::class_<NativeComm>& c) {
   flags["momentum"] = kMomentum;
   flags["nesterov"] = kNesterov;
   flags["lion"] = kLion;
-  flags["eight_bits"] = kEightBits;
+  flags["quantized_state"] = kQuantizedState;
   kinds["l2"] = int(NormKind::kTwo);
   kinds["l1"] = int(NormKind::kOne);
   kinds["inf"] = int(NormKind::kInf);
@@ -126,9 +127,8 @@ void bind_optimizer(nb::module_& m, nb::class_<NativeComm>& c) {
                "Chunks of a bucket begin at multiples of this many elements.");
   add_constant(m, "ADAMW_FLAGS", flags,
                "Bits of a group's flags: l2, amsgrad, maximize; and of a parameter's: active.");
-  add_constant(
-      m, "MOMENT_BLOCK_ELEMS", kMomentBlock,
-      "Elements that share an exponent where moments have 8 bits (optimizer/block_moments.h).");
+  add_constant(m, "MOMENT_BLOCK_ELEMS", kMomentBlock,
+               "Elements that share an exponent of 8-bit moments (optimizer/quantized_moments.h).");
   add_constant(m, "GRAD_NORM_WORDS", kNormWords,
                "int64 words of a norm that is added up exactly (ringcomm/optimizer/grad_norm.h).");
   add_constant(m, "GRAD_NORM_KINDS", kinds, "Code of each norm: l2, l1, inf.");

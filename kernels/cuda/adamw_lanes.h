@@ -2,7 +2,7 @@
 // in flight.
 #pragma once
 
-#include "kernels/cuda/moment_lanes.h"
+#include "kernels/cuda/quantized_moment_lanes.h"
 #include "ringcomm/optimizer/buckets.h"
 #include "ringcomm/optimizer/one_moment_element.h"
 
@@ -100,7 +100,7 @@ struct Updater {
     }
   }
 
-  // Of moments that have 8 bits in memory.
+  // Of 8-bit moments in memory.
   RC_TEAM_FN static void update_wide(float& p, float g, float& m, float& v, const AdamWFactors& f) {
     g = adamw_gradient(g, f);
     const bool l2 = (f.flags & kAdamL2) != 0;
@@ -285,13 +285,13 @@ struct Updater {
   }
 };
 
-// ---- moments of 8 bits --------------------------------------------------------------------------
+// ---- 8-bit moments ------------------------------------------------------------------------------
 
 // Eight elements of a block's, with their moments.
 template <class G, class P>
 RC_TEAM_FN void update_eight(const Updater<G, P>& updater, const GradSum<G>& grads, uint64_t at,
-                             const AdamWFactors& f, const MomentPair::Codes& codes, float* m,
-                             float* v) {
+                             const AdamWFactors& f, const MomentPair::Quantized& quantized,
+                             float* m, float* v) {
   float p[kTurnElems], g[kTurnElems];
   typename Updater<G, P>::Masters held;
   updater.load_masters(at, held);
@@ -299,7 +299,7 @@ RC_TEAM_FN void update_eight(const Updater<G, P>& updater, const GradSum<G>& gra
   updater.masters_of(held, p);
   RC_UNROLL
   for (int k = 0; k < kTurnElems; ++k) {
-    m[k] = codes.first(k), v[k] = codes.second(k);
+    m[k] = quantized.first(k), v[k] = quantized.second(k);
     updater.update_wide(p[k], g[k], m[k], v[k], f);
   }
   updater.store_eight(at, p, f);
@@ -309,11 +309,11 @@ RC_TEAM_FN void update_eight(const Updater<G, P>& updater, const GradSum<G>& gra
 // are found by constant numbers, so that they are registers, too.
 template <class G, class P>
 RC_TEAM_FN void update_singly(const Updater<G, P>& updater, const GradSum<G>& grads, uint64_t at,
-                              int count, const AdamWFactors& f, const MomentPair::Codes& codes,
-                              float* m, float* v) {
+                              int count, const AdamWFactors& f,
+                              const MomentPair::Quantized& quantized, float* m, float* v) {
   RC_ROLLED
   for (int i = 0; i < count; ++i) {
-    float its_m = codes.first(i), its_v = codes.second(i);
+    float its_m = quantized.first(i), its_v = quantized.second(i);
     float p = updater.master_of(*updater.own(at + i), at + i);
     updater.update_wide(p, grads.one(at + i), its_m, its_v, f);
     updater.store_one(at + i, p, f);
@@ -329,8 +329,8 @@ template <class G, class P>
 RC_TEAM_FN void update_block(const Updater<G, P>& updater, const GradSum<G>& grads, bool vectors,
                              const AdamWSegment& here, Run block, const AdamWFactors& f, int lane) {
   const AdamWShard& s = updater.s;
-  const MomentPair moments{BlockMoment::of(s.exp_avg, s.elems),
-                           BlockMoment::of(s.exp_avg_sq, s.elems)};
+  const MomentPair moments{QuantizedMoment::of(s.exp_avg, s.elems),
+                           QuantizedMoment::of(s.exp_avg_sq, s.elems)};
   float m[kMomentElems] = {}, v[kMomentElems] = {};
   const uint64_t mine = block.begin + uint64_t(lane % kMomentLanes * kMomentElems);
   const auto each_eight = [&](auto work) {
@@ -346,11 +346,11 @@ RC_TEAM_FN void update_block(const Updater<G, P>& updater, const GradSum<G>& gra
   const uint64_t number = block.begin / kMomentBlock;
   const uint32_t before = largest_of_lanes<kMomentLanes>(leads ? moments.exponents(number) : 0);
   each_eight([&](uint64_t at, int count, int e) {
-    const MomentPair::Codes codes = moments.load(at, count, before);
+    const MomentPair::Quantized quantized = moments.load(at, count, before);
     if (vectors && count == kTurnElems)
-      update_eight(updater, grads, at, f, codes, m + e, v + e);
+      update_eight(updater, grads, at, f, quantized, m + e, v + e);
     else
-      update_singly(updater, grads, at, count, f, codes, m + e, v + e);
+      update_singly(updater, grads, at, count, f, quantized, m + e, v + e);
   });
   const uint32_t after = new_exponent(m) | new_exponent(v) << 8;
   if (leads) moments.set_exponents(number, after);
@@ -360,7 +360,7 @@ RC_TEAM_FN void update_block(const Updater<G, P>& updater, const GradSum<G>& gra
   });
 }
 
-// Elements [run.begin, run.end) of the chunk, by all lanes; with moments of 8 bits. Factors are
+// Elements [run.begin, run.end) of the chunk, by all lanes; with 8-bit moments. Factors are
 // read where they are used, since registers are scarce: too scarce for the kernels of fused steps,
 // which have none of this.
 template <class G, class P>

@@ -45,7 +45,7 @@ RC_TEAM_FN void adamw_shard_kernel(Team team, const LaunchParams& p, int rank_in
   load_shard(team, args, w);
   const GradSum<G> grads{w.sources, 1, 0, 0};
   const Run run = part_of_chunk(team, w.shard.elems);
-  if (w.shard.eight_bits)
+  if (w.shard.quantized_state)
     update_blocks<G, P>(w.shard, grads, nullptr, 0, run, team.lane(), team.num_lanes());
   else
     update_lanes<G, P, 1>(w.shard, grads, nullptr, 0, run, team.lane(), team.num_lanes());

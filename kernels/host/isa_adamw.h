@@ -4,9 +4,9 @@
 #pragma once
 
 #include "kernels/host/isa_kernels.h"
-#include "ringcomm/optimizer/block_moments.h"
 #include "ringcomm/optimizer/grad_norm.h"
 #include "ringcomm/optimizer/one_moment_element.h"
+#include "ringcomm/optimizer/quantized_moments.h"
 
 RINGCOMM_NAMESPACE_BEGIN
 namespace host {
@@ -143,21 +143,21 @@ inline void update_adamw(float* p, const float* g, float* m, float* v, float* v_
   return amsgrad ? run(AdamWPath<false, true, false>{}) : run(AdamWPath<false, false, false>{});
 }
 
-// ---- moments of 8 bits --------------------------------------------------------------------------
+// ---- 8-bit moments ------------------------------------------------------------------------------
 
 // Of elements of one block.
 template <class Moment>
-inline void widen_moment(float* RC_RESTRICT wide, const BlockMoment& moment, uint64_t at,
-                         uint64_t n) {
-  const uint8_t* RC_RESTRICT const codes = moment.codes + at;
+inline void dequantize_moment(float* RC_RESTRICT wide, const QuantizedMoment& moment, uint64_t at,
+                              uint64_t n) {
+  const uint8_t* RC_RESTRICT const values = moment.values + at;
   const uint32_t exponent = moment.exponents[at / kMomentBlock];
   const uint32_t least = least_normal<Moment>(exponent);
   if (exponent == kNotFinite) {
     for (uint64_t i = 0; i < n; ++i) wide[i] = float_of(0x7fc00000u);
   } else if constexpr (kSame<Moment, FirstMoment>) {
-    for (uint64_t i = 0; i < n; ++i) wide[i] = widen_first(codes[i], least);
+    for (uint64_t i = 0; i < n; ++i) wide[i] = dequantize_first(values[i], least);
   } else {
-    for (uint64_t i = 0; i < n; ++i) wide[i] = widen_second(codes[i], least);
+    for (uint64_t i = 0; i < n; ++i) wide[i] = dequantize_second(values[i], least);
   }
 }
 
@@ -170,11 +170,11 @@ inline uint32_t exponent_of(const float* RC_RESTRICT wide, uint64_t n) {
   return block_exponent(most);
 }
 
-inline void narrow_moments(const BlockMoment& first, const BlockMoment& second,
-                           const float* RC_RESTRICT m, const float* RC_RESTRICT v, uint64_t at,
-                           const MomentDraw& drawn, uint64_t n) {
-  uint8_t* RC_RESTRICT const m_codes = first.codes + at;
-  uint8_t* RC_RESTRICT const v_codes = second.codes + at;
+inline void quantize_moments(const QuantizedMoment& first, const QuantizedMoment& second,
+                             const float* RC_RESTRICT m, const float* RC_RESTRICT v, uint64_t at,
+                             const MomentDraw& drawn, uint64_t n) {
+  uint8_t* RC_RESTRICT const m_quantized = first.values + at;
+  uint8_t* RC_RESTRICT const v_quantized = second.values + at;
   const uint32_t m_exponent = exponent_of(m, n), v_exponent = exponent_of(v, n);
   first.exponents[at / kMomentBlock] = uint8_t(m_exponent);
   second.exponents[at / kMomentBlock] = uint8_t(v_exponent);
@@ -183,39 +183,39 @@ inline void narrow_moments(const BlockMoment& first, const BlockMoment& second,
   const MomentDraw draw = drawn;
   for (uint64_t i = 0; i < n; ++i) {
     const uint32_t word = draw.word(uint32_t(i));
-    m_codes[i] = narrow_first(m[i], m_least, MomentDraw::of_first(word));
-    v_codes[i] = narrow_second(v[i], v_least, MomentDraw::of_second(word));
+    m_quantized[i] = quantize_first(m[i], m_least, MomentDraw::of_first(word));
+    v_quantized[i] = quantize_second(v[i], v_least, MomentDraw::of_second(word));
   }
 }
 
 // At most a turn, from the beginning of a block on. `here` is the parameter's segment.
-inline void update_eight_bits(float* p, const float* g, const AdamWShard& s,
-                              const AdamWSegment& here, uint64_t at, const AdamWFactors& f,
-                              uint64_t n) {
+inline void update_quantized(float* p, const float* g, const AdamWShard& s,
+                             const AdamWSegment& here, uint64_t at, const AdamWFactors& f,
+                             uint64_t n) {
   static_assert(kTurnElems % kMomentBlock == 0);
   alignas(64) float m[kTurnElems];
   alignas(64) float v[kTurnElems];
-  const BlockMoment first = BlockMoment::of(s.exp_avg, s.elems),
-                    second = BlockMoment::of(s.exp_avg_sq, s.elems);
+  const QuantizedMoment first = QuantizedMoment::of(s.exp_avg, s.elems),
+                        second = QuantizedMoment::of(s.exp_avg_sq, s.elems);
   const auto each_block = [&](auto work) {
     for (uint64_t done = 0; done < n; done += kMomentBlock)
       work(done, n - done < kMomentBlock ? n - done : kMomentBlock);
   };
   each_block([&](uint64_t done, uint64_t elems) {
-    widen_moment<FirstMoment>(m + done, first, at + done, elems);
-    widen_moment<SecondMoment>(v + done, second, at + done, elems);
+    dequantize_moment<FirstMoment>(m + done, first, at + done, elems);
+    dequantize_moment<SecondMoment>(v + done, second, at + done, elems);
   });
   update_adamw(p, g, m, v, nullptr, f, n);
   MomentDraw draw = MomentDraw::of(s.seed, here.param, f.step, s.begin + at - here.begin);
   each_block([&](uint64_t done, uint64_t elems) {
-    narrow_moments(first, second, m + done, v + done, at + done, draw, elems);
+    quantize_moments(first, second, m + done, v + done, at + done, draw, elems);
     draw.first += uint32_t(kMomentBlock);
   });
 }
 
 inline void update(float* p, const float* g, const AdamWShard& s, const AdamWSegment& here,
                    uint64_t at, const AdamWFactors& f, uint64_t n) {
-  if ((f.flags & kEightBits) != 0) return update_eight_bits(p, g, s, here, at, f, n);
+  if ((f.flags & kQuantizedState) != 0) return update_quantized(p, g, s, here, at, f, n);
   float* const m = s.exp_avg != nullptr ? s.exp_avg + at : nullptr;
   if ((f.flags & kSgd) != 0) return update_sgd(p, g, m, f, n);
   if ((f.flags & kLion) != 0) return update_lion(p, g, m, f, n);

@@ -219,7 +219,7 @@ def _training(args: argparse.Namespace) -> forms.Training:
         options,
         optimizer,
         amsgrad=args.optimizer == "amsgrad",
-        eight_bits=args.optimizer == "adamw8bit",
+        quantized_state=args.optimizer == "adamw8bit",
         two_passes=args.clip or precision.scaled,
     )
 

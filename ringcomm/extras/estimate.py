@@ -330,7 +330,7 @@ def require_positive(**values: float) -> None:
 
 STAGES = (0, 1, 2, 3)
 FP32_BYTES = 4
-# Elements of a moment of 8 bits that share an exponent of one byte.
+# Elements of an 8-bit moment that share an exponent of one byte.
 MOMENT_BLOCK = _native.MOMENT_BLOCK_ELEMS
 
 
@@ -409,7 +409,7 @@ class Training:
             ``precision.param``. At stages 0 to 2 ``tier`` has no effect.
         optimizer: as for :class:`ringcomm.optim.AdamW`; the precision's choices come first.
         amsgrad: True if the optimizer keeps the maximum of the second moment.
-        eight_bits: True for :class:`ringcomm.optim.AdamW8bit`.
+        quantized_state: True for :class:`ringcomm.optim.AdamW8bit`.
         two_passes: True if steps are clipped, scaled or checked.
 
     Raises:
@@ -422,7 +422,7 @@ class Training:
     options: ZeroOptions = field(default_factory=ZeroOptions)
     optimizer: AdamWOptions = field(default_factory=AdamWOptions)
     amsgrad: bool = False
-    eight_bits: bool = False
+    quantized_state: bool = False
     two_passes: bool = False
 
     def __post_init__(self) -> None:
@@ -431,7 +431,7 @@ class Training:
             raise ArgumentError(
                 f"nodes: expected a divisor of {self.ranks} ranks, got {self.nodes}"
             )
-        if self.amsgrad and self.eight_bits:
+        if self.amsgrad and self.quantized_state:
             raise ArgumentError("amsgrad: AdamW8bit keeps no maximum; drop one of the two")
         if self.two_passes and self.optimizer.update == "in_backward":
             raise ArgumentError('update: expected "in_step" for steps of two passes')
@@ -446,7 +446,7 @@ class Training:
     @property
     def each(self) -> BytesPerElement:
         """The bytes of an element, where parameters do not cross nodes quantized."""
-        precision, moment = self.options.precision, 1 if self.eight_bits else 4
+        precision, moment = self.options.precision, 1 if self.quantized_state else 4
         param = precision.param or torch.float32
         masters = {"fp32": 4, "remainder": 2, "none": 0}
         return BytesPerElement(

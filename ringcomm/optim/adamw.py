@@ -1,4 +1,4 @@
-"""AdamW, with FP32 moments or with 8 bits, Adam, SGD and Lion, sharded over a communicator."""
+"""AdamW, with FP32 or 8-bit state, Adam, SGD and Lion, sharded over a communicator."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Adam(ShardedOptimizer):
 
 
 class AdamW8bit(ShardedOptimizer):
-    """AdamW whose moments take 8 bits each; otherwise as :class:`AdamW`.
+    """AdamW with 8-bit state, in quantized moments; otherwise as :class:`AdamW`.
 
     The state is 2.03 bytes a parameter in place of 8, and masters where there are any. After
     Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, with other numbers:

@@ -408,7 +408,7 @@ def shard_of(
         stochastic=options.rounding == "stochastic",
         seed=options.seed,
         bucket=bucket.number,
-        eight_bits=state.eight_bits,
+        quantized_state=state.quantized_state,
     )
 
 
@@ -515,9 +515,9 @@ class DeviceBackend(Backend):
         options: options of the optimizer.
         table: table of the optimizer.
         moments: as of :func:`shard_of`.
-        eight_bits: the moments have 8 bits. Fused with a collective, the update of such moments
-            takes more registers than a GPU's threads have, and the rest would be spilled to local
-            memory, so that reduction, update and gathering are separate calls.
+        quantized_state: the moments are quantized to 8 bits. Fused with a collective, the update of
+            such moments takes more registers than a GPU's threads have, and the rest would be
+            spilled to local memory, so that reduction, update and gathering are separate calls.
     """
 
     def __init__(
@@ -526,12 +526,12 @@ class DeviceBackend(Backend):
         options: AdamWOptions,
         table: StepTable,
         moments: Sequence[str],
-        eight_bits: bool = False,
+        quantized_state: bool = False,
     ) -> None:
         self._moments = moments
         alone, reducer = comm.world_size == 1, DeviceReducer(comm, options)
         sharers = sharers_of(comm, options.state)
-        super().__init__(alone, reducer, options, sharers, fused=not eight_bits)
+        super().__init__(alone, reducer, options, sharers, fused=not quantized_state)
         self._comm = comm
         self._calls = comm.steps.calls_of(options.state, options.compression.gradients)
         self._options = options

@@ -26,9 +26,9 @@ from ringcomm.optim.dtensors import (
 from ringcomm.optim.layout import BucketLayout, Chunk, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 
-# ---- Moments of 8 bits in torch: what the kernels keep, and how it is made ----------------------
-# Twin of ``kernels/include/ringcomm/optimizer/block_moments.h``, which says what a code means and
-# why it is rounded so. Checkpoints go through it, and tests hold the kernels to it.
+# ---- 8-bit moments in torch: what the kernels keep, and how it is made --------------------------
+# Twin of ``kernels/include/ringcomm/optimizer/quantized_moments.h``, which says what a value means
+# and why it is rounded so. Checkpoints go through it, and tests hold the kernels to it.
 
 Tensor = torch.Tensor
 
@@ -41,17 +41,17 @@ _LEAST_EXPONENT = 36
 _NOT_FINITE = 255 - _LEAST_EXPONENT
 _WORD = (1 << 32) - 1
 
-#: In place of random bits, this rounds to the nearest code; of two, to the larger magnitude.
+#: In place of random bits, this rounds to the nearest value; of two, to the larger magnitude.
 TO_NEAREST = 1 << (_CUT_BITS - 1)
 
 
 @dataclass(frozen=True)
-class Code:
+class MomentFormat:
     """The numbers that a moment can be.
 
     Attributes:
         below: number of exponents of normal numbers below that of the block.
-        signed: True if a code has a sign, its highest bit.
+        signed: True if a value has a sign, its highest bit.
     """
 
     below: int
@@ -61,18 +61,18 @@ class Code:
         """Returns the bits of the smallest normal numbers of blocks: int32."""
         return (exponents.to(torch.int32) + (_LEAST_EXPONENT - self.below)) << 23
 
-    def widen(self, codes: Tensor, exponents: Tensor) -> Tensor:
-        """Returns the numbers of codes.
+    def dequantize(self, values: Tensor, exponents: Tensor) -> Tensor:
+        """Returns the numbers of quantized values.
 
         Args:
-            codes: uint8 [blocks, BLOCK].
+            values: uint8 [blocks, BLOCK].
             exponents: uint8 [blocks].
 
         Returns:
             float32 [blocks, BLOCK].
         """
         least = self.least_normal(exponents)[:, None]
-        wide = codes.to(torch.int32)
+        wide = values.to(torch.int32)
         magnitude = wide & 0x7F if self.signed else wide
         bits = least + (magnitude << _CUT_BITS)
         subnormal = bits.view(torch.float32) - least.view(torch.float32)
@@ -82,8 +82,8 @@ class Code:
             numbers = torch.where(wide > 0x7F, -numbers, numbers)
         return torch.where(exponents[:, None] == _NOT_FINITE, torch.nan, numbers)
 
-    def narrow(self, numbers: Tensor, random: Tensor | int = TO_NEAREST) -> tuple[Tensor, Tensor]:
-        """Returns codes and exponents of numbers; undoes :meth:`widen`.
+    def quantize(self, numbers: Tensor, random: Tensor | int = TO_NEAREST) -> tuple[Tensor, Tensor]:
+        """Returns quantized values and exponents of numbers; undoes :meth:`dequantize`.
 
         Args:
             numbers: float32 [blocks, BLOCK].
@@ -101,27 +101,27 @@ class Code:
         sums = magnitude.view(torch.float32) + least.view(torch.float32)
         subnormal = sums.view(torch.int32) - least
         normal = magnitude - least + _ONE_EXPONENT
-        code = (torch.where(magnitude < least, subnormal, normal) + random) >> _CUT_BITS
+        values = (torch.where(magnitude < least, subnormal, normal) + random) >> _CUT_BITS
         if self.signed:
-            code = (code & 0x7F) | ((bits >> 24) & 0x80)
+            values = (values & 0x7F) | ((bits >> 24) & 0x80)
         else:
-            code = torch.where((code == 0) & (magnitude != 0), 1, code)
-        return (code & 0xFF).to(torch.uint8), exponents
+            values = torch.where((values == 0) & (magnitude != 0), 1, values)
+        return (values & 0xFF).to(torch.uint8), exponents
 
 
-#: The codes by moment.
-CODES = {"exp_avg": Code(14, True), "exp_avg_sq": Code(30, False)}
+#: The formats by moment.
+MOMENT_FORMATS = {"exp_avg": MomentFormat(14, True), "exp_avg_sq": MomentFormat(30, False)}
 
 
-class BlockMoment:
-    """A moment of a chunk in 8 bits.
+class QuantizedMoment:
+    """An 8-bit moment of a chunk.
 
     Attributes:
-        memory: uint8 [elements + blocks], the codes and then the exponents, as kernels take them.
+        memory: uint8 [elements + blocks], the values and then the exponents, as kernels take them.
     """
 
-    def __init__(self, code: Code, memory: Tensor) -> None:
-        self._code = code
+    def __init__(self, moment_format: MomentFormat, memory: Tensor) -> None:
+        self._format = moment_format
         self.memory = memory
 
     @staticmethod
@@ -135,12 +135,12 @@ class BlockMoment:
 
     def wide(self) -> Tensor:
         """Returns a copy in FP32: float32 [elements]."""
-        return self._code.widen(*self._parts()).view(-1)
+        return self._format.dequantize(*self._parts()).view(-1)
 
     def take(self, numbers: Tensor) -> None:
         """Sets the moment to float32 [elements], each rounded to the nearest."""
-        narrow = self._code.narrow(numbers.to(self.memory.device).view(-1, BLOCK))
-        for part, given in zip(self._parts(), narrow, strict=True):
+        quantized = self._format.quantize(numbers.to(self.memory.device).view(-1, BLOCK))
+        for part, given in zip(self._parts(), quantized, strict=True):
             part.copy_(given)
 
 
@@ -367,8 +367,8 @@ class ShardState:
 
     Attributes:
         moments: float32, by the names that torch gives them; see :meth:`Bucket.ensure`.
-        narrow: the moments of 8 bits, by the same names.
-        eight_bits: True if moments are made of 8 bits.
+        quantized: the 8-bit moments, by the same names.
+        quantized_state: True if moments are quantized to 8 bits.
         master: float32, or None for float32 parameters or where the options keep none. There is one
             of all parameters that cross quantized; see NOTE [Quantized parameters] in
             ``optim/buckets.py``.
@@ -376,8 +376,8 @@ class ShardState:
     """
 
     moments: dict[str, Tensor] = field(default_factory=dict)
-    narrow: dict[str, BlockMoment] = field(default_factory=dict)
-    eight_bits: bool = False
+    quantized: dict[str, QuantizedMoment] = field(default_factory=dict)
+    quantized_state: bool = False
     master: Tensor | None = None
     remainder: Tensor | None = None
 
@@ -398,11 +398,11 @@ class ShardState:
 
     def names(self) -> list[str]:
         """Returns the names of the tensors that there are."""
-        return [*self.moments, *self.narrow, *self.masters()]
+        return [*self.moments, *self.quantized, *self.masters()]
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Returns the dtypes of what :meth:`tensors` returns."""
-        moments = dict.fromkeys((*self.moments, *self.narrow), torch.float32)
+        moments = dict.fromkeys((*self.moments, *self.quantized), torch.float32)
         return {**moments, **{name: each.dtype for name, each in self.masters().items()}}
 
     def masters(self) -> dict[str, Tensor]:
@@ -411,24 +411,24 @@ class ShardState:
         return {name: each for name, each in masters if each is not None}
 
     def wide(self) -> dict[str, Tensor]:
-        """Returns the moments in FP32, by name; copies of those of 8 bits."""
-        return {**self.moments, **{name: each.wide() for name, each in self.narrow.items()}}
+        """Returns the moments in FP32, by name; copies of the 8-bit ones."""
+        return {**self.moments, **{name: each.wide() for name, each in self.quantized.items()}}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors that there are, by name; copies in FP32 of moments of 8 bits."""
+        """Returns the tensors that there are, by name; copies in FP32 of 8-bit moments."""
         return {**self.wide(), **self.masters()}
 
     def memory(self, name: str) -> Tensor | None:
         """Returns the memory of a moment as the kernels take it, if there is such a moment."""
-        narrow = self.narrow.get(name)
-        return self.moments.get(name) if narrow is None else narrow.memory
+        found = self.quantized.get(name)
+        return self.moments.get(name) if found is None else found.memory
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Sets tensors that there are; moments of 8 bits are rounded to the nearest."""
+        """Sets tensors that there are; 8-bit moments are rounded to the nearest."""
         here = {**self.moments, **self.masters()}
         for name, tensor in tensors.items():
-            if name in self.narrow:
-                self.narrow[name].take(tensor)
+            if name in self.quantized:
+                self.quantized[name].take(tensor)
             elif here[name] is not tensor:
                 here[name].copy_(tensor)
 
@@ -436,7 +436,7 @@ class ShardState:
         """Sets tensors of these names, which there are, to zeros."""
         here = {**self.moments, **self.masters()}
         for name in names:
-            (self.narrow[name].memory if name in self.narrow else here[name]).zero_()
+            (self.quantized[name].memory if name in self.quantized else here[name]).zero_()
 
 
 @dataclass(frozen=True)
@@ -499,7 +499,7 @@ class BucketMemory:
 class StateTier(Protocol):
     """The tier of a state that does not lie in memory as a whole."""
 
-    def add(self, bucket: Bucket, master: str, eight_bits: bool) -> ShardState:
+    def add(self, bucket: Bucket, master: str, quantized_state: bool) -> ShardState:
         """Takes up a bucket's state, and returns what stands for it."""
         ...
 
@@ -596,23 +596,23 @@ class Bucket:
         holder = self._memory.holder
         return nullcontext() if holder is None else holder.here(write, anew)
 
-    def keep_state(self, master: str, eight_bits: bool, tier: StateTier | None = None) -> None:
+    def keep_state(self, master: str, quantized_state: bool, tier: StateTier | None = None) -> None:
         """Begins to keep state: masters, of zeros, and the moments that :meth:`ensure` makes.
 
         Args:
             master: as in :class:`AdamWOptions`.
-            eight_bits: as in :class:`ShardState`.
+            quantized_state: as in :class:`ShardState`.
             tier: where the state lies; None for memory.
         """
         self.tier = tier
         if self.compression is not None:
             assert tier is None and self._memory.wide is not None
-            self.state = ShardState(eight_bits=eight_bits, master=self._memory.wide)
+            self.state = ShardState(quantized_state=quantized_state, master=self._memory.wide)
         elif tier is None:
             self.state = ShardState.zeros(self.layout, self.chunk, master, self.device)
-            self.state.eight_bits = eight_bits
+            self.state.quantized_state = quantized_state
         else:
-            self.state = tier.add(self, master, eight_bits)
+            self.state = tier.add(self, master, quantized_state)
 
     def parts(self, begin: int = 0, end: int | None = None, write: bool = True) -> Iterator[Bucket]:
         """Yields the parts of the bucket whose state is in memory together, one after the other.
@@ -820,10 +820,10 @@ class Bucket:
         if missing and self.is_part:
             raise AssertionError(f"a part of bucket {self.number} has no memory for {missing}")
         for name in missing:
-            if state.eight_bits:
-                size_bytes = BlockMoment.size_bytes(elems)
+            if state.quantized_state:
+                size_bytes = QuantizedMoment.size_bytes(elems)
                 memory = empty_for_streams(size_bytes, torch.uint8, self.device).zero_()
-                state.narrow[name] = BlockMoment(CODES[name], memory)
+                state.quantized[name] = QuantizedMoment(MOMENT_FORMATS[name], memory)
             else:
                 state.moments[name] = empty_for_streams(elems, torch.float32, self.device).zero_()
         return bool(missing)

@@ -79,7 +79,7 @@ class UpdateRule(ABC):
         hyper_columns: numbers in a row of :attr:`StepTable.hyper`.
         factors_bytes: bytes in a row of :attr:`StepTable.factors`.
         keeps_more: True if what state a parameter has does not follow from its step number.
-        eight_bits: True if the tensors of the state are moments of 8 bits (``block_moments``).
+        quantized_state: True if the tensors of the state are 8-bit moments (``QuantizedMoment``).
         elementwise: True if what becomes of an element depends on that element alone, so that a
             bucket can be updated before the others have their gradients.
     """
@@ -89,7 +89,7 @@ class UpdateRule(ABC):
     hyper_columns = 0
     factors_bytes = 0
     keeps_more = False
-    eight_bits = False
+    quantized_state = False
     elementwise = True
 
     @property
@@ -520,7 +520,7 @@ class FusedRule(UpdateRule):
             )
         native: Backend
         if comm is not None and comm.launches:
-            native = DeviceBackend(comm, options, table, self.moments, self.eight_bits)
+            native = DeviceBackend(comm, options, table, self.moments, self.quantized_state)
         else:
             native = HostBackend(comm, options, table, self.moments)
         if options.kernels == "native":
@@ -556,12 +556,12 @@ class AdamWRule(FusedRule):
 
 
 class AdamW8bitRule(AdamWRule):
-    """AdamW with moments of 8 bits."""
+    """AdamW with 8-bit moments."""
 
     name = "AdamW8bit"
     in_triton = False
     moments = MOMENTS
-    eight_bits = True
+    quantized_state = True
 
     @property
     def saved_as(self) -> str:
@@ -575,7 +575,7 @@ class AdamW8bitRule(AdamWRule):
 
     def columns(self, group: Group) -> tuple[float, float, float, float, int]:
         beta1, beta2, eps, decay, flags = super().columns(group)
-        return beta1, beta2, eps, decay, flags | _FLAGS["eight_bits"]
+        return beta1, beta2, eps, decay, flags | _FLAGS["quantized_state"]
 
     def misfit(self, names: Sequence[str], groups: Sequence[Group]) -> str:
         return "" if set(names) == set(MOMENTS) else " and ".join(MOMENTS)

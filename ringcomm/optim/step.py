@@ -200,7 +200,7 @@ class PreparedStep:
         """
         rule, setting = self.rule, self.setting
         for bucket in buckets:
-            bucket.keep_state(setting.options.master, rule.eight_bits, self.tier)
+            bucket.keep_state(setting.options.master, rule.quantized_state, self.tier)
             bucket.ensure(rule.names_in(bucket.layout, self.layout, self.groups))
             if bucket.error_feedback is None:
                 bucket.error_feedback = make_error_feedback(

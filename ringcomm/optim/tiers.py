@@ -34,7 +34,7 @@ from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, DiskError, UnsupportedError
 from ringcomm.memory.device_heap import PinnedBlocks
 from ringcomm.offload.scratch import DEFAULT_TIMEOUT_S, PAGE_BYTES, Disk, ScratchFile, rounded_up
-from ringcomm.optim.buckets import CODES, BlockMoment, Bucket, ShardState, master_dtype
+from ringcomm.optim.buckets import MOMENT_FORMATS, Bucket, QuantizedMoment, ShardState, master_dtype
 from ringcomm.optim.layout import BLOCK_ELEMS, BucketLayout, Chunk, round_up
 from ringcomm.optim.placement import OPERATION
 from ringcomm.optim.setting import Setting
@@ -80,7 +80,7 @@ def pieces_of(chunk: Chunk, largest: int) -> list[Chunk]:
 
 @dataclass(frozen=True)
 class Lane:
-    """One tensor of a record: float32, int16, or uint8 of a moment of 8 bits."""
+    """One tensor of a record: float32, int16, or uint8 of an 8-bit moment."""
 
     name: str
     dtype: torch.dtype
@@ -88,7 +88,7 @@ class Lane:
     def size_bytes(self, elems: int) -> int:
         """Returns the bytes of so many elements."""
         if self.dtype is torch.uint8:
-            return BlockMoment.size_bytes(elems)
+            return QuantizedMoment.size_bytes(elems)
         return elems * self.dtype.itemsize
 
 
@@ -102,9 +102,9 @@ class TieredState(ShardState):
     _bucket_ref: weakref.ref[Bucket]
 
     @classmethod
-    def of(cls, bucket: Bucket, lanes: Sequence[Lane], eight_bits: bool) -> TieredState:
+    def of(cls, bucket: Bucket, lanes: Sequence[Lane], quantized_state: bool) -> TieredState:
         """Returns what stands for tensors of a bucket's chunk."""
-        made = cls(eight_bits=eight_bits)
+        made = cls(quantized_state=quantized_state)
         made._bucket_ref = weakref.ref(bucket)
         add_lanes(made, lanes, torch.empty(0, device="meta"), bucket.chunk.elems)
         return made
@@ -114,7 +114,7 @@ class TieredState(ShardState):
         return _alive(self._bucket_ref)
 
     def wide(self) -> dict[str, Tensor]:
-        return self._copies([*self.moments, *self.narrow])
+        return self._copies([*self.moments, *self.quantized])
 
     def tensors(self) -> dict[str, Tensor]:
         return self._copies(self.names())
@@ -167,7 +167,7 @@ def add_lanes(state: ShardState, lanes: Sequence[Lane], record: Tensor, elems: i
         if lane.name in ("master", "remainder"):
             setattr(state, lane.name, flat)
         elif lane.dtype is torch.uint8:
-            state.narrow[lane.name] = BlockMoment(CODES[lane.name], flat)
+            state.quantized[lane.name] = QuantizedMoment(MOMENT_FORMATS[lane.name], flat)
         else:
             state.moments[lane.name] = flat
 
@@ -302,7 +302,7 @@ class StatePiece:
     def move_in(self, buffer: RecordBuffer) -> None:
         """Takes a buffer, and makes the bucket of the piece there."""
         self.buffer = buffer
-        state = ShardState(eight_bits=self.bucket.state.eight_bits)
+        state = ShardState(quantized_state=self.bucket.state.quantized_state)
         add_lanes(state, self.lanes, buffer.memory, self.chunk.elems)
         self.part = self.bucket.part(self.chunk, state)
 
@@ -341,14 +341,14 @@ class PiecedTier:
         self._active: Sequence[float] | None = None
         self.fault: DiskError | None = None
 
-    def add(self, bucket: Bucket, master: str, eight_bits: bool) -> ShardState:
+    def add(self, bucket: Bucket, master: str, quantized_state: bool) -> ShardState:
         """Takes up a bucket's state, and returns what stands for it."""
         dtype = master_dtype(bucket.layout, master)
         name = "remainder" if dtype is torch.int16 else "master"
         lanes = () if dtype is None else (Lane(name, dtype),)
         self._kept[bucket.number] = _TieredBucket(weakref.ref(bucket), lanes)
         self._is_laid_out = False
-        return TieredState.of(bucket, lanes, eight_bits)
+        return TieredState.of(bucket, lanes, quantized_state)
 
     def ensure(self, bucket: Bucket, names: Sequence[str]) -> bool:
         """Does :meth:`Bucket.ensure`; what the pieces have is moved to larger records."""
@@ -356,9 +356,9 @@ class PiecedTier:
         missing = [name for name in names if state.memory(name) is None]
         if not missing:
             return False
-        dtype = torch.uint8 if state.eight_bits else torch.float32
+        dtype = torch.uint8 if state.quantized_state else torch.float32
         kept.lanes += tuple(Lane(name, dtype) for name in missing)
-        bucket.state = TieredState.of(bucket, kept.lanes, state.eight_bits)
+        bucket.state = TieredState.of(bucket, kept.lanes, state.quantized_state)
         self._is_laid_out = False
         return True
 

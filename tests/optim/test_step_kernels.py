@@ -45,8 +45,8 @@ RULES = {
         [1e-3, 0.4, 0.7, 0, 1e-1, FLAGS["lion"] | FLAGS["maximize"]],
     ],
     "adamw8bit": [
-        [1e-2, 0.9, 0.999, 1e-8, 1e-2, FLAGS["eight_bits"]],
-        [1e-3, 0.4, 0.9, 1e-8, 1e-1, FLAGS["eight_bits"] | FLAGS["l2"]],
+        [1e-2, 0.9, 0.999, 1e-8, 1e-2, FLAGS["quantized_state"]],
+        [1e-3, 0.4, 0.9, 1e-8, 1e-1, FLAGS["quantized_state"] | FLAGS["l2"]],
     ],
 }
 
@@ -66,7 +66,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         cut = max(self.elems // 3, 1)
-        # Where moments have 8 bits, parameters begin at whole blocks.
+        # With 8-bit moments parameters begin at whole blocks.
         after = -(-cut // 64) * 64 if self.rule == "adamw8bit" else cut + 7
         rows = [[0, cut, 0], [min(after, self.elems), self.elems, 1]]
         self.segments = torch.tensor([row for row in rows if row[0] < row[1]], dtype=torch.int64)

@@ -232,7 +232,7 @@ def test_a_module_alone(worlds, tmp_path):
     assert_same_bits(worlds(2).run(work)[1], dict(base.state_dict()))
 
 
-def test_moments_of_8_bits_are_taken_from_what_torch_has_loaded(worlds):
+def test_8_bit_moments_are_taken_from_what_torch_has_loaded(worlds):
     """Its planner fills the tensors that it was given, which are copies then."""
 
     def work(comm):

@@ -116,7 +116,7 @@ def test_a_parameter_of_200_million_elements_has_the_buffers_of_a_smaller_one(fo
     for elems in (20 << 20, 200 << 20):
         blocks, bucket = scratch.ScratchFile(folder, "the test"), bucket_of(elems)
         tier = tiers.PiecedTier(blocks, disk.buffer_bytes, disk.resident_bytes)
-        bucket.keep_state("fp32", eight_bits=False, tier=tier)
+        bucket.keep_state("fp32", quantized_state=False, tier=tier)
         bucket.ensure(["exp_avg", "exp_avg_sq"])
         for part in bucket.parts(0, 1):
             part.state.moments["exp_avg"].fill_(1.0)

@@ -56,7 +56,7 @@ def state_parts(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator
     """The optimizer's state, by kind: this rank's chunks, or with ``whole`` all that it has.
 
     A parameter has the kinds that it needs, whatever others its bucket has, so that buckets may be
-    others where it is loaded. Moments of 8 bits are copies in FP32, and all is a copy of what lies
+    others where it is loaded. 8-bit moments are copies in FP32, and all is a copy of what lies
     in another tier than memory.
     """
     step.written.take_over()
@@ -170,7 +170,7 @@ def parts_to_load(
             for kind, flat in tensors.items():
                 names = _state_names(engine, step, kind, taken)
                 yield from bucket_parts(stored, flat, bucket.chunk, bucket.chunk, names)
-            bucket.state.take({name: tensors[name] for name in bucket.state.narrow})
+            bucket.state.take({name: tensors[name] for name in bucket.state.quantized})
     yield from whole_parts(engine, step, True)
 
 

@@ -105,9 +105,9 @@ def test_model_state_by_hand(options, more, sizes):
     ]
 
 
-def test_moments_of_8_bits_have_exponents():
+def test_8_bit_moments_have_exponents():
     """A block of 64 elements has a byte of each moment's."""
-    training = Training(ModelElems(1000), 1, options=BF16, eight_bits=True)
+    training = Training(ModelElems(1000), 1, options=BF16, quantized_state=True)
     assert training.state(0).state == 1000 * (4 + 2) + 2 * 16
 
 
@@ -353,8 +353,8 @@ def on_disk(elems: int, ranks: int, disk: Disk, **more: Any) -> Training:
         ({}, 16),
         ({"options": BF16}, 24),
         ({"options": ZeroOptions(Precision.preset("bf16-remainder"))}, 20),
-        ({"eight_bits": True}, 4.0625),
-        ({"options": BF16, "eight_bits": True}, 12.0625),
+        ({"quantized_state": True}, 4.0625),
+        ({"options": BF16, "quantized_state": True}, 12.0625),
     ],
 )
 def test_bytes_of_an_element_and_step(more, moved):
@@ -368,8 +368,8 @@ def test_bytes_of_an_element_and_step(more, moved):
 
 
 def test_pages_widen_the_records_of_small_chunks():
-    """Of 2 Mi elements 64 ranks have 32 Ki each, whose moments of 8 bits take 8 pages and 512 B."""
-    told = on_disk(64 << 25, 64, Disk("x"), eight_bits=True).state_in_tier(1)
+    """Of 2 Mi elements 64 ranks have 32 Ki each, whose 8-bit moments take 8 pages and 512 B."""
+    told = on_disk(64 << 25, 64, Disk("x"), quantized_state=True).state_in_tier(1)
     assert told.stored == (1 << 10) * 2 * 9 * scratch.PAGE_BYTES
 
 
@@ -391,9 +391,9 @@ def test_memory_is_that_of_buffers_and_what_is_resident(
 ):
     disk = Disk("x", resident_bytes=resident)
     shared = {"nodes": nodes, "options": ZeroOptions(BF16.precision, state=state)}
-    training = on_disk(elems, ranks, disk, eight_bits=True, **shared)
+    training = on_disk(elems, ranks, disk, quantized_state=True, **shared)
     held = training.state(stage)
-    without = Training(ModelElems(elems), ranks, eight_bits=True, **shared).state(stage)
+    without = Training(ModelElems(elems), ranks, quantized_state=True, **shared).state(stage)
     assert held[:2] == without[:2]
     assert held.state == min(without.state, disk.buffer_bytes + resident)
     told = training.state_in_tier(stage)
@@ -511,7 +511,10 @@ def test_a_group_within_a_node_sends_gradients_alone():
         (lambda: total(3, 0, BOOK), "expected ranks of at least 1, got 0"),
         (lambda: Training(ModelElems(1), 2, 3), "nodes: expected a divisor of 2 ranks, got 3"),
         (lambda: ModelElems(-1), "expected trainable of at least 0, got -1"),
-        (lambda: Training(ModelElems(1), 1, amsgrad=True, eight_bits=True), "keeps no maximum"),
+        (
+            lambda: Training(ModelElems(1), 1, amsgrad=True, quantized_state=True),
+            "keeps no maximum",
+        ),
         (
             lambda: Training(
                 ModelElems(1), 1, optimizer=AdamWOptions(update="in_backward"), two_passes=True

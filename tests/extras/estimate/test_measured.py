@@ -232,7 +232,7 @@ def test_a_run_holds_and_moves_what_the_estimate_says(folder, monkeypatch, kind,
         options = AdamWOptions(tier=disk, master=chosen.master)
         precision = ZeroOptions(Precision(param=dtype))
         model = ModelElems(param.numel(), largest=param.numel())
-        return Training(model, 1, 1, precision, options, eight_bits=made is AdamW8bit)
+        return Training(model, 1, 1, precision, options, quantized_state=made is AdamW8bit)
 
     size = sum(size for size, _ in training(0).state_records(elems, 1))
     estimated = training(resident * size)

@@ -21,18 +21,18 @@ constexpr uint64_t kBlockElems = 1 << kBlockShift;
 // tensor. SGD has its dampening as beta1 and its momentum as beta2.
 struct AdamWHyper {
   double lr, beta1, beta2, eps, weight_decay;
-  double flags;  // kAdam*, and one of kSgd, kLion and kEightBits or neither
+  double flags;  // kAdam*, and one of kSgd, kLion and kQuantizedState or neither
 };
 
 constexpr uint32_t kAdamActive = 1;  // the parameter takes this step
 constexpr uint32_t kAdamL2 = 2;      // weight decay is added to the gradient (Adam), not decoupled
 constexpr uint32_t kAdamAmsgrad = 4;
 constexpr uint32_t kAdamMaximize = 8;
-constexpr uint32_t kSgd = 16;         // the update is that of SGD
-constexpr uint32_t kMomentum = 32;    // SGD has a momentum, which lies in exp_avg
-constexpr uint32_t kNesterov = 64;    // Nesterov's
-constexpr uint32_t kLion = 128;       // the update is that of Lion, whose moment lies in exp_avg
-constexpr uint32_t kEightBits = 256;  // AdamW's moments have 8 bits (block_moments.h); no amsgrad
+constexpr uint32_t kSgd = 16;       // the update is that of SGD
+constexpr uint32_t kMomentum = 32;  // SGD has a momentum, which lies in exp_avg
+constexpr uint32_t kNesterov = 64;  // Nesterov's
+constexpr uint32_t kLion = 128;     // the update is that of Lion, whose moment lies in exp_avg
+constexpr uint32_t kQuantizedState = 256;  // of AdamW (quantized_moments.h); no amsgrad
 
 // The scalars of one optimizer; all doubles, one tensor.
 struct AdamWControl {
@@ -87,16 +87,16 @@ struct AdamWShard {
   // `remainder` (bfloat16: the master's low halves); neither (with stochastic rounding).
   float* master;        // [elems] or null
   uint16_t* remainder;  // [elems] or null
-  // With kEightBits, which all parameters have then, the addresses of a BlockMoment's bytes.
+  // With kQuantizedState, which all parameters have then, addresses of a QuantizedMoment's bytes.
   float* exp_avg;         // [elems]; null: no group has such a moment (SGD without momentum)
   float* exp_avg_sq;      // [elems]; null: no group has such a moment (SGD, Lion)
   float* max_exp_avg_sq;  // [elems]; null: no group uses amsgrad
   char* params;           // [bucket_elems] of param_dtype
   DType param_dtype;      // kFloat32, kBFloat16 or kFloat16
   Rounding rounding;
-  uint64_t seed;    // of stochastic rounding
-  uint64_t bucket;  // its number, so that two buckets draw different numbers
-  bool eight_bits;  // the moments are those of kEightBits
+  uint64_t seed;         // of stochastic rounding
+  uint64_t bucket;       // its number, so that two buckets draw different numbers
+  bool quantized_state;  // the moments are those of kQuantizedState
 };
 
 // The segment that holds element `element` of the bucket, or the first behind it.

@@ -1,22 +1,22 @@
-// Moments of 8 bits: small floats under one exponent that a block of elements shares, as in the
+// 8-bit moments: small floats under one exponent that a block of elements shares, as in the
 // microscaling formats (Rouhani et al., "Microscaling Data Formats for Deep Learning", 2023).
 //
 // A moment is a sign (the first moment alone), an exponent (4 bits; of the second moment, which is
 // a square, 5), and 3 bits of mantissa, of which all patterns are numbers: with field 0 they are
 // subnormal, and the largest field stands for the block's exponent. Every one is an FP32 number,
 // and a block of smaller exponent has all the numbers that a larger one has, up to its largest. So
-// the state is its values: widened to FP32 and narrowed again it is the same.
+// the state is its values: dequantized to FP32 and quantized again it is the same.
 //
-// A step widens a block, updates it in FP32, and rounds it stochastically. To the nearest, what
-// changes by less than half of a spacing would never change, and the second moment changes by a
-// thousandth. The 20 bits that are cut off are compared with 20 random ones, so the expectation is
-// the FP32 number itself; the random bits are of the seed, the parameter, its step and the
+// A step dequantizes a block, updates it in FP32, and rounds it stochastically. To the nearest,
+// what changes by less than half of a spacing would never change, and the second moment changes by
+// a thousandth. The 20 bits that are cut off are compared with 20 random ones, so the expectation
+// is the FP32 number itself; the random bits are of the seed, the parameter, its step and the
 // element's number in it, whatever buckets, ranks and lanes there are. A second moment other than 0
 // is never rounded to 0, so that no update is divided by eps alone.
 //
-// In memory the codes of a chunk, a byte an element, lie before the exponents, a byte a block. A
+// In memory the values of a chunk, a byte an element, lie before the exponents, a byte a block. A
 // block has the elements of one parameter: parameters begin at multiples of kMomentBlock elements.
-// Zeros are the codes of zeros.
+// Zero bytes are zeros.
 #pragma once
 
 #include "ringcomm/optimizer/adamw_element.h"
@@ -25,7 +25,7 @@ RINGCOMM_NAMESPACE_BEGIN
 
 constexpr uint64_t kMomentBlock = 64;
 constexpr int kCutBits = 20;
-// The smallest exponent of a block, as FP32 has it, so that no code is a subnormal of FP32.
+// The smallest exponent of a block, as FP32 has it, so that no value is a subnormal of FP32.
 constexpr uint32_t kLeastExponent = 36;
 constexpr uint32_t kNotFinite = 255 - kLeastExponent;
 
@@ -54,36 +54,36 @@ RC_FN uint32_t least_normal(uint32_t exponent) {
 RC_FN int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
 RC_FN int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
 
-// The bits of the magnitude that a code, without its sign, stands for: half of a normal number y
+// The bits of the magnitude that a value, without its sign, stands for: half of a normal number y
 // is below y - least, and where y stands for a subnormal one, y - least is below half of it.
-RC_FN uint32_t magnitude_of(uint32_t code, uint32_t least) {
-  const uint32_t y = least + (code << kCutBits);
+RC_FN uint32_t magnitude_of(uint32_t value, uint32_t least) {
+  const uint32_t y = least + (value << kCutBits);
   const float subnormal = float_of(y) - float_of(least);
   return uint32_t(smaller(int32_t(bits_of(subnormal)), int32_t(y - (1u << 23))));
 }
 
-// The code of a magnitude, rounded by `random` of kCutBits bits: the same the other way round.
-RC_FN uint32_t code_of(uint32_t magnitude, uint32_t least, uint32_t random) {
+// The value of a magnitude, rounded by `random` of kCutBits bits: the same the other way round.
+RC_FN uint32_t quantized_of(uint32_t magnitude, uint32_t least, uint32_t random) {
   const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(least));
   const int32_t y = larger(int32_t(subnormal), int32_t(magnitude + (1u << 23)));
   return (uint32_t(y) - least + random) >> kCutBits;
 }
 
-RC_FN float widen_first(uint8_t code, uint32_t least) {
-  return float_of(magnitude_of(code & 0x7fu, least) | (uint32_t(code) & 0x80u) << 24);
+RC_FN float dequantize_first(uint8_t value, uint32_t least) {
+  return float_of(magnitude_of(value & 0x7fu, least) | (uint32_t(value) & 0x80u) << 24);
 }
-RC_FN float widen_second(uint8_t code, uint32_t least) {
-  return float_of(magnitude_of(code, least));
+RC_FN float dequantize_second(uint8_t value, uint32_t least) {
+  return float_of(magnitude_of(value, least));
 }
 
-RC_FN uint8_t narrow_first(float m, uint32_t least, uint32_t random) {
+RC_FN uint8_t quantize_first(float m, uint32_t least, uint32_t random) {
   const uint32_t bits = bits_of(m);
-  return uint8_t(code_of(bits & 0x7fffffffu, least, random) | (bits >> 24 & 0x80u));
+  return uint8_t(quantized_of(bits & 0x7fffffffu, least, random) | (bits >> 24 & 0x80u));
 }
-RC_FN uint8_t narrow_second(float v, uint32_t least, uint32_t random) {
+RC_FN uint8_t quantize_second(float v, uint32_t least, uint32_t random) {
   const uint32_t magnitude = bits_of(v) & 0x7fffffffu;
-  const int32_t code = int32_t(code_of(magnitude, least, random));
-  return uint8_t(larger(code, smaller(int32_t(magnitude), 1)));
+  const int32_t value = int32_t(quantized_of(magnitude, least, random));
+  return uint8_t(larger(value, smaller(int32_t(magnitude), 1)));
 }
 
 // The random bits of a parameter's step.
@@ -109,13 +109,13 @@ struct MomentDraw {
 };
 
 // A moment of a chunk, by the address that AdamWShard has for it.
-struct BlockMoment {
-  uint8_t* codes;
+struct QuantizedMoment {
+  uint8_t* values;
   uint8_t* exponents;
 
-  static RC_FN BlockMoment of(float* moment, uint64_t elems) {
-    uint8_t* const codes = reinterpret_cast<uint8_t*>(moment);
-    return {codes, codes + elems};
+  static RC_FN QuantizedMoment of(float* moment, uint64_t elems) {
+    uint8_t* const values = reinterpret_cast<uint8_t*>(moment);
+    return {values, values + elems};
   }
 };
 

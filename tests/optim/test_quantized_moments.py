@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits: the codes, and steps with the bits of the reference in torch."""
+"""AdamW with 8-bit moments: the values, and steps with the bits of the reference in torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from ringcomm.errors import CheckpointError
 from ringcomm.optim import AdamW8bit, AdamWOptions
-from ringcomm.optim.buckets import BLOCK, CODES, TO_NEAREST, random_bits
+from ringcomm.optim.buckets import BLOCK, MOMENT_FORMATS, TO_NEAREST, random_bits
 from ringcomm.optim.state import take_state
 from tests.optim.problems import (
     SMALL_BUCKETS,
@@ -49,49 +49,55 @@ def blocks(numbers: Tensor) -> Tensor:
     return torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
 
 
-@pytest.mark.parametrize("moment", CODES)
+@pytest.mark.parametrize("moment", MOMENT_FORMATS)
 @pytest.mark.parametrize("exponent", EXPONENTS)
 def test_numbers_are_kept_whatever_bits_they_are_rounded_by(moment, exponent):
-    """So a state that is widened and narrowed is the same, by any block's exponent below it."""
-    code = CODES[moment]
-    # A block for each pair of a code and a smaller one, so that the exponents found differ, too.
+    """So a state that is dequantized and quantized is the same, with any exponent below it."""
+    moment_format = MOMENT_FORMATS[moment]
+    # A block for each pair of a value and a smaller one, so that the exponents found differ, too.
     largest = torch.arange(256, dtype=torch.uint8)
-    codes = torch.cat([largest[:, None], torch.arange(256).view(4, 64).repeat(64, 1)[:, 1:]], 1)
-    codes = codes.to(torch.uint8)
-    magnitude = 0x7F if code.signed else 0xFF
-    smaller = (codes & magnitude) <= (largest & magnitude)[:, None]
-    wide = code.widen(torch.where(smaller, codes, 0), torch.full((256,), exponent).byte())
+    values = torch.cat([largest[:, None], torch.arange(256).view(4, 64).repeat(64, 1)[:, 1:]], 1)
+    values = values.to(torch.uint8)
+    magnitude = 0x7F if moment_format.signed else 0xFF
+    smaller = (values & magnitude) <= (largest & magnitude)[:, None]
+    wide = moment_format.dequantize(
+        torch.where(smaller, values, 0), torch.full((256,), exponent).byte()
+    )
     assert wide.isfinite().all()
     for random in (0, TO_NEAREST, (1 << 20) - 1):
-        again = code.widen(*code.narrow(wide, random))
+        again = moment_format.dequantize(*moment_format.quantize(wide, random))
         assert torch.equal(again.view(torch.int32), wide.view(torch.int32))
 
 
-@pytest.mark.parametrize("moment", CODES)
-def test_codes_are_in_the_order_of_their_numbers_and_an_eighth_apart(moment):
-    code = CODES[moment]
-    count = 128 if code.signed else 256
-    codes = torch.arange(count, dtype=torch.uint8).view(-1, BLOCK)
-    numbers = code.widen(codes, torch.full((len(codes),), 91).byte()).view(-1).double()
+@pytest.mark.parametrize("moment", MOMENT_FORMATS)
+def test_values_are_in_the_order_of_their_numbers_and_an_eighth_apart(moment):
+    moment_format = MOMENT_FORMATS[moment]
+    count = 128 if moment_format.signed else 256
+    values = torch.arange(count, dtype=torch.uint8).view(-1, BLOCK)
+    numbers = (
+        moment_format.dequantize(values, torch.full((len(values),), 91).byte()).view(-1).double()
+    )
     assert numbers[0] == 0.0 and numbers[-1] == 1.875
     steps = numbers.diff()
     assert (steps > 0).all()
     # A normal number is from a sixteenth to an eighth below the next one, relative to itself.
     normal = numbers[8:-1]
     assert (steps[8:] <= normal / 8).all() and (steps[8:] > normal / 16).all()
-    assert torch.equal(steps[:8], steps[:1].expand(8)) and steps[0] == 2.0 ** -(code.below + 3)
+    assert torch.equal(steps[:8], steps[:1].expand(8)) and steps[0] == 2.0 ** -(
+        moment_format.below + 3
+    )
 
 
-@pytest.mark.parametrize("moment", CODES)
+@pytest.mark.parametrize("moment", MOMENT_FORMATS)
 def test_the_expectation_of_a_rounded_number_is_the_number(moment):
     """Over all random bits there are: as many round up as there are parts of the spacing left."""
-    code = CODES[moment]
+    moment_format = MOMENT_FORMATS[moment]
     generator = torch.Generator().manual_seed(3)
     random = torch.arange(1 << 20, dtype=torch.int32).view(-1, BLOCK)
     for number in (*torch.rand(3, generator=generator).tolist(), 2.0**-9, 3e-5):
         numbers = torch.full(random.shape, number)
         numbers[:, 0] = 1.0  # the block's largest, whose bits are left out
-        rounded = code.widen(*code.narrow(numbers, random))[:, 1:].double()
+        rounded = moment_format.dequantize(*moment_format.quantize(numbers, random))[:, 1:].double()
         low, high = rounded.min(), rounded.max()
         exact = torch.tensor(number, dtype=torch.float32).double()
         assert low <= exact <= high
@@ -101,20 +107,23 @@ def test_the_expectation_of_a_rounded_number_is_the_number(moment):
 
 
 def test_a_second_moment_is_never_rounded_to_nothing():
-    code = CODES["exp_avg_sq"]
+    moment_format = MOMENT_FORMATS["exp_avg_sq"]
     numbers = torch.tensor([[1.0, 1e-30, 0.0, *[2e-12] * 61]])
-    wide = code.widen(*code.narrow(numbers, 0))
+    wide = moment_format.dequantize(*moment_format.quantize(numbers, 0))
     assert wide[0, 2] == 0.0 and (wide[0, [0, 1, 3]] > 0.0).all()
-    assert CODES["exp_avg"].widen(*CODES["exp_avg"].narrow(numbers, 0))[0, 3] == 0.0
+    assert (
+        MOMENT_FORMATS["exp_avg"].dequantize(*MOMENT_FORMATS["exp_avg"].quantize(numbers, 0))[0, 3]
+        == 0.0
+    )
 
 
-@pytest.mark.parametrize("moment", CODES)
+@pytest.mark.parametrize("moment", MOMENT_FORMATS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1.9 * 2.0**127])
 def test_a_block_without_a_finite_exponent_is_not_a_number(moment, bad):
-    code = CODES[moment]
+    moment_format = MOMENT_FORMATS[moment]
     numbers = torch.ones(2, BLOCK)
     numbers[0, 5] = bad
-    wide = code.widen(*code.narrow(numbers))
+    wide = moment_format.dequantize(*moment_format.quantize(numbers))
     assert wide[0].isnan().all() and torch.equal(wide[1], numbers[1])
 
 
@@ -136,11 +145,13 @@ class Reference:
             for begin, end, param in bucket.layout.segments:
                 taken = int(sharded.table.step[param])
                 drawn = random_bits(self.seed, param, taken, end - begin)
-                for (name, code), random in zip(CODES.items(), drawn, strict=True):
+                for (name, moment_format), random in zip(
+                    MOMENT_FORMATS.items(), drawn, strict=True
+                ):
                     own = bucket.state.moments[name][begin:end]
-                    narrow = code.narrow(blocks(own), blocks(random))
+                    quantized = moment_format.quantize(blocks(own), blocks(random))
                     if self.params_active(step, param):
-                        own.copy_(code.widen(*narrow).view(-1)[: end - begin])
+                        own.copy_(moment_format.dequantize(*quantized).view(-1)[: end - begin])
             tensors.append(bucket.state.tensors())
         take_state(sharded, tensors)
 
@@ -222,29 +233,31 @@ def test_the_state_takes_two_bytes_and_a_thirty_second():
     optimizer.prepare()
     (bucket,) = optimizer.sharded_step().buckets
     assert not bucket.state.moments and not bucket.state.masters()
-    taken = sum(each.memory.nbytes for each in bucket.state.narrow.values())
+    taken = sum(each.memory.nbytes for each in bucket.state.quantized.values())
     assert taken == 2 * (65536 + 65536 // BLOCK)
 
 
 def test_adamw_goes_on_from_the_state_and_the_other_way_round():
     wide = replace(PROBLEM, torch_class=torch.optim.AdamW)
-    _, narrow = started(None, PROBLEM)
-    states = narrow.state_dict(), narrow.full_state_dict()
+    _, quantized = started(None, PROBLEM)
+    states = quantized.state_dict(), quantized.full_state_dict()
     for state, name in zip(states, ("load_state_dict", "load_torch_state_dict"), strict=True):
         other = wide.ours(wide.params(), None)
         getattr(other, name)(state)
         assert_same_state(
             {"state": other.full_state_dict()["state"]},
-            {"state": narrow.full_state_dict()["state"]},
+            {"state": quantized.full_state_dict()["state"]},
         )
     torch_adamw = torch.optim.AdamW(wide.dealt(wide.params()))
-    torch_adamw.load_state_dict(narrow.full_state_dict())
+    torch_adamw.load_state_dict(quantized.full_state_dict())
     _, exact = started(None, wide)
-    narrow.load_state_dict(exact.state_dict())
-    for index, entry in narrow.full_state_dict()["state"].items():
-        for name, code in CODES.items():
+    quantized.load_state_dict(exact.state_dict())
+    for index, entry in quantized.full_state_dict()["state"].items():
+        for name, moment_format in MOMENT_FORMATS.items():
             given = exact.full_state_dict()["state"][index][name].reshape(-1)
-            rounded = code.widen(*code.narrow(blocks(given))).view(-1)[: len(given)]
+            rounded = moment_format.dequantize(*moment_format.quantize(blocks(given))).view(-1)[
+                : len(given)
+            ]
             assert torch.equal(entry[name].reshape(-1), rounded)
             # At most half a spacing off, where the block's largest is not far above.
             near = blocks(given).abs() > blocks(given).abs().amax(1, keepdim=True) * 2.0**-13
@@ -255,12 +268,12 @@ def test_adamw_goes_on_from_the_state_and_the_other_way_round():
 def test_states_with_maxima_are_refused():
     wide = replace(PROBLEM, torch_class=torch.optim.AdamW, settings={"amsgrad": True})
     _, exact = started(None, wide)
-    _, narrow = started(None, PROBLEM)
-    before = copy.deepcopy(narrow.full_state_dict())
+    _, quantized = started(None, PROBLEM)
+    before = copy.deepcopy(quantized.full_state_dict())
     for name, state in (
         ("load_state_dict", exact.state_dict()),
         ("load_torch_state_dict", exact.full_state_dict()),
     ):
         with pytest.raises(CheckpointError, match="amsgrad: expected False"):
-            getattr(narrow, name)(state)
-    assert_same_state(narrow.full_state_dict(), before)
+            getattr(quantized, name)(state)
+    assert_same_state(quantized.full_state_dict(), before)
