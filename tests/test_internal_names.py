@@ -66,7 +66,7 @@ INTERNAL_NAMES = {
     "optim.placement": "SHARING STAGES",
     "optim.sharded": "Params",
     "optim.step": "Asked",
-    "optim.tiers": "PINNED_BUFFER_BYTES elems_of_pieces piece_elems",
+    "optim.state_offload": "PINNED_BUFFER_BYTES elems_of_pieces piece_elems",
     "process": "available_cores memory_limit_bytes warn_of_unknown",
     "rendezvous.launchers": "launched_world read_environment",
     "zero.checkpoint.format": "Box DTYPES MOST_DIMS host_blocks",

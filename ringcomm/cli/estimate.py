@@ -91,8 +91,8 @@ MODEL: Options = {
         False,
         "keep what quantization of gradients loses, as zero.Compression",
     ),
-    "state-on": (("memory", "cpu", "disk"), "memory", "as AdamWOptions(tier=)"),
-    "params-on": (("memory", "disk"), "memory", "as ZeroOptions(tier=), at stage 3"),
+    "state-on": (("memory", "cpu", "disk"), "memory", "as AdamWOptions(offload_state=)"),
+    "params-on": (("memory", "disk"), "memory", "as ZeroOptions(offload_params=), at stage 3"),
     "buffer-mib": (parse_positive, 64, "buffers of each disk, in 2^20 bytes"),
     "resident-gb": (parse_positive, 0, "what stays in memory of each disk, in 1e9 bytes"),
     "json": (None, False, "print bytes and seconds as JSON"),
@@ -202,14 +202,14 @@ def _training(args: argparse.Namespace) -> forms.Training:
         params=args.shard_params,
         state=args.shard_state,
         compression=compression,
-        tier=_disk(args) if args.params_on == "disk" else None,
+        offload_params=_disk(args) if args.params_on == "disk" else None,
     )
     optimizer = AdamWOptions(
         **precision.optimizer_defaults,
         accumulate_dtype=torch.float32 if args.accumulate == "fp32" else None,
         state=args.shard_state,
         compression=compression,
-        tier={"memory": None, "cpu": "cpu", "disk": _disk(args)}[args.state_on],
+        offload_state={"memory": None, "cpu": "cpu", "disk": _disk(args)}[args.state_on],
         update=args.update,
     )
     return forms.Training(
@@ -323,15 +323,15 @@ def _outside(
         raise ArgumentError("--disk-read and --disk-write: expected both or none")
     rows: list[Row] = []
     for stage in _stages(args):
-        tiers = {} if args.state_on == "memory" else {"state": training.state_in_tier(stage)}
+        offloaded = {} if args.state_on == "memory" else {"state": training.offloaded_state(stage)}
         if args.params_on == "disk" and stage == 3:
-            tiers["parameters"] = training.params_in_tier()
-        for kind, tier in tiers.items():
-            sizes = list(tier._asdict().items())
+            offloaded["parameters"] = training.offloaded_params()
+        for kind, moved in offloaded.items():
+            sizes = list(moved._asdict().items())
             shown = sizes[:3] if args.part == "memory" else sizes[3:]
             rows.append({"stage": stage, "of": kind, **_bytes(dict(shown))})
             if None not in rates:
-                time = tier.time(training.ranks_per_node, *rates)
+                time = moved.time(training.ranks_per_node, *rates)
                 rows[-1] |= {"read_s": time.read_s, "write_s": time.write_s}
                 rows[-1] |= {} if compute_s is None else {"added_s": time.added_s(compute_s)}
     return rows

@@ -267,7 +267,7 @@ class Trainer:
             precision=zero.Precision(param=dtype, buffer=dtype),
             params=options.shard_params,
             state=options.shard_state,
-            tier=Disk(options.params_on) if options.params_on else None,
+            offload_params=Disk(options.params_on) if options.params_on else None,
         )
         gpt.to(comm.device)
         self.module = zero.shard(gpt, options.stage, comm=comm, options=zero_options)
@@ -275,7 +275,7 @@ class Trainer:
         if options.dtype == "fp16":
             scale = LossScaleOptions(init_scale=options.loss_scale or 2.0**16)
             self.scaler = LossScaler(scale, device=comm.device)
-        state = AdamWOptions(tier=Disk(options.state_on) if options.state_on else None)
+        state = AdamWOptions(offload_state=Disk(options.state_on) if options.state_on else None)
         params, betas = self.module.parameters(), (0.9, 0.95)
         self.optimizer = AdamW(
             params, betas=betas, weight_decay=0.1, options=state, loss_scaler=self.scaler

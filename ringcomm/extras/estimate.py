@@ -17,7 +17,7 @@ from ringcomm.memory import Disk
 from ringcomm.offload.scratch import PAGE_BYTES, rounded_up
 from ringcomm.optim import AdamWOptions, ParamSpec
 from ringcomm.optim.layout import BLOCK_ELEMS, round_up
-from ringcomm.optim.tiers import PINNED_BUFFER_BYTES, elems_of_pieces, piece_elems
+from ringcomm.optim.state_offload import PINNED_BUFFER_BYTES, elems_of_pieces, piece_elems
 from ringcomm.zero import ZeroOptions
 from ringcomm.zero.stages.options import Units
 from ringcomm.zero.stages.units import find_units
@@ -253,8 +253,8 @@ class DiskTime(NamedTuple):
         return self.read_s + self.write_s - min(self.between_s, compute_s)
 
 
-class TierBytes(NamedTuple):
-    """Bytes of a rank whose state or parameters are in another tier than memory.
+class OffloadBytes(NamedTuple):
+    """Bytes of a rank whose state or parameters are offloaded.
 
     Attributes:
         buffers: bytes in memory that records take in turn.
@@ -275,7 +275,7 @@ class TierBytes(NamedTuple):
     behind: int = 0
 
     @classmethod
-    def of_state(cls, records: Sequence[Records], disk: Disk) -> TierBytes:
+    def of_state(cls, records: Sequence[Records], disk: Disk) -> OffloadBytes:
         """Returns the bytes of a state whose records a step visits in this order."""
         rest = moving(records, disk)
         resident, total = bytes_of(records) - bytes_of(rest), sum(count for _, count in rest)
@@ -292,7 +292,7 @@ class TierBytes(NamedTuple):
     @classmethod
     def of_params(
         cls, frozen: Sequence[Records], trained: Sequence[Records], disk: Disk, has_masters: bool
-    ) -> TierBytes:
+    ) -> OffloadBytes:
         """Returns the bytes of parameters at stage 3, whose chunks are records of whole pages.
 
         Forward, backward and optimizer read each chunk that is not resident; the optimizer does not
@@ -406,7 +406,7 @@ class Training:
         ranks: ranks of all nodes.
         nodes: nodes, each of equally many ranks.
         options: as for :func:`ringcomm.zero.shard`; parameters count as float32 without
-            ``precision.param``. At stages 0 to 2 ``tier`` has no effect.
+            ``precision.param``. At stages 0 to 2 ``offload_params`` has no effect.
         optimizer: as for :class:`ringcomm.optim.AdamW`; the precision's choices come first.
         amsgrad: True if the optimizer keeps the maximum of the second moment.
         quantized_state: True for :class:`ringcomm.optim.AdamW8bit`.
@@ -473,16 +473,18 @@ class Training:
         return self.nodes > 1 and stage > 0 and self.options.compression.quantizes_parameters
 
     @property
-    def _tier(self) -> Disk:
-        """The tier of the optimizer's state; raises ArgumentError if that is memory."""
-        tier = self.optimizer.tier
-        if tier is None:
-            raise ArgumentError("tier: expected the optimizer's state outside memory, got None")
-        return tier if isinstance(tier, Disk) else Disk(tier, PINNED_BUFFER_BYTES)
+    def _offload(self) -> Disk:
+        """Where the optimizer's state is offloaded to; raises ArgumentError if it is in memory."""
+        offload = self.optimizer.offload_state
+        if offload is None:
+            raise ArgumentError(
+                "offload_state: expected the optimizer's state outside memory, got None"
+            )
+        return offload if isinstance(offload, Disk) else Disk(offload, PINNED_BUFFER_BYTES)
 
     def state(self, stage: int) -> StateBytes:
-        """Returns the model state in memory; of another tier, buffers and resident at most."""
-        model, each, disk = self.model, self.each, self.options.tier
+        """Returns the model state in memory; of offloaded state, buffers and resident at most."""
+        model, each, disk = self.model, self.each, self.options.offload_params
         shard = _share(model.trainable, self._state_shares(stage))
         params = each.param * model.total
         if stage == 3:
@@ -496,8 +498,8 @@ class Training:
         grads, state = each.grad * model.trainable, sum(each.state_tensors(shard))
         if stage >= 2:
             grads = each.reduced * shard if self.optimizer.update == "in_step" else 0
-        if self.optimizer.tier is not None:
-            state = min(state, self._tier.buffer_bytes + self._tier.resident_bytes)
+        if self.optimizer.offload_state is not None:
+            state = min(state, self._offload.buffer_bytes + self._offload.resident_bytes)
         return StateBytes(params, grads, state + self._error_feedback_bytes(stage))
 
     def _error_feedback_bytes(self, stage: int) -> int:
@@ -519,14 +521,15 @@ class Training:
     def buffers(self, stage: int) -> WorkingBytes:
         """Returns the working buffers, which ``docs/estimate.md`` explains."""
         model, each, options, bucket = self.model, self.each, self.options, self.largest_bucket
-        shares, tier, alone = self._state_shares(stage), self.optimizer.tier, self.ranks == 1
+        shares, alone = self._state_shares(stage), self.ranks == 1
+        offload = self.optimizer.offload_state
         if stage == 0:
             own = _share(model.trainable, self.ranks)
             return WorkingBytes(each.reduced * bucket, 0, each.reduced * own)
         # A gradient that is rounded after the reduction has a reduction pass of its own.
         one_pass = not (self.two_passes or alone) and each.reduced == FP32_BYTES
         of_bucket = _share(bucket, shares)
-        chunk = of_bucket if one_pass and tier is not None else 0
+        chunk = of_bucket if one_pass and offload is not None else 0
         if stage == 1:
             shard = _share(model.trainable, shares) if self.two_passes and not alone else 0
             return WorkingBytes(0, 0, each.reduced * (shard + chunk))
@@ -534,9 +537,9 @@ class Training:
         fetched = 0 if options.overlap is False else options.prefetch
         shown = fetched + 1 if options.reshard_after_forward else len(model.units)
         units = each.param * (model.root + sum(heapq.nlargest(shown, model.units)))
-        grad_shard = each.reduced * chunk if stage == 2 and isinstance(tier, Disk) else 0
+        grad_shard = each.reduced * chunk if stage == 2 and isinstance(offload, Disk) else 0
         if self.optimizer.update == "in_backward":
-            in_one_pass = stage == 2 and (tier is None or alone)
+            in_one_pass = stage == 2 and (offload is None or alone)
             grad_shard = 0 if in_one_pass else each.reduced * of_bucket
             if each.reduced < FP32_BYTES:  # before and after it is rounded
                 grad_shard = (FP32_BYTES + each.reduced) * of_bucket
@@ -551,8 +554,8 @@ class Training:
                 yield round_up(_share(part, shares), BLOCK_ELEMS), count
 
     def state_records(self, elems: int, count: int) -> list[Records]:
-        """Returns the records of ``count`` chunks of ``elems`` elements in the optimizer's tier."""
-        size = elems_of_pieces(elems, piece_elems(self._tier.buffer_bytes))
+        """Returns the records of ``count`` chunks of ``elems`` elements of the offloaded state."""
+        size = elems_of_pieces(elems, piece_elems(self._offload.buffer_bytes))
         equal = (elems - 1) // size
         parts = ((size, equal * count), (elems - equal * size, count))
         return [
@@ -561,24 +564,24 @@ class Training:
             if number
         ]
 
-    def state_in_tier(self, stage: int) -> TierBytes:
+    def offloaded_state(self, stage: int) -> OffloadBytes:
         """Returns the bytes of the optimizer's state outside memory, in buckets of one size.
 
         Raises:
-            ArgumentError: the state is in memory, or the tier's buffers are too small.
+            ArgumentError: the state is in memory, or the buffers are too small.
         """
         chunks = self._chunks(self.model.trainable, self._state_shares(stage))
         records = [each for chunk in chunks for each in self.state_records(*chunk)]
-        return TierBytes.of_state(records, self._tier)
+        return OffloadBytes.of_state(records, self._offload)
 
-    def params_in_tier(self) -> TierBytes:
+    def offloaded_params(self) -> OffloadBytes:
         """Returns the bytes of the parameters on a disk at stage 3, in buckets of one size.
 
         Raises:
             ArgumentError: the parameters are in memory.
         """
-        if self.options.tier is None:
-            raise ArgumentError("tier: expected the parameters on a disk, got None")
+        if self.options.offload_params is None:
+            raise ArgumentError("offload_params: expected the parameters on a disk, got None")
         each = self.each
         frozen, trained = (
             [
@@ -587,7 +590,9 @@ class Training:
             ]
             for elems in (self.model.frozen, self.model.trainable)
         )
-        return TierBytes.of_params(frozen, trained, self.options.tier, each.master >= FP32_BYTES)
+        return OffloadBytes.of_params(
+            frozen, trained, self.options.offload_params, each.master >= FP32_BYTES
+        )
 
     def traffic(self, stage: int) -> tuple[tuple[int, int], ...]:
         """Returns the elements and their bytes of a step's reduce-scatters and all-gathers.

@@ -1,1 +1,1 @@
-"""Disk tiers: scratch files, memory whose content is in them, and stored activations."""
+"""Offload to disks: scratch files, memory whose content is in them, and stored activations."""

@@ -253,7 +253,7 @@ def _values_of(bucket: Bucket) -> Tensor:
     if master is None:
         with bucket.params_here():
             return bucket.own_params.to(torch.float32, copy=bucket.may_be_away)
-    if bucket.tier is None:
+    if bucket.offload is None:
         return master
     # A step visits the pieces that it changes alone; elsewhere parameters stay as they are.
     with bucket.params_here():
@@ -267,7 +267,7 @@ def _values_of(bucket: Bucket) -> Tensor:
 
 def _keep_masters(bucket: Bucket, values: Tensor) -> None:
     """Keeps what :func:`_values_of` gave where it was a copy of masters."""
-    if bucket.tier is not None and bucket.state.master is not None:
+    if bucket.offload is not None and bucket.state.master is not None:
         bucket.state.take({"master": values})
 
 

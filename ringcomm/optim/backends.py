@@ -130,7 +130,7 @@ class Backend(ABC):
     """The updates of buckets on one machine, for one optimizer on one rank.
 
     A fused backend reduces, updates and gathers in one call. Another one makes three calls with the
-    same bits, and updates one part of the bucket's state after the other: the state lies in a tier,
+    same bits, and updates one part of the bucket's state after the other: the state is offloaded,
     or parameters travel quantized, which the gathering does.
 
     Args:
@@ -156,7 +156,9 @@ class Backend(ABC):
         self.alone = alone
         self.reducer = reducer
         self.sharers = sharers
-        self.fused = fused and options.tier is None and not options.compression.quantizes_parameters
+        self.fused = (
+            fused and options.offload_state is None and not options.compression.quantizes_parameters
+        )
         # float32 [elements of the largest chunk so far], for gradients of one bucket at a time.
         self._own: Tensor | None = None
 

@@ -496,8 +496,8 @@ class BucketMemory:
     holder: ParamHolder | None = None
 
 
-class StateTier(Protocol):
-    """The tier of a state that does not lie in memory as a whole."""
+class StateOffload(Protocol):
+    """What keeps a state that does not lie in memory as a whole."""
 
     def add(self, bucket: Bucket, master: str, quantized_state: bool) -> ShardState:
         """Takes up a bucket's state, and returns what stands for it."""
@@ -525,9 +525,9 @@ class Bucket:
         chunk: the part that this rank keeps state for.
         segments: int64 [segments, 3], for the kernels.
         device: of all tensors.
-        state: the optimizer's state of the chunk; in another tier than memory, what stands for it,
+        state: the optimizer's state of the chunk; if it is offloaded, what stands for it,
             whose elements :meth:`parts` gives.
-        tier: where the state lies; None for memory.
+        offload: what keeps the state; None for memory.
         is_part: True if another bucket's :meth:`part` made it, so that its state is laid out there.
         grad_shard: float32 [chunk elements], the gradient that the first of two passes hands to the
             second; None until the first such step.
@@ -553,7 +553,7 @@ class Bucket:
         self.device = memory.own_params.device
         self.segments = layout.segment_table(self.device)
         self.state = ShardState()
-        self.tier: StateTier | None = None
+        self.offload: StateOffload | None = None
         self.is_part = False
         self.grad_shard: Tensor | None = None
         self.error_feedback: ErrorFeedback | None = None
@@ -596,28 +596,30 @@ class Bucket:
         holder = self._memory.holder
         return nullcontext() if holder is None else holder.here(write, anew)
 
-    def keep_state(self, master: str, quantized_state: bool, tier: StateTier | None = None) -> None:
+    def keep_state(
+        self, master: str, quantized_state: bool, offload: StateOffload | None = None
+    ) -> None:
         """Begins to keep state: masters, of zeros, and the moments that :meth:`ensure` makes.
 
         Args:
             master: as in :class:`AdamWOptions`.
             quantized_state: as in :class:`ShardState`.
-            tier: where the state lies; None for memory.
+            offload: what keeps the state; None for memory.
         """
-        self.tier = tier
+        self.offload = offload
         if self.compression is not None:
-            assert tier is None and self._memory.wide is not None
+            assert offload is None and self._memory.wide is not None
             self.state = ShardState(quantized_state=quantized_state, master=self._memory.wide)
-        elif tier is None:
+        elif offload is None:
             self.state = ShardState.zeros(self.layout, self.chunk, master, self.device)
             self.state.quantized_state = quantized_state
         else:
-            self.state = tier.add(self, master, quantized_state)
+            self.state = offload.add(self, master, quantized_state)
 
     def parts(self, begin: int = 0, end: int | None = None, write: bool = True) -> Iterator[Bucket]:
         """Yields the parts of the bucket whose state is in memory together, one after the other.
 
-        In memory that is the bucket itself. In another tier a part is a bucket of its own: its
+        In memory that is the bucket itself. Of offloaded state a part is a bucket of its own: its
         chunk is a piece of this one's, and its state is there until the next part is asked for.
 
         Args:
@@ -625,10 +627,12 @@ class Bucket:
             end: only parts that begin before this one; None for all.
             write: keep what is changed in the state.
         """
-        if self.tier is None:
+        if self.offload is None:
             yield self
         else:
-            yield from self.tier.visit(self, begin, self.chunk.end if end is None else end, write)
+            yield from self.offload.visit(
+                self, begin, self.chunk.end if end is None else end, write
+            )
 
     def within(self, begin: int, end: int) -> tuple[slice, slice]:
         """Returns where elements [begin, end) of the bucket, if the chunk has some of them, lie.
@@ -813,8 +817,8 @@ class Bucket:
 
     def ensure(self, names: Sequence[str]) -> bool:
         """Allocates the moments of these names, of zeros; returns False if there were all."""
-        if self.tier is not None:
-            return self.tier.ensure(self, names)
+        if self.offload is not None:
+            return self.offload.ensure(self, names)
         state, elems = self.state, self.chunk.elems
         missing = [name for name in names if state.memory(name) is None]
         if missing and self.is_part:

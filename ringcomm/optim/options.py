@@ -125,10 +125,10 @@ class AdamWOptions:
             has a copy, which takes more memory: the sums of the gradients cross instead. On one
             node both are the same.
         compression: over several nodes, the forms in which bytes travel between them.
-        tier: where the state lies: None for the memory of the parameters' device. From elsewhere it
-            streams there in pieces at each step, with the same bits: from a :class:`ringcomm.Disk`,
-            for parameters on the CPU; or with "cpu" from pinned memory of the host, for parameters
-            on a device.
+        offload_state: where the state lies: None for the memory of the parameters' device. From
+            elsewhere it streams there in pieces at each step, with the same bits: from a
+            :class:`ringcomm.Disk`, for parameters on the CPU; or with "cpu" from pinned memory of
+            the host, for parameters on a device.
         update: "in_step" updates parameters in ``step()``. "in_backward" does so while backward
             runs, for modules that ``ringcomm.zero`` has sharded at stage 2 or 3: each bucket as its
             gradients are reduced, which are then gone. ``step()`` ends that. The bits are the same,
@@ -148,12 +148,14 @@ class AdamWOptions:
     broadcast_parameters: bool = True
     state: str = "world"
     compression: Compression = field(default_factory=Compression)
-    tier: Disk | str | None = None
+    offload_state: Disk | str | None = None
     update: str = "in_step"
 
     def __post_init__(self) -> None:
         if isinstance(self.state, Disk):
-            raise ArgumentError("state: expected world or node, got a Disk; pass that as tier=")
+            raise ArgumentError(
+                "state: expected world or node, got a Disk; pass that as offload_state="
+            )
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ArgumentError(
@@ -168,8 +170,15 @@ class AdamWOptions:
             raise ArgumentError(
                 f"accumulate_dtype: expected None or torch.float32, got {self.accumulate_dtype!r}"
             )
-        if not (self.tier is None or self.tier == "cpu" or isinstance(self.tier, Disk)):
-            raise ArgumentError(f'tier: expected a ringcomm.Disk, "cpu" or None, got {self.tier!r}')
+        if not (
+            self.offload_state is None
+            or self.offload_state == "cpu"
+            or isinstance(self.offload_state, Disk)
+        ):
+            raise ArgumentError(
+                f'offload_state: expected a ringcomm.Disk, "cpu" or None, '
+                f"got {self.offload_state!r}"
+            )
         if not isinstance(self.compression, Compression):
             raise ArgumentError(f"compression: expected a Compression, got {self.compression!r}")
         if self.update == "in_backward" and self.check_finite:
@@ -179,11 +188,11 @@ class AdamWOptions:
             )
         self._check_master()
         self.compression.check_parameters(self.state, self.master, self.rounding)
-        if self.compression.quantizes_parameters and self.tier is not None:
+        if self.compression.quantizes_parameters and self.offload_state is not None:
             raise UnsupportedError(
-                f"tier: expected None with compression: "
+                f"offload_state: expected None with compression: "
                 f"parameters={self.compression.parameters!r}, got "
-                f"{self.tier!r}: the module keeps the masters, in memory"
+                f"{self.offload_state!r}: the module keeps the masters, in memory"
             )
 
     def _check_master(self) -> None:
@@ -204,5 +213,7 @@ class AdamWOptions:
         described = asdict(self)
         described["accumulate_dtype"] = str(self.accumulate_dtype)
         # Folders and sizes of buffers may be different on each rank.
-        described["tier"] = "disk" if isinstance(self.tier, Disk) else self.tier or "memory"
+        described["offload_state"] = (
+            "disk" if isinstance(self.offload_state, Disk) else self.offload_state or "memory"
+        )
         return described

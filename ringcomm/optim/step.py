@@ -58,7 +58,7 @@ from ringcomm.optim.placement import (
 )
 from ringcomm.optim.rules import ParamState, as_json
 from ringcomm.optim.setting import Setting
-from ringcomm.optim.tiers import PiecedTier, make_tier
+from ringcomm.optim.state_offload import PiecedOffload, make_offload
 
 # ---- What an optimizer's steps work on: parameters in buckets, with state, table and plan -------
 
@@ -139,8 +139,8 @@ class PreparedStep:
         self.plan: StagePlan
         self._check_ranks()
         # Made once the ranks are known to want the same, since they agree on whether they can.
-        self.tier: PiecedTier | None = (
-            make_tier(setting) if self._before is None else self._before.tier
+        self.offload: PiecedOffload | None = (
+            make_offload(setting) if self._before is None else self._before.offload
         )
         #: Number of the chunk of the state here, and how many there are.
         self.shard_of = setting.shard_of
@@ -149,7 +149,7 @@ class PreparedStep:
             self._take_over()
         else:
             self._join(placement)
-        with self._tier_agreement():
+        with self._offload_agreement():
             rule.bind(self.layout, groups, self.buckets, self.shard_of[1], self._states)
         left_out = [] if placement is None else placement.left_out(groups)
         self.written = OutsideWrites(self.params, self.buckets, options, left_out)
@@ -193,14 +193,14 @@ class PreparedStep:
         return self.rule.backend(comm, options, self.table)
 
     def keep_state(self, buckets: Sequence[Bucket]) -> None:
-        """Has buckets keep state, of zeros; with a tier collective.
+        """Has buckets keep state, of zeros; collective where state is offloaded.
 
         Raises:
             DiskError: a rank's disk has no room for it; on all ranks.
         """
         rule, setting = self.rule, self.setting
         for bucket in buckets:
-            bucket.keep_state(setting.options.master, rule.quantized_state, self.tier)
+            bucket.keep_state(setting.options.master, rule.quantized_state, self.offload)
             bucket.ensure(rule.names_in(bucket.layout, self.layout, self.groups))
             if bucket.error_feedback is None:
                 bucket.error_feedback = make_error_feedback(
@@ -208,23 +208,25 @@ class PreparedStep:
                 )
             if bucket.error_feedback is not None:
                 bucket.error_feedback.scale_by(setting.loss_scale)
-        with self._tier_agreement():
-            if self.tier is not None:
-                self.tier.reserve()
+        with self._offload_agreement():
+            if self.offload is not None:
+                self.offload.reserve()
 
     def write_masters(self, buckets: Sequence[Bucket], write: Callable[[Bucket], None]) -> None:
-        """Has masters written for the first time, by a method of buckets; with a tier collective.
+        """Has masters written for the first time, by a method of buckets.
+
+        It is collective where state is offloaded.
 
         Raises:
             DiskError: a rank's disk fails; on all ranks.
         """
-        with self._tier_agreement():
+        with self._offload_agreement():
             for bucket in buckets:
                 write(bucket)
 
-    def _tier_agreement(self) -> AbstractContextManager[None]:
-        """Has all ranks learn of an error inside, where state in a tier is read or written."""
-        if self.tier is None:
+    def _offload_agreement(self) -> AbstractContextManager[None]:
+        """Has all ranks learn of an error inside, where offloaded state is read or written."""
+        if self.offload is None:
             return nullcontext()
         return all_or_none(self.setting.comm, self._operation, self.mesh)
 
@@ -314,7 +316,7 @@ class PreparedStep:
         changed = [bucket.ensure(needed) for bucket, needed in pairs]
         if any(changed):
             self.backend.forget()
-            if self.tier is not None:
+            if self.offload is not None:
                 self._bind_again()
 
     def _bind_again(self) -> None:
@@ -329,10 +331,10 @@ class PreparedStep:
     def _raise_faults(self, operation: str) -> None:
         """Raises the error of a rank's disk on all ranks, if there was any; collective."""
         store = None if self._placement is None else self._placement.store
-        if self.tier is None and store is None:
+        if self.offload is None and store is None:
             return
         with all_or_none(self.setting.comm, operation, self.mesh):
-            for each in (self.tier, store):
+            for each in (self.offload, store):
                 if each is not None:
                     each.raise_fault()
 
@@ -518,16 +520,16 @@ class ShardedStep(PreparedStep):
 
     def _update_buckets(self, update: Callable[[Bucket], None]) -> None:
         self.plan.begin(self.table)
-        if self.tier is not None and self._launches:
-            self.tier.begin_step()  # what takes the step, the host would have to wait for
-        elif self.tier is not None:
+        if self.offload is not None and self._launches:
+            self.offload.begin_step()  # what takes the step, the host would have to wait for
+        elif self.offload is not None:
             skips = bool(self.table.control[backends.FOUND_INF])
-            self.tier.begin_step(skips, self.table.active.tolist())
+            self.offload.begin_step(skips, self.table.active.tolist())
         for bucket in self.buckets:
             update(bucket)
         self.plan.end()
-        if self.tier is not None:
-            self.tier.end_step()
+        if self.offload is not None:
+            self.offload.end_step()
 
     def count_step(self) -> None:
         """Counts the step in the versions of the parameters that it has changed.

@@ -208,20 +208,20 @@ def test_what_is_outside_memory(told, estimate):
     training = Training(
         ModelElems(1 << 33),
         8,
-        options=ZeroOptions(Precision(param=torch.bfloat16), tier=told_disk),
-        optimizer=AdamWOptions(tier=told_disk),
+        options=ZeroOptions(Precision(param=torch.bfloat16), offload_params=told_disk),
+        optimizer=AdamWOptions(offload_state=told_disk),
     )
-    state, params = training.state_in_tier(3), training.params_in_tier()
+    state, params = training.offloaded_state(3), training.offloaded_params()
     assert [list(row.values()) for row in found["outside memory"]] == [
         [3, "state", *state[:3]],
         [3, "parameters", *params[:3]],
     ]
     rows = told("step", *asked, *disk, "--stage", 3, *TIMES, *RATES)["outside memory, in a step"]
     compute_s = 6 * (1 << 33) * 1000 / 100e12
-    for row, tier in zip(rows, (state, params), strict=True):
-        time = tier.time(8, 6.0, 4.0)
+    for row, moved in zip(rows, (state, params), strict=True):
+        time = moved.time(8, 6.0, 4.0)
         told_s = [time.read_s, time.write_s, time.added_s(compute_s)]
-        assert list(row.values())[2:] == [*tier[3:], *told_s]
+        assert list(row.values())[2:] == [*moved[3:], *told_s]
     rows = told("step", *asked, *disk, *RATES)["outside memory, in a step"]
     assert rows[0]["write_s"] > rows[0]["read_s"] and "added_s" not in rows[0]
     code, _, err = estimate("step", *asked, *disk, "--disk-write", 4)
@@ -313,7 +313,7 @@ def test_tables_fit_100_columns(estimate, arguments):
         ),
         (
             ("--params", "1M", "--compression-parameters", "fp8", "--state-on", "disk"),
-            "tier: expected",
+            "offload_state: expected",
         ),
         (("--params", "1M", "--error-feedback"), "error_feedback: expected quantized gradients"),
         (("--module", "nothing"), "--module: expected PACKAGE.MODULE:CALLABLE, got 'nothing'"),

@@ -59,7 +59,8 @@ def body(comm):
         net(torch.ones(2, 8)).sum().backward()
         kept.append((net, step))
     net = torch.nn.Linear(8, 8)
-    options = optim.AdamWOptions(accumulate_dtype=torch.float32, tier=ringcomm.Disk(FOLDER))
+    disk = ringcomm.Disk(FOLDER)
+    options = optim.AdamWOptions(accumulate_dtype=torch.float32, offload_state=disk)
     step = optim.AdamW(net.parameters(), lr=0.1, comm=comm, options=options)
     net(torch.ones(2, 8)).sum().backward()
     return kept, net, step

@@ -36,7 +36,7 @@ RUNS = {
     "NAdam": Run("mlp", 0, 2, precision=BF16, clip=0.3, kind=torch.optim.NAdam),
     "partial": Run("partial", 0, 2, backwards=2, quiet=False),
     "kept": Run("partial", 0, 2, clip=0.3, precision=KEPT),
-    "pinned, 8 bits": Run("mlp", 0, 2, kind=AdamW8bit, adamw=AdamWOptions(tier="cpu")),
+    "pinned, 8 bits": Run("mlp", 0, 2, kind=AdamW8bit, adamw=AdamWOptions(offload_state="cpu")),
 }
 
 
@@ -69,8 +69,8 @@ def _on_device(comm, base, run):
 def test_a_device_trains_as_the_host_does(devices, worlds, name, stage):
     run = replace(RUNS[name], stage=stage, options={"algorithm": "one_shot"})
     base = new_model(run.model)
-    # In the host's memory state is where it is; the tier is of devices.
-    in_memory = replace(run, adamw=replace(run.adamw, tier=None))
+    # In the host's memory state is where it is; offloading is of devices.
+    in_memory = replace(run, adamw=replace(run.adamw, offload_state=None))
     wanted, norms = worlds(2).run(train, base, in_memory)[0]
     world = devices.new_world(2, options=OPTIONS)
     with world:
@@ -166,7 +166,7 @@ def test_a_graph_replays_the_step_of_a_module(devices, stage):
 
 def _build_on_disk(comm, folder):
     module = zero.shard(torch.nn.Linear(4, 4).to(comm.device), 1, comm=comm)
-    optimizer = AdamW(module.parameters(), options=AdamWOptions(tier=Disk(folder)))
+    optimizer = AdamW(module.parameters(), options=AdamWOptions(offload_state=Disk(folder)))
     with pytest.raises(UnsupportedError, match="expected parameters on the CPU"):
         optimizer.prepare()
 

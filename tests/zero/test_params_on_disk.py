@@ -19,11 +19,11 @@ from ringcomm.errors import ArgumentError, MismatchError
 from ringcomm.examples.train_gpt import GPT, ModelConfig
 from ringcomm.offload import scratch
 from ringcomm.offload.scratch import PAGE_BYTES, DiskChunk, DiskChunks, ScratchFile
-from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, Muon, tiers
+from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, Muon, state_offload
 from ringcomm.zero.stages.buckets import DiskBucket
 from ringcomm.zero.stages.sharding import engine_of
 from tests.memory.disk_folder import skip_unless_disk
-from tests.optim.test_tiers import Broken
+from tests.optim.test_state_offload import Broken
 from tests.support.covering import in_test_all
 from tests.support.heap_use import settled_heap_bytes
 from tests.zero.checkpoint.states import files_below
@@ -53,17 +53,17 @@ def disk(tmp_path: Path) -> Disk:
     return Disk(skip_unless_disk(tmp_path), buffer_bytes=16 << 10, resident_bytes=4 << 10)
 
 
-def job_of(comm: Any, base: Any, run: tuple[Any, Any, bool], tier: Disk | None) -> Job:
+def job_of(comm: Any, base: Any, run: tuple[Any, Any, bool], disk: Disk | None) -> Job:
     kind, precision, state_too = run
-    small = tiers.LEAST_BUFFERS * tiers.LARGEST_ELEM_BYTES * 512
-    state = None if tier is None or not state_too else Disk(tier.path, small)
-    options = {"tier": tier}
+    small = state_offload.LEAST_BUFFERS * state_offload.LARGEST_ELEM_BYTES * 512
+    state = None if disk is None or not state_too else Disk(disk.path, small)
+    options = {"offload_params": disk}
     return Job(
         comm,
         base,
         3,
         precision,
-        AdamWOptions(tier=state),
+        AdamWOptions(offload_state=state),
         scaled=True,
         kind=kind,
         zero_options=options,
@@ -79,8 +79,8 @@ def test_bits_and_files_are_those_of_memory(worlds, disk, tmp_path, name):
 
     def first(comm):
         states = []
-        for place, tier in places.items():
-            job = job_of(comm, base, run, tier)
+        for place, kept_on in places.items():
+            job = job_of(comm, base, run, kept_on)
             job.train("narrow gpt", 2)
             job.save(tmp_path / f"to {place}")
             states.append(job.state())
@@ -88,8 +88,8 @@ def test_bits_and_files_are_those_of_memory(worlds, disk, tmp_path, name):
 
     def second(comm):
         states = []
-        for place, tier in (("memory", disk), ("disk", None)):
-            job = job_of(comm, base, run, tier)
+        for place, kept_on in (("memory", disk), ("disk", None)):
+            job = job_of(comm, base, run, kept_on)
             job.load(tmp_path / f"to {place}")
             job.train("narrow gpt", 1)
             states.append(job.state())
@@ -107,9 +107,9 @@ def test_bits_and_files_are_those_of_memory(worlds, disk, tmp_path, name):
 
 def test_what_is_no_disk_is_refused():
     with pytest.raises(
-        ArgumentError, match=r"tier: expected a ringcomm\.Disk or None, got '/nvme'"
+        ArgumentError, match=r"offload_params: expected a ringcomm\.Disk or None, got '/nvme'"
     ):
-        zero.ZeroOptions(tier="/nvme")  # type: ignore[arg-type]
+        zero.ZeroOptions(offload_params="/nvme")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("precision", [None, BF16, *in_test_all(REMAINDER)])
@@ -120,8 +120,8 @@ def test_access_reads_and_writes_what_is_on_the_disk(worlds, disk, precision):
 
     def work(comm):
         found = []
-        for tier in (None, disk):
-            job = job_of(comm, base, (AdamW, precision, tier is not None), tier)
+        for kept_on in (None, disk):
+            job = job_of(comm, base, (AdamW, precision, kept_on is not None), kept_on)
             module = job.module
             job.train("narrow gpt", 2)
             param = module.get_parameter(name)
@@ -166,8 +166,8 @@ def test_shards_that_were_asked_for_once_follow_what_is_on_the_disk(worlds, disk
 
     def work(comm):
         found = []
-        for tier in (None, disk):
-            job = job_of(comm, base, (AdamW, BF16, True), tier)
+        for kept_on in (None, disk):
+            job = job_of(comm, base, (AdamW, BF16, True), kept_on)
             shards = zero.local_shards(job.module)
             mean = {name: shard.values.float() for name, shard in shards.items()}
             for _ in range(2):
@@ -211,14 +211,14 @@ def test_weights_of_files_go_to_the_disk_and_from_there_to_files(worlds, disk, t
     files = [tmp_path / f"{number}.safetensors" for number in (1, 2)]
     for number, file in enumerate(files):
         save_file(weights_of(new_net(number)), file)
-    tier = replace(disk, buffer_bytes=PAGE_BYTES, resident_bytes=0)
+    small_disk = replace(disk, buffer_bytes=PAGE_BYTES, resident_bytes=0)
     modules = [meta_net() for _ in range(4)]
 
     def work(comm):
         states = []
-        for place, (folder, kept) in enumerate((("memory", None), ("disk", tier))):
+        for place, (folder, kept) in enumerate((("memory", None), ("disk", small_disk))):
             module: Any = modules[2 * comm.rank + place]
-            options = zero.ZeroOptions(precision=precision, bucket_elems=512, tier=kept)
+            options = zero.ZeroOptions(precision=precision, bucket_elems=512, offload_params=kept)
             zero.shard(module, 3, comm=comm, options=options, init=zero.pretrained(files[0]))
             found = {f"read.{n}": t for n, t in zero.full_state_dict(module).items()}
             found.update(two_steps(module, comm.rank, adamw))
@@ -271,16 +271,16 @@ def test_chunks_in_memory_are_the_buffers_whatever_the_number_of_layers(worlds, 
 
     def work(comm):
         heaps = []
-        for tier in (None, disk):
+        for kept_on in (None, disk):
             gc.collect()
             comm.barrier()
             before = ringcomm.heap_stats()["used_bytes"]
             comm.barrier()
-            job = job_of(comm, base, (AdamW, None, False), tier)
+            job = job_of(comm, base, (AdamW, None, False), kept_on)
             comm.barrier()
             heaps.append(ringcomm.heap_stats()["used_bytes"] - before)
             comm.barrier()
-            if tier is not None:
+            if kept_on is not None:
                 chunks = chunks_of(job.module)
                 resident = sum(each.size_bytes for each in chunks if each.is_resident)
                 assert 0 < resident <= disk.resident_bytes
@@ -457,7 +457,7 @@ def test_a_disk_without_room_leaves_the_module_as_it_was(worlds, disk, monkeypat
     def work(comm):
         module = deepcopy(base)
         with pytest.raises(DiskError, match="no room"):
-            zero.shard(module, 3, comm=comm, options=zero.ZeroOptions(tier=disk))
+            zero.shard(module, 3, comm=comm, options=zero.ZeroOptions(offload_params=disk))
         assert_same_bits(module.state_dict(), base.state_dict())
 
     worlds(2).run(work)
@@ -475,13 +475,13 @@ STATE_RUNS: dict[int, tuple[Any, Any]] = {
 @pytest.fixture
 def on_disk(tmp_path: Path) -> AdamWOptions:
     folder = skip_unless_disk(tmp_path)
-    buffer_bytes = tiers.LEAST_BUFFERS * tiers.LARGEST_ELEM_BYTES * 512
-    return AdamWOptions(tier=Disk(folder, buffer_bytes, resident_bytes=16_384))
+    buffer_bytes = state_offload.LEAST_BUFFERS * state_offload.LARGEST_ELEM_BYTES * 512
+    return AdamWOptions(offload_state=Disk(folder, buffer_bytes, resident_bytes=16_384))
 
 
 @pytest.mark.parametrize("stage", STATE_RUNS)
 def test_a_checkpoint_is_that_of_memory_and_goes_on_anywhere(worlds, on_disk, tmp_path, stage):
-    """Equal files; each goes on at another stage in the other tier, and in a world of two."""
+    """Equal files; each goes on at another stage in memory or on a disk, and in a world of two."""
     base, (kind, precision) = new_model("narrow gpt"), STATE_RUNS[stage]
     more = {"kind": kind, **({"initial_accumulator_value": 0.5} if stage == 2 else {})}
 

@@ -546,5 +546,5 @@ def test_an_unknown_code_and_unsharded_parameters_are_refused():
     )
     with pytest.raises(UnsupportedError, match=r"parameters='int8'.*zero.shard\(\)"):
         optimizer.prepare()
-    with pytest.raises(UnsupportedError, match="tier: expected None with compression"):
-        AdamWOptions(compression=compression, tier=ringcomm.Disk("/tmp"))
+    with pytest.raises(UnsupportedError, match="offload_state: expected None with compression"):
+        AdamWOptions(compression=compression, offload_state=ringcomm.Disk("/tmp"))

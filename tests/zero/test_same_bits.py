@@ -1,4 +1,4 @@
-"""Training gives the same parameters to the bit on any stage, world, tier and schedule.
+"""Training gives the same parameters to the bit on any stage, world, offload and schedule.
 
 The cases are a covering array: each pair of values of two axes occurs in one, apart from the pairs
 that the library refuses (``REFUSALS``). Each case trains a model with the loop of ``models.train``
@@ -21,7 +21,7 @@ precision    masters, remainders, stochastic rounding and gradients rounded to 1
 nodes        sums over nodes are those of one node that adds in blocks of a node's ranks, whether
              a node has one rank, several, or another number than the next
 place        copies of state or of parameters on each node end alike, and no norm counts one twice
-tier         a disk returns the state or the parameters that it was given
+offload      a disk returns the state or the parameters that it was given
 update       updates in backward see the gradients, steps and rates of updates in the step; the
              bound of a norm takes the norm of all ranks
 compression  quantized gradients are the same values at all stages, error feedback belongs to
@@ -51,7 +51,7 @@ from ringcomm.comm.nodes import compressed_sums
 from ringcomm.comm.nodes import core as sums
 from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.offload.scratch import DiskChunks
-from ringcomm.optim import SGD, Adafactor, AdamW, AdamW8bit, AdamWOptions, Muon, tiers
+from ringcomm.optim import SGD, Adafactor, AdamW, AdamW8bit, AdamWOptions, Muon, state_offload
 from ringcomm.optim.backends import Backend, OwnPlan, StepTable
 from ringcomm.optim.clipping import NormBound
 from ringcomm.optim.gradients import Accumulator, HostReducer
@@ -130,7 +130,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "nodes": tuple(NODES),
     "stage": (0, 1, 2, 3),
     "place": tuple(PLACES),
-    "tier": ("memory", "state", "parameters"),
+    "offload": ("none", "state", "parameters"),
     "precision": tuple(PRECISIONS),
 }
 USUAL: Case = {name: values[0] for name, values in AXES.items()}
@@ -157,17 +157,19 @@ class Refusal:
 
 REFUSALS = [
     Refusal(
-        {"stage": (0, 1, 2), "tier": ("parameters",)}, ArgumentError, "tier: expected stage 3, got"
+        {"stage": (0, 1, 2), "offload": ("parameters",)},
+        ArgumentError,
+        "offload_params: expected stage 3, got",
     ),
     Refusal(
-        {"tier": ("parameters",), "nodes": ("2+2", "1+1+1"), "place": ("default",)},
+        {"offload": ("parameters",), "nodes": ("2+2", "1+1+1"), "place": ("default",)},
         ArgumentError,
-        'tier: expected params="world" with it over several nodes',
+        'offload_params: expected params="world" with it over several nodes',
     ),
     Refusal(
-        {"tier": ("parameters",), "place": ("state by node",)},
+        {"offload": ("parameters",), "place": ("state by node",)},
         ArgumentError,
-        'tier: expected params="world" with it over several nodes',
+        'offload_params: expected params="world" with it over several nodes',
     ),
     Refusal(
         {"stage": (0, 1), "update": ("in backward",)},
@@ -175,9 +177,9 @@ REFUSALS = [
         'update: expected "in_step" at stage',
     ),
     Refusal(
-        {"tier": ("parameters",), "update": ("in backward",)},
+        {"offload": ("parameters",), "update": ("in backward",)},
         UnsupportedError,
-        r'update: expected "in_step" with ZeroOptions\(tier=\)',
+        r'update: expected "in_step" with ZeroOptions\(offload_params=\)',
     ),
     Refusal(
         {"update": ("in backward",), "accumulation": ("added",)},
@@ -200,14 +202,14 @@ REFUSALS = [
         'expected master="fp32" and rounding="nearest" with it',
     ),
     Refusal(
-        {"tier": ("parameters",), "compression": ("parameters", "both")},
+        {"offload": ("parameters",), "compression": ("parameters", "both")},
         UnsupportedError,
-        "tier: expected None with compression: parameters",
+        "offload_params: expected None with compression: parameters",
     ),
     Refusal(
-        {"tier": ("state",), "compression": ("parameters", "both")},
+        {"offload": ("state",), "compression": ("parameters", "both")},
         UnsupportedError,
-        "tier: expected None with",
+        "offload_state: expected None with",
     ),
     Refusal(
         {"nodes": ("2+1",), "place": ("state by node",)},
@@ -275,19 +277,19 @@ def run_of(case: Case, folder: Path) -> Run:
     precision = PRECISIONS[case["precision"]]
     if case["precision"].startswith("kept"):
         precision = replace(precision, keep_fp32=KEPT_FP32[case["model"]])
-    piece_bytes = tiers.LEAST_BUFFERS * tiers.LARGEST_ELEM_BYTES * 512
+    piece_bytes = state_offload.LEAST_BUFFERS * state_offload.LARGEST_ELEM_BYTES * 512
     adamw = AdamWOptions(
         update="in_backward" if case["update"] == "in backward" else "in_step",
         accumulate_dtype=torch.float32 if case["accumulation"] == "in fp32" else None,
-        tier=Disk(folder, piece_bytes, 16 << 10) if case["tier"] == "state" else None,
+        offload_state=Disk(folder, piece_bytes, 16 << 10) if case["offload"] == "state" else None,
     )
     options = {
         **PLACES[case["place"]],
         **SCHEDULES[case["schedule"]],
         "compression": COMPRESSIONS[case["compression"]],
     }
-    if case["tier"] == "parameters":
-        options["tier"] = Disk(folder, buffer_bytes=16 << 10, resident_bytes=4 << 10)
+    if case["offload"] == "parameters":
+        options["offload_params"] = Disk(folder, buffer_bytes=16 << 10, resident_bytes=4 << 10)
     kind, settings = OPTIMIZERS[case["optimizer"]]
     return Run(
         case["model"],
@@ -306,7 +308,7 @@ def run_of(case: Case, folder: Path) -> Run:
 
 def reference_of(case: Case) -> Case:
     """Returns the reference of a case; ``nodes`` names the world with the same order of sums."""
-    changed: Case = {"tier": "memory", "schedule": "inline", "stage": 0, "place": "default"}
+    changed: Case = {"offload": "none", "schedule": "inline", "stage": 0, "place": "default"}
     if case["update"] == "in backward":
         changed["update"] = "in step"
     # Stages 2 and 3 reduce each backward: they add sums of ranks, where others sum additions.
@@ -642,12 +644,12 @@ MUTANTS = {
         {"stage": 3, "nodes": "2+2", "place": "params by world"},
     ),
     "state on a disk is stale": Mutant(
-        "tier",
-        lambda patch: patch.setattr(tiers.RecordBuffer, "put_away", lambda *_: None),
-        {"stage": 1, "tier": "state", "model": "narrow gpt"},
+        "offload",
+        lambda patch: patch.setattr(state_offload.RecordBuffer, "put_away", lambda *_: None),
+        {"stage": 1, "offload": "state", "model": "narrow gpt"},
     ),
     "parameters on a disk are stale": Mutant(
-        "tier", writes_no_chunk, {"stage": 3, "tier": "parameters", "model": "narrow gpt"}
+        "offload", writes_no_chunk, {"stage": 3, "offload": "parameters", "model": "narrow gpt"}
     ),
     "updates in backward step twice": Mutant(
         "update", steps_at_each_bucket, {"stage": 2, "update": "in backward"}

@@ -126,7 +126,7 @@ def test_a_step_over_nodes_makes_graphs_stale():
 
 def test_a_step_with_parameters_on_a_disk_makes_graphs_stale(worlds, tmp_path):
     disk = Disk(skip_unless_disk(tmp_path), buffer_bytes=24 << 10, resident_bytes=12 << 10)
-    worlds(2).run(partial(one_step, tier=disk), 3, "AdamW")
+    worlds(2).run(partial(one_step, offload_params=disk), 3, "AdamW")
 
 
 @pytest.mark.parametrize("stage", [2, 3])

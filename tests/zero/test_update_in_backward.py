@@ -28,7 +28,7 @@ from ringcomm.optim import (
     LossScaler,
     Muon,
     muon_groups,
-    tiers,
+    state_offload,
 )
 from ringcomm.zero.stages import updates
 from ringcomm.zero.stages.unshard import Unsharder
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_disk(folder: Path, resident_bytes: int = 0) -> Disk:
-    buffer_bytes = tiers.LEAST_BUFFERS * tiers.LARGEST_ELEM_BYTES * PIECE
+    buffer_bytes = state_offload.LEAST_BUFFERS * state_offload.LARGEST_ELEM_BYTES * PIECE
     return Disk(folder, buffer_bytes, resident_bytes)
 
 
@@ -98,7 +98,7 @@ def test_checkpoints_are_the_same_files(worlds, folder, tmp_path, stage, unused)
     """Also after a turn without a backward that reduces, whose step updates everything."""
     adamw = AdamWOptions(unused=unused)
     base, run = new_model("partial"), Run("partial", stage, precision=BF16, adamw=adamw)
-    early = replace(run, adamw=replace(adamw, tier=on_disk(folder)))
+    early = replace(run, adamw=replace(adamw, offload_state=on_disk(folder)))
 
     def work(comm):
         trained(comm, base, run, False, tmp_path)
@@ -235,14 +235,14 @@ def test_a_disk_moves_the_same_bytes_and_nothing_for_what_rests(worlds, folder):
     made = Resting()
 
     def work(comm, options):
-        loop = Loop(comm, 3, made, replace(options, tier=on_disk(folder)))
-        disk, moved = loop.optimizer.sharded_step().tier.blocks, []
+        loop = Loop(comm, 3, made, replace(options, offload_state=on_disk(folder)))
+        disk, moved = loop.optimizer.sharded_step().offload.blocks, []
         for turn in range(6):
             before = disk.bytes_read, disk.bytes_written
             loop.module(torch.ones(4, WIDTH), rests=turn > 1).backward()
             loop.optimizer.step()
             loop.optimizer.zero_grad()
-            loop.optimizer.sharded_step().tier.wait()
+            loop.optimizer.sharded_step().offload.wait()
             moved.append((disk.bytes_read - before[0], disk.bytes_written - before[1]))
         zero.remove_sharding(loop.module)
         return moved[1], moved[4], moved[5]
@@ -663,7 +663,7 @@ def test_an_error_of_the_disk_is_told_at_the_step(worlds, folder, monkeypatch):
     monkeypatch.setattr(ringcomm.offload.scratch.Transfer, "wait", failing)
 
     def work(comm, stage, overlap):
-        options = replace(EARLY, tier=on_disk(folder))
+        options = replace(EARLY, offload_state=on_disk(folder))
         loop = Loop(comm, stage, adamw=options, overlap=overlap)
         loop.take(2)
         comm.barrier()
@@ -853,12 +853,12 @@ def test_what_is_held_of_reduced_gradients_is_what_the_estimate_says(folder, wor
     options = zero.ZeroOptions(bucket_elems=WIDTH * WIDTH)
     training = Training(model, world_size, options=options, optimizer=EARLY)
 
-    def work(comm, stage, tier):
-        loop = Loop(comm, stage, adamw=replace(EARLY, tier=tier))
+    def work(comm, stage, disk):
+        loop = Loop(comm, stage, adamw=replace(EARLY, offload_state=disk))
         loop.take()
         own = loop.optimizer.sharded_step().backend._own
         held = 0 if own is None else own.nbytes
-        told = replace(training, optimizer=replace(EARLY, tier=tier))
+        told = replace(training, optimizer=replace(EARLY, offload_state=disk))
         assert (
             told.state(stage).grads
             == sum(b.shard.nbytes for b in loop.engine.reduction.buckets)
@@ -869,8 +869,8 @@ def test_what_is_held_of_reduced_gradients_is_what_the_estimate_says(folder, wor
     # A world of its own: ranks do not drop the modules of tests that fail at the same moment.
     with ringcomm.local_world(world_size) as world:
         for stage in (2, 3):
-            for tier in (None, on_disk(folder)):
-                world.run(work, stage, tier)
+            for disk in (None, on_disk(folder)):
+                world.run(work, stage, disk)
     rounded = zero.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
     training = Training(model, 2, options=replace(options, precision=rounded), optimizer=EARLY)
     assert training.buffers(2).grad_shard == 6 * WIDTH * WIDTH // 2

@@ -21,7 +21,7 @@ from ringcomm import Disk, zero
 from ringcomm.extras.estimate import STAGES, ModelElems, Training
 from ringcomm.memory import host_heap
 from ringcomm.offload import scratch
-from ringcomm.optim import AdamW, AdamWOptions, tiers
+from ringcomm.optim import AdamW, AdamWOptions, state_offload
 from ringcomm.optim.buckets import Bucket, BucketMemory
 from ringcomm.optim.layout import BucketLayout, Segment
 from tests.memory.disk_folder import skip_unless_disk
@@ -54,7 +54,7 @@ class Layers(nn.Module):
 
 def held_of(comm: Any, stage: int, disk: Disk, options: zero.ZeroOptions, sizes: Any) -> int:
     module = zero.shard(Layers(*sizes), stage, comm=comm, options=options)
-    optimizer = AdamW(module.parameters(), options=AdamWOptions(tier=disk))
+    optimizer = AdamW(module.parameters(), options=AdamWOptions(offload_state=disk))
     for _ in range(2):
         optimizer.zero_grad()
         module(torch.ones(2, sizes[1])).backward()
@@ -69,7 +69,9 @@ def test_nothing_but_the_tensors_themselves_grows(worlds, folder, stage, larger)
     More layers have more parameters and gradients; a larger parameter has a larger bucket, too.
     """
     smaller = (3, 64, 64)
-    disk = Disk(folder, buffer_bytes=tiers.LEAST_BUFFERS * tiers.LARGEST_ELEM_BYTES * 1024)
+    disk = Disk(
+        folder, buffer_bytes=state_offload.LEAST_BUFFERS * state_offload.LARGEST_ELEM_BYTES * 1024
+    )
     options = zero.ZeroOptions(bucket_elems=4096)
 
     def bucket_bytes(sizes: tuple[int, int, int]) -> int:
@@ -77,7 +79,7 @@ def test_nothing_but_the_tensors_themselves_grows(worlds, folder, stage, larger)
 
     def closed_form(sizes: tuple[int, int, int]) -> int:
         model = ModelElems.of_module(Layers(*sizes))
-        training = Training(model, WORLD, 1, options, AdamWOptions(tier=disk))
+        training = Training(model, WORLD, 1, options, AdamWOptions(offload_state=disk))
         state, buffers = sum(training.state(stage)), training.buffers(stage)
         # Between steps no unit is unsharded, and no sum is.
         return state + buffers.grad_shard + (buffers.buckets if stage >= 2 else 0)
@@ -115,15 +117,17 @@ def test_a_parameter_of_200_million_elements_has_the_buffers_of_a_smaller_one(fo
     found = []
     for elems in (20 << 20, 200 << 20):
         blocks, bucket = scratch.ScratchFile(folder, "the test"), bucket_of(elems)
-        tier = tiers.PiecedTier(blocks, disk.buffer_bytes, disk.resident_bytes)
-        bucket.keep_state("fp32", quantized_state=False, tier=tier)
+        offload = state_offload.PiecedOffload(blocks, disk.buffer_bytes, disk.resident_bytes)
+        bucket.keep_state("fp32", quantized_state=False, offload=offload)
         bucket.ensure(["exp_avg", "exp_avg_sq"])
         for part in bucket.parts(0, 1):
             part.state.moments["exp_avg"].fill_(1.0)
-        tier.wait()
+        offload.wait()
         assert blocks.size_bytes == 8 * elems and blocks.bytes_written == 8 << 20
-        told = Training(ModelElems(elems, largest=elems), 1, optimizer=AdamWOptions(tier=disk))
-        assert sum(made) == told.state_in_tier(0).buffers
+        told = Training(
+            ModelElems(elems, largest=elems), 1, optimizer=AdamWOptions(offload_state=disk)
+        )
+        assert sum(made) == told.offloaded_state(0).buffers
         found.append([*made])
         made.clear()
     assert found[0] == found[1] == [8 << 20] * 8

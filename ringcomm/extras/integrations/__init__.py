@@ -74,7 +74,7 @@ def all_must_unshard(module: nn.Module) -> bool:
     """Tells whether unsharding takes all ranks, so that none can read parameters alone."""
     engines = {engine for param in module.parameters() if (engine := owner_of(param)) is not None}
     options = [engine.options for engine in engines]
-    return any(each.params == "world" or each.tier is not None for each in options)
+    return any(each.params == "world" or each.offload_params is not None for each in options)
 
 
 def state_on_first(module: nn.Module, is_first: bool) -> dict[str, Any]:

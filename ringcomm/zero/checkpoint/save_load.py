@@ -348,8 +348,8 @@ class TrainState:
         set_extra_state(engine.parts.module, extra, _failed)
 
     def _take_copies(self, step: ShardedStep, state: Mapping[str, Any]) -> None:
-        """Takes state of which torch has loaded copies: of 8 bits, or in another tier."""
-        if step.rule.quantized_state or step.tier is not None:
+        """Takes state of which torch has loaded copies: of 8 bits, or offloaded."""
+        if step.rule.quantized_state or step.offload is not None:
             _take(parts_to_load(self._engine, step, step.groups), state)
 
     def _read_extra(self, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def state_parts(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator
 
     A parameter has the kinds that it needs, whatever others its bucket has, so that buckets may be
     others where it is loaded. 8-bit moments are copies in FP32, and all is a copy of what lies
-    in another tier than memory.
+    offloaded.
     """
     step.written.take_over()
     for stored, bucket in zip(engine.stored, step.buckets, strict=True):
@@ -71,11 +71,11 @@ def state_parts(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator
 def parts_to_save(engine: ShardEngine, step: ShardedStep) -> Iterator[StatePart]:
     """Yields the optimizer's state of this rank's chunks, whose elements are read as they are due.
 
-    In memory that is :func:`state_parts`. In another tier ``local`` has no memory, and the elements
-    come from there piece by piece, in the order in which a file takes them.
+    In memory that is :func:`state_parts`. Of offloaded state ``local`` has no memory, and the
+    elements come from there piece by piece, in the order in which a file takes them.
     """
     yield from _error_feedback_parts(engine, step)
-    if step.tier is None:
+    if step.offload is None:
         yield from state_parts(engine, step, whole=False)
         return
     step.written.take_over()

@@ -379,7 +379,7 @@ class _Access:
 
     def may_fail(self, local: bool) -> bool:
         """Returns whether other ranks wait for one on which the state cannot be reached."""
-        on_disk = self.sharded.tier is not None or self.placement.store is not None
+        on_disk = self.sharded.offload is not None or self.placement.store is not None
         return not local and on_disk
 
     def read(self, name: str, local: bool) -> Tensor:

@@ -52,7 +52,7 @@ from ringcomm.offload.scratch import (
     rounded_up,
 )
 from ringcomm.optim.dtensors import local_of, without_torch_function
-from ringcomm.optim.tiers import wait_limit_s
+from ringcomm.optim.state_offload import wait_limit_s
 from ringcomm.zero.stages.engine import ShardEngine, owner_of
 
 Tensor = torch.Tensor

@@ -698,8 +698,8 @@ def make_store(disk: Disk, comm: Communicator) -> DiskChunks:
     """
     if comm.launches or comm.device.type != "cpu":
         raise UnsupportedError(
-            f"{where('shard', comm.rank, comm.world_size)}: tier: expected parameters on the CPU, "
-            f"whose chunks can lie on a disk, got them on {comm.heap_device}"
+            f"{where('shard', comm.rank, comm.world_size)}: offload_params: expected parameters "
+            f"on the CPU, whose chunks can lie on a disk, got them on {comm.heap_device}"
         )
     return DiskChunks(disk, f"parameters of rank {comm.rank}")
 

@@ -48,8 +48,8 @@ from ringcomm.optim.placement import (
     set_placement,
 )
 from ringcomm.optim.sharded import ShardedOptimizer
+from ringcomm.optim.state_offload import takes_step
 from ringcomm.optim.step import ShardedStep
-from ringcomm.optim.tiers import takes_step
 from ringcomm.zero.stages.buckets import (
     DiskBucket,
     ParamBucket,
@@ -479,10 +479,10 @@ class ModulePlacement(Placement):
                 f'{head}: update: expected parameters on the CPU with "in_backward", got them on '
                 f"{engine.comm.device}, where the host would have to wait for which ones step"
             )
-        if engine.options.tier is not None:
+        if engine.options.offload_params is not None:
             raise UnsupportedError(
-                f'{head}: update: expected "in_step" with ZeroOptions(tier=), got "in_backward": '
-                "chunks on a disk are written in the step alone"
+                f'{head}: update: expected "in_step" with ZeroOptions(offload_params=), got '
+                '"in_backward": chunks on a disk are written in the step alone'
             )
         if self.scaled:
             raise ArgumentError(

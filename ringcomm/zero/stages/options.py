@@ -347,19 +347,20 @@ class ZeroOptions:
             step. "node" shards them over the ranks of each node, so that each node has a copy and
             does the whole update: sums of gradients cross instead. Not with ``params="world"``.
         compression: over several nodes, the forms in which bytes travel between them.
-        tier: stage 3: where a rank's chunks of the parameters lie while they are sharded: None for
-            memory, or a :class:`ringcomm.Disk`, for parameters on the CPU. Its ``buffer_bytes`` are
-            for chunks on their way, of which there is at least one, and ``resident_bytes`` for
-            chunks that stay. Unsharding is a collective then, as with ``params="world"``, which it
-            takes over several nodes.
+        offload_params: stage 3: where a rank's chunks of the parameters lie while they are sharded:
+            None for memory, or a :class:`ringcomm.Disk`, for parameters on the CPU. Its
+            ``buffer_bytes`` are for chunks on their way, of which there is at least one, and
+            ``resident_bytes`` for chunks that stay. Unsharding is a collective then, as with
+            ``params="world"``, which it takes over several nodes.
         per_unit: choices for some units, by names of these, in which a ``*`` stands for any
             characters of one part (``"blocks.*"``); of several names of a unit the last one counts.
         ignored: names of parameters, or of modules for all parameters in them, which are the
             user's own: neither moved nor cast, reduced, stepped or saved, and perhaps different on
             each rank. A ``*`` stands for any characters of one part of a name.
 
-    All choices of ``params``, ``state`` and ``tier``, and all stages, end with the same bits; of
-    ``compression`` each choice has its own, and with quantized gradients ``state="node"`` has, too.
+    All choices of ``params``, ``state`` and ``offload_params``, and all stages, end with the same
+    bits; of ``compression`` each choice has its own, and with quantized gradients ``state="node"``
+    has, too.
     """
 
     precision: Precision = field(default_factory=Precision)
@@ -376,7 +377,7 @@ class ZeroOptions:
     params: str = "node"
     state: str = "world"
     compression: Compression = field(default_factory=Compression)
-    tier: Disk | None = None
+    offload_params: Disk | None = None
     per_unit: Mapping[str, UnitOptions] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
@@ -400,8 +401,10 @@ class ZeroOptions:
         object.__setattr__(self, "bucket_elems", checked_bucket_elems(self.bucket_elems))
         for name, least in (("in_flight", 1), ("prefetch", 0), ("divisor", 1)):
             object.__setattr__(self, name, _count(self, name, least))
-        if not (self.tier is None or isinstance(self.tier, Disk)):
-            raise ArgumentError(f"tier: expected a ringcomm.Disk or None, got {self.tier!r}")
+        if not (self.offload_params is None or isinstance(self.offload_params, Disk)):
+            raise ArgumentError(
+                f"offload_params: expected a ringcomm.Disk or None, got {self.offload_params!r}"
+            )
         self._check_named()
         if self.params == "world" and self.state == "node":
             raise ArgumentError(
@@ -411,9 +414,9 @@ class ZeroOptions:
             )
         chosen = AdamWOptions(**self.precision.optimizer_defaults)
         self.compression.check_parameters(self.state, chosen.master, chosen.rounding)
-        if self.compression.quantizes_parameters and self.tier is not None:
+        if self.compression.quantizes_parameters and self.offload_params is not None:
             raise UnsupportedError(
-                f"tier: expected None with compression: "
+                f"offload_params: expected None with compression: "
                 f"parameters={self.compression.parameters!r}, got a Disk: "
                 "what ranks unshard from disks are parameters as they are"
             )
@@ -445,7 +448,7 @@ class ZeroOptions:
             UnsupportedError: nodes with different numbers of ranks cannot have copies.
         """
         several = comm.num_nodes > 1
-        self._check_tier(stage, several)
+        self._check_offload(stage, several)
         params = self.params if several and stage == 3 else "node"
         state = self.state if several and stage > 0 else "world"
         if several and state == "node":
@@ -467,19 +470,19 @@ class ZeroOptions:
             )
         return self.compression if several else replace(self.compression, parameters="param")
 
-    def _check_tier(self, stage: int, several: bool) -> None:
-        if self.tier is None:
+    def _check_offload(self, stage: int, several: bool) -> None:
+        if self.offload_params is None:
             return
         if stage != 3:
             raise ArgumentError(
-                f"shard: tier: expected stage 3, got {stage}, where each rank has all parameters "
-                "in memory at all times. For the optimizer's state pass "
-                "AdamWOptions(tier=ringcomm.Disk(...))"
+                f"shard: offload_params: expected stage 3, got {stage}, where each rank has all "
+                "parameters in memory at all times. For the optimizer's state pass "
+                "AdamWOptions(offload_state=ringcomm.Disk(...))"
             )
         if several and self.params == "node":
             raise ArgumentError(
-                'shard: tier: expected params="world" with it over several nodes, got "node", '
-                "whose copy on each node ranks read out of their peers' memory"
+                'shard: offload_params: expected params="world" with it over several nodes, '
+                'got "node", whose copy on each node ranks read out of their peers\' memory'
             )
 
     def resolved(self, ranks: int, threads: int, cores: int) -> ZeroOptions:
@@ -504,6 +507,6 @@ class ZeroOptions:
         described = asdict(replace(self, per_unit={}))
         del described["units"]
         # Folders and sizes of buffers may be different on each rank.
-        described["tier"] = "memory" if self.tier is None else "disk"
+        described["offload_params"] = "memory" if self.offload_params is None else "disk"
         per_unit = [[name, str(each)] for name, each in self.per_unit.items()]
         return {**described, "precision": self.precision.describe(), "per_unit": per_unit}

@@ -807,10 +807,10 @@ def _with_buckets(parts: EngineParts, trainers: _Trainers, rollback: Rollback) -
 
 def _make_store(options: ZeroOptions, trainers: _Trainers, rollback: Rollback) -> DiskChunks | None:
     """Makes the disk for parameters, if they go to one, on all ranks or none; collective."""
-    if options.tier is None:
+    if options.offload_params is None:
         return None
     with trainers.all_or_none():
-        store = make_store(options.tier, trainers.comm)
+        store = make_store(options.offload_params, trainers.comm)
         rollback.call(store.close)
     return store
 

@@ -196,7 +196,7 @@ class Unsharder:
             if options.overlap
         }
         self._copier: Copier
-        if options.params == "world" or options.tier is not None:
+        if options.params == "world" or options.offload_params is not None:
             self._copier = WorldCopier(comm, options, profile)
         elif isinstance(comm.engine, DeviceCallEngine):
             self._copier = DeviceCopier(comm.engine)
@@ -212,7 +212,7 @@ class Unsharder:
         # See NOTE [Graphs without a hook]; True for those whose views keep their memory.
         self._unhooked: dict[ShardedBucket, bool] = {}
         # Ranks that unshard together must reshard the same buckets, whatever graphs each rank has.
-        self._together = options.params == "world" or options.tier is not None
+        self._together = options.params == "world" or options.offload_params is not None
         #: True if buckets that a graph refers to must stay: create_graph=True may have made it.
         self.held = False
         #: Number of units that run now, one inside another.

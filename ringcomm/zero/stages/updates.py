@@ -148,8 +148,8 @@ class BackwardUpdates:
         self._find_indices(owner)
         owner.write_control(Amp(), None)
         self._step, owner.under_way = owner, True
-        if owner.tier is not None:
-            owner.tier.begin_step(active=self._last_active, order=order)
+        if owner.offload is not None:
+            owner.offload.begin_step(active=self._last_active, order=order)
 
     def _find_indices(self, owner: ShardedStep) -> None:
         """Finds the parameters of the buckets in the optimizer, which may have grown."""
@@ -294,8 +294,8 @@ class BackwardUpdates:
                 active[index] = self._active[index] = 1.0
         owner.torn = True
         self._advance(owner, active)
-        if owner.tier is not None:
-            owner.tier.update_only(active)
+        if owner.offload is not None:
+            owner.offload.update_only(active)
         owner.plan.reduce_update_from(owner.buckets[number], grads)
 
     def _advance(self, owner: ShardedStep, active: Sequence[float]) -> None:
@@ -309,8 +309,8 @@ class BackwardUpdates:
 
     def end_backward(self) -> None:
         """Called at the end of a backward, when all updates have ended."""
-        if self._step is not None and self._step.tier is not None:
-            self._step.tier.end_step()
+        if self._step is not None and self._step.offload is not None:
+            self._step.offload.end_step()
 
     # ---- its end --------------------------------------------------------------------------------
 
@@ -358,14 +358,14 @@ class BackwardUpdates:
             owner.setting.accumulator.clear()
 
     def _end(self, owner: ShardedStep, empty: Sequence[int], brought: Sequence[float]) -> None:
-        comm, tier = owner.setting.comm, owner.tier
-        if tier is not None:
-            tier.end_step()
+        comm, offload = owner.setting.comm, owner.offload
+        if offload is not None:
+            offload.end_step()
         with all_or_none(comm, _OPERATION, owner.mesh):
             if self._asked.refusal is not None:
                 raise self._asked.refusal
-            if tier is not None:
-                tier.raise_fault()
+            if offload is not None:
+                offload.raise_fault()
         if owner.setting.options.unused == "zero":
             brought = [float(index not in self._frozen) for index in empty]
         found = torch.tensor(brought, dtype=torch.float64, device="cpu")

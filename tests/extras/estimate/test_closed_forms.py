@@ -20,8 +20,8 @@ from ringcomm.extras.estimate import (
     ActivationBytes,
     ExpertLayer,
     ModelElems,
+    OffloadBytes,
     Records,
-    TierBytes,
     Training,
     Transformer,
     bytes_of,
@@ -303,7 +303,7 @@ def test_activations_on_a_disk_by_hand():
     assert held == (4096 + 90 + 93, 7, 0, 19_960)
 
 
-# ---- tiers ----------------------------
+# ---- offload ----------------------------
 
 
 def moved_by_hand(sizes: list[int], disk: Disk) -> tuple[int, int, int]:
@@ -336,7 +336,7 @@ def test_what_moves_is_what_following_the_buffers_finds(runs, buffers, resident)
     largest = max(size for size, _ in runs)
     disk = Disk("x", max(buffers, largest) * page, resident * page)
     records = [Records(size * page, count) for size, count in runs]
-    told = TierBytes.of_state(records, disk)
+    told = OffloadBytes.of_state(records, disk)
     sizes = [size * page for size, count in runs for _ in range(count)]
     assert (told.read, told.ahead, told.stored) == moved_by_hand(sizes, disk)
     assert told.written == told.read >= told.behind
@@ -344,7 +344,7 @@ def test_what_moves_is_what_following_the_buffers_finds(runs, buffers, resident)
 
 
 def on_disk(elems: int, ranks: int, disk: Disk, **more: Any) -> Training:
-    return Training(ModelElems(elems), ranks, optimizer=AdamWOptions(tier=disk), **more)
+    return Training(ModelElems(elems), ranks, optimizer=AdamWOptions(offload_state=disk), **more)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def on_disk(elems: int, ranks: int, disk: Disk, **more: Any) -> Training:
 def test_bytes_of_an_element_and_step(more, moved):
     """A step reads and writes them: DeepSpeed's ZeRO-Infinity moves 32."""
     elems = 1 << 30
-    told = on_disk(elems, 4, Disk("x"), **more).state_in_tier(3)
+    told = on_disk(elems, 4, Disk("x"), **more).offloaded_state(3)
     assert told.stored * 4 / elems == moved / 2
     assert (told.read + told.written) * 4 / elems == moved
     assert 56 << 20 <= told.buffers <= 64 << 20 and told.resident == 0
@@ -369,16 +369,18 @@ def test_bytes_of_an_element_and_step(more, moved):
 
 def test_pages_widen_the_records_of_small_chunks():
     """Of 2 Mi elements 64 ranks have 32 Ki each, whose 8-bit moments take 8 pages and 512 B."""
-    told = on_disk(64 << 25, 64, Disk("x"), quantized_state=True).state_in_tier(1)
+    told = on_disk(64 << 25, 64, Disk("x"), quantized_state=True).offloaded_state(1)
     assert told.stored == (1 << 10) * 2 * 9 * scratch.PAGE_BYTES
 
 
 def test_what_is_resident_does_not_move():
     sizes = [(1 << 30) * part // 8 for part in (0, 1, 4, 8, 20)]
-    found = [on_disk(1 << 30, 4, Disk("x", resident_bytes=size)).state_in_tier(1) for size in sizes]
+    found = [
+        on_disk(1 << 30, 4, Disk("x", resident_bytes=size)).offloaded_state(1) for size in sizes
+    ]
     assert [told.resident for told in found] == [min(size, 2 << 30) for size in sizes]
     assert [told.read for told in found] == [max(0, (2 << 30) - size) for size in sizes]
-    assert found[-1] == TierBytes(resident=2 << 30)
+    assert found[-1] == OffloadBytes(resident=2 << 30)
 
 
 @pytest.mark.parametrize(
@@ -396,13 +398,13 @@ def test_memory_is_that_of_buffers_and_what_is_resident(
     without = Training(ModelElems(elems), ranks, quantized_state=True, **shared).state(stage)
     assert held[:2] == without[:2]
     assert held.state == min(without.state, disk.buffer_bytes + resident)
-    told = training.state_in_tier(stage)
+    told = training.offloaded_state(stage)
     assert told.buffers <= disk.buffer_bytes and told.resident <= resident
     assert told.stored + told.resident >= without.state
 
 
 def test_times_of_a_disk_by_hand():
-    moved = TierBytes(40, 0, 400, read=400, written=400, ahead=40, behind=20)
+    moved = OffloadBytes(40, 0, 400, read=400, written=400, ahead=40, behind=20)
     time = moved.time(3, read=2e-9, write=1e-9)
     assert time == (600.0, 1200.0, 120.0)
     assert (time.added_s(1000.0), time.added_s(50.0)) == (1680.0, 1750.0)
@@ -531,13 +533,16 @@ def test_a_group_within_a_node_sends_gradients_alone():
         (lambda: SHAPE.activations(1, "some"), "one of none, selective, full, got 'some'"),
         (lambda: SHAPE.activations(0), "expected micro_batch of at least 1, got 0"),
         (lambda: SHAPE.activations(1, "full", 0), "expected every of at least 1, got 0"),
-        (lambda: Training(ModelElems(1), 1).state_in_tier(0), "outside memory, got None"),
-        (lambda: Training(ModelElems(1), 1).params_in_tier(), "on a disk, got None"),
+        (lambda: Training(ModelElems(1), 1).offloaded_state(0), "outside memory, got None"),
+        (lambda: Training(ModelElems(1), 1).offloaded_params(), "on a disk, got None"),
         (
-            lambda: on_disk(512, 1, Disk("x", buffer_bytes=4096)).state_in_tier(0),
+            lambda: on_disk(512, 1, Disk("x", buffer_bytes=4096)).offloaded_state(0),
             "buffer_bytes: expected at least 32768, got 4096",
         ),
-        (lambda: TierBytes().time(1, 0.0, 1.0), "expected disk_read above 0 and finite, got 0.0"),
+        (
+            lambda: OffloadBytes().time(1, 0.0, 1.0),
+            "expected disk_read above 0 and finite, got 0.0",
+        ),
         (lambda: Training(ModelElems(1), 1).flops(0), "expected tokens of at least 1, got 0"),
         (lambda: Training(ModelElems(1), 1).communication_s(1, math.inf), "bandwidth above 0"),
         (lambda: Training(ModelElems(1), 2, 2).communication_s(1, 1.0), "rate of the network"),

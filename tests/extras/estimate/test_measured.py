@@ -16,7 +16,7 @@ import ringcomm
 from ringcomm import CommOptions, Disk, moe, zero
 from ringcomm.extras.estimate import STAGES, ExpertLayer, ModelElems, Training, Transformer
 from ringcomm.offload.scratch import PAGE_BYTES, ScratchFile
-from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, tiers
+from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, state_offload
 from ringcomm.zero import Compression, Precision, ZeroOptions
 from ringcomm.zero.stages.buckets import ShardedBucket
 from ringcomm.zero.stages.sharding import engine_of, shard
@@ -188,17 +188,17 @@ KINDS: dict[str, tuple[type, AdamWOptions, torch.dtype]] = {
 
 def buffers_for(elems: int) -> int:
     """Buffers with which pieces have so many elements."""
-    return tiers.LEAST_BUFFERS * tiers.LARGEST_ELEM_BYTES * elems
+    return state_offload.LEAST_BUFFERS * state_offload.LARGEST_ELEM_BYTES * elems
 
 
 def held_by(step: Any) -> tuple[int, int, int]:
-    """The bytes of a step's tier in shared buffers, in resident ones, and in the file."""
-    tier, seen = step.tier, set()
-    for piece in tier._pieces():
+    """The bytes of offloaded state in shared buffers, in resident ones, and in the file."""
+    offload, seen = step.offload, set()
+    for piece in offload._pieces():
         seen.add(piece.buffer)
     shared = [buffer.memory.nbytes for buffer in seen if buffer.is_shared]
     resident = [buffer.memory.nbytes for buffer in seen if not buffer.is_shared]
-    return sum(shared), sum(resident), tier.blocks.size_bytes
+    return sum(shared), sum(resident), offload.blocks.size_bytes
 
 
 class Count:
@@ -229,7 +229,7 @@ def test_a_run_holds_and_moves_what_the_estimate_says(folder, monkeypatch, kind,
 
     def training(resident_bytes: int) -> Training:
         disk = Disk(folder, buffer_bytes=buffers_for(elems), resident_bytes=resident_bytes)
-        options = AdamWOptions(tier=disk, master=chosen.master)
+        options = AdamWOptions(offload_state=disk, master=chosen.master)
         precision = ZeroOptions(Precision(param=dtype))
         model = ModelElems(param.numel(), largest=param.numel())
         return Training(model, 1, 1, precision, options, quantized_state=made is AdamW8bit)
@@ -240,15 +240,15 @@ def test_a_run_holds_and_moves_what_the_estimate_says(folder, monkeypatch, kind,
     for step in range(3):
         param.grad = torch.ones_like(param)
         if step == 2:
-            before = count.of(optimizer.sharded_step().tier.blocks)
+            before = count.of(optimizer.sharded_step().offload.blocks)
         optimizer.step()
     step = optimizer.sharded_step()
-    after = count.of(step.tier.blocks)
-    told = estimated.state_in_tier(0)
+    after = count.of(step.offload.blocks)
+    told = estimated.offloaded_state(0)
     held = held_by(step)
     assert held == (told.buffers, told.resident, told.stored)
     assert (after[0] - before[0], after[1] - before[1]) == (told.read, told.written)
-    disk: Any = estimated.optimizer.tier
+    disk: Any = estimated.optimizer.offload_state
     assert held[0] <= disk.buffer_bytes and held[1] <= disk.resident_bytes
     # Pages are not counted there.
     assert held[0] + held[1] <= estimated.state(0).state + 16 * 4 * PAGE_BYTES
@@ -259,9 +259,9 @@ def test_parameters_of_a_run_take_and_move_what_the_estimate_says(folder, reside
     """Six chunks of a page; what buffers keep from one pass to the next is not read."""
     disk = Disk(folder, buffers * PAGE_BYTES, resident * PAGE_BYTES)
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
-    options = ZeroOptions(bucket_elems=1024, tier=disk)
+    options = ZeroOptions(bucket_elems=1024, offload_params=disk)
     training = Training(ModelElems(6 * 1024, largest=1024), 1, options=options)
-    told = training.params_in_tier()
+    told = training.offloaded_params()
     zero.shard(model, 3, comm="alone", options=options)
     optimizer = AdamW(model.parameters())
     store = optimizer.placement.store
@@ -293,7 +293,7 @@ class Square(nn.Module):
 def test_ranks_hold_what_the_estimate_says_at_every_stage(folder, clips):
     """The file, the buffers and the gradient shard that a step of one pass stores."""
     width = 128
-    chosen = AdamWOptions(tier=Disk(folder, buffer_bytes=buffers_for(1024)))
+    chosen = AdamWOptions(offload_state=Disk(folder, buffer_bytes=buffers_for(1024)))
     model = ModelElems.of_module(Square(width))
     training = Training(model, 2, optimizer=chosen, two_passes=clips)
 
@@ -308,7 +308,7 @@ def test_ranks_hold_what_the_estimate_says_at_every_stage(folder, clips):
                 optimizer.step()
                 optimizer.zero_grad()
             step = optimizer.sharded_step()
-            told = training.state_in_tier(stage)
+            told = training.offloaded_state(stage)
             assert held_by(step) == (told.buffers, 0, told.stored)
             assert told.stored == 8 * width * width // (1 if stage == 0 else 2)
             own = 0 if step.backend._own is None else step.backend._own.nbytes

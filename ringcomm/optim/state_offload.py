@@ -46,7 +46,7 @@ PIECE_ELEMS = 1 << 20
 LARGEST_ELEM_BYTES = 16
 # Records that the buffers must have space for, so that reads, writes and updates run at once.
 LEAST_BUFFERS = 4
-# Of a device's memory, with tier="cpu": what a disk has by default.
+# Of a device's memory, with offload_state="cpu": what a disk has by default.
 PINNED_BUFFER_BYTES = 64 << 20
 
 
@@ -92,8 +92,8 @@ class Lane:
         return elems * self.dtype.itemsize
 
 
-class TieredState(ShardState):
-    """Stands for the state of a bucket in another tier: tensors without memory.
+class OffloadedState(ShardState):
+    """Stands for the state of a bucket that is offloaded: tensors without memory.
 
     Names, dtypes and sizes are theirs; elements are read and written through the pieces.
     """
@@ -102,7 +102,7 @@ class TieredState(ShardState):
     _bucket_ref: weakref.ref[Bucket]
 
     @classmethod
-    def of(cls, bucket: Bucket, lanes: Sequence[Lane], quantized_state: bool) -> TieredState:
+    def of(cls, bucket: Bucket, lanes: Sequence[Lane], quantized_state: bool) -> OffloadedState:
         """Returns what stands for tensors of a bucket's chunk."""
         made = cls(quantized_state=quantized_state)
         made._bucket_ref = weakref.ref(bucket)
@@ -308,7 +308,7 @@ class StatePiece:
 
 
 @dataclass
-class _TieredBucket:
+class _OffloadedBucket:
     """A bucket whose state is here, its tensors, and its pieces once they are laid out."""
 
     bucket_ref: weakref.ref[Bucket]
@@ -316,7 +316,7 @@ class _TieredBucket:
     pieces: list[StatePiece] = field(default_factory=list)
 
 
-class PiecedTier:
+class PiecedOffload:
     """The state of one optimizer on one rank, in blocks elsewhere.
 
     Args:
@@ -332,7 +332,7 @@ class PiecedTier:
         self._buffer_bytes, self._resident_bytes = buffer_bytes, resident_bytes
         self._largest = piece_elems(buffer_bytes)
         self.blocks = blocks
-        self._kept: dict[int, _TieredBucket] = {}
+        self._kept: dict[int, _OffloadedBucket] = {}
         self._is_laid_out = True
         # The pieces that the step under way visits, each with the one that needs its buffer next,
         # in this step or first in the next one; None between steps.
@@ -346,9 +346,9 @@ class PiecedTier:
         dtype = master_dtype(bucket.layout, master)
         name = "remainder" if dtype is torch.int16 else "master"
         lanes = () if dtype is None else (Lane(name, dtype),)
-        self._kept[bucket.number] = _TieredBucket(weakref.ref(bucket), lanes)
+        self._kept[bucket.number] = _OffloadedBucket(weakref.ref(bucket), lanes)
         self._is_laid_out = False
-        return TieredState.of(bucket, lanes, quantized_state)
+        return OffloadedState.of(bucket, lanes, quantized_state)
 
     def ensure(self, bucket: Bucket, names: Sequence[str]) -> bool:
         """Does :meth:`Bucket.ensure`; what the pieces have is moved to larger records."""
@@ -358,7 +358,7 @@ class PiecedTier:
             return False
         dtype = torch.uint8 if state.quantized_state else torch.float32
         kept.lanes += tuple(Lane(name, dtype) for name in missing)
-        bucket.state = TieredState.of(bucket, kept.lanes, state.quantized_state)
+        bucket.state = OffloadedState.of(bucket, kept.lanes, state.quantized_state)
         self._is_laid_out = False
         return True
 
@@ -557,37 +557,37 @@ def wait_limit_s(disk: Disk, comms: Iterable[Communicator]) -> float:
     return min((comm.timeout.total_seconds() / 2 for comm in comms), default=DEFAULT_TIMEOUT_S)
 
 
-def make_tier(setting: Setting) -> PiecedTier | None:
-    """Returns the tier that an optimizer's options ask for, or None for memory; collective.
+def make_offload(setting: Setting) -> PiecedOffload | None:
+    """Returns the offload that an optimizer's options ask for, or None for memory; collective.
 
     Raises:
-        UnsupportedError: the parameters are not on the device that the tier serves.
+        UnsupportedError: the parameters are not on the device that the offload serves.
         ArgumentError, DiskError: no state can be kept there, on this rank or another.
     """
-    tier = setting.options.tier
-    if tier is None:
+    target = setting.options.offload_state
+    if target is None:
         return None
     on_cpu = setting.device.type == "cpu" and not setting.launches
-    if on_cpu is not isinstance(tier, Disk):
+    if on_cpu is not isinstance(target, Disk):
         expected = (
             "parameters on the CPU, whose state can stream to a disk"
-            if isinstance(tier, Disk)
+            if isinstance(target, Disk)
             else "parameters on a device, whose state can stream to the CPU's memory"
         )
         there = setting.device if setting.comm is None else setting.comm.heap_device
         raise UnsupportedError(
-            f"{setting.where('prepare')}: tier: expected {expected}, got them on {there}"
+            f"{setting.where('prepare')}: offload_state: expected {expected}, got them on {there}"
         )
     with all_or_none(setting.comm, OPERATION):
-        if isinstance(tier, Disk):
+        if isinstance(target, Disk):
             owner = f"state of the optimizer on rank {setting.rank}"
-            sizes = tier.buffer_bytes, tier.resident_bytes
+            sizes = target.buffer_bytes, target.resident_bytes
             comms = () if setting.comm is None else (setting.comm,)
-            file = ScratchFile(tier.path, owner, lambda: wait_limit_s(tier, comms))
-            made = PiecedTier(file, *sizes)
+            file = ScratchFile(target.path, owner, lambda: wait_limit_s(target, comms))
+            made = PiecedOffload(file, *sizes)
         else:
             assert setting.comm is not None
             device = cuda.find_device(setting.comm.heap_device, OPERATION)
             assert device is not None
-            made = PiecedTier(PinnedBlocks(cuda.current(), device), PINNED_BUFFER_BYTES, 0)
+            made = PiecedOffload(PinnedBlocks(cuda.current(), device), PINNED_BUFFER_BYTES, 0)
     return made

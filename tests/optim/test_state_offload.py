@@ -25,7 +25,7 @@ from ringcomm.optim import (
     LossScaler,
     Muon,
     Sharded,
-    tiers,
+    state_offload,
 )
 from ringcomm.optim.layout import Chunk
 from tests.memory.disk_folder import skip_unless_disk
@@ -60,9 +60,9 @@ KINDS: dict[str, Any] = {
 }
 
 
-# With records of each form; tests/zero/test_same_bits.py has the tier with other optimizers, too.
-TIERED = ["AdamW", "AdamW8bit", "SGD without momentum", "Adagrad", "Muon"]
-TIERED += in_test_all(*(kind for kind in KINDS if kind not in TIERED))
+# With records of each form; tests/zero/test_same_bits.py has offloading with other optimizers, too.
+OFFLOADED = ["AdamW", "AdamW8bit", "SGD without momentum", "Adagrad", "Muon"]
+OFFLOADED += in_test_all(*(kind for kind in KINDS if kind not in OFFLOADED))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def disk(folder: Path, resident_bytes: int = 0, elems: int = PIECE) -> Disk:
     """A disk with pieces of so many elements."""
-    buffer_bytes = tiers.LEAST_BUFFERS * tiers.LARGEST_ELEM_BYTES * elems
+    buffer_bytes = state_offload.LEAST_BUFFERS * state_offload.LARGEST_ELEM_BYTES * elems
     return Disk(folder, buffer_bytes=buffer_bytes, resident_bytes=resident_bytes)
 
 
@@ -128,7 +128,7 @@ def new_memory_is_nan() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("new_memory_is_nan")
-@covering(strength=1, kind=TIERED, resident_bytes=[0, 20_000, 1 << 20], world=[1, 3])
+@covering(strength=1, kind=OFFLOADED, resident_bytes=[0, 20_000, 1 << 20], world=[1, 3])
 def test_bits_are_those_of_memory(worlds, folder, kind, resident_bytes, world):
     """All precisions; clipping and skipped steps are dealt to the numbers of resident bytes."""
     how = {0: {}, 20_000: {"clips": True}, 1 << 20: {"skips": True}}[resident_bytes]
@@ -143,7 +143,7 @@ def test_bits_are_those_of_memory(worlds, folder, kind, resident_bytes, world):
         for precision in precisions:
             more = {"bucket_elems": 2048, **precision}
             dtype = more.pop("dtype", torch.float32)
-            on_disk = AdamWOptions(tier=disk(folder, resident_bytes), **more)
+            on_disk = AdamWOptions(offload_state=disk(folder, resident_bytes), **more)
             in_memory = AdamWOptions(**more)
             results = [trained(comm, kind, each, dtype, **how) for each in (in_memory, on_disk)]
             assert_same(*results)
@@ -161,31 +161,31 @@ def test_a_step_moves_each_record_once(folder, dtype, master, elem_bytes, reside
     elems, count = 4096, 24
     param = torch.zeros(elems * count, dtype=dtype).requires_grad_()
     place = disk(folder, resident * elems * elem_bytes, elems)
-    options = AdamWOptions(tier=place, master=master)
+    options = AdamWOptions(offload_state=place, master=master)
     optimizer = AdamW([param], comm="alone", options=options)
 
     def step() -> tuple[int, int]:
-        tier = optimizer.sharded_step().tier
-        tier.wait()
-        before = tier.blocks.bytes_read, tier.blocks.bytes_written
+        offload = optimizer.sharded_step().offload
+        offload.wait()
+        before = offload.blocks.bytes_read, offload.blocks.bytes_written
         param.grad = torch.ones_like(param)
         optimizer.step()
-        tier.wait()
-        return tier.blocks.bytes_read - before[0], tier.blocks.bytes_written - before[1]
+        offload.wait()
+        return offload.blocks.bytes_read - before[0], offload.blocks.bytes_written - before[1]
 
     step(), step()
     # wait() writes what buffers hold, which steps one after the other would do as well.
     assert step() == (elem_bytes * elems * (count - resident),) * 2
-    optimizer.sharded_step().tier.wait()
-    before = optimizer.sharded_step().tier.blocks.bytes_read
+    optimizer.sharded_step().offload.wait()
+    before = optimizer.sharded_step().offload.blocks.bytes_read
     other = torch.zeros(5).requires_grad_()
     optimizer.add_param_group({"params": [other]})
-    optimizer.sharded_step().tier.wait()
+    optimizer.sharded_step().offload.wait()
     for _ in range(3):  # what has no gradient stays where it is
         param.grad, other.grad = None, torch.ones(5)
         optimizer.step()
-    optimizer.sharded_step().tier.wait()
-    assert optimizer.sharded_step().tier.blocks.bytes_read - before <= elems * elem_bytes * count
+    optimizer.sharded_step().offload.wait()
+    assert optimizer.sharded_step().offload.blocks.bytes_read - before <= elems * elem_bytes * count
 
 
 def test_memory_is_of_buffers_whatever_the_size_of_a_parameter(folder):
@@ -193,11 +193,11 @@ def test_memory_is_of_buffers_whatever_the_size_of_a_parameter(folder):
     elems = 64 * PIECE
     param = torch.zeros(elems).requires_grad_()
     place = disk(folder, resident_bytes=2 * 8 * PIECE)
-    optimizer = AdamW([param], comm="alone", options=AdamWOptions(tier=place))
+    optimizer = AdamW([param], comm="alone", options=AdamWOptions(offload_state=place))
     param.grad = torch.ones(elems)
     optimizer.step()
     step = optimizer.sharded_step()
-    pieces = step.tier._pieces()
+    pieces = step.offload._pieces()
     taken = {id(piece.buffer): piece.buffer.memory.nbytes for piece in pieces}
     assert len(pieces) == 64
     assert sum(taken.values()) <= place.buffer_bytes + place.resident_bytes
@@ -208,17 +208,20 @@ def test_memory_is_of_buffers_whatever_the_size_of_a_parameter(folder):
 @pytest.mark.parametrize("count", [1, 511, 512, 1300, 10_000])
 def test_pieces_divide_a_chunk(count):
     chunk = Chunk(1024, 1024 + count)
-    pieces = tiers.pieces_of(chunk, 1024)
+    pieces = state_offload.pieces_of(chunk, 1024)
     assert pieces[0].begin == chunk.begin and pieces[-1].end == chunk.end
     for before, after in pairwise(pieces):
         assert before.end == after.begin and after.elems > 0
         assert before.elems % 512 == 0 and before.elems <= 1024
-    assert tiers.pieces_of(Chunk(5, 5), 1024) == []
+    assert state_offload.pieces_of(Chunk(5, 5), 1024) == []
 
 
-def test_state_goes_on_in_another_tier_and_world(worlds, folder):
+def test_offloaded_state_goes_on_in_memory_and_another_world(worlds, folder):
     """A state dict of a disk is one of memory, and the other way round; kinds come later."""
-    options = [AdamWOptions(bucket_elems=2048), AdamWOptions(bucket_elems=2048, tier=disk(folder))]
+    options = [
+        AdamWOptions(bucket_elems=2048),
+        AdamWOptions(bucket_elems=2048, offload_state=disk(folder)),
+    ]
 
     def work(comm):
         for first, second in (options, options[::-1]):
@@ -243,8 +246,8 @@ def test_state_goes_on_in_another_tier_and_world(worlds, folder):
     worlds(2).run(work)
 
 
-@pytest.mark.parametrize("tier", [False, True])
-def test_a_group_that_comes_later_leaves_accumulators_alone(folder, tier):
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_group_that_comes_later_leaves_accumulators_alone(folder, offloaded):
     """Adagrad begins with an accumulator of its own, which one that has begun must keep."""
 
     def run(make: Any) -> list[Tensor]:
@@ -259,7 +262,7 @@ def test_a_group_that_comes_later_leaves_accumulators_alone(folder, tier):
         return [param.detach() for param in params]
 
     hyper: dict[str, Any] = {"lr": 0.1, "initial_accumulator_value": 0.3}
-    options = AdamWOptions(tier=disk(folder) if tier else None)
+    options = AdamWOptions(offload_state=disk(folder) if offloaded else None)
     mine = run(
         lambda params: Sharded(torch.optim.Adagrad, params, comm="alone", options=options, **hyper)
     )
@@ -286,7 +289,7 @@ class Broken:
 def test_all_ranks_learn_of_an_error_at_any_transfer_of_a_step(worlds, folder, monkeypatch):
     """None waits for a rank whose disk fails; afterwards the optimizer is torn on all of them."""
     broken = Broken(monkeypatch, rank=1)
-    options = AdamWOptions(bucket_elems=2048, tier=disk(folder))
+    options = AdamWOptions(bucket_elems=2048, offload_state=disk(folder))
 
     def work(comm):
         params = [values((20_000,), 1).requires_grad_()]
@@ -319,7 +322,7 @@ def test_all_ranks_learn_of_an_error_at_any_transfer_of_a_preparation(
 ):
     """Masters of 16-bit parameters, and accumulators of Adagrad, are written there."""
     broken = Broken(monkeypatch, rank=1)
-    options = AdamWOptions(bucket_elems=2048, tier=disk(folder))
+    options = AdamWOptions(bucket_elems=2048, offload_state=disk(folder))
     dtype = torch.bfloat16 if kind == "AdamW" else torch.float32
 
     def work(comm):
@@ -344,10 +347,10 @@ def test_a_rank_waits_half_as_long_for_its_disk_as_others_for_it(worlds, folder)
     def work(comm):
         before = comm.timeout
         for timeout_s in (None, 7.0):
-            options = AdamWOptions(tier=replace(disk(folder), timeout_s=timeout_s))
+            options = AdamWOptions(offload_state=replace(disk(folder), timeout_s=timeout_s))
             optimizer = AdamW([torch.zeros(5).requires_grad_()], comm=comm, options=options)
             optimizer.prepare()
-            file = optimizer.sharded_step().tier.blocks._file
+            file = optimizer.sharded_step().offload.blocks._file
             comm.timeout = 40.0
             assert file.limit_s == (timeout_s or 20.0)
             comm.timeout = before
@@ -361,14 +364,14 @@ def test_state_that_a_disk_has_lost_is_found(worlds, folder):
 
     def work(comm):
         param = values((20_000,), 1).requires_grad_()
-        optimizer = AdamW([param], comm=comm, options=AdamWOptions(tier=disk(folder)))
+        optimizer = AdamW([param], comm=comm, options=AdamWOptions(offload_state=disk(folder)))
         param.grad = torch.ones(20_000)
         optimizer.step()
-        tier = optimizer.sharded_step().tier
-        tier.wait()
+        offload = optimizer.sharded_step().offload
+        offload.wait()
         comm.barrier()
         if comm.rank == 1:
-            os.ftruncate(tier.blocks._file.descriptor, 0)
+            os.ftruncate(offload.blocks._file.descriptor, 0)
             with pytest.raises(DiskError, match="rank 1"):
                 optimizer.state_dict()
         param.grad = torch.ones(20_000)
@@ -392,39 +395,42 @@ def test_a_disk_that_has_no_room_is_told_at_preparation(worlds, folder, monkeypa
 
     def work(comm):
         param = values((20_000,), 1).to(dtype).requires_grad_()
-        optimizer = AdamW([param], comm=comm, options=AdamWOptions(tier=disk(folder)))
+        optimizer = AdamW([param], comm=comm, options=AdamWOptions(offload_state=disk(folder)))
         with pytest.raises(DiskError, match="no room"):
             optimizer.prepare()
 
     worlds(2).run(work)
 
 
-def test_ranks_with_different_tiers_are_told_so_and_go_on(worlds, folder):
+def test_ranks_that_offload_differently_are_told_so_and_go_on(worlds, folder):
     def work(comm):
-        tier = disk(folder) if comm.rank else None
-        optimizer = AdamW(params_of(), comm=comm, options=AdamWOptions(tier=tier))
-        with pytest.raises(MismatchError, match="tier"):
+        offload = disk(folder) if comm.rank else None
+        optimizer = AdamW(params_of(), comm=comm, options=AdamWOptions(offload_state=offload))
+        with pytest.raises(MismatchError, match="offload_state"):
             optimizer.prepare()
         comm.barrier()
 
     worlds(2).run(work)
 
 
-def test_what_cannot_be_a_tier_is_refused(worlds, folder):
+def test_what_cannot_be_offloaded_to_is_refused(worlds, folder):
     with pytest.raises(
-        ArgumentError, match=r"tier: expected a ringcomm\.Disk, \"cpu\" or None, got '/nvme'"
+        ArgumentError,
+        match=r"offload_state: expected a ringcomm\.Disk, \"cpu\" or None, got '/nvme'",
     ):
-        AdamWOptions(tier="/nvme")
-    with pytest.raises(ArgumentError, match=r"state: .* got a Disk; pass that as tier="):
+        AdamWOptions(offload_state="/nvme")
+    with pytest.raises(ArgumentError, match=r"state: .* got a Disk; pass that as offload_state="):
         AdamWOptions(state=Disk(folder))  # type: ignore[arg-type]
 
     def work(comm):
         params = params_of()
         paths = {0: folder, 1: folder / "none"}
-        optimizer = AdamW(params, comm=comm, options=AdamWOptions(tier=Disk(paths[comm.rank])))
+        optimizer = AdamW(
+            params, comm=comm, options=AdamWOptions(offload_state=Disk(paths[comm.rank]))
+        )
         with pytest.raises(DiskError, match="No such file or directory"):
             optimizer.prepare()
-        small = AdamWOptions(tier=Disk(folder, buffer_bytes=4096))
+        small = AdamWOptions(offload_state=Disk(folder, buffer_bytes=4096))
         with pytest.raises(ArgumentError, match="buffer_bytes: expected at least 32768, got 4096"):
             AdamW(params, comm=comm, options=small).prepare()
 
