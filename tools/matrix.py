@@ -24,7 +24,7 @@ from tools.commands import PYTHONS, ROOT, CommandFailed, interpreter, make_envir
 
 TORCH = "2.13.0"
 COMPILERS = ("g++-11", "g++-12", "g++-13", "clang++-14", "clang++-16", "clang++-18")
-# Exact tests of what is compiled: collectives, messages, codes, the optimizer and the stages.
+# Exact tests of compiled code: collectives, messages, quantization, the optimizer and the stages.
 TESTS = (
     *("comm/test_collectives.py", "comm/test_messages.py"),
     *("comm/test_quantization.py", "optim/test_adamw.py", "zero/test_uneven.py"),

@@ -423,7 +423,7 @@ def test_it_counts_what_crosses(k, compression, nodes, monkeypatch):
 
     def counting(self: Any, output: torch.Tensor, input: torch.Tensor, *rest: Any) -> Any:
         for to, rows in enumerate(rest[1]):
-            if self.layout.node_of(to) != self.layout.node:
+            if self.node_layout.node_of(to) != self.node_layout.node:
                 sent[self.rank] += rows * input[:1].nbytes
         return found(self, output, input, *rest)
 

@@ -208,7 +208,7 @@ def test_quantization_is_compiled_for_kernels_that_fuse(quant_format):
         text = made.asm["ptx"]
         assert made.metadata.enable_fp_fusion
         assert "mul.rn.f32" in text and "fma." not in text and ".local" not in text
-    encoding, summing = (made.asm["ptx"] for made in gpu.made)
+    quantizing, summing = (made.asm["ptx"] for made in gpu.made)
     # Numbers lie anywhere here, element by element; quantized values lie at a multiple of 16.
-    assert re.search(r"\bst\.global\.(?:v[24]\.)?b32\b", encoding)
+    assert re.search(r"\bst\.global\.(?:v[24]\.)?b32\b", quantizing)
     assert re.search(r"\bld\.global\.(?:v[24]\.)?b32\b", summing)
