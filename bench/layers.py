@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, parallel
 
-from ringcomm.parallel import parallelize
+from ringcomm.extras.parallel import parallelize
 
 from .options import tuples
 from .report import row_of

@@ -130,7 +130,7 @@ def with_zero(module: nn.Module, mesh: DeviceMesh, sequences: bool = False) -> A
     if sequences:
         own = {name for name, _ in module.named_children()}
         plan = {name: how for name, how in SEQUENCE_PLAN.items() if name.split(".")[0] in own}
-        ringcomm.parallel.parallelize(module, plan, mesh["tp"])
+        ringcomm.extras.parallel.parallelize(module, plan, mesh["tp"])
     else:
         for block in module.blocks:  # type: ignore[union-attr]
             parallelize_module(block, mesh["tp"], PLAN)

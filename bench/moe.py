@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.nn.functional import all_to_all_single
 
 import ringcomm
-from ringcomm import moe
+from ringcomm.extras import moe
 
 from .launch import LaunchError, started_by
 from .options import option, positive, tuples
@@ -26,7 +26,7 @@ from .report import row_of
 from .run import Bench, Run
 
 Tensor = torch.Tensor
-OURS = "ringcomm.moe"
+OURS = "ringcomm.extras.moe"
 ON_GLOO, ON_BACKEND = "all_to_all on gloo", "all_to_all on ringcomm"
 RANKS = 4
 SHAPES = ((16, 2), (64, 2), (16, 8), (64, 8))

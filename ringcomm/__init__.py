@@ -27,9 +27,8 @@ from ringcomm.errors import (
 )
 
 if TYPE_CHECKING:
-    from ringcomm import fsdp2 as fsdp2
-    from ringcomm import functional, moe, optim, parallel, zero
-    from ringcomm import integrations as integrations
+    from ringcomm import extras as extras
+    from ringcomm import functional, optim, zero
     from ringcomm import tl as tl
     from ringcomm.c10d.comm_argument import Mesh
     from ringcomm.comm.communicator import Communicator
@@ -133,7 +132,7 @@ _HOMES = {
     "ringcomm.memory": ("Disk", "empty", "heap_stats", "zeros"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("fsdp2", "functional", "integrations", "moe", "optim", "parallel", "tl", "zero")
+_MODULES = ("extras", "functional", "optim", "tl", "zero")
 
 
 def __getattr__(name: str) -> Any:
@@ -206,6 +205,7 @@ __all__ = [
     "broadcast_object_list",
     "destroy_process_group",
     "empty",
+    "extras",
     "functional",
     "gather",
     "gather_object",
@@ -221,10 +221,8 @@ __all__ = [
     "is_initialized",
     "isend",
     "local_world",
-    "moe",
     "new_group",
     "optim",
-    "parallel",
     "premul_sum",
     "recv",
     "reduce",

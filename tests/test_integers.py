@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 import ringcomm
-from ringcomm import ArgumentError, CommOptions, Communicator, Disk, moe, optim, zero
+from ringcomm import ArgumentError, CommOptions, Communicator, Disk, optim, zero
 from ringcomm import functional as F
 from ringcomm.c10d.comm_argument import Mesh
 from ringcomm.c10d.process_group import ProcessGroup
+from ringcomm.extras import moe
 from ringcomm.integers import integer, integers, real
 from ringcomm.json_reader import shown
 from ringcomm.zero.checkpoint.folder import Checkpoints

@@ -29,8 +29,6 @@ _layers = (
     ["extras"],
     ["examples"],
 )
-# Public names whose code is an extra. Only these modules may import extras from below.
-DOORS = {"fsdp2", "integrations", "moe", "parallel"}
 EXTRAS = "ringcomm.extras"
 # The parts that the root imports eagerly.
 EAGER = {"errors", "_native"}
@@ -40,14 +38,13 @@ for _layer in _layers:
     MAY_IMPORT |= {part: set(_below) for part in _layer}
     _below |= set(_layer)
 MAY_IMPORT["errors"] = set()
-MAY_IMPORT |= {part: {"extras"} for part in DOORS}
-MAY_IMPORT["cli"] = _below | DOORS | {""}
+MAY_IMPORT["cli"] = _below | {""}
 MAY_IMPORT["examples"] = {"", "optim", "zero"}
 MAY_IMPORT["__main__"] = {"cli"}
-MAY_IMPORT[""] = (_below - {"extras"}) | DOORS
+MAY_IMPORT[""] = _below
 
 OUTSIDE = {"bench", "tests", "setup"}
-BENCH_MAY_IMPORT = {"", "errors", "examples", "launch", "moe", "parallel"}
+BENCH_MAY_IMPORT = {"", "errors", "examples", "extras", "launch"}
 
 COMPILER_TEST = re.compile(
     r"\b(__CUDACC__|__CUDACC_RTC__|__CUDA_ARCH__|__HIP__|_MSC_VER|__GNUC__|__clang__|"
@@ -107,7 +104,7 @@ def lazy_lines(source: str) -> set[int]:
 def extras_in_strings(relative: Path, source: str) -> list[str]:
     """The strings of the core that begin with the name of the extras, but for the door's table."""
     own = relative.with_suffix("").parts[1]
-    if own in {"extras", "cli", *DOORS} or EXTRAS not in source:
+    if own in {"extras", "cli"} or EXTRAS not in source:
         return []
     allowed = lazy_lines(source) if str(relative) == REEXPORTS else set()
     return [
@@ -275,8 +272,8 @@ def write(root: Path, name: str, text: str) -> None:
         ("ringcomm/zero/stage.py", "_HOME_OF = {'convert': 'ringcomm.extras.migrate.convert'}"),
         ("ringcomm/zero/__init__.py", "HOME = {'convert': 'ringcomm.extras.migrate.convert'}"),
         ("ringcomm/zero/__init__.py", "_HOME_OF = {}\nx = f'ringcomm.extras.{name}'"),
-        ("ringcomm/__init__.py", "from ringcomm import moe"),
-        ("ringcomm/__init__.py", "import ringcomm.parallel"),
+        ("ringcomm/__init__.py", "from ringcomm.extras import moe"),
+        ("ringcomm/__init__.py", "import ringcomm.extras.parallel"),
         ("ringcomm/__init__.py", "def f():\n    from ringcomm.comm import Communicator"),
         ("ringcomm/__init__.py", "_HOMES = {'ringcomm.extras.moe': ('MoE',)}"),
         ("ringcomm/cli/bench.py", "from ringcomm.bench import collectives"),
@@ -325,7 +322,6 @@ def test_an_extra_that_the_core_imports_by_its_name_is_an_import_and_a_string(tm
             "_HOME_OF = {\n    'c': 'ringcomm.extras.migrate.convert'\n}",
         ),
         ("ringcomm/zero/stage.py", '"""Serves ringcomm.extras."""\nx = "see ringcomm.extras"'),
-        ("ringcomm/moe.py", "from ringcomm.extras.moe import MoE\nx = 'ringcomm.extras.moe'"),
         ("ringcomm/cli/demo.py", "import ringcomm\nfrom ringcomm import Communicator"),
         ("ringcomm/cli/demo.py", "import_module(f'ringcomm.cli.{name}')"),
         ("ringcomm/__init__.py", "if TYPE_CHECKING:\n    from ringcomm.comm import Communicator"),
@@ -601,10 +597,11 @@ def test_importing_a_module_of_another_package_imports_its_init(tmp_path):
         ),
         (
             {
-                "ringcomm/moe.py": "from ringcomm.extras.moe import M",
-                "ringcomm/extras/moe.py": "import ringcomm.moe",
+                "ringcomm/extras/__init__.py": "from ringcomm.extras.moe.layer import M",
+                "ringcomm/extras/a.py": "",
+                "ringcomm/extras/moe/layer.py": "from ringcomm.extras.a import A",
             },
-            ["ringcomm.extras", "ringcomm.moe", "ringcomm.extras"],
+            ["ringcomm.extras", "ringcomm.extras.moe", "ringcomm.extras"],
         ),
     ],
 )

@@ -7,7 +7,8 @@ from torch import nn
 from typing_extensions import assert_type
 
 import ringcomm
-from ringcomm import Communicator, c10d, fsdp2, functional, moe, optim, parallel, zero
+from ringcomm import Communicator, c10d, functional, optim, zero
+from ringcomm.extras import fsdp2, moe, parallel
 from ringcomm.zero import checkpoint
 
 MODULES = (ringcomm, c10d, fsdp2, functional, moe, optim, parallel, zero, checkpoint)

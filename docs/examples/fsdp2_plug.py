@@ -36,7 +36,7 @@ def main(backend: str = "ringcomm") -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    ringcomm.fsdp2.plug(model)  # on a mesh of any backend
+    ringcomm.extras.fsdp2.plug(model)  # on a mesh of any backend
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(30):
         x = torch.randn(16, 8, 32, generator=torch.Generator().manual_seed(100 * step + rank))
@@ -49,7 +49,7 @@ def main(backend: str = "ringcomm") -> None:
         dist.all_reduce(mean, dist.ReduceOp.AVG)
         if rank == 0:
             print(f"step {step:2d} loss {mean.item():.6f}", flush=True)
-    ringcomm.fsdp2.unplug(model)
+    ringcomm.extras.fsdp2.unplug(model)
     dist.destroy_process_group()
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ringcomm
-from ringcomm import moe
+from ringcomm.extras import moe
 
 SEQUENCES, LENGTH, VOCABULARY = 16, 32, 128  # sequences of all ranks together; bytes of ASCII
 DIM, HEADS, EXPERTS, TOP_K = 32, 4, 8, 2

@@ -1,1 +1,25 @@
-"""Packages on top of the core: users import them by the public names ``ringcomm.moe`` and so on."""
+"""What builds on the core: experts, tensor parallelism, FSDP2 and training loops of others.
+
+``from ringcomm.extras import moe`` imports one of them. A module that belongs to another library
+(``lightning``, ``transformers``, ``accelerate``) imports it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_MODULES = ("accelerate", "fsdp2", "lightning", "moe", "parallel", "transformers")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"ringcomm.extras.{name}")
+    raise AttributeError(f"module 'ringcomm.extras' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})
+
+
+__all__: list[str] = []

@@ -64,7 +64,7 @@ def fuse_products() -> dict[str, Any]:
         raise UnsupportedError(
             f"fuse_products: expected torch._inductor.config to have {_HOOK!r}, as in torch 2.13, "
             f"got torch {torch.__version__}; compile without it, or use "
-            "ringcomm.parallel.parallelize, which needs no such hook"
+            "ringcomm.extras.parallel.parallelize, which needs no such hook"
         )
     keep_order()
     return {_HOOK: ProductPass()}

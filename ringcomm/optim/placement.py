@@ -206,8 +206,8 @@ def warn_of_idle_axis(over: PartMesh, divided: Sequence[bool]) -> None:
         warnings.warn(
             f"mesh: no parameter is a DTensor, so the {ranks} ranks of the axis {_TENSOR!r} count "
             "as replicas that compute the same, and their gradients are not summed; divide the "
-            f"layers on mesh[{_TENSOR!r}], by parallelize_module() or ringcomm.parallel, before "
-            "shard() or the optimizer",
+            f"layers on mesh[{_TENSOR!r}], by parallelize_module() or ringcomm.extras.parallel, "
+            "before shard() or the optimizer",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -45,8 +45,8 @@ def losses(name: str) -> list[float]:
         contextlib.ExitStack() as stack,
     ):
         if dist.get_backend() == "gloo":  # and FSDP2 is as torch has it
-            stack.enter_context(mock.patch("ringcomm.fsdp2.plug"))
-            stack.enter_context(mock.patch("ringcomm.fsdp2.unplug"))
+            stack.enter_context(mock.patch("ringcomm.extras.fsdp2.plug"))
+            stack.enter_context(mock.patch("ringcomm.extras.fsdp2.unplug"))
         main = runpy.run_path(str(EXAMPLES / name))["main"]
         main.__globals__["range"] = lambda count: range(min(count, FIRST_STEPS))
         main()

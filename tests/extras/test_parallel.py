@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ringcomm import functional, zero
 from ringcomm.errors import ArgumentError, MismatchError
-from ringcomm.optim import AdamW
-from ringcomm.parallel import (
+from ringcomm.extras.parallel import (
     COLUMN,
     GATHER,
     ROW,
@@ -25,6 +24,7 @@ from ringcomm.parallel import (
     RowParallelLinear,
     parallelize,
 )
+from ringcomm.optim import AdamW
 from tests.support.meshes import mesh_of
 from tests.support.rank_pool import same
 

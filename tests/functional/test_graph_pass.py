@@ -29,10 +29,10 @@ from torch.distributed.tensor.parallel import (
 
 from ringcomm.comm.peer_memory import lent_to_peers
 from ringcomm.errors import RingcommError, UnsupportedError
+from ringcomm.extras.parallel import fuse_products
 from ringcomm.functional import collectives as traced_groups
 from ringcomm.functional import graph_pass, matmul
 from ringcomm.functional.graph_pass import ProductPass
-from ringcomm.parallel import fuse_products
 from tests.support.covering import in_test_all
 from tests.support.meshes import mesh_of
 from tests.support.rank_pool import default_group, same

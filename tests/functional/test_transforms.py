@@ -20,8 +20,9 @@ import torch.nn.functional as nn_functional
 from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ringcomm import Communicator, MismatchError, ReduceOp, UnsupportedError, moe
+from ringcomm import Communicator, MismatchError, ReduceOp, UnsupportedError
 from ringcomm import functional as F
+from ringcomm.extras import moe
 from ringcomm.functional import collectives
 from tests.extras.moe import cases as moe_cases
 from tests.functional import cases

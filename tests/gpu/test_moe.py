@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import ringcomm
-from ringcomm import Communicator, moe
+from ringcomm import Communicator
 from ringcomm.comm.host.arguments import DTYPE_CODES
+from ringcomm.extras import moe
 from ringcomm.extras.moe.rows import run_native
 from tests.extras.moe.cases import (
     Case,

@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any
 
 PACKAGE = "ringcomm"
-INTEGRATIONS = "ringcomm.integrations."  # which import what need not be there
+# They import libraries that need not be there.
+INTEGRATIONS = {f"ringcomm.extras.{each}" for each in ("accelerate", "lightning", "transformers")}
 
 
 def exported_by(module: str) -> list[str]:
@@ -89,7 +90,7 @@ class Names:
             self.known.pop(name, None)
             if (node.module or "").partition(".")[0] != PACKAGE:
                 continue
-            if str(node.module).startswith(INTEGRATIONS):
+            if str(node.module) in INTEGRATIONS:
                 if each.name not in exported_by(str(node.module)):
                     self.problems.append(f"from {node.module} import {each.name}")
                 continue

@@ -70,13 +70,20 @@ def test_public_names_are_listed_before_they_are_loaded():
 
 
 def test_every_door_is_listed_and_loaded_at_its_first_use():
-    doors = ["fsdp2", "functional", "integrations", "moe", "optim", "parallel", "tl", "zero"]
+    doors = ["extras", "functional", "optim", "tl", "zero"]
     names = run("import ringcomm; print(*dir(ringcomm))").split()
     assert set(doors) <= set(names)
     # The other modules take seconds, and the same way.
-    assert (
-        run("import ringcomm; print(ringcomm.integrations.__name__)") == "ringcomm.integrations\n"
-    )
+    assert run("import ringcomm; print(ringcomm.extras.__name__)") == "ringcomm.extras\n"
+
+
+def test_every_extra_is_listed_and_loaded_at_its_first_use():
+    extras = ["accelerate", "fsdp2", "lightning", "moe", "parallel", "transformers"]
+    assert set(extras) <= set(run("from ringcomm import extras; print(*dir(extras))").split())
+    name = run("import ringcomm; print(ringcomm.extras.parallel.__name__)")
+    assert name == "ringcomm.extras.parallel\n"
+    with pytest.raises(AssertionError, match="AttributeError"):
+        run("import ringcomm; ringcomm.extras.no_such_name")
 
 
 def test_an_unknown_name_is_an_attribute_error():

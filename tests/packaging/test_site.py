@@ -12,8 +12,9 @@ import sys
 import pytest
 
 import ringcomm
-from ringcomm import c10d, fsdp2, functional, moe, optim, parallel, zero
+from ringcomm import c10d, functional, optim, zero
 from ringcomm.cli import COMMANDS
+from ringcomm.extras import fsdp2, moe, parallel
 from ringcomm.process import KNOWN
 from ringcomm.zero import checkpoint
 from tests.packaging.code_names import exported_by
@@ -27,7 +28,7 @@ MODULES = (ringcomm, c10d, fsdp2, functional, moe, optim, parallel, zero, checkp
 # They import Triton and other libraries, which need not be there.
 UNIMPORTED = (
     "ringcomm.tl",
-    *(f"ringcomm.integrations.{each}" for each in ("accelerate", "lightning", "transformers")),
+    *(f"ringcomm.extras.{each}" for each in ("accelerate", "lightning", "transformers")),
 )
 MENU = (ROOT / "mkdocs.yml").read_text()
 # The binding of the last part of the name to a function hides the module of the same name, which a
@@ -51,7 +52,7 @@ def test_every_public_name_is_on_a_page_of_the_reference():
     public = {f"{module.__name__}.{name}" for module in MODULES for name in module.__all__}
     public |= {f"{module}.{name}" for module in UNIMPORTED for name in exported_by(module)}
     modules = {name for name in public if inspect.ismodule(_resolved(name))}
-    assert modules == {f"ringcomm.{m}" for m in ("functional", "moe", "optim", "parallel", "zero")}
+    assert modules == {f"ringcomm.{m}" for m in ("extras", "functional", "optim", "zero")}
     told = told_names()
     assert sorted(told) == sorted(public - modules)
 

@@ -59,8 +59,8 @@ class RoutingOptions:
         normalized: the weights of a token's experts are divided by their sum.
         balance_bias: experts are chosen by score plus a bias, which ``update_bias()`` moves by so
             much; 0: no bias.
-        compression: as for :func:`ringcomm.moe.dispatch`.
-        max_rows: as for :func:`ringcomm.moe.dispatch`.
+        compression: as for :func:`ringcomm.extras.moe.dispatch`.
+        max_rows: as for :func:`ringcomm.extras.moe.dispatch`.
     """
 
     top_k: int = 2
@@ -587,7 +587,7 @@ class Optimizer:
         schedulers = [LambdaLR(each, warmup) for each in optimizer.parts]
 
     Args:
-        module: what :func:`ringcomm.moe.shard` returned.
+        module: what :func:`ringcomm.extras.moe.shard` returned.
         make: makes an optimizer of :mod:`ringcomm.optim` on a list of parameters; called for the
             dense part, and on ranks with experts for these. Equal on all ranks.
 
@@ -610,7 +610,7 @@ class Optimizer:
         self.experts = _made(make, of_experts) if of_experts else None
 
     def __repr__(self) -> str:
-        return f"<ringcomm.moe.Optimizer dense: {self.dense!r}, experts: {self.experts!r}>"
+        return f"<ringcomm.extras.moe.Optimizer dense: {self.dense!r}, experts: {self.experts!r}>"
 
     @property
     def parts(self) -> list[ShardedOptimizer]:
@@ -662,7 +662,7 @@ class Optimizer:
 
         Returns:
             The norm before, of the dense part once and of all experts; with stages of a pipeline
-            ("pp" in the mesh of :func:`ringcomm.moe.shard`) of all stages.
+            ("pp" in the mesh of :func:`ringcomm.extras.moe.shard`) of all stages.
         """
         bound_of = partial(NormBound.of, max_norm, norm_type, error_if_nonfinite)
         return clip_norm_of_parts(self._norm_parts(), self._parts.stages, bound_of)
@@ -725,7 +725,7 @@ def save(
         step: as of ``zero.save``.
         data: as of ``zero.save``.
         keep: as of ``zero.save``.
-        module: what :func:`ringcomm.moe.shard` returned.
+        module: what :func:`ringcomm.extras.moe.shard` returned.
         optimizer: on it.
 
     Returns:
@@ -761,7 +761,7 @@ def load(
     Args:
         root: as of ``zero.load``.
         step: as of ``zero.load``.
-        module: what :func:`ringcomm.moe.shard` returned.
+        module: what :func:`ringcomm.extras.moe.shard` returned.
         optimizer: on it, or None to load the module alone.
 
     Raises:

@@ -43,7 +43,7 @@ class Precision:
             modules inside them; a ``*`` stands for any characters of one part of a name
             (``"blocks.*.norm"``). Their floating-point arguments are cast to FP32, and what they
             return to ``param``, unless they have an attribute ``returns_fp32`` that is true, as
-            routers of :class:`ringcomm.moe.MoE` have.
+            routers of :class:`ringcomm.extras.moe.MoE` have.
         master: the optimizer's ``AdamWOptions.master``; None leaves it to the optimizer.
         rounding: the optimizer's ``AdamWOptions.rounding``; None leaves it to the optimizer.
         scaled: the loss must be scaled: a step without ``loss_scaler=``, and without a
@@ -333,8 +333,8 @@ class ZeroOptions:
         reduce: "avg" averages the ranks' gradients, as DDP does, and "sum" adds them.
         divisor: the step and norms take the reduced gradient divided by this whole number, where
             backward brings this rank the sum of several ranks' gradients, as it does to experts
-            (:func:`ringcomm.moe.shard`). What ``get_gradient`` and ``on_reduced`` give is not
-            divided.
+            (:func:`ringcomm.extras.moe.shard`). The results of ``get_gradient`` and ``on_reduced``
+            are not divided.
         algorithm: algorithm of the collectives: "auto", "one_shot" or "ring".
         broadcast: give all ranks the parameters and buffers of rank 0, as DDP does.
         params: stage 3, over several nodes: "node" keeps a copy of the parameters on each node,

@@ -316,7 +316,7 @@ def test_what_is_refused(devices: Devices) -> None:
             ),
             lambda: ringcomm.optim.AdamW([parameter], comm=comm).step(),
             lambda: ringcomm.zero.shard(torch.nn.Linear(2, 2), comm=comm),
-            lambda: ringcomm.moe.dispatch(tensor.view(4, 1), tokens, None, 2, comm),
+            lambda: ringcomm.extras.moe.dispatch(tensor.view(4, 1), tokens, None, 2, comm),
         ]
         tokens = torch.zeros(4, 1, dtype=torch.int64)
         for call in refused:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import ringcomm
-from ringcomm import CommOptions, Disk, moe, zero
+from ringcomm import CommOptions, Disk, zero
+from ringcomm.extras import moe
 from ringcomm.extras.estimate import STAGES, ExpertLayer, ModelElems, Training, Transformer
 from ringcomm.offload.scratch import PAGE_BYTES, ScratchFile
 from ringcomm.optim import AdamW, AdamW8bit, AdamWOptions, state_offload

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringcomm
 from ringcomm.errors import AbortedError, ArgumentError
-from ringcomm.fsdp2 import plug, unplug
+from ringcomm.extras.fsdp2 import plug, unplug
 from ringcomm.rendezvous import handles
 from tests.extras.fsdp2 import spy
 from tests.extras.fsdp2.whole_numbers import assert_trained, loss_of, sharded, train

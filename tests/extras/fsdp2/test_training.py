@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from ringcomm.fsdp2 import plug
+from ringcomm.extras.fsdp2 import plug
 from tests.c10d import test_fsdp
 from tests.extras.fsdp2 import spy, whole_numbers
 from tests.extras.fsdp2.whole_numbers import (

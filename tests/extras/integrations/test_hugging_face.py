@@ -108,7 +108,7 @@ def forget_accelerators():
 
 
 def make_accelerator(**settings):
-    from ringcomm.integrations.accelerate import ZeroAccelerator
+    from ringcomm.extras.accelerate import ZeroAccelerator
 
     forget_accelerators()
     return ZeroAccelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED, **settings)
@@ -198,7 +198,7 @@ def make_trainer(model, folder, stage, options=None, settings=None, **changes):
     from torch.utils.data import SequentialSampler
     from transformers import TrainingArguments
 
-    from ringcomm.integrations.transformers import ZeroTrainer
+    from ringcomm.extras.transformers import ZeroTrainer
 
     class InOrder(ZeroTrainer):
         def _get_train_sampler(self, train_dataset=None):

@@ -134,7 +134,7 @@ def weights_of(module):
 
 
 def train(stage, settings, folder, rank, world_size):
-    from ringcomm.integrations.lightning import RingcommStrategy
+    from ringcomm.extras.lightning import RingcommStrategy
 
     strategy = functools.partial(RingcommStrategy, stage, **settings)
     expected = looped(stage, settings.get("options"), rank)
@@ -176,7 +176,7 @@ def test_as_the_loop_of_torch(ranks, tmp_path, stage, settings):
 def full_file(folder, rank, world_size):
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
-    from ringcomm.integrations.lightning import RingcommStrategy
+    from ringcomm.extras.lightning import RingcommStrategy
 
     module = make_module()
     best = ModelCheckpoint(folder, "best", monitor="error", save_last=True)
@@ -209,7 +209,7 @@ def by_hand(self, batch, number):
 
 
 def steps_by_hand(folder, rank, world_size):
-    from ringcomm.integrations.lightning import RingcommStrategy
+    from ringcomm.extras.lightning import RingcommStrategy
 
     ends = []
     for stage in (1, 3):
@@ -250,7 +250,7 @@ def norms_of(strategy, folder):
 
 
 def logged_norms(folder, rank, world_size):
-    from ringcomm.integrations.lightning import RingcommStrategy
+    from ringcomm.extras.lightning import RingcommStrategy
 
     wanted = norms_of("ddp", folder)
     assert len(wanted[0]) == 7  # of each parameter, and of all
@@ -263,7 +263,7 @@ def test_logged_norms_are_those_of_ddp(ranks, tmp_path):
 
 
 def refusals(folder, rank, world_size):
-    from ringcomm.integrations.lightning import RingcommStrategy
+    from ringcomm.extras.lightning import RingcommStrategy
 
     def attempt(strategy=None, module=None, **settings):
         trainer = make_trainer(

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 import ringcomm
-from ringcomm import Communicator, moe
+from ringcomm import Communicator
+from ringcomm.extras import moe
 
 Tensor = torch.Tensor
 

@@ -9,7 +9,8 @@ import torch
 from torch.library import opcheck
 
 import ringcomm
-from ringcomm import Communicator, moe
+from ringcomm import Communicator
+from ringcomm.extras import moe
 from tests.extras.moe.cases import Case, case
 from tests.functional.compiling import alone
 

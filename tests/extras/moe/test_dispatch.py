@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import ringcomm
-from ringcomm import CommOptions, _native, moe
+from ringcomm import CommOptions, _native
 from ringcomm.comm.local_world import LocalWorld
+from ringcomm.extras import moe
 from ringcomm.extras.moe.rows import COMPRESSIONS
 from tests.extras.moe.cases import Case, case, combined, dense, dispatched, joined, learn, seeded
 from tests.support.covering import EVERY_CASE, covering, in_test_all

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import ringcomm
-from ringcomm import ArgumentError, CommOptions, MismatchError, moe
+from ringcomm import ArgumentError, CommOptions, MismatchError
 from ringcomm.comm.local_world import LocalWorld
+from ringcomm.extras import moe
 from tests.extras.moe.cases import seeded
 
 Tensor = torch.Tensor

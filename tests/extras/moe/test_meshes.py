@@ -17,7 +17,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ringcomm
-from ringcomm import ArgumentError, moe
+from ringcomm import ArgumentError
+from ringcomm.extras import moe
 from ringcomm.optim import AdamW
 from tests.extras.moe.test_layer import EXPERTS, HIDDEN, expert, filled, tokens
 from tests.support.covering import in_test_all

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import ringcomm
-from ringcomm import ArgumentError, CommOptions, MismatchError, moe
+from ringcomm import ArgumentError, CommOptions, MismatchError
 from ringcomm.comm.local_world import LocalWorld
+from ringcomm.extras import moe
 from ringcomm.extras.moe import rows
 from tests.extras.moe.cases import case
 

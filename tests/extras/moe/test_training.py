@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import ringcomm
-from ringcomm import ArgumentError, CommOptions, Communicator, moe, zero
+from ringcomm import ArgumentError, CommOptions, Communicator, zero
 from ringcomm.errors import CheckpointError, RingcommError, UnsupportedError
+from ringcomm.extras import moe
 from ringcomm.extras.moe.layer import parts_of
 from ringcomm.optim import AdamW, AdamWOptions, LossScaler
 from tests.extras.moe.test_layer import HIDDEN, filled, layer, tokens

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import ringcomm
-from ringcomm import ArgumentError, moe, optim, zero
+from ringcomm import ArgumentError, optim, zero
+from ringcomm.extras import moe
 
 # Of no type, since a checker of types refuses these calls, too.
 NET: Any = nn.Linear(2, 2)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.extras.integrations import (
+from ringcomm.extras.training_loops import (
     imported,
     is_sharded,
     must_be_sharded,
@@ -22,7 +22,7 @@ from ringcomm.optim.sharded import ShardedOptimizer
 
 __all__ = ["ZeroAccelerator"]
 
-_accelerate: Any = imported(("accelerate",), "accelerate", "ringcomm.integrations.accelerate")
+_accelerate: Any = imported(("accelerate",), "accelerate", "ringcomm.extras.accelerate")
 
 
 class ZeroAccelerator(_accelerate.Accelerator):

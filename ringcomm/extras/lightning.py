@@ -18,7 +18,7 @@ from torch import nn
 
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.extras.integrations import (
+from ringcomm.extras.training_loops import (
     imported,
     is_sharded,
     must_be_sharded,
@@ -31,12 +31,12 @@ from ringcomm.optim.sharded import ShardedOptimizer
 __all__ = ["RingcommStrategy"]
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
-_lightning: Any = imported(_NAMES, "lightning", "ringcomm.integrations.lightning")
+_lightning: Any = imported(_NAMES, "lightning", "ringcomm.extras.lightning")
 _strategies: Any = imported(
-    (f"{_lightning.__name__}.strategies",), "lightning", "ringcomm.integrations.lightning"
+    (f"{_lightning.__name__}.strategies",), "lightning", "ringcomm.extras.lightning"
 )
 _precisions: Any = imported(
-    (f"{_lightning.__name__}.plugins.precision",), "lightning", "ringcomm.integrations.lightning"
+    (f"{_lightning.__name__}.plugins.precision",), "lightning", "ringcomm.extras.lightning"
 )
 _FITTING = "fit"  # of Lightning's TrainerFn
 

@@ -10,22 +10,20 @@ from torch import nn
 
 from ringcomm import zero
 from ringcomm.errors import ArgumentError, UnsupportedError
-from ringcomm.extras.integrations import (
+from ringcomm.extras.accelerate import ZeroAccelerator, check_settings
+from ringcomm.extras.training_loops import (
     imported,
     is_sharded,
     must_be_sharded,
     next_number,
     writing,
 )
-from ringcomm.extras.integrations.accelerate import ZeroAccelerator, check_settings
 from ringcomm.optim import AdamW, AdamWOptions, Sharded
 from ringcomm.optim.sharded import ShardedOptimizer
 
 __all__ = ["ZeroTrainer"]
 
-_trainer: Any = imported(
-    ("transformers.trainer",), "transformers", "ringcomm.integrations.transformers"
-)
+_trainer: Any = imported(("transformers.trainer",), "transformers", "ringcomm.extras.transformers")
 _FOLDER = "ringcomm"  # of shards, in that of a checkpoint
 
 
