@@ -60,7 +60,7 @@ INTERNAL_NAMES = {
     "memory.host_heap": "HEAP_DIR_VARIABLE",
     "module_names": "find_modules matches named_modules some without_wrappers",
     "offload.scratch": "PAGE_BYTES rounded_up",
-    "optim.clipping": "NormBound NormPart agree_on_finite clip_norm_of_parts",
+    "optim.clipping": "NormBound NormTerm agree_on_finite clip_joint_norm",
     "optim.layout": "BLOCK_ELEMS round_up",
     "optim.placement": "SHARING STAGES",
     "optim.sharded": "Params",

@@ -125,7 +125,7 @@ def _check_features(layer: nn.Linear, input: Tensor, features: int) -> None:
         )
 
 
-class _OnParts(nn.Module):
+class _OnTokens(nn.Module):
     """A module that works on a rank's tokens, so that its gradients are sums to come.
 
     In its forward its parameters are local tensors.
@@ -146,8 +146,8 @@ class _OnParts(nn.Module):
 
 
 @cache
-def _on_parts(kind: type) -> type[nn.Module]:
-    return type(f"{kind.__name__}OnParts", (_OnParts, kind), {})
+def _on_tokens(kind: type) -> type[nn.Module]:
+    return type(f"{kind.__name__}OnTokens", (_OnTokens, kind), {})
 
 
 def parallelize(
@@ -425,7 +425,7 @@ def _apply(found: _Plan, group: Communicator, mesh: DeviceMesh) -> None:
             module.group = group
         elif _group_of(kind) == SEQUENCE and any(True for _ in module.parameters(recurse=False)):
             own_kind: type = type(module)
-            module.__class__ = _on_parts(own_kind)
+            module.__class__ = _on_tokens(own_kind)
     region = _Region()
     for name, kind in found.kinds.items():
         if kind in (SPLIT, GATHER):

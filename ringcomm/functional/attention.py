@@ -317,7 +317,7 @@ def _check_same(form: _AttentionForm, function: str) -> None:
         )
 
 
-class _TokenPart(NamedTuple):
+class _TokenRange(NamedTuple):
     """The tokens of this rank's queries that attend to which of another rank's keys."""
 
     queries: slice
@@ -325,7 +325,7 @@ class _TokenPart(NamedTuple):
     is_causal: bool
 
 
-def _part_of(form: _AttentionForm, owner: int, tokens: int) -> _TokenPart | None:
+def _range_of(form: _AttentionForm, owner: int, tokens: int) -> _TokenRange | None:
     """Returns what of the keys of rank ``owner`` this rank's queries see; None: nothing.
 
     In zigzag order this rank has chunks r and 2 W - 1 - r. A rank with a smaller number has an
@@ -335,12 +335,12 @@ def _part_of(form: _AttentionForm, owner: int, tokens: int) -> _TokenPart | None
     everything = slice(0, tokens)
     rank, half = form.comm.rank, tokens // 2
     if not form.is_causal or owner == rank:
-        return _TokenPart(everything, everything, form.is_causal)
+        return _TokenRange(everything, everything, form.is_causal)
     if not form.zigzag:
-        return _TokenPart(everything, everything, False) if owner < rank else None
+        return _TokenRange(everything, everything, False) if owner < rank else None
     if owner < rank:
-        return _TokenPart(everything, slice(0, half), False)
-    return _TokenPart(slice(half, tokens), everything, False)
+        return _TokenRange(everything, slice(0, half), False)
+    return _TokenRange(slice(half, tokens), everything, False)
 
 
 def _passed_on(comm: Communicator, tensor: Tensor, tag: int) -> Callable[[], Tensor]:
@@ -374,7 +374,7 @@ def _ring_attention(query: Tensor, key: Tensor, value: Tensor, *form: Any) -> tu
     for step in range(comm.world_size):
         last = step == comm.world_size - 1
         coming = None if last else _passed_on(comm, keys, _KEYS_TAG)
-        part = _part_of(asked, (comm.rank - step) % comm.world_size, tokens)
+        part = _range_of(asked, (comm.rank - step) % comm.world_size, tokens)
         if part is not None:
             seen = keys[:, :, :, part.keys]
             found = _attend(query[:, :, part.queries], seen, part.is_causal, asked.scale)
@@ -403,7 +403,7 @@ def _ring_attention_backward(
     for step in range(comm.world_size):
         last = step == comm.world_size - 1
         coming = None if last else _passed_on(comm, keys, _KEYS_TAG)
-        part = _part_of(asked, (comm.rank - step) % comm.world_size, tokens)
+        part = _range_of(asked, (comm.rank - step) % comm.world_size, tokens)
         found = None
         if part is not None:
             at = part.queries

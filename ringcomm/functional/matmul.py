@@ -103,7 +103,7 @@ def _split(tensor: Tensor, group: str, world_size: int) -> Tensor:
     return part.clone(memory_format=torch.contiguous_format)
 
 
-def _shape_of_part(tensor: Tensor, group: str, world_size: int) -> Tensor:
+def _shape_of_shard(tensor: Tensor, group: str, world_size: int) -> Tensor:
     return tensor.new_empty((*tensor.shape[:-2], tensor.size(-2) // world_size, tensor.size(-1)))
 
 
@@ -139,7 +139,7 @@ def _remember_place(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
     ctx.group = inputs[1:]
 
 
-def _gradient_of_part(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _gradient_of_shard(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return _ops.join_sequence(grad, *ctx.group), None, None
 
 
@@ -158,7 +158,7 @@ def _register(
     register(name, _SCHEMA, kernel, shape, derivatives=derivatives, batching=batching)
 
 
-_register("split_sequence", _split, _shape_of_part, _gradient_of_part)
+_register("split_sequence", _split, _shape_of_shard, _gradient_of_shard)
 _register("join_sequence", _join, _shape_of_whole, _gradient_of_whole)
 
 

@@ -327,7 +327,7 @@ class TriedClass:
 
 
 @dataclass(frozen=True)
-class ChunkPart:
+class ChunkSegment:
     """Elements [begin, end) of a chunk that parameter ``index`` of param group ``group`` fills."""
 
     index: int
@@ -336,14 +336,18 @@ class ChunkPart:
     end: int = 0
 
 
-def parts_of(layout: BucketLayout, chunk: Chunk, group_of: Callable[[int], int]) -> list[ChunkPart]:
+def segments_of(
+    layout: BucketLayout, chunk: Chunk, group_of: Callable[[int], int]
+) -> list[ChunkSegment]:
     """Returns this rank's parts of the parameters of a bucket."""
-    parts = []
+    segments = []
     for begin, end, index in layout.segments:
         low, high = max(begin, chunk.begin), min(end, chunk.end)
         if low < high:
-            parts.append(ChunkPart(index, group_of(index), low - chunk.begin, high - chunk.begin))
-    return parts
+            segments.append(
+                ChunkSegment(index, group_of(index), low - chunk.begin, high - chunk.begin)
+            )
+    return segments
 
 
 def to_number(example: Any, number: float) -> Any:
@@ -371,7 +375,7 @@ class Instance:
         self,
         tried: TriedClass,
         groups: Sequence[Group],
-        parts: Sequence[ChunkPart],
+        parts: Sequence[ChunkSegment],
         values: Tensor,
         moment: Callable[[str], Tensor],
     ) -> None:
@@ -429,7 +433,7 @@ class Instance:
                 views[name] = self._view(part, name).copy_(value)
                 state[name] = views[name]
 
-    def _view(self, part: ChunkPart, name: str) -> Tensor:
+    def _view(self, part: ChunkSegment, name: str) -> Tensor:
         return self._moment(name)[part.begin : part.end]
 
     def states(self) -> dict[int, ParamState | None]:
@@ -559,14 +563,16 @@ class TorchRule(TensorRule):
         self._buckets = buckets
         here: set[int] = set()
         for bucket in (part for whole in buckets for part in whole.parts()):
-            parts = parts_of(bucket.layout, bucket.chunk, lambda index: layout.params[index].group)
+            parts = segments_of(
+                bucket.layout, bucket.chunk, lambda index: layout.params[index].group
+            )
             here.update(part.index for part in parts)
             if parts:
                 made = self._instances[bucket.key] = self._instance(groups, bucket, parts)
                 made.take_states(states)
         # Their steps are counted on every rank, whether or not it has elements of them.
         bare = [
-            ChunkPart(index, spec.group)
+            ChunkSegment(index, spec.group)
             for index, spec in enumerate(layout.params)
             if spec.trainable and spec.tied_to is None and index not in here
         ]
@@ -578,7 +584,7 @@ class TorchRule(TensorRule):
             self._bare.take_states(states)
 
     def _instance(
-        self, groups: Sequence[Group], bucket: Bucket, parts: list[ChunkPart]
+        self, groups: Sequence[Group], bucket: Bucket, parts: list[ChunkSegment]
     ) -> Instance:
         def moment(name: str) -> Tensor:
             bucket.ensure([name])

@@ -128,8 +128,8 @@ def clip_norm(sharded: ShardedStep, bound_of: Callable[[], NormBound]) -> Tensor
 
 
 @dataclass(frozen=True)
-class NormPart:
-    """One of several optimizers whose parameters make up a model.
+class NormTerm:
+    """A term of a norm: one of the optimizers whose parameters make up a model.
 
     Attributes:
         step: its step.
@@ -141,26 +141,26 @@ class NormPart:
     others: Communicator | None = None
 
 
-def clip_norm_of_parts(
-    parts: Sequence[NormPart], stages: Communicator | None, bound_of: Callable[[], NormBound]
+def clip_joint_norm(
+    terms: Sequence[NormTerm], stages: Communicator | None, bound_of: Callable[[], NormBound]
 ) -> Tensor:
-    """Has the next steps scale the gradients of all parts down to one norm; collective.
+    """Has the next steps scale the gradients of all terms down to one norm; collective.
 
     Args:
-        parts: the first of all ranks of a stage, which tells them what a rank refuses.
+        terms: the first of all ranks of a stage, which tells them what a rank refuses.
         stages: the ranks with other stages of the model, or None.
         bound_of: returns the bound, or raises.
 
     Returns:
-        The norm of all parts and stages before.
+        The norm of all terms and stages before.
 
     Raises:
         As of :func:`clip_norm`.
     """
-    for part in parts:
-        part.step.refuse_in_backward("clip_grad_norm_")
-        part.step.refuse_if_torn("clip_grad_norm_")
-    steps = [part.step for part in parts]
+    for term in terms:
+        term.step.refuse_in_backward("clip_grad_norm_")
+        term.step.refuse_if_torn("clip_grad_norm_")
+    steps = [term.step for term in terms]
     before = [step.still_reduced() for step in steps]
     try:
         for step in steps:
@@ -175,9 +175,9 @@ def clip_norm_of_parts(
         now.clip if was is None else was.clip for now, was in zip(reduced, before, strict=True)
     ]
     norms = []
-    for part, now, clip in zip(parts, reduced, clips, strict=True):
-        words = _of_all(part, now.words, bound.kind)
-        norms.append(wide_norm_of(words, bound.kind, part.step.inv_scale() * clip))
+    for term, now, clip in zip(terms, reduced, clips, strict=True):
+        words = _of_all(term, now.words, bound.kind)
+        norms.append(wide_norm_of(words, bound.kind, term.step.inv_scale() * clip))
     wide = joint_norm(torch.stack(norms), bound.kind)
     if stages is not None:
         of_stages = wide.new_empty(stages.world_size)
@@ -198,36 +198,36 @@ def clip_norm_of_parts(
     return norm
 
 
-def agree_on_finite(parts: Sequence[NormPart], stages: Communicator | None) -> None:
-    """Has the steps of all parts be skipped if the gradient of any is not finite; collective.
+def agree_on_finite(terms: Sequence[NormTerm], stages: Communicator | None) -> None:
+    """Has the steps of all terms be skipped if the gradient of any is not finite; collective.
 
     Nothing is to be done where no step would be skipped (``two_passes``).
     """
     reduced = []
-    for part in parts:
-        now = part.step.still_reduced()
+    for term in terms:
+        now = term.step.still_reduced()
         if now is None or now.written:
-            now = part.step.reduce("l2")
+            now = term.step.reduce("l2")
         reduced.append(now)
-    found = torch.zeros((), dtype=torch.float64, device=parts[0].step.setting.device)
-    for part, now in zip(parts, reduced, strict=True):
-        found += found_non_finite(_of_all(part, now.words, now.kind))
+    found = torch.zeros((), dtype=torch.float64, device=terms[0].step.setting.device)
+    for term, now in zip(terms, reduced, strict=True):
+        found += found_non_finite(_of_all(term, now.words, now.kind))
         if now.overflowed is not None:
             found += now.overflowed
-    if parts[-1].others is not None:
-        parts[-1].others.all_reduce(found)
+    if terms[-1].others is not None:
+        terms[-1].others.all_reduce(found)
     if stages is not None:
         stages.all_reduce(found)
-    for part, now in zip(parts, reduced, strict=True):
-        part.step.first_pass = replace(now, overflowed=found)
+    for term, now in zip(terms, reduced, strict=True):
+        term.step.first_pass = replace(now, overflowed=found)
 
 
-def _of_all(part: NormPart, words: Tensor, kind: str) -> Tensor:
+def _of_all(term: NormTerm, words: Tensor, kind: str) -> Tensor:
     """Returns norm words of those that have other parameters, too."""
-    if part.others is None:
+    if term.others is None:
         return words
     words = words.clone()
-    part.others.all_reduce(words, ReduceOp.MAX if kind == "inf" else ReduceOp.SUM)
+    term.others.all_reduce(words, ReduceOp.MAX if kind == "inf" else ReduceOp.SUM)
     return words
 
 

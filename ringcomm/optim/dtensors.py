@@ -1,8 +1,9 @@
-"""DTensor parameters: the part of one that this rank has, its gradient, and the mesh of the parts.
+"""DTensor parameters: this rank's local shard of one, its gradient, and the mesh.
 
-Under tensor parallelism a parameter is a ``DTensor``, of which a rank has a part, its *local
-tensor*. That is what lies in buckets and is sharded over the data-parallel ranks, which all have
-the same part. The DTensor stays the module's parameter, and ``p.grad`` is one, too.
+Under tensor parallelism a parameter is a ``DTensor``, of which a rank has a *local
+shard* (DTensor's local tensor). That is what lies in buckets and is sharded over the data-parallel
+ranks, which all have the same one. The DTensor stays the module's parameter, and ``p.grad`` is one,
+too.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def lies_alike(one: Tensor, other: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The part of a parameter that a rank has, where it has not all of it.
+    """The local shard of a parameter, where a rank has not all of it.
 
     Attributes:
         shape: shape of the whole parameter.
@@ -145,8 +146,8 @@ class Sharding:
             raise ValueError(f"sharding {described}")
         return cls(shape, offsets, dims)
 
-    def part_of(self, whole: Tensor, shape: Sequence[int]) -> Tensor:
-        """Returns this rank's part, of the given shape, of a tensor of the parameter's shape."""
+    def local_shard_of(self, whole: Tensor, shape: Sequence[int]) -> Tensor:
+        """Returns this rank's shard, of the given shape, of a tensor of the parameter's shape."""
         if not prod(shape):
             return whole.new_empty(tuple(shape))
         begins = zip(self.offsets, shape, strict=True)
@@ -182,7 +183,7 @@ def check_placements(param: Tensor, called: str) -> None:
 
     Raises:
         ArgumentError: a DTensor that is FSDP2's, that is a sum to come, or of other ranks.
-        UnsupportedError: a DTensor whose parts lie otherwise than its placements say by default.
+        UnsupportedError: a DTensor whose shards lie otherwise than its placements say by default.
     """
     if not is_distributed(param):
         return
@@ -305,8 +306,8 @@ def local_gradient(param: Tensor, called: str) -> Tensor:
 # ---- the mesh -------------------------------------------------------------------------------
 
 
-class PartMesh:
-    """The mesh on which the parts of DTensor parameters lie, seen from one rank."""
+class MeshView:
+    """A device mesh, seen from one of its ranks."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -373,7 +374,7 @@ class PartMesh:
             dist.all_reduce(tensor, op, group=self.mesh.get_group(dim))
 
 
-def find_mesh(params: Iterable[Tensor], operation: str) -> PartMesh | None:
+def find_mesh(params: Iterable[Tensor], operation: str) -> MeshView | None:
     """Returns the mesh of the DTensors among parameters; None where none is on several ranks.
 
     Raises:
@@ -390,4 +391,4 @@ def find_mesh(params: Iterable[Tensor], operation: str) -> PartMesh | None:
             f"{operation}: expected DTensor parameters on one DeviceMesh, got {found[0]} and "
             f"{found[1]}, over which no norm can be taken together; use an optimizer for each"
         )
-    return PartMesh(found[0]) if found else None
+    return MeshView(found[0]) if found else None

@@ -269,7 +269,7 @@ class BucketLayout:
         count = sharers.world_size
         return [self.chunk(sharers.shard_index_of(rank), count) for rank in range(count)]
 
-    def part_of_copy(self, comm: Communicator) -> Chunk:
+    def chunk_of_copy(self, comm: Communicator) -> Chunk:
         """Returns the part that a rank has for its own where each node has a copy of the state.
 
         It lies in the rank's chunk of the copy, which the ranks of its rail divide.

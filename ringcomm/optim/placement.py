@@ -29,12 +29,12 @@ from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, wher
 from ringcomm.offload.scratch import DiskChunks
 from ringcomm.optim.backends import Backend, StagePlan
 from ringcomm.optim.buckets import Bucket, Buckets, count_change
-from ringcomm.optim.dtensors import PartMesh, local_of
+from ringcomm.optim.dtensors import MeshView, local_of
 from ringcomm.optim.gradients import Accumulator, Gradients, label
 from ringcomm.optim.layout import BLOCK_ELEMS, ParamSpec, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 
-# ---- The argument ``mesh``: the ranks that share a part's state, and those with other parts -----
+# ---- The argument ``mesh``: the ranks that share a local shard's state, and the others -------
 
 #: The axis whose ranks have different stages of a pipeline.
 STAGES = "pp"
@@ -43,27 +43,27 @@ SHARING = ("dp_replicate", "dp", "dp_shard", "cp")
 _TENSOR = "tp"
 
 
-class ModelMesh(PartMesh):
-    """The mesh of all stages and parts of a model: what a whole mesh has beside data parallelism.
+class ModelMesh(MeshView):
+    """The mesh of a model's stages and local shards: all axes but that of data parallelism.
 
     Args:
-        mesh: its axes; "pp" has stages, and along the others lie parts of one stage.
-        parts: the mesh of this rank's DTensor parameters, or None.
+        mesh: its axes; "pp" has stages, and along the others lie local shards of one stage.
+        tensor_mesh: the mesh of this rank's DTensor parameters, or None.
         operation: named in errors.
 
     Raises:
         ArgumentError: an axis of unknown use, or DTensors that do not lie along the axes.
     """
 
-    def __init__(self, mesh: DeviceMesh, parts: PartMesh | None, operation: str) -> None:
+    def __init__(self, mesh: DeviceMesh, tensor_mesh: MeshView | None, operation: str) -> None:
         super().__init__(mesh)
         names = _names(mesh)
-        self._axes_of_parts: list[int | None] = []
-        if parts is not None:
-            self._axes_of_parts = [
-                _axis_of(dim, parts, self, operation) for dim in range(parts.mesh.ndim)
+        self._axes_of_dtensors: list[int | None] = []
+        if tensor_mesh is not None:
+            self._axes_of_dtensors = [
+                _axis_of(dim, tensor_mesh, self, operation) for dim in range(tensor_mesh.mesh.ndim)
             ]
-        known = {names[dim] for dim in self._axes_of_parts if dim is not None}
+        known = {names[dim] for dim in self._axes_of_dtensors if dim is not None}
         unknown = [name for name in names if name not in {STAGES, _TENSOR, *known}]
         if unknown:
             raise ArgumentError(
@@ -84,7 +84,7 @@ class ModelMesh(PartMesh):
         Args:
             mesh_dims: the dimensions of the DTensors' mesh that divide what is summed.
         """
-        divides = (self._axes_of_parts[dim] for dim in mesh_dims)
+        divides = (self._axes_of_dtensors[dim] for dim in mesh_dims)
         return super().counts([*self._stages, *(dim for dim in divides if dim is not None)])
 
 
@@ -92,11 +92,11 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(mesh.mesh_dim_names or ())
 
 
-def _axis_of(dim: int, parts: PartMesh, whole: PartMesh, operation: str) -> int | None:
+def _axis_of(dim: int, tensor_mesh: MeshView, whole: MeshView, operation: str) -> int | None:
     """Returns the axis of a mesh along which a dimension of DTensors lies; None for one rank."""
-    if parts.mesh.size(dim) == 1:
+    if tensor_mesh.mesh.size(dim) == 1:
         return None
-    mine = dist.get_process_group_ranks(parts.mesh.get_group(dim))
+    mine = dist.get_process_group_ranks(tensor_mesh.mesh.get_group(dim))
     for axis in whole.dims:
         if dist.get_process_group_ranks(whole.mesh.get_group(axis)) == mine:
             return axis
@@ -109,7 +109,7 @@ def _axis_of(dim: int, parts: PartMesh, whole: PartMesh, operation: str) -> int 
 def read_mesh(
     mesh: DeviceMesh | None, comm: CommArgument, operation: str
 ) -> tuple[CommArgument, DeviceMesh | None]:
-    """Divides a mesh into the ranks that share state, and the axes of other parts and stages.
+    """Divides a mesh into the ranks that share state, and the axes of other shards and stages.
 
     Args:
         mesh: what the user gave as ``mesh``, or None.
@@ -163,25 +163,25 @@ def stages_of(others: DeviceMesh | None) -> int:
     return others.size(_names(others).index(STAGES))
 
 
-def ranks_of_stage(others: DeviceMesh | None, parts: PartMesh | None) -> PartMesh | None:
-    """Returns the mesh whose ranks have one stage, in parts or alike; None where there is one rank.
+def ranks_of_stage(others: DeviceMesh | None, tensor_mesh: MeshView | None) -> MeshView | None:
+    """Returns the mesh whose ranks have one stage, sharded or alike; None where there is one rank.
 
-    Without a whole mesh only the parameters tell: those that are DTensors have parts.
+    Without a whole mesh only the parameters tell: those that are DTensors have local shards.
 
     Args:
         others: as :func:`read_mesh` returns it.
-        parts: the mesh of DTensor parameters, or None.
+        tensor_mesh: the mesh of DTensor parameters, or None.
     """
     if others is None:
-        return parts
+        return tensor_mesh
     axes = tuple(name for name in _names(others) if name != STAGES)
-    return PartMesh(others[axes]) if axes else None
+    return MeshView(others[axes]) if axes else None
 
 
 def with_all_stages(
     comm: Communicator | None, others: DeviceMesh | None, operation: str
 ) -> AbstractContextManager[None]:
-    """Has what raises inside raise on the ranks of all stages and parts, too; collective on them.
+    """Has what raises inside raise on the ranks of all stages and shards, too; collective on them.
 
     What is compared within a stage may differ there alone, and the others would wait for it.
 
@@ -190,14 +190,14 @@ def with_all_stages(
         others: as :func:`read_mesh` returns it.
         operation: named in errors.
     """
-    return nullcontext() if others is None else all_or_none(comm, operation, PartMesh(others))
+    return nullcontext() if others is None else all_or_none(comm, operation, MeshView(others))
 
 
-def warn_of_idle_axis(over: PartMesh, divided: Sequence[bool]) -> None:
+def warn_of_idle_axis(over: MeshView, divided: Sequence[bool]) -> None:
     """Warns, on the first rank, if a mesh has an axis "tp" along which nothing is divided.
 
     Args:
-        over: the mesh of all stages and parts.
+        over: the mesh of all stages and shards.
         divided: by rank, whether it has DTensors.
     """
     names = _names(over.mesh)
@@ -213,18 +213,20 @@ def warn_of_idle_axis(over: PartMesh, divided: Sequence[bool]) -> None:
         )
 
 
-def over_mesh(others: DeviceMesh | None, parts: PartMesh | None, operation: str) -> PartMesh | None:
-    """Returns the mesh that norms are taken over: of all stages and parts, or of parts alone.
+def over_mesh(
+    others: DeviceMesh | None, tensor_mesh: MeshView | None, operation: str
+) -> MeshView | None:
+    """Returns the mesh that norms are taken over: with all stages, or of local shards alone.
 
     Args:
         others: as :func:`read_mesh` returns it.
-        parts: the mesh of DTensor parameters, or None.
+        tensor_mesh: the mesh of DTensor parameters, or None.
         operation: named in errors.
 
     Raises:
         ArgumentError: see :class:`ModelMesh`.
     """
-    return parts if others is None else ModelMesh(others, parts, operation)
+    return tensor_mesh if others is None else ModelMesh(others, tensor_mesh, operation)
 
 
 Tensor = torch.Tensor
@@ -292,12 +294,12 @@ def check_masters(layout: ShardLayout, options: AdamWOptions) -> None:
             )
 
 
-def check_axis(comm: Communicator | None, mesh: PartMesh | None, operation: str) -> None:
-    """Checks that the ranks that share state have the same parts of DTensor parameters; collective.
+def check_axis(comm: Communicator | None, mesh: MeshView | None, operation: str) -> None:
+    """Checks that the ranks that share state have the same local shards; collective.
 
     Args:
         comm: the ranks; None for this one alone.
-        mesh: of the parts; None where every rank has all of each parameter.
+        mesh: of the local shards; None where every rank has all of each parameter.
         operation: name of the operation, for the error.
 
     Raises:
@@ -311,9 +313,10 @@ def check_axis(comm: Communicator | None, mesh: PartMesh | None, operation: str)
     other = next(rank for rank, each in enumerate(coordinates) if each != coordinates[0])
     raise ArgumentError(
         f"{where(operation, comm.rank, comm.world_size)}: comm: the parameters are DTensors, of "
-        f"which rank 0 has the parts at {coordinates[0]} of their mesh, and rank {other} those at "
-        f"{coordinates[other]}; only ranks with the same parts can share state. Pass the axis "
-        'of data parallelism, as comm=mesh["dp"] of a mesh with the names ("dp", "tp")'
+        f"which rank 0 has the local shards at {coordinates[0]} of their mesh, and rank {other} "
+        f"those at {coordinates[other]}; only ranks with the same local shards can share state. "
+        'Pass the axis of data parallelism, as comm=mesh["dp"] of a mesh with the names '
+        '("dp", "tp")'
     )
 
 
@@ -321,18 +324,18 @@ def check_ranks(
     operation: str,
     comm: Communicator | None,
     others: DeviceMesh | None,
-    mesh: PartMesh | None,
+    mesh: MeshView | None,
     layout: ShardLayout,
     told: Mapping[str, Any],
 ) -> None:
     """Compares parameters, hyper-parameters (lr excepted) and options of all ranks; collective.
 
-    Ranks with other parts of the parameters are compared in what they have in common.
+    Ranks with other local shards of the parameters are compared in what they have in common.
 
     Args:
         operation: named in errors.
         comm: the ranks that share state; None for this one alone.
-        others: the mesh of other stages and parts, or None.
+        others: the mesh of other stages and shards, or None.
         mesh: the mesh of DTensor parameters, or None.
         layout: of the parameters.
         told: options under "options" and hyper-parameters under "groups", as JSON types.
@@ -487,7 +490,7 @@ class Placement(ABC):
     comm: Communicator | None
     #: Number of the chunk that this rank keeps state for, and how many there are.
     shard_of: tuple[int, int]
-    #: The mesh of other stages and parts of the model, or None.
+    #: The mesh of other stages and shards of the model, or None.
     others: DeviceMesh | None
     #: True if the gradients must be those of a scaled loss.
     scaled: bool

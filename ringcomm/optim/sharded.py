@@ -22,7 +22,7 @@ from ringcomm.memory import normal_tensors
 from ringcomm.optim import backends, state, torch_state
 from ringcomm.optim.buckets import Bucket, BucketDevice, Buckets, make_bucket
 from ringcomm.optim.clipping import NormBound, clip_norm, clip_norm_of, clip_value_of
-from ringcomm.optim.dtensors import PartMesh, check_placements, find_mesh, grad_of, local_of
+from ringcomm.optim.dtensors import MeshView, check_placements, find_mesh, grad_of, local_of
 from ringcomm.optim.gradients import Accumulator
 from ringcomm.optim.layout import DTYPE_NAMES, DTYPES, ShardLayout
 from ringcomm.optim.options import AdamWOptions
@@ -398,7 +398,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._setting.options
 
     @property
-    def mesh(self) -> PartMesh | None:
+    def mesh(self) -> MeshView | None:
         """The mesh over which norms are taken, of stages and DTensors; None without any."""
         params = (param for group in self.param_groups for param in group["params"])
         operation = type(self).__name__

@@ -772,7 +772,7 @@ class ShardedStep(PreparedStep):
         comm = self.setting.comm
         if comm is None or self.setting.options.state != "node":
             return bucket.layout.chunk(*self.setting.shard_of)
-        return bucket.layout.part_of_copy(comm)
+        return bucket.layout.chunk_of_copy(comm)
 
     def own_gradient(self, bucket: Bucket) -> Tensor:
         """Returns the part of the reduced gradient that this rank sums for the norm."""

@@ -52,7 +52,7 @@ def gather_torch(sharded: ShardedStep, dst: int | None) -> dict[str, Any]:
             kept = sharded.rule.kept_whole(index).items()
             state[index].update({name: each.clone() for name, each in kept})
     if sharded.setting.options.master != "none":
-        masters = {index: _nothing_of(sharded, index) for index in _empty_parts(sharded.layout)}
+        masters = {index: _nothing_of(sharded, index) for index in _empty_shards(sharded.layout)}
     keeps = dst is None or sharded.setting.rank == dst
     for bucket in sharded.buckets:
         tensors = bucket.state.wide()
@@ -72,7 +72,7 @@ def gather_torch(sharded: ShardedStep, dst: int | None) -> dict[str, Any]:
     return {**full, "master": dict(sorted(masters.items()))} if masters else full
 
 
-def _empty_parts(layout: ShardLayout) -> list[int]:
+def _empty_shards(layout: ShardLayout) -> list[int]:
     """Returns the 16-bit parameters of which this rank has nothing, and others have something."""
     return [
         index
@@ -160,11 +160,12 @@ def _local_entry(sharded: ShardedStep, index: int, entry: Any, operation: str) -
         return entry
     called = f"{operation}: parameter {index}"
     return {
-        name: _local_part(sharded, index, each, f"{called}: {name}") for name, each in entry.items()
+        name: _local_shard(sharded, index, each, f"{called}: {name}")
+        for name, each in entry.items()
     }
 
 
-def _local_part(sharded: ShardedStep, index: int, given: Any, called: str) -> Any:
+def _local_shard(sharded: ShardedStep, index: int, given: Any, called: str) -> Any:
     """Returns what this rank has of a state's tensor, which is whole or a DTensor as the parameter.
 
     Raises:
@@ -176,7 +177,9 @@ def _local_part(sharded: ShardedStep, index: int, given: Any, called: str) -> An
     if not is_distributed(given):
         sharding = spec.sharding
         whole = sharding is not None and tuple(given.shape) == sharding.shape
-        return sharding.part_of(given, spec.shape) if sharding is not None and whole else given
+        return (
+            sharding.local_shard_of(given, spec.shape) if sharding is not None and whole else given
+        )
     if not lies_alike(given, param):
         raise CheckpointError(
             f"{called}: expected a tensor that is whole, or a DTensor with the mesh and placements "
@@ -254,7 +257,7 @@ def _check_masters(
     for index, spec in enumerate(sharded.layout.params):
         if _has_master(sharded, index):
             called = f"{operation}: parameter {index}: master"
-            masters[index] = _local_part(sharded, index, given.get(index), called)
+            masters[index] = _local_shard(sharded, index, given.get(index), called)
             _check_tensor(masters[index], spec.shape, called)
     return masters
 

@@ -123,7 +123,7 @@ def test_zigzag_gives_all_ranks_the_same_to_do():
     def scores(rank: int, world_size: int, zigzag: bool) -> int:
         comm: Any = SimpleNamespace(rank=rank, world_size=world_size)
         form = attention._AttentionForm(comm, True, zigzag, None)
-        parts = (attention._part_of(form, owner, 8) for owner in range(world_size))
+        parts = (attention._range_of(form, owner, 8) for owner in range(world_size))
         return sum(
             len(range(8)[part.queries]) * len(range(8)[part.keys]) // (2 if part.is_causal else 1)
             for part in parts

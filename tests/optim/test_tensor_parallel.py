@@ -238,7 +238,7 @@ def overflow_under_a_grad_scaler(rank, world_size):
 
 
 def state_moves(rank, world_size):
-    """State goes back into the same parts, and whole or distributed state into any parts."""
+    """State goes back into the same shards, and whole or distributed state into any."""
     mesh = mesh_of(2, 2)
     params = distributed(mesh["tp"])
     optimizer = AdamW(params, lr=0.1, comm=mesh["dp"], options=SMALL)
@@ -272,7 +272,9 @@ def refusals(rank, world_size):
     mesh = mesh_of(2, 2)
     for comm in (None, mesh["tp"]):
         optimizer = AdamW(distributed(mesh["tp"]), comm=comm)
-        with pytest.raises(ArgumentError, match=r'comm: .*rank 0 has the parts.*comm=mesh\["dp"\]'):
+        with pytest.raises(
+            ArgumentError, match=r'comm: .*rank 0 has the local shards.*comm=mesh\["dp"\]'
+        ):
             optimizer.prepare()
     partial = DTensor.from_local(torch.ones(3), mesh["tp"], [Partial()], run_check=False)
     with pytest.raises(ArgumentError, match=r"parameter 0: expected a DTensor that is sharded"):
@@ -304,8 +306,8 @@ def refusals(rank, world_size):
         optimizer.step()
 
 
-def in_parts_alone(rank, world_size):
-    """Without a data-parallel axis a rank steps its own parts, and norms are of all of them."""
+def in_shards_alone(rank, world_size):
+    """Without a data-parallel axis a rank steps its own shards, and norms are of all."""
     mesh = mesh_of(1, 4)["tp"]
     params, alone = distributed(mesh), whole_leaves()
     ours = AdamW(params, lr=0.1, comm="alone")
@@ -364,7 +366,7 @@ def writes_are_followed(rank, world_size):
 
 
 def any_optimizer_equals_one_process(rank, world_size):
-    """Torch's class on parts of parameters, some of which are empty, and on whole ones."""
+    """Torch's class on shards of parameters, some of which are empty, and on whole ones."""
     mesh = mesh_of(2, 2)
     params, alone = distributed(mesh["tp"]), whole_leaves()
     ours = Sharded(torch.optim.NAdam, params, lr=0.1, comm=mesh["dp"], options=SMALL)
@@ -395,7 +397,7 @@ CHECKS = [
     overflow_under_a_grad_scaler,
     state_moves,
     refusals,
-    in_parts_alone,
+    in_shards_alone,
     on_two_dimensions,
     writes_are_followed,
 ]

@@ -143,7 +143,7 @@ def rolled_back(rank, world_size):
         raise ArgumentError("at the end")
 
     with pytest.MonkeyPatch.context() as patch:
-        # The ranks that have the other parts learn of it, too.
+        # The ranks that have the other shards learn of it, too.
         if rank == 3:
             patch.setattr("ringcomm.zero.stages.sharding.hook_modules", fail)
         with pytest.raises(ArgumentError, match="at the end"):

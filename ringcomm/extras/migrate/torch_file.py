@@ -442,7 +442,7 @@ class TorchFile:
             self._fail(f"expected bytes {begin} to {end}, it has {len(self._map)}")
         self._left_bytes = 4 * (end - begin)
         try:
-            self._zip = zipfile.ZipFile(cast(BinaryIO, _FilePart(self._map, begin, end)))
+            self._zip = zipfile.ZipFile(cast(BinaryIO, _FileRange(self._map, begin, end)))
         except _DAMAGED as error:
             self._fail(f"is no file of torch.save(): {error}")
         members = sorted(self._zip.infolist(), key=lambda each: each.header_offset)
@@ -518,7 +518,7 @@ class TorchFile:
         return flat.as_strided(size, stride, offset)
 
 
-class _FilePart:
+class _FileRange:
     """Bytes [begin, end) of a mapped file, as a file that zipfile reads."""
 
     def __init__(self, mapped: mmap.mmap, begin: int, end: int) -> None:

@@ -26,7 +26,7 @@ from ringcomm.functional import all_reduce
 from ringcomm.integers import integer
 from ringcomm.memory import normal_tensors
 from ringcomm.module_names import named_modules
-from ringcomm.optim.clipping import NormBound, NormPart, agree_on_finite, clip_norm_of_parts
+from ringcomm.optim.clipping import NormBound, NormTerm, agree_on_finite, clip_joint_norm
 from ringcomm.optim.placement import SHARING, STAGES
 from ringcomm.optim.sharded import ShardedOptimizer
 from ringcomm.optim.step import Asked
@@ -635,7 +635,7 @@ class Optimizer:
             Exception: as of ``ShardedOptimizer.step``. A hyper-parameter that cannot be used raises
                 on all ranks before anything is changed.
         """
-        parts = self._norm_parts()
+        parts = self._norm_terms()
         steps = [part.step for part in parts]
         if not any(each.updates_in_backward for each in steps):
             try:
@@ -665,7 +665,7 @@ class Optimizer:
             ("pp" in the mesh of :func:`ringcomm.extras.moe.shard`) of all stages.
         """
         bound_of = partial(NormBound.of, max_norm, norm_type, error_if_nonfinite)
-        return clip_norm_of_parts(self._norm_parts(), self._parts.stages, bound_of)
+        return clip_joint_norm(self._norm_terms(), self._parts.stages, bound_of)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Limits each element of the gradient; see ``ShardedOptimizer.clip_grad_value_``."""
@@ -677,11 +677,11 @@ class Optimizer:
         for each in self.parts:
             each.zero_grad(set_to_none)
 
-    def _norm_parts(self) -> list[NormPart]:
-        dense = NormPart(self.dense.sharded_step())
+    def _norm_terms(self) -> list[NormTerm]:
+        dense = NormTerm(self.dense.sharded_step())
         if self.experts is None:
             return [dense]
-        return [dense, NormPart(self.experts.sharded_step(), self._parts.group)]
+        return [dense, NormTerm(self.experts.sharded_step(), self._parts.group)]
 
 
 def _made(

@@ -46,10 +46,10 @@ from ringcomm.zero.checkpoint.folder import Reader
 from ringcomm.zero.checkpoint.format import (
     DTYPE_OF_NAME,
     MANIFEST_NAME,
+    DTensorBox,
+    DTensorShard,
     FlatShard,
     Manifest,
-    Part,
-    PartShard,
     Piece,
     RankRecord,
     SavedFile,
@@ -142,7 +142,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _alike(state: dict[str, Any], saved: Metadata) -> tuple[dict[str, Any], Metadata]:
-    """Returns both with flat shards and parts of a tensor cut alike; see :class:`PartShard`."""
+    """Returns both with flat shards and parts of a tensor cut alike; see :class:`DTensorShard`."""
     state, described = dict(state), dict(saved.state_dict_metadata)
     for name, wanted in state.items():
         there = described.get(name)
@@ -151,11 +151,11 @@ def _alike(state: dict[str, Any], saved: Metadata) -> tuple[dict[str, Any], Meta
         shape = wanted.param_shape
         if wanted.size() == there.size or prod(shape) != prod(there.size):
             continue  # alike, or of another tensor, which torch refuses
-        if isinstance(wanted, PartShard):
+        if isinstance(wanted, DTensorShard):
             described[name] = replace(there, size=torch.Size(shape), chunks=_boxes(there, shape))
         else:
-            whole = Part(shape, (0,) * len(shape), shape)
-            state[name] = PartShard(whole, wanted.begin, wanted.local)
+            whole = DTensorBox(shape, (0,) * len(shape), shape)
+            state[name] = DTensorShard(whole, wanted.begin, wanted.local)
     return state, replace(saved, state_dict_metadata=described)
 
 

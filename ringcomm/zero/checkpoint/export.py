@@ -45,7 +45,7 @@ from ringcomm.zero.checkpoint.format import (
     write_tensor_file,
 )
 from ringcomm.zero.checkpoint.pretrained import INDEX_NAME, is_transformers
-from ringcomm.zero.checkpoint.state import buffers_of, model_parts
+from ringcomm.zero.checkpoint.state import buffers_of, model_shards
 from ringcomm.zero.stages.engine import ShardEngine
 from ringcomm.zero.stages.sharding import engine_of, path_of
 from ringcomm.zero.stages.units import aliases as aliases_of
@@ -287,7 +287,7 @@ def save_pretrained(
             owner.refuse_if_torn("save_pretrained")
     told = {"path": str(path), "max_file_bytes": most_bytes, "dtype": str(dtype)}
     check_agreement(engine.comm, "save_pretrained", {"options": {**told, "aliases": aliases}})
-    parts = {part.name: part for part in model_parts(engine)}
+    parts = {part.name: part for part in model_shards(engine)}
     # Ranks of a mesh have other buckets, but all have the module's own order.
     named = [*dict(named_parameters(engine.parts.module)), *buffers_of(engine.parts.module)]
     homes = {name: parts[f"{MODEL_PREFIX}{name}"] for name in named}

@@ -839,8 +839,8 @@ class FlatShard(torch.Tensor):
         return here[offsets]
 
 
-class Part(NamedTuple):
-    """A box of a tensor that some ranks have together, under tensor parallelism.
+class DTensorBox(NamedTuple):
+    """The box of a tensor that is a rank's local shard of a DTensor.
 
     Attributes:
         shape: shape of the whole tensor.
@@ -852,38 +852,38 @@ class Part(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class PartShard(FlatShard):
-    """Elements [begin, begin + data.numel()) of a flattened box of a tensor.
+class DTensorShard(FlatShard):
+    """Elements [begin, begin + data.numel()) of a flattened local shard of a DTensor.
 
     It is saved as boxes of the tensor in its real shape, since a run of a box's elements is none of
     the tensor's.
 
     Args:
-        part: the box.
+        box: where it lies in the tensor.
         begin: of the first element that is here, in the flattened box.
         data: [n], contiguous, on any device, perhaps empty.
     """
 
-    part: Part
+    box: DTensorBox
 
     @staticmethod
-    def __new__(cls, part: Part, begin: int, data: Tensor) -> PartShard:
-        _check(prod(part.sizes), begin, data, None)
-        made: PartShard = cls._make(part.shape, data)
-        made.part, made.param_shape = part, tuple(part.shape)
-        made.elems, made.begin, made.local = prod(part.sizes), begin, data.detach()
+    def __new__(cls, box: DTensorBox, begin: int, data: Tensor) -> DTensorShard:
+        _check(prod(box.sizes), begin, data, None)
+        made: DTensorShard = cls._make(box.shape, data)
+        made.box, made.param_shape = box, tuple(box.shape)
+        made.elems, made.begin, made.local = prod(box.sizes), begin, data.detach()
         return made
 
     def with_memory(self, local: Tensor) -> FlatShard:
-        return PartShard(self.part, self.begin, local)
+        return DTensorShard(self.box, self.begin, local)
 
     def boxes(self) -> list[Box]:
-        if not prod(self.part.shape):
-            return [Box((0,) * len(self.part.shape), self.part.shape, self.local.view(self.shape))]
+        if not prod(self.box.shape):
+            return [Box((0,) * len(self.box.shape), self.box.shape, self.local.view(self.shape))]
         end, done = self.begin + self.local.numel(), 0
         found = []
-        for at, sizes in flat_boxes(self.part.sizes, self.begin, end):
-            offsets = tuple(a + b for a, b in zip(self.part.offsets, at, strict=True))
+        for at, sizes in flat_boxes(self.box.sizes, self.begin, end):
+            offsets = tuple(a + b for a, b in zip(self.box.offsets, at, strict=True))
             found.append(Box(offsets, sizes, self.local[done : done + prod(sizes)].view(sizes)))
             done += prod(sizes)
         return found

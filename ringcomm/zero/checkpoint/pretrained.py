@@ -36,8 +36,8 @@ from ringcomm.zero.checkpoint.format import (
     BLOCK_BYTES,
     DTYPES,
     MOST_DIMS,
-    Part,
-    PartShard,
+    DTensorBox,
+    DTensorShard,
     bytes_of,
 )
 from ringcomm.zero.stages.access import write_master
@@ -725,7 +725,7 @@ class Pretrained(WeightSource):
             )
         part = None
         if sharding is not None:
-            part = Part(sharding.shape, sharding.offsets, tuple(local_of(tensor).shape))
+            part = DTensorBox(sharding.shape, sharding.offsets, tuple(local_of(tensor).shape))
         return StoredValues(self, runs, dtype or runs[0].dtype, part)
 
     def initialize(self, module: nn.Module) -> None:
@@ -770,7 +770,7 @@ class StoredValues(Values):
         source: Pretrained,
         runs: Sequence[StoredTensor],
         dtype: torch.dtype | None,
-        part: Part | None,
+        part: DTensorBox | None,
     ) -> None:
         self._source = source
         self._runs = runs
@@ -786,7 +786,7 @@ class StoredValues(Values):
 
     def _read(self, files: WeightFiles, begin: int, out: Tensor) -> None:
         if self._part is not None:
-            for box in PartShard(self._part, begin, out).boxes():
+            for box in DTensorShard(self._part, begin, out).boxes():
                 files.read_box(self._runs[0], box.offsets, box.local, self._dtype)
             return
         first = 0

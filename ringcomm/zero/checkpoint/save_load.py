@@ -40,20 +40,20 @@ from ringcomm.zero.checkpoint.state import (
     SavedFacts,
     SavedOptimizer,
     SavedState,
-    StatePart,
+    TensorShard,
     check_names,
     check_optimizer,
     describe,
     error_feedback_to_load,
     overlap,
-    parts_to_load,
-    parts_to_save,
     renamed,
+    replicated_state,
     saved_state,
-    state_parts,
+    shards_to_load,
+    shards_to_save,
+    state_shards,
     take_error_feedback,
     take_optimizer,
-    whole_parts,
     with_unwrapped_names,
 )
 from ringcomm.zero.stages.engine import ShardEngine
@@ -294,11 +294,11 @@ class TrainState:
         engine.check_values("TrainState.state_dict")
         engine.reshard_for_change("TrainState.state_dict")
         params = module_state.copies_of_params(engine)
-        parts = [*params, *module_state.loose_parts(engine, True)]
+        tensors = [*params, *module_state.loose_shards(engine, True)]
         if step is not None:
             step.refuse_if_torn("state_dict")
-            parts += state_parts(engine, step, True)
-        shards = {part.name: part.shard() for part in parts}
+            tensors += state_shards(engine, step, True)
+        shards = {each.name: each.shard() for each in tensors}
         buffers = module_state.buffers_of(engine.parts.module)
         extra = save_extra_state(engine.parts.module, "TrainState.state_dict")
         # A checkpoint of modules without extra state has no such entry.
@@ -350,7 +350,7 @@ class TrainState:
     def _take_copies(self, step: ShardedStep, state: Mapping[str, Any]) -> None:
         """Takes state of which torch has loaded copies: of 8 bits, or offloaded."""
         if step.rule.quantized_state or step.offload is not None:
-            _take(parts_to_load(self._engine, step, step.groups), state)
+            _take(shards_to_load(self._engine, step, step.groups), state)
 
     def _read_extra(self, state: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -365,12 +365,12 @@ class TrainState:
         return read_extra_state(engine.parts.module, saved, engine.comm.device, _failed)
 
 
-def _take(parts: Iterator[StatePart], state: Mapping[str, Any]) -> None:
-    """Fills parts from the shards of a state that have their elements."""
-    for part in parts:
-        given = state[part.name]
-        begin = part.begin - given.begin
-        part.local.copy_(given.local[begin : begin + part.local.numel()])
+def _take(shards: Iterator[TensorShard], state: Mapping[str, Any]) -> None:
+    """Fills shards from the tensors of a state that have their elements."""
+    for shard in shards:
+        given = state[shard.name]
+        begin = shard.begin - given.begin
+        shard.local.copy_(given.local[begin : begin + shard.local.numel()])
 
 
 def _failed(text: str) -> CheckpointError:
@@ -459,16 +459,18 @@ def shards_of(
     engine: ShardEngine, step: ShardedStep | None, left_out: Collection[str] = ()
 ) -> dict[str, FlatShard]:
     """Returns what this rank saves, by name, without some parameters."""
-    parts = {part.name: part for part in _parts(engine, step)}
+    shards = {shard.name: shard for shard in _tensor_shards(engine, step)}
     for name in left_out:
-        del parts[f"model.{name}"]
-    return {name: part.saved_by(engine.mesh).shard() for name, part in parts.items()}
+        del shards[f"model.{name}"]
+    return {name: shard.saved_by(engine.mesh).shard() for name, shard in shards.items()}
 
 
-def _parts(engine: ShardEngine, step: ShardedStep | None) -> Iterator[module_state.StatePart]:
-    yield from module_state.model_parts(engine)
+def _tensor_shards(
+    engine: ShardEngine, step: ShardedStep | None
+) -> Iterator[module_state.TensorShard]:
+    yield from module_state.model_shards(engine)
     if step is not None:
-        yield from parts_to_save(engine, step)
+        yield from shards_to_save(engine, step)
 
 
 @dataclass(frozen=True)
@@ -658,11 +660,11 @@ class Loading:
         if partial is None:
             check_names(self.engine, self.saved, self.fail)
         self.sources = self._find_sources(partial)
-        for part in self._model_parts(module_state.param_parts(self.engine, whole=True)):
-            self._check_part(part)
+        for shard in self._model_shards(module_state.param_shards(self.engine, whole=True)):
+            self._check_shard(shard)
         for name, buffer in self._buffers().items():
-            self._check_part(
-                StatePart(f"model.{name}", buffer.numel(), 0, buffer, tuple(buffer.shape))
+            self._check_shard(
+                TensorShard(f"model.{name}", buffer.numel(), 0, buffer, tuple(buffer.shape))
             )
         if self.step is not None:
             self.groups = check_optimizer(self.engine, self.step, self.saved, self.fail)
@@ -670,15 +672,18 @@ class Loading:
             given, groups = self.saved.optimizer, merged_groups(self.step.groups, self.groups)
             assert given is not None
             self.state = saved_state(self.engine, self.step, given, groups, self.names)
-            for part in (*self.state.parts.values(), *whole_parts(self.engine, self.step, True)):
-                self._check_part(part)
+            for shard in (
+                *self.state.shards.values(),
+                *replicated_state(self.engine, self.step, True),
+            ):
+                self._check_shard(shard)
             self._check_states(given)
             self.debtors = module_state.debtors_of(self.step, self.saved)
             if self.debtors is not None:
-                for part in error_feedback_to_load(
+                for shard in error_feedback_to_load(
                     self.engine, self.step, self.debtors, self.names
                 ):
-                    self._check_part(part)
+                    self._check_shard(shard)
         self._verify()
         self._check_own(partial is None)
 
@@ -769,18 +774,18 @@ class Loading:
         source = self.sources[f"model.{name}"].removeprefix("model.")
         return self.own.get(f"buffer.{source}")
 
-    def _check_part(self, part: StatePart) -> None:
-        name = self._source(part)
+    def _check_shard(self, shard: TensorShard) -> None:
+        name = self._source(shard)
         if name not in self.names:
             raise self.fail(f"expected {name}, it is not there")
         shape, dtype = self.reader.shape(name), self.reader.dtype(name)
-        mine = part.local.dtype
+        mine = shard.local.dtype
         fits = dtype == mine or (
             self.converted and dtype.is_floating_point and mine.is_floating_point
         )
-        if shape != part.shape or not fits:
+        if shape != shard.shape or not fits:
             raise self.fail(
-                f"{part.name}: expected {part.local.dtype} of shape {part.shape}, as the module "
+                f"{shard.name}: expected {shard.local.dtype} of shape {shard.shape}, as the module "
                 f"has it, got {dtype} of shape {shape}"
             )
 
@@ -789,44 +794,47 @@ class Loading:
         ranks = self.engine.ranks
         self.reader.verify(sorted(self.reader.manifest.files)[ranks.rank :: ranks.world_size])
 
-    def _source(self, part: StatePart) -> str:
-        """Returns the name that a part has in the checkpoint.
+    def _source(self, shard: TensorShard) -> str:
+        """Returns the name that a shard has in the checkpoint.
 
         Where that has no masters its parameters are those.
         """
-        is_master = part.name.startswith(_MASTER)
-        if is_master and (self.converted or part.name not in self.names):
-            return f"model.{part.name.removeprefix(_MASTER)}"
-        return self.sources.get(part.name, part.name)
+        is_master = shard.name.startswith(_MASTER)
+        if is_master and (self.converted or shard.name not in self.names):
+            return f"model.{shard.name.removeprefix(_MASTER)}"
+        return self.sources.get(shard.name, shard.name)
 
     # ---- what is taken over ---------------------------------------------------------------------
 
-    def _model_parts(self, params: Iterator[StatePart]) -> Iterator[StatePart]:
+    def _model_shards(self, params: Iterator[TensorShard]) -> Iterator[TensorShard]:
         """The parameters to load, those in buckets as they are given."""
-        for part in chain(params, module_state.loose_parts(self.engine, whole=True)):
-            if part.name in self.sources:
-                yield part
+        for shard in chain(params, module_state.loose_shards(self.engine, whole=True)):
+            if shard.name in self.sources:
+                yield shard
 
-    def _state_parts(self, step: ShardedStep) -> Iterator[StatePart]:
+    def _state_shards(self, step: ShardedStep) -> Iterator[TensorShard]:
         """And of the optimizer's state, that which :meth:`check` has found; the rest is zeroed."""
-        known = {*self.state.parts, *(part.name for part in whole_parts(self.engine, step, True))}
+        known = {
+            *self.state.shards,
+            *(shard.name for shard in replicated_state(self.engine, step, True)),
+        }
         taken = merged_groups(step.groups, self.groups)
-        for part in parts_to_load(self.engine, step, taken):
-            if part.name in known:
-                yield part
+        for shard in shards_to_load(self.engine, step, taken):
+            if shard.name in known:
+                yield shard
             else:
-                part.local.zero_()
+                shard.local.zero_()
 
     def take(self) -> None:
         """Reads everything into the memory of its owners."""
         step = self.step
         if step is not None:
             step.ensure(self.state.kinds)
-        self._read(self._model_parts(module_state.params_to_load(self.engine)))
+        self._read(self._model_shards(module_state.params_to_load(self.engine)))
         self._forget_wide()
         self._take_buffers()
         if step is not None:
-            self._read(self._state_parts(step))
+            self._read(self._state_shards(step))
             assert self.saved.optimizer is not None
             take_optimizer(self.engine, step, self.saved.optimizer, self.groups)
             if self.debtors is not None:
@@ -852,13 +860,13 @@ class Loading:
                     here = slice(low - stored.state_chunk.begin, high - stored.state_chunk.begin)
                     stored.wide[here] = own_of(stored)[here]
 
-    def _read(self, parts: Iterator[StatePart]) -> None:
-        for part in parts:
-            if part.sharding is None and part.local.numel():
-                self.reader.read(self._source(part), part.begin, part.local)
-            elif part.local.numel():
-                for box in part.shard().boxes():
-                    self.reader.read_box(self._source(part), box.offsets, box.local)
+    def _read(self, shards: Iterator[TensorShard]) -> None:
+        for shard in shards:
+            if shard.sharding is None and shard.local.numel():
+                self.reader.read(self._source(shard), shard.begin, shard.local)
+            elif shard.local.numel():
+                for box in shard.shard().boxes():
+                    self.reader.read_box(self._source(shard), box.offsets, box.local)
 
     def _take_buffers(self) -> None:
         for name, buffer in self._buffers().items():

@@ -15,7 +15,7 @@ from ringcomm.json_reader import DAMAGE, exactly, in_words, shown
 from ringcomm.module_names import KnownNames, named_modules
 from ringcomm.optim.backends import SKIPPED, STEPS
 from ringcomm.optim.buckets import Bucket
-from ringcomm.optim.dtensors import PartMesh, Sharding, local_of
+from ringcomm.optim.dtensors import MeshView, Sharding, local_of
 from ringcomm.optim.layout import Chunk
 from ringcomm.optim.rules import AdamWRule, ParamState
 from ringcomm.optim.setting import LossScaler
@@ -38,7 +38,7 @@ from ringcomm.optim.state import (
     with_error_feedback,
 )
 from ringcomm.optim.step import ShardedStep
-from ringcomm.zero.checkpoint.format import FlatShard, Manifest, Part, PartShard
+from ringcomm.zero.checkpoint.format import DTensorBox, DTensorShard, FlatShard, Manifest
 from ringcomm.zero.stages.buckets import (
     BucketParam,
     DiskBucket,
@@ -52,7 +52,7 @@ from ringcomm.zero.stages.units import aliases
 Tensor = torch.Tensor
 
 
-def state_parts(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator[StatePart]:
+def state_shards(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator[TensorShard]:
     """The optimizer's state, by kind: this rank's chunks, or with ``whole`` all that it has.
 
     A parameter has the kinds that it needs, whatever others its bucket has, so that buckets may be
@@ -64,32 +64,32 @@ def state_parts(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator
         wanted = stored.state_chunk if whole else stored.chunk
         for kind, flat in bucket.state.tensors().items():
             names = _state_names(engine, step, kind, step.groups)
-            yield from bucket_parts(stored, flat, stored.state_chunk, wanted, names)
-    yield from whole_parts(engine, step, whole)
+            yield from bucket_shards(stored, flat, stored.state_chunk, wanted, names)
+    yield from replicated_state(engine, step, whole)
 
 
-def parts_to_save(engine: ShardEngine, step: ShardedStep) -> Iterator[StatePart]:
+def shards_to_save(engine: ShardEngine, step: ShardedStep) -> Iterator[TensorShard]:
     """Yields the optimizer's state of this rank's chunks, whose elements are read as they are due.
 
-    In memory that is :func:`state_parts`. Of offloaded state ``local`` has no memory, and the
+    In memory that is :func:`state_shards`. Of offloaded state ``local`` has no memory, and the
     elements come from there piece by piece, in the order in which a file takes them.
     """
-    yield from _error_feedback_parts(engine, step)
+    yield from _error_feedback_shards(engine, step)
     if step.offload is None:
-        yield from state_parts(engine, step, whole=False)
+        yield from state_shards(engine, step, whole=False)
         return
     step.written.take_over()
     for stored, bucket in zip(engine.stored, step.buckets, strict=True):
         for kind, dtype in bucket.state.dtypes().items():
             stand_in = torch.empty(bucket.chunk.elems, dtype=dtype, device="meta")
             names = _state_names(engine, step, kind, step.groups)
-            parts = bucket_parts(stored, stand_in, stored.state_chunk, stored.chunk, names)
-            for part in parts:
-                yield replace(part, read=partial(_blocks, bucket, kind))
-    yield from whole_parts(engine, step, whole=False)
+            shards = bucket_shards(stored, stand_in, stored.state_chunk, stored.chunk, names)
+            for shard in shards:
+                yield replace(shard, read=partial(_blocks, bucket, kind))
+    yield from replicated_state(engine, step, whole=False)
 
 
-def _error_feedback_parts(engine: ShardEngine, step: ShardedStep) -> Iterator[StatePart]:
+def _error_feedback_shards(engine: ShardEngine, step: ShardedStep) -> Iterator[TensorShard]:
     """Yields what quantization of gradients has lost: a tensor of each parameter for each node."""
     comm = engine.comm
     for bucket, error_feedback in with_error_feedback(step):
@@ -104,16 +104,16 @@ def _error_feedback_parts(engine: ShardEngine, step: ShardedStep) -> Iterator[St
 
 def _error_feedback_run(
     engine: ShardEngine, number: int, node: int | None, begin: int, values: Tensor
-) -> Iterator[StatePart]:
+) -> Iterator[TensorShard]:
     """Yields a bucket's error feedback of a node, or of sums, from an element on, by parameter."""
     chunk = Chunk(begin, begin + values.numel())
     names = named(engine, f"optim.error_feedback.{'sums' if node is None else node}.")
-    yield from bucket_parts(engine.stored[number], values, chunk, chunk, names)
+    yield from bucket_shards(engine.stored[number], values, chunk, chunk, names)
 
 
 def error_feedback_to_load(
     engine: ShardEngine, step: ShardedStep, saved: Debtors, names: Collection[str]
-) -> Iterator[StatePart]:
+) -> Iterator[TensorShard]:
     """Yields what :func:`take_error_feedback` reads; ``local`` has no elements yet.
 
     Args:
@@ -123,9 +123,9 @@ def error_feedback_to_load(
     nothing = torch.empty(0, dtype=torch.float32, device="cpu")
     for bucket, _ in with_error_feedback(step):
         for node in (*nodes_for(saved, step), None):
-            for part in _error_feedback_run(engine, bucket.number, node, 0, nothing):
-                if part.name in names:
-                    yield part
+            for shard in _error_feedback_run(engine, bucket.number, node, 0, nothing):
+                if shard.name in names:
+                    yield shard
 
 
 def take_error_feedback(
@@ -133,29 +133,29 @@ def take_error_feedback(
     step: ShardedStep,
     saved: Debtors,
     names: Collection[str],
-    read: Callable[[Iterator[StatePart]], None],
+    read: Callable[[Iterator[TensorShard]], None],
 ) -> None:
-    """Takes over what quantization had lost; ``read`` fills parts from the checkpoint."""
+    """Takes over what quantization had lost; ``read`` fills shards from the checkpoint."""
     for bucket, error_feedback in with_error_feedback(step):
 
         def fill(node: int | None, begin: int, out: Tensor, number: int = bucket.number) -> None:
-            parts = _error_feedback_run(engine, number, node, begin, out.zero_())
-            read(part for part in parts if part.name in names)
+            shards = _error_feedback_run(engine, number, node, begin, out.zero_())
+            read(shard for shard in shards if shard.name in names)
 
         take(step, error_feedback, saved, fill)
 
 
 def _blocks(bucket: Bucket, kind: str, begin: int, end: int) -> Iterator[Tensor]:
-    """Yields elements [begin, end) of a chunk's tensor of the state, as the parts have them."""
+    """Yields elements [begin, end) of a chunk's tensor of the state, as the pieces have them."""
     first = bucket.chunk.begin
-    for part in bucket.parts(first + begin, first + end, write=False):
-        here, _ = part.within(first + begin, first + end)
-        yield part.state.tensors()[kind][here]
+    for piece in bucket.parts(first + begin, first + end, write=False):
+        here, _ = piece.within(first + begin, first + end)
+        yield piece.state.tensors()[kind][here]
 
 
-def parts_to_load(
+def shards_to_load(
     engine: ShardEngine, step: ShardedStep, taken: Sequence[Mapping[str, Any]]
-) -> Iterator[StatePart]:
+) -> Iterator[TensorShard]:
     """Yields all of the state that this rank has; each is written before the next is asked for.
 
     Args:
@@ -169,19 +169,19 @@ def parts_to_load(
             tensors = bucket.state.tensors()
             for kind, flat in tensors.items():
                 names = _state_names(engine, step, kind, taken)
-                yield from bucket_parts(stored, flat, bucket.chunk, bucket.chunk, names)
+                yield from bucket_shards(stored, flat, bucket.chunk, bucket.chunk, names)
             bucket.state.take({name: tensors[name] for name in bucket.state.quantized})
-    yield from whole_parts(engine, step, True)
+    yield from replicated_state(engine, step, True)
 
 
-def whole_parts(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator[StatePart]:
+def replicated_state(engine: ShardEngine, step: ShardedStep, whole: bool) -> Iterator[TensorShard]:
     """Yields the tensors of state that all ranks have whole; on rank 0 alone without ``whole``."""
     for index, name in enumerate(names_of(engine, step)):
         for kind, tensor in step.rule.kept_whole(index).items():
             flat = tensor.view(-1)
             local = flat if whole or engine.ranks.rank == 0 else flat[:0]
             called, shape = f"optim.{kind}.{name}", tuple(tensor.shape)
-            yield StatePart(called, flat.numel(), 0, local, shape)
+            yield TensorShard(called, flat.numel(), 0, local, shape)
 
 
 def _state_names(
@@ -203,11 +203,11 @@ class SavedState:
 
     Attributes:
         kinds: by bucket, the moments that it must have memory for.
-        parts: by name, what is read; ``local`` is not the memory. The rest had not begun.
+        shards: by name, what is read; ``local`` is not the memory. The rest had not begun.
     """
 
     kinds: list[list[str]]
-    parts: dict[str, StatePart]
+    shards: dict[str, TensorShard]
 
 
 def saved_state(
@@ -245,19 +245,19 @@ def saved_state(
             }
             if any(id(entry.param) in called for entry in stored.params):
                 here.append(kind)
-                found.parts.update(_unread(stored, torch.float32, called))
+                found.shards.update(_unread(stored, torch.float32, called))
         for kind, flat in bucket.state.masters().items():
-            found.parts.update(_unread(stored, flat.dtype, names[kind]))
+            found.shards.update(_unread(stored, flat.dtype, names[kind]))
         found.kinds.append(here)
     return found
 
 
 def _unread(
     stored: ParamBucket, dtype: torch.dtype, names: Mapping[int, str]
-) -> dict[str, StatePart]:
-    """Returns by name the parts of a bucket, whose tensors have no elements yet."""
+) -> dict[str, TensorShard]:
+    """Returns by name the shards of a bucket, whose tensors have no elements yet."""
     nothing, chunk = torch.empty(0, dtype=dtype, device="cpu"), stored.state_chunk
-    return {part.name: part for part in bucket_parts(stored, nothing, chunk, chunk, names)}
+    return {shard.name: shard for shard in bucket_shards(stored, nothing, chunk, chunk, names)}
 
 
 # ---- A sharded module and its optimizer as a checkpoint holds them: tensors, and facts ----------
@@ -276,12 +276,12 @@ def _unread(
 
 
 @dataclass(frozen=True)
-class StatePart:
+class TensorShard:
     """Elements [begin, begin + local.numel()) of a flat tensor of ``elems`` that a rank holds.
 
     Where ``local`` has no memory (device "meta"), ``read`` yields the elements of a range of the
-    tensor that it is a view of. Under tensor parallelism the flat tensor may be a part of the
-    parameter, of a local tensor's shape. ``sharding`` then says which one.
+    tensor that it is a view of. Under tensor parallelism the flat tensor may be the
+    local shard of a parameter. ``sharding`` then says which one.
     """
 
     name: str
@@ -303,12 +303,12 @@ class StatePart:
         if self.sharding is None:
             shard = FlatShard(self.elems, self.begin, self.local, self.local_shape)
         else:
-            part = Part(self.sharding.shape, self.sharding.offsets, self.local_shape)
-            shard = PartShard(part, self.begin, self.local)
+            box = DTensorBox(self.sharding.shape, self.sharding.offsets, self.local_shape)
+            shard = DTensorShard(box, self.begin, self.local)
         shard.read = self.read
         return shard
 
-    def saved_by(self, mesh: PartMesh | None) -> StatePart:
+    def saved_by(self, mesh: MeshView | None) -> TensorShard:
         """Returns what this rank saves: nothing if another one has the same on the mesh."""
         dims = () if self.sharding is None else self.sharding.mesh_dims
         if mesh is None or mesh.counts(dims):
@@ -322,9 +322,9 @@ def overlap(entry: BucketParam, chunk: Chunk) -> tuple[int, int]:
     return low, max(low, high)
 
 
-def bucket_parts(
+def bucket_shards(
     stored: ParamBucket, flat: Tensor, held: Chunk, wanted: Chunk, names: Mapping[int, str]
-) -> Iterator[StatePart]:
+) -> Iterator[TensorShard]:
     """The parameters of a bucket, as a checkpoint names them.
 
     Args:
@@ -342,7 +342,7 @@ def bucket_parts(
         begin = low - entry.begin if low < high else 0
         elems, spec = entry.end - entry.begin, entry.spec
         name = names[id(entry.param)]
-        yield StatePart(name, elems, begin, local, spec.shape, spec.sharding)
+        yield TensorShard(name, elems, begin, local, spec.shape, spec.sharding)
 
 
 def named(engine: ShardEngine, prefix: str) -> dict[int, str]:
@@ -350,7 +350,7 @@ def named(engine: ShardEngine, prefix: str) -> dict[int, str]:
     return {key: prefix + name for key, name in engine.names().items()}
 
 
-def param_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
+def param_shards(engine: ShardEngine, whole: bool) -> Iterator[TensorShard]:
     """Parameters that lie in buckets: this rank's chunks, or with ``whole`` all that it keeps.
 
     Of what lies on a disk ``local`` has no memory, and the elements are read as they are due.
@@ -360,16 +360,16 @@ def param_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
         if isinstance(stored, ReplicatedBucket):
             held = Chunk(0, stored.layout.elems)
             wanted = held if whole else stored.chunk
-            yield from bucket_parts(stored, stored.flat, held, wanted, names)
+            yield from bucket_shards(stored, stored.flat, held, wanted, names)
             continue
         assert isinstance(stored, ShardedBucket)
         held, wanted = stored.kept_chunk, stored.kept_chunk if whole else stored.chunk
         if not isinstance(stored, DiskBucket):
-            yield from bucket_parts(stored, stored.kept, held, wanted, names)
+            yield from bucket_shards(stored, stored.kept, held, wanted, names)
             continue
         stand_in = torch.empty(held.elems, dtype=stored.layout.dtype, device="meta")
-        for part in bucket_parts(stored, stand_in, held, wanted, names):
-            yield replace(part, read=partial(_elements_of, stored))
+        for shard in bucket_shards(stored, stand_in, held, wanted, names):
+            yield replace(shard, read=partial(_elements_of, stored))
 
 
 def _elements_of(stored: DiskBucket, begin: int, end: int) -> Iterator[Tensor]:
@@ -378,31 +378,31 @@ def _elements_of(stored: DiskBucket, begin: int, end: int) -> Iterator[Tensor]:
         yield stored.kept[begin:end]
 
 
-def params_to_load(engine: ShardEngine) -> Iterator[StatePart]:
+def params_to_load(engine: ShardEngine) -> Iterator[TensorShard]:
     """Yields what this rank keeps of the parameters; each is written before the next is due."""
     if engine.parts.store is None:
-        yield from param_parts(engine, whole=True)
+        yield from param_shards(engine, whole=True)
         return
     names = named(engine, "model.")
     for stored in (*engine.stored, *engine.parts.stored_frozen):
         assert isinstance(stored, ShardedBucket)
         with stored.here(write=True):
             held = stored.kept_chunk
-            yield from bucket_parts(stored, stored.kept, held, held, names)
+            yield from bucket_shards(stored, stored.kept, held, held, names)
 
 
-def copies_of_params(engine: ShardEngine) -> Iterator[StatePart]:
-    """Does :meth:`param_parts` for all that this rank keeps, with copies of what is on a disk."""
-    for part in param_parts(engine, whole=True):
-        if part.read is None:
-            yield part
+def copies_of_params(engine: ShardEngine) -> Iterator[TensorShard]:
+    """Does :meth:`param_shards` for all that this rank keeps, with copies of what is on a disk."""
+    for shard in param_shards(engine, whole=True):
+        if shard.read is None:
+            yield shard
             continue
-        begin = int(part.local.storage_offset())
-        blocks = [block.clone() for block in part.read(begin, begin + part.local.numel())]
-        yield replace(part, local=torch.cat(blocks), read=None)
+        begin = int(shard.local.storage_offset())
+        blocks = [block.clone() for block in shard.read(begin, begin + shard.local.numel())]
+        yield replace(shard, local=torch.cat(blocks), read=None)
 
 
-def loose_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
+def loose_shards(engine: ShardEngine, whole: bool) -> Iterator[TensorShard]:
     """Parameters without a bucket: all ranks have them, and each saves its share."""
     bucketed = {
         id(each.param)
@@ -419,7 +419,7 @@ def loose_parts(engine: ShardEngine, whole: bool) -> Iterator[StatePart]:
         low = 0 if whole else comm.rank * elems // comm.world_size
         high = elems if whole else (comm.rank + 1) * elems // comm.world_size
         sharding = Sharding.of(param)
-        yield StatePart(f"model.{name}", elems, low, flat[low:high], shape, sharding)
+        yield TensorShard(f"model.{name}", elems, low, flat[low:high], shape, sharding)
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
@@ -432,14 +432,14 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def model_parts(engine: ShardEngine) -> Iterator[StatePart]:
-    """Everything of the model, of which each element is one rank's, but on a mesh of parts."""
-    yield from param_parts(engine, whole=False)
-    yield from loose_parts(engine, whole=False)
+def model_shards(engine: ShardEngine) -> Iterator[TensorShard]:
+    """Everything of the model; each element is one rank's, but for replicas on a mesh."""
+    yield from param_shards(engine, whole=False)
+    yield from loose_shards(engine, whole=False)
     for name, buffer in buffers_of(engine.parts.module).items():
         flat = buffer.detach().contiguous().reshape(-1)
         local = flat if engine.ranks.rank == 0 else flat[:0]
-        yield StatePart(f"model.{name}", flat.numel(), 0, local, tuple(buffer.shape))
+        yield TensorShard(f"model.{name}", flat.numel(), 0, local, tuple(buffer.shape))
 
 
 # A checkpoint may have been saved of a module in other wrappers, with their parts in its names.

@@ -455,7 +455,7 @@ class _Access:
                 )
             return local_of(value)
         if sharding is not None and tuple(value.shape) == sharding.shape:
-            return sharding.part_of(value, self.spec.shape)
+            return sharding.local_shard_of(value, self.spec.shape)
         return value
 
     def digest(self, value: Tensor, local: bool) -> str:

@@ -610,13 +610,13 @@ class Activations(AbstractContextManager[None]):
     # ---- forward --------------------------------------------------------------------------------
 
     @only_inlined
-    def _pack(self, tensor: Tensor) -> Receipt | _PartOnDisk | _InMemory:
+    def _pack(self, tensor: Tensor) -> Receipt | _DTensorOnDisk | _InMemory:
         local = local_of(tensor)
         if not self._goes(tensor, local):
             return _InMemory(tensor)
         if local is tensor:
             return self._save(tensor, _VersionWatch(tensor, _without_memory(tensor)))
-        return _PartOnDisk(tensor, self._save(local, _watch_part(tensor)))
+        return _DTensorOnDisk(tensor, self._save(local, _watch_dtensor(tensor)))
 
     def _goes(self, tensor: Tensor, local: Tensor) -> bool:
         """Returns whether a tensor goes to the disk; see NOTE [What stays where it is]."""
@@ -642,10 +642,10 @@ class Activations(AbstractContextManager[None]):
     # ---- backward -------------------------------------------------------------------------------
 
     @only_inlined
-    def _unpack(self, packed: Receipt | _PartOnDisk | _InMemory) -> Tensor:
+    def _unpack(self, packed: Receipt | _DTensorOnDisk | _InMemory) -> Tensor:
         if isinstance(packed, Receipt):
             return self._restore(packed)
-        if isinstance(packed, _PartOnDisk):
+        if isinstance(packed, _DTensorOnDisk):
             return packed.around(self._restore(packed.receipt))
         return packed.tensor()
 
@@ -820,14 +820,14 @@ def _without_memory(tensor: Tensor) -> Tensor:
     return alias
 
 
-def _watch_part(tensor: Any) -> _VersionWatch:
+def _watch_dtensor(tensor: Any) -> _VersionWatch:
     """Watches a DTensor, whose version its local tensor does not share."""
     alias = tensor.detach()
     alias._local_tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return _VersionWatch(tensor, alias)
 
 
-class _PartOnDisk:
+class _DTensorOnDisk:
     """A DTensor, of which this rank's part is on the disk."""
 
     def __init__(self, tensor: Any, receipt: Receipt) -> None:

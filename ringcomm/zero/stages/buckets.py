@@ -72,7 +72,7 @@ class ParamBucket(ABC):
             and is all of it unless other ranks have copies of the state.
         params: the parameters, in the order of the bucket.
         tensors: the parameters themselves.
-        has_parts: True if one of them is a DTensor. Where none is, nobody asks each of them.
+        has_dtensors: True if one of them is a DTensor. Where none is, nobody asks each of them.
         trains: True if an optimizer steps the bucket.
         wide: float32 [state chunk elements], the parameters before they were rounded; None when
             they were not, or when an optimizer has taken them over. With :attr:`compression` they
@@ -93,19 +93,19 @@ class ParamBucket(ABC):
         self.layout = layout
         self.params = tuple(params)
         self.tensors = tuple(entry.param for entry in params)
-        self.has_parts = any(map(is_distributed, self.tensors))
+        self.has_dtensors = any(map(is_distributed, self.tensors))
         self.trains = trains
         self.comm = comm
         if state == "node":
-            self.chunk = layout.part_of_copy(comm)
+            self.chunk = layout.chunk_of_copy(comm)
             self.state_chunk = layout.chunk(comm.node.rank, comm.node.world_size)
         else:
             self.chunk = self.state_chunk = layout.chunk(comm.shard_index, comm.world_size)
         self.wide: Tensor | None = None
         self.compression: str | None = None
 
-    def own_part(self, state: Tensor) -> Tensor:
-        """Returns the part for ``chunk`` of a tensor [state chunk elements]."""
+    def own_chunk_of(self, state: Tensor) -> Tensor:
+        """Returns the elements of ``chunk`` of a tensor [state chunk elements]."""
         begin = self.state_chunk.begin
         return state[self.chunk.begin - begin : self.chunk.end - begin]
 
@@ -215,7 +215,7 @@ class ReplicatedBucket(ParamBucket):
 
     def check(self) -> None:
         with without_torch_function():
-            here = map(local_of, self.tensors) if self.has_parts else self.tensors
+            here = map(local_of, self.tensors) if self.has_dtensors else self.tensors
             for local, address, entry in zip(here, self._addresses, self.params, strict=True):
                 if local.data_ptr() != address:
                     raise self._moved(entry)
@@ -281,8 +281,8 @@ class ShardedBucket(ParamBucket):
         self._shard = self._make_shard()
         self.kept_chunk = layout.chunk_of_size(number, self._kept_elems)
         self._kept = self._shard[: self.kept_chunk.elems]
-        self.own_memory = self._kept_part(self.state_chunk)
-        self._on_rail = [self._kept_part(chunk) for chunk in self._chunks_on_rail(state)]
+        self.own_memory = self._kept_values(self.state_chunk)
+        self._on_rail = [self._kept_values(chunk) for chunk in self._chunks_on_rail(state)]
         self._peers: tuple[Tensor, ...] = ()
         self._bytes = self.full_elems * layout.dtype.itemsize
         self._names = [entry.name for entry in self.params]
@@ -339,7 +339,7 @@ class ShardedBucket(ParamBucket):
     def connect(self) -> None:
         self._peers = peer_tensors(self.comm.node, self._shard, "zero.shard")
 
-    def _kept_part(self, chunk: Chunk) -> Tensor:
+    def _kept_values(self, chunk: Chunk) -> Tensor:
         """Returns the values of a chunk that lies in what this rank keeps."""
         begin = self.kept_chunk.begin
         return self._kept[chunk.begin - begin : chunk.end - begin]
@@ -411,7 +411,7 @@ class ShardedBucket(ParamBucket):
             self._point_to(self._views)
         self._addresses = list(map(Tensor.data_ptr, self._views))
         self._versions = make_unsharded(self.tensors)
-        if self.has_parts and not self.is_unsharded:
+        if self.has_dtensors and not self.is_unsharded:
             advance_versions(self._local_views, -1)
         self.is_unsharded = True
         self._references_at_first = self._count_references()
@@ -472,13 +472,13 @@ class ShardedBucket(ParamBucket):
         self._in_the_open = False
         self._addresses = self._placeholder_storages
         self._versions = make_resharded(self.tensors, self._names, self._ask)
-        if self.has_parts and self.is_unsharded:
+        if self.has_dtensors and self.is_unsharded:
             advance_versions(self._local_views, 1)
         self.is_unsharded = False
 
     def _point_to(self, values: Sequence[Tensor]) -> None:
         """Gives the parameters other memory."""
-        if self.has_parts:
+        if self.has_dtensors:
             for param, value in zip(self.tensors, values, strict=True):
                 set_local(param, value)
         else:
@@ -523,7 +523,7 @@ class ShardedBucket(ParamBucket):
 
     def _check(self) -> None:
         is_sharded = self._addresses is self._placeholder_storages
-        here = map(local_of, self.tensors) if self.has_parts else self.tensors
+        here = map(local_of, self.tensors) if self.has_dtensors else self.tensors
         expected = zip(self.params, self._addresses, self._versions, strict=True)
         for local, (entry, address, version) in zip(here, expected, strict=True):
             found = local.untyped_storage()._cdata if is_sharded else local.data_ptr()

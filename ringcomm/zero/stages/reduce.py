@@ -91,7 +91,7 @@ Tensor = torch.Tensor
 BATCH_BYTES = 1 << 20
 
 
-class BufferPart(NamedTuple):
+class BufferView(NamedTuple):
     """A buffer as one bucket sees it.
 
     Attributes:
@@ -159,7 +159,7 @@ class GradientBucket:
     cleared: set[int] = field(default_factory=set)
     zeroed: set[int] = field(default_factory=set)
     brought: list[bool] = field(default_factory=list)
-    buffer: BufferPart | None = None
+    buffer: BufferView | None = None
     accumulator: weakref.ref[Accumulator] | None = None
     gone: bool = False
     summed: bool = False
@@ -174,7 +174,7 @@ class GradientBucket:
         self.params = self.stored.tensors
         item_bytes = self.stored.layout.dtype.itemsize
         self.sizes = tuple((each.end - each.begin) * item_bytes for each in entries)
-        self.only_in_grad = not self.stored.has_parts
+        self.only_in_grad = not self.stored.has_dtensors
         self._like = self.stored.layout.dtype, self.stored.comm.device
 
     def count(self, to_fill: bool, to_reshard: bool) -> None:
@@ -199,8 +199,8 @@ class GradientBucket:
             indices: of the parameters.
             with_gaps: fill the buffer's gaps, too.
         """
-        part = self.buffer
-        if part is None:
+        buffer = self.buffer
+        if buffer is None:
             return
         dtype, device = self._like
         moved: list[torch.nn.Parameter] = []
@@ -209,7 +209,7 @@ class GradientBucket:
         others: list[int] = []
         with without_torch_function():
             for index in indices:
-                param, view = self.params[index], part.views[index]
+                param, view = self.params[index], buffer.views[index]
                 grad = grad_of(param)
                 if (
                     type(grad) is Tensor
@@ -228,26 +228,26 @@ class GradientBucket:
                 elif grad is not None or not self.only_in_grad:
                     others.append(index)
             if with_gaps:
-                views += part.gaps
-                grads += part.zeros
+                views += buffer.gaps
+                grads += buffer.zeros
             if views:
                 torch._foreach_copy_(views, grads)
             for param in moved:
                 set_grad(param, None)
             for index in others:
-                self._take_one(part, index)
+                self._take_one(buffer, index)
 
-    def _take_one(self, part: BufferPart, index: int) -> None:
+    def _take_one(self, buffer: BufferView, index: int) -> None:
         param, sums = self.params[index], self._sums
         if sums is not None and sums.has(param):
-            self._move(part, index, sums.take(param))
+            self._move(buffer, index, sums.take(param))
         if grad_of(param) is not None:
             name = self.stored.params[index].name
-            self._move(part, index, local_gradient(param, f"parameter {name}"))
+            self._move(buffer, index, local_gradient(param, f"parameter {name}"))
             set_grad(param, None)
 
-    def _move(self, part: BufferPart, index: int, grad: Tensor) -> None:
-        view = part.views[index]
+    def _move(self, buffer: BufferView, index: int, grad: Tensor) -> None:
+        view = buffer.views[index]
         try:
             if index in self.taken:
                 view.add_(grad)
@@ -264,7 +264,7 @@ class GradientBucket:
     def _sums(self) -> Accumulator | None:
         return None if self.accumulator is None else self.accumulator()
 
-    def fill_up(self, buffer: BufferPart) -> Tensor:
+    def fill_up(self, buffer: BufferView) -> Tensor:
         """Returns ``buffer``, which holds all gradients, and zeros elsewhere; the bucket has none
         of them any more.
         """
@@ -365,9 +365,9 @@ class Buffers:
         self._whole: dict[int, Tensor] = {}
         # More than there are in a gap.
         self._zeros: dict[torch.dtype, Tensor] = {}
-        self._parts: dict[tuple[int, int], BufferPart] = {}
+        self._parts: dict[tuple[int, int], BufferView] = {}
 
-    def get(self, bucket: GradientBucket, must: bool) -> BufferPart | None:
+    def get(self, bucket: GradientBucket, must: bool) -> BufferView | None:
         """Returns a buffer, which holds anything; None if all are in use.
 
         Args:
@@ -388,7 +388,7 @@ class Buffers:
             return None
         key = whole.data_ptr(), bucket.number
         if key not in self._parts:
-            self._parts[key] = _part_of(whole, bucket.stored, self._zeros[dtype])
+            self._parts[key] = _view_of(whole, bucket.stored, self._zeros[dtype])
         return self._parts[key]
 
     def give(self, buffer: Tensor) -> None:
@@ -396,12 +396,12 @@ class Buffers:
         self._free[buffer.dtype].append(self._whole[buffer.data_ptr()])
 
 
-def _part_of(whole: Tensor, stored: ParamBucket, zeros: Tensor) -> BufferPart:
+def _view_of(whole: Tensor, stored: ParamBucket, zeros: Tensor) -> BufferView:
     flat = whole[: stored.layout.elems]
     begins = [*(each.begin for each in stored.params), len(flat)]
     ends = [0, *(each.end for each in stored.params)]
     gaps = [flat[end:begin] for end, begin in zip(ends, begins, strict=True) if end < begin]
-    return BufferPart(
+    return BufferView(
         flat,
         tuple(each.view(flat) for each in stored.params),
         tuple(gaps),
@@ -806,7 +806,7 @@ class Reduction:
         if kind == "l2" and known:
             words.copy_(bucket.words)
         else:
-            self.reducer.norm(bucket.stored.own_part(bucket.shard), kind, words)
+            self.reducer.norm(bucket.stored.own_chunk_of(bucket.shard), kind, words)
 
     def wrote(self, number: int, index: int) -> None:
         """Notes that the shard of a bucket was written to, where parameter ``index`` has its part.

@@ -30,7 +30,7 @@ from ringcomm.memory.host_heap import give_back_freed, keep_freed_memory
 from ringcomm.module_names import named_modules, named_parameters, wrapped_key
 from ringcomm.offload.scratch import DiskChunks
 from ringcomm.optim.dtensors import (
-    PartMesh,
+    MeshView,
     check_placements,
     find_mesh,
     is_distributed,
@@ -613,7 +613,7 @@ def shard(
     ranks = _communicator(comm, eager)
     options = ZeroOptions() if options is None else options
     # What is refused on one rank is on all, which would wait for it where they are compared.
-    with all_or_none(ranks, "shard", None if others is None else PartMesh(others)):
+    with all_or_none(ranks, "shard", None if others is None else MeshView(others)):
         _check_arguments(eager, stage, ranks)
         stage = int(stage)
         _check_module(eager, ranks, others)
@@ -654,8 +654,8 @@ class _Trainers:
 
     comm: Communicator
     others: DeviceMesh | None
-    parted: PartMesh | None
-    over: PartMesh | None
+    parted: MeshView | None
+    over: MeshView | None
 
     @classmethod
     def of(cls, module: nn.Module, comm: Communicator, others: DeviceMesh | None) -> _Trainers:

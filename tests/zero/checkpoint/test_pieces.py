@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ringcomm.errors import ArgumentError
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard
 from ringcomm.zero.checkpoint import folder as reader
-from ringcomm.zero.checkpoint.format import Part, PartShard, Piece, check_fill, flat_boxes
+from ringcomm.zero.checkpoint.format import DTensorBox, DTensorShard, Piece, check_fill, flat_boxes
 
 sizes = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 
@@ -82,7 +82,7 @@ def test_a_tensor_without_elements_needs_no_piece():
     check_fill((), [piece((), ())])
 
 
-# ---- runs of a part as boxes of its tensor, and boxes out of tensors that were saved flat --------
+# ---- runs of a box as boxes of its tensor, and boxes out of tensors that were saved flat --------
 
 WHOLE = torch.arange(4 * 5 * 6.0).view(4, 5, 6)
 
@@ -93,20 +93,22 @@ def boxes_of(size: int) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.parametrize("part", [Part((4, 5, 6), (1, 0, 2), (3, 5, 3)), Part((4,), (3,), (0,))])
-def test_runs_of_a_part_fill_it(part):
-    elems = prod(part.sizes)
+@pytest.mark.parametrize(
+    "box", [DTensorBox((4, 5, 6), (1, 0, 2), (3, 5, 3)), DTensorBox((4,), (3,), (0,))]
+)
+def test_runs_of_a_box_fill_it(box):
+    elems = prod(box.sizes)
     for cut in range(elems + 1):
-        found = torch.zeros(part.shape)
+        found = torch.zeros(box.shape)
         for begin, end in ((0, cut), (cut, elems)):
-            shard = PartShard(part, begin, torch.arange(float(begin), float(end)))
-            assert shard.size() == torch.Size(part.shape)
-            for box in shard.boxes():
-                assert shard.__get_tensor_shard__(_index(box.offsets)).equal(box.local)
-                within = zip(box.offsets, box.sizes, strict=True)
-                found[tuple(slice(o, o + n) for o, n in within)] = box.local
-        here = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.sizes, strict=True))
-        assert found[here].equal(torch.arange(float(elems)).view(part.sizes))
+            shard = DTensorShard(box, begin, torch.arange(float(begin), float(end)))
+            assert shard.size() == torch.Size(box.shape)
+            for run in shard.boxes():
+                assert shard.__get_tensor_shard__(_index(run.offsets)).equal(run.local)
+                within = zip(run.offsets, run.sizes, strict=True)
+                found[tuple(slice(o, o + n) for o, n in within)] = run.local
+        here = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+        assert found[here].equal(torch.arange(float(elems)).view(box.sizes))
 
 
 def _index(offsets):
@@ -129,10 +131,10 @@ def test_boxes_of_a_tensor_that_was_saved_flat(tmp_path, monkeypatch, block_byte
         opened.read_box("x", (2, 0, 0), torch.empty(3, 5, 6))
 
 
-def test_a_tensor_that_was_saved_in_parts_reads_flat(tmp_path):
-    part = Part((4, 5, 6), (0, 0, 0), (4, 5, 6))
+def test_a_tensor_that_was_saved_in_boxes_reads_flat(tmp_path):
+    box = DTensorBox((4, 5, 6), (0, 0, 0), (4, 5, 6))
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, {"x": PartShard(part, 0, WHOLE.reshape(-1))})
+    checkpoints.save(1, {"x": DTensorShard(box, 0, WHOLE.reshape(-1))})
     out = torch.empty(50)
     checkpoints.reader().read("x", 7, out)
     assert out.equal(WHOLE.view(-1)[7:57])
