@@ -68,7 +68,7 @@ def test_all_stages_end_with_the_same_bits(worlds, dtype, cast, tmp_path):
         steps(model, optimizer, 2)
         zero.save(tmp_path / str(stage), 2, model, optimizer)
         if stage == 3:
-            frozen = engine_of(model, "test").parts.stored_frozen
+            frozen = engine_of(model, "test").setup.stored_frozen
             kept: Any = [b for b in frozen if b.layout.dtype is dtype]
             assert sum(b.kept.nbytes for b in kept) * 2 == sum(b.layout.elems for b in kept) > 0
             with pytest.raises(ArgumentError, match=r"0\.weight: to needs its values"):

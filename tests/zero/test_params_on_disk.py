@@ -239,14 +239,14 @@ def test_weights_of_files_go_to_the_disk_and_from_there_to_files(worlds, disk, t
 
 
 def store_of(module: Any) -> DiskChunks:
-    store = engine_of(module, "test").parts.store
+    store = engine_of(module, "test").setup.store
     assert store is not None
     return store
 
 
 def chunks_of(module: Any) -> list[DiskChunk]:
     engine = engine_of(module, "test")
-    buckets = (*engine.stored, *engine.parts.stored_frozen)
+    buckets = (*engine.stored, *engine.setup.stored_frozen)
     return [bucket.disk_chunk for bucket in buckets if isinstance(bucket, DiskBucket)]
 
 

@@ -130,7 +130,7 @@ def test_units_that_stay_from_forward_to_backward(worlds, kept):
         engine: Any = engine_of(model, "test")
         here = {
             u.name: [b.is_unsharded for b in engine.unsharder.buckets_of(u)]
-            for u in engine.parts.units
+            for u in engine.setup.units
         }
         loss.backward()
         return {name: all(each) for name, each in here.items()}

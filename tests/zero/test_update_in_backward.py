@@ -931,11 +931,11 @@ def test_a_bucket_on_its_way_has_come_before_its_chunks_change(worlds):
         assert bucket.is_unsharded and bucket.coming is None
         unsharder.reshard_all()
         # A wrong guess does not bring it again, and a need is refused.
-        unsharder._last = [id(unit) for unit in loop.engine.parts.units]
-        unsharder.need(loop.engine.parts.units[0])
+        unsharder._last = [id(unit) for unit in loop.engine.setup.units]
+        unsharder.need(loop.engine.setup.units[0])
         assert not bucket.is_unsharded and not unsharder._coming
         unsharder.reopen()
-        unsharder.need(loop.engine.parts.units[1])
+        unsharder.need(loop.engine.setup.units[1])
         assert bucket.is_unsharded
 
     worlds(2).run(work)

@@ -289,9 +289,9 @@ def save_pretrained(
     check_agreement(engine.comm, "save_pretrained", {"options": {**told, "aliases": aliases}})
     parts = {part.name: part for part in model_shards(engine)}
     # Ranks of a mesh have other buckets, but all have the module's own order.
-    named = [*dict(named_parameters(engine.parts.module)), *buffers_of(engine.parts.module)]
+    named = [*dict(named_parameters(engine.setup.module)), *buffers_of(engine.setup.module)]
     homes = {name: parts[f"{MODEL_PREFIX}{name}"] for name in named}
-    tied = aliases_of(engine.parts.module)
+    tied = aliases_of(engine.setup.module)
     if aliases == "copy":
         homes |= {alias: homes[name] for alias, name in tied.items()}
         tied = {}
@@ -401,7 +401,7 @@ def _write(
                 file.write(partial, shards)
         with all_or_none(comm, "save_pretrained", mesh), _writing(operation, target):
             if made is not None:
-                _finish(engine.parts.module, made, target, files)
+                _finish(engine.setup.module, made, target, files)
                 made = None
     finally:
         if made is not None:

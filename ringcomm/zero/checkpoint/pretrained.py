@@ -626,7 +626,7 @@ def load_pretrained(
     try:
         with all_or_none(comm, "load_pretrained", engine.mesh):
             engine.check("load_pretrained")
-            found.open(engine.parts.module)
+            found.open(engine.setup.module)
             # From here on no rank reads what its peers are about to change.
             engine.change("load_pretrained")
         check_agreement(comm, "load_pretrained", {"options": {"weight files": found.digest}})
@@ -804,7 +804,7 @@ def _fill_engine(engine: ShardEngine, source: Pretrained) -> None:
     """Writes this rank's pieces of what the files have, and shares them; collective."""
     owner = engine.placement.owner
     with engine.together("load_pretrained"):
-        for number, bucket in enumerate((*engine.stored, *engine.parts.stored_frozen)):
+        for number, bucket in enumerate((*engine.stored, *engine.setup.stored_frozen)):
             masters = owner.buckets[number] if owner is not None and bucket.trains else None
             with bucket.here(write=True):
                 _fill_bucket(bucket, masters, source)
@@ -850,8 +850,8 @@ def _pieces(
 
 def _fill_rest(engine: ShardEngine, source: Pretrained) -> None:
     """Reads parameters without a bucket, and buffers, which every rank has whole."""
-    root = engine.parts.module
-    buckets = (*engine.stored, *engine.parts.stored_frozen)
+    root = engine.setup.module
+    buckets = (*engine.stored, *engine.setup.stored_frozen)
     bucketed = {id(each.param) for bucket in buckets for each in bucket.params}
     for param in root.parameters():
         values = None if id(param) in bucketed else source.values_of(param)

@@ -299,8 +299,8 @@ class TrainState:
             step.refuse_if_torn("state_dict")
             tensors += state_shards(engine, step, True)
         shards = {each.name: each.shard() for each in tensors}
-        buffers = module_state.buffers_of(engine.parts.module)
-        extra = save_extra_state(engine.parts.module, "TrainState.state_dict")
+        buffers = module_state.buffers_of(engine.setup.module)
+        extra = save_extra_state(engine.setup.module, "TrainState.state_dict")
         # A checkpoint of modules without extra state has no such entry.
         told = {"extra": json.dumps(encode(extra.data, "extra"))} if extra.data else {}
         return {
@@ -323,7 +323,7 @@ class TrainState:
             told = json.loads(state["facts"])
         except DAMAGE as error:
             raise _failed(f"is no checkpoint of a TrainState: {in_words(error)}") from error
-        known = KnownNames.of(engine.parts.module)
+        known = KnownNames.of(engine.setup.module)
         SavedFacts.read(told, _failed)
         facts = SavedFacts.read(renamed(told, known, NAMES_IN_FACTS), _failed)
         check_names(engine, facts, _failed)
@@ -334,7 +334,7 @@ class TrainState:
                 bucket.wide = None
         engine.count_change()
         with engine.together("TrainState.load_state_dict"):
-            if engine.parts.store is not None:
+            if engine.setup.store is not None:
                 _take(module_state.params_to_load(engine), state)
             if step is not None:
                 self._take_copies(step, state)
@@ -345,7 +345,7 @@ class TrainState:
                 refresh_masters(engine)
         engine.comm.barrier()
         requantize(engine)
-        set_extra_state(engine.parts.module, extra, _failed)
+        set_extra_state(engine.setup.module, extra, _failed)
 
     def _take_copies(self, step: ShardedStep, state: Mapping[str, Any]) -> None:
         """Takes state of which torch has loaded copies: of 8 bits, or offloaded."""
@@ -359,10 +359,10 @@ class TrainState:
             raise _failed(f"has extra state that is damaged: {in_words(error)}") from error
         engine = self._engine
         if isinstance(data, dict):
-            known = KnownNames.of(engine.parts.module)
+            known = KnownNames.of(engine.setup.module)
             data = {known.find_module(name): each for name, each in data.items()}
         saved = ExtraState(data, dict(state))
-        return read_extra_state(engine.parts.module, saved, engine.comm.device, _failed)
+        return read_extra_state(engine.setup.module, saved, engine.comm.device, _failed)
 
 
 def _take(shards: Iterator[TensorShard], state: Mapping[str, Any]) -> None:
@@ -421,13 +421,13 @@ def save(
         if sharded is not None:
             sharded.refuse_if_torn("save")
         extra = _extra_state(engine)
-        buffers = module_state.buffers_of(engine.parts.module)
+        buffers = module_state.buffers_of(engine.setup.module)
         tensors, generators = save_generators(engine.comm.device)
         own = {f"buffer.{name}": buffer.detach() for name, buffer in buffers.items()}
         checkpoints = Checkpoints(root, keep=keep, ranks=engine.ranks)
         left_out = frozen_names(engine) if trainable_only else []
         told = {"left_out": left_out} if left_out else {}
-        tied = aliases(engine.parts.module)
+        tied = aliases(engine.setup.module)
         return checkpoints.save(
             step,
             shards_of(engine, sharded, left_out),
@@ -442,7 +442,7 @@ def save(
 
 
 def _extra_state(engine: ShardEngine) -> ExtraState:
-    module, comm = engine.parts.module, engine.comm
+    module, comm = engine.setup.module, engine.comm
     if not modules_with_extra_state(module):
         return ExtraState({}, {})
     with all_or_none(comm, "save", engine.mesh):
@@ -452,7 +452,7 @@ def _extra_state(engine: ShardEngine) -> ExtraState:
 def frozen_names(engine: ShardEngine) -> list[str]:
     """Returns the names of the parameters that were frozen when the module was sharded."""
     trained = set(engine.trainable.names)
-    return [name for name, _ in named_parameters(engine.parts.module) if name not in trained]
+    return [name for name, _ in named_parameters(engine.setup.module) if name not in trained]
 
 
 def shards_of(
@@ -561,7 +561,7 @@ def check_load(
                 f"{operation}: optimizer: expected None with strict=False or only=, since its "
                 "state is loaded whole; an optimizer that there is goes on from the module"
             )
-        names = ModuleNames.of(engine.parts.module)
+        names = ModuleNames.of(engine.setup.module)
         choice = PartialLoad(names, Chosen(names.first, only, "load"), strict)
     with normal_tensors():
         engine.check_all("load")
@@ -591,7 +591,7 @@ def take_load(loading: Loading) -> Loaded:
         if loading.extra:
             # Behind the barrier, since a module may look at its parameters.
             with all_or_none(comm, "load", engine.mesh):
-                set_extra_state(engine.parts.module, loading.extra, loading.fail)
+                set_extra_state(engine.setup.module, loading.extra, loading.fail)
     return Loaded(loading.number, loading.data["user"], loading.exact, *loading.keys)
 
 
@@ -613,7 +613,7 @@ class Loading:
         self.reader = reader
         self.operation = operation
         self.number = 0  # the checkpoint's step
-        known = KnownNames.of(engine.parts.module)
+        known = KnownNames.of(engine.setup.module)
         # The types are checked before any name is looked for.
         SavedFacts.read(self._read_data(reader.data)["ringcomm"], self.fail)
         self.data = self._read_data(with_unwrapped_names(reader.manifest, known).data)
@@ -697,7 +697,7 @@ class Loading:
 
     def _find_sources(self, partial: PartialLoad | None) -> dict[str, str]:
         """Returns the names to load, with those that the checkpoint has for them."""
-        root = self.engine.parts.module
+        root = self.engine.setup.module
         if partial is None:
             left_out = set(self.saved.left_out)
             lacking = sorted(left_out.intersection(self.engine.trainable.names))
@@ -731,7 +731,7 @@ class Loading:
 
     def _buffers(self) -> dict[str, Tensor]:
         """The buffers to load."""
-        found = module_state.buffers_of(self.engine.parts.module)
+        found = module_state.buffers_of(self.engine.setup.module)
         return {name: each for name, each in found.items() if f"model.{name}" in self.sources}
 
     def _check_own(self, whole: bool) -> None:
@@ -758,7 +758,7 @@ class Loading:
             self.generators = told["generators"]
             check_generators(self.own, self.generators, device)
         extra = ExtraState(told.get("extra", {}), self.own)
-        self.extra = read_extra_state(self.engine.parts.module, extra, device, self.fail)
+        self.extra = read_extra_state(self.engine.setup.module, extra, device, self.fail)
 
     def _converted_buffers(self) -> dict[str, Tensor]:
         """Reads the buffers of another library's checkpoint, which are the same on all ranks."""
@@ -840,7 +840,7 @@ class Loading:
             if self.debtors is not None:
                 take_error_feedback(self.engine, step, self.debtors, self.names, self._read)
         else:
-            named = named_parameters(self.engine.parts.module)
+            named = named_parameters(self.engine.setup.module)
             loaded = {id(param) for name, param in named if f"model.{name}" in self.sources}
             refresh_masters(self.engine, loaded)
         if self.exact:

@@ -356,7 +356,7 @@ def param_shards(engine: ShardEngine, whole: bool) -> Iterator[TensorShard]:
     Of what lies on a disk ``local`` has no memory, and the elements are read as they are due.
     """
     names = named(engine, "model.")
-    for stored in (*engine.stored, *engine.parts.stored_frozen):
+    for stored in (*engine.stored, *engine.setup.stored_frozen):
         if isinstance(stored, ReplicatedBucket):
             held = Chunk(0, stored.layout.elems)
             wanted = held if whole else stored.chunk
@@ -380,11 +380,11 @@ def _elements_of(stored: DiskBucket, begin: int, end: int) -> Iterator[Tensor]:
 
 def params_to_load(engine: ShardEngine) -> Iterator[TensorShard]:
     """Yields what this rank keeps of the parameters; each is written before the next is due."""
-    if engine.parts.store is None:
+    if engine.setup.store is None:
         yield from param_shards(engine, whole=True)
         return
     names = named(engine, "model.")
-    for stored in (*engine.stored, *engine.parts.stored_frozen):
+    for stored in (*engine.stored, *engine.setup.stored_frozen):
         assert isinstance(stored, ShardedBucket)
         with stored.here(write=True):
             held = stored.kept_chunk
@@ -406,7 +406,7 @@ def loose_shards(engine: ShardEngine, whole: bool) -> Iterator[TensorShard]:
     """Parameters without a bucket: all ranks have them, and each saves its share."""
     bucketed = {
         id(each.param)
-        for stored in (*engine.stored, *engine.parts.stored_frozen)
+        for stored in (*engine.stored, *engine.setup.stored_frozen)
         for each in stored.params
     }
     comm = engine.comm
@@ -436,7 +436,7 @@ def model_shards(engine: ShardEngine) -> Iterator[TensorShard]:
     """Everything of the model; each element is one rank's, but for replicas on a mesh."""
     yield from param_shards(engine, whole=False)
     yield from loose_shards(engine, whole=False)
-    for name, buffer in buffers_of(engine.parts.module).items():
+    for name, buffer in buffers_of(engine.setup.module).items():
         flat = buffer.detach().contiguous().reshape(-1)
         local = flat if engine.ranks.rank == 0 else flat[:0]
         yield TensorShard(f"model.{name}", flat.numel(), 0, local, tuple(buffer.shape))
@@ -750,7 +750,7 @@ def check_names(engine: ShardEngine, saved: SavedFacts, fail: Fail) -> None:
 
 def _check_converted(engine: ShardEngine, mine: list[str], theirs: list[str], fail: Fail) -> None:
     """Checks what another library saved, which may not say in what order, and buffers with it."""
-    module = engine.parts.module
+    module = engine.setup.module
     known = {*mine, *buffers_of(module), *aliases(module)}
     missing, strange = sorted({*mine} - {*theirs}), sorted({*theirs} - known)
     if missing or strange:

@@ -162,7 +162,7 @@ def sync_buffers(module: nn.Module, how: str = "mean") -> None:
             different things; on all ranks, and nothing was changed.
     """
     engine = engine_of(module, "sync_buffers")
-    comm, root = engine.comm, engine.parts.module
+    comm, root = engine.comm, engine.setup.module
     with all_or_none(comm, "sync_buffers", engine.mesh):
         if how not in ("mean", "rank0"):
             head = where("sync_buffers", comm.rank, comm.world_size)

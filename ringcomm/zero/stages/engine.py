@@ -342,8 +342,8 @@ def owner_of(param: Tensor) -> ShardEngine | None:
 
 
 @dataclass(frozen=True)
-class EngineParts:
-    """The parts that an engine is made of.
+class EngineSetup:
+    """What an engine is made of: the module, its units and buckets, and the options.
 
     Attributes:
         module: the root.
@@ -357,7 +357,7 @@ class EngineParts:
         stored: the buckets of ``trainable``; none until they are made.
         stored_frozen: the buckets of ``frozen``.
         number: stages 2 and 3: see ``ModuleOrder.join``.
-        others: the mesh of other stages and parts of the model, or None.
+        others: the mesh of other stages and shards of the model, or None.
         ignored: the ``id`` of each parameter that is the user's own.
         store: the disk where this rank's chunks of the parameters lie; None for memory.
     """
@@ -390,7 +390,7 @@ class ShardEngine:
     behind the turn of its bucket it is left over.
 
     Attributes:
-        parts: the parts that it is made of.
+        setup: what it is made of.
         reduction: stages 2 and 3: reduces the gradients.
         unsharder: stage 3: unshards and reshards the parameters.
         profile: records when the engine communicates.
@@ -406,16 +406,16 @@ class ShardEngine:
 
     placement: Placement
 
-    def __init__(self, parts: EngineParts) -> None:
-        self.parts = parts
-        self.stage, self.comm, self.options = parts.stage, parts.comm, parts.options
-        self.trainable, self.stored = parts.trainable, parts.stored
-        self.number = parts.number
+    def __init__(self, setup: EngineSetup) -> None:
+        self.setup = setup
+        self.stage, self.comm, self.options = setup.stage, setup.comm, setup.options
+        self.trainable, self.stored = setup.trainable, setup.stored
+        self.number = setup.number
         self.order = module_order(self.comm)
         self.profile = StepProfile()
         self.reduction = self._make_reduction() if self.stage > 1 else None
         self.unsharder = self._make_unsharder() if self.stage == 3 else None
-        self.mesh = find_mesh(self.parts.module.parameters(), "shard")
+        self.mesh = find_mesh(self.setup.module.parameters(), "shard")
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
         self.closed = False
@@ -431,25 +431,25 @@ class ShardEngine:
         self._counting: Callable[[], object | None] = _NOTHING
         # Whether that backward reduces the module's gradients.
         self._reduces = False
-        everywhere = (*parts.stored, *parts.stored_frozen)
-        head = where("zero", parts.comm.rank, parts.comm.world_size)
+        everywhere = (*setup.stored, *setup.stored_frozen)
+        head = where("zero", setup.comm.rank, setup.comm.world_size)
         entries = [entry for bucket in everywhere for entry in bucket.params]
-        self.slots = Slots(parts.module, entries, head)
+        self.slots = Slots(setup.module, entries, head)
         self.slots.watch_loads(self.keep)
-        known = {*map(id, self.trainable.params), *parts.ignored}
+        known = {*map(id, self.trainable.params), *setup.ignored}
         #: The names of parameters that were frozen at ``shard()``, by parameter.
         self.frozen_params = {
-            param: name for name, param in named_parameters(parts.module) if id(param) not in known
+            param: name for name, param in named_parameters(setup.module) if id(param) not in known
         }
-        self._unconverted = refuse_conversions(parts.module, head, weakref.ref(self))
+        self._unconverted = refuse_conversions(setup.module, head, weakref.ref(self))
         self._align_gradients()
-        parts.module.join_hook = refuse_join  # type: ignore[assignment]
+        setup.module.join_hook = refuse_join  # type: ignore[assignment]
         if self.reduction is not None:
             self._watch_gradients(self.reduction.buckets)
             self._gradients = {bucket.stored: bucket for bucket in self.reduction.buckets}
             self._trained = {id(entry.param) for bucket in self.stored for entry in bucket.params}
-            self._zero_grad_of_module = parts.module.zero_grad
-            parts.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
+            self._zero_grad_of_module = setup.module.zero_grad
+            setup.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def _make_reduction(self) -> Reduction:
         # At stage 3 a step unshards nothing, and one pass would not round a 16-bit gradient.
@@ -461,16 +461,16 @@ class ShardEngine:
         )
 
     def _make_unsharder(self) -> Unsharder:
-        of: dict[int, list[ShardedBucket]] = {number: [] for number in range(len(self.parts.units))}
+        of: dict[int, list[ShardedBucket]] = {number: [] for number in range(len(self.setup.units))}
         for assignment, stored in (
             (self.trainable, self.stored),
-            (self.parts.frozen, self.parts.stored_frozen),
+            (self.setup.frozen, self.setup.stored_frozen),
         ):
             for unit, bucket in zip(assignment.unit_of, stored, strict=True):
                 assert isinstance(bucket, ShardedBucket)
                 of[unit].append(bucket)
-        units = [(unit, of[number]) for number, unit in enumerate(self.parts.units)]
-        store = self.parts.store
+        units = [(unit, of[number]) for number, unit in enumerate(self.setup.units)]
+        store = self.setup.store
         told = None if store is None else partial(expect, store)
         return Unsharder(units, self.comm, self.options, self.profile, told)
 
@@ -488,13 +488,13 @@ class ShardEngine:
 
         Modules that were put into the module since, such as adapters, may be sharded by themselves.
         """
-        for name, param in named_parameters(self.parts.module):
-            if owner_of(param) in (None, self) and id(param) not in self.parts.ignored:
+        for name, param in named_parameters(self.setup.module):
+            if owner_of(param) in (None, self) and id(param) not in self.setup.ignored:
                 yield name, param
 
     def names(self) -> dict[int, str]:
         """Returns by ``id`` the names that parameters have now; what is gone has its last one."""
-        buckets = (*self.parts.stored, *self.parts.stored_frozen)
+        buckets = (*self.setup.stored, *self.setup.stored_frozen)
         had = {id(entry.param): entry.name for bucket in buckets for entry in bucket.params}
         return {**had, **{id(param): name for name, param in self.named_parameters()}}
 
@@ -627,7 +627,7 @@ class ShardEngine:
             return
         # The same, but for the property p.grad of parameters whose gradient is forgotten already.
         own = self._trained
-        for param in self.parts.module.parameters():
+        for param in self.setup.module.parameters():
             if id(param) not in own and param.grad is not None:
                 param.grad = None
 
@@ -740,7 +740,7 @@ class ShardEngine:
     @contextmanager
     def together(self, operation: str) -> Iterator[None]:
         """Has what fails on one rank's disk inside raise on all ranks, at the end; collective."""
-        store = self.parts.store
+        store = self.setup.store
         if store is None:
             yield
             return
@@ -781,7 +781,7 @@ class ShardEngine:
         count_change(params)
         if self.unsharder is not None:
             only = set(map(id, params))
-            for bucket in (*self.parts.stored, *self.parts.stored_frozen):
+            for bucket in (*self.setup.stored, *self.setup.stored_frozen):
                 assert isinstance(bucket, ShardedBucket)
                 bucket.count_change(only)
 
@@ -801,10 +801,10 @@ class ShardEngine:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        vars(self.parts.module).pop("join_hook", None)
+        vars(self.setup.module).pop("join_hook", None)
         allow_conversions(self._unconverted)
         if self.reduction is not None:
-            vars(self.parts.module).pop("zero_grad", None)
+            vars(self.setup.module).pop("zero_grad", None)
             self.reduction.wait()
         if self.unsharder is not None:
             self.unsharder.close()
@@ -813,8 +813,8 @@ class ShardEngine:
         for module in self._watched:
             module._parameters = dict(module._parameters.items())
         self._watched.clear()
-        if self.parts.store is not None:
-            self.parts.store.close()
+        if self.setup.store is not None:
+            self.setup.store.close()
         for param in (*self.trainable.params, *self.frozen_params):
             displace(param)
 

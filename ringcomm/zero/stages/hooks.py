@@ -74,7 +74,7 @@ def hook_modules(engine: ShardEngine, root: nn.Module) -> None:
     if engine.unsharder is not None:
         unsharder = engine.unsharder
         hooks = [
-            _UnitHooks(engine, unsharder, unit, unit.module is root) for unit in engine.parts.units
+            _UnitHooks(engine, unsharder, unit, unit.module is root) for unit in engine.setup.units
         ]
         _watch_accesses(engine, hooks)
         refuse = _refuse_states(engine)
@@ -91,7 +91,7 @@ def _keep_dtypes(engine: ShardEngine) -> None:
     """Has modules compute in their dtype, among modules that compute in another one."""
     # All of one kind have the same two hooks, so that compiled units of one kind share their code.
     casts: dict[tuple[torch.dtype, torch.dtype | None], tuple[Any, Any]] = {}
-    for chosen in engine.parts.dtypes.chosen:
+    for chosen in engine.setup.dtypes.chosen:
         for module in _called(chosen.module):
             stays = getattr(module, "returns_fp32", False)
             kind = chosen.dtype, None if stays else chosen.outside
@@ -198,7 +198,7 @@ def settle_states(engine: ShardEngine, outer: nn.Module) -> None:
         engine: of the module.
         outer: the module as the caller of ``shard()`` has it, perhaps in wrappers.
     """
-    root = engine.parts.module
+    root = engine.setup.module
     show = _ShowValues(engine)
     for module in root.modules():
         if module._parameters:
@@ -610,7 +610,7 @@ def _watch_accesses(engine: ShardEngine, hooks: Sequence[_UnitHooks]) -> None:
             unit.touched(bucket)
 
     tables: dict[ShardedBucket, list[_WatchedTable]] = {}
-    for module in engine.parts.module.modules():
+    for module in engine.setup.module.modules():
         own = [owner[id(p)][0] for p in module._parameters.values() if id(p) in owner]
         if own:
             watched = _WatchedDict(module._parameters, touch)

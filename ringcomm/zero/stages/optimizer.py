@@ -431,8 +431,8 @@ class ModulePlacement(Placement):
         self._left_out: list[Tensor] = []
         self.params, self.names = engine.trainable.params, engine.trainable.names
         self.comm: Communicator = engine.comm
-        self.store = engine.parts.store
-        self.others = engine.parts.others
+        self.store = engine.setup.store
+        self.others = engine.setup.others
         self.scaled = engine.options.precision.scaled
         self.divisor = engine.options.divisor
         sharers = sharers_of(engine.comm, engine.options.state)
@@ -598,7 +598,7 @@ class ModulePlacement(Placement):
         self._check_left_out(operation)
         # Without a reduction the gradients check the same addresses.
         if engine.reduction is not None:
-            for bucket in (*engine.stored, *engine.parts.stored_frozen):
+            for bucket in (*engine.stored, *engine.setup.stored_frozen):
                 bucket.check()
 
     def end_step(self) -> None:

@@ -59,7 +59,7 @@ from ringcomm.zero.stages.buckets import (
     make_store,
     reserve,
 )
-from ringcomm.zero.stages.engine import EngineParts, ShardEngine, owner_of
+from ringcomm.zero.stages.engine import EngineSetup, ShardEngine, owner_of
 from ringcomm.zero.stages.hooks import hook_modules, settle_states, uncompiled
 from ringcomm.zero.stages.optimizer import set_placements
 from ringcomm.zero.stages.options import ModuleDtypes, ZeroOptions
@@ -345,18 +345,18 @@ def _modules(module: nn.Module, name: str, others: set[int]) -> list[tuple[str, 
     return found
 
 
-def make_bucket(parts: EngineParts, assignment: BucketAssignment, number: int) -> ParamBucket:
+def make_bucket(setup: EngineSetup, assignment: BucketAssignment, number: int) -> ParamBucket:
     """Makes an empty bucket of an assignment; no other rank takes part, and no parameter changes.
 
     Args:
-        parts: the engine's parts, of which ``assignment`` is one.
+        setup: of the engine; ``assignment`` is in it.
         assignment: of the trainable parameters, or of the frozen ones.
         number: of the bucket.
 
     Raises:
         HeapError: the heap has no room.
     """
-    comm, options, trains = parts.comm, parts.options, assignment is parts.trainable
+    comm, options, trains = setup.comm, setup.options, assignment is setup.trainable
     layout = assignment.layout.buckets[number]
     params = [
         BucketParam(
@@ -367,18 +367,18 @@ def make_bucket(parts: EngineParts, assignment: BucketAssignment, number: int) -
         )
         for s in layout.segments
     ]
-    if options.params == "world" or parts.store is not None:
+    if options.params == "world" or setup.store is not None:
         # A backward of 0 stands for none: reductions count theirs from 1 on.
-        among_all = number if trains else number + len(parts.trainable.layout.buckets)
-        tag = _native.grad_tag(parts.number, 0, among_all)
-        if parts.store is not None:
-            return DiskBucket(layout, params, comm, trains, tag, parts.store)
+        among_all = number if trains else number + len(setup.trainable.layout.buckets)
+        tag = _native.grad_tag(setup.number, 0, among_all)
+        if setup.store is not None:
+            return DiskBucket(layout, params, comm, trains, tag, setup.store)
         made: ParamBucket = WorldBucket(layout, params, comm, trains, tag)
-    elif parts.stage == 3:
+    elif setup.stage == 3:
         made = ShardedBucket(layout, params, comm, trains, options.state)
     else:
         made = ReplicatedBucket(layout, params, comm, trains, options.state)
-        if parts.stage == 0:
+        if setup.stage == 0:
             made.state_chunk = layout.chunk(0, 1)
     made.compression = _compression_of(options, layout, trains)
     return made
@@ -394,23 +394,23 @@ def _compression_of(options: ZeroOptions, layout: BucketLayout, trains: bool) ->
     return options.compression.parameters if quantized else None
 
 
-def move_in(parts: EngineParts, init: Init, rollback: Rollback) -> None:
+def move_in(setup: EngineSetup, init: Init, rollback: Rollback) -> None:
     """Fills the buckets, unit by unit; collective.
 
     A unit's meta tensors get memory right before the unit is sharded.
 
     Args:
-        parts: the engine's parts, with empty buckets.
+        setup: of the engine, with empty buckets.
         init: see ``shard()``.
         rollback: registers how to undo it.
     """
-    units = parts.units
+    units = setup.units
     # Inner units come first: a parameter that they share belongs to a unit around them, and their
     # modules must initialise it before that unit is sharded.
     for number in sorted(range(len(units)), key=lambda n: -_depth(units[n])):
-        materialize(units[number], units, parts.comm.device, init, rollback)
-        values = _values(parts, units[number], init, rollback)
-        kinds = (parts.trainable, parts.stored), (parts.frozen, parts.stored_frozen)
+        materialize(units[number], units, setup.comm.device, init, rollback)
+        values = _values(setup, units[number], init, rollback)
+        kinds = (setup.trainable, setup.stored), (setup.frozen, setup.stored_frozen)
         for assignment, stored in kinds:
             for bucket, of in zip(stored, assignment.unit_of, strict=True):
                 if of == number:
@@ -420,22 +420,22 @@ def move_in(parts: EngineParts, init: Init, rollback: Rollback) -> None:
         del values
         give_back_freed()
     if isinstance(init, WeightSource):
-        _read_buffers(parts.module, init, rollback)
+        _read_buffers(setup.module, init, rollback)
 
 
 def _depth(unit: Unit) -> int:
     return unit.name.count(".") + bool(unit.name)
 
 
-def _values(parts: EngineParts, unit: Unit, init: Init, rollback: Rollback) -> dict[int, Values]:
+def _values(setup: EngineSetup, unit: Unit, init: Init, rollback: Rollback) -> dict[int, Values]:
     """Returns the values for buckets, by ``id`` of each parameter of a unit that moves; collective.
 
     With ``broadcast``, the unit's other parameters get rank 0's values in place. What a source has,
     each rank reads for itself.
     """
-    comm, broadcast = parts.comm, parts.options.broadcast
+    comm, broadcast = setup.comm, setup.options.broadcast
     takes = broadcast and comm.rank != 0
-    moves = {id(param) for param in (*parts.trainable.params, *parts.frozen.params)}
+    moves = {id(param) for param in (*setup.trainable.params, *setup.frozen.params)}
     values: dict[int, Values] = {}
     for param in unit.params.values():
         read = init.values_of(param) if isinstance(init, WeightSource) else None
@@ -498,22 +498,22 @@ def _read_buffers(root: nn.Module, source: WeightSource, rollback: Rollback) -> 
             there.copy_(_read_whole(there, values))
 
 
-def settle_rest(parts: EngineParts, rollback: Rollback) -> None:
+def settle_rest(setup: EngineSetup, rollback: Rollback) -> None:
     """Casts parameters without a bucket, makes them dense, and settles buffers; collective.
 
     A checkpoint reads into a view of each such parameter as one row, which only dense ones have.
     Buffers are broadcast and cast.
 
     Args:
-        parts: the engine's parts, after :func:`move_in`.
+        setup: of the engine, after :func:`move_in`.
         rollback: registers how to undo it.
     """
-    comm, options = parts.comm, parts.options
-    dtypes = parts.dtypes
-    buckets = (*parts.stored, *parts.stored_frozen)
+    comm, options = setup.comm, setup.options
+    dtypes = setup.dtypes
+    buckets = (*setup.stored, *setup.stored_frozen)
     bucketed = {id(each.param) for bucket in buckets for each in bucket.params}
-    for param in parts.module.parameters():
-        if id(param) in bucketed or id(param) in parts.ignored:
+    for param in setup.module.parameters():
+        if id(param) in bucketed or id(param) in setup.ignored:
             continue
         dtype = dtypes.of_param(param) if param.dtype in DTYPE_NAMES else None
         local = local_of(param).detach()
@@ -523,7 +523,7 @@ def settle_rest(parts: EngineParts, rollback: Rollback) -> None:
     # Several modules may have one buffer, which stays one but where they want it in two dtypes. The
     # ids are those of the old buffers, which ``rollback`` keeps alive.
     settled: dict[tuple[int, torch.dtype | None], Tensor] = {}
-    for owner in parts.module.modules():
+    for owner in setup.module.modules():
         dtype = dtypes.of_buffers(owner)
         for name, buffer in owner._buffers.items():
             if buffer is None:
@@ -591,9 +591,9 @@ def shard(
         ArgumentError: a bad stage, no parameter, a module that is sharded already, a
             parameter of a dtype that no optimizer takes, or two that share memory; a module that is
             lazy, of ``fully_shard()``, or a DistributedDataParallel among several ranks; a ``comm``
-            that this rank is not in, or of ranks that have different parts of DTensor parameters;
-            ranks of a launcher that have no group; a ``mesh`` without an axis "dp"; a name in
-            ``Precision.keep_fp32`` that no module has.
+            that this rank is not in, or of ranks that have different local shards of DTensor
+            parameters; ranks of a launcher that have no group; a ``mesh`` without an axis "dp"; a
+            name in ``Precision.keep_fp32`` that no module has.
         UnsupportedError: an embedding with ``max_norm``; a parameter without memory of its own,
             which is sparse or of a class whose tensors hold others; DTensors on several meshes, or
             with other placements than Shard and Replicate; ``torch.nn.SyncBatchNorm`` on CPUs or
@@ -618,24 +618,24 @@ def shard(
         stage = int(stage)
         _check_module(eager, ranks, others)
         trainers = _Trainers.of(eager, ranks, others)
-        parts = _assign(eager, stage, trainers, options)
-    _check_alike(trainers, parts, isinstance(init, WeightSource))
-    parts = replace(parts, options=_resolved(parts.options, ranks))
+        setup = _assign(eager, stage, trainers, options)
+    _check_alike(trainers, setup, isinstance(init, WeightSource))
+    setup = replace(setup, options=_resolved(setup.options, ranks))
     rollback = Rollback(eager)
     with rollback.put_back_on_failure():
-        parts = replace(parts, store=_make_store(parts.options, trainers, rollback))
+        setup = replace(setup, store=_make_store(setup.options, trainers, rollback))
         _open(init, eager, trainers, rollback)
-        parts = _with_buckets(parts, trainers, rollback)
-        prepare_params(parts.trainable.params)
-        rollback.call(restore_params, parts.trainable.params)
-        _move(parts, init, rollback)
+        setup = _with_buckets(setup, trainers, rollback)
+        prepare_params(setup.trainable.params)
+        rollback.call(restore_params, setup.trainable.params)
+        _move(setup, init, rollback)
         # The agreement at the end also tells every rank that all chunks are written.
         with trainers.all_or_none():
-            if parts.store is not None:
-                parts.store.raise_fault()
+            if setup.store is not None:
+                setup.store.raise_fault()
             if isinstance(init, WeightSource):
                 init.settle()
-            _attach(parts, module, rollback)
+            _attach(setup, module, rollback)
     if not ranks.launches:
         keep_freed_memory()
     return module
@@ -647,7 +647,7 @@ class _Trainers:
 
     Attributes:
         comm: those that share the module.
-        others: the mesh of other stages and parts of the model, or None.
+        others: the mesh of other stages and shards of the model, or None.
         parted: the mesh of its DTensors, or None.
         over: the mesh of both, or None.
     """
@@ -749,7 +749,7 @@ def forget_engine(module: nn.Module) -> None:
 
 def _assign(
     module: nn.Module, stage: int, trainers: _Trainers, options: ZeroOptions
-) -> EngineParts:
+) -> EngineSetup:
     """Finds units and assigns parameters to buckets; makes nothing and moves nothing.
 
     Raises:
@@ -768,7 +768,7 @@ def _assign(
     frozen = BucketAssignment((), (), ShardLayout((), options.bucket_elems, ()), ())
     if stage == 3:
         frozen = assign_buckets(units, options, dtypes, trainable=False)
-    return EngineParts(
+    return EngineSetup(
         module=module,
         stage=stage,
         comm=comm,
@@ -791,18 +791,18 @@ def _open(init: Init, module: nn.Module, trainers: _Trainers, rollback: Rollback
         check_agreement(trainers.comm, "shard", {"options": {"weight files": init.digest}})
 
 
-def _with_buckets(parts: EngineParts, trainers: _Trainers, rollback: Rollback) -> EngineParts:
-    """Returns the parts with empty buckets, and a number where backward reduces; collective."""
-    if parts.stage > 1:
-        parts = replace(parts, number=_join(parts.comm, rollback))
+def _with_buckets(setup: EngineSetup, trainers: _Trainers, rollback: Rollback) -> EngineSetup:
+    """Returns the setup with empty buckets, and a number where backward reduces; collective."""
+    if setup.stage > 1:
+        setup = replace(setup, number=_join(setup.comm, rollback))
     with trainers.all_or_none():
-        _check_devices(parts.units, parts.comm)
-        check_memory(parts.trainable.params, parts.trainable.layout)
-        stored = _make_buckets(parts, parts.trainable, rollback)
-        stored_frozen = _make_buckets(parts, parts.frozen, rollback)
-        if parts.store is not None:
-            reserve(parts.store, stored, stored_frozen)
-    return replace(parts, stored=stored, stored_frozen=stored_frozen)
+        _check_devices(setup.units, setup.comm)
+        check_memory(setup.trainable.params, setup.trainable.layout)
+        stored = _make_buckets(setup, setup.trainable, rollback)
+        stored_frozen = _make_buckets(setup, setup.frozen, rollback)
+        if setup.store is not None:
+            reserve(setup.store, stored, stored_frozen)
+    return replace(setup, stored=stored, stored_frozen=stored_frozen)
 
 
 def _make_store(options: ZeroOptions, trainers: _Trainers, rollback: Rollback) -> DiskChunks | None:
@@ -816,43 +816,43 @@ def _make_store(options: ZeroOptions, trainers: _Trainers, rollback: Rollback) -
 
 
 def _make_buckets(
-    parts: EngineParts, assignment: BucketAssignment, rollback: Rollback
+    setup: EngineSetup, assignment: BucketAssignment, rollback: Rollback
 ) -> list[ParamBucket]:
     made: list[ParamBucket] = []
     for number in range(len(assignment.unit_of)):
-        made.append(make_bucket(parts, assignment, number))
+        made.append(make_bucket(setup, assignment, number))
         rollback.call(made[-1].give_back)
     return made
 
 
-def _move(parts: EngineParts, init: Init, rollback: Rollback) -> None:
+def _move(setup: EngineSetup, init: Init, rollback: Rollback) -> None:
     """Fills the buckets with the module's values, and settles what has no bucket; collective."""
-    with nullcontext() if parts.store is None else parts.store.keeping_faults():
-        move_in(parts, init, rollback)
-    for bucket in parts.stored:
+    with nullcontext() if setup.store is None else setup.store.keeping_faults():
+        move_in(setup, init, rollback)
+    for bucket in setup.stored:
         if bucket.compression is not None:
             bucket.settle()
-    settle_rest(parts, rollback)
+    settle_rest(setup, rollback)
 
 
-def _attach(parts: EngineParts, outer: nn.Module, rollback: Rollback) -> None:
+def _attach(setup: EngineSetup, outer: nn.Module, rollback: Rollback) -> None:
     """Makes the engine, and attaches it and all hooks to the module.
 
     Args:
-        parts: all of the engine's parts.
+        setup: of the engine.
         outer: the module as the caller has it, perhaps what ``torch.compile()`` returned.
         rollback: registers how to undo it.
     """
-    engine = ShardEngine(parts)
+    engine = ShardEngine(setup)
     rollback.call(engine.close)
     set_placements(engine)
     show(engine)
-    rollback.call(unshow, parts.trainable.params)
-    object.__setattr__(parts.module, _ENGINE, engine)
+    rollback.call(unshow, setup.trainable.params)
+    object.__setattr__(setup.module, _ENGINE, engine)
     engine.own(True)
-    rollback.call(forget_engine, parts.module)
+    rollback.call(forget_engine, setup.module)
     engine.count_change()
-    hook_modules(engine, parts.module)
+    hook_modules(engine, setup.module)
     settle_states(engine, outer)
 
 
@@ -922,32 +922,32 @@ def _resolved(options: ZeroOptions, comm: Communicator) -> ZeroOptions:
     return options.resolved(comm.world_size, torch.get_num_threads(), available_cores())
 
 
-def _check_alike(trainers: _Trainers, parts: EngineParts, reads: bool) -> None:
+def _check_alike(trainers: _Trainers, setup: EngineSetup, reads: bool) -> None:
     """Raises MismatchError unless ranks shard alike; collective.
 
     Args:
         trainers: the ranks.
-        parts: what this rank has planned.
+        setup: what this rank has planned.
         reads: True if values are read from files.
     """
     comm, others, parted = trainers.comm, trainers.others, trainers.parted
     with with_all_stages(comm, others, "shard"):
         check_axis(comm, parted, "shard")
     with with_all_stages(comm, others, "shard"):
-        check_agreement(comm, "shard", _told(ShardLayout.describe, parts, reads))
+        check_agreement(comm, "shard", _told(ShardLayout.describe, setup, reads))
     with with_all_stages(comm, others, "shard"):
         of_stage = ranks_of_stage(others, parted)
-        check_on_mesh(comm, of_stage, "shard", _told(ShardLayout.describe_whole, parts, reads))
+        check_on_mesh(comm, of_stage, "shard", _told(ShardLayout.describe_whole, setup, reads))
 
 
 def _told(
-    describe: Callable[[ShardLayout], dict[str, Any]], parts: EngineParts, reads: bool
+    describe: Callable[[ShardLayout], dict[str, Any]], setup: EngineSetup, reads: bool
 ) -> dict[str, Any]:
     """Returns what ranks compare: trainable and frozen parameters, stage and options."""
-    frozen = describe(parts.frozen.layout)
-    chosen = {"stage": parts.stage, "frozen parameters": frozen, "reads weights": reads}
-    chosen.update(parts.options.describe())
-    return {"layout": describe(parts.trainable.layout), "options": chosen}
+    frozen = describe(setup.frozen.layout)
+    chosen = {"stage": setup.stage, "frozen parameters": frozen, "reads weights": reads}
+    chosen.update(setup.options.describe())
+    return {"layout": describe(setup.trainable.layout), "options": chosen}
 
 
 def _check_devices(units: Sequence[Unit], comm: Communicator) -> None:
@@ -1004,8 +1004,8 @@ def remove_sharding(module: nn.Module) -> nn.Module:
     """
     engine = engine_of(module, "remove_sharding")
     engine.check_values("remove_sharding")
-    root = engine.parts.module
-    with engine.unsharded(engine.parts.units):
+    root = engine.setup.module
+    with engine.unsharded(engine.setup.units):
         own = [param for _, param in engine.named_parameters() if owner_of(param) is engine]
         copies = [(param, local_of(param).detach().clone()) for param in own]
     # Peers may still be reading this rank's chunks.

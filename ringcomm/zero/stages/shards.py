@@ -210,7 +210,7 @@ def _mark_exchanged(engine: ShardEngine, exchanged: bool) -> None:
 
 
 def _buckets(engine: ShardEngine) -> list[ParamBucket]:
-    return [*engine.stored, *engine.parts.stored_frozen]
+    return [*engine.stored, *engine.setup.stored_frozen]
 
 
 def _shards_of(
@@ -281,7 +281,7 @@ class _Memory:
         self._kept = {name: shard.values.clone() for name, shard in self.shards.items()}
         told: dict[str, Any] = {}
         try:
-            if engine.parts.store is not None:
+            if engine.setup.store is not None:
                 engine.shard_copies = {n: shard.values for n, shard in self.shards.items()}
             try:
                 with self._all_or_none():
@@ -304,8 +304,8 @@ class _Memory:
         publish(engine)
 
     def _take_shards(self) -> None:
-        self.shards = local_shards(self._engine.parts.module)
-        if self._engine.parts.store is not None:
+        self.shards = local_shards(self._engine.setup.module)
+        if self._engine.setup.store is not None:
             # Each is written to as one tensor, however often it is asked for.
             self.shards = {
                 name: replace(shard, _values=partial(_same, shard.values))
@@ -341,10 +341,10 @@ class _Memory:
     def _write_chunks(self, values: Mapping[str, Tensor]) -> None:
         """Writes values, by name, to the chunks on this rank's disk; its faults are told later."""
         engine = self._engine
-        if engine.parts.store is None:
+        if engine.setup.store is None:
             return
         names = engine.names()
-        with engine.parts.store.keeping_faults():
+        with engine.setup.store.keeping_faults():
             for bucket in _buckets(engine):
                 with bucket.here(write=True):
                     own, chunk = own_of(bucket), bucket.state_chunk
@@ -441,7 +441,7 @@ def unsharded(
         for engine, part in parts:
             units = [
                 unit
-                for unit in engine.parts.units
+                for unit in engine.setup.units
                 if part is None or any(id(param) in part for param in unit.params.values())
             ]
             here.enter_context(engine.unsharded(units))
@@ -529,8 +529,8 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     engine = engine_of(module, "full_state_dict")
     with ExitStack() as here:
         for each, _ in _engines_and_parts(module):
-            here.enter_context(each.unsharded(each.parts.units))
-        state = engine.parts.module.state_dict()
+            here.enter_context(each.unsharded(each.setup.units))
+        state = engine.setup.module.state_dict()
         return {
             name: value.detach().clone() if isinstance(value, torch.Tensor) else deepcopy(value)
             for name, value in state.items()
@@ -579,7 +579,7 @@ def _broadcast(
     """Gives all ranks one rank's unsharded parameters, of which each keeps its own; collective."""
     comm = engine.comm
     bucketed: set[int] = set()
-    for bucket in (*engine.stored, *engine.parts.stored_frozen):
+    for bucket in (*engine.stored, *engine.setup.stored_frozen):
         assert isinstance(bucket, (ReplicatedBucket, ShardedBucket))
         for begin, end in _changed_in(bucket, part):
             comm.broadcast(bucket.flat[begin:end], rank)

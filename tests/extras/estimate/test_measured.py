@@ -105,7 +105,7 @@ def train(comm, stage, training, width=32):
     net = shard(Net(width), stage, comm=comm, options=training.options)
     engine = engine_of(net, "test")
     optimizer = AdamW(net.parameters(), options=training.optimizer)
-    buckets = [*engine.stored, *engine.parts.stored_frozen]
+    buckets = [*engine.stored, *engine.setup.stored_frozen]
     unsharded = []
     for layer in net.layers:
         layer.register_forward_pre_hook(
