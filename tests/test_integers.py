@@ -476,11 +476,11 @@ def test_every_public_parameter_is_tried():
     """A function that takes a rank, tag, color, split or count must be named in this file."""
     here = inspect.getsource(sys.modules[__name__])
     here = here[: here.index("# ---- what is no integer")]
-    places = ((ringcomm, ""), (Communicator, "Communicator."), (F, ""), (moe, ""), (zero, ""))
+    owners = ((ringcomm, ""), (Communicator, "Communicator."), (F, ""), (moe, ""), (zero, ""))
     missing = set()
-    for place, head in places:
-        for name in sorted({*dir(place), *getattr(place, "__all__", ())}):
-            thing = getattr(place, name, None)
+    for owner, head in owners:
+        for name in sorted({*dir(owner), *getattr(owner, "__all__", ())}):
+            thing = getattr(owner, name, None)
             if name.startswith("_") or not callable(thing) or head + name in ELSEWHERE:
                 continue
             try:
@@ -488,5 +488,5 @@ def test_every_public_parameter_is_tried():
             except (TypeError, ValueError):
                 continue
             if any(NAMES.fullmatch(each) for each in parameters) and f"{name}(" not in here:
-                missing.add(f"{place.__name__}.{name}")
+                missing.add(f"{owner.__name__}.{name}")
     assert not missing

@@ -41,12 +41,12 @@ class Block(nn.Module):
 class First(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.place = nn.Embedding(VOCABULARY, DIM), nn.Embedding(LENGTH, DIM)
+        self.embed, self.position = nn.Embedding(VOCABULARY, DIM), nn.Embedding(LENGTH, DIM)
         self.block = Block()
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        places = self.place(torch.arange(tokens.shape[1]))
-        return self.block(self.embed(tokens) + places)
+        positions = self.position(torch.arange(tokens.shape[1]))
+        return self.block(self.embed(tokens) + positions)
 
 
 def make_stages() -> list[nn.Module]:

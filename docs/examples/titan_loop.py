@@ -26,12 +26,12 @@ LEARNING_RATE, MAX_NORM = 1e-2, 1.0
 class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.place = nn.Embedding(VOCABULARY, DIM), nn.Embedding(LENGTH, DIM)
+        self.embed, self.position = nn.Embedding(VOCABULARY, DIM), nn.Embedding(LENGTH, DIM)
         self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1]))
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))

@@ -157,7 +157,8 @@ void bind_state(nb::class_<DeviceComm>& c) {
             return d.layout().signal_offset(Stream::kPair, 0, writer) +
                    offsetof(SignalLine, farewell);
           },
-          nb::arg("writer"), "Returns the place in a region of the farewell of `writer` (4 bytes).")
+          nb::arg("writer"),
+          "Returns the offset in a region of the farewell of `writer` (4 bytes).")
       .def_prop_rw(
           "stream", [](const DeviceComm& d) { return reinterpret_cast<uintptr_t>(d.stream()); },
           [](DeviceComm& d, uintptr_t stream) { d.set_stream(reinterpret_cast<void*>(stream)); })

@@ -269,7 +269,7 @@ void bind_device_recorder(nb::module_& m, nb::class_<device::DeviceComm>& d) {
        },
        nb::arg("heap"), nb::arg("rank_of"), nb::arg("records"), nb::arg("name"),
        "`rank_of`: rank, world. `records`: of each track, 1 or more. Raises OSError.")
-      .def_prop_ro("offset_bytes", &DeviceRecorder::offset, "The place in the heap.")
+      .def_prop_ro("offset_bytes", &DeviceRecorder::offset, "The offset in the heap.")
       .def("set_world_id", &DeviceRecorder::set_world_id, nb::arg("world_id"))
       .def("unlist", &DeviceRecorder::unlist, "`ringcomm trace --pid` does not find it any more.")
       .def("release", &DeviceRecorder::release,
@@ -302,7 +302,7 @@ void bind_device_recorder(nb::module_& m, nb::class_<device::DeviceComm>& d) {
           [](const device::DeviceComm& comm) {
             return comm.layout().channel_offset(0) + offsetof(ChannelLine, sequence);
           },
-          "The place in the region of the kernels' count of collectives (8 bytes).");
+          "The offset in the region of the kernels' count of collectives (8 bytes).");
   m.def("recorder_bytes", &Recorder::block_bytes, nb::arg("records"),
         "Returns the size of a flight recorder of so many records of each track.");
   m.def("recorder_snapshot", &snapshot, nb::arg("block_ptr"), nb::arg("records"),

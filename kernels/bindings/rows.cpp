@@ -46,11 +46,11 @@ int64_t sort(uintptr_t topk_idx, uint64_t assignments, uint64_t experts, uintptr
                         typed<int64_t>(counts));
 }
 
-void places(const Addresses& orders, const Addresses& counts, uint64_t rank, uint64_t experts,
-            uint64_t assignments, uintptr_t out) {
+void expert_rows(const Addresses& orders, const Addresses& counts, uint64_t rank, uint64_t experts,
+                 uint64_t assignments, uintptr_t out) {
   const std::vector<Assignments> all = assignments_of(orders, counts);
   const WithoutGil nogil;
-  find_places(all, rank, experts, experts / all.size(), assignments, typed<int64_t>(out));
+  find_expert_rows(all, rank, experts, experts / all.size(), assignments, typed<int64_t>(out));
 }
 
 void sources(const Addresses& orders, const Addresses& counts, uint64_t first,
@@ -136,8 +136,8 @@ void bind_rows(nb::module_& m) {
         "Writes order int64 [assignments], of which those of expert -1 (none) are left out, and\n"
         "counts int64 [experts]. Returns the first assignment whose expert is out of range, or\n"
         "-1.");
-  m.def("find_places", places, nb::arg("order_ptrs"), nb::arg("counts_ptrs"), nb::arg("rank"),
-        nb::arg("experts"), nb::arg("assignments"), nb::arg("out_ptr"),
+  m.def("find_expert_rows", expert_rows, nb::arg("order_ptrs"), nb::arg("counts_ptrs"),
+        nb::arg("rank"), nb::arg("experts"), nb::arg("assignments"), nb::arg("out_ptr"),
         "Writes int64 [assignments, 2]: the rank that an assignment of `rank` goes to, and its "
         "row.\n\n"
         "`order_ptrs` and `counts_ptrs` are those of all ranks, as `sort_by_expert` wrote them.\n"

@@ -60,7 +60,7 @@ nb::dict structures() {
   d["epoch.seen"] = offsetof(EpochLine, seen);
   d["line"] = kLineBytes;
   d["control_page"] = kPageBytes;
-  d["header_place"] = kHeaderBytes;
+  d["header_stride"] = kHeaderBytes;
   d["scratch"] = 8 * device::kScratchWords;
   d["scratch_per_rank"] = 8 * device::kScratchWordsPerRank;
   return d;
@@ -189,7 +189,7 @@ void bind_triton(nb::module_& m) {
       },
       nb::arg("sizes"), nb::arg("what"), nb::arg("stream") = 0, nb::arg("channel") = 0,
       nb::arg("peer") = 0, nb::arg("slot") = 0,
-      "Returns the place in a region of a signal, epoch, channel line, header, slot or the "
+      "Returns the offset in a region of a signal, epoch, channel line, header, slot or the "
       "staging.\n\n"
       "`sizes` are world, channels, slots and segment_bytes.");
 }

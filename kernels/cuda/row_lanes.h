@@ -30,13 +30,13 @@ RC_TEAM_FN const char* row_of(const RowsArgs& args, uint64_t i) {
   return rank < 0 ? nullptr : args.bases[rank] + uint64_t(entry[1]) * args.row_bytes;
 }
 
-// The lane's place among all warps of the launch.
-struct WarpPlace {
+// The lane's index among all warps of the launch.
+struct WarpIndex {
   uint64_t warp, warps;
   int lane;
 
   template <class Team>
-  RC_TEAM_FN explicit WarpPlace(const Team& team) {
+  RC_TEAM_FN explicit WarpIndex(const Team& team) {
     const uint64_t lanes = uint64_t(team.num_lanes());
     warp = (uint64_t(team.channel()) * lanes + uint64_t(team.lane())) / kRowLanes;
     warps = uint64_t(team.num_channels()) * lanes / kRowLanes;
@@ -61,12 +61,12 @@ RC_TEAM_FN void clear_row(char* to, uint64_t bytes, bool has_vectors, int lane) 
 template <class Team>
 RC_TEAM_FN void copy_rows_kernel(Team team, const LaunchParams& p, int, Workspace&) {
   const RowsArgs& args = p.rows;
-  const WarpPlace place(team);
+  const WarpIndex index(team);
   if (args.has_words) {
-    const uint64_t lanes = place.warps * kRowLanes;
+    const uint64_t lanes = index.warps * kRowLanes;
     const int words = int(args.row_bytes / 4);
     RC_ROLLED
-    for (uint64_t i = place.warp * kRowLanes + uint64_t(place.lane); i < args.count; i += lanes) {
+    for (uint64_t i = index.warp * kRowLanes + uint64_t(index.lane); i < args.count; i += lanes) {
       const char* const from = row_of(args, i);
       char* const to = args.out + i * args.row_bytes;
       RC_ROLLED
@@ -76,13 +76,13 @@ RC_TEAM_FN void copy_rows_kernel(Team team, const LaunchParams& p, int, Workspac
     return;
   }
   RC_ROLLED
-  for (uint64_t i = place.warp; i < args.count; i += place.warps) {
+  for (uint64_t i = index.warp; i < args.count; i += index.warps) {
     const char* const from = row_of(args, i);
     char* const to = args.out + i * args.row_bytes;
     if (from == nullptr)
-      clear_row<kRowLanes>(to, args.row_bytes, args.has_vectors, place.lane);
+      clear_row<kRowLanes>(to, args.row_bytes, args.has_vectors, index.lane);
     else
-      copy_lanes(to, from, args.row_bytes, place.lane, kRowLanes);
+      copy_lanes(to, from, args.row_bytes, index.lane, kRowLanes);
   }
 }
 
@@ -184,11 +184,11 @@ struct RowSum {
 template <class T, class Team>
 RC_TEAM_FN void sum_rows_kernel(Team team, const LaunchParams& p, int, Workspace&) {
   const RowsArgs& args = p.rows;
-  const WarpPlace place(team);
+  const WarpIndex index(team);
   RC_ROLLED
-  for (uint64_t t = place.warp; t < args.count; t += place.warps) {
+  for (uint64_t t = index.warp; t < args.count; t += index.warps) {
     T* const out = reinterpret_cast<T*>(args.out + t * args.row_bytes);
-    const RowSum<T> sum{args, t * args.k, out, place.lane};
+    const RowSum<T> sum{args, t * args.k, out, index.lane};
     if (args.has_vectors)
       sum.vectors();
     else
@@ -315,11 +315,11 @@ RC_TEAM_FN void scale_rows_kernel(Team team, const LaunchParams& p, int, Workspa
   using Row = ScaledRow<T>;
   constexpr uint64_t together = kRowLanes / Row::kLanes;  // rows of a warp
   const RowsArgs& args = p.rows;
-  const WarpPlace place(team);
-  const int lane = place.lane % Row::kLanes;
+  const WarpIndex index(team);
+  const int lane = index.lane % Row::kLanes;
   RC_ROLLED
-  for (uint64_t base = place.warp * together; base < args.count; base += place.warps * together) {
-    const uint64_t i = base + uint64_t(place.lane / Row::kLanes);
+  for (uint64_t base = index.warp * together; base < args.count; base += index.warps * together) {
+    const uint64_t i = base + uint64_t(index.lane / Row::kLanes);
     const bool has_work = i < args.count;
     const char* const row = has_work ? row_of(args, i) : nullptr;
     char* const out = args.out + i * args.row_bytes;

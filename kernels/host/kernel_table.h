@@ -22,7 +22,7 @@ struct ReduceJob {
 };
 using ReduceFn = void (*)(const ReduceJob& job);
 
-// Places in a table of the types that accumulate in another one.
+// Indices in a table of the types that accumulate in another one.
 constexpr int kHalves = 2;
 constexpr int half_index(DType half) { return half == DType::kBFloat16 ? 1 : 0; }
 

@@ -66,7 +66,8 @@ class Messenger {
   void stop();  // ends the background thread; outstanding requests end as aborted
 
  private:
-  // The place of an arriving message: its request, memory aside until a request comes, or nowhere.
+  // The destination of an arriving message: its request, memory aside until a request comes, or
+  // nowhere.
   enum class Goes { kThere, kAside, kNowhere };
   struct Message {  // one that arrives
     int peer, tag;

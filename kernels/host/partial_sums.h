@@ -68,11 +68,12 @@ inline void reduce_in_blocks(const BlockedSum& blocks, const ReduceJob& job) {
           ReduceJob{total, nullptr, false, false, pair, ones, 2, 0, n * blocks.acc_bytes});
     }
     sum_block(first, next);
-    const auto place = [&](void* to) {
+    const auto from_begin = [&](void* to) {
       return to == nullptr ? nullptr : static_cast<char*>(to) + begin * blocks.result_bytes;
     };
-    blocks.of_last(ReduceJob{place(job.dst), place(job.also), job.streaming, job.also_streaming,
-                             pair, ones, 2, job.finish_world, n * blocks.acc_bytes});
+    blocks.of_last(ReduceJob{from_begin(job.dst), from_begin(job.also), job.streaming,
+                             job.also_streaming, pair, ones, 2, job.finish_world,
+                             n * blocks.acc_bytes});
   }
 }
 

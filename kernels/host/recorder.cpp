@@ -79,8 +79,8 @@ bool read_whole(const Record* from, Record* to) {
   return false;
 }
 
-// The places of the `most` newest records of a track. Their numbers alone decide: a reader cannot
-// trust what the recorder says of its own position.
+// The positions of the `most` newest records of a track. Their numbers alone decide: a reader
+// cannot trust what the recorder says of its own position.
 std::vector<uint64_t> newest(const char* block, uint32_t capacity, uint32_t track, uint32_t most) {
   std::vector<std::pair<uint64_t, uint64_t>> found(capacity);  // number and index
   for (uint32_t i = 0; i < capacity; ++i) {

@@ -30,11 +30,11 @@ int64_t sort_by_expert(const int64_t* topk_idx, uint64_t assignments, uint64_t e
   return -1;
 }
 
-void find_places(const std::vector<Assignments>& all, uint64_t rank, uint64_t experts,
-                 uint64_t experts_here, uint64_t assignments, int64_t* places) {
+void find_expert_rows(const std::vector<Assignments>& all, uint64_t rank, uint64_t experts,
+                      uint64_t experts_here, uint64_t assignments, int64_t* expert_rows) {
   for (uint64_t a = 0; a < assignments; ++a) {
-    places[2 * a] = -1;
-    places[2 * a + 1] = 0;
+    expert_rows[2 * a] = -1;
+    expert_rows[2 * a + 1] = 0;
   }
   const int64_t* order = all[rank].order;
   for (uint64_t first = 0; first < experts; first += experts_here) {
@@ -44,8 +44,8 @@ void find_places(const std::vector<Assignments>& all, uint64_t rank, uint64_t ex
         const auto count = uint64_t(all[source].counts[e]);
         if (source == rank)
           for (uint64_t i = 0; i < count; ++i, ++order) {
-            places[2 * *order] = int64_t(first / experts_here);
-            places[2 * *order + 1] = int64_t(row + i);
+            expert_rows[2 * *order] = int64_t(first / experts_here);
+            expert_rows[2 * *order + 1] = int64_t(row + i);
           }
         row += count;
       }

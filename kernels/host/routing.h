@@ -22,9 +22,10 @@ int64_t sort_by_expert(const int64_t* topk_idx, uint64_t assignments, uint64_t e
                        int64_t* order, int64_t* counts);
 
 // Writes for each assignment of a rank the rank of its expert and the row there:
-// places[2 a], places[2 a + 1]; -1 and 0 for one that no expert has. `all` are those of all ranks.
-void find_places(const std::vector<Assignments>& all, uint64_t rank, uint64_t experts,
-                 uint64_t experts_here, uint64_t assignments, int64_t* places);
+// expert_rows[2 a], expert_rows[2 a + 1]; -1 and 0 for one that no expert has. `all` are those of
+// all ranks.
+void find_expert_rows(const std::vector<Assignments>& all, uint64_t rank, uint64_t experts,
+                      uint64_t experts_here, uint64_t assignments, int64_t* expert_rows);
 
 // A row's source, as two entries of a RowTable: the rank of its token, and which of the rows is its
 // that this rank has published; the rank again, and the assignment, of which there are weights.

@@ -7,9 +7,9 @@
 //
 // NOTE [Checksums]
 // Each write leaves a CRC32C per cut in RAM, by block, in place of those of the write before; a
-// read compares. The sums are where no fault of a disk reaches them, one for each place and only
+// read compares. The sums are where no fault of a disk reaches them, one for each block and only
 // for its last write. So they bind content to block and version: a bit that has flipped, a stale
-// block, one at the place of another and the end of a truncated file all differ, each but for a
+// block, one where another belongs and the end of a truncated file all differ, each but for a
 // chance of 2^-32.
 //
 // NOTE [A disk that hangs]

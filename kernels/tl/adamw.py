@@ -274,7 +274,7 @@ def _state_of(shard):
 
 
 @triton.jit
-def _place(address, at, DTYPE: tl.constexpr, MASKED: tl.constexpr):
+def _pointers(address, at, DTYPE: tl.constexpr, MASKED: tl.constexpr):
     """Pointers to the elements of the turn that begins with element ``at``."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     return pointer(address + at * ITEM, DTYPE, not MASKED) + tl.arange(0, TURN)
@@ -282,20 +282,20 @@ def _place(address, at, DTYPE: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _load(address, at, mask, DTYPE: tl.constexpr, MASKED: tl.constexpr):
-    place = _place(address, at, DTYPE, MASKED)
+    pointers = _pointers(address, at, DTYPE, MASKED)
     if MASKED:
-        return tl.load(place, mask=mask, other=0)
+        return tl.load(pointers, mask=mask, other=0)
     else:
-        return tl.load(place)
+        return tl.load(pointers)
 
 
 @triton.jit
 def _store(address, at, value, mask, DTYPE: tl.constexpr, MASKED: tl.constexpr):
-    place = _place(address, at, DTYPE, MASKED)
+    pointers = _pointers(address, at, DTYPE, MASKED)
     if MASKED:
-        tl.store(place, value, mask=mask)
+        tl.store(pointers, value, mask=mask)
     else:
-        tl.store(place, value)
+        tl.store(pointers, value)
 
 
 @triton.jit

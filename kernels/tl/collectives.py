@@ -300,7 +300,7 @@ def reduce_scatter_kernel(
 
 @triton.jit
 def copy_piece(target, source, size_bytes, piece, DTYPE: tl.constexpr, G: tl.constexpr):
-    """Segment ``piece`` of a slice from one place to another."""
+    """Segment ``piece`` of a slice from one address to another."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     begin = piece * G.segment_bytes
     count = (piece_bytes(size_bytes, piece, G) // ITEM).to(tl.int32)
@@ -309,7 +309,7 @@ def copy_piece(target, source, size_bytes, piece, DTYPE: tl.constexpr, G: tl.con
 
 @triton.jit
 def copy_slice(target, source, size_bytes, DTYPE: tl.constexpr, G: tl.constexpr):
-    """A whole slice from one place to another, unless they are the same."""
+    """A whole slice from one address to another, unless they are the same."""
     if target != source:
         for j in range(pieces_of(size_bytes, G)):
             copy_piece(target, source, size_bytes, j, DTYPE, G)

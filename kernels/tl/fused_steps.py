@@ -90,9 +90,9 @@ def _add_sums(words, sums):
     counts = is_finite & (sums != 0.0)
     bits = tl.where(counts, sums, 1.0).to(tl.int64, bitcast=True)
     mantissa = (bits & 0xFFFFFFFFFFFFF) | 0x10000000000000
-    place = (bits >> 52) - (1075 - BIAS)  # of the mantissa's last bit; never below 0
-    digit = place // 32
-    shift = place % 32
+    bit = (bits >> 52) - (1075 - BIAS)  # of the mantissa's last bit; never below 0
+    digit = bit // 32
+    shift = bit % 32
     # 53 bits shifted by up to 31: unsigned, for what leaves at the top comes back as `high`.
     low = mantissa.to(tl.uint64) << shift.to(tl.uint64)
     high = (mantissa >> 1) >> (63 - shift)
@@ -146,16 +146,16 @@ def _turn(words, out, sources, at, size, NORM: tl.constexpr, MASKED: tl.constexp
     mask = at + here < size
     x = gradient(sources, at, here, mask, NORM.grad, NORM.divisor, MASKED)
     if NORM.stores:
-        place = pointer(out + at * 4, tl.float32, not MASKED) + here
+        pointers = pointer(out + at * 4, tl.float32, not MASKED) + here
         if NORM.accumulates:
             if MASKED:
-                x = tl.load(place, mask=mask, other=0.0) + x
+                x = tl.load(pointers, mask=mask, other=0.0) + x
             else:
-                x = tl.load(place) + x
+                x = tl.load(pointers) + x
         if MASKED:
-            tl.store(place, x, mask=mask)
+            tl.store(pointers, x, mask=mask)
         else:
-            tl.store(place, x)
+            tl.store(pointers, x)
     if MASKED:
         x = tl.where(mask, x, 0.0)
     if NORM.kind == INF:
@@ -285,7 +285,7 @@ def accept(
 
 @triton.jit
 def dests_of(ws, own, origin_bytes, G: tl.constexpr):
-    """Returns the places for my chunk's results: ``own``, then those accepted in peers' buckets,
+    """Returns the addresses for my chunk's results: ``own``, then those accepted in peers' buckets,
     successor first; ``origin_bytes`` is where the chunk begins in a bucket."""
     WORLD: tl.constexpr = G.world
     found = (own,)

@@ -36,7 +36,7 @@ def lives(peer: int) -> int:
 
 
 _health: Callable[[int], int] = lives
-# The interpreter keeps the place of the program that it runs in a global variable.
+# The interpreter keeps the position of the program that it runs in a global variable.
 _one_at_a_time = threading.Lock()
 
 

@@ -173,7 +173,7 @@ def _counts(elems, first, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _places(elems, first, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
+def _offsets(elems, first, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
     """Where the bytes of the words are, [blocks, 4], behind the values, and which there are."""
     blocks = first + tl.expand_dims(tl.arange(0, BLOCKS), 1)
     which = tl.expand_dims(tl.arange(0, 4), 0)
@@ -234,7 +234,7 @@ def store_quantized(out, elems, first, values, words, FORMAT: tl.constexpr):
         _store_whole(pointer(begin, tl.uint8, True), values, FORMAT)
     else:
         _store_any(pointer(begin, tl.uint8, False), values, _counts(elems, first, BLOCKS), FORMAT)
-    at, there = _places(elems, first, BLOCKS, FORMAT)
+    at, there = _offsets(elems, first, BLOCKS, FORMAT)
     shifted = tl.expand_dims(words, 1) >> (tl.expand_dims(tl.arange(0, 4), 0) * 8)
     tl.store(pointer(out, tl.uint8, False) + at, shifted.to(tl.uint8), mask=there)
 
@@ -291,7 +291,7 @@ def load_quantized(source, elems, first, BLOCKS: tl.constexpr, FORMAT: tl.conste
     else:
         count = _counts(elems, first, BLOCKS)
         values = _load_any(pointer(begin, tl.uint8, False), count, BLOCKS, FORMAT)
-    at, there = _places(elems, first, BLOCKS, FORMAT)
+    at, there = _offsets(elems, first, BLOCKS, FORMAT)
     found = tl.load(pointer(source, tl.uint8, False) + at, mask=there, other=0).to(tl.int32)
     words = tl.sum(found << (tl.expand_dims(tl.arange(0, 4), 0) * 8), axis=1)
     return values, words

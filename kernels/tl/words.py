@@ -39,7 +39,7 @@ SEEN = _offset("epoch.seen")
 SEQUENCE = _offset("channel.sequence")
 LINE = _offset("line")
 CONTROL_PAGE = _offset("control_page")
-HEADER_PLACE = _offset("header_place")
+HEADER_STRIDE = _offset("header_stride")
 STREAM_COUNT = tl.constexpr(3)
 
 
@@ -105,7 +105,7 @@ def header_at(region, stream, channel, sender, epoch, G: tl.constexpr):
     link = (stream * G.channels + channel) * G.world + sender
     index = (epoch - 1) & (G.slots - 1)
     return (
-        region + CONTROL_PAGE + lines * LINE + (link.to(tl.int64) * G.slots + index) * HEADER_PLACE
+        region + CONTROL_PAGE + lines * LINE + (link.to(tl.int64) * G.slots + index) * HEADER_STRIDE
     )
 
 

@@ -1,4 +1,4 @@
-"""Ranks that the harness starts: their places, their end, and what computes beside them."""
+"""Ranks that the harness starts: their numbers, their end, and what computes beside them."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ time.sleep(600)
 
 
 def test_ranks_find_their_places_and_one_store(tmp_path, monkeypatch):
-    """They do so inside a job of MPI, too, whose places are other ones."""
+    """They do so inside a job of MPI, too, whose numbers are other ones."""
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -167,7 +167,7 @@ def test_where_nccl_is_not_measured_it_is_said_why(mode, version, words):
     assert said is None if words is None else words in (said or "")
 
 
-def place(mode="one-launch", rank=0, world=2):
+def setup(mode="one-launch", rank=0, world=2):
     return PeerSetup(
         rank,
         world,
@@ -188,7 +188,7 @@ def test_torch_does_the_same_sums_and_copies(name, world, dtype_name):
         if op == "avg" and not DTYPES[dtype_name].is_floating_point:
             continue
         case = make_case(name, world=world, op=op, dtype_name=dtype_name, placement=placement)
-        prepared = open_system("torch", place(world=world)).prepare(case)
+        prepared = open_system("torch", setup(world=world)).prepare(case)
         assert len(prepared.buffers) == world
         counted = wrong_elements(OneRankBoard(), StandInGpu(), {"torch": [prepared]})
         assert counted == {"torch": 0}, op
@@ -223,16 +223,16 @@ def test_the_quickest_way_is_taken():
 
 def test_other_processes_leave_the_work_to_rank_0():
     for name in ("torch", "copy"):
-        system = open_system(name, place("processes-on-one-gpu", rank=1))
+        system = open_system(name, setup("processes-on-one-gpu", rank=1))
         prepared = system.prepare(make_case("all_gather", rank=1))
         assert prepared.buffers == () and prepared.call() is None
         with pytest.raises(Unavailable, match="share a GPU"):
-            open_system(name, place("gpu-per-rank")).prepare(make_case("all_gather"))
+            open_system(name, setup("gpu-per-rank")).prepare(make_case("all_gather"))
 
 
 def test_the_copy_moves_the_needed_bytes():
     case = make_case("reduce_scatter", world=4, requested_bytes=4096)
-    copied = open_system("copy", place(world=4)).prepare(case).call()
+    copied = open_system("copy", setup(world=4)).prepare(case).call()
     assert isinstance(copied, torch.Tensor)
     assert 2 * copied.nbytes == needed_bytes("reduce_scatter", 4096, 4) == 5 * 4096
 

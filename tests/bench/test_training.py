@@ -146,12 +146,12 @@ def test_the_command_over_nodes(tmp_path):
     lab.require()
     file = tmp_path / "report.json"
     command = [sys.executable, "-m", "ringcomm.bench", "training", *TINY, "--json", str(file)]
-    places = lab.Place.all_of((1, 1))
+    numbers = lab.RankNumbers.all_of((1, 1))
     pipe = subprocess.PIPE
     with lab.Lab(2) as nodes:
         started = [
             nodes.popen(each.node, command, each.environment(), stdout=pipe, stderr=pipe, text=True)
-            for each in places
+            for each in numbers
         ]
         ended = [each.communicate(timeout=100) for each in started]
     assert [each.returncode for each in started] == [0, 0], ended

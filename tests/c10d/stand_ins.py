@@ -86,17 +86,17 @@ class NotedCommunicator:
         return [name for name, _ in self.calls]
 
 
-class Placed(Communicators):
-    """Takes a tensor's place from :func:`on_device`."""
+class OnPretendedDevice(Communicators):
+    """Takes a tensor's device from :func:`on_device`."""
 
     def _device_of(self, tensor: Tensor, operation: str) -> int | None:
-        return getattr(tensor, "place", None)
+        return getattr(tensor, "pretended_device", None)
 
 
 def on_device(*shape: int, device: int = 0) -> Tensor:
     """A tensor that counts as one on ``device``."""
     tensor = torch.empty(*shape, device="meta")
-    cast(Any, tensor).place = device
+    cast(Any, tensor).pretended_device = device
     return tensor
 
 
@@ -109,7 +109,7 @@ class NotedGroup:
         devices: those of devices, in the order in which they were connected.
     """
 
-    def __init__(self, kind: type[Communicators] = Placed) -> None:
+    def __init__(self, kind: type[Communicators] = OnPretendedDevice) -> None:
         self.host: Any = NotedCommunicator()
         self.devices: list[NotedCommunicator] = []
         self.connected: list[dict[str, Any]] = []

@@ -222,8 +222,8 @@ def objects(rank, world_size):
 def sparse(rank, world_size):
     results = []
     for entries in (0, 1, 3):
-        places = torch.stack([torch.arange(entries) * 2 + rank, torch.arange(entries)])
-        tensor = torch.sparse_coo_tensor(places, numbers(rank, entries), (20, 5))
+        positions = torch.stack([torch.arange(entries) * 2 + rank, torch.arange(entries)])
+        tensor = torch.sparse_coo_tensor(positions, numbers(rank, entries), (20, 5))
         dist.all_reduce(tensor)
         results.append(tensor.to_dense())
     rows = torch.sparse_coo_tensor(

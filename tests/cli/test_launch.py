@@ -29,7 +29,7 @@ def run_acts(*acts, **config):
     return launch(RankLaunch(MODULE, {"acts": acts, **config}, ranks=len(acts), threads=1))
 
 
-def test_every_rank_knows_its_place(tmp_path):
+def test_every_rank_knows_its_number(tmp_path):
     assert run_acts("say", "say", "say", folder=str(tmp_path)) == 0
     said = [(tmp_path / f"said{rank}").read_text() for rank in range(3)]
     assert said == ["0 3 3 1", "1 3 3 1", "2 3 3 1"]

@@ -94,7 +94,7 @@ WITHOUT_MEMORY: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 
 
 def calls(comm, odd, async_op):
-    """Every call with the tensor in each of its places; the others are dense."""
+    """Every call with the tensor in each of its arguments; the others are dense."""
     other = 1 - comm.rank
     one, two = torch.ones(N), torch.ones(2 * N)
     how = {"async_op": async_op}
@@ -128,7 +128,7 @@ def calls(comm, odd, async_op):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", WITHOUT_MEMORY)
 def test_what_has_no_dense_memory_is_refused_by_name(worlds, kind):
-    """In every place of every call, before any peer hears of it: one rank alone makes them."""
+    """In every argument of every call, before any peer hears of it: one rank alone makes them."""
     make, words = WITHOUT_MEMORY[kind]
     comm, odd = worlds(2)[0], make()
     for async_op in (False, True):
@@ -144,7 +144,7 @@ LAZY = {
 }
 
 
-def lazy_calls(lazy, placed=lambda comm, tensor: tensor):
+def lazy_calls(lazy, moved=lambda comm, tensor: tensor):
     """Every call on lazy inputs and outputs; gives what it left in them."""
 
     def body(comm):
@@ -152,7 +152,7 @@ def lazy_calls(lazy, placed=lambda comm, tensor: tensor):
         me, other = comm.rank + 1.0, 1 - comm.rank
 
         def make(*values):
-            return lazy(placed(comm, torch.tensor(values)))
+            return lazy(moved(comm, torch.tensor(values)))
 
         def made(work, *tensors):
             if work is not None:

@@ -1,4 +1,4 @@
-"""The place of a call is never in the library, however that was imported."""
+"""The call site is never in the library, however that was imported."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Each collective is exact: dtypes, operators, worlds, sizes, places, algorithms and roots."""
+"""Each collective is exact: dtypes, operators, worlds, sizes, memories, algorithms and roots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.call_checks import CHECKS, REDUCTIONS, Case
 from tests.support.covering import covering
 from tests.support.exact import MOVABLE, REDUCIBLE, WORLD_SIZES, ops_for, same
-from tests.support.placing import PLACES
+from tests.support.memories import MEMORIES
 
 ALGORITHMS = ("one_shot", "ring")
 WITH_RINGS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
@@ -38,17 +38,17 @@ def test_every_dtype_and_op(worlds, name, algorithm):
     name=[*CHECKS],
     world_size=WORLD_SIZES,
     algorithm=ALGORITHMS,
-    place=PLACES,
+    memory=MEMORIES,
     in_place=[False, True],
 )
-def test_every_world_and_size(worlds, name, world_size, algorithm, place, in_place):
+def test_every_world_and_size(worlds, name, world_size, algorithm, memory, in_place):
     """None; one; fewer than ranks; not divisible; one segment to the byte; many segments."""
     counts = (0, 1, world_size - 1, world_size + 1, 63, 64, 64 * world_size, 3001)
 
     def body(comm):
         for number, count in enumerate(counts):
             root, is_async = number * 3 % world_size, number % 3 == 1
-            case = Case(count, torch.float32, "SUM", place, algorithm, in_place, root, is_async)
+            case = Case(count, torch.float32, "SUM", memory, algorithm, in_place, root, is_async)
             CHECKS[name](comm, case)
 
     worlds(world_size).run(body)
@@ -60,8 +60,8 @@ def test_large_with_default_segments(worlds, name):
 
     def body(comm):
         for algorithm in ALGORITHMS:
-            for place in ("plain", "heap"):
-                CHECKS[name](comm, Case(2_200_001, place=place, algorithm=algorithm))
+            for memory in ("plain", "heap"):
+                CHECKS[name](comm, Case(2_200_001, memory=memory, algorithm=algorithm))
 
     worlds(2, segment_bytes=0).run(body)
 
@@ -118,7 +118,7 @@ def calls(draw) -> Call:
         draw(sizes),
         dtype,
         draw(st.sampled_from(ops_for(dtype))) if name in REDUCTIONS else "",
-        draw(st.sampled_from(PLACES)),
+        draw(st.sampled_from(MEMORIES)),
         draw(st.sampled_from(("auto", *ALGORITHMS))),
         draw(st.booleans()),
         draw(st.integers(0, world_size - 1)),

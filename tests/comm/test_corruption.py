@@ -230,8 +230,8 @@ def test_waits_for_nobody():
     def body(comm):
         if comm.rank == 1:
             for value in (99, 2**31, 2**32 - 1):
-                place = _native.STRUCTURES["page.waits_for"]
-                Region.of(comm).write(place, struct.pack("<I", value))
+                offset = _native.STRUCTURES["page.waits_for"]
+                Region.of(comm).write(offset, struct.pack("<I", value))
             return
         with pytest.raises(RingcommError, match=r"(?i)rank 1"):
             comm.barrier()

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.deadlines
 
 LONG_S = 600.0
 # How the ranks of a world of four are divided.
-PLACES = {"one node": None, "two nodes": [2, 2]}
+NODES = {"one node": None, "two nodes": [2, 2]}
 
 
 def _step(comm: Communicator) -> None:
@@ -67,10 +67,10 @@ def _error_of(call: Callable[[Communicator], Any], comm: Communicator) -> Ringco
     return None
 
 
-@covering(strength=1, place=[*PLACES], call=[*WAITS])
-def test_close_ends_what_another_thread_waits_for(place: str, call: str) -> None:
+@covering(strength=1, where=[*NODES], call=[*WAITS])
+def test_close_ends_what_another_thread_waits_for(where: str, call: str) -> None:
     """Rank 3 makes no call; each other rank closes while a thread of it waits."""
-    with ringcomm.local_world(4, timeout=LONG_S, nodes=PLACES[place]) as world:
+    with ringcomm.local_world(4, timeout=LONG_S, nodes=NODES[where]) as world:
         errors: dict[int, RingcommError | None] = {}
 
         def wait(comm: Communicator) -> None:
@@ -115,10 +115,10 @@ class _Mine(Exception):
     pass
 
 
-@covering(place=[*PLACES], call=[*WAITS], how=["returns", "raises"])
-def test_a_rank_that_has_left_ends_waits_for_it(place: str, call: str, how: str) -> None:
+@covering(where=[*NODES], call=[*WAITS], how=["returns", "raises"])
+def test_a_rank_that_has_left_ends_waits_for_it(where: str, call: str, how: str) -> None:
     """Also in a group of the ranks; and the run's error is the first rank's own."""
-    with ringcomm.local_world(4, timeout=LONG_S, nodes=PLACES[place]) as world:
+    with ringcomm.local_world(4, timeout=LONG_S, nodes=NODES[where]) as world:
         errors: dict[int, RingcommError | None] = {}
 
         def rank(comm: Communicator) -> None:

@@ -7,24 +7,24 @@ import torch
 import ringcomm
 from ringcomm import ArgumentError, MismatchError
 from tests.support.exact import MOVABLE, pattern, same
-from tests.support.placing import PLACES, put, room
+from tests.support.memories import MEMORIES, put, room
 
 
-def test_every_dtype_size_and_place(worlds):
+def test_every_dtype_size_and_memory(worlds):
     def body(comm):
         peer = 1 - comm.rank
         cases = [(dtype, 67, "mixed") for dtype in MOVABLE]
-        cases += [(torch.float32, n, place) for n in (0, 1, 64, 65, 5000) for place in PLACES]
-        for dtype, count, place in cases:
-            mine = put(pattern(count, comm.rank, dtype), place, comm.rank)
-            got = room(count, dtype, place, comm.rank + 1)
+        cases += [(torch.float32, n, memory) for n in (0, 1, 64, 65, 5000) for memory in MEMORIES]
+        for dtype, count, memory in cases:
+            mine = put(pattern(count, comm.rank, dtype), memory, comm.rank)
+            got = room(count, dtype, memory, comm.rank + 1)
             if comm.rank == 0:
                 comm.send(mine, peer)
                 assert comm.recv(got, peer) == peer
             else:
                 assert comm.recv(got, peer) == peer
                 comm.send(mine, peer)
-            assert same(got, pattern(count, peer, dtype)), (dtype, count, place)
+            assert same(got, pattern(count, peer, dtype)), (dtype, count, memory)
 
     worlds(2).run(body)
 
@@ -53,8 +53,8 @@ def test_tags_are_matched_and_each_tag_keeps_its_order(worlds):
                 comm.isend(torch.tensor([number]), 1, tag=number % 2)
         else:
             got = [torch.zeros(1, dtype=torch.int64) for _ in range(6)]
-            for place, tag in enumerate((1, 1, 0, 1, 0, 0)):
-                comm.recv(got[place], 0, tag)
+            for number, tag in enumerate((1, 1, 0, 1, 0, 0)):
+                comm.recv(got[number], 0, tag)
             assert [each.item() for each in got] == [1, 3, 0, 5, 2, 4]
         comm.barrier()
 

@@ -91,7 +91,7 @@ Calls = Callable[[Any], object]
 
 
 def site_of(call: Calls) -> str:
-    """Returns the place of a function of one line, as errors name it."""
+    """Returns the line of a function of one line, as errors name it."""
     return f"{Path(__file__)}:{call.__code__.co_firstlineno}"
 
 
@@ -185,8 +185,8 @@ def test_messages_of_another_dtype():
         world.run(rank)
 
 
-def test_without_a_recorder_calls_are_named_without_their_places():
-    """The control of what names the places: the recorder, and nothing else."""
+def test_without_a_recorder_calls_are_named_without_their_call_sites():
+    """The control of what names the call sites: the recorder, and nothing else."""
     options = ringcomm.CommOptions(timeout=30, records=0)
     told = ["", ""]
 

@@ -10,7 +10,7 @@ from ringcomm import Communicator, MismatchError, _native
 from ringcomm.comm.host.arguments import DTYPE_CODES, reduction_of
 from ringcomm.comm.host.engine import Call
 from tests.support.exact import REDUCIBLE, equal, op_of, operand, ops_for, reduced, same
-from tests.support.placing import PLACES, put, room
+from tests.support.memories import MEMORIES, put, room
 
 Tensor = torch.Tensor
 OPS = _native.OPS
@@ -67,16 +67,16 @@ def combine(arrays: list[Tensor], out: Tensor, op: str, divide_by: int = 0) -> T
     return out
 
 
-def check_scatter(comm: Communicator, count: int, dtype: torch.dtype, op: str, place: str) -> None:
+def check_scatter(comm: Communicator, count: int, dtype: torch.dtype, op: str, memory: str) -> None:
     """Chunk r of ``count + r`` elements, through slots or from the heap."""
     world, rank = comm.world_size, comm.rank
     counts = [count + each for each in range(world)]
     inputs = [operand(sum(counts), each, world, dtype, op) for each in range(world)]
     want = unfinished(inputs, op).split(counts)[rank]
-    chunks = list(put(inputs[rank], place, rank).split(counts))
-    out = room(counts[rank], accumulator(dtype), place, rank + 1)
+    chunks = list(put(inputs[rank], memory, rank).split(counts))
+    out = room(counts[rank], accumulator(dtype), memory, rank + 1)
     scatter_partial(comm, chunks, out, op)
-    assert equal(out, want), (count, dtype, op, place)
+    assert equal(out, want), (count, dtype, op, memory)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -95,13 +95,13 @@ def test_every_dtype_and_op(worlds, world_size):
     worlds(world_size).run(body)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_sizes(worlds, place):
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_sizes(worlds, memory):
     """Several segments, zero copy from the heap, and empty chunks."""
 
     def body(comm):
         for count in (0, 1, 1111, 20_000):
-            check_scatter(comm, count, torch.bfloat16, "SUM", place)
+            check_scatter(comm, count, torch.bfloat16, "SUM", memory)
 
     worlds(2).run(body)
 

@@ -10,20 +10,20 @@ from tests.support.ranks import run_ranks
 COUNTS = (1, 63, 40_007, 9_001)
 
 
-def _calls(comm: Communicator, place: str) -> None:
+def _calls(comm: Communicator, memory: str) -> None:
     last = comm.world_size - 1
     for check in CHECKS.values():
         for number, count in enumerate(COUNTS):
-            check(comm, Case(count, place=place, in_place=number % 2 == 1, root=last))
+            check(comm, Case(count, memory=memory, in_place=number % 2 == 1, root=last))
 
 
 def _rank(store, rank, world):
-    for place, options in (("heap", CommOptions()), ("mixed", CommOptions(segment_bytes=1024))):
+    for memory, options in (("heap", CommOptions()), ("mixed", CommOptions(segment_bytes=1024))):
         with Communicator.from_store(
-            store, rank, world, name=place, timeout=60, options=options
+            store, rank, world, name=memory, timeout=60, options=options
         ) as comm:
-            _calls(comm, place)
-            CHECKS["messages"](comm, Case(500_000, place=place))
+            _calls(comm, memory)
+            CHECKS["messages"](comm, Case(500_000, memory=memory))
             part = comm.new_group([0, world - 1])
             if part is not None:
                 tensor = torch.ones(1000)

@@ -25,7 +25,7 @@ from ringcomm.comm.host.engine import Call
 from ringcomm.optim import AdamW, AdamWOptions
 from tests.comm.test_partial import combine, scatter_partial
 from tests.support.exact import REDUCIBLE, equal, op_of, operand, ops_for, reduced, same
-from tests.support.placing import put, room
+from tests.support.memories import put, room
 
 Tensor = torch.Tensor
 WORLD = 5  # in blocks of two and of three it is summed in three different orders
@@ -85,24 +85,24 @@ def operator(op: str) -> object:
 
 
 def check_bits(
-    comm: Communicator, tensors: list[Tensor], op: str, want: Tensor, place: str
+    comm: Communicator, tensors: list[Tensor], op: str, want: Tensor, memory: str
 ) -> None:
     """all_reduce, reduce, and both forms of reduce_scatter against the reference."""
     rank, how = comm.rank, operator(op)
-    whole = put(tensors[rank], place, rank)
+    whole = put(tensors[rank], memory, rank)
     comm.all_reduce(whole, how)
-    assert same(whole, want), (op, place, "all_reduce")
-    whole = put(tensors[rank], place, rank)
+    assert same(whole, want), (op, memory, "all_reduce")
+    whole = put(tensors[rank], memory, rank)
     comm.reduce(whole, 1, how)
-    assert same(whole, want if rank == 1 else tensors[rank]), (op, place, "reduce")
-    whole, share = put(tensors[rank], place, rank), want.numel() // WORLD
-    out = room(share, want.dtype, place, rank)
+    assert same(whole, want if rank == 1 else tensors[rank]), (op, memory, "reduce")
+    whole, share = put(tensors[rank], memory, rank), want.numel() // WORLD
+    out = room(share, want.dtype, memory, rank)
     comm.reduce_scatter_tensor(out, whole, how)
-    assert same(out, want.split(share)[rank]), (op, place, "reduce_scatter_tensor")
+    assert same(out, want.split(share)[rank]), (op, memory, "reduce_scatter_tensor")
     counts = [want.numel() - 4 * 7, 7, 7, 7, 7]
-    out = room(counts[rank], want.dtype, place, rank)
+    out = room(counts[rank], want.dtype, memory, rank)
     comm.reduce_scatter(out, list(whole.split(counts)), how)
-    assert same(out, want.split(counts)[rank]), (op, place, "reduce_scatter")
+    assert same(out, want.split(counts)[rank]), (op, memory, "reduce_scatter")
 
 
 @pytest.mark.parametrize("block", [2, 3])
@@ -111,9 +111,9 @@ def test_bits_are_those_of_the_blocks(worlds, block):
 
     cases = []
     for dtype in FLOATS:
-        for elems, place in ((60, "plain"), (12_005, "mixed"), (60_000, "heap")):
+        for elems, memory in ((60, "plain"), (12_005, "mixed"), (60_000, "heap")):
             tensors = inputs(dtype, elems)
-            cases += [(tensors, op, in_blocks(tensors, block, op), place) for op in OPS]
+            cases += [(tensors, op, in_blocks(tensors, block, op), memory) for op in OPS]
 
     def body(comm):
         for case in cases:

@@ -74,7 +74,7 @@ def check(
     kind: str,
     batch: tuple[int, ...] = (),
     dtype: torch.dtype = torch.float64,
-    place: Callable[[Tensor], Tensor] = torch.clone,
+    arrange: Callable[[Tensor], Tensor] = torch.clone,
     biased: bool = False,
 ) -> None:
     """Values and gradients, to the bit."""
@@ -93,7 +93,7 @@ def check(
 
     def body(comm: Communicator) -> list[Tensor]:
         rank = comm.rank
-        own = [place(some[rank]).requires_grad_() for some in given[: 2 + biased]]
+        own = [arrange(some[rank]).requires_grad_() for some in given[: 2 + biased]]
         found = call(own[0], own[1], comm, bias=own[2] if biased else None)
         assert found.is_contiguous()
         grads = torch.autograd.grad(found, own, fed[rank])
@@ -139,9 +139,9 @@ def test_in_the_heap_and_in_any_layout(worlds, each_way, kind):
     def in_heap(tensor: Tensor) -> Tensor:
         return ringcomm.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
-    check(worlds(2), kind, (2,), place=in_heap)
-    check(worlds(2), kind, (2,), place=lambda each: each.mT.contiguous().mT)
-    check(worlds(2), kind, dtype=torch.complex128, place=lambda each: each.conj().clone().conj())
+    check(worlds(2), kind, (2,), arrange=in_heap)
+    check(worlds(2), kind, (2,), arrange=lambda each: each.mT.contiguous().mT)
+    check(worlds(2), kind, dtype=torch.complex128, arrange=lambda each: each.conj().clone().conj())
 
 
 @every_kind
@@ -242,13 +242,13 @@ def test_it_compiles_to_one_graph(worlds, fresh_dynamo):
 @pytest.mark.parametrize("shape", [(2, 4, 3), *in_test_all((4, 3))])
 def test_operators_are_what_torch_expects(shape):
     comm = alone("matmul")
-    place = (traced_groups.key_of(comm), 1)
+    group = (traced_groups.key_of(comm), 1)
     tensor, weight = (whole(*each, seed=1).requires_grad_() for each in (shape, (3, 5)))
     operators = torch.ops.ringcomm
     bias = whole(5, seed=3).requires_grad_() if len(shape) == 3 else None
     for operator in (operators.all_gather_matmul, operators.matmul_reduce_scatter):
-        opcheck(operator.default, (tensor, weight, *place, bias))
-    opcheck(operators.weight_gradient.default, (tensor, whole(*shape, seed=2), *place))
+        opcheck(operator.default, (tensor, weight, *group, bias))
+    opcheck(operators.weight_gradient.default, (tensor, whole(*shape, seed=2), *group))
 
 
 def test_autocast_is_that_of_a_product(worlds):

@@ -76,7 +76,7 @@ def stand_ins() -> Iterator[None]:
         return OrderedWorld(usual_world(*args, **how))
 
     emulated = EmulatedCuda()
-    places: list[tuple[Any, str, object]] = [
+    stand_ins: list[tuple[Any, str, object]] = [
         (devices, "Gpu", EmulatedGpu),
         (devices, "choose", lambda mode, ranks, gpus, by: choose(mode, ranks, 1, by)),
         (device_steps, "Gpu", EmulatedGpu),
@@ -87,7 +87,7 @@ def stand_ins() -> Iterator[None]:
         (ringcomm, "local_world", local_world),
     ]
     with ExitStack() as stack:
-        for owner, name, stand_in in places:
+        for owner, name, stand_in in stand_ins:
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         yield
 

@@ -27,8 +27,8 @@ def values(dtype, seed, shapes=SHAPES):
 
 def leaves(dtype, device, shapes=SHAPES):
     """Parameters that are the same wherever they are."""
-    place = PLAIN if device == DEVICE else device
-    return [torch.nn.Parameter(each.to(place)) for each in values(dtype, 99, shapes)]
+    plain = PLAIN if device == DEVICE else device
+    return [torch.nn.Parameter(each.to(plain)) for each in values(dtype, 99, shapes)]
 
 
 def using(device):

@@ -71,6 +71,6 @@ def to_device(tensor: torch.Tensor, in_heap: bool) -> torch.Tensor:
 
 
 def ramp(count: int, rank: int, dtype: torch.dtype = torch.float32, shift: int = 0) -> torch.Tensor:
-    """Small integers on the GPU that tell ranks and places apart; sums of 16 ranks are exact."""
-    places = torch.arange(count, device=PLAIN)
-    return ((places * 5 + rank * 3 + shift) % 7 - 3).to(dtype)
+    """Small integers on the GPU that tell ranks and positions apart; sums of 16 ranks are exact."""
+    positions = torch.arange(count, device=PLAIN)
+    return ((positions * 5 + rank * 3 + shift) % 7 - 3).to(dtype)

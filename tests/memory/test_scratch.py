@@ -98,10 +98,10 @@ def test_the_file_has_whole_pages_this_user_alone_and_never_a_name(scratch, fold
     status = os.stat(file)
     assert (status.st_size, status.st_nlink, status.st_mode & 0o777) == (2 * PAGE_BYTES, 0, 0o600)
     assert status.st_blocks * 512 >= 2 * PAGE_BYTES
-    place = os.open(folder, os.O_PATH)
+    descriptor = os.open(folder, os.O_PATH)
     with pytest.raises(FileNotFoundError):  # with a descriptor Python calls linkat, as it must be
-        os.link(file, "name", src_dir_fd=place, dst_dir_fd=place)
-    os.close(place)
+        os.link(file, "name", src_dir_fd=descriptor, dst_dir_fd=descriptor)
+    os.close(descriptor)
 
 
 def test_what_was_never_written_reads_as_zeros_and_not_from_the_disk(scratch):

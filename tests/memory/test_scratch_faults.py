@@ -114,8 +114,8 @@ CLONE_NEWNS = 0x20000
 
 def on_small_disk(check: Callable[[Path], object], folder: Path) -> Any:
     """Runs ``check`` in a child that has an ext4 of 8 MiB mounted, which ends with it."""
-    image, place = folder / "image", folder / "mounted"
-    place.mkdir()
+    image, mounted = folder / "image", folder / "mounted"
+    mounted.mkdir()
     image.write_bytes(bytes(8 * MIB))
     if not shutil.which("mkfs.ext4"):
         pytest.skip("mkfs.ext4 is not installed")
@@ -125,7 +125,7 @@ def on_small_disk(check: Callable[[Path], object], folder: Path) -> Any:
     if pid == 0:
         told: object = "the child raised"
         try:
-            told = _mounted(check, image, place)
+            told = _mounted(check, image, mounted)
         finally:
             os.write(writing, json.dumps(told).encode())
             os._exit(0)
@@ -138,17 +138,17 @@ def on_small_disk(check: Callable[[Path], object], folder: Path) -> Any:
     return result
 
 
-def _mounted(check: Callable[[Path], object], image: Path, place: Path) -> object:
+def _mounted(check: Callable[[Path], object], image: Path, mounted: Path) -> object:
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) != 0:
         return f"unshare: {os.strerror(ctypes.get_errno())}"
     for command in (
         ["mount", "--make-rprivate", "/"],
-        ["mount", "-o", "loop", str(image), str(place)],
+        ["mount", "-o", "loop", str(image), str(mounted)],
     ):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             return f"{' '.join(command)}: {done.stderr}"
-    return check(place)
+    return check(mounted)
 
 
 def free_bytes(folder: Path) -> int:

@@ -51,9 +51,9 @@ def test_flatten_and_unflatten_undo_each_other(layout):
 
 
 @given(LAYOUTS)
-def test_every_parameter_has_one_aligned_place_in_order(layout):
-    placed = [index for index, spec in enumerate(layout.params) if spec.in_bucket]
-    assert sorted(layout.locations) == placed
+def test_every_parameter_has_one_aligned_location_in_order(layout):
+    in_bucket = [index for index, spec in enumerate(layout.params) if spec.in_bucket]
+    assert sorted(layout.locations) == in_bucket
     for bucket in layout.buckets:
         assert bucket.elems % BLOCK_ELEMS == 0
         assert bucket.elems - bucket.segments[-1].end < BLOCK_ELEMS

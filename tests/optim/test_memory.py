@@ -21,11 +21,11 @@ def test_gradients_live_in_the_buckets_and_zeroing_keeps_them_there():
     optimizer = AdamW(net.parameters())
     loss_of(net, 0).backward()
     optimizer.step()
-    places = [param.grad.data_ptr() for param in net.parameters()]
+    addresses = [param.grad.data_ptr() for param in net.parameters()]
     optimizer.zero_grad(set_to_none=False)
     assert not any(param.grad.any() for param in net.parameters())
     loss_of(net, 1).backward()
-    assert [param.grad.data_ptr() for param in net.parameters()] == places
+    assert [param.grad.data_ptr() for param in net.parameters()] == addresses
     by_hand = [param.grad.clone() for param in net.parameters()]
     optimizer.step()
     for param, grad in zip(net.parameters(), by_hand, strict=True):

@@ -156,7 +156,7 @@ class Reference:
         take_state(sharded, tensors)
 
     def params_active(self, step: int, param: int) -> bool:
-        """Whether the parameter took the step; by its place among the optimizer's."""
+        """Whether the parameter took the step; by its position among the optimizer's."""
         flat = [p for group in self.optimizer.param_groups for p in group["params"]]
         return flat[param].grad is not None
 

@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 def whole_state(layout: ShardLayout) -> list[Tensor]:
-    """Makes numbers for each bucket that tell all places apart, and zeros in the padding."""
+    """Makes numbers for each bucket that tell all positions apart, and zeros in the padding."""
     flats, first = [], 1
     for bucket in layout.buckets:
         flat = torch.zeros(bucket.elems)

@@ -269,9 +269,9 @@ def test_hyper_parameters_of_a_new_kind_are_tried_and_bring_state(worlds, monkey
     tried: list[float] = []
     real = elementwise.try_class
 
-    def counted(made, hyper, place):
+    def counted(made, hyper, device):
         tried.append(hyper["momentum"])
-        return real(made, hyper, place)
+        return real(made, hyper, device)
 
     monkeypatch.setattr(elementwise, "try_class", counted)
     sgd = problem(torch.optim.SGD, lr=0.1)

@@ -160,8 +160,8 @@ def test_a_step_moves_each_record_once(folder, dtype, master, elem_bytes, reside
     """Twice 8, 12 and 10 bytes an element, without those of resident pieces."""
     elems, count = 4096, 24
     param = torch.zeros(elems * count, dtype=dtype).requires_grad_()
-    place = disk(folder, resident * elems * elem_bytes, elems)
-    options = AdamWOptions(offload_state=place, master=master)
+    target = disk(folder, resident * elems * elem_bytes, elems)
+    options = AdamWOptions(offload_state=target, master=master)
     optimizer = AdamW([param], comm="alone", options=options)
 
     def step() -> tuple[int, int]:
@@ -192,15 +192,15 @@ def test_memory_is_of_buffers_whatever_the_size_of_a_parameter(folder):
     """Of 64 pieces, as many are in memory as the buffers and the resident bytes hold."""
     elems = 64 * PIECE
     param = torch.zeros(elems).requires_grad_()
-    place = disk(folder, resident_bytes=2 * 8 * PIECE)
-    optimizer = AdamW([param], comm="alone", options=AdamWOptions(offload_state=place))
+    target = disk(folder, resident_bytes=2 * 8 * PIECE)
+    optimizer = AdamW([param], comm="alone", options=AdamWOptions(offload_state=target))
     param.grad = torch.ones(elems)
     optimizer.step()
     step = optimizer.sharded_step()
     pieces = step.offload._pieces()
     taken = {id(piece.buffer): piece.buffer.memory.nbytes for piece in pieces}
     assert len(pieces) == 64
-    assert sum(taken.values()) <= place.buffer_bytes + place.resident_bytes
+    assert sum(taken.values()) <= target.buffer_bytes + target.resident_bytes
     (bucket,) = step.buckets
     assert all(moment.is_meta for moment in bucket.state.moments.values())
 

@@ -42,10 +42,10 @@ def test_a_readme_example_runs(tmp_path, number):
 
 @pytest.mark.parametrize("tensors", ["heap", "plain"])
 def test_the_readme_shows_the_recorded_figures(tensors):
-    """64 MiB, two ranks; torch.distributed has all_reduce in place only."""
+    """64 MiB, two ranks; torch.distributed has all_reduce in placement only."""
     readme = (ROOT / "README.md").read_text()
     recorded = report.read(ROOT / "bench" / "results" / f"2ranks-float-{tensors}.csv")
-    for collective, place in (
+    for collective, placement in (
         ("reduce_scatter", "out"),
         ("all_gather", "out"),
         ("all_reduce", "in"),
@@ -53,7 +53,7 @@ def test_the_readme_shows_the_recorded_figures(tensors):
         rows = {
             row.system: row
             for row in recorded.rows
-            if (row.collective, row.placement, row.size_bytes) == (collective, place, 64 << 20)
+            if (row.collective, row.placement, row.size_bytes) == (collective, placement, 64 << 20)
         }
         cells = [f"{(rows['ringcomm'].time_us or 0) / 1e3:.1f} ms"]
         cells += [f"{rows[system].ratio:.1f}x" for system in ("gloo", "mpi")]

@@ -44,7 +44,7 @@ def text_width(text, size, classes):
     return ems * size * (1.1 if "b" in classes else 1)
 
 
-def place_of(element):
+def box_of(element):
     """The left, right, top and bottom of a text, roughly."""
     size, classes = float(element.get("font-size")), element.get("class").split()
     assert size >= LEAST_SIZE
@@ -67,11 +67,11 @@ def test_a_picture_has_title_and_description_and_texts_that_lie_apart(path):
     root = ET.parse(path).getroot()
     assert len(root.findtext(f"{SVG}title", "")) > 5 and len(root.findtext(f"{SVG}desc", "")) > 80
     assert root.get("aria-labelledby") == "title desc"
-    places = {each: place_of(each) for each in root.iter(f"{SVG}text")}
+    boxes = {each: box_of(each) for each in root.iter(f"{SVG}text")}
     width, height = int(root.get("width", "")), int(root.get("height", ""))
-    for element, (left, right, top, bottom) in places.items():
+    for element, (left, right, top, bottom) in boxes.items():
         assert left >= 0 and right <= width and 0 <= top < bottom < height, element.text
-    pairs = itertools.combinations(places.items(), 2)
+    pairs = itertools.combinations(boxes.items(), 2)
     assert [(a.text, b.text) for (a, x), (b, y) in pairs if overlap(x, y)] == []
 
 

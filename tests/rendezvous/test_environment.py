@@ -151,7 +151,7 @@ def _listens_at(port: int) -> set[str]:
     texts = [each.read_text() for each in tables if each.exists()]
     lines = [line.split() for text in texts for line in text.splitlines()[1:]]
     listening = [line[1] for line in lines if line[3] == "0A"]
-    return {place.split(":")[0] for place in listening if int(place.split(":")[1], 16) == port}
+    return {at.split(":")[0] for at in listening if int(at.split(":")[1], 16) == port}
 
 
 def test_the_store_of_a_node_listens_on_loopback_only():

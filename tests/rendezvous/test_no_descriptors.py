@@ -1,4 +1,4 @@
-"""A rank runs out of file descriptors at each place of a rendezvous in turn."""
+"""A rank runs out of file descriptors at each step of a rendezvous in turn."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def _limit(descriptors: int) -> None:
 
 def _rank(file_store: Any, rank: int, world: int, port: int, spare: int, kind: str) -> str:
     store = _tcp_store(rank, port)
-    places = [[0], [1]] if kind == "nodes" else [[0, 1]]
+    nodes = [[0], [1]] if kind == "nodes" else [[0, 1]]
     settings = {"timeout": TIMEOUT_S, "heap_bytes": 64 << 20}
     comm: Communicator | None = None
     if kind == "group":
-        comm = join_nodes(store, rank, world, places, **settings)
+        comm = join_nodes(store, rank, world, nodes, **settings)
         comm.barrier()
     taken = _leave(spare) if rank == POOR else []
     try:
         if comm is None:
-            made: Any = join_nodes(store, rank, world, places, **settings)
+            made: Any = join_nodes(store, rank, world, nodes, **settings)
         else:
             made = comm.new_group([0, 1])
         made.barrier()

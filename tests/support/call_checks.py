@@ -49,7 +49,7 @@ class Case:
     count: int
     dtype: torch.dtype = torch.float32
     op: str = "SUM"
-    place: str = "plain"
+    memory: str = "plain"
     algorithm: str = "auto"
     in_place: bool = False
     root: int = 0
@@ -80,7 +80,7 @@ def _expect(comm: Communicator, case: Case, holds: bool) -> None:
 
 def check_all_reduce(comm: Communicator, case: Case) -> None:
     inputs = _operands(case, case.count, comm.world_size)
-    tensor = put(comm, inputs[comm.rank], case.place)
+    tensor = put(comm, inputs[comm.rank], case.memory)
     algorithm = "auto" if case.algorithm == "copy_engine" else _algorithm(case, comm)
     _end(
         comm.all_reduce(
@@ -92,7 +92,7 @@ def check_all_reduce(comm: Communicator, case: Case) -> None:
 
 def check_reduce(comm: Communicator, case: Case) -> None:
     inputs = _operands(case, case.count, comm.world_size)
-    tensor = put(comm, inputs[comm.rank], case.place)
+    tensor = put(comm, inputs[comm.rank], case.memory)
     _end(comm.reduce(tensor, case.root, op_of(case.op), case.async_op))
     want = reduced(inputs, case.op) if comm.rank == case.root else inputs[comm.rank]
     _expect(comm, case, equal(on_host(tensor), want))
@@ -102,8 +102,8 @@ def check_reduce_scatter(comm: Communicator, case: Case) -> None:
     world, rank = comm.world_size, comm.rank
     inputs = _operands(case, case.count * world, world)
     own = slice(rank * case.count, (rank + 1) * case.count)
-    source = put(comm, inputs[rank], case.place)
-    output = source[own] if case.in_place else room(comm, case.count, case.dtype, case.place, 1)
+    source = put(comm, inputs[rank], case.memory)
+    output = source[own] if case.in_place else room(comm, case.count, case.dtype, case.memory, 1)
     algorithm = "auto" if case.algorithm == "copy_engine" else _algorithm(case, comm)
     _end(
         comm.reduce_scatter_tensor(
@@ -123,8 +123,8 @@ def check_reduce_scatter_list(comm: Communicator, case: Case) -> None:
     def part(of: int, to: int) -> torch.Tensor:
         return operand(counts[to], of + 2 * to, world, case.dtype, case.op)
 
-    sources = [put(comm, part(rank, to), case.place, to) for to in range(world)]
-    output = sources[rank] if case.in_place else room(comm, counts[rank], case.dtype, case.place)
+    sources = [put(comm, part(rank, to), case.memory, to) for to in range(world)]
+    output = sources[rank] if case.in_place else room(comm, counts[rank], case.dtype, case.memory)
     _end(comm.reduce_scatter(output, sources, op_of(case.op), case.async_op))
     want = reduced([part(of, rank) for of in range(world)], case.op)
     _expect(comm, case, equal(on_host(output), want))
@@ -133,8 +133,8 @@ def check_reduce_scatter_list(comm: Communicator, case: Case) -> None:
 def check_all_gather(comm: Communicator, case: Case) -> None:
     world, count = comm.world_size, case.count
     parts = [pattern(count, rank, case.dtype) for rank in range(world)]
-    output = room(comm, count * world, case.dtype, case.place, 1)
-    source = put(comm, parts[comm.rank], case.place)
+    output = room(comm, count * world, case.dtype, case.memory, 1)
+    source = put(comm, parts[comm.rank], case.memory)
     if case.in_place:
         own = output[comm.rank * count : (comm.rank + 1) * count]
         if count:
@@ -150,28 +150,28 @@ def check_all_gather_list(comm: Communicator, case: Case) -> None:
     """Counts that differ, one of them zero."""
     counts = [case.count * (rank % 3) // 2 for rank in range(comm.world_size)]
     parts = [pattern(n, rank, case.dtype) for rank, n in enumerate(counts)]
-    outputs = [room(comm, n, case.dtype, case.place, turn) for turn, n in enumerate(counts)]
-    _end(comm.all_gather(outputs, put(comm, parts[comm.rank], case.place), case.async_op))
+    outputs = [room(comm, n, case.dtype, case.memory, turn) for turn, n in enumerate(counts)]
+    _end(comm.all_gather(outputs, put(comm, parts[comm.rank], case.memory), case.async_op))
     for output, part in zip(outputs, parts, strict=True):
         _expect(comm, case, same(on_host(output), part))
 
 
 def check_broadcast(comm: Communicator, case: Case) -> None:
-    tensor = put(comm, pattern(case.count, comm.rank, case.dtype), case.place)
+    tensor = put(comm, pattern(case.count, comm.rank, case.dtype), case.memory)
     _end(comm.broadcast(tensor, case.root, case.async_op))
     _expect(comm, case, same(on_host(tensor), pattern(case.count, case.root, case.dtype)))
 
 
 def check_gather_and_scatter(comm: Communicator, case: Case) -> None:
-    mine = put(comm, pattern(case.count, comm.rank, case.dtype), case.place)
+    mine = put(comm, pattern(case.count, comm.rank, case.dtype), case.memory)
     parts = None
     if comm.rank == case.root:
         ranks = range(comm.world_size)
-        parts = [room(comm, case.count, case.dtype, case.place, turn) for turn in ranks]
+        parts = [room(comm, case.count, case.dtype, case.memory, turn) for turn in ranks]
     _end(comm.gather(mine, parts, case.root, case.async_op))
     for rank, part in enumerate(parts or []):
         _expect(comm, case, same(on_host(part), pattern(case.count, rank, case.dtype)))
-    back = room(comm, case.count, case.dtype, case.place, 1)
+    back = room(comm, case.count, case.dtype, case.memory, 1)
     _end(comm.scatter(back, parts, case.root, case.async_op))
     _expect(comm, case, same(on_host(back), pattern(case.count, comm.rank, case.dtype)))
 
@@ -187,9 +187,9 @@ def check_all_to_all(comm: Communicator, case: Case) -> None:
     def piece(sender: int, receiver: int) -> torch.Tensor:
         return pattern(case.count * _rows(sender, receiver), sender * 9 + receiver, case.dtype)
 
-    inputs = [put(comm, piece(me, peer), case.place, peer) for peer in ranks]
+    inputs = [put(comm, piece(me, peer), case.memory, peer) for peer in ranks]
     outputs = [
-        room(comm, case.count * _rows(peer, me), case.dtype, case.place, peer) for peer in ranks
+        room(comm, case.count * _rows(peer, me), case.dtype, case.memory, peer) for peer in ranks
     ]
     _end(comm.all_to_all(outputs, inputs, case.async_op))
     for peer, output in enumerate(outputs):
@@ -209,8 +209,8 @@ def check_all_to_all_single(comm: Communicator, case: Case) -> None:
 
     given = pieces([(me, peer) for peer in range(world)], sent)
     want = pieces([(peer, me) for peer in range(world)], received)
-    source = put(comm, given, case.place).view(sum(sent), case.count)
-    output = room(comm, want.numel(), dtype, case.place, 1)
+    source = put(comm, given, case.memory).view(sum(sent), case.count)
+    output = room(comm, want.numel(), dtype, case.memory, 1)
     splits = (received, sent) if case.in_place else (None, None)
     target = output.view(sum(received), case.count)
     out_rows, in_rows = splits
@@ -223,8 +223,8 @@ def check_messages(comm: Communicator, case: Case) -> None:
     if comm.world_size == 1:
         return
     ahead, behind = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-    mine = put(comm, pattern(case.count, comm.rank, case.dtype), case.place)
-    got = room(comm, case.count, case.dtype, case.place, 1)
+    mine = put(comm, pattern(case.count, comm.rank, case.dtype), case.memory)
+    got = room(comm, case.count, case.dtype, case.memory, 1)
     works = [comm.isend(mine, ahead, case.root), comm.irecv(got, behind, case.root)]
     for work in works if case.async_op else reversed(works):
         work.wait()

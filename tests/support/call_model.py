@@ -1,4 +1,4 @@
-"""The place where each rank waits when one fails, from the steps of calls in kernels/include.
+"""The wait of each rank when one fails, from the steps of calls in kernels/include.
 
 Of staged, native calls on the host. No rank's steps depend on who comes first, so where each rank
 comes to a stand follows from the schedule alone.
@@ -37,8 +37,8 @@ Steps = Iterator[Step]
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place where a rank waits: for whom, and at which item of the call."""
+class WaitPoint:
+    """The wait of a rank: for whom, and at which item of the call."""
 
     peer: int
     item: int
@@ -156,7 +156,7 @@ class Rank:
 
 
 def is_modelled(call: Call) -> bool:
-    """Tells whether :func:`places` knows the steps of a call."""
+    """Tells whether :func:`wait_points` knows the steps of a call."""
     return (
         call.kind in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
         and call.kernels == "native"
@@ -213,8 +213,8 @@ def _ways(rank: Rank, calls: Sequence[Call]) -> Iterator[tuple[Step, int]]:
             yield step, want
 
 
-def places(schedule: Schedule, calls: Sequence[Call], before: int) -> dict[int, Place]:
-    """Returns the places where the survivors of a fatal fault stop.
+def wait_points(schedule: Schedule, calls: Sequence[Call], before: int) -> dict[int, WaitPoint]:
+    """Returns the waits in which the survivors of a fatal fault stop.
 
     Args:
         schedule: world, segments and the rank that fails.
@@ -231,4 +231,6 @@ def places(schedule: Schedule, calls: Sequence[Call], before: int) -> dict[int, 
         walks.append(_Walk(rank, words, ways, next(ways, None)))
     while any(walk.goes_on() for walk in walks):
         pass
-    return {walk.rank.rank: Place(walk.now[0].peer, walk.now[0].item) for walk in walks if walk.now}
+    return {
+        walk.rank.rank: WaitPoint(walk.now[0].peer, walk.now[0].item) for walk in walks if walk.now
+    }

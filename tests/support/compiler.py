@@ -44,7 +44,7 @@ def compile_to(
         include: the folder of ringcomm's headers.
         sources: C++ files, and objects to link.
         flags: of all programs of a kind.
-        extra: flags that go before those, such as other places to find headers in first.
+        extra: flags that go before those, such as other folders to find headers in first.
     """
     words = [*extra, *flags, f"-I{include}", *sources, "-o", output]
     command = [*LOW_PRIORITY, str(COMPILER), *map(str, words)]

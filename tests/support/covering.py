@@ -21,7 +21,7 @@ Valid: TypeAlias = Callable[[Mapping[str, Any]], bool]
 
 EVERY_CASE = os.environ.get("RINGCOMM_TEST_CASES") == "all"
 
-_Places: TypeAlias = dict[str, int]  # the number of a value, by axis
+_Chosen: TypeAlias = dict[str, int]  # the number of a value, by axis
 
 
 def in_test_all(*values: Any) -> tuple[Any, ...]:
@@ -55,46 +55,46 @@ class _Array:
             for numbers in product(*(range(sizes[name]) for name in names)):
                 yield tuple(zip(names, numbers, strict=True))
 
-    def case_of(self, places: _Places) -> Case:
-        """Returns the values at these places, in the order of the axes."""
-        return {name: self._axes[name][places[name]] for name in self._axes if name in places}
+    def case_of(self, chosen: _Chosen) -> Case:
+        """Returns the values of these numbers, in the order of the axes."""
+        return {name: self._axes[name][chosen[name]] for name in self._axes if name in chosen}
 
-    def _completed(self, places: _Places, left: Sequence[str]) -> _Places | None:
+    def _completed(self, chosen: _Chosen, left: Sequence[str]) -> _Chosen | None:
         """Returns a valid case that has these values, or None if there is none."""
-        if not self._valid(self.case_of(places)):
+        if not self._valid(self.case_of(chosen)):
             return None
         if not left:
-            return places
+            return chosen
         for number in range(len(self._axes[left[0]])):
-            found = self._completed({**places, left[0]: number}, left[1:])
+            found = self._completed({**chosen, left[0]: number}, left[1:])
             if found is not None:
                 return found
         return None
 
-    def _gain(self, places: _Places, name: str, number: int) -> int:
+    def _gain(self, chosen: _Chosen, name: str, number: int) -> int:
         """Returns how many open tuples a value closes with those that are there."""
         order = list(self._axes)
         closed = 0
-        for others in combinations(places, self._strength - 1):
+        for others in combinations(chosen, self._strength - 1):
             names = sorted((*others, name), key=order.index)
-            closed += tuple((n, number if n == name else places[n]) for n in names) in self._open
+            closed += tuple((n, number if n == name else chosen[n]) for n in names) in self._open
         return closed
 
-    def _extended(self, places: _Places) -> _Places:
+    def _extended(self, chosen: _Chosen) -> _Chosen:
         """Gives each axis the value that closes most tuples, of equals the one least used."""
         for name in sorted(self._axes, key=lambda name: -len(self._axes[name])):
-            if name in places:
+            if name in chosen:
                 continue
             numbers = sorted(
                 range(len(self._axes[name])),
-                key=lambda number: (-self._gain(places, name, number), self._uses[name, number]),
+                key=lambda number: (-self._gain(chosen, name, number), self._uses[name, number]),
             )
             for number in numbers:
-                found = {**places, name: number}
+                found = {**chosen, name: number}
                 if self._completed(found, [each for each in self._axes if each not in found]):
-                    places = found
+                    chosen = found
                     break
-        return places
+        return chosen
 
     def cases(self) -> Iterator[Case]:
         """Yields cases until each tuple that a valid case has occurs in one."""
@@ -104,11 +104,11 @@ class _Array:
             if self._completed(dict(first), left) is None:
                 del self._open[first]
                 continue
-            places = self._extended(dict(first))
+            chosen = self._extended(dict(first))
             for names in combinations(self._axes, self._strength):
-                self._open.pop(tuple((name, places[name]) for name in names), None)
-            self._uses.update(places.items())
-            yield self.case_of(places)
+                self._open.pop(tuple((name, chosen[name]) for name in names), None)
+            self._uses.update(chosen.items())
+            yield self.case_of(chosen)
 
 
 def covering_array(

@@ -45,7 +45,7 @@ def local_memory(binary: Binary) -> list[str]:
     """
     found = []
     for kernel in binary.kernels.values():
-        # Registers that are put away lie at constant places of the stack.
+        # Registers that are put away lie at constant offsets of the stack.
         tables = [i for i in kernel.instructions if _is_local(i) and "[R1" not in i.operands]
         if tables:
             found.append(f"{kernel.name}: a table in local memory: {tables[0]}")

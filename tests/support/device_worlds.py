@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 # Of the worlds that are kept. Each has three streams, there is one for each world, the default one
 # and some of the tests' own: more of them would share hardware queues, of which there are 32.
 KEPT_RANKS = 8
-PLACES = ("plain", "heap", "mixed", "unaligned")
+MEMORIES = ("plain", "heap", "mixed", "unaligned")
 LL_BYTES = 1024
 # Small, so that tens of kilobytes go several times around all slots of both channels.
 OPTIONS = CommOptions(
@@ -155,24 +155,24 @@ def heap_of(comm: Communicator) -> str:
     return f"cuda:{device_of(comm)}" if comm.launches else "cpu"
 
 
-def room(comm: Communicator, count: int, dtype: torch.dtype, place: str, turn: int = 0) -> Tensor:
-    """An uninitialised tensor of ``count`` elements on the device of ``comm``, at ``place``.
+def room(comm: Communicator, count: int, dtype: torch.dtype, memory: str, turn: int = 0) -> Tensor:
+    """An uninitialised tensor of ``count`` elements on the device of ``comm``, at ``memory``.
 
     "mixed" is the heap where the rank and ``turn`` make an odd number, "unaligned" begins one
     element into its memory, which lies in the heap where they make an even one.
     """
     odd = (comm.rank + turn) % 2 == 1
-    skip = 1 if place == "unaligned" else 0
-    if place == "heap" or (place == "mixed" and odd) or (place == "unaligned" and not odd):
+    skip = 1 if memory == "unaligned" else 0
+    if memory == "heap" or (memory == "mixed" and odd) or (memory == "unaligned" and not odd):
         whole = ringcomm.empty(count + skip, dtype=dtype, device=heap_of(comm))
     else:
         whole = torch.empty(count + skip, dtype=dtype, device=comm.device)
     return whole[skip:]
 
 
-def put(comm: Communicator, tensor: Tensor, place: str, turn: int = 0) -> Tensor:
-    """A copy of ``tensor`` (of the host, one dimension) as :func:`room` places it."""
-    target = room(comm, tensor.numel(), tensor.dtype, place, turn)
+def put(comm: Communicator, tensor: Tensor, memory: str, turn: int = 0) -> Tensor:
+    """A copy of ``tensor`` (of the host, one dimension) as :func:`room` allocates it."""
+    target = room(comm, tensor.numel(), tensor.dtype, memory, turn)
     if tensor.numel():
         # As bytes: not every dtype has a copy kernel.
         target.view(torch.uint8).copy_(tensor.view(torch.uint8))
@@ -243,7 +243,7 @@ def set_ll_epoch(comm: Communicator, epoch: int) -> None:
 
 
 def ll_flags(comm: Communicator) -> set[int]:
-    """The flags of all places for LL packets; between calls."""
+    """The flags of all memories for LL packets; between calls."""
     core = cast(DeviceCallEngine, comm.engine).device_core
     lines = 3 * _links(comm) + core.native.channels
     begin = _PAGE_BYTES + -(-lines * _LINE_BYTES // _PAGE_BYTES) * _PAGE_BYTES

@@ -88,24 +88,24 @@ def _codes(rank: int, most: int) -> Tensor:
 
 
 def pattern(count: int, rank: int, dtype: torch.dtype) -> Tensor:
-    """Elements that tell ranks and places apart; any bits do for data that is only moved."""
+    """Elements that tell ranks and positions apart; any bits do for data that is only moved."""
     period = _codes(rank, 2 if dtype is torch.bool else 251)
     return _repeated(period, count * dtype.itemsize).view(dtype)
 
 
 @cache
 def _integers(rank: int, world: int, op: str, *, signed: bool) -> Tensor:
-    places = torch.arange(4 * 3 * 61, dtype=torch.int64)
+    positions = torch.arange(4 * 3 * 61, dtype=torch.int64)
     if op == "PRODUCT":
         # At most four ranks contribute a 2, so that 16 ranks stay within an int8.
-        wide = (places + rank) % 2 + 1 if rank % 4 == 0 else torch.ones_like(places)
-        return wide * (1 - 2 * ((places + rank) % 3 == 0).long()) if signed else wide
+        wide = (positions + rank) % 2 + 1 if rank % 4 == 0 else torch.ones_like(positions)
+        return wide * (1 - 2 * ((positions + rank) % 3 == 0).long()) if signed else wide
     if op == "AVG":
         # Multiples of the world, so that the mean is whole; few, so that sums fit into an int8.
-        return ((places + rank) % 3 == 0) * world
+        return ((positions + rank) % 3 == 0) * world
     if op in ("BAND", "BOR", "BXOR", "MIN", "MAX"):
-        return (places * 7 + rank * 13) % 61 - (30 if signed else 0)
-    return (places * 5 + rank * 3) % 4 - (2 if signed else 0)
+        return (positions * 7 + rank * 13) % 61 - (30 if signed else 0)
+    return (positions * 5 + rank * 3) % 4 - (2 if signed else 0)
 
 
 def operand(count: int, rank: int, world: int, dtype: torch.dtype, op: str) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.call_model import Place, Rank, is_modelled, places, steps_of
+from tests.support.call_model import Rank, WaitPoint, is_modelled, steps_of, wait_points
 from tests.support.fault_player import (
     EXACT,
     LAST,
@@ -144,8 +144,8 @@ def check_first_error(schedule: Schedule, error: Ended) -> Iterator[str]:
     least_s = STOPPED_TIMEOUT_S[schedule.calls[fault.call].kernels]
     if fault.action == "stop" and wait.waited_ms < least_s * 1000:
         yield f"expected a wait of {least_s} s or more, got {wait.waited_ms} ms: {error.text}"
-    expected = expected_places(schedule)
-    if expected is not None and Place(fault.rank, wait.item) != expected.get(wait.rank):
+    expected = expected_waits(schedule)
+    if expected is not None and WaitPoint(fault.rank, wait.item) != expected.get(wait.rank):
         yield f"expected one of the waits {expected}, got {wait}: {error.text}"
 
 
@@ -163,7 +163,7 @@ def check_deadline(text: str, rank: int, elapsed_s: float, timeout_s: float) -> 
         yield f"raised after {elapsed_s} s, with a timeout of {timeout_s} s: {text}"
 
 
-def expected_places(schedule: Schedule) -> dict[int, Place] | None:
+def expected_waits(schedule: Schedule) -> dict[int, WaitPoint] | None:
     """By rank, where a survivor can notice the loss of the one that fails; None: not known."""
     fault = schedule.fault
     if not all(map(is_modelled, schedule.calls)):
@@ -173,9 +173,9 @@ def expected_places(schedule: Schedule) -> dict[int, Place] | None:
     calls = (*earlier, *schedule.calls[fault.call :], LAST)
     failing = Rank(fault.rank, schedule.world_size, schedule.segment_bytes)
     counts = [len(steps_of(failing, call)) for call in earlier]
-    found = places(schedule, calls, sum(counts) + fault.step % counts[-1])
+    found = wait_points(schedule, calls, sum(counts) + fault.step % counts[-1])
     # Who waits for a survivor learns it from others when a peer has died, and by time when it has
     # stopped, and then names the rank that all wait for.
     if fault.action == "stop":
-        return {rank: Place(fault.rank, place.item) for rank, place in found.items()}
-    return {rank: place for rank, place in found.items() if place.peer == fault.rank}
+        return {rank: WaitPoint(fault.rank, point.item) for rank, point in found.items()}
+    return {rank: point for rank, point in found.items() if point.peer == fault.rank}

@@ -44,8 +44,8 @@ class Region:
         """The region of ``rank`` (default: its own) of ``comm``."""
         core: Any = comm.engine.core
         table = core.rank_table(0)
-        place = _native.STRUCTURES["table.regions"] + 8 * (comm.rank if rank is None else rank)
-        (base_ptr,) = struct.unpack_from("<Q", table, place)
+        offset = _native.STRUCTURES["table.regions"] + 8 * (comm.rank if rank is None else rank)
+        (base_ptr,) = struct.unpack_from("<Q", table, offset)
         return cls(base_ptr, (comm.world_size, 1, core.slots, core.segment_bytes))
 
     def offset(self, what: str, stream: int, peer: int) -> int:

@@ -7,7 +7,7 @@ the arguments, folder, environment and files, and runs the program as ``python``
 starts itself with ``subprocess`` is forked in the same way, by a server of its own.
 
 A real interpreter starts where a program could tell the difference: with options of Python, with
-another environment that Python or torch reads when it starts, with other places to find modules in,
+another environment that Python or torch reads when it starts, with other paths to find modules in,
 or after a function that has no name to be found by. A :class:`Popen` in other namespaces is always
 a fork, which may become an interpreter or any other command. What remains: ``/proc`` shows the
 command line and environment of the server, and all forks hash strings alike. Tests for which that
@@ -187,11 +187,11 @@ class Server:
         """Tells whether the program could not tell a fork from an interpreter of its own."""
         what = order.words[0]
         words = order.environment.get("PYTHONPATH", "").split(os.pathsep)
-        places = {os.path.abspath(word) for word in words if word}
+        paths = {os.path.abspath(word) for word in words if word}
         is_in_root = Path(order.folder) == ROOT and what in ("-m", "-c")
         return (
             (what in ("-m", "-c") or not what.startswith("-"))
-            and (places == {str(ROOT)} or (not places and is_in_root))
+            and (paths == {str(ROOT)} or (not paths and is_in_root))
             and _read_at_start(order.environment) == self._read_at_start
         )
 
@@ -415,14 +415,14 @@ def _serve(connection: socket.socket) -> Order:
             answer = error
         if answer == 0:
             connection.close()
-            _place(files, order.files)
+            _set_descriptors(files, order.files)
             return order
         for fd in files:
             os.close(fd)
         _send(connection, answer)
 
 
-def _place(files: Sequence[int], numbers: Sequence[int]) -> None:
+def _set_descriptors(files: Sequence[int], numbers: Sequence[int]) -> None:
     """Gives open files the numbers that a program finds them by."""
     beyond = max([*files, *numbers]) + 1
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, beyond) for fd in files]
@@ -458,9 +458,9 @@ def _become(order: Order) -> None:
     signal.signal(signal.SIGINT, _interrupt)
     what, *words = order.words
     first = {"-m": order.folder, "-c": ""}.get(what, os.path.dirname(os.path.abspath(what)))
-    places = order.environment.get("PYTHONPATH", "").split(os.pathsep)
-    # The server itself has its folder there first, and then the one place of its PYTHONPATH.
-    sys.path[:2] = [first, *(place for place in places if place)]
+    paths = order.environment.get("PYTHONPATH", "").split(os.pathsep)
+    # The server itself has its folder there first, and then the one path of its PYTHONPATH.
+    sys.path[:2] = [first, *(path for path in paths if path)]
     sys.argv[:] = ["-c", *words[1:]] if what == "-c" else words if what == "-m" else [what, *words]
     sys.orig_argv[:] = order.command
     sys.modules["__main__"] = ModuleType("__main__")

@@ -380,8 +380,8 @@ class Lab:
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a rank, as torchrun numbers it: nodes one after the other."""
+class RankNumbers:
+    """The numbers of a rank, as torchrun numbers it: nodes one after the other."""
 
     rank: int
     node: int
@@ -389,7 +389,7 @@ class Place:
     shape: tuple[int, ...]
 
     @classmethod
-    def all_of(cls, shape: tuple[int, ...]) -> list[Place]:
+    def all_of(cls, shape: tuple[int, ...]) -> list[RankNumbers]:
         pairs = [(node, local) for node, count in enumerate(shape) for local in range(count)]
         return [cls(rank, node, local, shape) for rank, (node, local) in enumerate(pairs)]
 
@@ -405,16 +405,16 @@ class Place:
 class _Rank:
     """The process of one rank, the pipe to it, and a file of its output."""
 
-    def __init__(self, lab: Lab, place: Place) -> None:
-        self.place = place
+    def __init__(self, lab: Lab, numbers: RankNumbers) -> None:
+        self.numbers = numbers
         ours, theirs = socket.socketpair()
         self.pipe = Connection(ours.detach())
         self._output = os.memfd_create("output")
         with theirs:
             self.process = lab.popen(
-                place.node,
+                numbers.node,
                 [sys.executable, "-u", "-m", "tests.support.lab", "rank", str(theirs.fileno())],
-                place.environment(),
+                numbers.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
@@ -428,7 +428,7 @@ class _Rank:
 
     def outcome(self) -> Outcome:
         """The answer that is there, or the end of the process."""
-        outcome = Outcome(self.place.rank)
+        outcome = Outcome(self.numbers.rank)
         try:
             outcome.value, outcome.error, outcome.trace = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
@@ -442,16 +442,16 @@ class _Rank:
             self.process.send_signal(signal.SIGUSR1)
             time.sleep(STACKS_S)
         error = TimeoutError("did not answer in time")
-        return self._with_output(Outcome(self.place.rank, error=error))
+        return self._with_output(Outcome(self.numbers.rank, error=error))
 
     def _with_output(self, outcome: Outcome) -> Outcome:
         if outcome.error is not None:
-            place = f"node {self.place.node}, local rank {self.place.local_rank}"
+            called = f"node {self.numbers.node}, local rank {self.numbers.local_rank}"
             size = os.fstat(self._output).st_size
             start = max(size - SHOWN_CHARACTERS, 0)
             text = os.pread(self._output, SHOWN_CHARACTERS, start).decode(errors="replace")
             what = outcome.trace or f"{outcome.error!r}\n"
-            outcome.trace = f"{place}: {what}{text.replace(chr(0), '')}"
+            outcome.trace = f"{called}: {what}{text.replace(chr(0), '')}"
         return outcome
 
     def close(self) -> None:
@@ -479,7 +479,7 @@ class LabRanks:
         return [rank.process.pid for rank in self._ranks]
 
     def run(self, fn: Check, *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """Calls ``fn(*args)`` on every rank; its place is in the environment, as of torchrun.
+        """Calls ``fn(*args)`` on every rank; its numbers are in the environment, as of torchrun.
 
         Args:
             fn: a function of a module, or its dotted name.
@@ -504,7 +504,7 @@ class LabRanks:
         if self._is_called or any(rank.process.poll() is not None for rank in self._ranks):
             self.close()
         if not self._ranks:
-            self._ranks = [_Rank(self._lab, place) for place in Place.all_of(self.shape)]
+            self._ranks = [_Rank(self._lab, numbers) for numbers in RankNumbers.all_of(self.shape)]
         self._is_called = True
         port = self._lab.next_port()
         for rank in self._ranks:
@@ -537,14 +537,14 @@ class LabRanks:
     def kill(self, node: int, local_rank: int) -> None:
         """Kills one rank, and waits for its end."""
         for rank in self._ranks:
-            if (rank.place.node, rank.place.local_rank) == (node, local_rank):
+            if (rank.numbers.node, rank.numbers.local_rank) == (node, local_rank):
                 rank.process.kill()
                 rank.process.wait(END_S)
 
     def wait_for_end(self, node: int) -> None:
         """Waits for the end of the ranks of a node, which were killed."""
         for rank in self._ranks:
-            if rank.place.node == node:
+            if rank.numbers.node == node:
                 rank.process.wait(END_S)
 
     def close(self) -> None:

@@ -50,8 +50,8 @@ def gather_kernel(
     status = rc.barrier_sys(ws, words, block, 0, status, G)
     for peer in range(G.world):
         if status == 0:
-            place = target + (peer * count + first).to(tl.int64) * ITEM
-            rc.get(copies, peer, first, place, last - first, DTYPE)
+            address = target + (peer * count + first).to(tl.int64) * ITEM
+            rc.get(copies, peer, first, address, last - first, DTYPE)
     status = rc.barrier_sys(ws, words, block, 1, status, G)
     rc.end_kernel(ws, status, G)
 

@@ -32,32 +32,32 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COUNTS = {"one_shot": (1, 1030, *in_test_all(0, 257)), "ring": (0, 1030, *in_test_all(1, 257))}
 
 
-def _put(tensor, place):
-    """The tensor at a place: plain, in the heap, or one element off any alignment."""
-    skip = 1 if place == "unaligned" else 0
-    make = torch.empty if place == "plain" else ringcomm.empty
+def _put(tensor, memory):
+    """The tensor at a memory: plain, in the heap, or one element off any alignment."""
+    skip = 1 if memory == "unaligned" else 0
+    make = torch.empty if memory == "plain" else ringcomm.empty
     whole = make(tensor.numel() + skip, dtype=tensor.dtype)
     whole[skip:].copy_(tensor)
     return whole[skip:]
 
 
-def _check_all(comm, count, dtype, place, algorithm, op="SUM"):
+def _check_all(comm, count, dtype, memory, algorithm, op="SUM"):
     rank, world = comm.rank, comm.world_size
-    case = (count, dtype, place, algorithm, op)
+    case = (count, dtype, memory, algorithm, op)
     inputs = [operand(count, each, world, dtype, op) for each in range(world)]
-    tensor = _put(inputs[rank], place)
+    tensor = _put(inputs[rank], memory)
     comm.all_reduce(tensor, op_of(op), algorithm=spelled(algorithm, "all_reduce"))
     assert torch.equal(tensor, reduced(inputs, op)), case
 
     wholes = [operand(count * world, each, world, dtype, op) for each in range(world)]
-    output = _put(torch.full((count,), -1.0).to(dtype), place)
-    comm.reduce_scatter_tensor(output, _put(wholes[rank], place), op_of(op), algorithm=algorithm)
+    output = _put(torch.full((count,), -1.0).to(dtype), memory)
+    comm.reduce_scatter_tensor(output, _put(wholes[rank], memory), op_of(op), algorithm=algorithm)
     want = reduced(wholes, op)[rank * count : (rank + 1) * count]
     assert torch.equal(output, want), case
 
     parts = [pattern(count, each, dtype) for each in range(world)]
-    gathered = _put(torch.zeros(count * world, dtype=dtype), place)
-    comm.all_gather_into_tensor(gathered, _put(parts[rank], place), algorithm=algorithm)
+    gathered = _put(torch.zeros(count * world, dtype=dtype), memory)
+    comm.all_gather_into_tensor(gathered, _put(parts[rank], memory), algorithm=algorithm)
     assert same(gathered, torch.cat(parts)), case
 
 
@@ -68,8 +68,10 @@ def _everything(store, rank, world):
             counts = {2: COUNTS[algorithm], 3: (257,)}.get(world, (world + 1,))
             for turn, count in enumerate(counts):
                 dtype = DTYPES[(turn + world) % 3]
-                place = ("plain", "heap", "unaligned")[(turn + len(algorithm) // 2) % 3]
-                _check_all(comm, count, dtype, place, algorithm, ("SUM", "AVG")[(turn + world) % 2])
+                memory = ("plain", "heap", "unaligned")[(turn + len(algorithm) // 2) % 3]
+                _check_all(
+                    comm, count, dtype, memory, algorithm, ("SUM", "AVG")[(turn + world) % 2]
+                )
         if world == 2:
             # Zero copy begins at 16 KiB of a chunk.
             for count in in_test_all(8200):

@@ -48,8 +48,8 @@ def _run_on_one_device(kind, check, segment_bytes):
 # ---- collectives --------------------------------------------------------------------------------
 
 BOTH = ("one_shot", "ring")
-# Count, dtype, place, operator and algorithms. 300 elements go around the slots. The interpreter is
-# slow, and the tests on the host have more sizes.
+# Count, dtype, memory, operator and algorithms. 300 elements go around the slots. The interpreter
+# is slow, and the tests on the host have more sizes.
 FORMS = (
     (300, torch.bfloat16, "plain", "AVG", BOTH),
     (1, torch.float32, "heap", "SUM", BOTH),
@@ -58,33 +58,33 @@ FORMS = (
 SOME_FORMS = ((*FORMS[0][:4], ("one_shot",)), (*FORMS[1][:4], ("ring",)))
 
 
-def _check(comm, count, dtype, place, algorithm, op):
+def _check(comm, count, dtype, memory, algorithm, op):
     rank, world = comm.rank, comm.world_size
-    case = (count, dtype, place, algorithm, op)
+    case = (count, dtype, memory, algorithm, op)
     inputs = [operand(count, each, world, dtype, op) for each in range(world)]
-    tensor = put(comm, inputs[rank], place)
+    tensor = put(comm, inputs[rank], memory)
     comm.all_reduce(tensor, op_of(op), algorithm=spelled(algorithm, "all_reduce"), kernels="triton")
     assert torch.equal(on_host(tensor), reduced(inputs, op)), case
     parts = [pattern(count, each, dtype) for each in range(world)]
-    gathered = put(comm, torch.zeros(count * world, dtype=dtype), place)
-    mine = put(comm, parts[rank], place, 1)
+    gathered = put(comm, torch.zeros(count * world, dtype=dtype), memory)
+    mine = put(comm, parts[rank], memory, 1)
     work = comm.all_gather_into_tensor(
         gathered, mine, algorithm=algorithm, kernels="triton", async_op=True
     )
     assert work.wait()
     assert same(on_host(gathered), torch.cat(parts)), case
-    output = put(comm, torch.zeros(count, dtype=dtype), place)
+    output = put(comm, torch.zeros(count, dtype=dtype), memory)
     wholes = [operand(count * world, each, world, dtype, op) for each in range(world)]
-    given = put(comm, wholes[rank], place, 1)
+    given = put(comm, wholes[rank], memory, 1)
     comm.reduce_scatter_tensor(output, given, op_of(op), algorithm=algorithm, kernels="triton")
     assert torch.equal(on_host(output), reduced(wholes, op).chunk(world)[rank]), case
 
 
 def _collectives(comm, kind):
     forms = SOME_FORMS if kind == "emulated" and not EVERY_CASE else FORMS
-    for count, dtype, place, op, algorithms in forms:
+    for count, dtype, memory, op, algorithms in forms:
         for algorithm in algorithms:
-            _check(comm, count, dtype, place, algorithm, op)
+            _check(comm, count, dtype, memory, algorithm, op)
     # The native kernels go on from the same epochs.
     tensor = put(comm, torch.full((900,), float(comm.rank)), "heap")
     comm.all_reduce(tensor)

@@ -242,8 +242,8 @@ def _norm(context, n, d, dtype, *, adds=False, summed="no", eps=1e-5):
     want = torch.stack(partials).double().sum(0)[rank * n : (rank + 1) * n]
     if residual is not None:
         want = want + residual.double()
-    places = {"no": None, "new": torch.empty(n, d, dtype=dtype), "residual": residual}
-    summed = places[summed]
+    added_to = {"no": None, "new": torch.empty(n, d, dtype=dtype), "residual": residual}
+    summed = added_to[summed]
     out = rc.reduce_scatter_rms_norm(context, x, weight, eps=eps, residual=residual, summed=summed)
     x.tensor.fill_(float("nan"))
     if summed is not None:

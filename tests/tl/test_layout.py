@@ -22,8 +22,8 @@ def _offsets(store, rank, world):
     for sizes in CASES:
         world_size, channels, slots, _ = sizes
         geometry = Geometry(*sizes, _native.layout_offset(sizes, "staging"))
-        places = itertools.product((0, 1), range(channels), range(world_size), (1, 7, -2))
-        for stream, channel, peer, epoch in places:
+        positions = itertools.product((0, 1), range(channels), range(world_size), (1, 7, -2))
+        for stream, channel, peer, epoch in positions:
             found = torch.zeros(5, dtype=torch.int64)
             offsets_kernel[(1,)](found.data_ptr(), stream, channel, peer, epoch, G=geometry)
             at = (stream, channel, peer)

@@ -255,7 +255,7 @@ def test_what_was_unfrozen_at_once_is_added_by_several_groups(worlds, stage):
 
 
 @covering(strength=1, stage=STAGES, kind=[torch.optim.SGD, AdamW])
-def test_what_was_frozen_at_shard_has_no_place(worlds, stage, kind):
+def test_what_was_frozen_at_shard_is_in_no_bucket(worlds, stage, kind):
     """The step that would leave it untrained says so, and so does an optimizer of it alone."""
 
     def work(comm):
@@ -276,7 +276,7 @@ def test_what_was_frozen_at_shard_has_no_place(worlds, stage, kind):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_hooks_and_gradients_of_a_part(worlds, stage):
-    """They go by the parameter, whatever place the others have in its bucket."""
+    """They go by the parameter, whatever location the others have in its bucket."""
 
     def work(comm):
         module: Any = zero.shard(deepcopy(BASE), stage, comm=comm)

@@ -109,11 +109,11 @@ def test_a_conversion_to_what_it_is(worlds, stage):
         assert module[0].adapter.weight.dtype is torch.float32
         around = nn.Sequential(nn.Linear(2, 2), module)
         own = [param for name, param in module.named_parameters() if "adapter" not in name]
-        places = [param.untyped_storage().data_ptr() for param in own]
+        addresses = [param.untyped_storage().data_ptr() for param in own]
         for convert in NO_OPS.values():
             for each in (module, module[2], around):
                 assert convert(each) is each
-        assert [param.untyped_storage().data_ptr() for param in own] == places
+        assert [param.untyped_storage().data_ptr() for param in own] == addresses
         optimizer = AdamW(own)
         step(module, optimizer)
 

@@ -71,11 +71,11 @@ def test_an_average_by_shards_is_that_of_whole_weights(worlds, world_size, stage
         return mean, whole, {n: (s.begin, s.end) for n, s in shards.items()}, state
 
     outcomes = worlds(world_size).run(work, True)
-    for mean, whole, places, _ in outcomes:
-        for name, (begin, end) in places.items():
+    for mean, whole, ranges, _ in outcomes:
+        for name, (begin, end) in ranges.items():
             assert torch.equal(mean[name], whole[name].view(-1)[begin:end])
     for name, value in outcomes[0][1].items():
-        elems = sum(places[name][1] - places[name][0] for _, _, places, _ in outcomes)
+        elems = sum(ranges[name][1] - ranges[name][0] for _, _, ranges, _ in outcomes)
         everywhere = stage == 0 or (stage < 3 and name.startswith("frozen"))
         assert elems == value.numel() * (world_size if everywhere else 1)
     _, _, _, without = worlds(world_size).run(work, False)[0]

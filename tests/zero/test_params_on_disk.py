@@ -72,32 +72,32 @@ def job_of(comm: Any, base: Any, run: tuple[Any, Any, bool], disk: Disk | None) 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_bits_and_files_are_those_of_memory(worlds, disk, tmp_path, name):
-    """With clipping and a skipped step; each checkpoint goes on in the other place."""
+    """With clipping and a skipped step; each checkpoint goes on in the other medium."""
     base, run = new_model("narrow gpt"), RUNS[name]
     world = 1 + list(RUNS).index(name) % 3
-    places = {"memory": None, "disk": disk}
+    media = {"memory": None, "disk": disk}
 
     def first(comm):
         states = []
-        for place, kept_on in places.items():
+        for medium, kept_on in media.items():
             job = job_of(comm, base, run, kept_on)
             job.train("narrow gpt", 2)
-            job.save(tmp_path / f"to {place}")
+            job.save(tmp_path / f"to {medium}")
             states.append(job.state())
         return states
 
     def second(comm):
         states = []
-        for place, kept_on in (("memory", disk), ("disk", None)):
+        for medium, kept_on in (("memory", disk), ("disk", None)):
             job = job_of(comm, base, run, kept_on)
-            job.load(tmp_path / f"to {place}")
+            job.load(tmp_path / f"to {medium}")
             job.train("narrow gpt", 1)
             states.append(job.state())
         return states
 
     for states in worlds(world).run(first):
         assert_same_bits(*states)
-    memory, on_disk = (files_below(tmp_path / f"to {place}") for place in places)
+    memory, on_disk = (files_below(tmp_path / f"to {medium}") for medium in media)
     assert memory.keys() == on_disk.keys() and len(memory) > world
     for file, content in memory.items():
         assert content == on_disk[file], file
@@ -216,8 +216,8 @@ def test_weights_of_files_go_to_the_disk_and_from_there_to_files(worlds, disk, t
 
     def work(comm):
         states = []
-        for place, (folder, kept) in enumerate((("memory", None), ("disk", small_disk))):
-            module: Any = modules[2 * comm.rank + place]
+        for number, (folder, kept) in enumerate((("memory", None), ("disk", small_disk))):
+            module: Any = modules[2 * comm.rank + number]
             options = zero.ZeroOptions(precision=precision, bucket_elems=512, offload_params=kept)
             zero.shard(module, 3, comm=comm, options=options, init=zero.pretrained(files[0]))
             found = {f"read.{n}": t for n, t in zero.full_state_dict(module).items()}
@@ -231,7 +231,7 @@ def test_weights_of_files_go_to_the_disk_and_from_there_to_files(worlds, disk, t
         assert_same_bits(*states)
 
     worlds(2).run(work)
-    memory, on_disk = (files_below(tmp_path / place) for place in ("memory", "disk"))
+    memory, on_disk = (files_below(tmp_path / medium) for medium in ("memory", "disk"))
     assert memory == on_disk
 
 

@@ -214,9 +214,9 @@ def schedules_equal_data_parallelism(rank: int, world_size: int) -> None:
                 optimizer.step()
                 assert stage < 3 or not any(map(here, modules))
                 optimizer.zero_grad()
-            for place, number in enumerate(own):
+            for position, number in enumerate(own):
                 for name in ("0.weight", "0.bias"):
-                    same(whole_params(modules)[f"{place}.{name}"], params[f"{number}.{name}"])
+                    same(whole_params(modules)[f"{position}.{name}"], params[f"{number}.{name}"])
 
 
 def sums_to_come_are_added_once(rank: int, world_size: int) -> None:
@@ -239,9 +239,9 @@ def sums_to_come_are_added_once(rank: int, world_size: int) -> None:
         runner = schedule(ScheduleDualPipeV, modules, mesh, loss_of)
         run(runner, mesh, x.chunk(2, dim=1)[part].contiguous(), target)
         optimizer.step()
-        for place, number in enumerate(own):
+        for position, number in enumerate(own):
             for name, want in alone[number].named_parameters():
-                found = whole_params(modules)[f"{place}.{name}"]
+                found = whole_params(modules)[f"{position}.{name}"]
                 found = found.full_tensor() if isinstance(found, DTensor) else found
                 torch.testing.assert_close(found, want.detach(), rtol=1e-5, atol=1e-6)
 

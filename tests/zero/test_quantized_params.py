@@ -510,7 +510,7 @@ def test_what_leaves_a_node_is_quantized(quant_format, choice):
         (quiet, backward, step), flags, chunks, root = world.run(step_of, transport, base, run)[0]
     code = _native.QUANT_FORMATS[quant_format]
     for node in range(2):
-        # Rank 2 l + n of the chunks is that of place l of node n.
+        # Rank 2 l + n of the chunks is that of local rank l of node n.
         mine = [chunk for each in chunks for chunk in each[node::2]]
         theirs = [chunk for each in chunks for chunk in each[1 - node :: 2]]
         params = sum(_native.quantized_bytes(code, chunk) for chunk in mine)

@@ -17,16 +17,16 @@ model        tied weights, convolutions with buffers, frozen and unused paramete
              another order at each step and look-ups of weights elsewhere lose no gradient
 optimizer    a rule that is spread over ranks, by element, by block or by owner, is the whole rule
 precision    masters, remainders, stochastic rounding and gradients rounded to 16 bits round at the
-             same places at all stages; modules that stay FP32 have neither masters nor rounding
+             same locations at all stages; modules that stay FP32 have neither masters nor rounding
 nodes        sums over nodes are those of one node that adds in blocks of a node's ranks, whether
              a node has one rank, several, or another number than the next
-place        copies of state or of parameters on each node end alike, and no norm counts one twice
+sharing      copies of state or of parameters on each node end alike, and no norm counts one twice
 offload      a disk returns the state or the parameters that it was given
 update       updates in backward see the gradients, steps and rates of updates in the step; the
              bound of a norm takes the norm of all ranks
 compression  quantized gradients are the same values at all stages, error feedback belongs to
              elements, not to ranks of a stage, and all nodes dequantize the same parameters
-accumulation several backwards add up in the gradient's dtype or in FP32, at each place once
+accumulation several backwards add up in the gradient's dtype or in FP32, at each address once
 schedule     buffers that are reduced, unsharded ahead or kept are neither read early nor late
 ============ ===================================================================================
 
@@ -99,7 +99,7 @@ KEPT_FP32 = {
     "reaching": ("blocks",),
 }
 NODES = {"1": [1], "2": [2], "3": [3], "2+2": [2, 2], "1+1+1": [1, 1, 1], "2+1": [2, 1]}
-PLACES: dict[str, dict[str, Any]] = {
+SHARINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "state by node": {"state": "node"},
     "params by world": {"params": "world"},
@@ -129,7 +129,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "update": ("in step", "clipped", "in backward"),
     "nodes": tuple(NODES),
     "stage": (0, 1, 2, 3),
-    "place": tuple(PLACES),
+    "sharing": tuple(SHARINGS),
     "offload": ("none", "state", "parameters"),
     "precision": tuple(PRECISIONS),
 }
@@ -162,12 +162,12 @@ REFUSALS = [
         "offload_params: expected stage 3, got",
     ),
     Refusal(
-        {"offload": ("parameters",), "nodes": ("2+2", "1+1+1"), "place": ("default",)},
+        {"offload": ("parameters",), "nodes": ("2+2", "1+1+1"), "sharing": ("default",)},
         ArgumentError,
         'offload_params: expected params="world" with it over several nodes',
     ),
     Refusal(
-        {"offload": ("parameters",), "place": ("state by node",)},
+        {"offload": ("parameters",), "sharing": ("state by node",)},
         ArgumentError,
         'offload_params: expected params="world" with it over several nodes',
     ),
@@ -192,7 +192,7 @@ REFUSALS = [
         "expected stage 1, 2 or 3 with it, got 0",
     ),
     Refusal(
-        {"place": ("state by node",), "compression": ("parameters", "both")},
+        {"sharing": ("state by node",), "compression": ("parameters", "both")},
         ArgumentError,
         'expected state="world" with it',
     ),
@@ -212,12 +212,12 @@ REFUSALS = [
         "offload_state: expected None with",
     ),
     Refusal(
-        {"nodes": ("2+1",), "place": ("state by node",)},
+        {"nodes": ("2+1",), "sharing": ("state by node",)},
         UnsupportedError,
         'state="node": expected nodes with equally many ranks',
     ),
     Refusal(
-        {"stage": (3,), "nodes": ("2+1",), "place": ("default",)},
+        {"stage": (3,), "nodes": ("2+1",), "sharing": ("default",)},
         UnsupportedError,
         'params="node" at stage 3: expected nodes with equally many ranks',
     ),
@@ -248,9 +248,9 @@ ONE_NODE = ("1", "2", "3")
 # Values that the library takes and that change nothing, so that their pairs would prove nothing.
 IDLE: list[Where] = [
     {"nodes": ONE_NODE, "compression": tuple(COMPRESSIONS)[1:]},
-    {"nodes": ONE_NODE, "place": tuple(PLACES)[1:]},
-    {"stage": (0,), "place": ("state by node",)},
-    {"stage": (0, 1, 2), "place": ("params by world",)},
+    {"nodes": ONE_NODE, "sharing": tuple(SHARINGS)[1:]},
+    {"stage": (0,), "sharing": ("state by node",)},
+    {"stage": (0, 1, 2), "sharing": ("params by world",)},
     {"stage": (0, 1), "schedule": tuple(SCHEDULES)[1:]},
     {"stage": (2,), "schedule": ("kept unsharded",)},
 ]
@@ -284,7 +284,7 @@ def run_of(case: Case, folder: Path) -> Run:
         offload_state=Disk(folder, piece_bytes, 16 << 10) if case["offload"] == "state" else None,
     )
     options = {
-        **PLACES[case["place"]],
+        **SHARINGS[case["sharing"]],
         **SCHEDULES[case["schedule"]],
         "compression": COMPRESSIONS[case["compression"]],
     }
@@ -308,7 +308,7 @@ def run_of(case: Case, folder: Path) -> Run:
 
 def reference_of(case: Case) -> Case:
     """Returns the reference of a case; ``nodes`` names the world with the same order of sums."""
-    changed: Case = {"offload": "none", "schedule": "inline", "stage": 0, "place": "default"}
+    changed: Case = {"offload": "none", "schedule": "inline", "stage": 0, "sharing": "default"}
     if case["update"] == "in backward":
         changed["update"] = "in step"
     # Stages 2 and 3 reduce each backward: they add sums of ranks, where others sum additions.
@@ -319,8 +319,8 @@ def reference_of(case: Case) -> Case:
     elif case["compression"] != "plain":
         changed["stage"] = max(1, changed["stage"])
         # Where each node has all state, sums of gradients cross and are quantized once more.
-        if case["place"] == "state by node" and case["stage"] > 0:
-            changed["place"] = "state by node"
+        if case["sharing"] == "state by node" and case["stage"] > 0:
+            changed["sharing"] = "state by node"
     return {**case, **changed}
 
 
@@ -410,8 +410,8 @@ def test_every_pair_of_values_is_in_a_case_or_refused():
 
 def refused_only_by(refusal: Refusal, values: Case) -> Case:
     """Returns a case with these values that no other refusal matches."""
-    for stage, place in product((3, 2, 1), PLACES):
-        case = {**USUAL, "nodes": "2+2", "stage": stage, "place": place, **values}
+    for stage, sharing in product((3, 2, 1), SHARINGS):
+        case = {**USUAL, "nodes": "2+2", "stage": stage, "sharing": sharing, **values}
         if [each for each in REFUSALS if has(case, each.where)] == [refusal]:
             return case
     raise AssertionError(f"other values are refused with {values}")
@@ -450,7 +450,7 @@ OWN_BITS: list[tuple[str, tuple[Any, ...], Case]] = [
     ("precision", tuple(name for name in PRECISIONS if name != "remainders"), {"nodes": "3"}),
     ("nodes", (*ONE_NODE, "2+2"), {"accumulation": "added", "stage": 2}),
     (
-        "place",
+        "sharing",
         ("default", "state by node"),
         {"stage": 1, "nodes": "2+2", "compression": "gradients"},
     ),
@@ -503,13 +503,13 @@ def fills_half(patch: Patch) -> None:
     patch.setattr(HostCopier, "_fill", half)
 
 
-def with_argument(patch: Patch, place: int, value: Any) -> None:
+def with_argument(patch: Patch, position: int, value: Any) -> None:
     """Calls the native reduction of a bucket with another argument."""
     arguments = HostReducer._arguments
 
     def changed(reducer: HostReducer, *given: Any) -> tuple[Any, ...]:
         found: list[Any] = list(arguments(reducer, *given))
-        found[place] = value
+        found[position] = value
         return tuple(found)
 
     patch.setattr(HostReducer, "_arguments", changed)
@@ -639,9 +639,9 @@ MUTANTS = {
         "nodes", adds_in_another_order, {"stage": 1, "nodes": "1+1+1"}
     ),
     "parameters of other nodes are stale": Mutant(
-        "place",
+        "sharing",
         lambda patch: fills_once(patch, WorldBucket),
-        {"stage": 3, "nodes": "2+2", "place": "params by world"},
+        {"stage": 3, "nodes": "2+2", "sharing": "params by world"},
     ),
     "state on a disk is stale": Mutant(
         "offload",
@@ -669,7 +669,7 @@ MUTANTS = {
     "parameters cross in another format": Mutant(
         "compression",
         quantizes_otherwise,
-        {"stage": 3, "nodes": "2+2", "place": "params by world", "compression": "parameters"},
+        {"stage": 3, "nodes": "2+2", "sharing": "params by world", "compression": "parameters"},
     ),
     "sums are rounded": Mutant(
         "accumulation",

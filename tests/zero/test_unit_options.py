@@ -176,7 +176,7 @@ def test_ignored_parameters_are_the_users_own(worlds, stage, tmp_path):
         model.blocks[1].bfloat16()
         with torch.no_grad():
             model.shift.fill_(comm.rank)
-        places = [param.data_ptr() for param in own]
+        addresses = [param.data_ptr() for param in own]
         zero.shard(model, stage, comm=comm, options=options)
         others = [param for param in model.parameters() if all(param is not each for each in own)]
         optimizer, alone = AdamW(others, lr=0.1), torch.optim.SGD(own, lr=0.1)
@@ -186,7 +186,7 @@ def test_ignored_parameters_are_the_users_own(worlds, stage, tmp_path):
         assert model.shift.tolist() == [comm.rank] * 16
         optimizer.step()
         alone.step()
-        assert [param.data_ptr() for param in own] == places
+        assert [param.data_ptr() for param in own] == addresses
         zero.save(tmp_path / str(stage), 1, model, optimizer)
         kept = model.shift.clone()
         zero.load(tmp_path / str(stage), model, optimizer)

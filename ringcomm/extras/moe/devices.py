@@ -226,7 +226,7 @@ def _found_of(call: _DeviceDispatch, count: int, number: int, order: Tensor) -> 
         call.pull(second, _SOURCE_WORDS, call.weights_ptrs, row_weights)
     stamp = torch.tensor([number, count], dtype=torch.int64, device="cpu")
     counts = lists.lengths.view(-1, call.comm.world_size).sum(1)
-    return rows, counts, _places(call, lists, order), sources, row_weights, stamp
+    return rows, counts, _expert_rows(call, lists, order), sources, row_weights, stamp
 
 
 class _Lists(NamedTuple):
@@ -238,10 +238,10 @@ class _Lists(NamedTuple):
     Attributes:
         lengths: rows of an expert from a rank.
         ranks: the rank.
-        begins: the first of those rows in the rank's order, less its place among the rows here.
+        begins: the first of those rows in the rank's order, less its position among the rows here.
         own: assignments to an expert.
         to: the expert's rank.
-        first: the row there of the first of them, less its place in this rank's order.
+        first: the row there of the first of them, less its position in this rank's order.
     """
 
     lengths: Tensor
@@ -286,17 +286,17 @@ def _list_sources(call: _DeviceDispatch, lists: _Lists, count: int) -> Tensor:
     return torch.stack([rank, token, rank, assignment], 1)
 
 
-def _places(call: _DeviceDispatch, lists: _Lists, order: Tensor) -> Tensor:
+def _expert_rows(call: _DeviceDispatch, lists: _Lists, order: Tensor) -> Tensor:
     """Returns where the rows of this rank's tokens are: int64 [tokens, k, 2]."""
     idx, total = call.routes.topk_idx, int(call.counts[call.comm.rank].sum())
     to, first = (
         each.repeat_interleave(lists.own, output_size=total) for each in (lists.to, lists.first)
     )
     at = first + torch.arange(total, device=first.device)
-    places = order.new_zeros((idx.numel(), ENTRY_WORDS))
-    places[:, 0] = -1
-    places[order[len(order) - total :]] = torch.stack([to, at], 1)
-    return places.view(*idx.shape, ENTRY_WORDS)
+    expert_rows = order.new_zeros((idx.numel(), ENTRY_WORDS))
+    expert_rows[:, 0] = -1
+    expert_rows[order[len(order) - total :]] = torch.stack([to, at], 1)
+    return expert_rows.view(*idx.shape, ENTRY_WORDS)
 
 
 def _read_rows(call: _DeviceDispatch, sources: Tensor) -> Tensor:

@@ -113,10 +113,12 @@ def _pull_tokens(
     room = count if routes.limit < 0 else routes.limit
     order_ptrs = [ptr + experts * WORD_BYTES for ptr in counts_ptrs]
     tokens_ptrs = outboxes.at([header.payload for header in headers])
-    places = torch.empty(len(x), k, ENTRY_WORDS, dtype=torch.int64, device="cpu")
+    expert_rows = torch.empty(len(x), k, ENTRY_WORDS, dtype=torch.int64, device="cpu")
     sources = torch.empty(room, _native.SOURCE_WORDS, dtype=torch.int64, device="cpu")
     counts = torch.empty(here, dtype=torch.int64, device="cpu")
-    _native.find_places(order_ptrs, counts_ptrs, comm.rank, experts, len(x) * k, places.data_ptr())
+    _native.find_expert_rows(
+        order_ptrs, counts_ptrs, comm.rank, experts, len(x) * k, expert_rows.data_ptr()
+    )
     first = comm.rank * here
     _native.list_sources(
         order_ptrs, counts_ptrs, first, here, k, sources.data_ptr(), counts.data_ptr()
@@ -134,7 +136,7 @@ def _pull_tokens(
             second, _native.SOURCE_WORDS, room, weights_ptrs, FLOAT_BYTES, row_weights.data_ptr()
         )
     stamp = torch.tensor([outboxes.calls, count], dtype=torch.int64, device="cpu")
-    return rows, counts, places, sources, row_weights, stamp
+    return rows, counts, expert_rows, sources, row_weights, stamp
 
 
 def _shape_of_dispatched(*arguments: Any) -> tuple[Tensor, ...]:
@@ -176,31 +178,31 @@ def _publish_rows(
 
 
 def _combine(y: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
-    places, sources, _, stamp, group, world_size = rest
+    expert_rows, sources, _, stamp, group, world_size = rest
     operation = "moe.combine"
     comm = usable(group, world_size, operation)
     outboxes = outboxes_of(comm)
     number, count = stamp.tolist()
-    base = RowsHeader(COMBINE, number, k=places.size(1), weighted=int(weights is not None))
+    base = RowsHeader(COMBINE, number, k=expert_rows.size(1), weighted=int(weights is not None))
 
     def publish() -> _Published:
         checks = comm.engine.checks(operation)
         check_combined(checks, y, sources)
         if weights is not None:
-            check_weights(checks, weights, tuple(places.shape[:2]), y.dtype)
+            check_weights(checks, weights, tuple(expert_rows.shape[:2]), y.dtype)
         return _publish_rows(comm, outboxes, y, count, base)
 
     published, refusal = prepared(publish)
     mine = base._replace(refused=1) if published is None else published.header
     headers = exchange(comm, operation, mine, refusal)
     with reading(comm, operation, headers):
-        table = readable(places)
+        table = readable(expert_rows)
         if comm.num_nodes == 1:
             ptrs = outboxes.at([header.payload for header in headers])
         else:
             given = (y.detach()[:count], sources[:count], table)
             table, (ptrs, _kept) = nodes.fetch_rows(comm, outboxes, *given)
-        out = new_rows(comm, y, places.size(0))
+        out = new_rows(comm, y, expert_rows.size(0))
         wide = None if weights is None else readable(weights.detach().float())
         run_native(
             comm,
@@ -208,8 +210,8 @@ def _combine(y: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
             "sum_rows",
             table.data_ptr(),
             ptrs,
-            places.size(0),
-            places.size(1),
+            expert_rows.size(0),
+            expert_rows.size(1),
             0 if wide is None else wide.data_ptr(),
             DTYPE_CODES[y.dtype],
             y.size(1),
@@ -218,8 +220,8 @@ def _combine(y: Tensor, weights: Tensor | None, *rest: Any) -> Tensor:
     return out
 
 
-def _shape_of_combined(y: Tensor, weights: Tensor | None, places: Tensor, *_: Any) -> Tensor:
-    return y.new_empty((places.size(0), y.size(1)))
+def _shape_of_combined(y: Tensor, weights: Tensor | None, expert_rows: Tensor, *_: Any) -> Tensor:
+    return y.new_empty((expert_rows.size(0), y.size(1)))
 
 
 # ---- the gradient of combine ------------------------------------------------------------------
@@ -233,7 +235,7 @@ def _published_tokens(
     given: tuple[Tensor, Tensor],
 ) -> nodes.Lent:
     """Where the gradients of all ranks' tokens lie."""
-    grad, places = given[0].detach(), readable(given[1])
+    grad, expert_rows = given[0].detach(), readable(given[1])
     if comm.num_nodes == 1:
         return outboxes.at([header.payload for header in headers]), []
 
@@ -241,11 +243,11 @@ def _published_tokens(
         to.view(grad.dtype).view(grad.shape).copy_(grad)
 
     row_bytes = grad.size(1) * grad.element_size()
-    return nodes.share_tokens(comm, outboxes, places, row_bytes, write)
+    return nodes.share_tokens(comm, outboxes, expert_rows, row_bytes, write)
 
 
 def _combine_backward(grad: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    places, sources, row_weights, stamp, weighting, group, world_size = rest
+    expert_rows, sources, row_weights, stamp, weighting, group, world_size = rest
     operation = "moe.combine_backward"
     comm = usable(group, world_size, operation)
     outboxes = outboxes_of(comm)
@@ -262,7 +264,7 @@ def _combine_backward(grad: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, Tens
     table = readable(sources)
     with reading(comm, operation, headers):
         of_y = new_rows(comm, y, y.size(0))
-        ptrs, _kept = _published_tokens(comm, outboxes, operation, headers, (grad, places))
+        ptrs, _kept = _published_tokens(comm, outboxes, operation, headers, (grad, expert_rows))
         if weighting == UNWEIGHTED:
             row_bytes = grad.size(1) * grad.element_size()
             entries = (table.data_ptr(), _native.SOURCE_WORDS, y.size(0), ptrs)
@@ -286,7 +288,7 @@ def _combine_backward(grad: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, Tens
         )
     if not any(header.wants == WANTS_GRADIENT for header in headers):
         return of_y, _no_gradient(grad)
-    of_weights = _weight_gradients(comm, dots, Tables(places, table, row_weights, stamp))
+    of_weights = _weight_gradients(comm, dots, Tables(expert_rows, table, row_weights, stamp))
     return of_y, of_weights if weighting == WANTS_GRADIENT else _no_gradient(grad)
 
 
@@ -297,26 +299,26 @@ def _no_gradient(grad: Tensor) -> Tensor:
 def _weight_gradients(comm: Communicator, dots: Tensor, tables: Tables) -> Tensor:
     """Brings the scalar products of rows to the ranks of their tokens: [tokens, k]."""
     operation = "moe.combine_backward"
-    outboxes, places = outboxes_of(comm), readable(tables.places)
+    outboxes, expert_rows = outboxes_of(comm), readable(tables.expert_rows)
     number, count = tables.stamp.tolist()
     if comm.num_nodes > 1:
         with reading(comm, operation, ()):
-            return nodes.send_numbers(comm, dots[:count], tables.sources[:count], places)
+            return nodes.send_numbers(comm, dots[:count], tables.sources[:count], expert_rows)
     base = RowsHeader(WEIGHTS, number)
     published, refusal = prepared(lambda: _publish_rows(comm, outboxes, dots, count, base))
     mine = base._replace(refused=1) if published is None else published.header
     headers = exchange(comm, operation, mine, refusal)
     with reading(comm, operation, headers):
-        of_weights = dots.new_empty(places.shape[:2])
+        of_weights = dots.new_empty(expert_rows.shape[:2])
         ptrs = outboxes.at([header.payload for header in headers])
-        entries = (places.data_ptr(), ENTRY_WORDS, of_weights.numel(), ptrs)
+        entries = (expert_rows.data_ptr(), ENTRY_WORDS, of_weights.numel(), ptrs)
         run_native(comm, operation, "copy_rows", *entries, FLOAT_BYTES, of_weights.data_ptr())
     return of_weights
 
 
 def _shape_of_gradients(grad: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    places, weighting = rest[0], rest[4]
-    shape = tuple(places.shape[:2]) if weighting == WANTS_GRADIENT else (0, 0)
+    expert_rows, weighting = rest[0], rest[4]
+    shape = tuple(expert_rows.shape[:2]) if weighting == WANTS_GRADIENT else (0, 0)
     return y.new_empty(y.shape), grad.new_empty(shape, dtype=torch.float32)
 
 
@@ -326,32 +328,32 @@ _ops = torch.ops.ringcomm
 
 
 def _remember_dispatch(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
-    _, _, places, sources, row_weights, stamp = output
+    _, _, expert_rows, sources, row_weights, stamp = output
     ctx.mark_non_differentiable(row_weights)
-    ctx.save_for_backward(places, sources, stamp)
-    ctx.place = inputs[6:]
+    ctx.save_for_backward(expert_rows, sources, stamp)
+    ctx.group = inputs[6:]
 
 
 def _gradients_of_dispatch(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    places, sources, stamp = ctx.saved_tensors
+    expert_rows, sources, stamp = ctx.saved_tensors
     none = grad.new_empty(0, dtype=torch.float32)
-    of_x = _ops.moe_combine(grad, None, places, sources, none, stamp, *ctx.place)
+    of_x = _ops.moe_combine(grad, None, expert_rows, sources, none, stamp, *ctx.group)
     return (of_x, *[None] * 7)
 
 
 def _remember_combine(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    y, weights, places, sources, row_weights, stamp = inputs[:6]
+    y, weights, expert_rows, sources, row_weights, stamp = inputs[:6]
     # The weights only for autograd's sake, which complains if they have changed since.
-    ctx.save_for_backward(y, weights, places, sources, row_weights, stamp)
-    ctx.place = inputs[6:]
+    ctx.save_for_backward(y, weights, expert_rows, sources, row_weights, stamp)
+    ctx.group = inputs[6:]
 
 
 def _gradients_of_combine(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    y, weights, places, sources, row_weights, stamp = ctx.saved_tensors
+    y, weights, expert_rows, sources, row_weights, stamp = ctx.saved_tensors
     wants = weights is not None and ctx.needs_input_grad[1]
     weighting = UNWEIGHTED if weights is None else WANTS_GRADIENT if wants else WEIGHTED
     of_y, of_weights = _ops.moe_combine_backward(
-        grad, y, places, sources, row_weights, stamp, weighting, *ctx.place
+        grad, y, expert_rows, sources, row_weights, stamp, weighting, *ctx.group
     )
     return (of_y, of_weights.to(weights.dtype) if wants else None, *[None] * 6)
 
@@ -376,10 +378,10 @@ def _tangent_of_dispatch(
     inputs: Sequence[Any], results: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Any, ...]:
     """Copies the tangents of the tokens where dispatch has copied the tokens."""
-    rows, _, places, sources, _, stamp = results
+    rows, _, expert_rows, sources, _, stamp = results
     none = rows.new_empty(0, dtype=torch.float32)
     of_rows, _ = _ops.moe_combine_backward(
-        tangents[0], rows, places, sources, none, stamp, UNWEIGHTED, *inputs[6:]
+        tangents[0], rows, expert_rows, sources, none, stamp, UNWEIGHTED, *inputs[6:]
     )
     return (of_rows, *[None] * 5)
 
@@ -403,7 +405,7 @@ register(
 )
 register(
     "moe_combine",
-    "(Tensor y, Tensor? weights, Tensor places, Tensor sources, Tensor row_weights, "
+    "(Tensor y, Tensor? weights, Tensor expert_rows, Tensor sources, Tensor row_weights, "
     f"Tensor stamp, {_GROUP}) -> Tensor",
     _combine,
     _shape_of_combined,
@@ -411,7 +413,7 @@ register(
 )
 register(
     "moe_combine_backward",
-    "(Tensor grad, Tensor y, Tensor places, Tensor sources, Tensor row_weights, Tensor stamp, "
+    "(Tensor grad, Tensor y, Tensor expert_rows, Tensor sources, Tensor row_weights, Tensor stamp, "
     f"int weighting, {_GROUP}) -> (Tensor, Tensor)",
     _combine_backward,
     _shape_of_gradients,

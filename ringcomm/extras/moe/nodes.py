@@ -63,10 +63,10 @@ def _proxy(comm: Communicator, rank: int, node: int) -> int:
     return ranks[comm.node_layout.local_rank_of(rank) % len(ranks)]
 
 
-def _needed(comm: Communicator, places: Tensor) -> Tensor:
+def _needed(comm: Communicator, expert_rows: Tensor) -> Tensor:
     """Which other nodes need which tokens: bool [tokens, nodes]."""
-    node_of = _nodes_of_ranks(comm)[places[..., 0]]
-    needed = torch.zeros(len(places), comm.num_nodes + 1, dtype=torch.bool, device="cpu")
+    node_of = _nodes_of_ranks(comm)[expert_rows[..., 0]]
+    needed = torch.zeros(len(expert_rows), comm.num_nodes + 1, dtype=torch.bool, device="cpu")
     needed.scatter_(1, node_of, True)
     needed[:, comm.node_layout.node] = False
     return needed[:, : comm.num_nodes]
@@ -85,7 +85,7 @@ def _local_ptrs(comm: Communicator, outboxes: Outboxes, parts: Sequence[Tensor])
 def share_tokens(
     comm: Communicator,
     outboxes: Outboxes,
-    places: Tensor,
+    expert_rows: Tensor,
     row_bytes: int,
     write: Callable[[Tensor], None],
 ) -> Lent:
@@ -94,7 +94,7 @@ def share_tokens(
     Args:
         comm: the ranks.
         outboxes: of the communicator.
-        places: int64 [tokens, k, 2].
+        expert_rows: int64 [tokens, k, 2].
         row_bytes: of a token's row.
         write: writes the rows to bytes [tokens * row_bytes].
 
@@ -103,7 +103,7 @@ def share_tokens(
         needs, in the order of tokens.
     """
     layout, rank, node = comm.node_layout, comm.rank, comm.node_layout.node
-    needed = _needed(comm, places)
+    needed = _needed(comm, expert_rows)
     counts = _gathered(comm, needed.sum(0)).tolist()
     arriving = [
         counts[source][node]
@@ -111,7 +111,7 @@ def share_tokens(
         else 0
         for source in range(comm.world_size)
     ]
-    own, arrived = outboxes.take(len(places) * row_bytes, sum(arriving) * row_bytes)
+    own, arrived = outboxes.take(len(expert_rows) * row_bytes, sum(arriving) * row_bytes)
     write(own)
     leaving = [0] * comm.world_size
     sent = []
@@ -160,24 +160,24 @@ def dispatch(comm: Communicator, operation: str, routes: Routes) -> tuple[Tensor
     with reading(comm, operation, headers):
         order = words[experts : experts + int(words[:experts].sum())]
         shape = (*routes.topk_idx.shape, ENTRY_WORDS)
-        places = torch.empty(shape, dtype=torch.int64, device="cpu")
+        expert_rows = torch.empty(shape, dtype=torch.int64, device="cpu")
         order_ptrs = [words[experts:].data_ptr()] * comm.world_size
-        _native.find_places(
-            order_ptrs, counts_ptrs, comm.rank, experts, assignments, places.data_ptr()
+        _native.find_expert_rows(
+            order_ptrs, counts_ptrs, comm.rank, experts, assignments, expert_rows.data_ptr()
         )
-        sources, row_weights = _exchange_entries(comm, routes, order, everyone, places)
+        sources, row_weights = _exchange_entries(comm, routes, order, everyone, expert_rows)
         ptrs, _kept = share_tokens(
-            comm, outboxes, places, routes.payload_bytes, routes.write_payload
+            comm, outboxes, expert_rows, routes.payload_bytes, routes.write_payload
         )
         rows = routes.read_rows(comm, sources, ptrs)
     here = experts // comm.world_size
     counts = everyone[:, comm.rank * here : (comm.rank + 1) * here].sum(0)
     stamp = torch.tensor([outboxes.calls, count], dtype=torch.int64, device="cpu")
-    return rows, counts, places, sources, row_weights, stamp
+    return rows, counts, expert_rows, sources, row_weights, stamp
 
 
 def _exchange_entries(
-    comm: Communicator, routes: Routes, order: Tensor, counts: Tensor, places: Tensor
+    comm: Communicator, routes: Routes, order: Tensor, counts: Tensor, expert_rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Tells the ranks of experts where the rows come from; returns sources and weights of rows.
 
@@ -186,14 +186,14 @@ def _exchange_entries(
         routes: the arguments.
         order: this rank's assignments, by expert.
         counts: [world size, experts], all ranks' rows by expert.
-        places: int64 [tokens, k, 2].
+        expert_rows: int64 [tokens, k, 2].
     """
     world_size, k = comm.world_size, routes.topk_idx.size(1)
     here = routes.experts // world_size
-    to = places.view(-1, ENTRY_WORDS)[order, 0]
-    needed = _needed(comm, places)
+    to = expert_rows.view(-1, ENTRY_WORDS)[order, 0]
+    needed = _needed(comm, expert_rows)
     slots = needed.cumsum(0) - 1
-    slots[:, comm.node_layout.node] = torch.arange(len(places), device="cpu")
+    slots[:, comm.node_layout.node] = torch.arange(len(expert_rows), device="cpu")
     token = order // k
     slot = slots[token, _nodes_of_ranks(comm)[to]]
     bits = torch.zeros_like(order)
@@ -225,16 +225,16 @@ def _exchange_entries(
 # ---- combine ----------------------------------------------------------------------------------
 
 
-def _by_rank_and_row(places: Tensor) -> Tensor:
+def _by_rank_and_row(expert_rows: Tensor) -> Tensor:
     """The assignments that have a row, by its rank and number."""
-    ranks, rows = places.view(-1, ENTRY_WORDS).unbind(1)
+    ranks, rows = expert_rows.view(-1, ENTRY_WORDS).unbind(1)
     order = rows.argsort(stable=True)
     order = order[ranks[order].argsort(stable=True)]
     return order[ranks[order] >= 0]
 
 
 def _send_back(
-    comm: Communicator, rows: Tensor, sources: Tensor, places: Tensor, local: bool
+    comm: Communicator, rows: Tensor, sources: Tensor, expert_rows: Tensor, local: bool
 ) -> tuple[Tensor, Tensor]:
     """Sends rows to the ranks of their tokens; returns what came, and of which assignments it is.
 
@@ -242,14 +242,14 @@ def _send_back(
         comm: the ranks.
         rows: [n, ...], the rows that there are.
         sources: int64 [n, 4].
-        places: int64 [tokens, k, 2].
+        expert_rows: int64 [tokens, k, 2].
         local: also to ranks of this node, itself included.
     """
     node_of, node, world_size = _nodes_of_ranks(comm), comm.node_layout.node, comm.world_size
     to = sources[:, 0]
     order = to.argsort(stable=True)
-    arriving = _by_rank_and_row(places)
-    source_of = places.view(-1, ENTRY_WORDS)[arriving, 0]
+    arriving = _by_rank_and_row(expert_rows)
+    source_of = expert_rows.view(-1, ENTRY_WORDS)[arriving, 0]
     if not local:
         order = order[node_of[to[order]] != node]
         far = node_of[source_of] != node
@@ -265,7 +265,7 @@ def _send_back(
 
 
 def fetch_rows(
-    comm: Communicator, outboxes: Outboxes, y: Tensor, sources: Tensor, places: Tensor
+    comm: Communicator, outboxes: Outboxes, y: Tensor, sources: Tensor, expert_rows: Tensor
 ) -> tuple[Tensor, Lent]:
     """Brings experts' rows to where their tokens' rank can read them; collective.
 
@@ -274,16 +274,16 @@ def fetch_rows(
         outboxes: of the communicator.
         y: [n, hidden], the rows that there are.
         sources: int64 [n, 4].
-        places: int64 [tokens, k, 2].
+        expert_rows: int64 [tokens, k, 2].
 
     Returns:
-        A table like ``places``, and by rank the addresses that its entries count from.
+        A table like ``expert_rows``, and by rank the addresses that its entries count from.
     """
-    got, arriving = _send_back(comm, y, sources, places, local=False)
+    got, arriving = _send_back(comm, y, sources, expert_rows, local=False)
     [own] = outboxes.take(y.numel() * y.element_size())
     own.view(y.dtype).view(y.shape).copy_(y)
     [(own_ptrs, kept)] = _local_ptrs(comm, outboxes, [own])
-    table = places.clone()
+    table = expert_rows.clone()
     table.view(-1, ENTRY_WORDS)[arriving, 1] = torch.arange(len(arriving), device="cpu")
     ptrs = [
         own_ptrs[comm.node_layout.local_rank_of(rank)]
@@ -294,9 +294,11 @@ def fetch_rows(
     return table, (ptrs, [*kept, got])
 
 
-def send_numbers(comm: Communicator, numbers: Tensor, sources: Tensor, places: Tensor) -> Tensor:
+def send_numbers(
+    comm: Communicator, numbers: Tensor, sources: Tensor, expert_rows: Tensor
+) -> Tensor:
     """Sends a number of each row to the rank of its token: float32 [tokens, k]; collective."""
-    got, arriving = _send_back(comm, numbers, sources, places, local=True)
-    found = torch.zeros(places.shape[:2], dtype=torch.float32, device="cpu")
+    got, arriving = _send_back(comm, numbers, sources, expert_rows, local=True)
+    found = torch.zeros(expert_rows.shape[:2], dtype=torch.float32, device="cpu")
     found.view(-1)[arriving] = got.view(-1)
     return found

@@ -311,13 +311,14 @@ class Tables(NamedTuple):
     """The routes of a dispatch, by which a combine and the gradients find their rows.
 
     Attributes:
-        places: int64 [tokens, k, 2], the rank of each token's expert, and the row there; -1: none.
+        expert_rows: int64 [tokens, k, 2], the rank of each token's expert, and the row there; -1:
+        none.
         sources: int64 [rows, 4], where each row's token and weight lie; -1 behind the last row.
         row_weights: float32 [rows], the weights of the rows; [0] without weights.
         stamp: int64 [2], the number of the dispatch, and the rows of this rank.
     """
 
-    places: Tensor
+    expert_rows: Tensor
     sources: Tensor
     row_weights: Tensor
     stamp: Tensor

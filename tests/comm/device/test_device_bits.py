@@ -48,12 +48,12 @@ def reduced_on_host(host_world, given, op):
     return results[0]
 
 
-# Sums do not know where their operands lie: each dtype has a place.
-PLACED = [*zip(FLOATS, ("plain", "heap", "unaligned", "heap"), strict=True)]
+# Sums do not know where their operands lie: each dtype has a memory.
+LYING = [*zip(FLOATS, ("plain", "heap", "unaligned", "heap"), strict=True)]
 
 
-@pytest.mark.parametrize(("dtype", "place"), PLACED, ids=str)
-def test_the_bits_of_the_host(devices, host_world, dtype, place):
+@pytest.mark.parametrize(("dtype", "memory"), LYING, ids=str)
+def test_the_bits_of_the_host(devices, host_world, dtype, memory):
     """The order shows: the same values summed the other way round have other bits."""
     cases = []
     for count in COUNTS:
@@ -67,11 +67,11 @@ def test_the_bits_of_the_host(devices, host_world, dtype, place):
         for count, op, given, want in cases:
             for algorithm in _algorithms(count, dtype):
                 what = f"{op}, {algorithm}, {count}"
-                tensor = put(comm, given[comm.rank], place)
+                tensor = put(comm, given[comm.rank], memory)
                 comm.all_reduce(tensor, op_of(op), algorithm=spelled(algorithm, "all_reduce"))
                 assert same(on_host(tensor), want), what
-                output = room(comm, count, dtype, place)
-                source = put(comm, given[comm.rank], place)
+                output = room(comm, count, dtype, memory)
+                source = put(comm, given[comm.rank], memory)
                 comm.reduce_scatter_tensor(output, source, op_of(op), algorithm=algorithm)
                 assert same(on_host(output), want.chunk(WORLD)[comm.rank]), what
             comm.reduce(source, 1, op_of(op))
@@ -85,7 +85,7 @@ def test_a_ring_repeats_itself_to_the_bit(devices):
     given = drawn(3001, torch.bfloat16, "SUM")
 
     def body(comm):
-        tensors = [put(comm, given[comm.rank], place) for place in ("plain", "heap", "plain")]
+        tensors = [put(comm, given[comm.rank], memory) for memory in ("plain", "heap", "plain")]
         for tensor in tensors:
             comm.all_reduce(tensor, algorithm="ring")
         return [on_host(tensor) for tensor in tensors]

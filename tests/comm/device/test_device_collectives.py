@@ -1,4 +1,4 @@
-"""Every collective is exact: every algorithm, dtype, op, size, place and world."""
+"""Every collective is exact: every algorithm, dtype, op, size, memory and world."""
 
 import itertools
 
@@ -18,7 +18,7 @@ from tests.support.call_checks import (
     ops_on_device,
 )
 from tests.support.covering import covering
-from tests.support.device_worlds import MANY, PLACES, on_host, put, room, with_options
+from tests.support.device_worlds import MANY, MEMORIES, on_host, put, room, with_options
 from tests.support.emulator.library import library
 from tests.support.exact import MOVABLE, operand, pattern, reduced, same
 
@@ -27,25 +27,25 @@ ALGORITHMS = ("auto", "one_shot", "ring", "ll", "copy_engine")
 
 # Schedules of every world are proved at compile time (tests/proof/races/schedule_test.cpp).
 @covering(strength=1, name=[*CHECKS], world_size=(2, 3, 1, 4, 7, 8))
-def test_every_world_size_and_place(devices, name, world_size):
+def test_every_world_size_and_memory(devices, name, world_size):
     """Nothing, one element, fewer than ranks, a tail, several segments of a channel."""
     counts = (0, 1, max(world_size - 1, 1), 257, 4099)
     algorithms = itertools.cycle(ALGORITHMS)
     cases = [
         Case(
             count,
-            place=place,
+            memory=memory,
             algorithm=next(algorithms),
             in_place=(turn + number) % 2 == 0,
             root=(turn + number) % world_size,
             async_op=(turn + number) % 3 == 0,
         )
         for turn, count in enumerate(counts)
-        for number, place in enumerate(PLACES)
+        for number, memory in enumerate(MEMORIES)
     ]
     if devices.emulated:
         # Up to hundreds of threads wait for each other on a few cores: worlds take parts of it, in
-        # which each has all counts or all places.
+        # which each has all counts or all memories.
         step = 2 if world_size <= 2 else 5
         cases = cases[world_size % step :: step]
 
@@ -88,16 +88,16 @@ def test_every_dtype_is_moved(devices, name):
 
     def body(comm):
         for turn, dtype in dtypes:
-            MOVEMENTS[name](comm, Case(67, dtype, place=PLACES[turn % 4], root=1))
+            MOVEMENTS[name](comm, Case(67, dtype, memory=MEMORIES[turn % 4], root=1))
 
     devices.run(devices.world(3), body)
 
 
-@covering(strength=1, name=[*CHECKS], place=PLACES)
-def test_more_than_staging_holds(devices, name, place):
+@covering(strength=1, name=[*CHECKS], memory=MEMORIES)
+def test_more_than_staging_holds(devices, name, memory):
     def body(comm):
         for turn, algorithm in enumerate(("one_shot", "ring", "copy_engine")):
-            CHECKS[name](comm, Case(MANY, place=place, algorithm=algorithm, in_place=turn == 1))
+            CHECKS[name](comm, Case(MANY, memory=memory, algorithm=algorithm, in_place=turn == 1))
 
     devices.run(devices.world(2), body)
 
@@ -214,9 +214,9 @@ def test_a_slice_that_lies_in_the_heap_is_read_in_one_pass(devices, name):
         pytest.skip("counts the barriers of emulated blocks")
     world = devices.new_world(2, options=with_options(segment_bytes=1024, channels=1))
 
-    def body(comm, segments, place):
+    def body(comm, segments, memory):
         whole, part = (
-            put(comm, torch.ones(elems), place) for elems in (segments * 512, segments * 256)
+            put(comm, torch.ones(elems), memory) for elems in (segments * 512, segments * 256)
         )
         if name == "reduce_scatter":
             comm.reduce_scatter_tensor(part, whole, algorithm="one_shot")
@@ -224,9 +224,9 @@ def test_a_slice_that_lies_in_the_heap_is_read_in_one_pass(devices, name):
             comm.all_gather_into_tensor(whole, part, algorithm="one_shot")
         comm.engine.finish_host_side()
 
-    def barriers(segments, place):
+    def barriers(segments, memory):
         before = library().emulated_barriers_met()
-        devices.run(world, lambda comm: body(comm, segments, place))
+        devices.run(world, lambda comm: body(comm, segments, memory))
         return library().emulated_barriers_met() - before
 
     assert barriers(40, "heap") == barriers(90, "heap") > 0

@@ -37,13 +37,13 @@ def test_items_wrap_around(devices, name):
     def body(comm):
         for begin in (WRAP // 2 - 5, WRAP - 5):
             _between_calls(devices, comm, meeting, functools.partial(set_epochs, comm, begin))
-            for count, place, algorithm in (
+            for count, memory, algorithm in (
                 (3, "plain", "one_shot"),
                 (MANY // 4, "plain", "ring"),
                 (3, "heap", "ring"),
                 (MANY // 4, "heap", "one_shot"),
             ):
-                CHECKS[name](comm, Case(count, place=place, algorithm=algorithm))
+                CHECKS[name](comm, Case(count, memory=memory, algorithm=algorithm))
 
     with devices.new_world(WORLD) as world:
         devices.run(world, body)
@@ -51,7 +51,7 @@ def test_items_wrap_around(devices, name):
 
 def _ll(comm, count):
     for check in (check_all_reduce, check_reduce_scatter_tensor, check_all_gather):
-        check(comm, Case(count, place="unaligned", algorithm="ll"))
+        check(comm, Case(count, memory="unaligned", algorithm="ll"))
 
 
 def _skip_to(devices, comm, epoch):

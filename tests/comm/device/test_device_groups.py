@@ -20,7 +20,7 @@ def test_two_devices_of_one_process(two_devices, ranks):
     devices = two_devices
 
     def body(comm):
-        for count, place, algorithm in (
+        for count, memory, algorithm in (
             (0, "heap", "one_shot"),
             (1, "plain", "ring"),
             (257, "mixed", "ll"),
@@ -29,7 +29,7 @@ def test_two_devices_of_one_process(two_devices, ranks):
             (5003, "heap", "one_shot"),
         ):
             for check in CHECKS.values():
-                check(comm, Case(count, place=place, algorithm=algorithm, root=ranks - 1))
+                check(comm, Case(count, memory=memory, algorithm=algorithm, root=ranks - 1))
         return device_of(comm)
 
     on = devices.run(devices.world(ranks, BOTH), body)

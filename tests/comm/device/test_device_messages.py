@@ -7,12 +7,12 @@ import torch
 
 import ringcomm
 from ringcomm import ArgumentError, UnsupportedError
-from tests.support.device_worlds import MANY, PLACES, on_host, put, room
+from tests.support.device_worlds import MANY, MEMORIES, on_host, put, room
 from tests.support.exact import pattern, same
 
 
-def _filled(comm, count, value, place="plain"):
-    return put(comm, torch.full((count,), float(value)), place)
+def _filled(comm, count, value, memory="plain"):
+    return put(comm, torch.full((count,), float(value)), memory)
 
 
 def test_sends_and_receives_in_turn(devices):
@@ -20,9 +20,9 @@ def test_sends_and_receives_in_turn(devices):
 
     def body(comm):
         peer = 1 - comm.rank
-        for count, place in zip(counts, itertools.cycle(PLACES), strict=False):
-            mine = put(comm, pattern(count, comm.rank, torch.float32), place)
-            got = room(comm, count, torch.float32, place, 1)
+        for count, memory in zip(counts, itertools.cycle(MEMORIES), strict=False):
+            mine = put(comm, pattern(count, comm.rank, torch.float32), memory)
+            got = room(comm, count, torch.float32, memory, 1)
             if comm.rank == 0:
                 comm.send(mine, peer, tag=count)
                 assert comm.recv(got, peer, tag=count) == peer
@@ -50,12 +50,12 @@ def test_threads_wait_for_messages_on_the_host(devices):
     devices.run(devices.world(2), body)
 
 
-@pytest.mark.parametrize("place", ["plain", "heap"])
-def test_both_may_send_first(devices, place):
+@pytest.mark.parametrize("memory", ["plain", "heap"])
+def test_both_may_send_first(devices, memory):
     def body(comm):
         peer = 1 - comm.rank
-        sent = comm.isend(_filled(comm, MANY, comm.rank, place), peer)
-        got = _filled(comm, MANY, -1, place)
+        sent = comm.isend(_filled(comm, MANY, comm.rank, memory), peer)
+        got = _filled(comm, MANY, -1, memory)
         comm.recv(got, peer)
         assert sent.wait()
         assert torch.equal(on_host(got), torch.full((MANY,), float(peer)))
@@ -71,8 +71,8 @@ def test_many_messages_arrive_in_order(devices):
         got = [_filled(comm, count, -1) for count in counts]
         works = [comm.irecv(tensor, peer) for tensor in got]
         for turn, count in enumerate(counts):
-            place = PLACES[turn % len(PLACES)]
-            works.append(comm.isend(_filled(comm, count, turn + comm.rank, place), peer))
+            memory = MEMORIES[turn % len(MEMORIES)]
+            works.append(comm.isend(_filled(comm, count, turn + comm.rank, memory), peer))
         assert all(work.wait() for work in works)
         for turn, (tensor, count) in enumerate(zip(got, counts, strict=True)):
             assert torch.equal(on_host(tensor), torch.full((count,), float(turn + peer)))

@@ -32,10 +32,10 @@ def _connect(store, rank, world, name="world"):
 
 def _everything(comm):
     for turn, count in enumerate((1, 257, 9001)):
-        place = ("plain", "heap", "unaligned")[turn]
+        memory = ("plain", "heap", "unaligned")[turn]
         algorithm = ("ll", "one_shot", "ring")[turn]
         root = turn % comm.world_size
-        case = Case(count, place=place, algorithm=algorithm, in_place=turn == 1, root=root)
+        case = Case(count, memory=memory, algorithm=algorithm, in_place=turn == 1, root=root)
         for check in CHECKS.values():
             check(comm, case)
 
@@ -105,20 +105,20 @@ def test_two_processes_of_two_ranks(kind):
     run_ranks(_two_threads, 2, kind, timeout_s=LIMIT_S)
 
 
-def _mixed_places(store, rank, world, kind):
+def _mixed_memories(store, rank, world, kind):
     """Each rank decides for itself where its tensors lie, and peers map what comes later, too."""
     devices = _devices(kind)
     with _connect(store, rank, world) as comm, devices.as_on_gpu(comm):
         for turn in range(4):
-            place = "heap" if (rank + turn) % 2 else "plain"
-            tensor = put(comm, torch.full((9001,), float(rank + turn)), place)
+            memory = "heap" if (rank + turn) % 2 else "plain"
+            tensor = put(comm, torch.full((9001,), float(rank + turn)), memory)
             comm.all_reduce(tensor)
             assert torch.equal(on_host(tensor), torch.full((9001,), 2.0 * turn + 1))
         comm.barrier()
 
 
 def test_heap_and_plain_tensors_mix(kind):
-    run_ranks(_mixed_places, 2, kind, timeout_s=60)
+    run_ranks(_mixed_memories, 2, kind, timeout_s=60)
 
 
 def _default_group(store, rank, world, kind):

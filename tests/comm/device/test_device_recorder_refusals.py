@@ -63,12 +63,12 @@ def test_a_recorder_that_cannot_be_where_it_is_said_to_be_is_refused(devices, mo
 
     def forged(recorder):
         address = real(recorder)
-        places = {
+        offsets = {
             "odd": address.offset_bytes + 1,
             "outside": address.capacity_bytes - 64,
             "at the header": 0,
         }
-        return replace(address, offset_bytes=places[wrong])
+        return replace(address, offset_bytes=offsets[wrong])
 
     monkeypatch.setattr(recorder.DeviceRecorder, "address", property(forged))
     with pytest.raises(RendezvousError, match="announced a flight recorder of"):

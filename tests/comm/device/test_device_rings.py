@@ -42,8 +42,8 @@ def test_every_order_of_the_ranks(devices, choose_rings, name):
     def body(comm):
         assert comm.topology_choice.rings == CHOICES[name]
         for turn, count in enumerate((0, 1, 3, 1021, 1021, 30_011, 30_011)):
-            place = ("heap", "plain", "unaligned")[turn % 3]
-            case = Case(count, place=place, algorithm="ring", in_place=turn % 2 == 1)
+            memory = ("heap", "plain", "unaligned")[turn % 3]
+            case = Case(count, memory=memory, algorithm="ring", in_place=turn % 2 == 1)
             check_all_reduce(comm, case)
             check_reduce_scatter_tensor(comm, case)
             check_all_gather(comm, case)
@@ -109,7 +109,7 @@ def test_a_launch_of_one_rank_carries_its_table(two_devices, choose_rings):
         two_devices.runtime.write(device_of(comm), native.table_ptr, nobody)
         comm.barrier()
         for algorithm in ("one_shot", "ring", "ll"):
-            check_all_reduce(comm, Case(1021, place="heap", algorithm=algorithm))
+            check_all_reduce(comm, Case(1021, memory="heap", algorithm=algorithm))
 
     with two_devices.new_world(2, on=(0, 1), options=OPTIONS) as world:
         two_devices.run(world, body)

@@ -108,10 +108,10 @@ def world(devices: Devices, request: Any) -> Iterator[LocalWorld]:
 @covering(strength=1, indirect=["world"], world=NODES, name=NAMES)
 def test_every_collective(devices: Devices, world: LocalWorld, name: str) -> None:
     """Nothing, one element, less than a vector, several segments."""
-    places = ("plain", "heap", "unaligned", "mixed", "plain")
+    memories = ("plain", "heap", "unaligned", "mixed", "plain")
     cases = [
-        Case(count, place=place, in_place=turn % 2 == 0, root=turn % 4, async_op=turn % 3 == 1)
-        for turn, (count, place) in enumerate(zip((0, 1, 7, 601, 602), places, strict=True))
+        Case(count, memory=memory, in_place=turn % 2 == 0, root=turn % 4, async_op=turn % 3 == 1)
+        for turn, (count, memory) in enumerate(zip((0, 1, 7, 601, 602), memories, strict=True))
     ]
 
     def body(comm: Communicator) -> None:
@@ -170,7 +170,7 @@ def bits(
 )
 def test_the_bits_are_the_hosts(devices: Devices, world: LocalWorld, dtype: torch.dtype) -> None:
     sizes = (2, 2) if len(world) == 4 else (1, 1, 1)
-    on_devices = devices.run(world, bits, dtype, functools.partial(put, place="plain"))
+    on_devices = devices.run(world, bits, dtype, functools.partial(put, memory="plain"))
     for ours, hosts in zip(on_devices, of_the_host(sizes, "none", dtype), strict=True):
         assert all(same(x, y) for x, y in zip(ours, hosts, strict=True))
 
@@ -178,7 +178,7 @@ def test_the_bits_are_the_hosts(devices: Devices, world: LocalWorld, dtype: torc
 def test_sums_that_are_rounded_for_the_network(devices: Devices) -> None:
     dtype = torch.bfloat16
     with world_of((0, 0, 1), with_options(transport=emulated_nccl, compression="param")) as made:
-        on_devices = devices.run(made, bits, dtype, functools.partial(put, place="plain"))
+        on_devices = devices.run(made, bits, dtype, functools.partial(put, memory="plain"))
     narrow, wide = (of_the_host((2, 1), compression, dtype) for compression in ("param", "none"))
     for ours, hosts in zip(on_devices, narrow, strict=True):
         assert all(same(x, y) for x, y in zip(ours, hosts, strict=True))
@@ -197,7 +197,7 @@ def test_quantized_values_are_the_hosts(
     with world_of(
         (0, 0, 1), with_options(transport=emulated_nccl, compression=compression)
     ) as made:
-        to = functools.partial(put, place="plain")
+        to = functools.partial(put, memory="plain")
         on_devices = devices.run(made, bits, dtype, to, sums_alone)
     for ours, hosts in zip(
         on_devices, of_the_host((2, 1), compression, dtype, sums_alone), strict=True

@@ -142,7 +142,7 @@ def test_the_place_is_not_built_for_what_is_data(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "places",
+    "entries",
     [
         [[0, 8], [0, 8]],
         [[0, 4], [3, 5]],
@@ -153,7 +153,7 @@ def test_the_place_is_not_built_for_what_is_data(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("kind", ["b", "a", "T", "A"])
-def test_places_follow_each_other(kind, places):
+def test_entries_follow_each_other(kind, entries):
     """Else a message of a megabyte becomes gigabytes."""
 
     def of(at: int, size: int) -> list[Any]:
@@ -163,4 +163,4 @@ def test_places_follow_each_other(kind, places):
     sound = ["l", of(0, 4), of(4, 0), of(4, 4)]
     assert len(_unpack(json.dumps(sound), bytes(8))) == 3
     with pytest.raises(CorruptedError, match="an entry lies"):
-        _unpack(json.dumps(["l", *(of(*each) for each in places)]), bytes(8))
+        _unpack(json.dumps(["l", *(of(*each) for each in entries)]), bytes(8))

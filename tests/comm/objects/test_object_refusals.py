@@ -145,7 +145,7 @@ def test_ranks_make_no_room_for_what_others_send_elsewhere(monkeypatch):
         (found, first), (_, second), (_, third) = world.run(body)
     assert found[:2] == [0, 1] and torch.equal(found[2], large)
     assert first == 0 and torch.equal(second, large) and third == 2
-    largest = {place: max(sizes) for place, sizes in made.items()}
+    largest = {at: max(sizes) for at, sizes in made.items()}
     assert largest["gather_object on rank 0 of 3"] > 80_000
     assert largest["gather_object on rank 1 of 3"] == 0
     assert largest["gather_object on rank 2 of 3"] == 0

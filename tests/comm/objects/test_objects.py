@@ -182,13 +182,13 @@ def test_nested_and_quantised_tensors_are_refused_in_words():
 
 
 def test_the_place_is_named():
-    for value, place in (
+    for value, path in (
         ({"a": [1, {"b": (0, len)}]}, r"the object\['a'\]\[1\]\['b'\]\[1\]: "),
         ({("x", len): 1}, r"the object, in a key\[1\]: "),
         ({(1, 2): len}, r"the object\[a tuple\]: "),
         ({"k" * 10**6: len}, r"the object\['k+\.\.\.k+'\]: "),
     ):
-        with pytest.raises(UnsupportedError, match=place) as raised:
+        with pytest.raises(UnsupportedError, match=path) as raised:
             pack(value, "op")
         assert len(str(raised.value)) < 1000
 

@@ -120,9 +120,9 @@ def test_what_no_owner_writes_is_unreadable(block, at, raw):
     whole = read_block(block)
     assert [each.number for each in whole.collectives] == list(range(1, 8)) and whole.torn == 0
     changed = bytearray(block)
-    place = HEADER_BYTES + 5 * RECORD_BYTES + at
-    assert changed[place : place + len(raw)] != raw
-    changed[place : place + len(raw)] = raw
+    begin = HEADER_BYTES + 5 * RECORD_BYTES + at
+    assert changed[begin : begin + len(raw)] != raw
+    changed[begin : begin + len(raw)] = raw
     found = read_block(bytes(changed))
     assert len(found.collectives) == 6 and found.torn == 1
 

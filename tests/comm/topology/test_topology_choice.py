@@ -31,8 +31,8 @@ def check_rings(topology, placements, chosen):
     for ring in chosen.rings:
         assert sorted(ring) == list(range(world))
         assert ring[0] == 0
-        for place, rank in enumerate(ring):
-            taken[placements[ring[place - 1]], placements[rank]] += 1
+        for at, rank in enumerate(ring):
+            taken[placements[ring[at - 1]], placements[rank]] += 1
     if len(chosen.rings) > 1:
         uses = {pair: times for pair, times in taken.items() if pair[0] != pair[1]}
         gpus = {topology.find(name) for name in placements}
@@ -41,7 +41,7 @@ def check_rings(topology, placements, chosen):
 
 def socket_crossings(topology, placements, ring):
     nodes = [topology.find(placements[rank]).numa_node for rank in ring]
-    return sum(nodes[place - 1] != node for place, node in enumerate(nodes))
+    return sum(nodes[at - 1] != node for at, node in enumerate(nodes))
 
 
 @pytest.mark.parametrize(

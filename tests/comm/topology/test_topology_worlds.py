@@ -66,13 +66,13 @@ def check_one_plan(topology, placements, chosen, shuffler):
 
 
 def check_no_link_is_invented(topology, placements, chosen):
-    places = [topology.find(name) if name else None for name in placements]
+    devices = [topology.find(name) if name else None for name in placements]
     linked = [
         one is not None
         and other is not None
         and (one is other or topology.connection(one, other).links.count > 0)
-        for index, one in enumerate(places)
-        for other in places[:index]
+        for index, one in enumerate(devices)
+        for other in devices[:index]
     ]
     shared = None not in placements and len(set(placements)) == 1
     if len(placements) > 2 and not all(linked) and not shared:
@@ -81,12 +81,12 @@ def check_no_link_is_invented(topology, placements, chosen):
 
 def check_rings_share_no_link(topology, placements, chosen):
     if len(chosen.rings) > 1:
-        places = [topology.find(name) for name in placements]
+        devices = [topology.find(name) for name in placements]
         taken = Counter(
-            (places[ring[place - 1]], places[rank])
+            (devices[ring[at - 1]], devices[rank])
             for ring in chosen.rings
-            for place, rank in enumerate(ring)
-            if places[ring[place - 1]] is not places[rank]
+            for at, rank in enumerate(ring)
+            if devices[ring[at - 1]] is not devices[rank]
         )
         for (sender, receiver), times in taken.items():
             assert times <= topology.pair(sender, receiver).nvlinks.count

@@ -164,9 +164,9 @@ class Gpt(nn.Module):
             self.head.weight = self.embed.weight
 
 
-@pytest.mark.parametrize("place", ["cpu", "meta"])
-def test_tied_weights_count_once_and_buffers_not_at_all(place):
-    with torch.device(place):
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tied_weights_count_once_and_buffers_not_at_all(device):
+    with torch.device(device):
         told = ModelElems.of_module(Tied())
     assert told == ModelElems(77 + 2 * 56 + 14, largest=77, units=(56, 56), root=77 + 14)
 

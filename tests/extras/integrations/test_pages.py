@@ -118,8 +118,8 @@ def test_the_manifests_name_what_there_is():
     values = {each["name"]: each for each in container["env"]}
     first = f"{found['Job']['metadata']['name']}-0.{pod['subdomain']}"
     assert values["PET_MASTER_ADDR"]["value"] == first
-    place = values["PET_NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
-    assert place == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    path = values["PET_NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert path == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 def test_torchrun_reads_the_variables_of_the_manifests(monkeypatch):

@@ -79,12 +79,12 @@ def saved(body: bytes, elems: int = 1) -> bytes:
 
 def dcp(folder: Path, raw: bytes, size: tuple[int, ...] = (1,), **info: Any) -> None:
     """Writes a checkpoint of one tensor of one chunk."""
-    place = {"relative_path": "x.distcp", "offset": 0, "length": len(raw), **info}
+    stored = {"relative_path": "x.distcp", "offset": 0, "length": len(raw), **info}
     described = dcp_metadata.TensorStorageMetadata(
         dcp_metadata.TensorProperties(dtype=torch.float32), torch.Size(size), []
     )
     index = dcp_metadata.MetadataIndex("w", torch.Size([0] * len(size)))
-    whole = dcp_metadata.Metadata({"w": described}, {"w": ("w",)}, {index: _StorageInfo(**place)})
+    whole = dcp_metadata.Metadata({"w": described}, {"w": ("w",)}, {index: _StorageInfo(**stored)})
     (folder / ".metadata").write_bytes(pickle.dumps(whole))
     (folder / "x.distcp").write_bytes(raw)
 
@@ -160,25 +160,22 @@ PICKLES: dict[str, bytes] = {
     + b"q\x01("
     + b"h\x00h\x01\x93" * 4000
     + b"l",
-    "a place of the memo without end": b"Nr\xff\xff\xff\xff",
-    "a place of the memo in digits": b"Np" + b"9" * 400 + b"\n",
+    "an entry of the memo without end": b"Nr\xff\xff\xff\xff",
+    "an entry of the memo in digits": b"Np" + b"9" * 400 + b"\n",
     "an integer of 2 GB": b"\x8b\x7f\xff\xff\xff",
     "an integer of many bytes": b"\x8b" + struct.pack("<I", MANY) + b"\x01" * MANY,
     "an integer of many digits": b"I" + b"9" * MANY + b"\n",
     "text of 16 EB": b"\x8d" + b"\xff" * 8,
     "a list of references": DOUBLED,
-    "long text in many places": text("x" * MANY) + b"q\x00(" + b"h\x00" * MANY + b"l",
-    "a long integer in many places": b"L" + b"9" * 4200 + b"L\nq\x00(" + b"h\x00" * MANY + b"l",
-    "an integer of 255 bytes in many places": b"\x8a\xff"
+    "long text many times": text("x" * MANY) + b"q\x00(" + b"h\x00" * MANY + b"l",
+    "a long integer many times": b"L" + b"9" * 4200 + b"L\nq\x00(" + b"h\x00" * MANY + b"l",
+    "an integer of 255 bytes many times": b"\x8a\xff"
     + b"\x7f" * 255
     + b"q\x00("
     + b"h\x00" * MANY
     + b"l",
-    "text that JSON escapes in many places": text("\x01" * 100)
-    + b"q\x00("
-    + b"h\x00" * MANY
-    + b"l",
-    "a long name as a key in many places": b"}"
+    "text that JSON escapes many times": text("\x01" * 100) + b"q\x00(" + b"h\x00" * MANY + b"l",
+    "a long name as a key many times": b"}"
     + called("m" * 120, "n" * 120)
     + b"Nsq\x00("
     + b"h\x00" * MANY
@@ -190,12 +187,12 @@ PICKLES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", PICKLES)
-@pytest.mark.parametrize("place", ["metadata", "chunk", "optimizer"])
-def test_pickles(folder, name, place):
-    """In each of the places where a pickle is."""
-    if place == "metadata":
+@pytest.mark.parametrize("where", ["metadata", "chunk", "optimizer"])
+def test_pickles(folder, name, where):
+    """In each of the files where a pickle is."""
+    if where == "metadata":
         (folder / ".metadata").write_bytes(b"\x80\x02" + PICKLES[name] + b".")
-    elif place == "chunk":
+    elif where == "chunk":
         dcp(folder, saved(PICKLES[name]))
     else:
         (folder / OPTIMIZER).write_bytes(saved(PICKLES[name]))

@@ -149,7 +149,7 @@ def beside_tensor_parallelism(folder: Path, rank: int, world_size: int) -> None:
 def within_stages(rank: int, world_size: int) -> None:
     """A mesh of (pp, ep): one stage has the experts, or both have some."""
     mesh = mesh_of(pp=2, ep=2)
-    number, place = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
+    number, expert_rank = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
     for both in (False, True):
         last = [nn.Sequential(first(None), second()) if both else second()]
         expected = of_one_process(2, first(None), *last)
@@ -164,7 +164,7 @@ def within_stages(rank: int, world_size: int) -> None:
         schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_of)
         found = []
         for step in range(STEPS):
-            x, target = data(step, place)
+            x, target = data(step, expert_rank)
             losses: list[Tensor] = []
             if number:
                 schedule.step(target=target, losses=losses)

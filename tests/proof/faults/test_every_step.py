@@ -21,7 +21,7 @@ from tests.support.call_model import (
     steps_of,
 )
 from tests.support.fault_calls import make
-from tests.support.fault_checks import expected_places, run_chain
+from tests.support.fault_checks import expected_waits, run_chain
 from tests.support.fault_schedules import Call, Fault, Schedule
 
 pytestmark = pytest.mark.deadlines
@@ -97,8 +97,8 @@ def test_the_model_has_all_steps(passages, name):
 def test_errors_name_the_step_within_a_long_call(name, action):
     call, step, waits = LONG[name]
     schedule = Schedule(WORLD, SEGMENT_BYTES, (call,), Fault(action, KILLED, 0, step))
-    expected = expected_places(schedule)
-    steps = {rank: place.item for rank, place in (expected or {}).items()}
+    expected = expected_waits(schedule)
+    steps = {rank: point.item for rank, point in (expected or {}).items()}
     # A killed rank is missed only by those that wait for itself.
     assert steps == waits or (action == "kill" and steps and steps.items() < waits.items())
     assert run_chain((schedule,)) == []

@@ -59,8 +59,8 @@ WAITS: dict[str, Any] = {
 
 
 def _rank(store: Any, rank: int, world: int, wait: str, nodes: bool) -> None:
-    places = [[0], [1]] if nodes else [[0, 1]]
-    comm: Communicator = join_nodes(store, rank, world, places, timeout=TIMEOUT_S)
+    divided = [[0], [1]] if nodes else [[0, 1]]
+    comm: Communicator = join_nodes(store, rank, world, divided, timeout=TIMEOUT_S)
     comm.barrier()
     store.set(f"there{rank}", str(os.getpid()))
     if rank == 1:

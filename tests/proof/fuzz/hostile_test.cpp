@@ -160,11 +160,11 @@ struct Pair {
   // The peer's header for me; changed unless this case shall succeed.
   bool publish(Stream s, CallHeader header) {
     const View& v = comms[0]->view();
-    CallHeader* const place = v.header(0, s, 0, 1, 1);
-    *place = header;
+    CallHeader* const lying = v.header(0, s, 0, 1, 1);
+    *lying = header;
     const bool changed = below(8) != 0;
-    if (changed) damage(place, sizeof(header));
-    if (place->heap_offset == kNotInHeap && place->process_ptr == 0)
+    if (changed) damage(lying, sizeof(header));
+    if (lying->heap_offset == kNotInHeap && lying->process_ptr == 0)
       staged = {v.heaps[1], v.slot(1, Stream::kPair, 0, 0, 1), v.layout.segment_bytes};
     return changed;
   }

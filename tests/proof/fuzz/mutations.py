@@ -46,22 +46,22 @@ ODD: tuple[Any, ...] = (
 )
 
 
-def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     found = [path]
     if isinstance(value, dict):
         for key in value:
-            found += _places(value[key], (*path, key))
+            found += _paths(value[key], (*path, key))
     if isinstance(value, list):
         for index, each in enumerate(value):
-            found += _places(each, (*path, index))
+            found += _paths(each, (*path, index))
     return found
 
 
 def mutated(value: Any, chance: Random) -> Any:
-    """A copy of data with one to three places replaced, removed, copied or renamed."""
+    """A copy of data with one to three values replaced, removed, copied or renamed."""
     result = copy.deepcopy(value)
     for _ in range(chance.randint(1, 3)):
-        path = chance.choice(_places(result))
+        path = chance.choice(_paths(result))
         if not path:
             if chance.random() < 0.1:
                 return copy.deepcopy(chance.choice(ODD))
@@ -97,8 +97,8 @@ def text_of(value: Any, chance: Random) -> bytes:
         text = text.replace("1", "1" * 5000, 1)
     raw = text.encode()
     if kind == 4:
-        place = chance.randrange(len(raw) + 1)
-        raw = raw[:place] + bytes([chance.randrange(256)]) + raw[place + 1 :]
+        at = chance.randrange(len(raw) + 1)
+        raw = raw[:at] + bytes([chance.randrange(256)]) + raw[at + 1 :]
     if kind == 5:
         raw = bytes(chance.randrange(256) for _ in range(chance.randrange(200)))
     return raw

@@ -111,8 +111,8 @@ def test_manifests_of_training(tmp_path, name):
 
 def pieces_of(raw: bytes) -> list[bytes]:
     """The instructions of a pickle."""
-    places = [*(at for _, _, at in pickletools.genops(raw)), len(raw)]
-    return [raw[a:b] for a, b in itertools.pairwise(places)]
+    offsets = [*(at for _, _, at in pickletools.genops(raw)), len(raw)]
+    return [raw[a:b] for a, b in itertools.pairwise(offsets)]
 
 
 ODD = (

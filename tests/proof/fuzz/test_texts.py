@@ -216,8 +216,8 @@ def _junk_object(chance: Random) -> bytes:
     blob = raw[12 + size :]
     kind = chance.randrange(4)
     if kind == 0:
-        place = chance.randrange(len(raw))
-        return raw[:place] + bytes([chance.randrange(256)]) + raw[place + 1 :]
+        at = chance.randrange(len(raw))
+        return raw[:at] + bytes([chance.randrange(256)]) + raw[at + 1 :]
     if kind == 1:
         return raw[: chance.randrange(len(raw))]
     text = text_of(json.loads(raw[12 : 12 + size]), chance)

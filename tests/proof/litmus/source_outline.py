@@ -30,10 +30,10 @@ _POINTER = re.compile(r"[\w>]\s*\*+\s*(?:const\s+)?(\w+)\s*=[^=]")
 def _closing(text: str, at: int) -> int:
     """Behind the bracket that closes the one at ``at``."""
     depth = 0
-    for place in range(at, len(text)):
-        depth += {"(": 1, "{": 1, ")": -1, "}": -1}.get(text[place], 0)
+    for position in range(at, len(text)):
+        depth += {"(": 1, "{": 1, ")": -1, "}": -1}.get(text[position], 0)
         if depth == 0:
-            return place + 1
+            return position + 1
     raise AssertionError("a bracket that nothing closes")
 
 

@@ -21,10 +21,10 @@ from tests.proof.litmus.source_outline import code_of, outline, outline_of_trito
 from tests.support import ROOT
 
 KERNELS = ROOT / "kernels"
-Place = tuple[str, str]  # file below kernels/, and function
+FunctionName = tuple[str, str]  # file below kernels/, and function
 
 
-def read_outlines() -> dict[Place, list[str]]:
+def read_outlines() -> dict[FunctionName, list[str]]:
     sections = (Path(__file__).parent / "outlines.txt").read_text().removeprefix("== ")
     found = {}
     for section in sections.split("\n== "):
@@ -41,10 +41,10 @@ def outline_in(file: str, source: str, function: str) -> list[str]:
     return (outline_of_triton if file.endswith(".py") else outline)(source, function)
 
 
-@pytest.mark.parametrize("place", OUTLINES, ids=": ".join)
-def test_a_function_does_what_its_outline_says(place):
-    file, function = place
-    assert outline_in(file, (KERNELS / file).read_text(), function) == OUTLINES[place]
+@pytest.mark.parametrize("named", OUTLINES, ids=": ".join)
+def test_a_function_does_what_its_outline_says(named):
+    file, function = named
+    assert outline_in(file, (KERNELS / file).read_text(), function) == OUTLINES[named]
 
 
 def changed_outline(change: Change) -> list[str]:
@@ -61,9 +61,9 @@ def test_a_changed_operation_is_noticed(name):
 
 
 def test_a_changed_comment_is_not():
-    place = SIGNAL, "wake"
+    named = SIGNAL, "wake"
     source = (KERNELS / SIGNAL).read_text().replace("// Store the epoch, then", "// Store; }\n  //")
-    assert outline_in(*place[:1], source, place[1]) == OUTLINES[place]
+    assert outline_in(*named[:1], source, named[1]) == OUTLINES[named]
 
 
 # ---- the programs of the litmus tests ----------------------------------------------------------
@@ -83,7 +83,7 @@ WORDS_BY_NAME = {"ready", "consumed", "aborted", "claimed", "farewell", "sleepin
 # What a user or a kernel's end does, and the data themselves.
 NOT_OURS = {"buffer", "slot", "data", "record", "region"}
 Step = tuple[str, str]  # operation, and its word where the text says it
-Outlines = Mapping[Place, Sequence[str]]
+Outlines = Mapping[FunctionName, Sequence[str]]
 
 
 def word_of(argument: str, lines: Sequence[str]) -> str:

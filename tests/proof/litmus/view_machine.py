@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from tests.proof.litmus.litmus_ops import Location, Op
 
 View = tuple[tuple[Location, "Id"], ...]  # sorted
-Id = tuple[int, int]  # thread and place in its program, which store once
+Id = tuple[int, int]  # thread and position in its program, which store once
 INITIAL: Id = (-1, -1)
 BUCKET = "futex bucket"
 
@@ -168,7 +168,7 @@ class _World:
                 yield self.done(self.seen(message, self.op.order))
 
     def stored(self, thread: Thread, at: int, glued_view: View = (), glued: bool = False) -> Thread:
-        """Puts the message at a place of the modification order."""
+        """Puts the message at a position of the modification order."""
         location, order = self.op.location, self.op.order
         self.insert(location, at, Message(self.id, self.op.value, (), glued))
         mark = ((location, self.id),)

@@ -2,19 +2,19 @@
 // of the sets before the flags come around.
 //
 // -D: those of signal.pml; CALLS, more than there are flags. Every call is short or long, on
-// all ranks alike: what a long one leaves behind the place of the short ones lies there for long.
+// all ranks alike: what a long one leaves behind the packets of the short ones lies there for long.
 #include "signal.pml"
 
-#define PLACES 2  // of each sender in a set: the second is for long calls
+#define PACKETS 2  // of each sender in a set: the second is for long calls
 #define CLEARED 0
-#define place(owner, parity, sender, at) \
-  ((((owner) * 2 + (parity)) * WORLD + (sender)) * PLACES + (at))
+#define packet_of(owner, parity, sender, at) \
+  ((((owner) * 2 + (parity)) * WORLD + (sender)) * PACKETS + (at))
 
 // An LL packet: its flag, and the call that its payload is of. One access moves both.
-byte flags[WORLD * 2 * WORLD * PLACES];
-byte calls[WORLD * 2 * WORLD * PLACES];
+byte flags[WORLD * 2 * WORLD * PACKETS];
+byte calls[WORLD * 2 * WORLD * PACKETS];
 
-// How many places the call of a flag has. The first rank to begin it decides.
+// How many packets the call of a flag has. The first rank to begin it decides.
 byte lengths[2];
 byte begun[2];
 
@@ -38,11 +38,11 @@ inline begin_ll() {
   if
   :: clears_other_set(flag) ->
      for (p : 0 .. WORLD - 1) {
-       for (at : 0 .. PLACES - 1) {
+       for (at : 0 .. PACKETS - 1) {
 #ifdef MUTANT_OWN_SET_CLEARED
-         here = place(me, parity_of(flag), p, at);
+         here = packet_of(me, parity_of(flag), p, at);
 #else
-         here = place(me, parity_of(flag + 1), p, at);
+         here = packet_of(me, parity_of(flag + 1), p, at);
 #endif
          d_step { flags[here] = CLEARED; calls[here] = 0 }
        }
@@ -69,7 +69,7 @@ inline send_payload(reader) {
   for (at : 0 .. length - 1) {
     atomic {
       proceed();
-      here = place(reader, parity_of(flag), me, at);
+      here = packet_of(reader, parity_of(flag), me, at);
       flags[here] = flag;
       calls[here] = call
     }
@@ -97,7 +97,7 @@ inline await_packet_slowly(sender) {
 inline take_payload(sender) {
   for (at : 0 .. length - 1) {
     atomic {
-      here = place(me, parity_of(flag), sender, at);
+      here = packet_of(me, parity_of(flag), sender, at);
       await_packet_slowly(sender);
       assert(calls[here] == call)
     };

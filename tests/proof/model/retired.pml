@@ -8,17 +8,17 @@
 // -D: WORLD; COMMUNICATORS; FAULTS=n; MUTANT_*: a mistake.
 #include "schedule.pml"
 
-#define PLACES 2  // where a heap has room for a region
+#define REGIONS 2  // where a heap has room for a region
 #define NOBODY 255
-#define at(owner, place) ((owner) * PLACES + (place))
+#define at(owner, index) ((owner) * REGIONS + (index))
 
-// Whose region a place of a heap is, 0: free; else 1 + the number of the communicator.
-byte region[WORLD * PLACES];
-bool connected_region[WORLD * PLACES];  // peers know it: it waits for their farewells
-bool retired[WORLD * PLACES];
-bool farewell[WORLD * PLACES * WORLD];  // by the peer that said it
-bool ready[WORLD * PLACES * WORLD];
-bool consumed[WORLD * PLACES * WORLD];
+// Whose region a part of a heap is, 0: free; else 1 + the number of the communicator.
+byte region[WORLD * REGIONS];
+bool connected_region[WORLD * REGIONS];  // peers know it: it waits for their farewells
+bool retired[WORLD * REGIONS];
+bool farewell[WORLD * REGIONS * WORLD];  // by the peer that said it
+bool ready[WORLD * REGIONS * WORLD];
+bool consumed[WORLD * REGIONS * WORLD];
 bool ended[WORLD];
 
 // The rendezvous of each communicator: where each rank's region lies, and who has connected.
@@ -34,25 +34,25 @@ byte faults;
 #endif
 
 // Each store into a region must find it still that of the writer's communicator.
-#define store(word, owner, place) \
-  assert(region[at(owner, place)] == 1 + communicator); \
-  word[at(owner, place) * WORLD + me] = true
+#define store(word, owner, index) \
+  assert(region[at(owner, index)] == 1 + communicator); \
+  word[at(owner, index) * WORLD + me] = true
 
 // retired.cpp: free_of_peers
-inline free_of_peers(place) {
+inline free_of_peers(index) {
   is_free = true;
 #ifndef MUTANT_REUSED_WITHOUT_FAREWELL
   p = 0;
   do
-  :: p < WORLD && connected_region[at(me, place)] ->
+  :: p < WORLD && connected_region[at(me, index)] ->
 #ifdef MUTANT_ONE_FAREWELL_IS_ENOUGH
      is_free = false;
      if
-     :: p != me && farewell[at(me, place) * WORLD + p] -> is_free = true; break
+     :: p != me && farewell[at(me, index) * WORLD + p] -> is_free = true; break
      :: else
      fi;
 #else
-     is_free = is_free && (p == me || farewell[at(me, place) * WORLD + p] || ended[p]);
+     is_free = is_free && (p == me || farewell[at(me, index) * WORLD + p] || ended[p]);
 #endif
      p++
   :: else -> break
@@ -62,7 +62,7 @@ inline free_of_peers(place) {
 
 // retired.cpp: reclaim
 inline reclaim() {
-  for (i : 0 .. PLACES - 1) {
+  for (i : 0 .. REGIONS - 1) {
     if
     :: region[at(me, i)] != 0 && retired[at(me, i)] ->
        free_of_peers(i);
@@ -76,16 +76,16 @@ inline reclaim() {
   is_free = false
 }
 
-// The constructor in comm.cpp: takes a place and clears its words. A heap without room ends the
+// The constructor in comm.cpp: takes a region and clears its words. A heap without room ends the
 // rank.
 inline allocate() {
   mine = 0;
   do
-  :: mine < PLACES && region[at(me, mine)] != 0 -> mine++
+  :: mine < REGIONS && region[at(me, mine)] != 0 -> mine++
   :: else -> break
   od;
   if
-  :: mine == PLACES -> goto over
+  :: mine == REGIONS -> goto over
   :: else
   fi;
   region[at(me, mine)] = 1 + communicator;

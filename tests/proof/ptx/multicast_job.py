@@ -19,7 +19,7 @@ import torch
 from ringcomm import Communicator, ReduceOp
 from tests.proof.ptx.small_jobs import part_of
 from tests.ptx_interpreter import PtxSchedule
-from tests.support.device_worlds import OPTIONS, PLACES, Devices, on_host, put, room
+from tests.support.device_worlds import MEMORIES, OPTIONS, Devices, on_host, put, room
 from tests.support.emulator.ptx import PtxKernels, ptx_of
 
 UNIT = "multicast_float32"
@@ -55,28 +55,28 @@ def values_of(comm: Communicator, turn: int, count: int, dtype: torch.dtype) -> 
     return [values.to(dtype) for values in each]
 
 
-def all_reduce(comm: Communicator, turn: int, count: int, dtype: torch.dtype, place: str) -> None:
+def all_reduce(comm: Communicator, turn: int, count: int, dtype: torch.dtype, memory: str) -> None:
     values = values_of(comm, turn, count, dtype)
     want = torch.stack(values).sum(0)
     for op, result in ((ReduceOp.SUM, want), (ReduceOp.AVG, want / comm.world_size)):
-        tensor = put(comm, values[comm.rank], place, turn)
+        tensor = put(comm, values[comm.rank], memory, turn)
         comm.all_reduce(tensor, op=op, algorithm=MULTICAST)
-        assert torch.equal(on_host(tensor), result), ("all_reduce", op, count, place)
+        assert torch.equal(on_host(tensor), result), ("all_reduce", op, count, memory)
 
 
-def halves(comm: Communicator, turn: int, count: int, dtype: torch.dtype, place: str) -> None:
+def halves(comm: Communicator, turn: int, count: int, dtype: torch.dtype, memory: str) -> None:
     """Reduce-scatter and all-gather, the one after the other, in place and not."""
     world, rank = comm.world_size, comm.rank
     values = values_of(comm, turn, count * world, dtype)
     want = torch.stack(values).sum(0)
-    source = put(comm, values[rank], place, turn)
+    source = put(comm, values[rank], memory, turn)
     own = source[rank * count : (rank + 1) * count]
-    output = own if turn % 2 else room(comm, count, dtype, place, turn + 1)
+    output = own if turn % 2 else room(comm, count, dtype, memory, turn + 1)
     comm.reduce_scatter_tensor(output, source, algorithm=MULTICAST)
     chunk = want[rank * count : (rank + 1) * count]
-    assert torch.equal(on_host(output), chunk), ("reduce_scatter", count, place)
+    assert torch.equal(on_host(output), chunk), ("reduce_scatter", count, memory)
     comm.all_gather_into_tensor(source, output, algorithm=MULTICAST)
-    assert torch.equal(on_host(source), want), ("all_gather", count, place)
+    assert torch.equal(on_host(source), want), ("all_gather", count, memory)
 
 
 def in_a_row(comm: Communicator, calls: int, count: int) -> None:
@@ -91,11 +91,11 @@ def in_a_row(comm: Communicator, calls: int, count: int) -> None:
         assert torch.equal(on_host(output), torch.stack(values).sum(0).chunk(world)[rank]), "row"
 
 
-def every_call(comm: Communicator, dtype: torch.dtype, places: Sequence[str] = PLACES) -> None:
-    for turn, place in enumerate(places):
+def every_call(comm: Communicator, dtype: torch.dtype, memories: Sequence[str] = MEMORIES) -> None:
+    for turn, memory in enumerate(memories):
         for count in COUNTS:
-            all_reduce(comm, turn, count, dtype, place)
-            halves(comm, turn, count, dtype, place)
+            all_reduce(comm, turn, count, dtype, memory)
+            halves(comm, turn, count, dtype, memory)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""The places in a PTX text that order memory, by the functions that they come from.
+"""The accesses of a PTX text that order memory, by the functions that they come from.
 
 NVRTC says with ``-lineinfo`` which line of which function each instruction comes from, and where
-that function was inlined, so that one place of the source is known by all its copies.
+that function was inlined, so that one line of the source is known by all its copies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TELLS = re.compile(r"\.(?:loc|entry|func|acquire|release|acq_rel)\b|\b(?:fence|
 _INFO = re.compile(r"^(\$L__info_string\d+):\s*$")
 _BYTES = re.compile(r"^\.b8 (.*)$")
 _REDUCED = re.compile(r"bar\.red\.or\.pred\s+(%p\d+), 0, (%p\d+);")
-# Of these the caller is what a place is known by; the last one is a lambda.
+# Of these the caller is what an access is known by; the last one is a lambda.
 _SPELLINGS = (
     *("load_acquire_sys", "store_release_sys", "exchange_acq_rel_sys", "fence_seq_cst_sys"),
     *("fence_acq_rel_sys", "sync", "share", "__syncthreads_or", "wait_by_lanes", "operator"),
@@ -44,14 +44,14 @@ class Ordering:
         line: of the text, from 1.
         kind: acquire, release, exchange, fence or barrier.
         function: the innermost one that does more than spell the instruction.
-        place: where in that function's file it stands.
+        location: where in that function's file it stands.
         caller: the functions that this one was inlined into, the innermost first.
     """
 
     line: int
     kind: str
     function: str
-    place: tuple[int, ...]
+    location: tuple[int, ...]
     callers: tuple[str, ...]
 
 
@@ -65,31 +65,31 @@ def orderings(text: str) -> dict[str, list[Ordering]]:
         found.setdefault((each.kind, each.function), []).append(each)
     named: dict[str, list[Ordering]] = {}
     for (kind, function), copies in found.items():
-        places = sorted({each.place for each in copies})
-        for number, place in enumerate(places, 1):
-            name = f"{kind} of {function}" + (f" ({number})" if len(places) > 1 else "")
-            named[name] = [each for each in copies if each.place == place]
+        lines = sorted({each.location for each in copies})
+        for number, location in enumerate(lines, 1):
+            name = f"{kind} of {function}" + (f" ({number})" if len(lines) > 1 else "")
+            named[name] = [each for each in copies if each.location == location]
     return named
 
 
 def _orderings(text: str) -> Iterator[Ordering]:
     names = dict(_names(text))
-    # The functions around each place, and where in them it is, as they were when it was last named.
+    # The functions around each line, and where in them it is, as they were when it was last named.
     around: dict[str, tuple[tuple[str, str], ...]] = {}
-    place = kernel = ""
+    location = kernel = ""
     for number, line in enumerate(text.splitlines(), 1):
         if not _TELLS.search(line):
             continue
         if match := _LOC.search(line):
-            place = match[1]
-            inlined = ((names[match[2]], place), *around.get(match[3], ())) if match[2] else ()
-            around[place] = inlined or ((kernel, place),)
+            location = match[1]
+            inlined = ((names[match[2]], location), *around.get(match[3], ())) if match[2] else ()
+            around[location] = inlined or ((kernel, location),)
         elif match := _KERNEL.search(line):
             kernel = _last_name(match[1])
         else:
             for kind, spelling in _KINDS.items():
                 if spelling.search(line):
-                    chain = [each for each in around[place] if each[0] not in _SPELLINGS]
+                    chain = [each for each in around[location] if each[0] not in _SPELLINGS]
                     (function, inside), *outer = chain
                     numbers = tuple(int(each) for each in inside.split())
                     yield Ordering(number, kind, function, numbers, tuple(n for n, _ in outer))

@@ -68,7 +68,7 @@ STEP_ELEMS = (6_001, 40, 3)
 # Of whom two share a device and a launch; with two a ring's neighbours would be one rank.
 RANKS = 3
 CALLS_PER_CLEARING = 1 << 24  # kCallsPerClearing, ll.h
-# Slips that are not a place without its order: a pattern of the text, and what it becomes.
+# Slips that are not an access without its order: a pattern of the text, and what it becomes.
 SLIPS = {
     "a vector a word too far": (
         r"(\bld\.global\.L1::no_allocate\.v4\.u32\s.*\[%rd\d+)\]",
@@ -153,77 +153,77 @@ def _write_over(comm: Communicator, *tensors: torch.Tensor) -> None:
 Form = Callable[[Communicator, int, str, int, str], None]
 
 
-def _all_reduce(comm: Communicator, turn: int, algorithm: str, elems: int, place: str) -> None:
+def _all_reduce(comm: Communicator, turn: int, algorithm: str, elems: int, memory: str) -> None:
     values = new_values(turn, comm.world_size, elems)
-    tensor = put(comm, values[comm.rank], place)
+    tensor = put(comm, values[comm.rank], memory)
     comm.all_reduce(tensor, algorithm=spelled(algorithm, "all_reduce"))
-    assert torch.equal(on_host(tensor), torch.stack(values).sum(0)), (algorithm, place)
+    assert torch.equal(on_host(tensor), torch.stack(values).sum(0)), (algorithm, memory)
     comm.all_reduce(tensor, algorithm=spelled(algorithm, "all_reduce"))
     _write_over(comm, tensor)
 
 
-def _halves(comm: Communicator, turn: int, algorithm: str, elems: int, place: str) -> None:
+def _halves(comm: Communicator, turn: int, algorithm: str, elems: int, memory: str) -> None:
     """The halves of an all-reduce as calls of their own."""
     values = new_values(turn, comm.world_size, elems * comm.world_size)
-    source = put(comm, values[comm.rank], place)
-    output = room(comm, elems, torch.float32, place, 1)
+    source = put(comm, values[comm.rank], memory)
+    output = room(comm, elems, torch.float32, memory, 1)
     comm.reduce_scatter_tensor(output, source, algorithm=algorithm)
     _write_over(comm, source)
     want = torch.stack(values).sum(0)
-    assert torch.equal(on_host(output), want.chunk(comm.world_size)[comm.rank]), (algorithm, place)
+    assert torch.equal(on_host(output), want.chunk(comm.world_size)[comm.rank]), (algorithm, memory)
     comm.all_gather_into_tensor(source, output, algorithm=algorithm)
     _write_over(comm, output)
-    assert torch.equal(on_host(source), want), (algorithm, place)
+    assert torch.equal(on_host(source), want), (algorithm, memory)
 
 
-def _to_root(comm: Communicator, turn: int, _: str, elems: int, place: str) -> None:
+def _to_root(comm: Communicator, turn: int, _: str, elems: int, memory: str) -> None:
     """Reduce, gather and scatter: of two ranks only one hears of the other."""
     ranks, me, root = comm.world_size, comm.rank, turn % comm.world_size
     values = new_values(turn, ranks, elems)
-    tensor = put(comm, values[me], place)
+    tensor = put(comm, values[me], memory)
     comm.reduce(tensor, root)
     if me == root:
-        assert torch.equal(on_host(tensor), torch.stack(values).sum(0)), place
-    mine = put(comm, values[me], place)
-    parts = [room(comm, elems, torch.float32, place, turn) for _ in range(ranks)]
+        assert torch.equal(on_host(tensor), torch.stack(values).sum(0)), memory
+    mine = put(comm, values[me], memory)
+    parts = [room(comm, elems, torch.float32, memory, turn) for _ in range(ranks)]
     comm.gather(mine, parts if me == root else None, root)
     _write_over(comm, mine)
-    back = room(comm, elems, torch.float32, place, 1)
+    back = room(comm, elems, torch.float32, memory, 1)
     if me == root:
-        assert torch.equal(on_host(torch.cat(parts)), torch.cat(values)), place
+        assert torch.equal(on_host(torch.cat(parts)), torch.cat(values)), memory
     comm.scatter(back, parts if me == root else None, root)
     _write_over(comm, *parts)
-    assert torch.equal(on_host(back), values[me]), place
+    assert torch.equal(on_host(back), values[me]), memory
 
 
-def _movements(comm: Communicator, turn: int, _: str, elems: int, place: str) -> None:
+def _movements(comm: Communicator, turn: int, _: str, elems: int, memory: str) -> None:
     """All-to-all, messages and broadcast: what the kernels of other jobs do not do."""
     ranks, me = comm.world_size, comm.rank
     ahead, behind = (me + 1) % ranks, (me - 1) % ranks
     values = new_values(turn, ranks, elems * ranks)
-    source = put(comm, values[me], place)
-    got = room(comm, elems * ranks, torch.float32, place, 1)
+    source = put(comm, values[me], memory)
+    got = room(comm, elems * ranks, torch.float32, memory, 1)
     comm.all_to_all_single(got, source)
     _write_over(comm, source)
     want = [each.chunk(ranks)[me] for each in values]
-    assert torch.equal(on_host(got), torch.cat(want)), place
-    mine = put(comm, values[me], place)
+    assert torch.equal(on_host(got), torch.cat(want)), memory
+    mine = put(comm, values[me], memory)
     works = [comm.isend(mine, ahead), comm.irecv(got, behind)]
     assert all(work.wait() for work in works)
     _write_over(comm, mine)
-    assert torch.equal(on_host(got), values[behind]), place
+    assert torch.equal(on_host(got), values[behind]), memory
     root = turn % ranks
-    both = [put(comm, values[me], place) for _ in range(2)]
+    both = [put(comm, values[me], memory) for _ in range(2)]
     for tensor in both:
         comm.broadcast(tensor, root)
     _write_over(comm, both[1])
-    assert torch.equal(on_host(both[0]), values[root]), place
+    assert torch.equal(on_host(both[0]), values[root]), memory
 
 
 def _job(form: Form, algorithm: str, elems: dict[str, int]) -> Callable[[Communicator], None]:
     def body(comm: Communicator) -> None:
-        for turn, place in enumerate(("plain", "heap", "mixed")):
-            form(comm, turn, algorithm, elems[place], place)
+        for turn, memory in enumerate(("plain", "heap", "mixed")):
+            form(comm, turn, algorithm, elems[memory], memory)
 
     return body
 
@@ -337,7 +337,7 @@ def _shared_again(comm: Communicator) -> None:
 
 
 def _come_around(comm: Communicator) -> None:
-    """LL packets whose flags are about to come around, so that their places are cleared."""
+    """LL packets whose flags are about to come around, so that their memory is cleared."""
     set_ll_epoch(comm, CALLS_PER_CLEARING - 4)
     comm.barrier()
     for turn in range(6):
@@ -429,7 +429,7 @@ def _steps(algorithm: str, clip: bool) -> Callable[[Communicator], None]:
 
 
 # Of the elements of an all-reduce each rank has a third.
-_THIRDS = {place: elems // 3 for place, elems in MANY.items()}
+_THIRDS = {memory: elems // 3 for memory, elems in MANY.items()}
 JOBS: dict[str, Callable[[Communicator], None]] = {
     "one_shot": _job(_all_reduce, "one_shot", MANY),
     "ring": _job(_all_reduce, "ring", SOME),

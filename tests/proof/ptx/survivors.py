@@ -1,7 +1,7 @@
 """The search for mutants of the PTX that no job shows, and for reasons that explain none.
 
-A mutant is a pair: where it is made (a job, or a part of a unit), and the name of its place. A
-reason is a pattern of such names, as ``PLACE`` or as ``WHERE: PLACE``.
+A mutant is a pair: where it is made (a job, or a part of a unit), and the name of its access. A
+reason is a pattern of such names, as ``ACCESS`` or as ``WHERE: ACCESS``.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any
 Mutant = tuple[str, str]
 RIGHT = "right"
 # On a busy machine all waits of a job may be long, or none, and a wait's first look and its polls
-# are places of their own: what one run does not show another one may.
+# are accesses of their own: what one run does not show another one may.
 RUNS = 3
 
 
 def is_explained(mutant: Mutant, reasons: Iterable[str]) -> bool:
     """Tells whether one of the patterns is of this mutant."""
-    where, place = mutant
-    return any(re.match(known, name) for known in reasons for name in (place, f"{where}: {place}"))
+    where, access = mutant
+    return any(
+        re.match(known, name) for known in reasons for name in (access, f"{where}: {access}")
+    )
 
 
 def unexplained(

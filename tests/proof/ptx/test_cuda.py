@@ -34,7 +34,7 @@ from tests.support.call_checks import (
     check_reduce_scatter,
 )
 from tests.support.covering import thinned
-from tests.support.device_worlds import OPTIONS, PLACES, Devices, on_host, put
+from tests.support.device_worlds import MEMORIES, OPTIONS, Devices, on_host, put
 from tests.support.emulator.library import COMPILER
 from tests.support.emulator.ptx import PtxKernels, ptx_of
 from tests.support.exact import same
@@ -82,14 +82,14 @@ def devices() -> Iterator[Devices]:
     ids=["2, upwards", "2, a lane may wait for good", "many, at random"],
 )
 def test_every_collective(world_size: int, schedule: PtxSchedule) -> None:
-    algorithms, places = (
+    algorithms, memories = (
         itertools.cycle(("one_shot", "ring", "ll", "auto")),
-        itertools.cycle(PLACES),
+        itertools.cycle(MEMORIES),
     )
     cases = [
-        Case(count, place=place, algorithm=algorithm, in_place=turn % 2 == 0, root=turn % 2)
-        for turn, (count, place, algorithm) in enumerate(
-            zip((1, 257, 3001, 0, 33, 700), places, algorithms, strict=False)
+        Case(count, memory=memory, algorithm=algorithm, in_place=turn % 2 == 0, root=turn % 2)
+        for turn, (count, memory, algorithm) in enumerate(
+            zip((1, 257, 3001, 0, 33, 700), memories, algorithms, strict=False)
         )
     ]
 
@@ -120,8 +120,8 @@ EVERY_UNIT = [(dtype, operators[-1]) for dtype, operators in EMULATED.items()]
 def test_every_unit(devices: Devices, dtype: torch.dtype, op: str) -> None:
     def body(comm: Communicator) -> None:
         for turn, algorithm in enumerate(("one_shot", "ring", "ll")):
-            for count, place in ((67, "unaligned"), (1500, PLACES[turn])):
-                case = Case(count, dtype, op, place, algorithm)
+            for count, memory in ((67, "unaligned"), (1500, MEMORIES[turn])):
+                case = Case(count, dtype, op, memory, algorithm)
                 check_all_reduce(comm, case)
                 check_reduce_scatter(comm, case)
 

@@ -25,7 +25,7 @@ from tests.ptx_interpreter import PtxSchedule
 from tests.support import ROOT, fork_server, nvrtc
 from tests.support.covering import in_test_all, thinned
 from tests.support.cuda_code import unit_source
-from tests.support.device_worlds import OPTIONS, PLACES, Devices, on_host, put, room
+from tests.support.device_worlds import MEMORIES, OPTIONS, Devices, on_host, put, room
 from tests.support.emulator import ptx
 from tests.support.emulator.library import library
 from tests.support.emulator.ptx import ptx_of
@@ -57,7 +57,7 @@ def test_results(devices, world, dtype):
     """Tails, several pieces, in place and not, plain tensors and those of the heap, unaligned."""
     some = ("mixed", "unaligned") if len(world) == 2 else ("unaligned",)
     everywhere = dtype is torch.float32 and len(world) == 2
-    devices.run(world, every_call, dtype, PLACES if everywhere else some)
+    devices.run(world, every_call, dtype, MEMORIES if everywhere else some)
 
 
 def test_calls_follow_each_other_without_a_look_between(devices, world):
@@ -145,7 +145,7 @@ ORDERINGS = (
     "barrier of meet",
     "release of release",
 )
-# Each is compiled: make test has one of the places, and one of the arithmetic.
+# Each is compiled: make test has one of the orders, and one of the arithmetic.
 SOURCES = {
     "one slot in place of two": ("piece & 1", "piece & 0"),
     "a lane adds up the vector of another": ("(all + at); };", "(all + (at ^ 16)); };"),
@@ -187,8 +187,8 @@ def test_the_jobs_of_mutants_pass_without_one(tmp_path):
 @pytest.mark.parametrize("name", ORDERINGS)
 def test_an_ordering_that_is_dropped_is_an_error(tmp_path, name):
     text = ptx_of(UNIT)
-    places = orderings(text)
-    lines = [each.line for part in name.split(", ") for each in places[part]]
+    by_name = orderings(text)
+    lines = [each.line for part in name.split(", ") for each in by_name[part]]
     assert _caught(tmp_path, without(text, lines))
 
 

@@ -1,8 +1,8 @@
-"""Mutants of the PTX: what orders memory, dropped place by place, and other slips of a compiler.
+"""Mutants of the PTX: what orders memory, dropped access by access, and other slips of a compiler.
 
 Each is run on the interpreter in jobs whose results are known (small_jobs.py), and must be seen
 there, as a wrong result or as an access that must not be. ``make test`` takes a mutant of each
-kind, and RINGCOMM_PTX_CHECK=all every place that a job comes to, in each part of a unit that has
+kind, and RINGCOMM_PTX_CHECK=all every access that a job comes to, in each part of a unit that has
 it: one of the jobs that come to it must see it, or the reason is here.
 """
 
@@ -68,7 +68,7 @@ _FAULTS = (
 )
 _ONE_OF_SEVERAL = "another barrier stands before any lane reads what it orders"
 _LAST = "behind it the call has but the barrier of verify_peer_buffers, and ends"
-# Patterns of places of which no job shows that they are gone, and why.
+# Patterns of accesses of which no job shows that they are gone, and why.
 SURVIVORS = {
     r"(acquire|fence) of await_raised$|exchange of claim_fault$|fence of raise_fault$": _FAULTS,
     r"acquire of (aborted|load_words)$": _FAULTS,
@@ -96,7 +96,7 @@ SURVIVORS = {
     ),
     r"adamw_float32/float32: acquire of find_link$": (
         "the host waits between the steps of a job, which tells their kernels what others read; of "
-        "calls between which it does not, the reductions' kernels show the same place"
+        "calls between which it does not, the reductions' kernels show the same access"
     ),
     r"barrier of prepare_kernel$": "what is changed behind it no other lane reads",
 }
@@ -130,8 +130,8 @@ def do(job: str, changes: Mapping[str, list[int]], *slips: str) -> Outcome:
 
 
 @cache
-def places() -> dict[str, dict[str, list[int]]]:
-    """The lines of every place that orders memory, by its name and by part."""
+def accesses() -> dict[str, dict[str, list[int]]]:
+    """The lines of every access that orders memory, by its name and by part."""
     found: dict[str, dict[str, list[int]]] = {}
     for part in PARTS:
         for name, copies in orderings(ptx_of(part)).items():
@@ -148,7 +148,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture(scope="module")
 def sample(pool: ThreadPoolExecutor) -> dict[str, Future[Outcome]]:
-    known = places()
+    known = accesses()
     mutants = {name: pool.submit(do, job, known.get(name, {})) for name, job in SAMPLE.items()}
     slips = {slip: pool.submit(do, job, {}, slip) for slip, job in SLIPS_SEEN_BY.items()}
     return mutants | slips
@@ -157,7 +157,7 @@ def sample(pool: ThreadPoolExecutor) -> dict[str, Future[Outcome]]:
 @pytest.mark.skipif(EVERYTHING, reason="all of them are below")
 @pytest.mark.parametrize("name", SAMPLE)
 def test_what_orders_memory_is_missed(sample: dict[str, Future[Outcome]], name: str) -> None:
-    assert name in places(), f"the kernels have no {name}"
+    assert name in accesses(), f"the kernels have no {name}"
     assert sample[name].result().failed is not None, f"{name}, in the job {SAMPLE[name]!r}"
 
 
@@ -167,11 +167,11 @@ def test_a_slip_is_seen(sample: dict[str, Future[Outcome]], slip: str) -> None:
 
 
 def _jobs_by_mutant(pool: ThreadPoolExecutor) -> dict[Mutant, list[str]]:
-    """The jobs that come to each place, of each part, when nothing is changed."""
+    """The jobs that come to each access, of each part, when nothing is changed."""
     found: dict[Mutant, list[str]] = {}
     for job, outcome in zip(JOBS, pool.map(lambda job: do(job, {}), JOBS), strict=True):
         assert outcome.failed is None, f"the job {job!r} fails with nothing changed"
-        for name, by_part in places().items():
+        for name, by_part in accesses().items():
             for part, lines in by_part.items():
                 if set(lines) & set(outcome.reached.get(part, ())):
                     found.setdefault((part, name), []).append(job)
@@ -184,7 +184,7 @@ def test_every_place_is_missed(pool: ThreadPoolExecutor) -> None:
 
     def outcome(mutant: Mutant) -> str:
         part, name = mutant
-        lines = {part: places()[name][part]}
+        lines = {part: accesses()[name][part]}
         return next((said for job in jobs[mutant] if (said := do(job, lines).failed)), RIGHT)
 
     def outcomes(mutants: list[Mutant]) -> dict[Mutant, str]:

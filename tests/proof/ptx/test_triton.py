@@ -63,7 +63,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 OPTIONS = with_options(kernels="triton", segment_bytes=512, slots=2, timeout=90.0)
 # One element, tails of every kind of access, and more than the slots hold.
 COUNTS = (0, 1, 7, 300, 2051)
-PLACES = ("heap", "plain", "unaligned", "mixed", "heap")
+MEMORIES = ("heap", "plain", "unaligned", "mixed", "heap")
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +117,8 @@ def test_collectives_are_exact(devices, ranks, name, algorithm, dtype, op):
     world = devices.world(ranks, range(2 if ranks == 4 else ranks), OPTIONS)
 
     def body(comm: Communicator) -> None:
-        for count, place in zip(COUNTS, PLACES, strict=True):
-            CHECKS[name](comm, Case(count, dtype, op, place, algorithm))
+        for count, memory in zip(COUNTS, MEMORIES, strict=True):
+            CHECKS[name](comm, Case(count, dtype, op, memory, algorithm))
         if algorithm == "one_shot":  # zero copy begins at 16 KiB of a slice
             CHECKS[name](comm, Case(36_000 // dtype.itemsize, dtype, op, "heap", algorithm))
 
@@ -309,8 +309,8 @@ def test_a_step_has_the_bits_of_the_native_kernels(devices, ranks, kind, op, nor
     for elems in SIZES:
         case = replace(ShardCase(elems, *kind), op=op)
         for form in ("one pass", "two passes"):
-            places = [f"cuda:{rank * 2 // ranks}" for rank in range(ranks)]
-            ours = [Memory(case, r, ranks, device=place) for r, place in enumerate(places)]
+            devices = [f"cuda:{rank * 2 // ranks}" for rank in range(ranks)]
+            ours = [Memory(case, r, ranks, device=device) for r, device in enumerate(devices)]
             native = [Memory(case, rank, ranks) for rank in range(ranks)]
             for memory in ours:
                 allow_all(memory)

@@ -1,6 +1,6 @@
 """Mistakes in the PTX of Triton's kernels: each must show in a small job, or the reason is here.
 
-``make test`` has one of each kind; RINGCOMM_PTX_CHECK=all has every place that a job comes to.
+``make test`` has one of each kind; RINGCOMM_PTX_CHECK=all has every access that a job comes to.
 """
 
 import json
@@ -39,7 +39,7 @@ SOME = (
     ("one_shot", ONE_WARP_LESS),
 )
 
-# Patterns of places of which no job shows that they are gone, and why. None of those is the only
+# Patterns of accesses of which no job shows that they are gone, and why. None of those is the only
 # order between data and the signal that they are there, or have been read.
 SURVIVORS = {
     r"(acquire|exchange) of (begin_call|begin_kernel|end_call) ": (
@@ -113,7 +113,7 @@ def _unseen(tasks: list[Mutant]) -> list[Mutant]:
 
 
 def _reached(outcomes: dict[Mutant, Any]) -> dict[str, list[str]]:
-    """By job, the places that it came to with nothing changed, when all was well."""
+    """By job, the accesses that it came to with nothing changed, when all was well."""
     unchanged = {job: found for (job, mutant), found in outcomes.items() if not mutant}
     assert [found for found in unchanged.values() if not isinstance(found, list)] == []
     return unchanged
@@ -130,7 +130,7 @@ def test_a_mistake_of_each_kind_is_seen():
 @pytest.mark.skipif(not ALL, reason="minutes: RINGCOMM_PTX_CHECK=all")
 def test_every_mistake_is_seen():
     reached = _reached(_outcomes((job, "") for job in JOBS))
-    tasks = [(job, place) for job, found in reached.items() for place in found]
+    tasks = [(job, access) for job, found in reached.items() for access in found]
     tasks += [("one_shot", edit) for edit in (*EDITS, ONE_WARP_LESS) if "shuffle" not in edit]
     tasks += [("steps", "another lane of a shuffle")]
     assert _unseen(tasks) == []

@@ -3,7 +3,7 @@
 Run as a program it reads lines ``[job, mutant]`` in JSON and writes one ``[job, mutant, outcome]``
 for each, in any order. A job is done in a process of its own, since a kernel that fails spoils its
 process; it is forked off one that has Triton loaded. The mutant "" is none: the outcome is then a
-list of the places that were come to. Else it is "right", or says what went wrong.
+list of the accesses that were come to. Else it is "right", or says what went wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ringcomm._tl import adamw_launch, launch  # noqa: F401
 from ringcomm.algorithms import spelled
 from tests import ptx_interpreter as ptx
 from tests.proof.ptx.small_jobs import QUICK, new_values, part_of
-from tests.proof.ptx.triton_places import places, without
+from tests.proof.ptx.triton_accesses import accesses, without
 from tests.ptx_interpreter import PtxSchedule
 from tests.support.device_worlds import Devices, on_host, put
 from tests.support.emulator.library import library
@@ -54,15 +54,15 @@ F32, BF16 = torch.float32, torch.bfloat16
 def _sums(
     devices: Devices, wait_s: float, algorithm: str, ranks: int, calls: list[tuple[int, str]]
 ) -> None:
-    """In place, each rank with a device and a kernel of its own."""
+    """In memory, each rank with a device and a kernel of its own."""
 
     def body(comm: Communicator) -> None:
         comm.timeout = wait_s
-        for turn, (elems, place) in enumerate(calls):
+        for turn, (elems, memory) in enumerate(calls):
             values = new_values(turn, ranks, elems)
-            tensor = put(comm, values[comm.rank], place)
+            tensor = put(comm, values[comm.rank], memory)
             comm.all_reduce(tensor, algorithm=spelled(algorithm, "all_reduce"))
-            assert torch.equal(on_host(tensor), torch.stack(values).sum(0)), (elems, place)
+            assert torch.equal(on_host(tensor), torch.stack(values).sum(0)), (elems, memory)
 
     with devices.new_world(ranks, range(ranks), OPTIONS) as world:
         devices.run(world, body)
@@ -148,7 +148,7 @@ JOBS: dict[str, Callable[[Devices, float], None]] = {
     "steps": _steps,
     "library": _library,
 }
-# Mistakes that are not a place without its order: a pattern of the text, and what it becomes.
+# Mistakes that are not an access without its order: a pattern of the text, and what it becomes.
 EDITS = {
     "a vector a word too far": (r"(\bld\.global\.v4\.b32 .*) \+ 0 \]", r"\1 + 4 ]"),
     "a signal's other operand": (
@@ -167,7 +167,7 @@ def changed(text: str, mutant: str) -> str:
     """The mutant of a text; the text itself, where it has nothing of the kind."""
     if mutant in EDITS:
         return re.sub(*EDITS[mutant], text)
-    return without(text, places(text).get(mutant, []))
+    return without(text, accesses(text).get(mutant, []))
 
 
 def _outcome(job: str, mutant: str) -> str | list[str]:
@@ -188,7 +188,7 @@ def _outcome(job: str, mutant: str) -> str | list[str]:
         {
             name
             for digest, lines in reached.items()
-            for name, copies in places(texts[digest]).items()
+            for name, copies in accesses(texts[digest]).items()
             if set(copies) & set(lines)
         }
     )

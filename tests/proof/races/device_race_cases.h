@@ -17,7 +17,7 @@ constexpr uint32_t kLLBytes = 512;
 constexpr float kUntouched = 99;
 
 enum class Kernel { kMove, kReduceScatter, kAllReduce, kLLMove, kLLReduce };
-enum class Place { kPlain, kHeap, kInPlace };  // in place: in the heap, too
+enum class BufferKind { kPlain, kHeap, kInPlace };  // in place: in the heap, too
 
 // A rank's kernels of one stream run in order; those of different streams run at once.
 enum StreamKind { kCollectives, kSends, kReceives, kStreams };
@@ -26,7 +26,7 @@ struct Case {
   Kernel kernel;
   Collective collective;
   Algorithm algorithm = Algorithm::kOneShot;
-  Place place = Place::kPlain;
+  BufferKind buffer = BufferKind::kPlain;
   RedOp op = RedOp::kSum;
   uint64_t elems = 0;  // of a chunk; all-reduce: of the whole
   int root = -1;
@@ -40,32 +40,32 @@ using enum Algorithm;
 inline const Case kCycle[] = {
     {kReduceScatter, Collective::kReduceScatter},
     {kLLReduce, Collective::kAllReduce, kLL},
-    {kLLReduce, Collective::kReduceScatter, kLL, Place::kPlain, RedOp::kPremulSum},
-    {kAllReduce, Collective::kAllReduce, kOneShot, Place::kInPlace},
+    {kLLReduce, Collective::kReduceScatter, kLL, BufferKind::kPlain, RedOp::kPremulSum},
+    {kAllReduce, Collective::kAllReduce, kOneShot, BufferKind::kInPlace},
     {kLLMove, Collective::kAllGather, kLL},
-    {kLLReduce, Collective::kAllReduce, kLL, Place::kInPlace, RedOp::kPremulSum},
+    {kLLReduce, Collective::kAllReduce, kLL, BufferKind::kInPlace, RedOp::kPremulSum},
     {kLLMove, Collective::kAllGather, kLL},
-    {kAllReduce, Collective::kAllReduce, kOneShot, Place::kPlain, RedOp::kPremulSum},
+    {kAllReduce, Collective::kAllReduce, kOneShot, BufferKind::kPlain, RedOp::kPremulSum},
     {kReduceScatter, Collective::kReduceScatter, kRing},
     {kLLReduce, Collective::kReduceScatter, kLL},
-    {kAllReduce, Collective::kAllReduce, kRing, Place::kHeap, RedOp::kPremulSum},
+    {kAllReduce, Collective::kAllReduce, kRing, BufferKind::kHeap, RedOp::kPremulSum},
     {kMove, Collective::kAllGather, kRing},
-    {kMove, Collective::kAllGather, kOneShot, Place::kHeap},
+    {kMove, Collective::kAllGather, kOneShot, BufferKind::kHeap},
     {kLLReduce, Collective::kAllReduce, kLL},
     {kLLMove, Collective::kAllGather, kLL},
     {kMove, Collective::kAllGather},
-    {kMove, Collective::kBroadcast, kOneShot, Place::kInPlace},
-    {kMove, Collective::kAllToAll, kOneShot, Place::kHeap},
+    {kMove, Collective::kBroadcast, kOneShot, BufferKind::kInPlace},
+    {kMove, Collective::kAllToAll, kOneShot, BufferKind::kHeap},
     {kMove, Collective::kAllToAll},
-    {kReduceScatter, Collective::kReduceScatter, kOneShot, Place::kHeap, RedOp::kPremulSum},
+    {kReduceScatter, Collective::kReduceScatter, kOneShot, BufferKind::kHeap, RedOp::kPremulSum},
     {kReduceScatter, Collective::kReduce},
     {kMove, Collective::kGather},
-    {kMove, Collective::kScatter, kOneShot, Place::kHeap},
+    {kMove, Collective::kScatter, kOneShot, BufferKind::kHeap},
     {kMove, Collective::kBarrier},
 };
 constexpr uint64_t kCycleSteps = std::size(kCycle);
 
-// Of LL calls, by turns. The first ones leave the place of a second packet alone, in which
+// Of LL calls, by turns. The first ones leave the memory of a second packet alone, in which
 // those then find what much earlier calls have left.
 constexpr uint64_t kLLElems[] = {1, 2, 2, 1, 2, 1, 128, 100, 3, 127, 17, 64, 1, 5, 40, 77};
 
@@ -86,7 +86,7 @@ inline Case case_of(StreamKind stream, uint64_t step, int world, int channels) {
   Case c = stream == kCollectives ? kCycle[step % kCycleSteps] : Case{kMove, Collective::kSend};
   c.step = step;
   if (stream != kCollectives) {
-    c.place = step % 2 == 0 ? Place::kPlain : Place::kHeap;
+    c.buffer = step % 2 == 0 ? BufferKind::kPlain : BufferKind::kHeap;
     c.root = int(step % 5);  // the tag
     c.blocks = std::min(channels, kMessageChannels);
   } else if (c.algorithm == kLL) {
@@ -96,10 +96,11 @@ inline Case case_of(StreamKind stream, uint64_t step, int world, int channels) {
   } else {
     c.blocks = 1 + int(step / 3) % channels;
   }
-  c.elems = c.place == Place::kPlain ? 1501 + step % 7 : heap_elems(channels);
+  c.elems = c.buffer == BufferKind::kPlain ? 1501 + step % 7 : heap_elems(channels);
   const bool whole = c.collective == Collective::kAllReduce;
   if (whole) c.elems *= uint64_t(world);
-  if (whole && c.place == Place::kPlain && step / kCycleSteps % 2 == 1) c.elems = 251;  // one hop
+  if (whole && c.buffer == BufferKind::kPlain && step / kCycleSteps % 2 == 1)
+    c.elems = 251;  // one hop
   const bool rooted = c.collective == Collective::kBroadcast ||
                       c.collective == Collective::kReduce || c.collective == Collective::kGather ||
                       c.collective == Collective::kScatter;

@@ -136,14 +136,14 @@ struct World {
 };
 
 inline float* input_of(Queue& q) {
-  if (q.running.place != Place::kPlain) return q.buffers.heap_in;
+  if (q.running.buffer != BufferKind::kPlain) return q.buffers.heap_in;
   return q.buffers.plain_in.data() + q.running.step % 2;  // not aligned as the output
 }
 
 inline float* output_of(Queue& q) {
   const Case& c = q.running;
-  if (c.place == Place::kInPlace) return q.buffers.heap_in;
-  return c.place == Place::kHeap ? q.buffers.heap_out : q.buffers.plain_out.data();
+  if (c.buffer == BufferKind::kInPlace) return q.buffers.heap_in;
+  return c.buffer == BufferKind::kHeap ? q.buffers.heap_out : q.buffers.plain_out.data();
 }
 
 // The lists of a call, behind each other in the launch: inputs by reader, outputs by sender.
@@ -215,7 +215,7 @@ inline bool check(World& w, Queue& q, StreamKind stream, int rank) {
   const uint64_t elems = std::min(w.buffer_elems() - 1, c.elems * uint64_t(w.s.world));
   bool ok = true;
   for (uint64_t i = 0; receives(stream, rank) && i < elems; ++i) {
-    const bool beyond = c.place == Place::kInPlace && i >= c.elems;
+    const bool beyond = c.buffer == BufferKind::kInPlace && i >= c.elems;
     ok &= beyond || out[i] == expected(c, w.s.world, rank, i);
   }
   std::fill(input_of(q), input_of(q) + elems, -1.0f);

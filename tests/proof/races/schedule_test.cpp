@@ -282,7 +282,7 @@ constexpr bool hash_sees_every_word() {
   return true;
 }
 
-// From call to call the sets alternate, no call has the flag of a cleared place, and a set is
+// From call to call the sets alternate, no call has the flag of cleared memory, and a set is
 // cleared while the other is in use, at least once before any flag comes again.
 constexpr bool flags_alternate() {
   for (const uint32_t first : {0u, kCallsPerClearing - 9, 0u - kCallsPerClearing - 9, 0u - 9}) {

@@ -152,7 +152,7 @@ MUTANTS = {
         "{v.ring_rank((CHOSEN ? ring_prev : ring_next)(position",
         (RINGS,),
     ),
-    "rank taken for its place in the ring": Mutant(
+    "rank taken for its position in the ring": Mutant(
         "include/ringcomm/protocol/view.h",
         "return ring == nullptr ? rank : ring_position;",
         "return ring == nullptr || CHOSEN ? rank : ring_position;",

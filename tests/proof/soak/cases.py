@@ -11,12 +11,12 @@ import torch
 from ringcomm import Communicator
 from ringcomm.algorithms import spelled
 from tests.support.exact import op_of, operand, pattern, raw_bytes, reduced
-from tests.support.placing import put, room
+from tests.support.memories import put, room
 
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 OPS = ("SUM", "AVG", "MAX")
-PLACES = ("plain", "heap")
+MEMORIES = ("plain", "heap")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Case:
     op: str
     root: int
     algorithm: str
-    place: str
+    memory: str
     async_op: bool
 
 
@@ -46,7 +46,7 @@ def random_case(rng: random.Random, world: int) -> Case:
         # As many bits are drawn for every world, so that groups of unequal size stay in step.
         rng.getrandbits(16) % world,
         rng.choice(("auto", "one_shot", "ring")),
-        rng.choice(PLACES),
+        rng.choice(MEMORIES),
         rng.random() < 0.25,
     )
 
@@ -62,7 +62,7 @@ def _done(work: object) -> None:
 
 def _all_reduce(comm: Communicator, case: Case) -> tuple[Tensor, Tensor]:
     inputs = _inputs(case, comm.world_size, case.count)
-    mine = put(inputs[comm.rank], case.place, comm.rank)
+    mine = put(inputs[comm.rank], case.memory, comm.rank)
     _done(
         comm.all_reduce(
             mine, op_of(case.op), case.async_op, algorithm=spelled(case.algorithm, "all_reduce")
@@ -73,7 +73,7 @@ def _all_reduce(comm: Communicator, case: Case) -> tuple[Tensor, Tensor]:
 
 def _reduce(comm: Communicator, case: Case) -> tuple[Tensor, Tensor]:
     inputs = _inputs(case, comm.world_size, case.count)
-    mine = put(inputs[comm.rank], case.place, comm.rank)
+    mine = put(inputs[comm.rank], case.memory, comm.rank)
     _done(comm.reduce(mine, case.root, op_of(case.op), case.async_op))
     return mine, reduced(inputs, case.op) if comm.rank == case.root else inputs[comm.rank]
 
@@ -81,8 +81,8 @@ def _reduce(comm: Communicator, case: Case) -> tuple[Tensor, Tensor]:
 def _reduce_scatter(comm: Communicator, case: Case) -> tuple[Tensor, Tensor]:
     world, rank, count = comm.world_size, comm.rank, case.count
     inputs = _inputs(case, world, count * world)
-    out = room(count, case.dtype, case.place, rank)
-    mine = put(inputs[rank], case.place, rank)
+    out = room(count, case.dtype, case.memory, rank)
+    mine = put(inputs[rank], case.memory, rank)
     _done(
         comm.reduce_scatter_tensor(
             out, mine, op_of(case.op), case.async_op, algorithm=case.algorithm
@@ -94,22 +94,22 @@ def _reduce_scatter(comm: Communicator, case: Case) -> tuple[Tensor, Tensor]:
 def _all_gather(comm: Communicator, case: Case) -> tuple[Tensor, Tensor]:
     world, rank = comm.world_size, comm.rank
     parts = [pattern(case.count, each, case.dtype) for each in range(world)]
-    out = room(case.count * world, case.dtype, case.place, rank)
-    mine = put(parts[rank], case.place, rank)
+    out = room(case.count * world, case.dtype, case.memory, rank)
+    mine = put(parts[rank], case.memory, rank)
     _done(comm.all_gather_into_tensor(out, mine, case.async_op, algorithm=case.algorithm))
     return out, torch.cat(parts)
 
 
 def _broadcast(comm: Communicator, case: Case) -> tuple[Tensor, Tensor]:
-    mine = put(pattern(case.count, comm.rank, case.dtype), case.place, comm.rank)
+    mine = put(pattern(case.count, comm.rank, case.dtype), case.memory, comm.rank)
     _done(comm.broadcast(mine, case.root, case.async_op))
     return mine, pattern(case.count, case.root, case.dtype)
 
 
 def _gather(comm: Communicator, case: Case) -> tuple[Tensor, Tensor]:
     world, rank = comm.world_size, comm.rank
-    parts = [room(case.count, case.dtype, case.place, rank) for _ in range(world)]
-    mine = put(pattern(case.count, rank, case.dtype), case.place, rank)
+    parts = [room(case.count, case.dtype, case.memory, rank) for _ in range(world)]
+    mine = put(pattern(case.count, rank, case.dtype), case.memory, rank)
     at_root = rank == case.root
     _done(comm.gather(mine, parts if at_root else None, case.root, case.async_op))
     if not at_root:
@@ -119,8 +119,8 @@ def _gather(comm: Communicator, case: Case) -> tuple[Tensor, Tensor]:
 
 def _scatter(comm: Communicator, case: Case) -> tuple[Tensor, Tensor]:
     world, rank = comm.world_size, comm.rank
-    parts = [put(pattern(case.count, each, case.dtype), case.place, rank) for each in range(world)]
-    out = room(case.count, case.dtype, case.place, rank)
+    parts = [put(pattern(case.count, each, case.dtype), case.memory, rank) for each in range(world)]
+    out = room(case.count, case.dtype, case.memory, rank)
     _done(comm.scatter(out, parts if rank == case.root else None, case.root, case.async_op))
     return out, pattern(case.count, rank, case.dtype)
 
@@ -128,8 +128,8 @@ def _scatter(comm: Communicator, case: Case) -> tuple[Tensor, Tensor]:
 def _all_to_all(comm: Communicator, case: Case) -> tuple[Tensor, Tensor]:
     world, rank, count = comm.world_size, comm.rank, case.count
     sent = [pattern(count * world, each, case.dtype) for each in range(world)]
-    out = room(count * world, case.dtype, case.place, rank)
-    mine = put(sent[rank], case.place, rank)
+    out = room(count * world, case.dtype, case.memory, rank)
+    mine = put(sent[rank], case.memory, rank)
     _done(comm.all_to_all_single(out, mine, async_op=case.async_op))
     return out, torch.cat([each[rank * count : (rank + 1) * count] for each in sent])
 
@@ -143,8 +143,8 @@ def _messages(comm: Communicator, case: Case) -> tuple[Tensor, Tensor]:
     world, rank = comm.world_size, comm.rank
     if world == 1:
         return _barrier(comm, case)
-    got = room(case.count, case.dtype, case.place, rank)
-    mine = put(pattern(case.count, rank, case.dtype), case.place, rank)
+    got = room(case.count, case.dtype, case.memory, rank)
+    mine = put(pattern(case.count, rank, case.dtype), case.memory, rank)
     received = comm.irecv(got, (rank - 1) % world, tag=case.root)
     sent = comm.isend(mine, (rank + 1) % world, tag=case.root)
     _done(received)
@@ -176,8 +176,8 @@ def run_case(comm: Communicator, case: Case) -> int:
     mine, right = raw_bytes(got), raw_bytes(want)
     assert got.dtype == want.dtype, f"{case}: {got.dtype}"
     if not torch.equal(mine, right):
-        place = int((mine != right).nonzero()[0])
+        at = int((mine != right).nonzero()[0])
         raise AssertionError(
-            f"{case}: rank {comm.rank}, byte {place}: {int(mine[place])}, not {int(right[place])}"
+            f"{case}: rank {comm.rank}, byte {at}: {int(mine[at])}, not {int(right[at])}"
         )
     return got.numel()

@@ -69,7 +69,7 @@ constexpr Time kNotReleased = ~Time(0);
 struct LineHistory {
   std::vector<Change> changes;      // the oldest first
   std::vector<Reads> reads;         // by block
-  std::map<uint32_t, View> stamps;  // by the word's place in the line
+  std::map<uint32_t, View> stamps;  // by the word's position in the line
 };
 
 // The history of a line, which nobody else may read or write meanwhile, nor the line itself by what

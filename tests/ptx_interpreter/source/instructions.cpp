@@ -647,12 +647,12 @@ Table make_table() {
 
 // ---- memory ------------------------------------------------------------------------------------
 
-struct Place {
+struct Location {
   Space space;
   uint64_t address;  // in the space
 };
 
-Place place_of(Space space, uint64_t address) {
+Location location_of(Space space, uint64_t address) {
   if (space != Space::kGeneric) return {space, address};
   if (address >= kSharedWindow && address < kSharedWindow + kWindowBytes)
     return {Space::kShared, address - kSharedWindow};
@@ -687,21 +687,21 @@ void load_lane(Warp& w, const Instruction& i, int lane, uint8_t* to) {
     std::memcpy(to, w.frame().param(lane, uint32_t(i.offset)), all);
     return;
   }
-  const Place place = place_of(i.space, w.in(i.src[0])[lane] + uint64_t(i.offset));
-  check_alignment(place.address, all);
+  const Location at = location_of(i.space, w.in(i.src[0])[lane] + uint64_t(i.offset));
+  check_alignment(at.address, all);
   BlockMemory& memory = w.block().memory();
-  if (place.space == Space::kKernelParam) {
-    std::memcpy(to, kernel_param(w, place.address, all), all);
-  } else if (place.space == Space::kShared) {
-    w.block().shared().load(w.thread(lane), place.address, to, all);
+  if (at.space == Space::kKernelParam) {
+    std::memcpy(to, kernel_param(w, at.address, all), all);
+  } else if (at.space == Space::kShared) {
+    w.block().shared().load(w.thread(lane), at.address, to, all);
   } else if (i.order == Order::kWeak) {
-    memory.load(w.thread(lane), place.address, to, all);
+    memory.load(w.thread(lane), at.address, to, all);
   } else {
     // Of a vector only its elements are loaded at once, and in any order.
     for (uint32_t n = 0; n < i.count; ++n) {
       const uint32_t element = (w.block().launch().schedule.seed & 1) != 0 ? i.count - 1 - n : n;
       const uint64_t value =
-          memory.load_strong(w.thread(lane), place.address + element * bytes, bytes, i.order);
+          memory.load_strong(w.thread(lane), at.address + element * bytes, bytes, i.order);
       std::memcpy(to + element * bytes, &value, bytes);
     }
   }
@@ -713,20 +713,20 @@ void store_lane(Warp& w, const Instruction& i, int lane, const uint8_t* from) {
     std::memcpy(w.frame().param(lane, uint32_t(i.offset)), from, all);
     return;
   }
-  const Place place = place_of(i.space, w.in(i.src[0])[lane] + uint64_t(i.offset));
-  check_alignment(place.address, all);
+  const Location at = location_of(i.space, w.in(i.src[0])[lane] + uint64_t(i.offset));
+  check_alignment(at.address, all);
   BlockMemory& memory = w.block().memory();
-  if (place.space == Space::kKernelParam) throw BadAccess("parameters of a kernel are constant");
-  if (place.space == Space::kShared) {
-    w.block().shared().store(w.thread(lane), place.address, from, all);
+  if (at.space == Space::kKernelParam) throw BadAccess("parameters of a kernel are constant");
+  if (at.space == Space::kShared) {
+    w.block().shared().store(w.thread(lane), at.address, from, all);
   } else if (i.order == Order::kWeak) {
-    memory.store(w.thread(lane), place.address, from, all);
+    memory.store(w.thread(lane), at.address, from, all);
   } else {
     for (uint32_t n = 0; n < i.count; ++n) {
       const uint32_t element = (w.block().launch().schedule.seed & 1) != 0 ? n : i.count - 1 - n;
       uint64_t value = 0;
       std::memcpy(&value, from + element * bytes, bytes);
-      memory.store_strong(w.thread(lane), place.address + element * bytes, value, bytes, i.order);
+      memory.store_strong(w.thread(lane), at.address + element * bytes, value, bytes, i.order);
     }
     // Whoever waits for it may go on before this block does anything else.
     w.block().give_up_turn();
@@ -766,9 +766,9 @@ uint64_t combined(const Instruction& i, uint64_t old, uint64_t a, uint64_t b) {
                    : combined<uint64_t>(i.atomic, old, a, b);
 }
 
-// In a schedule that wants it, a block comes late to a place: before its first acquire there, when
-// nothing changes any more, or after 20 ms. What exchanges a word at the end of a kernel comes so
-// late that its peers may have gone on (kLateEnd).
+// In a schedule that wants it, a block comes late to an access: before its first acquire there,
+// when nothing changes any more, or after 20 ms. What exchanges a word at the end of a kernel comes
+// so late that its peers may have gone on (kLateEnd).
 void come_late(Warp& w, const Instruction& i) {
   if (!w.block().is_late() || !w.block().comes_first(i.line)) return;
   if (i.order == Order::kAcqRel) return w.block().nap_before_end();
@@ -785,7 +785,7 @@ void come_late(Warp& w, const Instruction& i) {
 
 constexpr uint32_t kMulticastBytes = 16;
 
-// Calls visit(address) for each place that an access of 16 bytes stands for.
+// Calls visit(address) for each address that an access of 16 bytes stands for.
 template <class Visit>
 void each_bound(uint64_t address, Visit visit) {
   check_alignment(address, kMulticastBytes);
@@ -919,16 +919,16 @@ void update(Warp& w, const Instruction& i, Mask mask) {
   const uint64_t* a = w.in(i.src[1]);
   const uint64_t* b = i.src[2] == Instruction::kNoRow ? a : w.in(i.src[2]);
   each(mask, [&](int lane) {
-    const Place place = place_of(i.space, w.in(i.src[0])[lane] + uint64_t(i.offset));
-    check_alignment(place.address, bytes);
+    const Location at = location_of(i.space, w.in(i.src[0])[lane] + uint64_t(i.offset));
+    check_alignment(at.address, bytes);
     uint64_t old = 0;
-    if (place.space == Space::kShared) {
+    if (at.space == Space::kShared) {
       SharedMemory& shared = w.block().shared();
-      old = shared.begin_update(w.thread(lane), place.address, bytes);
-      shared.end_update(place.address, combined(i, old, a[lane], b[lane]), bytes);
-    } else if (place.space == Space::kGlobal) {
+      old = shared.begin_update(w.thread(lane), at.address, bytes);
+      shared.end_update(at.address, combined(i, old, a[lane], b[lane]), bytes);
+    } else if (at.space == Space::kGlobal) {
       BlockMemory& memory = w.block().memory();
-      old = memory.update(w.thread(lane), place.address, bytes, i.order,
+      old = memory.update(w.thread(lane), at.address, bytes, i.order,
                           [&](uint64_t was) { return combined(i, was, a[lane], b[lane]); });
     } else {
       throw BadAccess("parameters are constant");

@@ -14,9 +14,9 @@
 // that were before it.
 //
 // A multicast address is another way to memory, which multimem instructions take: one access to
-// each place that is bound there. What was stored by one of the two ways is seen by the other only
-// behind a fence.proxy.alias: of the thread itself, or of another one behind a barrier, made when
-// that thread's view held the store. (PTX is content with one at the writer's, too.) A relaxed
+// each address that is bound there. What was stored by one of the two ways is seen by the other
+// only behind a fence.proxy.alias: of the thread itself, or of another one behind a barrier, made
+// when that thread's view held the store. (PTX is content with one at the writer's, too.) A relaxed
 // multimem load is taken for a weak one, which may see less.
 //
 // Stores of others (the host, copies, other processes) have no history: they are seen at once.

@@ -62,7 +62,7 @@ struct Call {
   std::vector<uint32_t> results;
 };
 
-// A place in the text that orders memory, and whether a kernel has come there.
+// An access in the text that orders memory, and whether a kernel has come there.
 struct OrderingSite {
   uint32_t line = 0;
   std::atomic<bool> reached{false};

@@ -285,8 +285,8 @@ class Parser {
 
   // A definition takes the place of a declaration.
   void add(Function made) {
-    std::unique_ptr<Function>& place = module_.functions_[made.name];
-    if (place == nullptr || made.defined) place = std::make_unique<Function>(std::move(made));
+    std::unique_ptr<Function>& known = module_.functions_[made.name];
+    if (known == nullptr || made.defined) known = std::make_unique<Function>(std::move(made));
   }
 
   // ---- bodies ----------------------------------------------------------------------------------
@@ -543,7 +543,7 @@ class Parser {
     int count = 0;
     for (; take_if(","); ++count) {
       if (count == 4) unknown(opcode);
-      // The amount of a shift has 32 bits; only places and lengths of bit fields are such, too.
+      // The amount of a shift has 32 bits; only positions and lengths of bit fields are such, too.
       i.src[count] = operand(parts[0].starts_with("sh") ? 64 : type->bits).row;
     }
     if (count != sources_of(parts))

@@ -21,7 +21,7 @@ struct Schedule {
   uint32_t seed = 0;
   // A lane that waits for another lane of its own warp may wait for good.
   bool no_progress_in_a_warp = false;
-  // Blocks with an even y wait until nothing changes before they acquire at a place for the first
+  // Blocks with an even y wait until nothing changes before they acquire at a line for the first
   // time, so that what they want is there when they look, while their peers mostly have to wait.
   // They nap before they end, so that peers go on while nothing but a release has told them what
   // the block did.

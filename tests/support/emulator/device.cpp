@@ -88,18 +88,19 @@ int enqueue(Stream& stream, Work run, Completions after) {
   return kSuccess;
 }
 
-// The mutex is held. Places as many of the blocks that have no place yet as fit, on the
+// The mutex is held. Places as many of the blocks that have no multiprocessor yet as fit, on the
 // multiprocessors that have most free.
-void place(Device& device, int blocks, const Resources& each, std::vector<Resources*>& places) {
+void assign(Device& device, int blocks, const Resources& each,
+            std::vector<Resources*>& multiprocessors) {
   const auto less = [&](const Resources& a, const Resources& b) {
     return std::make_tuple(a.holds(each), a.registers, a.blocks) <
            std::make_tuple(b.holds(each), b.registers, b.blocks);
   };
-  while (int(places.size()) < blocks) {
+  while (int(multiprocessors.size()) < blocks) {
     const auto most = std::max_element(device.free.begin(), device.free.end(), less);
     if (!most->holds(each)) return;
     most->take(each);
-    places.push_back(&*most);
+    multiprocessors.push_back(&*most);
   }
 }
 
@@ -248,17 +249,17 @@ void run_blocks(Device& device, int blocks, const Resources& each, int priority,
   Lock lock(world().mutex);
   const std::pair mine(priority, device.tickets++);
   device.waiting.insert(mine);
-  std::vector<Resources*> places;
+  std::vector<Resources*> multiprocessors;
   world().changed.wait(lock, [&] {
-    if (*device.waiting.begin() == mine) place(device, blocks, each, places);
-    return int(places.size()) == blocks;
+    if (*device.waiting.begin() == mine) assign(device, blocks, each, multiprocessors);
+    return int(multiprocessors.size()) == blocks;
   });
   device.waiting.erase(mine);
   world().changed.notify_all();
   lock.unlock();
   work();
   lock.lock();
-  for (Resources* place : places) place->give(each);
+  for (Resources* granted : multiprocessors) granted->give(each);
   world().changed.notify_all();
 }
 

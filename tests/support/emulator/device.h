@@ -108,7 +108,7 @@ struct Stream {
 
 struct Event {
   std::shared_ptr<Completion> completion{};
-  std::shared_ptr<Graph> graph{};  // recorded while capturing: a place in the graph
+  std::shared_ptr<Graph> graph{};  // recorded while capturing: a node in the graph
   std::vector<int> frontier{};
 };
 

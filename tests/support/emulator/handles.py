@@ -43,7 +43,7 @@ class EmulatedStream:
 
 
 class EmulatedEvent:
-    """A point in a stream, or a place in a graph under capture."""
+    """A point in a stream, or a node in a graph under capture."""
 
     def __init__(self) -> None:
         self.handle: int = library().emu_event_make()

@@ -32,16 +32,16 @@ from tests.support.covering import thinned
 from tests.zero.checkpoint.states import FILES, MANIFEST, assert_step, forge, load_all, save_step
 
 
-def flipped(content: bytes, place: int) -> bytes:
-    return content[:place] + bytes([content[place] ^ (1 << place % 8)]) + content[place + 1 :]
+def flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :]
 
 
 @pytest.mark.parametrize("file", [MANIFEST, *FILES])
 def test_a_flipped_bit_of_any_byte_is_an_error_that_names_the_file(folder, file):
     content = (folder / file).read_bytes()
     # A checksum covers each byte of a file of tensors alike.
-    for place in range(0, len(content), 1 if file == MANIFEST else 5):
-        (folder / file).write_bytes(flipped(content, place))
+    for at in range(0, len(content), 1 if file == MANIFEST else 5):
+        (folder / file).write_bytes(flipped(content, at))
         with pytest.raises(CheckpointError, match=file):
             load_all(folder)
     (folder / file).write_bytes(content)
@@ -53,8 +53,8 @@ def test_without_checksums_a_flipped_bit_is_an_error_or_other_elements(folder):
     file = FILES[0]
     content, whole = (folder / file).read_bytes(), load_all(folder)
     refused = 0
-    for place in thinned(range(len(content)), 3):
-        (folder / file).write_bytes(flipped(content, place))
+    for at in thinned(range(len(content)), 3):
+        (folder / file).write_bytes(flipped(content, at))
         try:
             told = load_all(folder, verify=False)
         except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""The places of boxes in a flat tensor, and pieces that fill one or do not."""
+"""The positions of boxes in a flat tensor, and pieces that fill one or do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sharded module's weights, which each rank writes to their places in files."""
+"""A sharded module's weights, which each rank writes to their offsets in files."""
 
 from __future__ import annotations
 

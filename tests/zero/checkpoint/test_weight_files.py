@@ -110,7 +110,7 @@ def first_file(change) -> Any:
     return lambda folder: change(folder / FILES[0])
 
 
-def place(name: str, file: Any) -> Any:
+def with_file(name: str, file: Any) -> Any:
     return index(lambda told: told["weight_map"].update({name: file}))
 
 
@@ -145,14 +145,14 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "no index": (lambda folder: (folder / INDEX).write_text("weights"), "no JSON"),
     "no map": (index(dict.clear), "expected an object weight_map"),
     "a list": (index(lambda told: told.update(weight_map=[1])), "expected an object weight_map"),
-    "upwards": (place("a.bias", "../model.safetensors"), "file of this folder"),
-    "the root": (place("a.bias", "/etc/x.safetensors"), "file of this folder"),
-    "a hidden one": (place("a.bias", "..safetensors"), "file of this folder"),
-    "a folder inside": (place("a.bias", "a/b.safetensors"), "file of this folder"),
-    "another kind": (place("a.bias", "model.bin"), "file of this folder"),
-    "no name": (place("a.bias", 3), "file of this folder"),
-    "elsewhere": (place("a.bias", FILES[1]), r"'a\.bias' is in it, and not there by"),
-    "nowhere": (place("c", FILES[0]), r"'c' is not in it, but there by"),
+    "upwards": (with_file("a.bias", "../model.safetensors"), "file of this folder"),
+    "the root": (with_file("a.bias", "/etc/x.safetensors"), "file of this folder"),
+    "a hidden one": (with_file("a.bias", "..safetensors"), "file of this folder"),
+    "a folder inside": (with_file("a.bias", "a/b.safetensors"), "file of this folder"),
+    "another kind": (with_file("a.bias", "model.bin"), "file of this folder"),
+    "no name": (with_file("a.bias", 3), "file of this folder"),
+    "elsewhere": (with_file("a.bias", FILES[1]), r"'a\.bias' is in it, and not there by"),
+    "nowhere": (with_file("c", FILES[0]), r"'c' is not in it, but there by"),
     "twice": (
         lambda folder: save_file(WEIGHTS, folder / FILES[1]),
         rf"{FILES[1]}: 'a\.\w+' is in {FILES[0]}, too",

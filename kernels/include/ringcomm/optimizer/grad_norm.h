@@ -3,7 +3,7 @@
 // A floating-point sum depends on its order, and the order on the number of ranks. Here it does
 // not: a block of kBlockElems elements, which always lies on one rank, is summed in double
 // precision by halves in a fixed order; and the sums of blocks are added exactly, as integers. A
-// double is cut into digits of 32 bits at fixed places, as in an accumulator after Kulisch
+// double is cut into digits of 32 bits at fixed positions, as in an accumulator after Kulisch
 // ("Computer Arithmetic and Validity", 2008), each kept in a word of 64 bits, which takes 2^31
 // digits before it could overflow. So the words of all ranks may be added in any order, by atomics
 // or by an all-reduce, and the norm is the same number on 1 rank or on 1000.
@@ -44,8 +44,8 @@ RC_FN void add_block(double sum, Add add) {
   uint64_t bits;
   memcpy(&bits, &sum, 8);
   const uint64_t mantissa = (bits & 0xfffffffffffffull) | 0x10000000000000ull;
-  const int place = int(bits >> 52) - 1075 + kNormBias;  // of the mantissa's last bit; never < 0
-  const int digit = place / 32, shift = place % 32;
+  const int bit = int(bits >> 52) - 1075 + kNormBias;  // of the mantissa's last bit; never < 0
+  const int digit = bit / 32, shift = bit % 32;
   const uint64_t low = mantissa << shift, high = shift == 0 ? 0 : mantissa >> (64 - shift);
   add(digit, int64_t(low & 0xffffffffull));
   add(digit + 1, int64_t(low >> 32));

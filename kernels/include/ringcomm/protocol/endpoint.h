@@ -52,7 +52,7 @@ constexpr uint64_t kSingleCopyMinBytes = 128 << 10;
 // The same for the results of an all-reduce, which are shared piece by piece as they come.
 constexpr uint64_t kSingleCopyMinResultBytes = 8 << 20;
 
-// The result of a reduction: one place, or two from one pass over the sources.
+// The result of a reduction: one destination, or two from one pass over the sources.
 struct ReduceTarget {
   void* dst;
   bool shared;  // peers read dst

@@ -10,8 +10,8 @@ RINGCOMM_NAMESPACE_BEGIN
 // Results are stored in a peer's heap by vectors of this many bytes.
 constexpr uint64_t kResultAlign = 16;
 
-// The stores that this rank makes into each sender's heap, at the place that its header names. Most
-// collectives store nothing.
+// The stores that this rank makes into each sender's heap, at the offset that its header names.
+// Most collectives store nothing.
 struct Stores {
   uint64_t bytes = kNotInHeap;
 };

@@ -91,7 +91,7 @@ struct Layout {
   RC_FN constexpr uint64_t channel_offset(int channel) const {
     return kPageBytes + (3 * links() + channel) * kLineBytes;
   }
-  // The header of an item that `peer` publishes to me: one place for each slot of each link. Close
+  // The header of an item that `peer` publishes to me: one header for each slot of each link. Close
   // to the signals, so that a small world has both in one page.
   RC_FN constexpr uint64_t header_offset(Stream s, int channel, int peer, uint32_t slot) const {
     const uint64_t lines = (3 * links() + channels + 1) / 2 * 2;

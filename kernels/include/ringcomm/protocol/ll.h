@@ -10,7 +10,7 @@
 // turns are therefore enough. I write call e+2 over call e only after I have received the peer's
 // packets of call e+1, which it sent after it had read mine of call e. The flag is the number of
 // the call, counted per channel; all LL calls of a communicator use equally many channels, so
-// that a place in the buffers only ever sees growing flags. Long before the count could come
+// that an address in the buffers only ever sees growing flags. Long before the count could come
 // around, both sets are cleared. (The accesses are relaxed. What orders e's reads before e+1's
 // stores, and e+1's reads before e+2's stores, is the end of a kernel and the start of the next.)
 #pragma once
@@ -48,7 +48,7 @@ RC_FN constexpr uint64_t hash_of(const uint64_t* header) {
 constexpr uint32_t kCallsPerClearing = 1u << 24;
 
 // The flag of the call after the one with flag `last`: even and odd by turns, as the sets are. 0 is
-// the flag of a place that was cleared or never written, so no call has it; 1 is left out with it.
+// the flag of memory that was cleared or never written, so no call has it; 1 is left out with it.
 RC_FN constexpr uint32_t next_flag(uint32_t last) { return last + 1 == 0 ? 2 : last + 1; }
 
 // Each call clears the set of the other parity, so two calls in turn clear both; the last two
@@ -100,7 +100,7 @@ RC_TEAM_FN LLPacket* packets_at(const E& e, const LLCall& call, int sender, int 
 }
 
 // This channel's header. The headers of all channels come first: ranks that disagree on the size of
-// the message still find them in the same places.
+// the message still find them at the same addresses.
 template <class E>
 RC_TEAM_FN LLPacket* header_packets(const E& e, const LLCall& call, int sender, int reader) {
   const uint64_t offset = e.v.layout.ll_header_offset(e.team.channel());
@@ -241,7 +241,7 @@ RC_TEAM_FN void send_payload(E& e, const LLCall& call, const char* from, int rea
   }
 }
 
-// Reduces 8 bytes at a time: every rank's packet at the same place, mine from `own`.
+// Reduces 8 bytes at a time: every rank's packet at the same offset, mine from `own`.
 template <class E>
 RC_TEAM_FN Status reduce_ll(E& e, const LLCall& call, const char* own, char* out) {
   const uint64_t bytes = call.part.end_bytes - call.part.begin_bytes;

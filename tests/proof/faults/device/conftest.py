@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.proof.faults.device.places import Place
+from tests.proof.faults.device.rig import Rig
 from tests.support.emulator.library import COMPILER
 
-Places = Callable[..., Place]
+Rigs = Callable[..., Rig]
 
 
 def _check(kind: str) -> None:
@@ -30,21 +30,21 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def place(kind: str) -> Iterator[Place]:
+def rig(kind: str) -> Iterator[Rig]:
     """A device; what was allocated there must be gone after the test."""
-    made = Place(kind)
+    made = Rig(kind)
     yield made
     made.close()
 
 
 @pytest.fixture
-def emulated() -> Iterator[Places]:
+def emulated() -> Iterator[Rigs]:
     """``emulated(**knobs)`` is an emulated device with the runtime's own settings."""
     _check("emulated")
-    made: list[Place] = []
+    made: list[Rig] = []
 
-    def make(**knobs: Any) -> Place:
-        made.append(Place("emulated", **knobs))
+    def make(**knobs: Any) -> Rig:
+        made.append(Rig("emulated", **knobs))
         return made[-1]
 
     yield make

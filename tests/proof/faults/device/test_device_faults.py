@@ -21,22 +21,22 @@ from ringcomm import (
     RingcommError,
 )
 from ringcomm.algorithms import spelled
-from tests.proof.faults.device.conftest import Places
-from tests.proof.faults.device.places import SOON_S, Gate, Place, error_of, first_error, until
+from tests.proof.faults.device.conftest import Rigs
+from tests.proof.faults.device.rig import SOON_S, Gate, Rig, error_of, first_error, until
 
 pytestmark = pytest.mark.deadlines
 
 SHORT_S = 0.5
 COUNT = 5000
-# More channels than places for packets with the header of a message of another size.
+# More channels than room for packets with the header of a message of another size.
 WIDE = CommOptions(segment_bytes=4096, channels=4, ll_bytes=4096)
 
 
-def outcomes(place: Place, world: Any, body: Any) -> list[Any]:
+def outcomes(rig: Rig, world: Any, body: Any) -> list[Any]:
     """Returns what ``body(comm)`` raised or returned on each rank."""
 
     def caught(comm: Any) -> Any:
-        with place.ordered():
+        with rig.ordered():
             try:
                 return body(comm)
             except RingcommError as error:
@@ -48,24 +48,24 @@ def outcomes(place: Place, world: Any, body: Any) -> list[Any]:
     return results
 
 
-def works(place: Place, n: int = 2) -> None:
+def works(rig: Rig, n: int = 2) -> None:
     """A new world of the same process is whole."""
-    world = place.world(n)
-    results = outcomes(place, world, lambda comm: sum_of_ones(place, comm))
+    world = rig.world(n)
+    results = outcomes(rig, world, lambda comm: sum_of_ones(rig, comm))
     assert results == [n * 5000.0] * n
     world.close()
 
 
-def sum_of_ones(place: Place, comm: Any) -> float:
-    tensor = place.full(5000, 1.0)
+def sum_of_ones(rig: Rig, comm: Any) -> float:
+    tensor = rig.full(5000, 1.0)
     comm.all_reduce(tensor)
     return float(tensor.sum().item())
 
 
-def test_an_abort_asks_the_kernels_before_it_copies(emulated: Places, monkeypatch: Any) -> None:
+def test_an_abort_asks_the_kernels_before_it_copies(emulated: Rigs, monkeypatch: Any) -> None:
     """A copy may fail, or be queued behind a kernel that only the abort ends."""
-    place = emulated()
-    world = place.world(2)
+    rig = emulated()
+    world = rig.world(2)
     core = world[0].engine.device_core
     asked = ctypes.c_uint32.from_address(core._page.host_ptr)  # HostPage.abort_requested
     seen: list[int] = []
@@ -74,9 +74,9 @@ def test_an_abort_asks_the_kernels_before_it_copies(emulated: Places, monkeypatc
         seen.append(asked.value)
         raise RuntimeError("the device takes no copies any more")
 
-    world[0].irecv(place.full(COUNT, 0.0), 1)
+    world[0].irecv(rig.full(COUNT, 0.0), 1)
     with monkeypatch.context() as patch:
-        patch.setattr(place.runtime, "write", refused)
+        patch.setattr(rig.runtime, "write", refused)
         with pytest.raises(RuntimeError, match="takes no copies"):
             world[0].abort("for a reason")
     assert seen == [1]
@@ -84,11 +84,11 @@ def test_an_abort_asks_the_kernels_before_it_copies(emulated: Places, monkeypatc
 
 
 def test_a_peer_hears_the_reason_though_kernels_are_quicker(
-    emulated: Places, monkeypatch: Any
+    emulated: Rigs, monkeypatch: Any
 ) -> None:
-    place = emulated()
-    world = place.world(2)
-    write = place.runtime.write
+    rig = emulated()
+    world = rig.world(2)
+    write = rig.runtime.write
     peer_knows = threading.Event()
 
     def late(device: int, ptr: int, data: bytes) -> None:
@@ -97,9 +97,9 @@ def test_a_peer_hears_the_reason_though_kernels_are_quicker(
         write(device, ptr, data)
 
     for rank in range(2):
-        world[rank].irecv(place.full(COUNT, 0.0), 1 - rank)
+        world[rank].irecv(rig.full(COUNT, 0.0), 1 - rank)
     with monkeypatch.context() as patch:
-        patch.setattr(place.runtime, "write", late)
+        patch.setattr(rig.runtime, "write", late)
         abort = threading.Thread(target=world[0].abort, args=("for this reason",))
         abort.start()
         until(lambda: world[1].engine.device_core.native.raised)
@@ -109,8 +109,8 @@ def test_a_peer_hears_the_reason_though_kernels_are_quicker(
     assert "for this reason" in str(error)
 
 
-def test_a_rank_that_does_not_come_is_a_timeout(place: Place) -> None:
-    world = place.world(3, timeout=SHORT_S)
+def test_a_rank_that_does_not_come_is_a_timeout(rig: Rig) -> None:
+    world = rig.world(3, timeout=SHORT_S)
     over = threading.Semaphore(0)
 
     def body(comm: Any) -> None:
@@ -119,11 +119,11 @@ def test_a_rank_that_does_not_come_is_a_timeout(place: Place) -> None:
                 over.acquire()
             return
         try:
-            comm.all_reduce(place.full(10, 1.0))
+            comm.all_reduce(rig.full(10, 1.0))
         finally:
             over.release()
 
-    late, absent, other = outcomes(place, world, body)
+    late, absent, other = outcomes(rig, world, body)
     assert absent is None
     errors = sorted((late, other), key=lambda error: isinstance(error, AbortedError))
     assert isinstance(errors[0], CollectiveTimeout)
@@ -132,17 +132,17 @@ def test_a_rank_that_does_not_come_is_a_timeout(place: Place) -> None:
         assert "waited 500 ms" in str(error)
         assert "for rank 1 to make the same call (item 0" in str(error)
     # On all ranks, also on the one that did not come.
-    again = outcomes(place, world, lambda comm: comm.barrier())
+    again = outcomes(rig, world, lambda comm: comm.barrier())
     assert all(isinstance(error, AbortedError) for error in again), again
     assert all("for rank 1" in str(error) for error in again)
     world.close()
-    works(place, 3)
+    works(rig, 3)
 
 
-def test_a_call_that_was_given_up_is_never_launched(place: Place) -> None:
+def test_a_call_that_was_given_up_is_never_launched(rig: Rig) -> None:
     """A rank that comes too late would otherwise launch it, on memory that was given back."""
-    world = place.world(2, timeout=SHORT_S)
-    tensors = [place.full(10, 1.0), place.full(10, 2.0)]
+    world = rig.world(2, timeout=SHORT_S)
+    tensors = [rig.full(10, 1.0), rig.full(10, 2.0)]
     late = threading.Event()
 
     def body(comm: Any) -> Any:
@@ -153,22 +153,22 @@ def test_a_call_that_was_given_up_is_never_launched(place: Place) -> None:
         finally:
             late.set()
 
-    errors = outcomes(place, world, body)
+    errors = outcomes(rig, world, body)
     assert isinstance(errors[0], CollectiveTimeout)
     assert isinstance(errors[1], RingcommError)
-    place.synchronize()
-    assert torch.equal(tensors[0], place.full(10, 1.0))
-    assert torch.equal(tensors[1], place.full(10, 2.0))
+    rig.synchronize()
+    assert torch.equal(tensors[0], rig.full(10, 1.0))
+    assert torch.equal(tensors[1], rig.full(10, 2.0))
 
 
-def test_a_rank_that_raises_wakes_the_others(place: Place) -> None:
-    world = place.world(2)
+def test_a_rank_that_raises_wakes_the_others(rig: Rig) -> None:
+    world = rig.world(2)
 
     def body(comm: Any) -> None:
         if comm.rank == 0:
             raise KeyError("mine")
-        with place.ordered():
-            comm.all_reduce(place.full(10, 1.0))
+        with rig.ordered():
+            comm.all_reduce(rig.full(10, 1.0))
 
     started = time.monotonic()
     with pytest.raises(KeyError, match="mine"):
@@ -179,16 +179,16 @@ def test_a_rank_that_raises_wakes_the_others(place: Place) -> None:
     assert "rank 0 aborted the communicator: KeyError: 'mine'" in str(error)
 
 
-def test_a_rank_that_closes_is_lost(place: Place) -> None:
-    world = place.world(2)
+def test_a_rank_that_closes_is_lost(rig: Rig) -> None:
+    world = rig.world(2)
 
     def body(comm: Any) -> None:
         if comm.rank == 0:
             comm.close()
         else:
-            comm.all_reduce(place.full(10, 1.0))
+            comm.all_reduce(rig.full(10, 1.0))
 
-    _, error = outcomes(place, world, body)
+    _, error = outcomes(rig, world, body)
     assert isinstance(error, PeerLost)
     assert "all_reduce on rank 1 of 2" in str(error)
     assert "rank 0" in str(error) and "has closed the communicator" in str(error)
@@ -196,38 +196,38 @@ def test_a_rank_that_closes_is_lost(place: Place) -> None:
 
 
 def reduce_of(count: int, algorithm: str = "one_shot", op: Any = ReduceOp.SUM) -> Any:
-    def call(place: Place, comm: Any) -> None:
-        comm.all_reduce(place.full(count, 1.0), op, algorithm=spelled(algorithm, "all_reduce"))
+    def call(rig: Rig, comm: Any) -> None:
+        comm.all_reduce(rig.full(count, 1.0), op, algorithm=spelled(algorithm, "all_reduce"))
 
     return call
 
 
 def gather_of(count: int, algorithm: str = "one_shot") -> Any:
-    def call(place: Place, comm: Any) -> None:
+    def call(rig: Rig, comm: Any) -> None:
         comm.all_gather_into_tensor(
-            place.full(count * comm.world_size, 0.0), place.full(count, 1.0), algorithm=algorithm
+            rig.full(count * comm.world_size, 0.0), rig.full(count, 1.0), algorithm=algorithm
         )
 
     return call
 
 
 def scatter_of(count: int, algorithm: str = "one_shot") -> Any:
-    def call(place: Place, comm: Any) -> None:
+    def call(rig: Rig, comm: Any) -> None:
         comm.reduce_scatter_tensor(
-            place.full(count, 0.0), place.full(count * comm.world_size, 1.0), algorithm=algorithm
+            rig.full(count, 0.0), rig.full(count * comm.world_size, 1.0), algorithm=algorithm
         )
 
     return call
 
 
 def integers_of(algorithm: str) -> Any:
-    def call(place: Place, comm: Any) -> None:
-        comm.all_reduce(place.full(100, 1, torch.int32), algorithm=spelled(algorithm, "all_reduce"))
+    def call(rig: Rig, comm: Any) -> None:
+        comm.all_reduce(rig.full(100, 1, torch.int32), algorithm=spelled(algorithm, "all_reduce"))
 
     return call
 
 
-def barrier(place: Place, comm: Any) -> None:
+def barrier(rig: Rig, comm: Any) -> None:
     comm.barrier()
 
 
@@ -279,15 +279,15 @@ MISMATCHES: dict[str, tuple[Any, Any, str, str]] = {
 
 
 @pytest.mark.parametrize("name", ["broadcast", "reduce"])
-def test_two_roots_are_found_out_by_the_next_call(place: Place, name: str) -> None:
+def test_two_roots_are_found_out_by_the_next_call(rig: Rig, name: str) -> None:
     """Neither reads in its own call what the other sent."""
-    world = place.world(2)
+    world = rig.world(2)
 
     def body(comm: Any) -> None:
         root = comm.rank if name == "broadcast" else 1 - comm.rank
-        raise first_error(place, comm, lambda: getattr(comm, name)(place.full(100, 1.0), root))
+        raise first_error(rig, comm, lambda: getattr(comm, name)(rig.full(100, 1.0), root))
 
-    results = outcomes(place, world, body)
+    results = outcomes(rig, world, body)
     assert all(isinstance(error, MismatchError | AbortedError) for error in results), results
     for error in results:
         assert f"called {name}(float32, " in str(error)
@@ -295,14 +295,14 @@ def test_two_roots_are_found_out_by_the_next_call(place: Place, name: str) -> No
     world.close()
 
 
-def test_ranks_that_reduce_to_themselves_wait_for_the_deadline(place: Place) -> None:
+def test_ranks_that_reduce_to_themselves_wait_for_the_deadline(rig: Rig) -> None:
     """Neither publishes anything, so neither can see the other's call."""
-    world = place.world(2, timeout=SHORT_S)
+    world = rig.world(2, timeout=SHORT_S)
 
     def body(comm: Any) -> None:
-        raise first_error(place, comm, lambda: comm.reduce(place.full(100, 1.0), comm.rank))
+        raise first_error(rig, comm, lambda: comm.reduce(rig.full(100, 1.0), comm.rank))
 
-    results = outcomes(place, world, body)
+    results = outcomes(rig, world, body)
     assert all(isinstance(error, CollectiveTimeout | AbortedError) for error in results), results
     assert any(isinstance(error, CollectiveTimeout) for error in results)
     world.close()
@@ -319,36 +319,36 @@ def check_mismatch(results: list[Any], first: str, second: str) -> None:
 
 
 @pytest.mark.parametrize("name", MISMATCHES)
-def test_different_calls_are_named(place: Place, name: str) -> None:
+def test_different_calls_are_named(rig: Rig, name: str) -> None:
     *calls, first, second = MISMATCHES[name]
-    world = place.world(2)
+    world = rig.world(2)
 
     def body(comm: Any) -> None:
-        raise first_error(place, comm, lambda: calls[comm.rank](place, comm))
+        raise first_error(rig, comm, lambda: calls[comm.rank](rig, comm))
 
-    check_mismatch(outcomes(place, world, body), first, second)
-    again = outcomes(place, world, lambda comm: comm.barrier())
+    check_mismatch(outcomes(rig, world, body), first, second)
+    again = outcomes(rig, world, lambda comm: comm.barrier())
     assert all(isinstance(error, AbortedError) for error in again)
     world.close()
 
 
-def test_packets_of_different_sizes_are_never_taken_for_headers(place: Place) -> None:
+def test_packets_of_different_sizes_are_never_taken_for_headers(rig: Rig) -> None:
     """The report is the same, whatever channel is first to see that the calls differ."""
     for count in range(64, 1024, 96):
-        world = place.world(2, options=WIDE)
+        world = rig.world(2, options=WIDE)
 
         def body(comm: Any, count: int = count) -> None:
             size = count if comm.rank == 0 else 1024
-            raise first_error(place, comm, lambda: reduce_of(size, "ll")(place, comm))
+            raise first_error(rig, comm, lambda: reduce_of(size, "ll")(rig, comm))
 
-        check_mismatch(outcomes(place, world, body), f" {4 * count} bytes", " 4096 bytes")
+        check_mismatch(outcomes(rig, world, body), f" {4 * count} bytes", " 4096 bytes")
         world.close()
 
 
-def test_an_abort_ends_a_kernel_that_waits(place: Place) -> None:
+def test_an_abort_ends_a_kernel_that_waits(rig: Rig) -> None:
     """Whoever waits for a message waits alone, in a kernel."""
-    world = place.world(2)
-    tensor = place.full(10, 0.0)
+    world = rig.world(2)
+    tensor = rig.full(10, 0.0)
     work = world[0].irecv(tensor, 1)
     timer = threading.Timer(0.1, world[0].abort, ["changed my mind"])
     timer.start()
@@ -364,29 +364,29 @@ def test_an_abort_ends_a_kernel_that_waits(place: Place) -> None:
     assert isinstance(error, AbortedError)
     assert "rank 0 aborted the communicator: changed my mind" in str(error)
     world.close()
-    works(place)
+    works(rig)
 
 
-def test_an_abort_while_nothing_runs(place: Place) -> None:
-    world = place.world(2)
+def test_an_abort_while_nothing_runs(rig: Rig) -> None:
+    world = rig.world(2)
     world[1].abort()
     world[1].abort("a second one changes nothing")
     assert world[1].aborted
     for comm in world:
-        error = error_of(partial(comm.all_reduce, place.full(10, 1.0)))
+        error = error_of(partial(comm.all_reduce, rig.full(10, 1.0)))
         assert isinstance(error, AbortedError)
         assert "Communicator.abort() was called" in str(error)
     world.close()
 
 
-def test_an_abort_before_a_queued_call_begins(emulated: Places) -> None:
+def test_an_abort_before_a_queued_call_begins(emulated: Rigs) -> None:
     """The call must not run, and must not wait for its deadline."""
-    place = emulated()
-    world = place.world(2)
-    stream = place.runtime.make_stream(0)
-    gate = Gate(place, stream.handle)
-    tensor = place.full(10, 5.0)
-    with place.runtime.on_stream(stream):
+    rig = emulated()
+    world = rig.world(2)
+    stream = rig.runtime.make_stream(0)
+    gate = Gate(rig, stream.handle)
+    tensor = rig.full(10, 5.0)
+    with rig.runtime.on_stream(stream):
         work = world[0].irecv(tensor, 1)
     world[0].abort("too late")
     assert not work.is_completed()
@@ -396,10 +396,10 @@ def test_an_abort_before_a_queued_call_begins(emulated: Places) -> None:
     world.close()
 
 
-def waits_in_vain(place: Place) -> tuple[Any, Any]:
+def waits_in_vain(rig: Rig) -> tuple[Any, Any]:
     """A world in which a kernel has given up, and its Work; nobody has been told."""
-    world = place.world(2, timeout=0.2)
-    work = world[0].irecv(place.full(10, 0.0), 1)
+    world = rig.world(2, timeout=0.2)
+    work = world[0].irecv(rig.full(10, 0.0), 1)
     until(work.is_completed)
     return world, work
 
@@ -411,60 +411,60 @@ def check_timeout(error: RingcommError, operation: str) -> None:
     assert "until its timeout ended, for rank 1 (item 0, epoch wanted 1, seen 0)" in text
 
 
-def test_a_fault_is_raised_by_the_next_call(place: Place) -> None:
-    world, work = waits_in_vain(place)
-    check_timeout(error_of(lambda: world[0].all_reduce(place.full(10, 1.0))), "all_reduce")
+def test_a_fault_is_raised_by_the_next_call(rig: Rig) -> None:
+    world, work = waits_in_vain(rig)
+    check_timeout(error_of(lambda: world[0].all_reduce(rig.full(10, 1.0))), "all_reduce")
     error = error_of(work.wait)
     assert isinstance(error, AbortedError)
     assert "unusable since an earlier fault. First fault: CollectiveTimeout" in str(error)
     world.close()
 
 
-def test_a_fault_is_raised_by_wait(place: Place) -> None:
-    world, work = waits_in_vain(place)
+def test_a_fault_is_raised_by_wait(rig: Rig) -> None:
+    world, work = waits_in_vain(rig)
     check_timeout(error_of(work.wait), "irecv")
     assert isinstance(error_of(world[0].barrier), AbortedError)
     world.close()
 
 
-def test_a_fault_is_raised_by_close_if_nobody_was_told(place: Place) -> None:
-    world, work = waits_in_vain(place)
+def test_a_fault_is_raised_by_close_if_nobody_was_told(rig: Rig) -> None:
+    world, work = waits_in_vain(rig)
     check_timeout(error_of(world[0].close), "close")
     assert not work.is_success()
     assert "CollectiveTimeout" in str(error_of(work.wait))
     world[0].close()
     assert isinstance(error_of(world[0].barrier), AbortedError)
     world[1].close()
-    works(place)
+    works(rig)
 
 
-def test_a_world_closes_all_ranks_even_if_one_raises(place: Place) -> None:
-    world, _ = waits_in_vain(place)
+def test_a_world_closes_all_ranks_even_if_one_raises(rig: Rig) -> None:
+    world, _ = waits_in_vain(rig)
     check_timeout(error_of(world.close), "close")
     world.close()
     assert all(each.engine.closed for each in world)
 
 
-def test_a_refused_launch_makes_the_communicator_unusable(emulated: Places) -> None:
+def test_a_refused_launch_makes_the_communicator_unusable(emulated: Rigs) -> None:
     """Peers would take this rank's next call for the one that it did not launch."""
-    place = emulated(block_slots=1)
-    world = place.world(1)
-    error = error_of(lambda: world[0].all_reduce(place.full(100_000, 1.0)))
+    rig = emulated(block_slots=1)
+    world = rig.world(1)
+    error = error_of(lambda: world[0].all_reduce(rig.full(100_000, 1.0)))
     assert type(error) is RingcommError
     assert "all_reduce on rank 0 of 1" in str(error) and "too many blocks" in str(error)
     assert isinstance(error_of(world[0].barrier), AbortedError)
     world.close()
 
 
-def test_bad_arguments_disturb_nobody(place: Place) -> None:
+def test_bad_arguments_disturb_nobody(rig: Rig) -> None:
     """Found on all ranks of a launch, when it is too late to find it in one."""
     options = CommOptions(segment_bytes=4096, channels=1, ll_bytes=1024)
-    world = place.world(2, options=options)
+    world = rig.world(2, options=options)
 
     def body(comm: Any) -> Any:
-        error = error_of(lambda: comm.all_reduce(place.full(1000, 1.0), algorithm="ll"))
+        error = error_of(lambda: comm.all_reduce(rig.full(1000, 1.0), algorithm="ll"))
         assert '"ll" takes up to' in str(error)
-        return sum_of_ones(place, comm)
+        return sum_of_ones(rig, comm)
 
-    assert outcomes(place, world, body) == [10000.0] * 2
+    assert outcomes(rig, world, body) == [10000.0] * 2
     world.close()

@@ -19,8 +19,8 @@ import ringcomm
 from ringcomm import AbortedError, ArgumentError, CollectiveTimeout, PeerLost, UnsupportedError
 from ringcomm.algorithms import spelled
 from ringcomm.optim import AdamW, AdamWOptions
-from tests.proof.faults.device.conftest import Places
-from tests.proof.faults.device.places import DEVICE, LONG_S, Gate, Place, error_of, until
+from tests.proof.faults.device.conftest import Rigs
+from tests.proof.faults.device.rig import DEVICE, LONG_S, Gate, Rig, error_of, until
 from tests.support.emulator import DriverError
 from tests.support.emulator.recording import RecordedOperations
 from tests.support.faults import die
@@ -37,8 +37,8 @@ SMALL, LARGE = 60, 3001
 class Chain:
     """All collectives that a graph holds, on static tensors of all ranks."""
 
-    def __init__(self, place: Place, world: Any, large: int = LARGE, in_heap: bool = False) -> None:
-        self.place, self.world, self.n = place, world, len(world)
+    def __init__(self, rig: Rig, world: Any, large: int = LARGE, in_heap: bool = False) -> None:
+        self.rig, self.world, self.n = rig, world, len(world)
         self._in_heap = in_heap
         self.inputs = {how: self._tensors(count) for how, count in self._counts(large).items()}
         self.scattered = self._tensors(SMALL)
@@ -50,7 +50,7 @@ class Chain:
     def _tensors(self, count: int) -> list[torch.Tensor]:
         if self._in_heap:
             return [ringcomm.zeros(count, device=DEVICE) for _ in range(self.n)]
-        return [self.place.full(count, 0.0) for _ in range(self.n)]
+        return [self.rig.full(count, 0.0) for _ in range(self.n)]
 
     def call(self) -> None:
         for how in ("ll", "one_shot", "ring"):
@@ -75,33 +75,33 @@ class Chain:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_many_replays(place: Place, n: int) -> None:
-    world = place.world(n)
-    with place.ordered():
-        chain = Chain(place, world, large=LARGE if n == 2 else SMALL, in_heap=n == 3)
+def test_many_replays(rig: Rig, n: int) -> None:
+    world = rig.world(n)
+    with rig.ordered():
+        chain = Chain(rig, world, large=LARGE if n == 2 else SMALL, in_heap=n == 3)
         chain.call()
-        place.synchronize()
-        with place.capture() as replay:
+        rig.synchronize()
+        with rig.capture() as replay:
             chain.call()
-        for turn in range(REPLAYS[place.kind] if n == 2 else 12):
+        for turn in range(REPLAYS[rig.kind] if n == 2 else 12):
             chain.fill(turn)
             replay()
             chain.check(turn)
 
 
-def test_other_calls_before_between_and_after_replays(place: Place) -> None:
+def test_other_calls_before_between_and_after_replays(rig: Rig) -> None:
     """Eager ones from one thread and from the ranks' threads, in a second graph, and replays."""
-    world = place.world(2)
-    with place.ordered():
-        chain, other = Chain(place, world), Chain(place, world)
+    world = rig.world(2)
+    with rig.ordered():
+        chain, other = Chain(rig, world), Chain(rig, world)
         chain.fill(0)
         chain.call()
         chain.check(0)
-        with place.capture() as replay:
+        with rig.capture() as replay:
             chain.call()
-        with place.capture() as replay_other:
+        with rig.capture() as replay_other:
             other.call()
-        for turn in range(REPLAYS[place.kind] // 3):
+        for turn in range(REPLAYS[rig.kind] // 3):
             for each, again in ((chain, replay), (other, replay_other)):
                 each.fill(turn)
                 if turn % 3 == 0:
@@ -110,27 +110,27 @@ def test_other_calls_before_between_and_after_replays(place: Place) -> None:
                     again()
                 each.check(turn)
             if turn % 5 == 0:
-                place.synchronize()
-                assert world.run(lambda comm: eager_sum(place, comm)) == [2.0, 2.0]
-                place.synchronize()
+                rig.synchronize()
+                assert world.run(lambda comm: eager_sum(rig, comm)) == [2.0, 2.0]
+                rig.synchronize()
 
 
-def eager_sum(place: Place, comm: Any) -> float:
-    with place.ordered():
-        tensor = place.full(LARGE, 1.0)
+def eager_sum(rig: Rig, comm: Any) -> float:
+    with rig.ordered():
+        tensor = rig.full(LARGE, 1.0)
         comm.all_reduce(tensor, async_op=True).wait()
         return float(tensor.mean().item())
 
 
 def replays_alone(store: Any, rank: int, n: int, kind: str, replays: int) -> float:
-    place = Place(kind)
-    comm = place.connect(store, rank, n)
+    rig = Rig(kind)
+    comm = rig.connect(store, rank, n)
     counts = (SMALL, LARGE, LARGE, LARGE, LARGE * n)
-    with place.ordered():
-        tensors = [place.full(count, 0.0) for count in counts]
-        eager = place.full(SMALL, 1.0)
+    with rig.ordered():
+        tensors = [rig.full(count, 0.0) for count in counts]
+        eager = rig.full(SMALL, 1.0)
         comm.all_reduce(eager)
-        replay = record_steps(place, comm, tensors)
+        replay = record_steps(rig, comm, tensors)
         others = sum(range(n))
         for turn in range(replays):
             for tensor in tensors:
@@ -149,14 +149,14 @@ def replays_alone(store: Any, rank: int, n: int, kind: str, replays: int) -> flo
                 assert int((eager != n * turn).sum()) == 0
         mean = float(eager.mean().item())
     comm.close()
-    place.close()
+    rig.close()
     return mean
 
 
-def record_steps(place: Place, comm: Any, tensors: list[torch.Tensor]) -> Any:
+def record_steps(rig: Rig, comm: Any, tensors: list[torch.Tensor]) -> Any:
     """A graph of a rank's own: LL, a joined asynchronous call, a ring, a gather of copies."""
     small, beside, ring, part, whole = tensors
-    with place.capture() as replay:
+    with rig.capture() as replay:
         comm.all_reduce(small, algorithm="ll")
         work = comm.all_reduce(beside, algorithm="two_shot", async_op=True)
         comm.all_reduce(ring, algorithm="ring")
@@ -172,16 +172,16 @@ def test_every_process_captures_its_own_part(kind: str) -> None:
 
 def replays_steps(store: Any, rank: int, n: int, kind: str) -> tuple[list[float], bool]:
     """Steps of a sharded optimizer, clipped, with a rate that changes between replays."""
-    place = Place(kind)
-    comm = place.connect(store, rank, n)
-    with place.ordered(), ExitStack() as end:
-        eager, optimizer = (_optimizer(place, comm) for _ in range(2))
+    rig = Rig(kind)
+    comm = rig.connect(store, rank, n)
+    with rig.ordered(), ExitStack() as end:
+        eager, optimizer = (_optimizer(rig, comm) for _ in range(2))
         recorded = optimizer.param_groups[0]
         operations = None
-        with place.capture() as replay:
-            if place.emulated:
+        with rig.capture() as replay:
+            if rig.emulated:
                 record = functools.partial(
-                    place.runtime.run_on_stream, 0, place.runtime.current_stream(0)
+                    rig.runtime.run_on_stream, 0, rig.runtime.current_stream(0)
                 )
                 operations = end.enter_context(RecordedOperations(record, [recorded["lr"]]))
             _step(optimizer)
@@ -193,7 +193,7 @@ def replays_steps(store: Any, rank: int, n: int, kind: str) -> tuple[list[float]
                     param.grad.fill_(turn * (1 + rank))
             replay()
             _step(eager)
-        place.synchronize()
+        rig.synchronize()
         (one, two), (same, alike) = recorded["params"], eager.param_groups[0]["params"]
         ends = [float(one[0].item()), float(two[-1].item())]
         equal = torch.equal(one, same) and torch.equal(two, alike)
@@ -202,14 +202,14 @@ def replays_steps(store: Any, rank: int, n: int, kind: str) -> tuple[list[float]
             operations.forget()
         del eager, optimizer, recorded, one, two, same, alike, param, each
     comm.close()
-    place.close()
+    rig.close()
     return ends, equal
 
 
-def _optimizer(place: Place, comm: Any) -> AdamW:
+def _optimizer(rig: Rig, comm: Any) -> AdamW:
     """One whose first step, which makes what steps need, has been taken."""
-    params = [place.full(count, 1.0).requires_grad_() for count in (LARGE, SMALL)]
-    lr, options = place.full(1, 0.1), AdamWOptions(algorithm="one_shot")
+    params = [rig.full(count, 1.0).requires_grad_() for count in (LARGE, SMALL)]
+    lr, options = rig.full(1, 0.1), AdamWOptions(algorithm="one_shot")
     optimizer = AdamW(params, lr=lr, comm=comm, options=options)
     for param in params:
         param.grad = torch.ones_like(param)
@@ -229,32 +229,32 @@ def test_every_process_replays_its_part_of_a_step(kind: str) -> None:
     assert all(end < 1.0 for end in ends)
 
 
-def test_an_asynchronous_call_must_be_joined(emulated: Places) -> None:
-    place = emulated()
-    comm = place.world(1)[0]
-    tensor = place.full(SMALL, 1.0)
-    with pytest.raises(DriverError) as caught, place.capture():
+def test_an_asynchronous_call_must_be_joined(emulated: Rigs) -> None:
+    rig = emulated()
+    comm = rig.world(1)[0]
+    tensor = rig.full(SMALL, 1.0)
+    with pytest.raises(DriverError) as caught, rig.capture():
         work = comm.all_reduce(tensor, async_op=True)
     assert caught.value.code == UNJOINED
     del work
-    with place.capture() as replay:
+    with rig.capture() as replay:
         comm.all_reduce(tensor, async_op=True).wait()
     replay()
-    place.synchronize()
+    rig.synchronize()
 
 
-def test_calls_of_one_capture_follow_each_other(emulated: Places) -> None:
+def test_calls_of_one_capture_follow_each_other(emulated: Rigs) -> None:
     """On whatever of its streams they are made."""
-    place = emulated()
-    comm, runtime = place.world(1)[0], place.runtime
-    tensor, order = place.full(SMALL, 1.0), []
+    rig = emulated()
+    comm, runtime = rig.world(1)[0], rig.runtime
+    tensor, order = rig.full(SMALL, 1.0), []
     other = runtime.make_stream(0)
 
     def first() -> None:
         time.sleep(GRACE_S)
         order.append("first")
 
-    with place.capture() as replay:
+    with rig.capture() as replay:
         main = runtime.current_stream(0)
         runtime.wait_event(0, other.handle, runtime.record_event(0, main))
         runtime.run_on_stream(0, main, first)
@@ -265,19 +265,19 @@ def test_calls_of_one_capture_follow_each_other(emulated: Places) -> None:
         runtime.wait_event(0, main, runtime.record_event(0, other.handle))
     for _ in range(2):
         replay()
-        place.synchronize()
+        rig.synchronize()
     assert order == ["first", "second"] * 2
 
 
-def test_a_capture_between_does_not_loosen_the_order(emulated: Places) -> None:
-    place = emulated()
-    comm, runtime = place.world(1)[0], place.runtime
-    tensor = place.full(SMALL, 1.0)
+def test_a_capture_between_does_not_loosen_the_order(emulated: Rigs) -> None:
+    rig = emulated()
+    comm, runtime = rig.world(1)[0], rig.runtime
+    tensor = rig.full(SMALL, 1.0)
     streams = [runtime.make_stream(0) for _ in range(2)]
-    gate = Gate(place, streams[0].handle)
+    gate = Gate(rig, streams[0].handle)
     with runtime.on_stream(streams[0]):
         comm.all_reduce(tensor)
-    with place.capture():
+    with rig.capture():
         comm.all_reduce(tensor)
     with runtime.on_stream(streams[1]):
         comm.all_reduce(tensor)
@@ -288,12 +288,12 @@ def test_a_capture_between_does_not_loosen_the_order(emulated: Places) -> None:
     until(done.query)
 
 
-def test_tensors_of_a_capture_live_as_long_as_it(emulated: Places) -> None:
+def test_tensors_of_a_capture_live_as_long_as_it(emulated: Rigs) -> None:
     """Their memory would be handed out to a later part of the same graph."""
-    place = emulated()
-    comm = place.world(1)[0]
-    with place.capture():
-        tensor = place.full(SMALL, 1.0)
+    rig = emulated()
+    comm = rig.world(1)[0]
+    with rig.capture():
+        tensor = rig.full(SMALL, 1.0)
         ref = weakref.ref(tensor)
         comm.all_reduce(tensor, async_op=True).wait()
         del tensor
@@ -302,26 +302,26 @@ def test_tensors_of_a_capture_live_as_long_as_it(emulated: Places) -> None:
     assert ref() is None
 
 
-def test_copies_of_all_ranks_from_one_thread_are_refused(place: Place) -> None:
-    world = place.world(2)
-    inputs = [place.full(SMALL, 1.0) for _ in world]
-    outputs = [place.full(2 * SMALL, 1.0) for _ in world]
+def test_copies_of_all_ranks_from_one_thread_are_refused(rig: Rig) -> None:
+    world = rig.world(2)
+    inputs = [rig.full(SMALL, 1.0) for _ in world]
+    outputs = [rig.full(2 * SMALL, 1.0) for _ in world]
     with pytest.raises(ArgumentError, match='expected any but "copy_engine"'):
         world.all_gather_into_tensor(outputs, inputs, algorithm="copy_engine")
 
 
-def test_replays_of_an_aborted_communicator_do_nothing(place: Place) -> None:
-    world = place.world(2)
-    with place.ordered():
-        chain = Chain(place, world)
+def test_replays_of_an_aborted_communicator_do_nothing(rig: Rig) -> None:
+    world = rig.world(2)
+    with rig.ordered():
+        chain = Chain(rig, world)
         chain.call()
-        with place.capture() as replay:
+        with rig.capture() as replay:
             chain.call()
         chain.fill(1)
         world[0].abort("no more")
         replay()
         replay()
-        place.synchronize()
+        rig.synchronize()
         error = error_of(chain.call)
     assert isinstance(error, AbortedError)
     assert "no more" in str(error)
@@ -329,30 +329,30 @@ def test_replays_of_an_aborted_communicator_do_nothing(place: Place) -> None:
 
 def one_replays(store: Any, rank: int, n: int, kind: str, end: str) -> tuple[Any, str]:
     """The last rank does not come to the third replay."""
-    place = Place(kind)
-    comm = place.connect(store, rank, n)
-    with place.ordered():
-        tensor = place.full(LARGE, 0.0)
+    rig = Rig(kind)
+    comm = rig.connect(store, rank, n)
+    with rig.ordered():
+        tensor = rig.full(LARGE, 0.0)
         comm.all_reduce(tensor)
-        place.synchronize()
+        rig.synchronize()
         if end == "stop":
             comm.timeout = 2.0
-        with place.capture() as replay:
+        with rig.capture() as replay:
             comm.all_reduce(tensor)
         for _ in range(2):
             replay()
-        place.synchronize()
+        rig.synchronize()
         if rank == n - 1:
             if end == "die":
                 die()
             os.kill(os.getpid(), signal.SIGSTOP)
         replay()
-        place.synchronize()
+        rig.synchronize()
         error = error_of(comm.barrier)
         replay()  # returns at once
-        place.synchronize()
+        rig.synchronize()
     comm.close()
-    place.close()
+    rig.close()
     return type(error), str(error)
 
 
@@ -367,20 +367,20 @@ def test_a_fault_in_a_replay_is_reported(kind: str, end: str, expected: type) ->
         assert "rank 2" in text
 
 
-def test_close_waits_for_replays_under_way(emulated: Places) -> None:
+def test_close_waits_for_replays_under_way(emulated: Rigs) -> None:
     """They are on a stream that the communicator was never told of."""
-    place = emulated()
-    world = place.world(2)
-    chain = Chain(place, world)
+    rig = emulated()
+    world = rig.world(2)
+    chain = Chain(rig, world)
     chain.fill(3)
     chain.call()
-    place.synchronize()
-    with place.capture() as replay:
+    rig.synchronize()
+    with rig.capture() as replay:
         chain.call()
     chain.fill(3)
-    stream = place.runtime.make_stream(0)
-    gate = Gate(place, stream.handle)
-    with place.runtime.on_stream(stream):
+    stream = rig.runtime.make_stream(0)
+    gate = Gate(rig, stream.handle)
+    with rig.runtime.on_stream(stream):
         for _ in range(3):
             replay()
     closing = threading.Thread(target=world.close)
@@ -393,19 +393,19 @@ def test_close_waits_for_replays_under_way(emulated: Places) -> None:
     assert not closing.is_alive()
     # Three times the sum of what the ranks have, of what they then have alike, and so on.
     total = 2 * 2 * (2 * 3 + 1)
-    assert all(torch.equal(each, place.full(SMALL, total)) for each in chain.inputs["ll"])
+    assert all(torch.equal(each, rig.full(SMALL, total)) for each in chain.inputs["ll"])
 
 
-def test_a_graph_outlives_the_communicators_that_it_uses(emulated: Places) -> None:
+def test_a_graph_outlives_the_communicators_that_it_uses(emulated: Rigs) -> None:
     """Unless they are closed: what its calls work on is not given back."""
-    place = emulated()
-    world = place.world(2)
-    place.forget()
-    with place.ordered():
-        chain = Chain(place, world)
+    rig = emulated()
+    world = rig.world(2)
+    rig.forget()
+    with rig.ordered():
+        chain = Chain(rig, world)
         chain.call()
-        place.synchronize()
-        with place.capture() as replay:
+        rig.synchronize()
+        with rig.capture() as replay:
             chain.call()
         refs = [weakref.ref(comm) for comm in world]
         del world
@@ -416,17 +416,17 @@ def test_a_graph_outlives_the_communicators_that_it_uses(emulated: Places) -> No
             chain.fill(turn)
             replay()
             chain.check(turn)
-    assert place.used_bytes() > 256
+    assert rig.used_bytes() > 256
 
 
-def test_threads_cannot_capture_a_launch_that_they_share(place: Place) -> None:
+def test_threads_cannot_capture_a_launch_that_they_share(rig: Rig) -> None:
     """They are told before any of them waits for the others; no harm is done."""
-    world = place.world(2)
-    with place.ordered():
-        chain = Chain(place, world)
+    world = rig.world(2)
+    with rig.ordered():
+        chain = Chain(rig, world)
         chain.call()
-        place.synchronize()
-        with place.capture(), pytest.raises(UnsupportedError, match="from one thread"):
+        rig.synchronize()
+        with rig.capture(), pytest.raises(UnsupportedError, match="from one thread"):
             world[0].all_reduce(chain.inputs["one_shot"][0])
         chain.fill(2)
         chain.call()

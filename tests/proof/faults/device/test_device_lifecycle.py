@@ -22,13 +22,13 @@ from ringcomm.comm.device.core import DeviceCore
 from ringcomm.comm.host import engine
 from ringcomm.memory.device_heap import close_heaps, device_heap
 from ringcomm.rendezvous import handles
-from tests.proof.faults.device.conftest import Places
-from tests.proof.faults.device.places import (
+from tests.proof.faults.device.conftest import Rigs
+from tests.proof.faults.device.rig import (
     DEVICE,
     HEAP_BYTES,
     LONG_S,
     Gate,
-    Place,
+    Rig,
     error_of,
     until,
 )
@@ -43,34 +43,34 @@ EMPTY_HEAP_BYTES = 256
 GRACE_S = 0.05
 
 
-def in_use(place: Place) -> int:
+def in_use(rig: Rig) -> int:
     """Once the device is idle: until then space is kept for the streams that might use it."""
-    place.synchronize()
-    return kept_bytes(place)
+    rig.synchronize()
+    return kept_bytes(rig)
 
 
-def kept_bytes(place: Place) -> int:
+def kept_bytes(rig: Rig) -> int:
     """While something runs."""
     lifecycle.reclaim()
-    return place.used_bytes()
+    return rig.used_bytes()
 
 
-def sum_up(place: Place, comm: Any, async_op: bool = False) -> float:
-    with place.ordered():
-        tensor = place.full(COUNT, 1.0)
+def sum_up(rig: Rig, comm: Any, async_op: bool = False) -> float:
+    with rig.ordered():
+        tensor = rig.full(COUNT, 1.0)
         work = comm.all_reduce(tensor, async_op=async_op)
         if work is not None:
             work.wait()
         return float(tensor.sum().item()) / COUNT
 
 
-def test_many_communicators_leave_nothing(place: Place) -> None:
+def test_many_communicators_leave_nothing(rig: Rig) -> None:
     """Neither memory, nor threads, nor descriptors, nor streams."""
 
     def once() -> None:
-        world = place.world(2)
-        place.forget()
-        assert world.run(lambda comm: sum_up(place, comm, async_op=True)) == [2.0, 2.0]
+        world = rig.world(2)
+        rig.forget()
+        assert world.run(lambda comm: sum_up(rig, comm, async_op=True)) == [2.0, 2.0]
         world.close()
 
     once()
@@ -79,32 +79,32 @@ def test_many_communicators_leave_nothing(place: Place) -> None:
     for _ in range(8):
         once()
         gc.collect()
-        assert in_use(place) == EMPTY_HEAP_BYTES
+        assert in_use(rig) == EMPTY_HEAP_BYTES
         counts.append([len(os.listdir(f"/proc/self/{each}")) for each in ("task", "fd")])
     assert counts[-1][0] <= counts[0][0] + 1
     assert counts[-1][1] <= counts[0][1]
-    assert all(page.host_ptr == 0 for page in place.pages)
+    assert all(page.host_ptr == 0 for page in rig.pages)
 
 
-def test_a_region_stays_until_its_peers_have_left(place: Place) -> None:
-    world = place.world(3)
-    regions = in_use(place)
+def test_a_region_stays_until_its_peers_have_left(rig: Rig) -> None:
+    world = rig.world(3)
+    regions = in_use(rig)
     world[1].close()
     world[1].close()
-    assert in_use(place) == regions
+    assert in_use(rig) == regions
     assert isinstance(error_of(world[1].barrier), AbortedError)
     world[0].close()
-    assert in_use(place) == regions
+    assert in_use(rig) == regions
     world[2].close()
-    assert in_use(place) == EMPTY_HEAP_BYTES
+    assert in_use(rig) == EMPTY_HEAP_BYTES
 
 
-def test_a_closed_communicator_says_so(place: Place) -> None:
-    world = place.world(1)
+def test_a_closed_communicator_says_so(rig: Rig) -> None:
+    world = rig.world(1)
     comm = world[0]
     comm.close()
     calls = [
-        lambda: comm.all_reduce(place.full(COUNT, 1.0)),
+        lambda: comm.all_reduce(rig.full(COUNT, 1.0)),
         lambda: comm.barrier(async_op=True),
         lambda: comm.engine.submit(list, "mine"),
         lambda: comm.messages.exchange_messages([], []),
@@ -116,8 +116,8 @@ def test_a_closed_communicator_says_so(place: Place) -> None:
     assert comm.aborted
 
 
-def test_an_abort_after_the_end_touches_nobody_elses_memory(place: Place) -> None:
-    world = place.world(2)
+def test_an_abort_after_the_end_touches_nobody_elses_memory(rig: Rig) -> None:
+    world = rig.world(2)
     world.close()
     later = ringcomm.zeros(HEAP_BYTES // 8, device=DEVICE)
     for comm in world:
@@ -126,13 +126,13 @@ def test_an_abort_after_the_end_touches_nobody_elses_memory(place: Place) -> Non
     assert int((later != 0).sum()) == 0
 
 
-def test_close_waits_for_work_under_way(emulated: Places) -> None:
-    place = emulated()
-    world = place.world(2)
-    tensors = [place.full(COUNT, 1.0) for _ in world]
-    stream = place.runtime.make_stream(0)
-    gate = Gate(place, stream.handle)
-    with place.runtime.on_stream(stream):
+def test_close_waits_for_work_under_way(emulated: Rigs) -> None:
+    rig = emulated()
+    world = rig.world(2)
+    tensors = [rig.full(COUNT, 1.0) for _ in world]
+    stream = rig.runtime.make_stream(0)
+    gate = Gate(rig, stream.handle)
+    with rig.runtime.on_stream(stream):
         world.all_reduce(tensors)
     closing = threading.Thread(target=world.close)
     closing.start()
@@ -142,13 +142,13 @@ def test_close_waits_for_work_under_way(emulated: Places) -> None:
     closing.join(LONG_S)
     assert not closing.is_alive()
     for tensor in tensors:
-        assert torch.equal(tensor, place.full(COUNT, 2.0))
+        assert torch.equal(tensor, rig.full(COUNT, 2.0))
 
 
-def test_work_is_done_after_the_end(place: Place) -> None:
+def test_work_is_done_after_the_end(rig: Rig) -> None:
     """Work that had ended well stays so, as on the host."""
-    world = place.world(2)
-    tensors = [place.full(COUNT, 1.0) for _ in world]
+    world = rig.world(2)
+    tensors = [rig.full(COUNT, 1.0) for _ in world]
 
     def body(comm: Any) -> Any:
         return comm.all_reduce(tensors[comm.rank], async_op=True)
@@ -158,40 +158,40 @@ def test_work_is_done_after_the_end(place: Place) -> None:
     for work in works:
         assert work.wait() is True
         assert work.is_completed() and work.is_success() and work.exception() is None
-    place.synchronize()
-    assert torch.equal(tensors[0], place.full(COUNT, 2.0))
+    rig.synchronize()
+    assert torch.equal(tensors[0], rig.full(COUNT, 2.0))
 
 
-def test_what_never_ends_is_left_alone(emulated: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_never_ends_is_left_alone(emulated: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel may still use everything; once it has ended, all is given back."""
-    place = emulated()
+    rig = emulated()
     monkeypatch.setattr(launch, "EXIT_GRACE_S", 0.1)
     monkeypatch.setattr(engine, "EXIT_GRACE_S", 0.1)
-    world = place.world(1, timeout=0.1)
-    stream = place.runtime.make_stream(0)
-    tensor = place.full(COUNT, 7.0)
-    gate = Gate(place, stream.handle)
-    with place.runtime.on_stream(stream):
+    world = rig.world(1, timeout=0.1)
+    stream = rig.runtime.make_stream(0)
+    tensor = rig.full(COUNT, 7.0)
+    gate = Gate(rig, stream.handle)
+    with rig.runtime.on_stream(stream):
         work = world[0].all_reduce(tensor, async_op=True)
     world[0].close()
-    assert kept_bytes(place) > EMPTY_HEAP_BYTES
+    assert kept_bytes(rig) > EMPTY_HEAP_BYTES
     assert isinstance(error_of(world[0].barrier), AbortedError)
     gate.open()
     until(work.is_completed)
     assert "closed with a call under way" in str(error_of(world[0].close))
     assert "closed with a call under way" in str(error_of(work.wait))
-    assert in_use(place) == EMPTY_HEAP_BYTES
+    assert in_use(rig) == EMPTY_HEAP_BYTES
 
 
-def test_threads_that_call_while_another_closes(place: Place) -> None:
+def test_threads_that_call_while_another_closes(rig: Rig) -> None:
     """Each call runs or is refused; none finds half a communicator."""
     for _ in range(5):
-        world = place.world(1)
+        world = rig.world(1)
         begun = threading.Event()
         told: list[str] = []
 
         def call(comm: Any = world[0], begun: Any = begun, told: Any = told) -> None:
-            tensor = place.full(64, 1.0)
+            tensor = rig.full(64, 1.0)
             try:
                 while True:
                     comm.all_reduce(tensor)
@@ -199,7 +199,7 @@ def test_threads_that_call_while_another_closes(place: Place) -> None:
                     begun.set()
             except RingcommError as error:
                 told.append(str(error))
-            place.synchronize()
+            rig.synchronize()
 
         threads = [threading.Thread(target=call) for _ in range(3)]
         threads += [threading.Thread(target=world.close) for _ in range(2)]
@@ -216,76 +216,76 @@ def test_threads_that_call_while_another_closes(place: Place) -> None:
 
 
 @pytest.mark.parametrize("parent_first", [False, True])
-def test_groups_and_their_parents(place: Place, parent_first: bool) -> None:
-    world = place.world(4)
-    empty = place.used_bytes()
+def test_groups_and_their_parents(rig: Rig, parent_first: bool) -> None:
+    world = rig.world(4)
+    empty = rig.used_bytes()
 
     def body(comm: Any) -> list[float]:
         pair = comm.new_group([0, 1] if comm.rank < 2 else [2, 3])
         half = comm.split(comm.rank % 2)
         groups = [comm, pair, half]
-        sums = [sum_up(place, each) for each in groups]
+        sums = [sum_up(rig, each) for each in groups]
         for k, each in enumerate(groups if parent_first else reversed(groups)):
             each.close()
             rest = groups[k + 1 :] if parent_first else groups[: 2 - k]
-            sums += [sum_up(place, other) for other in rest]
+            sums += [sum_up(rig, other) for other in rest]
         return sums
 
     left = [2.0, 2.0, 2.0] if parent_first else [4.0, 2.0, 4.0]
     assert world.run(body) == [[4.0, 2.0, 2.0, *left]] * 4
-    assert empty > in_use(place) == EMPTY_HEAP_BYTES
+    assert empty > in_use(rig) == EMPTY_HEAP_BYTES
 
 
-def test_forgotten_communicators(place: Place) -> None:
-    world = place.world(2)
-    place.forget()
-    assert world.run(lambda comm: sum_up(place, comm)) == [2.0, 2.0]
-    place.synchronize()
+def test_forgotten_communicators(rig: Rig) -> None:
+    world = rig.world(2)
+    rig.forget()
+    assert world.run(lambda comm: sum_up(rig, comm)) == [2.0, 2.0]
+    rig.synchronize()
     refs = [weakref.ref(comm) for comm in world]
     del world
     gc.collect()
     assert [ref() for ref in refs] == [None, None]
-    assert in_use(place) == EMPTY_HEAP_BYTES
+    assert in_use(rig) == EMPTY_HEAP_BYTES
 
 
-def test_forgotten_communicators_end_their_calls_first(emulated: Places) -> None:
-    place = emulated()
-    world = place.world(2)
-    place.forget()
-    stream = place.runtime.make_stream(0)
-    tensors = [place.full(COUNT, 1.0) for _ in world]
-    gate = Gate(place, stream.handle)
-    with place.runtime.on_stream(stream):
+def test_forgotten_communicators_end_their_calls_first(emulated: Rigs) -> None:
+    rig = emulated()
+    world = rig.world(2)
+    rig.forget()
+    stream = rig.runtime.make_stream(0)
+    tensors = [rig.full(COUNT, 1.0) for _ in world]
+    gate = Gate(rig, stream.handle)
+    with rig.runtime.on_stream(stream):
         world.all_reduce(tensors)
     del world
     gc.collect()
-    assert kept_bytes(place) > EMPTY_HEAP_BYTES
+    assert kept_bytes(rig) > EMPTY_HEAP_BYTES
     gate.open()
-    assert in_use(place) == EMPTY_HEAP_BYTES
-    assert torch.equal(tensors[0], place.full(COUNT, 2.0))
+    assert in_use(rig) == EMPTY_HEAP_BYTES
+    assert torch.equal(tensors[0], rig.full(COUNT, 2.0))
 
 
 def forgets(store: Any, rank: int, n: int, kind: str) -> str:
-    place = Place(kind)
-    comm = place.connect(store, rank, n)
-    sum_up(place, comm)
-    place.synchronize()
+    rig = Rig(kind)
+    comm = rig.connect(store, rank, n)
+    sum_up(rig, comm)
+    rig.synchronize()
     if rank == 1:
         del comm
         gc.collect()
-        place.close()
+        rig.close()
         return ""
     text = ""
-    with place.ordered():
-        tensor = place.full(COUNT, 1.0)
+    with rig.ordered():
+        tensor = rig.full(COUNT, 1.0)
         try:
             while True:
                 comm.all_reduce(tensor)
-                place.synchronize()
+                rig.synchronize()
         except RingcommError as error:
             text = str(error)
     comm.close()
-    place.close()
+    rig.close()
     return text
 
 
@@ -293,7 +293,7 @@ def test_peers_hear_of_a_forgotten_communicator(kind: str) -> None:
     assert "rank 1" in run_ranks(forgets, 2, kind)[0]
 
 
-def test_a_failed_rendezvous_leaves_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_rendezvous_leaves_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks disagree on options: all of them find out, and none is left with a region."""
     store = HashStore()
     results: list[int] = []
@@ -321,12 +321,10 @@ def test_a_failed_rendezvous_leaves_nothing(place: Place, monkeypatch: pytest.Mo
     for thread in threads:
         thread.join(LONG_S)
     assert sorted(results) == [0, 1]
-    assert in_use(place) == EMPTY_HEAP_BYTES
+    assert in_use(rig) == EMPTY_HEAP_BYTES
 
 
-def test_a_rank_that_fails_after_all_have_met(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_fails_after_all_have_met(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its peers keep their regions until it says that it will not write there.
 
     And its own error is raised, though its peers have heard of it and raised before it did.
@@ -346,37 +344,37 @@ def test_a_rank_that_fails_after_all_have_met(
     monkeypatch.setattr(DeviceCore, "connect", fails)
     monkeypatch.setattr(handles.Rendezvous, "fail", tells)
     with pytest.raises(MemoryError, match="no more"):
-        place.world(3)
+        rig.world(3)
     gc.collect()
-    assert in_use(place) == EMPTY_HEAP_BYTES
+    assert in_use(rig) == EMPTY_HEAP_BYTES
 
 
-def test_regions_of_a_closed_heap_are_forgotten(emulated: Places) -> None:
+def test_regions_of_a_closed_heap_are_forgotten(emulated: Rigs) -> None:
     """Asking whether their peers have left would read memory that is gone."""
-    place = emulated()
+    rig = emulated()
     block = device_heap(0, HEAP_BYTES).allocate(EMPTY_HEAP_BYTES, "test")
-    place.runtime.write(0, block.ptr, bytes(4))
+    rig.runtime.write(0, block.ptr, bytes(4))
     stay = lifecycle.begin_stay()
     lifecycle.retire(block, [block.ptr], [lifecycle.Peer(None, stay)])
     del block
-    assert in_use(place) == 2 * EMPTY_HEAP_BYTES
+    assert in_use(rig) == 2 * EMPTY_HEAP_BYTES
     close_heaps()
-    assert place.world(2).run(lambda comm: sum_up(place, comm)) == [2.0, 2.0]
+    assert rig.world(2).run(lambda comm: sum_up(rig, comm)) == [2.0, 2.0]
 
 
 PENDING = """
 import sys
 sys.path[:0] = {paths!r}
-from tests.proof.faults.device.places import Place
-place = Place("emulated")
-world = place.world(2, timeout=600)
-tensor = place.full(10, 0.0)
+from tests.proof.faults.device.rig import Rig
+rig = Rig("emulated")
+world = rig.world(2, timeout=600)
+tensor = rig.full(10, 0.0)
 work = world[0].irecv(tensor, 1)
 """
 FORGOTTEN = (
     PENDING
     + """
-place.forget()
+rig.forget()
 del world, work
 """
 )

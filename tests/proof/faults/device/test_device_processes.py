@@ -27,13 +27,13 @@ from ringcomm import (
 )
 from ringcomm.algorithms import spelled
 from ringcomm.comm.device import lifecycle
-from tests.proof.faults.device.places import (
+from tests.proof.faults.device.rig import (
     DEVICE,
     HEAP_BYTES,
     LONG_S,
     OPTIONS,
     SOON_S,
-    Place,
+    Rig,
     error_of,
     first_error,
     until,
@@ -45,24 +45,24 @@ from tests.support.ranks import Ranks, run_ranks
 
 pytestmark = pytest.mark.deadlines
 
-Call = Callable[[Place, Any], Any]
+Call = Callable[[Rig, Any], Any]
 
 # What the survivors wait in when the fault happens.
 WAITS: dict[str, Call] = {
-    "one_shot": lambda place, comm: comm.all_reduce(place.full(5000, 1.0), algorithm="two_shot"),
-    "ring": lambda place, comm: comm.all_reduce(place.full(5000, 1.0), algorithm="ring"),
-    "ll": lambda place, comm: comm.all_reduce(place.full(100, 1.0), algorithm="ll"),
-    "gathered by ll": lambda place, comm: comm.all_gather_into_tensor(
-        place.full(100 * comm.world_size, 0.0), place.full(100, 1.0), algorithm="ll"
+    "one_shot": lambda rig, comm: comm.all_reduce(rig.full(5000, 1.0), algorithm="two_shot"),
+    "ring": lambda rig, comm: comm.all_reduce(rig.full(5000, 1.0), algorithm="ring"),
+    "ll": lambda rig, comm: comm.all_reduce(rig.full(100, 1.0), algorithm="ll"),
+    "gathered by ll": lambda rig, comm: comm.all_gather_into_tensor(
+        rig.full(100 * comm.world_size, 0.0), rig.full(100, 1.0), algorithm="ll"
     ),
-    "copy_engine": lambda place, comm: comm.all_gather_into_tensor(
-        place.full(5000 * comm.world_size, 0.0), place.full(5000, 1.0), algorithm="copy_engine"
+    "copy_engine": lambda rig, comm: comm.all_gather_into_tensor(
+        rig.full(5000 * comm.world_size, 0.0), rig.full(5000, 1.0), algorithm="copy_engine"
     ),
-    "heap": lambda place, comm: comm.all_reduce(ringcomm.zeros(20_000, device="cuda:0")),
-    "async": lambda place, comm: comm.all_reduce(place.full(10, 1.0), async_op=True).wait(),
-    "barrier": lambda place, comm: comm.barrier(),
-    "recv": lambda place, comm: comm.recv(place.full(10, 1.0), comm.world_size - 1),
-    "large send": lambda place, comm: comm.send(place.full(200_000, 1.0), comm.world_size - 1),
+    "heap": lambda rig, comm: comm.all_reduce(ringcomm.zeros(20_000, device="cuda:0")),
+    "async": lambda rig, comm: comm.all_reduce(rig.full(10, 1.0), async_op=True).wait(),
+    "barrier": lambda rig, comm: comm.barrier(),
+    "recv": lambda rig, comm: comm.recv(rig.full(10, 1.0), comm.world_size - 1),
+    "large send": lambda rig, comm: comm.send(rig.full(200_000, 1.0), comm.world_size - 1),
 }
 # A rank that a busy machine keeps from running for so long would be taken for the stopped one.
 STOPPED_S = 2.5
@@ -70,12 +70,12 @@ STOPPED_S = 2.5
 EMPTY_HEAP_BYTES = 256
 
 
-def fresh_total(place: Place, store: Any, rank: int, n: int) -> float:
+def fresh_total(rig: Rig, store: Any, rank: int, n: int) -> float:
     """Returns the sum of ``n`` ranks of the same processes on a new communicator."""
-    comm = place.connect(store, rank, n, name="fresh")
-    tensor = place.full(5000, 1.0)
+    comm = rig.connect(store, rank, n, name="fresh")
+    tensor = rig.full(5000, 1.0)
     comm.all_reduce(tensor)
-    place.synchronize()
+    rig.synchronize()
     comm.close()
     return float(tensor[4999].item())
 
@@ -86,20 +86,20 @@ def meet(store: Any, name: str, n: int) -> None:
     until(lambda: int(store.add(f"met/{name}", 0)) >= n, LONG_S)
 
 
-def is_given_back(place: Place) -> bool:
+def is_given_back(rig: Rig) -> bool:
     lifecycle.reclaim()
-    return place.used_bytes() == EMPTY_HEAP_BYTES
+    return rig.used_bytes() == EMPTY_HEAP_BYTES
 
 
 def waits_for_the_last(
     store: Any, rank: int, n: int, kind: str, end: str, names: list[str]
 ) -> tuple[dict[str, tuple[Any, ...]], float]:
     """The last rank ends as ``end`` says; each wait is on a communicator of its own."""
-    place = Place(kind)
-    comms = {name: place.connect(store, rank, n, name=name.replace(" ", "-")) for name in names}
+    rig = Rig(kind)
+    comms = {name: rig.connect(store, rank, n, name=name.replace(" ", "-")) for name in names}
     for comm in comms.values():
         comm.barrier()
-    place.synchronize()
+    rig.synchronize()
     if rank == n - 1:
         if end == "die":
             die()
@@ -110,17 +110,17 @@ def waits_for_the_last(
         # Else one that is late by its timeout is taken for the one that is stopped.
         meet(store, name, n - 1)
         started = time.monotonic()
-        error = first_error(place, comm, partial(WAITS[name], place, comm))
+        error = first_error(rig, comm, partial(WAITS[name], rig, comm))
         told[name] = type(error), str(error), time.monotonic() - started
         assert str(error)[:60] in str(error_of(comm.barrier))
         comm.close()
     if end == "die":
         # What the dead rank could have written into is free again.
-        until(partial(is_given_back, place))
+        until(partial(is_given_back, rig))
     else:
-        assert place.used_bytes() > EMPTY_HEAP_BYTES
-    total = fresh_total(place, store, rank, n - 1)
-    place.close()
+        assert rig.used_bytes() > EMPTY_HEAP_BYTES
+    total = fresh_total(rig, store, rank, n - 1)
+    rig.close()
     return told, total
 
 
@@ -159,18 +159,18 @@ CROSSED = thinned(MISMATCHES, 4)
 
 
 def crosses_calls(store: Any, rank: int, n: int, kind: str) -> dict[str, tuple[Any, str]]:
-    place = Place(kind)
+    rig = Rig(kind)
     told: dict[str, tuple[Any, str]] = {}
     for number, name in enumerate(CROSSED):
         *calls, _, _ = MISMATCHES[name]
-        comm = place.connect(store, rank, n, name=f"number-{number}")
-        error = first_error(place, comm, partial(calls[rank], place, comm))
+        comm = rig.connect(store, rank, n, name=f"number-{number}")
+        error = first_error(rig, comm, partial(calls[rank], rig, comm))
         told[name] = type(error), str(error)
         assert isinstance(error_of(comm.barrier), AbortedError)
         comm.close()
-    total = fresh_total(place, store, rank, n)
+    total = fresh_total(rig, store, rank, n)
     assert total == n
-    place.close()
+    rig.close()
     return told
 
 
@@ -187,30 +187,28 @@ def test_processes_that_call_differently_are_named(kind: str) -> None:
 
 def aborts(store: Any, rank: int, n: int, kind: str) -> list[str]:
     """Rank 0 aborts, in different moments."""
-    place = Place(kind)
+    rig = Rig(kind)
     told = []
-    waiting = place.connect(store, rank, n, name="its-own-kernel-waits")
+    waiting = rig.connect(store, rank, n, name="its-own-kernel-waits")
     if rank == 0:
         timer = threading.Timer(0.2, waiting.abort, ["from another thread"])
         timer.start()
-        told.append(
-            str(first_error(place, waiting, lambda: waiting.all_reduce(place.full(10, 1.0))))
-        )
+        told.append(str(first_error(rig, waiting, lambda: waiting.all_reduce(rig.full(10, 1.0)))))
         timer.join()
     else:
         until(lambda: waiting.engine.owner.any_aborted())
-        told.append(str(first_error(place, waiting, waiting.barrier)))
-    idle = place.connect(store, rank, n, name="its-peers-kernel-waits")
+        told.append(str(first_error(rig, waiting, waiting.barrier)))
+    idle = rig.connect(store, rank, n, name="its-peers-kernel-waits")
     if rank == 0:
         time.sleep(0.2)
         idle.abort("while nothing ran")
         told.append(str(error_of(idle.barrier)))
     else:
-        told.append(str(first_error(place, idle, lambda: idle.all_reduce(place.full(5000, 1.0)))))
+        told.append(str(first_error(rig, idle, lambda: idle.all_reduce(rig.full(5000, 1.0)))))
     for comm in (waiting, idle):
         comm.close()
-    assert fresh_total(place, store, rank, n) == n
-    place.close()
+    assert fresh_total(rig, store, rank, n) == n
+    rig.close()
     return told
 
 
@@ -227,15 +225,15 @@ def test_an_abort_is_told_by_rank(kind: str) -> None:
 
 
 def leaves(store: Any, rank: int, n: int, kind: str) -> tuple[Any, str]:
-    place = Place(kind)
-    comm = place.connect(store, rank, n)
+    rig = Rig(kind)
+    comm = rig.connect(store, rank, n)
     comm.barrier()
-    place.synchronize()
+    rig.synchronize()
     if rank == 1:
         return None, "left"  # without close()
-    error = first_error(place, comm, lambda: comm.all_reduce(place.full(5000, 1.0)))
+    error = first_error(rig, comm, lambda: comm.all_reduce(rig.full(5000, 1.0)))
     comm.close()
-    place.close()
+    rig.close()
     return type(error), str(error)
 
 
@@ -246,15 +244,15 @@ def test_a_process_that_leaves_is_lost(kind: str) -> None:
 
 
 def leaves_work_behind(store: Any, rank: int, n: int, kind: str) -> float:
-    place = Place(kind)
-    comm = place.connect(store, rank, n)
-    tensor = place.full(5000, 1.0)
+    rig = Rig(kind)
+    comm = rig.connect(store, rank, n)
+    tensor = rig.full(5000, 1.0)
     if rank == 0:
         comm.all_reduce(tensor, async_op=True)
         return 2.0  # the process ends while its kernel waits
     time.sleep(0.3)
     comm.all_reduce(tensor)
-    place.synchronize()
+    rig.synchronize()
     comm.close()
     return float(tensor[0].item())
 
@@ -264,10 +262,10 @@ def test_exit_ends_the_calls_under_way_first(kind: str) -> None:
 
 
 def forks(store: Any, rank: int, n: int) -> str:
-    place = Place("emulated")
-    comm = place.connect(store, rank, n)
-    work = comm.all_reduce(place.full(10, 1.0), async_op=True)
-    place.synchronize()
+    rig = Rig("emulated")
+    comm = rig.connect(store, rank, n)
+    work = comm.all_reduce(rig.full(10, 1.0), async_op=True)
+    rig.synchronize()
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -300,12 +298,12 @@ def forks(store: Any, rank: int, n: int) -> str:
     os.close(reader)
     os.waitpid(child, 0)
     work.wait()
-    tensor = place.full(5000, 1.0)
+    tensor = rig.full(5000, 1.0)
     comm.all_reduce(tensor)
-    place.synchronize()
+    rig.synchronize()
     assert float(tensor[0].item()) == n
     comm.close()
-    place.close()
+    rig.close()
     return text
 
 
@@ -328,28 +326,28 @@ def in_threads(n: int, body: Callable[[int], Any]) -> list[Any]:
 
 def two_ranks_each(store: Any, process: int, processes: int, kind: str, path: str) -> list[Any]:
     """Ranks of one process share a launch, and their launches meet those of the other process."""
-    place = Place(kind)
+    rig = Rig(kind)
     n = 2 * processes
     placed = threading.Barrier(2)
 
     def body(local: int) -> Any:
         rank = 2 * process + local
-        comm = place.connect(FileStore(path, n), rank, n)
-        with place.runtime.on_stream(place.runtime.make_stream(0)), place.ordered():
+        comm = rig.connect(FileStore(path, n), rank, n)
+        with rig.runtime.on_stream(rig.runtime.make_stream(0)), rig.ordered():
             totals = []
             for algorithm, count in (("ll", 100), ("one_shot", 5000), ("ring", 5000)):
-                tensor = place.full(count, float(rank))
+                tensor = rig.full(count, float(rank))
                 comm.all_reduce(tensor, algorithm=spelled(algorithm, "all_reduce"))
                 totals.append((float(tensor.min().item()), float(tensor.max().item())))
             placed.wait()
             if process == 1:
                 die()
-            error = first_error(place, comm, lambda: comm.all_reduce(place.full(5000, 1.0)))
+            error = first_error(rig, comm, lambda: comm.all_reduce(rig.full(5000, 1.0)))
         comm.close()
         return totals, type(error), str(error)
 
     results = in_threads(2, body)
-    place.close()
+    rig.close()
     return results
 
 
@@ -365,18 +363,18 @@ def test_processes_of_several_ranks(kind: str, tmp_path: Any) -> None:
 
 def loses_a_zombie(store: FileStore, rank: int, n: int, kind: str) -> tuple[type, int]:
     pid = os.fork()
-    place = Place(kind)
-    comm = place.connect(store, int(pid == 0), 2)
+    rig = Rig(kind)
+    comm = rig.connect(store, int(pid == 0), 2)
     comm.barrier()
-    place.synchronize()
+    rig.synchronize()
     if pid == 0:
         die()
-    error: Any = first_error(place, comm, comm.barrier)
+    error: Any = first_error(rig, comm, comm.barrier)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     kind_of_error = type(error)
     comm.close()
-    until(partial(is_given_back, place))
-    used = place.used_bytes()
+    until(partial(is_given_back, rig))
+    used = rig.used_bytes()
     os.waitpid(pid, 0)
     return kind_of_error, used
 
@@ -390,7 +388,7 @@ def test_a_zombie_keeps_no_memory(kind: str) -> None:
 
 def one_has_no_room(store: Any, rank: int, n: int, kind: str) -> tuple[Any, str]:
     """Rank 1 fails before it hears of anybody's region, and ends; rank 0 lives on."""
-    place = Place(kind)
+    rig = Rig(kind)
     options = replace(OPTIONS, segment_bytes=HEAP_BYTES) if rank else OPTIONS
     error = error_of(
         lambda: Communicator.from_store(
@@ -401,10 +399,10 @@ def one_has_no_room(store: Any, rank: int, n: int, kind: str) -> tuple[Any, str]
     # The traceback holds what the rendezvous had got.
     del error
     if rank == 0:
-        until(partial(is_given_back, place))
+        until(partial(is_given_back, rig))
     else:
-        assert is_given_back(place)
-    place.close()
+        assert is_given_back(rig)
+    rig.close()
     return kind_and_text
 
 

@@ -13,7 +13,7 @@ from ringcomm import CollectiveTimeout, MismatchError, PeerLost, RingcommError
 from ringcomm.cli import main
 from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.reader import live_recordings
-from tests.proof.faults.device.places import LONG_S, Place, first_error, until
+from tests.proof.faults.device.rig import LONG_S, Rig, first_error, until
 from tests.support.faults import die, leaving_together
 from tests.support.ranks import Ranks
 
@@ -29,12 +29,12 @@ def line(function: Any, offset: int) -> str:
 def fails(store: Any, rank: int, n: int, kind: str, how: str, folder: str) -> tuple[Any, str]:
     """Two good calls, then rank 1 goes wrong, and rank 0 says how it heard of that."""
     os.environ[reader.VARIABLE] = folder
-    place = Place(kind)
-    comm = place.connect(store, rank, n)
-    small, large = place.full(10, 1.0), place.full(5000, 1.0)
+    rig = Rig(kind)
+    comm = rig.connect(store, rank, n)
+    small, large = rig.full(10, 1.0), rig.full(5000, 1.0)
     comm.all_reduce(large)
     comm.all_reduce(small)
-    place.synchronize()
+    rig.synchronize()
     comm.timeout = TIMEOUT_S if how == "timeout" else LONG_S
     if rank == 1 and how == "die":
         die()
@@ -48,12 +48,12 @@ def fails(store: Any, rank: int, n: int, kind: str, how: str, folder: str) -> tu
             comm.all_reduce(large, algorithm="two_shot")
             comm.barrier()
 
-    error = first_error(place, comm, call)
+    error = first_error(rig, comm, call)
     (trace,) = Path(folder).glob("*.json")
     own = reader.read(trace).recording.rank(rank)
     assert own is not None and own.on_device
     comm.close()
-    place.close()
+    rig.close()
     return type(error), str(error)
 
 
@@ -93,11 +93,11 @@ def test_a_fault_leaves_a_trace(
 
 
 def hangs(store: Any, rank: int, n: int, kind: str) -> None:
-    place = Place(kind)
-    comm = place.connect(store, rank, n)
-    tensor = place.full(10, 1.0)
+    rig = Rig(kind)
+    comm = rig.connect(store, rank, n)
+    tensor = rig.full(10, 1.0)
     comm.barrier()
-    place.synchronize()
+    rig.synchronize()
     comm.recording()
     if rank == 0:
         comm.all_reduce(tensor)
@@ -135,12 +135,12 @@ def test_the_records_of_a_killed_rank_are_in_its_peers_hands(
 
 
 def test_a_rank_without_a_thread_leaves_a_trace(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call that waits for it on the host was never launched, and says what it waited for."""
     monkeypatch.setenv(reader.VARIABLE, str(tmp_path))
-    world = place.world(2, timeout=0.3)
-    tensor = place.full(10, 1.0)
+    world = rig.world(2, timeout=0.3)
+    tensor = rig.full(10, 1.0)
 
     def body(comm: Any) -> RingcommError | None:
         try:
@@ -162,12 +162,12 @@ def test_a_rank_without_a_thread_leaves_a_trace(
 
 
 def test_a_message_that_nobody_sends_is_the_one_that_failed(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one of that peer, way and tag; the other one is not known to have failed."""
     monkeypatch.setenv(reader.VARIABLE, str(tmp_path))
-    world = place.world(2, timeout=0.5)
-    comm, tensors = world[0], [place.full(10, 1.0), place.full(10, 1.0)]
+    world = rig.world(2, timeout=0.5)
+    comm, tensors = world[0], [rig.full(10, 1.0), rig.full(10, 1.0)]
     small = comm.isend(tensors[0], 1, tag=3)
     lost = comm.irecv(tensors[1], 1, tag=7)
     here = line(test_a_message_that_nobody_sends_is_the_one_that_failed, 8)
@@ -179,5 +179,5 @@ def test_a_message_that_nobody_sends_is_the_one_that_failed(
     assert (received.collective, received.state, received.status) == ("recv", "failed", "timeout")
     assert (received.peer, received.root) == (1, 7)
     assert (sent.collective, sent.root) == ("send", 3) and sent.state in ("completed", "enqueued")
-    place.synchronize()
+    rig.synchronize()
     del small

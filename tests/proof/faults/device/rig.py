@@ -29,7 +29,7 @@ OPTIONS = CommOptions(segment_bytes=4096, channels=2, ll_bytes=1024, copy_engine
 POLL_S = 0.002
 
 
-class Place:
+class Rig:
     """A device and what tests do there; worlds that they build are closed with it."""
 
     def __init__(self, kind: str, **knobs: Any) -> None:
@@ -155,10 +155,10 @@ def until(condition: Callable[[], bool], seconds: float = SOON_S) -> None:
 class Gate:
     """Holds an emulated stream until it is opened."""
 
-    def __init__(self, place: Place, stream: int) -> None:
+    def __init__(self, rig: Rig, stream: int) -> None:
         self._opened = threading.Event()
         self.reached = threading.Event()
-        place.runtime.run_on_stream(0, stream, self._hold)
+        rig.runtime.run_on_stream(0, stream, self._hold)
 
     def _hold(self) -> None:
         self.reached.set()
@@ -179,14 +179,14 @@ def error_of(call: Callable[[], Any], within_s: float = SOON_S) -> ringcomm.Ring
     raise AssertionError("nothing was raised")
 
 
-def first_error(place: Place, comm: Any, call: Callable[[], Any]) -> ringcomm.RingcommError:
+def first_error(rig: Rig, comm: Any, call: Callable[[], Any]) -> ringcomm.RingcommError:
     """Returns the error of ``call`` or of the next ones: a device notices later than the host."""
 
     def all_of_it() -> None:
-        with place.ordered():  # also keeps the tensors of the call
+        with rig.ordered():  # also keeps the tensors of the call
             call()
             while True:
-                place.synchronize()
+                rig.synchronize()
                 comm.barrier()
 
     return error_of(all_of_it, LONG_S)

@@ -1,4 +1,4 @@
-"""The places in the PTX of a Triton kernel that order memory, by the functions they come from.
+"""The accesses in the PTX of a Triton kernel that order memory, by the functions they come from.
 
 Triton says which line of kernels/tl each instruction comes from, and where that function was
 inlined. Barriers with nothing but arithmetic between them count as one: those of
@@ -24,15 +24,15 @@ _KINDS = {
 _MEMORY = re.compile(r"\b(?:ld|st|atom|red)\.(?!param|weak\.param)|\b(?:bra|call|ret)\b|^\$\S+:")
 _LOC = re.compile(r"\.loc\s+(\d+ \d+ \d+)(?:, function_name \S+, inlined_at (\d+ \d+ \d+))?")
 _FILE = re.compile(r'\.file\s+(\d+) "([^"]*)"')
-# Of these the caller is what a place is known by.
+# Of these the caller is what an access is known by.
 _SPELLINGS = (
     *("load_acquire_sys", "exchange_release_sys", "load_acquire_gpu", "is_aborted", "get"),
     *("of_peer", "publish_release_sys", "signal_release_sys", "wait_acquire_sys", "release_sys"),
 )
 
 
-def places(text: str) -> dict[str, list[int]]:
-    """The lines of each place of a text: all copies of what the source has once."""
+def accesses(text: str) -> dict[str, list[int]]:
+    """The lines of each access of a text: all copies of what the source has once."""
     found: dict[str, list[int]] = {}
     barriers: list[int] = []
     ordered = told = ""  # the last access that orders memory; and where the barriers are said to be
@@ -41,18 +41,18 @@ def places(text: str) -> dict[str, list[int]]:
             barriers.append(number)
             told = told or (f"behind the {ordered}" if ordered else f"in {chain}")
             continue
-        place = f"{kind} of {chain}"
+        access = f"{kind} of {chain}"
         if barriers:
-            told = f"before the {place}" if kind in _KINDS else told
+            told = f"before the {access}" if kind in _KINDS else told
             found.setdefault(f"barrier {told}", []).extend(barriers)
             barriers, told = [], ""
         if kind in _KINDS:
-            found.setdefault(place, []).append(number)
-            ordered = place
+            found.setdefault(access, []).append(number)
+            ordered = access
         elif kind != "shared":  # in which one lane tells the others what it has loaded
             ordered = ""
-    for place in [each for each in found if each.startswith("release of ")]:
-        found[f"all barriers of the {place}"] = _barriers_of(found, place)
+    for access in [each for each in found if each.startswith("release of ")]:
+        found[f"all barriers of the {access}"] = _barriers_of(found, access)
     return found
 
 
@@ -60,11 +60,11 @@ def _barriers_of(found: dict[str, list[int]], release: str) -> list[int]:
     """Those of the function that releases: each may order what another one orders as well."""
     function = release.split()[2]
     named = re.compile(rf"barrier (?:before the release of|in|in set_of_peer in) {function}\b")
-    return sorted(line for place in found if named.match(place) for line in found[place])
+    return sorted(line for access in found if named.match(access) for line in found[access])
 
 
 def _ordered(text: str) -> Iterator[tuple[int, str, str]]:
-    """The number, kind and place of each line that is of a kind, or accesses memory."""
+    """The number, kind and name of each line that is of a kind, or accesses memory."""
     files = {number: Path(name).name for number, name in _FILE.findall(text)}
     around: dict[str, tuple[str, ...]] = {}
     chain: tuple[str, ...] = ()
@@ -80,8 +80,8 @@ def _ordered(text: str) -> Iterator[tuple[int, str, str]]:
             yield number, kind, " in ".join(known[:2])
 
 
-def _function_at(files: dict[str, str], place: str) -> str:
-    file, line, _ = place.split()
+def _function_at(files: dict[str, str], location: str) -> str:
+    file, line, _ = location.split()
     return _functions(files[file]).get(int(line), files[file])
 
 
