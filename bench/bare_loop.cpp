@@ -62,7 +62,7 @@ void Publish(Word& word, uint64_t value) {
 }
 
 // Returns when both ranks have come to this word in the call.
-void Meet(Word Control::* word) {
+void Barrier(Word Control::* word) {
   if (word == &Control::entered) ++epoch;
   Publish(mine->*word, epoch);
   WaitFor(theirs->*word, epoch);
@@ -200,26 +200,26 @@ char* bare_open(int64_t descriptor, int64_t half_bytes, int64_t slot, int64_t ow
 void bare_reduce_scatter_mapped(const char* in, const char* peer_in, char* out, int64_t chunk,
                                 int64_t bfloat16) {
   const int64_t at = rank * chunk;
-  Meet(&Control::entered);
+  Barrier(&Control::entered);
   Sum(bfloat16, out, nullptr, in + at, peer_in + at, chunk, chunk >= kStreamOutputBytes);
-  Meet(&Control::left);
+  Barrier(&Control::left);
 }
 
 void bare_all_gather_mapped(const char* in, const char* peer_in, char* out, int64_t chunk) {
   const bool stream = chunk >= kStreamOutputBytes;
   if (in != out + rank * chunk) Copy(out + rank * chunk, in, chunk, stream);
-  Meet(&Control::entered);
+  Barrier(&Control::entered);
   Copy(out + (1 - rank) * chunk, peer_in, chunk, stream);
-  Meet(&Control::left);
+  Barrier(&Control::left);
 }
 
 void bare_all_reduce_mapped(char* data, char* peer_data, int64_t chunk, int64_t bfloat16) {
   // Both copies of the own chunk are written by the rank that read them: one pass, no gather.
   const int64_t at = rank * chunk;
-  Meet(&Control::entered);
+  Barrier(&Control::entered);
   Sum(bfloat16, data + at, peer_data + at, data + at, peer_data + at, chunk,
       chunk >= kStreamOutputBytes);
-  Meet(&Control::left);
+  Barrier(&Control::left);
 }
 
 void bare_reduce_scatter_staged(const char* in, char* out, int64_t chunk, int64_t bfloat16) {

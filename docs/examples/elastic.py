@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, help="of the checkpoints")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--group", action="store_true", help="meet in torch's default group")
+    parser.add_argument("--group", action="store_true", help="use torch's default group")
     options = parser.parse_args()
     comm = connect(options.group)
     torch.manual_seed(0)

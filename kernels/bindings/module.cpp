@@ -369,7 +369,9 @@ void bind_comm(nb::module_& m) {
           "proof", [](const NativeComm& n) { return n.comm.proof(); },
           "Random; stands in the region, and in this rank's handle.")
       .def(
-          "meet", [](NativeComm& n, uint64_t members) { n.comm.meet(members); }, nb::arg("members"),
+          "publish_members",
+          [](NativeComm& n, uint64_t members) { n.comm.publish_members(members); },
+          nb::arg("members"),
           "Says in the region whom this rank has met; `members`, not 0, stands for all handles.")
       .def(
           "activate",
@@ -381,7 +383,7 @@ void bind_comm(nb::module_& m) {
             }
           },
           "All ranks are connected: collectives may run.\n\n"
-          "Raises ValueError, naming the rank, when a peer has met others.")
+          "Raises ValueError, naming the rank, when a peer has other members.")
       .def(
           "chosen", [](const NativeComm&, int asked) { return int(chosen(Algorithm(asked))); },
           nb::arg("algorithm"), "Code of the algorithm that a large call runs: `auto` is resolved.")

@@ -124,7 +124,7 @@ template <class E>
 RC_TEAM_FN Status move_collective(E& e, const CallArgs& args, const Chunks& in, const Chunks& out) {
   switch (args.collective) {
     case Collective::kAllGather: {
-      // The copy engines move the data; the kernels before and after only meet.
+      // The copy engines move the data; the kernels before and after only synchronize.
       if (args.algorithm == Algorithm::kCopyEngine) return exchange_one_shot(e, in, out, Edges{});
       const Span mine{args.in, out.get(e.rank()).bytes};
       return args.algorithm == Algorithm::kRing ? all_gather_ring(e, mine, out)

@@ -409,7 +409,7 @@ void DeviceComm::copy_engine_all_gather(char* in, char* out, uint64_t in_bytes, 
   const auto at_copy = [&](int p) {
     return regions_[size_t(p)] + config_.layout.copy_engine_offset();
   };
-  const auto meet = [&](bool continues) {
+  const auto sync_peers = [&](bool continues) {
     submit({kernel("move", "rc_move"),
             1,
             args_of(Collective::kAllGather, Algorithm::kCopyEngine, dtype, total, -1),
@@ -422,12 +422,12 @@ void DeviceComm::copy_engine_all_gather(char* in, char* out, uint64_t in_bytes, 
   for (uint64_t begin = 0; begin == 0 || begin < in_bytes; begin += staging) {
     const uint64_t bytes = std::min(staging, in_bytes - begin);
     submit_copy(at_copy(config_.rank), device(in) + begin, bytes);
-    meet(begin > 0);  // every rank's piece is staged
+    sync_peers(begin > 0);  // every rank's piece is staged
     for (int d = 1; d < config_.world; ++d) {
       const int p = rotated_peer(config_.rank, d, config_.world);
       submit_copy(device(out) + uint64_t(p) * in_bytes + begin, at_copy(p), bytes);
     }
-    meet(true);  // every rank has fetched it: staging is free again
+    sync_peers(true);  // every rank has fetched it: staging is free again
   }
 }
 

@@ -8,7 +8,8 @@
 // chunks. Round j, for pieces j = 0, 1, ...:
 //
 //   1. Reductions: copy piece j of all chunks into my slot j mod 2.
-//   2. Meet: publish item j to every peer, and await item j of each. It says that my piece j is in
+//   2. Synchronize: publish item j to every peer, and await item j of each. It says that my piece j
+// is in
 //      the slot, that piece j - 1 of my chunk is reduced and stored, and that I have copied piece
 //      j - 2 out, so that the slot is free.
 //   3. Load the sum of piece j of my chunk, or all-gather: load it from my input. Store it to all
@@ -17,10 +18,10 @@
 //
 // B bytes of the whole buffer, W ranks, P pieces:
 //
-//   all-reduce      P + 1 meetings; over each rank's links (1 + 1/W) B out (what the switch reads
+//   all-reduce      P + 1 barriers; over each rank's links (1 + 1/W) B out (what the switch reads
 //                   of my window, and my results) and as much in; 2 B copied locally.
-//   reduce-scatter  P meetings; B out, B/W in; B copied.
-//   all-gather      P + 1 meetings; B/W out, B in; B copied.
+//   reduce-scatter  P barriers; B out, B/W in; B copied.
+//   all-gather      P + 1 barriers; B/W out, B in; B copied.
 //
 // The switch adds in an order that nobody knows, and 16-bit types are rounded again where AVG
 // divides: results differ from those of `one_shot` in the last bits, and are equal on all ranks.
@@ -98,7 +99,7 @@ RC_TEAM_FN void each_vector(const Team& team, uint64_t first, uint64_t last, Loa
 // Item `item` of mine to every peer, and theirs to me. What the ranks did before, by either address
 // of the windows, comes before what they do afterwards by the other.
 template <class E>
-RC_TEAM_FN Status meet(E& e, uint32_t item, uint64_t stream_bytes) {
+RC_TEAM_FN Status sync_peers(E& e, uint32_t item, uint64_t stream_bytes) {
   // Items carry nothing but the header of the first.
   e.publish_shared(item, Span{nullptr, stream_bytes}, false, e.segment_bytes());
   return e.wait_by_lanes({1, e.world()}, [&](int p) {
@@ -163,7 +164,7 @@ RC_TEAM_FN Status multicast_collective(E& e, const CallArgs& args, const Chunks&
       const Span from = piece_of(in.get(r), slice, part, j);
       e.ops.copy_shared(e.team, slots.own + slots.offset(j, r), from.ptr, from.bytes);
     }
-    RC_RETURN_IF_FAILED(meet(e, j, stream_bytes));
+    RC_RETURN_IF_FAILED(sync_peers(e, j, stream_bytes));
     if (j < pieces) {
       const uint64_t begin = slice.begin_bytes + j * part,
                      bytes = piece_of((reduces ? in : out).get(e.rank()), slice, part, j).bytes;

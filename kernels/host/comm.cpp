@@ -126,7 +126,7 @@ bool Comm::reads_peers() const {
   return true;
 }
 
-void Comm::meet(uint64_t members) {
+void Comm::publish_members(uint64_t members) {
   uint64_t* word = &view_.control(view_.rank)->members;
   std::memcpy(word, &members, sizeof(members));
   fence_seq_cst_sys();  // before this rank tells the store that it is ready
@@ -137,7 +137,7 @@ void Comm::activate() {
   const uint64_t members = load_relaxed_sys(&view_.control(view_.rank)->members);
   for (int p = 0; p < view_.world; ++p)
     if (load_relaxed_sys(&view_.control(p)->members) != members)
-      throw RegionError("rank " + std::to_string(p) + " has met other ranks than rank " +
+      throw RegionError("rank " + std::to_string(p) + " has other members than rank " +
                         std::to_string(view_.rank) +
                         ": what it announced was replaced, or is of an earlier communicator");
   bool all_fence = true, all_read = true;

@@ -101,10 +101,10 @@ class Comm {
   // Peers know this region from here on; it returns to the heap only with their farewells.
   // Throws RegionError, naming the rank, before any region is written to.
   void connect(const std::vector<PeerAddress>& peers);
-  // Says in this region whom this rank has met: a digest of all handles.
-  void meet(uint64_t members);
+  // Writes into this region the members that this rank knows: a digest of all handles.
+  void publish_members(uint64_t members);
   // All peers are connected: from here on this rank may write into their regions. Throws
-  // RegionError unless all of them have met the same ranks.
+  // RegionError unless all of them know the same members.
   void activate();
   void close();
 

@@ -229,7 +229,7 @@ def barrier_sys(ws, ptrs, block, item, status, G: tl.constexpr):
         ws: the block's state.
         ptrs: of int32 words [blocks, world], zeros at first, that nothing else uses; those of the
             own rank count its barriers.
-        block: row of this block; equal on the ranks that meet.
+        block: row of this block; equal on the ranks that synchronize.
         item: any number, shown in the error of a wait in vain.
         status: of the block so far; unless 0, nobody is told or waited for.
         G: the communicator's Geometry.

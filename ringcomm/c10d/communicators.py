@@ -43,7 +43,7 @@ class Communicators:
         self._guard = threading.Lock()
 
     @classmethod
-    def meet(
+    def rendezvous(
         cls: type[_Made],
         store: Store,
         rank: int,
@@ -79,14 +79,14 @@ class Communicators:
 
     @classmethod
     def over(cls, group: ProcessGroup, user: str, options: CommOptions) -> Communicators:
-        """Builds those of the ranks of a group of another backend, which meet over its store.
+        """Builds those of the ranks of a group of another backend, by a rendezvous over its store.
 
         Args:
             group: of torch; all its members call.
             user: for what; part of the name.
             options: theirs, the timeout included.
         """
-        return cls.meet(
+        return cls.rendezvous(
             group.get_group_store(),
             group.rank(),
             group.size(),

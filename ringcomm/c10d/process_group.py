@@ -386,7 +386,7 @@ def create_process_group(
             f"the backend {BACKEND_NAME!r} is a ringcomm.CommOptions, got "
             f"{type(pg_options).__name__}. Pass ringcomm.CommOptions(...) or nothing."
         )
-    communicators = kind.meet(
+    communicators = kind.rendezvous(
         group.store,
         group.group_rank,
         group.group_size,
@@ -702,7 +702,7 @@ class ProcessGroup(  # type: ignore[misc]
             f"{self._name}/split{self._split_count}:{'_'.join(map(str, new_ranks))}"
         )
         store = PrefixStore(f"{name}/", self._store)
-        communicators = self._communicators.meet(
+        communicators = self._communicators.rendezvous(
             store,
             new_ranks.index(self._rank),
             len(new_ranks),

@@ -13,15 +13,15 @@ import torch
 from torch.distributed import Store as TorchStore
 
 from ringcomm.comm.device.launch import DeviceCallEngine
-from ringcomm.comm.device.meeting import meet_on_device
 from ringcomm.comm.device.messages import DeviceMessages
+from ringcomm.comm.device.rendezvous import rendezvous_on_device
 from ringcomm.comm.device.topology import TopologyChoice
 from ringcomm.comm.host.arguments import CallChecks
 from ringcomm.comm.host.collectives import Collectives
 from ringcomm.comm.host.engine import CallEngine, HostEngine, live
-from ringcomm.comm.host.meeting import Membership, NodeLayout, OneNode, meet
 from ringcomm.comm.host.messages import HostMessages, MessageCalls, Messages
 from ringcomm.comm.host.options import CommOptions
+from ringcomm.comm.host.rendezvous import Membership, NodeLayout, OneNode, hold_rendezvous
 from ringcomm.comm.nodes.engine import TRITON_IS_OF_NODES, NoMessages, build
 from ringcomm.comm.nodes.steps import StepCalls
 from ringcomm.comm.recorder.records import Recording
@@ -47,7 +47,7 @@ class Communicator(Collectives, Messages):
 
     Attributes:
         engine: runs the calls; see NOTE [Internal API] in ``host/engine.py``.
-        node_layout: which ranks are of one node, and which rank meets which between nodes.
+        node_layout: which ranks are of one node, and which ranks exchange between nodes.
         steps: the calls of sharded training, for optimizers.
     """
 
@@ -90,7 +90,8 @@ class Communicator(Collectives, Messages):
         Raises:
             ArgumentError: the variables contradict each other.
             RendezvousError: a rank is missing; named.
-            UnsupportedError: the ranks run on several nodes, and nothing says where they meet.
+            UnsupportedError: the ranks run on several nodes, and nothing says where their
+            rendezvous is.
             HeapError: no room for the heap.
         """
         options = _options(options, timeout)
@@ -156,7 +157,7 @@ class Communicator(Collectives, Messages):
         options = _options(options, timeout)
         chosen = named_node() if node_id is None else node_id
         membership = Membership(name, rank, tuple(range(ranks)), store, options, (), chosen)
-        return _meet(membership, device, heap_bytes)
+        return _build(membership, device, heap_bytes)
 
     @property
     def rank(self) -> int:
@@ -275,7 +276,7 @@ class Communicator(Collectives, Messages):
 
     @property
     def rail(self) -> tuple[int, ...]:
-        """The ranks that this one meets between nodes, itself included, by node."""
+        """The ranks with which this one exchanges between nodes, itself included, by node."""
         return self.node_layout.rail(self.node_layout.local_rank)
 
     @property
@@ -346,7 +347,7 @@ class Communicator(Collectives, Messages):
         if self._rank not in members:
             return None
         # The members' ranks are part of the key, so that groups of different ranks that are built
-        # at the same time under the same name do not meet each other.
+        # at the same time under the same name have no common rendezvous.
         label = name or "group"
         membership = Membership(
             f"{self.name}/{label}:{'.'.join(map(str, members))}",
@@ -359,7 +360,7 @@ class Communicator(Collectives, Messages):
             self.engine.membership.processes,
             self.engine,
         )
-        return _meet(membership, self.heap_device)
+        return _build(membership, self.heap_device)
 
     # For ringcomm's own packages: see NOTE [Internal API].
 
@@ -372,10 +373,10 @@ class Communicator(Collectives, Messages):
         options: CommOptions,
         device: Device = None,
     ) -> Communicator:
-        """Builds a communicator of some of this one's ranks, which meet at another store.
+        """Builds a communicator of some of this one's ranks, whose rendezvous is at another store.
 
-        While they meet, each watches the others as this communicator knows them. It may be unusable
-        already.
+        During the rendezvous each watches the others as this communicator knows them. It may be
+        unusable already.
 
         Args:
             store: that the members reach.
@@ -400,7 +401,7 @@ class Communicator(Collectives, Messages):
             known.processes,
             None if self.aborted else self.engine,
         )
-        return _meet(membership, device)
+        return _build(membership, device)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Divides the ranks: those of one ``color`` get a communicator of their own.
@@ -467,23 +468,23 @@ def live_at(identity: int) -> Communicator | None:
         return communicator if communicator is not None and communicator.engine in live else None
 
 
-def _meet(membership: Membership, device: Device, heap_bytes: int | None = None) -> Communicator:
+def _build(membership: Membership, device: Device, heap_bytes: int | None = None) -> Communicator:
     """Builds a communicator on a device as :meth:`Communicator.from_store` takes it."""
     index = find_device(device, f"communicator {membership.name!r}")
     if index is None:
-        return _meet_on_host(membership, heap_bytes)
-    return _meet_on_device(membership, index, heap_bytes)
+        return _build_on_host(membership, heap_bytes)
+    return _build_on_device(membership, index, heap_bytes)
 
 
-def _meet_on_host(membership: Membership, heap_bytes: int | None = None) -> Communicator:
-    met = meet(membership, heap_bytes)
+def _build_on_host(membership: Membership, heap_bytes: int | None = None) -> Communicator:
+    met = hold_rendezvous(membership, heap_bytes)
     if isinstance(met, OneNode):
-        engine = HostEngine(met.core, membership.having_met(met.heaps, met.processes))
+        engine = HostEngine(met.core, membership.after_rendezvous(met.heaps, met.processes))
         return Communicator(engine, HostMessages(engine, met.core), _one_node(membership))
     if membership.options.kernels == "triton":  # on all ranks, which have compared it
-        raise UnsupportedError(f"{met.meeting.operation}: {TRITON_IS_OF_NODES}")
-    membership = replace(membership, processes=met.meeting.lookout.processes)
-    built = build(membership, met, heap_bytes, _meet_on_host)
+        raise UnsupportedError(f"{met.spec.operation}: {TRITON_IS_OF_NODES}")
+    membership = replace(membership, processes=met.spec.lookout.processes)
+    built = build(membership, met, heap_bytes, _build_on_host)
     messages = HostMessages(built.engine, built.engine.owner, met.layout.named)
     return Communicator(built.engine, messages, met.layout, built.node)
 
@@ -492,15 +493,15 @@ def _one_node(membership: Membership) -> NodeLayout:
     return NodeLayout((tuple(range(len(membership.ranks))),), membership.rank)
 
 
-def _meet_on_device(
+def _build_on_device(
     membership: Membership, device: int, heap_bytes: int | None = None
 ) -> Communicator:
-    engine = meet_on_device(membership, device, heap_bytes, DeviceCallEngine)
+    engine = rendezvous_on_device(membership, device, heap_bytes, DeviceCallEngine)
     if engine is not None:
         return Communicator(engine, DeviceMessages(engine), _one_node(membership))
     # The ranks do not name one machine or node. Which of them are of one node is found on the host;
     # the devices of each node then prove their links, or say why they cannot be reached.
-    met = meet(replace(membership, name=f"{membership.name}.nodes"), None)
+    met = hold_rendezvous(replace(membership, name=f"{membership.name}.nodes"), None)
     if isinstance(met, OneNode):
         met.core.close()
         raise RendezvousError(
@@ -510,9 +511,9 @@ def _meet_on_device(
         )
 
     def make_node(of_node: Membership) -> Communicator:
-        return _meet_on_device(of_node, device, heap_bytes)
+        return _build_on_device(of_node, device, heap_bytes)
 
-    membership = replace(membership, processes=met.meeting.lookout.processes)
+    membership = replace(membership, processes=met.spec.lookout.processes)
     built = build(membership, met, None, make_node, on_device=True)
     return Communicator(built.engine, NoMessages(built.engine), met.layout, built.node)
 

@@ -25,7 +25,7 @@ from ringcomm.errors import AbortedError, ArgumentError, RingcommError, start_th
 from ringcomm.integers import integer, integers
 from ringcomm.json_reader import shown
 from ringcomm.process import Deadline
-from ringcomm.rendezvous.handles import Meeting, Rendezvous
+from ringcomm.rendezvous.handles import Rendezvous, RendezvousSpec
 from ringcomm.rendezvous.same_node import Lookout
 
 __all__ = ["LocalWorld", "T", "local_world", "make_call", "run_together"]
@@ -517,6 +517,6 @@ def local_world(
     def leave(rank: int, error: BaseException) -> None:
         # A rank whose build failed has already told the others, and nobody reads this then.
         lookout = Lookout(tuple(range(n)), {})
-        Rendezvous(Meeting(store, "local", rank, n, Deadline(0.0), lookout)).fail(error)
+        Rendezvous(RendezvousSpec(store, "local", rank, n, Deadline(0.0), lookout)).fail(error)
 
     return LocalWorld(_run_threads([partial(build, rank) for rank in range(n)], leave))

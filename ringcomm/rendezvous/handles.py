@@ -220,8 +220,8 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """One rendezvous: who meets, where, until when, and who watches the members."""
+class RendezvousSpec:
+    """The members of one rendezvous, their store, its deadline, and who watches them."""
 
     store: Store
     name: str
@@ -327,15 +327,13 @@ def store_address(store: Any) -> str:
 
 
 @contextlib.contextmanager
-def _asking(meeting: Meeting) -> Iterator[None]:
+def _asking(spec: RendezvousSpec) -> Iterator[None]:
     """Words the error of a store that is asked inside."""
     try:
         yield
     except RuntimeError as error:
-        silent = (
-            f"{meeting.operation}: the store{store_address(meeting.store)} does not answer any more"
-        )
-        if ended := meeting.lookout.ended():
+        silent = f"{spec.operation}: the store{store_address(spec.store)} does not answer any more"
+        if ended := spec.lookout.ended():
             raise PeerLost(
                 f"{silent}, and the process of rank {', '.join(map(str, ended))} has ended. See "
                 "why, and build a communicator of the ranks that are left, at a store that lives"
@@ -346,20 +344,20 @@ def _asking(meeting: Meeting) -> Iterator[None]:
         ) from error
 
 
-def _look_up(meeting: Meeting, key: str) -> bytes | None:
+def _look_up(spec: RendezvousSpec, key: str) -> bytes | None:
     """Returns the value of ``key``, or None if there is none yet."""
-    with _asking(meeting):
-        return meeting.store.get(key) if meeting.store.check([key]) else None
+    with _asking(spec):
+        return spec.store.get(key) if spec.store.check([key]) else None
 
 
-def _write(meeting: Meeting, key: str, value: str) -> None:
-    with _asking(meeting):
-        meeting.store.set(key, value)
+def _write(spec: RendezvousSpec, key: str, value: str) -> None:
+    with _asking(spec):
+        spec.store.set(key, value)
 
 
-# NOTE [Agreeing on a meeting]
+# NOTE [Agreeing on a rendezvous]
 #
-# Where no number of the attempt is common to all ranks, rank 0 draws one for each meeting. Every
+# Where no number of the attempt is common to all ranks, rank 0 draws one for each rendezvous. Every
 # rank says hello with a word that it has drawn, rank 0 answers with its number and the words that
 # it has read, and a rank takes the number once its own word is among them. So what an attempt
 # before has left answers nobody: no rank finds its word there. Rank 0 reads again the words of
@@ -367,38 +365,38 @@ def _write(meeting: Meeting, key: str, value: str) -> None:
 # attempt before it starts the next.
 
 
-def _agree(meeting: Meeting) -> str:
-    """Returns a word that is common to the ranks of this meeting and to no other meeting."""
-    here, mine = f"ringcomm/{meeting.name}", secrets.token_hex(8)
-    others = list(range(1, meeting.world_size))
+def _agree(spec: RendezvousSpec) -> str:
+    """Returns a word that is common to the ranks of this rendezvous and to no other one."""
+    here, mine = f"ringcomm/{spec.name}", secrets.token_hex(8)
+    others = list(range(1, spec.world_size))
     words: dict[str, str] = {}
     pause_s = FIRST_POLL_S
-    if meeting.rank != 0:
-        _write(meeting, f"{here}/hello/{meeting.rank}", mine)
+    if spec.rank != 0:
+        _write(spec, f"{here}/hello/{spec.rank}", mine)
     while True:
-        if meeting.rank != 0:
-            answer = (_look_up(meeting, f"{here}/answer") or b"").decode(errors="replace").split()
+        if spec.rank != 0:
+            answer = (_look_up(spec, f"{here}/answer") or b"").decode(errors="replace").split()
             if mine in answer[1:]:
-                _write(meeting, f"{here}/{answer[0]}/taken/{meeting.rank}", "")
+                _write(spec, f"{here}/{answer[0]}/taken/{spec.rank}", "")
                 return answer[0]
             others = [0]
         else:
             others = [
-                rank for rank in others if _look_up(meeting, f"{here}/{mine}/taken/{rank}") is None
+                rank for rank in others if _look_up(spec, f"{here}/{mine}/taken/{rank}") is None
             ]
             if not others:
                 return mine
-            found = {str(rank): _look_up(meeting, f"{here}/hello/{rank}") for rank in others}
+            found = {str(rank): _look_up(spec, f"{here}/hello/{rank}") for rank in others}
             heard = {rank: word.decode(errors="replace") for rank, word in found.items() if word}
             if not heard.items() <= words.items():
                 words |= heard
-                _write(meeting, f"{here}/answer", " ".join([mine, *words.values()]))
-        _wait_for(meeting, others, pause_s)
+                _write(spec, f"{here}/answer", " ".join([mine, *words.values()]))
+        _wait_for(spec, others, pause_s)
         pause_s = min(pause_s * 2, LAST_POLL_S)
 
 
 def _wait_for(
-    meeting: Meeting, missing: list[int], pause_s: float, hint: Callable[[], str] = str
+    spec: RendezvousSpec, missing: list[int], pause_s: float, hint: Callable[[], str] = str
 ) -> None:
     """Sleeps before the next look for what ``missing`` ranks post.
 
@@ -406,12 +404,12 @@ def _wait_for(
         PeerLost, AbortedError: as :meth:`Lookout.look`.
         RendezvousError: after the deadline, with what ``hint`` adds.
     """
-    meeting.lookout.look(missing, meeting.operation)
-    if meeting.deadline.is_over():
+    spec.lookout.look(missing, spec.operation)
+    if spec.deadline.is_over():
         raise RendezvousError(
-            f"{meeting.operation}: waited {meeting.deadline.timeout_s:g} s for "
-            f"{meeting.lookout.named_all(missing)}, which did not come.{hint()} Were all "
-            f"{meeting.world_size} ranks started, and do all build this communicator? If they are "
+            f"{spec.operation}: waited {spec.deadline.timeout_s:g} s for "
+            f"{spec.lookout.named_all(missing)}, which did not come.{hint()} Were all "
+            f"{spec.world_size} ranks started, and do all build this communicator? If they are "
             "only late, raise timeout="
         )
     time.sleep(pause_s)
@@ -434,13 +432,13 @@ class Announced(Protocol):
     def layout(self) -> str: ...
 
 
-def check_announced(meeting: Meeting, mine: Announced, theirs: Announced, rank: int) -> None:
+def check_announced(spec: RendezvousSpec, mine: Announced, theirs: Announced, rank: int) -> None:
     """Checks what ``rank`` announced against what this rank did.
 
     Raises:
         MismatchError: the ranks disagree on world size or options.
     """
-    operation = meeting.operation
+    operation = spec.operation
     if theirs.rank != rank or theirs.world_size != mine.world_size:
         raise MismatchError(
             f"{operation}: the ranks disagree on who they are. Expected rank {rank} of "
@@ -454,13 +452,13 @@ def check_announced(meeting: Meeting, mine: Announced, theirs: Announced, rank: 
         )
 
 
-def check_one_machine(meeting: Meeting, mine: Announced, theirs: Announced) -> None:
+def check_one_machine(spec: RendezvousSpec, mine: Announced, theirs: Announced) -> None:
     """Checks that two ranks on devices are on one machine.
 
     Raises:
         UnsupportedError: two ranks cannot share memory; both addresses are named.
     """
-    operation, rank = meeting.operation, theirs.rank
+    operation, rank = spec.operation, theirs.rank
     if (theirs.host, theirs.boot) != (mine.host, mine.boot):
         raise UnsupportedError(
             f"{operation}: all ranks must run on one machine, but rank {mine.rank} runs on "
@@ -483,19 +481,19 @@ def members_of(handles: Sequence[HeapHandle]) -> int:
 class Rendezvous:
     """The two rounds of one rendezvous."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, spec: RendezvousSpec) -> None:
+        self._spec = spec
         # Each rank counts its own arrivals at this name, so that keys of an earlier
         # communicator of the same name on the same store are never read again. The counts of an
         # attempt that failed may differ.
         self._arrivals, self._arrival = "", 0
         if attempts_differ():
-            self._prefix = f"ringcomm/{meeting.name}/{_agree(meeting)}"
+            self._prefix = f"ringcomm/{spec.name}/{_agree(spec)}"
             return
-        here = f"ringcomm/{meeting.name}/attempt{launch_attempt()}"
+        here = f"ringcomm/{spec.name}/attempt{launch_attempt()}"
         self._arrivals = f"{here}/arrivals"
-        with _asking(meeting):
-            self._arrival = meeting.store.add(f"{self._arrivals}/{meeting.rank}", 1)
+        with _asking(spec):
+            self._arrival = spec.store.add(f"{self._arrivals}/{spec.rank}", 1)
         self._prefix = f"{here}/{self._arrival}"
 
     @property
@@ -510,7 +508,7 @@ class Rendezvous:
             RendezvousError: a rank is missing at the deadline (named), or failed, or posted junk.
             MismatchError: the ranks disagree on world size or options.
         """
-        operation = self._meeting.operation
+        operation = self._spec.operation
         handles: dict[int, HeapHandle] = {}
 
         def read(rank: int, text: bytes) -> None:
@@ -522,14 +520,14 @@ class Rendezvous:
                     "and every job a store of its own"
                 )
             # Before the others have come, since whoever finds a difference ends.
-            check_announced(self._meeting, mine, theirs, rank)
+            check_announced(self._spec, mine, theirs, rank)
             if (theirs.boot, theirs.pid_namespace) == (mine.boot, mine.pid_namespace):
-                self._meeting.lookout.learn(rank, theirs.pid)
+                self._spec.lookout.learn(rank, theirs.pid)
             handles[rank] = theirs
 
         self._post("heap", asdict(mine))
         self._collect("heap", read)
-        return [handles[rank] for rank in range(self._meeting.world_size)]
+        return [handles[rank] for rank in range(self._spec.world_size)]
 
     def everyone(
         self,
@@ -552,7 +550,7 @@ class Rendezvous:
 
     def _post(self, stage: str, record: dict[str, Any]) -> None:
         text = json.dumps({"version": FORMAT_VERSION, **record})
-        _write(self._meeting, f"{self._prefix}/{stage}/{self._meeting.rank}", text)
+        _write(self._spec, f"{self._prefix}/{stage}/{self._spec.rank}", text)
 
     def _collect(self, stage: str, read: Callable[[int, bytes], None] | None = None) -> list[bytes]:
         """Waits for what every rank posts in a stage; returns it by rank.
@@ -561,24 +559,24 @@ class Rendezvous:
             stage: its name.
             read: called with each rank and text as soon as it is there.
         """
-        meeting = self._meeting
-        missing = list(range(meeting.world_size))
+        spec = self._spec
+        missing = list(range(spec.world_size))
         texts: dict[int, bytes] = {}
         pause_s = FIRST_POLL_S
         while True:
             for rank in tuple(missing):
-                text = _look_up(meeting, f"{self._prefix}/{stage}/{rank}")
+                text = _look_up(spec, f"{self._prefix}/{stage}/{rank}")
                 if text is not None:
                     texts[rank] = text
-                    read_record(text, rank, meeting.operation)
+                    read_record(text, rank, spec.operation)
                     if read is not None:
                         read(rank, text)
                     missing.remove(rank)
             if not missing:
-                return [texts[rank] for rank in range(meeting.world_size)]
+                return [texts[rank] for rank in range(spec.world_size)]
             self._look_for_told()
             try:
-                _wait_for(meeting, missing, pause_s, partial(self._came_twice, missing))
+                _wait_for(spec, missing, pause_s, partial(self._came_twice, missing))
             except (PeerLost, AbortedError):
                 self._look_for_told()  # whose end may have a cause that it told
                 # What a rank posted before its end counts.
@@ -588,15 +586,15 @@ class Rendezvous:
             pause_s = min(pause_s * 2, LAST_POLL_S)
 
     def _has_posted(self, stage: str, rank: int) -> bool:
-        return _look_up(self._meeting, f"{self._prefix}/{stage}/{rank}") is not None
+        return _look_up(self._spec, f"{self._prefix}/{stage}/{rank}") is not None
 
     def _came_twice(self, missing: list[int]) -> str:
         """Returns a hint where two processes seem to have one rank, as a sentence, or ""."""
         if not self._arrivals:
             return ""
-        store, few, fewer = self._meeting.store, self._meeting.rank, self._arrival
-        with _asking(self._meeting):
-            came = [store.add(f"{self._arrivals}/{r}", 0) for r in range(self._meeting.world_size)]
+        store, few, fewer = self._spec.store, self._spec.rank, self._arrival
+        with _asking(self._spec):
+            came = [store.add(f"{self._arrivals}/{r}", 0) for r in range(self._spec.world_size)]
         often = max(range(len(came)), key=came.__getitem__)
         if came[often] <= fewer:
             behind = [rank for rank in missing if 0 < came[rank] < fewer]
@@ -621,23 +619,23 @@ class Rendezvous:
         """
         self._look_for_told()
         try:
-            self._meeting.lookout.look(awaited, self._meeting.operation)
+            self._spec.lookout.look(awaited, self._spec.operation)
         except PeerLost:
             self._look_for_told()
             raise
 
     def _look_for_told(self) -> None:
         """Raises the error of a rank that has said that it failed."""
-        meeting = self._meeting
-        text = _look_up(meeting, f"{self._prefix}/failed")
+        spec = self._spec
+        text = _look_up(spec, f"{self._prefix}/failed")
         rank = (text or b"").decode(errors="replace")
-        if rank.isdecimal() and len(rank) < 10 and int(rank) < meeting.world_size:
-            told = _look_up(meeting, f"{self._prefix}/failed/{rank}")
+        if rank.isdecimal() and len(rank) < 10 and int(rank) < spec.world_size:
+            told = _look_up(spec, f"{self._prefix}/failed/{rank}")
             if told is not None:
                 try:
-                    read_record(told, int(rank), meeting.operation)
+                    read_record(told, int(rank), spec.operation)
                 except RendezvousError as error:
-                    raise _told_by(error, int(rank), meeting) from None
+                    raise _told_by(error, int(rank), spec) from None
 
     def confirm(
         self,
@@ -659,11 +657,11 @@ class Rendezvous:
         saw = [digest_of(asdict(handle)) for handle in handles]
         here = {str(rank): why[:LONGEST_REASON] for rank, why in unreached.items()}
         self._post("ready", {"saw": saw, "unreached": here})
-        operation = self._meeting.operation
+        operation = self._spec.operation
         everyone = []
         for rank, text in enumerate(self._collect("ready")):
             record = read_record(text, rank, operation)
-            everyone.append(_unreached_of(record.get("unreached"), rank, self._meeting))
+            everyone.append(_unreached_of(record.get("unreached"), rank, self._spec))
             theirs = record.get("saw")
             if theirs == saw:
                 continue
@@ -688,26 +686,26 @@ class Rendezvous:
         Returns:
             False if the store does not answer.
         """
-        meeting = self._meeting
-        told = str(error).removeprefix(f"{meeting.operation}: ")
+        spec = self._spec
+        told = str(error).removeprefix(f"{spec.operation}: ")
         # Of a store that is gone, often with the rank that held it: the error that is being
         # reported matters more.
         with contextlib.suppress(RuntimeError):
-            if not meeting.store.check([f"{self._prefix}/failed"]):
+            if not spec.store.check([f"{self._prefix}/failed"]):
                 self._post("failed", {"error": f"{type(error).__name__}: {told}"})
-                meeting.store.set(f"{self._prefix}/failed", str(meeting.rank))
-            meeting.store.set(f"{self._prefix}/ended/{meeting.rank}", "")
-            if meeting.rank == 0 and host_and_port(meeting.store):
+                spec.store.set(f"{self._prefix}/failed", str(spec.rank))
+            spec.store.set(f"{self._prefix}/ended/{spec.rank}", "")
+            if spec.rank == 0 and host_and_port(spec.store):
                 self._wait_for_ends()
             return True
         return False
 
     def _wait_for_ends(self) -> None:
         """Waits until the peers that have come have ended, too, but not for long."""
-        store, here = self._meeting.store, self._prefix
+        store, here = self._spec.store, self._prefix
         peers = [
             rank
-            for rank in range(1, self._meeting.world_size)
+            for rank in range(1, self._spec.world_size)
             if any(store.check([f"{here}/{stage}/{rank}"]) for stage in FIRST_STAGES)
         ]
         deadline = time.monotonic() + FAREWELL_S
@@ -721,11 +719,11 @@ class Rendezvous:
 _FAILED = re.compile(r": rank (\d+) failed: (\w+): ")
 
 
-def _told_by(error: RendezvousError, rank: int, meeting: Meeting) -> RingcommError:
+def _told_by(error: RendezvousError, rank: int, spec: RendezvousSpec) -> RingcommError:
     """Returns the error that a rank has posted, as every member raises it."""
     text = str(error)
     kind = _FAILED.search(text)
-    named = f": {meeting.lookout.named(rank)} failed: "
+    named = f": {spec.lookout.named(rank)} failed: "
     found: RingcommError = (PeerLost if kind and kind[2] == "PeerLost" else RendezvousError)(
         text.replace(f": rank {rank} failed: ", named, 1)
     )
@@ -733,19 +731,18 @@ def _told_by(error: RendezvousError, rank: int, meeting: Meeting) -> RingcommErr
     return found
 
 
-def _unreached_of(record: Any, rank: int, meeting: Meeting) -> dict[int, str]:
+def _unreached_of(record: Any, rank: int, spec: RendezvousSpec) -> dict[int, str]:
     """Reads which ranks ``rank`` could not reach."""
     found = {}
     for key, why in record.items() if isinstance(record, dict) else ():
-        if not (key.isdecimal() and len(key) < 10 and int(key) < meeting.world_size):
+        if not (key.isdecimal() and len(key) < 10 and int(key) < spec.world_size):
             break
         found[int(key)] = printable(why) if isinstance(why, str) else ""
     else:
         if isinstance(record, dict):
             return found
     raise RendezvousError(
-        f"{meeting.operation}: expected the ranks that rank {rank} cannot reach, got "
-        f"{shown(record)}"
+        f"{spec.operation}: expected the ranks that rank {rank} cannot reach, got {shown(record)}"
     )
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from ringcomm.errors import ArgumentError, RendezvousError, UnsupportedError, where
 from ringcomm.process import Deadline
 from ringcomm.rendezvous.handles import forming, need_descriptors
-from ringcomm.rendezvous.same_node import meet_on_node
+from ringcomm.rendezvous.same_node import store_on_node
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -59,7 +59,7 @@ class LaunchedRank:
         local_world_size: how many of them are on this node; all, where the launcher does not say.
         has_master: there are a MASTER_ADDR and a MASTER_PORT.
         job: the launcher's name for the launch, or "".
-        address: where the ranks of several nodes meet without MASTER_ADDR, if that is known.
+        address: where the rendezvous of several nodes is without MASTER_ADDR, if that is known.
     """
 
     launcher: str
@@ -81,14 +81,14 @@ class LaunchedRank:
         Raises:
             RendezvousError: it cannot be reached in time.
             UnsupportedError: the ranks are spread over several machines, and nothing says where
-                they meet.
+                their rendezvous is.
         """
         operation = where(f"communicator from {self.launcher}", self.rank, self.world_size)
         # torch's server has a connection to each rank, and cannot say when it has none left.
         needed = SPARE_DESCRIPTORS + (self.world_size if self.rank == 0 else 0)
         with forming(operation):
             if self.world_size > 1:
-                need_descriptors(needed, operation, "the store at which the ranks meet")
+                need_descriptors(needed, operation, "the store of the ranks' rendezvous")
             return self._store(timeout_s)
 
     def _store(self, timeout_s: float) -> Store:
@@ -99,9 +99,9 @@ class LaunchedRank:
 
             return HashStore()
         if self.is_here:
-            return meet_on_node(self.rank, self.world_size, timeout_s, self.job)
+            return store_on_node(self.rank, self.world_size, timeout_s, self.job)
         if self.address is not None:
-            return meet_at(self.address, self.launcher, self.rank, self.world_size, timeout_s)
+            return store_at(self.address, self.launcher, self.rank, self.world_size, timeout_s)
         how = SETTING.get(self.launcher, "Set both on all ranks")
         raise UnsupportedError(
             f"communicator from {self.launcher} on rank {self.rank} of {self.world_size}: only "
@@ -194,7 +194,7 @@ def _master_store(launched: LaunchedRank, timeout_s: float) -> Store:
         ) from error
 
 
-# ---- Where the ranks of several nodes meet when a launcher knows it, and no MASTER_ADDR says so -
+# ---- The rendezvous of several nodes where a launcher knows it, and no MASTER_ADDR says so ------
 # The address follows from variables that the launcher sets on every rank: those of Slurm, and of
 # Open MPI up to version 4. The store is rank 0's, which checks that it is on the host that all
 # others call.
@@ -377,7 +377,7 @@ def open_mpi_address(variables: Mapping[str, str]) -> MasterAddress | None:
     return MasterAddress(uri[1], port, source, is_here)
 
 
-# ---- meeting there ------------------------------------------------------------------------------
+# ---- the store there ----------------------------------------------------------------------------
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.005, 0.1
 # A host that is down answers no connection, and resolvers give up after 5 to 30 seconds.
@@ -439,7 +439,7 @@ def _await_server(address: tuple[str, int], deadline: Deadline) -> None:
 _stores: dict[tuple[str, int], Store] = {}
 
 
-def meet_at(
+def store_at(
     address: MasterAddress, launcher: str, rank: int, world_size: int, timeout_s: float
 ) -> Store:
     """A store at an address that was derived; rank 0 serves it.

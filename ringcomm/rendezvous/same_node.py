@@ -1,4 +1,4 @@
-"""Where the ranks of one launch on one machine meet if the launcher names no store (mpirun, srun).
+"""Finding the ranks of one launch on one machine without a launcher's store (mpirun, srun).
 
 Rank 0 makes a TCPStore on the loopback interface and hands its port out over a Unix socket, whose
 name follows from what all ranks of a launch share: the user, and the launcher that started them.
@@ -38,7 +38,7 @@ from ringcomm.process import Deadline
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["LOOPBACK", "Lookout", "Parent", "meet_on_node"]
+__all__ = ["LOOPBACK", "Lookout", "Parent", "store_on_node"]
 
 
 # ---- Watches the members of a rendezvous for ranks that cannot come any more --------------------
@@ -173,26 +173,26 @@ _REQUEST = b"?"
 _PORT = struct.Struct("!H")
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _MASTER = "set MASTER_ADDR and MASTER_PORT on all ranks"
-# Every rank counts its meetings, so that the second one of a process has a name of its own.
-_meetings = count()
+# Every rank counts its rendezvous, so that the second one of a process has a name of its own.
+_rendezvous_numbers = count()
 
 
-def meet_on_node(rank: int, world_size: int, timeout_s: float, job: str = "") -> Store:
+def store_on_node(rank: int, world_size: int, timeout_s: float, job: str = "") -> Store:
     """A store shared by the ranks of one launch on this machine.
 
     Args:
         rank: this rank.
-        world_size: how many ranks meet.
+        world_size: how many ranks take part.
         timeout_s: seconds.
         job: the launcher's name for this launch; "" when it has none, and the ranks must then be
             children of one process.
 
     Raises:
         RendezvousError: the ranks did not find each other within ``timeout_s`` seconds, or another
-            process holds the socket where they meet.
+            process holds the socket of the rendezvous.
     """
     operation = where("communicator from the launcher", rank, world_size)
-    sockets = LaunchSockets.of(job or _parent(), next(_meetings), operation)
+    sockets = LaunchSockets.of(job or _parent(), next(_rendezvous_numbers), operation)
     if rank == 0:
         return serve(sockets, world_size, timeout_s)
     deadline = Deadline(timeout_s)
@@ -221,7 +221,7 @@ def _parent() -> str:
 
 @dataclass(frozen=True)
 class LaunchSockets:
-    """The sockets at which the ranks of one launch meet.
+    """The sockets at which the ranks of one launch find each other.
 
     Attributes:
         folder: only this user's; None where there is none.
@@ -236,11 +236,11 @@ class LaunchSockets:
     operation: str
 
     @classmethod
-    def of(cls, job: str, meeting: int, operation: str) -> LaunchSockets:
+    def of(cls, job: str, number: int, operation: str) -> LaunchSockets:
         """Returns the sockets of a launch; makes the folder where there is none."""
         # Names of sockets are short, and a launcher's name for a job need not be.
         digest = hashlib.sha256(job.encode()).hexdigest()[:24]
-        name = f"meet-{digest}-{meeting}.sock"
+        name = f"rendezvous-{digest}-{number}.sock"
         folder = folder_of_user()
         try:
             with opened(folder):
@@ -362,7 +362,7 @@ def _listen(sockets: LaunchSockets, world_size: int) -> list[socket.socket]:
             listeners.append(_listener(f"{short}/{sockets.name}", sockets, world_size))
     else:
         warnings.warn(
-            f"{sockets.operation}: the ranks meet at an abstract socket, which any user may hold: "
+            f"{sockets.operation}: the rendezvous has an abstract socket, which any user may hold: "
             f"{sockets.refused}. Remove that folder, set XDG_RUNTIME_DIR or TMPDIR to another one, "
             f"or {_MASTER}",
             RuntimeWarning,
@@ -404,7 +404,7 @@ def _remove_stale(short: str) -> None:
     for entry in os.scandir(short):
         with suppress(OSError):
             status = entry.stat(follow_symlinks=False)
-            is_ours = entry.name.startswith("meet-") and stat.S_ISSOCK(status.st_mode)
+            is_ours = entry.name.startswith("rendezvous-") and stat.S_ISSOCK(status.st_mode)
             is_old = time.time() - status.st_mtime > STALE_S
             if is_ours and is_old and not _holder(entry.path):
                 os.unlink(entry.path)

@@ -184,7 +184,7 @@ def ringcomms_own_first(rank, world_size):
 def on_several_machines(rank, world_size):
     host, boot, namespace = handles.machine_identity()
     elsewhere = (host, f"{boot}-{rank}", namespace)
-    with mock.patch("ringcomm.comm.host.meeting.machine_identity", lambda: elsewhere):
+    with mock.patch("ringcomm.comm.host.rendezvous.machine_identity", lambda: elsewhere):
         optimizer = AdamW(weights())
     comm = optimizer.sharded_step().setting.comm
     assert comm is not None and comm.num_nodes == world_size

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 import ringcomm
 from ringcomm import CollectiveTimeout, Communicator, HeapError, RendezvousError, RingcommError
-from ringcomm.comm.host import meeting
+from ringcomm.comm.host import rendezvous
 from ringcomm.rendezvous.handles import Rendezvous
 from tests.support.faults import until_rank_threads_have_ended
 
@@ -22,7 +22,7 @@ LONG_S = 60.0
 
 
 def test_a_rank_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_core, fail = meeting._make_core, Rendezvous.fail
+    make_core, fail = rendezvous._make_core, Rendezvous.fail
 
     def makes(heap: Any, membership: Any) -> Any:
         if membership.rank == 1:
@@ -34,7 +34,7 @@ def test_a_rank_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
         if isinstance(error, MemoryError):
             until_rank_threads_have_ended(0, 2)
 
-    monkeypatch.setattr(meeting, "_make_core", makes)
+    monkeypatch.setattr(rendezvous, "_make_core", makes)
     monkeypatch.setattr(Rendezvous, "fail", tells)
     with pytest.raises(MemoryError, match="no more"):
         ringcomm.local_world(3, timeout=LONG_S)

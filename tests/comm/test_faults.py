@@ -22,7 +22,7 @@ from ringcomm import (
     RingcommError,
 )
 from tests.support.fault_checks import check_deadline
-from tests.support.faults import die, is_stopped, meet, shared_memory_files, until_stopped
+from tests.support.faults import die, is_stopped, shared_memory_files, until_stopped, wait_for_all
 from tests.support.ranks import Ranks, run_ranks
 
 pytestmark = pytest.mark.deadlines
@@ -66,7 +66,7 @@ def _waits_for_the_last(store, rank, world, wait, timeout, end):
     if end == "stop":
         until_stopped(int(store.get("pid")))
         # Else one that is late by its timeout is taken for the one that is stopped.
-        meet(store, "stopped", world - 1)
+        wait_for_all(store, "stopped", world - 1)
     comm.timeout = timeout
     started = time.monotonic()
     try:

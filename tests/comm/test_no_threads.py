@@ -241,10 +241,10 @@ def test_the_watch_for_processes_on_devices(how: str, monkeypatch: pytest.Monkey
     os.waitpid(pid, 0)
 
 
-def test_a_meeting_on_a_node_without_a_thread() -> None:
-    sockets = same_node.LaunchSockets.of(f"without threads {os.getpid()}", 0, "meeting")
+def test_a_rendezvous_on_a_node_without_a_thread() -> None:
+    sockets = same_node.LaunchSockets.of(f"without threads {os.getpid()}", 0, "rendezvous")
     for _ in range(2):  # the first one left the address free
-        with no_threads(), pytest.raises(RendezvousError, match="meeting: expected to start"):
+        with no_threads(), pytest.raises(RendezvousError, match="rendezvous: expected to start"):
             same_node.serve(sockets, 2, SOON_S)
 
 

@@ -66,7 +66,7 @@ def forbid_reading(pid: int, error: int = errno.EPERM) -> None:
     assert LIBC.prctl(22, 2, ctypes.byref(program), 0, 0) == 0, os.strerror(ctypes.get_errno())
 
 
-def _meet(store: Any, rank: int, world: int, single_copy: bool = True) -> Communicator:
+def _joined(store: Any, rank: int, world: int, single_copy: bool = True) -> Communicator:
     options = CommOptions(timeout=TIMEOUT_S, single_copy=single_copy)
     return Communicator.from_store(store, rank, world, options=options)
 
@@ -113,7 +113,7 @@ SIZES = (0, 1, SHARED // 4 - 1, SHARED // 4, SHARED // 4 + 1, 300_007, REDUCED /
 
 
 def _every_form(store, rank, world):
-    with _meet(store, rank, world) as comm:
+    with _joined(store, rank, world) as comm:
         assert _copies_once(comm) == (world == 2)
         for count in SIZES if world == 2 else SIZES[:6]:
             _check_shared(comm, count)
@@ -126,7 +126,7 @@ def test_every_form_at_every_threshold(world):
 
 
 def _one_does_not_want_it(store, rank, world):
-    with _meet(store, rank, world, single_copy=rank != 1) as comm:
+    with _joined(store, rank, world, single_copy=rank != 1) as comm:
         assert not _copies_once(comm)
         _check_shared(comm, SHARED)
 
@@ -144,7 +144,7 @@ def _refused_from_the_start(store, rank, world):
     pids = _pids(store, rank, world)
     if rank == 0:
         forbid_reading(pids[1])
-    with _meet(store, rank, world) as comm:
+    with _joined(store, rank, world) as comm:
         assert not _copies_once(comm)
         _check_shared(comm, SHARED)
 
@@ -156,7 +156,7 @@ def test_it_is_left_out_where_the_kernel_refuses_one_rank():
 
 def _refused_of_itself(store, rank, world):
     pids = _pids(store, rank, world)
-    with _meet(store, rank, world) as comm:
+    with _joined(store, rank, world) as comm:
         # What one rank cannot let the kernel read is staged, and nobody reads its process.
         forbid_reading(pids[1])
         _check_shared(comm, SHARED)
@@ -177,7 +177,7 @@ def _secret(count: int) -> torch.Tensor:
 
 
 def _in_secret_memory(store, rank, world):
-    with _meet(store, rank, world) as comm:
+    with _joined(store, rank, world) as comm:
         assert _copies_once(comm)
         _check_shared(comm, SHARED, torch.empty if rank == 0 else _secret)
 
@@ -207,7 +207,7 @@ def _outcome(
 
 def _refused_later(store, rank, world):
     pids = _pids(store, rank, world)
-    with _meet(store, rank, world) as comm:
+    with _joined(store, rank, world) as comm:
         assert _outcome(comm) is None
         if rank == 0:
             forbid_reading(pids[1])
@@ -238,7 +238,7 @@ def _until_ended(pid: int) -> None:
 
 def _dies_as_it_lends(store, rank, world):
     pids = _pids(store, rank, world)
-    comm = _meet(store, rank, world)
+    comm = _joined(store, rank, world)
     comm.barrier()
     if rank == 1:
         # It has published, and waits for rank 0 to have read.
@@ -260,7 +260,7 @@ def test_a_lender_that_has_ended_is_lost():
 
 def _dies_without_memory(store, rank, world):
     pids = _pids(store, rank, world)
-    comm = _meet(store, rank, world)
+    comm = _joined(store, rank, world)
     comm.barrier()
     if rank == 1:
         # It has no memory any more, as far as rank 0 hears, but lives for a while yet.
@@ -283,7 +283,7 @@ def test_a_lender_whose_memory_has_gone_is_lost_once_it_has_ended():
 
 
 def _gives_up(store, rank, world, freed):
-    with _meet(store, rank, world) as comm:
+    with _joined(store, rank, world) as comm:
         comm.barrier()
         if rank == 0:
             store.get("given up")

@@ -68,11 +68,11 @@ def test_the_compiler_gets_the_headers_that_are_included(builder):
 
 def test_several_units_are_compiled_at_once(tmp_path, tree, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    meeting = threading.Barrier(2, timeout=30)
+    barrier = threading.Barrier(2, timeout=30)
 
     class Slow(FakeCompiler):
         def compile(self, *arguments):
-            meeting.wait()
+            barrier.wait()
             return super().compile(*arguments)
 
     builder = builder_for(tree, Slow(tmp_path / "log"), tmp_path / "cache")

@@ -67,7 +67,7 @@ def test_a_heap_that_is_too_small_says_what_it_needs():
     assert ringcomm.heap_stats(DEVICE)["used_bytes"] == stats["used_bytes"]
 
 
-def meet(store, name, rank, world):
+def wait_for_all(store, name, rank, world):
     store.set(f"{name}/{rank}", "1")
     store.wait([f"{name}/{peer}" for peer in range(world)])
 
@@ -82,9 +82,9 @@ def opened_and_closed(store, rank, world):
             assert bool((tensor == sum(range(world))).all())
             comm.barrier()
         del tensor
-        meet(store, f"closed/{turn}", rank, world)
+        wait_for_all(store, f"closed/{turn}", rank, world)
         free_bytes.append(settled_bytes())
-        meet(store, f"settled/{turn}", rank, world)
+        wait_for_all(store, f"settled/{turn}", rank, world)
     return free_bytes[-1] - free_bytes[1]
 
 

@@ -16,7 +16,7 @@ from ringcomm.errors import MismatchError, RendezvousError, UnsupportedError
 from ringcomm.memory import device_heap
 from ringcomm.memory import device_heap as device_peers
 from ringcomm.memory.device_heap import DeviceHandle, map_device_heap
-from tests.support.device_handles import MIB, await_all, handle_of, meet, text_of
+from tests.support.device_handles import MIB, await_all, exchange_handles, handle_of, text_of
 from tests.support.emulator import EmulatedRuntime
 from tests.support.emulator.library import COMPILER
 from tests.support.ranks import run_ranks
@@ -132,7 +132,7 @@ def _shares_mappings(store, rank, world):
     runtime = EmulatedRuntime(devices=2)
     cuda.use(runtime)
     heap, second = device_heap.device_heap(0), device_heap.device_heap(1)
-    handles = meet(store, rank, world, heap)
+    handles = exchange_handles(store, rank, world, heap)
     first = [map_device_heap(handle, heap, "op") for handle in handles]
     assert [mapped.pid for mapped in first] == [
         0 if each == rank else handle.pid for each, handle in enumerate(handles)
@@ -155,10 +155,10 @@ def test_a_heap_is_opened_once_and_closed_with_its_last_user():
     assert run_ranks(_shares_mappings, 3) == [0, 0, 0]
 
 
-def _meets_an_impostor(store, rank, world):
+def _maps_an_impostor(store, rank, world):
     cuda.use(EmulatedRuntime())
     heap = device_heap.device_heap(0)
-    peer = meet(store, rank, world, heap)[1 - rank]
+    peer = exchange_handles(store, rank, world, heap)[1 - rank]
     said = []
     for wrong in (replace(peer, token=peer.token ^ 1), replace(peer, ipc_handle="00" * 64)):
         try:
@@ -172,7 +172,7 @@ def _meets_an_impostor(store, rank, world):
 
 
 def test_a_mapping_of_something_else_is_refused():
-    for said in run_ranks(_meets_an_impostor, 2):
+    for said in run_ranks(_maps_an_impostor, 2):
         assert "RendezvousError: op: what this process mapped is not the heap" in said[0]
         assert "UnsupportedError: op: device 0" in said[1]
         assert "cannot reach the memory of rank" in said[1]
@@ -201,7 +201,9 @@ def _closes_in_order(store, rank, world, path):
     runtime.log = Path(path) / str(rank)
     cuda.use(runtime)
     heap = device_heap.device_heap(0)
-    globals()["kept"] = [map_device_heap(h, heap, "op") for h in meet(store, rank, world, heap)]
+    globals()["kept"] = [
+        map_device_heap(h, heap, "op") for h in exchange_handles(store, rank, world, heap)
+    ]
     # A communicator's turn comes before both.
     Finalize(None, runtime.write_down, ("communicator",), exitpriority=100)
     child = os.fork()

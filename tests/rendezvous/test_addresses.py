@@ -11,9 +11,9 @@ from ringcomm.rendezvous import launchers as addresses
 from ringcomm.rendezvous.launchers import (
     MasterAddress,
     hosts_of,
-    meet_at,
     port_of,
     read_environment,
+    store_at,
     tasks_on,
 )
 
@@ -196,7 +196,7 @@ def test_ports_stay_in_their_range_and_differ_between_neighbours():
     assert 20000 <= port_of(10**19, 10**19, {}) < 30000
 
 
-# ---- meeting ------------------------------------------------------------------------------------
+# ---- the store ----------------------------------------------------------------------------------
 
 
 def _address(port: int, is_here: bool = True) -> MasterAddress:
@@ -205,7 +205,7 @@ def _address(port: int, is_here: bool = True) -> MasterAddress:
 
 def test_rank_0_on_another_host_says_whom_the_others_call():
     with pytest.raises(RendezvousError, match=r"on rank 0 of 4: .*127\.0\.0\.1:7 \(a test says so"):
-        meet_at(_address(7, is_here=False), "Slurm", 0, 4, 1.0)
+        store_at(_address(7, is_here=False), "Slurm", 0, 4, 1.0)
 
 
 def test_nobody_answers():
@@ -213,7 +213,7 @@ def test_nobody_answers():
         unused.bind(("127.0.0.1", 0))
         address = _address(unused.getsockname()[1])
         with pytest.raises(RendezvousError) as raised:
-            meet_at(address, "Slurm", 1, 4, 1.0)
+            store_at(address, "Slurm", 1, 4, 1.0)
         for words in (f"answer at 127.0.0.1:{address.port} (a test says so", "MASTER_ADDR", "1 s"):
             assert words in str(raised.value)
 
@@ -221,7 +221,7 @@ def test_nobody_answers():
 def test_the_port_is_taken():
     raises = pytest.raises(RendezvousError, match=r"rank 0 cannot serve a store .*MASTER_PORT")
     with socket.create_server(("127.0.0.1", 0)) as taken, raises:
-        meet_at(_address(taken.getsockname()[1]), "Slurm", 0, 4, 1.0)
+        store_at(_address(taken.getsockname()[1]), "Slurm", 0, 4, 1.0)
 
 
 def test_a_store_serves_for_all_communicators_of_a_process(monkeypatch):
@@ -229,6 +229,6 @@ def test_a_store_serves_for_all_communicators_of_a_process(monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = _address(free.getsockname()[1])
-    store = meet_at(address, "Slurm", 0, 1, 10.0)
+    store = store_at(address, "Slurm", 0, 1, 10.0)
     assert isinstance(store, TCPStore)
-    assert meet_at(address, "Slurm", 0, 1, 10.0) is store
+    assert store_at(address, "Slurm", 0, 1, 10.0) is store

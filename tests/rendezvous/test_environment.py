@@ -140,9 +140,9 @@ def _is_open_mpi(mpirun: str) -> bool:
     return "Open MPI" in version.stdout
 
 
-def test_meeting_on_a_node_without_rank_0():
+def test_rendezvous_on_a_node_without_rank_0():
     with pytest.raises(RendezvousError, match=r"rank 1 of 2: waited 0\.3 s for rank 0"):
-        same_node.meet_on_node(1, 2, 0.3)
+        same_node.store_on_node(1, 2, 0.3)
 
 
 def _listens_at(port: int) -> set[str]:
@@ -155,7 +155,7 @@ def _listens_at(port: int) -> set[str]:
 
 
 def test_the_store_of_a_node_listens_on_loopback_only():
-    store = same_node.meet_on_node(0, 1, 10.0)
+    store = same_node.store_on_node(0, 1, 10.0)
     assert isinstance(store, TCPStore)
     loopback = int.from_bytes(socket.inet_aton("127.0.0.1"), sys.byteorder)
     assert _listens_at(store.port) == {f"{loopback:08X}"}
@@ -168,7 +168,7 @@ def test_a_store_that_listens_everywhere_is_noticed():
     assert found and all(set(address) == {"0"} for address in found)
 
 
-def test_slurm_ranks_meet_by_their_job():
+def test_slurm_ranks_find_each_other_by_their_job():
     """The ranks meet, whatever process started each of them."""
     slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3"}
     assert read_environment(slurm).job == "slurm-77-3"

@@ -55,7 +55,7 @@ def _text(handle: HeapHandle) -> str:
     return json.dumps({"version": 1, **asdict(handle)})
 
 
-def _rank_0_meets(handle: HeapHandle) -> RingcommError:
+def _error_of_rank_0(handle: HeapHandle) -> RingcommError:
     store = HashStore()
     store.set(f"{PREFIX}/heap/1", _text(handle))
     with pytest.raises(RingcommError) as raised:
@@ -72,12 +72,12 @@ def test_a_region_that_is_none():
         ({"region_offset_bytes": core.region_offset_bytes + 64}, "the mark of protocol version"),
         ({"proof": core.proof ^ 1}, "its proof differs"),
     ):
-        error = _rank_0_meets(_forged(core, 1, 2, **changes))
+        error = _error_of_rank_0(_forged(core, 1, 2, **changes))
         assert type(error) is RendezvousError
         assert "what rank 1 announced is no region of its own" in str(error)
         assert words in str(error)
     other = _native.Comm(process_heap(), rank=0, world=2, records=256)
-    error = _rank_0_meets(_forged(other, 1, 2))
+    error = _error_of_rank_0(_forged(other, 1, 2))
     assert "it says it is that of rank 0 of 2" in str(error)
     core.close()
     other.close()
@@ -127,7 +127,7 @@ def test_a_replayed_handle_is_refused():
 
     forger = threading.Thread(target=confirm)
     forger.start()
-    with pytest.raises(RendezvousError, match="rank 1 has met other ranks than rank 0"):
+    with pytest.raises(RendezvousError, match="rank 1 has other members than rank 0"):
         Communicator.from_store(again, 0, 2, timeout=TIMEOUT_S)
     ready.wait()
     for thread in (forger, *threads):
@@ -234,7 +234,7 @@ def test_another_user_does_not_join():
     assert f"belongs to user {NOBODY}" in str(raised.value) or "UnsupportedError" in told[0]
 
 
-def test_a_world_of_good_ranks_still_meets():
+def test_a_world_of_good_ranks_still_forms():
     with ringcomm.local_world(3, timeout=TIMEOUT_S) as world:
         tensors = [torch.ones(3) for _ in range(3)]
 

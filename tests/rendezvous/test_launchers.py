@@ -167,8 +167,8 @@ def test_torchrun_starts_all_ranks_again(two_nodes, tmp_path):
 def test_an_address_and_numbers_alone(two_nodes, program):
     """One rank in each pod, as Kubernetes' training operators start them."""
     port = str(two_nodes.next_port())
-    meets = {"MASTER_ADDR": "node0", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    variables = [environment(**meets, RANK=str(rank)) for rank in range(NODES)]
+    variables_of_rank_0 = {"MASTER_ADDR": "node0", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    variables = [environment(**variables_of_rank_0, RANK=str(rank)) for rank in range(NODES)]
     done = on_each_node(two_nodes, [[sys.executable, "-u", str(program)]] * NODES, variables)
     done.stdout = done.stdout.replace("1 and 2 here", "1 and 1 here")  # nobody said how many
     check(done, "torchrun", 2)

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 from ringcomm import Communicator
 from ringcomm.errors import HeapError, RendezvousError, RingcommError
 from ringcomm.rendezvous.handles import forming, need_descriptors, shortage_of
-from tests.support.faults import meet
+from tests.support.faults import wait_for_all
 from tests.support.ranks import Ranks, join_nodes
 
 pytestmark = pytest.mark.deadlines
@@ -66,7 +66,7 @@ def _rank(file_store: Any, rank: int, world: int, port: int, spare: int, kind: s
         _limit(1024)
         for descriptor in taken:
             os.close(descriptor)
-        meet(file_store, "over", world)  # the store ends with rank 0
+        wait_for_all(file_store, "over", world)  # the store ends with rank 0
     return ""
 
 

@@ -24,7 +24,7 @@ from ringcomm import (
 )
 from ringcomm.memory.host_heap import process_heap
 from ringcomm.process import Deadline
-from ringcomm.rendezvous.handles import HeapHandle, Meeting, Rendezvous, machine_identity
+from ringcomm.rendezvous.handles import HeapHandle, Rendezvous, RendezvousSpec, machine_identity
 from ringcomm.rendezvous.same_node import Lookout
 from tests.support.ranks import run_ranks
 
@@ -58,7 +58,7 @@ def _handle(**changes: Any) -> HeapHandle:
     return replace(handle, **changes)
 
 
-def _rank_0_meets(text: str) -> RingcommError:
+def _error_of_rank_0(text: str) -> RingcommError:
     store = HashStore()
     store.set("ringcomm/world/attempt0/1/heap/1", text)
     with pytest.raises(RingcommError) as raised:
@@ -81,7 +81,7 @@ def _json(handle: HeapHandle, **changes: Any) -> str:
     ],
 )
 def test_junk(text, kind, words):
-    error = _rank_0_meets(text)
+    error = _error_of_rank_0(text)
     assert type(error) is kind
     assert words in str(error)
     assert "rendezvous of communicator 'world' on rank 0 of 2" in str(error)
@@ -100,7 +100,7 @@ def test_junk(text, kind, words):
     ],
 )
 def test_handles_that_do_not_fit(changes, kind, words):
-    error = _rank_0_meets(_json(_handle(), **changes))
+    error = _error_of_rank_0(_json(_handle(), **changes))
     assert type(error) is kind
     assert words in str(error)
 
@@ -123,24 +123,24 @@ ESCAPES = "\x1b]0;other title\x07\x1b[31mred"
     ids=["error", "list", "host", "boot", "pid_namespace", "layout", "pid", "version"],
 )
 def test_a_terminal_obeys_nothing_that_a_peer_posts(changes, words):
-    text = str(_rank_0_meets(_json(_handle(), **changes)))
+    text = str(_error_of_rank_0(_json(_handle(), **changes)))
     assert words in text
     assert text.replace("\n", "").isprintable(), text
 
 
 def test_what_a_terminal_obeys_is_noticed(monkeypatch):
     monkeypatch.setattr(json_reader, "printable", lambda text: text)
-    text = str(_rank_0_meets(json.dumps({"version": 1, "error": ESCAPES})))
+    text = str(_error_of_rank_0(json.dumps({"version": 1, "error": ESCAPES})))
     assert ESCAPES in text and not text.isprintable()
 
 
 def test_a_peer_that_is_gone_or_another():
     heap = process_heap()
-    gone = _rank_0_meets(_json(_handle(token=1, pid=2**22 - 1)))
+    gone = _error_of_rank_0(_json(_handle(token=1, pid=2**22 - 1)))
     assert type(gone) is PeerLost
     assert "expected rank 1 to take part, but its process has ended" in str(gone)
     assert "cannot map the heap of rank 1" in str(gone.__cause__ or gone.__context__)
-    other = _rank_0_meets(_json(_handle(token=heap.token ^ 1, pid=os.getpid())))
+    other = _error_of_rank_0(_json(_handle(token=heap.token ^ 1, pid=os.getpid())))
     assert type(other) is RendezvousError
     assert "rank 1" in str(other)
 
@@ -226,6 +226,6 @@ def test_store_that_went_away():
         def check(self, keys):
             raise RuntimeError("Failed to recv, got 0 bytes\nframes")
 
-    meeting = Meeting(Gone(), "lost", 1, 2, Deadline(5.0), Lookout((0, 1), {}))
+    spec = RendezvousSpec(Gone(), "lost", 1, 2, Deadline(5.0), Lookout((0, 1), {}))
     with pytest.raises(RendezvousError, match=r"rank 1 of 2: the store does not answer.*0 bytes"):
-        Rendezvous(meeting).confirm()
+        Rendezvous(spec).confirm()

@@ -1,4 +1,4 @@
-"""The meeting of one launch's ranks on a machine, and other users' processes at its sockets."""
+"""The rendezvous of one launch's ranks on a machine, and other users' processes at its sockets."""
 
 import multiprocessing
 import os
@@ -37,10 +37,10 @@ def folder(monkeypatch):
     shutil.rmtree(shared)
 
 
-def sockets(job, meeting=0):
+def sockets(job, number=0):
     # The thread of an earlier test may not have left its sockets yet.
     test = os.environ["PYTEST_CURRENT_TEST"]
-    return LaunchSockets.of(f"{job}-{os.getpid()}-{test}", meeting, "test on rank 0 of 2")
+    return LaunchSockets.of(f"{job}-{os.getpid()}-{test}", number, "test on rank 0 of 2")
 
 
 def serve(at, ranks) -> Any:
@@ -51,7 +51,7 @@ def ask(at):
     return same_node.ask_port(at, Deadline(LONG_S))
 
 
-def meet(at, ranks=2):
+def serve_and_ask(at, ranks=2):
     """What the other ranks are told, and the port that rank 0 serves."""
     store = serve(at, ranks)
     ports = [ask(at) for _ in range(1, ranks)]
@@ -65,10 +65,10 @@ def until_gone(path):
         time.sleep(0.005)
 
 
-def test_ranks_meet_in_a_folder_of_their_user(folder):
+def test_ranks_find_each_other_in_a_folder_of_their_user(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ports, served = meet(sockets("a"), 3)
+        ports, served = serve_and_ask(sockets("a"), 3)
     assert ports == [served] * 2
     status = folder.stat()
     assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (os.geteuid(), 0o700)
@@ -80,12 +80,12 @@ def test_the_runtime_folder_comes_first(folder, tmp_path, monkeypatch):
     runtime.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     assert sockets("a").folder == runtime / "ringcomm"
-    assert meet(sockets("a"))[0]
+    assert serve_and_ask(sockets("a"))[0]
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
     assert sockets("a").folder == folder
 
 
-def test_several_jobs_of_a_user_meet_at_the_same_time():
+def test_several_jobs_of_a_user_start_at_the_same_time():
     pairs = [sockets("a"), sockets("b"), sockets("a", 1)]
     assert len({each.name for each in pairs}) == 3
     stores = [serve(each, 2) for each in pairs]
@@ -118,7 +118,7 @@ def test_the_socket_of_a_rank_that_was_killed_is_taken(folder):
     process.kill()
     process.join()
     assert path.exists()
-    ports, served = meet(at)
+    ports, served = serve_and_ask(at)
     assert ports == [served]
     until_gone(path)
 
@@ -131,11 +131,11 @@ def test_old_sockets_of_killed_ranks_are_removed(folder):
         process.join()
         if at is old:
             os.utime(path, (1, 1))
-    meet(sockets("next"))
+    serve_and_ask(sockets("next"))
     assert (folder / young.name).exists() and not (folder / old.name).exists()
 
 
-def test_without_a_common_folder_ranks_meet_and_warn(folder, monkeypatch, tmp_path):
+def test_without_a_common_folder_ranks_find_each_other_and_warn(folder, monkeypatch, tmp_path):
     """As in containers with the same network and other file systems."""
     mine = sockets("a")
     other = tmp_path / "other"
@@ -226,7 +226,7 @@ def _takes(address):
 def test_another_user_at_the_abstract_socket_is_in_nobodys_way(folder):
     at = sockets("a")
     with Stranger(_takes(at.abstract)):
-        ports, served = meet(at)
+        ports, served = serve_and_ask(at)
     assert ports == [served]
 
 

@@ -28,7 +28,7 @@ def read_handles(store: Store, world: int) -> list[DeviceHandle]:
     return [DeviceHandle.from_json(text, each, "op") for each, text in enumerate(texts)]
 
 
-def meet(store: Store, rank: int, world: int, heap: DeviceHeap) -> list[DeviceHandle]:
+def exchange_handles(store: Store, rank: int, world: int, heap: DeviceHeap) -> list[DeviceHandle]:
     store.set(f"handle/{rank}", text_of(handle_of(heap, rank, world)))
     return read_handles(store, world)
 

@@ -37,7 +37,7 @@ def until_stopped(pid: int) -> None:
         time.sleep(0.001)
 
 
-def meet(store: Any, name: str, n: int) -> None:
+def wait_for_all(store: Any, name: str, n: int) -> None:
     """Returns in ``n`` processes at about the same time, whatever the machine's load."""
     store.add(f"met/{name}", 1)
     deadline = time.monotonic() + 60.0
@@ -63,12 +63,12 @@ def leaving_together(body: Callable[[Any], T], ranks: int) -> Callable[[Any], T]
 
     A rank that returned would be told apart from one that is late.
     """
-    meeting = threading.Barrier(ranks)
+    barrier = threading.Barrier(ranks)
 
     def stay(comm: Any) -> T:
         try:
             return body(comm)
         finally:
-            meeting.wait(60.0)
+            barrier.wait(60.0)
 
     return stay

@@ -141,8 +141,8 @@ def rank_loop(pipe: Connection, rank: int, world_size: int, surround: Surround) 
             results = []
             for number, setting in enumerate(settings):
                 with surround(setting.backend):
-                    meeting = f"{rendezvous}.{number}"
-                    results.append(in_group(setting, check, rank, world_size, meeting))
+                    joined = f"{rendezvous}.{number}"
+                    results.append(in_group(setting, check, rank, world_size, joined))
             for other in results[1:]:
                 same(results[0], other)
             answer = None

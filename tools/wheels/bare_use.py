@@ -25,7 +25,7 @@ def connected_pair() -> list[_native.Comm]:
     comms = [_native.Comm(heap, rank, 2, timeout_ms=60_000) for rank in range(2)]
     for comm in comms:
         comm.connect([(heap, peer.region_offset_bytes, 0, peer.proof) for peer in comms])
-        comm.meet(1)
+        comm.publish_members(1)
     for comm in comms:
         comm.activate()
     return comms

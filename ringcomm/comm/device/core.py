@@ -20,7 +20,7 @@ from ringcomm.comm.device.lifecycle import (
     watch,
 )
 from ringcomm.comm.device.topology import TopologyChoice
-from ringcomm.comm.host.meeting import Membership
+from ringcomm.comm.host.rendezvous import Membership
 from ringcomm.comm.recorder.records import COMPLETED, OPEN, Record, call_of, read_block
 from ringcomm.cuda.multicast import MulticastWindow
 from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE, DeviceRuntime, Event

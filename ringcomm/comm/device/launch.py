@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from ringcomm.comm.device.core import COLLECTIVES, Calls, DeviceCore, SeenEvent
 from ringcomm.comm.device.lifecycle import abandon
-from ringcomm.comm.device.meeting import MULTICAST, check_multicast
+from ringcomm.comm.device.rendezvous import MULTICAST, check_multicast
 from ringcomm.comm.device.sharing import DeviceOrder, JointLaunch, Prepared, launch
 from ringcomm.comm.host.arguments import DEVICE_ALGORITHMS, CallChecks, NativeOp
 from ringcomm.comm.host.core import NoFastCalls
@@ -37,8 +37,8 @@ from ringcomm.comm.host.engine import (
     wait_seconds,
     within,
 )
-from ringcomm.comm.host.meeting import CLOSED, LEFT, Membership
 from ringcomm.comm.host.options import milliseconds_of
+from ringcomm.comm.host.rendezvous import CLOSED, LEFT, Membership
 from ringcomm.comm.host.triton import (
     ONE_RANK,
     KernelTarget,

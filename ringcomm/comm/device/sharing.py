@@ -358,7 +358,7 @@ class JointLaunch:
 
 
 _joint_launches_guard = threading.Lock()
-_meetings: WeakValueDictionary[tuple[int, ...], JointLaunch] = WeakValueDictionary()
+_joint_launches: WeakValueDictionary[tuple[int, ...], JointLaunch] = WeakValueDictionary()
 
 
 def joint_launch_of(
@@ -379,7 +379,7 @@ def joint_launch_of(
     """
     key = (device, *proofs)
     with _joint_launches_guard:
-        meeting = _meetings.get(key)
-        if meeting is None:
-            meeting = _meetings[key] = JointLaunch(runtime, device, ranks, order)
-        return meeting
+        joint = _joint_launches.get(key)
+        if joint is None:
+            joint = _joint_launches[key] = JointLaunch(runtime, device, ranks, order)
+        return joint

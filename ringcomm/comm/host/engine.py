@@ -27,8 +27,8 @@ from ringcomm.comm.host.arguments import (
     intercepting_keys,
 )
 from ringcomm.comm.host.core import Core, CoreOwner, FastCalls
-from ringcomm.comm.host.meeting import Membership, why_lost
 from ringcomm.comm.host.options import check_compression, milliseconds_of
+from ringcomm.comm.host.rendezvous import Membership, why_lost
 from ringcomm.comm.host.triton import (
     NATIVE,
     HostTriton,

@@ -13,7 +13,7 @@ import torch
 from ringcomm import _native
 from ringcomm.algorithms import spelled
 from ringcomm.comm.host.arguments import DTYPE_NAMES, CallChecks, NativeOp
-from ringcomm.comm.host.meeting import Membership
+from ringcomm.comm.host.rendezvous import Membership
 from ringcomm.cuda.runtime import DeviceRuntime
 from ringcomm.errors import UnsupportedError
 

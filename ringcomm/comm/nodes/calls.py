@@ -18,7 +18,7 @@ import torch
 from ringcomm import _native
 from ringcomm.algorithms import algorithm_name
 from ringcomm.comm.host.core import NoFastCalls
-from ringcomm.comm.host.meeting import NodeLayout
+from ringcomm.comm.host.rendezvous import NodeLayout
 from ringcomm.comm.nodes.compressed_sums import Reducing
 from ringcomm.comm.nodes.messages import NodesMessages
 from ringcomm.comm.nodes.transport import HEADER_TAG, RailMessage, Rails, memory_at, tag_of
@@ -348,7 +348,7 @@ class CallsOverNodes(NoFastCalls):
         for rail in self.layout.rails_of(self.layout.rank):
             for node in self.layout.others():
                 theirs = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
-                with self._meeting_on_rail(self.layout.rail(rail)[node]):
+                with self._waiting_on_rail(self.layout.rail(rail)[node]):
                     header = self._rails.receive(rail, node, theirs, HEADER_TAG)
                     self._headers.append(replace(header, check=self._check_header))
                     self._sent.append(self._rails.send(rail, node, mine, HEADER_TAG))
@@ -389,12 +389,12 @@ class CallsOverNodes(NoFastCalls):
 
     def _wait(self, messages: Sequence[RailMessage]) -> None:
         """Waits for messages to or from one rank."""
-        with self._meeting_on_rail(messages[0].rank):
+        with self._waiting_on_rail(messages[0].rank):
             self._rails.wait(messages)
         self._arrived_on_rails += len(messages)
 
     @contextmanager
-    def _meeting_on_rail(self, peer: int) -> Iterator[None]:
+    def _waiting_on_rail(self, peer: int) -> Iterator[None]:
         """Ends the call if what is done inside, which needs a rank of another node, fails."""
         wait = RailWait(peer, Deadline(self.timeout_ms / 1000), self._called_at)
         self._watch.awaits(wait)
@@ -429,14 +429,14 @@ class CallsOverNodes(NoFastCalls):
         self, rail: int, node: int, ptr: int, size_bytes: int, number: int = 0
     ) -> RailMessage:
         memory, tag = memory_at(ptr, size_bytes), tag_of((self._called, number), size_bytes)
-        with self._meeting_on_rail(self.layout.rail(rail)[node]):
+        with self._waiting_on_rail(self.layout.rail(rail)[node]):
             return self._rails.send(rail, node, memory, tag)
 
     def _receive(
         self, rail: int, node: int, ptr: int, size_bytes: int, number: int = 0
     ) -> RailMessage:
         memory, tag = memory_at(ptr, size_bytes), tag_of((self._called, number), size_bytes)
-        with self._meeting_on_rail(self.layout.rail(rail)[node]):
+        with self._waiting_on_rail(self.layout.rail(rail)[node]):
             return self._rails.receive(rail, node, memory, tag)
 
     def _sizes_by_sender(self, ins_bytes: list[int]) -> list[list[int]]:

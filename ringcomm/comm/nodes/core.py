@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.host.meeting import Exchange, Round, gathering, levels_of, reduction
+from ringcomm.comm.host.rendezvous import Exchange, Round, gathering, levels_of, reduction
 from ringcomm.comm.nodes.calls import BYTE, ELEM_BYTES, ONE_SHOT, CollectivesOverNodes, Span
 from ringcomm.comm.nodes.compressed_sums import (
     AVG,

@@ -36,7 +36,7 @@ from ringcomm.comm.device.launch import (
     DeviceCallEngine,
 )
 from ringcomm.comm.host.engine import EXIT_GRACE_S, Call
-from ringcomm.comm.host.meeting import NodeLayout
+from ringcomm.comm.host.rendezvous import NodeLayout
 from ringcomm.comm.nodes.calls import (
     BYTE,
     ELEM_BYTES,
@@ -392,7 +392,7 @@ class DeviceNodesCore(CollectivesOverNodes):
     def _carry(self, rail: int, enqueue: Callable[[], None]) -> None:
         ranks = self.layout.rail(rail)
         peer = ranks[next(self.layout.others())]
-        with self._meeting_on_rail(peer):
+        with self._waiting_on_rail(peer):
             enqueue()
 
     def _exchange_on(

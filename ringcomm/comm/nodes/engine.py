@@ -33,8 +33,15 @@ from ringcomm.comm.host.engine import (
     refusal,
     within,
 )
-from ringcomm.comm.host.meeting import Membership, NodeLayout, OneNode, SeveralNodes, chosen, meet
 from ringcomm.comm.host.options import milliseconds_of
+from ringcomm.comm.host.rendezvous import (
+    Membership,
+    NodeLayout,
+    OneNode,
+    SeveralNodes,
+    chosen,
+    hold_rendezvous,
+)
 from ringcomm.comm.nodes.calls import CallsOverNodes
 from ringcomm.comm.nodes.core import NodesCore
 from ringcomm.comm.nodes.device_core import DeviceNodesCore
@@ -384,7 +391,7 @@ def build(
     Args:
         membership: of all ranks.
         found: their nodes.
-        heap_bytes: of the host; as for :func:`ringcomm.comm.host.meeting.meet`.
+        heap_bytes: of the host; as for :func:`ringcomm.comm.host.rendezvous.hold_rendezvous`.
         make_node: builds a node's communicator for users.
         on_device: it is one on devices.
 
@@ -394,7 +401,7 @@ def build(
     closing: list[_Closable] = []
     try:
         built = _built_on_device if on_device else _built
-        with forming(found.meeting.operation):
+        with forming(found.spec.operation):
             return built(membership, found, heap_bytes, make_node, closing)
     except BaseException as error:
         if found.rendezvous.fail(error):
@@ -406,7 +413,7 @@ def build(
 
 def _claim(membership: Membership, found: SeveralNodes, error: BaseException) -> None:
     """Tells the ranks that have built the communicator already, whose watches read the claim."""
-    operation = found.meeting.operation
+    operation = found.spec.operation
     if not isinstance(error, RingcommError):
         told = f"{type(error).__name__}: {error}"
         error = RendezvousError(f"{operation}: expected to build the communicator, got {told}")
@@ -426,7 +433,7 @@ def _built(
     make_node: Callable[[Membership], C],
     closing: list[_Closable],
 ) -> Built[C]:
-    layout, options, operation = found.layout, membership.options, found.meeting.operation
+    layout, options, operation = found.layout, membership.options, found.spec.operation
     of_node = _of_node(membership, layout)
     node = make_node(of_node)
     closing.append(node)
@@ -456,7 +463,7 @@ def _built(
 
 
 def _having_met(membership: Membership, found: SeveralNodes) -> Membership:
-    return membership.having_met((), found.meeting.lookout.processes)
+    return membership.after_rendezvous((), found.spec.lookout.processes)
 
 
 def _built_on_device(
@@ -467,7 +474,7 @@ def _built_on_device(
     closing: list[_Closable],
 ) -> Built[C]:
     """Builds the node's communicators on devices, the transport, and the agreement of hosts."""
-    layout, options, operation = found.layout, membership.options, found.meeting.operation
+    layout, options, operation = found.layout, membership.options, found.spec.operation
     if options.rails not in ("auto", "one_shot"):
         raise UnsupportedError(
             f"{operation}: rails: expected auto or one_shot on devices, got {options.rails}. Their "
@@ -499,7 +506,7 @@ def _built_on_device(
 
 
 def _connector(membership: Membership, found: SeveralNodes, asked: str | Transport) -> Connector:
-    operation = found.meeting.operation
+    operation = found.spec.operation
     return Connector(
         found.layout,
         transport_of(asked, operation),
@@ -522,7 +529,7 @@ def _of_node(membership: Membership, layout: NodeLayout) -> Membership:
 
 def _inner(of_node: Membership, heap_bytes: int | None, operation: str) -> OneNode:
     """Builds the core that calls over nodes use within the node, and users do not."""
-    met = meet(of_node, heap_bytes)
+    met = hold_rendezvous(of_node, heap_bytes)
     if not isinstance(met, OneNode):
         raise RendezvousError(
             f"{operation}: the ranks of a node could map each other's memory, and a moment later "
@@ -534,7 +541,7 @@ def _inner(of_node: Membership, heap_bytes: int | None, operation: str) -> OneNo
 def _awaiting(found: SeveralNodes, met: OneNode) -> Awaiting:
     """Waits until the rails of all ranks stand, and maps the words of this node's ranks."""
     word = empty(1, dtype=torch.int32).fill_(-1)
-    layout, operation = found.layout, found.meeting.operation
+    layout, operation = found.layout, found.spec.operation
     offset_bytes = word.data_ptr() - met.heaps[layout.local_rank].base_ptr
     offsets = []
     for rank, text in enumerate(found.rendezvous.everyone("rails", {"word": offset_bytes})):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ringcomm import _native
-from ringcomm.comm.host.meeting import NodeLayout
+from ringcomm.comm.host.rendezvous import NodeLayout
 from ringcomm.comm.nodes.transport import (
     FOR_EVER,
     Probe,
@@ -144,7 +144,7 @@ class RailRequest:
         return memory_at(self._ptr, self.expected.size_bytes)
 
     def claim(self, peer: int) -> bool:
-        """Says whether a message of a peer may meet this receive, which is its from then on."""
+        """Says whether a message of a peer may fit this receive, which is its from then on."""
         return True
 
     def came(self, header: MessageHeader) -> None:
@@ -301,18 +301,18 @@ class _OpenTag:
         self._ended = False
 
     def add(self, request: RailRequest) -> bool:
-        """Has a receive wait; False where whatever it may meet has ended."""
+        """Has a receive wait; False where whatever may fit it has ended."""
         with self._changed:
             if self._ended or self._in_vain(request):
                 return False
-            # Those from any source that a local peer's message has met are left here until now.
+            # Those from any source that a local peer's message has taken are left here until now.
             self._waiting = [each for each in self._waiting if not each.done()]
             self._waiting.append(request)
             self._changed.notify_all()
         return True
 
     def take(self, peer: int) -> RailRequest | None:
-        """Returns the first receive that a peer's message may meet, once there is one.
+        """Returns the first receive that a peer's message may fit, once there is one.
 
         None: everything has ended.
         """
@@ -450,7 +450,7 @@ class NodesMessages:
         line.add(lambda: self._end(request, finish))
 
     def _post_recv_of_any(self, ptr: int, mine: MessageHeader) -> AnyRequest:
-        """Begins a receive from any rank, which a message of the node or from another may meet."""
+        """Begins a receive from any rank, which a message of the node or from another may fit."""
         opened = self._opened(mine.tag)
         request = AnyRequest(
             ptr,

@@ -29,7 +29,7 @@ import torch
 from ringcomm import _native
 from ringcomm.comm.host.arguments import DTYPE_CODES
 from ringcomm.comm.host.engine import Call, CallEngine, Use, Work, itself
-from ringcomm.comm.host.meeting import NodeLayout
+from ringcomm.comm.host.rendezvous import NodeLayout
 from ringcomm.comm.nodes import compressed_sums
 from ringcomm.comm.nodes.calls import AUTO, BYTE, ELEM_BYTES, Span
 from ringcomm.comm.nodes.compressed_sums import (

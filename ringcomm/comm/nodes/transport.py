@@ -27,7 +27,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch.distributed import BroadcastOptions, HashStore, PrefixStore, Store, is_nccl_available
 
-from ringcomm.comm.host.meeting import NodeLayout
+from ringcomm.comm.host.rendezvous import NodeLayout
 from ringcomm.cuda.runtime import DeviceRuntime, Stream
 from ringcomm.errors import (
     ArgumentError,
@@ -379,7 +379,7 @@ def transport_failed(
 Tensor = torch.Tensor
 
 # Gloo ends the process when more arrives than a receive has room for. So the tag of data stands for
-# what they are and for their size: what does not fit meets no receive, and headers tell why.
+# what they are and for their size: what does not fit finds no receive, and headers tell why.
 HEADER_TAG = 1
 
 

@@ -27,7 +27,7 @@ from torch.distributed import Store
 from ringcomm import _native, errors
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.comm.host.engine import Call
-from ringcomm.comm.host.meeting import ENDED, LEFT, NodeLayout, why_lost
+from ringcomm.comm.host.rendezvous import ENDED, LEFT, NodeLayout, why_lost
 from ringcomm.comm.nodes.transport import ARRIVAL_S, Probe, join, told_by
 from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder.reader import (

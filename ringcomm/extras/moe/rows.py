@@ -30,7 +30,8 @@ from ringcomm.memory import empty, normal_tensors
 # before it drops the communicator and goes on.
 #
 # Memory of the caller's that lies in the heap is read where it is, and not copied to an outbox. It
-# may be written once the call ends; so then, if any rank has lent such memory, all meet at the end.
+# may be written once the call ends; so then, if any rank has lent such memory, all wait for each
+# other at the end.
 #
 # On devices the outboxes lie in the devices' heaps, and all of this is in the order of the streams:
 # a rank enters the exchange once its kernels have read what they want of the call before. Its host
@@ -230,7 +231,7 @@ def exchange(
 
 @contextmanager
 def reading(comm: Communicator, operation: str, headers: Sequence[RowsHeader]) -> Iterator[None]:
-    """Surrounds what reads peers' memory; meets them at the end if that has to be.
+    """Surrounds what reads peers' memory; waits for them at the end if that has to be.
 
     An error here is this rank's own: it would leave its peers waiting, so it aborts.
     """

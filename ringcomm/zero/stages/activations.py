@@ -751,7 +751,7 @@ class _Residents:
             if each is not None and (
                 isinstance(each, nn.Parameter) or (each.is_leaf and each.requires_grad)
             ):
-                self._meet(each, self._storages)
+                self._note(each, self._storages)
                 return True
         self._refresh()
         if local.untyped_storage()._cdata in self._storages:
@@ -759,7 +759,7 @@ class _Residents:
         unsharders = (engine.unsharder for engine in self._engines)
         return any(unsharder is not None and unsharder.has(local) for unsharder in unsharders)
 
-    def _meet(self, tensor: Tensor, storages: dict[int, StorageWeakRef]) -> None:
+    def _note(self, tensor: Tensor, storages: dict[int, StorageWeakRef]) -> None:
         """Notes where a parameter or buffer lies, and whose it is."""
         engine = owner_of(tensor)
         if engine is not None:
@@ -778,7 +778,7 @@ class _Residents:
         with without_torch_function():
             for module in self._modules:
                 for tensor in (*module.parameters(), *module.buffers()):
-                    self._meet(tensor, storages)
+                    self._note(tensor, storages)
         self._storages = storages
 
 

@@ -16,7 +16,7 @@ WRAP = 1 << 32
 CLEARING = 1 << 24
 
 
-def _between_calls(devices, comm, meeting: threading.Barrier, put: Callable[[], None]) -> None:
+def _between_calls(devices, comm, barrier: threading.Barrier, put: Callable[[], None]) -> None:
     """Lets all ranks ``put`` what their calls go on from, while none is in a call.
 
     The kernel of a barrier ends on one rank while others still read their words, and the first call
@@ -24,19 +24,19 @@ def _between_calls(devices, comm, meeting: threading.Barrier, put: Callable[[], 
     """
     comm.barrier()
     devices.runtime.synchronize(0)
-    meeting.wait()
+    barrier.wait()
     put()
-    meeting.wait()
+    barrier.wait()
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_items_wrap_around(devices, name):
     """From a few items before 2^31 and 2^32 to many behind."""
-    meeting = threading.Barrier(WORLD)
+    barrier = threading.Barrier(WORLD)
 
     def body(comm):
         for begin in (WRAP // 2 - 5, WRAP - 5):
-            _between_calls(devices, comm, meeting, functools.partial(set_epochs, comm, begin))
+            _between_calls(devices, comm, barrier, functools.partial(set_epochs, comm, begin))
             for count, memory, algorithm in (
                 (3, "plain", "one_shot"),
                 (MANY // 4, "plain", "ring"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ringcomm import cuda
-from ringcomm.comm.device.meeting import LINE_BYTES, Links, prove_links
+from ringcomm.comm.device.rendezvous import LINE_BYTES, Links, prove_links
 from ringcomm.errors import RendezvousError
 from ringcomm.memory import device_heap
 from ringcomm.memory.device_heap import DeviceHandle, DeviceHeap, map_device_heap
@@ -16,8 +16,8 @@ from tests.support.device_handles import (
     MIB,
     REGION,
     await_all,
+    exchange_handles,
     handle_of,
-    meet,
     read_handles,
     text_of,
 )
@@ -88,7 +88,7 @@ class Copies(EmulatedRuntime):
 def _proves_with_liars(store, rank, world, liar):
     cuda.use((Copies if rank == liar else EmulatedRuntime)())
     heap = device_heap.device_heap(0, 4 * MIB)
-    links = links_of(heap, rank, meet(store, rank, world, heap))
+    links = links_of(heap, rank, exchange_handles(store, rank, world, heap))
     await_all(store, "mapped", world)
     said = ""
     try:

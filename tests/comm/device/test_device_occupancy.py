@@ -20,8 +20,8 @@ import torch
 
 import ringcomm
 from ringcomm import CommOptions, _native
-from ringcomm.comm.device import meeting
-from ringcomm.comm.device.meeting import _DeviceInfo
+from ringcomm.comm.device import rendezvous
+from ringcomm.comm.device.rendezvous import _DeviceInfo
 from ringcomm.comm.device.sharing import Blocks, DeviceOrder
 from ringcomm.cuda.units import UNITS
 from ringcomm.errors import AbortedError, CollectiveTimeout, UnsupportedError
@@ -66,7 +66,7 @@ def too_large(each: int) -> list[str]:
 def test_the_kernels_that_are_asked_stand_for_all_that_wait():
     """So any blocks fit of which there are no more than ``_blocks_each`` per multiprocessor."""
     heap: Any = SimpleNamespace(runtime=EmulatedRuntime(), device=0)
-    each = meeting._blocks_each(heap)
+    each = rendezvous._blocks_each(heap)
     assert too_large(each) == []
     assert "rc_all_reduce_sum" in too_large(each + 1)
     assert {"rc_move", "rc_adamw_step_float16"} <= {name for _, name, _ in waiting_kernels()}
@@ -79,8 +79,8 @@ def blocks_of(multiprocessors: int, ranks: int, channels: int) -> Blocks:
     """What a process asks for with so many ranks on one device; 0 channels: by default."""
     infos = [_DeviceInfo(1, 1, "GPU", "emulated", multiprocessors, "", "")] * ranks
     membership: Any = SimpleNamespace(options=CommOptions(channels=channels))
-    taken = meeting._channels(membership, infos)
-    message = min(taken, _native.MESSAGE_CHANNELS, meeting._message_channels(infos, taken))
+    taken = rendezvous._channels(membership, infos)
+    message = min(taken, _native.MESSAGE_CHANNELS, rendezvous._message_channels(infos, taken))
     return Blocks(taken * ranks, 2 * message * ranks)
 
 
@@ -361,7 +361,7 @@ def test_one_channel_more_would_stall_until_the_deadline(monkeypatch):
 
 def test_a_kernel_that_takes_more_than_its_share_would_stall_until_the_deadline(monkeypatch):
     """As if the kernels that are asked had half of the registers that those of a call have."""
-    honest = meeting._blocks_each
-    monkeypatch.setattr(meeting, "_blocks_each", lambda heap: 2 * honest(heap))
+    honest = rendezvous._blocks_each
+    monkeypatch.setattr(rendezvous, "_blocks_each", lambda heap: 2 * honest(heap))
     with pytest.raises((CollectiveTimeout, AbortedError), match="until its timeout ended"):
         exchange(16, 4, 3, timeout=1.5)

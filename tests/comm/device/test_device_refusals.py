@@ -19,8 +19,8 @@ from ringcomm import (
     UnsupportedError,
     premul_sum,
 )
-from ringcomm.comm.device import meeting
-from ringcomm.comm.device.meeting import prove_links
+from ringcomm.comm.device import rendezvous
+from ringcomm.comm.device.rendezvous import prove_links
 from ringcomm.memory.device_heap import map_device_heap
 from tests.comm.device.conftest import require
 from tests.proof.ptx.multicast_job import multicast_kernels
@@ -114,8 +114,8 @@ def test_a_rank_that_fails_when_its_peers_have_mapped_it(emulated, monkeypatch):
         peers_prove.wait(OPTIONS.timeout_s)
         prove_links(*args)
 
-    monkeypatch.setattr(meeting, "map_device_heap", maps)
-    monkeypatch.setattr(meeting, "prove_links", proves)
+    monkeypatch.setattr(rendezvous, "map_device_heap", maps)
+    monkeypatch.setattr(rendezvous, "prove_links", proves)
     started = time.monotonic()
     errors = _errors(3)
     assert time.monotonic() - started < OPTIONS.timeout_s / 2

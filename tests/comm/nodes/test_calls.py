@@ -10,7 +10,7 @@ import torch
 
 import ringcomm
 from ringcomm import CommOptions, LocalWorld, MismatchError, ReduceOp, UnsupportedError
-from ringcomm.comm.host.meeting import NodeLayout, divide
+from ringcomm.comm.host.rendezvous import NodeLayout, divide
 from ringcomm.comm.nodes import calls
 from ringcomm.comm.nodes import core as sums
 from ringcomm.errors import ArgumentError, RendezvousError, RingcommError

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from ringcomm import CommOptions, Communicator, RingcommError
-from ringcomm.comm.host.meeting import NodeLayout
+from ringcomm.comm.host.rendezvous import NodeLayout
 from ringcomm.comm.nodes import engine
 from ringcomm.comm.nodes import transport as connecting
 from ringcomm.comm.nodes.steps import StepsCore

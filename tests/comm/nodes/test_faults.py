@@ -56,7 +56,7 @@ def connect(timeout_s: float = TIMEOUT_S, **options: Any) -> int:
 
 
 def set_timeout(timeout_s: float) -> None:
-    """Shortens the timeout of calls; ranks that come late must meet in time."""
+    """Shortens the timeout of calls; ranks that come late must join in time."""
     _comms[0].timeout = timeout_s
 
 

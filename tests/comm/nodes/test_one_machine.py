@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import HashStore
 
 from ringcomm import Communicator
-from ringcomm.comm.host import meeting
+from ringcomm.comm.host import rendezvous
 from ringcomm.rendezvous.handles import machine_identity
 
 
@@ -17,20 +17,20 @@ def test_the_warning_names_the_programs_line(monkeypatch: pytest.MonkeyPatch) ->
     def in_a_container() -> tuple[str, str, str]:
         return host, boot, f"{namespace} of {threading.current_thread().name}"
 
-    monkeypatch.setattr(meeting, "machine_identity", in_a_container)
-    monkeypatch.setattr(meeting, "_warned", set())
-    (told,) = _told_while_ranks_meet(None)
+    monkeypatch.setattr(rendezvous, "machine_identity", in_a_container)
+    monkeypatch.setattr(rendezvous, "_warned", set())
+    (told,) = _told_at_the_rendezvous(None)
     assert "different PID namespaces" in str(told.message)
     assert told.filename == __file__
 
 
 def test_an_id_of_some_ranks_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_warned", set())
-    (told,) = _told_while_ranks_meet("first")
+    monkeypatch.setattr(rendezvous, "_warned", set())
+    (told,) = _told_at_the_rendezvous("first")
     assert "of the two only rank 0 has RINGCOMM_NODE_ID" in str(told.message)
 
 
-def _told_while_ranks_meet(id_of_first: str | None) -> list[warnings.WarningMessage]:
+def _told_at_the_rendezvous(id_of_first: str | None) -> list[warnings.WarningMessage]:
     store = HashStore()
 
     def build(rank: int) -> None:

@@ -7,7 +7,7 @@ import torch
 
 import ringcomm
 from ringcomm import ArgumentError, CommOptions
-from ringcomm.comm.host import meeting as schedules
+from ringcomm.comm.host import rendezvous as schedules
 from ringcomm.comm.nodes import calls
 from ringcomm.comm.nodes import core as sums
 from tests.support.exact import equal, op_of, operand, reduced, same

@@ -158,7 +158,7 @@ def on_several_machines(rank, world_size):
     host, boot, namespace = handles.machine_identity()
     elsewhere = (host, f"{boot}-{rank}", namespace)
     net = sharded(init_device_mesh("cpu", (world_size,)))
-    with mock.patch("ringcomm.comm.host.meeting.machine_identity", lambda: elsewhere):
+    with mock.patch("ringcomm.comm.host.rendezvous.machine_identity", lambda: elsewhere):
         plug(net)
         train(net, rank)
     assert_trained(net, world_size)

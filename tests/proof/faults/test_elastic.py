@@ -23,8 +23,8 @@ EXAMPLE = ROOT / "docs" / "examples" / "elastic.py"
 RANKS, LIMIT_S = 2, 300
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 
-# The example after a meeting of another kind, with rank 1 killed: in the first attempt before it
-# meets the others, in the second at a step of its communication. Without a step, it says how many
+# The example after a rendezvous of another kind, with rank 1 killed: in the first attempt before it
+# joins the others, in the second at a step of its communication. Without a step, it says how many
 # steps there are.
 PROGRAM = f"""
 import os, runpy, signal, sys
@@ -64,7 +64,7 @@ def final(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_restarted_job_ends_as_if_nothing_had_happened(tmp_path):
-    """It is restarted twice, and each attempt meets in both ways in the store of the first."""
+    """It is restarted twice, and each attempt joins in both ways in the store of the first."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     done = torchrun(whole, 0)
     assert done.returncode == 0, done.stderr
@@ -81,31 +81,31 @@ def test_a_restarted_job_ends_as_if_nothing_had_happened(tmp_path):
         assert torch.equal(state[name], tensor), name
 
 
-def _meet(store, rank, timeout):
+def _join(store, rank, timeout):
     with Communicator.from_store(store, rank, RANKS, timeout=timeout) as comm:
         total = torch.ones(3)
         comm.all_reduce(total)
         return total.tolist()
 
 
-def _all_meet(store):
+def _all_join(store):
     """Two ranks as threads."""
-    other = threading.Thread(target=_meet, args=(store, 1, 60.0))
+    other = threading.Thread(target=_join, args=(store, 1, 60.0))
     other.start()
     try:
-        return _meet(store, 0, 20.0)
+        return _join(store, 0, 20.0)
     finally:
         other.join()
 
 
-def test_ranks_meet_in_a_store_where_an_attempt_before_has_failed(monkeypatch):
+def test_ranks_join_in_a_store_where_an_attempt_before_has_failed(monkeypatch):
     """Rank 1 died before it came: the ranks have not come there equally often."""
     store = HashStore()
     monkeypatch.setenv(ATTEMPT, "0")
     with pytest.raises(RendezvousError, match="rank 1, which did not come"):
-        _meet(store, 0, 0.05)
+        _join(store, 0, 0.05)
     monkeypatch.setenv(ATTEMPT, "1")
-    assert _all_meet(store) == [2.0] * 3
+    assert _all_join(store) == [2.0] * 3
 
 
 def test_attempts_are_what_tells_them_apart(monkeypatch):
@@ -113,11 +113,11 @@ def test_attempts_are_what_tells_them_apart(monkeypatch):
     store = HashStore()
     monkeypatch.setenv(ATTEMPT, "1")
     with pytest.raises(RendezvousError):
-        _meet(store, 0, 0.05)
+        _join(store, 0, 0.05)
     with pytest.raises(RendezvousError, match="rank 1, which did not come"):
-        _meet(store, 0, 0.05)
+        _join(store, 0, 0.05)
     monkeypatch.delenv(ATTEMPT)
-    assert _all_meet(store) == [2.0] * 3
+    assert _all_join(store) == [2.0] * 3
 
 
 @pytest.mark.parametrize("attempt", ["0", "1"])

@@ -121,7 +121,7 @@ def _work() -> None:
 
 
 def _port_of_rank_0() -> None:
-    sockets = same_node.LaunchSockets.of(f"suspended {os.getpid()}", 0, "meeting")
+    sockets = same_node.LaunchSockets.of(f"suspended {os.getpid()}", 0, "rendezvous")
     same_node.ask_port(sockets, Deadline(TIMEOUT_S))
 
 

@@ -143,7 +143,7 @@ struct Pair {
   void join(Stream published) {
     build();
     comms[0]->connect(addresses());
-    for (const auto& comm : comms) comm->meet(1);
+    for (const auto& comm : comms) comm->publish_members(1);
     const View& v = comms[0]->view();
     v.control(1)->reads_peers = 1;
     comms[0]->activate();

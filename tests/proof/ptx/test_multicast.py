@@ -140,9 +140,9 @@ ORDERINGS = (
     "barrier of multicast_collective (3)",
     "barrier of publish_shared",
     "release of publish_shared",
-    "acquire of meet",
+    "acquire of sync_peers",
     "fence of fence_proxy_alias",
-    "barrier of meet",
+    "barrier of sync_peers",
     "release of release",
 )
 # Each is compiled: make test has one of the orders, and one of the arithmetic.

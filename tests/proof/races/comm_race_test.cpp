@@ -63,7 +63,7 @@ struct World {
   World(int n, int r) : size(n), rounds(r), ranks(size_t(n)) {
     pthread_barrier_init(&all, nullptr, unsigned(n));
   }
-  void meet() { pthread_barrier_wait(&all); }
+  void sync() { pthread_barrier_wait(&all); }
 };
 
 void build(World& w, int rank) {
@@ -71,13 +71,13 @@ void build(World& w, int rank) {
   mine.comm = std::make_unique<Comm>(
       w.heap, CommConfig{rank, w.size, 2, kSegmentBytes, kTimeoutNs, 8, "race"});
   mine.messenger = std::make_unique<Messenger>(*mine.comm);
-  w.meet();
+  w.sync();
   std::vector<PeerAddress> peers;
   for (const Rank& peer : w.ranks)
     peers.push_back({w.heap, w.heap->base(), w.heap->capacity_bytes(), peer.comm->region_offset(),
                      0, peer.comm->proof()});
   mine.comm->connect(peers);
-  w.meet();
+  w.sync();
   mine.comm->activate();
 }
 
@@ -151,9 +151,9 @@ void generation(World& w, int rank, int abort_by) {
     const Block next(*w.heap, region_bytes);
     std::fill_n(next.data(), region_bytes / sizeof(float), 1.0f);
   }
-  w.meet();
+  w.sync();
   w.ranks[size_t(rank)] = Rank{};
-  w.meet();
+  w.sync();
 }
 
 // Rank 0 alone makes calls, which fail, while another thread of the rank has the fault record and

@@ -28,7 +28,7 @@ static_assert(kChunkBytes >= kSingleCopyMinBytes);
 float value(int rank, uint64_t i) { return float((uint64_t(rank) * 7 + i * 3) % 11) - 5; }
 
 // What the two know of each other outside of the protocol.
-struct Meeting {
+struct Shared {
   std::atomic<bool> give_up = false, returned = false, ended = false;
   // Set: the lender ends in place of giving up, and another process has its number and this memory.
   float* taken_over = nullptr;
@@ -41,7 +41,7 @@ struct Team {
   static constexpr bool kSleeps = false, kShareWaits = false, kReadsWhole = false,
                         kReadsProcesses = true;
   int rank;
-  Meeting* meeting;
+  Shared* shared;
   uint64_t now = 1;
 
   static constexpr int lane() { return 0; }
@@ -56,7 +56,7 @@ struct Team {
   static void wake(uint32_t*) {}
   static bool reads_processes() { return true; }
   static bool peers_can_read(const void*, uint64_t) { return true; }
-  bool has_ended(int) const { return meeting->ended; }
+  bool has_ended(int) const { return shared->ended; }
   Status read_process(int, void* to, const void* from, uint64_t bytes) const {
     event();
     std::memcpy(to, from, bytes);
@@ -68,19 +68,19 @@ struct Team {
     return true;
   }
   uint64_t now_ns() {
-    if (rank == kLender && meeting->give_up) now += 2 * kTimeoutNs;
+    if (rank == kLender && shared->give_up) now += 2 * kTimeoutNs;
     return now;
   }
   void passing(Point, const View&, Stream) const { event(); }
   void event() const {
-    if (rank != kReader || meeting->events++ != meeting->stop_before) return;
-    if (meeting->taken_over != nullptr) {
-      std::fill_n(meeting->taken_over, kChunkElems, kChanged);
-      meeting->ended = true;
+    if (rank != kReader || shared->events++ != shared->stop_before) return;
+    if (shared->taken_over != nullptr) {
+      std::fill_n(shared->taken_over, kChunkElems, kChanged);
+      shared->ended = true;
       return;
     }
-    meeting->give_up = true;
-    while (!meeting->returned) std::this_thread::yield();
+    shared->give_up = true;
+    while (!shared->returned) std::this_thread::yield();
   }
 };
 
@@ -122,9 +122,9 @@ struct World {
   char *regions[kWorld], *heaps[kWorld];
   uint64_t heap_bytes[kWorld];
   Rank ranks[kWorld];
-  Meeting meeting;
+  Shared shared;
 
-  explicit World(int stop_before) : meeting{.stop_before = stop_before} {
+  explicit World(int stop_before) : shared{.stop_before = stop_before} {
     const uint64_t share = layout.region_bytes() + kTensorBytes;
     arena.resize(share * kWorld + 4096);
     char* base =
@@ -205,7 +205,7 @@ const Form kForms[] = {
 
 Status call(World& w, const Form& form, int rank) {
   View view = w.view(rank);
-  Team team{rank, &w.meeting};
+  Team team{rank, &w.shared};
   Ops ops;
   E e{team, view, ops};
   Rank& mine = w.ranks[rank];
@@ -225,17 +225,17 @@ Status call(World& w, const Form& form, int rank) {
 // Whether the reader came to the event; false, too, at the end of the program.
 bool stopped(const Form& form, int before, bool ends) {
   World w(before);
-  if (ends) w.meeting.taken_over = w.ranks[kLender].plain.data();
+  if (ends) w.shared.taken_over = w.ranks[kLender].plain.data();
   std::thread lender([&] {
     call(w, form, kLender);
     std::fill_n(w.ranks[kLender].lent, kElems, kChanged);
     std::fill_n(w.ranks[kLender].plain.data(), kChunkElems, kChanged);
-    w.meeting.returned = true;
+    w.shared.returned = true;
   });
   const Status status = call(w, form, kReader);
   const bool right = form.right(w.ranks[kReader]);
-  const bool came = w.meeting.events > before;
-  w.meeting.give_up = true;  // the reader may have failed before
+  const bool came = w.shared.events > before;
+  w.shared.give_up = true;  // the reader may have failed before
   lender.join();
   if (status == Status::kOk && !right) {
     std::printf("%s: a success with data of after the lender's call, event %d\n", form.name,

@@ -55,7 +55,7 @@ class Rig:
         return self.kind == "emulated"
 
     def world(self, n: int = 2, timeout: float = LONG_S, options: CommOptions = OPTIONS) -> Any:
-        """``n`` ranks of this process, whose calls have ``timeout``; to meet they have longer."""
+        """``n`` ranks of this process, whose calls have ``timeout``; the rendezvous has longer."""
         made: Callable[..., LocalWorld] = ringcomm.local_world
         world = made(n, device=DEVICE, timeout=LONG_S, options=options, heap_bytes=HEAP_BYTES)
         for each in world:

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 
 import ringcomm
 from ringcomm import AbortedError, CommOptions, Communicator, MismatchError, RingcommError
-from ringcomm.comm.device import launch, lifecycle, meeting
+from ringcomm.comm.device import launch, lifecycle, rendezvous
 from ringcomm.comm.device.core import DeviceCore
 from ringcomm.comm.host import engine
 from ringcomm.memory.device_heap import close_heaps, device_heap
@@ -300,12 +300,12 @@ def test_a_failed_rendezvous_leaves_nothing(rig: Rig, monkeypatch: pytest.Monkey
     all_have_read = threading.Barrier(2)
     check = handles.check_announced
 
-    def checks(meeting: Any, mine: Any, theirs: Any, rank: int) -> None:
+    def checks(spec: Any, mine: Any, theirs: Any, rank: int) -> None:
         if rank == 0:
             all_have_read.wait(LONG_S)
-        check(meeting, mine, theirs, rank)
+        check(spec, mine, theirs, rank)
 
-    monkeypatch.setattr(meeting, "check_announced", checks)
+    monkeypatch.setattr(rendezvous, "check_announced", checks)
 
     def body(rank: int) -> None:
         options = CommOptions(segment_bytes=4096 if rank else 8192, channels=2)
@@ -336,8 +336,8 @@ def test_a_rank_that_fails_after_all_have_met(rig: Rig, monkeypatch: pytest.Monk
             raise MemoryError("no more")
         connect(core, *given)
 
-    def tells(meeting: Any, error: BaseException) -> None:
-        fail(meeting, error)
+    def tells(spec: Any, error: BaseException) -> None:
+        fail(spec, error)
         if isinstance(error, MemoryError):
             until_rank_threads_have_ended(0, 2)
 

@@ -80,7 +80,7 @@ def fresh_total(rig: Rig, store: Any, rank: int, n: int) -> float:
     return float(tensor[4999].item())
 
 
-def meet(store: Any, name: str, n: int) -> None:
+def wait_for_all(store: Any, name: str, n: int) -> None:
     """Returns in ``n`` processes at about the same time, whatever the machine's load."""
     store.add(f"met/{name}", 1)
     until(lambda: int(store.add(f"met/{name}", 0)) >= n, LONG_S)
@@ -108,7 +108,7 @@ def waits_for_the_last(
     for name, comm in comms.items():
         comm.timeout = LONG_S if end == "die" else STOPPED_S
         # Else one that is late by its timeout is taken for the one that is stopped.
-        meet(store, name, n - 1)
+        wait_for_all(store, name, n - 1)
         started = time.monotonic()
         error = first_error(rig, comm, partial(WAITS[name], rig, comm))
         told[name] = type(error), str(error), time.monotonic() - started
@@ -325,7 +325,7 @@ def in_threads(n: int, body: Callable[[int], Any]) -> list[Any]:
 
 
 def two_ranks_each(store: Any, process: int, processes: int, kind: str, path: str) -> list[Any]:
-    """Ranks of one process share a launch, and their launches meet those of the other process."""
+    """Ranks of one process share a launch, and their launches wait for those of the other process."""
     rig = Rig(kind)
     n = 2 * processes
     placed = threading.Barrier(2)

@@ -22,8 +22,8 @@ from ringcomm.process import Deadline
 from ringcomm.rendezvous.handles import (
     NODE_ID_VARIABLE,
     HeapHandle,
-    Meeting,
     Rendezvous,
+    RendezvousSpec,
     forming,
     machine_identity,
     members_of,
@@ -271,7 +271,7 @@ class Membership:
     ``ranks`` are the members' ranks in the outermost communicator. ``heaps`` are their heaps as
     mapped here, held as long as the communicator lives. ``node_id`` is what this rank's node was
     named, or "". ``processes`` are those of ranks of the outermost communicator that are known.
-    ``parent`` is what the members are a part of, until they have met.
+    ``parent`` is what the members are a part of, until their rendezvous is over.
     """
 
     name: str
@@ -284,16 +284,16 @@ class Membership:
     processes: Mapping[int, _native.Process] = field(default_factory=dict)
     parent: Parent | None = None
 
-    def having_met(
+    def after_rendezvous(
         self, heaps: tuple[MappedHeap, ...], processes: Mapping[int, _native.Process]
     ) -> Membership:
-        """Returns the membership once the members have met; it keeps no parent alive."""
+        """Returns the membership after the rendezvous; it keeps no parent alive."""
         return replace(self, heaps=heaps, processes=processes, parent=None)
 
 
-def rendezvous_of(membership: Membership) -> Meeting:
-    """Returns the meeting of the members, whose timeout begins now."""
-    return Meeting(
+def spec_of(membership: Membership) -> RendezvousSpec:
+    """Returns the rendezvous of the members, whose timeout begins now."""
+    return RendezvousSpec(
         membership.store,
         membership.name,
         membership.rank,
@@ -314,14 +314,14 @@ class OneNode:
 
 @dataclass(frozen=True)
 class SeveralNodes:
-    """The nodes that the members are on, and the meeting at which they go on.
+    """The nodes that the members are on, and the rendezvous at which they go on.
 
     ``world_id`` identifies the members on all nodes.
     """
 
     world_id: int
     layout: NodeLayout
-    meeting: Meeting
+    spec: RendezvousSpec
     rendezvous: Rendezvous
 
 
@@ -350,34 +350,34 @@ def why_lost(core: _native.Comm, peer: int) -> str:
 # other, and ranks of different ids are on different nodes.
 
 
-def meet(membership: Membership, heap_bytes: int | None) -> OneNode | SeveralNodes:
-    """Meets the members; if they are on one node, builds a connected core.
+def hold_rendezvous(membership: Membership, heap_bytes: int | None) -> OneNode | SeveralNodes:
+    """Holds the rendezvous of the members; if they are on one node, builds a connected core.
 
     Raises:
         RingcommError: as :meth:`Communicator.from_store`; waiting peers have been told.
     """
-    meeting = rendezvous_of(membership)
-    with forming(meeting.operation):
-        rendezvous = Rendezvous(meeting)
+    spec = spec_of(membership)
+    with forming(spec.operation):
+        rendezvous = Rendezvous(spec)
     core: _native.Comm | None = None
     try:
-        with forming(meeting.operation):
+        with forming(spec.operation):
             heap = process_heap(heap_bytes, len(membership.ranks))
             core = _make_core(heap, membership)
             handles = rendezvous.handles(_handle(heap, core, membership))
-            heaps, unreached = _map_heaps(handles, heap, meeting)
+            heaps, unreached = _map_heaps(handles, heap, spec)
             if len(heaps) == len(handles):
                 in_order = tuple(heaps[rank] for rank in range(len(handles)))
-                _connect(core, handles, in_order, meeting.operation)
+                _connect(core, handles, in_order, spec.operation)
             everyone = rendezvous.confirm(handles, unreached)
             machines = [handle.machine for handle in handles]
-            layout = divide(meeting.rank, machines, everyone, meeting.operation)
+            layout = divide(spec.rank, machines, everyone, spec.operation)
             if len(layout.nodes) == 1:
-                _activate(core, meeting.operation)
-                return OneNode(core, in_order, meeting.lookout.processes)
-            _check_ids(layout, handles, everyone, meeting)
+                _activate(core, spec.operation)
+                return OneNode(core, in_order, spec.lookout.processes)
+            _check_ids(layout, handles, everyone, spec)
             core.close()
-            return SeveralNodes(members_of(handles), layout, meeting, rendezvous)
+            return SeveralNodes(members_of(handles), layout, spec, rendezvous)
     except BaseException as error:
         if core is not None:
             # A peer may have seen all ranks ready, and must not wait for this one.
@@ -388,7 +388,7 @@ def meet(membership: Membership, heap_bytes: int | None) -> OneNode | SeveralNod
 
 
 def _map_heaps(
-    handles: list[HeapHandle], own: _native.Heap, meeting: Meeting
+    handles: list[HeapHandle], own: _native.Heap, spec: RendezvousSpec
 ) -> tuple[dict[int, MappedHeap], dict[int, str]]:
     """Maps the heaps of this rank's machine; returns them, and why others cannot be mapped.
 
@@ -399,14 +399,14 @@ def _map_heaps(
     heaps: dict[int, MappedHeap] = {}
     unreached: dict[int, str] = {}
     for rank, handle in enumerate(handles):
-        if handle.machine != handles[meeting.rank].machine:
+        if handle.machine != handles[spec.rank].machine:
             continue
         try:
-            heaps[rank] = map_heap(handle, own, meeting.operation)
+            heaps[rank] = map_heap(handle, own, spec.operation)
         except UnsupportedError as error:  # the kernel refuses; any other error is one
-            unreached[rank] = str(error).removeprefix(f"{meeting.operation}: ")
+            unreached[rank] = str(error).removeprefix(f"{spec.operation}: ")
         except RendezvousError:
-            meeting.lookout.raise_if_ended(rank, meeting.operation)
+            spec.lookout.raise_if_ended(rank, spec.operation)
             raise
     return heaps, unreached
 
@@ -415,18 +415,21 @@ _warned: set[str] = set()
 
 
 def _check_ids(
-    layout: NodeLayout, handles: list[HeapHandle], unreached: list[dict[int, str]], meeting: Meeting
+    layout: NodeLayout,
+    handles: list[HeapHandle],
+    unreached: list[dict[int, str]],
+    spec: RendezvousSpec,
 ) -> None:
     """Refuses nodes that contradict RINGCOMM_NODE_ID, and warns of a machine that is several."""
     for rank, reasons in enumerate(unreached):
         for peer, why in reasons.items():
             if handles[rank].node_id:
                 raise RendezvousError(
-                    f"{meeting.operation}: ranks {rank} and {peer} have the same "
+                    f"{spec.operation}: ranks {rank} and {peer} have the same "
                     f"{NODE_ID_VARIABLE}={handles[rank].node_id}, but rank {rank} cannot map the "
                     f"memory of rank {peer}: {why}. Give only ranks that share memory one id"
                 )
-    if meeting.rank != 0:
+    if spec.rank != 0:
         return
     for first, second in pairwise(ranks[0] for ranks in layout.nodes):
         a, b = handles[first], handles[second]
@@ -440,7 +443,7 @@ def _check_ids(
         if a.boot not in _warned:
             _warned.add(a.boot)
             warnings.warn_explicit(
-                f"{meeting.operation}: ranks {first} and {second} run on one machine but are on "
+                f"{spec.operation}: ranks {first} and {second} run on one machine but are on "
                 f"different nodes, as neither maps the other's memory: {why}. Between nodes calls "
                 f"are slower. If that is meant, set {NODE_ID_VARIABLE} on all ranks",
                 RuntimeWarning,
@@ -509,7 +512,7 @@ def _connect(
         )
     except ValueError as error:
         raise RendezvousError(f"{operation}: {error}. {_STRANGERS}") from error
-    core.meet(members_of(handles))
+    core.publish_members(members_of(handles))
 
 
 def _activate(core: _native.Comm, operation: str) -> None:

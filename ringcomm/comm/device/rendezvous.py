@@ -22,8 +22,8 @@ from ringcomm.comm.device.lifecycle import Peer
 from ringcomm.comm.device.sharing import Blocks, DeviceOrder, JointLaunch, joint_launch_of, order_of
 from ringcomm.comm.device.topology import Topology, from_json, read_machine
 from ringcomm.comm.host.arguments import CallChecks, NativeOp
-from ringcomm.comm.host.meeting import Membership, rendezvous_of
 from ringcomm.comm.host.options import CommOptions
+from ringcomm.comm.host.rendezvous import Membership, spec_of
 from ringcomm.cuda.multicast import MulticastWindow, granularity_bytes, why_not
 from ringcomm.errors import MismatchError, RendezvousError, RingcommError, UnsupportedError
 from ringcomm.json_reader import read_fields, shown
@@ -39,8 +39,8 @@ from ringcomm.memory.device_heap import (
 from ringcomm.process import Deadline
 from ringcomm.rendezvous.handles import (
     DescriptorInbox,
-    Meeting,
     Rendezvous,
+    RendezvousSpec,
     check_announced,
     check_one_machine,
     forming,
@@ -48,10 +48,17 @@ from ringcomm.rendezvous.handles import (
     send_descriptor,
 )
 
-__all__ = ["MULTICAST", "Links", "check_multicast", "make_window", "meet_on_device", "prove_links"]
+__all__ = [
+    "MULTICAST",
+    "Links",
+    "check_multicast",
+    "make_window",
+    "prove_links",
+    "rendezvous_on_device",
+]
 
 
-# ---- The windows of a communicator's ranks for ``algorithm="multicast"``, made when they meet ---
+# ---- The windows of a communicator's ranks for ``algorithm="multicast"``, made at the rendezvous
 
 
 MULTICAST = "multicast"
@@ -73,7 +80,7 @@ class _Ability:
 
 def make_window(
     rendezvous: Rendezvous,
-    meeting: Meeting,
+    spec: RendezvousSpec,
     heap: DeviceHeap,
     handles: Sequence[DeviceHandle],
     options: CommOptions,
@@ -89,7 +96,7 @@ def make_window(
     """
     if options.multicast_bytes == 0:
         return None
-    runtime, device, world_size = heap.runtime, heap.device, meeting.world_size
+    runtime, device, world_size = heap.runtime, heap.device, spec.world_size
     refusal, unit_bytes = why_not(runtime, device), 0
     if not refusal:
         # No call has to load it while a peer waits; other dtypes' load at their first call.
@@ -99,18 +106,18 @@ def make_window(
     try:
         mine = _Ability(refusal, unit_bytes, inbox.name.hex())
         texts = rendezvous.everyone("multicast", asdict(mine))
-        operation = meeting.operation
+        operation = spec.operation
         abilities = [
             _Ability(**read_fields(_Ability, text, rank, operation, hexadecimal=("inbox",)))
             for rank, text in enumerate(texts)
         ]
-        _check_devices(meeting, handles, abilities)
+        _check_devices(spec, handles, abilities)
         unit_bytes = max(each.granularity_bytes for each in abilities)
         size_bytes = -(-options.multicast_bytes // unit_bytes) * unit_bytes
-        if meeting.rank == 0:
+        if spec.rank == 0:
             window = MulticastWindow.create(runtime, device, size_bytes, world_size)
         else:
-            descriptor = _receive(rendezvous, meeting, inbox, handles[0].pid)
+            descriptor = _receive(rendezvous, spec, inbox, handles[0].pid)
             try:
                 window = MulticastWindow.join(runtime, device, size_bytes, descriptor)
             finally:
@@ -118,8 +125,8 @@ def make_window(
     finally:
         inbox.close()
     try:
-        if meeting.rank == 0:
-            _send(meeting, window, abilities)
+        if spec.rank == 0:
+            _send(spec, window, abilities)
         # The driver would block in bind() until every device has been added, or for ever.
         rendezvous.everyone("added", {})
         window.bind()
@@ -130,10 +137,10 @@ def make_window(
 
 
 def _check_devices(
-    meeting: Meeting, handles: Sequence[DeviceHandle], abilities: Sequence[_Ability]
+    spec: RendezvousSpec, handles: Sequence[DeviceHandle], abilities: Sequence[_Ability]
 ) -> None:
-    head = f"{meeting.operation}: multicast_bytes"
-    if meeting.world_size < 2:
+    head = f"{spec.operation}: multicast_bytes"
+    if spec.world_size < 2:
         raise UnsupportedError(f"{head}: expected 2 ranks or more, got 1. Use more, {_INSTEAD}")
     for handle, ability in zip(handles, abilities, strict=True):
         if ability.refusal:
@@ -151,7 +158,7 @@ def _check_devices(
             )
 
 
-def _send(meeting: Meeting, window: MulticastWindow, abilities: Sequence[_Ability]) -> None:
+def _send(spec: RendezvousSpec, window: MulticastWindow, abilities: Sequence[_Ability]) -> None:
     descriptor = window.export()
     try:
         for rank, ability in enumerate(abilities[1:], 1):
@@ -159,7 +166,7 @@ def _send(meeting: Meeting, window: MulticastWindow, abilities: Sequence[_Abilit
                 send_descriptor(bytes.fromhex(ability.inbox), descriptor)
             except OSError as error:
                 raise UnsupportedError(
-                    f"{meeting.operation}: multicast_bytes: cannot hand a file descriptor to rank "
+                    f"{spec.operation}: multicast_bytes: cannot hand a file descriptor to rank "
                     f"{rank}: {error.strerror}. Do the ranks run in containers that do not share "
                     f"a network namespace? Share it, {_INSTEAD}"
                 ) from error
@@ -168,15 +175,15 @@ def _send(meeting: Meeting, window: MulticastWindow, abilities: Sequence[_Abilit
 
 
 def _receive(
-    rendezvous: Rendezvous, meeting: Meeting, inbox: DescriptorInbox, sender_pid: int
+    rendezvous: Rendezvous, spec: RendezvousSpec, inbox: DescriptorInbox, sender_pid: int
 ) -> int:
-    while not meeting.deadline.is_over():
+    while not spec.deadline.is_over():
         descriptor = inbox.receive(sender_pid, _POLL_S)
         if descriptor is not None:
             return descriptor
         rendezvous.look_for_failures([0])
     raise RendezvousError(
-        f"{meeting.operation}: multicast_bytes: waited {meeting.deadline.timeout_s:g} s for the "
+        f"{spec.operation}: multicast_bytes: waited {spec.deadline.timeout_s:g} s for the "
         "multicast object of rank 0, which did not come. See what that rank reports, or raise "
         "timeout="
     )
@@ -335,13 +342,13 @@ class _DeviceInfo:
         return cls(**values)
 
 
-def meet_on_device(
+def rendezvous_on_device(
     membership: Membership, device: int, heap_bytes: int | None, build: Callable[..., C]
 ) -> C | None:
     """Builds this rank's communicator once the members, each with its device, have met.
 
     Args:
-        membership: of the communicator; its store is where the members meet.
+        membership: of the communicator; its store is that of the rendezvous.
         device: this rank's, as an ordinal of this process.
         heap_bytes: capacity of the device's heap, if this is its first use.
         build: makes the communicator from the core, the membership, the device's order and, if
@@ -358,23 +365,23 @@ def meet_on_device(
         HeapError: no room for the heap or the communicator's region in it.
     """
     world_size = len(membership.ranks)
-    meeting = rendezvous_of(membership)
-    _refuse_sum_blocks(membership, meeting)
-    with forming(meeting.operation):
-        rendezvous = Rendezvous(meeting)
+    spec = spec_of(membership)
+    _refuse_sum_blocks(membership, spec)
+    with forming(spec.operation):
+        rendezvous = Rendezvous(spec)
     core: DeviceCore | None = None
     stay = lifecycle.begin_stay()
     try:
-        with forming(meeting.operation):
+        with forming(spec.operation):
             lifecycle.reclaim()
             heap = device_heap(device, heap_bytes)
-            infos = _exchange_infos(rendezvous, meeting, heap, stay, membership.node_id)
+            infos = _exchange_infos(rendezvous, spec, heap, stay, membership.node_id)
             if len({info.machine for info in infos}) > 1:
                 lifecycle.end_stay(stay)
                 return None
             if world_size > _native.MAX_DEVICE_WORLD:
                 raise UnsupportedError(
-                    f"{meeting.operation}: got {world_size} ranks, but a communicator on devices "
+                    f"{spec.operation}: got {world_size} ranks, but a communicator on devices "
                     f"of one node has at most {_native.MAX_DEVICE_WORLD}. Build several of fewer "
                     "ranks"
                 )
@@ -384,15 +391,15 @@ def meet_on_device(
             multiprocessors = max(1, min(_shares(infos)))
             core = DeviceCore(heap, membership, chosen, channels, multiprocessors, stay)
             core.native.limit_message_channels(_message_channels(infos, channels))
-            handles = _handles(rendezvous, meeting, core, infos)
-            mapped = [map_device_heap(handle, heap, meeting.operation) for handle in handles]
+            handles = _handles(rendezvous, spec, core, infos)
+            mapped = [map_device_heap(handle, heap, spec.operation) for handle in handles]
             core.reach(handles, mapped)
             links = Links(heap, membership.rank, handles, mapped, core.native.words_bytes)
-            _prove_now(links, rendezvous, meeting)
+            _prove_now(links, rendezvous, spec)
             core.connect(
-                chosen.rings, make_window(rendezvous, meeting, heap, handles, membership.options)
+                chosen.rings, make_window(rendezvous, spec, heap, handles, membership.options)
             )
-            met = membership.having_met((), meeting.lookout.processes)
+            met = membership.after_rendezvous((), spec.lookout.processes)
             communicator = build(core, met, *_join(membership, core, handles, mapped))
             rendezvous.confirm()
             core.activate()
@@ -407,20 +414,20 @@ def meet_on_device(
     return communicator
 
 
-def _refuse_sum_blocks(membership: Membership, meeting: Meeting) -> None:
+def _refuse_sum_blocks(membership: Membership, spec: RendezvousSpec) -> None:
     if membership.options.sum_blocks:
         raise UnsupportedError(
-            f"{meeting.operation}: got CommOptions(sum_blocks={membership.options.sum_blocks}), "
+            f"{spec.operation}: got CommOptions(sum_blocks={membership.options.sum_blocks}), "
             "but devices sum in rank order alone. Use sum_blocks=0, or a communicator on the host"
         )
 
 
-def _prove_now(links: Links, rendezvous: Rendezvous, meeting: Meeting) -> None:
+def _prove_now(links: Links, rendezvous: Rendezvous, spec: RendezvousSpec) -> None:
     """Proves the links within the time that a rendezvous has for it; see :func:`prove_links`."""
-    proof_s = min(LINK_PROOF_S, meeting.deadline.timeout_s)
-    peers = [rank for rank in range(meeting.world_size) if rank != meeting.rank]
+    proof_s = min(LINK_PROOF_S, spec.deadline.timeout_s)
+    peers = [rank for rank in range(spec.world_size) if rank != spec.rank]
     look = partial(rendezvous.look_for_failures, peers)
-    prove_links(links, meeting.operation, Deadline(proof_s), look)
+    prove_links(links, spec.operation, Deadline(proof_s), look)
 
 
 def _join(
@@ -475,12 +482,12 @@ def _preload(heap: DeviceHeap) -> None:
 
 
 def _exchange_infos(
-    rendezvous: Rendezvous, meeting: Meeting, heap: DeviceHeap, stay: int, node_id: str
+    rendezvous: Rendezvous, spec: RendezvousSpec, heap: DeviceHeap, stay: int, node_id: str
 ) -> list[_DeviceInfo]:
     identity = heap.runtime.identity(heap.device)
     # One rank reads the machine for all, because equal plans need equal input and ranks in
     # different containers may see different GPUs.
-    topology = _read_topology(heap) if meeting.rank == 0 else ""
+    topology = _read_topology(heap) if spec.rank == 0 else ""
     mine = _DeviceInfo(
         os.getpid(),
         stay,
@@ -490,16 +497,16 @@ def _exchange_infos(
         topology,
         machine_of(node_id),
     )
-    operation = meeting.operation
+    operation = spec.operation
     found: dict[int, _DeviceInfo] = {}
 
     def read(rank: int, text: bytes) -> None:
         found[rank] = info = _DeviceInfo.from_json(text, rank, operation)
         if info.machine == mine.machine:
-            meeting.lookout.learn(rank, info.pid)
+            spec.lookout.learn(rank, info.pid)
 
     rendezvous.everyone("device", asdict(mine), read)
-    infos = [found[rank] for rank in range(meeting.world_size)]
+    infos = [found[rank] for rank in range(spec.world_size)]
     for rank, info in enumerate(infos):
         if info.kind != heap.runtime.kind:
             raise MismatchError(
@@ -563,18 +570,18 @@ def _channels(membership: Membership, infos: Sequence[_DeviceInfo]) -> int:
 
 
 def _handles(
-    rendezvous: Rendezvous, meeting: Meeting, core: DeviceCore, infos: Sequence[_DeviceInfo]
+    rendezvous: Rendezvous, spec: RendezvousSpec, core: DeviceCore, infos: Sequence[_DeviceInfo]
 ) -> list[DeviceHandle]:
     core.announce([Peer.of(info.pid, info.stay) for info in infos])
     recorder = core.recorder.address if core.recorder is not None else None
     mine = make_handle(core.heap, core.rank, core.world_size, core.region, core.layout, recorder)
     texts = rendezvous.everyone("heap", asdict(mine))
-    operation = meeting.operation
+    operation = spec.operation
     handles = [DeviceHandle.from_json(text, rank, operation) for rank, text in enumerate(texts)]
     try:
         for rank, theirs in enumerate(handles):
-            check_announced(meeting, mine, theirs, rank)
-            check_one_machine(meeting, mine, theirs)
+            check_announced(spec, mine, theirs, rank)
+            check_one_machine(spec, mine, theirs)
     except RingcommError:
         core.announce(None)  # all ranks compare all handles, so none goes on
         raise
