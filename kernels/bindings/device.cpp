@@ -152,13 +152,13 @@ void bind_state(nb::class_<DeviceComm>& c) {
           nb::arg("host_page"),
           "`host_page`: HOST_PAGE_BYTES of zeros that host and device share; 0 before they go.")
       .def(
-          "farewell_offset_bytes",
+          "detached_offset_bytes",
           [](const DeviceComm& d, int writer) {
             return d.layout().signal_offset(Stream::kPair, 0, writer) +
-                   offsetof(SignalLine, farewell);
+                   offsetof(SignalLine, detached);
           },
           nb::arg("writer"),
-          "Returns the offset in a region of the farewell of `writer` (4 bytes).")
+          "Returns the offset in a region of the detach word of `writer` (4 bytes).")
       .def_prop_rw(
           "stream", [](const DeviceComm& d) { return reinterpret_cast<uintptr_t>(d.stream()); },
           [](DeviceComm& d, uintptr_t stream) { d.set_stream(reinterpret_cast<void*>(stream)); })

@@ -55,7 +55,7 @@ nb::dict structures() {
   d["channel.sequence"] = offsetof(ChannelLine, sequence);
   d["signal.ready"] = offsetof(SignalLine, ready);
   d["signal.consumed"] = offsetof(SignalLine, consumed);
-  d["signal.farewell"] = offsetof(SignalLine, farewell);
+  d["signal.detached"] = offsetof(SignalLine, detached);
   d["epoch.sent"] = offsetof(EpochLine, sent);
   d["epoch.seen"] = offsetof(EpochLine, seen);
   d["line"] = kLineBytes;

@@ -8,10 +8,9 @@
 // chunks. Round j, for pieces j = 0, 1, ...:
 //
 //   1. Reductions: copy piece j of all chunks into my slot j mod 2.
-//   2. Synchronize: publish item j to every peer, and await item j of each. It says that my piece j
-// is in
-//      the slot, that piece j - 1 of my chunk is reduced and stored, and that I have copied piece
-//      j - 2 out, so that the slot is free.
+//   2. Synchronize: publish item j to every peer, and await item j of each. It says that my
+//      piece j is in the slot, that piece j - 1 of my chunk is reduced and stored, and that I have
+//      copied piece j - 2 out, so that the slot is free.
 //   3. Load the sum of piece j of my chunk, or all-gather: load it from my input. Store it to all
 //      windows; reduce-scatter: to the output.
 //   4. All but reduce-scatter: copy piece j - 1 of all chunks out of my slot, in a last round, too.

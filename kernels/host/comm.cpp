@@ -151,19 +151,19 @@ void Comm::activate() {
 }
 
 // The last stores into the peers' regions: after them each peer may give its region to others.
-// model: say_farewell (tests/proof/model/retired.pml)
-void Comm::say_farewell() {
+// model: detach (tests/proof/model/retired.pml)
+void Comm::detach() {
   for (int p = 0; p < view_.world; ++p) {
     if (p == view_.rank || !connected_) continue;
     // Pairs with the acquire in RetiredRegions::reclaim() of the peer.
-    store_release_sys(&view_.signals(p, Stream::kPair, 0, view_.rank)->farewell, 1);
+    store_release_sys(&view_.signals(p, Stream::kPair, 0, view_.rank)->detached, 1);
   }
 }
 
 void Comm::close() {
   const std::lock_guard lock(mutex_);
   if (regions_[view_.rank] == nullptr) return;
-  say_farewell();
+  detach();
   if (recorder_.on()) heap_->unlist_recorder(region_ + layout_.region_bytes());
   // A rank that never connected is known to nobody: its region is free at once.
   std::vector<Process> others = waiter_.forget_all();

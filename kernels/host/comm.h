@@ -98,7 +98,7 @@ class Comm {
   }
   // A number that this region's handle must repeat; only who can read the region knows it.
   uint64_t proof() const { return view_.control(view_.rank)->proof; }
-  // Peers know this region from here on; it returns to the heap only with their farewells.
+  // Peers know this region from here on; it returns to the heap only once they detach.
   // Throws RegionError, naming the rank, before any region is written to.
   void connect(const std::vector<PeerAddress>& peers);
   // Writes into this region the members that this rank knows: a digest of all handles.
@@ -186,7 +186,7 @@ class Comm {
   View own_region(std::vector<char*>* regions) const;
   // Before a call ends with `status`.
   void settle(Status status) const;
-  void say_farewell();
+  void detach();
   const char* recorder_of(int rank) const { return regions_[rank] + layout_.region_bytes(); }
   const CallHeader* other_call(const CallId& mine, int peer);
 

@@ -97,7 +97,7 @@ int Comm::awaited() const {
 bool Comm::has_closed(int peer) const {
   std::vector<char*> regions;
   const View v = own_region(&regions);
-  return regions[0] != nullptr && farewell_seen(v, peer);
+  return regions[0] != nullptr && has_detached(v, peer);
 }
 
 uint64_t Comm::arrivals() const {

@@ -17,8 +17,8 @@ bool RetiredRegions::free_of_peers(const Region& region) {
     const char* base = region.heap->base() + region.offset;
     const auto* line = reinterpret_cast<const SignalLine*>(
         base + region.layout.signal_offset(Stream::kPair, 0, int(p)));
-    // Pairs with the release in Comm::say_farewell() of the peer.
-    if (load_acquire_sys(&line->farewell) != 0) continue;
+    // Pairs with the release in Comm::detach() of the peer.
+    if (load_acquire_sys(&line->detached) != 0) continue;
     if (region.peers[p].has_ended()) continue;
     return false;
   }

@@ -1,5 +1,5 @@
 // Regions of closed communicators. A peer may still be about to store an acknowledgement into one,
-// so it returns to the heap only after every peer has said farewell or has ended.
+// so it returns to the heap only after every peer has detached or has ended.
 #pragma once
 
 #include <memory>

@@ -24,7 +24,7 @@ from .state import (
 )
 from .words import (
     CONSUMED,
-    FAREWELL,
+    DETACHED,
     PAIR,
     READY,
     SHARED,
@@ -267,9 +267,9 @@ def reason_to_give_up(ws, peer, waited_ns, G: tl.constexpr):
     health = health_acquire_sys(ws, peer)
     if health != 0:
         status = health
-    # Pairs with the release with which the peer says farewell. Channel 0 has the word.
-    farewell = link_line(my_region(ws), 0, PAIR, peer * 0, peer, G) + FAREWELL
-    if load_acquire_sys(farewell) != 0:
+    # Pairs with the release with which the peer detaches. Channel 0 has the word.
+    detached = link_line(my_region(ws), 0, PAIR, peer * 0, peer, G) + DETACHED
+    if load_acquire_sys(detached) != 0:
         status = tl.full((), PEER_CLOSED, tl.int32)
     for rank in range(G.world):
         if is_aborted(ws, peer * 0 + rank):

@@ -204,7 +204,7 @@ LAST_POLL_S = 0.02
 # In which ranks post first.
 FIRST_STAGES = ("device", "heap")
 # The end of rank 0 mostly ends the store, so it waits this long for its peers to read why.
-FAREWELL_S = 2.0
+LINGER_S = 2.0
 NODE_ID_VARIABLE = "RINGCOMM_NODE_ID"
 MOST_NODE_ID_CHARS = 200
 LONGEST_REASON = 300
@@ -708,7 +708,7 @@ class Rendezvous:
             for rank in range(1, self._spec.world_size)
             if any(store.check([f"{here}/{stage}/{rank}"]) for stage in FIRST_STAGES)
         ]
-        deadline = time.monotonic() + FAREWELL_S
+        deadline = time.monotonic() + LINGER_S
         while time.monotonic() < deadline:
             peers = [rank for rank in peers if not store.check([f"{here}/ended/{rank}"])]
             if not peers:

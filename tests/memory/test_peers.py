@@ -58,7 +58,7 @@ def _builds_again_and_again(store, rank, world):
 
 def test_nothing_accumulates():
     for before, after in run_ranks(_builds_again_and_again, 2):
-        # One closed communicator may still wait for its peer's farewell.
+        # One closed communicator may still wait for its peer to detach.
         assert after[0] == before[0]
         assert after[1] <= before[1] + (16 << 20)
 

@@ -92,12 +92,12 @@ def test_every_rank_says_that_options_differ() -> None:
 
 
 def test_a_store_that_ends_at_once_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handles, "FAREWELL_S", 0.0)
+    monkeypatch.setattr(handles, "LINGER_S", 0.0)
     assert any("does not answer any more" in text for text in different_options(3))
 
 
 def test_rank_0_waits_for_nobody_who_has_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handles, "FAREWELL_S", LONG_S)
+    monkeypatch.setattr(handles, "LINGER_S", LONG_S)
     begin = time.monotonic()
     with pytest.raises(RingcommError, match=r"waited 0\.2 s for rank 1, which did not come"):
         Communicator.from_store(

@@ -13,7 +13,7 @@ from ringcomm import _native, cuda
 from ringcomm.comm.device.lifecycle import (
     Peer,
     Watched,
-    end_stay,
+    end_presence,
     process_of,
     retire,
     unwatch,
@@ -303,7 +303,7 @@ class DeviceCore:
         choice: the algorithm and the rings that "auto" and "ring" use.
         channels: blocks per collective.
         multiprocessors: each rank's share of its device's multiprocessors; equal on all ranks.
-        stay: of this rank; ends with :meth:`close`.
+        presence: of this rank; ends with :meth:`close`.
 
     Attributes:
         region: offset in the heap and size, in bytes.
@@ -318,7 +318,7 @@ class DeviceCore:
         choice: TopologyChoice,
         channels: int,
         multiprocessors: int,
-        stay: int,
+        presence: int,
     ) -> None:
         options = membership.options
         world_size = len(membership.ranks)
@@ -360,7 +360,7 @@ class DeviceCore:
         self._mapped: Sequence[MappedDeviceHeap] = ()
         self._window: MulticastWindow | None = None
         self._watched: Watched | None = None
-        self._stay = stay
+        self._presence = presence
         self._peers: list[Peer] | None = None
         # An abort must not write into a region that close() has given back.
         self._guard = threading.Lock()
@@ -553,8 +553,8 @@ class DeviceCore:
         return self._peers is not None and self._peers[peer].process is None
 
     def has_closed(self, peer: int) -> bool:
-        """True when ``peer`` has said farewell."""
-        return self._is_up(self._ptr + self.native.farewell_offset_bytes(peer))
+        """True when ``peer`` has detached."""
+        return self._is_up(self._ptr + self.native.detached_offset_bytes(peer))
 
     def _is_up(self, ptr: int) -> bool:
         return self.runtime.read(self.device, ptr, len(RAISED)) == RAISED
@@ -564,7 +564,7 @@ class DeviceCore:
         self.runtime.synchronize(self.device)
 
     def close(self) -> None:
-        """Says farewell to the peers; the region is freed once no peer can touch it any more.
+        """Detaches from the peers; the region is freed once no peer can touch it any more.
 
         No kernel of this rank may still run.
         """
@@ -574,7 +574,7 @@ class DeviceCore:
             return
         if self._watched is not None:
             unwatch(self._watched)
-        self._say_farewell()
+        self._detach()
         # Work handles of earlier calls may still ask the native object whether a kernel gave up.
         self.native.activate(0)
         if self.recorder is not None:
@@ -591,22 +591,22 @@ class DeviceCore:
         if self._peers is None:
             forget()
         else:
-            # A peer of another process says no farewell if its rendezvous failed before it mapped
+            # A peer of another process does not detach if its rendezvous failed before it mapped
             # the region. The region then stays until that process has ended.
             others = [rank for rank in range(self.world_size) if rank != self.rank]
-            words = [self._ptr + self.native.farewell_offset_bytes(other) for other in others]
+            words = [self._ptr + self.native.detached_offset_bytes(other) for other in others]
             retire(block, words, [self._peers[other] for other in others], forget)
         self._mapped, self._regions = (), []
         del block
-        end_stay(self._stay)
+        end_presence(self._presence)
 
-    def _say_farewell(self) -> None:
-        offset = self.native.farewell_offset_bytes(self.rank)
+    def _detach(self) -> None:
+        offset = self.native.detached_offset_bytes(self.rank)
         for rank, region in enumerate(self._regions):
             if rank == self.rank:
                 continue
             try:
                 self.runtime.write(self.device, region + offset, RAISED)
             except Exception:
-                # A peer whose process has ended reads no farewell.
+                # A peer whose process has ended reads no detach word.
                 continue

@@ -125,9 +125,9 @@ def unwatch(watched: Watched) -> None:
 
 
 # A peer acknowledges data by writing into this rank's region, possibly after this rank has closed.
-# So a region is given back only when every peer has said farewell or has ended. A peer has ended
-# with its process or, as a rank of this process, with its stay (docs/protocol.md). A communicator
-# that nobody refers to any more is closed once its kernels have ended.
+# So a region is given back only when every peer has detached or has ended. A peer has ended
+# with its process or, as a rank of this process, with its presence (docs/protocol.md). A
+# communicator that nobody refers to any more is closed once its kernels have ended.
 
 WORD_BYTES = 4
 # Runs after the communicators (100) and before the mappings of peers' heaps (90).
@@ -137,36 +137,36 @@ POLL_S = 0.001
 
 
 class Peer(NamedTuple):
-    """A rank that may write into a region: its process (None for this process) and its stay.
+    """A rank that may write into a region: its process (None for this process) and its presence.
 
     The process was opened while it ran. A pid would not do: it may belong to another process later,
     or remain after the end until the parent has waited for the process.
     """
 
     process: _native.Process | None
-    stay: int
+    presence: int
 
     @classmethod
-    def of(cls, pid: int, stay: int) -> Peer:
+    def of(cls, pid: int, presence: int) -> Peer:
         return cls(
-            None if pid == os.getpid() else _native.Process(pid, with_descriptor=False), stay
+            None if pid == os.getpid() else _native.Process(pid, with_descriptor=False), presence
         )
 
     def has_ended(self) -> bool:
         if self.process is None:
-            return self.stay not in _process.stays
+            return self.presence not in _process.presences
         return self.process.has_ended()
 
 
 @dataclass(frozen=True)
 class _Retired:
-    """A retired region, with the addresses of its peers' farewells.
+    """A retired region, with the addresses of its peers' detach words.
 
     ``left`` is called when all peers have left.
     """
 
     block: DeviceBlock
-    farewell_ptrs: tuple[int, ...]
+    detached_ptrs: tuple[int, ...]
     peers: tuple[Peer, ...]
     left: Callable[[], None]
 
@@ -182,7 +182,7 @@ class _Retired:
             return True  # the heap has been closed with all that was in it
         return all(
             heap.runtime.read(heap.device, ptr, WORD_BYTES) != bytes(WORD_BYTES) or peer.has_ended()
-            for ptr, peer in zip(self.farewell_ptrs, self.peers, strict=True)
+            for ptr, peer in zip(self.detached_ptrs, self.peers, strict=True)
         )
 
 
@@ -211,7 +211,7 @@ class _Abandoned:
 
 
 class _Process:
-    """The regions, cores and stays of this process; a forked child replaces the whole object.
+    """The regions, cores and presences of this process; a forked child replaces the whole object.
 
     The garbage collector may add entries at any point, even inside :func:`reclaim` on the same
     thread. So these are deques, which add and remove entries without a lock.
@@ -221,7 +221,7 @@ class _Process:
         self.guard = threading.RLock()
         self.regions: deque[_Retired] = deque()
         self.abandoned: deque[_Abandoned] = deque()
-        self.stays: set[int] = set()
+        self.presences: set[int] = set()
         self.ends_at_exit = False
 
 
@@ -238,35 +238,35 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def begin_stay() -> int:
-    """Begins the stay of a rank of this process, and returns its number for the rendezvous.
+def begin_presence() -> int:
+    """Begins the presence of a rank of this process, and returns its number for the rendezvous.
 
-    If the rendezvous fails before the rank knows its peers' regions, it cannot say farewell. Peers
-    in its own process then learn of its end by the end of its stay.
+    If the rendezvous fails before the rank knows its peers' regions, it cannot detach. Peers
+    in its own process then learn of its end by the end of its presence.
     """
-    stay = secrets.randbits(63)
-    _process.stays.add(stay)
-    return stay
+    presence = secrets.randbits(63)
+    _process.presences.add(presence)
+    return presence
 
 
-def end_stay(stay: int) -> None:
-    """Ends the stay of a rank that touches no peer's region any more; may be called repeatedly."""
-    _process.stays.discard(stay)
+def end_presence(presence: int) -> None:
+    """Ends the presence of a rank that touches no peer's region any more; may be repeated."""
+    _process.presences.discard(presence)
     reclaim()
 
 
 def retire(
     block: DeviceBlock,
-    farewell_ptrs: Sequence[int],
+    detached_ptrs: Sequence[int],
     peers: Sequence[Peer],
     left: Callable[[], None] = lambda: None,
 ) -> None:
     """Keeps ``block`` until all peers have left it, then calls ``left``.
 
-    ``farewell_ptrs`` and ``peers`` have the same order. The end of the caller's own stay and each
-    later rendezvous check whether the block may go.
+    ``detached_ptrs`` and ``peers`` have the same order. The end of the caller's own presence and
+    each later rendezvous check whether the block may go.
     """
-    _process.regions.append(_Retired(block, tuple(farewell_ptrs), tuple(peers), left))
+    _process.regions.append(_Retired(block, tuple(detached_ptrs), tuple(peers), left))
 
 
 def abandon(
@@ -289,7 +289,7 @@ def abandon(
 
 
 def reclaim() -> None:
-    """Frees the entries that may go; runs before new regions are made and when a stay ends."""
+    """Frees the entries that may go; runs before new regions are made and when a presence ends."""
     process = _process
     with process.guard:
         _sift(process.abandoned)

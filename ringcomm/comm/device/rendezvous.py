@@ -1,4 +1,4 @@
-"""The rendezvous of ranks on devices: their infos, their rings, and a proof of every link."""
+"""The rendezvous of ranks on devices: their devices, their rings, and a proof of every link."""
 
 from __future__ import annotations
 
@@ -321,7 +321,7 @@ class _DeviceInfo:
     """The device of a rank, which all ranks must know before they can lay out their regions."""
 
     pid: int
-    stay: int
+    presence: int
     uuid: str
     kind: str
     multiprocessors: int
@@ -370,14 +370,14 @@ def rendezvous_on_device(
     with forming(spec.operation):
         rendezvous = Rendezvous(spec)
     core: DeviceCore | None = None
-    stay = lifecycle.begin_stay()
+    presence = lifecycle.begin_presence()
     try:
         with forming(spec.operation):
             lifecycle.reclaim()
             heap = device_heap(device, heap_bytes)
-            infos = _exchange_infos(rendezvous, spec, heap, stay, membership.node_id)
+            infos = _exchange_infos(rendezvous, spec, heap, presence, membership.node_id)
             if len({info.machine for info in infos}) > 1:
-                lifecycle.end_stay(stay)
+                lifecycle.end_presence(presence)
                 return None
             if world_size > _native.MAX_DEVICE_WORLD:
                 raise UnsupportedError(
@@ -389,7 +389,7 @@ def rendezvous_on_device(
             channels = _channels(membership, infos)
             _preload(heap)
             multiprocessors = max(1, min(_shares(infos)))
-            core = DeviceCore(heap, membership, chosen, channels, multiprocessors, stay)
+            core = DeviceCore(heap, membership, chosen, channels, multiprocessors, presence)
             core.native.limit_message_channels(_message_channels(infos, channels))
             handles = _handles(rendezvous, spec, core, infos)
             mapped = [map_device_heap(handle, heap, spec.operation) for handle in handles]
@@ -409,7 +409,7 @@ def rendezvous_on_device(
             core.abort(f"rendezvous failed: {error}")
             core.close()  # so that the store may have the descriptors
         rendezvous.fail(error)
-        lifecycle.end_stay(stay)
+        lifecycle.end_presence(presence)
         raise
     return communicator
 
@@ -482,7 +482,7 @@ def _preload(heap: DeviceHeap) -> None:
 
 
 def _exchange_infos(
-    rendezvous: Rendezvous, spec: RendezvousSpec, heap: DeviceHeap, stay: int, node_id: str
+    rendezvous: Rendezvous, spec: RendezvousSpec, heap: DeviceHeap, presence: int, node_id: str
 ) -> list[_DeviceInfo]:
     identity = heap.runtime.identity(heap.device)
     # One rank reads the machine for all, because equal plans need equal input and ranks in
@@ -490,7 +490,7 @@ def _exchange_infos(
     topology = _read_topology(heap) if spec.rank == 0 else ""
     mine = _DeviceInfo(
         os.getpid(),
-        stay,
+        presence,
         identity.uuid,
         heap.runtime.kind,
         identity.multiprocessors,
@@ -572,7 +572,7 @@ def _channels(membership: Membership, infos: Sequence[_DeviceInfo]) -> int:
 def _handles(
     rendezvous: Rendezvous, spec: RendezvousSpec, core: DeviceCore, infos: Sequence[_DeviceInfo]
 ) -> list[DeviceHandle]:
-    core.announce([Peer.of(info.pid, info.stay) for info in infos])
+    core.announce([Peer.of(info.pid, info.presence) for info in infos])
     recorder = core.recorder.address if core.recorder is not None else None
     mine = make_handle(core.heap, core.rank, core.world_size, core.region, core.layout, recorder)
     texts = rendezvous.everyone("heap", asdict(mine))

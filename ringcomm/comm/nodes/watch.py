@@ -72,7 +72,7 @@ class NodeTrace:
     Args:
         recorder: reads the records of this node's ranks, which it numbers by local rank.
         layout: of all ranks.
-        awaited: returns whom the rank of a local rank waits for on a rail, -1: nobody.
+        awaited: returns whom a local rank waits for on a rail, -1: nobody.
         world_id: identifies the communicator on all nodes.
     """
 
@@ -159,7 +159,7 @@ class Awaiting:
         self._keep = keep
 
     def of(self, local_rank: int) -> int:
-        """Returns whom the rank of a local rank waits for."""
+        """Returns whom a local rank waits for."""
         return self._words[local_rank].value
 
     def note(self, local_rank: int, rank: int) -> None:

@@ -150,11 +150,11 @@ struct Pair {
     for (int s = 0; s < int(Stream::kCount); ++s)
       v.signals(0, Stream(s), 0, 1)->consumed = 1u << 30;
     v.signals(0, published, 0, 1)->ready = 1u << 30;
-    v.signals(0, Stream::kPair, 0, 1)->farewell = 1;
+    v.signals(0, Stream::kPair, 0, 1)->detached = 1;
   }
   void leave() {
     staged = {};
-    if (comms[0]) comms[0]->view().signals(0, Stream::kPair, 0, 1)->farewell = 1;
+    if (comms[0]) comms[0]->view().signals(0, Stream::kPair, 0, 1)->detached = 1;
     for (auto& comm : comms) comm.reset();
   }
   // The peer's header for me; changed unless this case shall succeed.

@@ -147,13 +147,13 @@ FAULT = Litmus(
     },
 )
 
-# The peer's last store into a region, then its farewell; the owner gives the memory to another.
-FAREWELL = Litmus(
-    [["Comm::say_farewell"], ["RetiredRegions::free_of_peers"]],
+# The peer's last store into a region, then its detach word; the owner gives the memory to another.
+DETACH = Litmus(
+    [["Comm::detach"], ["RetiredRegions::free_of_peers"]],
     [
-        [write("region", 1), store_release_sys("farewell", 1)],
+        [write("region", 1), store_release_sys("detached", 1)],
         [
-            load_acquire_sys("gone", "farewell"),
+            load_acquire_sys("gone", "detached"),
             only_if("gone", 1),
             write("region", 2),
             read("mine", "region"),
@@ -161,8 +161,8 @@ FAREWELL = Litmus(
     ],
     lambda r: r.get("mine", 2) == 2,
     {
-        "said without release": Weakened(0, 1, store_relaxed_sys("farewell", 1), RACE),
-        "heard without acquire": Weakened(1, 0, load_relaxed_sys("gone", "farewell"), RACE),
+        "said without release": Weakened(0, 1, store_relaxed_sys("detached", 1), RACE),
+        "heard without acquire": Weakened(1, 0, load_relaxed_sys("gone", "detached"), RACE),
         "not waited for": Weakened(1, 1, None, RACE),
     },
 )
@@ -267,7 +267,7 @@ CASES = {
     "teams": TEAMS,
     "chain": CHAIN,
     "fault": FAULT,
-    "farewell": FAREWELL,
+    "detach": DETACH,
     "sleep": SLEEP,
     "buffer": BUFFER,
     "claim": CLAIM,

@@ -130,8 +130,8 @@ CHANGES = {
         "    each_by_lanes(readers",
         "teams",
     ),
-    "farewell without release": Change(
-        "host/comm.cpp", "Comm::say_farewell", "store_release_sys", "store_relaxed_sys", "farewell"
+    "detach without release": Change(
+        "host/comm.cpp", "Comm::detach", "store_release_sys", "store_relaxed_sys", "detach"
     ),
     "Triton: lanes that nothing orders": Change(
         WORDS, "exchange_release_sys", "    tl.debug_barrier()\n"

@@ -79,7 +79,7 @@ LEADS_TO = {
 }
 # These lead on to the end of a wait without success, which is no part of a program.
 ASIDE = {"await_slowly", "give_up", "fail"}
-WORDS_BY_NAME = {"ready", "consumed", "aborted", "claimed", "farewell", "sleeping"}
+WORDS_BY_NAME = {"ready", "consumed", "aborted", "claimed", "detached", "sleeping"}
 # What a user or a kernel's end does, and the data themselves.
 NOT_OURS = {"buffer", "slot", "data", "record", "region"}
 Step = tuple[str, str]  # operation, and its word where the text says it

@@ -99,7 +99,7 @@ SAMPLE: list[tuple[Model, str, str]] = [
     (LL, "MUTANT_NOT_CLEARED", "assertion"),
     (SLEEP, "MUTANT_NO_FENCE_OF_THE_SLEEPER", "deadlock"),
     (SLEEP, "MUTANT_LOADED_ONCE", "cycle"),
-    (REGIONS, "MUTANT_REUSED_WITHOUT_FAREWELL", "assertion"),
+    (REGIONS, "MUTANT_REUSED_WITHOUT_DETACH", "assertion"),
     (FAULTY, "MUTANT_NO_DEADLINE", "deadlock"),
 ]
 MUTANTS: list[tuple[Model, str, str]] = [
@@ -111,7 +111,7 @@ MUTANTS: list[tuple[Model, str, str]] = [
     (PAIR, "MUTANT_SLOT_AWAITED_LONGER", "deadlock"),
     (PAIR, "MUTANT_PUBLISHED_BEFORE_WRITTEN", "assertion"),
     (PAIR, "MUTANT_ACKNOWLEDGED_BEFORE_READ", "assertion"),
-    (PAIR, "MUTANT_FAREWELL_COUNTS_MORE", "assertion"),
+    (PAIR, "MUTANT_DETACHED_COUNTS_MORE", "assertion"),
     (PAIR, "LOOKAHEAD=2", "deadlock"),
     (model("one_shot.pml", 2, "START=0 SEGMENTS=3 CALLS=1 KINDS=1", epochs=2), "", "deadlock"),
     (ONE_HOP, "MUTANT_ACKNOWLEDGED_BEFORE_REDUCED", "assertion"),
@@ -143,13 +143,13 @@ MUTANTS: list[tuple[Model, str, str]] = [
     (LEND, "MUTANT_CLOSED_WITHOUT_A_WORD", "assertion"),
     (LEND, "MUTANT_LOOKED_BEFORE_THE_LAST_READ", "assertion"),
     (REGIONS, "MUTANT_WRITTEN_BEFORE_ALL_CONNECTED", "assertion"),
-    (model("retired.pml", 3, "COMMUNICATORS=3"), "MUTANT_ONE_FAREWELL_IS_ENOUGH", "assertion"),
+    (model("retired.pml", 3, "COMMUNICATORS=3"), "MUTANT_ONE_DETACH_IS_ENOUGH", "assertion"),
     *(
         (right, mutant, "deadlock")
         for right in (FAULTY, RING_FAULTY, LL_FAULTY)
         for mutant in (
             "MUTANT_NO_DEADLINE",
-            "MUTANT_NO_LOOK_AT_FAREWELLS",
+            "MUTANT_NO_LOOK_AT_DETACHED",
             "MUTANT_NO_LOOK_AT_PROCESSES",
         )
         if (right, mutant) != (FAULTY, "MUTANT_NO_DEADLINE")

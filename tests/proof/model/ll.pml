@@ -126,7 +126,7 @@ proctype rank(byte me) {
     }
   };
 closed:
-  farewell_seen(me) = true;
+  has_detached(me) = true;
 gave_up:
 died:
   skip

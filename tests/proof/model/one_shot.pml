@@ -244,7 +244,7 @@ proctype rank(byte me; byte communicator) {
     give_back()
   };
 closed:
-  farewell_seen(me) = true;
+  has_detached(me) = true;
   goto died;
 gave_up:
   give_back();

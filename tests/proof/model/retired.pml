@@ -1,4 +1,4 @@
-// Regions after their communicator: farewell, and reuse for the next communicator of the rank.
+// Regions after their communicator: detaching, and reuse for the next communicator of the rank.
 //
 // The ranks make communicators one after the other. In each, every rank publishes an item to every
 // peer, takes theirs, acknowledges them, and closes without waiting for acknowledgements: a peer
@@ -14,9 +14,9 @@
 
 // Whose region a part of a heap is, 0: free; else 1 + the number of the communicator.
 byte region[WORLD * REGIONS];
-bool connected_region[WORLD * REGIONS];  // peers know it: it waits for their farewells
+bool connected_region[WORLD * REGIONS];  // peers know it: it waits until they detach
 bool retired[WORLD * REGIONS];
-bool farewell[WORLD * REGIONS * WORLD];  // by the peer that said it
+bool detached[WORLD * REGIONS * WORLD];  // by the peer that said it
 bool ready[WORLD * REGIONS * WORLD];
 bool consumed[WORLD * REGIONS * WORLD];
 bool ended[WORLD];
@@ -41,18 +41,18 @@ byte faults;
 // retired.cpp: free_of_peers
 inline free_of_peers(index) {
   is_free = true;
-#ifndef MUTANT_REUSED_WITHOUT_FAREWELL
+#ifndef MUTANT_REUSED_WITHOUT_DETACH
   p = 0;
   do
   :: p < WORLD && connected_region[at(me, index)] ->
-#ifdef MUTANT_ONE_FAREWELL_IS_ENOUGH
+#ifdef MUTANT_ONE_DETACH_IS_ENOUGH
      is_free = false;
      if
-     :: p != me && farewell[at(me, index) * WORLD + p] -> is_free = true; break
+     :: p != me && detached[at(me, index) * WORLD + p] -> is_free = true; break
      :: else
      fi;
 #else
-     is_free = is_free && (p == me || farewell[at(me, index) * WORLD + p] || ended[p]);
+     is_free = is_free && (p == me || detached[at(me, index) * WORLD + p] || ended[p]);
 #endif
      p++
   :: else -> break
@@ -91,17 +91,17 @@ inline allocate() {
   region[at(me, mine)] = 1 + communicator;
   connected_region[at(me, mine)] = false;
   for (i : 0 .. WORLD - 1) {
-    farewell[at(me, mine) * WORLD + i] = false;
+    detached[at(me, mine) * WORLD + i] = false;
     ready[at(me, mine) * WORLD + i] = false;
     consumed[at(me, mine) * WORLD + i] = false
   }
 }
 
-// comm.cpp: say_farewell
-inline say_farewell() {
+// comm.cpp: detach
+inline detach() {
   for (d : 1 .. WORLD - 1) {
     p = rotated_peer(me, d);
-    atomic { store(farewell, p, offered[communicator * WORLD + p]); may_die() }
+    atomic { store(detached, p, offered[communicator * WORLD + p]); may_die() }
   }
 }
 
@@ -172,7 +172,7 @@ proctype rank(byte me) {
       atomic { store(consumed, p, offered[communicator * WORLD + p]); may_die() }
     };
 close:
-    say_farewell();
+    detach();
 close_unactivated:
     atomic { retired[at(me, mine)] = true; reclaim(); may_die() };
     goto next;

@@ -158,7 +158,7 @@ proctype rank(byte me) {
     d_step { partial = 0; got = 0; owner = 0; item = 0 }
   };
 closed:
-  farewell_seen(me) = true;
+  has_detached(me) = true;
 gave_up:
 died:
   skip

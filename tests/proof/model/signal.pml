@@ -33,7 +33,7 @@ byte sent[LINKS] = START;
 byte seen[LINKS] = START;
 
 bool aborted[WORLD];
-bool farewell[COMMUNICATORS * WORLD];
+bool detached[COMMUNICATORS * WORLD];
 bool dead[WORLD];
 bool one_stopped;  // a rank, for good
 #ifdef FAULTS
@@ -59,8 +59,8 @@ byte faults;
 #define abort_seen() any_aborted
 #endif
 
-// signal.h: farewell_seen
-#define farewell_seen(peer) farewell[REGION * WORLD + (peer)]
+// signal.h: has_detached
+#define has_detached(peer) detached[REGION * WORLD + (peer)]
 
 // signal.h: raise_fault
 inline raise_fault() {
@@ -109,8 +109,8 @@ inline may_close() {
   fi
 }
 
-// The word is looked at once more after the farewell: what was published before it counts.
-#ifdef MUTANT_FAREWELL_COUNTS_MORE
+// The word is looked at once more after the detach word: what was published before it counts.
+#ifdef MUTANT_DETACHED_COUNTS_MORE
 #define in_vain(word, want) true
 #else
 #define in_vain(word, want) (!reached(word, want))
@@ -119,8 +119,8 @@ inline may_close() {
 // signal.h: reason_to_give_up
 inline reason_to_give_up(vain, peer) {
   if
-#ifndef MUTANT_NO_LOOK_AT_FAREWELLS
-  :: vain && farewell_seen(peer) -> assert(faults_happened)
+#ifndef MUTANT_NO_LOOK_AT_DETACHED
+  :: vain && has_detached(peer) -> assert(faults_happened)
 #endif
 #ifdef FAULTS
   :: abort_seen()

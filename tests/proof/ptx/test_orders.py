@@ -74,7 +74,7 @@ SURVIVORS = {
     r"acquire of (aborted|load_words)$": _FAULTS,
     r"fence of verify_peer_buffers$": _FAULTS,
     r"acquire of await_slowly \(2\)$": "the last look of a wait that fails: the peer had not come",
-    r"acquire of farewell_seen$": "of a word that stays 0 here",
+    r"acquire of has_detached$": "of a word that stays 0 here",
     r"barrier of (drain_chunks|finish_exchange|finish_sharing \(1\)|return_offers \(2\))$": (
         "for what the caller does with its buffer after the call, which knows what all lanes knew"
     ),

@@ -59,10 +59,10 @@ MUTANTS = {
         "  if (CHOSEN) lock.unlock(), progress(), usleep(2000), progress(), lock.lock();\n"
         "  note_look();\n  const uint64_t started_ns = watched_ns();\n",
     ),
-    "region returned without a farewell": Mutant(
+    "region returned before its peers detach": Mutant(
         "host/retired.cpp",
-        "if (load_acquire_sys(&line->farewell) != 0) continue;",
-        "if (CHOSEN || load_acquire_sys(&line->farewell) != 0) continue;",
+        "if (load_acquire_sys(&line->detached) != 0) continue;",
+        "if (CHOSEN || load_acquire_sys(&line->detached) != 0) continue;",
     ),
     "region never returned": Mutant(
         "host/retired.cpp",

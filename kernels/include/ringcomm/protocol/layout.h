@@ -30,7 +30,7 @@ struct alignas(64) SignalLine {
   uint32_t ready;     // epoch of the last item that the peer published to me
   uint32_t consumed;  // epoch of the last item of mine that the peer has read to the end
   uint32_t
-      farewell;  // 1: the peer will never touch this region again (first stream and channel only)
+      detached;  // 1: the peer will never touch this region again (first stream and channel only)
 };
 
 // Written by the owner of the region, read by the peer: "I sleep on ready / on consumed".

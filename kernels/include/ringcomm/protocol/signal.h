@@ -110,10 +110,10 @@ RC_TEAM_FN bool abort_seen(const View& v) {
 }
 
 // The peer closed the communicator: it will publish and acknowledge nothing more.
-// model: farewell_seen (tests/proof/model/signal.pml)
-RC_TEAM_FN bool farewell_seen(const View& v, int peer) {
-  // Pairs with the release with which the peer says farewell (kernels/host/comm.cpp).
-  return load_acquire_sys(&v.signals(v.rank, Stream::kPair, 0, peer)->farewell) != 0;
+// model: has_detached (tests/proof/model/signal.pml)
+RC_TEAM_FN bool has_detached(const View& v, int peer) {
+  // Pairs with the release with which the peer detaches (kernels/host/comm.cpp).
+  return load_acquire_sys(&v.signals(v.rank, Stream::kPair, 0, peer)->detached) != 0;
 }
 
 // Why a wait for `peer` that began `waited_ns` ago must end, or kOk.
@@ -121,7 +121,7 @@ RC_TEAM_FN bool farewell_seen(const View& v, int peer) {
 template <class Team>
 RC_TEAM_FN Status reason_to_give_up(Team& team, const View& v, int peer, uint64_t waited_ns) {
   if (abort_seen(v)) return Status::kAborted;
-  if (farewell_seen(v, peer)) return Status::kPeerClosed;
+  if (has_detached(v, peer)) return Status::kPeerClosed;
   const Status health = team.health(peer);
   if (health != Status::kOk) return health;
   return waited_ns > v.timeout_ns ? Status::kTimeout : Status::kOk;

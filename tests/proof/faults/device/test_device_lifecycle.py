@@ -354,8 +354,8 @@ def test_regions_of_a_closed_heap_are_forgotten(emulated: Rigs) -> None:
     rig = emulated()
     block = device_heap(0, HEAP_BYTES).allocate(EMPTY_HEAP_BYTES, "test")
     rig.runtime.write(0, block.ptr, bytes(4))
-    stay = lifecycle.begin_stay()
-    lifecycle.retire(block, [block.ptr], [lifecycle.Peer(None, stay)])
+    presence = lifecycle.begin_presence()
+    lifecycle.retire(block, [block.ptr], [lifecycle.Peer(None, presence)])
     del block
     assert in_use(rig) == 2 * EMPTY_HEAP_BYTES
     close_heaps()

@@ -325,7 +325,7 @@ def in_threads(n: int, body: Callable[[int], Any]) -> list[Any]:
 
 
 def two_ranks_each(store: Any, process: int, processes: int, kind: str, path: str) -> list[Any]:
-    """Ranks of one process share a launch, and their launches wait for those of the other process."""
+    """Ranks of one process share a launch, their launches wait for those of the other process."""
     rig = Rig(kind)
     n = 2 * processes
     placed = threading.Barrier(2)
