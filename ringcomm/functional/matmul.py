@@ -135,7 +135,7 @@ _SCHEMA = "(Tensor tensor, str group, int world_size) -> Tensor"
 _ops = torch.ops.ringcomm
 
 
-def _remember_place(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+def _remember_group(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
     ctx.group = inputs[1:]
 
 
@@ -153,7 +153,7 @@ def _register(
     shape: Callable[..., Tensor],
     gradient: Callable[..., tuple[Any, ...]],
 ) -> None:
-    derivatives = Derivatives(gradient, linear_tangent(name), _remember_place)
+    derivatives = Derivatives(gradient, linear_tangent(name), _remember_group)
     batching = Batching(0, least_dims=2)
     register(name, _SCHEMA, kernel, shape, derivatives=derivatives, batching=batching)
 

@@ -66,7 +66,7 @@ def test_nan_and_infinity_come_back():
         object(),
     ],
 )
-def test_what_is_not_data_is_refused_with_its_place(value):
+def test_what_is_not_data_is_refused_with_its_path(value):
     with pytest.raises(UnsupportedError, match=r"^data\['a'\]\[1\]: expected None, .* no pickle"):
         encode({"a": [0, value]}, "data")
 
