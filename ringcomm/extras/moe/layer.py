@@ -325,12 +325,12 @@ class MoE(nn.Module):
 _SHARD = "moe.shard"
 _EXPERTS, _TENSOR = "ep", "tp"
 # An attribute of the module, so that both end together.
-_PARTS = "_ringcomm_parts"
+_GROUPS = "_ringcomm_expert_groups"
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The parts of a module, and the ranks that have them.
+class ExpertGroups:
+    """The experts of a module, and the groups of ranks that have them and the dense part.
 
     Attributes:
         everyone: the ranks that have the dense part.
@@ -402,7 +402,7 @@ def shard(
         _check_experts(layers)
     if group is None:
         zero.shard(module, stage, comm=everyone, options=options)
-        object.__setattr__(module, _PARTS, Parts(everyone, stages=ranks.stages))
+        object.__setattr__(module, _GROUPS, ExpertGroups(everyone, stages=ranks.stages))
         return module
     replicas = _replicas_of(group, everyone)
     if group is everyone:
@@ -423,20 +423,20 @@ def shard(
         raise
     divided = any(getattr(each, "device_mesh", None) is not None for each in experts.parameters())
     writes = divided or ranks.tensor_rank == 0
-    parts = Parts(everyone, experts, group, replicas, ranks.stages, writes)
-    object.__setattr__(module, _PARTS, parts)
+    groups = ExpertGroups(everyone, experts, group, replicas, ranks.stages, writes)
+    object.__setattr__(module, _GROUPS, groups)
     return module
 
 
-def parts_of(module: nn.Module, operation: str) -> Parts:
-    """Returns the parts of a module.
+def groups_of(module: nn.Module, operation: str) -> ExpertGroups:
+    """Returns the groups of a module.
 
     Raises:
         ArgumentError: :func:`shard` has not made any.
     """
     check_module(module, operation)
-    found = vars(module).get(_PARTS)
-    if not isinstance(found, Parts):
+    found = vars(module).get(_GROUPS)
+    if not isinstance(found, ExpertGroups):
         raise ArgumentError(
             f"{operation}: expected the module that moe.shard() returned, got a "
             f"{type(module).__name__} that was not sharded by it"
@@ -446,11 +446,11 @@ def parts_of(module: nn.Module, operation: str) -> Parts:
 
 def remove_sharding(module: nn.Module) -> nn.Module:
     """Undoes :func:`shard` like ``zero.remove_sharding``; collective. Experts stay this rank's."""
-    parts = parts_of(module, "moe.remove_sharding")
-    if parts.experts is not None:
-        zero.remove_sharding(parts.experts)
+    groups = groups_of(module, "moe.remove_sharding")
+    if groups.experts is not None:
+        zero.remove_sharding(groups.experts)
     zero.remove_sharding(module)
-    object.__delattr__(module, _PARTS)
+    object.__delattr__(module, _GROUPS)
     return module
 
 
@@ -570,7 +570,7 @@ def _expert_options(
     return replace(given, divisor=group_size if given.reduce == "avg" else 1)
 
 
-# ---- One optimizer of both parts of a module with experts ---------------------------------------
+# ---- One optimizer of the dense part and of the experts ----------------------------------------
 
 
 _OPTIMIZER = "moe.Optimizer"
@@ -580,11 +580,11 @@ class Optimizer:
     """The optimizers of the dense part and of the experts, which step together.
 
     Norms are those of the whole model, and a step that ``check_finite`` skips is skipped for all of
-    it. Schedules of learning rates are made for each of ``parts``::
+    it. Schedules of learning rates are made for each of ``optimizers``::
 
         moe.shard(model, stage=2, comm=comm)
         optimizer = moe.Optimizer(model, lambda params: AdamW(params, lr=3e-4))
-        schedulers = [LambdaLR(each, warmup) for each in optimizer.parts]
+        schedulers = [LambdaLR(each, warmup) for each in optimizer.optimizers]
 
     Args:
         module: what :func:`ringcomm.extras.moe.shard` returned.
@@ -601,8 +601,8 @@ class Optimizer:
     """
 
     def __init__(self, module: nn.Module, make: Callable[[list[Tensor]], ShardedOptimizer]) -> None:
-        self._parts = parts_of(module, _OPTIMIZER)
-        experts = self._parts.experts
+        self._groups = groups_of(module, _OPTIMIZER)
+        experts = self._groups.experts
         of_experts: list[Tensor] = [] if experts is None else list(experts.parameters())
         known = set(map(id, of_experts))
         dense: list[Tensor] = [each for each in module.parameters() if id(each) not in known]
@@ -613,30 +613,30 @@ class Optimizer:
         return f"<ringcomm.extras.moe.Optimizer dense: {self.dense!r}, experts: {self.experts!r}>"
 
     @property
-    def parts(self) -> list[ShardedOptimizer]:
+    def optimizers(self) -> list[ShardedOptimizer]:
         """The optimizers, that of the dense part first."""
         return [self.dense] if self.experts is None else [self.dense, self.experts]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all parts."""
-        return [group for each in self.parts for group in each.param_groups]
+        """The groups of both optimizers."""
+        return [group for each in self.optimizers for group in each.param_groups]
 
     def prepare(self) -> None:
-        """Prepares all parts; collective. See ``ShardedOptimizer.prepare``."""
-        for each in self.parts:
+        """Prepares both; collective. See ``ShardedOptimizer.prepare``."""
+        for each in self.optimizers:
             each.prepare()
 
     @normal_tensors()
     def step(self) -> None:
-        """Takes one step of all parts; collective.
+        """Takes one step of both; collective.
 
         Raises:
             Exception: as of ``ShardedOptimizer.step``. A hyper-parameter that cannot be used raises
                 on all ranks before anything is changed.
         """
-        parts = self._norm_terms()
-        steps = [part.step for part in parts]
+        terms = self._norm_terms()
+        steps = [term.step for term in terms]
         if not any(each.updates_in_backward for each in steps):
             try:
                 for each in steps:
@@ -645,9 +645,9 @@ class Optimizer:
                 steps[0].agree(Asked(refusal=error))
                 raise
             if any(each.two_passes for each in steps):
-                agree_on_finite(parts, self._parts.stages)
-        for part in self.parts:
-            part.step()
+                agree_on_finite(terms, self._groups.stages)
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     @normal_tensors()
     def clip_grad_norm_(
@@ -665,23 +665,23 @@ class Optimizer:
             ("pp" in the mesh of :func:`ringcomm.extras.moe.shard`) of all stages.
         """
         bound_of = partial(NormBound.of, max_norm, norm_type, error_if_nonfinite)
-        return clip_joint_norm(self._norm_terms(), self._parts.stages, bound_of)
+        return clip_joint_norm(self._norm_terms(), self._groups.stages, bound_of)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Limits each element of the gradient; see ``ShardedOptimizer.clip_grad_value_``."""
-        for each in self.parts:
+        for each in self.optimizers:
             each.clip_grad_value_(clip_value)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients of all parts."""
-        for each in self.parts:
+        """Forgets the gradients of both."""
+        for each in self.optimizers:
             each.zero_grad(set_to_none)
 
     def _norm_terms(self) -> list[NormTerm]:
         dense = NormTerm(self.dense.sharded_step())
         if self.experts is None:
             return [dense]
-        return [dense, NormTerm(self.experts.sharded_step(), self._parts.group)]
+        return [dense, NormTerm(self.experts.sharded_step(), self._groups.group)]
 
 
 def _made(
@@ -701,10 +701,12 @@ def _made(
     return optimizer
 
 
-# ---- Checkpoints of modules with experts: the dense part in one folder, experts in one for each
-# rank NOTE [When a checkpoint of both is whole] Experts are saved first, and the dense part last.
-# So a step has a checkpoint once the dense part has one, and what experts have of later steps is of
-# a save that was cut off: the next one removes it.
+# ---- Checkpoints: the dense part in one folder, the experts of each rank in another --------------
+#
+# NOTE [When a checkpoint of both is whole]
+# Experts are saved first, and the dense part last. So a step has a checkpoint once the dense part
+# has one, and what experts have of later steps is of a save that was cut off: the next one removes
+# it.
 
 _SAVE, _LOAD = "moe.save", "moe.load"
 
@@ -736,14 +738,14 @@ def save(
     """
     root = path_of(root, _SAVE, "root")
     check_step_number(step, _SAVE)
-    parts = parts_of(module, _SAVE)
+    groups = groups_of(module, _SAVE)
     dense, experts = _optimizers(optimizer, _SAVE)
-    if parts.experts is not None:
-        with all_or_none(parts.everyone, _SAVE):
-            _remove_cut_off(Path(root), parts)
-        with all_or_none(parts.everyone, _SAVE):
-            if parts.writes:
-                zero.save(_expert_folder(root, parts), step, parts.experts, experts, keep=keep)
+    if groups.experts is not None:
+        with all_or_none(groups.everyone, _SAVE):
+            _remove_cut_off(Path(root), groups)
+        with all_or_none(groups.everyone, _SAVE):
+            if groups.writes:
+                zero.save(_expert_folder(root, groups), step, groups.experts, experts, keep=keep)
     return zero.save(_dense_folder(root), step, module, dense, data=data, keep=keep)
 
 
@@ -770,19 +772,19 @@ def load(
         ArgumentError: as of ``zero.load``.
     """
     root = path_of(root, _LOAD, "root")
-    parts = parts_of(module, _LOAD)
+    groups = groups_of(module, _LOAD)
     dense, experts = _optimizers(optimizer, _LOAD)
     found = Checkpoints(_dense_folder(root)).latest() if step is None else step
-    with all_or_none(parts.everyone, _LOAD):
-        if parts.experts is not None:
-            _check_there(Path(root), parts, found)
+    with all_or_none(groups.everyone, _LOAD):
+        if groups.experts is not None:
+            _check_there(Path(root), groups, found)
     loading = None
-    with all_or_none(parts.everyone, _LOAD):
-        if parts.experts is not None:
-            loading = check_load(_expert_folder(root, parts), parts.experts, experts, step=found)
+    with all_or_none(groups.everyone, _LOAD):
+        if groups.experts is not None:
+            loading = check_load(_expert_folder(root, groups), groups.experts, experts, step=found)
     of_dense = check_load(_dense_folder(root), module, dense, step=found)
     if loading is not None:
-        with all_or_none(parts.everyone, _LOAD):
+        with all_or_none(groups.everyone, _LOAD):
             take_load(loading)
     return take_load(of_dense)
 
@@ -791,9 +793,9 @@ def _dense_folder(root: str | os.PathLike[str]) -> Path:
     return Path(root) / "dense"
 
 
-def _expert_folder(root: str | os.PathLike[str], parts: Parts) -> Path:
-    assert parts.group is not None
-    return Path(root) / f"experts-{parts.group.rank:05d}-of-{parts.group.world_size:05d}"
+def _expert_folder(root: str | os.PathLike[str], groups: ExpertGroups) -> Path:
+    assert groups.group is not None
+    return Path(root) / f"experts-{groups.group.rank:05d}-of-{groups.group.world_size:05d}"
 
 
 def _optimizers(
@@ -809,19 +811,22 @@ def _optimizers(
     return optimizer.dense, optimizer.experts
 
 
-def _remove_cut_off(root: Path, parts: Parts) -> None:
+def _remove_cut_off(root: Path, groups: ExpertGroups) -> None:
     """Removes what only experts have; see NOTE [When a checkpoint of both is whole]."""
-    assert parts.replicas is not None
-    if parts.replicas.rank or not parts.writes:
+    assert groups.replicas is not None
+    if groups.replicas.rank or not groups.writes:
         return
-    whole, mine = Checkpoints(_dense_folder(root)).steps(), Checkpoints(_expert_folder(root, parts))
+    whole, mine = (
+        Checkpoints(_dense_folder(root)).steps(),
+        Checkpoints(_expert_folder(root, groups)),
+    )
     for step in mine.steps():
         if step > max(whole, default=-1):
             mine.remove(step)
 
 
-def _check_there(root: Path, parts: Parts, step: int | None) -> None:
-    folder = _expert_folder(root, parts)
+def _check_there(root: Path, groups: ExpertGroups, step: int | None) -> None:
+    folder = _expert_folder(root, groups)
     if step is None or step not in Checkpoints(folder).steps():
         others = sorted(each.name for each in root.glob("experts-*"))
         raise CheckpointError(

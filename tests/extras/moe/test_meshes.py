@@ -118,7 +118,7 @@ def beside_replicas(rank: int, world_size: int) -> None:
         moe.shard(model, stage, mesh=mesh)
         optimizer = moe.Optimizer(model, adamw)
         close(trained(model, optimizer, rank, mesh), expected)
-        owned = [each.communicator.world_size for each in optimizer.parts if each.communicator]
+        owned = [each.communicator.world_size for each in optimizer.optimizers if each.communicator]
         assert owned == [4, 2]
     with pytest.raises(ArgumentError, match="an axis 'ep'"):
         moe.shard(nn.Sequential(first(mesh["ep"])), mesh=mesh["dp"])

@@ -15,7 +15,7 @@ import ringcomm
 from ringcomm import ArgumentError, CommOptions, Communicator, zero
 from ringcomm.errors import CheckpointError, RingcommError, UnsupportedError
 from ringcomm.extras import moe
-from ringcomm.extras.moe.layer import parts_of
+from ringcomm.extras.moe.layer import groups_of
 from ringcomm.optim import AdamW, AdamWOptions, LossScaler
 from tests.extras.moe.test_layer import HIDDEN, filled, layer, tokens
 from tests.support import ROOT
@@ -74,7 +74,7 @@ def told(model: nn.Module, optimizer: Any, ranks: Any, share: float = 1.0) -> li
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     """This rank's parameters: all of the dense part, and its experts."""
-    experts = parts_of(model, "test").experts
+    experts = groups_of(model, "test").experts
     assert experts is not None
     with zero.unsharded(model), zero.unsharded(experts):
         return {name: each.detach().clone() for name, each in model.named_parameters()}
@@ -110,7 +110,7 @@ def test_it_trains_as_the_dense_model_does(dense, reduce):
         for stage in stages:
             model: Any = moe.shard(Model(group), stage, comm=comm, options=options)
             optimizer = moe.Optimizer(model, adamw)
-            assert len(optimizer.param_groups) == len(optimizer.parts) == 2
+            assert len(optimizer.param_groups) == len(optimizer.optimizers) == 2
             share = 1.0 if reduce == "avg" else 1 / RANKS
             numbers = torch.tensor(told(model, optimizer, [comm.rank], share), dtype=torch.float64)
             norms = numbers[1::2].clone()
@@ -152,7 +152,7 @@ def test_a_step_is_skipped_for_both_parts_or_none():
             optimizer.step()
             optimizer.zero_grad()
             assert same(values(model), before)
-            assert [int(each.skipped_steps) for each in optimizer.parts] == [1 + clips] * 2
+            assert [int(each.skipped_steps) for each in optimizer.optimizers] == [1 + clips] * 2
         backward(model, 0, [comm.rank])
         add_by_hand(model.first.weight, math.nan if comm.rank == 3 else 0.0)
         with pytest.raises(RingcommError, match="norm of type l2 is nan"):
@@ -198,7 +198,7 @@ def test_it_goes_on_from_a_checkpoint(tmp_path):
         model, optimizer = made(2)
         told(model, optimizer, [comm.rank])
         moe.save(tmp_path, 3, model, optimizer, data={"seen": 3})
-        experts = parts_of(model, "test").experts
+        experts = groups_of(model, "test").experts
         assert experts is not None
         # A save that is cut off has saved experts, on some ranks.
         if group.rank == 0:
