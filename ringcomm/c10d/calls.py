@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -36,9 +36,6 @@ from ringcomm.comm.host.engine import Unusable
 from ringcomm.comm.host.engine import Work as CommunicatorWork
 from ringcomm.errors import ArgumentError, RingcommError, UnsupportedError, where
 from ringcomm.integers import integer
-
-if TYPE_CHECKING:
-    from ringcomm.comm.host.engine import Work as CommunicatorWork
 
 __all__ = [
     "BACKEND_NAME",

@@ -1,4 +1,4 @@
-"""Tensors in the symmetric heap: memory of this process that its peers map; and state on disks.
+"""Tensors in the symmetric heap: memory of this process that its peers map.
 
 ``host_heap`` has the heap in the host's memory and maps those of other processes; ``device_heap``
 has the heap on each GPU and maps those of other ranks' GPUs. ``ringcomm.offload.scratch`` has a

@@ -1,1 +1,1 @@
-"""Offload to disks: scratch files, memory whose content is in them, and stored activations."""
+"""Scratch files: a rank's file on a disk, and memory whose content is in it."""

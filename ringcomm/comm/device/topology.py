@@ -1,6 +1,6 @@
 """The connections between one machine's GPUs, and the rings and algorithms planned for them.
 
-The file holds NVML's answers and nothing else. Missing answers are null or left out::
+A topology file holds NVML's answers and nothing else. Missing answers are null or left out::
 
     {
       "format": "ringcomm topology 1",

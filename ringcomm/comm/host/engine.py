@@ -596,7 +596,7 @@ class CallEngine(ABC):
     def admit(
         self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Checks a call against what of torch is active on this thread: see :mod:`admission`.
+        """Checks a call against what of torch is active on this thread: see ``admit_keys``.
 
         Every call passes here, on the thread that makes it, before it is queued.
 

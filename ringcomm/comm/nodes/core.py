@@ -19,7 +19,7 @@ travel.
 
 Large calls are cut into segments, of which two are under way: while one is on the network the next
 is reduced in the node, and the one before is added and shared. That is said of one-shot rails;
-:mod:`.schedules` has others, which add partial sums on the way.
+:mod:`ringcomm.comm.host.rendezvous` has others, which add partial sums on the way.
 """
 
 from __future__ import annotations

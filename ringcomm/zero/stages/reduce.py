@@ -126,7 +126,7 @@ class GradientBucket:
             last look.
         trained: number of parameters that this backward may bring gradients of.
         pending: number of gradients after which backward needs the parameters no more; see NOTE
-            [When a bucket can be freed in backward] in ``zero/stages/hooks.py``.
+            [When a bucket can be resharded in backward] in ``zero/stages/hooks.py``.
         taken: indices of parameters whose gradient is in ``buffer``.
         cleared: indices of parameters whose gradient is to be filled with zeros; see NOTE
             [Gradients cleared one by one].
