@@ -39,11 +39,10 @@ from ringcomm.comm.host.rendezvous import (
     NodeLayout,
     OneNode,
     SeveralNodes,
-    chosen,
     hold_rendezvous,
 )
 from ringcomm.comm.nodes.calls import CallsOverNodes
-from ringcomm.comm.nodes.core import NodesCore
+from ringcomm.comm.nodes.core import NodesCore, rail_schedule
 from ringcomm.comm.nodes.device_core import DeviceNodesCore
 from ringcomm.comm.nodes.messages import NodesMessages
 from ringcomm.comm.nodes.steps import StepsCore
@@ -455,7 +454,7 @@ def _built(
     watch.breakable.append(messages)
     # Quantized sums are added where they end, and so do not pass through other nodes.
     rails_asked = "one_shot" if options.compression in _native.QUANT_FORMATS else options.rails
-    schedule = chosen(rails_asked, len(layout.nodes))
+    schedule = rail_schedule(rails_asked, len(layout.nodes))
     core = StepsCore(inner, layout, rails, watch, messages, options.compression, schedule)
     engine = NodesEngine(core, watch, node.engine, _having_met(membership, found))
     engine.trace_as(found.world_id)

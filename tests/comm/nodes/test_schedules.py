@@ -7,9 +7,7 @@ import torch
 
 import ringcomm
 from ringcomm import ArgumentError, CommOptions
-from ringcomm.comm.host import rendezvous as schedules
-from ringcomm.comm.nodes import calls
-from ringcomm.comm.nodes import core as sums
+from ringcomm.comm.nodes import calls, core
 from tests.support.exact import equal, op_of, operand, reduced, same
 
 NAMES = ("one_shot", "levels", "ring")
@@ -23,7 +21,7 @@ def terms_of(name: str, nodes: int) -> list[Terms]:
 
     It fails where a rank sends what it has sent before, or receives what nobody sends.
     """
-    rounds = [schedules.reduction(name, nodes, node) for node in range(nodes)]
+    rounds = [core.reduction(name, nodes, node) for node in range(nodes)]
     held: list[dict[int, Terms]] = [dict.fromkeys(range(nodes), node) for node in range(nodes)]
     for number in range(len(rounds[0])):
         wire = {
@@ -63,7 +61,7 @@ def test_order_of_the_sums():
     assert terms_of("levels", 7) == terms_of("one_shot", 7)  # a prime number has one level
 
 
-def messages_of(rounds: tuple[schedules.Round, ...]) -> tuple[int, int]:
+def messages_of(rounds: tuple[core.Round, ...]) -> tuple[int, int]:
     sends = [each for turn in rounds for each in turn.sends]
     return len(sends), sum(len(each.targets) for each in sends)
 
@@ -71,11 +69,11 @@ def messages_of(rounds: tuple[schedules.Round, ...]) -> tuple[int, int]:
 @pytest.mark.parametrize("name", NAMES)
 def test_counts_are_those_of_the_table(name):
     for nodes in SIZES:
-        near, far = schedules.levels_of(nodes)
+        near, far = core.levels_of(nodes)
         assert near * far == nodes
         messages = near + far - 2 if name == "levels" else nodes - 1
         for node in range(nodes):
-            for make in (schedules.reduction, schedules.gathering):
+            for make in (core.reduction, core.gathering):
                 rounds = make(name, nodes, node)
                 assert messages_of(rounds) == (messages, nodes - 1)
                 assert (
@@ -91,7 +89,7 @@ def test_counts_are_those_of_the_table(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gathering_sends_only_what_is_there(name):
     for nodes in SIZES:
-        rounds = [schedules.gathering(name, nodes, node) for node in range(nodes)]
+        rounds = [core.gathering(name, nodes, node) for node in range(nodes)]
         held = [{node} for node in range(nodes)]
         for number in range(len(rounds[0])):
             before = [set(parts) for parts in held]
@@ -104,9 +102,9 @@ def test_a_gathering_sends_only_what_is_there(name):
 
 
 def test_auto():
-    assert schedules.chosen("auto", 31) == "one_shot"
-    assert schedules.chosen("auto", 32) == "levels"
-    assert schedules.chosen("ring", 4) == "ring"
+    assert core.rail_schedule("auto", 31) == "one_shot"
+    assert core.rail_schedule("auto", 32) == "levels"
+    assert core.rail_schedule("ring", 4) == "ring"
     with pytest.raises(ArgumentError, match="rails"):
         CommOptions(rails="tree")
 
@@ -119,7 +117,7 @@ def world_of(shape: tuple[int, ...], **options):
 @pytest.mark.parametrize("name", ["levels", "ring"])
 def test_calls_are_exact(shape, name, monkeypatch):
     monkeypatch.setattr(calls, "ONE_HOP_BYTES", 64)
-    monkeypatch.setattr(sums, "SEGMENT_BYTES", 1024)
+    monkeypatch.setattr(core, "SEGMENT_BYTES", 1024)
 
     def body(comm):
         rank, size = comm.rank, comm.world_size
