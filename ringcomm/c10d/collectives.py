@@ -141,7 +141,7 @@ class GroupCollectives(Calls):
         if (
             is_fast_call(opts, AllreduceOptions)
             and len(tensors) == 1
-            and self._of(tensors, "allreduce").all_reduce_at_once(tensors[0], opts.reduceOp)
+            and self._of(tensors, "allreduce").try_all_reduce(tensors[0], opts.reduceOp)
         ):
             return self._done(tensors, _ALL_REDUCE)
         if not isinstance(opts, AllreduceOptions):
@@ -212,7 +212,7 @@ class GroupCollectives(Calls):
     ) -> Work:
         if is_fast_call(opts, AllgatherOptions):
             communicator = self._of((output, input), "all_gather_single")
-            if communicator.all_gather_at_once(output, input):
+            if communicator.try_all_gather(output, input):
                 return self._done([output], _ALL_GATHER)
         if not isinstance(opts, AllgatherOptions):
             opts = options(AllgatherOptions, opts, timeout)
@@ -301,7 +301,7 @@ class GroupCollectives(Calls):
     ) -> Work:
         if is_fast_call(opts, ReduceScatterOptions):
             communicator = self._of((output, input), "reduce_scatter_single")
-            if communicator.reduce_scatter_at_once(output, input, opts.reduceOp):
+            if communicator.try_reduce_scatter(output, input, opts.reduceOp):
                 return self._done([output], _REDUCE_SCATTER)
         if not isinstance(opts, ReduceScatterOptions):
             opts = options(ReduceScatterOptions, opts, timeout, reduceOp=op)

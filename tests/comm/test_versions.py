@@ -74,9 +74,8 @@ def unchanged(rank: int) -> set[str]:
     return {"reduce" if rank else "broadcast"}
 
 
-# Fast calls of these are made at once, and advance nothing unless the output requires grad; see
-# NOTE [At once].
-AT_ONCE = {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"}
+# Fast calls of these advance nothing unless the output requires grad; see NOTE [Fast path].
+FAST = {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"}
 
 
 @pytest.mark.parametrize("now", [True, False])
@@ -94,8 +93,8 @@ def test_calls_advance_the_versions_of_their_outputs(worlds, now):
             found[name] = all(advanced[: len(outputs)])
         return {name for name, advanced in found.items() if not advanced}
 
-    at_once = AT_ONCE if now else set()
-    assert worlds(2).run(work) == [at_once | unchanged(rank) for rank in range(2)]
+    fast = FAST if now else set()
+    assert worlds(2).run(work) == [fast | unchanged(rank) for rank in range(2)]
 
 
 def test_a_backward_that_needs_what_a_call_has_overwritten_raises(worlds):

@@ -13,19 +13,19 @@ from ringcomm.comm.host.arguments import SUM, CallChecks, put_back, readable, si
 from ringcomm.comm.host.core import Core
 from ringcomm.comm.host.engine import Call, CallEngine, Work
 
-# NOTE [At once]
+# NOTE [Fast path]
 #
 # The common call has contiguous CPU tensors and an op without a factor, and nothing is queued
-# before it. The native module reads the tensors of such a call itself and makes it at once: the
-# fast path. For any other call it does nothing and answers NOT_FAST (``*_at_once``: False). That
-# call then takes the path with all checks, which words the errors. Calling a method costs a tenth
-# of a small collective, so the collectives repeat these lines. The ``*_at_once`` methods are for
-# ``torch.distributed``.
+# before it. The native module reads the tensors of such a call itself and makes it. For any other
+# call it does nothing and answers NOT_FAST (``try_*``: False). Such a call takes the path with all
+# checks, which words the errors. Calling a method costs a tenth of a small collective, so the
+# collectives repeat these lines. The ``try_*`` methods are for ``torch.distributed``.
 #
 # Calls advance the autograd versions of their outputs, so that a graph which has saved one raises
-# in its backward. Advancing takes 0.1 us, 4 % of an all_reduce of 4 KiB, so the methods here do not
-# at once. Through ``torch.distributed`` it is 1 %. Tensors that require grad, such as parameters,
-# never take the fast path, not even under ``no_grad()``, so their versions always advance.
+# in its backward. Advancing takes 0.1 us, 4 % of an all_reduce of 4 KiB, so the methods here leave
+# it out on the fast path. Through ``torch.distributed`` it is 1 %. Tensors that require grad, such
+# as parameters, never take the fast path, not even under ``no_grad()``, so their versions always
+# advance.
 
 Tensor = torch.Tensor
 _increment_version = torch._C._increment_version
@@ -79,8 +79,8 @@ class Collectives:
         call = self._all_reduce_call(tensor, op, algorithm, kernels, compression)
         return self.engine.start_call(call, async_op)
 
-    def all_reduce_at_once(self, tensor: Tensor, op: Any) -> bool:
-        """Tries an :meth:`all_reduce` at once; False if nothing was done. See NOTE [At once]."""
+    def try_all_reduce(self, tensor: Tensor, op: Any) -> bool:
+        """Makes an :meth:`all_reduce` by the fast path; False if it did nothing."""
         engine = self.engine
         if engine.queue.pending or engine.kernels:
             return False
@@ -199,8 +199,8 @@ class Collectives:
         call = self._reduce_scatter_call(output, input, op, algorithm, kernels, compression)
         return self.engine.start_call(call, async_op)
 
-    def reduce_scatter_at_once(self, output: Tensor, input: Tensor, op: Any) -> bool:
-        """Tries :meth:`reduce_scatter_tensor` at once; False: nothing done. See NOTE [At once]."""
+    def try_reduce_scatter(self, output: Tensor, input: Tensor, op: Any) -> bool:
+        """Makes :meth:`reduce_scatter_tensor` by the fast path; False: it did nothing."""
         engine = self.engine
         if engine.queue.pending or engine.kernels:
             return False
@@ -347,8 +347,8 @@ class Collectives:
             self._all_gather_call(output, input, algorithm, kernels), async_op
         )
 
-    def all_gather_at_once(self, output: Tensor, input: Tensor) -> bool:
-        """Tries :meth:`all_gather_into_tensor` at once; False: nothing done. See NOTE [At once]."""
+    def try_all_gather(self, output: Tensor, input: Tensor) -> bool:
+        """Makes :meth:`all_gather_into_tensor` by the fast path; False: it did nothing."""
         engine = self.engine
         if engine.queue.pending or engine.kernels:
             return False
@@ -701,7 +701,7 @@ class Collectives:
         Raises:
             RingcommError: a fault; see ``ringcomm.errors``.
         """
-        engine = self.engine  # See NOTE [At once].
+        engine = self.engine  # See NOTE [Fast path].
         if timeout is None and not (async_op or engine.queue.pending):
             status = engine.fast.barrier_fast()
             if status == 0:

@@ -102,7 +102,7 @@ class Core(Protocol):
 
 
 class FastCalls(Protocol):
-    """The calls that take tensors as they are; see NOTE [At once] in ``collectives.py``.
+    """The calls that take tensors as they are; see NOTE [Fast path] in ``collectives.py``.
 
     They return the status of a call of :class:`Core`, or ``NOT_FAST`` if they have done nothing.
     """
