@@ -60,7 +60,7 @@ INTS = KINDS["int"]
 NAMES = re.compile(
     r"(group_)?(src|dst|peer|rank)|(global_|new_)?ranks?|tag|color|key|\w*splits?(_sizes)?"
     r"|world_size|n|nodes|device_ids|\w*_bytes|num_experts|max_rows|top_k|length|step|stage"
-    r"|bucket_elems|seed|prefetch|in_flight|divisor|slots|channels|records|sum_blocks"
+    r"|bucket_elems|seed|prefetch|in_flight|divisor|slots|channels|records|sum_group_size"
 )
 
 
@@ -231,7 +231,7 @@ COUNTS: dict[str, Any] = {
     "copy_engine_bytes": 64,
     "multicast_bytes": 64,
     "records": 4,
-    "sum_blocks": 1,
+    "sum_group_size": 1,
     "largest_object_bytes": 9,
 }
 

@@ -78,7 +78,7 @@ nb::dict algorithms_by_name(Collective collective) {
 
 // False for what Python words an error of.
 bool sums_by(const Comm& comm, int algorithm) {
-  return comm.sum_blocks() == 0 || algorithm != int(Algorithm::kRing);
+  return comm.sum_group_size() == 0 || algorithm != int(Algorithm::kRing);
 }
 
 // The calls that most programs make, on tensors: see kNotFast.
@@ -202,7 +202,7 @@ void bind_partials(nb::module_& m, nb::class_<NativeComm>& c) {
       nb::arg("elems"), nb::arg("op"), nb::arg("divide_by") = 0,
       "Combines local arrays element by element, in list order, and rounds once to `out_dtype`.\n\n"
       "Its arithmetic is that of the collectives, in the accumulator's type: of `reduce_partial`\n"
-      "of blocks of ranks it makes what a communicator with `sum_blocks` makes of all ranks.\n"
+      "of groups of ranks it makes what a communicator with `sum_group_size` makes of all ranks.\n"
       "PREMUL_SUM adds, as its factors are applied already. `divide_by` > 0 divides the sum,\n"
       "whichever op that adds is named. The dtypes are equal, or one is the other's accumulator;\n"
       "with one array this narrows or widens. `out_ptr` may be an input of its own dtype exactly,\n"
@@ -303,7 +303,7 @@ void bind_comm(nb::module_& m) {
        "__init__",
        [](NativeComm* self, const std::shared_ptr<Heap>& heap, int rank, int world,
           uint32_t segment_bytes, int slots, uint64_t timeout_ms, uint32_t records,
-          const std::string& name, bool single_copy, int sum_blocks) {
+          const std::string& name, bool single_copy, int sum_group_size) {
          const uint32_t segment = segment_bytes == 0 ? default_segment_bytes(world) : segment_bytes;
          if (world < 1 || rank < 0 || rank >= world)
            throw nb::value_error("rank must be in [0, world)");
@@ -311,21 +311,22 @@ void bind_comm(nb::module_& m) {
            throw nb::value_error("segment_bytes must be a power of two, at least 64");
          if (slots < 2 || (slots & (slots - 1)) != 0)
            throw nb::value_error("slots must be a power of two, at least 2");
-         if (sum_blocks < 0) throw nb::value_error("sum_blocks must be at least 0");
+         if (sum_group_size < 0) throw nb::value_error("sum_group_size must be at least 0");
          if (records > kMaxRecords) throw nb::value_error("records must be at most MAX_RECORDS");
          try {
            new (self)
                NativeComm(heap, CommConfig{rank, world, slots, segment, timeout_ms * 1'000'000,
-                                           records, name, single_copy, sum_blocks});
+                                           records, name, single_copy, sum_group_size});
          } catch (const HeapError& e) {
            raise_os_error(e);
          }
        },
        nb::arg("heap"), nb::arg("rank"), nb::arg("world"), nb::arg("segment_bytes") = 0,
        nb::arg("slots") = 4, nb::arg("timeout_ms") = 1'800'000, nb::arg("records") = 0,
-       nb::arg("name") = "", nb::arg("single_copy") = true, nb::arg("sum_blocks") = 0,
-       "`records`: how many calls the flight recorder keeps, under `name`. `sum_blocks`: ranks of\n"
-       "a block in which reductions are made, 0: all in rank order.")
+       nb::arg("name") = "", nb::arg("single_copy") = true, nb::arg("sum_group_size") = 0,
+       "`records`: how many calls the flight recorder keeps, under `name`. `sum_group_size`: ranks "
+       "of\n"
+       "a group in which reductions are made, 0: all in rank order.")
       .def_prop_ro(
           "single_copy", [](const NativeComm& n) { return n.comm.waiter().reads_processes(); },
           "True where all ranks want to copy out of each other's processes, and may.")

@@ -52,7 +52,7 @@ Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
       layout_{config.world, 1, config.slots, config.segment_bytes, 0, 0},
       waiter_(pause_policy(config.world)),
       single_copy_(config.single_copy),
-      sum_blocks_(config.sum_blocks) {
+      sum_group_size_(config.sum_group_size) {
   RetiredRegions::instance().reclaim();
   const uint64_t region_bytes = layout_.region_bytes();
   region_ =
@@ -181,32 +181,33 @@ Status Comm::run(CallId id, uint64_t total_bytes, Body body) {
 }
 
 void Comm::check_order(Algorithm algorithm) const {
-  if (sum_blocks_ > 0 && algorithm == Algorithm::kRing)
-    throw std::invalid_argument("a ring cannot sum in blocks of ranks (CommOptions.sum_blocks)");
+  if (sum_group_size_ > 0 && algorithm == Algorithm::kRing)
+    throw std::invalid_argument(
+        "a ring cannot sum in groups of ranks (CommOptions.sum_group_size)");
 }
 
-// Fills `blocks`, to which the result points, where sums are taken in blocks.
+// Fills `groups`, to which the result points, where sums are taken in groups.
 HostOps Comm::reduction_ops(const Reduction& r, DType results, uint64_t total_bytes,
-                            BlockedSum* blocks) {
+                            GroupedSum* groups) {
   HostOps ops = ops_for(reduction_loop(r.dtype, results, r.op), total_bytes);
   ops.result_widths = uint64_t(size_of(results) / size_of(r.dtype));
-  if (sum_blocks_ <= 0 || sum_blocks_ >= view_.world) return ops;
-  *blocks = BlockedSum::of(sum_blocks_, r.dtype, results, r.op);
-  ops.blocks = blocks;
+  if (sum_group_size_ <= 0 || sum_group_size_ >= view_.world) return ops;
+  *groups = GroupedSum::of(sum_group_size_, r.dtype, results, r.op);
+  ops.groups = groups;
   return ops;
 }
 
 template <class Body>
 Status Comm::run_reduction(CallId id, const Reduction& r, uint64_t total_bytes, Body body) {
   check_order(r.algorithm);
-  BlockedSum blocks;
-  const HostOps ops = reduction_ops(r, r.dtype, total_bytes, &blocks);
+  GroupedSum groups;
+  const HostOps ops = reduction_ops(r, r.dtype, total_bytes, &groups);
   return run_with(id, total_bytes, r.factor, ops, body);
 }
 
 Status Comm::run_partial(CallId id, const Reduction& r, const Chunks& in, char* out, int root) {
-  BlockedSum blocks;
-  const HostOps ops = reduction_ops(r, accumulator_of(r.dtype), id.match_bytes, &blocks);
+  GroupedSum groups;
+  const HostOps ops = reduction_ops(r, accumulator_of(r.dtype), id.match_bytes, &groups);
   return run_with(id, id.match_bytes, r.factor, PartialOps{ops, out},
                   [&](auto& e) { return reduce_scatter_one_shot(e, in, out, root); });
 }

@@ -26,7 +26,7 @@ struct CommConfig {
   uint32_t records;  // of the flight recorder; 0: none
   std::string name;
   bool single_copy = true;  // false: ranks do not read each other's processes
-  int sum_blocks = 0;       // ranks of a block in which reductions are made; 0: all in rank order
+  int sum_group_size = 0;   // ranks of a group in which reductions are made; 0: all in rank order
 };
 
 struct PeerAddress {
@@ -158,7 +158,7 @@ class Comm {
   std::vector<char> recorded(int rank, uint32_t most) const;
 
   const View& view() const { return view_; }
-  int sum_blocks() const { return sum_blocks_; }
+  int sum_group_size() const { return sum_group_size_; }
   const Waiter& waiter() const { return waiter_; }
   bool connected() const { return connected_; }
 
@@ -178,8 +178,8 @@ class Comm {
     return {&kernels(), fn, total_bytes >= kStreamingMinBytes, &store_path_};
   }
   HostOps reduction_ops(const Reduction& r, DType results, uint64_t total_bytes,
-                        BlockedSum* blocks);
-  // Throws std::invalid_argument for a ring of partial sums where sums are taken in blocks.
+                        GroupedSum* groups);
+  // Throws std::invalid_argument for a ring of partial sums where sums are taken in groups.
   void check_order(Algorithm algorithm) const;
   bool reads_peers() const;
   // A view of which only this rank's own region may be read; `regions` holds what it needs.
@@ -210,7 +210,7 @@ class Comm {
   View view_;
   std::mutex mutex_;
   bool single_copy_, connected_ = false;
-  int sum_blocks_;
+  int sum_group_size_;
 };
 
 template <class Ops, class Body>

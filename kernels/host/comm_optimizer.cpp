@@ -10,8 +10,8 @@
 namespace ringcomm::host {
 namespace {
 
-GradKind kind_of(const GradCall& grads, int world, int sum_blocks) {
-  return {grads.dtype, grads.op == RedOp::kAvg ? world : 0, sum_blocks};
+GradKind kind_of(const GradCall& grads, int world, int sum_group_size) {
+  return {grads.dtype, grads.op == RedOp::kAvg ? world : 0, sum_group_size};
 }
 
 // The ring's partial sums; the mean is taken by the last hop.
@@ -80,7 +80,7 @@ Status Comm::reduce_scatter_norm(const GradCall& grads, uint64_t bucket_elems,
   if (norm.words != nullptr) *norm.words = NormWords{};
   const bool streaming =
       std::max(norm.step_bytes, bucket_elems * uint64_t(size)) >= kStreamingMinBytes;
-  const NormFinish finish{&kernels(), kind_of(grads, view_.world, sum_blocks_),
+  const NormFinish finish{&kernels(), kind_of(grads, view_.world, sum_group_size_),
                           norm.out,   norm.accumulate,
                           norm.kind,  norm.words,
                           streaming};
@@ -111,7 +111,7 @@ Status Comm::run_update(CallId id, const AdamWShard& shard, const GradCall& grad
       std::max(step_bytes, shard.bucket_elems * uint64_t(size)) >= kStreamingMinBytes;
   const UpdateFinish finish{&kernels(),
                             &shard,
-                            kind_of(grads, view_.world, sum_blocks_),
+                            kind_of(grads, view_.world, sum_group_size_),
                             is_ring(grads) ? nullptr : results_.data(),
                             is_ring(grads) ? 0 : view_.world,
                             streaming};

@@ -67,11 +67,11 @@ inline const float* gradient_of(const GradSources& g, uint64_t begin, uint64_t n
     if (g.count == 1 && g.divide_by == 0)
       return static_cast<const float*>(g.ptrs[0]) + (begin - g.first);
   }
-  const int block = g.sum_block > 0 && g.sum_block < g.count ? g.sum_block : g.count;
-  sum_sources<T>(g, 0, block, begin, n, buffer);
-  for (int first = block; first < g.count; first += block) {
+  const int group = g.sum_group_size > 0 && g.sum_group_size < g.count ? g.sum_group_size : g.count;
+  sum_sources<T>(g, 0, group, begin, n, buffer);
+  for (int first = group; first < g.count; first += group) {
     alignas(64) float part[kBlockElems];
-    const int last = first + block < g.count ? first + block : g.count;
+    const int last = first + group < g.count ? first + group : g.count;
     sum_sources<T>(g, first, last, begin, n, part);
     for (uint64_t i = 0; i < n; ++i) buffer[i] += part[i];
   }

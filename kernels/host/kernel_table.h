@@ -34,7 +34,8 @@ struct GradSources {
   DType dtype;  // kFloat32, kBFloat16 or kFloat16
   int divide_by;
   uint64_t first;
-  int sum_block = 0;  // sources are summed in blocks of so many, and these in order; 0: all in one
+  int sum_group_size =
+      0;  // sources are summed in groups of so many, and these in order; 0: all in one
 };
 
 // The update of elements [begin, end) of a shard.

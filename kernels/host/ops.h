@@ -12,7 +12,7 @@ struct HostOps {
   ReduceFn reduce_fn;                  // null for collectives that only move data
   bool streaming;                      // results are too large to stay in the cache: store past it
   StorePath* path;                     // how memory that peers read is written
-  const BlockedSum* blocks = nullptr;  // null: sources are reduced one after the other
+  const GroupedSum* groups = nullptr;  // null: sources are reduced one after the other
   uint64_t result_widths = 1;          // the size of a result, in sizes of a source's element
 
   template <class Team>
@@ -54,7 +54,7 @@ struct HostOps {
                   finish_world,
                   e.end_bytes - e.begin_bytes};
     if (to.shared) job.streaming = path->past_caches(bytes);
-    if (blocks != nullptr && from.count > blocks->ranks) return reduce_in_blocks(*blocks, job);
+    if (groups != nullptr && from.count > groups->ranks) return reduce_in_groups(*groups, job);
     reduce_fn(job);
   }
 

@@ -35,8 +35,8 @@ struct OptimizerOps : HostOps {
 // others' as one source, so the divisor cannot be their count.
 struct GradKind {
   DType dtype;
-  int divide_by;      // 0: the sum
-  int sum_block = 0;  // as in GradSources
+  int divide_by;           // 0: the sum
+  int sum_group_size = 0;  // as in GradSources
 };
 
 struct UpdateFinish {
@@ -50,7 +50,7 @@ struct UpdateFinish {
   void operator()(Run run, const Gradients& from, uint64_t first) const {
     table->adamw(
         AdamWJob{shard,
-                 {from.ptrs, from.count, grads.dtype, grads.divide_by, first, grads.sum_block},
+                 {from.ptrs, from.count, grads.dtype, grads.divide_by, first, grads.sum_group_size},
                  copies,
                  copy_count,
                  run.begin,
@@ -71,7 +71,7 @@ struct NormFinish {
   void operator()(Run run, const Gradients& from, uint64_t first) const {
     NormWords mine{};
     table->reduce_norm(
-        NormJob{{from.ptrs, from.count, grads.dtype, grads.divide_by, first, grads.sum_block},
+        NormJob{{from.ptrs, from.count, grads.dtype, grads.divide_by, first, grads.sum_group_size},
                 out,
                 accumulate,
                 kind,

@@ -1,6 +1,6 @@
 // Reductions in parts: partial sums in the accumulator's type, and what is made of them. Sums in
-// blocks of ranks (CommOptions.sum_blocks) are made of the same two steps as a reduction in each
-// node whose results are then combined between the nodes, so both have the same bits.
+// groups of ranks (CommOptions.sum_group_size) are made of the same two steps as a reduction in
+// each node whose results are then combined between the nodes, so both have the same bits.
 #pragma once
 
 #include <algorithm>
@@ -23,15 +23,15 @@ inline ReduceFn reduction_loop(DType sources, DType results, RedOp op) {
 // The operator that combines what reductions by `op` left unfinished: factors are applied already.
 inline RedOp combining_op(RedOp op) { return op == RedOp::kPremulSum ? RedOp::kSum : op; }
 
-// ((s_0 + .. + s_(L-1)) + (s_L + ..)) + ..: a reduction of sources in blocks of L.
-struct BlockedSum {
-  int ranks;          // of a block: L
-  ReduceFn of_block;  // from sources to the accumulator's type
+// ((s_0 + .. + s_(L-1)) + (s_L + ..)) + ..: a reduction of sources in groups of L.
+struct GroupedSum {
+  int ranks;          // of a group: L
+  ReduceFn of_group;  // from sources to the accumulator's type
   ReduceFn of_two;    // of two partial sums
   ReduceFn of_last;   // the same, with the results' rounding and division
   uint64_t source_bytes, acc_bytes, result_bytes;  // of an element
 
-  static BlockedSum of(int ranks, DType dtype, DType results, RedOp op) {
+  static GroupedSum of(int ranks, DType dtype, DType results, RedOp op) {
     const DType acc = accumulator_of(dtype);
     const RedOp combine = combining_op(op);
     return {ranks,
@@ -44,36 +44,36 @@ struct BlockedSum {
   }
 };
 
-// `job` in blocks, of which there are two or more. Partial sums stay in the first-level cache.
-inline void reduce_in_blocks(const BlockedSum& blocks, const ReduceJob& job) {
+// `job` in groups, of which there are two or more. Partial sums stay in the first-level cache.
+inline void reduce_in_groups(const GroupedSum& groups, const ReduceJob& job) {
   alignas(64) char total[4096], next[4096];
-  const uint64_t elems = job.bytes / blocks.source_bytes, most = sizeof(total) / blocks.acc_bytes;
+  const uint64_t elems = job.bytes / groups.source_bytes, most = sizeof(total) / groups.acc_bytes;
   std::vector<const void*> sources(size_t(job.count));
   const double ones[] = {1.0, 1.0};
   const void* const pair[] = {total, next};
   for (uint64_t begin = 0; begin < elems; begin += most) {
     const uint64_t n = std::min(most, elems - begin);
     for (int s = 0; s < job.count; ++s)
-      sources[size_t(s)] = static_cast<const char*>(job.sources[s]) + begin * blocks.source_bytes;
-    const auto sum_block = [&](int first, char* to) {
-      blocks.of_block(ReduceJob{to, nullptr, false, false, sources.data() + first,
-                                job.factors + first, std::min(blocks.ranks, job.count - first), 0,
-                                n * blocks.source_bytes});
+      sources[size_t(s)] = static_cast<const char*>(job.sources[s]) + begin * groups.source_bytes;
+    const auto sum_group = [&](int first, char* to) {
+      groups.of_group(ReduceJob{to, nullptr, false, false, sources.data() + first,
+                                job.factors + first, std::min(groups.ranks, job.count - first), 0,
+                                n * groups.source_bytes});
     };
-    sum_block(0, total);
-    int first = blocks.ranks;
-    for (; first + blocks.ranks < job.count; first += blocks.ranks) {
-      sum_block(first, next);
-      blocks.of_two(
-          ReduceJob{total, nullptr, false, false, pair, ones, 2, 0, n * blocks.acc_bytes});
+    sum_group(0, total);
+    int first = groups.ranks;
+    for (; first + groups.ranks < job.count; first += groups.ranks) {
+      sum_group(first, next);
+      groups.of_two(
+          ReduceJob{total, nullptr, false, false, pair, ones, 2, 0, n * groups.acc_bytes});
     }
-    sum_block(first, next);
+    sum_group(first, next);
     const auto from_begin = [&](void* to) {
-      return to == nullptr ? nullptr : static_cast<char*>(to) + begin * blocks.result_bytes;
+      return to == nullptr ? nullptr : static_cast<char*>(to) + begin * groups.result_bytes;
     };
-    blocks.of_last(ReduceJob{from_begin(job.dst), from_begin(job.also), job.streaming,
+    groups.of_last(ReduceJob{from_begin(job.dst), from_begin(job.also), job.streaming,
                              job.also_streaming, pair, ones, 2, job.finish_world,
-                             n * blocks.acc_bytes});
+                             n * groups.acc_bytes});
   }
 }
 

@@ -590,7 +590,7 @@ class HostReducer(Reducer):
         self, comm: Communicator | None, options: ReduceOptions, step_bytes: int = 0
     ) -> None:
         if comm is not None:
-            comm.engine.check_sum_blocks("optimizer", options.algorithm, "native")
+            comm.engine.check_sum_groups("optimizer", options.algorithm, "native")
         self._comm = comm
         self._calls: Use = (
             itself

@@ -95,4 +95,4 @@ def test_groups_over_nodes(four_ranks, check):
 def test_a_negative_control(four_ranks):
     """Sums that one node takes in rank order are other ones."""
     with pytest.raises(AssertionError, match="leaf"):
-        four_ranks.compare_nodes(test_fsdp.one_axis, blocks=0)
+        four_ranks.compare_nodes(test_fsdp.one_axis, sum_group_size=0)

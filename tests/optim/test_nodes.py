@@ -76,16 +76,18 @@ def step(comm: Communicator, problem: Problem, options: AdamWOptions) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "sum_blocks", "states"),
+    ("nodes", "sum_group_size", "states"),
     [
         ([2, 2], 2, ("world", "node")),
         # (r0 + r1) + r2 as on one node.
         ([2, 1], 0, ("world",)),
     ],
 )
-def test_steps_have_the_bits_of_one_node_that_sums_in_blocks(nodes, sum_blocks, states):
+def test_steps_have_the_bits_of_one_node_that_sums_in_groups(nodes, sum_group_size, states):
     world_size = sum(nodes)
-    with ringcomm.local_world(world_size, options=CommOptions(sum_blocks=sum_blocks)) as world:
+    with ringcomm.local_world(
+        world_size, options=CommOptions(sum_group_size=sum_group_size)
+    ) as world:
         wanted = [world.run(step, *each)[0] for each in PROBLEMS]
     with ringcomm.local_world(world_size, nodes=nodes, timeout=60) as world:
         for (problem, options), (params, norms, state) in zip(PROBLEMS, wanted, strict=True):

@@ -24,8 +24,8 @@ TIMEOUT_S = 20
 PREFIX = "ringcomm/world/attempt0/1"
 
 LAYOUT = (
-    "segment_bytes=262144, slots=4, records=256, sum_blocks=0, transport=auto, compression=none, "
-    "rails=auto, kernels=native, objects=data, largest_object_bytes=4294967296"
+    "segment_bytes=262144, slots=4, records=256, sum_group_size=0, transport=auto, "
+    "compression=none, rails=auto, kernels=native, objects=data, largest_object_bytes=4294967296"
 )
 
 

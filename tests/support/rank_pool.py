@@ -207,14 +207,14 @@ class RankPool:
         """Runs ``check`` on ringcomm and on Gloo; its results must be equal to the bit."""
         self._run((Setting("ringcomm"), Setting("gloo")), check)
 
-    def compare_nodes(self, check: Check, blocks: int = 2) -> None:
+    def compare_nodes(self, check: Check, sum_group_size: int = 2) -> None:
         """Runs ``check`` over two nodes and on one; the results must be equal to the bit.
 
         Args:
             check: as for :meth:`compare`.
-            blocks: the ``sum_blocks`` of the one node.
+            sum_group_size: how many ranks of the one node are summed first.
         """
-        one = Setting("ringcomm", options=CommOptions(sum_blocks=blocks))
+        one = Setting("ringcomm", options=CommOptions(sum_group_size=sum_group_size))
         self._run((Setting("ringcomm", nodes=2), one), check)
 
     def _run(self, settings: tuple[Setting, ...], check: Check) -> None:

@@ -93,7 +93,7 @@ def set_and_read(comm: Communicator, base: Any, choice: Choice) -> dict[str, tor
 
 def test_what_is_set_arrives_on_all_nodes(two_by_two):
     base = new_model("mlp")
-    with ringcomm.local_world(4, options=CommOptions(sum_blocks=2)) as world:
+    with ringcomm.local_world(4, options=CommOptions(sum_group_size=2)) as world:
         wanted = world.run(set_and_read, base, (1, {}))[0]
     for choice in (DEFAULTS[3], (2, BY_NODE), (3, BY_WORLD)):
         for found in two_by_two.run(set_and_read, base, choice):

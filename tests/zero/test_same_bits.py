@@ -18,7 +18,7 @@ model        tied weights, convolutions with buffers, frozen and unused paramete
 optimizer    a rule that is spread over ranks, by element, by block or by owner, is the whole rule
 precision    masters, remainders, stochastic rounding and gradients rounded to 16 bits round at the
              same locations at all stages; modules that stay FP32 have neither masters nor rounding
-nodes        sums over nodes are those of one node that adds in blocks of a node's ranks, whether
+nodes        sums over nodes are those of one node that adds in groups of a node's ranks, whether
              a node has one rank, several, or another number than the next
 sharing      copies of state or of parameters on each node end alike, and no norm counts one twice
 offload      a disk returns the state or the parameters that it was given
@@ -339,7 +339,7 @@ class Trainer:
     def _world(self, nodes: str, alone: bool) -> LocalWorld:
         """Returns a world of several nodes, or one node with the same sums if ``alone``."""
         sizes = NODES[nodes]
-        # A sum over nodes of one rank, and over two nodes where the last has one, has no blocks.
+        # A sum over nodes of one rank, and over two nodes where the last has one, has no groups.
         if len(sizes) == 1 or (alone and nodes != "2+2"):
             return self._worlds(sum(sizes))
         built = self._over_nodes.get((nodes, alone))
@@ -347,7 +347,7 @@ class Trainer:
             self._over_nodes[nodes, alone] = ringcomm.local_world(
                 sum(sizes),
                 nodes=None if alone else sizes,
-                options=CommOptions(sum_blocks=2 if alone else 0),
+                options=CommOptions(sum_group_size=2 if alone else 0),
                 timeout=60,
             )
         return self._over_nodes[nodes, alone]

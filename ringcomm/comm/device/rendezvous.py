@@ -361,12 +361,12 @@ def rendezvous_on_device(
     Raises:
         RendezvousError: a rank is missing or failed; named.
         MismatchError: the ranks disagree.
-        UnsupportedError: too many ranks, devices that cannot reach each other, or sums in blocks.
+        UnsupportedError: too many ranks, devices that cannot reach each other, or sums in groups.
         HeapError: no room for the heap or the communicator's region in it.
     """
     world_size = len(membership.ranks)
     spec = spec_of(membership)
-    _refuse_sum_blocks(membership, spec)
+    _refuse_sum_groups(membership, spec)
     with forming(spec.operation):
         rendezvous = Rendezvous(spec)
     core: DeviceCore | None = None
@@ -414,11 +414,12 @@ def rendezvous_on_device(
     return communicator
 
 
-def _refuse_sum_blocks(membership: Membership, spec: RendezvousSpec) -> None:
-    if membership.options.sum_blocks:
+def _refuse_sum_groups(membership: Membership, spec: RendezvousSpec) -> None:
+    if membership.options.sum_group_size:
         raise UnsupportedError(
-            f"{spec.operation}: got CommOptions(sum_blocks={membership.options.sum_blocks}), "
-            "but devices sum in rank order alone. Use sum_blocks=0, or a communicator on the host"
+            f"{spec.operation}: got CommOptions(sum_group_size="
+            f"{membership.options.sum_group_size}), but devices sum in rank order alone. Use "
+            "sum_group_size=0, or a communicator on the host"
         )
 
 

@@ -534,7 +534,7 @@ class CallEngine(ABC):
         # None selects the native kernels, and lets calls take the quick paths.
         self.kernels = None if membership.options.kernels == NATIVE else membership.options.kernels
         self._triton: TritonEnd | None = None
-        self._sum_blocks = membership.options.sum_blocks
+        self._sum_group_size = membership.options.sum_group_size
         add(self)
 
     @property
@@ -620,12 +620,12 @@ class CallEngine(ABC):
 
         Raises:
             ArgumentError, UnsupportedError: see :func:`check_kernels`; or the call would not sum
-                in the blocks of ``CommOptions.sum_blocks``.
+                in the groups of ``CommOptions.sum_group_size``.
         """
         kernels = kernels or self.kernels
-        if self._sum_blocks:
+        if self._sum_group_size:
             ring = reduction is not None and algorithm == "ring"
-            self.check_sum_blocks(str(checks), "ring" if ring else "", kernels or "")
+            self.check_sum_groups(str(checks), "ring" if ring else "", kernels or "")
         if kernels is None or kernels == NATIVE:
             return itself
         check_kernels(checks, kernels, algorithm, dtype, reduction)
@@ -645,19 +645,19 @@ class CallEngine(ABC):
             check_compression(compression, str(checks))
         return run
 
-    def check_sum_blocks(self, operation: str, algorithm: str, kernels: str) -> None:
-        """Checks a call that reduces, if this communicator sums in blocks of ranks.
+    def check_sum_groups(self, operation: str, algorithm: str, kernels: str) -> None:
+        """Checks a call that reduces, if this communicator sums in groups of ranks.
 
         Raises:
             UnsupportedError: the ring, or Triton's kernels, which sum in other orders.
         """
-        if not self._sum_blocks or (algorithm != "ring" and kernels != "triton"):
+        if not self._sum_group_size or (algorithm != "ring" and kernels != "triton"):
             return
         asked = 'kernels="triton"' if kernels == "triton" else 'algorithm="ring"'
         raise UnsupportedError(
-            f"{operation}: {asked} does not sum in blocks of ranks, for which this communicator "
-            f"has CommOptions(sum_blocks={self._sum_blocks}). "
-            'Use algorithm="auto" and the native kernels, or sum_blocks=0'
+            f"{operation}: {asked} does not sum in groups of ranks, for which this communicator "
+            f"has CommOptions(sum_group_size={self._sum_group_size}). "
+            'Use algorithm="auto" and the native kernels, or sum_group_size=0'
         )
 
     def _in_triton(self, native: Any) -> Any:

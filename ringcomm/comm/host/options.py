@@ -18,7 +18,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 LONGEST_TIMEOUT_S = 2**31 // 1000 - 1
 _WHOLE_NUMBERS = (
     *("segment_bytes", "slots", "channels", "ll_bytes", "copy_engine_bytes", "multicast_bytes"),
-    *("records", "sum_blocks", "largest_object_bytes"),
+    *("records", "sum_group_size", "largest_object_bytes"),
 )
 
 
@@ -89,12 +89,12 @@ class CommOptions:
         rails: how ranks of equal local rank exchange between nodes, on the host: "one_shot", each
             with each; "levels", in two rounds with fewer messages; "ring", each with the next;
             "auto" is one-shot, and levels from 32 nodes on. Only one-shot has the sums of
-            ``sum_blocks``.
+            ``sum_group_size``.
         kernels: "native", or "triton" for the collectives that have Triton kernels
             (``all_reduce``, ``reduce_scatter_tensor``, ``all_gather_into_tensor``); a call's own
             ``kernels`` overrides it. On the host they run in Triton's interpreter.
-        sum_blocks: of a communicator on the host: 0 reduces in rank order. L >= 1 reduces in
-            blocks of L consecutive ranks, the last one perhaps shorter, and then the blocks'
+        sum_group_size: of a communicator on the host: 0 reduces in rank order. L >= 1 reduces in
+            groups of L consecutive ranks, the last one perhaps smaller, and then the groups'
             results in order, all in the accumulator's type and with one rounding at the end: the
             bits of nodes of L ranks. It excludes ``algorithm="ring"`` for reductions, and
             ``kernels="triton"``.
@@ -117,7 +117,7 @@ class CommOptions:
     compression: str = "none"
     rails: str = "auto"
     kernels: str = "native"
-    sum_blocks: int = 0
+    sum_group_size: int = 0
     objects: str = "data"
     largest_object_bytes: int = 4 << 30
 
@@ -162,12 +162,12 @@ class CommOptions:
                 f"{self.rails!r}: "
                 "each round would quantize what earlier ones have rounded"
             )
-        if self.sum_blocks < 0:
-            raise ArgumentError(f"sum_blocks: expected 0 or more, got {self.sum_blocks}")
-        if self.sum_blocks and self.kernels == "triton":
+        if self.sum_group_size < 0:
+            raise ArgumentError(f"sum_group_size: expected 0 or more, got {self.sum_group_size}")
+        if self.sum_group_size and self.kernels == "triton":
             raise ArgumentError(
-                'sum_blocks: expected 0 with kernels="triton", whose kernels sum in rank order, '
-                f"got {self.sum_blocks}"
+                'sum_group_size: expected 0 with kernels="triton", whose kernels sum in rank '
+                f"order, got {self.sum_group_size}"
             )
         if self.objects not in ("data", "pickle"):
             raise ArgumentError(f"objects: expected data or pickle, got {self.objects!r}")

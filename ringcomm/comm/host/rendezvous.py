@@ -368,7 +368,7 @@ def _make_core(heap: _native.Heap, membership: Membership) -> _native.Comm:
             records=options.records,
             name=membership.name,
             single_copy=options.single_copy,
-            sum_blocks=options.sum_blocks,
+            sum_group_size=options.sum_group_size,
         )
     except OSError as error:
         operation = where(f"communicator {membership.name!r}", membership.rank, world_size)
@@ -393,7 +393,8 @@ def _handle(heap: _native.Heap, core: _native.Comm, membership: Membership) -> H
         proof=core.proof,
         layout=(
             f"segment_bytes={core.segment_bytes}, slots={core.slots}, "
-            f"records={membership.options.records}, sum_blocks={membership.options.sum_blocks}, "
+            f"records={membership.options.records}, "
+            f"sum_group_size={membership.options.sum_group_size}, "
             f"transport={membership.options.transport_name}, "
             f"compression={membership.options.compression}, "
             f"rails={membership.options.rails}, kernels={membership.options.kernels}, "

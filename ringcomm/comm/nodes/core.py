@@ -13,8 +13,8 @@ L ranks in each; W = N L; a buffer of B bytes (of the type that travels).
                      on the network, where there are two, but L times the bytes.
 
 Partial sums stay in the accumulator's type (FP32 for 16-bit types), in which they are added, so
-that one rounding is all there is: the result is that of one node which sums in blocks of L ranks
-(``CommOptions.sum_blocks``). With ``compression="param"`` partial sums are rounded before they
+that one rounding is all there is: the result is that of one node which sums in groups of L ranks
+(``CommOptions.sum_group_size``). With ``compression="param"`` partial sums are rounded before they
 travel.
 
 Large calls are cut into segments, of which two are under way: while one is on the network the next

@@ -123,7 +123,7 @@ def drawn(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_sums_are_those_of_one_node_that_sums_in_blocks(dtype):
+def test_sums_are_those_of_one_node_that_sums_in_groups(dtype):
     def body(comm):
         found = []
         for op in (ReduceOp.SUM, ReduceOp.AVG, ringcomm.premul_sum(0.3)):
@@ -137,11 +137,11 @@ def test_sums_are_those_of_one_node_that_sums_in_blocks(dtype):
 
     with world_of((2, 2)) as over_nodes, ringcomm.local_world(4) as one_node:
         of_nodes, in_rank_order = over_nodes.run(body), one_node.run(body)
-    options = CommOptions(timeout=60, sum_blocks=2)
-    with ringcomm.local_world(4, options=options) as in_blocks:
-        of_blocks = in_blocks.run(body)
-    for ours, blocks in zip(of_nodes, of_blocks, strict=True):
-        assert all(same(x, y) for x, y in zip(ours, blocks, strict=True))
+    options = CommOptions(timeout=60, sum_group_size=2)
+    with ringcomm.local_world(4, options=options) as in_groups:
+        of_groups = in_groups.run(body)
+    for ours, groups in zip(of_nodes, of_groups, strict=True):
+        assert all(same(x, y) for x, y in zip(ours, groups, strict=True))
     assert not all(same(x, y) for x, y in zip(of_nodes[0], in_rank_order[0], strict=True))
 
 

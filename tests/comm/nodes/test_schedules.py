@@ -154,7 +154,7 @@ def drawn(rank: int) -> torch.Tensor:
     return torch.randn(5003, generator=torch.Generator().manual_seed(rank)) * 8.0**rank
 
 
-def test_the_sums_of_levels_are_those_of_blocks_of_nodes():
+def test_the_sums_of_levels_are_those_of_groups_of_nodes():
     x = [drawn(rank) for rank in range(4)]
     want = {"one_shot": ((x[0] + x[1]) + x[2]) + x[3], "levels": (x[0] + x[1]) + (x[2] + x[3])}
     assert not same(want["one_shot"], want["levels"])

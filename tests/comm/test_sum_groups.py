@@ -1,4 +1,4 @@
-"""Sums in blocks of ranks: their bits, those of node sums combined, and what they exclude."""
+"""Sums in groups of ranks: their bits, those of node sums combined, and what they exclude."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.exact import REDUCIBLE, equal, op_of, operand, ops_for, reduc
 from tests.support.memories import put, room
 
 Tensor = torch.Tensor
-WORLD = 5  # in blocks of two and of three it is summed in three different orders
+WORLD = 5  # in groups of two and of three it is summed in three different orders
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OPS = ("SUM", "AVG", "PREMUL_SUM", "PRODUCT")
 FACTOR = 0.7
@@ -37,14 +37,14 @@ LARGE = 2.0**15
 
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[Callable[..., LocalWorld]]:
-    """``worlds(L)`` is a world of five rank threads that sum in blocks of L; small segments."""
+    """``worlds(L)`` is a world of five rank threads that sum in groups of L; small segments."""
     built: dict[tuple[int, int], LocalWorld] = {}
 
-    def get(sum_blocks: int, world_size: int = WORLD) -> LocalWorld:
-        if (sum_blocks, world_size) not in built:
-            options = CommOptions(timeout=60, segment_bytes=2048, sum_blocks=sum_blocks)
-            built[sum_blocks, world_size] = ringcomm.local_world(world_size, options=options)
-        return built[sum_blocks, world_size]
+    def get(sum_group_size: int, world_size: int = WORLD) -> LocalWorld:
+        if (sum_group_size, world_size) not in built:
+            options = CommOptions(timeout=60, segment_bytes=2048, sum_group_size=sum_group_size)
+            built[sum_group_size, world_size] = ringcomm.local_world(world_size, options=options)
+        return built[sum_group_size, world_size]
 
     yield get
     for world in built.values():
@@ -72,10 +72,10 @@ def folded(wide: list[Tensor], op: str) -> Tensor:
     return total
 
 
-def in_blocks(tensors: list[Tensor], block: int, op: str) -> Tensor:
-    """The reference: FP32, blocks in order, one rounding."""
+def in_groups(tensors: list[Tensor], group: int, op: str) -> Tensor:
+    """The reference: FP32, groups in order, one rounding."""
     wide = [each.float() * (FACTOR if op == "PREMUL_SUM" else 1.0) for each in tensors]
-    parts = [folded(wide[first : first + block], op) for first in range(0, len(wide), block)]
+    parts = [folded(wide[first : first + group], op) for first in range(0, len(wide), group)]
     total = folded(parts, op)
     return (total / len(wide) if op == "AVG" else total).to(tensors[0].dtype)
 
@@ -105,15 +105,15 @@ def check_bits(
     assert same(out, want.split(counts)[rank]), (op, memory, "reduce_scatter")
 
 
-@pytest.mark.parametrize("block", [2, 3])
-def test_bits_are_those_of_the_blocks(worlds, block):
-    """One hop and two, staged and zero copy. Without blocks bits differ: the negative control."""
+@pytest.mark.parametrize("group", [2, 3])
+def test_bits_are_those_of_the_groups(worlds, group):
+    """One hop and two, staged and zero copy. Without groups bits differ: the negative control."""
 
     cases = []
     for dtype in FLOATS:
         for elems, memory in ((60, "plain"), (12_005, "mixed"), (60_000, "heap")):
             tensors = inputs(dtype, elems)
-            cases += [(tensors, op, in_blocks(tensors, block, op), memory) for op in OPS]
+            cases += [(tensors, op, in_groups(tensors, group, op), memory) for op in OPS]
 
     def body(comm):
         for case in cases:
@@ -121,21 +121,21 @@ def test_bits_are_those_of_the_blocks(worlds, block):
 
     for dtype in FLOATS:
         tensors = inputs(dtype, 12_005)
-        assert not same(in_blocks(tensors, block, "SUM"), in_blocks(tensors, WORLD, "SUM"))
-        assert not same(in_blocks(tensors, 2, "SUM"), in_blocks(tensors, 3, "SUM"))
-    worlds(block).run(body)
+        assert not same(in_groups(tensors, group, "SUM"), in_groups(tensors, WORLD, "SUM"))
+        assert not same(in_groups(tensors, 2, "SUM"), in_groups(tensors, 3, "SUM"))
+    worlds(group).run(body)
 
 
-@pytest.mark.parametrize("block", [0, 1, 5, 9])
-def test_blocks_of_one_and_of_all_are_the_order_without(worlds, block):
+@pytest.mark.parametrize("group", [0, 1, 5, 9])
+def test_groups_of_one_and_of_all_are_the_order_without(worlds, group):
     tensors = inputs(torch.bfloat16, 205)
-    wanted = {op: in_blocks(tensors, WORLD, op) for op in OPS}
+    wanted = {op: in_groups(tensors, WORLD, op) for op in OPS}
 
     def body(comm):
         for op, want in wanted.items():
             check_bits(comm, tensors, op, want, "mixed")
 
-    worlds(block).run(body)
+    worlds(group).run(body)
 
 
 def test_every_dtype_and_op(worlds):
@@ -159,14 +159,14 @@ def test_results_past_the_caches():
         comm.all_reduce(whole)
         return whole
 
-    for sum_blocks, want in ((0, 1.0), (2, 1.0 + 2.0**-23)):
-        options = CommOptions(timeout=60, sum_blocks=sum_blocks)
+    for sum_group_size, want in ((0, 1.0), (2, 1.0 + 2.0**-23)):
+        options = CommOptions(timeout=60, sum_group_size=sum_group_size)
         with ringcomm.local_world(4, options=options) as world:
             assert bool((world.run(body)[0] == want).all())
 
 
 def test_nodes_and_a_combination_give_the_same_bits(worlds):
-    """Two nodes of two ranks whose FP32 partial sums are combined, against four ranks in blocks."""
+    """Two nodes of two ranks whose FP32 partial sums are combined, against four ranks in groups."""
     share, world_size = 1501, 4
 
     def node_sums(tensors: list[Tensor], op: str) -> list[Tensor]:
@@ -200,8 +200,8 @@ def test_nodes_and_a_combination_give_the_same_bits(worlds):
 
 @pytest.mark.parametrize("reduce", ["avg", "sum"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_gradient_shards_are_summed_in_blocks(worlds, dtype, reduce):
-    """An optimizer's FP32 shards, whose bits are the blocks'; those without blocks differ."""
+def test_gradient_shards_are_summed_in_groups(worlds, dtype, reduce):
+    """An optimizer's FP32 shards, whose bits are the groups'; those without groups differ."""
     elems = WORLD * _native.ADAMW_BLOCK_ELEMS
     grads, op = inputs(dtype, elems), reduce.upper()
 
@@ -227,10 +227,10 @@ def test_gradient_shards_are_summed_in_blocks(worlds, dtype, reduce):
         return out
 
     wide = [each.float() for each in grads]
-    for block in (2, 3):
-        want = in_blocks(wide, block, op)
-        assert not same(want, in_blocks(wide, WORLD, op))
-        assert same(torch.cat(worlds(block).run(body)), want)
+    for group in (2, 3):
+        want = in_groups(wide, group, op)
+        assert not same(want, in_groups(wide, WORLD, op))
+        assert same(torch.cat(worlds(group).run(body)), want)
 
 
 def stepped(comm: Communicator, grads: list[Tensor], max_norm: float | None) -> Tensor:
@@ -252,7 +252,7 @@ def test_a_step_in_one_pass_sums_as_one_in_two(worlds):
         assert same(one, two)
         return one
 
-    results = {block: worlds(block).run(both)[0] for block in (0, 2, 3)}
+    results = {group: worlds(group).run(both)[0] for group in (0, 2, 3)}
     for a, b in pairwise(results):
         assert not same(results[a], results[b])
 
@@ -260,14 +260,16 @@ def test_a_step_in_one_pass_sums_as_one_in_two(worlds):
 def test_what_sums_otherwise_is_refused(worlds):
     def body(comm):
         tensor = torch.ones(8)
-        with pytest.raises(UnsupportedError, match=r"all_reduce.*ring.*sum_blocks=2"):
+        with pytest.raises(UnsupportedError, match=r"all_reduce.*ring.*sum_group_size=2"):
             comm.all_reduce(tensor, algorithm="ring")
-        with pytest.raises(UnsupportedError, match=r"reduce_scatter_tensor.*ring.*sum_blocks=2"):
+        with pytest.raises(
+            UnsupportedError, match=r"reduce_scatter_tensor.*ring.*sum_group_size=2"
+        ):
             comm.reduce_scatter_tensor(torch.ones(1), torch.ones(5), algorithm="ring")
-        with pytest.raises(UnsupportedError, match=r"triton.*sum_blocks=2"):
+        with pytest.raises(UnsupportedError, match=r"triton.*sum_group_size=2"):
             comm.all_reduce(tensor, kernels="triton")
         parameter = torch.nn.Parameter(torch.ones(8))
-        with pytest.raises(UnsupportedError, match=r"optimizer.*ring.*sum_blocks=2"):
+        with pytest.raises(UnsupportedError, match=r"optimizer.*ring.*sum_group_size=2"):
             AdamW([parameter], comm=comm, options=AdamWOptions(algorithm="ring")).step()
         out = torch.ones(40)
         comm.all_gather_into_tensor(out, tensor, algorithm="ring")  # it sums nothing
@@ -278,25 +280,25 @@ def test_what_sums_otherwise_is_refused(worlds):
 
 
 def test_bad_options():
-    with pytest.raises(ArgumentError, match="sum_blocks: expected 0 or more, got -1"):
-        CommOptions(sum_blocks=-1)
+    with pytest.raises(ArgumentError, match="sum_group_size: expected 0 or more, got -1"):
+        CommOptions(sum_group_size=-1)
     for number in (1.5, "2", 2**63):
-        with pytest.raises(ArgumentError, match="sum_blocks: expected an integer from"):
-            CommOptions(sum_blocks=number)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="sum_blocks: expected 0 with kernels"):
-        CommOptions(sum_blocks=2, kernels="triton")
+        with pytest.raises(ArgumentError, match="sum_group_size: expected an integer from"):
+            CommOptions(sum_group_size=number)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="sum_group_size: expected 0 with kernels"):
+        CommOptions(sum_group_size=2, kernels="triton")
 
 
-def test_ranks_agree_on_the_blocks():
+def test_ranks_agree_on_the_groups():
     store = HashStore()
 
     def refused(rank: int) -> str:
-        options = CommOptions(timeout=60, sum_blocks=rank)
+        options = CommOptions(timeout=60, sum_group_size=rank)
         with pytest.raises(RingcommError, match="different options") as raised:
             Communicator.from_store(store, rank, 2, options=options)
         return str(raised.value)
 
     with ThreadPoolExecutor(2) as ranks:
         for text in ranks.map(refused, range(2)):
-            assert "sum_blocks=0" in text
-            assert "sum_blocks=1" in text
+            assert "sum_group_size=0" in text
+            assert "sum_group_size=1" in text
