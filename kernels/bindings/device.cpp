@@ -38,7 +38,7 @@ device::Reduction kernel_reduction(int dtype, int op, double factor, int algorit
 void bind_allocator(nb::module_& m) {
   nb::class_<Allocator>(
       m, "Allocator",
-      "Offsets of blocks in one range: best fit, neighbours merged when they are freed.")
+      "Offsets of allocations in one range: best fit, free neighbours merged at once.")
       .def(nb::init<uint64_t>(), nb::arg("size_bytes"))
       .def(
           "allocate",
@@ -47,7 +47,7 @@ void bind_allocator(nb::module_& m) {
             return offset == Allocator::kNone ? std::nullopt : std::optional(offset);
           },
           nb::arg("size_bytes"), nb::arg("align"),
-          "The offset of a block, or None when there is no room.")
+          "The offset of an allocation, or None when there is no room.")
       .def("free", &Allocator::free, nb::arg("offset"))
       .def_prop_ro("used_bytes", &Allocator::used_bytes)
       .def_prop_ro("largest_free_bytes", &Allocator::largest_free_bytes);

@@ -32,13 +32,13 @@ uint64_t size_of_call(const device::Prepared& call) {
 DeviceRecorder::DeviceRecorder(std::shared_ptr<Heap> heap, int rank, int world, uint32_t records,
                                const std::string& name)
     : heap_(std::move(heap)),
-      block_(heap_->allocate(Recorder::block_bytes(records), Heap::Purpose::kRegion)),
+      offset_(heap_->allocate(Recorder::memory_bytes(records), Heap::Purpose::kRegion)),
       world_(world),
       pid_(getpid()),
       launches_(records) {
-  recorder_.open(heap_->base() + block_, records, rank, world, 0, name);
+  recorder_.open(heap_->base() + offset_, records, rank, world, 0, name);
   recorder_.say_on_device();
-  heap_->list_recorder(block_);
+  heap_->list_recorder(offset_);
 }
 
 DeviceRecorder::~DeviceRecorder() { release(); }
@@ -48,11 +48,11 @@ void DeviceRecorder::release() {
   if (!recorder_.on() || getpid() != pid_) return;  // in a forked child the heap is the parent's
   unlist();
   recorder_ = Recorder();
-  heap_->free(block_);
+  heap_->free(offset_);
 }
 
 void DeviceRecorder::unlist() {
-  if (std::exchange(listed_, false)) heap_->unlist_recorder(block_);
+  if (std::exchange(listed_, false)) heap_->unlist_recorder(offset_);
 }
 
 void DeviceRecorder::enqueues(const device::Prepared& call, bool captured) {
@@ -214,10 +214,10 @@ std::vector<uint64_t> DeviceRecorder::numbers_of(uint64_t sequence) const {
 
 namespace {
 
-nb::bytes snapshot(uintptr_t block, uint32_t records, std::tuple<int, int> rank_of,
+nb::bytes snapshot(uintptr_t memory, uint32_t records, std::tuple<int, int> rank_of,
                    uint64_t world_id, uint32_t most) {
   const auto [rank, world] = rank_of;
-  std::vector<char> bytes = Recorder::snapshot(at(block), records, 0, most);
+  std::vector<char> bytes = Recorder::snapshot(at(memory), records, 0, most);
   Recorder::correct(bytes, {rank, world, world_id, true});
   return nb::bytes(bytes.data(), bytes.size());
 }
@@ -273,7 +273,7 @@ void bind_device_recorder(nb::module_& m, nb::class_<device::DeviceComm>& d) {
       .def("set_world_id", &DeviceRecorder::set_world_id, nb::arg("world_id"))
       .def("unlist", &DeviceRecorder::unlist, "`ringcomm trace --pid` does not find it any more.")
       .def("release", &DeviceRecorder::release,
-           "Gives the block back; nothing is recorded from here on.")
+           "Gives the memory back; nothing is recorded from here on.")
       .def(
           "watch",
           [](DeviceRecorder& r, uintptr_t page) {
@@ -303,9 +303,9 @@ void bind_device_recorder(nb::module_& m, nb::class_<device::DeviceComm>& d) {
             return comm.layout().channel_offset(0) + offsetof(ChannelLine, sequence);
           },
           "The offset in the region of the kernels' count of collectives (8 bytes).");
-  m.def("recorder_bytes", &Recorder::block_bytes, nb::arg("records"),
+  m.def("recorder_bytes", &Recorder::memory_bytes, nb::arg("records"),
         "Returns the size of a flight recorder of so many records of each track.");
-  m.def("recorder_snapshot", &snapshot, nb::arg("block_ptr"), nb::arg("records"),
+  m.def("recorder_snapshot", &snapshot, nb::arg("memory_ptr"), nb::arg("records"),
         nb::arg("rank_of"), nb::arg("world_id"), nb::arg("most") = kMaxRecords,
         "As `Comm.recorded`, of the recorder of a rank on a device at this address.");
 }

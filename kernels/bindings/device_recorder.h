@@ -28,7 +28,7 @@ class DeviceRecorder final : public device::CallObserver {
   DeviceRecorder(const DeviceRecorder&) = delete;
   DeviceRecorder& operator=(const DeviceRecorder&) = delete;
 
-  uint64_t offset() const { return block_; }
+  uint64_t offset() const { return offset_; }
   void set_world_id(uint64_t id) { recorder_.set_world_id(id); }
   // `ringcomm trace --pid` does not find it any more; peers may still read it.
   void unlist();
@@ -75,7 +75,7 @@ class DeviceRecorder final : public device::CallObserver {
   Launch& launch_of(uint64_t number) { return launches_[number % launches_.size()]; }
 
   std::shared_ptr<Heap> heap_;
-  uint64_t block_;
+  uint64_t offset_;
   int world_;
   pid_t pid_;
   bool listed_ = true, captured_ = false, stopped_ = false;

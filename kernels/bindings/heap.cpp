@@ -1,4 +1,4 @@
-// Heap, Block and PeerHeap of ringcomm._native.
+// Heap, Allocation and PeerHeap of ringcomm._native.
 #include "kernels/bindings/module.h"
 
 namespace nb = nanobind;
@@ -6,26 +6,26 @@ namespace nb = nanobind;
 namespace ringcomm::host {
 namespace {
 
-// A block of the heap; the memory returns to it with the last reference (a tensor's storage holds
-// one).
-struct Block {
+// An allocation of the heap; the memory returns to it with the last reference (a tensor's storage
+// holds one).
+struct Allocation {
   std::shared_ptr<Heap> heap;
   uint64_t offset, bytes;
-  Block(std::shared_ptr<Heap> h, uint64_t size)
+  Allocation(std::shared_ptr<Heap> h, uint64_t size)
       : heap(std::move(h)), offset(heap->allocate(size, Heap::Purpose::kTensor)), bytes(size) {}
-  ~Block() { heap->free(offset); }
-  Block(const Block&) = delete;
-  Block& operator=(const Block&) = delete;
+  ~Allocation() { heap->free(offset); }
+  Allocation(const Allocation&) = delete;
+  Allocation& operator=(const Allocation&) = delete;
 };
 
-int block_getbuffer(PyObject* self, Py_buffer* view, int flags) {
-  Block* block = nb::inst_ptr<Block>(nb::handle(self));
-  return PyBuffer_FillInfo(view, self, block->heap->base() + block->offset,
-                           Py_ssize_t(block->bytes), 0, flags);
+int allocation_getbuffer(PyObject* self, Py_buffer* view, int flags) {
+  Allocation* allocation = nb::inst_ptr<Allocation>(nb::handle(self));
+  return PyBuffer_FillInfo(view, self, allocation->heap->base() + allocation->offset,
+                           Py_ssize_t(allocation->bytes), 0, flags);
 }
 
-PyType_Slot kBlockSlots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(block_getbuffer)},
-                             {0, nullptr}};
+PyType_Slot kAllocationSlots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(allocation_getbuffer)},
+                                  {0, nullptr}};
 
 }  // namespace
 
@@ -34,7 +34,7 @@ void bind_heap(nb::module_& m) {
       m, "Heap",
       "This process's symmetric heap: shared memory without a name, reclaimed by the kernel.\n\n"
       "`directory` \"\" takes anonymous memory (memfd); else an unnamed file in that tmpfs or\n"
-      "hugetlbfs. Memory is committed as blocks are handed out, as far as the machine and the\n"
+      "hugetlbfs. Memory is committed as it is allocated, as far as the machine and the\n"
       "`memory_groups` (folders of control groups) have it. Raises OSError (errno, text naming\n"
       "need and free).")
       .def(
@@ -53,7 +53,7 @@ void bind_heap(nb::module_& m) {
           "allocate",
           [](const std::shared_ptr<Heap>& self, uint64_t size_bytes) {
             try {
-              return std::make_shared<Block>(self, size_bytes);
+              return std::make_shared<Allocation>(self, size_bytes);
             } catch (const HeapError& e) {
               raise_os_error(e);
             }
@@ -73,14 +73,15 @@ void bind_heap(nb::module_& m) {
       .def_prop_ro("token", &Heap::token)
       .def_prop_ro("huge_bytes", &Heap::huge_bytes,
                    "Bytes of the heap that huge pages back so far.");
-  nb::class_<Block>(
-      m, "Block", nb::type_slots(kBlockSlots),
+  nb::class_<Allocation>(
+      m, "Allocation", nb::type_slots(kAllocationSlots),
       "Memory of the heap, as a writable buffer. It returns to the heap with the last reference.")
-      .def_prop_ro(
-          "ptr",
-          [](const Block& b) { return reinterpret_cast<uintptr_t>(b.heap->base() + b.offset); })
-      .def_ro("offset_bytes", &Block::offset)
-      .def_ro("size_bytes", &Block::bytes);
+      .def_prop_ro("ptr",
+                   [](const Allocation& a) {
+                     return reinterpret_cast<uintptr_t>(a.heap->base() + a.offset);
+                   })
+      .def_ro("offset_bytes", &Allocation::offset)
+      .def_ro("size_bytes", &Allocation::bytes);
   nb::class_<Process>(
       m, "Process",
       "A process that runs, to ask later whether it has ended; one of pid 0 never does.\n\n"

@@ -324,9 +324,8 @@ void bind_comm(nb::module_& m) {
        nb::arg("heap"), nb::arg("rank"), nb::arg("world"), nb::arg("segment_bytes") = 0,
        nb::arg("slots") = 4, nb::arg("timeout_ms") = 1'800'000, nb::arg("records") = 0,
        nb::arg("name") = "", nb::arg("single_copy") = true, nb::arg("sum_group_size") = 0,
-       "`records`: how many calls the flight recorder keeps, under `name`. `sum_group_size`: ranks "
-       "of\n"
-       "a group in which reductions are made, 0: all in rank order.")
+       "`records`: how many calls the flight recorder keeps, under `name`. `sum_group_size`: the\n"
+       "ranks of a group in which reductions are made, 0: all in rank order.")
       .def_prop_ro(
           "single_copy", [](const NativeComm& n) { return n.comm.waiter().reads_processes(); },
           "True where all ranks want to copy out of each other's processes, and may.")

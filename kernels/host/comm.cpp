@@ -55,10 +55,10 @@ Comm::Comm(std::shared_ptr<Heap> heap, const CommConfig& config)
       sum_group_size_(config.sum_group_size) {
   RetiredRegions::instance().reclaim();
   const uint64_t region_bytes = layout_.region_bytes();
-  region_ =
-      heap_->allocate(region_bytes + Recorder::block_bytes(config.records), Heap::Purpose::kRegion);
+  region_ = heap_->allocate(region_bytes + Recorder::memory_bytes(config.records),
+                            Heap::Purpose::kRegion);
   char* mine = heap_->base() + region_;
-  // The block may have held a tensor. Slots need no clearing: no epoch points at them yet.
+  // The memory may have held a tensor. Slots need no clearing: no epoch points at them yet.
   std::memset(mine, 0, layout_.staging_offset());
   auto* control = reinterpret_cast<ControlPage*>(mine);
   begin_page(control, config.rank, layout_);

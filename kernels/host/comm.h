@@ -94,7 +94,7 @@ class Comm {
 
   uint64_t region_offset() const { return region_; }
   uint64_t region_bytes() const {
-    return layout_.region_bytes() + Recorder::block_bytes(recorder_.capacity());
+    return layout_.region_bytes() + Recorder::memory_bytes(recorder_.capacity());
   }
   // A number that this region's handle must repeat; only who can read the region knows it.
   uint64_t proof() const { return view_.control(view_.rank)->proof; }
@@ -200,7 +200,7 @@ class Comm {
   std::vector<const void*> sources_;
   std::vector<double> factors_;
   std::vector<char*> results_;
-  std::vector<uint64_t> held_;  // blocks in which peers of a failed call may still store
+  std::vector<uint64_t> held_;  // allocations in which peers of a failed call may still store
   CallHeader mine_{};
   Waiter waiter_;
   StorePath store_path_;

@@ -148,7 +148,7 @@ uint64_t Allocator::allocate(uint64_t bytes, uint64_t align) {
   for (auto it = by_size_.lower_bound({need, 0}); it != by_size_.end(); ++it) {
     const auto [size, offset] = *it;
     const uint64_t begin = round_up(offset, align);
-    if (begin + need > offset + size) continue;  // alignment ate it; the next larger block
+    if (begin + need > offset + size) continue;  // alignment ate it; the next larger range
     by_size_.erase(it);
     free_.erase(offset);
     insert_free(offset, begin - offset);
@@ -160,11 +160,11 @@ uint64_t Allocator::allocate(uint64_t bytes, uint64_t align) {
   return kNone;
 }
 
-uint64_t Allocator::block_of(uint64_t offset) const {
-  auto block = live_.upper_bound(offset);
-  if (block == live_.begin()) return kNone;
-  --block;
-  return offset - block->first < block->second ? block->first : kNone;
+uint64_t Allocator::allocation_of(uint64_t offset) const {
+  auto allocation = live_.upper_bound(offset);
+  if (allocation == live_.begin()) return kNone;
+  --allocation;
+  return offset - allocation->first < allocation->second ? allocation->first : kNone;
 }
 
 void Allocator::free(uint64_t offset) {
@@ -209,7 +209,7 @@ Heap::Heap(uint64_t capacity_bytes, const std::string& directory,
   mapping_ = std::make_unique<Mapping>(fd, bytes);
   huge_.resize(bytes / kHugePage);
   token_ = random_word();
-  allocate(sizeof(HeapHeader), Purpose::kRegion);  // the first block, never freed: offset 0
+  allocate(sizeof(HeapHeader), Purpose::kRegion);  // the first allocation, never freed: offset 0
   const HeapHeader header{token_, kHeapMagic, 1, HeapHeader::kRecorders, {}};
   std::memcpy(base(), &header, sizeof(header));
 }
@@ -236,7 +236,7 @@ void Heap::commit(uint64_t end) {
   committed_ = target;
 }
 
-// Asks for huge pages on the whole 2 MiB pages of a block that is about to be handed out.
+// Asks for huge pages on the whole 2 MiB pages of an allocation that is about to be handed out.
 // MADV_COLLAPSE grants them even where shmem_enabled says "never"; it wants at least one small page
 // to be present. A kernel that refuses leaves small pages, which work as well.
 void Heap::take_huge_pages(uint64_t begin, uint64_t end) {
@@ -255,10 +255,10 @@ uint64_t Heap::allocate(uint64_t bytes, Purpose purpose) {
   const uint64_t align = huge ? kHugePage : bytes >= kPageAlignFrom ? kPage : kSmallAlign;
   const uint64_t offset = allocator_.allocate(bytes, align);
   if (offset == Allocator::kNone)
-    throw HeapError(ENOBUFS, "a block of " + std::to_string(bytes) +
+    throw HeapError(ENOBUFS, "an allocation of " + std::to_string(bytes) +
                                  " bytes does not fit into the heap of " + mib(capacity_bytes()) +
                                  ": " + mib(allocator_.used_bytes()) +
-                                 " in use, largest free block " +
+                                 " in use, largest free range " +
                                  std::to_string(allocator_.largest_free_bytes()) + " bytes");
   try {
     commit(offset + Allocator::rounded(bytes));
@@ -281,16 +281,18 @@ void Heap::free(uint64_t offset) {
 
 uint64_t Heap::hold(const void* ptr) {
   const std::lock_guard lock(mutex_);
-  const uint64_t block = allocator_.block_of(uint64_t(static_cast<const char*>(ptr) - base()));
-  if (block != Allocator::kNone) ++held_.try_emplace(block, Held{0, false}).first->second.times;
-  return block;
+  const uint64_t allocation =
+      allocator_.allocation_of(uint64_t(static_cast<const char*>(ptr) - base()));
+  if (allocation != Allocator::kNone)
+    ++held_.try_emplace(allocation, Held{0, false}).first->second.times;
+  return allocation;
 }
 
-void Heap::release(uint64_t block) {
+void Heap::release(uint64_t allocation) {
   const std::lock_guard lock(mutex_);
-  const auto held = held_.find(block);
+  const auto held = held_.find(allocation);
   if (held == held_.end() || --held->second.times > 0) return;
-  if (held->second.freed) allocator_.free(block);
+  if (held->second.freed) allocator_.free(allocation);
   held_.erase(held);
 }
 

@@ -42,15 +42,15 @@ class Mapping {
 };
 
 // Best fit with immediate coalescing over one range of addresses. Best fit's worst case needs
-// M * log2(n) for M bytes live in blocks of at most n (Robson 1977); with blocks freed in any order
-// the neighbours merge at once, so an empty heap is always one free block again.
+// M * log2(n) for M bytes live in allocations of at most n (Robson 1977). Free neighbours merge at
+// once, in whatever order they were freed, so an empty heap is always one free range again.
 class Allocator {
  public:
   explicit Allocator(uint64_t bytes);
   static constexpr uint64_t kNone = ~uint64_t(0);
   uint64_t allocate(uint64_t bytes, uint64_t align);  // offset, or kNone
   void free(uint64_t offset);
-  uint64_t block_of(uint64_t offset) const;  // the live block that holds it, or kNone
+  uint64_t allocation_of(uint64_t offset) const;  // the live one that holds it, or kNone
   uint64_t used_bytes() const { return used_; }
   uint64_t largest_free_bytes() const { return by_size_.empty() ? 0 : by_size_.rbegin()->first; }
   static uint64_t rounded(uint64_t bytes);
@@ -89,12 +89,12 @@ class Heap {
   Heap(uint64_t capacity_bytes, const std::string& directory,
        std::vector<std::string> memory_groups = {});
 
-  // Offset of a block of at least `bytes`; throws HeapError. Large tensors get huge pages.
+  // Offset of an allocation of at least `bytes`; throws HeapError. Large tensors get huge pages.
   enum class Purpose { kTensor, kRegion };
   uint64_t allocate(uint64_t bytes, Purpose purpose);
   void free(uint64_t offset);
-  // Keeps the block that `ptr` lies in until release() of what this returns, even if it is freed
-  // before: a peer may still store there.
+  // Keeps the allocation that `ptr` lies in until release() of what this returns, even if it is
+  // freed before: a peer may still store there.
   uint64_t hold(const void* ptr);
   void release(uint64_t held);
 
@@ -125,7 +125,7 @@ class Heap {
     int times;
     bool freed;
   };
-  std::map<uint64_t, Held> held_;  // by offset of the block
+  std::map<uint64_t, Held> held_;  // by offset of the allocation
   uint64_t committed_ = 0;
   uint64_t token_ = 0;
   std::vector<bool> huge_;  // by 2 MiB of the heap: asked for and granted

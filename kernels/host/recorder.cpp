@@ -46,8 +46,8 @@ uint64_t index_of(uint32_t capacity, Track track, uint64_t sequence) {
   return uint64_t(track) * capacity + uint32_t(sequence) % capacity;
 }
 
-const Record* record_at(const char* block, uint64_t index) {
-  return reinterpret_cast<const Record*>(block + sizeof(RecorderHeader)) + index;
+const Record* record_at(const char* memory, uint64_t index) {
+  return reinterpret_cast<const Record*>(memory + sizeof(RecorderHeader)) + index;
 }
 
 // Peers may read while this writes: word by word, so that the versions around it can tell.
@@ -81,11 +81,11 @@ bool read_whole(const Record* from, Record* to) {
 
 // The positions of the `most` newest records of a track. Their numbers alone decide: a reader
 // cannot trust what the recorder says of its own position.
-std::vector<uint64_t> newest(const char* block, uint32_t capacity, uint32_t track, uint32_t most) {
+std::vector<uint64_t> newest(const char* memory, uint32_t capacity, uint32_t track, uint32_t most) {
   std::vector<std::pair<uint64_t, uint64_t>> found(capacity);  // number and index
   for (uint32_t i = 0; i < capacity; ++i) {
     const uint64_t index = uint64_t(track) * capacity + i;
-    found[i] = {load_relaxed_sys(&record_at(block, index)->id.sequence), index};
+    found[i] = {load_relaxed_sys(&record_at(memory, index)->id.sequence), index};
   }
   if (most < capacity)
     std::nth_element(found.begin(), found.begin() + (most - 1), found.end(), std::greater<>());
@@ -115,16 +115,16 @@ ClockPair clock_pair() {
   return {before + (ticks() - before) / 2, ns};
 }
 
-uint64_t Recorder::block_bytes(uint32_t capacity) {
+uint64_t Recorder::memory_bytes(uint32_t capacity) {
   return capacity == 0
              ? 0
              : sizeof(RecorderHeader) + uint64_t(Track::kCount) * capacity * sizeof(Record);
 }
 
-void Recorder::open(char* block, uint32_t capacity, int rank, int world, uint64_t control_bytes,
+void Recorder::open(char* memory, uint32_t capacity, int rank, int world, uint64_t control_bytes,
                     const std::string& name) {
   if (capacity == 0) return;
-  std::memset(block, 0, block_bytes(capacity));
+  std::memset(memory, 0, memory_bytes(capacity));
   RecorderHeader h{};
   h.magic = kRecorderMagic;
   h.version = kRecorderVersion;
@@ -138,22 +138,22 @@ void Recorder::open(char* block, uint32_t capacity, int rank, int world, uint64_
   h.created_ticks = now.ticks;
   h.control_bytes = control_bytes;
   std::snprintf(h.name, sizeof(h.name), "%s", name.c_str());
-  std::memcpy(block, &h, sizeof(h));
-  block_ = block;
+  std::memcpy(memory, &h, sizeof(h));
+  memory_ = memory;
   capacity_ = capacity;
 }
 
 void Recorder::say_on_device() {
-  if (on()) store_relaxed_sys(&reinterpret_cast<RecorderHeader*>(block_)->on_device, 1);
+  if (on()) store_relaxed_sys(&reinterpret_cast<RecorderHeader*>(memory_)->on_device, 1);
 }
 
 void Recorder::set_world_id(uint64_t id) {
   world_id_ = id;
-  if (on()) store_relaxed_sys(&reinterpret_cast<RecorderHeader*>(block_)->world_id, id);
+  if (on()) store_relaxed_sys(&reinterpret_cast<RecorderHeader*>(memory_)->world_id, id);
 }
 
 Record* Recorder::at(Track track, uint64_t sequence) const {
-  return const_cast<Record*>(record_at(block_, index_of(capacity_, track, sequence)));
+  return const_cast<Record*>(record_at(memory_, index_of(capacity_, track, sequence)));
 }
 
 void Recorder::begin(Track track, const CallId& id, uint64_t bytes, int peer, RecordState state) {
@@ -203,24 +203,24 @@ void Recorder::advance(Track track, uint64_t sequence, RecordState state) {
   if (state == RecordState::kCompleted) store_relaxed_sys(&r->end_ticks, now);
 }
 
-bool Recorder::find(const char* block, uint32_t capacity, Track track, uint64_t sequence,
+bool Recorder::find(const char* memory, uint32_t capacity, Track track, uint64_t sequence,
                     Record* out) {
-  const Record* r = record_at(block, index_of(capacity, track, sequence));
+  const Record* r = record_at(memory, index_of(capacity, track, sequence));
   return read_whole(r, out) && out->state != RecordState::kNone && out->id.sequence == sequence;
 }
 
-std::vector<char> Recorder::snapshot(const char* block, uint32_t capacity, uint32_t waits_for,
+std::vector<char> Recorder::snapshot(const char* memory, uint32_t capacity, uint32_t waits_for,
                                      uint32_t most) {
   const uint32_t kept = std::clamp(most, 1u, capacity);
-  std::vector<char> bytes(block_bytes(kept));
+  std::vector<char> bytes(memory_bytes(kept));
   auto* header = reinterpret_cast<RecorderHeader*>(bytes.data());
-  load_words(header, block, sizeof(*header));
+  load_words(header, memory, sizeof(*header));
   header->capacity = kept;
   header->waits_for = int32_t(waits_for);
   auto* to = const_cast<Record*>(record_at(bytes.data(), 0));
   for (uint32_t track = 0; track < uint32_t(Track::kCount); ++track)
-    for (const uint64_t index : newest(block, capacity, track, kept))
-      read_whole(record_at(block, index), to++);
+    for (const uint64_t index : newest(memory, capacity, track, kept))
+      read_whole(record_at(memory, index), to++);
   return bytes;
 }
 

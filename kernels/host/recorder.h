@@ -1,4 +1,4 @@
-// The flight recorder of one rank of a communicator: its last collectives and messages, in a block
+// The flight recorder of one rank of a communicator: its last collectives and messages, in memory
 // of the heap behind the region, where peers and `ringcomm trace --pid` read them, also after the
 // rank was killed. docs/protocol.md has the words, docs/trace.md the use.
 //
@@ -80,12 +80,12 @@ ClockPair clock_pair();
 
 class Recorder {
  public:
-  static uint64_t block_bytes(uint32_t capacity);
+  static uint64_t memory_bytes(uint32_t capacity);
 
-  // `capacity` 0: records nothing, and has no block. The memory need not be cleared.
-  void open(char* block, uint32_t capacity, int rank, int world, uint64_t control_bytes,
+  // `capacity` 0: records nothing, and has no memory. It need not be cleared.
+  void open(char* memory, uint32_t capacity, int rank, int world, uint64_t control_bytes,
             const std::string& name);
-  // After open(), before anybody knows of the block.
+  // After open(), before anybody else knows of the memory.
   void say_on_device();
   void set_world_id(uint64_t id);
   uint64_t world_id() const { return world_id_; }
@@ -101,14 +101,14 @@ class Recorder {
   // For calls on a device: kBegun, or kCompleted as of now.
   void advance(Track track, uint64_t sequence, RecordState state);
 
-  // The call of `track` with this number in a block of this capacity; false: never made, or
-  // overwritten meanwhile.
-  static bool find(const char* block, uint32_t capacity, Track track, uint64_t sequence,
+  // The call of `track` with this number in a recorder's memory; false: never made, or overwritten
+  // meanwhile.
+  static bool find(const char* memory, uint32_t capacity, Track track, uint64_t sequence,
                    Record* out);
   // Header and records as they are now, each whole; a record that is being written throughout is
   // left with an odd version. Of more than `most` records per track the newest, and the copy's
   // header then says how many.
-  static std::vector<char> snapshot(const char* block, uint32_t capacity, uint32_t waits_for,
+  static std::vector<char> snapshot(const char* memory, uint32_t capacity, uint32_t waits_for,
                                     uint32_t most = kMaxRecords);
   // A snapshot's header says of layout, rank and world what the reader knows: a damaged one must
   // not hide the records.
@@ -121,7 +121,7 @@ class Recorder {
 
  private:
   Record* at(Track track, uint64_t sequence) const;
-  char* block_ = nullptr;
+  char* memory_ = nullptr;
   uint32_t capacity_ = 0;
   uint64_t world_id_ = 0;
 };

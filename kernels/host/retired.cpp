@@ -39,7 +39,7 @@ void RetiredRegions::reclaim() {
   std::erase_if(regions_, [](const Region& region) {
     if (!free_of_peers(region)) return false;
     region.heap->free(region.offset);
-    for (const uint64_t block : region.held) region.heap->release(block);
+    for (const uint64_t held : region.held) region.heap->release(held);
     return true;
   });
 }

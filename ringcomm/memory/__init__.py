@@ -49,8 +49,8 @@ def _tensor(
     count_elems = prod(shape)
     if count_elems == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    block = allocate(count_elems * dtype.itemsize, operation)
-    return torch.frombuffer(block, dtype=dtype, count=count_elems).view(shape)
+    memory = allocate(count_elems * dtype.itemsize, operation)
+    return torch.frombuffer(memory, dtype=dtype, count=count_elems).view(shape)
 
 
 def empty(*size: Any, dtype: torch.dtype | None = None, device: object = None) -> torch.Tensor:

@@ -43,7 +43,7 @@ class Copy:
         self._runtime.wait_event(self._device, stream, self.done)
 
 
-class PinnedBlocks:
+class PinnedStorage:
     """Blocks of pinned memory of one rank, for one device.
 
     A copy begins when the work that the caller's stream has by then is done, since that work uses
@@ -111,20 +111,20 @@ class PinnedBlocks:
         return done
 
 
-# One device heap: a device allocation, cut into blocks.
+# One device heap: a device allocation, cut into smaller ones.
 #
-# Memory is used by work that the host has only queued, so a block that dies is not free yet: an
-# event goes into every stream that may use it, and the block is handed out again once all events
-# have passed. The streams are those that were current where it was allocated and where it died, and
-# those named with ``keep_for_stream``. This is the rule of torch's allocator, with the same duty
-# for the caller: a tensor that is used on further streams must be named to them.
+# Memory is used by work that the host has only queued, so a freed allocation is not free space
+# yet: an event goes into every stream that may use it, and the space is handed out again once all
+# events have passed. The streams are those that were current where it was allocated and where it
+# died, and those named with ``keep_for_stream``. This is the rule of torch's allocator, with the
+# same duty for the caller: a tensor that is used on further streams must be named to them.
 
 HEAP_BYTES_VARIABLE = "RINGCOMM_CUDA_HEAP_BYTES"
-BLOCK_ALIGN = 256
+ALLOCATION_ALIGN = 256
 TOKEN_BYTES = 8
 
 
-class DeviceBlock:
+class DeviceAllocation:
     """A part of a device heap; its space is used again after this object died and work ended."""
 
     __slots__ = ("__weakref__", "_streams", "heap", "offset_bytes", "size_bytes")
@@ -154,8 +154,8 @@ class DeviceBlock:
 
 
 @dataclass
-class _DeadBlock:
-    """A dead block and what its space waits for; ``events`` is None until they are recorded."""
+class _FreedAllocation:
+    """A freed allocation whose space waits for ``events``, None until they are recorded."""
 
     offset_bytes: int
     streams: dict[int, Stream | None]
@@ -175,13 +175,13 @@ class DeviceHeap:
         self._closed = False
         self._lock = threading.Lock()
         self._allocator = _native.Allocator(capacity_bytes)
-        self._live: WeakValueDictionary[int, DeviceBlock] = WeakValueDictionary()
-        # Blocks die wherever the garbage collector runs, even inside allocate() of the same
+        self._live: WeakValueDictionary[int, DeviceAllocation] = WeakValueDictionary()
+        # Allocations die wherever the garbage collector runs, even inside allocate() of the same
         # thread: a deque takes them without the lock.
-        self._dead: deque[_DeadBlock] = deque()
-        self._leaving: list[_DeadBlock] = []
+        self._dead: deque[_FreedAllocation] = deque()
+        self._leaving: list[_FreedAllocation] = []
         # Offset 0, for good: a peer that maps this memory looks whether it is the right one.
-        self._allocator.allocate(TOKEN_BYTES, BLOCK_ALIGN)
+        self._allocator.allocate(TOKEN_BYTES, ALLOCATION_ALIGN)
         runtime.write(device, self.base_ptr, self.token.to_bytes(TOKEN_BYTES, "little"))
 
     def current_stream(self) -> int:
@@ -191,15 +191,15 @@ class DeviceHeap:
         """True if the ``size_bytes`` bytes at ``ptr`` lie in this heap."""
         return 0 <= ptr - self.base_ptr <= self.capacity_bytes - size_bytes
 
-    def allocate(self, size_bytes: int, operation: str) -> DeviceBlock:
-        """A block at a multiple of 256 bytes, for use in the order of the current stream.
+    def allocate(self, size_bytes: int, operation: str) -> DeviceAllocation:
+        """An allocation at a multiple of 256 bytes, for use in the order of the current stream.
 
         When only space is left whose last work is under way, waits for that work.
 
         Raises:
             HeapError: there is no room; names ``operation``, need, free space and remedy.
             UnsupportedError: the current stream is capturing a graph, which would go on using the
-                block at every replay, after its object died.
+                memory at every replay, after its object died.
         """
         if self.runtime.is_capturing(self.device):
             raise UnsupportedError(
@@ -210,10 +210,10 @@ class DeviceHeap:
         while True:
             with self._lock:
                 self._reclaim()
-                offset = self._allocator.allocate(size_bytes, BLOCK_ALIGN)
+                offset = self._allocator.allocate(size_bytes, ALLOCATION_ALIGN)
                 if offset is not None:
-                    block = self._live[offset] = DeviceBlock(self, offset, size_bytes)
-                    return block
+                    allocation = self._live[offset] = DeviceAllocation(self, offset, size_bytes)
+                    return allocation
                 waits = self._leaving[0].events if self._leaving else None
             if not waits:
                 raise self._no_room(size_bytes, operation)
@@ -223,14 +223,14 @@ class DeviceHeap:
                 event.synchronize()
 
     def give_back(self, offset_bytes: int, streams: dict[int, Stream | None]) -> None:
-        """Takes the space of a dead block; in a forked child it is the parent's, and stays so."""
+        """Takes the space of a freed allocation; in a forked child it stays the parent's."""
         if self._closed or self.pid != os.getpid():
             return
-        leaving = _DeadBlock(offset_bytes, {**streams, self.current_stream(): None}, None)
+        leaving = _FreedAllocation(offset_bytes, {**streams, self.current_stream(): None}, None)
         self._record(leaving)
         self._dead.append(leaving)
 
-    def _record(self, leaving: _DeadBlock) -> None:
+    def _record(self, leaving: _FreedAllocation) -> None:
         runtime, device = self.runtime, self.device
         # An event of a capture never passes; it is recorded behind the capture instead.
         if not any(runtime.is_capturing(device, stream) for stream in leaving.streams):
@@ -253,7 +253,7 @@ class DeviceHeap:
         stats = self.stats()
         return HeapError(
             f"{operation}: needs {size_bytes} bytes, free {stats['free_bytes']} bytes (largest "
-            f"block {stats['largest_free_bytes']}) of the {self.capacity_bytes} bytes of the heap "
+            f"range {stats['largest_free_bytes']}) of the {self.capacity_bytes} bytes of the heap "
             f"on device {self.device}. Free tensors of the heap, or raise {HEAP_BYTES_VARIABLE} "
             "(or heap_bytes=) before the heap's first use"
         )
@@ -272,12 +272,12 @@ class DeviceHeap:
             "largest_free_bytes": largest_free_bytes,
         }
 
-    def find_block(self, ptr: int) -> DeviceBlock | None:
-        """The live block that begins at ``ptr``."""
+    def find_allocation(self, ptr: int) -> DeviceAllocation | None:
+        """The live allocation that begins at ``ptr``."""
         return self._live.get(ptr - self.base_ptr)
 
     def close(self) -> None:
-        """Gives the memory back; blocks that still live must not be used any more."""
+        """Gives the memory back; allocations that still live must not be used any more."""
         if not self._closed:
             self._closed = True
             self.runtime.free(self.device, self.base_ptr)
@@ -415,9 +415,11 @@ def keep_for_stream(device: int, tensor: torch.Tensor, stream: Stream) -> None:
     ``Tensor.record_stream`` does it.
     """
     heap = existing_heap(device)
-    block = heap.find_block(tensor.untyped_storage().data_ptr()) if heap is not None else None
-    if block is not None:
-        block.keep_for_stream(stream)
+    allocation = (
+        heap.find_allocation(tensor.untyped_storage().data_ptr()) if heap is not None else None
+    )
+    if allocation is not None:
+        allocation.keep_for_stream(stream)
     else:
         cuda.current().keep_for_stream(tensor, stream)
 
@@ -430,8 +432,8 @@ def device_empty(
     if count_elems == 0:
         on_device = cuda.current().torch_device(device)
         return torch.empty(shape, dtype=dtype, device=on_device)
-    block = device_heap(device).allocate(count_elems * dtype.itemsize, operation)
-    return block.tensor().view(dtype).view(shape)
+    allocation = device_heap(device).allocate(count_elems * dtype.itemsize, operation)
+    return allocation.tensor().view(dtype).view(shape)
 
 
 # ---- The device heaps of the other ranks, mapped here once each, however many communicators use

@@ -32,7 +32,7 @@ from ringcomm import cuda
 from ringcomm.comm.agreement import all_or_none
 from ringcomm.comm.communicator import Communicator
 from ringcomm.errors import ArgumentError, DiskError, UnsupportedError
-from ringcomm.memory.device_heap import PinnedBlocks
+from ringcomm.memory.device_heap import PinnedStorage
 from ringcomm.offload.scratch import DEFAULT_TIMEOUT_S, PAGE_BYTES, Disk, ScratchFile, rounded_up
 from ringcomm.optim.buckets import MOMENT_FORMATS, Bucket, QuantizedMoment, ShardState, master_dtype
 from ringcomm.optim.layout import BLOCK_ELEMS, BucketLayout, Chunk, round_up
@@ -589,5 +589,5 @@ def make_offload(setting: Setting) -> PiecedOffload | None:
             assert setting.comm is not None
             device = cuda.find_device(setting.comm.heap_device, OPERATION)
             assert device is not None
-            made = PiecedOffload(PinnedBlocks(cuda.current(), device), PINNED_BUFFER_BYTES, 0)
+            made = PiecedOffload(PinnedStorage(cuda.current(), device), PINNED_BUFFER_BYTES, 0)
     return made

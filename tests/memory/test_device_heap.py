@@ -1,4 +1,4 @@
-"""The heap of a device: blocks, reuse, limits, exit and fork; over emulated devices."""
+"""The heap of a device: allocations, reuse, limits, exit and fork; over emulated devices."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_what_dies_in_a_capture_is_free_after_it(runtime):
 # ---- lifetime ------------------------------------------------------------------------------------
 
 
-def test_a_closed_heap_takes_no_blocks_back(runtime):
+def test_a_closed_heap_takes_no_allocations_back(runtime):
     tensor = ringcomm.empty(1000, device="cuda")
     heap = device_heap.device_heap(0)
     assert device_heap.heap_of_token(heap.token) is heap

@@ -133,7 +133,8 @@ def test_fragmentation_is_bounded():
         live.append(ringcomm.empty(chooser.randrange(1, 64 << 10), dtype=torch.uint8))
         largest_live_bytes = max(largest_live_bytes, sum(each.numel() for each in live))
     grown = ringcomm.heap_stats()["committed_bytes"] - start
-    # In practice far below the theorem's largest_live * log2(largest block); 2 is what we hold to.
+    # In practice far below the theorem's largest_live * log2(largest allocation); 2 is what
+    # we hold to.
     assert grown <= 2 * largest_live_bytes + 2 * MIB
 
 

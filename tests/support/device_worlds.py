@@ -18,7 +18,7 @@ from ringcomm.comm.device import lifecycle
 from ringcomm.comm.device.launch import DeviceCallEngine
 from ringcomm.cuda.runtime import DeviceRuntime
 from ringcomm.memory import device_heap
-from ringcomm.memory.device_heap import BLOCK_ALIGN
+from ringcomm.memory.device_heap import ALLOCATION_ALIGN
 from tests.support.emulator import EmulatedRuntime
 
 T = TypeVar("T")
@@ -119,11 +119,12 @@ class Devices:
         return nullcontext() if self.emulated is None else self.emulated.assuming(None)
 
     def _heaps_used(self) -> list[int]:
-        """Bytes in use on each device, without the heap's own block."""
+        """Bytes in use on each device, without the heap's own allocation."""
         devices = range(self.runtime.device_count())
         heaps = [device_heap.existing_heap(device) for device in devices]
         return [
-            heap.stats()["used_bytes"] - BLOCK_ALIGN if heap is not None else 0 for heap in heaps
+            heap.stats()["used_bytes"] - ALLOCATION_ALIGN if heap is not None else 0
+            for heap in heaps
         ]
 
     def close(self) -> None:
@@ -202,7 +203,7 @@ class Stream(IntEnum):
 def _write(comm: Communicator, offset: int, *words: int) -> None:
     core = cast(DeviceCallEngine, comm.engine).device_core
     data = b"".join(word.to_bytes(4, "little") for word in words)
-    core.runtime.write(core.device, core._block.ptr + offset, data)
+    core.runtime.write(core.device, core._allocation.ptr + offset, data)
 
 
 def _links(comm: Communicator) -> int:
@@ -222,7 +223,7 @@ def ready_word(comm: Communicator, peer: int, stream: Stream = Stream.PAIR) -> i
     """The address of the word with which ``peer`` publishes on the first channel."""
     core = cast(DeviceCallEngine, comm.engine).device_core
     link = int(stream) * core.native.channels * comm.world_size + peer
-    address: int = core._block.ptr + _PAGE_BYTES + link * _LINE_BYTES
+    address: int = core._allocation.ptr + _PAGE_BYTES + link * _LINE_BYTES
     return address
 
 
@@ -248,7 +249,7 @@ def ll_flags(comm: Communicator) -> set[int]:
     lines = 3 * _links(comm) + core.native.channels
     begin = _PAGE_BYTES + -(-lines * _LINE_BYTES // _PAGE_BYTES) * _PAGE_BYTES
     size_bytes = core.native.words_bytes - begin
-    words = memoryview(core.runtime.read(core.device, core._block.ptr + begin, size_bytes))
+    words = memoryview(core.runtime.read(core.device, core._allocation.ptr + begin, size_bytes))
     # An LL packet is payload, flag, payload, flag; what rounds the words up to a page stays zero.
     return set(words.cast("I")[1::2])
 

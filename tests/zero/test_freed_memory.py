@@ -24,10 +24,10 @@ class MallInfo(ctypes.Structure):
 
 
 def _mapped(kept):
-    """How many of three blocks of 20 MiB malloc takes from the system for themselves.
+    """How many of three allocations of 20 MiB malloc takes from the system for themselves.
 
     To give them back when they are freed: mallinfo2(3) counts such. Twice the size from which it
-    does that is what may lie at the top of the heap, see M_MMAP_THRESHOLD in mallopt(3). The blocks
+    does that is what may lie at the top of the heap, see M_MMAP_THRESHOLD in mallopt(3). They
     are kept, since malloc learns from what is freed.
     """
     mallinfo = ctypes.CDLL(None).mallinfo2
@@ -48,7 +48,7 @@ def _before_and_after(store, rank, world_size, threshold_bytes=None):
         return before, _mapped(kept)
 
 
-def test_large_blocks_stay_with_the_process():
+def test_large_allocations_stay_with_the_process():
     """And without it each would come from the system."""
     assert run_ranks(_before_and_after, 1) == [(3, 0)]
 

@@ -21,13 +21,13 @@ from ringcomm.comm.device.lifecycle import (
 )
 from ringcomm.comm.device.topology import TopologyChoice
 from ringcomm.comm.host.rendezvous import Membership
-from ringcomm.comm.recorder.records import COMPLETED, OPEN, Record, call_of, read_block
+from ringcomm.comm.recorder.records import COMPLETED, OPEN, Record, call_of, read_recorder
 from ringcomm.cuda.multicast import MulticastWindow
 from ringcomm.cuda.runtime import CONNECTIONS_VARIABLE, DeviceRuntime, Event
 from ringcomm.errors import ArgumentError, RendezvousError, RingcommError, UnsupportedError, where
 from ringcomm.json_reader import digest_of
 from ringcomm.memory.device_heap import (
-    DeviceBlock,
+    DeviceAllocation,
     DeviceHandle,
     DeviceHeap,
     MappedDeviceHeap,
@@ -80,7 +80,7 @@ class DeviceRecorder:
         except OSError as error:
             raise no_room_error(f"{operation}: flight recorder", self._heap, error) from error
         comm.set_recorder(self.native)
-        self._blocks: list[tuple[MappedHeap, int] | None] = []
+        self._recorders: list[tuple[MappedHeap, int] | None] = []
         self._world_id = 0
 
     @property
@@ -101,12 +101,14 @@ class DeviceRecorder:
         Raises:
             RendezvousError: a rank announced records at an impossible offset.
         """
-        self._blocks = [self._block_of(handle.recorder, operation) for handle in handles]
+        self._recorders = [self._map_recorder(handle.recorder, operation) for handle in handles]
         proofs = {str(handle.rank): handle.proof for handle in handles}
         self._world_id = int(digest_of(proofs), 16) >> 1 or 1
         self.native.set_world_id(self._world_id)
 
-    def _block_of(self, address: RecorderAddress, operation: str) -> tuple[MappedHeap, int] | None:
+    def _map_recorder(
+        self, address: RecorderAddress, operation: str
+    ) -> tuple[MappedHeap, int] | None:
         offset, end = address.offset_bytes, _native.recorder_bytes(self._records)
         if offset % _ALIGN_BYTES or not 0 < offset <= address.capacity_bytes - end:
             raise RendezvousError(
@@ -124,9 +126,9 @@ class DeviceRecorder:
 
     def recorded(self, rank: int, most: int) -> bytes:
         """Returns a copy of a rank's recorder with its last ``most`` records; empty if unknown."""
-        if rank >= len(self._blocks) or self._blocks[rank] is None:
+        if rank >= len(self._recorders) or self._recorders[rank] is None:
             return b""
-        _, ptr = self._blocks[rank] or (None, 0)
+        _, ptr = self._recorders[rank] or (None, 0)
         rank_of = (rank, self._world_size)
         return _native.recorder_snapshot(ptr, self._records, rank_of, self._world_id, most)
 
@@ -179,10 +181,10 @@ class DeviceRecorder:
 
     def _read(self, rank: int, track: int) -> list[Record]:
         """Returns the records of calls that are not known to be completed."""
-        block = self.recorded(rank, _native.MAX_RECORDS)
-        if not block:
+        memory = self.recorded(rank, _native.MAX_RECORDS)
+        if not memory:
             return []
-        read = read_block(block)
+        read = read_recorder(memory)
         return [
             each
             for each in (read.collectives if track == COLLECTIVES else read.messages)
@@ -204,7 +206,7 @@ class DeviceRecorder:
         """Hides the records from `ringcomm trace --pid`; peers may still read them."""
         self.native.stop()
         self.native.unlist()
-        self._blocks = []
+        self._recorders = []
 
 
 def _number_of(calls: Sequence[Record]) -> int:
@@ -347,11 +349,11 @@ class DeviceCore:
         self.recorder = DeviceRecorder(self.native, membership, operation) if recorded else None
         self._records = options.records
         self._multicast_bytes = options.multicast_bytes
-        block = heap.allocate(self.native.region_bytes, operation)
-        # The space is reused once nothing refers to the block any more; see close().
-        self._block: DeviceBlock | None = block
-        self._ptr = block.ptr
-        self.region = block.offset_bytes, self.native.region_bytes
+        allocation = heap.allocate(self.native.region_bytes, operation)
+        # The space is reused once nothing refers to the allocation any more; see close().
+        self._allocation: DeviceAllocation | None = allocation
+        self._ptr = allocation.ptr
+        self.region = allocation.offset_bytes, self.native.region_bytes
         self.runtime.write(self.device, self._ptr, self.native.words())
         with self.runtime.on_device(self.device):
             self._page = self.runtime.allocate_pinned(_native.HOST_PAGE_BYTES)
@@ -515,7 +517,7 @@ class DeviceCore:
     def abort(self, reason: str) -> None:
         """Makes kernels of this rank and its peers give up; any thread may call this."""
         with self._guard:
-            if self._aborted or self._block is None:
+            if self._aborted or self._allocation is None:
                 return
             self._aborted = True
             ended_before = self.native.raised
@@ -538,7 +540,7 @@ class DeviceCore:
         if self.recorder is None or not self._regions:
             return
         with self._guard:
-            if self._block is None:
+            if self._allocation is None:
                 return
             ptr = self._ptr + self.native.sequence_offset_bytes
             word = self.runtime.read(self.device, ptr, 8)
@@ -569,8 +571,8 @@ class DeviceCore:
         No kernel of this rank may still run.
         """
         with self._guard:
-            block, self._block = self._block, None
-        if block is None:
+            allocation, self._allocation = self._allocation, None
+        if allocation is None:
             return
         if self._watched is not None:
             unwatch(self._watched)
@@ -595,9 +597,9 @@ class DeviceCore:
             # the region. The region then stays until that process has ended.
             others = [rank for rank in range(self.world_size) if rank != self.rank]
             words = [self._ptr + self.native.detached_offset_bytes(other) for other in others]
-            retire(block, words, [self._peers[other] for other in others], forget)
+            retire(allocation, words, [self._peers[other] for other in others], forget)
         self._mapped, self._regions = (), []
-        del block
+        del allocation
         end_presence(self._presence)
 
     def _detach(self) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from ringcomm import _native
 from ringcomm.cuda.runtime import Event
 from ringcomm.errors import RingcommError, start_thread
-from ringcomm.memory.device_heap import DeviceBlock, existing_heap
+from ringcomm.memory.device_heap import DeviceAllocation, existing_heap
 
 # A kernel cannot ask the operating system whether a rank's process has ended. So one thread watches
 # the peers' processes and marks the ended ones in the page that the kernel reads.
@@ -165,7 +165,7 @@ class _Retired:
     ``left`` is called when all peers have left.
     """
 
-    block: DeviceBlock
+    allocation: DeviceAllocation
     detached_ptrs: tuple[int, ...]
     peers: tuple[Peer, ...]
     left: Callable[[], None]
@@ -177,7 +177,7 @@ class _Retired:
         return True
 
     def _is_left(self) -> bool:
-        heap = self.block.heap
+        heap = self.allocation.heap
         if existing_heap(heap.device) is not heap:
             return True  # the heap has been closed with all that was in it
         return all(
@@ -256,17 +256,17 @@ def end_presence(presence: int) -> None:
 
 
 def retire(
-    block: DeviceBlock,
+    allocation: DeviceAllocation,
     detached_ptrs: Sequence[int],
     peers: Sequence[Peer],
     left: Callable[[], None] = lambda: None,
 ) -> None:
-    """Keeps ``block`` until all peers have left it, then calls ``left``.
+    """Keeps ``allocation`` until all peers have left it, then calls ``left``.
 
     ``detached_ptrs`` and ``peers`` have the same order. The end of the caller's own presence and
-    each later rendezvous check whether the block may go.
+    each later rendezvous check whether the allocation may go.
     """
-    _process.regions.append(_Retired(block, tuple(detached_ptrs), tuple(peers), left))
+    _process.regions.append(_Retired(allocation, tuple(detached_ptrs), tuple(peers), left))
 
 
 def abandon(

@@ -36,8 +36,8 @@ from ringcomm.comm.recorder.records import (
     RecorderHeader,
     Recording,
     at,
-    read_block,
     read_header,
+    read_recorder,
     renumbered,
     unstable_records,
     with_failure,
@@ -384,7 +384,7 @@ WAITS_FOR_OFFSET, WORD_BYTES = _native.STRUCTURES["page.waits_for"], 4
 @dataclass(frozen=True)
 class FoundRecorder:
     header: RecorderHeader
-    block: bytes
+    memory: bytes
     unstable: list[int]
     waits_for: int
 
@@ -533,9 +533,9 @@ def _recorders(descriptor: int) -> Iterator[FoundRecorder]:
 def _recorder(descriptor: int, offset: int) -> FoundRecorder:
     header = read_header(os.pread(descriptor, HEADER_BYTES, offset))
     # Read twice: a record whose bytes and version are equal both times did not change in between.
-    first = os.pread(descriptor, header.block_bytes, offset)
-    second = os.pread(descriptor, header.block_bytes, offset)
-    if len(second) < header.block_bytes:
+    first = os.pread(descriptor, header.memory_bytes, offset)
+    second = os.pread(descriptor, header.memory_bytes, offset)
+    if len(second) < header.memory_bytes:
         raise RingcommError("trace: a recorder that does not end in its heap")
     unstable = unstable_records(first, second)
     if header.on_device:
@@ -569,7 +569,7 @@ def _by_world(found: Iterable[FoundRecorder]) -> list[Recording]:
 
 
 def _ranks(found: FoundRecorder, clock: Clock) -> RankRecording:
-    ranks = read_block(found.block, found.unstable, clock)
+    ranks = read_recorder(found.memory, found.unstable, clock)
     return ranks.waiting_for(found.waits_for, found.header.world_size)
 
 
@@ -874,7 +874,7 @@ class FlightRecorder:
         """Returns the records in copies that :meth:`copies` made."""
         # This rank's own clock pair: those in a peer's memory may be damaged.
         clock = Clock(self._made, _native.clock_pair())
-        ranks = tuple(read_block(copy, clock=clock) for copy in copies)
+        ranks = tuple(read_recorder(copy, clock=clock) for copy in copies)
         world_id = read_header(copies[0]).world_id if copies else 0
         return Recording(self._name, self._world_size, world_id, clock.now[1], ranks)
 

@@ -34,8 +34,8 @@ __all__ = [
     "Recording",
     "at",
     "call_of",
-    "read_block",
     "read_header",
+    "read_recorder",
     "renumbered",
     "unstable_records",
     "with_failure",
@@ -402,7 +402,7 @@ class RecorderHeader:
     name: str
 
     @property
-    def block_bytes(self) -> int:
+    def memory_bytes(self) -> int:
         return HEADER_BYTES + len(_TRACKS) * self.capacity * RECORD_BYTES
 
 
@@ -415,15 +415,15 @@ def _text(raw: bytes) -> str:
     return printable(raw.partition(b"\0")[0].decode("utf-8", "replace"), "")
 
 
-def read_header(block: Bytes) -> RecorderHeader:
+def read_header(memory: Bytes) -> RecorderHeader:
     """Reads the beginning of a recorder.
 
     Raises:
         RingcommError: there is no recorder, or one of another version.
     """
-    if len(block) < HEADER_BYTES:
-        _fail(f"{len(block)} bytes")
-    values = _HEADER.unpack_from(block)
+    if len(memory) < HEADER_BYTES:
+        _fail(f"{len(memory)} bytes")
+    values = _HEADER.unpack_from(memory)
     magic, version, record_bytes, capacity, rank, world, pid, created, world_id = values[:9]
     if magic != MAGIC:
         _fail("something else")
@@ -532,26 +532,26 @@ def _record(
     )
 
 
-def read_block(
-    block: Bytes, unstable: Iterable[int] = (), clock: Clock | None = None
+def read_recorder(
+    memory: Bytes, unstable: Iterable[int] = (), clock: Clock | None = None
 ) -> RankRecording:
     """Reads a copy of a recorder.
 
     Args:
-        block: header and records.
+        memory: header and records.
         unstable: indices of records that changed while they were copied.
         clock: by default made from this recorder's header.
 
     Raises:
-        RingcommError: ``block`` is no recorder, or is cut short.
+        RingcommError: ``memory`` is no recorder, or is cut short.
     """
-    header = read_header(block)
-    if len(block) < header.block_bytes:
-        _fail(f"{len(block)} of {header.block_bytes} bytes")
+    header = read_header(memory)
+    if len(memory) < header.memory_bytes:
+        _fail(f"{len(memory)} of {header.memory_bytes} bytes")
     clock = clock or Clock.since(header)
     skipped, torn = set(unstable), 0
     tracks: list[dict[int, Record]] = [{}, {}]
-    records = memoryview(block)[HEADER_BYTES : header.block_bytes]
+    records = memoryview(memory)[HEADER_BYTES : header.memory_bytes]
     for index, raw in enumerate(_RECORD.iter_unpack(records)):
         if raw[0] == 0:
             continue

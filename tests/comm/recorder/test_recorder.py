@@ -12,7 +12,7 @@ import ringcomm
 from ringcomm import AbortedError, ArgumentError, CommOptions, RingcommError
 from ringcomm.comm.recorder import reader
 from ringcomm.comm.recorder import records as format
-from ringcomm.comm.recorder.records import read_block, read_header, unstable_records
+from ringcomm.comm.recorder.records import read_header, read_recorder, unstable_records
 from tests.support.faults import die
 from tests.support.ranks import Ranks, run_ranks
 
@@ -223,44 +223,44 @@ def _barriers(store, rank, world):
 # ---- torn records -----------------------------------------------------------------------------
 
 
-def block_of(calls):
+def recorder_of(calls):
     """The bytes of a recorder with that many barriers in it."""
-    blocks = []
+    copies = []
 
     def body(comm):
         for _ in range(calls):
             comm.barrier()
-        blocks.append(comm.engine.core.recorded(0))
+        copies.append(comm.engine.core.recorded(0))
 
     in_world(body, records=4, world=1)
-    return blocks[0]
+    return copies[0]
 
 
 def test_a_torn_record_is_not_shown_as_whole():
     """A version that is odd, or fields that no owner writes, hide a record and are counted."""
-    block = bytearray(block_of(3))
-    whole = read_block(block)
+    memory = bytearray(recorder_of(3))
+    whole = read_recorder(memory)
     assert [each.number for each in whole.collectives] == [1, 2, 3] and whole.torn == 0
     at = format.HEADER_BYTES + 2 * format.RECORD_BYTES
-    (version,) = struct.unpack_from("<I", block, at)
+    (version,) = struct.unpack_from("<I", memory, at)
     assert version and version % 2 == 0
-    struct.pack_into("<I", block, at, version | 1)
-    torn = read_block(block)
+    struct.pack_into("<I", memory, at, version | 1)
+    torn = read_recorder(memory)
     assert [each.number for each in torn.collectives] == [1, 3] and torn.torn == 1
-    struct.pack_into("<II", block, at, version, 77)
-    assert read_block(block).torn == 1
-    struct.pack_into("<I", block, at, version)
+    struct.pack_into("<II", memory, at, version, 77)
+    assert read_recorder(memory).torn == 1
+    struct.pack_into("<I", memory, at, version)
 
 
 def test_a_record_that_changed_between_two_looks_is_not_shown():
-    first, second = block_of(2), bytearray(block_of(2))
+    first, second = recorder_of(2), bytearray(recorder_of(2))
     second[: format.HEADER_BYTES] = first[: format.HEADER_BYTES]
     changed = unstable_records(first, first[:-1] + b"\1")
     assert changed == [len(first[format.HEADER_BYTES :]) // format.RECORD_BYTES - 1]
     assert unstable_records(first, first) == []
     # The times differ, the rest of the two records does not.
     assert unstable_records(first, bytes(second)) == [1, 2]
-    assert read_block(first, [1, 2]).torn == 2 and not read_block(first, [1, 2]).collectives
+    assert read_recorder(first, [1, 2]).torn == 2 and not read_recorder(first, [1, 2]).collectives
 
 
 def test_records_are_whole_while_their_owner_writes():
@@ -272,7 +272,7 @@ def test_records_are_whole_while_their_owner_writes():
 
         def look():
             while not stop.is_set():
-                for each in read_block(comm.engine.core.recorded(0)).collectives:
+                for each in read_recorder(comm.engine.core.recorded(0)).collectives:
                     looks.append(each.number)
                     if each.size_bytes != 4 * (1 + each.number % 50):
                         wrong.append(each)
@@ -291,12 +291,12 @@ def test_records_are_whole_while_their_owner_writes():
 
 
 def test_something_else_is_no_recorder():
-    block = bytearray(block_of(1))
+    memory = bytearray(recorder_of(1))
     for offset, value in ((0, 1), (8, 9), (12, 64), (16, 0), (16, 1 << 30), (20, 5)):
-        broken = bytearray(block)
+        broken = bytearray(memory)
         struct.pack_into("<I", broken, offset, value)
         with pytest.raises(RingcommError, match="flight recorder: expected one of version 1"):
             read_header(broken)
-    for short in (block[:10], block[:-1]):
+    for short in (memory[:10], memory[:-1]):
         with pytest.raises(RingcommError, match="flight recorder"):
-            read_block(bytes(short))
+            read_recorder(bytes(short))

@@ -21,8 +21,8 @@ from ringcomm.comm.recorder.records import (
     NodeLevel,
     RankRecording,
     Recording,
-    read_block,
     read_header,
+    read_recorder,
 )
 from tests.support.forgery import Region
 
@@ -45,7 +45,7 @@ def left_and_read(recording: Recording, error: str) -> reader.Trace:
 
 
 @pytest.fixture(scope="module")
-def block():
+def memory():
     """The recorder of rank 0 of 2 after seven collectives and a message."""
 
     def body(comm):
@@ -79,9 +79,9 @@ def test_what_is_left_is_read_whatever_the_texts(name, error):
 ODD_WORDS = (0, 1, 2, 3, 1 << 31, (1 << 32) - 1, (1 << 32) - 2)
 
 
-def damaged(block: bytes, chance: Random) -> bytes:
+def damaged(memory: bytes, chance: Random) -> bytes:
     """With odd words anywhere but in what the reader knows by itself: layout, rank, world."""
-    raw = bytearray(block)
+    raw = bytearray(memory)
     for _ in range(chance.randint(1, 12)):
         at = 4 * chance.randrange(len(raw) // 4)
         if at >= 28:
@@ -91,10 +91,10 @@ def damaged(block: bytes, chance: Random) -> bytes:
 
 
 @given(seed=st.integers(0, 1 << 32))
-def test_what_is_left_is_read_whatever_the_recorders_say(block, seed):
+def test_what_is_left_is_read_whatever_the_recorders_say(memory, seed):
     chance = Random(seed)
-    raw = damaged(block, chance)
-    ranks = (read_block(raw),)
+    raw = damaged(memory, chance)
+    ranks = (read_recorder(raw),)
     recording = Recording("world", 2, read_header(raw).world_id, 1, ranks)
     assert left_and_read(recording, "").recording == recording
 
@@ -116,14 +116,14 @@ AT_NUMBER, AT_ROOT, AT_BEGIN, AT_END, AT_PEER = 8, 36, 56, 64, 76
         (AT_PEER, struct.pack("<i", -2)),
     ],
 )
-def test_what_no_owner_writes_is_unreadable(block, at, raw):
-    whole = read_block(block)
+def test_what_no_owner_writes_is_unreadable(memory, at, raw):
+    whole = read_recorder(memory)
     assert [each.number for each in whole.collectives] == list(range(1, 8)) and whole.torn == 0
-    changed = bytearray(block)
+    changed = bytearray(memory)
     begin = HEADER_BYTES + 5 * RECORD_BYTES + at
     assert changed[begin : begin + len(raw)] != raw
     changed[begin : begin + len(raw)] = raw
-    found = read_block(bytes(changed))
+    found = read_recorder(bytes(changed))
     assert len(found.collectives) == 6 and found.torn == 1
 
 

@@ -115,16 +115,16 @@ struct Pair {
   std::shared_ptr<Heap> heaps[2] = {std::make_shared<Heap>(kHeapBytes, ""),
                                     std::make_shared<Heap>(kHeapBytes, "")};
   std::unique_ptr<Comm> comms[2];
-  char* block;  // in the peer's heap: what a sound header points at
-  char* own;    // in this rank's heap
+  char* memory;  // in the peer's heap: what a sound header points at
+  char* own;     // in this rank's heap
   std::vector<char> out = std::vector<char>(1 << 20);
 
   Pair() {
-    block = heaps[1]->base() + heaps[1]->allocate(1 << 17, Heap::Purpose::kTensor);
+    memory = heaps[1]->base() + heaps[1]->allocate(1 << 17, Heap::Purpose::kTensor);
     own = heaps[0]->base() + heaps[0]->allocate(1 << 17, Heap::Purpose::kTensor);
     for (const auto& heap : heaps) allowed.push_back({heap->base(), kHeapBytes});
     allowed.push_back({out.data(), out.size()});
-    for (int i = 0; i < 1 << 17; ++i) block[i] = char(i * 7);
+    for (int i = 0; i < 1 << 17; ++i) memory[i] = char(i * 7);
   }
 
   std::vector<PeerAddress> addresses() {
@@ -172,7 +172,7 @@ struct Pair {
     const bool in_heap = bytes > 0 && below(2) != 0,
                in_process = !in_heap && collective == Collective::kAllGather && below(2) != 0;
     const CallId id{1, match, collective, int(dtype), redop, -1, Algorithm::kOneShot};
-    const uint64_t offset = in_heap ? uint64_t(block - heaps[1]->base()) : kNotInHeap;
+    const uint64_t offset = in_heap ? uint64_t(memory - heaps[1]->base()) : kNotInHeap;
     const uint64_t item_bytes = in_heap || (in_process && bytes > 0) ? bytes : kSegmentBytes;
     return {id,
             bytes,
@@ -180,7 +180,7 @@ struct Pair {
             offset,
             1.0,
             kNotInHeap,
-            in_process ? reinterpret_cast<uintptr_t>(block) : 0};
+            in_process ? reinterpret_cast<uintptr_t>(memory) : 0};
   }
 };
 
@@ -199,7 +199,7 @@ Status gather(Pair& p) {
       p.comms[0]->all_gather(p.own, p.out.data(), bytes, DType::kUInt8, Algorithm::kOneShot);
   must_be_ok(status, changed, "all_gather");
   if (!changed && (h.heap_offset != kNotInHeap || h.process_ptr != 0) &&
-      std::memcmp(p.out.data() + bytes, p.block, bytes) != 0)
+      std::memcmp(p.out.data() + bytes, p.memory, bytes) != 0)
     std::abort();
   return status;
 }
@@ -227,7 +227,7 @@ Status step(Pair& p) {
                           kElems, int(RedOp::kSum));
   h.id.root = int(DType::kFloat32);
   h.item_bytes = h.stream_bytes;
-  h.heap_offset = uint64_t(p.block - p.heaps[1]->base());
+  h.heap_offset = uint64_t(p.memory - p.heaps[1]->base());
   h.result_offset = h.heap_offset + (1 << 16);
   const bool changed = p.publish(Stream::kPair, h);
   const Status status = p.comms[0]->reduce_scatter_adamw_all_gather(shard, grads);

@@ -40,12 +40,12 @@ float value(int rank, uint64_t i, int round) {
   return float((uint64_t(rank) * 7 + i * 3 + uint64_t(round)) % 11) - 5;
 }
 
-struct Block {
+struct Allocation {
   Heap& heap;
   uint64_t offset;
-  explicit Block(Heap& h, uint64_t bytes)
+  explicit Allocation(Heap& h, uint64_t bytes)
       : heap(h), offset(h.allocate(bytes, Heap::Purpose::kTensor)) {}
-  ~Block() { heap.free(offset); }
+  ~Allocation() { heap.free(offset); }
   float* data() const { return reinterpret_cast<float*>(heap.base() + offset); }
 };
 
@@ -97,7 +97,7 @@ bool all_reduce(World& w, int rank, int round, float* data, Algorithm algorithm)
 
 // Until something fails or all rounds are made.
 void collectives(World& w, int rank) {
-  const Block in_heap(*w.heap, kElems * sizeof(float));
+  const Allocation in_heap(*w.heap, kElems * sizeof(float));
   std::vector<float> plain(kElems);
   for (int round = 0; round < w.rounds; ++round) {
     const bool ok = all_reduce(w, rank, round, plain.data(), Algorithm::kOneShot) &&
@@ -112,7 +112,7 @@ void collectives(World& w, int rank) {
 void messages(World& w, int rank) {
   const int next = (rank + 1) % w.size, previous = (rank + w.size - 1) % w.size;
   Messenger& messenger = *w.ranks[size_t(rank)].messenger;
-  const Block in_heap(*w.heap, kElems * sizeof(float));
+  const Allocation in_heap(*w.heap, kElems * sizeof(float));
   std::vector<float> plain(kElems), received(kElems);
   if (rank % 2 == 0) messenger.drive_in_background();
   for (int round = 0; round < w.rounds; ++round) {
@@ -148,7 +148,7 @@ void generation(World& w, int rank, int abort_by) {
   w.ranks[size_t(rank)].comm->close();
   {
     // May be the region that was just closed, once no peer stores there any more.
-    const Block next(*w.heap, region_bytes);
+    const Allocation next(*w.heap, region_bytes);
     std::fill_n(next.data(), region_bytes / sizeof(float), 1.0f);
   }
   w.sync();

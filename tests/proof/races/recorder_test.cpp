@@ -67,14 +67,14 @@ struct Reader {
     if (wrong == nullptr) wrong = wrong_in(r);
     if (wrong != nullptr) found_wrong = true;
   }
-  void read(const char* block, const std::atomic<bool>& stop) {
+  void read(const char* recorder, const std::atomic<bool>& stop) {
     for (uint64_t next = 1; !stop && wrong == nullptr; ++next) {
-      const std::vector<char> copy = Recorder::snapshot(block, kCapacity, 0);
+      const std::vector<char> copy = Recorder::snapshot(recorder, kCapacity, 0);
       const auto* records = reinterpret_cast<const Record*>(copy.data() + sizeof(RecorderHeader));
       for (uint32_t i = 0; i < uint32_t(Track::kCount) * kCapacity; ++i) look(records[i]);
       Record found;
       const uint64_t number = records[next % kCapacity].id.sequence;
-      if (!Recorder::find(block, kCapacity, Track::kCollectives, number, &found)) continue;
+      if (!Recorder::find(recorder, kCapacity, Track::kCollectives, number, &found)) continue;
       look(found);
       if (found.id.sequence != number) wrong = "find";
     }
@@ -82,8 +82,8 @@ struct Reader {
 };
 
 // The turns are taken by functions: what they work on lies here.
-std::vector<uint64_t> turn_memory(Recorder::block_bytes(kCapacity) / 8);
-char* const turn_block = reinterpret_cast<char*>(turn_memory.data());
+std::vector<uint64_t> turn_memory(Recorder::memory_bytes(kCapacity) / 8);
+char* const turn_recorder = reinterpret_cast<char*>(turn_memory.data());
 Recorder turned;
 bool shown_half = false;
 
@@ -97,7 +97,7 @@ void make(uint64_t number) {
 }
 
 bool finds(uint64_t number, Record* found) {
-  return Recorder::find(turn_block, kCapacity, Track::kCollectives, number, found);
+  return Recorder::find(turn_recorder, kCapacity, Track::kCollectives, number, found);
 }
 
 void look_in_the_middle() {
@@ -113,7 +113,7 @@ void write_in_the_middle() {
 
 // Each rule of the protocol where it is broken at the worst moment; 0: all hold.
 int first_broken_rule() {
-  turned.open(turn_block, kCapacity, 0, 1, 0, "turns");
+  turned.open(turn_recorder, kCapacity, 0, 1, 0, "turns");
   Record found;
   make(11);
   if (!finds(11, &found) || wrong_in(found) != nullptr) return 2;
@@ -126,9 +126,9 @@ int first_broken_rule() {
   if (shown_half) return 5;
   turned.end(Track::kCollectives, 11, Status::kOk, -1);  // forgotten: 13 has its place
   if (!finds(13, &found) || found.state != RecordState::kRunning) return 6;
-  auto* second = reinterpret_cast<Record*>(turn_block + sizeof(RecorderHeader)) + 13 % kCapacity;
+  auto* second = reinterpret_cast<Record*>(turn_recorder + sizeof(RecorderHeader)) + 13 % kCapacity;
   second->version |= 1;  // its owner is killed while it writes
-  const std::vector<char> copy = Recorder::snapshot(turn_block, kCapacity, 0);
+  const std::vector<char> copy = Recorder::snapshot(turn_recorder, kCapacity, 0);
   const auto* seen = reinterpret_cast<const Record*>(copy.data() + sizeof(RecorderHeader));
   return seen[13 % kCapacity].version % 2 == 0 || finds(13, &found) ? 7 : 0;
 }
@@ -137,13 +137,13 @@ int first_broken_rule() {
 
 int main() {
   if (const int broken = first_broken_rule(); broken != 0) return broken;
-  std::vector<uint64_t> memory(Recorder::block_bytes(kCapacity) / 8);
-  char* block = reinterpret_cast<char*>(memory.data());
+  std::vector<uint64_t> memory(Recorder::memory_bytes(kCapacity) / 8);
+  char* begin = reinterpret_cast<char*>(memory.data());
   Recorder recorder;
-  recorder.open(block, kCapacity, 0, 1, 0, "test");
+  recorder.open(begin, kCapacity, 0, 1, 0, "test");
   std::atomic<bool> stop{false};
   Reader reader;
-  std::thread reading([&] { reader.read(block, stop); });
+  std::thread reading([&] { reader.read(begin, stop); });
   std::thread messages([&] { write_all(recorder, Track::kMessages); });
   write_all(recorder, Track::kCollectives);
   recorder.set_world_id(7);

@@ -352,11 +352,11 @@ def test_a_rank_that_fails_after_all_have_met(rig: Rig, monkeypatch: pytest.Monk
 def test_regions_of_a_closed_heap_are_forgotten(emulated: Rigs) -> None:
     """Asking whether their peers have left would read memory that is gone."""
     rig = emulated()
-    block = device_heap(0, HEAP_BYTES).allocate(EMPTY_HEAP_BYTES, "test")
-    rig.runtime.write(0, block.ptr, bytes(4))
+    allocation = device_heap(0, HEAP_BYTES).allocate(EMPTY_HEAP_BYTES, "test")
+    rig.runtime.write(0, allocation.ptr, bytes(4))
     presence = lifecycle.begin_presence()
-    lifecycle.retire(block, [block.ptr], [lifecycle.Peer(None, presence)])
-    del block
+    lifecycle.retire(allocation, [allocation.ptr], [lifecycle.Peer(None, presence)])
+    del allocation
     assert in_use(rig) == 2 * EMPTY_HEAP_BYTES
     close_heaps()
     assert rig.world(2).run(lambda comm: sum_up(rig, comm)) == [2.0, 2.0]

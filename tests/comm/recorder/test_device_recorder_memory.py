@@ -6,7 +6,7 @@ import pytest
 
 from ringcomm import _native
 from ringcomm.comm.recorder.reader import Trace, read, text_of
-from ringcomm.comm.recorder.records import Recording, read_block, read_header
+from ringcomm.comm.recorder.records import Recording, read_header, read_recorder
 from ringcomm.errors import RingcommError
 from ringcomm.memory.host_heap import process_heap
 
@@ -36,11 +36,11 @@ class Recorder:
         self.page[4:8] = (1).to_bytes(4, "little")
 
     @property
-    def block(self) -> bytes:
+    def memory(self) -> bytes:
         return _native.recorder_snapshot(self.ptr, self.records, (0, 2), 5)
 
     def states(self) -> list[str]:
-        return [each.state for each in read_block(self.block).collectives]
+        return [each.state for each in read_recorder(self.memory).collectives]
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_nothing_ends_well_once_a_kernel_has_given_up(recorder: Recorder) -> Non
     assert recorder.states() == ["completed"] + ["enqueued"] * 3
     recorder.native.seen_failed(COLLECTIVES, 3, _native.STATUSES["timeout"], 1)
     assert recorder.states() == ["completed"] * 2 + ["failed"] * 2
-    found = read_block(recorder.block).collectives
+    found = read_recorder(recorder.memory).collectives
     assert [(each.status, each.peer) for each in found[2:]] == [("timeout", 1), ("aborted", -1)]
 
 
@@ -102,7 +102,7 @@ def test_a_captured_call_is_never_over_and_makes_the_count_say_nothing(recorder:
 def test_old_calls_are_forgotten_and_new_ones_kept_apart(recorder: Recorder) -> None:
     recorder.calls(20)
     recorder.native.seen_begun(14)
-    found = read_block(recorder.block).collectives
+    found = read_recorder(recorder.memory).collectives
     assert [each.number for each in found] == list(range(13, 21))
     assert recorder.states() == ["completed", "begun"] + ["enqueued"] * 6
     recorder.native.seen_failed(COLLECTIVES, 5, _native.STATUSES["timeout"], 1)
@@ -139,7 +139,7 @@ def test_a_withdrawn_call_leaves_no_trace_in_the_numbers(recorder: Recorder) -> 
 
 def test_what_was_given_back_is_not_written_to(recorder: Recorder) -> None:
     used = process_heap().used_bytes
-    before = recorder.block
+    before = recorder.memory
     recorder.native.release()
     recorder.native.release()
     assert process_heap().used_bytes == used - 256 * (1 + 2 * 8 * 3 // 4)
@@ -147,11 +147,11 @@ def test_what_was_given_back_is_not_written_to(recorder: Recorder) -> None:
     recorder.native.seen_completed(COLLECTIVES, 1, 1)
     recorder.native.seen_failed(COLLECTIVES, 1, _native.STATUSES["timeout"], 1)
     recorder.native.withdraw()
-    assert recorder.block == before
+    assert recorder.memory == before
 
 
-def test_a_block_says_that_it_is_of_a_device(recorder: Recorder, tmp_path: object) -> None:
-    header = read_header(recorder.block)
+def test_a_recorder_says_that_it_is_of_a_device(recorder: Recorder, tmp_path: object) -> None:
+    header = read_header(recorder.memory)
     assert (header.on_device, header.rank, header.world_size) == (True, 0, 2)
     assert (header.world_id, header.name) == (5, "here")
 
@@ -161,7 +161,7 @@ def test_a_trace_keeps_the_states_of_devices(recorder: Recorder, tmp_path) -> No
     recorder.calls(captured=True)
     recorder.native.seen_begun(0)
     recorder.native.seen_completed(COLLECTIVES, 1, 1)
-    ranks = (read_block(recorder.block),)
+    ranks = (read_recorder(recorder.memory),)
     trace = Trace(Recording("here", 2, 5, 10**18, ranks), 0, 1.0, "it broke")
     path = tmp_path / "trace.json"
     path.write_text(text_of(trace))
