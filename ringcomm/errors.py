@@ -85,12 +85,12 @@ class DiskError(RingcommError):
 
     Attributes:
         path: the folder on the disk, where one is meant.
-        block: of the scratch file, where the error is of one.
+        extent: of the scratch file, where the error is of one.
         offset_bytes: in the scratch file, where the error has an offset.
     """
 
     path: str | None = None
-    block: int | None = None
+    extent: int | None = None
     offset_bytes: int | None = None
 
 

@@ -75,19 +75,19 @@ const char* words_of(ScratchPool::Refusal refusal) {
       return "";
     case ScratchPool::Refusal::kClosed:
       return "expected a pool that is not closed";
-    case ScratchPool::Refusal::kNoBlock:
-      return "block: expected one of add_block()";
+    case ScratchPool::Refusal::kNoExtent:
+      return "extent: expected one of add_extent()";
     case ScratchPool::Refusal::kUnaligned:
       return "memory: expected an address and a size that are multiples of 4096, and not 0";
     case ScratchPool::Refusal::kTooLong:
-      return "memory: expected no more than the block holds";
+      return "memory: expected no more than the extent holds";
     case ScratchPool::Refusal::kOtherSize:
-      return "memory: expected as many bytes as the block's last write had";
+      return "memory: expected as many bytes as the extent's last write had";
   }
   return "";
 }
 
-NativeScratchRequest submit(const std::shared_ptr<NativeScratch>& s, bool is_write, uint32_t block,
+NativeScratchRequest submit(const std::shared_ptr<NativeScratch>& s, bool is_write, uint32_t extent,
                             uintptr_t memory, uint64_t bytes) {
   NativeScratchRequest r{s, nullptr};
   ScratchPool::Refusal refusal;
@@ -95,7 +95,7 @@ NativeScratchRequest submit(const std::shared_ptr<NativeScratch>& s, bool is_wri
   {
     const WithoutGil nogil;
     try {
-      refusal = s->pool->submit({is_write, block, at(memory), bytes}, &r.request);
+      refusal = s->pool->submit({is_write, extent, at(memory), bytes}, &r.request);
     } catch (const std::system_error& e) {  // no thread
       code = e.code().value();
     }
@@ -173,10 +173,10 @@ void bind_scratch(nb::module_& m) {
         "The magic number of statfs(2). Raises OSError.");
   nb::class_<NativeScratch>(
       m, "ScratchPool",
-      "A few threads that write and read a file open for direct I/O, in blocks.\n\n"
+      "A few threads that write and read a file open for direct I/O, in extents.\n\n"
       "The descriptor stays the caller's, and must be open until close(). Requests that share a\n"
-      "block or bytes of memory run in the order of their submission. Addresses and sizes are\n"
-      "multiples of 4096. Each block has checksums in RAM, of its last write, that reads compare.\n"
+      "extent or bytes of memory run in the order of their submission. Addresses and sizes are\n"
+      "multiples of 4096. Each extent has in RAM the checksums of its last write; reads compare.\n"
       "In a forked child nothing of it may be called.")
       .def(
           "__init__",
@@ -190,30 +190,30 @@ void bind_scratch(nb::module_& m) {
           nb::arg("cut_bytes") = kScratchCutBytes,
           "`threads` share a request in pieces of `cut_bytes`.")
       .def(
-          "add_block",
+          "add_extent",
           [](NativeScratch& s, uint64_t bytes) {
-            uint32_t block = 0;
+            uint32_t extent = 0;
             int code;
             {
               const WithoutGil nogil;
-              code = s.pool->add_block(bytes, &block);
+              code = s.pool->add_extent(bytes, &extent);
             }
             if (code != 0) raise_errno(code);
-            return block;
+            return extent;
           },
           nb::arg("size_bytes"), "Reserves space at the end of the file. Raises OSError.")
       .def(
           "write",
-          [](const std::shared_ptr<NativeScratch>& s, uint32_t block, uintptr_t ptr,
-             uint64_t bytes) { return submit(s, true, block, ptr, bytes); },
-          nb::arg("block"), nb::arg("ptr"), nb::arg("size_bytes"),
+          [](const std::shared_ptr<NativeScratch>& s, uint32_t extent, uintptr_t ptr,
+             uint64_t bytes) { return submit(s, true, extent, ptr, bytes); },
+          nb::arg("extent"), nb::arg("ptr"), nb::arg("size_bytes"),
           "Raises ValueError for what does not fit, and OSError where no thread starts.")
       .def(
           "read",
-          [](const std::shared_ptr<NativeScratch>& s, uint32_t block, uintptr_t ptr,
-             uint64_t bytes) { return submit(s, false, block, ptr, bytes); },
-          nb::arg("block"), nb::arg("ptr"), nb::arg("size_bytes"),
-          "Reads as many bytes as the last write had; of a block without one, any number of "
+          [](const std::shared_ptr<NativeScratch>& s, uint32_t extent, uintptr_t ptr,
+             uint64_t bytes) { return submit(s, false, extent, ptr, bytes); },
+          nb::arg("extent"), nb::arg("ptr"), nb::arg("size_bytes"),
+          "Reads as many bytes as the last write had; of an extent without one, any number of "
           "zeros.\n\n"
           "Raises as write().")
       .def(
@@ -264,7 +264,7 @@ void bind_scratch(nb::module_& m) {
           "`end`: failed (a system call, with `errno`), truncated, stalled, damaged (with\n"
           "`wanted_sum` and `seen_sum`), closed, or late: the limit is over, and the transfer\n"
           "goes on. `operation` (read or write), `offset_bytes` and `size_bytes` say what of the\n"
-          "file it is about; the fault may be an earlier request's of the block.");
+          "file it is about; the fault may be an earlier request's of the extent.");
 }
 
 }  // namespace ringcomm::host

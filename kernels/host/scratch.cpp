@@ -72,7 +72,7 @@ ScratchPool::~ScratchPool() {
   while (!close(kNoLimit)) continue;
 }
 
-int ScratchPool::add_block(uint64_t bytes, uint32_t* block) {
+int ScratchPool::add_extent(uint64_t bytes, uint32_t* extent) {
   bytes = (bytes + kScratchPageBytes - 1) / kScratchPageBytes * kScratchPageBytes;
   const std::lock_guard lock(mutex_);
   int code;
@@ -85,10 +85,10 @@ int ScratchPool::add_block(uint64_t bytes, uint32_t* block) {
     static_cast<void>(ftruncate(fd_, off_t(file_bytes_)));
     return code;
   }
-  ScratchBlock added{file_bytes_, bytes, 0, {}, {}};
+  ScratchExtent added{file_bytes_, bytes, 0, {}, {}};
   added.sums.resize((bytes + cut_bytes_ - 1) / cut_bytes_);
-  *block = uint32_t(blocks_.size());
-  blocks_.push_back(std::move(added));
+  *extent = uint32_t(extents_.size());
+  extents_.push_back(std::move(added));
   file_bytes_ += bytes;
   return 0;
 }
@@ -101,25 +101,25 @@ void ScratchPool::start_threads() {
 ScratchPool::Refusal ScratchPool::submit(const Wish& wish, ScratchRequestPtr* request) {
   const std::lock_guard lock(mutex_);
   if (closing_) return Refusal::kClosed;
-  if (wish.block >= blocks_.size()) return Refusal::kNoBlock;
-  ScratchBlock& block = blocks_[wish.block];
+  if (wish.extent >= extents_.size()) return Refusal::kNoExtent;
+  ScratchExtent& extent = extents_[wish.extent];
   if (wish.bytes == 0 || wish.bytes % kScratchPageBytes != 0 ||
       uintptr_t(wish.memory) % kScratchPageBytes != 0)
     return Refusal::kUnaligned;
-  if (wish.bytes > block.bytes) return Refusal::kTooLong;
-  if (!wish.is_write && block.content_bytes != 0 && block.content_bytes != wish.bytes)
+  if (wish.bytes > extent.bytes) return Refusal::kTooLong;
+  if (!wish.is_write && extent.content_bytes != 0 && extent.content_bytes != wish.bytes)
     return Refusal::kOtherSize;
   start_threads();
   auto r = std::make_shared<ScratchRequest>();
   r->is_write_ = wish.is_write;
-  r->from_disk_ = block.content_bytes != 0;
-  r->block_ = &block;
+  r->from_disk_ = extent.content_bytes != 0;
+  r->extent_ = &extent;
   r->memory_ = wish.memory;
   r->bytes_ = wish.bytes;
-  if (wish.is_write) block.content_bytes = wish.bytes;
+  if (wish.is_write) extent.content_bytes = wish.bytes;
   // See NOTE [Order].
   for (const ScratchRequestPtr& earlier : outstanding_) {
-    if (earlier->block_ != &block &&
+    if (earlier->extent_ != &extent &&
         !overlap(earlier->memory_, earlier->bytes_, wish.memory, wish.bytes))
       continue;
     earlier->followers_.push_back(r);
@@ -157,7 +157,7 @@ ScratchPool::Waited ScratchPool::wait(const ScratchRequest& request, bool (*inte
 ScratchResult ScratchPool::result(const ScratchRequest& request) {
   const std::lock_guard lock(mutex_);
   if (request.done()) return request.result_;
-  return {ScratchEnd::kLate, request.is_write_, 0, request.block_->offset, request.bytes_, 0, 0};
+  return {ScratchEnd::kLate, request.is_write_, 0, request.extent_->offset, request.bytes_, 0, 0};
 }
 
 ScratchCounters ScratchPool::counters() {
@@ -218,8 +218,8 @@ ScratchPool::Cut ScratchPool::take_cut(const ScratchRequestPtr& request) {
 // Without the lock: no other thread touches these bytes of memory, or the cut's sum.
 ScratchResult ScratchPool::move(const ScratchRequest& r, Cut cut) const {
   char* const memory = r.memory_ + cut.offset;
-  const uint64_t offset = r.block_->offset + cut.offset;
-  uint32_t& sum = r.block_->sums[cut.offset / cut_bytes_];
+  const uint64_t offset = r.extent_->offset + cut.offset;
+  uint32_t& sum = r.extent_->sums[cut.offset / cut_bytes_];
   if (r.is_write_) {
     sum = crc32c(memory, cut.bytes);
     return transfer(true, memory, offset, cut.bytes);
@@ -273,19 +273,19 @@ void ScratchPool::settle(const ScratchRequestPtr& request, Cut cut, const Scratc
 }
 
 bool ScratchPool::may_start(const ScratchRequest& request, ScratchResult* refusal) const {
-  *refusal = request.block_->fault;
+  *refusal = request.extent_->fault;
   if (refusal->end == ScratchEnd::kDone && closing_) refusal->end = ScratchEnd::kClosed;
   return refusal->end == ScratchEnd::kDone;
 }
 
-// Starts those that waited for it; some of these end at once, with a fault of their block.
+// Starts those that waited for it; some of these end at once, with a fault of their extent.
 void ScratchPool::finish(const ScratchRequestPtr& request, const ScratchResult& result) {
   std::vector<std::pair<ScratchRequestPtr, ScratchResult>> ended{{request, result}};
   while (!ended.empty()) {
     const auto [r, how] = std::move(ended.back());
     ended.pop_back();
     r->result_ = how;
-    ScratchResult& fault = r->block_->fault;
+    ScratchResult& fault = r->extent_->fault;
     if (fault.end == ScratchEnd::kDone && how.end != ScratchEnd::kClosed) fault = how;
     std::erase(outstanding_, r);
     for (const ScratchRequestPtr& follower : std::exchange(r->followers_, {})) {

@@ -1,15 +1,15 @@
 // A scratch file on a disk, written and read by a few threads past the page cache (O_DIRECT).
 //
 // NOTE [Order]
-// Requests that share a block, or bytes of memory, run in the order in which they were submitted;
-// all others run side by side. So write(block a, buffer x) and then read(block b, buffer x) may be
-// submitted at once: the read waits until the write has taken what was in the buffer.
+// Requests that share an extent, or bytes of memory, run in the order in which they were submitted;
+// all others run side by side. So write(extent a, buffer x) and then read(extent b, buffer x) may
+// be submitted at once: the read waits until the write has taken what was in the buffer.
 //
 // NOTE [Checksums]
-// Each write leaves a CRC32C per cut in RAM, by block, in place of those of the write before; a
-// read compares. The sums are where no fault of a disk reaches them, one for each block and only
-// for its last write. So they bind content to block and version: a bit that has flipped, a stale
-// block, one where another belongs and the end of a truncated file all differ, each but for a
+// Each write leaves a CRC32C per cut in RAM, by extent, in place of those of the write before; a
+// read compares. The sums are where no fault of a disk reaches them, one for each extent and only
+// for its last write. So they bind content to extent and version: a bit that has flipped, a stale
+// extent, one where another belongs and the end of a truncated file all differ, each but for a
 // chance of 2^-32.
 //
 // NOTE [A disk that hangs]
@@ -46,7 +46,7 @@ constexpr uint64_t kScratchCutBytes = 8 << 20;
 enum class ScratchEnd : uint32_t {
   kDone,
   kFailed,     // a system call, with `code`
-  kTruncated,  // the file ended before the block did
+  kTruncated,  // the file ended before the extent did
   kStalled,    // the system moved nothing, and named no error
   kDamaged,    // the disk brought other bytes than were written
   kClosed,     // the pool was closed before it ran
@@ -67,7 +67,7 @@ struct ScratchCounters {
   uint64_t bytes_read = 0, bytes_written = 0, reading_ns = 0, writing_ns = 0;
 };
 
-struct ScratchBlock {
+struct ScratchExtent {
   uint64_t offset, bytes;
   uint64_t content_bytes = 0;  // of the last write that was submitted; 0: there was none
   std::vector<uint32_t> sums;  // of the last write, by cut
@@ -87,13 +87,13 @@ class ScratchPool {
   ScratchPool(const ScratchPool&) = delete;
   ScratchPool& operator=(const ScratchPool&) = delete;
 
-  // Adds a block at the file's end and reserves its space: 0, or an errno.
-  int add_block(uint64_t bytes, uint32_t* block);
+  // Adds an extent at the file's end and reserves its space: 0, or an errno.
+  int add_extent(uint64_t bytes, uint32_t* extent);
 
-  enum class Refusal { kNone, kClosed, kNoBlock, kUnaligned, kTooLong, kOtherSize };
+  enum class Refusal { kNone, kClosed, kNoExtent, kUnaligned, kTooLong, kOtherSize };
   struct Wish {
     bool is_write;
-    uint32_t block;
+    uint32_t extent;
     char* memory;
     uint64_t bytes;  // of a read: as many as the last write had, or any if there was none
   };
@@ -138,7 +138,7 @@ class ScratchPool {
   std::mutex mutex_;
   std::condition_variable to_do_, done_;
   std::vector<std::thread> threads_;
-  std::deque<ScratchBlock> blocks_;             // whose elements stay where they are
+  std::deque<ScratchExtent> extents_;           // whose elements stay where they are
   std::vector<ScratchRequestPtr> outstanding_;  // in the order of submission
   std::deque<ScratchRequestPtr> ready_;         // those with cuts that no thread has taken
   uint64_t file_bytes_ = 0;
@@ -155,7 +155,7 @@ class ScratchRequest {
  private:
   friend class ScratchPool;
   bool is_write_ = false, from_disk_ = true;  // else a read of what was never written: zeros
-  ScratchBlock* block_ = nullptr;
+  ScratchExtent* extent_ = nullptr;
   char* memory_ = nullptr;
   uint64_t bytes_ = 0;
   int blockers_ = 0;  // requests that must be done before

@@ -27,11 +27,11 @@ from ringcomm.memory.host_heap import parse_bytes
 from ringcomm.process import until_exit, warn_of_unknown
 from ringcomm.rendezvous.handles import machine_identity
 
-# ---- Blocks of pinned host memory, which copies beside the computation bring to a device and back
+# ---- Pinned host memory in extents, which copies beside the computation bring to a device and back
 
 
 class Copy:
-    """One copy between a block and memory of the device."""
+    """One copy between an extent and memory of the device."""
 
     def __init__(self, runtime: DeviceRuntime, device: int, done: Event) -> None:
         self._runtime, self._device = runtime, device
@@ -44,10 +44,10 @@ class Copy:
 
 
 class PinnedStorage:
-    """Blocks of pinned memory of one rank, for one device.
+    """Pinned memory of one rank in extents, for one device.
 
     A copy begins when the work that the caller's stream has by then is done, since that work uses
-    the device's memory. Copies that share a block, or memory from the same address on, run in the
+    the device's memory. Copies that share an extent, or memory from the same address on, run in the
     order in which they were submitted. Copies to the device and from it have a stream each, since
     PCIe carries both ways at once.
 
@@ -60,45 +60,45 @@ class PinnedStorage:
         self._runtime, self._device = runtime, device
         self._to_device = runtime.make_stream(device)
         self._to_host = runtime.make_stream(device)
-        self._blocks: list[torch.Tensor] = []
-        # By block, and by address on the device, the last copy.
+        self._extents: list[torch.Tensor] = []
+        # By extent, and by address on the device, the last copy.
         self._last: dict[tuple[str, int], Copy] = {}
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all blocks."""
-        return sum(block.nbytes for block in self._blocks)
+        """Bytes of all extents."""
+        return sum(extent.nbytes for extent in self._extents)
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
         """Returns memory of the device, of zeros: uint8 [bytes]."""
         device = self._runtime.torch_device(self._device)
         return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
 
-    def add_block(self, size_bytes: int) -> int:
-        """Adds a block of zeros, and returns its number."""
+    def add_extent(self, size_bytes: int) -> int:
+        """Adds an extent of zeros, and returns its number."""
         pins = self._runtime.torch_device(self._device).type != "cpu"  # an emulated device is one
         made = torch.zeros(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=pins)
-        self._blocks.append(made)
-        return len(self._blocks) - 1
+        self._extents.append(made)
+        return len(self._extents) - 1
 
-    def read(self, block: int, memory: torch.Tensor) -> Copy:
-        """Begins to copy a block to memory of the device: uint8 [bytes], as many as it has."""
-        return self._copy(block, memory, memory, self._blocks[block], self._to_device)
+    def read(self, extent: int, memory: torch.Tensor) -> Copy:
+        """Begins to copy an extent to memory of the device: uint8 [bytes], as many as it has."""
+        return self._copy(extent, memory, memory, self._extents[extent], self._to_device)
 
-    def write(self, block: int, memory: torch.Tensor) -> Copy:
-        """Begins to copy memory of the device to a block."""
-        return self._copy(block, memory, self._blocks[block], memory, self._to_host)
+    def write(self, extent: int, memory: torch.Tensor) -> Copy:
+        """Begins to copy memory of the device to an extent."""
+        return self._copy(extent, memory, self._extents[extent], memory, self._to_host)
 
     def _copy(
         self,
-        block: int,
+        extent: int,
         memory: torch.Tensor,
         target: torch.Tensor,
         source: torch.Tensor,
         stream: Stream,
     ) -> Copy:
         runtime, device = self._runtime, self._device
-        keys = ("block", block), ("memory", memory.data_ptr())
+        keys = ("extent", extent), ("memory", memory.data_ptr())
         behind = [self._last[key].done for key in keys if key in self._last]
         behind.append(runtime.record_event(device, runtime.current_stream(device)))
         for event in behind:

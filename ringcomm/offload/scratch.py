@@ -1,8 +1,9 @@
-"""State on a disk: one unnamed file a rank, in blocks that threads write and read past the cache.
+"""State on a disk: one unnamed file a rank, in extents that threads write and read past the cache.
 
 What is in the file is of use to this process alone, and only while it runs. So the file has no name
-from the start: however the process ends, the disk's space is free again. Every block has a checksum
-in RAM (``kernels/host/scratch.h``), and whatever a disk can do wrong ends in a :class:`DiskError`.
+from the start: however the process ends, the disk's space is free again. Every extent has
+checksums in RAM (``kernels/host/scratch.h``), and whatever a disk can do wrong ends in a
+:class:`DiskError`.
 """
 
 from __future__ import annotations
@@ -275,10 +276,10 @@ os.register_at_fork(after_in_child=_leave_files_to_parent)
 
 
 class ScratchFile:
-    """One unnamed file of this rank on a disk, in blocks.
+    """One unnamed file of this rank on a disk, in extents.
 
-    Transfers that share a block, or bytes of memory, run in the order in which they were submitted,
-    all others side by side. After a fault on a block every later transfer of it raises the first
+    Transfers that share an extent, or bytes of memory, run in the order of their submission, all
+    others side by side. After a fault on an extent every later transfer of it raises the first
     one. In a forked child it cannot be used. It closes with its ``with`` statement, by
     :meth:`close`, or when nothing refers to it.
 
@@ -304,7 +305,7 @@ class ScratchFile:
         self.path = os.fspath(folder)
         self.what = what
         self._file = _File(_open_unnamed(self.path, what), timeout_s)
-        self._block_bytes: list[int] = []
+        self._extent_bytes: list[int] = []
         self._keys = itertools.count()
         _files.add(self._file)
         self._close = weakref.finalize(self, self._file.close)
@@ -312,7 +313,7 @@ class ScratchFile:
     @property
     def size_bytes(self) -> int:
         """Bytes of the file."""
-        return sum(self._block_bytes)
+        return sum(self._extent_bytes)
 
     @property
     def bytes_read(self) -> int:
@@ -343,48 +344,48 @@ class ScratchFile:
         """Returns memory for transfers, of zeros: uint8 [bytes]; see :func:`aligned_buffer`."""
         return aligned_buffer(size_bytes)
 
-    def add_block(self, size_bytes: int) -> int:
-        """Adds a block, with space reserved on the disk, which reads as zeros until it is written.
+    def add_extent(self, size_bytes: int) -> int:
+        """Adds an extent, with space reserved on the disk; it reads as zeros until it is written.
 
         Args:
             size_bytes: rounded up to pages of 4096 bytes.
 
         Returns:
-            The block's number, from 0.
+            The extent's number, from 0.
 
         Raises:
             DiskError: the disk has no room; names path, wanted and free bytes.
         """
-        self._expect_open("add_block")
+        self._expect_open("add_extent")
         if size_bytes < 1:
             raise ArgumentError(
-                f"{self.what}: expected a block of 1 byte or more, got {size_bytes}"
+                f"{self.what}: expected an extent of 1 byte or more, got {size_bytes}"
             )
         try:
-            block = self._file.pool.add_block(size_bytes)
+            extent = self._file.pool.add_extent(size_bytes)
         except OSError as error:
             raise self._no_room(size_bytes, error) from error
-        self._block_bytes.append(rounded_up(size_bytes))
-        return block
+        self._extent_bytes.append(rounded_up(size_bytes))
+        return extent
 
-    def write(self, block: int, memory: torch.Tensor) -> Transfer:
-        """Begins to write ``memory`` into a block, from its start.
+    def write(self, extent: int, memory: torch.Tensor) -> Transfer:
+        """Begins to write ``memory`` into an extent, from its start.
 
         Args:
-            block: of :meth:`add_block`.
+            extent: of :meth:`add_extent`.
             memory: contiguous uint8 on the CPU, in whole pages (:func:`aligned_buffer`), no longer
-                than the block. It must not change until the transfer is over.
+                than the extent. It must not change until the transfer is over.
         """
-        return self._begin("write", block, memory)
+        return self._begin("write", extent, memory)
 
-    def read(self, block: int, memory: torch.Tensor) -> Transfer:
-        """Begins to read a block into ``memory``.
+    def read(self, extent: int, memory: torch.Tensor) -> Transfer:
+        """Begins to read an extent into ``memory``.
 
         Args:
-            block: of :meth:`add_block`.
-            memory: as for :meth:`write`, with as many bytes as the block's last write had.
+            extent: of :meth:`add_extent`.
+            memory: as for :meth:`write`, with as many bytes as the extent's last write had.
         """
-        return self._begin("read", block, memory)
+        return self._begin("read", extent, memory)
 
     def close(self) -> None:
         """Gives up what is not begun, waits for what is under way, and frees the disk's space.
@@ -402,30 +403,30 @@ class ScratchFile:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _begin(self, operation: str, block: int, memory: torch.Tensor) -> Transfer:
+    def _begin(self, operation: str, extent: int, memory: torch.Tensor) -> Transfer:
         self._expect_open(operation)
-        self._check(operation, block, memory)
+        self._check(operation, extent, memory)
         file = self._file
         file.let_go_of_what_is_over()
         submit = file.pool.write if operation == "write" else file.pool.read
         try:
-            request = submit(block, memory.data_ptr(), memory.nbytes)
+            request = submit(extent, memory.data_ptr(), memory.nbytes)
         except ValueError as error:
-            raise ArgumentError(f"{self.what}: {operation} of block {block}: {error}") from error
+            raise ArgumentError(f"{self.what}: {operation} of extent {extent}: {error}") from error
         except OSError as error:
             raise no_thread(
-                f"{self.what}: {operation} of block {block} in {self.path}",
+                f"{self.what}: {operation} of extent {extent} in {self.path}",
                 error,
                 "Nothing was moved",
             ) from error
         key = next(self._keys)
         file.under_way[key] = (request, memory)
-        return Transfer(self, operation, block, request, key)
+        return Transfer(self, operation, extent, request, key)
 
-    def _check(self, operation: str, block: int, memory: torch.Tensor) -> None:
-        head = f"{self.what}: {operation} of block {block}"
-        if not 0 <= block < len(self._block_bytes):
-            raise ArgumentError(f"{head}: expected a block below {len(self._block_bytes)}")
+    def _check(self, operation: str, extent: int, memory: torch.Tensor) -> None:
+        head = f"{self.what}: {operation} of extent {extent}"
+        if not 0 <= extent < len(self._extent_bytes):
+            raise ArgumentError(f"{head}: expected an extent below {len(self._extent_bytes)}")
         if not isinstance(memory, torch.Tensor):
             raise ArgumentError(f"{head}: expected a tensor, got {type(memory).__name__}")
         if memory.dtype != torch.uint8 or memory.device.type != "cpu" or not memory.is_contiguous():
@@ -438,9 +439,9 @@ class ScratchFile:
                 f"{head}: expected whole pages of {PAGE_BYTES} bytes, got {memory.nbytes} bytes at "
                 f"address {memory.data_ptr():#x}. Take slices of an aligned_buffer()"
             )
-        if memory.nbytes > self._block_bytes[block]:
+        if memory.nbytes > self._extent_bytes[extent]:
             raise ArgumentError(
-                f"{head}: expected at most {self._block_bytes[block]} bytes, got {memory.nbytes}"
+                f"{head}: expected at most {self._extent_bytes[extent]} bytes, got {memory.nbytes}"
             )
 
     def _no_room(self, size_bytes: int, error: OSError) -> DiskError:
@@ -480,13 +481,13 @@ class Transfer:
         self,
         scratch: ScratchFile,
         operation: str,
-        block: int,
+        extent: int,
         request: _native.ScratchRequest,
         key: int,
     ) -> None:
         self._scratch = scratch
         self._operation = operation
-        self._block = block
+        self._extent = extent
         self._request = request
         self._key = key
 
@@ -498,10 +499,10 @@ class Transfer:
         """Returns when the bytes are where they are to be; may be called again.
 
         Raises:
-            DiskError: they are not; says operation, path, block, offset, cause and what to do.
+            DiskError: they are not; says operation, path, extent, offset, cause and what to do.
         """
         scratch = self._scratch
-        scratch._expect_owner(f"{self._operation} of block {self._block}")
+        scratch._expect_owner(f"{self._operation} of extent {self._extent}")
         file = scratch._file
         limit_s = 0.0 if self._request.done() else file.limit_s
         result = self._request.wait(limit_s)
@@ -514,7 +515,7 @@ class Transfer:
 
     def _error(self, result: dict[str, Any]) -> DiskError:
         scratch = self._scratch
-        head = f"{scratch.what}: {self._operation} of block {self._block} in {scratch.path}"
+        head = f"{scratch.what}: {self._operation} of extent {self._extent} in {scratch.path}"
         if result["end"] == "closed":
             error = DiskError(f"{head}: the scratch file was closed before it ran")
         else:
@@ -524,7 +525,7 @@ class Transfer:
                 f"{result['offset_bytes']} of the scratch file, got: {cause}. {advice}"
             )
             error.offset_bytes = result["offset_bytes"]
-        error.path, error.block = scratch.path, self._block
+        error.path, error.extent = scratch.path, self._extent
         return error
 
     def _lateness(self) -> tuple[str, str]:
@@ -555,7 +556,7 @@ def _cause(result: dict[str, Any]) -> tuple[str, str]:
         return "the system moves no bytes, and names no error", health
     return (
         f"other bytes than were written there last (CRC32C {result['wanted_sum']:#010x} expected, "
-        f"{result['seen_sum']:#010x} read): flipped bits, an older version, or another block's",
+        f"{result['seen_sum']:#010x} read): flipped bits, an older version, or another extent's",
         health,
     )
 
@@ -594,9 +595,9 @@ class DiskChunk:
         self.memory = self._buffer.memory
         self.users = 0
         self.is_resident = False
-        #: The block with its content; None before it has any, and of a resident one.
-        self.block: int | None = None
-        #: True if there is content in the block; it is of zeros before.
+        #: The extent with its content; None before it has any, and of a resident one.
+        self.extent: int | None = None
+        #: True if there is content in the extent; it is of zeros before.
         self.written = False
         #: True if it has pages, with its content, which may be on its way.
         self.has_pages = False
@@ -677,7 +678,7 @@ class DiskChunks:
             chunk.is_resident = True
         for chunk in chunks:
             if not chunk.is_resident:
-                chunk.block = self.file.add_block(chunk.size_bytes)
+                chunk.extent = self.file.add_extent(chunk.size_bytes)
 
     # ---- use ------------------------------------------------------------------------------------
 
@@ -795,10 +796,10 @@ class DiskChunks:
                 return
             chunk.changed = False
             if self.fault is None:
-                assert chunk.block is not None
+                assert chunk.extent is not None
                 try:
                     self._end_write(chunk)
-                    chunk.going = self.file.write(chunk.block, chunk.memory)
+                    chunk.going = self.file.write(chunk.extent, chunk.memory)
                     chunk.written = True
                 except RingcommError as error:
                     self._keep(error)
@@ -809,9 +810,9 @@ class DiskChunks:
         self.held_bytes += chunk.size_bytes
         self.most_held_bytes = max(self.most_held_bytes, self.held_bytes)
         if reads and self.fault is None:
-            assert chunk.block is not None
+            assert chunk.extent is not None
             try:
-                chunk.coming = self.file.read(chunk.block, chunk.memory)
+                chunk.coming = self.file.read(chunk.extent, chunk.memory)
             except RingcommError as error:
                 self._keep(error)
 

@@ -195,7 +195,7 @@ class RecordBlocks(Protocol):
         """Returns memory for records, of zeros: uint8 [bytes]."""
         ...
 
-    def add_block(self, size_bytes: int) -> int:
+    def add_extent(self, size_bytes: int) -> int:
         """Adds a block, and returns its number."""
         ...
 
@@ -296,7 +296,7 @@ class StatePiece:
         if not self.size_bytes:
             return 0
         if self.block is None:
-            self.block = blocks.add_block(self.size_bytes)
+            self.block = blocks.add_extent(self.size_bytes)
         return self.block
 
     def move_in(self, buffer: RecordBuffer) -> None:

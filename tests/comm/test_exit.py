@@ -108,9 +108,9 @@ time.sleep(0.1)
         "a scratch file": """
 scratch = ScratchFile(FOLDER, "state")
 memory = aligned_buffer(8 << 20)
-block = scratch.add_block(8 << 20)
+extent = scratch.add_extent(8 << 20)
 for _ in range(20):
-    scratch.write(block, memory)
+    scratch.write(extent, memory)
 if os.fork():
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 """,

@@ -22,10 +22,10 @@ from ringcomm.errors import DiskError
 from ringcomm.offload.scratch import ScratchFile, Transfer, aligned_buffer
 
 CUT_BYTES = 8 << 20  # kScratchCutBytes
-BLOCK_BYTES = CUT_BYTES + 4096
-CUTS, BLOCKS = 2, 2
+EXTENT_BYTES = CUT_BYTES + 4096
+CUTS, EXTENTS = 2, 2
 READ, WRITE, RESERVE = range(3)
-CALLS = {READ: CUTS * BLOCKS, WRITE: CUTS * BLOCKS, RESERVE: BLOCKS}
+CALLS = {READ: CUTS * EXTENTS, WRITE: CUTS * EXTENTS, RESERVE: EXTENTS}
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,18 @@ TROUBLES = {
 
 @dataclass
 class Outcome:
-    """What one run came to: ``wrong`` are blocks that came back otherwise, with no error."""
+    """What one run came to: ``wrong`` are extents that came back otherwise, with no error."""
 
     errors: list[tuple[str, int | None, str]] = field(default_factory=list)
     wrong: list[int] = field(default_factory=list)
     calls: int = 0
 
-    def wait(self, operation: str, block: int, transfer: Transfer) -> bool:
+    def wait(self, operation: str, extent: int, transfer: Transfer) -> bool:
         try:
             transfer.wait()
         except DiskError as error:
-            self.errors.append((operation, error.block, str(error)))
-            assert error.block == block
+            self.errors.append((operation, error.extent, str(error)))
+            assert error.extent == extent
             return False
         return True
 
@@ -77,20 +77,20 @@ class Outcome:
 def run(folder: str, outcome: Outcome, memories: list[torch.Tensor]) -> None:
     with ScratchFile(folder, "state") as scratch:
         try:
-            blocks = [scratch.add_block(BLOCK_BYTES) for _ in range(BLOCKS)]
+            extents = [scratch.add_extent(EXTENT_BYTES) for _ in range(EXTENTS)]
         except DiskError as error:
-            outcome.errors.append(("reserve", error.block, str(error)))
+            outcome.errors.append(("reserve", error.extent, str(error)))
             return
-        backs = [aligned_buffer(BLOCK_BYTES) for _ in blocks]
-        writes = [scratch.write(block, memories[block]) for block in blocks]
-        for block in blocks:
-            outcome.wait("write", block, writes[block])
-        reads = [scratch.read(block, backs[block]) for block in blocks]
-        for block in blocks:
-            if outcome.wait("read", block, reads[block]) and not torch.equal(
-                backs[block], memories[block]
+        backs = [aligned_buffer(EXTENT_BYTES) for _ in extents]
+        writes = [scratch.write(extent, memories[extent]) for extent in extents]
+        for extent in extents:
+            outcome.wait("write", extent, writes[extent])
+        reads = [scratch.read(extent, backs[extent]) for extent in extents]
+        for extent in extents:
+            if outcome.wait("read", extent, reads[extent]) and not torch.equal(
+                backs[extent], memories[extent]
             ):
-                outcome.wrong.append(block)
+                outcome.wrong.append(extent)
 
 
 def interrupted_wait(folder: str, library: ctypes.CDLL) -> bool:
@@ -104,28 +104,28 @@ def interrupted_wait(folder: str, library: ctypes.CDLL) -> bool:
 
     signal.signal(signal.SIGALRM, interrupt)
     with ScratchFile(folder, "state") as scratch:
-        block, memory = scratch.add_block(BLOCK_BYTES), aligned_buffer(BLOCK_BYTES)
+        extent, memory = scratch.add_extent(EXTENT_BYTES), aligned_buffer(EXTENT_BYTES)
         library.arm(WRITE, 0, 0, 0, 0, 2_000_000)
-        transfer = scratch.write(block, memory)
+        transfer = scratch.write(extent, memory)
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         try:
             transfer.wait()
         except Interrupted:
             early = not transfer.done()
             transfer.wait()
-            return early and scratch.bytes_written == BLOCK_BYTES
+            return early and scratch.bytes_written == EXTENT_BYTES
     return False
 
 
 def hanging_wait(folder: str, library: ctypes.CDLL) -> dict[str, object]:
     """Waits for writes of two seconds with a limit of a tenth, and closes the file meanwhile."""
     scratch = ScratchFile(folder, "state", lambda: 0.1)
-    blocks = [scratch.add_block(4096) for _ in range(2)]
+    extents = [scratch.add_extent(4096) for _ in range(2)]
     memory = aligned_buffer(4096)
     alive = weakref.ref(memory.untyped_storage())
     library.arm(WRITE, 0, 0, 0, 0, 2_000_000)
     begin, texts = time.monotonic(), []
-    for transfer in [scratch.write(block, memory) for block in blocks]:
+    for transfer in [scratch.write(extent, memory) for extent in extents]:
         try:
             transfer.wait()
         except DiskError as error:
@@ -153,15 +153,15 @@ def hanging_wait(folder: str, library: ctypes.CDLL) -> dict[str, object]:
 def hanging_end(folder: str, library: ctypes.CDLL) -> None:
     """Leaves a write that hangs to the end of the process."""
     scratch = ScratchFile(folder, "state", lambda: 0.1)
-    block, memory = scratch.add_block(4096), aligned_buffer(4096)
+    extent, memory = scratch.add_extent(4096), aligned_buffer(4096)
     library.arm(WRITE, 0, 0, 0, 0, 600_000_000)
-    scratch.write(block, memory)
+    scratch.write(extent, memory)
 
 
 def main() -> None:
     folder, library = sys.argv[1], ctypes.CDLL(None)
     library.calls_of.restype = ctypes.c_long
-    memories = [aligned_buffer(BLOCK_BYTES).random_(0, 256) for _ in range(BLOCKS)]
+    memories = [aligned_buffer(EXTENT_BYTES).random_(0, 256) for _ in range(EXTENTS)]
     outcomes: dict[str, list[dict[str, object]]] = {}
     for name, trouble in TROUBLES.items():
         outcomes[name] = []

@@ -20,7 +20,7 @@ from tests.memory.disk_folder import filled, skip_unless_disk
 
 MIB = 1 << 20
 CUT_BYTES = 8 * MIB  # kScratchCutBytes
-BLOCK_BYTES = 3 * CUT_BYTES
+EXTENT_BYTES = 3 * CUT_BYTES
 
 
 @pytest.fixture
@@ -74,12 +74,12 @@ def test_checksums_are_crc32c():
     ],
 )
 def test_what_is_written_comes_back(scratch, size_bytes):
-    others = [scratch.add_block(PAGE_BYTES) for _ in range(2)]
-    block = scratch.add_block(size_bytes)
+    others = [scratch.add_extent(PAGE_BYTES) for _ in range(2)]
+    extent = scratch.add_extent(size_bytes)
     for seed in range(2):  # a second version replaces the first
         written, back = filled(size_bytes, seed), aligned_buffer(size_bytes)
-        scratch.write(block, written).wait()
-        scratch.read(block, back).wait()
+        scratch.write(extent, written).wait()
+        scratch.read(extent, back).wait()
         assert torch.equal(written, back)
     assert (scratch.bytes_written, scratch.bytes_read) == (2 * size_bytes, 2 * size_bytes)
     assert scratch.writing_s > 0
@@ -91,9 +91,9 @@ def test_what_is_written_comes_back(scratch, size_bytes):
 
 
 def test_the_file_has_whole_pages_this_user_alone_and_never_a_name(scratch, folder):
-    block = scratch.add_block(PAGE_BYTES + 1)
+    extent = scratch.add_extent(PAGE_BYTES + 1)
     assert scratch.size_bytes == 2 * PAGE_BYTES
-    scratch.write(block, filled(2 * PAGE_BYTES, 0)).wait()
+    scratch.write(extent, filled(2 * PAGE_BYTES, 0)).wait()
     (file,) = direct_files()
     status = os.stat(file)
     assert (status.st_size, status.st_nlink, status.st_mode & 0o777) == (2 * PAGE_BYTES, 0, 0o600)
@@ -105,23 +105,23 @@ def test_the_file_has_whole_pages_this_user_alone_and_never_a_name(scratch, fold
 
 
 def test_what_was_never_written_reads_as_zeros_and_not_from_the_disk(scratch):
-    block, buffer = scratch.add_block(BLOCK_BYTES), filled(BLOCK_BYTES, 0)
-    other = scratch.add_block(BLOCK_BYTES)
+    extent, buffer = scratch.add_extent(EXTENT_BYTES), filled(EXTENT_BYTES, 0)
+    other = scratch.add_extent(EXTENT_BYTES)
     written = scratch.write(other, buffer)  # which the zeros must not overtake
-    scratch.read(block, buffer).wait()
+    scratch.read(extent, buffer).wait()
     assert not buffer.any()
     assert scratch.bytes_read == 0
     written.wait()
     scratch.read(other, buffer).wait()
-    assert torch.equal(buffer, filled(BLOCK_BYTES, 0))
+    assert torch.equal(buffer, filled(EXTENT_BYTES, 0))
 
 
 def play_in_order(scratch: ScratchFile, plays: int, seed: int) -> None:
-    """Submits reads and writes at once that share blocks and memory, and compares with a model."""
+    """Submits reads and writes at once that share extents and memory, and compares with a model."""
     drawn = random.Random(seed)
     size = CUT_BYTES // 2  # of a part of memory: transfers have one or three
     memory = filled(8 * size, seed)
-    blocks = [scratch.add_block(3 * size) for _ in range(3)]
+    extents = [scratch.add_extent(3 * size) for _ in range(3)]
     model, contents = memory.clone(), [torch.empty(0, dtype=torch.uint8, device="cpu")] * 3
     transfers = []
     for _ in range(plays):
@@ -132,58 +132,58 @@ def play_in_order(scratch: ScratchFile, plays: int, seed: int) -> None:
         start = drawn.randrange((memory.numel() - length) // size + 1) * size
         part = slice(start, start + length)
         if reads:
-            transfers.append(scratch.read(blocks[which], memory[part]))
+            transfers.append(scratch.read(extents[which], memory[part]))
             model[part] = contents[which]
         else:
-            transfers.append(scratch.write(blocks[which], memory[part]))
+            transfers.append(scratch.write(extents[which], memory[part]))
             contents[which] = model[part].clone()
     for transfer in transfers:
         transfer.wait()
     assert torch.equal(memory, model)
 
 
-def test_transfers_that_share_a_block_or_memory_keep_their_order(scratch):
+def test_transfers_that_share_an_extent_or_memory_keep_their_order(scratch):
     for seed in range(3):
         play_in_order(scratch, 40, seed)
 
 
 def test_transfers_are_done_when_they_are_over(scratch):
-    block = scratch.add_block(BLOCK_BYTES)
-    first = scratch.write(block, filled(BLOCK_BYTES, 0))
-    last = scratch.write(block, filled(BLOCK_BYTES, 1))
+    extent = scratch.add_extent(EXTENT_BYTES)
+    first = scratch.write(extent, filled(EXTENT_BYTES, 0))
+    last = scratch.write(extent, filled(EXTENT_BYTES, 1))
     last.wait()
     assert first.done()
     assert last.done()
     last.wait()
-    back = aligned_buffer(BLOCK_BYTES)
-    scratch.read(block, back).wait()
-    assert torch.equal(back, filled(BLOCK_BYTES, 1))
+    back = aligned_buffer(EXTENT_BYTES)
+    scratch.read(extent, back).wait()
+    assert torch.equal(back, filled(EXTENT_BYTES, 1))
 
 
 def test_what_cannot_be_moved_is_refused(scratch):
-    block, buffer = scratch.add_block(2 * PAGE_BYTES), aligned_buffer(4 * PAGE_BYTES)
+    extent, buffer = scratch.add_extent(2 * PAGE_BYTES), aligned_buffer(4 * PAGE_BYTES)
     whole = buffer[: 2 * PAGE_BYTES]
     refused: list[tuple[str, int, Any]] = [
-        ("a block below 1", 1, whole),
-        ("a block below 1", -1, whole),
-        ("expected a tensor", block, bytearray(PAGE_BYTES)),
-        ("contiguous uint8", block, whole.view(torch.float32)),
-        ("contiguous uint8", block, whole[::2]),
-        ("contiguous uint8", block, whole.to("meta")),
-        ("whole pages", block, buffer[8 : 8 + PAGE_BYTES]),
-        ("whole pages", block, whole[:100]),
-        ("whole pages", block, whole[:0]),
-        ("at most 8192 bytes", block, buffer),
+        ("an extent below 1", 1, whole),
+        ("an extent below 1", -1, whole),
+        ("expected a tensor", extent, bytearray(PAGE_BYTES)),
+        ("contiguous uint8", extent, whole.view(torch.float32)),
+        ("contiguous uint8", extent, whole[::2]),
+        ("contiguous uint8", extent, whole.to("meta")),
+        ("whole pages", extent, buffer[8 : 8 + PAGE_BYTES]),
+        ("whole pages", extent, whole[:100]),
+        ("whole pages", extent, whole[:0]),
+        ("at most 8192 bytes", extent, buffer),
     ]
     for words, which, memory in refused:
         for begin in (scratch.read, scratch.write):
-            with pytest.raises(ArgumentError, match=rf"state of rank 3: .*block {which}.*{words}"):
+            with pytest.raises(ArgumentError, match=rf"state of rank 3: .*extent {which}.*{words}"):
                 begin(which, memory)
-    scratch.write(block, whole).wait()
-    with pytest.raises(ArgumentError, match="as many bytes as the block's last write"):
-        scratch.read(block, whole[:PAGE_BYTES])
-    with pytest.raises(ArgumentError, match="a block of 1 byte or more, got 0"):
-        scratch.add_block(0)
+    scratch.write(extent, whole).wait()
+    with pytest.raises(ArgumentError, match="as many bytes as the extent's last write"):
+        scratch.read(extent, whole[:PAGE_BYTES])
+    with pytest.raises(ArgumentError, match="an extent of 1 byte or more, got 0"):
+        scratch.add_extent(0)
 
 
 def test_disk_checks_its_values(tmp_path):
@@ -289,23 +289,23 @@ def _all_direct_files() -> list[str]:
 
 
 class Corrupted:
-    """Two blocks, each written twice, and a second way into their file."""
+    """Two extents, each written twice, and a second way into their file."""
 
     def __init__(self, scratch: ScratchFile) -> None:
         self.scratch = scratch
-        self.blocks = [scratch.add_block(BLOCK_BYTES) for _ in range(2)]
+        self.extents = [scratch.add_extent(EXTENT_BYTES) for _ in range(2)]
         self.write_all(0)
         (path,) = direct_files()
         self.fd = os.open(path, os.O_RDWR)
-        self.old = os.pread(self.fd, BLOCK_BYTES, 0)
+        self.old = os.pread(self.fd, EXTENT_BYTES, 0)
         self.write_all(2)
 
     def write_all(self, seed: int) -> None:
-        for block in self.blocks:
-            self.scratch.write(block, filled(BLOCK_BYTES, seed + block)).wait()
+        for extent in self.extents:
+            self.scratch.write(extent, filled(EXTENT_BYTES, seed + extent)).wait()
 
     def flip(self) -> None:
-        at = BLOCK_BYTES - 1
+        at = EXTENT_BYTES - 1
         byte = os.pread(self.fd, 1, at)
         os.pwrite(self.fd, bytes([byte[0] ^ 4]), at)
 
@@ -313,7 +313,7 @@ class Corrupted:
         os.pwrite(self.fd, self.old[:PAGE_BYTES], 0)
 
     def swap(self) -> None:
-        other = os.pread(self.fd, PAGE_BYTES, BLOCK_BYTES)
+        other = os.pread(self.fd, PAGE_BYTES, EXTENT_BYTES)
         os.pwrite(self.fd, other, 0)
 
     def truncate(self) -> None:
@@ -329,19 +329,20 @@ class Corrupted:
         (Corrupted.truncate, None, "the file ends before that"),
     ],
 )
-def test_a_damaged_block_is_an_error_and_stays_one(scratch, damage, offset_bytes, words):
+def test_a_damaged_extent_is_an_error_and_stays_one(scratch, damage, offset_bytes, words):
     corrupted = Corrupted(scratch)
-    damaged, sound = corrupted.blocks
+    damaged, sound = corrupted.extents
     damage(corrupted)
     os.fsync(corrupted.fd)
-    buffer = aligned_buffer(BLOCK_BYTES)
-    reading, writing = scratch.read(damaged, buffer), scratch.write(damaged, filled(BLOCK_BYTES, 9))
+    buffer = aligned_buffer(EXTENT_BYTES)
+    reading = scratch.read(damaged, buffer)
+    writing = scratch.write(damaged, filled(EXTENT_BYTES, 9))
     first = expect_error(reading, scratch, words)
-    assert first.block == damaged
+    assert first.extent == damaged
     if offset_bytes is not None:
         assert first.offset_bytes == offset_bytes
         scratch.read(sound, buffer).wait()
-        assert torch.equal(buffer, filled(BLOCK_BYTES, 3))
+        assert torch.equal(buffer, filled(EXTENT_BYTES, 3))
     # A write after it is refused as well, and so is a read: the first fault is told each time.
     for transfer in (writing, reading, scratch.read(damaged, buffer)):
         again = expect_error(transfer, scratch, words)
@@ -350,7 +351,7 @@ def test_a_damaged_block_is_an_error_and_stays_one(scratch, damage, offset_bytes
 
 
 def expect_error(transfer: Any, scratch: ScratchFile, words: str) -> DiskError:
-    head = f"state of rank 3: (read|write) of block 0 in {scratch.path}: expected to read"
+    head = f"state of rank 3: (read|write) of extent 0 in {scratch.path}: expected to read"
     with pytest.raises(DiskError, match=rf"{head} \d+ bytes at offset \d+ .*{words}") as caught:
         transfer.wait()
     assert caught.value.path == str(scratch.path)
@@ -358,24 +359,24 @@ def expect_error(transfer: Any, scratch: ScratchFile, words: str) -> DiskError:
 
 
 def test_a_limit_of_file_sizes_is_an_error_and_gives_space_back(scratch):
-    block = scratch.add_block(PAGE_BYTES)
+    extent = scratch.add_extent(PAGE_BYTES)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
     try:
         wanted = f"expected {2 * MIB} bytes after {PAGE_BYTES} of its own in a scratch file in "
         with pytest.raises(DiskError, match=rf"{wanted}{scratch.path}, got: File too large. \d+ "):
-            scratch.add_block(2 * MIB)
+            scratch.add_extent(2 * MIB)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert scratch.size_bytes == PAGE_BYTES
-    assert scratch.add_block(2 * MIB) == block + 1
+    assert scratch.add_extent(2 * MIB) == extent + 1
 
 
 def test_closing_ends_what_has_not_begun_and_frees_the_file(folder):
     scratch = ScratchFile(folder, "state of rank 3")
-    block = scratch.add_block(BLOCK_BYTES)
-    memory = filled(BLOCK_BYTES, 0)
-    transfers = [scratch.write(block, memory) for _ in range(64)]
+    extent = scratch.add_extent(EXTENT_BYTES)
+    memory = filled(EXTENT_BYTES, 0)
+    transfers = [scratch.write(extent, memory) for _ in range(64)]
     scratch.close()
     scratch.close()
     assert direct_files() == []
@@ -391,25 +392,25 @@ def test_closing_ends_what_has_not_begun_and_frees_the_file(folder):
     assert ends == sorted(ends, reverse=True)  # in order: what ran, ran first
     assert ends[-1] == "closed"
     for use in (
-        lambda: scratch.add_block(1),
-        lambda: scratch.write(block, aligned_buffer(PAGE_BYTES)),
+        lambda: scratch.add_extent(1),
+        lambda: scratch.write(extent, aligned_buffer(PAGE_BYTES)),
     ):
         with pytest.raises(DiskError, match="is closed"):
             use()
     # The first that was closed may have been begun: some of its cuts ran.
-    assert 0 <= scratch.bytes_written - ends.count("done") * BLOCK_BYTES < BLOCK_BYTES
+    assert 0 <= scratch.bytes_written - ends.count("done") * EXTENT_BYTES < EXTENT_BYTES
 
 
 def test_garbage_collection_closes_and_memory_stays_until_a_transfer_is_over(folder):
     scratch = ScratchFile(folder, "state of rank 3")
-    block = scratch.add_block(BLOCK_BYTES)
-    memory = filled(BLOCK_BYTES, 0)
+    extent = scratch.add_extent(EXTENT_BYTES)
+    memory = filled(EXTENT_BYTES, 0)
     kept = weakref.ref(memory.untyped_storage())
     for _ in range(4):
-        scratch.write(block, memory)
+        scratch.write(extent, memory)
     del memory
     assert kept() is not None
-    transfer = scratch.read(block, aligned_buffer(BLOCK_BYTES))
+    transfer = scratch.read(extent, aligned_buffer(EXTENT_BYTES))
     gone = weakref.ref(scratch)
     del scratch
     gc.collect()
@@ -422,14 +423,14 @@ def test_garbage_collection_closes_and_memory_stays_until_a_transfer_is_over(fol
 
 
 def test_a_forked_child_leaves_it_alone_and_ends(scratch):
-    block = scratch.add_block(BLOCK_BYTES)
-    transfer = scratch.write(block, filled(BLOCK_BYTES, 0))
+    extent = scratch.add_extent(EXTENT_BYTES)
+    transfer = scratch.write(extent, filled(EXTENT_BYTES, 0))
     pid = os.fork()
     if pid == 0:
         refused = 0
         for use in (
-            lambda: scratch.add_block(1),
-            lambda: scratch.read(block, aligned_buffer(PAGE_BYTES)),
+            lambda: scratch.add_extent(1),
+            lambda: scratch.read(extent, aligned_buffer(PAGE_BYTES)),
             transfer.wait,
             lambda: scratch.bytes_read,
         ):
@@ -444,19 +445,19 @@ def test_a_forked_child_leaves_it_alone_and_ends(scratch):
         os._exit(0 if (refused, left) == (4, 0) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     transfer.wait()
-    back = aligned_buffer(BLOCK_BYTES)
-    scratch.read(block, back).wait()
-    assert torch.equal(back, filled(BLOCK_BYTES, 0))
+    back = aligned_buffer(EXTENT_BYTES)
+    scratch.read(extent, back).wait()
+    assert torch.equal(back, filled(EXTENT_BYTES, 0))
 
 
 def test_a_process_that_is_killed_leaves_nothing(folder):
     """Its space is looked at in test_scratch_faults.py, on a disk that no other program uses."""
     pid = os.fork()
     if pid == 0:
-        scratch, memory = ScratchFile(folder, "state"), aligned_buffer(BLOCK_BYTES)
-        block = scratch.add_block(BLOCK_BYTES)
+        scratch, memory = ScratchFile(folder, "state"), aligned_buffer(EXTENT_BYTES)
+        extent = scratch.add_extent(EXTENT_BYTES)
         for _ in range(8):
-            scratch.write(block, memory)
+            scratch.write(extent, memory)
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     assert os.listdir(folder) == []

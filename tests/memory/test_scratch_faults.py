@@ -65,7 +65,7 @@ RAISING = {"write": ["write", "read"], "read": ["read"], "reserve": ["reserve"]}
 @NEEDS_COMPILER
 @pytest.mark.parametrize("name", TROUBLES)
 def test_every_call_may_go_wrong(told, name):
-    """An error of the block whose call it was, or the right bytes; the other block is sound."""
+    """An error of the extent whose call it was, or the right bytes; the other extent is sound."""
     trouble, runs = TROUBLES[name], told["outcomes"][name]
     calls = CALLS[trouble.call]
     assert len(runs) == calls + 1
@@ -77,10 +77,10 @@ def test_every_call_may_go_wrong(told, name):
             assert outcome["calls"] >= calls
             continue
         raising = RAISING[name.partition(":")[0]]
-        blocks = {block for _, block, _ in errors}
+        extents = {extent for _, extent, _ in errors}
         if not trouble.for_ever:
-            assert len(blocks) == 1
-        assert sorted(operation for operation, _, _ in errors) == sorted(raising * len(blocks))
+            assert len(extents) == 1
+        assert sorted(operation for operation, _, _ in errors) == sorted(raising * len(extents))
         for _, _, text in errors:
             assert re.search(WORDS[name], text)
 
@@ -100,7 +100,9 @@ def test_a_disk_that_hangs_is_an_error_after_a_while(told):
     """
     hanging = told["hanging"]
     first, second = hanging["texts"]
-    head = r"state: write of block {} in \S+: expected to write 4096 bytes at offset {} .*, got: {}"
+    head = (
+        r"state: write of extent {} in \S+: expected to write 4096 bytes at offset {} .*, got: {}"
+    )
     assert re.match(head.format(0, 0, r"it is not over after 0\.1 s\. The disk hangs"), first)
     earlier = r"an earlier transfer is not over after 0\.1 s\. The disk hangs, .*timeout_s"
     assert re.match(head.format(1, 4096, earlier), second)
@@ -158,25 +160,25 @@ def free_bytes(folder: Path) -> int:
 
 def fill_disk(folder: Path) -> dict[str, Any]:
     free = free_bytes(folder)
-    seen: dict[str, Any] = {"folder": str(folder), "error": "", "blocks": 0}
+    seen: dict[str, Any] = {"folder": str(folder), "error": "", "extents": 0}
     memory, back = filled(MIB, 0), aligned_buffer(MIB)
     with ScratchFile(folder, "state of rank 3") as scratch:
         try:
             for _ in range(9):
-                scratch.add_block(MIB)
-                seen["blocks"] += 1
+                scratch.add_extent(MIB)
+                seen["extents"] += 1
         except DiskError as error:
             seen["error"] = str(error)
         seen["free when full"] = free_bytes(folder)
-        last = seen["blocks"] - 1
+        last = seen["extents"] - 1
         scratch.write(last, memory).wait()
         scratch.read(last, back).wait()
-        seen["the last block holds"] = torch.equal(memory, back)
+        seen["the last extent holds"] = torch.equal(memory, back)
     seen["given back by close"] = free_bytes(folder) == free
     pid = os.fork()
     if pid == 0:
         mine = ScratchFile(folder, "state of a rank that is killed")
-        mine.write(mine.add_block(4 * MIB), aligned_buffer(4 * MIB)).wait()
+        mine.write(mine.add_extent(4 * MIB), aligned_buffer(4 * MIB)).wait()
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     seen["given back by kill -9"] = free_bytes(folder) == free
@@ -186,15 +188,15 @@ def fill_disk(folder: Path) -> dict[str, Any]:
 def test_a_full_disk_is_an_error_and_takes_its_space_back(tmp_path):
     skip_unless_disk(tmp_path)
     seen = on_small_disk(fill_disk, tmp_path)
-    blocks = seen["blocks"]
-    assert 1 <= blocks < 8
+    extents = seen["extents"]
+    assert 1 <= extents < 8
     assert seen["error"] == (
-        f"state of rank 3: expected {MIB} bytes after {blocks * MIB} of its own in a scratch file "
+        f"state of rank 3: expected {MIB} bytes after {extents * MIB} of its own in a scratch file "
         f"in {seen['folder']}, got: No space left on device. {seen['free when full']} bytes are "
         "free. Free space on that disk, raise the limit (quota, ulimit -f), or name a folder on a "
         "larger one"
     )
-    assert seen["free when full"] > 0  # what the refused block had taken
-    assert seen["the last block holds"]
+    assert seen["free when full"] > 0  # what the refused extent had taken
+    assert seen["the last extent holds"]
     assert seen["given back by close"]
     assert seen["given back by kill -9"]

@@ -384,14 +384,14 @@ def test_state_that_a_disk_has_lost_is_found(worlds, folder):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_disk_that_has_no_room_is_told_at_preparation(worlds, folder, monkeypatch, dtype):
     """On all ranks, before masters are written, and nothing has been stepped."""
-    add = scratch.ScratchFile.add_block
+    add = scratch.ScratchFile.add_extent
 
     def full(self, size_bytes):
         if "rank 1" in self.what and self.size_bytes > 50_000:
             raise DiskError(f"{self.what}: no room")
         return add(self, size_bytes)
 
-    monkeypatch.setattr(scratch.ScratchFile, "add_block", full)
+    monkeypatch.setattr(scratch.ScratchFile, "add_extent", full)
 
     def work(comm):
         param = values((20_000,), 1).to(dtype).requires_grad_()

@@ -76,7 +76,7 @@ def assert_nothing_left(acts: zero.Activations) -> None:
     """No graph has anything on the disk, and all memory that is held is of slots without use."""
     gc.collect()
     store = acts._store
-    assert acts.blocks_in_use == 0
+    assert acts.extents_in_use == 0
     written(acts)
     store._reap()
     assert acts.held_bytes == len(store._idle) * store._piece_bytes
@@ -364,20 +364,20 @@ def test_a_change_after_which_a_tensor_is_saved_anew_is_none(acts):
 # ---- the file, and memory -----------------------------------------------------------------------
 
 
-def test_graphs_that_are_dropped_free_their_blocks(acts):
+def test_graphs_that_are_dropped_free_their_extents(acts):
     def forward() -> Tensor:
         return many_views(leaf(64, 160))
 
     with acts:
         loss = forward()
-        used, size = acts.blocks_in_use, acts.size_bytes
+        used, size = acts.extents_in_use, acts.size_bytes
         assert used > 10
         del loss
-        assert acts.blocks_in_use == 0
+        assert acts.extents_in_use == 0
         for _ in range(20):
             forward()
         loss = forward()
-        assert (acts.blocks_in_use, acts.size_bytes) == (used, size)
+        assert (acts.extents_in_use, acts.size_bytes) == (used, size)
         assert len(acts._store._receipts) <= used
         loss.register_hook(interrupt)
         for _ in range(2):

@@ -111,7 +111,7 @@ def train(comm, base, job: Job):
     del loss
     if acts is not None:
         gc.collect()
-        assert acts.blocks_in_use == 0
+        assert acts.extents_in_use == 0
         assert acts.held_bytes <= job.disk.buffer_bytes
         assert acts.bytes_read > 0 or job.disk.resident_bytes
     state = {
@@ -145,7 +145,7 @@ def test_training_has_the_bits_of_training_without(worlds, folder, stage, checkp
         found, theirs, sizes = run(worlds, base, job)
         assert theirs == losses
         assert_same_bits(found, wanted)
-        # The steps after the first one use its blocks again.
+        # The steps after the first one use its extents again.
         assert len(set(sizes)) == 1, sizes
 
 
@@ -293,10 +293,10 @@ def fail_at_add(acts: Any) -> None:
     """The disk is full, as the forward finds."""
     error = OSError(errno.ENOSPC, "No space left on device")
 
-    def add_block(size_bytes: int) -> int:
+    def add_extent(size_bytes: int) -> int:
         raise acts._store.scratch._no_room(size_bytes, error)
 
-    acts._store.scratch.add_block = add_block
+    acts._store.scratch.add_extent = add_extent
 
 
 def damage(acts: Any) -> None:
@@ -374,9 +374,9 @@ def test_a_fault_outside_of_training_is_raised_at_the_end_of_each_backward(folde
         with pytest.raises(DiskError, match="other bytes"):
             _ = node.grad_fn._saved_self
         # Nothing is written any more, and what it was is not kept either.
-        used = acts.blocks_in_use
+        used = acts.extents_in_use
         later = ((x * 3).sin() + torch.arange(4096).view(64, 64).t().reshape(-1) * x).sum()
-        assert acts.blocks_in_use == used
+        assert acts.extents_in_use == used
         with pytest.raises(DiskError, match="other bytes"):
             later.backward()
     assert x.grad.isnan().all()

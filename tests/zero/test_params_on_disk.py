@@ -401,7 +401,7 @@ def test_a_file_that_is_cut_is_found_on_all_ranks(worlds, disk):
         comm.barrier()
         if comm.rank == 1:
             os.ftruncate(store.file._file.descriptor, 0)
-        with pytest.raises(DiskError, match=r"parameters of rank 1: read of block \d+ in"):
+        with pytest.raises(DiskError, match=r"parameters of rank 1: read of extent \d+ in"):
             job.train("narrow gpt", 1)
 
     worlds(2).run(work)
@@ -444,14 +444,14 @@ def test_a_chunk_that_is_used_unasked_raises(disk):
 
 
 def test_a_disk_without_room_leaves_the_module_as_it_was(worlds, disk, monkeypatch):
-    add = scratch.ScratchFile.add_block
+    add = scratch.ScratchFile.add_extent
 
     def full(self, size_bytes):
         if "rank 1" in self.what and self.size_bytes > 10_000:
             raise DiskError(f"{self.what}: no room")
         return add(self, size_bytes)
 
-    monkeypatch.setattr(scratch.ScratchFile, "add_block", full)
+    monkeypatch.setattr(scratch.ScratchFile, "add_extent", full)
     base = new_model("narrow gpt")
 
     def work(comm):
@@ -514,12 +514,12 @@ def test_all_ranks_learn_of_an_error_at_any_read_of_a_preparation(worlds, on_dis
     base = new_model("narrow gpt")
     read, reads = ScratchFile.read, []
 
-    def fails(self, block, memory):
+    def fails(self, extent, memory):
         if "rank 1" in self.what:
-            reads.append(block)
+            reads.append(extent)
             if len(reads) - 1 == failing:
                 raise DiskError(f"{self.what}: an error of the test")
-        return read(self, block, memory)
+        return read(self, extent, memory)
 
     monkeypatch.setattr(ScratchFile, "read", fails)
 

@@ -74,8 +74,8 @@ Storage = torch.UntypedStorage
 # here and there, so that what it has leapt over stays for some turns. What is read ahead and the
 # slots share ``buffer_bytes``; so the slots, which a forward needs, go in the backward.
 #
-# Blocks of the file are of sizes that are powers of two pages, up to a piece, and are used again
-# by what comes next. So a step takes the blocks of the one before, and the file does not grow.
+# Extents of the file are of sizes that are powers of two pages, up to a piece, and are used again
+# by what comes next. So a step takes the extents of the one before, and the file does not grow.
 
 # Small against the default buffers, so that many are under way at once; chosen without a sweep.
 PIECE_BYTES = 2 << 20
@@ -90,8 +90,8 @@ Key = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class _StoredBlock:
-    """A block of the file, by its number, and the bytes that it can have."""
+class _StoredExtent:
+    """An extent of the file, by its number, and the bytes that it can have."""
 
     number: int
     size_bytes: int
@@ -106,7 +106,7 @@ class Content:
         size_bytes: how many it has.
         version: that of the tensor that was saved first.
         held: the storage that has them, while only this keeps them in memory; or None.
-        blocks: where they are on the disk, piece by piece; empty if they are not.
+        extents: where they are on the disk, piece by piece; empty if they are not.
         coming: the reads under way.
         ahead: how many receipts that are read ahead refer to it.
         ahead_bytes: what it takes of the buffers meanwhile.
@@ -117,7 +117,7 @@ class Content:
         self.begin, self.size_bytes = begin, end - begin
         self.key: Key = (storage._cdata, begin, end)
         self.held: Storage | None = None
-        self.blocks: list[_StoredBlock] = []
+        self.extents: list[_StoredExtent] = []
         self.coming: list[Transfer] = []
         self.ahead = self.ahead_bytes = 0
         self.lies_in(storage, begin)
@@ -212,7 +212,7 @@ class _Gone(NamedTuple):
 
     key: Key
     number: int
-    blocks: list[_StoredBlock]
+    extents: list[_StoredExtent]
 
 
 class ActivationStore:
@@ -242,16 +242,16 @@ class ActivationStore:
         self._known: dict[Key, weakref.ref[Content]] = {}
         self._resident: dict[int, tuple[weakref.ref[Content], int]] = {}
         self._resident_bytes = 0
-        self._free: dict[int, list[_StoredBlock]] = {}
-        self._blocks_in_use = 0
+        self._free: dict[int, list[_StoredExtent]] = {}
+        self._extents_in_use = 0
         # A content may go while anything runs here, by garbage collection: it only leaves word.
         self._gone: deque[_Gone] = deque()
 
     @property
-    def blocks_in_use(self) -> int:
-        """Number of the file's blocks that graphs still need."""
+    def extents_in_use(self) -> int:
+        """Number of the file's extents that graphs still need."""
         self._settle()
-        return self._blocks_in_use
+        return self._extents_in_use
 
     @property
     def held_bytes(self) -> int:
@@ -293,7 +293,7 @@ class ActivationStore:
         if known is not None and known.version == tensor._version:
             return known
         content = Content(next(self._numbers), storage, begin, end, tensor._version)
-        gone = _Gone(key, content.number, content.blocks)
+        gone = _Gone(key, content.number, content.extents)
         weakref.finalize(content, self._gone.append, gone).atexit = False
         self._known[key] = weakref.ref(content)
         if content.size_bytes == storage.nbytes():
@@ -327,17 +327,17 @@ class ActivationStore:
             part = whole[at : at + self._piece_bytes]
             slot = self._slot()
             slot[: part.numel()].copy_(part)
-            block = self._take_block(part.numel())
-            content.blocks.append(block)
+            extent = self._take_extent(part.numel())
+            content.extents.append(extent)
             pages = slot[: rounded_up(part.numel())]
-            self._writing.append((slot, self.scratch.write(block.number, pages)))
+            self._writing.append((slot, self.scratch.write(extent.number, pages)))
 
-    def _take_block(self, size_bytes: int) -> _StoredBlock:
+    def _take_extent(self, size_bytes: int) -> _StoredExtent:
         size = min(self._piece_bytes, _next_power_of_two(rounded_up(size_bytes)))
         free = self._free.setdefault(size, [])
-        block = free.pop() if free else _StoredBlock(self.scratch.add_block(size), size)
-        self._blocks_in_use += 1
-        return block
+        extent = free.pop() if free else _StoredExtent(self.scratch.add_extent(size), size)
+        self._extents_in_use += 1
+        return extent
 
     def _slot(self) -> Tensor:
         """Returns a buffer for one piece; waits for the oldest write while there is none."""
@@ -374,9 +374,9 @@ class ActivationStore:
             gone = self._gone.popleft()
             self._leave_resident(gone.number)
             self._forget(gone.key, None)
-            for block in gone.blocks:
-                self._free[block.size_bytes].append(block)
-            self._blocks_in_use -= len(gone.blocks)
+            for extent in gone.extents:
+                self._free[extent.size_bytes].append(extent)
+            self._extents_in_use -= len(gone.extents)
 
     def _forget(self, key: Key, content: Content | None) -> None:
         """Forgets where a content was first, unless a newer one is known there."""
@@ -417,10 +417,10 @@ class ActivationStore:
         content.lies_in(storage, at)
         content.coming = []
         left = content.size_bytes
-        for block in content.blocks:
+        for extent in content.extents:
             size = min(left, self._piece_bytes)
             pages = memory[at : at + rounded_up(size)]
-            content.coming.append(self.scratch.read(block.number, pages))
+            content.coming.append(self.scratch.read(extent.number, pages))
             at, left = at + size, left - size
         return storage
 
@@ -589,10 +589,10 @@ class Activations(AbstractContextManager[None]):
             return self._store.held_bytes
 
     @property
-    def blocks_in_use(self) -> int:
-        """Number of blocks of the file that graphs still need."""
+    def extents_in_use(self) -> int:
+        """Number of extents of the file that graphs still need."""
         with self._lock:
-            return self._store.blocks_in_use
+            return self._store.extents_in_use
 
     def __enter__(self) -> None:
         self._residents.outdated = True

@@ -209,10 +209,10 @@ class Count:
         self.bytes: dict[tuple[int, str], int] = {}
         begin, count = ScratchFile._begin, self.bytes
 
-        def counting(scratch: Any, operation: str, block: int, memory: torch.Tensor) -> Any:
+        def counting(scratch: Any, operation: str, extent: int, memory: torch.Tensor) -> Any:
             key = (id(scratch), operation)
             count[key] = count.get(key, 0) + memory.nbytes
-            return begin(scratch, operation, block, memory)
+            return begin(scratch, operation, extent, memory)
 
         monkeypatch.setattr(ScratchFile, "_begin", counting)
 

@@ -18,8 +18,8 @@ namespace {
 
 using namespace ringcomm::host;
 
-constexpr uint64_t kPage = kScratchPageBytes, kCut = 2 * kPage, kBlock = 3 * kCut;
-constexpr int kThreads = 4, kBlocks = 3, kParts = 8;  // of memory, of a cut each
+constexpr uint64_t kPage = kScratchPageBytes, kCut = 2 * kPage, kExtent = 3 * kCut;
+constexpr int kThreads = 4, kExtents = 3, kParts = 8;  // of memory, of a cut each
 constexpr int kPlays = 60;
 constexpr ScratchPool::Limit kAMinute{60};
 
@@ -40,9 +40,9 @@ struct Memory {
 struct Bench {
   int fd = memfd_create("scratch", 0);
   ScratchPool pool{fd, kThreads, kCut};
-  uint32_t block[kBlocks];
+  uint32_t extent[kExtents];
   Bench() {
-    for (uint32_t& each : block) expect(pool.add_block(kBlock, &each) == 0, "a block");
+    for (uint32_t& each : extent) expect(pool.add_extent(kExtent, &each) == 0, "an extent");
   }
   ~Bench() {
     expect(pool.close(kAMinute), "a pool that ends");
@@ -64,23 +64,23 @@ struct Bench {
   }
 };
 
-// Requests that share blocks and memory, all submitted at once, end as if run one by one.
+// Requests that share extents and memory, all submitted at once, end as if run one by one.
 void play_in_order(unsigned seed) {
   std::mt19937 drawn(seed);
   Bench bench;
   Memory memory(kParts * kCut);
-  std::vector<char> model(memory.bytes), contents[kBlocks];
+  std::vector<char> model(memory.bytes), contents[kExtents];
   for (char& byte : model) byte = char(drawn());
   std::memcpy(memory.begin, model.data(), model.size());
   std::vector<ScratchRequestPtr> requests;
   for (int play = 0; play < kPlays; ++play) {
-    const unsigned which = drawn() % kBlocks;
+    const unsigned which = drawn() % kExtents;
     std::vector<char>& content = contents[which];
     const bool reads = drawn() % 2 == 0;
     const bool zeros = reads && content.empty();
     const uint64_t parts = reads && !zeros ? content.size() / kCut : drawn() % 2 == 0 ? 1 : 3;
     const uint64_t start = drawn() % (kParts - parts + 1) * kCut, bytes = parts * kCut;
-    requests.push_back(bench.begin(!reads, bench.block[which], memory.begin + start, bytes));
+    requests.push_back(bench.begin(!reads, bench.extent[which], memory.begin + start, bytes));
     if (zeros)
       std::memset(model.data() + start, 0, bytes);
     else if (reads)
@@ -93,39 +93,39 @@ void play_in_order(unsigned seed) {
   expect(std::memcmp(memory.begin, model.data(), model.size()) == 0, "the bytes of the model");
 }
 
-// Every fault ends its request, at its place, and all later ones of the block; no other block's.
+// Every fault ends its request, at its place, and all later ones of the extent; no other extent's.
 template <class Damage>
 void fault(ScratchEnd end, int code, Damage damage) {
   Bench bench;
-  Memory memory(kBlock), other(kBlock);
-  std::memset(memory.begin, 7, kBlock);
-  std::memset(other.begin, 9, kBlock);
-  expect(bench.run(true, bench.block[0], memory).end == ScratchEnd::kDone, "a write");
-  expect(bench.run(true, bench.block[1], other).end == ScratchEnd::kDone, "a write");
+  Memory memory(kExtent), other(kExtent);
+  std::memset(memory.begin, 7, kExtent);
+  std::memset(other.begin, 9, kExtent);
+  expect(bench.run(true, bench.extent[0], memory).end == ScratchEnd::kDone, "a write");
+  expect(bench.run(true, bench.extent[1], other).end == ScratchEnd::kDone, "a write");
   damage(bench.fd);
-  const ScratchRequestPtr first = bench.begin(false, bench.block[1], memory.begin, kBlock);
-  const ScratchRequestPtr second = bench.begin(true, bench.block[1], memory.begin, kBlock);
+  const ScratchRequestPtr first = bench.begin(false, bench.extent[1], memory.begin, kExtent);
+  const ScratchRequestPtr second = bench.begin(true, bench.extent[1], memory.begin, kExtent);
   const ScratchResult result = bench.end(first);
   const uint64_t offset = result.offset;
   expect(result.end == end, "the fault");
-  // Of a damaged block one cut is; elsewhere the first of three to end.
-  if (end == ScratchEnd::kDamaged) expect(offset == kBlock + kCut, "the cut that is damaged");
-  expect(offset >= kBlock && offset < 2 * kBlock && result.bytes == kCut, "a cut of the block");
+  // Of a damaged extent one cut is; elsewhere the first of three to end.
+  if (end == ScratchEnd::kDamaged) expect(offset == kExtent + kCut, "the cut that is damaged");
+  expect(offset >= kExtent && offset < 2 * kExtent && result.bytes == kCut, "a cut of the extent");
   expect(result.code == code, "the error of the system");
-  for (const ScratchResult& later : {bench.end(second), bench.run(false, bench.block[1], other)})
+  for (const ScratchResult& later : {bench.end(second), bench.run(false, bench.extent[1], other)})
     expect(later.end == end && later.offset == offset, "the first fault again");
   fail_next_calls(0, 0);
-  expect(bench.run(false, bench.block[0], other).end == ScratchEnd::kDone, "a sound block");
-  expect(other.begin[0] == 7 && other.begin[kBlock - 1] == 7, "what is in it");
+  expect(bench.run(false, bench.extent[0], other).end == ScratchEnd::kDone, "a sound extent");
+  expect(other.begin[0] == 7 && other.begin[kExtent - 1] == 7, "what is in it");
 }
 
 void all_faults() {
   fault(ScratchEnd::kDamaged, 0, [](int fd) {
     const char flipped = 8;
-    expect(pwrite(fd, &flipped, 1, off_t(kBlock + kCut)) == 1, "a byte that flips");
+    expect(pwrite(fd, &flipped, 1, off_t(kExtent + kCut)) == 1, "a byte that flips");
   });
   fault(ScratchEnd::kTruncated, 0,
-        [](int fd) { expect(ftruncate(fd, off_t(kBlock)) == 0, "a file cut short"); });
+        [](int fd) { expect(ftruncate(fd, off_t(kExtent)) == 0, "a file cut short"); });
   fault(ScratchEnd::kFailed, EIO, [](int) { fail_next_calls(-1, EIO); });
   fault(ScratchEnd::kStalled, 0, [](int) { fail_next_calls(1, 0); });
 }
@@ -133,13 +133,13 @@ void all_faults() {
 // What runs may end, what has not begun does not, and nothing is left under way.
 void close_under_way() {
   Bench bench;
-  Memory memory(kBlock);
-  std::memset(memory.begin, 1, kBlock);
+  Memory memory(kExtent);
+  std::memset(memory.begin, 1, kExtent);
   std::vector<ScratchRequestPtr> requests;
   hanging = true;
   const int calls_before = calls;
   for (int i = 0; i < kPlays; ++i)
-    requests.push_back(bench.begin(true, bench.block[i % 2], memory.begin, kBlock));
+    requests.push_back(bench.begin(true, bench.extent[i % 2], memory.begin, kExtent));
   while (calls == calls_before) usleep(100);
   // Two close it, and neither returns before the end, for which both wait.
   const auto close_and_look = [&] {
@@ -163,27 +163,27 @@ void close_under_way() {
     closed |= end == ScratchEnd::kClosed;
   }
   expect(closed, "some that did not run");
-  std::memset(memory.begin, 2, kBlock);  // a race, if one were under way
+  std::memset(memory.begin, 2, kExtent);  // a race, if one were under way
 }
 
 // Waiting and closing give up at their limits, and a transfer that hung ends well.
 void hang() {
   constexpr ScratchPool::Limit kShort{0.02};
   Bench bench;
-  Memory memory(kBlock);
-  std::memset(memory.begin, 1, kBlock);
+  Memory memory(kExtent);
+  std::memset(memory.begin, 1, kExtent);
   hanging = true;
-  const ScratchRequestPtr request = bench.begin(true, bench.block[1], memory.begin, kBlock);
+  const ScratchRequestPtr request = bench.begin(true, bench.extent[1], memory.begin, kExtent);
   const auto waited = bench.pool.wait(*request, [] { return false; }, kShort);
   expect(waited == ScratchPool::Waited::kLate, "a wait that gives up");
   const ScratchResult late = bench.pool.result(*request);
   expect(late.end == ScratchEnd::kLate && late.is_write, "a write that is late");
-  expect(late.offset == kBlock && late.bytes == kBlock, "where it is");
+  expect(late.offset == kExtent && late.bytes == kExtent, "where it is");
   expect(!bench.pool.close(kShort), "a pool that does not end");
   expect(!request->done(), "a request that goes on");
   hanging = false;
   expect(bench.pool.close(kAMinute), "a pool that ends");
-  std::memset(memory.begin, 2, kBlock);  // a race, if it were under way
+  std::memset(memory.begin, 2, kExtent);  // a race, if it were under way
   const ScratchEnd end = bench.pool.result(*request).end;
   // Of its three cuts some may have been begun by no thread.
   expect(end == ScratchEnd::kDone || end == ScratchEnd::kClosed, "an end of its own");

@@ -20,15 +20,15 @@ FAULT = "how.end != ScratchEnd::kClosed) fault = how;"
 END, ERROR = "moved == 0 && !is_write) return failed(", "if (moved < 0) return failed("
 SUM = "sum = crc32c(memory, cut.bytes);\n    return"
 MUTANTS = {
-    "requests of a block keep no order": Mutant(
-        POOL, "if (earlier->block_ != &block &&", "if ((CHOSEN || earlier->block_ != &block) &&"
+    "requests of an extent keep no order": Mutant(
+        POOL, "if (earlier->extent_ != &extent &&", "if ((CHOSEN || earlier->extent_ != &extent) &&"
     ),
     "requests of the same memory keep no order": Mutant(POOL, OVERLAP, f"(CHOSEN || {OVERLAP})"),
     "done before its last cut is": Mutant(
         POOL, "if (r.cuts_under_way_ == 0 &&", "if ((CHOSEN || r.cuts_under_way_ == 0) &&"
     ),
     "what was never written comes from the disk": Mutant(
-        POOL, "r->from_disk_ = block.", "r->from_disk_ = CHOSEN || block."
+        POOL, "r->from_disk_ = extent.", "r->from_disk_ = CHOSEN || extent."
     ),
     "an interrupted call is an error": Mutant(
         POOL, "if (moved < 0 && errno == EINTR)", "if (!CHOSEN && moved < 0 && errno == EINTR)"
@@ -49,7 +49,7 @@ MUTANTS = {
     ),
     "sums are not compared": Mutant(POOL, "if (seen == sum)", "if (CHOSEN || seen == sum)"),
     "the sum is that of the first write": Mutant(POOL, SUM, f"if (!CHOSEN || sum == 0) {SUM}"),
-    "a block's fault is forgotten": Mutant(POOL, FAULT, FAULT.replace(") f", " && !CHOSEN) f")),
+    "an extent's fault is forgotten": Mutant(POOL, FAULT, FAULT.replace(") f", " && !CHOSEN) f")),
     "closed while requests are under way": Mutant(POOL, WAITS, f"!CHOSEN && {WAITS}"),
     "what is late counts as done": Mutant(
         POOL, "if (request.done()) return", "if (CHOSEN || request.done()) return"
