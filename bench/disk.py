@@ -1,4 +1,4 @@
-"""What a disk gives to loops alone: threads that pread and pwrite blocks of a file, past the cache.
+"""What a disk gives to loops alone: threads that pread and pwrite a file's extents, past the cache.
 
 This is the limit to which state on a disk is compared: the same bytes, pattern and depth, without
 checksums, order or error handling. Notes give the CPU time of the process for 10^9 bytes.
@@ -24,37 +24,37 @@ PATTERNS = ("read", "write", "mixed")
 DEPTHS = (1, 2, 4, 8)
 
 
-def operations(pattern: str, blocks: int, depth: int) -> list[tuple[bool, int]]:
-    """(is a write, block): "mixed" reads each block, and writes it ``depth`` blocks later."""
+def operations(pattern: str, extents: int, depth: int) -> list[tuple[bool, int]]:
+    """(is a write, extent): "mixed" reads each extent, and writes it ``depth`` extents later."""
     if pattern != "mixed":
-        return [(pattern == "write", block) for block in range(blocks)]
-    turns = itertools.product(range(blocks + depth), (False, True))
+        return [(pattern == "write", extent) for extent in range(extents)]
+    turns = itertools.product(range(extents + depth), (False, True))
     todo = [(is_write, turn - depth * is_write) for turn, is_write in turns]
-    return [(is_write, block) for is_write, block in todo if 0 <= block < blocks]
+    return [(is_write, extent) for is_write, extent in todo if 0 <= extent < extents]
 
 
 class RawFile:
-    """An unnamed file in a folder, for direct I/O, whose blocks have all been written once."""
+    """An unnamed file in a folder, for direct I/O, whose extents have all been written once."""
 
-    def __init__(self, path: str, size_bytes: int, block_bytes: int) -> None:
-        self.block_bytes = block_bytes
-        self.blocks = size_bytes // block_bytes
+    def __init__(self, path: str, size_bytes: int, extent_bytes: int) -> None:
+        self.extent_bytes = extent_bytes
+        self.extents = size_bytes // extent_bytes
         flags = os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
         self.descriptor = os.open(path, flags, 0o600)
-        os.posix_fallocate(self.descriptor, 0, self.blocks * block_bytes)
+        os.posix_fallocate(self.descriptor, 0, self.extents * extent_bytes)
         # A write into space that is only reserved also makes its entry in the file system.
         self.time("write", 2)
 
     def time(self, pattern: str, depth: int) -> tuple[int, float, float]:
-        """Moves every block, by ``depth`` threads of which each has one request under way.
+        """Moves every extent, by ``depth`` threads of which each has one request under way.
 
         Returns bytes, reads and writes together, and the seconds that passed and of the CPU.
         """
-        todo = operations(pattern, self.blocks, depth)
-        memories = [mmap.mmap(-1, self.block_bytes, flags=mmap.MAP_PRIVATE) for _ in range(depth)]
+        todo = operations(pattern, self.extents, depth)
+        memories = [mmap.mmap(-1, self.extent_bytes, flags=mmap.MAP_PRIVATE) for _ in range(depth)]
         for memory in memories:
             memory.madvise(mmap.MADV_HUGEPAGE)
-            memory.write(bytes(self.block_bytes))
+            memory.write(bytes(self.extent_bytes))
         turn = itertools.count()
 
         def loop(memory: mmap.mmap) -> None:
@@ -67,13 +67,13 @@ class RawFile:
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         for memory in memories:
             memory.close()
-        return len(todo) * self.block_bytes, wall, cpu
+        return len(todo) * self.extent_bytes, wall, cpu
 
-    def _move(self, is_write: bool, block: int, memory: mmap.mmap) -> None:
+    def _move(self, is_write: bool, extent: int, memory: mmap.mmap) -> None:
         call = os.pwritev if is_write else os.preadv
-        moved = call(self.descriptor, [memory], block * self.block_bytes)
-        if moved != self.block_bytes:
-            raise OSError(f"block {block}: expected {self.block_bytes} bytes, got {moved}")
+        moved = call(self.descriptor, [memory], extent * self.extent_bytes)
+        if moved != self.extent_bytes:
+            raise OSError(f"extent {extent}: expected {self.extent_bytes} bytes, got {moved}")
 
     def close(self) -> None:
         os.close(self.descriptor)
@@ -81,7 +81,7 @@ class RawFile:
 
 def measure(run: Run) -> None:
     asked = run.options
-    with closing(RawFile(asked.path, asked.size, asked.block_bytes)) as file:
+    with closing(RawFile(asked.path, asked.size, asked.extent_bytes)) as file:
         for pattern, depth in itertools.product(PATTERNS, DEPTHS):
             moved_bytes, wall_s, cpu_s = file.time(pattern, depth)
             more = {
@@ -101,7 +101,7 @@ BENCH = Bench(
     (
         option("--path", required=True, help="a folder on the disk"),
         option("--size", type=parse_size, default=1 << 30, help="of the file (1G)"),
-        option("--block-bytes", type=parse_size, default=8 << 20, help="of a request (8M)"),
+        option("--extent-bytes", type=parse_size, default=8 << 20, help="of a request (8M)"),
     ),
     ranks=0,
     rounds=0,

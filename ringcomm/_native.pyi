@@ -160,7 +160,7 @@ class Request:
     @property
     def size_bytes(self) -> int: ...
 
-ADAMW_BLOCK_ELEMS: int = 512
+ADAMW_TILE_ELEMS: int = 512
 ADAMW_FLAGS: dict[str, int]
 MOMENT_BLOCK_ELEMS: int = 64
 GRAD_NORM_WORDS: int = 24

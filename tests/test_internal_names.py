@@ -61,7 +61,7 @@ INTERNAL_NAMES = {
     "module_names": "find_modules matches named_modules some without_wrappers",
     "offload.scratch": "PAGE_BYTES rounded_up",
     "optim.clipping": "NormBound NormTerm agree_on_finite clip_joint_norm",
-    "optim.layout": "BLOCK_ELEMS round_up",
+    "optim.layout": "TILE_ELEMS round_up",
     "optim.placement": "SHARING STAGES",
     "optim.sharded": "Params",
     "optim.step": "Asked",

@@ -123,7 +123,7 @@ void bind_optimizer(nb::module_& m, nb::class_<NativeComm>& c) {
   kinds["l2"] = int(NormKind::kTwo);
   kinds["l1"] = int(NormKind::kOne);
   kinds["inf"] = int(NormKind::kInf);
-  add_constant(m, "ADAMW_BLOCK_ELEMS", kBlockElems,
+  add_constant(m, "ADAMW_TILE_ELEMS", kTileElems,
                "Chunks of a bucket begin at multiples of this many elements.");
   add_constant(m, "ADAMW_FLAGS", flags,
                "Bits of a group's flags: l2, amsgrad, maximize; and of a parameter's: active.");

@@ -56,7 +56,7 @@ Prepared DeviceComm::optimizer_call(Collective collective, const std::string& na
   const Algorithm algorithm = chosen(grads.algorithm);
   if (algorithm != Algorithm::kOneShot && algorithm != Algorithm::kRing)
     throw std::invalid_argument("algorithm: the optimizer's collectives are one-shot or ring");
-  const uint64_t least = kBlockElems * sizeof(float);
+  const uint64_t least = kTileElems * sizeof(float);
   if (algorithm == Algorithm::kRing && config_.layout.segment_bytes < least)
     throw std::invalid_argument(
         "the ring forms of the optimizer's collectives need segment_bytes of " +

@@ -1,4 +1,4 @@
-// The sum of gradients into FP32 and its norm, block by block (grad_norm.h), by the lanes of a
+// The sum of gradients into FP32 and its norm, tile by tile (grad_norm.h), by the lanes of a
 // block.
 #pragma once
 
@@ -9,9 +9,9 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace device {
 
-// Adds a block's sum, or its largest magnitude, to the team's words.
+// Adds a tile's sum, or its largest magnitude, to the team's words.
 RC_TEAM_FN void add_to_words(NormWords& words, double sum) {
-  add_block(sum, [&](int k, int64_t digit) { add_relaxed_sys(&words.word[k], digit); });
+  add_tile(sum, [&](int k, int64_t digit) { add_relaxed_sys(&words.word[k], digit); });
 }
 
 RC_TEAM_FN void max_to_words(NormWords& words, uint32_t most) {
@@ -35,13 +35,13 @@ struct NormTarget {
     out[at] = g;
     return g;
   }
-  // Elements [at, at + 8) and the eight half a block behind them.
+  // Elements [at, at + 8) and the eight half a tile behind them.
   RC_TEAM_FN void sixteen(uint64_t at, float (&g)[2 * kTurnElems]) const {
-    grads.template eights<2>(at, kBlockElems / 2, g);
+    grads.template eights<2>(at, kTileElems / 2, g);
     if (out == nullptr) return;
     RC_UNROLL
     for (int p = 0; p < 2; ++p) {
-      float* const to = out + at + uint64_t(p) * (kBlockElems / 2);
+      float* const to = out + at + uint64_t(p) * (kTileElems / 2);
       Eight<float> held;
       if (accumulate) {
         held.load(to);
@@ -59,14 +59,14 @@ struct NormTarget {
   }
 };
 
-// The terms of a lane of the block that begins at `begin`; zeros behind `end`.
+// The terms of a lane of the tile that begins at `begin`; zeros behind `end`.
 template <class G>
 RC_TEAM_FN void terms_of(const NormTarget<G>& t, bool aligned, uint64_t at, uint64_t end,
                          float (&g)[2 * kTurnElems]) {
-  if (aligned && at + kBlockElems / 2 + kTurnElems <= end) return t.sixteen(at, g);
+  if (aligned && at + kTileElems / 2 + kTurnElems <= end) return t.sixteen(at, g);
   RC_UNROLL
   for (int k = 0; k < 2 * kTurnElems; ++k) {
-    const uint64_t i = at + uint64_t(k % kTurnElems) + uint64_t(k / kTurnElems) * (kBlockElems / 2);
+    const uint64_t i = at + uint64_t(k % kTurnElems) + uint64_t(k / kTurnElems) * (kTileElems / 2);
     g[k] = i < end ? t.one(i) : 0.0f;
   }
 }
@@ -74,10 +74,10 @@ RC_TEAM_FN void terms_of(const NormTarget<G>& t, bool aligned, uint64_t at, uint
 RC_TEAM_FN uint32_t magnitude(float x) { return bits_of(x) & 0x7fffffffu; }
 
 #if RC_CUDA
-// A block of kBlockElems elements by a warp.
+// A tile of kTileElems elements by a warp.
 template <class G>
-__device__ __forceinline__ void norm_block(const NormTarget<G>& t, bool aligned, uint64_t begin,
-                                           uint64_t end, int lane, NormWords& words) {
+__device__ __forceinline__ void norm_tile(const NormTarget<G>& t, bool aligned, uint64_t begin,
+                                          uint64_t end, int lane, NormWords& words) {
   float g[2 * kTurnElems];
   terms_of(t, aligned, begin + uint64_t(lane) * kTurnElems, end, g);
   if (t.kind == NormKind::kInf) {
@@ -98,45 +98,45 @@ __device__ __forceinline__ void norm_block(const NormTarget<G>& t, bool aligned,
   RC_UNROLL
   for (int k = 0; k < kTurnElems; ++k)
     x[k] = norm_term(g[k], t.kind) + norm_term(g[k + kTurnElems], t.kind);
-  const double sum = warp_block_sum(WarpLanes{lane}, x);
+  const double sum = warp_tile_sum(WarpLanes{lane}, x);
   if (lane == 0) add_to_words(words, sum);
 }
 constexpr int kNormLanes = 32;
 #else
-// A block by one lane, which stands for a warp.
+// A tile by one lane, which stands for a warp.
 template <class G>
-inline void norm_block(const NormTarget<G>& t, bool aligned, uint64_t begin, uint64_t end, int,
-                       NormWords& words) {
-  float g[kBlockElems];
-  for (uint64_t i = 0; i < kBlockElems / 2; i += kTurnElems) {
+inline void norm_tile(const NormTarget<G>& t, bool aligned, uint64_t begin, uint64_t end, int,
+                      NormWords& words) {
+  float g[kTileElems];
+  for (uint64_t i = 0; i < kTileElems / 2; i += kTurnElems) {
     float some[2 * kTurnElems];
     terms_of(t, aligned, begin + i, end, some);
     memcpy(g + i, some, sizeof(some) / 2);
-    memcpy(g + i + kBlockElems / 2, some + kTurnElems, sizeof(some) / 2);
+    memcpy(g + i + kTileElems / 2, some + kTurnElems, sizeof(some) / 2);
   }
   if (t.kind == NormKind::kInf) {
     uint32_t most = 0;
     for (float x : g) most = magnitude(x) > most ? magnitude(x) : most;
     return max_to_words(words, most);
   }
-  double y[kBlockElems / 2];
-  for (uint64_t i = 0; i < kBlockElems / 2; ++i)
-    y[i] = norm_term(g[i], t.kind) + norm_term(g[i + kBlockElems / 2], t.kind);
-  for (uint64_t h = kBlockElems / 4; h > 0; h /= 2)
+  double y[kTileElems / 2];
+  for (uint64_t i = 0; i < kTileElems / 2; ++i)
+    y[i] = norm_term(g[i], t.kind) + norm_term(g[i + kTileElems / 2], t.kind);
+  for (uint64_t h = kTileElems / 4; h > 0; h /= 2)
     for (uint64_t i = 0; i < h; ++i) y[i] += y[i + h];
   add_to_words(words, y[0]);
 }
 constexpr int kNormLanes = 1;
 #endif
 
-// Elements [run.begin, run.end) of the chunk, by all lanes; run.begin is a whole block.
+// Elements [run.begin, run.end) of the chunk, by all lanes; run.begin is a whole tile.
 template <class G>
 RC_COLD void norm_lanes(NormTarget<G> t, Run run, NormWords& words, int lane, int lanes) {
   const bool aligned = t.grads.aligned() && misalignment(t.out) == 0;
   const int warp = lane / kNormLanes, warps = lanes / kNormLanes;
-  for (uint64_t begin = run.begin + uint64_t(warp) * kBlockElems; begin < run.end;
-       begin += uint64_t(warps) * kBlockElems)
-    norm_block(t, aligned, begin, run.end, lane % kNormLanes, words);
+  for (uint64_t begin = run.begin + uint64_t(warp) * kTileElems; begin < run.end;
+       begin += uint64_t(warps) * kTileElems)
+    norm_tile(t, aligned, begin, run.end, lane % kNormLanes, words);
 }
 
 }  // namespace device

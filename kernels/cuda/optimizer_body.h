@@ -26,7 +26,7 @@ RC_TEAM_FN void prepare_kernel(Team team, const LaunchParams& p, int, Workspace&
 
 template <class Team>
 RC_TEAM_FN Run part_of_chunk(const Team& team, uint64_t elems) {
-  const Extent part = part_of(elems, team.channel(), team.num_channels(), kBlockShift);
+  const Extent part = part_of(elems, team.channel(), team.num_channels(), kTileShift);
   return {part.begin_bytes, part.end_bytes};
 }
 
@@ -51,8 +51,8 @@ RC_TEAM_FN void adamw_shard_kernel(Team team, const LaunchParams& p, int rank_in
     update_lanes<G, P, 1>(w.shard, grads, nullptr, 0, run, team.lane(), team.num_lanes());
 }
 
-// Between these two the team's blocks are summed in shared memory: 132 multiprocessors that add to
-// six words of global memory for each block of 512 elements would wait for each other.
+// Between these two the team's tiles are summed in shared memory: 132 multiprocessors that add to
+// six words of global memory for each tile of 512 elements would wait for each other.
 template <class Team>
 RC_TEAM_FN void begin_norm(Team& team, Workspace& w) {
   for (int k = team.lane(); k < kNormWords; k += team.num_lanes()) w.norm.word[k] = 0;

@@ -1,11 +1,11 @@
-// The sum of a block of kBlockElems terms by halves (grad_norm.h), done by the 32 lanes of a warp:
-// the same additions as block_sum() of kernels/host/isa_adamw.h, so the same bits.
+// The sum of a tile of kTileElems terms by halves (grad_norm.h), done by the 32 lanes of a warp:
+// the same additions as tile_sum() of kernels/host/isa_adamw.h, so the same bits.
 //
-// Lane t holds the terms 8t .. 8t+7 of the lower half of the block and those of the upper. Adding
+// Lane t holds the terms 8t .. 8t+7 of the lower half of the tile and those of the upper. Adding
 // the halves (elements i and i + 256) takes no exchange. Then elements i and i + 128 are lanes t
 // and t + 16, and so on: at each of the next three steps a pair of lanes shares the work, so that 7
 // values are exchanged, not 24. A Warp is a value per lane: one register on a GPU, and an array of
-// 32 in the test that holds this against block_sum().
+// 32 in the test that holds this against tile_sum().
 //
 //   W exchange(W x, int mask)           of each lane: the x of lane (own number ^ mask)
 //   W pick(int bit, W zero, W one)      of each lane: by a bit of its number
@@ -30,7 +30,7 @@ RC_TEAM_FN void share_sums(const Warp& warp, W (&x)[8], int bit) {
 
 // x: the sums of halves; the result is the same in all lanes.
 template <class Warp, class W>
-RC_TEAM_FN W warp_block_sum(const Warp& warp, W (&x)[8]) {
+RC_TEAM_FN W warp_tile_sum(const Warp& warp, W (&x)[8]) {
   share_sums<8>(warp, x, 4);              // elements i and i + 128
   share_sums<4>(warp, x, 3);              // + 64
   share_sums<2>(warp, x, 2);              // + 32

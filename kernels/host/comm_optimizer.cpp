@@ -41,9 +41,9 @@ void check_results(const View& v, const char* ptr, uint64_t bytes) {
                                 std::to_string(kResultAlign) + " bytes");
 }
 
-// Norms need blocks that no segment cuts.
+// Norms need tiles that no segment cuts.
 void check_segments(const View& v, const GradCall& grads) {
-  constexpr uint64_t least = kBlockElems * sizeof(float);
+  constexpr uint64_t least = kTileElems * sizeof(float);
   if (is_ring(grads) && v.world > 1 && v.layout.segment_bytes < least)
     throw std::invalid_argument("the ring forms need segments of " + std::to_string(least) +
                                 " bytes or more (CommOptions.segment_bytes)");

@@ -1,4 +1,4 @@
-// The host's loops of the optimizer: gradient, update and norm, block by block through the
+// The host's loops of the optimizer: gradient, update and norm, tile by tile through the
 // first-level cache, so that each array of the state crosses the memory bus once in each direction.
 // Part of one instruction set's table, as isa_kernels.h is.
 #pragma once
@@ -16,13 +16,13 @@ namespace host {
 // runs: 12 ms with 128, 13 with 256, 18 with 512, 18 with 1024 (FP32); 14, 15, 15, 16 ms
 // (bfloat16).
 constexpr uint64_t kTurnElems = 128;
-static_assert(kTurnElems <= kBlockElems);
+static_assert(kTurnElems <= kTileElems);
 
 // `source` of the chunk, elements [begin, begin + n), widened where it is not FP32.
 template <class T>
 inline void widen_source(float* RC_RESTRICT out, const T* RC_RESTRICT src, uint64_t n) {
 #if RC_HAS_F16C
-  if constexpr (Blockwise<T>::value) return widen_block(out, src, n);
+  if constexpr (Tilewise<T>::value) return widen_tile(out, src, n);
 #endif
   for (uint64_t i = 0; i < n; ++i) out[i] = Traits<T>::load(src[i]);
 }
@@ -30,7 +30,7 @@ inline void widen_source(float* RC_RESTRICT out, const T* RC_RESTRICT src, uint6
 template <class T>
 inline void narrow_result(T* RC_RESTRICT out, const float* RC_RESTRICT src, uint64_t n) {
 #if RC_HAS_F16C
-  if constexpr (Blockwise<T>::value) return narrow_block(out, src, n);
+  if constexpr (Tilewise<T>::value) return narrow_tile(out, src, n);
 #endif
   for (uint64_t i = 0; i < n; ++i) out[i] = Traits<T>::store(src[i]);
 }
@@ -41,7 +41,7 @@ inline void sum_sources(const GradSources& g, int first, int last, uint64_t begi
                         float* buffer) {
   const auto source = [&](int s) { return static_cast<const T*>(g.ptrs[s]) + (begin - g.first); };
   int rest = first + 1;
-  if (Blockwise<T>::value || last == rest) {
+  if (Tilewise<T>::value || last == rest) {
     widen_source(buffer, source(first), n);
   } else {
     const T *const a = source(first), *const b = source(first + 1);
@@ -50,8 +50,8 @@ inline void sum_sources(const GradSources& g, int first, int last, uint64_t begi
   }
   for (int s = rest; s < last; ++s) {
     const T* const next = source(s);
-    if constexpr (Blockwise<T>::value) {
-      alignas(64) float wide[kBlockElems];
+    if constexpr (Tilewise<T>::value) {
+      alignas(64) float wide[kTileElems];
       widen_source(wide, next, n);
       for (uint64_t i = 0; i < n; ++i) buffer[i] += wide[i];
     } else {
@@ -70,7 +70,7 @@ inline const float* gradient_of(const GradSources& g, uint64_t begin, uint64_t n
   const int group = g.sum_group_size > 0 && g.sum_group_size < g.count ? g.sum_group_size : g.count;
   sum_sources<T>(g, 0, group, begin, n, buffer);
   for (int first = group; first < g.count; first += group) {
-    alignas(64) float part[kBlockElems];
+    alignas(64) float part[kTileElems];
     const int last = first + group < g.count ? first + group : g.count;
     sum_sources<T>(g, first, last, begin, n, part);
     for (uint64_t i = 0; i < n; ++i) buffer[i] += part[i];
@@ -311,9 +311,9 @@ inline void adamw_kernel(const AdamWJob& job) {
 
 // ---- norm ---------------------------------------------------------------------------------------
 
-// The sum of a block's terms by halves: element i meets i + 256, then i + 128, and so on.
-inline double block_sum(const float* RC_RESTRICT x, NormKind kind) {
-  constexpr uint64_t half = kBlockElems / 2;
+// The sum of a tile's terms by halves: element i meets i + 256, then i + 128, and so on.
+inline double tile_sum(const float* RC_RESTRICT x, NormKind kind) {
+  constexpr uint64_t half = kTileElems / 2;
   alignas(64) double y[half];
   if (kind == NormKind::kTwo) {
     for (uint64_t i = 0; i < half; ++i)
@@ -328,9 +328,9 @@ inline double block_sum(const float* RC_RESTRICT x, NormKind kind) {
 }
 
 // The largest magnitude's bits; those of a NaN exceed all others.
-inline uint32_t block_max(const float* RC_RESTRICT x) {
+inline uint32_t tile_max(const float* RC_RESTRICT x) {
   uint32_t most = 0;
-  for (uint64_t i = 0; i < kBlockElems; ++i) {
+  for (uint64_t i = 0; i < kTileElems; ++i) {
     const uint32_t magnitude = bits_of(x[i]) & 0x7fffffffu;
     most = magnitude > most ? magnitude : most;
   }
@@ -339,8 +339,8 @@ inline uint32_t block_max(const float* RC_RESTRICT x) {
 
 inline void add_norm(const float* x, NormKind kind, NormWords& words) {
   if (kind != NormKind::kInf)
-    return add_block(block_sum(x, kind), [&](int k, int64_t digit) { words.word[k] += digit; });
-  const uint32_t most = block_max(x);
+    return add_tile(tile_sum(x, kind), [&](int k, int64_t digit) { words.word[k] += digit; });
+  const uint32_t most = tile_max(x);
   if (most >= 0x7f800000u)
     ++words.word[kNonFiniteWord];
   else if (int64_t(most) > words.word[0])
@@ -348,10 +348,10 @@ inline void add_norm(const float* x, NormKind kind, NormWords& words) {
 }
 
 inline void reduce_norm_kernel(const NormJob& job) {
-  alignas(64) float buffer[kBlockElems];
-  alignas(64) float padded[kBlockElems];
-  for (uint64_t begin = job.begin; begin < job.end; begin += kBlockElems) {
-    const uint64_t n = job.end - begin < kBlockElems ? job.end - begin : kBlockElems;
+  alignas(64) float buffer[kTileElems];
+  alignas(64) float padded[kTileElems];
+  for (uint64_t begin = job.begin; begin < job.end; begin += kTileElems) {
+    const uint64_t n = job.end - begin < kTileElems ? job.end - begin : kTileElems;
     const float* g = gradient(job.grads, begin, n, buffer);
     if (job.out != nullptr) {
       float* const out = job.out + begin;
@@ -362,7 +362,7 @@ inline void reduce_norm_kernel(const NormJob& job) {
       if (g != out) store_result(reinterpret_cast<char*>(out), g, n * sizeof(float), job.streaming);
     }
     if (job.words == nullptr) continue;
-    if (n < kBlockElems) {
+    if (n < kTileElems) {
       memset(padded, 0, sizeof(padded));
       memcpy(padded, g, n * sizeof(float));
       g = padded;

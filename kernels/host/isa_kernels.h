@@ -12,8 +12,8 @@
 RINGCOMM_NAMESPACE_BEGIN
 namespace host {
 
-// Accumulators of one block: 4 KiB stays in the first-level cache beside two sources.
-constexpr uint64_t kBlockBytes = 4096;
+// Accumulators of one tile: 4 KiB stays in the first-level cache beside two sources.
+constexpr uint64_t kTileBytes = 4096;
 
 #if RC_HAS_STREAMING_STORES
 #if RC_VECTOR_BYTES == 64
@@ -84,19 +84,19 @@ struct Elements {
 };
 
 // The compiler does not vectorise half-precision conversions by itself, so with F16C they are done
-// block by block through a buffer in the first-level cache. Every other type needs no buffer.
+// tile by tile through a buffer in the first-level cache. Every other type needs no buffer.
 template <class T>
-struct Blockwise {
+struct Tilewise {
   static constexpr bool value = false;
 };
 
 #if RC_HAS_F16C
 template <>
-struct Blockwise<Float16> {
+struct Tilewise<Float16> {
   static constexpr bool value = true;
 };
 
-inline void widen_block(float* RC_RESTRICT dst, const Float16* RC_RESTRICT src, uint64_t n) {
+inline void widen_tile(float* RC_RESTRICT dst, const Float16* RC_RESTRICT src, uint64_t n) {
   uint64_t i = 0;
 #if RC_VECTOR_BYTES == 64
   for (; i + 16 <= n; i += 16) {
@@ -112,7 +112,7 @@ inline void widen_block(float* RC_RESTRICT dst, const Float16* RC_RESTRICT src, 
   for (; i < n; ++i) dst[i] = widen(src[i]);
 }
 
-inline void narrow_block(Float16* RC_RESTRICT dst, const float* RC_RESTRICT src, uint64_t n) {
+inline void narrow_tile(Float16* RC_RESTRICT dst, const float* RC_RESTRICT src, uint64_t n) {
   uint64_t i = 0;
   for (; i + 8 <= n; i += 8) {
     const __m256 x = _mm256_loadu_ps(src + i);
@@ -142,7 +142,7 @@ inline void combine_last(T* out, X acc, Y b, double fa, double fb, uint64_t n, i
   }
 }
 
-// The reduction of one block in values of the accumulator's type or of T (sources read through
+// The reduction of one tile in values of the accumulator's type or of T (sources read through
 // `source(s)`), result in `out` of type Out.
 template <RedOp op, class Out, class A, class Source>
 inline void reduce_values(Out* out, A* acc, Source source, const double* factors, int count,
@@ -174,25 +174,25 @@ inline void reduce_values(Out* out, A* acc, Source source, const double* factors
         finish<op>(combine<op>(acc[i], prepare<op>(last[i], factor)), finish_world));
 }
 
-// One block of at most kBlockBytes / sizeof(Acc) elements.
+// One tile of at most kTileBytes / sizeof(Acc) elements.
 template <class In, class Out, RedOp op>
-inline void reduce_block(Out* dst, const void* const* sources, const double* factors, int count,
-                         uint64_t begin, uint64_t n, int finish_world) {
+inline void reduce_tile(Out* dst, const void* const* sources, const double* factors, int count,
+                        uint64_t begin, uint64_t n, int finish_world) {
   using A = typename Traits<In>::Acc;
   static_assert(kSame<A, typename Traits<Out>::Acc>);
-  constexpr uint64_t block = kBlockBytes / sizeof(A);
-  alignas(64) A acc[block];
+  constexpr uint64_t tile = kTileBytes / sizeof(A);
+  alignas(64) A acc[tile];
 #if RC_HAS_F16C
-  if constexpr (Blockwise<In>::value) {
-    alignas(64) A wide[2][block];
+  if constexpr (Tilewise<In>::value) {
+    alignas(64) A wide[2][tile];
     const auto source = [&](int s) {
-      widen_block(wide[s & 1], static_cast<const In*>(sources[s]) + begin, n);
+      widen_tile(wide[s & 1], static_cast<const In*>(sources[s]) + begin, n);
       return Elements<A>{wide[s & 1]};
     };
-    if constexpr (Blockwise<Out>::value) {
-      alignas(64) A result[block];
+    if constexpr (Tilewise<Out>::value) {
+      alignas(64) A result[tile];
       reduce_values<op>(result, acc, source, factors, count, n, finish_world);
-      narrow_block(dst, result, n);
+      narrow_tile(dst, result, n);
     } else {
       reduce_values<op>(dst, acc, source, factors, count, n, finish_world);
     }
@@ -203,10 +203,10 @@ inline void reduce_block(Out* dst, const void* const* sources, const double* fac
     return Elements<In>{static_cast<const In*>(sources[s]) + begin};
   };
 #if RC_HAS_F16C
-  if constexpr (Blockwise<Out>::value) {
-    alignas(64) A result[block];
+  if constexpr (Tilewise<Out>::value) {
+    alignas(64) A result[tile];
     reduce_values<op>(result, acc, source, factors, count, n, finish_world);
-    narrow_block(dst, result, n);
+    narrow_tile(dst, result, n);
     return;
   }
 #endif
@@ -239,11 +239,11 @@ inline uint64_t stream_sum_of_two(T* dst, const T* a, const T* b, uint64_t elems
 template <class In, class Out, RedOp op>
 void reduce_kernel(const ReduceJob& job) {
   using A = typename Traits<In>::Acc;
-  constexpr uint64_t block = kBlockBytes / sizeof(A);
+  constexpr uint64_t tile = kTileBytes / sizeof(A);
   const uint64_t elems = job.bytes / sizeof(In);
   Out* const dst = static_cast<Out*>(job.dst);
   Out* const also = static_cast<Out*>(job.also);
-  alignas(64) Out bounce[block];  // streamed results gather here, in the first-level cache
+  alignas(64) Out bounce[tile];  // streamed results gather here, in the first-level cache
   uint64_t first = 0;
 #if RC_HAS_STREAMING_STORES
   if constexpr (op == RedOp::kSum && kSame<In, Out> && (kSame<In, float> || kSame<In, double>)) {
@@ -253,10 +253,10 @@ void reduce_kernel(const ReduceJob& job) {
                                 static_cast<const In*>(job.sources[1]), elems);
   }
 #endif
-  for (uint64_t begin = first; begin < elems; begin += block) {
-    const uint64_t n = elems - begin < block ? elems - begin : block;
+  for (uint64_t begin = first; begin < elems; begin += tile) {
+    const uint64_t n = elems - begin < tile ? elems - begin : tile;
     Out* const out = job.streaming ? bounce : dst + begin;
-    reduce_block<In, Out, op>(out, job.sources, job.factors, job.count, begin, n, job.finish_world);
+    reduce_tile<In, Out, op>(out, job.sources, job.factors, job.count, begin, n, job.finish_world);
     const char* const result = reinterpret_cast<const char*>(out);
     if (job.streaming) stream_bytes(reinterpret_cast<char*>(dst + begin), result, n * sizeof(Out));
     if (also == nullptr) continue;

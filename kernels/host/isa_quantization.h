@@ -16,7 +16,7 @@ inline const float* widened(const BFloat16* RC_RESTRICT from, float* RC_RESTRICT
 }
 inline const float* widened(const Float16* RC_RESTRICT from, float* RC_RESTRICT room, uint64_t n) {
 #if RC_HAS_F16C
-  widen_block(room, from, n);
+  widen_tile(room, from, n);
 #else
   for (uint64_t i = 0; i < n; ++i) room[i] = widen(from[i]);
 #endif
@@ -92,7 +92,7 @@ inline void widen_e4m3(float* RC_RESTRICT to, const uint8_t* RC_RESTRICT values,
     halves[i].bits = uint16_t((values[i] & 0x7fu) << 7 | (values[i] & 0x80u) << 8);
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns in case n is 0
-  widen_block(to, halves, n);
+  widen_tile(to, halves, n);
 #pragma GCC diagnostic pop
 }
 #endif
@@ -160,15 +160,15 @@ void quantize(const QuantizeJob& job) {
   if (whole < job.elems) block(whole, job.elems - whole);
 }
 
-inline void store_block(float* to, const float* from, uint64_t n) {
+inline void store_tile(float* to, const float* from, uint64_t n) {
   memcpy(to, from, n * sizeof(float));
 }
-inline void store_block(BFloat16* RC_RESTRICT to, const float* RC_RESTRICT from, uint64_t n) {
+inline void store_tile(BFloat16* RC_RESTRICT to, const float* RC_RESTRICT from, uint64_t n) {
   for (uint64_t i = 0; i < n; ++i) to[i] = Traits<BFloat16>::store(from[i]);
 }
-inline void store_block(Float16* RC_RESTRICT to, const float* RC_RESTRICT from, uint64_t n) {
+inline void store_tile(Float16* RC_RESTRICT to, const float* RC_RESTRICT from, uint64_t n) {
 #if RC_HAS_F16C
-  narrow_block(to, from, n);
+  narrow_tile(to, from, n);
 #else
   for (uint64_t i = 0; i < n; ++i) to[i] = Traits<Float16>::store(from[i]);
 #endif
@@ -191,7 +191,7 @@ void dequantize_and_sum(const DequantizeJob& job) {
     }
     if (job.divide_by > 0)
       for (uint64_t i = 0; i < n; ++i) sum[i] = finish<RedOp::kAvg>(sum[i], job.divide_by);
-    store_block(out + number * kQuantBlock, sum, n);
+    store_tile(out + number * kQuantBlock, sum, n);
   };
   const uint64_t whole = job.elems / kQuantBlock;
   for (uint64_t number = 0; number < whole; ++number) block(number, kQuantBlock);

@@ -8,7 +8,7 @@ RINGCOMM_NAMESPACE_BEGIN
 namespace host {
 
 // Numbers of a row that are summed at a time: 4 KiB, which stay in the first-level cache.
-constexpr uint64_t kRowBlock = 1024;
+constexpr uint64_t kRowTile = 1024;
 
 inline void fetch_ahead(const RowTable& table, uint64_t i, uint64_t end, uint64_t row_bytes) {
   if (i < end && table.has(i)) prefetch_lines(table.row(i, row_bytes));
@@ -34,16 +34,16 @@ inline void add_row(float* acc, const float* row, const float* weight, uint64_t 
 
 template <class T>
 void sum_rows(const SumRowsJob& job) {
-  alignas(64) float acc[kRowBlock], room[kRowBlock];
-  alignas(64) T bounce[kRowBlock];
+  alignas(64) float acc[kRowTile], room[kRowTile];
+  alignas(64) T bounce[kRowTile];
   const uint64_t row_bytes = job.elems * sizeof(T);
   T* const out = static_cast<T*>(job.out);
   for (uint64_t token = 0; token < job.tokens; ++token) {
     const uint64_t begin = token * job.k, end = begin + job.k;
     for (uint64_t i = end; i < end + job.k; ++i)
       fetch_ahead(job.table, i, job.tokens * job.k, row_bytes);
-    for (uint64_t at = 0; at < job.elems; at += kRowBlock) {
-      const uint64_t n = job.elems - at < kRowBlock ? job.elems - at : kRowBlock;
+    for (uint64_t at = 0; at < job.elems; at += kRowTile) {
+      const uint64_t n = job.elems - at < kRowTile ? job.elems - at : kRowTile;
       bool first = true;
       for (uint64_t i = begin; i < end; ++i) {
         if (!job.table.has(i)) continue;
@@ -59,10 +59,10 @@ void sum_rows(const SumRowsJob& job) {
       if (first) memset(acc, 0, n * sizeof(float));
       T* const to = out + token * job.elems + at;
       if (!job.streaming) {
-        store_block(to, acc, n);
+        store_tile(to, acc, n);
         continue;
       }
-      store_block(bounce, acc, n);
+      store_tile(bounce, acc, n);
       stream_bytes(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(bounce),
                    n * sizeof(T));
     }
@@ -88,15 +88,15 @@ inline float total_of(float* sums) {
   return sums[0];
 }
 
-inline void scale_block(float* RC_RESTRICT to, const float* RC_RESTRICT row, float weight,
-                        uint64_t n) {
+inline void scale_tile(float* RC_RESTRICT to, const float* RC_RESTRICT row, float weight,
+                       uint64_t n) {
   for (uint64_t i = 0; i < n; ++i) to[i] = weight * row[i];
 }
 
 template <class T>
 void scale_rows(const ScaleRowsJob& job) {
-  alignas(64) float room[kRowBlock], other[kRowBlock], scaled[kRowBlock], sums[kDotLanes];
-  alignas(64) T bounce[kRowBlock];
+  alignas(64) float room[kRowTile], other[kRowTile], scaled[kRowTile], sums[kDotLanes];
+  alignas(64) T bounce[kRowTile];
   const uint64_t row_bytes = job.elems * sizeof(T);
   for (uint64_t i = 0; i < job.count; ++i) {
     T* const out = static_cast<T*>(job.out) + i * job.elems;
@@ -109,16 +109,16 @@ void scale_rows(const ScaleRowsJob& job) {
       continue;
     }
     const auto* const from = reinterpret_cast<const T*>(job.table.row(i, row_bytes));
-    for (uint64_t at = 0; at < job.elems; at += kRowBlock) {
-      const uint64_t n = job.elems - at < kRowBlock ? job.elems - at : kRowBlock;
+    for (uint64_t at = 0; at < job.elems; at += kRowTile) {
+      const uint64_t n = job.elems - at < kRowTile ? job.elems - at : kRowTile;
       const float* const row = widened(from + at, room, n);
       add_products(sums, row, widened(with + at, other, n), n);
-      scale_block(scaled, row, job.weights[i], n);
+      scale_tile(scaled, row, job.weights[i], n);
       if (!job.streaming) {
-        store_block(out + at, scaled, n);
+        store_tile(out + at, scaled, n);
         continue;
       }
-      store_block(bounce, scaled, n);
+      store_tile(bounce, scaled, n);
       stream_bytes(reinterpret_cast<char*>(out + at), reinterpret_cast<const char*>(bounce),
                    n * sizeof(T));
     }

@@ -56,7 +56,7 @@ struct NormJob {
   bool accumulate;
   NormKind kind;
   NormWords* words;     // added to; null: no norm
-  uint64_t begin, end;  // begin is a multiple of kBlockElems
+  uint64_t begin, end;  // begin is a multiple of kTileElems
   bool streaming;       // `out` is stored past the caches
 };
 using NormFn = void (*)(const NormJob& job);

@@ -1,5 +1,5 @@
 // The Ops of buckets.h on the host: what becomes of the gradients of a run, each lane taking whole
-// blocks of it.
+// tiles of it.
 #pragma once
 
 #include "kernels/host/ops.h"
@@ -16,7 +16,7 @@ struct OptimizerOps : HostOps {
 
   template <class Team>
   void consume(Team& team, const Gradients& from, Run run) const {
-    const Extent part = part_of(run.end - run.begin, team.lane(), team.num_lanes(), kBlockShift);
+    const Extent part = part_of(run.end - run.begin, team.lane(), team.num_lanes(), kTileShift);
     const Run mine{run.begin + part.begin_bytes, run.begin + part.end_bytes};
     if (mine.begin < mine.end) finish(mine, from, run.begin);
   }

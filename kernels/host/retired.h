@@ -22,7 +22,7 @@ class RetiredRegions {
     Layout layout;
     int rank;
     std::vector<Process> peers;  // empty: never connected
-    std::vector<uint64_t> held;  // Heap::hold() of blocks in which peers may still store
+    std::vector<uint64_t> held;  // Heap::hold() of allocations in which peers may still store
   };
   void retire(Region region);
   // Frees what may be freed. Called whenever a communicator is made or closed.

@@ -226,7 +226,7 @@ def round_stochastically(x, random, DTYPE: tl.constexpr):
 # parameters, and all of them in memory that is not aligned, go element by element.
 # --------------------------------------------------------------------------------------------------
 
-BLOCK_ELEMS = tl.constexpr(512)
+TILE_ELEMS = tl.constexpr(512)
 # 256 lanes with an FP32 vector each. A turn of 16-bit elements moves 8 bytes a lane, so that all of
 # a turn's arrays have one layout.
 TURN = tl.constexpr(1024)
@@ -303,7 +303,7 @@ def gradient(
     sources, at, offsets, mask, DTYPE: tl.constexpr, DIVISOR: tl.constexpr, MASKED: tl.constexpr
 ):
     """The gradient of elements ``at + offsets`` behind the sources' first: their sum in FP32, or
-    its mean; ``at`` is a multiple of BLOCK_ELEMS."""
+    its mean; ``at`` is a multiple of TILE_ELEMS."""
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     COUNT: tl.constexpr = len(sources)
     here = ()
@@ -426,7 +426,7 @@ def update_run(shard, dests, sources, begin, end, KIND: tl.constexpr):
         shard: address of the AdamWShard.
         dests: where the chunk's parameters begin: this rank's own, then the copies.
         sources: addresses of every version of the gradient of element ``begin``, which are summed.
-        begin: a multiple of BLOCK_ELEMS.
+        begin: a multiple of TILE_ELEMS.
         end: behind the last element.
         KIND: a ShardKind.
     """
@@ -457,10 +457,10 @@ def update_run(shard, dests, sources, begin, end, KIND: tl.constexpr):
 
 @triton.jit
 def part_of(elems, part, parts):
-    """The elements [begin, end) of part ``part``, in whole blocks except for the tail."""
-    blocks = (elems + (BLOCK_ELEMS - 1)) // BLOCK_ELEMS
-    begin = tl.minimum(blocks * part // parts * BLOCK_ELEMS, elems)
-    end = tl.minimum(blocks * (part + 1) // parts * BLOCK_ELEMS, elems)
+    """The elements [begin, end) of part ``part``, in whole tiles except for the tail."""
+    tiles = (elems + (TILE_ELEMS - 1)) // TILE_ELEMS
+    begin = tl.minimum(tiles * part // parts * TILE_ELEMS, elems)
+    end = tl.minimum(tiles * (part + 1) // parts * TILE_ELEMS, elems)
     return begin, end
 
 

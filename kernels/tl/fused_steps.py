@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ringcomm._native import GRAD_NORM_KINDS, GRAD_NORM_WORDS
 
-from .adamw import BLOCK_ELEMS, PARAMS, gradient, own_params, part_of, shard_word, update_run
+from .adamw import PARAMS, TILE_ELEMS, gradient, own_params, part_of, shard_word, update_run
 from .collectives import all_gather_ring, reduce_ring, sources_of
 from .endpoint import (
     CONSUMED_WORD,
@@ -38,12 +38,12 @@ from .words import PAIR, word64
 # --------------------------------------------------------------------------------------------------
 # Norms of gradients that do not depend on how the gradient is cut into shards.
 #
-# The Triton twin of ringcomm/optimizer/grad_norm.h: blocks of 512 elements are summed in double
-# precision by halves, and the sums of blocks are added exactly, as digits of 32 bits. A program
+# The Triton twin of ringcomm/optimizer/grad_norm.h: tiles of 512 elements are summed in double
+# precision by halves, and the sums of tiles are added exactly, as digits of 32 bits. A program
 # keeps its words in registers and adds them to memory once, in any order: they are whole numbers.
 #
-# A turn has eight blocks, as a tile of [quarter of a block, block] rows of 128 elements: so Triton
-# gives each of the eight warps one or two whole blocks, and no halving leaves its warp.
+# A turn has eight tiles, as a tensor of [quarter of a tile, tile] rows of 128 elements: so Triton
+# gives each of the eight warps one or two whole tiles, and no halving leaves its warp.
 # --------------------------------------------------------------------------------------------------
 
 INF = tl.constexpr(GRAD_NORM_KINDS["inf"])
@@ -52,26 +52,26 @@ WORDS = tl.constexpr(GRAD_NORM_WORDS)
 LANES = tl.constexpr(32)  # the power of two that holds the words
 NON_FINITE_WORD = tl.constexpr(23)
 BIAS = tl.constexpr(352)
-BLOCKS = tl.constexpr(8)  # of a turn
-QUARTER = tl.constexpr(BLOCK_ELEMS.value // 4)
-TURN = tl.constexpr(BLOCKS.value * BLOCK_ELEMS.value)
+TILES = tl.constexpr(8)  # of a turn
+QUARTER = tl.constexpr(TILE_ELEMS.value // 4)
+TURN = tl.constexpr(TILES.value * TILE_ELEMS.value)
 
 
 @triton.jit
 def _halve(terms, HALF: tl.constexpr):
-    """Element i of each block meets element i + HALF."""
-    return tl.sum(tl.reshape(terms, [BLOCKS, 2, HALF]), axis=1)
+    """Element i of each tile meets element i + HALF."""
+    return tl.sum(tl.reshape(terms, [TILES, 2, HALF]), axis=1)
 
 
 @triton.jit
-def _block_sums(x, KIND: tl.constexpr):
-    """The sums of a turn's blocks, in double precision."""
+def _tile_sums(x, KIND: tl.constexpr):
+    """The sums of a turn's tiles, in double precision."""
     wide = x.to(tl.float64)
     if KIND == L2_NORM:
         terms = wide * wide
     else:
         terms = tl.where(wide < 0.0, -wide, wide)
-    terms = tl.sum(tl.reshape(terms, [2, 2, BLOCKS, QUARTER]), axis=0)
+    terms = tl.sum(tl.reshape(terms, [2, 2, TILES, QUARTER]), axis=0)
     terms = tl.sum(terms, axis=0)
     terms = _halve(terms, 64)
     terms = _halve(terms, 32)
@@ -79,12 +79,12 @@ def _block_sums(x, KIND: tl.constexpr):
     terms = _halve(terms, 8)
     terms = _halve(terms, 4)
     terms = _halve(terms, 2)
-    return tl.reshape(_halve(terms, 1), [BLOCKS, 1])
+    return tl.reshape(_halve(terms, 1), [TILES, 1])
 
 
 @triton.jit
 def _add_sums(words, sums):
-    """The words, with the digits of blocks' sums added."""
+    """The words, with the digits of tiles' sums added."""
     lanes = tl.arange(0, LANES)[None, :]
     is_finite = (sums.to(tl.int64, bitcast=True) >> 52) != 0x7FF  # no sum is negative
     counts = is_finite & (sums != 0.0)
@@ -107,11 +107,11 @@ def _add_sums(words, sums):
 
 @triton.jit
 def _add_largest(words, x):
-    """The words, with blocks' largest magnitudes' bits taken in; those of a NaN exceed all."""
+    """The words, with tiles' largest magnitudes' bits taken in; those of a NaN exceed all."""
     lanes = tl.arange(0, LANES)[None, :]
     magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    most = tl.max(tl.max(tl.reshape(magnitudes, [4, BLOCKS, QUARTER]), axis=0), axis=1)
-    most = tl.reshape(most, [BLOCKS, 1]).to(tl.int64)
+    most = tl.max(tl.max(tl.reshape(magnitudes, [4, TILES, QUARTER]), axis=0), axis=1)
+    most = tl.reshape(most, [TILES, 1]).to(tl.int64)
     is_finite = most < 0x7F800000
     largest = tl.where(is_finite & (lanes == 0), most, 0)
     return tl.maximum(words, largest) + ((lanes == NON_FINITE_WORD) & (is_finite == 0)).to(tl.int64)
@@ -119,8 +119,8 @@ def _add_largest(words, x):
 
 @triton.jit
 def no_words():
-    """The words of no block, one set for each block of a turn."""
-    return tl.zeros([BLOCKS, LANES], tl.int64)
+    """The words of no tile, one set for each tile of a turn."""
+    return tl.zeros([TILES, LANES], tl.int64)
 
 
 @triton.jit
@@ -141,8 +141,8 @@ def add_words(address, words, KIND: tl.constexpr):
 @triton.jit
 def _turn(words, out, sources, at, size, NORM: tl.constexpr, MASKED: tl.constexpr):
     """One turn, ``at`` elements behind the sources' first; ``out`` is the address of that one."""
-    rows = tl.arange(0, 4 * BLOCKS)[:, None]
-    here = rows % BLOCKS * BLOCK_ELEMS + rows // BLOCKS * QUARTER + tl.arange(0, QUARTER)[None, :]
+    rows = tl.arange(0, 4 * TILES)[:, None]
+    here = rows % TILES * TILE_ELEMS + rows // TILES * QUARTER + tl.arange(0, QUARTER)[None, :]
     mask = at + here < size
     x = gradient(sources, at, here, mask, NORM.grad, NORM.divisor, MASKED)
     if NORM.stores:
@@ -161,7 +161,7 @@ def _turn(words, out, sources, at, size, NORM: tl.constexpr, MASKED: tl.constexp
     if NORM.kind == INF:
         return _add_largest(words, x)
     else:
-        return _add_sums(words, _block_sums(x, NORM.kind))
+        return _add_sums(words, _tile_sums(x, NORM.kind))
 
 
 @triton.jit
@@ -169,15 +169,15 @@ def reduce_run(words, out, sources, begin, end, NORM: tl.constexpr):
     """Stores the gradients of elements [begin, end) of a chunk, and sums their norm.
 
     Args:
-        words: of the blocks before.
+        words: of the tiles before.
         out: where the chunk's FP32 gradients go; of no meaning unless NORM.stores.
         sources: addresses of every version of the gradient of element ``begin``.
-        begin: a multiple of BLOCK_ELEMS.
+        begin: a multiple of TILE_ELEMS.
         end: behind the last element.
         NORM: a NormKind.
 
     Returns:
-        The words with those of these blocks.
+        The words with those of these tiles.
     """
     size = end - begin
     aligned = is_aligned(sources)
@@ -211,7 +211,7 @@ def grad_norm_kernel(grad, words, elems, NORM: tl.constexpr):
 
 
 # --------------------------------------------------------------------------------------------------
-# The parts that the optimizer's collectives share: chunks in whole blocks, and offers.
+# The parts that the optimizer's collectives share: chunks in whole tiles, and offers.
 #
 # The Triton twin of ringcomm/optimizer/buckets.h. Buckets lie in the heap: every rank reads its
 # chunk of the peers' gradients where they are, and stores its new parameters where they belong.
@@ -222,7 +222,7 @@ def grad_norm_kernel(grad, words, elems, NORM: tl.constexpr):
 def chunk_elems(elems, G: tl.constexpr):
     """Elements of a rank's chunk of a bucket of ``elems``; the last may be shorter, or empty."""
     share = (elems + (G.world - 1)) // G.world
-    return (share + (BLOCK_ELEMS - 1)) // BLOCK_ELEMS * BLOCK_ELEMS
+    return (share + (TILE_ELEMS - 1)) // TILE_ELEMS * TILE_ELEMS
 
 
 @triton.jit
@@ -332,8 +332,8 @@ def gather_parameters_ring(ws, shard, elems, status, KIND: tl.constexpr, G: tl.c
     chunks = (params, elems * ITEM, chunk_elems(elems, G) * ITEM)
     own = own_params(shard, KIND)
     MOVED: tl.constexpr = tl.int32 if ITEM == 4 else tl.int16
-    BLOCKS: tl.constexpr = G.blocks_of_4 if ITEM == 4 else G.blocks_of_2
-    return all_gather_ring(ws, own, chunks, status, MOVED, BLOCKS)
+    TILES: tl.constexpr = G.tiles_of_4 if ITEM == 4 else G.tiles_of_2
+    return all_gather_ring(ws, own, chunks, status, MOVED, TILES)
 
 
 @triton.jit
@@ -458,10 +458,10 @@ def reduce_scatter_norm_kernel(
     out = tl.load(results)
     if RING and G.world > 1:
         ITEM: tl.constexpr = NORM.grad.primitive_bitwidth // 8
-        BLOCKS: tl.constexpr = G.blocks_of_4 if ITEM == 4 else G.blocks_of_2
+        TILES: tl.constexpr = G.tiles_of_4 if ITEM == 4 else G.tiles_of_2
         chunks = grad_chunks(grads, count, ITEM, G)
         words, status = reduce_ring(
-            ws, chunks, out, no_words(), status, NORM.grad, store_norm, NORM, BLOCKS
+            ws, chunks, out, no_words(), status, NORM.grad, store_norm, NORM, TILES
         )
     else:
         words, status = reduce_scatter_norm_one_shot(ws, grads, out, count, status, NORM, G)
@@ -511,9 +511,9 @@ def one_pass_one_shot(ws, shard, grads, elems, status, KIND: tl.constexpr, G: tl
 def one_pass_ring(ws, shard, grads, elems, status, KIND: tl.constexpr, G: tl.constexpr):
     """The ring form."""
     ITEM: tl.constexpr = KIND.grad.primitive_bitwidth // 8
-    BLOCKS: tl.constexpr = G.blocks_of_4 if ITEM == 4 else G.blocks_of_2
+    TILES: tl.constexpr = G.tiles_of_4 if ITEM == 4 else G.tiles_of_2
     chunks = grad_chunks(grads, elems, ITEM, G)
-    _, status = reduce_ring(ws, chunks, shard, status, status, KIND.grad, update_sum, KIND, BLOCKS)
+    _, status = reduce_ring(ws, chunks, shard, status, status, KIND.grad, update_sum, KIND, TILES)
     return gather_parameters_ring(ws, shard, elems, status, KIND, G)
 
 

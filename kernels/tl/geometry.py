@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ringcomm._native import ADAMW_BLOCK_ELEMS
+from ringcomm._native import ADAMW_TILE_ELEMS
 
 __all__ = ["Geometry"]
 
@@ -31,16 +31,16 @@ class Geometry:
     line_bytes: int = 64
 
     @property
-    def blocks_of_2(self) -> Geometry:
-        """Channels share whole blocks of the optimizer, of elements of 2 bytes; see
-        cut_by_blocks() of buckets.h. A property, since compiled kernels ask for it, and name it
+    def tiles_of_2(self) -> Geometry:
+        """Channels share whole tiles of the optimizer, of elements of 2 bytes; see
+        cut_by_tiles() of buckets.h. A property, since compiled kernels ask for it, and name it
         before they pass it on: NOTE [the oldest Triton]."""
-        return replace(self, line_bytes=ADAMW_BLOCK_ELEMS * 2)
+        return replace(self, line_bytes=ADAMW_TILE_ELEMS * 2)
 
     @property
-    def blocks_of_4(self) -> Geometry:
+    def tiles_of_4(self) -> Geometry:
         """The same of 4 bytes."""
-        return replace(self, line_bytes=ADAMW_BLOCK_ELEMS * 4)
+        return replace(self, line_bytes=ADAMW_TILE_ELEMS * 4)
 
     @classmethod
     def of(cls, geometry: Mapping[str, int]) -> Geometry:

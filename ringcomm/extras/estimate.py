@@ -16,7 +16,7 @@ from ringcomm.errors import ArgumentError
 from ringcomm.memory import Disk
 from ringcomm.offload.scratch import PAGE_BYTES, rounded_up
 from ringcomm.optim import AdamWOptions, ParamSpec
-from ringcomm.optim.layout import BLOCK_ELEMS, round_up
+from ringcomm.optim.layout import TILE_ELEMS, round_up
 from ringcomm.optim.state_offload import PINNED_BUFFER_BYTES, elems_of_pieces, piece_elems
 from ringcomm.zero import ZeroOptions
 from ringcomm.zero.stages.options import Units
@@ -551,7 +551,7 @@ class Training:
         whole, rest = divmod(elems, bucket) if bucket else (0, 0)
         for part, count in ((bucket, whole), (rest, 1)):
             if part and count:
-                yield round_up(_share(part, shares), BLOCK_ELEMS), count
+                yield round_up(_share(part, shares), TILE_ELEMS), count
 
     def state_records(self, elems: int, count: int) -> list[Records]:
         """Returns the records of ``count`` chunks of ``elems`` elements of the offloaded state."""

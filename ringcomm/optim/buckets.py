@@ -33,7 +33,7 @@ from ringcomm.optim.options import AdamWOptions
 Tensor = torch.Tensor
 
 #: Elements that share an exponent.
-BLOCK = _native.MOMENT_BLOCK_ELEMS
+MOMENT_BLOCK = _native.MOMENT_BLOCK_ELEMS
 
 _CUT_BITS = 20
 _ONE_EXPONENT = 1 << 23
@@ -65,11 +65,11 @@ class MomentFormat:
         """Returns the numbers of quantized values.
 
         Args:
-            values: uint8 [blocks, BLOCK].
+            values: uint8 [blocks, MOMENT_BLOCK].
             exponents: uint8 [blocks].
 
         Returns:
-            float32 [blocks, BLOCK].
+            float32 [blocks, MOMENT_BLOCK].
         """
         least = self.least_normal(exponents)[:, None]
         wide = values.to(torch.int32)
@@ -86,11 +86,11 @@ class MomentFormat:
         """Returns quantized values and exponents of numbers; undoes :meth:`dequantize`.
 
         Args:
-            numbers: float32 [blocks, BLOCK].
+            numbers: float32 [blocks, MOMENT_BLOCK].
             random: int32 of the same shape, each of 20 bits; or one for all.
 
         Returns:
-            uint8 [blocks, BLOCK] and uint8 [blocks].
+            uint8 [blocks, MOMENT_BLOCK] and uint8 [blocks].
         """
         bits = numbers.contiguous().view(torch.int32)
         magnitude = bits & 0x7FFFFFFF
@@ -126,12 +126,12 @@ class QuantizedMoment:
 
     @staticmethod
     def size_bytes(elems: int) -> int:
-        """Returns the bytes of a moment of ``elems`` elements, a multiple of :data:`BLOCK`."""
-        return elems + elems // BLOCK
+        """Returns the bytes of a moment of ``elems`` elements, in whole quantization blocks."""
+        return elems + elems // MOMENT_BLOCK
 
     def _parts(self) -> tuple[Tensor, Tensor]:
-        blocks = self.memory.numel() // (BLOCK + 1)
-        return self.memory[: blocks * BLOCK].view(-1, BLOCK), self.memory[blocks * BLOCK :]
+        elems = self.memory.numel() // (MOMENT_BLOCK + 1) * MOMENT_BLOCK
+        return self.memory[:elems].view(-1, MOMENT_BLOCK), self.memory[elems:]
 
     def wide(self) -> Tensor:
         """Returns a copy in FP32: float32 [elements]."""
@@ -139,7 +139,7 @@ class QuantizedMoment:
 
     def take(self, numbers: Tensor) -> None:
         """Sets the moment to float32 [elements], each rounded to the nearest."""
-        quantized = self._format.quantize(numbers.to(self.memory.device).view(-1, BLOCK))
+        quantized = self._format.quantize(numbers.to(self.memory.device).view(-1, MOMENT_BLOCK))
         for part, given in zip(self._parts(), quantized, strict=True):
             part.copy_(given)
 

@@ -4,7 +4,7 @@ NOTE [What clipping writes]
 The norm of the whole gradient gives one coefficient, by which the kernels of the step multiply, so
 that nothing is written. What clips some parameters, or each element, writes to the reduced shards.
 A norm of some parameters is summed over a copy of a chunk with zeros in the place of the others, so
-that blocks of 512 elements are cut as in every other world.
+that tiles of 512 elements are cut as in every other world.
 """
 
 from __future__ import annotations

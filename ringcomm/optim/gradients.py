@@ -412,7 +412,7 @@ class AccumulatedGradients(Gradients):
 
 
 # The norm words of kernels/include/ringcomm/optimizer/grad_norm.h: a sum of 20 digits of 32 bits,
-# the lowest worth 2^-352, and the number of blocks that hold an infinity or a NaN.
+# the lowest worth 2^-352, and the number of tiles that hold an infinity or a NaN.
 NORM_WORDS = _native.GRAD_NORM_WORDS
 DIGITS = 20
 BIAS = 352

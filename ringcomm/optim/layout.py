@@ -3,7 +3,7 @@
 A *bucket* is a flat run of parameters of one dtype. Each of W ranks keeps the optimizer's state for
 one of its W chunks: rank r for chunk r, or over several nodes that of ``Communicator.shard_index``.
 The location of a parameter does not depend on W, so that state can move between worlds. Chunks
-begin at multiples of ``BLOCK_ELEMS``, so that norms do not depend on W either
+begin at multiples of ``TILE_ELEMS``, so that norms do not depend on W either
 (``kernels/include/ringcomm/optimizer/grad_norm.h``).
 """
 
@@ -188,8 +188,8 @@ def _fills_its_memory(shape: Sequence[int], stride: Sequence[int]) -> bool:
 # Parameters begin at multiples of this (128 bytes of a 16-bit dtype, 256 of float32), so that
 # vector loads and cache lines are aligned.
 ALIGN_ELEMS = 64
-# kBlockElems of kernels/include/ringcomm/optimizer/adamw.h; chunks begin at multiples of it.
-BLOCK_ELEMS = _native.ADAMW_BLOCK_ELEMS
+# kTileElems of kernels/include/ringcomm/optimizer/adamw.h; chunks begin at multiples of it.
+TILE_ELEMS = _native.ADAMW_TILE_ELEMS
 
 
 def checked_bucket_elems(value: Any) -> int:
@@ -199,9 +199,9 @@ def checked_bucket_elems(value: Any) -> int:
         ArgumentError: not a positive multiple of 512.
     """
     count = integer(value)
-    if count is None or count < 1 or count % BLOCK_ELEMS:
+    if count is None or count < 1 or count % TILE_ELEMS:
         raise ArgumentError(
-            f"bucket_elems: expected a positive multiple of {BLOCK_ELEMS} below 2^63, got {value!r}"
+            f"bucket_elems: expected a positive multiple of {TILE_ELEMS} below 2^63, got {value!r}"
         )
     return count
 
@@ -344,7 +344,7 @@ class ShardLayout:
         buckets = tuple(
             BucketLayout(
                 params[run[0].param].dtype,
-                round_up(run[-1].end, BLOCK_ELEMS),
+                round_up(run[-1].end, TILE_ELEMS),
                 tuple(run),
                 params[run[0].param].mesh_dims,
             )
@@ -461,6 +461,6 @@ def _bucket_from(described: Mapping[str, Any], params: int) -> BucketLayout:
         if not (last <= begin < end <= bucket.elems and 0 <= param < params):
             raise ValueError(f"segment {begin}..{end} of parameter {param}")
         last = end
-    if bucket.elems % BLOCK_ELEMS:
+    if bucket.elems % TILE_ELEMS:
         raise ValueError(f"bucket of {bucket.elems} elements")
     return bucket

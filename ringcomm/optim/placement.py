@@ -31,7 +31,7 @@ from ringcomm.optim.backends import Backend, StagePlan
 from ringcomm.optim.buckets import Bucket, Buckets, count_change
 from ringcomm.optim.dtensors import MeshView, local_of
 from ringcomm.optim.gradients import Accumulator, Gradients, label
-from ringcomm.optim.layout import BLOCK_ELEMS, ParamSpec, ShardLayout
+from ringcomm.optim.layout import TILE_ELEMS, ParamSpec, ShardLayout
 from ringcomm.optim.options import AdamWOptions
 
 # ---- The argument ``mesh``: the ranks that share a local shard's state, and the others -------
@@ -431,11 +431,11 @@ def check_even(comm: Communicator, operation: str, asked: str, instead: str) -> 
 
 
 def check_segments(comm: Communicator, algorithm: int) -> None:
-    """Refuses a ring whose segments hold no whole block, since norms are summed by blocks."""
-    segment_bytes, least = comm.engine.segment_bytes, BLOCK_ELEMS * 4
+    """Refuses a ring whose segments hold no whole tile, since norms are summed by tiles."""
+    segment_bytes, least = comm.engine.segment_bytes, TILE_ELEMS * 4
     if comm.engine.chosen(algorithm) == ALGORITHMS["ring"] and segment_bytes < least:
         raise UnsupportedError(
-            f"optimizer: the ring forms move whole blocks of {BLOCK_ELEMS} elements, so they "
+            f"optimizer: the ring forms move whole tiles of {TILE_ELEMS} elements, so they "
             f"expect CommOptions.segment_bytes >= {least}, got {segment_bytes}"
         )
 

@@ -35,7 +35,7 @@ from ringcomm.errors import ArgumentError, DiskError, UnsupportedError
 from ringcomm.memory.device_heap import PinnedStorage
 from ringcomm.offload.scratch import DEFAULT_TIMEOUT_S, PAGE_BYTES, Disk, ScratchFile, rounded_up
 from ringcomm.optim.buckets import MOMENT_FORMATS, Bucket, QuantizedMoment, ShardState, master_dtype
-from ringcomm.optim.layout import BLOCK_ELEMS, BucketLayout, Chunk, round_up
+from ringcomm.optim.layout import TILE_ELEMS, BucketLayout, Chunk, round_up
 from ringcomm.optim.placement import OPERATION
 from ringcomm.optim.setting import Setting
 
@@ -57,16 +57,16 @@ def piece_elems(buffer_bytes: int) -> int:
         ArgumentError: they are too small for any piece.
     """
     most = buffer_bytes // (LEAST_BUFFERS * LARGEST_ELEM_BYTES)
-    if most < BLOCK_ELEMS:
-        least = LEAST_BUFFERS * LARGEST_ELEM_BYTES * BLOCK_ELEMS
+    if most < TILE_ELEMS:
+        least = LEAST_BUFFERS * LARGEST_ELEM_BYTES * TILE_ELEMS
         raise ArgumentError(f"buffer_bytes: expected at least {least}, got {buffer_bytes}")
-    return min(PIECE_ELEMS, most // BLOCK_ELEMS * BLOCK_ELEMS)
+    return min(PIECE_ELEMS, most // TILE_ELEMS * TILE_ELEMS)
 
 
 def elems_of_pieces(elems: int, largest: int) -> int:
     """Returns the elements of each piece of a chunk of so many, but of the last one."""
     count = -(-elems // largest)
-    return round_up(-(-elems // count), BLOCK_ELEMS)
+    return round_up(-(-elems // count), TILE_ELEMS)
 
 
 def pieces_of(chunk: Chunk, largest: int) -> list[Chunk]:

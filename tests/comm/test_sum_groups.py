@@ -202,7 +202,7 @@ def test_nodes_and_a_combination_give_the_same_bits(worlds):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_gradient_shards_are_summed_in_groups(worlds, dtype, reduce):
     """An optimizer's FP32 shards, whose bits are the groups'; those without groups differ."""
-    elems = WORLD * _native.ADAMW_BLOCK_ELEMS
+    elems = WORLD * _native.ADAMW_TILE_ELEMS
     grads, op = inputs(dtype, elems), reduce.upper()
 
     def body(comm):

@@ -1,4 +1,4 @@
-"""The in-place functions' worlds, with segments that hold whole blocks of 512 elements."""
+"""The in-place functions' worlds, with segments that hold whole tiles of 512 elements."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,5 @@
-// The sum of a block by a warp (kernels/cuda/warp_sum.h) against the host's by halves, bit for bit:
-// the 32 lanes of a warp are an array here. And the exact addition of blocks against the one of
+// The sum of a tile by a warp (kernels/cuda/warp_sum.h) against the host's by halves, bit for bit:
+// the 32 lanes of a warp are an array here. And the exact addition of tiles against the one of
 // long doubles where that is exact.
 #define RINGCOMM_ISA isa_baseline
 #include <cmath>
@@ -41,8 +41,8 @@ double by_warp(const float* x) {
   for (int k = 0; k < 8; ++k)
     for (int t = 0; t < 32; ++t)
       halves[k].lane[t] = norm_term(x[8 * t + k], NormKind::kTwo) +
-                          norm_term(x[8 * t + k + kBlockElems / 2], NormKind::kTwo);
-  const Wide sum = device::warp_block_sum(SimulatedWarp{}, halves);
+                          norm_term(x[8 * t + k + kTileElems / 2], NormKind::kTwo);
+  const Wide sum = device::warp_tile_sum(SimulatedWarp{}, halves);
   for (int t = 1; t < 32; ++t)
     if (sum.lane[t] != sum.lane[0]) return NAN;
   return sum.lane[0];
@@ -62,9 +62,9 @@ int main() {
   NormWords words{};
   double largest = 0;
   for (int trial = 0; trial < 2000; ++trial) {
-    float x[kBlockElems];
+    float x[kTileElems];
     for (float& each : x) each = std::ldexp(normal(random), exponent(random));
-    const double sum = host::block_sum(x, NormKind::kTwo);
+    const double sum = host::tile_sum(x, NormKind::kTwo);
     if (sum != by_warp(x)) return fail("a warp's sum differs from the host's");
     largest = std::max(largest, sum);
   }
@@ -74,16 +74,16 @@ int main() {
   for (int trial = 0; trial < 4000; ++trial) {
     const uint64_t each = integer(random);
     total += each;
-    add_block(double(each), [&](int k, int64_t digit) { words.word[k] += digit; });
+    add_tile(double(each), [&](int k, int64_t digit) { words.word[k] += digit; });
   }
   long double sum = 0;
   for (int k = kNormDigits - 1; k >= 0; --k)
     sum += std::ldexp((long double)(words.word[k]), 32 * k - kNormBias);
-  if (sum != (long double)(total)) return fail("blocks are not added exactly");
+  if (sum != (long double)(total)) return fail("tiles are not added exactly");
   // The ends of the range.
   for (const double edge : {std::ldexp(1.0, -298), std::ldexp(1.0, 265), 0.0}) {
     NormWords one{};
-    add_block(edge, [&](int k, int64_t digit) {
+    add_tile(edge, [&](int k, int64_t digit) {
       if (k < 0 || k >= kNormDigits) std::abort();
       one.word[k] += digit;
     });
@@ -93,8 +93,8 @@ int main() {
     if (back != (long double)(edge)) return fail("an end of the range is lost");
   }
   NormWords odd{};
-  add_block(INFINITY, [&](int k, int64_t digit) { odd.word[k] += digit; });
-  add_block(NAN, [&](int k, int64_t digit) { odd.word[k] += digit; });
+  add_tile(INFINITY, [&](int k, int64_t digit) { odd.word[k] += digit; });
+  add_tile(NAN, [&](int k, int64_t digit) { odd.word[k] += digit; });
   if (odd.word[kNonFiniteWord] != 2) return fail("what is not finite is not counted");
   std::puts("ok");
   return 0;

@@ -332,7 +332,7 @@ def test_a_gradient_that_is_not_finite_has_no_norm(worlds, world, bad, norm_type
 
 
 def test_the_norm_does_not_depend_on_the_buckets():
-    """Blocks of 512 elements are cut elsewhere, so sums round elsewhere, in double precision."""
+    """Tiles of 512 elements are cut elsewhere, so sums round elsewhere, in double precision."""
     norms = []
     for elems in (512, 4096, 32 << 20):
         options = AdamWOptions(bucket_elems=elems)

@@ -380,7 +380,7 @@ def test_loading_mends_a_torn_optimizer():
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "one_shot"])
-def test_a_ring_needs_segments_of_whole_blocks(algorithm):
+def test_a_ring_needs_segments_of_whole_tiles(algorithm):
     def body(comm):
         param = torch.nn.Parameter(torch.ones(600))
         param.grad = torch.ones(600)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringcomm.errors import ArgumentError, CheckpointError
-from ringcomm.optim.layout import ALIGN_ELEMS, BLOCK_ELEMS, DTYPES, ParamSpec, ShardLayout
+from ringcomm.optim.layout import ALIGN_ELEMS, DTYPES, TILE_ELEMS, ParamSpec, ShardLayout
 
 SHAPES = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 SPECS = st.builds(
@@ -23,7 +23,7 @@ SPECS = st.builds(
 LAYOUTS = st.builds(
     ShardLayout.assign,
     st.lists(SPECS, max_size=12),
-    st.integers(1, 8).map(lambda blocks: blocks * BLOCK_ELEMS),
+    st.integers(1, 8).map(lambda tiles: tiles * TILE_ELEMS),
 )
 
 
@@ -55,8 +55,8 @@ def test_every_parameter_has_one_aligned_location_in_order(layout):
     in_bucket = [index for index, spec in enumerate(layout.params) if spec.in_bucket]
     assert sorted(layout.locations) == in_bucket
     for bucket in layout.buckets:
-        assert bucket.elems % BLOCK_ELEMS == 0
-        assert bucket.elems - bucket.segments[-1].end < BLOCK_ELEMS
+        assert bucket.elems % TILE_ELEMS == 0
+        assert bucket.elems - bucket.segments[-1].end < TILE_ELEMS
         assert bucket.elems <= layout.bucket_elems or len(bucket.segments) == 1
         last = 0
         for begin, end, param in bucket.segments:
@@ -71,13 +71,13 @@ def test_every_parameter_has_one_aligned_location_in_order(layout):
 
 
 @given(LAYOUTS, st.integers(1, 9))
-def test_chunks_cover_each_bucket_once_and_begin_at_blocks(layout, world):
+def test_chunks_cover_each_bucket_once_and_begin_at_tiles(layout, world):
     for number, bucket in enumerate(layout.buckets):
         end = 0
         for rank in range(world):
             chunk = layout.chunk(number, rank, world)
             assert chunk.begin == end
-            assert chunk.begin % BLOCK_ELEMS == 0 and chunk.elems >= 0
+            assert chunk.begin % TILE_ELEMS == 0 and chunk.elems >= 0
             end = chunk.end
         assert end == bucket.elems
 

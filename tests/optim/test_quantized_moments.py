@@ -12,7 +12,7 @@ import torch
 
 from ringcomm.errors import CheckpointError
 from ringcomm.optim import AdamW8bit, AdamWOptions
-from ringcomm.optim.buckets import BLOCK, MOMENT_FORMATS, TO_NEAREST, random_bits
+from ringcomm.optim.buckets import MOMENT_BLOCK, MOMENT_FORMATS, TO_NEAREST, random_bits
 from ringcomm.optim.state import take_state
 from tests.optim.problems import (
     SMALL_BUCKETS,
@@ -44,9 +44,9 @@ PROBLEM = Problem(
 
 
 def blocks(numbers: Tensor) -> Tensor:
-    """[blocks, BLOCK], padded with zeros."""
+    """[blocks, MOMENT_BLOCK], padded with zeros."""
     flat = numbers.reshape(-1)
-    return torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    return torch.nn.functional.pad(flat, (0, -len(flat) % MOMENT_BLOCK)).view(-1, MOMENT_BLOCK)
 
 
 @pytest.mark.parametrize("moment", MOMENT_FORMATS)
@@ -73,7 +73,7 @@ def test_numbers_are_kept_whatever_bits_they_are_rounded_by(moment, exponent):
 def test_values_are_in_the_order_of_their_numbers_and_an_eighth_apart(moment):
     moment_format = MOMENT_FORMATS[moment]
     count = 128 if moment_format.signed else 256
-    values = torch.arange(count, dtype=torch.uint8).view(-1, BLOCK)
+    values = torch.arange(count, dtype=torch.uint8).view(-1, MOMENT_BLOCK)
     numbers = (
         moment_format.dequantize(values, torch.full((len(values),), 91).byte()).view(-1).double()
     )
@@ -93,7 +93,7 @@ def test_the_expectation_of_a_rounded_number_is_the_number(moment):
     """Over all random bits there are: as many round up as there are parts of the spacing left."""
     moment_format = MOMENT_FORMATS[moment]
     generator = torch.Generator().manual_seed(3)
-    random = torch.arange(1 << 20, dtype=torch.int32).view(-1, BLOCK)
+    random = torch.arange(1 << 20, dtype=torch.int32).view(-1, MOMENT_BLOCK)
     for number in (*torch.rand(3, generator=generator).tolist(), 2.0**-9, 3e-5):
         numbers = torch.full(random.shape, number)
         numbers[:, 0] = 1.0  # the block's largest, whose bits are left out
@@ -121,7 +121,7 @@ def test_a_second_moment_is_never_rounded_to_nothing():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1.9 * 2.0**127])
 def test_a_block_without_a_finite_exponent_is_not_a_number(moment, bad):
     moment_format = MOMENT_FORMATS[moment]
-    numbers = torch.ones(2, BLOCK)
+    numbers = torch.ones(2, MOMENT_BLOCK)
     numbers[0, 5] = bad
     wide = moment_format.dequantize(*moment_format.quantize(numbers))
     assert wide[0].isnan().all() and torch.equal(wide[1], numbers[1])
@@ -215,15 +215,17 @@ def test_the_seed_decides_what_is_rounded_up():
 
 
 def test_a_gradient_that_is_not_finite_is_seen_in_its_block_alone():
-    param = torch.ones(3 * BLOCK, requires_grad=True)
+    param = torch.ones(3 * MOMENT_BLOCK, requires_grad=True)
     optimizer = AdamW8bit([param])
     for bad in (float("inf"), 1.0):
-        param.grad = torch.ones(3 * BLOCK)
-        param.grad[BLOCK] = bad
+        param.grad = torch.ones(3 * MOMENT_BLOCK)
+        param.grad[MOMENT_BLOCK] = bad
         optimizer.step()
     found = param.detach().isnan()
     assert (
-        found[BLOCK : 2 * BLOCK].all() and not found[:BLOCK].any() and not found[2 * BLOCK :].any()
+        found[MOMENT_BLOCK : 2 * MOMENT_BLOCK].all()
+        and not found[:MOMENT_BLOCK].any()
+        and not found[2 * MOMENT_BLOCK :].any()
     )
 
 
@@ -234,7 +236,7 @@ def test_the_state_takes_two_bytes_and_a_thirty_second():
     (bucket,) = optimizer.sharded_step().buckets
     assert not bucket.state.moments and not bucket.state.masters()
     taken = sum(each.memory.nbytes for each in bucket.state.quantized.values())
-    assert taken == 2 * (65536 + 65536 // BLOCK)
+    assert taken == 2 * (65536 + 65536 // MOMENT_BLOCK)
 
 
 def test_adamw_goes_on_from_the_state_and_the_other_way_round():

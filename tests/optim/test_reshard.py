@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringcomm.optim.layout import BLOCK_ELEMS, ShardLayout
+from ringcomm.optim.layout import TILE_ELEMS, ShardLayout
 from ringcomm.optim.state import SavedShards, describe_shard, reshard
 from tests.optim.test_layout import LAYOUTS
 
@@ -70,8 +70,8 @@ def test_resharding_gives_what_the_other_world_would_have_saved(layout, before, 
 
 
 @given(LAYOUTS, st.integers(1, 4), st.integers(1, 4), st.integers(1, 8))
-def test_buckets_of_any_size_take_over_each_parameters_state(layout, before, after, blocks):
-    other = ShardLayout.assign(layout.params, blocks * BLOCK_ELEMS)
+def test_buckets_of_any_size_take_over_each_parameters_state(layout, before, after, tiles):
+    other = ShardLayout.assign(layout.params, tiles * TILE_ELEMS)
     saved = SavedShards(shards_of(layout, before), "test")
     cuts = [saved.cut(other, rank, after) for rank in range(after)]
     joined = [

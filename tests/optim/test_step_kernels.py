@@ -18,7 +18,7 @@ from tests.support.heap_use import settled_heap_bytes
 
 ALGORITHMS = ("one_shot", "ring")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BLOCK = _native.ADAMW_BLOCK_ELEMS
+TILE = _native.ADAMW_TILE_ELEMS
 
 
 def code(dtype: torch.dtype) -> int:
@@ -66,7 +66,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         cut = max(self.elems // 3, 1)
-        # With 8-bit moments parameters begin at whole blocks.
+        # With 8-bit moments parameters begin at whole quantization blocks.
         after = -(-cut // 64) * 64 if self.rule == "adamw8bit" else cut + 7
         rows = [[0, cut, 0], [min(after, self.elems), self.elems, 1]]
         self.segments = torch.tensor([row for row in rows if row[0] < row[1]], dtype=torch.int64)
@@ -289,7 +289,7 @@ MIXES = [
 @covering(strength=1, world_size=[1, 2, 3, 8], algorithm=ALGORITHMS, dtypes=MIXES)
 def test_one_pass_two_passes_and_separate_kernels_give_the_same_bits(world_size, algorithm, dtypes):
     with ringcomm.local_world(world_size, timeout=60) as world:
-        for elems in (1, BLOCK + 88, 9 * BLOCK + 3):
+        for elems in (1, TILE + 88, 9 * TILE + 3):
             results = {}
             for form in ("one_pass", "two_passes", "separate"):
                 ranks = world.run(train, form, elems, dtypes, algorithm)
@@ -308,7 +308,7 @@ def test_forms_of_other_updates_give_the_same_bits(rule):
         results = [
             params
             for form in ("one_pass", "two_passes", "separate")
-            for params, _ in world.run(train, form, 9 * BLOCK + 3, MIXES[2], "one_shot", 0, rule)
+            for params, _ in world.run(train, form, 9 * TILE + 3, MIXES[2], "one_shot", 0, rule)
         ]
         assert all(torch.equal(each, results[0]) for each in results)
 
@@ -317,7 +317,7 @@ def test_forms_of_other_updates_give_the_same_bits(rule):
 def test_stores_past_the_caches_give_the_same_bits(form, algorithm, dtypes):
     """A bucket of a large step, whose first and last elements lie in no whole vector."""
     with ringcomm.local_world(3, timeout=60) as world:
-        for elems in (1, 9 * BLOCK + 3):
+        for elems in (1, 9 * TILE + 3):
             (small, words), *_ = world.run(train, form, elems, dtypes, algorithm)
             for found, others in world.run(train, form, elems, dtypes, algorithm, 1 << 40):
                 assert torch.equal(found, small)
@@ -328,7 +328,7 @@ def test_stores_past_the_caches_give_the_same_bits(form, algorithm, dtypes):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_sums_are_the_same_with_and_without_a_norm(algorithm, step_bytes):
     def body(comm):
-        elems = 3 * BLOCK + 7
+        elems = 3 * TILE + 7
         shard = Shard(elems, torch.float32, comm.rank, comm.world_size, in_heap=True)
         grads = ringcomm.empty(elems)
         found = []
@@ -351,8 +351,8 @@ def test_a_rank_alone_in_a_step_names_the_other(algorithm):
     """And its bucket's memory stays until the other cannot store into it any more."""
     world = ringcomm.local_world(2, timeout=0.5)
     used_bytes = settled_heap_bytes()
-    shard = Shard(4 * BLOCK, torch.float32, 0, 2, in_heap=True)
-    grads = ringcomm.zeros(4 * BLOCK)
+    shard = Shard(4 * TILE, torch.float32, 0, 2, in_heap=True)
+    grads = ringcomm.zeros(4 * TILE)
     step = Step(world[0], shard, grads, algorithm)
     shard.prepare()
     with pytest.raises(AssertionError, match="timeout"):
@@ -367,8 +367,8 @@ def test_a_rank_alone_in_a_step_names_the_other(algorithm):
 
 def test_different_forms_are_a_mismatch():
     def body(comm):
-        shard = Shard(4 * BLOCK, torch.float32, comm.rank, 2, in_heap=True)
-        grads = ringcomm.zeros(4 * BLOCK)
+        shard = Shard(4 * TILE, torch.float32, comm.rank, 2, in_heap=True)
+        grads = ringcomm.zeros(4 * TILE)
         step = Step(comm, shard, grads, "one_shot")
         shard.prepare()
         one_pass = comm.rank == 0
@@ -398,19 +398,19 @@ def test_different_forms_are_a_mismatch():
 
 def test_memory_that_peers_cannot_reach_is_refused():
     with ringcomm.local_world(2, timeout=5) as world:
-        shard = Shard(BLOCK, torch.float32, 0, 2, in_heap=True)
-        step = Step(world[0], shard, torch.zeros(BLOCK), "one_shot")
+        shard = Shard(TILE, torch.float32, 0, 2, in_heap=True)
+        step = Step(world[0], shard, torch.zeros(TILE), "one_shot")
         with pytest.raises(ValueError, match="gradients must lie in the heap"):
             step.one_pass()
         with pytest.raises(ValueError, match="gradients must lie in the heap"):
             step.reduce()
-        plain = Shard(BLOCK, torch.float32, 0, 2)
+        plain = Shard(TILE, torch.float32, 0, 2)
         with pytest.raises(ValueError, match="parameters must lie in the heap"):
-            Step(world[0], plain, ringcomm.zeros(BLOCK), "one_shot").one_pass()
+            Step(world[0], plain, ringcomm.zeros(TILE), "one_shot").one_pass()
 
 
 def test_parameters_that_peers_cannot_store_by_vectors_are_refused():
     with ringcomm.local_world(2, timeout=5) as world:
-        shard = Shard(BLOCK, torch.float32, 0, 2, in_heap=True, elems_before=1)
+        shard = Shard(TILE, torch.float32, 0, 2, in_heap=True, elems_before=1)
         with pytest.raises(ValueError, match="parameters must begin at a multiple of 16 bytes"):
-            Step(world[0], shard, ringcomm.zeros(BLOCK), "one_shot").one_pass()
+            Step(world[0], shard, ringcomm.zeros(TILE), "one_shot").one_pass()

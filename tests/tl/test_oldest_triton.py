@@ -86,9 +86,9 @@ KERNEL = "@triton.jit\ndef f(x, G: tl.constexpr, KIND: tl.constexpr):\n    "
 @pytest.mark.parametrize(
     "source",
     [
-        KERNEL + "g(x, G.blocks_of_2)",
-        KERNEL + "return g(x, G=G.blocks_of_4)",
-        KERNEL + "x += g(x, G.blocks_of_4 if KIND.stochastic else G)",
+        KERNEL + "g(x, G.tiles_of_2)",
+        KERNEL + "return g(x, G=G.tiles_of_4)",
+        KERNEL + "x += g(x, G.tiles_of_4 if KIND.stochastic else G)",
         KERNEL + "g(x, KIND.master)",
         KERNEL + "g((y := x), G)",
         KERNEL + "g([s for s in x if s], G)",
@@ -103,10 +103,10 @@ def test_what_is_found(source):
 @pytest.mark.parametrize(
     "source",
     [
-        KERNEL + "BLOCKS: tl.constexpr = G.blocks_of_4 if KIND.stochastic else G.blocks_of_2",
+        KERNEL + "TILES: tl.constexpr = G.tiles_of_4 if KIND.stochastic else G.tiles_of_2",
         KERNEL + "g(x, G.world, KIND.param, KIND.keeps_max, KIND.master == 'own')",
         KERNEL + "g([s + 1 for s in x], G=G)",
-        "def f(*rest, **more): g(G.blocks_of_2, [s for s in rest if s], KIND.master)",
+        "def f(*rest, **more): g(G.tiles_of_2, [s for s in rest if s], KIND.master)",
     ],
 )
 def test_what_is_not(source):

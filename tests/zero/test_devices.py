@@ -26,7 +26,7 @@ from tests.zero.test_two_modules import norms_of_two, one_uses_more, two_modules
 Tensor = torch.Tensor
 SMALL = zero.ZeroOptions(bucket_elems=512, algorithm="one_shot")
 BF16 = zero.Precision(param=torch.bfloat16, buffer=torch.bfloat16)
-# Segments hold whole blocks of 512 elements.
+# Segments hold whole tiles of 512 elements.
 OPTIONS = CommOptions(timeout=60.0, segment_bytes=4096, channels=2, copy_engine_bytes=1 << 16)
 KEPT = zero.Precision.preset("bf16-pure-sr", keep_fp32=("lora_a", "frozen", "head"))
 RUNS = {

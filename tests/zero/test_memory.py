@@ -10,7 +10,7 @@ optimizer state o; P parameters on N ranks:
 
 where g is r, that of the reduced gradient, at stages 2 and 3.
 
-Beyond them are what rounding chunks up to blocks of 512 elements costs, and buckets in flight.
+Beyond them are what rounding chunks up to tiles of 512 elements costs, and buckets in flight.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def test_a_rank_holds_what_the_closed_form_says(worlds, stage, kind):
         in_flight = PARAMS * per_param.reduced // WORLD  # the sums before they are gathered
     elif stage == 1 and precision.scaled:
         in_flight = PARAMS * per_param.reduced // WORLD  # the sums between the two passes
-    # A layer is a bucket here, and whole blocks: chunks need no padding. Tables take 64 KiB.
+    # A layer is a bucket here, and whole tiles: chunks need no padding. Tables take 64 KiB.
     for rest, most in worlds(WORLD).run(measure, base, stage, precision):
         assert wanted <= rest <= wanted + in_flight + (1 << 16)
         # One layer's gradient is with autograd; stage 3 has two unsharded ones.
@@ -205,7 +205,7 @@ class Normed(Deep):
 def test_buffers_of_small_fp32_buckets_are_small(worlds, stage):
     precision = zero.Precision.preset("bf16-mixed", keep_fp32=("norms.*",))
     wanted = KINDS["bf16-mixed"][1].closed_form(stage, WORLD)
-    # A chunk is a block of 512 elements at least, so one rank has all of a norm.
+    # A chunk is a tile of 512 elements at least, so one rank has all of a norm.
     norms = LAYERS * 512 * (4 + 4 + 4 + 8)
     in_flight = 2 * BUCKET_ELEMS * 2 + 2 * 512 * 4
     for rest, _ in worlds(WORLD).run(measure, Normed(), stage, precision):

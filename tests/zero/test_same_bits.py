@@ -384,7 +384,7 @@ def trainer(worlds, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traine
 
 @pytest.fixture(autouse=True)
 def small_buckets_are_quantized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In segments of a few blocks; ranks are threads of one core."""
+    """In segments of a few tiles; ranks are threads of one core."""
     monkeypatch.setattr(compressed_sums, "QUANTIZED_ABOVE_BYTES", 64)
     monkeypatch.setattr(sums, "SEGMENT_BYTES", 4096)
     before = torch.get_num_threads()

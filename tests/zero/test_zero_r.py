@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Layers(nn.Module):
-    """Layers of one size; a bucket each, in whole blocks."""
+    """Layers of one size; a bucket each, in whole tiles."""
 
     def __init__(self, count: int, width: int, inner: int) -> None:
         super().__init__()

@@ -83,9 +83,9 @@ class CommOptions:
         compression: what travels between nodes in reductions of 16-bit types: "none", partial sums
             as they are, so that a result is rounded once; or "param", partial sums rounded to the
             type, which halves the bytes and rounds twice. "int8", "fp8" and "int4" quantize sums of
-            float32, bfloat16 and float16 in blocks of 128 with a scale, with a quarter and an
-            eighth of the bytes and errors that docs/nodes.md bounds; other reductions, and those of
-            8 KiB or less, are as with "none". A call's own ``compression`` overrides it.
+            float32, bfloat16 and float16 in quantization blocks of 128 with a scale, with a quarter
+            and an eighth of the bytes and errors that docs/nodes.md bounds; other reductions, and
+            those of 8 KiB or less, are as with "none". A call's own ``compression`` overrides it.
         rails: how ranks of equal local rank exchange between nodes, on the host: "one_shot", each
             with each; "levels", in two rounds with fewer messages; "ring", each with the next;
             "auto" is one-shot, and levels from 32 nodes on. Only one-shot has the sums of

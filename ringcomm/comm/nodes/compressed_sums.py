@@ -1,6 +1,6 @@
 """The forms in which partial sums travel between nodes: as they are, rounded, or quantized.
 
-Quantized numbers are in blocks of 128 with a scale each;
+Quantized numbers are in quantization blocks of 128 with a scale each;
 ``kernels/include/ringcomm/core/quantization.h`` defines the formats, and bounds the error. What a
 node sends is quantized once, from its partial sum, and so is what it adds itself: the result does
 not depend on who adds. Numbers are dequantized and added in FP32, in the order of the nodes, and

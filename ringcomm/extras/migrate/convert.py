@@ -45,7 +45,7 @@ from ringcomm.integers import integer
 from ringcomm.json_reader import DAMAGE, in_words, number_below, read_bounded, shown
 from ringcomm.module_names import without_wrappers
 from ringcomm.zero.checkpoint import Checkpoints, FlatShard
-from ringcomm.zero.checkpoint.format import Box, host_blocks
+from ringcomm.zero.checkpoint.format import Box, host_slices
 from ringcomm.zero.checkpoint.state import VERSION
 
 Tensor = torch.Tensor
@@ -72,7 +72,7 @@ def convert(
     """Writes a checkpoint of another library as one of ringcomm's, for :func:`ringcomm.zero.load`.
 
     It runs in one process. Pickles are read without running anything, tensors are views of the
-    files and written in blocks, so memory for a whole model is not needed. Weights are written in
+    files and written in slices, so memory for a whole model is not needed. Weights are written in
     FP32 where the source has them, as masters or weights, and buffers as they were saved: a module
     of any precision loads them, its FP32 masters exactly and its 16-bit parameters rounded.
 
@@ -184,7 +184,7 @@ class ForeignTensor(FlatShard):
         local = torch.empty(elems, dtype=dtype or next(iter(kinds), torch.float32), device="meta")
         made: ForeignTensor = cls._make(size, local)
         made.elems, made.begin, made.local = prod(size), 0, local
-        made.param_shape, made.pieces, made.read = tuple(shape), by_offset, made.blocks
+        made.param_shape, made.pieces, made.read = tuple(shape), by_offset, made.slices
         return made
 
     @classmethod
@@ -215,10 +215,10 @@ class ForeignTensor(FlatShard):
             for at, (offsets, piece) in self.pieces.items()
         ]
 
-    def blocks(self, begin: int, end: int) -> Iterator[Tensor]:
+    def slices(self, begin: int, end: int) -> Iterator[Tensor]:
         """Yields the elements of the piece that begins after ``begin`` elements of others."""
-        for block in host_blocks(self.pieces[begin][1]):
-            yield block.to(self.dtype)
+        for values in host_slices(self.pieces[begin][1]):
+            yield values.to(self.dtype)
 
 
 @dataclass

@@ -28,7 +28,7 @@ from ringcomm.errors import ArgumentError, UnsupportedError
 from ringcomm.integers import integer
 from ringcomm.json_reader import read_bounded, read_json, shown
 from ringcomm.module_names import matches
-from ringcomm.optim.layout import BLOCK_ELEMS
+from ringcomm.optim.layout import TILE_ELEMS
 from ringcomm.optim.options import Compression
 from ringcomm.optim.sharded import Params, ShardedOptimizer
 from ringcomm.zero.stages.options import Precision, UnitOptions, ZeroOptions
@@ -588,7 +588,7 @@ class _Given:
             raise _wrong("gradient_allreduce_op", '"mean" or "sum"', op)
         return ZeroOptions(
             precision=precision,
-            bucket_elems=max(1, elems // BLOCK_ELEMS) * BLOCK_ELEMS,
+            bucket_elems=max(1, elems // TILE_ELEMS) * TILE_ELEMS,
             overlap=None if overlap is None else self.flag(_ZERO + "overlap_comm", False),
             prefetch=min(1, self.integer(_ZERO + "stage3_prefetch_bucket_size", 0, 1)),
             reduce="sum" if op == "sum" else "avg",

@@ -59,7 +59,7 @@ from ringcomm.zero.checkpoint.format import (
     dtype_name,
     file_name,
     flat_boxes,
-    host_blocks,
+    host_slices,
     piece_key,
     write_file,
     write_tensor_file,
@@ -424,8 +424,8 @@ def _write_items(
             offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
             key = piece_key(item.index.fqn, offsets)
             pieces[item.index] = Piece(offsets, sizes, path.name, key)
-            blocks = partial(_blocks, planner, item)
-            entries.append(TensorEntry(key, data.properties.dtype, sizes, blocks))
+            slices = partial(_slices, planner, item)
+            entries.append(TensorEntry(key, data.properties.dtype, sizes, slices))
     file = write_tensor_file(path, entries) if entries else None
     results = []
     for item in items:
@@ -437,8 +437,8 @@ def _write_items(
     return results
 
 
-def _blocks(planner: AnySavePlanner, item: WriteItem) -> Iterator[Tensor]:
-    return host_blocks(cast("Tensor", planner.resolve_data(item)))
+def _slices(planner: AnySavePlanner, item: WriteItem) -> Iterator[Tensor]:
+    return host_slices(cast("Tensor", planner.resolve_data(item)))
 
 
 def _value(planner: AnySavePlanner, item: WriteItem) -> Any:

@@ -33,14 +33,14 @@ from ringcomm.optim.step import ShardedStep
 from ringcomm.zero.checkpoint import format as commit
 from ringcomm.zero.checkpoint.folder import Reader
 from ringcomm.zero.checkpoint.format import (
-    BLOCK_BYTES,
+    SLICE_BYTES,
     FlatShard,
     TensorEntry,
-    blocks_of,
     bytes_of,
     dtype_name,
     header_of,
     in_order,
+    slices_of,
     write_file,
     write_tensor_file,
 )
@@ -89,7 +89,7 @@ def export_safetensors(
 
     The tensors whose names begin with "model." are the weights, and are written without it and
     without names of wrappers, as ``module.load_state_dict`` takes them. ``docs/checkpoint.md`` says
-    which files there are. The folder appears whole or not at all, and no more than a block of a
+    which files there are. The folder appears whole or not at all, and no more than a slice of a
     tensor is in memory.
 
     Args:
@@ -231,16 +231,16 @@ def _index_of(files: Mapping[str, Sequence[Weight]]) -> bytes:
 
 
 def _entry(reader: Reader, weight: Weight) -> TensorEntry:
-    return TensorEntry(weight.key, weight.dtype, weight.size, partial(_blocks, reader, weight))
+    return TensorEntry(weight.key, weight.dtype, weight.size, partial(_slices, reader, weight))
 
 
-def _blocks(reader: Reader, weight: Weight) -> Iterator[Tensor]:
+def _slices(reader: Reader, weight: Weight) -> Iterator[Tensor]:
     elems, kind = reader.elems(weight.saved), reader.dtype(weight.saved)
-    step = BLOCK_BYTES // kind.itemsize
+    step = SLICE_BYTES // kind.itemsize
     for begin in range(0, elems, step):
-        block = torch.empty(min(step, elems - begin), dtype=kind, device="cpu")
-        reader.read(weight.saved, begin, block)
-        yield block.to(weight.dtype)
+        values = torch.empty(min(step, elems - begin), dtype=kind, device="cpu")
+        reader.read(weight.saved, begin, values)
+        yield values.to(weight.dtype)
 
 
 # ---- a sharded module: see NOTE [Every rank writes its own] -------------------------------------
@@ -259,7 +259,7 @@ def save_pretrained(
 
     Files are like those of :func:`export_safetensors`, and beside them is the configuration of a
     model of the transformers library, so that ``from_pretrained()`` reads the folder. Each rank
-    writes what it owns, and holds no more than a block besides. The folder appears whole or not at
+    writes what it owns, and holds no more than a slice besides. The folder appears whole or not at
     all. Inside :func:`ringcomm.zero.exchanged` the weights are the values that were put in.
 
     Args:
@@ -340,17 +340,17 @@ class _ExportedFile:
             for weight in self.weights:
                 shard = shards[weight.saved]
                 for first, run in _runs(shard, weight.size):
-                    blocks = blocks_of(run, shard.read)
-                    _write_run(out, begin + first * weight.dtype.itemsize, blocks, weight.dtype)
+                    slices = slices_of(run, shard.read)
+                    _write_run(out, begin + first * weight.dtype.itemsize, slices, weight.dtype)
                 begin += weight.size_bytes
             os.fsync(out)
         finally:
             os.close(out)
 
 
-def _write_run(out: int, at: int, blocks: Iterator[Tensor], dtype: torch.dtype) -> None:
-    for block in blocks:
-        converted = block.to(dtype)
+def _write_run(out: int, at: int, slices: Iterator[Tensor], dtype: torch.dtype) -> None:
+    for values in slices:
+        converted = values.to(dtype)
         view = bytes_of(converted)
         while view:
             count = os.pwrite(out, view, at)

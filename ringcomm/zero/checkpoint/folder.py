@@ -21,11 +21,11 @@ from ringcomm.integers import integer
 from ringcomm.json_reader import read_bounded, shown
 from ringcomm.zero.checkpoint import format as commit
 from ringcomm.zero.checkpoint.format import (
-    BLOCK_BYTES,
     DTYPE_OF_NAME,
     DTYPES,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
+    SLICE_BYTES,
     Bounds,
     Contents,
     FlatShard,
@@ -174,7 +174,7 @@ class Reader:
             raise ArgumentError(f"read {name}: expected a box in size {saved.size}, got {offsets}")
         _check_box(name, saved.shape, offsets, out)
         row_elems = prod(saved.shape[1:])
-        rows = max(1, BLOCK_BYTES // max(1, row_elems * out.element_size()))
+        rows = max(1, SLICE_BYTES // max(1, row_elems * out.element_size()))
         inner = [slice(o, o + n) for o, n in zip(offsets[1:], out.shape[1:], strict=True)]
         within = (slice(None), *inner)
         for row in range(0, out.shape[0] if out.numel() else 0, rows):

@@ -2,7 +2,7 @@
 
 The format is 8 bytes of header length, a JSON header and the tensors' bytes, little-endian
 (https://huggingface.co/docs/safetensors). The library's own writer copies all tensors into bytes
-first; this one holds no more than a block.
+first; this one holds no more than a slice.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ DTYPE_OF_NAME = {name: dtype for dtype, (name, _) in DTYPES.items()}
 
 # NumPy's limit, and that of torch's operators.
 MOST_DIMS = 64
-# Small enough that a block is still in the cache when it is written after its checksum.
-BLOCK_BYTES = 1 << 20
+# Small enough that a slice is still in the cache when it is written after its checksum.
+SLICE_BYTES = 1 << 20
 _HEADER_ALIGN = 8
 
 
@@ -94,13 +94,13 @@ class TensorEntry:
     Attributes:
         key: in the file.
         dtype, size: of the tensor.
-        blocks: yields its elements in order, as flat contiguous tensors in host memory.
+        slices: yields its elements in order, as flat contiguous tensors in host memory.
     """
 
     key: str
     dtype: torch.dtype
     size: tuple[int, ...]
-    blocks: Callable[[], Iterable[Tensor]]
+    slices: Callable[[], Iterable[Tensor]]
 
     @property
     def size_bytes(self) -> int:
@@ -121,10 +121,10 @@ def dtype_name(dtype: torch.dtype, what: str) -> str:
     return DTYPES[dtype][0]
 
 
-def host_blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements of a tensor of any device and strides, by blocks in host memory."""
+def host_slices(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements of a tensor of any device and strides, by slices in host memory."""
     flat = tensor.detach().reshape(-1)
-    step = BLOCK_BYTES // flat.dtype.itemsize
+    step = SLICE_BYTES // flat.dtype.itemsize
     for begin in range(0, flat.numel(), step):
         yield flat[begin : begin + step].cpu().contiguous()
 
@@ -141,7 +141,7 @@ def write_tensor_file(
 
     Raises:
         OSError: it cannot be written.
-        CheckpointError: an entry's blocks are not what its dtype and size say.
+        CheckpointError: an entry's slices are not what its dtype and size say.
     """
     ordered = in_order(entries)
     out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -151,9 +151,9 @@ def write_tensor_file(
         size_bytes, crc = len(head), zlib.crc32(head)
         for entry in ordered:
             before = size_bytes
-            for block in entry.blocks():
-                _check_dtype(path, entry, block)
-                view = bytes_of(block)
+            for values in entry.slices():
+                _check_dtype(path, entry, values)
+                view = bytes_of(values)
                 crc = zlib.crc32(view, crc)
                 _write(out, view)
                 size_bytes += len(view)
@@ -182,7 +182,7 @@ def write_file(path: Path, content: bytes) -> None:
 def crc32_of(path: Path) -> str:
     """The checksum of a file's bytes."""
     crc = 0
-    buffer = memoryview(bytearray(BLOCK_BYTES))
+    buffer = memoryview(bytearray(SLICE_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             crc = zlib.crc32(buffer[:count], crc)
@@ -203,11 +203,11 @@ def header_of(entries: Sequence[Stored], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _check_dtype(path: Path, entry: TensorEntry, block: Tensor) -> None:
-    if block.dtype != entry.dtype:
+def _check_dtype(path: Path, entry: TensorEntry, values: Tensor) -> None:
+    if values.dtype != entry.dtype:
         raise CheckpointError(
             f"{path.name}: {entry.key}: expected elements of {entry.dtype}, as was planned, got "
-            f"{block.dtype}; what is saved must not change while it is saved"
+            f"{values.dtype}; what is saved must not change while it is saved"
         )
 
 
@@ -219,10 +219,10 @@ def _check_size(path: Path, entry: TensorEntry, size_bytes: int) -> None:
         )
 
 
-def bytes_of(block: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """A contiguous host tensor's memory. Not numpy(): torch runs without it."""
-    size_bytes = block.numel() * block.dtype.itemsize
-    return memoryview((ctypes.c_char * size_bytes).from_address(block.data_ptr())).cast("B")
+    size_bytes = tensor.numel() * tensor.dtype.itemsize
+    return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _write(out: int, view: memoryview) -> None:
@@ -961,7 +961,7 @@ class Contents:
                 piece_key(name, box.offsets),
                 shard.dtype,
                 box.sizes,
-                partial(blocks_of, box.local, shard.read),
+                partial(slices_of, box.local, shard.read),
             )
             for name, shard in self.tensors.items()
             for box in shard.boxes()
@@ -969,23 +969,23 @@ class Contents:
         ]
         own = [
             TensorEntry(
-                rank_key(name), tensor.dtype, tuple(tensor.shape), partial(host_blocks, tensor)
+                rank_key(name), tensor.dtype, tuple(tensor.shape), partial(host_slices, tensor)
             )
             for name, tensor in self.rank_tensors.items()
         ]
         return parts + own
 
 
-def blocks_of(
+def slices_of(
     local: Tensor, read: Callable[[int, int], Iterator[Tensor]] | None
 ) -> Iterator[Tensor]:
-    """Yields the elements of a shard's box, in blocks in host memory."""
+    """Yields the elements of a shard's box, in slices in host memory."""
     if read is None:
-        yield from host_blocks(local)
+        yield from host_slices(local)
     else:
         begin = int(local.storage_offset())
-        for block in read(begin, begin + local.numel()):
-            yield from host_blocks(block)
+        for values in read(begin, begin + local.numel()):
+            yield from host_slices(values)
 
 
 def check_name(name: object) -> None:

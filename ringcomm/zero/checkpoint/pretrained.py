@@ -33,9 +33,9 @@ from ringcomm.optim.buckets import Bucket
 from ringcomm.optim.dtensors import Sharding, local_of
 from ringcomm.optim.layout import Chunk, Segment
 from ringcomm.zero.checkpoint.format import (
-    BLOCK_BYTES,
     DTYPES,
     MOST_DIMS,
+    SLICE_BYTES,
     DTensorBox,
     DTensorShard,
     bytes_of,
@@ -50,7 +50,7 @@ from ringcomm.zero.stages.units import Values, WeightSource
 # ---- Weights in safetensors files as Hugging Face's libraries write them, matched with a module -
 # A source is one file, or a folder with ``model.safetensors``, or with several files and an index
 # of which name is in which file. Headers and index are checked before anything is believed,
-# elements are read where they belong with no more than a block of them elsewhere, and nothing is
+# elements are read where they belong with no more than a slice of them elsewhere, and nothing is
 # unpickled.
 #
 # A model of the transformers library may have other names than its files, and may keep experts that
@@ -125,9 +125,9 @@ class WeightFiles:
         self._files: list[int] = []
         self._paths: list[Path] = []
         self._closing = ExitStack()
-        # One for all reads: malloc keeps a block that is freed, and may give its addresses to
+        # One for all reads: malloc keeps memory that is freed, and may give its addresses to
         # others.
-        self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
+        self._buffer = torch.empty(SLICE_BYTES, dtype=torch.uint8, device="cpu")
         digest = hashlib.sha256()
         try:
             names_of = self._find()
@@ -163,10 +163,10 @@ class WeightFiles:
         if exact and out.dtype is dtype and out.device.type == "cpu":
             self._read_bytes(stored, at, out)
             return
-        block = self._block.view(dtype)
-        for done in range(0, out.numel(), block.numel()):
-            target = out[done : done + block.numel()]
-            here = block[: target.numel()]
+        buffer = self._buffer.view(dtype)
+        for done in range(0, out.numel(), buffer.numel()):
+            target = out[done : done + buffer.numel()]
+            here = buffer[: target.numel()]
             self._read_bytes(stored, at + done * dtype.itemsize, here)
             target.copy_(here if exact else here.to(via))
 
@@ -186,7 +186,7 @@ class WeightFiles:
             return
         assert stored.dtype is not None
         row_elems = prod(stored.shape[1:])
-        rows = max(1, BLOCK_BYTES // max(1, row_elems * stored.dtype.itemsize))
+        rows = max(1, SLICE_BYTES // max(1, row_elems * stored.dtype.itemsize))
         inner = [slice(o, o + n) for o, n in zip(offsets[1:], out.shape[1:], strict=True)]
         within = (slice(None), *inner)
         for row in range(0, out.shape[0], rows):
@@ -196,9 +196,9 @@ class WeightFiles:
             self.read(stored, (offsets[0] + row) * row_elems, slab.view(-1), stored.dtype)
             target.copy_(slab[within].to(via))
 
-    def _read_bytes(self, stored: StoredTensor, at: int, block: Tensor) -> None:
+    def _read_bytes(self, stored: StoredTensor, at: int, buffer: Tensor) -> None:
         """Fills a contiguous tensor in host memory."""
-        view = bytes_of(block)
+        view = bytes_of(buffer)
         path = self._paths[stored.file]
         while view:
             try:
@@ -565,7 +565,7 @@ def pretrained(
     """Returns what ``shard(init=)`` takes to fill a module from safetensors files.
 
     The module may be on the meta device: each rank reads the shards that it keeps, and no rank
-    holds more than these and a block. Values are those of ``from_pretrained()`` or
+    holds more than these and a slice. Values are those of ``from_pretrained()`` or
     ``load_state_dict()`` before ``shard()``: converted to the dtypes of the module, and from there
     to those of its precision. All ranks must see the same files.
 

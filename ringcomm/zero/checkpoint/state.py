@@ -85,7 +85,7 @@ def shards_to_save(engine: ShardEngine, step: ShardedStep) -> Iterator[TensorSha
             names = _state_names(engine, step, kind, step.groups)
             shards = bucket_shards(stored, stand_in, stored.state_chunk, stored.chunk, names)
             for shard in shards:
-                yield replace(shard, read=partial(_blocks, bucket, kind))
+                yield replace(shard, read=partial(_slices, bucket, kind))
     yield from replicated_state(engine, step, whole=False)
 
 
@@ -145,7 +145,7 @@ def take_error_feedback(
         take(step, error_feedback, saved, fill)
 
 
-def _blocks(bucket: Bucket, kind: str, begin: int, end: int) -> Iterator[Tensor]:
+def _slices(bucket: Bucket, kind: str, begin: int, end: int) -> Iterator[Tensor]:
     """Yields elements [begin, end) of a chunk's tensor of the state, as the pieces have them."""
     first = bucket.chunk.begin
     for piece in bucket.parts(first + begin, first + end, write=False):
@@ -398,8 +398,8 @@ def copies_of_params(engine: ShardEngine) -> Iterator[TensorShard]:
             yield shard
             continue
         begin = int(shard.local.storage_offset())
-        blocks = [block.clone() for block in shard.read(begin, begin + shard.local.numel())]
-        yield replace(shard, local=torch.cat(blocks), read=None)
+        slices = [values.clone() for values in shard.read(begin, begin + shard.local.numel())]
+        yield replace(shard, local=torch.cat(slices), read=None)
 
 
 def loose_shards(engine: ShardEngine, whole: bool) -> Iterator[TensorShard]:

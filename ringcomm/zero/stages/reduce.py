@@ -76,7 +76,7 @@ from ringcomm.optim.gradients import (
     make_error_feedback,
     make_reducer,
 )
-from ringcomm.optim.layout import BLOCK_ELEMS
+from ringcomm.optim.layout import TILE_ELEMS
 from ringcomm.zero.stages.buckets import ParamBucket
 from ringcomm.zero.stages.options import ZeroOptions
 from ringcomm.zero.stages.order import StepProfile, any_of, order_of_rank_0
@@ -383,7 +383,7 @@ class Buffers:
             whole = empty(self._most_elems[dtype], dtype=dtype, device=self._device)
             self._whole[whole.data_ptr()] = whole
             if dtype not in self._zeros:
-                self._zeros[dtype] = whole.new_zeros(BLOCK_ELEMS)
+                self._zeros[dtype] = whole.new_zeros(TILE_ELEMS)
         else:
             return None
         key = whole.data_ptr(), bucket.number

@@ -15,7 +15,7 @@ from tests.support.covering import covering, in_test_all
 from tests.support.device_worlds import Devices
 from tests.support.emulator.recording import graph_of
 
-# The ring's pieces are whole blocks of 512 elements.
+# The ring's pieces are whole tiles of 512 elements.
 COMM = CommOptions(timeout=20.0, segment_bytes=4096, channels=2)
 SHAPES = ((700,), (3, 5), (40, 41), ())
 STEPS = 3

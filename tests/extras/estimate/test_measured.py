@@ -165,7 +165,7 @@ def test_model_state_is_what_training_holds(stage, kept, overlap):
     ],
 )
 def test_over_nodes_it_is_what_their_ranks_share(stage, shared):
-    """Chunks of four ranks are whole blocks of 512 elements with a width of 64."""
+    """Chunks of four ranks are whole tiles of 512 elements with a width of 64."""
     options = ZeroOptions(Precision(param=BF16), bucket_elems=2048, **shared)
     training = Training(ModelElems.of_module(Net(64)), 4, 2, options)
     told = training.state(stage)

@@ -55,7 +55,7 @@ from tests.support.device_worlds import (
 from tests.support.emulator.library import DriverError
 from tests.support.emulator.ptx import PtxKernels, ptx_of
 
-# Slots have 2 KiB, since a ring of a step moves whole blocks of 512 elements, and each channel has
+# Slots have 2 KiB, since a ring of a step moves whole tiles of 512 elements, and each channel has
 # two of them per peer: each is written several times. What waits in vain says so soon.
 TIMEOUT_S = 20.0
 QUICK = replace(OPTIONS, timeout=TIMEOUT_S, segment_bytes=2048, slots=2)

@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr uint64_t kElems = 5 * kBlockElems + 77;  // the last rank's chunk is short, or empty
+constexpr uint64_t kElems = 5 * kTileElems + 77;  // the last rank's chunk is short, or empty
 constexpr uint64_t kTensorBytes = Layout{}.whole_pages(kElems * sizeof(float));
 constexpr AdamWSegment kSegments[] = {{0, 700, 0}, {704, 1500, 1}, {1536, kElems, 2}};
 constexpr int kParams = 3;

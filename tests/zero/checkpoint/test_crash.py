@@ -94,7 +94,7 @@ def _killed_everywhere(store, rank, world_size, folder):
 
     Returns what was latest after each.
     """
-    tensor_file.BLOCK_BYTES = 64
+    tensor_file.SLICE_BYTES = 64
     seen = []
     names = _calls_of_a_save(Path(folder) / "whole")
     for number, name in enumerate([*names, ""]):

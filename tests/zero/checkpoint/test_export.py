@@ -65,10 +65,10 @@ def assert_same(state, expected):
 
 
 @pytest.mark.parametrize("max_file_bytes", [1, 100, 300, 5 << 30])
-@pytest.mark.parametrize("block_bytes", [8, 1 << 20])
-def test_a_module_loads_it(folder, tmp_path, monkeypatch, max_file_bytes, block_bytes):
-    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr("ringcomm.zero.checkpoint.export.BLOCK_BYTES", block_bytes)
+@pytest.mark.parametrize("slice_bytes", [8, 1 << 20])
+def test_a_module_loads_it(folder, tmp_path, monkeypatch, max_file_bytes, slice_bytes):
+    monkeypatch.setattr(tensor_file, "SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr("ringcomm.zero.checkpoint.export.SLICE_BYTES", slice_bytes)
     path = tmp_path / "out"
     files = export_safetensors(folder, path, max_file_bytes=max_file_bytes)
     net, other = Tied(1), Tied(2)

@@ -117,9 +117,9 @@ def _index(offsets):
     return MetadataIndex("x", torch.Size(offsets))
 
 
-@pytest.mark.parametrize("block_bytes", [8, 100, 1 << 20])
-def test_boxes_of_a_tensor_that_was_saved_flat(tmp_path, monkeypatch, block_bytes):
-    monkeypatch.setattr(reader, "BLOCK_BYTES", block_bytes)
+@pytest.mark.parametrize("slice_bytes", [8, 100, 1 << 20])
+def test_boxes_of_a_tensor_that_was_saved_flat(tmp_path, monkeypatch, slice_bytes):
+    monkeypatch.setattr(reader, "SLICE_BYTES", slice_bytes)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"x": FlatShard(WHOLE.numel(), 0, WHOLE.view(-1), (4, 5, 6))})
     opened = checkpoints.reader()

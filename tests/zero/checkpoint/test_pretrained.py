@@ -211,9 +211,9 @@ def test_each_element_is_read_by_one_rank(worlds, file, kind, monkeypatch):
     read: list[int] = []
     whole = WeightFiles._read_bytes
 
-    def count(self, stored, at, block):
-        read.append(block.nbytes)
-        whole(self, stored, at, block)
+    def count(self, stored, at, buffer):
+        read.append(buffer.nbytes)
+        whole(self, stored, at, buffer)
 
     monkeypatch.setattr(WeightFiles, "_read_bytes", count)
 
@@ -357,10 +357,10 @@ def test_a_file_that_ends_while_it_is_read(worlds, file, stage, monkeypatch):
     whole = WeightFiles._read_bytes
 
     def work(comm):
-        def cut(self, stored, at, block):
+        def cut(self, stored, at, buffer):
             if comm.rank == 1 and "blocks.1" in stored.name and self in mine:
                 raise CheckpointError(f"{stored.name}: the file ends")
-            return whole(self, stored, at, block)
+            return whole(self, stored, at, buffer)
 
         comm.barrier()
         if comm.rank == 1:

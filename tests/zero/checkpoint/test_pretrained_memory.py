@@ -11,7 +11,7 @@ from torch import nn
 
 from ringcomm import Communicator, zero
 from ringcomm.memory.host_heap import give_back_freed
-from ringcomm.zero.checkpoint.format import BLOCK_BYTES
+from ringcomm.zero.checkpoint.format import SLICE_BYTES
 from tests.support.covering import covering
 from tests.support.ranks import run_ranks
 
@@ -67,7 +67,7 @@ BYTES_EACH = {"fp32": 4, "bf16-mixed": 2 + 4}  # of a parameter and its master
 
 
 @covering(strength=1, way=["pretrained", "load_pretrained", "save_pretrained"], kind=[*BYTES_EACH])
-def test_a_rank_holds_its_shard_and_a_block(tmp_path, way, kind):
+def test_a_rank_holds_its_shard_and_a_slice(tmp_path, way, kind):
     path = tmp_path / "model.safetensors"
     layer = torch.randn(WIDTH, WIDTH)
     save_file({f"layers.{n}.weight": layer + n for n in range(LAYERS)}, path)
@@ -75,7 +75,7 @@ def test_a_rank_holds_its_shard_and_a_block(tmp_path, way, kind):
     shard_bytes = BYTES_EACH[kind] * ELEMS // WORLD
     for peak in run_ranks(peak_of_loading, WORLD, path, precision, way):
         if way == "pretrained":
-            assert shard_bytes <= peak <= 1.05 * (shard_bytes + BLOCK_BYTES)
+            assert shard_bytes <= peak <= 1.05 * (shard_bytes + SLICE_BYTES)
         else:
             # The shards are there already.
-            assert peak <= BLOCK_BYTES + 0.05 * shard_bytes
+            assert peak <= SLICE_BYTES + 0.05 * shard_bytes

@@ -49,7 +49,7 @@ def test_weights_are_those_of_an_export(
     worlds, tmp_path, monkeypatch, stage, aliases, max_file_bytes
 ):
     """Of a checkpoint of the same module."""
-    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(tensor_file, "SLICE_BYTES", 64)
     net = Net()
 
     def work(comm):

@@ -21,13 +21,13 @@ from ringcomm.zero.checkpoint.format import (
     TensorEntry,
     crc32_of,
     dtype_name,
-    host_blocks,
+    host_slices,
     write_tensor_file,
 )
 
 
 def entry(key, tensor):
-    return TensorEntry(key, tensor.dtype, tuple(tensor.shape), partial(host_blocks, tensor))
+    return TensorEntry(key, tensor.dtype, tuple(tensor.shape), partial(host_slices, tensor))
 
 
 def bits(tensor):
@@ -77,16 +77,18 @@ def test_an_empty_file_is_read(tmp_path):
 
 
 @given(st.integers(0, 40), st.integers(1, 3), st.sampled_from([torch.float32, torch.uint8]))
-def test_blocks_are_all_elements_in_order(elems, stride, dtype):
+def test_slices_are_all_elements_in_order(elems, stride, dtype):
     tensor = torch.arange(elems * stride).to(dtype)[::stride]
-    whole = tensor_file.BLOCK_BYTES
+    whole = tensor_file.SLICE_BYTES
     try:
-        tensor_file.BLOCK_BYTES = 12
-        blocks = list(host_blocks(tensor))
+        tensor_file.SLICE_BYTES = 12
+        slices = list(host_slices(tensor))
     finally:
-        tensor_file.BLOCK_BYTES = whole
-    assert all(block.numel() * dtype.itemsize <= 12 and block.is_contiguous() for block in blocks)
-    assert torch.equal(torch.cat([tensor[:0], *blocks]), tensor)
+        tensor_file.SLICE_BYTES = whole
+    assert all(
+        values.numel() * dtype.itemsize <= 12 and values.is_contiguous() for values in slices
+    )
+    assert torch.equal(torch.cat([tensor[:0], *slices]), tensor)
 
 
 def test_any_strides_are_written_in_order(tmp_path):
@@ -105,16 +107,16 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("blocks", "message"),
+    ("slices", "message"),
     [
         ([torch.ones(2)], "expected 12 bytes for size .*, as was planned, got 8"),
         ([torch.ones(2), torch.ones(2)], "expected 12 bytes .*, got 16"),
         ([torch.ones(3, dtype=torch.int32)], r"expected elements of torch\.float32, .*int32"),
     ],
 )
-def test_what_changes_while_it_is_saved_is_noticed(tmp_path, blocks, message):
+def test_what_changes_while_it_is_saved_is_noticed(tmp_path, slices, message):
     with pytest.raises(CheckpointError, match=message):
-        write_tensor_file(tmp_path / "f", [TensorEntry("a", torch.float32, (3,), lambda: blocks)])
+        write_tensor_file(tmp_path / "f", [TensorEntry("a", torch.float32, (3,), lambda: slices)])
 
 
 def test_a_file_is_never_written_over(tmp_path):

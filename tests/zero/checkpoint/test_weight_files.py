@@ -43,9 +43,9 @@ def read(files: WeightFiles, name: str, begin: int, end: int, dtype: torch.dtype
     return out
 
 
-@pytest.mark.parametrize("block_bytes", [16, 1 << 20])
-def test_any_part_is_read_in_any_dtype(folder, block_bytes, monkeypatch):
-    monkeypatch.setattr(weight_files, "BLOCK_BYTES", block_bytes)
+@pytest.mark.parametrize("slice_bytes", [16, 1 << 20])
+def test_any_part_is_read_in_any_dtype(folder, slice_bytes, monkeypatch):
+    monkeypatch.setattr(weight_files, "SLICE_BYTES", slice_bytes)
     files = WeightFiles(folder)
     assert {name: stored.shape for name, stored in files.tensors.items()} == {
         name: tuple(tensor.shape) for name, tensor in WEIGHTS.items()

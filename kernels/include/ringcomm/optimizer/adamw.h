@@ -12,10 +12,10 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
-// Chunks begin at multiples of this many elements of their bucket. Norms are summed by blocks of
-// this size (grad_norm.h), so that no block lies on two ranks, however many ranks there are.
-constexpr int kBlockShift = 9;
-constexpr uint64_t kBlockElems = 1 << kBlockShift;
+// Chunks begin at multiples of this many elements of their bucket. Norms are summed by tiles of
+// this size (grad_norm.h), so that no tile lies on two ranks, however many ranks there are.
+constexpr int kTileShift = 9;
+constexpr uint64_t kTileElems = 1 << kTileShift;
 
 // The hyper-parameters of a group, as torch.optim.AdamW names them; all doubles, one row of a
 // tensor. SGD has its dampening as beta1 and its momentum as beta2.

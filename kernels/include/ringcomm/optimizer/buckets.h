@@ -42,7 +42,7 @@ struct Bucket {
   static RC_FN Bucket of(char* base, char* params, uint64_t elems, int32_t grad_bytes,
                          int32_t param_bytes, int world) {
     const uint64_t share = (elems + uint64_t(world) - 1) / uint64_t(world);
-    const uint64_t chunk = (share + kBlockElems - 1) / kBlockElems * kBlockElems;
+    const uint64_t chunk = (share + kTileElems - 1) / kTileElems * kTileElems;
     return {base, params, elems, chunk, grad_bytes, param_bytes};
   }
   RC_FN Run chunk(int rank) const {
@@ -58,14 +58,14 @@ struct Bucket {
   }
 };
 
-// Channels share a chunk by whole blocks, of gradients and of parameters alike. Elements have 2 or
-// 4 bytes, and segments are powers of two that hold whole blocks.
-RC_FN Cut cut_by_blocks(int32_t elem_bytes) { return {kBlockShift + (elem_bytes == 2 ? 1 : 2)}; }
+// Channels share a chunk by whole tiles, of gradients and of parameters alike. Elements have 2 or
+// 4 bytes, and segments are powers of two that hold whole tiles.
+RC_FN Cut cut_by_tiles(int32_t elem_bytes) { return {kTileShift + (elem_bytes == 2 ? 1 : 2)}; }
 
 template <class E>
 RC_TEAM_FN Run slice_of(const E& e, const Bucket& b, int rank) {
   const Run chunk = b.chunk(rank);
-  const Extent part = part_of(chunk.end - chunk.begin, e.team.portion(), kBlockShift);
+  const Extent part = part_of(chunk.end - chunk.begin, e.team.portion(), kTileShift);
   return {part.begin_bytes, part.end_bytes};
 }
 

@@ -48,7 +48,7 @@ RC_TEAM_FN Status reduce_scatter_norm_one_shot(E& e, const Bucket& b) {
 // Ops whose reduce() hands the last hop's sums to consume(). `e` keeps the cut of the gradients.
 template <class E>
 RC_TEAM_FN Status reduce_scatter_norm_ring(E& e, const Bucket& b) {
-  e.cut = cut_by_blocks(b.grad_bytes);
+  e.cut = cut_by_tiles(b.grad_bytes);
   // The last hop stores nothing there: where it would store says which elements it has.
   return reduce_scatter_ring(e, b.grads(), b.grads().get(e.rank()).ptr);
 }
@@ -73,7 +73,7 @@ RC_TEAM_FN Status adamw_all_gather_one_shot(E& e, Bucket b, const char* grad) {
 
 template <class E>
 RC_TEAM_FN Status gather_parameters_ring(E& e, const Bucket& b) {
-  e.cut = cut_by_blocks(b.param_bytes);
+  e.cut = cut_by_tiles(b.param_bytes);
   e.team.sync();
   return all_gather_ring(e, b.parameters().get(e.rank()), b.parameters());
 }
