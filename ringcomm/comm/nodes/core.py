@@ -59,10 +59,10 @@ Tensor = torch.Tensor
 #     levels     2        a + b - 2, a b = N     a, then b        B (N-1)/N
 #     ring       N - 1    N - 1                  2                B (N-1)/N
 #
-# Levels: nodes a block, [j a, (j+1) a), exchange first what goes to their likes in all b blocks;
-# then nodes at the same position in their blocks exchange the sums. The first round has most of the
-# bytes, so that they stay among neighbours. Ring: the partial sum of a target starts at the node
-# after it, goes from node to node, and grows at each.
+# Levels: a group of a nodes, [j a, (j+1) a), exchange first what goes to their likes in all b
+# groups; then nodes at the same position in their groups exchange the sums. The first round has
+# most of the bytes, so that they stay among neighbours. Ring: the partial sum of a target starts at
+# the node after it, goes from node to node, and grows at each.
 
 # From so many nodes on "auto" means levels. Predicted (docs/scaling.md, "One-shot, ring or
 # levels"): with 1 us a message levels win from 32 nodes on, with 0.1 us from 256 on.
@@ -510,11 +510,11 @@ class NodesCore(CollectivesOverNodes):
         near = levels_of(len(ptrs))[0] if self._schedule == "levels" else 1
         if near > 1:
             size_bytes = out.elems * ELEM_BYTES[r.partial]
-            blocks = [ptrs[first : first + near] for first in range(0, len(ptrs), near)]
-            room = self._taken(begun, size_bytes * len(blocks))
-            ptrs = [room + number * size_bytes for number in range(len(blocks))]
-            for block, ptr in zip(blocks, ptrs, strict=True):
-                _native.combine_partials(block, r.partial, ptr, r.partial, out.elems, r.joining, 0)
+            groups = [ptrs[first : first + near] for first in range(0, len(ptrs), near)]
+            room = self._taken(begun, size_bytes * len(groups))
+            ptrs = [room + number * size_bytes for number in range(len(groups))]
+            for group, ptr in zip(groups, ptrs, strict=True):
+                _native.combine_partials(group, r.partial, ptr, r.partial, out.elems, r.joining, 0)
         divide_by = self._world if r.op == AVG else 0
         _native.combine_partials(ptrs, r.partial, out.ptr, r.dtype, out.elems, r.joining, divide_by)
 

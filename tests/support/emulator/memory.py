@@ -16,7 +16,7 @@ HANDLE_BYTES = 64
 
 
 @dataclass(frozen=True)
-class _Block:
+class _Allocation:
     device: int
     size_bytes: int
     opened: bool
@@ -35,7 +35,7 @@ class EmulatedMemory:
         self._memory_bytes = memory_bytes
         self._unreachable = unreachable
         self._lock = threading.Lock()
-        self._blocks: dict[int, _Block] = {}
+        self._allocations: dict[int, _Allocation] = {}
         self._pages = PagePool()
         self.peers: set[tuple[int, int]] = set()
 
@@ -53,9 +53,9 @@ class EmulatedMemory:
     def owner_of(self, ptr: int) -> int | None:
         """The device whose memory, or whose mapping, ``ptr`` lies in."""
         with self._lock:
-            for base, block in self._blocks.items():
-                if base <= ptr < base + block.size_bytes:
-                    return block.device
+            for base, allocation in self._allocations.items():
+                if base <= ptr < base + allocation.size_bytes:
+                    return allocation.device
         return None
 
     def allocate(self, device: int, size_bytes: int) -> int:
@@ -65,7 +65,7 @@ class EmulatedMemory:
         if not ptr:
             raise MemoryError("emulated driver: error 2: out of memory")
         with self._lock:
-            self._blocks[ptr] = _Block(device, size_bytes, opened=False)
+            self._allocations[ptr] = _Allocation(device, size_bytes, opened=False)
         return int(ptr)
 
     def free(self, device: int, ptr: int) -> None:
@@ -75,28 +75,28 @@ class EmulatedMemory:
 
     def _forget(self, ptr: int, *, opened: bool) -> None:
         with self._lock:
-            if ptr not in self._blocks or self._blocks[ptr].opened != opened:
+            if ptr not in self._allocations or self._allocations[ptr].opened != opened:
                 raise DriverError(1, f"invalid argument: {ptr:#x} is not such memory")
-            del self._blocks[ptr]
+            del self._allocations[ptr]
 
     def memory_info(self, device: int) -> tuple[int, int]:
         with self._lock:
             used = sum(
-                block.size_bytes
-                for block in self._blocks.values()
-                if block.device == device and not block.opened
+                allocation.size_bytes
+                for allocation in self._allocations.values()
+                if allocation.device == device and not allocation.opened
             )
         return self._memory_bytes - used, self._memory_bytes
 
     def allocated(self) -> list[int]:
         """Addresses of the device memory that this process has allocated and not freed."""
         with self._lock:
-            return [ptr for ptr, block in self._blocks.items() if not block.opened]
+            return [ptr for ptr, allocation in self._allocations.items() if not allocation.opened]
 
     def opened(self) -> list[int]:
         """Addresses of other processes' memory that is mapped now."""
         with self._lock:
-            return [ptr for ptr, block in self._blocks.items() if block.opened]
+            return [ptr for ptr, allocation in self._allocations.items() if allocation.opened]
 
     def tensor(self, device: int, ptr: int, size_bytes: int, owner: object) -> torch.Tensor:
         memory = (ctypes.c_uint8 * size_bytes).from_address(ptr)
@@ -128,7 +128,7 @@ class EmulatedMemory:
             raise UnsupportedError(str(error)) from error
         size_bytes = int.from_bytes(handle[24:32], "little")
         with self._lock:
-            self._blocks[ptr.value or 0] = _Block(device, size_bytes, opened=True)
+            self._allocations[ptr.value or 0] = _Allocation(device, size_bytes, opened=True)
         return ptr.value or 0
 
     def close_handle(self, device: int, ptr: int) -> None:
