@@ -180,7 +180,7 @@ def test_tensors_live_until_the_call_is_done(emulated: Rigs) -> None:
     kept = ringcomm.zeros(COUNT, device=DEVICE)
     heap = existing_heap(0)
     assert heap is not None
-    refs: list[Any] = [weakref.ref(heap.find_block(kept.data_ptr()))]
+    refs: list[Any] = [weakref.ref(heap.find_allocation(kept.data_ptr()))]
     dense, strided = rig.full(COUNT, 1.0), rig.full(2 * COUNT, 1.0)[::2]
     refs += [weakref.ref(each) for each in (dense, strided)]
     with rig.runtime.on_stream(stream):
