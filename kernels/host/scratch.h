@@ -34,7 +34,7 @@ constexpr uint64_t kScratchPageBytes = 4096;
 
 // While a thread sums a cut, or waits for a core to do it, the disk needs other threads' requests.
 // Xeon family 6 model 207, 2 cores, virtio disk; sweep of 2, 3, 4, 5, 6 and 8 threads, and cuts of
-// 2, 4 and 8 MiB, in the step of an optimizer with 64 Mi elements whose records are of 8 MiB,
+// 2, 4 and 8 MiB, in the step of an optimizer with 64 Mi elements whose swap units are of 8 MiB,
 // against loops of whole requests, 4 and 8 at a time (2.3 GB/s), in turns, with nothing else
 // running: 4 threads and 8 MiB took 1.06 to 1.10 times as long, 6 and 4 MiB 1.13 to 1.15, 3 and
 // 8 MiB 1.05 to 1.26, 2 and 8 MiB 1.20 to 1.29, 8 and 2 MiB 1.16 to 1.54, since more threads with

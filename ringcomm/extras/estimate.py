@@ -212,32 +212,32 @@ class Transformer:
 GIGA = 1e9
 
 
-class Records(NamedTuple):
-    """Records of one size that follow each other."""
+class SwapUnits(NamedTuple):
+    """Swap units of one size that follow each other."""
 
     size_bytes: int
     number: int
 
 
-def bytes_of(records: Sequence[Records], begin: int = 0, end: int | None = None) -> int:
-    """Returns the bytes of records [begin, end)."""
+def bytes_of(units: Sequence[SwapUnits], begin: int = 0, end: int | None = None) -> int:
+    """Returns the bytes of swap units [begin, end)."""
     found, at = 0, 0
-    for size, count in records:
+    for size, count in units:
         last = at + count if end is None else min(end, at + count)
         found += max(0, last - max(begin, at)) * size
         at += count
     return found
 
 
-def moving(records: Sequence[Records], disk: Disk) -> list[Records]:
-    """Returns the records that do not stay in memory; the last ones stay, as many as fit."""
-    left, rest = disk.resident_bytes, list(records)
+def moving(units: Sequence[SwapUnits], disk: Disk) -> list[SwapUnits]:
+    """Returns the swap units that do not stay in memory; the last ones stay, as many as fit."""
+    left, rest = disk.resident_bytes, list(units)
     while rest:
         size, count = rest.pop()
         kept = min(count, left // size) if size else 0
         left -= kept * size
         if kept < count:
-            return [*rest, Records(size, count - kept)]
+            return [*rest, SwapUnits(size, count - kept)]
     return []
 
 
@@ -257,8 +257,8 @@ class OffloadBytes(NamedTuple):
     """Bytes of a rank whose state or parameters are offloaded.
 
     Attributes:
-        buffers: bytes in memory that records take in turn.
-        resident: bytes in memory of records that never move.
+        buffers: bytes in memory that swap units take in turn.
+        resident: bytes in memory of swap units that never move.
         stored: bytes of the file, or of pinned memory of the host.
         read: bytes that a step reads, at most.
         written: bytes that a step writes.
@@ -275,15 +275,15 @@ class OffloadBytes(NamedTuple):
     behind: int = 0
 
     @classmethod
-    def of_state(cls, records: Sequence[Records], disk: Disk) -> OffloadBytes:
-        """Returns the bytes of a state whose records a step visits in this order."""
-        rest = moving(records, disk)
-        resident, total = bytes_of(records) - bytes_of(rest), sum(count for _, count in rest)
+    def of_state(cls, units: Sequence[SwapUnits], disk: Disk) -> OffloadBytes:
+        """Returns the bytes of a state whose swap units a step visits in this order."""
+        rest = moving(units, disk)
+        resident, total = bytes_of(units) - bytes_of(rest), sum(count for _, count in rest)
         if not total:
             return cls(resident=resident)
         size = max(PAGE_BYTES, *(size for size, _ in rest))
         buffers = min(total, disk.buffer_bytes // size)
-        # Buffer b serves the records b, b + buffers, ...: from here on a buffer has one record.
+        # Buffer b serves the units b, b + buffers, ...: from here on a buffer has one unit.
         sharing = min(buffers, total - buffers)
         ahead, behind = bytes_of(rest, 0, sharing), bytes_of(rest, total - sharing)
         moved = ahead + bytes_of(rest, buffers)
@@ -291,9 +291,13 @@ class OffloadBytes(NamedTuple):
 
     @classmethod
     def of_params(
-        cls, frozen: Sequence[Records], trained: Sequence[Records], disk: Disk, has_masters: bool
+        cls,
+        frozen: Sequence[SwapUnits],
+        trained: Sequence[SwapUnits],
+        disk: Disk,
+        has_masters: bool,
     ) -> OffloadBytes:
-        """Returns the bytes of parameters at stage 3, whose chunks are records of whole pages.
+        """Returns the bytes of parameters at stage 3, whose chunks are swap units of whole pages.
 
         Forward, backward and optimizer read each chunk that is not resident; the optimizer does not
         where it has FP32 masters. Chunks that stay in the buffers between passes count as read.
@@ -553,13 +557,13 @@ class Training:
             if part and count:
                 yield round_up(_share(part, shares), TILE_ELEMS), count
 
-    def state_records(self, elems: int, count: int) -> list[Records]:
-        """Returns the records of ``count`` chunks of ``elems`` elements of the offloaded state."""
+    def swap_units(self, elems: int, count: int) -> list[SwapUnits]:
+        """Returns the swap units of ``count`` chunks of ``elems`` elements of offloaded state."""
         size = elems_of_pieces(elems, piece_elems(self._offload.buffer_bytes))
         equal = (elems - 1) // size
         parts = ((size, equal * count), (elems - equal * size, count))
         return [
-            Records(sum(map(rounded_up, self.each.state_tensors(part))), number)
+            SwapUnits(sum(map(rounded_up, self.each.state_tensors(part))), number)
             for part, number in parts
             if number
         ]
@@ -571,8 +575,8 @@ class Training:
             ArgumentError: the state is in memory, or the buffers are too small.
         """
         chunks = self._chunks(self.model.trainable, self._state_shares(stage))
-        records = [each for chunk in chunks for each in self.state_records(*chunk)]
-        return OffloadBytes.of_state(records, self._offload)
+        units = [each for chunk in chunks for each in self.swap_units(*chunk)]
+        return OffloadBytes.of_state(units, self._offload)
 
     def offloaded_params(self) -> OffloadBytes:
         """Returns the bytes of the parameters on a disk at stage 3, in buckets of one size.
@@ -585,7 +589,7 @@ class Training:
         each = self.each
         frozen, trained = (
             [
-                Records(rounded_up(each.param * chunk), count)
+                SwapUnits(rounded_up(each.param * chunk), count)
                 for chunk, count in self._chunks(elems, self._param_shares)
             ]
             for elems in (self.model.frozen, self.model.trainable)

@@ -1,22 +1,22 @@
 """Optimizer state on a disk, or in the host's memory, which streams through buffers in pieces.
 
 Terms. A rank's chunk of a bucket is divided into *pieces* of equal size, up to 1 Mi elements,
-however large a parameter is. The *record* of a piece is its state, tensor after tensor, each from
-the begin of a page on: what one transfer moves. A *buffer* is memory for one record. A *visit* of
-a piece brings its record into its buffer, lets the caller change it, and marks it as changed.
+however large a parameter is. The *swap unit* of a piece is its state, tensor after tensor, each
+from the begin of a page on: what one transfer moves. A *buffer* is memory for one swap unit. A
+*visit* of a piece swaps its unit in, lets the caller change it, and marks it as changed.
 
 Order. A step visits the pieces in the order of the buckets. The buffers are taken in turn, so that
 a piece always has the same one: addresses that kernels were given, and views that torch's
-optimizers keep, stay right. When a visit ends, the write of its record is submitted, and behind it
-the read of the record that will need the buffer next. So reads run as many pieces ahead as there
+optimizers keep, stay right. When a visit ends, the write of its swap unit is submitted, and behind
+it the read of the unit that will need the buffer next. So reads run as many pieces ahead as there
 are buffers; the last writes of a step, and the first reads of the next one, run while the model
 computes. Pieces in ``resident_bytes``, the last ones, have buffers of their own and never move.
 
-Bytes. A step reads and writes each other record once: 16 bytes an element with AdamW in FP32, 24
+Bytes. A step reads and writes each other swap unit once: 16 bytes an element with AdamW in FP32, 24
 with FP32 masters of 16-bit parameters, and 20 with remainders. A piece none of whose parameters
 takes the step does not move, nor does anything in a step that is skipped. Muon and Adafactor come
-back to the masters of 16-bit parameters once whole parameters are computed, so that their records
-move twice.
+back to the masters of 16-bit parameters once whole parameters are computed, so that their swap
+units move twice.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Tensor = torch.Tensor
 PIECE_ELEMS = 1 << 20
 # The largest state of an element: three moments and a master in FP32.
 LARGEST_ELEM_BYTES = 16
-# Records that the buffers must have space for, so that reads, writes and updates run at once.
+# Swap units that the buffers must have space for, so that reads, writes and updates run at once.
 LEAST_BUFFERS = 4
 # Of a device's memory, with offload_state="cpu": what a disk has by default.
 PINNED_BUFFER_BYTES = 64 << 20
@@ -80,7 +80,7 @@ def pieces_of(chunk: Chunk, largest: int) -> list[Chunk]:
 
 @dataclass(frozen=True)
 class Lane:
-    """One tensor of a record: float32, int16, or uint8 of an 8-bit moment."""
+    """One tensor of a swap unit: float32, int16, or uint8 of an 8-bit moment."""
 
     name: str
     dtype: torch.dtype
@@ -151,18 +151,18 @@ def _alive(bucket: weakref.ref[Bucket]) -> Bucket:
     return found
 
 
-def add_lanes(state: ShardState, lanes: Sequence[Lane], record: Tensor, elems: int) -> None:
-    """Sets the tensors of a state to the lanes of a record: uint8 [bytes].
+def add_lanes(state: ShardState, lanes: Sequence[Lane], unit: Tensor, elems: int) -> None:
+    """Sets the tensors of a state to the lanes of a swap unit: uint8 [bytes].
 
-    On the device "meta" the tensors are of that device, and the record need not be of any size.
+    On the device "meta" the tensors are of that device, and the swap unit need not be of any size.
     """
     begin = 0
     for lane in lanes:
         count = lane.size_bytes(elems)
-        if record.is_meta:
+        if unit.is_meta:
             flat = torch.empty(count // lane.dtype.itemsize, dtype=lane.dtype, device="meta")
         else:
-            flat = record[begin : begin + count].view(lane.dtype)
+            flat = unit[begin : begin + count].view(lane.dtype)
         begin += rounded_up(count)
         if lane.name in ("master", "remainder"):
             setattr(state, lane.name, flat)
@@ -172,7 +172,7 @@ def add_lanes(state: ShardState, lanes: Sequence[Lane], record: Tensor, elems: i
             state.moments[lane.name] = flat
 
 
-class RecordTransfer(Protocol):
+class SwapTransfer(Protocol):
     """A read or a write that is under way."""
 
     def wait(self) -> None:
@@ -184,37 +184,37 @@ class RecordTransfer(Protocol):
         ...
 
 
-class RecordBlocks(Protocol):
-    """The blocks in which the records lie, numbered.
+class SwapStorage(Protocol):
+    """The extents in which the swap units lie, numbered.
 
-    Transfers that share a block or memory run in the order in which they were submitted. A block
-    that was never written reads as zeros.
+    Transfers that share an extent or memory run in the order in which they were submitted. An
+    extent that was never written reads as zeros.
     """
 
     def buffer(self, size_bytes: int) -> Tensor:
-        """Returns memory for records, of zeros: uint8 [bytes]."""
+        """Returns memory for swap units, of zeros: uint8 [bytes]."""
         ...
 
     def add_extent(self, size_bytes: int) -> int:
-        """Adds a block, and returns its number."""
+        """Adds an extent, and returns its number."""
         ...
 
-    def read(self, block: int, memory: Tensor) -> RecordTransfer:
-        """Begins to read a block."""
+    def read(self, extent: int, memory: Tensor) -> SwapTransfer:
+        """Begins to read an extent."""
         ...
 
-    def write(self, block: int, memory: Tensor) -> RecordTransfer:
-        """Begins to write a block."""
+    def write(self, extent: int, memory: Tensor) -> SwapTransfer:
+        """Begins to write an extent."""
         ...
 
 
-class RecordBuffer:
-    """Memory for one record, which pieces take in turn.
+class SwapBuffer:
+    """Memory for one swap unit, which pieces take in turn.
 
     Attributes:
         memory: uint8 [bytes], from the begin of a page on.
         is_shared: True if several pieces take it in turn.
-        changed: True if the record here is newer than that on the disk.
+        changed: True if the swap unit here is newer than that on the disk.
     """
 
     def __init__(self, memory: Tensor, is_shared: bool) -> None:
@@ -223,42 +223,42 @@ class RecordBuffer:
         self.changed = False
         # Pieces have their buffers, and a cycle would keep the parameters' memory for a while.
         self._holds: weakref.ref[StatePiece] | None = None
-        self._coming: RecordTransfer | None = None
+        self._coming: SwapTransfer | None = None
 
     @property
     def holds(self) -> StatePiece | None:
-        """The piece whose record is here, or is on its way; None for none."""
+        """The piece whose swap unit is here, or is on its way; None for none."""
         return None if self._holds is None else self._holds()
 
     def begin_with(self, piece: StatePiece) -> None:
-        """Holds a piece's record from now on, as the memory is."""
+        """Holds a piece's swap unit from now on, as the memory is."""
         self._holds = weakref.ref(piece)
 
-    def bring(self, piece: StatePiece, blocks: RecordBlocks) -> None:
-        """Submits what has to be done until a piece's record is here; see :meth:`wait`."""
+    def swap_in(self, piece: StatePiece, storage: SwapStorage) -> None:
+        """Submits what has to be done until a piece's swap unit is here; see :meth:`wait`."""
         if self.holds is piece:
             return
-        self.put_away(blocks)
+        self.swap_out(storage)
         self.begin_with(piece)
         if piece.size_bytes:
-            self._coming = blocks.read(piece.block_of(blocks), self._record(piece))
+            self._coming = storage.read(piece.extent_of(storage), self._unit(piece))
 
-    def put_away(self, blocks: RecordBlocks) -> RecordTransfer | None:
-        """Submits the write of the record that is here, if it has been changed."""
+    def swap_out(self, storage: SwapStorage) -> SwapTransfer | None:
+        """Submits the write of the swap unit that is here, if it has been changed."""
         piece, changed = self.holds, self.changed
         self.changed = False
         if piece is None or not changed or not piece.size_bytes:
             return None
         self.wait()
-        return blocks.write(piece.block_of(blocks), self._record(piece))
+        return storage.write(piece.extent_of(storage), self._unit(piece))
 
     def wait(self) -> None:
-        """Waits for the record that is on its way."""
+        """Waits for the swap unit that is on its way."""
         if self._coming is not None:
             self._coming.wait()
             self._coming = None
 
-    def _record(self, piece: StatePiece) -> Tensor:
+    def _unit(self, piece: StatePiece) -> Tensor:
         return self.memory[: piece.size_bytes]
 
 
@@ -269,16 +269,16 @@ class StatePiece:
     Attributes:
         bucket_ref: the bucket.
         chunk: the elements of the bucket.
-        lanes: the tensors of its record.
-        buffer: where its record is while it is visited.
+        lanes: the tensors of its swap unit.
+        buffer: where its swap unit is while it is visited.
         part: the bucket that a visit yields.
     """
 
     bucket_ref: weakref.ref[Bucket]
     chunk: Chunk
     lanes: tuple[Lane, ...]
-    block: int | None = None
-    buffer: RecordBuffer | None = None
+    extent: int | None = None
+    buffer: SwapBuffer | None = None
     part: Bucket | None = None
 
     @property
@@ -287,19 +287,19 @@ class StatePiece:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the record."""
+        """Bytes of the swap unit."""
         sizes = (lane.size_bytes(self.chunk.elems) for lane in self.lanes)
         return sum(map(rounded_up, sizes))
 
-    def block_of(self, blocks: RecordBlocks) -> int:
-        """Returns the number of its block, which is made at the first call; 0 without a record."""
+    def extent_of(self, storage: SwapStorage) -> int:
+        """Returns the number of its extent, which is made at the first call; 0 without a state."""
         if not self.size_bytes:
             return 0
-        if self.block is None:
-            self.block = blocks.add_extent(self.size_bytes)
-        return self.block
+        if self.extent is None:
+            self.extent = storage.add_extent(self.size_bytes)
+        return self.extent
 
-    def move_in(self, buffer: RecordBuffer) -> None:
+    def move_in(self, buffer: SwapBuffer) -> None:
         """Takes a buffer, and makes the bucket of the piece there."""
         self.buffer = buffer
         state = ShardState(quantized_state=self.bucket.state.quantized_state)
@@ -317,10 +317,10 @@ class _OffloadedBucket:
 
 
 class PiecedOffload:
-    """The state of one optimizer on one rank, in blocks elsewhere.
+    """The state of one optimizer on one rank, in extents elsewhere.
 
     Args:
-        blocks: where it lies.
+        storage: where it lies.
         buffer_bytes: of the buffers in the memory of the parameters' device.
         resident_bytes: of the state that stays there.
 
@@ -328,10 +328,10 @@ class PiecedOffload:
         fault: the first error of the disk; nothing is visited any more.
     """
 
-    def __init__(self, blocks: RecordBlocks, buffer_bytes: int, resident_bytes: int) -> None:
+    def __init__(self, storage: SwapStorage, buffer_bytes: int, resident_bytes: int) -> None:
         self._buffer_bytes, self._resident_bytes = buffer_bytes, resident_bytes
         self._largest = piece_elems(buffer_bytes)
-        self.blocks = blocks
+        self.storage = storage
         self._kept: dict[int, _OffloadedBucket] = {}
         self._is_laid_out = True
         # The pieces that the step under way visits, each with the one that needs its buffer next,
@@ -351,7 +351,7 @@ class PiecedOffload:
         return OffloadedState.of(bucket, lanes, quantized_state)
 
     def ensure(self, bucket: Bucket, names: Sequence[str]) -> bool:
-        """Does :meth:`Bucket.ensure`; what the pieces have is moved to larger records."""
+        """Does :meth:`Bucket.ensure`; what the pieces have is moved to larger swap units."""
         state, kept = bucket.state, self._kept[bucket.number]
         missing = [name for name in names if state.memory(name) is None]
         if not missing:
@@ -380,16 +380,16 @@ class PiecedOffload:
         self._is_laid_out = True
 
     def _enlarged(self, piece: StatePiece, lanes: tuple[Lane, ...]) -> StatePiece:
-        """Returns a piece with more tensors in its record, of zeros."""
+        """Returns a piece with more tensors in its swap unit, of zeros."""
         made = StatePiece(piece.bucket_ref, piece.chunk, lanes)
-        if piece.block is None or not piece.size_bytes:
+        if piece.extent is None or not piece.size_bytes:
             return made
-        old, new = map(self.blocks.buffer, (piece.size_bytes, made.size_bytes))
-        self.blocks.read(piece.block, old).wait()
+        old, new = map(self.storage.buffer, (piece.size_bytes, made.size_bytes))
+        self.storage.read(piece.extent, old).wait()
         new.zero_()
         # Lanes are only added behind the others.
         new[: piece.size_bytes].copy_(old)
-        self.blocks.write(made.block_of(self.blocks), new).wait()
+        self.storage.write(made.extent_of(self.storage), new).wait()
         return made
 
     def _give_buffers(self) -> None:
@@ -399,8 +399,8 @@ class PiecedOffload:
             resident.append(pieces.pop())
             left -= resident[-1].size_bytes
         for piece in resident:
-            buffer = RecordBuffer(self.blocks.buffer(piece.size_bytes), is_shared=False)
-            if piece.block is None:
+            buffer = SwapBuffer(self.storage.buffer(piece.size_bytes), is_shared=False)
+            if piece.extent is None:
                 buffer.begin_with(piece)  # new memory is of zeros, as a state that begins is
             piece.move_in(buffer)
         if not pieces:
@@ -408,13 +408,13 @@ class PiecedOffload:
         # Without any tensor in the state, as of SGD without momentum, nothing moves.
         size = max(PAGE_BYTES, *(piece.size_bytes for piece in pieces))
         count = min(len(pieces), self._buffer_bytes // size)
-        buffers = [RecordBuffer(self.blocks.buffer(size), is_shared=True) for _ in range(count)]
+        buffers = [SwapBuffer(self.storage.buffer(size), is_shared=True) for _ in range(count)]
         for number, piece in enumerate(pieces):
             piece.move_in(buffers[number % count])
             if count < len(pieces):
-                # What will have to leave its buffer has a block from now on, whatever else the
+                # What will have to leave its buffer has an extent from now on, whatever else the
                 # disk takes.
-                piece.block_of(self.blocks)
+                piece.extent_of(self.storage)
 
     def reserve(self) -> None:
         """Takes the memory and the space that the state needs.
@@ -463,7 +463,7 @@ class PiecedOffload:
         assert buffer is not None and part is not None
         # A bucket is laid out anew when its optimizer grows.
         part.layout, part.segments = piece.bucket.layout, piece.bucket.segments
-        buffer.bring(piece, self.blocks)
+        buffer.swap_in(piece, self.storage)
         buffer.wait()
         try:
             yield part
@@ -471,7 +471,7 @@ class PiecedOffload:
             buffer.changed |= write
         following = None if self._visited is None else self._visited.get(piece)
         if following is not None:
-            buffer.bring(following, self.blocks)
+            buffer.swap_in(following, self.storage)
 
     def begin_step(
         self,
@@ -493,14 +493,14 @@ class PiecedOffload:
         try:
             if not self._is_laid_out:
                 self._lay_out()
-            by_buffer: dict[RecordBuffer, list[StatePiece]] = {}
+            by_buffer: dict[SwapBuffer, list[StatePiece]] = {}
             for piece in self._pieces(order):
                 if active is None or takes_step(piece.bucket.layout, piece.chunk, active):
                     assert piece.buffer is not None
                     by_buffer.setdefault(piece.buffer, []).append(piece)
             for buffer, pieces in by_buffer.items():
                 self._visited.update(zip(pieces, [*pieces[1:], pieces[0]], strict=True))
-                buffer.bring(pieces[0], self.blocks)
+                buffer.swap_in(pieces[0], self.storage)
         except DiskError as error:
             self.fault = error
 
@@ -524,7 +524,7 @@ class PiecedOffload:
         """
         buffers = {piece.buffer for piece in self._pieces() if piece.buffer is not None}
         used = [buffer for buffer in buffers if buffer.is_shared or resident]
-        for transfer in [buffer.put_away(self.blocks) for buffer in used]:
+        for transfer in [buffer.swap_out(self.storage) for buffer in used]:
             if transfer is not None:
                 transfer.wait()
         for buffer in used:

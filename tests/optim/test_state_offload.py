@@ -60,7 +60,7 @@ KINDS: dict[str, Any] = {
 }
 
 
-# With records of each form; tests/zero/test_same_bits.py has offloading with other optimizers, too.
+# With swap units of each form; tests/zero/test_same_bits.py offloads with other optimizers, too.
 OFFLOADED = ["AdamW", "AdamW8bit", "SGD without momentum", "Adagrad", "Muon"]
 OFFLOADED += in_test_all(*(kind for kind in KINDS if kind not in OFFLOADED))
 
@@ -156,7 +156,7 @@ def test_bits_are_those_of_memory(worlds, folder, kind, resident_bytes, world):
     [(torch.float32, "fp32", 8), (torch.bfloat16, "fp32", 12), (torch.bfloat16, "remainder", 10)],
 )
 @pytest.mark.parametrize("resident", [0, 3])
-def test_a_step_moves_each_record_once(folder, dtype, master, elem_bytes, resident):
+def test_a_step_moves_each_swap_unit_once(folder, dtype, master, elem_bytes, resident):
     """Twice 8, 12 and 10 bytes an element, without those of resident pieces."""
     elems, count = 4096, 24
     param = torch.zeros(elems * count, dtype=dtype).requires_grad_()
@@ -167,17 +167,17 @@ def test_a_step_moves_each_record_once(folder, dtype, master, elem_bytes, reside
     def step() -> tuple[int, int]:
         offload = optimizer.sharded_step().offload
         offload.wait()
-        before = offload.blocks.bytes_read, offload.blocks.bytes_written
+        before = offload.storage.bytes_read, offload.storage.bytes_written
         param.grad = torch.ones_like(param)
         optimizer.step()
         offload.wait()
-        return offload.blocks.bytes_read - before[0], offload.blocks.bytes_written - before[1]
+        return offload.storage.bytes_read - before[0], offload.storage.bytes_written - before[1]
 
     step(), step()
     # wait() writes what buffers hold, which steps one after the other would do as well.
     assert step() == (elem_bytes * elems * (count - resident),) * 2
     optimizer.sharded_step().offload.wait()
-    before = optimizer.sharded_step().offload.blocks.bytes_read
+    before = optimizer.sharded_step().offload.storage.bytes_read
     other = torch.zeros(5).requires_grad_()
     optimizer.add_param_group({"params": [other]})
     optimizer.sharded_step().offload.wait()
@@ -185,7 +185,9 @@ def test_a_step_moves_each_record_once(folder, dtype, master, elem_bytes, reside
         param.grad, other.grad = None, torch.ones(5)
         optimizer.step()
     optimizer.sharded_step().offload.wait()
-    assert optimizer.sharded_step().offload.blocks.bytes_read - before <= elems * elem_bytes * count
+    assert (
+        optimizer.sharded_step().offload.storage.bytes_read - before <= elems * elem_bytes * count
+    )
 
 
 def test_memory_is_of_buffers_whatever_the_size_of_a_parameter(folder):
@@ -235,7 +237,7 @@ def test_offloaded_state_goes_on_in_memory_and_another_world(worlds, folder):
             with torch.no_grad():
                 for mine, other in zip(params, others, strict=True):
                     other.copy_(mine)
-            for each in (one, two):  # the records become larger
+            for each in (one, two):  # the swap units become larger
                 each.param_groups[0]["amsgrad"] = True
             for step in (3, 4):
                 for each, theirs in ((one, params), (two, others)):
@@ -350,7 +352,7 @@ def test_a_rank_waits_half_as_long_for_its_disk_as_others_for_it(worlds, folder)
             options = AdamWOptions(offload_state=replace(disk(folder), timeout_s=timeout_s))
             optimizer = AdamW([torch.zeros(5).requires_grad_()], comm=comm, options=options)
             optimizer.prepare()
-            file = optimizer.sharded_step().offload.blocks._file
+            file = optimizer.sharded_step().offload.storage._file
             comm.timeout = 40.0
             assert file.limit_s == (timeout_s or 20.0)
             comm.timeout = before
@@ -371,7 +373,7 @@ def test_state_that_a_disk_has_lost_is_found(worlds, folder):
         offload.wait()
         comm.barrier()
         if comm.rank == 1:
-            os.ftruncate(offload.blocks._file.descriptor, 0)
+            os.ftruncate(offload.storage._file.descriptor, 0)
             with pytest.raises(DiskError, match="rank 1"):
                 optimizer.state_dict()
         param.grad = torch.ones(20_000)

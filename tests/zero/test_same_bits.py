@@ -645,7 +645,7 @@ MUTANTS = {
     ),
     "state on a disk is stale": Mutant(
         "offload",
-        lambda patch: patch.setattr(state_offload.RecordBuffer, "put_away", lambda *_: None),
+        lambda patch: patch.setattr(state_offload.SwapBuffer, "swap_out", lambda *_: None),
         {"stage": 1, "offload": "state", "model": "narrow gpt"},
     ),
     "parameters on a disk are stale": Mutant(

@@ -236,7 +236,7 @@ def test_a_disk_moves_the_same_bytes_and_nothing_for_what_rests(worlds, folder):
 
     def work(comm, options):
         loop = Loop(comm, 3, made, replace(options, offload_state=on_disk(folder)))
-        disk, moved = loop.optimizer.sharded_step().offload.blocks, []
+        disk, moved = loop.optimizer.sharded_step().offload.storage, []
         for turn in range(6):
             before = disk.bytes_read, disk.bytes_written
             loop.module(torch.ones(4, WIDTH), rests=turn > 1).backward()

@@ -51,8 +51,8 @@ from ringcomm.zero.checkpoint.format import (
     FlatShard,
     Manifest,
     Piece,
-    RankRecord,
     SavedFile,
+    SavedRank,
     SavedTensor,
     TensorEntry,
     check_name,
@@ -483,7 +483,7 @@ def _manifest(metadata: Metadata, results: list[list[WriteResult]], data: Any) -
             dtype = dtype_name(described.properties.dtype, name)
             parts = sorted(pieces.get(name, []), key=lambda piece: piece.offsets)
             tensors[name] = SavedTensor(dtype, size, shapes.get(name, size), tuple(parts))
-    manifest = Manifest(tensors, files, tuple(RankRecord() for _ in results), data, values)
+    manifest = Manifest(tensors, files, tuple(SavedRank() for _ in results), data, values)
     try:
         manifest.check()
     except ValueError as error:

@@ -533,12 +533,12 @@ class _Save:
             described = agreed(self._ranks, self._operation, self._describe)
             target = self._checkpoints.folder(self._step)
             self._check_same_step(described)
-            tensors, records = put_together(described, self._operation)
+            tensors, ranks = put_together(described, self._operation)
             made = self._agreed_by_first(lambda: self._begin(target))
             partial = target.with_name(str(made))
             written = agreed(self._ranks, self._operation, lambda: self._write(partial))
             files = {file_name(rank): SavedFile(*each) for rank, each in enumerate(written)}
-            manifest = Manifest(tensors, files, records, self._contents.data)
+            manifest = Manifest(tensors, files, ranks, self._contents.data)
             self._agreed_by_first(lambda: self._commit(partial, target, manifest))
         finally:
             self._clean_up()

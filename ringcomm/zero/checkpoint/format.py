@@ -415,8 +415,8 @@ class SavedTensor:
 
 
 @dataclass(frozen=True)
-class RankRecord:
-    """The record of what one rank saved for itself: JSON data, and whole tensors."""
+class SavedRank:
+    """What one rank saved for itself: JSON data, and whole tensors."""
 
     data: Any = None
     tensors: Mapping[str, SavedTensor] = field(default_factory=dict)
@@ -436,7 +436,7 @@ class Manifest:
 
     tensors: Mapping[str, SavedTensor]
     files: Mapping[str, SavedFile]
-    ranks: tuple[RankRecord, ...]
+    ranks: tuple[SavedRank, ...]
     data: Any = None
     values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -603,9 +603,9 @@ def _file(described: Any) -> SavedFile:
     return SavedFile(exactly(fields["bytes"], int), exactly(fields["crc32"], str))
 
 
-def _rank(described: Any) -> RankRecord:
+def _rank(described: Any) -> SavedRank:
     tensors = _dict(_dict(described)["tensors"])
-    return RankRecord(
+    return SavedRank(
         decode(described["data"]), {name: _tensor(each) for name, each in tensors.items()}
     )
 
@@ -1000,7 +1000,7 @@ def check_name(name: object) -> None:
 
 def put_together(
     described: Sequence[Mapping[str, Any]], operation: str
-) -> tuple[dict[str, SavedTensor], tuple[RankRecord, ...]]:
+) -> tuple[dict[str, SavedTensor], tuple[SavedRank, ...]]:
     """The tensors and the ranks' own of a manifest, from all ranks' descriptions.
 
     Raises:
@@ -1038,13 +1038,13 @@ def put_together(
                 "elements on one rank"
             ) from None
         tensors[name] = SavedTensor(dtype, tuple(size), tuple(shape), parts)
-    return tensors, tuple(_record(rank, each) for rank, each in enumerate(described))
+    return tensors, tuple(_saved_rank(rank, each) for rank, each in enumerate(described))
 
 
-def _record(rank: int, described: Mapping[str, Any]) -> RankRecord:
+def _saved_rank(rank: int, described: Mapping[str, Any]) -> SavedRank:
     tensors = {}
     for name, (dtype, extents) in described["rank_tensors"].items():
         size = tuple(extents)
         piece = Piece((0,) * len(size), size, file_name(rank), rank_key(name))
         tensors[name] = SavedTensor(dtype, size, size, (piece,) if piece.elems else ())
-    return RankRecord(decode(described["rank_data"]), tensors)
+    return SavedRank(decode(described["rank_data"]), tensors)

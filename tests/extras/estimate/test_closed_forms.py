@@ -21,7 +21,7 @@ from ringcomm.extras.estimate import (
     ExpertLayer,
     ModelElems,
     OffloadBytes,
-    Records,
+    SwapUnits,
     Training,
     Transformer,
     bytes_of,
@@ -335,12 +335,12 @@ def test_what_moves_is_what_following_the_buffers_finds(runs, buffers, resident)
     page = scratch.PAGE_BYTES
     largest = max(size for size, _ in runs)
     disk = Disk("x", max(buffers, largest) * page, resident * page)
-    records = [Records(size * page, count) for size, count in runs]
-    told = OffloadBytes.of_state(records, disk)
+    units = [SwapUnits(size * page, count) for size, count in runs]
+    told = OffloadBytes.of_state(units, disk)
     sizes = [size * page for size, count in runs for _ in range(count)]
     assert (told.read, told.ahead, told.stored) == moved_by_hand(sizes, disk)
     assert told.written == told.read >= told.behind
-    assert told.resident == sum(sizes) - told.stored == bytes_of(records) - told.stored
+    assert told.resident == sum(sizes) - told.stored == bytes_of(units) - told.stored
 
 
 def on_disk(elems: int, ranks: int, disk: Disk, **more: Any) -> Training:
@@ -367,7 +367,7 @@ def test_bytes_of_an_element_and_step(more, moved):
     assert told.ahead == told.behind == told.buffers
 
 
-def test_pages_widen_the_records_of_small_chunks():
+def test_pages_widen_the_swap_units_of_small_chunks():
     """Of 2 Mi elements 64 ranks have 32 Ki each, whose 8-bit moments take 8 pages and 512 B."""
     told = on_disk(64 << 25, 64, Disk("x"), quantized_state=True).offloaded_state(1)
     assert told.stored == (1 << 10) * 2 * 9 * scratch.PAGE_BYTES

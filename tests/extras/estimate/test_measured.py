@@ -199,7 +199,7 @@ def held_by(step: Any) -> tuple[int, int, int]:
         seen.add(piece.buffer)
     shared = [buffer.memory.nbytes for buffer in seen if buffer.is_shared]
     resident = [buffer.memory.nbytes for buffer in seen if not buffer.is_shared]
-    return sum(shared), sum(resident), offload.blocks.size_bytes
+    return sum(shared), sum(resident), offload.storage.size_bytes
 
 
 class Count:
@@ -235,16 +235,16 @@ def test_a_run_holds_and_moves_what_the_estimate_says(folder, monkeypatch, kind,
         model = ModelElems(param.numel(), largest=param.numel())
         return Training(model, 1, 1, precision, options, quantized_state=made is AdamW8bit)
 
-    size = sum(size for size, _ in training(0).state_records(elems, 1))
+    size = sum(size for size, _ in training(0).swap_units(elems, 1))
     estimated = training(resident * size)
     optimizer = made([param], comm="alone", options=estimated.optimizer)
     for step in range(3):
         param.grad = torch.ones_like(param)
         if step == 2:
-            before = count.of(optimizer.sharded_step().offload.blocks)
+            before = count.of(optimizer.sharded_step().offload.storage)
         optimizer.step()
     step = optimizer.sharded_step()
-    after = count.of(step.offload.blocks)
+    after = count.of(step.offload.storage)
     told = estimated.offloaded_state(0)
     held = held_by(step)
     assert held == (told.buffers, told.resident, told.stored)
