@@ -287,7 +287,7 @@ struct Updater {
 
 // ---- 8-bit moments ------------------------------------------------------------------------------
 
-// Eight elements of a block's, with their moments.
+// Eight elements of a quantization block's, with their moments.
 template <class G, class P>
 RC_TEAM_FN void update_eight(const Updater<G, P>& updater, const GradSum<G>& grads, uint64_t at,
                              const AdamWFactors& f, const MomentPair::Quantized& quantized,
@@ -323,8 +323,8 @@ RC_TEAM_FN void update_singly(const Updater<G, P>& updater, const GradSum<G>& gr
   }
 }
 
-// The block at the beginning of a parameter's run, by kMomentLanes lanes. All lanes of a warp come
-// here, some of them with a run of nothing.
+// The quantization block at the begin of a parameter's run, by kMomentLanes lanes. All lanes of a
+// warp come here, some of them with a run of nothing.
 template <class G, class P>
 RC_TEAM_FN void update_block(const Updater<G, P>& updater, const GradSum<G>& grads, bool vectors,
                              const AdamWSegment& here, Run block, const AdamWFactors& f, int lane) {

@@ -1,8 +1,8 @@
 // Quantization (quantization.h) by the lanes of a block, with the host's bits.
 //
-// A warp has a block of 128 numbers at a time, four on each lane, whose values are a word: the
-// largest is found by shuffles, and a word of 4-bit values takes its upper halves from the lane
-// half a warp away. On the host one lane has all 128.
+// A warp has a quantization block of 128 numbers at a time, four on each lane, whose values are a
+// word: the largest is found by shuffles, and a word of 4-bit values takes its upper halves from
+// the lane half a warp away. On the host one lane has all 128.
 //
 // Four blocks at a time keep 64 bytes of each lane in flight for FP32, and of a sum 16 bytes of
 // each of two sources. Choices by the estimate of ops.h, not swept. The last block of a run, if it

@@ -145,7 +145,7 @@ inline void update_adamw(float* p, const float* g, float* m, float* v, float* v_
 
 // ---- 8-bit moments ------------------------------------------------------------------------------
 
-// Of elements of one block.
+// Of elements of one quantization block.
 template <class Moment>
 inline void dequantize_moment(float* RC_RESTRICT wide, const QuantizedMoment& moment, uint64_t at,
                               uint64_t n) {
@@ -188,7 +188,7 @@ inline void quantize_moments(const QuantizedMoment& first, const QuantizedMoment
   }
 }
 
-// At most a turn, from the beginning of a block on. `here` is the parameter's segment.
+// At most a turn, from the begin of a quantization block on. `here` is the parameter's segment.
 inline void update_quantized(float* p, const float* g, const AdamWShard& s,
                              const AdamWSegment& here, uint64_t at, const AdamWFactors& f,
                              uint64_t n) {

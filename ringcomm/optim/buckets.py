@@ -50,7 +50,7 @@ class MomentFormat:
     """The numbers that a moment can be.
 
     Attributes:
-        below: number of exponents of normal numbers below that of the block.
+        below: number of exponents of normal numbers below that of the quantization block.
         signed: True if a value has a sign, its highest bit.
     """
 
@@ -58,7 +58,7 @@ class MomentFormat:
     signed: bool
 
     def least_normal(self, exponents: Tensor) -> Tensor:
-        """Returns the bits of the smallest normal numbers of blocks: int32."""
+        """Returns the bits of the smallest normal numbers of quantization blocks: int32."""
         return (exponents.to(torch.int32) + (_LEAST_EXPONENT - self.below)) << 23
 
     def dequantize(self, values: Tensor, exponents: Tensor) -> Tensor:
@@ -270,10 +270,10 @@ class OutsideWrites:
 # NOTE [Quantized parameters] With ``Compression(parameters=)`` every rank, the one that updates a
 # parameter included, computes with its FP32 master quantized and dequantized, rounded to the
 # parameter's dtype: so all nodes have equal bits, whoever updates. It is as in mixed precision,
-# whose parameters are rounded masters, with another rounding, of blocks of 128 elements from the
-# bucket's begin. Since chunks begin at blocks, it depends on no world size. Quantized again,
-# dequantized values are others, so the masters are kept for as long as the module is sharded:
-# ``ParamBucket.wide`` is their memory, which an optimizer's state shares.
+# whose parameters are rounded masters, with another rounding, of quantization blocks of 128
+# elements from the bucket's begin. Since chunks begin at such blocks, it depends on no world size.
+# Quantized again, dequantized values are others, so the masters are kept for as long as the module
+# is sharded: ``ParamBucket.wide`` is their memory, which an optimizer's state shares.
 #
 # Masters follow what is written to parameters from outside: one whose dequantized value is not its
 # parameter becomes that. The block is then quantized anew, which moves the other elements of a
@@ -304,7 +304,7 @@ def following(master: Tensor, params: Tensor, compression: str | None) -> Tensor
     """Returns ``master``, but the parameter wherever the master does not round to it.
 
     Args:
-        master: float32 [elements], from the begin of a block on.
+        master: float32 [elements], from the begin of a quantization block on.
         params: [elements].
         compression: as of :func:`dequantized`; None where parameters are masters rounded to their
             dtype.

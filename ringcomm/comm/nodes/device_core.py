@@ -701,11 +701,11 @@ class DeviceNodesCore(CollectivesOverNodes):
             self._called.dtype,
         )
         # By sender and receiver; the exchange wants it by receiver and sender.
-        blocks = [
+        splits = [
             torch.split(mine, [row[rank] for rank in passing])
             for mine, row in zip(torch.split(collected, arriving), sizes, strict=True)
         ]
-        by_receiver = [by_sender[at] for at in range(len(passing)) for by_sender in blocks]
+        by_receiver = [by_sender[at] for at in range(len(passing)) for by_sender in splits]
         given, begin = torch.cat(by_receiver), 0
         received = self._room(sum(span.elems for span in outs))
         to_each = [sum(row[rank] for row in sizes) for rank in range(self._world)]
