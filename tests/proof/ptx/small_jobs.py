@@ -349,7 +349,7 @@ def _absent(comm: Communicator) -> None:
     if comm.rank == comm.world_size - 1:
         return
     core = cast(DeviceCallEngine, comm.engine).device_core
-    region_ptr, page_ptr = core._block.ptr, core._page.host_ptr
+    region_ptr, page_ptr = core._allocation.ptr, core._page.host_ptr
     seen: dict[str, Any] = {}
 
     def look_at_region() -> None:

@@ -25,17 +25,17 @@ struct Handle {
 };
 static_assert(sizeof(Handle) == 64);  // as CUipcMemHandle
 
-struct Allocation {
+struct FileMapping {
   int fd;  // -1: another process's
   uint64_t bytes;
 };
 
-std::mutex& allocations_mutex() {
+std::mutex& file_mappings_mutex() {
   static auto* const made = new std::mutex;
   return *made;
 }
-std::map<void*, Allocation>& allocations() {
-  static auto* const made = new std::map<void*, Allocation>;
+std::map<void*, FileMapping>& file_mappings() {
+  static auto* const made = new std::map<void*, FileMapping>;
   return *made;
 }
 
@@ -46,12 +46,12 @@ void* map_file(int fd, uint64_t bytes) {
 
 // Ends a mapping of this process's own memory (own) or of another's.
 int drop(void* ptr, bool own) {
-  const std::lock_guard lock(allocations_mutex());
-  const auto found = allocations().find(ptr);
-  if (found == allocations().end() || (found->second.fd >= 0) != own) return kInvalidValue;
+  const std::lock_guard lock(file_mappings_mutex());
+  const auto found = file_mappings().find(ptr);
+  if (found == file_mappings().end() || (found->second.fd >= 0) != own) return kInvalidValue;
   munmap(ptr, found->second.bytes);
   if (own) close(found->second.fd);
-  allocations().erase(found);
+  file_mappings().erase(found);
   return kSuccess;
 }
 
@@ -67,17 +67,17 @@ void* emu_memory_allocate(uint64_t bytes) {
     close(fd);
     return nullptr;
   }
-  const std::lock_guard lock(allocations_mutex());
-  allocations()[ptr] = {fd, bytes};
+  const std::lock_guard lock(file_mappings_mutex());
+  file_mappings()[ptr] = {fd, bytes};
   return ptr;
 }
 
 int emu_memory_free(void* ptr) { return drop(ptr, true); }
 
 int emu_memory_export(void* ptr, char* handle) {
-  const std::lock_guard lock(allocations_mutex());
-  const auto found = allocations().find(ptr);
-  if (found == allocations().end() || found->second.fd < 0) return kInvalidValue;
+  const std::lock_guard lock(file_mappings_mutex());
+  const auto found = file_mappings().find(ptr);
+  if (found == file_mappings().end() || found->second.fd < 0) return kInvalidValue;
   const Handle made{kMagic, getpid(), found->second.fd, found->second.bytes, {}};
   std::memcpy(handle, &made, sizeof(made));
   return kSuccess;
@@ -95,16 +95,16 @@ int emu_memory_open(const char* handle, void** ptr) {
   *ptr = map_file(fd, given.bytes);
   close(fd);
   if (*ptr == nullptr) return kOutOfMemory;
-  const std::lock_guard lock(allocations_mutex());
-  allocations()[*ptr] = {-1, given.bytes};
+  const std::lock_guard lock(file_mappings_mutex());
+  file_mappings()[*ptr] = {-1, given.bytes};
   return kSuccess;
 }
 
 // The memory of devices, this process's own and what it has opened, that an address lies in.
 int emu_memory_find(uint64_t address, uint64_t* begin, uint64_t* bytes) {
-  const std::lock_guard lock(allocations_mutex());
-  auto found = allocations().upper_bound(reinterpret_cast<void*>(address));
-  if (found == allocations().begin()) return 0;
+  const std::lock_guard lock(file_mappings_mutex());
+  auto found = file_mappings().upper_bound(reinterpret_cast<void*>(address));
+  if (found == file_mappings().begin()) return 0;
   --found;
   *begin = reinterpret_cast<uint64_t>(found->first);
   *bytes = found->second.bytes;
