@@ -258,10 +258,10 @@ def _values_of(bucket: Bucket) -> Tensor:
     # A step visits the pieces that it changes alone; elsewhere parameters stay as they are.
     with bucket.params_here():
         values = bucket.own_params.to(torch.float32, copy=True)
-    for part in bucket.parts(write=False):
-        assert part.state.master is not None
-        here, _ = bucket.within(*part.chunk)
-        values[here].copy_(part.state.master)
+    for piece in bucket.pieces(write=False):
+        assert piece.state.master is not None
+        here, _ = bucket.within(*piece.chunk)
+        values[here].copy_(piece.state.master)
     return values
 
 

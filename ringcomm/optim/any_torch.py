@@ -2,7 +2,7 @@
 
 An optimizer can be sharded if what becomes of an element depends on that element alone: its value,
 its gradients, and numbers such as the step that are the same for all elements. Nothing in a class
-says so. So a small parameter is stepped whole, and in parts as different ranks would have them, by
+says so. So a small parameter is stepped whole, and in pieces as different ranks would have them, by
 an instance of the class for each; both must end with the same bits.
 """
 
@@ -33,8 +33,8 @@ Tensor = torch.Tensor
 
 _SHAPE = (8, 12)
 # Parameters begin at multiples of 64 elements in their buckets, and chunks at multiples of 512, so
-# a part begins at a multiple of 64 of its parameter. A rank may also have nothing of a parameter.
-_PARTS = (slice(0, 64), slice(64, 96), slice(96, 96))
+# a piece begins at a multiple of 64 of its parameter. A rank may also have nothing of a parameter.
+_CUTS = (slice(0, 64), slice(64, 96), slice(96, 96))
 # Magnitudes of the gradients of the steps, so that thresholds are met from both sides.
 _MAGNITUDES = (1.0, 1e-3, 64.0, 1.0, 1e-6)
 # Keys of a group that are no hyper-parameters.
@@ -105,7 +105,7 @@ class StateKinds:
 
 
 class Trial:
-    """One instance of a class on one parameter: a whole one, or a part."""
+    """One instance of a class on one parameter: a whole one, or a piece."""
 
     def __init__(self, made: OptimizerClass, hyper: Group, value: Tensor) -> None:
         self.param = value.clone(memory_format=torch.contiguous_format).requires_grad_()
@@ -179,12 +179,12 @@ def try_class(made: OptimizerClass, hyper: Group, device: torch.device) -> State
     _run(made, whole, grads)
     tensors, numbers = _sorted(made, whole)
     trials = [whole]
-    for part in _PARTS:
+    for cut in _CUTS:
         try:
-            trial = Trial(made, hyper, value.reshape(-1)[part])
+            trial = Trial(made, hyper, value.reshape(-1)[cut])
         except Exception as error:
             _refuse(made, f"it does not take a part of a parameter: {error!r}")
-        _run(made, trial, [grad.reshape(-1)[part] for grad in grads])
+        _run(made, trial, [grad.reshape(-1)[cut] for grad in grads])
         trials.append(trial)
     _compare(made, trials, tensors, numbers)
     writes = any(trial.writes_gradients for trial in trials)
@@ -240,17 +240,17 @@ def _sorted(made: OptimizerClass, whole: Trial) -> tuple[list[str], dict[str, An
 def _compare(
     made: OptimizerClass, trials: Sequence[Trial], tensors: list[str], numbers: dict[str, Any]
 ) -> None:
-    """Compares the whole parameter, the first of the trials, with its parts."""
-    whole, *parts = trials
-    if not _same(whole.param, [trial.param for trial in parts]):
+    """Compares the whole parameter, the first of the trials, with its pieces."""
+    whole, *pieces = trials
+    if not _same(whole.param, [trial.param for trial in pieces]):
         _refuse(made, "a parameter in parts becomes another one than the whole")
-    if any(trial.state.keys() != whole.state.keys() for trial in parts):
+    if any(trial.state.keys() != whole.state.keys() for trial in pieces):
         _refuse(made, "a part of a parameter has other state than the whole one")
     for name in tensors:
-        if not _same(whole.state[name], [trial.state[name] for trial in parts]):
+        if not _same(whole.state[name], [trial.state[name] for trial in pieces]):
             _refuse(made, f"the state {name!r} of a parameter in parts is not the whole one's")
     for name, number in numbers.items():
-        if not all(_equal(trial.state[name], number) for trial in parts):
+        if not all(_equal(trial.state[name], number) for trial in pieces):
             _refuse(made, f"the state {name!r} of a parameter in parts is not the whole one's")
 
 
@@ -264,9 +264,9 @@ def _equal(one: Any, other: Any) -> bool:
     return _is_number(one) and float(one) == float(other)
 
 
-def _same(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Returns whether parts have the bits of the whole."""
-    joined = torch.cat([part.detach().reshape(-1) for part in parts])
+def _same(whole: Tensor, pieces: Sequence[Tensor]) -> bool:
+    """Returns whether pieces have the bits of the whole."""
+    joined = torch.cat([piece.detach().reshape(-1) for piece in pieces])
     flat = whole.detach().reshape(-1)
     return joined.shape == flat.shape and torch.equal(
         joined.view(torch.int32), flat.view(torch.int32)
@@ -323,7 +323,7 @@ class TriedClass:
         return self._tried[key]
 
 
-# ---- Instances of an optimizer's class on this rank's parts of parameters, and the state they keep
+# ---- Instances of an optimizer's class on this rank's segments of parameters, and their state
 
 
 @dataclass(frozen=True)
@@ -339,7 +339,7 @@ class ChunkSegment:
 def segments_of(
     layout: BucketLayout, chunk: Chunk, group_of: Callable[[int], int]
 ) -> list[ChunkSegment]:
-    """Returns this rank's parts of the parameters of a bucket."""
+    """Returns this rank's segments of the parameters of a bucket."""
     segments = []
     for begin, end, index in layout.segments:
         low, high = max(begin, chunk.begin), min(end, chunk.end)
@@ -358,7 +358,7 @@ def to_number(example: Any, number: float) -> Any:
 
 
 class Instance:
-    """An instance of a class that steps this rank's parts of some parameters.
+    """An instance of a class that steps this rank's segments of some parameters.
 
     The tensors of its state are views of flat ones, which are what is saved, loaded and cut anew.
     :meth:`take_states` is called before anything else.
@@ -366,7 +366,7 @@ class Instance:
     Args:
         tried: the class.
         groups: param groups of the whole optimizer.
-        parts: the parts of parameters.
+        segments: the segments of parameters.
         values: float32 [chunk elements], the parameters or their masters, which steps change.
         moment: returns by name the flat tensor of a state: float32 [chunk elements].
     """
@@ -375,41 +375,41 @@ class Instance:
         self,
         tried: TriedClass,
         groups: Sequence[Group],
-        parts: Sequence[ChunkSegment],
+        segments: Sequence[ChunkSegment],
         values: Tensor,
         moment: Callable[[str], Tensor],
     ) -> None:
         self._tried = tried
         self._groups = groups
-        self._parts = parts
+        self._segments = segments
         self._moment = moment
-        self._params = [values[p.begin : p.end].detach().requires_grad_() for p in parts]
-        self._numbers = sorted({part.group for part in parts})
+        self._params = [values[p.begin : p.end].detach().requires_grad_() for p in segments]
+        self._numbers = sorted({segment.group for segment in segments})
         self._optimizer = self._make()
-        # By part and name, the view of a flat tensor that the state has.
-        self._views: list[dict[str, Tensor]] = [{} for _ in parts]
+        # By segment and name, the view of a flat tensor that the state has.
+        self._views: list[dict[str, Tensor]] = [{} for _ in segments]
 
     def _make(self) -> torch.optim.Optimizer:
-        both = list(zip(self._params, self._parts, strict=True))
+        both = list(zip(self._params, self._segments, strict=True))
         return self._tried.make(
             [
                 {
                     **hyper_of(self._groups[number]),
-                    "params": [param for param, part in both if part.group == number],
+                    "params": [param for param, segment in both if segment.group == number],
                 }
                 for number in self._numbers
             ]
         )
 
     def step(self, grad: Tensor, active: Sequence[float]) -> None:
-        """Steps the parts of parameters that have a gradient.
+        """Steps the segments of parameters that have a gradient.
 
         Args:
             grad: float32 [chunk elements].
             active: by parameter, not 0 where the parameter takes the step.
         """
-        for param, part in zip(self._params, self._parts, strict=True):
-            param.grad = grad[part.begin : part.end] if active[part.index] else None
+        for param, segment in zip(self._params, self._segments, strict=True):
+            param.grad = grad[segment.begin : segment.end] if active[segment.index] else None
         for inner, number in zip(self._optimizer.param_groups, self._numbers, strict=True):
             # Users and their schedulers change the groups of the whole optimizer.
             inner.update(hyper_of(self._groups[number]))
@@ -420,7 +420,7 @@ class Instance:
 
     def _keep(self) -> None:
         """Moves tensors of the state that are new into the flat tensors."""
-        for param, part, views in zip(self._params, self._parts, self._views, strict=True):
+        for param, segment, views in zip(self._params, self._segments, self._views, strict=True):
             state = self._optimizer.state.get(param, {})
             for name, value in state.items():
                 if value is None or value is views.get(name) or name in self._tried.numbers:
@@ -430,21 +430,21 @@ class Instance:
                         f"optimizer.step: {name_of(self._tried.kind)} keeps {name!r}, which it did "
                         "not when it was tried, and which is no tensor of its parameter's shape"
                     )
-                views[name] = self._view(part, name).copy_(value)
+                views[name] = self._view(segment, name).copy_(value)
                 state[name] = views[name]
 
-    def _view(self, part: ChunkSegment, name: str) -> Tensor:
-        return self._moment(name)[part.begin : part.end]
+    def _view(self, segment: ChunkSegment, name: str) -> Tensor:
+        return self._moment(name)[segment.begin : segment.end]
 
     def states(self) -> dict[int, ParamState | None]:
         """Returns the states of the parameters by their indices."""
         found: dict[int, ParamState | None] = {}
-        for param, part in zip(self._params, self._parts, strict=True):
+        for param, segment in zip(self._params, self._segments, strict=True):
             state = self._optimizer.state.get(param, {})
             there = {name: value for name, value in state.items() if value is not None}
             numbers = {n: float(value) for n, value in there.items() if n in self._tried.numbers}
             tensors = tuple(name for name in there if name not in numbers)
-            found[part.index] = ParamState(numbers, tensors) if there else None
+            found[segment.index] = ParamState(numbers, tensors) if there else None
         return found
 
     def take_states(self, states: Sequence[ParamState | None]) -> None:
@@ -453,12 +453,12 @@ class Instance:
         A parameter without state begins as the class begins it.
         """
         fresh, examples = self._make(), self._tried.numbers
-        for param, part, views in zip(self._params, self._parts, self._views, strict=True):
-            state = states[part.index]
+        for param, segment, views in zip(self._params, self._segments, self._views, strict=True):
+            state = states[segment.index]
             views.clear()
             self._optimizer.state.pop(param, None)
             if state is not None:
-                views.update({name: self._view(part, name) for name in state.tensors})
+                views.update({name: self._view(segment, name) for name in state.tensors})
                 numbers = state.numbers.items()
                 restored = {name: to_number(examples[name], number) for name, number in numbers}
                 self._optimizer.state[param] = {**restored, **views}
@@ -486,7 +486,7 @@ def refuse_kernels_of_adamw(options: AdamWOptions | None) -> None:
 
 
 class TorchRule(TensorRule):
-    """A class of torch optimizers, whose instances step the parts of parameters in each bucket.
+    """A class of torch optimizers, whose instances step the segments of parameters in each bucket.
 
     Args:
         made: the class, with its arguments.
@@ -498,7 +498,7 @@ class TorchRule(TensorRule):
         self.name = name_of(made.kind)
         self._tried = TriedClass(made)
         self._device = torch.device("cpu")
-        # By the key of a part of a bucket; and that of parameters without elements here.
+        # By the key of a piece of a bucket; and that of parameters without elements here.
         self._instances: dict[tuple[int, int], Instance] = {}
         self._bare: Instance | None = None
         self._buckets: Sequence[Bucket] = ()
@@ -562,13 +562,13 @@ class TorchRule(TensorRule):
         self._bare = None
         self._buckets = buckets
         here: set[int] = set()
-        for bucket in (part for whole in buckets for part in whole.parts()):
-            parts = segments_of(
+        for bucket in (piece for whole in buckets for piece in whole.pieces()):
+            segments = segments_of(
                 bucket.layout, bucket.chunk, lambda index: layout.params[index].group
             )
-            here.update(part.index for part in parts)
-            if parts:
-                made = self._instances[bucket.key] = self._instance(groups, bucket, parts)
+            here.update(segment.index for segment in segments)
+            if segments:
+                made = self._instances[bucket.key] = self._instance(groups, bucket, segments)
                 made.take_states(states)
         # Their steps are counted on every rank, whether or not it has elements of them.
         bare = [
@@ -584,7 +584,7 @@ class TorchRule(TensorRule):
             self._bare.take_states(states)
 
     def _instance(
-        self, groups: Sequence[Group], bucket: Bucket, parts: list[ChunkSegment]
+        self, groups: Sequence[Group], bucket: Bucket, segments: list[ChunkSegment]
     ) -> Instance:
         def moment(name: str) -> Tensor:
             bucket.ensure([name])
@@ -592,7 +592,7 @@ class TorchRule(TensorRule):
 
         master = bucket.state.master
         values = bucket.own_memory if master is None else master
-        return Instance(self._tried, groups, parts, values, moment)
+        return Instance(self._tried, groups, segments, values, moment)
 
     def _all_instances(self) -> list[Instance]:
         bare = [] if self._bare is None else [self._bare]
@@ -619,7 +619,7 @@ class TorchRule(TensorRule):
         return [found.get(index) for index in range(len(layout.params))]
 
     def take_states(self, states: Sequence[ParamState | None]) -> None:
-        for bucket in (part for whole in self._buckets for part in whole.parts()):
+        for bucket in (piece for whole in self._buckets for piece in whole.pieces()):
             if bucket.key in self._instances:
                 self._instances[bucket.key].take_states(states)
         if self._bare is not None:

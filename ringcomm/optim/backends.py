@@ -130,7 +130,7 @@ class Backend(ABC):
     """The updates of buckets on one machine, for one optimizer on one rank.
 
     A fused backend reduces, updates and gathers in one call. Another one makes three calls with the
-    same bits, and updates one part of the bucket's state after the other: the state is offloaded,
+    same bits, and updates one piece of the bucket's state after the other: the state is offloaded,
     or parameters travel quantized, which the gathering does.
 
     Args:
@@ -184,9 +184,9 @@ class Backend(ABC):
         if self.fused:
             self._update(bucket, grad)
             return
-        for part in bucket.parts():
-            here, _ = bucket.within(*part.chunk)
-            self._update(part, grad[here])
+        for piece in bucket.pieces():
+            here, _ = bucket.within(*piece.chunk)
+            self._update(piece, grad[here])
 
     def update_gather(self, bucket: Bucket, grad: Tensor) -> None:
         """Does :meth:`update_shard`, and gathers the chunks on all ranks; collective."""
@@ -231,7 +231,7 @@ class Backend(ABC):
 
     @abstractmethod
     def _update(self, bucket: Bucket, grad: Tensor) -> None:
-        """Does :meth:`update_shard` for a bucket, or a part of one, whose state is in memory."""
+        """Does :meth:`update_shard` for a bucket, or a piece of one, whose state is in memory."""
 
     def _update_gather(self, bucket: Bucket, grad: Tensor) -> None:
         """Does :meth:`update_gather` among several ranks in one call; of a fused backend alone."""

@@ -129,19 +129,19 @@ class QuantizedMoment:
         """Returns the bytes of a moment of ``elems`` elements, in whole quantization blocks."""
         return elems + elems // MOMENT_BLOCK
 
-    def _parts(self) -> tuple[Tensor, Tensor]:
+    def _values_and_exponents(self) -> tuple[Tensor, Tensor]:
         elems = self.memory.numel() // (MOMENT_BLOCK + 1) * MOMENT_BLOCK
         return self.memory[:elems].view(-1, MOMENT_BLOCK), self.memory[elems:]
 
     def wide(self) -> Tensor:
         """Returns a copy in FP32: float32 [elements]."""
-        return self._format.dequantize(*self._parts()).view(-1)
+        return self._format.dequantize(*self._values_and_exponents()).view(-1)
 
     def take(self, numbers: Tensor) -> None:
         """Sets the moment to float32 [elements], each rounded to the nearest."""
         quantized = self._format.quantize(numbers.to(self.memory.device).view(-1, MOMENT_BLOCK))
-        for part, given in zip(self._parts(), quantized, strict=True):
-            part.copy_(given)
+        for own, given in zip(self._values_and_exponents(), quantized, strict=True):
+            own.copy_(given)
 
 
 def random_bits(seed: int, param: int, step: int, elems: int) -> tuple[Tensor, Tensor]:
@@ -508,7 +508,7 @@ class StateOffload(Protocol):
         ...
 
     def visit(self, bucket: Bucket, begin: int, end: int, write: bool) -> Iterator[Bucket]:
-        """Does :meth:`Bucket.parts` for a bucket whose state is here."""
+        """Does :meth:`Bucket.pieces` for a bucket whose state is here."""
         ...
 
 
@@ -526,9 +526,10 @@ class Bucket:
         segments: int64 [segments, 3], for the kernels.
         device: of all tensors.
         state: the optimizer's state of the chunk; if it is offloaded, what stands for it,
-            whose elements :meth:`parts` gives.
+            whose elements :meth:`pieces` gives.
         offload: what keeps the state; None for memory.
-        is_part: True if another bucket's :meth:`part` made it, so that its state is laid out there.
+        is_piece: True if another bucket's :meth:`piece` made it, so that its state is laid out
+            there.
         grad_shard: float32 [chunk elements], the gradient that the first of two passes hands to the
             second; None until the first such step.
         error_feedback: what quantization of gradients has lost; None where nothing keeps that.
@@ -554,7 +555,7 @@ class Bucket:
         self.segments = layout.segment_table(self.device)
         self.state = ShardState()
         self.offload: StateOffload | None = None
-        self.is_part = False
+        self.is_piece = False
         self.grad_shard: Tensor | None = None
         self.error_feedback: ErrorFeedback | None = None
         self.tag: Callable[[], int] = int
@@ -616,15 +617,17 @@ class Bucket:
         else:
             self.state = offload.add(self, master, quantized_state)
 
-    def parts(self, begin: int = 0, end: int | None = None, write: bool = True) -> Iterator[Bucket]:
-        """Yields the parts of the bucket whose state is in memory together, one after the other.
+    def pieces(
+        self, begin: int = 0, end: int | None = None, write: bool = True
+    ) -> Iterator[Bucket]:
+        """Yields the pieces of the bucket whose state is in memory together, one after the other.
 
-        In memory that is the bucket itself. Of offloaded state a part is a bucket of its own: its
-        chunk is a piece of this one's, and its state is there until the next part is asked for.
+        In memory that is the bucket itself. Of offloaded state a piece is a bucket of its own: its
+        chunk is a part of this one's, and its state is there until the next piece is asked for.
 
         Args:
-            begin: only parts that reach beyond this element of the bucket.
-            end: only parts that begin before this one; None for all.
+            begin: only pieces that reach beyond this element of the bucket.
+            end: only pieces that begin before this one; None for all.
             write: keep what is changed in the state.
         """
         if self.offload is None:
@@ -662,20 +665,20 @@ class Bucket:
             with self.params_here():
                 self._read_params(begin, end, found)
             return found
-        for part in self.parts(begin, end, write=False):
-            here, there = part.within(begin, end)
-            values = part.state.master if name == "master" else part.state.wide()[name]
+        for piece in self.pieces(begin, end, write=False):
+            here, there = piece.within(begin, end)
+            values = piece.state.master if name == "master" else piece.state.wide()[name]
             assert values is not None
             found[there].copy_(values[here])
         return found
 
     def _read_params(self, begin: int, end: int, found: Tensor) -> None:
         """Fills ``found`` with parameters, joined with their remainders if there are any."""
-        for part in self.parts(begin, end, write=False):
-            here, there = part.within(begin, end)
-            values = part.own_params[here]
-            if part.state.remainder is not None:
-                values = join_master(values, part.state.remainder[here])
+        for piece in self.pieces(begin, end, write=False):
+            here, there = piece.within(begin, end)
+            values = piece.own_params[here]
+            if piece.state.remainder is not None:
+                values = join_master(values, piece.state.remainder[here])
             found[there].copy_(values)
 
     def write_state(self, name: str, begin: int, values: Tensor) -> None:
@@ -690,29 +693,29 @@ class Bucket:
         end = begin + values.numel()
         splits = name == "master" and self.state.remainder is not None
         with self.params_here(write=True) if splits else nullcontext():
-            for part in self.parts(begin, end):
-                here, there = part.within(begin, end)
+            for piece in self.pieces(begin, end):
+                here, there = piece.within(begin, end)
                 if name != "master":
-                    moment = part.state.wide()[name]
+                    moment = piece.state.wide()[name]
                     moment[here].copy_(values[there])
-                    part.state.take({name: moment})
+                    piece.state.take({name: moment})
                     continue
-                if part.state.master is not None:
-                    part.state.master[here].copy_(values[there])
-                if part.state.remainder is not None:
+                if piece.state.master is not None:
+                    piece.state.master[here].copy_(values[there])
+                if piece.state.remainder is not None:
                     param, remainder = split_master(values[there])
-                    part.own_params[here].copy_(param)
-                    part.state.remainder[here].copy_(remainder)
+                    piece.own_params[here].copy_(param)
+                    piece.state.remainder[here].copy_(remainder)
 
-    def part(self, chunk: Chunk, state: ShardState) -> Bucket:
-        """Returns a bucket of a part of this one's chunk, with a state of its own."""
+    def piece(self, chunk: Chunk, state: ShardState) -> Bucket:
+        """Returns a bucket of a piece of this one's chunk, with a state of its own."""
         first = self.chunk.begin
         own = self.own_memory[chunk.begin - first : chunk.end - first]
         memory = BucketMemory(own, holder=self._memory.holder)
         made = Bucket(self.number, self.layout, chunk, memory)
         made.segments = self.segments
         made.state = state
-        made.is_part = True
+        made.is_piece = True
         return made
 
     def lay_out(self, layout: BucketLayout) -> None:
@@ -722,7 +725,7 @@ class Bucket:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Tells the bucket from others of the optimizer, and from other parts of the same one."""
+        """Tells the bucket from others of the optimizer, and from other pieces of the same one."""
         return self.number, self.chunk.begin
 
     @property
@@ -792,9 +795,11 @@ class Bucket:
         """Sets the FP32 master to the parameters, wherever it does not round to them."""
         if self.state.master is None:
             return
-        for part in self.parts():
-            assert part.state.master is not None
-            part.state.master.copy_(following(part.state.master, part.own_params, self.compression))
+        for piece in self.pieces():
+            assert piece.state.master is not None
+            piece.state.master.copy_(
+                following(piece.state.master, piece.own_params, self.compression)
+            )
 
     def refresh_master(self, begin: int = 0, end: int | None = None) -> None:
         """Sets the master of the bucket's elements [begin, end), or of all, to the parameters.
@@ -808,12 +813,12 @@ class Bucket:
         if not self.state.masters():
             return
         with nullcontext() if self.state.master is None else self.params_here():
-            for part in self.parts(begin, end):
-                here, _ = part.within(begin, self.chunk.end if end is None else end)
-                if part.state.master is not None:
-                    part.state.master[here].copy_(part.own_params[here])
-                if part.state.remainder is not None:
-                    part.state.remainder[here].zero_()
+            for piece in self.pieces(begin, end):
+                here, _ = piece.within(begin, self.chunk.end if end is None else end)
+                if piece.state.master is not None:
+                    piece.state.master[here].copy_(piece.own_params[here])
+                if piece.state.remainder is not None:
+                    piece.state.remainder[here].zero_()
 
     def ensure(self, names: Sequence[str]) -> bool:
         """Allocates the moments of these names, of zeros; returns False if there were all."""
@@ -821,8 +826,8 @@ class Bucket:
             return self.offload.ensure(self, names)
         state, elems = self.state, self.chunk.elems
         missing = [name for name in names if state.memory(name) is None]
-        if missing and self.is_part:
-            raise AssertionError(f"a part of bucket {self.number} has no memory for {missing}")
+        if missing and self.is_piece:
+            raise AssertionError(f"a piece of bucket {self.number} has no memory for {missing}")
         for name in missing:
             if state.quantized_state:
                 size_bytes = QuantizedMoment.size_bytes(elems)
@@ -898,5 +903,5 @@ def gather_params(bucket: Bucket, sharers: Communicator) -> None:
         bucket.share()
         return
     chunks = bucket.layout.chunks(sharers)
-    parts = [bucket.params[chunk.begin : chunk.end] for chunk in chunks]
-    sharers.all_gather(parts, parts[sharers.rank])
+    params = [bucket.params[chunk.begin : chunk.end] for chunk in chunks]
+    sharers.all_gather(params, params[sharers.rank])

@@ -276,9 +276,9 @@ class BucketLayout:
         """
         node = comm.node
         each = _native.chunk_elems(self.elems, node.world_size)
-        part = _native.chunk_elems(each, comm.num_nodes)
+        elems = _native.chunk_elems(each, comm.num_nodes)
         chunk, number = self.chunk_of_size(node.rank, each), comm.node_of(comm.rank)
-        begin, end = (chunk.begin + at * part for at in (number, number + 1))
+        begin, end = (chunk.begin + at * elems for at in (number, number + 1))
         return Chunk(min(begin, chunk.end), min(end, chunk.end))
 
     def with_params(self, index_of: Callable[[int], int | None]) -> BucketLayout:

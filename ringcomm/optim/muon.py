@@ -85,11 +85,11 @@ class OwnedParam:
 
     def piece_in(self, flat: Tensor, chunk: Chunk) -> Tensor | None:
         """Returns the parameter's piece of a tensor with a chunk's elements, or None."""
-        part = self.within(chunk)
-        if part is None:
+        inside = self.within(chunk)
+        if inside is None:
             return None
         shift = self.begin - chunk.begin
-        return flat[part.start + shift : part.stop + shift]
+        return flat[inside.start + shift : inside.stop + shift]
 
 
 class OwnerExchange:
@@ -125,18 +125,18 @@ class OwnerExchange:
         self._rank = 0 if sharers is None else sharers.rank
         self._owners = owners_of(costs, ranks)
         self.mine = [number for number, owner in enumerate(self._owners) if owner == self._rank]
-        # By parameter, the parts of it that the ranks have.
-        self._parts = [self._parts_of(each, buckets[each.bucket]) for each in params]
+        # By parameter, the slices of it that the ranks have.
+        self._slices = [self._slices_of(each, buckets[each.bucket]) for each in params]
 
-    def _parts_of(self, param: OwnedParam, bucket: Bucket) -> list[slice | None]:
+    def _slices_of(self, param: OwnedParam, bucket: Bucket) -> list[slice | None]:
         if self._sharers is None or self._is_replicated:
             return [param.within(bucket.chunk)] * len(self._ranks)
         return [param.within(chunk) for chunk in bucket.layout.chunks(self._sharers)]
 
     def _is_whole(self, number: int) -> bool:
         """Tells whether the owner of a parameter has all of it."""
-        part = self._parts[number][self._owners[number]]
-        return part == slice(0, self._params[number].spec.elems)
+        inside = self._slices[number][self._owners[number]]
+        return inside == slice(0, self._params[number].spec.elems)
 
     def to_owners(self, pieces: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """Returns by number this rank's parameters, whole and flat, which may be changed.
@@ -158,9 +158,9 @@ class OwnerExchange:
                 continue
             found[number] = self._empty(self._params[number].spec.elems)
             for rank in self._ranks:
-                part = self._parts[number][rank]
-                if part is not None:
-                    room[rank].append(found[number][part])
+                inside = self._slices[number][rank]
+                if inside is not None:
+                    room[rank].append(found[number][inside])
         self._all_to_all(room, sent)
         return found
 
@@ -180,9 +180,9 @@ class OwnerExchange:
         sent: list[list[Tensor]] = [[] for _ in self._ranks]
         for number, whole in wholes.items():
             for rank in self._ranks:
-                part = self._parts[number][rank]
-                if part is not None:
-                    sent[rank].append(whole[part])
+                inside = self._slices[number][rank]
+                if inside is not None:
+                    sent[rank].append(whole[inside])
                 if rank != self._rank and shared:
                     sent[rank] += [each.reshape(-1) for each in shared[number]]
         room: list[list[Tensor]] = [[] for _ in self._ranks]
@@ -398,13 +398,13 @@ class MuonRule(TensorRule):
         assert run.native is not None
         self._buckets[bucket.number] = bucket
         with bucket.params_here(write=True):
-            for part in bucket.parts():
-                inside, _ = bucket.within(*part.chunk)
+            for piece in bucket.pieces():
+                inside, _ = bucket.within(*piece.chunk)
                 here = grad[inside]
-                run.native.update_shard(part, here)
+                run.native.update_shard(piece, here)
                 for matrix in self._active(run):
                     if matrix.bucket == bucket.number:
-                        self._direct(run, part, matrix, here)
+                        self._direct(run, piece, matrix, here)
 
     def _active(self, run: TensorBackend) -> list[OwnedParam]:
         return [each for each in self.matrices if run.control.active[each.index]]
@@ -412,7 +412,7 @@ class MuonRule(TensorRule):
     def _direct(
         self, run: TensorBackend, bucket: Bucket, matrix: OwnedParam, grads: Tensor
     ) -> None:
-        """Moves the momentum of a matrix in a part of its bucket, and keeps the direction there."""
+        """Moves the momentum of a matrix in a piece of its bucket and keeps the direction there."""
         given = matrix.piece_in(grads, bucket.chunk)
         momentum = matrix.piece_in(bucket.state.moments[MOMENTUM], bucket.chunk)
         if given is None or momentum is None:
@@ -465,17 +465,17 @@ class MuonRule(TensorRule):
     def _apply(self, matrix: OwnedParam, update: Tensor) -> None:
         """Moves this rank's piece of a matrix; ``update`` has its elements."""
         group, whole = self.groups[matrix.spec.group], self._buckets[matrix.bucket]
-        piece = matrix.within(whole.chunk)
-        assert piece is not None
-        parts = [whole] if whole.state.master is None else whole.parts(matrix.begin, matrix.end)
-        for bucket in parts:
+        own = matrix.within(whole.chunk)
+        assert own is not None
+        pieces = [whole] if whole.state.master is None else whole.pieces(matrix.begin, matrix.end)
+        for bucket in pieces:
             master = bucket.state.master
             here = matrix.within(bucket.chunk)
             values = matrix.piece_in(bucket.own_params if master is None else master, bucket.chunk)
             if values is None or here is None:
                 continue
             values.mul_(1 - float(group["lr"]) * group["weight_decay"])
-            moved = update[here.start - piece.start : here.stop - piece.start]
+            moved = update[here.start - own.start : here.stop - own.start]
             values.add_(moved, alpha=-adjusted_lr(group, matrix.spec.shape))
             if master is not None:
                 rounded = matrix.piece_in(bucket.own_params, bucket.chunk)

@@ -373,8 +373,8 @@ def share_params(comm: Communicator, sharers: Communicator, buckets: Buckets) ->
     for bucket in buckets:
         if bucket.has_all_params and bucket.compression is None:
             own = bucket.own_params.clone()
-            parts = [bucket.params[c.begin : c.end] for c in bucket.layout.chunks(sharers)]
-            sharers.all_gather(parts, own)
+            chunks = [bucket.params[c.begin : c.end] for c in bucket.layout.chunks(sharers)]
+            sharers.all_gather(chunks, own)
     end_changes(comm, buckets)
 
 

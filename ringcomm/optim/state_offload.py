@@ -127,22 +127,22 @@ class OffloadedState(ShardState):
             name: torch.empty(bucket.chunk.elems, dtype=dtypes[name], device=device)
             for name in names
         }
-        for part in bucket.parts(write=False):
-            here, _ = bucket.within(*part.chunk)
-            given = part.state.tensors()
+        for piece in bucket.pieces(write=False):
+            here, _ = bucket.within(*piece.chunk)
+            given = piece.state.tensors()
             for name, copy in copies.items():
                 copy[here].copy_(given[name])
         return copies
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        for part in self._bucket.parts() if tensors else ():
-            here, _ = self._bucket.within(*part.chunk)
-            part.state.take({name: each[here] for name, each in tensors.items()})
+        for piece in self._bucket.pieces() if tensors else ():
+            here, _ = self._bucket.within(*piece.chunk)
+            piece.state.take({name: each[here] for name, each in tensors.items()})
 
     def zero(self, names: Iterable[str]) -> None:
         named = [*names]
-        for part in self._bucket.parts() if named else ():
-            part.state.zero(named)
+        for piece in self._bucket.pieces() if named else ():
+            piece.state.zero(named)
 
 
 def _alive(bucket: weakref.ref[Bucket]) -> Bucket:
@@ -264,14 +264,14 @@ class SwapBuffer:
 
 @dataclass(eq=False)
 class StatePiece:
-    """A part of a bucket's chunk whose state moves at once.
+    """A piece of a bucket's chunk whose state moves at once.
 
     Attributes:
         bucket_ref: the bucket.
         chunk: the elements of the bucket.
         lanes: the tensors of its swap unit.
         buffer: where its swap unit is while it is visited.
-        part: the bucket that a visit yields.
+        view: the bucket that a visit yields.
     """
 
     bucket_ref: weakref.ref[Bucket]
@@ -279,7 +279,7 @@ class StatePiece:
     lanes: tuple[Lane, ...]
     extent: int | None = None
     buffer: SwapBuffer | None = None
-    part: Bucket | None = None
+    view: Bucket | None = None
 
     @property
     def bucket(self) -> Bucket:
@@ -304,7 +304,7 @@ class StatePiece:
         self.buffer = buffer
         state = ShardState(quantized_state=self.bucket.state.quantized_state)
         add_lanes(state, self.lanes, buffer.memory, self.chunk.elems)
-        self.part = self.bucket.part(self.chunk, state)
+        self.view = self.bucket.piece(self.chunk, state)
 
 
 @dataclass
@@ -426,7 +426,7 @@ class PiecedOffload:
             self._lay_out()
 
     def visit(self, bucket: Bucket, begin: int, end: int, write: bool) -> Iterator[Bucket]:
-        """Does :meth:`Bucket.parts`; in a step, for the pieces that it visits.
+        """Does :meth:`Bucket.pieces`; in a step, for the pieces that it visits.
 
         In a step an error of the disk ends the visits, and is kept in :attr:`fault`: the rank goes
         on with the calls that the others wait for, and all of them learn of it at the end.
@@ -459,14 +459,14 @@ class PiecedOffload:
         )
 
     def _visit(self, piece: StatePiece, write: bool) -> Iterator[Bucket]:
-        buffer, part = piece.buffer, piece.part
-        assert buffer is not None and part is not None
+        buffer, view = piece.buffer, piece.view
+        assert buffer is not None and view is not None
         # A bucket is laid out anew when its optimizer grows.
-        part.layout, part.segments = piece.bucket.layout, piece.bucket.segments
+        view.layout, view.segments = piece.bucket.layout, piece.bucket.segments
         buffer.swap_in(piece, self.storage)
         buffer.wait()
         try:
-            yield part
+            yield view
         finally:
             buffer.changed |= write
         following = None if self._visited is None else self._visited.get(piece)

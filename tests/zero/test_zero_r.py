@@ -120,8 +120,8 @@ def test_a_parameter_of_200_million_elements_has_the_buffers_of_a_smaller_one(fo
         offload = state_offload.PiecedOffload(blocks, disk.buffer_bytes, disk.resident_bytes)
         bucket.keep_state("fp32", quantized_state=False, offload=offload)
         bucket.ensure(["exp_avg", "exp_avg_sq"])
-        for part in bucket.parts(0, 1):
-            part.state.moments["exp_avg"].fill_(1.0)
+        for piece in bucket.pieces(0, 1):
+            piece.state.moments["exp_avg"].fill_(1.0)
         offload.wait()
         assert blocks.size_bytes == 8 * elems and blocks.bytes_written == 8 << 20
         told = Training(

@@ -148,7 +148,7 @@ def take_error_feedback(
 def _slices(bucket: Bucket, kind: str, begin: int, end: int) -> Iterator[Tensor]:
     """Yields elements [begin, end) of a chunk's tensor of the state, as the pieces have them."""
     first = bucket.chunk.begin
-    for piece in bucket.parts(first + begin, first + end, write=False):
+    for piece in bucket.pieces(first + begin, first + end, write=False):
         here, _ = piece.within(first + begin, first + end)
         yield piece.state.tensors()[kind][here]
 
@@ -165,7 +165,7 @@ def shards_to_load(
     """
     step.written.take_over()
     for stored, whole in zip(engine.stored, step.buckets, strict=True):
-        for bucket in whole.parts():
+        for bucket in whole.pieces():
             tensors = bucket.state.tensors()
             for kind, flat in tensors.items():
                 names = _state_names(engine, step, kind, taken)

@@ -383,9 +383,9 @@ def _follow(master: Tensor, values: Tensor, same: Tensor) -> None:
 
 def _follow_in(owned: Bucket, span: tuple[int, int], values: Tensor, same: Tensor) -> None:
     """Has an optimizer's masters of elements of a bucket follow."""
-    for part in owned.parts(*span) if owned.state.masters() else ():
-        here, there = part.within(*span)
-        state = part.state
+    for piece in owned.pieces(*span) if owned.state.masters() else ():
+        here, there = piece.within(*span)
+        state = piece.state
         if state.master is not None:
             _follow(state.master[here], values[there], same[there])
         if state.remainder is not None:
@@ -401,8 +401,8 @@ def publish(engine: ShardEngine) -> None:
             bucket.share()
         elif isinstance(bucket, ReplicatedBucket) and engine.stage > 0:
             chunks = bucket.layout.chunks(sharers)
-            parts = [bucket.flat[chunk.begin : chunk.end] for chunk in chunks]
-            sharers.all_gather(parts, own_of(bucket).clone())
+            gathered = [bucket.flat[chunk.begin : chunk.end] for chunk in chunks]
+            sharers.all_gather(gathered, own_of(bucket).clone())
     engine.comm.barrier()
 
 
