@@ -56,7 +56,7 @@ class _MemoryProp(ctypes.Structure):
     )
 
 
-class _Access(ctypes.Structure):
+class _AccessDesc(ctypes.Structure):
     """CUmemAccessDesc."""
 
     _fields_ = (("location", _Location), ("flags", c_int))
@@ -88,7 +88,7 @@ _ENTRY_POINTS: dict[str, list[Any]] = {
     "cuMemAddressReserve": [POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_ulonglong],
     "cuMemAddressFree": [c_uint64, c_size_t],
     "cuMemMap": [c_uint64, c_size_t, c_size_t, c_uint64, c_ulonglong],
-    "cuMemSetAccess": [c_uint64, c_size_t, POINTER(_Access), c_size_t],
+    "cuMemSetAccess": [c_uint64, c_size_t, POINTER(_AccessDesc), c_size_t],
     "cuMemUnmap": [c_uint64, c_size_t],
     "cuGetErrorString": [c_int, POINTER(c_char_p)],
 }
@@ -253,7 +253,7 @@ class MulticastWindow:
         self._undo.callback(driver.cuMemAddressFree, ptr, size)
         driver.cuMemMap(ptr, size, 0, handle, 0)
         self._undo.callback(driver.cuMemUnmap, ptr, size)
-        driver.cuMemSetAccess(ptr, size, byref(_Access(location, _ACCESS_READ_WRITE)), 1)
+        driver.cuMemSetAccess(ptr, size, byref(_AccessDesc(location, _ACCESS_READ_WRITE)), 1)
         return ptr.value
 
     def close(self) -> None:
