@@ -511,7 +511,7 @@ class Span(NamedTuple):
     ptr: int
     elems: int
 
-    def part(self, begin: int, end: int, elem_bytes: int) -> Span:
+    def slice(self, begin: int, end: int, elem_bytes: int) -> Span:
         """Returns elements [begin, end) of it, as far as it has them."""
         begin, end = min(begin, self.elems), min(end, self.elems)
         return Span(self.ptr + begin * elem_bytes, end - begin)

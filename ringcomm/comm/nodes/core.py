@@ -181,17 +181,17 @@ class InFlight:
 
 @dataclass
 class _RailParcel:
-    """A message that arrives, with the parts of one node or of several behind one another.
+    """A message that arrives, with the spans of one node or of several behind one another.
 
     Attributes:
         peer: the node that sends it.
-        message: None: it is there, and its parts are where they belong.
-        parts: by node, where its part arrives.
+        message: None: it is there, and its spans are where they belong.
+        spans: by node, where its elements arrive.
     """
 
     peer: int
     message: RailMessage | None
-    parts: dict[int, Span]
+    spans: dict[int, Span]
 
 
 @dataclass
@@ -238,7 +238,7 @@ class NodesCore(CollectivesOverNodes):
         whole = Span(ptr + begin * elem_bytes, end - begin)
         return [
             [
-                whole.part(number * each, (number + 1) * each, elem_bytes)
+                whole.slice(number * each, (number + 1) * each, elem_bytes)
                 for number in range(node, rails * nodes, nodes)
             ]
             for node in range(nodes)
@@ -311,11 +311,11 @@ class NodesCore(CollectivesOverNodes):
 
         def begin(s: int, _: None) -> _Begun:
             return self._begin_reduction(
-                self._table([span.part(*segments[s], size) for span in spans]), form
+                self._table([span.slice(*segments[s], size) for span in spans]), form
             )
 
         def end(s: int, begun: _Begun) -> None:
-            self._end_reduction(begun, {own: mine.part(*segments[s], out_size)}, form, out_dtype)
+            self._end_reduction(begun, {own: mine.slice(*segments[s], out_size)}, form, out_dtype)
 
         self._in_stages(len(segments), begin, *self._adding_stages(form), end)
 
@@ -400,7 +400,7 @@ class NodesCore(CollectivesOverNodes):
                 self._reduce_rows(begun, table, target, form)
             if number == 0:
                 for on_rail in begun.rails.values():
-                    self._send_parts(begun, on_rail, exchange, 0, form)
+                    self._send_sums(begun, on_rail, exchange, 0, form)
         self._reduce_rows(begun, table, layout.node, form)
         return begun
 
@@ -423,12 +423,12 @@ class NodesCore(CollectivesOverNodes):
             for exchange in turn.receives:
                 size_bytes = sum(sizes_bytes[target] for target in exchange.targets)
                 if size_bytes:
-                    ptr, parts = self._taken(begun, size_bytes), {}
+                    ptr, arriving = self._taken(begun, size_bytes), {}
                     message = self._receive(rail, exchange.peer, ptr, size_bytes, number)
                     for target in exchange.targets:
-                        parts[target] = Span(ptr, elems[target])
+                        arriving[target] = Span(ptr, elems[target])
                         ptr += sizes_bytes[target]
-                    on_rail.arriving[-1].append(_RailParcel(exchange.peer, message, parts))
+                    on_rail.arriving[-1].append(_RailParcel(exchange.peer, message, arriving))
         return on_rail
 
     def _reduce_rows(self, begun: _Begun, table: Table, target: int, form: Form) -> None:
@@ -456,10 +456,10 @@ class NodesCore(CollectivesOverNodes):
             if not form.is_partial and mine.elems:
                 form.write_partial(mine.ptr, wide, ptr, mine.elems)
 
-    def _send_parts(
+    def _send_sums(
         self, begun: _Begun, on_rail: _OnRail, exchange: Exchange, number: int, form: Form
     ) -> None:
-        """Sends the parts of a message, which lie behind one another."""
+        """Sends the partial sums of a message, which lie behind one another."""
         size_bytes = sum(form.bytes_of(on_rail.spans[node].elems) for node in exchange.targets)
         if size_bytes:
             ptr = on_rail.spans[exchange.targets[0]].ptr
@@ -474,7 +474,7 @@ class NodesCore(CollectivesOverNodes):
                     span = on_rail.spans[target]
                     form.join(ptrs, span.ptr, span.elems)
                 for exchange in on_rail.rounds[number + 1].sends:
-                    self._send_parts(begun, on_rail, exchange, number + 1, form)
+                    self._send_sums(begun, on_rail, exchange, number + 1, form)
             return begun
 
         yield from (partial(add, number) for number in self._rounds[:-1])
@@ -484,7 +484,7 @@ class NodesCore(CollectivesOverNodes):
         came: dict[int, list[tuple[int, int]]] = {}
         for parcel in on_rail.arriving[number]:
             self._arrive(parcel)
-            for target, span in parcel.parts.items():
+            for target, span in parcel.spans.items():
                 if span.elems:
                     came.setdefault(target, []).append((parcel.peer, span.ptr))
         return {
@@ -534,7 +534,7 @@ class NodesCore(CollectivesOverNodes):
         if in_ptr != own.ptr and own.elems:
             memory_at(own.ptr, own.elems).copy_(memory_at(in_ptr, own.elems))
         segments = self._segments(max(span.elems for span in spans), 1, 1)
-        tables = [self._table([span.part(*s, 1) for span in spans]) for s in segments]
+        tables = [self._table([span.slice(*s, 1) for span in spans]) for s in segments]
         self._in_stages(
             len(tables),
             lambda s, _: self._begin_gathering(tables[s], 1),
@@ -549,7 +549,7 @@ class NodesCore(CollectivesOverNodes):
         def begin(s: int, _: None) -> _Begun:
             begun = _Begun()
             self._begin_on_rail(
-                begun, self.layout.local_rank, [span.part(*segments[s], 1) for span in spans]
+                begun, self.layout.local_rank, [span.slice(*segments[s], 1) for span in spans]
             )
             return begun
 
@@ -572,10 +572,10 @@ class NodesCore(CollectivesOverNodes):
         mine = Span(wide_ptr, spans[layout.rank].elems)
         elems = max(span.elems for span in spans)
         segments = self._segments(elems, 1, form.segment_elem_bytes)
-        tables = [self._table([span.part(*s, size) for span in spans]) for s in segments]
+        tables = [self._table([span.slice(*s, size) for span in spans]) for s in segments]
 
         def begin(s: int, _: None) -> _Begun:
-            begun, wide = _Begun(form=form), mine.part(*segments[s], ELEM_BYTES[FLOAT32])
+            begun, wide = _Begun(form=form), mine.slice(*segments[s], ELEM_BYTES[FLOAT32])
             for rail in layout.rails_of(layout.rank):
                 row = [each[rail] if rail < len(each) else nothing for each in tables[s]]
                 here = wide if rail == layout.local_rank else nothing
@@ -597,10 +597,10 @@ class NodesCore(CollectivesOverNodes):
         mine = Span(wide_ptr, spans[layout.node].elems)
         elems = max(span.elems for span in spans)
         segments = self._segments(elems, 1, form.segment_elem_bytes)
-        rows = [[span.part(*s, size) for span in spans] for s in segments]
+        rows = [[span.slice(*s, size) for span in spans] for s in segments]
 
         def begin(s: int, _: None) -> _Begun:
-            begun, wide = _Begun(form=form), mine.part(*segments[s], ELEM_BYTES[FLOAT32])
+            begun, wide = _Begun(form=form), mine.slice(*segments[s], ELEM_BYTES[FLOAT32])
             self._begin_quantized_on_rail(begun, layout.local_rank, wide, rows[s], form)
             return begun
 
@@ -629,22 +629,22 @@ class NodesCore(CollectivesOverNodes):
         for number, turn in enumerate(rounds, len(rounds)):
             on_rail.arriving.append([])
             for exchange in turn.receives:
-                parts = {node: spans[node] for node in exchange.targets if spans[node].elems}
-                if not parts:
+                arriving = {node: spans[node] for node in exchange.targets if spans[node].elems}
+                if not arriving:
                     continue
-                size_bytes = sum(span.elems for span in parts.values())
-                ptr = next(iter(parts.values())).ptr
-                if len(parts) > 1:
+                size_bytes = sum(span.elems for span in arriving.values())
+                ptr = next(iter(arriving.values())).ptr
+                if len(arriving) > 1:
                     ptr = at = self._taken(begun, size_bytes)
-                    for node, span in parts.items():
-                        parts[node] = Span(at, span.elems)
+                    for node, span in arriving.items():
+                        arriving[node] = Span(at, span.elems)
                         at += span.elems
                 message = self._receive(rail, exchange.peer, ptr, size_bytes, number)
-                on_rail.arriving[-1].append(_RailParcel(exchange.peer, message, parts))
+                on_rail.arriving[-1].append(_RailParcel(exchange.peer, message, arriving))
         self._send_round(begun, on_rail, 0)
 
     def _send_round(self, begun: _Begun, on_rail: _OnRail, number: int) -> None:
-        """Sends the messages of a round of a gathering; parts of several nodes are packed."""
+        """Sends the messages of a round of a gathering; spans of several nodes are packed."""
         packed: dict[tuple[int, ...], Span] = {}
         for exchange in on_rail.rounds[number].sends:
             if exchange.targets not in packed:
@@ -691,7 +691,7 @@ class NodesCore(CollectivesOverNodes):
                 if local_rank in begun.rails:
                     on_rail = begun.rails[local_rank]
                     for parcel in (each for turn in on_rail.arriving for each in turn):
-                        if node in parcel.parts:
+                        if node in parcel.spans:
                             self._arrive(parcel, on_rail.spans)
                             if begun.form is not None:
                                 begun.form.dequantize(
@@ -708,12 +708,12 @@ class NodesCore(CollectivesOverNodes):
         self._given_back(begun)
 
     def _arrive(self, parcel: _RailParcel, belong: Sequence[Span] = ()) -> None:
-        """Waits for a message, and brings its parts where they belong, by node."""
+        """Waits for a message, and brings its spans where they belong, by node."""
         if parcel.message is None:
             return
         self._arrived(parcel.message)
         parcel.message = None
-        for node, span in parcel.parts.items():
+        for node, span in parcel.spans.items():
             if belong and span.ptr != belong[node].ptr:
                 memory_at(belong[node].ptr, span.elems).copy_(memory_at(*span))
 
@@ -806,7 +806,7 @@ class NodesCore(CollectivesOverNodes):
         at = rail % len(layout.node_ranks)
         distance = (layout.node - node) % size
         before, after = (layout.node - 1) % size, (layout.node + 1) % size
-        segments = [whole.part(*s, 1) for s in self._segments(whole.elems, 1, 1)]
+        segments = [whole.slice(*s, 1) for s in self._segments(whole.elems, 1, 1)]
         relays = layout.local_rank == at
         arriving = (
             [self._receive(rail, before, *segment) for segment in segments]

@@ -313,33 +313,33 @@ class DeviceNodesCore(CollectivesOverNodes):
         compression = self._quantization(r, ins.elems)
         for segment in self._segments_of(each, ELEM_BYTES[r.partial]):
             given = self._cut(ins, each, segment, size)
-            parts = self._cut(out, each, segment, size)
+            outs = self._cut(out, each, segment, size)
             if compression is not None:
-                self._all_reduce_quantized(given, parts, r, compression)
+                self._all_reduce_quantized(given, outs, r, compression)
                 continue
-            self._reduce_parts(given, parts[self.layout.rank], r, None)
-            as_bytes = [Span(part.ptr, part.elems * size) for part in parts]
-            self._gather_parts(as_bytes[self.layout.rank], as_bytes)
+            self._reduce_segment(given, outs[self.layout.rank], r, None)
+            as_bytes = [Span(span.ptr, span.elems * size) for span in outs]
+            self._gather_segment(as_bytes[self.layout.rank], as_bytes)
 
     def _reduce_to_each(self, spans: list[Span], out: Span, r: Reducing) -> None:
         elems, size = [span.elems for span in spans], ELEM_BYTES[r.dtype]
         compression = self._quantization(r, sum(elems))
         for segment in self._segments_of(max(elems), ELEM_BYTES[r.partial]):
-            parts = [span.part(*segment, size) for span in spans]
-            self._reduce_parts(parts, out.part(*segment, size), r, compression)
+            segments = [span.slice(*segment, size) for span in spans]
+            self._reduce_segment(segments, out.slice(*segment, size), r, compression)
 
     def _reduce_to_root(self, root: int, ins: Span, out: Span, r: Reducing) -> None:
         compression, size = self._quantization(r, ins.elems), ELEM_BYTES[r.dtype]
         for segment in self._segments_of(ins.elems, ELEM_BYTES[r.partial] * self._world):
             self._reduce_to(
-                root, ins.part(*segment, size), out.part(*segment, size), r, compression
+                root, ins.slice(*segment, size), out.slice(*segment, size), r, compression
             )
 
     def _gather_spans(self, in_ptr: int, spans: list[Span]) -> None:
         mine = Span(in_ptr, spans[self.layout.rank].elems)
         for segment in self._segments_of(max(span.elems for span in spans), 1):
-            parts = [span.part(*segment, 1) for span in spans]
-            self._gather_parts(mine.part(*segment, 1), parts)
+            segments = [span.slice(*segment, 1) for span in spans]
+            self._gather_segment(mine.slice(*segment, 1), segments)
 
     def _broadcast(self, whole: Span, root: int) -> None:
         rail, node, at = self._way_to(root)
@@ -417,7 +417,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         return whole.view(TORCH_DTYPES[dtype])
 
     def _segments_of(self, elems: int, elem_bytes: int) -> Iterator[tuple[int, int]]:
-        """Cuts what each rank has into parts of which those of all ranks fit into scratch."""
+        """Cuts what each rank has into segments of which those of all ranks fit into scratch."""
         each = SCRATCH_BYTES // (elem_bytes * self._world) // LINE_ELEMS * LINE_ELEMS
         each = max(each, LINE_ELEMS)
         yield from ((begin, min(begin + each, elems)) for begin in range(0, elems, each))
@@ -425,9 +425,9 @@ class DeviceNodesCore(CollectivesOverNodes):
     def _cut(self, whole: Span, each: int, segment: tuple[int, int], elem_bytes: int) -> list[Span]:
         """Returns by rank a segment of its chunk of ``each`` elements."""
         chunks = [
-            whole.part(rank * each, (rank + 1) * each, elem_bytes) for rank in range(self._world)
+            whole.slice(rank * each, (rank + 1) * each, elem_bytes) for rank in range(self._world)
         ]
-        return [chunk.part(*segment, elem_bytes) for chunk in chunks]
+        return [chunk.slice(*segment, elem_bytes) for chunk in chunks]
 
     @cached_property
     def _passing(self) -> list[list[int]]:
@@ -469,27 +469,27 @@ class DeviceNodesCore(CollectivesOverNodes):
         )
         return self.compression if quantized else None
 
-    def _reduce_parts(
-        self, parts: list[Span], mine: Span, r: Reducing, compression: str | None
+    def _reduce_segment(
+        self, spans: list[Span], mine: Span, r: Reducing, compression: str | None
     ) -> None:
-        """Reduces parts by rank, and this rank's into ``mine``."""
-        sums = self._reduced_in_node(parts, r)
+        """Reduces spans by rank, and this rank's into ``mine``."""
+        sums = self._reduced_in_node(spans, r)
         if compression is not None:
             self._exchange_quantized(
-                sums, [part.elems for part in parts], mine, r.dtype, r, compression
+                sums, [span.elems for span in spans], mine, r.dtype, r, compression
             )
             return
         sums = sums.to(TORCH_DTYPES[r.dtype]) if self.compression == "param" else sums
-        arrived = self._exchange_sums(sums, [part.elems for part in parts])
+        arrived = self._exchange_sums(sums, [span.elems for span in spans])
         self._write(self._joined(arrived, r), mine, r)
 
-    def _reduced_in_node(self, parts: list[Span], r: Reducing) -> Tensor:
-        """Returns the node's partial sums of the parts that pass through this rank, by rail."""
+    def _reduced_in_node(self, spans: list[Span], r: Reducing) -> Tensor:
+        """Returns the node's partial sums of the spans that pass through this rank, by rail."""
         order = [rank for passing in self._passing for rank in passing]
-        elems = [sum(parts[rank].elems for rank in passing) for passing in self._passing]
+        elems = [sum(spans[rank].elems for rank in passing) for passing in self._passing]
         packed = self._room(sum(elems), TORCH_DTYPES[r.partial])
-        slices = torch.split(packed, [parts[rank].elems for rank in order])
-        copy_all(slices, [self._tensor(parts[rank], r.dtype) for rank in order])
+        slices = torch.split(packed, [spans[rank].elems for rank in order])
+        copy_all(slices, [self._tensor(spans[rank], r.dtype) for rank in order])
         sums = self._room(elems[self.layout.local_rank], TORCH_DTYPES[r.partial])
         self._within(
             "reduce_scatter_list",
@@ -525,10 +525,10 @@ class DeviceNodesCore(CollectivesOverNodes):
     def _all_reduce_quantized(
         self, given: list[Span], outs: list[Span], r: Reducing, compression: str
     ) -> None:
-        """Reduces parts by rank, and gathers the quantized sums; all ranks have what these mean."""
+        """Reduces spans by rank, and gathers the quantized sums; all ranks have what these mean."""
         mine = self._room(outs[self.layout.rank].elems, TORCH_DTYPES[FLOAT32])
         span = Span(mine.data_ptr(), mine.numel())
-        elems = [part.elems for part in given]
+        elems = [span.elems for span in given]
         self._exchange_quantized(
             self._reduced_in_node(given, r), elems, span, FLOAT32, r, compression
         )
@@ -536,7 +536,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         sizes_bytes = [size_bytes(compression, count) for count in elems]
         quantized = torch.split(self._room(sum(sizes_bytes)), sizes_bytes)
         spans = [Span(run.data_ptr(), run.numel()) for run in quantized]
-        self._gather_parts(Span(own.data_ptr(), own.numel()), spans)
+        self._gather_segment(Span(own.data_ptr(), own.numel()), spans)
         for run, out in zip(quantized, outs, strict=True):
             self._quantizer.add_up(compression, run, 1, out, r.dtype)
 
@@ -617,10 +617,10 @@ class DeviceNodesCore(CollectivesOverNodes):
 
     # ---- all-gather, gather, scatter ------------------------------------------------------------
 
-    def _gather_parts(self, mine: Span, parts: list[Span]) -> None:
-        """Gathers parts of bytes, by rank, of which this rank has ``mine``."""
+    def _gather_segment(self, mine: Span, spans: list[Span]) -> None:
+        """Gathers spans of bytes, by rank, of which this rank has ``mine``."""
         layout, begin = self.layout, 0
-        sizes = [part.elems for part in parts]
+        sizes = [span.elems for span in spans]
         totals = [sum(sizes[rank] for rank in passing) for passing in self._passing]
         passed = self._room(totals[layout.local_rank])
         for rail in layout.rails_of(layout.rank):
@@ -638,7 +638,7 @@ class DeviceNodesCore(CollectivesOverNodes):
         self._within("all_gather_list", passed.data_ptr(), ptrs, totals, BYTE)
         order = [rank for passing in self._passing for rank in passing]
         slices = torch.split(packed, [sizes[rank] for rank in order])
-        copy_all([self._bytes(parts[rank]) for rank in order], slices)
+        copy_all([self._bytes(spans[rank]) for rank in order], slices)
 
     def _gather_to(self, root: int, in_ptr: int, size_bytes: int, out_ptrs: Sequence[int]) -> None:
         layout = self.layout

@@ -10,8 +10,8 @@ node. Where parameters travel quantized a rank quantizes the FP32 masters of its
 itself what all others dequantize.
 
 Where each node has a copy of the state (``Steps.per_node``) a bucket has L chunks, and the rank
-of local rank l on every node keeps state for chunk l. The chunk has a part for each rank of its
-rail, which adds the partial sums of that part. The sums return on the rails, in FP32 or quantized
+of local rank l on every node keeps state for chunk l. The chunk has a subchunk for each rank of its
+rail, which adds its partial sums. The sums return on the rails, in FP32 or quantized
 as the network, instead of the parameters: with S bytes of them (G + S) (N-1)/N leave a node.
 """
 
@@ -159,7 +159,7 @@ class StepsCore(NodesCore):
         bucket, layout = Span(0, bucket_elems), self.layout
         if per_node:
             chunk = self._node_chunks(*bucket, 1)[layout.local_rank]
-            sums = self._parts(chunk, bucket_elems, 1)[layout.node]
+            sums = self._subchunks(chunk, bucket_elems, 1)[layout.node]
         else:
             chunks = self._chunks(*bucket, 1)
             own = [chunks[rank] for rank in layout.rail(layout.local_rank)]
@@ -259,20 +259,20 @@ class StepsCore(NodesCore):
         """Returns by rank the chunk of a bucket that it owns."""
         each, whole = _native.chunk_elems(elems, self._world), Span(ptr, elems)
         indices = map(self.layout.shard_index_of, range(self._world))
-        return [whole.part(at * each, (at + 1) * each, elem_bytes) for at in indices]
+        return [whole.slice(at * each, (at + 1) * each, elem_bytes) for at in indices]
 
     def _node_chunks(self, ptr: int, elems: int, elem_bytes: int) -> list[Span]:
         """Returns by local rank the chunk of a bucket that a rank of each node keeps state for."""
         local_ranks = range(len(self.layout.node_ranks))
         each, whole = _native.chunk_elems(elems, len(local_ranks)), Span(ptr, elems)
-        return [whole.part(at * each, (at + 1) * each, elem_bytes) for at in local_ranks]
+        return [whole.slice(at * each, (at + 1) * each, elem_bytes) for at in local_ranks]
 
-    def _parts(self, chunk: Span, bucket_elems: int, elem_bytes: int) -> list[Span]:
-        """Returns by node the part of a node's chunk whose partial sums a rank there adds."""
+    def _subchunks(self, chunk: Span, bucket_elems: int, elem_bytes: int) -> list[Span]:
+        """Returns by node the subchunk of a node's chunk whose partial sums a rank there adds."""
         nodes = range(len(self.layout.nodes))
         each = _native.chunk_elems(bucket_elems, len(self.layout.node_ranks))
-        part = _native.chunk_elems(each, len(nodes))
-        return [chunk.part(node * part, (node + 1) * part, elem_bytes) for node in nodes]
+        size = _native.chunk_elems(each, len(nodes))
+        return [chunk.slice(node * size, (node + 1) * size, elem_bytes) for node in nodes]
 
     def _reduce_bucket(
         self, bucket: Span, target: _StepTarget, r: Reducing, per_node: bool
@@ -280,7 +280,7 @@ class StepsCore(NodesCore):
         """Reduces a bucket in FP32 to what this rank keeps state for.
 
         Returns:
-            The part of that whose partial sums this rank has added.
+            The subchunk of that whose partial sums this rank has added.
         """
         size, layout = ELEM_BYTES[r.dtype], self.layout
         form = self._form(r, bucket.elems)
@@ -293,11 +293,11 @@ class StepsCore(NodesCore):
             self._reduce_own(spans, own, form, target.accumulate)
             return own
         chunks = self._node_chunks(*bucket, size)
-        parts = [self._parts(chunk, bucket.elems, size) for chunk in chunks]
+        subchunks = [self._subchunks(chunk, bucket.elems, size) for chunk in chunks]
         ranks = range(self._world)
-        spans = [parts[layout.local_rank_of(rank)][layout.node_of(rank)] for rank in ranks]
+        spans = [subchunks[layout.local_rank_of(rank)][layout.node_of(rank)] for rank in ranks]
         out = Span(target.out, chunks[layout.local_rank].elems)
-        outs = self._parts(out, bucket.elems, ELEM_BYTES[FLOAT32])
+        outs = self._subchunks(out, bucket.elems, ELEM_BYTES[FLOAT32])
         if isinstance(form, QuantizedForm):
             self._reduce_own_quantized(spans, outs, form, target.accumulate)
         else:
@@ -452,27 +452,27 @@ class StepCalls:
 
         self._engine.start_call(Call("all_gather_bucket", run, [bucket]))
 
-    def all_gather_on_rail(self, parts: Sequence[Tensor], async_op: bool = False) -> Work | None:
+    def all_gather_on_rail(self, tensors: Sequence[Tensor], async_op: bool = False) -> Work | None:
         """Gathers among the ranks of this one's rail alone, in local_rank.
 
         Args:
-            parts: by node, contiguous; that of this rank's node is sent, the others are written.
+            tensors: by node, contiguous; that of this rank's node is sent, the others are written.
             async_op: return a Work at once instead of waiting.
         """
         if len(self._layout.nodes) == 1:
             return None
-        ptrs = [part.data_ptr() for part in parts]
-        sizes_bytes = [part.nbytes for part in parts]
+        ptrs = [tensor.data_ptr() for tensor in tensors]
+        sizes_bytes = [tensor.nbytes for tensor in tensors]
 
         def run(core: StepsCore) -> int:
             return core.all_gather_on_rail(ptrs, sizes_bytes, AUTO)
 
-        return self._engine.start_call(Call("all_gather_on_rail", run, list(parts)), async_op)
+        return self._engine.start_call(Call("all_gather_on_rail", run, list(tensors)), async_op)
 
     def all_gather_quantized(
         self,
         wide: Tensor,
-        parts: Sequence[Tensor],
+        tensors: Sequence[Tensor],
         compression: str,
         *,
         tag: int = 0,
@@ -483,17 +483,20 @@ class StepCalls:
 
         Args:
             wide: float32, this rank's numbers.
-            parts: by rank, contiguous, of one floating-point dtype; all are written.
+            tensors: by rank, contiguous, of one floating-point dtype; all are written.
             compression: "int8", "fp8" or "int4".
             tag: as of :meth:`all_gather_bucket`.
-            on_rail: the ranks of this one's rail alone gather, and ``parts`` are by node.
+            on_rail: the ranks of this one's rail alone gather, and ``tensors`` are by node.
             async_op: return a Work at once instead of waiting.
         """
-        ptrs, elems = [part.data_ptr() for part in parts], [part.numel() for part in parts]
-        dtype = DTYPE_CODES[parts[0].dtype]
+        ptrs = [tensor.data_ptr() for tensor in tensors]
+        elems = [tensor.numel() for tensor in tensors]
+        dtype = DTYPE_CODES[tensors[0].dtype]
         call = QuantizedGather(wide.data_ptr(), ptrs, elems, dtype, on_rail, tag)
 
         def run(core: StepsCore) -> int:
             return core.gather_quantized(call, compression)
 
-        return self._engine.start_call(Call("all_gather_quantized", run, [wide, *parts]), async_op)
+        return self._engine.start_call(
+            Call("all_gather_quantized", run, [wide, *tensors]), async_op
+        )

@@ -648,8 +648,8 @@ class WorldBucket(ShardedBucket):
             return
         assert self.wide is not None
         chunks = self.layout.chunks(self.comm)
-        parts = [self.flat[chunk.begin : chunk.end] for chunk in chunks]
-        self.comm.steps.all_gather_quantized(self.wide, parts, self.compression, tag=self._tag)
+        gathered = [self.flat[chunk.begin : chunk.end] for chunk in chunks]
+        self.comm.steps.all_gather_quantized(self.wide, gathered, self.compression, tag=self._tag)
 
     def open(self) -> None:
         super().open()
