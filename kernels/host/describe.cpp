@@ -77,14 +77,16 @@ const char* name_of(DType dtype) {
                                       "float8_e5m2",
                                       "float8_e5m2fnuz",
                                       "float8_e8m0fnu"};
-  static_assert(sizeof(names) / sizeof(names[0]) == size_t(DType::kCount));
+  static_assert(std::size(names) == size_t(DType::kCount),
+                "give each value of DType (core/dtypes.h) torch's name of it here, in that order");
   return int(dtype) >= 0 && dtype < DType::kCount ? names[int(dtype)] : "none";
 }
 
 const char* name_of(RedOp op) {
   static const char* const names[] = {"SUM", "AVG",  "PREMUL_SUM", "PRODUCT", "MIN",
                                       "MAX", "BAND", "BOR",        "BXOR"};
-  static_assert(sizeof(names) / sizeof(names[0]) == size_t(RedOp::kCount));
+  static_assert(std::size(names) == size_t(RedOp::kCount),
+                "give each value of RedOp (core/reduce.h) a name here, in that order");
   return int(op) >= 0 && op < RedOp::kCount ? names[int(op)] : "none";
 }
 
@@ -98,7 +100,8 @@ const char* name_of(Status status) {
   static const char* const names[] = {"ok",          "timeout", "peer_lost",
                                       "mismatch",    "aborted", "interrupted",
                                       "peer_closed", "corrupt", "refused"};
-  static_assert(std::size(names) == kStatuses);
+  static_assert(std::size(names) == kStatuses,
+                "give each value of Status (core/team.h) a name here, in that order");
   return uint32_t(status) < uint32_t(kStatuses) ? names[uint32_t(status)] : "unknown";
 }
 

@@ -45,28 +45,39 @@ constexpr void fill_row(ReduceFn (&row)[int(RedOp::kCount)]) {
   row[int(RedOp::kBxor)] = entry<In, Out, RedOp::kBxor>();
 }
 
+// The loops of one element type, and those between it and its accumulator's.
+template <DType dtype, class T>
+constexpr void fill_type(KernelTable& t) {
+  using Acc = typename Traits<T>::Acc;
+  static_assert(sizeof(T) == size_of(dtype), "size_of (core/dtypes.h) gives another size");
+  static_assert(kSame<T, Acc> == (accumulator_of(dtype) == dtype) &&
+                    sizeof(Acc) == size_of(accumulator_of(dtype)),
+                "accumulator_of (core/dtypes.h) gives another type than Traits<T>::Acc");
+  fill_row<T>(t.reduce[int(dtype)]);
+  if constexpr (!kSame<T, Acc>) {
+    fill_row<T, Acc>(t.widening[half_index(dtype)]);
+    fill_row<Acc, T>(t.narrowing[half_index(dtype)]);
+  }
+}
+
 constexpr KernelTable make_table(const char* isa) {
   KernelTable t{isa,     &copy, &copy_streaming, &adamw_kernel, &reduce_norm_kernel, {}, {}, {}, {},
                 nullptr, {}};
-  fill_row<uint8_t>(t.reduce[int(DType::kUInt8)]);
-  fill_row<int8_t>(t.reduce[int(DType::kInt8)]);
-  fill_row<uint16_t>(t.reduce[int(DType::kUInt16)]);
-  fill_row<int16_t>(t.reduce[int(DType::kInt16)]);
-  fill_row<uint32_t>(t.reduce[int(DType::kUInt32)]);
-  fill_row<int32_t>(t.reduce[int(DType::kInt32)]);
-  fill_row<uint64_t>(t.reduce[int(DType::kUInt64)]);
-  fill_row<int64_t>(t.reduce[int(DType::kInt64)]);
-  fill_row<Bool>(t.reduce[int(DType::kBool)]);
-  fill_row<Float16>(t.reduce[int(DType::kFloat16)]);
-  fill_row<BFloat16>(t.reduce[int(DType::kBFloat16)]);
-  fill_row<float>(t.reduce[int(DType::kFloat32)]);
-  fill_row<double>(t.reduce[int(DType::kFloat64)]);
-  fill_row<Complex<float>>(t.reduce[int(DType::kComplex64)]);
-  fill_row<Complex<double>>(t.reduce[int(DType::kComplex128)]);
-  fill_row<Float16, float>(t.widening[half_index(DType::kFloat16)]);
-  fill_row<BFloat16, float>(t.widening[half_index(DType::kBFloat16)]);
-  fill_row<float, Float16>(t.narrowing[half_index(DType::kFloat16)]);
-  fill_row<float, BFloat16>(t.narrowing[half_index(DType::kBFloat16)]);
+  fill_type<DType::kUInt8, uint8_t>(t);
+  fill_type<DType::kInt8, int8_t>(t);
+  fill_type<DType::kUInt16, uint16_t>(t);
+  fill_type<DType::kInt16, int16_t>(t);
+  fill_type<DType::kUInt32, uint32_t>(t);
+  fill_type<DType::kInt32, int32_t>(t);
+  fill_type<DType::kUInt64, uint64_t>(t);
+  fill_type<DType::kInt64, int64_t>(t);
+  fill_type<DType::kBool, Bool>(t);
+  fill_type<DType::kFloat16, Float16>(t);
+  fill_type<DType::kBFloat16, BFloat16>(t);
+  fill_type<DType::kFloat32, float>(t);
+  fill_type<DType::kFloat64, double>(t);
+  fill_type<DType::kComplex64, Complex<float>>(t);
+  fill_type<DType::kComplex128, Complex<double>>(t);
   t.quant[int(QuantFormat::kInt8)] = quant_kernels<Int8Format>();
   t.quant[int(QuantFormat::kFp8)] = quant_kernels<Fp8Format>();
   t.quant[int(QuantFormat::kInt4)] = quant_kernels<Int4Format>();

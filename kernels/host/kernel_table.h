@@ -22,9 +22,34 @@ struct ReduceJob {
 };
 using ReduceFn = void (*)(const ReduceJob& job);
 
-// Indices in a table of the types that accumulate in another one.
+// Indices in a table of the types that accumulate in another one; -1 of every other type.
 constexpr int kHalves = 2;
-constexpr int half_index(DType half) { return half == DType::kBFloat16 ? 1 : 0; }
+constexpr int half_index(DType type) {
+  switch (type) {
+    case DType::kFloat16:
+      return 0;
+    case DType::kBFloat16:
+      return 1;
+    default:
+      return -1;
+  }
+}
+constexpr bool every_half_has_an_index() {
+  bool taken[kHalves] = {};
+  for (int t = 0; t < int(DType::kCount); ++t) {
+    const int index = half_index(DType(t));
+    if ((accumulator_of(DType(t)) != DType(t)) != (index >= 0)) return false;
+    if (index < 0) continue;
+    if (index >= kHalves || taken[index]) return false;
+    taken[index] = true;
+  }
+  for (const bool each : taken)
+    if (!each) return false;
+  return true;
+}
+static_assert(every_half_has_an_index(),
+              "give each type whose accumulator_of (core/dtypes.h) is another type a case of its "
+              "own in half_index, and count the cases in kHalves");
 
 // The gradient of element i of a chunk: the sum over s of sources[s][i - first], divided by
 // `divide_by` unless that is 0.
@@ -154,7 +179,7 @@ struct KernelTable {
   NormFn reduce_norm;
   ReduceFn reduce[int(DType::kCount)]
                  [int(RedOp::kCount)];  // null where the operator makes no sense
-  // From 16-bit floats to FP32, and from FP32 to 16-bit floats.
+  // From a type to its accumulator's, and back; by half_index.
   ReduceFn widening[kHalves][int(RedOp::kCount)], narrowing[kHalves][int(RedOp::kCount)];
   QuantKernels quant[int(QuantFormat::kCount)];
   CopyRowsFn copy_rows;

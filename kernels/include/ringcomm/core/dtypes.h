@@ -6,6 +6,8 @@
 
 RINGCOMM_NAMESPACE_BEGIN
 
+// Ranks compare the values: a new type goes to the end, whether it is reduced or only moved, as the
+// float8 types are.
 enum class DType : int32_t {
   kUInt8,
   kInt8,
@@ -22,7 +24,6 @@ enum class DType : int32_t {
   kFloat64,
   kComplex64,
   kComplex128,
-  // Moved, never reduced:
   kFloat8E4M3FN,
   kFloat8E4M3FNUZ,
   kFloat8E5M2,
