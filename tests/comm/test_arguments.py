@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import ringcomm
-from ringcomm import ArgumentError, UnsupportedError
+from ringcomm import ArgumentError, UnsupportedError, _native
+from ringcomm.comm.host.arguments import DTYPE_CODES
+from tests.support.exact import MOVABLE, OPS, ops_for
 
 ReduceOp = torch.distributed.ReduceOp
 T = torch.ones
@@ -246,3 +248,10 @@ def test_factors_of_premul_sum(worlds):
         assert "0.5" in repr(ringcomm.premul_sum(0.5))
 
     worlds(2).run(body)
+
+
+def test_the_sweeps_have_every_dtype_and_op():
+    assert set(MOVABLE) == set(DTYPE_CODES), "tests/support/exact.py lists the dtypes of the sweeps"
+    for dtype, code in DTYPE_CODES.items():
+        known = [op for op in OPS if _native.supports(code, _native.OPS[op])]
+        assert known == list(ops_for(dtype)), dtype

@@ -48,6 +48,7 @@ def test_is_read(name):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_each_type_is_moved(worlds, dtype):
     tensor, out = torch.ones(3).to(dtype), torch.zeros(3).to(dtype)
+    assert _native.takes_fast_path(tensor), "give dtype_of (kernels/bindings/tensors.cpp) the type"
     assert worlds(1)[0].engine.core.all_gather_fast(out, tensor, "auto") == 0
     assert torch.equal(out.view(torch.uint8), tensor.view(torch.uint8))
 
