@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,13 +111,16 @@ class Problem:
         settings = {"comm": comm, "options": options, **_copied(self.settings)}
         if self.sharded:
             return Sharded(self.torch_class, self.dealt(params), **settings)
+        name = self.torch_class.__name__
+        assert self.torch_class in OURS, f"{name}: add it to OURS in tests/optim/problems.py"
         made = OURS[self.torch_class](self.dealt(params), **settings)
         assert isinstance(made, ShardedOptimizer)
         return made
 
     def torch(self, params: list[Tensor]) -> torch.optim.Optimizer:
         make: Any = self.torch_class
-        loops = {} if self.sharded else {"fused": False, "foreach": False}
+        known = () if self.sharded else inspect.signature(make).parameters
+        loops = {name: False for name in ("fused", "foreach") if name in known}
         return make(self.dealt(params), **loops, **_copied(self.settings))
 
     def give(self, params: list[Tensor], step: int, rank: int, scale: float = 1.0) -> None:

@@ -59,6 +59,9 @@ def check_steps(
         before: the parameters, in the order of the groups.
         results: ours, and torch's.
     """
+    assert all("decoupled_weight_decay" in group for group in optimizer.param_groups), (
+        "these are the bounds of AdamW and Adam; test_other_fused_rules.py compares other rules"
+    )
     decays = [
         1.0 - group["lr"] * group["weight_decay"] * group["decoupled_weight_decay"]
         for group in optimizer.param_groups

@@ -1,16 +1,25 @@
-"""SGD and Lion: torch's bits, in every world, dtype and form of a step; their states."""
+"""The fused rules besides AdamW: torch's bits, in every world, dtype and form; their states."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
+import ringcomm.optim.adamw
 from ringcomm.errors import CheckpointError
-from ringcomm.optim import AdamW
+from ringcomm.optim import Adam, AdamW, AdamW8bit
+from ringcomm.optim.rules import FusedRule
+from ringcomm.optim.sharded import ShardedOptimizer
+from tests.comm.device import test_device_steps
+from tests.optim import test_step_kernels
 from tests.optim.problems import (
+    OURS,
     SMALL_BUCKETS,
     Problem,
     TorchLion,
@@ -19,6 +28,7 @@ from tests.optim.problems import (
     train,
 )
 from tests.optim.test_adamw import SAME_LOOPS, in_groups, noise
+from tests.zero import test_precision
 
 Tensor = torch.Tensor
 STEPS = 4
@@ -110,3 +120,42 @@ def test_states_of_other_optimizers_are_refused():
     del damaged["state"][0]["momentum_buffer"]
     with pytest.raises(CheckpointError, match="momentum_buffer"):
         optimizer.load_torch_state_dict(damaged)
+
+
+# ---- lists of the fused rules that other tests keep ---------------------------------------------
+
+FUSED = {
+    each
+    for each in vars(ringcomm.optim.adamw).values()
+    if isinstance(each, type)
+    and issubclass(each, ShardedOptimizer)
+    and each.__module__ == ringcomm.optim.adamw.__name__
+}
+
+
+def classes(makers: Iterable[Any]) -> set[Any]:
+    return {make.func if isinstance(make, partial) else make for make in makers}
+
+
+def rules(base: type[FusedRule] = FusedRule) -> Iterator[type[FusedRule]]:
+    """Yields the fused rules that an optimizer can have."""
+    for each in base.__subclasses__():
+        if not each.__abstractmethods__:
+            yield each
+        yield from rules(each)
+
+
+def test_every_fused_optimizer_is_in_the_lists_of_the_tests():
+    adam = {Adam, AdamW, AdamW8bit}  # in test_adamw.py and test_quantized_moments.py
+    lists = {
+        "OURS of tests/optim/problems.py": set(OURS.values()),
+        "PROBLEMS of this file": {OURS[each.torch_class] for each in PROBLEMS.values()} | adam,
+        "RULES of tests/comm/device/test_device_steps.py": classes(test_device_steps.RULES.values())
+        | {Adam, AdamW},
+        "OPTIMIZERS of tests/zero/test_precision.py": FUSED
+        & classes(test_precision.OPTIMIZERS.values()),
+    }
+    for name, known in lists.items():
+        assert known == FUSED, name
+    kernels = {rule.name.lower() for rule in rules()}
+    assert kernels <= test_step_kernels.RULES.keys(), "RULES of tests/optim/test_step_kernels.py"
