@@ -5,6 +5,7 @@ import os
 import pkgutil
 import re
 import sys
+from functools import cache
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.support.covering import EVERY_CASE
 # The documents name a file from the root or, where the context is clear, from one of the others.
 KERNELS = ROOT / "kernels"
 FOLDERS = [ROOT, KERNELS, KERNELS / "include" / "ringcomm", ROOT / "ringcomm"]
+ENDINGS = (".h", ".py", ".cpp", ".md")
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
@@ -178,6 +180,48 @@ def missing_names(text):
             except (AttributeError, ImportError):
                 missing.append(name)
     return missing
+
+
+@cache
+def words_of_sources():
+    """Returns every word in the sources of the tree."""
+    folders, endings = ("ringcomm", "kernels", "tests", "tools", "bench"), (".py", ".h", ".cpp")
+    return {
+        word
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in endings
+        for word in re.findall(r"\w+", path.read_text())
+    }
+
+
+def unknown_identifiers(text):
+    """Return the identifiers of code, such as `half_index` or `Comm::send()`, of no source."""
+    return [
+        word
+        for span in quoted(text)
+        if re.fullmatch(r"\w+(?:(?:\.|::)\w+)*(?:\(\))?", span) and not span.endswith(ENDINGS)
+        for word in re.findall(r"\w+", span)
+        if re.search(r"_|[a-z][A-Z]", word) and word not in words_of_sources()
+    ]
+
+
+CODE_GUIDES = (
+    "CONTRIBUTING.md",
+    *(f"docs/{name}.md" for name in ("design", "reading", "protocol")),
+)
+
+
+@pytest.mark.parametrize("name", CODE_GUIDES)
+def test_the_identifiers_that_a_guide_to_the_code_quotes_exist(name):
+    assert unknown_identifiers((ROOT / name).read_text()) == []
+
+
+def test_a_made_up_identifier_is_found():
+    # In halves, since this file is a source, too.
+    method, kind = "all_" + "reduces", "Kernel" + "Tables"
+    text = f"`half_index`, `Comm::{method}()`, `{kind}`, `kernel_table.h`, `docs/{method}.md`"
+    assert unknown_identifiers(text) == [method, kind]
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=name_of)
