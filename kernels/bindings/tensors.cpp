@@ -199,11 +199,11 @@ bool read_memory(nb::handle tensor, TensorMemory* result) {
   return true;
 }
 
-bool is_chunk_or_apart(const TensorMemory& whole, const TensorMemory& part, int index) {
+bool is_chunk_or_apart(const TensorMemory& whole, const TensorMemory& tensor, int index) {
   const auto begin = reinterpret_cast<intptr_t>(whole.ptr),
-             at = reinterpret_cast<intptr_t>(part.ptr);
-  return at >= begin + intptr_t(whole.bytes()) || at + intptr_t(part.bytes()) <= begin ||
-         at == begin + index * intptr_t(part.bytes());
+             at = reinterpret_cast<intptr_t>(tensor.ptr);
+  return at >= begin + intptr_t(whole.bytes()) || at + intptr_t(tensor.bytes()) <= begin ||
+         at == begin + index * intptr_t(tensor.bytes());
 }
 
 int op_code(nb::handle op) {

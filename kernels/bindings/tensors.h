@@ -31,8 +31,8 @@ bool read_memory(nanobind::handle tensor, TensorMemory* result);
 // or a trace; 0: none.
 uint64_t intercepting_keys();
 
-// True of a part that is chunk `index` of `whole`, or lies apart from it.
-bool is_chunk_or_apart(const TensorMemory& whole, const TensorMemory& part, int index);
+// True of a tensor that is chunk `index` of `whole`, or lies apart from it.
+bool is_chunk_or_apart(const TensorMemory& whole, const TensorMemory& tensor, int index);
 
 // The code of one of torch's ReduceOp constants; negative: none.
 int op_code(nanobind::handle op);

@@ -256,21 +256,20 @@ struct Updater {
     store_eight(at, p, f);
   }
 
-  // `parts` times eight elements, `stride` apart: all their loads are under way together. Several
+  // `unroll` times eight elements, `stride` apart: all their loads are under way together. Several
   // have no registers left for AMSGrad's maxima.
-  template <int parts>
+  template <int unroll>
   RC_TEAM_FN void eights(uint64_t at, uint64_t stride, const GradSum<G>& grads,
                          const AdamWFactors& f) const {
-    constexpr bool may_amsgrad = parts == 1;
-    State held[parts];
-    float g[parts * kTurnElems];
+    constexpr bool may_amsgrad = unroll == 1;
+    State held[unroll];
+    float g[unroll * kTurnElems];
     RC_UNROLL
-    for (int part = 0; part < parts; ++part)
-      load_state<may_amsgrad>(at + uint64_t(part) * stride, f, held[part]);
-    grads.template eights<parts>(at, stride, g);
+    for (int k = 0; k < unroll; ++k) load_state<may_amsgrad>(at + uint64_t(k) * stride, f, held[k]);
+    grads.template eights<unroll>(at, stride, g);
     RC_UNROLL
-    for (int part = 0; part < parts; ++part)
-      update_state<may_amsgrad>(at + uint64_t(part) * stride, g + part * kTurnElems, f, held[part]);
+    for (int k = 0; k < unroll; ++k)
+      update_state<may_amsgrad>(at + uint64_t(k) * stride, g + k * kTurnElems, f, held[k]);
   }
 
   RC_TEAM_FN void store_eight(uint64_t at, const float (&p)[kTurnElems],
@@ -385,8 +384,8 @@ RC_COLD void update_blocks(const AdamWShard& s, GradSum<G> grads, char* const* c
   }
 }
 
-// The same with FP32 moments, of AdamW, SGD and Lion; `parts` times eight elements a turn.
-template <class G, class P, int parts>
+// The same with FP32 moments, of AdamW, SGD and Lion; `unroll` times eight elements a turn.
+template <class G, class P, int unroll>
 RC_COLD void update_lanes(const AdamWShard& s, GradSum<G> grads, char* const* copies,
                           int copy_count, Run run, int lane, int lanes) {
   const Updater<G, P> updater{s, copies, copy_count};
@@ -404,10 +403,10 @@ RC_COLD void update_lanes(const AdamWShard& s, GradSum<G> grads, char* const* co
     const uint64_t whole = vectors ? from + (to - from) / kTurnElems * kTurnElems : from;
     const uint64_t stride = uint64_t(lanes) * kTurnElems;
     uint64_t at = from + uint64_t(lane) * kTurnElems;
-    if constexpr (parts > 1)
+    if constexpr (unroll > 1)
       if ((f.flags & kAdamAmsgrad) == 0)
-        for (; at + (parts - 1) * stride < whole; at += parts * stride)
-          updater.template eights<parts>(at, stride, grads, f);
+        for (; at + (unroll - 1) * stride < whole; at += unroll * stride)
+          updater.template eights<unroll>(at, stride, grads, f);
     for (; at < whole; at += stride) updater.template eights<1>(at, 0, grads, f);
     for (at = whole + uint64_t(lane); at < to; at += uint64_t(lanes))
       updater.one(at, grads.one(at), f);

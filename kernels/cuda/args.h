@@ -36,10 +36,10 @@ struct RankTable {
   char* heaps[kMaxWorld];
   uint64_t heap_bytes[kMaxWorld];
   // Of algorithm kMulticast (multicast.h): this rank's window, at its own address and at that of
-  // all ranks' windows, and the part of a slot that one rank owns; null and 0 without a window.
+  // all ranks' windows, and the bytes of a slot that one rank owns; null and 0 without a window.
   char* window;
   char* windows;
-  uint64_t part_bytes;
+  uint64_t piece_bytes;
 };
 
 // Rings follow the table: int32_t [rings][world], rank by position.

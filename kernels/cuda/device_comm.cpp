@@ -80,9 +80,9 @@ bool DeviceComm::set_window(uint64_t own, uint64_t all, uint64_t bytes) {
   window_ = own;
   windows_ = all;
   // Two slots per channel, a part of whole lines per rank.
-  part_bytes_ =
+  piece_bytes_ =
       bytes / (2 * uint64_t(config_.layout.channels) * config_.world) / kLineBytes * kLineBytes;
-  return part_bytes_ > 0;
+  return piece_bytes_ > 0;
 }
 
 std::string DeviceComm::table(const std::vector<uint64_t>& regions,
@@ -100,7 +100,7 @@ std::string DeviceComm::table(const std::vector<uint64_t>& regions,
   t.scratch = reinterpret_cast<char*>(regions[size_t(config_.rank)]) + scratch_offset();
   t.window = reinterpret_cast<char*>(window_);
   t.windows = reinterpret_cast<char*>(windows_);
-  t.part_bytes = part_bytes_;
+  t.piece_bytes = piece_bytes_;
   for (int p = 0; p < config_.world; ++p) {
     t.regions[p] = reinterpret_cast<char*>(regions[size_t(p)]);
     t.heaps[p] = reinterpret_cast<char*>(heaps[size_t(p)]);
@@ -289,11 +289,11 @@ void DeviceComm::multicast(Prepared p, const Reduction& r) {
                      : r.dtype == DType::kBFloat16         ? "multicast_bfloat16"
                      : r.dtype == DType::kFloat16          ? "multicast_float16"
                                                            : nullptr;
-  if (part_bytes_ == 0)
+  if (piece_bytes_ == 0)
     throw std::invalid_argument("algorithm: \"multicast\" needs CommOptions.multicast_bytes > 0");
   if (unit == nullptr || (!gathers && r.op != RedOp::kSum && r.op != RedOp::kAvg))
     throw std::invalid_argument("algorithm: \"multicast\" has no kernel for this dtype and op");
-  if (p.args.chunk_bytes / p.channels / part_bytes_ >= kMaxItems)
+  if (p.args.chunk_bytes / p.channels / piece_bytes_ >= kMaxItems)
     throw std::invalid_argument("algorithm: a chunk of " + std::to_string(p.args.chunk_bytes) +
                                 " bytes is more than \"multicast\" can pass through its window; "
                                 "raise CommOptions.multicast_bytes");

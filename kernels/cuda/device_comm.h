@@ -210,8 +210,8 @@ class DeviceComm {
   std::map<std::string, void*> kernels_;
   std::vector<uint64_t> regions_;
   uint64_t table_address_ = 0;
-  uint64_t window_ = 0, windows_ = 0, part_bytes_ = 0;  // as in RankTable
-  InlineTable inline_table_{};                          // world 0: it does not fit
+  uint64_t window_ = 0, windows_ = 0, piece_bytes_ = 0;  // as in RankTable
+  InlineTable inline_table_{};                           // world 0: it does not fit
   HostPage* page_ = nullptr;
   void* stream_ = nullptr;
   std::deque<Pending> pending_;

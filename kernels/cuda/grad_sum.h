@@ -51,21 +51,21 @@ struct GradSum {
     for (int s = 1; s < count; ++s) sum += Traits<G>::load(*source(s, at));
     return finished(sum);
   }
-  // `parts` times eight elements, `stride` apart. The next source's loads are under way while one
+  // `unroll` times eight elements, `stride` apart. The next source's loads are under way while one
   // is added.
-  template <int parts>
-  RC_TEAM_FN void eights(uint64_t at, uint64_t stride, float (&sum)[parts * kTurnElems]) const {
-    Eight<G> now[parts], next[parts];
+  template <int unroll>
+  RC_TEAM_FN void eights(uint64_t at, uint64_t stride, float (&sum)[unroll * kTurnElems]) const {
+    Eight<G> now[unroll], next[unroll];
     RC_UNROLL
-    for (int p = 0; p < parts; ++p) now[p].load(source(0, at + uint64_t(p) * stride));
+    for (int p = 0; p < unroll; ++p) now[p].load(source(0, at + uint64_t(p) * stride));
     RC_ROLLED
     for (int s = 0; s < count; ++s) {
       if (s + 1 < count) {
         RC_UNROLL
-        for (int p = 0; p < parts; ++p) next[p].load(source(s + 1, at + uint64_t(p) * stride));
+        for (int p = 0; p < unroll; ++p) next[p].load(source(s + 1, at + uint64_t(p) * stride));
       }
       RC_UNROLL
-      for (int p = 0; p < parts; ++p) {
+      for (int p = 0; p < unroll; ++p) {
         G x[kTurnElems];
         now[p].get(x);
         RC_UNROLL
@@ -78,7 +78,7 @@ struct GradSum {
       }
     }
     RC_UNROLL
-    for (int k = 0; k < parts * kTurnElems; ++k) sum[k] = finished(sum[k]);
+    for (int k = 0; k < unroll * kTurnElems; ++k) sum[k] = finished(sum[k]);
   }
 };
 

@@ -37,19 +37,19 @@ namespace device {
 struct WindowSlots {
   char* own;
   char* all;
-  uint64_t part_bytes;
+  uint64_t piece_bytes;
   int world;
 
   RC_TEAM_FN uint64_t offset(uint32_t piece, int chunk) const {
-    return (uint64_t(piece & 1) * world + chunk) * part_bytes;
+    return (uint64_t(piece & 1) * world + chunk) * piece_bytes;
   }
 };
 
 // Piece `j` of a chunk of a buffer; `slice` is the channel's of a whole chunk, and the last chunks
 // may be shorter or empty.
-RC_TEAM_FN Span piece_of(const Span& chunk, const Extent& slice, uint64_t part_bytes, uint32_t j) {
-  const uint64_t begin = slice.begin_bytes + j * part_bytes;
-  uint64_t end = begin + part_bytes < slice.end_bytes ? begin + part_bytes : slice.end_bytes;
+RC_TEAM_FN Span piece_of(const Span& chunk, const Extent& slice, uint64_t piece_bytes, uint32_t j) {
+  const uint64_t begin = slice.begin_bytes + j * piece_bytes;
+  uint64_t end = begin + piece_bytes < slice.end_bytes ? begin + piece_bytes : slice.end_bytes;
   if (end > chunk.bytes) end = chunk.bytes;
   return {chunk.ptr + begin, begin < end ? end - begin : 0};
 }
@@ -111,7 +111,7 @@ RC_TEAM_FN Status sync_peers(E& e, uint32_t item, uint64_t stream_bytes) {
 }
 
 // Step 3 of a round: `bytes` bytes of my chunk, whose sum and results lie at `all`. What is not a
-// whole vector in the user's memory goes by bytes; parts of slots are of whole vectors.
+// whole vector in the user's memory goes by bytes; pieces are of whole vectors.
 template <class T, class E>
 RC_TEAM_FN void reduce_by_multicast(E& e, const CallArgs& args, char* all, char* out,
                                     uint64_t bytes) {
@@ -148,10 +148,12 @@ RC_TEAM_FN Status multicast_collective(E& e, const CallArgs& args, const Chunks&
   const bool reduces = args.collective != Collective::kAllGather,
              shares = args.collective != Collective::kReduceScatter;
   const RankTable& t = *args.table;
-  const uint64_t part = t.part_bytes, own_begin = 2 * uint64_t(e.team.channel()) * t.world * part;
-  const WindowSlots slots{t.window + own_begin, t.windows + own_begin, part, t.world};
-  const Extent slice = part_of(args.chunk_bytes, e.team.portion(), e.cut.line_shift);
-  const auto pieces = uint32_t((slice.end_bytes - slice.begin_bytes + part - 1) / part);
+  const uint64_t piece_bytes = t.piece_bytes,
+                 own_begin = 2 * uint64_t(e.team.channel()) * t.world * piece_bytes;
+  const WindowSlots slots{t.window + own_begin, t.windows + own_begin, piece_bytes, t.world};
+  const Extent slice = extent_of(args.chunk_bytes, e.team.portion(), e.cut.line_shift);
+  const auto pieces =
+      uint32_t((slice.end_bytes - slice.begin_bytes + piece_bytes - 1) / piece_bytes);
   const uint32_t rounds = pieces == 0 || shares ? pieces + 1 : pieces;
   const uint64_t stream_bytes = uint64_t(rounds) * e.segment_bytes();
   const Peers all{1, e.world()};
@@ -160,13 +162,14 @@ RC_TEAM_FN Status multicast_collective(E& e, const CallArgs& args, const Chunks&
       e.wait_by_lanes(all, [&](int p) { return e.drained(Stream::kShared, p, 0); }));
   for (uint32_t j = 0; j < rounds; ++j) {
     for (int r = 0; reduces && j < pieces && r < e.world(); ++r) {
-      const Span from = piece_of(in.get(r), slice, part, j);
+      const Span from = piece_of(in.get(r), slice, piece_bytes, j);
       e.ops.copy_shared(e.team, slots.own + slots.offset(j, r), from.ptr, from.bytes);
     }
     RC_RETURN_IF_FAILED(sync_peers(e, j, stream_bytes));
     if (j < pieces) {
-      const uint64_t begin = slice.begin_bytes + j * part,
-                     bytes = piece_of((reduces ? in : out).get(e.rank()), slice, part, j).bytes;
+      const uint64_t begin = slice.begin_bytes + j * piece_bytes,
+                     bytes =
+                         piece_of((reduces ? in : out).get(e.rank()), slice, piece_bytes, j).bytes;
       char* const results = slots.all + slots.offset(j, e.rank());
       if (reduces)
         reduce_by_multicast<T>(e, args, results, args.out + begin, bytes);
@@ -174,7 +177,7 @@ RC_TEAM_FN Status multicast_collective(E& e, const CallArgs& args, const Chunks&
         share_by_multicast(e, results, args.in + begin, bytes);
     }
     for (int r = 0; shares && j > 0 && r < e.world(); ++r) {
-      const Span to = piece_of(out.get(r), slice, part, j - 1);
+      const Span to = piece_of(out.get(r), slice, piece_bytes, j - 1);
       e.ops.copy_private(e.team, to.ptr, slots.own + slots.offset(j - 1, r), to.bytes);
     }
     if (reduces && shares) e.team.sync();  // the next round fills the slot that was copied out

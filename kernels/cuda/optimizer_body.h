@@ -25,9 +25,9 @@ RC_TEAM_FN void prepare_kernel(Team team, const LaunchParams& p, int, Workspace&
 }
 
 template <class Team>
-RC_TEAM_FN Run part_of_chunk(const Team& team, uint64_t elems) {
-  const Extent part = part_of(elems, team.channel(), team.num_channels(), kTileShift);
-  return {part.begin_bytes, part.end_bytes};
+RC_TEAM_FN Run run_of_channel(const Team& team, uint64_t elems) {
+  const Extent extent = extent_of(elems, team.channel(), team.num_channels(), kTileShift);
+  return {extent.begin_bytes, extent.end_bytes};
 }
 
 // Into shared memory, since its dozen addresses would cost the loops two dozen registers.
@@ -44,7 +44,7 @@ RC_TEAM_FN void adamw_shard_kernel(Team team, const LaunchParams& p, int rank_in
   if (team.lane() == 0) w.sources[0] = args.in;
   load_shard(team, args, w);
   const GradSum<G> grads{w.sources, 1, 0, 0};
-  const Run run = part_of_chunk(team, w.shard.elems);
+  const Run run = run_of_channel(team, w.shard.elems);
   if (w.shard.quantized_state)
     update_blocks<G, P>(w.shard, grads, nullptr, 0, run, team.lane(), team.num_lanes());
   else
@@ -79,7 +79,7 @@ RC_TEAM_FN void grad_norm_kernel(Team team, const LaunchParams& p, int rank_in_l
   if (team.lane() == 0) w.sources[0] = args.in;
   begin_norm(team, w);
   const NormTarget<G> target{GradSum<G>{w.sources, 1, 0, 0}, nullptr, false, NormKind(args.norm)};
-  norm_lanes(target, part_of_chunk(team, args.total_bytes / sizeof(G)), w.norm, team.lane(),
+  norm_lanes(target, run_of_channel(team, args.total_bytes / sizeof(G)), w.norm, team.lane(),
              team.num_lanes());
   end_norm(team, args, w);
 }
@@ -118,8 +118,8 @@ struct UpdateFinish {
 
   template <class Team>
   RC_TEAM_FN void operator()(Team& team, const Gradients& from, Run run) const {
-    // One block a multiprocessor leaves registers for two parts. On an H100 (two ranks, 256 Mi bf16
-    // parameters) a step took 4.3 ms with two and 6.0 with three; one was not measured beside them.
+    // One block a multiprocessor leaves registers to unroll by two. On an H100 (two ranks, 256 Mi
+    // bf16 parameters) a step took 4.3 ms by two and 6.0 by three; by one was not measured.
     update_lanes<G, P, 2>(*shard, GradSum<G>{from.ptrs, from.count, divide_by, run.begin}, copies,
                           copy_count, run, team.lane(), team.num_lanes());
   }

@@ -70,10 +70,10 @@ inline const float* gradient_of(const GradSources& g, uint64_t begin, uint64_t n
   const int group = g.sum_group_size > 0 && g.sum_group_size < g.count ? g.sum_group_size : g.count;
   sum_sources<T>(g, 0, group, begin, n, buffer);
   for (int first = group; first < g.count; first += group) {
-    alignas(64) float part[kTileElems];
+    alignas(64) float sums[kTileElems];
     const int last = first + group < g.count ? first + group : g.count;
-    sum_sources<T>(g, first, last, begin, n, part);
-    for (uint64_t i = 0; i < n; ++i) buffer[i] += part[i];
+    sum_sources<T>(g, first, last, begin, n, sums);
+    for (uint64_t i = 0; i < n; ++i) buffer[i] += sums[i];
   }
   if (g.divide_by > 0) {
     const float world = float(g.divide_by);

@@ -17,7 +17,7 @@ struct HostOps {
 
   template <class Team>
   void copy_shared(Team& team, void* dst, const void* src, uint64_t bytes) const {
-    const Extent e = part_of(bytes, team.lane(), team.num_lanes());
+    const Extent e = extent_of(bytes, team.lane(), team.num_lanes());
     if (e.end_bytes == e.begin_bytes) return;
     path->store(bytes, [&](bool past_caches) {
       (past_caches ? table->copy_streaming : table->copy)(at(dst, e), at(src, e),
@@ -27,7 +27,7 @@ struct HostOps {
 
   template <class Team>
   void copy_private(Team& team, void* dst, const void* src, uint64_t bytes) const {
-    const Extent e = part_of(bytes, team.lane(), team.num_lanes());
+    const Extent e = extent_of(bytes, team.lane(), team.num_lanes());
     if (e.end_bytes == e.begin_bytes) return;
     (streaming ? table->copy_streaming : table->copy)(at(dst, e), at(src, e),
                                                       e.end_bytes - e.begin_bytes);
@@ -36,7 +36,7 @@ struct HostOps {
   template <class Team>
   void reduce(Team& team, const ReduceTarget& to, const ReduceSources& from, uint64_t bytes,
               int finish_world) const {
-    const Extent e = part_of(bytes, team.lane(), team.num_lanes());
+    const Extent e = extent_of(bytes, team.lane(), team.num_lanes());
     if (e.end_bytes == e.begin_bytes) return;
     const void* const* sources = from.ptrs;
     const void* mine[kMaxLaneSources];

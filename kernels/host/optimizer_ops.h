@@ -16,8 +16,8 @@ struct OptimizerOps : HostOps {
 
   template <class Team>
   void consume(Team& team, const Gradients& from, Run run) const {
-    const Extent part = part_of(run.end - run.begin, team.lane(), team.num_lanes(), kTileShift);
-    const Run mine{run.begin + part.begin_bytes, run.begin + part.end_bytes};
+    const Extent extent = extent_of(run.end - run.begin, team.lane(), team.num_lanes(), kTileShift);
+    const Run mine{run.begin + extent.begin_bytes, run.begin + extent.end_bytes};
     if (mine.begin < mine.end) finish(mine, from, run.begin);
   }
 

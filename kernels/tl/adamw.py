@@ -456,11 +456,11 @@ def update_run(shard, dests, sources, begin, end, KIND: tl.constexpr):
 
 
 @triton.jit
-def part_of(elems, part, parts):
-    """The elements [begin, end) of part ``part``, in whole tiles except for the tail."""
+def extent_of(elems, index, count):
+    """Elements [begin, end) of portion ``index`` of ``count``, in whole tiles but for the tail."""
     tiles = (elems + (TILE_ELEMS - 1)) // TILE_ELEMS
-    begin = tl.minimum(tiles * part // parts * TILE_ELEMS, elems)
-    end = tl.minimum(tiles * (part + 1) // parts * TILE_ELEMS, elems)
+    begin = tl.minimum(tiles * index // count * TILE_ELEMS, elems)
+    end = tl.minimum(tiles * (index + 1) // count * TILE_ELEMS, elems)
     return begin, end
 
 
@@ -475,7 +475,7 @@ def adamw_shard_kernel(shard, grad, elems, KIND: tl.constexpr):
         KIND: a ShardKind, whose divisor is 1.
     """
     zero = tl.full((), 0, tl.int64)
-    begin, end = part_of(elems + zero, tl.program_id(0), tl.num_programs(0))
+    begin, end = extent_of(elems + zero, tl.program_id(0), tl.num_programs(0))
     ITEM: tl.constexpr = KIND.grad.primitive_bitwidth // 8
     source = grad + zero + begin * ITEM
     update_run(shard + zero, (own_params(shard + zero, KIND),), (source,), begin, end, KIND)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ringcomm._native import GRAD_NORM_KINDS, GRAD_NORM_WORDS
 
-from .adamw import PARAMS, TILE_ELEMS, gradient, own_params, part_of, shard_word, update_run
+from .adamw import PARAMS, TILE_ELEMS, extent_of, gradient, own_params, shard_word, update_run
 from .collectives import all_gather_ring, reduce_ring, sources_of
 from .endpoint import (
     CONSUMED_WORD,
@@ -203,7 +203,7 @@ def grad_norm_kernel(grad, words, elems, NORM: tl.constexpr):
         NORM: a NormKind, that stores nothing and whose divisor is 1.
     """
     zero = tl.full((), 0, tl.int64)
-    begin, end = part_of(elems + zero, tl.program_id(0), tl.num_programs(0))
+    begin, end = extent_of(elems + zero, tl.program_id(0), tl.num_programs(0))
     ITEM: tl.constexpr = NORM.grad.primitive_bitwidth // 8
     source = grad + zero + begin * ITEM
     found = reduce_run(no_words(), zero, (source,), begin, end, NORM)
@@ -231,7 +231,7 @@ def slice_of(ws, elems, rank, G: tl.constexpr):
     end) of the chunk."""
     size = chunk_elems(elems, G)
     origin = tl.minimum(rank * size, elems)
-    begin, end = part_of(tl.minimum(size, elems - origin), get(ws, CHANNEL), G.channels)
+    begin, end = extent_of(tl.minimum(size, elems - origin), get(ws, CHANNEL), G.channels)
     return origin, begin, end
 
 

@@ -135,7 +135,7 @@ def plan_all_reduce(size_bytes: int, dtype: str, op: str, algorithm: int, world:
 
 def launch(
     plan: KernelPlan,
-    parts: Sequence[RankPointers],
+    ranks: Sequence[RankPointers],
     timeout_ns: int,
     geometry: Geometry,
     health: Callable[[int], int] = lives,
@@ -146,18 +146,18 @@ def launch(
 
     Args:
         plan: the collective.
-        parts: of the ranks that this launch carries.
+        ranks: the ranks that this launch carries.
         timeout_ns: deadline of one wait.
         geometry: of the communicator.
         health: for the interpreter: status of the process of a peer, 0 while it lives.
     """
-    grid = (geometry.channels, len(parts))
+    grid = (geometry.channels, len(ranks))
     with interpreting(health) if IS_INTERPRETED else nullcontext():
         plan.kernel[grid](
-            tagged(part.table_ptr for part in parts),
+            tagged(rank.table_ptr for rank in ranks),
             # An empty tensor has no address, and a small number would be another type.
-            tagged(part.in_ptr or part.table_ptr for part in parts),
-            tagged(part.out_ptr or part.table_ptr for part in parts),
+            tagged(rank.in_ptr or rank.table_ptr for rank in ranks),
+            tagged(rank.out_ptr or rank.table_ptr for rank in ranks),
             *plan.sizes,
             timeout_ns,
             tagged(plan.call),

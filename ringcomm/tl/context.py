@@ -397,20 +397,20 @@ class _Words:
 
     Attributes:
         ranks: between ranks.
-        parts: between blocks, of chunks that have arrived, or are stored.
+        chunks: between blocks, of chunks that have arrived, or are stored.
         epochs: of each block that counts calls there.
     """
 
     ranks: Symmetric
-    parts: Tensor
+    chunks: Tensor
     epochs: Tensor
 
 
-def _words(context: Context, moving: int, parts: int, epochs: int) -> _Words:
+def _words(context: Context, moving: int, chunks: int, epochs: int) -> _Words:
     world, device = context.comm.world_size, context.comm.device
     return _Words(
         context.zeros((2 * moving, world), torch.int32),
-        torch.zeros(parts, dtype=torch.int32, device=device),
+        torch.zeros(chunks, dtype=torch.int32, device=device),
         torch.zeros(epochs, dtype=torch.int32, device=device),
     )
 
@@ -487,7 +487,7 @@ def all_gather_matmul(context: Context, a: Symmetric, b: Tensor) -> Tensor:
         context.timeout_ns,
         a.ptrs,
         words.ranks.ptrs,
-        words.parts,
+        words.chunks,
         words.epochs,
         gathered,
         b,
@@ -551,7 +551,7 @@ def matmul_reduce_scatter(context: Context, a: Tensor, b: Tensor, inbox: Symmetr
         context.timeout_ns,
         inbox.ptrs,
         words.ranks.ptrs,
-        words.parts,
+        words.chunks,
         words.epochs,
         a,
         b,

@@ -545,10 +545,10 @@ class DeviceCallEngine(CallEngine):
         geometry = Geometry.of(core.native.geometry)
 
         def run(plan: KernelPlan, in_ptr: int, out_ptr: int) -> int:
-            part = RankPointers(core.native.table_ptr, in_ptr, out_ptr)
+            pointers = RankPointers(core.native.table_ptr, in_ptr, out_ptr)
             timeout_ns = core.timeout_ms * 1_000_000
             with self._in_records(plan.call, geometry.channels):
-                self._submit(TritonLaunch(self.device_ref, plan, part, timeout_ns, geometry))
+                self._submit(TritonLaunch(self.device_ref, plan, pointers, timeout_ns, geometry))
             return 0
 
         return TritonEnd(run, self.world_size, self.chosen(AUTO))

@@ -204,10 +204,10 @@ class HostTriton:
         from ringcomm._tl.launch import RankPointers, launch
 
         core = self._core
-        part = RankPointers(ctypes.addressof(self._table), in_ptr, out_ptr)
+        pointers = RankPointers(ctypes.addressof(self._table), in_ptr, out_ptr)
         core.record_begin(plan.call)
         try:
-            launch(plan, [part], core.timeout_ms * 1_000_000, self._geometry, core.health)
+            launch(plan, [pointers], core.timeout_ms * 1_000_000, self._geometry, core.health)
         except BaseException as error:
             # Peers wait for data that this rank will not publish any more.
             core.abort(f"a Triton kernel was interrupted by {type(error).__name__}: {error}")
@@ -224,7 +224,7 @@ class TritonLaunch:
 
     device_ref: tuple[DeviceRuntime, int]
     plan: KernelPlan
-    part: RankPointers
+    pointers: RankPointers
     timeout_ns: int
     geometry: Geometry
 
@@ -240,12 +240,12 @@ class TritonLaunch:
         """Launches this call and those of ``others``, which have the same kind, on ``stream``."""
         from ringcomm._tl.launch import launch as launch_kernel
 
-        parts = [self.part, *(other.part for other in others)]
+        ranks = [self.pointers, *(other.pointers for other in others)]
         runtime, device = self.device_ref
         runtime.call_on_stream(
             device,
             stream,
-            lambda: launch_kernel(self.plan, parts, self.timeout_ns, self.geometry),
+            lambda: launch_kernel(self.plan, ranks, self.timeout_ns, self.geometry),
         )
 
 

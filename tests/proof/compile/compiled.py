@@ -53,9 +53,9 @@ def compile_kernel(
 def _launch(plan: KernelPlan, world: int, more: int) -> None:
     """A launch of one rank, whose buffers and sizes are ``more`` than round numbers."""
     geometry = Geometry(world, 16, 4, 128 << 10, 1 << 20)
-    parts = [RankPointers(1 << 40, (1 << 40) + more, (1 << 41) + 2 * more)]
+    ranks = [RankPointers(1 << 40, (1 << 40) + more, (1 << 41) + 2 * more)]
     sizes = tuple(size + more for size in plan.sizes)
-    launch(replace(plan, sizes=sizes), parts, 20_000_000_000 + more, geometry)
+    launch(replace(plan, sizes=sizes), ranks, 20_000_000_000 + more, geometry)
 
 
 def read_by_triton(plan: KernelPlan, world: int) -> bool:

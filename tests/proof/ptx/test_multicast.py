@@ -153,7 +153,10 @@ SOURCES = {
 if os.environ.get("RINGCOMM_PTX_CHECK") == "all":
     SOURCES |= {
         "a piece of another chunk": ("slots.offset(j, e.rank())", "slots.offset(j, 0)"),
-        "the last piece is not copied out": ("piece_of(out.get(r), slice, part, j - 1)", "Span{}"),
+        "the last piece is not copied out": (
+            "piece_of(out.get(r), slice, piece_bytes, j - 1)",
+            "Span{}",
+        ),
     }
 
 

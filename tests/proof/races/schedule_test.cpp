@@ -147,15 +147,15 @@ constexpr bool chunks_partition() {
   return true;
 }
 
-constexpr bool parts_partition() {
-  for (int parts = 1; parts <= kMaxWorld; ++parts)
+constexpr bool portions_partition() {
+  for (int count = 1; count <= kMaxWorld; ++count)
     for (const uint64_t bytes :
          {0ull, 1ull, 64ull, 100ull, 1000ull, 4096ull, 4100ull, ~0ull >> 20}) {
       // Equal to a line at either end, and the fractions' last bit.
-      const uint64_t fair = bytes / uint64_t(parts), slack = 128 + (bytes >> 31);
+      const uint64_t fair = bytes / uint64_t(count), slack = 128 + (bytes >> 31);
       uint64_t at = 0;
-      for (int p = 0; p < parts; ++p) {
-        const Extent e = part_of(bytes, p, parts);
+      for (int p = 0; p < count; ++p) {
+        const Extent e = extent_of(bytes, p, count);
         const uint64_t size = e.end_bytes - e.begin_bytes;
         if (e.begin_bytes != at || e.end_bytes < e.begin_bytes) return false;
         if (size + slack < fair || size > fair + slack) return false;
@@ -186,12 +186,12 @@ constexpr bool epochs_wrap() {
   return true;
 }
 
-// Parts that follow each other in a region, in order: each begins where the one before ended, or
+// Fields that follow each other in a region, in order: each begins where the one before ended, or
 // at the next whole page.
 struct Walk {
   uint64_t end;
   bool right = true;
-  constexpr void part(uint64_t begin, uint64_t bytes, uint64_t alignment) {
+  constexpr void field(uint64_t begin, uint64_t bytes, uint64_t alignment) {
     const uint64_t page = (end + kPageBytes - 1) / kPageBytes * kPageBytes;
     right &= (begin == end || begin == page) && begin % alignment == 0;
     end = begin + bytes;
@@ -205,24 +205,24 @@ constexpr bool region_is_covered(const Layout& l) {
     for (int s = 0; s < int(Stream::kCount); ++s)
       for (int c = 0; c < l.channels; ++c)
         for (int p = 0; p < l.world; ++p)
-          w.part((l.*offset)(Stream(s), c, p), kLineBytes, kLineBytes);
+          w.field((l.*offset)(Stream(s), c, p), kLineBytes, kLineBytes);
   };
   lines(&Layout::signal_offset);
   lines(&Layout::sleep_offset);
   lines(&Layout::epoch_offset);
-  for (int c = 0; c < l.channels; ++c) w.part(l.channel_offset(c), kLineBytes, kLineBytes);
+  for (int c = 0; c < l.channels; ++c) w.field(l.channel_offset(c), kLineBytes, kLineBytes);
   w.end = (w.end + kHeaderBytes - 1) / kHeaderBytes * kHeaderBytes;
   for (int s = 0; s < int(Stream::kCount); ++s)
     for (int c = 0; c < l.channels; ++c)
       for (int p = 0; p < l.world; ++p)
         for (int slot = 0; slot < l.slots; ++slot)
-          w.part(l.header_offset(Stream(s), c, p, uint32_t(slot)), kHeaderBytes, kHeaderBytes);
+          w.field(l.header_offset(Stream(s), c, p, uint32_t(slot)), kHeaderBytes, kHeaderBytes);
   for (uint32_t parity = 0; parity < 2; ++parity)
     for (int sender = 0; sender < l.world; ++sender)
-      w.part(l.ll_offset(parity, sender), l.ll_set_bytes(), sizeof(LLPacket));
+      w.field(l.ll_offset(parity, sender), l.ll_set_bytes(), sizeof(LLPacket));
   const auto set = [&](Stream s, int channel, int peer) {
     for (int slot = 0; slot < l.slots; ++slot)
-      w.part(l.slot_offset(s, channel, peer, uint32_t(slot)), l.segment_bytes, kLineBytes);
+      w.field(l.slot_offset(s, channel, peer, uint32_t(slot)), l.segment_bytes, kLineBytes);
   };
   w.right &= l.staging_offset() >= w.end && l.staging_offset() % kPageBytes == 0;
   for (int c = 0; c < l.channels; ++c)
@@ -230,7 +230,7 @@ constexpr bool region_is_covered(const Layout& l) {
   for (int c = 0; c < l.channels; ++c) set(Stream::kShared, c, 0);
   for (int c = 0; c < l.message_channels(); ++c)
     for (int p = 0; p < l.world; ++p) set(Stream::kMessage, c, p);
-  w.part(l.copy_engine_offset(), l.copy_engine_bytes, kPageBytes);
+  w.field(l.copy_engine_offset(), l.copy_engine_bytes, kPageBytes);
   return w.right && l.region_bytes() >= w.end && l.region_bytes() % kPageBytes == 0;
 }
 
@@ -257,11 +257,11 @@ constexpr bool ll_packets_are_disjoint() {
               (kHashPacket + 1) * sizeof(LLPacket) > 2 * kHeaderBytes)
             return false;
         for (int c = 0; c < channels; ++c) {
-          const Extent part = part_of(bytes, c, channels);
-          if (part.begin_bytes == part.end_bytes) continue;
-          const uint64_t begin = l.ll_payload_offset(part.begin_bytes);
+          const Extent extent = extent_of(bytes, c, channels);
+          if (extent.begin_bytes == extent.end_bytes) continue;
+          const uint64_t begin = l.ll_payload_offset(extent.begin_bytes);
           if (begin < end || begin % sizeof(LLPacket) != 0) return false;
-          end = begin + (part.end_bytes - part.begin_bytes + 7) / 8 * sizeof(LLPacket);
+          end = begin + (extent.end_bytes - extent.begin_bytes + 7) / 8 * sizeof(LLPacket);
         }
         if (end > l.ll_set_bytes()) return false;
       }
@@ -304,7 +304,7 @@ static_assert(ring_gather_hands_on());
 static_assert(any_ring_visits_all());
 static_assert(rotation_spreads());
 static_assert(chunks_partition());
-static_assert(parts_partition());
+static_assert(portions_partition());
 static_assert(items_cover());
 static_assert(epochs_wrap());
 static_assert(regions_are_covered());

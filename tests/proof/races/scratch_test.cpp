@@ -19,7 +19,7 @@ namespace {
 using namespace ringcomm::host;
 
 constexpr uint64_t kPage = kScratchPageBytes, kCut = 2 * kPage, kExtent = 3 * kCut;
-constexpr int kThreads = 4, kExtents = 3, kParts = 8;  // of memory, of a cut each
+constexpr int kThreads = 4, kExtents = 3, kCuts = 8;  // of memory, of a cut each
 constexpr int kPlays = 60;
 constexpr ScratchPool::Limit kAMinute{60};
 
@@ -68,7 +68,7 @@ struct Bench {
 void play_in_order(unsigned seed) {
   std::mt19937 drawn(seed);
   Bench bench;
-  Memory memory(kParts * kCut);
+  Memory memory(kCuts * kCut);
   std::vector<char> model(memory.bytes), contents[kExtents];
   for (char& byte : model) byte = char(drawn());
   std::memcpy(memory.begin, model.data(), model.size());
@@ -78,8 +78,8 @@ void play_in_order(unsigned seed) {
     std::vector<char>& content = contents[which];
     const bool reads = drawn() % 2 == 0;
     const bool zeros = reads && content.empty();
-    const uint64_t parts = reads && !zeros ? content.size() / kCut : drawn() % 2 == 0 ? 1 : 3;
-    const uint64_t start = drawn() % (kParts - parts + 1) * kCut, bytes = parts * kCut;
+    const uint64_t cuts = reads && !zeros ? content.size() / kCut : drawn() % 2 == 0 ? 1 : 3;
+    const uint64_t start = drawn() % (kCuts - cuts + 1) * kCut, bytes = cuts * kCut;
     requests.push_back(bench.begin(!reads, bench.extent[which], memory.begin + start, bytes));
     if (zeros)
       std::memset(model.data() + start, 0, bytes);

@@ -71,8 +71,8 @@ struct Pause {
   uint64_t call_bytes = 0;
 };
 
-// Part `part` of `parts` equal ones, as fractions of the whole in units of 2^-32: found once, it
-// cuts any number of bytes without a division, which takes a GPU some hundred instructions.
+// Portion `index` of `count` equal ones, as fractions of the whole in units of 2^-32: found once,
+// it cuts any number of bytes without a division, which takes a GPU some hundred instructions.
 struct Portion {
   uint64_t begin = 0, end = uint64_t(1) << 32;
 
@@ -82,23 +82,23 @@ struct Portion {
   }
 };
 
-RC_FN constexpr Portion portion_of(int part, int parts) {
-  return {(uint64_t(part) << 32) / uint64_t(parts), (uint64_t(part + 1) << 32) / uint64_t(parts)};
+RC_FN constexpr Portion portion_of(int index, int count) {
+  return {(uint64_t(index) << 32) / uint64_t(count), (uint64_t(index + 1) << 32) / uint64_t(count)};
 }
 
 struct Extent {
   uint64_t begin_bytes, end_bytes;
 };
 
-// A portion of `bytes` bytes, in whole lines of 2^line_shift except for the tail of the last part.
-RC_FN constexpr Extent part_of(uint64_t bytes, const Portion& portion, int line_shift = 6) {
+// A portion of `bytes` bytes, in whole lines of 2^line_shift except for the tail of the last.
+RC_FN constexpr Extent extent_of(uint64_t bytes, const Portion& portion, int line_shift = 6) {
   const uint64_t lines = (bytes + (uint64_t(1) << line_shift) - 1) >> line_shift;
   const uint64_t begin = Portion::times(lines, portion.begin) << line_shift,
                  end = Portion::times(lines, portion.end) << line_shift;
   return {begin < bytes ? begin : bytes, end < bytes ? end : bytes};
 }
-RC_FN constexpr Extent part_of(uint64_t bytes, int part, int parts, int line_shift = 6) {
-  return part_of(bytes, portion_of(part, parts), line_shift);
+RC_FN constexpr Extent extent_of(uint64_t bytes, int index, int count, int line_shift = 6) {
+  return extent_of(bytes, portion_of(index, count), line_shift);
 }
 
 RINGCOMM_NAMESPACE_END

@@ -65,8 +65,8 @@ RC_FN Cut cut_by_tiles(int32_t elem_bytes) { return {kTileShift + (elem_bytes ==
 template <class E>
 RC_TEAM_FN Run slice_of(const E& e, const Bucket& b, int rank) {
   const Run chunk = b.chunk(rank);
-  const Extent part = part_of(chunk.end - chunk.begin, e.team.portion(), kTileShift);
-  return {part.begin_bytes, part.end_bytes};
+  const Extent extent = extent_of(chunk.end - chunk.begin, e.team.portion(), kTileShift);
+  return {extent.begin_bytes, extent.end_bytes};
 }
 
 template <class E>

@@ -103,7 +103,7 @@ struct Endpoint {
 
   // This channel's part of a span.
   RC_TEAM_FN Span slice(Span s) const {
-    const Extent e = part_of(s.bytes, team.portion(), cut.line_shift);
+    const Extent e = extent_of(s.bytes, team.portion(), cut.line_shift);
     return {s.ptr + e.begin_bytes, e.end_bytes - e.begin_bytes};
   }
 

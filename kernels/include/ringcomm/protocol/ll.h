@@ -62,7 +62,7 @@ constexpr int kPacketBatch = 8;
 
 struct LLCall {
   uint32_t flag;
-  Extent part;  // of the message: this channel's payload
+  Extent extent;  // of the message: this channel's payload
 };
 
 // 8 bytes of payload at `from`, of which `bytes` exist.
@@ -110,7 +110,7 @@ RC_TEAM_FN LLPacket* header_packets(const E& e, const LLCall& call, int sender, 
 // This channel's payload.
 template <class E>
 RC_TEAM_FN LLPacket* payload_packets(const E& e, const LLCall& call, int sender, int reader) {
-  const uint64_t offset = e.v.layout.ll_payload_offset(call.part.begin_bytes);
+  const uint64_t offset = e.v.layout.ll_payload_offset(call.extent.begin_bytes);
   return packets_at(e, call, sender, reader, offset);
 }
 
@@ -164,14 +164,14 @@ RC_COLD Status ll_mismatch(Team team, const View& v, const LLPacket* header, uin
 template <class E>
 RC_TEAM_FN LLCall begin_ll(E& e, uint64_t message_bytes) {
   ChannelLine* line = e.v.channel_line(e.team.channel());
-  const LLCall call{next_flag(e.v.ll_epoch), part_of(message_bytes, e.team.portion())};
+  const LLCall call{next_flag(e.v.ll_epoch), extent_of(message_bytes, e.team.portion())};
   if (e.team.lane() == 0) line->ll_epoch = call.flag;
   if (!clears_other_set(call.flag)) return call;
   // The other set holds the call before this one, which is over; the peers write into it again only
   // after they have received what I send below.
   const uint64_t bytes = e.v.layout.ll_set_bytes() * e.world();
   char* base = e.v.regions[e.rank()] + e.v.layout.ll_offset((call.flag + 1) & 1, 0);
-  const Extent mine = part_of(bytes, e.team.portion());
+  const Extent mine = extent_of(bytes, e.team.portion());
   for (uint64_t at = mine.begin_bytes + uint64_t(e.team.lane()) * sizeof(LLPacket);
        at < mine.end_bytes; at += uint64_t(e.team.num_lanes()) * sizeof(LLPacket))
     store_ll_packet_sys(reinterpret_cast<LLPacket*>(base + at), 0, 0, 0);
@@ -233,10 +233,10 @@ RC_TEAM_FN Status check_headers(E& e, const LLCall& call) {
 template <class E>
 RC_TEAM_FN void send_payload(E& e, const LLCall& call, const char* from, int reader) {
   LLPacket* to = payload_packets(e, call, e.rank(), reader);
-  const uint64_t bytes = call.part.end_bytes - call.part.begin_bytes;
+  const uint64_t bytes = call.extent.end_bytes - call.extent.begin_bytes;
   for (uint64_t at = uint64_t(e.team.lane()) * 8; at < bytes;
        at += uint64_t(e.team.num_lanes()) * 8) {
-    const uint64_t word = load_payload(from + call.part.begin_bytes + at, bytes - at);
+    const uint64_t word = load_payload(from + call.extent.begin_bytes + at, bytes - at);
     store_ll_packet_sys(to + at / 8, uint32_t(word), uint32_t(word >> 32), call.flag);
   }
 }
@@ -244,7 +244,7 @@ RC_TEAM_FN void send_payload(E& e, const LLCall& call, const char* from, int rea
 // Reduces 8 bytes at a time: every rank's packet at the same offset, mine from `own`.
 template <class E>
 RC_TEAM_FN Status reduce_ll(E& e, const LLCall& call, const char* own, char* out) {
-  const uint64_t bytes = call.part.end_bytes - call.part.begin_bytes;
+  const uint64_t bytes = call.extent.end_bytes - call.extent.begin_bytes;
   // Rank p's packets lie p sets behind rank 0's.
   const char* const inbox = reinterpret_cast<const char*>(payload_packets(e, call, 0, e.rank()));
   const uint64_t set_bytes = e.v.layout.ll_set_bytes();
@@ -253,7 +253,7 @@ RC_TEAM_FN Status reduce_ll(E& e, const LLCall& call, const char* own, char* out
        at += uint64_t(e.team.num_lanes()) * 8) {
     typename E::Operations::WordSum sum;
     const char* const from = inbox + 2 * at;
-    const uint64_t mine = load_payload(own + call.part.begin_bytes + at, bytes - at);
+    const uint64_t mine = load_payload(own + call.extent.begin_bytes + at, bytes - at);
     for (int first = 0; first < e.world() && status == Status::kOk; first += kPacketBatch) {
       LLPacket seen[kPacketBatch];
       RC_UNROLL
@@ -274,7 +274,7 @@ RC_TEAM_FN Status reduce_ll(E& e, const LLCall& call, const char* own, char* out
       }
     }
     if (status == Status::kOk)
-      store_payload(out + call.part.begin_bytes + at, sum.result(e.ops, e.world()), bytes - at);
+      store_payload(out + call.extent.begin_bytes + at, sum.result(e.ops, e.world()), bytes - at);
   }
   return e.team.share(status);
 }
@@ -303,18 +303,18 @@ RC_TEAM_FN Status reduce_scatter_ll(E& e, const char* in, char* out, uint64_t ch
 template <class E>
 RC_TEAM_FN Status all_gather_ll(E& e, const char* in, char* out, uint64_t chunk_bytes) {
   const LLCall call = begin_ll(e, chunk_bytes);
-  const uint64_t bytes = call.part.end_bytes - call.part.begin_bytes;
+  const uint64_t bytes = call.extent.end_bytes - call.extent.begin_bytes;
   send_headers(e, call);
   for (int d = 1; d < e.world(); ++d) send_payload(e, call, in, e.peer_at(d));
   RC_RETURN_IF_FAILED(check_headers(e, call));
-  const Span mine{const_cast<char*>(in) + call.part.begin_bytes, bytes};
-  char* const own = out + e.rank() * chunk_bytes + call.part.begin_bytes;
+  const Span mine{const_cast<char*>(in) + call.extent.begin_bytes, bytes};
+  char* const own = out + e.rank() * chunk_bytes + call.extent.begin_bytes;
   if (own != mine.ptr) e.ops.copy_private(e.team, own, mine.ptr, bytes);
   Status status = Status::kOk;
   for (int d = 1; d < e.world(); ++d) {
     const int p = e.peer_at(d);
     const LLPacket* from = payload_packets(e, call, p, e.rank());
-    char* const to = out + p * chunk_bytes + call.part.begin_bytes;
+    char* const to = out + p * chunk_bytes + call.extent.begin_bytes;
     for (uint64_t at = uint64_t(e.team.lane()) * 8; at < bytes && status == Status::kOk;
          at += uint64_t(e.team.num_lanes()) * 8) {
       uint64_t word = 0;
